@@ -1,0 +1,143 @@
+//! E2M1 and E4M3, by integer operations on the bits of an f32, hence the same on every backend.
+//!
+//! * E2M1 code `s eem`: magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 for 0..7, sign in bit 3. Encoding
+//!   saturates at 6; to nearest, ties go to the even code; -0 and negative underflow give code 8;
+//!   NaN gives 7 (+6).
+//! * E4M3FN byte `s eeee mmm`: bias 7, subnormals `m/8 * 2^-6`, no infinity, NaN 0x7F. Encoding
+//!   saturates at 448.
+//!
+//! Both encoders cut the 24-bit significand at bit `s`: `kept = m >> s` and the bits cut off, as a
+//! 32-bit fraction. To nearest compares the fraction with a half; stochastic rounding goes up where
+//! a uniform 32-bit number is below the fraction, so that `P(up) = fraction / 2^32` exactly.
+
+use cubecl::prelude::*;
+
+/// Encodes the f32 with these bits as E2M1. `random` is read only if `stochastic`.
+#[cube]
+pub(crate) fn e2m1_encode(bits: u32, random: u32, #[comptime] stochastic: bool) -> u32 {
+    let magnitude_bits = bits & 0x7FFF_FFFFu32;
+    let exponent = magnitude_bits >> 23u32;
+    let significand = (magnitude_bits & 0x007F_FFFFu32) | 0x0080_0000u32;
+    // From 1.0 on a binade holds two codes; below, codes 0 and 1 are spaced like those of [1, 2).
+    let above_one = exponent >= 127u32;
+    let shift = select(above_one, 22u32, 149u32 - min(exponent, 127u32));
+    let kept = cut(significand, shift);
+    let fraction = cut_off(significand, shift);
+    let mut up = select(fraction > 0x8000_0000u32, 1u32, 0u32)
+        + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
+    if comptime!(stochastic) {
+        up = select(random < fraction, 1u32, 0u32);
+    }
+    let binade = select(above_one, 2u32 * (max(exponent, 127u32) - 127u32), 0u32);
+    let rounded = kept + binade + up;
+    let saturated = select(magnitude_bits >= 0x40C0_0000u32, 7u32, rounded);
+    let is_nan = magnitude_bits > 0x7F80_0000u32;
+    select(is_nan, 7u32, saturated | ((bits >> 28u32) & 8u32))
+}
+
+/// The value of an E2M1 code.
+#[cube]
+pub(crate) fn e2m1_decode(code: u32) -> f32 {
+    let magnitude = code & 7u32;
+    let normal = (((magnitude >> 1u32) + 126u32) << 23u32) | ((magnitude & 1u32) << 22u32);
+    let small = select(magnitude == 1u32, 0x3F00_0000u32, 0u32);
+    let bits = select(magnitude >= 2u32, normal, small);
+    f32::reinterpret(bits | ((code & 8u32) << 28u32))
+}
+
+/// Encodes the f32 with these bits as E4M3FN, to nearest, ties to even, saturating at 448.
+#[cube]
+pub(crate) fn e4m3_encode(bits: u32) -> u32 {
+    let magnitude_bits = bits & 0x7FFF_FFFFu32;
+    let exponent = magnitude_bits >> 23u32;
+    let significand = (magnitude_bits & 0x007F_FFFFu32) | 0x0080_0000u32;
+    // Below 2^-6 the grid is 2^-9 wide and the code is the value in such steps.
+    let shift = 141u32 - min(exponent, 120u32);
+    let kept = cut(significand, shift);
+    let fraction = cut_off(significand, shift);
+    let subnormal = kept
+        + select(fraction > 0x8000_0000u32, 1u32, 0u32)
+        + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
+    let rounded = max(magnitude_bits, 0x3C80_0000u32);
+    let rounded = rounded + 0x0007_FFFFu32 + ((rounded >> 20u32) & 1u32);
+    let normal = (rounded >> 20u32) - 960u32;
+    let code = select(magnitude_bits >= 0x3C80_0000u32, normal, subnormal);
+    let saturated = select(magnitude_bits > 0x43E0_0000u32, 0x7Eu32, code);
+    let is_nan = magnitude_bits > 0x7F80_0000u32;
+    select(is_nan, 0x7Fu32, saturated | ((bits >> 24u32) & 0x80u32))
+}
+
+/// The value of an E4M3FN byte.
+#[cube]
+pub(crate) fn e4m3_decode(byte: u32) -> f32 {
+    let magnitude = byte & 0x7Fu32;
+    let mantissa = magnitude & 7u32;
+    let normal = ((magnitude >> 3u32) + 120u32) << 23u32 | (mantissa << 20u32);
+    // Exact: a number of at most three bits times a power of two.
+    let subnormal = u32::reinterpret(f32::cast_from(mantissa) * 0.001953125f32);
+    let bits = select(magnitude >= 8u32, normal, subnormal);
+    let bits = select(magnitude == 0x7Fu32, 0x7FC0_0000u32, bits);
+    f32::reinterpret(bits | ((byte & 0x80u32) << 24u32))
+}
+
+/// `m >> s`, 0 from a shift of 32 on.
+#[cube]
+fn cut(m: u32, s: u32) -> u32 {
+    select(s < 32u32, m >> min(s, 31u32), 0u32)
+}
+
+/// What [`cut`] drops, as a fraction of 2^32. `s` is at least 21.
+#[cube]
+fn cut_off(m: u32, s: u32) -> u32 {
+    let near = m << (32u32 - min(s, 32u32));
+    let far = select(s < 64u32, m >> (max(s, 32u32) - 32u32) % 32u32, 0u32);
+    select(s <= 32u32, near, far)
+}
+
+/// Which conversion [`convert`] runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Conversion {
+    /// f32 bits to an E2M1 code, to nearest.
+    EncodeE2m1,
+    /// f32 bits to an E4M3 byte.
+    EncodeE4m3,
+    /// E2M1 code to f32 bits.
+    DecodeE2m1,
+    /// E4M3 byte to f32 bits.
+    DecodeE4m3,
+}
+
+/// `output[i] = conversion(input[i])`: the codec by itself, for tests that go through every input.
+///
+/// # Errors
+/// If the two buffers differ in length.
+pub fn convert<R: Runtime>(
+    client: &ComputeClient<R>,
+    input: ArrayArg<R>,
+    output: ArrayArg<R>,
+    conversion: Conversion,
+) -> Result<(), crate::KernelError> {
+    let len = input.size();
+    crate::error::expect_len("convert", "output", output.size(), len)?;
+    let (count, dim) = crate::quantize::flat_launch(len);
+    // SAFETY: both buffers hold `len` elements and the kernel stops at `len`.
+    unsafe { convert_kernel::launch_unchecked(client, count, dim, input, output, conversion) };
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn convert_kernel(
+    input: &Array<u32>,
+    output: &mut Array<u32>,
+    #[comptime] conversion: Conversion,
+) {
+    if ABSOLUTE_POS < output.len() {
+        let x = input[ABSOLUTE_POS];
+        output[ABSOLUTE_POS] = match comptime!(conversion) {
+            Conversion::EncodeE2m1 => e2m1_encode(x, 0u32, false),
+            Conversion::EncodeE4m3 => e4m3_encode(x),
+            Conversion::DecodeE2m1 => u32::reinterpret(e2m1_decode(x)),
+            Conversion::DecodeE4m3 => u32::reinterpret(e4m3_decode(x)),
+        };
+    }
+}

@@ -1,0 +1,69 @@
+//! Random Hadamard transform over groups of 16 columns: `y = x · diag(signs) · H16 / 4`.
+//!
+//! `H16` is Sylvester's matrix; `signs` is one fixed vector of ±1, as in NVIDIA's recipe (arXiv
+//! 2509.25149, §4.2), given as 16 bits (1 = minus). The transform is orthogonal: applied to both
+//! operands of a product along the summed dimension it cancels. Sums run as a butterfly, halves
+//! first (distance 1, 2, 4, 8), and end on `+ 0` so that a zero sum is +0 as in a matrix product;
+//! products are by ±1 and 1/4, hence exact, and so the result is the same on every backend. One unit owns 16 columns; reads and writes each value once.
+
+use crate::{
+    error::{KernelError, expect_blocks, expect_len},
+    quantize::flat_launch,
+};
+use cubecl::prelude::*;
+
+/// TransformerEngine's sign vector [1,1,1,-1,1,-1,-1,-1,-1,-1,-1,1,-1,1,-1,-1], bit i set for -1.
+pub const SIGNS: u32 = 0b1101_0111_1110_1000;
+
+/// Rotates every 16 consecutive elements of `x` into `y`, both float of type `dtype`.
+///
+/// # Errors
+/// If the length is not a multiple of 16 or differs between the buffers.
+pub fn hadamard<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    y: ArrayArg<R>,
+    dtype: StorageType,
+    signs: u32,
+) -> Result<(), KernelError> {
+    let len = x.size();
+    expect_blocks("hadamard", "length", len)?;
+    expect_len("hadamard", "y", y.size(), len)?;
+    let (count, dim) = flat_launch(len / crate::layout::BLOCK);
+    // SAFETY: both buffers hold `len` elements, a multiple of 16; the kernel stops at the last group.
+    unsafe { hadamard_kernel::launch_unchecked(client, count, dim, x, y, signs, dtype) };
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn hadamard_kernel<F: Float>(
+    x: &Array<F>,
+    y: &mut Array<F>,
+    signs: u32,
+    #[define(F)] _dtype: StorageType,
+) {
+    let first = ABSOLUTE_POS * 16usize;
+    if first < x.len() {
+        let mut v = Array::<f32>::new(16usize);
+        for i in 0..16u32 {
+            let value = f32::cast_from(x[first + (i as usize)]);
+            v[i as usize] = select((signs >> i) & 1u32 == 1u32, -value, value);
+        }
+        #[unroll]
+        for level in 0..4u32 {
+            let distance = comptime!(1u32 << level);
+            #[unroll]
+            for pair in 0..8u32 {
+                let low = comptime!(((pair / distance) * 2 * distance + pair % distance) as usize);
+                let high = comptime!(low + distance as usize);
+                let a = v[low];
+                let b = v[high];
+                v[low] = a + b;
+                v[high] = a - b;
+            }
+        }
+        for i in 0..16u32 {
+            y[first + (i as usize)] = F::cast_from(v[i as usize] * 0.25f32 + 0.0f32);
+        }
+    }
+}

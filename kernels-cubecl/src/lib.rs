@@ -1,0 +1,31 @@
+//! NVFP4 device kernels, written once in CubeCL and run on CUDA, Vulkan and whatever else it reaches.
+//!
+//! | file | what it computes |
+//! |---|---|
+//! | [`layout`] | where a code and a scale lie: the only owner of nibble order and block length |
+//! | [`codec`] | E2M1 and E4M3 to and from f32, by integer operations |
+//! | [`rng`] | Philox4x32-10, the counter-based generator behind stochastic rounding |
+//! | [`quantize`] | dense matrix to codes, block scales and tensor scale |
+//! | [`dequantize`] | the way back: `value = code * block scale * tensor scale` |
+//! | [`hadamard`] | random Hadamard transform over 16 columns |
+//! | [`matmul`] | products with packed operands: forward, dgrad, wgrad |
+//! | [`adamw`] | one AdamW update over a chunk, f32 or 8-bit states |
+//!
+//! This crate knows no tensor library, no model and no file. A launch takes buffers as
+//! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes, and queues the kernel:
+//! device errors (out of memory, a failed compile) surface at the next synchronisation.
+
+// Launching a kernel is unsafe by nature; each launch states why its lengths hold.
+#![allow(unsafe_code)]
+
+pub mod adamw;
+pub mod codec;
+pub mod dequantize;
+mod error;
+pub mod hadamard;
+pub mod layout;
+pub mod matmul;
+pub mod quantize;
+pub mod rng;
+
+pub use error::KernelError;

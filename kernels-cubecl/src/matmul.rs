@@ -1,0 +1,322 @@
+//! Products with packed operands. With `w = code * scale * g` (see [`crate::layout`]):
+//! ```text
+//! Nt  y [i, j] = sum_r a[i, r] * w[j, r]     forward: activations times weights
+//! Nn  dx[i, j] = sum_r a[i, r] * w[r, j]     dgrad: output gradient times weights
+//! Tn  dw[i, j] = sum_r a[r, i] * w[r, j]     wgrad: output gradient times packed activations
+//! ```
+//! The left operand is dense (f32, f16 or bf16) or, for `Nt`, packed too. Any number of rows; the
+//! columns of a packed operand are a multiple of 16.
+//!
+//! One cube of 256 units makes a 64x64 tile: 16 steps of `r` at a time go to shared memory, decoded;
+//! each unit keeps 4x4 sums in f32. `code * scale` is exact in f32; the tensor scales are applied once,
+//! to the finished sum. Portable: no plane or tensor-core operations. Bound by f32 arithmetic.
+
+use crate::{
+    codec::{e2m1_decode, e4m3_decode},
+    error::{KernelError, expect_blocks, expect_len, index},
+    layout::{code_of, scale_index, scales_per_row, word_index, words_per_row},
+};
+use cubecl::prelude::*;
+
+const TILE: usize = 64;
+
+/// Which dimensions of the two operands are summed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Product {
+    /// `a[i, r] * w[j, r]`.
+    Nt,
+    /// `a[i, r] * w[r, j]`.
+    Nn,
+    /// `a[r, i] * w[r, j]`.
+    Tn,
+}
+
+/// The buffers of a packed `rows` x `cols` matrix.
+pub struct PackedArgs<R: Runtime> {
+    /// u32, `rows` x `cols / 8`.
+    pub codes: ArrayArg<R>,
+    /// u8, `rows` x `cols / 16`.
+    pub scales: ArrayArg<R>,
+    /// f32, 1.
+    pub global: ArrayArg<R>,
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+}
+
+impl<R: Runtime> PackedArgs<R> {
+    fn check(&self, kernel: &'static str) -> Result<(), KernelError> {
+        expect_blocks(kernel, "columns of a packed operand", self.cols)?;
+        expect_len(kernel, "codes", self.codes.size(), self.rows * words_per_row(self.cols))?;
+        expect_len(kernel, "scales", self.scales.size(), self.rows * scales_per_row(self.cols))?;
+        expect_len(kernel, "global", self.global.size(), 1)
+    }
+}
+
+/// `out = product(a, w)`: `a` and `out` dense of type `dtype`, `a` with `a_rows` rows, row-major.
+///
+/// # Errors
+/// If a buffer does not fit its shape or the summed dimensions differ.
+pub fn matmul_dense_packed<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: ArrayArg<R>,
+    a_rows: usize,
+    w: PackedArgs<R>,
+    out: ArrayArg<R>,
+    dtype: StorageType,
+    product: Product,
+) -> Result<(), KernelError> {
+    const NAME: &str = "matmul dense x packed";
+    w.check(NAME)?;
+    let (i, j, r) = match product {
+        Product::Nt => (a_rows, w.rows, w.cols),
+        Product::Nn => (a_rows, w.cols, w.rows),
+        Product::Tn => (a.size() / a_rows.max(1), w.cols, w.rows),
+    };
+    if product == Product::Tn {
+        expect_len(NAME, "rows of a", a_rows, r)?;
+    }
+    expect_len(NAME, "a", a.size(), i * r)?;
+    expect_len(NAME, "out", out.size(), i * j)?;
+    if i == 0 || j == 0 {
+        return Ok(());
+    }
+    // SAFETY: buffer lengths were checked against the shapes; tiles are guarded at their edges.
+    unsafe {
+        dense_packed_kernel::launch_unchecked(
+            client,
+            tiles(i, j),
+            CubeDim::new_1d(256),
+            a,
+            w.codes,
+            w.scales,
+            w.global,
+            out,
+            index(NAME, "i", i)?,
+            index(NAME, "j", j)?,
+            index(NAME, "r", r)?,
+            product == Product::Tn,
+            product == Product::Nt,
+            dtype,
+        );
+    }
+    Ok(())
+}
+
+/// `out[i, j] = sum_r a[i, r] * w[j, r]` with both operands packed along `r`; `out` of type `dtype`.
+///
+/// # Errors
+/// If a buffer does not fit its shape or the summed dimensions differ.
+pub fn matmul_packed_packed<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: PackedArgs<R>,
+    w: PackedArgs<R>,
+    out: ArrayArg<R>,
+    dtype: StorageType,
+) -> Result<(), KernelError> {
+    const NAME: &str = "matmul packed x packed";
+    a.check(NAME)?;
+    w.check(NAME)?;
+    expect_len(NAME, "columns of a", a.cols, w.cols)?;
+    expect_len(NAME, "out", out.size(), a.rows * w.rows)?;
+    if a.rows == 0 || w.rows == 0 {
+        return Ok(());
+    }
+    // SAFETY: as above.
+    unsafe {
+        packed_packed_kernel::launch_unchecked(
+            client,
+            tiles(a.rows, w.rows),
+            CubeDim::new_1d(256),
+            a.codes,
+            a.scales,
+            a.global,
+            w.codes,
+            w.scales,
+            w.global,
+            out,
+            index(NAME, "i", a.rows)?,
+            index(NAME, "j", w.rows)?,
+            index(NAME, "r", w.cols)?,
+            dtype,
+        );
+    }
+    Ok(())
+}
+
+fn tiles(i: usize, j: usize) -> CubeCount {
+    CubeCount::Static(j.div_ceil(TILE) as u32, i.div_ceil(TILE) as u32, 1)
+}
+
+#[cube(launch_unchecked)]
+fn dense_packed_kernel<F: Float>(
+    a: &Array<F>,
+    codes: &Array<u32>,
+    scales: &Array<u8>,
+    global: &Array<f32>,
+    out: &mut Array<F>,
+    i_len: u32,
+    j_len: u32,
+    r_len: u32,
+    #[comptime] a_is_r_by_i: bool,
+    #[comptime] w_is_j_by_r: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let mut left = SharedMemory::<f32>::new(1024usize);
+    let mut right = SharedMemory::<f32>::new(1024usize);
+    let mut sums = zero_sums();
+    let mut r0 = 0u32;
+    while r0 < r_len {
+        load_dense(a, &mut left, CUBE_POS_Y * 64u32, r0, i_len, r_len, a_is_r_by_i);
+        load_packed(codes, scales, &mut right, CUBE_POS_X * 64u32, r0, j_len, r_len, w_is_j_by_r);
+        sync_cube();
+        accumulate(&left, &right, &mut sums);
+        sync_cube();
+        r0 += 16u32;
+    }
+    store(&sums, out, global[0], i_len, j_len);
+}
+
+#[cube(launch_unchecked)]
+fn packed_packed_kernel<F: Float>(
+    a_codes: &Array<u32>,
+    a_scales: &Array<u8>,
+    a_global: &Array<f32>,
+    w_codes: &Array<u32>,
+    w_scales: &Array<u8>,
+    w_global: &Array<f32>,
+    out: &mut Array<F>,
+    i_len: u32,
+    j_len: u32,
+    r_len: u32,
+    #[define(F)] _dtype: StorageType,
+) {
+    let mut left = SharedMemory::<f32>::new(1024usize);
+    let mut right = SharedMemory::<f32>::new(1024usize);
+    let mut sums = zero_sums();
+    let mut r0 = 0u32;
+    while r0 < r_len {
+        load_packed(a_codes, a_scales, &mut left, CUBE_POS_Y * 64u32, r0, i_len, r_len, true);
+        load_packed(w_codes, w_scales, &mut right, CUBE_POS_X * 64u32, r0, j_len, r_len, true);
+        sync_cube();
+        accumulate(&left, &right, &mut sums);
+        sync_cube();
+        r0 += 16u32;
+    }
+    store(&sums, out, a_global[0] * w_global[0], i_len, j_len);
+}
+
+#[cube]
+fn zero_sums() -> Array<f32> {
+    let mut sums = Array::<f32>::new(16usize);
+    #[unroll]
+    for i in 0..16usize {
+        sums[i] = 0.0f32;
+    }
+    sums
+}
+
+/// 64 rows of `i` by 16 of `r` into `tile[r * 64 + i]`, zero outside the matrix.
+#[cube]
+fn load_dense<F: Float>(
+    a: &Array<F>,
+    tile: &mut SharedMemory<f32>,
+    i0: u32,
+    r0: u32,
+    i_len: u32,
+    r_len: u32,
+    #[comptime] r_by_i: bool,
+) {
+    for k in 0..4u32 {
+        // Neighbouring units read neighbouring addresses.
+        let slot = k * 256u32 + UNIT_POS;
+        let (i, r) = if comptime!(r_by_i) { (slot % 64u32, slot / 64u32) } else { (slot / 16u32, slot % 16u32) };
+        let row = i0 + i;
+        let col = r0 + r;
+        let mut value = 0.0f32;
+        if row < i_len && col < r_len {
+            if comptime!(r_by_i) {
+                value = f32::cast_from(a[(col as usize) * (i_len as usize) + (row as usize)]);
+            } else {
+                value = f32::cast_from(a[(row as usize) * (r_len as usize) + (col as usize)]);
+            }
+        }
+        tile[(r * 64u32 + i) as usize] = value;
+    }
+}
+
+/// As [`load_dense`], from a packed matrix, without its tensor scale.
+#[cube]
+fn load_packed(
+    codes: &Array<u32>,
+    scales: &Array<u8>,
+    tile: &mut SharedMemory<f32>,
+    j0: u32,
+    r0: u32,
+    j_len: u32,
+    r_len: u32,
+    #[comptime] j_by_r: bool,
+) {
+    for k in 0..4u32 {
+        let slot = k * 256u32 + UNIT_POS;
+        let (j, r) = if comptime!(j_by_r) { (slot / 16u32, slot % 16u32) } else { (slot % 64u32, slot / 64u32) };
+        let outer = j0 + j;
+        let inner = r0 + r;
+        let mut value = 0.0f32;
+        if outer < j_len && inner < r_len {
+            if comptime!(j_by_r) {
+                value = value_at(codes, scales, outer, inner, r_len);
+            } else {
+                value = value_at(codes, scales, inner, outer, j_len);
+            }
+        }
+        tile[(r * 64u32 + j) as usize] = value;
+    }
+}
+
+#[cube]
+fn value_at(codes: &Array<u32>, scales: &Array<u8>, row: u32, col: u32, cols: u32) -> f32 {
+    let word = codes[word_index(row, col, cols)];
+    let scale = u32::cast_from(scales[scale_index(row, col, cols)]);
+    e2m1_decode(code_of(word, col)) * e4m3_decode(scale)
+}
+
+/// Adds 16 outer products to the unit's 4x4 sums.
+#[cube]
+fn accumulate(left: &SharedMemory<f32>, right: &SharedMemory<f32>, sums: &mut Array<f32>) {
+    let i = (UNIT_POS / 16u32) * 4u32;
+    let j = (UNIT_POS % 16u32) * 4u32;
+    let mut a = Array::<f32>::new(4usize);
+    let mut b = Array::<f32>::new(4usize);
+    for r in 0..16u32 {
+        #[unroll]
+        for k in 0..4u32 {
+            a[k as usize] = left[(r * 64u32 + i + k) as usize];
+            b[k as usize] = right[(r * 64u32 + j + k) as usize];
+        }
+        #[unroll]
+        for p in 0..4usize {
+            #[unroll]
+            for q in 0..4usize {
+                sums[p * 4usize + q] += a[p] * b[q];
+            }
+        }
+    }
+}
+
+#[cube]
+fn store<F: Float>(sums: &Array<f32>, out: &mut Array<F>, scale: f32, i_len: u32, j_len: u32) {
+    let i = CUBE_POS_Y * 64u32 + (UNIT_POS / 16u32) * 4u32;
+    let j = CUBE_POS_X * 64u32 + (UNIT_POS % 16u32) * 4u32;
+    #[unroll]
+    for p in 0..4u32 {
+        #[unroll]
+        for q in 0..4u32 {
+            if i + p < i_len && j + q < j_len {
+                let at = ((i + p) as usize) * (j_len as usize) + ((j + q) as usize);
+                out[at] = F::cast_from(sums[(p * 4u32 + q) as usize] * scale);
+            }
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Dense matrix to NVFP4: `x[r, c] -> code[r, c], scale[r, c / 16], g`.
+//!
+//! Two-level (TransformerEngine's formula, all in f32; `A` the tensor's amax, `a` the block's):
+//! ```text
+//! S = min(2688 / A, FLT_MAX), 1 if A = 0        g = A / 2688
+//! s = e4m3(min(a * (S * (1/6)), 448))
+//! code = e2m1(x * min(1 / (s * (1/S)), FLT_MAX))
+//! ```
+//! Single-level (torchao's): `s = e4m3(clamp(a / 6, 2^-6, 448))`, `code = e2m1(x * (1/s))`, `g = 1`.
+//!
+//! A block is 1x16 (one row, 16 columns) or 16x16. One unit owns 16 columns of one row; for 16x16
+//! the amax goes through shared memory. The input is read twice (amax, then codes) and 4.5 bits a
+//! value are written: bound by memory. No rounded product ever feeds a sum, so that no backend can
+//! contract it into a fused multiply-add: codes and scales are the reference's bit for bit.
+
+use crate::{
+    codec::{e2m1_encode, e4m3_decode, e4m3_encode},
+    error::{KernelError, expect_blocks, expect_len, index},
+    layout::{BLOCK, place_code, scale_index, scales_per_row, word_index, words_per_row},
+    rng::{Stream, philox},
+};
+use cubecl::prelude::*;
+
+/// How many scales a tensor has besides its codes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scaling {
+    /// E4M3 block scales only.
+    Single,
+    /// E4M3 block scales and one f32 tensor scale.
+    Two,
+}
+
+/// Which values share a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Block {
+    /// One row, 16 columns.
+    Row,
+    /// 16 rows, 16 columns: a matrix and its transpose then have the same codes.
+    Square,
+}
+
+/// How a value between two codes is rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// To nearest, ties to the even code.
+    Nearest,
+    /// Up with the probability that makes the mean exact.
+    Stochastic(Stream),
+}
+
+/// A quantiser's choices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct QuantizeSpec {
+    /// Single- or two-level.
+    pub scaling: Scaling,
+    /// 1x16 or 16x16.
+    pub block: Block,
+    /// Nearest or stochastic.
+    pub rounding: Rounding,
+}
+
+/// Rows, columns and strides of a dense matrix. Swapped strides quantise the transpose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct View {
+    /// Rows R.
+    pub rows: usize,
+    /// Columns C: blocks run along them.
+    pub cols: usize,
+    /// Elements from a row to the next.
+    pub row_stride: usize,
+    /// Elements from a column to the next.
+    pub col_stride: usize,
+}
+
+impl View {
+    /// A contiguous row-major matrix.
+    pub fn row_major(rows: usize, cols: usize) -> Self {
+        Self { rows, cols, row_stride: cols, col_stride: 1 }
+    }
+
+    /// The transpose of a contiguous row-major matrix of `rows` x `cols`: `cols` rows, `rows` columns.
+    pub fn transposed(rows: usize, cols: usize) -> Self {
+        Self { rows: cols, cols: rows, row_stride: 1, col_stride: cols }
+    }
+}
+
+/// Quantises `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, R x C/8), `scales`
+/// (u8, R x C/16) and `global` (f32, 1). `amax` (f32, 1) comes from [`amax`]; single-level ignores it.
+///
+/// # Errors
+/// If C is not a multiple of 16 (for 16x16 blocks R too) or a buffer does not fit the shape.
+pub fn quantize<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    amax: ArrayArg<R>,
+    codes: ArrayArg<R>,
+    scales: ArrayArg<R>,
+    global: ArrayArg<R>,
+    view: View,
+    spec: QuantizeSpec,
+) -> Result<(), KernelError> {
+    const NAME: &str = "quantize";
+    let View { rows, cols, row_stride, col_stride } = view;
+    expect_blocks(NAME, "columns", cols)?;
+    if spec.block == Block::Square {
+        expect_blocks(NAME, "rows", rows)?;
+    }
+    expect_len(NAME, "x", x.size(), rows * cols)?;
+    expect_len(NAME, "codes", codes.size(), rows * words_per_row(cols))?;
+    expect_len(NAME, "scales", scales.size(), rows * scales_per_row(cols))?;
+    expect_len(NAME, "global", global.size(), 1)?;
+    expect_len(NAME, "amax", amax.size(), 1)?;
+    if rows == 0 || cols == 0 {
+        return Ok(());
+    }
+
+    let (stochastic, stream) = match spec.rounding {
+        Rounding::Nearest => (false, Stream { seed: 0, step: 0, stream: 0 }),
+        Rounding::Stochastic(stream) => (true, stream),
+    };
+    let edge = BLOCK as u32;
+    let blocks = index(NAME, "columns", scales_per_row(cols))?;
+    let count = CubeCount::Static(blocks.div_ceil(edge), index(NAME, "rows", rows)?.div_ceil(edge), 1);
+    // SAFETY: buffer lengths were checked against the shape; units outside it write nothing.
+    unsafe {
+        quantize_kernel::launch_unchecked(
+            client,
+            count,
+            CubeDim::new_2d(edge, edge),
+            x,
+            amax,
+            codes,
+            scales,
+            global,
+            index(NAME, "rows", rows)?,
+            index(NAME, "columns", cols)?,
+            index(NAME, "row stride", row_stride)?,
+            index(NAME, "column stride", col_stride)?,
+            stream.seed as u32,
+            (stream.seed >> 32) as u32,
+            stream.step,
+            stream.stream,
+            spec.scaling == Scaling::Two,
+            spec.block == Block::Square,
+            stochastic,
+            dtype,
+        );
+    }
+    Ok(())
+}
+
+/// `out[0] = max |x|`, NaN ignored. Two launches: up to 65,536 strided partial maxima, then one unit.
+///
+/// # Errors
+/// If `out` does not hold one element.
+pub fn amax<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    out: ArrayArg<R>,
+) -> Result<(), KernelError> {
+    expect_len("amax", "out", out.size(), 1)?;
+    let partials = x.size().div_ceil(64).clamp(1, 65_536);
+    let scratch = client.empty(partials * 4);
+    let float = f32::as_type_native_unchecked().storage_type();
+    let (count, dim) = flat_launch(partials);
+    // SAFETY: `scratch` holds `partials` f32, `out` one; both kernels stop at their lengths.
+    unsafe {
+        let scratch_arg = || ArrayArg::from_raw_parts(scratch.clone(), partials);
+        amax_kernel::launch_unchecked(client, count, dim, x, scratch_arg(), dtype);
+        let one = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
+        amax_kernel::launch_unchecked(client, one.0, one.1, scratch_arg(), out, float);
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn quantize_kernel<F: Float>(
+    x: &Array<F>,
+    amax: &Array<f32>,
+    codes: &mut Array<u32>,
+    scales: &mut Array<u8>,
+    global: &mut Array<f32>,
+    rows: u32,
+    cols: u32,
+    row_stride: u32,
+    col_stride: u32,
+    key_low: u32,
+    key_high: u32,
+    step: u32,
+    stream: u32,
+    #[comptime] two_level: bool,
+    #[comptime] square: bool,
+    #[comptime] stochastic: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let row = CUBE_POS_Y * 16u32 + UNIT_POS_Y;
+    let col = (CUBE_POS_X * 16u32 + UNIT_POS_X) * 16u32;
+    let live = row < rows && col < cols;
+
+    let mut block_amax = 0.0f32;
+    if live {
+        for i in 0..16u32 {
+            let at = (row as usize) * (row_stride as usize) + ((col + i) as usize) * (col_stride as usize);
+            block_amax = max(block_amax, f32::cast_from(x[at]).abs());
+        }
+    }
+    if comptime!(square) {
+        let mut row_amax = SharedMemory::<f32>::new(256usize);
+        row_amax[(UNIT_POS_Y * 16u32 + UNIT_POS_X) as usize] = block_amax;
+        sync_cube();
+        for i in 0..16u32 {
+            block_amax = max(block_amax, row_amax[(i * 16u32 + UNIT_POS_X) as usize]);
+        }
+    }
+
+    if live {
+        let mut g = 1.0f32;
+        let mut scale = e4m3_encode(u32::reinterpret(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32)));
+        let mut encode = 1.0f32 / e4m3_decode(scale);
+        if comptime!(two_level) {
+            let tensor_amax = amax[0];
+            let full = select(tensor_amax == 0.0f32, 1.0f32, min(2688.0f32 / tensor_amax, 3.402_823_5e38f32));
+            scale = e4m3_encode(u32::reinterpret(min(block_amax * (full * (1.0f32 / 6.0f32)), 448.0f32)));
+            encode = min(1.0f32 / (e4m3_decode(scale) * (1.0f32 / full)), 3.402_823_5e38f32);
+            g = tensor_amax / 2688.0f32;
+        }
+        scales[scale_index(row, col, cols)] = u8::cast_from(scale);
+        if row == 0u32 && col == 0u32 {
+            global[0] = g;
+        }
+        let mut random = Array::<u32>::new(4usize);
+        for half in 0..2u32 {
+            let mut word = 0u32;
+            for i in 0..8u32 {
+                let c = col + half * 8u32 + i;
+                let mut draw = 0u32;
+                if comptime!(stochastic) {
+                    if i % 4u32 == 0u32 {
+                        philox((row * (cols / 4u32)) + c / 4u32, step, stream, key_low, key_high, &mut random);
+                    }
+                    draw = random[(i % 4u32) as usize];
+                }
+                let at = (row as usize) * (row_stride as usize) + (c as usize) * (col_stride as usize);
+                let scaled = f32::cast_from(x[at]) * encode;
+                word |= place_code(e2m1_encode(u32::reinterpret(scaled), draw, stochastic), c);
+            }
+            codes[word_index(row, col + half * 8u32, cols)] = word;
+        }
+    }
+}
+
+#[cube(launch_unchecked)]
+fn amax_kernel<F: Float>(x: &Array<F>, out: &mut Array<f32>, #[define(F)] _dtype: StorageType) {
+    if ABSOLUTE_POS < out.len() {
+        let mut amax = 0.0f32;
+        let mut at = ABSOLUTE_POS;
+        while at < x.len() {
+            let value = f32::cast_from(x[at]).abs();
+            amax = select(value > amax, value, amax);
+            at += out.len();
+        }
+        out[ABSOLUTE_POS] = amax;
+    }
+}
+
+/// Cubes of 256 units that cover `len` elements, spread over two dimensions past 65,535 cubes.
+pub(crate) fn flat_launch(len: usize) -> (CubeCount, CubeDim) {
+    let cubes = len.div_ceil(256).max(1) as u32;
+    let x = cubes.min(65_535);
+    (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d(256))
+}

@@ -1,0 +1,44 @@
+//! Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//!
+//! A number is a function of (seed, step, stream, index) and of nothing else: a resumed run draws
+//! what the uninterrupted one would have drawn, on any backend and in any launch geometry.
+
+use cubecl::prelude::*;
+
+/// Names one sequence of random numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stream {
+    /// The run's seed: the key of the cipher.
+    pub seed: u64,
+    /// Training step: counter word 1.
+    pub step: u32,
+    /// Tensor or purpose: counter word 2.
+    pub stream: u32,
+}
+
+/// Four 32-bit random words for counter `(index, step, stream, 0)`, into `out[0..4]`.
+#[cube]
+pub(crate) fn philox(index: u32, step: u32, stream: u32, key_low: u32, key_high: u32, out: &mut Array<u32>) {
+    let mut c0 = index;
+    let mut c1 = step;
+    let mut c2 = stream;
+    let mut c3 = 0u32;
+    let mut k0 = key_low;
+    let mut k1 = key_high;
+    for _ in 0..10u32 {
+        let high0 = u32::mul_hi(c0, 0xD251_1F53u32);
+        let low0 = c0 * 0xD251_1F53u32;
+        let high1 = u32::mul_hi(c2, 0xCD9E_8D57u32);
+        let low1 = c2 * 0xCD9E_8D57u32;
+        c0 = high1 ^ c1 ^ k0;
+        c1 = low1;
+        c2 = high0 ^ c3 ^ k1;
+        c3 = low0;
+        k0 += 0x9E37_79B9u32;
+        k1 += 0xBB67_AE85u32;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}

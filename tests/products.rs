@@ -1,0 +1,60 @@
+//! Products with packed operands against f64, over more than 200 random shapes on each backend.
+
+use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
+use backend_nvfp4::{Block, Nvfp4Backend, Nvfp4Tensor, Product, QuantizeSpec, Rounding, Scaling, reference};
+use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn_cubecl::CubeRuntime;
+
+/// Sums of up to a few hundred terms in f32, against f64.
+const BOUND: f64 = 2e-6;
+
+#[test]
+fn products_on_the_cpu() {
+    random_shapes::<Cpu>(Default::default());
+}
+
+#[test]
+fn products_on_the_gpu() {
+    on_gpu!(on_cube);
+}
+
+fn on_cube<R: CubeRuntime>() {
+    random_shapes::<Cube<R>>(R::Device::default());
+}
+
+fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
+    let mut random = Random::new(11);
+    for case in 0..216 {
+        let m = 1 + random.below(if case % 3 == 0 { 5 } else { 150 });
+        let n = 1 + random.below(150);
+        let k = 16 * (1 + random.below(12));
+        let scaling = if case % 2 == 0 { Scaling::Two } else { Scaling::Single };
+        let spec = QuantizeSpec { scaling, block: Block::Row, rounding: Rounding::Nearest };
+        let std = 10f32.powi(random.below(5) as i32 - 3);
+        let (x, w) = (random.normals(m * k, 1.0), random.normals(n * k, std));
+        let dy = random.normals(m * n, 0.1);
+        let packed = |v: &[f32], rows, cols| Nvfp4Tensor::quantize(matrix::<B>(v, rows, cols, &device), spec);
+        let (xq, wq) = (packed(&x, m, k), packed(&w, n, k));
+        let (xd, wd) = (host(xq.dequantize(DType::F32)), host(wq.dequantize(DType::F32)));
+        let label = format!("case {case}: m {m} n {n} k {k} {scaling:?}");
+        let product = |a: &[f32], rows, cols, q: &Nvfp4Tensor<B>, product| {
+            let a = matrix::<B>(a, rows, cols, &device).into_primitive().tensor();
+            host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(B::nvfp4_matmul(a, &q.primitive(), product))))
+        };
+
+        let forward = reference::matmul_nt(&x, &wd, m, n, k);
+        assert!(relative(&product(&x, m, k, &wq, Product::Nt), forward) < BOUND, "{label} forward");
+        let both = reference::matmul_nt(&xd, &wd, m, n, k);
+        let y = B::nvfp4_matmul_packed(&xq.primitive(), &wq.primitive(), DType::F32);
+        let y = host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(y)));
+        assert!(relative(&y, both) < BOUND, "{label} packed x packed");
+        let dx = reference::matmul_nt(&dy, &transpose(&wd, n, k), m, k, n);
+        assert!(relative(&product(&dy, m, n, &wq, Product::Nn), dx) < BOUND, "{label} dgrad");
+        let dw = reference::matmul_nt(&transpose(&dy, m, n), &transpose(&xd, m, k), n, k, m);
+        assert!(relative(&product(&dy, m, n, &xq, Product::Tn), dw) < BOUND, "{label} wgrad");
+    }
+}
+
+fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
+    (0..rows * cols).map(|i| x[i % rows * cols + i / rows]).collect()
+}

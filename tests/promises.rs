@@ -1,0 +1,8 @@
+//! What the project promises, one module a promise. One binary, so that the backends are linked once.
+
+mod support;
+
+mod codec;
+mod gradients;
+mod products;
+mod quantizer;

@@ -1,0 +1,217 @@
+//! The quantiser: reference = TransformerEngine and torchao on golden vectors; every backend =
+//! reference in every byte; stochastic rounding without bias.
+
+use crate::support::{Cpu, Cube, Random, floats, golden_bytes, host, matrix, on_gpu};
+use backend_nvfp4::{
+    Block, Nvfp4Backend, Nvfp4Tensor, QuantizeSpec, Rounding, Scaling, Stream, View,
+    reference::{self, Packed},
+};
+use burn::tensor::DType;
+use burn_cubecl::CubeRuntime;
+use half::bf16;
+use safetensors::SafeTensors;
+use std::collections::BTreeSet;
+
+const NEAREST: Rounding = Rounding::Nearest;
+
+fn golden_cases(file: &SafeTensors<'_>) -> Vec<(String, usize, usize, Vec<f32>)> {
+    let names: BTreeSet<String> =
+        file.names().iter().filter_map(|n| n.strip_suffix(".input")).map(str::to_owned).collect();
+    names
+        .into_iter()
+        .filter(|n| !n.ends_with(".rht"))
+        .map(|name| {
+            let shape = file.tensor(&format!("{name}.input")).unwrap().shape().to_vec();
+            let values = floats(file, &format!("{name}.input"));
+            (name, shape[0], shape[1], values)
+        })
+        .collect()
+}
+
+fn code_bytes(q: &Packed) -> Vec<u8> {
+    q.codes.iter().flat_map(|w| w.to_le_bytes()).collect()
+}
+
+#[test]
+fn reference_equals_the_public_oracles() {
+    let bytes = golden_bytes("nvfp4/quantize.safetensors");
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut compared = [0; 4];
+    for (name, rows, cols, x) in golden_cases(&file) {
+        let mut same = |variant: &str, x: &[f32], scaling, block, slot: usize| {
+            let Ok(codes) = file.tensor(&format!("{name}.{variant}.codes")) else { return };
+            let scales = file.tensor(&format!("{name}.{variant}.scales")).unwrap();
+            let spec = QuantizeSpec { scaling, block, rounding: NEAREST };
+            let q = reference::quantize(x, View::row_major(rows, cols), spec);
+            assert_eq!(q.scales, scales.data(), "{name}.{variant} scales");
+            assert_eq!(code_bytes(&q), codes.data(), "{name}.{variant} codes");
+            if scaling == Scaling::Two {
+                let amax = floats(&file, &format!("{name}.{variant}.amax"))[0];
+                assert_eq!(q.global, amax / 2688.0, "{name}.{variant} tensor scale");
+            }
+            compared[slot] += 1;
+        };
+        same("te", &x, Scaling::Two, Block::Row, 0);
+        same("te2d", &x, Scaling::Two, Block::Square, 1);
+        same("torchao1", &x, Scaling::Single, Block::Row, 2);
+        if file.tensor(&format!("{name}.rht.input")).is_ok() {
+            let rotated = reference::hadamard(&x, kernels_cubecl::hadamard::SIGNS);
+            let expected = floats(&file, &format!("{name}.rht.input"));
+            let largest = expected.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+            for (a, b) in rotated.iter().zip(&expected) {
+                assert!((a - b).abs() <= 1e-6 * largest, "{name}: rotated {a}, expected {b}");
+            }
+            let rotated: Vec<f32> = rotated.iter().map(|v| bf16::from_f32(*v).to_f32()).collect();
+            same("te_rht", &rotated, Scaling::Two, Block::Row, 3);
+        }
+    }
+    assert!(compared.iter().all(|&n| n >= 15), "cases compared: {compared:?}");
+}
+
+#[test]
+fn cpu_backend_equals_reference() {
+    backend_equals_reference::<Cpu>(Default::default());
+}
+
+#[test]
+fn gpu_backend_equals_reference() {
+    on_gpu!(gpu_equals_reference);
+}
+
+fn gpu_equals_reference<R: CubeRuntime>() {
+    backend_equals_reference::<Cube<R>>(R::Device::default());
+    hadamard_equals_reference::<R>();
+    transposed_equals_reference::<R>();
+}
+
+fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
+    let bytes = golden_bytes("nvfp4/quantize.safetensors");
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let mut cases = golden_cases(&file);
+    let mut random = Random::new(7);
+    for i in 0..60 {
+        let (rows, cols) = (1 + random.below(70), 16 * (1 + random.below(9)));
+        let std = 10f32.powi(random.below(9) as i32 - 6);
+        cases.push((format!("random {i}"), rows, cols, random.normals(rows * cols, std)));
+    }
+    let all_bf16: Vec<f32> = (0..65_536u32).map(|b| f32::from_bits(b << 16)).filter(|x| x.is_finite()).collect();
+    cases.push(("all bf16".into(), all_bf16.len() / 16, 16, all_bf16));
+    let stochastic = Rounding::Stochastic(Stream { seed: 0x1234_5678_9ABC_DEF0, step: 7, stream: 3 });
+    for (name, rows, cols, x) in cases {
+        for scaling in [Scaling::Single, Scaling::Two] {
+            for block in [Block::Row, Block::Square] {
+                if block == Block::Square && rows % 16 != 0 {
+                    continue;
+                }
+                for rounding in [NEAREST, stochastic] {
+                    let spec = QuantizeSpec { scaling, block, rounding };
+                    let expected = reference::quantize(&x, View::row_major(rows, cols), spec);
+                    let ours = Nvfp4Tensor::quantize(matrix::<B>(&x, rows, cols, &device), spec);
+                    let packed = ours.to_packed().unwrap();
+                    assert_eq!(packed.global.to_bits(), expected.global.to_bits(), "{name} {spec:?}");
+                    assert_eq!(packed.scales, expected.scales, "{name} {spec:?}");
+                    assert_eq!(packed.codes, expected.codes, "{name} {spec:?}");
+                    let values = host(ours.dequantize(DType::F32));
+                    for (a, b) in values.iter().zip(reference::dequantize(&expected, rows, cols)) {
+                        assert_eq!(a.to_bits(), b.to_bits(), "{name} {spec:?}: dequantised {a:e}, expected {b:e}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn hadamard_equals_reference<R: CubeRuntime>() {
+    let x = Random::new(3).normals(64 * 48, 1.0);
+    let device = R::Device::default();
+    let input = matrix::<Cube<R>>(&x, 64, 48, &device).into_primitive().tensor();
+    let output = matrix::<Cube<R>>(&vec![f32::NAN; x.len()], 64, 48, &device);
+    let signs = kernels_cubecl::hadamard::SIGNS;
+    let client = input.client.clone();
+    kernels_cubecl::hadamard::hadamard(
+        &client,
+        input.into_array_arg(),
+        output.clone().into_primitive().tensor().into_array_arg(),
+        DType::F32.into(),
+        signs,
+    )
+    .unwrap();
+    assert_eq!(host(output), reference::hadamard(&x, signs));
+}
+
+/// The transpose: swapped strides going in, `transpose` coming out.
+fn transposed_equals_reference<R: CubeRuntime>() {
+    use kernels_cubecl::{dequantize::dequantize, quantize};
+    let (rows, cols) = (48, 40);
+    let x = Random::new(5).normals(rows * cols, 0.1);
+    let device = R::Device::default();
+    let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: NEAREST };
+    let view = View::transposed(rows, cols);
+    let expected = reference::quantize(&x, view, spec);
+    let input = matrix::<Cube<R>>(&x, rows, cols, &device).into_primitive().tensor();
+    let words = |n: usize| crate::support::words::<Cube<R>>(vec![u32::MAX; n], &device).into_primitive();
+    let bytes = burn::tensor::Tensor::<Cube<R>, 1, burn::tensor::Int>::from_data(
+        burn::tensor::TensorData::new(vec![0u8; expected.scales.len()], [expected.scales.len()]),
+        (&device, DType::U8),
+    )
+    .into_primitive();
+    let (amax, codes, global) = (words(1), words(expected.codes.len()), words(1));
+    let client = input.client.clone();
+    let f32s = DType::F32.into();
+    quantize::amax(&client, input.clone().into_array_arg(), f32s, amax.clone().into_array_arg()).unwrap();
+    quantize::quantize(
+        &client,
+        input.into_array_arg(),
+        f32s,
+        amax.into_array_arg(),
+        codes.clone().into_array_arg(),
+        bytes.clone().into_array_arg(),
+        global.clone().into_array_arg(),
+        view,
+        spec,
+    )
+    .unwrap();
+    assert_eq!(Cube::<R>::read_words(codes.clone()).unwrap(), expected.codes);
+    let back = matrix::<Cube<R>>(&vec![f32::NAN; x.len()], rows, cols, &device);
+    dequantize(
+        &client,
+        codes.into_array_arg(),
+        bytes.into_array_arg(),
+        global.into_array_arg(),
+        back.clone().into_primitive().tensor().into_array_arg(),
+        f32s,
+        cols,
+        rows,
+        true,
+    )
+    .unwrap();
+    let values = reference::dequantize(&expected, cols, rows);
+    let back = host(back);
+    for r in 0..rows {
+        for c in 0..cols {
+            assert_eq!(back[r * cols + c], values[c * rows + r]);
+        }
+    }
+}
+
+#[test]
+fn stochastic_rounding_has_no_bias() {
+    // One value between two codes, beside a 6 that pins every block's scale to 1.
+    let draws = 1_000_000;
+    let per_block = 15;
+    let rows = draws / per_block + 1;
+    for (target, low, high) in [(0.1f32, 0.0, 0.5), (1.3, 1.0, 1.5), (2.9, 2.0, 3.0), (5.5, 4.0, 6.0)] {
+        let x: Vec<f32> = (0..rows * 16).map(|i| if i % 16 == 0 { 6.0 } else { target }).collect();
+        let rounding = Rounding::Stochastic(Stream { seed: 99, step: 1, stream: 2 });
+        let spec = QuantizeSpec { scaling: Scaling::Single, block: Block::Row, rounding };
+        let q = reference::quantize(&x, View::row_major(rows, 16), spec);
+        let values = reference::dequantize(&q, rows, 16);
+        let drawn: Vec<f64> =
+            values.iter().enumerate().filter(|(i, _)| i % 16 != 0).map(|(_, v)| f64::from(*v)).collect();
+        assert!(drawn.iter().all(|&v| v == low || v == high));
+        let mean = drawn.iter().sum::<f64>() / drawn.len() as f64;
+        let p = (f64::from(target) - low) / (high - low);
+        let sigma = (high - low) * (p * (1.0 - p) / drawn.len() as f64).sqrt();
+        assert!((mean - f64::from(target)).abs() < 4.0 * sigma, "{target}: mean {mean}, sigma {sigma}");
+    }
+}
