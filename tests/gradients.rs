@@ -105,8 +105,8 @@ fn adamw_equals_reference<B: Nvfp4Backend>(device: B::Device) {
     let mut small_state = AdamwState::zeros(StateKind::Int8, shape, &device);
     let start = w.clone();
     for t in 1..=10 {
-        // Gradients of widely different sizes, as an embedding's.
-        let grad: Vec<f32> = random.normals(len, 1.0).iter().enumerate().map(|(i, g)| g * 10f32.powi(-(i as i32 % 6))).collect();
+        // Gradients over four decades within a block, as an embedding has.
+        let grad: Vec<f32> = random.normals(len, 1.0).iter().enumerate().map(|(i, g)| g * 10f32.powi(-(i as i32 % 4))).collect();
         let step = AdamwStep {
             lr: 1e-3,
             beta1: 0.9,

@@ -22,12 +22,13 @@ mod tensor;
 pub use error::Nvfp4Error;
 pub use kernels_cubecl::{
     adamw::AdamwStep,
+    layout,
     matmul::Product,
     quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
 pub use linear::{Nvfp4Linear, matmul};
-pub use optim::{AdamwState, StateKind, reference_adamw};
+pub use optim::{AdamwState, Moment8, StateKind, reference_adamw};
 pub use recipe::{LinearSpec, Precision, Recipe};
 pub use tensor::{Nvfp4Primitive, Nvfp4Tensor};
 

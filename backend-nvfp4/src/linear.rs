@@ -9,13 +9,14 @@ use burn::{
     tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor},
 };
 
-/// A linear layer without bias. Its weight `[N, K]` is either a master in f32, which training moves
-/// and each forward quantises as the recipe says, or packed NVFP4 codes, which only inference reads.
+/// A linear layer without bias, weight `[N, K]`.
 #[derive(Module, Debug)]
 pub enum Nvfp4Linear<B: Backend> {
-    /// A master weight `[N, K]`, f32.
+    /// A master weight in f32: training moves it, each forward quantises it as the recipe says.
     Master(Param<Tensor<B, 2>>),
-    /// A packed weight `[N, K]`.
+    /// A weight that no recipe quantises, f32.
+    Dense(Param<Tensor<B, 2>>),
+    /// Packed NVFP4 codes, for inference.
     Packed(Nvfp4Tensor<B>),
 }
 
@@ -25,6 +26,10 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
         let x = x.into_primitive().tensor();
         match self {
             Self::Master(weight) => float(B::nvfp4_linear(x, weight.val().into_primitive().tensor(), spec)),
+            Self::Dense(weight) => {
+                let spec = LinearSpec { recipe: Recipe::Bf16, ..spec };
+                float(B::nvfp4_linear(x, weight.val().into_primitive().tensor(), spec))
+            }
             Self::Packed(weight) => {
                 let weight = weight.primitive();
                 float(match spec.recipe {
@@ -42,7 +47,7 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
     /// Output and input features, N and K.
     pub fn dims(&self) -> [usize; 2] {
         match self {
-            Self::Master(weight) => weight.dims(),
+            Self::Master(weight) | Self::Dense(weight) => weight.dims(),
             Self::Packed(weight) => weight.dims(),
         }
     }

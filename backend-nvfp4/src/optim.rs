@@ -38,7 +38,7 @@ pub enum AdamwState<B: Backend> {
 /// An 8-bit moment: a byte a value, an f32 absmax for 256 values, and the table that bytes index.
 #[derive(Debug, Clone)]
 pub struct Moment8<B: Backend> {
-    /// U8 `[len]`.
+    /// U8 `[len]`: of m itself, of the root of v.
     pub codes: IntTensor<B>,
     /// f32 `[ceil(len / 256)]`.
     pub absmax: FloatTensor<B>,
@@ -140,7 +140,8 @@ pub fn reference_adamw(w: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32]
     }
 }
 
-/// The 8-bit form of [`reference_adamw`]: decode a block of 256, step, encode.
+/// The 8-bit form of [`reference_adamw`]: decode a block of 256, step, encode. The second state is the
+/// root of v, and a root above zero stays above zero.
 pub(crate) fn reference_adamw_8bit(
     w: &mut [f32],
     grad: &[f32],
@@ -155,9 +156,14 @@ pub(crate) fn reference_adamw_8bit(
         let span = block * STATE_BLOCK..((block + 1) * STATE_BLOCK).min(w.len());
         let mut m32 = decode(&m.0[span.clone()], m.1[block], m.2);
         let mut v32 = decode(&v.0[span.clone()], v.1[block], v.2);
+        v32.iter_mut().for_each(|r| *r *= *r);
         reference_adamw(&mut w[span.clone()], &grad[span.clone()], &mut m32, &mut v32, s);
         m.1[block] = encode(&m32, &mut m.0[span.clone()], m.2);
-        v.1[block] = encode(&v32, &mut v.0[span], v.2);
+        v32.iter_mut().for_each(|v| *v = v.sqrt());
+        v.1[block] = encode(&v32, &mut v.0[span.clone()], v.2);
+        for (code, root) in v.0[span].iter_mut().zip(&v32) {
+            *code = (*code).max(u8::from(*root > 0.0));
+        }
     }
 }
 

@@ -7,8 +7,9 @@
 //! rate of 0 is the identity, also on -0.
 //!
 //! States are f32, or 8-bit: 256 consecutive values share an f32 absmax, a byte indexes a sorted
-//! table of 256 values in [-1, 1] (m) or [0, 1] (v), rounding to the nearest entry (Dettmers et al.,
-//! arXiv 2110.02861). Weights are f32 and updated in place. Moves w, m, v twice and the gradient
+//! table of 256 values in [-1, 1] or [0, 1], rounding to the nearest entry (Dettmers et al., arXiv
+//! 2110.02861). What is stored of v is its root, which spans half the decades of v, and a root above
+//! zero never becomes zero: `m / eps` cannot happen. Weights are f32 and updated in place. Moves w, m, v twice and the gradient
 //! once: bound by memory.
 
 use crate::{
@@ -97,7 +98,7 @@ pub fn adamw_f32<R: Runtime>(
 
 /// The 8-bit state of one moment.
 pub struct StateArgs<R: Runtime> {
-    /// u8, one a value.
+    /// u8, one a value: of m itself, of the root of v.
     pub codes: ArrayArg<R>,
     /// f32, one for 256 values.
     pub absmax: ArrayArg<R>,
@@ -220,16 +221,19 @@ fn adamw_8bit_kernel(
     if live {
         let g = grad[at] * grad_scale;
         let old_m = m_table[u32::cast_from(m_codes[at]) as usize] * m_absmax[block];
-        let old_v = v_table[u32::cast_from(v_codes[at]) as usize] * v_absmax[block];
+        let old_root = v_table[u32::cast_from(v_codes[at]) as usize] * v_absmax[block];
+        let old_v = old_root * old_root;
         new_m = beta1 * old_m + (1.0f32 - beta1) * g;
         new_v = beta2 * old_v + (1.0f32 - beta2) * g * g;
         w[at] = moved(w[at], new_m, new_v, lr, eps, weight_decay, bias1, bias2);
     }
     let m_max = cube_max(new_m.abs());
-    let v_max = cube_max(new_v);
+    let root = new_v.sqrt();
+    let v_max = cube_max(root);
     if live {
         m_codes[at] = u8::cast_from(nearest(m_table, new_m / select(m_max > 0.0f32, m_max, 1.0f32)));
-        v_codes[at] = u8::cast_from(nearest(v_table, new_v / select(v_max > 0.0f32, v_max, 1.0f32)));
+        let v_code = nearest(v_table, root / select(v_max > 0.0f32, v_max, 1.0f32));
+        v_codes[at] = u8::cast_from(select(root > 0.0f32, max(v_code, 1u32), v_code));
         if UNIT_POS == 0u32 {
             m_absmax[block] = m_max;
             v_absmax[block] = v_max;

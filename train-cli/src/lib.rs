@@ -1,1 +1,58 @@
-//! x
+//! Train Qwen3 in NVFP4, export it and talk to it. `main` parses, dispatches and maps errors to exit
+//! codes; everything it calls is here, so that tests can call it too.
+//!
+//! | module | its one idea |
+//! |---|---|
+//! | [`args`] | every flag, plain data |
+//! | [`plan`] | flags and config file to a checked plan; flags end there |
+//! | [`device`] | which backend runs a job |
+//! | [`fit`] | the `fit` command: model, data, Learner, export |
+//! | [`train`] | the learning strategy and its step |
+//! | [`data`] | files to token sequences with a mask |
+//! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
+//! | [`checkpoint`] | training state on disk and back |
+//! | [`durable`] | the only code that writes files |
+//! | [`export`], [`convert`], [`inspect`], [`generate`], [`parity`], [`demo`] | one command a file |
+//! | [`report`] | the only code that prints |
+
+#![forbid(unsafe_code)]
+
+pub mod args;
+pub mod checkpoint;
+pub mod convert;
+pub mod data;
+pub mod demo;
+pub mod device;
+pub mod durable;
+mod error;
+pub mod export;
+pub mod fit;
+pub mod generate;
+pub mod inspect;
+pub mod model_files;
+pub mod optim;
+pub mod parity;
+pub mod plan;
+pub mod report;
+pub mod schedule;
+pub mod train;
+pub mod vram;
+
+pub use error::CliError;
+
+use args::{Cli, Command};
+
+/// Runs one command.
+///
+/// # Errors
+/// Whatever goes wrong, with its exit code.
+pub fn run(cli: Cli) -> Result<(), CliError> {
+    match cli.command {
+        Command::Fit(args) => fit::run(*args),
+        Command::ExportDat(args) => export::run(args),
+        Command::Convert(args) => convert::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Generate(args) => generate::run(args),
+        Command::Parity(args) => parity::run(args),
+    }
+}

@@ -1,1 +1,19 @@
-fn main(){}
+//! Parse, dispatch, map errors to exit codes.
+
+#![forbid(unsafe_code)]
+
+use clap::Parser;
+use std::process::ExitCode;
+use train_cli::{args, device, report, run};
+
+fn main() -> ExitCode {
+    device::configure_memory();
+    let cli = args::Cli::parse_from(args::with_dashes(std::env::args_os()));
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            report::error(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The model's own chat template (Jinja), rendered as Hugging Face renders it: blocks trimmed,
+//! Python's string methods, `tojson` with Python's separators and no escaping.
+
+use crate::{ModelError, error::read_text};
+use minijinja::{Environment, Error, ErrorKind, Value, syntax::SyntaxConfig, value::{Kwargs, Serde}};
+use serde::Serialize;
+use serde_json::Value as Json;
+use std::{io, path::Path};
+
+/// Longest render. The longest context of Qwen3 has some 1 M tokens.
+const LONGEST: usize = 16 << 20;
+/// Steps that a template may take, so that none runs for ever.
+const FUEL: u64 = 50_000_000;
+
+/// A compiled chat template.
+#[derive(Debug, Clone)]
+pub struct ChatTemplate {
+    env: Environment<'static>,
+}
+
+/// What to render besides the messages.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RenderOptions<'a> {
+    /// Tool schemas.
+    pub tools: Option<&'a Json>,
+    /// Whether to open an assistant turn at the end.
+    pub add_generation_prompt: bool,
+    /// `enable_thinking`, where given.
+    pub enable_thinking: Option<bool>,
+}
+
+impl ChatTemplate {
+    /// Reads a folder's template: chat_template.jinja, or the field of tokenizer_config.json.
+    ///
+    /// # Errors
+    /// If there is none or it does not compile.
+    pub fn from_folder(folder: &Path) -> Result<Self, ModelError> {
+        let file = folder.join("chat_template.jinja");
+        if file.exists() {
+            return Self::new(read_text(&file, 1 << 20, "")?);
+        }
+        let path = folder.join("tokenizer_config.json");
+        let text = read_text(&path, 16 << 20, "the chat template is read from it or from chat_template.jinja")?;
+        let config: Json = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
+        match config.get("chat_template").and_then(Json::as_str) {
+            Some(source) => Self::new(source.to_owned()),
+            None => Err(ModelError::parse(&path, "no chat_template in it")),
+        }
+    }
+
+    /// Compiles a template.
+    ///
+    /// # Errors
+    /// If it does not compile.
+    pub fn new(source: String) -> Result<Self, ModelError> {
+        let mut env = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(template)?;
+        env.set_syntax(syntax);
+        env.set_fuel(Some(FUEL));
+        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.add_filter("tojson", tojson);
+        env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        });
+        env.add_template_owned("chat", source).map_err(template)?;
+        Ok(Self { env })
+    }
+
+    /// Renders messages (`{"role": …, "content": …}`, with what else the template reads).
+    ///
+    /// # Errors
+    /// If the template refuses them.
+    pub fn render(&self, messages: &[Json], options: RenderOptions<'_>) -> Result<String, ModelError> {
+        let mut context = serde_json::Map::new();
+        context.insert("messages".into(), Json::Array(messages.to_vec()));
+        if let Some(tools) = options.tools {
+            context.insert("tools".into(), tools.clone());
+        }
+        context.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
+        if let Some(thinking) = options.enable_thinking {
+            context.insert("enable_thinking".into(), thinking.into());
+        }
+        let text = self
+            .env
+            .get_template("chat")
+            .and_then(|t| t.render(Value::from(Serde(&context))))
+            .map_err(template)?;
+        if text.len() > LONGEST {
+            return Err(ModelError::Template(format!("{} bytes rendered, at most {LONGEST} taken", text.len())));
+        }
+        Ok(text)
+    }
+}
+
+fn template(e: Error) -> ModelError {
+    ModelError::Template(format!("{e:#}"))
+}
+
+/// `json.dumps(value, ensure_ascii=False)`, with `indent` if asked.
+fn tojson(value: Value, kwargs: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = kwargs.get("indent")?;
+    let mut out = Vec::new();
+    let failed = |e: serde_json::Error| Error::new(ErrorKind::BadSerialization, e.to_string());
+    match indent {
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Python)).map_err(failed)?,
+        Some(n) => {
+            let spaces = " ".repeat(n);
+            let pretty = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, pretty)).map_err(failed)?;
+        }
+    }
+    let text = String::from_utf8(out).map_err(|e| Error::new(ErrorKind::BadSerialization, e.to_string()))?;
+    Ok(Value::from_safe_string(text))
+}
+
+/// Python's separators: `", "` and `": "`.
+struct Python;
+
+impl serde_json::ser::Formatter for Python {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, w: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, w: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { w.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
+        w.write_all(b": ")
+    }
+}

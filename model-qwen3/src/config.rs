@@ -1,0 +1,260 @@
+//! config.json of a dense Qwen3, checked at this one door: no code behind it asks again.
+
+use crate::{ModelError, error::read_text};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+/// The shape of a Qwen3 model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Qwen3Config {
+    /// Vocabulary size V.
+    pub vocab_size: usize,
+    /// Hidden size D.
+    pub hidden_size: usize,
+    /// MLP size F.
+    pub intermediate_size: usize,
+    /// Blocks.
+    pub num_hidden_layers: usize,
+    /// Query heads H.
+    pub num_attention_heads: usize,
+    /// Key/value heads K; H is a multiple of K.
+    pub num_key_value_heads: usize,
+    /// Head size E, even.
+    pub head_dim: usize,
+    /// Added to the mean square in RMSNorm.
+    pub rms_norm_eps: f64,
+    /// Base of the rotary angles.
+    pub rope_theta: f64,
+    /// Longest sequence.
+    pub max_position_embeddings: usize,
+    /// Whether the head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Ids that end a generation, as far as config.json names them.
+    pub eos_token_ids: Vec<u32>,
+    /// Spread of random initial weights.
+    pub initializer_range: f64,
+}
+
+/// A field that holds one id or several.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(crate) enum OneOrMany {
+    One(u32),
+    Many(Vec<u32>),
+}
+
+impl OneOrMany {
+    pub(crate) fn into_vec(self) -> Vec<u32> {
+        match self {
+            Self::One(id) => vec![id],
+            Self::Many(ids) => ids,
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Raw {
+    model_type: String,
+    vocab_size: f64,
+    hidden_size: f64,
+    intermediate_size: f64,
+    num_hidden_layers: f64,
+    num_attention_heads: f64,
+    num_key_value_heads: Option<f64>,
+    head_dim: Option<f64>,
+    rms_norm_eps: Option<f64>,
+    rope_theta: Option<f64>,
+    rope_scaling: Option<serde_json::Value>,
+    rope_parameters: Option<RopeParameters>,
+    max_position_embeddings: Option<f64>,
+    tie_word_embeddings: Option<bool>,
+    hidden_act: Option<String>,
+    attention_bias: Option<bool>,
+    use_sliding_window: Option<bool>,
+    eos_token_id: Option<OneOrMany>,
+    initializer_range: Option<f64>,
+}
+
+#[derive(Deserialize)]
+struct RopeParameters {
+    rope_theta: Option<f64>,
+    rope_type: Option<String>,
+}
+
+/// Largest size in any field. The largest Qwen3 has a vocabulary of 151,936; 2^24 leaves room and
+/// keeps every product of two sizes far from overflow.
+const LARGEST: f64 = 16_777_216.0;
+
+impl Qwen3Config {
+    /// Reads a config.json.
+    ///
+    /// # Errors
+    /// If the file is missing, not JSON, or describes anything but a dense Qwen3.
+    pub fn from_file(path: &Path) -> Result<Self, ModelError> {
+        let text = read_text(path, 1 << 20, "a model folder holds a config.json")?;
+        Self::from_json(&text, path)
+    }
+
+    /// Parses the text of a config.json; `path` is for error messages.
+    ///
+    /// # Errors
+    /// As [`Self::from_file`].
+    pub fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
+        let raw: Raw = serde_json::from_str(text).map_err(|e| ModelError::parse(path, e))?;
+        let check = Checker(path.to_owned());
+        check.only("model_type", &raw.model_type, "qwen3", "only dense Qwen3 models are supported")?;
+        if let Some(act) = &raw.hidden_act {
+            check.only("hidden_act", act, "silu", "Qwen3 uses silu")?;
+        }
+        check.off("attention_bias", raw.attention_bias)?;
+        check.off("use_sliding_window", raw.use_sliding_window)?;
+        if let Some(scaling) = raw.rope_scaling.filter(|s| !s.is_null()) {
+            return Err(check.bad("rope_scaling", scaling, "scaled rotary angles are not supported"));
+        }
+        let parameters = raw.rope_parameters.unwrap_or(RopeParameters { rope_theta: None, rope_type: None });
+        if let Some(kind) = &parameters.rope_type {
+            check.only("rope_type", kind, "default", "scaled rotary angles are not supported")?;
+        }
+        let theta = match (raw.rope_theta, parameters.rope_theta) {
+            (Some(a), Some(b)) if a != b => {
+                return Err(check.bad("rope_theta", a, format!("rope_parameters says {b}")));
+            }
+            (a, b) => a.or(b).unwrap_or(10_000.0),
+        };
+
+        let heads = check.size("num_attention_heads", raw.num_attention_heads)?;
+        let hidden = check.size("hidden_size", raw.hidden_size)?;
+        let config = Self {
+            vocab_size: check.size("vocab_size", raw.vocab_size)?,
+            hidden_size: hidden,
+            intermediate_size: check.size("intermediate_size", raw.intermediate_size)?,
+            num_hidden_layers: check.size("num_hidden_layers", raw.num_hidden_layers)?,
+            num_attention_heads: heads,
+            num_key_value_heads: raw
+                .num_key_value_heads
+                .map_or(Ok(heads), |k| check.size("num_key_value_heads", k))?,
+            head_dim: raw.head_dim.map_or(Ok(hidden / heads), |e| check.size("head_dim", e))?,
+            rms_norm_eps: check.positive("rms_norm_eps", raw.rms_norm_eps.unwrap_or(1e-6))?,
+            rope_theta: check.positive("rope_theta", theta)?,
+            max_position_embeddings: raw
+                .max_position_embeddings
+                .map_or(Ok(32_768), |m| check.size("max_position_embeddings", m))?,
+            tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
+            eos_token_ids: raw.eos_token_id.map_or_else(Vec::new, OneOrMany::into_vec),
+            initializer_range: check.positive("initializer_range", raw.initializer_range.unwrap_or(0.02))?,
+        };
+        if heads % config.num_key_value_heads != 0 {
+            let reason = format!("{heads} query heads are not a multiple of it");
+            return Err(check.bad("num_key_value_heads", config.num_key_value_heads, reason));
+        }
+        if config.head_dim % 2 != 0 || config.head_dim == 0 {
+            return Err(check.bad("head_dim", config.head_dim, "rotary angles need an even head size"));
+        }
+        for (field, size) in [
+            ("hidden_size", config.hidden_size),
+            ("intermediate_size", config.intermediate_size),
+            ("num_attention_heads * head_dim", heads * config.head_dim),
+        ] {
+            if size % 16 != 0 {
+                return Err(check.bad(field, size, "NVFP4 blocks need a multiple of 16"));
+            }
+        }
+        Ok(config)
+    }
+
+    /// Parameters of the model, the tied head counted once.
+    pub fn num_params(&self) -> usize {
+        let (d, e) = (self.hidden_size, self.head_dim);
+        let (q, kv) = (self.num_attention_heads * e, self.num_key_value_heads * e);
+        let block = 2 * d * q + 2 * d * kv + 3 * d * self.intermediate_size + 2 * d + 2 * e;
+        let embeddings = if self.tie_word_embeddings { 1 } else { 2 };
+        self.num_hidden_layers * block + embeddings * self.vocab_size * d + d
+    }
+}
+
+struct Checker(PathBuf);
+
+impl Checker {
+    fn bad(&self, field: &'static str, value: impl ToString, reason: impl ToString) -> ModelError {
+        let (value, reason) = (value.to_string(), reason.to_string());
+        ModelError::Config { path: self.0.clone(), field, value, reason }
+    }
+
+    fn size(&self, field: &'static str, value: f64) -> Result<usize, ModelError> {
+        if value.fract() == 0.0 && (1.0..=LARGEST).contains(&value) {
+            Ok(value as usize)
+        } else {
+            Err(self.bad(field, value, format!("a whole number from 1 to {LARGEST} is needed")))
+        }
+    }
+
+    fn positive(&self, field: &'static str, value: f64) -> Result<f64, ModelError> {
+        if value.is_finite() && value > 0.0 {
+            Ok(value)
+        } else {
+            Err(self.bad(field, value, "a number above 0 is needed"))
+        }
+    }
+
+    fn only(&self, field: &'static str, value: &str, wanted: &str, reason: &str) -> Result<(), ModelError> {
+        if value == wanted { Ok(()) } else { Err(self.bad(field, format!("{value:?}"), reason)) }
+    }
+
+    fn off(&self, field: &'static str, value: Option<bool>) -> Result<(), ModelError> {
+        if value == Some(true) {
+            return Err(self.bad(field, true, "no dense Qwen3 has it"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"{"model_type":"qwen3","vocab_size":512,"hidden_size":64,"intermediate_size":192,
+        "num_hidden_layers":3,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":32,
+        "rope_theta":1000000,"tie_word_embeddings":true,"eos_token_id":[1,2]}"#;
+
+    fn parse(text: &str) -> Result<Qwen3Config, ModelError> {
+        Qwen3Config::from_json(text, Path::new("config.json"))
+    }
+
+    #[test]
+    fn both_spellings_of_theta_are_read_and_must_agree() {
+        assert_eq!(parse(GOOD).unwrap().rope_theta, 1e6);
+        let nested = GOOD.replace("\"rope_theta\":1000000", "\"rope_parameters\":{\"rope_theta\":5000000.0,\"rope_type\":\"default\"}");
+        assert_eq!(parse(&nested).unwrap().rope_theta, 5e6);
+        let both = GOOD.replace("\"rope_theta\":1000000", "\"rope_theta\":1,\"rope_parameters\":{\"rope_theta\":2}");
+        assert!(parse(&both).unwrap_err().to_string().contains("rope_parameters says 2"));
+    }
+
+    #[test]
+    fn impossible_values_are_refused_by_name() {
+        for (from, to, field) in [
+            ("\"hidden_size\":64", "\"hidden_size\":0", "hidden_size"),
+            ("\"hidden_size\":64", "\"hidden_size\":-64", "hidden_size"),
+            ("\"hidden_size\":64", "\"hidden_size\":1e18", "hidden_size"),
+            ("\"hidden_size\":64", "\"hidden_size\":40", "hidden_size"),
+            ("\"num_key_value_heads\":2", "\"num_key_value_heads\":3", "num_key_value_heads"),
+            ("\"head_dim\":32", "\"head_dim\":33", "head_dim"),
+            ("\"rope_theta\":1000000", "\"rope_theta\":0", "rope_theta"),
+            ("qwen3\"", "llama\"", "model_type"),
+            ("\"vocab_size\":512", "\"vocab_size\":512.5", "vocab_size"),
+            ("\"vocab_size\":512", "\"vocab_size\":512,\"attention_bias\":true", "attention_bias"),
+        ] {
+            let error = parse(&GOOD.replace(from, to)).unwrap_err().to_string();
+            assert!(error.contains(field), "{to}: {error}");
+        }
+        assert!(parse(&GOOD.replace("\"vocab_size\":512", "\"vocab_size\":512,\"vocab_size\":3")).is_err());
+        assert!(parse("{").is_err());
+    }
+
+    #[test]
+    fn parameters_of_qwen3_4b() {
+        let text = r#"{"model_type":"qwen3","vocab_size":151936,"hidden_size":2560,"intermediate_size":9728,
+            "num_hidden_layers":36,"num_attention_heads":32,"num_key_value_heads":8,"head_dim":128,
+            "tie_word_embeddings":true}"#;
+        assert_eq!(parse(text).unwrap().num_params(), 4_022_468_096);
+    }
+}

@@ -1,0 +1,44 @@
+//! Training losses: cross-entropy over supervised tokens, and the origin's hidden-state L1.
+
+use burn::tensor::{DType, Int, Tensor, TensorData, activation, backend::Backend};
+
+/// A position that is not supervised.
+pub const IGNORE: i64 = -100;
+
+/// Sum over supervised rows of `-log softmax(logits)[target]`, f32, `[1]`. Divide by the number of
+/// supervised tokens of the whole optimizer step, so that batches of unequal length weigh tokens alike.
+/// `logits` is `[M, V]` f32, `targets` holds M ids or [`IGNORE`].
+pub fn cross_entropy_sum<B: Backend>(logits_MV: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
+    let [m, _] = logits_MV.dims();
+    assert_eq!(m, targets.len(), "one target a row");
+    let device = logits_MV.device();
+    let ids: Vec<i32> = targets.iter().map(|&t| if t == IGNORE { 0 } else { t as i32 }).collect();
+    let kept: Vec<f32> = targets.iter().map(|&t| if t == IGNORE { 0.0 } else { 1.0 }).collect();
+    let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [m, 1]), &device);
+    let kept = Tensor::<B, 2>::from_data(TensorData::new(kept, [m, 1]), (&device, DType::F32));
+    let picked = activation::log_softmax(logits_MV, 1).gather(1, ids);
+    (picked * kept).sum().neg()
+}
+
+/// Targets of next-token prediction: position t is asked for token t+1, where that is supervised.
+/// Rows are padded to `t` columns with [`IGNORE`].
+pub fn shifted_targets(ids: &[Vec<u32>], supervised: &[Vec<bool>], t: usize) -> Vec<i64> {
+    let mut out = vec![IGNORE; ids.len() * t];
+    for (row, (ids, kept)) in ids.iter().zip(supervised).enumerate() {
+        for i in 1..ids.len() {
+            if kept[i] {
+                out[row * t + i - 1] = i64::from(ids[i]);
+            }
+        }
+    }
+    out
+}
+
+/// The origin's debug loss: mean absolute difference between hidden states and the embeddings of
+/// the next tokens, both `[M, D]`, over rows where `kept` is 1.
+pub fn hidden_l1_sum<B: Backend>(hidden_MD: Tensor<B, 2>, next_MD: Tensor<B, 2>, kept: Vec<f32>) -> Tensor<B, 1> {
+    let [m, d] = hidden_MD.dims();
+    let kept = Tensor::<B, 2>::from_data(TensorData::new(kept, [m, 1]), (&hidden_MD.device(), DType::F32));
+    let diff = (hidden_MD.cast(DType::F32) - next_MD.cast(DType::F32)).abs();
+    (diff * kept).sum() / d as f64
+}

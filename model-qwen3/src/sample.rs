@@ -1,0 +1,135 @@
+//! The next token from logits: repetition penalty, then greedy, or temperature, top-k, top-p and
+//! min-p in Hugging Face's order, then one draw from a counter-based generator.
+
+use backend_nvfp4::{Stream, reference};
+
+/// How to choose a token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// 0 is greedy; otherwise logits are divided by it.
+    pub temperature: f32,
+    /// Keep the k likeliest; 0 keeps all.
+    pub top_k: usize,
+    /// Keep the likeliest whose probabilities first reach p, the crossing one included; 1 keeps all.
+    pub top_p: f32,
+    /// Keep tokens at least this share as likely as the likeliest; 0 keeps all.
+    pub min_p: f32,
+    /// Divides positive, multiplies negative logits of tokens already seen; 1 is off.
+    pub repetition_penalty: f32,
+    /// Seed of the draws.
+    pub seed: u64,
+}
+
+impl Sampling {
+    /// Always the likeliest token.
+    pub const GREEDY: Self =
+        Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };
+}
+
+/// Chooses token number `position` of an answer. `seen` are the ids of prompt and answer so far.
+pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32) -> u32 {
+    penalise(logits, seen, sampling.repetition_penalty);
+    if sampling.temperature <= 0.0 {
+        return argmax(logits);
+    }
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    let likelier = |a: &u32, b: &u32| {
+        logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b))
+    };
+    if sampling.top_k > 0 && sampling.top_k < order.len() {
+        order.select_nth_unstable_by(sampling.top_k, likelier);
+        order.truncate(sampling.top_k);
+    }
+    order.sort_unstable_by(likelier);
+
+    let top = logits[order[0] as usize];
+    let weight = |id: &u32| f64::from((logits[*id as usize] - top) / sampling.temperature).exp();
+    let mut weights: Vec<f64> = order.iter().map(weight).collect();
+    let total: f64 = weights.iter().sum();
+    let mut sum = 0.0;
+    let crossing = weights.iter().position(|w| {
+        sum += w;
+        sum >= f64::from(sampling.top_p) * total
+    });
+    weights.truncate(crossing.map_or(weights.len(), |i| i + 1));
+    let least = f64::from(sampling.min_p) * weights[0];
+    weights.truncate(weights.iter().take_while(|&&w| w >= least).count().max(1));
+
+    let stream = Stream { seed: sampling.seed, step: position, stream: u32::MAX };
+    let [high, low, ..] = reference::philox(0, stream);
+    let uniform = (f64::from(high) + f64::from(low) / 4_294_967_296.0) / 4_294_967_296.0;
+    let mut left = uniform * weights.iter().sum::<f64>();
+    for (id, w) in order.iter().zip(&weights) {
+        left -= w;
+        if left < 0.0 {
+            return *id;
+        }
+    }
+    order[weights.len() - 1]
+}
+
+/// The index of the largest logit, the first at a tie.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (i, x) in logits.iter().enumerate() {
+        if *x > logits[best] {
+            best = i;
+        }
+    }
+    best as u32
+}
+
+fn penalise(logits: &mut [f32], seen: &[u32], penalty: f32) {
+    if penalty == 1.0 {
+        return;
+    }
+    let unique: std::collections::BTreeSet<u32> = seen.iter().copied().collect();
+    for id in unique {
+        if let Some(x) = logits.get_mut(id as usize) {
+            *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(sampling: Sampling) -> [usize; 4] {
+        let mut counts = [0; 4];
+        for i in 0..4000 {
+            // Probabilities .5, .3, .15, .05.
+            let mut logits = [0.5f32, 0.3, 0.15, 0.05].map(f32::ln);
+            counts[next(&mut logits, &[], &sampling, i) as usize] += 1;
+        }
+        counts
+    }
+
+    const ONE: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
+
+    #[test]
+    fn draws_follow_the_probabilities() {
+        for (count, p) in counts(ONE).iter().zip([0.5, 0.3, 0.15, 0.05f64]) {
+            let sigma = (4000.0 * p * (1.0 - p)).sqrt();
+            assert!((*count as f64 - 4000.0 * p).abs() < 4.0 * sigma, "{count} of {p}");
+        }
+    }
+
+    #[test]
+    fn filters_keep_what_they_say() {
+        let kept = |s| counts(s).map(|c| c > 0);
+        assert_eq!(kept(Sampling { top_k: 2, ..ONE }), [true, true, false, false]);
+        assert_eq!(kept(Sampling { top_p: 0.6, ..ONE }), [true, true, false, false]);
+        // The likeliest token stays even where it alone is above p (the origin masked everything).
+        assert_eq!(kept(Sampling { top_p: 0.1, ..ONE }), [true, false, false, false]);
+        assert_eq!(kept(Sampling { min_p: 0.2, ..ONE }), [true, true, true, false]);
+        assert_eq!(kept(Sampling { temperature: 0.01, ..ONE }), [true, false, false, false]);
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_equals_and_penalty_moves_it() {
+        assert_eq!(next(&mut [1.0, 3.0, 3.0], &[], &Sampling::GREEDY, 0), 1);
+        let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::GREEDY };
+        assert_eq!(next(&mut [1.0, 3.0, 2.5], &[1], &penalty, 0), 2);
+    }
+}

@@ -1,0 +1,151 @@
+//! tokenizer.json behind a guard: its size is bounded, and a panic of the tokenizer library on a
+//! hostile file becomes an error.
+
+use crate::{ModelError, config::OneOrMany, error::read_text};
+use serde::Deserialize;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+};
+
+/// Largest tokenizer.json. Qwen3's has 11 MB.
+const LARGEST: u64 = 64 << 20;
+
+/// Text to ids and back.
+#[derive(Debug, Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+}
+
+impl Tokenizer {
+    /// Reads a tokenizer.json.
+    ///
+    /// # Errors
+    /// If it is missing, too large or broken.
+    pub fn from_file(path: &Path) -> Result<Self, ModelError> {
+        let text = read_text(path, LARGEST, "a model folder holds a tokenizer.json")?;
+        let load = || tokenizers::Tokenizer::from_bytes(text.as_bytes());
+        match catch_unwind(AssertUnwindSafe(load)) {
+            Ok(Ok(inner)) => Ok(Self { inner }),
+            Ok(Err(e)) => Err(ModelError::parse(path, e)),
+            Err(_) => Err(ModelError::parse(path, "the tokenizer library gave up on this file")),
+        }
+    }
+
+    /// Ids of a text. Special tokens written out in it (`<|im_end|>`) become their ids; none is added.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        match catch_unwind(AssertUnwindSafe(|| self.inner.encode_fast(text, false))) {
+            Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+            Ok(Err(e)) => Err(ModelError::Tokenizer(e.to_string())),
+            Err(_) => Err(ModelError::Tokenizer("the tokenizer library gave up on this text".into())),
+        }
+    }
+
+    /// The text of ids, special tokens left out.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.inner.decode(ids, true).map_err(|e| ModelError::Tokenizer(e.to_string()))
+    }
+
+    /// The id of a token, if it is in the vocabulary.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// Largest id plus one.
+    pub fn vocab_size(&self) -> usize {
+        self.inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
+    }
+}
+
+/// Text that grows token by token and never shows half a character.
+#[derive(Debug, Default)]
+pub struct TextStream {
+    ids: Vec<u32>,
+    /// Ids before this index are shown and decode by themselves.
+    settled: usize,
+    shown: usize,
+}
+
+impl TextStream {
+    /// Adds a token and returns the text that became certain.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn push(&mut self, id: u32, tokenizer: &Tokenizer) -> Result<String, ModelError> {
+        self.ids.push(id);
+        let text = tokenizer.decode(&self.ids[self.settled..])?;
+        // An unfinished byte sequence decodes to the replacement character.
+        if text.ends_with('\u{FFFD}') || text.len() <= self.shown {
+            return Ok(String::new());
+        }
+        let new = text[self.shown..].to_owned();
+        self.shown = text.len();
+        // Decode in windows, so that long texts stay linear.
+        if self.ids.len() - self.settled > 64 {
+            self.settled = self.ids.len() - 1;
+            self.shown = tokenizer.decode(&self.ids[self.settled..])?.len();
+        }
+        Ok(new)
+    }
+
+    /// What is left when the text ends within a character.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn finish(self, tokenizer: &Tokenizer) -> Result<String, ModelError> {
+        let text = tokenizer.decode(&self.ids[self.settled..])?;
+        Ok(text.get(self.shown..).unwrap_or_default().to_owned())
+    }
+}
+
+/// generation_config.json: how the model's authors sample from it, and what ends an answer.
+#[derive(Debug, Clone, Default)]
+pub struct GenerationConfig {
+    /// Ids that end an answer.
+    pub eos_token_ids: Vec<u32>,
+    /// Temperature, where given and sampling is on.
+    pub temperature: Option<f32>,
+    /// Nucleus, where given.
+    pub top_p: Option<f32>,
+    /// Largest number of candidates, where given.
+    pub top_k: Option<usize>,
+    /// Repetition penalty, where given.
+    pub repetition_penalty: Option<f32>,
+}
+
+impl GenerationConfig {
+    /// Reads a folder's generation_config.json; all empty if there is none.
+    ///
+    /// # Errors
+    /// If it is broken.
+    pub fn from_folder(folder: &Path) -> Result<Self, ModelError> {
+        #[derive(Deserialize)]
+        struct Raw {
+            eos_token_id: Option<OneOrMany>,
+            do_sample: Option<bool>,
+            temperature: Option<f32>,
+            top_p: Option<f32>,
+            top_k: Option<usize>,
+            repetition_penalty: Option<f32>,
+        }
+        let path = folder.join("generation_config.json");
+        if !path.exists() {
+            return Ok(Self::default());
+        }
+        let text = read_text(&path, 1 << 20, "")?;
+        let raw: Raw = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
+        Ok(Self {
+            eos_token_ids: raw.eos_token_id.map_or_else(Vec::new, OneOrMany::into_vec),
+            temperature: raw.temperature.filter(|_| raw.do_sample != Some(false)),
+            top_p: raw.top_p,
+            top_k: raw.top_k,
+            repetition_penalty: raw.repetition_penalty,
+        })
+    }
+}

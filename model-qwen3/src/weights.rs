@@ -1,0 +1,399 @@
+//! Key to field, each once. [`build`] asks a source for every tensor of the model by its checkpoint
+//! name and shape; [`fields`] lists the same names in the same order. Nothing else spells a key.
+
+use crate::{
+    ModelError,
+    checkpoint::{FloatType, Stored, Tensors, row_count, row_width},
+    config::Qwen3Config,
+    model::{Attention, Block, Mlp, Qwen3},
+};
+use backend_nvfp4::{
+    LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Scaling, Stream,
+    reference::{self, Packed},
+};
+use burn::{
+    module::{Param, ParamId},
+    tensor::{DType, Tensor, TensorData, backend::Backend},
+};
+use std::{cell::RefCell, collections::HashSet, ops::Range, path::Path};
+
+/// What the model is loaded for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Every tensor becomes an f32 master; NVFP4 tensors are dequantised once.
+    Train,
+    /// NVFP4 tensors stay packed; nothing tracks gradients.
+    Infer,
+}
+
+/// Loads a model from a checkpoint.
+///
+/// # Errors
+/// If a tensor is missing, misshapen, unknown to the model, or invalid.
+pub fn load<B: Nvfp4Backend>(
+    checkpoint: &dyn Tensors,
+    config: &Qwen3Config,
+    spec: LinearSpec,
+    purpose: Purpose,
+    device: &B::Device,
+) -> Result<Qwen3<B>, ModelError> {
+    let has_head = checkpoint.stored(HEAD).is_some();
+    if !has_head && !config.tie_word_embeddings {
+        let reason = format!("no tensor {HEAD:?}, and config.json does not tie it to the embedding");
+        return Err(ModelError::weights(checkpoint.path(), reason));
+    }
+    let mut loader = Loader { checkpoint, purpose, device, next_id: 0, used: HashSet::new() };
+    let model = build(config, spec, has_head, &mut loader)?;
+    let mut unknown = checkpoint.names();
+    unknown.retain(|n| !loader.used.contains(n));
+    if !unknown.is_empty() {
+        let shown = unknown[..unknown.len().min(10)].join(", ");
+        let reason = format!("{} tensors that this model does not have: {shown}", unknown.len());
+        return Err(ModelError::weights(checkpoint.path(), reason));
+    }
+    Ok(model)
+}
+
+/// A model with random weights: normal with the config's spread, norms 1. The same seed gives the
+/// same model on every backend.
+pub fn random<B: Nvfp4Backend>(
+    config: &Qwen3Config,
+    spec: LinearSpec,
+    seed: u64,
+    device: &B::Device,
+) -> Qwen3<B> {
+    let std = config.initializer_range as f32;
+    let mut source = Random { seed, std, device, next_id: 0 };
+    match build(config, spec, !config.tie_word_embeddings, &mut source) {
+        Ok(model) => model,
+        Err(never) => match never {},
+    }
+}
+
+const HEAD: &str = "lm_head.weight";
+
+/// Gives tensors by name.
+trait Source<B: Backend> {
+    type Error;
+    fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, Self::Error>;
+    fn matrix(&mut self, name: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, Self::Error>;
+    fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Self::Error>;
+}
+
+fn build<B: Nvfp4Backend, S: Source<B>>(
+    config: &Qwen3Config,
+    spec: LinearSpec,
+    has_head: bool,
+    source: &mut S,
+) -> Result<Qwen3<B>, S::Error> {
+    let (d, e, f) = (config.hidden_size, config.head_dim, config.intermediate_size);
+    let (q, kv) = (config.num_attention_heads * e, config.num_key_value_heads * e);
+    let embed_tokens = source.matrix("model.embed_tokens.weight".into(), [config.vocab_size, d])?;
+    let mut layers = Vec::with_capacity(config.num_hidden_layers);
+    for i in 0..config.num_hidden_layers {
+        let key = |part: &str| format!("model.layers.{i}.{part}.weight");
+        layers.push(Block {
+            self_attn: Attention {
+                q_proj: source.linear(key("self_attn.q_proj"), [q, d])?,
+                k_proj: source.linear(key("self_attn.k_proj"), [kv, d])?,
+                v_proj: source.linear(key("self_attn.v_proj"), [kv, d])?,
+                o_proj: source.linear(key("self_attn.o_proj"), [d, q])?,
+                q_norm: source.vector(key("self_attn.q_norm"), e)?,
+                k_norm: source.vector(key("self_attn.k_norm"), e)?,
+            },
+            mlp: Mlp {
+                gate_proj: source.linear(key("mlp.gate_proj"), [f, d])?,
+                up_proj: source.linear(key("mlp.up_proj"), [f, d])?,
+                down_proj: source.linear(key("mlp.down_proj"), [d, f])?,
+            },
+            input_layernorm: source.vector(key("input_layernorm"), d)?,
+            post_attention_layernorm: source.vector(key("post_attention_layernorm"), d)?,
+        });
+    }
+    let norm = source.vector("model.norm.weight".into(), d)?;
+    let lm_head = if has_head { Some(source.linear(HEAD.into(), [config.vocab_size, d])?) } else { None };
+    Ok(Qwen3::new(config.clone(), spec, embed_tokens, layers, norm, lm_head))
+}
+
+/// A tensor of a model.
+#[derive(Debug)]
+pub enum Field<'a, B: Backend> {
+    /// A norm's weight.
+    Vector(&'a Param<Tensor<B, 1>>),
+    /// The embedding.
+    Matrix(&'a Param<Tensor<B, 2>>),
+    /// A linear layer's weight.
+    Linear(&'a Nvfp4Linear<B>),
+}
+
+/// Every tensor of a model by checkpoint name, in the order in which [`load`] reads them.
+pub fn fields<B: Nvfp4Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
+    use Field::{Linear, Matrix, Vector};
+    let mut out = vec![("model.embed_tokens.weight".to_owned(), Matrix(&model.embed_tokens))];
+    for (i, block) in model.layers.iter().enumerate() {
+        let (a, m) = (&block.self_attn, &block.mlp);
+        let parts = [
+            ("self_attn.q_proj", Linear(&a.q_proj)),
+            ("self_attn.k_proj", Linear(&a.k_proj)),
+            ("self_attn.v_proj", Linear(&a.v_proj)),
+            ("self_attn.o_proj", Linear(&a.o_proj)),
+            ("self_attn.q_norm", Vector(&a.q_norm)),
+            ("self_attn.k_norm", Vector(&a.k_norm)),
+            ("mlp.gate_proj", Linear(&m.gate_proj)),
+            ("mlp.up_proj", Linear(&m.up_proj)),
+            ("mlp.down_proj", Linear(&m.down_proj)),
+            ("input_layernorm", Vector(&block.input_layernorm)),
+            ("post_attention_layernorm", Vector(&block.post_attention_layernorm)),
+        ];
+        out.extend(parts.into_iter().map(|(part, f)| (format!("model.layers.{i}.{part}.weight"), f)));
+    }
+    out.push(("model.norm.weight".into(), Vector(&model.norm)));
+    if let Some(head) = &model.lm_head {
+        out.push((HEAD.into(), Linear(head)));
+    }
+    out
+}
+
+impl<B: Nvfp4Backend> Field<'_, B> {
+    /// The tensor's shape.
+    pub fn shape(&self) -> Vec<usize> {
+        match *self {
+            Self::Vector(p) => p.dims().to_vec(),
+            Self::Matrix(p) => p.dims().to_vec(),
+            Self::Linear(l) => l.dims().to_vec(),
+        }
+    }
+
+    /// The parameter's id; packed weights have none.
+    pub fn id(&self) -> Option<ParamId> {
+        match *self {
+            Self::Vector(p) => Some(p.id),
+            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => Some(p.id),
+            Self::Linear(Nvfp4Linear::Packed(_)) => None,
+        }
+    }
+
+    /// Whether a recipe that quantises weights does so here.
+    pub fn is_quantized(&self) -> bool {
+        matches!(self, Self::Linear(Nvfp4Linear::Master(_) | Nvfp4Linear::Packed(_)))
+    }
+
+    /// The values on the host, row-major; packed weights dequantised.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn to_host(&self) -> Result<Vec<f32>, ModelError> {
+        match *self {
+            Self::Vector(p) => to_host(p.val()),
+            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
+            Self::Linear(Nvfp4Linear::Packed(w)) => to_host(w.dequantize(DType::F32)),
+        }
+    }
+}
+
+/// A float tensor's values on the host.
+///
+/// # Errors
+/// If the device failed.
+pub fn to_host<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<Vec<f32>, ModelError> {
+    let data = x.try_into_data().map_err(|e| ModelError::Device(format!("{e:?}")))?;
+    Ok(data.iter::<f32>().collect())
+}
+
+/// A model's tensors, read from its device: packed weights as they are, the rest as f32.
+pub struct Live<'a, B: Backend> {
+    fields: Vec<(String, Field<'a, B>)>,
+    // Rows are asked for one range after another: the tensor is fetched once.
+    fetched: RefCell<Option<(String, Vec<f32>)>>,
+}
+
+impl<'a, B: Nvfp4Backend> Live<'a, B> {
+    /// Looks at a model.
+    pub fn new(model: &'a Qwen3<B>) -> Self {
+        Self { fields: fields(model), fetched: RefCell::new(None) }
+    }
+
+    fn field(&self, name: &str) -> Option<&Field<'a, B>> {
+        self.fields.iter().find(|(n, _)| n == name).map(|(_, f)| f)
+    }
+}
+
+impl<B: Nvfp4Backend> Tensors for Live<'_, B> {
+    fn path(&self) -> &Path {
+        Path::new("model in memory")
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.fields.iter().map(|(n, _)| n.clone()).collect()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        Some(match self.field(name)? {
+            Field::Linear(Nvfp4Linear::Packed(w)) => {
+                let [rows, cols] = w.dims();
+                Stored::Packed { rows, cols, scaling: Scaling::Two }
+            }
+            field => Stored::Dense { float: FloatType::F32, shape: field.shape() },
+        })
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let mut fetched = self.fetched.borrow_mut();
+        if fetched.as_ref().is_none_or(|(n, _)| n != name) {
+            drop(fetched.take());
+            let missing = || ModelError::weights(self.path(), format!("no tensor {name:?}"));
+            *fetched = Some((name.to_owned(), self.field(name).ok_or_else(missing)?.to_host()?));
+        }
+        let (_, values) = fetched.as_ref().expect("fetched above");
+        let shape = self.field(name).map(Field::shape).unwrap_or_default();
+        let width = row_width(&shape);
+        Ok(values[rows.start * width..rows.end * width].to_vec())
+    }
+
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        match self.field(name) {
+            Some(Field::Linear(Nvfp4Linear::Packed(w))) => {
+                w.to_packed().map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source })
+            }
+            _ => Err(ModelError::weights(self.path(), format!("{name:?} is not NVFP4"))),
+        }
+    }
+}
+
+struct Loader<'a, B: Backend> {
+    checkpoint: &'a dyn Tensors,
+    purpose: Purpose,
+    device: &'a B::Device,
+    next_id: u64,
+    used: HashSet<String>,
+}
+
+impl<B: Nvfp4Backend> Loader<'_, B> {
+    fn values(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
+        match self.expect(name, shape)? {
+            Stored::Dense { .. } => self.checkpoint.read_dense(name),
+            Stored::Packed { rows, cols, .. } => {
+                let packed = self.checkpoint.read_packed(name)?;
+                // The same door as for inference: scales are checked.
+                self.packed(name, packed.clone(), rows, cols)?;
+                Ok(reference::dequantize(&packed, rows, cols))
+            }
+        }
+    }
+
+    fn expect(&mut self, name: &str, shape: &[usize]) -> Result<Stored, ModelError> {
+        let found = self.checkpoint.stored(name).ok_or_else(|| {
+            ModelError::weights(self.checkpoint.path(), format!("no tensor {name:?} of shape {shape:?}"))
+        })?;
+        if found.shape() != shape {
+            let reason = format!("{name:?} has shape {:?}, config.json asks for {shape:?}", found.shape());
+            return Err(ModelError::weights(self.checkpoint.path(), reason));
+        }
+        self.used.insert(name.to_owned());
+        Ok(found)
+    }
+
+    fn packed(
+        &self,
+        name: &str,
+        packed: Packed,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Nvfp4Tensor<B>, ModelError> {
+        Nvfp4Tensor::new(packed, rows, cols, self.device)
+            .map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source })
+    }
+
+    fn param<const D: usize>(&mut self, name: &str, shape: [usize; D]) -> Result<Param<Tensor<B, D>>, ModelError> {
+        let values = self.values(name, &shape)?;
+        self.next_id += 1;
+        Ok(param(values, shape, self.next_id, self.purpose == Purpose::Train, self.device))
+    }
+}
+
+impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
+    type Error = ModelError;
+
+    fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
+        self.param(&name, [len])
+    }
+
+    fn matrix(&mut self, name: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError> {
+        self.param(&name, shape)
+    }
+
+    fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, ModelError> {
+        Ok(match (self.purpose, self.expect(&name, &shape)?) {
+            (Purpose::Infer, Stored::Packed { rows, cols, .. }) => {
+                let packed = self.checkpoint.read_packed(&name)?;
+                self.next_id += 1;
+                Nvfp4Linear::Packed(self.packed(&name, packed, rows, cols)?)
+            }
+            // A head that its file keeps dense stays dense; so does all that is not trained.
+            (Purpose::Infer, Stored::Dense { .. }) => Nvfp4Linear::Dense(self.param(&name, shape)?),
+            (Purpose::Train, _) if name == HEAD && !self.checkpoint.trains_quantised(&name) => {
+                Nvfp4Linear::Dense(self.param(&name, shape)?)
+            }
+            (Purpose::Train, _) => Nvfp4Linear::Master(self.param(&name, shape)?),
+        })
+    }
+}
+
+/// A parameter with a stable id. On a backend without autodiff `tracked` does nothing.
+fn param<B: Backend, const D: usize>(
+    values: Vec<f32>,
+    shape: [usize; D],
+    id: u64,
+    tracked: bool,
+    device: &B::Device,
+) -> Param<Tensor<B, D>> {
+    let tensor = Tensor::from_data(TensorData::new(values, shape), (device, DType::F32));
+    let tensor = if tracked { tensor.require_grad() } else { tensor };
+    Param::initialized(ParamId::from(id), tensor)
+}
+
+struct Random<'a, B: Backend> {
+    seed: u64,
+    std: f32,
+    device: &'a B::Device,
+    next_id: u64,
+}
+
+impl<B: Backend> Random<'_, B> {
+    fn normals(&mut self, len: usize) -> Vec<f32> {
+        let stream = Stream { seed: self.seed, step: 0, stream: self.next_id as u32 };
+        // Box and Muller, two values from two uniforms.
+        let uniform = |bits: u32| (f64::from(bits) + 0.5) / 4_294_967_296.0;
+        (0..len.div_ceil(4) as u32)
+            .flat_map(|i| {
+                let r = reference::philox(i, stream).map(uniform);
+                [(r[0], r[1]), (r[2], r[3])].into_iter().flat_map(|(u, v)| {
+                    let (radius, angle) = ((-2.0 * u.ln()).sqrt(), std::f64::consts::TAU * v);
+                    [radius * angle.cos(), radius * angle.sin()]
+                })
+            })
+            .take(len)
+            .map(|n| n as f32 * self.std)
+            .collect()
+    }
+}
+
+impl<B: Backend> Source<B> for Random<'_, B> {
+    type Error = std::convert::Infallible;
+
+    fn vector(&mut self, _: String, len: usize) -> Result<Param<Tensor<B, 1>>, Self::Error> {
+        self.next_id += 1;
+        Ok(param(vec![1.0; len], [len], self.next_id, true, self.device))
+    }
+
+    fn matrix(&mut self, _: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, Self::Error> {
+        self.next_id += 1;
+        let values = self.normals(row_count(&shape) * row_width(&shape));
+        Ok(param(values, shape, self.next_id, true, self.device))
+    }
+
+    fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Self::Error> {
+        let kind = if name == HEAD { Nvfp4Linear::Dense } else { Nvfp4Linear::Master };
+        Ok(kind(self.matrix(name, shape)?))
+    }
+}

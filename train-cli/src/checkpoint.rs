@@ -1,0 +1,270 @@
+//! Training state on disk: `checkpoint-<step>/` with f32 masters, optimizer states, the state of the
+//! run and the model's small files, committed by [`crate::durable`]. What a step sees is a function
+//! of its number, so weights, moments and that number are all that a resumed run needs.
+
+use crate::{
+    CliError,
+    args::FitArgs,
+    durable::{self, PendingFolder},
+    model_files::COMPANIONS,
+    optim::{ChunkedAdamw, TensorState},
+    report,
+};
+use backend_nvfp4::{AdamwState, Nvfp4Backend, Nvfp4Linear, Scaling};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use model_qwen3::{
+    ModelError,
+    checkpoint::FloatType,
+    convert::write_safetensors,
+    model::Qwen3,
+    safetensors::{SafeFile, header},
+    weights::{Live, fields, to_host},
+};
+use safetensors::Dtype;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// File names in a checkpoint.
+pub const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const STATE: &str = "trainer_state.json";
+
+/// How a head is stored in files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Head {
+    /// It is the embedding.
+    Tied,
+    /// Its own tensor, not quantised.
+    Dense,
+    /// Its own tensor, NVFP4.
+    Nvfp4,
+}
+
+impl Head {
+    /// The head of a model.
+    pub fn of<B: Nvfp4Backend>(model: &Qwen3<B>) -> Self {
+        match &model.lm_head {
+            None => Self::Tied,
+            Some(Nvfp4Linear::Dense(_)) => Self::Dense,
+            Some(_) => Self::Nvfp4,
+        }
+    }
+}
+
+/// The state of a run besides its tensors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// Of this layout.
+    pub version: u32,
+    /// Optimizer steps done.
+    pub global_step: usize,
+    /// Steps of the run.
+    pub max_steps: usize,
+    /// Epochs done.
+    pub epoch: f64,
+    /// SHA-256 over the training files.
+    pub data_sha256: String,
+    /// How the head is stored.
+    pub head: Head,
+    /// Whether exports have a tensor scale.
+    pub two_level: bool,
+    /// The run's settings.
+    pub settings: FitArgs,
+}
+
+impl TrainerState {
+    /// Scale levels of exports.
+    pub fn scaling(&self) -> Scaling {
+        if self.two_level { Scaling::Two } else { Scaling::Single }
+    }
+}
+
+/// Saves a checkpoint into a run folder and removes the oldest beyond `keep`.
+///
+/// # Errors
+/// If the device or the system fails; then the older checkpoints are untouched.
+pub fn save<B: Nvfp4Backend>(
+    run: &Path,
+    text_folder: &Path,
+    model: &Qwen3<B>,
+    optimizer: &ChunkedAdamw<B>,
+    state: &TrainerState,
+    keep: usize,
+) -> Result<PathBuf, CliError> {
+    let target = run.join(format!("checkpoint-{}", state.global_step));
+    let mut folder = PendingFolder::new(&target)?;
+    folder.file(MODEL, |out| {
+        let failed = |e| ModelError::io(&target, "")(e);
+        write_safetensors(&Live::new(model), out, failed)?;
+        Ok(())
+    })?;
+    folder.file(OPTIMIZER, |out| write_optimizer(model, optimizer, out, &target))?;
+    let text = serde_json::to_string_pretty(state).expect("plain data serialises");
+    folder.file(STATE, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&target)))?;
+    for name in COMPANIONS {
+        let from = text_folder.join(name);
+        if from.exists() {
+            folder.copy(&from)?;
+        }
+    }
+    let committed = folder.commit()?;
+    for (_, old) in list(run)?.into_iter().skip(keep) {
+        std::fs::remove_dir_all(&old).map_err(CliError::io(&old))?;
+    }
+    Ok(committed)
+}
+
+/// A run's checkpoints, newest first.
+fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
+    let mut found: Vec<(usize, PathBuf)> = Vec::new();
+    for entry in std::fs::read_dir(run).map_err(CliError::io(run))? {
+        let path = entry.map_err(CliError::io(run))?.path();
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if let Some(step) = name.strip_prefix("checkpoint-").and_then(|s| s.parse().ok()) {
+            found.push((step, path));
+        }
+    }
+    found.sort_by(|a, b| b.0.cmp(&a.0));
+    Ok(found)
+}
+
+/// The newest checkpoint of a run that verifies; broken newer ones are named.
+///
+/// # Errors
+/// If there is none.
+pub fn latest(run: &Path) -> Result<PathBuf, CliError> {
+    for (_, path) in list(run)? {
+        match durable::verify(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) => report::line(format!("warning: skipping {}: {error}", path.display())),
+        }
+    }
+    Err(CliError::Usage(format!("{}: no checkpoint to go on from", run.display())))
+}
+
+/// Reads the state of a checkpoint after verifying all its files.
+///
+/// # Errors
+/// If the checkpoint is broken.
+pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
+    if !folder.is_dir() {
+        return Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())));
+    }
+    durable::verify(folder)?;
+    let path = folder.join(STATE);
+    let text = std::fs::read_to_string(&path).map_err(|e| CliError::corrupt(&path, e))?;
+    let state: TrainerState = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    if state.version != 1 {
+        return Err(CliError::corrupt(&path, format!("version {}, this program reads 1", state.version)));
+    }
+    Ok(state)
+}
+
+fn write_optimizer<B: Nvfp4Backend>(
+    model: &Qwen3<B>,
+    optimizer: &ChunkedAdamw<B>,
+    out: &mut dyn std::io::Write,
+    path: &Path,
+) -> Result<(), CliError> {
+    let fields = fields(model);
+    let states: Vec<_> = fields
+        .iter()
+        .filter_map(|(name, field)| Some((name, field.shape(), optimizer.state(field.id()?)?)))
+        .collect();
+    let mut layout = Vec::new();
+    for (name, shape, state) in &states {
+        let len: usize = shape.iter().product();
+        layout.push((format!("{name}.steps"), Dtype::I32, vec![]));
+        for moment in ["m", "v"] {
+            match &state.moments {
+                AdamwState::F32 { .. } => layout.push((format!("{name}.{moment}"), Dtype::F32, shape.clone())),
+                AdamwState::Int8 { .. } => {
+                    layout.push((format!("{name}.{moment}.codes"), Dtype::U8, vec![len]));
+                    layout.push((format!("{name}.{moment}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
+                }
+            }
+        }
+    }
+    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(CliError::io(path));
+    put(&header(&layout))?;
+    for (_, _, state) in states {
+        put(&state.steps.to_le_bytes())?;
+        match &state.moments {
+            AdamwState::F32 { m, v } => {
+                for x in [m, v] {
+                    put(&FloatType::F32.encode(&host::<B>(x)?))?;
+                }
+            }
+            AdamwState::Int8 { m, v } => {
+                for x in [m, v] {
+                    let codes = B::read_words(x.codes.clone())
+                        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
+                    put(&codes.into_iter().map(|c| c as u8).collect::<Vec<u8>>())?;
+                    put(&FloatType::F32.encode(&host::<B>(&x.absmax)?))?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn host<B: Nvfp4Backend>(x: &B::FloatTensorPrimitive) -> Result<Vec<f32>, ModelError> {
+    // The rank given here is not used: the data is read flat.
+    to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat::<B>(x.clone()))))
+}
+
+fn flat<B: Nvfp4Backend>(x: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
+    use burn::tensor::TensorMetadata;
+    let len = x.shape().num_elements();
+    B::float_reshape(x, burn::tensor::Shape::new([len]))
+}
+
+/// Puts the optimizer's states back.
+///
+/// # Errors
+/// If the file does not fit the model.
+pub fn load_optimizer<B: Nvfp4Backend>(
+    folder: &Path,
+    model: &Qwen3<B>,
+    optimizer: &mut ChunkedAdamw<B>,
+) -> Result<(), CliError> {
+    let path = folder.join(OPTIMIZER);
+    let file = SafeFile::open(&path)?;
+    let find = |name: &str| file.entries().iter().find(|e| e.name == name);
+    let bytes = |name: &str, expected: usize| -> Result<Vec<u8>, CliError> {
+        let entry = find(name).ok_or_else(|| CliError::corrupt(&path, format!("no {name:?}")))?;
+        if entry.bytes != expected as u64 {
+            return Err(CliError::corrupt(&path, format!("{name:?} has {} bytes, {expected} needed", entry.bytes)));
+        }
+        let mut buffer = vec![0; expected];
+        file.read(entry, 0, &mut buffer)?;
+        Ok(buffer)
+    };
+    let device = model.device();
+    for (name, field) in fields(model) {
+        let (Some(id), Some(_)) = (field.id(), find(&format!("{name}.steps"))) else { continue };
+        let shape = field.shape();
+        let len: usize = shape.iter().product();
+        let steps = bytes(&format!("{name}.steps"), 4)?;
+        let moment = |m: &str| -> Result<_, CliError> {
+            let codes = bytes(&format!("{name}.{m}.codes"), len)?;
+            let absmax = bytes(&format!("{name}.{m}.absmax"), len.div_ceil(256) * 4)?;
+            Ok((codes, FloatType::F32.decode(&absmax)))
+        };
+        let floats = |m: &str| -> Result<_, CliError> {
+            let values = FloatType::F32.decode(&bytes(&format!("{name}.{m}"), len * 4)?);
+            let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [len]), (&device, DType::F32));
+            let shape = burn::tensor::Shape::from(shape.clone());
+            Ok(B::float_reshape(flat.into_primitive().tensor(), shape))
+        };
+        let moments = if find(&format!("{name}.m.codes")).is_some() {
+            AdamwState::from_bytes(moment("m")?, moment("v")?, &device)
+        } else {
+            AdamwState::F32 { m: floats("m")?, v: floats("v")? }
+        };
+        let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);
+        optimizer.restore(id, TensorState { steps, moments });
+    }
+    Ok(())
+}

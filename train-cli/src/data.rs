@@ -1,0 +1,525 @@
+//! Files to token sequences with a mask of what is supervised, and their order in a run.
+//!
+//! Conversations are rendered by the model's own template. What the template opens for the assistant
+//! is prompt; what the assistant says, its end token included, is supervised: a model that never
+//! sees its end token supervised never learns to stop.
+
+use crate::{CliError, model_files::TextFiles};
+use backend_nvfp4::{Stream, reference};
+use burn::data::dataloader::{DataLoader, DataLoaderIterator, Progress};
+use burn::tensor::backend::Backend;
+use model_qwen3::chat_template::RenderOptions;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// How a file is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// By extension: .tsv, .jsonl, .txt.
+    Auto,
+    /// A line is `{"messages": [{"role": …, "content": …}, …]}`.
+    Messages,
+    /// A line is `prompt<TAB>target`; `#` starts a comment.
+    Tsv,
+    /// One document, cut into sequences, all of it supervised.
+    Text,
+}
+
+/// What is supervised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossOn {
+    /// Every assistant turn, with its end token.
+    #[value(alias = "completion")]
+    Assistant,
+    /// Every token.
+    All,
+}
+
+/// What happens to a row longer than the limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Overlong {
+    /// The run does not start.
+    Error,
+    /// It is left out and counted.
+    Drop,
+    /// Its end is cut off and counted.
+    Truncate,
+}
+
+/// Choices that turn files into samples.
+#[derive(Debug, Clone, Copy)]
+pub struct DataOptions {
+    /// File format.
+    pub format: Format,
+    /// What is supervised.
+    pub loss_on: LossOn,
+    /// Longest sequence.
+    pub max_seq_length: usize,
+    /// What happens to longer ones.
+    pub overlong: Overlong,
+}
+
+/// A token sequence with its mask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    /// Token ids.
+    pub ids: Vec<u32>,
+    /// Whether predicting this token counts.
+    pub supervised: Vec<bool>,
+    /// The first user message, for sample answers; empty for plain text.
+    pub prompt: String,
+}
+
+impl Sample {
+    /// Tokens whose prediction counts. The first token is never predicted.
+    pub fn supervised_tokens(&self) -> usize {
+        self.supervised.iter().skip(1).filter(|s| **s).count()
+    }
+}
+
+/// What came out of the files.
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct DataReport {
+    /// Rows read.
+    pub rows: usize,
+    /// Sequences made.
+    pub samples: usize,
+    /// Tokens in them.
+    pub tokens: usize,
+    /// Supervised tokens in them.
+    pub supervised_tokens: usize,
+    /// Lines that were too long and left out.
+    pub dropped: Vec<usize>,
+    /// Lines that were cut.
+    pub truncated: Vec<usize>,
+    /// A header line that was skipped.
+    pub header_skipped: bool,
+}
+
+/// Reads training files.
+///
+/// # Errors
+/// With file and line, if a row is malformed or too long, or nothing supervised is left.
+pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<(Vec<Sample>, DataReport), CliError> {
+    let mut samples = Vec::new();
+    let mut report = DataReport::default();
+    for path in paths {
+        let content = read(path)?;
+        let format = match (options.format, path.extension().and_then(|e| e.to_str())) {
+            (Format::Auto, Some("tsv")) => Format::Tsv,
+            (Format::Auto, Some("jsonl" | "json")) => Format::Messages,
+            (Format::Auto, Some("txt" | "md")) => Format::Text,
+            (Format::Auto, _) => {
+                return Err(bad(path, None, "its name does not tell the format: give --format tsv, messages or text"));
+            }
+            (format, _) => format,
+        };
+        let before = samples.len();
+        match format {
+            Format::Text => documents(&content, text, options, &mut samples, &mut report)?,
+            _ => rows(path, &content, format, text, options, &mut samples, &mut report)?,
+        }
+        if samples.len() == before {
+            let reason = format!("no sequence with a supervised token in it ({} rows dropped as too long)", report.dropped.len());
+            return Err(bad(path, None, reason));
+        }
+    }
+    report.samples = samples.len();
+    report.tokens = samples.iter().map(|s| s.ids.len()).sum();
+    report.supervised_tokens = samples.iter().map(Sample::supervised_tokens).sum();
+    Ok((samples, report))
+}
+
+/// Random ids, all supervised: for timing and for memory reports.
+pub fn synthetic(rows: usize, len: usize, vocab: usize, seed: u64) -> Vec<Sample> {
+    let draw = |row: usize, i: usize| {
+        let stream = Stream { seed, step: row as u32, stream: 0xDA7A };
+        reference::philox(i as u32, stream)[0] % vocab as u32
+    };
+    (0..rows)
+        .map(|row| Sample {
+            ids: (0..len).map(|i| draw(row, i)).collect(),
+            supervised: vec![true; len],
+            prompt: String::new(),
+        })
+        .collect()
+}
+
+fn read(path: &Path) -> Result<String, CliError> {
+    let bytes = std::fs::read(path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => CliError::Usage(format!("--data {}: no such file", path.display())),
+        _ => CliError::io(path)(e),
+    })?;
+    let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
+    match std::str::from_utf8(bytes) {
+        Ok(text) => Ok(text.to_owned()),
+        Err(e) => {
+            let line = bytes[..e.valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
+            Err(bad(path, Some(line), "not UTF-8"))
+        }
+    }
+}
+
+fn documents(
+    content: &str,
+    text: &TextFiles,
+    options: DataOptions,
+    samples: &mut Vec<Sample>,
+    report: &mut DataReport,
+) -> Result<(), CliError> {
+    report.rows += 1;
+    let mut ids = text.tokenizer.encode(content)?;
+    ids.extend(text.tokenizer.id("<|endoftext|>"));
+    for piece in ids.chunks(options.max_seq_length).filter(|p| p.len() > 1) {
+        let supervised = vec![true; piece.len()];
+        samples.push(Sample { ids: piece.to_vec(), supervised, prompt: String::new() });
+    }
+    Ok(())
+}
+
+fn rows(
+    path: &Path,
+    content: &str,
+    format: Format,
+    text: &TextFiles,
+    options: DataOptions,
+    samples: &mut Vec<Sample>,
+    report: &mut DataReport,
+) -> Result<(), CliError> {
+    let mut first = true;
+    for (i, line) in content.lines().enumerate() {
+        let number = i + 1;
+        let line = line.trim_end_matches('\r');
+        if line.trim().is_empty() || format == Format::Tsv && line.starts_with('#') {
+            continue;
+        }
+        let at = |reason: String| bad(path, Some(number), reason);
+        let (messages, tools) = match format {
+            Format::Tsv => {
+                let (prompt, target) = line
+                    .split_once('\t')
+                    .ok_or_else(|| at("no tab: a row is prompt<TAB>target".into()))?;
+                if std::mem::take(&mut first) && (prompt, target) == ("prompt", "target") {
+                    report.header_skipped = true;
+                    continue;
+                }
+                if prompt.trim().is_empty() || target.trim().is_empty() {
+                    return Err(at("prompt or target is empty".into()));
+                }
+                let user = json!({"role": "user", "content": prompt});
+                (vec![user, json!({"role": "assistant", "content": target})], None)
+            }
+            _ => parse_messages(line).map_err(at)?,
+        };
+        report.rows += 1;
+        for mut sample in conversation(&messages, tools.as_ref(), text, options.loss_on).map_err(|e| match e {
+            CliError::Data { reason, .. } => at(reason),
+            other => at(other.to_string()),
+        })? {
+            if sample.ids.len() > options.max_seq_length {
+                match options.overlong {
+                    Overlong::Error => {
+                        let reason = format!(
+                            "{} tokens, --max-seq-length is {}; raise it, or --overlong drop",
+                            sample.ids.len(),
+                            options.max_seq_length
+                        );
+                        return Err(at(reason));
+                    }
+                    Overlong::Drop => {
+                        report.dropped.push(number);
+                        continue;
+                    }
+                    Overlong::Truncate => {
+                        report.truncated.push(number);
+                        sample.ids.truncate(options.max_seq_length);
+                        sample.supervised.truncate(options.max_seq_length);
+                    }
+                }
+            }
+            if sample.supervised_tokens() == 0 {
+                report.dropped.push(number);
+                continue;
+            }
+            samples.push(sample);
+        }
+    }
+    Ok(())
+}
+
+fn parse_messages(line: &str) -> Result<(Vec<Value>, Option<Value>), String> {
+    let mut row: Value = serde_json::from_str(line).map_err(|e| format!("not JSON: {e}"))?;
+    let Some(messages) = row.get_mut("messages").and_then(Value::as_array_mut) else {
+        return Err("no \"messages\" list in it".into());
+    };
+    let messages = std::mem::take(messages);
+    if let Some(m) = messages.iter().find(|m| m.get("role").and_then(Value::as_str).is_none()) {
+        return Err(format!("a message has no \"role\": {m}"));
+    }
+    if !messages.iter().any(|m| m["role"] == "assistant") {
+        return Err("no assistant message: nothing to learn".into());
+    }
+    let tools = row.get("tools").cloned().filter(|t| !t.is_null());
+    Ok((messages, tools))
+}
+
+/// One sample of a conversation, or one a turn where the template renders earlier turns differently
+/// once later ones follow (templates that drop old thinking do).
+fn conversation(
+    messages: &[Value],
+    tools: Option<&Value>,
+    text: &TextFiles,
+    loss_on: LossOn,
+) -> Result<Vec<Sample>, CliError> {
+    let render = |messages: &[Value], add_generation_prompt| {
+        text.template.render(messages, RenderOptions { tools, add_generation_prompt, enable_thinking: None })
+    };
+    let user = messages.iter().find(|m| m["role"] == "user");
+    let prompt = user.and_then(|m| m["content"].as_str()).unwrap_or_default().to_owned();
+    let full = render(messages, false)?;
+    if loss_on == LossOn::All {
+        let ids = text.tokenizer.encode(&full)?;
+        return Ok(vec![Sample { supervised: vec![true; ids.len()], ids, prompt }]);
+    }
+    // Where each assistant turn begins and ends in its own render.
+    let mut turns = Vec::new();
+    for i in (0..messages.len()).filter(|&i| messages[i]["role"] == "assistant") {
+        let opened = render(&messages[..i], true)?;
+        let closed = render(&messages[..=i], false)?;
+        if !closed.starts_with(&opened) {
+            let reason = "the template renders an answer other than it opens one".into();
+            return Err(CliError::Data { path: PathBuf::new(), line: None, reason });
+        }
+        let end = closed.trim_end().len();
+        turns.push((closed, opened.len(), end));
+    }
+    if turns.iter().all(|(closed, _, end)| full.starts_with(&closed[..*end])) {
+        let spans: Vec<_> = turns.iter().map(|(_, start, end)| *start..*end).collect();
+        return Ok(vec![sample(&full, &spans, prompt, text)?]);
+    }
+    turns.iter().map(|(closed, start, end)| sample(closed, &[*start..*end], prompt.clone(), text)).collect()
+}
+
+/// Encodes prompt and answers apart, as generation will see them.
+fn sample(
+    rendered: &str,
+    spans: &[std::ops::Range<usize>],
+    prompt: String,
+    text: &TextFiles,
+) -> Result<Sample, CliError> {
+    let mut out = Sample { ids: vec![], supervised: vec![], prompt };
+    let mut at = 0;
+    for span in spans {
+        for (piece, supervised) in [(&rendered[at..span.start], false), (&rendered[span.clone()], true)] {
+            let ids = text.tokenizer.encode(piece)?;
+            out.supervised.extend(std::iter::repeat_n(supervised, ids.len()));
+            out.ids.extend(ids);
+        }
+        if out.ids.last().is_none_or(|id| !text.stop_ids.contains(id)) {
+            let reason = "an answer does not end in a stop token: the model would never learn to stop".into();
+            return Err(CliError::Data { path: PathBuf::new(), line: None, reason });
+        }
+        at = span.end;
+    }
+    Ok(out)
+}
+
+fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
+    CliError::Data { path: path.to_owned(), line, reason: reason.to_string() }
+}
+
+/// Splits off evaluation rows: `share` of them, at most 200, at least one of ten or more.
+pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
+    let n = samples.len();
+    let wanted = (n as f64 * share).round() as usize;
+    let count = if share <= 0.0 || n < 10 { 0 } else { wanted.clamp(1, 200) };
+    let order = permutation(n, seed, u32::MAX);
+    let held: std::collections::HashSet<usize> = order[..count].iter().copied().collect();
+    let (mut train, mut eval) = (Vec::new(), Vec::new());
+    for (i, sample) in samples.into_iter().enumerate() {
+        if held.contains(&i) { eval.push(sample) } else { train.push(sample) }
+    }
+    (train, eval)
+}
+
+/// Fisher and Yates by counter-based numbers: the order of epoch `epoch`.
+fn permutation(n: usize, seed: u64, epoch: u32) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..n).collect();
+    for i in (1..n).rev() {
+        let [a, b, ..] = reference::philox(i as u32, Stream { seed, step: epoch, stream: 0x5EED });
+        order.swap(i, ((u64::from(a) << 32 | u64::from(b)) % (i as u64 + 1)) as usize);
+    }
+    order
+}
+
+/// A few sequences that go through the model together.
+#[derive(Debug, Clone)]
+pub struct MicroBatch {
+    /// Token ids.
+    pub ids: Vec<Vec<u32>>,
+    /// Masks.
+    pub supervised: Vec<Vec<bool>>,
+    /// Supervised tokens of the whole optimizer step: what its loss is divided by.
+    pub divisor: usize,
+    /// Whether the optimizer steps after it.
+    pub ends_step: bool,
+}
+
+impl MicroBatch {
+    /// A batch of samples.
+    pub fn new(samples: &[&Sample], divisor: usize) -> Self {
+        Self {
+            ids: samples.iter().map(|s| s.ids.clone()).collect(),
+            supervised: samples.iter().map(|s| s.supervised.clone()).collect(),
+            divisor,
+            ends_step: false,
+        }
+    }
+}
+
+/// The order of samples over a run. What a step sees is a function of its number alone, so that a
+/// resumed run needs no saved position.
+#[derive(Debug, Clone)]
+pub struct Order {
+    /// The samples.
+    pub samples: Arc<Vec<Sample>>,
+    /// Sequences in a micro-batch.
+    pub batch_size: usize,
+    /// Micro-batches in a step.
+    pub accumulation: usize,
+    /// Steps of the run.
+    pub steps: usize,
+    /// Sequences after which the run ends, if epochs and not steps are counted.
+    pub limit: usize,
+    /// Shuffles.
+    pub seed: u64,
+    /// The first step that is run: above 0 after a resume.
+    pub start: usize,
+}
+
+impl Order {
+    /// The micro-batches of a step.
+    pub fn step(&self, step: usize) -> Vec<MicroBatch> {
+        let n = self.samples.len();
+        let size = self.batch_size * self.accumulation;
+        let range = step * size..((step + 1) * size).min(self.limit);
+        let mut epoch = (usize::MAX, Vec::new());
+        let picked: Vec<&Sample> = range
+            .map(|i| {
+                if epoch.0 != i / n {
+                    epoch = (i / n, permutation(n, self.seed, (i / n) as u32));
+                }
+                &self.samples[epoch.1[i % n]]
+            })
+            .collect();
+        let divisor = picked.iter().map(|s| s.supervised_tokens()).sum();
+        let mut batches: Vec<_> = picked.chunks(self.batch_size).map(|c| MicroBatch::new(c, divisor)).collect();
+        if let Some(last) = batches.last_mut() {
+            last.ends_step = true;
+        }
+        batches
+    }
+
+    /// Epochs done after `steps` steps.
+    pub fn epochs(&self, steps: usize) -> f64 {
+        (steps * self.batch_size * self.accumulation).min(self.limit) as f64 / self.samples.len() as f64
+    }
+}
+
+struct Steps<'a> {
+    order: &'a Order,
+    micro: std::vec::IntoIter<MicroBatch>,
+    next: usize,
+}
+
+impl Iterator for Steps<'_> {
+    type Item = MicroBatch;
+
+    fn next(&mut self) -> Option<MicroBatch> {
+        loop {
+            if let Some(batch) = self.micro.next() {
+                return Some(batch);
+            }
+            if self.next >= self.order.steps {
+                return None;
+            }
+            self.micro = self.order.step(self.next).into_iter();
+            self.next += 1;
+        }
+    }
+}
+
+impl DataLoaderIterator<MicroBatch> for Steps<'_> {
+    fn progress(&self) -> Progress {
+        Progress::new(self.next, self.order.steps)
+    }
+}
+
+/// Burn's view of the order: micro-batches, step after step.
+impl<B: Backend> DataLoader<B, MicroBatch> for Order {
+    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<MicroBatch> + 'a> {
+        Box::new(Steps { order: self, micro: vec![].into_iter(), next: self.start })
+    }
+
+    fn num_items(&self) -> usize {
+        self.steps
+    }
+
+    fn to_device(&self, _device: &B::Device) -> Arc<dyn DataLoader<B, MicroBatch>> {
+        Arc::new(self.clone())
+    }
+
+    fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<B, MicroBatch>> {
+        Arc::new(Self { start, steps: end, ..self.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn samples(n: usize) -> Vec<Sample> {
+        synthetic(n, 4, 100, 1)
+    }
+
+    #[test]
+    fn an_epoch_shows_every_sample_once_in_a_new_order() {
+        let order = Order {
+            samples: Arc::new(samples(10)),
+            batch_size: 3,
+            accumulation: 1,
+            steps: 7,
+            limit: 20,
+            seed: 5,
+            start: 0,
+        };
+        let seen: Vec<Vec<u32>> = (0..7).flat_map(|s| order.step(s)).flat_map(|b| b.ids).collect();
+        assert_eq!(seen.len(), 20);
+        let sorted = |ids: &[Vec<u32>]| {
+            let mut ids = ids.to_vec();
+            ids.sort();
+            ids
+        };
+        assert_eq!(sorted(&seen[..10]), sorted(&seen[10..]));
+        assert_ne!(seen[..10], seen[10..]);
+        let resumed = Order { start: 4, ..order.clone() };
+        let all: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&order).map(|b| b.ids).collect();
+        let rest: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&resumed).map(|b| b.ids).collect();
+        assert_eq!(all[4..], rest[..]);
+    }
+
+    #[test]
+    fn split_is_disjoint_and_small_sets_keep_their_rows() {
+        let (train, eval) = split(samples(64), 0.02, 3);
+        assert_eq!((train.len(), eval.len()), (63, 1));
+        assert!(!train.contains(&eval[0]));
+        assert_eq!(split(samples(9), 0.5, 3).1.len(), 0);
+    }
+}

@@ -1,0 +1,142 @@
+//! Which backend runs a job. The three are in one binary; a job is written once over
+//! `B: Nvfp4Backend` and this file alone names the types.
+
+use crate::{CliError, report};
+use backend_nvfp4::{Nvfp4Backend, Precision};
+use burn::{backend::NdArray, tensor::DType};
+use burn_cubecl::{CubeBackend, CubeRuntime};
+use cubecl::{
+    config::{CubeClRuntimeConfig, RuntimeConfig, memory::PersistentMemory},
+    cuda::{CudaDevice, CudaRuntime},
+    wgpu::{WgpuDevice, WgpuRuntime},
+};
+use std::str::FromStr;
+
+/// A device as the user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `vulkan`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// CUDA if there is any, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// A CUDA device by index.
+    Cuda(usize),
+    /// The default Vulkan adapter.
+    Vulkan,
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            "vulkan" => Ok(Self::Vulkan),
+            _ => s
+                .strip_prefix("cuda:")
+                .and_then(|i| i.parse().ok())
+                .map(Self::Cuda)
+                .ok_or_else(|| "auto, cpu, cuda, cuda:<index> or vulkan is needed".to_owned()),
+        }
+    }
+}
+
+impl std::fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(i) => write!(f, "cuda:{i}"),
+            Self::Vulkan => f.write_str("vulkan"),
+        }
+    }
+}
+
+/// Work that runs on any backend.
+pub trait Job {
+    /// What it gives.
+    type Output;
+
+    /// Runs on `device`. `precision` is the one asked for, or the device's default.
+    ///
+    /// # Errors
+    /// Its own.
+    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Self::Output, CliError>;
+}
+
+/// Runs a job on the chosen device, printing what was chosen.
+///
+/// # Errors
+/// If the device is missing or cannot compute in `precision`; otherwise the job's.
+pub fn run<J: Job>(choice: DeviceChoice, precision: Option<Precision>, job: J) -> Result<J::Output, CliError> {
+    match choice {
+        DeviceChoice::Cpu => {
+            let precision = precision.unwrap_or(Precision::F32);
+            if precision != Precision::F32 {
+                return Err(unsupported("cpu", precision, "the CPU computes in f32"));
+            }
+            report::chosen_device("cpu", precision);
+            job.run::<NdArray>(Default::default(), precision)
+        }
+        DeviceChoice::Cuda(index) => {
+            on_cube::<CudaRuntime, J>(&choice.to_string(), CudaDevice { index }, precision, Precision::Bf16, job)
+        }
+        DeviceChoice::Vulkan => {
+            on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, Precision::F32, job)
+        }
+        DeviceChoice::Auto => {
+            let cuda = DeviceChoice::Cuda(0);
+            let found = probe::<CudaRuntime>(&CudaDevice { index: 0 }).is_ok();
+            run(if found { cuda } else { DeviceChoice::Cpu }, precision, job)
+        }
+    }
+}
+
+fn on_cube<R: CubeRuntime, J: Job>(
+    name: &str,
+    device: R::Device,
+    precision: Option<Precision>,
+    default: Precision,
+    job: J,
+) -> Result<J::Output, CliError> {
+    type B<R> = CubeBackend<R, f32, i32, u8>;
+    probe::<R>(&device).map_err(|reason| CliError::Device { device: name.to_owned(), reason })?;
+    let precision = precision.unwrap_or(default);
+    use burn::tensor::backend::Backend;
+    if precision.dtype() != DType::F32 && !B::<R>::supports_dtype(&device, precision.dtype()) {
+        return Err(unsupported(name, precision, "the device has no such type; use --compute-dtype f32"));
+    }
+    report::chosen_device(name, precision);
+    job.run::<B<R>>(device, precision)
+}
+
+fn unsupported(device: &str, precision: Precision, reason: &str) -> CliError {
+    let reason = format!("--compute-dtype {}: {reason}", precision.name());
+    CliError::Usage(format!("device {device}: {reason}"))
+}
+
+/// Opens the device once. Without a driver the runtimes panic on their own threads: the panic is
+/// caught and its printing held back.
+fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
+    let hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let open = || R::client(device).memory_usage().map(|_| ()).map_err(|e| format!("{e:?}"));
+    let opened = std::panic::catch_unwind(std::panic::AssertUnwindSafe(open));
+    std::panic::set_hook(hook);
+    match opened {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(e)) => Err(format!("not usable: {e}")),
+        Err(_) => Err("not found; is its driver installed? `--device auto` takes what there is".into()),
+    }
+}
+
+/// Sets CubeCL's memory pools before any device is touched: exact sizes instead of pages of a quarter
+/// of the card, and one pool for all threads.
+pub fn configure_memory() {
+    let mut config = CubeClRuntimeConfig::default();
+    config.memory.persistent_memory = PersistentMemory::Enforced;
+    config.streaming.max_streams = 1;
+    CubeClRuntimeConfig::set(config);
+}

@@ -1,0 +1,284 @@
+//! The only code that writes files. A file appears under its name complete or not at all: it is
+//! written under a temporary name beside it, synced, renamed, and its folder synced. A folder of
+//! files ends with `manifest.json`, written last, which lists size and SHA-256 of every other file.
+
+use crate::CliError;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, OpenOptions},
+    io::{BufWriter, Read, Write},
+    path::{Path, PathBuf},
+};
+
+/// The file that ends a folder.
+pub const MANIFEST: &str = "manifest.json";
+
+/// Writes a file that appears complete or not at all, replacing an old one. Returns its SHA-256.
+///
+/// # Errors
+/// If writing fails; the old file is then untouched.
+pub fn write_file(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
+) -> Result<String, CliError> {
+    let temporary = sibling(path);
+    let result = write_synced(&temporary, write).and_then(|digest| {
+        fs::rename(&temporary, path).map_err(CliError::io(path))?;
+        sync_folder(parent(path))?;
+        Ok(digest)
+    });
+    if result.is_err() {
+        // The temporary file is of no use to anyone.
+        let _ = fs::remove_file(&temporary);
+    }
+    result
+}
+
+/// Writes a small file from memory.
+///
+/// # Errors
+/// As [`write_file`].
+pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<String, CliError> {
+    write_file(path, |out| out.write_all(bytes).map_err(CliError::io(path)))
+}
+
+/// Appends one line to a file and hands it to the system.
+///
+/// # Errors
+/// If writing fails.
+pub fn append_line(path: &Path, line: &str) -> Result<(), CliError> {
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .and_then(|mut f| f.write_all(format!("{line}\n").as_bytes()))
+        .map_err(CliError::io(path))
+}
+
+/// A folder in the making. Nothing is visible under its name until [`Self::commit`].
+#[derive(Debug)]
+pub struct PendingFolder {
+    target: PathBuf,
+    temporary: PathBuf,
+    files: BTreeMap<String, FileRecord>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct FileRecord {
+    bytes: u64,
+    sha256: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Manifest {
+    version: u32,
+    files: BTreeMap<String, FileRecord>,
+}
+
+impl PendingFolder {
+    /// Starts a folder that will be called `target`, which must not exist.
+    ///
+    /// # Errors
+    /// If it exists or the temporary folder cannot be made.
+    pub fn new(target: &Path) -> Result<Self, CliError> {
+        if target.exists() {
+            return Err(CliError::Usage(format!("{}: already exists, and is not overwritten", target.display())));
+        }
+        let temporary = sibling(target);
+        fs::create_dir_all(&temporary).map_err(CliError::io(&temporary))?;
+        Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new() })
+    }
+
+    /// Writes one file into it.
+    ///
+    /// # Errors
+    /// If writing fails.
+    pub fn file(
+        &mut self,
+        name: &str,
+        write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
+    ) -> Result<(), CliError> {
+        let path = self.temporary.join(name);
+        let sha256 = write_synced(&path, write)?;
+        let bytes = fs::metadata(&path).map_err(CliError::io(&path))?.len();
+        self.files.insert(name.to_owned(), FileRecord { bytes, sha256 });
+        Ok(())
+    }
+
+    /// Copies a file into it, under its own name.
+    ///
+    /// # Errors
+    /// If reading or writing fails.
+    pub fn copy(&mut self, from: &Path) -> Result<(), CliError> {
+        let name = from.file_name().and_then(|n| n.to_str()).unwrap_or_default().to_owned();
+        let bytes = fs::read(from).map_err(CliError::io(from))?;
+        self.file(&name, |out| out.write_all(&bytes).map_err(CliError::io(from)))
+    }
+
+    /// Writes the manifest, syncs, and gives the folder its name.
+    ///
+    /// # Errors
+    /// If any of it fails; then nothing has appeared.
+    pub fn commit(mut self) -> Result<PathBuf, CliError> {
+        let manifest = Manifest { version: 1, files: std::mem::take(&mut self.files) };
+        let text = serde_json::to_string_pretty(&manifest).expect("plain data serialises");
+        let path = self.temporary.join(MANIFEST);
+        write_synced(&path, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&path)))?;
+        sync_folder(&self.temporary)?;
+        fs::rename(&self.temporary, &self.target).map_err(CliError::io(&self.target))?;
+        sync_folder(parent(&self.target))?;
+        Ok(self.target.clone())
+    }
+}
+
+impl Drop for PendingFolder {
+    fn drop(&mut self) {
+        // Gone after a commit; of no use after a failure.
+        let _ = fs::remove_dir_all(&self.temporary);
+    }
+}
+
+/// Checks a folder against its manifest: every file listed, whole and unchanged, and no other.
+///
+/// # Errors
+/// If anything differs.
+pub fn verify(folder: &Path) -> Result<(), CliError> {
+    let path = folder.join(MANIFEST);
+    let text = fs::read_to_string(&path).map_err(|e| CliError::corrupt(&path, e))?;
+    let manifest: Manifest = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    if manifest.version != 1 {
+        return Err(CliError::corrupt(&path, format!("version {}, this program reads 1", manifest.version)));
+    }
+    for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
+        let name = entry.map_err(CliError::io(folder))?.file_name().to_string_lossy().into_owned();
+        if name != MANIFEST && !manifest.files.contains_key(&name) {
+            return Err(CliError::corrupt(folder, format!("{name} is not in the manifest")));
+        }
+    }
+    for (name, record) in &manifest.files {
+        let path = folder.join(name);
+        if Path::new(name).file_name().is_none_or(|n| n != name.as_str()) {
+            return Err(CliError::corrupt(folder, format!("{name:?} is not a plain file name")));
+        }
+        let (bytes, sha256) = digest(&path).map_err(|e| CliError::corrupt(&path, e))?;
+        if (bytes, &sha256) != (record.bytes, &record.sha256) {
+            let reason = format!("{bytes} bytes, SHA-256 {sha256}; the manifest says {} and {}", record.bytes, record.sha256);
+            return Err(CliError::corrupt(&path, reason));
+        }
+    }
+    Ok(())
+}
+
+/// Size and SHA-256 of a file.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn digest(path: &Path) -> std::io::Result<(u64, String)> {
+    let mut file = File::open(path)?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    let mut bytes = 0;
+    loop {
+        let n = file.read(&mut buffer)?;
+        if n == 0 {
+            return Ok((bytes, hex(&hash.finalize())));
+        }
+        hash.update(&buffer[..n]);
+        bytes += n as u64;
+    }
+}
+
+fn write_synced(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
+) -> Result<String, CliError> {
+    // `create_new` follows no link that someone planted.
+    let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
+    let mut out = Hashing { out: BufWriter::with_capacity(1 << 20, file), hash: Sha256::new() };
+    write(&mut out)?;
+    let Hashing { out, hash } = out;
+    let file = out.into_inner().map_err(|e| CliError::io(path)(e.into_error()))?;
+    file.sync_all().map_err(CliError::io(path))?;
+    Ok(hex(&hash.finalize()))
+}
+
+struct Hashing<W> {
+    out: W,
+    hash: Sha256,
+}
+
+impl<W: Write> Write for Hashing<W> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let n = self.out.write(bytes)?;
+        self.hash.update(&bytes[..n]);
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.out.flush()
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn sibling(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    parent(path).join(format!(".tmp-{}-{name}", std::process::id()))
+}
+
+fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn sync_folder(folder: &Path) -> Result<(), CliError> {
+    File::open(folder).and_then(|f| f.sync_all()).map_err(CliError::io(folder))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> tempfile::TempDir {
+        tempfile::tempdir().unwrap()
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_file_and_no_rubbish() {
+        let dir = folder();
+        let path = dir.path().join("a");
+        write_bytes(&path, b"old").unwrap();
+        let failed = write_file(&path, |out| {
+            out.write_all(b"half").map_err(CliError::io(&path))?;
+            Err(CliError::Usage("stop".into()))
+        });
+        assert!(failed.is_err());
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn every_flipped_byte_and_every_added_file_is_found() {
+        let dir = folder();
+        let target = dir.path().join("c");
+        let mut pending = PendingFolder::new(&target).unwrap();
+        pending.file("x", |out| out.write_all(b"some content").map_err(CliError::io(&target))).unwrap();
+        assert!(!target.exists());
+        pending.commit().unwrap();
+        verify(&target).unwrap();
+        let x = target.join("x");
+        for i in 0..12 {
+            let mut bytes = b"some content".to_vec();
+            bytes[i] ^= 1;
+            fs::write(&x, bytes).unwrap();
+            assert!(matches!(verify(&target), Err(CliError::Corrupt { .. })), "byte {i}");
+        }
+        fs::write(&x, b"some content").unwrap();
+        verify(&target).unwrap();
+        fs::write(target.join("y"), b"").unwrap();
+        assert!(verify(&target).unwrap_err().to_string().contains("not in the manifest"));
+    }
+}

@@ -1,0 +1,93 @@
+//! What a command can end with besides success, and the exit code of each.
+
+use model_qwen3::ModelError;
+use std::path::{Path, PathBuf};
+
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// Flags or configuration do not make sense.
+    #[error("{0}")]
+    Usage(String),
+    /// Training data is invalid.
+    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    Data {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: Option<usize>,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Loss or gradient stopped being finite.
+    #[error("diverged at step {step}: {what} is {value}; nothing was updated. {hint}")]
+    Diverged {
+        /// The optimizer step.
+        step: usize,
+        /// `loss` or `gradient norm`.
+        what: &'static str,
+        /// Its value.
+        value: f32,
+        /// Where the last good state is.
+        hint: String,
+    },
+    /// A file is corrupt, or what was written does not come back as it was.
+    #[error("{}: {reason}", path.display())]
+    Corrupt {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        reason: String,
+    },
+    /// A device that was asked for is missing or failed.
+    #[error("device {device}: {reason}")]
+    Device {
+        /// As the user named it.
+        device: String,
+        /// The reason.
+        reason: String,
+    },
+    /// The operating system refused.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        source: std::io::Error,
+    },
+    /// A model's files or the model itself.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// Numbers that should agree do not.
+    #[error("{0}")]
+    Mismatch(String),
+}
+
+impl CliError {
+    /// 1 runtime, 2 usage and configuration, 3 data, 5 diverged, 6 corrupt or not verified, 7 device.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Io { .. } => 1,
+            Self::Usage(_) => 2,
+            Self::Data { .. } => 3,
+            Self::Diverged { .. } => 5,
+            Self::Corrupt { .. } | Self::Mismatch(_) => 6,
+            Self::Device { .. } => 7,
+            Self::Model(error) => match error {
+                ModelError::Io { .. } => 1,
+                ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
+                ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
+                ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
+                ModelError::Device(_) => 7,
+            },
+        }
+    }
+
+    pub(crate) fn io(path: &Path) -> impl Fn(std::io::Error) -> Self {
+        move |source| Self::Io { path: path.to_owned(), source }
+    }
+
+    pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {
+        Self::Corrupt { path: path.to_owned(), reason: reason.to_string() }
+    }
+}

@@ -1,0 +1,234 @@
+//! Trained weights to a file that is known to work: written, read back, and compared with the model
+//! in memory (logits and 16 greedy tokens) before anyone is told that it is done.
+
+use crate::{
+    CliError,
+    args::ExportArgs,
+    checkpoint::{self, Head},
+    device::{self, Job},
+    durable::{self, PendingFolder},
+    model_files::{COMPANIONS, TextFiles},
+    plan, report,
+};
+use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
+use model_qwen3::{
+    ModelError,
+    chat_template::RenderOptions,
+    checkpoint::{Checkpoint, FloatType, Tensors},
+    config::Qwen3Config,
+    convert::{self, Converted, write_dat, write_safetensors},
+    generate::{GenerateOptions, generate, prefill},
+    kv_cache::KvCache,
+    model::Qwen3,
+    sample::Sampling,
+    weights::{self, Live, Purpose},
+};
+use serde_json::json;
+use std::{
+    io::Write,
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+};
+
+/// Runs `export-dat`.
+///
+/// # Errors
+/// If the checkpoint is broken, the output is an input, or the written file does not work.
+pub fn run(args: ExportArgs) -> Result<(), CliError> {
+    let state = checkpoint::open(&args.checkpoint)?;
+    let source = args.checkpoint.join(checkpoint::MODEL);
+    refuse_overwrite(&args.output_dat, &[Some(&source), args.like.as_ref()])?;
+    let config = Qwen3Config::from_file(&args.checkpoint.join("config.json"))?;
+    let text = TextFiles::open(&args.checkpoint, &config)?;
+    let source = Checkpoint::open(&source)?;
+    let like = args.like.as_deref().map(Checkpoint::open).transpose()?;
+    if let Some(like) = &like
+        && like.dat().is_none()
+    {
+        return Err(CliError::Usage(format!("--like {}: a .dat file is needed", like.path().display())));
+    }
+    let scaling = args.scales.map_or(state.scaling(), plan::scaling);
+    let target = match &like {
+        Some(like) => convert::Target::Like(like),
+        None => convert::Target::Nvfp4 { scaling, head: state.head == Head::Nvfp4 },
+    };
+    let view = Converted::new(&source, target);
+    let spec = |precision| LinearSpec { recipe: Recipe::W4, scaling, precision };
+    let (bytes, sha256) = write(&view, like.as_ref(), &args.output_dat)?;
+    device::run(args.device, None, Check { view: &view, path: &args.output_dat, config: &config, text: &text, spec: &spec })?;
+    report::result(format!("{} · {bytes} bytes · sha256 {sha256}", args.output_dat.display()));
+    Ok(())
+}
+
+/// How a model in memory is exported.
+#[derive(Debug, Clone, Copy)]
+pub struct Target {
+    /// Scale levels.
+    pub scaling: Scaling,
+    /// Whether a separate head is NVFP4.
+    pub head: bool,
+    /// The recipe it was trained with: `bf16` exports no NVFP4.
+    pub recipe: Recipe,
+}
+
+impl Target {
+    fn of<'a>(&self, like: Option<&'a Checkpoint>) -> convert::Target<'a> {
+        match (self.recipe, like) {
+            (Recipe::Bf16, _) => convert::Target::Float(FloatType::Bf16),
+            (_, Some(like)) => convert::Target::Like(like),
+            (_, None) => convert::Target::Nvfp4 { scaling: self.scaling, head: self.head },
+        }
+    }
+
+    fn spec(&self, precision: Precision) -> LinearSpec {
+        LinearSpec { recipe: self.recipe, scaling: self.scaling, precision }
+    }
+}
+
+/// Writes a model folder that can be loaded by itself: NVFP4 `.dat`, or bf16 safetensors for the
+/// `bf16` recipe, with config and tokenizer. Returns the folder.
+///
+/// # Errors
+/// If writing fails or what was written does not work.
+pub fn model_to_folder<B: Nvfp4Backend>(
+    model: &Qwen3<B>,
+    config: &Qwen3Config,
+    text: &TextFiles,
+    text_folder: &Path,
+    target: Target,
+    like: Option<&Checkpoint>,
+    folder: &Path,
+) -> Result<PathBuf, CliError> {
+    if folder.exists() {
+        std::fs::remove_dir_all(folder).map_err(CliError::io(folder))?;
+    }
+    let live = Live::new(model);
+    let view = Converted::new(&live, target.of(like));
+    let mut pending = PendingFolder::new(folder)?;
+    let name = if target.recipe == Recipe::Bf16 { "model.safetensors" } else { "model.dat" };
+    pending.file(name, |out| put(&view, like, name.ends_with(".dat"), out, folder))?;
+    for companion in COMPANIONS {
+        let from = text_folder.join(companion);
+        if from.exists() {
+            pending.copy(&from)?;
+        }
+    }
+    let folder = pending.commit()?;
+    let reloaded = folder.join(name);
+    compare::<B>(&view, &reloaded, config, text, target.spec(model.spec().precision), &model.device())?;
+    Ok(folder)
+}
+
+/// Writes a model as a `.dat` file and checks it.
+///
+/// # Errors
+/// As [`model_to_folder`].
+pub fn model_to_dat<B: Nvfp4Backend>(
+    model: &Qwen3<B>,
+    text: &TextFiles,
+    target: Target,
+    like: Option<&Checkpoint>,
+    path: &Path,
+) -> Result<(), CliError> {
+    let like_path = like.map(|l| l.path().to_owned());
+    refuse_overwrite(path, &[like_path.as_ref()])?;
+    let live = Live::new(model);
+    let view = Converted::new(&live, target.of(like));
+    let (bytes, sha256) = write(&view, like.filter(|_| target.recipe != Recipe::Bf16), path)?;
+    compare::<B>(&view, path, model.config(), text, target.spec(model.spec().precision), &model.device())?;
+    report::result(format!("{} · {bytes} bytes · sha256 {sha256}", path.display()));
+    Ok(())
+}
+
+/// Refuses to write over an input, by whatever name it is reached.
+pub fn refuse_overwrite(output: &Path, inputs: &[Option<&PathBuf>]) -> Result<(), CliError> {
+    let Ok(written) = output.canonicalize() else { return Ok(()) };
+    let same = |input: &Path| {
+        let same_file = same_inode(input, &written);
+        input.canonicalize().is_ok_and(|i| i == written || written.starts_with(&i) && i.is_file()) || same_file
+    };
+    if inputs.iter().flatten().any(|i| same(i)) {
+        return Err(CliError::Usage(format!("{}: is an input, and inputs are never overwritten", output.display())));
+    }
+    Ok(())
+}
+
+#[cfg(unix)]
+fn same_inode(a: &Path, b: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    match (a.metadata(), b.metadata()) {
+        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+        _ => false,
+    }
+}
+
+#[cfg(not(unix))]
+fn same_inode(_: &Path, _: &Path) -> bool {
+    false
+}
+
+fn write(view: &dyn Tensors, like: Option<&Checkpoint>, path: &Path) -> Result<(u64, String), CliError> {
+    let sha256 = durable::write_file(path, |out| put(view, like, true, out, path))?;
+    let bytes = std::fs::metadata(path).map_err(CliError::io(path))?.len();
+    Ok((bytes, sha256))
+}
+
+fn put(view: &dyn Tensors, like: Option<&Checkpoint>, dat: bool, out: &mut dyn Write, path: &Path) -> Result<(), CliError> {
+    let failed = |e| ModelError::Io { path: path.to_owned(), source: e };
+    if dat {
+        write_dat(view, like.and_then(Checkpoint::dat), out, failed)?;
+    } else {
+        write_safetensors(view, out, failed)?;
+    }
+    Ok(())
+}
+
+struct Check<'a> {
+    view: &'a dyn Tensors,
+    path: &'a Path,
+    config: &'a Qwen3Config,
+    text: &'a TextFiles,
+    spec: &'a dyn Fn(Precision) -> LinearSpec,
+}
+
+impl Job for Check<'_> {
+    type Output = ();
+
+    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        compare::<B>(self.view, self.path, self.config, self.text, (self.spec)(precision), &device)
+    }
+}
+
+/// Loads the written file and compares it with the model that the file was made of.
+fn compare<B: Nvfp4Backend>(
+    intended: &dyn Tensors,
+    written: &Path,
+    config: &Qwen3Config,
+    text: &TextFiles,
+    spec: LinearSpec,
+    device: &B::Device,
+) -> Result<(), CliError> {
+    let prompt = text.template.render(
+        &[json!({"role": "user", "content": "Who are you? 你是誰？"})],
+        RenderOptions { add_generation_prompt: true, ..Default::default() },
+    )?;
+    let prompt = text.tokenizer.encode(&prompt)?;
+    let observe = |tensors: &dyn Tensors| -> Result<_, CliError> {
+        let model: Qwen3<B> = weights::load(tensors, config, spec, Purpose::Infer, device)?;
+        let mut cache = KvCache::new(config, 1, prompt.len(), spec.precision.dtype(), device);
+        let logits = prefill(&model, &prompt, &mut cache, 512)?;
+        let options = GenerateOptions { max_tokens: 16, sampling: Sampling::GREEDY, stop_ids: vec![] };
+        let ids = generate(&model, &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
+        Ok((logits, ids))
+    };
+    let (logits, ids) = observe(intended)?;
+    let (logits_read, ids_read) = observe(&Checkpoint::open(written)?)?;
+    let worst = logits.iter().zip(&logits_read).fold(0.0f32, |a, (x, y)| a.max((x - y).abs()));
+    let equal = ids.iter().zip(&ids_read).filter(|(a, b)| a == b).count();
+    if worst != 0.0 || ids != ids_read {
+        let reason = format!("read back, it differs from the model it was made of: max |Δlogit| {worst}, {equal}/16 greedy tokens equal");
+        return Err(CliError::corrupt(written, reason));
+    }
+    report::label("export", format!("{} · reloaded · {equal}/16 greedy tokens equal · max |Δlogit| {worst}", written.display()));
+    Ok(())
+}

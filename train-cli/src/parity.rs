@@ -1,0 +1,260 @@
+//! `parity`: computes what Hugging Face computed for a fixture (logits, hidden states, loss, every
+//! gradient, greedy ids, a 20-step AdamW run) and prints each difference.
+//! tests/golden/make_parity_fixture.py makes such a fixture from any HF Qwen3.
+
+use crate::{
+    CliError,
+    args::ParityArgs,
+    data::MicroBatch,
+    device::{self, Job},
+    durable,
+    model_files::ModelFiles,
+    optim::{AdamwConfig, ChunkedAdamw},
+    plan::{self, LossKind},
+    report,
+    train::{Trainee, global_norm},
+};
+use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
+use burn::{
+    backend::Autodiff,
+    module::AutodiffModule,
+    optim::{GradientsParams, Optimizer},
+
+};
+use model_qwen3::{
+    checkpoint::FloatType,
+    generate::{GenerateOptions, generate},
+    loss::IGNORE,
+    model::{Qwen3, ids_tensor},
+    safetensors::{SafeFile, header},
+    sample::Sampling,
+    weights::{self, Field, Purpose, fields, to_host},
+};
+use safetensors::Dtype;
+use serde_json::json;
+use std::{collections::HashSet, ops::ControlFlow, path::Path};
+
+/// One compared quantity.
+#[derive(Debug, Clone)]
+pub struct Difference {
+    /// The fixture's key.
+    pub key: String,
+    /// Largest absolute difference over the largest expected value.
+    pub max: f64,
+    /// `‖ours - expected‖ / ‖expected‖`.
+    pub frobenius: f64,
+}
+
+/// What a comparison found.
+#[derive(Debug, Clone, Default)]
+pub struct Comparison {
+    /// One a key.
+    pub differences: Vec<Difference>,
+    /// Greedy tokens that are equal before the first that is not, of all.
+    pub greedy: Option<(usize, usize)>,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// If the model or the fixture is broken. Differences are printed, not judged.
+pub fn run(args: ParityArgs) -> Result<(), CliError> {
+    let precision = plan::precision(args.compute_dtype);
+    let comparison = device::run(args.device, precision, Parity { model: &args.model, expected: &args.expected, dump: args.dump.as_deref() })?;
+    for d in &comparison.differences {
+        if args.json {
+            report::result(json!({"key": d.key, "max": d.max, "frobenius": d.frobenius}).to_string());
+        } else {
+            report::result(format!("{:<56} max {:.3e}  frobenius {:.3e}", d.key, d.max, d.frobenius));
+        }
+    }
+    if let Some((equal, all)) = comparison.greedy {
+        if args.json {
+            report::result(json!({"key": "generate.ids", "equal": equal, "of": all}).to_string());
+        } else {
+            report::result(format!("{:<56} {equal} of {all} greedy tokens equal", "generate.ids"));
+        }
+    }
+    Ok(())
+}
+
+/// The comparison as a job, for tests too.
+pub struct Parity<'a> {
+    /// Model folder.
+    pub model: &'a Path,
+    /// Fixture.
+    pub expected: &'a Path,
+    /// Where our values go.
+    pub dump: Option<&'a Path>,
+}
+
+impl Job for Parity<'_> {
+    type Output = Comparison;
+
+    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Comparison, CliError> {
+        let fixture = Fixture { file: SafeFile::open(self.expected)? };
+        let files = ModelFiles::new(self.model);
+        let config = files.config()?;
+        let spec = LinearSpec { recipe: Recipe::Bf16, scaling: Scaling::Two, precision };
+        let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
+            Ok(weights::load(&files.checkpoint()?, &config, spec, Purpose::Train, &device)?)
+        };
+        let mut ours: Vec<(String, Vec<usize>, Vec<f32>)> = Vec::new();
+
+        // Forward and backward on the fixture's batch.
+        let (ids, labels) = (fixture.ids("input_ids")?, fixture.labels("labels")?);
+        let model = load()?;
+        let inner = model.valid();
+        let input = ids_tensor(&ids, &config, &device)?;
+        let [b, t] = input.dims();
+        let mut watched = Vec::new();
+        let last = inner.forward_watched(input, None, |h| watched.push(h.clone()));
+        for (i, hidden) in watched.into_iter().enumerate() {
+            ours.push((format!("hidden.{i}"), hidden.dims().to_vec(), to_host(hidden)?));
+        }
+        let logits = inner.logits(last.reshape([b * t, config.hidden_size]));
+        ours.push(("logits".into(), vec![b, t, config.vocab_size], to_host(logits)?));
+        drop(inner);
+        let supervised: Vec<Vec<bool>> = labels.iter().map(|row| row.iter().map(|&l| l != IGNORE).collect()).collect();
+        let divisor = supervised.iter().flat_map(|r| &r[1..]).filter(|s| **s).count();
+        let trainee = Trainee::new(model, LossKind::CrossEntropy);
+        let batch = MicroBatch { ids, supervised, divisor, ends_step: true };
+        let loss = trainee.batch_loss(&batch);
+        ours.push(("loss".into(), vec![1], to_host(loss.clone().inner())?));
+        let grads = GradientsParams::from_grads(loss.backward(), &trainee);
+        for (name, field) in fields(&trainee.model) {
+            let values = match field {
+                Field::Vector(p) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
+                field => match field.id() {
+                    Some(id) => grads.get::<B, 2>(id).map(to_host).transpose()?,
+                    None => None,
+                },
+            };
+            if let Some(values) = values {
+                ours.push((format!("grad.{name}"), vec![values.len()], values));
+            }
+        }
+        drop((trainee, grads));
+
+        // Greedy generation.
+        let prompt = fixture.ids("generate.prompt")?.remove(0);
+        let expected_ids = fixture.ids("generate.ids")?.remove(0);
+        let options = GenerateOptions {
+            max_tokens: expected_ids.len() - prompt.len(),
+            sampling: Sampling::GREEDY,
+            stop_ids: vec![],
+        };
+        let answer = generate(&load()?.valid(), &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
+        let equal = answer.iter().zip(&expected_ids[prompt.len()..]).take_while(|(a, b)| a == b).count();
+
+        // Twenty steps of AdamW.
+        if fixture.has("train.data") {
+            let (losses, norms) = train::<B>(load()?, &fixture)?;
+            ours.push(("train.losses".into(), vec![losses.len()], losses));
+            ours.push(("train.grad_norms".into(), vec![norms.len()], norms));
+        }
+
+        let mut comparison = Comparison { differences: vec![], greedy: Some((equal, answer.len())) };
+        for (key, _, values) in &ours {
+            comparison.differences.push(difference(key, values, &fixture.floats(key)?, self.expected)?);
+        }
+        if let Some(path) = self.dump {
+            ours.push(("generate.ids".into(), vec![answer.len()], answer.iter().map(|&i| i as f32).collect()));
+            dump(path, &ours)?;
+        }
+        Ok(comparison)
+    }
+}
+
+/// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0.
+fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Result<(Vec<f32>, Vec<f32>), CliError> {
+    let config = AdamwConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, state: StateKind::F32, chunk_rows: 0 };
+    let mut optimizer = ChunkedAdamw::<B>::new(config, HashSet::new());
+    let mut trainee = Trainee::new(model, LossKind::CrossEntropy);
+    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    for ids in fixture.ids_of_steps("train.data")? {
+        let supervised = ids.iter().map(|r| vec![true; r.len()]).collect();
+        let divisor = ids.iter().map(|r| r.len() - 1).sum();
+        let loss = trainee.batch_loss(&MicroBatch { ids, supervised, divisor, ends_step: true });
+        losses.push(to_host(loss.clone().inner())?[0]);
+        let grads = GradientsParams::from_grads(loss.backward(), &trainee);
+        let norm = global_norm(&trainee, &grads)?;
+        norms.push(norm);
+        optimizer.grad_scale = (1.0 / (f64::from(norm) + 1e-6)).min(1.0);
+        trainee = Optimizer::<_, Autodiff<B>>::step(&mut optimizer, 1e-3, trainee, grads);
+    }
+    Ok((losses, norms))
+}
+
+fn difference(key: &str, ours: &[f32], expected: &[f32], path: &Path) -> Result<Difference, CliError> {
+    if ours.len() != expected.len() {
+        let reason = format!("{key:?} holds {} values, the model gives {}", expected.len(), ours.len());
+        return Err(CliError::corrupt(path, reason));
+    }
+    let (mut worst, mut largest, mut squares, mut norm) = (0.0f64, 0.0f64, 0.0, 0.0);
+    for (a, b) in ours.iter().zip(expected) {
+        let (a, b) = (f64::from(*a), f64::from(*b));
+        let d = if a.is_nan() { f64::INFINITY } else { (a - b).abs() };
+        worst = worst.max(d);
+        largest = largest.max(b.abs());
+        squares += d * d;
+        norm += b * b;
+    }
+    let tiny = f64::MIN_POSITIVE;
+    Ok(Difference { key: key.to_owned(), max: worst / largest.max(tiny), frobenius: (squares / norm.max(tiny)).sqrt() })
+}
+
+fn dump(path: &Path, ours: &[(String, Vec<usize>, Vec<f32>)]) -> Result<(), CliError> {
+    let layout: Vec<_> = ours.iter().map(|(key, shape, _)| (key.clone(), Dtype::F32, shape.clone())).collect();
+    durable::write_file(path, |out| {
+        out.write_all(&header(&layout)).map_err(CliError::io(path))?;
+        for (_, _, values) in ours {
+            out.write_all(&FloatType::F32.encode(values)).map_err(CliError::io(path))?;
+        }
+        Ok(())
+    })
+    .map(|_| ())
+}
+
+struct Fixture {
+    file: SafeFile,
+}
+
+impl Fixture {
+    fn has(&self, key: &str) -> bool {
+        self.file.entries().iter().any(|e| e.name == key)
+    }
+
+    fn read(&self, key: &str, dtype: Dtype) -> Result<(Vec<usize>, Vec<u8>), CliError> {
+        let bad = |reason: String| CliError::corrupt(self.file.path(), reason);
+        let entry = self.file.entries().iter().find(|e| e.name == key).ok_or_else(|| bad(format!("no {key:?}")))?;
+        if entry.dtype != dtype {
+            return Err(bad(format!("{key:?} is {:?}, {dtype:?} is needed", entry.dtype)));
+        }
+        let mut bytes = vec![0; entry.bytes as usize];
+        self.file.read(entry, 0, &mut bytes)?;
+        Ok((entry.shape.clone(), bytes))
+    }
+
+    fn floats(&self, key: &str) -> Result<Vec<f32>, CliError> {
+        Ok(FloatType::F32.decode(&self.read(key, Dtype::F32)?.1))
+    }
+
+    fn labels(&self, key: &str) -> Result<Vec<Vec<i64>>, CliError> {
+        let (shape, bytes) = self.read(key, Dtype::I32)?;
+        let width = shape.last().copied().unwrap_or(1).max(1);
+        let ids: Vec<i64> = bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]).into()).collect();
+        Ok(ids.chunks(width).map(<[i64]>::to_vec).collect())
+    }
+
+    fn ids(&self, key: &str) -> Result<Vec<Vec<u32>>, CliError> {
+        Ok(self.labels(key)?.iter().map(|row| row.iter().map(|&i| i as u32).collect()).collect())
+    }
+
+    /// `[steps, B, T]`.
+    fn ids_of_steps(&self, key: &str) -> Result<Vec<Vec<Vec<u32>>>, CliError> {
+        let batch = self.read(key, Dtype::I32)?.0.get(1).copied().unwrap_or(1).max(1);
+        Ok(self.ids(key)?.chunks(batch).map(<[Vec<u32>]>::to_vec).collect())
+    }
+}
+

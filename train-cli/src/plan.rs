@@ -1,0 +1,314 @@
+//! Flags and config file to a checked plan. Behind this file nobody sees a flag, and what can be
+//! refused without loading a model is refused here.
+
+use crate::{
+    CliError,
+    args::{DtypeArg, FitArgs, LossArg, RecipeArg, ScalesArg, StateArg},
+    data::{DataOptions, Format, LossOn, Overlong},
+    device::DeviceChoice,
+    model_files::ModelFiles,
+    optim::AdamwConfig,
+    schedule::Shape,
+};
+use backend_nvfp4::{Precision, Recipe, Scaling, StateKind};
+use std::path::{Path, PathBuf};
+
+/// Where a model comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ModelSource {
+    /// Files.
+    Files(ModelFiles),
+    /// Random weights of a config.json.
+    Random {
+        /// The config.json.
+        config: PathBuf,
+    },
+}
+
+/// The loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LossKind {
+    /// Cross-entropy over supervised tokens.
+    CrossEntropy,
+    /// Mean absolute difference of hidden states and next embeddings.
+    HiddenL1,
+}
+
+/// Everything that `fit` does, resolved.
+#[derive(Debug, Clone)]
+pub struct FitPlan {
+    /// The settings this came from, every default filled in: what config.toml holds.
+    pub settings: FitArgs,
+    /// The model.
+    pub source: ModelSource,
+    /// Tokenizer and template.
+    pub text_folder: PathBuf,
+    /// Training files; empty for random tokens.
+    pub data: Vec<PathBuf>,
+    /// Evaluation file.
+    pub eval_data: Option<PathBuf>,
+    /// Share held out otherwise.
+    pub val_split: f64,
+    /// How files become samples.
+    pub options: DataOptions,
+    /// The loss.
+    pub loss: LossKind,
+    /// The recipe.
+    pub recipe: Recipe,
+    /// Scale levels, if asked for.
+    pub scaling: Option<Scaling>,
+    /// Number format, if asked for.
+    pub precision: Option<Precision>,
+    /// Device.
+    pub device: DeviceChoice,
+    /// Peak learning rate.
+    pub learning_rate: f64,
+    /// Its shape.
+    pub shape: Shape,
+    /// Steps of warm-up, or a share of the run below 1.
+    pub warmup: f64,
+    /// Epochs.
+    pub epochs: f64,
+    /// Steps, if given.
+    pub max_steps: Option<usize>,
+    /// Sequences in a micro-batch.
+    pub batch_size: usize,
+    /// Micro-batches in a step.
+    pub accumulation: usize,
+    /// Clipping; 0 is off.
+    pub max_grad_norm: f64,
+    /// AdamW.
+    pub adamw: AdamwConfig,
+    /// Trained blocks, from the end; 0 is everything.
+    pub train_last_layers: usize,
+    /// Run folder.
+    pub output_dir: PathBuf,
+    /// Extra export.
+    pub output_dat: Option<PathBuf>,
+    /// Steps between evaluations; `None` takes a twentieth of the run.
+    pub eval_steps: Option<usize>,
+    /// Steps between checkpoints; 0 is only the last.
+    pub save_steps: usize,
+    /// Steps between lines.
+    pub logging_steps: usize,
+    /// Checkpoints kept.
+    pub save_total_limit: usize,
+    /// Prompts answered at evaluations.
+    pub sample_prompts: Vec<String>,
+    /// Memory report.
+    pub vram_report: Option<PathBuf>,
+    /// Seed.
+    pub seed: u64,
+    /// Checkpoint to go on from.
+    pub resume: Option<Resume>,
+    /// Empty the run folder first.
+    pub overwrite: bool,
+}
+
+/// Which checkpoint to go on from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resume {
+    /// The newest valid one of the run folder.
+    Latest,
+    /// This one.
+    At(PathBuf),
+}
+
+/// Makes a plan of the flags of `fit` and its config file.
+///
+/// # Errors
+/// If they are incomplete, contradictory or out of range.
+pub fn fit(flags: FitArgs) -> Result<FitPlan, CliError> {
+    let (demo, config, resume, overwrite) =
+        (flags.demo, flags.config.clone(), flags.resume_from_checkpoint.clone(), flags.overwrite);
+    let file = match &config {
+        Some(path) => read_config(path)?,
+        None => FitArgs::default(),
+    };
+    let s = defaults(merged(flags, file));
+    let usage = |text: String| Err(CliError::Usage(text));
+
+    let source = match (&s.model, &s.init_config) {
+        (Some(model), None) => ModelSource::Files(ModelFiles::new(model)),
+        (None, Some(config)) => ModelSource::Random { config: config.clone() },
+        (Some(_), Some(_)) => return usage("--model and --init-config exclude each other".into()),
+        (None, None) if demo => unreachable!("the demo names its config"),
+        (None, None) => return usage("no model: give --model PATH, or --init-config FILE, or try --demo".into()),
+    };
+    let model_folder = match &source {
+        ModelSource::Files(files) => files.folder.clone(),
+        ModelSource::Random { config } => ModelFiles::new(config).folder,
+    };
+    let synthetic = s.synthetic == Some(true);
+    let data = s.data.clone().unwrap_or_default();
+    if data.is_empty() && !synthetic {
+        return usage("no training data: give --data FILE, or --synthetic".into());
+    }
+    if synthetic && !data.is_empty() {
+        return usage("--synthetic takes no --data".into());
+    }
+
+    let number = |flag: &str, value: Option<f64>, low: f64, high: f64| match value {
+        Some(v) if (low..=high).contains(&v) => Ok(v),
+        Some(v) => Err(CliError::Usage(format!("--{flag} {v}: between {low} and {high}"))),
+        None => unreachable!("defaults fill every field"),
+    };
+    let count = |flag: &str, value: Option<usize>, low: usize| match value {
+        Some(v) if v >= low => Ok(v),
+        Some(v) => Err(CliError::Usage(format!("--{flag} {v}: at least {low}"))),
+        None => unreachable!("defaults fill every field"),
+    };
+    if let Some(0) = s.max_steps {
+        return usage("--max-steps 0: at least 1".into());
+    }
+    let name = match &source {
+        ModelSource::Files(files) => files.name(),
+        ModelSource::Random { config } => ModelFiles::new(config).name(),
+    };
+    let output_dir = match (&s.output_dir, &resume) {
+        (Some(dir), _) => dir.clone(),
+        (None, Some(_)) => return usage("--resume-from-checkpoint needs --output-dir, the folder of the run".into()),
+        (None, None) => {
+            let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
+            PathBuf::from("runs").join(format!("{time}_{name}"))
+        }
+    };
+    Ok(FitPlan {
+        source,
+        text_folder: s.tokenizer.clone().unwrap_or(model_folder),
+        data,
+        eval_data: s.eval_data.clone(),
+        val_split: number("val-split", s.val_split, 0.0, 0.9)?,
+        options: DataOptions {
+            format: s.format.unwrap_or(Format::Auto),
+            loss_on: s.loss_on.unwrap_or(LossOn::Assistant),
+            max_seq_length: count("max-seq-length", s.max_seq_length, 2)?,
+            overlong: s.overlong.unwrap_or(Overlong::Drop),
+        },
+        loss: match s.loss {
+            Some(LossArg::Scalar) => LossKind::HiddenL1,
+            _ => LossKind::CrossEntropy,
+        },
+        recipe: match s.recipe {
+            Some(RecipeArg::Bf16) => Recipe::Bf16,
+            Some(RecipeArg::W4a4) => Recipe::W4a4,
+            _ => Recipe::W4,
+        },
+        scaling: s.scales.map(scaling),
+        precision: s.compute_dtype.and_then(precision),
+        device: s.device.unwrap_or(DeviceChoice::Auto),
+        learning_rate: number("learning-rate", s.learning_rate, 0.0, 1.0)?,
+        shape: s.lr_scheduler_type.unwrap_or(Shape::Cosine),
+        warmup: number("warmup-steps", s.warmup_steps, 0.0, 1e9)?,
+        epochs: number("num-train-epochs", s.num_train_epochs, 1e-6, 1e6)?,
+        max_steps: s.max_steps,
+        batch_size: count("batch-size", s.batch_size, 1)?,
+        accumulation: count("gradient-accumulation-steps", s.gradient_accumulation_steps, 1)?,
+        max_grad_norm: number("max-grad-norm", s.max_grad_norm, 0.0, f64::MAX)?,
+        adamw: AdamwConfig {
+            beta1: number("adam-beta1", s.adam_beta1, 0.0, 0.999_999)?,
+            beta2: number("adam-beta2", s.adam_beta2, 0.0, 0.999_999)?,
+            eps: number("adam-epsilon", s.adam_epsilon, 1e-30, 1.0)?,
+            weight_decay: number("weight-decay", s.weight_decay, 0.0, 10.0)?,
+            state: if s.optimizer_state_mode == Some(StateArg::F32) { StateKind::F32 } else { StateKind::Int8 },
+            chunk_rows: count("step-chunk-rows", s.step_chunk_rows, 0)?,
+        },
+        train_last_layers: count("train-last-layers", s.train_last_layers, 0)?,
+        output_dir,
+        output_dat: s.output_dat.clone(),
+        eval_steps: s.eval_steps,
+        save_steps: count("save-steps", s.save_steps, 0)?,
+        logging_steps: count("logging-steps", s.logging_steps, 1)?,
+        save_total_limit: count("save-total-limit", s.save_total_limit, 2)?,
+        sample_prompts: s.sample_prompt.clone().unwrap_or_default(),
+        vram_report: s.vram_report.clone(),
+        seed: s.seed.unwrap_or(42),
+        resume: resume.map(|r| if r == "latest" { Resume::Latest } else { Resume::At(r.into()) }),
+        overwrite,
+        settings: s,
+    })
+}
+
+/// The number format that a flag names; `None` leaves it to the device.
+pub fn precision(arg: DtypeArg) -> Option<Precision> {
+    match arg {
+        DtypeArg::Auto => None,
+        DtypeArg::F32 => Some(Precision::F32),
+        DtypeArg::Tf32 => Some(Precision::Tf32),
+        DtypeArg::F16 => Some(Precision::F16),
+        DtypeArg::Bf16 => Some(Precision::Bf16),
+    }
+}
+
+/// The scale levels that a flag names.
+pub fn scaling(arg: ScalesArg) -> Scaling {
+    match arg {
+        ScalesArg::Single => Scaling::Single,
+        ScalesArg::Two => Scaling::Two,
+    }
+}
+
+fn read_config(path: &Path) -> Result<FitArgs, CliError> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| CliError::Usage(format!("--config {}: {e}", path.display())))?;
+    toml::from_str(&text).map_err(|e| CliError::Usage(format!("{}: {e}", path.display())))
+}
+
+/// Flags over file.
+fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
+    // A model named by a flag replaces the file's, whichever way the file names it.
+    if flags.model.is_some() || flags.init_config.is_some() {
+        (file.model, file.init_config) = (None, None);
+    }
+    macro_rules! either {
+        ($($field:ident),* $(,)?) => {
+            FitArgs { $($field: flags.$field.or(file.$field),)* ..FitArgs::default() }
+        };
+    }
+    either!(
+        model, init_config, tokenizer, data, eval_data, val_split, format, synthetic, loss_on, loss,
+        max_seq_length, overlong, recipe, scales, compute_dtype, device, learning_rate,
+        lr_scheduler_type, warmup_steps, num_train_epochs, max_steps, batch_size,
+        gradient_accumulation_steps, max_grad_norm, weight_decay, adam_beta1, adam_beta2,
+        adam_epsilon, optimizer_state_mode, step_chunk_rows, train_last_layers, output_dir,
+        output_dat, eval_steps, save_steps, logging_steps, save_total_limit, sample_prompt,
+        vram_report, seed,
+    )
+}
+
+fn defaults(mut s: FitArgs) -> FitArgs {
+    macro_rules! fill {
+        ($($field:ident = $value:expr),* $(,)?) => { $(s.$field.get_or_insert($value);)* };
+    }
+    fill!(
+        val_split = 0.02,
+        format = Format::Auto,
+        synthetic = false,
+        loss_on = LossOn::Assistant,
+        loss = LossArg::Ce,
+        max_seq_length = 2048,
+        overlong = Overlong::Drop,
+        recipe = RecipeArg::W4,
+        compute_dtype = DtypeArg::Auto,
+        device = DeviceChoice::Auto,
+        learning_rate = 1e-5,
+        lr_scheduler_type = Shape::Cosine,
+        warmup_steps = 0.03,
+        num_train_epochs = 1.0,
+        batch_size = 1,
+        gradient_accumulation_steps = 8,
+        max_grad_norm = 1.0,
+        weight_decay = 0.0,
+        adam_beta1 = 0.9,
+        adam_beta2 = 0.999,
+        adam_epsilon = 1e-8,
+        optimizer_state_mode = StateArg::Int8,
+        step_chunk_rows = 0,
+        train_last_layers = 0,
+        save_steps = 0,
+        logging_steps = 1,
+        save_total_limit = 2,
+        seed = 42,
+    );
+    s
+}
