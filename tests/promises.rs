@@ -4,5 +4,6 @@ mod support;
 
 mod codec;
 mod gradients;
+mod parity;
 mod products;
 mod quantizer;

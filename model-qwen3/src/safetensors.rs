@@ -2,7 +2,7 @@
 //! parsed and validated by the `safetensors` crate; payloads are read by position, never mapped.
 
 use crate::{ModelError, error::read_text};
-use ::safetensors::{Dtype, SafeTensors, tensor::Metadata};
+use ::safetensors::{Dtype, tensor::Metadata};
 use std::{
     collections::BTreeMap,
     fs::File,
@@ -54,11 +54,10 @@ impl SafeFile {
             let reason = format!("header of {header} bytes declared, {} left, at most {LARGEST_HEADER} read", size - 8);
             return Err(ModelError::parse(path, reason));
         }
-        let mut buffer = vec![0; 8 + header as usize];
-        buffer[..8].copy_from_slice(&length);
-        file.read_exact(&mut buffer[8..]).map_err(ModelError::io(path, ""))?;
-        let (_, metadata): (usize, Metadata) =
-            SafeTensors::read_metadata(&buffer).map_err(|e| ModelError::parse(path, e))?;
+        let mut buffer = vec![0; header as usize];
+        file.read_exact(&mut buffer).map_err(ModelError::io(path, ""))?;
+        // Checks that offsets follow each other without holes and fit shapes.
+        let metadata: Metadata = serde_json::from_slice(&buffer).map_err(|e| ModelError::parse(path, e))?;
         let start = 8 + header;
         let mut entries: Vec<SafeEntry> = metadata
             .tensors()

@@ -1,0 +1,75 @@
+//! The model equals Hugging Face's, in f32 on the CPU and on the GPU: logits, hidden states, loss,
+//! every gradient, greedy tokens, and 20 steps of AdamW.
+
+use crate::support::{Gpu, golden, gpu};
+use backend_nvfp4::Precision;
+use train_cli::{
+    device::{self, DeviceChoice},
+    parity::{Comparison, Parity},
+};
+
+fn compare(fixture: &str, device: DeviceChoice, precision: Precision) -> Comparison {
+    let folder = golden(&format!("hf-qwen3/{fixture}"));
+    let expected = folder.join("expected.safetensors");
+    let job = Parity { model: &folder, expected: &expected, dump: None };
+    device::run(device, Some(precision), job).unwrap()
+}
+
+fn check_f32(fixture: &str, device: DeviceChoice) {
+    let found = compare(fixture, device, Precision::F32);
+    let mut kinds = [0; 5];
+    for d in &found.differences {
+        let (kind, value, bound) = match d.key.as_str() {
+            "logits" => (0, d.max, 1e-4),
+            "loss" => (1, d.max, 1e-5),
+            "train.losses" | "train.grad_norms" => (2, d.max, 1e-3),
+            k if k.starts_with("hidden.") => (3, d.max, 1e-4),
+            k if k.starts_with("grad.") => (4, d.frobenius, 1e-3),
+            k => panic!("unexpected key {k}"),
+        };
+        kinds[kind] += 1;
+        assert!(value < bound, "{fixture} on {device}: {} differs by {value:e}, bound {bound:e}", d.key);
+    }
+    assert!(kinds.iter().all(|&n| n > 0), "compared: {kinds:?}");
+    assert_eq!(found.greedy, Some((48, 48)), "{fixture} on {device}: greedy tokens");
+}
+
+#[test]
+fn hugging_face_on_the_cpu() {
+    check_f32("tiny-tied", DeviceChoice::Cpu);
+    check_f32("tiny-untied", DeviceChoice::Cpu);
+}
+
+#[test]
+fn hugging_face_on_the_gpu() {
+    let device = match gpu() {
+        Gpu::Vulkan => DeviceChoice::Vulkan,
+        Gpu::Cuda => DeviceChoice::Cuda(0),
+        Gpu::Missing => return eprintln!("skipped: no Vulkan adapter (install mesa-vulkan-drivers)"),
+    };
+    check_f32("tiny-tied", device);
+    check_f32("tiny-untied", device);
+    if let Gpu::Cuda = gpu() {
+        tensor_cores(device);
+    }
+}
+
+/// TF32 keeps 11 significant bits (2^-11 = 4.9e-4 a rounding), bf16 keeps 8 (2^-8 = 3.9e-3). Through
+/// 2 or 3 blocks of a few roundings each, errors add like a random walk: ten roundings bound a logit
+/// and a hidden state, thirty a gradient.
+fn tensor_cores(device: DeviceChoice) {
+    for (precision, unit) in [(Precision::Tf32, 4.9e-4), (Precision::Bf16, 3.9e-3)] {
+        for fixture in ["tiny-tied", "tiny-untied"] {
+            for d in compare(fixture, device, precision).differences {
+                let bound = match d.key.as_str() {
+                    k if k.starts_with("grad.") => 30.0 * unit,
+                    k if k.starts_with("train.") => 20.0 * unit,
+                    _ => 10.0 * unit,
+                };
+                let value = if d.key.starts_with("grad.") { d.frobenius } else { d.max };
+                eprintln!("{precision:?} {fixture} {} {value:.2e}", d.key);
+                assert!(value < bound, "{precision:?} {fixture}: {} differs by {value:e}, bound {bound:e}", d.key);
+            }
+        }
+    }
+}
