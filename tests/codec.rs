@@ -30,10 +30,9 @@ fn reference_equals_ml_dtypes() {
         assert_eq!(reference::e2m1_encode(x), e2m1[bits as usize], "e2m1 of bf16 {bits:#06x} = {x}");
         assert_eq!(reference::e4m3_encode(x), if x.is_nan() { 0x7F } else { e4m3[bits as usize] }, "e4m3 of {x}");
     }
-    for (name, encode) in [
-        ("e2m1_from_f32", reference::e2m1_encode as fn(f32) -> u8),
-        ("e4m3_from_f32", reference::e4m3_encode),
-    ] {
+    for (name, encode) in
+        [("e2m1_from_f32", reference::e2m1_encode as fn(f32) -> u8), ("e4m3_from_f32", reference::e4m3_encode)]
+    {
         let expected = u8s(&format!("{name}.expected"));
         for (x, code) in floats(&file, &format!("{name}.input")).iter().zip(expected) {
             assert_eq!(encode(*x), code, "{name} of {x:e}");

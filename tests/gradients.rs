@@ -51,7 +51,8 @@ fn value_and_gradients<B: Nvfp4Backend>(
     type A<B> = Autodiff<B>;
     let x = matrix::<A<B>>(x, M, K, device).require_grad();
     let w = matrix::<A<B>>(w, N, K, device).require_grad();
-    let y = A::<B>::nvfp4_linear(x.clone().into_primitive().tensor(), w.clone().into_primitive().tensor(), spec(recipe));
+    let y =
+        A::<B>::nvfp4_linear(x.clone().into_primitive().tensor(), w.clone().into_primitive().tensor(), spec(recipe));
     let y = Tensor::<A<B>, 2>::from_primitive(TensorPrimitive::Float(y));
     let value = (y * matrix::<A<B>>(dy, M, N, device)).sum();
     let mut grads = value.clone().backward();
@@ -106,7 +107,8 @@ fn adamw_equals_reference<B: Nvfp4Backend>(device: B::Device) {
     let start = w.clone();
     for t in 1..=10 {
         // Gradients over four decades within a block, as an embedding has.
-        let grad: Vec<f32> = random.normals(len, 1.0).iter().enumerate().map(|(i, g)| g * 10f32.powi(-(i as i32 % 4))).collect();
+        let grad: Vec<f32> =
+            random.normals(len, 1.0).iter().enumerate().map(|(i, g)| g * 10f32.powi(-(i as i32 % 4))).collect();
         let step = AdamwStep {
             lr: 1e-3,
             beta1: 0.9,

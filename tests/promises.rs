@@ -2,8 +2,14 @@
 
 mod support;
 
+mod cache;
+mod cli;
 mod codec;
+mod formats;
 mod gradients;
+mod hostile;
 mod parity;
 mod products;
 mod quantizer;
+mod text;
+mod training;

@@ -54,11 +54,7 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
     }
 
-    fn nvfp4_matmul_packed(
-        a: &Nvfp4Primitive<Self>,
-        w: &Nvfp4Primitive<Self>,
-        dtype: DType,
-    ) -> FloatTensor<Self> {
+    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_matmul_packed(&inner(a), &inner(w), dtype))
     }
 
@@ -121,11 +117,8 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         step: AdamwStep,
         chunk: usize,
     ) -> (FloatTensor<Self>, AdamwState<Self>) {
-        let down = |m: Moment8<Self>| Moment8::<B> {
-            codes: m.codes,
-            absmax: m.absmax.primitive,
-            table: m.table.primitive,
-        };
+        let down =
+            |m: Moment8<Self>| Moment8::<B> { codes: m.codes, absmax: m.absmax.primitive, table: m.table.primitive };
         let state = match state {
             AdamwState::F32 { m, v } => AdamwState::F32 { m: m.primitive, v: v.primitive },
             AdamwState::Int8 { m, v } => AdamwState::Int8 { m: down(m), v: down(v) },

@@ -4,11 +4,7 @@ use crate::{
     AdamwState, MemoryUse, Nvfp4Backend, Nvfp4Primitive, Precision, Product,
     quantize::{QuantizeSpec, Scaling, View},
 };
-use burn::tensor::{
-    DType, Shape, TensorMetadata,
-    backend::DeviceOps,
-    ops::FloatTensor,
-};
+use burn::tensor::{DType, Shape, TensorMetadata, backend::DeviceOps, ops::FloatTensor};
 use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement,
     kernel::{
@@ -99,11 +95,7 @@ where
         y
     }
 
-    fn nvfp4_matmul_packed(
-        a: &Nvfp4Primitive<Self>,
-        w: &Nvfp4Primitive<Self>,
-        dtype: DType,
-    ) -> FloatTensor<Self> {
+    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
         let y = empty(&w.codes, [a.dims()[0], w.dims()[0]], dtype);
         launched(matmul_packed_packed(&w.codes.client, packed(a), packed(w), arg(&y), dtype.into()));
         y
@@ -203,6 +195,7 @@ fn empty<R: CubeRuntime, const D: usize>(like: &CubeTensor<R>, shape: [usize; D]
 }
 
 fn arg<R: CubeRuntime>(x: &CubeTensor<R>) -> cubecl::prelude::ArrayArg<R> {
+    assert!(x.is_contiguous(), "kernels read buffers without strides");
     x.clone().into_array_arg()
 }
 

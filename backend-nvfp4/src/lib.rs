@@ -52,18 +52,10 @@ pub trait Nvfp4Backend: Backend {
     /// A product of a dense and a packed matrix (see [`Product`]), in the dense one's dtype.
     /// `Nt`: `[M, K] x [N, K] -> [M, N]`; `Nn`: `[M, N] x [N, K] -> [M, K]`;
     /// `Tn`: `[M, N] x [M, K] -> [N, K]`. Differentiable in the dense operand for `Nt`.
-    fn nvfp4_matmul(
-        a: FloatTensor<Self>,
-        w: &Nvfp4Primitive<Self>,
-        product: Product,
-    ) -> FloatTensor<Self>;
+    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product) -> FloatTensor<Self>;
 
     /// `[M, K] x [N, K] -> [M, N]`, both packed, as `dtype`. Not differentiable.
-    fn nvfp4_matmul_packed(
-        a: &Nvfp4Primitive<Self>,
-        w: &Nvfp4Primitive<Self>,
-        dtype: DType,
-    ) -> FloatTensor<Self>;
+    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
 
     /// A dense batched product in the given number format, as `out`. Equal batch dimensions.
     fn dense_matmul(

@@ -1,9 +1,6 @@
 //! The linear layer `y = x · Wᵀ` under a recipe: forward here, gradients in `autodiff`.
 
-use crate::{
-    LinearSpec, Nvfp4Backend, Nvfp4Primitive, Nvfp4Tensor, Precision, Product, Recipe,
-    tensor::float,
-};
+use crate::{LinearSpec, Nvfp4Backend, Nvfp4Primitive, Nvfp4Tensor, Precision, Product, Recipe, tensor::float};
 use burn::{
     module::{Module, Param},
     tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor},

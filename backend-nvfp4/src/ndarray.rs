@@ -48,11 +48,7 @@ impl Nvfp4Backend for NdArray {
         }
     }
 
-    fn nvfp4_matmul_packed(
-        a: &Nvfp4Primitive<Self>,
-        w: &Nvfp4Primitive<Self>,
-        dtype: DType,
-    ) -> FloatTensor<Self> {
+    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
         Self::nvfp4_matmul(Self::nvfp4_dequantize(a, dtype), w, Product::Nt)
     }
 
@@ -150,4 +146,3 @@ fn ints<E: Element, const D: usize>(values: Vec<E>, shape: [usize; D]) -> IntTen
 fn device() -> <NdArray as burn::tensor::backend::BackendTypes>::Device {
     Default::default()
 }
-

@@ -45,8 +45,7 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
     let mut amax = vec![0.0f32; rows * blocks];
     for r in 0..rows {
         for b in 0..blocks {
-            amax[r * blocks + b] =
-                (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
+            amax[r * blocks + b] = (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
         }
     }
     let tensor_amax = amax.iter().fold(0.0, |a: f32, &b| a.max(b));
@@ -136,11 +135,7 @@ pub fn requantize(x: &[f32], rows: usize, cols: usize, old: &Packed, scaling: Sc
             }
         }
     }
-    let fresh_error: f64 = dequantize(&fresh, rows, cols)
-        .iter()
-        .zip(x)
-        .map(|(a, b)| f64::from(a - b).powi(2))
-        .sum();
+    let fresh_error: f64 = dequantize(&fresh, rows, cols).iter().zip(x).map(|(a, b)| f64::from(a - b).powi(2)).sum();
     if fresh_error < kept_error { fresh } else { kept }
 }
 
@@ -149,8 +144,7 @@ pub fn matmul_nt(a: &[f32], b: &[f32], i: usize, j: usize, r: usize) -> Vec<f64>
     let mut y = vec![0.0; i * j];
     for p in 0..i {
         for q in 0..j {
-            y[p * j + q] =
-                (0..r).map(|k| f64::from(a[p * r + k]) * f64::from(b[q * r + k])).sum();
+            y[p * j + q] = (0..r).map(|k| f64::from(a[p * r + k]) * f64::from(b[q * r + k])).sum();
         }
     }
     y
@@ -324,8 +318,7 @@ pub fn philox(index: u32, stream: Stream) -> [u32; 4] {
 mod tests {
     use super::*;
 
-    const TWO: QuantizeSpec =
-        QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+    const TWO: QuantizeSpec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
 
     fn ramp(len: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.003).collect()

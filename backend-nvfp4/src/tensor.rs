@@ -4,8 +4,7 @@ use crate::{Nvfp4Backend, Nvfp4Error, quantize::QuantizeSpec, reference::Packed}
 use burn::{
     module::Module,
     tensor::{
-        DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive, Transaction,
-        backend::Backend,
+        DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive, Transaction, backend::Backend,
         ops::IntTensor,
     },
 };
@@ -46,14 +45,15 @@ impl<B: Nvfp4Backend> Nvfp4Tensor<B> {
     /// negative.
     pub fn new(packed: Packed, rows: usize, cols: usize, device: &B::Device) -> Result<Self, Nvfp4Error> {
         check(&packed, rows, cols)?;
-        let ints = |data: TensorData, dtype| Tensor::<B, 2, Int>::from_data(data, (device, dtype));
-        let codes = TensorData::new(packed.codes, Shape::new([rows, words_per_row(cols)]));
-        let scales = TensorData::new(packed.scales, Shape::new([rows, scales_per_row(cols)]));
+        // Uploaded flat: CUDA pads the rows of a matrix, and kernels read codes without strides.
+        let codes = TensorData::new(packed.codes, Shape::new([rows * words_per_row(cols)]));
+        let scales = TensorData::new(packed.scales, Shape::new([rows * scales_per_row(cols)]));
         let global = TensorData::new(vec![packed.global.to_bits()], Shape::new([1]));
+        let flat = |data, dtype| Tensor::<B, 1, Int>::from_data(data, (device, dtype));
         Ok(Self {
-            codes: ints(codes, DType::U32),
-            scales: ints(scales, DType::U8),
-            global: Tensor::from_data(global, (device, DType::U32)),
+            codes: flat(codes, DType::U32).reshape([rows, words_per_row(cols)]),
+            scales: flat(scales, DType::U8).reshape([rows, scales_per_row(cols)]),
+            global: flat(global, DType::U32),
         })
     }
 

@@ -23,8 +23,7 @@ pub(crate) fn e2m1_encode(bits: u32, random: u32, #[comptime] stochastic: bool) 
     let shift = select(above_one, 22u32, 149u32 - min(exponent, 127u32));
     let kept = cut(significand, shift);
     let fraction = cut_off(significand, shift);
-    let mut up = select(fraction > 0x8000_0000u32, 1u32, 0u32)
-        + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
+    let mut up = select(fraction > 0x8000_0000u32, 1u32, 0u32) + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
     if comptime!(stochastic) {
         up = select(random < fraction, 1u32, 0u32);
     }
@@ -55,9 +54,8 @@ pub(crate) fn e4m3_encode(bits: u32) -> u32 {
     let shift = 141u32 - min(exponent, 120u32);
     let kept = cut(significand, shift);
     let fraction = cut_off(significand, shift);
-    let subnormal = kept
-        + select(fraction > 0x8000_0000u32, 1u32, 0u32)
-        + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
+    let subnormal =
+        kept + select(fraction > 0x8000_0000u32, 1u32, 0u32) + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
     let rounded = max(magnitude_bits, 0x3C80_0000u32);
     let rounded = rounded + 0x0007_FFFFu32 + ((rounded >> 20u32) & 1u32);
     let normal = (rounded >> 20u32) - 960u32;
@@ -126,11 +124,7 @@ pub fn convert<R: Runtime>(
 }
 
 #[cube(launch_unchecked)]
-fn convert_kernel(
-    input: &Array<u32>,
-    output: &mut Array<u32>,
-    #[comptime] conversion: Conversion,
-) {
+fn convert_kernel(input: &Array<u32>, output: &mut Array<u32>, #[comptime] conversion: Conversion) {
     if ABSOLUTE_POS < output.len() {
         let x = input[ABSOLUTE_POS];
         output[ABSOLUTE_POS] = match comptime!(conversion) {

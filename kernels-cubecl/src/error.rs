@@ -43,18 +43,10 @@ pub(crate) fn expect_len(
     found: usize,
     expected: usize,
 ) -> Result<(), KernelError> {
-    if found == expected {
-        Ok(())
-    } else {
-        Err(KernelError::Length { kernel, buffer, expected, found })
-    }
+    if found == expected { Ok(()) } else { Err(KernelError::Length { kernel, buffer, expected, found }) }
 }
 
-pub(crate) fn expect_blocks(
-    kernel: &'static str,
-    dimension: &'static str,
-    found: usize,
-) -> Result<(), KernelError> {
+pub(crate) fn expect_blocks(kernel: &'static str, dimension: &'static str, found: usize) -> Result<(), KernelError> {
     if found.is_multiple_of(crate::layout::BLOCK) {
         Ok(())
     } else {
@@ -62,10 +54,6 @@ pub(crate) fn expect_blocks(
     }
 }
 
-pub(crate) fn index(
-    kernel: &'static str,
-    dimension: &'static str,
-    found: usize,
-) -> Result<u32, KernelError> {
+pub(crate) fn index(kernel: &'static str, dimension: &'static str, found: usize) -> Result<u32, KernelError> {
     u32::try_from(found).map_err(|_| KernelError::TooLarge { kernel, dimension, found })
 }

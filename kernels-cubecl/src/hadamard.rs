@@ -36,12 +36,7 @@ pub fn hadamard<R: Runtime>(
 }
 
 #[cube(launch_unchecked)]
-fn hadamard_kernel<F: Float>(
-    x: &Array<F>,
-    y: &mut Array<F>,
-    signs: u32,
-    #[define(F)] _dtype: StorageType,
-) {
+fn hadamard_kernel<F: Float>(x: &Array<F>, y: &mut Array<F>, signs: u32, #[define(F)] _dtype: StorageType) {
     let first = ABSOLUTE_POS * 16usize;
     if first < x.len() {
         let mut v = Array::<f32>::new(16usize);

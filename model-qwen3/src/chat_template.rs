@@ -2,7 +2,11 @@
 //! Python's string methods, `tojson` with Python's separators and no escaping.
 
 use crate::{ModelError, error::read_text};
-use minijinja::{Environment, Error, ErrorKind, Value, syntax::SyntaxConfig, value::{Kwargs, Serde}};
+use minijinja::{
+    Environment, Error, ErrorKind, Value,
+    syntax::SyntaxConfig,
+    value::{Kwargs, Serde},
+};
 use serde::Serialize;
 use serde_json::Value as Json;
 use std::{io, path::Path};
@@ -80,11 +84,8 @@ impl ChatTemplate {
         if let Some(thinking) = options.enable_thinking {
             context.insert("enable_thinking".into(), thinking.into());
         }
-        let text = self
-            .env
-            .get_template("chat")
-            .and_then(|t| t.render(Value::from(Serde(&context))))
-            .map_err(template)?;
+        let text =
+            self.env.get_template("chat").and_then(|t| t.render(Value::from(Serde(&context)))).map_err(template)?;
         if text.len() > LONGEST {
             return Err(ModelError::Template(format!("{} bytes rendered, at most {LONGEST} taken", text.len())));
         }

@@ -63,9 +63,7 @@ impl FloatType {
         match self {
             Self::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes(pair(b)).to_f32()).collect(),
             Self::Bf16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes(pair(b)).to_f32()).collect(),
-            Self::F32 => {
-                bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-            }
+            Self::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
         }
     }
 }
@@ -249,8 +247,15 @@ impl Checkpoint {
             return Err(bad("scales are not E4M3 (type id 101)".into()));
         }
         let cols = half * 2;
-        if codes.len() != 2 || scales.len() != 2 || !cols.is_multiple_of(16) || scale_rows != rows || blocks * 16 != cols {
-            return Err(bad(format!("codes {codes:?} and scales {scales:?}: [N, K/2] and [N, K/16] are needed, K a multiple of 16")));
+        if codes.len() != 2
+            || scales.len() != 2
+            || !cols.is_multiple_of(16)
+            || scale_rows != rows
+            || blocks * 16 != cols
+        {
+            return Err(bad(format!(
+                "codes {codes:?} and scales {scales:?}: [N, K/2] and [N, K/16] are needed, K a multiple of 16"
+            )));
         }
         let scaling = match parts.get(2).map(describe) {
             None => Scaling::Single,

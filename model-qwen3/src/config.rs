@@ -130,9 +130,7 @@ impl Qwen3Config {
             intermediate_size: check.size("intermediate_size", raw.intermediate_size)?,
             num_hidden_layers: check.size("num_hidden_layers", raw.num_hidden_layers)?,
             num_attention_heads: heads,
-            num_key_value_heads: raw
-                .num_key_value_heads
-                .map_or(Ok(heads), |k| check.size("num_key_value_heads", k))?,
+            num_key_value_heads: raw.num_key_value_heads.map_or(Ok(heads), |k| check.size("num_key_value_heads", k))?,
             head_dim: raw.head_dim.map_or(Ok(hidden / heads), |e| check.size("head_dim", e))?,
             rms_norm_eps: check.positive("rms_norm_eps", raw.rms_norm_eps.unwrap_or(1e-6))?,
             rope_theta: check.positive("rope_theta", theta)?,
@@ -223,7 +221,10 @@ mod tests {
     #[test]
     fn both_spellings_of_theta_are_read_and_must_agree() {
         assert_eq!(parse(GOOD).unwrap().rope_theta, 1e6);
-        let nested = GOOD.replace("\"rope_theta\":1000000", "\"rope_parameters\":{\"rope_theta\":5000000.0,\"rope_type\":\"default\"}");
+        let nested = GOOD.replace(
+            "\"rope_theta\":1000000",
+            "\"rope_parameters\":{\"rope_theta\":5000000.0,\"rope_type\":\"default\"}",
+        );
         assert_eq!(parse(&nested).unwrap().rope_theta, 5e6);
         let both = GOOD.replace("\"rope_theta\":1000000", "\"rope_theta\":1,\"rope_parameters\":{\"rope_theta\":2}");
         assert!(parse(&both).unwrap_err().to_string().contains("rope_parameters says 2"));

@@ -119,9 +119,7 @@ impl Tensors for Converted<'_> {
         }
         let values = self.source_values(&origin, 0..rows)?;
         Ok(match self.target {
-            Target::Like(original) => {
-                reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling)
-            }
+            Target::Like(original) => reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling),
             _ => {
                 let spec = QuantizeSpec { scaling, block: Block::Row, rounding: Rounding::Nearest };
                 reference::quantize(&values, View::row_major(rows, cols), spec)

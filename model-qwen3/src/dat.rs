@@ -174,7 +174,8 @@ impl<R: Read + Seek> Walker<'_, R> {
         let at = format!("entry {i}");
         let length = self.leb128(&at, "key length")?;
         if length == 0 || length > LONGEST_KEY.min(self.size - self.at) {
-            let reason = format!("key of {length} bytes, {} left in file, at most {LONGEST_KEY} taken", self.size - self.at);
+            let reason =
+                format!("key of {length} bytes, {} left in file, at most {LONGEST_KEY} taken", self.size - self.at);
             return Err(self.bad(&at, reason));
         }
         let mut key = vec![0; length as usize];
@@ -185,8 +186,7 @@ impl<R: Read + Seek> Walker<'_, R> {
         }
         let at = name(i, &key);
         let id = self.leb128(&at, "type id")?;
-        let element =
-            ElementType::from_id(id).ok_or_else(|| self.bad(&at, format!("unknown type id {id}")))?;
+        let element = ElementType::from_id(id).ok_or_else(|| self.bad(&at, format!("unknown type id {id}")))?;
         let rank = self.leb128(&at, "rank")?;
         if rank > HIGHEST_RANK {
             return Err(self.bad(&at, format!("rank {rank}, at most {HIGHEST_RANK} taken")));
@@ -197,20 +197,15 @@ impl<R: Read + Seek> Walker<'_, R> {
         }
         let shape = dims.iter().map(u64::to_string).collect::<Vec<_>>().join("x");
         let left = self.size - self.at;
-        let bytes = dims
-            .iter()
-            .try_fold(element.size() as u64, |a, &d| a.checked_mul(d))
-            .filter(|&b| b <= left)
-            .ok_or_else(|| {
-                self.bad(&at, format!("{shape} of {} declared, {left} bytes left in file", element.name()))
-            })?;
+        let bytes =
+            dims.iter().try_fold(element.size() as u64, |a, &d| a.checked_mul(d)).filter(|&b| b <= left).ok_or_else(
+                || self.bad(&at, format!("{shape} of {} declared, {left} bytes left in file", element.name())),
+            )?;
         if bytes == 0 {
             return Err(self.bad(&at, format!("shape {shape} holds nothing")));
         }
         let offset = self.at;
-        self.input
-            .seek(SeekFrom::Start(offset + bytes))
-            .map_err(ModelError::io(self.path, ""))?;
+        self.input.seek(SeekFrom::Start(offset + bytes)).map_err(ModelError::io(self.path, ""))?;
         self.at += bytes;
         let dims = dims.into_iter().map(|d| d as usize).collect();
         Ok(DatEntry { key, element, dims, offset, bytes })
@@ -247,12 +242,7 @@ impl<R: Read + Seek> Walker<'_, R> {
     }
 
     fn bad(&self, at: &str, reason: impl ToString) -> ModelError {
-        ModelError::Dat {
-            path: self.path.to_owned(),
-            at: at.to_owned(),
-            offset: self.at,
-            reason: reason.to_string(),
-        }
+        ModelError::Dat { path: self.path.to_owned(), at: at.to_owned(), offset: self.at, reason: reason.to_string() }
     }
 }
 

@@ -94,9 +94,7 @@ impl ModelError {
     /// An I/O error with its path; `hint` says what to do if the file does not exist.
     pub fn io(path: &Path, hint: &str) -> impl FnOnce(std::io::Error) -> Self {
         move |source| match source.kind() {
-            std::io::ErrorKind::NotFound => {
-                Self::Missing { path: path.to_owned(), hint: hint.to_owned() }
-            }
+            std::io::ErrorKind::NotFound => Self::Missing { path: path.to_owned(), hint: hint.to_owned() },
             _ => Self::Io { path: path.to_owned(), source },
         }
     }

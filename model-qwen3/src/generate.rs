@@ -102,11 +102,7 @@ pub fn prefill<B: Nvfp4Backend>(
     logits.ok_or(ModelError::Tokenizer("the prompt has no tokens".into()))
 }
 
-fn forward<B: Nvfp4Backend>(
-    model: &Qwen3<B>,
-    ids: &[u32],
-    cache: &mut KvCache<B>,
-) -> Result<Vec<f32>, ModelError> {
+fn forward<B: Nvfp4Backend>(model: &Qwen3<B>, ids: &[u32], cache: &mut KvCache<B>) -> Result<Vec<f32>, ModelError> {
     cache.reserve(ids.len())?;
     let input = ids_tensor(&[ids.to_vec()], model.config(), &model.device())?;
     let hidden = model.forward(input, Some(cache));

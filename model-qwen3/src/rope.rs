@@ -12,14 +12,7 @@ pub struct Rope<B: Backend> {
 
 impl<B: Backend> Rope<B> {
     /// Computes the angles in f32 on the host, as Hugging Face does, then casts.
-    pub fn new(
-        start: usize,
-        len: usize,
-        head_dim: usize,
-        theta: f64,
-        dtype: DType,
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(start: usize, len: usize, head_dim: usize, theta: f64, dtype: DType, device: &B::Device) -> Self {
         let half = head_dim / 2;
         let inverse: Vec<f32> =
             (0..half).map(|i| 1.0 / (theta as f32).powf(2.0 * i as f32 / head_dim as f32)).collect();

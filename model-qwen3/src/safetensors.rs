@@ -109,10 +109,7 @@ pub fn header(layout: &[(String, Dtype, Vec<usize>)]) -> Vec<u8> {
     for (name, dtype, shape) in layout {
         let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
         let offsets = [end, end + bytes];
-        map.insert(
-            name.clone(),
-            serde_json::json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}),
-        );
+        map.insert(name.clone(), serde_json::json!({"dtype": dtype, "shape": shape, "data_offsets": offsets}));
         end += bytes;
     }
     let mut text = serde_json::Value::Object(map).to_string();

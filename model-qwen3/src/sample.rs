@@ -33,9 +33,7 @@ pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32
         return argmax(logits);
     }
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    let likelier = |a: &u32, b: &u32| {
-        logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b))
-    };
+    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
     if sampling.top_k > 0 && sampling.top_k < order.len() {
         order.select_nth_unstable_by(sampling.top_k, likelier);
         order.truncate(sampling.top_k);

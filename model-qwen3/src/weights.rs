@@ -56,12 +56,7 @@ pub fn load<B: Nvfp4Backend>(
 
 /// A model with random weights: normal with the config's spread, norms 1. The same seed gives the
 /// same model on every backend.
-pub fn random<B: Nvfp4Backend>(
-    config: &Qwen3Config,
-    spec: LinearSpec,
-    seed: u64,
-    device: &B::Device,
-) -> Qwen3<B> {
+pub fn random<B: Nvfp4Backend>(config: &Qwen3Config, spec: LinearSpec, seed: u64, device: &B::Device) -> Qwen3<B> {
     let std = config.initializer_range as f32;
     let mut source = Random { seed, std, device, next_id: 0 };
     match build(config, spec, !config.tie_word_embeddings, &mut source) {
@@ -293,13 +288,7 @@ impl<B: Nvfp4Backend> Loader<'_, B> {
         Ok(found)
     }
 
-    fn packed(
-        &self,
-        name: &str,
-        packed: Packed,
-        rows: usize,
-        cols: usize,
-    ) -> Result<Nvfp4Tensor<B>, ModelError> {
+    fn packed(&self, name: &str, packed: Packed, rows: usize, cols: usize) -> Result<Nvfp4Tensor<B>, ModelError> {
         Nvfp4Tensor::new(packed, rows, cols, self.device)
             .map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source })
     }

@@ -1,5 +1,7 @@
 //! Where golden files are, which GPU the kernel tests run on, random inputs.
 
+pub(crate) mod files;
+
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cubecl::CubeBackend;
 use cubecl::{cuda::CudaRuntime, wgpu::WgpuRuntime};
@@ -46,9 +48,9 @@ pub(crate) fn gpu() -> Gpu {
     match (found, wanted.as_str()) {
         (true, "cuda") => Gpu::Cuda,
         (true, _) => Gpu::Vulkan,
-        (false, _) if std::env::var_os("REQUIRE_GPU").is_some() => panic!(
-            "no GPU adapter although REQUIRE_GPU is set: install mesa-vulkan-drivers"
-        ),
+        (false, _) if std::env::var_os("REQUIRE_GPU").is_some() => {
+            panic!("no GPU adapter although REQUIRE_GPU is set: install mesa-vulkan-drivers")
+        }
         (false, _) => Gpu::Missing,
     }
 }

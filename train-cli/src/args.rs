@@ -177,7 +177,14 @@ pub struct FitArgs {
     #[arg(long, alias = "loss-mode")]
     pub loss: Option<LossArg>,
     /// Longest sequence in tokens [default: 2048]
-    #[arg(long, value_name = "N", alias = "max-length", alias = "seq-len", alias = "cutoff-len", alias = "max-seq-len")]
+    #[arg(
+        long,
+        value_name = "N",
+        alias = "max-length",
+        alias = "seq-len",
+        alias = "cutoff-len",
+        alias = "max-seq-len"
+    )]
     pub max_seq_length: Option<usize>,
     /// Rows longer than that [default: drop]
     #[arg(long, alias = "excess-length-strategy")]

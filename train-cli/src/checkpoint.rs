@@ -168,10 +168,8 @@ fn write_optimizer<B: Nvfp4Backend>(
     path: &Path,
 ) -> Result<(), CliError> {
     let fields = fields(model);
-    let states: Vec<_> = fields
-        .iter()
-        .filter_map(|(name, field)| Some((name, field.shape(), optimizer.state(field.id()?)?)))
-        .collect();
+    let states: Vec<_> =
+        fields.iter().filter_map(|(name, field)| Some((name, field.shape(), optimizer.state(field.id()?)?))).collect();
     let mut layout = Vec::new();
     for (name, shape, state) in &states {
         let len: usize = shape.iter().product();

@@ -42,6 +42,10 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         Ok(())
     })?;
     let bytes = std::fs::metadata(&args.output).map_err(CliError::io(&args.output))?.len();
-    report::result(format!("{} · {} tensors · {bytes} bytes · sha256 {sha256}", args.output.display(), view.names().len()));
+    report::result(format!(
+        "{} · {} tensors · {bytes} bytes · sha256 {sha256}",
+        args.output.display(),
+        view.names().len()
+    ));
     Ok(())
 }

@@ -127,7 +127,10 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result
             _ => rows(path, &content, format, text, options, &mut samples, &mut report)?,
         }
         if samples.len() == before {
-            let reason = format!("no sequence with a supervised token in it ({} rows dropped as too long)", report.dropped.len());
+            let reason = format!(
+                "no sequence with a supervised token in it ({} rows dropped as too long)",
+                report.dropped.len()
+            );
             return Err(bad(path, None, reason));
         }
     }
@@ -203,9 +206,8 @@ fn rows(
         let at = |reason: String| bad(path, Some(number), reason);
         let (messages, tools) = match format {
             Format::Tsv => {
-                let (prompt, target) = line
-                    .split_once('\t')
-                    .ok_or_else(|| at("no tab: a row is prompt<TAB>target".into()))?;
+                let (prompt, target) =
+                    line.split_once('\t').ok_or_else(|| at("no tab: a row is prompt<TAB>target".into()))?;
                 if std::mem::take(&mut first) && (prompt, target) == ("prompt", "target") {
                     report.header_skipped = true;
                     continue;

@@ -48,6 +48,7 @@ pub fn unpack(flags: &mut FitArgs) -> Result<Demo, CliError> {
     flags.val_split.get_or_insert(0.06);
     flags.eval_steps.get_or_insert(20);
     flags.save_steps.get_or_insert(30);
+    flags.logging_steps.get_or_insert(5);
     let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
     flags.output_dir.get_or_insert_with(|| Path::new("runs").join(format!("{time}_demo")));
     Ok(Demo { prompts: vec!["Who are you?".into(), "你是誰？".into()] })

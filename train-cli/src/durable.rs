@@ -19,10 +19,7 @@ pub const MANIFEST: &str = "manifest.json";
 ///
 /// # Errors
 /// If writing fails; the old file is then untouched.
-pub fn write_file(
-    path: &Path,
-    write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
-) -> Result<String, CliError> {
+pub fn write_file(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>) -> Result<String, CliError> {
     let temporary = sibling(path);
     let result = write_synced(&temporary, write).and_then(|digest| {
         fs::rename(&temporary, path).map_err(CliError::io(path))?;
@@ -164,7 +161,8 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
         }
         let (bytes, sha256) = digest(&path).map_err(|e| CliError::corrupt(&path, e))?;
         if (bytes, &sha256) != (record.bytes, &record.sha256) {
-            let reason = format!("{bytes} bytes, SHA-256 {sha256}; the manifest says {} and {}", record.bytes, record.sha256);
+            let reason =
+                format!("{bytes} bytes, SHA-256 {sha256}; the manifest says {} and {}", record.bytes, record.sha256);
             return Err(CliError::corrupt(&path, reason));
         }
     }
@@ -190,10 +188,7 @@ pub fn digest(path: &Path) -> std::io::Result<(u64, String)> {
     }
 }
 
-fn write_synced(
-    path: &Path,
-    write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
-) -> Result<String, CliError> {
+fn write_synced(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>) -> Result<String, CliError> {
     // `create_new` follows no link that someone planted.
     let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
     let mut out = Hashing { out: BufWriter::with_capacity(1 << 20, file), hash: Sha256::new() };

@@ -55,7 +55,11 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let view = Converted::new(&source, target);
     let spec = |precision| LinearSpec { recipe: Recipe::W4, scaling, precision };
     let (bytes, sha256) = write(&view, like.as_ref(), &args.output_dat)?;
-    device::run(args.device, None, Check { view: &view, path: &args.output_dat, config: &config, text: &text, spec: &spec })?;
+    device::run(
+        args.device,
+        None,
+        Check { view: &view, path: &args.output_dat, config: &config, text: &text, spec: &spec },
+    )?;
     report::result(format!("{} · {bytes} bytes · sha256 {sha256}", args.output_dat.display()));
     Ok(())
 }
@@ -173,7 +177,13 @@ fn write(view: &dyn Tensors, like: Option<&Checkpoint>, path: &Path) -> Result<(
     Ok((bytes, sha256))
 }
 
-fn put(view: &dyn Tensors, like: Option<&Checkpoint>, dat: bool, out: &mut dyn Write, path: &Path) -> Result<(), CliError> {
+fn put(
+    view: &dyn Tensors,
+    like: Option<&Checkpoint>,
+    dat: bool,
+    out: &mut dyn Write,
+    path: &Path,
+) -> Result<(), CliError> {
     let failed = |e| ModelError::Io { path: path.to_owned(), source: e };
     if dat {
         write_dat(view, like.and_then(Checkpoint::dat), out, failed)?;
@@ -226,9 +236,14 @@ fn compare<B: Nvfp4Backend>(
     let worst = logits.iter().zip(&logits_read).fold(0.0f32, |a, (x, y)| a.max((x - y).abs()));
     let equal = ids.iter().zip(&ids_read).filter(|(a, b)| a == b).count();
     if worst != 0.0 || ids != ids_read {
-        let reason = format!("read back, it differs from the model it was made of: max |Δlogit| {worst}, {equal}/16 greedy tokens equal");
+        let reason = format!(
+            "read back, it differs from the model it was made of: max |Δlogit| {worst}, {equal}/16 greedy tokens equal"
+        );
         return Err(CliError::corrupt(written, reason));
     }
-    report::label("export", format!("{} · reloaded · {equal}/16 greedy tokens equal · max |Δlogit| {worst}", written.display()));
+    report::label(
+        "export",
+        format!("{} · reloaded · {equal}/16 greedy tokens equal · max |Δlogit| {worst}", written.display()),
+    );
     Ok(())
 }

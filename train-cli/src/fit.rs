@@ -125,7 +125,8 @@ impl Job for Fit {
             start,
         };
         let warmup = if plan.warmup < 1.0 { (plan.warmup * steps as f64).round() } else { plan.warmup } as usize;
-        let schedule = Schedule { peak: plan.learning_rate, warmup: warmup.min(steps), total: steps, shape: plan.shape };
+        let schedule =
+            Schedule { peak: plan.learning_rate, warmup: warmup.min(steps), total: steps, shape: plan.shape };
         let inner = model.valid();
         let mut optimizer = ChunkedAdamw::new(plan.adamw, undecayed(&inner));
         if let Some((_, folder)) = &resumed {
@@ -134,10 +135,8 @@ impl Job for Fit {
 
         header(&plan, &config, &train_order, eval.len(), &data_report, spec);
         let prompts = prompts(&plan, &train_order.samples, &eval, demo.as_ref());
-        let before = prompts
-            .iter()
-            .map(|p| answer(&inner, &text, p, MAX_SAMPLE_TOKENS))
-            .collect::<Result<Vec<_>, _>>()?;
+        let before =
+            prompts.iter().map(|p| answer(&inner, &text, p, MAX_SAMPLE_TOKENS)).collect::<Result<Vec<_>, _>>()?;
         let codes_before = quantised_codes(&inner)?;
         drop(inner);
 
@@ -185,8 +184,8 @@ impl Job for Fit {
         // What came of it.
         for (prompt, before) in prompts.iter().zip(&before) {
             let after = answer(&model, &text, prompt, MAX_SAMPLE_TOKENS)?;
-            report::label("before", format!("{prompt} → {before}"));
-            report::label("after", format!("{prompt} → {after}"));
+            report::label("before", format!("{prompt} → {}", clipped(before)));
+            report::label("after", format!("{prompt} → {}", clipped(&after)));
         }
         let changed = codes_changed(&codes_before, &quantised_codes(&model)?);
         if let Some(share) = changed {
@@ -384,9 +383,20 @@ fn toml_of(settings: &FitArgs) -> Result<String, CliError> {
 /// Refuses to go on with other data or other settings that change the numbers.
 fn check_unchanged(plan: &FitPlan, state: &TrainerState, data_sha256: &str) -> Result<(), CliError> {
     if state.data_sha256 != data_sha256 {
-        return Err(CliError::Usage("the training data changed since the checkpoint: a resumed run reads the same files".into()));
+        return Err(CliError::Usage(
+            "the training data changed since the checkpoint: a resumed run reads the same files".into(),
+        ));
     }
-    let free = ["output_dir", "output_dat", "eval_steps", "save_steps", "logging_steps", "save_total_limit", "sample_prompt", "vram_report"];
+    let free = [
+        "output_dir",
+        "output_dat",
+        "eval_steps",
+        "save_steps",
+        "logging_steps",
+        "save_total_limit",
+        "sample_prompt",
+        "vram_report",
+    ];
     let table = |s: &FitArgs| match serde_json::to_value(s) {
         Ok(serde_json::Value::Object(map)) => map,
         _ => unreachable!("settings are a table"),
@@ -415,7 +425,8 @@ fn freeze<B: Nvfp4Backend>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<
     let frozen = model.layers.len() - last;
     model.embed_tokens = model.embed_tokens.no_grad();
     model.lm_head = model.lm_head.map(Module::no_grad);
-    model.layers = model.layers.into_iter().enumerate().map(|(i, b)| if i < frozen { b.no_grad() } else { b }).collect();
+    model.layers =
+        model.layers.into_iter().enumerate().map(|(i, b)| if i < frozen { b.no_grad() } else { b }).collect();
     model
 }
 
@@ -437,7 +448,10 @@ fn header(plan: &FitPlan, config: &Qwen3Config, order: &Order, eval: usize, data
         ModelSource::Files(files) => files.weights.display().to_string(),
         ModelSource::Random { config } => format!("{} (random weights)", config.display()),
     };
-    report::label("model", format!("{name} · {params} params · {layers} layers · recipe {} · {levels} scales", spec.recipe.name()));
+    report::label(
+        "model",
+        format!("{name} · {params} params · {layers} layers · recipe {} · {levels} scales", spec.recipe.name()),
+    );
     let skipped = match (data.dropped.len(), data.truncated.len()) {
         (0, 0) => String::new(),
         (d, t) => format!(" · {d} dropped, {t} cut"),
@@ -453,7 +467,10 @@ fn header(plan: &FitPlan, config: &Qwen3Config, order: &Order, eval: usize, data
         ),
     );
     let size = plan.batch_size * plan.accumulation;
-    report::label("plan", format!("{} steps × {size} sequences · lr {:e} · seed {}", order.steps, plan.learning_rate, plan.seed));
+    report::label(
+        "plan",
+        format!("{} steps × {size} sequences · lr {:e} · seed {}", order.steps, plan.learning_rate, plan.seed),
+    );
     report::label("run", plan.output_dir.display().to_string());
 }
 
@@ -518,10 +535,19 @@ fn write_results(
     durable::write_bytes(&plan.output_dir.join("train_results.json"), text.as_bytes()).map(|_| ())
 }
 
+/// The beginning of a long answer.
+fn clipped(text: &str) -> String {
+    let cut = text.char_indices().nth(100).map_or(text.len(), |(i, _)| i);
+    if cut < text.len() { format!("{} …", &text[..cut]) } else { text.to_owned() }
+}
+
 fn next_steps(plan: &FitPlan, exported: &std::path::Path, prompt: Option<&String>) {
     let prompt = prompt.map_or("hello", |p| p);
     report::line("next:");
     report::line(format!("  train-cli generate -m {} -p \"{prompt}\"", exported.display()));
     report::line(format!("  train-cli inspect {} --verify", exported.display()));
-    report::line(format!("  train-cli fit -c {} -m <your Qwen3 folder> -d <your.jsonl> --dry-run", plan.output_dir.join("config.toml").display()));
+    report::line(format!(
+        "  train-cli fit -c {} -m <your Qwen3 folder> -d <your.jsonl> --dry-run",
+        plan.output_dir.join("config.toml").display()
+    ));
 }

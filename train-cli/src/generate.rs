@@ -161,9 +161,8 @@ pub fn answer<B: Nvfp4Backend>(
     let ids = text.tokenizer.encode(&text.template.render(&[message], options)?)?;
     let options = GenerateOptions { max_tokens, sampling: Sampling::GREEDY, stop_ids: text.stop_ids.clone() };
     let generation = generate(model, &ids, &options, |_| ControlFlow::Continue(()))?;
-    let mut answer = text.tokenizer.decode(&generation.ids)?;
-    if generation.stop == StopReason::MaxTokens {
-        answer += " …";
-    }
-    Ok(answer.replace('\n', "\\n"))
+    let answer = text.tokenizer.decode(&generation.ids)?;
+    // One line; an answer that did not stop by itself shows it.
+    let unfinished = if generation.stop == StopReason::MaxTokens { " …" } else { "" };
+    Ok(answer.replace('\n', "\\n") + unfinished)
 }

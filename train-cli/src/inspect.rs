@@ -27,7 +27,11 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
                 text(&row["key"]),
                 row["type_id"].as_u64().map_or("-".into(), |i| i.to_string()),
                 text(&row["dtype"]),
-                row["shape"].as_array().map_or(String::new(), |d| d.iter().map(ToString::to_string).collect::<Vec<_>>().join("x")),
+                row["shape"].as_array().map_or(String::new(), |d| d
+                    .iter()
+                    .map(ToString::to_string)
+                    .collect::<Vec<_>>()
+                    .join("x")),
                 row["offset"].to_string(),
                 row["bytes"].to_string()
             ));
@@ -72,7 +76,10 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
         report::result(summary.to_string());
     } else {
         let verified = if args.verify { " · verified" } else { "" };
-        report::result(format!("{} tensors · {values} values, {packed} of them NVFP4{verified}", checkpoint.names().len()));
+        report::result(format!(
+            "{} tensors · {values} values, {packed} of them NVFP4{verified}",
+            checkpoint.names().len()
+        ));
     }
     Ok(())
 }
@@ -80,14 +87,10 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
 /// One row for each entry of the container.
 fn containers(checkpoint: &Checkpoint) -> Vec<Value> {
     if let Some(dat) = checkpoint.dat() {
-        let row = |e: &model_qwen3::dat::DatEntry| {
-            json!({"key": e.key, "type_id": e.element.id(), "dtype": e.element.name(), "shape": e.dims, "offset": e.offset, "bytes": e.bytes})
-        };
+        let row = |e: &model_qwen3::dat::DatEntry| json!({"key": e.key, "type_id": e.element.id(), "dtype": e.element.name(), "shape": e.dims, "offset": e.offset, "bytes": e.bytes});
         return dat.entries().iter().map(row).collect();
     }
-    let row = |e: &model_qwen3::safetensors::SafeEntry| {
-        json!({"key": e.name, "type_id": null, "dtype": format!("{:?}", e.dtype), "shape": e.shape, "offset": e.offset, "bytes": e.bytes})
-    };
+    let row = |e: &model_qwen3::safetensors::SafeEntry| json!({"key": e.name, "type_id": null, "dtype": format!("{:?}", e.dtype), "shape": e.shape, "offset": e.offset, "bytes": e.bytes});
     checkpoint.shards().iter().flat_map(|f| f.entries().iter().map(row)).collect()
 }
 
@@ -108,7 +111,10 @@ fn check(checkpoint: &Checkpoint, name: &str, q: &reference::Packed) -> Result<(
         CliError::Model(ModelError::Weights { path, reason: format!("{name:?}: {reason}") })
     };
     if let Some(at) = q.scales.iter().position(|&b| b >= 0x7F) {
-        return Err(bad(format!("scale byte {:#04x} at block {at}: block scales are finite and not negative", q.scales[at])));
+        return Err(bad(format!(
+            "scale byte {:#04x} at block {at}: block scales are finite and not negative",
+            q.scales[at]
+        )));
     }
     if !(q.global.is_finite() && q.global >= 0.0) {
         return Err(bad(format!("tensor scale {}: it is finite and not negative", q.global)));

@@ -70,10 +70,7 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
     ) -> Tensor<B, D> {
         let c = self.config;
         let (shape, device) = (weight.shape(), weight.device());
-        let zero = || TensorState {
-            steps: 0,
-            moments: AdamwState::zeros(c.state, shape.clone(), &device),
-        };
+        let zero = || TensorState { steps: 0, moments: AdamwState::zeros(c.state, shape.clone(), &device) };
         let mut state = self.states.remove(&id).unwrap_or_else(zero);
         state.steps += 1;
         let step = AdamwStep {

@@ -19,7 +19,6 @@ use burn::{
     backend::Autodiff,
     module::AutodiffModule,
     optim::{GradientsParams, Optimizer},
-
 };
 use model_qwen3::{
     checkpoint::FloatType,
@@ -60,7 +59,11 @@ pub struct Comparison {
 /// If the model or the fixture is broken. Differences are printed, not judged.
 pub fn run(args: ParityArgs) -> Result<(), CliError> {
     let precision = plan::precision(args.compute_dtype);
-    let comparison = device::run(args.device, precision, Parity { model: &args.model, expected: &args.expected, dump: args.dump.as_deref() })?;
+    let comparison = device::run(
+        args.device,
+        precision,
+        Parity { model: &args.model, expected: &args.expected, dump: args.dump.as_deref() },
+    )?;
     for d in &comparison.differences {
         if args.json {
             report::result(json!({"key": d.key, "max": d.max, "frobenius": d.frobenius}).to_string());
@@ -168,7 +171,8 @@ impl Job for Parity<'_> {
 
 /// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0.
 fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Result<(Vec<f32>, Vec<f32>), CliError> {
-    let config = AdamwConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, state: StateKind::F32, chunk_rows: 0 };
+    let config =
+        AdamwConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, state: StateKind::F32, chunk_rows: 0 };
     let mut optimizer = ChunkedAdamw::<B>::new(config, HashSet::new());
     let mut trainee = Trainee::new(model, LossKind::CrossEntropy);
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
@@ -243,7 +247,8 @@ impl Fixture {
     fn labels(&self, key: &str) -> Result<Vec<Vec<i64>>, CliError> {
         let (shape, bytes) = self.read(key, Dtype::I32)?;
         let width = shape.last().copied().unwrap_or(1).max(1);
-        let ids: Vec<i64> = bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]).into()).collect();
+        let ids: Vec<i64> =
+            bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]).into()).collect();
         Ok(ids.chunks(width).map(<[i64]>::to_vec).collect())
     }
 
@@ -257,4 +262,3 @@ impl Fixture {
         Ok(self.ids(key)?.chunks(batch).map(<[Vec<u32>]>::to_vec).collect())
     }
 }
-

@@ -249,8 +249,8 @@ pub fn scaling(arg: ScalesArg) -> Scaling {
 }
 
 fn read_config(path: &Path) -> Result<FitArgs, CliError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|e| CliError::Usage(format!("--config {}: {e}", path.display())))?;
+    let text =
+        std::fs::read_to_string(path).map_err(|e| CliError::Usage(format!("--config {}: {e}", path.display())))?;
     toml::from_str(&text).map_err(|e| CliError::Usage(format!("{}: {e}", path.display())))
 }
 
@@ -266,13 +266,46 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         };
     }
     either!(
-        model, init_config, tokenizer, data, eval_data, val_split, format, synthetic, loss_on, loss,
-        max_seq_length, overlong, recipe, scales, compute_dtype, device, learning_rate,
-        lr_scheduler_type, warmup_steps, num_train_epochs, max_steps, batch_size,
-        gradient_accumulation_steps, max_grad_norm, weight_decay, adam_beta1, adam_beta2,
-        adam_epsilon, optimizer_state_mode, step_chunk_rows, train_last_layers, output_dir,
-        output_dat, eval_steps, save_steps, logging_steps, save_total_limit, sample_prompt,
-        vram_report, seed,
+        model,
+        init_config,
+        tokenizer,
+        data,
+        eval_data,
+        val_split,
+        format,
+        synthetic,
+        loss_on,
+        loss,
+        max_seq_length,
+        overlong,
+        recipe,
+        scales,
+        compute_dtype,
+        device,
+        learning_rate,
+        lr_scheduler_type,
+        warmup_steps,
+        num_train_epochs,
+        max_steps,
+        batch_size,
+        gradient_accumulation_steps,
+        max_grad_norm,
+        weight_decay,
+        adam_beta1,
+        adam_beta2,
+        adam_epsilon,
+        optimizer_state_mode,
+        step_chunk_rows,
+        train_last_layers,
+        output_dir,
+        output_dat,
+        eval_steps,
+        save_steps,
+        logging_steps,
+        save_total_limit,
+        sample_prompt,
+        vram_report,
+        seed,
     )
 }
 

@@ -23,9 +23,9 @@ use burn::{
         backend::{AutodiffBackend, Backend},
     },
     train::{
-        EventProcessorTraining, InferenceStep, ItemLazy, Learner, LearnerEvent, LearnerSummary, LearningComponentsMarker, SupervisedLearningStrategy,
-        SupervisedTraining, SupervisedTrainingEventProcessor, TrainLoader, TrainOutput, TrainStep,
-        TrainingComponents, TrainingItem, TrainingStrategy, ValidLoader,
+        EventProcessorTraining, InferenceStep, ItemLazy, Learner, LearnerEvent, LearnerSummary,
+        LearningComponentsMarker, SupervisedLearningStrategy, SupervisedTraining, SupervisedTrainingEventProcessor,
+        TrainLoader, TrainOutput, TrainStep, TrainingComponents, TrainingItem, TrainingStrategy, ValidLoader,
         logger::InMemoryMetricLogger,
         metric::{
             Adaptor, Metric, MetricAttributes, MetricDefinition, MetricId, MetricMetadata, MetricName, Numeric,
@@ -296,6 +296,7 @@ where
         step += 1;
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
+        give_back_memory::<AB>(&device);
 
         let elapsed = started.elapsed().as_secs_f64();
         let report = StepReport {
@@ -321,6 +322,14 @@ where
     }
     events.process_train(LearnerEvent::EndEpoch(1));
     Ok(())
+}
+
+/// Pools keep freed buffers by exact size: batches of other lengths cannot use them. Once they hold
+/// half as much again as is in use, they are given back.
+fn give_back_memory<B: Nvfp4Backend>(device: &B::Device) {
+    if B::memory_in_use(device).is_some_and(|m| m.reserved > m.in_use / 2 * 3) {
+        B::memory_cleanup(device);
+    }
 }
 
 fn item(report: StepReport, total: usize) -> TrainingItem<StepReport> {

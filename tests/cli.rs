@@ -1,0 +1,150 @@
+//! Wrong flags, wrong files: one table of what is typed, the exit code, and what is said.
+
+use crate::support::files::{ok, run, tiny_model};
+
+#[test]
+fn wrong_input_gets_its_exit_code_and_a_plain_message() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let write = |name: &str, text: &str| std::fs::write(d.join(name), text).unwrap();
+    write("no-tab.tsv", "# comment\nhello\tworld\n\nno tab here\n");
+    write("empty-target.tsv", "a\t \n");
+    write("empty.tsv", "\n# nothing\n");
+    write("bad.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n");
+    write("broken.jsonl", "{\"messages\": [\n");
+    write("norole.jsonl", "{\"messages\": [{\"content\": \"x\"}]}\n");
+    std::fs::write(d.join("latin.tsv"), b"ok\tok\n\xFF\t\xFE\n").unwrap();
+    write("file.unknown", "a\tb\n");
+    write("settings.toml", "learning_rat = 1.0\n");
+    write("types.toml", "batch_size = \"two\"\n");
+    std::fs::create_dir(d.join("nothing")).unwrap();
+    for name in ["bad-config", "bad-tokenizer", "bad-shape"] {
+        tiny_model(&d.join(name), true);
+    }
+    let config = std::fs::read_to_string(d.join("m/config.json")).unwrap();
+    write("bad-config/config.json", &config.replace("\"qwen3\"", "\"llama\""));
+    write("bad-shape/config.json", &config.replace("\"intermediate_size\":96", "\"intermediate_size\":112"));
+    write("bad-tokenizer/tokenizer.json", "{\"model\": {\"type\": \"BPE\", \"vocab\": {}, \"merges\": [\"a b\"]}}");
+    let long = format!("a\t{}\n", "word ".repeat(50));
+    write("long.tsv", &long);
+
+    let fit = |more: &[&str]| -> Vec<String> {
+        let mut args = vec!["fit", "-m", "m", "--device", "cpu", "-o", "out"];
+        args.extend(more);
+        args.into_iter().map(str::to_owned).collect()
+    };
+    let words = |text: &str| -> Vec<String> { text.split(' ').map(str::to_owned).collect() };
+    let table: Vec<(Vec<String>, i32, &str)> = vec![
+        // Flags.
+        (words("fit --no-such-flag"), 2, "unexpected argument"),
+        (fit(&["-d", "m/demo.tsv", "--learning-rate", "fast"]), 2, "invalid value 'fast'"),
+        (fit(&["-d", "m/demo.tsv", "--learning-rate", "7"]), 2, "--learning-rate 7: between 0 and 1"),
+        (fit(&["-d", "m/demo.tsv", "--batch-size", "0"]), 2, "--batch-size 0: at least 1"),
+        (fit(&["-d", "m/demo.tsv", "--max-steps", "0"]), 2, "--max-steps 0"),
+        (fit(&["-d", "m/demo.tsv", "--save-total-limit", "1"]), 2, "at least 2"),
+        (fit(&["-d", "m/demo.tsv", "--recipe", "w5"]), 2, "possible values"),
+        (fit(&["-d", "m/demo.tsv", "--train-last-layers", "9"]), 2, "the model has 2"),
+        (fit(&["-d", "m/demo.tsv", "--max-seq-length", "99999"]), 2, "the model takes at most"),
+        (fit(&["-d", "m/demo.tsv", "--compute-dtype", "bf16"]), 2, "the CPU computes in f32"),
+        (fit(&["-d", "m/demo.tsv", "-c", "settings.toml"]), 2, "unknown field `learning_rat`"),
+        (fit(&["-d", "m/demo.tsv", "-c", "types.toml"]), 2, "batch_size"),
+        (fit(&["-d", "m/demo.tsv", "-c", "none.toml"]), 2, "none.toml"),
+        (fit(&[]), 2, "no training data"),
+        (fit(&["-d", "m/demo.tsv", "--synthetic"]), 2, "--synthetic takes no --data"),
+        (words("fit -d m/demo.tsv"), 2, "no model"),
+        (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p: between 0 and 1"),
+        (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
+        // Data.
+        (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
+        (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),
+        (fit(&["-d", "empty-target.tsv"]), 3, "empty-target.tsv:1: prompt or target is empty"),
+        (fit(&["-d", "empty.tsv"]), 3, "no sequence with a supervised token"),
+        (fit(&["-d", "bad.jsonl"]), 3, "bad.jsonl:1: no assistant message"),
+        (fit(&["-d", "broken.jsonl"]), 3, "broken.jsonl:1: not JSON"),
+        (fit(&["-d", "norole.jsonl"]), 3, "norole.jsonl:1: a message has no \"role\""),
+        (fit(&["-d", "latin.tsv"]), 3, "latin.tsv:2: not UTF-8"),
+        (fit(&["-d", "file.unknown"]), 3, "give --format"),
+        (fit(&["-d", "long.tsv", "--max-seq-length", "32", "--overlong", "error"]), 3, "long.tsv:1:"),
+        (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 rows dropped as too long"),
+        // Models.
+        (words("generate -m none -p hi --device cpu"), 2, "none"),
+        (words("generate -m nothing -p hi --device cpu"), 2, "config.json: no such file"),
+        (words("generate -m bad-config -p hi --device cpu"), 2, "model_type is \"llama\""),
+        (words("generate -m bad-tokenizer -p hi --device cpu"), 2, "tokenizer.json"),
+        (words("generate -m bad-shape -p hi --device cpu"), 6, "config.json asks for [112, 64]"),
+        (words("inspect none.dat"), 2, "none.dat"),
+        (words("convert m out.dat --to dat --dtype nvfp3"), 2, "possible values"),
+        (words("export-dat --checkpoint nothing --output-dat x.dat"), 6, "manifest.json"),
+        (words("export-dat --checkpoint none --output-dat x.dat"), 2, "no such checkpoint folder"),
+        (words("parity -m m --expected m/model.safetensors --device cpu"), 6, "no \"input_ids\""),
+    ];
+    for (args, code, text) in table {
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let out = run(d, &args);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(code), "{args:?}:\n{stderr}");
+        assert!(stderr.contains(text), "{args:?} does not say {text:?}:\n{stderr}");
+        assert!(!stderr.contains("panicked"), "{args:?}:\n{stderr}");
+        assert!(!d.join("out/checkpoint-1").exists());
+        let _ = std::fs::remove_dir_all(d.join("out"));
+    }
+}
+
+#[test]
+fn a_missing_device_is_an_error_and_never_another_device() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(&dir.path().join("m"), true);
+    // No machine has a hundred GPUs.
+    let out = run(dir.path(), &["generate", "-m", "m", "-p", "hi", "--device", "cuda:99"]);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(7), "{stderr}");
+    assert!(stderr.contains("device cuda:99") && !stderr.contains("panicked"), "{stderr}");
+    // What `auto` chose is printed.
+    let out = run(dir.path(), &["generate", "-m", "m", "-p", "hi", "--max-tokens", "1"]);
+    assert!(String::from_utf8_lossy(&out.stderr).contains("device    c"), "cpu or cuda:0");
+}
+
+#[test]
+fn names_that_other_tools_use_work() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let plan = ok(
+        d,
+        &[
+            "fit",
+            "--dry-run",
+            "--input-dat",
+            "m",
+            "--train-data",
+            "m/demo.tsv",
+            "--lr=1e-4",
+            "--epochs",
+            "2",
+            "--iters",
+            "7",
+            "--per_device_train_batch_size",
+            "3",
+            "--grad-clip",
+            "0.5",
+            "--seq_len",
+            "64",
+            "--synthetic=false",
+        ],
+    );
+    for line in [
+        "learning_rate = 0.0001",
+        "num_train_epochs = 2.0",
+        "max_steps = 7",
+        "batch_size = 3",
+        "max_grad_norm = 0.5",
+        "max_seq_length = 64",
+        "synthetic = false",
+        "seed = 42",
+        "recipe = \"w4\"",
+    ] {
+        assert!(plan.lines().any(|l| l == line), "{line:?} is missing in:\n{plan}");
+    }
+    assert!(!d.join("runs").exists(), "a dry run writes nothing");
+}

@@ -1,0 +1,147 @@
+//! `.dat` files come back byte for byte, conversions say what they do, and a run at rate 0 changes
+//! nothing.
+
+use crate::support::files::{ok, run, tiny_model};
+use model_qwen3::{
+    ModelError,
+    checkpoint::{Checkpoint, Stored, Tensors},
+    convert::write_dat,
+};
+use std::path::Path;
+
+fn rewritten(path: &Path) -> Vec<u8> {
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let failed = |e| ModelError::Io { path: path.to_owned(), source: e };
+    write_dat(&checkpoint, checkpoint.dat(), Vec::new(), failed).unwrap()
+}
+
+#[test]
+fn reading_and_writing_a_dat_gives_the_same_bytes() {
+    let dir = tempfile::tempdir().unwrap();
+    for tied in [true, false] {
+        let model = dir.path().join(format!("tied-{tied}"));
+        tiny_model(&model, tied);
+        for (dtype, scales) in [("f16", "two"), ("bf16", "two"), ("f32", "two"), ("nvfp4", "two"), ("nvfp4", "single")]
+        {
+            let dat = dir.path().join(format!("{tied}-{dtype}-{scales}.dat"));
+            let (from, to) = (model.to_str().unwrap(), dat.to_str().unwrap());
+            ok(dir.path(), &["convert", from, to, "--to", "dat", "--dtype", dtype, "--scales", scales]);
+            assert_eq!(rewritten(&dat), std::fs::read(&dat).unwrap(), "{dtype} {scales}");
+            ok(dir.path(), &["inspect", to, "--verify"]);
+        }
+    }
+}
+
+#[test]
+fn f32_survives_every_container() {
+    let dir = tempfile::tempdir().unwrap();
+    let model = dir.path().join("m");
+    tiny_model(&model, true);
+    let (m, dat, back) = ("m", "m.dat", "back/model.safetensors");
+    std::fs::create_dir(dir.path().join("back")).unwrap();
+    ok(dir.path(), &["convert", m, dat, "--to", "dat", "--dtype", "f32"]);
+    ok(dir.path(), &["convert", dat, back, "--to", "safetensors", "--dtype", "f32"]);
+    let (a, b) = (Checkpoint::open(&model).unwrap(), Checkpoint::open(&dir.path().join("back")).unwrap());
+    let sorted = |c: &Checkpoint| {
+        let mut names = c.names();
+        names.sort();
+        names
+    };
+    assert_eq!(sorted(&a), sorted(&b));
+    for name in a.names() {
+        assert_eq!(a.read_dense(&name).unwrap(), b.read_dense(&name).unwrap(), "{name}");
+    }
+}
+
+#[test]
+fn nvfp4_safetensors_hold_the_same_codes_as_dat() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(&dir.path().join("m"), false);
+    ok(dir.path(), &["convert", "m", "q.dat", "--to", "dat", "--dtype", "nvfp4"]);
+    ok(dir.path(), &["convert", "m", "q.safetensors", "--to", "safetensors", "--dtype", "nvfp4"]);
+    let a = Checkpoint::open(&dir.path().join("q.dat")).unwrap();
+    let b = Checkpoint::open(&dir.path().join("q.safetensors")).unwrap();
+    let mut packed = 0;
+    for name in a.names() {
+        assert_eq!(a.stored(&name), b.stored(&name), "{name}");
+        if let Some(Stored::Packed { .. }) = a.stored(&name) {
+            assert_eq!(a.read_packed(&name).unwrap(), b.read_packed(&name).unwrap(), "{name}");
+            packed += 1;
+        }
+    }
+    assert_eq!(packed, 2 * 7 + 1);
+}
+
+#[test]
+fn rate_zero_then_export_like_is_the_identity() {
+    let dir = tempfile::tempdir().unwrap();
+    for (tied, scales) in [(true, "two"), (true, "single"), (false, "two"), (false, "single")] {
+        let folder = dir.path().join(format!("{tied}-{scales}"));
+        tiny_model(&folder, tied);
+        ok(
+            &folder,
+            &["convert", "model.safetensors", "model.dat", "--to", "dat", "--dtype", "nvfp4", "--scales", scales],
+        );
+        ok(
+            &folder,
+            &[
+                "fit",
+                "-m",
+                "model.dat",
+                "-d",
+                "demo.tsv",
+                "-o",
+                "run",
+                "--learning-rate",
+                "0",
+                "--weight-decay",
+                "0.1",
+                "--max-steps",
+                "2",
+                "--batch-size",
+                "2",
+                "--grad-accum",
+                "1",
+                "--device",
+                "cpu",
+                "--eval-steps",
+                "0",
+                "--val-split",
+                "0",
+            ],
+        );
+        let args = [
+            "export-dat",
+            "--checkpoint",
+            "run/checkpoint-2",
+            "--output-dat",
+            "out.dat",
+            "--like",
+            "model.dat",
+            "--device",
+            "cpu",
+        ];
+        ok(&folder, &args);
+        let original = std::fs::read(folder.join("model.dat")).unwrap();
+        assert!(original == std::fs::read(folder.join("out.dat")).unwrap(), "tied {tied}, {scales}: bytes differ");
+        assert!(
+            original == std::fs::read(folder.join("run/final/model.dat")).unwrap(),
+            "tied {tied}, {scales}: final differs"
+        );
+    }
+}
+
+#[test]
+fn an_input_is_never_overwritten() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(&dir.path().join("m"), true);
+    ok(dir.path(), &["convert", "m", "a.dat", "--to", "dat", "--dtype", "f16"]);
+    std::fs::hard_link(dir.path().join("a.dat"), dir.path().join("b.dat")).unwrap();
+    let before = std::fs::read(dir.path().join("a.dat")).unwrap();
+    for output in ["a.dat", "./a.dat", "b.dat"] {
+        let out = run(dir.path(), &["convert", "a.dat", output, "--to", "dat", "--dtype", "nvfp4"]);
+        assert_eq!(out.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&out.stderr).contains("never overwritten"));
+    }
+    assert_eq!(std::fs::read(dir.path().join("a.dat")).unwrap(), before);
+}

@@ -1,0 +1,221 @@
+//! Broken files give a typed error that names entry and offset: no panic, and no allocation beyond
+//! what the file holds.
+
+use crate::support::files::{ok, run, tiny_model};
+use model_qwen3::{
+    ModelError,
+    checkpoint::{Checkpoint, Tensors},
+    dat::{DatFile, DatWriter, ElementType},
+};
+use std::path::{Path, PathBuf};
+
+/// A small NVFP4 file with every kind of entry.
+fn small_dat() -> Vec<u8> {
+    let mut w = DatWriter::new(Vec::new(), 4).unwrap();
+    let mut put = |key: &str, element, dims: &[usize], byte: u8| {
+        w.entry(key, element, dims).unwrap();
+        let len = dims.iter().product::<usize>() * element.size();
+        w.payload(&vec![byte; len]).unwrap();
+    };
+    put("model.norm.weight", ElementType::F16, &[16], 0x3C);
+    put("lm_head.weight.qdata", ElementType::U8, &[2, 8], 0x21);
+    put("lm_head.weight.scale", ElementType::F8E4m3, &[2, 1], 0x38);
+    put("lm_head.weight.scale_2", ElementType::F32, &[1], 0x3C);
+    w.finish()
+}
+
+fn open(dir: &Path, bytes: &[u8]) -> Result<Checkpoint, ModelError> {
+    let path: PathBuf = dir.join("x.dat");
+    std::fs::write(&path, bytes).unwrap();
+    Checkpoint::open(&path)
+}
+
+fn error(dir: &Path, bytes: &[u8]) -> String {
+    open(dir, bytes).map(|_| ()).expect_err("a broken file was accepted").to_string()
+}
+
+#[test]
+fn truncation_at_every_byte() {
+    let dir = tempfile::tempdir().unwrap();
+    let whole = small_dat();
+    open(dir.path(), &whole).unwrap();
+    for cut in 0..whole.len() {
+        let text = error(dir.path(), &whole[..cut]);
+        assert!(
+            text.contains("at byte") && (text.contains("entry") || text.contains("header")),
+            "cut at {cut}: {text}"
+        );
+    }
+    let mut longer = whole;
+    longer.push(0);
+    assert!(error(dir.path(), &longer).contains("1 bytes left behind the last of 4 entries"));
+}
+
+/// One entry with these header bytes behind a good key.
+fn entry(count: &[u8], key: &[u8], rest: &[u8]) -> Vec<u8> {
+    [count, &[key.len() as u8], key, rest].concat()
+}
+
+#[test]
+fn numbers_that_lie() {
+    let dir = tempfile::tempdir().unwrap();
+    let long = [0x80u8; 12];
+    let huge = [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x01];
+    let too_big = [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x02];
+    let at = |rest: &[u8]| entry(&[1], b"k", rest);
+    let cases: Vec<(&str, Vec<u8>)> = vec![
+        ("more than 64 bits", long.to_vec()),
+        ("more than 64 bits", too_big.to_vec()),
+        ("zero last byte", vec![0x81, 0x00]),
+        ("more than 64 bits", [&[1u8][..], &long].concat()),
+        ("more than 64 bits", at(&long)),
+        ("more than 64 bits", at(&[&[6u8][..], &long].concat())),
+        ("more than 64 bits", at(&[&[6u8, 1][..], &long].concat())),
+        ("entry 0", huge.to_vec()),
+        ("key of", [&[1u8][..], &huge].concat()),
+        ("key of 0 bytes", vec![1, 0, 6, 1, 1]),
+        ("not UTF-8", entry(&[1], &[0xFF, 0xFE], &[6, 1, 1])),
+        ("control characters", entry(&[1], b"a\0b", &[6, 1, 1])),
+        ("rank", at(&[6, 9])),
+        ("rank", at(&[&[6u8][..], &huge].concat())),
+        ("bytes left in file", at(&[&[6u8, 1][..], &huge].concat())),
+        ("bytes left in file", at(&[&[6u8, 2][..], &huge, &huge].concat())),
+        ("bytes left in file", at(&[0, 1, 5, 1, 2, 3])),
+        ("holds nothing", at(&[6, 1, 0])),
+    ];
+    for (expected, bytes) in cases {
+        let text = error(dir.path(), &bytes);
+        assert!(text.contains(expected), "{bytes:?}: {text}");
+    }
+    let known = [0u64, 1, 2, 3, 4, 5, 6, 7, 11, 15, 100, 101];
+    for id in 0..=255u64 {
+        let mut bytes = entry(&[1], b"k", &[]);
+        bytes.extend(if id < 128 { vec![id as u8] } else { vec![id as u8 & 0x7F | 0x80, (id >> 7) as u8] });
+        bytes.extend([1, 1]);
+        bytes.extend([0; 8]);
+        let path = dir.path().join("t.dat");
+        std::fs::write(&path, &bytes).unwrap();
+        let text = DatFile::open(&path).map(|_| ()).map_err(|e| e.to_string());
+        let refused = matches!(&text, Err(t) if t.contains(&format!("unknown type id {id}")));
+        assert_eq!(refused, !known.contains(&id), "type id {id}: {text:?}");
+    }
+}
+
+#[test]
+fn a_huge_sparse_file_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("sparse.dat");
+    let file = std::fs::File::create(&path).unwrap();
+    file.set_len(1 << 40).unwrap();
+    // Zero bytes: no entries, and a terabyte behind them.
+    assert!(DatFile::open(&path).unwrap_err().to_string().contains("left behind the last of 0 entries"));
+}
+
+#[test]
+fn pairs_that_do_not_pair() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |entries: &[(&str, ElementType, &[usize])]| {
+        let mut w = DatWriter::new(Vec::new(), entries.len()).unwrap();
+        for (key, element, dims) in entries {
+            w.entry(key, *element, dims).unwrap();
+            w.payload(&vec![0x38; dims.iter().product::<usize>() * element.size()]).unwrap();
+        }
+        w.finish()
+    };
+    use ElementType::{F8E4m3, F16, F32, I64, U8};
+    let q = ("x.weight.qdata", U8, &[2usize, 8][..]);
+    let s = ("x.weight.scale", F8E4m3, &[2usize, 1][..]);
+    for (expected, bytes) in [
+        ("has no \"x.weight.scale\"", file(&[q])),
+        ("has no \"x.weight.qdata\"", file(&[s])),
+        ("has no \"x.weight.qdata\"", file(&[("x.weight.scale_2", F32, &[1])])),
+        ("same key", file(&[q, s, q])),
+        ("not E4M3", file(&[q, ("x.weight.scale", F16, &[2, 1])])),
+        ("are needed", file(&[q, ("x.weight.scale", F8E4m3, &[2, 2])])),
+        ("are needed", file(&[("x.weight.qdata", U8, &[2, 9]), s])),
+        ("one f32", file(&[q, s, ("x.weight.scale_2", F16, &[1])])),
+        ("stored twice", file(&[q, s, ("x.weight", F16, &[2, 16])])),
+        ("weights are f16", file(&[("x.weight", I64, &[2])])),
+    ] {
+        let text = error(dir.path(), &bytes);
+        assert!(text.contains(expected), "{expected}: {text}");
+    }
+    // The origin's other spelling pairs too.
+    let c = open(dir.path(), &file(&[("x.qdata", U8, &[2, 8]), ("x.scale", F8E4m3, &[2, 1])])).unwrap();
+    assert_eq!(c.names(), ["x.weight"]);
+}
+
+#[test]
+fn every_flipped_bit_is_an_error_or_another_value_but_never_a_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let whole = small_dat();
+    for bit in 0..whole.len() * 8 {
+        let mut bytes = whole.clone();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        if let Ok(checkpoint) = open(dir.path(), &bytes) {
+            for name in checkpoint.names() {
+                let _ = checkpoint.read_dense(&name);
+                let _ = checkpoint.read_packed(&name);
+            }
+        }
+    }
+}
+
+#[test]
+fn bad_scales_and_values_are_refused_by_the_program() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("m");
+    tiny_model(&folder, true);
+    ok(&folder, &["convert", "model.safetensors", "m.dat", "--to", "dat", "--dtype", "nvfp4"]);
+    std::fs::remove_file(folder.join("model.safetensors")).unwrap();
+    let path = folder.join("m.dat");
+    let good = std::fs::read(&path).unwrap();
+    let dat = DatFile::open(&path).unwrap();
+    let offset = |suffix: &str| dat.entries().iter().find(|e| e.key.ends_with(suffix)).unwrap().offset as usize;
+    let generate = ["generate", "-m", "m.dat", "-p", "hi", "--device", "cpu", "--max-tokens", "1"];
+    ok(&folder, &generate);
+    for (what, at, bytes) in [
+        ("scale byte 0x7f", offset("q_proj.weight.scale"), &[0x7F][..]),
+        ("scale byte 0xff", offset("q_proj.weight.scale"), &[0xFF][..]),
+        ("scale byte 0xb8", offset("q_proj.weight.scale"), &[0xB8][..]),
+        ("tensor scale NaN", offset("q_proj.weight.scale_2"), &[0, 0, 0xC0, 0x7F][..]),
+        ("tensor scale -1", offset("q_proj.weight.scale_2"), &[0, 0, 0x80, 0xBF][..]),
+        ("NaN at value 0", offset("model.norm.weight"), &[0, 0x7E][..]),
+    ] {
+        let mut bad = good.clone();
+        bad[at..at + bytes.len()].copy_from_slice(bytes);
+        std::fs::write(&path, bad).unwrap();
+        for args in [&generate[..], &["inspect", "m.dat", "--verify"]] {
+            let out = run(&folder, args);
+            let text = String::from_utf8_lossy(&out.stderr).into_owned();
+            assert_eq!(out.status.code(), Some(6), "{what}: {text}");
+            assert!(text.contains(what) && text.contains(".weight"), "{what}: {text}");
+        }
+    }
+}
+
+#[test]
+fn broken_safetensors_indices() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("m");
+    tiny_model(&folder, true);
+    let index = folder.join("model.safetensors.index.json");
+    let names = Checkpoint::open(&folder).unwrap().names();
+    let map = |shard: &str| -> serde_json::Value {
+        let map: serde_json::Map<_, _> = names.iter().map(|n| (n.clone(), shard.into())).collect();
+        serde_json::json!({"weight_map": map})
+    };
+    std::fs::write(&index, map("model.safetensors").to_string()).unwrap();
+    Checkpoint::open(&folder).unwrap();
+    for (expected, text) in [
+        ("not a plain file name", map("../m/model.safetensors").to_string()),
+        ("not a plain file name", map("/etc/passwd").to_string()),
+        ("no such file", map("missing.safetensors").to_string()),
+        ("does not place there", serde_json::json!({"weight_map": {"a": "model.safetensors"}}).to_string()),
+        ("expected", "{".into()),
+    ] {
+        std::fs::write(&index, text).unwrap();
+        let error = Checkpoint::open(&folder).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(expected) || expected == "expected", "{error}");
+    }
+}

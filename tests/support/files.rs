@@ -1,0 +1,88 @@
+//! Model folders for tests, and the real program as a process.
+
+use crate::support::{Cpu, golden, golden_bytes};
+use backend_nvfp4::{LinearSpec, Precision, Recipe, Scaling};
+use model_qwen3::{ModelError, config::Qwen3Config, convert::write_safetensors, weights};
+use std::{
+    io::Read,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    sync::OnceLock,
+};
+
+pub(crate) const F32: LinearSpec =
+    LinearSpec { recipe: Recipe::Bf16, scaling: Scaling::Two, precision: Precision::F32 };
+
+/// The demo's files, from the sources.
+pub(crate) fn demo_file(name: &str) -> PathBuf {
+    golden("").join("../../train-cli/assets/demo").join(name)
+}
+
+/// A folder with the demo's tokenizer, a smaller Qwen3 shape, random weights and training rows.
+pub(crate) fn tiny_model(folder: &Path, tied: bool) {
+    std::fs::create_dir_all(folder).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "demo.tsv"] {
+        std::fs::copy(demo_file(name), folder.join(name)).unwrap();
+    }
+    let text = std::fs::read_to_string(demo_file("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    for (key, value) in [("hidden_size", 64), ("intermediate_size", 96), ("num_hidden_layers", 2)] {
+        config[key] = value.into();
+    }
+    config["tie_word_embeddings"] = tied.into();
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+    let model = weights::random::<Cpu>(&config, F32, 11, &Default::default());
+    let path = folder.join("model.safetensors");
+    let out = std::fs::File::create(&path).unwrap();
+    let failed = |e| ModelError::Io { path: path.clone(), source: e };
+    write_safetensors(&weights::Live::new(&model), out, failed).unwrap();
+}
+
+/// Qwen's real tokenizer, unpacked once into `folder`.
+pub(crate) fn real_tokenizer(folder: &Path) -> PathBuf {
+    let packed = golden_bytes("tokenizer/tokenizer.json.gz");
+    let mut text = String::new();
+    flate2::read::GzDecoder::new(&packed[..]).read_to_string(&mut text).unwrap();
+    let path = folder.join("tokenizer.json");
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+/// The program. It is built here if the test run did not build it.
+pub(crate) fn program() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
+        if let Some(path) = std::env::var_os("TRAIN_CLI") {
+            return path.into();
+        }
+        let test = std::env::current_exe().unwrap();
+        let folder = test.parent().and_then(Path::parent).unwrap().to_owned();
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo.args(["build", "--quiet", "--package", "train-cli"]);
+        if folder.ends_with("release") {
+            cargo.arg("--release");
+        }
+        assert!(cargo.current_dir(env!("CARGO_MANIFEST_DIR")).status().unwrap().success());
+        folder.join("train-cli")
+    })
+}
+
+/// `train-cli` with these words, to be run in `folder`.
+pub(crate) fn command(folder: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(program());
+    command.args(args).current_dir(folder).stdin(Stdio::null());
+    command
+}
+
+pub(crate) fn run(folder: &Path, args: &[&str]) -> Output {
+    command(folder, args).output().unwrap()
+}
+
+/// Runs a command that must succeed and returns its standard output.
+pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
+    let out = run(folder, args);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{args:?} ended with {}:\n{stderr}", out.status);
+    String::from_utf8(out.stdout).unwrap()
+}

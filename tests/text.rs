@@ -1,0 +1,56 @@
+//! Text in and out equals Hugging Face's: chat templates, token ids, streamed characters.
+
+use crate::support::{files::real_tokenizer, golden_bytes};
+use model_qwen3::{
+    chat_template::{ChatTemplate, RenderOptions},
+    tokenizer::{TextStream, Tokenizer},
+};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+#[test]
+fn chat_templates_render_as_hugging_face_does() {
+    let template = |name: &str| {
+        let source = golden_bytes(&format!("chat/qwen3-{name}.jinja"));
+        ChatTemplate::new(String::from_utf8(source).unwrap()).unwrap()
+    };
+    let (instruct, thinking) = (template("instruct-2507"), template("thinking"));
+    let cases: Vec<Value> = serde_json::from_slice(&golden_bytes("chat/chat.json")).unwrap();
+    assert!(cases.len() > 100);
+    for case in &cases {
+        let template = if case["template"] == "thinking" { &thinking } else { &instruct };
+        let options = RenderOptions {
+            tools: Some(&case["tools"]).filter(|t| !t.is_null()),
+            add_generation_prompt: case["add_generation_prompt"].as_bool().unwrap(),
+            enable_thinking: case["enable_thinking"].as_bool(),
+        };
+        let text = template.render(case["messages"].as_array().unwrap(), options).unwrap();
+        assert_eq!(text, case["expected"].as_str().unwrap(), "{} of {}", case["name"], case["template"]);
+    }
+}
+
+#[test]
+fn the_real_tokenizer_gives_hugging_faces_ids() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = real_tokenizer(dir.path());
+    let golden: Value = serde_json::from_slice(&golden_bytes("tokenizer/encodings.json")).unwrap();
+    let digest: String = Sha256::digest(std::fs::read(&path).unwrap()).iter().map(|b| format!("{b:02x}")).collect();
+    assert_eq!(golden["tokenizer_sha256"], digest);
+    let tokenizer = Tokenizer::from_file(&path).unwrap();
+    for case in golden["encodings"].as_array().unwrap() {
+        let text = case["text"].as_str().unwrap();
+        let ids: Vec<u32> = case["ids"].as_array().unwrap().iter().map(|i| i.as_u64().unwrap() as u32).collect();
+        assert_eq!(tokenizer.encode(text).unwrap(), ids, "{text:?}");
+
+        // Streaming shows the same text, piece by piece, and no half characters.
+        let mut stream = TextStream::default();
+        let mut shown = String::new();
+        for id in &ids {
+            let piece = stream.push(*id, &tokenizer).unwrap();
+            assert!(!piece.contains('\u{FFFD}') || text.contains('\u{FFFD}'), "{text:?} showed {piece:?}");
+            shown += &piece;
+        }
+        shown += &stream.finish(&tokenizer).unwrap();
+        assert_eq!(shown, tokenizer.decode(&ids).unwrap(), "{text:?}");
+    }
+}

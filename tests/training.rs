@@ -1,0 +1,287 @@
+//! A run is exact: accumulation weighs tokens, a resumed run is the uninterrupted one bit for bit
+//! (also after a kill), frozen blocks stay, reports hold what they promise.
+
+use crate::support::{
+    Cpu,
+    files::{F32, command, demo_file, ok, run, tiny_model},
+};
+use backend_nvfp4::{LinearSpec, Nvfp4Backend, Recipe};
+use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, train::TrainStep};
+use model_qwen3::{
+    checkpoint::{Checkpoint, Tensors},
+    config::Qwen3Config,
+    weights,
+};
+use std::{
+    path::Path,
+    process::Stdio,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use train_cli::{
+    data::{self, MicroBatch, Order},
+    plan::LossKind,
+    train::{Trainee, global_norm},
+};
+
+/// Loss and gradient norm of one optimizer step over four samples of unequal length.
+fn step<B: Nvfp4Backend>(batch_size: usize, recipe: Recipe) -> (f32, f32) {
+    let config = Qwen3Config::from_file(&demo_file("config.json")).unwrap();
+    let spec = LinearSpec { recipe, ..F32 };
+    let model = weights::random::<Autodiff<B>>(&config, spec, 5, &Default::default());
+    let trainee = Trainee::new(model, LossKind::CrossEntropy);
+    let samples: Vec<_> = [9, 4, 17, 6]
+        .iter()
+        .zip(data::synthetic(4, 20, 500, 3))
+        .map(|(&len, mut s)| {
+            s.ids.truncate(len);
+            s.supervised.truncate(len);
+            s.supervised[len / 2] = false;
+            s
+        })
+        .collect();
+    let order = Order {
+        samples: Arc::new(samples),
+        batch_size,
+        accumulation: 4 / batch_size,
+        steps: 1,
+        limit: 4,
+        seed: 0,
+        start: 0,
+    };
+    let mut accumulator = burn::optim::GradientsAccumulator::new();
+    let mut loss = 0.0;
+    for batch in order.step(0) {
+        let out = TrainStep::step(&trainee, batch);
+        loss += out.item.loss;
+        accumulator.accumulate(&trainee, out.grads);
+    }
+    (loss, global_norm(&trainee, &accumulator.grads()).unwrap())
+}
+
+#[test]
+fn four_by_one_is_two_by_two_is_one_by_four() {
+    for recipe in [Recipe::Bf16, Recipe::W4] {
+        let (loss, norm) = step::<Cpu>(4, recipe);
+        for batch_size in [2, 1] {
+            let (l, n) = step::<Cpu>(batch_size, recipe);
+            assert!((l - loss).abs() < 1e-6 * loss, "batches of {batch_size}: loss {l}, {loss}");
+            assert!((n - norm).abs() < 1e-5 * norm, "batches of {batch_size}: norm {n}, {norm}");
+        }
+    }
+}
+
+#[test]
+fn padding_does_not_leak() {
+    let config = Qwen3Config::from_file(&demo_file("config.json")).unwrap();
+    let model = weights::random::<Autodiff<Cpu>>(&config, F32, 5, &Default::default());
+    let trainee = Trainee::new(model, LossKind::CrossEntropy);
+    let samples = data::synthetic(1, 12, 500, 3);
+    let alone = MicroBatch::new(&[&samples[0]], 11);
+    let mut padded = alone.clone();
+    padded.ids.push(vec![1; 20]);
+    padded.supervised.push(vec![false; 20]);
+    let grads = |batch: &MicroBatch| {
+        let loss = trainee.batch_loss(batch);
+        let value: f32 = loss.clone().into_scalar();
+        (value, global_norm(&trainee, &GradientsParams::from_grads(loss.backward(), &trainee)).unwrap())
+    };
+    let ((a, na), (b, nb)) = (grads(&alone), grads(&padded));
+    assert!((a - b).abs() < 1e-6 * a && (na - nb).abs() < 1e-5 * na, "{a} {b} {na} {nb}");
+    let _ = trainee.valid();
+}
+
+const FIT: [&str; 21] = [
+    "fit",
+    "-m",
+    "m",
+    "-d",
+    "m/demo.tsv",
+    "--device",
+    "cpu",
+    "--learning-rate",
+    "1e-3",
+    "--batch-size",
+    "2",
+    "--grad-accum",
+    "2",
+    "--max-steps",
+    "12",
+    "--save-steps",
+    "3",
+    "--eval-steps",
+    "5",
+    "--val-split",
+    "0.1",
+];
+
+fn fit(dir: &Path, output: &str, more: &[&str]) -> Vec<String> {
+    let mut args: Vec<String> = FIT.iter().map(|s| (*s).to_owned()).collect();
+    args.extend(["-o".to_owned(), output.to_owned()]);
+    args.extend(more.iter().map(|s| (*s).to_owned()));
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    ok(dir, &words);
+    args
+}
+
+fn same_file(a: &Path, b: &Path) {
+    assert!(std::fs::read(a).unwrap() == std::fs::read(b).unwrap(), "{} and {} differ", a.display(), b.display());
+}
+
+#[test]
+fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for state in ["int8", "f32"] {
+        let whole = format!("whole-{state}");
+        fit(d, &whole, &["--optimizer-state-mode", state]);
+
+        // Killed without warning as soon as a first checkpoint is there.
+        let killed = format!("killed-{state}");
+        let mut words = FIT.to_vec();
+        words.extend(["-o", &killed, "--optimizer-state-mode", state]);
+        let mut child = command(d, &words).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(120);
+        while !d.join(&killed).join("checkpoint-3").exists() {
+            assert!(Instant::now() < deadline && child.try_wait().unwrap().is_none(), "no checkpoint appeared");
+            std::thread::yield_now();
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!d.join(&killed).join("train_results.json").exists(), "the run ended before it was killed");
+
+        ok(d, &["fit", "--resume-from-checkpoint", "-o", &killed]);
+        for name in ["model.safetensors", "optimizer.safetensors"] {
+            let of = |run: &str| d.join(run).join("checkpoint-12").join(name);
+            same_file(&of(&whole), &of(&killed));
+        }
+        same_file(&d.join(&whole).join("final/model.dat"), &d.join(&killed).join("final/model.dat"));
+    }
+}
+
+#[test]
+fn resume_refuses_other_settings_other_data_and_broken_checkpoints() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fit(d, "r", &[]);
+    let refused = |args: &[&str], code: i32, text: &str| {
+        let out = run(d, args);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(code), "{args:?}: {stderr}");
+        assert!(stderr.contains(text), "{args:?}: {stderr}");
+    };
+    refused(&["fit", "--resume", "-o", "r", "--lr", "2e-3"], 2, "--learning-rate is 0.002");
+    refused(&["fit", "-m", "m", "-d", "m/demo.tsv", "-o", "r"], 2, "is not empty");
+    refused(&["fit", "--resume-from-checkpoint", "r/none", "-o", "r"], 2, "no such checkpoint");
+
+    // The newest checkpoint is damaged: the one before is taken, aloud.
+    let model = d.join("r/checkpoint-12/model.safetensors");
+    let mut bytes = std::fs::read(&model).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&model, bytes).unwrap();
+    refused(&["fit", "--resume-from-checkpoint", "r/checkpoint-12", "-o", "r"], 6, "SHA-256");
+    let out = run(d, &["fit", "--resume", "-o", "r"]);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(stderr.contains("skipping r/checkpoint-12") && stderr.contains("r/checkpoint-9 · step 9"), "{stderr}");
+
+    std::fs::write(d.join("m/demo.tsv"), "a\tb\n".repeat(20)).unwrap();
+    refused(&["fit", "--resume-from-checkpoint", "r/checkpoint-9", "-o", "r"], 2, "training data changed");
+}
+
+#[test]
+fn last_layers_move_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fit(d, "r", &["--train-last-layers", "1", "--recipe", "w4a4"]);
+    let before = Checkpoint::open(&d.join("m")).unwrap();
+    let after = Checkpoint::open(&d.join("r/checkpoint-12/model.safetensors")).unwrap();
+    for name in before.names() {
+        let moved = before.read_dense(&name).unwrap() != after.read_dense(&name).unwrap();
+        let trained = name.starts_with("model.layers.1.") || name == "model.norm.weight";
+        assert_eq!(moved, trained, "{name}");
+    }
+}
+
+#[test]
+fn reports_and_run_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    ok(
+        d,
+        &[
+            "fit",
+            "-m",
+            "m",
+            "--synthetic",
+            "--max-seq-length",
+            "16",
+            "--max-steps",
+            "1",
+            "--loss",
+            "scalar",
+            "--device",
+            "cpu",
+            "--vram-report",
+            "vram.json",
+            "-o",
+            "r",
+            "--batch_size=1",
+            "--grad-accum=1",
+            "--step-chunk-rows",
+            "8",
+        ],
+    );
+    let json =
+        |name: &str| -> serde_json::Value { serde_json::from_slice(&std::fs::read(d.join(name)).unwrap()).unwrap() };
+    let report = json("vram.json");
+    let phases: Vec<&str> =
+        report["Samples"].as_array().unwrap().iter().map(|s| s["Phase"].as_str().unwrap()).collect();
+    assert_eq!(
+        phases,
+        ["start", "model_loaded", "batch_ready", "zero_grad_done", "backward_done", "optimizer_step_done"]
+    );
+    assert!(report["Pid"].is_number() && report["Samples"][0]["PidMemoryMiB"].as_u64().unwrap() > 0);
+    let line = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
+    let line: serde_json::Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
+    assert!(line["loss"].as_f64().unwrap() > 0.0 && line["grad_norm"].as_f64().unwrap() > 0.0);
+    assert_eq!(json("r/train_results.json")["global_step"], 1);
+    for name in ["config.toml", "run.json", "checkpoint-1/manifest.json", "final/manifest.json", "final/tokenizer.json"]
+    {
+        assert!(d.join("r").join(name).exists(), "{name}");
+    }
+    // The run folder's config repeats the run.
+    ok(d, &["fit", "-c", "r/config.toml", "-o", "again"]);
+    same_file(&d.join("r/checkpoint-1/model.safetensors"), &d.join("again/checkpoint-1/model.safetensors"));
+}
+
+#[test]
+fn the_demo_learns_exports_and_answers() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let out = run(d, &["fit", "--demo", "-o", "run"]);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{stderr}");
+    for text in [
+        "after     Who are you? → I am a tiny Qwen3",
+        "after     你是誰？ → 我是用 Rust",
+        "codes changed",
+        "16/16 greedy",
+        "next:",
+    ] {
+        assert!(stderr.contains(text), "{text} is missing in:\n{stderr}");
+    }
+    // The exported file gives the trained answer and stops by itself; so does W4A4.
+    for more in [&[][..], &["--w4a4"]] {
+        let mut args =
+            vec!["generate", "-m", "run/final/model.dat", "-p", "你是誰？", "--temp", "0", "--json", "--device", "cpu"];
+        args.extend(more);
+        let answer: serde_json::Value = serde_json::from_str(&ok(d, &args)).unwrap();
+        assert_eq!(answer["stop"], "stop", "{answer}");
+        assert!(answer["text"].as_str().unwrap().contains("Rust"), "{answer}");
+    }
+}
