@@ -1,5 +1,8 @@
 //! What the project promises, one module a promise. One binary, so that the backends are linked once.
 
+// A test that fails says so by panicking.
+#![allow(clippy::unwrap_used, clippy::print_stderr)]
+
 mod support;
 
 mod cache;

@@ -6,8 +6,8 @@ use backend_nvfp4::{
     Block, Nvfp4Backend, Nvfp4Tensor, QuantizeSpec, Rounding, Scaling, Stream, View,
     reference::{self, Packed},
 };
-use burn::tensor::DType;
-use burn_cubecl::CubeRuntime;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_cubecl::{CubeRuntime, kernel::into_contiguous};
 use half::bf16;
 use safetensors::SafeTensors;
 use std::collections::BTreeSet;
@@ -124,8 +124,8 @@ fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
 fn hadamard_equals_reference<R: CubeRuntime>() {
     let x = Random::new(3).normals(64 * 48, 1.0);
     let device = R::Device::default();
-    let input = matrix::<Cube<R>>(&x, 64, 48, &device).into_primitive().tensor();
-    let output = matrix::<Cube<R>>(&vec![f32::NAN; x.len()], 64, 48, &device);
+    let input = into_contiguous(matrix::<Cube<R>>(&x, 64, 48, &device).into_primitive().tensor());
+    let output = poisoned::<R>(x.len());
     let signs = kernels_cubecl::hadamard::SIGNS;
     let client = input.client.clone();
     kernels_cubecl::hadamard::hadamard(
@@ -139,6 +139,11 @@ fn hadamard_equals_reference<R: CubeRuntime>() {
     assert_eq!(host(output), reference::hadamard(&x, signs));
 }
 
+/// A flat output that shows what a kernel did not write. (CUDA pads the rows of matrices.)
+fn poisoned<R: CubeRuntime>(len: usize) -> Tensor<Cube<R>, 1> {
+    Tensor::from_data(TensorData::new(vec![f32::NAN; len], [len]), (&R::Device::default(), DType::F32))
+}
+
 /// The transpose: swapped strides going in, `transpose` coming out.
 fn transposed_equals_reference<R: CubeRuntime>() {
     use kernels_cubecl::{dequantize::dequantize, quantize};
@@ -148,10 +153,10 @@ fn transposed_equals_reference<R: CubeRuntime>() {
     let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: NEAREST };
     let view = View::transposed(rows, cols);
     let expected = reference::quantize(&x, view, spec);
-    let input = matrix::<Cube<R>>(&x, rows, cols, &device).into_primitive().tensor();
+    let input = into_contiguous(matrix::<Cube<R>>(&x, rows, cols, &device).into_primitive().tensor());
     let words = |n: usize| crate::support::words::<Cube<R>>(vec![u32::MAX; n], &device).into_primitive();
-    let bytes = burn::tensor::Tensor::<Cube<R>, 1, burn::tensor::Int>::from_data(
-        burn::tensor::TensorData::new(vec![0u8; expected.scales.len()], [expected.scales.len()]),
+    let bytes = Tensor::<Cube<R>, 1, Int>::from_data(
+        TensorData::new(vec![0u8; expected.scales.len()], [expected.scales.len()]),
         (&device, DType::U8),
     )
     .into_primitive();
@@ -172,7 +177,7 @@ fn transposed_equals_reference<R: CubeRuntime>() {
     )
     .unwrap();
     assert_eq!(Cube::<R>::read_words(codes.clone()).unwrap(), expected.codes);
-    let back = matrix::<Cube<R>>(&vec![f32::NAN; x.len()], rows, cols, &device);
+    let back = poisoned::<R>(x.len());
     dequantize(
         &client,
         codes.into_array_arg(),

@@ -88,7 +88,7 @@ fn cut(m: u32, s: u32) -> u32 {
 #[cube]
 fn cut_off(m: u32, s: u32) -> u32 {
     let near = m << (32u32 - min(s, 32u32));
-    let far = select(s < 64u32, m >> (max(s, 32u32) - 32u32) % 32u32, 0u32);
+    let far = select(s < 64u32, m >> ((max(s, 32u32) - 32u32) % 32u32), 0u32);
     select(s <= 32u32, near, far)
 }
 

@@ -145,7 +145,7 @@ impl Qwen3Config {
             let reason = format!("{heads} query heads are not a multiple of it");
             return Err(check.bad("num_key_value_heads", config.num_key_value_heads, reason));
         }
-        if config.head_dim % 2 != 0 || config.head_dim == 0 {
+        if !config.head_dim.is_multiple_of(2) {
             return Err(check.bad("head_dim", config.head_dim, "rotary angles need an even head size"));
         }
         for (field, size) in [
@@ -153,7 +153,7 @@ impl Qwen3Config {
             ("intermediate_size", config.intermediate_size),
             ("num_attention_heads * head_dim", heads * config.head_dim),
         ] {
-            if size % 16 != 0 {
+            if !size.is_multiple_of(16) {
                 return Err(check.bad(field, size, "NVFP4 blocks need a multiple of 16"));
             }
         }

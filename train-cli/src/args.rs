@@ -200,7 +200,7 @@ pub struct FitArgs {
     /// Number format of activations and dense products [default: auto]
     #[arg(long, alias = "dtype", alias = "precision")]
     pub compute_dtype: Option<DtypeArg>,
-    /// auto, cpu, cuda, cuda:<index> or vulkan [default: auto]
+    /// auto, cpu, cuda, cuda:N or vulkan [default: auto]
     #[arg(long)]
     #[serde(with = "device_text")]
     pub device: Option<DeviceChoice>,
@@ -252,7 +252,7 @@ pub struct FitArgs {
     #[arg(long, value_name = "N", alias = "num-layers")]
     pub train_last_layers: Option<usize>,
 
-    /// Run folder [default: runs/<time>_<model>]
+    /// Run folder [default: runs/TIME_MODEL]
     #[arg(short, long, value_name = "DIR", alias = "out-dir", alias = "output", alias = "checkpoint-dir")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub output_dir: Option<PathBuf>,
@@ -318,7 +318,7 @@ pub struct ExportArgs {
     /// Scale levels [default: two]
     #[arg(long, conflicts_with = "like")]
     pub scales: Option<ScalesArg>,
-    /// Where the check runs: auto, cpu, cuda, cuda:<index> or vulkan
+    /// Where the check runs: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
 }
@@ -424,7 +424,7 @@ pub struct GenerateArgs {
     /// One JSON object instead of streamed text
     #[arg(long)]
     pub json: bool,
-    /// auto, cpu, cuda, cuda:<index> or vulkan
+    /// auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
     /// Number format
@@ -447,7 +447,7 @@ pub struct ParityArgs {
     /// One JSON object
     #[arg(long)]
     pub json: bool,
-    /// auto, cpu, cuda, cuda:<index> or vulkan
+    /// auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
     /// Number format [default: f32, without tensor cores]

@@ -125,7 +125,7 @@ fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
             found.push((step, path));
         }
     }
-    found.sort_by(|a, b| b.0.cmp(&a.0));
+    found.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
     Ok(found)
 }
 

@@ -306,7 +306,10 @@ fn conversation(
         let spans: Vec<_> = turns.iter().map(|(_, start, end)| *start..*end).collect();
         return Ok(vec![sample(&full, &spans, prompt, text)?]);
     }
-    turns.iter().map(|(closed, start, end)| sample(closed, &[*start..*end], prompt.clone(), text)).collect()
+    turns
+        .iter()
+        .map(|(closed, start, end)| sample(closed, std::slice::from_ref(&(*start..*end)), prompt.clone(), text))
+        .collect()
 }
 
 /// Encodes prompt and answers apart, as generation will see them.

@@ -38,7 +38,7 @@ impl FromStr for DeviceChoice {
                 .strip_prefix("cuda:")
                 .and_then(|i| i.parse().ok())
                 .map(Self::Cuda)
-                .ok_or_else(|| "auto, cpu, cuda, cuda:<index> or vulkan is needed".to_owned()),
+                .ok_or_else(|| "auto, cpu, cuda, cuda:N or vulkan is needed".to_owned()),
         }
     }
 }

@@ -89,6 +89,8 @@ impl Job for Fit {
 
         // The run folder, and where the run begins.
         let resumed = prepare_folder(&plan)?;
+        let found = serde_json::to_string_pretty(&data_report).expect("plain data serialises");
+        durable::write_bytes(&plan.output_dir.join("data_report.json"), found.as_bytes())?;
         let resumed = resumed.map(|folder| Ok::<_, CliError>((checkpoint::open(&folder)?, folder))).transpose()?;
         if let Some((state, folder)) = &resumed {
             check_unchanged(&plan, state, &data_sha256)?;
@@ -237,7 +239,7 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
     }
 
     fn evaluates(&self, step: usize) -> bool {
-        step == self.order.steps || self.eval_every > 0 && step % self.eval_every == 0
+        step == self.order.steps || self.eval_every > 0 && step.is_multiple_of(self.eval_every)
     }
 
     fn after_evaluation(&mut self, model: &Qwen3<B>, r: &StepReport) -> Result<(), CliError> {
@@ -246,12 +248,13 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
         for prompt in &self.prompts {
             let text = answer(model, &self.text, prompt, MAX_SAMPLE_TOKENS)?;
             self.log("samples.jsonl", json!({"step": r.step, "prompt": prompt, "answer": text}))?;
+            report::line(format!("{:>11}  {prompt} → {}", "sample", clipped(&text)));
         }
         Ok(())
     }
 
     fn maybe_save(&mut self, model: &Qwen3<B>, optimizer: &ChunkedAdamw<B>, step: usize) -> Result<(), CliError> {
-        let due = step == self.order.steps || self.plan.save_steps > 0 && step % self.plan.save_steps == 0;
+        let due = step == self.order.steps || self.plan.save_steps > 0 && step.is_multiple_of(self.plan.save_steps);
         if !due {
             return Ok(());
         }
