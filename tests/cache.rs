@@ -40,7 +40,7 @@ fn same_logits<B: Nvfp4Backend>(device: B::Device) {
             assert_eq!(cache.len(), 23);
             logits
         };
-        let uncached = model.forward(ids_tensor(&[ids.clone()], &config, &device).unwrap(), None);
+        let uncached = model.forward(ids_tensor(std::slice::from_ref(&ids), &config, &device).unwrap(), None);
         let uncached = uncached.narrow(1, 22, 1).reshape([1, config.hidden_size]);
         let whole = to_host(model.logits(uncached)).unwrap();
         let largest = whole.iter().fold(0.0f32, |a, x| a.max(x.abs()));

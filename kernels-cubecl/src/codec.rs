@@ -84,7 +84,7 @@ fn cut(m: u32, s: u32) -> u32 {
     select(s < 32u32, m >> min(s, 31u32), 0u32)
 }
 
-/// What [`cut`] drops, as a fraction of 2^32. `s` is at least 21.
+/// What `cut` drops, as a fraction of 2^32. `s` is at least 21.
 #[cube]
 fn cut_off(m: u32, s: u32) -> u32 {
     let near = m << (32u32 - min(s, 32u32));

@@ -246,7 +246,7 @@ fn load_dense<F: Float>(
     }
 }
 
-/// As [`load_dense`], from a packed matrix, without its tensor scale.
+/// As `load_dense`, from a packed matrix, without its tensor scale.
 #[cube]
 fn load_packed(
     codes: &Array<u32>,

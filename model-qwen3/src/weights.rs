@@ -1,4 +1,4 @@
-//! Key to field, each once. [`build`] asks a source for every tensor of the model by its checkpoint
+//! Key to field, each once. `build` asks a source for every tensor of the model by its checkpoint
 //! name and shape; [`fields`] lists the same names in the same order. Nothing else spells a key.
 
 use crate::{
