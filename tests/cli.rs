@@ -13,6 +13,13 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
     write("empty.tsv", "\n# nothing\n");
     write("bad.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n");
     write("broken.jsonl", "{\"messages\": [\n");
+    write("role.jsonl", "{\"messages\": [{\"role\": \"bot\", \"content\": \"x\"}]}\n");
+    let user = |content: &str| format!("{{\"role\": \"user\", \"content\": {content}}}");
+    let rows = |content: &str, answer: &str| {
+        format!("{{\"messages\": [{}, {{\"role\": \"assistant\", \"content\": {answer}}}]}}\n", user(content))
+    };
+    write("parts.jsonl", &rows("[{\"type\": \"image\"}]", "\"x\""));
+    write("null.jsonl", &rows("\"x\"", "null"));
     write("norole.jsonl", "{\"messages\": [{\"content\": \"x\"}]}\n");
     std::fs::write(d.join("latin.tsv"), b"ok\tok\n\xFF\t\xFE\n").unwrap();
     write("file.unknown", "a\tb\n");
@@ -59,14 +66,26 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
         (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),
         (fit(&["-d", "empty-target.tsv"]), 3, "empty-target.tsv:1: prompt or target is empty"),
-        (fit(&["-d", "empty.tsv"]), 3, "no sequence with a supervised token"),
+        (fit(&["-d", "empty.tsv"]), 3, "empty.tsv: no rows in it"),
         (fit(&["-d", "bad.jsonl"]), 3, "bad.jsonl:1: no assistant message"),
         (fit(&["-d", "broken.jsonl"]), 3, "broken.jsonl:1: not JSON"),
-        (fit(&["-d", "norole.jsonl"]), 3, "norole.jsonl:1: a message has no \"role\""),
+        (fit(&["-d", "norole.jsonl"]), 3, "norole.jsonl:1: message 1: no \"role\""),
+        (fit(&["-d", "role.jsonl"]), 3, "message 1: role \"bot\""),
+        (fit(&["-d", "parts.jsonl"]), 3, "a part that is not text"),
+        (fit(&["-d", "null.jsonl"]), 3, "message 2: \"content\" must be text"),
+        (fit(&["-d", "m/demo.tsv", "--output-dat", "nowhere/x.dat"]), 2, "nowhere: no such folder to write"),
+        (fit(&["-d", "m/demo.tsv", "--output-dat", "m/demo.tsv"]), 2, "never overwritten"),
+        (fit(&["-d", "m/demo.tsv", "--vram-report", "m/config.json"]), 2, "never overwritten"),
+        (fit(&["-d", "m/demo.tsv", "--compute-dtype", "f16"]), 2, "gradients underflow in f16"),
+        (fit(&["-d", "m/demo.tsv", "--seed", "18446744073709551615"]), 2, "--seed"),
+        (fit(&["-d", "m/demo.tsv", "--max-steps", "18446744073709551615"]), 2, "--max-steps"),
+        (words("fit --resume-from-checkpoint"), 2, "--output-dir"),
+        (words("fit --resume-from-checkpoint m"), 2, "m"),
+        (words("generate -m m -p hi --device cpu --max-tokens 18446744073709551615"), 2, "the model takes at most"),
         (fit(&["-d", "latin.tsv"]), 3, "latin.tsv:2: not UTF-8"),
         (fit(&["-d", "file.unknown"]), 3, "give --format"),
         (fit(&["-d", "long.tsv", "--max-seq-length", "32", "--overlong", "error"]), 3, "long.tsv:1:"),
-        (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 rows dropped as too long"),
+        (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 rows dropped, longer than --max-seq-length 32"),
         // Models.
         (words("generate -m none -p hi --device cpu"), 2, "none"),
         (words("generate -m nothing -p hi --device cpu"), 2, "config.json: no such file"),

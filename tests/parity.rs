@@ -1,7 +1,7 @@
 //! The model equals Hugging Face's, in f32 on the CPU and on the GPU: logits, hidden states, loss,
 //! every gradient, greedy tokens, and 20 steps of AdamW.
 
-use crate::support::{Gpu, golden, gpu};
+use crate::support::{Gpu, golden, gpu, skipped};
 use backend_nvfp4::Precision;
 use train_cli::{
     device::{self, DeviceChoice},
@@ -45,7 +45,7 @@ fn hugging_face_on_the_gpu() {
     let device = match gpu() {
         Gpu::Vulkan => DeviceChoice::Vulkan,
         Gpu::Cuda => DeviceChoice::Cuda(0),
-        Gpu::Missing => return eprintln!("skipped: no Vulkan adapter (install mesa-vulkan-drivers)"),
+        Gpu::Missing => return skipped(),
     };
     check_f32("tiny-tied", device);
     check_f32("tiny-untied", device);

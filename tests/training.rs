@@ -3,7 +3,8 @@
 
 use crate::support::{
     Cpu,
-    files::{F32, command, demo_file, ok, run, tiny_model},
+    files::{F32, command, demo_file, ok, real_tokenizer, run, tiny_model},
+    golden,
 };
 use backend_nvfp4::{LinearSpec, Nvfp4Backend, Recipe};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, train::TrainStep};
@@ -157,6 +158,17 @@ fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
             same_file(&of(&whole), &of(&killed));
         }
         same_file(&d.join(&whole).join("final/model.dat"), &d.join(&killed).join("final/model.dat"));
+        let steps = |run: &str| -> Vec<(u64, f64)> {
+            let text = std::fs::read_to_string(d.join(run).join("metrics.jsonl")).unwrap();
+            let line = |l: &str| serde_json::from_str::<serde_json::Value>(l).unwrap();
+            text.lines().map(line).filter_map(|v| Some((v["step"].as_u64()?, v["loss"].as_f64()?))).collect()
+        };
+        assert_eq!(steps(&whole), steps(&killed), "logged losses");
+
+        // Going on with a complete run changes nothing.
+        let results = std::fs::read(d.join(&killed).join("train_results.json")).unwrap();
+        ok(d, &["fit", "--resume-from-checkpoint", &killed]);
+        assert_eq!(std::fs::read(d.join(&killed).join("train_results.json")).unwrap(), results);
     }
 }
 
@@ -185,10 +197,150 @@ fn resume_refuses_other_settings_other_data_and_broken_checkpoints() {
     refused(&["fit", "--resume-from-checkpoint", "r/checkpoint-12", "-o", "r"], 6, "SHA-256");
     let out = run(d, &["fit", "--resume", "-o", "r"]);
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{stderr}");
     assert!(stderr.contains("skipping r/checkpoint-12") && stderr.contains("r/checkpoint-9 · step 9"), "{stderr}");
 
     std::fs::write(d.join("m/demo.tsv"), "a\tb\n".repeat(20)).unwrap();
-    refused(&["fit", "--resume-from-checkpoint", "r/checkpoint-9", "-o", "r"], 2, "training data changed");
+    refused(&["fit", "--resume-from-checkpoint", "r/checkpoint-9", "-o", "r"], 2, "training data, config.json");
+}
+
+#[test]
+fn overwrite_removes_a_run_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let fit_to = |output: &str, model: &str| {
+        let words = [
+            "fit",
+            "-m",
+            model,
+            "-d",
+            "m/demo.tsv",
+            "--device",
+            "cpu",
+            "--max-steps",
+            "1",
+            "--overwrite",
+            "-o",
+            output,
+        ];
+        run(d, &words)
+    };
+    let refused = |out: std::process::Output, text: &str| {
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{stderr}");
+        assert!(stderr.contains(text) && stderr.contains("nothing was removed"), "{stderr}");
+    };
+    assert!(fit_to("r", "m").status.success());
+    assert!(fit_to("r", "m").status.success(), "a run may be replaced");
+    refused(fit_to("r", "r/final"), "is an input of this run");
+    std::fs::write(d.join("r/thesis.txt"), "years").unwrap();
+    refused(fit_to("r", "m"), "holds thesis.txt");
+    refused(fit_to(".", "m"), "which is no part of a run");
+    assert!(d.join("r/thesis.txt").exists() && d.join("r/final/model.dat").exists() && d.join("m/demo.tsv").exists());
+
+    // Two processes never train in one folder.
+    std::fs::remove_file(d.join("r/thesis.txt")).unwrap();
+    let held = train_cli::durable::lock(&d.join("r")).unwrap();
+    let stderr = String::from_utf8_lossy(&fit_to("r", "m").stderr).into_owned();
+    assert!(stderr.contains("another train-cli is training here"), "{stderr}");
+    drop(held);
+    assert!(d.join("r/final/model.dat").exists());
+}
+
+#[test]
+fn a_tied_head_that_is_spelled_out_stays_tied() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let source = Checkpoint::open(&d.join("m")).unwrap();
+    let mut names = source.names();
+    names.push("lm_head.weight".into());
+    let of =
+        |name: &str| if name == "lm_head.weight" { "model.embed_tokens.weight".to_owned() } else { name.to_owned() };
+    let layout: Vec<_> =
+        names.iter().map(|n| (n.clone(), safetensors::Dtype::F32, source.stored(&of(n)).unwrap().shape())).collect();
+    let mut bytes = model_qwen3::safetensors::header(&layout);
+    for name in &names {
+        bytes.extend(source.read_dense(&of(name)).unwrap().iter().flat_map(|v| v.to_le_bytes()));
+    }
+    std::fs::write(d.join("m/model.safetensors"), bytes).unwrap();
+    fit(d, "r", &[]);
+    assert!(Checkpoint::open(&d.join("r/final")).unwrap().stored("lm_head.weight").is_none());
+}
+
+#[test]
+fn the_real_tokenizer_learns_the_origins_rows_and_stops() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let text = d.join("qwen");
+    std::fs::create_dir(&text).unwrap();
+    real_tokenizer(&text);
+    std::fs::copy(golden("chat/qwen3-instruct-2507.jinja"), text.join("chat_template.jinja")).unwrap();
+    let rows = std::fs::read_to_string(golden("train/stageB-curriculum-v5.tsv")).unwrap();
+    let rows: String =
+        rows.lines().filter(|l| l.starts_with("你是誰") || l.contains("overfitting")).flat_map(|l| [l, "\n"]).collect();
+    std::fs::write(d.join("rows.tsv"), rows).unwrap();
+    let shape = serde_json::json!({
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": true,
+        "rope_theta": 5000000, "eos_token_id": 151645, "max_position_embeddings": 512,
+    });
+    std::fs::write(d.join("small.json"), shape.to_string()).unwrap();
+    ok(
+        d,
+        &[
+            "fit",
+            "--init-config",
+            "small.json",
+            "--tokenizer",
+            "qwen",
+            "-d",
+            "rows.tsv",
+            "-o",
+            "r",
+            "--device",
+            "cpu",
+            "--lr",
+            "2e-2",
+            "--batch-size",
+            "2",
+            "--grad-accum",
+            "1",
+            "--max-steps",
+            "30",
+            "--val-split",
+            "0",
+            "--eval-steps",
+            "0",
+            "--save-steps",
+            "0",
+        ],
+    );
+    let ask = |prompt: &str| -> serde_json::Value {
+        let args = [
+            "generate",
+            "-m",
+            "r/final",
+            "-p",
+            prompt,
+            "--temp",
+            "0",
+            "--max-tokens",
+            "60",
+            "--json",
+            "--device",
+            "cpu",
+        ];
+        serde_json::from_str(&ok(d, &args)).unwrap()
+    };
+    for (prompt, answer) in [("你是誰", "我是 F# 之神。"), ("解釋 overfitting", "Overfitting 是模型過度貼合訓練資料")]
+    {
+        let got = ask(prompt);
+        assert!(got["text"].as_str().unwrap().starts_with(answer) && got["stop"] == "stop", "{got}");
+    }
+    // A prompt that was never seen is answered too; what it says is not asserted.
+    assert!(ask("您是哪一位呢")["tokens"].as_u64().unwrap() > 0);
 }
 
 #[test]

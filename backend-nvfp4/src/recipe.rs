@@ -26,11 +26,6 @@ impl Recipe {
             Self::W4a4 => "w4a4",
         }
     }
-
-    /// Whether weights are quantised.
-    pub fn quantizes_weights(self) -> bool {
-        self != Self::Bf16
-    }
 }
 
 /// What a linear layer needs to know besides its weight.

@@ -220,6 +220,9 @@ impl Checkpoint {
             }
             self.slots.push(slot);
         }
+        if self.slots.is_empty() {
+            return Err(ModelError::weights(&self.path, "holds no tensors"));
+        }
         Ok(self)
     }
 
@@ -240,9 +243,12 @@ impl Checkpoint {
 
     fn packed(&self, name: String, parts: Vec<Part>) -> Result<Slot, ModelError> {
         let bad = |reason: String| ModelError::weights(&self.path, format!("{name:?}: {reason}"));
-        let (_, codes) = describe(&parts[0]);
+        let (codes_kind, codes) = describe(&parts[0]);
         let (scale_kind, scales) = describe(&parts[1]);
         let ([rows, half], [scale_rows, blocks]) = (two(&codes), two(&scales));
+        if !matches!(codes_kind, Kind::Bytes) {
+            return Err(bad("codes are not bytes (type id 0 or 100)".into()));
+        }
         if !matches!(scale_kind, Kind::Scales) {
             return Err(bad("scales are not E4M3 (type id 101)".into()));
         }

@@ -108,7 +108,8 @@ impl Qwen3Config {
         }
         check.off("attention_bias", raw.attention_bias)?;
         check.off("use_sliding_window", raw.use_sliding_window)?;
-        if let Some(scaling) = raw.rope_scaling.filter(|s| !s.is_null()) {
+        let plain = |s: &serde_json::Value| s.is_null() || s["rope_type"] == "default";
+        if let Some(scaling) = raw.rope_scaling.filter(|s| !plain(s)) {
             return Err(check.bad("rope_scaling", scaling, "scaled rotary angles are not supported"));
         }
         let parameters = raw.rope_parameters.unwrap_or(RopeParameters { rope_theta: None, rope_type: None });
@@ -131,7 +132,8 @@ impl Qwen3Config {
             num_hidden_layers: check.size("num_hidden_layers", raw.num_hidden_layers)?,
             num_attention_heads: heads,
             num_key_value_heads: raw.num_key_value_heads.map_or(Ok(heads), |k| check.size("num_key_value_heads", k))?,
-            head_dim: raw.head_dim.map_or(Ok(hidden / heads), |e| check.size("head_dim", e))?,
+            // Hugging Face's default, whatever hidden size and heads are.
+            head_dim: raw.head_dim.map_or(Ok(128), |e| check.size("head_dim", e))?,
             rms_norm_eps: check.positive("rms_norm_eps", raw.rms_norm_eps.unwrap_or(1e-6))?,
             rope_theta: check.positive("rope_theta", theta)?,
             max_position_embeddings: raw

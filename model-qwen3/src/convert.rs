@@ -48,6 +48,12 @@ impl<'a> Converted<'a> {
         Self { source, target }
     }
 
+    /// Names of the source that the target has no place for.
+    pub fn left_out(&self) -> Vec<String> {
+        let names = self.names();
+        self.source.names().into_iter().filter(|n| !names.contains(n)).collect()
+    }
+
     /// Where a tensor's values come from: a tied head that the original spells out is the embedding.
     fn origin(&self, name: &str) -> String {
         if name == "lm_head.weight" && self.source.stored(name).is_none() {
@@ -163,6 +169,9 @@ pub fn write_dat<W: Write>(
         Some(original) => plan_like(tensors, original)?,
         None => plan_default(tensors),
     };
+    if plan.is_empty() {
+        return Err(ModelError::weights(tensors.path(), "nothing to write"));
+    }
     let mut writer = DatWriter::new(out, plan.len()).map_err(&write_error)?;
     let mut packed: Option<(String, Packed)> = None;
     for entry in &plan {
@@ -230,13 +239,8 @@ fn plan_like(tensors: &dyn Tensors, original: &DatFile) -> Result<Vec<Planned>, 
             _ => false,
         };
         if !fits {
-            let reason = format!(
-                "{:?} of {} has no counterpart of shape {:?} here",
-                entry.key,
-                original.path().display(),
-                entry.dims
-            );
-            return Err(ModelError::weights(tensors.path(), reason));
+            let reason = format!("the model has no counterpart of {:?} with shape {:?}", entry.key, entry.dims);
+            return Err(ModelError::weights(original.path(), reason));
         }
         let (key, element, dims) = (entry.key.clone(), entry.element, entry.dims.clone());
         plan.push(Planned { key, element, dims, name, part });

@@ -17,6 +17,8 @@ use std::{
 
 /// Longest key. The longest of Qwen3 has 54 bytes; 4 KiB leaves room and bounds memory.
 const LONGEST_KEY: u64 = 4096;
+/// Most entries. Qwen3-32B in NVFP4 has some 1,800; 65,536 leaves room and bounds memory.
+const MOST_ENTRIES: u64 = 65_536;
 /// Highest rank. Qwen3 has 2.
 const HIGHEST_RANK: u64 = 8;
 
@@ -154,6 +156,9 @@ struct Walker<'a, R> {
 impl<R: Read + Seek> Walker<'_, R> {
     fn entries(mut self) -> Result<Vec<DatEntry>, ModelError> {
         let count = self.leb128("header", "entry count")?;
+        if count > MOST_ENTRIES {
+            return Err(self.bad("header", format!("{count} entries declared, at most {MOST_ENTRIES} taken")));
+        }
         let mut entries: Vec<DatEntry> = Vec::new();
         let mut keys = std::collections::HashSet::new();
         for i in 0..count {

@@ -57,7 +57,7 @@ pub fn generate<B: Nvfp4Backend>(
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Generation, ModelError> {
     let config = model.config();
-    let capacity = prompt.len() + options.max_tokens;
+    let capacity = prompt.len().saturating_add(options.max_tokens);
     if capacity > config.max_position_embeddings {
         let limit = config.max_position_embeddings;
         return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });

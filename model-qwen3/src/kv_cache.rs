@@ -38,11 +38,6 @@ impl<B: Backend> KvCache<B> {
         self.len == 0
     }
 
-    /// Forgets everything after the first `len` tokens.
-    pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
-    }
-
     /// Checks that `more` tokens fit.
     ///
     /// # Errors

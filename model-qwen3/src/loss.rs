@@ -5,19 +5,16 @@ use burn::tensor::{DType, Int, Tensor, TensorData, activation, backend::Backend}
 /// A position that is not supervised.
 pub const IGNORE: i64 = -100;
 
-/// Sum over supervised rows of `-log softmax(logits)[target]`, f32, `[1]`. Divide by the number of
-/// supervised tokens of the whole optimizer step, so that batches of unequal length weigh tokens alike.
-/// `logits` is `[M, V]` f32, `targets` holds M ids or [`IGNORE`].
+/// Sum over rows of `-log softmax(logits)[target]`, f32, `[1]`. Divide by the number of supervised
+/// tokens of the whole optimizer step, so that batches of unequal length weigh tokens alike.
+/// `logits` is `[M, V]` f32, `targets` holds M ids.
 pub fn cross_entropy_sum<B: Backend>(logits_MV: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
     let [m, _] = logits_MV.dims();
     assert_eq!(m, targets.len(), "one target a row");
     let device = logits_MV.device();
-    let ids: Vec<i32> = targets.iter().map(|&t| if t == IGNORE { 0 } else { t as i32 }).collect();
-    let kept: Vec<f32> = targets.iter().map(|&t| if t == IGNORE { 0.0 } else { 1.0 }).collect();
+    let ids: Vec<i32> = targets.iter().map(|&t| t as i32).collect();
     let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [m, 1]), &device);
-    let kept = Tensor::<B, 2>::from_data(TensorData::new(kept, [m, 1]), (&device, DType::F32));
-    let picked = activation::log_softmax(logits_MV, 1).gather(1, ids);
-    (picked * kept).sum().neg()
+    activation::log_softmax(logits_MV, 1).gather(1, ids).sum().neg()
 }
 
 /// Targets of next-token prediction: position t is asked for token t+1, where that is supervised.

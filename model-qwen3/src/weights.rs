@@ -37,7 +37,8 @@ pub fn load<B: Nvfp4Backend>(
     purpose: Purpose,
     device: &B::Device,
 ) -> Result<Qwen3<B>, ModelError> {
-    let has_head = checkpoint.stored(HEAD).is_some();
+    let copied = config.tie_word_embeddings && head_is_a_copy(checkpoint)?;
+    let has_head = checkpoint.stored(HEAD).is_some() && !copied;
     if !has_head && !config.tie_word_embeddings {
         let reason = format!("no tensor {HEAD:?}, and config.json does not tie it to the embedding");
         return Err(ModelError::weights(checkpoint.path(), reason));
@@ -45,7 +46,7 @@ pub fn load<B: Nvfp4Backend>(
     let mut loader = Loader { checkpoint, purpose, device, next_id: 0, used: HashSet::new() };
     let model = build(config, spec, has_head, &mut loader)?;
     let mut unknown = checkpoint.names();
-    unknown.retain(|n| !loader.used.contains(n));
+    unknown.retain(|n| !loader.used.contains(n) && !(copied && n == HEAD));
     if !unknown.is_empty() {
         let shown = unknown[..unknown.len().min(10)].join(", ");
         let reason = format!("{} tensors that this model does not have: {shown}", unknown.len());
@@ -65,7 +66,26 @@ pub fn random<B: Nvfp4Backend>(config: &Qwen3Config, spec: LinearSpec, seed: u64
     }
 }
 
+const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
+
+/// Some files spell out a tied head. One that equals the embedding is the embedding.
+fn head_is_a_copy(tensors: &dyn Tensors) -> Result<bool, ModelError> {
+    let (Some(head @ Stored::Dense { .. }), Some(embedding)) = (tensors.stored(HEAD), tensors.stored(EMBEDDING)) else {
+        return Ok(false);
+    };
+    if head != embedding {
+        return Ok(false);
+    }
+    let (rows, step) = (row_count(&head.shape()), 4096);
+    for start in (0..rows).step_by(step) {
+        let range = start..(start + step).min(rows);
+        if tensors.read_rows(HEAD, range.clone())? != tensors.read_rows(EMBEDDING, range)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
 
 /// Gives tensors by name.
 trait Source<B: Backend> {
@@ -83,7 +103,7 @@ fn build<B: Nvfp4Backend, S: Source<B>>(
 ) -> Result<Qwen3<B>, S::Error> {
     let (d, e, f) = (config.hidden_size, config.head_dim, config.intermediate_size);
     let (q, kv) = (config.num_attention_heads * e, config.num_key_value_heads * e);
-    let embed_tokens = source.matrix("model.embed_tokens.weight".into(), [config.vocab_size, d])?;
+    let embed_tokens = source.matrix(EMBEDDING.into(), [config.vocab_size, d])?;
     let mut layers = Vec::with_capacity(config.num_hidden_layers);
     for i in 0..config.num_hidden_layers {
         let key = |part: &str| format!("model.layers.{i}.{part}.weight");
@@ -124,7 +144,7 @@ pub enum Field<'a, B: Backend> {
 /// Every tensor of a model by checkpoint name, in the order in which [`load`] reads them.
 pub fn fields<B: Nvfp4Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
     use Field::{Linear, Matrix, Vector};
-    let mut out = vec![("model.embed_tokens.weight".to_owned(), Matrix(&model.embed_tokens))];
+    let mut out = vec![(EMBEDDING.to_owned(), Matrix(&model.embed_tokens))];
     for (i, block) in model.layers.iter().enumerate() {
         let (a, m) = (&block.self_attn, &block.mlp);
         let parts = [
@@ -166,11 +186,6 @@ impl<B: Nvfp4Backend> Field<'_, B> {
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => Some(p.id),
             Self::Linear(Nvfp4Linear::Packed(_)) => None,
         }
-    }
-
-    /// Whether a recipe that quantises weights does so here.
-    pub fn is_quantized(&self) -> bool {
-        matches!(self, Self::Linear(Nvfp4Linear::Master(_) | Nvfp4Linear::Packed(_)))
     }
 
     /// The values on the host, row-major; packed weights dequantised.

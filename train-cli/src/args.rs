@@ -20,7 +20,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 done, 1 system error, 2 usage or configuration, 3 invalid data, \
-5 diverged, 6 corrupt or not verified, 7 device, 101 a bug of ours.\n\
+4 out of device memory, 5 diverged, 6 corrupt or not verified, 7 device, 101 a bug of ours.\n\
 Try it without any file: train-cli fit --demo";
 
 /// The commands.
@@ -121,7 +121,7 @@ pub enum LossArg {
 #[serde(default, deny_unknown_fields)]
 pub struct FitArgs {
     /// Train an embedded tiny model on embedded data, here and now, on the CPU
-    #[arg(long)]
+    #[arg(long, conflicts_with = "config")]
     #[serde(skip)]
     pub demo: bool,
     /// Read settings from a TOML file; flags win
@@ -132,11 +132,11 @@ pub struct FitArgs {
     #[arg(long)]
     #[serde(skip)]
     pub dry_run: bool,
-    /// Go on from a checkpoint of the output folder: `latest`, or its path
+    /// Go on with a run: its folder, one of its checkpoints, or `latest` of --output-dir
     #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "latest", alias = "resume")]
     #[serde(skip)]
     pub resume_from_checkpoint: Option<String>,
-    /// Remove what is in the output folder first
+    /// Replace an older run in the output folder
     #[arg(long)]
     #[serde(skip)]
     pub overwrite: bool,
@@ -149,7 +149,7 @@ pub struct FitArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "model")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init_config: Option<PathBuf>,
-    /// Folder of tokenizer.json and chat template [default: the model's]
+    /// Folder of tokenizer, chat template and, where the model has none, config.json [default: the model's]
     #[arg(long, value_name = "DIR")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<PathBuf>,
@@ -176,7 +176,7 @@ pub struct FitArgs {
     /// The loss [default: ce]
     #[arg(long, alias = "loss-mode")]
     pub loss: Option<LossArg>,
-    /// Longest sequence in tokens [default: 2048]
+    /// Longest sequence in tokens [default: 2048, or what the model takes]
     #[arg(
         long,
         value_name = "N",
@@ -263,7 +263,7 @@ pub struct FitArgs {
     /// Evaluate every N steps; 0 only at the end [default: a twentieth of the run]
     #[arg(long, value_name = "N", alias = "steps-per-eval")]
     pub eval_steps: Option<usize>,
-    /// Save a checkpoint every N steps; 0 only at the end [default: 0]
+    /// Save a checkpoint every N steps; 0 only at the end [default: a twentieth of the run]
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps")]
     pub save_steps: Option<usize>,
     /// Print every N steps [default: 1]
@@ -281,7 +281,7 @@ pub struct FitArgs {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vram_report: Option<PathBuf>,
     /// Of shuffling, initial weights and everything random [default: 42]
-    #[arg(long, alias = "random-seed")]
+    #[arg(long, alias = "random-seed", value_parser = clap::value_parser!(u64).range(..=i64::MAX as u64))]
     pub seed: Option<u64>,
 }
 
@@ -315,7 +315,7 @@ pub struct ExportArgs {
     /// Keep this file's order, keys, types and scale levels
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Scale levels [default: two]
+    /// Scale levels [default: the run's]
     #[arg(long, conflicts_with = "like")]
     pub scales: Option<ScalesArg>,
     /// Where the check runs: auto, cpu, cuda, cuda:N or vulkan
@@ -328,7 +328,7 @@ pub struct ExportArgs {
 pub enum ContainerArg {
     /// The origin's container.
     Dat,
-    /// One safetensors file in a model folder.
+    /// One safetensors file; as a model it needs config.json and tokenizer beside it.
     Safetensors,
 }
 
@@ -382,7 +382,7 @@ pub struct GenerateArgs {
     /// Model folder, .dat file or .safetensors file
     #[arg(short, long, value_name = "PATH", alias = "weight")]
     pub model: PathBuf,
-    /// Folder of config.json and tokenizer [default: the model's]
+    /// Folder of tokenizer, chat template and, where the model has none, config.json [default: the model's]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// What to ask; `-` reads standard input
@@ -392,7 +392,7 @@ pub struct GenerateArgs {
     #[arg(long, alias = "system")]
     pub system_prompt: Option<String>,
     /// Take the prompt as it is, without the chat template
-    #[arg(long)]
+    #[arg(long, conflicts_with = "system_prompt")]
     pub raw: bool,
     /// Let a thinking model think, or not
     #[arg(long, num_args = 0..=1, default_missing_value = "true")]
@@ -444,7 +444,7 @@ pub struct ParityArgs {
     /// Write our values under the same keys
     #[arg(long, value_name = "FILE")]
     pub dump: Option<PathBuf>,
-    /// One JSON object
+    /// One JSON object a line
     #[arg(long)]
     pub json: bool,
     /// auto, cpu, cuda, cuda:N or vulkan

@@ -6,7 +6,7 @@ use crate::{
     CliError,
     args::FitArgs,
     durable::{self, PendingFolder},
-    model_files::COMPANIONS,
+    model_files::Companions,
     optim::{ChunkedAdamw, TensorState},
     report,
 };
@@ -63,8 +63,10 @@ pub struct TrainerState {
     pub max_steps: usize,
     /// Epochs done.
     pub epoch: f64,
-    /// SHA-256 over the training files.
-    pub data_sha256: String,
+    /// SHA-256 of training files, config.json, tokenizer and template.
+    pub inputs_sha256: String,
+    /// Number format of the run.
+    pub precision: String,
     /// How the head is stored.
     pub head: Head,
     /// Whether exports have a tensor scale.
@@ -80,13 +82,27 @@ impl TrainerState {
     }
 }
 
+/// Moves checkpoints newer than `step` aside: a run that goes on from an older one makes its own.
+///
+/// # Errors
+/// If the system fails.
+pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
+    for (newer, path) in list(run)?.into_iter().filter(|(s, _)| *s > step) {
+        let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
+        let aside = run.join(format!("stale-{time}-checkpoint-{newer}"));
+        std::fs::rename(&path, &aside).map_err(CliError::io(&path))?;
+        report::line(format!("moved {} to {}", path.display(), aside.display()));
+    }
+    Ok(())
+}
+
 /// Saves a checkpoint into a run folder and removes the oldest beyond `keep`.
 ///
 /// # Errors
 /// If the device or the system fails; then the older checkpoints are untouched.
 pub fn save<B: Nvfp4Backend>(
     run: &Path,
-    text_folder: &Path,
+    companions: &Companions,
     model: &Qwen3<B>,
     optimizer: &ChunkedAdamw<B>,
     state: &TrainerState,
@@ -102,12 +118,7 @@ pub fn save<B: Nvfp4Backend>(
     folder.file(OPTIMIZER, |out| write_optimizer(model, optimizer, out, &target))?;
     let text = serde_json::to_string_pretty(state).expect("plain data serialises");
     folder.file(STATE, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&target)))?;
-    for name in COMPANIONS {
-        let from = text_folder.join(name);
-        if from.exists() {
-            folder.copy(&from)?;
-        }
-    }
+    companions.copy_into(&mut folder)?;
     let committed = folder.commit()?;
     for (_, old) in list(run)?.into_iter().skip(keep) {
         std::fs::remove_dir_all(&old).map_err(CliError::io(&old))?;

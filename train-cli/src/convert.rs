@@ -4,7 +4,6 @@ use crate::{
     CliError,
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
-    export::refuse_overwrite,
     model_files::ModelFiles,
     plan, report,
 };
@@ -25,7 +24,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         let entries = std::fs::read_dir(&args.input).map_err(CliError::io(&args.input))?;
         inputs.extend(entries.filter_map(|e| e.ok().map(|e| e.path())));
     }
-    refuse_overwrite(&args.output, &inputs.iter().map(Some).collect::<Vec<_>>())?;
+    plan::check_output(&args.output, &inputs)?;
     let target = match args.dtype {
         WeightArg::Nvfp4 => Target::Nvfp4 { scaling: plan::scaling(args.scales), head: true },
         WeightArg::F16 => Target::Float(FloatType::F16),

@@ -127,10 +127,13 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result
             _ => rows(path, &content, format, text, options, &mut samples, &mut report)?,
         }
         if samples.len() == before {
-            let reason = format!(
-                "no sequence with a supervised token in it ({} rows dropped as too long)",
-                report.dropped.len()
-            );
+            let reason = match report.dropped.len() {
+                0 => "no rows in it".to_owned(),
+                n => format!(
+                    "nothing to learn: {n} rows dropped, longer than --max-seq-length {}",
+                    options.max_seq_length
+                ),
+            };
             return Err(bad(path, None, reason));
         }
     }
@@ -140,13 +143,16 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result
     Ok((samples, report))
 }
 
-/// Random ids, all supervised: for timing and for memory reports.
+/// Most random rows; longer runs see them again.
+const SYNTHETIC_ROWS: usize = 1024;
+
+/// Random ids, all supervised: for timing and for memory reports. At most 1,024 rows.
 pub fn synthetic(rows: usize, len: usize, vocab: usize, seed: u64) -> Vec<Sample> {
     let draw = |row: usize, i: usize| {
         let stream = Stream { seed, step: row as u32, stream: 0xDA7A };
         reference::philox(i as u32, stream)[0] % vocab as u32
     };
-    (0..rows)
+    (0..rows.min(SYNTHETIC_ROWS))
         .map(|row| Sample {
             ids: (0..len).map(|i| draw(row, i)).collect(),
             supervised: vec![true; len],
@@ -157,7 +163,7 @@ pub fn synthetic(rows: usize, len: usize, vocab: usize, seed: u64) -> Vec<Sample
 
 fn read(path: &Path) -> Result<String, CliError> {
     let bytes = std::fs::read(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => CliError::Usage(format!("--data {}: no such file", path.display())),
+        std::io::ErrorKind::NotFound => CliError::Usage(format!("{}: no such file", path.display())),
         _ => CliError::io(path)(e),
     })?;
     let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
@@ -261,15 +267,40 @@ fn parse_messages(line: &str) -> Result<(Vec<Value>, Option<Value>), String> {
     let Some(messages) = row.get_mut("messages").and_then(Value::as_array_mut) else {
         return Err("no \"messages\" list in it".into());
     };
-    let messages = std::mem::take(messages);
-    if let Some(m) = messages.iter().find(|m| m.get("role").and_then(Value::as_str).is_none()) {
-        return Err(format!("a message has no \"role\": {m}"));
+    let mut messages = std::mem::take(messages);
+    for (i, message) in messages.iter_mut().enumerate() {
+        check_message(message).map_err(|e| format!("message {}: {e}", i + 1))?;
     }
     if !messages.iter().any(|m| m["role"] == "assistant") {
         return Err("no assistant message: nothing to learn".into());
     }
     let tools = row.get("tools").cloned().filter(|t| !t.is_null());
     Ok((messages, tools))
+}
+
+/// Templates render what they do not know as nothing: what they would swallow is refused here. Content
+/// in text parts is joined.
+fn check_message(message: &mut Value) -> Result<(), String> {
+    match message.get("role").and_then(Value::as_str) {
+        None => return Err("no \"role\"".into()),
+        Some("system" | "user" | "assistant" | "tool") => {}
+        Some(role) => return Err(format!("role {role:?}: system, user, assistant or tool is needed")),
+    }
+    let calls = message.get("tool_calls").is_some_and(|c| c.as_array().is_some_and(|c| !c.is_empty()));
+    let text = match message.get("content") {
+        Some(Value::String(text)) => text.clone(),
+        None | Some(Value::Null) if calls => String::new(),
+        Some(Value::Array(parts)) => {
+            let texts: Option<Vec<&str>> = parts.iter().map(|p| p.get("text").and_then(Value::as_str)).collect();
+            texts.ok_or("\"content\" holds a part that is not text")?.concat()
+        }
+        _ => return Err("\"content\" must be text".into()),
+    };
+    if text.trim().is_empty() && !calls {
+        return Err("\"content\" is empty".into());
+    }
+    message["content"] = text.into();
+    Ok(())
 }
 
 /// One sample of a conversation, or one a turn where the template renders earlier turns differently

@@ -20,8 +20,24 @@ pub const MANIFEST: &str = "manifest.json";
 /// # Errors
 /// If writing fails; the old file is then untouched.
 pub fn write_file(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>) -> Result<String, CliError> {
+    write_checked(path, write, |_| Ok(()))
+}
+
+/// As [`write_file`]; `check` reads the finished file under its temporary name before it replaces
+/// anything.
+///
+/// # Errors
+/// If writing or the check fails; the old file is then untouched.
+pub fn write_checked(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
+    check: impl FnOnce(&Path) -> Result<(), CliError>,
+) -> Result<String, CliError> {
     let temporary = sibling(path);
+    // Only a process with our number, now dead, can have left one.
+    let _ = fs::remove_file(&temporary);
     let result = write_synced(&temporary, write).and_then(|digest| {
+        check(&temporary)?;
         fs::rename(&temporary, path).map_err(CliError::io(path))?;
         sync_folder(parent(path))?;
         Ok(digest)
@@ -75,15 +91,14 @@ struct Manifest {
 }
 
 impl PendingFolder {
-    /// Starts a folder that will be called `target`, which must not exist.
+    /// Starts a folder that will be called `target`.
     ///
     /// # Errors
-    /// If it exists or the temporary folder cannot be made.
+    /// If the temporary folder cannot be made.
     pub fn new(target: &Path) -> Result<Self, CliError> {
-        if target.exists() {
-            return Err(CliError::Usage(format!("{}: already exists, and is not overwritten", target.display())));
-        }
         let temporary = sibling(target);
+        // Only a process with our number, now dead, can have left one.
+        let _ = fs::remove_dir_all(&temporary);
         fs::create_dir_all(&temporary).map_err(CliError::io(&temporary))?;
         Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new() })
     }
@@ -104,17 +119,21 @@ impl PendingFolder {
         Ok(())
     }
 
-    /// Copies a file into it, under its own name.
+    /// Where a file of it is until the commit, to be checked.
+    pub fn path_of(&self, name: &str) -> PathBuf {
+        self.temporary.join(name)
+    }
+
+    /// Copies a file into it.
     ///
     /// # Errors
     /// If reading or writing fails.
-    pub fn copy(&mut self, from: &Path) -> Result<(), CliError> {
-        let name = from.file_name().and_then(|n| n.to_str()).unwrap_or_default().to_owned();
+    pub fn copy(&mut self, from: &Path, name: &str) -> Result<(), CliError> {
         let bytes = fs::read(from).map_err(CliError::io(from))?;
-        self.file(&name, |out| out.write_all(&bytes).map_err(CliError::io(from)))
+        self.file(name, |out| out.write_all(&bytes).map_err(CliError::io(from)))
     }
 
-    /// Writes the manifest, syncs, and gives the folder its name.
+    /// Writes the manifest, syncs, and gives the folder its name, which must be free.
     ///
     /// # Errors
     /// If any of it fails; then nothing has appeared.
@@ -135,6 +154,21 @@ impl Drop for PendingFolder {
         // Gone after a commit; of no use after a failure.
         let _ = fs::remove_dir_all(&self.temporary);
     }
+}
+
+/// Removes what processes that died while writing left in a folder.
+///
+/// # Errors
+/// If the folder cannot be read or cleaned.
+pub fn sweep(folder: &Path) -> Result<(), CliError> {
+    for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
+        let path = entry.map_err(CliError::io(folder))?.path();
+        if path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(".tmp-")) {
+            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+            removed.map_err(CliError::io(&path))?;
+        }
+    }
+    Ok(())
 }
 
 /// Checks a folder against its manifest: every file listed, whole and unchanged, and no other.
@@ -167,6 +201,27 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
         }
     }
     Ok(())
+}
+
+/// Locks a folder for this process, until the handle is dropped or the process ends.
+///
+/// # Errors
+/// If another process holds it.
+pub fn lock(folder: &Path) -> Result<File, CliError> {
+    let path = folder.join("lock");
+    let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path).map_err(CliError::io(&path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => {
+            Err(CliError::Usage(format!("{}: another train-cli is training here", folder.display())))
+        }
+        Err(fs::TryLockError::Error(e)) => Err(CliError::io(&path)(e)),
+    }
+}
+
+/// SHA-256 of bytes.
+pub fn digest_of(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
 }
 
 /// Size and SHA-256 of a file.

@@ -1,5 +1,6 @@
 //! What a command can end with besides success, and the exit code of each.
 
+use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
 use std::path::{Path, PathBuf};
 
@@ -58,27 +59,26 @@ pub enum CliError {
     /// A model's files or the model itself.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// Numbers that should agree do not.
-    #[error("{0}")]
-    Mismatch(String),
 }
 
 impl CliError {
-    /// 1 runtime, 2 usage and configuration, 3 data, 5 diverged, 6 corrupt or not verified, 7 device.
+    /// 1 system, 2 usage and configuration, 3 data, 4 out of device memory, 5 diverged, 6 corrupt or not
+    /// verified, 7 device.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Io { .. } => 1,
             Self::Usage(_) => 2,
             Self::Data { .. } => 3,
             Self::Diverged { .. } => 5,
-            Self::Corrupt { .. } | Self::Mismatch(_) => 6,
-            Self::Device { .. } => 7,
+            Self::Corrupt { .. } => 6,
+            Self::Device { reason, .. } => device_code(reason),
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
+                ModelError::Nvfp4 { source: Nvfp4Error::Device(reason), .. } => device_code(reason),
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
-                ModelError::Device(_) => 7,
+                ModelError::Device(reason) => device_code(reason),
             },
         }
     }
@@ -90,4 +90,11 @@ impl CliError {
     pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.to_owned(), reason: reason.to_string() }
     }
+}
+
+/// Devices report a failed allocation as text only.
+fn device_code(reason: &str) -> u8 {
+    let reason = reason.to_ascii_lowercase();
+    let memory = ["out of memory", "outofmemory", "buffertoobig", "out_of_memory"].iter().any(|m| reason.contains(m));
+    if memory { 4 } else { 7 }
 }

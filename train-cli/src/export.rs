@@ -3,11 +3,11 @@
 
 use crate::{
     CliError,
-    args::ExportArgs,
+    args::{ExportArgs, RecipeArg},
     checkpoint::{self, Head},
     device::{self, Job},
     durable::{self, PendingFolder},
-    model_files::{COMPANIONS, TextFiles},
+    model_files::{Companions, TextFiles},
     plan, report,
 };
 use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
@@ -37,7 +37,13 @@ use std::{
 pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let state = checkpoint::open(&args.checkpoint)?;
     let source = args.checkpoint.join(checkpoint::MODEL);
-    refuse_overwrite(&args.output_dat, &[Some(&source), args.like.as_ref()])?;
+    let entries = std::fs::read_dir(&args.checkpoint).map_err(CliError::io(&args.checkpoint))?;
+    let mut inputs: Vec<PathBuf> = entries.filter_map(|e| e.ok().map(|e| e.path())).collect();
+    inputs.extend(args.like.clone());
+    plan::check_output(&args.output_dat, &inputs)?;
+    if state.settings.recipe == Some(RecipeArg::Bf16) {
+        report::line("note: trained with recipe bf16; its weights are quantised now, for the first time");
+    }
     let config = Qwen3Config::from_file(&args.checkpoint.join("config.json"))?;
     let text = TextFiles::open(&args.checkpoint, &config)?;
     let source = Checkpoint::open(&source)?;
@@ -54,12 +60,10 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     };
     let view = Converted::new(&source, target);
     let spec = |precision| LinearSpec { recipe: Recipe::W4, scaling, precision };
-    let (bytes, sha256) = write(&view, like.as_ref(), &args.output_dat)?;
-    device::run(
-        args.device,
-        None,
-        Check { view: &view, path: &args.output_dat, config: &config, text: &text, spec: &spec },
-    )?;
+    complete(&view, like.as_ref())?;
+    let (bytes, sha256) = write(&view, like.as_ref(), &args.output_dat, |path| {
+        device::run(args.device, None, Check { view: &view, path, config: &config, text: &text, spec: &spec })
+    })?;
     report::result(format!("{} · {bytes} bytes · sha256 {sha256}", args.output_dat.display()));
     Ok(())
 }
@@ -96,31 +100,26 @@ impl Target {
 /// If writing fails or what was written does not work.
 pub fn model_to_folder<B: Nvfp4Backend>(
     model: &Qwen3<B>,
-    config: &Qwen3Config,
     text: &TextFiles,
-    text_folder: &Path,
+    companions: &Companions,
     target: Target,
     like: Option<&Checkpoint>,
     folder: &Path,
 ) -> Result<PathBuf, CliError> {
-    if folder.exists() {
-        std::fs::remove_dir_all(folder).map_err(CliError::io(folder))?;
-    }
     let live = Live::new(model);
     let view = Converted::new(&live, target.of(like));
     let mut pending = PendingFolder::new(folder)?;
     let name = if target.recipe == Recipe::Bf16 { "model.safetensors" } else { "model.dat" };
     pending.file(name, |out| put(&view, like, name.ends_with(".dat"), out, folder))?;
-    for companion in COMPANIONS {
-        let from = text_folder.join(companion);
-        if from.exists() {
-            pending.copy(&from)?;
-        }
+    companions.copy_into(&mut pending)?;
+    // The folder is checked as it will be loaded, with its own config.json.
+    let config = Qwen3Config::from_file(&pending.path_of("config.json"))?;
+    let spec = target.spec(model.spec().precision);
+    compare::<B>(&view, &pending.path_of(name), &config, text, spec, &model.device())?;
+    if folder.exists() {
+        std::fs::remove_dir_all(folder).map_err(CliError::io(folder))?;
     }
-    let folder = pending.commit()?;
-    let reloaded = folder.join(name);
-    compare::<B>(&view, &reloaded, config, text, target.spec(model.spec().precision), &model.device())?;
-    Ok(folder)
+    pending.commit()
 }
 
 /// Writes a model as a `.dat` file and checks it.
@@ -134,12 +133,12 @@ pub fn model_to_dat<B: Nvfp4Backend>(
     like: Option<&Checkpoint>,
     path: &Path,
 ) -> Result<(), CliError> {
-    let like_path = like.map(|l| l.path().to_owned());
-    refuse_overwrite(path, &[like_path.as_ref()])?;
     let live = Live::new(model);
     let view = Converted::new(&live, target.of(like));
-    let (bytes, sha256) = write(&view, like.filter(|_| target.recipe != Recipe::Bf16), path)?;
-    compare::<B>(&view, path, model.config(), text, target.spec(model.spec().precision), &model.device())?;
+    let spec = target.spec(model.spec().precision);
+    let (bytes, sha256) = write(&view, like.filter(|_| target.recipe != Recipe::Bf16), path, |written| {
+        compare::<B>(&view, written, model.config(), text, spec, &model.device())
+    })?;
     report::result(format!("{} · {bytes} bytes · sha256 {sha256}", path.display()));
     Ok(())
 }
@@ -149,7 +148,7 @@ pub fn refuse_overwrite(output: &Path, inputs: &[Option<&PathBuf>]) -> Result<()
     let Ok(written) = output.canonicalize() else { return Ok(()) };
     let same = |input: &Path| {
         let same_file = same_inode(input, &written);
-        input.canonicalize().is_ok_and(|i| i == written || written.starts_with(&i) && i.is_file()) || same_file
+        input.canonicalize().is_ok_and(|i| i == written) || same_file
     };
     if inputs.iter().flatten().any(|i| same(i)) {
         return Err(CliError::Usage(format!("{}: is an input, and inputs are never overwritten", output.display())));
@@ -171,8 +170,25 @@ fn same_inode(_: &Path, _: &Path) -> bool {
     false
 }
 
-fn write(view: &dyn Tensors, like: Option<&Checkpoint>, path: &Path) -> Result<(u64, String), CliError> {
-    let sha256 = durable::write_file(path, |out| put(view, like, true, out, path))?;
+/// A trained tensor that the original has no place for is not dropped silently.
+fn complete(view: &Converted<'_>, like: Option<&Checkpoint>) -> Result<(), CliError> {
+    match (view.left_out().as_slice(), like) {
+        ([], _) | (_, None) => Ok(()),
+        (names, Some(like)) => {
+            let text = format!("--like {}: has no place for {}", like.path().display(), names.join(", "));
+            Err(CliError::Usage(text))
+        }
+    }
+}
+
+/// Writes a `.dat` file that appears only after `check` has read it.
+fn write(
+    view: &dyn Tensors,
+    like: Option<&Checkpoint>,
+    path: &Path,
+    check: impl FnOnce(&Path) -> Result<(), CliError>,
+) -> Result<(u64, String), CliError> {
+    let sha256 = durable::write_checked(path, |out| put(view, like, true, out, path), check)?;
     let bytes = std::fs::metadata(path).map_err(CliError::io(path))?.len();
     Ok((bytes, sha256))
 }
@@ -241,9 +257,6 @@ fn compare<B: Nvfp4Backend>(
         );
         return Err(CliError::corrupt(written, reason));
     }
-    report::label(
-        "export",
-        format!("{} · reloaded · {equal}/16 greedy tokens equal · max |Δlogit| {worst}", written.display()),
-    );
+    report::label("check", format!("reloaded · {equal}/16 greedy tokens equal · max |Δlogit| {worst}"));
     Ok(())
 }

@@ -37,14 +37,12 @@ use std::{collections::HashSet, fs, path::PathBuf, sync::Arc, time::Instant};
 /// Whatever goes wrong, with its exit code.
 pub fn run(mut flags: FitArgs) -> Result<(), CliError> {
     let demo = if flags.demo { Some(demo::unpack(&mut flags)?) } else { None };
-    if flags.resume_from_checkpoint.is_some() && flags.config.is_none() {
-        // A run goes on as it was started.
-        let saved = flags.output_dir.as_ref().map(|dir| dir.join("config.toml")).filter(|p| p.exists());
-        flags.config = saved;
-    }
     let dry_run = flags.dry_run;
     let plan = plan::fit(flags)?;
     if dry_run {
+        let inputs = Inputs::read(&plan)?;
+        check_free(&plan)?;
+        inputs.header(&plan, inputs.scaling(&plan));
         report::result(toml_of(&plan.settings)?);
         return Ok(());
     }
@@ -66,66 +64,46 @@ impl Job for Fit {
         let mut vram = VramReport::new(plan.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
 
-        // The model and its text.
-        let config = match &plan.source {
-            ModelSource::Files(files) => files.config()?,
-            ModelSource::Random { config } => Qwen3Config::from_file(config)?,
-        };
-        if plan.train_last_layers > config.num_hidden_layers {
-            let (n, layers) = (plan.train_last_layers, config.num_hidden_layers);
-            return Err(CliError::Usage(format!("--train-last-layers {n}: the model has {layers}")));
-        }
-        let text = TextFiles::open(&plan.text_folder, &config)?;
-        let source = match &plan.source {
-            ModelSource::Files(files) => Some(files.checkpoint()?),
-            ModelSource::Random { .. } => None,
-        };
-        let scaling = plan.scaling.unwrap_or_else(|| stored_scaling(source.as_ref()));
+        let inputs = Inputs::read(&plan)?;
+        let scaling = inputs.scaling(&plan);
         let spec = LinearSpec { recipe: plan.recipe, scaling, precision };
+        let (config, source) = (&inputs.config, &inputs.source);
 
-        // The data.
-        let (samples, eval, data_report) = samples(&plan, &text, &config)?;
-        let data_sha256 = data_digest(&plan)?;
-
-        // The run folder, and where the run begins.
-        let resumed = prepare_folder(&plan)?;
-        let found = serde_json::to_string_pretty(&data_report).expect("plain data serialises");
-        durable::write_bytes(&plan.output_dir.join("data_report.json"), found.as_bytes())?;
+        // Where the run begins.
+        let resumed = match &plan.resume {
+            None => None,
+            Some(Resume::Latest) => Some(checkpoint::latest(&plan.output_dir)?),
+            Some(Resume::At(path)) => Some(path.clone()),
+        };
         let resumed = resumed.map(|folder| Ok::<_, CliError>((checkpoint::open(&folder)?, folder))).transpose()?;
         if let Some((state, folder)) = &resumed {
-            check_unchanged(&plan, state, &data_sha256)?;
+            check_unchanged(&plan, state, &inputs.sha256, precision)?;
+            if state.global_step == state.max_steps && plan.output_dir.join("train_results.json").exists() {
+                report::line(format!("{}: complete at step {}", plan.output_dir.display(), state.global_step));
+                return Ok(());
+            }
             report::label("resume", format!("{} · step {}", folder.display(), state.global_step));
+        } else {
+            check_free(&plan)?;
         }
         let trainer_file = |folder: &PathBuf| Checkpoint::open(&folder.join(checkpoint::MODEL));
         let model: Qwen3<Autodiff<B>> = match (&resumed, &source) {
             (Some((state, folder)), _) => {
                 let saved = trainer_file(folder)?;
                 let saved = HeadAs { tensors: &saved, nvfp4: state.head == Head::Nvfp4 };
-                weights::load(&saved, &config, spec, Purpose::Train, &device)?
+                weights::load(&saved, config, spec, Purpose::Train, &device)?
             }
-            (None, Some(source)) => weights::load(source, &config, spec, Purpose::Train, &device)?,
-            (None, None) => weights::random(&config, spec, plan.seed, &device),
+            (None, Some(source)) => weights::load(source, config, spec, Purpose::Train, &device)?,
+            (None, None) => weights::random(config, spec, plan.seed, &device),
         };
         let model = freeze(model, plan.train_last_layers);
         vram.note::<B>(&device, 0, "model_loaded")?;
 
-        // The order of samples, the schedule, the optimizer.
-        let size = plan.batch_size * plan.accumulation;
-        let limit = match plan.max_steps {
-            Some(steps) => steps * size,
-            None => ((samples.len() as f64 * plan.epochs).round() as usize).max(1),
-        };
-        let steps = limit.div_ceil(size);
+        // The folder, the order of samples, the schedule, the optimizer.
         let start = resumed.as_ref().map_or(0, |(state, _)| state.global_step);
-        let train_order = Order {
-            samples: Arc::new(samples),
-            batch_size: plan.batch_size,
-            accumulation: plan.accumulation,
-            steps,
-            limit,
-            seed: plan.seed,
-            start,
-        };
+        let _lock = open_folder(&plan, &inputs, resumed.is_some().then_some(start))?;
+        let train_order = Order { start, ..inputs.order(&plan) };
+        let steps = train_order.steps;
         let warmup = if plan.warmup < 1.0 { (plan.warmup * steps as f64).round() } else { plan.warmup } as usize;
         let schedule =
             Schedule { peak: plan.learning_rate, warmup: warmup.min(steps), total: steps, shape: plan.shape };
@@ -135,11 +113,14 @@ impl Job for Fit {
             checkpoint::load_optimizer(folder, &inner, &mut optimizer)?;
         }
 
-        header(&plan, &config, &train_order, eval.len(), &data_report, spec);
-        let prompts = prompts(&plan, &train_order.samples, &eval, demo.as_ref());
-        let before =
-            prompts.iter().map(|p| answer(&inner, &text, p, MAX_SAMPLE_TOKENS)).collect::<Result<Vec<_>, _>>()?;
-        let codes_before = quantised_codes(&inner)?;
+        inputs.header(&plan, scaling);
+        let text = &inputs.text;
+        let prompts = prompts(&plan, &inputs, demo.as_ref())?;
+        let ask = |model: &Qwen3<B>| {
+            prompts.iter().map(|p| answer(model, text, p, MAX_SAMPLE_TOKENS)).collect::<Result<Vec<_>, _>>()
+        };
+        // What a whole run changed can be told only by one that saw its beginning.
+        let before = if start == 0 { Some((ask(&inner)?, quantised_codes(&inner)?)) } else { None };
         drop(inner);
 
         // Train.
@@ -148,12 +129,12 @@ impl Job for Fit {
             global_step: start,
             max_steps: steps,
             epoch: 0.0,
-            data_sha256,
-            head: head_of(&model),
+            inputs_sha256: inputs.sha256.clone(),
+            precision: precision.name().to_owned(),
+            head: Head::of(&model),
             two_level: scaling == Scaling::Two,
             settings: plan.settings.clone(),
         };
-        let eval_tokens = eval.iter().map(Sample::supervised_tokens).sum::<usize>();
         let between = Keeper {
             plan: plan.clone(),
             text: text.clone(),
@@ -161,6 +142,7 @@ impl Job for Fit {
             order: train_order.clone(),
             state: state.clone(),
             eval_every: plan.eval_steps.unwrap_or_else(|| steps.div_ceil(20)),
+            save_every: plan.save_steps.unwrap_or_else(|| steps.div_ceil(20)),
             last_eval: Arc::default(),
         };
         let last_eval = between.last_eval.clone();
@@ -168,7 +150,7 @@ impl Job for Fit {
         let model = if start < steps {
             let run = Run {
                 train: train_order.clone(),
-                eval: eval_order(eval, plan.batch_size, eval_tokens),
+                eval: eval_order(inputs.eval.clone(), plan.batch_size),
                 optimizer,
                 schedule,
                 max_grad_norm: plan.max_grad_norm,
@@ -184,26 +166,117 @@ impl Job for Fit {
         let runtime = started.elapsed().as_secs_f64();
 
         // What came of it.
-        for (prompt, before) in prompts.iter().zip(&before) {
-            let after = answer(&model, &text, prompt, MAX_SAMPLE_TOKENS)?;
-            report::label("before", format!("{prompt} → {}", clipped(before)));
-            report::label("after", format!("{prompt} → {}", clipped(&after)));
+        let mut changed = None;
+        if let Some((before, codes)) = before {
+            for ((prompt, before), after) in prompts.iter().zip(&before).zip(ask(&model)?) {
+                report::label("before", format!("{} → {}", clipped(prompt), clipped(before)));
+                report::label("after", format!("{} → {}", clipped(prompt), clipped(&after)));
+            }
+            changed = codes_changed(&codes, &quantised_codes(&model)?);
         }
-        let changed = codes_changed(&codes_before, &quantised_codes(&model)?);
         if let Some(share) = changed {
             report::label("nvfp4", format!("{:.1}% of codes changed", share * 100.0));
         }
-        let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe };
-        let final_folder = plan.output_dir.join("final");
-        let like = source.as_ref().filter(|s| s.dat().is_some() && plan.scaling.is_none());
-        let exported = export::model_to_folder(&model, &config, &text, &plan.text_folder, target, like, &final_folder)?;
-        if let Some(extra) = &plan.output_dat {
-            export::model_to_dat(&model, &text, target, like, extra)?;
-        }
         write_results(&plan, &train_order, start, runtime, *last_eval.lock().expect("no holder panics"), changed)?;
+        let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe };
+        // A file that holds NVFP4 is exported as it was stored.
+        let nvfp4 = |s: &&Checkpoint| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some();
+        let like = source.as_ref().filter(nvfp4);
+        let folder = plan.output_dir.join("final");
+        let exported = export::model_to_folder(&model, text, &plan.companions, target, like, &folder)?;
+        report::label("export", exported.display().to_string());
+        if let Some(extra) = &plan.output_dat {
+            export::model_to_dat(&model, text, target, like, extra)?;
+        }
         report::line(format!("done in {} · {}", report::duration(runtime), plan.output_dir.display()));
         next_steps(&plan, &exported, prompts.first());
         Ok(())
+    }
+}
+
+/// What a run reads.
+struct Inputs {
+    config: Qwen3Config,
+    text: TextFiles,
+    source: Option<Checkpoint>,
+    train: Arc<Vec<Sample>>,
+    eval: Vec<Sample>,
+    report: data::DataReport,
+    sha256: String,
+}
+
+impl Inputs {
+    fn read(plan: &FitPlan) -> Result<Self, CliError> {
+        let config = Qwen3Config::from_file(&plan.companions.config)?;
+        if plan.train_last_layers > config.num_hidden_layers {
+            let (n, layers) = (plan.train_last_layers, config.num_hidden_layers);
+            return Err(CliError::Usage(format!("--train-last-layers {n}: the model has {layers}")));
+        }
+        let text = TextFiles::open(&plan.companions.text, &config)?;
+        let source = match &plan.source {
+            ModelSource::Files(files) => Some(files.checkpoint()?),
+            ModelSource::Random { .. } => None,
+        };
+        let (train, eval, report) = samples(plan, &text, &config)?;
+        let mut sha256 = String::new();
+        let files = plan.data.iter().chain(&plan.eval_data).cloned().chain([plan.companions.config.clone()]);
+        for path in files.chain(plan.companions.text_files()) {
+            sha256 += &durable::digest(&path).map_err(CliError::io(&path))?.1;
+        }
+        let sha256 = durable::digest_of(sha256.as_bytes());
+        Ok(Self { config, text, source, train: Arc::new(train), eval, report, sha256 })
+    }
+
+    /// Scale levels: those asked for, else the model's, else two.
+    fn scaling(&self, plan: &FitPlan) -> Scaling {
+        plan.scaling.or_else(|| self.source.as_ref().and_then(packed_scaling)).unwrap_or(Scaling::Two)
+    }
+
+    fn order(&self, plan: &FitPlan) -> Order {
+        let size = plan.batch_size * plan.accumulation;
+        let limit = match plan.max_steps {
+            Some(steps) => steps * size,
+            None => ((self.train.len() as f64 * plan.epochs).round() as usize).max(1),
+        };
+        Order {
+            samples: self.train.clone(),
+            batch_size: plan.batch_size,
+            accumulation: plan.accumulation,
+            steps: limit.div_ceil(size),
+            limit,
+            seed: plan.seed,
+            start: 0,
+        }
+    }
+
+    fn header(&self, plan: &FitPlan, scaling: Scaling) {
+        let params = report::short(self.config.num_params() as f64);
+        let layers = self.config.num_hidden_layers;
+        let levels = if scaling == Scaling::Two { "two-level" } else { "single-level" };
+        let name = match &plan.source {
+            ModelSource::Files(files) => files.weights.display().to_string(),
+            ModelSource::Random { config } => format!("{} (random weights)", config.display()),
+        };
+        let recipe = plan.recipe.name();
+        report::label(
+            "model",
+            format!("{name} · {params} params · {layers} layers · recipe {recipe} · {levels} scales"),
+        );
+        let skipped = match (self.report.dropped.len(), self.report.truncated.len()) {
+            (0, 0) => String::new(),
+            (d, t) => format!(" · {d} dropped, {t} cut"),
+        };
+        let (train, eval) = (self.train.len(), self.eval.len());
+        let (rows, tokens) = (self.report.rows, report::short(self.report.tokens as f64));
+        let supervised = report::short(self.report.supervised_tokens as f64);
+        report::label(
+            "data",
+            format!("{rows} rows · {train} train / {eval} eval · {tokens} tokens, {supervised} supervised{skipped}"),
+        );
+        let (steps, size) = (self.order(plan).steps, plan.batch_size * plan.accumulation);
+        let (lr, seed) = (plan.learning_rate, plan.seed);
+        report::label("plan", format!("{steps} steps × {size} sequences · lr {lr:e} · seed {seed}"));
+        report::label("run", plan.output_dir.display().to_string());
     }
 }
 
@@ -218,6 +291,7 @@ struct Keeper {
     order: Order,
     state: TrainerState,
     eval_every: usize,
+    save_every: usize,
     last_eval: Arc<std::sync::Mutex<Option<f32>>>,
 }
 
@@ -254,14 +328,14 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
     }
 
     fn maybe_save(&mut self, model: &Qwen3<B>, optimizer: &ChunkedAdamw<B>, step: usize) -> Result<(), CliError> {
-        let due = step == self.order.steps || self.plan.save_steps > 0 && step.is_multiple_of(self.plan.save_steps);
+        let due = step == self.order.steps || self.save_every > 0 && step.is_multiple_of(self.save_every);
         if !due {
             return Ok(());
         }
         self.state.global_step = step;
         self.state.epoch = self.order.epochs(step);
-        let (run, text) = (&self.plan.output_dir, &self.plan.text_folder);
-        let saved = checkpoint::save(run, text, model, optimizer, &self.state, self.plan.save_total_limit)?;
+        let (run, files) = (&self.plan.output_dir, &self.plan.companions);
+        let saved = checkpoint::save(run, files, model, optimizer, &self.state, self.plan.save_total_limit)?;
         report::line(format!("{:>11}  {}", "saved", saved.display()));
         Ok(())
     }
@@ -299,50 +373,43 @@ impl Tensors for HeadAs<'_> {
     }
 }
 
-fn stored_scaling(source: Option<&Checkpoint>) -> Scaling {
-    let packed = |s: &Checkpoint| {
-        s.names().iter().find_map(|n| match s.stored(n) {
-            Some(Stored::Packed { scaling, .. }) => Some(scaling),
-            _ => None,
-        })
-    };
-    source.and_then(packed).unwrap_or(Scaling::Two)
+/// The scale levels of a file's NVFP4 tensors, if it has any.
+fn packed_scaling(source: &Checkpoint) -> Option<Scaling> {
+    source.names().iter().find_map(|n| match source.stored(n) {
+        Some(Stored::Packed { scaling, .. }) => Some(scaling),
+        _ => None,
+    })
 }
 
 type Samples = (Vec<Sample>, Vec<Sample>, data::DataReport);
 
 fn samples(plan: &FitPlan, text: &TextFiles, config: &Qwen3Config) -> Result<Samples, CliError> {
-    if plan.options.max_seq_length > config.max_position_embeddings {
-        let (flag, limit) = (plan.options.max_seq_length, config.max_position_embeddings);
-        return Err(CliError::Usage(format!("--max-seq-length {flag}: the model takes at most {limit}")));
+    let mut options = plan.options;
+    let limit = config.max_position_embeddings;
+    if options.max_seq_length > limit {
+        if let Some(asked) = plan.settings.max_seq_length {
+            return Err(CliError::Usage(format!("--max-seq-length {asked}: the model takes at most {limit}")));
+        }
+        options.max_seq_length = limit;
     }
     if plan.data.is_empty() {
         let rows = plan.max_steps.unwrap_or(8) * plan.batch_size * plan.accumulation;
-        let made = data::synthetic(rows, plan.options.max_seq_length, config.vocab_size, plan.seed);
-        let tokens = made.iter().map(|s| s.ids.len()).sum();
+        let made = data::synthetic(rows, options.max_seq_length, config.vocab_size, plan.seed);
+        let (rows, tokens) = (made.len(), made.iter().map(|s| s.ids.len()).sum());
         let report = data::DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));
     }
-    let (all, report) = data::load(&plan.data, text, plan.options)?;
+    let (all, report) = data::load(&plan.data, text, options)?;
     let (train, eval) = match &plan.eval_data {
-        Some(path) => (all, data::load(std::slice::from_ref(path), text, plan.options)?.0),
+        Some(path) => (all, data::load(std::slice::from_ref(path), text, options)?.0),
         None => data::split(all, plan.val_split, plan.seed),
     };
     Ok((train, eval, report))
 }
 
-fn data_digest(plan: &FitPlan) -> Result<String, CliError> {
-    let mut all = String::new();
-    for path in plan.data.iter().chain(&plan.eval_data) {
-        all += &durable::digest(path).map_err(CliError::io(path))?.1;
-    }
-    Ok(all)
-}
-
-fn eval_order(samples: Vec<Sample>, batch_size: usize, tokens: usize) -> Order {
+fn eval_order(samples: Vec<Sample>, batch_size: usize) -> Order {
     // One step holds all batches, so that each loss is divided by all supervised tokens.
     let n = samples.len();
-    debug_assert!(n == 0 || tokens > 0);
     Order {
         samples: Arc::new(samples),
         batch_size,
@@ -354,21 +421,71 @@ fn eval_order(samples: Vec<Sample>, batch_size: usize, tokens: usize) -> Order {
     }
 }
 
-/// Makes the run folder, or finds the checkpoint to go on from.
-fn prepare_folder(plan: &FitPlan) -> Result<Option<PathBuf>, CliError> {
+/// What a run writes into its folder; `--overwrite` removes these and nothing else.
+const OURS: [&str; 8] = [
+    "config.toml",
+    "run.json",
+    "data_report.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "train_results.json",
+    "final",
+    "lock",
+];
+
+fn is_ours(name: &str) -> bool {
+    OURS.contains(&name) || ["checkpoint-", "stale-", ".tmp-"].iter().any(|p| name.starts_with(p))
+}
+
+/// Whether the run folder is free for a new run, or may be emptied for one.
+fn check_free(plan: &FitPlan) -> Result<(), CliError> {
     let dir = &plan.output_dir;
-    let filled = fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some());
-    match &plan.resume {
-        Some(Resume::Latest) => return checkpoint::latest(dir).map(Some),
-        Some(Resume::At(path)) => return Ok(Some(path.clone())),
-        None if filled && plan.overwrite => fs::remove_dir_all(dir).map_err(CliError::io(dir))?,
-        None if filled => {
-            let text = "is not empty: give another --output-dir, or --resume-from-checkpoint, or --overwrite";
-            return Err(CliError::Usage(format!("{} {text}", dir.display())));
-        }
-        None => {}
+    let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
+    let names: Vec<String> =
+        entries.filter_map(|e| e.ok().map(|e| e.file_name().to_string_lossy().into_owned())).collect();
+    if names.is_empty() || plan.resume.is_some() {
+        return Ok(());
     }
+    if !plan.overwrite {
+        let text = "is not empty: give another --output-dir, or --resume-from-checkpoint, or --overwrite";
+        return Err(CliError::Usage(format!("{} {text}", dir.display())));
+    }
+    if let Some(name) = names.iter().find(|n| !is_ours(n)) {
+        let text =
+            format!("--overwrite: {} holds {name}, which is no part of a run; nothing was removed", dir.display());
+        return Err(CliError::Usage(text));
+    }
+    let inside =
+        |p: &&PathBuf| p.canonicalize().ok().zip(dir.canonicalize().ok()).is_some_and(|(p, d)| p.starts_with(d));
+    if let Some(input) = plan.inputs.iter().find(inside) {
+        let text = format!("--overwrite: {} is an input of this run; nothing was removed", input.display());
+        return Err(CliError::Usage(text));
+    }
+    Ok(())
+}
+
+/// Opens the run folder for this process alone: a new one gets its first files, one that goes on loses
+/// what lies behind step `resumed`.
+fn open_folder(plan: &FitPlan, inputs: &Inputs, resumed: Option<usize>) -> Result<fs::File, CliError> {
+    let dir = &plan.output_dir;
     fs::create_dir_all(dir).map_err(CliError::io(dir))?;
+    let lock = durable::lock(dir)?;
+    if let Some(step) = resumed {
+        durable::sweep(dir)?;
+        checkpoint::set_aside_newer(dir, step)?;
+        for name in ["metrics.jsonl", "samples.jsonl"] {
+            drop_lines_behind(&dir.join(name), step)?;
+        }
+        return Ok(lock);
+    }
+    check_free(&FitPlan { overwrite: true, ..plan.clone() })?;
+    for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
+        let path = entry.map_err(CliError::io(dir))?.path();
+        if path.file_name().is_some_and(|n| n != "lock") {
+            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+            removed.map_err(CliError::io(&path))?;
+        }
+    }
     durable::write_bytes(&dir.join("config.toml"), toml_of(&plan.settings)?.as_bytes())?;
     let run = json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -376,7 +493,20 @@ fn prepare_folder(plan: &FitPlan) -> Result<Option<PathBuf>, CliError> {
         "started": jiff::Timestamp::now().to_string(),
     });
     durable::write_bytes(&dir.join("run.json"), run.to_string().as_bytes())?;
-    Ok(None)
+    let found = serde_json::to_string_pretty(&inputs.report).expect("plain data serialises");
+    durable::write_bytes(&dir.join("data_report.json"), found.as_bytes())?;
+    Ok(lock)
+}
+
+/// A killed run logged steps that its checkpoint does not hold; they will be logged again.
+fn drop_lines_behind(path: &std::path::Path, step: usize) -> Result<(), CliError> {
+    let Ok(text) = fs::read_to_string(path) else { return Ok(()) };
+    let kept = |line: &&str| {
+        serde_json::from_str::<serde_json::Value>(line)
+            .is_ok_and(|v| v["step"].as_u64().is_some_and(|s| s as usize <= step))
+    };
+    let text: String = text.lines().filter(kept).flat_map(|l| [l, "\n"]).collect();
+    durable::write_bytes(path, text.as_bytes()).map(|_| ())
 }
 
 fn toml_of(settings: &FitArgs) -> Result<String, CliError> {
@@ -384,10 +514,16 @@ fn toml_of(settings: &FitArgs) -> Result<String, CliError> {
 }
 
 /// Refuses to go on with other data or other settings that change the numbers.
-fn check_unchanged(plan: &FitPlan, state: &TrainerState, data_sha256: &str) -> Result<(), CliError> {
-    if state.data_sha256 != data_sha256 {
+fn check_unchanged(plan: &FitPlan, state: &TrainerState, sha256: &str, precision: Precision) -> Result<(), CliError> {
+    if state.precision != precision.name() {
+        let (old, new) = (&state.precision, precision.name());
+        return Err(CliError::Usage(format!(
+            "this device computes in {new}, the checkpoint was made in {old}: --compute-dtype {old}"
+        )));
+    }
+    if state.inputs_sha256 != sha256 {
         return Err(CliError::Usage(
-            "the training data changed since the checkpoint: a resumed run reads the same files".into(),
+            "training data, config.json, tokenizer or template changed since the checkpoint: a resumed run reads the same files".into(),
         ));
     }
     let free = [
@@ -439,55 +575,29 @@ fn undecayed<B: Nvfp4Backend>(model: &Qwen3<B>) -> HashSet<ParamId> {
     fields(model).iter().filter(|(_, f)| !linear(f)).filter_map(|(_, f)| f.id()).collect()
 }
 
-fn head_of<B: Nvfp4Backend>(model: &Qwen3<B>) -> Head {
-    Head::of(model)
-}
-
-fn header(plan: &FitPlan, config: &Qwen3Config, order: &Order, eval: usize, data: &data::DataReport, spec: LinearSpec) {
-    let params = report::short(config.num_params() as f64);
-    let layers = config.num_hidden_layers;
-    let levels = if spec.scaling == Scaling::Two { "two-level" } else { "single-level" };
-    let name = match &plan.source {
-        ModelSource::Files(files) => files.weights.display().to_string(),
-        ModelSource::Random { config } => format!("{} (random weights)", config.display()),
+/// The prompts that are answered during training: those asked for, else the first of the training and
+/// of the evaluation rows.
+fn prompts(plan: &FitPlan, inputs: &Inputs, demo: Option<&demo::Demo>) -> Result<Vec<String>, CliError> {
+    let first = |samples: &[Sample]| samples.first().map(|s| s.prompt.clone()).filter(|p| !p.is_empty());
+    let mut prompts = match demo {
+        Some(demo) => demo.prompts.clone(),
+        None if !plan.sample_prompts.is_empty() => plan.sample_prompts.clone(),
+        None => first(&inputs.train).into_iter().chain(first(&inputs.eval)).collect(),
     };
-    report::label(
-        "model",
-        format!("{name} · {params} params · {layers} layers · recipe {} · {levels} scales", spec.recipe.name()),
-    );
-    let skipped = match (data.dropped.len(), data.truncated.len()) {
-        (0, 0) => String::new(),
-        (d, t) => format!(" · {d} dropped, {t} cut"),
-    };
-    report::label(
-        "data",
-        format!(
-            "{} rows · {} train / {eval} eval · {} tokens, {} supervised{skipped}",
-            data.rows,
-            order.samples.len(),
-            report::short(data.tokens as f64),
-            report::short(data.supervised_tokens as f64)
-        ),
-    );
-    let size = plan.batch_size * plan.accumulation;
-    report::label(
-        "plan",
-        format!("{} steps × {size} sequences · lr {:e} · seed {}", order.steps, plan.learning_rate, plan.seed),
-    );
-    report::label("run", plan.output_dir.display().to_string());
+    let mut kept = Vec::new();
+    for prompt in prompts.drain(..) {
+        let tokens = inputs.text.tokenizer.encode(&prompt)?.len();
+        // The template adds a few dozen tokens at most.
+        if tokens + MAX_SAMPLE_TOKENS + 128 <= inputs.config.max_position_embeddings {
+            kept.push(prompt);
+        } else {
+            report::line(format!("note: a sample prompt of {tokens} tokens is too long to be answered, and left out"));
+        }
+    }
+    Ok(kept)
 }
 
-fn prompts(plan: &FitPlan, train: &[Sample], eval: &[Sample], demo: Option<&demo::Demo>) -> Vec<String> {
-    if let Some(demo) = demo {
-        return demo.prompts.clone();
-    }
-    if !plan.sample_prompts.is_empty() {
-        return plan.sample_prompts.clone();
-    }
-    [train.first(), eval.first()].into_iter().flatten().map(|s| s.prompt.clone()).filter(|p| !p.is_empty()).collect()
-}
-
-/// The codes of every quantised layer, as an export would write them.
+/// The codes of every quantised layer, as the forward of training quantises them.
 fn quantised_codes<B: Nvfp4Backend>(model: &Qwen3<B>) -> Result<Vec<Vec<u32>>, CliError> {
     let spec = model.spec();
     if spec.recipe == Recipe::Bf16 {
@@ -540,17 +650,27 @@ fn write_results(
 
 /// The beginning of a long answer.
 fn clipped(text: &str) -> String {
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
     let cut = text.char_indices().nth(100).map_or(text.len(), |(i, _)| i);
-    if cut < text.len() { format!("{} …", &text[..cut]) } else { text.to_owned() }
+    if cut < text.len() { format!("{} …", &text[..cut]) } else { text }
 }
 
 fn next_steps(plan: &FitPlan, exported: &std::path::Path, prompt: Option<&String>) {
-    let prompt = prompt.map_or("hello", |p| p);
+    let prompt = quoted(prompt.map_or("hello", |p| p));
+    let folder = quoted(&exported.display().to_string());
+    let mode = if plan.recipe == Recipe::W4a4 { " --w4a4" } else { "" };
     report::line("next:");
-    report::line(format!("  train-cli generate -m {} -p \"{prompt}\"", exported.display()));
-    report::line(format!("  train-cli inspect {} --verify", exported.display()));
-    report::line(format!(
-        "  train-cli fit -c {} -m <your Qwen3 folder> -d <your.jsonl> --dry-run",
-        plan.output_dir.join("config.toml").display()
-    ));
+    report::line(format!("  train-cli generate -m {folder} -p {prompt}{mode}"));
+    report::line(format!("  train-cli inspect {folder} --verify"));
+    report::line("  train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
+}
+
+/// A word that a shell reads as it is, on one line.
+fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_./:,+@".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    format!("'{}'", text.replace('\'', "'\\''"))
 }

@@ -11,6 +11,7 @@ use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
 use model_qwen3::{
     chat_template::RenderOptions,
     checkpoint::{Stored, Tensors},
+    config::Qwen3Config,
     generate::{GenerateOptions, StopReason, generate},
     model::Qwen3,
     sample::Sampling,
@@ -47,14 +48,12 @@ impl Job for Generate {
 
     fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
-        let mut files = ModelFiles::new(&args.model);
-        if let Some(folder) = &args.tokenizer {
-            files.folder = folder.clone();
-        }
-        let config = files.config()?;
-        let text = TextFiles::open(&files.folder, &config)?;
+        let files = ModelFiles::new(&args.model);
+        let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
+        let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
         let checkpoint = files.checkpoint()?;
         let packed = checkpoint.names().iter().any(|n| matches!(checkpoint.stored(n), Some(Stored::Packed { .. })));
+        report::label("weights", if packed { "nvfp4" } else { "dense" });
         if args.w4a4 && !packed {
             return Err(CliError::Usage("--w4a4: the model has no NVFP4 weights".into()));
         }
@@ -62,7 +61,8 @@ impl Job for Generate {
         let spec = LinearSpec { recipe, scaling: Scaling::Two, precision };
         let model: Qwen3<B> = weights::load(&checkpoint, &config, spec, Purpose::Infer, &device)?;
 
-        let prompt = prompt_ids(&args, &text)?;
+        let asked = prompt_text(&args)?;
+        let prompt = prompt_ids(&asked, &args, &text)?;
         let g = &text.generation;
         let sampling = Sampling {
             temperature: args.temperature.or(g.temperature).unwrap_or(0.0),
@@ -109,7 +109,7 @@ impl Job for Generate {
         if args.json {
             report::result(
                 json!({
-                    "prompt": args.prompt, "text": answer, "ids": generation.ids, "stop": stop,
+                    "prompt": asked, "text": answer, "ids": generation.ids, "stop": stop,
                     "prompt_tokens": prompt.len(), "tokens": generation.ids.len(),
                     "seconds_to_first_token": prefill, "tokens_per_second": rate,
                 })
@@ -127,15 +127,19 @@ impl Job for Generate {
     }
 }
 
-fn prompt_ids(args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
-    let mut prompt = args.prompt.clone();
-    if prompt == "-" {
-        prompt.clear();
-        let read = std::io::stdin().read_to_string(&mut prompt);
-        read.map_err(|e| CliError::Usage(format!("--prompt -: {e}")))?;
+fn prompt_text(args: &GenerateArgs) -> Result<String, CliError> {
+    if args.prompt != "-" {
+        return Ok(args.prompt.clone());
     }
+    let mut prompt = String::new();
+    let read = std::io::stdin().read_to_string(&mut prompt);
+    read.map_err(|e| CliError::Usage(format!("--prompt -: {e}")))?;
+    Ok(prompt.trim_start_matches('\u{FEFF}').trim_end_matches(['\r', '\n']).to_owned())
+}
+
+fn prompt_ids(prompt: &str, args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
     if args.raw {
-        return Ok(text.tokenizer.encode(&prompt)?);
+        return Ok(text.tokenizer.encode(prompt)?);
     }
     let mut messages = Vec::new();
     if let Some(system) = &args.system_prompt {

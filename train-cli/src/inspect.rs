@@ -18,6 +18,13 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
         durable::verify(&args.path)?;
     }
     let checkpoint = ModelFiles::new(&args.path).checkpoint()?;
+    if !args.json {
+        let head = ["key", "id", "dtype", "shape", "offset", "bytes"];
+        report::result(format!(
+            "{:<60} {:>3} {:<9} {:>14} {:>13} {:>12}",
+            head[0], head[1], head[2], head[3], head[4], head[5]
+        ));
+    }
     for row in containers(&checkpoint) {
         if args.json {
             report::result(row.to_string());

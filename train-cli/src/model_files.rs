@@ -1,7 +1,7 @@
 //! A model as the user names it: a folder, a `.dat` or a `.safetensors` file with its folder's
 //! config.json and tokenizer beside it.
 
-use crate::CliError;
+use crate::{CliError, durable::PendingFolder};
 use model_qwen3::{
     ModelError,
     chat_template::ChatTemplate,
@@ -11,9 +11,37 @@ use model_qwen3::{
 };
 use std::path::{Path, PathBuf};
 
-/// The small files that travel with a model's weights.
-pub const COMPANIONS: [&str; 5] =
-    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+/// The files of a model's text side.
+const TEXT: [&str; 4] = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+
+/// The small files that travel with a model's weights, and where they come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Companions {
+    /// The config.json that was used, whatever it is called.
+    pub config: PathBuf,
+    /// The folder of tokenizer and template.
+    pub text: PathBuf,
+}
+
+impl Companions {
+    /// Copies them into a folder in the making.
+    ///
+    /// # Errors
+    /// If one cannot be read or written.
+    pub fn copy_into(&self, folder: &mut PendingFolder) -> Result<(), CliError> {
+        folder.copy(&self.config, "config.json")?;
+        for path in self.text_files() {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            folder.copy(&path, &name)?;
+        }
+        Ok(())
+    }
+
+    /// The text files that are there.
+    pub fn text_files(&self) -> impl Iterator<Item = PathBuf> {
+        TEXT.iter().map(|name| self.text.join(name)).filter(|p| p.exists())
+    }
+}
 
 /// Where a model's files are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,6 +63,19 @@ impl ModelFiles {
         Self { weights: path.to_owned(), folder }
     }
 
+    /// Its config.json, or that of the tokenizer's folder where it has none.
+    pub fn config_file(&self, tokenizer: Option<&Path>) -> PathBuf {
+        let own = self.folder.join("config.json");
+        tokenizer.map(|t| t.join("config.json")).filter(|other| !own.exists() && other.exists()).unwrap_or(own)
+    }
+
+    /// The weight files, for guards against overwriting.
+    pub fn weight_files(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(&self.weights).ok();
+        let inside = entries.into_iter().flatten().filter_map(|e| e.ok().map(|e| e.path()));
+        inside.chain([self.weights.clone()]).collect()
+    }
+
     /// Its name, for run folders and headers.
     pub fn name(&self) -> String {
         let path = self.weights.canonicalize().unwrap_or_else(|_| self.weights.clone());
@@ -47,14 +88,6 @@ impl ModelFiles {
     /// If there are none or they are broken.
     pub fn checkpoint(&self) -> Result<Checkpoint, ModelError> {
         Checkpoint::open(&self.weights)
-    }
-
-    /// Reads config.json.
-    ///
-    /// # Errors
-    /// If it is missing or not a dense Qwen3.
-    pub fn config(&self) -> Result<Qwen3Config, ModelError> {
-        Qwen3Config::from_file(&self.folder.join("config.json"))
     }
 }
 

@@ -22,6 +22,7 @@ use burn::{
 };
 use model_qwen3::{
     checkpoint::FloatType,
+    config::Qwen3Config,
     generate::{GenerateOptions, generate},
     loss::IGNORE,
     model::{Qwen3, ids_tensor},
@@ -58,6 +59,11 @@ pub struct Comparison {
 /// # Errors
 /// If the model or the fixture is broken. Differences are printed, not judged.
 pub fn run(args: ParityArgs) -> Result<(), CliError> {
+    if let Some(path) = &args.dump {
+        let mut inputs = ModelFiles::new(&args.model).weight_files();
+        inputs.push(args.expected.clone());
+        plan::check_output(path, &inputs)?;
+    }
     let precision = plan::precision(args.compute_dtype);
     let comparison = device::run(
         args.device,
@@ -97,12 +103,13 @@ impl Job for Parity<'_> {
     fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Comparison, CliError> {
         let fixture = Fixture { file: SafeFile::open(self.expected)? };
         let files = ModelFiles::new(self.model);
-        let config = files.config()?;
+        let config = Qwen3Config::from_file(&files.config_file(None))?;
         let spec = LinearSpec { recipe: Recipe::Bf16, scaling: Scaling::Two, precision };
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
             Ok(weights::load(&files.checkpoint()?, &config, spec, Purpose::Train, &device)?)
         };
-        let mut ours: Vec<(String, Vec<usize>, Vec<f32>)> = Vec::new();
+        let mut ours: Vec<Ours> = Vec::new();
+        let mut push = |key: String, shape: Vec<usize>, values: Vec<f32>| ours.push(Ours { key, shape, values });
 
         // Forward and backward on the fixture's batch.
         let (ids, labels) = (fixture.ids("input_ids")?, fixture.labels("labels")?);
@@ -113,60 +120,66 @@ impl Job for Parity<'_> {
         let mut watched = Vec::new();
         let last = inner.forward_watched(input, None, |h| watched.push(h.clone()));
         for (i, hidden) in watched.into_iter().enumerate() {
-            ours.push((format!("hidden.{i}"), hidden.dims().to_vec(), to_host(hidden)?));
+            push(format!("hidden.{i}"), hidden.dims().to_vec(), to_host(hidden)?);
         }
         let logits = inner.logits(last.reshape([b * t, config.hidden_size]));
-        ours.push(("logits".into(), vec![b, t, config.vocab_size], to_host(logits)?));
+        push("logits".into(), vec![b, t, config.vocab_size], to_host(logits)?);
         drop(inner);
         let supervised: Vec<Vec<bool>> = labels.iter().map(|row| row.iter().map(|&l| l != IGNORE).collect()).collect();
-        let divisor = supervised.iter().flat_map(|r| &r[1..]).filter(|s| **s).count();
+        let divisor = supervised.iter().flat_map(|r| r.iter().skip(1)).filter(|s| **s).count();
         let trainee = Trainee::new(model, LossKind::CrossEntropy);
-        let batch = MicroBatch { ids, supervised, divisor, ends_step: true };
-        let loss = trainee.batch_loss(&batch);
-        ours.push(("loss".into(), vec![1], to_host(loss.clone().inner())?));
+        let loss = trainee.batch_loss(&MicroBatch { ids, supervised, divisor, ends_step: true });
+        push("loss".into(), vec![1], to_host(loss.clone().inner())?);
         let grads = GradientsParams::from_grads(loss.backward(), &trainee);
         for (name, field) in fields(&trainee.model) {
-            let values = match field {
-                Field::Vector(p) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
-                field => match field.id() {
-                    Some(id) => grads.get::<B, 2>(id).map(to_host).transpose()?,
-                    None => None,
-                },
+            let values = match (&field, field.id()) {
+                (Field::Vector(p), _) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
+                (_, Some(id)) => grads.get::<B, 2>(id).map(to_host).transpose()?,
+                (_, None) => None,
             };
             if let Some(values) = values {
-                ours.push((format!("grad.{name}"), vec![values.len()], values));
+                push(format!("grad.{name}"), field.shape(), values);
             }
         }
         drop((trainee, grads));
 
         // Greedy generation.
-        let prompt = fixture.ids("generate.prompt")?.remove(0);
-        let expected_ids = fixture.ids("generate.ids")?.remove(0);
-        let options = GenerateOptions {
-            max_tokens: expected_ids.len() - prompt.len(),
-            sampling: Sampling::GREEDY,
-            stop_ids: vec![],
-        };
+        let prompt = fixture.row("generate.prompt")?;
+        let expected_ids = fixture.row("generate.ids")?;
+        let continuation = expected_ids.get(prompt.len()..).unwrap_or_default();
+        let options = GenerateOptions { max_tokens: continuation.len(), sampling: Sampling::GREEDY, stop_ids: vec![] };
         let answer = generate(&load()?.valid(), &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
-        let equal = answer.iter().zip(&expected_ids[prompt.len()..]).take_while(|(a, b)| a == b).count();
+        let equal = answer.iter().zip(continuation).take_while(|(a, b)| a == b).count();
 
         // Twenty steps of AdamW.
         if fixture.has("train.data") {
             let (losses, norms) = train::<B>(load()?, &fixture)?;
-            ours.push(("train.losses".into(), vec![losses.len()], losses));
-            ours.push(("train.grad_norms".into(), vec![norms.len()], norms));
+            push("train.losses".into(), vec![losses.len()], losses);
+            push("train.grad_norms".into(), vec![norms.len()], norms);
         }
 
+        // Every float of the fixture has a counterpart, or something is not computed at all.
         let mut comparison = Comparison { differences: vec![], greedy: Some((equal, answer.len())) };
-        for (key, _, values) in &ours {
-            comparison.differences.push(difference(key, values, &fixture.floats(key)?, self.expected)?);
+        for entry in fixture.file.entries().iter().filter(|e| e.dtype == Dtype::F32) {
+            let found = ours.iter().find(|o| o.key == entry.name).ok_or_else(|| {
+                CliError::corrupt(self.expected, format!("{:?}: this model has no such value", entry.name))
+            })?;
+            let expected = fixture.floats(&entry.name)?;
+            comparison.differences.push(difference(&entry.name, &found.values, &expected, self.expected)?);
         }
         if let Some(path) = self.dump {
-            ours.push(("generate.ids".into(), vec![answer.len()], answer.iter().map(|&i| i as f32).collect()));
-            dump(path, &ours)?;
+            let ids: Vec<u32> = prompt.iter().chain(&answer).copied().collect();
+            dump(path, &ours, &ids, &fixture)?;
         }
         Ok(comparison)
     }
+}
+
+/// A value that we computed.
+struct Ours {
+    key: String,
+    shape: Vec<usize>,
+    values: Vec<f32>,
 }
 
 /// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0.
@@ -208,14 +221,26 @@ fn difference(key: &str, ours: &[f32], expected: &[f32], path: &Path) -> Result<
     Ok(Difference { key: key.to_owned(), max: worst / largest.max(tiny), frobenius: (squares / norm.max(tiny)).sqrt() })
 }
 
-fn dump(path: &Path, ours: &[(String, Vec<usize>, Vec<f32>)]) -> Result<(), CliError> {
-    let layout: Vec<_> = ours.iter().map(|(key, shape, _)| (key.clone(), Dtype::F32, shape.clone())).collect();
+/// Our values and the fixture's inputs under its keys: a dump can be another run's `--expected`.
+fn dump(path: &Path, ours: &[Ours], ids: &[u32], fixture: &Fixture) -> Result<(), CliError> {
+    let mut layout = Vec::new();
+    let mut payloads = Vec::new();
+    for value in ours {
+        layout.push((value.key.clone(), Dtype::F32, value.shape.clone()));
+        payloads.push(FloatType::F32.encode(&value.values));
+    }
+    layout.push(("generate.ids".to_owned(), Dtype::I32, vec![1, ids.len()]));
+    payloads.push(ids.iter().flat_map(|i| i.to_le_bytes()).collect());
+    for key in ["input_ids", "labels", "generate.prompt", "train.data"] {
+        if fixture.has(key) {
+            let (shape, bytes) = fixture.read(key, Dtype::I32)?;
+            layout.push((key.to_owned(), Dtype::I32, shape));
+            payloads.push(bytes);
+        }
+    }
     durable::write_file(path, |out| {
         out.write_all(&header(&layout)).map_err(CliError::io(path))?;
-        for (_, _, values) in ours {
-            out.write_all(&FloatType::F32.encode(values)).map_err(CliError::io(path))?;
-        }
-        Ok(())
+        payloads.iter().try_for_each(|bytes| out.write_all(bytes).map_err(CliError::io(path)))
     })
     .map(|_| ())
 }
@@ -254,6 +279,12 @@ impl Fixture {
 
     fn ids(&self, key: &str) -> Result<Vec<Vec<u32>>, CliError> {
         Ok(self.labels(key)?.iter().map(|row| row.iter().map(|&i| i as u32).collect()).collect())
+    }
+
+    /// The only row of `[1, T]`, not empty.
+    fn row(&self, key: &str) -> Result<Vec<u32>, CliError> {
+        let empty = || CliError::corrupt(self.file.path(), format!("{key:?} is empty"));
+        self.ids(key)?.into_iter().next().filter(|row| !row.is_empty()).ok_or_else(empty)
     }
 
     /// `[steps, B, T]`.

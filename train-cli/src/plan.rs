@@ -6,7 +6,8 @@ use crate::{
     args::{DtypeArg, FitArgs, LossArg, RecipeArg, ScalesArg, StateArg},
     data::{DataOptions, Format, LossOn, Overlong},
     device::DeviceChoice,
-    model_files::ModelFiles,
+    export::refuse_overwrite,
+    model_files::{Companions, ModelFiles},
     optim::AdamwConfig,
     schedule::Shape,
 };
@@ -41,8 +42,8 @@ pub struct FitPlan {
     pub settings: FitArgs,
     /// The model.
     pub source: ModelSource,
-    /// Tokenizer and template.
-    pub text_folder: PathBuf,
+    /// config.json and text files.
+    pub companions: Companions,
     /// Training files; empty for random tokens.
     pub data: Vec<PathBuf>,
     /// Evaluation file.
@@ -87,8 +88,8 @@ pub struct FitPlan {
     pub output_dat: Option<PathBuf>,
     /// Steps between evaluations; `None` takes a twentieth of the run.
     pub eval_steps: Option<usize>,
-    /// Steps between checkpoints; 0 is only the last.
-    pub save_steps: usize,
+    /// Steps between checkpoints; 0 is only the last, `None` takes a twentieth of the run.
+    pub save_steps: Option<usize>,
     /// Steps between lines.
     pub logging_steps: usize,
     /// Checkpoints kept.
@@ -101,6 +102,8 @@ pub struct FitPlan {
     pub seed: u64,
     /// Checkpoint to go on from.
     pub resume: Option<Resume>,
+    /// Every file that the run reads, where it has a name: nothing is written over them.
+    pub inputs: Vec<PathBuf>,
     /// Empty the run folder first.
     pub overwrite: bool,
 }
@@ -114,13 +117,49 @@ pub enum Resume {
     At(PathBuf),
 }
 
+/// Which checkpoint `--resume-from-checkpoint` means. Fills in the run's folder and its settings: a run
+/// goes on as it was started.
+fn resumed(flags: &mut FitArgs) -> Result<Option<Resume>, CliError> {
+    let Some(text) = flags.resume_from_checkpoint.clone() else { return Ok(None) };
+    let given = PathBuf::from(&text);
+    let (run, resume) = match text.as_str() {
+        "false" => return Ok(None),
+        "latest" | "true" => match &flags.output_dir {
+            Some(run) => (run.clone(), Resume::Latest),
+            None => {
+                return Err(CliError::Usage(
+                    "--resume-from-checkpoint needs the run's folder: --output-dir RUN".into(),
+                ));
+            }
+        },
+        _ if given.join("config.toml").exists() => (given, Resume::Latest),
+        _ if given.join("trainer_state.json").exists() => {
+            let parent = given.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            (parent.to_owned(), Resume::At(given))
+        }
+        _ => return Err(CliError::Usage(format!("{text}: no such checkpoint, and no run folder"))),
+    };
+    let same = |a: &Path, b: &Path| a.canonicalize().ok() == b.canonicalize().ok();
+    if let Some(dir) = flags.output_dir.as_ref().filter(|dir| !same(dir, &run)) {
+        let text = format!("--output-dir {}: the checkpoint belongs to {}", dir.display(), run.display());
+        return Err(CliError::Usage(text));
+    }
+    let settings = run.join("config.toml");
+    if !settings.exists() {
+        return Err(CliError::Usage(format!("{}: no run there (no config.toml)", run.display())));
+    }
+    flags.config.get_or_insert(settings);
+    flags.output_dir = Some(run);
+    Ok(Some(resume))
+}
+
 /// Makes a plan of the flags of `fit` and its config file.
 ///
 /// # Errors
-/// If they are incomplete, contradictory or out of range.
-pub fn fit(flags: FitArgs) -> Result<FitPlan, CliError> {
-    let (demo, config, resume, overwrite) =
-        (flags.demo, flags.config.clone(), flags.resume_from_checkpoint.clone(), flags.overwrite);
+/// If they are incomplete, contradictory or out of range, or an output is an input.
+pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
+    let resume = resumed(&mut flags)?;
+    let (demo, config, overwrite) = (flags.demo, flags.config.clone(), flags.overwrite);
     let file = match &config {
         Some(path) => read_config(path)?,
         None => FitArgs::default(),
@@ -135,10 +174,12 @@ pub fn fit(flags: FitArgs) -> Result<FitPlan, CliError> {
         (None, None) if demo => unreachable!("the demo names its config"),
         (None, None) => return usage("no model: give --model PATH, or --init-config FILE, or try --demo".into()),
     };
-    let model_folder = match &source {
-        ModelSource::Files(files) => files.folder.clone(),
-        ModelSource::Random { config } => ModelFiles::new(config).folder,
+    let (model_folder, config_file) = match &source {
+        ModelSource::Files(files) => (files.folder.clone(), files.config_file(s.tokenizer.as_deref())),
+        ModelSource::Random { config } if config.is_dir() => (config.clone(), config.join("config.json")),
+        ModelSource::Random { config } => (ModelFiles::new(config).folder, config.clone()),
     };
+    let companions = Companions { config: config_file, text: s.tokenizer.clone().unwrap_or(model_folder) };
     let synthetic = s.synthetic == Some(true);
     let data = s.data.clone().unwrap_or_default();
     if data.is_empty() && !synthetic {
@@ -154,35 +195,46 @@ pub fn fit(flags: FitArgs) -> Result<FitPlan, CliError> {
         None => unreachable!("defaults fill every field"),
     };
     let count = |flag: &str, value: Option<usize>, low: usize| match value {
+        Some(v) if v > MOST => Err(CliError::Usage(format!("--{flag} {v}: at most {MOST}"))),
         Some(v) if v >= low => Ok(v),
         Some(v) => Err(CliError::Usage(format!("--{flag} {v}: at least {low}"))),
         None => unreachable!("defaults fill every field"),
     };
-    if let Some(0) = s.max_steps {
-        return usage("--max-steps 0: at least 1".into());
+    if let Some(steps) = s.max_steps {
+        count("max-steps", Some(steps), 1)?;
+    }
+    if s.compute_dtype == Some(DtypeArg::F16) {
+        return usage("--compute-dtype f16: gradients underflow in f16; train in bf16 or f32".into());
     }
     let name = match &source {
         ModelSource::Files(files) => files.name(),
         ModelSource::Random { config } => ModelFiles::new(config).name(),
     };
-    let output_dir = match (&s.output_dir, &resume) {
-        (Some(dir), _) => dir.clone(),
-        (None, Some(_)) => return usage("--resume-from-checkpoint needs --output-dir, the folder of the run".into()),
-        (None, None) => {
-            let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
-            PathBuf::from("runs").join(format!("{time}_{name}"))
-        }
-    };
+    let output_dir = s.output_dir.clone().unwrap_or_else(|| {
+        let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
+        PathBuf::from("runs").join(format!("{time}_{name}"))
+    });
+    let mut inputs = data.clone();
+    inputs.extend(s.eval_data.clone());
+    inputs.push(companions.config.clone());
+    inputs.extend(companions.text_files());
+    if let ModelSource::Files(files) = &source {
+        inputs.extend(files.weight_files());
+    }
+    for output in [&s.output_dat, &s.vram_report].into_iter().flatten() {
+        check_output(output, &inputs)?;
+    }
     Ok(FitPlan {
         source,
-        text_folder: s.tokenizer.clone().unwrap_or(model_folder),
+        companions,
         data,
         eval_data: s.eval_data.clone(),
         val_split: number("val-split", s.val_split, 0.0, 0.9)?,
         options: DataOptions {
             format: s.format.unwrap_or(Format::Auto),
             loss_on: s.loss_on.unwrap_or(LossOn::Assistant),
-            max_seq_length: count("max-seq-length", s.max_seq_length, 2)?,
+            // Unset, it is cut to what the model takes once that is known.
+            max_seq_length: count("max-seq-length", s.max_seq_length.or(Some(DEFAULT_SEQUENCE)), 2)?,
             overlong: s.overlong.unwrap_or(Overlong::Drop),
         },
         loss: match s.loss {
@@ -217,16 +269,39 @@ pub fn fit(flags: FitArgs) -> Result<FitPlan, CliError> {
         output_dir,
         output_dat: s.output_dat.clone(),
         eval_steps: s.eval_steps,
-        save_steps: count("save-steps", s.save_steps, 0)?,
+        save_steps: s.save_steps,
         logging_steps: count("logging-steps", s.logging_steps, 1)?,
         save_total_limit: count("save-total-limit", s.save_total_limit, 2)?,
         sample_prompts: s.sample_prompt.clone().unwrap_or_default(),
         vram_report: s.vram_report.clone(),
         seed: s.seed.unwrap_or(42),
-        resume: resume.map(|r| if r == "latest" { Resume::Latest } else { Resume::At(r.into()) }),
+        resume,
+        inputs,
         overwrite,
         settings: s,
     })
+}
+
+/// Longest sequence where none is given.
+const DEFAULT_SEQUENCE: usize = 2048;
+
+/// The largest count that any flag takes: products of three stay far from overflow.
+const MOST: usize = 1 << 20;
+
+/// Refuses an output that is an input, or that could not be written after hours of training.
+///
+/// # Errors
+/// If so.
+pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
+    refuse_overwrite(output, &inputs.iter().map(Some).collect::<Vec<_>>())?;
+    let folder = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !folder.is_dir() {
+        return Err(CliError::Usage(format!("{}: no such folder to write {} in", folder.display(), output.display())));
+    }
+    if output.is_dir() {
+        return Err(CliError::Usage(format!("{}: is a folder, a file is needed", output.display())));
+    }
+    Ok(())
 }
 
 /// The number format that a flag names; `None` leaves it to the device.
@@ -319,7 +394,6 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         synthetic = false,
         loss_on = LossOn::Assistant,
         loss = LossArg::Ce,
-        max_seq_length = 2048,
         overlong = Overlong::Drop,
         recipe = RecipeArg::W4,
         compute_dtype = DtypeArg::Auto,
@@ -338,7 +412,6 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         optimizer_state_mode = StateArg::Int8,
         step_chunk_rows = 0,
         train_last_layers = 0,
-        save_steps = 0,
         logging_steps = 1,
         save_total_limit = 2,
         seed = 42,

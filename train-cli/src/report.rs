@@ -1,6 +1,5 @@
 //! The only code that prints. Results go to standard output, progress and messages to standard
 //! error, one plain line each, so that either can be kept in a file.
-#![allow(clippy::print_stdout, clippy::print_stderr)]
 
 use crate::CliError;
 use backend_nvfp4::Precision;
@@ -8,24 +7,24 @@ use std::io::Write;
 
 /// A line of progress.
 pub fn line(text: impl AsRef<str>) {
-    eprintln!("{}", text.as_ref());
+    to_stderr(&format!("{}\n", text.as_ref()));
 }
 
 /// A labelled line of the header.
 pub fn label(name: &str, text: impl AsRef<str>) {
-    eprintln!("  {name:<9} {}", text.as_ref());
+    to_stderr(&format!("  {name:<9} {}\n", text.as_ref()));
 }
 
 /// A line of result.
 pub fn result(text: impl AsRef<str>) {
-    println!("{}", text.as_ref());
+    stream(&format!("{}\n", text.as_ref()));
 }
 
 /// Text of an answer as it grows.
 pub fn stream(text: &str) {
-    print!("{text}");
     // A closed pipe ends the output, not the run.
-    let _ = std::io::stdout().flush();
+    let mut out = std::io::stdout().lock();
+    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
 /// What runs where: nothing is chosen silently.
@@ -35,12 +34,12 @@ pub fn chosen_device(device: &str, precision: Precision) {
 
 /// An error with its causes.
 pub fn error(error: &CliError) {
-    eprintln!("error: {error}");
+    line(format!("error: {error}"));
     let mut cause = std::error::Error::source(error);
     while let Some(inner) = cause {
         let text = inner.to_string();
         if !error.to_string().contains(&text) {
-            eprintln!("caused by: {text}");
+            line(format!("caused by: {text}"));
         }
         cause = inner.source();
     }
@@ -64,4 +63,8 @@ pub fn duration(seconds: f64) -> String {
     } else {
         format!("{}:{:02}", s / 60, s % 60)
     }
+}
+
+fn to_stderr(text: &str) {
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }

@@ -19,7 +19,7 @@ use burn::{
     module::{AutodiffModule, Module, ModuleVisitor, Param},
     optim::{GradientsAccumulator, GradientsParams, Optimizer, lr_scheduler::LrScheduler},
     tensor::{
-        Tensor,
+        Tensor, TensorData,
         backend::{AutodiffBackend, Backend},
     },
     train::{
@@ -101,7 +101,21 @@ impl<B: Nvfp4Backend> Trainee<B> {
         let targets = shifted_targets(&batch.ids, &batch.supervised, t);
         let hidden = model.forward(ids, None).reshape([b * t, d]);
         let sum = match self.loss {
-            LossKind::CrossEntropy => cross_entropy_sum(model.logits(hidden), &targets),
+            LossKind::CrossEntropy => {
+                // Logits are V wide: only supervised positions get any.
+                let kept: Vec<i32> = (0..b * t).filter(|&i| targets[i] != IGNORE).map(|i| i as i32).collect();
+                let targets: Vec<i64> = targets.into_iter().filter(|&x| x != IGNORE).collect();
+                if kept.is_empty() {
+                    return Tensor::zeros([1], &device);
+                }
+                let rows = kept.len();
+                let hidden = if rows == b * t {
+                    hidden
+                } else {
+                    hidden.select(0, Tensor::from_data(TensorData::new(kept, [rows]), &device))
+                };
+                cross_entropy_sum(model.logits(hidden), &targets)
+            }
             LossKind::HiddenL1 => {
                 let next: Vec<Vec<u32>> =
                     targets.chunks(t).map(|row| row.iter().map(|&x| x.max(0) as u32).collect()).collect();
@@ -305,7 +319,7 @@ where
             grad_norm,
             lr,
             tokens_per_second: tokens as f64 / step_started.elapsed().as_secs_f64(),
-            memory_mib: vram::in_use_mib::<AB>(&device),
+            memory_mib: vram::held_mib::<AB>(&device),
             eta: elapsed / (step - first) as f64 * (total - step) as f64,
             failure: None,
         };
@@ -361,7 +375,8 @@ fn evaluate<B: Nvfp4Backend>(
 fn judge(step: usize, loss: f32, grad_norm: f32) -> Result<(), CliError> {
     for (what, value) in [("loss", loss), ("gradient norm", grad_norm)] {
         if !value.is_finite() {
-            let hint = "Go on from the last checkpoint with a lower --learning-rate".into();
+            let hint =
+                "Start a new run from the last checkpoint (-m RUN/checkpoint-N) with a lower --learning-rate".into();
             return Err(CliError::Diverged { step, what, value, hint });
         }
     }

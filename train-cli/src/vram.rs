@@ -56,8 +56,8 @@ impl VramReport {
     }
 }
 
-/// Memory in MiB for the progress line: the device's, or the process's on the CPU.
-pub fn in_use_mib<B: Nvfp4Backend>(device: &B::Device) -> u64 {
+/// Memory in MiB for the progress line: what is taken from the device, or the process's on the CPU.
+pub fn held_mib<B: Nvfp4Backend>(device: &B::Device) -> u64 {
     B::memory_in_use(device).map_or_else(resident_mib, |m| mib(m.reserved))
 }
 
