@@ -101,11 +101,14 @@ pub fn dequantize(q: &Packed, rows: usize, cols: usize) -> Vec<f32> {
 ///
 /// Two candidates are made: with a fresh tensor scale, and with the old one, where each block takes
 /// the better of its old and its fresh block scale and a block whose 16 values still equal its old
-/// ones keeps its bytes. The candidate with the smaller squared error wins, the old one at a tie: so
-/// an untouched matrix comes back byte for byte.
+/// ones keeps its bytes. The candidate with the smaller squared error wins, the old one at a tie. So a
+/// matrix that was read from `old`, and one that `old` was made of, both give `old` byte for byte.
 pub fn requantize(x: &[f32], rows: usize, cols: usize, old: &Packed, scaling: Scaling) -> Packed {
     let spec = QuantizeSpec { scaling, block: Block::Row, rounding: Rounding::Nearest };
     let fresh = quantize(x, View::row_major(rows, cols), spec);
+    if fresh == *old {
+        return fresh;
+    }
     let blocks = scales_per_row(cols);
     let old_values = dequantize(old, rows, cols);
     let mut kept = old.clone();
@@ -341,6 +344,7 @@ mod tests {
             let old = quantize(&x, View::row_major(rows, cols), QuantizeSpec { scaling, ..TWO });
             let values = dequantize(&old, rows, cols);
             assert_eq!(requantize(&values, rows, cols, &old, scaling), old);
+            assert_eq!(requantize(&x, rows, cols, &old, scaling), old);
         }
     }
 
