@@ -4,15 +4,17 @@ use crate::{
     CliError,
     args::FitArgs,
     checkpoint::{self, Head, TrainerState},
-    data::{self, Order, Sample},
+    data::{Order, Sample},
     demo,
     device::{self, Job},
     durable, export,
     generate::answer,
+    inputs::{Inputs, eval_order, packed_scaling},
     model_files::TextFiles,
     optim::ChunkedAdamw,
-    plan::{self, FitPlan, ModelSource, Resume},
+    plan::{self, FitPlan, Resume},
     report,
+    run_folder::{check_free, check_unchanged, open_folder, toml_of},
     schedule::Schedule,
     train::{self, Between, Run, StepReport, Trainee},
     vram::VramReport,
@@ -24,12 +26,11 @@ use burn::{
 };
 use model_qwen3::{
     checkpoint::{Checkpoint, Stored, Tensors},
-    config::Qwen3Config,
     model::Qwen3,
     weights::{self, Field, Purpose, fields},
 };
 use serde_json::json;
-use std::{collections::HashSet, fs, path::PathBuf, sync::Arc, time::Instant};
+use std::{collections::HashSet, path::PathBuf, sync::Arc, time::Instant};
 
 /// Runs the command.
 ///
@@ -194,92 +195,6 @@ impl Job for Fit {
     }
 }
 
-/// What a run reads.
-struct Inputs {
-    config: Qwen3Config,
-    text: TextFiles,
-    source: Option<Checkpoint>,
-    train: Arc<Vec<Sample>>,
-    eval: Vec<Sample>,
-    report: data::DataReport,
-    sha256: String,
-}
-
-impl Inputs {
-    fn read(plan: &FitPlan) -> Result<Self, CliError> {
-        let config = Qwen3Config::from_file(&plan.companions.config)?;
-        if plan.train_last_layers > config.num_hidden_layers {
-            let (n, layers) = (plan.train_last_layers, config.num_hidden_layers);
-            return Err(CliError::Usage(format!("--train-last-layers {n}: the model has {layers}")));
-        }
-        let text = TextFiles::open(&plan.companions.text, &config)?;
-        let source = match &plan.source {
-            ModelSource::Files(files) => Some(files.checkpoint()?),
-            ModelSource::Random { .. } => None,
-        };
-        let (train, eval, report) = samples(plan, &text, &config)?;
-        let mut sha256 = String::new();
-        let files = plan.data.iter().chain(&plan.eval_data).cloned().chain([plan.companions.config.clone()]);
-        for path in files.chain(plan.companions.text_files()) {
-            sha256 += &durable::digest(&path).map_err(CliError::io(&path))?.1;
-        }
-        let sha256 = durable::digest_of(sha256.as_bytes());
-        Ok(Self { config, text, source, train: Arc::new(train), eval, report, sha256 })
-    }
-
-    /// Scale levels: those asked for, else the model's, else two.
-    fn scaling(&self, plan: &FitPlan) -> Scaling {
-        plan.scaling.or_else(|| self.source.as_ref().and_then(packed_scaling)).unwrap_or(Scaling::Two)
-    }
-
-    fn order(&self, plan: &FitPlan) -> Order {
-        let size = plan.batch_size * plan.accumulation;
-        let limit = match plan.max_steps {
-            Some(steps) => steps * size,
-            None => ((self.train.len() as f64 * plan.epochs).round() as usize).max(1),
-        };
-        Order {
-            samples: self.train.clone(),
-            batch_size: plan.batch_size,
-            accumulation: plan.accumulation,
-            steps: limit.div_ceil(size),
-            limit,
-            seed: plan.seed,
-            start: 0,
-        }
-    }
-
-    fn header(&self, plan: &FitPlan, scaling: Scaling) {
-        let params = report::short(self.config.num_params() as f64);
-        let layers = self.config.num_hidden_layers;
-        let levels = if scaling == Scaling::Two { "two-level" } else { "single-level" };
-        let name = match &plan.source {
-            ModelSource::Files(files) => files.weights.display().to_string(),
-            ModelSource::Random { config } => format!("{} (random weights)", config.display()),
-        };
-        let recipe = plan.recipe.name();
-        report::label(
-            "model",
-            format!("{name} · {params} params · {layers} layers · recipe {recipe} · {levels} scales"),
-        );
-        let skipped = match (self.report.dropped.len(), self.report.truncated.len()) {
-            (0, 0) => String::new(),
-            (d, t) => format!(" · {d} dropped, {t} cut"),
-        };
-        let (train, eval) = (self.train.len(), self.eval.len());
-        let (rows, tokens) = (self.report.rows, report::short(self.report.tokens as f64));
-        let supervised = report::short(self.report.supervised_tokens as f64);
-        report::label(
-            "data",
-            format!("{rows} rows · {train} train / {eval} eval · {tokens} tokens, {supervised} supervised{skipped}"),
-        );
-        let (steps, size) = (self.order(plan).steps, plan.batch_size * plan.accumulation);
-        let (lr, seed) = (plan.learning_rate, plan.seed);
-        report::label("plan", format!("{steps} steps × {size} sequences · lr {lr:e} · seed {seed}"));
-        report::label("run", plan.output_dir.display().to_string());
-    }
-}
-
 /// Longest sample answer.
 const MAX_SAMPLE_TOKENS: usize = 48;
 
@@ -371,189 +286,6 @@ impl Tensors for HeadAs<'_> {
     fn read_packed(&self, name: &str) -> Result<reference::Packed, model_qwen3::ModelError> {
         self.tensors.read_packed(name)
     }
-}
-
-/// The scale levels of a file's NVFP4 tensors, if it has any.
-fn packed_scaling(source: &Checkpoint) -> Option<Scaling> {
-    source.names().iter().find_map(|n| match source.stored(n) {
-        Some(Stored::Packed { scaling, .. }) => Some(scaling),
-        _ => None,
-    })
-}
-
-type Samples = (Vec<Sample>, Vec<Sample>, data::DataReport);
-
-fn samples(plan: &FitPlan, text: &TextFiles, config: &Qwen3Config) -> Result<Samples, CliError> {
-    let mut options = plan.options;
-    let limit = config.max_position_embeddings;
-    if options.max_seq_length > limit {
-        if let Some(asked) = plan.settings.max_seq_length {
-            return Err(CliError::Usage(format!("--max-seq-length {asked}: the model takes at most {limit}")));
-        }
-        options.max_seq_length = limit;
-    }
-    if plan.data.is_empty() {
-        let rows = plan.max_steps.unwrap_or(8) * plan.batch_size * plan.accumulation;
-        let made = data::synthetic(rows, options.max_seq_length, config.vocab_size, plan.seed);
-        let (rows, tokens) = (made.len(), made.iter().map(|s| s.ids.len()).sum());
-        let report = data::DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
-        return Ok((made, vec![], report));
-    }
-    let (all, report) = data::load(&plan.data, text, options)?;
-    let (train, eval) = match &plan.eval_data {
-        Some(path) => (all, data::load(std::slice::from_ref(path), text, options)?.0),
-        None => data::split(all, plan.val_split, plan.seed),
-    };
-    Ok((train, eval, report))
-}
-
-fn eval_order(samples: Vec<Sample>, batch_size: usize) -> Order {
-    // One step holds all batches, so that each loss is divided by all supervised tokens.
-    let n = samples.len();
-    Order {
-        samples: Arc::new(samples),
-        batch_size,
-        accumulation: n.div_ceil(batch_size).max(1),
-        steps: usize::from(n > 0),
-        limit: n,
-        seed: 0,
-        start: 0,
-    }
-}
-
-/// What a run writes into its folder; `--overwrite` removes these and nothing else.
-const OURS: [&str; 8] = [
-    "config.toml",
-    "run.json",
-    "data_report.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "train_results.json",
-    "final",
-    "lock",
-];
-
-fn is_ours(name: &str) -> bool {
-    OURS.contains(&name) || ["checkpoint-", "stale-", ".tmp-"].iter().any(|p| name.starts_with(p))
-}
-
-/// Whether the run folder is free for a new run, or may be emptied for one.
-fn check_free(plan: &FitPlan) -> Result<(), CliError> {
-    let dir = &plan.output_dir;
-    let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
-    let names: Vec<String> =
-        entries.filter_map(|e| e.ok().map(|e| e.file_name().to_string_lossy().into_owned())).collect();
-    if names.is_empty() || plan.resume.is_some() {
-        return Ok(());
-    }
-    if !plan.overwrite {
-        let text = "is not empty: give another --output-dir, or --resume-from-checkpoint, or --overwrite";
-        return Err(CliError::Usage(format!("{} {text}", dir.display())));
-    }
-    if let Some(name) = names.iter().find(|n| !is_ours(n)) {
-        let text =
-            format!("--overwrite: {} holds {name}, which is no part of a run; nothing was removed", dir.display());
-        return Err(CliError::Usage(text));
-    }
-    let inside =
-        |p: &&PathBuf| p.canonicalize().ok().zip(dir.canonicalize().ok()).is_some_and(|(p, d)| p.starts_with(d));
-    if let Some(input) = plan.inputs.iter().find(inside) {
-        let text = format!("--overwrite: {} is an input of this run; nothing was removed", input.display());
-        return Err(CliError::Usage(text));
-    }
-    Ok(())
-}
-
-/// Opens the run folder for this process alone: a new one gets its first files, one that goes on loses
-/// what lies behind step `resumed`.
-fn open_folder(plan: &FitPlan, inputs: &Inputs, resumed: Option<usize>) -> Result<fs::File, CliError> {
-    let dir = &plan.output_dir;
-    fs::create_dir_all(dir).map_err(CliError::io(dir))?;
-    let lock = durable::lock(dir)?;
-    if let Some(step) = resumed {
-        durable::sweep(dir)?;
-        checkpoint::set_aside_newer(dir, step)?;
-        for name in ["metrics.jsonl", "samples.jsonl"] {
-            drop_lines_behind(&dir.join(name), step)?;
-        }
-        return Ok(lock);
-    }
-    check_free(&FitPlan { overwrite: true, ..plan.clone() })?;
-    for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
-        let path = entry.map_err(CliError::io(dir))?.path();
-        if path.file_name().is_some_and(|n| n != "lock") {
-            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            removed.map_err(CliError::io(&path))?;
-        }
-    }
-    durable::write_bytes(&dir.join("config.toml"), toml_of(&plan.settings)?.as_bytes())?;
-    let run = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "command": std::env::args().collect::<Vec<_>>(),
-        "started": jiff::Timestamp::now().to_string(),
-    });
-    durable::write_bytes(&dir.join("run.json"), run.to_string().as_bytes())?;
-    let found = serde_json::to_string_pretty(&inputs.report).expect("plain data serialises");
-    durable::write_bytes(&dir.join("data_report.json"), found.as_bytes())?;
-    Ok(lock)
-}
-
-/// A killed run logged steps that its checkpoint does not hold; they will be logged again.
-fn drop_lines_behind(path: &std::path::Path, step: usize) -> Result<(), CliError> {
-    let Ok(text) = fs::read_to_string(path) else { return Ok(()) };
-    let kept = |line: &&str| {
-        serde_json::from_str::<serde_json::Value>(line)
-            .is_ok_and(|v| v["step"].as_u64().is_some_and(|s| s as usize <= step))
-    };
-    let text: String = text.lines().filter(kept).flat_map(|l| [l, "\n"]).collect();
-    durable::write_bytes(path, text.as_bytes()).map(|_| ())
-}
-
-fn toml_of(settings: &FitArgs) -> Result<String, CliError> {
-    toml::to_string(settings).map_err(|e| CliError::Usage(format!("settings: {e}")))
-}
-
-/// Refuses to go on with other data or other settings that change the numbers.
-fn check_unchanged(plan: &FitPlan, state: &TrainerState, sha256: &str, precision: Precision) -> Result<(), CliError> {
-    if state.precision != precision.name() {
-        let (old, new) = (&state.precision, precision.name());
-        return Err(CliError::Usage(format!(
-            "this device computes in {new}, the checkpoint was made in {old}: --compute-dtype {old}"
-        )));
-    }
-    if state.inputs_sha256 != sha256 {
-        return Err(CliError::Usage(
-            "training data, config.json, tokenizer or template changed since the checkpoint: a resumed run reads the same files".into(),
-        ));
-    }
-    let free = [
-        "output_dir",
-        "output_dat",
-        "eval_steps",
-        "save_steps",
-        "logging_steps",
-        "save_total_limit",
-        "sample_prompt",
-        "vram_report",
-    ];
-    let table = |s: &FitArgs| match serde_json::to_value(s) {
-        Ok(serde_json::Value::Object(map)) => map,
-        _ => unreachable!("settings are a table"),
-    };
-    let (old, new) = (table(&state.settings), table(&plan.settings));
-    let keys: HashSet<&String> = old.keys().chain(new.keys()).collect();
-    for key in keys {
-        if old.get(key) != new.get(key) && !free.contains(&key.as_str()) {
-            let show = |v: Option<&serde_json::Value>| v.map_or("unset".into(), ToString::to_string);
-            return Err(CliError::Usage(format!(
-                "--{} is {}, the checkpoint was made with {}: a resumed run keeps it",
-                key.replace('_', "-"),
-                show(new.get(key)),
-                show(old.get(key))
-            )));
-        }
-    }
-    Ok(())
 }
 
 /// With `last` above 0, trains only the last blocks and the final norm.

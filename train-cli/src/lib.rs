@@ -7,6 +7,7 @@
 //! | [`plan`] | flags and config file to a checked plan; flags end there |
 //! | [`device`] | which backend runs a job |
 //! | [`fit`] | the `fit` command: model, data, Learner, export |
+//! | `inputs`, `run_folder` | what a run reads; where it writes |
 //! | [`train`] | the learning strategy and its step |
 //! | [`data`] | files to token sequences with a mask |
 //! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
@@ -28,12 +29,14 @@ mod error;
 pub mod export;
 pub mod fit;
 pub mod generate;
+mod inputs;
 pub mod inspect;
 pub mod model_files;
 pub mod optim;
 pub mod parity;
 pub mod plan;
 pub mod report;
+mod run_folder;
 pub mod schedule;
 pub mod train;
 pub mod vram;
