@@ -108,8 +108,8 @@ impl Qwen3Config {
         }
         check.off("attention_bias", raw.attention_bias)?;
         check.off("use_sliding_window", raw.use_sliding_window)?;
-        let plain = |s: &serde_json::Value| s.is_null() || s["rope_type"] == "default";
-        if let Some(scaling) = raw.rope_scaling.filter(|s| !plain(s)) {
+        let scaled = |s: &serde_json::Value| !s.is_null() && s["rope_type"] != "default";
+        if let Some(scaling) = raw.rope_scaling.filter(scaled) {
             return Err(check.bad("rope_scaling", scaling, "scaled rotary angles are not supported"));
         }
         let parameters = raw.rope_parameters.unwrap_or(RopeParameters { rope_theta: None, rope_type: None });

@@ -46,7 +46,7 @@ pub fn load<B: Nvfp4Backend>(
     let mut loader = Loader { checkpoint, purpose, device, next_id: 0, used: HashSet::new() };
     let model = build(config, spec, has_head, &mut loader)?;
     let mut unknown = checkpoint.names();
-    unknown.retain(|n| !loader.used.contains(n) && !(copied && n == HEAD));
+    unknown.retain(|n| !(loader.used.contains(n) || copied && n == HEAD));
     if !unknown.is_empty() {
         let shown = unknown[..unknown.len().min(10)].join(", ");
         let reason = format!("{} tensors that this model does not have: {shown}", unknown.len());
