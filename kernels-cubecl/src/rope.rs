@@ -1,0 +1,315 @@
+//! Queries and keys of Qwen3: RMS-normalised over the head, then rotated by their position (Su et al.,
+//! arXiv 2104.09864, in the half-split form). With `a`, `b` the halves of a head and `n` from [`crate::rms_norm`]:
+//! ```text
+//! a' = n_a * cos(p, c) - n_b * sin(p, c)      b' = n_b * cos(p, c) + n_a * sin(p, c)
+//! for row { for head { normalise; for c in 0..E/2 { rotate the pair (c, c + E/2) } } }   // the plain loop
+//! ```
+//! Backward turns the gradient back by the same angle and goes through the norm. Rows are tokens; `positions`
+//! picks each one's line of the tables. A head is `E/16` units side by side, each with 8 values of either half, so
+//! that a pair never leaves a unit. Moves x in and y out (x, dy in, dx out backward): bound by memory.
+
+use crate::{
+    error::{KernelError, expect_len, index},
+    rms_norm::{lanes, sum_over},
+};
+use cubecl::prelude::*;
+
+const UNITS: u32 = 256;
+const CUBES: usize = 528;
+
+/// The shape of one call.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeShape {
+    /// Tokens.
+    pub rows: usize,
+    /// Heads of a token.
+    pub heads: usize,
+    /// E, a multiple of 16, `E/16` a power of two.
+    pub head_dim: usize,
+    /// Of the norm.
+    pub eps: f32,
+}
+
+impl RopeShape {
+    /// Whether the kernels take this head size.
+    pub fn fits(self) -> bool {
+        self.head_dim.is_multiple_of(16) && (self.head_dim / 16).is_power_of_two() && self.head_dim <= 4096
+    }
+
+    /// Rows of the `partial` of a backward call.
+    pub fn partial_rows(self) -> usize {
+        self.cubes().min(CUBES)
+    }
+
+    fn cubes(self) -> usize {
+        (self.rows * self.heads).div_ceil(UNITS as usize / (self.head_dim / 16)).max(1)
+    }
+
+    fn check(self, name: &'static str, buffers: &[(&'static str, usize)]) -> Result<(), KernelError> {
+        expect_len(name, "head sizes that are not 16 times a power of two", usize::from(!self.fits()), 0)?;
+        for (what, size) in buffers {
+            expect_len(name, what, *size, self.rows * self.heads * self.head_dim)?;
+        }
+        Ok(())
+    }
+}
+
+/// What forward and backward read besides x.
+pub struct RopeArgs<R: Runtime> {
+    /// Norm weight, f32, E.
+    pub w: ArrayArg<R>,
+    /// f32, lines of E/2.
+    pub cos: ArrayArg<R>,
+    /// f32, lines of E/2.
+    pub sin: ArrayArg<R>,
+    /// u32, one a token: its line in the tables.
+    pub positions: ArrayArg<R>,
+}
+
+/// `y = rotate(rms_norm(x) * w)`, both `[rows, heads, E]` of type `dtype`.
+///
+/// # Errors
+/// If a buffer does not fit the shape.
+pub fn norm_rope<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    args: RopeArgs<R>,
+    y: ArrayArg<R>,
+    dtype: StorageType,
+    shape: RopeShape,
+) -> Result<(), KernelError> {
+    const NAME: &str = "norm_rope";
+    shape.check(NAME, &[("x", x.size()), ("y", y.size())])?;
+    expect_len(NAME, "positions", args.positions.size(), shape.rows)?;
+    if shape.rows == 0 {
+        return Ok(());
+    }
+    let cubes = shape.cubes().min(65_535) as u32;
+    // SAFETY: buffer lengths were checked; heads past the last write nothing.
+    unsafe {
+        norm_rope_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes, 1, 1),
+            CubeDim::new_1d(UNITS),
+            vector(client, dtype),
+            x,
+            args.w,
+            args.cos,
+            args.sin,
+            args.positions,
+            y,
+            index(NAME, "heads of all rows", shape.rows * shape.heads)?,
+            shape.heads as u32,
+            shape.eps,
+            shape.head_dim as u32,
+            dtype,
+        );
+    }
+    Ok(())
+}
+
+/// `dx` and `partial` (f32, [`RopeShape::partial_rows`] x E), whose column sums are `dw`.
+///
+/// # Errors
+/// If a buffer does not fit the shape.
+pub fn norm_rope_backward<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    args: RopeArgs<R>,
+    dy: ArrayArg<R>,
+    dx: ArrayArg<R>,
+    partial: ArrayArg<R>,
+    dtype: StorageType,
+    shape: RopeShape,
+) -> Result<(), KernelError> {
+    const NAME: &str = "norm_rope backward";
+    shape.check(NAME, &[("x", x.size()), ("dy", dy.size()), ("dx", dx.size())])?;
+    let cubes = shape.partial_rows();
+    expect_len(NAME, "positions", args.positions.size(), shape.rows)?;
+    expect_len(NAME, "partial", partial.size(), cubes * shape.head_dim)?;
+    // SAFETY: as above.
+    unsafe {
+        norm_rope_backward_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            CubeDim::new_1d(UNITS),
+            vector(client, dtype),
+            x,
+            args.w,
+            args.cos,
+            args.sin,
+            args.positions,
+            dy,
+            dx,
+            partial,
+            index(NAME, "heads of all rows", shape.rows * shape.heads)?,
+            shape.heads as u32,
+            shape.eps,
+            shape.head_dim as u32,
+            dtype,
+        );
+    }
+    Ok(())
+}
+
+fn vector<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> usize {
+    crate::quantize::vector_size(client, dtype, 8)
+}
+
+#[cube(launch_unchecked)]
+fn norm_rope_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    w: &Array<Vector<f32, N>>,
+    cos: &Array<Vector<f32, N>>,
+    sin: &Array<Vector<f32, N>>,
+    positions: &Array<u32>,
+    y: &mut Array<Vector<F, N>>,
+    len: u32,
+    heads: u32,
+    eps: f32,
+    #[comptime] dim: u32,
+    #[define(F)] _dtype: StorageType,
+) {
+    let n = N::value();
+    let units = comptime!(dim / 16);
+    let parts = comptime!(8 / n);
+    let half = comptime!(dim as usize / 2 / n);
+    let mut item = CUBE_POS_X * comptime!(UNITS / units) + UNIT_POS / units;
+    let own = ((UNIT_POS % units) as usize) * parts;
+    // Every unit of a cube meets the same barriers.
+    while item - UNIT_POS / units < len {
+        let live = item < len;
+        let mut a = Array::<Vector<f32, N>>::new(parts);
+        let mut b = Array::<Vector<f32, N>>::new(parts);
+        let mut squares = Vector::<f32, N>::new(0.0f32);
+        let first = (item as usize) * comptime!(dim as usize / n) + own;
+        #[unroll]
+        for p in 0..parts {
+            a[p] = Vector::new(0.0f32);
+            b[p] = Vector::new(0.0f32);
+            if live {
+                a[p] = Vector::cast_from(x[first + p]);
+                b[p] = Vector::cast_from(x[first + half + p]);
+                squares += a[p] * a[p] + b[p] * b[p];
+            }
+        }
+        let scale = 1.0f32 / (sum_over(lanes(squares), units) / comptime!(dim as f32) + eps).sqrt();
+        if live {
+            let line = (positions[(item / heads) as usize] as usize) * half + own;
+            #[unroll]
+            for p in 0..parts {
+                let left = weighted::<F, N>(a[p], scale, w[own + p]);
+                let right = weighted::<F, N>(b[p], scale, w[own + half + p]);
+                let (c, s) = (cos[line + p], sin[line + p]);
+                y[first + p] = Vector::cast_from(left * c - right * s);
+                y[first + half + p] = Vector::cast_from(right * c + left * s);
+            }
+        }
+        item += CUBE_COUNT_X * comptime!(UNITS / units);
+    }
+}
+
+#[cube(launch_unchecked)]
+fn norm_rope_backward_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    w: &Array<Vector<f32, N>>,
+    cos: &Array<Vector<f32, N>>,
+    sin: &Array<Vector<f32, N>>,
+    positions: &Array<u32>,
+    dy: &Array<Vector<F, N>>,
+    dx: &mut Array<Vector<F, N>>,
+    partial: &mut Array<f32>,
+    len: u32,
+    heads: u32,
+    eps: f32,
+    #[comptime] dim: u32,
+    #[define(F)] _dtype: StorageType,
+) {
+    let n = N::value();
+    let units = comptime!(dim / 16);
+    let parts = comptime!(8 / n);
+    let half = comptime!(dim as usize / 2 / n);
+    let own = ((UNIT_POS % units) as usize) * parts;
+    let mut dw_a = Array::<Vector<f32, N>>::new(parts);
+    let mut dw_b = Array::<Vector<f32, N>>::new(parts);
+    #[unroll]
+    for p in 0..parts {
+        dw_a[p] = Vector::new(0.0f32);
+        dw_b[p] = Vector::new(0.0f32);
+    }
+    let mut item = CUBE_POS_X * comptime!(UNITS / units) + UNIT_POS / units;
+    while item - UNIT_POS / units < len {
+        let live = item < len;
+        let mut a = Array::<Vector<f32, N>>::new(parts);
+        let mut b = Array::<Vector<f32, N>>::new(parts);
+        let mut ga = Array::<Vector<f32, N>>::new(parts);
+        let mut gb = Array::<Vector<f32, N>>::new(parts);
+        let mut squares = Vector::<f32, N>::new(0.0f32);
+        let mut dots = Vector::<f32, N>::new(0.0f32);
+        let first = (item as usize) * comptime!(dim as usize / n) + own;
+        #[unroll]
+        for p in 0..parts {
+            a[p] = Vector::new(0.0f32);
+            b[p] = Vector::new(0.0f32);
+            ga[p] = Vector::new(0.0f32);
+            gb[p] = Vector::new(0.0f32);
+            if live {
+                let line = (positions[(item / heads) as usize] as usize) * half + own + p;
+                a[p] = Vector::cast_from(x[first + p]);
+                b[p] = Vector::cast_from(x[first + half + p]);
+                squares += a[p] * a[p] + b[p] * b[p];
+                let da = Vector::<f32, N>::cast_from(dy[first + p]);
+                let db = Vector::<f32, N>::cast_from(dy[first + half + p]);
+                ga[p] = da * cos[line] + db * sin[line];
+                gb[p] = db * cos[line] - da * sin[line];
+                dots += ga[p] * w[own + p] * a[p] + gb[p] * w[own + half + p] * b[p];
+            }
+        }
+        let scale = 1.0f32 / (sum_over(lanes(squares), units) / comptime!(dim as f32) + eps).sqrt();
+        let along = sum_over(lanes(dots), units) / comptime!(dim as f32) * scale * scale;
+        if live {
+            #[unroll]
+            for p in 0..parts {
+                let left = ga[p] * w[own + p] - a[p] * Vector::new(along);
+                let right = gb[p] * w[own + half + p] - b[p] * Vector::new(along);
+                dx[first + p] = Vector::cast_from(left * Vector::new(scale));
+                dx[first + half + p] = Vector::cast_from(right * Vector::new(scale));
+                dw_a[p] += ga[p] * a[p] * Vector::new(scale);
+                dw_b[p] += gb[p] * b[p] * Vector::new(scale);
+            }
+        }
+        item += CUBE_COUNT_X * comptime!(UNITS / units);
+    }
+
+    // The heads of a cube share the columns: add them up, unit by unit of a head.
+    let mut shared = SharedMemory::<f32>::new(256usize);
+    #[unroll]
+    for p in 0..parts {
+        #[unroll]
+        for i in 0..n {
+            #[unroll]
+            for side in 0..2usize {
+                let value = if comptime!(side == 0) { dw_a[p][i] } else { dw_b[p][i] };
+                sync_cube();
+                shared[UNIT_POS as usize] = value;
+                sync_cube();
+                if UNIT_POS < units {
+                    let mut sum = 0.0f32;
+                    for k in 0..comptime!(UNITS / units) {
+                        sum += shared[(k * units + UNIT_POS) as usize];
+                    }
+                    let column = (own + p) * n + i + comptime!(side * dim as usize / 2);
+                    partial[(CUBE_POS_X as usize) * comptime!(dim as usize) + column] = sum;
+                }
+            }
+        }
+    }
+}
+
+/// `round(x * scale) * round(w)`, in f32.
+#[cube]
+fn weighted<F: Float, N: Size>(x: Vector<f32, N>, scale: f32, w: Vector<f32, N>) -> Vector<f32, N> {
+    let normal = Vector::<F, N>::cast_from(x * Vector::new(scale));
+    let product = Vector::<f32, N>::cast_from(normal) * Vector::<f32, N>::cast_from(Vector::<F, N>::cast_from(w));
+    Vector::cast_from(Vector::<F, N>::cast_from(product))
+}
