@@ -14,7 +14,7 @@
 
 use crate::{
     error::{KernelError, expect_len, index},
-    quantize::flat_launch,
+    quantize::{cube_max, flat_launch},
 };
 use cubecl::prelude::*;
 
@@ -246,25 +246,6 @@ fn moved(w: f32, m: f32, v: f32, lr: f32, eps: f32, weight_decay: f32, bias1: f3
     let step = lr * ((m / bias1) / ((v / bias2).sqrt() + eps));
     let decayed = w * (1.0f32 - lr * weight_decay);
     select(step == 0.0f32, decayed, decayed - step)
-}
-
-/// The largest `x` in a cube of 256 units.
-#[cube]
-fn cube_max(x: f32) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(256usize);
-    shared[UNIT_POS as usize] = x;
-    sync_cube();
-    let mut width = 128u32;
-    while width > 0u32 {
-        if UNIT_POS < width {
-            let other = shared[(UNIT_POS + width) as usize];
-            let own = shared[UNIT_POS as usize];
-            shared[UNIT_POS as usize] = max(own, other);
-        }
-        sync_cube();
-        width /= 2u32;
-    }
-    shared[0usize]
 }
 
 /// Index of the table entry nearest to `x`, the lower one at a tie.

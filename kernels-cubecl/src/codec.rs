@@ -1,4 +1,4 @@
-//! E2M1 and E4M3, by integer operations on the bits of an f32, hence the same on every backend.
+//! E2M1 and E4M3, by integer operations and exact f32 sums, hence the same on every backend.
 //!
 //! * E2M1 code `s eem`: magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 for 0..7, sign in bit 3. Encoding
 //!   saturates at 6; to nearest, ties go to the even code; -0 and negative underflow give code 8;
@@ -6,9 +6,9 @@
 //! * E4M3FN byte `s eeee mmm`: bias 7, subnormals `m/8 * 2^-6`, no infinity, NaN 0x7F. Encoding
 //!   saturates at 448.
 //!
-//! Both encoders cut the 24-bit significand at bit `s`: `kept = m >> s` and the bits cut off, as a
-//! 32-bit fraction. To nearest compares the fraction with a half; stochastic rounding goes up where
-//! a uniform 32-bit number is below the fraction, so that `P(up) = fraction / 2^32` exactly.
+//! E2M1 to nearest adds a power of two and lets f32 round. E4M3 and stochastic E2M1 cut the 24-bit significand at
+//! bit `s`: `kept = m >> s` and the bits cut off, as a 32-bit fraction. E4M3 compares the fraction with a half;
+//! stochastic rounding goes up where a uniform 32-bit number is below it, so that `P(up) = fraction / 2^32` exactly.
 
 use cubecl::prelude::*;
 
@@ -16,32 +16,44 @@ use cubecl::prelude::*;
 #[cube]
 pub(crate) fn e2m1_encode(bits: u32, random: u32, #[comptime] stochastic: bool) -> u32 {
     let magnitude_bits = bits & 0x7FFF_FFFFu32;
+    let is_nan = magnitude_bits > 0x7F80_0000u32;
+    let code = if comptime!(stochastic) {
+        e2m1_stochastic(magnitude_bits, random)
+    } else {
+        e2m1_nearest(f32::reinterpret(select(is_nan, 0x40C0_0000u32, magnitude_bits)))
+    };
+    select(is_nan, 7u32, code | ((bits >> 28u32) & 8u32))
+}
+
+/// Added to a power of two whose last place is the spacing of the codes there, a magnitude is rounded to them, ties
+/// to even, and the sum's low bits count them. The clamp stands between the caller's product and this sum.
+#[cube]
+fn e2m1_nearest(magnitude: f32) -> u32 {
+    let x = min(magnitude, 6.0f32);
+    let spaced = select(x < 2.0f32, 4_194_304.0f32, select(x < 4.0f32, 8_388_608.0f32, 16_777_216.0f32));
+    let first = select(x < 2.0f32, 0u32, select(x < 4.0f32, 2u32, 4u32));
+    (u32::reinterpret(x + spaced) & 7u32) + first
+}
+
+#[cube]
+fn e2m1_stochastic(magnitude_bits: u32, random: u32) -> u32 {
     let exponent = magnitude_bits >> 23u32;
     let significand = (magnitude_bits & 0x007F_FFFFu32) | 0x0080_0000u32;
     // From 1.0 on a binade holds two codes; below, codes 0 and 1 are spaced like those of [1, 2).
     let above_one = exponent >= 127u32;
     let shift = select(above_one, 22u32, 149u32 - min(exponent, 127u32));
-    let kept = cut(significand, shift);
-    let fraction = cut_off(significand, shift);
-    let mut up = select(fraction > 0x8000_0000u32, 1u32, 0u32) + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
-    if comptime!(stochastic) {
-        up = select(random < fraction, 1u32, 0u32);
-    }
+    let up = select(random < cut_off(significand, shift), 1u32, 0u32);
     let binade = select(above_one, 2u32 * (max(exponent, 127u32) - 127u32), 0u32);
-    let rounded = kept + binade + up;
-    let saturated = select(magnitude_bits >= 0x40C0_0000u32, 7u32, rounded);
-    let is_nan = magnitude_bits > 0x7F80_0000u32;
-    select(is_nan, 7u32, saturated | ((bits >> 28u32) & 8u32))
+    let rounded = cut(significand, shift) + binade + up;
+    select(magnitude_bits >= 0x40C0_0000u32, 7u32, rounded)
 }
 
-/// The value of an E2M1 code.
+/// The value of an E2M1 code: a table of eight nibbles holds it in halves, which the low bits of 2^22 count.
 #[cube]
 pub(crate) fn e2m1_decode(code: u32) -> f32 {
-    let magnitude = code & 7u32;
-    let normal = (((magnitude >> 1u32) + 126u32) << 23u32) | ((magnitude & 1u32) << 22u32);
-    let small = select(magnitude == 1u32, 0x3F00_0000u32, 0u32);
-    let bits = select(magnitude >= 2u32, normal, small);
-    f32::reinterpret(bits | ((code & 8u32) << 28u32))
+    let halves = (0xC864_3210u32 >> ((code & 7u32) * 4u32)) & 15u32;
+    let magnitude = f32::reinterpret(0x4A80_0000u32 | halves) - 4_194_304.0f32;
+    f32::reinterpret(u32::reinterpret(magnitude) | ((code & 8u32) << 28u32))
 }
 
 /// Encodes the f32 with these bits as E4M3FN, to nearest, ties to even, saturating at 448.

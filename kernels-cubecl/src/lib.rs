@@ -19,13 +19,20 @@
 #![allow(unsafe_code)]
 
 pub mod adamw;
+pub mod attention;
 pub mod codec;
+pub mod cross_entropy;
 pub mod dequantize;
 mod error;
+pub mod gemm;
 pub mod hadamard;
 pub mod layout;
 pub mod matmul;
+pub mod mma;
 pub mod quantize;
+pub mod rms_norm;
 pub mod rng;
+pub mod rope;
+pub mod swiglu;
 
 pub use error::KernelError;

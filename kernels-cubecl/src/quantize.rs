@@ -8,9 +8,10 @@
 //! ```
 //! Single-level (torchao's): `s = e4m3(clamp(a / 6, 2^-6, 448))`, `code = e2m1(x * (1/s))`, `g = 1`.
 //!
-//! A block is 1x16 (one row, 16 columns) or 16x16. One unit owns 16 columns of one row; for 16x16
-//! the amax goes through shared memory. The input is read twice (amax, then codes) and 4.5 bits a
-//! value are written: bound by memory. No rounded product ever feeds a sum, so that no backend can
+//! A block is 1x16 (one row, 16 columns) or 16x16. One unit owns 16 columns of one row, read once as vectors and
+//! kept in registers; for 16x16 the amax goes through shared memory. The transpose is quantised in place: its
+//! neighbouring units then take neighbouring rows, which lie side by side. The input is read twice (tensor amax,
+//! then codes; once if single-level) and 4.5 bits a value are written: bound by memory. No rounded product ever feeds a sum, so that no backend can
 //! contract it into a fused multiply-add: codes and scales are the reference's bit for bit.
 
 use crate::{
@@ -120,14 +121,18 @@ pub fn quantize<R: Runtime>(
         Rounding::Stochastic(stream) => (true, stream),
     };
     let edge = BLOCK as u32;
-    let blocks = index(NAME, "columns", scales_per_row(cols))?;
-    let count = CubeCount::Static(blocks.div_ceil(edge), index(NAME, "rows", rows)?.div_ceil(edge), 1);
+    let along = col_stride == 1;
+    let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
+    let (x_len, y_len) = if along { (blocks, lines) } else { (lines, blocks) };
+    let count = CubeCount::Static(x_len.div_ceil(edge), y_len.div_ceil(edge), 1);
+    let vector = if along && row_stride.is_multiple_of(BLOCK) { vector_size(client, dtype, 8) } else { 1 };
     // SAFETY: buffer lengths were checked against the shape; units outside it write nothing.
     unsafe {
         quantize_kernel::launch_unchecked(
             client,
             count,
             CubeDim::new_2d(edge, edge),
+            vector,
             x,
             amax,
             codes,
@@ -144,13 +149,14 @@ pub fn quantize<R: Runtime>(
             spec.scaling == Scaling::Two,
             spec.block == Block::Square,
             stochastic,
+            along,
             dtype,
         );
     }
     Ok(())
 }
 
-/// `out[0] = max |x|`, NaN ignored. Two launches: up to 65,536 strided partial maxima, then one unit.
+/// `out[0] = max |x|`, NaN ignored. Two launches: a maximum for each of up to 1,024 cubes, then one cube.
 ///
 /// # Errors
 /// If `out` does not hold one element.
@@ -161,23 +167,36 @@ pub fn amax<R: Runtime>(
     out: ArrayArg<R>,
 ) -> Result<(), KernelError> {
     expect_len("amax", "out", out.size(), 1)?;
-    let partials = x.size().div_ceil(64).clamp(1, 65_536);
-    let scratch = client.empty(partials * 4);
+    let vector = vector_size(client, dtype, x.size());
+    let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
+    let scratch = client.empty(cubes * 4);
     let float = f32::as_type_native_unchecked().storage_type();
-    let (count, dim) = flat_launch(partials);
-    // SAFETY: `scratch` holds `partials` f32, `out` one; both kernels stop at their lengths.
+    let dim = CubeDim::new_1d(256);
+    // SAFETY: `scratch` holds one f32 a cube, `out` one; both kernels stop at the end of what they read.
     unsafe {
-        let scratch_arg = || ArrayArg::from_raw_parts(scratch.clone(), partials);
-        amax_kernel::launch_unchecked(client, count, dim, x, scratch_arg(), dtype);
-        let one = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
-        amax_kernel::launch_unchecked(client, one.0, one.1, scratch_arg(), out, float);
+        let scratch_arg = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
+        amax_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            dim,
+            vector,
+            x,
+            scratch_arg(),
+            dtype,
+        );
+        amax_kernel::launch_unchecked(client, CubeCount::Static(1, 1, 1), dim, 1, scratch_arg(), out, float);
     }
     Ok(())
 }
 
+/// The widest vector of at most eight elements of `dtype` that the device reads at once and that divides `len`.
+pub(crate) fn vector_size<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, len: usize) -> usize {
+    client.io_optimized_vector_sizes(dtype.size()).find(|v| *v <= 8 && len.is_multiple_of(*v)).unwrap_or(1)
+}
+
 #[cube(launch_unchecked)]
-fn quantize_kernel<F: Float>(
-    x: &Array<F>,
+fn quantize_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
     amax: &Array<f32>,
     codes: &mut Array<u32>,
     scales: &mut Array<u8>,
@@ -193,25 +212,42 @@ fn quantize_kernel<F: Float>(
     #[comptime] two_level: bool,
     #[comptime] square: bool,
     #[comptime] stochastic: bool,
+    #[comptime] along: bool,
     #[define(F)] _dtype: StorageType,
 ) {
-    let row = CUBE_POS_Y * 16u32 + UNIT_POS_Y;
-    let col = (CUBE_POS_X * 16u32 + UNIT_POS_X) * 16u32;
+    // Neighbouring units read neighbouring addresses.
+    let (unit_row, unit_block) = if comptime!(along) { (UNIT_POS_Y, UNIT_POS_X) } else { (UNIT_POS_X, UNIT_POS_Y) };
+    let (cube_row, cube_block) = if comptime!(along) { (CUBE_POS_Y, CUBE_POS_X) } else { (CUBE_POS_X, CUBE_POS_Y) };
+    let row = cube_row * 16u32 + unit_row;
+    let col = (cube_block * 16u32 + unit_block) * 16u32;
     let live = row < rows && col < cols;
 
+    let mut values = Array::<f32>::new(16usize);
     let mut block_amax = 0.0f32;
+    #[unroll]
+    for i in 0..16usize {
+        values[i] = 0.0f32;
+    }
     if live {
-        for i in 0..16u32 {
-            let at = (row as usize) * (row_stride as usize) + ((col + i) as usize) * (col_stride as usize);
-            block_amax = max(block_amax, f32::cast_from(x[at]).abs());
+        let n = N::value();
+        let first = (row as usize) * (row_stride as usize) + (col as usize) * (col_stride as usize);
+        #[unroll]
+        for part in 0..comptime!(16 / n) {
+            let vector = x[first / n + part * (col_stride as usize)];
+            #[unroll]
+            for i in 0..n {
+                let value = f32::cast_from(vector[i]);
+                values[comptime!(part * n + i)] = value;
+                block_amax = max(block_amax, value.abs());
+            }
         }
     }
     if comptime!(square) {
         let mut row_amax = SharedMemory::<f32>::new(256usize);
-        row_amax[(UNIT_POS_Y * 16u32 + UNIT_POS_X) as usize] = block_amax;
+        row_amax[(unit_row * 16u32 + unit_block) as usize] = block_amax;
         sync_cube();
         for i in 0..16u32 {
-            block_amax = max(block_amax, row_amax[(i * 16u32 + UNIT_POS_X) as usize]);
+            block_amax = max(block_amax, row_amax[(i * 16u32 + unit_block) as usize]);
         }
     }
 
@@ -231,19 +267,20 @@ fn quantize_kernel<F: Float>(
             global[0] = g;
         }
         let mut random = Array::<u32>::new(4usize);
+        #[unroll]
         for half in 0..2u32 {
             let mut word = 0u32;
+            #[unroll]
             for i in 0..8u32 {
-                let c = col + half * 8u32 + i;
+                let c = col + comptime!(half * 8 + i);
                 let mut draw = 0u32;
                 if comptime!(stochastic) {
-                    if i % 4u32 == 0u32 {
+                    if comptime!(i % 4 == 0) {
                         philox((row * (cols / 4u32)) + c / 4u32, step, stream, key_low, key_high, &mut random);
                     }
-                    draw = random[(i % 4u32) as usize];
+                    draw = random[comptime!((i % 4) as usize)];
                 }
-                let at = (row as usize) * (row_stride as usize) + (c as usize) * (col_stride as usize);
-                let scaled = f32::cast_from(x[at]) * encode;
+                let scaled = values[comptime!((half * 8 + i) as usize)] * encode;
                 word |= place_code(e2m1_encode(u32::reinterpret(scaled), draw, stochastic), c);
             }
             codes[word_index(row, col + half * 8u32, cols)] = word;
@@ -252,17 +289,42 @@ fn quantize_kernel<F: Float>(
 }
 
 #[cube(launch_unchecked)]
-fn amax_kernel<F: Float>(x: &Array<F>, out: &mut Array<f32>, #[define(F)] _dtype: StorageType) {
-    if ABSOLUTE_POS < out.len() {
-        let mut amax = 0.0f32;
-        let mut at = ABSOLUTE_POS;
-        while at < x.len() {
-            let value = f32::cast_from(x[at]).abs();
+fn amax_kernel<F: Float, N: Size>(x: &Array<Vector<F, N>>, out: &mut Array<f32>, #[define(F)] _dtype: StorageType) {
+    let mut amax = 0.0f32;
+    let mut at = ABSOLUTE_POS;
+    let step = (CUBE_COUNT_X * 256u32) as usize;
+    while at < x.len() {
+        let vector = x[at];
+        #[unroll]
+        for i in 0..N::value() {
+            let value = f32::cast_from(vector[i]).abs();
             amax = select(value > amax, value, amax);
-            at += out.len();
         }
-        out[ABSOLUTE_POS] = amax;
+        at += step;
     }
+    let amax = cube_max(amax);
+    if UNIT_POS == 0u32 {
+        out[CUBE_POS_X as usize] = amax;
+    }
+}
+
+/// The largest `x` in a cube of 256 units.
+#[cube]
+pub(crate) fn cube_max(x: f32) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(256usize);
+    shared[UNIT_POS as usize] = x;
+    sync_cube();
+    let mut width = 128u32;
+    while width > 0u32 {
+        if UNIT_POS < width {
+            let other = shared[(UNIT_POS + width) as usize];
+            let own = shared[UNIT_POS as usize];
+            shared[UNIT_POS as usize] = max(own, other);
+        }
+        sync_cube();
+        width /= 2u32;
+    }
+    shared[0usize]
 }
 
 /// Cubes of 256 units that cover `len` elements, spread over two dimensions past 65,535 cubes.
