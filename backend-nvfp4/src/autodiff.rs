@@ -3,7 +3,8 @@
 //! respect to `Q(w)` is handed to `w` unchanged.
 
 use crate::{
-    AdamwState, AdamwStep, LinearSpec, MemoryUse, Nvfp4Backend, Nvfp4Primitive, Precision, Product,
+    AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, MemoryUse, Nvfp4Backend,
+    Nvfp4Primitive, Precision, Product, Rotary,
     linear::{self, Saved},
     optim::Moment8,
     quantize::QuantizeSpec,
@@ -18,9 +19,9 @@ use burn::{
         },
     },
     tensor::{
-        DType, TensorMetadata,
+        DType, FloatDType, Shape, TensorMetadata,
         backend::{AutodiffBackend, Backend},
-        ops::FloatTensor,
+        ops::{FloatTensor, IntTensor},
     },
 };
 
@@ -110,6 +111,122 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
     }
 
+    fn rms_norm(x: FloatTensor<Self>, w: FloatTensor<Self>, eps: f64) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct RmsNorm;
+        impl<B: Nvfp4Backend> Backward<B, 2> for RmsNorm {
+            type State = (FloatTensor<B>, FloatTensor<B>, f64);
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 2>(ops, grads, |(x, w, eps), dy| B::rms_norm_backward(x, w, dy, eps).into());
+            }
+        }
+        let y = B::rms_norm(x.primitive.clone(), w.primitive.clone(), eps);
+        match RmsNorm.prepare::<C>([x.node, w.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((x.primitive, w.primitive, eps), y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+
+    fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct NormRope;
+        impl<B: Nvfp4Backend> Backward<B, 2> for NormRope {
+            type State = (FloatTensor<B>, FloatTensor<B>, Rotary<B>, f64);
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 2>(ops, grads, |(x, w, rotary, eps), dy| {
+                    B::norm_rope_backward(x, w, &rotary, dy, eps).into()
+                });
+            }
+        }
+        let rotary = Rotary {
+            cos: rotary.cos.primitive.clone(),
+            sin: rotary.sin.primitive.clone(),
+            positions: rotary.positions.clone(),
+        };
+        let y = B::norm_rope(x.primitive.clone(), w.primitive.clone(), &rotary, eps);
+        match NormRope.prepare::<C>([x.node, w.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((x.primitive, w.primitive, rotary, eps), y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+
+    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Swiglu;
+        impl<B: Nvfp4Backend> Backward<B, 2> for Swiglu {
+            type State = (FloatTensor<B>, FloatTensor<B>);
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 2>(ops, grads, |(gate, up), dy| B::swiglu_backward(gate, up, dy).into());
+            }
+        }
+        let y = B::swiglu(gate.primitive.clone(), up.primitive.clone());
+        match Swiglu.prepare::<C>([gate.node, up.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((gate.primitive, up.primitive), y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Attention;
+        impl<B: Nvfp4Backend> Backward<B, 3> for Attention {
+            type State = (AttentionSaved<B>, Documents<B>, AttentionSpec);
+            fn backward(self, ops: Ops<Self::State, 3>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 3>(ops, grads, |(saved, docs, spec), dy| {
+                    B::attention_backward(saved, dy, &docs, spec)
+                });
+            }
+        }
+        let docs = docs.map::<B>(Clone::clone);
+        let [q_in, k_in, v_in] = [&q, &k, &v].map(|x| x.primitive.clone());
+        let (y, lse) = B::attention_saving(q_in, k_in, v_in, &docs, spec);
+        match Attention.prepare::<C>([q.node, k.node, v.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let (q, k, v) = (q.primitive, k.primitive, v.primitive);
+                prep.finish((AttentionSaved { q, k, v, y: y.clone(), lse }, docs, spec), y)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+
+    fn head_loss(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+    ) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Head;
+        impl<B: Nvfp4Backend> Backward<B, 2> for Head {
+            type State = (FloatTensor<B>, FloatTensor<B>);
+            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 2>(ops, grads, |(dh, dw), dy| {
+                    let scaled = |x: FloatTensor<B>| {
+                        let dy = B::float_reshape(dy.clone(), Shape::new([1, 1]));
+                        let to: FloatDType = x.dtype().into();
+                        let dy = if dy.dtype() == x.dtype() { dy } else { B::float_cast(dy, to) };
+                        B::float_mul(x, dy)
+                    };
+                    [scaled(dh), scaled(dw)]
+                });
+            }
+        }
+        let (h_in, w_in) = (h.primitive, w.primitive);
+        match Head.prepare::<C>([h.node, w.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => {
+                let out = B::head_loss_saving(h_in, w_in, targets, precision, true);
+                prep.finish(out.gradients.expect("asked for"), out.loss)
+            }
+            OpsKind::UnTracked(prep) => prep.finish(B::head_loss(h_in, w_in, targets, precision)),
+        }
+    }
+
     fn adamw(
         w: FloatTensor<Self>,
         grad: FloatTensor<Self>,
@@ -138,6 +255,21 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
 
     fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {
         B::memory_in_use(device)
+    }
+}
+
+/// Hands each parent that is tracked its gradient, all of which `backward` computes from the state and dy.
+fn gradients<B: Backend, S, const N: usize>(
+    ops: Ops<S, N>,
+    grads: &mut Gradients,
+    backward: impl FnOnce(S, FloatTensor<B>) -> [FloatTensor<B>; N],
+) {
+    let dy = grads.consume::<B>(&ops.node);
+    let computed = backward(ops.state, dy);
+    for (parent, gradient) in ops.parents.into_iter().zip(computed) {
+        if let Some(node) = parent {
+            grads.register::<B>(node.id, gradient);
+        }
     }
 }
 

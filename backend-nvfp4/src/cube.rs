@@ -1,34 +1,33 @@
 //! The operations on CubeCL devices (CUDA, Vulkan, …): each is buffers, shapes and one launch.
 
 use crate::{
-    AdamwState, MemoryUse, Nvfp4Backend, Nvfp4Primitive, Precision, Product,
+    AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, MemoryUse, Nvfp4Backend, Nvfp4Primitive, Precision,
+    Product, Rotary, blocks, head,
+    products::{self, Packed},
     quantize::{QuantizeSpec, Scaling, View},
 };
-use burn::tensor::{DType, Shape, TensorMetadata, backend::DeviceOps, ops::FloatTensor};
+use burn::tensor::{
+    DType, Shape, Slice, TensorMetadata,
+    backend::{Backend, DeviceOps},
+    ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
+};
 use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement,
-    kernel::{
-        cast, into_contiguous,
-        matmul::{MatmulStrategy, matmul},
-    },
+    kernel::{cast, into_contiguous},
     ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
 };
 use cubecl::server::ComputeServer;
-use cubek::{
-    matmul::{
-        definition::{MatmulElems, MatmulGlobalElems},
-        launch::Strategy,
-    },
-    std::InputBinding,
-};
 use kernels_cubecl::{
     KernelError, adamw,
     adamw::{AdamwStep, Chunk, StateArgs},
-    dequantize::dequantize,
+    attention,
+    attention::AttentionShape,
+    cross_entropy::cross_entropy,
     layout::{scales_per_row, words_per_row},
-    matmul::{PackedArgs, matmul_dense_packed, matmul_packed_packed},
-    quantize,
+    mma, quantize, rms_norm, rope,
+    rope::{RopeArgs, RopeShape},
+    swiglu,
 };
 
 impl<R, F, I, BT> Nvfp4Backend for CubeBackend<R, F, I, BT>
@@ -65,40 +64,15 @@ where
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
-        let [rows, cols] = w.dims();
-        let y = empty(&w.codes, [rows, cols], dtype);
-        launched(dequantize(
-            &w.codes.client,
-            arg(&w.codes),
-            arg(&w.scales),
-            arg(&w.global),
-            arg(&y),
-            dtype.into(),
-            rows,
-            cols,
-            false,
-        ));
-        y
+        packed(w).values(dtype, true)
     }
 
     fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product) -> FloatTensor<Self> {
-        let a = into_contiguous(a);
-        let ([a_rows, a_cols], [w_rows, w_cols]) = (dims(&a), w.dims());
-        let out = match product {
-            Product::Nt => [a_rows, w_rows],
-            Product::Nn => [a_rows, w_cols],
-            Product::Tn => [a_cols, w_cols],
-        };
-        let y = empty(&a, out, a.dtype);
-        let dtype = a.dtype.into();
-        launched(matmul_dense_packed(&a.client, arg(&a), a_rows, packed(w), arg(&y), dtype, product));
-        y
+        products::packed(a, &packed(w), product)
     }
 
     fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
-        let y = empty(&w.codes, [a.dims()[0], w.dims()[0]], dtype);
-        launched(matmul_packed_packed(&w.codes.client, packed(a), packed(w), arg(&y), dtype.into()));
-        y
+        products::packed_both(&packed(a), &packed(w), dtype)
     }
 
     fn dense_matmul(
@@ -107,28 +81,191 @@ where
         precision: Precision,
         out: DType,
     ) -> FloatTensor<Self> {
-        assert_eq!(lhs.dtype, rhs.dtype, "CubeCL reads a second dtype as garbage");
-        if precision != Precision::F32 {
-            return matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up");
+        products::dense(lhs, rhs, precision == Precision::F32, out)
+    }
+
+    fn rms_norm(x: FloatTensor<Self>, w: FloatTensor<Self>, eps: f64) -> FloatTensor<Self> {
+        let (x, w) = (into_contiguous(x), into_contiguous(w));
+        let y = empty(&x, dims(&x), x.dtype);
+        let dtype = x.dtype.into();
+        launched(rms_norm::rms_norm(&x.client, arg(&x), arg(&w), arg(&y), dtype, dims(&x), eps as f32));
+        y
+    }
+
+    fn rms_norm_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let [x, w, dy] = [x, w, dy].map(into_contiguous);
+        let [rows, cols] = dims(&x);
+        let dx = empty(&x, [rows, cols], x.dtype);
+        let partial = empty(&x, [rms_norm::partial_rows(rows), cols], DType::F32);
+        launched(rms_norm::rms_norm_backward(
+            &x.client,
+            arg(&x),
+            arg(&w),
+            arg(&dy),
+            arg(&dx),
+            arg(&partial),
+            x.dtype.into(),
+            [rows, cols],
+            eps as f32,
+        ));
+        (dx, column_sums::<Self>(partial))
+    }
+
+    fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
+        let shape = rope_shape(&x, &w, eps);
+        if !shape.fits() {
+            return blocks::norm_rope::<Self>(x, w, rotary, eps);
         }
-        // The automatic strategy takes tensor cores (TF32) for f32 where there are any.
-        let mut shape = lhs.shape();
-        let last = shape.rank() - 1;
-        shape[last] = rhs.shape()[last];
-        let y = empty_device_contiguous_dtype(lhs.client.clone(), lhs.device.clone(), shape, DType::F32);
-        let client = lhs.client.clone();
-        let float = DType::F32.into();
-        let mut elems = MatmulElems::from_globals(&MatmulGlobalElems { lhs: float, rhs: float, out: float });
-        cubek::matmul::launch::launch_ref(
-            &Strategy::SimpleUnit(Default::default()),
-            &client,
-            InputBinding::new(lhs.binding(), float),
-            InputBinding::new(rhs.binding(), float),
-            y.clone().binding(),
-            &mut elems,
-        )
-        .expect("matmul set-up");
-        if out == DType::F32 { y } else { cast(y, out) }
+        let (x, w) = (into_contiguous(x), into_contiguous(w));
+        let y = empty(&x, dims(&x), x.dtype);
+        launched(rope::norm_rope(&x.client, arg(&x), rope_args(&w, rotary), arg(&y), x.dtype.into(), shape));
+        y
+    }
+
+    fn norm_rope_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        rotary: &Rotary<Self>,
+        dy: FloatTensor<Self>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let shape = rope_shape(&x, &w, eps);
+        if !shape.fits() {
+            return blocks::norm_rope_backward::<Self>(x, w, rotary, dy, eps);
+        }
+        let [x, w, dy] = [x, w, dy].map(into_contiguous);
+        let dx = empty(&x, dims(&x), x.dtype);
+        let partial = empty(&x, [shape.partial_rows(), shape.head_dim], DType::F32);
+        launched(rope::norm_rope_backward(
+            &x.client,
+            arg(&x),
+            rope_args(&w, rotary),
+            arg(&dy),
+            arg(&dx),
+            arg(&partial),
+            x.dtype.into(),
+            shape,
+        ));
+        (dx, column_sums::<Self>(partial))
+    }
+
+    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (gate, up) = (into_contiguous(gate), into_contiguous(up));
+        let y = empty(&gate, dims(&gate), gate.dtype);
+        launched(swiglu::swiglu(&gate.client, arg(&gate), arg(&up), arg(&y), gate.dtype.into()));
+        y
+    }
+
+    fn swiglu_backward(
+        gate: FloatTensor<Self>,
+        up: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let [gate, up, dy] = [gate, up, dy].map(into_contiguous);
+        let (dgate, dup) = (empty(&gate, dims(&gate), gate.dtype), empty(&gate, dims(&gate), gate.dtype));
+        let dtype = gate.dtype.into();
+        let out = (arg(&dgate), arg(&dup));
+        launched(swiglu::swiglu_backward(&gate.client, arg(&gate), arg(&up), arg(&dy), out.0, out.1, dtype));
+        (dgate, dup)
+    }
+
+    fn attention_saving(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        let Some(shape) = flash_shape(&q, docs, spec) else {
+            return (blocks::attention::<Self>(q, k, v, docs, spec), None);
+        };
+        let [q, k, v] = [q, k, v].map(into_contiguous);
+        let y = empty(&q, dims(&q), q.dtype);
+        let lse = empty(&q, [spec.heads, docs.tokens()], DType::F32);
+        let qkv = [arg(&q), arg(&k), arg(&v)];
+        let dtype = q.dtype.into();
+        launched(attention::forward(&q.client, qkv, arg(&docs.starts), arg(&y), arg(&lse), dtype, shape));
+        (y, Some(lse))
+    }
+
+    fn attention_backward(
+        saved: AttentionSaved<Self>,
+        dy: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> [FloatTensor<Self>; 3] {
+        let (Some(lse), Some(shape)) = (saved.lse.clone(), flash_shape(&saved.q, docs, spec)) else {
+            return blocks::attention_backward::<Self>(saved, dy, docs, spec);
+        };
+        let [q, k, v, dy] = [saved.q, saved.k, saved.v, dy].map(into_contiguous);
+        let [dq, dk, dv] = [&q, &k, &v].map(|x| empty(x, dims(x), x.dtype));
+        let delta = empty(&q, [spec.heads, docs.tokens()], DType::F32);
+        let (client, dtype) = (&q.client, q.dtype.into());
+        let read = || attention::Saved { q: arg(&q), k: arg(&k), v: arg(&v), lse: arg(&lse) };
+        launched(attention::delta(client, arg(&dy), arg(&saved.y), arg(&delta), dtype, shape));
+        launched(attention::backward_kv(
+            client,
+            read(),
+            arg(&dy),
+            arg(&delta),
+            arg(&docs.starts),
+            arg(&docs.ends),
+            [arg(&dk), arg(&dv)],
+            dtype,
+            shape,
+        ));
+        launched(attention::backward_q(
+            client,
+            read(),
+            arg(&dy),
+            arg(&delta),
+            arg(&docs.starts),
+            arg(&dq),
+            dtype,
+            shape,
+        ));
+        [dq, dk, dv]
+    }
+
+    fn head_loss_saving(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+        gradients: bool,
+    ) -> HeadLoss<Self> {
+        let (h, targets) = (into_contiguous(h), into_contiguous(targets));
+        let ([m, _], [v, _], dtype) = (dims(&h), dims(&w), h.dtype);
+        let w = if w.dtype == dtype { w } else { cast(w, dtype) };
+        let f32_only = precision == Precision::F32;
+        let rows = head::chunk_rows(v, dtype.size());
+        let (mut loss, mut dh, mut dw) = (None, Vec::new(), None);
+        for start in (0..m).step_by(rows) {
+            let end = (start + rows).min(m);
+            let chunk = |x: CubeTensor<R>| into_contiguous(Self::float_slice(x, &[Slice::from(start..end)]));
+            let (h, targets) =
+                (chunk(h.clone()), into_contiguous(Self::int_slice(targets.clone(), &[Slice::from(start..end)])));
+            let logits = into_contiguous(products::dense(h.clone(), Self::float_transpose(w.clone()), f32_only, dtype));
+            let losses = empty(&h, [end - start], DType::F32);
+            let client = &h.client;
+            let shape = [end - start, v];
+            launched(cross_entropy(client, arg(&logits), arg(&targets), arg(&losses), dtype.into(), shape, gradients));
+            let sum = Self::float_sum(losses);
+            loss = Some(loss.map_or(sum.clone(), |so_far| Self::float_add(so_far, sum)));
+            if gradients {
+                dh.push(products::dense(logits.clone(), w.clone(), f32_only, dtype));
+                dw = Some(products::accumulated(dw, logits, h, f32_only));
+            }
+        }
+        let none = || empty_device_contiguous_dtype(h.client.clone(), h.device.clone(), Shape::new([1]), DType::F32);
+        let loss = loss.unwrap_or_else(|| Self::float_mul_scalar(none(), 0.0f32.into()));
+        let gradients = dw.map(|dw| (if dh.len() == 1 { dh.remove(0) } else { Self::float_cat(dh, 0) }, dw));
+        HeadLoss { loss, gradients }
     }
 
     fn adamw(
@@ -176,30 +313,18 @@ where
     }
 }
 
-/// A kernel refuses only what this file got wrong: its callers' shapes are checked at the door.
-fn launched(result: Result<(), KernelError>) {
-    if let Err(error) = result {
-        panic!("{error}");
-    }
+/// The sums of a matrix's columns.
+fn column_sums<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let cols = x.shape()[1];
+    B::float_reshape(B::float_sum_dim(x, 0), Shape::new([cols]))
 }
 
-fn dims<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
-    let shape = x.shape();
-    assert_eq!(shape.rank(), 2, "a matrix is expected, got {shape:?}");
-    [shape[0], shape[1]]
+fn rope_shape<R: CubeRuntime>(x: &CubeTensor<R>, w: &CubeTensor<R>, eps: f64) -> RopeShape {
+    let ([rows, cols], head_dim) = (dims(x), w.shape()[0]);
+    RopeShape { rows, heads: cols / head_dim, head_dim, eps: eps as f32 }
 }
 
-/// A contiguous tensor beside `like`. The ordinary constructor pads rows on CUDA.
-fn empty<R: CubeRuntime, const D: usize>(like: &CubeTensor<R>, shape: [usize; D], dtype: DType) -> CubeTensor<R> {
-    empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), Shape::new(shape), dtype)
-}
-
-fn arg<R: CubeRuntime>(x: &CubeTensor<R>) -> cubecl::prelude::ArrayArg<R> {
-    assert!(x.is_contiguous(), "kernels read buffers without strides");
-    x.clone().into_array_arg()
-}
-
-fn packed<R, F, I, BT>(w: &Nvfp4Primitive<CubeBackend<R, F, I, BT>>) -> PackedArgs<R>
+fn rope_args<R, F, I, BT>(w: &CubeTensor<R>, rotary: &Rotary<CubeBackend<R, F, I, BT>>) -> RopeArgs<R>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
@@ -208,8 +333,69 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let [rows, cols] = w.dims();
-    PackedArgs { codes: arg(&w.codes), scales: arg(&w.scales), global: arg(&w.global), rows, cols }
+    let table = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
+    RopeArgs { w: arg(w), cos: table(&rotary.cos), sin: table(&rotary.sin), positions: arg(&rotary.positions) }
+}
+
+/// The call as the attention kernels take it, where they can.
+fn flash_shape<R, F, I, BT>(
+    q: &CubeTensor<R>,
+    docs: &Documents<CubeBackend<R, F, I, BT>>,
+    spec: AttentionSpec,
+) -> Option<AttentionShape>
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let AttentionSpec { heads, kv_heads, head_dim, .. } = spec;
+    let queries = docs.tokens();
+    let shape = AttentionShape { queries, keys: queries + docs.past, past: docs.past, heads, kv_heads, head_dim };
+    // Rows with a past interleave old and new keys.
+    let flat = docs.rows == 1 || docs.past == 0;
+    (flat && q.dtype != DType::F32 && shape.fits() && mma::supported(&q.client, q.dtype.into())).then_some(shape)
+}
+
+/// A kernel refuses only what this file got wrong: its callers' shapes are checked at the door.
+pub(crate) fn launched(result: Result<(), KernelError>) {
+    if let Err(error) = result {
+        panic!("{error}");
+    }
+}
+
+pub(crate) fn dims<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
+    let shape = x.shape();
+    assert_eq!(shape.rank(), 2, "a matrix is expected, got {shape:?}");
+    [shape[0], shape[1]]
+}
+
+/// A contiguous tensor beside `like`. The ordinary constructor pads rows on CUDA.
+pub(crate) fn empty<R: CubeRuntime, const D: usize>(
+    like: &CubeTensor<R>,
+    shape: [usize; D],
+    dtype: DType,
+) -> CubeTensor<R> {
+    empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), Shape::new(shape), dtype)
+}
+
+pub(crate) fn arg<R: CubeRuntime>(x: &CubeTensor<R>) -> cubecl::prelude::ArrayArg<R> {
+    assert!(x.is_contiguous(), "kernels read buffers without strides");
+    x.clone().into_array_arg()
+}
+
+fn packed<R, F, I, BT>(w: &Nvfp4Primitive<CubeBackend<R, F, I, BT>>) -> Packed<R>
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    Packed { codes: w.codes.clone(), scales: w.scales.clone(), global: w.global.clone(), dims: w.dims() }
 }
 
 /// The tensor itself if nothing else holds its buffer, else a copy.

@@ -10,16 +10,21 @@
 #![forbid(unsafe_code)]
 
 mod autodiff;
+mod blocks;
 mod cube;
 mod error;
+mod head;
 mod linear;
 mod ndarray;
 mod optim;
+mod products;
 mod recipe;
 pub mod reference;
 mod tensor;
 
+pub use blocks::{AttentionSaved, AttentionSpec, Documents, Rotary};
 pub use error::Nvfp4Error;
+pub use head::HeadLoss;
 pub use kernels_cubecl::{
     adamw::AdamwStep,
     layout,
@@ -69,6 +74,104 @@ pub trait Nvfp4Backend: Backend {
     /// recipe's quantisation on the way. Gradients pass straight through; that of `w` is f32.
     fn nvfp4_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, spec: LinearSpec) -> FloatTensor<Self> {
         linear::forward::<Self>(x, w, spec).0
+    }
+
+    /// `x / rms(x) * w` over the columns of `x` `[M, C]`, `w` f32 `[C]`: in f32, rounded to the type of x, weighted.
+    fn rms_norm(x: FloatTensor<Self>, w: FloatTensor<Self>, eps: f64) -> FloatTensor<Self> {
+        blocks::rms_norm::<Self>(x, w, eps)
+    }
+
+    /// `dx` and `dw` (f32) of [`Self::rms_norm`].
+    fn rms_norm_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        blocks::rms_norm_backward::<Self>(x, w, dy, eps)
+    }
+
+    /// Heads of queries or keys `[M, heads*E]`: normalised over E, weighted by `w` f32 `[E]`, rotated.
+    fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
+        blocks::norm_rope::<Self>(x, w, rotary, eps)
+    }
+
+    /// `dx` and `dw` (f32) of [`Self::norm_rope`].
+    fn norm_rope_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        rotary: &Rotary<Self>,
+        dy: FloatTensor<Self>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        blocks::norm_rope_backward::<Self>(x, w, rotary, dy, eps)
+    }
+
+    /// `silu(gate) * up`, `[M, F]`.
+    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
+        blocks::swiglu::<Self>(gate, up)
+    }
+
+    /// `dgate` and `dup` of [`Self::swiglu`].
+    fn swiglu_backward(
+        gate: FloatTensor<Self>,
+        up: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        blocks::swiglu_backward::<Self>(gate, up, dy)
+    }
+
+    /// Causal grouped-query attention within documents: `q` `[M, H*E]`, `k`, `v` `[S, K*E]` to `[M, H*E]`.
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        Self::attention_saving(q, k, v, docs, spec).0
+    }
+
+    /// As [`Self::causal_attention`], with the log-sums f32 `[H, M]` where a kernel keeps them for the backward.
+    fn attention_saving(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        (blocks::attention::<Self>(q, k, v, docs, spec), None)
+    }
+
+    /// `dq`, `dk` and `dv` of [`Self::causal_attention`].
+    fn attention_backward(
+        saved: AttentionSaved<Self>,
+        dy: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> [FloatTensor<Self>; 3] {
+        blocks::attention_backward::<Self>(saved, dy, docs, spec)
+    }
+
+    /// `sum over rows of -log softmax(h · wᵀ)[target]`, f32 `[1]`: `h` `[M, D]`, `w` `[V, D]` f32, `targets` `[M]`.
+    fn head_loss(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+    ) -> FloatTensor<Self> {
+        Self::head_loss_saving(h, w, targets, precision, false).loss
+    }
+
+    /// As [`Self::head_loss`], with its gradients if wanted: they come from the same pass.
+    fn head_loss_saving(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+        gradients: bool,
+    ) -> HeadLoss<Self> {
+        head::head_loss::<Self>(h, w, targets, precision, gradients)
     }
 
     /// One AdamW step over a whole tensor, `chunk` elements a launch (a multiple of 256).

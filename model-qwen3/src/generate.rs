@@ -106,7 +106,7 @@ fn forward<B: Nvfp4Backend>(model: &Qwen3<B>, ids: &[u32], cache: &mut KvCache<B
     cache.reserve(ids.len())?;
     let input = ids_tensor(&[ids.to_vec()], model.config(), &model.device())?;
     let hidden = model.forward(input, Some(cache));
-    let last = hidden.narrow(1, ids.len() - 1, 1).reshape([1, model.config().hidden_size]);
+    let last = hidden.narrow(0, ids.len() - 1, 1);
     let logits = to_host(model.logits(last))?;
     if logits.iter().any(|x| x.is_nan()) {
         return Err(ModelError::Device("the model computed NaN: weights are broken or the format overflows".into()));

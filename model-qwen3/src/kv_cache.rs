@@ -11,18 +11,18 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
-/// Keys and values of one block, `[B, K, capacity, E]` each.
+/// Keys and values of one block, `[B, capacity, K*E]` each.
 #[derive(Debug, Clone)]
 pub struct LayerCache<B: Backend> {
     // Taken out while they are written, so that the buffer is unshared and updated in place.
-    k: Option<Tensor<B, 4>>,
-    v: Option<Tensor<B, 4>>,
+    k: Option<Tensor<B, 3>>,
+    v: Option<Tensor<B, 3>>,
 }
 
 impl<B: Backend> KvCache<B> {
     /// Allocates room for `capacity` tokens of `batch` sequences.
     pub fn new(config: &Qwen3Config, batch: usize, capacity: usize, dtype: DType, device: &B::Device) -> Self {
-        let shape = [batch, config.num_key_value_heads, capacity, config.head_dim];
+        let shape = [batch, capacity, config.num_key_value_heads * config.head_dim];
         let zeros = || Some(Tensor::zeros(shape, (device, dtype)));
         let layers = (0..config.num_hidden_layers).map(|_| LayerCache { k: zeros(), v: zeros() }).collect();
         Self { layers, len: 0, capacity }
@@ -62,13 +62,14 @@ impl<B: Backend> KvCache<B> {
 }
 
 impl<B: Backend> LayerCache<B> {
-    /// Writes `k` and `v` `[B, K, T, E]` behind the first `past` tokens and returns all, `[B, K, S, E]`.
-    pub fn append(&mut self, k: Tensor<B, 4>, v: Tensor<B, 4>, past: usize) -> (Tensor<B, 4>, Tensor<B, 4>) {
-        let end = past + k.dims()[2];
-        let write = |slot: &mut Option<Tensor<B, 4>>, new: Tensor<B, 4>| {
+    /// Writes `k` and `v` `[B*T, K*E]` behind the first `past` tokens and returns all, `[B*S, K*E]`.
+    pub fn append(&mut self, k: Tensor<B, 2>, v: Tensor<B, 2>, past: usize) -> (Tensor<B, 2>, Tensor<B, 2>) {
+        let write = |slot: &mut Option<Tensor<B, 3>>, new: Tensor<B, 2>| {
             let buffer = slot.take().expect("put back below");
-            let buffer = buffer.slice_assign(s![.., .., past..end, ..], new);
-            let seen = buffer.clone().slice(s![.., .., 0..end, ..]);
+            let ([b, _, c], [m, _]) = (buffer.dims(), new.dims());
+            let end = past + m / b;
+            let buffer = buffer.slice_assign(s![.., past..end, ..], new.reshape([b, m / b, c]));
+            let seen = buffer.clone().slice(s![.., 0..end, ..]).reshape([b * end, c]);
             *slot = Some(buffer);
             seen
         };

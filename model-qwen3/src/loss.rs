@@ -5,10 +5,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData, activation, backend::Backend}
 /// A position that is not supervised.
 pub const IGNORE: i64 = -100;
 
-/// Sum over rows of `-log softmax(logits)[target]`, f32, `[1]`. Divide by the number of supervised
-/// tokens of the whole optimizer step, so that batches of unequal length weigh tokens alike.
-/// `logits` is `[M, V]` f32, `targets` holds M ids.
-pub fn cross_entropy_sum<B: Backend>(logits_MV: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
+/// Sum over rows of `-log softmax(logits)[target]`, f32, `[1]`: `logits` is `[M, V]` f32, `targets` holds M ids.
+pub(crate) fn cross_entropy_sum<B: Backend>(logits_MV: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
     let [m, _] = logits_MV.dims();
     assert_eq!(m, targets.len(), "one target a row");
     let device = logits_MV.device();

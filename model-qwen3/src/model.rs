@@ -8,12 +8,13 @@ use crate::{
     ModelError,
     config::Qwen3Config,
     kv_cache::{KvCache, LayerCache},
-    rope::Rope,
+    loss::cross_entropy_sum,
+    rope::rotary,
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, matmul};
+use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Linear, Recipe, Rotary};
 use burn::{
     module::{Module, Param},
-    tensor::{Bool, DType, Int, Tensor, TensorData, activation, backend::Backend},
+    tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
 };
 
 /// Grouped-query attention.
@@ -82,85 +83,61 @@ struct Info {
 /// What every block of one forward shares.
 #[derive(Debug, Clone)]
 pub struct Context<B: Backend> {
-    rope: Rope<B>,
-    /// True where a query must not look, `[T, S]`; `None` for a single query, which sees everything.
-    hidden_TS: Option<Tensor<B, 2, Bool>>,
+    rotary: Rotary<B>,
+    documents: Documents<B>,
     spec: LinearSpec,
-    heads: usize,
-    kv_heads: usize,
+    attention: AttentionSpec,
     eps: f64,
 }
 
 impl<B: Nvfp4Backend> Attention<B> {
-    /// `x` `[B, T, D]` to `[B, T, D]`. With a cache, new tokens also see what it holds.
+    /// `x` `[M, D]` to `[M, D]`. With a cache, new tokens also see what it holds.
     pub fn forward(
         &self,
-        x_BTD: Tensor<B, 3>,
+        x_MD: Tensor<B, 2>,
         ctx: &Context<B>,
         cache: Option<(&mut LayerCache<B>, usize)>,
-    ) -> Tensor<B, 3> {
-        let [b, t, d] = x_BTD.dims();
-        let (h, k) = (ctx.heads, ctx.kv_heads);
-        let e = self.q_norm.dims()[0];
-        let x_MD = x_BTD.reshape([b * t, d]);
-        let heads = |y: Tensor<B, 2>, n: usize| y.reshape([b, t, n, e]);
-
-        // 1. Project; normalise queries and keys over the head.
-        let q_BTHE = rms_norm(heads(self.q_proj.forward(x_MD.clone(), ctx.spec), h), &self.q_norm, ctx.eps);
-        let k_BTKE = rms_norm(heads(self.k_proj.forward(x_MD.clone(), ctx.spec), k), &self.k_norm, ctx.eps);
-        let v_BTKE = heads(self.v_proj.forward(x_MD, ctx.spec), k);
-
-        // 2. Rotate.
-        let q_BHTE = ctx.rope.rotate(q_BTHE.swap_dims(1, 2));
-        let k_BKTE = ctx.rope.rotate(k_BTKE.swap_dims(1, 2));
-        let v_BKTE = v_BTKE.swap_dims(1, 2);
-        let (k_BKSE, v_BKSE) = match cache {
-            Some((layer, past)) => layer.append(k_BKTE, v_BKTE, past),
-            None => (k_BKTE, v_BKTE),
+    ) -> Tensor<B, 2> {
+        // 1. Project; normalise and rotate queries and keys head by head.
+        let heads = |x: Tensor<B, 2>, norm: &Param<Tensor<B, 1>>| {
+            float(B::norm_rope(primitive(x), primitive(norm.val()), &ctx.rotary, ctx.eps))
         };
-        let s = k_BKSE.dims()[2];
+        let q_MC = heads(self.q_proj.forward(x_MD.clone(), ctx.spec), &self.q_norm);
+        let k_MC = heads(self.k_proj.forward(x_MD.clone(), ctx.spec), &self.k_norm);
+        let v_MC = self.v_proj.forward(x_MD, ctx.spec);
+        let (k_SC, v_SC) = match cache {
+            Some((layer, past)) => layer.append(k_MC, v_MC, past),
+            None => (k_MC, v_MC),
+        };
 
-        // 3. Scores in f32. The G queries of a group stand in rows, so that keys are not repeated.
-        let rows = h / k * t;
-        let precision = ctx.spec.precision;
-        let scores = matmul(q_BHTE.reshape([b, k, rows, e]), k_BKSE.swap_dims(2, 3), precision);
-        let mut scores_BHTS = scores.cast(DType::F32).reshape([b, h, t, s]) / (e as f64).sqrt();
-        if let Some(hidden) = &ctx.hidden_TS {
-            let hidden = hidden.clone().unsqueeze::<4>().expand([b, h, t, s]);
-            scores_BHTS = scores_BHTS.mask_fill(hidden, f32::MIN);
-        }
-        let weights = activation::softmax(scores_BHTS, 3).cast(precision.dtype()).reshape([b, k, rows, s]);
-
-        // 4. Mix values, project back.
-        let y_BHTE = matmul(weights, v_BKSE, precision).reshape([b, h, t, e]);
-        let y_MD = y_BHTE.swap_dims(1, 2).reshape([b * t, h * e]);
-        self.o_proj.forward(y_MD, ctx.spec).reshape([b, t, d])
+        // 2. Mix values, project back.
+        let qkv = (primitive(q_MC), primitive(k_SC), primitive(v_SC));
+        let y_MC = float(B::causal_attention(qkv.0, qkv.1, qkv.2, &ctx.documents, ctx.attention));
+        self.o_proj.forward(y_MC, ctx.spec)
     }
 }
 
 impl<B: Nvfp4Backend> Mlp<B> {
     /// `x` `[M, D]` to `[M, D]`.
     pub fn forward(&self, x_MD: Tensor<B, 2>, spec: LinearSpec) -> Tensor<B, 2> {
-        let gate_MF = activation::silu(self.gate_proj.forward(x_MD.clone(), spec));
+        let gate_MF = self.gate_proj.forward(x_MD.clone(), spec);
         let up_MF = self.up_proj.forward(x_MD, spec);
-        self.down_proj.forward(gate_MF * up_MF, spec)
+        self.down_proj.forward(float(B::swiglu(primitive(gate_MF), primitive(up_MF))), spec)
     }
 }
 
 impl<B: Nvfp4Backend> Block<B> {
-    /// `x` `[B, T, D]` to `[B, T, D]`.
+    /// `x` `[M, D]` to `[M, D]`.
     pub fn forward(
         &self,
-        x_BTD: Tensor<B, 3>,
+        x_MD: Tensor<B, 2>,
         ctx: &Context<B>,
         cache: Option<(&mut LayerCache<B>, usize)>,
-    ) -> Tensor<B, 3> {
-        let [b, t, d] = x_BTD.dims();
-        let normed = rms_norm(x_BTD.clone(), &self.input_layernorm, ctx.eps);
-        let x_BTD = x_BTD + self.self_attn.forward(normed, ctx, cache);
-        let normed = rms_norm(x_BTD.clone(), &self.post_attention_layernorm, ctx.eps);
-        let mlp = self.mlp.forward(normed.reshape([b * t, d]), ctx.spec);
-        x_BTD + mlp.reshape([b, t, d])
+    ) -> Tensor<B, 2> {
+        let normed = rms_norm(x_MD.clone(), &self.input_layernorm, ctx.eps);
+        let x_MD = x_MD + self.self_attn.forward(normed, ctx, cache);
+        let normed = rms_norm(x_MD.clone(), &self.post_attention_layernorm, ctx.eps);
+        x_MD + self.mlp.forward(normed, ctx.spec)
     }
 }
 
@@ -192,63 +169,68 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         self.embed_tokens.device()
     }
 
-    /// Token ids `[B, T]` to the final hidden states `[B, T, D]`, normalised.
-    pub fn forward(&self, ids_BT: Tensor<B, 2, Int>, cache: Option<&mut KvCache<B>>) -> Tensor<B, 3> {
+    /// Token ids `[B, T]` to the final hidden states `[B*T, D]`, normalised.
+    pub fn forward(&self, ids_BT: Tensor<B, 2, Int>, cache: Option<&mut KvCache<B>>) -> Tensor<B, 2> {
         self.forward_watched(ids_BT, cache, |_| {})
     }
 
     /// As [`Self::forward`], showing `watch` the embedding, each block's output but the last, and the
-    /// normalised last: what Hugging Face calls `hidden_states`.
+    /// normalised last: what Hugging Face calls `hidden_states`, `[B*T, D]` each.
     pub fn forward_watched(
         &self,
         ids_BT: Tensor<B, 2, Int>,
         mut cache: Option<&mut KvCache<B>>,
-        mut watch: impl FnMut(&Tensor<B, 3>),
-    ) -> Tensor<B, 3> {
-        let t = ids_BT.dims()[1];
-        let ctx = self.context(cache.as_ref().map_or(0, |c| c.len()), t);
-        let mut h_BTD = self.embed(ids_BT);
+        mut watch: impl FnMut(&Tensor<B, 2>),
+    ) -> Tensor<B, 2> {
+        let [b, t] = ids_BT.dims();
+        let ctx = self.context(cache.as_ref().map_or(0, |c| c.len()), b, t);
+        let mut h_MD = self.embed(ids_BT);
         for (i, block) in self.layers.iter().enumerate() {
-            watch(&h_BTD);
-            h_BTD = block.forward(h_BTD, &ctx, cache.as_mut().map(|c| c.layer(i)));
+            watch(&h_MD);
+            h_MD = block.forward(h_MD, &ctx, cache.as_mut().map(|c| c.layer(i)));
         }
         if let Some(cache) = cache {
             cache.advance(t);
         }
-        let h_BTD = self.final_norm(h_BTD);
-        watch(&h_BTD);
-        h_BTD
+        let h_MD = self.final_norm(h_MD);
+        watch(&h_MD);
+        h_MD
     }
 
-    /// Rows of the embedding, `[B, T, D]`.
-    pub fn embed(&self, ids_BT: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+    /// Rows of the embedding, `[B*T, D]`.
+    pub fn embed(&self, ids_BT: Tensor<B, 2, Int>) -> Tensor<B, 2> {
         let [b, t] = ids_BT.dims();
         let rows = self.embed_tokens.val().select(0, ids_BT.reshape([b * t]));
-        rows.cast(self.info.spec.precision.dtype()).reshape([b, t, self.info.config.hidden_size])
+        rows.cast(self.info.spec.precision.dtype())
     }
 
-    /// Angles and mask for `t` new tokens behind `past` old ones.
-    pub fn context(&self, past: usize, t: usize) -> Context<B> {
+    /// Angles and visibility for `t` new tokens behind `past` old ones in each of `rows` rows, a row one document.
+    pub fn context(&self, past: usize, rows: usize, t: usize) -> Context<B> {
+        let positions = (0..rows).flat_map(|_| (past..past + t).map(|p| p as u32)).collect();
+        self.context_of(past, rows, positions, vec![0; rows * t])
+    }
+
+    /// As [`Self::context`] for any positions and documents: see [`Documents::new`].
+    pub fn context_of(&self, past: usize, rows: usize, positions: Vec<u32>, starts: Vec<u32>) -> Context<B> {
         let Info { config, spec } = &self.info;
         let device = self.device();
-        let s = past + t;
-        let hidden_TS = (t > 1).then(|| {
-            let mask: Vec<bool> = (0..t).flat_map(|i| (0..s).map(move |j| j > past + i)).collect();
-            Tensor::<B, 2, Bool>::from_data(TensorData::new(mask, [t, s]), &device)
-        });
         Context {
-            rope: Rope::new(past, t, config.head_dim, config.rope_theta, spec.precision.dtype(), &device),
-            hidden_TS,
+            rotary: rotary::<B>(positions, config.head_dim, config.rope_theta, &device),
+            documents: Documents::new(rows, past, starts, &device),
             spec: *spec,
-            heads: config.num_attention_heads,
-            kv_heads: config.num_key_value_heads,
+            attention: AttentionSpec {
+                heads: config.num_attention_heads,
+                kv_heads: config.num_key_value_heads,
+                head_dim: config.head_dim,
+                precision: spec.precision,
+            },
             eps: config.rms_norm_eps,
         }
     }
 
     /// The norm before the head.
-    pub fn final_norm(&self, h_BTD: Tensor<B, 3>) -> Tensor<B, 3> {
-        rms_norm(h_BTD, &self.norm, self.info.config.rms_norm_eps)
+    pub fn final_norm(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
+        rms_norm(h_MD, &self.norm, self.info.config.rms_norm_eps)
     }
 
     /// Normalised hidden states `[M, D]` to logits `[M, V]` in f32.
@@ -259,14 +241,36 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         };
         logits_MV.cast(DType::F32)
     }
+
+    /// Sum over rows of `-log softmax(logits)[target]`, f32 `[1]`. Divide by the number of supervised tokens of the
+    /// whole optimizer step, so that batches of unequal length weigh tokens alike. `targets` holds M ids.
+    pub fn loss_sum(&self, h_MD: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
+        assert_eq!(h_MD.dims()[0], targets.len(), "one target a row");
+        let weight = match &self.lm_head {
+            None => &self.embed_tokens,
+            Some(Nvfp4Linear::Dense(weight)) => weight,
+            Some(Nvfp4Linear::Master(weight)) if self.info.spec.recipe == Recipe::Bf16 => weight,
+            // A head that is quantised on the way computes its logits as its other layers do.
+            Some(_) => return cross_entropy_sum(self.logits(h_MD), targets),
+        };
+        let ids: Vec<i32> = targets.iter().map(|&t| t as i32).collect();
+        let ids = Tensor::<B, 1, Int>::from_data(TensorData::new(ids, [targets.len()]), &h_MD.device());
+        let (h, w) = (primitive(h_MD), primitive(weight.val()));
+        let loss = B::head_loss(h, w, ids.into_primitive(), self.info.spec.precision);
+        Tensor::from_primitive(TensorPrimitive::Float(loss))
+    }
 }
 
-/// `x / rms(x) * weight` over the last dimension: in f32, cast back, then weighted, as Qwen3 does.
-fn rms_norm<B: Backend, const D: usize>(x: Tensor<B, D>, weight: &Param<Tensor<B, 1>>, eps: f64) -> Tensor<B, D> {
-    let dtype = x.dtype();
-    let x = x.cast(DType::F32);
-    let rms = (x.clone() * x.clone()).mean_dim(D - 1).add_scalar(eps).sqrt();
-    (x / rms).cast(dtype) * weight.val().cast(dtype).unsqueeze()
+fn rms_norm<B: Nvfp4Backend>(x: Tensor<B, 2>, weight: &Param<Tensor<B, 1>>, eps: f64) -> Tensor<B, 2> {
+    float(B::rms_norm(primitive(x), primitive(weight.val()), eps))
+}
+
+fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
+}
+
+fn float<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
 }
 
 /// Ids as an Int tensor `[B, T]`.

@@ -120,9 +120,9 @@ impl Job for Parity<'_> {
         let mut watched = Vec::new();
         let last = inner.forward_watched(input, None, |h| watched.push(h.clone()));
         for (i, hidden) in watched.into_iter().enumerate() {
-            push(format!("hidden.{i}"), hidden.dims().to_vec(), to_host(hidden)?);
+            push(format!("hidden.{i}"), vec![b, t, config.hidden_size], to_host(hidden)?);
         }
-        let logits = inner.logits(last.reshape([b * t, config.hidden_size]));
+        let logits = inner.logits(last);
         push("logits".into(), vec![b, t, config.vocab_size], to_host(logits)?);
         drop(inner);
         let supervised: Vec<Vec<bool>> = labels.iter().map(|row| row.iter().map(|&l| l != IGNORE).collect()).collect();

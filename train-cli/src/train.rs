@@ -38,7 +38,7 @@ use burn::{
     },
 };
 use model_qwen3::{
-    loss::{IGNORE, cross_entropy_sum, hidden_l1_sum, shifted_targets},
+    loss::{IGNORE, hidden_l1_sum, shifted_targets},
     model::{Qwen3, ids_tensor},
     weights::to_host,
 };
@@ -97,9 +97,8 @@ impl<B: Nvfp4Backend> Trainee<B> {
         let (model, device) = (&self.model, self.model.device());
         let ids = ids_tensor(&batch.ids, model.config(), &device).expect("ids were checked against the vocabulary");
         let [b, t] = ids.dims();
-        let d = model.config().hidden_size;
         let targets = shifted_targets(&batch.ids, &batch.supervised, t);
-        let hidden = model.forward(ids, None).reshape([b * t, d]);
+        let hidden = model.forward(ids, None);
         let sum = match self.loss {
             LossKind::CrossEntropy => {
                 // Logits are V wide: only supervised positions get any.
@@ -114,13 +113,13 @@ impl<B: Nvfp4Backend> Trainee<B> {
                 } else {
                     hidden.select(0, Tensor::from_data(TensorData::new(kept, [rows]), &device))
                 };
-                cross_entropy_sum(model.logits(hidden), &targets)
+                model.loss_sum(hidden, &targets)
             }
             LossKind::HiddenL1 => {
                 let next: Vec<Vec<u32>> =
                     targets.chunks(t).map(|row| row.iter().map(|&x| x.max(0) as u32).collect()).collect();
                 let next = ids_tensor(&next, model.config(), &device).expect("targets are ids");
-                let next = model.embed(next).reshape([b * t, d]).detach();
+                let next = model.embed(next).detach();
                 let kept = targets.iter().map(|&x| if x == IGNORE { 0.0 } else { 1.0 }).collect();
                 hidden_l1_sum(hidden, next, kept)
             }

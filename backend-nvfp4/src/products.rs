@@ -1,0 +1,205 @@
+//! Which kernel makes a product on a CubeCL device, and the copies that takes.
+//!
+//! | operands | kernel |
+//! |---|---|
+//! | 16-bit matrices, on tensor cores | [`gemm`] |
+//! | a packed operand beside a 16-bit one, on tensor cores | dequantise to 16 bits (exact), then [`gemm`] |
+//! | f32 without tensor cores | cubek, one unit a tile |
+//! | batched products, f32 in TF32 | cubek's own choice |
+//! | a packed operand elsewhere | the portable kernel |
+
+use crate::cube::{arg, dims, empty, launched};
+use burn::tensor::{DType, Shape, TensorMetadata};
+use burn_cubecl::{
+    CubeRuntime,
+    kernel::{
+        cast, into_contiguous,
+        matmul::{MatmulStrategy, matmul},
+    },
+    ops::numeric::empty_device_contiguous_dtype,
+    tensor::CubeTensor,
+};
+use cubecl::prelude::{Array, SequenceArg};
+use cubek::{
+    matmul::{
+        definition::{MatmulElems, MatmulGlobalElems},
+        launch::Strategy,
+    },
+    std::InputBinding,
+};
+use kernels_cubecl::{
+    dequantize::dequantize,
+    gemm::{self, gemm},
+    matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
+    mma,
+};
+
+/// A packed matrix's buffers.
+#[derive(Debug, Clone)]
+pub(crate) struct Packed<R: CubeRuntime> {
+    pub(crate) codes: CubeTensor<R>,
+    pub(crate) scales: CubeTensor<R>,
+    pub(crate) global: CubeTensor<R>,
+    pub(crate) dims: [usize; 2],
+}
+
+impl<R: CubeRuntime> Packed<R> {
+    fn args(&self) -> PackedArgs<R> {
+        let [rows, cols] = self.dims;
+        PackedArgs { codes: arg(&self.codes), scales: arg(&self.scales), global: arg(&self.global), rows, cols }
+    }
+
+    /// `code * scale` as `dtype`, which holds it exactly; with the tensor scale if `scaled`.
+    pub(crate) fn values(&self, dtype: DType, scaled: bool) -> CubeTensor<R> {
+        let [rows, cols] = self.dims;
+        let y = empty(&self.codes, [rows, cols], dtype);
+        let global = scaled.then(|| arg(&self.global));
+        let client = &self.codes.client;
+        launched(dequantize(client, arg(&self.codes), arg(&self.scales), global, arg(&y), dtype.into(), rows, cols));
+        y
+    }
+}
+
+/// A dense product in `precision`'s number format, as `out`; equal batch dimensions.
+pub(crate) fn dense<R: CubeRuntime>(
+    lhs: CubeTensor<R>,
+    rhs: CubeTensor<R>,
+    f32_only: bool,
+    out: DType,
+) -> CubeTensor<R> {
+    assert_eq!(lhs.dtype, rhs.dtype, "CubeCL reads a second dtype as garbage");
+    if f32_only {
+        return without_tensor_cores(lhs, rhs, out);
+    }
+    if lhs.shape().rank() == 2 && mma::supported(&lhs.client, lhs.dtype.into()) && lhs.dtype != DType::F32 {
+        let (a, a_across) = stored(lhs);
+        let (b, b_along) = stored(rhs);
+        let (a, b, product) = match (a_across, b_along) {
+            (false, true) => (a, b, Product::Nt),
+            (false, false) => (a, b, Product::Nn),
+            (true, false) => (a, b, Product::Tn),
+            (true, true) => (into_contiguous(turned(a)), b, Product::Nt),
+        };
+        return tensor_cores(a, b, &[], product, out);
+    }
+    matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up")
+}
+
+/// `sum + aᵀ · b` in f32, `a` and `b` row-major.
+pub(crate) fn accumulated<R: CubeRuntime>(
+    sum: Option<CubeTensor<R>>,
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    f32_only: bool,
+) -> CubeTensor<R> {
+    let ([r, i], [_, j]) = (dims(&a), dims(&b));
+    let shape = gemm::Shape { i, j, r };
+    let Some(sum) = sum else { return dense(turned(a), b, f32_only, DType::F32) };
+    if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && shape.fits(Product::Tn) {
+        let types = (a.dtype.into(), DType::F32.into());
+        launched(gemm(&a.client, arg(&a), arg(&b), SequenceArg::new(), arg(&sum), types, shape, Product::Tn, true));
+        return sum;
+    }
+    burn_cubecl::ops::numeric::add(sum, dense(turned(a), b, f32_only, DType::F32))
+}
+
+/// A product of a dense and a packed matrix, in the dense one's dtype.
+pub(crate) fn packed<R: CubeRuntime>(a: CubeTensor<R>, w: &Packed<R>, product: Product) -> CubeTensor<R> {
+    let a = into_contiguous(a);
+    if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) {
+        let dense = w.values(a.dtype, false);
+        let dtype = a.dtype;
+        return tensor_cores(a, dense, &[&w.global], product, dtype);
+    }
+    let y = empty(&a, out_dims(&a, w.dims, product), a.dtype);
+    let (rows, dtype) = (dims(&a)[0], a.dtype.into());
+    launched(matmul_dense_packed(&a.client, arg(&a), rows, w.args(), arg(&y), dtype, product));
+    y
+}
+
+/// `a [M, K] x w [N, K] -> [M, N]`, both packed, as `dtype`.
+pub(crate) fn packed_both<R: CubeRuntime>(a: &Packed<R>, w: &Packed<R>, dtype: DType) -> CubeTensor<R> {
+    if dtype != DType::F32 && mma::supported(&w.codes.client, dtype.into()) {
+        let (lhs, rhs) = (a.values(dtype, false), w.values(dtype, false));
+        return tensor_cores(lhs, rhs, &[&a.global, &w.global], Product::Nt, dtype);
+    }
+    let y = empty(&w.codes, [a.dims[0], w.dims[0]], dtype);
+    launched(matmul_packed_packed(&w.codes.client, a.args(), w.args(), arg(&y), dtype.into()));
+    y
+}
+
+fn tensor_cores<R: CubeRuntime>(
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    scales: &[&CubeTensor<R>],
+    product: Product,
+    out: DType,
+) -> CubeTensor<R> {
+    let [i, j] = out_dims(&a, dims(&b), product);
+    let r = if product == Product::Tn { dims(&a)[0] } else { dims(&a)[1] };
+    let shape = gemm::Shape { i, j, r };
+    if !shape.fits(product) {
+        let (lhs, rhs) = match product {
+            Product::Nt => (a, turned(b)),
+            Product::Nn => (a, b),
+            Product::Tn => (turned(a), b),
+        };
+        assert!(scales.is_empty(), "a packed operand has whole blocks of 16 columns");
+        return matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up");
+    }
+    let y = empty(&a, [i, j], out);
+    let mut factors = SequenceArg::<R, Array<f32>>::new();
+    for scale in scales {
+        factors.push(arg(scale));
+    }
+    let types = (a.dtype.into(), out.into());
+    launched(gemm(&a.client, arg(&a), arg(&b), factors, arg(&y), types, shape, product, false));
+    y
+}
+
+fn out_dims<R: CubeRuntime>(a: &CubeTensor<R>, [b_rows, b_cols]: [usize; 2], product: Product) -> [usize; 2] {
+    let [a_rows, a_cols] = dims(a);
+    match product {
+        Product::Nt => [a_rows, b_rows],
+        Product::Nn => [a_rows, b_cols],
+        Product::Tn => [a_cols, b_cols],
+    }
+}
+
+/// The matrix whose buffer is contiguous, and whether that is the transpose of `x`.
+fn stored<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, bool) {
+    if !x.is_contiguous() {
+        let turned = turned(x.clone());
+        if turned.is_contiguous() {
+            return (turned, true);
+        }
+    }
+    (into_contiguous(x), false)
+}
+
+/// The transpose, without a copy.
+fn turned<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
+    x.meta.swap(0, 1);
+    x
+}
+
+/// The automatic strategy takes tensor cores (TF32) for f32 where there are any.
+fn without_tensor_cores<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: DType) -> CubeTensor<R> {
+    let mut shape: Shape = lhs.shape();
+    let last = shape.rank() - 1;
+    shape[last] = rhs.shape()[last];
+    let y = empty_device_contiguous_dtype(lhs.client.clone(), lhs.device.clone(), shape, DType::F32);
+    let client = lhs.client.clone();
+    let float = DType::F32.into();
+    let mut elems = MatmulElems::from_globals(&MatmulGlobalElems { lhs: float, rhs: float, out: float });
+    cubek::matmul::launch::launch_ref(
+        &Strategy::SimpleUnit(Default::default()),
+        &client,
+        InputBinding::new(lhs.binding(), float),
+        InputBinding::new(rhs.binding(), float),
+        y.clone().binding(),
+        &mut elems,
+    )
+    .expect("matmul set-up");
+    if out == DType::F32 { y } else { cast(y, out) }
+}
