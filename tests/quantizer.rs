@@ -160,7 +160,7 @@ fn transposed_equals_reference<R: CubeRuntime>() {
         (&device, DType::U8),
     )
     .into_primitive();
-    let (amax, codes, global) = (words(1), words(expected.codes.len()), words(1));
+    let (amax, codes, global) = (words(quantize::AMAX_LEN), words(expected.codes.len()), words(1));
     let client = input.client.clone();
     let f32s = DType::F32.into();
     quantize::amax(&client, input.clone().into_array_arg(), f32s, amax.clone().into_array_arg()).unwrap();

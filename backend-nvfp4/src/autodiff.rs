@@ -3,8 +3,8 @@
 //! respect to `Q(w)` is handed to `w` unchanged.
 
 use crate::{
-    AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, MemoryUse, Nvfp4Backend,
-    Nvfp4Primitive, Precision, Product, Rotary,
+    AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, MemoryUse, Nvfp4Backend, Nvfp4Error,
+    Nvfp4Primitive, Precision, Product, Rotary, bench,
     linear::{self, Saved},
     optim::Moment8,
     quantize::QuantizeSpec,
@@ -251,6 +251,10 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             AdamwState::Int8 { m, v } => AdamwState::Int8 { m: up(m), v: up(v) },
         };
         (Self::from_inner(w), state)
+    }
+
+    fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
+        B::bench_kernels(device, filter, show)
     }
 
     fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {

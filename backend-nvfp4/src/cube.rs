@@ -1,8 +1,8 @@
 //! The operations on CubeCL devices (CUDA, Vulkan, …): each is buffers, shapes and one launch.
 
 use crate::{
-    AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, MemoryUse, Nvfp4Backend, Nvfp4Primitive, Precision,
-    Product, Rotary, blocks, head,
+    AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, MemoryUse, Nvfp4Backend, Nvfp4Error,
+    Nvfp4Primitive, Precision, Product, Rotary, bench, blocks, head,
     products::{self, Packed},
     quantize::{QuantizeSpec, Scaling, View},
 };
@@ -24,6 +24,7 @@ use kernels_cubecl::{
     attention,
     attention::AttentionShape,
     cross_entropy::cross_entropy,
+    decode_attention,
     layout::{scales_per_row, words_per_row},
     mma, quantize, rms_norm, rope,
     rope::{RopeArgs, RopeShape},
@@ -42,7 +43,7 @@ where
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
         let x = into_contiguous(x);
         let [rows, cols] = dims(&x);
-        let amax = empty(&x, [1], DType::F32);
+        let amax = empty(&x, [quantize::AMAX_LEN], DType::F32);
         if spec.scaling == Scaling::Two {
             launched(quantize::amax(&x.client, arg(&x), x.dtype.into(), arg(&amax)));
         }
@@ -186,6 +187,14 @@ where
         };
         let [q, k, v] = [q, k, v].map(into_contiguous);
         let y = empty(&q, dims(&q), q.dtype);
+        if docs.past > 0 && decode_attention::fits(shape) {
+            let (_, len) = decode_attention::scratch(shape);
+            let scratch = empty(&q, [len], DType::F32);
+            let (qkv, parts) = ([arg(&q), arg(&k), arg(&v)], [arg(&scratch), arg(&scratch)]);
+            let (starts, dtype) = (arg(&docs.starts), q.dtype.into());
+            launched(decode_attention::decode_attention(&q.client, qkv, starts, parts, arg(&y), dtype, shape));
+            return (y, None);
+        }
         let lse = empty(&q, [spec.heads, docs.tokens()], DType::F32);
         let qkv = [arg(&q), arg(&k), arg(&v)];
         let dtype = q.dtype.into();
@@ -305,6 +314,10 @@ where
             }
         };
         (w, state)
+    }
+
+    fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
+        bench::run(&R::client(device), filter, show).map_err(|e| Nvfp4Error::Device(e.to_string()))
     }
 
     fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {

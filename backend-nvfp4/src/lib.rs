@@ -27,7 +27,7 @@ pub use error::Nvfp4Error;
 pub use head::HeadLoss;
 pub use kernels_cubecl::{
     adamw::AdamwStep,
-    layout,
+    bench, layout,
     matmul::Product,
     quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
@@ -183,6 +183,18 @@ pub trait Nvfp4Backend: Backend {
         step: AdamwStep,
         chunk: usize,
     ) -> (FloatTensor<Self>, AdamwState<Self>);
+
+    /// Times every kernel whose name contains `filter` on `device`, handing rows to `show`; the copy rate comes first.
+    ///
+    /// # Errors
+    /// If the backend has no kernels or the device fails.
+    fn bench_kernels(
+        _device: &Self::Device,
+        _filter: &str,
+        _show: &mut dyn FnMut(bench::Row),
+    ) -> Result<(), Nvfp4Error> {
+        Err(Nvfp4Error::Device("this device runs no kernels: there is nothing to time".into()))
+    }
 
     /// Bytes that the backend holds on `device` for tensors, where it can tell.
     fn memory_in_use(_device: &Self::Device) -> Option<MemoryUse> {

@@ -3,6 +3,7 @@
 //! | operands | kernel |
 //! |---|---|
 //! | 16-bit matrices, on tensor cores | [`gemm`] |
+//! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv`] |
 //! | a packed operand beside a 16-bit one, on tensor cores | dequantise to 16 bits (exact), then [`gemm`] |
 //! | f32 without tensor cores | cubek, one unit a tile |
 //! | batched products, f32 in TF32 | cubek's own choice |
@@ -30,6 +31,7 @@ use cubek::{
 use kernels_cubecl::{
     dequantize::dequantize,
     gemm::{self, gemm},
+    gemv::{self, gemv},
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
     mma,
 };
@@ -107,8 +109,11 @@ pub(crate) fn accumulated<R: CubeRuntime>(
 pub(crate) fn packed<R: CubeRuntime>(a: CubeTensor<R>, w: &Packed<R>, product: Product) -> CubeTensor<R> {
     let a = into_contiguous(a);
     if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) {
-        let dense = w.values(a.dtype, false);
         let dtype = a.dtype;
+        if product == Product::Nt && gemv::fits(dims(&a)[0], w.dims[1]) {
+            return few_rows(a, w, &[]);
+        }
+        let dense = w.values(dtype, false);
         return tensor_cores(a, dense, &[&w.global], product, dtype);
     }
     let y = empty(&a, out_dims(&a, w.dims, product), a.dtype);
@@ -120,11 +125,27 @@ pub(crate) fn packed<R: CubeRuntime>(a: CubeTensor<R>, w: &Packed<R>, product: P
 /// `a [M, K] x w [N, K] -> [M, N]`, both packed, as `dtype`.
 pub(crate) fn packed_both<R: CubeRuntime>(a: &Packed<R>, w: &Packed<R>, dtype: DType) -> CubeTensor<R> {
     if dtype != DType::F32 && mma::supported(&w.codes.client, dtype.into()) {
-        let (lhs, rhs) = (a.values(dtype, false), w.values(dtype, false));
+        let lhs = a.values(dtype, false);
+        if gemv::fits(a.dims[0], w.dims[1]) {
+            return few_rows(lhs, w, &[&a.global]);
+        }
+        let rhs = w.values(dtype, false);
         return tensor_cores(lhs, rhs, &[&a.global, &w.global], Product::Nt, dtype);
     }
     let y = empty(&w.codes, [a.dims[0], w.dims[0]], dtype);
     launched(matmul_packed_packed(&w.codes.client, a.args(), w.args(), arg(&y), dtype.into()));
+    y
+}
+
+/// `x · wᵀ` for a few rows: reads the codes themselves.
+fn few_rows<R: CubeRuntime>(x: CubeTensor<R>, w: &Packed<R>, scales: &[&CubeTensor<R>]) -> CubeTensor<R> {
+    let rows = dims(&x)[0];
+    let y = empty(&x, [rows, w.dims[0]], x.dtype);
+    let mut factors = SequenceArg::<R, Array<f32>>::new();
+    for scale in scales {
+        factors.push(arg(scale));
+    }
+    launched(gemv(&x.client, arg(&x), rows, w.args(), factors, arg(&y), x.dtype.into()));
     y
 }
 

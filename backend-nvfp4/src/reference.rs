@@ -72,8 +72,10 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
                 let code = match spec.rounding {
                     Rounding::Nearest => e2m1_encode(scaled),
                     Rounding::Stochastic(stream) => {
-                        let index = (r * (cols / 4) + c / 4) as u32;
-                        e2m1_encode_stochastic(scaled, philox(index, stream)[c % 4])
+                        let word = philox((r * (cols / 8) + c / 8) as u32, stream)[c % 8 / 2];
+                        // Two draws of 16 bits a word, each the middle of its interval.
+                        let draw = if c % 2 == 0 { word << 16 } else { word & 0xFFFF_0000 };
+                        e2m1_encode_stochastic(scaled, draw | 0x8000)
                     }
                 };
                 set_code(&mut codes, r, c, cols, code);

@@ -12,17 +12,17 @@
 
 use cubecl::prelude::*;
 
-/// Encodes the f32 with these bits as E2M1. `random` is read only if `stochastic`.
+/// Encodes an f32 as E2M1. `random` is read only if `stochastic`.
 #[cube]
-pub(crate) fn e2m1_encode(bits: u32, random: u32, #[comptime] stochastic: bool) -> u32 {
-    let magnitude_bits = bits & 0x7FFF_FFFFu32;
-    let is_nan = magnitude_bits > 0x7F80_0000u32;
+pub(crate) fn e2m1_encode(x: f32, random: u32, #[comptime] stochastic: bool) -> u32 {
+    // NaN becomes +6.
+    let x = select(x == x, x, 6.0f32);
     let code = if comptime!(stochastic) {
-        e2m1_stochastic(magnitude_bits, random)
+        e2m1_stochastic(u32::reinterpret(x) & 0x7FFF_FFFFu32, random)
     } else {
-        e2m1_nearest(f32::reinterpret(select(is_nan, 0x40C0_0000u32, magnitude_bits)))
+        e2m1_nearest(x.abs())
     };
-    select(is_nan, 7u32, code | ((bits >> 28u32) & 8u32))
+    code | ((u32::reinterpret(x) >> 28u32) & 8u32)
 }
 
 /// Added to a power of two whose last place is the spacing of the codes there, a magnitude is rounded to them, ties
@@ -30,9 +30,11 @@ pub(crate) fn e2m1_encode(bits: u32, random: u32, #[comptime] stochastic: bool) 
 #[cube]
 fn e2m1_nearest(magnitude: f32) -> u32 {
     let x = min(magnitude, 6.0f32);
-    let spaced = select(x < 2.0f32, 4_194_304.0f32, select(x < 4.0f32, 8_388_608.0f32, 16_777_216.0f32));
-    let first = select(x < 2.0f32, 0u32, select(x < 4.0f32, 2u32, 4u32));
-    (u32::reinterpret(x + spaced) & 7u32) + first
+    // The binade, [0, 1) counted with [1, 2); 22 binades up lies the power whose last place is half of it.
+    let binade = u32::reinterpret(max(x, 1.0f32)) & 0x7F80_0000u32;
+    let power = binade + 0x0B00_0000u32;
+    let count = u32::reinterpret(x + f32::reinterpret(power)) - power;
+    count + (binade >> 22u32) - 254u32
 }
 
 #[cube]
@@ -54,6 +56,45 @@ pub(crate) fn e2m1_decode(code: u32) -> f32 {
     let halves = (0xC864_3210u32 >> ((code & 7u32) * 4u32)) & 15u32;
     let magnitude = f32::reinterpret(0x4A80_0000u32 | halves) - 4_194_304.0f32;
     f32::reinterpret(u32::reinterpret(magnitude) | ((code & 8u32) << 28u32))
+}
+
+/// The eight values of a word as pairs `(k, k + 4)` of f16 or bf16, times [`pair_unit`]. The two bits of exponent and
+/// the one of mantissa stand where the 16-bit format has its lowest, which decodes subnormal codes as well.
+#[cube]
+pub(crate) fn e2m1_pairs<F: Float>(word: u32, #[comptime] bf16: bool) -> Array<Vector<F, Const<2>>> {
+    let place = comptime!(if bf16 { 6u32 } else { 9u32 });
+    let mask = comptime!(0x0007_0007u32 << place);
+    let mut pairs = Array::<Vector<F, Const<2>>>::new(4usize);
+    #[unroll]
+    for k in 0..4u32 {
+        let magnitude =
+            if comptime!(4 * k <= place) { word << comptime!(place - 4 * k) } else { word >> comptime!(4 * k - place) };
+        let sign = word << comptime!(12 - 4 * k);
+        pairs[k as usize] = Vector::<F, Const<2>>::reinterpret((magnitude & mask) | (sign & 0x8000_8000u32));
+    }
+    pairs
+}
+
+/// What [`e2m1_pairs`] multiplies values by: the smallest normal number over the smallest normal code.
+pub(crate) fn pair_unit(bf16: bool) -> f32 {
+    if bf16 { f32::from_bits(1 << 23) } else { 1.0 / 16_384.0 }
+}
+
+/// An E4M3 scale in both halves of a pair, times [`scale_unit`]: its bits put in place as [`e2m1_pairs`] does.
+#[cube]
+pub(crate) fn e4m3_pair<F: Float>(byte: u32, #[comptime] bf16: bool) -> Vector<F, Const<2>> {
+    if comptime!(bf16) {
+        let raw = Vector::<F, Const<2>>::reinterpret(byte * 0x0010_0010u32);
+        let half_way = Vector::new(F::new(comptime!(2.0f32.powi(110))));
+        raw * half_way * half_way
+    } else {
+        Vector::<F, Const<2>>::reinterpret(byte * 0x0080_0080u32) * Vector::new(F::new(256.0f32))
+    }
+}
+
+/// What [`e4m3_pair`] multiplies a scale by: for bf16 what keeps its product with a pair a normal number.
+pub(crate) fn scale_unit(bf16: bool) -> f32 {
+    if bf16 { 2.0f32.powi(100) } else { 1.0 }
 }
 
 /// Encodes the f32 with these bits as E4M3FN, to nearest, ties to even, saturating at 448.
@@ -140,7 +181,7 @@ fn convert_kernel(input: &Array<u32>, output: &mut Array<u32>, #[comptime] conve
     if ABSOLUTE_POS < output.len() {
         let x = input[ABSOLUTE_POS];
         output[ABSOLUTE_POS] = match comptime!(conversion) {
-            Conversion::EncodeE2m1 => e2m1_encode(x, 0u32, false),
+            Conversion::EncodeE2m1 => e2m1_encode(f32::reinterpret(x), 0u32, false),
             Conversion::EncodeE4m3 => e4m3_encode(x),
             Conversion::DecodeE2m1 => u32::reinterpret(e2m1_decode(x)),
             Conversion::DecodeE4m3 => u32::reinterpret(e4m3_decode(x)),

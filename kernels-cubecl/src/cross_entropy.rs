@@ -8,9 +8,10 @@
 //! bound by memory. The caller walks the tokens in chunks, so that logits are never whole.
 
 use crate::{
+    device::{bit_casts, liberties},
     error::{KernelError, expect_len, index},
-    quantize::{cube_max, vector_size},
-    rms_norm::sum_over,
+    quantize::vector_size,
+    reduce::{cube_max, cube_sum},
 };
 use cubecl::prelude::*;
 
@@ -50,19 +51,21 @@ pub fn cross_entropy<R: Runtime>(
             loss,
             index(NAME, "columns", cols)?,
             gradient,
+            bit_casts(client),
             dtype,
         );
     }
     Ok(())
 }
 
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, fast_math = liberties(_approximate))]
 fn cross_entropy_kernel<F: Float, N: Size>(
     logits: &mut Array<Vector<F, N>>,
     targets: &Array<i32>,
     loss: &mut Array<f32>,
     cols: u32,
     #[comptime] gradient: bool,
+    #[comptime] _approximate: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = N::value();
@@ -89,7 +92,7 @@ fn cross_entropy_kernel<F: Float, N: Size>(
         c += UNITS;
     }
     let row_top = cube_max(top);
-    let lse = sum_over(sum * (top - row_top).exp(), UNITS).ln() + row_top;
+    let lse = cube_sum(sum * (top - row_top).exp()).ln() + row_top;
 
     if UNIT_POS == 0u32 {
         let mut value = 0.0f32;

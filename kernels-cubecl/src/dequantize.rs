@@ -4,15 +4,22 @@
 //! ```
 //! `code * scale` has at most six significant bits and is exact in f32, f16 and bf16; the product
 //! with `g` rounds once in f32, the store rounds to the output type. A unit decodes one word of eight
-//! codes and writes them as one or two vectors. Moves 4.5 bits in and one output value out: bound by memory.
+//! codes and writes them as one or two vectors, so that neighbours write side by side. Moves 4.5 bits in and one output value out: bound by memory.
 
 use crate::{
-    codec::{e2m1_decode, e4m3_decode},
+    codec::{e2m1_decode, e2m1_pairs, e4m3_decode, e4m3_pair, pair_unit, scale_unit},
+    device::bit_casts,
     error::{KernelError, expect_blocks, expect_len},
     layout::{code_of, scales_per_row, words_per_row},
     quantize::{flat_launch, vector_size},
 };
-use cubecl::prelude::*;
+use cubecl::{
+    ir::{ElemType, FloatKind},
+    prelude::*,
+};
+
+/// Words that a unit has in flight on CUDA.
+const WORDS: usize = 4;
 
 /// Writes the `rows` x `cols` matrix to `y` (float of type `dtype`); without `global` as `code * scale` alone.
 ///
@@ -38,11 +45,19 @@ pub fn dequantize<R: Runtime>(
         expect_len(NAME, "global", global.size(), 1)?;
         globals.push(global);
     }
-    let (count, dim) = flat_launch(rows * words_per_row(cols));
+    let words = rows * words_per_row(cols);
     let vector = vector_size(client, dtype, 8);
-    // SAFETY: buffer lengths were checked against the shape; the kernel stops at the last word.
+    let pairs = bit_casts(client) && dtype.size() == 2 && globals.values.is_empty();
+    // SAFETY: buffer lengths were checked against the shape; the kernels stop at the last word.
     unsafe {
-        dequantize_kernel::launch_unchecked(client, count, dim, vector, codes, scales, globals, y, dtype);
+        if pairs {
+            let bf16 = dtype == StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+            let (count, dim) = flat_launch(words.div_ceil(WORDS));
+            dequantize_pairs_kernel::launch_unchecked(client, count, dim, codes, scales, y, bf16, dtype);
+        } else {
+            let (count, dim) = flat_launch(words);
+            dequantize_kernel::launch_unchecked(client, count, dim, vector, codes, scales, globals, y, dtype);
+        }
     }
     Ok(())
 }
@@ -55,24 +70,62 @@ fn dequantize_kernel<F: Float, N: Size>(
     y: &mut Array<Vector<F, N>>,
     #[define(F)] _dtype: StorageType,
 ) {
+    // Rows are whole blocks: words and scales follow each other across rows.
     if ABSOLUTE_POS < codes.len() {
         let word = codes[ABSOLUTE_POS];
-        // Rows are whole blocks: the scales follow each other as the pairs of words do.
         let scale = e4m3_decode(u32::cast_from(scales[ABSOLUTE_POS / 2usize]));
         let n = N::value();
         #[unroll]
         for part in 0..comptime!(8 / n) {
-            let mut values = Vector::<F, N>::empty();
+            let mut values = Vector::<f32, N>::empty();
             #[unroll]
             for i in 0..n {
-                let mut value = e2m1_decode(code_of(word, comptime!((part * n + i) as u32).runtime())) * scale;
+                let mut value = e2m1_decode(code_of(word, comptime!((part * n + i) as u32))) * scale;
                 #[unroll]
                 for g in 0..globals.len() {
                     value *= globals.index(g)[0];
                 }
-                values[i] = F::cast_from(value);
+                values[i] = value;
             }
-            y[ABSOLUTE_POS * comptime!(8 / n) + part] = values;
+            y[ABSOLUTE_POS * comptime!(8 / n) + part] = Vector::cast_from(values);
+        }
+    }
+}
+
+/// `code * scale` in 16 bits: two codes at a time, by shifts and exact products, `WORDS` words a unit.
+#[cube(launch_unchecked)]
+fn dequantize_pairs_kernel<F: Float>(
+    codes: &Array<u32>,
+    scales: &Array<u8>,
+    y: &mut Array<Vector<F, Const<8>>>,
+    #[comptime] bf16: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let cube = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize;
+    let first = cube * comptime!(256 * WORDS) + UNIT_POS as usize;
+    let unit = Vector::<F, Const<2>>::new(F::new(comptime!(1.0 / pair_unit(bf16) / scale_unit(bf16))));
+    let mut words = Array::<u32>::new(WORDS);
+    let mut bytes = Array::<u32>::new(WORDS);
+    #[unroll]
+    for i in 0..WORDS {
+        let at = min(first + comptime!(i * 256), codes.len() - 1usize);
+        words[i] = codes[at];
+        bytes[i] = u32::cast_from(scales[at / 2usize]);
+    }
+    #[unroll]
+    for i in 0..WORDS {
+        let at = first + comptime!(i * 256);
+        if at < codes.len() {
+            let scale = e4m3_pair::<F>(bytes[i], bf16);
+            let pairs = e2m1_pairs::<F>(words[i], bf16);
+            let mut values = Vector::<F, Const<8>>::empty();
+            #[unroll]
+            for k in 0..4usize {
+                let pair = pairs[k] * scale * unit;
+                values[k] = pair[0];
+                values[comptime!(k + 4)] = pair[1];
+            }
+            y[at] = values;
         }
     }
 }

@@ -35,6 +35,12 @@ pub enum KernelError {
         /// Its length.
         found: usize,
     },
+    /// A measurement found no device for it, or the device failed.
+    #[error("device: {reason}")]
+    Device {
+        /// What it said.
+        reason: String,
+    },
 }
 
 pub(crate) fn expect_len(

@@ -54,7 +54,8 @@ impl Shape {
 }
 
 /// `out = product(a, b)` times every `scales[0]` (f32, the tensor scales): `a`, `b` of type `operand` (f16 or bf16),
-/// row-major; `out` of type `result`, added to what is there if `accumulate`.
+/// row-major; `out` of type `result`, added to what is there if `accumulate`
+/// (then without scales).
 ///
 /// # Errors
 /// If a buffer does not fit its shape or [`Shape::fits`] is false.
@@ -75,6 +76,7 @@ pub fn gemm<R: Runtime>(
     expect_len(NAME, "b", b.size(), j * r)?;
     expect_len(NAME, "out", out.size(), i * j)?;
     expect_len(NAME, "values left over in a chunk", usize::from(!shape.fits(product)), 0)?;
+    expect_len(NAME, "scales of an accumulating product", if accumulate { scales.values.len() } else { 0 }, 0)?;
     if i == 0 || j == 0 {
         return Ok(());
     }
@@ -130,6 +132,9 @@ fn gemm_kernel<F: Float, O: Float>(
     let plane_i = (UNIT_POS / 64u32) * 64u32;
     let plane_j = (UNIT_POS / 32u32 % 2u32) * 64u32;
     let mut sums = zero_sums(32usize);
+    if comptime!(accumulate) {
+        load::<O>(&mut sums, out, i0 + plane_i, j0 + plane_j, i_len, j_len);
+    }
 
     let steps = r_len.div_ceil(STEP);
     #[unroll]
@@ -174,7 +179,7 @@ fn gemm_kernel<F: Float, O: Float>(
     for s in 0..scales.len() {
         factor *= scales.index(s)[0];
     }
-    store::<O>(&sums, out, factor, i0 + plane_i, j0 + plane_j, i_len, j_len, accumulate);
+    store::<O>(&sums, out, factor, i0 + plane_i, j0 + plane_j, i_len, j_len);
 }
 
 /// Where this cube's tile begins. Cubes walk `GROUP` rows of tiles column by column.
@@ -253,7 +258,6 @@ fn store<O: Float>(
     j0: u32,
     i_len: u32,
     j_len: u32,
-    #[comptime] accumulate: bool,
 ) {
     let row = i0 + UNIT_POS_PLANE / 4u32;
     let col = j0 + (UNIT_POS_PLANE % 4u32) * 2u32;
@@ -268,11 +272,36 @@ fn store<O: Float>(
                 let j = col + comptime!(g as u32 * 8);
                 if i < i_len && j < j_len {
                     let at = ((i as usize) * (j_len as usize) + (j as usize)) / 2usize;
-                    let mut value = sum[half] * Pair::new(factor);
-                    if comptime!(accumulate) {
-                        value += Pair::<f32>::cast_from(out[at]);
-                    }
-                    out[at] = Pair::<O>::cast_from(value);
+                    out[at] = Pair::<O>::cast_from(sum[half] * Pair::new(factor));
+                }
+            }
+        }
+    }
+}
+
+/// The other way: starts the sums from `out`.
+#[cube]
+fn load<O: Float>(
+    sums: &mut Sequence<Array<Pair<f32>>>,
+    out: &Array<Pair<O>>,
+    i0: u32,
+    j0: u32,
+    i_len: u32,
+    j_len: u32,
+) {
+    let row = i0 + UNIT_POS_PLANE / 4u32;
+    let col = j0 + (UNIT_POS_PLANE % 4u32) * 2u32;
+    #[unroll]
+    for f in 0..4usize {
+        #[unroll]
+        for g in 0..8usize {
+            let sum = sums.index_mut(comptime!(f * 8 + g));
+            #[unroll]
+            for half in 0..2usize {
+                let i = row + comptime!(f as u32 * 16 + half as u32 * 8);
+                let j = col + comptime!(g as u32 * 8);
+                if i < i_len && j < j_len {
+                    sum[half] = Pair::cast_from(out[((i as usize) * (j_len as usize) + (j as usize)) / 2usize]);
                 }
             }
         }

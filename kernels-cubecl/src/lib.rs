@@ -20,16 +20,22 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod bench;
 pub mod codec;
 pub mod cross_entropy;
+pub mod decode_attention;
 pub mod dequantize;
+mod device;
 mod error;
 pub mod gemm;
+pub mod gemv;
 pub mod hadamard;
 pub mod layout;
 pub mod matmul;
 pub mod mma;
+pub mod once;
 pub mod quantize;
+mod reduce;
 pub mod rms_norm;
 pub mod rng;
 pub mod rope;

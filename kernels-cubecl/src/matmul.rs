@@ -46,7 +46,7 @@ pub struct PackedArgs<R: Runtime> {
 }
 
 impl<R: Runtime> PackedArgs<R> {
-    fn check(&self, kernel: &'static str) -> Result<(), KernelError> {
+    pub(crate) fn check(&self, kernel: &'static str) -> Result<(), KernelError> {
         expect_blocks(kernel, "columns of a packed operand", self.cols)?;
         expect_len(kernel, "codes", self.codes.size(), self.rows * words_per_row(self.cols))?;
         expect_len(kernel, "scales", self.scales.size(), self.rows * scales_per_row(self.cols))?;

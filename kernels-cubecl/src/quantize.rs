@@ -18,7 +18,8 @@ use crate::{
     codec::{e2m1_encode, e4m3_decode, e4m3_encode},
     error::{KernelError, expect_blocks, expect_len, index},
     layout::{BLOCK, place_code, scale_index, scales_per_row, word_index, words_per_row},
-    rng::{Stream, philox},
+    reduce::cube_max,
+    rng::{Stream, draw_of, philox},
 };
 use cubecl::prelude::*;
 
@@ -86,7 +87,7 @@ impl View {
 }
 
 /// Quantises `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, R x C/8), `scales`
-/// (u8, R x C/16) and `global` (f32, 1). `amax` (f32, 1) comes from [`amax`]; single-level ignores it.
+/// (u8, R x C/16) and `global` (f32, 1). `amax` (f32, 3) comes from [`amax`]; single-level ignores it.
 ///
 /// # Errors
 /// If C is not a multiple of 16 (for 16x16 blocks R too) or a buffer does not fit the shape.
@@ -111,7 +112,7 @@ pub fn quantize<R: Runtime>(
     expect_len(NAME, "codes", codes.size(), rows * words_per_row(cols))?;
     expect_len(NAME, "scales", scales.size(), rows * scales_per_row(cols))?;
     expect_len(NAME, "global", global.size(), 1)?;
-    expect_len(NAME, "amax", amax.size(), 1)?;
+    expect_len(NAME, "amax", amax.size(), AMAX_LEN)?;
     if rows == 0 || cols == 0 {
         return Ok(());
     }
@@ -156,23 +157,27 @@ pub fn quantize<R: Runtime>(
     Ok(())
 }
 
-/// `out[0] = max |x|`, NaN ignored. Two launches: a maximum for each of up to 1,024 cubes, then one cube.
+/// Values that [`amax`] writes.
+pub const AMAX_LEN: usize = 3;
+
+/// `out = [A, S / 6, 1 / S]` with `A = max |x|`, NaN ignored, and `S` as above. Two launches: a maximum for each of up
+/// to 1,024 cubes, then one cube.
 ///
 /// # Errors
-/// If `out` does not hold one element.
+/// If `out` does not hold three elements.
 pub fn amax<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
     dtype: StorageType,
     out: ArrayArg<R>,
 ) -> Result<(), KernelError> {
-    expect_len("amax", "out", out.size(), 1)?;
+    expect_len("amax", "out", out.size(), AMAX_LEN)?;
     let vector = vector_size(client, dtype, x.size());
     let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
     let scratch = client.empty(cubes * 4);
     let float = f32::as_type_native_unchecked().storage_type();
     let dim = CubeDim::new_1d(256);
-    // SAFETY: `scratch` holds one f32 a cube, `out` one; both kernels stop at the end of what they read.
+    // SAFETY: `scratch` holds one f32 a cube, `out` three; both kernels stop at the end of what they read.
     unsafe {
         let scratch_arg = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
         amax_kernel::launch_unchecked(
@@ -182,9 +187,10 @@ pub fn amax<R: Runtime>(
             vector,
             x,
             scratch_arg(),
+            false,
             dtype,
         );
-        amax_kernel::launch_unchecked(client, CubeCount::Static(1, 1, 1), dim, 1, scratch_arg(), out, float);
+        amax_kernel::launch_unchecked(client, CubeCount::Static(1, 1, 1), dim, 1, scratch_arg(), out, true, float);
     }
     Ok(())
 }
@@ -252,36 +258,39 @@ fn quantize_kernel<F: Float, N: Size>(
     }
 
     if live {
-        let mut g = 1.0f32;
-        let mut scale = e4m3_encode(u32::reinterpret(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32)));
-        let mut encode = 1.0f32 / e4m3_decode(scale);
-        if comptime!(two_level) {
-            let tensor_amax = amax[0];
-            let full = select(tensor_amax == 0.0f32, 1.0f32, min(2688.0f32 / tensor_amax, 3.402_823_5e38f32));
-            scale = e4m3_encode(u32::reinterpret(min(block_amax * (full * (1.0f32 / 6.0f32)), 448.0f32)));
-            encode = min(1.0f32 / (e4m3_decode(scale) * (1.0f32 / full)), 3.402_823_5e38f32);
-            g = tensor_amax / 2688.0f32;
-        }
+        let scale = if comptime!(two_level) {
+            e4m3_encode(u32::reinterpret(min(block_amax * amax[1], 448.0f32)))
+        } else {
+            e4m3_encode(u32::reinterpret(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32)))
+        };
+        let encode = if comptime!(two_level) {
+            min(1.0f32 / (e4m3_decode(scale) * amax[2]), 3.402_823_5e38f32)
+        } else {
+            1.0f32 / e4m3_decode(scale)
+        };
         scales[scale_index(row, col, cols)] = u8::cast_from(scale);
         if row == 0u32 && col == 0u32 {
+            let mut g = 1.0f32;
+            if comptime!(two_level) {
+                g = amax[0] / 2688.0f32;
+            }
             global[0] = g;
         }
         let mut random = Array::<u32>::new(4usize);
         #[unroll]
         for half in 0..2u32 {
+            if comptime!(stochastic) {
+                philox(row * (cols / 8u32) + col / 8u32 + half, step, stream, key_low, key_high, &mut random);
+            }
             let mut word = 0u32;
             #[unroll]
             for i in 0..8u32 {
-                let c = col + comptime!(half * 8 + i);
                 let mut draw = 0u32;
                 if comptime!(stochastic) {
-                    if comptime!(i % 4 == 0) {
-                        philox((row * (cols / 4u32)) + c / 4u32, step, stream, key_low, key_high, &mut random);
-                    }
-                    draw = random[comptime!((i % 4) as usize)];
+                    draw = draw_of(random[comptime!((i / 2) as usize)], comptime!(i % 2));
                 }
                 let scaled = values[comptime!((half * 8 + i) as usize)] * encode;
-                word |= place_code(e2m1_encode(u32::reinterpret(scaled), draw, stochastic), c);
+                word += place_code(e2m1_encode(scaled, draw, stochastic), i);
             }
             codes[word_index(row, col + half * 8u32, cols)] = word;
         }
@@ -289,7 +298,12 @@ fn quantize_kernel<F: Float, N: Size>(
 }
 
 #[cube(launch_unchecked)]
-fn amax_kernel<F: Float, N: Size>(x: &Array<Vector<F, N>>, out: &mut Array<f32>, #[define(F)] _dtype: StorageType) {
+fn amax_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
+    #[comptime] last: bool,
+    #[define(F)] _dtype: StorageType,
+) {
     let mut amax = 0.0f32;
     let mut at = ABSOLUTE_POS;
     let step = (CUBE_COUNT_X * 256u32) as usize;
@@ -305,26 +319,12 @@ fn amax_kernel<F: Float, N: Size>(x: &Array<Vector<F, N>>, out: &mut Array<f32>,
     let amax = cube_max(amax);
     if UNIT_POS == 0u32 {
         out[CUBE_POS_X as usize] = amax;
-    }
-}
-
-/// The largest `x` in a cube of 256 units.
-#[cube]
-pub(crate) fn cube_max(x: f32) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(256usize);
-    shared[UNIT_POS as usize] = x;
-    sync_cube();
-    let mut width = 128u32;
-    while width > 0u32 {
-        if UNIT_POS < width {
-            let other = shared[(UNIT_POS + width) as usize];
-            let own = shared[UNIT_POS as usize];
-            shared[UNIT_POS as usize] = max(own, other);
+        if comptime!(last) {
+            let full = select(amax == 0.0f32, 1.0f32, min(2688.0f32 / amax, 3.402_823_5e38f32));
+            out[1] = full * (1.0f32 / 6.0f32);
+            out[2] = 1.0f32 / full;
         }
-        sync_cube();
-        width /= 2u32;
     }
-    shared[0usize]
 }
 
 /// Cubes of 256 units that cover `len` elements, spread over two dimensions past 65,535 cubes.

@@ -5,19 +5,20 @@
 //! for row { sum x^2; for c { y[c] = x[c] * r * w[c] } }                             // the plain loop
 //! ```
 //! Statistics and sums are f32; `n` is rounded to the type of x before the weight, as Hugging Face does. A cube
-//! takes one row after another, 256 units side by side, each with its own columns; backward keeps its share of
-//! `dw` for all the rows it meets and writes it once, so that one short sum over cubes remains.
-//! Moves x in and y out (x, dy in, dx out backward): bound by memory. The second reading of a row is cached.
+//! takes one row after another, each unit keeps its one or two vectors of it in registers; backward keeps its share
+//! of `dw` for all the rows it meets and writes it once, so that one short sum over cubes remains.
+//! Moves x in and y out (x, dy in, dx out backward): bound by memory.
 
 use crate::{
+    device::{bit_casts, liberties},
     error::{KernelError, expect_len, index},
     quantize::vector_size,
+    reduce::{cube_sum, cube_sums, lanes},
 };
 use cubecl::prelude::*;
 
-const UNITS: u32 = 256;
 /// Cubes of a backward launch at most: each leaves one row of partial sums.
-const CUBES: usize = 264;
+const CUBES: usize = 528;
 
 /// `y` from `x` (`rows` x `cols`, type `dtype`) and `w` (f32, `cols`).
 ///
@@ -39,14 +40,14 @@ pub fn rms_norm<R: Runtime>(
     if rows == 0 {
         return Ok(());
     }
-    let vector = vector_size(client, dtype, cols);
+    let (vector, passes, units) = row_launch(client, dtype, cols);
     let cubes = index(NAME, "rows", rows)?.min(65_535);
     // SAFETY: buffer lengths were checked; cubes step over rows up to the last.
     unsafe {
         rms_norm_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes, 1, 1),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(units),
             vector,
             x,
             w,
@@ -54,15 +55,26 @@ pub fn rms_norm<R: Runtime>(
             rows as u32,
             index(NAME, "columns", cols)?,
             eps,
+            passes,
+            bit_casts(client),
             dtype,
         );
     }
     Ok(())
 }
 
+/// Vector size, vectors a unit and units of a cube for rows of `cols`.
+fn row_launch<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, cols: usize) -> (usize, usize, u32) {
+    let vector = vector_size(client, dtype, cols);
+    let width = cols / vector;
+    let most = (client.properties().hardware.max_units_per_cube as usize).min(512);
+    let passes = width.div_ceil(most);
+    (vector, passes, width.div_ceil(passes).next_multiple_of(32) as u32)
+}
+
 /// Rows of the `partial` that [`rms_norm_backward`] needs for `rows` rows.
 pub fn partial_rows(rows: usize) -> usize {
-    rows.clamp(1, CUBES)
+    rows.div_ceil(8).clamp(1, CUBES)
 }
 
 /// `dx` and `partial` (f32, [`partial_rows`] x `cols`), whose column sums are `dw`.
@@ -87,14 +99,13 @@ pub fn rms_norm_backward<R: Runtime>(
     let cubes = partial_rows(rows);
     expect_len(NAME, "w", w.size(), cols)?;
     expect_len(NAME, "partial", partial.size(), cubes * cols)?;
-    let vector = vector_size(client, dtype, cols);
-    let passes = (cols / vector).div_ceil(UNITS as usize);
+    let (vector, passes, units) = row_launch(client, dtype, cols);
     // SAFETY: as above.
     unsafe {
         rms_norm_backward_kernel::launch_unchecked(
             client,
             CubeCount::Static(cubes as u32, 1, 1),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(units),
             vector,
             x,
             w,
@@ -105,13 +116,14 @@ pub fn rms_norm_backward<R: Runtime>(
             index(NAME, "columns", cols)?,
             eps,
             passes,
+            bit_casts(client),
             dtype,
         );
     }
     Ok(())
 }
 
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, fast_math = liberties(_approximate))]
 fn rms_norm_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -119,34 +131,40 @@ fn rms_norm_kernel<F: Float, N: Size>(
     rows: u32,
     cols: u32,
     eps: f32,
+    #[comptime] passes: usize,
+    #[comptime] _approximate: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let width = cols / (N::value() as u32);
     let mut row = CUBE_POS_X;
     while row < rows {
         let first = (row as usize) * (width as usize);
+        let mut values = Array::<Vector<f32, N>>::new(passes);
         let mut squares = Vector::<f32, N>::new(0.0f32);
-        let mut c = UNIT_POS;
-        while c < width {
-            let value = Vector::<f32, N>::cast_from(x[first + (c as usize)]);
-            squares += value * value;
-            c += UNITS;
+        #[unroll]
+        for pass in 0..passes {
+            let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
+            values[pass] = Vector::new(0.0f32);
+            if c < width {
+                values[pass] = Vector::cast_from(x[first + (c as usize)]);
+                squares += values[pass] * values[pass];
+            }
         }
-        let scale = 1.0f32 / (sum_over(lanes(squares), UNITS) / f32::cast_from(cols) + eps).sqrt();
-        let mut c = UNIT_POS;
-        while c < width {
-            let at = first + (c as usize);
-            let normal = Vector::<F, N>::cast_from(Vector::<f32, N>::cast_from(x[at]) * Vector::new(scale));
-            // Weighted in the type of x: the product of two rounded values is rounded once.
-            let weight = Vector::<F, N>::cast_from(w[c as usize]);
-            y[at] = Vector::cast_from(Vector::<f32, N>::cast_from(normal) * Vector::<f32, N>::cast_from(weight));
-            c += UNITS;
+        let scale = 1.0f32 / (cube_sum(lanes(squares)) / f32::cast_from(cols) + eps).sqrt();
+        #[unroll]
+        for pass in 0..passes {
+            let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
+            if c < width {
+                let normal = Vector::<F, N>::cast_from(values[pass] * Vector::new(scale));
+                // Weighted in the type of x: the product of two rounded values is rounded once.
+                y[first + (c as usize)] = normal * Vector::<F, N>::cast_from(w[c as usize]);
+            }
         }
         row += CUBE_COUNT_X;
     }
 }
 
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, fast_math = liberties(_approximate))]
 fn rms_norm_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -157,82 +175,57 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
     cols: u32,
     eps: f32,
     #[comptime] passes: usize,
+    #[comptime] _approximate: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let width = cols / (N::value() as u32);
     let mut dw = Array::<Vector<f32, N>>::new(passes);
+    let mut weight = Array::<Vector<f32, N>>::new(passes);
     #[unroll]
     for pass in 0..passes {
         dw[pass] = Vector::new(0.0f32);
+        let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
+        weight[pass] = w[min(c, width - 1u32) as usize];
     }
+    let mean = 1.0f32 / f32::cast_from(cols);
     let mut row = CUBE_POS_X;
     while row < rows {
         let first = (row as usize) * (width as usize);
+        let mut values = Array::<Vector<f32, N>>::new(passes);
+        let mut inner = Array::<Vector<f32, N>>::new(passes);
         let mut squares = Vector::<f32, N>::new(0.0f32);
         let mut dots = Vector::<f32, N>::new(0.0f32);
         #[unroll]
         for pass in 0..passes {
-            let c = comptime!(pass as u32 * UNITS) + UNIT_POS;
+            let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
+            values[pass] = Vector::new(0.0f32);
+            inner[pass] = Vector::new(0.0f32);
             if c < width {
-                let at = first + (c as usize);
-                let value = Vector::<f32, N>::cast_from(x[at]);
-                squares += value * value;
-                dots += value * w[c as usize] * Vector::<f32, N>::cast_from(dy[at]);
+                values[pass] = Vector::cast_from(x[first + (c as usize)]);
+                inner[pass] = Vector::cast_from(dy[first + (c as usize)]);
+                squares += values[pass] * values[pass];
+                dots += values[pass] * weight[pass] * inner[pass];
             }
         }
-        let mean = 1.0f32 / f32::cast_from(cols);
-        let scale = 1.0f32 / (sum_over(lanes(squares), UNITS) * mean + eps).sqrt();
-        let along = sum_over(lanes(dots), UNITS) * mean * scale * scale;
+        let (square, dot) = cube_sums(lanes(squares), lanes(dots));
+        let scale = 1.0f32 / (square * mean + eps).sqrt();
+        let along = dot * mean * scale * scale;
         #[unroll]
         for pass in 0..passes {
-            let c = comptime!(pass as u32 * UNITS) + UNIT_POS;
+            let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
             if c < width {
-                let at = first + (c as usize);
-                let value = Vector::<f32, N>::cast_from(x[at]);
-                let grad = Vector::<f32, N>::cast_from(dy[at]);
-                let inner = grad * w[c as usize] - value * Vector::new(along);
-                dx[at] = Vector::cast_from(inner * Vector::new(scale));
-                dw[pass] += grad * value * Vector::new(scale);
+                let grad = inner[pass] * weight[pass] - values[pass] * Vector::new(along);
+                dx[first + (c as usize)] = Vector::cast_from(grad * Vector::new(scale));
+                dw[pass] += inner[pass] * values[pass] * Vector::new(scale);
             }
         }
         row += CUBE_COUNT_X;
     }
     #[unroll]
     for pass in 0..passes {
-        let c = comptime!(pass as u32 * UNITS) + UNIT_POS;
+        let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
         if c < width {
             partial[(CUBE_POS_X as usize) * (width as usize) + (c as usize)] = dw[pass];
         }
     }
-}
-
-/// The sum of a vector's elements.
-#[cube]
-pub(crate) fn lanes<N: Size>(x: Vector<f32, N>) -> f32 {
-    let mut sum = x[0];
-    #[unroll]
-    for i in 1..N::value() {
-        sum += x[i];
-    }
-    sum
-}
-
-/// The sum of `x` over each `width` neighbouring units, a power of two. Every unit of the cube takes part.
-#[cube]
-pub(crate) fn sum_over(x: f32, #[comptime] width: u32) -> f32 {
-    let mut shared = SharedMemory::<f32>::new(256usize);
-    // The last call's result may still be read.
-    sync_cube();
-    shared[UNIT_POS as usize] = x;
-    sync_cube();
-    let mut half = comptime!(width / 2).runtime();
-    while half > 0u32 {
-        if UNIT_POS % width < half {
-            let own = shared[UNIT_POS as usize] + shared[(UNIT_POS + half) as usize];
-            shared[UNIT_POS as usize] = own;
-        }
-        sync_cube();
-        half /= 2u32;
-    }
-    shared[(UNIT_POS / width * width) as usize]
 }

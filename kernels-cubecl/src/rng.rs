@@ -25,6 +25,7 @@ pub(crate) fn philox(index: u32, step: u32, stream: u32, key_low: u32, key_high:
     let mut c3 = 0u32;
     let mut k0 = key_low;
     let mut k1 = key_high;
+    #[unroll]
     for _ in 0..10u32 {
         let high0 = u32::mul_hi(c0, 0xD251_1F53u32);
         let low0 = c0 * 0xD251_1F53u32;
@@ -41,4 +42,10 @@ pub(crate) fn philox(index: u32, step: u32, stream: u32, key_low: u32, key_high:
     out[1] = c1;
     out[2] = c2;
     out[3] = c3;
+}
+
+/// One of the two 16-bit draws in a random word, as the middle of its interval of 2^32.
+#[cube]
+pub(crate) fn draw_of(word: u32, #[comptime] half: u32) -> u32 {
+    if comptime!(half == 0) { (word << 16u32) | 0x8000u32 } else { (word & 0xFFFF_0000u32) | 0x8000u32 }
 }

@@ -9,8 +9,9 @@
 //! that a pair never leaves a unit. Moves x in and y out (x, dy in, dx out backward): bound by memory.
 
 use crate::{
+    device::{bit_casts, liberties},
     error::{KernelError, expect_len, index},
-    rms_norm::{lanes, sum_over},
+    reduce::lanes,
 };
 use cubecl::prelude::*;
 
@@ -24,7 +25,7 @@ pub struct RopeShape {
     pub rows: usize,
     /// Heads of a token.
     pub heads: usize,
-    /// E, a multiple of 16, `E/16` a power of two.
+    /// E, 16 times a power of two, at most 128.
     pub head_dim: usize,
     /// Of the norm.
     pub eps: f32,
@@ -33,7 +34,7 @@ pub struct RopeShape {
 impl RopeShape {
     /// Whether the kernels take this head size.
     pub fn fits(self) -> bool {
-        self.head_dim.is_multiple_of(16) && (self.head_dim / 16).is_power_of_two() && self.head_dim <= 4096
+        matches!(self.head_dim, 16 | 32 | 64 | 128)
     }
 
     /// Rows of the `partial` of a backward call.
@@ -41,12 +42,21 @@ impl RopeShape {
         self.cubes().min(CUBES)
     }
 
+    /// Heads that the same units take one after another, with one reading of angles and weights.
+    fn turns(self) -> usize {
+        [8, 4, 2].into_iter().find(|n| self.heads.is_multiple_of(*n)).unwrap_or(1)
+    }
+
+    fn items(self) -> usize {
+        self.rows * self.heads / self.turns()
+    }
+
     fn cubes(self) -> usize {
-        (self.rows * self.heads).div_ceil(UNITS as usize / (self.head_dim / 16)).max(1)
+        self.items().div_ceil(UNITS as usize / (self.head_dim / 16)).max(1)
     }
 
     fn check(self, name: &'static str, buffers: &[(&'static str, usize)]) -> Result<(), KernelError> {
-        expect_len(name, "head sizes that are not 16 times a power of two", usize::from(!self.fits()), 0)?;
+        expect_len(name, "head sizes other than 16, 32, 64 and 128", usize::from(!self.fits()), 0)?;
         for (what, size) in buffers {
             expect_len(name, what, *size, self.rows * self.heads * self.head_dim)?;
         }
@@ -98,10 +108,12 @@ pub fn norm_rope<R: Runtime>(
             args.sin,
             args.positions,
             y,
-            index(NAME, "heads of all rows", shape.rows * shape.heads)?,
-            shape.heads as u32,
+            index(NAME, "heads of all rows", shape.items())?,
+            (shape.heads / shape.turns()) as u32,
             shape.eps,
+            shape.turns(),
             shape.head_dim as u32,
+            bit_casts(client),
             dtype,
         );
     }
@@ -142,10 +154,12 @@ pub fn norm_rope_backward<R: Runtime>(
             dy,
             dx,
             partial,
-            index(NAME, "heads of all rows", shape.rows * shape.heads)?,
-            shape.heads as u32,
+            index(NAME, "heads of all rows", shape.items())?,
+            (shape.heads / shape.turns()) as u32,
             shape.eps,
+            shape.turns(),
             shape.head_dim as u32,
+            bit_casts(client),
             dtype,
         );
     }
@@ -156,7 +170,7 @@ fn vector<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> usize {
     crate::quantize::vector_size(client, dtype, 8)
 }
 
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, fast_math = liberties(_approximate))]
 fn norm_rope_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -167,7 +181,9 @@ fn norm_rope_kernel<F: Float, N: Size>(
     len: u32,
     heads: u32,
     eps: f32,
+    #[comptime] turns: usize,
     #[comptime] dim: u32,
+    #[comptime] _approximate: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = N::value();
@@ -176,40 +192,51 @@ fn norm_rope_kernel<F: Float, N: Size>(
     let half = comptime!(dim as usize / 2 / n);
     let mut item = CUBE_POS_X * comptime!(UNITS / units) + UNIT_POS / units;
     let own = ((UNIT_POS % units) as usize) * parts;
-    // Every unit of a cube meets the same barriers.
+    // Every unit of a plane meets the same shuffles.
     while item - UNIT_POS / units < len {
         let live = item < len;
-        let mut a = Array::<Vector<f32, N>>::new(parts);
-        let mut b = Array::<Vector<f32, N>>::new(parts);
-        let mut squares = Vector::<f32, N>::new(0.0f32);
-        let first = (item as usize) * comptime!(dim as usize / n) + own;
+        let place = min(item, len - 1u32);
+        let line = (positions[(place / heads) as usize] as usize) * half + own;
+        let first = (place as usize) * comptime!(turns * dim as usize / n) + own;
+        let mut c = Array::<Vector<f32, N>>::new(parts);
+        let mut s = Array::<Vector<f32, N>>::new(parts);
+        let mut wa = Array::<Vector<f32, N>>::new(parts);
+        let mut wb = Array::<Vector<f32, N>>::new(parts);
         #[unroll]
         for p in 0..parts {
-            a[p] = Vector::new(0.0f32);
-            b[p] = Vector::new(0.0f32);
-            if live {
+            c[p] = cos[line + p];
+            s[p] = sin[line + p];
+            wa[p] = w[own + p];
+            wb[p] = w[own + half + p];
+        }
+        #[unroll]
+        for turn in 0..turns {
+            let first = first + comptime!(turn * dim as usize / n);
+            let mut a = Array::<Vector<f32, N>>::new(parts);
+            let mut b = Array::<Vector<f32, N>>::new(parts);
+            let mut squares = Vector::<f32, N>::new(0.0f32);
+            #[unroll]
+            for p in 0..parts {
                 a[p] = Vector::cast_from(x[first + p]);
                 b[p] = Vector::cast_from(x[first + half + p]);
                 squares += a[p] * a[p] + b[p] * b[p];
             }
-        }
-        let scale = 1.0f32 / (sum_over(lanes(squares), units) / comptime!(dim as f32) + eps).sqrt();
-        if live {
-            let line = (positions[(item / heads) as usize] as usize) * half + own;
-            #[unroll]
-            for p in 0..parts {
-                let left = weighted::<F, N>(a[p], scale, w[own + p]);
-                let right = weighted::<F, N>(b[p], scale, w[own + half + p]);
-                let (c, s) = (cos[line + p], sin[line + p]);
-                y[first + p] = Vector::cast_from(left * c - right * s);
-                y[first + half + p] = Vector::cast_from(right * c + left * s);
+            let scale = 1.0f32 / (sum_head(lanes(squares), units) / comptime!(dim as f32) + eps).sqrt();
+            if live {
+                #[unroll]
+                for p in 0..parts {
+                    let left = weighted::<F, N>(a[p], scale, wa[p]);
+                    let right = weighted::<F, N>(b[p], scale, wb[p]);
+                    y[first + p] = Vector::cast_from(left * c[p] - right * s[p]);
+                    y[first + half + p] = Vector::cast_from(right * c[p] + left * s[p]);
+                }
             }
         }
         item += CUBE_COUNT_X * comptime!(UNITS / units);
     }
 }
 
-#[cube(launch_unchecked)]
+#[cube(launch_unchecked, fast_math = liberties(_approximate))]
 fn norm_rope_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -222,7 +249,9 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
     len: u32,
     heads: u32,
     eps: f32,
+    #[comptime] turns: usize,
     #[comptime] dim: u32,
+    #[comptime] _approximate: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = N::value();
@@ -240,42 +269,52 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
     let mut item = CUBE_POS_X * comptime!(UNITS / units) + UNIT_POS / units;
     while item - UNIT_POS / units < len {
         let live = item < len;
-        let mut a = Array::<Vector<f32, N>>::new(parts);
-        let mut b = Array::<Vector<f32, N>>::new(parts);
-        let mut ga = Array::<Vector<f32, N>>::new(parts);
-        let mut gb = Array::<Vector<f32, N>>::new(parts);
-        let mut squares = Vector::<f32, N>::new(0.0f32);
-        let mut dots = Vector::<f32, N>::new(0.0f32);
-        let first = (item as usize) * comptime!(dim as usize / n) + own;
+        let place = min(item, len - 1u32);
+        let line = (positions[(place / heads) as usize] as usize) * half + own;
+        let first = (place as usize) * comptime!(turns * dim as usize / n) + own;
+        let mut c = Array::<Vector<f32, N>>::new(parts);
+        let mut s = Array::<Vector<f32, N>>::new(parts);
+        let mut wa = Array::<Vector<f32, N>>::new(parts);
+        let mut wb = Array::<Vector<f32, N>>::new(parts);
         #[unroll]
         for p in 0..parts {
-            a[p] = Vector::new(0.0f32);
-            b[p] = Vector::new(0.0f32);
-            ga[p] = Vector::new(0.0f32);
-            gb[p] = Vector::new(0.0f32);
-            if live {
-                let line = (positions[(item / heads) as usize] as usize) * half + own + p;
+            c[p] = cos[line + p];
+            s[p] = sin[line + p];
+            wa[p] = w[own + p];
+            wb[p] = w[own + half + p];
+        }
+        #[unroll]
+        for turn in 0..turns {
+            let first = first + comptime!(turn * dim as usize / n);
+            let mut a = Array::<Vector<f32, N>>::new(parts);
+            let mut b = Array::<Vector<f32, N>>::new(parts);
+            let mut ga = Array::<Vector<f32, N>>::new(parts);
+            let mut gb = Array::<Vector<f32, N>>::new(parts);
+            let mut squares = Vector::<f32, N>::new(0.0f32);
+            let mut dots = Vector::<f32, N>::new(0.0f32);
+            #[unroll]
+            for p in 0..parts {
                 a[p] = Vector::cast_from(x[first + p]);
                 b[p] = Vector::cast_from(x[first + half + p]);
                 squares += a[p] * a[p] + b[p] * b[p];
                 let da = Vector::<f32, N>::cast_from(dy[first + p]);
                 let db = Vector::<f32, N>::cast_from(dy[first + half + p]);
-                ga[p] = da * cos[line] + db * sin[line];
-                gb[p] = db * cos[line] - da * sin[line];
-                dots += ga[p] * w[own + p] * a[p] + gb[p] * w[own + half + p] * b[p];
+                ga[p] = da * c[p] + db * s[p];
+                gb[p] = db * c[p] - da * s[p];
+                dots += ga[p] * wa[p] * a[p] + gb[p] * wb[p] * b[p];
             }
-        }
-        let scale = 1.0f32 / (sum_over(lanes(squares), units) / comptime!(dim as f32) + eps).sqrt();
-        let along = sum_over(lanes(dots), units) / comptime!(dim as f32) * scale * scale;
-        if live {
-            #[unroll]
-            for p in 0..parts {
-                let left = ga[p] * w[own + p] - a[p] * Vector::new(along);
-                let right = gb[p] * w[own + half + p] - b[p] * Vector::new(along);
-                dx[first + p] = Vector::cast_from(left * Vector::new(scale));
-                dx[first + half + p] = Vector::cast_from(right * Vector::new(scale));
-                dw_a[p] += ga[p] * a[p] * Vector::new(scale);
-                dw_b[p] += gb[p] * b[p] * Vector::new(scale);
+            let scale = 1.0f32 / (sum_head(lanes(squares), units) / comptime!(dim as f32) + eps).sqrt();
+            let along = sum_head(lanes(dots), units) / comptime!(dim as f32) * scale * scale;
+            if live {
+                #[unroll]
+                for p in 0..parts {
+                    let left = ga[p] * wa[p] - a[p] * Vector::new(along);
+                    let right = gb[p] * wb[p] - b[p] * Vector::new(along);
+                    dx[first + p] = Vector::cast_from(left * Vector::new(scale));
+                    dx[first + half + p] = Vector::cast_from(right * Vector::new(scale));
+                    dw_a[p] += ga[p] * a[p] * Vector::new(scale);
+                    dw_b[p] += gb[p] * b[p] * Vector::new(scale);
+                }
             }
         }
         item += CUBE_COUNT_X * comptime!(UNITS / units);
@@ -306,10 +345,25 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
     }
 }
 
-/// `round(x * scale) * round(w)`, in f32.
+/// `round(x * scale) * round(w)`, rounded.
 #[cube]
 fn weighted<F: Float, N: Size>(x: Vector<f32, N>, scale: f32, w: Vector<f32, N>) -> Vector<f32, N> {
     let normal = Vector::<F, N>::cast_from(x * Vector::new(scale));
-    let product = Vector::<f32, N>::cast_from(normal) * Vector::<f32, N>::cast_from(Vector::<F, N>::cast_from(w));
-    Vector::cast_from(Vector::<F, N>::cast_from(product))
+    Vector::cast_from(normal * Vector::<F, N>::cast_from(w))
+}
+
+/// The sum of `x` over the `units` neighbouring units of a head: at most 8, which every plane holds.
+#[cube]
+fn sum_head(x: f32, #[comptime] units: u32) -> f32 {
+    let mut sum = x;
+    if comptime!(units > 1) {
+        sum += plane_shuffle_xor(sum, 1u32);
+    }
+    if comptime!(units > 2) {
+        sum += plane_shuffle_xor(sum, 2u32);
+    }
+    if comptime!(units > 4) {
+        sum += plane_shuffle_xor(sum, 4u32);
+    }
+    sum
 }

@@ -38,6 +38,8 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Compare with values that Hugging Face computed.
     Parity(ParityArgs),
+    /// Time what a device can do.
+    Bench(BenchArgs),
 }
 
 /// Flags that a person may spell with `_` instead of `-`: `--learning_rate` is `--learning-rate`.
@@ -453,4 +455,31 @@ pub struct ParityArgs {
     /// Number format [default: f32, without tensor cores]
     #[arg(long, alias = "dtype", default_value = "f32")]
     pub compute_dtype: DtypeArg,
+}
+
+/// Flags of `bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// What to time
+    #[arg(value_enum)]
+    pub what: BenchWhat,
+    /// Only rows whose name contains this
+    #[arg(long, default_value = "")]
+    pub filter: String,
+    /// One JSON object a line
+    #[arg(long)]
+    pub json: bool,
+    /// TFLOP/s that a product can reach there, for the last column: doc/bench_torch.py measures cuBLAS
+    #[arg(long, value_name = "TFLOPS")]
+    pub matrix_ceiling: Option<f64>,
+    /// auto, cuda, cuda:N or vulkan
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+}
+
+/// What `bench` times.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BenchWhat {
+    /// Every kernel at the shapes of Qwen3-4B.
+    Kernels,
 }

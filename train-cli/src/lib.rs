@@ -13,12 +13,13 @@
 //! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
 //! | [`checkpoint`] | training state on disk and back |
 //! | [`durable`] | the only code that writes files |
-//! | [`export`], [`convert`], [`inspect`], [`generate`], [`parity`], [`demo`] | one command a file |
+//! | [`export`], [`convert`], [`inspect`], [`generate`], [`parity`], [`bench`], [`demo`] | one command a file |
 //! | [`report`] | the only code that prints |
 
 #![forbid(unsafe_code)]
 
 pub mod args;
+pub mod bench;
 pub mod checkpoint;
 pub mod convert;
 pub mod data;
@@ -57,5 +58,6 @@ pub fn run(cli: Cli) -> Result<(), CliError> {
         Command::Inspect(args) => inspect::run(&args),
         Command::Generate(args) => generate::run(args),
         Command::Parity(args) => parity::run(args),
+        Command::Bench(args) => bench::run(args),
     }
 }

@@ -1,0 +1,443 @@
+//! Every kernel at the shapes of Qwen3-4B, timed on whatever device is there.
+//!
+//! A launch costs some ten microseconds of host time, more than a short kernel runs. So a long product keeps the
+//! device busy while the launches are queued behind it; what they add to its time is theirs alone. Medians; random
+//! data; weights of the decode rows rotate through more than the L2 cache holds. The copy rate is measured first:
+//! bytes read plus bytes written.
+
+use crate::{
+    KernelError, adamw, attention,
+    attention::AttentionShape,
+    cross_entropy::cross_entropy,
+    decode_attention::{self, decode_attention},
+    dequantize::dequantize,
+    gemm::{self, gemm},
+    gemv::gemv,
+    matmul::{PackedArgs, Product},
+    mma,
+    quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
+    rms_norm,
+    rng::Stream,
+    rope::{self, RopeShape},
+    swiglu,
+};
+use cubecl::{
+    ir::{ElemType, FloatKind},
+    prelude::*,
+    server::Handle,
+};
+use std::time::Instant;
+
+const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+/// Launches in one measurement, and measurements.
+const LAUNCHES: usize = 24;
+const SAMPLES: usize = 5;
+
+/// One measurement.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// Kernel and variant.
+    pub name: String,
+    /// Its sizes.
+    pub shape: String,
+    /// Seconds a call, median.
+    pub seconds: f64,
+    /// Bytes it must move, for what is bound by memory.
+    pub bytes: Option<f64>,
+    /// Operations, for what is bound by arithmetic.
+    pub operations: Option<f64>,
+}
+
+/// The four projections of a Qwen3-4B block and its head, output and input features.
+const LINEARS: [(&str, usize, usize); 5] =
+    [("q", 4096, 2560), ("k, v", 1024, 2560), ("o", 2560, 4096), ("gate, up", 9728, 2560), ("down", 2560, 9728)];
+
+/// Times the kernels whose name contains `filter`, handing each row to `show` as it is there. The first is the copy.
+///
+/// # Errors
+/// If the device has no bf16 tensor cores or fails.
+pub fn run<R: Runtime>(client: &ComputeClient<R>, filter: &str, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+    if !mma::supported(client, BF16) {
+        return Err(KernelError::Device { reason: "these rows need a device with bf16 tensor cores".into() });
+    }
+    let bench = Bench { client, filter, blocker: None };
+    let bench = Bench { blocker: Some(bench.operands()), ..bench };
+    bench.memory(show)?;
+    bench.products(show)?;
+    bench.attention(show)?;
+    bench.decode(show)
+}
+
+struct Operands {
+    a: Handle,
+    b: Handle,
+    out: Handle,
+}
+
+struct Bench<'a, R: Runtime> {
+    client: &'a ComputeClient<R>,
+    filter: &'a str,
+    blocker: Option<Operands>,
+}
+
+const SIDE: usize = 8192;
+
+impl<R: Runtime> Bench<'_, R> {
+    fn operands(&self) -> Operands {
+        Operands { a: self.normals(SIDE * SIDE), b: self.normals(SIDE * SIDE), out: self.bytes(SIDE * SIDE * 2, 0) }
+    }
+
+    /// bf16 values in [-1, 1).
+    fn normals(&self, len: usize) -> Handle {
+        let mut state = 0x9E37_79B9u32;
+        let pattern: Vec<u8> = (0..1 << 20)
+            .flat_map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let value = (state >> 8) as f32 / 8_388_608.0 - 1.0;
+                ((value.to_bits() >> 16) as u16).to_le_bytes()
+            })
+            .collect();
+        self.client.create_from_slice(&pattern.into_iter().cycle().take(len * 2).collect::<Vec<_>>())
+    }
+
+    /// Random bytes below 0x7F: valid codes and valid scales.
+    fn bytes(&self, len: usize, seed: u32) -> Handle {
+        let mut state = seed.wrapping_mul(2_654_435_761) | 1;
+        let pattern: Vec<u8> = (0..1 << 20)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 24) as u8 % 0x7F
+            })
+            .collect();
+        self.client.create_from_slice(&pattern.into_iter().cycle().take(len).collect::<Vec<_>>())
+    }
+
+    fn arg(&self, handle: &Handle, len: usize) -> ArrayArg<R> {
+        // SAFETY: every length given here is the one its handle was made with.
+        unsafe { ArrayArg::from_raw_parts(handle.clone(), len) }
+    }
+
+    fn sync(&self) -> Result<(), KernelError> {
+        let done = cubecl::future::block_on(self.client.sync());
+        done.map_err(|e| KernelError::Device { reason: format!("{e:?}") })
+    }
+
+    fn block(&self) -> Result<(), KernelError> {
+        let Some(Operands { a, b, out }) = &self.blocker else { return Ok(()) };
+        let n = SIDE * SIDE;
+        let shape = gemm::Shape { i: SIDE, j: SIDE, r: SIDE };
+        let args = (self.arg(a, n), self.arg(b, n), self.arg(out, n));
+        gemm(self.client, args.0, args.1, SequenceArg::new(), args.2, (BF16, BF16), shape, Product::Nt, false)
+    }
+
+    fn time(&self, mut call: impl FnMut(usize) -> Result<(), KernelError>) -> Result<f64, KernelError> {
+        call(0)?;
+        self.block()?;
+        let mut median = |calls: usize| -> Result<f64, KernelError> {
+            let mut all = Vec::new();
+            for _ in 0..SAMPLES {
+                self.sync()?;
+                let start = Instant::now();
+                self.block()?;
+                (0..calls).try_for_each(&mut call)?;
+                self.sync()?;
+                all.push(start.elapsed().as_secs_f64());
+            }
+            all.sort_by(f64::total_cmp);
+            Ok(all[SAMPLES / 2])
+        };
+        Ok((median(LAUNCHES)? - median(0)?) / LAUNCHES as f64)
+    }
+
+    fn row(
+        &self,
+        show: &mut dyn FnMut(Row),
+        name: &str,
+        shape: String,
+        (bytes, operations): (Option<f64>, Option<f64>),
+        call: impl FnMut(usize) -> Result<(), KernelError>,
+    ) -> Result<(), KernelError> {
+        if name.contains(self.filter) {
+            let seconds = self.time(call)?;
+            show(Row { name: name.to_owned(), shape, seconds, bytes, operations });
+        }
+        Ok(())
+    }
+
+    fn memory(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        let moved = |bytes: f64| (Some(bytes), None);
+        {
+            let len = 1usize << 29;
+            let (from, to) = (self.bytes(len, 1), self.bytes(len, 2));
+            let all = Bench { client, filter: "", blocker: self.blocker.as_ref().map(Operands::share) };
+            all.row(show, "copy", "512 MiB".into(), moved(2.0 * len as f64), |_| {
+                copy(client, self.arg(&from, len / 4), self.arg(&to, len / 4))
+            })?;
+        }
+        let (rows, cols) = (8192usize, 9728usize);
+        let n = rows * cols;
+        let x = self.normals(n);
+        let [codes, scales, global, amax] = [n / 2, n / 16, 4, 12].map(|len| self.bytes(len, 3));
+        let y = self.bytes(n * 2, 4);
+        let stochastic = Rounding::Stochastic(Stream { seed: 1, step: 2, stream: 3 });
+        let shape = format!("{rows}x{cols}");
+        let dense = View::row_major(rows, cols);
+        for (name, block, rounding, view) in [
+            ("quantize 1x16", Block::Row, Rounding::Nearest, dense),
+            ("quantize 16x16", Block::Square, Rounding::Nearest, dense),
+            ("quantize 1x16 transposed", Block::Row, Rounding::Nearest, View::transposed(rows, cols)),
+            ("quantize 1x16 stochastic", Block::Row, stochastic, dense),
+        ] {
+            let spec = QuantizeSpec { scaling: Scaling::Two, block, rounding };
+            self.row(show, name, shape.clone(), moved(n as f64 * 2.5625), |_| {
+                let out = (self.arg(&codes, n / 8), self.arg(&scales, n / 16), self.arg(&global, 1));
+                let (x, amax) = (self.arg(&x, n), self.arg(&amax, 3));
+                quantize::quantize(client, x, BF16, amax, out.0, out.1, out.2, view, spec)
+            })?;
+        }
+        self.row(show, "amax", shape.clone(), moved(n as f64 * 2.0), |_| {
+            quantize::amax(client, self.arg(&x, n), BF16, self.arg(&amax, 3))
+        })?;
+        self.row(show, "dequantize", shape.clone(), moved(n as f64 * 2.5625), |_| {
+            let packed = (self.arg(&codes, n / 8), self.arg(&scales, n / 16));
+            dequantize(client, packed.0, packed.1, None, self.arg(&y, n), BF16, rows, cols)
+        })?;
+        let (up, dgate, dup) = (self.normals(n), self.bytes(n * 2, 5), self.bytes(n * 2, 6));
+        self.row(show, "swiglu", shape.clone(), moved(n as f64 * 6.0), |_| {
+            swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), BF16)
+        })?;
+        self.row(show, "swiglu backward", shape, moved(n as f64 * 10.0), |_| {
+            let out = (self.arg(&dgate, n), self.arg(&dup, n));
+            swiglu::swiglu_backward(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), out.0, out.1, BF16)
+        })?;
+        let (rows, cols) = (16_384usize, 2560usize);
+        let n = rows * cols;
+        let w = self.bytes(cols * 4, 7);
+        let parts = rms_norm::partial_rows(rows) * cols;
+        let partial = self.bytes(parts * 4, 8);
+        let shape = format!("{rows}x{cols}");
+        self.row(show, "rms_norm", shape.clone(), moved(n as f64 * 4.0), |_| {
+            let (x, w, y) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&y, n));
+            rms_norm::rms_norm(client, x, w, y, BF16, [rows, cols], 1e-6)
+        })?;
+        self.row(show, "rms_norm backward", shape, moved(n as f64 * 6.0), |_| {
+            let (x, w, dy) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&up, n));
+            let out = (self.arg(&y, n), self.arg(&partial, parts));
+            rms_norm::rms_norm_backward(client, x, w, dy, out.0, out.1, BF16, [rows, cols], 1e-6)
+        })?;
+        let shape = RopeShape { rows: 8192, heads: 32, head_dim: 128, eps: 1e-6 };
+        let n = shape.rows * 4096;
+        let table = self.bytes(shape.rows * 64 * 4, 9);
+        let lines: Vec<u8> = (0..shape.rows as u32).flat_map(u32::to_le_bytes).collect();
+        let positions = client.create_from_slice(&lines);
+        let parts = shape.partial_rows() * 128;
+        let args = || rope::RopeArgs {
+            w: self.arg(&w, 128),
+            cos: self.arg(&table, shape.rows * 64),
+            sin: self.arg(&table, shape.rows * 64),
+            positions: self.arg(&positions, shape.rows),
+        };
+        self.row(show, "norm_rope", "8192x32x128".into(), moved(n as f64 * 4.0), |_| {
+            rope::norm_rope(client, self.arg(&x, n), args(), self.arg(&y, n), BF16, shape)
+        })?;
+        self.row(show, "norm_rope backward", "8192x32x128".into(), moved(n as f64 * 6.0), |_| {
+            let (dx, partial) = (self.arg(&y, n), self.arg(&partial, parts));
+            rope::norm_rope_backward(client, self.arg(&x, n), args(), self.arg(&up, n), dx, partial, BF16, shape)
+        })?;
+        let (rows, cols) = (1024usize, 151_936usize);
+        let (n, targets, loss) = (rows * cols, client.create_from_slice(&vec![0; rows * 4]), self.bytes(rows * 4, 11));
+        let logits = self.normals(n);
+        self.row(show, "cross_entropy", format!("{rows}x{cols}"), moved(n as f64 * 4.0), |_| {
+            let (targets, loss) = (self.arg(&targets, rows), self.arg(&loss, rows));
+            cross_entropy(client, self.arg(&logits, n), targets, loss, BF16, [rows, cols], true)
+        })?;
+        let n = 9728 * 2560 * 4;
+        let [w, g, m, v] = [1, 2, 3, 4].map(|seed| self.bytes(n * 4, seed));
+        let step = adamw::AdamwStep {
+            lr: 1e-4,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            bias1: 0.1,
+            bias2: 0.05,
+            grad_scale: 1.0,
+        };
+        let chunk = adamw::Chunk { start: 0, end: n };
+        self.row(show, "adamw f32 states", format!("{n}"), moved(n as f64 * 28.0), |_| {
+            let (w, g) = (self.arg(&w, n), self.arg(&g, n));
+            adamw::adamw_f32(client, w, g, self.arg(&m, n), self.arg(&v, n), step, chunk)
+        })?;
+        let state = |codes: &Handle| adamw::StateArgs {
+            codes: self.arg(codes, n),
+            absmax: self.arg(&partial, n / 256),
+            table: self.arg(&table, 256),
+        };
+        self.row(show, "adamw 8-bit states", format!("{n}"), moved(n as f64 * 16.0), |_| {
+            adamw::adamw_8bit(client, self.arg(&w, n), self.arg(&g, n), state(&m), state(&v), step, chunk)
+        })
+    }
+
+    fn products(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        for m in [2048usize, 4096, 8192] {
+            for (layer, n, k) in LINEARS {
+                let (x, dy) = (self.normals(m * k), self.normals(m * n));
+                let (codes, scales, one) = (self.bytes(n * k / 2, 1), self.bytes(n * k / 16, 2), self.bytes(4, 3));
+                let (w, y) = (self.bytes(n * k * 2, 4), self.bytes(m * n.max(k) * 2, 5));
+                let dw = self.bytes(n * k * 4, 6);
+                let work = (None, Some(2.0 * (m * n * k) as f64));
+                let dense = || {
+                    let packed = (self.arg(&codes, n * k / 8), self.arg(&scales, n * k / 16));
+                    dequantize(client, packed.0, packed.1, None, self.arg(&w, n * k), BF16, n, k)
+                };
+                let scale = || {
+                    let mut scales = SequenceArg::new();
+                    scales.push(self.arg(&one, 1));
+                    scales
+                };
+                let shape = format!("{layer} {m}x{n}x{k}");
+                self.row(show, "gemm forward, packed weight", shape.clone(), work, |_| {
+                    dense()?;
+                    let shape = gemm::Shape { i: m, j: n, r: k };
+                    let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
+                    gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false)
+                })?;
+                self.row(show, "gemm dgrad, packed weight", shape.clone(), work, |_| {
+                    dense()?;
+                    let shape = gemm::Shape { i: m, j: k, r: n };
+                    let (a, b, y) = (self.arg(&dy, m * n), self.arg(&w, n * k), self.arg(&y, m * k));
+                    gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nn, false)
+                })?;
+                self.row(show, "gemm wgrad, f32 result", shape, work, |_| {
+                    let shape = gemm::Shape { i: n, j: k, r: m };
+                    let (a, b, y) = (self.arg(&dy, m * n), self.arg(&x, m * k), self.arg(&dw, n * k));
+                    gemm(client, a, b, SequenceArg::new(), y, (BF16, F32), shape, Product::Tn, false)
+                })?;
+            }
+        }
+        let (m, v, d) = (1024usize, 151_936usize, 2560usize);
+        let (h, w, logits) = (self.normals(m * d), self.normals(v * d), self.bytes(m * v * 2, 1));
+        let (dh, dw) = (self.bytes(m * d * 2, 2), self.bytes(v * d * 4, 3));
+        let (targets, loss) = (client.create_from_slice(&vec![0; m * 4]), self.bytes(m * 4, 5));
+        let work = (None, Some(6.0 * (m * v * d) as f64));
+        for whole in [true, false] {
+            let name = if whole { "head + cross-entropy, chunk" } else { "head, its three products alone" };
+            self.row(show, name, format!("{m}x{v}x{d}"), work, |_| {
+                let none = SequenceArg::new;
+                let (a, b, y) = (self.arg(&h, m * d), self.arg(&w, v * d), self.arg(&logits, m * v));
+                gemm(client, a, b, none(), y, (BF16, BF16), gemm::Shape { i: m, j: v, r: d }, Product::Nt, false)?;
+                if whole {
+                    let (targets, loss) = (self.arg(&targets, m), self.arg(&loss, m));
+                    cross_entropy(client, self.arg(&logits, m * v), targets, loss, BF16, [m, v], true)?;
+                }
+                let (a, b, y) = (self.arg(&logits, m * v), self.arg(&w, v * d), self.arg(&dh, m * d));
+                gemm(client, a, b, none(), y, (BF16, BF16), gemm::Shape { i: m, j: d, r: v }, Product::Nn, false)?;
+                let (a, b, y) = (self.arg(&logits, m * v), self.arg(&h, m * d), self.arg(&dw, v * d));
+                gemm(client, a, b, none(), y, (BF16, F32), gemm::Shape { i: v, j: d, r: m }, Product::Tn, true)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn attention(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        for t in [2048usize, 4096, 8192] {
+            let shape = AttentionShape { queries: t, keys: t, past: 0, heads: 32, kv_heads: 8, head_dim: 128 };
+            let (nq, nk, nl) = (t * 4096, t * 1024, t * 32);
+            let [q, dy] = [nq, nq].map(|n| self.normals(n));
+            let [k, v] = [nk, nk].map(|n| self.normals(n));
+            let [y, dq] = [nq, nq].map(|n| self.bytes(n * 2, 1));
+            let [dk, dv] = [nk, nk].map(|n| self.bytes(n * 2, 1));
+            let [lse, delta] = [nl, nl].map(|n| self.bytes(n * 4, 1));
+            let starts = client.create_from_slice(&vec![0u8; t * 4]);
+            let ends: Vec<u8> = (0..t).flat_map(|_| (t as u32).to_le_bytes()).collect();
+            let ends = client.create_from_slice(&ends);
+            let forward = 2.0 * (t * t) as f64 * 4096.0;
+            let label = format!("{t} tokens, 32/8 heads of 128");
+            self.row(show, "attention forward", label.clone(), (None, Some(forward)), |_| {
+                let qkv = [self.arg(&q, nq), self.arg(&k, nk), self.arg(&v, nk)];
+                let (starts, out) = (self.arg(&starts, t), (self.arg(&y, nq), self.arg(&lse, nl)));
+                attention::forward(client, qkv, starts, out.0, out.1, BF16, shape)
+            })?;
+            self.row(show, "attention backward", label, (None, Some(2.5 * forward)), |_| {
+                let saved = || attention::Saved {
+                    q: self.arg(&q, nq),
+                    k: self.arg(&k, nk),
+                    v: self.arg(&v, nk),
+                    lse: self.arg(&lse, nl),
+                };
+                let read = || (self.arg(&dy, nq), self.arg(&delta, nl), self.arg(&starts, t));
+                attention::delta(client, self.arg(&dy, nq), self.arg(&y, nq), self.arg(&delta, nl), BF16, shape)?;
+                let (grad, delta, starts) = read();
+                let out = [self.arg(&dk, nk), self.arg(&dv, nk)];
+                let ends = self.arg(&ends, t);
+                attention::backward_kv(client, saved(), grad, delta, starts, ends, out, BF16, shape)?;
+                let (grad, delta, starts) = read();
+                attention::backward_q(client, saved(), grad, delta, starts, self.arg(&dq, nq), BF16, shape)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn decode(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        for (layer, n, k) in [("lm_head", 151_936usize, 2560usize), ("gate+up", 19_456, 2560), ("down", 2560, 9728)] {
+            let bytes = n * k / 16 * 9;
+            let sets = (200_000_000 / bytes).clamp(1, 16);
+            let weights: Vec<_> = (0..sets as u32)
+                .map(|i| (self.bytes(n * k / 2, 2 * i + 1), self.bytes(n * k / 16, 2 * i + 2)))
+                .collect();
+            let one = self.bytes(4, 3);
+            for m in [1usize, 2, 4, 8, 16] {
+                let (x, y) = (self.normals(m * k), self.bytes(m * n * 2, 4));
+                let name = format!("decode {layer}");
+                self.row(show, &name, format!("M {m}, {n}x{k}"), (Some(bytes as f64), None), |i| {
+                    let (codes, scales) = &weights[i % sets];
+                    let w = PackedArgs {
+                        codes: self.arg(codes, n * k / 8),
+                        scales: self.arg(scales, n * k / 16),
+                        global: self.arg(&one, 1),
+                        rows: n,
+                        cols: k,
+                    };
+                    gemv(client, self.arg(&x, m * k), m, w, SequenceArg::new(), self.arg(&y, m * n), BF16)
+                })?;
+            }
+        }
+        let keys = 32_768usize;
+        let shape = AttentionShape { queries: 1, keys, past: keys - 1, heads: 32, kv_heads: 8, head_dim: 128 };
+        let (q, k, v) = (self.normals(4096), self.normals(keys * 1024), self.normals(keys * 1024));
+        let (starts, y) = (client.create_from_slice(&[0; 4]), self.bytes(8192, 1));
+        let (_, len) = decode_attention::scratch(shape);
+        let scratch = self.bytes(len * 4, 2);
+        let moved = (Some(keys as f64 * 4096.0), None);
+        self.row(show, "decode attention", "1 query, 32768 keys, 32/8 heads of 128".into(), moved, |_| {
+            let qkv = [self.arg(&q, 4096), self.arg(&k, keys * 1024), self.arg(&v, keys * 1024)];
+            let parts = [self.arg(&scratch, len), self.arg(&scratch, len)];
+            decode_attention(client, qkv, self.arg(&starts, 1), parts, self.arg(&y, 4096), BF16, shape)
+        })
+    }
+}
+
+impl Operands {
+    fn share(&self) -> Self {
+        Self { a: self.a.clone(), b: self.b.clone(), out: self.out.clone() }
+    }
+}
+
+fn copy<R: Runtime>(client: &ComputeClient<R>, from: ArrayArg<R>, to: ArrayArg<R>) -> Result<(), KernelError> {
+    let (count, dim) = quantize::flat_launch(from.size() / 4);
+    // SAFETY: both buffers are equally long; units past the end stop.
+    unsafe { copy_kernel::launch_unchecked(client, count, dim, from, to) };
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn copy_kernel(from: &Array<Vector<u32, Const<4>>>, to: &mut Array<Vector<u32, Const<4>>>) {
+    if ABSOLUTE_POS < to.len() {
+        to[ABSOLUTE_POS] = from[ABSOLUTE_POS];
+    }
+}

@@ -1,0 +1,181 @@
+//! Every kernel once, on zeros of a small shape: what compile checks and memory checkers run.
+
+use crate::{
+    KernelError, adamw, attention,
+    attention::AttentionShape,
+    codec::{Conversion, convert},
+    cross_entropy::cross_entropy,
+    decode_attention,
+    dequantize::dequantize,
+    gemm::{self, gemm},
+    gemv::gemv,
+    hadamard,
+    matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
+    mma,
+    quantize::{self, AMAX_LEN, Block, QuantizeSpec, Rounding, Scaling, View},
+    rms_norm,
+    rng::Stream,
+    rope::{self, RopeShape},
+    swiglu,
+};
+use cubecl::{
+    ir::{ElemType, FloatKind},
+    prelude::*,
+};
+
+const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+
+/// Launches every kernel that the device can run for values of type `dtype`, with `rows` tokens: the portable ones
+/// everywhere, the others where there are tensor cores for `dtype`.
+///
+/// # Errors
+/// If a launch is refused, which is a bug.
+pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usize) -> Result<(), KernelError> {
+    let value = dtype.size();
+    let zeros = |len: usize, size: usize| -> ArrayArg<R> {
+        let handle = client.create_from_slice(&vec![0u8; len * size]);
+        // SAFETY: the buffer was made with this length.
+        unsafe { ArrayArg::from_raw_parts(handle, len) }
+    };
+    let values = |len: usize| zeros(len, value);
+    let floats = |len: usize| zeros(len, 4);
+    let one = || {
+        let mut scales = SequenceArg::new();
+        scales.push(floats(1));
+        scales
+    };
+    let packed = |rows: usize, cols: usize| PackedArgs {
+        codes: floats(rows * cols / 8),
+        scales: zeros(rows * cols / 16, 1),
+        global: floats(1),
+        rows,
+        cols,
+    };
+
+    // Portable kernels.
+    let (square, cols) = (rows.next_multiple_of(16), 256usize);
+    let stream = Stream { seed: 1, step: 2, stream: 3 };
+    for (block, rounding, view) in [
+        (Block::Row, Rounding::Nearest, View::row_major(square, cols)),
+        (Block::Row, Rounding::Nearest, View::transposed(square, cols)),
+        (Block::Square, Rounding::Stochastic(stream), View::row_major(square, cols)),
+    ] {
+        for scaling in [Scaling::Single, Scaling::Two] {
+            let spec = QuantizeSpec { scaling, block, rounding };
+            let n = square * cols;
+            let out = (floats(n / 8), zeros(n / 16, 1), floats(1));
+            quantize::quantize(client, values(n), dtype, floats(AMAX_LEN), out.0, out.1, out.2, view, spec)?;
+        }
+    }
+    let n = rows * cols;
+    quantize::amax(client, values(n), dtype, floats(AMAX_LEN))?;
+    for global in [None, Some(floats(1))] {
+        dequantize(client, floats(n / 8), zeros(n / 16, 1), global, values(n), dtype, rows, cols)?;
+    }
+    hadamard::hadamard(client, values(n), values(n), dtype, hadamard::SIGNS)?;
+    for conversion in [Conversion::EncodeE2m1, Conversion::EncodeE4m3, Conversion::DecodeE2m1, Conversion::DecodeE4m3] {
+        convert(client, floats(rows), floats(rows), conversion)?;
+    }
+    for product in [Product::Nt, Product::Nn, Product::Tn] {
+        let (a_rows, a_cols, out) = match product {
+            Product::Nt => (rows, cols, rows * 64),
+            Product::Nn => (rows, 64, rows * cols),
+            Product::Tn => (64, rows, rows * cols),
+        };
+        matmul_dense_packed(client, values(a_rows * a_cols), a_rows, packed(64, cols), values(out), dtype, product)?;
+    }
+    matmul_packed_packed(client, packed(rows, cols), packed(64, cols), values(rows * 64), dtype)?;
+    rms_norm::rms_norm(client, values(n), floats(cols), values(n), dtype, [rows, cols], 1e-6)?;
+    let parts = rms_norm::partial_rows(rows) * cols;
+    let (x, dy, dx) = (values(n), values(n), values(n));
+    rms_norm::rms_norm_backward(client, x, floats(cols), dy, dx, floats(parts), dtype, [rows, cols], 1e-6)?;
+    for head_dim in [16usize, 64, 128] {
+        let shape = RopeShape { rows, heads: 3, head_dim, eps: 1e-6 };
+        let n = rows * 3 * head_dim;
+        let args = || rope::RopeArgs {
+            w: floats(head_dim),
+            cos: floats(head_dim / 2),
+            sin: floats(head_dim / 2),
+            positions: floats(rows),
+        };
+        rope::norm_rope(client, values(n), args(), values(n), dtype, shape)?;
+        let partial = floats(shape.partial_rows() * head_dim);
+        rope::norm_rope_backward(client, values(n), args(), values(n), values(n), partial, dtype, shape)?;
+    }
+    swiglu::swiglu(client, values(n), values(n), values(n), dtype)?;
+    swiglu::swiglu_backward(client, values(n), values(n), values(n), values(n), values(n), dtype)?;
+    for gradient in [false, true] {
+        cross_entropy(client, values(n), floats(rows), floats(rows), dtype, [rows, cols], gradient)?;
+    }
+    let step = adamw::AdamwStep {
+        lr: 1e-4,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        bias1: 0.1,
+        bias2: 0.05,
+        grad_scale: 1.0,
+    };
+    for len in [n, n - 3] {
+        let chunk = adamw::Chunk { start: 0, end: len };
+        adamw::adamw_f32(client, floats(len), floats(len), floats(len), floats(len), step, chunk)?;
+        let state = || adamw::StateArgs {
+            codes: zeros(len, 1),
+            absmax: floats(len.div_ceil(adamw::STATE_BLOCK)),
+            table: floats(256),
+        };
+        adamw::adamw_8bit(client, floats(len), floats(len), state(), state(), step, chunk)?;
+    }
+
+    if dtype == F32 || !mma::supported(client, dtype) {
+        return Ok(());
+    }
+
+    // Tensor-core kernels.
+    for (result, size) in [(dtype, value), (F32, 4)] {
+        for accumulate in [false, true] {
+            for (product, shape) in [
+                (Product::Nt, gemm::Shape { i: rows, j: 136, r: 72 }),
+                (Product::Nn, gemm::Shape { i: rows, j: 136, r: 72 }),
+                (Product::Tn, gemm::Shape { i: 136, j: 72, r: rows }),
+            ] {
+                let gemm::Shape { i, j, r } = shape;
+                let scales = if accumulate { SequenceArg::new() } else { one() };
+                let out = zeros(i * j, size);
+                gemm(client, values(i * r), values(j * r), scales, out, (dtype, result), shape, product, accumulate)?;
+            }
+        }
+    }
+    for m in [1usize, rows.min(16)] {
+        gemv(client, values(m * cols), m, packed(40, cols), one(), values(m * 40), dtype)?;
+    }
+    for head_dim in [64usize, 128] {
+        let shape = AttentionShape { queries: rows, keys: rows, past: 0, heads: 4, kv_heads: 2, head_dim };
+        let (nq, nk, nl) = (rows * 4 * head_dim, rows * 2 * head_dim, rows * 4);
+        let qkv = [values(nq), values(nk), values(nk)];
+        attention::forward(client, qkv, floats(rows), values(nq), floats(nl), dtype, shape)?;
+        attention::delta(client, values(nq), values(nq), floats(nl), dtype, shape)?;
+        let saved = || attention::Saved { q: values(nq), k: values(nk), v: values(nk), lse: floats(nl) };
+        let ends: Vec<u8> = (0..rows).flat_map(|_| (rows as u32).to_le_bytes()).collect();
+        let handle = client.create_from_slice(&ends);
+        // SAFETY: one u32 a row.
+        let ends = unsafe { ArrayArg::from_raw_parts(handle, rows) };
+        let out = [values(nk), values(nk)];
+        let (dy, delta) = (values(nq), floats(nl));
+        attention::backward_kv(client, saved(), dy, delta, floats(rows), ends, out, dtype, shape)?;
+        let (dy, delta) = (values(nq), floats(nl));
+        attention::backward_q(client, saved(), dy, delta, floats(rows), values(nq), dtype, shape)?;
+
+        let past = rows * 3;
+        let shape = AttentionShape { queries: 2, keys: past + 2, past, heads: 4, kv_heads: 2, head_dim };
+        let (nq, nk) = (2 * 4 * head_dim, shape.keys * 2 * head_dim);
+        let (_, len) = decode_attention::scratch(shape);
+        let scratch = client.create_from_slice(&vec![0u8; len * 4]);
+        // SAFETY: the scratch was made with this length.
+        let part = || unsafe { ArrayArg::from_raw_parts(scratch.clone(), len) };
+        let qkv = [values(nq), values(nk), values(nk)];
+        decode_attention::decode_attention(client, qkv, floats(2), [part(), part()], values(nq), dtype, shape)?;
+    }
+    Ok(())
+}

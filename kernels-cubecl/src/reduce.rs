@@ -1,0 +1,70 @@
+//! Sums and maxima over the units of a cube: each plane reduces its own, the planes meet in shared memory.
+//! Any plane size; the cube is a multiple of 32 units, at most 1,024. Every unit takes part and gets the result.
+
+use cubecl::prelude::*;
+
+/// The sum of `x` over the cube.
+#[cube]
+pub(crate) fn cube_sum(x: f32) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(256usize);
+    let plane = plane_sum(x);
+    // An earlier call's values may still be read.
+    sync_cube();
+    if UNIT_POS_PLANE == 0u32 {
+        shared[(UNIT_POS / PLANE_DIM) as usize] = plane;
+    }
+    sync_cube();
+    let mut sum = 0.0f32;
+    for p in 0..CUBE_DIM / PLANE_DIM {
+        sum += shared[p as usize];
+    }
+    sum
+}
+
+/// The sums of `x` and of `y` over the cube, for one pair of barriers.
+#[cube]
+pub(crate) fn cube_sums(x: f32, y: f32) -> (f32, f32) {
+    let mut shared = SharedMemory::<f32>::new(512usize);
+    let (x, y) = (plane_sum(x), plane_sum(y));
+    sync_cube();
+    if UNIT_POS_PLANE == 0u32 {
+        shared[(UNIT_POS / PLANE_DIM * 2u32) as usize] = x;
+        shared[(UNIT_POS / PLANE_DIM * 2u32 + 1u32) as usize] = y;
+    }
+    sync_cube();
+    let mut x = 0.0f32;
+    let mut y = 0.0f32;
+    for p in 0..CUBE_DIM / PLANE_DIM {
+        x += shared[(p * 2u32) as usize];
+        y += shared[(p * 2u32 + 1u32) as usize];
+    }
+    (x, y)
+}
+
+/// The largest `x` in the cube.
+#[cube]
+pub(crate) fn cube_max(x: f32) -> f32 {
+    let mut shared = SharedMemory::<f32>::new(256usize);
+    let plane = plane_max(x);
+    sync_cube();
+    if UNIT_POS_PLANE == 0u32 {
+        shared[(UNIT_POS / PLANE_DIM) as usize] = plane;
+    }
+    sync_cube();
+    let mut best = shared[0usize];
+    for p in 1..CUBE_DIM / PLANE_DIM {
+        best = max(best, shared[p as usize]);
+    }
+    best
+}
+
+/// The sum of a vector's elements.
+#[cube]
+pub(crate) fn lanes<N: Size>(x: Vector<f32, N>) -> f32 {
+    let mut sum = x[0];
+    #[unroll]
+    for i in 1..N::value() {
+        sum += x[i];
+    }
+    sum
+}

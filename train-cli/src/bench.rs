@@ -1,0 +1,61 @@
+//! `bench kernels`: every kernel's time, and what share of the device's own ceiling that is.
+
+use crate::{
+    CliError,
+    args::{BenchArgs, BenchWhat},
+    device::{self, Job},
+    report,
+};
+use backend_nvfp4::{Nvfp4Backend, Precision, bench::Row};
+use serde_json::json;
+
+/// Runs the command.
+///
+/// # Errors
+/// If the device is missing, has no bf16 tensor cores, or fails.
+pub fn run(args: BenchArgs) -> Result<(), CliError> {
+    let BenchWhat::Kernels = args.what;
+    device::run(args.device, None, Kernels(args))
+}
+
+struct Kernels(BenchArgs);
+
+impl Job for Kernels {
+    type Output = ();
+
+    fn run<B: Nvfp4Backend>(self, device: B::Device, _: Precision) -> Result<(), CliError> {
+        let Self(args) = self;
+        if !args.json {
+            let head = ["kernel", "shape", "time", "rate", "share"];
+            report::result(format!("{:<33} {:<38} {:>10} {:>13} {:>6}", head[0], head[1], head[2], head[3], head[4]));
+        }
+        // The copy is the first row: the ceiling of what is bound by memory.
+        let mut copy_rate = None;
+        let mut show = |row: Row| {
+            let (rate, unit, ceiling) = match (row.bytes, row.operations) {
+                (Some(bytes), _) => {
+                    let rate = bytes / row.seconds / 1e9;
+                    (rate, "GB/s", Some(*copy_rate.get_or_insert(rate)))
+                }
+                (None, operations) => (operations.unwrap_or(0.0) / row.seconds / 1e12, "TFLOP/s", args.matrix_ceiling),
+            };
+            let share = ceiling.map(|c| rate / c);
+            let text = if args.json {
+                let microseconds = row.seconds * 1e6;
+                json!({
+                    "kernel": row.name, "shape": row.shape, "microseconds": microseconds, "rate": rate, "unit": unit,
+                    "share_of_ceiling": share,
+                })
+                .to_string()
+            } else {
+                let share = share.map_or("-".into(), |s| format!("{:.0} %", s * 100.0));
+                let (time, rate) = (format!("{:.1} us", row.seconds * 1e6), format!("{rate:.0} {unit}"));
+                format!("{:<33} {:<38} {time:>10} {rate:>13} {share:>6}", row.name, row.shape)
+            };
+            report::result(text);
+        };
+        let device_name = args.device.to_string();
+        B::bench_kernels(&device, &args.filter, &mut show)
+            .map_err(|e| CliError::Device { device: device_name, reason: e.to_string() })
+    }
+}
