@@ -39,7 +39,8 @@ fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
         let label = format!("case {case}: m {m} n {n} k {k} {scaling:?}");
         let product = |a: &[f32], rows, cols, q: &Nvfp4Tensor<B>, product| {
             let a = matrix::<B>(a, rows, cols, &device).into_primitive().tensor();
-            host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(B::nvfp4_matmul(a, &q.primitive(), product))))
+            let y = B::nvfp4_matmul(a, &q.primitive(), product, DType::F32);
+            host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(y)))
         };
 
         let forward = reference::matmul_nt(&x, &wd, m, n, k);

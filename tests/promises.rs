@@ -5,9 +5,11 @@
 
 mod support;
 
+mod blocks;
 mod cache;
 mod cli;
 mod codec;
+mod compile_cuda;
 mod formats;
 mod gradients;
 mod hostile;

@@ -34,22 +34,23 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         Self::from_inner(B::nvfp4_dequantize(&inner(w), dtype))
     }
 
-    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product) -> FloatTensor<Self> {
+    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self> {
         #[derive(Debug)]
         struct FrozenWeight;
         impl<B: Nvfp4Backend> Backward<B, 1> for FrozenWeight {
-            type State = Nvfp4Primitive<B>;
+            type State = (Nvfp4Primitive<B>, DType);
             fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let w = ops.state;
-                unary::<B, _>(ops.parents, ops.node, grads, |dy| B::nvfp4_matmul(dy, &w, Product::Nn));
+                let (w, dtype) = ops.state;
+                unary::<B, _>(ops.parents, ops.node, grads, |dy| B::nvfp4_matmul(dy, &w, Product::Nn, dtype));
             }
         }
         let w = inner(w);
-        let y = B::nvfp4_matmul(a.primitive, &w, product);
+        let dtype = a.primitive.dtype();
+        let y = B::nvfp4_matmul(a.primitive, &w, product, out);
         match FrozenWeight.prepare::<C>([a.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
                 assert_eq!(product, Product::Nt, "only the forward product is differentiable");
-                prep.finish(w, y)
+                prep.finish((w, dtype), y)
             }
             OpsKind::UnTracked(prep) => prep.finish(y),
         }

@@ -68,8 +68,8 @@ where
         packed(w).values(dtype, true)
     }
 
-    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product) -> FloatTensor<Self> {
-        products::packed(a, &packed(w), product)
+    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self> {
+        products::packed(a, &packed(w), product, out)
     }
 
     fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {

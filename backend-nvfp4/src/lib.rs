@@ -54,10 +54,10 @@ pub trait Nvfp4Backend: Backend {
     /// The values `[R, C]` of a packed matrix as `dtype`.
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
 
-    /// A product of a dense and a packed matrix (see [`Product`]), in the dense one's dtype.
+    /// A product of a dense and a packed matrix (see [`Product`]), as `out`: the dense one's dtype or f32.
     /// `Nt`: `[M, K] x [N, K] -> [M, N]`; `Nn`: `[M, N] x [N, K] -> [M, K]`;
     /// `Tn`: `[M, N] x [M, K] -> [N, K]`. Differentiable in the dense operand for `Nt`.
-    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product) -> FloatTensor<Self>;
+    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self>;
 
     /// `[M, K] x [N, K] -> [M, N]`, both packed, as `dtype`. Not differentiable.
     fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;

@@ -30,7 +30,10 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
             Self::Packed(weight) => {
                 let weight = weight.primitive();
                 float(match spec.recipe {
-                    Recipe::Bf16 | Recipe::W4 => B::nvfp4_matmul(x, &weight, Product::Nt),
+                    Recipe::Bf16 | Recipe::W4 => {
+                        let dtype = x.dtype();
+                        B::nvfp4_matmul(x, &weight, Product::Nt, dtype)
+                    }
                     Recipe::W4a4 => {
                         let dtype = x.dtype();
                         let x = B::nvfp4_quantize(x, spec.activations());
@@ -88,7 +91,7 @@ pub(crate) fn forward<B: Nvfp4Backend>(
         }
         Recipe::W4 => {
             let w = B::nvfp4_quantize(w, spec.weights());
-            (B::nvfp4_matmul(x.clone(), &w, Product::Nt), Saved::W4 { x, w })
+            (B::nvfp4_matmul(x.clone(), &w, Product::Nt, dtype), Saved::W4 { x, w })
         }
         Recipe::W4a4 => {
             let w = B::nvfp4_quantize(w, spec.weights());
@@ -102,7 +105,7 @@ pub(crate) fn forward<B: Nvfp4Backend>(
 pub(crate) fn dgrad<B: Nvfp4Backend>(dy: FloatTensor<B>, saved: &Saved<B>, spec: LinearSpec) -> FloatTensor<B> {
     match saved {
         Saved::Dense { w, .. } => B::dense_matmul(dy, w.clone(), spec.precision, spec.precision.dtype()),
-        Saved::W4 { w, .. } | Saved::W4a4 { w, .. } => B::nvfp4_matmul(dy, w, Product::Nn),
+        Saved::W4 { w, .. } | Saved::W4a4 { w, .. } => B::nvfp4_matmul(dy, w, Product::Nn, spec.precision.dtype()),
     }
 }
 
@@ -113,7 +116,7 @@ pub(crate) fn wgrad<B: Nvfp4Backend>(dy: FloatTensor<B>, saved: &Saved<B>, spec:
         Saved::Dense { x, .. } | Saved::W4 { x, .. } => {
             B::dense_matmul(B::float_transpose(dy), x.clone(), spec.precision, f32)
         }
-        Saved::W4a4 { x, .. } => B::nvfp4_matmul(cast::<B>(dy, f32), x, Product::Tn),
+        Saved::W4a4 { x, .. } => B::nvfp4_matmul(dy, x, Product::Tn, f32),
     }
 }
 

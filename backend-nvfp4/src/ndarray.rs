@@ -39,7 +39,12 @@ impl Nvfp4Backend for NdArray {
         from_floats(reference::dequantize(&packed, rows, cols), [rows, cols])
     }
 
-    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product) -> FloatTensor<Self> {
+    fn nvfp4_matmul(
+        a: FloatTensor<Self>,
+        w: &Nvfp4Primitive<Self>,
+        product: Product,
+        _out: DType,
+    ) -> FloatTensor<Self> {
         let w = Self::nvfp4_dequantize(w, DType::F32);
         match product {
             Product::Nt => Self::float_matmul(a, Self::float_transpose(w)),
@@ -49,7 +54,7 @@ impl Nvfp4Backend for NdArray {
     }
 
     fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
-        Self::nvfp4_matmul(Self::nvfp4_dequantize(a, dtype), w, Product::Nt)
+        Self::nvfp4_matmul(Self::nvfp4_dequantize(a, dtype), w, Product::Nt, dtype)
     }
 
     fn dense_matmul(

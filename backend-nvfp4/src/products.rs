@@ -105,17 +105,17 @@ pub(crate) fn accumulated<R: CubeRuntime>(
     burn_cubecl::ops::numeric::add(sum, dense(turned(a), b, f32_only, DType::F32))
 }
 
-/// A product of a dense and a packed matrix, in the dense one's dtype.
-pub(crate) fn packed<R: CubeRuntime>(a: CubeTensor<R>, w: &Packed<R>, product: Product) -> CubeTensor<R> {
+/// A product of a dense and a packed matrix, as `out`: the dense one's dtype or f32.
+pub(crate) fn packed<R: CubeRuntime>(a: CubeTensor<R>, w: &Packed<R>, product: Product, out: DType) -> CubeTensor<R> {
     let a = into_contiguous(a);
-    if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) {
-        let dtype = a.dtype;
-        if product == Product::Nt && gemv::fits(dims(&a)[0], w.dims[1]) {
+    if on_tensor_cores(&a, w.dims, product) {
+        if product == Product::Nt && out == a.dtype && gemv::fits(dims(&a)[0], w.dims[1]) {
             return few_rows(a, w, &[]);
         }
-        let dense = w.values(dtype, false);
-        return tensor_cores(a, dense, &[&w.global], product, dtype);
+        let dense = w.values(a.dtype, false);
+        return tensor_cores(a, dense, &[&w.global], product, out);
     }
+    let a = if a.dtype == out { a } else { cast(a, out) };
     let y = empty(&a, out_dims(&a, w.dims, product), a.dtype);
     let (rows, dtype) = (dims(&a)[0], a.dtype.into());
     launched(matmul_dense_packed(&a.client, arg(&a), rows, w.args(), arg(&y), dtype, product));
@@ -124,17 +124,28 @@ pub(crate) fn packed<R: CubeRuntime>(a: CubeTensor<R>, w: &Packed<R>, product: P
 
 /// `a [M, K] x w [N, K] -> [M, N]`, both packed, as `dtype`.
 pub(crate) fn packed_both<R: CubeRuntime>(a: &Packed<R>, w: &Packed<R>, dtype: DType) -> CubeTensor<R> {
-    if dtype != DType::F32 && mma::supported(&w.codes.client, dtype.into()) {
+    let few = gemv::fits(a.dims[0], w.dims[1]);
+    let whole = gemm::Shape { i: a.dims[0], j: w.dims[0], r: w.dims[1] }.fits(Product::Nt);
+    if dtype != DType::F32 && mma::supported(&w.codes.client, dtype.into()) && (few || whole) {
         let lhs = a.values(dtype, false);
-        if gemv::fits(a.dims[0], w.dims[1]) {
+        if few {
             return few_rows(lhs, w, &[&a.global]);
         }
-        let rhs = w.values(dtype, false);
-        return tensor_cores(lhs, rhs, &[&a.global, &w.global], Product::Nt, dtype);
+        return tensor_cores(lhs, w.values(dtype, false), &[&a.global, &w.global], Product::Nt, dtype);
     }
     let y = empty(&w.codes, [a.dims[0], w.dims[0]], dtype);
     launched(matmul_packed_packed(&w.codes.client, a.args(), w.args(), arg(&y), dtype.into()));
     y
+}
+
+/// Whether the tensor-core kernels take the product: 16-bit values, whole chunks of eight of them.
+fn on_tensor_cores<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> bool {
+    a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && gemm_shape(a, b_dims, product).fits(product)
+}
+
+fn gemm_shape<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> gemm::Shape {
+    let [i, j] = out_dims(a, b_dims, product);
+    gemm::Shape { i, j, r: if product == Product::Tn { dims(a)[0] } else { dims(a)[1] } }
 }
 
 /// `x · wᵀ` for a few rows: reads the codes themselves.
@@ -156,19 +167,17 @@ fn tensor_cores<R: CubeRuntime>(
     product: Product,
     out: DType,
 ) -> CubeTensor<R> {
-    let [i, j] = out_dims(&a, dims(&b), product);
-    let r = if product == Product::Tn { dims(&a)[0] } else { dims(&a)[1] };
-    let shape = gemm::Shape { i, j, r };
+    let shape = gemm_shape(&a, dims(&b), product);
     if !shape.fits(product) {
         let (lhs, rhs) = match product {
             Product::Nt => (a, turned(b)),
             Product::Nn => (a, b),
             Product::Tn => (turned(a), b),
         };
-        assert!(scales.is_empty(), "a packed operand has whole blocks of 16 columns");
+        assert!(scales.is_empty(), "a product with a packed operand was checked before");
         return matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up");
     }
-    let y = empty(&a, [i, j], out);
+    let y = empty(&a, [shape.i, shape.j], out);
     let mut factors = SequenceArg::<R, Array<f32>>::new();
     for scale in scales {
         factors.push(arg(scale));

@@ -429,15 +429,25 @@ impl Operands {
 }
 
 fn copy<R: Runtime>(client: &ComputeClient<R>, from: ArrayArg<R>, to: ArrayArg<R>) -> Result<(), KernelError> {
-    let (count, dim) = quantize::flat_launch(from.size() / 4);
+    let (count, dim) = quantize::flat_launch((from.size() / 4).div_ceil(4));
     // SAFETY: both buffers are equally long; units past the end stop.
     unsafe { copy_kernel::launch_unchecked(client, count, dim, from, to) };
     Ok(())
 }
 
+/// Four vectors of 16 bytes a unit, all loaded before the first is stored.
 #[cube(launch_unchecked)]
 fn copy_kernel(from: &Array<Vector<u32, Const<4>>>, to: &mut Array<Vector<u32, Const<4>>>) {
-    if ABSOLUTE_POS < to.len() {
-        to[ABSOLUTE_POS] = from[ABSOLUTE_POS];
+    let first = ((CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) * 1024u32 + UNIT_POS) as usize;
+    let mut values = Array::<Vector<u32, Const<4>>>::new(4usize);
+    #[unroll]
+    for i in 0..4usize {
+        values[i] = from[min(first + comptime!(i * 256), from.len() - 1usize)];
+    }
+    #[unroll]
+    for i in 0..4usize {
+        if first + comptime!(i * 256) < to.len() {
+            to[first + comptime!(i * 256)] = values[i];
+        }
     }
 }

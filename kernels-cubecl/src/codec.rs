@@ -14,6 +14,7 @@ use cubecl::prelude::*;
 
 /// Encodes an f32 as E2M1. `random` is read only if `stochastic`.
 #[cube]
+#[allow(clippy::eq_op)]
 pub(crate) fn e2m1_encode(x: f32, random: u32, #[comptime] stochastic: bool) -> u32 {
     // NaN becomes +6.
     let x = select(x == x, x, 6.0f32);

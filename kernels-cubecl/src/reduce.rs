@@ -52,7 +52,7 @@ pub(crate) fn cube_max(x: f32) -> f32 {
     }
     sync_cube();
     let mut best = shared[0usize];
-    for p in 1..CUBE_DIM / PLANE_DIM {
+    for p in 0..CUBE_DIM / PLANE_DIM {
         best = max(best, shared[p as usize]);
     }
     best

@@ -1,5 +1,6 @@
 //! Where golden files are, which GPU the kernel tests run on, random inputs.
 
+pub(crate) mod cuda_source;
 pub(crate) mod files;
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -71,9 +72,13 @@ const _: Option<CudaRuntime> = None;
 
 /// Says that a test did not run. Written past the test runner, which keeps what passing tests print.
 pub(crate) fn skipped() {
+    skipped_for("no Vulkan adapter (apt-get install mesa-vulkan-drivers)");
+}
+
+pub(crate) fn skipped_for(reason: &str) {
     use std::io::Write;
     let name = std::thread::current().name().unwrap_or_default().to_owned();
-    let text = format!("SKIPPED {name}: no Vulkan adapter (apt-get install mesa-vulkan-drivers)\n");
+    let text = format!("SKIPPED {name}: {reason}\n");
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 

@@ -1,0 +1,287 @@
+//! What a block computes besides its linear layers: every backend against f64 finite differences of the formula, and
+//! the tensor-core kernels against the same operations in f32.
+
+use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
+use backend_nvfp4::{AttentionSpec, Documents, Nvfp4Backend, Nvfp4Tensor, Precision, Product, QuantizeSpec, Rotary};
+use burn::{
+    backend::Autodiff,
+    tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
+};
+use burn_cubecl::CubeRuntime;
+
+const EPS: f64 = 1e-6;
+
+#[test]
+fn gradients_on_the_cpu() {
+    gradients::<Cpu>(Default::default());
+}
+
+#[test]
+fn gradients_on_the_gpu() {
+    on_gpu!(gradients_cube);
+}
+
+fn gradients_cube<R: CubeRuntime>() {
+    gradients::<Cube<R>>(R::Device::default());
+    reduced_precision::<Cube<R>>(R::Device::default());
+}
+
+fn float<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
+}
+
+/// Compares autodiff of `sum(f(inputs) * dy)` with central differences of `expected`, an f64 formula of the inputs.
+fn check<B: Nvfp4Backend>(
+    name: &str,
+    inputs: &[(Vec<f32>, [usize; 2])],
+    device: &B::Device,
+    run: impl Fn(&[Tensor<Autodiff<B>, 2>]) -> Tensor<Autodiff<B>, 2>,
+    expected: impl Fn(&[Vec<f64>]) -> Vec<f64>,
+) {
+    let tensors: Vec<_> =
+        inputs.iter().map(|(v, [r, c])| matrix::<Autodiff<B>>(v, *r, *c, device).require_grad()).collect();
+    let y = run(&tensors);
+    let dims = y.dims();
+    let dy = Random::new(99).normals(dims[0] * dims[1], 1.0);
+    let wide: Vec<Vec<f64>> = inputs.iter().map(|(v, _)| v.iter().map(|x| f64::from(*x)).collect()).collect();
+    let values = expected(&wide);
+    let error = relative(&host(y.clone().inner()), values.iter().copied());
+    assert!(error < 2e-6, "{name}: values differ by {error}");
+
+    let mut grads = (y * matrix::<Autodiff<B>>(&dy, dims[0], dims[1], device)).sum().backward();
+    let value = |inputs: &[Vec<f64>]| -> f64 { expected(inputs).iter().zip(&dy).map(|(y, d)| y * f64::from(*d)).sum() };
+    for (i, tensor) in tensors.iter().enumerate() {
+        let ours = host(tensor.grad_remove(&mut grads).unwrap());
+        let slopes = (0..ours.len()).map(|at| {
+            let mut moved = wide.clone();
+            let h = 1e-5;
+            moved[i][at] += h;
+            let up = value(&moved);
+            moved[i][at] -= 2.0 * h;
+            (up - value(&moved)) / (2.0 * h)
+        });
+        let error = relative(&ours, slopes);
+        assert!(error < 1e-5, "{name}: gradient {i} differs by {error}");
+    }
+}
+
+fn normalised(x: &[f64], w: &[f64]) -> Vec<f64> {
+    let n = w.len();
+    x.chunks(n)
+        .flat_map(|row| {
+            let scale = (row.iter().map(|v| v * v).sum::<f64>() / n as f64 + EPS).sqrt().recip();
+            row.iter().zip(w).map(move |(v, w)| v * scale * w).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+fn gradients<B: Nvfp4Backend>(device: B::Device) {
+    type A<B> = Autodiff<B>;
+    let mut random = Random::new(5);
+    // Rows that are not a multiple of anything, columns of one and of several vectors a unit.
+    for (rows, cols) in [(1, 4), (5, 24), (19, 136)] {
+        let x = random.normals(rows * cols, 1.0);
+        let w = random.normals(cols, 0.3).iter().map(|v| v + 1.0).collect::<Vec<_>>();
+        check::<B>(
+            "rms_norm",
+            &[(x.clone(), [rows, cols]), (w, [1, cols])],
+            &device,
+            |t| float(A::<B>::rms_norm(primitive(t[0].clone()), primitive(t[1].clone().reshape([cols])), EPS)),
+            |v| normalised(&v[0], &v[1]),
+        );
+        let up = random.normals(rows * cols, 1.0);
+        check::<B>(
+            "swiglu",
+            &[(x, [rows, cols]), (up, [rows, cols])],
+            &device,
+            |t| float(A::<B>::swiglu(primitive(t[0].clone()), primitive(t[1].clone()))),
+            |v| v[0].iter().zip(&v[1]).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect(),
+        );
+    }
+    for (rows, heads, e) in [(3, 1, 16), (5, 3, 32), (2, 8, 64)] {
+        let positions: Vec<i32> = (0..rows as i32).map(|i| (i * 7) % 11).collect();
+        let (cos, sin) = angles(11, e / 2);
+        let rotary = Rotary::<A<B>> {
+            cos: primitive(matrix::<A<B>>(&cos, 11, e / 2, &device)),
+            sin: primitive(matrix::<A<B>>(&sin, 11, e / 2, &device)),
+            positions: ints::<B>(&positions, &device).into_primitive(),
+        };
+        let x = random.normals(rows * heads * e, 1.0);
+        let w = random.normals(e, 0.3).iter().map(|v| v + 1.0).collect::<Vec<_>>();
+        check::<B>(
+            "norm_rope",
+            &[(x, [rows, heads * e]), (w, [1, e])],
+            &device,
+            |t| float(A::<B>::norm_rope(primitive(t[0].clone()), primitive(t[1].clone().reshape([e])), &rotary, EPS)),
+            |v| {
+                let mut y = normalised(&v[0], &v[1]);
+                for (i, head) in y.chunks_mut(e).enumerate() {
+                    let line = positions[i / heads] as usize * (e / 2);
+                    for c in 0..e / 2 {
+                        let (a, b) = (head[c], head[c + e / 2]);
+                        let (cos, sin) = (f64::from(cos[line + c]), f64::from(sin[line + c]));
+                        (head[c], head[c + e / 2]) = (a * cos - b * sin, b * cos + a * sin);
+                    }
+                }
+                y
+            },
+        );
+    }
+    // Two rows, the second of two documents; grouped heads.
+    let (h, k, e, t) = (4, 2, 8, 5);
+    let starts = vec![0, 0, 0, 0, 0, 0, 0, 0, 3, 3];
+    let docs = Documents::<A<B>>::new(2, 0, starts.clone(), &device);
+    let spec = AttentionSpec { heads: h, kv_heads: k, head_dim: e, precision: Precision::F32 };
+    let [q, key, v] = [h, k, k].map(|n| (random.normals(2 * t * n * e, 1.0), [2 * t, n * e]));
+    check::<B>(
+        "attention",
+        &[q, key, v],
+        &device,
+        |x| {
+            let [q, k, v] = [0, 1, 2].map(|i| primitive(x[i].clone()));
+            float(A::<B>::causal_attention(q, k, v, &docs, spec))
+        },
+        |x| reference_attention(&x[0], &x[1], &x[2], &starts, t, [h, k, e]),
+    );
+    let (m, d, vocabulary) = (7, 12, 20);
+    let targets: Vec<i32> = (0..m as i32).map(|i| (i * 5) % 20).collect();
+    check::<B>(
+        "head_loss",
+        &[(random.normals(m * d, 1.0), [m, d]), (random.normals(vocabulary * d, 0.5), [vocabulary, d])],
+        &device,
+        |x| {
+            let ids = ints::<B>(&targets, &device).into_primitive();
+            let loss = A::<B>::head_loss(primitive(x[0].clone()), primitive(x[1].clone()), ids, Precision::F32);
+            Tensor::<A<B>, 1>::from_primitive(TensorPrimitive::Float(loss)).reshape([1, 1])
+        },
+        |x| {
+            let loss = |i: usize| {
+                let dot = |j: usize| -> f64 { (0..d).map(|c| x[0][i * d + c] * x[1][j * d + c]).sum() };
+                let logits: Vec<f64> = (0..vocabulary).map(dot).collect();
+                logits.iter().map(|l| l.exp()).sum::<f64>().ln() - logits[targets[i] as usize]
+            };
+            vec![(0..m).map(loss).sum()]
+        },
+    );
+}
+
+fn angles(lines: usize, half: usize) -> (Vec<f32>, Vec<f32>) {
+    let angle = |i: usize| (i / half) as f32 * 0.7f32.powi((i % half) as i32);
+    ((0..lines * half).map(|i| angle(i).cos()).collect(), (0..lines * half).map(|i| angle(i).sin()).collect())
+}
+
+fn ints<B: Backend>(values: &[i32], device: &B::Device) -> Tensor<B, 1, Int> {
+    Tensor::from_data(TensorData::new(values.to_vec(), [values.len()]), device)
+}
+
+fn reference_attention(
+    q: &[f64],
+    k: &[f64],
+    v: &[f64],
+    starts: &[u32],
+    t: usize,
+    [heads, kv_heads, e]: [usize; 3],
+) -> Vec<f64> {
+    let mut y = vec![0.0; q.len()];
+    for m in 0..starts.len() {
+        let row = m / t * t;
+        for h in 0..heads {
+            let g = h / (heads / kv_heads);
+            let query = &q[(m * heads + h) * e..][..e];
+            let keys = row + starts[m] as usize..m + 1;
+            let score = |j: usize| -> f64 {
+                let key = &k[(j * kv_heads + g) * e..][..e];
+                query.iter().zip(key).map(|(a, b)| a * b).sum::<f64>() / (e as f64).sqrt()
+            };
+            let weights: Vec<f64> = keys.clone().map(|j| score(j).exp()).collect();
+            let sum: f64 = weights.iter().sum();
+            for (j, weight) in keys.zip(weights) {
+                for c in 0..e {
+                    y[(m * heads + h) * e + c] += weight / sum * v[(j * kv_heads + g) * e + c];
+                }
+            }
+        }
+    }
+    y
+}
+
+/// The 16-bit tensor-core kernels against the f32 operations on the same rounded inputs. Where the device has no bf16
+/// there are none.
+fn reduced_precision<B: Nvfp4Backend>(device: B::Device) {
+    if !B::supports_dtype(&device, DType::BF16) {
+        return;
+    }
+    let mut random = Random::new(31);
+    let rounded = |n: usize, random: &mut Random| -> Vec<f32> {
+        random.normals(n, 1.0).iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect()
+    };
+    let bf16 = |v: &[f32], rows: usize, cols: usize| matrix::<B>(v, rows, cols, &device).cast(DType::BF16);
+    let wide = |x: FloatTensor<B>| host(float::<B>(x).cast(DType::F32));
+    // Products of every layout, ragged.
+    for case in 0..200 {
+        let (m, n, k) = (1 + random.below(300), 8 * (1 + random.below(40)), 16 * (1 + random.below(30)));
+        let (a, w) = (rounded(m * k, &mut random), rounded(n * k, &mut random));
+        let dense = primitive(bf16(&a, m, k));
+        let packed = Nvfp4Tensor::quantize(
+            matrix::<B>(&w, n, k, &device),
+            QuantizeSpec {
+                scaling: backend_nvfp4::Scaling::Two,
+                block: backend_nvfp4::Block::Row,
+                rounding: backend_nvfp4::Rounding::Nearest,
+            },
+        );
+        let values = host(packed.dequantize(DType::F32));
+        let y = wide(B::nvfp4_matmul(dense.clone(), &packed.primitive(), Product::Nt, DType::BF16));
+        let expected = backend_nvfp4::reference::matmul_nt(&a, &values, m, n, k);
+        let error = relative(&y, expected);
+        assert!(error < 4e-3, "case {case}: packed {m}x{n}x{k} differs by {error}");
+        let dy = rounded(m * n, &mut random);
+        let dy16 = primitive(bf16(&dy, m, n));
+        let transposed: Vec<f32> = (0..n * k).map(|i| values[i % n * k + i / n]).collect();
+        let dx = wide(B::nvfp4_matmul(dy16.clone(), &packed.primitive(), Product::Nn, DType::BF16));
+        let error = relative(&dx, backend_nvfp4::reference::matmul_nt(&dy, &transposed, m, k, n));
+        assert!(error < 4e-3, "case {case}: dgrad {m}x{n}x{k} differs by {error}");
+        let dw = host(float::<B>(B::dense_matmul(B::float_transpose(dy16), dense, Precision::Bf16, DType::F32)));
+        let turn = |v: &[f32], r: usize, c: usize| -> Vec<f32> { (0..r * c).map(|i| v[i % r * c + i / r]).collect() };
+        let expected = backend_nvfp4::reference::matmul_nt(&turn(&dy, m, n), &turn(&a, m, k), n, k, m);
+        let error = relative(&dw, expected);
+        assert!(error < 1e-5, "case {case}: wgrad {m}x{n}x{k} differs by {error}");
+    }
+    // Attention: packed documents forward and backward, and a decode step over a cache.
+    for case in 0..24 {
+        let (heads, e) = ([(4, 2), (8, 1), (2, 2)][case % 3], [64, 128][case % 2]);
+        let (h, k) = heads;
+        let (past, t) =
+            if case % 4 == 3 { (random.below(300), 1 + random.below(2)) } else { (0, 1 + random.below(300)) };
+        let mut starts = vec![0u32; t];
+        if past == 0 {
+            let cut = random.below(t) as u32;
+            starts.iter_mut().skip(cut as usize).for_each(|s| *s = cut);
+        }
+        let [q, key, v, dy] =
+            [(t, h), (t + past, k), (t + past, k), (t, h)].map(|(r, n)| (rounded(r * n * e, &mut random), r, n * e));
+        let run = |precision: Precision| {
+            let docs = Documents::<B>::new(1, past, starts.clone(), &device);
+            let spec = AttentionSpec { heads: h, kv_heads: k, head_dim: e, precision };
+            let input =
+                |x: &(Vec<f32>, usize, usize)| primitive(matrix::<B>(&x.0, x.1, x.2, &device).cast(precision.dtype()));
+            let (q, key, v) = (input(&q), input(&key), input(&v));
+            let (y, lse) = B::attention_saving(q.clone(), key.clone(), v.clone(), &docs, spec);
+            let saved = backend_nvfp4::AttentionSaved { q, k: key, v, y: y.clone(), lse };
+            let mut out = vec![wide(y)];
+            if past == 0 {
+                out.extend(B::attention_backward(saved, input(&dy), &docs, spec).map(wide));
+            }
+            out
+        };
+        for (i, (ours, exact)) in run(Precision::Bf16).iter().zip(run(Precision::F32)).enumerate() {
+            let error = relative(ours, exact.into_iter().map(f64::from));
+            // One query on one key has no gradient but rounding.
+            assert!(error < 1.2e-2 || t < 3, "case {case}, result {i}: {t} tokens, {heads:?} heads of {e}: {error}");
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Every CUDA kernel compiles for cards that are not here: sm_80 (A100), sm_90a (H100, H200), sm_121a (DGX Spark).
+//! NVRTC needs no GPU. `NVRTC_HOME` names its folder (`lib`, `include`); `.ci/run` fetches it.
+
+use crate::support::{
+    cuda_source::{Source, SourceDevice, SourceRuntime, take_sources},
+    skipped_for,
+};
+use cubecl::{
+    Runtime,
+    ir::{ElemType, FloatKind, StorageType},
+};
+use cudarc::nvrtc::safe::{CompileOptions, compile_ptx_with_opts};
+use std::collections::BTreeSet;
+
+#[test]
+fn every_kernel_compiles_for_three_architectures() {
+    let Some(home) = std::env::var_os("NVRTC_HOME") else {
+        assert!(std::env::var_os("REQUIRE_NVRTC").is_none(), "REQUIRE_NVRTC is set and NVRTC_HOME is not");
+        return skipped_for("NVRTC_HOME is not set");
+    };
+    let include = std::path::Path::new(&home).join("include").display().to_string();
+    // One after another: a launch leaves its text in one place. The compilations then share the cores.
+    let jobs = [(80, "sm_80"), (90, "sm_90a"), (121, "sm_121a")].map(|(arch, name)| (name, sources(arch)));
+    std::thread::scope(|scope| {
+        for (arch, sources) in &jobs {
+            let include = &include;
+            scope.spawn(move || sources.iter().for_each(|source| compile(source, arch, include)));
+        }
+    });
+}
+
+/// One variant of each kernel. What needs no tensor cores is the same text for all: sm_90 says enough of it.
+fn sources(arch: u32) -> Vec<Source> {
+    let client = SourceRuntime::client(&SourceDevice(arch));
+    kernels_cubecl::once::once(&client, StorageType::Scalar(ElemType::Float(FloatKind::BF16)), 17).unwrap();
+    cubecl::future::block_on(client.sync()).unwrap();
+    let mut entries = BTreeSet::new();
+    let mut all = take_sources();
+    all.retain(|s| entries.insert(s.entry.clone()));
+    for kernel in ["gemm", "gemv", "forward", "backward_kv", "backward_q", "split", "quantize", "adamw_8bit"] {
+        assert!(entries.iter().any(|e| e.starts_with(kernel)), "no {kernel} kernel among {entries:?}");
+    }
+    let limit = if arch == 90 { 227 << 10 } else { 99 << 10 };
+    for Source { entry, shared, .. } in &all {
+        assert!(*shared <= limit, "{entry} for sm_{arch} wants {shared} bytes of shared memory");
+    }
+    all.retain(|s| arch == 90 || s.text.contains("mma.sync"));
+    all
+}
+
+fn compile(source: &Source, arch: &'static str, include: &str) {
+    let options = CompileOptions {
+        arch: Some(arch),
+        include_paths: vec![include.to_owned(), format!("{include}/cccl")],
+        ..Default::default()
+    };
+    if let Err(e) = compile_ptx_with_opts(&source.text, options) {
+        panic!("{} for {arch}: {e:?}", source.entry);
+    }
+}
