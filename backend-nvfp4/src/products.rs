@@ -2,9 +2,9 @@
 //!
 //! | operands | kernel |
 //! |---|---|
-//! | 16-bit matrices, on tensor cores | [`gemm`] |
-//! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv`] |
-//! | a packed operand beside a 16-bit one, on tensor cores | dequantise to 16 bits (exact), then [`gemm`] |
+//! | 16-bit matrices, on tensor cores | [`gemm()`] |
+//! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv()`] |
+//! | a packed operand beside a 16-bit one, on tensor cores | dequantise to 16 bits (exact), then [`gemm()`] |
 //! | f32 without tensor cores | cubek, one unit a tile |
 //! | batched products, f32 in TF32 | cubek's own choice |
 //! | a packed operand elsewhere | the portable kernel |

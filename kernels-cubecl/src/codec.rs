@@ -76,12 +76,12 @@ pub(crate) fn e2m1_pairs<F: Float>(word: u32, #[comptime] bf16: bool) -> Array<V
     pairs
 }
 
-/// What [`e2m1_pairs`] multiplies values by: the smallest normal number over the smallest normal code.
+/// What [`e2m1_pairs()`] multiplies values by: the smallest normal number over the smallest normal code.
 pub(crate) fn pair_unit(bf16: bool) -> f32 {
     if bf16 { f32::from_bits(1 << 23) } else { 1.0 / 16_384.0 }
 }
 
-/// An E4M3 scale in both halves of a pair, times [`scale_unit`]: its bits put in place as [`e2m1_pairs`] does.
+/// An E4M3 scale in both halves of a pair, times [`scale_unit`]: its bits put in place as [`e2m1_pairs()`] does.
 #[cube]
 pub(crate) fn e4m3_pair<F: Float>(byte: u32, #[comptime] bf16: bool) -> Vector<F, Const<2>> {
     if comptime!(bf16) {
@@ -93,7 +93,7 @@ pub(crate) fn e4m3_pair<F: Float>(byte: u32, #[comptime] bf16: bool) -> Vector<F
     }
 }
 
-/// What [`e4m3_pair`] multiplies a scale by: for bf16 what keeps its product with a pair a normal number.
+/// What [`e4m3_pair()`] multiplies a scale by: for bf16 what keeps its product with a pair a normal number.
 pub(crate) fn scale_unit(bf16: bool) -> f32 {
     if bf16 { 2.0f32.powi(100) } else { 1.0 }
 }

@@ -13,7 +13,7 @@
 //! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
 //! | [`checkpoint`] | training state on disk and back |
 //! | [`durable`] | the only code that writes files |
-//! | [`export`], [`convert`], [`inspect`], [`generate`], [`parity`], [`bench`], [`demo`] | one command a file |
+//! | [`export`], [`convert`], [`inspect`], [`generate`], [`parity`], [`mod@bench`], [`demo`] | one command a file |
 //! | [`report`] | the only code that prints |
 
 #![forbid(unsafe_code)]
