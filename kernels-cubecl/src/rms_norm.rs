@@ -5,7 +5,7 @@
 //! for row { sum x^2; for c { y[c] = x[c] * r * w[c] } }                             // the plain loop
 //! ```
 //! Statistics and sums are f32; `n` is rounded to the type of x before the weight, as Hugging Face does. A cube
-//! takes one row after another, each unit keeps its one or two vectors of it in registers; backward keeps its share
+//! takes one row after another, each unit keeps its few vectors of it in registers; backward keeps its share
 //! of `dw` for all the rows it meets and writes it once, so that one short sum over cubes remains.
 //! Moves x in and y out (x, dy in, dx out backward): bound by memory.
 
@@ -18,7 +18,7 @@ use crate::{
 use cubecl::prelude::*;
 
 /// Cubes of a backward launch at most: each leaves one row of partial sums.
-const CUBES: usize = 528;
+const CUBES: usize = 1056;
 
 /// `y` from `x` (`rows` x `cols`, type `dtype`) and `w` (f32, `cols`).
 ///
@@ -67,7 +67,7 @@ pub fn rms_norm<R: Runtime>(
 fn row_launch<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, cols: usize) -> (usize, usize, u32) {
     let vector = vector_size(client, dtype, cols);
     let width = cols / vector;
-    let most = (client.properties().hardware.max_units_per_cube as usize).min(512);
+    let most = (client.properties().hardware.max_units_per_cube as usize).min(256);
     let passes = width.div_ceil(most);
     (vector, passes, width.div_ceil(passes).next_multiple_of(32) as u32)
 }
