@@ -352,6 +352,8 @@ fn param<B: Backend, const D: usize>(
     device: &B::Device,
 ) -> Param<Tensor<B, D>> {
     let tensor = Tensor::from_data(TensorData::new(values, shape), (device, DType::F32));
+    // CubeCL counts uploaded bytes in 32 bits until a kernel is launched: more than 4 GiB of weights need one between.
+    drop(Tensor::<B, 1>::zeros([1], device));
     let tensor = if tracked { tensor.require_grad() } else { tensor };
     Param::initialized(ParamId::from(id), tensor)
 }
