@@ -46,7 +46,7 @@ fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
         let forward = reference::matmul_nt(&x, &wd, m, n, k);
         assert!(relative(&product(&x, m, k, &wq, Product::Nt), forward) < BOUND, "{label} forward");
         let both = reference::matmul_nt(&xd, &wd, m, n, k);
-        let y = B::nvfp4_matmul_packed(&xq.primitive(), &wq.primitive(), DType::F32);
+        let y = B::nvfp4_matmul_packed(&xq.primitive(), &wq.primitive(), Product::Nt, DType::F32, DType::F32);
         let y = host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(y)));
         assert!(relative(&y, both) < BOUND, "{label} packed x packed");
         let dx = reference::matmul_nt(&dy, &transpose(&wd, n, k), m, k, n);

@@ -3,10 +3,9 @@
 //! respect to `Q(w)` is handed to `w` unchanged.
 
 use crate::{
-    AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, MemoryUse, Nvfp4Backend, Nvfp4Error,
-    Nvfp4Primitive, Precision, Product, Rotary, bench,
+    AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, LinearWeight, MasterWeight, MemoryUse,
+    Moment, Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, bench,
     linear::{self, Saved},
-    optim::Moment8,
     quantize::QuantizeSpec,
 };
 use burn::{
@@ -56,8 +55,18 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
     }
 
-    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
-        Self::from_inner(B::nvfp4_matmul_packed(&inner(a), &inner(w), dtype))
+    fn nvfp4_matmul_packed(
+        a: &Nvfp4Primitive<Self>,
+        w: &Nvfp4Primitive<Self>,
+        product: Product,
+        operand: DType,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        Self::from_inner(B::nvfp4_matmul_packed(&inner(a), &inner(w), product, operand, out))
+    }
+
+    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::hadamard(x.primitive))
     }
 
     fn dense_matmul(
@@ -89,7 +98,7 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
     }
 
-    fn nvfp4_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, spec: LinearSpec) -> FloatTensor<Self> {
+    fn nvfp4_linear(x: FloatTensor<Self>, w: LinearWeight<Self>, spec: LinearSpec) -> FloatTensor<Self> {
         #[derive(Debug)]
         struct Linear;
         impl<B: Nvfp4Backend> Backward<B, 2> for Linear {
@@ -105,8 +114,14 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
                 );
             }
         }
-        let (y, saved) = linear::forward::<B>(x.primitive, w.primitive, spec);
-        match Linear.prepare::<C>([x.node, w.node]).compute_bound().stateful() {
+        let (w, node) = match w {
+            LinearWeight::Float(w) => (LinearWeight::Float(w.primitive), w.node),
+            LinearWeight::Packed { codes, gradient } => {
+                (LinearWeight::Packed { codes: inner(&codes), gradient: gradient.primitive }, gradient.node)
+            }
+        };
+        let (y, saved) = linear::forward::<B>(x.primitive, w, spec);
+        match Linear.prepare::<C>([x.node, node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((saved, spec), y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
@@ -229,29 +244,59 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
     }
 
     fn adamw(
-        w: FloatTensor<Self>,
+        w: MasterWeight<Self>,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
-    ) -> (FloatTensor<Self>, AdamwState<Self>) {
-        let down =
-            |m: Moment8<Self>| Moment8::<B> { codes: m.codes, absmax: m.absmax.primitive, table: m.table.primitive };
-        let state = match state {
-            AdamwState::F32 { m, v } => AdamwState::F32 { m: m.primitive, v: v.primitive },
-            AdamwState::Int8 { m, v } => AdamwState::Int8 { m: down(m), v: down(v) },
+    ) -> (MasterWeight<Self>, AdamwState<Self>) {
+        let w = match w {
+            MasterWeight::Dense { w, master, residual } => MasterWeight::Dense { w: w.primitive, master, residual },
+            MasterWeight::Packed(w) => MasterWeight::Packed(inner(&w)),
         };
-        let (w, state) = B::adamw(w.primitive, grad.primitive, state, step, chunk);
-        let up = |m: Moment8<B>| Moment8::<Self> {
-            codes: m.codes,
-            absmax: Self::from_inner(m.absmax),
-            table: Self::from_inner(m.table),
+        let down = |moment: Moment<Self>| match moment {
+            Moment::Float(x) => Moment::<B>::Float(x.primitive),
+            Moment::Quantised { codes, absmax, table } => {
+                Moment::Quantised { codes, absmax: absmax.primitive, table: table.primitive }
+            }
         };
-        let state = match state {
-            AdamwState::F32 { m, v } => AdamwState::F32 { m: Self::from_inner(m), v: Self::from_inner(v) },
-            AdamwState::Int8 { m, v } => AdamwState::Int8 { m: up(m), v: up(v) },
+        let state = AdamwState { kind: state.kind, m: down(state.m), v: down(state.v) };
+        let (w, state) = B::adamw(w, grad.primitive, state, step, chunk);
+        let w = match w {
+            MasterWeight::Dense { w, master, residual } => {
+                MasterWeight::Dense { w: Self::from_inner(w), master, residual }
+            }
+            MasterWeight::Packed(w) => MasterWeight::Packed(outer(w)),
         };
-        (Self::from_inner(w), state)
+        let up = |moment: Moment<B>| match moment {
+            Moment::Float(x) => Moment::<Self>::Float(Self::from_inner(x)),
+            Moment::Quantised { codes, absmax, table } => {
+                Moment::Quantised { codes, absmax: Self::from_inner(absmax), table: Self::from_inner(table) }
+            }
+        };
+        (w, AdamwState { kind: state.kind, m: up(state.m), v: up(state.v) })
+    }
+
+    fn token_rows(w: FloatTensor<Self>, ids: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct TokenRows;
+        impl<B: Nvfp4Backend> Backward<B, 1> for TokenRows {
+            type State = (Shape, IntTensor<B>);
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 1>(ops, grads, |(shape, ids), dy| {
+                    let device = B::float_device(&dy);
+                    let zeros = B::float_zeros(shape, &device, DType::F32.into());
+                    let dy = if dy.dtype() == DType::F32 { dy } else { B::float_cast(dy, FloatDType::F32) };
+                    [B::float_select_add(zeros, 0, ids, dy)]
+                });
+            }
+        }
+        let shape = w.primitive.shape();
+        let y = B::token_rows(w.primitive, ids.clone(), dtype);
+        match TokenRows.prepare::<C>([w.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((shape, ids), y),
+            OpsKind::UnTracked(prep) => prep.finish(y),
+        }
     }
 
     fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {

@@ -1,8 +1,8 @@
 //! The operations on CubeCL devices (CUDA, Vulkan, …): each is buffers, shapes and one launch.
 
 use crate::{
-    AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, MemoryUse, Nvfp4Backend, Nvfp4Error,
-    Nvfp4Primitive, Precision, Product, Rotary, bench, blocks, head,
+    AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, Master, MasterWeight, MemoryUse, Moment,
+    Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, StateKind, bench, blocks, head,
     products::{self, Packed},
     quantize::{QuantizeSpec, Scaling, View},
 };
@@ -20,11 +20,11 @@ use burn_cubecl::{
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     KernelError, adamw,
-    adamw::{AdamwStep, Chunk, StateArgs},
+    adamw::{AdamwStep, Chunk, DenseArgs, StateArgs},
     attention,
     attention::AttentionShape,
     cross_entropy::cross_entropy,
-    decode_attention,
+    decode_attention, gradient, hadamard,
     layout::{scales_per_row, words_per_row},
     mma, quantize, rms_norm, rope,
     rope::{RopeArgs, RopeShape},
@@ -72,8 +72,21 @@ where
         products::packed(a, &packed(w), product, out)
     }
 
-    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
-        products::packed_both(&packed(a), &packed(w), dtype)
+    fn nvfp4_matmul_packed(
+        a: &Nvfp4Primitive<Self>,
+        w: &Nvfp4Primitive<Self>,
+        product: Product,
+        operand: DType,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        products::packed_both(&packed(a), &packed(w), product, operand, out)
+    }
+
+    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = into_contiguous(x);
+        let y = empty(&x, dims(&x), x.dtype);
+        launched(hadamard::hadamard(&x.client, arg(&x), arg(&y), x.dtype.into(), hadamard::SIGNS));
+        y
     }
 
     fn dense_matmul(
@@ -278,42 +291,67 @@ where
     }
 
     fn adamw(
-        w: FloatTensor<Self>,
+        w: MasterWeight<Self>,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
-    ) -> (FloatTensor<Self>, AdamwState<Self>) {
-        let w = writable(w);
+    ) -> (MasterWeight<Self>, AdamwState<Self>) {
         let grad = into_contiguous(grad);
-        let client = w.client.clone();
-        let len = w.meta.num_elements();
-        let chunks = (0..len).step_by(chunk).map(|start| Chunk { start, end: (start + chunk).min(len) });
-        let state = match state {
-            AdamwState::F32 { m, v } => {
-                let (m, v) = (writable(m), writable(v));
-                for chunk in chunks {
-                    launched(adamw::adamw_f32(&client, arg(&w), arg(&grad), arg(&m), arg(&v), step, chunk));
-                }
-                AdamwState::F32 { m, v }
+        let len = grad.meta.num_elements();
+        let client = grad.client.clone();
+        let gradient = || (arg(&grad), grad.dtype.into());
+        let moments = [state.m, state.v].map(|moment| match moment {
+            Moment::Float(x) => Moment::<Self>::Float(writable(x)),
+            Moment::Quantised { codes, absmax, table } => {
+                Moment::Quantised { codes: writable(codes), absmax: writable(absmax), table }
             }
-            AdamwState::Int8 { mut m, mut v } => {
-                for moment in [&mut m, &mut v] {
-                    moment.codes = writable(moment.codes.clone());
-                    moment.absmax = writable(moment.absmax.clone());
-                }
-                let args = |s: &crate::optim::Moment8<Self>| StateArgs {
-                    codes: arg(&s.codes),
-                    absmax: arg(&s.absmax),
-                    table: arg(&s.table),
-                };
-                for chunk in chunks {
-                    launched(adamw::adamw_8bit(&client, arg(&w), arg(&grad), args(&m), args(&v), step, chunk));
-                }
-                AdamwState::Int8 { m, v }
+        });
+        let w = match w {
+            MasterWeight::Dense { w, master, residual } => {
+                MasterWeight::Dense { w: writable(w), master, residual: residual.map(writable) }
             }
+            MasterWeight::Packed(w) => MasterWeight::Packed(Nvfp4Primitive {
+                codes: writable(w.codes),
+                scales: writable(w.scales),
+                global: w.global,
+            }),
         };
-        (w, state)
+        for start in (0..len).step_by(chunk) {
+            let chunk = Chunk { start, end: (start + chunk).min(len) };
+            let [m, v] = &moments;
+            launched(match (&w, [m, v]) {
+                (MasterWeight::Dense { w, master, residual }, [Moment::Float(m), Moment::Float(v)]) => {
+                    let w = dense_args(w, *master, residual.as_ref(), len);
+                    let states = (m.dtype.into(), state.kind == StateKind::Bf16);
+                    adamw::adamw_float(&client, w, gradient(), [arg(m), arg(v)], states, step, chunk)
+                }
+                (MasterWeight::Dense { w, master, residual }, moments) => {
+                    let (bits, args) = quantised(moments);
+                    let w = dense_args(w, *master, residual.as_ref(), len);
+                    adamw::adamw_quantised(&client, w, gradient(), args, bits, step, chunk)
+                }
+                (MasterWeight::Packed(w), moments) => {
+                    let (bits, args) = quantised(moments);
+                    adamw::adamw_packed(&client, packed(w).args(), gradient(), args, bits, step, chunk)
+                }
+            });
+        }
+        let [m, v] = moments;
+        (w, AdamwState { kind: state.kind, m, v })
+    }
+
+    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = into_contiguous(x);
+        let out = empty(&x, [1], DType::F32);
+        launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), arg(&out)));
+        out
+    }
+
+    fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (sum, x) = (writable(sum), into_contiguous(x));
+        launched(gradient::accumulate(&x.client, (arg(&sum), sum.dtype.into()), (arg(&x), x.dtype.into())));
+        sum
     }
 
     fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
@@ -324,6 +362,40 @@ where
         let usage = R::client(device).memory_usage().ok()?;
         Some(MemoryUse { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
     }
+}
+
+/// A dense master for the kernel. Forms without a residual pass the weight's own buffer in its place, unused.
+fn dense_args<R: CubeRuntime>(
+    w: &CubeTensor<R>,
+    master: Master,
+    residual: Option<&CubeTensor<R>>,
+    len: usize,
+) -> DenseArgs<R> {
+    // SAFETY is the kernel crate's: it checks lengths, and forms without a residual never touch it.
+    let residual = arg(residual.unwrap_or(w));
+    debug_assert_eq!(residual.size(), len);
+    DenseArgs { w: arg(w), dtype: w.dtype.into(), residual, master }
+}
+
+/// The bits and buffers of quantised moments.
+fn quantised<R, F, I, BT>(moments: [&Moment<CubeBackend<R, F, I, BT>>; 2]) -> (u32, [StateArgs<R>; 2])
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let mut bits = 8;
+    let args = moments.map(|moment| match moment {
+        Moment::Float(_) => panic!("an NVFP4 master has quantised moments"),
+        Moment::Quantised { codes, absmax, table } => {
+            bits = table.shape()[0].ilog2();
+            StateArgs { codes: arg(codes), absmax: arg(absmax), table: arg(table) }
+        }
+    });
+    (bits, args)
 }
 
 /// The sums of a matrix's columns.

@@ -26,19 +26,21 @@ pub use blocks::{AttentionSaved, AttentionSpec, Documents, Rotary};
 pub use error::Nvfp4Error;
 pub use head::HeadLoss;
 pub use kernels_cubecl::{
-    adamw::AdamwStep,
+    adamw::{AdamwStep, Master},
     bench, layout,
     matmul::Product,
     quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
-pub use linear::{Nvfp4Linear, matmul};
-pub use optim::{AdamwState, Moment8, StateKind, reference_adamw};
-pub use recipe::{LinearSpec, Precision, Recipe};
+pub use linear::{LinearWeight, Nvfp4Linear, PackedMaster, matmul};
+pub use optim::{
+    AdamwState, MasterKind, MasterWeight, Moment, StateKind, reference_adamw, reference_repack, reference_round,
+};
+pub use recipe::{LinearSpec, Nvfp4Parts, Precision, Recipe};
 pub use tensor::{Nvfp4Primitive, Nvfp4Tensor};
 
 use burn::tensor::{
-    DType,
+    DType, Shape, TensorMetadata,
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
@@ -59,8 +61,18 @@ pub trait Nvfp4Backend: Backend {
     /// `Tn`: `[M, N] x [M, K] -> [N, K]`. Differentiable in the dense operand for `Nt`.
     fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self>;
 
-    /// `[M, K] x [N, K] -> [M, N]`, both packed, as `dtype`. Not differentiable.
-    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
+    /// A product of two packed matrices, computed on values of type `operand` and stored as `out`. `Nt` or `Nn`, as in
+    /// [`Self::nvfp4_matmul`]. Not differentiable.
+    fn nvfp4_matmul_packed(
+        a: &Nvfp4Primitive<Self>,
+        w: &Nvfp4Primitive<Self>,
+        product: Product,
+        operand: DType,
+        out: DType,
+    ) -> FloatTensor<Self>;
+
+    /// Every 16 columns of a matrix rotated by the random Hadamard transform. Not differentiable.
+    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// A dense batched product in the given number format, as `out`. Equal batch dimensions.
     fn dense_matmul(
@@ -70,9 +82,9 @@ pub trait Nvfp4Backend: Backend {
         out: DType,
     ) -> FloatTensor<Self>;
 
-    /// `y = x · Wᵀ` with a master weight: `x` `[M, K]` in the spec's dtype, `w` `[N, K]` f32, the
+    /// `y = x · Wᵀ` with a master weight: `x` `[M, K]` in the spec's dtype, `w` `[N, K]`, the
     /// recipe's quantisation on the way. Gradients pass straight through; that of `w` is f32.
-    fn nvfp4_linear(x: FloatTensor<Self>, w: FloatTensor<Self>, spec: LinearSpec) -> FloatTensor<Self> {
+    fn nvfp4_linear(x: FloatTensor<Self>, w: LinearWeight<Self>, spec: LinearSpec) -> FloatTensor<Self> {
         linear::forward::<Self>(x, w, spec).0
     }
 
@@ -174,15 +186,33 @@ pub trait Nvfp4Backend: Backend {
         head::head_loss::<Self>(h, w, targets, precision, gradients)
     }
 
-    /// One AdamW step over a whole tensor, `chunk` elements a launch (a multiple of 256).
-    /// `w` and `grad` are f32 and equally shaped; `w` is updated in place when nothing else holds it.
+    /// One AdamW step over a whole tensor, `chunk` elements a launch (a multiple of 256). `grad` is f32 or bf16 and
+    /// shaped like the weight, which is updated in place when nothing else holds it.
     fn adamw(
-        w: FloatTensor<Self>,
+        w: MasterWeight<Self>,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
-    ) -> (FloatTensor<Self>, AdamwState<Self>);
+    ) -> (MasterWeight<Self>, AdamwState<Self>);
+
+    /// The sum of the squares of a gradient of any shape, f32 `[1]`.
+    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = Self::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
+        let x = tensor::float::<Self, 1>(x).cast(DType::F32);
+        (x.clone() * x).sum().into_primitive().tensor()
+    }
+
+    /// `sum + x`, in place when nothing else holds `sum`, in its type.
+    fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_add(sum, x)
+    }
+
+    /// Rows `ids` `[M]` of an embedding `[V, D]` as `dtype`. Its gradient is f32 whatever it is stored in.
+    fn token_rows(w: FloatTensor<Self>, ids: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
+        let rows = tensor::float::<Self, 2>(Self::float_select(w, 0, ids));
+        rows.cast(dtype).into_primitive().tensor()
+    }
 
     /// Times every kernel whose name contains `filter` on `device`, handing rows to `show`; the copy rate comes first.
     ///

@@ -1,47 +1,66 @@
 //! The linear layer `y = x · Wᵀ` under a recipe: forward here, gradients in `autodiff`.
 
-use crate::{LinearSpec, Nvfp4Backend, Nvfp4Primitive, Nvfp4Tensor, Precision, Product, Recipe, tensor::float};
+use crate::{
+    LinearSpec, Nvfp4Backend, Nvfp4Parts, Nvfp4Primitive, Nvfp4Tensor, Precision, Product, Recipe, tensor::float,
+};
 use burn::{
     module::{Module, Param},
-    tensor::{Tensor, TensorMetadata, backend::Backend, ops::FloatTensor},
+    tensor::{DType, Shape, Tensor, TensorMetadata, backend::Backend, ops::FloatTensor},
 };
 
 /// A linear layer without bias, weight `[N, K]`.
 #[derive(Module, Debug)]
 pub enum Nvfp4Linear<B: Backend> {
-    /// A master weight in f32: training moves it, each forward quantises it as the recipe says.
+    /// A master weight, f32 or bf16: training moves it, each forward quantises it as the recipe says.
     Master(Param<Tensor<B, 2>>),
-    /// A weight that no recipe quantises, f32.
+    /// A weight that no recipe quantises.
     Dense(Param<Tensor<B, 2>>),
     /// Packed NVFP4 codes, for inference.
     Packed(Nvfp4Tensor<B>),
+    /// Packed NVFP4 codes that training moves.
+    PackedMaster(PackedMaster<B>),
+}
+
+/// An NVFP4 master weight.
+#[derive(Module, Debug)]
+pub struct PackedMaster<B: Backend> {
+    /// Takes the gradient `[N, K]`: autodiff knows no gradient of codes. One value, expanded; never read.
+    pub gradient: Param<Tensor<B, 2>>,
+    /// The codes.
+    pub weight: Nvfp4Tensor<B>,
+}
+
+/// The weight of a linear layer, `[N, K]`.
+#[derive(Debug, Clone)]
+pub enum LinearWeight<B: Backend> {
+    /// A master, f32 or bf16.
+    Float(FloatTensor<B>),
+    /// Codes, and what takes their gradient.
+    Packed {
+        /// The codes.
+        codes: Nvfp4Primitive<B>,
+        /// See [`PackedMaster::gradient`].
+        gradient: FloatTensor<B>,
+    },
 }
 
 impl<B: Nvfp4Backend> Nvfp4Linear<B> {
     /// `x` `[M, K]` in the spec's dtype to `[M, N]`.
     pub fn forward(&self, x: Tensor<B, 2>, spec: LinearSpec) -> Tensor<B, 2> {
         let x = x.into_primitive().tensor();
-        match self {
-            Self::Master(weight) => float(B::nvfp4_linear(x, weight.val().into_primitive().tensor(), spec)),
+        let primitive = |p: &Param<Tensor<B, 2>>| p.val().into_primitive().tensor();
+        float(match self {
+            Self::Master(weight) => B::nvfp4_linear(x, LinearWeight::Float(primitive(weight)), spec),
             Self::Dense(weight) => {
                 let spec = LinearSpec { recipe: Recipe::Bf16, ..spec };
-                float(B::nvfp4_linear(x, weight.val().into_primitive().tensor(), spec))
+                B::nvfp4_linear(x, LinearWeight::Float(primitive(weight)), spec)
             }
-            Self::Packed(weight) => {
-                let weight = weight.primitive();
-                float(match spec.recipe {
-                    Recipe::Bf16 | Recipe::W4 => {
-                        let dtype = x.dtype();
-                        B::nvfp4_matmul(x, &weight, Product::Nt, dtype)
-                    }
-                    Recipe::W4a4 => {
-                        let dtype = x.dtype();
-                        let x = B::nvfp4_quantize(x, spec.activations());
-                        B::nvfp4_matmul_packed(&x, &weight, dtype)
-                    }
-                })
+            Self::Packed(weight) => packed_forward::<B>(x, weight.primitive(), spec).0,
+            Self::PackedMaster(weight) => {
+                let (codes, gradient) = (weight.weight.primitive(), primitive(&weight.gradient));
+                B::nvfp4_linear(x, LinearWeight::Packed { codes, gradient }, spec)
             }
-        }
+        })
     }
 
     /// Output and input features, N and K.
@@ -49,7 +68,18 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
         match self {
             Self::Master(weight) | Self::Dense(weight) => weight.dims(),
             Self::Packed(weight) => weight.dims(),
+            Self::PackedMaster(weight) => weight.weight.dims(),
         }
+    }
+}
+
+impl<B: Nvfp4Backend> PackedMaster<B> {
+    /// A master of these codes; `gradient` is a parameter's id and one value `[1, 1]`.
+    pub fn new(weight: Nvfp4Tensor<B>, gradient: Param<Tensor<B, 2>>) -> Self {
+        let dims = weight.dims();
+        let (id, value, mapper) = gradient.consume();
+        let gradient = Param::from_mapped_value(id, value.expand(dims).detach().require_grad(), mapper);
+        Self { gradient, weight }
     }
 }
 
@@ -72,55 +102,96 @@ pub(crate) enum Saved<B: Backend> {
     W4 { x: FloatTensor<B>, w: Nvfp4Primitive<B> },
     /// Both packed.
     W4a4 { x: Nvfp4Primitive<B>, w: Nvfp4Primitive<B> },
+    /// Packed weight; the backward packs activations and gradients its own way.
+    Nvfp4 { x: FloatTensor<B>, w: Nvfp4Primitive<B>, parts: Nvfp4Parts },
 }
 
 /// `y` and what the backward needs.
 pub(crate) fn forward<B: Nvfp4Backend>(
     x: FloatTensor<B>,
-    w: FloatTensor<B>,
+    w: LinearWeight<B>,
     spec: LinearSpec,
 ) -> (FloatTensor<B>, Saved<B>) {
     let dtype = spec.precision.dtype();
     debug_assert_eq!(x.dtype(), dtype, "activations are cast at the model's door");
-    match spec.recipe {
-        Recipe::Bf16 => {
+    match (w, spec.recipe) {
+        (LinearWeight::Float(w), Recipe::Bf16) => {
             let w = cast::<B>(w, dtype);
             let wt = B::float_transpose(w.clone());
             let y = B::dense_matmul(x.clone(), wt, spec.precision, dtype);
             (y, Saved::Dense { x, w })
         }
-        Recipe::W4 => {
-            let w = B::nvfp4_quantize(w, spec.weights());
-            (B::nvfp4_matmul(x.clone(), &w, Product::Nt, dtype), Saved::W4 { x, w })
-        }
+        (LinearWeight::Float(w), _) => packed_forward(x, B::nvfp4_quantize(w, spec.weights()), spec),
+        (LinearWeight::Packed { codes, .. }, _) => packed_forward(x, codes, spec),
+    }
+}
+
+/// With a weight that is packed, whatever made it so.
+fn packed_forward<B: Nvfp4Backend>(
+    x: FloatTensor<B>,
+    w: Nvfp4Primitive<B>,
+    spec: LinearSpec,
+) -> (FloatTensor<B>, Saved<B>) {
+    let dtype = spec.precision.dtype();
+    match spec.recipe {
+        Recipe::Bf16 | Recipe::W4 => (B::nvfp4_matmul(x.clone(), &w, Product::Nt, dtype), Saved::W4 { x, w }),
         Recipe::W4a4 => {
-            let w = B::nvfp4_quantize(w, spec.weights());
             let x = B::nvfp4_quantize(x, spec.activations());
-            (B::nvfp4_matmul_packed(&x, &w, dtype), Saved::W4a4 { x, w })
+            (B::nvfp4_matmul_packed(&x, &w, Product::Nt, dtype, dtype), Saved::W4a4 { x, w })
+        }
+        Recipe::Nvfp4(parts) => {
+            let packed = B::nvfp4_quantize(x.clone(), spec.activations());
+            (B::nvfp4_matmul_packed(&packed, &w, Product::Nt, dtype, dtype), Saved::Nvfp4 { x, w, parts })
         }
     }
 }
 
 /// `dx = dy · W`, with the weight that the forward used.
 pub(crate) fn dgrad<B: Nvfp4Backend>(dy: FloatTensor<B>, saved: &Saved<B>, spec: LinearSpec) -> FloatTensor<B> {
+    let dtype = spec.precision.dtype();
     match saved {
-        Saved::Dense { w, .. } => B::dense_matmul(dy, w.clone(), spec.precision, spec.precision.dtype()),
-        Saved::W4 { w, .. } | Saved::W4a4 { w, .. } => B::nvfp4_matmul(dy, w, Product::Nn, spec.precision.dtype()),
+        Saved::Dense { w, .. } => B::dense_matmul(dy, w.clone(), spec.precision, dtype),
+        Saved::W4 { w, .. } | Saved::W4a4 { w, .. } => B::nvfp4_matmul(dy, w, Product::Nn, dtype),
+        Saved::Nvfp4 { w, parts, .. } => {
+            let dy = B::nvfp4_quantize(dy, spec.gradients(*parts, false));
+            B::nvfp4_matmul_packed(&dy, w, Product::Nn, dtype, dtype)
+        }
     }
 }
 
 /// `dW = dyᵀ · x` in f32, with the activations that the forward used.
 pub(crate) fn wgrad<B: Nvfp4Backend>(dy: FloatTensor<B>, saved: &Saved<B>, spec: LinearSpec) -> FloatTensor<B> {
-    let f32 = burn::tensor::DType::F32;
+    let f32 = DType::F32;
     match saved {
         Saved::Dense { x, .. } | Saved::W4 { x, .. } => {
             B::dense_matmul(B::float_transpose(dy), x.clone(), spec.precision, f32)
         }
         Saved::W4a4 { x, .. } => B::nvfp4_matmul(dy, x, Product::Tn, f32),
+        Saved::Nvfp4 { x, parts, .. } => {
+            // Blocks run along the tokens, which are summed over. The rotation cancels in the product.
+            let along_tokens = |x: FloatTensor<B>| {
+                let x = B::float_transpose(in_blocks_of_16::<B>(x));
+                if parts.hadamard { B::hadamard(x) } else { x }
+            };
+            let dy = B::nvfp4_quantize(along_tokens(dy), spec.gradients(*parts, true));
+            let x = B::nvfp4_quantize(along_tokens(x.clone()), spec.activations());
+            B::nvfp4_matmul_packed(&dy, &x, Product::Nt, spec.precision.dtype(), f32)
+        }
     }
 }
 
-fn cast<B: Backend>(x: FloatTensor<B>, dtype: burn::tensor::DType) -> FloatTensor<B> {
+/// `x` with rows of zeros up to a multiple of 16.
+fn in_blocks_of_16<B: Nvfp4Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let [rows, cols] = x.shape().dims();
+    let missing = rows.next_multiple_of(16) - rows;
+    if missing == 0 {
+        return x;
+    }
+    let zeros = B::float_zeros(Shape::new([missing, cols]), &B::float_device(&x), x.dtype().into());
+    B::float_cat(vec![x, zeros], 0)
+}
+
+fn cast<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
     let to: burn::tensor::FloatDType = dtype.into();
     if x.dtype() == dtype { x } else { B::float_cast(x, to) }
 }

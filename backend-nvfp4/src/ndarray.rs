@@ -2,8 +2,11 @@
 //! this backend has no 16-bit floats.
 
 use crate::{
-    AdamwState, Nvfp4Backend, Nvfp4Primitive, Precision, Product,
-    optim::{Moment8, reference_adamw, reference_adamw_8bit},
+    AdamwState, AdamwStep, MasterWeight, Moment, Nvfp4Backend, Nvfp4Primitive, Precision, Product, StateKind,
+    optim::{
+        decode_moment, encode_moment, reference_adamw, reference_repack, reference_round, reference_round_states,
+        reference_unpacked, reference_unrounded,
+    },
     quantize::{QuantizeSpec, View},
     reference::{self, Packed},
 };
@@ -19,24 +22,13 @@ impl Nvfp4Backend for NdArray {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
         let (rows, cols) = (x.shape()[0], x.shape()[1]);
         let q = reference::quantize(&floats(x), View::row_major(rows, cols), spec);
-        let blocks = q.scales.len() / rows.max(1);
-        let words = q.codes.len() / rows.max(1);
-        Nvfp4Primitive {
-            codes: ints(q.codes, [rows, words]),
-            scales: ints(q.scales, [rows, blocks]),
-            global: ints(vec![q.global.to_bits()], [1]),
-        }
+        device_packed(q, rows)
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
         assert_eq!(dtype, DType::F32, "the CPU backend computes in f32");
         let [rows, cols] = w.dims();
-        let packed = Packed {
-            codes: words(w.codes.clone()),
-            scales: bytes(w.scales.clone()),
-            global: f32::from_bits(words(w.global.clone())[0]),
-        };
-        from_floats(reference::dequantize(&packed, rows, cols), [rows, cols])
+        from_floats(reference::dequantize(&host_packed(w), rows, cols), [rows, cols])
     }
 
     fn nvfp4_matmul(
@@ -53,8 +45,19 @@ impl Nvfp4Backend for NdArray {
         }
     }
 
-    fn nvfp4_matmul_packed(a: &Nvfp4Primitive<Self>, w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
-        Self::nvfp4_matmul(Self::nvfp4_dequantize(a, dtype), w, Product::Nt, dtype)
+    fn nvfp4_matmul_packed(
+        a: &Nvfp4Primitive<Self>,
+        w: &Nvfp4Primitive<Self>,
+        product: Product,
+        _operand: DType,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        Self::nvfp4_matmul(Self::nvfp4_dequantize(a, DType::F32), w, product, out)
+    }
+
+    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (rows, cols) = (x.shape()[0], x.shape()[1]);
+        from_floats(reference::hadamard(&floats(x), kernels_cubecl::hadamard::SIGNS), [rows, cols])
     }
 
     fn dense_matmul(
@@ -66,52 +69,85 @@ impl Nvfp4Backend for NdArray {
         Self::float_matmul(lhs, rhs)
     }
 
+    // The whole tensor at once: no launch to keep small.
     fn adamw(
-        w: FloatTensor<Self>,
+        w: MasterWeight<Self>,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
-        step: crate::AdamwStep,
-        chunk: usize,
-    ) -> (FloatTensor<Self>, AdamwState<Self>) {
+        step: AdamwStep,
+        _chunk: usize,
+    ) -> (MasterWeight<Self>, AdamwState<Self>) {
         let grad = floats(grad);
-        let mut w = array(w);
-        let out = slice(&mut w);
-        let chunks = (0..out.len()).step_by(chunk).map(|start| start..(start + chunk).min(grad.len()));
-        let state = match state {
-            AdamwState::F32 { m, v } => {
-                let (mut m, mut v) = (array(m), array(v));
-                let (m32, v32) = (slice(&mut m), slice(&mut v));
-                for span in chunks {
-                    let (m32, v32) = (&mut m32[span.clone()], &mut v32[span.clone()]);
-                    reference_adamw(&mut out[span.clone()], &grad[span], m32, v32, step);
-                }
-                AdamwState::F32 { m: m.into(), v: v.into() }
+        let len = grad.len();
+        let [mut m, mut v] = [(state.m, false), (state.v, true)].map(|(moment, root)| match moment {
+            Moment::Float(x) => (array(x), None),
+            Moment::Quantised { codes, absmax, table } => {
+                let table = floats(table);
+                let values = decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
+                (array(from_floats(values, [len])), Some(table))
             }
-            AdamwState::Int8 { m, v } => {
-                let mut host = [m, v].map(|s| (bytes(s.codes), floats(s.absmax), floats(s.table)));
-                let [m, v] = &mut host;
-                for span in chunks {
-                    let blocks = span.start / 256..span.end.div_ceil(256);
-                    reference_adamw_8bit(
-                        &mut out[span.clone()],
-                        &grad[span.clone()],
-                        (&mut m.0[span.clone()], &mut m.1[blocks.clone()], &m.2),
-                        (&mut v.0[span], &mut v.1[blocks], &v.2),
-                        step,
-                    );
+        });
+        let moments = (slice(&mut m.0), slice(&mut v.0));
+        let w = match w {
+            MasterWeight::Dense { w, master, residual } => {
+                let mut w = array(w);
+                let values = slice(&mut w);
+                let mut residual = residual.map(bytes);
+                if let Some(residual) = &residual {
+                    values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference_unrounded(*w, *r));
                 }
-                let [m, v] = host.map(|(codes, absmax, table)| {
-                    let (len, blocks) = (codes.len(), absmax.len());
-                    Moment8 {
-                        codes: ints(codes, [len]),
-                        absmax: from_floats(absmax, [blocks]),
-                        table: from_floats(table, [256]),
+                reference_adamw(values, &grad, moments.0, moments.1, step);
+                for (i, w) in values.iter_mut().enumerate() {
+                    let (value, rest) = reference_round(*w, i, master, step.stream);
+                    *w = value;
+                    if let Some(residual) = &mut residual {
+                        residual[i] = rest;
                     }
-                });
-                AdamwState::Int8 { m, v }
+                }
+                MasterWeight::Dense { w: w.into(), master, residual: residual.map(|r| ints(r, [len])) }
+            }
+            MasterWeight::Packed(w) => {
+                let [rows, cols] = w.dims();
+                let mut packed = host_packed(&w);
+                let mut values = reference_unpacked(&packed, rows, cols);
+                reference_adamw(&mut values, &grad, moments.0, moments.1, step);
+                reference_repack(&mut packed, cols, &values, step.stream);
+                MasterWeight::Packed(device_packed(packed, rows))
             }
         };
-        (w.into(), state)
+        if state.kind == StateKind::Bf16 {
+            reference_round_states(moments.0, moments.1, step.stream);
+        }
+        let [m, v] = [(m, false), (v, true)].map(|((values, table), root)| match table {
+            None => Moment::Float(values.into()),
+            Some(table) => {
+                let (codes, absmax) = encode_moment(&floats(values.into()), &table, root);
+                let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
+                Moment::Quantised {
+                    codes: ints(codes, [count]),
+                    absmax: from_floats(absmax, [blocks]),
+                    table: from_floats(table, [entries]),
+                }
+            }
+        });
+        (w, AdamwState { kind: state.kind, m, v })
+    }
+}
+
+fn host_packed(w: &Nvfp4Primitive<NdArray>) -> Packed {
+    Packed {
+        codes: words(w.codes.clone()),
+        scales: bytes(w.scales.clone()),
+        global: f32::from_bits(words(w.global.clone())[0]),
+    }
+}
+
+fn device_packed(q: Packed, rows: usize) -> Nvfp4Primitive<NdArray> {
+    let (blocks, words) = (q.scales.len() / rows.max(1), q.codes.len() / rows.max(1));
+    Nvfp4Primitive {
+        codes: ints(q.codes, [rows, words]),
+        scales: ints(q.scales, [rows, blocks]),
+        global: ints(vec![q.global.to_bits()], [1]),
     }
 }
 

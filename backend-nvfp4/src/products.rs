@@ -46,7 +46,7 @@ pub(crate) struct Packed<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Packed<R> {
-    fn args(&self) -> PackedArgs<R> {
+    pub(crate) fn args(&self) -> PackedArgs<R> {
         let [rows, cols] = self.dims;
         PackedArgs { codes: arg(&self.codes), scales: arg(&self.scales), global: arg(&self.global), rows, cols }
     }
@@ -122,19 +122,29 @@ pub(crate) fn packed<R: CubeRuntime>(a: CubeTensor<R>, w: &Packed<R>, product: P
     y
 }
 
-/// `a [M, K] x w [N, K] -> [M, N]`, both packed, as `dtype`.
-pub(crate) fn packed_both<R: CubeRuntime>(a: &Packed<R>, w: &Packed<R>, dtype: DType) -> CubeTensor<R> {
-    let few = gemv::fits(a.dims[0], w.dims[1]);
-    let whole = gemm::Shape { i: a.dims[0], j: w.dims[0], r: w.dims[1] }.fits(Product::Nt);
-    if dtype != DType::F32 && mma::supported(&w.codes.client, dtype.into()) && (few || whole) {
-        let lhs = a.values(dtype, false);
+/// A product of two packed matrices (`Nt` or `Nn`) on values of type `operand`, as `out`.
+pub(crate) fn packed_both<R: CubeRuntime>(
+    a: &Packed<R>,
+    w: &Packed<R>,
+    product: Product,
+    operand: DType,
+    out: DType,
+) -> CubeTensor<R> {
+    let few = product == Product::Nt && out == operand && gemv::fits(a.dims[0], w.dims[1]);
+    let [j, r] = if product == Product::Nt { w.dims } else { [w.dims[1], w.dims[0]] };
+    let whole = gemm::Shape { i: a.dims[0], j, r }.fits(product);
+    if operand != DType::F32 && mma::supported(&w.codes.client, operand.into()) && (few || whole) {
+        let lhs = a.values(operand, false);
         if few {
             return few_rows(lhs, w, &[&a.global]);
         }
-        return tensor_cores(lhs, w.values(dtype, false), &[&a.global, &w.global], Product::Nt, dtype);
+        return tensor_cores(lhs, w.values(operand, false), &[&a.global, &w.global], product, out);
     }
-    let y = empty(&w.codes, [a.dims[0], w.dims[0]], dtype);
-    launched(matmul_packed_packed(&w.codes.client, a.args(), w.args(), arg(&y), dtype.into()));
+    if product != Product::Nt {
+        return packed(a.values(out, true), w, product, out);
+    }
+    let y = empty(&w.codes, [a.dims[0], w.dims[0]], out);
+    launched(matmul_packed_packed(&w.codes.client, a.args(), w.args(), arg(&y), out.into()));
     y
 }
 

@@ -1,6 +1,9 @@
 //! Which matrix products of a linear layer run on NVFP4 operands, and how.
 
-use crate::quantize::{Block, QuantizeSpec, Rounding, Scaling};
+use crate::{
+    Stream,
+    quantize::{Block, QuantizeSpec, Rounding, Scaling},
+};
 use burn::tensor::DType;
 
 /// How a linear layer computes. The three products of `y = x · Wᵀ` are the forward, dgrad
@@ -15,6 +18,24 @@ pub enum Recipe {
     /// As `W4`, and the forward reads NVFP4 activations: trains what 4-bit inference runs. wgrad
     /// reads the quantised activations too, dx passes straight through their quantisation.
     W4a4,
+    /// All three products on NVFP4 operands (NVIDIA, "Pretraining LLMs with NVFP4", arXiv 2509.25149, §4).
+    Nvfp4(Nvfp4Parts),
+}
+
+/// The parts of [`Recipe::Nvfp4`], each of which can be left out to see what it is worth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Nvfp4Parts {
+    /// Weights share a scale over 16x16 values, so that forward and dgrad read the same quantised weight.
+    pub square_blocks: bool,
+    /// The operands of wgrad are rotated by a random Hadamard transform along the tokens.
+    pub hadamard: bool,
+    /// Output gradients are rounded stochastically.
+    pub stochastic: bool,
+}
+
+impl Nvfp4Parts {
+    /// The recipe as published.
+    pub const ALL: Self = Self { square_blocks: true, hadamard: true, stochastic: true };
 }
 
 impl Recipe {
@@ -24,6 +45,7 @@ impl Recipe {
             Self::Bf16 => "bf16",
             Self::W4 => "w4",
             Self::W4a4 => "w4a4",
+            Self::Nvfp4(_) => "nvfp4",
         }
     }
 }
@@ -37,12 +59,35 @@ pub struct LinearSpec {
     pub scaling: Scaling,
     /// Number format of the dense products.
     pub precision: Precision,
+    /// What the stochastic rounding of gradients draws from: this stream and the next.
+    pub stream: Stream,
 }
 
 impl LinearSpec {
-    /// The weight quantiser: 1x16 blocks, to nearest.
+    /// A specification that draws from stream 0.
+    pub const fn new(recipe: Recipe, scaling: Scaling, precision: Precision) -> Self {
+        Self { recipe, scaling, precision, stream: Stream { seed: 0, step: 0, stream: 0 } }
+    }
+
+    /// For the `index`-th linear layer of those that share this specification: its own random numbers.
+    #[must_use]
+    pub fn slot(self, index: u32) -> Self {
+        let stream = Stream { stream: self.stream.stream + 2 * index, ..self.stream };
+        Self { stream, ..self }
+    }
+
+    /// The weight quantiser: to nearest, 1x16 blocks or, if the recipe says so, 16x16.
     pub fn weights(&self) -> QuantizeSpec {
-        QuantizeSpec { scaling: self.scaling, block: Block::Row, rounding: Rounding::Nearest }
+        let square = matches!(self.recipe, Recipe::Nvfp4(parts) if parts.square_blocks);
+        let block = if square { Block::Square } else { Block::Row };
+        QuantizeSpec { scaling: self.scaling, block, rounding: Rounding::Nearest }
+    }
+
+    /// The quantiser of output gradients, for dgrad or for wgrad.
+    pub(crate) fn gradients(&self, parts: Nvfp4Parts, wgrad: bool) -> QuantizeSpec {
+        let stream = Stream { stream: self.stream.stream + u32::from(wgrad), ..self.stream };
+        let rounding = if parts.stochastic { Rounding::Stochastic(stream) } else { Rounding::Nearest };
+        QuantizeSpec { rounding, ..self.activations() }
     }
 
     /// The activation quantiser: 1x16 blocks along the features, to nearest, two-level.

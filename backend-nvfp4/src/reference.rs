@@ -85,6 +85,41 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
     Packed { codes, scales, global: scaler.global }
 }
 
+/// Quantises a master weight, row-major, that training will move: two-level, 1x16, with a tensor scale that leaves
+/// block scales room to grow by [`MASTER_ROOM`]. On as many threads as there are cores.
+pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let part = (rows.div_ceil(threads) * cols).max(1);
+    let amax = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let tensor_amax = amax(x);
+    let scaler = Scaler::new(Scaling::Two, tensor_amax * MASTER_ROOM);
+    let quantised = |x: &[f32]| {
+        let mut codes = Vec::with_capacity(x.len() / CODES_PER_WORD);
+        let mut scales = Vec::with_capacity(x.len() / BLOCK);
+        for block in x.chunks_exact(BLOCK) {
+            let (scale, encode) = scaler.block(amax(block));
+            scales.push(scale);
+            let word = |values: &[f32]| {
+                values
+                    .iter()
+                    .enumerate()
+                    .fold(0u32, |word, (i, v)| word | u32::from(e2m1_encode(v * encode)) << (4 * i))
+            };
+            codes.extend(block.chunks_exact(CODES_PER_WORD).map(word));
+        }
+        (codes, scales)
+    };
+    let parts: Vec<_> = std::thread::scope(|scope| {
+        let running: Vec<_> = x.chunks(part).map(|x| scope.spawn(move || quantised(x))).collect();
+        running.into_iter().map(|t| t.join().expect("quantising does not panic")).collect()
+    });
+    let (codes, scales): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    Packed { codes: codes.concat(), scales: scales.concat(), global: scaler.global }
+}
+
+/// How far block scales of an NVFP4 master can grow before they saturate.
+pub const MASTER_ROOM: f32 = 8.0;
+
 /// Values of a packed matrix, row-major: `(code * scale) * g`, each product rounded to f32.
 pub fn dequantize(q: &Packed, rows: usize, cols: usize) -> Vec<f32> {
     let mut out = Vec::with_capacity(rows * cols);
@@ -182,7 +217,7 @@ pub fn code(codes: &[u32], r: usize, c: usize, cols: usize) -> u8 {
     (word >> (4 * (c % CODES_PER_WORD)) & 15) as u8
 }
 
-fn set_code(codes: &mut [u32], r: usize, c: usize, cols: usize, code: u8) {
+pub(crate) fn set_code(codes: &mut [u32], r: usize, c: usize, cols: usize, code: u8) {
     let word = &mut codes[r * words_per_row(cols) + c / CODES_PER_WORD];
     let shift = 4 * (c % CODES_PER_WORD);
     *word = *word & !(15 << shift) | u32::from(code) << shift;

@@ -96,7 +96,17 @@ impl<B: Nvfp4Backend> Nvfp4Tensor<B> {
         }
     }
 
-    pub(crate) fn from_primitive(p: Nvfp4Primitive<B>) -> Self {
+    /// The buffers themselves: an update in place needs their only handle.
+    pub fn into_primitive(self) -> Nvfp4Primitive<B> {
+        Nvfp4Primitive {
+            codes: self.codes.into_primitive(),
+            scales: self.scales.into_primitive(),
+            global: self.global.into_primitive(),
+        }
+    }
+
+    /// A packed matrix of buffers that an operation made.
+    pub fn from_primitive(p: Nvfp4Primitive<B>) -> Self {
         Self {
             codes: Tensor::from_primitive(p.codes),
             scales: Tensor::from_primitive(p.scales),

@@ -6,15 +6,19 @@
 //! bytes read plus bytes written.
 
 use crate::{
-    KernelError, adamw, attention,
+    KernelError,
+    adamw::{self, Master},
+    attention,
     attention::AttentionShape,
     cross_entropy::cross_entropy,
     decode_attention::{self, decode_attention},
     dequantize::dequantize,
     gemm::{self, gemm},
     gemv::gemv,
+    gradient,
     matmul::{PackedArgs, Product},
     mma,
+    once::STEP,
     quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rng::Stream,
@@ -262,30 +266,63 @@ impl<R: Runtime> Bench<'_, R> {
             let (targets, loss) = (self.arg(&targets, rows), self.arg(&loss, rows));
             cross_entropy(client, self.arg(&logits, n), targets, loss, BF16, [rows, cols], true)
         })?;
+        self.optimizer(show)
+    }
+
+    /// The optimizer's forms that are used most, over four of the largest matrices of a block.
+    fn optimizer(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        let moved = |bytes: f64| (Some(bytes), None);
         let n = 9728 * 2560 * 4;
-        let [w, g, m, v] = [1, 2, 3, 4].map(|seed| self.bytes(n * 4, seed));
-        let step = adamw::AdamwStep {
-            lr: 1e-4,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            bias1: 0.1,
-            bias2: 0.05,
-            grad_scale: 1.0,
-        };
+        let [w, g, m, v, absmax, table] = [1, 2, 3, 4, 5, 6].map(|seed| self.bytes(n * 4, seed));
+        let shape = format!("{n}");
         let chunk = adamw::Chunk { start: 0, end: n };
-        self.row(show, "adamw f32 states", format!("{n}"), moved(n as f64 * 28.0), |_| {
-            let (w, g) = (self.arg(&w, n), self.arg(&g, n));
-            adamw::adamw_f32(client, w, g, self.arg(&m, n), self.arg(&v, n), step, chunk)
-        })?;
-        let state = |codes: &Handle| adamw::StateArgs {
-            codes: self.arg(codes, n),
-            absmax: self.arg(&partial, n / 256),
-            table: self.arg(&table, 256),
+        let grad = || (self.arg(&g, n), F32);
+        let dense = |master: Master| adamw::DenseArgs {
+            w: self.arg(&w, n),
+            dtype: if master == Master::Exact { F32 } else { BF16 },
+            residual: self.arg(&m, n),
+            master,
         };
-        self.row(show, "adamw 8-bit states", format!("{n}"), moved(n as f64 * 16.0), |_| {
-            adamw::adamw_8bit(client, self.arg(&w, n), self.arg(&g, n), state(&m), state(&v), step, chunk)
+        self.row(show, "adamw f32, f32 states", shape.clone(), moved(n as f64 * 28.0), |_| {
+            let moments = [self.arg(&m, n), self.arg(&v, n)];
+            adamw::adamw_float(client, dense(Master::Exact), grad(), moments, (F32, false), STEP, chunk)
+        })?;
+        let state = |codes: &Handle, bits: u32| adamw::StateArgs {
+            codes: self.arg(codes, n * bits as usize / 8),
+            absmax: self.arg(&absmax, n / 256),
+            table: self.arg(&table, 1 << bits),
+        };
+        for (name, master, bits, bytes) in [
+            ("adamw f32, 8-bit states", Master::Exact, 8, 16.0),
+            ("adamw bf16 stochastic, 8-bit states", Master::Stochastic, 8, 12.0),
+            ("adamw bf16 + residual, 8-bit states", Master::Residual, 8, 14.0),
+            ("adamw bf16 stochastic, 4-bit states", Master::Stochastic, 4, 10.0),
+        ] {
+            self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
+                adamw::adamw_quantised(
+                    client,
+                    dense(master),
+                    grad(),
+                    [state(&m, bits), state(&v, bits)],
+                    bits,
+                    STEP,
+                    chunk,
+                )
+            })?;
+        }
+        for (name, bits, bytes) in [("adamw nvfp4, 8-bit states", 8, 9.125), ("adamw nvfp4, 4-bit states", 4, 7.125)] {
+            self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
+                let (codes, scales, global) = (self.arg(&w, n / 8), self.arg(&absmax, n / 16), self.arg(&table, 1));
+                let w = PackedArgs { codes, scales, global, rows: n / 2560, cols: 2560 };
+                adamw::adamw_packed(client, w, grad(), [state(&m, bits), state(&v, bits)], bits, STEP, chunk)
+            })?;
+        }
+        self.row(show, "square_sum", shape.clone(), moved(n as f64 * 4.0), |_| {
+            gradient::square_sum(client, self.arg(&g, n), F32, self.arg(&table, 1))
+        })?;
+        self.row(show, "accumulate bf16 += f32", shape, moved(n as f64 * 8.0), |_| {
+            gradient::accumulate(client, (self.arg(&w, n), BF16), (self.arg(&g, n), F32))
         })
     }
 

@@ -8,8 +8,15 @@
 //! | [`quantize`] | dense matrix to codes, block scales and tensor scale |
 //! | [`dequantize`] | the way back: `value = code * block scale * tensor scale` |
 //! | [`hadamard`] | random Hadamard transform over 16 columns |
-//! | [`matmul`] | products with packed operands: forward, dgrad, wgrad |
-//! | [`adamw`] | one AdamW update over a chunk, f32 or 8-bit states |
+//! | [`mma`], [`mod@gemm`] | tensor-core fragments and the product made of them: forward, dgrad, wgrad |
+//! | [`mod@gemv`] | a few rows times a packed matrix, read as codes |
+//! | [`matmul`] | products with packed operands where there are no tensor cores |
+//! | [`attention`], [`decode_attention`] | causal grouped-query attention, forward, backward and over a cache |
+//! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a block, with their gradients |
+//! | [`mod@cross_entropy`] | a loss and its gradient in place of the logits |
+//! | [`gradient`] | squares summed for the global norm, micro-batches summed up |
+//! | [`adamw`] | one AdamW update over a chunk: four forms of states, five of master weights |
+//! | [`bench`], [`once`] | every kernel timed; every kernel launched once, for compile checks |
 //!
 //! This crate knows no tensor library, no model and no file. A launch takes buffers as
 //! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes, and queues the kernel:
@@ -29,6 +36,7 @@ mod device;
 mod error;
 pub mod gemm;
 pub mod gemv;
+pub mod gradient;
 pub mod hadamard;
 pub mod layout;
 pub mod matmul;

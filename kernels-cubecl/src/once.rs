@@ -9,7 +9,7 @@ use crate::{
     dequantize::dequantize,
     gemm::{self, gemm},
     gemv::gemv,
-    hadamard,
+    gradient, hadamard,
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
     mma,
     quantize::{self, AMAX_LEN, Block, QuantizeSpec, Rounding, Scaling, View},
@@ -107,26 +107,7 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     for gradient in [false, true] {
         cross_entropy(client, values(n), floats(rows), floats(rows), dtype, [rows, cols], gradient)?;
     }
-    let step = adamw::AdamwStep {
-        lr: 1e-4,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias1: 0.1,
-        bias2: 0.05,
-        grad_scale: 1.0,
-    };
-    for len in [n, n - 3] {
-        let chunk = adamw::Chunk { start: 0, end: len };
-        adamw::adamw_f32(client, floats(len), floats(len), floats(len), floats(len), step, chunk)?;
-        let state = || adamw::StateArgs {
-            codes: zeros(len, 1),
-            absmax: floats(len.div_ceil(adamw::STATE_BLOCK)),
-            table: floats(256),
-        };
-        adamw::adamw_8bit(client, floats(len), floats(len), state(), state(), step, chunk)?;
-    }
+    optimizer(client, dtype, n)?;
 
     if dtype == F32 || !mma::supported(client, dtype) {
         return Ok(());
@@ -179,3 +160,59 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     }
     Ok(())
 }
+
+/// The optimizer in all its forms, over `n` values: a multiple of 256, with a last block of 128.
+fn optimizer<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, n: usize) -> Result<(), KernelError> {
+    let zeros = |len: usize, size: usize| -> ArrayArg<R> {
+        let handle = client.create_from_slice(&vec![0u8; len * size]);
+        // SAFETY: the buffer was made with this length.
+        unsafe { ArrayArg::from_raw_parts(handle, len) }
+    };
+    for (len, forms) in [(n + 128, &MASTERS[..]), (n - 3, &MASTERS[..1])] {
+        let chunk = adamw::Chunk { start: 0, end: len };
+        let state = |bits: u32| adamw::StateArgs {
+            codes: zeros(len * bits as usize / 8, 1),
+            absmax: zeros(len.div_ceil(adamw::STATE_BLOCK), 4),
+            table: zeros(1 << bits, 4),
+        };
+        let grad = |ty: StorageType| (zeros(len, ty.size()), ty);
+        for &master in forms {
+            let ty = if master == adamw::Master::Exact { F32 } else { dtype };
+            let dense = || adamw::DenseArgs { w: zeros(len, ty.size()), dtype: ty, residual: zeros(len, 1), master };
+            for states in [F32, dtype] {
+                let moments = [zeros(len, states.size()), zeros(len, states.size())];
+                adamw::adamw_float(client, dense(), grad(F32), moments, (states, states != F32), STEP, chunk)?;
+            }
+            for bits in if len % 4 == 0 { &[8, 4][..] } else { &[8] } {
+                let moments = [state(*bits), state(*bits)];
+                adamw::adamw_quantised(client, dense(), grad(dtype), moments, *bits, STEP, chunk)?;
+            }
+        }
+        if len % 16 == 0 {
+            for bits in [8, 4] {
+                let (codes, scales, global) = (zeros(len / 8, 4), zeros(len / 16, 1), zeros(1, 4));
+                let w = PackedArgs { codes, scales, global, rows: 1, cols: len };
+                adamw::adamw_packed(client, w, grad(F32), [state(bits), state(bits)], bits, STEP, chunk)?;
+            }
+        }
+        gradient::square_sum(client, zeros(len, 4), F32, zeros(1, 4))?;
+        gradient::accumulate(client, grad(dtype), grad(F32))?;
+    }
+    Ok(())
+}
+
+const MASTERS: [adamw::Master; 4] =
+    [adamw::Master::Exact, adamw::Master::Residual, adamw::Master::Stochastic, adamw::Master::Nearest];
+
+/// Some step of the optimizer.
+pub(crate) const STEP: adamw::AdamwStep = adamw::AdamwStep {
+    lr: 1e-4,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    bias1: 0.1,
+    bias2: 0.05,
+    grad_scale: 1.0,
+    stream: Stream { seed: 1, step: 2, stream: 3 },
+};

@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 
 /// Names one sequence of random numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Stream {
     /// The run's seed: the key of the cipher.
     pub seed: u64,

@@ -11,7 +11,7 @@ use crate::{
     loss::cross_entropy_sum,
     rope::rotary,
 };
-use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Linear, Recipe, Rotary};
+use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Linear, Recipe, Rotary, Stream};
 use burn::{
     module::{Module, Param},
     tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
@@ -78,7 +78,13 @@ pub struct Qwen3<B: Backend> {
 struct Info {
     config: Qwen3Config,
     spec: LinearSpec,
+    bf16_last_blocks: usize,
 }
+
+/// Linear layers of a block, rounded up: each has random numbers of its own.
+const LINEARS: u32 = 8;
+/// Where the streams of gradient rounding begin; those below are the optimizer's, one a parameter.
+const GRADIENT_STREAMS: u32 = 0x4000_0000;
 
 /// What every block of one forward shares.
 #[derive(Debug, Clone)]
@@ -102,9 +108,9 @@ impl<B: Nvfp4Backend> Attention<B> {
         let heads = |x: Tensor<B, 2>, norm: &Param<Tensor<B, 1>>| {
             float(B::norm_rope(primitive(x), primitive(norm.val()), &ctx.rotary, ctx.eps))
         };
-        let q_MC = heads(self.q_proj.forward(x_MD.clone(), ctx.spec), &self.q_norm);
-        let k_MC = heads(self.k_proj.forward(x_MD.clone(), ctx.spec), &self.k_norm);
-        let v_MC = self.v_proj.forward(x_MD, ctx.spec);
+        let q_MC = heads(self.q_proj.forward(x_MD.clone(), ctx.spec.slot(0)), &self.q_norm);
+        let k_MC = heads(self.k_proj.forward(x_MD.clone(), ctx.spec.slot(1)), &self.k_norm);
+        let v_MC = self.v_proj.forward(x_MD, ctx.spec.slot(2));
         let (k_SC, v_SC) = match cache {
             Some((layer, past)) => layer.append(k_MC, v_MC, past),
             None => (k_MC, v_MC),
@@ -113,16 +119,16 @@ impl<B: Nvfp4Backend> Attention<B> {
         // 2. Mix values, project back.
         let qkv = (primitive(q_MC), primitive(k_SC), primitive(v_SC));
         let y_MC = float(B::causal_attention(qkv.0, qkv.1, qkv.2, &ctx.documents, ctx.attention));
-        self.o_proj.forward(y_MC, ctx.spec)
+        self.o_proj.forward(y_MC, ctx.spec.slot(3))
     }
 }
 
 impl<B: Nvfp4Backend> Mlp<B> {
     /// `x` `[M, D]` to `[M, D]`.
     pub fn forward(&self, x_MD: Tensor<B, 2>, spec: LinearSpec) -> Tensor<B, 2> {
-        let gate_MF = self.gate_proj.forward(x_MD.clone(), spec);
-        let up_MF = self.up_proj.forward(x_MD, spec);
-        self.down_proj.forward(float(B::swiglu(primitive(gate_MF), primitive(up_MF))), spec)
+        let gate_MF = self.gate_proj.forward(x_MD.clone(), spec.slot(4));
+        let up_MF = self.up_proj.forward(x_MD, spec.slot(5));
+        self.down_proj.forward(float(B::swiglu(primitive(gate_MF), primitive(up_MF))), spec.slot(6))
     }
 }
 
@@ -151,7 +157,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         norm: Param<Tensor<B, 1>>,
         lm_head: Option<Nvfp4Linear<B>>,
     ) -> Self {
-        Self { embed_tokens, layers, norm, lm_head, info: Info { config, spec } }
+        Self { embed_tokens, layers, norm, lm_head, info: Info { config, spec, bf16_last_blocks: 0 } }
     }
 
     /// The model's shape.
@@ -162,6 +168,23 @@ impl<B: Nvfp4Backend> Qwen3<B> {
     /// How its linear layers compute.
     pub fn spec(&self) -> LinearSpec {
         self.info.spec
+    }
+
+    /// Computes the linear layers of the last `n` blocks without quantisation.
+    #[must_use]
+    pub fn with_bf16_last_blocks(mut self, n: usize) -> Self {
+        self.info.bf16_last_blocks = n;
+        self
+    }
+
+    /// Whether block `i` is one of those.
+    pub fn is_bf16(&self, i: usize) -> bool {
+        i + self.info.bf16_last_blocks >= self.info.config.num_hidden_layers
+    }
+
+    /// Gives the stochastic rounding of the next passes its random numbers: those of micro-batch `step` of a run.
+    pub fn draw_from(&mut self, seed: u64, step: u32) {
+        self.info.spec.stream = Stream { seed, step, stream: GRADIENT_STREAMS };
     }
 
     /// Where its tensors are.
@@ -187,7 +210,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         let mut h_MD = self.embed(ids_BT);
         for (i, block) in self.layers.iter().enumerate() {
             watch(&h_MD);
-            h_MD = block.forward(h_MD, &ctx, cache.as_mut().map(|c| c.layer(i)));
+            h_MD = block.forward(h_MD, &self.of_block(&ctx, i), cache.as_mut().map(|c| c.layer(i)));
         }
         if let Some(cache) = cache {
             cache.advance(t);
@@ -200,8 +223,17 @@ impl<B: Nvfp4Backend> Qwen3<B> {
     /// Rows of the embedding, `[B*T, D]`.
     pub fn embed(&self, ids_BT: Tensor<B, 2, Int>) -> Tensor<B, 2> {
         let [b, t] = ids_BT.dims();
-        let rows = self.embed_tokens.val().select(0, ids_BT.reshape([b * t]));
-        rows.cast(self.info.spec.precision.dtype())
+        let ids = ids_BT.reshape([b * t]).into_primitive();
+        float(B::token_rows(primitive(self.embed_tokens.val()), ids, self.info.spec.precision.dtype()))
+    }
+
+    /// The context as block `i` sees it: its own random numbers, its own recipe.
+    pub fn of_block(&self, ctx: &Context<B>, i: usize) -> Context<B> {
+        let mut spec = ctx.spec.slot(i as u32 * LINEARS);
+        if self.is_bf16(i) {
+            spec.recipe = Recipe::Bf16;
+        }
+        Context { spec, ..ctx.clone() }
     }
 
     /// Angles and visibility for `t` new tokens behind `past` old ones in each of `rows` rows, a row one document.
@@ -212,7 +244,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 
     /// As [`Self::context`] for any positions and documents: see [`Documents::new`].
     pub fn context_of(&self, past: usize, rows: usize, positions: Vec<u32>, starts: Vec<u32>) -> Context<B> {
-        let Info { config, spec } = &self.info;
+        let Info { config, spec, .. } = &self.info;
         let device = self.device();
         Context {
             rotary: rotary::<B>(positions, config.head_dim, config.rope_theta, &device),

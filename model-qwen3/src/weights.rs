@@ -8,20 +8,22 @@ use crate::{
     model::{Attention, Block, Mlp, Qwen3},
 };
 use backend_nvfp4::{
-    LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Scaling, Stream,
+    LinearSpec, Master, MasterKind, Nvfp4Backend, Nvfp4Error, Nvfp4Linear, Nvfp4Tensor, PackedMaster, Scaling, Stream,
+    layout,
     reference::{self, Packed},
 };
 use burn::{
     module::{Param, ParamId},
     tensor::{DType, Tensor, TensorData, backend::Backend},
 };
+use half::bf16;
 use std::{cell::RefCell, collections::HashSet, ops::Range, path::Path};
 
 /// What the model is loaded for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// Every tensor becomes an f32 master; NVFP4 tensors are dequantised once.
-    Train,
+    /// Every tensor becomes a master of this form; NVFP4 tensors are dequantised once, unless masters are NVFP4.
+    Train(MasterKind),
     /// NVFP4 tensors stay packed; nothing tracks gradients.
     Infer,
 }
@@ -43,7 +45,12 @@ pub fn load<B: Nvfp4Backend>(
         let reason = format!("no tensor {HEAD:?}, and config.json does not tie it to the embedding");
         return Err(ModelError::weights(checkpoint.path(), reason));
     }
-    let mut loader = Loader { checkpoint, purpose, device, next_id: 0, used: HashSet::new() };
+    let master = match purpose {
+        Purpose::Train(master) => Some(master),
+        Purpose::Infer => None,
+    };
+    let forge = Forge { master, spec, device, next_id: 0 };
+    let mut loader = Loader { checkpoint, forge, used: HashSet::new() };
     let model = build(config, spec, has_head, &mut loader)?;
     let mut unknown = checkpoint.names();
     unknown.retain(|n| !(loader.used.contains(n) || copied && n == HEAD));
@@ -57,9 +64,15 @@ pub fn load<B: Nvfp4Backend>(
 
 /// A model with random weights: normal with the config's spread, norms 1. The same seed gives the
 /// same model on every backend.
-pub fn random<B: Nvfp4Backend>(config: &Qwen3Config, spec: LinearSpec, seed: u64, device: &B::Device) -> Qwen3<B> {
+pub fn random<B: Nvfp4Backend>(
+    config: &Qwen3Config,
+    spec: LinearSpec,
+    master: MasterKind,
+    seed: u64,
+    device: &B::Device,
+) -> Qwen3<B> {
     let std = config.initializer_range as f32;
-    let mut source = Random { seed, std, device, next_id: 0 };
+    let mut source = Random { seed, std, forge: Forge { master: Some(master), spec, device, next_id: 0 } };
     match build(config, spec, !config.tie_word_embeddings, &mut source) {
         Ok(model) => model,
         Err(never) => match never {},
@@ -184,6 +197,7 @@ impl<B: Nvfp4Backend> Field<'_, B> {
         match *self {
             Self::Vector(p) => Some(p.id),
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => Some(p.id),
+            Self::Linear(Nvfp4Linear::PackedMaster(w)) => Some(w.gradient.id),
             Self::Linear(Nvfp4Linear::Packed(_)) => None,
         }
     }
@@ -196,7 +210,31 @@ impl<B: Nvfp4Backend> Field<'_, B> {
         match *self {
             Self::Vector(p) => to_host(p.val()),
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
-            Self::Linear(Nvfp4Linear::Packed(w)) => to_host(w.dequantize(DType::F32)),
+            Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
+                to_host(w.dequantize(DType::F32))
+            }
+        }
+    }
+
+    /// The codes, where the tensor is packed.
+    pub fn packed(&self) -> Option<&Nvfp4Tensor<B>> {
+        match *self {
+            Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => Some(w),
+            _ => None,
+        }
+    }
+
+    /// The type of the values on the device.
+    fn float(&self) -> FloatType {
+        let dtype = match *self {
+            Self::Vector(p) => p.val().dtype(),
+            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val().dtype(),
+            Self::Linear(_) => DType::F32,
+        };
+        match dtype {
+            DType::BF16 => FloatType::Bf16,
+            DType::F16 => FloatType::F16,
+            _ => FloatType::F32,
         }
     }
 }
@@ -238,12 +276,13 @@ impl<B: Nvfp4Backend> Tensors for Live<'_, B> {
     }
 
     fn stored(&self, name: &str) -> Option<Stored> {
-        Some(match self.field(name)? {
-            Field::Linear(Nvfp4Linear::Packed(w)) => {
+        let field = self.field(name)?;
+        Some(match field.packed() {
+            Some(w) => {
                 let [rows, cols] = w.dims();
                 Stored::Packed { rows, cols, scaling: Scaling::Two }
             }
-            field => Stored::Dense { float: FloatType::F32, shape: field.shape() },
+            None => Stored::Dense { float: field.float(), shape: field.shape() },
         })
     }
 
@@ -261,20 +300,73 @@ impl<B: Nvfp4Backend> Tensors for Live<'_, B> {
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
-        match self.field(name) {
-            Some(Field::Linear(Nvfp4Linear::Packed(w))) => {
-                w.to_packed().map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source })
-            }
+        match self.field(name).and_then(Field::packed) {
+            Some(w) => w.to_packed().map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source }),
             _ => Err(ModelError::weights(self.path(), format!("{name:?} is not NVFP4"))),
         }
     }
 }
 
-struct Loader<'a, B: Backend> {
-    checkpoint: &'a dyn Tensors,
-    purpose: Purpose,
+/// Makes parameters of host values: ids, types, forms of masters.
+struct Forge<'a, B: Backend> {
+    /// `None` for inference.
+    master: Option<MasterKind>,
+    spec: LinearSpec,
     device: &'a B::Device,
     next_id: u64,
+}
+
+impl<B: Nvfp4Backend> Forge<'_, B> {
+    fn vector(&mut self, values: Vec<f32>, len: usize) -> Param<Tensor<B, 1>> {
+        self.param(TensorData::new(values, [len]), DType::F32)
+    }
+
+    /// A dense matrix: f32 or, where masters are bf16, bf16 values (in f32 where activations are f32).
+    fn matrix(&mut self, mut values: Vec<f32>, shape: [usize; 2]) -> Param<Tensor<B, 2>> {
+        let dense = self.master.map_or(Master::Exact, MasterKind::dense);
+        if dense == Master::Exact {
+            return self.param(TensorData::new(values, shape), DType::F32);
+        }
+        if self.spec.precision.dtype() == DType::BF16 {
+            let values: Vec<bf16> = values.into_iter().map(bf16::from_f32).collect();
+            return self.param(TensorData::new(values, shape), DType::BF16);
+        }
+        values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+        self.param(TensorData::new(values, shape), DType::F32)
+    }
+
+    /// A master weight of a linear layer.
+    fn linear(&mut self, values: Vec<f32>, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Nvfp4Error> {
+        let [rows, cols] = shape;
+        if self.master != Some(MasterKind::Nvfp4) {
+            return Ok(Nvfp4Linear::Master(self.matrix(values, shape)));
+        }
+        if !cols.is_multiple_of(layout::BLOCK) {
+            return Err(Nvfp4Error::Columns { cols });
+        }
+        self.packed_master(reference::quantize_master(&values, rows, cols), shape)
+    }
+
+    fn packed_master(&mut self, packed: Packed, [rows, cols]: [usize; 2]) -> Result<Nvfp4Linear<B>, Nvfp4Error> {
+        let weight = Nvfp4Tensor::new(packed, rows, cols, self.device)?;
+        let gradient = self.param(TensorData::new(vec![0.0f32], [1, 1]), DType::F32);
+        Ok(Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient)))
+    }
+
+    /// A parameter with a stable id. On a backend without autodiff tracking does nothing.
+    fn param<const D: usize>(&mut self, data: TensorData, dtype: DType) -> Param<Tensor<B, D>> {
+        self.next_id += 1;
+        let tensor = Tensor::from_data(data, (self.device, dtype));
+        // CubeCL counts uploaded bytes in 32 bits until a kernel is launched: more than 4 GiB of weights need one between.
+        drop(Tensor::<B, 1>::zeros([1], self.device));
+        let tensor = if self.master.is_some() { tensor.require_grad() } else { tensor };
+        Param::initialized(ParamId::from(self.next_id), tensor)
+    }
+}
+
+struct Loader<'a, B: Backend> {
+    checkpoint: &'a dyn Tensors,
+    forge: Forge<'a, B>,
     used: HashSet<String>,
 }
 
@@ -304,102 +396,146 @@ impl<B: Nvfp4Backend> Loader<'_, B> {
     }
 
     fn packed(&self, name: &str, packed: Packed, rows: usize, cols: usize) -> Result<Nvfp4Tensor<B>, ModelError> {
-        Nvfp4Tensor::new(packed, rows, cols, self.device)
-            .map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source })
+        Nvfp4Tensor::new(packed, rows, cols, self.forge.device).map_err(nvfp4(name))
     }
+}
 
-    fn param<const D: usize>(&mut self, name: &str, shape: [usize; D]) -> Result<Param<Tensor<B, D>>, ModelError> {
-        let values = self.values(name, &shape)?;
-        self.next_id += 1;
-        Ok(param(values, shape, self.next_id, self.purpose == Purpose::Train, self.device))
-    }
+fn nvfp4(name: &str) -> impl Fn(Nvfp4Error) -> ModelError {
+    move |source| ModelError::Nvfp4 { name: name.to_owned(), source }
 }
 
 impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
     type Error = ModelError;
 
     fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
-        self.param(&name, [len])
+        let values = self.values(&name, &[len])?;
+        Ok(self.forge.vector(values, len))
     }
 
     fn matrix(&mut self, name: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError> {
-        self.param(&name, shape)
+        let values = self.values(&name, &shape)?;
+        Ok(self.forge.matrix(values, shape))
     }
 
     fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, ModelError> {
-        Ok(match (self.purpose, self.expect(&name, &shape)?) {
-            (Purpose::Infer, Stored::Packed { rows, cols, .. }) => {
+        let stored = self.expect(&name, &shape)?;
+        match (self.forge.master, stored) {
+            (None, Stored::Packed { rows, cols, .. }) => {
                 let packed = self.checkpoint.read_packed(&name)?;
-                self.next_id += 1;
-                Nvfp4Linear::Packed(self.packed(&name, packed, rows, cols)?)
+                self.forge.next_id += 1;
+                Ok(Nvfp4Linear::Packed(self.packed(&name, packed, rows, cols)?))
             }
             // A head that its file keeps dense stays dense; so does all that is not trained.
-            (Purpose::Infer, Stored::Dense { .. }) => Nvfp4Linear::Dense(self.param(&name, shape)?),
-            (Purpose::Train, _) if name == HEAD && !self.checkpoint.trains_quantised(&name) => {
-                Nvfp4Linear::Dense(self.param(&name, shape)?)
+            (None, Stored::Dense { .. }) => Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?)),
+            (Some(_), _) if name == HEAD && !self.checkpoint.trains_quantised(&name) => {
+                Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?))
             }
-            (Purpose::Train, _) => Nvfp4Linear::Master(self.param(&name, shape)?),
-        })
+            (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
+                let packed = self.checkpoint.read_packed(&name)?;
+                self.forge.packed_master(packed, shape).map_err(nvfp4(&name))
+            }
+            (Some(_), _) => {
+                let values = self.values(&name, &shape)?;
+                self.forge.linear(values, shape).map_err(nvfp4(&name))
+            }
+        }
     }
-}
-
-/// A parameter with a stable id. On a backend without autodiff `tracked` does nothing.
-fn param<B: Backend, const D: usize>(
-    values: Vec<f32>,
-    shape: [usize; D],
-    id: u64,
-    tracked: bool,
-    device: &B::Device,
-) -> Param<Tensor<B, D>> {
-    let tensor = Tensor::from_data(TensorData::new(values, shape), (device, DType::F32));
-    // CubeCL counts uploaded bytes in 32 bits until a kernel is launched: more than 4 GiB of weights need one between.
-    drop(Tensor::<B, 1>::zeros([1], device));
-    let tensor = if tracked { tensor.require_grad() } else { tensor };
-    Param::initialized(ParamId::from(id), tensor)
 }
 
 struct Random<'a, B: Backend> {
     seed: u64,
     std: f32,
-    device: &'a B::Device,
-    next_id: u64,
+    forge: Forge<'a, B>,
 }
 
 impl<B: Backend> Random<'_, B> {
     fn normals(&mut self, len: usize) -> Vec<f32> {
-        let stream = Stream { seed: self.seed, step: 0, stream: self.next_id as u32 };
+        let (std, stream) = (self.std, Stream { seed: self.seed, step: 0, stream: self.forge.next_id as u32 });
         // Box and Muller, two values from two uniforms.
         let uniform = |bits: u32| (f64::from(bits) + 0.5) / 4_294_967_296.0;
-        (0..len.div_ceil(4) as u32)
-            .flat_map(|i| {
-                let r = reference::philox(i, stream).map(uniform);
-                [(r[0], r[1]), (r[2], r[3])].into_iter().flat_map(|(u, v)| {
-                    let (radius, angle) = ((-2.0 * u.ln()).sqrt(), std::f64::consts::TAU * v);
-                    [radius * angle.cos(), radius * angle.sin()]
-                })
-            })
-            .take(len)
-            .map(|n| n as f32 * self.std)
-            .collect()
+        let four = move |i: u32| {
+            let r = reference::philox(i, stream).map(uniform);
+            let pair = |u: f64, v: f64| {
+                let (radius, angle) = ((-2.0 * u.ln()).sqrt(), std::f64::consts::TAU * v);
+                [radius * angle.cos(), radius * angle.sin()].map(|n| n as f32 * std)
+            };
+            let ([a, b], [c, d]) = (pair(r[0], r[1]), pair(r[2], r[3]));
+            [a, b, c, d]
+        };
+        let mut out = vec![0.0; len];
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let part = len.div_ceil(threads).next_multiple_of(4).max(4);
+        std::thread::scope(|scope| {
+            for (t, values) in out.chunks_mut(part).enumerate() {
+                scope.spawn(move || {
+                    for (i, values) in values.chunks_mut(4).enumerate() {
+                        values.copy_from_slice(&four((t * part / 4 + i) as u32)[..values.len()]);
+                    }
+                });
+            }
+        });
+        out
     }
 }
 
-impl<B: Backend> Source<B> for Random<'_, B> {
+impl<B: Nvfp4Backend> Source<B> for Random<'_, B> {
     type Error = std::convert::Infallible;
 
     fn vector(&mut self, _: String, len: usize) -> Result<Param<Tensor<B, 1>>, Self::Error> {
-        self.next_id += 1;
-        Ok(param(vec![1.0; len], [len], self.next_id, true, self.device))
+        Ok(self.forge.vector(vec![1.0; len], len))
     }
 
     fn matrix(&mut self, _: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, Self::Error> {
-        self.next_id += 1;
         let values = self.normals(row_count(&shape) * row_width(&shape));
-        Ok(param(values, shape, self.next_id, true, self.device))
+        Ok(self.forge.matrix(values, shape))
     }
 
     fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Self::Error> {
-        let kind = if name == HEAD { Nvfp4Linear::Dense } else { Nvfp4Linear::Master };
-        Ok(kind(self.matrix(name, shape)?))
+        if name == HEAD {
+            return Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?));
+        }
+        let values = self.normals(row_count(&shape) * row_width(&shape));
+        Ok(self.forge.linear(values, shape).expect("a config's sizes are multiples of 16"))
+    }
+}
+
+/// Takes tensors and gives back what stands in their place: how an optimizer walks a model.
+pub trait Replace<B: Backend> {
+    /// A norm's weight.
+    fn vector(&mut self, p: Param<Tensor<B, 1>>) -> Param<Tensor<B, 1>>;
+    /// The embedding.
+    fn matrix(&mut self, p: Param<Tensor<B, 2>>) -> Param<Tensor<B, 2>>;
+    /// A linear layer's weight.
+    fn linear(&mut self, l: Nvfp4Linear<B>) -> Nvfp4Linear<B>;
+
+    /// All tensors of a block.
+    fn block(&mut self, block: Block<B>) -> Block<B> {
+        let Block { self_attn: a, mlp: m, input_layernorm, post_attention_layernorm } = block;
+        Block {
+            self_attn: Attention {
+                q_proj: self.linear(a.q_proj),
+                k_proj: self.linear(a.k_proj),
+                v_proj: self.linear(a.v_proj),
+                o_proj: self.linear(a.o_proj),
+                q_norm: self.vector(a.q_norm),
+                k_norm: self.vector(a.k_norm),
+            },
+            mlp: Mlp {
+                gate_proj: self.linear(m.gate_proj),
+                up_proj: self.linear(m.up_proj),
+                down_proj: self.linear(m.down_proj),
+            },
+            input_layernorm: self.vector(input_layernorm),
+            post_attention_layernorm: self.vector(post_attention_layernorm),
+        }
+    }
+
+    /// All tensors of a model.
+    fn model(&mut self, mut model: Qwen3<B>) -> Qwen3<B> {
+        model.embed_tokens = self.matrix(model.embed_tokens);
+        model.layers = model.layers.into_iter().map(|b| self.block(b)).collect();
+        model.norm = self.vector(model.norm);
+        model.lm_head = model.lm_head.map(|head| self.linear(head));
+        model
     }
 }

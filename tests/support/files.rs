@@ -1,7 +1,7 @@
 //! Model folders for tests, and the real program as a process.
 
 use crate::support::{Cpu, golden, golden_bytes};
-use backend_nvfp4::{LinearSpec, Precision, Recipe, Scaling};
+use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling};
 use model_qwen3::{ModelError, config::Qwen3Config, convert::write_safetensors, weights};
 use std::{
     io::Read,
@@ -10,8 +10,7 @@ use std::{
     sync::OnceLock,
 };
 
-pub(crate) const F32: LinearSpec =
-    LinearSpec { recipe: Recipe::Bf16, scaling: Scaling::Two, precision: Precision::F32 };
+pub(crate) const F32: LinearSpec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
 
 /// The demo's files, from the sources.
 pub(crate) fn demo_file(name: &str) -> PathBuf {
@@ -32,7 +31,7 @@ pub(crate) fn tiny_model(folder: &Path, tied: bool) {
     config["tie_word_embeddings"] = tied.into();
     std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
-    let model = weights::random::<Cpu>(&config, F32, 11, &Default::default());
+    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 11, &Default::default());
     let path = folder.join("model.safetensors");
     let out = std::fs::File::create(&path).unwrap();
     let failed = |e| ModelError::Io { path: path.clone(), source: e };

@@ -5,6 +5,7 @@ use crate::{
     data::{Format, LossOn, Overlong},
     device::DeviceChoice,
     schedule::Shape,
+    step::{Clip, StepMode},
 };
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -64,6 +65,20 @@ pub enum RecipeArg {
     W4,
     /// NVFP4 weights and activations.
     W4a4,
+    /// All three products in NVFP4: 16x16 weight blocks, Hadamard, stochastic gradients.
+    Nvfp4,
+}
+
+/// `--nvfp4-without`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Nvfp4Part {
+    /// 16x16 weight blocks.
+    SquareBlocks,
+    /// The Hadamard transform of wgrad's operands.
+    Hadamard,
+    /// Stochastic rounding of gradients.
+    Stochastic,
 }
 
 /// `--compute-dtype`.
@@ -104,6 +119,39 @@ pub enum StateArg {
     /// 8-bit block-wise moments.
     #[value(alias = "8bit", alias = "8-bit")]
     Int8,
+    /// bf16 moments, rounded stochastically.
+    Bf16,
+    /// 4-bit block-wise moments.
+    #[value(alias = "4bit", alias = "4-bit")]
+    Int4,
+}
+
+/// `--master-weights`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum MasterArg {
+    /// bf16 where activations are bf16, else f32.
+    Auto,
+    /// f32.
+    F32,
+    /// bf16 and 8 more bits for the optimizer.
+    Bf16Residual,
+    /// bf16, rounded stochastically.
+    Bf16,
+    /// bf16, rounded to nearest: loses small steps.
+    Bf16Nearest,
+    /// NVFP4, rounded stochastically; the embedding in bf16.
+    Nvfp4,
+}
+
+/// `--save-strategy`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum SaveArg {
+    /// Checkpoints and an export.
+    Steps,
+    /// Neither: to measure.
+    No,
 }
 
 /// `--loss`.
@@ -159,6 +207,10 @@ pub struct FitArgs {
     #[arg(short, long, value_name = "FILE", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data: Option<Vec<PathBuf>>,
+    /// How often the rows of each --data file are repeated, in their order: 2, 0.5, … [default: 1]
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_weights: Option<Vec<f64>>,
     /// Evaluation file
     #[arg(long, value_name = "FILE", alias = "valid-data")]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -191,10 +243,20 @@ pub struct FitArgs {
     /// Rows longer than that [default: drop]
     #[arg(long, alias = "excess-length-strategy")]
     pub overlong: Option<Overlong>,
+    /// Pack several rows into one sequence; they do not see each other
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", alias = "sample-packing")]
+    pub packing: Option<bool>,
 
     /// Which products run on NVFP4 operands [default: w4]
     #[arg(long)]
     pub recipe: Option<RecipeArg>,
+    /// Parts of recipe nvfp4 to leave out
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nvfp4_without: Option<Vec<Nvfp4Part>>,
+    /// Last blocks whose linear layers are not quantised [default: 0]
+    #[arg(long, value_name = "N")]
+    pub bf16_last_blocks: Option<usize>,
     /// Scale levels of NVFP4 weights [default: those of the model's file, else two]
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -226,7 +288,7 @@ pub struct FitArgs {
     /// Sequences that go through the model together [default: 1]
     #[arg(long, value_name = "N", alias = "per-device-train-batch-size", alias = "micro-batch-size")]
     pub batch_size: Option<usize>,
-    /// Batches in an optimizer step [default: 8]
+    /// Batches in an optimizer step [default: 1]
     #[arg(long, value_name = "N", alias = "grad-accumulation-steps", alias = "grad-accum")]
     pub gradient_accumulation_steps: Option<usize>,
     /// Clip the gradient's global norm; 0 is off [default: 1.0]
@@ -244,6 +306,15 @@ pub struct FitArgs {
     /// [default: 1e-8]
     #[arg(long, alias = "eps")]
     pub adam_epsilon: Option<f64>,
+    /// One graph, or block by block in little memory [default: streaming]
+    #[arg(long)]
+    pub step_mode: Option<StepMode>,
+    /// The norm that clipping goes by: this step's, or the last step's without a second pass [default: exact]
+    #[arg(long)]
+    pub clip: Option<Clip>,
+    /// How weights are stored [default: auto]
+    #[arg(long, alias = "master-dtype")]
+    pub master_weights: Option<MasterArg>,
     /// How AdamW's moments are stored [default: int8]
     #[arg(long)]
     pub optimizer_state_mode: Option<StateArg>,
@@ -268,6 +339,9 @@ pub struct FitArgs {
     /// Save a checkpoint every N steps; 0 only at the end [default: a twentieth of the run]
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps")]
     pub save_steps: Option<usize>,
+    /// Whether to save at all [default: steps]
+    #[arg(long)]
+    pub save_strategy: Option<SaveArg>,
     /// Print every N steps [default: 1]
     #[arg(long, value_name = "N", alias = "steps-per-report", alias = "log-every")]
     pub logging_steps: Option<usize>,

@@ -10,8 +10,8 @@ use crate::{
     optim::{ChunkedAdamw, TensorState},
     report,
 };
-use backend_nvfp4::{AdamwState, Nvfp4Backend, Nvfp4Linear, Scaling};
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, Nvfp4Linear, Scaling, StateKind};
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use model_qwen3::{
     ModelError,
     checkpoint::FloatType,
@@ -71,6 +71,9 @@ pub struct TrainerState {
     pub head: Head,
     /// Whether exports have a tensor scale.
     pub two_level: bool,
+    /// The gradient norm of the last step: the next may be clipped by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_norm: Option<f32>,
     /// The run's settings.
     pub settings: FitArgs,
 }
@@ -185,37 +188,49 @@ fn write_optimizer<B: Nvfp4Backend>(
     for (name, shape, state) in &states {
         let len: usize = shape.iter().product();
         layout.push((format!("{name}.steps"), Dtype::I32, vec![]));
-        for moment in ["m", "v"] {
-            match &state.moments {
-                AdamwState::F32 { .. } => layout.push((format!("{name}.{moment}"), Dtype::F32, shape.clone())),
-                AdamwState::Int8 { .. } => {
-                    layout.push((format!("{name}.{moment}.codes"), Dtype::U8, vec![len]));
-                    layout.push((format!("{name}.{moment}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
+        let moments = &state.moments;
+        for (part, moment) in [("m", &moments.m), ("v", &moments.v)] {
+            match moment {
+                Moment::Float(x) => layout.push((format!("{name}.{part}"), float_of(x.dtype()).1, vec![len])),
+                Moment::Quantised { codes, .. } => {
+                    layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
+                    layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
                 }
             }
+        }
+        if state.residual.is_some() {
+            layout.push((format!("{name}.residual"), Dtype::U8, vec![len]));
         }
     }
     let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(CliError::io(path));
     put(&header(&layout))?;
     for (_, _, state) in states {
         put(&state.steps.to_le_bytes())?;
-        match &state.moments {
-            AdamwState::F32 { m, v } => {
-                for x in [m, v] {
-                    put(&FloatType::F32.encode(&host::<B>(x)?))?;
-                }
-            }
-            AdamwState::Int8 { m, v } => {
-                for x in [m, v] {
-                    let codes = B::read_words(x.codes.clone())
-                        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
-                    put(&codes.into_iter().map(|c| c as u8).collect::<Vec<u8>>())?;
-                    put(&FloatType::F32.encode(&host::<B>(&x.absmax)?))?;
+        for moment in [&state.moments.m, &state.moments.v] {
+            match moment {
+                Moment::Float(x) => put(&float_of(x.dtype()).0.encode(&host::<B>(x)?))?,
+                Moment::Quantised { codes, absmax, .. } => {
+                    put(&bytes_of::<B>(codes)?)?;
+                    put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
                 }
             }
         }
+        if let Some(residual) = &state.residual {
+            put(&bytes_of::<B>(residual)?)?;
+        }
     }
     Ok(())
+}
+
+/// How a moment's float type is written.
+fn float_of(dtype: DType) -> (FloatType, Dtype) {
+    if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
+}
+
+fn bytes_of<B: Nvfp4Backend>(x: &B::IntTensorPrimitive) -> Result<Vec<u8>, ModelError> {
+    let words =
+        B::read_words(x.clone()).map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
+    Ok(words.into_iter().map(|c| c as u8).collect())
 }
 
 fn host<B: Nvfp4Backend>(x: &B::FloatTensorPrimitive) -> Result<Vec<f32>, ModelError> {
@@ -256,24 +271,30 @@ pub fn load_optimizer<B: Nvfp4Backend>(
         let shape = field.shape();
         let len: usize = shape.iter().product();
         let steps = bytes(&format!("{name}.steps"), 4)?;
-        let moment = |m: &str| -> Result<_, CliError> {
-            let codes = bytes(&format!("{name}.{m}.codes"), len)?;
-            let absmax = bytes(&format!("{name}.{m}.absmax"), len.div_ceil(256) * 4)?;
-            Ok((codes, FloatType::F32.decode(&absmax)))
+        let kind = if shape.len() == 1 { StateKind::F32 } else { optimizer.config().state };
+        let moment = |part: &str, first: bool| -> Result<Moment<B>, CliError> {
+            let name = format!("{name}.{part}");
+            if let StateKind::Int8 | StateKind::Int4 = kind {
+                let codes = bytes(&format!("{name}.codes"), if kind == StateKind::Int8 { len } else { len / 2 })?;
+                let absmax = FloatType::F32.decode(&bytes(&format!("{name}.absmax"), len.div_ceil(256) * 4)?);
+                return Ok(Moment::from_bytes(kind, first, codes, absmax, &device));
+            }
+            let dtype = if kind == StateKind::Bf16 { model.spec().precision.dtype() } else { DType::F32 };
+            let float = float_of(dtype).0;
+            let values = float.decode(&bytes(&name, len * float.size())?);
+            let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [len]), (&device, dtype));
+            Ok(Moment::Float(flat.into_primitive().tensor()))
         };
-        let floats = |m: &str| -> Result<_, CliError> {
-            let values = FloatType::F32.decode(&bytes(&format!("{name}.{m}"), len * 4)?);
-            let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [len]), (&device, DType::F32));
-            let shape = burn::tensor::Shape::from(shape.clone());
-            Ok(B::float_reshape(flat.into_primitive().tensor(), shape))
-        };
-        let moments = if find(&format!("{name}.m.codes")).is_some() {
-            AdamwState::from_bytes(moment("m")?, moment("v")?, &device)
-        } else {
-            AdamwState::F32 { m: floats("m")?, v: floats("v")? }
+        let moments = AdamwState { kind, m: moment("m", true)?, v: moment("v", false)? };
+        let residual = match find(&format!("{name}.residual")) {
+            None => None,
+            Some(_) => {
+                let data = TensorData::new(bytes(&format!("{name}.residual"), len)?, [len]);
+                Some(Tensor::<B, 1, Int>::from_data(data, (&device, DType::U8)).into_primitive())
+            }
         };
         let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);
-        optimizer.restore(id, TensorState { steps, moments });
+        optimizer.restore(id, TensorState { steps, moments, residual });
     }
     Ok(())
 }

@@ -12,6 +12,7 @@ use model_qwen3::chat_template::RenderOptions;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -51,6 +52,8 @@ pub enum Overlong {
     Drop,
     /// Its end is cut off and counted.
     Truncate,
+    /// It is cut into several, each of which is learnt; they do not see each other.
+    Split,
 }
 
 /// Choices that turn files into samples.
@@ -66,6 +69,22 @@ pub struct DataOptions {
     pub overlong: Overlong,
 }
 
+impl DataOptions {
+    /// Pieces of a sample that the limit allows.
+    fn fitted(&self, sample: Sample) -> Vec<Sample> {
+        let most = self.max_seq_length;
+        match self.overlong {
+            _ if sample.ids.len() <= most => vec![sample],
+            Overlong::Error | Overlong::Drop => vec![],
+            Overlong::Truncate => vec![sample.piece(0..most)],
+            Overlong::Split => {
+                let starts = (0..sample.ids.len()).step_by(most);
+                starts.map(|at| sample.piece(at..(at + most).min(sample.ids.len()))).collect()
+            }
+        }
+    }
+}
+
 /// A token sequence with its mask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
@@ -75,9 +94,20 @@ pub struct Sample {
     pub supervised: Vec<bool>,
     /// The first user message, for sample answers; empty for plain text.
     pub prompt: String,
+    /// Where each document begins, of several that were packed into one row; the first at 0.
+    pub documents: Vec<usize>,
 }
 
 impl Sample {
+    /// One document.
+    fn new(ids: Vec<u32>, supervised: Vec<bool>, prompt: String) -> Self {
+        Self { ids, supervised, prompt, documents: vec![0] }
+    }
+
+    fn piece(&self, range: std::ops::Range<usize>) -> Self {
+        Self::new(self.ids[range.clone()].to_vec(), self.supervised[range].to_vec(), self.prompt.clone())
+    }
+
     /// Tokens whose prediction counts. The first token is never predicted.
     pub fn supervised_tokens(&self) -> usize {
         self.supervised.iter().skip(1).filter(|s| **s).count()
@@ -99,18 +129,26 @@ pub struct DataReport {
     pub dropped: Vec<usize>,
     /// Lines that were cut.
     pub truncated: Vec<usize>,
+    /// Rows after packing, if it was asked for, and the share of their tokens that is no padding.
+    pub packed: Option<(usize, f64)>,
     /// A header line that was skipped.
     pub header_skipped: bool,
 }
 
-/// Reads training files.
+/// Reads training files; those that have a weight are repeated by it.
 ///
 /// # Errors
 /// With file and line, if a row is malformed or too long, or nothing supervised is left.
-pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<(Vec<Sample>, DataReport), CliError> {
+pub fn load(
+    paths: &[PathBuf],
+    weights: &[f64],
+    text: &TextFiles,
+    options: DataOptions,
+    seed: u64,
+) -> Result<(Vec<Sample>, DataReport), CliError> {
     let mut samples = Vec::new();
     let mut report = DataReport::default();
-    for path in paths {
+    for (file, path) in paths.iter().enumerate() {
         let content = read(path)?;
         let format = match (options.format, path.extension().and_then(|e| e.to_str())) {
             (Format::Auto, Some("tsv")) => Format::Tsv,
@@ -136,6 +174,10 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result
             };
             return Err(bad(path, None, reason));
         }
+        if let Some(&weight) = weights.get(file) {
+            let own = samples.split_off(before);
+            samples.extend(weighted(own, weight, seed, file as u32));
+        }
     }
     report.samples = samples.len();
     report.tokens = samples.iter().map(|s| s.ids.len()).sum();
@@ -153,11 +195,7 @@ pub fn synthetic(rows: usize, len: usize, vocab: usize, seed: u64) -> Vec<Sample
         reference::philox(i as u32, stream)[0] % vocab as u32
     };
     (0..rows.min(SYNTHETIC_ROWS))
-        .map(|row| Sample {
-            ids: (0..len).map(|i| draw(row, i)).collect(),
-            supervised: vec![true; len],
-            prompt: String::new(),
-        })
+        .map(|row| Sample::new((0..len).map(|i| draw(row, i)).collect(), vec![true; len], String::new()))
         .collect()
 }
 
@@ -187,8 +225,7 @@ fn documents(
     let mut ids = text.tokenizer.encode(content)?;
     ids.extend(text.tokenizer.id("<|endoftext|>"));
     for piece in ids.chunks(options.max_seq_length).filter(|p| p.len() > 1) {
-        let supervised = vec![true; piece.len()];
-        samples.push(Sample { ids: piece.to_vec(), supervised, prompt: String::new() });
+        samples.push(Sample::new(piece.to_vec(), vec![true; piece.len()], String::new()));
     }
     Ok(())
 }
@@ -227,36 +264,22 @@ fn rows(
             _ => parse_messages(line).map_err(at)?,
         };
         report.rows += 1;
-        for mut sample in conversation(&messages, tools.as_ref(), text, options.loss_on).map_err(|e| match e {
+        for sample in conversation(&messages, tools.as_ref(), text, options.loss_on).map_err(|e| match e {
             CliError::Data { reason, .. } => at(reason),
             other => at(other.to_string()),
         })? {
-            if sample.ids.len() > options.max_seq_length {
-                match options.overlong {
-                    Overlong::Error => {
-                        let reason = format!(
-                            "{} tokens, --max-seq-length is {}; raise it, or --overlong drop",
-                            sample.ids.len(),
-                            options.max_seq_length
-                        );
-                        return Err(at(reason));
-                    }
-                    Overlong::Drop => {
-                        report.dropped.push(number);
-                        continue;
-                    }
-                    Overlong::Truncate => {
-                        report.truncated.push(number);
-                        sample.ids.truncate(options.max_seq_length);
-                        sample.supervised.truncate(options.max_seq_length);
-                    }
-                }
+            let (len, most) = (sample.ids.len(), options.max_seq_length);
+            if len > most && options.overlong == Overlong::Error {
+                return Err(at(format!("{len} tokens, --max-seq-length is {most}; raise it, or --overlong drop")));
             }
-            if sample.supervised_tokens() == 0 {
+            let mut pieces = options.fitted(sample);
+            pieces.retain(|piece| piece.supervised_tokens() > 0);
+            if pieces.is_empty() {
                 report.dropped.push(number);
-                continue;
+            } else if len > most {
+                report.truncated.push(number);
             }
-            samples.push(sample);
+            samples.extend(pieces);
         }
     }
     Ok(())
@@ -319,7 +342,8 @@ fn conversation(
     let full = render(messages, false)?;
     if loss_on == LossOn::All {
         let ids = text.tokenizer.encode(&full)?;
-        return Ok(vec![Sample { supervised: vec![true; ids.len()], ids, prompt }]);
+        let supervised = vec![true; ids.len()];
+        return Ok(vec![Sample::new(ids, supervised, prompt)]);
     }
     // Where each assistant turn begins and ends in its own render.
     let mut turns = Vec::new();
@@ -350,7 +374,7 @@ fn sample(
     prompt: String,
     text: &TextFiles,
 ) -> Result<Sample, CliError> {
-    let mut out = Sample { ids: vec![], supervised: vec![], prompt };
+    let mut out = Sample::new(vec![], vec![], prompt);
     let mut at = 0;
     for span in spans {
         for (piece, supervised) in [(&rendered[at..span.start], false), (&rendered[span.clone()], true)] {
@@ -385,6 +409,44 @@ pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<S
     (train, eval)
 }
 
+/// Packs samples into rows of at most `most` tokens, the longest first into the fullest row that takes it (best fit,
+/// decreasing). Documents of a row see neither each other nor each other's positions, and the first token of each is
+/// not predicted.
+pub fn pack(samples: Vec<Sample>, most: usize) -> Vec<Sample> {
+    let mut order: Vec<usize> = (0..samples.len()).collect();
+    order.sort_by_key(|&i| (std::cmp::Reverse(samples[i].ids.len()), i));
+    let mut rows: Vec<Sample> = Vec::new();
+    // Rows by what they still take; of equals the first made.
+    let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
+    let mut samples: Vec<Option<Sample>> = samples.into_iter().map(Some).collect();
+    for i in order {
+        let sample = samples[i].take().expect("each once");
+        let len = sample.ids.len();
+        let Some(&(room, row)) = open.range((len, 0)..).next() else {
+            open.insert((most.saturating_sub(len), rows.len()));
+            rows.push(sample);
+            continue;
+        };
+        open.remove(&(room, row));
+        open.insert((room - len, row));
+        let packed = &mut rows[row];
+        packed.documents.push(packed.ids.len());
+        packed.ids.extend(sample.ids);
+        let first = packed.supervised.len();
+        packed.supervised.extend(sample.supervised);
+        packed.supervised[first] = false;
+    }
+    rows
+}
+
+/// `samples` times `weight`: whole copies, and for what is left each sample with that probability.
+pub fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Sample> {
+    let n = samples.len();
+    let wanted = ((n as f64 * weight).round() as usize).max(1);
+    let order = permutation(n, seed, u32::MAX - 1 - file);
+    (0..wanted).map(|i| samples[if i / n < wanted / n { i % n } else { order[i % n] }].clone()).collect()
+}
+
 /// Fisher and Yates by counter-based numbers: the order of epoch `epoch`.
 fn permutation(n: usize, seed: u64, epoch: u32) -> Vec<usize> {
     let mut order: Vec<usize> = (0..n).collect();
@@ -402,6 +464,8 @@ pub struct MicroBatch {
     pub ids: Vec<Vec<u32>>,
     /// Masks.
     pub supervised: Vec<Vec<bool>>,
+    /// Where the documents of each row begin.
+    pub documents: Vec<Vec<usize>>,
     /// Supervised tokens of the whole optimizer step: what its loss is divided by.
     pub divisor: usize,
     /// Whether the optimizer steps after it.
@@ -414,9 +478,35 @@ impl MicroBatch {
         Self {
             ids: samples.iter().map(|s| s.ids.clone()).collect(),
             supervised: samples.iter().map(|s| s.supervised.clone()).collect(),
+            documents: samples.iter().map(|s| s.documents.clone()).collect(),
             divisor,
             ends_step: false,
         }
+    }
+
+    /// A batch of rows that are one document each.
+    pub fn of(ids: Vec<Vec<u32>>, supervised: Vec<Vec<bool>>, divisor: usize) -> Self {
+        let documents = vec![vec![0]; ids.len()];
+        Self { ids, supervised, documents, divisor, ends_step: true }
+    }
+
+    /// Tokens of a row, padding included.
+    pub fn tokens_a_row(&self) -> usize {
+        self.ids.iter().map(Vec::len).max().unwrap_or(0)
+    }
+
+    /// Of every token, its position in its document and where in its row that begins. Padding belongs to the last.
+    pub fn places(&self) -> (Vec<u32>, Vec<u32>) {
+        let t = self.tokens_a_row();
+        let (mut positions, mut starts) = (Vec::new(), Vec::new());
+        for documents in &self.documents {
+            for (i, &start) in documents.iter().enumerate() {
+                let end = documents.get(i + 1).copied().unwrap_or(t);
+                positions.extend(0..(end - start) as u32);
+                starts.extend(std::iter::repeat_n(start as u32, end - start));
+            }
+        }
+        (positions, starts)
     }
 }
 
@@ -549,6 +639,40 @@ mod tests {
         let all: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&order).map(|b| b.ids).collect();
         let rest: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&resumed).map(|b| b.ids).collect();
         assert_eq!(all[4..], rest[..]);
+    }
+
+    #[test]
+    fn packing_keeps_every_document_whole_and_apart() {
+        let lengths = [5usize, 30, 7, 12, 29, 3, 64, 20];
+        let all: Vec<Sample> = lengths.iter().zip(synthetic(8, 64, 100, 2)).map(|(&len, s)| s.piece(0..len)).collect();
+        let rows = pack(all.clone(), 64);
+        assert_eq!(rows.len(), 3, "170 tokens fill three rows of 64");
+        let mut found = Vec::new();
+        for row in &rows {
+            assert!(row.ids.len() <= 64 && row.ids.len() == row.supervised.len());
+            for (i, &start) in row.documents.iter().enumerate() {
+                let end = row.documents.get(i + 1).copied().unwrap_or(row.ids.len());
+                assert_eq!(row.supervised[start], start == 0, "the first token of a document is not predicted");
+                found.push(row.ids[start..end].to_vec());
+            }
+        }
+        let sorted = |mut ids: Vec<Vec<u32>>| {
+            ids.sort();
+            ids
+        };
+        assert_eq!(sorted(found), sorted(all.into_iter().map(|s| s.ids).collect()));
+        let (positions, starts) = MicroBatch::new(&[&rows[1]], 1).places();
+        for i in 0..positions.len() {
+            assert_eq!(positions[i] + starts[i], i as u32);
+        }
+    }
+
+    #[test]
+    fn weights_repeat_and_thin_out() {
+        let all = samples(10);
+        let of = |weight| weighted(all.clone(), weight, 3, 0);
+        assert_eq!((of(1.0).len(), of(2.5).len(), of(0.3).len()), (10, 25, 3));
+        assert!(all.iter().all(|s| (2..=3).contains(&of(2.5).iter().filter(|t| *t == s).count())));
     }
 
     #[test]

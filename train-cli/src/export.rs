@@ -59,7 +59,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
         None => convert::Target::Nvfp4 { scaling, head: state.head == Head::Nvfp4 },
     };
     let view = Converted::new(&source, target);
-    let spec = |precision| LinearSpec { recipe: Recipe::W4, scaling, precision };
+    let spec = |precision| LinearSpec::new(Recipe::W4, scaling, precision);
     complete(&view, like.as_ref())?;
     let (bytes, sha256) = write(&view, like.as_ref(), &args.output_dat, |path| {
         device::run(args.device, None, Check { view: &view, path, config: &config, text: &text, spec: &spec })
@@ -89,7 +89,7 @@ impl Target {
     }
 
     fn spec(&self, precision: Precision) -> LinearSpec {
-        LinearSpec { recipe: self.recipe, scaling: self.scaling, precision }
+        LinearSpec::new(self.recipe, self.scaling, precision)
     }
 }
 

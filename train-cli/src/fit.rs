@@ -16,15 +16,20 @@ use crate::{
     report,
     run_folder::{check_free, check_unchanged, open_folder, toml_of},
     schedule::Schedule,
+    step::Stepper,
     train::{self, Between, Run, StepReport, Trainee},
     vram::VramReport,
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Precision, Recipe, Scaling, quantize::View, reference};
+use backend_nvfp4::{
+    LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Precision, Recipe, Scaling, reference,
+};
 use burn::{
     backend::Autodiff,
     module::{AutodiffModule, Module, ParamId},
+    tensor::DType,
 };
 use model_qwen3::{
+    ModelError,
     checkpoint::{Checkpoint, Stored, Tensors},
     model::Qwen3,
     weights::{self, Field, Purpose, fields},
@@ -61,13 +66,16 @@ impl Job for Fit {
     type Output = ();
 
     fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { plan, demo } = self;
+        let Self { mut plan, demo } = self;
+        if plan.master_auto && precision == Precision::Bf16 {
+            plan.adamw.master = MasterKind::Bf16;
+        }
         let mut vram = VramReport::new(plan.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
 
         let inputs = Inputs::read(&plan)?;
         let scaling = inputs.scaling(&plan);
-        let spec = LinearSpec { recipe: plan.recipe, scaling, precision };
+        let spec = LinearSpec::new(plan.recipe, scaling, precision);
         let (config, source) = (&inputs.config, &inputs.source);
 
         // Where the run begins.
@@ -92,12 +100,16 @@ impl Job for Fit {
             (Some((state, folder)), _) => {
                 let saved = trainer_file(folder)?;
                 let saved = HeadAs { tensors: &saved, nvfp4: state.head == Head::Nvfp4 };
-                weights::load(&saved, config, spec, Purpose::Train, &device)?
+                weights::load(&saved, config, spec, Purpose::Train(plan.adamw.master), &device)?
             }
-            (None, Some(source)) => weights::load(source, config, spec, Purpose::Train, &device)?,
-            (None, None) => weights::random(config, spec, plan.seed, &device),
+            (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(plan.adamw.master), &device)?,
+            (None, None) => weights::random(config, spec, plan.adamw.master, plan.seed, &device),
         };
-        let model = freeze(model, plan.train_last_layers);
+        let model = freeze(model, plan.train_last_layers).with_bf16_last_blocks(plan.bf16_last_blocks);
+        let frozen = match plan.train_last_layers {
+            0 => 0,
+            last => model.layers.len() - last,
+        };
         vram.note::<B>(&device, 0, "model_loaded")?;
 
         // The folder, the order of samples, the schedule, the optimizer.
@@ -135,6 +147,7 @@ impl Job for Fit {
             head: Head::of(&model),
             two_level: scaling == Scaling::Two,
             settings: plan.settings.clone(),
+            last_norm: resumed.as_ref().and_then(|(state, _)| state.last_norm),
         };
         let between = Keeper {
             plan: plan.clone(),
@@ -152,14 +165,21 @@ impl Job for Fit {
             let run = Run {
                 train: train_order.clone(),
                 eval: eval_order(inputs.eval.clone(), plan.batch_size),
-                optimizer,
+                stepper: Stepper {
+                    mode: plan.step_mode,
+                    clip: plan.clip,
+                    max_grad_norm: plan.max_grad_norm,
+                    last_norm: state.last_norm,
+                    buffer: if plan.adamw.master == MasterKind::F32 { DType::F32 } else { precision.dtype() },
+                    optimizer,
+                    seed: plan.seed,
+                },
                 schedule,
-                max_grad_norm: plan.max_grad_norm,
                 logging_steps: plan.logging_steps,
                 vram,
                 between: Box::new(between),
             };
-            train::run(Trainee::new(model, plan.loss), run)?
+            train::run(Trainee::new(model, plan.loss, frozen), run)?
         } else {
             report::line(format!("step {start} of {steps}: nothing left to train"));
             model.valid()
@@ -179,6 +199,10 @@ impl Job for Fit {
             report::label("nvfp4", format!("{:.1}% of codes changed", share * 100.0));
         }
         write_results(&plan, &train_order, start, runtime, *last_eval.lock().expect("no holder panics"), changed)?;
+        if !plan.saves {
+            report::line(format!("done in {} · nothing saved, as asked", report::duration(runtime)));
+            return Ok(());
+        }
         let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe };
         // A file that holds NVFP4 is exported as it was stored.
         let nvfp4 = |s: &&Checkpoint| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some();
@@ -242,15 +266,17 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
         Ok(())
     }
 
-    fn maybe_save(&mut self, model: &Qwen3<B>, optimizer: &ChunkedAdamw<B>, step: usize) -> Result<(), CliError> {
-        let due = step == self.order.steps || self.save_every > 0 && step.is_multiple_of(self.save_every);
+    fn maybe_save(&mut self, model: &Qwen3<B>, stepper: &Stepper<B>, step: usize) -> Result<(), CliError> {
+        let due = self.plan.saves
+            && (step == self.order.steps || self.save_every > 0 && step.is_multiple_of(self.save_every));
         if !due {
             return Ok(());
         }
         self.state.global_step = step;
         self.state.epoch = self.order.epochs(step);
+        self.state.last_norm = stepper.last_norm;
         let (run, files) = (&self.plan.output_dir, &self.plan.companions);
-        let saved = checkpoint::save(run, files, model, optimizer, &self.state, self.plan.save_total_limit)?;
+        let saved = checkpoint::save(run, files, model, &stepper.optimizer, &self.state, self.plan.save_total_limit)?;
         report::line(format!("{:>11}  {}", "saved", saved.display()));
         Ok(())
     }
@@ -335,12 +361,18 @@ fn quantised_codes<B: Nvfp4Backend>(model: &Qwen3<B>) -> Result<Vec<Vec<u32>>, C
     if spec.recipe == Recipe::Bf16 {
         return Ok(vec![]);
     }
+    let read = |name: &str, w: &Nvfp4Tensor<B>| {
+        let packed = w.to_packed().map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source })?;
+        Ok::<_, CliError>(packed.codes)
+    };
     let mut out = Vec::new();
-    for (_, field) in fields(model) {
-        if let Field::Linear(Nvfp4Linear::Master(_)) = field {
-            let shape = field.shape();
-            let values = field.to_host()?;
-            out.push(reference::quantize(&values, View::row_major(shape[0], shape[1]), spec.weights()).codes);
+    for (name, field) in fields(model) {
+        match field {
+            Field::Linear(Nvfp4Linear::Master(w)) => {
+                out.push(read(&name, &Nvfp4Tensor::quantize(w.val(), spec.weights()))?);
+            }
+            Field::Linear(Nvfp4Linear::PackedMaster(w)) => out.push(read(&name, &w.weight)?),
+            _ => {}
         }
     }
     Ok(out)

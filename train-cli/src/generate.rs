@@ -58,7 +58,7 @@ impl Job for Generate {
             return Err(CliError::Usage("--w4a4: the model has no NVFP4 weights".into()));
         }
         let recipe = if args.w4a4 { Recipe::W4a4 } else { Recipe::W4 };
-        let spec = LinearSpec { recipe, scaling: Scaling::Two, precision };
+        let spec = LinearSpec::new(recipe, Scaling::Two, precision);
         let model: Qwen3<B> = weights::load(&checkpoint, &config, spec, Purpose::Infer, &device)?;
 
         let asked = prompt_text(&args)?;

@@ -8,6 +8,7 @@ use crate::{
     model_files::TextFiles,
     plan::{FitPlan, ModelSource},
     report,
+    step::{Clip, StepMode},
 };
 use backend_nvfp4::Scaling;
 use model_qwen3::{
@@ -87,6 +88,15 @@ impl Inputs {
             ModelSource::Random { config } => format!("{} (random weights)", config.display()),
         };
         let recipe = plan.recipe.name();
+        let (master, states) = (plan.adamw.master, plan.adamw.state);
+        let (mode, clip) = (plan.step_mode, plan.clip);
+        let clipped = match plan.max_grad_norm {
+            0.0 => "no clipping".to_owned(),
+            norm => format!(
+                "clipped at {norm} by {} norm",
+                if clip == Clip::Exact { "this step's" } else { "the last step's" }
+            ),
+        };
         report::label(
             "model",
             format!("{name} · {params} params · {layers} layers · recipe {recipe} · {levels} scales"),
@@ -97,11 +107,19 @@ impl Inputs {
         };
         let (train, eval) = (self.train.len(), self.eval.len());
         let (rows, tokens) = (self.report.rows, report::short(self.report.tokens as f64));
+        let packed = self
+            .report
+            .packed
+            .map_or(String::new(), |(rows, full)| format!(" · packed into {rows} rows, {:.0}% full", full * 100.0));
         let supervised = report::short(self.report.supervised_tokens as f64);
         report::label(
             "data",
-            format!("{rows} rows · {train} train / {eval} eval · {tokens} tokens, {supervised} supervised{skipped}"),
+            format!(
+                "{rows} rows · {train} train / {eval} eval · {tokens} tokens, {supervised} supervised{skipped}{packed}"
+            ),
         );
+        let mode = if mode == StepMode::Streaming { "streaming" } else { "whole graph" };
+        report::label("step", format!("{mode} · {} master · {} states · {clipped}", master.name(), states.name()));
         let (steps, size) = (self.order(plan).steps, plan.batch_size * plan.accumulation);
         let (lr, seed) = (plan.learning_rate, plan.seed);
         report::label("plan", format!("{steps} steps × {size} sequences · lr {lr:e} · seed {seed}"));
@@ -135,11 +153,17 @@ fn samples(plan: &FitPlan, text: &TextFiles, config: &Qwen3Config) -> Result<Sam
         let report = data::DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));
     }
-    let (all, report) = data::load(&plan.data, text, options)?;
-    let (train, eval) = match &plan.eval_data {
-        Some(path) => (all, data::load(std::slice::from_ref(path), text, options)?.0),
+    let (all, mut report) = data::load(&plan.data, &plan.data_weights, text, options, plan.seed)?;
+    let (mut train, mut eval) = match &plan.eval_data {
+        Some(path) => (all, data::load(std::slice::from_ref(path), &[], text, options, plan.seed)?.0),
         None => data::split(all, plan.val_split, plan.seed),
     };
+    if plan.packing {
+        train = data::pack(train, options.max_seq_length);
+        eval = data::pack(eval, options.max_seq_length);
+        let tokens: usize = train.iter().map(|s| s.ids.len()).sum();
+        report.packed = Some((train.len(), tokens as f64 / (train.len() * options.max_seq_length) as f64));
+    }
     Ok((train, eval, report))
 }
 

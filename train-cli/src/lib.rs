@@ -30,6 +30,7 @@ mod error;
 pub mod export;
 pub mod fit;
 pub mod generate;
+pub mod gradients;
 mod inputs;
 pub mod inspect;
 pub mod model_files;
@@ -39,6 +40,7 @@ pub mod plan;
 pub mod report;
 mod run_folder;
 pub mod schedule;
+pub mod step;
 pub mod train;
 pub mod vram;
 

@@ -1,11 +1,15 @@
-//! AdamW over a module, as Burn's `Optimizer`: each tensor is updated in place, some rows a launch,
-//! its gradient dropped at once. Arithmetic is f32 whatever the states are stored in.
+//! AdamW over a model, tensor by tensor: each is updated in place, some rows a launch, as soon as its gradient is
+//! there. Arithmetic is f32 whatever weights and states are stored in.
 
-use backend_nvfp4::{AdamwState, AdamwStep, Nvfp4Backend, StateKind};
+use backend_nvfp4::{
+    AdamwState, AdamwStep, Master, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, StateKind, Stream,
+};
 use burn::{
-    module::{AutodiffModule, ModuleMapper, Param, ParamId},
-    optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer},
-    tensor::{Tensor, TensorPrimitive, backend::AutodiffBackend},
+    module::ParamId,
+    tensor::{
+        DType, Int, Shape, Tensor, TensorMetadata, TensorPrimitive,
+        ops::{FloatTensor, IntTensor},
+    },
 };
 use std::collections::{HashMap, HashSet};
 
@@ -20,10 +24,14 @@ pub struct AdamwConfig {
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
-    /// How moments are stored.
+    /// How moments of matrices are stored; those of norms are f32.
     pub state: StateKind,
+    /// How matrices are stored.
+    pub master: MasterKind,
     /// Rows of a matrix in one launch; 0 takes all.
     pub chunk_rows: usize,
+    /// Of stochastic rounding.
+    pub seed: u64,
 }
 
 /// The state of one tensor.
@@ -33,6 +41,8 @@ pub struct TensorState<B: Nvfp4Backend> {
     pub steps: i32,
     /// The moments.
     pub moments: AdamwState<B>,
+    /// The lower bits of a master that has them, U8 `[len]`.
+    pub residual: Option<IntTensor<B>>,
 }
 
 /// The optimizer.
@@ -41,14 +51,26 @@ pub struct ChunkedAdamw<B: Nvfp4Backend> {
     config: AdamwConfig,
     undecayed: HashSet<ParamId>,
     states: HashMap<ParamId, TensorState<B>>,
-    /// Factor on every gradient of the next step: the clipping coefficient.
+}
+
+/// One optimizer step's rate and the factor on its gradients.
+#[derive(Debug, Clone, Copy)]
+pub struct Rate {
+    /// Learning rate.
+    pub lr: f64,
+    /// The clipping coefficient.
     pub grad_scale: f64,
 }
 
 impl<B: Nvfp4Backend> ChunkedAdamw<B> {
     /// An optimizer without state; parameters in `undecayed` get no weight decay.
     pub fn new(config: AdamwConfig, undecayed: HashSet<ParamId>) -> Self {
-        Self { config, undecayed, states: HashMap::new(), grad_scale: 1.0 }
+        Self { config, undecayed, states: HashMap::new() }
+    }
+
+    /// The constants.
+    pub fn config(&self) -> AdamwConfig {
+        self.config
     }
 
     /// The state of a parameter, if it was ever updated.
@@ -61,86 +83,99 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         self.states.insert(id, state);
     }
 
-    fn update<const D: usize>(
+    /// Steps a norm's weight or a dense matrix.
+    pub fn step<const D: usize>(
         &mut self,
         id: ParamId,
         weight: Tensor<B, D>,
-        grad: Tensor<B, D>,
-        lr: f64,
+        grad: FloatTensor<B>,
+        rate: Rate,
     ) -> Tensor<B, D> {
-        let c = self.config;
-        let (shape, device) = (weight.shape(), weight.device());
-        let zero = || TensorState { steps: 0, moments: AdamwState::zeros(c.state, shape.clone(), &device) };
-        let mut state = self.states.remove(&id).unwrap_or_else(zero);
+        let dtype = weight.dtype();
+        let w = weight.into_primitive().tensor();
+        let master = if D == 1 { Master::Exact } else { self.config.master.dense() };
+        let kind = if D == 1 { StateKind::F32 } else { self.config.state };
+        let residual = master == Master::Residual;
+        let state = self.take(id, w.shape(), kind, residual, dtype, &B::float_device(&w));
+        let weight = MasterWeight::Dense { w, master, residual: state.residual.clone() };
+        match self.apply(id, weight, grad, state, rate) {
+            MasterWeight::Dense { w, .. } => Tensor::from_primitive(TensorPrimitive::Float(w)),
+            MasterWeight::Packed(_) => unreachable!("a step keeps the form"),
+        }
+    }
+
+    /// Steps an NVFP4 master.
+    pub fn step_packed(
+        &mut self,
+        id: ParamId,
+        weight: Nvfp4Tensor<B>,
+        grad: FloatTensor<B>,
+        rate: Rate,
+    ) -> Nvfp4Tensor<B> {
+        let [rows, cols] = weight.dims();
+        let device = B::float_device(&grad);
+        let state = self.take(id, Shape::new([rows, cols]), self.config.state, false, DType::F32, &device);
+        match self.apply(id, MasterWeight::Packed(weight.into_primitive()), grad, state, rate) {
+            MasterWeight::Packed(p) => Nvfp4Tensor::from_primitive(p),
+            MasterWeight::Dense { .. } => unreachable!("a step keeps the form"),
+        }
+    }
+
+    /// The state of a tensor, out of the table: it is updated in place.
+    fn take(
+        &mut self,
+        id: ParamId,
+        shape: Shape,
+        kind: StateKind,
+        residual: bool,
+        dtype: DType,
+        device: &B::Device,
+    ) -> TensorState<B> {
+        let len = shape.num_elements();
+        self.states.remove(&id).unwrap_or_else(|| TensorState {
+            steps: 0,
+            moments: AdamwState::zeros(kind, len, dtype, device),
+            // Half a unit: the weight is what its bf16 value says.
+            residual: residual.then(|| Tensor::<B, 1, Int>::full([len], 128, (device, DType::U8)).into_primitive()),
+        })
+    }
+
+    fn apply(
+        &mut self,
+        id: ParamId,
+        mut weight: MasterWeight<B>,
+        grad: FloatTensor<B>,
+        mut state: TensorState<B>,
+        rate: Rate,
+    ) -> MasterWeight<B> {
+        // The only handle of the residual is the weight's, or it would be copied.
+        state.residual = None;
         state.steps += 1;
+        let c = self.config;
         let step = AdamwStep {
-            lr: lr as f32,
+            lr: rate.lr as f32,
             beta1: c.beta1 as f32,
             beta2: c.beta2 as f32,
             eps: c.eps as f32,
             weight_decay: if self.undecayed.contains(&id) { 0.0 } else { c.weight_decay as f32 },
             bias1: (1.0 - c.beta1.powi(state.steps)) as f32,
             bias2: (1.0 - c.beta2.powi(state.steps)) as f32,
-            grad_scale: self.grad_scale as f32,
+            grad_scale: rate.grad_scale as f32,
+            stream: Stream { seed: c.seed, step: state.steps as u32, stream: id.val() as u32 },
         };
+        let shape = grad.shape();
         let elements = shape.num_elements();
-        let row = elements / shape[0];
-        // 8-bit states share a scale over 256 elements: chunks start at such blocks.
+        // Quantised states share a scale over 256 elements: chunks start at such blocks.
         let chunk = match c.chunk_rows {
             0 => elements.next_multiple_of(256),
-            rows => (rows * row).next_multiple_of(256),
+            rows => (rows * (elements / shape[0])).next_multiple_of(256),
         };
-        let (weight, grad) = (weight.into_primitive().tensor(), grad.into_primitive().tensor());
-        let (weight, moments) = B::adamw(weight, grad, state.moments, step, chunk);
-        self.states.insert(id, TensorState { steps: state.steps, moments });
-        Tensor::from_primitive(TensorPrimitive::Float(weight))
-    }
-}
-
-impl<AB, M> Optimizer<M, AB> for ChunkedAdamw<AB::InnerBackend>
-where
-    AB: AutodiffBackend,
-    AB::InnerBackend: Nvfp4Backend,
-    M: AutodiffModule<AB>,
-{
-    // Checkpoints are written by `crate::checkpoint`, which keeps dtypes; Burn's records do not.
-    type Record = ();
-
-    fn step(&mut self, lr: LearningRate, module: M, mut grads: GradientsParams) -> M {
-        module.map(&mut Mapper::<AB> { optimizer: self, grads: &mut grads, lr })
-    }
-
-    fn step_multi(&mut self, lr: LearningRate, module: M, mut grads: MultiGradientsParams) -> M {
-        let (grads, _) = grads.grads.remove(0);
-        self.step(lr, module, grads)
-    }
-
-    fn to_record(&self) {}
-
-    fn load_record(self, (): ()) -> Self {
-        self
-    }
-}
-
-struct Mapper<'a, AB>
-where
-    AB: AutodiffBackend,
-    AB::InnerBackend: Nvfp4Backend,
-{
-    optimizer: &'a mut ChunkedAdamw<AB::InnerBackend>,
-    grads: &'a mut GradientsParams,
-    lr: f64,
-}
-
-impl<AB> ModuleMapper<AB> for Mapper<'_, AB>
-where
-    AB: AutodiffBackend,
-    AB::InnerBackend: Nvfp4Backend,
-{
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<AB, D>>) -> Param<Tensor<AB, D>> {
-        let Some(grad) = self.grads.remove::<AB::InnerBackend, D>(param.id) else { return param };
-        let (id, weight, mapper) = param.consume();
-        let weight = self.optimizer.update(id, weight.inner(), grad, self.lr);
-        Param::from_mapped_value(id, Tensor::from_inner(weight).require_grad(), mapper)
+        let moments;
+        (weight, moments) = B::adamw(weight, grad, state.moments, step, chunk);
+        if let MasterWeight::Dense { residual, .. } = &weight {
+            state.residual.clone_from(residual);
+        }
+        self.states.insert(id, TensorState { moments, ..state });
+        weight
     }
 }

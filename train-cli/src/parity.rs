@@ -12,14 +12,12 @@ use crate::{
     optim::{AdamwConfig, ChunkedAdamw},
     plan::{self, LossKind},
     report,
-    train::{Trainee, global_norm},
+    step::{Clip, StepMode, Stepper},
+    train::Trainee,
+    vram::VramReport,
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
-use burn::{
-    backend::Autodiff,
-    module::AutodiffModule,
-    optim::{GradientsParams, Optimizer},
-};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
+use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};
 use model_qwen3::{
     checkpoint::FloatType,
     config::Qwen3Config,
@@ -104,9 +102,9 @@ impl Job for Parity<'_> {
         let fixture = Fixture { file: SafeFile::open(self.expected)? };
         let files = ModelFiles::new(self.model);
         let config = Qwen3Config::from_file(&files.config_file(None))?;
-        let spec = LinearSpec { recipe: Recipe::Bf16, scaling: Scaling::Two, precision };
+        let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
-            Ok(weights::load(&files.checkpoint()?, &config, spec, Purpose::Train, &device)?)
+            Ok(weights::load(&files.checkpoint()?, &config, spec, Purpose::Train(MasterKind::F32), &device)?)
         };
         let mut ours: Vec<Ours> = Vec::new();
         let mut push = |key: String, shape: Vec<usize>, values: Vec<f32>| ours.push(Ours { key, shape, values });
@@ -127,8 +125,8 @@ impl Job for Parity<'_> {
         drop(inner);
         let supervised: Vec<Vec<bool>> = labels.iter().map(|row| row.iter().map(|&l| l != IGNORE).collect()).collect();
         let divisor = supervised.iter().flat_map(|r| r.iter().skip(1)).filter(|s| **s).count();
-        let trainee = Trainee::new(model, LossKind::CrossEntropy);
-        let loss = trainee.batch_loss(&MicroBatch { ids, supervised, divisor, ends_step: true });
+        let trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
+        let loss = trainee.batch_loss(&MicroBatch::of(ids, supervised, divisor));
         push("loss".into(), vec![1], to_host(loss.clone().inner())?);
         let grads = GradientsParams::from_grads(loss.backward(), &trainee);
         for (name, field) in fields(&trainee.model) {
@@ -182,23 +180,39 @@ struct Ours {
     values: Vec<f32>,
 }
 
-/// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0.
+/// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0. With the step that
+/// `fit` makes.
 fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Result<(Vec<f32>, Vec<f32>), CliError> {
-    let config =
-        AdamwConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, state: StateKind::F32, chunk_rows: 0 };
-    let mut optimizer = ChunkedAdamw::<B>::new(config, HashSet::new());
-    let mut trainee = Trainee::new(model, LossKind::CrossEntropy);
+    let config = AdamwConfig {
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        state: StateKind::F32,
+        master: MasterKind::F32,
+        chunk_rows: 0,
+        seed: 0,
+    };
+    let mut stepper = Stepper::<B> {
+        mode: StepMode::Streaming,
+        clip: Clip::Exact,
+        max_grad_norm: 1.0,
+        last_norm: None,
+        buffer: DType::F32,
+        optimizer: ChunkedAdamw::new(config, HashSet::new()),
+        seed: 0,
+    };
+    let mut trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
-    for ids in fixture.ids_of_steps("train.data")? {
+    for (i, ids) in fixture.ids_of_steps("train.data")?.into_iter().enumerate() {
         let supervised = ids.iter().map(|r| vec![true; r.len()]).collect();
         let divisor = ids.iter().map(|r| r.len() - 1).sum();
-        let loss = trainee.batch_loss(&MicroBatch { ids, supervised, divisor, ends_step: true });
-        losses.push(to_host(loss.clone().inner())?[0]);
-        let grads = GradientsParams::from_grads(loss.backward(), &trainee);
-        let norm = global_norm(&trainee, &grads)?;
-        norms.push(norm);
-        optimizer.grad_scale = (1.0 / (f64::from(norm) + 1e-6)).min(1.0);
-        trainee = Optimizer::<_, Autodiff<B>>::step(&mut optimizer, 1e-3, trainee, grads);
+        let batch = MicroBatch::of(ids, supervised, divisor);
+        let (back, stepped) = stepper.step(trainee, &[batch], i + 1, 1e-3, &mut VramReport::new(None));
+        trainee = back;
+        let stepped = stepped?;
+        losses.push(stepped.loss);
+        norms.push(stepped.grad_norm);
     }
     Ok((losses, norms))
 }

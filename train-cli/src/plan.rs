@@ -3,15 +3,16 @@
 
 use crate::{
     CliError,
-    args::{DtypeArg, FitArgs, LossArg, RecipeArg, ScalesArg, StateArg},
+    args::{DtypeArg, FitArgs, LossArg, MasterArg, Nvfp4Part, RecipeArg, SaveArg, ScalesArg, StateArg},
     data::{DataOptions, Format, LossOn, Overlong},
     device::DeviceChoice,
     export::refuse_overwrite,
     model_files::{Companions, ModelFiles},
     optim::AdamwConfig,
     schedule::Shape,
+    step::{Clip, StepMode},
 };
-use backend_nvfp4::{Precision, Recipe, Scaling, StateKind};
+use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
 use std::path::{Path, PathBuf};
 
 /// Where a model comes from.
@@ -46,6 +47,10 @@ pub struct FitPlan {
     pub companions: Companions,
     /// Training files; empty for random tokens.
     pub data: Vec<PathBuf>,
+    /// How often their rows are repeated; empty is once.
+    pub data_weights: Vec<f64>,
+    /// Whether several rows become one sequence.
+    pub packing: bool,
     /// Evaluation file.
     pub eval_data: Option<PathBuf>,
     /// Share held out otherwise.
@@ -56,6 +61,8 @@ pub struct FitPlan {
     pub loss: LossKind,
     /// The recipe.
     pub recipe: Recipe,
+    /// Last blocks that are not quantised.
+    pub bf16_last_blocks: usize,
     /// Scale levels, if asked for.
     pub scaling: Option<Scaling>,
     /// Number format, if asked for.
@@ -78,6 +85,14 @@ pub struct FitPlan {
     pub accumulation: usize,
     /// Clipping; 0 is off.
     pub max_grad_norm: f64,
+    /// How a step's backward runs.
+    pub step_mode: StepMode,
+    /// The norm that is clipped by.
+    pub clip: Clip,
+    /// Whether masters follow the number format.
+    pub master_auto: bool,
+    /// Whether checkpoints and an export are written.
+    pub saves: bool,
     /// AdamW.
     pub adamw: AdamwConfig,
     /// Trained blocks, from the end; 0 is everything.
@@ -203,6 +218,16 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
     if let Some(steps) = s.max_steps {
         count("max-steps", Some(steps), 1)?;
     }
+    let quantised = matches!(s.optimizer_state_mode, Some(StateArg::Int8 | StateArg::Int4));
+    if s.master_weights == Some(MasterArg::Nvfp4) && !quantised {
+        return usage("--master-weights nvfp4 needs --optimizer-state-mode int8 or int4".into());
+    }
+    if s.master_weights == Some(MasterArg::Nvfp4) && s.recipe == Some(RecipeArg::Bf16) {
+        return usage("--master-weights nvfp4 has no unquantised weights for --recipe bf16: take w4".into());
+    }
+    if s.nvfp4_without.is_some() && s.recipe != Some(RecipeArg::Nvfp4) {
+        return usage("--nvfp4-without is about --recipe nvfp4".into());
+    }
     if s.compute_dtype == Some(DtypeArg::F16) {
         return usage("--compute-dtype f16: gradients underflow in f16; train in bf16 or f32".into());
     }
@@ -227,7 +252,9 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
     Ok(FitPlan {
         source,
         companions,
+        data_weights: weights(&s, data.len())?,
         data,
+        packing: s.packing == Some(true),
         eval_data: s.eval_data.clone(),
         val_split: number("val-split", s.val_split, 0.0, 0.9)?,
         options: DataOptions {
@@ -244,8 +271,10 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         recipe: match s.recipe {
             Some(RecipeArg::Bf16) => Recipe::Bf16,
             Some(RecipeArg::W4a4) => Recipe::W4a4,
-            _ => Recipe::W4,
+            Some(RecipeArg::Nvfp4) => Recipe::Nvfp4(parts(s.nvfp4_without.as_deref().unwrap_or_default())),
+            Some(RecipeArg::W4) | None => Recipe::W4,
         },
+        bf16_last_blocks: count("bf16-last-blocks", s.bf16_last_blocks, 0)?,
         scaling: s.scales.map(scaling),
         precision: s.compute_dtype.and_then(precision),
         device: s.device.unwrap_or(DeviceChoice::Auto),
@@ -257,12 +286,29 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         batch_size: count("batch-size", s.batch_size, 1)?,
         accumulation: count("gradient-accumulation-steps", s.gradient_accumulation_steps, 1)?,
         max_grad_norm: number("max-grad-norm", s.max_grad_norm, 0.0, f64::MAX)?,
+        step_mode: s.step_mode.unwrap_or(StepMode::Streaming),
+        clip: s.clip.unwrap_or(Clip::Exact),
+        master_auto: s.master_weights == Some(MasterArg::Auto),
+        saves: s.save_strategy != Some(SaveArg::No),
         adamw: AdamwConfig {
             beta1: number("adam-beta1", s.adam_beta1, 0.0, 0.999_999)?,
             beta2: number("adam-beta2", s.adam_beta2, 0.0, 0.999_999)?,
             eps: number("adam-epsilon", s.adam_epsilon, 1e-30, 1.0)?,
             weight_decay: number("weight-decay", s.weight_decay, 0.0, 10.0)?,
-            state: if s.optimizer_state_mode == Some(StateArg::F32) { StateKind::F32 } else { StateKind::Int8 },
+            state: match s.optimizer_state_mode {
+                Some(StateArg::F32) => StateKind::F32,
+                Some(StateArg::Bf16) => StateKind::Bf16,
+                Some(StateArg::Int4) => StateKind::Int4,
+                Some(StateArg::Int8) | None => StateKind::Int8,
+            },
+            master: match s.master_weights {
+                Some(MasterArg::Bf16Residual) => MasterKind::Bf16Residual,
+                Some(MasterArg::Bf16) => MasterKind::Bf16,
+                Some(MasterArg::Bf16Nearest) => MasterKind::Bf16Nearest,
+                Some(MasterArg::Nvfp4) => MasterKind::Nvfp4,
+                Some(MasterArg::F32 | MasterArg::Auto) | None => MasterKind::F32,
+            },
+            seed: s.seed.unwrap_or(42),
             chunk_rows: count("step-chunk-rows", s.step_chunk_rows, 0)?,
         },
         train_last_layers: count("train-last-layers", s.train_last_layers, 0)?,
@@ -280,6 +326,27 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         overwrite,
         settings: s,
     })
+}
+
+/// The parts of recipe nvfp4 that are left.
+fn parts(without: &[Nvfp4Part]) -> Nvfp4Parts {
+    Nvfp4Parts {
+        square_blocks: !without.contains(&Nvfp4Part::SquareBlocks),
+        hadamard: !without.contains(&Nvfp4Part::Hadamard),
+        stochastic: !without.contains(&Nvfp4Part::Stochastic),
+    }
+}
+
+/// One weight a file, or none.
+fn weights(s: &FitArgs, files: usize) -> Result<Vec<f64>, CliError> {
+    let weights = s.data_weights.clone().unwrap_or_default();
+    if !weights.is_empty() && weights.len() != files {
+        return Err(CliError::Usage(format!("--data-weights: {} for {files} --data files", weights.len())));
+    }
+    match weights.iter().find(|w| !(0.001..=1000.0).contains(*w)) {
+        Some(w) => Err(CliError::Usage(format!("--data-weights {w}: between 0.001 and 1000"))),
+        None => Ok(weights),
+    }
 }
 
 /// Longest sequence where none is given.
@@ -345,6 +412,7 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         init_config,
         tokenizer,
         data,
+        data_weights,
         eval_data,
         val_split,
         format,
@@ -353,7 +421,10 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         loss,
         max_seq_length,
         overlong,
+        packing,
         recipe,
+        nvfp4_without,
+        bf16_last_blocks,
         scales,
         compute_dtype,
         device,
@@ -369,6 +440,9 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         adam_beta1,
         adam_beta2,
         adam_epsilon,
+        step_mode,
+        clip,
+        master_weights,
         optimizer_state_mode,
         step_chunk_rows,
         train_last_layers,
@@ -376,6 +450,7 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         output_dat,
         eval_steps,
         save_steps,
+        save_strategy,
         logging_steps,
         save_total_limit,
         sample_prompt,
@@ -395,6 +470,12 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         loss_on = LossOn::Assistant,
         loss = LossArg::Ce,
         overlong = Overlong::Drop,
+        packing = false,
+        bf16_last_blocks = 0,
+        step_mode = StepMode::Streaming,
+        clip = Clip::Exact,
+        master_weights = MasterArg::Auto,
+        save_strategy = SaveArg::Steps,
         recipe = RecipeArg::W4,
         compute_dtype = DtypeArg::Auto,
         device = DeviceChoice::Auto,
@@ -403,7 +484,7 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         warmup_steps = 0.03,
         num_train_epochs = 1.0,
         batch_size = 1,
-        gradient_accumulation_steps = 8,
+        gradient_accumulation_steps = 1,
         max_grad_norm = 1.0,
         weight_decay = 0.0,
         adam_beta1 = 0.9,

@@ -1,23 +1,22 @@
 //! Training inside Burn's Learner: the model's step, our learning strategy, its metrics and lines.
 //!
-//! A step is: micro-batches forward and backward, gradients summed (each loss already divided by the
-//! supervised tokens of the whole step), judged, clipped by their global norm, applied. Nothing is
-//! updated by a step whose loss or gradient is not finite.
+//! What a step is stands in [`crate::step`]. Nothing is updated by a step whose loss is not finite, nor by one whose
+//! gradient is not, where the norm is known before it is applied.
 
 use crate::{
     CliError,
     data::{MicroBatch, Order},
-    optim::ChunkedAdamw,
     plan::LossKind,
     report,
     schedule::Schedule,
+    step::{Stepped, Stepper},
     vram::{self, VramReport},
 };
 use backend_nvfp4::Nvfp4Backend;
 use burn::{
     data::dataloader::{DataLoader, Progress},
-    module::{AutodiffModule, Module, ModuleVisitor, Param},
-    optim::{GradientsAccumulator, GradientsParams, Optimizer, lr_scheduler::LrScheduler},
+    module::{AutodiffModule, Module},
+    optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer, lr_scheduler::LrScheduler},
     tensor::{
         Tensor, TensorData,
         backend::{AutodiffBackend, Backend},
@@ -39,7 +38,7 @@ use burn::{
 };
 use model_qwen3::{
     loss::{IGNORE, hidden_l1_sum, shifted_targets},
-    model::{Qwen3, ids_tensor},
+    model::{Context, Qwen3, ids_tensor},
     weights::to_host,
 };
 use std::{
@@ -48,13 +47,15 @@ use std::{
     time::Instant,
 };
 
-/// A model and the loss it is trained with.
+/// A model, the loss it is trained with, and the blocks that are not trained.
 #[derive(Module, Debug)]
 pub struct Trainee<B: Backend> {
     /// The model.
     pub model: Qwen3<B>,
     #[module(skip)]
     loss: LossKind,
+    #[module(skip)]
+    frozen: usize,
 }
 
 /// The figures of a step or an evaluation. Plain numbers: metrics run on another thread.
@@ -87,18 +88,44 @@ impl ItemLazy for StepReport {
 }
 
 impl<B: Nvfp4Backend> Trainee<B> {
-    /// Pairs a model with its loss.
-    pub fn new(model: Qwen3<B>, loss: LossKind) -> Self {
-        Self { model, loss }
+    /// Pairs a model with its loss; the first `frozen` blocks, and with them the embedding, are not trained.
+    pub fn new(model: Qwen3<B>, loss: LossKind, frozen: usize) -> Self {
+        Self { model, loss, frozen }
+    }
+
+    /// The first block that is trained; with it, or with 0 the embedding, the backward ends.
+    pub fn first_trained(&self) -> usize {
+        self.frozen
     }
 
     /// The loss of a batch: summed over supervised tokens, divided by the batch's divisor, `[1]`.
     pub fn batch_loss(&self, batch: &MicroBatch) -> Tensor<B, 1> {
+        let (mut h, ctx) = self.begin(batch);
+        for (i, block) in self.model.layers.iter().enumerate() {
+            h = block.forward(h, &self.model.of_block(&ctx, i), None);
+        }
+        self.loss_of(h, batch)
+    }
+
+    /// What the first block gets: embedded tokens `[M, D]`, where they stand and what they see.
+    pub fn begin(&self, batch: &MicroBatch) -> (Tensor<B, 2>, Context<B>) {
         let (model, device) = (&self.model, self.model.device());
         let ids = ids_tensor(&batch.ids, model.config(), &device).expect("ids were checked against the vocabulary");
-        let [b, t] = ids.dims();
+        (model.embed(ids), self.context(batch))
+    }
+
+    /// Where the tokens of a batch stand and what they see.
+    pub fn context(&self, batch: &MicroBatch) -> Context<B> {
+        let (positions, starts) = batch.places();
+        self.model.context_of(0, batch.ids.len(), positions, starts)
+    }
+
+    /// The loss of the last block's output `[M, D]`.
+    pub fn loss_of(&self, h: Tensor<B, 2>, batch: &MicroBatch) -> Tensor<B, 1> {
+        let (model, device) = (&self.model, self.model.device());
+        let (b, t) = (batch.ids.len(), batch.tokens_a_row());
         let targets = shifted_targets(&batch.ids, &batch.supervised, t);
-        let hidden = model.forward(ids, None);
+        let hidden = model.final_norm(h);
         let sum = match self.loss {
             LossKind::CrossEntropy => {
                 // Logits are V wide: only supervised positions get any.
@@ -176,7 +203,7 @@ pub trait Between<B: Nvfp4Backend>: Send {
     ///
     /// # Errors
     /// As above.
-    fn maybe_save(&mut self, model: &Qwen3<B>, optimizer: &ChunkedAdamw<B>, step: usize) -> Result<(), CliError>;
+    fn maybe_save(&mut self, model: &Qwen3<B>, stepper: &Stepper<B>, step: usize) -> Result<(), CliError>;
 }
 
 /// What a run needs besides the model.
@@ -185,12 +212,10 @@ pub struct Run<B: Nvfp4Backend> {
     pub train: Order,
     /// Evaluation samples; may be empty.
     pub eval: Order,
-    /// The optimizer, with its states after a resume.
-    pub optimizer: ChunkedAdamw<B>,
+    /// What steps are made of, with the optimizer and its states after a resume.
+    pub stepper: Stepper<B>,
     /// The learning rate.
     pub schedule: Schedule,
-    /// Clipping; 0 is off.
-    pub max_grad_norm: f64,
     /// Steps between lines.
     pub logging_steps: usize,
     /// Memory report.
@@ -210,7 +235,7 @@ where
 {
     let train: Arc<dyn DataLoader<AB, MicroBatch>> = Arc::new(run.train.clone());
     let valid: Arc<dyn DataLoader<AB::InnerBackend, MicroBatch>> = Arc::new(run.eval.clone());
-    let idle = run.optimizer.clone();
+    let idle = Idle;
     let lines = Lines { every: run.logging_steps, ..Lines::default() };
     let failure = Arc::new(Mutex::new(None));
     let strategy = Steps { run: Mutex::new(Some(run)), failure: failure.clone() };
@@ -278,35 +303,22 @@ where
     let first = run.train.start;
     let started = Instant::now();
     let device = net.as_ref().expect("there").model.device();
-    let mut accumulator = GradientsAccumulator::new();
-    let (mut step, mut loss, mut tokens, mut step_started) = (first, 0.0, 0, Instant::now());
+    let (mut step, mut batches, mut step_started) = (first, Vec::new(), Instant::now());
     for batch in train.iter() {
-        let model = net.as_ref().expect("there");
         run.vram.note::<AB>(&device, step + 1, "batch_ready")?;
-        tokens += batch.ids.iter().map(Vec::len).sum::<usize>();
         let ends_step = batch.ends_step;
-        run.vram.note::<AB>(&device, step + 1, "zero_grad_done")?;
-        let out = TrainStep::step(model, batch);
-        if let Some(reason) = out.item.failure {
-            return Err(CliError::Device { device: AB::name(&device), reason });
-        }
-        loss += out.item.loss;
-        accumulator.accumulate(model, out.grads);
-        run.vram.note::<AB>(&device, step + 1, "backward_done")?;
+        batches.push(batch);
         if !ends_step {
             continue;
         }
-
-        let grads = accumulator.grads();
-        let grad_norm = global_norm(model, &grads)?;
-        judge(step + 1, loss, grad_norm)?;
-        run.optimizer.grad_scale = match f64::from(grad_norm) {
-            norm if run.max_grad_norm > 0.0 && norm > run.max_grad_norm => run.max_grad_norm / (norm + 1e-6),
-            _ => 1.0,
-        };
+        let batches = std::mem::take(&mut batches);
+        let tokens: usize = batches.iter().flat_map(|b| &b.ids).map(Vec::len).sum();
         let lr = run.schedule.at(step);
-        *net = Some(run.optimizer.step(lr, net.take().expect("there"), grads));
         step += 1;
+        run.vram.note::<AB>(&device, step, "zero_grad_done")?;
+        let (back, stepped) = run.stepper.step(net.take().expect("there"), &batches, step, lr, &mut run.vram);
+        *net = Some(back);
+        let Stepped { loss, grad_norm } = stepped?;
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
         give_back_memory::<AB>(&device);
@@ -330,8 +342,8 @@ where
             run.between.after_evaluation(&model.model, &report)?;
             events.process_valid(LearnerEvent::ProcessedItem(item(report, total)));
         }
-        run.between.maybe_save(&model.model, &run.optimizer, step)?;
-        (loss, tokens, step_started) = (0.0, 0, Instant::now());
+        run.between.maybe_save(&model.model, &run.stepper, step)?;
+        step_started = Instant::now();
     }
     events.process_train(LearnerEvent::EndEpoch(1));
     Ok(())
@@ -370,51 +382,25 @@ fn evaluate<B: Nvfp4Backend>(
     Ok(StepReport { step, loss: sum as f32, tokens_per_second, ..Default::default() })
 }
 
-/// The only way to the optimizer.
-fn judge(step: usize, loss: f32, grad_norm: f32) -> Result<(), CliError> {
-    for (what, value) in [("loss", loss), ("gradient norm", grad_norm)] {
-        if !value.is_finite() {
-            let hint =
-                "Start a new run from the last checkpoint (-m RUN/checkpoint-N) with a lower --learning-rate".into();
-            return Err(CliError::Diverged { step, what, value, hint });
-        }
-    }
-    Ok(())
-}
+/// The Learner wants an optimizer; the strategy steps with its own.
+#[derive(Clone)]
+struct Idle;
 
-/// The norm of all gradients together.
-pub fn global_norm<AB>(model: &impl AutodiffModule<AB>, grads: &GradientsParams) -> Result<f32, CliError>
-where
-    AB: AutodiffBackend,
-{
-    struct Squares<'a, B: Backend> {
-        grads: &'a GradientsParams,
-        sums: Vec<Tensor<B, 1>>,
-    }
-    impl<AB: AutodiffBackend> ModuleVisitor<AB> for Squares<'_, AB::InnerBackend> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<AB, D>>) {
-            if let Some(g) = self.grads.get::<AB::InnerBackend, D>(param.id) {
-                self.sums.push((g.clone() * g).sum());
-            }
-        }
-    }
-    let mut squares = Squares::<AB::InnerBackend> { grads, sums: vec![] };
-    ModuleVisitorRun::<AB>::run(model, &mut squares);
-    if squares.sums.is_empty() {
-        return Err(CliError::Usage("nothing is trained: no parameter has a gradient".into()));
-    }
-    let sums = to_host(Tensor::cat(squares.sums, 0))?;
-    Ok(sums.iter().map(|&s| f64::from(s)).sum::<f64>().sqrt() as f32)
-}
+impl<M: AutodiffModule<AB>, AB: AutodiffBackend> Optimizer<M, AB> for Idle {
+    type Record = ();
 
-/// Names the backend that [`Module::visit`] leaves open.
-trait ModuleVisitorRun<AB: AutodiffBackend> {
-    fn run(&self, visitor: &mut impl ModuleVisitor<AB>);
-}
+    fn step(&mut self, _: LearningRate, module: M, _: GradientsParams) -> M {
+        module
+    }
 
-impl<AB: AutodiffBackend, M: AutodiffModule<AB>> ModuleVisitorRun<AB> for M {
-    fn run(&self, visitor: &mut impl ModuleVisitor<AB>) {
-        self.visit(visitor);
+    fn step_multi(&mut self, _: LearningRate, module: M, _: MultiGradientsParams) -> M {
+        module
+    }
+
+    fn to_record(&self) {}
+
+    fn load_record(self, (): ()) -> Self {
+        self
     }
 }
 

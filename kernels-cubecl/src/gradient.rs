@@ -1,0 +1,92 @@
+//! What happens to gradients between the products and the optimizer: their squares are summed for the global norm,
+//! and those of several micro-batches are summed up.
+//!
+//! ```text
+//! out = sum x[i]^2                    sum[i] = sum[i] + x[i]
+//! ```
+//! Sums are f32 and taken in a fixed order. Each value is read once (and written once): bound by memory.
+
+use crate::{
+    error::{KernelError, expect_len},
+    quantize::{flat_launch, vector_size},
+    reduce::{cube_sum, lanes},
+};
+use cubecl::prelude::*;
+
+/// `out[0] = sum x[i]^2`, out f32. Two launches: a sum for each of up to 1,024 cubes, then one cube.
+///
+/// # Errors
+/// If `out` does not hold one element.
+pub fn square_sum<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    out: ArrayArg<R>,
+) -> Result<(), KernelError> {
+    expect_len("square_sum", "out", out.size(), 1)?;
+    let vector = vector_size(client, dtype, x.size());
+    let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
+    let scratch = client.empty(cubes * 4);
+    let float = f32::as_type_native_unchecked().storage_type();
+    let (dim, one) = (CubeDim::new_1d(256), CubeCount::Static(1, 1, 1));
+    // SAFETY: `scratch` holds one f32 a cube, `out` one; both kernels stop at the end of what they read.
+    unsafe {
+        let partial = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
+        let count = CubeCount::Static(cubes as u32, 1, 1);
+        square_sum_kernel::launch_unchecked(client, count, dim, vector, x, partial(), true, dtype);
+        square_sum_kernel::launch_unchecked(client, one, dim, 1, partial(), out, false, float);
+    }
+    Ok(())
+}
+
+/// `sum[i] += x[i]` in f32, rounded to the type of `sum`.
+///
+/// # Errors
+/// If the buffers differ in length.
+pub fn accumulate<R: Runtime>(
+    client: &ComputeClient<R>,
+    sum: (ArrayArg<R>, StorageType),
+    x: (ArrayArg<R>, StorageType),
+) -> Result<(), KernelError> {
+    let len = sum.0.size();
+    expect_len("accumulate", "x", x.0.size(), len)?;
+    let vector = vector_size(client, x.1, len).min(vector_size(client, sum.1, len));
+    let (count, dim) = flat_launch(len.div_ceil(vector));
+    // SAFETY: both buffers hold `len` elements; units past them do nothing.
+    unsafe { accumulate_kernel::launch_unchecked(client, count, dim, vector, sum.0, x.0, sum.1, x.1) };
+    Ok(())
+}
+
+#[cube(launch_unchecked)]
+fn square_sum_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
+    #[comptime] square: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let mut sum = Vector::<f32, N>::new(0.0f32);
+    let mut at = ABSOLUTE_POS;
+    let step = (CUBE_COUNT_X * 256u32) as usize;
+    while at < x.len() {
+        let value = Vector::<f32, N>::cast_from(x[at]);
+        sum += if comptime!(square) { value * value } else { value };
+        at += step;
+    }
+    let total = cube_sum(lanes(sum));
+    if UNIT_POS == 0u32 {
+        out[CUBE_POS_X as usize] = total;
+    }
+}
+
+#[cube(launch_unchecked)]
+fn accumulate_kernel<S: Float, F: Float, N: Size>(
+    sum: &mut Array<Vector<S, N>>,
+    x: &Array<Vector<F, N>>,
+    #[define(S)] _sum: StorageType,
+    #[define(F)] _x: StorageType,
+) {
+    let at = ABSOLUTE_POS;
+    if at < sum.len() {
+        sum[at] = Vector::cast_from(Vector::<f32, N>::cast_from(sum[at]) + Vector::<f32, N>::cast_from(x[at]));
+    }
+}
