@@ -6,7 +6,7 @@ use backend_nvfp4::{
     Block, Nvfp4Backend, Nvfp4Tensor, QuantizeSpec, Rounding, Scaling, Stream, View,
     reference::{self, Packed},
 };
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous};
 use half::bf16;
 use safetensors::SafeTensors;
@@ -81,7 +81,7 @@ fn gpu_backend_equals_reference() {
 fn gpu_equals_reference<R: CubeRuntime>() {
     backend_equals_reference::<Cube<R>>(R::Device::default());
     hadamard_equals_reference::<R>();
-    transposed_equals_reference::<R>();
+    across_equals_reference::<R>();
 }
 
 fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
@@ -144,52 +144,28 @@ fn poisoned<R: CubeRuntime>(len: usize) -> Tensor<Cube<R>, 1> {
     Tensor::from_data(TensorData::new(vec![f32::NAN; len], [len]), (&R::Device::default(), DType::F32))
 }
 
-/// The transpose: swapped strides going in.
-fn transposed_equals_reference<R: CubeRuntime>() {
-    use kernels_cubecl::{dequantize::dequantize, quantize};
-    let (rows, cols) = (48, 40);
-    let x = Random::new(5).normals(rows * cols, 0.1);
-    let device = R::Device::default();
-    let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: NEAREST };
-    let view = View::transposed(rows, cols);
-    let expected = reference::quantize(&x, view, spec);
-    let input = into_contiguous(matrix::<Cube<R>>(&x, rows, cols, &device).into_primitive().tensor());
-    let words = |n: usize| crate::support::words::<Cube<R>>(vec![u32::MAX; n], &device).into_primitive();
-    let bytes = Tensor::<Cube<R>, 1, Int>::from_data(
-        TensorData::new(vec![0u8; expected.scales.len()], [expected.scales.len()]),
-        (&device, DType::U8),
-    )
-    .into_primitive();
-    let (amax, codes, global) = (words(quantize::AMAX_LEN), words(expected.codes.len()), words(1));
-    let client = input.client.clone();
-    let f32s = DType::F32.into();
-    quantize::amax(&client, input.clone().into_array_arg(), f32s, amax.clone().into_array_arg()).unwrap();
-    quantize::quantize(
-        &client,
-        input.into_array_arg(),
-        f32s,
-        amax.into_array_arg(),
-        codes.clone().into_array_arg(),
-        bytes.clone().into_array_arg(),
-        global.clone().into_array_arg(),
-        view,
-        spec,
-    )
-    .unwrap();
-    assert_eq!(Cube::<R>::read_words(codes.clone()).unwrap(), expected.codes);
-    let back = poisoned::<R>(x.len());
-    dequantize(
-        &client,
-        codes.into_array_arg(),
-        bytes.into_array_arg(),
-        Some(global.into_array_arg()),
-        back.clone().into_primitive().tensor().into_array_arg(),
-        f32s,
-        cols,
-        rows,
-    )
-    .unwrap();
-    assert_eq!(host(back), reference::dequantize(&expected, cols, rows));
+/// The transpose, read where it lies; rotated or not; every rounding.
+fn across_equals_reference<R: CubeRuntime>() {
+    let mut random = Random::new(5);
+    let stochastic = Rounding::Stochastic(Stream { seed: 9, step: 4, stream: 2 });
+    for (rows, cols) in [(48, 40), (16, 1), (160, 33), (64, 256)] {
+        let x = random.normals(rows * cols, 0.1);
+        for (rotated, rounding) in [(false, NEAREST), (true, NEAREST), (true, stochastic), (false, stochastic)] {
+            let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
+            let across: Vec<f32> =
+                (0..cols).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| x[r * cols + c]).collect();
+            let across = if rotated { reference::hadamard(&across, kernels_cubecl::hadamard::SIGNS) } else { across };
+            let expected = reference::quantize(&across, View::row_major(cols, rows), spec);
+            assert_eq!(quantized_across::<Cpu>(&x, rows, cols, spec, rotated), expected);
+            let ours = quantized_across::<Cube<R>>(&x, rows, cols, spec, rotated);
+            assert_eq!(ours, expected, "{rows}x{cols}, rotated {rotated}, {rounding:?}");
+        }
+    }
+}
+
+fn quantized_across<B: Nvfp4Backend>(x: &[f32], rows: usize, cols: usize, spec: QuantizeSpec, rotated: bool) -> Packed {
+    let x = matrix::<B>(x, rows, cols, &Default::default()).into_primitive().tensor();
+    Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_across(x, spec, rotated)).to_packed().unwrap()
 }
 
 #[test]

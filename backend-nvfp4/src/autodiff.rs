@@ -29,6 +29,10 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         outer(B::nvfp4_quantize(x.primitive, spec))
     }
 
+    fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
+        outer(B::nvfp4_quantize_across(x.primitive, spec, rotated))
+    }
+
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_dequantize(&inner(w), dtype))
     }

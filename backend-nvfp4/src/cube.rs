@@ -43,25 +43,13 @@ where
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
         let x = into_contiguous(x);
         let [rows, cols] = dims(&x);
-        let amax = empty(&x, [quantize::AMAX_LEN], DType::F32);
-        if spec.scaling == Scaling::Two {
-            launched(quantize::amax(&x.client, arg(&x), x.dtype.into(), arg(&amax)));
-        }
-        let codes = empty(&x, [rows, words_per_row(cols)], DType::U32);
-        let scales = empty(&x, [rows, scales_per_row(cols)], DType::U8);
-        let global = empty(&x, [1], DType::U32);
-        launched(quantize::quantize(
-            &x.client,
-            arg(&x),
-            x.dtype.into(),
-            arg(&amax),
-            arg(&codes),
-            arg(&scales),
-            arg(&global),
-            View::row_major(rows, cols),
-            spec,
-        ));
-        Nvfp4Primitive { codes, scales, global }
+        quantized::<Self, R>(&x, View::row_major(rows, cols), spec, false)
+    }
+
+    fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
+        let x = into_contiguous(x);
+        let [rows, cols] = dims(&x);
+        quantized::<Self, R>(&x, View::transposed(rows, cols), spec, rotated)
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
@@ -396,6 +384,30 @@ where
         }
     });
     (bits, args)
+}
+
+/// The matrix that `view` sees in `x`, quantised.
+fn quantized<B, R>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<B>
+where
+    R: CubeRuntime,
+    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
+{
+    let View { rows, cols, .. } = view;
+    let (client, dtype) = (&x.client, x.dtype.into());
+    let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
+    if spec.scaling == Scaling::Two {
+        launched(if rotated {
+            quantize::amax_rotated(client, arg(x), dtype, view, arg(&amax))
+        } else {
+            quantize::amax(client, arg(x), dtype, arg(&amax))
+        });
+    }
+    let codes = empty(x, [rows, words_per_row(cols)], DType::U32);
+    let scales = empty(x, [rows, scales_per_row(cols)], DType::U8);
+    let global = empty(x, [1], DType::U32);
+    let out = (arg(&codes), arg(&scales), arg(&global));
+    launched(quantize::quantize(client, arg(x), dtype, arg(&amax), out.0, out.1, out.2, view, spec, rotated));
+    Nvfp4Primitive { codes, scales, global }
 }
 
 /// The sums of a matrix's columns.

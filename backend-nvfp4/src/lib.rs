@@ -53,6 +53,13 @@ pub trait Nvfp4Backend: Backend {
     /// Quantises a float matrix `[R, C]` along C. Not differentiable.
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self>;
 
+    /// Quantises the transpose `[C, R]` of a float matrix `[R, C]` along R, a multiple of 16, every 16 values rotated
+    /// first by the random Hadamard transform if `rotated`. Not differentiable.
+    fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
+        let across = Self::float_transpose(x);
+        Self::nvfp4_quantize(if rotated { Self::hadamard(across) } else { across }, spec)
+    }
+
     /// The values `[R, C]` of a packed matrix as `dtype`.
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
 

@@ -169,12 +169,9 @@ pub(crate) fn wgrad<B: Nvfp4Backend>(dy: FloatTensor<B>, saved: &Saved<B>, spec:
         Saved::W4a4 { x, .. } => B::nvfp4_matmul(dy, x, Product::Tn, f32),
         Saved::Nvfp4 { x, parts, .. } => {
             // Blocks run along the tokens, which are summed over. The rotation cancels in the product.
-            let along_tokens = |x: FloatTensor<B>| {
-                let x = B::float_transpose(in_blocks_of_16::<B>(x));
-                if parts.hadamard { B::hadamard(x) } else { x }
-            };
-            let dy = B::nvfp4_quantize(along_tokens(dy), spec.gradients(*parts, true));
-            let x = B::nvfp4_quantize(along_tokens(x.clone()), spec.activations());
+            let across = |x, spec| B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard);
+            let dy = across(dy, spec.gradients(*parts, true));
+            let x = across(x.clone(), spec.activations());
             B::nvfp4_matmul_packed(&dy, &x, Product::Nt, spec.precision.dtype(), f32)
         }
     }

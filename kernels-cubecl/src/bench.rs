@@ -197,19 +197,25 @@ impl<R: Runtime> Bench<'_, R> {
         let stochastic = Rounding::Stochastic(Stream { seed: 1, step: 2, stream: 3 });
         let shape = format!("{rows}x{cols}");
         let dense = View::row_major(rows, cols);
-        for (name, block, rounding, view) in [
-            ("quantize 1x16", Block::Row, Rounding::Nearest, dense),
-            ("quantize 16x16", Block::Square, Rounding::Nearest, dense),
-            ("quantize 1x16 transposed", Block::Row, Rounding::Nearest, View::transposed(rows, cols)),
-            ("quantize 1x16 stochastic", Block::Row, stochastic, dense),
+        let across = View::transposed(rows, cols);
+        for (name, block, rounding, view, rotated) in [
+            ("quantize 1x16", Block::Row, Rounding::Nearest, dense, false),
+            ("quantize 16x16", Block::Square, Rounding::Nearest, dense, false),
+            ("quantize 1x16 transposed", Block::Row, Rounding::Nearest, across, false),
+            ("quantize 1x16 transposed, Hadamard", Block::Row, Rounding::Nearest, across, true),
+            ("quantize 1x16 transposed, Hadamard, stochastic", Block::Row, stochastic, across, true),
+            ("quantize 1x16 stochastic", Block::Row, stochastic, dense, false),
         ] {
             let spec = QuantizeSpec { scaling: Scaling::Two, block, rounding };
             self.row(show, name, shape.clone(), moved(n as f64 * 2.5625), |_| {
                 let out = (self.arg(&codes, n / 8), self.arg(&scales, n / 16), self.arg(&global, 1));
                 let (x, amax) = (self.arg(&x, n), self.arg(&amax, 3));
-                quantize::quantize(client, x, BF16, amax, out.0, out.1, out.2, view, spec)
+                quantize::quantize(client, x, BF16, amax, out.0, out.1, out.2, view, spec, rotated)
             })?;
         }
+        self.row(show, "amax transposed, Hadamard", shape.clone(), moved(n as f64 * 2.0), |_| {
+            quantize::amax_rotated(client, self.arg(&x, n), BF16, across, self.arg(&amax, 3))
+        })?;
         self.row(show, "amax", shape.clone(), moved(n as f64 * 2.0), |_| {
             quantize::amax(client, self.arg(&x, n), BF16, self.arg(&amax, 3))
         })?;

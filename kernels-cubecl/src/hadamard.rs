@@ -35,30 +35,47 @@ pub fn hadamard<R: Runtime>(
     Ok(())
 }
 
+/// Rotates 16 values in registers.
+#[cube]
+pub(crate) fn rotate(v: &mut Array<f32>, signs: u32) {
+    #[unroll]
+    for i in 0..16u32 {
+        let at = comptime!(i as usize);
+        let value = v[at];
+        v[at] = select((signs >> i) & 1u32 == 1u32, -value, value);
+    }
+    #[unroll]
+    for level in 0..4u32 {
+        let distance = comptime!(1u32 << level);
+        #[unroll]
+        for pair in 0..8u32 {
+            let low = comptime!(((pair / distance) * 2 * distance + pair % distance) as usize);
+            let high = comptime!(low + distance as usize);
+            let a = v[low];
+            let b = v[high];
+            v[low] = a + b;
+            v[high] = a - b;
+        }
+    }
+    #[unroll]
+    for i in 0..16usize {
+        v[i] = v[i] * 0.25f32 + 0.0f32;
+    }
+}
+
 #[cube(launch_unchecked)]
 fn hadamard_kernel<F: Float>(x: &Array<F>, y: &mut Array<F>, signs: u32, #[define(F)] _dtype: StorageType) {
     let first = ABSOLUTE_POS * 16usize;
     if first < x.len() {
         let mut v = Array::<f32>::new(16usize);
-        for i in 0..16u32 {
-            let value = f32::cast_from(x[first + (i as usize)]);
-            v[i as usize] = select((signs >> i) & 1u32 == 1u32, -value, value);
-        }
         #[unroll]
-        for level in 0..4u32 {
-            let distance = comptime!(1u32 << level);
-            #[unroll]
-            for pair in 0..8u32 {
-                let low = comptime!(((pair / distance) * 2 * distance + pair % distance) as usize);
-                let high = comptime!(low + distance as usize);
-                let a = v[low];
-                let b = v[high];
-                v[low] = a + b;
-                v[high] = a - b;
-            }
+        for i in 0..16usize {
+            v[i] = f32::cast_from(x[first + i]);
         }
-        for i in 0..16u32 {
-            y[first + (i as usize)] = F::cast_from(v[i as usize] * 0.25f32 + 0.0f32);
+        rotate(&mut v, signs);
+        #[unroll]
+        for i in 0..16usize {
+            y[first + i] = F::cast_from(v[i]);
         }
     }
 }

@@ -64,7 +64,11 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
             let spec = QuantizeSpec { scaling, block, rounding };
             let n = square * cols;
             let out = (floats(n / 8), zeros(n / 16, 1), floats(1));
-            quantize::quantize(client, values(n), dtype, floats(AMAX_LEN), out.0, out.1, out.2, view, spec)?;
+            let rotated = block == Block::Row && scaling == Scaling::Two;
+            if rotated {
+                quantize::amax_rotated(client, values(n), dtype, view, floats(AMAX_LEN))?;
+            }
+            quantize::quantize(client, values(n), dtype, floats(AMAX_LEN), out.0, out.1, out.2, view, spec, rotated)?;
         }
     }
     let n = rows * cols;

@@ -9,14 +9,15 @@
 //! Single-level (torchao's): `s = e4m3(clamp(a / 6, 2^-6, 448))`, `code = e2m1(x * (1/s))`, `g = 1`.
 //!
 //! A block is 1x16 (one row, 16 columns) or 16x16. One unit owns 16 columns of one row, read once as vectors and
-//! kept in registers; for 16x16 the amax goes through shared memory. The transpose is quantised in place: its
-//! neighbouring units then take neighbouring rows, which lie side by side. The input is read twice (tensor amax,
+//! kept in registers, where they may be rotated first ([`crate::hadamard`]); for 16x16 the amax goes through shared
+//! memory. The transpose is quantised in place: its neighbouring units then take neighbouring rows, which lie side by side. The input is read twice (tensor amax,
 //! then codes; once if single-level) and 4.5 bits a value are written: bound by memory. No rounded product ever feeds a sum, so that no backend can
 //! contract it into a fused multiply-add: codes and scales are the reference's bit for bit.
 
 use crate::{
     codec::{e2m1_encode, e4m3_decode, e4m3_encode},
     error::{KernelError, expect_blocks, expect_len, index},
+    hadamard::{SIGNS, rotate},
     layout::{BLOCK, place_code, scale_index, scales_per_row, word_index, words_per_row},
     reduce::cube_max,
     rng::{Stream, draw_of, philox},
@@ -87,7 +88,8 @@ impl View {
 }
 
 /// Quantises `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, R x C/8), `scales`
-/// (u8, R x C/16) and `global` (f32, 1). `amax` (f32, 3) comes from [`amax`]; single-level ignores it.
+/// (u8, R x C/16) and `global` (f32, 1). `amax` (f32, 3) comes from [`amax`] or, if blocks are to be `rotated`, from
+/// [`amax_rotated`]; single-level ignores it.
 ///
 /// # Errors
 /// If C is not a multiple of 16 (for 16x16 blocks R too) or a buffer does not fit the shape.
@@ -101,9 +103,10 @@ pub fn quantize<R: Runtime>(
     global: ArrayArg<R>,
     view: View,
     spec: QuantizeSpec,
+    rotated: bool,
 ) -> Result<(), KernelError> {
     const NAME: &str = "quantize";
-    let View { rows, cols, row_stride, col_stride } = view;
+    let View { rows, cols, .. } = view;
     expect_blocks(NAME, "columns", cols)?;
     if spec.block == Block::Square {
         expect_blocks(NAME, "rows", rows)?;
@@ -121,28 +124,20 @@ pub fn quantize<R: Runtime>(
         Rounding::Nearest => (false, Stream { seed: 0, step: 0, stream: 0 }),
         Rounding::Stochastic(stream) => (true, stream),
     };
-    let edge = BLOCK as u32;
-    let along = col_stride == 1;
-    let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
-    let (x_len, y_len) = if along { (blocks, lines) } else { (lines, blocks) };
-    let count = CubeCount::Static(x_len.div_ceil(edge), y_len.div_ceil(edge), 1);
-    let vector = if along && row_stride.is_multiple_of(BLOCK) { vector_size(client, dtype, 8) } else { 1 };
+    let plan = Plan::new(client, dtype, view, spec.block)?;
     // SAFETY: buffer lengths were checked against the shape; units outside it write nothing.
     unsafe {
         quantize_kernel::launch_unchecked(
             client,
-            count,
-            CubeDim::new_2d(edge, edge),
-            vector,
+            plan.count,
+            plan.dim,
+            plan.vector,
             x,
             amax,
             codes,
             scales,
             global,
-            index(NAME, "rows", rows)?,
-            index(NAME, "columns", cols)?,
-            index(NAME, "row stride", row_stride)?,
-            index(NAME, "column stride", col_stride)?,
+            plan.place,
             stream.seed as u32,
             (stream.seed >> 32) as u32,
             stream.step,
@@ -150,11 +145,162 @@ pub fn quantize<R: Runtime>(
             spec.scaling == Scaling::Two,
             spec.block == Block::Square,
             stochastic,
-            along,
+            plan.along,
+            rotated,
             dtype,
         );
     }
     Ok(())
+}
+
+/// As [`amax`] of the matrix with every 16 columns rotated. Two launches.
+///
+/// # Errors
+/// If C is not a multiple of 16 or a buffer does not fit.
+pub fn amax_rotated<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    view: View,
+    out: ArrayArg<R>,
+) -> Result<(), KernelError> {
+    const NAME: &str = "amax rotated";
+    expect_blocks(NAME, "columns", view.cols)?;
+    expect_len(NAME, "x", x.size(), view.rows * view.cols)?;
+    expect_len(NAME, "out", out.size(), AMAX_LEN)?;
+    let plan = Plan::new(client, dtype, view, Block::Row)?;
+    let scratch = client.empty(plan.cubes * 4);
+    let float = f32::as_type_native_unchecked().storage_type();
+    // SAFETY: `scratch` holds one f32 a cube, `out` three; units outside the matrix contribute 0.
+    unsafe {
+        let partial = || ArrayArg::from_raw_parts(scratch.clone(), plan.cubes);
+        amax_rotated_kernel::launch_unchecked(
+            client,
+            plan.count,
+            plan.dim,
+            plan.vector,
+            x,
+            partial(),
+            plan.place,
+            plan.along,
+            dtype,
+        );
+        let (one, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(256));
+        amax_kernel::launch_unchecked(client, one, dim, 1, partial(), out, true, float);
+    }
+    Ok(())
+}
+
+/// How a matrix is cut into units of 16 columns of a row.
+struct Plan<R: Runtime> {
+    count: CubeCount,
+    cubes: usize,
+    dim: CubeDim,
+    vector: usize,
+    /// Whether columns are neighbours in memory.
+    along: bool,
+    place: PlaceLaunch<R>,
+}
+
+impl<R: Runtime> Plan<R> {
+    fn new(client: &ComputeClient<R>, dtype: StorageType, view: View, block: Block) -> Result<Self, KernelError> {
+        const NAME: &str = "quantize";
+        let View { rows, cols, row_stride, col_stride } = view;
+        let along = col_stride == 1;
+        let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
+        // Neighbouring units read neighbouring addresses: a warp of them whole lines of the transpose.
+        let (x, y) = if along || block == Block::Square { (16, 16) } else { (32, 8) };
+        let (x_len, y_len) = if along { (blocks, lines) } else { (lines, blocks) };
+        let (x_count, y_count) = (x_len.div_ceil(x), y_len.div_ceil(y));
+        Ok(Self {
+            count: CubeCount::Static(x_count, y_count, 1),
+            cubes: (x_count * y_count) as usize,
+            dim: CubeDim::new_2d(x, y),
+            vector: if along && row_stride.is_multiple_of(BLOCK) { vector_size(client, dtype, 8) } else { 1 },
+            along,
+            place: PlaceLaunch::new(
+                lines,
+                index(NAME, "columns", cols)?,
+                index(NAME, "row stride", row_stride)?,
+                index(NAME, "column stride", col_stride)?,
+            ),
+        })
+    }
+}
+
+/// [`View`] on the device.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct Place {
+    rows: u32,
+    cols: u32,
+    row_stride: u32,
+    col_stride: u32,
+}
+
+/// The row and first column that a unit owns.
+#[cube]
+fn own(#[comptime] along: bool) -> (u32, u32) {
+    let x = CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X;
+    let y = CUBE_POS_Y * CUBE_DIM_Y + UNIT_POS_Y;
+    if comptime!(along) { (y, x * 16u32) } else { (x, y * 16u32) }
+}
+
+/// 16 columns of a row, rotated if wanted; zeros outside the matrix.
+#[cube]
+fn block_of<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    row: u32,
+    col: u32,
+    place: Place,
+    #[comptime] rotated: bool,
+) -> Array<f32> {
+    let mut values = Array::<f32>::new(16usize);
+    #[unroll]
+    for i in 0..16usize {
+        values[i] = 0.0f32;
+    }
+    if row < place.rows && col < place.cols {
+        let n = N::value();
+        let first = (row as usize) * (place.row_stride as usize) + (col as usize) * (place.col_stride as usize);
+        #[unroll]
+        for part in 0..comptime!(16 / n) {
+            let vector = x[first / n + part * (place.col_stride as usize)];
+            #[unroll]
+            for i in 0..n {
+                values[comptime!(part * n + i)] = f32::cast_from(vector[i]);
+            }
+        }
+    }
+    if comptime!(rotated) {
+        rotate(&mut values, SIGNS.runtime());
+    }
+    values
+}
+
+#[cube]
+fn amax_of(values: &Array<f32>) -> f32 {
+    let mut amax = 0.0f32;
+    #[unroll]
+    for i in 0..16usize {
+        amax = max(amax, values[i].abs());
+    }
+    amax
+}
+
+#[cube(launch_unchecked)]
+fn amax_rotated_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
+    place: Place,
+    #[comptime] along: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let (row, col) = own(along);
+    let values = block_of::<F, N>(x, row, col, place, true);
+    let amax = cube_max(amax_of(&values));
+    if UNIT_POS == 0u32 {
+        out[(CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize] = amax;
+    }
 }
 
 /// Values that [`amax`] writes.
@@ -207,10 +353,7 @@ fn quantize_kernel<F: Float, N: Size>(
     codes: &mut Array<u32>,
     scales: &mut Array<u8>,
     global: &mut Array<f32>,
-    rows: u32,
-    cols: u32,
-    row_stride: u32,
-    col_stride: u32,
+    place: Place,
     key_low: u32,
     key_high: u32,
     step: u32,
@@ -219,36 +362,16 @@ fn quantize_kernel<F: Float, N: Size>(
     #[comptime] square: bool,
     #[comptime] stochastic: bool,
     #[comptime] along: bool,
+    #[comptime] rotated: bool,
     #[define(F)] _dtype: StorageType,
 ) {
-    // Neighbouring units read neighbouring addresses.
-    let (unit_row, unit_block) = if comptime!(along) { (UNIT_POS_Y, UNIT_POS_X) } else { (UNIT_POS_X, UNIT_POS_Y) };
-    let (cube_row, cube_block) = if comptime!(along) { (CUBE_POS_Y, CUBE_POS_X) } else { (CUBE_POS_X, CUBE_POS_Y) };
-    let row = cube_row * 16u32 + unit_row;
-    let col = (cube_block * 16u32 + unit_block) * 16u32;
-    let live = row < rows && col < cols;
-
-    let mut values = Array::<f32>::new(16usize);
-    let mut block_amax = 0.0f32;
-    #[unroll]
-    for i in 0..16usize {
-        values[i] = 0.0f32;
-    }
-    if live {
-        let n = N::value();
-        let first = (row as usize) * (row_stride as usize) + (col as usize) * (col_stride as usize);
-        #[unroll]
-        for part in 0..comptime!(16 / n) {
-            let vector = x[first / n + part * (col_stride as usize)];
-            #[unroll]
-            for i in 0..n {
-                let value = f32::cast_from(vector[i]);
-                values[comptime!(part * n + i)] = value;
-                block_amax = max(block_amax, value.abs());
-            }
-        }
-    }
+    let (row, col) = own(along);
+    let cols = place.cols;
+    let live = row < place.rows && col < cols;
+    let values = block_of::<F, N>(x, row, col, place, rotated);
+    let mut block_amax = amax_of(&values);
     if comptime!(square) {
+        let (unit_row, unit_block) = if comptime!(along) { (UNIT_POS_Y, UNIT_POS_X) } else { (UNIT_POS_X, UNIT_POS_Y) };
         let mut row_amax = SharedMemory::<f32>::new(256usize);
         row_amax[(unit_row * 16u32 + unit_block) as usize] = block_amax;
         sync_cube();
