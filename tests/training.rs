@@ -9,7 +9,7 @@ use crate::support::{
 use backend_nvfp4::MasterKind;
 use burn::backend::Autodiff;
 use model_qwen3::{
-    checkpoint::{Checkpoint, Tensors},
+    checkpoint::{Checkpoint, Stored, Tensors},
     config::Qwen3Config,
     weights,
 };
@@ -87,18 +87,36 @@ fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    for (state, master) in [("int8", "f32"), ("bf16", "bf16-residual"), ("int4", "nvfp4")] {
+    for (state, master, damped) in [("int8", "f32", "0.6"), ("bf16", "bf16-residual", "0"), ("int4", "nvfp4", "0")] {
         let whole = format!("whole-{state}");
         // Twice as long as the other runs, so that the kill lands well before the end.
         let longer = FIT.map(|word| if word == "12" { "24" } else { word });
         let mut words = longer.to_vec();
-        words.extend(["-o", &whole, "--optimizer-state-mode", state, "--master-weights", master]);
+        words.extend([
+            "-o",
+            &whole,
+            "--optimizer-state-mode",
+            state,
+            "--master-weights",
+            master,
+            "--damped-finish",
+            damped,
+        ]);
         ok(d, &words);
 
         // Killed without warning as soon as a first checkpoint is there.
         let killed = format!("killed-{state}");
         let mut words = longer.to_vec();
-        words.extend(["-o", &killed, "--optimizer-state-mode", state, "--master-weights", master]);
+        words.extend([
+            "-o",
+            &killed,
+            "--optimizer-state-mode",
+            state,
+            "--master-weights",
+            master,
+            "--damped-finish",
+            damped,
+        ]);
         let mut child = command(d, &words).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap();
         let deadline = Instant::now() + Duration::from_secs(120);
         let saved = || {
@@ -302,6 +320,97 @@ fn the_real_tokenizer_learns_the_origins_rows_and_stops() {
     }
     // A prompt that was never seen is answered too; what it says is not asserted.
     assert!(ask("您是哪一位呢")["tokens"].as_u64().unwrap() > 0);
+}
+
+/// A block that was frozen is exported with the codes that it froze on, and those are what its forward computed with.
+#[test]
+fn a_damped_finish_keeps_codes_to_the_export() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fit(d, "r", &["--damped-finish", "0.5", "--save-total-limit", "9", "--bf16-last-blocks", "1"]);
+    let name = "model.layers.0.mlp.down_proj.weight";
+    let at = |step: u32| Checkpoint::open(&d.join(format!("r/checkpoint-{step}/model.safetensors"))).unwrap();
+    assert!(matches!(at(6).stored(name), Some(Stored::Dense { .. })), "not frozen before the finish");
+    let frozen = at(9).read_packed(name).unwrap();
+    assert_eq!(at(12).read_packed(name).unwrap(), frozen);
+    let exported = Checkpoint::open(&d.join("r/final")).unwrap();
+    assert_eq!(exported.read_packed(name).unwrap(), frozen);
+    // The last block was asked to stay unquantised, in the export too.
+    let last = name.replace(".0.", ".1.");
+    assert!(matches!(exported.stored(&last), Some(Stored::Dense { .. })));
+    let metrics = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
+    let lines: Vec<serde_json::Value> = metrics.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let eval = lines.iter().rev().find(|l| l["eval_loss"].is_number()).unwrap();
+    assert!(eval["eval_loss_quantised"].is_number() && eval["eval_loss_master"].is_number());
+    assert!(eval["codes_changed_pct"].as_f64().unwrap() > 0.0);
+    assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
+}
+
+#[test]
+fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let with = |output: &str, limit: &str| {
+        let mut words = FIT.to_vec();
+        words.extend(["-o", output, "--save-steps", "0", "--memory-limit", limit]);
+        let out = run(d, &words);
+        (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
+    let (code, stderr) = with("refused", "100MB");
+    assert!(code == Some(4) && stderr.contains("optimizer states") && !d.join("refused").exists(), "{stderr}");
+    let (code, _) = with("r", "64GiB");
+    assert_eq!(code, Some(0));
+    assert_eq!(with("bad", "many").0, Some(2));
+    let table = ok(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu"]);
+    assert!(table.contains("peak of training"), "{table}");
+
+    // On the CPU the whole process counts, which is more than the estimate of a tiny model.
+    let mut words: Vec<&str> = FIT.to_vec();
+    words.extend(["-o", "stopped", "--save-steps", "0", "--memory-limit", "30MiB", "--max-seq-length", "32"]);
+    let out = run(d, &words);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.code() == Some(4) && stderr.contains("stopped after step 1"), "{stderr}");
+    assert!(d.join("stopped/checkpoint-1/manifest.json").exists());
+}
+
+#[test]
+fn packed_split_and_weighted_rows_train() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    std::fs::write(d.join("long.txt"), "A text that is cut into sequences. ".repeat(40)).unwrap();
+    let words = [
+        "fit",
+        "-m",
+        "m",
+        "-d",
+        "m/demo.tsv",
+        "-d",
+        "long.txt",
+        "--data-weights",
+        "2,0.5",
+        "--packing",
+        "--overlong",
+        "split",
+        "--max-seq-length",
+        "48",
+        "--max-steps",
+        "2",
+        "--device",
+        "cpu",
+        "-o",
+        "r",
+    ];
+    let out = run(d, &words);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success() && stderr.contains("packed into"), "{stderr}");
+    let report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(d.join("r/data_report.json")).unwrap()).unwrap();
+    assert!(report["packed"][1].as_f64().unwrap() > 0.8, "rows are full: {report}");
+    assert!(!report["truncated"].as_array().unwrap().is_empty(), "long rows were split: {report}");
+    assert!(report["dropped"].as_array().unwrap().is_empty());
 }
 
 #[test]

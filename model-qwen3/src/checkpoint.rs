@@ -115,6 +115,11 @@ pub trait Tensors {
         matches!(self.stored(name), Some(Stored::Packed { .. }))
     }
 
+    /// Whether training keeps this tensor's codes as they are: a run froze them.
+    fn keeps_codes(&self, _name: &str) -> bool {
+        false
+    }
+
     /// Rows `rows` of a dense tensor (a vector has one row), as f32.
     ///
     /// # Errors

@@ -30,6 +30,10 @@ pub enum Target<'a> {
         scaling: Scaling,
         /// Whether a separate head is quantised too.
         head: bool,
+        /// Which values share a scale.
+        block: Block,
+        /// The first transformer block whose linear layers stay dense.
+        dense_from: usize,
     },
     /// As an existing `.dat` stores each of them. An untouched tensor keeps its bytes.
     Like(&'a Checkpoint),
@@ -93,7 +97,9 @@ impl Tensors for Converted<'_> {
         Some(match self.target {
             Target::Float(float) => Stored::Dense { float, shape },
             Target::Like(original) => original.stored(name)?,
-            Target::Nvfp4 { scaling, head } if is_linear(name, head) && shape.len() == 2 && shape[1] % 16 == 0 => {
+            Target::Nvfp4 { scaling, head, dense_from, .. }
+                if is_quantised(name, head, dense_from) && shape.len() == 2 && shape[1] % 16 == 0 =>
+            {
                 Stored::Packed { rows: shape[0], cols: shape[1], scaling }
             }
             Target::Nvfp4 { .. } => Stored::Dense { float: FloatType::F16, shape },
@@ -126,16 +132,18 @@ impl Tensors for Converted<'_> {
         let values = self.source_values(&origin, 0..rows)?;
         Ok(match self.target {
             Target::Like(original) => reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling),
-            _ => {
-                let spec = QuantizeSpec { scaling, block: Block::Row, rounding: Rounding::Nearest };
+            Target::Nvfp4 { block, .. } => {
+                let spec = QuantizeSpec { scaling, block, rounding: Rounding::Nearest };
                 reference::quantize(&values, View::row_major(rows, cols), spec)
             }
+            Target::Float(_) => unreachable!("a float target packs nothing"),
         })
     }
 }
 
-fn is_linear(name: &str, head: bool) -> bool {
-    name.contains("_proj.") || head && name == "lm_head.weight"
+fn is_quantised(name: &str, head: bool, dense_from: usize) -> bool {
+    let block = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse().ok());
+    name.contains("_proj.") && block.is_none_or(|i: usize| i < dense_from) || head && name == "lm_head.weight"
 }
 
 /// One entry of a `.dat` file to be written.

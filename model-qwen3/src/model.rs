@@ -177,6 +177,13 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         self
     }
 
+    /// The same weights under another recipe: what they are worth quantised, or not.
+    #[must_use]
+    pub fn with_recipe(mut self, recipe: Recipe) -> Self {
+        self.info.spec.recipe = recipe;
+        self
+    }
+
     /// Whether block `i` is one of those.
     pub fn is_bf16(&self, i: usize) -> bool {
         i + self.info.bf16_last_blocks >= self.info.config.num_hidden_layers

@@ -13,7 +13,7 @@ use backend_nvfp4::{
     reference::{self, Packed},
 };
 use burn::{
-    module::{Param, ParamId},
+    module::{Module, Param, ParamId},
     tensor::{DType, Tensor, TensorData, backend::Backend},
 };
 use half::bf16;
@@ -433,6 +433,10 @@ impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
             (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
                 let packed = self.checkpoint.read_packed(&name)?;
                 self.forge.packed_master(packed, shape).map_err(nvfp4(&name))
+            }
+            (Some(_), Stored::Packed { .. }) if self.checkpoint.keeps_codes(&name) => {
+                let packed = self.checkpoint.read_packed(&name)?;
+                Ok(self.forge.packed_master(packed, shape).map_err(nvfp4(&name))?.no_grad())
             }
             (Some(_), _) => {
                 let values = self.values(&name, &shape)?;

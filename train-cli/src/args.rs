@@ -29,6 +29,8 @@ Try it without any file: train-cli fit --demo";
 pub enum Command {
     /// Train all parameters of a Qwen3 model.
     Fit(Box<FitArgs>),
+    /// Say what memory a run of `fit` with the same flags would take.
+    Estimate(Box<FitArgs>),
     /// Write a trained checkpoint as a .dat file and check it.
     ExportDat(ExportArgs),
     /// Convert a model between .dat and safetensors.
@@ -312,6 +314,17 @@ pub struct FitArgs {
     /// The norm that clipping goes by: this step's, or the last step's without a second pass [default: exact]
     #[arg(long)]
     pub clip: Option<Clip>,
+    /// Over this last share of the run, freeze block after block on its NVFP4 codes [default: 0]
+    #[arg(long, value_name = "SHARE")]
+    pub damped_finish: Option<f64>,
+    /// Refuse or stop a run that needs more device memory: 20GiB
+    #[arg(long, value_name = "SIZE")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_limit: Option<String>,
+    /// The device's peak, to report MFU against
+    #[arg(long, value_name = "TFLOPS")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub peak_tflops: Option<f64>,
     /// How weights are stored [default: auto]
     #[arg(long, alias = "master-dtype")]
     pub master_weights: Option<MasterArg>,

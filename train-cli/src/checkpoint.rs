@@ -8,9 +8,9 @@ use crate::{
     durable::{self, PendingFolder},
     model_files::Companions,
     optim::{ChunkedAdamw, TensorState},
-    report,
+    plan, report,
 };
-use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, Nvfp4Linear, Scaling, StateKind};
+use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, Nvfp4Linear, Recipe, Scaling, StateKind};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use model_qwen3::{
     ModelError,
@@ -79,6 +79,11 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
+    /// The recipe of the run and how many last blocks it leaves alone.
+    pub fn recipe(&self) -> (Recipe, usize) {
+        (plan::recipe(&self.settings), self.settings.bf16_last_blocks.unwrap_or(0))
+    }
+
     /// Scale levels of exports.
     pub fn scaling(&self) -> Scaling {
         if self.two_level { Scaling::Two } else { Scaling::Single }

@@ -7,6 +7,7 @@ use crate::{
     model_files::ModelFiles,
     plan, report,
 };
+use backend_nvfp4::Block;
 use model_qwen3::{
     ModelError,
     checkpoint::{FloatType, Tensors},
@@ -26,7 +27,9 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     }
     plan::check_output(&args.output, &inputs)?;
     let target = match args.dtype {
-        WeightArg::Nvfp4 => Target::Nvfp4 { scaling: plan::scaling(args.scales), head: true },
+        WeightArg::Nvfp4 => {
+            Target::Nvfp4 { scaling: plan::scaling(args.scales), head: true, block: Block::Row, dense_from: usize::MAX }
+        }
         WeightArg::F16 => Target::Float(FloatType::F16),
         WeightArg::Bf16 => Target::Float(FloatType::Bf16),
         WeightArg::F32 => Target::Float(FloatType::F32),

@@ -1,5 +1,6 @@
 //! What a command can end with besides success, and the exit code of each.
 
+use crate::estimate::gib;
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
 use std::path::{Path, PathBuf};
@@ -31,6 +32,23 @@ pub enum CliError {
         value: f32,
         /// Where the last good state is.
         hint: String,
+    },
+    /// More device memory is needed than `--memory-limit` allows.
+    #[error(
+        "{} of device memory {}, --memory-limit is {}{}: smaller --max-seq-length or --batch-size, \
+         --optimizer-state-mode int4 or --master-weights nvfp4 take less",
+        gib(*needed),
+        if saved.is_some() { "held" } else { "would be needed" },
+        gib(*limit),
+        saved.as_deref().map(|s| format!("; {s}")).unwrap_or_default()
+    )]
+    Memory {
+        /// Bytes.
+        needed: u64,
+        /// Bytes.
+        limit: u64,
+        /// What was kept of a run that was stopped.
+        saved: Option<String>,
     },
     /// A file is corrupt, or what was written does not come back as it was.
     #[error("{}: {reason}", path.display())]
@@ -69,6 +87,7 @@ impl CliError {
             Self::Io { .. } => 1,
             Self::Usage(_) => 2,
             Self::Data { .. } => 3,
+            Self::Memory { .. } => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Device { reason, .. } => device_code(reason),

@@ -56,7 +56,18 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let scaling = args.scales.map_or(state.scaling(), plan::scaling);
     let target = match &like {
         Some(like) => convert::Target::Like(like),
-        None => convert::Target::Nvfp4 { scaling, head: state.head == Head::Nvfp4 },
+        None => {
+            let (recipe, dense) = state.recipe();
+            // A checkpoint of recipe bf16 is quantised as recipe w4 would.
+            let recipe = if recipe == Recipe::Bf16 { Recipe::W4 } else { recipe };
+            let target = Target {
+                scaling,
+                head: state.head == Head::Nvfp4,
+                recipe,
+                dense_from: config.num_hidden_layers.saturating_sub(dense),
+            };
+            target.nvfp4()
+        }
     };
     let view = Converted::new(&source, target);
     let spec = |precision| LinearSpec::new(Recipe::W4, scaling, precision);
@@ -77,6 +88,8 @@ pub struct Target {
     pub head: bool,
     /// The recipe it was trained with: `bf16` exports no NVFP4.
     pub recipe: Recipe,
+    /// The first block that the recipe does not quantise.
+    pub dense_from: usize,
 }
 
 impl Target {
@@ -84,8 +97,14 @@ impl Target {
         match (self.recipe, like) {
             (Recipe::Bf16, _) => convert::Target::Float(FloatType::Bf16),
             (_, Some(like)) => convert::Target::Like(like),
-            (_, None) => convert::Target::Nvfp4 { scaling: self.scaling, head: self.head },
+            (_, None) => self.nvfp4(),
         }
+    }
+
+    /// NVFP4, with the blocks that training quantised by.
+    fn nvfp4(&self) -> convert::Target<'static> {
+        let block = self.spec(Precision::F32).weights().block;
+        convert::Target::Nvfp4 { scaling: self.scaling, head: self.head, block, dense_from: self.dense_from }
     }
 
     fn spec(&self, precision: Precision) -> LinearSpec {

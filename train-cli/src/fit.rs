@@ -4,10 +4,13 @@ use crate::{
     CliError,
     args::FitArgs,
     checkpoint::{self, Head, TrainerState},
+    damp::DampedFinish,
     data::{Order, Sample},
     demo,
     device::{self, Job},
-    durable, export,
+    durable,
+    estimate::{self, Estimate},
+    export,
     generate::answer,
     inputs::{Inputs, eval_order, packed_scaling},
     model_files::TextFiles,
@@ -67,13 +70,16 @@ impl Job for Fit {
 
     fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { mut plan, demo } = self;
-        if plan.master_auto && precision == Precision::Bf16 {
-            plan.adamw.master = MasterKind::Bf16;
-        }
+        plan.adamw.master = plan.master(precision);
         let mut vram = VramReport::new(plan.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
 
         let inputs = Inputs::read(&plan)?;
+        let estimate = Estimate::of(&inputs.config, &plan, precision);
+        if let Some(limit) = plan.memory_limit.filter(|limit| estimate.peak() > *limit) {
+            estimate.table().iter().for_each(report::line);
+            return Err(CliError::Memory { needed: estimate.peak(), limit, saved: None });
+        }
         let scaling = inputs.scaling(&plan);
         let spec = LinearSpec::new(plan.recipe, scaling, precision);
         let (config, source) = (&inputs.config, &inputs.source);
@@ -158,6 +164,8 @@ impl Job for Fit {
             eval_every: plan.eval_steps.unwrap_or_else(|| steps.div_ceil(20)),
             save_every: plan.save_steps.unwrap_or_else(|| steps.div_ceil(20)),
             last_eval: Arc::default(),
+            flops: estimate::flops_a_token(config, plan.options.max_seq_length.min(config.max_position_embeddings)),
+            codes: before.as_ref().map(|(_, codes)| codes.clone()).unwrap_or_default(),
         };
         let last_eval = between.last_eval.clone();
         let started = Instant::now();
@@ -175,6 +183,8 @@ impl Job for Fit {
                     seed: plan.seed,
                 },
                 schedule,
+                damped: DampedFinish::new(plan.damped_finish, steps),
+                memory_limit: plan.memory_limit,
                 logging_steps: plan.logging_steps,
                 vram,
                 between: Box::new(between),
@@ -203,7 +213,8 @@ impl Job for Fit {
             report::line(format!("done in {} · nothing saved, as asked", report::duration(runtime)));
             return Ok(());
         }
-        let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe };
+        let dense_from = model.layers.len().saturating_sub(plan.bf16_last_blocks);
+        let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe, dense_from };
         // A file that holds NVFP4 is exported as it was stored.
         let nvfp4 = |s: &&Checkpoint| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some();
         let like = source.as_ref().filter(nvfp4);
@@ -232,6 +243,10 @@ struct Keeper {
     eval_every: usize,
     save_every: usize,
     last_eval: Arc<std::sync::Mutex<Option<f32>>>,
+    /// Operations a token.
+    flops: f64,
+    /// The codes at the beginning, of a run that saw it.
+    codes: Vec<Vec<u32>>,
 }
 
 impl Keeper {
@@ -247,6 +262,9 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
             json!({
                 "step": r.step, "epoch": self.order.epochs(r.step), "loss": r.loss, "grad_norm": r.grad_norm,
                 "learning_rate": r.lr, "tokens_per_second": r.tokens_per_second, "memory_mib": r.memory_mib,
+                "model_tflops": self.flops * r.tokens_per_second / 1e12,
+                "mfu": self.plan.peak_tflops.map(|peak| self.flops * r.tokens_per_second / 1e12 / peak),
+                "frozen_blocks": r.frozen_blocks,
             }),
         )
     }
@@ -257,7 +275,15 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
 
     fn after_evaluation(&mut self, model: &Qwen3<B>, r: &StepReport) -> Result<(), CliError> {
         *self.last_eval.lock().expect("no holder panics") = Some(r.loss);
-        self.log("metrics.jsonl", json!({"step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp()}))?;
+        let changed = codes_changed(&self.codes, &quantised_codes(model)?);
+        self.log(
+            "metrics.jsonl",
+            json!({
+                "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
+                "eval_loss_quantised": r.quantised_loss, "eval_loss_master": r.master_loss,
+                "codes_changed_pct": changed.map(|c| c * 100.0),
+            }),
+        )?;
         for prompt in &self.prompts {
             let text = answer(model, &self.text, prompt, MAX_SAMPLE_TOKENS)?;
             self.log("samples.jsonl", json!({"step": r.step, "prompt": prompt, "answer": text}))?;
@@ -266,10 +292,15 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
         Ok(())
     }
 
-    fn maybe_save(&mut self, model: &Qwen3<B>, stepper: &Stepper<B>, step: usize) -> Result<(), CliError> {
-        let due = self.plan.saves
-            && (step == self.order.steps || self.save_every > 0 && step.is_multiple_of(self.save_every));
-        if !due {
+    fn maybe_save(
+        &mut self,
+        model: &Qwen3<B>,
+        stepper: &Stepper<B>,
+        step: usize,
+        forced: bool,
+    ) -> Result<(), CliError> {
+        let due = step == self.order.steps || self.save_every > 0 && step.is_multiple_of(self.save_every);
+        if !(self.plan.saves && (due || forced)) {
             return Ok(());
         }
         self.state.global_step = step;
@@ -289,6 +320,10 @@ struct HeadAs<'a> {
 }
 
 impl Tensors for HeadAs<'_> {
+    fn keeps_codes(&self, name: &str) -> bool {
+        matches!(self.tensors.stored(name), Some(Stored::Packed { .. }))
+    }
+
     fn path(&self) -> &std::path::Path {
         self.tensors.path()
     }

@@ -8,9 +8,12 @@
 //! | [`device`] | which backend runs a job |
 //! | [`fit`] | the `fit` command: model, data, Learner, export |
 //! | `inputs`, `run_folder` | what a run reads; where it writes |
-//! | [`train`] | the learning strategy and its step |
-//! | [`data`] | files to token sequences with a mask |
+//! | [`train`] | the learning strategy: steps, evaluations, figures |
+//! | [`mod@step`], [`gradients`] | one optimizer step, streaming or whole; what becomes of gradients |
+//! | [`damp`] | blocks frozen on their codes towards the end |
+//! | [`data`] | files to token sequences with a mask, packed rows, their order |
 //! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
+//! | [`mod@estimate`], [`vram`] | memory before a run and in it |
 //! | [`checkpoint`] | training state on disk and back |
 //! | [`durable`] | the only code that writes files |
 //! | [`export`], [`convert`], [`inspect`], [`generate`], [`parity`], [`mod@bench`], [`demo`] | one command a file |
@@ -22,11 +25,13 @@ pub mod args;
 pub mod bench;
 pub mod checkpoint;
 pub mod convert;
+pub mod damp;
 pub mod data;
 pub mod demo;
 pub mod device;
 pub mod durable;
 mod error;
+pub mod estimate;
 pub mod export;
 pub mod fit;
 pub mod generate;
@@ -55,6 +60,7 @@ use args::{Cli, Command};
 pub fn run(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Fit(args) => fit::run(*args),
+        Command::Estimate(args) => estimate::run(*args),
         Command::ExportDat(args) => export::run(args),
         Command::Convert(args) => convert::run(&args),
         Command::Inspect(args) => inspect::run(&args),

@@ -83,6 +83,11 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         self.states.insert(id, state);
     }
 
+    /// Drops the state of a parameter that is trained no more.
+    pub fn forget(&mut self, id: ParamId) {
+        self.states.remove(&id);
+    }
+
     /// Steps a norm's weight or a dense matrix.
     pub fn step<const D: usize>(
         &mut self,

@@ -93,6 +93,12 @@ pub struct FitPlan {
     pub master_auto: bool,
     /// Whether checkpoints and an export are written.
     pub saves: bool,
+    /// The share of the run over which blocks are frozen on their codes; 0 is none.
+    pub damped_finish: f64,
+    /// Bytes that the run may take from the device.
+    pub memory_limit: Option<u64>,
+    /// TFLOP/s that the device could reach, for MFU.
+    pub peak_tflops: Option<f64>,
     /// AdamW.
     pub adamw: AdamwConfig,
     /// Trained blocks, from the end; 0 is everything.
@@ -121,6 +127,13 @@ pub struct FitPlan {
     pub inputs: Vec<PathBuf>,
     /// Empty the run folder first.
     pub overwrite: bool,
+}
+
+impl FitPlan {
+    /// How masters are stored when activations are `precision`.
+    pub fn master(&self, precision: Precision) -> MasterKind {
+        if self.master_auto && precision == Precision::Bf16 { MasterKind::Bf16 } else { self.adamw.master }
+    }
 }
 
 /// Which checkpoint to go on from.
@@ -225,6 +238,16 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
     if s.master_weights == Some(MasterArg::Nvfp4) && s.recipe == Some(RecipeArg::Bf16) {
         return usage("--master-weights nvfp4 has no unquantised weights for --recipe bf16: take w4".into());
     }
+    if s.damped_finish.is_some_and(|share| share > 0.0) {
+        if s.recipe == Some(RecipeArg::Bf16) || s.master_weights == Some(MasterArg::Nvfp4) {
+            return usage(
+                "--damped-finish freezes masters on their codes: it needs a recipe that quantises dense masters".into(),
+            );
+        }
+        if s.scales == Some(ScalesArg::Single) {
+            return usage("--damped-finish needs --scales two".into());
+        }
+    }
     if s.nvfp4_without.is_some() && s.recipe != Some(RecipeArg::Nvfp4) {
         return usage("--nvfp4-without is about --recipe nvfp4".into());
     }
@@ -268,12 +291,7 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
             Some(LossArg::Scalar) => LossKind::HiddenL1,
             _ => LossKind::CrossEntropy,
         },
-        recipe: match s.recipe {
-            Some(RecipeArg::Bf16) => Recipe::Bf16,
-            Some(RecipeArg::W4a4) => Recipe::W4a4,
-            Some(RecipeArg::Nvfp4) => Recipe::Nvfp4(parts(s.nvfp4_without.as_deref().unwrap_or_default())),
-            Some(RecipeArg::W4) | None => Recipe::W4,
-        },
+        recipe: recipe(&s),
         bf16_last_blocks: count("bf16-last-blocks", s.bf16_last_blocks, 0)?,
         scaling: s.scales.map(scaling),
         precision: s.compute_dtype.and_then(precision),
@@ -289,6 +307,9 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         step_mode: s.step_mode.unwrap_or(StepMode::Streaming),
         clip: s.clip.unwrap_or(Clip::Exact),
         master_auto: s.master_weights == Some(MasterArg::Auto),
+        damped_finish: number("damped-finish", s.damped_finish, 0.0, 0.9)?,
+        memory_limit: s.memory_limit.as_deref().map(bytes).transpose()?,
+        peak_tflops: s.peak_tflops,
         saves: s.save_strategy != Some(SaveArg::No),
         adamw: AdamwConfig {
             beta1: number("adam-beta1", s.adam_beta1, 0.0, 0.999_999)?,
@@ -328,6 +349,16 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
     })
 }
 
+/// The recipe that settings name.
+pub fn recipe(s: &FitArgs) -> Recipe {
+    match s.recipe {
+        Some(RecipeArg::Bf16) => Recipe::Bf16,
+        Some(RecipeArg::W4a4) => Recipe::W4a4,
+        Some(RecipeArg::Nvfp4) => Recipe::Nvfp4(parts(s.nvfp4_without.as_deref().unwrap_or_default())),
+        Some(RecipeArg::W4) | None => Recipe::W4,
+    }
+}
+
 /// The parts of recipe nvfp4 that are left.
 fn parts(without: &[Nvfp4Part]) -> Nvfp4Parts {
     Nvfp4Parts {
@@ -347,6 +378,21 @@ fn weights(s: &FitArgs, files: usize) -> Result<Vec<f64>, CliError> {
         Some(w) => Err(CliError::Usage(format!("--data-weights {w}: between 0.001 and 1000"))),
         None => Ok(weights),
     }
+}
+
+/// Bytes from `20GiB`, `500 MB`, `24g`.
+fn bytes(text: &str) -> Result<u64, CliError> {
+    let bad = || CliError::Usage(format!("--memory-limit {text}: a number and a unit are needed, as 20GiB"));
+    let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(bad)?;
+    let (number, unit) = (text[..at].parse::<f64>().map_err(|_| bad())?, text[at..].trim().to_ascii_lowercase());
+    let unit = match unit.as_str() {
+        "mib" | "m" => 1u64 << 20,
+        "gib" | "g" => 1 << 30,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        _ => return Err(bad()),
+    };
+    Ok((number * unit as f64) as u64)
 }
 
 /// Longest sequence where none is given.
@@ -442,6 +488,9 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         adam_epsilon,
         step_mode,
         clip,
+        damped_finish,
+        memory_limit,
+        peak_tflops,
         master_weights,
         optimizer_state_mode,
         step_chunk_rows,
@@ -474,6 +523,7 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         bf16_last_blocks = 0,
         step_mode = StepMode::Streaming,
         clip = Clip::Exact,
+        damped_finish = 0.0,
         master_weights = MasterArg::Auto,
         save_strategy = SaveArg::Steps,
         recipe = RecipeArg::W4,

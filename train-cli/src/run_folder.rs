@@ -128,6 +128,8 @@ pub(crate) fn check_unchanged(
         "save_total_limit",
         "sample_prompt",
         "vram_report",
+        "memory_limit",
+        "peak_tflops",
     ];
     let table = |s: &FitArgs| match serde_json::to_value(s) {
         Ok(serde_json::Value::Object(map)) => map,

@@ -5,6 +5,7 @@
 
 use crate::{
     CliError,
+    damp::{self, DampedFinish},
     data::{MicroBatch, Order},
     plan::LossKind,
     report,
@@ -12,7 +13,7 @@ use crate::{
     step::{Stepped, Stepper},
     vram::{self, VramReport},
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::{Nvfp4Backend, Recipe};
 use burn::{
     data::dataloader::{DataLoader, Progress},
     module::{AutodiffModule, Module},
@@ -75,6 +76,12 @@ pub struct StepReport {
     pub memory_mib: u64,
     /// Seconds left.
     pub eta: f64,
+    /// Blocks frozen on their codes.
+    pub frozen_blocks: usize,
+    /// Of an evaluation: the loss with quantised weights and nothing else quantised.
+    pub quantised_loss: Option<f32>,
+    /// Of an evaluation: the loss of the masters.
+    pub master_loss: Option<f32>,
     /// What the device reported instead of a loss.
     failure: Option<String>,
 }
@@ -199,11 +206,12 @@ pub trait Between<B: Nvfp4Backend>: Send {
     /// As above.
     fn after_evaluation(&mut self, model: &Qwen3<B>, report: &StepReport) -> Result<(), CliError>;
 
-    /// After evaluation, if any: a checkpoint, if one is due.
+    /// After evaluation, if any: a checkpoint, if one is due or `forced`.
     ///
     /// # Errors
     /// As above.
-    fn maybe_save(&mut self, model: &Qwen3<B>, stepper: &Stepper<B>, step: usize) -> Result<(), CliError>;
+    fn maybe_save(&mut self, model: &Qwen3<B>, stepper: &Stepper<B>, step: usize, forced: bool)
+    -> Result<(), CliError>;
 }
 
 /// What a run needs besides the model.
@@ -216,6 +224,10 @@ pub struct Run<B: Nvfp4Backend> {
     pub stepper: Stepper<B>,
     /// The learning rate.
     pub schedule: Schedule,
+    /// When blocks freeze on their codes.
+    pub damped: DampedFinish,
+    /// Bytes that may be held on the device after a step.
+    pub memory_limit: Option<u64>,
     /// Steps between lines.
     pub logging_steps: usize,
     /// Memory report.
@@ -314,6 +326,14 @@ where
         let batches = std::mem::take(&mut batches);
         let tokens: usize = batches.iter().flat_map(|b| &b.ids).map(Vec::len).sum();
         let lr = run.schedule.at(step);
+        let blocks = net.as_ref().expect("there").model.layers.len();
+        let frozen_blocks = run.damped.frozen(step, blocks);
+        // A resumed run finds those of earlier steps frozen.
+        if frozen_blocks > step.checked_sub(1).map_or(0, |before| run.damped.frozen(before, blocks)) {
+            let mut trainee = net.take().expect("there");
+            trainee.model = damp::freeze(trainee.model, frozen_blocks, &mut run.stepper.optimizer);
+            *net = Some(trainee);
+        }
         step += 1;
         run.vram.note::<AB>(&device, step, "zero_grad_done")?;
         let (back, stepped) = run.stepper.step(net.take().expect("there"), &batches, step, lr, &mut run.vram);
@@ -332,17 +352,24 @@ where
             tokens_per_second: tokens as f64 / step_started.elapsed().as_secs_f64(),
             memory_mib: vram::held_mib::<AB>(&device),
             eta: elapsed / (step - first) as f64 * (total - step) as f64,
-            failure: None,
+            frozen_blocks,
+            ..StepReport::default()
         };
         run.between.after_step(&report)?;
         events.process_train(LearnerEvent::ProcessedItem(item(report, total)));
         let model = net.as_ref().expect("there").valid();
         if run.between.evaluates(step) && valid.num_items() > 0 {
-            let report = evaluate(&model, valid.iter(), step)?;
+            let report = evaluation(&model, valid, step)?;
             run.between.after_evaluation(&model.model, &report)?;
             events.process_valid(LearnerEvent::ProcessedItem(item(report, total)));
         }
-        run.between.maybe_save(&model.model, &run.stepper, step)?;
+        let held = vram::held_bytes::<AB>(&device);
+        let beyond = run.memory_limit.filter(|limit| held > *limit);
+        run.between.maybe_save(&model.model, &run.stepper, step, beyond.is_some())?;
+        if let Some(limit) = beyond {
+            let saved = Some(format!("stopped after step {step}, which is saved unless nothing is to be"));
+            return Err(CliError::Memory { needed: held, limit, saved });
+        }
         step_started = Instant::now();
     }
     events.process_train(LearnerEvent::EndEpoch(1));
@@ -360,6 +387,25 @@ fn give_back_memory<B: Nvfp4Backend>(device: &B::Device) {
 fn item(report: StepReport, total: usize) -> TrainingItem<StepReport> {
     let (step, lr) = (report.step, report.lr);
     TrainingItem::new(report, Progress::new(step, total), Progress::new(step, total), Some(step), Some(lr))
+}
+
+/// The loss as the run computes, and what the quantised and the unquantised weights give.
+fn evaluation<B: Nvfp4Backend>(
+    model: &Trainee<B>,
+    valid: &dyn DataLoader<B, MicroBatch>,
+    step: usize,
+) -> Result<StepReport, CliError> {
+    let mut report = evaluate(model, valid.iter(), step)?;
+    let own = model.model.spec().recipe;
+    let under = |recipe| -> Result<Option<f32>, CliError> {
+        if own == recipe {
+            return Ok(Some(report.loss));
+        }
+        let other = Trainee { model: model.model.clone().with_recipe(recipe), ..model.clone() };
+        Ok(Some(evaluate(&other, valid.iter(), step)?.loss))
+    };
+    (report.quantised_loss, report.master_loss) = (under(Recipe::W4)?, under(Recipe::Bf16)?);
+    Ok(report)
 }
 
 /// Mean loss over the evaluation samples.

@@ -56,9 +56,14 @@ impl VramReport {
     }
 }
 
-/// Memory in MiB for the progress line: what is taken from the device, or the process's on the CPU.
+/// Memory in MiB for the progress line.
 pub fn held_mib<B: Nvfp4Backend>(device: &B::Device) -> u64 {
-    B::memory_in_use(device).map_or_else(resident_mib, |m| mib(m.reserved))
+    mib(held_bytes::<B>(device))
+}
+
+/// What is taken from the device, or the process's memory on the CPU.
+pub fn held_bytes<B: Nvfp4Backend>(device: &B::Device) -> u64 {
+    B::memory_in_use(device).map_or_else(|| resident_mib() << 20, |m| m.reserved)
 }
 
 fn mib(bytes: u64) -> u64 {

@@ -1,0 +1,95 @@
+//! A finish that is good after quantisation. Straight-through weights swing across code thresholds to the last step;
+//! over the last part of a run blocks are frozen on their codes one after another, first to last, and what is left
+//! trains on to make up for it. A frozen linear layer keeps its codes to the export, byte for byte.
+
+use crate::optim::ChunkedAdamw;
+use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use burn::{
+    module::{Module, Param},
+    tensor::{DType, Tensor, backend::AutodiffBackend},
+};
+use model_qwen3::{model::Qwen3, weights::Replace};
+
+/// When blocks freeze.
+#[derive(Debug, Clone, Copy)]
+pub struct DampedFinish {
+    /// The first step of the finish, counted from 0.
+    pub start: usize,
+    /// Steps of the run.
+    pub total: usize,
+}
+
+/// The last block freezes after this share of the finish; norms, embedding and head train on.
+const LAST_AT: f64 = 0.8;
+
+impl DampedFinish {
+    /// Over the last `share` of `total` steps.
+    pub fn new(share: f64, total: usize) -> Self {
+        Self { start: total - (total as f64 * share).round() as usize, total }
+    }
+
+    /// How many of `blocks` are frozen in step `step`, counted from 0.
+    pub fn frozen(&self, step: usize, blocks: usize) -> usize {
+        if step < self.start || self.start == self.total {
+            return 0;
+        }
+        let done = (step - self.start + 1) as f64 / (self.total - self.start) as f64;
+        ((done / LAST_AT * blocks as f64) as usize).min(blocks)
+    }
+}
+
+/// Freezes the first `blocks` blocks of a model that are quantised and not frozen yet.
+pub fn freeze<AB>(mut model: Qwen3<AB>, blocks: usize, optimizer: &mut ChunkedAdamw<AB::InnerBackend>) -> Qwen3<AB>
+where
+    AB: AutodiffBackend + Nvfp4Backend,
+    AB::InnerBackend: Nvfp4Backend,
+{
+    let mut codes = OnCodes { spec: model.spec(), optimizer };
+    let quantised: Vec<bool> = (0..model.layers.len()).map(|i| i < blocks && !model.is_bf16(i)).collect();
+    let layers = std::mem::take(&mut model.layers).into_iter().zip(quantised);
+    model.layers = layers.map(|(block, freeze)| if freeze { codes.block(block) } else { block }).collect();
+    model
+}
+
+struct OnCodes<'a, B: Nvfp4Backend> {
+    spec: LinearSpec,
+    optimizer: &'a mut ChunkedAdamw<B>,
+}
+
+impl<AB> Replace<AB> for OnCodes<'_, AB::InnerBackend>
+where
+    AB: AutodiffBackend + Nvfp4Backend,
+    AB::InnerBackend: Nvfp4Backend,
+{
+    fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
+        p
+    }
+
+    fn matrix(&mut self, p: Param<Tensor<AB, 2>>) -> Param<Tensor<AB, 2>> {
+        p
+    }
+
+    fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
+        let Nvfp4Linear::Master(p) = linear else { return linear };
+        let device = p.device();
+        let weight = Nvfp4Tensor::quantize(p.val(), self.spec.weights());
+        let gradient = Param::initialized(p.id, Tensor::zeros([1, 1], (&device, DType::F32)));
+        self.optimizer.forget(p.id);
+        Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient)).no_grad()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_freeze_one_after_another_and_the_last_well_before_the_end() {
+        let finish = DampedFinish::new(0.2, 100);
+        let frozen: Vec<usize> = (0..100).map(|step| finish.frozen(step, 8)).collect();
+        assert!(frozen[..81].iter().all(|n| *n == 0), "{frozen:?}");
+        assert!(frozen.windows(2).all(|w| w[0] <= w[1] && w[1] - w[0] <= 1), "{frozen:?}");
+        assert!(frozen[95] == 8 && frozen[94] < 8, "{frozen:?}");
+        assert!((0..100).all(|step| DampedFinish::new(0.0, 100).frozen(step, 8) == 0));
+    }
+}
