@@ -354,7 +354,7 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     tiny_model(&d.join("m"), true);
     let with = |output: &str, limit: &str| {
         let mut words = FIT.to_vec();
-        words.extend(["-o", output, "--save-steps", "0", "--memory-limit", limit]);
+        words.extend(["-o", output, "--memory-limit", limit]);
         let out = run(d, &words);
         (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
     };
@@ -368,7 +368,7 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
 
     // On the CPU the whole process counts, which is more than the estimate of a tiny model.
     let mut words: Vec<&str> = FIT.to_vec();
-    words.extend(["-o", "stopped", "--save-steps", "0", "--memory-limit", "30MiB", "--max-seq-length", "32"]);
+    words.extend(["-o", "stopped", "--memory-limit", "30MiB", "--max-seq-length", "32"]);
     let out = run(d, &words);
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(4) && stderr.contains("stopped after step 1"), "{stderr}");
@@ -395,7 +395,7 @@ fn packed_split_and_weighted_rows_train() {
         "--overlong",
         "split",
         "--max-seq-length",
-        "48",
+        "24",
         "--max-steps",
         "2",
         "--device",
@@ -453,6 +453,7 @@ fn reports_and_run_folder() {
             "-o",
             "r",
             "--batch_size=1",
+            "--clip=exact",
             "--grad-accum=1",
             "--step-chunk-rows",
             "8",

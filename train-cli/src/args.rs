@@ -311,7 +311,7 @@ pub struct FitArgs {
     /// One graph, or block by block in little memory [default: streaming]
     #[arg(long)]
     pub step_mode: Option<StepMode>,
-    /// The norm that clipping goes by: this step's, or the last step's without a second pass [default: exact]
+    /// The norm that clipping goes by: this step's, or the last step's [default: this step's, where that costs no second pass]
     #[arg(long)]
     pub clip: Option<Clip>,
     /// Over this last share of the run, freeze block after block on its NVFP4 codes [default: 0]

@@ -81,7 +81,8 @@ impl Estimate {
         let gathers = whole || plan.accumulation > 1;
         let buffer = if master == MasterKind::F32 { 4.0 } else { value };
         let both_passes = plan.accumulation > 1 && !(plan.clip == Clip::Exact && plan.max_grad_norm > 0.0);
-        let mut gradients = if whole { 4.0 * params } else { 4.0 * (dense_values + s.block) };
+        // Streaming, a separate head's is gone when the embedding's is made.
+        let mut gradients = if whole { 4.0 * params } else { 4.0 * (s.embedding + s.block) };
         gradients += if gathers { buffer * params } else { 0.0 };
         gradients += if both_passes { 4.0 * s.block } else { 0.0 };
 

@@ -305,7 +305,7 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         accumulation: count("gradient-accumulation-steps", s.gradient_accumulation_steps, 1)?,
         max_grad_norm: number("max-grad-norm", s.max_grad_norm, 0.0, f64::MAX)?,
         step_mode: s.step_mode.unwrap_or(StepMode::Streaming),
-        clip: s.clip.unwrap_or(Clip::Exact),
+        clip: s.clip.unwrap_or(Clip::Previous),
         master_auto: s.master_weights == Some(MasterArg::Auto),
         damped_finish: number("damped-finish", s.damped_finish, 0.0, 0.9)?,
         memory_limit: s.memory_limit.as_deref().map(bytes).transpose()?,
@@ -522,7 +522,6 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         packing = false,
         bf16_last_blocks = 0,
         step_mode = StepMode::Streaming,
-        clip = Clip::Exact,
         damped_finish = 0.0,
         master_weights = MasterArg::Auto,
         save_strategy = SaveArg::Steps,
@@ -547,5 +546,8 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         save_total_limit = 2,
         seed = 42,
     );
+    // This step's norm is free where all gradients are there before one is applied; else it costs a second pass.
+    let free = s.step_mode == Some(StepMode::Whole) || s.gradient_accumulation_steps > Some(1);
+    s.clip.get_or_insert(if free { Clip::Exact } else { Clip::Previous });
     s
 }
