@@ -368,7 +368,7 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
 
     // On the CPU the whole process counts, which is more than the estimate of a tiny model.
     let mut words: Vec<&str> = FIT.to_vec();
-    words.extend(["-o", "stopped", "--memory-limit", "30MiB", "--max-seq-length", "32"]);
+    words.extend(["-o", "stopped", "--memory-limit", "20MiB", "--max-seq-length", "32"]);
     let out = run(d, &words);
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(4) && stderr.contains("stopped after step 1"), "{stderr}");

@@ -268,7 +268,7 @@ pub fn reference_repack(packed: &mut Packed, cols: usize, values: &[f32], stream
         for (i, &x) in block.iter().enumerate() {
             let at = b * BLOCK + i;
             let word = philox((at / 8) as u32, stream)[at % 8 / 2];
-            let draw = if at % 2 == 0 { word << 16 } else { word & 0xFFFF_0000 };
+            let draw = if at.is_multiple_of(2) { word << 16 } else { word & 0xFFFF_0000 };
             let new = e2m1_encode_stochastic(x * inverse, draw | 0x8000);
             set_code(&mut packed.codes, at / cols, at % cols, cols, new);
         }

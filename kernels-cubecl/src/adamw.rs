@@ -339,9 +339,9 @@ fn float_kernel<W: Float, G: Float, S: Float, N: Size>(
     s: Scalars,
     #[comptime] master: Master,
     #[comptime] round_states: bool,
-    #[define(W)] _w: StorageType,
-    #[define(G)] _g: StorageType,
-    #[define(S)] _s: StorageType,
+    #[define(W)] _w_dtype: StorageType,
+    #[define(G)] _g_dtype: StorageType,
+    #[define(S)] _s_dtype: StorageType,
 ) {
     let n = N::value();
     let first = start + (ABSOLUTE_POS as u32) * (n as u32);
@@ -411,8 +411,8 @@ fn quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     #[comptime] master: Master,
     #[comptime] bits: u32,
     #[comptime] _approximate: bool,
-    #[define(W)] _w: StorageType,
-    #[define(G)] _g: StorageType,
+    #[define(W)] _w_dtype: StorageType,
+    #[define(G)] _g_dtype: StorageType,
 ) {
     let n = N::value();
     let (m_values, v_values) = tables(m_table, v_table, bits);
@@ -500,7 +500,7 @@ fn packed_kernel<G: Float, N: Size, C: Size>(
     s: Scalars,
     #[comptime] bits: u32,
     #[comptime] _approximate: bool,
-    #[define(G)] _g: StorageType,
+    #[define(G)] _g_dtype: StorageType,
 ) {
     let n = N::value();
     let (m_values, v_values) = tables(m_table, v_table, bits);
@@ -581,7 +581,7 @@ fn packed_kernel<G: Float, N: Size, C: Size>(
                 if odd == 0u32 {
                     codes[word] = half | (halves[(UNIT_POS + 1u32) as usize] << 16u32);
                 }
-                if UNIT_POS % 4u32 == 0u32 {
+                if UNIT_POS == group {
                     scales[scale] = u8::cast_from(kept);
                 }
                 m_codes[at] = encoded(&new_m, m_max, &m_values, true, bits);

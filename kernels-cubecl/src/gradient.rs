@@ -82,8 +82,8 @@ fn square_sum_kernel<F: Float, N: Size>(
 fn accumulate_kernel<S: Float, F: Float, N: Size>(
     sum: &mut Array<Vector<S, N>>,
     x: &Array<Vector<F, N>>,
-    #[define(S)] _sum: StorageType,
-    #[define(F)] _x: StorageType,
+    #[define(S)] _sum_dtype: StorageType,
+    #[define(F)] _x_dtype: StorageType,
 ) {
     let at = ABSOLUTE_POS;
     if at < sum.len() {

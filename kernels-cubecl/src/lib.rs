@@ -16,7 +16,7 @@
 //! | [`mod@cross_entropy`] | a loss and its gradient in place of the logits |
 //! | [`gradient`] | squares summed for the global norm, micro-batches summed up |
 //! | [`adamw`] | one AdamW update over a chunk: four forms of states, five of master weights |
-//! | [`bench`], [`once`] | every kernel timed; every kernel launched once, for compile checks |
+//! | [`mod@bench`], [`mod@once`] | every kernel timed; every kernel launched once, for compile checks |
 //!
 //! This crate knows no tensor library, no model and no file. A launch takes buffers as
 //! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes, and queues the kernel:
