@@ -45,14 +45,23 @@ fn config(tied: bool) -> Qwen3Config {
 }
 
 fn trainee<B: Nvfp4Backend>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {
-    let spec = LinearSpec { recipe, ..F32 };
+    let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
     let model = weights::random::<Autodiff<B>>(&config(tied), spec, master, 5, &Default::default());
     Trainee::new(model.with_bf16_last_blocks(1), LossKind::CrossEntropy, 0)
 }
 
 fn stepper<B: Nvfp4Backend>(mode: StepMode, clip: f64, master: MasterKind, state: StateKind) -> Stepper<B> {
-    let config =
-        AdamwConfig { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, state, master, chunk_rows: 0, seed: 3 };
+    let config = AdamwConfig {
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        state,
+        master,
+        chunk_rows: 0,
+        seed: 3,
+        float: DType::F32,
+    };
     Stepper {
         mode,
         clip: Clip::Exact,
@@ -61,6 +70,7 @@ fn stepper<B: Nvfp4Backend>(mode: StepMode, clip: f64, master: MasterKind, state
         buffer: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),
         seed: 3,
+        accumulation: 4,
     }
 }
 
@@ -103,7 +113,7 @@ fn gradients<B: Nvfp4Backend>(
     let mut gathered = Gathered::new(DType::F32);
     let mut stepper = stepper::<B>(mode, 0.0, master, StateKind::F32);
     let net = trainee::<B>(tied, recipe, master);
-    let (net, loss) = stepper.gather(net, batches, &mut gathered, 1, batches.len(), &mut VramReport::new(None));
+    let (net, loss) = stepper.gather(net, batches, &mut gathered, 1, &mut VramReport::new(None));
     let found = fields(&net.model).into_iter().map(|(name, field)| {
         let grad = gathered.get(field.id().unwrap()).unwrap_or_else(|| panic!("{name} has no gradient")).clone();
         assert_eq!(grad.shape().num_elements(), field.shape().iter().product::<usize>(), "{name}");
@@ -257,6 +267,10 @@ fn codes_have_the_gradients_of_their_values() {
         assert!(error < 0.3, "{name}: {error}");
     }
     let values = [0.5f32; 32];
+    let packed = reference::quantize_master(&[0.3f32, -1.0, 0.02, 5.0].repeat(16), 4, 16);
+    let roomy = reference::with_room(packed.clone(), 4, 16);
+    assert_eq!(reference::dequantize(&roomy, 4, 16), reference::dequantize(&packed, 4, 16));
+    assert_eq!(roomy.global, packed.global * MASTER_ROOM);
     let room = reference::quantize_master(&values, 2, 16);
     assert!((room.global * 2688.0 - 0.5 * MASTER_ROOM).abs() < 1e-6);
 }

@@ -414,11 +414,40 @@ fn packed_split_and_weighted_rows_train() {
 }
 
 #[test]
+fn flags_that_exclude_each_other_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for (words, text) in [
+        (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8 or int4"),
+        (&["--master-weights", "nvfp4", "--recipe", "bf16"], "take w4"),
+        (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "not NVFP4"),
+        (&["--master-weights", "nvfp4", "--scales", "single"], "two-level"),
+        (&["--damped-finish", "0.2", "--recipe", "bf16"], "quantises"),
+        (&["--nvfp4-without", "hadamard"], "recipe nvfp4"),
+        (&["--data-weights", "1,2"], "2 for 1"),
+    ] {
+        let mut args = vec!["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "-o", "r"];
+        args.extend(words);
+        let out = run(d, &args);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.code() == Some(2) && stderr.contains(text), "{words:?}: {stderr}");
+    }
+    assert_eq!(run(d, &["estimate", "--demo"]).status.code(), Some(2));
+}
+
+#[test]
 fn last_layers_move_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     fit(d, "r", &["--train-last-layers", "1", "--recipe", "w4a4"]);
+    // All blocks are still not the embedding.
+    fit(d, "all", &["--train-last-layers", "2"]);
+    let after = Checkpoint::open(&d.join("all/checkpoint-12/model.safetensors")).unwrap();
+    let embedding = "model.embed_tokens.weight";
+    let before = Checkpoint::open(&d.join("m")).unwrap();
+    assert_eq!(before.read_dense(embedding).unwrap(), after.read_dense(embedding).unwrap());
     let before = Checkpoint::open(&d.join("m")).unwrap();
     let after = Checkpoint::open(&d.join("r/checkpoint-12/model.safetensors")).unwrap();
     for name in before.names() {

@@ -59,14 +59,18 @@ pub struct LinearSpec {
     pub scaling: Scaling,
     /// Number format of the dense products.
     pub precision: Precision,
+    /// Which values of a weight share a scale.
+    pub block: Block,
     /// What the stochastic rounding of gradients draws from: this stream and the next.
     pub stream: Stream,
 }
 
 impl LinearSpec {
-    /// A specification that draws from stream 0.
+    /// A specification with the weight blocks of its recipe, that draws from stream 0.
     pub const fn new(recipe: Recipe, scaling: Scaling, precision: Precision) -> Self {
-        Self { recipe, scaling, precision, stream: Stream { seed: 0, step: 0, stream: 0 } }
+        let square = matches!(recipe, Recipe::Nvfp4(Nvfp4Parts { square_blocks: true, .. }));
+        let block = if square { Block::Square } else { Block::Row };
+        Self { recipe, scaling, precision, block, stream: Stream { seed: 0, step: 0, stream: 0 } }
     }
 
     /// For the `index`-th linear layer of those that share this specification: its own random numbers.
@@ -76,11 +80,9 @@ impl LinearSpec {
         Self { stream, ..self }
     }
 
-    /// The weight quantiser: to nearest, 1x16 blocks or, if the recipe says so, 16x16.
+    /// The weight quantiser: to nearest.
     pub fn weights(&self) -> QuantizeSpec {
-        let square = matches!(self.recipe, Recipe::Nvfp4(parts) if parts.square_blocks);
-        let block = if square { Block::Square } else { Block::Row };
-        QuantizeSpec { scaling: self.scaling, block, rounding: Rounding::Nearest }
+        QuantizeSpec { scaling: self.scaling, block: self.block, rounding: Rounding::Nearest }
     }
 
     /// The quantiser of output gradients, for dgrad or for wgrad.

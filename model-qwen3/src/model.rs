@@ -275,7 +275,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
     /// Normalised hidden states `[M, D]` to logits `[M, V]` in f32.
     pub fn logits(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
         let logits_MV = match &self.lm_head {
-            Some(head) => head.forward(h_MD, self.info.spec),
+            Some(head) => head.forward(h_MD, self.info.spec.slot(self.layers.len() as u32 * LINEARS)),
             None => Nvfp4Linear::Dense(self.embed_tokens.clone()).forward(h_MD, self.info.spec),
         };
         logits_MV.cast(DType::F32)

@@ -432,6 +432,10 @@ impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
             }
             (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
                 let packed = self.checkpoint.read_packed(&name)?;
+                // The same door as for inference, before anything is computed with the scales.
+                self.packed(&name, packed.clone(), shape[0], shape[1])?;
+                let kept = self.checkpoint.keeps_codes(&name);
+                let packed = if kept { packed } else { reference::with_room(packed, shape[0], shape[1]) };
                 self.forge.packed_master(packed, shape).map_err(nvfp4(&name))
             }
             (Some(_), Stored::Packed { .. }) if self.checkpoint.keeps_codes(&name) => {

@@ -1,6 +1,6 @@
-//! Training state on disk: `checkpoint-<step>/` with f32 masters, optimizer states, the state of the
-//! run and the model's small files, committed by [`crate::durable`]. What a step sees is a function
-//! of its number, so weights, moments and that number are all that a resumed run needs.
+//! Training state on disk: `checkpoint-<step>/` with masters as they are stored, optimizer states with the masters'
+//! lower bits, the state of the run and the model's small files, committed by [`crate::durable`]. What a step sees is a
+//! function of its number, so these, that number and the last gradient norm are all that a resumed run needs.
 
 use crate::{
     CliError,
@@ -249,6 +249,11 @@ fn flat<B: Nvfp4Backend>(x: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive 
     B::float_reshape(x, burn::tensor::Shape::new([len]))
 }
 
+/// CubeCL counts uploaded bytes in 32 bits until a kernel is launched.
+fn launch<B: Nvfp4Backend>(device: &B::Device) {
+    drop(Tensor::<B, 1>::zeros([1], device));
+}
+
 /// Puts the optimizer's states back.
 ///
 /// # Errors
@@ -284,10 +289,11 @@ pub fn load_optimizer<B: Nvfp4Backend>(
                 let absmax = FloatType::F32.decode(&bytes(&format!("{name}.absmax"), len.div_ceil(256) * 4)?);
                 return Ok(Moment::from_bytes(kind, first, codes, absmax, &device));
             }
-            let dtype = if kind == StateKind::Bf16 { model.spec().precision.dtype() } else { DType::F32 };
+            let dtype = if kind == StateKind::Bf16 { optimizer.config().float } else { DType::F32 };
             let float = float_of(dtype).0;
             let values = float.decode(&bytes(&name, len * float.size())?);
             let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [len]), (&device, dtype));
+            launch::<B>(&device);
             Ok(Moment::Float(flat.into_primitive().tensor()))
         };
         let moments = AdamwState { kind, m: moment("m", true)?, v: moment("v", false)? };
@@ -295,7 +301,9 @@ pub fn load_optimizer<B: Nvfp4Backend>(
             None => None,
             Some(_) => {
                 let data = TensorData::new(bytes(&format!("{name}.residual"), len)?, [len]);
-                Some(Tensor::<B, 1, Int>::from_data(data, (&device, DType::U8)).into_primitive())
+                let residual = Tensor::<B, 1, Int>::from_data(data, (&device, DType::U8)).into_primitive();
+                launch::<B>(&device);
+                Some(residual)
             }
         };
         let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);

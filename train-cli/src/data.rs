@@ -96,12 +96,14 @@ pub struct Sample {
     pub prompt: String,
     /// Where each document begins, of several that were packed into one row; the first at 0.
     pub documents: Vec<usize>,
+    /// Which of the files it came from.
+    pub file: usize,
 }
 
 impl Sample {
     /// One document.
     fn new(ids: Vec<u32>, supervised: Vec<bool>, prompt: String) -> Self {
-        Self { ids, supervised, prompt, documents: vec![0] }
+        Self { ids, supervised, prompt, documents: vec![0], file: 0 }
     }
 
     fn piece(&self, range: std::ops::Range<usize>) -> Self {
@@ -135,17 +137,11 @@ pub struct DataReport {
     pub header_skipped: bool,
 }
 
-/// Reads training files; those that have a weight are repeated by it.
+/// Reads training files.
 ///
 /// # Errors
 /// With file and line, if a row is malformed or too long, or nothing supervised is left.
-pub fn load(
-    paths: &[PathBuf],
-    weights: &[f64],
-    text: &TextFiles,
-    options: DataOptions,
-    seed: u64,
-) -> Result<(Vec<Sample>, DataReport), CliError> {
+pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<(Vec<Sample>, DataReport), CliError> {
     let mut samples = Vec::new();
     let mut report = DataReport::default();
     for (file, path) in paths.iter().enumerate() {
@@ -174,10 +170,7 @@ pub fn load(
             };
             return Err(bad(path, None, reason));
         }
-        if let Some(&weight) = weights.get(file) {
-            let own = samples.split_off(before);
-            samples.extend(weighted(own, weight, seed, file as u32));
-        }
+        samples[before..].iter_mut().for_each(|s| s.file = file);
     }
     report.samples = samples.len();
     report.tokens = samples.iter().map(|s| s.ids.len()).sum();
@@ -439,9 +432,24 @@ pub fn pack(samples: Vec<Sample>, most: usize) -> Vec<Sample> {
     rows
 }
 
-/// `samples` times `weight`: whole copies, and for what is left each sample with that probability.
-pub fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Sample> {
+/// Training samples repeated by the weights of their files; no weights is once. After the split: a row that was held
+/// out has no copy in training.
+pub fn weigh(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
+    if weights.is_empty() {
+        return samples;
+    }
+    let mut files: Vec<Vec<Sample>> = vec![vec![]; weights.len()];
+    samples.into_iter().for_each(|s| files[s.file].push(s));
+    let own = |(file, (samples, weight)): (usize, (Vec<Sample>, &f64))| weighted(samples, *weight, seed, file as u32);
+    files.into_iter().zip(weights).enumerate().flat_map(own).collect()
+}
+
+/// `samples` times `weight`: whole copies, and of what is left a seeded choice.
+fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Sample> {
     let n = samples.len();
+    if n == 0 {
+        return samples;
+    }
     let wanted = ((n as f64 * weight).round() as usize).max(1);
     let order = permutation(n, seed, u32::MAX - 1 - file);
     (0..wanted).map(|i| samples[if i / n < wanted / n { i % n } else { order[i % n] }].clone()).collect()

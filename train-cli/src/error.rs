@@ -22,7 +22,7 @@ pub enum CliError {
         reason: String,
     },
     /// Loss or gradient stopped being finite.
-    #[error("diverged at step {step}: {what} is {value}; nothing was updated. {hint}")]
+    #[error("diverged at step {step}: {what} is {value}; {kept}. {hint}")]
     Diverged {
         /// The optimizer step.
         step: usize,
@@ -30,6 +30,8 @@ pub enum CliError {
         what: &'static str,
         /// Its value.
         value: f32,
+        /// What became of the weights.
+        kept: &'static str,
         /// Where the last good state is.
         hint: String,
     },

@@ -11,7 +11,8 @@ use crate::{
     report,
     step::{Clip, StepMode},
 };
-use backend_nvfp4::{MasterKind, Precision, Recipe};
+use backend_nvfp4::{MasterKind, Precision, Recipe, StateKind};
+use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
 
 /// Runs the command.
@@ -19,10 +20,13 @@ use model_qwen3::config::Qwen3Config;
 /// # Errors
 /// If the flags are not those of a run, or its config cannot be read.
 pub fn run(flags: FitArgs) -> Result<(), CliError> {
+    if flags.demo {
+        return Err(CliError::Usage("--demo is for fit: it takes 0.1 GiB".into()));
+    }
     let plan = plan::fit(flags)?;
     let config = Qwen3Config::from_file(&plan.companions.config)?;
-    let cpu = plan.device == DeviceChoice::Cpu;
-    let precision = plan.precision.unwrap_or(if cpu { Precision::F32 } else { Precision::Bf16 });
+    let f32 = matches!(plan.device, DeviceChoice::Cpu | DeviceChoice::Vulkan);
+    let precision = plan.precision.unwrap_or(if f32 { Precision::F32 } else { Precision::Bf16 });
     for line in Estimate::of(&config, &plan, precision).table() {
         report::result(line);
     }
@@ -68,33 +72,42 @@ impl Estimate {
         let s = Sizes::of(c);
         let value = precision.dtype().size() as f64;
         let master = plan.master(precision);
-        let tokens = (plan.batch_size * plan.options.max_seq_length.min(c.max_position_embeddings)) as f64;
+        let length = plan.options.max_seq_length.min(c.max_position_embeddings);
+        let tokens = (plan.batch_size * length) as f64;
+        // With --train-last-layers only these have gradients, states and kept inputs.
+        let (trained, all) = match plan.train_last_layers {
+            0 => (s.blocks, true),
+            last => ((last as f64).min(s.blocks), false),
+        };
         let whole = plan.step_mode == StepMode::Whole;
         // bf16 values take four bytes where the device computes in f32.
         let dense = if master == MasterKind::F32 { 4.0 } else { value };
         let linear = if master == MasterKind::Nvfp4 { 0.5625 } else { dense };
         let dense_values = s.embedding * s.heads;
         let params = s.linear() + dense_values;
-        let residual = if master == MasterKind::Bf16Residual { params } else { 0.0 };
+        let embedding = if all { s.embedding } else { 0.0 };
+        let trained_params = trained * s.block + if all { dense_values } else { 0.0 };
+        let residual = if master == MasterKind::Bf16Residual { trained_params } else { 0.0 };
 
         // Gradients: f32 out of the products, kept in the buffer's type where they are gathered.
         let gathers = whole || plan.accumulation > 1;
         let buffer = if master == MasterKind::F32 { 4.0 } else { value };
         let both_passes = plan.accumulation > 1 && !(plan.clip == Clip::Exact && plan.max_grad_norm > 0.0);
         // Streaming, a separate head's is gone when the embedding's is made.
-        let mut gradients = if whole { 4.0 * params } else { 4.0 * (s.embedding + s.block) };
-        gradients += if gathers { buffer * params } else { 0.0 };
+        let mut gradients = if whole { 4.0 * trained_params } else { 4.0 * (embedding + s.block) };
+        gradients += if gathers { buffer * trained_params } else { 0.0 };
         gradients += if both_passes { 4.0 * s.block } else { 0.0 };
 
+        let states = if plan.adamw.state == StateKind::Bf16 { 2.0 * value } else { plan.adamw.state.bytes() };
         let (d, f) = (c.hidden_size as f64, c.intermediate_size as f64);
         let (q, kv) = ((c.num_attention_heads * c.head_dim) as f64, (c.num_key_value_heads * c.head_dim) as f64);
-        let inputs = tokens * d * value * s.blocks;
+        let inputs = tokens * d * value * trained;
         // Of a block's graph and its backward; without kernels, attention keeps its weights.
         let mut block = tokens * value * (13.0 * d + 7.0 * q + 8.0 * kv + 6.0 * f);
-        if precision == Precision::F32 {
-            block += 6.0 * 4.0 * tokens * plan.options.max_seq_length as f64 * c.num_attention_heads as f64;
+        if precision.dtype() == DType::F32 {
+            block += 6.0 * 4.0 * tokens * length as f64 * c.num_attention_heads as f64;
         }
-        let graph = if whole { block * s.blocks } else { inputs + block };
+        let graph = if whole { block * trained } else { inputs + block };
         // The weights of a layer in the products' type, and their codes.
         let copies =
             if plan.recipe == Recipe::Bf16 && dense == value { 0.0 } else { s.block * 0.5625 + 4.0 * d * f * value };
@@ -103,7 +116,7 @@ impl Estimate {
         Self {
             parts: vec![
                 ("weights", linear * s.linear() + dense * dense_values + residual),
-                ("optimizer states", plan.adamw.state.bytes() * params),
+                ("optimizer states", states * trained_params),
                 ("gradients", gradients),
                 (if whole { "activations" } else { "block inputs and one block" }, graph + copies),
                 ("head", logits),

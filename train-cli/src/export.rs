@@ -10,7 +10,7 @@ use crate::{
     model_files::{Companions, TextFiles},
     plan, report,
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
+use backend_nvfp4::{Block, LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     chat_template::RenderOptions,
@@ -53,11 +53,17 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     {
         return Err(CliError::Usage(format!("--like {}: a .dat file is needed", like.path().display())));
     }
+    let (recipe, dense) = state.recipe();
+    if like.is_some()
+        && (dense > 0 || LinearSpec::new(recipe, Scaling::Two, Precision::F32).weights().block == Block::Square)
+    {
+        let text = "--like: this run left blocks unquantised, or shared scales over 16x16 values; export without it";
+        return Err(CliError::Usage(text.into()));
+    }
     let scaling = args.scales.map_or(state.scaling(), plan::scaling);
     let target = match &like {
         Some(like) => convert::Target::Like(like),
         None => {
-            let (recipe, dense) = state.recipe();
             // A checkpoint of recipe bf16 is quantised as recipe w4 would.
             let recipe = if recipe == Recipe::Bf16 { Recipe::W4 } else { recipe };
             let target = Target {

@@ -24,7 +24,7 @@ use crate::{
     vram::VramReport,
 };
 use backend_nvfp4::{
-    LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Precision, Recipe, Scaling, reference,
+    Block, LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Precision, Recipe, Scaling, reference,
 };
 use burn::{
     backend::Autodiff,
@@ -71,6 +71,8 @@ impl Job for Fit {
     fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { mut plan, demo } = self;
         plan.adamw.master = plan.master(precision);
+        plan.master_auto = false;
+        plan.adamw.float = precision.dtype();
         let mut vram = VramReport::new(plan.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
 
@@ -81,6 +83,10 @@ impl Job for Fit {
             return Err(CliError::Memory { needed: estimate.peak(), limit, saved: None });
         }
         let scaling = inputs.scaling(&plan);
+        if scaling == Scaling::Single && (plan.damped_finish > 0.0 || plan.adamw.master == MasterKind::Nvfp4) {
+            let text = "--damped-finish and --master-weights nvfp4 keep codes with two-level scales: --scales two";
+            return Err(CliError::Usage(text.into()));
+        }
         let spec = LinearSpec::new(plan.recipe, scaling, precision);
         let (config, source) = (&inputs.config, &inputs.source);
 
@@ -181,6 +187,7 @@ impl Job for Fit {
                     buffer: if plan.adamw.master == MasterKind::F32 { DType::F32 } else { precision.dtype() },
                     optimizer,
                     seed: plan.seed,
+                    accumulation: plan.accumulation,
                 },
                 schedule,
                 damped: DampedFinish::new(plan.damped_finish, steps),
@@ -215,8 +222,10 @@ impl Job for Fit {
         }
         let dense_from = model.layers.len().saturating_sub(plan.bf16_last_blocks);
         let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe, dense_from };
-        // A file that holds NVFP4 is exported as it was stored.
-        let nvfp4 = |s: &&Checkpoint| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some();
+        // A file that holds NVFP4 is exported as it was stored, unless the recipe quantises by other blocks.
+        let ours = plan.bf16_last_blocks > 0 || spec.weights().block == Block::Square;
+        let nvfp4 =
+            |s: &&Checkpoint| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some() && !ours;
         let like = source.as_ref().filter(nvfp4);
         let folder = plan.output_dir.join("final");
         let exported = export::model_to_folder(&model, text, &plan.companions, target, like, &folder)?;

@@ -10,7 +10,7 @@ use crate::{
     report,
     step::{Clip, StepMode},
 };
-use backend_nvfp4::Scaling;
+use backend_nvfp4::{Recipe, Scaling};
 use model_qwen3::{
     checkpoint::{Checkpoint, Stored, Tensors},
     config::Qwen3Config,
@@ -42,6 +42,7 @@ impl Inputs {
             let (n, layers) = (plan.train_last_layers, config.num_hidden_layers);
             return Err(CliError::Usage(format!("--train-last-layers {n}: the model has {layers}")));
         }
+        check_blocks(plan, &config)?;
         let text = TextFiles::open(&plan.companions.text, &config)?;
         let source = match &plan.source {
             ModelSource::Files(files) => Some(files.checkpoint()?),
@@ -118,13 +119,30 @@ impl Inputs {
                 "{rows} rows · {train} train / {eval} eval · {tokens} tokens, {supervised} supervised{skipped}{packed}"
             ),
         );
+        let master = if plan.master_auto { "bf16 (f32 where activations are f32)" } else { master.name() };
         let mode = if mode == StepMode::Streaming { "streaming" } else { "whole graph" };
-        report::label("step", format!("{mode} · {} master · {} states · {clipped}", master.name(), states.name()));
+        report::label("step", format!("{mode} · {master} master · {} states · {clipped}", states.name()));
         let (steps, size) = (self.order(plan).steps, plan.batch_size * plan.accumulation);
         let (lr, seed) = (plan.learning_rate, plan.seed);
         report::label("plan", format!("{steps} steps × {size} sequences · lr {lr:e} · seed {seed}"));
         report::label("run", plan.output_dir.display().to_string());
     }
+}
+
+/// Recipe nvfp4 quantises along output features and tokens too: those are cut into blocks of 16.
+fn check_blocks(plan: &FitPlan, config: &Qwen3Config) -> Result<(), CliError> {
+    if !matches!(plan.recipe, Recipe::Nvfp4(_)) {
+        return Ok(());
+    }
+    let keys = config.num_key_value_heads * config.head_dim;
+    for (what, size) in [("num_key_value_heads * head_dim", keys), ("vocab_size", config.vocab_size)] {
+        if !size.is_multiple_of(16) {
+            return Err(CliError::Usage(format!(
+                "--recipe nvfp4: {what} is {size}, no multiple of 16; take w4 or w4a4"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// The scale levels of a file's NVFP4 tensors, if it has any.
@@ -153,11 +171,12 @@ fn samples(plan: &FitPlan, text: &TextFiles, config: &Qwen3Config) -> Result<Sam
         let report = data::DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));
     }
-    let (all, mut report) = data::load(&plan.data, &plan.data_weights, text, options, plan.seed)?;
+    let (all, mut report) = data::load(&plan.data, text, options)?;
     let (mut train, mut eval) = match &plan.eval_data {
-        Some(path) => (all, data::load(std::slice::from_ref(path), &[], text, options, plan.seed)?.0),
+        Some(path) => (all, data::load(std::slice::from_ref(path), text, options)?.0),
         None => data::split(all, plan.val_split, plan.seed),
     };
+    train = data::weigh(train, &plan.data_weights, plan.seed);
     if plan.packing {
         train = data::pack(train, options.max_seq_length);
         eval = data::pack(eval, options.max_seq_length);

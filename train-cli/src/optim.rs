@@ -32,6 +32,8 @@ pub struct AdamwConfig {
     pub chunk_rows: usize,
     /// Of stochastic rounding.
     pub seed: u64,
+    /// The type that holds bf16 values on this device: bf16, or f32 where activations are f32.
+    pub float: DType,
 }
 
 /// The state of one tensor.
@@ -96,12 +98,11 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         grad: FloatTensor<B>,
         rate: Rate,
     ) -> Tensor<B, D> {
-        let dtype = weight.dtype();
         let w = weight.into_primitive().tensor();
         let master = if D == 1 { Master::Exact } else { self.config.master.dense() };
         let kind = if D == 1 { StateKind::F32 } else { self.config.state };
         let residual = master == Master::Residual;
-        let state = self.take(id, w.shape(), kind, residual, dtype, &B::float_device(&w));
+        let state = self.take(id, w.shape(), kind, residual, &B::float_device(&w));
         let weight = MasterWeight::Dense { w, master, residual: state.residual.clone() };
         match self.apply(id, weight, grad, state, rate) {
             MasterWeight::Dense { w, .. } => Tensor::from_primitive(TensorPrimitive::Float(w)),
@@ -119,7 +120,7 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
     ) -> Nvfp4Tensor<B> {
         let [rows, cols] = weight.dims();
         let device = B::float_device(&grad);
-        let state = self.take(id, Shape::new([rows, cols]), self.config.state, false, DType::F32, &device);
+        let state = self.take(id, Shape::new([rows, cols]), self.config.state, false, &device);
         match self.apply(id, MasterWeight::Packed(weight.into_primitive()), grad, state, rate) {
             MasterWeight::Packed(p) => Nvfp4Tensor::from_primitive(p),
             MasterWeight::Dense { .. } => unreachable!("a step keeps the form"),
@@ -133,13 +134,12 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         shape: Shape,
         kind: StateKind,
         residual: bool,
-        dtype: DType,
         device: &B::Device,
     ) -> TensorState<B> {
         let len = shape.num_elements();
         self.states.remove(&id).unwrap_or_else(|| TensorState {
             steps: 0,
-            moments: AdamwState::zeros(kind, len, dtype, device),
+            moments: AdamwState::zeros(kind, len, self.config.float, device),
             // Half a unit: the weight is what its bf16 value says.
             residual: residual.then(|| Tensor::<B, 1, Int>::full([len], 128, (device, DType::U8)).into_primitive()),
         })

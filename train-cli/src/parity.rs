@@ -192,6 +192,7 @@ fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Resul
         master: MasterKind::F32,
         chunk_rows: 0,
         seed: 0,
+        float: DType::F32,
     };
     let mut stepper = Stepper::<B> {
         mode: StepMode::Streaming,
@@ -201,6 +202,7 @@ fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Resul
         buffer: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),
         seed: 0,
+        accumulation: 1,
     };
     let mut trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
     let (mut losses, mut norms) = (Vec::new(), Vec::new());

@@ -13,6 +13,7 @@ use crate::{
     step::{Clip, StepMode},
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
+use burn::tensor::DType;
 use std::path::{Path, PathBuf};
 
 /// Where a model comes from.
@@ -199,7 +200,7 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         (Some(model), None) => ModelSource::Files(ModelFiles::new(model)),
         (None, Some(config)) => ModelSource::Random { config: config.clone() },
         (Some(_), Some(_)) => return usage("--model and --init-config exclude each other".into()),
-        (None, None) if demo => unreachable!("the demo names its config"),
+        (None, None) if demo => return usage("--demo is for fit".into()),
         (None, None) => return usage("no model: give --model PATH, or --init-config FILE, or try --demo".into()),
     };
     let (model_folder, config_file) = match &source {
@@ -237,6 +238,13 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
     }
     if s.master_weights == Some(MasterArg::Nvfp4) && s.recipe == Some(RecipeArg::Bf16) {
         return usage("--master-weights nvfp4 has no unquantised weights for --recipe bf16: take w4".into());
+    }
+    if s.master_weights == Some(MasterArg::Nvfp4) && s.bf16_last_blocks > Some(0) {
+        return usage("--bf16-last-blocks needs masters that are not NVFP4".into());
+    }
+    let square = |parts: &Vec<Nvfp4Part>| parts.contains(&Nvfp4Part::SquareBlocks);
+    if s.master_weights == Some(MasterArg::Nvfp4) && s.nvfp4_without.as_ref().is_some_and(square) {
+        return usage("--nvfp4-without square-blocks: NVFP4 masters have 1x16 blocks in any case".into());
     }
     if s.damped_finish.is_some_and(|share| share > 0.0) {
         if s.recipe == Some(RecipeArg::Bf16) || s.master_weights == Some(MasterArg::Nvfp4) {
@@ -330,6 +338,7 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
                 Some(MasterArg::F32 | MasterArg::Auto) | None => MasterKind::F32,
             },
             seed: s.seed.unwrap_or(42),
+            float: DType::F32,
             chunk_rows: count("step-chunk-rows", s.step_chunk_rows, 0)?,
         },
         train_last_layers: count("train-last-layers", s.train_last_layers, 0)?,

@@ -68,6 +68,8 @@ pub struct Stepper<B: Nvfp4Backend> {
     pub optimizer: ChunkedAdamw<B>,
     /// The seed of what is rounded stochastically in the backward.
     pub seed: u64,
+    /// Micro-batches of a full step: they count the draws of a run.
+    pub accumulation: usize,
 }
 
 /// The figures of a step.
@@ -103,13 +105,13 @@ impl<B: Nvfp4Backend> Stepper<B> {
         // 1. All micro-batches but the last; the last too where its norm must be known first.
         let gather_all = self.mode == StepMode::Whole || exact && !earlier.is_empty();
         let gathering = if gather_all { batches } else { earlier };
-        let (mut net, mut loss) = match self.gather(net, gathering, &mut gathered, step, batches.len(), vram) {
+        let (mut net, mut loss) = match self.gather(net, gathering, &mut gathered, step, vram) {
             (net, Ok(loss)) => (net, loss),
             (net, Err(error)) => return (net, Err(error)),
         };
 
         // 2. The norm, if it is needed before anything is applied.
-        net.model.draw_from(self.seed, (step * batches.len() - 1) as u32);
+        net.model.draw_from(self.seed, self.draw(step, batches.len() - 1));
         if gather_all {
             gathered.measure();
         } else if exact {
@@ -125,7 +127,7 @@ impl<B: Nvfp4Backend> Stepper<B> {
             Err(error) => return (net, Err(error)),
         };
         if let Some(norm) = known
-            && let Err(error) = judge(step, loss, norm)
+            && let Err(error) = judge(step, loss, norm, UNTOUCHED)
         {
             return (net, Err(error));
         }
@@ -155,18 +157,22 @@ impl<B: Nvfp4Backend> Stepper<B> {
             Err(error) => return (net, Err(error)),
         };
         self.last_norm = Some(applied);
-        let judged = judge(step, loss, applied);
+        let judged = judge(step, loss, applied, "the step was applied before that was known");
         (net, judged.map(|()| Stepped { loss, grad_norm: applied }))
     }
 
-    /// Adds the gradients of `batches`, the first of `of` micro-batches of a step, to those gathered; gives their loss.
+    /// The number of micro-batch `i` of a step in the run.
+    fn draw(&self, step: usize, i: usize) -> u32 {
+        ((step - 1) * self.accumulation + i) as u32
+    }
+
+    /// Adds the gradients of `batches`, the first micro-batches of a step, to those gathered; gives their loss.
     pub fn gather<AB>(
         &mut self,
         mut net: Trainee<AB>,
         batches: &[MicroBatch],
         gathered: &mut Gathered<B>,
         step: usize,
-        of: usize,
         vram: &mut VramReport,
     ) -> Outcome<AB, f32>
     where
@@ -174,7 +180,7 @@ impl<B: Nvfp4Backend> Stepper<B> {
     {
         let mut loss = 0.0;
         for (i, batch) in batches.iter().enumerate() {
-            net.model.draw_from(self.seed, ((step - 1) * of + i) as u32);
+            net.model.draw_from(self.seed, self.draw(step, i));
             let mut pass = Pass { stepper: self, gathered, step, vram, fate: Fate::Gather };
             let (back, value) = pass.run(net, batch);
             net = back;
@@ -191,13 +197,15 @@ fn norm<B: Nvfp4Backend>(gathered: &mut Gathered<B>) -> Result<Option<f32>, CliE
     gathered.norm().map_err(CliError::from)
 }
 
+const UNTOUCHED: &str = "nothing was updated";
+
 /// What is not finite is not trained on.
-fn judge(step: usize, loss: f32, grad_norm: f32) -> Result<(), CliError> {
+fn judge(step: usize, loss: f32, grad_norm: f32, kept: &'static str) -> Result<(), CliError> {
     for (what, value) in [("loss", loss), ("gradient norm", grad_norm)] {
         if !value.is_finite() {
             let hint =
                 "Start a new run from the last checkpoint (-m RUN/checkpoint-N) with a lower --learning-rate".into();
-            return Err(CliError::Diverged { step, what, value, hint });
+            return Err(CliError::Diverged { step, what, value, kept, hint });
         }
     }
     Ok(())
@@ -302,7 +310,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
         }
 
         // 4. The embedding, its rows' gradients added to those it has as a head.
-        if frozen == 0 {
+        if net.model.embed_tokens.val().is_require_grad() {
             let whole = token_gradients(batch, dy_MD, embedding, net.model.embed_tokens.dims());
             let mut grads = GradientsParams::new();
             grads.register(net.model.embed_tokens.id, whole);
@@ -341,7 +349,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
     /// The loss on the host, before anything is made of it.
     fn loss_of(&self, loss: &Tensor<B, 1>) -> Result<f32, CliError> {
         let value = to_host(loss.clone())?[0];
-        judge(self.step, value, 0.0)?;
+        judge(self.step, value, 0.0, UNTOUCHED)?;
         Ok(value)
     }
 

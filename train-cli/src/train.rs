@@ -363,6 +363,8 @@ where
             run.between.after_evaluation(&model.model, &report)?;
             events.process_valid(LearnerEvent::ProcessedItem(item(report, total)));
         }
+        // Evaluation and samples leave buffers of other sizes behind.
+        give_back_memory::<AB>(&device);
         let held = vram::held_bytes::<AB>(&device);
         let beyond = run.memory_limit.filter(|limit| held > *limit);
         run.between.maybe_save(&model.model, &run.stepper, step, beyond.is_some())?;
