@@ -37,7 +37,22 @@ fn sources(arch: u32) -> Vec<Source> {
     let mut entries = BTreeSet::new();
     let mut all = take_sources();
     all.retain(|s| entries.insert(s.entry.clone()));
-    for kernel in ["gemm", "gemv", "forward", "backward_kv", "backward_q", "split", "quantize", "adamw_8bit"] {
+    let expected = [
+        "gemm",
+        "gemv",
+        "forward",
+        "backward_kv",
+        "backward_q",
+        "split",
+        "quantize",
+        "amax_rotated",
+        "square_sum",
+        "accumulate",
+        "adamw_float",
+        "adamw_quantised",
+        "adamw_packed",
+    ];
+    for kernel in expected {
         assert!(entries.iter().any(|e| e.starts_with(kernel)), "no {kernel} kernel among {entries:?}");
     }
     let limit = if arch == 90 { 227 << 10 } else { 99 << 10 };

@@ -138,7 +138,7 @@ pub fn adamw_float<R: Runtime>(
     let (count, dim) = crate::quantize::flat_launch((chunk.end - chunk.start).div_ceil(vector));
     // SAFETY: all buffers hold `len` elements and the chunk lies inside.
     unsafe {
-        float_kernel::launch_unchecked(
+        adamw_float_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -191,7 +191,7 @@ pub fn adamw_quantised<R: Runtime>(
     let (count, dim) = block_launch(chunk, vector);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
-        quantised_kernel::launch_unchecked(
+        adamw_quantised_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -249,7 +249,7 @@ pub fn adamw_packed<R: Runtime>(
     let (count, dim) = block_launch(chunk, 4);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
-        packed_kernel::launch_unchecked(
+        adamw_packed_kernel::launch_unchecked(
             client,
             count,
             dim,
@@ -328,7 +328,7 @@ fn scalars<R: Runtime>(s: AdamwStep) -> ScalarsLaunch<R> {
 }
 
 #[cube(launch_unchecked)]
-fn float_kernel<W: Float, G: Float, S: Float, N: Size>(
+fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
     w: &mut Array<Vector<W, N>>,
     residual: &mut Array<Vector<u8, N>>,
     grad: &Array<Vector<G, N>>,
@@ -364,11 +364,9 @@ fn float_kernel<W: Float, G: Float, S: Float, N: Size>(
         #[unroll]
         for i in 0..n {
             let lane = ((first + (i as u32)) % 4u32) as usize;
-            let g = f32::cast_from(gradient[i]) * s.grad_scale;
-            let m = s.beta1 * f32::cast_from(new_m[i]) + (1.0f32 - s.beta1) * g;
-            let v = s.beta2 * f32::cast_from(new_v[i]) + (1.0f32 - s.beta2) * g * g;
             let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
-            let new = moved(old, m / s.bias1, v / s.bias2, s.lr, s.eps, s.weight_decay);
+            let (old_m, old_v) = (f32::cast_from(new_m[i]), f32::cast_from(new_v[i]));
+            let (new, m, v) = stepped(old, old_m, old_v, f32::cast_from(gradient[i]), s);
             let stored = rounded(new, draws[lane] & 0xFFFFu32, master);
             weight[i] = W::cast_from(f32::reinterpret(stored & 0xFFFF_0000u32));
             if comptime!(master == Master::Exact) {
@@ -395,7 +393,7 @@ fn float_kernel<W: Float, G: Float, S: Float, N: Size>(
 }
 
 #[cube(launch_unchecked, fast_math = liberties(_approximate))]
-fn quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
+fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     w: &mut Array<Vector<W, N>>,
     residual: &mut Array<Vector<u8, N>>,
     grad: &Array<Vector<G, N>>,
@@ -450,11 +448,8 @@ fn quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
                 for i in 0..n {
                     let old_m = m_values[state_code(m_bytes, i, bits) as usize] * m_scale;
                     let old_root = v_values[state_code(v_bytes, i, bits) as usize] * v_scale;
-                    let g = f32::cast_from(gradient[i]) * s.grad_scale;
-                    let m = s.beta1 * old_m + (1.0f32 - s.beta1) * g;
-                    let v = s.beta2 * (old_root * old_root) + (1.0f32 - s.beta2) * g * g;
                     let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
-                    let new = moved(old, m / s.bias1, v / s.bias2, s.lr, s.eps, s.weight_decay);
+                    let (new, m, v) = stepped(old, old_m, old_root * old_root, f32::cast_from(gradient[i]), s);
                     let lane = ((first + (i as u32)) % 4u32) as usize;
                     let stored = rounded(new, draws[lane] & 0xFFFFu32, master);
                     weight[i] = W::cast_from(f32::reinterpret(stored & 0xFFFF_0000u32));
@@ -484,7 +479,7 @@ fn quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
 }
 
 #[cube(launch_unchecked, fast_math = liberties(_approximate))]
-fn packed_kernel<G: Float, N: Size, C: Size>(
+fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
     codes: &mut Array<u32>,
     scales: &mut Array<u8>,
     global: &Array<f32>,
@@ -540,11 +535,9 @@ fn packed_kernel<G: Float, N: Size, C: Size>(
                 for i in 0..n {
                     let old_m = m_values[state_code(m_bytes, i, bits) as usize] * m_scale;
                     let old_root = v_values[state_code(v_bytes, i, bits) as usize] * v_scale;
-                    let g = f32::cast_from(gradient[i]) * s.grad_scale;
-                    let m = s.beta1 * old_m + (1.0f32 - s.beta1) * g;
-                    let v = s.beta2 * (old_root * old_root) + (1.0f32 - s.beta2) * g * g;
                     let old = e2m1_decode(code_of(packed, first + (i as u32))) * unit;
-                    new_w[i] = moved(old, m / s.bias1, v / s.bias2, s.lr, s.eps, s.weight_decay);
+                    let (new, m, v) = stepped(old, old_m, old_root * old_root, f32::cast_from(gradient[i]), s);
+                    new_w[i] = new;
                     new_m[i] = m;
                     root[i] = v.sqrt();
                 }
@@ -610,12 +603,15 @@ fn tables(m_table: &Array<f32>, v_table: &Array<f32>, #[comptime] bits: u32) -> 
     (m_values, v_values)
 }
 
-/// `w` after one step by the corrected moments `m` and `v`.
+/// A weight and its moments after one step.
 #[cube]
-fn moved(w: f32, m: f32, v: f32, lr: f32, eps: f32, weight_decay: f32) -> f32 {
-    let step = lr * (m / (v.sqrt() + eps));
-    let decayed = w * (1.0f32 - lr * weight_decay);
-    select(step == 0.0f32, decayed, decayed - step)
+fn stepped(w: f32, m: f32, v: f32, grad: f32, s: Scalars) -> (f32, f32, f32) {
+    let g = grad * s.grad_scale;
+    let m = s.beta1 * m + (1.0f32 - s.beta1) * g;
+    let v = s.beta2 * v + (1.0f32 - s.beta2) * g * g;
+    let step = s.lr * ((m / s.bias1) / ((v / s.bias2).sqrt() + s.eps));
+    let decayed = w * (1.0f32 - s.lr * s.weight_decay);
+    (select(step == 0.0f32, decayed, decayed - step), m, v)
 }
 
 /// A stored master weight as f32.
