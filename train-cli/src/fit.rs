@@ -466,7 +466,7 @@ fn clipped(text: &str) -> String {
 fn next_steps(plan: &FitPlan, exported: &std::path::Path, prompt: Option<&String>) {
     let prompt = quoted(prompt.map_or("hello", |p| p));
     let folder = quoted(&exported.display().to_string());
-    let mode = if plan.recipe == Recipe::W4a4 { " --w4a4" } else { "" };
+    let mode = if matches!(plan.recipe, Recipe::W4a4 | Recipe::Nvfp4(_)) { " --w4a4" } else { "" };
     report::line("next:");
     report::line(format!("  train-cli generate -m {folder} -p {prompt}{mode}"));
     report::line(format!("  train-cli inspect {folder} --verify"));

@@ -18,8 +18,13 @@ pub enum Fate {
     Gather,
     /// Their squares are summed; they are dropped.
     Measure,
-    /// With those gathered so far they go to the optimizer.
-    Apply(Rate),
+    /// With those gathered so far they go to the optimizer; their squares are summed on the way unless they were before.
+    Apply {
+        /// Learning rate and clipping.
+        rate: Rate,
+        /// Whether the norm is known already.
+        measured: bool,
+    },
 }
 
 /// Gradients of earlier micro-batches, and the squares of those that went by.
@@ -59,9 +64,13 @@ impl<B: Nvfp4Backend> Gathered<B> {
         let mut ids: Vec<_> = self.sums.keys().copied().collect();
         ids.sort_by_key(|id| id.val());
         for id in ids {
-            let squares = B::square_sum(self.sums[&id].clone());
-            self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(squares)));
+            let sum = self.sums[&id].clone();
+            self.count(&sum);
         }
+    }
+
+    fn count(&mut self, grad: &FloatTensor<B>) {
+        self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(B::square_sum(grad.clone()))));
     }
 
     /// The gradient that is to be applied now, if it is.
@@ -80,11 +89,13 @@ impl<B: Nvfp4Backend> Gathered<B> {
                 None
             }
             Fate::Measure => {
-                self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(B::square_sum(sum))));
+                self.count(&sum);
                 None
             }
-            Fate::Apply(rate) => {
-                self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(B::square_sum(sum.clone()))));
+            Fate::Apply { rate, measured } => {
+                if !measured {
+                    self.count(&sum);
+                }
                 Some((sum, rate))
             }
         }

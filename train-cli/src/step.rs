@@ -26,7 +26,7 @@ use burn::{
     tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData, backend::AutodiffBackend},
 };
 use model_qwen3::{
-    model::Block,
+    model::{Block, Context},
     weights::{Replace, to_host},
 };
 use serde::{Deserialize, Serialize};
@@ -137,7 +137,7 @@ impl<B: Nvfp4Backend> Stepper<B> {
         };
 
         // 3. Apply: from what was gathered, or block by block with the last micro-batch.
-        let fate = Fate::Apply(Rate { lr, grad_scale: scale });
+        let fate = Fate::Apply { rate: Rate { lr, grad_scale: scale }, measured: known.is_some() };
         if gather_all {
             let grads = GradientsParams::new();
             let mut walk = Walk { grads, fate, gathered: &mut gathered, optimizer: &mut self.optimizer };
@@ -151,7 +151,7 @@ impl<B: Nvfp4Backend> Stepper<B> {
                 Err(error) => return (net, Err(error)),
             }
         }
-        let applied = match norm(&mut gathered) {
+        let applied = match norm(&mut gathered).map(|late| known.or(late)) {
             Ok(Some(norm)) => norm,
             Ok(None) => return (net, Err(CliError::Usage("nothing is trained: no parameter has a gradient".into()))),
             Err(error) => return (net, Err(error)),
@@ -296,7 +296,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
             let block = layers.pop().expect("not empty");
             let x_MD = Tensor::<AB, 2>::from_inner(inputs.pop().expect("one a block")).require_grad();
             let ctx = net.model.of_block(&ctx, i);
-            let (block, dx_MD) = self.block(block, x_MD, |block, x| block.forward(x, &ctx, None), dy_MD);
+            let (block, dx_MD) = self.block(block, x_MD, &ctx, dy_MD);
             dy_MD = dx_MD;
             done.push(block);
             if let Err(error) = self.note::<AB>(&net, &format!("block_{i}_done")) {
@@ -325,13 +325,13 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
         &mut self,
         block: Block<AB>,
         x_MD: Tensor<AB, 2>,
-        forward: impl FnOnce(&Block<AB>, Tensor<AB, 2>) -> Tensor<AB, 2>,
+        ctx: &Context<AB>,
         dy_MD: Tensor<B, 2>,
     ) -> (Block<AB>, Tensor<B, 2>)
     where
         AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
     {
-        let y_MD = forward(&block, x_MD.clone());
+        let y_MD = block.forward(x_MD.clone(), ctx, None);
         // Seeds the gradient dy: the sum itself is not used.
         let mut grads = (y_MD * Tensor::from_inner(dy_MD)).sum().backward();
         let dx_MD = x_MD.grad_remove(&mut grads).expect("the output depends on it");
