@@ -209,12 +209,13 @@ pub(crate) fn table(signed: bool, bits: u32) -> Vec<f32> {
 /// One AdamW step on host slices with f32 weights and states: the specification of the kernel. All slices are equally
 /// long.
 pub fn reference_adamw(w: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], s: AdamwStep) {
+    let (rate, root_scale, decay) = (s.lr / s.bias1, 1.0 / s.bias2.sqrt(), 1.0 - s.lr * s.weight_decay);
     for i in 0..w.len() {
         let g = grad[i] * s.grad_scale;
         m[i] = s.beta1 * m[i] + (1.0 - s.beta1) * g;
         v[i] = s.beta2 * v[i] + (1.0 - s.beta2) * g * g;
-        let step = s.lr * ((m[i] / s.bias1) / ((v[i] / s.bias2).sqrt() + s.eps));
-        let decayed = w[i] * (1.0 - s.lr * s.weight_decay);
+        let step = rate * m[i] / (v[i].sqrt() * root_scale + s.eps);
+        let decayed = w[i] * decay;
         // A step of zero keeps the bits, also those of -0.
         w[i] = if step == 0.0 { decayed } else { decayed - step };
     }
@@ -228,7 +229,7 @@ pub fn reference_round(x: f32, index: usize, master: Master, stream: Stream) -> 
     }
     let bits = bits
         + match master {
-            Master::Stochastic => philox((index / 4) as u32, stream)[index % 4] & 0xFFFF,
+            Master::Stochastic => philox((index / 8) as u32, stream)[index % 8 / 2] >> (index % 2 * 16) & 0xFFFF,
             Master::Nearest => 0x7FFF + (bits >> 16 & 1),
             _ => 0x8080,
         };
@@ -240,13 +241,13 @@ pub(crate) fn reference_unrounded(value: f32, residual: u8) -> f32 {
     f32::from_bits((value.to_bits() + (u32::from(residual) << 8)).wrapping_sub(0x8000))
 }
 
-/// bf16 second draws of a state: those of its weight's other half words.
+/// Moments as bf16, rounded stochastically with draws of their own.
 pub(crate) fn reference_round_states(m: &mut [f32], v: &mut [f32], stream: Stream) {
     let other = Stream { stream: stream.stream ^ 0x8000_0000, ..stream };
     for i in 0..m.len() {
-        let draw = |stream| philox((i / 4) as u32, stream)[i % 4];
+        let draw = philox((i / 4) as u32, other)[i % 4];
         let kept = |x: f32, draw: u32| f32::from_bits((x.to_bits() + draw) & 0xFFFF_0000);
-        (m[i], v[i]) = (kept(m[i], draw(stream) >> 16), kept(v[i], draw(other) & 0xFFFF));
+        (m[i], v[i]) = (kept(m[i], draw >> 16), kept(v[i], draw & 0xFFFF));
     }
 }
 

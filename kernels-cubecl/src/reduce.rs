@@ -58,6 +58,26 @@ pub(crate) fn cube_max(x: f32) -> f32 {
     best
 }
 
+/// The largest `x` and the largest `y` in the cube, for one pair of barriers.
+#[cube]
+pub(crate) fn cube_maxima(x: f32, y: f32) -> (f32, f32) {
+    let mut shared = SharedMemory::<f32>::new(512usize);
+    let (x, y) = (plane_max(x), plane_max(y));
+    sync_cube();
+    if UNIT_POS_PLANE == 0u32 {
+        shared[(UNIT_POS / PLANE_DIM * 2u32) as usize] = x;
+        shared[(UNIT_POS / PLANE_DIM * 2u32 + 1u32) as usize] = y;
+    }
+    sync_cube();
+    let mut x = shared[0usize];
+    let mut y = shared[1usize];
+    for p in 0..CUBE_DIM / PLANE_DIM {
+        x = max(x, shared[(p * 2u32) as usize]);
+        y = max(y, shared[(p * 2u32 + 1u32) as usize]);
+    }
+    (x, y)
+}
+
 /// The sum of a vector's elements.
 #[cube]
 pub(crate) fn lanes<N: Size>(x: Vector<f32, N>) -> f32 {

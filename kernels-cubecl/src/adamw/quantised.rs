@@ -1,0 +1,168 @@
+//! AdamW with quantised moments: a cube takes blocks of 256 values, whose new maxima it must know before it encodes.
+
+use super::{
+    AdamwStep, Chunk, DenseArgs, Master, Scalars, check_chunk, draw_of_eight, loaded,
+    moments::{BLOCKS_PER_CUBE, STATE_BLOCK, StateArgs, block_launch, block_maxima, encoded, state_code, tables},
+    rounded, scalars, stepped, unit_of,
+};
+use crate::{
+    device::{bit_casts, liberties},
+    error::{KernelError, expect_len, index},
+    rng::philox,
+};
+use cubecl::prelude::*;
+
+/// As [`super::adamw_float()`] with moments of 8 or 4 `bits`. `chunk.start` is a multiple of 256; with 4 bits the length is
+/// a multiple of 4.
+///
+/// # Errors
+/// If the buffers do not fit or the chunk does not start at a block.
+pub fn adamw_quantised<R: Runtime>(
+    client: &ComputeClient<R>,
+    w: DenseArgs<R>,
+    grad: (ArrayArg<R>, StorageType),
+    [m, v]: [StateArgs<R>; 2],
+    bits: u32,
+    step: AdamwStep,
+    chunk: Chunk,
+) -> Result<(), KernelError> {
+    const NAME: &str = "adamw quantised";
+    let len = w.w.size();
+    expect_len(NAME, "grad", grad.0.size(), len)?;
+    expect_len(NAME, "residual", w.residual.size(), len)?;
+    for state in [&m, &v] {
+        state.check(NAME, len, bits)?;
+    }
+    check_chunk(chunk, len)?;
+    expect_len(NAME, "chunk start modulo 256", chunk.start % STATE_BLOCK, 0)?;
+    let (vector, parts) = unit_of(len, chunk);
+    if bits == 4 {
+        expect_len(NAME, "length modulo 4", len % 4, 0)?;
+    }
+    let (count, dim) = block_launch(chunk, vector * parts);
+    // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
+    unsafe {
+        adamw_quantised_kernel::launch_unchecked(
+            client,
+            count,
+            dim,
+            vector,
+            vector * bits as usize / 8,
+            w.w,
+            w.residual,
+            grad.0,
+            m.codes,
+            m.absmax,
+            m.table,
+            v.codes,
+            v.absmax,
+            v.table,
+            index(NAME, "chunk start", chunk.start)?,
+            index(NAME, "chunk end", chunk.end)?,
+            scalars(step),
+            w.master,
+            bits,
+            parts,
+            bit_casts(client),
+            w.dtype,
+            grad.1,
+        );
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
+    w: &mut Array<Vector<W, N>>,
+    residual: &mut Array<Vector<u8, N>>,
+    grad: &Array<Vector<G, N>>,
+    m_codes: &mut Array<Vector<u8, C>>,
+    m_absmax: &mut Array<f32>,
+    m_table: &Array<f32>,
+    v_codes: &mut Array<Vector<u8, C>>,
+    v_absmax: &mut Array<f32>,
+    v_table: &Array<f32>,
+    start: u32,
+    end: u32,
+    s: Scalars,
+    #[comptime] master: Master,
+    #[comptime] bits: u32,
+    #[comptime] parts: usize,
+    #[comptime] _approximate: bool,
+    #[define(W)] _w_dtype: StorageType,
+    #[define(G)] _g_dtype: StorageType,
+) {
+    let n = N::value();
+    let width = comptime!(n * parts);
+    let (m_values, v_values) = tables(m_table, v_table, bits);
+    let blocks = (end - start).div_ceil(256u32);
+    let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
+    for turn in 0..BLOCKS_PER_CUBE {
+        let own = cube * BLOCKS_PER_CUBE + turn;
+        // Uniform: a cube takes one block at a time.
+        if own < blocks {
+            let block = (start / 256u32 + own) as usize;
+            let first = start + own * 256u32 + UNIT_POS * comptime!(width as u32);
+            let live = first < end;
+            let at = (first as usize) / n;
+            let mut new_m = Array::<f32>::new(width);
+            let mut root = Array::<f32>::new(width);
+            #[unroll]
+            for i in 0..width {
+                new_m[i] = 0.0f32;
+                root[i] = 0.0f32;
+            }
+            if live {
+                let mut draws = Array::<u32>::new(4usize);
+                if comptime!(master == Master::Stochastic) {
+                    philox(first / 8u32, s.step, s.stream, s.key_low, s.key_high, &mut draws);
+                }
+                let (m_scale, v_scale) = (m_absmax[block], v_absmax[block]);
+                #[unroll]
+                for part in 0..parts {
+                    let gradient = grad[at + part];
+                    let mut weight = w[at + part];
+                    let mut bytes = Vector::<u8, N>::empty();
+                    if comptime!(master == Master::Residual) {
+                        bytes = residual[at + part];
+                    }
+                    let (m_bytes, v_bytes) = (m_codes[at + part], v_codes[at + part]);
+                    #[unroll]
+                    for i in 0..n {
+                        let lane = comptime!(part * n + i);
+                        let old_m = m_values[state_code(m_bytes, i, bits) as usize] * m_scale;
+                        let old_root = v_values[state_code(v_bytes, i, bits) as usize] * v_scale;
+                        let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
+                        let gradient = f32::cast_from(gradient[i]);
+                        let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
+                        let draw = draw_of_eight(&draws, first, lane, comptime!(width == 8));
+                        let stored = rounded(new, draw, master);
+                        weight[i] = W::cast_from(f32::reinterpret(stored & 0xFFFF_0000u32));
+                        if comptime!(master == Master::Exact) {
+                            weight[i] = W::cast_from(f32::reinterpret(stored));
+                        }
+                        bytes[i] = u8::cast_from((stored >> 8u32) & 0xFFu32);
+                        new_m[lane] = m;
+                        root[lane] = new_root;
+                    }
+                    w[at + part] = weight;
+                    if comptime!(master == Master::Residual) {
+                        residual[at + part] = bytes;
+                    }
+                }
+            }
+            let (m_max, v_max) = block_maxima(&new_m, &root, width);
+            if live {
+                #[unroll]
+                for part in 0..parts {
+                    m_codes[at + part] = encoded(&new_m, m_max, &m_values, comptime!(part * n), true, bits);
+                    v_codes[at + part] = encoded(&root, v_max, &v_values, comptime!(part * n), false, bits);
+                }
+                if UNIT_POS == 0u32 {
+                    m_absmax[block] = m_max;
+                    v_absmax[block] = v_max;
+                }
+            }
+        }
+    }
+}
