@@ -46,6 +46,7 @@ fn sources(arch: u32) -> Vec<Source> {
         "split",
         "quantize",
         "amax_rotated",
+        "normal",
         "square_sum",
         "accumulate",
         "adamw_float",

@@ -6,7 +6,7 @@ use backend_nvfp4::{
     Block, Nvfp4Backend, Nvfp4Tensor, QuantizeSpec, Rounding, Scaling, Stream, View,
     reference::{self, Packed},
 };
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous};
 use half::bf16;
 use safetensors::SafeTensors;
@@ -166,6 +166,54 @@ fn across_equals_reference<R: CubeRuntime>() {
 fn quantized_across<B: Nvfp4Backend>(x: &[f32], rows: usize, cols: usize, spec: QuantizeSpec, rotated: bool) -> Packed {
     let x = matrix::<B>(x, rows, cols, &Default::default()).into_primitive().tensor();
     Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_across(x, spec, rotated)).to_packed().unwrap()
+}
+
+/// Masters as the host quantises them; codes of a sample of rows.
+fn masters_equal_reference<B: Nvfp4Backend>(device: B::Device) {
+    let mut random = Random::new(8);
+    for (rows, cols, std) in [(1, 16, 1.0), (33, 48, 0.02), (64, 256, 1e-4), (5, 32, 0.0), (48, 16, 3e3)] {
+        let x = random.normals(rows * cols, std);
+        let expected = reference::quantize_master(&x, rows, cols);
+        let x = matrix::<B>(&x, rows, cols, &device).into_primitive().tensor();
+        let ours = Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_master(x));
+        assert_eq!(ours.to_packed().unwrap(), expected, "{rows}x{cols}, deviation {std}");
+        for step in [1, 3, 100] {
+            let rows: Vec<u32> = expected.codes.chunks(cols / 8).step_by(step).flatten().copied().collect();
+            assert_eq!(ours.codes_of_rows(step).unwrap(), rows, "every {step}th row");
+        }
+    }
+}
+
+/// Random weights: the host's up to the last bits of logarithm and cosine, and normal.
+fn normals_equal_reference<B: Nvfp4Backend>(device: B::Device) {
+    let stream = Stream { seed: 0xFEDC_BA98_7654_3210, step: 0, stream: 5 };
+    for dims in [[1, 1], [3, 7], [257, 1026]] {
+        let expected = reference::normals(dims[0] * dims[1], 0.5, stream);
+        let ours = B::normal(dims, 0.5, stream, DType::F32, &device);
+        let ours = host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(ours)));
+        for (i, (a, b)) in ours.iter().zip(&expected).enumerate() {
+            assert!((a - b).abs() <= 1e-5 * (1.0 + b.abs()), "{dims:?}[{i}]: {a:e}, the host has {b:e}");
+        }
+    }
+    let values = reference::normals(1 << 20, 2.0, stream);
+    let moment = |p: i32| values.iter().map(|v| (f64::from(*v) / 2.0).powi(p)).sum::<f64>() / values.len() as f64;
+    // Four deviations of each mean.
+    for (p, expected, spread) in
+        [(1, 0.0, 1.0), (2, 1.0, 2.0f64.sqrt()), (3, 0.0, 15.0f64.sqrt()), (4, 3.0, 96.0f64.sqrt())]
+    {
+        assert!((moment(p) - expected).abs() < 4.0 * spread / 1024.0, "moment {p}: {}", moment(p));
+    }
+}
+
+#[test]
+fn random_and_master_weights_equal_the_reference() {
+    masters_equal_reference::<Cpu>(Default::default());
+    normals_equal_reference::<Cpu>(Default::default());
+    fn on_cube<R: CubeRuntime>() {
+        masters_equal_reference::<Cube<R>>(Default::default());
+        normals_equal_reference::<Cube<R>>(Default::default());
+    }
+    on_gpu!(on_cube);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 use crate::{
     AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, LinearWeight, MasterWeight, MemoryUse,
-    Moment, Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, bench,
+    Moment, Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, Stream, bench,
     linear::{self, Saved},
     quantize::QuantizeSpec,
 };
@@ -31,6 +31,14 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
 
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
         outer(B::nvfp4_quantize_across(x.primitive, spec, rotated))
+    }
+
+    fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {
+        outer(B::nvfp4_quantize_master(x.primitive))
+    }
+
+    fn normal(dims: [usize; 2], std: f32, stream: Stream, dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        Self::from_inner(B::normal(dims, std, stream, dtype, device))
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
@@ -108,14 +116,14 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         impl<B: Nvfp4Backend> Backward<B, 2> for Linear {
             type State = (Saved<B>, LinearSpec);
             fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let (saved, spec) = ops.state;
-                binary::<B, _, _>(
-                    ops.parents,
-                    ops.node,
-                    grads,
-                    |dy| linear::dgrad::<B>(dy, &saved, spec),
-                    |dy| linear::wgrad::<B>(dy, &saved, spec),
-                );
+                let (dy, (saved, spec)) = (grads.consume::<B>(&ops.node), ops.state);
+                let wanted = [0, 1].map(|i: usize| ops.parents[i].is_some());
+                let computed = linear::backward::<B>(dy, saved, spec, wanted);
+                for (parent, gradient) in ops.parents.into_iter().zip(computed) {
+                    if let (Some(node), Some(gradient)) = (parent, gradient) {
+                        grads.register::<B>(node.id, gradient);
+                    }
+                }
             }
         }
         let (w, node) = match w {
@@ -300,6 +308,22 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         match TokenRows.prepare::<C>([w.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((shape, ids), y),
             OpsKind::UnTracked(prep) => prep.finish(y),
+        }
+    }
+
+    fn seeded(y: FloatTensor<Self>, dy: FloatTensor<Self>) -> FloatTensor<Self> {
+        #[derive(Debug)]
+        struct Seeded;
+        impl<B: Nvfp4Backend> Backward<B, 1> for Seeded {
+            type State = FloatTensor<B>;
+            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 1>(ops, grads, |dy, _| [dy]);
+            }
+        }
+        let zero = B::seeded(y.primitive, dy.primitive.clone());
+        match Seeded.prepare::<C>([y.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(dy.primitive, zero),
+            OpsKind::UnTracked(prep) => prep.finish(zero),
         }
     }
 

@@ -2,12 +2,13 @@
 
 use crate::{
     AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, Master, MasterWeight, MemoryUse, Moment,
-    Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, StateKind, bench, blocks, head,
+    Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, StateKind, Stream, bench, blocks, head,
     products::{self, Packed},
-    quantize::{QuantizeSpec, Scaling, View},
+    quantize::{Block, QuantizeSpec, Rounding, Scaling, View},
+    reference,
 };
 use burn::tensor::{
-    DType, Shape, Slice, TensorMetadata,
+    DType, Shape, Slice, TensorData, TensorMetadata,
     backend::{Backend, DeviceOps},
     ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
 };
@@ -26,7 +27,7 @@ use kernels_cubecl::{
     cross_entropy::cross_entropy,
     decode_attention, gradient, hadamard,
     layout::{scales_per_row, words_per_row},
-    mma, quantize, rms_norm, rope,
+    mma, normal, quantize, rms_norm, rope,
     rope::{RopeArgs, RopeShape},
     swiglu,
 };
@@ -50,6 +51,25 @@ where
         let x = into_contiguous(x);
         let [rows, cols] = dims(&x);
         quantized::<Self, R>(&x, View::transposed(rows, cols), spec, rotated)
+    }
+
+    fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {
+        let x = into_contiguous(x);
+        let [rows, cols] = dims(&x);
+        let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+        let amax = measured(&x, View::row_major(rows, cols), spec, false);
+        // The tensor's amax and what follows of it, as if it were so much larger: powers of two, exact.
+        let room = reference::MASTER_ROOM;
+        let factors = Self::float_from_data(TensorData::new(vec![room, 1.0 / room, room], [3]), &x.device);
+        let amax = Self::float_mul(amax, factors);
+        coded::<Self, R>(&x, amax, View::row_major(rows, cols), spec, false)
+    }
+
+    fn normal(dims: [usize; 2], std: f32, stream: Stream, dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        let client = R::client(device);
+        let x = empty_device_contiguous_dtype(client.clone(), device.clone(), Shape::new(dims), dtype);
+        launched(normal::normal(&client, arg(&x), dtype.into(), std, stream));
+        x
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
@@ -100,15 +120,13 @@ where
         dy: FloatTensor<Self>,
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let [x, w, dy] = [x, w, dy].map(into_contiguous);
+        let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
         let [rows, cols] = dims(&x);
-        let dx = empty(&x, [rows, cols], x.dtype);
         let partial = empty(&x, [rms_norm::partial_rows(rows), cols], DType::F32);
         launched(rms_norm::rms_norm_backward(
             &x.client,
             arg(&x),
             arg(&w),
-            arg(&dy),
             arg(&dx),
             arg(&partial),
             x.dtype.into(),
@@ -140,14 +158,12 @@ where
         if !shape.fits() {
             return blocks::norm_rope_backward::<Self>(x, w, rotary, dy, eps);
         }
-        let [x, w, dy] = [x, w, dy].map(into_contiguous);
-        let dx = empty(&x, dims(&x), x.dtype);
+        let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
         let partial = empty(&x, [shape.partial_rows(), shape.head_dim], DType::F32);
         launched(rope::norm_rope_backward(
             &x.client,
             arg(&x),
             rope_args(&w, rotary),
-            arg(&dy),
             arg(&dx),
             arg(&partial),
             x.dtype.into(),
@@ -168,12 +184,9 @@ where
         up: FloatTensor<Self>,
         dy: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let [gate, up, dy] = [gate, up, dy].map(into_contiguous);
-        let (dgate, dup) = (empty(&gate, dims(&gate), gate.dtype), empty(&gate, dims(&gate), gate.dtype));
-        let dtype = gate.dtype.into();
-        let out = (arg(&dgate), arg(&dup));
-        launched(swiglu::swiglu_backward(&gate.client, arg(&gate), arg(&up), arg(&dy), out.0, out.1, dtype));
-        (dgate, dup)
+        let (gate, up, dy) = (writable(gate), writable(up), into_contiguous(dy));
+        launched(swiglu::swiglu_backward(&gate.client, arg(&gate), arg(&up), arg(&dy), gate.dtype.into()));
+        (gate, up)
     }
 
     fn attention_saving(
@@ -392,7 +405,12 @@ where
     R: CubeRuntime,
     B: Backend<IntTensorPrimitive = CubeTensor<R>>,
 {
-    let View { rows, cols, .. } = view;
+    let amax = measured(x, view, spec, rotated);
+    coded::<B, R>(x, amax, view, spec, rotated)
+}
+
+/// What [`quantize::amax`] tells of the matrix that `view` sees in `x`.
+fn measured<R: CubeRuntime>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> CubeTensor<R> {
     let (client, dtype) = (&x.client, x.dtype.into());
     let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
     if spec.scaling == Scaling::Two {
@@ -402,6 +420,23 @@ where
             quantize::amax(client, arg(x), dtype, arg(&amax))
         });
     }
+    amax
+}
+
+/// The matrix that `view` sees in `x`, quantised with what was measured of it.
+fn coded<B, R>(
+    x: &CubeTensor<R>,
+    amax: CubeTensor<R>,
+    view: View,
+    spec: QuantizeSpec,
+    rotated: bool,
+) -> Nvfp4Primitive<B>
+where
+    R: CubeRuntime,
+    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
+{
+    let View { rows, cols, .. } = view;
+    let (client, dtype) = (&x.client, x.dtype.into());
     let codes = empty(x, [rows, words_per_row(cols)], DType::U32);
     let scales = empty(x, [rows, scales_per_row(cols)], DType::U8);
     let global = empty(x, [1], DType::U32);

@@ -37,7 +37,7 @@ pub use optim::{
     AdamwState, MasterKind, MasterWeight, Moment, StateKind, reference_adamw, reference_repack, reference_round,
 };
 pub use recipe::{LinearSpec, Nvfp4Parts, Precision, Recipe};
-pub use tensor::{Nvfp4Primitive, Nvfp4Tensor};
+pub use tensor::{Nvfp4Primitive, Nvfp4Tensor, read_words};
 
 use burn::tensor::{
     DType, Shape, TensorMetadata,
@@ -59,6 +59,14 @@ pub trait Nvfp4Backend: Backend {
         let across = Self::float_transpose(x);
         Self::nvfp4_quantize(if rotated { Self::hadamard(across) } else { across }, spec)
     }
+
+    /// Quantises a float matrix `[R, C]` as an NVFP4 master: two-level, to nearest, its block scales with room to grow
+    /// by [`reference::MASTER_ROOM`]. Not differentiable.
+    fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self>;
+
+    /// A float matrix of `dims`, normal around 0 with deviation `std`, as `dtype`: a value depends on its place and
+    /// the stream alone.
+    fn normal(dims: [usize; 2], std: f32, stream: Stream, dtype: DType, device: &Self::Device) -> FloatTensor<Self>;
 
     /// The values `[R, C]` of a packed matrix as `dtype`.
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
@@ -203,6 +211,11 @@ pub trait Nvfp4Backend: Backend {
         chunk: usize,
     ) -> (MasterWeight<Self>, AdamwState<Self>);
 
+    /// A zero, f32 `[1]`, whose backward hands `dy` to `y`: where a backward begins in the middle of a model.
+    fn seeded(y: FloatTensor<Self>, _dy: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_zeros(Shape::new([1]), &Self::float_device(&y), DType::F32.into())
+    }
+
     /// The sum of the squares of a gradient of any shape, f32 `[1]`.
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
         let x = Self::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
@@ -236,14 +249,6 @@ pub trait Nvfp4Backend: Backend {
     /// Bytes that the backend holds on `device` for tensors, where it can tell.
     fn memory_in_use(_device: &Self::Device) -> Option<MemoryUse> {
         None
-    }
-
-    /// An Int tensor's device data, as a host vector of `u32`.
-    ///
-    /// # Errors
-    /// If the device failed before or during the read.
-    fn read_words(x: IntTensor<Self>) -> Result<Vec<u32>, Nvfp4Error> {
-        tensor::read_words::<Self>(x)
     }
 }
 

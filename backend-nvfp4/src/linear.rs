@@ -146,33 +146,45 @@ fn packed_forward<B: Nvfp4Backend>(
     }
 }
 
-/// `dx = dy · W`, with the weight that the forward used.
-pub(crate) fn dgrad<B: Nvfp4Backend>(dy: FloatTensor<B>, saved: &Saved<B>, spec: LinearSpec) -> FloatTensor<B> {
-    let dtype = spec.precision.dtype();
+/// `dx = dy · W` and `dW = dyᵀ · x` in f32, with the operands that the forward used, each if it is `wanted`. The weight's
+/// gradient comes first: with it the activations go, before `dx` takes their place.
+pub(crate) fn backward<B: Nvfp4Backend>(
+    dy: FloatTensor<B>,
+    saved: Saved<B>,
+    spec: LinearSpec,
+    wanted: [bool; 2],
+) -> [Option<FloatTensor<B>>; 2] {
+    let ([for_x, for_w], dtype, f32) = (wanted, spec.precision.dtype(), DType::F32);
+    let dense_dw =
+        |dy: &FloatTensor<B>, x| for_w.then(|| B::dense_matmul(B::float_transpose(dy.clone()), x, spec.precision, f32));
+    let packed_dx = |dy, w| for_x.then(|| B::nvfp4_matmul(dy, w, Product::Nn, dtype));
     match saved {
-        Saved::Dense { w, .. } => B::dense_matmul(dy, w.clone(), spec.precision, dtype),
-        Saved::W4 { w, .. } | Saved::W4a4 { w, .. } => B::nvfp4_matmul(dy, w, Product::Nn, dtype),
-        Saved::Nvfp4 { w, parts, .. } => {
-            let dy = B::nvfp4_quantize(dy, spec.gradients(*parts, false));
-            B::nvfp4_matmul_packed(&dy, w, Product::Nn, dtype, dtype)
+        Saved::Dense { x, w } => {
+            let dw = dense_dw(&dy, x);
+            [for_x.then(|| B::dense_matmul(dy, w, spec.precision, dtype)), dw]
         }
-    }
-}
-
-/// `dW = dyᵀ · x` in f32, with the activations that the forward used.
-pub(crate) fn wgrad<B: Nvfp4Backend>(dy: FloatTensor<B>, saved: &Saved<B>, spec: LinearSpec) -> FloatTensor<B> {
-    let f32 = DType::F32;
-    match saved {
-        Saved::Dense { x, .. } | Saved::W4 { x, .. } => {
-            B::dense_matmul(B::float_transpose(dy), x.clone(), spec.precision, f32)
+        Saved::W4 { x, w } => {
+            let dw = dense_dw(&dy, x);
+            [packed_dx(dy, &w), dw]
         }
-        Saved::W4a4 { x, .. } => B::nvfp4_matmul(dy, x, Product::Tn, f32),
-        Saved::Nvfp4 { x, parts, .. } => {
-            // Blocks run along the tokens, which are summed over. The rotation cancels in the product.
-            let across = |x, spec| B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard);
-            let dy = across(dy, spec.gradients(*parts, true));
-            let x = across(x.clone(), spec.activations());
-            B::nvfp4_matmul_packed(&dy, &x, Product::Nt, spec.precision.dtype(), f32)
+        Saved::W4a4 { x, w } => {
+            let dw = for_w.then(|| B::nvfp4_matmul(dy.clone(), &x, Product::Tn, f32));
+            drop(x);
+            [packed_dx(dy, &w), dw]
+        }
+        Saved::Nvfp4 { x, w, parts } => {
+            let dw = for_w.then(|| {
+                // Blocks run along the tokens, which are summed over. The rotation cancels in the product.
+                let across = |x, spec| B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard);
+                let dy = across(dy.clone(), spec.gradients(parts, true));
+                let x = across(x, spec.activations());
+                B::nvfp4_matmul_packed(&dy, &x, Product::Nt, dtype, f32)
+            });
+            let dx = for_x.then(|| {
+                let dy = B::nvfp4_quantize(dy, spec.gradients(parts, false));
+                B::nvfp4_matmul_packed(&dy, &w, Product::Nn, dtype, dtype)
+            });
+            [dx, dw]
         }
     }
 }

@@ -2,7 +2,7 @@
 //! this backend has no 16-bit floats.
 
 use crate::{
-    AdamwState, AdamwStep, MasterWeight, Moment, Nvfp4Backend, Nvfp4Primitive, Precision, Product, StateKind,
+    AdamwState, AdamwStep, MasterWeight, Moment, Nvfp4Backend, Nvfp4Primitive, Precision, Product, StateKind, Stream,
     optim::{
         decode_moment, encode_moment, reference_adamw, reference_repack, reference_round, reference_round_states,
         reference_unpacked, reference_unrounded,
@@ -23,6 +23,15 @@ impl Nvfp4Backend for NdArray {
         let (rows, cols) = (x.shape()[0], x.shape()[1]);
         let q = reference::quantize(&floats(x), View::row_major(rows, cols), spec);
         device_packed(q, rows)
+    }
+
+    fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {
+        let (rows, cols) = (x.shape()[0], x.shape()[1]);
+        device_packed(reference::quantize_master(&floats(x), rows, cols), rows)
+    }
+
+    fn normal(dims: [usize; 2], std: f32, stream: Stream, _dtype: DType, _device: &Self::Device) -> FloatTensor<Self> {
+        from_floats(reference::normals(dims[0] * dims[1], std, stream), dims)
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {

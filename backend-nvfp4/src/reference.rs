@@ -129,6 +129,34 @@ pub fn with_room(mut packed: Packed, rows: usize, cols: usize) -> Packed {
     quantize_master(&dequantize(&packed, rows, cols), rows, cols)
 }
 
+/// `len` normal numbers around 0 with deviation `std`, four from four words (Box & Muller, 1958), on as many threads as
+/// there are cores.
+pub fn normals(len: usize, std: f32, stream: Stream) -> Vec<f32> {
+    let uniform = |bits: u32| (f64::from(bits) + 0.5) / 4_294_967_296.0;
+    let four = |i: u32| {
+        let r = philox(i, stream).map(uniform);
+        let pair = |u: f64, v: f64| {
+            let (radius, angle) = ((-2.0 * u.ln()).sqrt(), std::f64::consts::TAU * v);
+            [radius * angle.cos(), radius * angle.sin()].map(|n| n as f32 * std)
+        };
+        let ([a, b], [c, d]) = (pair(r[0], r[1]), pair(r[2], r[3]));
+        [a, b, c, d]
+    };
+    let mut out = vec![0.0; len];
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let part = len.div_ceil(threads).next_multiple_of(4).max(4);
+    std::thread::scope(|scope| {
+        for (t, values) in out.chunks_mut(part).enumerate() {
+            scope.spawn(move || {
+                for (i, values) in values.chunks_mut(4).enumerate() {
+                    values.copy_from_slice(&four((t * part / 4 + i) as u32)[..values.len()]);
+                }
+            });
+        }
+    });
+    out
+}
+
 /// How far block scales of an NVFP4 master can grow before they saturate.
 pub const MASTER_ROOM: f32 = 8.0;
 

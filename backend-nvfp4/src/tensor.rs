@@ -78,13 +78,24 @@ impl<B: Nvfp4Backend> Nvfp4Tensor<B> {
     /// # Errors
     /// If the device failed before or during the read.
     pub fn to_packed(&self) -> Result<Packed, Nvfp4Error> {
-        let bytes = B::read_words(self.scales.clone().into_primitive())?;
-        let global = B::read_words(self.global.clone().into_primitive())?;
+        let bytes = read_words::<B>(self.scales.clone().into_primitive())?;
+        let global = read_words::<B>(self.global.clone().into_primitive())?;
         Ok(Packed {
-            codes: B::read_words(self.codes.clone().into_primitive())?,
+            codes: read_words::<B>(self.codes.clone().into_primitive())?,
             scales: bytes.into_iter().map(|b| b as u8).collect(),
             global: f32::from_bits(global[0]),
         })
+    }
+
+    /// The codes of every `step`-th row, eight a word, on the host.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn codes_of_rows(&self, step: usize) -> Result<Vec<u32>, Nvfp4Error> {
+        let rows: Vec<i32> = (0..self.codes.dims()[0]).step_by(step).map(|r| r as i32).collect();
+        let count = rows.len();
+        let rows = Tensor::<B, 1, Int>::from_data(TensorData::new(rows, [count]), &self.codes.device());
+        read_words::<B>(self.codes.clone().select(0, rows).into_primitive())
     }
 
     /// The buffers, for backend operations. Shares them, copies nothing.
@@ -120,7 +131,11 @@ pub(crate) fn float<B: Backend, const D: usize>(p: B::FloatTensorPrimitive) -> T
     Tensor::from_primitive(TensorPrimitive::Float(p))
 }
 
-pub(crate) fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
+/// An Int tensor's device data, as a host vector of `u32`.
+///
+/// # Errors
+/// If the device failed before or during the read.
+pub fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
     let x = Tensor::<B, 1, Int>::from_primitive(B::int_reshape(x.clone(), Shape::new([x.shape().num_elements()])));
     let data = Transaction::<B>::default()
         .register(x)

@@ -223,13 +223,12 @@ impl<R: Runtime> Bench<'_, R> {
             let packed = (self.arg(&codes, n / 8), self.arg(&scales, n / 16));
             dequantize(client, packed.0, packed.1, None, self.arg(&y, n), BF16, rows, cols)
         })?;
-        let (up, dgate, dup) = (self.normals(n), self.bytes(n * 2, 5), self.bytes(n * 2, 6));
+        let (gate, up) = (self.normals(n), self.normals(n));
         self.row(show, "swiglu", shape.clone(), moved(n as f64 * 6.0), |_| {
             swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), BF16)
         })?;
         self.row(show, "swiglu backward", shape, moved(n as f64 * 10.0), |_| {
-            let out = (self.arg(&dgate, n), self.arg(&dup, n));
-            swiglu::swiglu_backward(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), out.0, out.1, BF16)
+            swiglu::swiglu_backward(client, self.arg(&gate, n), self.arg(&up, n), self.arg(&x, n), BF16)
         })?;
         let (rows, cols) = (16_384usize, 2560usize);
         let n = rows * cols;
@@ -243,8 +242,8 @@ impl<R: Runtime> Bench<'_, R> {
         })?;
         self.row(show, "rms_norm backward", shape, moved(n as f64 * 6.0), |_| {
             let (x, w, dy) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&up, n));
-            let out = (self.arg(&y, n), self.arg(&partial, parts));
-            rms_norm::rms_norm_backward(client, x, w, dy, out.0, out.1, BF16, [rows, cols], 1e-6)
+            let partial = self.arg(&partial, parts);
+            rms_norm::rms_norm_backward(client, x, w, dy, partial, BF16, [rows, cols], 1e-6)
         })?;
         let shape = RopeShape { rows: 8192, heads: 32, head_dim: 128, eps: 1e-6 };
         let n = shape.rows * 4096;
@@ -262,8 +261,8 @@ impl<R: Runtime> Bench<'_, R> {
             rope::norm_rope(client, self.arg(&x, n), args(), self.arg(&y, n), BF16, shape)
         })?;
         self.row(show, "norm_rope backward", "8192x32x128".into(), moved(n as f64 * 6.0), |_| {
-            let (dx, partial) = (self.arg(&y, n), self.arg(&partial, parts));
-            rope::norm_rope_backward(client, self.arg(&x, n), args(), self.arg(&up, n), dx, partial, BF16, shape)
+            let (dy, partial) = (self.arg(&up, n), self.arg(&partial, parts));
+            rope::norm_rope_backward(client, self.arg(&x, n), args(), dy, partial, BF16, shape)
         })?;
         let (rows, cols) = (1024usize, 151_936usize);
         let (n, targets, loss) = (rows * cols, client.create_from_slice(&vec![0; rows * 4]), self.bytes(rows * 4, 11));

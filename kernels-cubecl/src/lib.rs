@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`layout`] | where a code and a scale lie: the only owner of nibble order and block length |
 //! | [`codec`] | E2M1 and E4M3 to and from f32, by integer operations |
-//! | [`rng`] | Philox4x32-10, the counter-based generator behind stochastic rounding |
+//! | [`rng`], [`mod@normal`] | Philox4x32-10, the counter-based generator behind stochastic rounding; normal numbers of it |
 //! | [`quantize`] | dense matrix to codes, block scales and tensor scale |
 //! | [`dequantize`] | the way back: `value = code * block scale * tensor scale` |
 //! | [`hadamard`] | random Hadamard transform over 16 columns |
@@ -41,6 +41,7 @@ pub mod hadamard;
 pub mod layout;
 pub mod matmul;
 pub mod mma;
+pub mod normal;
 pub mod once;
 pub mod quantize;
 mod reduce;

@@ -11,7 +11,7 @@ use crate::{
     gemv::gemv,
     gradient, hadamard,
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
-    mma,
+    mma, normal,
     quantize::{self, AMAX_LEN, Block, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rng::Stream,
@@ -72,6 +72,7 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
         }
     }
     let n = rows * cols;
+    normal::normal(client, values(n), dtype, 0.02, stream)?;
     quantize::amax(client, values(n), dtype, floats(AMAX_LEN))?;
     for global in [None, Some(floats(1))] {
         dequantize(client, floats(n / 8), zeros(n / 16, 1), global, values(n), dtype, rows, cols)?;
@@ -91,8 +92,7 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     matmul_packed_packed(client, packed(rows, cols), packed(64, cols), values(rows * 64), dtype)?;
     rms_norm::rms_norm(client, values(n), floats(cols), values(n), dtype, [rows, cols], 1e-6)?;
     let parts = rms_norm::partial_rows(rows) * cols;
-    let (x, dy, dx) = (values(n), values(n), values(n));
-    rms_norm::rms_norm_backward(client, x, floats(cols), dy, dx, floats(parts), dtype, [rows, cols], 1e-6)?;
+    rms_norm::rms_norm_backward(client, values(n), floats(cols), values(n), floats(parts), dtype, [rows, cols], 1e-6)?;
     for head_dim in [16usize, 64, 128] {
         let shape = RopeShape { rows, heads: 3, head_dim, eps: 1e-6 };
         let n = rows * 3 * head_dim;
@@ -104,10 +104,10 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
         };
         rope::norm_rope(client, values(n), args(), values(n), dtype, shape)?;
         let partial = floats(shape.partial_rows() * head_dim);
-        rope::norm_rope_backward(client, values(n), args(), values(n), values(n), partial, dtype, shape)?;
+        rope::norm_rope_backward(client, values(n), args(), values(n), partial, dtype, shape)?;
     }
     swiglu::swiglu(client, values(n), values(n), values(n), dtype)?;
-    swiglu::swiglu_backward(client, values(n), values(n), values(n), values(n), values(n), dtype)?;
+    swiglu::swiglu_backward(client, values(n), values(n), values(n), dtype)?;
     for gradient in [false, true] {
         cross_entropy(client, values(n), floats(rows), floats(rows), dtype, [rows, cols], gradient)?;
     }

@@ -7,7 +7,7 @@
 //! Statistics and sums are f32; `n` is rounded to the type of x before the weight, as Hugging Face does. A cube
 //! takes one row after another, each unit keeps its few vectors of it in registers; backward keeps its share
 //! of `dw` for all the rows it meets and writes it once, so that one short sum over cubes remains.
-//! Moves x in and y out (x, dy in, dx out backward): bound by memory.
+//! Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
 
 use crate::{
     device::{bit_casts, liberties},
@@ -77,7 +77,7 @@ pub fn partial_rows(rows: usize) -> usize {
     rows.div_ceil(8).clamp(1, CUBES)
 }
 
-/// `dx` and `partial` (f32, [`partial_rows`] x `cols`), whose column sums are `dw`.
+/// `dy` becomes `dx`; `partial` (f32, [`partial_rows`] x `cols`) gets sums whose column sums are `dw`.
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
@@ -86,21 +86,20 @@ pub fn rms_norm_backward<R: Runtime>(
     x: ArrayArg<R>,
     w: ArrayArg<R>,
     dy: ArrayArg<R>,
-    dx: ArrayArg<R>,
     partial: ArrayArg<R>,
     dtype: StorageType,
     [rows, cols]: [usize; 2],
     eps: f32,
 ) -> Result<(), KernelError> {
     const NAME: &str = "rms_norm backward";
-    for (name, arg) in [("x", &x), ("dy", &dy), ("dx", &dx)] {
+    for (name, arg) in [("x", &x), ("dy", &dy)] {
         expect_len(NAME, name, arg.size(), rows * cols)?;
     }
     let cubes = partial_rows(rows);
     expect_len(NAME, "w", w.size(), cols)?;
     expect_len(NAME, "partial", partial.size(), cubes * cols)?;
     let (vector, passes, units) = row_launch(client, dtype, cols);
-    // SAFETY: as above.
+    // SAFETY: as above; a unit writes what it alone read.
     unsafe {
         rms_norm_backward_kernel::launch_unchecked(
             client,
@@ -110,7 +109,6 @@ pub fn rms_norm_backward<R: Runtime>(
             x,
             w,
             dy,
-            dx,
             partial,
             index(NAME, "rows", rows)?,
             index(NAME, "columns", cols)?,
@@ -168,8 +166,7 @@ fn rms_norm_kernel<F: Float, N: Size>(
 fn rms_norm_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
-    dy: &Array<Vector<F, N>>,
-    dx: &mut Array<Vector<F, N>>,
+    dy: &mut Array<Vector<F, N>>,
     partial: &mut Array<Vector<f32, N>>,
     rows: u32,
     cols: u32,
@@ -215,7 +212,7 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
             let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
             if c < width {
                 let grad = inner[pass] * weight[pass] - values[pass] * Vector::new(along);
-                dx[first + (c as usize)] = Vector::cast_from(grad * Vector::new(scale));
+                dy[first + (c as usize)] = Vector::cast_from(grad * Vector::new(scale));
                 dw[pass] += inner[pass] * values[pass] * Vector::new(scale);
             }
         }

@@ -6,7 +6,7 @@
 //! ```
 //! Backward turns the gradient back by the same angle and goes through the norm. Rows are tokens; `positions`
 //! picks each one's line of the tables. A head is `E/16` units side by side, each with 8 values of either half, so
-//! that a pair never leaves a unit. Moves x in and y out (x, dy in, dx out backward): bound by memory.
+//! that a pair never leaves a unit. Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
 
 use crate::{
     device::{bit_casts, liberties},
@@ -120,7 +120,7 @@ pub fn norm_rope<R: Runtime>(
     Ok(())
 }
 
-/// `dx` and `partial` (f32, [`RopeShape::partial_rows`] x E), whose column sums are `dw`.
+/// `dy` becomes `dx`; `partial` (f32, [`RopeShape::partial_rows`] x E) gets sums whose column sums are `dw`.
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
@@ -129,17 +129,16 @@ pub fn norm_rope_backward<R: Runtime>(
     x: ArrayArg<R>,
     args: RopeArgs<R>,
     dy: ArrayArg<R>,
-    dx: ArrayArg<R>,
     partial: ArrayArg<R>,
     dtype: StorageType,
     shape: RopeShape,
 ) -> Result<(), KernelError> {
     const NAME: &str = "norm_rope backward";
-    shape.check(NAME, &[("x", x.size()), ("dy", dy.size()), ("dx", dx.size())])?;
+    shape.check(NAME, &[("x", x.size()), ("dy", dy.size())])?;
     let cubes = shape.partial_rows();
     expect_len(NAME, "positions", args.positions.size(), shape.rows)?;
     expect_len(NAME, "partial", partial.size(), cubes * shape.head_dim)?;
-    // SAFETY: as above.
+    // SAFETY: as above; a head's units write what they alone read.
     unsafe {
         norm_rope_backward_kernel::launch_unchecked(
             client,
@@ -152,7 +151,6 @@ pub fn norm_rope_backward<R: Runtime>(
             args.sin,
             args.positions,
             dy,
-            dx,
             partial,
             index(NAME, "heads of all rows", shape.items())?,
             (shape.heads / shape.turns()) as u32,
@@ -243,8 +241,7 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
     cos: &Array<Vector<f32, N>>,
     sin: &Array<Vector<f32, N>>,
     positions: &Array<u32>,
-    dy: &Array<Vector<F, N>>,
-    dx: &mut Array<Vector<F, N>>,
+    dy: &mut Array<Vector<F, N>>,
     partial: &mut Array<f32>,
     len: u32,
     heads: u32,
@@ -310,8 +307,8 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
                 for p in 0..parts {
                     let left = ga[p] * wa[p] - a[p] * Vector::new(along);
                     let right = gb[p] * wb[p] - b[p] * Vector::new(along);
-                    dx[first + p] = Vector::cast_from(left * Vector::new(scale));
-                    dx[first + half + p] = Vector::cast_from(right * Vector::new(scale));
+                    dy[first + p] = Vector::cast_from(left * Vector::new(scale));
+                    dy[first + half + p] = Vector::cast_from(right * Vector::new(scale));
                     dw_a[p] += ga[p] * a[p] * Vector::new(scale);
                     dw_b[p] += gb[p] * b[p] * Vector::new(scale);
                 }

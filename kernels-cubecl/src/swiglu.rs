@@ -3,7 +3,8 @@
 //! y = g * s * u        du = dy * g * s        dg = dy * u * s * (1 + g * (1 - s))
 //! for i { y[i] = silu(g[i]) * u[i] }                                               // the plain loop
 //! ```
-//! Computed in f32, rounded once. Moves g, u in and y out (g, u, dy in, dg, du out): bound by memory.
+//! Computed in f32, rounded once. Moves g, u in and y out (g, u, dy in, dg, du out): bound by memory. The gradients
+//! take the place of g and u, the largest activations of a block.
 
 use crate::{
     error::{KernelError, expect_len},
@@ -33,7 +34,7 @@ pub fn swiglu<R: Runtime>(
     Ok(())
 }
 
-/// `dgate` and `dup` from `dy`.
+/// `gate` and `up` become `dgate` and `dup`.
 ///
 /// # Errors
 /// If the buffers differ in length.
@@ -42,19 +43,17 @@ pub fn swiglu_backward<R: Runtime>(
     gate: ArrayArg<R>,
     up: ArrayArg<R>,
     dy: ArrayArg<R>,
-    dgate: ArrayArg<R>,
-    dup: ArrayArg<R>,
     dtype: StorageType,
 ) -> Result<(), KernelError> {
     const NAME: &str = "swiglu backward";
     let len = gate.size();
-    for (name, arg) in [("up", &up), ("dy", &dy), ("dgate", &dgate), ("dup", &dup)] {
+    for (name, arg) in [("up", &up), ("dy", &dy)] {
         expect_len(NAME, name, arg.size(), len)?;
     }
     let vector = vector_size(client, dtype, len);
     let (count, dim) = flat_launch(len / vector);
-    // SAFETY: the five buffers are equally long; units past their end stop.
-    unsafe { swiglu_backward_kernel::launch_unchecked(client, count, dim, vector, gate, up, dy, dgate, dup, dtype) };
+    // SAFETY: the three buffers are equally long; units past their end stop, and each writes what it alone read.
+    unsafe { swiglu_backward_kernel::launch_unchecked(client, count, dim, vector, gate, up, dy, dtype) };
     Ok(())
 }
 
@@ -74,21 +73,19 @@ fn swiglu_kernel<F: Float, N: Size>(
 
 #[cube(launch_unchecked)]
 fn swiglu_backward_kernel<F: Float, N: Size>(
-    gate: &Array<Vector<F, N>>,
-    up: &Array<Vector<F, N>>,
+    gate: &mut Array<Vector<F, N>>,
+    up: &mut Array<Vector<F, N>>,
     dy: &Array<Vector<F, N>>,
-    dgate: &mut Array<Vector<F, N>>,
-    dup: &mut Array<Vector<F, N>>,
     #[define(F)] _dtype: StorageType,
 ) {
-    if ABSOLUTE_POS < dgate.len() {
+    if ABSOLUTE_POS < dy.len() {
         let g = Vector::<f32, N>::cast_from(gate[ABSOLUTE_POS]);
         let u = Vector::<f32, N>::cast_from(up[ABSOLUTE_POS]);
         let d = Vector::<f32, N>::cast_from(dy[ABSOLUTE_POS]);
         let s = sigmoid(g);
         let one = Vector::<f32, N>::new(1.0f32);
-        dup[ABSOLUTE_POS] = Vector::cast_from(d * g * s);
-        dgate[ABSOLUTE_POS] = Vector::cast_from(d * u * s * (one + g * (one - s)));
+        up[ABSOLUTE_POS] = Vector::cast_from(d * g * s);
+        gate[ABSOLUTE_POS] = Vector::cast_from(d * u * s * (one + g * (one - s)));
     }
 }
 
