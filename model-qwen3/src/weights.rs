@@ -14,7 +14,7 @@ use backend_nvfp4::{
 };
 use burn::{
     module::{Module, Param, ParamId},
-    tensor::{DType, Tensor, TensorData, backend::Backend},
+    tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend},
 };
 use half::bf16;
 use std::{cell::RefCell, collections::HashSet, ops::Range, path::Path};
@@ -63,7 +63,7 @@ pub fn load<B: Nvfp4Backend>(
 }
 
 /// A model with random weights: normal with the config's spread, norms 1. The same seed gives the
-/// same model on every backend.
+/// same model on every backend, up to the last bits of its logarithms and cosines.
 pub fn random<B: Nvfp4Backend>(
     config: &Qwen3Config,
     spec: LinearSpec,
@@ -307,7 +307,7 @@ impl<B: Nvfp4Backend> Tensors for Live<'_, B> {
     }
 }
 
-/// Makes parameters of host values: ids, types, forms of masters.
+/// Makes parameters: ids, types, forms of masters.
 struct Forge<'a, B: Backend> {
     /// `None` for inference.
     master: Option<MasterKind>,
@@ -316,52 +316,86 @@ struct Forge<'a, B: Backend> {
     next_id: u64,
 }
 
+/// Values of a tensor that go to the device at once: what the host holds of it, in f32.
+const PART: usize = 1 << 22;
+
 impl<B: Nvfp4Backend> Forge<'_, B> {
-    fn vector(&mut self, values: Vec<f32>, len: usize) -> Param<Tensor<B, 1>> {
-        self.param(TensorData::new(values, [len]), DType::F32)
-    }
-
-    /// A dense matrix: f32 or, where masters are bf16, bf16 values (in f32 where activations are f32).
-    fn matrix(&mut self, mut values: Vec<f32>, shape: [usize; 2]) -> Param<Tensor<B, 2>> {
+    /// The type in which a dense matrix lies on the device, and whether its values are those of bf16: where masters are
+    /// bf16 they are, also in f32 where activations are f32.
+    fn dense(&self) -> (DType, bool) {
         let dense = self.master.map_or(Master::Exact, MasterKind::dense);
-        if dense == Master::Exact {
-            return self.param(TensorData::new(values, shape), DType::F32);
-        }
-        if self.spec.precision.dtype() == DType::BF16 {
-            let values: Vec<bf16> = values.into_iter().map(bf16::from_f32).collect();
-            return self.param(TensorData::new(values, shape), DType::BF16);
-        }
-        values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
-        self.param(TensorData::new(values, shape), DType::F32)
+        let bf16 = dense != Master::Exact;
+        (if bf16 { self.spec.precision.dtype() } else { DType::F32 }, bf16)
     }
 
-    /// A master weight of a linear layer.
-    fn linear(&mut self, values: Vec<f32>, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Nvfp4Error> {
-        let [rows, cols] = shape;
+    /// A tensor of `shape` as `dtype`, a range of rows after another. The host never holds all of it.
+    fn tensor<E>(
+        &self,
+        shape: [usize; 2],
+        (dtype, bf16): (DType, bool),
+        mut rows: impl FnMut(Range<usize>) -> Result<Vec<f32>, E>,
+    ) -> Result<Tensor<B, 2>, E> {
+        let [count, width] = shape;
+        // Flat: rows of a matrix may be padded on the device, which kernels do not read.
+        let mut tensor = Tensor::<B, 1>::zeros([count * width], (self.device, dtype));
+        let step = (PART / width.max(1)).max(1);
+        for start in (0..count).step_by(step) {
+            let range = start..(start + step).min(count);
+            let mut values = rows(range.clone())?;
+            let len = values.len();
+            let data = if bf16 && dtype == DType::BF16 {
+                TensorData::new(values.into_iter().map(bf16::from_f32).collect(), [len])
+            } else {
+                if bf16 {
+                    values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+                }
+                TensorData::new(values, [len])
+            };
+            let part = Tensor::from_data(data, (self.device, dtype));
+            tensor = tensor.slice_assign([start * width..range.end * width], part);
+        }
+        Ok(tensor.reshape(shape))
+    }
+
+    fn vector(&mut self, values: Vec<f32>) -> Param<Tensor<B, 1>> {
+        let len = values.len();
+        self.param(Tensor::from_data(TensorData::new(values, [len]), (self.device, DType::F32)))
+    }
+
+    /// A matrix on the device as a dense matrix.
+    fn matrix_of(&mut self, values: Tensor<B, 2>) -> Param<Tensor<B, 2>> {
+        let (dtype, bf16) = self.dense();
+        let rounded = if bf16 && dtype == DType::F32 { rounded_to_bf16(values) } else { values.cast(dtype) };
+        self.param(rounded)
+    }
+
+    /// A matrix on the device as a master weight of a linear layer.
+    fn linear_of(&mut self, values: Tensor<B, 2>) -> Nvfp4Linear<B> {
         if self.master != Some(MasterKind::Nvfp4) {
-            return Ok(Nvfp4Linear::Master(self.matrix(values, shape)));
+            return Nvfp4Linear::Master(self.matrix_of(values));
         }
-        if !cols.is_multiple_of(layout::BLOCK) {
-            return Err(Nvfp4Error::Columns { cols });
-        }
-        self.packed_master(reference::quantize_master(&values, rows, cols), shape)
+        let weight = B::nvfp4_quantize_master(values.into_primitive().tensor());
+        self.packed_master(Nvfp4Tensor::from_primitive(weight))
     }
 
-    fn packed_master(&mut self, packed: Packed, [rows, cols]: [usize; 2]) -> Result<Nvfp4Linear<B>, Nvfp4Error> {
-        let weight = Nvfp4Tensor::new(packed, rows, cols, self.device)?;
-        let gradient = self.param(TensorData::new(vec![0.0f32], [1, 1]), DType::F32);
-        Ok(Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient)))
+    fn packed_master(&mut self, weight: Nvfp4Tensor<B>) -> Nvfp4Linear<B> {
+        let gradient = self.param(Tensor::zeros([1, 1], (self.device, DType::F32)));
+        Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient))
     }
 
     /// A parameter with a stable id. On a backend without autodiff tracking does nothing.
-    fn param<const D: usize>(&mut self, data: TensorData, dtype: DType) -> Param<Tensor<B, D>> {
+    fn param<const D: usize>(&mut self, tensor: Tensor<B, D>) -> Param<Tensor<B, D>> {
         self.next_id += 1;
-        let tensor = Tensor::from_data(data, (self.device, dtype));
-        // CubeCL counts uploaded bytes in 32 bits until a kernel is launched: more than 4 GiB of weights need one between.
-        drop(Tensor::<B, 1>::zeros([1], self.device));
         let tensor = if self.master.is_some() { tensor.require_grad() } else { tensor };
         Param::initialized(ParamId::from(self.next_id), tensor)
     }
+}
+
+/// For devices that know no bf16: by way of the host.
+fn rounded_to_bf16<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
+    let (device, dims) = (x.device(), x.dims());
+    let values: Vec<f32> = x.into_data().iter::<f32>().map(|v| bf16::from_f32(v).to_f32()).collect();
+    Tensor::from_data(TensorData::new(values, dims), (&device, DType::F32))
 }
 
 struct Loader<'a, B: Backend> {
@@ -371,18 +405,6 @@ struct Loader<'a, B: Backend> {
 }
 
 impl<B: Nvfp4Backend> Loader<'_, B> {
-    fn values(&mut self, name: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
-        match self.expect(name, shape)? {
-            Stored::Dense { .. } => self.checkpoint.read_dense(name),
-            Stored::Packed { rows, cols, .. } => {
-                let packed = self.checkpoint.read_packed(name)?;
-                // The same door as for inference: scales are checked.
-                self.packed(name, packed.clone(), rows, cols)?;
-                Ok(reference::dequantize(&packed, rows, cols))
-            }
-        }
-    }
-
     fn expect(&mut self, name: &str, shape: &[usize]) -> Result<Stored, ModelError> {
         let found = self.checkpoint.stored(name).ok_or_else(|| {
             ModelError::weights(self.checkpoint.path(), format!("no tensor {name:?} of shape {shape:?}"))
@@ -395,8 +417,18 @@ impl<B: Nvfp4Backend> Loader<'_, B> {
         Ok(found)
     }
 
-    fn packed(&self, name: &str, packed: Packed, rows: usize, cols: usize) -> Result<Nvfp4Tensor<B>, ModelError> {
-        Nvfp4Tensor::new(packed, rows, cols, self.forge.device).map_err(nvfp4(name))
+    /// A dense matrix of the file in the given form.
+    fn dense(&self, name: &str, shape: [usize; 2], form: (DType, bool)) -> Result<Tensor<B, 2>, ModelError> {
+        self.forge.tensor(shape, form, |rows| self.checkpoint.read_rows(name, rows))
+    }
+
+    /// An NVFP4 matrix of the file, its scales checked.
+    fn packed(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Nvfp4Tensor<B>, ModelError> {
+        let packed = self.checkpoint.read_packed(name)?;
+        let tensor = Nvfp4Tensor::new(packed, rows, cols, self.forge.device).map_err(nvfp4(name))?;
+        // CubeCL counts uploaded bytes in 32 bits until a kernel is launched: more than 4 GiB of codes need one between.
+        drop(Tensor::<B, 1>::zeros([1], self.forge.device));
+        Ok(tensor)
     }
 }
 
@@ -408,43 +440,60 @@ impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
     type Error = ModelError;
 
     fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
-        let values = self.values(&name, &[len])?;
-        Ok(self.forge.vector(values, len))
+        self.expect(&name, &[len])?;
+        let values = self.checkpoint.read_dense(&name)?;
+        Ok(self.forge.vector(values))
     }
 
     fn matrix(&mut self, name: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError> {
-        let values = self.values(&name, &shape)?;
-        Ok(self.forge.matrix(values, shape))
+        if let Stored::Packed { .. } = self.expect(&name, &shape)? {
+            let values = self.packed(&name, shape)?.dequantize(DType::F32);
+            return Ok(self.forge.matrix_of(values));
+        }
+        let values = self.dense(&name, shape, self.forge.dense())?;
+        Ok(self.forge.param(values))
     }
 
     fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, ModelError> {
         let stored = self.expect(&name, &shape)?;
+        let [rows, cols] = shape;
         match (self.forge.master, stored) {
-            (None, Stored::Packed { rows, cols, .. }) => {
-                let packed = self.checkpoint.read_packed(&name)?;
+            (None, Stored::Packed { .. }) => {
                 self.forge.next_id += 1;
-                Ok(Nvfp4Linear::Packed(self.packed(&name, packed, rows, cols)?))
+                Ok(Nvfp4Linear::Packed(self.packed(&name, shape)?))
             }
             // A head that its file keeps dense stays dense; so does all that is not trained.
             (None, Stored::Dense { .. }) => Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?)),
             (Some(_), _) if name == HEAD && !self.checkpoint.trains_quantised(&name) => {
                 Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?))
             }
-            (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
-                let packed = self.checkpoint.read_packed(&name)?;
-                // The same door as for inference, before anything is computed with the scales.
-                self.packed(&name, packed.clone(), shape[0], shape[1])?;
-                let kept = self.checkpoint.keeps_codes(&name);
-                let packed = if kept { packed } else { reference::with_room(packed, shape[0], shape[1]) };
-                self.forge.packed_master(packed, shape).map_err(nvfp4(&name))
-            }
             (Some(_), Stored::Packed { .. }) if self.checkpoint.keeps_codes(&name) => {
-                let packed = self.checkpoint.read_packed(&name)?;
-                Ok(self.forge.packed_master(packed, shape).map_err(nvfp4(&name))?.no_grad())
+                let packed = self.packed(&name, shape)?;
+                let linear = self.forge.packed_master(packed);
+                let kept = self.forge.master == Some(MasterKind::Nvfp4);
+                Ok(if kept { linear } else { linear.no_grad() })
             }
-            (Some(_), _) => {
-                let values = self.values(&name, &shape)?;
-                self.forge.linear(values, shape).map_err(nvfp4(&name))
+            (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
+                // Scales are checked before anything is computed with them.
+                let packed = self.packed(&name, shape)?.to_packed().map_err(nvfp4(&name))?;
+                let roomy = reference::with_room(packed, rows, cols);
+                let weight = Nvfp4Tensor::new(roomy, rows, cols, self.forge.device).map_err(nvfp4(&name))?;
+                Ok(self.forge.packed_master(weight))
+            }
+            (Some(_), Stored::Packed { .. }) => {
+                let values = self.packed(&name, shape)?.dequantize(DType::F32);
+                Ok(self.forge.linear_of(values))
+            }
+            (Some(MasterKind::Nvfp4), Stored::Dense { .. }) => {
+                if !cols.is_multiple_of(layout::BLOCK) {
+                    return Err(nvfp4(&name)(Nvfp4Error::Columns { cols }));
+                }
+                let values = self.dense(&name, shape, (DType::F32, false))?;
+                Ok(self.forge.linear_of(values))
+            }
+            (Some(_), Stored::Dense { .. }) => {
+                let values = self.dense(&name, shape, self.forge.dense())?;
+                Ok(Nvfp4Linear::Master(self.forge.param(values)))
             }
         }
     }
@@ -456,33 +505,11 @@ struct Random<'a, B: Backend> {
     forge: Forge<'a, B>,
 }
 
-impl<B: Backend> Random<'_, B> {
-    fn normals(&mut self, len: usize) -> Vec<f32> {
-        let (std, stream) = (self.std, Stream { seed: self.seed, step: 0, stream: self.forge.next_id as u32 });
-        // Box and Muller, two values from two uniforms.
-        let uniform = |bits: u32| (f64::from(bits) + 0.5) / 4_294_967_296.0;
-        let four = move |i: u32| {
-            let r = reference::philox(i, stream).map(uniform);
-            let pair = |u: f64, v: f64| {
-                let (radius, angle) = ((-2.0 * u.ln()).sqrt(), std::f64::consts::TAU * v);
-                [radius * angle.cos(), radius * angle.sin()].map(|n| n as f32 * std)
-            };
-            let ([a, b], [c, d]) = (pair(r[0], r[1]), pair(r[2], r[3]));
-            [a, b, c, d]
-        };
-        let mut out = vec![0.0; len];
-        let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let part = len.div_ceil(threads).next_multiple_of(4).max(4);
-        std::thread::scope(|scope| {
-            for (t, values) in out.chunks_mut(part).enumerate() {
-                scope.spawn(move || {
-                    for (i, values) in values.chunks_mut(4).enumerate() {
-                        values.copy_from_slice(&four((t * part / 4 + i) as u32)[..values.len()]);
-                    }
-                });
-            }
-        });
-        out
+impl<B: Nvfp4Backend> Random<'_, B> {
+    fn normal(&self, shape: [usize; 2]) -> Tensor<B, 2> {
+        let stream = Stream { seed: self.seed, step: 0, stream: self.forge.next_id as u32 };
+        let values = B::normal(shape, self.std, stream, self.forge.dense().0, self.forge.device);
+        Tensor::from_primitive(TensorPrimitive::Float(values))
     }
 }
 
@@ -490,20 +517,20 @@ impl<B: Nvfp4Backend> Source<B> for Random<'_, B> {
     type Error = std::convert::Infallible;
 
     fn vector(&mut self, _: String, len: usize) -> Result<Param<Tensor<B, 1>>, Self::Error> {
-        Ok(self.forge.vector(vec![1.0; len], len))
+        Ok(self.forge.vector(vec![1.0; len]))
     }
 
     fn matrix(&mut self, _: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, Self::Error> {
-        let values = self.normals(row_count(&shape) * row_width(&shape));
-        Ok(self.forge.matrix(values, shape))
+        let values = self.normal(shape);
+        Ok(self.forge.matrix_of(values))
     }
 
     fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Self::Error> {
         if name == HEAD {
             return Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?));
         }
-        let values = self.normals(row_count(&shape) * row_width(&shape));
-        Ok(self.forge.linear(values, shape).expect("a config's sizes are multiples of 16"))
+        let values = self.normal(shape);
+        Ok(self.forge.linear_of(values))
     }
 }
 
