@@ -72,7 +72,7 @@ fn trained<B: Nvfp4Backend>(
         MasterWeight::Dense { w, residual, .. } => {
             let mut values = host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(w)));
             if let Some(residual) = residual {
-                let bytes = B::read_words(residual).unwrap();
+                let bytes = backend_nvfp4::read_words::<B>(residual).unwrap();
                 for (w, r) in values.iter_mut().zip(bytes) {
                     *w = f32::from_bits((w.to_bits() + (r << 8)).wrapping_sub(0x8000));
                 }

@@ -233,8 +233,8 @@ fn float_of(dtype: DType) -> (FloatType, Dtype) {
 }
 
 fn bytes_of<B: Nvfp4Backend>(x: &B::IntTensorPrimitive) -> Result<Vec<u8>, ModelError> {
-    let words =
-        B::read_words(x.clone()).map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
+    let words = backend_nvfp4::read_words::<B>(x.clone())
+        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
     Ok(words.into_iter().map(|c| c as u8).collect())
 }
 

@@ -4,6 +4,7 @@ use crate::{
     CliError,
     args::FitArgs,
     checkpoint::{self, Head, TrainerState},
+    codes::Codes,
     damp::DampedFinish,
     data::{Order, Sample},
     demo,
@@ -23,16 +24,13 @@ use crate::{
     train::{self, Between, Run, StepReport, Trainee},
     vram::VramReport,
 };
-use backend_nvfp4::{
-    Block, LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Precision, Recipe, Scaling, reference,
-};
+use backend_nvfp4::{Block, LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, reference};
 use burn::{
     backend::Autodiff,
     module::{AutodiffModule, Module, ParamId},
     tensor::DType,
 };
 use model_qwen3::{
-    ModelError,
     checkpoint::{Checkpoint, Stored, Tensors},
     model::Qwen3,
     weights::{self, Field, Purpose, fields},
@@ -145,7 +143,7 @@ impl Job for Fit {
             prompts.iter().map(|p| answer(model, text, p, MAX_SAMPLE_TOKENS)).collect::<Result<Vec<_>, _>>()
         };
         // What a whole run changed can be told only by one that saw its beginning.
-        let before = if start == 0 { Some((ask(&inner)?, quantised_codes(&inner)?)) } else { None };
+        let before = if start == 0 { Some((ask(&inner)?, Codes::of(&inner, spec)?)) } else { None };
         drop(inner);
 
         // Train.
@@ -171,7 +169,7 @@ impl Job for Fit {
             save_every: plan.save_steps.unwrap_or_else(|| steps.div_ceil(20)),
             last_eval: Arc::default(),
             flops: estimate::flops_a_token(config, plan.options.max_seq_length.min(config.max_position_embeddings)),
-            codes: before.as_ref().map(|(_, codes)| codes.clone()).unwrap_or_default(),
+            codes: before.as_ref().map(|(_, codes)| codes.clone()),
         };
         let last_eval = between.last_eval.clone();
         let started = Instant::now();
@@ -190,6 +188,8 @@ impl Job for Fit {
                     accumulation: plan.accumulation,
                 },
                 schedule,
+                recipe: plan.recipe,
+                quantise_from: (plan.quantise_from * steps as f64).round() as usize,
                 damped: DampedFinish::new(plan.damped_finish, steps),
                 memory_limit: plan.memory_limit,
                 logging_steps: plan.logging_steps,
@@ -210,7 +210,7 @@ impl Job for Fit {
                 report::label("before", format!("{} → {}", clipped(prompt), clipped(before)));
                 report::label("after", format!("{} → {}", clipped(prompt), clipped(&after)));
             }
-            changed = codes_changed(&codes, &quantised_codes(&model)?);
+            changed = codes.changed_in(&model)?;
         }
         if let Some(share) = changed {
             report::label("nvfp4", format!("{:.1}% of codes changed", share * 100.0));
@@ -255,7 +255,7 @@ struct Keeper {
     /// Operations a token.
     flops: f64,
     /// The codes at the beginning, of a run that saw it.
-    codes: Vec<Vec<u32>>,
+    codes: Option<Codes>,
 }
 
 impl Keeper {
@@ -284,7 +284,10 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
 
     fn after_evaluation(&mut self, model: &Qwen3<B>, r: &StepReport) -> Result<(), CliError> {
         *self.last_eval.lock().expect("no holder panics") = Some(r.loss);
-        let changed = codes_changed(&self.codes, &quantised_codes(model)?);
+        let changed = match &self.codes {
+            Some(before) => before.changed_in(model)?,
+            None => None,
+        };
         self.log(
             "metrics.jsonl",
             json!({
@@ -397,39 +400,6 @@ fn prompts(plan: &FitPlan, inputs: &Inputs, demo: Option<&demo::Demo>) -> Result
         }
     }
     Ok(kept)
-}
-
-/// The codes of every quantised layer, as the forward of training quantises them.
-fn quantised_codes<B: Nvfp4Backend>(model: &Qwen3<B>) -> Result<Vec<Vec<u32>>, CliError> {
-    let spec = model.spec();
-    if spec.recipe == Recipe::Bf16 {
-        return Ok(vec![]);
-    }
-    let read = |name: &str, w: &Nvfp4Tensor<B>| {
-        let packed = w.to_packed().map_err(|source| ModelError::Nvfp4 { name: name.to_owned(), source })?;
-        Ok::<_, CliError>(packed.codes)
-    };
-    let mut out = Vec::new();
-    for (name, field) in fields(model) {
-        match field {
-            Field::Linear(Nvfp4Linear::Master(w)) => {
-                out.push(read(&name, &Nvfp4Tensor::quantize(w.val(), spec.weights()))?);
-            }
-            Field::Linear(Nvfp4Linear::PackedMaster(w)) => out.push(read(&name, &w.weight)?),
-            _ => {}
-        }
-    }
-    Ok(out)
-}
-
-fn codes_changed(before: &[Vec<u32>], after: &[Vec<u32>]) -> Option<f64> {
-    let (mut changed, mut all) = (0u64, 0u64);
-    for (a, b) in before.iter().flatten().zip(after.iter().flatten()) {
-        let diff = a ^ b;
-        changed += (0..8).filter(|i| diff >> (4 * i) & 15 != 0).count() as u64;
-        all += 8;
-    }
-    (all > 0).then(|| changed as f64 / all as f64)
 }
 
 fn write_results(

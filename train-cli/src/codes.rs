@@ -1,0 +1,77 @@
+//! How many NVFP4 codes training changed: rows spread over every quantised layer are remembered at the beginning and
+//! compared later. All of them where a model is small; of a large one as many as tell the share to four digits.
+
+use crate::CliError;
+use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Recipe};
+use model_qwen3::{
+    ModelError,
+    model::Qwen3,
+    weights::{Field, fields},
+};
+
+/// Words of eight codes that are remembered, about.
+const WORDS: usize = 1 << 22;
+
+/// Codes of every quantised layer, as the forward of training quantises them.
+#[derive(Debug, Clone)]
+pub struct Codes {
+    spec: LinearSpec,
+    words: Vec<Vec<u32>>,
+}
+
+impl Codes {
+    /// Of a model as `spec` quantises it: of one that is not quantised none.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn of<B: Nvfp4Backend>(model: &Qwen3<B>, spec: LinearSpec) -> Result<Self, CliError> {
+        let mut words = Vec::new();
+        if spec.recipe == Recipe::Bf16 {
+            return Ok(Self { spec, words });
+        }
+        let fields = fields(model);
+        let sizes = fields.iter().filter(|(_, f)| matches!(f, Field::Linear(_)));
+        let all: usize = sizes.map(|(_, f)| f.shape().iter().product::<usize>() / 8).sum();
+        let step = all.div_ceil(WORDS).max(1);
+        for (name, field) in &fields {
+            let weight = match field {
+                Field::Linear(Nvfp4Linear::Master(w)) => Nvfp4Tensor::quantize(w.val(), spec.weights()),
+                Field::Linear(Nvfp4Linear::PackedMaster(w)) => w.weight.clone(),
+                _ => continue,
+            };
+            let codes = weight.codes_of_rows(step);
+            words.push(codes.map_err(|source| ModelError::Nvfp4 { name: name.clone(), source })?);
+        }
+        Ok(Self { spec, words })
+    }
+
+    /// The share that differs in a later state of the model; `None` if there are none.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn changed_in<B: Nvfp4Backend>(&self, model: &Qwen3<B>) -> Result<Option<f64>, CliError> {
+        Ok(changed(&self.words, &Self::of(model, self.spec)?.words))
+    }
+}
+
+fn changed(before: &[Vec<u32>], after: &[Vec<u32>]) -> Option<f64> {
+    let (mut changed, mut all) = (0u64, 0u64);
+    for (a, b) in before.iter().flatten().zip(after.iter().flatten()) {
+        let diff = a ^ b;
+        changed += (0..8).filter(|i| diff >> (4 * i) & 15 != 0).count() as u64;
+        all += 8;
+    }
+    (all > 0).then(|| changed as f64 / all as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_nibble_counts_once() {
+        let (before, after) = ([vec![0x1234_5678], vec![0]], [vec![0x1234_0678], vec![0xF000_000F]]);
+        assert_eq!(changed(&before, &after), Some(3.0 / 16.0));
+        assert_eq!(changed(&[], &[]), None);
+    }
+}
