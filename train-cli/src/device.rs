@@ -1,12 +1,12 @@
 //! Which backend runs a job. The three are in one binary; a job is written once over
 //! `B: Nvfp4Backend` and this file alone names the types.
 
-use crate::{CliError, report};
+use crate::{CliError, kernel_cache, report};
 use backend_nvfp4::{Nvfp4Backend, Precision};
 use burn::{backend::NdArray, tensor::DType};
 use burn_cubecl::{CubeBackend, CubeRuntime};
 use cubecl::{
-    config::{CubeClRuntimeConfig, RuntimeConfig, memory::PersistentMemory},
+    config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig, memory::PersistentMemory},
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
@@ -132,11 +132,12 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     }
 }
 
-/// Sets CubeCL's memory pools before any device is touched: exact sizes instead of pages of a quarter
-/// of the card, and one pool for all threads.
-pub fn configure_memory() {
+/// Sets CubeCL up before any device is touched. Memory: pools of exact sizes instead of pages of a quarter of the card,
+/// and one pool for all threads. Compiled kernels: kept (see [`kernel_cache`]).
+pub fn configure() {
     let mut config = CubeClRuntimeConfig::default();
     config.memory.persistent_memory = PersistentMemory::Enforced;
     config.streaming.max_streams = 1;
+    config.compilation.cache = kernel_cache::directory().map(CacheConfig::File);
     CubeClRuntimeConfig::set(config);
 }

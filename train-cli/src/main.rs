@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use train_cli::{args, device, report, run};
 
 fn main() -> ExitCode {
-    device::configure_memory();
+    device::configure();
     let cli = args::Cli::parse_from(args::with_dashes(std::env::args_os()));
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
