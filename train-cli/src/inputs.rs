@@ -9,6 +9,7 @@ use crate::{
     plan::{FitPlan, ModelSource},
     report,
     step::{Clip, StepMode},
+    token_cache,
 };
 use backend_nvfp4::{Recipe, Scaling};
 use model_qwen3::{
@@ -171,9 +172,9 @@ fn samples(plan: &FitPlan, text: &TextFiles, config: &Qwen3Config) -> Result<Sam
         let report = data::DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));
     }
-    let (all, mut report) = data::load(&plan.data, text, options)?;
+    let (all, mut report) = token_cache::load(plan, &plan.data, text, options)?;
     let (mut train, mut eval) = match &plan.eval_data {
-        Some(path) => (all, data::load(std::slice::from_ref(path), text, options)?.0),
+        Some(path) => (all, token_cache::load(plan, std::slice::from_ref(path), text, options)?.0),
         None => data::split(all, plan.val_split, plan.seed),
     };
     train = data::weigh(train, &plan.data_weights, plan.seed);
