@@ -502,7 +502,9 @@ fn reports_and_run_folder() {
             "zero_grad_done",
             "norm_done",
             "head_done",
+            "block_1_gradients",
             "block_1_done",
+            "block_0_gradients",
             "block_0_done",
             "backward_done",
             "optimizer_step_done"

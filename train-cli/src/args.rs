@@ -248,6 +248,10 @@ pub struct FitArgs {
     /// Pack several rows into one sequence; they do not see each other
     #[arg(long, num_args = 0..=1, default_missing_value = "true", alias = "sample-packing")]
     pub packing: Option<bool>,
+    /// Keep tokenised rows in this folder, and read them from there
+    #[arg(long, value_name = "DIR")]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub token_cache: Option<PathBuf>,
 
     /// Which products run on NVFP4 operands [default: w4]
     #[arg(long)]
@@ -259,6 +263,9 @@ pub struct FitArgs {
     /// Last blocks whose linear layers are not quantised [default: 0]
     #[arg(long, value_name = "N")]
     pub bf16_last_blocks: Option<usize>,
+    /// Share of the run after which the recipe begins to quantise [default: 0]
+    #[arg(long, value_name = "SHARE", alias = "quantize-from")]
+    pub quantise_from: Option<f64>,
     /// Scale levels of NVFP4 weights [default: those of the model's file, else two]
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]

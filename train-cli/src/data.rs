@@ -102,7 +102,7 @@ pub struct Sample {
 
 impl Sample {
     /// One document.
-    fn new(ids: Vec<u32>, supervised: Vec<bool>, prompt: String) -> Self {
+    pub(crate) fn new(ids: Vec<u32>, supervised: Vec<bool>, prompt: String) -> Self {
         Self { ids, supervised, prompt, documents: vec![0], file: 0 }
     }
 
@@ -117,7 +117,7 @@ impl Sample {
 }
 
 /// What came out of the files.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct DataReport {
     /// Rows read.
     pub rows: usize,
@@ -480,6 +480,9 @@ pub struct MicroBatch {
     pub ends_step: bool,
 }
 
+/// Rows of a tile of the products on a GPU.
+const TILE: usize = 128;
+
 impl MicroBatch {
     /// A batch of samples.
     pub fn new(samples: &[&Sample], divisor: usize) -> Self {
@@ -498,9 +501,18 @@ impl MicroBatch {
         Self { ids, supervised, documents, divisor, ends_step: true }
     }
 
-    /// Tokens of a row, padding included.
+    /// Tokens of a row, padding included: whole tiles of the products, which cost the same and are of few sizes, where
+    /// rows are longer than one.
     pub fn tokens_a_row(&self) -> usize {
-        self.ids.iter().map(Vec::len).max().unwrap_or(0)
+        let longest = self.ids.iter().map(Vec::len).max().unwrap_or(0);
+        if longest > TILE { longest.next_multiple_of(TILE) } else { longest }
+    }
+
+    /// The ids of rows of that many tokens.
+    pub fn padded(&self) -> Vec<Vec<u32>> {
+        let t = self.tokens_a_row();
+        let pad = |row: &Vec<u32>| row.iter().copied().chain(std::iter::repeat(0)).take(t).collect();
+        self.ids.iter().map(pad).collect()
     }
 
     /// Of every token, its position in its document and where in its row that begins. Padding belongs to the last.
@@ -672,6 +684,22 @@ mod tests {
         let (positions, starts) = MicroBatch::new(&[&rows[1]], 1).places();
         for i in 0..positions.len() {
             assert_eq!(positions[i] + starts[i], i as u32);
+        }
+    }
+
+    #[test]
+    fn rows_longer_than_a_tile_fill_whole_ones() {
+        let batch = |lengths: &[usize]| {
+            let ids: Vec<Vec<u32>> = lengths.iter().map(|&n| vec![7; n]).collect();
+            let supervised = lengths.iter().map(|&n| vec![true; n]).collect();
+            MicroBatch::of(ids, supervised, 1)
+        };
+        for (lengths, tokens) in [(&[3usize, 100][..], 100), (&[128], 128), (&[129, 5], 256), (&[2000], 2048)] {
+            let batch = batch(lengths);
+            assert_eq!(batch.tokens_a_row(), tokens);
+            assert!(batch.padded().iter().all(|row| row.len() == tokens));
+            let (positions, starts) = batch.places();
+            assert_eq!((positions.len(), starts.len()), (tokens * lengths.len(), tokens * lengths.len()));
         }
     }
 

@@ -5,13 +5,13 @@
 //! |---|---|
 //! | [`args`] | every flag, plain data |
 //! | [`plan`] | flags and config file to a checked plan; flags end there |
-//! | [`device`] | which backend runs a job |
+//! | [`device`], [`kernel_cache`] | which backend runs a job; where compiled kernels are kept |
 //! | [`fit`] | the `fit` command: model, data, Learner, export |
 //! | `inputs`, `run_folder` | what a run reads; where it writes |
 //! | [`train`] | the learning strategy: steps, evaluations, figures |
 //! | [`mod@step`], [`gradients`] | one optimizer step, streaming or whole; what becomes of gradients |
-//! | [`damp`] | blocks frozen on their codes towards the end |
-//! | [`data`] | files to token sequences with a mask, packed rows, their order |
+//! | [`damp`], [`codes`] | blocks frozen on their codes towards the end; how many codes changed |
+//! | [`data`], [`token_cache`] | files to token sequences with a mask, packed rows, their order; kept on disk |
 //! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
 //! | [`mod@estimate`], [`vram`] | memory before a run and in it |
 //! | [`checkpoint`] | training state on disk and back |
@@ -24,6 +24,7 @@
 pub mod args;
 pub mod bench;
 pub mod checkpoint;
+pub mod codes;
 pub mod convert;
 pub mod damp;
 pub mod data;
@@ -38,6 +39,7 @@ pub mod generate;
 pub mod gradients;
 mod inputs;
 pub mod inspect;
+pub mod kernel_cache;
 pub mod model_files;
 pub mod optim;
 pub mod parity;
@@ -46,6 +48,7 @@ pub mod report;
 mod run_folder;
 pub mod schedule;
 pub mod step;
+pub mod token_cache;
 pub mod train;
 pub mod vram;
 

@@ -52,6 +52,8 @@ pub struct FitPlan {
     pub data_weights: Vec<f64>,
     /// Whether several rows become one sequence.
     pub packing: bool,
+    /// Where tokenised rows are kept, if anywhere.
+    pub token_cache: Option<PathBuf>,
     /// Evaluation file.
     pub eval_data: Option<PathBuf>,
     /// Share held out otherwise.
@@ -94,6 +96,8 @@ pub struct FitPlan {
     pub master_auto: bool,
     /// Whether checkpoints and an export are written.
     pub saves: bool,
+    /// The share of the run after which the recipe quantises.
+    pub quantise_from: f64,
     /// The share of the run over which blocks are frozen on their codes; 0 is none.
     pub damped_finish: f64,
     /// Bytes that the run may take from the device.
@@ -256,6 +260,15 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
             return usage("--damped-finish needs --scales two".into());
         }
     }
+    if let Some(share) = s.quantise_from.filter(|share| *share > 0.0) {
+        if s.recipe == Some(RecipeArg::Bf16) || s.master_weights == Some(MasterArg::Nvfp4) {
+            return usage("--quantise-from needs a recipe that quantises dense masters".into());
+        }
+        let finish = s.damped_finish.unwrap_or(0.0);
+        if finish > 0.0 && share + finish > 1.0 {
+            return usage(format!("--quantise-from {share}: --damped-finish {finish} would begin before it"));
+        }
+    }
     if s.nvfp4_without.is_some() && s.recipe != Some(RecipeArg::Nvfp4) {
         return usage("--nvfp4-without is about --recipe nvfp4".into());
     }
@@ -286,6 +299,7 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         data_weights: weights(&s, data.len())?,
         data,
         packing: s.packing == Some(true),
+        token_cache: s.token_cache.clone(),
         eval_data: s.eval_data.clone(),
         val_split: number("val-split", s.val_split, 0.0, 0.9)?,
         options: DataOptions {
@@ -315,6 +329,7 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         step_mode: s.step_mode.unwrap_or(StepMode::Streaming),
         clip: s.clip.unwrap_or(Clip::Previous),
         master_auto: s.master_weights == Some(MasterArg::Auto),
+        quantise_from: number("quantise-from", s.quantise_from, 0.0, 0.99)?,
         damped_finish: number("damped-finish", s.damped_finish, 0.0, 0.9)?,
         memory_limit: s.memory_limit.as_deref().map(bytes).transpose()?,
         peak_tflops: s.peak_tflops,
@@ -477,6 +492,7 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         max_seq_length,
         overlong,
         packing,
+        token_cache,
         recipe,
         nvfp4_without,
         bf16_last_blocks,
@@ -497,6 +513,7 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
         adam_epsilon,
         step_mode,
         clip,
+        quantise_from,
         damped_finish,
         memory_limit,
         peak_tflops,
@@ -531,6 +548,7 @@ fn defaults(mut s: FitArgs) -> FitArgs {
         packing = false,
         bf16_last_blocks = 0,
         step_mode = StepMode::Streaming,
+        quantise_from = 0.0,
         damped_finish = 0.0,
         master_weights = MasterArg::Auto,
         save_strategy = SaveArg::Steps,

@@ -23,7 +23,7 @@ use backend_nvfp4::Nvfp4Backend;
 use burn::{
     module::AutodiffModule,
     optim::GradientsParams,
-    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData, backend::AutodiffBackend},
+    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData, TensorPrimitive, backend::AutodiffBackend},
 };
 use model_qwen3::{
     model::{Block, Context},
@@ -296,10 +296,11 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
             let block = layers.pop().expect("not empty");
             let x_MD = Tensor::<AB, 2>::from_inner(inputs.pop().expect("one a block")).require_grad();
             let ctx = net.model.of_block(&ctx, i);
-            let (block, dx_MD) = self.block(block, x_MD, &ctx, dy_MD);
+            let (grads, dx_MD) = backward(&block, x_MD, &ctx, dy_MD);
             dy_MD = dx_MD;
-            done.push(block);
-            if let Err(error) = self.note::<AB>(&net, &format!("block_{i}_done")) {
+            let noted = self.note::<AB>(&net, &format!("block_{i}_gradients"));
+            done.push(self.walk(grads).block(block));
+            if let Err(error) = noted.and_then(|()| self.note::<AB>(&net, &format!("block_{i}_done"))) {
                 failed.get_or_insert(error);
             }
         }
@@ -318,25 +319,6 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
         }
         let noted = self.note::<AB>(&net, "backward_done");
         (net, noted.map(|()| value))
-    }
-
-    /// Backward through one block from the gradient of its output; gives the block and the gradient of its input.
-    fn block<AB>(
-        &mut self,
-        block: Block<AB>,
-        x_MD: Tensor<AB, 2>,
-        ctx: &Context<AB>,
-        dy_MD: Tensor<B, 2>,
-    ) -> (Block<AB>, Tensor<B, 2>)
-    where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
-    {
-        let y_MD = block.forward(x_MD.clone(), ctx, None);
-        // Seeds the gradient dy: the sum itself is not used.
-        let mut grads = (y_MD * Tensor::from_inner(dy_MD)).sum().backward();
-        let dx_MD = x_MD.grad_remove(&mut grads).expect("the output depends on it");
-        let grads = GradientsParams::from_grads(grads, &block);
-        (self.walk(grads).block(block), dx_MD)
     }
 
     fn walk<AB>(&mut self, grads: GradientsParams) -> Walk<'_, AB>
@@ -365,6 +347,26 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
         };
         self.vram.note::<AB>(&net.model.device(), self.step, phase)
     }
+}
+
+/// Backward through one block, rerun from its input, from the gradient of its output: the gradients of its parameters
+/// and of its input.
+fn backward<AB>(
+    block: &Block<AB>,
+    x_MD: Tensor<AB, 2>,
+    ctx: &Context<AB>,
+    dy_MD: Tensor<AB::InnerBackend, 2>,
+) -> (GradientsParams, Tensor<AB::InnerBackend, 2>)
+where
+    AB: AutodiffBackend + Nvfp4Backend,
+    AB::InnerBackend: Nvfp4Backend,
+{
+    let y_MD = block.forward(x_MD.clone(), ctx, None).into_primitive().tensor();
+    let dy_MD = Tensor::<AB, 2>::from_inner(dy_MD).into_primitive().tensor();
+    let start = Tensor::<AB, 1>::from_primitive(TensorPrimitive::Float(AB::seeded(y_MD, dy_MD)));
+    let mut grads = start.backward();
+    let dx_MD = x_MD.grad_remove(&mut grads).expect("the output depends on it");
+    (GradientsParams::from_grads(grads, block), dx_MD)
 }
 
 /// The gradient of the embedding `[V, D]`, f32: that of its rows where tokens were looked up, `dy` `[M, D]`, and what

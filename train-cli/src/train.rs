@@ -11,7 +11,7 @@ use crate::{
     report,
     schedule::Schedule,
     step::{Stepped, Stepper},
-    vram::{self, VramReport},
+    vram::VramReport,
 };
 use backend_nvfp4::{Nvfp4Backend, Recipe};
 use burn::{
@@ -117,7 +117,8 @@ impl<B: Nvfp4Backend> Trainee<B> {
     /// What the first block gets: embedded tokens `[M, D]`, where they stand and what they see.
     pub fn begin(&self, batch: &MicroBatch) -> (Tensor<B, 2>, Context<B>) {
         let (model, device) = (&self.model, self.model.device());
-        let ids = ids_tensor(&batch.ids, model.config(), &device).expect("ids were checked against the vocabulary");
+        let ids =
+            ids_tensor(&batch.padded(), model.config(), &device).expect("ids were checked against the vocabulary");
         (model.embed(ids), self.context(batch))
     }
 
@@ -224,6 +225,10 @@ pub struct Run<B: Nvfp4Backend> {
     pub stepper: Stepper<B>,
     /// The learning rate.
     pub schedule: Schedule,
+    /// The recipe.
+    pub recipe: Recipe,
+    /// The step, counted from 0, from which on it quantises; before it nothing is quantised.
+    pub quantise_from: usize,
     /// When blocks freeze on their codes.
     pub damped: DampedFinish,
     /// Bytes that may be held on the device after a step.
@@ -315,6 +320,9 @@ where
     let first = run.train.start;
     let started = Instant::now();
     let device = net.as_ref().expect("there").model.device();
+    // What loading left behind.
+    AB::memory_cleanup(&device);
+    let mut pool = Pool { limit: run.memory_limit, ..Pool::default() };
     let (mut step, mut batches, mut step_started) = (first, Vec::new(), Instant::now());
     for batch in train.iter() {
         run.vram.note::<AB>(&device, step + 1, "batch_ready")?;
@@ -326,6 +334,11 @@ where
         let batches = std::mem::take(&mut batches);
         let tokens: usize = batches.iter().flat_map(|b| &b.ids).map(Vec::len).sum();
         let lr = run.schedule.at(step);
+        let recipe = if step < run.quantise_from { Recipe::Bf16 } else { run.recipe };
+        if let Some(mut trainee) = net.take_if(|net| net.model.spec().recipe != recipe) {
+            trainee.model = trainee.model.with_recipe(recipe);
+            *net = Some(trainee);
+        }
         let blocks = net.as_ref().expect("there").model.layers.len();
         let frozen_blocks = run.damped.frozen(step, blocks);
         // A resumed run finds those of earlier steps frozen.
@@ -341,7 +354,8 @@ where
         let Stepped { loss, grad_norm } = stepped?;
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
-        give_back_memory::<AB>(&device);
+        let held = run.vram.held::<AB>(&device);
+        let trimmed = pool.after_step::<AB>(&device);
 
         let elapsed = started.elapsed().as_secs_f64();
         let report = StepReport {
@@ -350,7 +364,7 @@ where
             grad_norm,
             lr,
             tokens_per_second: tokens as f64 / step_started.elapsed().as_secs_f64(),
-            memory_mib: vram::held_mib::<AB>(&device),
+            memory_mib: held >> 20,
             eta: elapsed / (step - first) as f64 * (total - step) as f64,
             frozen_blocks,
             ..StepReport::default()
@@ -362,11 +376,11 @@ where
             let report = evaluation(&model, valid, step)?;
             run.between.after_evaluation(&model.model, &report)?;
             events.process_valid(LearnerEvent::ProcessedItem(item(report, total)));
+            // Evaluation and samples leave buffers of other sizes behind.
+            pool.give_back::<AB>(&device);
         }
-        // Evaluation and samples leave buffers of other sizes behind.
-        give_back_memory::<AB>(&device);
-        let held = vram::held_bytes::<AB>(&device);
-        let beyond = run.memory_limit.filter(|limit| held > *limit);
+        // What other lengths left behind is gone now, and no reason to stop.
+        let beyond = run.memory_limit.filter(|limit| held > *limit && !trimmed);
         run.between.maybe_save(&model.model, &run.stepper, step, beyond.is_some())?;
         if let Some(limit) = beyond {
             let saved = Some(format!("stopped after step {step}, which is saved unless nothing is to be"));
@@ -378,11 +392,37 @@ where
     Ok(())
 }
 
-/// Pools keep freed buffers by exact size: batches of other lengths cannot use them. Once they hold
-/// half as much again as is in use, they are given back.
-fn give_back_memory<B: Nvfp4Backend>(device: &B::Device) {
-    if B::memory_in_use(device).is_some_and(|m| m.reserved > m.in_use / 2 * 3) {
+/// Keeps the memory pool at what a step needs. Freed buffers wait for others of exactly their size: steps over batches of
+/// other lengths cannot use them and take more. Steps of one length never give anything back.
+#[derive(Debug, Default)]
+struct Pool {
+    /// Bytes that are not to be held.
+    limit: Option<u64>,
+    /// The most that a step took which began with nothing left over.
+    needed: u64,
+    /// Whether the last step began with buffers of others.
+    stale: bool,
+}
+
+impl Pool {
+    /// Gives back what steps of other lengths left, if it is much; tells whether it did.
+    fn after_step<B: Nvfp4Backend>(&mut self, device: &B::Device) -> bool {
+        let Some(memory) = B::memory_in_use(device) else { return false };
+        if !std::mem::replace(&mut self.stale, true) {
+            self.needed = self.needed.max(memory.reserved);
+            return false;
+        }
+        let most = self.needed + self.needed / 10;
+        let trims = memory.reserved > self.limit.map_or(most, |limit| limit.min(most));
+        if trims {
+            self.give_back::<B>(device);
+        }
+        trims
+    }
+
+    fn give_back<B: Nvfp4Backend>(&mut self, device: &B::Device) {
         B::memory_cleanup(device);
+        self.stale = false;
     }
 }
 

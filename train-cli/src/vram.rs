@@ -1,22 +1,34 @@
-//! The origin's memory report: memory in use at each phase of each step, as JSON with its fields.
+//! The origin's memory report: memory in use at each phase of each step, as JSON with its fields, and the seconds that
+//! the phase took. Waiting for the device at each phase makes a step slower than without the report.
 
-use crate::{CliError, durable};
+use crate::{CliError, durable, kernel_cache};
 use backend_nvfp4::Nvfp4Backend;
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
 /// Samples of a run; written after each step.
 #[derive(Debug)]
 pub struct VramReport {
     path: Option<PathBuf>,
     created: String,
+    last: Instant,
+    meter: Meter,
     samples: Vec<Value>,
 }
 
 impl VramReport {
     /// Records to `path`, or nowhere.
     pub fn new(path: Option<&Path>) -> Self {
-        Self { path: path.map(Path::to_owned), created: now(), samples: vec![] }
+        Self {
+            path: path.map(Path::to_owned),
+            created: now(),
+            last: Instant::now(),
+            meter: Meter::new(),
+            samples: vec![],
+        }
     }
 
     /// Notes memory in use in a phase. Waits for the device.
@@ -28,20 +40,30 @@ impl VramReport {
             return Ok(());
         }
         B::sync(device).map_err(|e| CliError::Device { device: B::name(device), reason: format!("{e:?}") })?;
-        let (pid, total) = match B::memory_in_use(device) {
-            Some(m) => (mib(m.in_use), mib(m.reserved)),
-            None => (resident_mib(), resident_mib()),
-        };
+        let held = mib(self.held::<B>(device));
+        let (pid, total) = (B::memory_in_use(device).map_or(held, |m| mib(m.in_use)), held);
         self.samples.push(json!({
             "TimestampUtc": now(),
             "Epoch": 1,
             "StepInEpoch": step,
             "GlobalStep": step,
             "Phase": phase,
+            "Seconds": self.last.elapsed().as_secs_f64(),
             "PidMemoryMiB": pid,
             "TotalMemoryMiB": total,
         }));
+        self.last = Instant::now();
         Ok(())
+    }
+
+    /// Bytes that the run holds: what was taken from the device, where that has memory of its own; what the host has in
+    /// use since the run began, where it shares the host's; this process's memory on the CPU.
+    pub fn held<B: Nvfp4Backend>(&self, device: &B::Device) -> u64 {
+        match (B::memory_in_use(device), self.meter.began) {
+            (None, _) => resident_mib() << 20,
+            (Some(m), None) => m.reserved,
+            (Some(m), Some(began)) => host_in_use().map_or(m.reserved, |now| now.saturating_sub(began)),
+        }
     }
 
     /// Writes what was noted so far.
@@ -56,14 +78,17 @@ impl VramReport {
     }
 }
 
-/// Memory in MiB for the progress line.
-pub fn held_mib<B: Nvfp4Backend>(device: &B::Device) -> u64 {
-    mib(held_bytes::<B>(device))
+/// How a run's memory is counted.
+#[derive(Debug)]
+struct Meter {
+    /// Bytes of the host that were in use when the run began, where the device has no memory of its own.
+    began: Option<u64>,
 }
 
-/// What is taken from the device, or the process's memory on the CPU.
-pub fn held_bytes<B: Nvfp4Backend>(device: &B::Device) -> u64 {
-    B::memory_in_use(device).map_or_else(|| resident_mib() << 20, |m| m.reserved)
+impl Meter {
+    fn new() -> Self {
+        Self { began: if kernel_cache::memory_is_the_hosts() { host_in_use() } else { None } }
+    }
 }
 
 fn mib(bytes: u64) -> u64 {
@@ -77,6 +102,31 @@ fn resident_mib() -> u64 {
     line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok()).map_or(0, |kib| kib >> 10)
 }
 
+/// Bytes in use on the host, as Linux counts them.
+fn host_in_use() -> Option<u64> {
+    in_use(&std::fs::read_to_string("/proc/meminfo").ok()?)
+}
+
+fn in_use(meminfo: &str) -> Option<u64> {
+    let kib = |name: &str| {
+        let line = meminfo.lines().find_map(|l| l.strip_prefix(name))?;
+        line.trim().trim_end_matches(" kB").parse::<u64>().ok()
+    };
+    Some((kib("MemTotal:")?.checked_sub(kib("MemAvailable:")?)?) << 10)
+}
+
 fn now() -> String {
     jiff::Timestamp::now().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_host_tells_what_is_in_use() {
+        let text = "MemTotal:       125513724 kB\nMemFree:  100 kB\nMemAvailable:   25513724 kB\n";
+        assert_eq!(in_use(text), Some(100_000_000 << 10));
+        assert_eq!(in_use("MemTotal: 5 kB\n"), None);
+    }
 }
