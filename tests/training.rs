@@ -347,6 +347,65 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
 }
 
+/// Before the share nothing is quantised: the run is the bf16 one, step for step; a resumed one knows where it is.
+#[test]
+fn a_late_start_of_quantisation_is_bf16_until_then() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let losses = |run: &str| -> Vec<f64> {
+        let text = std::fs::read_to_string(d.join(run).join("metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
+        lines.filter_map(|l| l["loss"].as_f64()).collect()
+    };
+    fit(d, "plain", &["--recipe", "bf16"]);
+    let args = fit(d, "late", &["--recipe", "w4", "--quantise-from", "0.5", "--save-total-limit", "9"]);
+    let (plain, late) = (losses("plain"), losses("late"));
+    assert_eq!(plain[..6], late[..6]);
+    assert!(plain[6..].iter().zip(&late[6..]).all(|(a, b)| a != b), "{plain:?} {late:?}");
+
+    let whole = std::fs::read(d.join("late/checkpoint-12/model.safetensors")).unwrap();
+    for step in ["9", "12"] {
+        std::fs::remove_dir_all(d.join(format!("late/checkpoint-{step}"))).unwrap();
+    }
+    let mut words: Vec<&str> = args.iter().map(String::as_str).collect();
+    words.push("--resume-from-checkpoint");
+    ok(d, &words);
+    assert!(std::fs::read(d.join("late/checkpoint-12/model.safetensors")).unwrap() == whole, "resumed from step 6");
+}
+
+#[test]
+fn cached_tokens_are_the_files_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let with = |output: &str, more: &[&str]| {
+        let mut words = FIT.to_vec();
+        words.extend(["-o", output, "--token-cache", "tokens", "--save-strategy", "no"]);
+        words.extend(more);
+        let out = run(d, &words);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{stderr}");
+        let metrics = std::fs::read_to_string(d.join(output).join("metrics.jsonl")).unwrap();
+        let last = metrics.lines().rev().find(|l| l.contains("\"loss\"")).unwrap().to_owned();
+        (stderr, serde_json::from_str::<serde_json::Value>(&last).unwrap()["loss"].clone())
+    };
+    let files = || std::fs::read_dir(d.join("tokens")).unwrap().map(|e| e.unwrap().path()).collect::<Vec<_>>();
+    let (said, loss) = with("first", &[]);
+    assert!(said.contains("kept in") && files().len() == 1, "{said}");
+    let (said, again) = with("second", &[]);
+    assert!(said.contains("tokens  from") && again == loss, "{said}");
+    // Another choice is another file; a damaged one is made again.
+    assert!(with("longer", &["--max-seq-length", "64"]).0.contains("kept in"));
+    assert_eq!(files().len(), 2);
+    for file in files() {
+        let bytes = std::fs::read(&file).unwrap();
+        std::fs::write(&file, &bytes[..bytes.len() - 1]).unwrap();
+    }
+    let (said, again) = with("third", &[]);
+    assert!(said.contains("damaged") && again == loss, "{said}");
+}
+
 #[test]
 fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
@@ -425,6 +484,9 @@ fn flags_that_exclude_each_other_are_refused() {
         (&["--master-weights", "nvfp4", "--scales", "single"], "two-level"),
         (&["--damped-finish", "0.2", "--recipe", "bf16"], "quantises"),
         (&["--nvfp4-without", "hadamard"], "recipe nvfp4"),
+        (&["--quantise-from", "0.5", "--recipe", "bf16"], "quantises"),
+        (&["--quantise-from", "0.9", "--damped-finish", "0.2"], "begin before"),
+        (&["--quantise-from", "1.5"], "between"),
         (&["--data-weights", "1,2"], "2 for 1"),
     ] {
         let mut args = vec!["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "-o", "r"];

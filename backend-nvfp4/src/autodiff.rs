@@ -41,6 +41,10 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         Self::from_inner(B::normal(dims, std, stream, dtype, device))
     }
 
+    fn unfilled(dims: [usize; 2], dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        Self::from_inner(B::unfilled(dims, dtype, device))
+    }
+
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
         Self::from_inner(B::nvfp4_dequantize(&inner(w), dtype))
     }

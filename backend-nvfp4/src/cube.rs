@@ -66,10 +66,13 @@ where
     }
 
     fn normal(dims: [usize; 2], std: f32, stream: Stream, dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
-        let client = R::client(device);
-        let x = empty_device_contiguous_dtype(client.clone(), device.clone(), Shape::new(dims), dtype);
-        launched(normal::normal(&client, arg(&x), dtype.into(), std, stream));
+        let x = Self::unfilled(dims, dtype, device);
+        launched(normal::normal(&x.client, arg(&x), dtype.into(), std, stream));
         x
+    }
+
+    fn unfilled(dims: [usize; 2], dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        empty_device_contiguous_dtype(R::client(device), device.clone(), Shape::new(dims), dtype)
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {

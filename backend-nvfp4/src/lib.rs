@@ -68,6 +68,12 @@ pub trait Nvfp4Backend: Backend {
     /// the stream alone.
     fn normal(dims: [usize; 2], std: f32, stream: Stream, dtype: DType, device: &Self::Device) -> FloatTensor<Self>;
 
+    /// A float matrix that is to be filled. Its rows lie side by side: the ordinary constructor pads them on CUDA, and
+    /// kernels read without strides.
+    fn unfilled(dims: [usize; 2], dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        Self::float_zeros(Shape::new(dims), device, dtype.into())
+    }
+
     /// The values `[R, C]` of a packed matrix as `dtype`.
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
 

@@ -317,7 +317,7 @@ struct Forge<'a, B: Backend> {
 }
 
 /// Values of a tensor that go to the device at once: what the host holds of it, in f32.
-const PART: usize = 1 << 22;
+const PART: usize = 1 << 20;
 
 impl<B: Nvfp4Backend> Forge<'_, B> {
     /// The type in which a dense matrix lies on the device, and whether its values are those of bf16: where masters are
@@ -336,25 +336,23 @@ impl<B: Nvfp4Backend> Forge<'_, B> {
         mut rows: impl FnMut(Range<usize>) -> Result<Vec<f32>, E>,
     ) -> Result<Tensor<B, 2>, E> {
         let [count, width] = shape;
-        // Flat: rows of a matrix may be padded on the device, which kernels do not read.
-        let mut tensor = Tensor::<B, 1>::zeros([count * width], (self.device, dtype));
+        let mut tensor = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(B::unfilled(shape, dtype, self.device)));
         let step = (PART / width.max(1)).max(1);
         for start in (0..count).step_by(step) {
             let range = start..(start + step).min(count);
             let mut values = rows(range.clone())?;
-            let len = values.len();
+            let part = [range.len(), width];
             let data = if bf16 && dtype == DType::BF16 {
-                TensorData::new(values.into_iter().map(bf16::from_f32).collect(), [len])
+                TensorData::new(values.into_iter().map(bf16::from_f32).collect(), part)
             } else {
                 if bf16 {
                     values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
                 }
-                TensorData::new(values, [len])
+                TensorData::new(values, part)
             };
-            let part = Tensor::from_data(data, (self.device, dtype));
-            tensor = tensor.slice_assign([start * width..range.end * width], part);
+            tensor = tensor.slice_assign([range, 0..width], Tensor::from_data(data, (self.device, dtype)));
         }
-        Ok(tensor.reshape(shape))
+        Ok(tensor)
     }
 
     fn vector(&mut self, values: Vec<f32>) -> Param<Tensor<B, 1>> {
