@@ -25,7 +25,7 @@ pub fn normal<R: Runtime>(
     std: f32,
     stream: Stream,
 ) -> Result<(), KernelError> {
-    index("normal", "quarters of x", x.size().div_ceil(4))?;
+    index("normal", "values of x", x.size())?;
     let (count, dim) = flat_launch(x.size().div_ceil(4));
     let (low, high) = (stream.seed as u32, (stream.seed >> 32) as u32);
     // SAFETY: units write where `x` is, and nowhere past its end.
@@ -54,7 +54,8 @@ fn normal_kernel<F: Float>(
             // 2^-32; half a word keeps the logarithm finite.
             let u = (f32::cast_from(random[comptime!(2 * pair)]) + 0.5f32) * 2.328_306_4e-10f32;
             let v = (f32::cast_from(random[comptime!(2 * pair + 1)]) + 0.5f32) * 2.328_306_4e-10f32;
-            let radius = std * (-2.0f32 * u.ln()).sqrt();
+            // A logarithm near 1 may come out on the wrong side of 0.
+            let radius = std * max(-2.0f32 * u.ln(), 0.0f32).sqrt();
             let angle = 6.283_185_5f32 * v;
             let at = first + comptime!(2 * pair);
             if at < x.len() {

@@ -504,9 +504,9 @@ struct Random<'a, B: Backend> {
 }
 
 impl<B: Nvfp4Backend> Random<'_, B> {
-    fn normal(&self, shape: [usize; 2]) -> Tensor<B, 2> {
+    fn normal(&self, shape: [usize; 2], dtype: DType) -> Tensor<B, 2> {
         let stream = Stream { seed: self.seed, step: 0, stream: self.forge.next_id as u32 };
-        let values = B::normal(shape, self.std, stream, self.forge.dense().0, self.forge.device);
+        let values = B::normal(shape, self.std, stream, dtype, self.forge.device);
         Tensor::from_primitive(TensorPrimitive::Float(values))
     }
 }
@@ -519,7 +519,7 @@ impl<B: Nvfp4Backend> Source<B> for Random<'_, B> {
     }
 
     fn matrix(&mut self, _: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, Self::Error> {
-        let values = self.normal(shape);
+        let values = self.normal(shape, self.forge.dense().0);
         Ok(self.forge.matrix_of(values))
     }
 
@@ -527,7 +527,9 @@ impl<B: Nvfp4Backend> Source<B> for Random<'_, B> {
         if name == HEAD {
             return Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?));
         }
-        let values = self.normal(shape);
+        // What is quantised is not rounded before.
+        let packed = self.forge.master == Some(MasterKind::Nvfp4);
+        let values = self.normal(shape, if packed { DType::F32 } else { self.forge.dense().0 });
         Ok(self.forge.linear_of(values))
     }
 }

@@ -480,8 +480,12 @@ pub struct MicroBatch {
     pub ends_step: bool,
 }
 
-/// Rows of a tile of the products on a GPU.
-const TILE: usize = 128;
+/// Tokens that a row of `len` takes: beyond one tile of a GPU's products whole ones, which the products read in any
+/// case, so that buffers are of few sizes. What quantises activations sees the padding too.
+pub fn padded_len(len: usize) -> usize {
+    const TILE: usize = 128;
+    if len > TILE { len.next_multiple_of(TILE) } else { len }
+}
 
 impl MicroBatch {
     /// A batch of samples.
@@ -501,11 +505,9 @@ impl MicroBatch {
         Self { ids, supervised, documents, divisor, ends_step: true }
     }
 
-    /// Tokens of a row, padding included: whole tiles of the products, which cost the same and are of few sizes, where
-    /// rows are longer than one.
+    /// Tokens of a row, padding included.
     pub fn tokens_a_row(&self) -> usize {
-        let longest = self.ids.iter().map(Vec::len).max().unwrap_or(0);
-        if longest > TILE { longest.next_multiple_of(TILE) } else { longest }
+        padded_len(self.ids.iter().map(Vec::len).max().unwrap_or(0))
     }
 
     /// The ids of rows of that many tokens.

@@ -271,7 +271,8 @@ impl<W: Write> Write for Hashing<W> {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
+/// Bytes as digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 

@@ -6,6 +6,7 @@
 use crate::{
     CliError,
     args::FitArgs,
+    data,
     device::DeviceChoice,
     plan::{self, FitPlan},
     report,
@@ -72,7 +73,7 @@ impl Estimate {
         let s = Sizes::of(c);
         let value = precision.dtype().size() as f64;
         let master = plan.master(precision);
-        let length = plan.options.max_seq_length.min(c.max_position_embeddings);
+        let length = data::padded_len(plan.options.max_seq_length.min(c.max_position_embeddings));
         let tokens = (plan.batch_size * length) as f64;
         // With --train-last-layers only these have gradients, states and kept inputs.
         let (trained, all) = match plan.train_last_layers {

@@ -173,6 +173,10 @@ impl Job for Fit {
         };
         let last_eval = between.last_eval.clone();
         let started = Instant::now();
+        // Rounded, at least the last step is quantised, and nothing freezes before.
+        let quantise_from = ((plan.quantise_from * steps as f64).round() as usize).min(steps.saturating_sub(1));
+        let mut damped = DampedFinish::new(plan.damped_finish, steps);
+        damped.start = damped.start.max(quantise_from);
         let model = if start < steps {
             let run = Run {
                 train: train_order.clone(),
@@ -189,8 +193,8 @@ impl Job for Fit {
                 },
                 schedule,
                 recipe: plan.recipe,
-                quantise_from: (plan.quantise_from * steps as f64).round() as usize,
-                damped: DampedFinish::new(plan.damped_finish, steps),
+                quantise_from,
+                damped,
                 memory_limit: plan.memory_limit,
                 logging_steps: plan.logging_steps,
                 vram,
@@ -202,6 +206,8 @@ impl Job for Fit {
             model.valid()
         };
         let runtime = started.elapsed().as_secs_f64();
+        // The export is checked beside the model, where the step's buffers and the optimizer's states were.
+        B::memory_cleanup(&device);
 
         // What came of it.
         let mut changed = None;

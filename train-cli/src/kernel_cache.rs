@@ -1,14 +1,15 @@
-//! Where compiled CUDA kernels are kept: the first run of a build compiles them for some twenty seconds, later runs
-//! read them.
+//! Where compiled kernels are kept: the first run of a build compiles them for some twenty seconds, later runs read them.
 //!
-//! CubeCL looks a kernel up by its name and constants, not by its source. So a directory serves one build of this
+//! CubeCL looks a CUDA kernel up by its name and constants, not by its source. So a directory serves one build of this
 //! program on one kind of card: its name is a hash of the executable, the cards' model and the driver's version.
 //! `TRAIN_CLI_KERNEL_CACHE` names another place than the user's cache directory; `off` turns it off.
 
+use crate::durable;
 use sha2::{Digest, Sha256};
 use std::{
     fs, io,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 /// Where the driver tells of itself.
@@ -16,10 +17,10 @@ const DRIVER: &str = "/proc/driver/nvidia";
 /// The variable that moves the cache, or turns it off.
 const VARIABLE: &str = "TRAIN_CLI_KERNEL_CACHE";
 
-/// This build's directory; those of other builds are removed. `None` where there is no NVIDIA driver, where its cards
+/// This build's directory; those of other builds, cards and drivers are removed once they are a week old. `None` where there is no NVIDIA driver, where its cards
 /// are of several models, where nothing can be written, or if it is turned off.
 pub fn directory() -> Option<PathBuf> {
-    let place = std::env::var_os(VARIABLE);
+    let place = std::env::var_os(VARIABLE).filter(|p| !p.is_empty());
     if place.as_ref().is_some_and(|p| p == "off") {
         return None;
     }
@@ -29,7 +30,7 @@ pub fn directory() -> Option<PathBuf> {
     };
     let cards = cards(Path::new(DRIVER))?;
     let key = key(&fs::read(std::env::current_exe().ok()?).ok()?, &cards);
-    prepare(&root, &key).ok()
+    prepare(&root, &key, WEEK).ok()
 }
 
 /// The driver's version and the model that all its cards are of.
@@ -62,12 +63,17 @@ pub fn memory_is_the_hosts() -> bool {
 
 fn key(executable: &[u8], cards: &str) -> String {
     let hash = Sha256::new().chain_update(executable).chain_update(cards).finalize();
-    let hex: String = hash.iter().take(8).map(|b| format!("{b:02x}")).collect();
-    format!("kernels-{hex}")
+    format!("{PREFIX}{}", &durable::hex(&hash)[..HEX])
 }
 
+const PREFIX: &str = "kernels-";
+/// Digits of a directory's name.
+const HEX: usize = 16;
+/// A process may still read from younger ones.
+const WEEK: Duration = Duration::from_secs(7 * 24 * 3600);
+
 /// Makes the directory and removes its forerunners.
-fn prepare(root: &Path, key: &str) -> io::Result<PathBuf> {
+fn prepare(root: &Path, key: &str, age: Duration) -> io::Result<PathBuf> {
     let own = root.join(key);
     if own.is_dir() {
         return Ok(own);
@@ -75,9 +81,10 @@ fn prepare(root: &Path, key: &str) -> io::Result<PathBuf> {
     fs::create_dir_all(&own)?;
     for entry in fs::read_dir(root)?.flatten() {
         let name = entry.file_name();
-        let forerunner = name.to_str().is_some_and(|n| n.starts_with("kernels-") && n != key);
-        if forerunner {
-            // One that another process has open goes on without it.
+        let digits = name.to_str().filter(|n| *n != key).and_then(|n| n.strip_prefix(PREFIX));
+        let ours = digits.is_some_and(|d| d.len() == HEX && d.bytes().all(|b| b.is_ascii_hexdigit()));
+        let old = || entry.metadata()?.modified()?.elapsed().map_err(io::Error::other);
+        if ours && old().is_ok_and(|since| since >= age) {
             let _ = fs::remove_dir_all(entry.path());
         }
     }
@@ -91,14 +98,17 @@ mod tests {
     #[test]
     fn another_build_or_card_has_another_directory_and_replaces_it() {
         let root = tempfile::tempdir().unwrap();
-        let first = prepare(root.path(), &key(b"build 1", "H200")).unwrap();
-        assert_eq!(prepare(root.path(), &key(b"build 1", "H200")).unwrap(), first);
-        fs::write(root.path().join("not ours"), "kept").unwrap();
-        for other in [key(b"build 2", "H200"), key(b"build 1", "GB10")] {
-            assert!(!prepare(root.path(), &other).unwrap().ends_with(first.file_name().unwrap()));
+        let of = |build: &[u8], card: &str, age| prepare(root.path(), &key(build, card), age).unwrap();
+        let first = of(b"build 1", "H200", WEEK);
+        assert_eq!(of(b"build 1", "H200", WEEK), first);
+        for others in ["kernels-cubecl", "kernels-0123456789abcdeg", "kernels-0123456789abcdef0", "mine"] {
+            fs::create_dir(root.path().join(others)).unwrap();
         }
-        let left: Vec<_> = fs::read_dir(root.path()).unwrap().flatten().map(|e| e.file_name()).collect();
-        assert_eq!(left.len(), 2, "{left:?}");
+        let left = || fs::read_dir(root.path()).unwrap().count();
+        let second = of(b"build 2", "H200", WEEK);
+        assert!(second != first && first.exists() && left() == 6, "a young one stays");
+        let third = of(b"build 1", "GB10", Duration::ZERO);
+        assert!(!first.exists() && !second.exists() && third.exists() && left() == 5);
     }
 
     #[test]

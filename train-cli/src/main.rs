@@ -4,10 +4,9 @@
 
 use clap::Parser;
 use std::process::ExitCode;
-use train_cli::{args, device, report, run};
+use train_cli::{args, report, run};
 
 fn main() -> ExitCode {
-    device::configure();
     let cli = args::Cli::parse_from(args::with_dashes(std::env::args_os()));
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,

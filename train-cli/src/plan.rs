@@ -221,6 +221,9 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
     if synthetic && !data.is_empty() {
         return usage("--synthetic takes no --data".into());
     }
+    if synthetic && s.token_cache.is_some() {
+        return usage("--synthetic has no rows for --token-cache".into());
+    }
 
     let number = |flag: &str, value: Option<f64>, low: f64, high: f64| match value {
         Some(v) if (low..=high).contains(&v) => Ok(v),
@@ -283,6 +286,9 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
         let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
         PathBuf::from("runs").join(format!("{time}_{name}"))
     });
+    if let Some(cache) = s.token_cache.as_ref().filter(|cache| cache.starts_with(&output_dir)) {
+        return usage(format!("--token-cache {}: outside the run's folder, please", cache.display()));
+    }
     let mut inputs = data.clone();
     inputs.extend(s.eval_data.clone());
     inputs.push(companions.config.clone());
@@ -534,7 +540,8 @@ fn merged(flags: FitArgs, mut file: FitArgs) -> FitArgs {
     )
 }
 
-fn defaults(mut s: FitArgs) -> FitArgs {
+/// Settings with every default filled in.
+pub(crate) fn defaults(mut s: FitArgs) -> FitArgs {
     macro_rules! fill {
         ($($field:ident = $value:expr),* $(,)?) => { $(s.$field.get_or_insert($value);)* };
     }

@@ -7,7 +7,7 @@ use crate::{
     checkpoint::{self, TrainerState},
     durable,
     inputs::Inputs,
-    plan::FitPlan,
+    plan::{self, FitPlan},
 };
 use backend_nvfp4::Precision;
 use serde_json::json;
@@ -130,12 +130,14 @@ pub(crate) fn check_unchanged(
         "vram_report",
         "memory_limit",
         "peak_tflops",
+        "token_cache",
     ];
     let table = |s: &FitArgs| match serde_json::to_value(s) {
         Ok(serde_json::Value::Object(map)) => map,
         _ => unreachable!("settings are a table"),
     };
-    let (old, new) = (table(&state.settings), table(&plan.settings));
+    // A checkpoint of an older version has no word of newer flags: they are what they were by default.
+    let (old, new) = (table(&plan::defaults(state.settings.clone())), table(&plan.settings));
     let keys: HashSet<&String> = old.keys().chain(new.keys()).collect();
     for key in keys {
         if old.get(key) != new.get(key) && !free.contains(&key.as_str()) {

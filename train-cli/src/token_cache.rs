@@ -33,8 +33,10 @@ pub fn load(
     text: &TextFiles,
     options: DataOptions,
 ) -> Result<(Vec<Sample>, DataReport), CliError> {
-    let Some(folder) = &plan.token_cache else { return data::load(paths, text, options) };
-    let file = folder.join(format!("tokens-{}.safetensors", key(plan, paths, options)?));
+    // A pipe can be read once, and not for a digest.
+    let files = paths.iter().all(|path| path.is_file());
+    let Some(folder) = plan.token_cache.as_ref().filter(|_| files) else { return data::load(paths, text, options) };
+    let file = folder.join(format!("tokens-{}.safetensors", key(plan, paths, text, options)?));
     match std::fs::read(&file) {
         Ok(bytes) => match parsed(&bytes) {
             Some(found) => {
@@ -53,8 +55,9 @@ pub fn load(
     Ok(made)
 }
 
-fn key(plan: &FitPlan, paths: &[PathBuf], options: DataOptions) -> Result<String, CliError> {
-    let mut parts = format!("{VERSION} {} {options:?}", env!("CARGO_PKG_VERSION"));
+fn key(plan: &FitPlan, paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<String, CliError> {
+    let stops = &text.stop_ids;
+    let mut parts = format!("{VERSION} {} {options:?} {stops:?}", env!("CARGO_PKG_VERSION"));
     for path in paths {
         // A file that is not there is told of by whoever reads it.
         let digest = durable::digest(path).map(|(_, digest)| digest).unwrap_or_default();
@@ -80,7 +83,7 @@ fn write(file: &Path, (samples, found): &(Vec<Sample>, DataReport)) -> Result<()
     tensors.iter().for_each(|(_, _, bytes)| digest.update(bytes));
     let metadata = HashMap::from([
         ("report".to_owned(), serde_json::to_string(found).expect("plain data serialises")),
-        ("sha256".to_owned(), hex(&digest.finalize())),
+        ("sha256".to_owned(), durable::hex(&digest.finalize())),
     ]);
     let views = tensors.iter().map(|(name, dtype, bytes)| {
         let width = if *dtype == Dtype::U32 { 4 } else { 1 };
@@ -96,7 +99,7 @@ fn parsed(bytes: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
     let metadata = header.metadata().as_ref()?;
     let report: DataReport = serde_json::from_str(metadata.get("report")?).ok()?;
     let tensors = SafeTensors::deserialize(bytes).ok()?;
-    let data = |name: &str| tensors.tensor(name).ok().map(|t| t.data().to_vec());
+    let data = |name: &str| tensors.tensor(name).ok().map(|t| t.data());
     let words = |name: &str| -> Option<Vec<u32>> {
         Some(data(name)?.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
     };
@@ -104,7 +107,7 @@ fn parsed(bytes: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
     for name in ["ids", "supervised", "lengths", "files", "prompts", "prompt_lengths"] {
         digest.update(data(name)?);
     }
-    if *metadata.get("sha256")? != hex(&digest.finalize()) {
+    if *metadata.get("sha256")? != durable::hex(&digest.finalize()) {
         return None;
     }
     let (ids, supervised, prompts) = (words("ids")?, data("supervised")?, data("prompts")?);
@@ -119,10 +122,6 @@ fn parsed(bytes: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
         (at, prompt_at) = (end, prompt_end);
     }
     Some((samples, report))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 #[cfg(test)]

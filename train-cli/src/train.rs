@@ -355,7 +355,7 @@ where
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
         let held = run.vram.held::<AB>(&device);
-        let trimmed = pool.after_step::<AB>(&device);
+        let trimmed = pool.after_step::<AB>(&device, held);
 
         let elapsed = started.elapsed().as_secs_f64();
         let report = StepReport {
@@ -376,12 +376,15 @@ where
             let report = evaluation(&model, valid, step)?;
             run.between.after_evaluation(&model.model, &report)?;
             events.process_valid(LearnerEvent::ProcessedItem(item(report, total)));
-            // Evaluation and samples leave buffers of other sizes behind.
-            pool.give_back::<AB>(&device);
+            pool.others = true;
         }
         // What other lengths left behind is gone now, and no reason to stop.
         let beyond = run.memory_limit.filter(|limit| held > *limit && !trimmed);
         run.between.maybe_save(&model.model, &run.stepper, step, beyond.is_some())?;
+        if std::mem::take(&mut pool.others) {
+            // Evaluation, samples and a checkpoint leave buffers of other sizes behind.
+            pool.give_back::<AB>(&device);
+        }
         if let Some(limit) = beyond {
             let saved = Some(format!("stopped after step {step}, which is saved unless nothing is to be"));
             return Err(CliError::Memory { needed: held, limit, saved });
@@ -402,18 +405,19 @@ struct Pool {
     needed: u64,
     /// Whether the last step began with buffers of others.
     stale: bool,
+    /// Whether there was an evaluation since.
+    others: bool,
 }
 
 impl Pool {
-    /// Gives back what steps of other lengths left, if it is much; tells whether it did.
-    fn after_step<B: Nvfp4Backend>(&mut self, device: &B::Device) -> bool {
+    /// Gives back what steps of other lengths left, if it is much or more than may be `held`; tells whether it did.
+    fn after_step<B: Nvfp4Backend>(&mut self, device: &B::Device, held: u64) -> bool {
         let Some(memory) = B::memory_in_use(device) else { return false };
         if !std::mem::replace(&mut self.stale, true) {
             self.needed = self.needed.max(memory.reserved);
             return false;
         }
-        let most = self.needed + self.needed / 10;
-        let trims = memory.reserved > self.limit.map_or(most, |limit| limit.min(most));
+        let trims = memory.reserved > self.needed + self.needed / 10 || self.limit.is_some_and(|limit| held > limit);
         if trims {
             self.give_back::<B>(device);
         }

@@ -1,4 +1,4 @@
-//! AdamW with float moments: each unit takes four or eight values.
+//! AdamW with float moments: each unit takes eight values, or four, or one, as the lengths allow.
 
 use super::{
     AdamwStep, Chunk, DenseArgs, Master, Scalars, check_chunk, draw_of_eight, loaded, rounded, scalars, stepped,
