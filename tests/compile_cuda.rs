@@ -56,6 +56,7 @@ fn sources(arch: u32) -> Vec<Source> {
     for kernel in expected {
         assert!(entries.iter().any(|e| e.starts_with(kernel)), "no {kernel} kernel among {entries:?}");
     }
+    assert_eq!(entries.iter().any(|e| e.starts_with("block_scaled")), arch == 121, "{entries:?}");
     let limit = if arch == 90 { 227 << 10 } else { 99 << 10 };
     for Source { entry, shared, .. } in &all {
         assert!(*shared <= limit, "{entry} for sm_{arch} wants {shared} bytes of shared memory");
@@ -70,7 +71,11 @@ fn compile(source: &Source, arch: &'static str, include: &str) {
         include_paths: vec![include.to_owned(), format!("{include}/cccl")],
         ..Default::default()
     };
-    if let Err(e) = compile_ptx_with_opts(&source.text, options) {
-        panic!("{} for {arch}: {e:?}", source.entry);
+    let ptx = compile_ptx_with_opts(&source.text, options);
+    let ptx = ptx.unwrap_or_else(|e| panic!("{} for {arch}: {e:?}", source.entry)).to_src();
+    if source.entry.starts_with("block_scaled") {
+        let instruction =
+            "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3";
+        assert_eq!(ptx.matches(instruction).count(), 16, "{}: products of NVFP4 fragments", source.entry);
     }
 }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | 16-bit matrices, on tensor cores | [`gemm()`] |
 //! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv()`] |
+//! | two packed matrices, on tensor cores that read NVFP4 | [`block_scaled()`] |
 //! | a packed operand beside a 16-bit one, on tensor cores | dequantise to 16 bits (exact), then [`gemm()`] |
 //! | f32 without tensor cores | cubek, one unit a tile |
 //! | batched products, f32 in TF32 | cubek's own choice |
@@ -29,6 +30,7 @@ use cubek::{
     std::InputBinding,
 };
 use kernels_cubecl::{
+    block_scaled::{self, block_scaled},
     dequantize::dequantize,
     gemm::{self, gemm},
     gemv::{self, gemv},
@@ -134,10 +136,16 @@ pub(crate) fn packed_both<R: CubeRuntime>(
     let [j, r] = if product == Product::Nt { w.dims } else { [w.dims[1], w.dims[0]] };
     let whole = gemm::Shape { i: a.dims[0], j, r }.fits(product);
     if operand != DType::F32 && mma::supported(&w.codes.client, operand.into()) && (few || whole) {
-        let lhs = a.values(operand, false);
         if few {
-            return few_rows(lhs, w, &[&a.global]);
+            return few_rows(a.values(operand, false), w, &[&a.global]);
         }
+        let client = &w.codes.client;
+        if product == Product::Nt && block_scaled::fits(j, r) && block_scaled::supported(client) {
+            let y = empty(&w.codes, [a.dims[0], j], out);
+            launched(block_scaled(client, a.args(), w.args(), arg(&y), out.into()));
+            return y;
+        }
+        let lhs = a.values(operand, false);
         return tensor_cores(lhs, w.values(operand, false), &[&a.global, &w.global], product, out);
     }
     if product != Product::Nt {

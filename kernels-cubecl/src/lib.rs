@@ -10,6 +10,7 @@
 //! | [`hadamard`] | random Hadamard transform over 16 columns |
 //! | [`mma`], [`mod@gemm`] | tensor-core fragments and the product made of them: forward, dgrad, wgrad |
 //! | [`mod@gemv`] | a few rows times a packed matrix, read as codes |
+//! | [`mod@block_scaled`] | two packed matrices on tensor cores that read NVFP4 |
 //! | [`matmul`] | products with packed operands where there are no tensor cores |
 //! | [`attention`], [`decode_attention`] | causal grouped-query attention, forward, backward and over a cache |
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a block, with their gradients |
@@ -28,6 +29,7 @@
 pub mod adamw;
 pub mod attention;
 pub mod bench;
+pub mod block_scaled;
 pub mod codec;
 pub mod cross_entropy;
 pub mod decode_attention;

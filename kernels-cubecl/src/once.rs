@@ -3,6 +3,7 @@
 use crate::{
     KernelError, adamw, attention,
     attention::AttentionShape,
+    block_scaled,
     codec::{Conversion, convert},
     cross_entropy::cross_entropy,
     decode_attention,
@@ -130,6 +131,11 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
                 let out = zeros(i * j, size);
                 gemm(client, values(i * r), values(j * r), scales, out, (dtype, result), shape, product, accumulate)?;
             }
+        }
+    }
+    if block_scaled::supported(client) {
+        for (result, size) in [(dtype, value), (F32, 4)] {
+            block_scaled::block_scaled(client, packed(rows, cols), packed(40, cols), zeros(rows * 40, size), result)?;
         }
     }
     for m in [1usize, rows.min(16)] {

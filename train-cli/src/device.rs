@@ -10,7 +10,7 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
-use std::{str::FromStr, sync::Once};
+use std::str::FromStr;
 
 /// A device as the user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `vulkan`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,9 +71,6 @@ pub trait Job {
 /// # Errors
 /// If the device is missing or cannot compute in `precision`; otherwise the job's.
 pub fn run<J: Job>(choice: DeviceChoice, precision: Option<Precision>, job: J) -> Result<J::Output, CliError> {
-    if choice != DeviceChoice::Cpu {
-        configure();
-    }
     match choice {
         DeviceChoice::Cpu => {
             let precision = precision.unwrap_or(Precision::F32);
@@ -135,15 +132,12 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     }
 }
 
-/// Sets CubeCL up once, before any device is touched. Memory: pools of exact sizes instead of pages of a quarter of the card,
+/// Sets CubeCL up for this process, before any device is touched. Memory: pools of exact sizes instead of pages of a quarter of the card,
 /// and one pool for all threads. Compiled kernels: kept (see [`kernel_cache`]).
-fn configure() {
-    static DONE: Once = Once::new();
-    DONE.call_once(|| {
-        let mut config = CubeClRuntimeConfig::default();
-        config.memory.persistent_memory = PersistentMemory::Enforced;
-        config.streaming.max_streams = 1;
-        config.compilation.cache = kernel_cache::directory().map(CacheConfig::File);
-        CubeClRuntimeConfig::set(config);
-    });
+pub fn configure() {
+    let mut config = CubeClRuntimeConfig::default();
+    config.memory.persistent_memory = PersistentMemory::Enforced;
+    config.streaming.max_streams = 1;
+    config.compilation.cache = kernel_cache::directory().map(CacheConfig::File);
+    CubeClRuntimeConfig::set(config);
 }

@@ -4,10 +4,11 @@
 
 use clap::Parser;
 use std::process::ExitCode;
-use train_cli::{args, report, run};
+use train_cli::{args, device, report, run};
 
 fn main() -> ExitCode {
     let cli = args::Cli::parse_from(args::with_dashes(std::env::args_os()));
+    device::configure();
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -1,0 +1,333 @@
+//! Products of two packed matrices on tensor cores that read NVFP4 themselves (sm_120, sm_121: RTX 50, DGX Spark):
+//! ```text
+//! y [i, j] = g_a g_w sum_r (a[i, r] s_a[i, r / 16]) (w[j, r] s_w[j, r / 16])
+//! for i { for j { for r { y[i][j] += a[i][r] * w[j][r] } } }       // the plain loop, of code times scale
+//! ```
+//! One mma.sync m16n8k64 (kind mxf4nvf4, four E4M3 scales a row) takes 64 codes of 16 rows and 8 columns. A register of
+//! an operand is one word of eight codes as [`crate::layout`] stores them, and the four scales of its 64 columns are one
+//! word too: fragments are read from the matrices as they lie, nothing is dequantised. Which word a lane reads is in
+//! the functions below; the PTX ISA's figures of these fragments ("Matrix fragments for mma.m16n8k64") are their source.
+//!
+//! A cube of four planes makes 64x128 of y, a plane 32x64, whose sums stay in registers. Moves 9/16 of a byte a value of either
+//! operand for every tile that needs it: from the caches. Compiled for such cards and simulated below, not run on
+//! one yet: no shared memory, no pipeline.
+
+use crate::{
+    error::{KernelError, expect_len, index},
+    matmul::PackedArgs,
+    mma::{Pair, zero_sums},
+};
+use cubecl::{
+    cmma::MmaDefinition,
+    ir::{ElemType, FloatKind, features::ScaledMmaConfig},
+    prelude::*,
+};
+use cubecl_common::{e2m1x2, e4m3};
+
+/// Values that one product sums over: columns come in whole steps.
+pub const STEP: usize = 64;
+/// Rows and columns of y that a cube makes.
+const TILE: [u32; 2] = [64, 128];
+/// Products of a plane, down and across.
+const DOWN: usize = 2;
+const ACROSS: usize = 8;
+const UNITS: u32 = 128;
+
+/// Eight codes, as two in a byte.
+type Codes = Vector<e2m1x2, Const<4>>;
+/// The scales of 64 columns.
+type Scales = Vector<e4m3, Const<4>>;
+
+/// Whether the device has such tensor cores.
+pub fn supported<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    let codes = StorageType::Packed(ElemType::Float(FloatKind::E2M1), 2);
+    client.features().matmul.scaled_mma.contains(&ScaledMmaConfig {
+        a_type: codes,
+        b_type: codes,
+        cd_type: ElemType::Float(FloatKind::F32).into(),
+        scales_type: ElemType::Float(FloatKind::E4M3).into(),
+        m: 16,
+        n: 8,
+        k: STEP as u32,
+        scales_factor: 4,
+    })
+}
+
+/// Whether the kernel takes a product of `[i, r]` with `[j, r]`.
+pub fn fits(j: usize, r: usize) -> bool {
+    j.is_multiple_of(2) && r.is_multiple_of(STEP)
+}
+
+/// `out = a · wᵀ`, of type `result` (f32, f16 or bf16).
+///
+/// # Errors
+/// If a buffer does not fit its shape or [`fits()`] is false.
+pub fn block_scaled<R: Runtime>(
+    client: &ComputeClient<R>,
+    a: PackedArgs<R>,
+    w: PackedArgs<R>,
+    out: ArrayArg<R>,
+    result: StorageType,
+) -> Result<(), KernelError> {
+    const NAME: &str = "block-scaled product";
+    a.check(NAME)?;
+    w.check(NAME)?;
+    let [rows, cols] = [a.rows, w.rows];
+    expect_len(NAME, "columns of the right operand", w.cols, a.cols)?;
+    expect_len(NAME, "columns left over in a step", usize::from(!fits(cols, a.cols)), 0)?;
+    expect_len(NAME, "out", out.size(), rows * cols)?;
+    if rows == 0 || cols == 0 {
+        return Ok(());
+    }
+    let (lines, columns) = (index(NAME, "rows", rows)?, index(NAME, "columns", cols)?);
+    // SAFETY: buffer lengths were checked; rows past the last are read as the last and not written.
+    unsafe {
+        block_scaled_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(columns.div_ceil(TILE[1]), lines.div_ceil(TILE[0]), 1),
+            CubeDim::new_1d(UNITS),
+            a.codes,
+            a.scales,
+            a.global,
+            w.codes,
+            w.scales,
+            w.global,
+            out,
+            lines,
+            columns,
+            index(NAME, "steps", a.cols / STEP)?,
+            result,
+        );
+    }
+    Ok(())
+}
+
+/// Row of the left operand whose codes are in register `register` (0 to 3) of `lane`.
+#[cube]
+fn left_row(lane: u32, #[comptime] register: u32) -> u32 {
+    lane / 4u32 + comptime!(register % 2 * 8)
+}
+
+/// Word of a step that register `register` of `lane` holds, of the left operand.
+#[cube]
+fn left_word(lane: u32, #[comptime] register: u32) -> u32 {
+    lane % 4u32 + comptime!(register / 2 * 4)
+}
+
+/// Row of the left operand whose scales `lane` gives: lanes 0 and 1 of four are asked, by selector 0.
+#[cube]
+fn left_scales_row(lane: u32) -> u32 {
+    lane / 4u32 + lane % 2u32 * 8u32
+}
+
+/// Row of the right operand that `lane` holds, codes and scales: a column of the product.
+#[cube]
+fn right_row(lane: u32) -> u32 {
+    lane / 4u32
+}
+
+/// Word of a step that register `register` (0, 1) of `lane` holds, of the right operand.
+#[cube]
+fn right_word(lane: u32, #[comptime] register: u32) -> u32 {
+    lane % 4u32 + comptime!(register * 4)
+}
+
+/// Row of the sums in register `register` (0, 1: two neighbouring columns each) of `lane`.
+#[cube]
+fn sum_row(lane: u32, #[comptime] register: u32) -> u32 {
+    lane / 4u32 + comptime!(register * 8)
+}
+
+/// The first of their columns.
+#[cube]
+fn sum_col(lane: u32) -> u32 {
+    lane % 4u32 * 2u32
+}
+
+// Scales are variables, where values would do: the instruction takes references.
+#[allow(unused_mut)]
+#[cube(launch_unchecked)]
+fn block_scaled_kernel<F: Float>(
+    a_codes: &Array<Codes>,
+    a_scales: &Array<Scales>,
+    a_global: &Array<f32>,
+    w_codes: &Array<Codes>,
+    w_scales: &Array<Scales>,
+    w_global: &Array<f32>,
+    y: &mut Array<Pair<F>>,
+    rows: u32,
+    cols: u32,
+    steps: u32,
+    #[define(F)] _dtype: StorageType,
+) {
+    let plane = UNIT_POS / 32u32;
+    let lane = UNIT_POS % 32u32;
+    let row = CUBE_POS_Y * comptime!(TILE[0]) + plane / 2u32 * comptime!(DOWN as u32 * 16);
+    let col = CUBE_POS_X * comptime!(TILE[1]) + plane % 2u32 * comptime!(ACROSS as u32 * 8);
+    let (last_row, last_col) = (rows - 1u32, cols - 1u32);
+    let def = MmaDefinition::<e2m1x2, e2m1x2, f32>::new_scaled::<e4m3>(16usize, 8usize, STEP, 4usize);
+    let mut sums = zero_sums(comptime!(DOWN * ACROSS));
+    for step in 0..steps {
+        let mut left = Sequence::<Array<Codes>>::new();
+        let mut left_scales = Array::<Scales>::new(DOWN);
+        #[unroll]
+        for down in 0..DOWN {
+            let first = row + comptime!(down as u32 * 16);
+            let mut codes = Array::<Codes>::new(4usize);
+            #[unroll]
+            for register in 0..4u32 {
+                let at = min(first + left_row(lane, register), last_row) * steps + step;
+                codes[register as usize] = a_codes[(at * 8u32 + left_word(lane, register)) as usize];
+            }
+            left.push(codes);
+            let at = min(first + left_scales_row(lane), last_row) * steps + step;
+            left_scales[down] = a_scales[at as usize];
+        }
+        #[unroll]
+        for across in 0..ACROSS {
+            let at = min(col + comptime!(across as u32 * 8) + right_row(lane), last_col) * steps + step;
+            let mut right = Array::<Codes>::new(2usize);
+            #[unroll]
+            for register in 0..2u32 {
+                right[register as usize] = w_codes[(at * 8u32 + right_word(lane, register)) as usize];
+            }
+            let mut right_scales = w_scales[at as usize];
+            #[unroll]
+            for down in 0..DOWN {
+                let sum = sums.index_mut(comptime!(down * ACROSS + across));
+                let mut own_scales = left_scales[down];
+                let new = def.execute_scaled(left.index(down), &right, sum, own_scales, right_scales);
+                sum[0] = new[0];
+                sum[1] = new[1];
+            }
+        }
+    }
+
+    let global = Pair::new(a_global[0] * w_global[0]);
+    #[unroll]
+    for down in 0..DOWN {
+        #[unroll]
+        for across in 0..ACROSS {
+            let sum = sums.index(comptime!(down * ACROSS + across));
+            #[unroll]
+            for register in 0..2u32 {
+                let r = row + comptime!(down as u32 * 16) + sum_row(lane, register);
+                let c = col + comptime!(across as u32 * 8) + sum_col(lane);
+                if r < rows && c < cols {
+                    y[((r * cols + c) / 2u32) as usize] = Pair::cast_from(sum[register as usize] * global);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LANES: usize = 32;
+
+    /// What one instruction does, by the PTX ISA (mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64, its
+    /// figures of fragments and of scale selection with all selectors 0), from the registers of a warp.
+    fn instruction(
+        a: &[[u32; 4]; LANES],
+        b: &[[u32; 2]; LANES],
+        a_scales: &[u32; LANES],
+        b_scales: &[u32; LANES],
+    ) -> [[f64; 4]; LANES] {
+        let value = |word: u32, i: usize| {
+            let code = word >> (4 * i) & 15;
+            let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][(code & 7) as usize];
+            if code & 8 == 0 { magnitude } else { -magnitude }
+        };
+        let mut left = [[0.0f64; 64]; 16];
+        let mut right = [[0.0f64; 8]; 64];
+        for lane in 0..LANES {
+            let (group, thread) = (lane >> 2, lane % 4);
+            for i in 0..32 {
+                let row = if i < 8 || (16..24).contains(&i) { group } else { group + 8 };
+                let col = thread * 8 + (i & 7) + if i >= 16 { 32 } else { 0 };
+                left[row][col] = value(a[lane][i / 8], i % 8);
+            }
+            for i in 0..16 {
+                let row = thread * 8 + (i & 7) + if i >= 8 { 32 } else { 0 };
+                right[row][group] = value(b[lane][i / 8], i % 8);
+            }
+        }
+        // Lanes 0 and 1 of each four hold the scales of rows group and group + 8; lane 0 those of column group.
+        let scale = |word: u32, col: usize| e4m3((word >> (8 * (col / 16))) as u8);
+        for (row, values) in left.iter_mut().enumerate() {
+            let lane = row % 8 * 4 + row / 8;
+            values.iter_mut().enumerate().for_each(|(col, x)| *x *= scale(a_scales[lane], col));
+        }
+        for (row, values) in right.iter_mut().enumerate() {
+            values.iter_mut().enumerate().for_each(|(col, x)| *x *= scale(b_scales[col * 4], row));
+        }
+        let mut out = [[0.0; 4]; LANES];
+        for (lane, sums) in out.iter_mut().enumerate() {
+            for (i, sum) in sums.iter_mut().enumerate() {
+                let row = if i < 2 { lane >> 2 } else { (lane >> 2) + 8 };
+                let col = lane % 4 * 2 + (i & 1);
+                *sum = (0..64).map(|k| left[row][k] * right[k][col]).sum();
+            }
+        }
+        out
+    }
+
+    fn e4m3(byte: u8) -> f64 {
+        let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7) / 8.0);
+        if exponent == 0 { mantissa * 2f64.powi(-6) } else { (1.0 + mantissa) * 2f64.powi(exponent - 7) }
+    }
+
+    /// A warp that loads and stores by the kernel's functions multiplies matrices as they lie in memory.
+    #[test]
+    fn fragments_are_words_of_the_matrices() {
+        let mut state = 0x9E37_79B9u32;
+        let mut random = || {
+            state = state.wrapping_mul(0x915F_77F5).wrapping_add(1);
+            state ^ state >> 15
+        };
+        for _ in 0..50 {
+            let codes: [Vec<u32>; 2] = [16, 8].map(|rows| (0..rows * 8).map(|_| random()).collect());
+            // Every scale but NaN.
+            let scales: [Vec<u8>; 2] = [16, 8].map(|rows| (0..rows * 4).map(|_| (random() % 0x7F) as u8).collect());
+            let word = |scales: &[u8], row: u32| {
+                u32::from_le_bytes(scales[row as usize * 4..][..4].try_into().expect("four bytes"))
+            };
+            let (mut a, mut b) = ([[0; 4]; LANES], [[0; 2]; LANES]);
+            let (mut a_scales, mut b_scales) = ([0; LANES], [0; LANES]);
+            for lane in 0..LANES as u32 {
+                let at = |row: u32, word: u32| (row * 8 + word) as usize;
+                let l = lane as usize;
+                for r in 0..4 {
+                    a[l][r as usize] = codes[0][at(left_row(lane, r), left_word(lane, r))];
+                }
+                for r in 0..2 {
+                    b[l][r as usize] = codes[1][at(right_row(lane), right_word(lane, r))];
+                }
+                a_scales[l] = word(&scales[0], left_scales_row(lane));
+                b_scales[l] = word(&scales[1], right_row(lane));
+            }
+            let sums = instruction(&a, &b, &a_scales, &b_scales);
+            let mut y = [[f64::NAN; 8]; 16];
+            for lane in 0..LANES as u32 {
+                for i in 0..4u32 {
+                    let col = sum_col(lane) + i % 2;
+                    y[sum_row(lane, i / 2) as usize][col as usize] = sums[lane as usize][i as usize];
+                }
+            }
+            for (row, line) in y.iter().enumerate() {
+                for (col, got) in line.iter().enumerate() {
+                    let of = |side: usize, row: usize, k: usize| {
+                        let code = codes[side][row * 8 + k / 8] >> (4 * (k % 8)) & 15;
+                        let value = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][(code & 7) as usize];
+                        let scale = e4m3(scales[side][row * 4 + k / 16]);
+                        if code & 8 == 0 { value * scale } else { -value * scale }
+                    };
+                    let exact: f64 = (0..64).map(|k| of(0, row, k) * of(1, col, k)).sum();
+                    assert!((got - exact).abs() <= 1e-9 * exact.abs().max(1.0), "y[{row}][{col}]: {got}, not {exact}");
+                }
+            }
+        }
+    }
+}
