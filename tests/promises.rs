@@ -17,6 +17,7 @@ mod optimizer;
 mod parity;
 mod products;
 mod quantizer;
+mod random_cases;
 mod streaming;
 mod text;
 mod training;

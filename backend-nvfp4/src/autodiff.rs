@@ -331,6 +331,10 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
     }
 
+    fn tiers(device: &Self::Device) -> Vec<&'static str> {
+        B::tiers(device)
+    }
+
     fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
         B::bench_kernels(device, filter, show)
     }

@@ -8,7 +8,7 @@ use crate::{
     reference,
 };
 use burn::tensor::{
-    DType, Shape, Slice, TensorData, TensorMetadata,
+    DType, Shape, Slice, TensorMetadata,
     backend::{Backend, DeviceOps},
     ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
 };
@@ -57,11 +57,8 @@ where
         let x = into_contiguous(x);
         let [rows, cols] = dims(&x);
         let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
-        let amax = measured(&x, View::row_major(rows, cols), spec, false);
-        // The tensor's amax and what follows of it, as if it were so much larger: powers of two, exact.
-        let room = reference::MASTER_ROOM;
-        let factors = Self::float_from_data(TensorData::new(vec![room, 1.0 / room, room], [3]), &x.device);
-        let amax = Self::float_mul(amax, factors);
+        let amax = empty(&x, [quantize::AMAX_LEN], DType::F32);
+        launched(quantize::amax(&x.client, arg(&x), x.dtype.into(), reference::MASTER_ROOM, arg(&amax)));
         coded::<Self, R>(&x, amax, View::row_major(rows, cols), spec, false)
     }
 
@@ -358,6 +355,10 @@ where
         sum
     }
 
+    fn tiers(device: &Self::Device) -> Vec<&'static str> {
+        bench::tiers(&R::client(device))
+    }
+
     fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
         bench::run(&R::client(device), filter, show).map_err(|e| Nvfp4Error::Device(e.to_string()))
     }
@@ -408,22 +409,16 @@ where
     R: CubeRuntime,
     B: Backend<IntTensorPrimitive = CubeTensor<R>>,
 {
-    let amax = measured(x, view, spec, rotated);
-    coded::<B, R>(x, amax, view, spec, rotated)
-}
-
-/// What [`quantize::amax`] tells of the matrix that `view` sees in `x`.
-fn measured<R: CubeRuntime>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> CubeTensor<R> {
     let (client, dtype) = (&x.client, x.dtype.into());
     let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
     if spec.scaling == Scaling::Two {
         launched(if rotated {
             quantize::amax_rotated(client, arg(x), dtype, view, arg(&amax))
         } else {
-            quantize::amax(client, arg(x), dtype, arg(&amax))
+            quantize::amax(client, arg(x), dtype, 1.0, arg(&amax))
         });
     }
-    amax
+    coded::<B, R>(x, amax, view, spec, rotated)
 }
 
 /// The matrix that `view` sees in `x`, quantised with what was measured of it.

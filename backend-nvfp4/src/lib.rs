@@ -240,6 +240,11 @@ pub trait Nvfp4Backend: Backend {
         rows.cast(dtype).into_primitive().tensor()
     }
 
+    /// The tiers of products with packed operands that a device has, in the order in which they are tried.
+    fn tiers(_device: &Self::Device) -> Vec<&'static str> {
+        vec!["scalar reference"]
+    }
+
     /// Times every kernel whose name contains `filter` on `device`, handing rows to `show`; the copy rate comes first.
     ///
     /// # Errors

@@ -10,6 +10,7 @@ use crate::{
     adamw::{self, Master},
     attention,
     attention::AttentionShape,
+    block_scaled::{self, block_scaled},
     cross_entropy::cross_entropy,
     decode_attention::{self, decode_attention},
     dequantize::dequantize,
@@ -56,6 +57,18 @@ pub struct Row {
 /// The four projections of a Qwen3-4B block and its head, output and input features.
 const LINEARS: [(&str, usize, usize); 5] =
     [("q", 4096, 2560), ("k, v", 1024, 2560), ("o", 2560, 4096), ("gate, up", 9728, 2560), ("down", 2560, 9728)];
+
+/// The tiers of products with packed operands that a device has: the first that takes a shape makes it.
+pub fn tiers<R: Runtime>(client: &ComputeClient<R>) -> Vec<&'static str> {
+    let tensor_cores = mma::supported(client, BF16);
+    let all = [
+        (tensor_cores, "decode, up to 16 rows (gemv)"),
+        (tensor_cores && block_scaled::supported(client), "packed x packed on NVFP4 tensor cores (block_scaled)"),
+        (tensor_cores, "dequantise, 16-bit tensor cores (gemm)"),
+        (true, "portable (matmul)"),
+    ];
+    all.into_iter().filter_map(|(there, name)| there.then_some(name)).collect()
+}
 
 /// Times the kernels whose name contains `filter`, handing each row to `show` as it is there. The first is the copy.
 ///
@@ -217,7 +230,7 @@ impl<R: Runtime> Bench<'_, R> {
             quantize::amax_rotated(client, self.arg(&x, n), BF16, across, self.arg(&amax, 3))
         })?;
         self.row(show, "amax", shape.clone(), moved(n as f64 * 2.0), |_| {
-            quantize::amax(client, self.arg(&x, n), BF16, self.arg(&amax, 3))
+            quantize::amax(client, self.arg(&x, n), BF16, 1.0, self.arg(&amax, 3))
         })?;
         self.row(show, "dequantize", shape.clone(), moved(n as f64 * 2.5625), |_| {
             let packed = (self.arg(&codes, n / 8), self.arg(&scales, n / 16));
@@ -356,6 +369,21 @@ impl<R: Runtime> Bench<'_, R> {
                     let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
                     gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false)
                 })?;
+                if block_scaled::supported(client) {
+                    let packed = |rows: usize| PackedArgs {
+                        codes: self.arg(&codes, rows * k / 8),
+                        scales: self.arg(&scales, rows * k / 16),
+                        global: self.arg(&one, 1),
+                        rows,
+                        cols: k,
+                    };
+                    // The left operand's codes are the first rows of the same buffer, or it would be too short.
+                    let rows = m.min(n);
+                    let work = (None, Some(2.0 * (rows * n * k) as f64));
+                    self.row(show, "block_scaled, packed x packed", format!("{layer} {rows}x{n}x{k}"), work, |_| {
+                        block_scaled(client, packed(rows), packed(n), self.arg(&y, rows * n), BF16)
+                    })?;
+                }
                 self.row(show, "gemm dgrad, packed weight", shape.clone(), work, |_| {
                     dense()?;
                     let shape = gemm::Shape { i: m, j: k, r: n };

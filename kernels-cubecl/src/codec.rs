@@ -6,9 +6,10 @@
 //! * E4M3FN byte `s eeee mmm`: bias 7, subnormals `m/8 * 2^-6`, no infinity, NaN 0x7F. Encoding
 //!   saturates at 448.
 //!
-//! E2M1 to nearest adds a power of two and lets f32 round. E4M3 and stochastic E2M1 cut the 24-bit significand at
-//! bit `s`: `kept = m >> s` and the bits cut off, as a 32-bit fraction. E4M3 compares the fraction with a half;
-//! stochastic rounding goes up where a uniform 32-bit number is below it, so that `P(up) = fraction / 2^32` exactly.
+//! E2M1 to nearest adds a power of two and lets f32 round. E4M3 cuts the 24-bit significand at bit `s`: `kept = m >> s`
+//! and the bits cut off, as a 32-bit fraction, which is compared with a half. Stochastic E2M1 goes up where a uniform
+//! 32-bit number is below the fraction, so that `P(up) = fraction / 2^32` exactly: from 1 on by a sum that carries into
+//! the code's bits, below 1 by a comparison.
 
 use cubecl::prelude::*;
 
@@ -18,11 +19,8 @@ use cubecl::prelude::*;
 pub(crate) fn e2m1_encode(x: f32, random: u32, #[comptime] stochastic: bool) -> u32 {
     // NaN becomes +6.
     let x = select(x == x, x, 6.0f32);
-    let code = if comptime!(stochastic) {
-        e2m1_stochastic(u32::reinterpret(x) & 0x7FFF_FFFFu32, random)
-    } else {
-        e2m1_nearest(x.abs())
-    };
+    let code =
+        if comptime!(stochastic) { e2m1_stochastic(min(x.abs(), 6.0f32), random) } else { e2m1_nearest(x.abs()) };
     code | ((u32::reinterpret(x) >> 28u32) & 8u32)
 }
 
@@ -39,16 +37,16 @@ fn e2m1_nearest(magnitude: f32) -> u32 {
 }
 
 #[cube]
-fn e2m1_stochastic(magnitude_bits: u32, random: u32) -> u32 {
-    let exponent = magnitude_bits >> 23u32;
-    let significand = (magnitude_bits & 0x007F_FFFFu32) | 0x0080_0000u32;
-    // From 1.0 on a binade holds two codes; below, codes 0 and 1 are spaced like those of [1, 2).
-    let above_one = exponent >= 127u32;
-    let shift = select(above_one, 22u32, 149u32 - min(exponent, 127u32));
-    let up = select(random < cut_off(significand, shift), 1u32, 0u32);
-    let binade = select(above_one, 2u32 * (max(exponent, 127u32) - 127u32), 0u32);
-    let rounded = cut(significand, shift) + binade + up;
-    select(magnitude_bits >= 0x40C0_0000u32, 7u32, rounded)
+fn e2m1_stochastic(x: f32, random: u32) -> u32 {
+    // Exponent and first place of the significand are the code; the 22 places below it are the fraction.
+    let carried = u32::reinterpret(x) + (0x003F_FFFFu32 - (random >> 10u32));
+    let above_one = min((carried >> 22u32) - 252u32, 7u32);
+    // Halves: what is left of the last one, in units of 2^-33, exactly.
+    let half = x >= 0.5f32;
+    let rest = select(half, x - 0.5f32, x) * 8_589_934_592.0f32;
+    // The largest that a u32 holds: past it is only what is not below 1.
+    let up = select(random < u32::cast_from(min(rest, 4_294_967_040.0f32)), 1u32, 0u32);
+    select(x >= 1.0f32, above_one, select(half, 1u32, 0u32) + up)
 }
 
 /// The value of an E2M1 code: a table of eight nibbles holds it in halves, which the low bits of 2^22 count.

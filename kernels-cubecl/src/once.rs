@@ -74,7 +74,7 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     }
     let n = rows * cols;
     normal::normal(client, values(n), dtype, 0.02, stream)?;
-    quantize::amax(client, values(n), dtype, floats(AMAX_LEN))?;
+    quantize::amax(client, values(n), dtype, 1.0, floats(AMAX_LEN))?;
     for global in [None, Some(floats(1))] {
         dequantize(client, floats(n / 8), zeros(n / 16, 1), global, values(n), dtype, rows, cols)?;
     }

@@ -186,7 +186,7 @@ pub fn amax_rotated<R: Runtime>(
             dtype,
         );
         let (one, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(256));
-        amax_kernel::launch_unchecked(client, one, dim, 1, partial(), out, true, float);
+        amax_kernel::launch_unchecked(client, one, dim, 1, partial(), out, 1.0, true, float);
     }
     Ok(())
 }
@@ -306,7 +306,8 @@ fn amax_rotated_kernel<F: Float, N: Size>(
 /// Values that [`amax`] writes.
 pub const AMAX_LEN: usize = 3;
 
-/// `out = [A, S / 6, 1 / S]` with `A = max |x|`, NaN ignored, and `S` as above. Two launches: a maximum for each of up
+/// `out = [A, S / 6, 1 / S]` with `A = room * max |x|`, NaN ignored, and `S` as above. `room` is 1, or how far the values
+/// may grow before block scales saturate. Two launches: a maximum for each of up
 /// to 1,024 cubes, then one cube.
 ///
 /// # Errors
@@ -315,6 +316,7 @@ pub fn amax<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
     dtype: StorageType,
+    room: f32,
     out: ArrayArg<R>,
 ) -> Result<(), KernelError> {
     expect_len("amax", "out", out.size(), AMAX_LEN)?;
@@ -333,10 +335,12 @@ pub fn amax<R: Runtime>(
             vector,
             x,
             scratch_arg(),
+            1.0,
             false,
             dtype,
         );
-        amax_kernel::launch_unchecked(client, CubeCount::Static(1, 1, 1), dim, 1, scratch_arg(), out, true, float);
+        let one = CubeCount::Static(1, 1, 1);
+        amax_kernel::launch_unchecked(client, one, dim, 1, scratch_arg(), out, room, true, float);
     }
     Ok(())
 }
@@ -424,6 +428,7 @@ fn quantize_kernel<F: Float, N: Size>(
 fn amax_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     out: &mut Array<f32>,
+    room: f32,
     #[comptime] last: bool,
     #[define(F)] _dtype: StorageType,
 ) {
@@ -441,11 +446,14 @@ fn amax_kernel<F: Float, N: Size>(
     }
     let amax = cube_max(amax);
     if UNIT_POS == 0u32 {
-        out[CUBE_POS_X as usize] = amax;
         if comptime!(last) {
+            let amax = amax * room;
+            out[0usize] = amax;
             let full = select(amax == 0.0f32, 1.0f32, min(2688.0f32 / amax, 3.402_823_5e38f32));
             out[1] = full * (1.0f32 / 6.0f32);
             out[2] = 1.0f32 / full;
+        } else {
+            out[CUBE_POS_X as usize] = amax;
         }
     }
 }

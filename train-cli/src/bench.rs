@@ -25,6 +25,7 @@ impl Job for Kernels {
 
     fn run<B: Nvfp4Backend>(self, device: B::Device, _: Precision) -> Result<(), CliError> {
         let Self(args) = self;
+        report::label("tiers", B::tiers(&device).join(" · "));
         if !args.json {
             let head = ["kernel", "shape", "time", "rate", "share"];
             report::result(format!("{:<33} {:<38} {:>10} {:>13} {:>6}", head[0], head[1], head[2], head[3], head[4]));
