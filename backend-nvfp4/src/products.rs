@@ -140,7 +140,7 @@ pub(crate) fn packed_both<R: CubeRuntime>(
             return few_rows(a.values(operand, false), w, &[&a.global]);
         }
         let client = &w.codes.client;
-        if product == Product::Nt && block_scaled::fits(j, r) && block_scaled::supported(client) {
+        if product == Product::Nt && block_scaled::fits(j, r) && block_scaled::trusted(client) {
             let y = empty(&w.codes, [a.dims[0], j], out);
             launched(block_scaled(client, a.args(), w.args(), arg(&y), out.into()));
             return y;

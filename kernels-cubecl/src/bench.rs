@@ -63,7 +63,7 @@ pub fn tiers<R: Runtime>(client: &ComputeClient<R>) -> Vec<&'static str> {
     let tensor_cores = mma::supported(client, BF16);
     let all = [
         (tensor_cores, "decode, up to 16 rows (gemv)"),
-        (tensor_cores && block_scaled::supported(client), "packed x packed on NVFP4 tensor cores (block_scaled)"),
+        (tensor_cores && block_scaled::trusted(client), "packed x packed on NVFP4 tensor cores (block_scaled)"),
         (tensor_cores, "dequantise, 16-bit tensor cores (gemm)"),
         (true, "portable (matmul)"),
     ];

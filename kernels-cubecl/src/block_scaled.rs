@@ -10,19 +10,21 @@
 //!
 //! A cube of four planes makes 64x128 of y, a plane 32x64, whose sums stay in registers. Moves 9/16 of a byte a value of either
 //! operand for every tile that needs it: from the caches. Compiled for such cards and simulated below, not run on
-//! one yet: no shared memory, no pipeline.
+//! one yet: each process compares it with the portable kernel before it uses it. No shared memory, no pipeline.
 
 use crate::{
     error::{KernelError, expect_len, index},
-    matmul::PackedArgs,
+    matmul::{PackedArgs, matmul_packed_packed},
     mma::{Pair, zero_sums},
 };
 use cubecl::{
     cmma::MmaDefinition,
     ir::{ElemType, FloatKind, features::ScaledMmaConfig},
     prelude::*,
+    server::Handle,
 };
 use cubecl_common::{e2m1x2, e4m3};
+use std::sync::OnceLock;
 
 /// Values that one product sums over: columns come in whole steps.
 pub const STEP: usize = 64;
@@ -51,6 +53,52 @@ pub fn supported<R: Runtime>(client: &ComputeClient<R>) -> bool {
         k: STEP as u32,
         scales_factor: 4,
     })
+}
+
+/// Whether the device has them and they were seen to give what the portable kernel gives: asked once a process.
+pub fn trusted<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    static AGREES: OnceLock<bool> = OnceLock::new();
+    supported(client) && *AGREES.get_or_init(|| agrees(client).unwrap_or(false))
+}
+
+/// Compares the two on random codes and scales, ragged in rows and columns.
+fn agrees<R: Runtime>(client: &ComputeClient<R>) -> Result<bool, KernelError> {
+    let mut state = 1u32;
+    let mut random = |len: usize, below: u32| -> Vec<u8> {
+        let mut next = || {
+            state = state.wrapping_mul(0x915F_77F5).wrapping_add(1);
+            (state >> 16) % below
+        };
+        (0..len).map(|_| next() as u8).collect()
+    };
+    let (rows, cols, depth) = (75usize, 138usize, 3 * STEP);
+    let mut packed = |rows: usize| {
+        let codes = client.create_from_slice(&random(rows * depth / 2, 256));
+        // Scales around 1, so that no block drowns the others.
+        let scales: Vec<u8> = random(rows * depth / 16, 24).iter().map(|b| b + 0x30).collect();
+        (rows, codes, client.create_from_slice(&scales), client.create_from_slice(&1.0f32.to_le_bytes()))
+    };
+    let (a, w) = (packed(rows), packed(cols));
+    // SAFETY: the buffers were made with these lengths.
+    let arg = |handle: &Handle, len: usize| unsafe { ArrayArg::from_raw_parts(handle.clone(), len) };
+    let args = |(rows, codes, scales, global): &(usize, Handle, Handle, Handle)| PackedArgs {
+        codes: arg(codes, rows * depth / 8),
+        scales: arg(scales, rows * depth / 16),
+        global: arg(global, 1),
+        rows: *rows,
+        cols: depth,
+    };
+    let [ours, portable] = [0; 2].map(|_| client.empty(rows * cols * 4));
+    let f32 = ElemType::Float(FloatKind::F32).into();
+    block_scaled(client, args(&a), args(&w), arg(&ours, rows * cols), f32)?;
+    matmul_packed_packed(client, args(&a), args(&w), arg(&portable, rows * cols), f32)?;
+    let read = |handle: Handle| -> Result<Vec<f32>, KernelError> {
+        let bytes = client.read_one(handle).map_err(|e| KernelError::Device { reason: format!("{e:?}") })?;
+        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    };
+    let (ours, portable) = (read(ours)?, read(portable)?);
+    let top = portable.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+    Ok(top > 0.0 && ours.iter().zip(&portable).all(|(a, b)| (a - b).abs() <= 1e-4 * top))
 }
 
 /// Whether the kernel takes a product of `[i, r]` with `[j, r]`.

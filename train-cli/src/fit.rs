@@ -137,6 +137,7 @@ impl Job for Fit {
         }
 
         inputs.header(&plan, scaling);
+        report::label("products", B::tiers(&device).join(" · "));
         let text = &inputs.text;
         let prompts = prompts(&plan, &inputs, demo.as_ref())?;
         let ask = |model: &Qwen3<B>| {
