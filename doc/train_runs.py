@@ -2,8 +2,8 @@
 GPU at a time; fine-tunes it; writes OUT/runs.csv and OUT/log.txt.
 
     python3 doc/make_corpus.py DATA
-    python3 doc/train_runs.py train-cli DATA recipes OUT MIX.tsv    # 2,048 steps; 410 s on four H200
-    python3 doc/train_runs.py train-cli DATA states OUT             # 1,280 steps; 450 s
+    python3 doc/train_runs.py train-cli DATA recipes OUT MIX.tsv    # 2,048 steps; some seven minutes on four H200
+    python3 doc/train_runs.py train-cli DATA states OUT             # 1,280 steps; as long
 
 MIX.tsv: the rows to fine-tune on, of which every 25th is held out.
 """

@@ -118,12 +118,9 @@ pub fn block_scaled<R: Runtime>(
     result: StorageType,
 ) -> Result<(), KernelError> {
     const NAME: &str = "block-scaled product";
-    a.check(NAME)?;
-    w.check(NAME)?;
+    a.check_product(NAME, &w, &out)?;
     let [rows, cols] = [a.rows, w.rows];
-    expect_len(NAME, "columns of the right operand", w.cols, a.cols)?;
     expect_len(NAME, "columns left over in a step", usize::from(!fits(cols, a.cols)), 0)?;
-    expect_len(NAME, "out", out.size(), rows * cols)?;
     if rows == 0 || cols == 0 {
         return Ok(());
     }

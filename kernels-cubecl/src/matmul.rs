@@ -1,4 +1,4 @@
-//! Products with packed operands. With `w = code * scale * g` (see [`crate::layout`]):
+//! Products with packed operands where there are no tensor cores: the tier that runs everywhere. With `w = code * scale * g` (see [`crate::layout`]):
 //! ```text
 //! Nt  y [i, j] = sum_r a[i, r] * w[j, r]     forward: activations times weights
 //! Nn  dx[i, j] = sum_r a[i, r] * w[r, j]     dgrad: output gradient times weights
@@ -51,6 +51,14 @@ impl<R: Runtime> PackedArgs<R> {
         expect_len(kernel, "codes", self.codes.size(), self.rows * words_per_row(self.cols))?;
         expect_len(kernel, "scales", self.scales.size(), self.rows * scales_per_row(self.cols))?;
         expect_len(kernel, "global", self.global.size(), 1)
+    }
+
+    /// Whether both sides of `self · wᵀ` are whole and fit each other and `out`.
+    pub(crate) fn check_product(&self, kernel: &'static str, w: &Self, out: &ArrayArg<R>) -> Result<(), KernelError> {
+        self.check(kernel)?;
+        w.check(kernel)?;
+        expect_len(kernel, "columns of a", self.cols, w.cols)?;
+        expect_len(kernel, "out", out.size(), self.rows * w.rows)
     }
 }
 
@@ -116,10 +124,7 @@ pub fn matmul_packed_packed<R: Runtime>(
     dtype: StorageType,
 ) -> Result<(), KernelError> {
     const NAME: &str = "matmul packed x packed";
-    a.check(NAME)?;
-    w.check(NAME)?;
-    expect_len(NAME, "columns of a", a.cols, w.cols)?;
-    expect_len(NAME, "out", out.size(), a.rows * w.rows)?;
+    a.check_product(NAME, &w, &out)?;
     if a.rows == 0 || w.rows == 0 {
         return Ok(());
     }

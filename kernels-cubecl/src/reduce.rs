@@ -24,14 +24,7 @@ pub(crate) fn cube_sum(x: f32) -> f32 {
 /// The sums of `x` and of `y` over the cube, for one pair of barriers.
 #[cube]
 pub(crate) fn cube_sums(x: f32, y: f32) -> (f32, f32) {
-    let mut shared = SharedMemory::<f32>::new(512usize);
-    let (x, y) = (plane_sum(x), plane_sum(y));
-    sync_cube();
-    if UNIT_POS_PLANE == 0u32 {
-        shared[(UNIT_POS / PLANE_DIM * 2u32) as usize] = x;
-        shared[(UNIT_POS / PLANE_DIM * 2u32 + 1u32) as usize] = y;
-    }
-    sync_cube();
+    let shared = met(plane_sum(x), plane_sum(y));
     let mut x = 0.0f32;
     let mut y = 0.0f32;
     for p in 0..CUBE_DIM / PLANE_DIM {
@@ -61,14 +54,7 @@ pub(crate) fn cube_max(x: f32) -> f32 {
 /// The largest `x` and the largest `y` in the cube, for one pair of barriers.
 #[cube]
 pub(crate) fn cube_maxima(x: f32, y: f32) -> (f32, f32) {
-    let mut shared = SharedMemory::<f32>::new(512usize);
-    let (x, y) = (plane_max(x), plane_max(y));
-    sync_cube();
-    if UNIT_POS_PLANE == 0u32 {
-        shared[(UNIT_POS / PLANE_DIM * 2u32) as usize] = x;
-        shared[(UNIT_POS / PLANE_DIM * 2u32 + 1u32) as usize] = y;
-    }
-    sync_cube();
+    let shared = met(plane_max(x), plane_max(y));
     let mut x = shared[0usize];
     let mut y = shared[1usize];
     for p in 0..CUBE_DIM / PLANE_DIM {
@@ -76,6 +62,20 @@ pub(crate) fn cube_maxima(x: f32, y: f32) -> (f32, f32) {
         y = max(y, shared[(p * 2u32 + 1u32) as usize]);
     }
     (x, y)
+}
+
+/// Every plane's pair, side by side.
+#[cube]
+fn met(x: f32, y: f32) -> SharedMemory<f32> {
+    let mut shared = SharedMemory::<f32>::new(512usize);
+    // An earlier call's values may still be read.
+    sync_cube();
+    if UNIT_POS_PLANE == 0u32 {
+        shared[(UNIT_POS / PLANE_DIM * 2u32) as usize] = x;
+        shared[(UNIT_POS / PLANE_DIM * 2u32 + 1u32) as usize] = y;
+    }
+    sync_cube();
+    shared
 }
 
 /// The sum of a vector's elements.

@@ -20,6 +20,7 @@ use cubecl::{
     zspace::{Shape, Strides},
 };
 use cubecl_common::{
+    backtrace::BackTrace,
     bytes::Bytes,
     device::{Device, DeviceService},
     future::DynFut,
@@ -200,7 +201,9 @@ impl ServerCommunication for SourceServer {
     const SERVER_COMM_ENABLED: bool = false;
 }
 
-const NOTHING: &str = "this runtime only writes source text";
+fn nothing() -> ServerError {
+    ServerError::Generic { reason: "this runtime only writes source text".into(), backtrace: BackTrace::capture() }
+}
 
 impl ComputeServer for SourceServer {
     type Kernel = Box<dyn CubeTask<Compiler>>;
@@ -216,7 +219,7 @@ impl ComputeServer for SourceServer {
         self.utilities.clone()
     }
     fn read(&mut self, _: Vec<CopyDescriptor>, _: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
-        unimplemented!("{NOTHING}")
+        Box::pin(async { Err(nothing()) })
     }
     fn write(&mut self, _: Vec<(CopyDescriptor, Bytes)>, _: StreamId) {}
     fn sync(&mut self, _: StreamId) -> DynFut<Result<(), ServerError>> {
@@ -227,7 +230,7 @@ impl ComputeServer for SourceServer {
         _: Binding,
         _: StreamId,
     ) -> Result<ManagedResource<<BytesStorage as ComputeStorage>::Resource>, ServerError> {
-        unimplemented!("{NOTHING}")
+        Err(nothing())
     }
     unsafe fn launch(
         &mut self,
@@ -251,14 +254,14 @@ impl ComputeServer for SourceServer {
         Ok(())
     }
     fn memory_usage(&mut self, _: StreamId) -> Result<MemoryUsage, ServerError> {
-        unimplemented!("{NOTHING}")
+        Err(nothing())
     }
     fn memory_cleanup(&mut self, _: StreamId) {}
     fn start_profile(&mut self, _: StreamId) -> Result<ProfilingToken, ServerError> {
-        unimplemented!("{NOTHING}")
+        Err(nothing())
     }
     fn end_profile(&mut self, _: StreamId, _: ProfilingToken) -> Result<ProfileDuration, ProfileError> {
-        unimplemented!("{NOTHING}")
+        Err(ProfileError::NotRegistered { backtrace: BackTrace::capture() })
     }
     fn allocation_mode(&mut self, _: MemoryAllocationMode, _: StreamId) {}
 }

@@ -132,8 +132,8 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     }
 }
 
-/// Sets CubeCL up for this process, before any device is touched. Memory: pools of exact sizes instead of pages of a quarter of the card,
-/// and one pool for all threads. Compiled kernels: kept (see [`kernel_cache`]).
+/// Sets CubeCL up for this process, before any device is touched. Memory: pools of exact sizes instead of pages of a
+/// quarter of the card, and one pool for all threads. Compiled kernels: kept (see [`kernel_cache`]).
 pub fn configure() {
     let mut config = CubeClRuntimeConfig::default();
     config.memory.persistent_memory = PersistentMemory::Enforced;

@@ -103,8 +103,9 @@ impl Estimate {
         let (d, f) = (c.hidden_size as f64, c.intermediate_size as f64);
         let (q, kv) = ((c.num_attention_heads * c.head_dim) as f64, (c.num_key_value_heads * c.head_dim) as f64);
         let inputs = tokens * d * value * trained;
-        // Of a block's graph and its backward; without kernels, attention keeps its weights.
-        let mut block = tokens * value * (13.0 * d + 7.0 * q + 8.0 * kv + 6.0 * f);
+        // Of a block's graph and its backward, where gradients take the place of gate and up; without kernels, attention
+        // keeps its weights.
+        let mut block = tokens * value * (13.0 * d + 7.0 * q + 8.0 * kv + 4.0 * f);
         if precision.dtype() == DType::F32 {
             block += 6.0 * 4.0 * tokens * length as f64 * c.num_attention_heads as f64;
         }

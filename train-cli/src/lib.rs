@@ -13,7 +13,7 @@
 //! | [`damp`], [`codes`] | blocks frozen on their codes towards the end; how many codes changed |
 //! | [`data`], [`token_cache`] | files to token sequences with a mask, packed rows, their order; kept on disk |
 //! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
-//! | [`mod@estimate`], [`vram`] | memory before a run and in it |
+//! | [`mod@estimate`], [`vram`], [`pool`] | memory before a run, in it, and given back |
 //! | [`checkpoint`] | training state on disk and back |
 //! | [`durable`] | the only code that writes files |
 //! | [`export`], [`convert`], [`inspect`], [`generate`], [`parity`], [`mod@bench`], [`demo`] | one command a file |
@@ -44,6 +44,7 @@ pub mod model_files;
 pub mod optim;
 pub mod parity;
 pub mod plan;
+pub mod pool;
 pub mod report;
 mod run_folder;
 pub mod schedule;

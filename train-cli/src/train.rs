@@ -8,6 +8,7 @@ use crate::{
     damp::{self, DampedFinish},
     data::{MicroBatch, Order},
     plan::LossKind,
+    pool::Pool,
     report,
     schedule::Schedule,
     step::{Stepped, Stepper},
@@ -322,7 +323,7 @@ where
     let device = net.as_ref().expect("there").model.device();
     // What loading left behind.
     AB::memory_cleanup(&device);
-    let mut pool = Pool { limit: run.memory_limit, ..Pool::default() };
+    let mut pool = Pool::new(run.memory_limit);
     let (mut step, mut batches, mut step_started) = (first, Vec::new(), Instant::now());
     for batch in train.iter() {
         run.vram.note::<AB>(&device, step + 1, "batch_ready")?;
@@ -372,16 +373,16 @@ where
         run.between.after_step(&report)?;
         events.process_train(LearnerEvent::ProcessedItem(item(report, total)));
         let model = net.as_ref().expect("there").valid();
-        if run.between.evaluates(step) && valid.num_items() > 0 {
+        let evaluates = run.between.evaluates(step) && valid.num_items() > 0;
+        if evaluates {
             let report = evaluation(&model, valid, step)?;
             run.between.after_evaluation(&model.model, &report)?;
             events.process_valid(LearnerEvent::ProcessedItem(item(report, total)));
-            pool.others = true;
         }
         // What other lengths left behind is gone now, and no reason to stop.
         let beyond = run.memory_limit.filter(|limit| held > *limit && !trimmed);
         run.between.maybe_save(&model.model, &run.stepper, step, beyond.is_some())?;
-        if std::mem::take(&mut pool.others) {
+        if evaluates {
             // Evaluation, samples and a checkpoint leave buffers of other sizes behind.
             pool.give_back::<AB>(&device);
         }
@@ -393,41 +394,6 @@ where
     }
     events.process_train(LearnerEvent::EndEpoch(1));
     Ok(())
-}
-
-/// Keeps the memory pool at what a step needs. Freed buffers wait for others of exactly their size: steps over batches of
-/// other lengths cannot use them and take more. Steps of one length never give anything back.
-#[derive(Debug, Default)]
-struct Pool {
-    /// Bytes that are not to be held.
-    limit: Option<u64>,
-    /// The most that a step took which began with nothing left over.
-    needed: u64,
-    /// Whether the last step began with buffers of others.
-    stale: bool,
-    /// Whether there was an evaluation since.
-    others: bool,
-}
-
-impl Pool {
-    /// Gives back what steps of other lengths left, if it is much or more than may be `held`; tells whether it did.
-    fn after_step<B: Nvfp4Backend>(&mut self, device: &B::Device, held: u64) -> bool {
-        let Some(memory) = B::memory_in_use(device) else { return false };
-        if !std::mem::replace(&mut self.stale, true) {
-            self.needed = self.needed.max(memory.reserved);
-            return false;
-        }
-        let trims = memory.reserved > self.needed + self.needed / 10 || self.limit.is_some_and(|limit| held > limit);
-        if trims {
-            self.give_back::<B>(device);
-        }
-        trims
-    }
-
-    fn give_back<B: Nvfp4Backend>(&mut self, device: &B::Device) {
-        B::memory_cleanup(device);
-        self.stale = false;
-    }
 }
 
 fn item(report: StepReport, total: usize) -> TrainingItem<StepReport> {

@@ -1,6 +1,6 @@
 //! Quantised moments: their buffers, their tables in shared memory, codes to values and back.
 
-use super::Chunk;
+use super::{Chunk, check_chunk};
 use crate::{
     error::{KernelError, expect_len},
     reduce::cube_maxima,
@@ -22,12 +22,23 @@ pub struct StateArgs<R: Runtime> {
     pub table: ArrayArg<R>,
 }
 
-impl<R: Runtime> StateArgs<R> {
-    pub(super) fn check(&self, name: &'static str, len: usize, bits: u32) -> Result<(), KernelError> {
-        expect_len(name, "state codes", self.codes.size(), len * bits as usize / 8)?;
-        expect_len(name, "state absmax", self.absmax.size(), len.div_ceil(STATE_BLOCK))?;
-        expect_len(name, "state table", self.table.size(), 1 << bits)
+/// Whether gradient and moments fit `len` weights, and the chunk their blocks.
+pub(super) fn check<R: Runtime>(
+    name: &'static str,
+    grad: &ArrayArg<R>,
+    moments: [&StateArgs<R>; 2],
+    bits: u32,
+    len: usize,
+    chunk: Chunk,
+) -> Result<(), KernelError> {
+    expect_len(name, "grad", grad.size(), len)?;
+    for state in moments {
+        expect_len(name, "state codes", state.codes.size(), len * bits as usize / 8)?;
+        expect_len(name, "state absmax", state.absmax.size(), len.div_ceil(STATE_BLOCK))?;
+        expect_len(name, "state table", state.table.size(), 1 << bits)?;
     }
+    check_chunk(chunk, len)?;
+    expect_len(name, "chunk start modulo 256", chunk.start % STATE_BLOCK, 0)
 }
 
 /// Cubes whose units take `width` values of a block each.
@@ -56,14 +67,21 @@ pub(super) fn tables(
     (m_values, v_values)
 }
 
-/// The code of value `i` in what a unit read.
+/// Value `i` of what a unit read: of m itself, of v the root.
 #[cube]
-pub(super) fn state_code<C: Size>(codes: Vector<u8, C>, #[comptime] i: usize, #[comptime] bits: u32) -> u32 {
-    if comptime!(bits == 8) {
+pub(super) fn decoded<C: Size>(
+    codes: Vector<u8, C>,
+    scale: f32,
+    table: &SharedMemory<f32>,
+    #[comptime] i: usize,
+    #[comptime] bits: u32,
+) -> f32 {
+    let code = if comptime!(bits == 8) {
         u32::cast_from(codes[i])
     } else {
         (u32::cast_from(codes[comptime!(i / 2)]) >> comptime!((i % 2 * 4) as u32)) & 15u32
-    }
+    };
+    table[code as usize] * scale
 }
 
 /// The largest magnitudes of a block's moments, of which a unit has `n`.

@@ -1,15 +1,15 @@
 //! AdamW on an NVFP4 master with quantised moments: four units share a block of 16 weights and its scale.
 
 use super::{
-    AdamwStep, Chunk, Scalars, check_chunk,
-    moments::{BLOCKS_PER_CUBE, STATE_BLOCK, StateArgs, block_launch, block_maxima, encoded, state_code, tables},
+    AdamwStep, Chunk, Scalars,
+    moments::{BLOCKS_PER_CUBE, StateArgs, block_launch, block_maxima, check, decoded, encoded, tables},
     scalars, stepped,
 };
 use crate::{
     codec::{e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode},
     device::{bit_casts, liberties},
-    error::{KernelError, expect_blocks, expect_len, index},
-    layout::{code_of, place_code, scale_index, scales_per_row, word_index, words_per_row},
+    error::{KernelError, expect_blocks, index},
+    layout::{code_of, place_code, scale_index, word_index},
     matmul::PackedArgs,
     rng::{draw_of, philox},
 };
@@ -31,16 +31,8 @@ pub fn adamw_packed<R: Runtime>(
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw packed";
     let len = w.rows * w.cols;
-    expect_blocks(NAME, "columns", w.cols)?;
-    expect_len(NAME, "codes", w.codes.size(), w.rows * words_per_row(w.cols))?;
-    expect_len(NAME, "scales", w.scales.size(), w.rows * scales_per_row(w.cols))?;
-    expect_len(NAME, "global", w.global.size(), 1)?;
-    expect_len(NAME, "grad", grad.0.size(), len)?;
-    for state in [&m, &v] {
-        state.check(NAME, len, bits)?;
-    }
-    check_chunk(chunk, len)?;
-    expect_len(NAME, "chunk start modulo 256", chunk.start % STATE_BLOCK, 0)?;
+    w.check(NAME)?;
+    check(NAME, &grad.0, [&m, &v], bits, len, chunk)?;
     expect_blocks(NAME, "chunk end", chunk.end)?;
     let (count, dim) = block_launch(chunk, 4);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
@@ -127,8 +119,8 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
                 let (m_scale, v_scale) = (m_absmax[block], v_absmax[block]);
                 #[unroll]
                 for i in 0..n {
-                    let old_m = m_values[state_code(m_bytes, i, bits) as usize] * m_scale;
-                    let old_root = v_values[state_code(v_bytes, i, bits) as usize] * v_scale;
+                    let old_m = decoded(m_bytes, m_scale, &m_values, i, bits);
+                    let old_root = decoded(v_bytes, v_scale, &v_values, i, bits);
                     let old = e2m1_decode(code_of(packed, first + (i as u32))) * unit;
                     let (new, m, _v, new_root) =
                         stepped(old, old_m, old_root * old_root, f32::cast_from(gradient[i]), s);

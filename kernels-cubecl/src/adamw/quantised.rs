@@ -1,8 +1,8 @@
 //! AdamW with quantised moments: a cube takes blocks of 256 values, whose new maxima it must know before it encodes.
 
 use super::{
-    AdamwStep, Chunk, DenseArgs, Master, Scalars, check_chunk, draw_of_eight, loaded,
-    moments::{BLOCKS_PER_CUBE, STATE_BLOCK, StateArgs, block_launch, block_maxima, encoded, state_code, tables},
+    AdamwStep, Chunk, DenseArgs, Master, Scalars, draw_of_eight, loaded,
+    moments::{BLOCKS_PER_CUBE, StateArgs, block_launch, block_maxima, check, decoded, encoded, tables},
     rounded, scalars, stepped, unit_of,
 };
 use crate::{
@@ -28,13 +28,8 @@ pub fn adamw_quantised<R: Runtime>(
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw quantised";
     let len = w.w.size();
-    expect_len(NAME, "grad", grad.0.size(), len)?;
     expect_len(NAME, "residual", w.residual.size(), len)?;
-    for state in [&m, &v] {
-        state.check(NAME, len, bits)?;
-    }
-    check_chunk(chunk, len)?;
-    expect_len(NAME, "chunk start modulo 256", chunk.start % STATE_BLOCK, 0)?;
+    check(NAME, &grad.0, [&m, &v], bits, len, chunk)?;
     let (vector, parts) = unit_of(len, chunk);
     if bits == 4 {
         expect_len(NAME, "length modulo 4", len % 4, 0)?;
@@ -130,8 +125,8 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
                     #[unroll]
                     for i in 0..n {
                         let lane = comptime!(part * n + i);
-                        let old_m = m_values[state_code(m_bytes, i, bits) as usize] * m_scale;
-                        let old_root = v_values[state_code(v_bytes, i, bits) as usize] * v_scale;
+                        let old_m = decoded(m_bytes, m_scale, &m_values, i, bits);
+                        let old_root = decoded(v_bytes, v_scale, &v_values, i, bits);
                         let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
                         let gradient = f32::cast_from(gradient[i]);
                         let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
