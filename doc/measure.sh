@@ -15,7 +15,7 @@ say() { echo "$*" | tee -a "$out/log.txt"; }
 run() {
   local name=$1 limit=$2 code
   shift 2
-  nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits -lms 50 > "$out/smi.txt" &
+  nvidia-smi -i "${CUDA_VISIBLE_DEVICES:-0}" --query-gpu=memory.used --format=csv,noheader,nounits -lms 50 > "$out/smi.txt" &
   local smi=$!
   timeout "$limit" "$program" fit --tokenizer "$tokenizer" --batch-size 1 --clip previous --save-strategy no --eval-steps 0 \
     --device cuda --overwrite --output-dir "$out/run" "$@" 2> "$out/$name.err"

@@ -395,7 +395,9 @@ fn token_gradients<B: Nvfp4Backend>(
         let len = v.len();
         Tensor::<B, 1, Int>::from_data(TensorData::new(v, [len]), &device)
     };
-    let rows = Tensor::<B, 2>::zeros([unique.len(), dims[1]], (&device, DType::F32));
+    // As many rows in every batch, or each would leave a buffer of another size behind; the last ones add zeros.
+    unique.resize(place.len(), 0);
+    let rows = Tensor::<B, 2>::zeros([place.len(), dims[1]], (&device, DType::F32));
     let rows = rows.select_assign(0, ints(place), dy_MD.cast(DType::F32), IndexingUpdateOp::Add);
     let whole = head.unwrap_or_else(|| Tensor::zeros(dims, (&device, DType::F32)));
     whole.select_assign(0, ints(unique), rows, IndexingUpdateOp::Add)
