@@ -325,12 +325,12 @@ pub fn e2m1_encode(x: f32) -> u8 {
 }
 
 /// E2M1 code of `x`, rounded up in magnitude where `random / 2^32` is below the distance to the
-/// lower code in units of the gap.
+/// lower code in units of the gap. Below 1 that distance is taken of `|x| + 1` as f32 has it: to 2^-23.
 pub fn e2m1_encode_stochastic(x: f32, random: u32) -> u8 {
     if x.is_nan() {
         return 7;
     }
-    let a = x.abs();
+    let a = if x.abs() < 1.0 { (x.abs() + 1.0) - 1.0 } else { x.abs() };
     let low = E2M1.iter().rposition(|&v| v <= a).unwrap_or(0);
     let magnitude = match E2M1.get(low + 1) {
         None => low,

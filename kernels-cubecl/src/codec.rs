@@ -8,8 +8,7 @@
 //!
 //! E2M1 to nearest adds a power of two and lets f32 round. E4M3 cuts the 24-bit significand at bit `s`: `kept = m >> s`
 //! and the bits cut off, as a 32-bit fraction, which is compared with a half. Stochastic E2M1 goes up where a uniform
-//! 32-bit number is below the fraction, so that `P(up) = fraction / 2^32` exactly: from 1 on by a sum that carries into
-//! the code's bits, below 1 by a comparison.
+//! number is below the fraction, by a sum that carries into the code's bits; below 1 the fraction is that of `x + 1` in f32.
 
 use cubecl::prelude::*;
 
@@ -18,35 +17,39 @@ use cubecl::prelude::*;
 #[allow(clippy::eq_op)]
 pub(crate) fn e2m1_encode(x: f32, random: u32, #[comptime] stochastic: bool) -> u32 {
     // NaN becomes +6.
-    let x = select(x == x, x, 6.0f32);
-    let code =
-        if comptime!(stochastic) { e2m1_stochastic(min(x.abs(), 6.0f32), random) } else { e2m1_nearest(x.abs()) };
-    code | ((u32::reinterpret(x) >> 28u32) & 8u32)
+    e2m1_encode_number(select(x == x, x, 6.0f32), random, stochastic)
 }
 
-/// Added to a power of two whose last place is the spacing of the codes there, a magnitude is rounded to them, ties
-/// to even, and the sum's low bits count them. The clamp stands between the caller's product and this sum.
+/// As [`e2m1_encode()`] of what is not NaN.
 #[cube]
-fn e2m1_nearest(magnitude: f32) -> u32 {
-    let x = min(magnitude, 6.0f32);
-    // The binade, [0, 1) counted with [1, 2); 22 binades up lies the power whose last place is half of it.
-    let binade = u32::reinterpret(max(x, 1.0f32)) & 0x7F80_0000u32;
-    let power = binade + 0x0B00_0000u32;
-    let count = u32::reinterpret(x + f32::reinterpret(power)) - power;
-    count + (binade >> 22u32) - 254u32
+pub(crate) fn e2m1_encode_number(x: f32, random: u32, #[comptime] stochastic: bool) -> u32 {
+    // The clamp stands between the caller's product and the sums below.
+    let magnitude = min(x.abs(), 6.0f32);
+    let code = if comptime!(stochastic) { e2m1_stochastic(magnitude, random) } else { e2m1_nearest(magnitude) };
+    let sign = u32::reinterpret(x) >> 28u32;
+    // Three bits of the code under the sign: one logic operation.
+    ((code ^ sign) & 7u32) ^ sign
 }
 
+/// The code in the low three bits. Added to a power of two whose last place is the spacing of the codes there, a
+/// magnitude is rounded to them, ties to even. The power comes with the code of its binade in its last places, an even
+/// number, so that the sum ends in the code.
+#[cube]
+fn e2m1_nearest(x: f32) -> u32 {
+    // 127 for [0, 2), spacing 1/2; 128 for [2, 4); 129 from 4 on. The power is 22 binades further up.
+    let binade = u32::reinterpret(max(x, 1.0f32)) >> 23u32;
+    let power = binade * 0x0080_0002u32 + 0x0AFF_FF02u32;
+    u32::reinterpret(x + f32::reinterpret(power))
+}
+
+/// The code: exponent and first place of the significand are the code, the 22 places below them the fraction, to which
+/// a random one is added. Below 1 that holds of `x + 1`.
 #[cube]
 fn e2m1_stochastic(x: f32, random: u32) -> u32 {
-    // Exponent and first place of the significand are the code; the 22 places below it are the fraction.
-    let carried = u32::reinterpret(x) + (0x003F_FFFFu32 - (random >> 10u32));
-    let above_one = min((carried >> 22u32) - 252u32, 7u32);
-    // Halves: what is left of the last one, in units of 2^-33, exactly.
-    let half = x >= 0.5f32;
-    let rest = select(half, x - 0.5f32, x) * 8_589_934_592.0f32;
-    // The largest that a u32 holds: past it is only what is not below 1.
-    let up = select(random < u32::cast_from(min(rest, 4_294_967_040.0f32)), 1u32, 0u32);
-    select(x >= 1.0f32, above_one, select(half, 1u32, 0u32) + up)
+    let small = x < 1.0f32;
+    let y = select(small, x + 1.0f32, x);
+    let carried = u32::reinterpret(y) + (0x003F_FFFFu32 - (random >> 10u32));
+    min((carried >> 22u32) - select(small, 254u32, 252u32), 7u32)
 }
 
 /// The value of an E2M1 code: a table of eight nibbles holds it in halves, which the low bits of 2^22 count.
@@ -94,6 +97,18 @@ pub(crate) fn e4m3_pair<F: Float>(byte: u32, #[comptime] bf16: bool) -> Vector<F
 /// What [`e4m3_pair()`] multiplies a scale by: for bf16 what keeps its product with a pair a normal number.
 pub(crate) fn scale_unit(bf16: bool) -> f32 {
     if bf16 { 2.0f32.powi(100) } else { 1.0 }
+}
+
+/// The E4M3FN byte nearest to a block scale in [0, 448], ties to even, and its value.
+#[cube]
+pub(crate) fn e4m3_scale(x: f32) -> (u32, f32) {
+    let bits = u32::reinterpret(x);
+    let rounded = (bits + 0x0007_FFFFu32 + ((bits >> 20u32) & 1u32)) & 0xFFF0_0000u32;
+    // Below 2^-6 the grid is 2^-9 wide, the last place of 2^14. (A compiler may know what `x + c - c` is.)
+    let count = u32::reinterpret(x + 16_384.0f32) & 15u32;
+    let subnormal = f32::reinterpret(0x4680_0000u32 | count) - 16_384.0f32;
+    let normal = x >= 0.015625f32;
+    (select(normal, (rounded >> 20u32) - 960u32, count), select(normal, f32::reinterpret(rounded), subnormal))
 }
 
 /// Encodes the f32 with these bits as E4M3FN, to nearest, ties to even, saturating at 448.

@@ -9,16 +9,18 @@
 //! Single-level (torchao's): `s = e4m3(clamp(a / 6, 2^-6, 448))`, `code = e2m1(x * (1/s))`, `g = 1`.
 //!
 //! A block is 1x16 (one row, 16 columns) or 16x16. One unit owns 16 columns of one row, read once as vectors and
-//! kept in registers, where they may be rotated first ([`crate::hadamard`]); for 16x16 the amax goes through shared
-//! memory. The transpose is quantised in place: its neighbouring units then take neighbouring rows, which lie side by side. The input is read twice (tensor amax,
-//! then codes; once if single-level) and 4.5 bits a value are written: bound by memory. No rounded product ever feeds a sum, so that no backend can
-//! contract it into a fused multiply-add: codes and scales are the reference's bit for bit.
+//! kept in registers, where they may be rotated first ([`crate::hadamard`]); for 16x16 it owns two rows, and the amax
+//! goes through shared memory. The transpose is quantised in place: a cube brings 64 of its columns and 64 of its rows
+//! into shared memory along the rows of what is stored and takes them out across, and the codes back the same way, so
+//! that both sides of memory see whole sectors. The input is read twice (tensor amax, then codes; once if single-level)
+//! and 4.5 bits a value are written: bound by memory, next by integer operations, eleven a value. No rounded product ever
+//! feeds a sum, so that no backend can contract it into a fused multiply-add: codes and scales are the reference's bit for bit.
 
 use crate::{
-    codec::{e2m1_encode, e4m3_decode, e4m3_encode},
+    codec::{e2m1_encode_number, e4m3_scale},
     error::{KernelError, expect_blocks, expect_len, index},
     hadamard::{SIGNS, rotate},
-    layout::{BLOCK, place_code, scale_index, scales_per_row, word_index, words_per_row},
+    layout::{BLOCK, place_code, scale_index, scales_per_row, words_per_row},
     reduce::cube_max,
     rng::{Stream, draw_of, philox},
 };
@@ -146,6 +148,7 @@ pub fn quantize<R: Runtime>(
             spec.block == Block::Square,
             stochastic,
             plan.along,
+            plan.lines,
             rotated,
             dtype,
         );
@@ -191,14 +194,23 @@ pub fn amax_rotated<R: Runtime>(
     Ok(())
 }
 
-/// How a matrix is cut into units of 16 columns of a row.
+/// Units of a cube.
+const UNITS: u32 = 256;
+/// Rows, and columns, of the transpose that a cube takes.
+const TILE: u32 = 64;
+/// Values from a row of the tile to the next: an odd number of words, against bank conflicts.
+const PITCH: u32 = TILE + 2;
+
+/// How a matrix is cut into cubes and units: see [`own`].
 struct Plan<R: Runtime> {
     count: CubeCount,
     cubes: usize,
     dim: CubeDim,
     vector: usize,
-    /// Whether columns are neighbours in memory.
+    /// Whether columns are neighbours in memory; else rows are.
     along: bool,
+    /// Rows of a block that a unit owns, eight apart.
+    lines: usize,
     place: PlaceLaunch<R>,
 }
 
@@ -207,23 +219,23 @@ impl<R: Runtime> Plan<R> {
         const NAME: &str = "quantize";
         let View { rows, cols, row_stride, col_stride } = view;
         let along = col_stride == 1;
+        expect_len(NAME, "stride of what lies side by side", if along { 1 } else { row_stride }, 1)?;
         let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
-        // Neighbouring units read neighbouring addresses: a warp of them whole lines of the transpose.
-        let (x, y) = if along || block == Block::Square { (16, 16) } else { (32, 8) };
-        let (x_len, y_len) = if along { (blocks, lines) } else { (lines, blocks) };
-        let (x_count, y_count) = (x_len.div_ceil(x), y_len.div_ceil(y));
+        let own_lines = if along && block == Block::Square { 2 } else { 1 };
+        let (x, y) = if along {
+            (blocks.div_ceil(16), lines.div_ceil(16 * own_lines))
+        } else {
+            (lines.div_ceil(TILE), blocks.div_ceil(TILE / 16))
+        };
+        let step = if along { row_stride } else { col_stride };
         Ok(Self {
-            count: CubeCount::Static(x_count, y_count, 1),
-            cubes: (x_count * y_count) as usize,
-            dim: CubeDim::new_2d(x, y),
-            vector: if along && row_stride.is_multiple_of(BLOCK) { vector_size(client, dtype, 8) } else { 1 },
+            count: CubeCount::Static(x, y, 1),
+            cubes: (x * y) as usize,
+            dim: CubeDim::new_1d(UNITS),
+            vector: if step.is_multiple_of(BLOCK) { vector_size(client, dtype, 8) } else { 1 },
             along,
-            place: PlaceLaunch::new(
-                lines,
-                index(NAME, "columns", cols)?,
-                index(NAME, "row stride", row_stride)?,
-                index(NAME, "column stride", col_stride)?,
-            ),
+            lines: own_lines as usize,
+            place: PlaceLaunch::new(lines, index(NAME, "columns", cols)?, index(NAME, "stride", step)?),
         })
     }
 }
@@ -233,46 +245,81 @@ impl<R: Runtime> Plan<R> {
 struct Place {
     rows: u32,
     cols: u32,
-    row_stride: u32,
-    col_stride: u32,
+    /// From a row to the next, or from a column to the next where rows lie side by side.
+    stride: u32,
 }
 
-/// The row and first column that a unit owns.
+/// The (first) row and the first column that a unit owns. Sixteen units one after another, or eight with two rows each,
+/// share a 16x16 block.
 #[cube]
-fn own(#[comptime] along: bool) -> (u32, u32) {
-    let x = CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X;
-    let y = CUBE_POS_Y * CUBE_DIM_Y + UNIT_POS_Y;
-    if comptime!(along) { (y, x * 16u32) } else { (x, y * 16u32) }
-}
-
-/// 16 columns of a row, rotated if wanted; zeros outside the matrix.
-#[cube]
-fn block_of<F: Float, N: Size>(
-    x: &Array<Vector<F, N>>,
-    row: u32,
-    col: u32,
-    place: Place,
-    #[comptime] rotated: bool,
-) -> Array<f32> {
-    let mut values = Array::<f32>::new(16usize);
-    #[unroll]
-    for i in 0..16usize {
-        values[i] = 0.0f32;
+fn own(#[comptime] along: bool, #[comptime] lines: usize) -> (u32, u32) {
+    if comptime!(!along) {
+        (CUBE_POS_X * TILE + UNIT_POS % TILE, CUBE_POS_Y * TILE + UNIT_POS / TILE * 16u32)
+    } else if comptime!(lines == 2) {
+        let row = CUBE_POS_Y * 32u32 + UNIT_POS / 128u32 * 16u32 + UNIT_POS % 8u32;
+        (row, CUBE_POS_X * 256u32 + UNIT_POS / 8u32 % 16u32 * 16u32)
+    } else {
+        (CUBE_POS_Y * 16u32 + UNIT_POS / 16u32, CUBE_POS_X * 256u32 + UNIT_POS % 16u32 * 16u32)
     }
+}
+
+/// 16 columns of `row` where columns lie side by side, zeros outside the matrix.
+#[cube]
+fn row_of<F: Float, N: Size>(x: &Array<Vector<F, N>>, row: u32, col: u32, place: Place) -> Array<f32> {
+    let mut values = zeros();
     if row < place.rows && col < place.cols {
         let n = N::value();
-        let first = (row as usize) * (place.row_stride as usize) + (col as usize) * (place.col_stride as usize);
+        let first = ((row as usize) * (place.stride as usize) + (col as usize)) / n;
         #[unroll]
         for part in 0..comptime!(16 / n) {
-            let vector = x[first / n + part * (place.col_stride as usize)];
+            let vector = x[first + part];
             #[unroll]
             for i in 0..n {
                 values[comptime!(part * n + i)] = f32::cast_from(vector[i]);
             }
         }
     }
-    if comptime!(rotated) {
-        rotate(&mut values, SIGNS.runtime());
+    values
+}
+
+/// The same where rows lie side by side: all units fill the cube's tile and take their 16 columns out of it.
+#[cube]
+fn row_across<F: Float, N: Size>(x: &Array<Vector<F, N>>, place: Place) -> Array<f32> {
+    let n = N::value();
+    let n = comptime!(n as u32);
+    let mut tile = SharedMemory::<F>::new(comptime!((TILE * PITCH) as usize));
+    let (row0, col0) = (CUBE_POS_X * TILE, CUBE_POS_Y * TILE);
+    let width = comptime!(TILE / n);
+    #[unroll]
+    for pass in 0..comptime!(TILE * width / UNITS) {
+        let at = UNIT_POS + comptime!(pass * UNITS);
+        let (down, along) = (at / width, at % width * n);
+        let (row, col) = (row0 + along, col0 + down);
+        let mut vector = Vector::<F, N>::new(F::new(0.0));
+        if row < place.rows && col < place.cols {
+            vector = x[((col as usize) * (place.stride as usize) + (row as usize)) / comptime!(n as usize)];
+        }
+        #[unroll]
+        for i in 0..comptime!(n as usize) {
+            tile[(down * PITCH + along + comptime!(i as u32)) as usize] = vector[i];
+        }
+    }
+    sync_cube();
+    let mut values = zeros();
+    let first = UNIT_POS / TILE * comptime!(16 * PITCH) + UNIT_POS % TILE;
+    #[unroll]
+    for i in 0..16usize {
+        values[i] = f32::cast_from(tile[(first + comptime!(i as u32 * PITCH)) as usize]);
+    }
+    values
+}
+
+#[cube]
+fn zeros() -> Array<f32> {
+    let mut values = Array::<f32>::new(16usize);
+    #[unroll]
+    for i in 0..16usize {
+        values[i] = 0.0f32;
     }
     values
 }
@@ -295,8 +342,10 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     #[comptime] along: bool,
     #[define(F)] _dtype: StorageType,
 ) {
-    let (row, col) = own(along);
-    let values = block_of::<F, N>(x, row, col, place, true);
+    let (row, col) = own(along, 1usize);
+    let mut values =
+        if comptime!(along) { row_of::<F, N>(x, row, col, place) } else { row_across::<F, N>(x, place) };
+    rotate(&mut values, SIGNS.runtime());
     let amax = cube_max(amax_of(&values));
     if UNIT_POS == 0u32 {
         out[(CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize] = amax;
@@ -354,7 +403,7 @@ pub(crate) fn vector_size<R: Runtime>(client: &ComputeClient<R>, dtype: StorageT
 fn quantize_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     amax: &Array<f32>,
-    codes: &mut Array<u32>,
+    codes: &mut Array<Vector<u32, Const<2>>>,
     scales: &mut Array<u8>,
     global: &mut Array<f32>,
     place: Place,
@@ -366,61 +415,154 @@ fn quantize_kernel<F: Float, N: Size>(
     #[comptime] square: bool,
     #[comptime] stochastic: bool,
     #[comptime] along: bool,
+    #[comptime] lines: usize,
     #[comptime] rotated: bool,
     #[define(F)] _dtype: StorageType,
 ) {
-    let (row, col) = own(along);
+    let (row, col) = own(along, lines);
     let cols = place.cols;
-    let live = row < place.rows && col < cols;
-    let values = block_of::<F, N>(x, row, col, place, rotated);
-    let mut block_amax = amax_of(&values);
+    let mut rows = Sequence::<Array<f32>>::new();
+    let mut block_amax = 0.0f32;
+    #[unroll]
+    for line in 0..lines {
+        let mut values = if comptime!(along) {
+            row_of::<F, N>(x, row + comptime!(line as u32 * 8), col, place)
+        } else {
+            row_across::<F, N>(x, place)
+        };
+        if comptime!(rotated) {
+            rotate(&mut values, SIGNS.runtime());
+        }
+        block_amax = max(block_amax, amax_of(&values));
+        rows.push(values);
+    }
     if comptime!(square) {
-        let (unit_row, unit_block) = if comptime!(along) { (UNIT_POS_Y, UNIT_POS_X) } else { (UNIT_POS_X, UNIT_POS_Y) };
-        let mut row_amax = SharedMemory::<f32>::new(256usize);
-        row_amax[(unit_row * 16u32 + unit_block) as usize] = block_amax;
+        let group = comptime!(16 / lines as u32);
+        let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
+        shared[UNIT_POS as usize] = block_amax;
         sync_cube();
-        for i in 0..16u32 {
-            block_amax = max(block_amax, row_amax[(i * 16u32 + unit_block) as usize]);
+        #[unroll]
+        for i in 0..group {
+            block_amax = max(block_amax, shared[(UNIT_POS / group * group + i) as usize]);
         }
     }
 
-    if live {
-        let scale = if comptime!(two_level) {
-            e4m3_encode(u32::reinterpret(min(block_amax * amax[1], 448.0f32)))
-        } else {
-            e4m3_encode(u32::reinterpret(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32)))
-        };
-        let encode = if comptime!(two_level) {
-            min(1.0f32 / (e4m3_decode(scale) * amax[2]), 3.402_823_5e38f32)
-        } else {
-            1.0f32 / e4m3_decode(scale)
-        };
-        scales[scale_index(row, col, cols)] = u8::cast_from(scale);
-        if row == 0u32 && col == 0u32 {
-            let mut g = 1.0f32;
-            if comptime!(two_level) {
-                g = amax[0] / 2688.0f32;
-            }
-            global[0] = g;
+    let (scale, encode) = if comptime!(two_level) {
+        let (byte, value) = e4m3_scale(min(block_amax * amax[1], 448.0f32));
+        (byte, min(1.0f32 / (value * amax[2]), 3.402_823_5e38f32))
+    } else {
+        let (byte, value) = e4m3_scale(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32));
+        (byte, 1.0f32 / value)
+    };
+    if ABSOLUTE_POS == 0usize {
+        let mut g = 1.0f32;
+        if comptime!(two_level) {
+            g = amax[0] / 2688.0f32;
         }
-        let mut random = Array::<u32>::new(4usize);
+        global[0] = g;
+    }
+    #[unroll]
+    for line in 0..lines {
+        let row = row + comptime!(line as u32 * 8);
+        let mut random = Array::<u32>::new(comptime!(if stochastic { 8usize } else { 1usize }));
+        if comptime!(stochastic) {
+            let first = row * (cols / 8u32) + col / 8u32;
+            draws(first, step, stream, key_low, key_high, &mut random);
+        }
+        let words = encoded(rows.index(line), encode, &random, stochastic);
+        if comptime!(along) {
+            if row < place.rows && col < cols {
+                let at = scale_index(row, col, cols);
+                codes[at] = words;
+                scales[at] = u8::cast_from(scale);
+            }
+        } else {
+            store_across(words, scale, codes, scales, place);
+        }
+    }
+}
+
+/// Eight words for 16 values, from two counters.
+#[cube]
+fn draws(first: u32, step: u32, stream: u32, key_low: u32, key_high: u32, out: &mut Array<u32>) {
+    #[unroll]
+    for half in 0..2u32 {
+        let mut four = Array::<u32>::new(4usize);
+        philox(first + half, step, stream, key_low, key_high, &mut four);
         #[unroll]
-        for half in 0..2u32 {
-            if comptime!(stochastic) {
-                philox(row * (cols / 8u32) + col / 8u32 + half, step, stream, key_low, key_high, &mut random);
-            }
-            let mut word = 0u32;
-            #[unroll]
-            for i in 0..8u32 {
-                let mut draw = 0u32;
-                if comptime!(stochastic) {
-                    draw = draw_of(random[comptime!((i / 2) as usize)], comptime!(i % 2));
-                }
-                let scaled = values[comptime!((half * 8 + i) as usize)] * encode;
-                word += place_code(e2m1_encode(scaled, draw, stochastic), i);
-            }
-            codes[word_index(row, col + half * 8u32, cols)] = word;
+        for i in 0..4usize {
+            out[comptime!(half as usize * 4 + i)] = four[i];
         }
+    }
+}
+
+/// The codes of 16 values times `encode`.
+#[cube]
+#[allow(clippy::eq_op)]
+fn encoded(
+    values: &Array<f32>,
+    encode: f32,
+    random: &Array<u32>,
+    #[comptime] stochastic: bool,
+) -> Vector<u32, Const<2>> {
+    let mut scaled = Array::<f32>::new(16usize);
+    let mut sum = 0.0f32;
+    #[unroll]
+    for i in 0..16usize {
+        scaled[i] = values[i] * encode;
+        sum += values[i];
+    }
+    // A product that is not a number shows here: looked for only where the block's sum is not finite.
+    if !(sum.abs() < 3.0e38f32) {
+        #[unroll]
+        for i in 0..16usize {
+            let x = scaled[i];
+            scaled[i] = select(x == x, x, 6.0f32);
+        }
+    }
+    let mut words = Vector::<u32, Const<2>>::new(0u32);
+    #[unroll]
+    for half in 0..2usize {
+        let mut word = 0u32;
+        #[unroll]
+        for i in 0..8usize {
+            let at = comptime!(half * 8 + i);
+            let mut draw = 0u32;
+            if comptime!(stochastic) {
+                draw = draw_of(random[comptime!(at / 2)], comptime!(i as u32 % 2));
+            }
+            word += place_code(e2m1_encode_number(scaled[at], draw, stochastic), comptime!(i as u32));
+        }
+        words[half] = word;
+    }
+    words
+}
+
+/// Brings what the units of a cube made across their tile back along it: four of them write a row's 32 bytes of codes.
+#[cube]
+fn store_across(
+    words: Vector<u32, Const<2>>,
+    scale: u32,
+    codes: &mut Array<Vector<u32, Const<2>>>,
+    scales: &mut Array<u8>,
+    place: Place,
+) {
+    let mut made = SharedMemory::<u32>::new(comptime!((TILE * 13) as usize));
+    let at = ((UNIT_POS % TILE) * 13u32 + UNIT_POS / TILE * 3u32) as usize;
+    made[at] = words[0];
+    made[at + 1usize] = words[1];
+    made[at + 2usize] = scale;
+    sync_cube();
+    let (down, block) = (UNIT_POS / 4u32, UNIT_POS % 4u32);
+    let (row, col) = (CUBE_POS_X * TILE + down, CUBE_POS_Y * TILE + block * 16u32);
+    if row < place.rows && col < place.cols {
+        let from = (down * 13u32 + block * 3u32) as usize;
+        let mut words = Vector::<u32, Const<2>>::empty();
+        words[0] = made[from];
+        words[1] = made[from + 1usize];
+        let at = scale_index(row, col, place.cols);
+        codes[at] = words;
+        scales[at] = u8::cast_from(made[from + 2usize]);
     }
 }
 
