@@ -13,3 +13,9 @@ pub(crate) fn bit_casts<R: Runtime>(client: &ComputeClient<R>) -> bool {
 pub(crate) fn liberties(approximate: bool) -> EnumSet<FastMath> {
     if approximate { FastMath::all() } else { EnumSet::empty() }
 }
+
+/// The same for divisions only. CubeCL's name for a root with all liberties is the slow, correctly rounded one.
+pub(crate) fn quick_division(approximate: bool) -> EnumSet<FastMath> {
+    use FastMath::{AllowReciprocal, NotInf, ReducedPrecision, UnsignedZero};
+    if approximate { AllowReciprocal | ReducedPrecision | UnsignedZero | NotInf } else { EnumSet::empty() }
+}

@@ -5,8 +5,9 @@
 //! for row { sum x^2; for c { y[c] = x[c] * r * w[c] } }                             // the plain loop
 //! ```
 //! Statistics and sums are f32; `n` is rounded to the type of x before the weight, as Hugging Face does. A cube
-//! takes one row after another, each unit keeps its few vectors of it in registers; backward keeps its share
-//! of `dw` for all the rows it meets and writes it once, so that one short sum over cubes remains.
+//! takes one row after another, each unit keeps its few vectors of it in registers; backward has the next row on its way
+//! while it sums one, keeps its share of `dw` for all the rows it meets and writes it once, so that one short sum over
+//! cubes remains.
 //! Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
 
 use crate::{
@@ -177,46 +178,51 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
 ) {
     let width = cols / (N::value() as u32);
     let mut dw = Array::<Vector<f32, N>>::new(passes);
-    let mut weight = Array::<Vector<f32, N>>::new(passes);
+    let mut own_x = Array::<Vector<F, N>>::new(passes);
+    let mut own_dy = Array::<Vector<F, N>>::new(passes);
+    let mut next_x = Array::<Vector<F, N>>::new(passes);
+    let mut next_dy = Array::<Vector<F, N>>::new(passes);
+    let mut row = CUBE_POS_X;
     #[unroll]
     for pass in 0..passes {
         dw[pass] = Vector::new(0.0f32);
-        let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
-        weight[pass] = w[min(c, width - 1u32) as usize];
+        own_x[pass] = loaded(x, row, rows, pass, width);
+        own_dy[pass] = loaded(dy, row, rows, pass, width);
     }
     let mean = 1.0f32 / f32::cast_from(cols);
-    let mut row = CUBE_POS_X;
     while row < rows {
-        let first = (row as usize) * (width as usize);
-        let mut values = Array::<Vector<f32, N>>::new(passes);
-        let mut inner = Array::<Vector<f32, N>>::new(passes);
+        let ahead = row + CUBE_COUNT_X;
+        #[unroll]
+        for pass in 0..passes {
+            next_x[pass] = loaded(x, ahead, rows, pass, width);
+            next_dy[pass] = loaded(dy, ahead, rows, pass, width);
+        }
         let mut squares = Vector::<f32, N>::new(0.0f32);
         let mut dots = Vector::<f32, N>::new(0.0f32);
         #[unroll]
         for pass in 0..passes {
-            let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
-            values[pass] = Vector::new(0.0f32);
-            inner[pass] = Vector::new(0.0f32);
-            if c < width {
-                values[pass] = Vector::cast_from(x[first + (c as usize)]);
-                inner[pass] = Vector::cast_from(dy[first + (c as usize)]);
-                squares += values[pass] * values[pass];
-                dots += values[pass] * weight[pass] * inner[pass];
-            }
+            let value = Vector::<f32, N>::cast_from(own_x[pass]);
+            squares += value * value;
+            dots += value * weight(w, pass, width) * Vector::cast_from(own_dy[pass]);
         }
         let (square, dot) = cube_sums(lanes(squares), lanes(dots));
         let scale = 1.0f32 / (square * mean + eps).sqrt();
         let along = dot * mean * scale * scale;
+        let first = (row as usize) * (width as usize);
         #[unroll]
         for pass in 0..passes {
             let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
+            let value = Vector::<f32, N>::cast_from(own_x[pass]);
+            let inner = Vector::<f32, N>::cast_from(own_dy[pass]);
+            let grad = inner * weight(w, pass, width) - value * Vector::new(along);
             if c < width {
-                let grad = inner[pass] * weight[pass] - values[pass] * Vector::new(along);
                 dy[first + (c as usize)] = Vector::cast_from(grad * Vector::new(scale));
-                dw[pass] += inner[pass] * values[pass] * Vector::new(scale);
             }
+            dw[pass] += inner * value * Vector::new(scale);
+            own_x[pass] = next_x[pass];
+            own_dy[pass] = next_dy[pass];
         }
-        row += CUBE_COUNT_X;
+        row = ahead;
     }
     #[unroll]
     for pass in 0..passes {
@@ -225,4 +231,27 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
             partial[(CUBE_POS_X as usize) * (width as usize) + (c as usize)] = dw[pass];
         }
     }
+}
+
+/// This unit's vector of a row; zeros past the last one and in rows that are not there.
+#[cube]
+fn loaded<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    row: u32,
+    rows: u32,
+    #[comptime] pass: usize,
+    width: u32,
+) -> Vector<F, N> {
+    let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
+    let mut value = Vector::<F, N>::new(F::new(0.0));
+    if row < rows && c < width {
+        value = x[(row as usize) * (width as usize) + (c as usize)];
+    }
+    value
+}
+
+/// Its weights, read anew for every row: they stay in the cache and leave registers to the rows.
+#[cube]
+fn weight<N: Size>(w: &Array<Vector<f32, N>>, #[comptime] pass: usize, width: u32) -> Vector<f32, N> {
+    w[min(comptime!(pass as u32) * CUBE_DIM + UNIT_POS, width - 1u32) as usize]
 }

@@ -1,13 +1,13 @@
-//! AdamW on an NVFP4 master with quantised moments: four units share a block of 16 weights and its scale.
+//! AdamW on an NVFP4 master with quantised moments: a unit takes a word of eight codes, two share a block and its scale.
 
 use super::{
     AdamwStep, Chunk, Scalars,
-    moments::{BLOCKS_PER_CUBE, StateArgs, block_launch, block_maxima, check, decoded, encoded, tables},
+    moments::{StateArgs, block_launch, block_maxima, check, decoded, encoded, loaded_table},
     scalars, stepped,
 };
 use crate::{
-    codec::{e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode},
-    device::{bit_casts, liberties},
+    codec::{e2m1_decode, e2m1_encode, e4m3_decode, e4m3_scale},
+    device::{bit_casts, quick_division},
     error::{KernelError, expect_blocks, index},
     layout::{code_of, place_code, scale_index, word_index},
     matmul::PackedArgs,
@@ -34,7 +34,7 @@ pub fn adamw_packed<R: Runtime>(
     w.check(NAME)?;
     check(NAME, &grad.0, [&m, &v], bits, len, chunk)?;
     expect_blocks(NAME, "chunk end", chunk.end)?;
-    let (count, dim) = block_launch(chunk, 4);
+    let (count, dim, per_cube) = block_launch(chunk, 8);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
         adamw_packed_kernel::launch_unchecked(
@@ -55,6 +55,7 @@ pub fn adamw_packed<R: Runtime>(
             v.table,
             index(NAME, "chunk start", chunk.start)?,
             index(NAME, "chunk end", chunk.end)?,
+            per_cube,
             scalars(step),
             bits,
             bit_casts(client),
@@ -64,7 +65,7 @@ pub fn adamw_packed<R: Runtime>(
     Ok(())
 }
 
-#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+#[cube(launch_unchecked, fast_math = quick_division(_approximate))]
 fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
     codes: &mut Array<u32>,
     scales: &mut Array<u8>,
@@ -78,94 +79,92 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
     v_table: &Array<f32>,
     start: u32,
     end: u32,
+    per_cube: u32,
     s: Scalars,
     #[comptime] bits: u32,
     #[comptime] _approximate: bool,
     #[define(G)] _g_dtype: StorageType,
 ) {
     let n = N::value();
-    let (m_values, v_values) = tables(m_table, v_table, bits);
-    // What a unit tells the three others of its block of 16 weights, and its neighbour of their word.
-    let mut tops = SharedMemory::<f32>::new(64usize);
-    let mut halves = SharedMemory::<u32>::new(64usize);
+    let parts = comptime!(8 / n);
+    let m_values = loaded_table(m_table, true, bits);
+    let v_values = loaded_table(v_table, false, bits);
+    // What a unit tells the other one of its block of 16 weights.
+    let mut tops = SharedMemory::<f32>::new(32usize);
     let g_scale = global[0];
     let blocks = (end - start).div_ceil(256u32);
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    for turn in 0..BLOCKS_PER_CUBE {
-        let own = cube * BLOCKS_PER_CUBE + turn;
+    for turn in 0..per_cube {
+        let own = cube * per_cube + turn;
         if own < blocks {
             let block = (start / 256u32 + own) as usize;
-            let first = start + own * 256u32 + UNIT_POS * 4u32;
+            let first = start + own * 256u32 + UNIT_POS * 8u32;
             let live = first < end;
-            let at = (first as usize) / 4usize;
+            let at = (first as usize) / n;
             // The matrix is contiguous: as one row of all its columns it has the same words and scales.
             let (word, scale) = (word_index(0u32, first, 8u32), scale_index(0u32, first, 16u32));
-            let mut new_w = Array::<f32>::new(n);
-            let mut new_m = Array::<f32>::new(n);
-            let mut root = Array::<f32>::new(n);
+            let mut new_w = Array::<f32>::new(8usize);
+            let mut new_m = Array::<f32>::new(8usize);
+            let mut root = Array::<f32>::new(8usize);
             #[unroll]
-            for i in 0..n {
+            for i in 0..8usize {
                 new_w[i] = 0.0f32;
                 new_m[i] = 0.0f32;
                 root[i] = 0.0f32;
             }
             let mut byte = 0u32;
             if live {
-                let gradient = grad[at];
                 byte = u32::cast_from(scales[scale]);
                 let unit = e4m3_decode(byte) * g_scale;
                 let packed = codes[word];
-                let (m_bytes, v_bytes) = (m_codes[at], v_codes[at]);
                 let (m_scale, v_scale) = (m_absmax[block], v_absmax[block]);
                 #[unroll]
-                for i in 0..n {
-                    let old_m = decoded(m_bytes, m_scale, &m_values, i, bits);
-                    let old_root = decoded(v_bytes, v_scale, &v_values, i, bits);
-                    let old = e2m1_decode(code_of(packed, first + (i as u32))) * unit;
-                    let (new, m, _v, new_root) =
-                        stepped(old, old_m, old_root * old_root, f32::cast_from(gradient[i]), s);
-                    new_w[i] = new;
-                    new_m[i] = m;
-                    root[i] = new_root;
+                for part in 0..parts {
+                    let gradient = grad[at + part];
+                    let (m_bytes, v_bytes) = (m_codes[at + part], v_codes[at + part]);
+                    #[unroll]
+                    for i in 0..n {
+                        let lane = comptime!(part * n + i);
+                        let old_m = decoded(m_bytes, m_scale, &m_values, i, bits);
+                        let old_root = decoded(v_bytes, v_scale, &v_values, i, bits);
+                        let old = e2m1_decode(code_of(packed, comptime!(lane as u32))) * unit;
+                        let gradient = f32::cast_from(gradient[i]);
+                        let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
+                        new_w[lane] = new;
+                        new_m[lane] = m;
+                        root[lane] = new_root;
+                    }
                 }
             }
             let mut top = 0.0f32;
             #[unroll]
-            for i in 0..n {
+            for i in 0..8usize {
                 top = max(top, new_w[i].abs());
             }
-            let (m_max, v_max) = block_maxima(&new_m, &root, n);
             tops[UNIT_POS as usize] = top;
-            sync_cube();
-            let group = UNIT_POS / 4u32 * 4u32;
-            let mut amax = 0.0f32;
-            #[unroll]
-            for i in 0..4u32 {
-                amax = max(amax, tops[(group + i) as usize]);
-            }
+            let (m_max, v_max) = block_maxima(&new_m, &root, 8usize);
+            let amax = max(top, tops[(UNIT_POS ^ 1u32) as usize]);
             let kept = fitting_scale(amax, byte, g_scale);
             let unit = e4m3_decode(kept) * g_scale;
             let inverse = select(unit > 0.0f32, 1.0f32 / unit, 0.0f32);
             let mut draws = Array::<u32>::new(4usize);
             philox(first / 8u32, s.step, s.stream, s.key_low, s.key_high, &mut draws);
-            let odd = UNIT_POS % 2u32;
-            let mut half = 0u32;
+            let mut packed = 0u32;
             #[unroll]
-            for i in 0..4u32 {
-                let draw = draw_of(draws[(odd * 2u32 + comptime!(i / 2)) as usize], comptime!(i % 2));
-                half += place_code(e2m1_encode(new_w[i as usize] * inverse, draw, true), i);
+            for i in 0..8u32 {
+                let draw = draw_of(draws[comptime!((i / 2) as usize)], comptime!(i % 2));
+                packed += place_code(e2m1_encode(new_w[i as usize] * inverse, draw, true), i);
             }
-            halves[UNIT_POS as usize] = half;
-            sync_cube();
             if live {
-                if odd == 0u32 {
-                    codes[word] = half | (halves[(UNIT_POS + 1u32) as usize] << 16u32);
-                }
-                if UNIT_POS == group {
+                codes[word] = packed;
+                if UNIT_POS % 2u32 == 0u32 {
                     scales[scale] = u8::cast_from(kept);
                 }
-                m_codes[at] = encoded(&new_m, m_max, &m_values, 0usize, true, bits);
-                v_codes[at] = encoded(&root, v_max, &v_values, 0usize, false, bits);
+                #[unroll]
+                for part in 0..parts {
+                    m_codes[at + part] = encoded(&new_m, m_max, &m_values, comptime!(part * n), true, bits);
+                    v_codes[at + part] = encoded(&root, v_max, &v_values, comptime!(part * n), false, bits);
+                }
                 if UNIT_POS == 0u32 {
                     m_absmax[block] = m_max;
                     v_absmax[block] = v_max;
@@ -180,8 +179,8 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
 fn fitting_scale(amax: f32, byte: u32, global: f32) -> u32 {
     let reach = e4m3_decode(byte) * global * 6.0f32;
     let fits = amax <= reach && amax * 2.0f32 > reach;
-    let near = e4m3_encode(u32::reinterpret(min(amax / (global * 6.0f32), 448.0f32)));
-    let short = e4m3_decode(near) * global * 6.0f32 < amax;
+    let (near, value) = e4m3_scale(min(amax / (global * 6.0f32), 448.0f32));
+    let short = value * global * 6.0f32 < amax;
     let fresh = min(near + select(short, 1u32, 0u32), 0x7Eu32);
     select(fits || amax == 0.0f32, byte, fresh)
 }

@@ -2,11 +2,11 @@
 
 use super::{
     AdamwStep, Chunk, DenseArgs, Master, Scalars, draw_of_eight, loaded,
-    moments::{BLOCKS_PER_CUBE, StateArgs, block_launch, block_maxima, check, decoded, encoded, tables},
+    moments::{StateArgs, block_launch, block_maxima, check, decoded, encoded, loaded_table},
     rounded, scalars, stepped, unit_of,
 };
 use crate::{
-    device::{bit_casts, liberties},
+    device::{bit_casts, quick_division},
     error::{KernelError, expect_len, index},
     rng::philox,
 };
@@ -34,7 +34,7 @@ pub fn adamw_quantised<R: Runtime>(
     if bits == 4 {
         expect_len(NAME, "length modulo 4", len % 4, 0)?;
     }
-    let (count, dim) = block_launch(chunk, vector * parts);
+    let (count, dim, per_cube) = block_launch(chunk, vector * parts);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
         adamw_quantised_kernel::launch_unchecked(
@@ -54,6 +54,7 @@ pub fn adamw_quantised<R: Runtime>(
             v.table,
             index(NAME, "chunk start", chunk.start)?,
             index(NAME, "chunk end", chunk.end)?,
+            per_cube,
             scalars(step),
             w.master,
             bits,
@@ -66,7 +67,7 @@ pub fn adamw_quantised<R: Runtime>(
     Ok(())
 }
 
-#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+#[cube(launch_unchecked, fast_math = quick_division(_approximate))]
 fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     w: &mut Array<Vector<W, N>>,
     residual: &mut Array<Vector<u8, N>>,
@@ -79,6 +80,7 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     v_table: &Array<f32>,
     start: u32,
     end: u32,
+    per_cube: u32,
     s: Scalars,
     #[comptime] master: Master,
     #[comptime] bits: u32,
@@ -89,11 +91,12 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
 ) {
     let n = N::value();
     let width = comptime!(n * parts);
-    let (m_values, v_values) = tables(m_table, v_table, bits);
+    let m_values = loaded_table(m_table, true, bits);
+    let v_values = loaded_table(v_table, false, bits);
     let blocks = (end - start).div_ceil(256u32);
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    for turn in 0..BLOCKS_PER_CUBE {
-        let own = cube * BLOCKS_PER_CUBE + turn;
+    for turn in 0..per_cube {
+        let own = cube * per_cube + turn;
         // Uniform: a cube takes one block at a time.
         if own < blocks {
             let block = (start / 256u32 + own) as usize;
