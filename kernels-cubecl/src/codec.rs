@@ -61,18 +61,23 @@ pub(crate) fn e2m1_decode(code: u32) -> f32 {
 }
 
 /// The eight values of a word as pairs `(k, k + 4)` of f16 or bf16, times [`pair_unit`]. The two bits of exponent and
-/// the one of mantissa stand where the 16-bit format has its lowest, which decodes subnormal codes as well.
+/// the one of mantissa stand where the 16-bit format has its lowest, which decodes subnormal codes as well. In bf16 one
+/// product brings them and the sign to their places; in f16 the copies would overlap.
 #[cube]
 pub(crate) fn e2m1_pairs<F: Float>(word: u32, #[comptime] bf16: bool) -> Array<Vector<F, Const<2>>> {
-    let place = comptime!(if bf16 { 6u32 } else { 9u32 });
-    let mask = comptime!(0x0007_0007u32 << place);
     let mut pairs = Array::<Vector<F, Const<2>>>::new(4usize);
+    let upper = word >> 8u32;
     #[unroll]
     for k in 0..4u32 {
-        let magnitude =
-            if comptime!(4 * k <= place) { word << comptime!(place - 4 * k) } else { word >> comptime!(4 * k - place) };
-        let sign = word << comptime!(12 - 4 * k);
-        pairs[k as usize] = Vector::<F, Const<2>>::reinterpret((magnitude & mask) | (sign & 0x8000_8000u32));
+        let at = comptime!(k % 2 * 4);
+        let codes = if comptime!(k < 2) { word } else { upper } & comptime!(0x000F_000Fu32 << at);
+        let bits = if comptime!(bf16) {
+            (codes * comptime!(((1u32 << 6) | (1 << 12)) >> at)) & 0x81C0_81C0u32
+        } else {
+            let magnitude = (codes << comptime!(9 - at)) & 0x0E00_0E00u32;
+            magnitude | ((codes << comptime!(12 - at)) & 0x8000_8000u32)
+        };
+        pairs[k as usize] = Vector::<F, Const<2>>::reinterpret(bits);
     }
     pairs
 }

@@ -7,9 +7,10 @@
 //! tokens cost what one does. The order of `k` within a product is free as long as both sides agree: a lane takes
 //! 32 codes of a row in one load and decodes them where they lie, as pairs four apart ([`crate::codec`]), and the
 //! tokens' values are paired alike. `code * scale` is exact in either format, times a power of two that the finished
-//! sum gives back. A cube takes 16 rows of the weight and shares its columns out among its planes, which add up in
-//! shared memory at the end. Moves 4.5 bits a weight: bound by memory, next by decoding (about a tenth of an
-//! instruction a code).
+//! sum gives back. A tile is 16 rows of the weight, or eight where there are few rows. Its columns are shared out among
+//! planes, which add up in shared memory at the end, until there are enough planes to keep the device busy; then a cube
+//! takes several tiles. The codes of two spans are on their way while two are multiplied. Moves 4.5 bits a weight: bound by
+//! memory, next by decoding (three instructions a code).
 
 use crate::{
     codec::{e2m1_pairs, e4m3_pair, pair_unit, scale_unit},
@@ -26,8 +27,10 @@ use cubecl::{
 pub const MAX_ROWS: usize = 16;
 /// Columns that a plane takes at a time: 32 codes for each of the four lanes of a row.
 const SPAN: usize = 128;
-/// Planes that are worth keeping busy.
-const PLANES: usize = 4224;
+/// Planes that are worth keeping busy: 24 a multiprocessor of an H200.
+const PLANES: usize = 3168;
+/// Tiles of 16 rows from which on tiles are not halved.
+const TALL: usize = 528;
 
 /// Whether the kernel takes `rows` rows and `cols` summed columns.
 pub fn fits(rows: usize, cols: usize) -> bool {
@@ -57,15 +60,17 @@ pub fn gemv<R: Runtime>(
         return Ok(());
     }
     scales.push(w.global);
-    let tiles = n.div_ceil(16);
-    let planes = (PLANES.div_ceil(tiles)).next_power_of_two().min(16).min((k / SPAN).next_power_of_two());
+    let tall = n.div_ceil(16) >= TALL;
+    let tiles = n.div_ceil(if tall { 16 } else { 8 });
+    let shares = PLANES.div_ceil(tiles).min(16).min(k / SPAN);
+    let together = (4 / shares).max(1);
     let bf16 = dtype == StorageType::Scalar(ElemType::Float(FloatKind::BF16));
     // SAFETY: buffer lengths were checked; rows past the last repeat it and are not stored.
     unsafe {
         gemv_kernel::launch_unchecked(
             client,
-            CubeCount::Static(index(NAME, "tiles", tiles)?, 1, 1),
-            CubeDim::new_1d(planes as u32 * 32),
+            CubeCount::Static(index(NAME, "tiles", tiles.div_ceil(together))?, 1, 1),
+            CubeDim::new_1d((shares * together) as u32 * 32),
             x,
             w.codes,
             w.scales,
@@ -74,7 +79,9 @@ pub fn gemv<R: Runtime>(
             rows as u32,
             index(NAME, "n", n)?,
             index(NAME, "k", k)?,
-            planes as u32,
+            shares as u32,
+            together as u32,
+            tall,
             rows.div_ceil(8),
             bf16,
             dtype,
@@ -93,7 +100,9 @@ fn gemv_kernel<F: Float>(
     rows: u32,
     n: u32,
     k: u32,
-    #[comptime] planes: u32,
+    #[comptime] shares: u32,
+    #[comptime] together: u32,
+    #[comptime] tall: bool,
     #[comptime] groups: usize,
     #[comptime] bf16: bool,
     #[define(F)] _dtype: StorageType,
@@ -101,59 +110,76 @@ fn gemv_kernel<F: Float>(
     let plane = UNIT_POS / 32u32;
     let lane_row = UNIT_POS_PLANE / 4u32;
     let lane_part = UNIT_POS_PLANE % 4u32;
-    // Vectors of 32 codes in a row; this lane's in two rows.
+    let height = comptime!(if tall { 16u32 } else { 8 });
+    let halves = comptime!(if tall { 2usize } else { 1 });
+    // Vectors of 32 codes in a row; where this lane's begin in its one or two rows.
     let width = k / 32u32;
-    let low = min(CUBE_POS_X * 16u32 + lane_row, n - 1u32) * width + lane_part;
-    let high = min(CUBE_POS_X * 16u32 + lane_row + 8u32, n - 1u32) * width + lane_part;
+    let row0 = (CUBE_POS_X * together + plane / shares) * height + lane_row;
+    let mut firsts = Array::<u32>::new(halves);
+    #[unroll]
+    for half in 0..halves {
+        firsts[half] = min(row0 + comptime!(half as u32 * 8), n - 1u32) * width + lane_part;
+    }
     let mut sums = zero_sums(groups);
 
-    // Two spans are loaded before the first is used.
+    // Two spans of each row.
     let spans = k / 128u32;
-    let mut span = plane;
-    while span < spans {
-        let mut loaded = Sequence::<Span>::new();
+    let mut span = plane % shares;
+    let mut codes_ahead = Array::<Vector<u32, Const<4>>>::new(comptime!(halves * 2));
+    let mut scales_ahead = Array::<Vector<u8, Const<2>>>::new(comptime!(halves * 2));
+    let mut codes_now = Array::<Vector<u32, Const<4>>>::new(comptime!(halves * 2));
+    let mut scales_now = Array::<Vector<u8, Const<2>>>::new(comptime!(halves * 2));
+    #[unroll]
+    for turn in 0..2usize {
         #[unroll]
-        for turn in 0..2u32 {
-            let at = min(span + comptime!(turn * planes), spans - 1u32) * 4u32;
-            loaded.push(Span {
-                low: codes[(low + at) as usize],
-                high: codes[(high + at) as usize],
-                low_scales: scales[(low + at) as usize],
-                high_scales: scales[(high + at) as usize],
-            });
+        for half in 0..halves {
+            let at = firsts[half] + min(span + comptime!(turn as u32 * shares), spans - 1u32) * 4u32;
+            codes_ahead[comptime!(turn * halves + half)] = codes[at as usize];
+            scales_ahead[comptime!(turn * halves + half)] = scales[at as usize];
+        }
+    }
+    while span < spans {
+        #[unroll]
+        for turn in 0..2usize {
+            let next = span + comptime!((turn as u32 + 2) * shares);
+            #[unroll]
+            for half in 0..halves {
+                let i = comptime!(turn * halves + half);
+                codes_now[i] = codes_ahead[i];
+                scales_now[i] = scales_ahead[i];
+                if next < spans {
+                    let at = (firsts[half] + next * 4u32) as usize;
+                    codes_ahead[i] = codes[at];
+                    scales_ahead[i] = scales[at];
+                }
+            }
         }
         #[unroll]
         for turn in 0..2usize {
-            let now = span + comptime!(turn as u32 * planes);
+            let now = span + comptime!(turn as u32 * shares);
             if now < spans {
+                let at = now * 4u32 + lane_part;
+                let first = comptime!(turn * halves);
                 multiply_span::<F>(
-                    x,
-                    loaded.index(turn),
-                    &mut sums,
-                    now * 4u32 + lane_part,
-                    lane_row,
-                    rows,
-                    width,
-                    groups,
-                    bf16,
+                    x, &codes_now, &scales_now, &mut sums, at, lane_row, rows, width, first, halves, groups, bf16,
                 );
             }
         }
-        span += comptime!(2 * planes);
+        span += comptime!(2 * shares);
     }
 
-    // Add the planes up: [plane][token][16 rows].
-    let mut shared = SharedMemory::<f32>::new(comptime!(planes as usize * groups * 128));
+    // Add the shares up: [plane][token][rows of a tile].
+    let size = comptime!(groups as u32 * 8 * height);
+    let mut shared = SharedMemory::<f32>::new(comptime!((shares * together * size) as usize));
     #[unroll]
     for group in 0..groups {
         #[unroll]
-        for half in 0..2usize {
+        for half in 0..halves {
             #[unroll]
             for c in 0..2usize {
                 let token = comptime!(group as u32 * 8 + c as u32) + lane_part * 2u32;
                 let row = lane_row + comptime!(half as u32 * 8);
-                shared[(plane * comptime!(groups as u32 * 128) + token * 16u32 + row) as usize] =
-                    sums.index(group)[half][c];
+                shared[(plane * size + token * height + row) as usize] = sums.index(group)[half][c];
             }
         }
     }
@@ -163,64 +189,67 @@ fn gemv_kernel<F: Float>(
     for s in 0..globals.len() {
         factor *= globals.index(s)[0];
     }
+    let lines = comptime!(together * height);
     let mut slot = UNIT_POS;
-    while slot < rows * 16u32 {
+    while slot < rows * lines {
+        let (token, line) = (slot / lines, slot % lines);
+        let from = line / height * comptime!(shares * size) + token * height + line % height;
         let mut sum = 0.0f32;
         #[unroll]
-        for p in 0..planes {
-            sum += shared[(comptime!(p * groups as u32 * 128) + slot) as usize];
+        for share in 0..shares {
+            sum += shared[(from + comptime!(share * size)) as usize];
         }
-        let column = CUBE_POS_X * 16u32 + slot % 16u32;
+        let column = CUBE_POS_X * lines + line;
         if column < n {
-            y[((slot / 16u32) * n + column) as usize] = F::cast_from(sum * factor);
+            y[(token * n + column) as usize] = F::cast_from(sum * factor);
         }
-        slot += comptime!(planes * 32);
+        slot += comptime!(shares * together * 32);
     }
 }
 
-/// A lane's share of 128 columns: 32 codes and two scales of two rows.
-#[derive(CubeType)]
-struct Span {
-    low: Vector<u32, Const<4>>,
-    high: Vector<u32, Const<4>>,
-    low_scales: Vector<u8, Const<2>>,
-    high_scales: Vector<u8, Const<2>>,
-}
-
-/// Adds 16 rows times 128 columns times all tokens. `at` counts vectors of 32 values within a row of x.
+/// Adds a tile times 128 columns times all tokens: of each of its rows a lane has 32 codes and two scales, the first row's
+/// at `first`. `at` counts vectors of 32 values within a row of x.
 #[cube]
 fn multiply_span<F: Float>(
     x: &Array<Chunk<F>>,
-    span: &Span,
+    codes: &Array<Vector<u32, Const<4>>>,
+    scales: &Array<Vector<u8, Const<2>>>,
     sums: &mut Sequence<Array<Pair<f32>>>,
     at: u32,
     lane_row: u32,
     rows: u32,
     width: u32,
+    #[comptime] first: usize,
+    #[comptime] halves: usize,
     #[comptime] groups: usize,
     #[comptime] bf16: bool,
 ) {
     #[unroll]
     for j in 0..4usize {
-        let low_scale = e4m3_pair::<F>(u32::cast_from(span.low_scales[comptime!(j / 2)]), bf16);
-        let high_scale = e4m3_pair::<F>(u32::cast_from(span.high_scales[comptime!(j / 2)]), bf16);
-        let low_pairs = e2m1_pairs::<F>(span.low[j], bf16);
-        let high_pairs = e2m1_pairs::<F>(span.high[j], bf16);
         let mut left = Sequence::<Array<Pair<F>>>::new();
         #[unroll]
-        for step in 0..2usize {
+        for _ in 0..2usize {
             let mut a = Array::<Pair<F>>::new(4usize);
-            a[0] = low_pairs[comptime!(step * 2)] * low_scale;
-            a[1] = high_pairs[comptime!(step * 2)] * high_scale;
-            a[2] = low_pairs[comptime!(step * 2 + 1)] * low_scale;
-            a[3] = high_pairs[comptime!(step * 2 + 1)] * high_scale;
+            #[unroll]
+            for i in 0..4usize {
+                a[i] = Pair::<F>::new(F::new(0.0));
+            }
             left.push(a);
+        }
+        #[unroll]
+        for half in 0..halves {
+            let scale = e4m3_pair::<F>(u32::cast_from(scales[comptime!(first + half)][comptime!(j / 2)]), bf16);
+            let pairs = e2m1_pairs::<F>(codes[comptime!(first + half)][j], bf16);
+            #[unroll]
+            for i in 0..4usize {
+                left.index_mut(comptime!(i / 2))[comptime!(i % 2 * 2 + half)] = pairs[i] * scale;
+            }
         }
         #[unroll]
         for group in 0..groups {
             // Tokens past the last repeat it: their sums are not stored.
             let row = min(lane_row + comptime!(group as u32 * 8), rows - 1u32);
-            let values = x[((row * width + at) * 4u32) as usize + j];
+            let values = x[((row * width + at) as usize) * 4usize + j];
             let mut right = Array::<Pair<F>>::new(4usize);
             #[unroll]
             for i in 0..4usize {

@@ -138,8 +138,8 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
             block_scaled::block_scaled(client, packed(rows, cols), packed(40, cols), zeros(rows * 40, size), result)?;
         }
     }
-    for m in [1usize, rows.min(16)] {
-        gemv(client, values(m * cols), m, packed(40, cols), one(), values(m * 40), dtype)?;
+    for (m, n) in [(1usize, 40usize), (rows.min(16), 40), (1, 8450), (rows.min(16), 8450)] {
+        gemv(client, values(m * cols), m, packed(n, cols), one(), values(m * n), dtype)?;
     }
     for head_dim in [64usize, 128] {
         let shape = AttentionShape { queries: rows, keys: rows, past: 0, heads: 4, kv_heads: 2, head_dim };
