@@ -16,7 +16,8 @@ fn twelve_shapes() {
 
 fn launch<R: CubeRuntime>() {
     let client = R::client(&R::Device::default());
-    let types = [FloatKind::F32, FloatKind::F16, FloatKind::BF16].map(|kind| StorageType::Scalar(ElemType::Float(kind)));
+    let types =
+        [FloatKind::F32, FloatKind::F16, FloatKind::BF16].map(|kind| StorageType::Scalar(ElemType::Float(kind)));
     for rows in ROWS {
         for dtype in types.into_iter().filter(|dtype| client.properties().supports_type(*dtype)) {
             kernels_cubecl::once::once(&client, dtype, rows).unwrap();

@@ -1,9 +1,14 @@
 //! Products with packed operands against f64, over more than 200 random shapes on each backend.
 
-use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
+use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative, skipped_for};
 use backend_nvfp4::{Block, Nvfp4Backend, Nvfp4Tensor, Product, QuantizeSpec, Rounding, Scaling, reference};
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::CubeRuntime;
+use cubecl::{
+    ir::{ElemType, FloatKind, StorageType},
+    prelude::SequenceArg,
+};
+use kernels_cubecl::{gemm, mma};
 
 /// Sums of up to a few hundred terms in f32, against f64.
 const BOUND: f64 = 2e-6;
@@ -58,4 +63,49 @@ fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
 
 fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
     (0..rows * cols).map(|i| x[i % rows * cols + i / rows]).collect()
+}
+
+#[test]
+fn tiles_of_every_width() {
+    on_gpu!(tiles);
+}
+
+/// The tensor-core product in each of its tiles, on ragged shapes, from zero and added to what is there. Devices without
+/// tensor cores have no such product.
+fn tiles<R: CubeRuntime>() {
+    let device = R::Device::default();
+    let client = R::client(&device);
+    let [bf16, f32] = [FloatKind::BF16, FloatKind::F32].map(|kind| StorageType::Scalar(ElemType::Float(kind)));
+    if !mma::supported(&client, bf16) {
+        return skipped_for("no tensor cores");
+    }
+    let mut random = Random::new(23);
+    for case in 0..36 {
+        let product = [Product::Nt, Product::Nn, Product::Tn][case % 3];
+        let cols = gemm::COLUMNS[case / 3 % 3];
+        let accumulate = case % 2 == 1;
+        let shape =
+            gemm::Shape { i: 8 * (1 + random.below(40)), j: 8 * (1 + random.below(50)), r: 8 * (1 + random.below(40)) };
+        let gemm::Shape { i, j, r } = shape;
+        let mut values = |len: usize| -> Vec<half::bf16> {
+            random.normals(len, 1.0).into_iter().map(half::bf16::from_f32).collect()
+        };
+        let (a, b, start) = (values(i * r), values(j * r), values(i * j));
+        let floats = |v: &[half::bf16]| v.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
+        let rows_of = |v: &[half::bf16], across: bool, outer: usize| {
+            if across { transpose(&floats(v), r, outer) } else { floats(v) }
+        };
+        let (rows, columns) = (rows_of(&a, product == Product::Tn, i), rows_of(&b, product != Product::Nt, j));
+        let expected = reference::matmul_nt(&rows, &columns, i, j, r).into_iter().zip(&start);
+        let expected = expected.map(|(y, start)| if accumulate { y + f64::from(start.to_f32()) } else { y });
+        let put = |v: &[half::bf16], dtype: DType| -> Tensor<Cube<R>, 1> {
+            Tensor::from_data(TensorData::new(v.to_vec(), [v.len()]), (&device, dtype))
+        };
+        let arg = |x: Tensor<Cube<R>, 1>| x.into_primitive().tensor().into_array_arg();
+        let (a, b, y) = (arg(put(&a, DType::BF16)), arg(put(&b, DType::BF16)), put(&start, DType::F32));
+        let (scales, out) = (SequenceArg::new(), arg(y.clone()));
+        gemm::gemm_in(&client, a, b, scales, out, (bf16, f32), shape, product, accumulate, cols).unwrap();
+        let error = relative(&host(y), expected);
+        assert!(error < BOUND, "{product:?} {shape:?} in columns of {cols}, accumulate {accumulate}: {error:e}");
+    }
 }

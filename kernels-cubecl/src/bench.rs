@@ -115,7 +115,7 @@ impl<R: Runtime> Bench<'_, R> {
                 ((value.to_bits() >> 16) as u16).to_le_bytes()
             })
             .collect();
-        self.upload(&pattern.into_iter().cycle().take(len * 2).collect::<Vec<_>>())
+        self.upload(&filled(pattern, len * 2))
     }
 
     /// Random bytes below 0x7F: valid codes and valid scales.
@@ -127,7 +127,7 @@ impl<R: Runtime> Bench<'_, R> {
                 (state >> 24) as u8 % 0x7F
             })
             .collect();
-        self.upload(&pattern.into_iter().cycle().take(len).collect::<Vec<_>>())
+        self.upload(&filled(pattern, len))
     }
 
     /// CubeCL counts uploaded bytes in 32 bits until a kernel is launched, so one is.
@@ -175,6 +175,11 @@ impl<R: Runtime> Bench<'_, R> {
         Ok((median(LAUNCHES)? - median(0)?) / LAUNCHES as f64)
     }
 
+    /// Whether a row of one of these names is wanted: what no row needs is not made.
+    fn wants(&self, names: &[&str]) -> bool {
+        names.iter().any(|name| name.contains(self.filter))
+    }
+
     fn row(
         &self,
         show: &mut dyn FnMut(Row),
@@ -201,6 +206,23 @@ impl<R: Runtime> Bench<'_, R> {
                 copy(client, self.arg(&from, len / 4), self.arg(&to, len / 4));
                 Ok(())
             })?;
+        }
+        self.quantisers(show)?;
+        self.small_operations(show)?;
+        self.optimizer(show)
+    }
+
+    fn quantisers(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        let moved = |bytes: f64| (Some(bytes), None);
+        if !self.wants(&[
+            "quantize 16x16",
+            "quantize 1x16 transposed, Hadamard, stochastic",
+            "quantize 1x16 stochastic",
+            "amax transposed, Hadamard",
+            "dequantize",
+        ]) {
+            return Ok(());
         }
         let (rows, cols) = (8192usize, 9728usize);
         let n = rows * cols;
@@ -236,6 +258,18 @@ impl<R: Runtime> Bench<'_, R> {
             let packed = (self.arg(&codes, n / 8), self.arg(&scales, n / 16));
             dequantize(client, packed.0, packed.1, None, self.arg(&y, n), BF16, rows, cols)
         })?;
+        Ok(())
+    }
+
+    fn small_operations(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        let moved = |bytes: f64| (Some(bytes), None);
+        if !self.wants(&["swiglu backward", "rms_norm backward", "norm_rope backward", "cross_entropy"]) {
+            return Ok(());
+        }
+        let (rows, cols) = (8192usize, 9728usize);
+        let n = rows * cols;
+        let (x, y, shape) = (self.normals(n), self.bytes(n * 2, 4), format!("{rows}x{cols}"));
         let (gate, up) = (self.normals(n), self.normals(n));
         self.row(show, "swiglu", shape.clone(), moved(n as f64 * 6.0), |_| {
             swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), BF16)
@@ -283,14 +317,20 @@ impl<R: Runtime> Bench<'_, R> {
         self.row(show, "cross_entropy", format!("{rows}x{cols}"), moved(n as f64 * 4.0), |_| {
             let (targets, loss) = (self.arg(&targets, rows), self.arg(&loss, rows));
             cross_entropy(client, self.arg(&logits, n), targets, loss, BF16, [rows, cols], true)
-        })?;
-        self.optimizer(show)
+        })
     }
 
     /// The optimizer's forms that are used most, over four of the largest matrices of a block.
     fn optimizer(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         let moved = |bytes: f64| (Some(bytes), None);
+        let names = ["adamw f32, f32 states", "adamw f32, 8-bit states", "adamw bf16 stochastic, 4-bit states"];
+        let others =
+            ["adamw bf16 stochastic, 8-bit states", "adamw bf16 + residual, 8-bit states", "adamw nvfp4, 8-bit states"];
+        let rest = ["adamw nvfp4, 4-bit states", "square_sum", "accumulate bf16 += f32"];
+        if ![names, others, rest].iter().any(|names| self.wants(names)) {
+            return Ok(());
+        }
         let n = 9728 * 2560 * 4;
         let [w, g, m, v, absmax, table] = [1, 2, 3, 4, 5, 6].map(|seed| self.bytes(n * 4, seed));
         let shape = format!("{n}");
@@ -346,7 +386,12 @@ impl<R: Runtime> Bench<'_, R> {
 
     fn products(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
-        for m in [2048usize, 4096, 8192] {
+        let tiles = gemm::COLUMNS.map(|cols| format!("gemm nt in tiles of 128x{cols}"));
+        let dense = ["gemm forward, packed weight", "gemm dgrad, packed weight", "gemm wgrad, f32 result"];
+        let wanted = self.wants(&dense) || self.wants(&tiles.each_ref().map(String::as_str));
+        for m in
+            [2048usize, 4096, 8192].into_iter().filter(|_| wanted || self.wants(&["block_scaled, packed x packed"]))
+        {
             for (layer, n, k) in LINEARS {
                 let (x, dy) = (self.normals(m * k), self.normals(m * n));
                 let (codes, scales, one) = (self.bytes(n * k / 2, 1), self.bytes(n * k / 16, 2), self.bytes(4, 3));
@@ -369,6 +414,13 @@ impl<R: Runtime> Bench<'_, R> {
                     let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
                     gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false)
                 })?;
+                for (cols, name) in gemm::COLUMNS.into_iter().zip(&tiles).filter(|_| m == 2048) {
+                    let shape = gemm::Shape { i: m, j: n, r: k };
+                    self.row(show, name, format!("{layer} {m}x{n}x{k}"), work, |_| {
+                        let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
+                        gemm::gemm_in(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false, cols)
+                    })?;
+                }
                 if block_scaled::supported(client) {
                     let packed = |rows: usize| PackedArgs {
                         codes: self.arg(&codes, rows * k / 8),
@@ -397,6 +449,9 @@ impl<R: Runtime> Bench<'_, R> {
                 })?;
             }
         }
+        if !self.wants(&["head + cross-entropy, chunk", "head, its three products alone"]) {
+            return Ok(());
+        }
         let (m, v, d) = (1024usize, 151_936usize, 2560usize);
         let (h, w, logits) = (self.normals(m * d), self.normals(v * d), self.bytes(m * v * 2, 1));
         let (dh, dw) = (self.bytes(m * d * 2, 2), self.bytes(v * d * 4, 3));
@@ -424,6 +479,9 @@ impl<R: Runtime> Bench<'_, R> {
     fn attention(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         for t in [2048usize, 4096, 8192] {
+            if !self.wants(&["attention forward", "attention backward"]) {
+                return Ok(());
+            }
             let shape = AttentionShape { queries: t, keys: t, past: 0, heads: 32, kv_heads: 8, head_dim: 128 };
             let (nq, nk, nl) = (t * 4096, t * 1024, t * 32);
             let [q, dy] = [nq, nq].map(|n| self.normals(n));
@@ -464,6 +522,10 @@ impl<R: Runtime> Bench<'_, R> {
     fn decode(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         for (layer, n, k) in [("lm_head", 151_936usize, 2560usize), ("gate+up", 19_456, 2560), ("down", 2560, 9728)] {
+            let name = format!("decode {layer}");
+            if !self.wants(&[&name]) {
+                continue;
+            }
             let bytes = n * k / 16 * 9;
             let sets = (200_000_000 / bytes).clamp(1, 16);
             let weights: Vec<_> = (0..sets as u32)
@@ -472,7 +534,6 @@ impl<R: Runtime> Bench<'_, R> {
             let one = self.bytes(4, 3);
             for m in [1usize, 2, 4, 8, 16] {
                 let (x, y) = (self.normals(m * k), self.bytes(m * n * 2, 4));
-                let name = format!("decode {layer}");
                 self.row(show, &name, format!("M {m}, {n}x{k}"), (Some(bytes as f64), None), |i| {
                     let (codes, scales) = &weights[i % sets];
                     let w = PackedArgs {
@@ -499,6 +560,13 @@ impl<R: Runtime> Bench<'_, R> {
             decode_attention(client, qkv, self.arg(&starts, 1), parts, self.arg(&y, 4096), BF16, shape)
         })
     }
+}
+
+/// A pattern over and over, `len` bytes of it.
+fn filled(pattern: Vec<u8>, len: usize) -> Vec<u8> {
+    let mut bytes = pattern.repeat(len.div_ceil(pattern.len()));
+    bytes.truncate(len);
+    bytes
 }
 
 impl Operands {

@@ -161,7 +161,18 @@ fn gemv_kernel<F: Float>(
                 let at = now * 4u32 + lane_part;
                 let first = comptime!(turn * halves);
                 multiply_span::<F>(
-                    x, &codes_now, &scales_now, &mut sums, at, lane_row, rows, width, first, halves, groups, bf16,
+                    x,
+                    &codes_now,
+                    &scales_now,
+                    &mut sums,
+                    at,
+                    lane_row,
+                    rows,
+                    width,
+                    first,
+                    halves,
+                    groups,
+                    bf16,
                 );
             }
         }

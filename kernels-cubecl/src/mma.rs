@@ -1,8 +1,8 @@
 //! What the tensor-core kernels share: tiles in shared memory and fragments of mma.sync m16n8k16.
 //!
 //! A tile is `rows` by `width` chunks of eight 16-bit values, chunk `c` of row `r` at
-//! `r * width + (c ^ (r % 8))`: cp.async writes whole rows and ldmatrix reads a column of eight rows
-//! without a bank conflict. An operand is stored along the summed dimension (a row is one outer index) or
+//! `r * width + (c ^ (r % 8))`, or `c ^ (r / 2 % 4)` where a row is four chunks: cp.async writes whole rows and ldmatrix
+//! reads a column of eight rows without a bank conflict. An operand is stored along the summed dimension (a row is one outer index) or
 //! across it (a row is one summed index); ldmatrix transposes the second kind on the way to registers.
 
 use cubecl::{
@@ -66,11 +66,16 @@ pub(crate) fn fill<F: Float>(
 /// Where chunk `chunk` of row `row` lies in a tile.
 #[cube]
 pub(crate) fn place(row: u32, chunk: u32, #[comptime] width: u32) -> u32 {
-    row * width + (chunk ^ (row % 8u32))
+    row * width + (chunk ^ swizzle(row, width))
+}
+
+#[cube]
+fn swizzle(row: u32, #[comptime] width: u32) -> u32 {
+    if comptime!(width == 4) { row / 2u32 % 4u32 } else { row % 8u32 }
 }
 
 /// The left operand of 16 outer indices from `outer + offset` and 16 summed ones from `16 * part`.
-/// `outer` is a multiple of 64 where the tile is stored across, of 8 where not.
+/// `outer` is a multiple of 8, and no carry leads from it and `offset` past 64 where the tile is stored across.
 #[cube]
 pub(crate) fn left<F: Float>(
     tile: &SharedMemory<Chunk<F>>,
@@ -128,8 +133,11 @@ fn corner(
 ) -> u32 {
     let lane = UNIT_POS_PLANE % 8u32;
     if comptime!(across) {
-        let own = (along * 8u32 + lane) * width + (down ^ lane);
-        (own ^ comptime!(offset / 8 % 8)) + outer / 8u32 + comptime!(offset / 64 * 8 + part * 16 * width)
+        // Chunks of a row, or eight of them, that the swizzle permutes among themselves.
+        let span = comptime!(width.min(8));
+        let own = ((along * 8u32 + lane) * width + (down ^ swizzle(lane, width))) ^ (outer / 8u32 % span);
+        let ahead = comptime!(offset / 8 / span * span + part * 16 * width);
+        (own ^ comptime!(offset / 8 % span)) + outer / comptime!(8 * span) * span + ahead
     } else {
         let own = (down * 8u32 + lane) * width + (along ^ lane);
         (own ^ comptime!(part * 2 % 8)) + outer * width + comptime!(part / 4 * 8 + offset * width)

@@ -8,7 +8,7 @@ use crate::{
     cross_entropy::cross_entropy,
     decode_attention,
     dequantize::dequantize,
-    gemm::{self, gemm},
+    gemm,
     gemv::gemv,
     gradient, hadamard,
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
@@ -120,16 +120,16 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
 
     // Tensor-core kernels.
     for (result, size) in [(dtype, value), (F32, 4)] {
-        for accumulate in [false, true] {
+        for (accumulate, cols) in [false, true].into_iter().flat_map(|a| gemm::COLUMNS.map(|cols| (a, cols))) {
             for (product, shape) in [
-                (Product::Nt, gemm::Shape { i: rows, j: 136, r: 72 }),
-                (Product::Nn, gemm::Shape { i: rows, j: 136, r: 72 }),
-                (Product::Tn, gemm::Shape { i: 136, j: 72, r: rows }),
+                (Product::Nt, gemm::Shape { i: rows, j: 168, r: 72 }),
+                (Product::Nn, gemm::Shape { i: rows, j: 168, r: 72 }),
+                (Product::Tn, gemm::Shape { i: 136, j: 168, r: rows }),
             ] {
                 let gemm::Shape { i, j, r } = shape;
                 let scales = if accumulate { SequenceArg::new() } else { one() };
-                let out = zeros(i * j, size);
-                gemm(client, values(i * r), values(j * r), scales, out, (dtype, result), shape, product, accumulate)?;
+                let (a, b, out, types) = (values(i * r), values(j * r), zeros(i * j, size), (dtype, result));
+                gemm::gemm_in(client, a, b, scales, out, types, shape, product, accumulate, cols)?;
             }
         }
     }

@@ -343,8 +343,7 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     #[define(F)] _dtype: StorageType,
 ) {
     let (row, col) = own(along, 1usize);
-    let mut values =
-        if comptime!(along) { row_of::<F, N>(x, row, col, place) } else { row_across::<F, N>(x, place) };
+    let mut values = if comptime!(along) { row_of::<F, N>(x, row, col, place) } else { row_across::<F, N>(x, place) };
     rotate(&mut values, SIGNS.runtime());
     let amax = cube_max(amax_of(&values));
     if UNIT_POS == 0u32 {
