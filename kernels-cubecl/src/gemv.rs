@@ -9,7 +9,8 @@
 //! tokens' values are paired alike. `code * scale` is exact in either format, times a power of two that the finished
 //! sum gives back. A tile is 16 rows of the weight, or eight where there are few rows. Its columns are shared out among
 //! planes, which add up in shared memory at the end, until there are enough planes to keep the device busy; then a cube
-//! takes several tiles. The codes of two spans are on their way while two are multiplied. Moves 4.5 bits a weight: bound by
+//! takes several tiles. The next codes are on their way while some are multiplied. One token's values lie in shared
+//! memory, paired already. Moves 4.5 bits a weight: bound by
 //! memory, next by decoding (three instructions a code).
 
 use crate::{
@@ -25,8 +26,8 @@ use cubecl::{
 
 /// Rows of x at most.
 pub const MAX_ROWS: usize = 16;
-/// Columns that a plane takes at a time: 32 codes for each of the four lanes of a row.
-const SPAN: usize = 128;
+/// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
+const SPAN: usize = 256;
 /// Planes that are worth keeping busy: 24 a multiprocessor of an H200.
 const PLANES: usize = 3168;
 /// Tiles of 16 rows from which on tiles are not halved.
@@ -83,6 +84,7 @@ pub fn gemv<R: Runtime>(
             together as u32,
             tall,
             rows.div_ceil(8),
+            if rows == 1 { k } else { 0 },
             bf16,
             dtype,
         );
@@ -94,7 +96,7 @@ pub fn gemv<R: Runtime>(
 fn gemv_kernel<F: Float>(
     x: &Array<Chunk<F>>,
     codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<Vector<u8, Const<2>>>,
+    scales: &Array<Vector<u8, Const<4>>>,
     globals: &Sequence<Array<f32>>,
     y: &mut Array<F>,
     rows: u32,
@@ -104,6 +106,7 @@ fn gemv_kernel<F: Float>(
     #[comptime] together: u32,
     #[comptime] tall: bool,
     #[comptime] groups: usize,
+    #[comptime] single: usize,
     #[comptime] bf16: bool,
     #[define(F)] _dtype: StorageType,
 ) {
@@ -112,71 +115,77 @@ fn gemv_kernel<F: Float>(
     let lane_part = UNIT_POS_PLANE % 4u32;
     let height = comptime!(if tall { 16u32 } else { 8 });
     let halves = comptime!(if tall { 2usize } else { 1 });
-    // Vectors of 32 codes in a row; where this lane's begin in its one or two rows.
+    // Vectors of 32 codes in a row; where this lane's one or two rows begin.
     let width = k / 32u32;
     let row0 = (CUBE_POS_X * together + plane / shares) * height + lane_row;
     let mut firsts = Array::<u32>::new(halves);
     #[unroll]
     for half in 0..halves {
-        firsts[half] = min(row0 + comptime!(half as u32 * 8), n - 1u32) * width + lane_part;
+        firsts[half] = min(row0 + comptime!(half as u32 * 8), n - 1u32) * width;
     }
+    // The lane's two of the eight vectors of a span: side by side with x in shared memory, else four apart.
+    let own = if comptime!(single > 0) { lane_part * 2u32 } else { lane_part };
+    let apart = comptime!(if single > 0 { 1u32 } else { 4 });
     let mut sums = zero_sums(groups);
 
-    // Two spans of each row.
-    let spans = k / 128u32;
+    let spans = k / 256u32;
     let mut span = plane % shares;
     let mut codes_ahead = Array::<Vector<u32, Const<4>>>::new(comptime!(halves * 2));
-    let mut scales_ahead = Array::<Vector<u8, Const<2>>>::new(comptime!(halves * 2));
+    let mut scales_ahead = Array::<Vector<u8, Const<4>>>::new(comptime!(halves * 2));
     let mut codes_now = Array::<Vector<u32, Const<4>>>::new(comptime!(halves * 2));
-    let mut scales_now = Array::<Vector<u8, Const<2>>>::new(comptime!(halves * 2));
+    let mut scales_now = Array::<Vector<u8, Const<4>>>::new(comptime!(halves * 2));
     #[unroll]
     for turn in 0..2usize {
         #[unroll]
         for half in 0..halves {
-            let at = firsts[half] + min(span + comptime!(turn as u32 * shares), spans - 1u32) * 4u32;
-            codes_ahead[comptime!(turn * halves + half)] = codes[at as usize];
-            scales_ahead[comptime!(turn * halves + half)] = scales[at as usize];
+            let at = (firsts[half] + min(span, spans - 1u32) * 8u32 + own) as usize;
+            codes_ahead[comptime!(turn * halves + half)] = codes[at + comptime!(turn * apart as usize)];
+            scales_ahead[comptime!(turn * halves + half)] = scales[at / 2usize + comptime!(turn * apart as usize / 2)];
         }
     }
+    let mut x_shared = SharedMemory::<Chunk<F>>::new(comptime!((single / 64 * 9).max(1)));
+    if comptime!(single > 0) {
+        stage::<F>(x, &mut x_shared, single, comptime!(shares * together * 32));
+    }
     while span < spans {
+        let next = span + shares;
         #[unroll]
         for turn in 0..2usize {
-            let next = span + comptime!((turn as u32 + 2) * shares);
             #[unroll]
             for half in 0..halves {
                 let i = comptime!(turn * halves + half);
                 codes_now[i] = codes_ahead[i];
                 scales_now[i] = scales_ahead[i];
                 if next < spans {
-                    let at = (firsts[half] + next * 4u32) as usize;
-                    codes_ahead[i] = codes[at];
-                    scales_ahead[i] = scales[at];
+                    let at = (firsts[half] + next * 8u32 + own) as usize;
+                    codes_ahead[i] = codes[at + comptime!(turn * apart as usize)];
+                    scales_ahead[i] = scales[at / 2usize + comptime!(turn * apart as usize / 2)];
                 }
             }
         }
         #[unroll]
         for turn in 0..2usize {
-            let now = span + comptime!(turn as u32 * shares);
-            if now < spans {
-                let at = now * 4u32 + lane_part;
-                let first = comptime!(turn * halves);
-                multiply_span::<F>(
-                    x,
-                    &codes_now,
-                    &scales_now,
-                    &mut sums,
-                    at,
-                    lane_row,
-                    rows,
-                    width,
-                    first,
-                    halves,
-                    groups,
-                    bf16,
-                );
-            }
+            let vector = span * 8u32 + own + comptime!(turn as u32 * apart);
+            let place = Tokens { vector, lane_row, lane_part, rows, width };
+            let first = comptime!(turn * halves);
+            let single = comptime!(single > 0);
+            let odd = comptime!(single && turn == 1);
+            multiply_span::<F>(
+                x,
+                &x_shared,
+                &codes_now,
+                &scales_now,
+                &mut sums,
+                place,
+                first,
+                halves,
+                groups,
+                single,
+                odd,
+                bf16,
+            );
         }
-        span += comptime!(2 * shares);
+        span = next;
     }
 
     // Add the shares up: [plane][token][rows of a tile].
@@ -218,21 +227,55 @@ fn gemv_kernel<F: Float>(
     }
 }
 
+/// Brings the one token's `k` values into shared memory, as pairs four apart. A chunk is left free after eight, so that
+/// the four lanes of a row meet different banks.
+#[cube]
+fn stage<F: Float>(
+    x: &Array<Chunk<F>>,
+    out: &mut SharedMemory<Chunk<F>>,
+    #[comptime] k: usize,
+    #[comptime] units: u32,
+) {
+    let mut at = UNIT_POS;
+    while at < comptime!(k as u32 / 8) {
+        let values = x[at as usize];
+        let mut paired = Chunk::<F>::empty();
+        #[unroll]
+        for i in 0..4usize {
+            paired[comptime!(i * 2)] = values[i];
+            paired[comptime!(i * 2 + 1)] = values[comptime!(i + 4)];
+        }
+        out[(at + at / 8u32) as usize] = paired;
+        at += units;
+    }
+    sync_cube();
+}
+
+/// Which values of x a lane multiplies: 32 from vector `vector` of a row on.
+#[derive(CubeType, Clone, Copy)]
+struct Tokens {
+    vector: u32,
+    lane_row: u32,
+    lane_part: u32,
+    rows: u32,
+    width: u32,
+}
+
 /// Adds a tile times 128 columns times all tokens: of each of its rows a lane has 32 codes and two scales, the first row's
-/// at `first`. `at` counts vectors of 32 values within a row of x.
+/// at `first`; of four scales it has the second two if `odd`, or else by the parity of its vector.
 #[cube]
 fn multiply_span<F: Float>(
     x: &Array<Chunk<F>>,
+    x_shared: &SharedMemory<Chunk<F>>,
     codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<Vector<u8, Const<2>>>,
+    scales: &Array<Vector<u8, Const<4>>>,
     sums: &mut Sequence<Array<Pair<f32>>>,
-    at: u32,
-    lane_row: u32,
-    rows: u32,
-    width: u32,
+    place: Tokens,
     #[comptime] first: usize,
     #[comptime] halves: usize,
     #[comptime] groups: usize,
+    #[comptime] single: bool,
+    #[comptime] odd: bool,
     #[comptime] bf16: bool,
 ) {
     #[unroll]
@@ -249,7 +292,14 @@ fn multiply_span<F: Float>(
         }
         #[unroll]
         for half in 0..halves {
-            let scale = e4m3_pair::<F>(u32::cast_from(scales[comptime!(first + half)][comptime!(j / 2)]), bf16);
+            let four = scales[comptime!(first + half)];
+            let byte = if comptime!(single) {
+                u32::cast_from(four[comptime!(if odd { 2 + j / 2 } else { j / 2 })])
+            } else {
+                let (low, high) = (u32::cast_from(four[comptime!(j / 2)]), u32::cast_from(four[comptime!(2 + j / 2)]));
+                select(place.lane_part % 2u32 == 1u32, high, low)
+            };
+            let scale = e4m3_pair::<F>(byte, bf16);
             let pairs = e2m1_pairs::<F>(codes[comptime!(first + half)][j], bf16);
             #[unroll]
             for i in 0..4usize {
@@ -258,16 +308,28 @@ fn multiply_span<F: Float>(
         }
         #[unroll]
         for group in 0..groups {
-            // Tokens past the last repeat it: their sums are not stored.
-            let row = min(lane_row + comptime!(group as u32 * 8), rows - 1u32);
-            let values = x[((row * width + at) as usize) * 4usize + j];
             let mut right = Array::<Pair<F>>::new(4usize);
-            #[unroll]
-            for i in 0..4usize {
-                let mut pair = Pair::<F>::empty();
-                pair[0] = values[i];
-                pair[1] = values[comptime!(i + 4)];
-                right[i] = pair;
+            if comptime!(single) {
+                let at = place.vector * 4u32;
+                let values = x_shared[((at + at / 8u32) as usize) + j];
+                #[unroll]
+                for i in 0..4usize {
+                    let mut pair = Pair::<F>::empty();
+                    pair[0] = values[comptime!(i * 2)];
+                    pair[1] = values[comptime!(i * 2 + 1)];
+                    right[i] = pair;
+                }
+            } else {
+                // Tokens past the last repeat it: their sums are not stored.
+                let row = min(place.lane_row + comptime!(group as u32 * 8), place.rows - 1u32);
+                let values = x[((row * place.width + place.vector) as usize) * 4usize + j];
+                #[unroll]
+                for i in 0..4usize {
+                    let mut pair = Pair::<F>::empty();
+                    pair[0] = values[i];
+                    pair[1] = values[comptime!(i + 4)];
+                    right[i] = pair;
+                }
             }
             #[unroll]
             for step in 0..2usize {

@@ -19,7 +19,7 @@ use crate::{
 use cubecl::prelude::*;
 
 /// Cubes of a backward launch at most: each leaves one row of partial sums.
-const CUBES: usize = 1056;
+const CUBES: usize = 528;
 
 /// `y` from `x` (`rows` x `cols`, type `dtype`) and `w` (f32, `cols`).
 ///
