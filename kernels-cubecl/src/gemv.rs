@@ -28,8 +28,8 @@ use cubecl::{
 pub const MAX_ROWS: usize = 16;
 /// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
 const SPAN: usize = 256;
-/// Planes that are worth keeping busy: 18 a multiprocessor of an H200.
-const PLANES: usize = 2376;
+/// Planes that are worth keeping busy: 24 a multiprocessor of an H200.
+const PLANES: usize = 3168;
 /// Tiles of 16 rows from which on tiles are not halved.
 const TALL: usize = 528;
 
@@ -130,22 +130,17 @@ fn gemv_kernel<F: Float>(
 
     let spans = k / 256u32;
     let mut span = plane % shares;
-    // Spans that are on their way (with several tokens registers are short), and one that is multiplied.
-    let depth = comptime!(if single > 0 { 2usize } else { 1 });
-    let vectors = comptime!(halves * 2);
-    let mut codes_ahead = Array::<Vector<u32, Const<4>>>::new(comptime!(vectors * depth));
-    let mut scales_ahead = Array::<Vector<u8, Const<4>>>::new(comptime!(vectors * depth));
-    let mut codes_now = Array::<Vector<u32, Const<4>>>::new(vectors);
-    let mut scales_now = Array::<Vector<u8, Const<4>>>::new(vectors);
+    let mut codes_ahead = Array::<Vector<u32, Const<4>>>::new(comptime!(halves * 2));
+    let mut scales_ahead = Array::<Vector<u8, Const<4>>>::new(comptime!(halves * 2));
+    let mut codes_now = Array::<Vector<u32, Const<4>>>::new(comptime!(halves * 2));
+    let mut scales_now = Array::<Vector<u8, Const<4>>>::new(comptime!(halves * 2));
     #[unroll]
-    for phase in 0..depth {
-        let first = min(span + comptime!(phase as u32 * shares), spans - 1u32) * 8u32 + own;
+    for turn in 0..2usize {
         #[unroll]
-        for i in 0..vectors {
-            let at = (firsts[comptime!(i % halves)] + first) as usize;
-            let turn = comptime!(i / halves * apart as usize);
-            codes_ahead[comptime!(phase * vectors + i)] = codes[at + turn];
-            scales_ahead[comptime!(phase * vectors + i)] = scales[at / 2usize + comptime!(turn / 2)];
+        for half in 0..halves {
+            let at = (firsts[half] + min(span, spans - 1u32) * 8u32 + own) as usize;
+            codes_ahead[comptime!(turn * halves + half)] = codes[at + comptime!(turn * apart as usize)];
+            scales_ahead[comptime!(turn * halves + half)] = scales[at / 2usize + comptime!(turn * apart as usize / 2)];
         }
     }
     let mut x_shared = SharedMemory::<Chunk<F>>::new(comptime!((single / 64 * 9).max(1)));
@@ -153,48 +148,44 @@ fn gemv_kernel<F: Float>(
         stage::<F>(x, &mut x_shared, single, comptime!(shares * together * 32));
     }
     while span < spans {
+        let next = span + shares;
         #[unroll]
-        for phase in 0..depth {
-            let now = span + comptime!(phase as u32 * shares);
-            if now < spans {
-                let next = now + comptime!(depth as u32 * shares);
-                #[unroll]
-                for i in 0..vectors {
-                    let to = comptime!(phase * vectors + i);
-                    codes_now[i] = codes_ahead[to];
-                    scales_now[i] = scales_ahead[to];
-                    if next < spans {
-                        let at = (firsts[comptime!(i % halves)] + next * 8u32 + own) as usize;
-                        let turn = comptime!(i / halves * apart as usize);
-                        codes_ahead[to] = codes[at + turn];
-                        scales_ahead[to] = scales[at / 2usize + comptime!(turn / 2)];
-                    }
-                }
-                #[unroll]
-                for turn in 0..2usize {
-                    let vector = now * 8u32 + own + comptime!(turn as u32 * apart);
-                    let place = Tokens { vector, lane_row, lane_part, rows, width };
-                    let first = comptime!(turn * halves);
-                    let single = comptime!(single > 0);
-                    let odd = comptime!(single && turn == 1);
-                    multiply_span::<F>(
-                        x,
-                        &x_shared,
-                        &codes_now,
-                        &scales_now,
-                        &mut sums,
-                        place,
-                        first,
-                        halves,
-                        groups,
-                        single,
-                        odd,
-                        bf16,
-                    );
+        for turn in 0..2usize {
+            #[unroll]
+            for half in 0..halves {
+                let i = comptime!(turn * halves + half);
+                codes_now[i] = codes_ahead[i];
+                scales_now[i] = scales_ahead[i];
+                if next < spans {
+                    let at = (firsts[half] + next * 8u32 + own) as usize;
+                    codes_ahead[i] = codes[at + comptime!(turn * apart as usize)];
+                    scales_ahead[i] = scales[at / 2usize + comptime!(turn * apart as usize / 2)];
                 }
             }
         }
-        span += comptime!(depth as u32 * shares);
+        #[unroll]
+        for turn in 0..2usize {
+            let vector = span * 8u32 + own + comptime!(turn as u32 * apart);
+            let place = Tokens { vector, lane_row, lane_part, rows, width };
+            let first = comptime!(turn * halves);
+            let single = comptime!(single > 0);
+            let odd = comptime!(single && turn == 1);
+            multiply_span::<F>(
+                x,
+                &x_shared,
+                &codes_now,
+                &scales_now,
+                &mut sums,
+                place,
+                first,
+                halves,
+                groups,
+                single,
+                odd,
+                bf16,
+            );
+        }
+        span = next;
     }
 
     // Add the shares up: [plane][token][rows of a tile].

@@ -119,18 +119,18 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     }
 
     // Tensor-core kernels.
-    for (result, size) in [(dtype, value), (F32, 4)] {
-        for (accumulate, cols) in [false, true].into_iter().flat_map(|a| gemm::COLUMNS.map(|cols| (a, cols))) {
-            for (product, shape) in [
-                (Product::Nt, gemm::Shape { i: rows, j: 168, r: 72 }),
-                (Product::Nn, gemm::Shape { i: rows, j: 168, r: 72 }),
-                (Product::Tn, gemm::Shape { i: 136, j: 168, r: rows }),
-            ] {
-                let gemm::Shape { i, j, r } = shape;
-                let scales = if accumulate { SequenceArg::new() } else { one() };
-                let (a, b, out, types) = (values(i * r), values(j * r), zeros(i * j, size), (dtype, result));
-                gemm::gemm_in(client, a, b, scales, out, types, shape, product, accumulate, cols)?;
-            }
+    for cols in gemm::COLUMNS {
+        for (product, accumulate, result, size) in [
+            (Product::Nt, false, dtype, value),
+            (Product::Nn, false, dtype, value),
+            (Product::Tn, false, F32, 4),
+            (Product::Tn, true, F32, 4),
+        ] {
+            let (i, j, r) = if product == Product::Tn { (136, 168, rows) } else { (rows, 168, 72) };
+            let shape = gemm::Shape { i, j, r };
+            let scales = if accumulate { SequenceArg::new() } else { one() };
+            let (a, b, out, types) = (values(i * r), values(j * r), zeros(i * j, size), (dtype, result));
+            gemm::gemm_in(client, a, b, scales, out, types, shape, product, accumulate, cols)?;
         }
     }
     if block_scaled::supported(client) {

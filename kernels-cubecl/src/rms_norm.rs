@@ -19,7 +19,7 @@ use crate::{
 use cubecl::prelude::*;
 
 /// Cubes of a backward launch at most: each leaves one row of partial sums.
-const CUBES: usize = 396;
+const CUBES: usize = 1056;
 
 /// `y` from `x` (`rows` x `cols`, type `dtype`) and `w` (f32, `cols`).
 ///
@@ -41,7 +41,7 @@ pub fn rms_norm<R: Runtime>(
     if rows == 0 {
         return Ok(());
     }
-    let (vector, passes, units) = row_launch(client, dtype, cols, 256);
+    let (vector, passes, units) = row_launch(client, dtype, cols);
     let cubes = index(NAME, "rows", rows)?.min(65_535);
     // SAFETY: buffer lengths were checked; cubes step over rows up to the last.
     unsafe {
@@ -64,16 +64,11 @@ pub fn rms_norm<R: Runtime>(
     Ok(())
 }
 
-/// Vector size, vectors a unit and units of a cube for rows of `cols`, at most `most` units.
-fn row_launch<R: Runtime>(
-    client: &ComputeClient<R>,
-    dtype: StorageType,
-    cols: usize,
-    most: usize,
-) -> (usize, usize, u32) {
+/// Vector size, vectors a unit and units of a cube for rows of `cols`.
+fn row_launch<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, cols: usize) -> (usize, usize, u32) {
     let vector = vector_size(client, dtype, cols);
     let width = cols / vector;
-    let most = (client.properties().hardware.max_units_per_cube as usize).min(most);
+    let most = (client.properties().hardware.max_units_per_cube as usize).min(256);
     let passes = width.div_ceil(most);
     (vector, passes, width.div_ceil(passes).next_multiple_of(32) as u32)
 }
@@ -104,7 +99,7 @@ pub fn rms_norm_backward<R: Runtime>(
     let cubes = partial_rows(rows);
     expect_len(NAME, "w", w.size(), cols)?;
     expect_len(NAME, "partial", partial.size(), cubes * cols)?;
-    let (vector, passes, units) = row_launch(client, dtype, cols, 512);
+    let (vector, passes, units) = row_launch(client, dtype, cols);
     // SAFETY: as above; a unit writes what it alone read.
     unsafe {
         rms_norm_backward_kernel::launch_unchecked(
