@@ -22,10 +22,12 @@ use model_qwen3::{
 };
 use std::{collections::HashSet, sync::Arc};
 use train_cli::{
-    data::{self, MicroBatch, Order, Sample},
+    data::{self, Sample},
     gradients::Gathered,
     optim::{AdamwConfig, ChunkedAdamw},
+    order::{MicroBatch, Order},
     plan::LossKind,
+    rows,
     step::{Clip, StepMode, Stepped, Stepper},
     train::Trainee,
     vram::VramReport,
@@ -218,7 +220,7 @@ fn packed_is_unpacked() {
     let samples = samples();
     let divisor = samples.iter().map(Sample::supervised_tokens).sum();
     let apart = MicroBatch::new(&samples.iter().collect::<Vec<_>>(), divisor);
-    let rows = data::pack(samples, 60);
+    let rows = rows::pack(samples, 60);
     assert!(rows.len() == 2 && rows.iter().any(|r| r.documents.len() > 1));
     // The first token of a document is predicted by none, packed or not.
     let packed = MicroBatch::new(&rows.iter().collect::<Vec<_>>(), divisor);

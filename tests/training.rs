@@ -18,11 +18,7 @@ use std::{
     process::Stdio,
     time::{Duration, Instant},
 };
-use train_cli::{
-    data::{self, MicroBatch},
-    plan::LossKind,
-    train::Trainee,
-};
+use train_cli::{data, order::MicroBatch, plan::LossKind, train::Trainee};
 
 #[test]
 fn padding_does_not_leak() {

@@ -512,7 +512,8 @@ fn encoded(
         sum += values[i];
     }
     // A product that is not a number shows here: looked for only where the block's sum is not finite.
-    if !(sum.abs() < 3.0e38f32) {
+    let finite = sum.abs() < 3.0e38f32;
+    if !finite {
         #[unroll]
         for i in 0..16usize {
             let x = scaled[i];

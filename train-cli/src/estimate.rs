@@ -6,8 +6,8 @@
 use crate::{
     CliError,
     args::FitArgs,
-    data,
     device::DeviceChoice,
+    order,
     plan::{self, FitPlan},
     report,
     step::{Clip, StepMode},
@@ -73,7 +73,7 @@ impl Estimate {
         let s = Sizes::of(c);
         let value = precision.dtype().size() as f64;
         let master = plan.master(precision);
-        let length = data::padded_len(plan.options.max_seq_length.min(c.max_position_embeddings));
+        let length = order::padded_len(plan.options.max_seq_length.min(c.max_position_embeddings));
         let tokens = (plan.batch_size * length) as f64;
         // With --train-last-layers only these have gradients, states and kept inputs.
         let (trained, all) = match plan.train_last_layers {

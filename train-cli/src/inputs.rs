@@ -3,11 +3,12 @@
 
 use crate::{
     CliError,
-    data::{self, Order, Sample},
+    data::{self, Sample},
     durable,
     model_files::TextFiles,
+    order::Order,
     plan::{FitPlan, ModelSource},
-    report,
+    report, rows,
     step::{Clip, StepMode},
     token_cache,
 };
@@ -175,12 +176,12 @@ fn samples(plan: &FitPlan, text: &TextFiles, config: &Qwen3Config) -> Result<Sam
     let (all, mut report) = token_cache::load(plan, &plan.data, text, options)?;
     let (mut train, mut eval) = match &plan.eval_data {
         Some(path) => (all, token_cache::load(plan, std::slice::from_ref(path), text, options)?.0),
-        None => data::split(all, plan.val_split, plan.seed),
+        None => rows::split(all, plan.val_split, plan.seed),
     };
-    train = data::weigh(train, &plan.data_weights, plan.seed);
+    train = rows::weigh(train, &plan.data_weights, plan.seed);
     if plan.packing {
-        train = data::pack(train, options.max_seq_length);
-        eval = data::pack(eval, options.max_seq_length);
+        train = rows::pack(train, options.max_seq_length);
+        eval = rows::pack(eval, options.max_seq_length);
         let tokens: usize = train.iter().map(|s| s.ids.len()).sum();
         report.packed = Some((train.len(), tokens as f64 / (train.len() * options.max_seq_length) as f64));
     }

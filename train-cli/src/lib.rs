@@ -11,7 +11,8 @@
 //! | [`train`] | the learning strategy: steps, evaluations, figures |
 //! | [`mod@step`], [`gradients`] | one optimizer step, streaming or whole; what becomes of gradients |
 //! | [`damp`], [`codes`] | blocks frozen on their codes towards the end; how many codes changed |
-//! | [`data`], [`token_cache`] | files to token sequences with a mask, packed rows, their order; kept on disk |
+//! | [`data`], [`token_cache`] | files to token sequences with a mask; kept on disk |
+//! | [`rows`], [`mod@order`] | which samples a run has, packed; their order, step after step |
 //! | [`optim`], [`schedule`] | chunked AdamW; the learning rate |
 //! | [`mod@estimate`], [`vram`], [`pool`] | memory before a run, in it, and given back |
 //! | [`checkpoint`] | training state on disk and back |
@@ -42,10 +43,12 @@ pub mod inspect;
 pub mod kernel_cache;
 pub mod model_files;
 pub mod optim;
+pub mod order;
 pub mod parity;
 pub mod plan;
 pub mod pool;
 pub mod report;
+pub mod rows;
 mod run_folder;
 pub mod schedule;
 pub mod step;

@@ -5,11 +5,11 @@
 use crate::{
     CliError,
     args::ParityArgs,
-    data::MicroBatch,
     device::{self, Job},
     durable,
     model_files::ModelFiles,
     optim::{AdamwConfig, ChunkedAdamw},
+    order::MicroBatch,
     plan::{self, LossKind},
     report,
     step::{Clip, StepMode, Stepper},

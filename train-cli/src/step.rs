@@ -13,9 +13,9 @@
 
 use crate::{
     CliError,
-    data::MicroBatch,
     gradients::{Fate, Gathered, Walk},
     optim::{ChunkedAdamw, Rate},
+    order::MicroBatch,
     train::Trainee,
     vram::VramReport,
 };

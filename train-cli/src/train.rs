@@ -6,7 +6,7 @@
 use crate::{
     CliError,
     damp::{self, DampedFinish},
-    data::{MicroBatch, Order},
+    order::{MicroBatch, Order},
     plan::LossKind,
     pool::Pool,
     report,

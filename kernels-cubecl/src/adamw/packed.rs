@@ -157,7 +157,7 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
             }
             if live {
                 codes[word] = packed;
-                if UNIT_POS % 2u32 == 0u32 {
+                if UNIT_POS & 1u32 == 0u32 {
                     scales[scale] = u8::cast_from(kept);
                 }
                 #[unroll]

@@ -1,0 +1,224 @@
+//! Micro-batches and their order over a run, as Burn's Learner asks for them.
+
+use crate::{data::Sample, rows::permutation};
+use burn::{
+    data::dataloader::{DataLoader, DataLoaderIterator, Progress},
+    tensor::backend::Backend,
+};
+use std::sync::Arc;
+
+/// A few sequences that go through the model together.
+#[derive(Debug, Clone)]
+pub struct MicroBatch {
+    /// Token ids.
+    pub ids: Vec<Vec<u32>>,
+    /// Masks.
+    pub supervised: Vec<Vec<bool>>,
+    /// Where the documents of each row begin.
+    pub documents: Vec<Vec<usize>>,
+    /// Supervised tokens of the whole optimizer step: what its loss is divided by.
+    pub divisor: usize,
+    /// Whether the optimizer steps after it.
+    pub ends_step: bool,
+}
+
+/// Tokens that a row of `len` takes: beyond one tile of a GPU's products whole ones, which the products read in any
+/// case, so that buffers are of few sizes. What quantises activations sees the padding too.
+pub fn padded_len(len: usize) -> usize {
+    const TILE: usize = 128;
+    if len > TILE { len.next_multiple_of(TILE) } else { len }
+}
+
+impl MicroBatch {
+    /// A batch of samples.
+    pub fn new(samples: &[&Sample], divisor: usize) -> Self {
+        Self {
+            ids: samples.iter().map(|s| s.ids.clone()).collect(),
+            supervised: samples.iter().map(|s| s.supervised.clone()).collect(),
+            documents: samples.iter().map(|s| s.documents.clone()).collect(),
+            divisor,
+            ends_step: false,
+        }
+    }
+
+    /// A batch of rows that are one document each.
+    pub fn of(ids: Vec<Vec<u32>>, supervised: Vec<Vec<bool>>, divisor: usize) -> Self {
+        let documents = vec![vec![0]; ids.len()];
+        Self { ids, supervised, documents, divisor, ends_step: true }
+    }
+
+    /// Tokens of a row, padding included.
+    pub fn tokens_a_row(&self) -> usize {
+        padded_len(self.ids.iter().map(Vec::len).max().unwrap_or(0))
+    }
+
+    /// The ids of rows of that many tokens.
+    pub fn padded(&self) -> Vec<Vec<u32>> {
+        let t = self.tokens_a_row();
+        let pad = |row: &Vec<u32>| row.iter().copied().chain(std::iter::repeat(0)).take(t).collect();
+        self.ids.iter().map(pad).collect()
+    }
+
+    /// Of every token, its position in its document and where in its row that begins. Padding belongs to the last.
+    pub fn places(&self) -> (Vec<u32>, Vec<u32>) {
+        let t = self.tokens_a_row();
+        let (mut positions, mut starts) = (Vec::new(), Vec::new());
+        for documents in &self.documents {
+            for (i, &start) in documents.iter().enumerate() {
+                let end = documents.get(i + 1).copied().unwrap_or(t);
+                positions.extend(0..(end - start) as u32);
+                starts.extend(std::iter::repeat_n(start as u32, end - start));
+            }
+        }
+        (positions, starts)
+    }
+}
+
+/// The order of samples over a run. What a step sees is a function of its number alone, so that a
+/// resumed run needs no saved position.
+#[derive(Debug, Clone)]
+pub struct Order {
+    /// The samples.
+    pub samples: Arc<Vec<Sample>>,
+    /// Sequences in a micro-batch.
+    pub batch_size: usize,
+    /// Micro-batches in a step.
+    pub accumulation: usize,
+    /// Steps of the run.
+    pub steps: usize,
+    /// Sequences after which the run ends, if epochs and not steps are counted.
+    pub limit: usize,
+    /// Shuffles.
+    pub seed: u64,
+    /// The first step that is run: above 0 after a resume.
+    pub start: usize,
+}
+
+impl Order {
+    /// The micro-batches of a step.
+    pub fn step(&self, step: usize) -> Vec<MicroBatch> {
+        let n = self.samples.len();
+        let size = self.batch_size * self.accumulation;
+        let range = step * size..((step + 1) * size).min(self.limit);
+        let mut epoch = (usize::MAX, Vec::new());
+        let picked: Vec<&Sample> = range
+            .map(|i| {
+                if epoch.0 != i / n {
+                    epoch = (i / n, permutation(n, self.seed, (i / n) as u32));
+                }
+                &self.samples[epoch.1[i % n]]
+            })
+            .collect();
+        let divisor = picked.iter().map(|s| s.supervised_tokens()).sum();
+        let mut batches: Vec<_> = picked.chunks(self.batch_size).map(|c| MicroBatch::new(c, divisor)).collect();
+        if let Some(last) = batches.last_mut() {
+            last.ends_step = true;
+        }
+        batches
+    }
+
+    /// Epochs done after `steps` steps.
+    pub fn epochs(&self, steps: usize) -> f64 {
+        (steps * self.batch_size * self.accumulation).min(self.limit) as f64 / self.samples.len() as f64
+    }
+}
+
+struct Steps<'a> {
+    order: &'a Order,
+    micro: std::vec::IntoIter<MicroBatch>,
+    next: usize,
+}
+
+impl Iterator for Steps<'_> {
+    type Item = MicroBatch;
+
+    fn next(&mut self) -> Option<MicroBatch> {
+        loop {
+            if let Some(batch) = self.micro.next() {
+                return Some(batch);
+            }
+            if self.next >= self.order.steps {
+                return None;
+            }
+            self.micro = self.order.step(self.next).into_iter();
+            self.next += 1;
+        }
+    }
+}
+
+impl DataLoaderIterator<MicroBatch> for Steps<'_> {
+    fn progress(&self) -> Progress {
+        Progress::new(self.next, self.order.steps)
+    }
+}
+
+/// Burn's view of the order: micro-batches, step after step.
+impl<B: Backend> DataLoader<B, MicroBatch> for Order {
+    fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<MicroBatch> + 'a> {
+        Box::new(Steps { order: self, micro: vec![].into_iter(), next: self.start })
+    }
+
+    fn num_items(&self) -> usize {
+        self.steps
+    }
+
+    fn to_device(&self, _device: &B::Device) -> Arc<dyn DataLoader<B, MicroBatch>> {
+        Arc::new(self.clone())
+    }
+
+    fn slice(&self, start: usize, end: usize) -> Arc<dyn DataLoader<B, MicroBatch>> {
+        Arc::new(Self { start, steps: end, ..self.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::synthetic;
+
+    fn samples(n: usize) -> Vec<Sample> {
+        synthetic(n, 4, 100, 1)
+    }
+
+    #[test]
+    fn an_epoch_shows_every_sample_once_in_a_new_order() {
+        let order = Order {
+            samples: Arc::new(samples(10)),
+            batch_size: 3,
+            accumulation: 1,
+            steps: 7,
+            limit: 20,
+            seed: 5,
+            start: 0,
+        };
+        let seen: Vec<Vec<u32>> = (0..7).flat_map(|s| order.step(s)).flat_map(|b| b.ids).collect();
+        assert_eq!(seen.len(), 20);
+        let sorted = |ids: &[Vec<u32>]| {
+            let mut ids = ids.to_vec();
+            ids.sort();
+            ids
+        };
+        assert_eq!(sorted(&seen[..10]), sorted(&seen[10..]));
+        assert_ne!(seen[..10], seen[10..]);
+        let resumed = Order { start: 4, ..order.clone() };
+        let all: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&order).map(|b| b.ids).collect();
+        let rest: Vec<_> = DataLoader::<burn::backend::NdArray, _>::iter(&resumed).map(|b| b.ids).collect();
+        assert_eq!(all[4..], rest[..]);
+    }
+
+    #[test]
+    fn rows_longer_than_a_tile_fill_whole_ones() {
+        let batch = |lengths: &[usize]| {
+            let ids: Vec<Vec<u32>> = lengths.iter().map(|&n| vec![7; n]).collect();
+            let supervised = lengths.iter().map(|&n| vec![true; n]).collect();
+            MicroBatch::of(ids, supervised, 1)
+        };
+        for (lengths, tokens) in [(&[3usize, 100][..], 100), (&[128], 128), (&[129, 5], 256), (&[2000], 2048)] {
+            let batch = batch(lengths);
+            assert_eq!(batch.tokens_a_row(), tokens);
+            assert!(batch.padded().iter().all(|row| row.len() == tokens));
+            let (positions, starts) = batch.places();
+            assert_eq!((positions.len(), starts.len()), (tokens * lengths.len(), tokens * lengths.len()));
+        }
+    }
+}

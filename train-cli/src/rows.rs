@@ -1,0 +1,135 @@
+//! Which samples a run trains on and in which rows: held out, weighted by their files, packed, shuffled. Every choice is a
+//! function of the seed.
+
+use crate::data::Sample;
+use backend_nvfp4::{Stream, reference};
+use std::collections::BTreeSet;
+
+/// Splits off evaluation rows: `share` of them, at most 200, at least one of ten or more.
+pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
+    let n = samples.len();
+    let wanted = (n as f64 * share).round() as usize;
+    let count = if share <= 0.0 || n < 10 { 0 } else { wanted.clamp(1, 200) };
+    let order = permutation(n, seed, u32::MAX);
+    let held: std::collections::HashSet<usize> = order[..count].iter().copied().collect();
+    let (mut train, mut eval) = (Vec::new(), Vec::new());
+    for (i, sample) in samples.into_iter().enumerate() {
+        if held.contains(&i) { eval.push(sample) } else { train.push(sample) }
+    }
+    (train, eval)
+}
+
+/// Packs samples into rows of at most `most` tokens, the longest first into the fullest row that takes it (best fit,
+/// decreasing). Documents of a row see neither each other nor each other's positions, and the first token of each is
+/// not predicted.
+pub fn pack(samples: Vec<Sample>, most: usize) -> Vec<Sample> {
+    let mut order: Vec<usize> = (0..samples.len()).collect();
+    order.sort_by_key(|&i| (std::cmp::Reverse(samples[i].ids.len()), i));
+    let mut rows: Vec<Sample> = Vec::new();
+    // Rows by what they still take; of equals the first made.
+    let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
+    let mut samples: Vec<Option<Sample>> = samples.into_iter().map(Some).collect();
+    for i in order {
+        let sample = samples[i].take().expect("each once");
+        let len = sample.ids.len();
+        let Some(&(room, row)) = open.range((len, 0)..).next() else {
+            open.insert((most.saturating_sub(len), rows.len()));
+            rows.push(sample);
+            continue;
+        };
+        open.remove(&(room, row));
+        open.insert((room - len, row));
+        let packed = &mut rows[row];
+        packed.documents.push(packed.ids.len());
+        packed.ids.extend(sample.ids);
+        let first = packed.supervised.len();
+        packed.supervised.extend(sample.supervised);
+        packed.supervised[first] = false;
+    }
+    rows
+}
+
+/// Training samples repeated by the weights of their files; no weights is once. After the split: a row that was held
+/// out has no copy in training.
+pub fn weigh(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
+    if weights.is_empty() {
+        return samples;
+    }
+    let mut files: Vec<Vec<Sample>> = vec![vec![]; weights.len()];
+    samples.into_iter().for_each(|s| files[s.file].push(s));
+    let own = |(file, (samples, weight)): (usize, (Vec<Sample>, &f64))| weighted(samples, *weight, seed, file as u32);
+    files.into_iter().zip(weights).enumerate().flat_map(own).collect()
+}
+
+/// `samples` times `weight`: whole copies, and of what is left a seeded choice.
+fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Sample> {
+    let n = samples.len();
+    if n == 0 {
+        return samples;
+    }
+    let wanted = ((n as f64 * weight).round() as usize).max(1);
+    let order = permutation(n, seed, u32::MAX - 1 - file);
+    (0..wanted).map(|i| samples[if i / n < wanted / n { i % n } else { order[i % n] }].clone()).collect()
+}
+
+/// Fisher and Yates by counter-based numbers: the order of epoch `epoch`.
+pub(crate) fn permutation(n: usize, seed: u64, epoch: u32) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..n).collect();
+    for i in (1..n).rev() {
+        let [a, b, ..] = reference::philox(i as u32, Stream { seed, step: epoch, stream: 0x5EED });
+        order.swap(i, ((u64::from(a) << 32 | u64::from(b)) % (i as u64 + 1)) as usize);
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{data::synthetic, order::MicroBatch};
+
+    fn samples(n: usize) -> Vec<Sample> {
+        synthetic(n, 4, 100, 1)
+    }
+
+    #[test]
+    fn packing_keeps_every_document_whole_and_apart() {
+        let lengths = [5usize, 30, 7, 12, 29, 3, 64, 20];
+        let all: Vec<Sample> = lengths.iter().zip(synthetic(8, 64, 100, 2)).map(|(&len, s)| s.piece(0..len)).collect();
+        let rows = pack(all.clone(), 64);
+        assert_eq!(rows.len(), 3, "170 tokens fill three rows of 64");
+        let mut found = Vec::new();
+        for row in &rows {
+            assert!(row.ids.len() <= 64 && row.ids.len() == row.supervised.len());
+            for (i, &start) in row.documents.iter().enumerate() {
+                let end = row.documents.get(i + 1).copied().unwrap_or(row.ids.len());
+                assert_eq!(row.supervised[start], start == 0, "the first token of a document is not predicted");
+                found.push(row.ids[start..end].to_vec());
+            }
+        }
+        let sorted = |mut ids: Vec<Vec<u32>>| {
+            ids.sort();
+            ids
+        };
+        assert_eq!(sorted(found), sorted(all.into_iter().map(|s| s.ids).collect()));
+        let (positions, starts) = MicroBatch::new(&[&rows[1]], 1).places();
+        for i in 0..positions.len() {
+            assert_eq!(positions[i] + starts[i], i as u32);
+        }
+    }
+
+    #[test]
+    fn weights_repeat_and_thin_out() {
+        let all = samples(10);
+        let of = |weight| weighted(all.clone(), weight, 3, 0);
+        assert_eq!((of(1.0).len(), of(2.5).len(), of(0.3).len()), (10, 25, 3));
+        assert!(all.iter().all(|s| (2..=3).contains(&of(2.5).iter().filter(|t| *t == s).count())));
+    }
+
+    #[test]
+    fn split_is_disjoint_and_small_sets_keep_their_rows() {
+        let (train, eval) = split(samples(64), 0.02, 3);
+        assert_eq!((train.len(), eval.len()), (63, 1));
+        assert!(!train.contains(&eval[0]));
+        assert_eq!(split(samples(9), 0.5, 3).1.len(), 0);
+    }
+}
