@@ -48,7 +48,7 @@ fn config(tied: bool) -> Qwen3Config {
 
 fn trainee<B: Nvfp4Backend>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {
     let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
-    let model = weights::random::<Autodiff<B>>(&config(tied), spec, master, 5, &Default::default());
+    let model = weights::random::<Autodiff<B>>(&config(tied), spec, master, 5, &Default::default()).unwrap();
     Trainee::new(model.with_bf16_last_blocks(1), LossKind::CrossEntropy, 0)
 }
 

@@ -64,19 +64,19 @@ pub fn load<B: Nvfp4Backend>(
 
 /// A model with random weights: normal with the config's spread, norms 1. The same seed gives the
 /// same model on every backend, up to the last bits of its logarithms and cosines.
+///
+/// # Errors
+/// If the device fails.
 pub fn random<B: Nvfp4Backend>(
     config: &Qwen3Config,
     spec: LinearSpec,
     master: MasterKind,
     seed: u64,
     device: &B::Device,
-) -> Qwen3<B> {
+) -> Result<Qwen3<B>, ModelError> {
     let std = config.initializer_range as f32;
     let mut source = Random { seed, std, forge: Forge { master: Some(master), spec, device, next_id: 0 } };
-    match build(config, spec, !config.tie_word_embeddings, &mut source) {
-        Ok(model) => model,
-        Err(never) => match never {},
-    }
+    build(config, spec, !config.tie_word_embeddings, &mut source)
 }
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -102,10 +102,9 @@ fn head_is_a_copy(tensors: &dyn Tensors) -> Result<bool, ModelError> {
 
 /// Gives tensors by name.
 trait Source<B: Backend> {
-    type Error;
-    fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, Self::Error>;
-    fn matrix(&mut self, name: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, Self::Error>;
-    fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Self::Error>;
+    fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError>;
+    fn matrix(&mut self, name: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError>;
+    fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, ModelError>;
 }
 
 fn build<B: Nvfp4Backend, S: Source<B>>(
@@ -113,7 +112,7 @@ fn build<B: Nvfp4Backend, S: Source<B>>(
     spec: LinearSpec,
     has_head: bool,
     source: &mut S,
-) -> Result<Qwen3<B>, S::Error> {
+) -> Result<Qwen3<B>, ModelError> {
     let (d, e, f) = (config.hidden_size, config.head_dim, config.intermediate_size);
     let (q, kv) = (config.num_attention_heads * e, config.num_key_value_heads * e);
     let embed_tokens = source.matrix(EMBEDDING.into(), [config.vocab_size, d])?;
@@ -361,19 +360,19 @@ impl<B: Nvfp4Backend> Forge<'_, B> {
     }
 
     /// A matrix on the device as a dense matrix.
-    fn matrix_of(&mut self, values: Tensor<B, 2>) -> Param<Tensor<B, 2>> {
+    fn matrix_of(&mut self, values: Tensor<B, 2>) -> Result<Param<Tensor<B, 2>>, ModelError> {
         let (dtype, bf16) = self.dense();
-        let rounded = if bf16 && dtype == DType::F32 { rounded_to_bf16(values) } else { values.cast(dtype) };
-        self.param(rounded)
+        let rounded = if bf16 && dtype == DType::F32 { rounded_to_bf16(values)? } else { values.cast(dtype) };
+        Ok(self.param(rounded))
     }
 
     /// A matrix on the device as a master weight of a linear layer.
-    fn linear_of(&mut self, values: Tensor<B, 2>) -> Nvfp4Linear<B> {
+    fn linear_of(&mut self, values: Tensor<B, 2>) -> Result<Nvfp4Linear<B>, ModelError> {
         if self.master != Some(MasterKind::Nvfp4) {
-            return Nvfp4Linear::Master(self.matrix_of(values));
+            return Ok(Nvfp4Linear::Master(self.matrix_of(values)?));
         }
         let weight = B::nvfp4_quantize_master(values.into_primitive().tensor());
-        self.packed_master(Nvfp4Tensor::from_primitive(weight))
+        Ok(self.packed_master(Nvfp4Tensor::from_primitive(weight)))
     }
 
     fn packed_master(&mut self, weight: Nvfp4Tensor<B>) -> Nvfp4Linear<B> {
@@ -390,10 +389,10 @@ impl<B: Nvfp4Backend> Forge<'_, B> {
 }
 
 /// For devices that know no bf16: by way of the host.
-fn rounded_to_bf16<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
+fn rounded_to_bf16<B: Backend>(x: Tensor<B, 2>) -> Result<Tensor<B, 2>, ModelError> {
     let (device, dims) = (x.device(), x.dims());
-    let values: Vec<f32> = x.into_data().iter::<f32>().map(|v| bf16::from_f32(v).to_f32()).collect();
-    Tensor::from_data(TensorData::new(values, dims), (&device, DType::F32))
+    let values: Vec<f32> = to_host(x)?.into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
+    Ok(Tensor::from_data(TensorData::new(values, dims), (&device, DType::F32)))
 }
 
 struct Loader<'a, B: Backend> {
@@ -435,8 +434,6 @@ fn nvfp4(name: &str) -> impl Fn(Nvfp4Error) -> ModelError {
 }
 
 impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
-    type Error = ModelError;
-
     fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
         self.expect(&name, &[len])?;
         let values = self.checkpoint.read_dense(&name)?;
@@ -446,7 +443,7 @@ impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
     fn matrix(&mut self, name: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError> {
         if let Stored::Packed { .. } = self.expect(&name, &shape)? {
             let values = self.packed(&name, shape)?.dequantize(DType::F32);
-            return Ok(self.forge.matrix_of(values));
+            return self.forge.matrix_of(values);
         }
         let values = self.dense(&name, shape, self.forge.dense())?;
         Ok(self.forge.param(values))
@@ -480,14 +477,14 @@ impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
             }
             (Some(_), Stored::Packed { .. }) => {
                 let values = self.packed(&name, shape)?.dequantize(DType::F32);
-                Ok(self.forge.linear_of(values))
+                self.forge.linear_of(values)
             }
             (Some(MasterKind::Nvfp4), Stored::Dense { .. }) => {
                 if !cols.is_multiple_of(layout::BLOCK) {
                     return Err(nvfp4(&name)(Nvfp4Error::Columns { cols }));
                 }
                 let values = self.dense(&name, shape, (DType::F32, false))?;
-                Ok(self.forge.linear_of(values))
+                self.forge.linear_of(values)
             }
             (Some(_), Stored::Dense { .. }) => {
                 let values = self.dense(&name, shape, self.forge.dense())?;
@@ -512,25 +509,23 @@ impl<B: Nvfp4Backend> Random<'_, B> {
 }
 
 impl<B: Nvfp4Backend> Source<B> for Random<'_, B> {
-    type Error = std::convert::Infallible;
-
-    fn vector(&mut self, _: String, len: usize) -> Result<Param<Tensor<B, 1>>, Self::Error> {
+    fn vector(&mut self, _: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
         Ok(self.forge.vector(vec![1.0; len]))
     }
 
-    fn matrix(&mut self, _: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, Self::Error> {
+    fn matrix(&mut self, _: String, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError> {
         let values = self.normal(shape, self.forge.dense().0);
-        Ok(self.forge.matrix_of(values))
+        self.forge.matrix_of(values)
     }
 
-    fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, Self::Error> {
+    fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, ModelError> {
         if name == HEAD {
             return Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?));
         }
         // What is quantised is not rounded before.
         let packed = self.forge.master == Some(MasterKind::Nvfp4);
         let values = self.normal(shape, if packed { DType::F32 } else { self.forge.dense().0 });
-        Ok(self.forge.linear_of(values))
+        self.forge.linear_of(values)
     }
 }
 

@@ -33,7 +33,7 @@ fn a_range_of_rows_is_in_memory_at_a_time() {
     let nvfp4 = Target::Nvfp4 { scaling: Scaling::Two, head: false, block: Block::Row, dense_from: usize::MAX };
     let files = [("bf16.dat", Target::Float(FloatType::Bf16)), ("nvfp4.dat", nvfp4)].map(|(name, target)| {
         let path = folder.path().join(name);
-        let model = weights::random::<NdArray>(&config, spec(Recipe::Bf16), MasterKind::F32, 3, &device);
+        let model = weights::random::<NdArray>(&config, spec(Recipe::Bf16), MasterKind::F32, 3, &device).unwrap();
         let failed = |source| ModelError::Io { path: path.clone(), source };
         let live = Live::new(&model);
         write_dat(&Converted::new(&live, target), None, File::create(&path).unwrap(), failed).unwrap();

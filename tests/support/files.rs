@@ -31,7 +31,7 @@ pub(crate) fn tiny_model(folder: &Path, tied: bool) {
     config["tie_word_embeddings"] = tied.into();
     std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
-    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 11, &Default::default());
+    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 11, &Default::default()).unwrap();
     let path = folder.join("model.safetensors");
     let out = std::fs::File::create(&path).unwrap();
     let failed = |e| ModelError::Io { path: path.clone(), source: e };

@@ -114,7 +114,7 @@ impl Job for Fit {
                 weights::load(&saved, config, spec, Purpose::Train(plan.adamw.master), &device)?
             }
             (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(plan.adamw.master), &device)?,
-            (None, None) => weights::random(config, spec, plan.adamw.master, plan.seed, &device),
+            (None, None) => weights::random(config, spec, plan.adamw.master, plan.seed, &device)?,
         };
         let model = freeze(model, plan.train_last_layers).with_bf16_last_blocks(plan.bf16_last_blocks);
         let frozen = match plan.train_last_layers {
