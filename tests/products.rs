@@ -79,10 +79,11 @@ fn tiles<R: CubeRuntime>() {
     if !mma::supported(&client, bf16) {
         return skipped_for("no tensor cores");
     }
+    let widths = gemm::tile_columns(&client);
     let mut random = Random::new(23);
     for case in 0..36 {
         let product = [Product::Nt, Product::Nn, Product::Tn][case % 3];
-        let cols = gemm::COLUMNS[case / 3 % 3];
+        let cols = widths[case / 3 % widths.len()];
         let accumulate = case % 2 == 1;
         let shape =
             gemm::Shape { i: 8 * (1 + random.below(40)), j: 8 * (1 + random.below(50)), r: 8 * (1 + random.below(40)) };

@@ -386,9 +386,10 @@ impl<R: Runtime> Bench<'_, R> {
 
     fn products(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
-        let tiles = gemm::COLUMNS.map(|cols| format!("gemm nt in tiles of 128x{cols}"));
+        let widths = gemm::tile_columns(client);
+        let tiles: Vec<_> = widths.iter().map(|cols| format!("gemm nt in tiles of 128x{cols}")).collect();
         let dense = ["gemm forward, packed weight", "gemm dgrad, packed weight", "gemm wgrad, f32 result"];
-        let wanted = self.wants(&dense) || self.wants(&tiles.each_ref().map(String::as_str));
+        let wanted = self.wants(&dense) || tiles.iter().any(|name| self.wants(&[name]));
         for m in
             [2048usize, 4096, 8192].into_iter().filter(|_| wanted || self.wants(&["block_scaled, packed x packed"]))
         {
@@ -414,7 +415,7 @@ impl<R: Runtime> Bench<'_, R> {
                     let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
                     gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false)
                 })?;
-                for (cols, name) in gemm::COLUMNS.into_iter().zip(&tiles).filter(|_| m == 2048) {
+                for (&cols, name) in widths.iter().zip(&tiles).filter(|_| m == 2048) {
                     let shape = gemm::Shape { i: m, j: n, r: k };
                     self.row(show, name, format!("{layer} {m}x{n}x{k}"), work, |_| {
                         let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));

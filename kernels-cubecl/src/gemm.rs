@@ -71,10 +71,11 @@ pub fn gemm<R: Runtime>(
     accumulate: bool,
 ) -> Result<(), KernelError> {
     let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
-    gemm_in(client, a, b, scales, out, types, shape, product, accumulate, columns(shape, processors))
+    let cols = columns(shape, processors, &tile_columns(client));
+    gemm_in(client, a, b, scales, out, types, shape, product, accumulate, cols)
 }
 
-/// As [`gemm()`] in tiles of `cols` columns, one of [`COLUMNS`].
+/// As [`gemm()`] in tiles of `cols` columns, one of [`tile_columns`].
 ///
 /// # Errors
 /// As [`gemm()`].
@@ -97,7 +98,7 @@ pub fn gemm_in<R: Runtime>(
     expect_len(NAME, "out", out.size(), i * j)?;
     expect_len(NAME, "values left over in a chunk", usize::from(!shape.fits(product)), 0)?;
     expect_len(NAME, "scales of an accumulating product", if accumulate { scales.values.len() } else { 0 }, 0)?;
-    expect_len(NAME, "columns of a tile that there are not", usize::from(!COLUMNS.contains(&cols)), 0)?;
+    expect_len(NAME, "columns of a tile that there are not", usize::from(!tile_columns(client).contains(&cols)), 0)?;
     if i == 0 || j == 0 {
         return Ok(());
     }
@@ -128,19 +129,23 @@ pub fn gemm_in<R: Runtime>(
     Ok(())
 }
 
-/// The columns that a tile may have.
-pub const COLUMNS: [usize; 3] = [128, 160, 64];
+/// The columns that a tile may have on this device: 160 need 108 KiB of shared memory.
+pub fn tile_columns<R: Runtime>(client: &ComputeClient<R>) -> Vec<usize> {
+    let room = client.properties().hardware.max_shared_memory_size;
+    let needed = |cols: &usize| STAGES * (TILE as usize + cols) * STEP as usize * 2;
+    [TILE as usize, 160, 64].into_iter().filter(|cols| needed(cols) <= room).collect()
+}
 
 /// The columns of a tile that a device of `processors` is done with first: each makes its share of tiles, whole ones; one
 /// tile alone keeps two thirds of a multiprocessor busy; narrow tiles read more for a product.
-fn columns(Shape { i, j, .. }: Shape, processors: usize) -> usize {
+fn columns(Shape { i, j, .. }: Shape, processors: usize, of: &[usize]) -> usize {
     let cost = |&cols: &usize| {
         let tiles = (i.div_ceil(TILE as usize) * j.div_ceil(cols)).div_ceil(processors);
         let alone = if tiles == 1 { 3 } else { 2 };
         let narrow = if cols < TILE as usize { 120 } else { 100 };
         tiles * cols * alone * narrow
     };
-    COLUMNS.into_iter().min_by_key(cost).unwrap_or(TILE as usize)
+    of.iter().copied().min_by_key(cost).unwrap_or(TILE as usize)
 }
 
 #[cube(launch_unchecked)]

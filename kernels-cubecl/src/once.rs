@@ -119,7 +119,7 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     }
 
     // Tensor-core kernels.
-    for cols in gemm::COLUMNS {
+    for cols in gemm::tile_columns(client) {
         for (product, accumulate, result, size) in [
             (Product::Nt, false, dtype, value),
             (Product::Nn, false, dtype, value),
