@@ -69,7 +69,9 @@ fn check<R: CubeRuntime>() {
     };
     let f = f32::from_bits;
     same(run(inputs.clone(), Conversion::EncodeE2m1), &inputs, &|x| reference::e2m1_encode(f(x)).into());
-    same(run(inputs.clone(), Conversion::EncodeE4m3), &inputs, &|x| reference::e4m3_encode(f(x)).into());
+    let scales: Vec<u32> = inputs.into_iter().filter(|&x| (0.0..=448.0).contains(&f(x)) && x >> 31 == 0).collect();
+    assert!(scales.len() > 20_000);
+    same(run(scales.clone(), Conversion::EncodeE4m3), &scales, &|x| reference::e4m3_encode(f(x)).into());
     let codes: Vec<u32> = (0..16).collect();
     same(run(codes.clone(), Conversion::DecodeE2m1), &codes, &|x| reference::e2m1_decode(x as u8).to_bits());
     let bytes: Vec<u32> = (0..256).collect();

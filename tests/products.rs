@@ -8,7 +8,7 @@ use cubecl::{
     ir::{ElemType, FloatKind, StorageType},
     prelude::SequenceArg,
 };
-use kernels_cubecl::{gemm, mma};
+use kernels_cubecl::{gemm, gemv, mma};
 
 /// Sums of up to a few hundred terms in f32, against f64.
 const BOUND: f64 = 2e-6;
@@ -58,6 +58,40 @@ fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
         assert!(relative(&product(&dy, m, n, &wq, Product::Nn), dx) < BOUND, "{label} dgrad");
         let dw = reference::matmul_nt(&transpose(&dy, m, n), &transpose(&xd, m, k), n, k, m);
         assert!(relative(&product(&dy, m, n, &xq, Product::Tn), dw) < BOUND, "{label} wgrad");
+    }
+}
+
+#[test]
+fn few_rows_times_codes() {
+    on_gpu!(few_rows);
+}
+
+/// The decode kernel: both tile heights, columns shared by several planes or not, one token (from shared memory) to
+/// sixteen, rows left over.
+fn few_rows<R: CubeRuntime>() {
+    let device = R::Device::default();
+    let client = R::client(&device);
+    let mut random = Random::new(29);
+    for (dtype, kind, bound) in [(DType::BF16, FloatKind::BF16, 4e-3), (DType::F16, FloatKind::F16, 5e-4)] {
+        let storage = StorageType::Scalar(ElemType::Float(kind));
+        if !mma::supported(&client, storage) {
+            return skipped_for("no tensor cores");
+        }
+        for (n, k) in [(40, 256), (40, 1536), (2557, 768), (300, 9728), (8450, 2560)] {
+            let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+            let w = random.normals(n * k, 0.1);
+            let w = Nvfp4Tensor::quantize(matrix::<Cube<R>>(&w, n, k, &device), spec);
+            let values = host(w.dequantize(DType::F32));
+            for m in [1, 2, 8, 9, 16] {
+                let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(dtype);
+                let rounded = host(x.clone());
+                let x = x.into_primitive().tensor();
+                let y = <Cube<R> as Nvfp4Backend>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
+                let ours = host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)));
+                let error = relative(&ours, reference::matmul_nt(&rounded, &values, m, n, k));
+                assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
+            }
+        }
     }
 }
 

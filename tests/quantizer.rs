@@ -94,6 +94,7 @@ fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
         let std = 10f32.powi(random.below(9) as i32 - 6);
         cases.push((format!("random {i}"), rows, cols, random.normals(rows * cols, std)));
     }
+    cases.push(("several cubes each way".into(), 48, 544, random.normals(48 * 544, 1.0)));
     let all_bf16: Vec<f32> = (0..65_536u32).map(|b| f32::from_bits(b << 16)).filter(|x| x.is_finite()).collect();
     cases.push(("all bf16".into(), all_bf16.len() / 16, 16, all_bf16));
     let stochastic = Rounding::Stochastic(Stream { seed: 0x1234_5678_9ABC_DEF0, step: 7, stream: 3 });
@@ -148,7 +149,7 @@ fn poisoned<R: CubeRuntime>(len: usize) -> Tensor<Cube<R>, 1> {
 fn across_equals_reference<R: CubeRuntime>() {
     let mut random = Random::new(5);
     let stochastic = Rounding::Stochastic(Stream { seed: 9, step: 4, stream: 2 });
-    for (rows, cols) in [(48, 40), (16, 1), (160, 33), (64, 256)] {
+    for (rows, cols) in [(48, 40), (16, 1), (160, 33), (64, 256), (144, 200)] {
         let x = random.normals(rows * cols, 0.1);
         for (rotated, rounding) in [(false, NEAREST), (true, NEAREST), (true, stochastic), (false, stochastic)] {
             let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };

@@ -156,8 +156,9 @@ fn stepped(w: f32, m: f32, v: f32, grad: f32, s: Scalars) -> (f32, f32, f32, f32
     let g = grad * s.grad_scale;
     let m = s.beta1 * m + (1.0f32 - s.beta1) * g;
     let v = s.beta2 * v + (1.0f32 - s.beta2) * g * g;
-    // Cheaper than a root, and as good to a few last places; where v is 0 so is the product.
-    let root = v * max(v, 1.0e-38f32).inverse_sqrt();
+    // Cheaper than a root, and as good to a few last places; below 1e-38 it is too small, which eps covers.
+    let finite = min(v, 3.4e38f32);
+    let root = finite * max(finite, 1.0e-38f32).inverse_sqrt();
     let step = s.rate * m / (root * s.root_scale + s.eps);
     let decayed = w * s.decay;
     (select(step == 0.0f32, decayed, decayed - step), m, v, root)

@@ -3,11 +3,10 @@
 //! * E2M1 code `s eem`: magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 for 0..7, sign in bit 3. Encoding
 //!   saturates at 6; to nearest, ties go to the even code; -0 and negative underflow give code 8;
 //!   NaN gives 7 (+6).
-//! * E4M3FN byte `s eeee mmm`: bias 7, subnormals `m/8 * 2^-6`, no infinity, NaN 0x7F. Encoding
-//!   saturates at 448.
+//! * E4M3FN byte `s eeee mmm`: bias 7, subnormals `m/8 * 2^-6`, no infinity, NaN 0x7F. What is
+//!   encoded is a block scale in [0, 448].
 //!
-//! E2M1 to nearest adds a power of two and lets f32 round. E4M3 cuts the 24-bit significand at bit `s`: `kept = m >> s`
-//! and the bits cut off, as a 32-bit fraction, which is compared with a half. Stochastic E2M1 goes up where a uniform
+//! E2M1 to nearest, and E4M3 below 2^-6, add a power of two and let f32 round. Stochastic E2M1 goes up where a uniform
 //! number is below the fraction, by a sum that carries into the code's bits; below 1 the fraction is that of `x + 1` in f32.
 
 use cubecl::prelude::*;
@@ -116,27 +115,6 @@ pub(crate) fn e4m3_scale(x: f32) -> (u32, f32) {
     (select(normal, (rounded >> 20u32) - 960u32, count), select(normal, f32::reinterpret(rounded), subnormal))
 }
 
-/// Encodes the f32 with these bits as E4M3FN, to nearest, ties to even, saturating at 448.
-#[cube]
-pub(crate) fn e4m3_encode(bits: u32) -> u32 {
-    let magnitude_bits = bits & 0x7FFF_FFFFu32;
-    let exponent = magnitude_bits >> 23u32;
-    let significand = (magnitude_bits & 0x007F_FFFFu32) | 0x0080_0000u32;
-    // Below 2^-6 the grid is 2^-9 wide and the code is the value in such steps.
-    let shift = 141u32 - min(exponent, 120u32);
-    let kept = cut(significand, shift);
-    let fraction = cut_off(significand, shift);
-    let subnormal =
-        kept + select(fraction > 0x8000_0000u32, 1u32, 0u32) + select(fraction == 0x8000_0000u32, kept & 1u32, 0u32);
-    let rounded = max(magnitude_bits, 0x3C80_0000u32);
-    let rounded = rounded + 0x0007_FFFFu32 + ((rounded >> 20u32) & 1u32);
-    let normal = (rounded >> 20u32) - 960u32;
-    let code = select(magnitude_bits >= 0x3C80_0000u32, normal, subnormal);
-    let saturated = select(magnitude_bits > 0x43E0_0000u32, 0x7Eu32, code);
-    let is_nan = magnitude_bits > 0x7F80_0000u32;
-    select(is_nan, 0x7Fu32, saturated | ((bits >> 24u32) & 0x80u32))
-}
-
 /// The value of an E4M3FN byte.
 #[cube]
 pub(crate) fn e4m3_decode(byte: u32) -> f32 {
@@ -150,26 +128,12 @@ pub(crate) fn e4m3_decode(byte: u32) -> f32 {
     f32::reinterpret(bits | ((byte & 0x80u32) << 24u32))
 }
 
-/// `m >> s`, 0 from a shift of 32 on.
-#[cube]
-fn cut(m: u32, s: u32) -> u32 {
-    select(s < 32u32, m >> min(s, 31u32), 0u32)
-}
-
-/// What `cut` drops, as a fraction of 2^32. `s` is at least 21.
-#[cube]
-fn cut_off(m: u32, s: u32) -> u32 {
-    let near = m << (32u32 - min(s, 32u32));
-    let far = select(s < 64u32, m >> ((max(s, 32u32) - 32u32) % 32u32), 0u32);
-    select(s <= 32u32, near, far)
-}
-
 /// Which conversion [`convert`] runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Conversion {
     /// f32 bits to an E2M1 code, to nearest.
     EncodeE2m1,
-    /// f32 bits to an E4M3 byte.
+    /// Bits of an f32 in [0, 448], as block scales are, to an E4M3 byte.
     EncodeE4m3,
     /// E2M1 code to f32 bits.
     DecodeE2m1,
@@ -201,7 +165,10 @@ fn convert_kernel(input: &Array<u32>, output: &mut Array<u32>, #[comptime] conve
         let x = input[ABSOLUTE_POS];
         output[ABSOLUTE_POS] = match comptime!(conversion) {
             Conversion::EncodeE2m1 => e2m1_encode(f32::reinterpret(x), 0u32, false),
-            Conversion::EncodeE4m3 => e4m3_encode(x),
+            Conversion::EncodeE4m3 => {
+                let (byte, _value) = e4m3_scale(f32::reinterpret(x));
+                byte
+            }
             Conversion::DecodeE2m1 => u32::reinterpret(e2m1_decode(x)),
             Conversion::DecodeE4m3 => u32::reinterpret(e4m3_decode(x)),
         };

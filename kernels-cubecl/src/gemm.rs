@@ -11,8 +11,9 @@
 //!
 //! A cube of four planes makes 128x128 of y, or 128x160 or 128x64 where that leaves less of the device idle at the end.
 //! `r` goes through shared memory in steps of 64 and a ring of three stages that cp.async fills ahead; each plane keeps
-//! 64x64 sums in registers and feeds mma.sync. Two cubes share a multiprocessor: one computes while the other waits. Moves `i*r + j*r + i*j` values, computes `2*i*j*r`
-//! operations: bound by the tensor cores from about 300 rows on.
+//! the sums of 64 rows and half of the columns in registers and feeds mma.sync. Two cubes share a multiprocessor: one
+//! computes while the other waits. Moves `i*r + j*r + i*j` values, computes `2*i*j*r` operations: bound by the tensor
+//! cores from about 300 rows on.
 
 use crate::{
     error::{KernelError, expect_len, index},

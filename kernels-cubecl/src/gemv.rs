@@ -3,15 +3,13 @@
 //! ```text
 //! for m { for n { for k { y[m][n] += x[m][k] * w[n][k] } } }                       // the plain loop
 //! ```
-//! The weight is the left operand of mma.sync m16n8k16 and up to eight tokens are its right one, so that eight
-//! tokens cost what one does. The order of `k` within a product is free as long as both sides agree: a lane takes
+//! The weight is the left operand of mma.sync m16n8k16 and up to eight tokens are its right one, one fragment. The order of `k` within a product is free as long as both sides agree: a lane takes
 //! 32 codes of a row in one load and decodes them where they lie, as pairs four apart ([`crate::codec`]), and the
 //! tokens' values are paired alike. `code * scale` is exact in either format, times a power of two that the finished
 //! sum gives back. A tile is 16 rows of the weight, or eight where there are few rows. Its columns are shared out among
 //! planes, which add up in shared memory at the end, until there are enough planes to keep the device busy; then a cube
 //! takes several tiles. The next codes are on their way while some are multiplied. One token's values lie in shared
-//! memory, paired already. Moves 4.5 bits a weight: bound by
-//! memory, next by decoding (three instructions a code).
+//! memory, paired already. Moves 4.5 bits a weight: bound by memory, next by decoding (some four instructions a code).
 
 use crate::{
     codec::{e2m1_pairs, e4m3_pair, pair_unit, scale_unit},
@@ -28,6 +26,8 @@ use cubecl::{
 pub const MAX_ROWS: usize = 16;
 /// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
 const SPAN: usize = 256;
+/// Bytes that the sums of one token take at most: 16 planes, 8 tokens of a fragment, 16 rows.
+const SUMS: usize = 16 * 8 * 16 * 4;
 /// Planes that are worth keeping busy: 24 a multiprocessor of an H200.
 const PLANES: usize = 3168;
 /// Tiles of 16 rows from which on tiles are not halved.
@@ -35,7 +35,7 @@ const TALL: usize = 528;
 
 /// Whether the kernel takes `rows` rows and `cols` summed columns.
 pub fn fits(rows: usize, cols: usize) -> bool {
-    rows <= MAX_ROWS && cols.is_multiple_of(SPAN)
+    rows <= MAX_ROWS && cols > 0 && cols.is_multiple_of(SPAN)
 }
 
 /// `y = x · wᵀ` times every `scales[0]` besides `w`'s own tensor scale: `x`, `y` of type `dtype` (f16 or bf16).
@@ -65,6 +65,9 @@ pub fn gemv<R: Runtime>(
     let tiles = n.div_ceil(if tall { 16 } else { 8 });
     let shares = PLANES.div_ceil(tiles).min(16).min(k / SPAN);
     let together = (4 / shares).max(1);
+    // One token's values in shared memory, if they fit beside the sums.
+    let room = client.properties().hardware.max_shared_memory_size;
+    let single = if rows == 1 && k / 64 * 9 * 16 + SUMS <= room { k } else { 0 };
     let bf16 = dtype == StorageType::Scalar(ElemType::Float(FloatKind::BF16));
     // SAFETY: buffer lengths were checked; rows past the last repeat it and are not stored.
     unsafe {
@@ -84,7 +87,7 @@ pub fn gemv<R: Runtime>(
             together as u32,
             tall,
             rows.div_ceil(8),
-            if rows == 1 { k } else { 0 },
+            single,
             bf16,
             dtype,
         );

@@ -59,6 +59,7 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     for (block, rounding, view) in [
         (Block::Row, Rounding::Nearest, View::row_major(square, cols)),
         (Block::Row, Rounding::Nearest, View::transposed(square, cols)),
+        (Block::Row, Rounding::Stochastic(stream), View::transposed(square, cols)),
         (Block::Square, Rounding::Stochastic(stream), View::row_major(square, cols)),
     ] {
         for scaling in [Scaling::Single, Scaling::Two] {
@@ -138,8 +139,10 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
             block_scaled::block_scaled(client, packed(rows, cols), packed(40, cols), zeros(rows * 40, size), result)?;
         }
     }
-    for (m, n) in [(1usize, 40usize), (rows.min(16), 40), (1, 8450), (rows.min(16), 8450)] {
-        gemv(client, values(m * cols), m, packed(n, cols), one(), values(m * n), dtype)?;
+    for (n, cols) in [(40usize, 256usize), (8450, 2560)] {
+        for m in [1, rows.min(16)] {
+            gemv(client, values(m * cols), m, packed(n, cols), one(), values(m * n), dtype)?;
+        }
     }
     for head_dim in [64usize, 128] {
         let shape = AttentionShape { queries: rows, keys: rows, past: 0, heads: 4, kv_heads: 2, head_dim };

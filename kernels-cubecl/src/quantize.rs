@@ -13,7 +13,7 @@
 //! goes through shared memory. The transpose is quantised in place: a cube brings 64 of its columns and 64 of its rows
 //! into shared memory along the rows of what is stored and takes them out across, and the codes back the same way, so
 //! that both sides of memory see whole sectors. The input is read twice (tensor amax, then codes; once if single-level)
-//! and 4.5 bits a value are written: bound by memory, next by integer operations, eleven a value. No rounded product ever
+//! and 4.5 bits a value are written: bound by memory, next by integer operations. No rounded product ever
 //! feeds a sum, so that no backend can contract it into a fused multiply-add: codes and scales are the reference's bit for bit.
 
 use crate::{
@@ -198,7 +198,7 @@ pub fn amax_rotated<R: Runtime>(
 const UNITS: u32 = 256;
 /// Rows, and columns, of the transpose that a cube takes.
 const TILE: u32 = 64;
-/// Values from a row of the tile to the next: an odd number of words, against bank conflicts.
+/// Values from a row of the tile to the next: of 16 bits an odd number of words, against bank conflicts.
 const PITCH: u32 = TILE + 2;
 
 /// How a matrix is cut into cubes and units: see [`own`].
@@ -220,6 +220,8 @@ impl<R: Runtime> Plan<R> {
         let View { rows, cols, row_stride, col_stride } = view;
         let along = col_stride == 1;
         expect_len(NAME, "stride of what lies side by side", if along { 1 } else { row_stride }, 1)?;
+        let (step, least) = if along { (row_stride, cols) } else { (col_stride, rows) };
+        expect_len(NAME, "stride of what does not", step, least)?;
         let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
         let own_lines = if along && block == Block::Square { 2 } else { 1 };
         let (x, y) = if along {
@@ -227,7 +229,6 @@ impl<R: Runtime> Plan<R> {
         } else {
             (lines.div_ceil(TILE), blocks.div_ceil(TILE / 16))
         };
-        let step = if along { row_stride } else { col_stride };
         Ok(Self {
             count: CubeCount::Static(x, y, 1),
             cubes: (x * y) as usize,

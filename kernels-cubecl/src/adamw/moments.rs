@@ -36,6 +36,8 @@ pub(super) fn check<R: Runtime>(
         expect_len(name, "state table", state.table.size(), 1 << bits)?;
     }
     check_chunk(chunk, len)?;
+    let end = if bits == 4 { chunk.end % 4 } else { 0 };
+    expect_len(name, "chunk end modulo 4, with 4 bits", end, 0)?;
     expect_len(name, "chunk start modulo 256", chunk.start % STATE_BLOCK, 0)
 }
 
@@ -80,7 +82,8 @@ pub(super) fn loaded_table(table: &Array<f32>, #[comptime] signed: bool, #[compt
     let mut origins = SharedMemory::<f32>::new(8usize);
     if comptime!(bits == 8) && UNIT_POS < 8u32 {
         // Decade `d`, from 10^(d - 7) on, holds `fold * 2^d` means of equal intervals; 0 and the smaller decades are
-        // before it. From `slope * x + origin` a half is taken: entries are the middles of their intervals.
+        // before it. From `slope * x + origin` a half is taken, entries being the middles of their intervals, and
+        // of v the 1 by which its places begin earlier.
         let fold = comptime!(if signed { 1.0f32 } else { 2.0 });
         let mut slope = comptime!(fold / 0.9 * 1.0e6).runtime();
         let mut origin = comptime!(fold - fold / 9.0).runtime();

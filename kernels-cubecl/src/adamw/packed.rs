@@ -89,8 +89,8 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
     let parts = comptime!(8 / n);
     let m_values = loaded_table(m_table, true, bits);
     let v_values = loaded_table(v_table, false, bits);
-    // What a unit tells the other one of its block of 16 weights.
-    let mut tops = SharedMemory::<f32>::new(32usize);
+    // What a unit tells the other one of its block of 16 weights; turns alternate, so that a late reader keeps its own.
+    let mut tops = SharedMemory::<f32>::new(64usize);
     let g_scale = global[0];
     let blocks = (end - start).div_ceil(256u32);
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
@@ -141,9 +141,10 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
             for i in 0..8usize {
                 top = max(top, new_w[i].abs());
             }
-            tops[UNIT_POS as usize] = top;
+            let told = turn % 2u32 * 32u32 + UNIT_POS;
+            tops[told as usize] = top;
             let (m_max, v_max) = block_maxima(&new_m, &root, 8usize);
-            let amax = max(top, tops[(UNIT_POS ^ 1u32) as usize]);
+            let amax = max(top, tops[(told ^ 1u32) as usize]);
             let kept = fitting_scale(amax, byte, g_scale);
             let unit = e4m3_decode(kept) * g_scale;
             let inverse = select(unit > 0.0f32, 1.0f32 / unit, 0.0f32);
