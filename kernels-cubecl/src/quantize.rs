@@ -220,8 +220,8 @@ impl<R: Runtime> Plan<R> {
         let View { rows, cols, row_stride, col_stride } = view;
         let along = col_stride == 1;
         expect_len(NAME, "stride of what lies side by side", if along { 1 } else { row_stride }, 1)?;
-        let (step, least) = if along { (row_stride, cols) } else { (col_stride, rows) };
-        expect_len(NAME, "stride of what does not", step, least)?;
+        let (count, step, whole) = if along { (rows, row_stride, cols) } else { (cols, col_stride, rows) };
+        expect_len(NAME, "stride of what does not", if count > 1 { step } else { whole }, whole)?;
         let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
         let own_lines = if along && block == Block::Square { 2 } else { 1 };
         let (x, y) = if along {
