@@ -201,7 +201,7 @@ const TILE: u32 = 64;
 /// Values from a row of the tile to the next: of 16 bits an odd number of words, against bank conflicts.
 const PITCH: u32 = TILE + 2;
 
-/// How a matrix is cut into cubes and units: see [`own`].
+/// How a matrix is cut into cubes and units: see [`own()`].
 struct Plan<R: Runtime> {
     count: CubeCount,
     cubes: usize,
