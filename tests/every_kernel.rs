@@ -1,6 +1,5 @@
-//! Every kernel launched on twelve row counts and three types, as `bench` and the model launch them: what
-//! `compute-sanitizer --tool memcheck` and `racecheck` are pointed at (doc/kernels.md). Here it shows that each is taken
-//! by the device and that nothing it writes is later missed.
+//! Every kernel launched on twelve row counts and three types: what `compute-sanitizer --tool memcheck` and `racecheck`
+//! are pointed at (doc/kernels.md). By itself it shows that each compiles for the device and runs.
 
 use crate::support::on_gpu;
 use burn_cubecl::CubeRuntime;

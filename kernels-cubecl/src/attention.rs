@@ -14,15 +14,17 @@ use crate::{KernelError, error::expect_len};
 
 mod backward;
 mod forward;
+mod keys;
 
 pub use backward::{Saved, backward_kv, backward_q, delta};
 pub use forward::forward;
+pub(crate) use keys::{key_blocks, send_block, turn_block};
 
-const UNITS: u32 = 128;
+pub(crate) const UNITS: u32 = 128;
 /// Keys of a block, and both sides of a backward block.
-const BLOCK: u32 = 64;
+pub(crate) const BLOCK: u32 = 64;
 /// A score that is not seen: finite, so that differences stay numbers.
-const HIDDEN: f32 = -1.0e30;
+pub(crate) const HIDDEN: f32 = -1.0e30;
 
 /// The shapes of one call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -14,6 +14,7 @@ use crate::{
     cross_entropy::cross_entropy,
     decode_attention::{self, decode_attention},
     dequantize::dequantize,
+    device,
     gemm::{self, gemm},
     gemv::gemv,
     gradient,
@@ -31,7 +32,7 @@ use cubecl::{
     prelude::*,
     server::Handle,
 };
-use std::time::Instant;
+use std::{cell::OnceCell, time::Instant};
 
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
@@ -78,69 +79,72 @@ pub fn run<R: Runtime>(client: &ComputeClient<R>, filter: &str, show: &mut dyn F
     if !mma::supported(client, BF16) {
         return Err(KernelError::Device { reason: "these rows need a device with bf16 tensor cores".into() });
     }
-    let bench = Bench { client, filter, blocker: None };
-    let bench = Bench { blocker: Some(bench.operands()), ..bench };
-    bench.memory(show)?;
+    let bench = Bench::new(client, filter);
+    bench.copy(show)?;
+    bench.quantisers(show)?;
+    bench.small_operations(show)?;
+    bench.optimizer(show)?;
     bench.products(show)?;
     bench.attention(show)?;
     bench.decode(show)
 }
 
-struct Operands {
-    a: Handle,
-    b: Handle,
-    out: Handle,
+/// Bytes that are made when a row first asks for them: a filter leaves most rows, and gigabytes, out.
+struct Data<'a> {
+    handle: OnceCell<Handle>,
+    make: Box<dyn Fn() -> Handle + 'a>,
+}
+
+impl<'a> Data<'a> {
+    fn new<R: Runtime>(client: &'a ComputeClient<R>, bytes: impl Fn() -> Vec<u8> + 'a) -> Self {
+        Self { handle: OnceCell::new(), make: Box::new(move || upload(client, &bytes())) }
+    }
+}
+
+/// CubeCL counts uploaded bytes in 32 bits until a kernel is launched, so one is.
+fn upload<R: Runtime>(client: &ComputeClient<R>, bytes: &[u8]) -> Handle {
+    let handle = client.create_from_slice(bytes);
+    // SAFETY: both buffers hold four words.
+    let four = || unsafe { ArrayArg::from_raw_parts(client.empty(16), 4) };
+    copy(client, four(), four());
+    handle
 }
 
 struct Bench<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
     filter: &'a str,
-    blocker: Option<Operands>,
+    /// Operands and result of the product that keeps the device busy while launches are queued.
+    blocker: [Data<'a>; 3],
 }
 
 const SIDE: usize = 8192;
 
-impl<R: Runtime> Bench<'_, R> {
-    fn operands(&self) -> Operands {
-        Operands { a: self.normals(SIDE * SIDE), b: self.normals(SIDE * SIDE), out: self.bytes(SIDE * SIDE * 2, 0) }
+impl<'a, R: Runtime> Bench<'a, R> {
+    fn new(client: &'a ComputeClient<R>, filter: &'a str) -> Self {
+        let n = SIDE * SIDE;
+        let square = || Data::new(client, move || filled(uniform(), n * 2));
+        Self { client, filter, blocker: [square(), square(), square()] }
     }
 
     /// bf16 values in [-1, 1).
-    fn normals(&self, len: usize) -> Handle {
-        let mut state = 0x9E37_79B9u32;
-        let pattern: Vec<u8> = (0..1 << 20)
-            .flat_map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                let value = (state >> 8) as f32 / 8_388_608.0 - 1.0;
-                ((value.to_bits() >> 16) as u16).to_le_bytes()
-            })
-            .collect();
-        self.upload(&filled(pattern, len * 2))
+    fn values(&self, len: usize) -> Data<'a> {
+        Data::new(self.client, move || filled(uniform(), len * 2))
     }
 
     /// Random bytes below 0x7F: valid codes and valid scales.
-    fn bytes(&self, len: usize, seed: u32) -> Handle {
-        let mut state = seed.wrapping_mul(2_654_435_761) | 1;
-        let pattern: Vec<u8> = (0..1 << 20)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 24) as u8 % 0x7F
-            })
-            .collect();
-        self.upload(&filled(pattern, len))
+    fn bytes(&self, len: usize, seed: u32) -> Data<'a> {
+        Data::new(self.client, move || filled(codes(seed), len))
     }
 
-    /// CubeCL counts uploaded bytes in 32 bits until a kernel is launched, so one is.
-    fn upload(&self, bytes: &[u8]) -> Handle {
-        let handle = self.client.create_from_slice(bytes);
-        let (from, to) = (self.client.empty(16), self.client.empty(16));
-        copy(self.client, self.arg(&from, 4), self.arg(&to, 4));
-        handle
+    /// These words.
+    fn words(&self, words: Vec<u32>) -> Data<'a> {
+        Data::new(self.client, move || words.iter().flat_map(|word| word.to_le_bytes()).collect())
     }
 
-    fn arg(&self, handle: &Handle, len: usize) -> ArrayArg<R> {
-        // SAFETY: every length given here is the one its handle was made with.
-        unsafe { ArrayArg::from_raw_parts(handle.clone(), len) }
+    fn arg(&self, data: &Data<'a>, len: usize) -> ArrayArg<R> {
+        let handle = data.handle.get_or_init(|| (data.make)()).clone();
+        // SAFETY: every length given here is the one its data is made with.
+        unsafe { ArrayArg::from_raw_parts(handle, len) }
     }
 
     fn sync(&self) -> Result<(), KernelError> {
@@ -149,16 +153,15 @@ impl<R: Runtime> Bench<'_, R> {
     }
 
     fn block(&self) -> Result<(), KernelError> {
-        let Some(Operands { a, b, out }) = &self.blocker else { return Ok(()) };
-        let n = SIDE * SIDE;
         let shape = gemm::Shape { i: SIDE, j: SIDE, r: SIDE };
-        let args = (self.arg(a, n), self.arg(b, n), self.arg(out, n));
-        gemm(self.client, args.0, args.1, SequenceArg::new(), args.2, (BF16, BF16), shape, Product::Nt, false)
+        let [a, b, out] = self.blocker.each_ref().map(|data| self.arg(data, SIDE * SIDE));
+        gemm(self.client, a, b, SequenceArg::new(), out, (BF16, BF16), shape, Product::Nt, false)
     }
 
     fn time(&self, mut call: impl FnMut(usize) -> Result<(), KernelError>) -> Result<f64, KernelError> {
-        call(0)?;
+        // Everything is made and compiled before the first measurement.
         self.block()?;
+        (0..LAUNCHES).try_for_each(&mut call)?;
         let mut median = |calls: usize| -> Result<f64, KernelError> {
             let mut all = Vec::new();
             for _ in 0..SAMPLES {
@@ -175,12 +178,19 @@ impl<R: Runtime> Bench<'_, R> {
         Ok((median(LAUNCHES)? - median(0)?) / LAUNCHES as f64)
     }
 
-    /// Whether a row of one of these names is wanted: what no row needs is not made.
-    fn wants(&self, names: &[&str]) -> bool {
-        names.iter().any(|name| name.contains(self.filter))
+    /// A row, if the filter leaves it in.
+    fn row(
+        &self,
+        show: &mut dyn FnMut(Row),
+        name: &str,
+        shape: String,
+        work: (Option<f64>, Option<f64>),
+        call: impl FnMut(usize) -> Result<(), KernelError>,
+    ) -> Result<(), KernelError> {
+        if name.contains(self.filter) { self.measured(show, name, shape, work, call) } else { Ok(()) }
     }
 
-    fn row(
+    fn measured(
         &self,
         show: &mut dyn FnMut(Row),
         name: &str,
@@ -188,45 +198,26 @@ impl<R: Runtime> Bench<'_, R> {
         (bytes, operations): (Option<f64>, Option<f64>),
         call: impl FnMut(usize) -> Result<(), KernelError>,
     ) -> Result<(), KernelError> {
-        if name.contains(self.filter) {
-            let seconds = self.time(call)?;
-            show(Row { name: name.to_owned(), shape, seconds, bytes, operations });
-        }
+        let seconds = self.time(call)?;
+        show(Row { name: name.to_owned(), shape, seconds, bytes, operations });
         Ok(())
     }
 
-    fn memory(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
-        let client = self.client;
-        let moved = |bytes: f64| (Some(bytes), None);
-        {
-            let len = 1usize << 29;
-            let (from, to) = (self.bytes(len, 1), self.bytes(len, 2));
-            let all = Bench { client, filter: "", blocker: self.blocker.as_ref().map(Operands::share) };
-            all.row(show, "copy", "512 MiB".into(), moved(2.0 * len as f64), |_| {
-                copy(client, self.arg(&from, len / 4), self.arg(&to, len / 4));
-                Ok(())
-            })?;
-        }
-        self.quantisers(show)?;
-        self.small_operations(show)?;
-        self.optimizer(show)
+    fn copy(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let len = 1usize << 29;
+        let (from, to) = (self.bytes(len, 1), self.bytes(len, 2));
+        self.measured(show, "copy", "512 MiB".into(), (Some(2.0 * len as f64), None), |_| {
+            copy(self.client, self.arg(&from, len / 4), self.arg(&to, len / 4));
+            Ok(())
+        })
     }
 
     fn quantisers(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         let moved = |bytes: f64| (Some(bytes), None);
-        if !self.wants(&[
-            "quantize 16x16",
-            "quantize 1x16 transposed, Hadamard, stochastic",
-            "quantize 1x16 stochastic",
-            "amax transposed, Hadamard",
-            "dequantize",
-        ]) {
-            return Ok(());
-        }
         let (rows, cols) = (8192usize, 9728usize);
         let n = rows * cols;
-        let x = self.normals(n);
+        let x = self.values(n);
         let [codes, scales, global, amax] = [n / 2, n / 16, 4, 12].map(|len| self.bytes(len, 3));
         let y = self.bytes(n * 2, 4);
         let stochastic = Rounding::Stochastic(Stream { seed: 1, step: 2, stream: 3 });
@@ -264,13 +255,10 @@ impl<R: Runtime> Bench<'_, R> {
     fn small_operations(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         let moved = |bytes: f64| (Some(bytes), None);
-        if !self.wants(&["swiglu backward", "rms_norm backward", "norm_rope backward", "cross_entropy"]) {
-            return Ok(());
-        }
         let (rows, cols) = (8192usize, 9728usize);
         let n = rows * cols;
-        let (x, y, shape) = (self.normals(n), self.bytes(n * 2, 4), format!("{rows}x{cols}"));
-        let (gate, up) = (self.normals(n), self.normals(n));
+        let (x, y, shape) = (self.values(n), self.bytes(n * 2, 4), format!("{rows}x{cols}"));
+        let (gate, up) = (self.values(n), self.values(n));
         self.row(show, "swiglu", shape.clone(), moved(n as f64 * 6.0), |_| {
             swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), BF16)
         })?;
@@ -295,8 +283,7 @@ impl<R: Runtime> Bench<'_, R> {
         let shape = RopeShape { rows: 8192, heads: 32, head_dim: 128, eps: 1e-6 };
         let n = shape.rows * 4096;
         let table = self.bytes(shape.rows * 64 * 4, 9);
-        let lines: Vec<u8> = (0..shape.rows as u32).flat_map(u32::to_le_bytes).collect();
-        let positions = client.create_from_slice(&lines);
+        let positions = self.words((0..shape.rows as u32).collect());
         let parts = shape.partial_rows() * 128;
         let args = || rope::RopeArgs {
             w: self.arg(&w, 128),
@@ -312,8 +299,8 @@ impl<R: Runtime> Bench<'_, R> {
             rope::norm_rope_backward(client, self.arg(&x, n), args(), dy, partial, BF16, shape)
         })?;
         let (rows, cols) = (1024usize, 151_936usize);
-        let (n, targets, loss) = (rows * cols, client.create_from_slice(&vec![0; rows * 4]), self.bytes(rows * 4, 11));
-        let logits = self.normals(n);
+        let (n, targets, loss) = (rows * cols, self.words(vec![0; rows]), self.bytes(rows * 4, 11));
+        let logits = self.values(n);
         self.row(show, "cross_entropy", format!("{rows}x{cols}"), moved(n as f64 * 4.0), |_| {
             let (targets, loss) = (self.arg(&targets, rows), self.arg(&loss, rows));
             cross_entropy(client, self.arg(&logits, n), targets, loss, BF16, [rows, cols], true)
@@ -324,13 +311,6 @@ impl<R: Runtime> Bench<'_, R> {
     fn optimizer(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         let moved = |bytes: f64| (Some(bytes), None);
-        let names = ["adamw f32, f32 states", "adamw f32, 8-bit states", "adamw bf16 stochastic, 4-bit states"];
-        let others =
-            ["adamw bf16 stochastic, 8-bit states", "adamw bf16 + residual, 8-bit states", "adamw nvfp4, 8-bit states"];
-        let rest = ["adamw nvfp4, 4-bit states", "square_sum", "accumulate bf16 += f32"];
-        if ![names, others, rest].iter().any(|names| self.wants(names)) {
-            return Ok(());
-        }
         let n = 9728 * 2560 * 4;
         let [w, g, m, v, absmax, table] = [1, 2, 3, 4, 5, 6].map(|seed| self.bytes(n * 4, seed));
         let shape = format!("{n}");
@@ -346,7 +326,7 @@ impl<R: Runtime> Bench<'_, R> {
             let moments = [self.arg(&m, n), self.arg(&v, n)];
             adamw::adamw_float(client, dense(Master::Exact), grad(), moments, (F32, false), STEP, chunk)
         })?;
-        let state = |codes: &Handle, bits: u32| adamw::StateArgs {
+        let state = |codes: &Data<'a>, bits: u32| adamw::StateArgs {
             codes: self.arg(codes, n * bits as usize / 8),
             absmax: self.arg(&absmax, n / 256),
             table: self.arg(&table, 1 << bits),
@@ -386,15 +366,9 @@ impl<R: Runtime> Bench<'_, R> {
 
     fn products(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
-        let widths = gemm::tile_columns(client);
-        let tiles: Vec<_> = widths.iter().map(|cols| format!("gemm nt in tiles of 128x{cols}")).collect();
-        let dense = ["gemm forward, packed weight", "gemm dgrad, packed weight", "gemm wgrad, f32 result"];
-        let wanted = self.wants(&dense) || tiles.iter().any(|name| self.wants(&[name]));
-        for m in
-            [2048usize, 4096, 8192].into_iter().filter(|_| wanted || self.wants(&["block_scaled, packed x packed"]))
-        {
+        for m in [2048usize, 4096, 8192] {
             for (layer, n, k) in LINEARS {
-                let (x, dy) = (self.normals(m * k), self.normals(m * n));
+                let (x, dy) = (self.values(m * k), self.values(m * n));
                 let (codes, scales, one) = (self.bytes(n * k / 2, 1), self.bytes(n * k / 16, 2), self.bytes(4, 3));
                 let (w, y) = (self.bytes(n * k * 2, 4), self.bytes(m * n.max(k) * 2, 5));
                 let dw = self.bytes(n * k * 4, 6);
@@ -415,9 +389,10 @@ impl<R: Runtime> Bench<'_, R> {
                     let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
                     gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false)
                 })?;
-                for (&cols, name) in widths.iter().zip(&tiles).filter(|_| m == 2048) {
+                for cols in gemm::tile_columns(client).into_iter().filter(|_| m == 2048) {
                     let shape = gemm::Shape { i: m, j: n, r: k };
-                    self.row(show, name, format!("{layer} {m}x{n}x{k}"), work, |_| {
+                    let name = format!("gemm nt in tiles of 128x{cols}");
+                    self.row(show, &name, format!("{layer} {m}x{n}x{k}"), work, |_| {
                         let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
                         gemm::gemm_in(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false, cols)
                     })?;
@@ -450,13 +425,10 @@ impl<R: Runtime> Bench<'_, R> {
                 })?;
             }
         }
-        if !self.wants(&["head + cross-entropy, chunk", "head, its three products alone"]) {
-            return Ok(());
-        }
         let (m, v, d) = (1024usize, 151_936usize, 2560usize);
-        let (h, w, logits) = (self.normals(m * d), self.normals(v * d), self.bytes(m * v * 2, 1));
+        let (h, w, logits) = (self.values(m * d), self.values(v * d), self.bytes(m * v * 2, 1));
         let (dh, dw) = (self.bytes(m * d * 2, 2), self.bytes(v * d * 4, 3));
-        let (targets, loss) = (client.create_from_slice(&vec![0; m * 4]), self.bytes(m * 4, 5));
+        let (targets, loss) = (self.words(vec![0; m]), self.bytes(m * 4, 5));
         let work = (None, Some(6.0 * (m * v * d) as f64));
         for whole in [true, false] {
             let name = if whole { "head + cross-entropy, chunk" } else { "head, its three products alone" };
@@ -480,19 +452,15 @@ impl<R: Runtime> Bench<'_, R> {
     fn attention(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         for t in [2048usize, 4096, 8192] {
-            if !self.wants(&["attention forward", "attention backward"]) {
-                return Ok(());
-            }
             let shape = AttentionShape { queries: t, keys: t, past: 0, heads: 32, kv_heads: 8, head_dim: 128 };
             let (nq, nk, nl) = (t * 4096, t * 1024, t * 32);
-            let [q, dy] = [nq, nq].map(|n| self.normals(n));
-            let [k, v] = [nk, nk].map(|n| self.normals(n));
+            let [q, dy] = [nq, nq].map(|n| self.values(n));
+            let [k, v] = [nk, nk].map(|n| self.values(n));
             let [y, dq] = [nq, nq].map(|n| self.bytes(n * 2, 1));
             let [dk, dv] = [nk, nk].map(|n| self.bytes(n * 2, 1));
             let [lse, delta] = [nl, nl].map(|n| self.bytes(n * 4, 1));
-            let starts = client.create_from_slice(&vec![0u8; t * 4]);
-            let ends: Vec<u8> = (0..t).flat_map(|_| (t as u32).to_le_bytes()).collect();
-            let ends = client.create_from_slice(&ends);
+            let starts = self.words(vec![0; t]);
+            let ends = self.words(vec![t as u32; t]);
             let forward = 2.0 * (t * t) as f64 * 4096.0;
             let label = format!("{t} tokens, 32/8 heads of 128");
             self.row(show, "attention forward", label.clone(), (None, Some(forward)), |_| {
@@ -524,9 +492,6 @@ impl<R: Runtime> Bench<'_, R> {
         let client = self.client;
         for (layer, n, k) in [("lm_head", 151_936usize, 2560usize), ("gate+up", 19_456, 2560), ("down", 2560, 9728)] {
             let name = format!("decode {layer}");
-            if !self.wants(&[&name]) {
-                continue;
-            }
             let bytes = n * k / 16 * 9;
             let sets = (200_000_000 / bytes).clamp(1, 16);
             let weights: Vec<_> = (0..sets as u32)
@@ -534,7 +499,7 @@ impl<R: Runtime> Bench<'_, R> {
                 .collect();
             let one = self.bytes(4, 3);
             for m in [1usize, 2, 4, 8, 16] {
-                let (x, y) = (self.normals(m * k), self.bytes(m * n * 2, 4));
+                let (x, y) = (self.values(m * k), self.bytes(m * n * 2, 4));
                 self.row(show, &name, format!("M {m}, {n}x{k}"), (Some(bytes as f64), None), |i| {
                     let (codes, scales) = &weights[i % sets];
                     let w = PackedArgs {
@@ -550,8 +515,8 @@ impl<R: Runtime> Bench<'_, R> {
         }
         let keys = 32_768usize;
         let shape = AttentionShape { queries: 1, keys, past: keys - 1, heads: 32, kv_heads: 8, head_dim: 128 };
-        let (q, k, v) = (self.normals(4096), self.normals(keys * 1024), self.normals(keys * 1024));
-        let (starts, y) = (client.create_from_slice(&[0; 4]), self.bytes(8192, 1));
+        let (q, k, v) = (self.values(4096), self.values(keys * 1024), self.values(keys * 1024));
+        let (starts, y) = (self.words(vec![0]), self.bytes(8192, 1));
         let (_, len) = decode_attention::scratch(shape);
         let scratch = self.bytes(len * 4, 2);
         let moved = (Some(keys as f64 * 4096.0), None);
@@ -563,6 +528,27 @@ impl<R: Runtime> Bench<'_, R> {
     }
 }
 
+/// bf16 values in [-1, 1).
+fn uniform() -> Vec<u8> {
+    let mut state = 0x9E37_79B9u32;
+    let value = |_| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let value = (state >> 8) as f32 / 8_388_608.0 - 1.0;
+        ((value.to_bits() >> 16) as u16).to_le_bytes()
+    };
+    (0..1 << 20).flat_map(value).collect()
+}
+
+/// Bytes below 0x7F.
+fn codes(seed: u32) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(2_654_435_761) | 1;
+    let byte = |_| {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 24) as u8 % 0x7F
+    };
+    (0..1 << 20).map(byte).collect()
+}
+
 /// A pattern over and over, `len` bytes of it.
 fn filled(pattern: Vec<u8>, len: usize) -> Vec<u8> {
     let mut bytes = pattern.repeat(len.div_ceil(pattern.len()));
@@ -570,14 +556,8 @@ fn filled(pattern: Vec<u8>, len: usize) -> Vec<u8> {
     bytes
 }
 
-impl Operands {
-    fn share(&self) -> Self {
-        Self { a: self.a.clone(), b: self.b.clone(), out: self.out.clone() }
-    }
-}
-
 fn copy<R: Runtime>(client: &ComputeClient<R>, from: ArrayArg<R>, to: ArrayArg<R>) {
-    let (count, dim) = quantize::flat_launch((from.size() / 4).div_ceil(4));
+    let (count, dim) = device::flat_launch((from.size() / 4).div_ceil(4));
     // SAFETY: both buffers are equally long; units past the end stop.
     unsafe { copy_kernel::launch_unchecked(client, count, dim, from, to) };
 }

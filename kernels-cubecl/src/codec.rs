@@ -9,6 +9,7 @@
 //! E2M1 to nearest, and E4M3 below 2^-6, add a power of two and let f32 round. Stochastic E2M1 goes up where a uniform
 //! number is below the fraction, by a sum that carries into the code's bits; below 1 the fraction is that of `x + 1` in f32.
 
+use crate::device::flat_launch;
 use cubecl::prelude::*;
 
 /// Encodes an f32 as E2M1. `random` is read only if `stochastic`.
@@ -25,9 +26,7 @@ pub(crate) fn e2m1_encode_number(x: f32, random: u32, #[comptime] stochastic: bo
     // The clamp stands between the caller's product and the sums below.
     let magnitude = min(x.abs(), 6.0f32);
     let code = if comptime!(stochastic) { e2m1_stochastic(magnitude, random) } else { e2m1_nearest(magnitude) };
-    let sign = u32::reinterpret(x) >> 28u32;
-    // Three bits of the code under the sign: one logic operation.
-    ((code ^ sign) & 7u32) ^ sign
+    (code & 7u32) | ((u32::reinterpret(x) >> 28u32) & 8u32)
 }
 
 /// The code in the low three bits. Added to a power of two whose last place is the spacing of the codes there, a
@@ -153,7 +152,7 @@ pub fn convert<R: Runtime>(
 ) -> Result<(), crate::KernelError> {
     let len = input.size();
     crate::error::expect_len("convert", "output", output.size(), len)?;
-    let (count, dim) = crate::quantize::flat_launch(len);
+    let (count, dim) = flat_launch(len);
     // SAFETY: both buffers hold `len` elements and the kernel stops at `len`.
     unsafe { convert_kernel::launch_unchecked(client, count, dim, input, output, conversion) };
     Ok(())

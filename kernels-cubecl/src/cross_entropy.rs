@@ -8,9 +8,8 @@
 //! bound by memory. The caller walks the tokens in chunks, so that logits are never whole.
 
 use crate::{
-    device::{bit_casts, liberties},
+    device::{bit_casts, liberties, vector_size},
     error::{KernelError, expect_len, index},
-    quantize::vector_size,
     reduce::{cube_max, cube_sum},
 };
 use cubecl::prelude::*;

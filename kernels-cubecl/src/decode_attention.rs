@@ -8,16 +8,14 @@
 //! second kernel joins the splits. Reads every key and value once: bound by memory.
 
 use crate::{
-    attention::AttentionShape,
+    attention::{AttentionShape, BLOCK, HIDDEN, UNITS, key_blocks, send_block, turn_block},
     error::{KernelError, expect_len, index},
-    mma::{Chunk, Pair, Source, as_left, fill, left, multiply, right, zero_sums},
+    mma::{Chunk, Pair, as_left, left, multiply, right, zero_sums},
 };
-use cubecl::prelude::{barrier::Barrier, *};
+use cubecl::prelude::*;
 
-const UNITS: u32 = 128;
-const BLOCK: u32 = 64;
+/// Rows of a cube's fragment.
 const ROWS: u32 = 16;
-const HIDDEN: f32 = -1.0e30;
 /// Cubes that fill a large card twice over.
 const CUBES: usize = 264;
 
@@ -120,19 +118,8 @@ fn split_kernel<F: Float>(
     let block_len = comptime!(BLOCK * width);
     let group = comptime!(heads / kv_heads);
     let mut q_tile = SharedMemory::<Chunk<F>>::new_aligned(comptime!((ROWS * width) as usize), 128usize);
-    let mut k_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!((2 * block_len) as usize), 128usize);
-    let mut v_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!((2 * block_len) as usize), 128usize);
-    let mut filled = Sequence::<Shared<Barrier>>::new();
-    #[unroll]
-    for _ in 0..2 {
-        filled.push(Barrier::shared(CUBE_DIM, UNIT_POS == 0));
-    }
     let kv_head = CUBE_POS_X;
-    let keys = Source {
-        rows: k_len,
-        stride: comptime!(kv_heads * width).runtime(),
-        end: comptime!(kv_heads * width).runtime(),
-    };
+    let mut keys = key_blocks::<F>(k_len, kv_head, kv_heads, dim);
     let blocks = k_len.div_ceil(BLOCK);
     let share = blocks.div_ceil(CUBE_COUNT_Y);
     let first = min(CUBE_POS_Y * share, blocks);
@@ -172,10 +159,7 @@ fn split_kernel<F: Float>(
     let mut mixed = zero_sums(comptime!(dim as usize / 8));
 
     if first < end {
-        fill(k, keys, first * BLOCK, kv_head * width, &mut k_tiles, 0u32, BLOCK, width, UNITS);
-        fill(v, keys, first * BLOCK, kv_head * width, &mut v_tiles, 0u32, BLOCK, width, UNITS);
-        filled.index(0usize).commit_copy_async();
-        filled.index(0usize).arrive();
+        send_block(k, v, &mut keys, first, 0usize);
     }
     let mut block = first;
     let mut phase = 0u32;
@@ -184,22 +168,13 @@ fn split_kernel<F: Float>(
         for stage in 0..2usize {
             let now = block + comptime!(stage as u32);
             if now < end {
-                filled.index(stage).wait_parity(phase);
-                sync_cube();
-                let other = comptime!(1 - stage);
-                if now + 1u32 < end {
-                    let next = comptime!(other as u32 * block_len);
-                    fill(k, keys, (now + 1u32) * BLOCK, kv_head * width, &mut k_tiles, next, BLOCK, width, UNITS);
-                    fill(v, keys, (now + 1u32) * BLOCK, kv_head * width, &mut v_tiles, next, BLOCK, width, UNITS);
-                    filled.index(other).commit_copy_async();
-                    filled.index(other).arrive();
-                }
+                turn_block(k, v, &mut keys, now, end, phase, stage);
                 let base = comptime!(stage as u32 * block_len);
                 let mut scores = zero_sums(2usize);
                 #[unroll]
                 for part in 0..comptime!(dim / 16) {
                     let rows = left::<F>(&q_tile, 0u32, 0u32, 0u32, part, width, false);
-                    let cols = right::<F>(&k_tiles, base, plane * 16u32, 0u32, part, width, false);
+                    let cols = right::<F>(&keys.k, base, plane * 16u32, 0u32, part, width, false);
                     #[unroll]
                     for half in 0..2usize {
                         multiply::<F>(&rows, &cols, half, scores.index_mut(half));
@@ -249,7 +224,7 @@ fn split_kernel<F: Float>(
                 let row = base + plane * 16u32 * width;
                 #[unroll]
                 for g in 0..comptime!(dim as usize / 16) {
-                    let cols = right::<F>(&v_tiles, row, 0u32, comptime!(g as u32 * 16), 0u32, width, true);
+                    let cols = right::<F>(&keys.v, row, 0u32, comptime!(g as u32 * 16), 0u32, width, true);
                     #[unroll]
                     for half in 0..2usize {
                         multiply::<F>(&weights, &cols, half, mixed.index_mut(comptime!(g * 2 + half)));

@@ -8,10 +8,9 @@
 
 use crate::{
     codec::{e2m1_decode, e2m1_pairs, e4m3_decode, e4m3_pair, pair_unit, scale_unit},
-    device::bit_casts,
+    device::{bit_casts, flat_launch, vector_size},
     error::{KernelError, expect_blocks, expect_len},
     layout::{code_of, scales_per_row, words_per_row},
-    quantize::{flat_launch, vector_size},
 };
 use cubecl::{
     ir::{ElemType, FloatKind},

@@ -1,4 +1,4 @@
-//! What differs between devices, asked at launch.
+//! What a launch asks of its device, and how many cubes it takes.
 
 use cubecl::prelude::*;
 use enumset::EnumSet;
@@ -18,4 +18,16 @@ pub(crate) fn liberties(approximate: bool) -> EnumSet<FastMath> {
 pub(crate) fn quick_division(approximate: bool) -> EnumSet<FastMath> {
     use FastMath::{AllowReciprocal, NotInf, ReducedPrecision, UnsignedZero};
     if approximate { AllowReciprocal | ReducedPrecision | UnsignedZero | NotInf } else { EnumSet::empty() }
+}
+
+/// The widest vector of at most eight elements of `dtype` that the device reads at once and that divides `len`.
+pub(crate) fn vector_size<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, len: usize) -> usize {
+    client.io_optimized_vector_sizes(dtype.size()).find(|v| *v <= 8 && len.is_multiple_of(*v)).unwrap_or(1)
+}
+
+/// Cubes of 256 units that cover `len` elements, spread over two dimensions past 65,535 cubes.
+pub(crate) fn flat_launch(len: usize) -> (CubeCount, CubeDim) {
+    let cubes = len.div_ceil(256).max(1) as u32;
+    let x = cubes.min(65_535);
+    (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d(256))
 }

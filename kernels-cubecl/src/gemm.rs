@@ -18,9 +18,9 @@
 use crate::{
     error::{KernelError, expect_len, index},
     matmul::Product,
-    mma::{Chunk, Pair, Source, fill, left, multiply, right, zero_sums},
+    mma::{Chunk, Pair, Source, fill, left, multiply, right, ring, sent, zero_sums},
 };
-use cubecl::prelude::{barrier::Barrier, *};
+use cubecl::prelude::*;
 
 /// Rows of y that a cube makes, and the columns from which on further ones are in a region of their own.
 const TILE: u32 = 128;
@@ -168,11 +168,7 @@ fn gemm_kernel<F: Float, O: Float>(
     let mut a_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!(STAGES * STAGE as usize), 128usize);
     let b_stage = comptime!(cols * STEP / 8);
     let mut b_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!(STAGES * b_stage as usize), 128usize);
-    let mut filled = Sequence::<Shared<Barrier>>::new();
-    #[unroll]
-    for _ in 0..STAGES {
-        filled.push(Barrier::shared(CUBE_DIM, UNIT_POS == 0));
-    }
+    let filled = ring(STAGES);
     let (i0, j0) = corner(i_len, j_len, cols);
     let plane_i = (UNIT_POS / 64u32) * 64u32;
     let plane_j = UNIT_POS / 32u32 % 2u32;
@@ -201,8 +197,7 @@ fn gemm_kernel<F: Float, O: Float>(
             );
             let base = comptime!(stage as u32 * b_stage);
             fill_operand::<F>(b, &mut b_tiles, base, j0, ahead, j_len, r_len, cols, b_across);
-            filled.index(stage).commit_copy_async();
-            filled.index(stage).arrive();
+            sent(&filled, stage);
         }
     }
     let mut step = 0u32;
@@ -222,8 +217,7 @@ fn gemm_kernel<F: Float, O: Float>(
                     fill_operand::<F>(a, &mut a_tiles, base, i0, ahead, i_len, r_len, TILE, a_across);
                     let base = comptime!(freed as u32 * b_stage);
                     fill_operand::<F>(b, &mut b_tiles, base, j0, ahead, j_len, r_len, cols, b_across);
-                    filled.index(freed).commit_copy_async();
-                    filled.index(freed).arrive();
+                    sent(&filled, freed);
                 }
                 multiply_stage::<F>(
                     &a_tiles,

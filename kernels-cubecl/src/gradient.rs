@@ -7,8 +7,8 @@
 //! Sums are f32 and taken in a fixed order. Each value is read once (and written once): bound by memory.
 
 use crate::{
+    device::{flat_launch, vector_size},
     error::{KernelError, expect_len},
-    quantize::{flat_launch, vector_size},
     reduce::{cube_sum, lanes},
 };
 use cubecl::prelude::*;

@@ -7,8 +7,8 @@
 //! products are by ±1 and 1/4, hence exact, and so the result is the same on every backend. One unit owns 16 columns; reads and writes each value once.
 
 use crate::{
+    device::flat_launch,
     error::{KernelError, expect_blocks, expect_len},
-    quantize::flat_launch,
 };
 use cubecl::prelude::*;
 

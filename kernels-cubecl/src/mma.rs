@@ -8,7 +8,10 @@
 use cubecl::{
     cmma::{MatrixIdent, MmaDefinition},
     ir::{ElemType, FloatKind, features::MmaConfig},
-    prelude::{barrier::copy_async_checked, *},
+    prelude::{
+        barrier::{Barrier, copy_async_checked},
+        *,
+    },
 };
 
 /// The eight values that one copy moves.
@@ -61,6 +64,30 @@ pub(crate) fn fill<F: Float>(
         let end = from + select(inside, 1usize, 0usize);
         copy_async_checked(&x.slice(from, end), &mut tile.slice_mut(to, to + 1usize), 8u32);
     }
+}
+
+/// A barrier for each of the `stages` that copies fill ahead.
+#[cube]
+pub(crate) fn ring(#[comptime] stages: usize) -> Sequence<Shared<Barrier>> {
+    let mut filled = Sequence::<Shared<Barrier>>::new();
+    #[unroll]
+    for _ in 0..stages {
+        filled.push(Barrier::shared(CUBE_DIM, UNIT_POS == 0));
+    }
+    filled
+}
+
+/// Ends what this unit copies into a stage: who waits for the stage sees it.
+#[cube]
+pub(crate) fn sent(filled: &Sequence<Shared<Barrier>>, #[comptime] stage: usize) {
+    filled.index(stage).commit_copy_async();
+    filled.index(stage).arrive();
+}
+
+/// Rows of `width` chunks, all of them.
+#[cube]
+pub(crate) fn whole_rows(rows: u32, #[comptime] width: u32) -> Source {
+    Source { rows, stride: width.runtime(), end: width.runtime() }
 }
 
 /// Where chunk `chunk` of row `row` lies in a tile.

@@ -8,8 +8,8 @@
 //! Written once, nothing read: bound by arithmetic.
 
 use crate::{
+    device::flat_launch,
     error::{KernelError, index},
-    quantize::flat_launch,
     rng::{Stream, philox},
 };
 use cubecl::prelude::*;

@@ -11,9 +11,8 @@
 //! Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
 
 use crate::{
-    device::{bit_casts, liberties},
+    device::{bit_casts, liberties, vector_size},
     error::{KernelError, expect_len, index},
-    quantize::vector_size,
     reduce::{cube_sum, cube_sums, lanes},
 };
 use cubecl::prelude::*;

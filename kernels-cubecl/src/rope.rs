@@ -9,7 +9,7 @@
 //! that a pair never leaves a unit. Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
 
 use crate::{
-    device::{bit_casts, liberties},
+    device::{bit_casts, liberties, vector_size},
     error::{KernelError, expect_len, index},
     reduce::lanes,
 };
@@ -165,7 +165,7 @@ pub fn norm_rope_backward<R: Runtime>(
 }
 
 fn vector<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> usize {
-    crate::quantize::vector_size(client, dtype, 8)
+    vector_size(client, dtype, 8)
 }
 
 #[cube(launch_unchecked, fast_math = liberties(_approximate))]

@@ -7,8 +7,8 @@
 //! take the place of g and u, the largest activations of a block.
 
 use crate::{
+    device::{flat_launch, vector_size},
     error::{KernelError, expect_len},
-    quantize::{flat_launch, vector_size},
 };
 use cubecl::prelude::*;
 

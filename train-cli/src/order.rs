@@ -176,14 +176,10 @@ mod tests {
     use super::*;
     use crate::data::synthetic;
 
-    fn samples(n: usize) -> Vec<Sample> {
-        synthetic(n, 4, 100, 1)
-    }
-
     #[test]
     fn an_epoch_shows_every_sample_once_in_a_new_order() {
         let order = Order {
-            samples: Arc::new(samples(10)),
+            samples: Arc::new(synthetic(10, 4, 100, 1)),
             batch_size: 3,
             accumulation: 1,
             steps: 7,

@@ -5,8 +5,8 @@ use super::{
     unit_of,
 };
 use crate::{
+    device::flat_launch,
     error::{KernelError, expect_len, index},
-    quantize::flat_launch,
     rng::philox,
 };
 use cubecl::prelude::*;

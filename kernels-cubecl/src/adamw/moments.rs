@@ -134,9 +134,33 @@ pub(super) fn block_maxima(m: &Array<f32>, root: &Array<f32>, #[comptime] n: usi
     cube_maxima(m_top, v_top)
 }
 
+/// Stores what a unit has of a block's new moment, its vectors from `at` on; the first unit stores the maximum too.
+#[cube]
+pub(super) fn store<C: Size>(
+    codes: &mut Array<Vector<u8, C>>,
+    absmax: &mut Array<f32>,
+    values: &Array<f32>,
+    top: f32,
+    table: &Table,
+    at: usize,
+    block: usize,
+    #[comptime] parts: usize,
+    #[comptime] n: usize,
+    #[comptime] signed: bool,
+    #[comptime] bits: u32,
+) {
+    #[unroll]
+    for part in 0..parts {
+        codes[at + part] = encoded(values, top, table, comptime!(part * n), signed, bits);
+    }
+    if UNIT_POS == 0u32 {
+        absmax[block] = top;
+    }
+}
+
 /// The codes of a unit's values from `first` on: nearest table entries, the lower at a tie.
 #[cube]
-pub(super) fn encoded<C: Size>(
+fn encoded<C: Size>(
     values: &Array<f32>,
     absmax: f32,
     table: &Table,

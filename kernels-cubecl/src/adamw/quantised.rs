@@ -2,7 +2,7 @@
 
 use super::{
     AdamwStep, Chunk, DenseArgs, Master, Scalars, draw_of_eight, loaded,
-    moments::{StateArgs, block_launch, block_maxima, check, decoded, encoded, loaded_table},
+    moments::{StateArgs, block_launch, block_maxima, check, decoded, loaded_table, store},
     rounded, scalars, stepped, unit_of,
 };
 use crate::{
@@ -151,15 +151,8 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
             }
             let (m_max, v_max) = block_maxima(&new_m, &root, width);
             if live {
-                #[unroll]
-                for part in 0..parts {
-                    m_codes[at + part] = encoded(&new_m, m_max, &m_values, comptime!(part * n), true, bits);
-                    v_codes[at + part] = encoded(&root, v_max, &v_values, comptime!(part * n), false, bits);
-                }
-                if UNIT_POS == 0u32 {
-                    m_absmax[block] = m_max;
-                    v_absmax[block] = v_max;
-                }
+                store(m_codes, m_absmax, &new_m, m_max, &m_values, at, block, parts, n, true, bits);
+                store(v_codes, v_absmax, &root, v_max, &v_values, at, block, parts, n, false, bits);
             }
         }
     }

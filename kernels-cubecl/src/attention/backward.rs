@@ -2,12 +2,13 @@
 //! (dk, dv), one owns 64 queries and walks the keys (dq); both recompute `p = exp(s - lse)`. That is 7 products where the
 //! atomic form has 5.
 
-use super::{AttentionShape, BLOCK, UNITS, scale};
+use super::{AttentionShape, BLOCK, UNITS, key_blocks, scale, send_block, turn_block};
 use crate::{
+    device::flat_launch,
     error::{KernelError, expect_len, index},
-    mma::{Chunk, Pair, Source, as_left, fill, left, multiply, right, zero_sums},
+    mma::{Chunk, Pair, as_left, fill, left, multiply, right, ring, sent, whole_rows, zero_sums},
 };
-use cubecl::prelude::{barrier::Barrier, *};
+use cubecl::prelude::*;
 
 /// What the backward reads besides the gradient.
 pub struct Saved<R: Runtime> {
@@ -37,7 +38,7 @@ pub fn delta<R: Runtime>(
     expect_len(NAME, "dy", dy.size(), shape.query_len())?;
     expect_len(NAME, "y", y.size(), shape.query_len())?;
     expect_len(NAME, "delta", delta.size(), shape.queries * shape.heads)?;
-    let (count, dim) = crate::quantize::flat_launch(shape.queries * shape.heads);
+    let (count, dim) = flat_launch(shape.queries * shape.heads);
     // SAFETY: buffer lengths were checked; units past the last row stop.
     unsafe {
         delta_kernel::launch_unchecked(
@@ -225,19 +226,13 @@ fn backward_kv_kernel<F: Float>(
     // Of each query of a block: lse, delta; and its document's start.
     let mut row_values = SharedMemory::<f32>::new(comptime!((4 * BLOCK) as usize));
     let mut row_starts = SharedMemory::<u32>::new(comptime!((2 * BLOCK) as usize));
-    let mut filled = Sequence::<Shared<Barrier>>::new();
-    #[unroll]
-    for _ in 0..2 {
-        filled.push(Barrier::shared(CUBE_DIM, UNIT_POS == 0));
-    }
+    let filled = ring(2usize);
 
     let group = comptime!(heads / kv_heads);
     let j0 = CUBE_POS_Y * BLOCK;
     let kv_head = CUBE_POS_X;
-    let queries =
-        Source { rows: len, stride: comptime!(heads * width).runtime(), end: comptime!(heads * width).runtime() };
-    let keys =
-        Source { rows: len, stride: comptime!(kv_heads * width).runtime(), end: comptime!(kv_heads * width).runtime() };
+    let queries = whole_rows(len, comptime!(heads * width));
+    let keys = whole_rows(len, comptime!(kv_heads * width));
     let last = min(j0 + BLOCK, len) - 1u32;
     let first_block = CUBE_POS_Y;
     let blocks = (ends[last as usize] - 1u32) / BLOCK + 1u32 - first_block;
@@ -255,8 +250,7 @@ fn backward_kv_kernel<F: Float>(
     fill(q, queries, first_block * BLOCK, head * width, &mut q_tiles, 0u32, BLOCK, width, UNITS);
     fill(dy, queries, first_block * BLOCK, head * width, &mut dy_tiles, 0u32, BLOCK, width, UNITS);
     fill_rows(lse, delta, starts, &mut row_values, &mut row_starts, 0u32, first_block * BLOCK, head, len);
-    filled.index(0usize).commit_copy_async();
-    filled.index(0usize).arrive();
+    sent(&filled, 0usize);
 
     let mut step = 0u32;
     let mut phase = 0u32;
@@ -285,8 +279,7 @@ fn backward_kv_kernel<F: Float>(
                         head,
                         len,
                     );
-                    filled.index(other).commit_copy_async();
-                    filled.index(other).arrive();
+                    sent(&filled, other);
                 }
                 let base = comptime!(stage as u32 * block_len);
                 let i0 = (first_block + now % blocks) * BLOCK;
@@ -371,21 +364,12 @@ fn backward_q_kernel<F: Float>(
     let block_len = comptime!(BLOCK * width);
     let mut q_tile = SharedMemory::<Chunk<F>>::new_aligned(comptime!(block_len as usize), 128usize);
     let mut dy_tile = SharedMemory::<Chunk<F>>::new_aligned(comptime!(block_len as usize), 128usize);
-    let mut k_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!((2 * block_len) as usize), 128usize);
-    let mut v_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!((2 * block_len) as usize), 128usize);
-    let mut filled = Sequence::<Shared<Barrier>>::new();
-    #[unroll]
-    for _ in 0..2 {
-        filled.push(Barrier::shared(CUBE_DIM, UNIT_POS == 0));
-    }
 
     let i0 = (len.div_ceil(BLOCK) - 1u32 - CUBE_POS_Y) * BLOCK;
     let head = CUBE_POS_X;
     let kv_head = head / comptime!(heads / kv_heads);
-    let queries =
-        Source { rows: len, stride: comptime!(heads * width).runtime(), end: comptime!(heads * width).runtime() };
-    let keys =
-        Source { rows: len, stride: comptime!(kv_heads * width).runtime(), end: comptime!(kv_heads * width).runtime() };
+    let queries = whole_rows(len, comptime!(heads * width));
+    let mut keys = key_blocks::<F>(len, kv_head, kv_heads, dim);
     let last = min(i0 + BLOCK, len) - 1u32;
     let first_block = starts[i0 as usize] / BLOCK;
     let end_block = last / BLOCK + 1u32;
@@ -408,10 +392,7 @@ fn backward_q_kernel<F: Float>(
 
     fill(q, queries, i0, head * width, &mut q_tile, 0u32, BLOCK, width, UNITS);
     fill(dy, queries, i0, head * width, &mut dy_tile, 0u32, BLOCK, width, UNITS);
-    fill(k, keys, first_block * BLOCK, kv_head * width, &mut k_tiles, 0u32, BLOCK, width, UNITS);
-    fill(v, keys, first_block * BLOCK, kv_head * width, &mut v_tiles, 0u32, BLOCK, width, UNITS);
-    filled.index(0usize).commit_copy_async();
-    filled.index(0usize).arrive();
+    send_block(k, v, &mut keys, first_block, 0usize);
 
     let mut block = first_block;
     let mut phase = 0u32;
@@ -420,21 +401,12 @@ fn backward_q_kernel<F: Float>(
         for stage in 0..2usize {
             let now = block + comptime!(stage as u32);
             if now < end_block {
-                filled.index(stage).wait_parity(phase);
-                sync_cube();
-                let other = comptime!(1 - stage);
-                if now + 1u32 < end_block {
-                    let next = comptime!(other as u32 * block_len);
-                    fill(k, keys, (now + 1u32) * BLOCK, kv_head * width, &mut k_tiles, next, BLOCK, width, UNITS);
-                    fill(v, keys, (now + 1u32) * BLOCK, kv_head * width, &mut v_tiles, next, BLOCK, width, UNITS);
-                    filled.index(other).commit_copy_async();
-                    filled.index(other).arrive();
-                }
+                turn_block(k, v, &mut keys, now, end_block, phase, stage);
                 let base = comptime!(stage as u32 * block_len);
                 let mut p = zero_sums(8usize);
-                product_rows::<F>(&q_tile, &k_tiles, &mut p, plane_row, base, dim);
+                product_rows::<F>(&q_tile, &keys.k, &mut p, plane_row, base, dim);
                 let mut ds = zero_sums(8usize);
-                product_rows::<F>(&dy_tile, &v_tiles, &mut ds, plane_row, base, dim);
+                product_rows::<F>(&dy_tile, &keys.v, &mut ds, plane_row, base, dim);
                 let key0 = now * BLOCK;
                 let partly = key0 + BLOCK - 1u32 > i0 || key0 < full_from;
                 #[unroll]
@@ -457,7 +429,7 @@ fn backward_q_kernel<F: Float>(
                         ds[half] = pair;
                     }
                 }
-                mix::<F>(&ds, &k_tiles, &mut dq_sums, base, dim);
+                mix::<F>(&ds, &keys.k, &mut dq_sums, base, dim);
             }
         }
         block += 2u32;

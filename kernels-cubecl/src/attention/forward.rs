@@ -1,12 +1,12 @@
 //! Forward: a cube of four planes takes 128 queries of one head, each plane 32 rows, and walks blocks of 64 keys that
 //! cp.async loads one ahead. The online softmax keeps a row's maximum and sum and rescales the output only where the maximum rose.
 
-use super::{AttentionShape, BLOCK, HIDDEN, UNITS, scale};
+use super::{AttentionShape, BLOCK, HIDDEN, UNITS, key_blocks, scale, send_block, turn_block};
 use crate::{
     error::{KernelError, expect_len, index},
-    mma::{Chunk, Pair, Source, as_left, fill, left, multiply, right, zero_sums},
+    mma::{Chunk, Pair, as_left, fill, left, multiply, right, whole_rows, zero_sums},
 };
-use cubecl::prelude::{barrier::Barrier, *};
+use cubecl::prelude::*;
 
 /// Queries of a cube.
 const ROWS: u32 = 128;
@@ -78,25 +78,13 @@ fn forward_kernel<F: Float>(
     let width = comptime!(dim / 8);
     let block_len = comptime!(BLOCK * width);
     let mut q_tile = SharedMemory::<Chunk<F>>::new_aligned(comptime!((ROWS * width) as usize), 128usize);
-    let mut k_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!((2 * block_len) as usize), 128usize);
-    let mut v_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!((2 * block_len) as usize), 128usize);
-    let mut filled = Sequence::<Shared<Barrier>>::new();
-    #[unroll]
-    for _ in 0..2 {
-        filled.push(Barrier::shared(CUBE_DIM, UNIT_POS == 0));
-    }
 
     // The longest rows first.
     let i0 = (q_len.div_ceil(ROWS) - 1u32 - CUBE_POS_Y) * ROWS;
     let head = CUBE_POS_X;
     let kv_head = head / comptime!(heads / kv_heads);
-    let queries =
-        Source { rows: q_len, stride: comptime!(heads * width).runtime(), end: comptime!(heads * width).runtime() };
-    let keys = Source {
-        rows: k_len,
-        stride: comptime!(kv_heads * width).runtime(),
-        end: comptime!(kv_heads * width).runtime(),
-    };
+    let queries = whole_rows(q_len, comptime!(heads * width));
+    let mut keys = key_blocks::<F>(k_len, kv_head, kv_heads, dim);
 
     let last = min(i0 + ROWS, q_len) - 1u32;
     let first_block = starts[i0 as usize] / BLOCK;
@@ -119,10 +107,7 @@ fn forward_kernel<F: Float>(
     let mut mixed = zero_sums(comptime!(dim as usize / 4));
 
     fill(q, queries, i0, head * width, &mut q_tile, 0u32, ROWS, width, UNITS);
-    fill(k, keys, first_block * BLOCK, kv_head * width, &mut k_tiles, 0u32, BLOCK, width, UNITS);
-    fill(v, keys, first_block * BLOCK, kv_head * width, &mut v_tiles, 0u32, BLOCK, width, UNITS);
-    filled.index(0usize).commit_copy_async();
-    filled.index(0usize).arrive();
+    send_block(k, v, &mut keys, first_block, 0usize);
 
     let mut block = first_block;
     let mut phase = 0u32;
@@ -131,16 +116,7 @@ fn forward_kernel<F: Float>(
         for stage in 0..2usize {
             let now = block + comptime!(stage as u32);
             if now < end_block {
-                filled.index(stage).wait_parity(phase);
-                sync_cube();
-                let other = comptime!(1 - stage);
-                let next = comptime!(other as u32 * block_len);
-                if now + 1u32 < end_block {
-                    fill(k, keys, (now + 1u32) * BLOCK, kv_head * width, &mut k_tiles, next, BLOCK, width, UNITS);
-                    fill(v, keys, (now + 1u32) * BLOCK, kv_head * width, &mut v_tiles, next, BLOCK, width, UNITS);
-                    filled.index(other).commit_copy_async();
-                    filled.index(other).arrive();
-                }
+                turn_block(k, v, &mut keys, now, end_block, phase, stage);
                 let base = comptime!(stage as u32 * block_len);
 
                 // 1. Scores, 32 rows by 64 keys a plane.
@@ -154,7 +130,7 @@ fn forward_kernel<F: Float>(
                     }
                     #[unroll]
                     for g in 0..4usize {
-                        let cols = right::<F>(&k_tiles, base, 0u32, comptime!(g as u32 * 16), part, width, false);
+                        let cols = right::<F>(&keys.k, base, 0u32, comptime!(g as u32 * 16), part, width, false);
                         #[unroll]
                         for half in 0..2usize {
                             #[unroll]
@@ -234,7 +210,7 @@ fn forward_kernel<F: Float>(
                     #[unroll]
                     for g in 0..comptime!(dim as usize / 16) {
                         let cols = right::<F>(
-                            &v_tiles,
+                            &keys.v,
                             base,
                             0u32,
                             comptime!(g as u32 * 16),

@@ -1,0 +1,154 @@
+//! The largest magnitude of a matrix, as it is or with every 16 columns rotated, and the tensor scales that follow from it.
+
+use super::{
+    Block, View,
+    tile::{Place, Plan, own, row_across, row_of},
+};
+use crate::{
+    device::vector_size,
+    error::{KernelError, expect_blocks, expect_len},
+    hadamard::{SIGNS, rotate},
+    reduce::cube_max,
+};
+use cubecl::prelude::*;
+
+/// Values that [`amax`] writes.
+pub const AMAX_LEN: usize = 3;
+
+/// `out = [A, S / 6, 1 / S]` with `A = room * max |x|`, NaN ignored, and `S` as above. `room` is 1, or how far the values
+/// may grow before block scales saturate. Two launches: a maximum for each of up
+/// to 1,024 cubes, then one cube.
+///
+/// # Errors
+/// If `out` does not hold three elements.
+pub fn amax<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    room: f32,
+    out: ArrayArg<R>,
+) -> Result<(), KernelError> {
+    expect_len("amax", "out", out.size(), AMAX_LEN)?;
+    let vector = vector_size(client, dtype, x.size());
+    let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
+    let scratch = client.empty(cubes * 4);
+    let float = f32::as_type_native_unchecked().storage_type();
+    let dim = CubeDim::new_1d(256);
+    // SAFETY: `scratch` holds one f32 a cube, `out` three; both kernels stop at the end of what they read.
+    unsafe {
+        let scratch_arg = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
+        amax_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(cubes as u32, 1, 1),
+            dim,
+            vector,
+            x,
+            scratch_arg(),
+            1.0,
+            false,
+            dtype,
+        );
+        let one = CubeCount::Static(1, 1, 1);
+        amax_kernel::launch_unchecked(client, one, dim, 1, scratch_arg(), out, room, true, float);
+    }
+    Ok(())
+}
+
+/// As [`amax`] of the matrix with every 16 columns rotated. Two launches.
+///
+/// # Errors
+/// If C is not a multiple of 16 or a buffer does not fit.
+pub fn amax_rotated<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    dtype: StorageType,
+    view: View,
+    out: ArrayArg<R>,
+) -> Result<(), KernelError> {
+    const NAME: &str = "amax rotated";
+    expect_blocks(NAME, "columns", view.cols)?;
+    expect_len(NAME, "x", x.size(), view.rows * view.cols)?;
+    expect_len(NAME, "out", out.size(), AMAX_LEN)?;
+    let plan = Plan::new(client, dtype, view, Block::Row)?;
+    let scratch = client.empty(plan.cubes * 4);
+    let float = f32::as_type_native_unchecked().storage_type();
+    // SAFETY: `scratch` holds one f32 a cube, `out` three; units outside the matrix contribute 0.
+    unsafe {
+        let partial = || ArrayArg::from_raw_parts(scratch.clone(), plan.cubes);
+        amax_rotated_kernel::launch_unchecked(
+            client,
+            plan.count,
+            plan.dim,
+            plan.vector,
+            x,
+            partial(),
+            plan.place,
+            plan.along,
+            dtype,
+        );
+        let (one, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(256));
+        amax_kernel::launch_unchecked(client, one, dim, 1, partial(), out, 1.0, true, float);
+    }
+    Ok(())
+}
+
+#[cube]
+pub(super) fn amax_of(values: &Array<f32>) -> f32 {
+    let mut amax = 0.0f32;
+    #[unroll]
+    for i in 0..16usize {
+        amax = max(amax, values[i].abs());
+    }
+    amax
+}
+
+#[cube(launch_unchecked)]
+fn amax_rotated_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
+    place: Place,
+    #[comptime] along: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let (row, col) = own(along, 1usize);
+    let mut values = if comptime!(along) { row_of::<F, N>(x, row, col, place) } else { row_across::<F, N>(x, place) };
+    rotate(&mut values, SIGNS.runtime());
+    let amax = cube_max(amax_of(&values));
+    if UNIT_POS == 0u32 {
+        out[(CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize] = amax;
+    }
+}
+
+#[cube(launch_unchecked)]
+fn amax_kernel<F: Float, N: Size>(
+    x: &Array<Vector<F, N>>,
+    out: &mut Array<f32>,
+    room: f32,
+    #[comptime] last: bool,
+    #[define(F)] _dtype: StorageType,
+) {
+    let mut amax = 0.0f32;
+    let mut at = ABSOLUTE_POS;
+    let step = (CUBE_COUNT_X * 256u32) as usize;
+    while at < x.len() {
+        let vector = x[at];
+        #[unroll]
+        for i in 0..N::value() {
+            let value = f32::cast_from(vector[i]).abs();
+            amax = select(value > amax, value, amax);
+        }
+        at += step;
+    }
+    let amax = cube_max(amax);
+    if UNIT_POS == 0u32 {
+        if comptime!(last) {
+            let amax = amax * room;
+            out[0usize] = amax;
+            let full = select(amax == 0.0f32, 1.0f32, min(2688.0f32 / amax, 3.402_823_5e38f32));
+            out[1] = full * (1.0f32 / 6.0f32);
+            out[2] = 1.0f32 / full;
+        } else {
+            out[CUBE_POS_X as usize] = amax;
+        }
+    }
+}
