@@ -2,7 +2,10 @@
 //! the tensor-core kernels against the same operations in f32.
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
-use backend_nvfp4::{AttentionSpec, Documents, Nvfp4Backend, Nvfp4Tensor, Precision, Product, QuantizeSpec, Rotary};
+use backend_nvfp4::{
+    AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Tensor, Precision, Product, QuantizeSpec, Recipe, Rotary,
+    Scaling,
+};
 use burn::{
     backend::Autodiff,
     tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
@@ -92,6 +95,34 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             &device,
             |t| float(A::<B>::rms_norm(primitive(t[0].clone()), primitive(t[1].clone().reshape([cols])), EPS)),
             |v| normalised(&v[0], &v[1]),
+        );
+        // A gradient that is there already, of a leaf and of a sum, is added in the norm's own pass.
+        let added = random.normals(rows * cols, 1.0);
+        let w = random.normals(cols, 0.3).iter().map(|v| v + 1.0).collect::<Vec<_>>();
+        check::<B>(
+            "x + rms_norm(x)",
+            &[(x.clone(), [rows, cols]), (w.clone(), [1, cols])],
+            &device,
+            |t| {
+                let normed = A::<B>::rms_norm(primitive(t[0].clone()), primitive(t[1].clone().reshape([cols])), EPS);
+                t[0].clone() + float(normed)
+            },
+            |v| v[0].iter().zip(normalised(&v[0], &v[1])).map(|(x, n)| x + n).collect(),
+        );
+        check::<B>(
+            "sum and norm",
+            &[(x.clone(), [rows, cols]), (added, [rows, cols]), (w, [1, cols])],
+            &device,
+            |t| {
+                let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
+                let (x, added, w) = (t[0].clone(), t[1].clone(), t[2].clone().reshape([cols]));
+                let (sum, n) = A::<B>::add_rms_norm(primitive(x), primitive(added), primitive(w), EPS, spec);
+                float(sum) + float(n.values)
+            },
+            |v| {
+                let sum: Vec<f64> = v[0].iter().zip(&v[1]).map(|(x, a)| x + a).collect();
+                sum.iter().zip(normalised(&sum, &v[2])).map(|(x, n)| x + n).collect()
+            },
         );
         let up = random.normals(rows * cols, 1.0);
         check::<B>(

@@ -2,7 +2,9 @@
 //! the straight-through formula where it is a staircase; and AdamW against its f32 reference.
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
-use backend_nvfp4::{LinearSpec, LinearWeight, Nvfp4Backend, Nvfp4Tensor, Precision, Recipe, Scaling, reference};
+use backend_nvfp4::{
+    Activations, LinearSpec, LinearWeight, Nvfp4Backend, Nvfp4Parts, Nvfp4Tensor, Precision, Recipe, Scaling, reference,
+};
 use burn::{
     backend::Autodiff,
     tensor::{DType, Tensor, TensorPrimitive},
@@ -44,7 +46,8 @@ fn value_and_gradients<B: Nvfp4Backend>(
     let w = matrix::<A<B>>(w, N, K, device).require_grad();
     let y = {
         let w = LinearWeight::Float(w.clone().into_primitive().tensor());
-        A::<B>::nvfp4_linear(x.clone().into_primitive().tensor(), w, spec(recipe))
+        let x = Activations::new(x.clone().into_primitive().tensor(), spec(recipe));
+        A::<B>::nvfp4_linears(x, vec![(w, spec(recipe))]).remove(0)
     };
     let y = Tensor::<A<B>, 2>::from_primitive(TensorPrimitive::Float(y));
     let value = (y * matrix::<A<B>>(dy, M, N, device)).sum();
@@ -82,6 +85,93 @@ fn straight_through<B: Nvfp4Backend>(device: B::Device) {
             };
             let slope = (at_offset(0.5) - at_offset(-0.5)) / 1.0;
             assert!((slope - dx[at]).abs() < 2e-3 * dx[at].abs().max(1.0), "{recipe:?} x[{at}]: {slope} != {}", dx[at]);
+        }
+    }
+}
+
+#[test]
+fn layers_that_share_activations_on_the_cpu() {
+    sharing::<Cpu>(Default::default());
+}
+
+#[test]
+fn layers_that_share_activations_on_the_gpu() {
+    on_gpu!(sharing_cube);
+}
+
+fn sharing_cube<R: CubeRuntime>() {
+    sharing::<Cube<R>>(R::Device::default());
+}
+
+/// Three layers of one operation are three operations: outputs, the sum of their dx, each dW; also when a layer is not
+/// trained, or the loss does not depend on one.
+fn sharing<B: Nvfp4Backend>(device: B::Device) {
+    const ROWS: [usize; 3] = [32, 16, 48];
+    let mut random = Random::new(41);
+    let (x, dys) = (random.normals(M * K, 1.0), ROWS.map(|n| random.normals(M * n, 1.0)));
+    let weights = ROWS.map(|n| random.normals(n * K, 0.1));
+    let recipes = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];
+    for recipe in recipes {
+        for precision in [Precision::F32, Precision::Bf16] {
+            if !B::supports_dtype(&device, precision.dtype()) {
+                continue;
+            }
+            let spec = LinearSpec::new(recipe, Scaling::Two, precision);
+            for (layers, frozen, unused) in [
+                (&[0, 1, 2][..], None, None),
+                (&[0, 2], None, None),
+                (&[0, 1, 2], Some(1), None),
+                (&[0, 1, 2], None, Some(2)),
+            ] {
+                let run = |of: &[usize]| {
+                    let x = matrix::<Autodiff<B>>(&x, M, K, &device).cast(precision.dtype()).require_grad();
+                    let parameter = |&i: &usize| {
+                        let w = matrix::<Autodiff<B>>(&weights[i], ROWS[i], K, &device);
+                        if frozen == Some(i) { w } else { w.require_grad() }
+                    };
+                    let w: Vec<_> = of.iter().map(parameter).collect();
+                    let given = w
+                        .iter()
+                        .zip(of)
+                        .map(|(w, &i)| (LinearWeight::Float(w.clone().into_primitive().tensor()), spec.slot(i as u32)));
+                    let activations = Activations::new(x.clone().into_primitive().tensor(), spec);
+                    let ys = Autodiff::<B>::nvfp4_linears(activations, given.collect());
+                    let ys: Vec<_> = ys
+                        .into_iter()
+                        .map(|y| Tensor::<Autodiff<B>, 2>::from_primitive(TensorPrimitive::Float(y)))
+                        .collect();
+                    let values: Vec<_> = ys.iter().map(|y| host(y.clone().inner().cast(DType::F32))).collect();
+                    let used = ys.into_iter().zip(of).filter(|(_, i)| unused != Some(**i));
+                    let loss = used
+                        .map(|(y, &i)| (y.cast(DType::F32) * matrix::<Autodiff<B>>(&dys[i], M, ROWS[i], &device)).sum())
+                        .reduce(|a, b| a + b);
+                    let Some(loss) = loss else { return (values, None, vec![None]) };
+                    let mut grads = loss.backward();
+                    let dx = x.grad_remove(&mut grads).map(|dx| host(dx.cast(DType::F32)));
+                    (values, dx, w.iter().map(|w| w.grad_remove(&mut grads).map(host)).collect::<Vec<_>>())
+                };
+                let label = format!("{recipe:?} {precision:?} {layers:?} frozen {frozen:?} unused {unused:?}");
+                let bound = if precision == Precision::F32 { 1e-6 } else { 1e-2 };
+                let wide = |v: &[f32]| v.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
+                let (ys, dx, dws) = run(layers);
+                let mut sum = vec![0.0f64; M * K];
+                for ((&i, y), dw) in layers.iter().zip(&ys).zip(&dws) {
+                    let (alone_y, alone_dx, alone_dw) = run(&[i]);
+                    assert!(relative(y, wide(&alone_y[0])) < bound, "{label}: y of {i}");
+                    assert_eq!(
+                        dw.is_some(),
+                        alone_dw[0].is_some() && unused != Some(i) && frozen != Some(i),
+                        "{label}: {i}"
+                    );
+                    if let (Some(dw), Some(alone)) = (dw, &alone_dw[0]) {
+                        assert!(relative(dw, wide(alone)) < bound, "{label}: dw of {i}");
+                    }
+                    if let Some(alone) = alone_dx {
+                        sum.iter_mut().zip(alone).for_each(|(s, x)| *s += f64::from(x));
+                    }
+                }
+                assert!(relative(&dx.unwrap(), sum) < bound, "{label}: dx");
+            }
         }
     }
 }

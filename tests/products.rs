@@ -1,14 +1,16 @@
 //! Products with packed operands against f64, over more than 200 random shapes on each backend.
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative, skipped_for};
-use backend_nvfp4::{Block, Nvfp4Backend, Nvfp4Tensor, Product, QuantizeSpec, Rounding, Scaling, reference};
+use backend_nvfp4::{
+    Block, Nvfp4Backend, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
+};
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::CubeRuntime;
-use cubecl::{
-    ir::{ElemType, FloatKind, StorageType},
-    prelude::SequenceArg,
+use cubecl::ir::{ElemType, FloatKind, StorageType};
+use kernels_cubecl::{
+    gemm::{self, Gemm},
+    gemv, mma,
 };
-use kernels_cubecl::{gemm, gemv, mma};
 
 /// Sums of up to a few hundred terms in f32, against f64.
 const BOUND: f64 = 2e-6;
@@ -138,9 +140,107 @@ fn tiles<R: CubeRuntime>() {
         };
         let arg = |x: Tensor<Cube<R>, 1>| x.into_primitive().tensor().into_array_arg();
         let (a, b, y) = (arg(put(&a, DType::BF16)), arg(put(&b, DType::BF16)), put(&start, DType::F32));
-        let (scales, out) = (SequenceArg::new(), arg(y.clone()));
-        gemm::gemm_in(&client, a, b, scales, out, (bf16, f32), shape, product, accumulate, cols).unwrap();
+        let one = Gemm::one(a, b, vec![], arg(y.clone()), (bf16, f32), shape, product);
+        gemm::gemm_in(&client, Gemm { accumulate, ..one }, cols).unwrap();
         let error = relative(&host(y), expected);
         assert!(error < BOUND, "{product:?} {shape:?} in columns of {cols}, accumulate {accumulate}: {error:e}");
+    }
+}
+
+#[test]
+fn several_products_on_the_cpu() {
+    several::<Cpu>(Default::default());
+}
+
+#[test]
+fn several_products_on_the_gpu() {
+    on_gpu!(several_on_cube);
+}
+
+fn several_on_cube<R: CubeRuntime>() {
+    several::<Cube<R>>(R::Device::default());
+}
+
+/// Products of one launch, where a device has such, and one by one elsewhere: one left operand with several right ones,
+/// several left ones with one right one, sums of pairs; dense and packed; one of them all zeros.
+fn several<B: Nvfp4Backend>(device: B::Device) {
+    let (precision, bound) =
+        if B::supports_dtype(&device, DType::BF16) { (Precision::Bf16, 2e-5) } else { (Precision::F32, 2e-6) };
+    let mut random = Random::new(43);
+    for case in 0..64 {
+        let product = [Product::Nt, Product::Nn, Product::Tn, Product::Nt][case % 4];
+        // Nt: x with each weight; Nn: the sum of dy · w; Tn and the second Nt: each dyᵀ with x.
+        let (summed, shared_left) = (product == Product::Nn, case % 4 == 0);
+        let count = 1 + case / 4 % 3;
+        let [a_packed, b_packed] = [(false, true), (true, true), (false, false)][case / 8 % 3].into();
+        let a_packed = a_packed && product != Product::Tn;
+        let few = shared_left && case % 8 == 0;
+        let mut size = |most: usize| 16 * (1 + random.below(most));
+        let common = [size(20), if few { 512 } else { size(20) }];
+        let own: Vec<usize> = (0..count).map(|_| size(24)).collect();
+        let m = if few { 1 + case % 16 } else { common[0] };
+        // Rows and columns of both operands of product `p`.
+        let dims = |p: usize| match (summed, shared_left, product) {
+            (true, ..) => ([m, own[p]], [own[p], common[1]]),
+            (_, true, _) => ([m, common[1]], [own[p], common[1]]),
+            (_, _, Product::Tn) => ([m, own[p]], [m, common[1]]),
+            _ => ([own[p], common[1]], [m, common[1]]),
+        };
+        let mut operand = |[rows, cols]: [usize; 2], packed: bool, zero: bool| {
+            let values = if zero { vec![0.0; rows * cols] } else { random.normals(rows * cols, 0.3) };
+            let x = matrix::<B>(&values, rows, cols, &device);
+            if packed {
+                let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+                let x = Nvfp4Tensor::quantize(x, spec);
+                (host(x.dequantize(DType::F32)), Operand::Packed(x.primitive()))
+            } else {
+                let x = x.cast(precision.dtype());
+                (host(x.clone().cast(DType::F32)), Operand::Dense(x.into_primitive().tensor()))
+            }
+        };
+        let zero = |p: usize| case % 5 == 0 && p == case % count;
+        let (mut a, mut b) = (Vec::new(), Vec::new());
+        for p in 0..count {
+            let (left, right) = dims(p);
+            if p == 0 || !shared_left {
+                a.push(operand(left, a_packed, !shared_left && zero(p)));
+            }
+            if p == 0 || shared_left || summed {
+                b.push(operand(right, b_packed, shared_left && zero(p)));
+            }
+        }
+        let list = |of: &[(Vec<f32>, Operand<B>)]| of.iter().map(|(_, x)| x.clone()).collect();
+        // What decoding takes writes the operands' type.
+        let out = if few { precision.dtype() } else { DType::F32 };
+        let ys = if summed {
+            vec![B::product_sum(product, list(&a), list(&b), precision, out)]
+        } else {
+            B::products(product, list(&a), list(&b), precision, out)
+        };
+        let mut expected: Vec<Vec<f64>> = Vec::new();
+        for p in 0..count {
+            let ([a_rows, a_cols], [b_rows, b_cols]) = dims(p);
+            let (left, right) = (&a[p.min(a.len() - 1)].0, &b[p.min(b.len() - 1)].0);
+            let left = if product == Product::Tn { transpose(left, a_rows, a_cols) } else { left.clone() };
+            let right = if product == Product::Nt { right.clone() } else { transpose(right, b_rows, b_cols) };
+            let gemm::Shape { i, j, r } = gemm::Shape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
+            let y = reference::matmul_nt(&left, &right, i, j, r);
+            match expected.last_mut().filter(|_| summed) {
+                Some(sum) => sum.iter_mut().zip(y).for_each(|(s, y)| *s += y),
+                None => expected.push(y),
+            }
+        }
+        assert_eq!(ys.len(), expected.len());
+        let bound = if out == DType::BF16 { 4e-3 } else { bound };
+        for (p, (y, expected)) in ys.into_iter().zip(expected).enumerate() {
+            let y = host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(y)).cast(DType::F32));
+            let size = expected.iter().map(|x| x * x).sum::<f64>();
+            let error = if size == 0.0 {
+                f64::from(y.iter().fold(0.0f32, |a, x| a.max(x.abs())))
+            } else {
+                relative(&y, expected)
+            };
+            assert!(error < bound, "case {case}: {product:?} {p} of {count}, few {few}: {error:e}");
+        }
     }
 }

@@ -3,10 +3,10 @@
 
 use crate::support::{Cpu, Cube, Random, floats, golden_bytes, host, matrix, on_gpu};
 use backend_nvfp4::{
-    Block, Nvfp4Backend, Nvfp4Tensor, QuantizeSpec, Rounding, Scaling, Stream, View,
+    Block, LinearSpec, Nvfp4Backend, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling, Stream, View,
     reference::{self, Packed},
 };
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous};
 use half::bf16;
 use safetensors::SafeTensors;
@@ -241,5 +241,43 @@ fn stochastic_rounding_has_no_bias() {
         let p = (f64::from(target) - low) / (high - low);
         let sigma = (high - low) * (p * (1.0 - p) / drawn.len() as f64).sqrt();
         assert!((mean - f64::from(target)).abs() < 4.0 * sigma, "{target}: mean {mean}, sigma {sigma}");
+    }
+}
+
+#[test]
+fn activations_have_the_codes_of_their_values() {
+    on_gpu!(activations);
+}
+
+/// What a norm or a gate leaves for the quantiser is the maximum that the quantiser would have found: also where a cube
+/// makes many rows or many vectors, and where values are not numbers.
+fn activations<R: CubeRuntime>() {
+    type B<R> = Cube<R>;
+    let device = R::Device::default();
+    let mut random = Random::new(37);
+    let spec = LinearSpec::new(Recipe::W4a4, Scaling::Two, Precision::F32);
+    for dtype in [DType::F32, DType::BF16] {
+        if !B::<R>::supports_dtype(&device, dtype) {
+            continue;
+        }
+        for (rows, cols) in [(1, 16), (5, 48), (300, 272), (70_000, 16), (300, 16_384)] {
+            let mut matrices = [0; 2].map(|_| random.normals(rows * cols, 1.0));
+            matrices[0][rows * cols / 2] = f32::NAN;
+            let [a, b] = matrices.map(|v| matrix::<B<R>>(&v, rows, cols, &device).cast(dtype));
+            let w = Tensor::<B<R>, 1>::from_data(TensorData::new(random.normals(cols, 1.0), [cols]), &device);
+            let of = |x: &Tensor<B<R>, 2>| x.clone().into_primitive().tensor();
+            let w = || w.clone().into_primitive().tensor();
+            for (name, made) in [
+                ("norm", B::<R>::rms_norm_activations(of(&a), w(), 1e-6, spec)),
+                ("sum and norm", B::<R>::add_rms_norm(of(&b), of(&a), w(), 1e-6, spec).1),
+                ("gate", B::<R>::swiglu_activations(of(&a), of(&b), spec)),
+            ] {
+                let expected = B::<R>::nvfp4_quantize(made.values, spec.activations());
+                let host = |p| Nvfp4Tensor::<B<R>>::from_primitive(p).to_packed().unwrap();
+                let (got, expected) = (host(made.codes.unwrap()), host(expected));
+                assert_eq!(got.global.to_bits(), expected.global.to_bits(), "{name} {rows}x{cols} {dtype:?}");
+                assert!(got.codes == expected.codes && got.scales == expected.scales, "{name} {rows}x{cols} {dtype:?}");
+            }
+        }
     }
 }

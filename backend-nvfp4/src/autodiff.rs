@@ -2,11 +2,12 @@
 //! estimator (Bengio et al., arXiv 1308.3432): where the forward read `Q(w)`, the gradient with
 //! respect to `Q(w)` is handed to `w` unchanged.
 
+mod joint;
+
 use crate::{
-    AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, LinearWeight, MasterWeight, MemoryUse,
-    Moment, Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, Stream, bench,
-    linear::{self, Saved},
-    quantize::QuantizeSpec,
+    Activations, AdamwState, AdamwStep, AttentionSaved, AttentionSpec, Documents, LinearSpec, LinearWeight,
+    MasterWeight, MemoryUse, Moment, Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, Stream,
+    bench, linear, quantize::QuantizeSpec,
 };
 use burn::{
     backend::{
@@ -114,49 +115,63 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
     }
 
-    fn nvfp4_linear(x: FloatTensor<Self>, w: LinearWeight<Self>, spec: LinearSpec) -> FloatTensor<Self> {
-        #[derive(Debug)]
-        struct Linear;
-        impl<B: Nvfp4Backend> Backward<B, 2> for Linear {
-            type State = (Saved<B>, LinearSpec);
-            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let (dy, (saved, spec)) = (grads.consume::<B>(&ops.node), ops.state);
-                let wanted = [0, 1].map(|i: usize| ops.parents[i].is_some());
-                let computed = linear::backward::<B>(dy, saved, spec, wanted);
-                for (parent, gradient) in ops.parents.into_iter().zip(computed) {
-                    if let (Some(node), Some(gradient)) = (parent, gradient) {
-                        grads.register::<B>(node.id, gradient);
-                    }
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<(LinearWeight<Self>, LinearSpec)>) -> Vec<FloatTensor<Self>> {
+        let (mut parents, mut weights, mut specs) = (vec![x.values.clone()], Vec::new(), Vec::new());
+        for (w, spec) in layers {
+            let (w, parent) = match w {
+                LinearWeight::Float(w) => (LinearWeight::Float(w.primitive.clone()), Some(w)),
+                LinearWeight::Packed { codes, gradient } => {
+                    let taking = gradient.as_ref().map(|gradient| gradient.primitive.clone());
+                    (LinearWeight::Packed { codes: inner(&codes), gradient: taking }, gradient)
                 }
-            }
+            };
+            // What is not trained stands in the graph as a leaf without gradient.
+            parents.push(parent.unwrap_or_else(|| Self::from_inner(x.values.primitive.clone())));
+            weights.push(w);
+            specs.push(spec);
         }
-        let (w, node) = match w {
-            LinearWeight::Float(w) => (LinearWeight::Float(w.primitive), w.node),
-            LinearWeight::Packed { codes, gradient } => {
-                (LinearWeight::Packed { codes: inner(&codes), gradient: gradient.primitive }, gradient.node)
-            }
-        };
-        let (y, saved) = linear::forward::<B>(x.primitive, w, spec);
-        match Linear.prepare::<C>([x.node, node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish((saved, spec), y),
-            OpsKind::UnTracked(prep) => prep.finish(y),
-        }
+        let x = Activations { values: x.values.primitive, codes: x.codes.as_ref().map(inner) };
+        let (ys, saved) = linear::forward::<B>(x, weights, specs[0]);
+        joint::outputs::<B, C>(parents, (saved, specs), ys)
     }
 
     fn rms_norm(x: FloatTensor<Self>, w: FloatTensor<Self>, eps: f64) -> FloatTensor<Self> {
+        let y = B::rms_norm(x.primitive.clone(), w.primitive.clone(), eps);
+        normed::<B, C>(x, w, eps, y)
+    }
+
+    fn rms_norm_activations(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> Activations<Self> {
+        let y = B::rms_norm_activations(x.primitive.clone(), w.primitive.clone(), eps, spec);
+        Activations { values: normed::<B, C>(x, w, eps, y.values), codes: y.codes.map(outer) }
+    }
+
+    fn add_rms_norm(
+        x: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> (FloatTensor<Self>, Activations<Self>) {
         #[derive(Debug)]
-        struct RmsNorm;
-        impl<B: Nvfp4Backend> Backward<B, 2> for RmsNorm {
-            type State = (FloatTensor<B>, FloatTensor<B>, f64);
-            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-                gradients::<B, _, 2>(ops, grads, |(x, w, eps), dy| B::rms_norm_backward(x, w, dy, eps).into());
+        struct Sum;
+        impl<B: Backend> Backward<B, 2> for Sum {
+            type State = ();
+            fn backward(self, ops: Ops<(), 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+                gradients::<B, _, 2>(ops, grads, |(), dy| [dy.clone(), dy]);
             }
         }
-        let y = B::rms_norm(x.primitive.clone(), w.primitive.clone(), eps);
-        match RmsNorm.prepare::<C>([x.node, w.node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish((x.primitive, w.primitive, eps), y),
-            OpsKind::UnTracked(prep) => prep.finish(y),
-        }
+        let (sum, y) = B::add_rms_norm(x.primitive, added.primitive, w.primitive.clone(), eps, spec);
+        let sum: FloatTensor<Self> = match Sum.prepare::<C>([x.node, added.node]).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish((), sum),
+            OpsKind::UnTracked(prep) => prep.finish(sum),
+        };
+        let values = normed::<B, C>(sum.clone(), w, eps, y.values);
+        (sum, Activations { values, codes: y.codes.map(outer) })
     }
 
     fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
@@ -183,19 +198,13 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
     }
 
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
-        #[derive(Debug)]
-        struct Swiglu;
-        impl<B: Nvfp4Backend> Backward<B, 2> for Swiglu {
-            type State = (FloatTensor<B>, FloatTensor<B>);
-            fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
-                gradients::<B, _, 2>(ops, grads, |(gate, up), dy| B::swiglu_backward(gate, up, dy).into());
-            }
-        }
         let y = B::swiglu(gate.primitive.clone(), up.primitive.clone());
-        match Swiglu.prepare::<C>([gate.node, up.node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => prep.finish((gate.primitive, up.primitive), y),
-            OpsKind::UnTracked(prep) => prep.finish(y),
-        }
+        gated::<B, C>(gate, up, y)
+    }
+
+    fn swiglu_activations(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
+        let y = B::swiglu_activations(gate.primitive.clone(), up.primitive.clone(), spec);
+        Activations { values: gated::<B, C>(gate, up, y.values), codes: y.codes.map(outer) }
     }
 
     fn causal_attention(
@@ -341,6 +350,54 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
 
     fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {
         B::memory_in_use(device)
+    }
+}
+
+/// `y`, the normalised x, in the graph. Its backward adds to the gradient that x has already, which is that of the residual
+/// around what x is normalised for, in the same pass.
+fn normed<B: Nvfp4Backend, C: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, C>>,
+    w: FloatTensor<Autodiff<B, C>>,
+    eps: f64,
+    y: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct RmsNorm;
+    impl<B: Nvfp4Backend> Backward<B, 2> for RmsNorm {
+        type State = (FloatTensor<B>, FloatTensor<B>, f64);
+        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+            let so_far = ops.parents[0].as_ref().and_then(|node| {
+                let mut x = Autodiff::<B>::from_inner(ops.state.0.clone());
+                x.node = node.clone();
+                let there = grads.get::<B>(&x).is_some_and(|gradient| gradient.dtype() == ops.state.0.dtype());
+                if there { grads.remove::<B>(&x) } else { None }
+            });
+            gradients::<B, _, 2>(ops, grads, |(x, w, eps), dy| B::rms_norm_backward(x, w, dy, so_far, eps).into());
+        }
+    }
+    match RmsNorm.prepare::<C>([x.node, w.node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((x.primitive, w.primitive, eps), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    }
+}
+
+/// `y`, the gated up, in the graph.
+fn gated<B: Nvfp4Backend, C: CheckpointStrategy>(
+    gate: FloatTensor<Autodiff<B, C>>,
+    up: FloatTensor<Autodiff<B, C>>,
+    y: FloatTensor<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    #[derive(Debug)]
+    struct Swiglu;
+    impl<B: Nvfp4Backend> Backward<B, 2> for Swiglu {
+        type State = (FloatTensor<B>, FloatTensor<B>);
+        fn backward(self, ops: Ops<Self::State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
+            gradients::<B, _, 2>(ops, grads, |(gate, up), dy| B::swiglu_backward(gate, up, dy).into());
+        }
+    }
+    match Swiglu.prepare::<C>([gate.node, up.node]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((gate.primitive, up.primitive), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
     }
 }
 

@@ -1,9 +1,10 @@
 //! The operations on CubeCL devices (CUDA, Vulkan, …): each is buffers, shapes and one launch.
 
 use crate::{
-    AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, Master, MasterWeight, MemoryUse, Moment,
-    Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Precision, Product, Rotary, StateKind, Stream, bench, blocks, head,
-    products::{self, Packed},
+    Activations, AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, LinearSpec, Master, MasterWeight,
+    MemoryUse, Moment, Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Operand, Precision, Product, Rotary, StateKind,
+    Stream, bench, blocks, head, operand,
+    products::{self, Packed, Side},
     quantize::{Block, QuantizeSpec, Rounding, Scaling, View},
     reference,
 };
@@ -106,21 +107,63 @@ where
         products::dense(lhs, rhs, precision == Precision::F32, out)
     }
 
+    fn products(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> Vec<FloatTensor<Self>> {
+        let joint = products::joint(product, &sides(&a), &sides(&b), precision.dtype(), out, false);
+        joint.unwrap_or_else(|| operand::each(product, &a, &b, precision, out))
+    }
+
+    fn product_sum(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        let joint = products::joint(product, &sides(&a), &sides(&b), precision.dtype(), out, true);
+        let products = joint.unwrap_or_else(|| operand::each(product, &a, &b, precision, out));
+        products.into_iter().reduce(Self::float_add).expect("a sum has a product")
+    }
+
     fn rms_norm(x: FloatTensor<Self>, w: FloatTensor<Self>, eps: f64) -> FloatTensor<Self> {
-        let (x, w) = (into_contiguous(x), into_contiguous(w));
-        let y = empty(&x, dims(&x), x.dtype);
-        let dtype = x.dtype.into();
-        launched(rms_norm::rms_norm(&x.client, arg(&x), arg(&w), arg(&y), dtype, dims(&x), eps as f32));
-        y
+        normed(x, None, w, eps, false).y
+    }
+
+    fn rms_norm_activations(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> Activations<Self> {
+        let Normed { y, maxima, .. } = normed(x, None, w, eps, spec.recipe.packs_activations());
+        activations(y, maxima, spec)
+    }
+
+    fn add_rms_norm(
+        x: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> (FloatTensor<Self>, Activations<Self>) {
+        let Normed { x, y, maxima } = normed(x, Some(added), w, eps, spec.recipe.packs_activations());
+        (x, activations(y, maxima, spec))
     }
 
     fn rms_norm_backward(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
         dy: FloatTensor<Self>,
+        so_far: Option<FloatTensor<Self>>,
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
+        let so_far = so_far.map(into_contiguous);
         let [rows, cols] = dims(&x);
         let partial = empty(&x, [rms_norm::partial_rows(rows), cols], DType::F32);
         launched(rms_norm::rms_norm_backward(
@@ -128,6 +171,7 @@ where
             arg(&x),
             arg(&w),
             arg(&dx),
+            so_far.as_ref().map(arg),
             arg(&partial),
             x.dtype.into(),
             [rows, cols],
@@ -173,10 +217,12 @@ where
     }
 
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
-        let (gate, up) = (into_contiguous(gate), into_contiguous(up));
-        let y = empty(&gate, dims(&gate), gate.dtype);
-        launched(swiglu::swiglu(&gate.client, arg(&gate), arg(&up), arg(&y), gate.dtype.into()));
-        y
+        gated(gate, up, false).0
+    }
+
+    fn swiglu_activations(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
+        let (y, maxima) = gated(gate, up, spec.recipe.packs_activations());
+        activations(y, maxima, spec)
     }
 
     fn swiglu_backward(
@@ -403,6 +449,65 @@ where
     (bits, args)
 }
 
+/// What a norm's launch made.
+struct Normed<R: CubeRuntime> {
+    /// What was normalised.
+    x: CubeTensor<R>,
+    y: CubeTensor<R>,
+    /// The largest `|y|` of each cube.
+    maxima: Option<CubeTensor<R>>,
+}
+
+fn normed<R: CubeRuntime>(
+    x: CubeTensor<R>,
+    added: Option<CubeTensor<R>>,
+    w: CubeTensor<R>,
+    eps: f64,
+    measured: bool,
+) -> Normed<R> {
+    let (x, w, added) = (into_contiguous(x), into_contiguous(w), added.map(into_contiguous));
+    let [rows, cols] = dims(&x);
+    let y = empty(&x, [rows, cols], x.dtype);
+    let sum = added.as_ref().map(|_| empty(&x, [rows, cols], x.dtype));
+    let maxima = measured.then(|| empty(&x, [rms_norm::maxima_len(rows)], DType::F32));
+    let fused = rms_norm::Fused {
+        residual: added.as_ref().zip(sum.as_ref()).map(|(added, sum)| [arg(added), arg(sum)]),
+        maxima: maxima.as_ref().map(arg),
+    };
+    let dtype = x.dtype.into();
+    launched(rms_norm::rms_norm(&x.client, arg(&x), arg(&w), arg(&y), fused, dtype, [rows, cols], eps as f32));
+    Normed { x: sum.unwrap_or(x), y, maxima }
+}
+
+/// The gated up, and the largest magnitude of each cube of the launch.
+fn gated<R: CubeRuntime>(
+    gate: CubeTensor<R>,
+    up: CubeTensor<R>,
+    measured: bool,
+) -> (CubeTensor<R>, Option<CubeTensor<R>>) {
+    let (gate, up) = (into_contiguous(gate), into_contiguous(up));
+    let (y, dtype) = (empty(&gate, dims(&gate), gate.dtype), gate.dtype.into());
+    let len = swiglu::maxima_len(&gate.client, dtype, gate.meta.num_elements());
+    let maxima = measured.then(|| empty(&gate, [len], DType::F32));
+    launched(swiglu::swiglu(&gate.client, arg(&gate), arg(&up), arg(&y), maxima.as_ref().map(arg), dtype));
+    (y, maxima)
+}
+
+/// What linear layers read, its codes made with the maxima that the kernel which made it left.
+fn activations<B, R>(values: CubeTensor<R>, maxima: Option<CubeTensor<R>>, spec: LinearSpec) -> Activations<B>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let codes = maxima.map(|maxima| {
+        let amax = empty(&values, [quantize::AMAX_LEN], DType::F32);
+        launched(quantize::amax_of_maxima(&values.client, arg(&maxima), 1.0, arg(&amax)));
+        let [rows, cols] = dims(&values);
+        coded::<B, R>(&values, amax, View::row_major(rows, cols), spec.activations(), false)
+    });
+    Activations { values, codes }
+}
+
 /// The matrix that `view` sees in `x`, quantised.
 fn quantized<B, R>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<B>
 where
@@ -526,6 +631,23 @@ where
     BT: BoolElement,
 {
     Packed { codes: w.codes.clone(), scales: w.scales.clone(), global: w.global.clone(), dims: w.dims() }
+}
+
+/// Operands as kernels take them.
+fn sides<R, F, I, BT>(operands: &[Operand<CubeBackend<R, F, I, BT>>]) -> Vec<Side<R>>
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    let side = |operand: &Operand<CubeBackend<R, F, I, BT>>| match operand {
+        Operand::Dense(x) => Side::Dense(x.clone()),
+        Operand::Packed(w) => Side::Packed(packed(w)),
+    };
+    operands.iter().map(side).collect()
 }
 
 /// The tensor itself if nothing else holds its buffer, else a copy.

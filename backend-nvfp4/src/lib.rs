@@ -16,6 +16,7 @@ mod error;
 mod head;
 mod linear;
 mod ndarray;
+mod operand;
 mod optim;
 mod products;
 mod recipe;
@@ -32,7 +33,8 @@ pub use kernels_cubecl::{
     quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
-pub use linear::{LinearWeight, Nvfp4Linear, PackedMaster, matmul};
+pub use linear::{Activations, LinearWeight, Nvfp4Linear, PackedMaster, linears, matmul};
+pub use operand::Operand;
 pub use optim::{
     AdamwState, MasterKind, MasterWeight, Moment, StateKind, reference_adamw, reference_repack, reference_round,
 };
@@ -103,10 +105,35 @@ pub trait Nvfp4Backend: Backend {
         out: DType,
     ) -> FloatTensor<Self>;
 
-    /// `y = x · Wᵀ` with a master weight: `x` `[M, K]` in the spec's dtype, `w` `[N, K]`, the
-    /// recipe's quantisation on the way. Gradients pass straight through; that of `w` is f32.
-    fn nvfp4_linear(x: FloatTensor<Self>, w: LinearWeight<Self>, spec: LinearSpec) -> FloatTensor<Self> {
-        linear::forward::<Self>(x, w, spec).0
+    /// The products of one operand with each of others, or of pairs: a list of one goes with every one of the other list.
+    /// Shapes as in [`Self::nvfp4_matmul`], sums in f32. Not differentiable.
+    fn products(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> Vec<FloatTensor<Self>> {
+        operand::each(product, &a, &b, precision, out)
+    }
+
+    /// The sum of the products of pairs. Not differentiable.
+    fn product_sum(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        let products = operand::each(product, &a, &b, precision, out);
+        products.into_iter().reduce(Self::float_add).expect("a sum has a product")
+    }
+
+    /// `y = x · Wᵀ` of layers that read the same activations `[M, K]`: weights `[N, K]`, specifications that differ in
+    /// their streams alone, the recipe's quantisation on the way. Gradients pass straight through; those of weights are f32.
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<(LinearWeight<Self>, LinearSpec)>) -> Vec<FloatTensor<Self>> {
+        let spec = layers[0].1;
+        linear::forward::<Self>(x, layers.into_iter().map(|(w, _)| w).collect(), spec).0
     }
 
     /// `x / rms(x) * w` over the columns of `x` `[M, C]`, `w` f32 `[C]`: in f32, rounded to the type of x, weighted.
@@ -114,14 +141,44 @@ pub trait Nvfp4Backend: Backend {
         blocks::rms_norm::<Self>(x, w, eps)
     }
 
-    /// `dx` and `dw` (f32) of [`Self::rms_norm`].
+    /// [`Self::rms_norm`] for linear layers of this specification.
+    fn rms_norm_activations(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> Activations<Self> {
+        Activations::new(Self::rms_norm(x, w, eps), spec)
+    }
+
+    /// The sum `x + added` in their type, and its [`Self::rms_norm_activations`].
+    fn add_rms_norm(
+        x: FloatTensor<Self>,
+        added: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> (FloatTensor<Self>, Activations<Self>) {
+        let sum = Self::float_add(x, added);
+        (sum.clone(), Self::rms_norm_activations(sum, w, eps, spec))
+    }
+
+    /// `dx` and `dw` (f32) of [`Self::rms_norm`], `dx` added to the gradient that x has `so_far`.
     fn rms_norm_backward(
         x: FloatTensor<Self>,
         w: FloatTensor<Self>,
         dy: FloatTensor<Self>,
+        so_far: Option<FloatTensor<Self>>,
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        blocks::rms_norm_backward::<Self>(x, w, dy, eps)
+        let (dx, dw) = blocks::rms_norm_backward::<Self>(x, w, dy, eps);
+        (
+            match so_far {
+                Some(so_far) => Self::float_add(dx, so_far),
+                None => dx,
+            },
+            dw,
+        )
     }
 
     /// Heads of queries or keys `[M, heads*E]`: normalised over E, weighted by `w` f32 `[E]`, rotated.
@@ -143,6 +200,11 @@ pub trait Nvfp4Backend: Backend {
     /// `silu(gate) * up`, `[M, F]`.
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
         blocks::swiglu::<Self>(gate, up)
+    }
+
+    /// [`Self::swiglu`] for linear layers of this specification.
+    fn swiglu_activations(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
+        Activations::new(Self::swiglu(gate, up), spec)
     }
 
     /// `dgate` and `dup` of [`Self::swiglu`].

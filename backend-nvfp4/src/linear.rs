@@ -1,7 +1,9 @@
-//! The linear layer `y = x · Wᵀ` under a recipe: forward here, gradients in `autodiff`.
+//! Linear layers `y = x · Wᵀ` under a recipe, alone or several that read the same activations: q, k and v, gate and up.
+//! Those share what is made of the activations, and one launch can make their products. Forward and backward are here,
+//! the graph is in `autodiff`.
 
 use crate::{
-    LinearSpec, Nvfp4Backend, Nvfp4Parts, Nvfp4Primitive, Nvfp4Tensor, Precision, Product, Recipe, tensor::float,
+    LinearSpec, Nvfp4Backend, Nvfp4Primitive, Nvfp4Tensor, Precision, Product, Recipe, operand::Operand, tensor::float,
 };
 use burn::{
     module::{Module, Param},
@@ -39,28 +41,68 @@ pub enum LinearWeight<B: Backend> {
     Packed {
         /// The codes.
         codes: Nvfp4Primitive<B>,
-        /// See [`PackedMaster::gradient`].
-        gradient: FloatTensor<B>,
+        /// See [`PackedMaster::gradient`]; `None` if they are not trained.
+        gradient: Option<FloatTensor<B>>,
     },
+}
+
+/// What linear layers read: activations `[M, K]`, with their codes where the recipe multiplies those.
+#[derive(Debug, Clone)]
+pub struct Activations<B: Backend> {
+    /// In the spec's dtype.
+    pub values: FloatTensor<B>,
+    /// The same, quantised along K.
+    pub codes: Option<Nvfp4Primitive<B>>,
+}
+
+impl<B: Nvfp4Backend> Activations<B> {
+    /// Quantises `values` if layers of this specification read codes.
+    pub fn new(values: FloatTensor<B>, spec: LinearSpec) -> Self {
+        let codes = spec.recipe.packs_activations().then(|| B::nvfp4_quantize(values.clone(), spec.activations()));
+        Self { values, codes }
+    }
+}
+
+/// The layers' outputs `[M, N]` of activations `[M, K]`, each layer with its own specification.
+pub fn linears<B: Nvfp4Backend, const N: usize>(
+    layers: [&Nvfp4Linear<B>; N],
+    x: Activations<B>,
+    specs: [LinearSpec; N],
+) -> [Tensor<B, 2>; N] {
+    let layers: Vec<_> = layers.into_iter().zip(specs).map(|(layer, spec)| layer.weight(spec)).collect();
+    let recipe = layers[0].1.recipe;
+    let ys = if layers.iter().all(|(_, spec)| spec.recipe == recipe) {
+        B::nvfp4_linears(x, layers)
+    } else {
+        layers.into_iter().flat_map(|layer| B::nvfp4_linears(x.clone(), vec![layer])).collect()
+    };
+    let ys: Vec<_> = ys.into_iter().map(float).collect();
+    ys.try_into().expect("one output a layer")
 }
 
 impl<B: Nvfp4Backend> Nvfp4Linear<B> {
     /// `x` `[M, K]` in the spec's dtype to `[M, N]`.
     pub fn forward(&self, x: Tensor<B, 2>, spec: LinearSpec) -> Tensor<B, 2> {
-        let x = x.into_primitive().tensor();
+        let (_, own) = self.weight(spec);
+        let x = Activations::new(x.into_primitive().tensor(), own);
+        let [y] = linears([self], x, [spec]);
+        y
+    }
+
+    /// The weight, and the specification as it is for this layer.
+    fn weight(&self, spec: LinearSpec) -> (LinearWeight<B>, LinearSpec) {
         let primitive = |p: &Param<Tensor<B, 2>>| p.val().into_primitive().tensor();
-        float(match self {
-            Self::Master(weight) => B::nvfp4_linear(x, LinearWeight::Float(primitive(weight)), spec),
+        match self {
+            Self::Master(weight) => (LinearWeight::Float(primitive(weight)), spec),
             Self::Dense(weight) => {
-                let spec = LinearSpec { recipe: Recipe::Bf16, ..spec };
-                B::nvfp4_linear(x, LinearWeight::Float(primitive(weight)), spec)
+                (LinearWeight::Float(primitive(weight)), LinearSpec { recipe: Recipe::Bf16, ..spec })
             }
-            Self::Packed(weight) => packed_forward::<B>(x, weight.primitive(), spec).0,
+            Self::Packed(weight) => (LinearWeight::Packed { codes: weight.primitive(), gradient: None }, spec),
             Self::PackedMaster(weight) => {
-                let (codes, gradient) = (weight.weight.primitive(), primitive(&weight.gradient));
-                B::nvfp4_linear(x, LinearWeight::Packed { codes, gradient }, spec)
+                let (codes, gradient) = (weight.weight.primitive(), Some(primitive(&weight.gradient)));
+                (LinearWeight::Packed { codes, gradient }, spec)
             }
-        })
+        }
     }
 
     /// Output and input features, N and K.
@@ -93,100 +135,87 @@ pub fn matmul<B: Nvfp4Backend, const D: usize>(
     float(B::dense_matmul(lhs, rhs, precision, precision.dtype()))
 }
 
-/// What the backward of a linear layer reads.
+/// What the backward of linear layers reads: the operands that the forward multiplied.
 #[derive(Debug, Clone)]
-pub(crate) enum Saved<B: Backend> {
-    /// The operands, cast but not quantised.
-    Dense { x: FloatTensor<B>, w: FloatTensor<B> },
-    /// Packed weight, dense activations.
-    W4 { x: FloatTensor<B>, w: Nvfp4Primitive<B> },
-    /// Both packed.
-    W4a4 { x: Nvfp4Primitive<B>, w: Nvfp4Primitive<B> },
-    /// Packed weight; the backward packs activations and gradients its own way.
-    Nvfp4 { x: FloatTensor<B>, w: Nvfp4Primitive<B>, parts: Nvfp4Parts },
+pub(crate) struct Saved<B: Backend> {
+    /// Under [`Recipe::Nvfp4`] the activations as they were: its backward packs them its own way.
+    x: Operand<B>,
+    /// One a layer.
+    w: Vec<Operand<B>>,
+    recipe: Recipe,
 }
 
-/// `y` and what the backward needs.
+/// Each layer's output, and what the backward needs. One recipe for all.
 pub(crate) fn forward<B: Nvfp4Backend>(
-    x: FloatTensor<B>,
-    w: LinearWeight<B>,
+    x: Activations<B>,
+    weights: Vec<LinearWeight<B>>,
     spec: LinearSpec,
-) -> (FloatTensor<B>, Saved<B>) {
-    let dtype = spec.precision.dtype();
-    debug_assert_eq!(x.dtype(), dtype, "activations are cast at the model's door");
-    match (w, spec.recipe) {
-        (LinearWeight::Float(w), Recipe::Bf16) => {
-            let w = cast::<B>(w, dtype);
-            let wt = B::float_transpose(w.clone());
-            let y = B::dense_matmul(x.clone(), wt, spec.precision, dtype);
-            (y, Saved::Dense { x, w })
-        }
-        (LinearWeight::Float(w), _) => packed_forward(x, B::nvfp4_quantize(w, spec.weights()), spec),
-        (LinearWeight::Packed { codes, .. }, _) => packed_forward(x, codes, spec),
-    }
+) -> (Vec<FloatTensor<B>>, Saved<B>) {
+    let (dtype, recipe) = (spec.precision.dtype(), spec.recipe);
+    debug_assert_eq!(x.values.dtype(), dtype, "activations are cast at the model's door");
+    let weight = |w| match w {
+        LinearWeight::Float(w) if recipe == Recipe::Bf16 => Operand::Dense(cast::<B>(w, dtype)),
+        LinearWeight::Float(w) => Operand::Packed(B::nvfp4_quantize(w, spec.weights())),
+        LinearWeight::Packed { codes, .. } => Operand::Packed(codes),
+    };
+    let w: Vec<_> = weights.into_iter().map(weight).collect();
+    let read = if recipe.packs_activations() {
+        let codes = x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations()));
+        Operand::Packed(codes)
+    } else {
+        Operand::Dense(x.values.clone())
+    };
+    let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
+    let x = if matches!(recipe, Recipe::Nvfp4(_)) { Operand::Dense(x.values) } else { read };
+    (ys, Saved { x, w, recipe })
 }
 
-/// With a weight that is packed, whatever made it so.
-fn packed_forward<B: Nvfp4Backend>(
-    x: FloatTensor<B>,
-    w: Nvfp4Primitive<B>,
-    spec: LinearSpec,
-) -> (FloatTensor<B>, Saved<B>) {
-    let dtype = spec.precision.dtype();
-    match spec.recipe {
-        Recipe::Bf16 | Recipe::W4 => (B::nvfp4_matmul(x.clone(), &w, Product::Nt, dtype), Saved::W4 { x, w }),
-        Recipe::W4a4 => {
-            let x = B::nvfp4_quantize(x, spec.activations());
-            (B::nvfp4_matmul_packed(&x, &w, Product::Nt, dtype, dtype), Saved::W4a4 { x, w })
-        }
-        Recipe::Nvfp4(parts) => {
-            let packed = B::nvfp4_quantize(x.clone(), spec.activations());
-            (B::nvfp4_matmul_packed(&packed, &w, Product::Nt, dtype, dtype), Saved::Nvfp4 { x, w, parts })
-        }
-    }
-}
-
-/// `dx = dy · W` and `dW = dyᵀ · x` in f32, with the operands that the forward used, each if it is `wanted`. The weight's
-/// gradient comes first: with it the activations go, before `dx` takes their place.
+/// `dx`, the sum over layers of `dy · W`, and each layer's `dW = dyᵀ · x` in f32, with the operands that the forward used,
+/// each if it is `wanted` (dx first). A layer without `dy` gives nothing. The weights' gradients come first: with them
+/// the activations go, before `dx` takes their place.
 pub(crate) fn backward<B: Nvfp4Backend>(
-    dy: FloatTensor<B>,
-    saved: Saved<B>,
-    spec: LinearSpec,
-    wanted: [bool; 2],
-) -> [Option<FloatTensor<B>>; 2] {
-    let ([for_x, for_w], dtype, f32) = (wanted, spec.precision.dtype(), DType::F32);
-    let dense_dw =
-        |dy: &FloatTensor<B>, x| for_w.then(|| B::dense_matmul(B::float_transpose(dy.clone()), x, spec.precision, f32));
-    let packed_dx = |dy, w| for_x.then(|| B::nvfp4_matmul(dy, w, Product::Nn, dtype));
-    match saved {
-        Saved::Dense { x, w } => {
-            let dw = dense_dw(&dy, x);
-            [for_x.then(|| B::dense_matmul(dy, w, spec.precision, dtype)), dw]
-        }
-        Saved::W4 { x, w } => {
-            let dw = dense_dw(&dy, x);
-            [packed_dx(dy, &w), dw]
-        }
-        Saved::W4a4 { x, w } => {
-            let dw = for_w.then(|| B::nvfp4_matmul(dy.clone(), &x, Product::Tn, f32));
-            drop(x);
-            [packed_dx(dy, &w), dw]
-        }
-        Saved::Nvfp4 { x, w, parts } => {
-            let dw = for_w.then(|| {
+    dys: Vec<Option<FloatTensor<B>>>,
+    Saved { x, w, recipe }: Saved<B>,
+    specs: &[LinearSpec],
+    wanted: &[bool],
+) -> (Option<FloatTensor<B>>, Vec<Option<FloatTensor<B>>>) {
+    let (precision, dtype) = (specs[0].precision, specs[0].precision.dtype());
+    let dense = |dy: &FloatTensor<B>| Operand::Dense(dy.clone());
+
+    let mut dws: Vec<Option<FloatTensor<B>>> = dys.iter().map(|_| None).collect();
+    let trained: Vec<_> = (0..dys.len()).filter(|&i| wanted[i + 1]).collect();
+    let mut of_trained: Vec<_> = trained.iter().filter_map(|&i| Some((i, dys[i].as_ref()?))).collect();
+    if !of_trained.is_empty() {
+        let layers: Vec<_> = of_trained.iter().map(|(i, _)| *i).collect();
+        let computed = match (recipe, x) {
+            (Recipe::Nvfp4(parts), Operand::Dense(x)) => {
                 // Blocks run along the tokens, which are summed over. The rotation cancels in the product.
-                let across = |x, spec| B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard);
-                let dy = across(dy.clone(), spec.gradients(parts, true));
-                let x = across(x, spec.activations());
-                B::nvfp4_matmul_packed(&dy, &x, Product::Nt, dtype, f32)
+                let across =
+                    |x, spec| Operand::Packed(B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard));
+                let of_layer = |(i, dy): (usize, &FloatTensor<B>)| across(dy.clone(), specs[i].gradients(parts, true));
+                let dys = of_trained.drain(..).map(of_layer).collect();
+                B::products(Product::Nt, dys, vec![across(x, specs[0].activations())], precision, DType::F32)
+            }
+            (_, x) => {
+                let dys = of_trained.drain(..).map(|(_, dy)| dense(dy)).collect();
+                B::products(Product::Tn, dys, vec![x], precision, DType::F32)
+            }
+        };
+        layers.into_iter().zip(computed).for_each(|(i, dw)| dws[i] = Some(dw));
+    }
+
+    let mut pairs = (Vec::new(), Vec::new());
+    for ((dy, w), spec) in dys.into_iter().zip(w).zip(specs).filter(|_| wanted[0]) {
+        if let Some(dy) = dy {
+            pairs.0.push(match recipe {
+                Recipe::Nvfp4(parts) => Operand::Packed(B::nvfp4_quantize(dy, spec.gradients(parts, false))),
+                _ => Operand::Dense(dy),
             });
-            let dx = for_x.then(|| {
-                let dy = B::nvfp4_quantize(dy, spec.gradients(parts, false));
-                B::nvfp4_matmul_packed(&dy, &w, Product::Nn, dtype, dtype)
-            });
-            [dx, dw]
+            pairs.1.push(w);
         }
     }
+    let dx = (!pairs.0.is_empty()).then(|| B::product_sum(Product::Nn, pairs.0, pairs.1, precision, dtype));
+    (dx, dws)
 }
 
 /// `x` with rows of zeros up to a multiple of 16.

@@ -9,6 +9,8 @@
 //! | f32 without tensor cores | cubek, one unit a tile |
 //! | batched products, f32 in TF32 | cubek's own choice |
 //! | a packed operand elsewhere | the portable kernel |
+//!
+//! Products of one launch: those of layers that read the same activations, in the first two rows and the fourth.
 
 use crate::cube::{arg, dims, empty, launched};
 use burn::tensor::{DType, Shape, TensorMetadata};
@@ -21,7 +23,6 @@ use burn_cubecl::{
     ops::numeric::empty_device_contiguous_dtype,
     tensor::CubeTensor,
 };
-use cubecl::prelude::{Array, SequenceArg};
 use cubek::{
     matmul::{
         definition::{MatmulElems, MatmulGlobalElems},
@@ -32,7 +33,7 @@ use cubek::{
 use kernels_cubecl::{
     block_scaled::{self, block_scaled},
     dequantize::dequantize,
-    gemm::{self, gemm},
+    gemm::{self, Gemm, gemm},
     gemv::{self, gemv},
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
     mma,
@@ -62,6 +63,104 @@ impl<R: CubeRuntime> Packed<R> {
         launched(dequantize(client, arg(&self.codes), arg(&self.scales), global, arg(&y), dtype.into(), rows, cols));
         y
     }
+}
+
+/// An operand, dense or packed.
+pub(crate) enum Side<R: CubeRuntime> {
+    Dense(CubeTensor<R>),
+    Packed(Packed<R>),
+}
+
+impl<R: CubeRuntime> Side<R> {
+    fn dims(&self) -> [usize; 2] {
+        match self {
+            Self::Dense(x) => dims(x),
+            Self::Packed(w) => w.dims,
+        }
+    }
+
+    fn global(&self) -> Option<&CubeTensor<R>> {
+        match self {
+            Self::Dense(_) => None,
+            Self::Packed(w) => Some(&w.global),
+        }
+    }
+
+    /// As a dense matrix, its tensor scale left out.
+    fn values(&self, dtype: DType) -> CubeTensor<R> {
+        match self {
+            Self::Dense(x) => into_contiguous(x.clone()),
+            Self::Packed(w) => w.values(dtype, false),
+        }
+    }
+}
+
+/// Several products on values of type `dtype` in one launch, as `out`, or their sum: a list of one operand goes with every
+/// one of the other list. `None` if they have to be made one by one.
+pub(crate) fn joint<R: CubeRuntime>(
+    product: Product,
+    a: &[Side<R>],
+    b: &[Side<R>],
+    dtype: DType,
+    out: DType,
+    summed: bool,
+) -> Option<Vec<CubeTensor<R>>> {
+    let count = a.len().max(b.len());
+    let of = |list: &[Side<R>], i: usize| i.min(list.len() - 1);
+    let shape = |i: usize| gemm::Shape::of(product, a[of(a, i)].dims(), b[of(b, i)].dims());
+    let shapes: Vec<_> = (0..count).map(shape).collect();
+    let like = match &b[0] {
+        Side::Dense(x) => x.clone(),
+        Side::Packed(w) => w.codes.clone(),
+    };
+    let client = &like.client;
+    let alike = |list: &[Side<R>]| list.iter().all(|side| side.global().is_some() == list[0].global().is_some());
+    if count == 1 || dtype == DType::F32 || !mma::supported(client, dtype.into()) || !(alike(a) && alike(b)) {
+        return None;
+    }
+    let globals = |i: usize| [a[of(a, i)].global(), b[of(b, i)].global()].into_iter().flatten();
+    if let ([x], Some(w)) = (a, all_packed(b))
+        && product == Product::Nt
+        && out == dtype
+        && gemv::fits(shapes[0].i, shapes[0].r)
+    {
+        let x_values = x.values(dtype);
+        let ys: Vec<_> = shapes.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
+        let weights = w.iter().map(|w| w.args()).collect();
+        let (scales, results) = (x.global().map(arg).into_iter().collect(), ys.iter().map(arg).collect());
+        launched(gemv(client, arg(&x_values), shapes[0].i, weights, scales, results, dtype.into()));
+        return Some(ys);
+    }
+    let native = product == Product::Nt && a[0].global().is_some() && block_scaled::trusted(client);
+    if native || !shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0) {
+        return None;
+    }
+    let results = if summed { &shapes[..1] } else { &shapes };
+    let ys: Vec<_> = results.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
+    let values = |list: &[Side<R>]| list.iter().map(|side| side.values(dtype)).collect::<Vec<_>>();
+    let args = |list: &[CubeTensor<R>]| list.iter().map(arg).collect();
+    launched(gemm(
+        client,
+        Gemm {
+            a: args(&values(a)),
+            b: args(&values(b)),
+            scales: (0..count).flat_map(globals).map(arg).collect(),
+            out: args(&ys),
+            types: (dtype.into(), out.into()),
+            shapes,
+            product,
+            accumulate: false,
+        },
+    ));
+    Some(ys)
+}
+
+fn all_packed<R: CubeRuntime>(list: &[Side<R>]) -> Option<Vec<&Packed<R>>> {
+    let packed = |side| match side {
+        &Side::Packed(ref w) => Some(w),
+        Side::Dense(_) => None,
+    };
+    list.iter().map(packed).collect()
 }
 
 /// A dense product in `precision`'s number format, as `out`; equal batch dimensions.
@@ -101,7 +200,8 @@ pub(crate) fn accumulated<R: CubeRuntime>(
     let Some(sum) = sum else { return dense(turned(a), b, f32_only, DType::F32) };
     if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && shape.fits(Product::Tn) {
         let types = (a.dtype.into(), DType::F32.into());
-        launched(gemm(&a.client, arg(&a), arg(&b), SequenceArg::new(), arg(&sum), types, shape, Product::Tn, true));
+        let product = Gemm::one(arg(&a), arg(&b), vec![], arg(&sum), types, shape, Product::Tn);
+        launched(gemm(&a.client, Gemm { accumulate: true, ..product }));
         return sum;
     }
     burn_cubecl::ops::numeric::add(sum, dense(turned(a), b, f32_only, DType::F32))
@@ -162,19 +262,15 @@ fn on_tensor_cores<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], produc
 }
 
 fn gemm_shape<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> gemm::Shape {
-    let [i, j] = out_dims(a, b_dims, product);
-    gemm::Shape { i, j, r: if product == Product::Tn { dims(a)[0] } else { dims(a)[1] } }
+    gemm::Shape::of(product, dims(a), b_dims)
 }
 
 /// `x · wᵀ` for a few rows: reads the codes themselves.
 fn few_rows<R: CubeRuntime>(x: CubeTensor<R>, w: &Packed<R>, scales: &[&CubeTensor<R>]) -> CubeTensor<R> {
     let rows = dims(&x)[0];
     let y = empty(&x, [rows, w.dims[0]], x.dtype);
-    let mut factors = SequenceArg::<R, Array<f32>>::new();
-    for scale in scales {
-        factors.push(arg(scale));
-    }
-    launched(gemv(&x.client, arg(&x), rows, w.args(), factors, arg(&y), x.dtype.into()));
+    let scales = scales.iter().map(|scale| arg(scale)).collect();
+    launched(gemv(&x.client, arg(&x), rows, vec![w.args()], scales, vec![arg(&y)], x.dtype.into()));
     y
 }
 
@@ -196,22 +292,15 @@ fn tensor_cores<R: CubeRuntime>(
         return matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up");
     }
     let y = empty(&a, [shape.i, shape.j], out);
-    let mut factors = SequenceArg::<R, Array<f32>>::new();
-    for scale in scales {
-        factors.push(arg(scale));
-    }
+    let scales = scales.iter().map(|scale| arg(scale)).collect();
     let types = (a.dtype.into(), out.into());
-    launched(gemm(&a.client, arg(&a), arg(&b), factors, arg(&y), types, shape, product, false));
+    launched(gemm(&a.client, Gemm::one(arg(&a), arg(&b), scales, arg(&y), types, shape, product)));
     y
 }
 
-fn out_dims<R: CubeRuntime>(a: &CubeTensor<R>, [b_rows, b_cols]: [usize; 2], product: Product) -> [usize; 2] {
-    let [a_rows, a_cols] = dims(a);
-    match product {
-        Product::Nt => [a_rows, b_rows],
-        Product::Nn => [a_rows, b_cols],
-        Product::Tn => [a_cols, b_cols],
-    }
+fn out_dims<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> [usize; 2] {
+    let gemm::Shape { i, j, .. } = gemm_shape(a, b_dims, product);
+    [i, j]
 }
 
 /// The matrix whose buffer is contiguous, and whether that is the transpose of `x`.

@@ -39,6 +39,11 @@ impl Nvfp4Parts {
 }
 
 impl Recipe {
+    /// Whether the forward multiplies NVFP4 activations.
+    pub fn packs_activations(self) -> bool {
+        matches!(self, Self::W4a4 | Self::Nvfp4(_))
+    }
+
     /// Name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {

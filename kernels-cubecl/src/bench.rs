@@ -15,7 +15,7 @@ use crate::{
     decode_attention::{self, decode_attention},
     dequantize::dequantize,
     device,
-    gemm::{self, gemm},
+    gemm::{self, Gemm, gemm},
     gemv::gemv,
     gradient,
     matmul::{PackedArgs, Product},
@@ -155,7 +155,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
     fn block(&self) -> Result<(), KernelError> {
         let shape = gemm::Shape { i: SIDE, j: SIDE, r: SIDE };
         let [a, b, out] = self.blocker.each_ref().map(|data| self.arg(data, SIDE * SIDE));
-        gemm(self.client, a, b, SequenceArg::new(), out, (BF16, BF16), shape, Product::Nt, false)
+        gemm(self.client, Gemm::one(a, b, vec![], out, (BF16, BF16), shape, Product::Nt))
     }
 
     fn time(&self, mut call: impl FnMut(usize) -> Result<(), KernelError>) -> Result<f64, KernelError> {
@@ -260,7 +260,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let (x, y, shape) = (self.values(n), self.bytes(n * 2, 4), format!("{rows}x{cols}"));
         let (gate, up) = (self.values(n), self.values(n));
         self.row(show, "swiglu", shape.clone(), moved(n as f64 * 6.0), |_| {
-            swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), BF16)
+            swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), None, BF16)
         })?;
         self.row(show, "swiglu backward", shape, moved(n as f64 * 10.0), |_| {
             swiglu::swiglu_backward(client, self.arg(&gate, n), self.arg(&up, n), self.arg(&x, n), BF16)
@@ -273,12 +273,12 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let shape = format!("{rows}x{cols}");
         self.row(show, "rms_norm", shape.clone(), moved(n as f64 * 4.0), |_| {
             let (x, w, y) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&y, n));
-            rms_norm::rms_norm(client, x, w, y, BF16, [rows, cols], 1e-6)
+            rms_norm::rms_norm(client, x, w, y, rms_norm::Fused::none(), BF16, [rows, cols], 1e-6)
         })?;
         self.row(show, "rms_norm backward", shape, moved(n as f64 * 6.0), |_| {
             let (x, w, dy) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&up, n));
             let partial = self.arg(&partial, parts);
-            rms_norm::rms_norm_backward(client, x, w, dy, partial, BF16, [rows, cols], 1e-6)
+            rms_norm::rms_norm_backward(client, x, w, dy, None, partial, BF16, [rows, cols], 1e-6)
         })?;
         let shape = RopeShape { rows: 8192, heads: 32, head_dim: 128, eps: 1e-6 };
         let n = shape.rows * 4096;
@@ -377,24 +377,20 @@ impl<'a, R: Runtime> Bench<'a, R> {
                     let packed = (self.arg(&codes, n * k / 8), self.arg(&scales, n * k / 16));
                     dequantize(client, packed.0, packed.1, None, self.arg(&w, n * k), BF16, n, k)
                 };
-                let scale = || {
-                    let mut scales = SequenceArg::new();
-                    scales.push(self.arg(&one, 1));
-                    scales
-                };
+                let scale = || vec![self.arg(&one, 1)];
                 let shape = format!("{layer} {m}x{n}x{k}");
                 self.row(show, "gemm forward, packed weight", shape.clone(), work, |_| {
                     dense()?;
                     let shape = gemm::Shape { i: m, j: n, r: k };
                     let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
-                    gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false)
+                    gemm(client, Gemm::one(a, b, scale(), y, (BF16, BF16), shape, Product::Nt))
                 })?;
                 for cols in gemm::tile_columns(client).into_iter().filter(|_| m == 2048) {
                     let shape = gemm::Shape { i: m, j: n, r: k };
                     let name = format!("gemm nt in tiles of 128x{cols}");
                     self.row(show, &name, format!("{layer} {m}x{n}x{k}"), work, |_| {
                         let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
-                        gemm::gemm_in(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nt, false, cols)
+                        gemm::gemm_in(client, Gemm::one(a, b, scale(), y, (BF16, BF16), shape, Product::Nt), cols)
                     })?;
                 }
                 if block_scaled::supported(client) {
@@ -416,12 +412,12 @@ impl<'a, R: Runtime> Bench<'a, R> {
                     dense()?;
                     let shape = gemm::Shape { i: m, j: k, r: n };
                     let (a, b, y) = (self.arg(&dy, m * n), self.arg(&w, n * k), self.arg(&y, m * k));
-                    gemm(client, a, b, scale(), y, (BF16, BF16), shape, Product::Nn, false)
+                    gemm(client, Gemm::one(a, b, scale(), y, (BF16, BF16), shape, Product::Nn))
                 })?;
                 self.row(show, "gemm wgrad, f32 result", shape, work, |_| {
                     let shape = gemm::Shape { i: n, j: k, r: m };
                     let (a, b, y) = (self.arg(&dy, m * n), self.arg(&x, m * k), self.arg(&dw, n * k));
-                    gemm(client, a, b, SequenceArg::new(), y, (BF16, F32), shape, Product::Tn, false)
+                    gemm(client, Gemm::one(a, b, vec![], y, (BF16, F32), shape, Product::Tn))
                 })?;
             }
         }
@@ -433,17 +429,20 @@ impl<'a, R: Runtime> Bench<'a, R> {
         for whole in [true, false] {
             let name = if whole { "head + cross-entropy, chunk" } else { "head, its three products alone" };
             self.row(show, name, format!("{m}x{v}x{d}"), work, |_| {
-                let none = SequenceArg::new;
                 let (a, b, y) = (self.arg(&h, m * d), self.arg(&w, v * d), self.arg(&logits, m * v));
-                gemm(client, a, b, none(), y, (BF16, BF16), gemm::Shape { i: m, j: v, r: d }, Product::Nt, false)?;
+                let shape = gemm::Shape { i: m, j: v, r: d };
+                gemm(client, Gemm::one(a, b, vec![], y, (BF16, BF16), shape, Product::Nt))?;
                 if whole {
                     let (targets, loss) = (self.arg(&targets, m), self.arg(&loss, m));
                     cross_entropy(client, self.arg(&logits, m * v), targets, loss, BF16, [m, v], true)?;
                 }
                 let (a, b, y) = (self.arg(&logits, m * v), self.arg(&w, v * d), self.arg(&dh, m * d));
-                gemm(client, a, b, none(), y, (BF16, BF16), gemm::Shape { i: m, j: d, r: v }, Product::Nn, false)?;
+                let shape = gemm::Shape { i: m, j: d, r: v };
+                gemm(client, Gemm::one(a, b, vec![], y, (BF16, BF16), shape, Product::Nn))?;
                 let (a, b, y) = (self.arg(&logits, m * v), self.arg(&h, m * d), self.arg(&dw, v * d));
-                gemm(client, a, b, none(), y, (BF16, F32), gemm::Shape { i: v, j: d, r: m }, Product::Tn, true)
+                let shape = gemm::Shape { i: v, j: d, r: m };
+                let dw = Gemm::one(a, b, vec![], y, (BF16, F32), shape, Product::Tn);
+                gemm(client, Gemm { accumulate: true, ..dw })
             })?;
         }
         Ok(())
@@ -509,7 +508,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
                         rows: n,
                         cols: k,
                     };
-                    gemv(client, self.arg(&x, m * k), m, w, SequenceArg::new(), self.arg(&y, m * n), BF16)
+                    gemv(client, self.arg(&x, m * k), m, vec![w], vec![], vec![self.arg(&y, m * n)], BF16)
                 })?;
             }
         }

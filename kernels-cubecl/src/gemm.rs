@@ -9,6 +9,10 @@
 //! is exact there, the tensor scale is applied to the finished f32 sum. That costs one pass over the weight
 //! (2 to 4 % of the product at 4,096 rows) and leaves one kernel for every product.
 //!
+//! One launch can make several products: those of one operand with several others (the layers that read the same
+//! activations), whose tiles then fill the device together, or the sum of several, which is one long sum whose operands
+//! lie in different buffers.
+//!
 //! A cube of four planes makes 128x128 of y, or 128x160 or 128x64 where that leaves less of the device idle at the end.
 //! `r` goes through shared memory in steps of 64 and a ring of three stages that cp.async fills ahead; each plane keeps
 //! the sums of 64 rows and half of the columns in registers and feeds mma.sync. Two cubes share a multiprocessor: one
@@ -46,6 +50,15 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// That of a product of matrices of these rows and columns.
+    pub fn of(product: Product, [a_rows, a_cols]: [usize; 2], [b_rows, b_cols]: [usize; 2]) -> Self {
+        match product {
+            Product::Nt => Self { i: a_rows, j: b_rows, r: a_cols },
+            Product::Nn => Self { i: a_rows, j: b_cols, r: a_cols },
+            Product::Tn => Self { i: a_cols, j: b_cols, r: a_rows },
+        }
+    }
+
     /// Whether every row that is read or written in chunks of eight values is whole.
     pub fn fits(self, product: Product) -> bool {
         let Self { i, j, r } = self;
@@ -54,80 +67,127 @@ impl Shape {
     }
 }
 
-/// `out = product(a, b)` times every `scales[0]` (f32, the tensor scales): `a`, `b` of type `operand` (f16 or bf16),
-/// row-major; `out` of type `result`, added to what is there if `accumulate`
-/// (then without scales).
+/// One product, or several of one launch: `out = product(a, b)` times the tensor scales.
+pub struct Gemm<R: Runtime> {
+    /// Left operands of type `types.0` (f16 or bf16), row-major: one a product, or one for all.
+    pub a: Vec<ArrayArg<R>>,
+    /// Right operands, likewise.
+    pub b: Vec<ArrayArg<R>>,
+    /// f32 `[1]`: as many for each product, the first product's first.
+    pub scales: Vec<ArrayArg<R>>,
+    /// Results of type `types.1`: one a product, or one for the sum of all.
+    pub out: Vec<ArrayArg<R>>,
+    /// Types of operands and results.
+    pub types: (StorageType, StorageType),
+    /// A shape a product. Those of one launch differ in what their shared operand, or their sum, leaves open.
+    pub shapes: Vec<Shape>,
+    /// How operands are stored.
+    pub product: Product,
+    /// Whether the product is added to what is in `out`: one product, without scales.
+    pub accumulate: bool,
+}
+
+impl<R: Runtime> Gemm<R> {
+    /// One product.
+    pub fn one(
+        a: ArrayArg<R>,
+        b: ArrayArg<R>,
+        scales: Vec<ArrayArg<R>>,
+        out: ArrayArg<R>,
+        types: (StorageType, StorageType),
+        shape: Shape,
+        product: Product,
+    ) -> Self {
+        let (a, b, out, shapes) = (vec![a], vec![b], vec![out], vec![shape]);
+        Self { a, b, scales, out, types, shapes, product, accumulate: false }
+    }
+
+    /// Whether several products become one sum.
+    fn summed(&self) -> bool {
+        self.shapes.len() > 1 && self.out.len() == 1
+    }
+
+    fn check(&self) -> Result<(), KernelError> {
+        let parts = self.shapes.len();
+        let several = |name, got: usize, shared: bool| {
+            let shared = shared && got == 1;
+            expect_len(NAME, name, got, if shared { 1 } else { parts })
+        };
+        several("left operands", self.a.len(), self.b.len() == parts && !self.summed())?;
+        several("right operands", self.b.len(), self.a.len() == parts && !self.summed())?;
+        several("results", self.out.len(), self.a.len() == parts && self.b.len() == parts)?;
+        expect_len(NAME, "scales left over", self.scales.len() % parts.max(1), 0)?;
+        let plain = if self.accumulate { self.scales.len() + parts - 1 } else { 0 };
+        expect_len(NAME, "scales or further products of an accumulating one", plain, 0)?;
+        let first = self.shapes[0];
+        for (p, shape @ Shape { i, j, r }) in self.shapes.iter().copied().enumerate() {
+            expect_len(NAME, "a", self.a[p.min(self.a.len() - 1)].size(), i * r)?;
+            expect_len(NAME, "b", self.b[p.min(self.b.len() - 1)].size(), j * r)?;
+            expect_len(NAME, "out", self.out[p.min(self.out.len() - 1)].size(), i * j)?;
+            expect_len(NAME, "values left over in a chunk", usize::from(!shape.fits(self.product)), 0)?;
+            expect_len(NAME, "empty products among several", usize::from(parts > 1 && i * j * r == 0), 0)?;
+            let alike = if self.summed() { i == first.i && j == first.j } else { r == first.r };
+            expect_len(NAME, "products of another kind", usize::from(!alike), 0)?;
+        }
+        Ok(())
+    }
+}
+
+const NAME: &str = "gemm";
+
+/// Launches it, in the tiles that the device is done with first.
 ///
 /// # Errors
-/// If a buffer does not fit its shape or [`Shape::fits`] is false.
-pub fn gemm<R: Runtime>(
-    client: &ComputeClient<R>,
-    a: ArrayArg<R>,
-    b: ArrayArg<R>,
-    scales: SequenceArg<R, Array<f32>>,
-    out: ArrayArg<R>,
-    types: (StorageType, StorageType),
-    shape: Shape,
-    product: Product,
-    accumulate: bool,
-) -> Result<(), KernelError> {
+/// If a buffer does not fit its shape, [`Shape::fits`] is false, or the products do not go together.
+pub fn gemm<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<(), KernelError> {
     let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
-    let cols = columns(shape, processors, &tile_columns(client));
-    gemm_in(client, a, b, scales, out, types, shape, product, accumulate, cols)
+    let shapes = if products.summed() { &products.shapes[..1] } else { &products.shapes };
+    let cols = columns(shapes, processors, &tile_columns(client));
+    gemm_in(client, products, cols)
 }
 
 /// As [`gemm()`] in tiles of `cols` columns, one of [`tile_columns`].
 ///
 /// # Errors
 /// As [`gemm()`].
-pub fn gemm_in<R: Runtime>(
-    client: &ComputeClient<R>,
-    a: ArrayArg<R>,
-    b: ArrayArg<R>,
-    scales: SequenceArg<R, Array<f32>>,
-    out: ArrayArg<R>,
-    (operand, result): (StorageType, StorageType),
-    shape: Shape,
-    product: Product,
-    accumulate: bool,
-    cols: usize,
-) -> Result<(), KernelError> {
-    const NAME: &str = "gemm";
-    let Shape { i, j, r } = shape;
-    expect_len(NAME, "a", a.size(), i * r)?;
-    expect_len(NAME, "b", b.size(), j * r)?;
-    expect_len(NAME, "out", out.size(), i * j)?;
-    expect_len(NAME, "values left over in a chunk", usize::from(!shape.fits(product)), 0)?;
-    expect_len(NAME, "scales of an accumulating product", if accumulate { scales.values.len() } else { 0 }, 0)?;
+pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usize) -> Result<(), KernelError> {
+    products.check()?;
     expect_len(NAME, "columns of a tile that there are not", usize::from(!tile_columns(client).contains(&cols)), 0)?;
-    if i == 0 || j == 0 {
+    let tiles = |shape: &Shape| shape.i.div_ceil(TILE as usize) * shape.j.div_ceil(cols);
+    let count = if products.summed() { tiles(&products.shapes[0]) } else { products.shapes.iter().map(tiles).sum() };
+    if count == 0 {
         return Ok(());
     }
-    let (i, j, r) = (index(NAME, "i", i)?, index(NAME, "j", j)?, index(NAME, "r", r)?);
-    let count = CubeCount::Static(i.div_ceil(TILE) * j.div_ceil(cols as u32), 1, 1);
-    let (a_across, b_across) = (product == Product::Tn, product != Product::Nt);
+    let Shape { i, j, r } = products.shapes[0];
+    let (a_across, b_across) = (products.product == Product::Tn, products.product != Product::Nt);
     // SAFETY: buffer lengths were checked against the shapes; copies and stores are guarded at the edges.
     unsafe {
         gemm_kernel::launch_unchecked(
             client,
-            count,
+            CubeCount::Static(index(NAME, "tiles", count)?, 1, 1),
             CubeDim::new_1d(UNITS),
-            a,
-            b,
-            scales,
-            out,
-            i,
-            j,
-            r,
+            several(products.a),
+            several(products.b),
+            several(products.scales),
+            several(products.out),
+            index(NAME, "i", i)?,
+            index(NAME, "j", j)?,
+            index(NAME, "r", r)?,
             cols as u32,
             a_across,
             b_across,
-            accumulate,
-            operand,
-            result,
+            products.accumulate,
+            products.types.0,
+            products.types.1,
         );
     }
     Ok(())
+}
+
+fn several<R: Runtime, C: CubePrimitive>(args: Vec<ArrayArg<R>>) -> SequenceArg<R, Array<C>> {
+    let mut all = SequenceArg::new();
+    args.into_iter().for_each(|arg| all.push(arg));
+    all
 }
 
 /// The columns that a tile may have on this device: 160 need 108 KiB of shared memory.
@@ -139,9 +199,10 @@ pub fn tile_columns<R: Runtime>(client: &ComputeClient<R>) -> Vec<usize> {
 
 /// The columns of a tile that a device of `processors` is done with first: each makes its share of tiles, whole ones; one
 /// tile alone keeps two thirds of a multiprocessor busy; narrow tiles read more for a product.
-fn columns(Shape { i, j, .. }: Shape, processors: usize, of: &[usize]) -> usize {
+fn columns(shapes: &[Shape], processors: usize, of: &[usize]) -> usize {
     let cost = |&cols: &usize| {
-        let tiles = (i.div_ceil(TILE as usize) * j.div_ceil(cols)).div_ceil(processors);
+        let tiles: usize = shapes.iter().map(|s| s.i.div_ceil(TILE as usize) * s.j.div_ceil(cols)).sum();
+        let tiles = tiles.div_ceil(processors);
         let alone = if tiles == 1 { 3 } else { 2 };
         let narrow = if cols < TILE as usize { 120 } else { 100 };
         tiles * cols * alone * narrow
@@ -151,10 +212,10 @@ fn columns(Shape { i, j, .. }: Shape, processors: usize, of: &[usize]) -> usize 
 
 #[cube(launch_unchecked)]
 fn gemm_kernel<F: Float, O: Float>(
-    a: &Array<Chunk<F>>,
-    b: &Array<Chunk<F>>,
+    a: &Sequence<Array<Chunk<F>>>,
+    b: &Sequence<Array<Chunk<F>>>,
     scales: &Sequence<Array<f32>>,
-    out: &mut Array<Pair<O>>,
+    out: &mut Sequence<Array<Pair<O>>>,
     i_len: u32,
     j_len: u32,
     r_len: u32,
@@ -169,34 +230,51 @@ fn gemm_kernel<F: Float, O: Float>(
     let b_stage = comptime!(cols * STEP / 8);
     let mut b_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!(STAGES * b_stage as usize), 128usize);
     let filled = ring(STAGES);
-    let (i0, j0) = corner(i_len, j_len, cols);
+    let parts = comptime!(a.len().max(b.len()));
+    let summed = comptime!(parts > 1 && out.len() == 1);
+    let (part, tile, i_len, j_len) = own_part::<F>(a, b, i_len, j_len, r_len, cols, comptime!(parts > 1 && !summed));
+    let (i0, j0) = corner(tile, i_len, j_len, cols);
     let plane_i = (UNIT_POS / 64u32) * 64u32;
     let plane_j = UNIT_POS / 32u32 % 2u32;
     // Blocks of eight columns that a plane makes.
     let blocks = comptime!(cols as usize / 16);
     let mut sums = zero_sums(comptime!(blocks * 4));
     if comptime!(accumulate) {
-        load::<O>(&mut sums, out, i0 + plane_i, j0, plane_j, i_len, j_len, blocks);
+        load::<O>(&mut sums, out.index(0usize), i0 + plane_i, j0, plane_j, i_len, j_len, blocks);
     }
 
-    let steps = r_len.div_ceil(STEP);
+    // Of a sum, its products' lengths, where each one's steps end, and their tensor scales; else of this product.
+    let count = comptime!(if summed { parts } else { 1 });
+    let mut lengths = Array::<u32>::new(count);
+    let mut ends = Array::<u32>::new(count);
+    let mut factors = Array::<f32>::new(count);
+    lengths[0usize] = r_len;
+    ends[0usize] = r_len.div_ceil(STEP);
+    if comptime!(summed) {
+        let mut end = 0u32;
+        let mut last = 1.0f32;
+        #[unroll]
+        for p in 0..parts {
+            let factor = factor_of(scales, p, parts);
+            let length = (a.index(p).len() * 8usize / (i_len as usize)) as u32;
+            // What is worth nothing is left out: the sums could not be brought to a scale of 0 and back.
+            lengths[p] = select(factor == 0.0f32, 0u32, length);
+            last = select(factor == 0.0f32, last, factor);
+            factors[p] = last;
+            end += lengths[p].div_ceil(STEP);
+            ends[p] = end;
+        }
+    }
+    let steps = ends[comptime!(count - 1)];
     #[unroll]
     for stage in 0..comptime!(STAGES - 1) {
         let ahead = comptime!(stage as u32).runtime();
         if ahead < steps {
-            fill_operand::<F>(
-                a,
-                &mut a_tiles,
-                comptime!(stage as u32 * STAGE),
-                i0,
-                ahead,
-                i_len,
-                r_len,
-                TILE,
-                a_across,
-            );
+            let from = source(part, ahead, &lengths, &ends, count);
+            let base = comptime!(stage as u32 * STAGE);
+            fill_operand::<F>(a, &mut a_tiles, base, i0, from, i_len, TILE, a_across);
             let base = comptime!(stage as u32 * b_stage);
-            fill_operand::<F>(b, &mut b_tiles, base, j0, ahead, j_len, r_len, cols, b_across);
+            fill_operand::<F>(b, &mut b_tiles, base, j0, from, j_len, cols, b_across);
             sent(&filled, stage);
         }
     }
@@ -213,11 +291,20 @@ fn gemm_kernel<F: Float, O: Float>(
                 let ahead = now + comptime!(STAGES as u32 - 1);
                 let freed = comptime!((stage + STAGES - 1) % STAGES);
                 if ahead < steps {
+                    let from = source(part, ahead, &lengths, &ends, count);
                     let base = comptime!(freed as u32 * STAGE);
-                    fill_operand::<F>(a, &mut a_tiles, base, i0, ahead, i_len, r_len, TILE, a_across);
+                    fill_operand::<F>(a, &mut a_tiles, base, i0, from, i_len, TILE, a_across);
                     let base = comptime!(freed as u32 * b_stage);
-                    fill_operand::<F>(b, &mut b_tiles, base, j0, ahead, j_len, r_len, cols, b_across);
+                    fill_operand::<F>(b, &mut b_tiles, base, j0, from, j_len, cols, b_across);
                     sent(&filled, freed);
+                }
+                if comptime!(summed) {
+                    #[unroll]
+                    for p in 1..parts {
+                        if comptime!(scales.len() > 0) && now == ends[comptime!(p - 1)] {
+                            times(&mut sums, factors[comptime!(p - 1)] / factors[p]);
+                        }
+                    }
                 }
                 multiply_stage::<F>(
                     &a_tiles,
@@ -236,49 +323,137 @@ fn gemm_kernel<F: Float, O: Float>(
         phase ^= 1u32;
     }
 
-    let mut factor = 1.0f32;
     #[unroll]
-    for s in 0..scales.len() {
-        factor *= scales.index(s)[0];
+    for p in 0..out.len() {
+        if comptime!(out.len() == 1) || part == comptime!(p as u32) {
+            let factor = if comptime!(summed) { factors[comptime!(parts - 1)] } else { factor_of(scales, p, parts) };
+            store::<O>(&sums, out.index_mut(p), factor, i0 + plane_i, j0, plane_j, i_len, j_len, blocks);
+        }
     }
-    store::<O>(&sums, out, factor, i0 + plane_i, j0, plane_j, i_len, j_len, blocks);
 }
 
-/// Where this cube's tile begins. Cubes walk `GROUP` rows of tiles column by column.
+/// Which product this cube works on, which of its tiles, and its rows and columns. What the products do not share follows
+/// from the lengths of their operands.
 #[cube]
-fn corner(i_len: u32, j_len: u32, #[comptime] width: u32) -> (u32, u32) {
+fn own_part<F: Float>(
+    a: &Sequence<Array<Chunk<F>>>,
+    b: &Sequence<Array<Chunk<F>>>,
+    i_len: u32,
+    j_len: u32,
+    r_len: u32,
+    #[comptime] cols: u32,
+    #[comptime] several: bool,
+) -> (u32, u32, u32, u32) {
+    let mut part = 0u32;
+    let mut tile = CUBE_POS_X;
+    let mut i_own = i_len;
+    let mut j_own = j_len;
+    if comptime!(several) {
+        let mut first = 0u32;
+        #[unroll]
+        for p in 0..comptime!(a.len().max(b.len())) {
+            let i = if comptime!(a.len() > 1) { (a.index(p).len() * 8usize / (r_len as usize)) as u32 } else { i_len };
+            let j = if comptime!(b.len() > 1) { (b.index(p).len() * 8usize / (r_len as usize)) as u32 } else { j_len };
+            if CUBE_POS_X >= first {
+                part = comptime!(p as u32).runtime();
+                tile = CUBE_POS_X - first;
+                i_own = i;
+                j_own = j;
+            }
+            first += i.div_ceil(TILE) * j.div_ceil(cols);
+        }
+    }
+    (part, tile, i_own, j_own)
+}
+
+/// Where a tile begins. Cubes walk `GROUP` rows of tiles column by column.
+#[cube]
+fn corner(tile: u32, i_len: u32, j_len: u32, #[comptime] width: u32) -> (u32, u32) {
     let rows = i_len.div_ceil(TILE);
     let cols = j_len.div_ceil(width);
-    let first = CUBE_POS_X / (GROUP * cols) * GROUP;
+    let first = tile / (GROUP * cols) * GROUP;
     let height = min(rows - first, GROUP);
-    let within = CUBE_POS_X % (GROUP * cols);
+    let within = tile % (GROUP * cols);
     ((first + within % height) * TILE, (within / height) * width)
 }
 
-/// One operand's `outer` outer indices by 64 summed ones. Where they are stored across, those from 128 on follow the others.
+/// A step of a product's sums: which product, its step, the length of its sums.
+#[derive(CubeType, Clone, Copy)]
+struct From {
+    part: u32,
+    step: u32,
+    r_len: u32,
+}
+
+/// Step `step` of all that a cube sums: of its one product `part`, or of the first, then the second, then the third.
+#[cube]
+fn source(part: u32, step: u32, lengths: &Array<u32>, ends: &Array<u32>, #[comptime] parts: usize) -> From {
+    let mut from = From { part, step, r_len: lengths[0usize] };
+    #[unroll]
+    for p in 1..parts {
+        let begin = ends[comptime!(p - 1)];
+        if step >= begin {
+            from.part = comptime!(p as u32).runtime();
+            from.step = step - begin;
+            from.r_len = lengths[p];
+        }
+    }
+    from
+}
+
+/// The tensor scales of product `part`, multiplied.
+#[cube]
+fn factor_of(scales: &Sequence<Array<f32>>, #[comptime] part: usize, #[comptime] parts: usize) -> f32 {
+    let each = comptime!(scales.len() / parts);
+    let mut factor = 1.0f32;
+    #[unroll]
+    for s in 0..each {
+        factor *= scales.index(comptime!(part * each + s))[0];
+    }
+    factor
+}
+
+/// The sums so far in the tensor scales of the product that comes next.
+#[cube]
+fn times(sums: &mut Sequence<Array<Pair<f32>>>, ratio: f32) {
+    #[unroll]
+    for i in 0..sums.len() {
+        let sum = sums.index_mut(i);
+        sum[0usize] *= Pair::new(ratio);
+        sum[1usize] *= Pair::new(ratio);
+    }
+}
+
+/// One operand's `outer` outer indices by 64 summed ones, of the product that is worked on. Where they are stored across, those from 128 on follow the others.
 #[cube]
 fn fill_operand<F: Float>(
-    x: &Array<Chunk<F>>,
+    x: &Sequence<Array<Chunk<F>>>,
     tiles: &mut SharedMemory<Chunk<F>>,
     base: u32,
     outer0: u32,
-    step: u32,
+    from: From,
     outer_len: u32,
-    r_len: u32,
     #[comptime] outer: u32,
     #[comptime] across: bool,
 ) {
-    if comptime!(across) {
-        let source = Source { rows: r_len, stride: outer_len / 8u32, end: outer_len / 8u32 };
-        let width = comptime!(outer.min(TILE) / 8);
-        fill(x, source, step * STEP, outer0 / 8u32, tiles, base, STEP, width, UNITS);
-        if comptime!(outer > TILE) {
-            let (more, base) = (outer0 / 8u32 + comptime!(TILE / 8), base + comptime!(STEP * TILE / 8));
-            fill(x, source, step * STEP, more, tiles, base, STEP, comptime!((outer - TILE) / 8), UNITS);
+    #[unroll]
+    for p in 0..x.len() {
+        if comptime!(x.len() == 1) || from.part == comptime!(p as u32) {
+            let x = x.index(p);
+            let (row, chunk) = (from.step * STEP, outer0 / 8u32);
+            if comptime!(across) {
+                let source = Source { rows: from.r_len, stride: outer_len / 8u32, end: outer_len / 8u32 };
+                let width = comptime!(outer.min(TILE) / 8);
+                fill(x, source, row, chunk, tiles, base, STEP, width, UNITS);
+                if comptime!(outer > TILE) {
+                    let (more, base) = (chunk + comptime!(TILE / 8), base + comptime!(STEP * TILE / 8));
+                    fill(x, source, row, more, tiles, base, STEP, comptime!((outer - TILE) / 8), UNITS);
+                }
+            } else {
+                let source = Source { rows: outer_len, stride: from.r_len / 8u32, end: from.r_len / 8u32 };
+                fill(x, source, outer0, from.step * 8u32, tiles, base, outer, comptime!(STEP / 8), UNITS);
+            }
         }
-    } else {
-        let source = Source { rows: outer_len, stride: r_len / 8u32, end: r_len / 8u32 };
-        fill(x, source, outer0, step * 8u32, tiles, base, outer, comptime!(STEP / 8), UNITS);
     }
 }
 

@@ -9,7 +9,8 @@
 //! sum gives back. A tile is 16 rows of the weight, or eight where there are few rows. Its columns are shared out among
 //! planes, which add up in shared memory at the end, until there are enough planes to keep the device busy; then a cube
 //! takes several tiles. The next codes are on their way while some are multiplied. One token's values lie in shared
-//! memory, paired already. Moves 4.5 bits a weight: bound by memory, next by decoding (some four instructions a code).
+//! memory, paired already. One launch can serve several weights, those of layers that read the same activations. Moves 4.5
+//! bits a weight: bound by memory, next by decoding (some four instructions a code).
 
 use crate::{
     codec::{e2m1_pairs, e4m3_pair, pair_unit, scale_unit},
@@ -38,56 +39,61 @@ pub fn fits(rows: usize, cols: usize) -> bool {
     rows <= MAX_ROWS && cols > 0 && cols.is_multiple_of(SPAN)
 }
 
-/// `y = x · wᵀ` times every `scales[0]` besides `w`'s own tensor scale: `x`, `y` of type `dtype` (f16 or bf16).
+/// `y = x · wᵀ` for each of the weights, times every `scales[0]` besides its own tensor scale: `x`, `y` of type `dtype`
+/// (f16 or bf16).
 ///
 /// # Errors
-/// If a buffer does not fit its shape or [`fits`] is false.
+/// If a buffer does not fit its shape, [`fits`] is false, or weights differ in their columns.
 pub fn gemv<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
     rows: usize,
-    w: PackedArgs<R>,
-    mut scales: SequenceArg<R, Array<f32>>,
-    y: ArrayArg<R>,
+    weights: Vec<PackedArgs<R>>,
+    scales: Vec<ArrayArg<R>>,
+    ys: Vec<ArrayArg<R>>,
     dtype: StorageType,
 ) -> Result<(), KernelError> {
     const NAME: &str = "gemv";
-    w.check(NAME)?;
-    let (n, k) = (w.rows, w.cols);
+    let k = weights[0].cols;
     expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(rows, k)), 0)?;
     expect_len(NAME, "x", x.size(), rows * k)?;
-    expect_len(NAME, "y", y.size(), rows * n)?;
+    expect_len(NAME, "results", ys.len(), weights.len())?;
+    let n = weights.iter().map(|w| w.rows).sum();
     if rows == 0 || n == 0 {
         return Ok(());
     }
-    scales.push(w.global);
-    let tall = n.div_ceil(16) >= TALL;
-    let tiles = n.div_ceil(if tall { 16 } else { 8 });
-    let shares = PLANES.div_ceil(tiles).min(16).min(k / SPAN);
-    let together = (4 / shares).max(1);
-    // One token's values in shared memory, if they fit beside the sums.
-    let room = client.properties().hardware.max_shared_memory_size;
-    let single = if rows == 1 && k / 64 * 9 * 16 + SUMS <= room { k } else { 0 };
+    let plan = Plan::new(client, rows, n, k);
+    let mut cubes = 0;
+    let (mut codes, mut blocks, mut globals) = (SequenceArg::new(), SequenceArg::new(), SequenceArg::new());
+    let (mut factors, mut out) = (SequenceArg::new(), SequenceArg::new());
+    for (w, y) in weights.into_iter().zip(ys) {
+        w.check(NAME)?;
+        expect_len(NAME, "columns", w.cols, k)?;
+        expect_len(NAME, "y", y.size(), rows * w.rows)?;
+        cubes += w.rows.div_ceil(plan.lines() as usize);
+        codes.push(w.codes);
+        blocks.push(w.scales);
+        globals.push(w.global);
+        out.push(y);
+    }
+    scales.into_iter().for_each(|scale| factors.push(scale));
     let bf16 = dtype == StorageType::Scalar(ElemType::Float(FloatKind::BF16));
     // SAFETY: buffer lengths were checked; rows past the last repeat it and are not stored.
     unsafe {
         gemv_kernel::launch_unchecked(
             client,
-            CubeCount::Static(index(NAME, "tiles", tiles.div_ceil(together))?, 1, 1),
-            CubeDim::new_1d((shares * together) as u32 * 32),
+            CubeCount::Static(index(NAME, "tiles", cubes)?, 1, 1),
+            CubeDim::new_1d(plan.units()),
             x,
-            w.codes,
-            w.scales,
-            scales,
-            y,
+            codes,
+            blocks,
+            globals,
+            factors,
+            out,
             rows as u32,
-            index(NAME, "n", n)?,
             index(NAME, "k", k)?,
-            shares as u32,
-            together as u32,
-            tall,
+            plan,
             rows.div_ceil(8),
-            single,
             bf16,
             dtype,
         );
@@ -95,32 +101,116 @@ pub fn gemv<R: Runtime>(
     Ok(())
 }
 
+/// How tiles are shared out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Plan {
+    /// Planes that share a tile's columns.
+    shares: u32,
+    /// Tiles of a cube.
+    together: u32,
+    /// Whether a tile has 16 rows, or eight.
+    tall: bool,
+    /// Columns, where one token's values fit into shared memory beside the sums; else 0.
+    single: usize,
+}
+
+impl Plan {
+    fn new<R: Runtime>(client: &ComputeClient<R>, rows: usize, n: usize, k: usize) -> Self {
+        let tall = n.div_ceil(16) >= TALL;
+        let tiles = n.div_ceil(if tall { 16 } else { 8 });
+        let shares = PLANES.div_ceil(tiles).min(16).min(k / SPAN);
+        let room = client.properties().hardware.max_shared_memory_size;
+        let single = if rows == 1 && k / 64 * 9 * 16 + SUMS <= room { k } else { 0 };
+        Self { shares: shares as u32, together: (4 / shares).max(1) as u32, tall, single }
+    }
+
+    /// Rows of a tile.
+    fn height(self) -> u32 {
+        if self.tall { 16 } else { 8 }
+    }
+
+    /// Rows of the weight that a cube takes.
+    fn lines(self) -> u32 {
+        self.together * self.height()
+    }
+
+    fn units(self) -> u32 {
+        self.shares * self.together * 32
+    }
+}
+
 #[cube(launch_unchecked)]
 fn gemv_kernel<F: Float>(
     x: &Array<Chunk<F>>,
-    codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<Vector<u8, Const<4>>>,
+    codes: &Sequence<Array<Vector<u32, Const<4>>>>,
+    scales: &Sequence<Array<Vector<u8, Const<4>>>>,
     globals: &Sequence<Array<f32>>,
-    y: &mut Array<F>,
+    factors: &Sequence<Array<f32>>,
+    y: &mut Sequence<Array<F>>,
     rows: u32,
-    n: u32,
     k: u32,
-    #[comptime] shares: u32,
-    #[comptime] together: u32,
-    #[comptime] tall: bool,
+    #[comptime] plan: Plan,
     #[comptime] groups: usize,
-    #[comptime] single: usize,
     #[comptime] bf16: bool,
     #[define(F)] _dtype: StorageType,
 ) {
+    let mut factor = f32::new(comptime!(1.0 / pair_unit(bf16) / scale_unit(bf16)));
+    #[unroll]
+    for s in 0..factors.len() {
+        factor *= factors.index(s)[0];
+    }
+    let mut x_shared = SharedMemory::<Chunk<F>>::new(comptime!((plan.single / 64 * 9).max(1)));
+    // Planes' sums: [plane][token][rows of a tile].
+    let size = comptime!(groups as u32 * 8 * plan.height());
+    let mut shared = SharedMemory::<f32>::new(comptime!((plan.shares * plan.together * size) as usize));
+    let mut first = 0u32;
+    #[unroll]
+    for p in 0..codes.len() {
+        let n = (codes.index(p).len() * 32usize / (k as usize)) as u32;
+        let end = first + n.div_ceil(plan.lines());
+        if comptime!(codes.len() == 1) || (CUBE_POS_X >= first && CUBE_POS_X < end) {
+            let w = Weight { cube: CUBE_POS_X - first, n, k, factor: factor * globals.index(p)[0] };
+            let y = y.index_mut(p);
+            tiles::<F>(x, codes.index(p), scales.index(p), y, &mut x_shared, &mut shared, w, rows, plan, groups, bf16);
+        }
+        first = end;
+    }
+}
+
+/// The weight that a cube works on: which of its cubes this is, its rows and columns, its tensor scales.
+#[derive(CubeType, Clone, Copy)]
+struct Weight {
+    cube: u32,
+    n: u32,
+    k: u32,
+    factor: f32,
+}
+
+/// One cube's rows of a weight.
+#[cube]
+fn tiles<F: Float>(
+    x: &Array<Chunk<F>>,
+    codes: &Array<Vector<u32, Const<4>>>,
+    scales: &Array<Vector<u8, Const<4>>>,
+    y: &mut Array<F>,
+    x_shared: &mut SharedMemory<Chunk<F>>,
+    shared: &mut SharedMemory<f32>,
+    w: Weight,
+    rows: u32,
+    #[comptime] plan: Plan,
+    #[comptime] groups: usize,
+    #[comptime] bf16: bool,
+) {
+    let Plan { shares, together, single, .. } = comptime!(plan);
+    let (n, k) = (w.n, w.k);
     let plane = UNIT_POS / 32u32;
     let lane_row = UNIT_POS_PLANE / 4u32;
     let lane_part = UNIT_POS_PLANE % 4u32;
-    let height = comptime!(if tall { 16u32 } else { 8 });
-    let halves = comptime!(if tall { 2usize } else { 1 });
+    let height = plan.height();
+    let halves = comptime!(if plan.tall { 2usize } else { 1 });
     // Vectors of 32 codes in a row; where this lane's one or two rows begin.
     let width = k / 32u32;
-    let row0 = (CUBE_POS_X * together + plane / shares) * height + lane_row;
+    let row0 = (w.cube * together + plane / shares) * height + lane_row;
     let mut firsts = Array::<u32>::new(halves);
     #[unroll]
     for half in 0..halves {
@@ -146,9 +236,8 @@ fn gemv_kernel<F: Float>(
             scales_ahead[comptime!(turn * halves + half)] = scales[at / 2usize + comptime!(turn * apart as usize / 2)];
         }
     }
-    let mut x_shared = SharedMemory::<Chunk<F>>::new(comptime!((single / 64 * 9).max(1)));
     if comptime!(single > 0) {
-        stage::<F>(x, &mut x_shared, single, comptime!(shares * together * 32));
+        stage::<F>(x, x_shared, single, plan.units());
     }
     while span < spans {
         let next = span + shares;
@@ -175,7 +264,7 @@ fn gemv_kernel<F: Float>(
             let odd = comptime!(single && turn == 1);
             multiply_span::<F>(
                 x,
-                &x_shared,
+                x_shared,
                 &codes_now,
                 &scales_now,
                 &mut sums,
@@ -191,9 +280,8 @@ fn gemv_kernel<F: Float>(
         span = next;
     }
 
-    // Add the shares up: [plane][token][rows of a tile].
-    let size = comptime!(groups as u32 * 8 * height);
-    let mut shared = SharedMemory::<f32>::new(comptime!((shares * together * size) as usize));
+    // Add the shares up.
+    let size = comptime!(groups as u32 * 8 * plan.height());
     #[unroll]
     for group in 0..groups {
         #[unroll]
@@ -207,12 +295,7 @@ fn gemv_kernel<F: Float>(
         }
     }
     sync_cube();
-    let mut factor = f32::new(comptime!(1.0 / pair_unit(bf16) / scale_unit(bf16)));
-    #[unroll]
-    for s in 0..globals.len() {
-        factor *= globals.index(s)[0];
-    }
-    let lines = comptime!(together * height);
+    let lines = plan.lines();
     let mut slot = UNIT_POS;
     while slot < rows * lines {
         let (token, line) = (slot / lines, slot % lines);
@@ -222,11 +305,11 @@ fn gemv_kernel<F: Float>(
         for share in 0..shares {
             sum += shared[(from + comptime!(share * size)) as usize];
         }
-        let column = CUBE_POS_X * lines + line;
+        let column = w.cube * lines + line;
         if column < n {
-            y[(token * n + column) as usize] = F::cast_from(sum * factor);
+            y[(token * n + column) as usize] = F::cast_from(sum * w.factor);
         }
-        slot += comptime!(shares * together * 32);
+        slot += plan.units();
     }
 }
 

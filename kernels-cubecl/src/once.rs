@@ -8,7 +8,7 @@ use crate::{
     cross_entropy::cross_entropy,
     decode_attention,
     dequantize::dequantize,
-    gemm,
+    gemm::{self, Gemm},
     gemv::gemv,
     gradient, hadamard,
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
@@ -40,11 +40,6 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     };
     let values = |len: usize| zeros(len, value);
     let floats = |len: usize| zeros(len, 4);
-    let one = || {
-        let mut scales = SequenceArg::new();
-        scales.push(floats(1));
-        scales
-    };
     let packed = |rows: usize, cols: usize| PackedArgs {
         codes: floats(rows * cols / 8),
         scales: zeros(rows * cols / 16, 1),
@@ -92,9 +87,18 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
         matmul_dense_packed(client, values(a_rows * a_cols), a_rows, packed(64, cols), values(out), dtype, product)?;
     }
     matmul_packed_packed(client, packed(rows, cols), packed(64, cols), values(rows * 64), dtype)?;
-    rms_norm::rms_norm(client, values(n), floats(cols), values(n), dtype, [rows, cols], 1e-6)?;
-    let parts = rms_norm::partial_rows(rows) * cols;
-    rms_norm::rms_norm_backward(client, values(n), floats(cols), values(n), floats(parts), dtype, [rows, cols], 1e-6)?;
+    for fused in [false, true] {
+        let more = rms_norm::Fused {
+            residual: fused.then(|| [values(n), values(n)]),
+            maxima: fused.then(|| floats(rms_norm::maxima_len(rows))),
+        };
+        rms_norm::rms_norm(client, values(n), floats(cols), values(n), more, dtype, [rows, cols], 1e-6)?;
+        let (so_far, partial) = (fused.then(|| values(n)), floats(rms_norm::partial_rows(rows) * cols));
+        let (x, w, dy) = (values(n), floats(cols), values(n));
+        rms_norm::rms_norm_backward(client, x, w, dy, so_far, partial, dtype, [rows, cols], 1e-6)?;
+        let maxima = fused.then(|| floats(swiglu::maxima_len(client, dtype, n)));
+        swiglu::swiglu(client, values(n), values(n), values(n), maxima, dtype)?;
+    }
     for head_dim in [16usize, 64, 128] {
         let shape = RopeShape { rows, heads: 3, head_dim, eps: 1e-6 };
         let n = rows * 3 * head_dim;
@@ -108,7 +112,6 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
         let partial = floats(shape.partial_rows() * head_dim);
         rope::norm_rope_backward(client, values(n), args(), values(n), partial, dtype, shape)?;
     }
-    swiglu::swiglu(client, values(n), values(n), values(n), dtype)?;
     swiglu::swiglu_backward(client, values(n), values(n), values(n), dtype)?;
     for gradient in [false, true] {
         cross_entropy(client, values(n), floats(rows), floats(rows), dtype, [rows, cols], gradient)?;
@@ -129,9 +132,40 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
         ] {
             let (i, j, r) = if product == Product::Tn { (136, 168, rows) } else { (rows, 168, 72) };
             let shape = gemm::Shape { i, j, r };
-            let scales = if accumulate { SequenceArg::new() } else { one() };
+            let scales = if accumulate { vec![] } else { vec![floats(1)] };
             let (a, b, out, types) = (values(i * r), values(j * r), zeros(i * j, size), (dtype, result));
-            gemm::gemm_in(client, a, b, scales, out, types, shape, product, accumulate, cols)?;
+            let one = Gemm::one(a, b, scales, out, types, shape, product);
+            gemm::gemm_in(client, Gemm { accumulate, ..one }, cols)?;
+        }
+        // Three of one left operand, three of one right operand both ways, and a sum of three.
+        let (m, n, k) = (rows.next_multiple_of(8), [168, 40, 72], 136);
+        for (product, shared_left, summed) in [
+            (Product::Nt, true, false),
+            (Product::Nt, false, false),
+            (Product::Tn, false, false),
+            (Product::Nn, false, true),
+        ] {
+            let shapes: Vec<_> = n
+                .iter()
+                .map(|&n| match (shared_left, summed) {
+                    (true, _) => gemm::Shape { i: m, j: n, r: k },
+                    (_, true) => gemm::Shape { i: m, j: k, r: n },
+                    _ => gemm::Shape { i: n, j: k, r: m },
+                })
+                .collect();
+            let each =
+                |count: usize, of: &dyn Fn(&gemm::Shape) -> ArrayArg<R>| shapes[..count].iter().map(of).collect();
+            let products = Gemm {
+                a: each(if shared_left { 1 } else { 3 }, &|s| values(s.i * s.r)),
+                b: each(if shared_left || summed { 3 } else { 1 }, &|s| values(s.j * s.r)),
+                scales: (0..6).map(|_| floats(1)).collect(),
+                out: each(if summed { 1 } else { 3 }, &|s| values(s.i * s.j)),
+                types: (dtype, dtype),
+                shapes: shapes.clone(),
+                product,
+                accumulate: false,
+            };
+            gemm::gemm_in(client, products, cols)?;
         }
     }
     if block_scaled::supported(client) {
@@ -141,7 +175,11 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     }
     for (n, cols) in [(40usize, 256usize), (8450, 2560)] {
         for m in [1, rows.min(16)] {
-            gemv(client, values(m * cols), m, packed(n, cols), one(), values(m * n), dtype)?;
+            for n in [vec![n], vec![n, 24, 40]] {
+                let weights = n.iter().map(|n| packed(*n, cols)).collect();
+                let ys = n.iter().map(|n| values(m * n)).collect();
+                gemv(client, values(m * cols), m, weights, vec![floats(1)], ys, dtype)?;
+            }
         }
     }
     for head_dim in [64usize, 128] {

@@ -27,7 +27,7 @@ mod amax;
 mod tile;
 
 use amax::amax_of;
-pub use amax::{AMAX_LEN, amax, amax_rotated};
+pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated};
 pub use tile::View;
 use tile::{Place, Plan, UNITS, own, row_across, row_of, store_across};
 

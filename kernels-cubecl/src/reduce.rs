@@ -88,3 +88,15 @@ pub(crate) fn lanes<N: Size>(x: Vector<f32, N>) -> f32 {
     }
     sum
 }
+
+/// The largest magnitude among a vector's elements, 0 if all are NaN.
+#[cube]
+pub(crate) fn largest<F: Float, N: Size>(x: Vector<F, N>) -> f32 {
+    let mut top = 0.0f32;
+    #[unroll]
+    for i in 0..N::value() {
+        let value = f32::cast_from(x[i]).abs();
+        top = select(value > top, value, top);
+    }
+    top
+}

@@ -4,6 +4,8 @@
 //! g = dy * w      dx = r * (g - n * mean(g * n))    dw = sum over rows of dy * n
 //! for row { sum x^2; for c { y[c] = x[c] * r * w[c] } }                             // the plain loop
 //! ```
+//! The forward can add a residual on the way (`x = round(a + b)`, which it stores) and leave the largest `|y|` of each
+//! cube, which is what a quantiser of y asks first. The backward can add to dx the gradient that x has already.
 //! Statistics and sums are f32; `n` is rounded to the type of x before the weight, as Hugging Face does. A cube
 //! takes one row after another, each unit keeps its few vectors of it in registers; backward has the next row on its way
 //! while it sums one, keeps its share of `dw` for all the rows it meets and writes it once, so that one short sum over
@@ -13,12 +15,27 @@
 use crate::{
     device::{bit_casts, liberties, vector_size},
     error::{KernelError, expect_len, index},
-    reduce::{cube_sum, cube_sums, lanes},
+    reduce::{cube_max, cube_sum, cube_sums, lanes, largest},
 };
 use cubecl::prelude::*;
 
 /// Cubes of a backward launch at most: each leaves one row of partial sums.
 const CUBES: usize = 1056;
+
+/// What a norm does on the way.
+pub struct Fused<R: Runtime> {
+    /// Added to x, and where the sum goes: both as x.
+    pub residual: Option<[ArrayArg<R>; 2]>,
+    /// f32, [`maxima_len`]: takes the largest `|y|` of each cube, NaN ignored.
+    pub maxima: Option<ArrayArg<R>>,
+}
+
+impl<R: Runtime> Fused<R> {
+    /// Nothing.
+    pub fn none() -> Self {
+        Self { residual: None, maxima: None }
+    }
+}
 
 /// `y` from `x` (`rows` x `cols`, type `dtype`) and `w` (f32, `cols`).
 ///
@@ -29,6 +46,7 @@ pub fn rms_norm<R: Runtime>(
     x: ArrayArg<R>,
     w: ArrayArg<R>,
     y: ArrayArg<R>,
+    Fused { residual, maxima }: Fused<R>,
     dtype: StorageType,
     [rows, cols]: [usize; 2],
     eps: f32,
@@ -37,21 +55,34 @@ pub fn rms_norm<R: Runtime>(
     expect_len(NAME, "x", x.size(), rows * cols)?;
     expect_len(NAME, "y", y.size(), rows * cols)?;
     expect_len(NAME, "w", w.size(), cols)?;
+    let (mut added, mut sum, mut tops) = (SequenceArg::new(), SequenceArg::new(), SequenceArg::new());
+    if let Some([a, b]) = residual {
+        expect_len(NAME, "residual", a.size(), rows * cols)?;
+        expect_len(NAME, "sum", b.size(), rows * cols)?;
+        added.push(a);
+        sum.push(b);
+    }
+    if let Some(maxima) = maxima {
+        expect_len(NAME, "maxima", maxima.size(), maxima_len(rows))?;
+        tops.push(maxima);
+    }
     if rows == 0 {
         return Ok(());
     }
     let (vector, passes, units) = row_launch(client, dtype, cols);
-    let cubes = index(NAME, "rows", rows)?.min(65_535);
     // SAFETY: buffer lengths were checked; cubes step over rows up to the last.
     unsafe {
         rms_norm_kernel::launch_unchecked(
             client,
-            CubeCount::Static(cubes, 1, 1),
+            CubeCount::Static(index(NAME, "cubes", maxima_len(rows))?, 1, 1),
             CubeDim::new_1d(units),
             vector,
             x,
             w,
             y,
+            added,
+            sum,
+            tops,
             rows as u32,
             index(NAME, "columns", cols)?,
             eps,
@@ -61,6 +92,11 @@ pub fn rms_norm<R: Runtime>(
         );
     }
     Ok(())
+}
+
+/// Cubes of a forward launch: one a row, as far as a grid goes.
+pub fn maxima_len(rows: usize) -> usize {
+    rows.min(65_535)
 }
 
 /// Vector size, vectors a unit and units of a cube for rows of `cols`.
@@ -77,7 +113,8 @@ pub fn partial_rows(rows: usize) -> usize {
     rows.div_ceil(8).clamp(1, CUBES)
 }
 
-/// `dy` becomes `dx`; `partial` (f32, [`partial_rows`] x `cols`) gets sums whose column sums are `dw`.
+/// `dy` becomes `dx`, plus `so_far` if there is some; `partial` (f32, [`partial_rows`] x `cols`) gets sums whose column
+/// sums are `dw`.
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
@@ -86,6 +123,7 @@ pub fn rms_norm_backward<R: Runtime>(
     x: ArrayArg<R>,
     w: ArrayArg<R>,
     dy: ArrayArg<R>,
+    so_far: Option<ArrayArg<R>>,
     partial: ArrayArg<R>,
     dtype: StorageType,
     [rows, cols]: [usize; 2],
@@ -98,6 +136,11 @@ pub fn rms_norm_backward<R: Runtime>(
     let cubes = partial_rows(rows);
     expect_len(NAME, "w", w.size(), cols)?;
     expect_len(NAME, "partial", partial.size(), cubes * cols)?;
+    let mut more = SequenceArg::new();
+    if let Some(so_far) = so_far {
+        expect_len(NAME, "gradient so far", so_far.size(), rows * cols)?;
+        more.push(so_far);
+    }
     let (vector, passes, units) = row_launch(client, dtype, cols);
     // SAFETY: as above; a unit writes what it alone read.
     unsafe {
@@ -109,6 +152,7 @@ pub fn rms_norm_backward<R: Runtime>(
             x,
             w,
             dy,
+            more,
             partial,
             index(NAME, "rows", rows)?,
             index(NAME, "columns", cols)?,
@@ -126,6 +170,9 @@ fn rms_norm_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
     y: &mut Array<Vector<F, N>>,
+    added: &Sequence<Array<Vector<F, N>>>,
+    sum: &mut Sequence<Array<Vector<F, N>>>,
+    maxima: &mut Sequence<Array<f32>>,
     rows: u32,
     cols: u32,
     eps: f32,
@@ -134,6 +181,7 @@ fn rms_norm_kernel<F: Float, N: Size>(
     #[define(F)] _dtype: StorageType,
 ) {
     let width = cols / (N::value() as u32);
+    let mut top = 0.0f32;
     let mut row = CUBE_POS_X;
     while row < rows {
         let first = (row as usize) * (width as usize);
@@ -144,7 +192,15 @@ fn rms_norm_kernel<F: Float, N: Size>(
             let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
             values[pass] = Vector::new(0.0f32);
             if c < width {
-                values[pass] = Vector::cast_from(x[first + (c as usize)]);
+                let mut value = x[first + (c as usize)];
+                #[unroll]
+                for i in 0..added.len() {
+                    value = Vector::cast_from(
+                        Vector::<f32, N>::cast_from(value) + Vector::cast_from(added.index(i)[first + (c as usize)]),
+                    );
+                    sum.index_mut(i)[first + (c as usize)] = value;
+                }
+                values[pass] = Vector::cast_from(value);
                 squares += values[pass] * values[pass];
             }
         }
@@ -155,10 +211,21 @@ fn rms_norm_kernel<F: Float, N: Size>(
             if c < width {
                 let normal = Vector::<F, N>::cast_from(values[pass] * Vector::new(scale));
                 // Weighted in the type of x: the product of two rounded values is rounded once.
-                y[first + (c as usize)] = normal * Vector::<F, N>::cast_from(w[c as usize]);
+                let weighted = normal * Vector::<F, N>::cast_from(w[c as usize]);
+                y[first + (c as usize)] = weighted;
+                if comptime!(maxima.len() > 0) {
+                    top = max(top, largest(weighted));
+                }
             }
         }
         row += CUBE_COUNT_X;
+    }
+    #[unroll]
+    for i in 0..maxima.len() {
+        let top = cube_max(top);
+        if UNIT_POS == 0u32 {
+            maxima.index_mut(i)[CUBE_POS_X as usize] = top;
+        }
     }
 }
 
@@ -167,6 +234,7 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
     dy: &mut Array<Vector<F, N>>,
+    so_far: &Sequence<Array<Vector<F, N>>>,
     partial: &mut Array<Vector<f32, N>>,
     rows: u32,
     cols: u32,
@@ -213,9 +281,13 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
             let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
             let value = Vector::<f32, N>::cast_from(own_x[pass]);
             let inner = Vector::<f32, N>::cast_from(own_dy[pass]);
-            let grad = inner * weight(w, pass, width) - value * Vector::new(along);
+            let mut grad = (inner * weight(w, pass, width) - value * Vector::new(along)) * Vector::new(scale);
             if c < width {
-                dy[first + (c as usize)] = Vector::cast_from(grad * Vector::new(scale));
+                #[unroll]
+                for i in 0..so_far.len() {
+                    grad += Vector::cast_from(so_far.index(i)[first + (c as usize)]);
+                }
+                dy[first + (c as usize)] = Vector::cast_from(grad);
             }
             dw[pass] += inner * value * Vector::new(scale);
             own_x[pass] = next_x[pass];

@@ -11,7 +11,9 @@ use crate::{
     loss::cross_entropy_sum,
     rope::rotary,
 };
-use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Linear, Recipe, Rotary, Stream};
+use backend_nvfp4::{
+    Activations, AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Linear, Recipe, Rotary, Stream, linears,
+};
 use burn::{
     module::{Module, Param},
     tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
@@ -100,7 +102,7 @@ impl<B: Nvfp4Backend> Attention<B> {
     /// `x` `[M, D]` to `[M, D]`. With a cache, new tokens also see what it holds.
     pub fn forward(
         &self,
-        x_MD: Tensor<B, 2>,
+        x_MD: Activations<B>,
         ctx: &Context<B>,
         cache: Option<(&mut LayerCache<B>, usize)>,
     ) -> Tensor<B, 2> {
@@ -108,9 +110,9 @@ impl<B: Nvfp4Backend> Attention<B> {
         let heads = |x: Tensor<B, 2>, norm: &Param<Tensor<B, 1>>| {
             float(B::norm_rope(primitive(x), primitive(norm.val()), &ctx.rotary, ctx.eps))
         };
-        let q_MC = heads(self.q_proj.forward(x_MD.clone(), ctx.spec.slot(0)), &self.q_norm);
-        let k_MC = heads(self.k_proj.forward(x_MD.clone(), ctx.spec.slot(1)), &self.k_norm);
-        let v_MC = self.v_proj.forward(x_MD, ctx.spec.slot(2));
+        let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let [q_MC, k_MC, v_MC] = linears(layers, x_MD, [0, 1, 2].map(|i| ctx.spec.slot(i)));
+        let (q_MC, k_MC) = (heads(q_MC, &self.q_norm), heads(k_MC, &self.k_norm));
         let (k_SC, v_SC) = match cache {
             Some((layer, past)) => layer.append(k_MC, v_MC, past),
             None => (k_MC, v_MC),
@@ -125,10 +127,12 @@ impl<B: Nvfp4Backend> Attention<B> {
 
 impl<B: Nvfp4Backend> Mlp<B> {
     /// `x` `[M, D]` to `[M, D]`.
-    pub fn forward(&self, x_MD: Tensor<B, 2>, spec: LinearSpec) -> Tensor<B, 2> {
-        let gate_MF = self.gate_proj.forward(x_MD.clone(), spec.slot(4));
-        let up_MF = self.up_proj.forward(x_MD, spec.slot(5));
-        self.down_proj.forward(float(B::swiglu(primitive(gate_MF), primitive(up_MF))), spec.slot(6))
+    pub fn forward(&self, x_MD: Activations<B>, spec: LinearSpec) -> Tensor<B, 2> {
+        let layers = [&self.gate_proj, &self.up_proj];
+        let [gate_MF, up_MF] = linears(layers, x_MD, [4, 5].map(|i| spec.slot(i)));
+        let y_MF = B::swiglu_activations(primitive(gate_MF), primitive(up_MF), spec);
+        let [y_MD] = linears([&self.down_proj], y_MF, [spec.slot(6)]);
+        y_MD
     }
 }
 
@@ -140,10 +144,13 @@ impl<B: Nvfp4Backend> Block<B> {
         ctx: &Context<B>,
         cache: Option<(&mut LayerCache<B>, usize)>,
     ) -> Tensor<B, 2> {
-        let normed = rms_norm(x_MD.clone(), &self.input_layernorm, ctx.eps);
-        let x_MD = x_MD + self.self_attn.forward(normed, ctx, cache);
-        let normed = rms_norm(x_MD.clone(), &self.post_attention_layernorm, ctx.eps);
-        x_MD + self.mlp.forward(normed, ctx.spec)
+        let weight = primitive(self.input_layernorm.val());
+        let normed = B::rms_norm_activations(primitive(x_MD.clone()), weight, ctx.eps, ctx.spec);
+        let y_MD = self.self_attn.forward(normed, ctx, cache);
+
+        let weight = primitive(self.post_attention_layernorm.val());
+        let (x_MD, normed) = B::add_rms_norm(primitive(x_MD), primitive(y_MD), weight, ctx.eps, ctx.spec);
+        float(x_MD) + self.mlp.forward(normed, ctx.spec)
     }
 }
 
@@ -269,7 +276,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 
     /// The norm before the head.
     pub fn final_norm(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
-        rms_norm(h_MD, &self.norm, self.info.config.rms_norm_eps)
+        float(B::rms_norm(primitive(h_MD), primitive(self.norm.val()), self.info.config.rms_norm_eps))
     }
 
     /// Normalised hidden states `[M, D]` to logits `[M, V]` in f32.
@@ -298,10 +305,6 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         let loss = B::head_loss(h, w, ids.into_primitive(), self.info.spec.precision);
         Tensor::from_primitive(TensorPrimitive::Float(loss))
     }
-}
-
-fn rms_norm<B: Nvfp4Backend>(x: Tensor<B, 2>, weight: &Param<Tensor<B, 1>>, eps: f64) -> Tensor<B, 2> {
-    float(B::rms_norm(primitive(x), primitive(weight.val()), eps))
 }
 
 fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {

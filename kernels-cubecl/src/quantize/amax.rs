@@ -8,11 +8,11 @@ use crate::{
     device::vector_size,
     error::{KernelError, expect_blocks, expect_len},
     hadamard::{SIGNS, rotate},
-    reduce::cube_max,
+    reduce::{cube_max, largest},
 };
 use cubecl::prelude::*;
 
-/// Values that [`amax`] writes.
+/// Values that [`amax()`] writes.
 pub const AMAX_LEN: usize = 3;
 
 /// `out = [A, S / 6, 1 / S]` with `A = room * max |x|`, NaN ignored, and `S` as above. `room` is 1, or how far the values
@@ -32,29 +32,36 @@ pub fn amax<R: Runtime>(
     let vector = vector_size(client, dtype, x.size());
     let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
     let scratch = client.empty(cubes * 4);
-    let float = f32::as_type_native_unchecked().storage_type();
-    let dim = CubeDim::new_1d(256);
-    // SAFETY: `scratch` holds one f32 a cube, `out` three; both kernels stop at the end of what they read.
+    // SAFETY: `scratch` holds one f32 a cube; the kernel stops at the end of what it reads.
     unsafe {
-        let scratch_arg = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
-        amax_kernel::launch_unchecked(
-            client,
-            CubeCount::Static(cubes as u32, 1, 1),
-            dim,
-            vector,
-            x,
-            scratch_arg(),
-            1.0,
-            false,
-            dtype,
-        );
-        let one = CubeCount::Static(1, 1, 1);
-        amax_kernel::launch_unchecked(client, one, dim, 1, scratch_arg(), out, room, true, float);
+        let maxima = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
+        let (count, dim) = (CubeCount::Static(cubes as u32, 1, 1), CubeDim::new_1d(256));
+        amax_kernel::launch_unchecked(client, count, dim, vector, x, maxima(), 1.0, false, dtype);
+        amax_of_maxima(client, maxima(), room, out)
     }
+}
+
+/// As [`amax()`], of what the largest of `maxima` (f32) is the maximum of: a kernel that made x left them. One launch.
+///
+/// # Errors
+/// If `out` does not hold three elements.
+pub fn amax_of_maxima<R: Runtime>(
+    client: &ComputeClient<R>,
+    maxima: ArrayArg<R>,
+    room: f32,
+    out: ArrayArg<R>,
+) -> Result<(), KernelError> {
+    expect_len("amax", "out", out.size(), AMAX_LEN)?;
+    let float = f32::as_type_native_unchecked().storage_type();
+    let vector = vector_size(client, float, maxima.size());
+    let units = client.properties().hardware.max_units_per_cube.min(1024);
+    let (one, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(units));
+    // SAFETY: `out` holds three f32; the kernel stops at the end of what it reads.
+    unsafe { amax_kernel::launch_unchecked(client, one, dim, vector, maxima, out, room, true, float) };
     Ok(())
 }
 
-/// As [`amax`] of the matrix with every 16 columns rotated. Two launches.
+/// As [`amax()`] of the matrix with every 16 columns rotated. Two launches.
 ///
 /// # Errors
 /// If C is not a multiple of 16 or a buffer does not fit.
@@ -71,8 +78,7 @@ pub fn amax_rotated<R: Runtime>(
     expect_len(NAME, "out", out.size(), AMAX_LEN)?;
     let plan = Plan::new(client, dtype, view, Block::Row)?;
     let scratch = client.empty(plan.cubes * 4);
-    let float = f32::as_type_native_unchecked().storage_type();
-    // SAFETY: `scratch` holds one f32 a cube, `out` three; units outside the matrix contribute 0.
+    // SAFETY: `scratch` holds one f32 a cube; units outside the matrix contribute 0.
     unsafe {
         let partial = || ArrayArg::from_raw_parts(scratch.clone(), plan.cubes);
         amax_rotated_kernel::launch_unchecked(
@@ -86,10 +92,8 @@ pub fn amax_rotated<R: Runtime>(
             plan.along,
             dtype,
         );
-        let (one, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(256));
-        amax_kernel::launch_unchecked(client, one, dim, 1, partial(), out, 1.0, true, float);
+        amax_of_maxima(client, partial(), 1.0, out)
     }
-    Ok(())
 }
 
 #[cube]
@@ -129,14 +133,9 @@ fn amax_kernel<F: Float, N: Size>(
 ) {
     let mut amax = 0.0f32;
     let mut at = ABSOLUTE_POS;
-    let step = (CUBE_COUNT_X * 256u32) as usize;
+    let step = (CUBE_COUNT_X * CUBE_DIM) as usize;
     while at < x.len() {
-        let vector = x[at];
-        #[unroll]
-        for i in 0..N::value() {
-            let value = f32::cast_from(vector[i]).abs();
-            amax = select(value > amax, value, amax);
-        }
+        amax = max(amax, largest(x[at]));
         at += step;
     }
     let amax = cube_max(amax);

@@ -1,0 +1,114 @@
+//! Several outputs of one operation in a graph whose operations have one: linear layers that read the same activations.
+//!
+//! ```text
+//! x, weights -> [linears] -> (stand-in) -> [output 0] -> y0
+//!                                       -> [output 1] -> y1
+//! ```
+//! An output's backward puts its gradient where the operation finds it and gives the stand-in some gradient, whose value
+//! nobody reads; when all outputs that the loss depends on have done so, the operation's own backward runs.
+
+use crate::{
+    LinearSpec, Nvfp4Backend,
+    linear::{self, Saved},
+};
+use burn::{
+    backend::{
+        Autodiff,
+        autodiff::{
+            checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
+            grads::Gradients,
+            ops::{Backward, Ops, OpsKind},
+        },
+    },
+    tensor::{backend::Backend, ops::FloatTensor},
+};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The outputs `ys` of layers in the graph. Their `parents` are the activations and each layer's weight.
+pub(super) fn outputs<B: Nvfp4Backend, C: CheckpointStrategy>(
+    parents: Vec<FloatTensor<Autodiff<B, C>>>,
+    state: (Saved<B>, Vec<LinearSpec>),
+    ys: Vec<FloatTensor<B>>,
+) -> Vec<FloatTensor<Autodiff<B, C>>> {
+    let arrived = Arrived(Arc::new(Mutex::new(ys.iter().map(|_| None).collect())));
+    let state = (state.0, state.1, arrived.clone());
+    // The graph wants the number of parents at compile time.
+    let operation = match parents.len() {
+        2 => operation::<B, C, 2>(parents, state),
+        3 => operation::<B, C, 3>(parents, state),
+        4 => operation::<B, C, 4>(parents, state),
+        n => panic!("{} layers read the same activations, one to three are expected", n - 1),
+    };
+    let output = |(i, y)| match Output.prepare::<C>([operation.node.clone()]).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish((arrived.clone(), i), y),
+        OpsKind::UnTracked(prep) => prep.finish(y),
+    };
+    ys.into_iter().enumerate().map(output).collect()
+}
+
+/// The gradients of outputs that have come.
+#[derive(Debug, Clone)]
+struct Arrived<B: Backend>(Arc<Mutex<Vec<Option<FloatTensor<B>>>>>);
+
+impl<B: Backend> Arrived<B> {
+    fn put(&self, i: usize, dy: FloatTensor<B>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)[i] = Some(dy);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().all(Option::is_none)
+    }
+
+    fn take(&self) -> Vec<Option<FloatTensor<B>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter_mut().map(Option::take).collect()
+    }
+}
+
+type State<B> = (Saved<B>, Vec<LinearSpec>, Arrived<B>);
+
+fn operation<B: Nvfp4Backend, C: CheckpointStrategy, const P: usize>(
+    parents: Vec<FloatTensor<Autodiff<B, C>>>,
+    state: State<B>,
+) -> FloatTensor<Autodiff<B, C>> {
+    let parents: [FloatTensor<Autodiff<B, C>>; P] = parents.try_into().expect("their number was matched");
+    let stand_in = parents[0].primitive.clone();
+    match Linears.prepare::<C>(parents.map(|parent| parent.node)).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(state, stand_in),
+        OpsKind::UnTracked(prep) => prep.finish(stand_in),
+    }
+}
+
+#[derive(Debug)]
+struct Linears;
+
+impl<B: Nvfp4Backend, const P: usize> Backward<B, P> for Linears {
+    type State = State<B>;
+    fn backward(self, ops: Ops<Self::State, P>, grads: &mut Gradients, _: &mut Checkpointer) {
+        drop(grads.consume::<B>(&ops.node));
+        let (saved, specs, arrived) = ops.state;
+        let wanted = ops.parents.each_ref().map(Option::is_some);
+        let (dx, dws) = linear::backward::<B>(arrived.take(), saved, &specs, &wanted);
+        for (parent, gradient) in ops.parents.into_iter().zip([dx].into_iter().chain(dws)) {
+            if let (Some(node), Some(gradient)) = (parent, gradient) {
+                grads.register::<B>(node.id, gradient);
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Output;
+
+impl<B: Backend> Backward<B, 1> for Output {
+    type State = (Arrived<B>, usize);
+    fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
+        let (dy, (arrived, i)) = (grads.consume::<B>(&ops.node), ops.state);
+        let [operation] = ops.parents;
+        if let Some(operation) = operation {
+            if arrived.is_empty() {
+                grads.register::<B>(operation.id, dy.clone());
+            }
+            arrived.put(i, dy);
+        }
+    }
+}

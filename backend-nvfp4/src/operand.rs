@@ -1,0 +1,50 @@
+//! An operand of a linear layer's products, dense or packed, and such products one by one: what every backend can do.
+
+use crate::{Nvfp4Backend, Nvfp4Primitive, Precision, Product};
+use burn::tensor::{DType, backend::Backend, ops::FloatTensor};
+
+/// A matrix that a product reads.
+#[derive(Debug, Clone)]
+pub enum Operand<B: Backend> {
+    /// Values in the dtype of the precision.
+    Dense(FloatTensor<B>),
+    /// NVFP4 codes.
+    Packed(Nvfp4Primitive<B>),
+}
+
+/// A product for each pair: a list of one operand goes with every one of the other list.
+pub(crate) fn each<B: Nvfp4Backend>(
+    product: Product,
+    a: &[Operand<B>],
+    b: &[Operand<B>],
+    precision: Precision,
+    out: DType,
+) -> Vec<FloatTensor<B>> {
+    let of = |list: &[Operand<B>], i: usize| list[i.min(list.len() - 1)].clone();
+    (0..a.len().max(b.len())).map(|i| one(product, of(a, i), of(b, i), precision, out)).collect()
+}
+
+fn one<B: Nvfp4Backend>(
+    product: Product,
+    a: Operand<B>,
+    b: Operand<B>,
+    precision: Precision,
+    out: DType,
+) -> FloatTensor<B> {
+    let dtype = precision.dtype();
+    match (a, b) {
+        (Operand::Dense(a), Operand::Dense(b)) => {
+            let (a, b) = match product {
+                Product::Nt => (a, B::float_transpose(b)),
+                Product::Nn => (a, b),
+                Product::Tn => (B::float_transpose(a), b),
+            };
+            B::dense_matmul(a, b, precision, out)
+        }
+        (Operand::Dense(a), Operand::Packed(b)) => B::nvfp4_matmul(a, &b, product, out),
+        (Operand::Packed(a), Operand::Packed(b)) if product != Product::Tn => {
+            B::nvfp4_matmul_packed(&a, &b, product, dtype, out)
+        }
+        (Operand::Packed(a), b) => one(product, Operand::Dense(B::nvfp4_dequantize(&a, dtype)), b, precision, out),
+    }
+}
