@@ -10,7 +10,7 @@ use crate::{
     adamw::{self, Master},
     attention,
     attention::AttentionShape,
-    block_scaled::{self, block_scaled},
+    block_scaled,
     cross_entropy::cross_entropy,
     decode_attention::{self, decode_attention},
     dequantize::dequantize,
@@ -34,6 +34,8 @@ use cubecl::{
 };
 use std::{cell::OnceCell, time::Instant};
 
+mod products;
+
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 /// Launches in one measurement, and measurements.
@@ -54,10 +56,6 @@ pub struct Row {
     /// Operations, for what is bound by arithmetic.
     pub operations: Option<f64>,
 }
-
-/// The four projections of a Qwen3-4B block and its head, output and input features.
-const LINEARS: [(&str, usize, usize); 5] =
-    [("q", 4096, 2560), ("k, v", 1024, 2560), ("o", 2560, 4096), ("gate, up", 9728, 2560), ("down", 2560, 9728)];
 
 /// The tiers of products with packed operands that a device has: the first that takes a shape makes it.
 pub fn tiers<R: Runtime>(client: &ComputeClient<R>) -> Vec<&'static str> {
@@ -257,10 +255,18 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let moved = |bytes: f64| (Some(bytes), None);
         let (rows, cols) = (8192usize, 9728usize);
         let n = rows * cols;
-        let (x, y, shape) = (self.values(n), self.bytes(n * 2, 4), format!("{rows}x{cols}"));
+        let (x, made, shape) = (self.values(n), self.bytes(n * 2, 4), format!("{rows}x{cols}"));
         let (gate, up) = (self.values(n), self.values(n));
         self.row(show, "swiglu", shape.clone(), moved(n as f64 * 6.0), |_| {
-            swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&y, n), None, BF16)
+            swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), self.arg(&made, n), None, BF16)
+        })?;
+        let codes = [n / 2, n / 16, 4, 12].map(|len| self.bytes(len, 3));
+        let maxima = self.bytes(4 * swiglu::maxima_len(client, BF16, n), 5);
+        self.row(show, "swiglu, quantize", shape.clone(), moved(n as f64 * 8.5625), |_| {
+            let len = swiglu::maxima_len(client, BF16, n);
+            let (y, top) = (self.arg(&made, n), self.arg(&maxima, len));
+            swiglu::swiglu(client, self.arg(&x, n), self.arg(&up, n), y, Some(top), BF16)?;
+            self.coded(&made, &maxima, len, &codes, [rows, cols])
         })?;
         self.row(show, "swiglu backward", shape, moved(n as f64 * 10.0), |_| {
             swiglu::swiglu_backward(client, self.arg(&gate, n), self.arg(&up, n), self.arg(&x, n), BF16)
@@ -272,14 +278,32 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let partial = self.bytes(parts * 4, 8);
         let shape = format!("{rows}x{cols}");
         self.row(show, "rms_norm", shape.clone(), moved(n as f64 * 4.0), |_| {
-            let (x, w, y) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&y, n));
+            let (x, w, y) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&made, n));
             rms_norm::rms_norm(client, x, w, y, rms_norm::Fused::none(), BF16, [rows, cols], 1e-6)
         })?;
-        self.row(show, "rms_norm backward", shape, moved(n as f64 * 6.0), |_| {
-            let (x, w, dy) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&up, n));
-            let partial = self.arg(&partial, parts);
-            rms_norm::rms_norm_backward(client, x, w, dy, None, partial, BF16, [rows, cols], 1e-6)
-        })?;
+        let len = rms_norm::maxima_len(rows);
+        for (name, added, quantised, bytes) in [
+            ("rms_norm, quantize", false, true, 6.5625),
+            ("residual, rms_norm", true, false, 8.0),
+            ("residual, rms_norm, quantize", true, true, 10.5625),
+        ] {
+            self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
+                let (x, w, y) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&made, n));
+                let fused = rms_norm::Fused {
+                    residual: added.then(|| [self.arg(&up, n), self.arg(&gate, n)]),
+                    maxima: quantised.then(|| self.arg(&maxima, len)),
+                };
+                rms_norm::rms_norm(client, x, w, y, fused, BF16, [rows, cols], 1e-6)?;
+                if quantised { self.coded(&made, &maxima, len, &codes, [rows, cols]) } else { Ok(()) }
+            })?;
+        }
+        for (name, so_far, bytes) in [("rms_norm backward", false, 6.0), ("residual, rms_norm backward", true, 8.0)] {
+            self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
+                let (x, w, dy) = (self.arg(&x, n), self.arg(&w, cols), self.arg(&up, n));
+                let (so_far, partial) = (so_far.then(|| self.arg(&gate, n)), self.arg(&partial, parts));
+                rms_norm::rms_norm_backward(client, x, w, dy, so_far, partial, BF16, [rows, cols], 1e-6)
+            })?;
+        }
         let shape = RopeShape { rows: 8192, heads: 32, head_dim: 128, eps: 1e-6 };
         let n = shape.rows * 4096;
         let table = self.bytes(shape.rows * 64 * 4, 9);
@@ -292,7 +316,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
             positions: self.arg(&positions, shape.rows),
         };
         self.row(show, "norm_rope", "8192x32x128".into(), moved(n as f64 * 4.0), |_| {
-            rope::norm_rope(client, self.arg(&x, n), args(), self.arg(&y, n), BF16, shape)
+            rope::norm_rope(client, self.arg(&x, n), args(), self.arg(&made, n), BF16, shape)
         })?;
         self.row(show, "norm_rope backward", "8192x32x128".into(), moved(n as f64 * 6.0), |_| {
             let (dy, partial) = (self.arg(&up, n), self.arg(&partial, parts));
@@ -305,6 +329,23 @@ impl<'a, R: Runtime> Bench<'a, R> {
             let (targets, loss) = (self.arg(&targets, rows), self.arg(&loss, rows));
             cross_entropy(client, self.arg(&logits, n), targets, loss, BF16, [rows, cols], true)
         })
+    }
+
+    /// Quantises what a kernel made and left `len` maxima of.
+    fn coded(
+        &self,
+        made: &Data<'a>,
+        maxima: &Data<'a>,
+        len: usize,
+        [codes, scales, global, amax]: &[Data<'a>; 4],
+        [rows, cols]: [usize; 2],
+    ) -> Result<(), KernelError> {
+        let n = rows * cols;
+        quantize::amax_of_maxima(self.client, self.arg(maxima, len), 1.0, self.arg(amax, 3))?;
+        let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+        let out = (self.arg(codes, n / 8), self.arg(scales, n / 16), self.arg(global, 1));
+        let (x, view) = (self.arg(made, n), View::row_major(rows, cols));
+        quantize::quantize(self.client, x, BF16, self.arg(amax, 3), out.0, out.1, out.2, view, spec, false)
     }
 
     /// The optimizer's forms that are used most, over four of the largest matrices of a block.
@@ -364,90 +405,6 @@ impl<'a, R: Runtime> Bench<'a, R> {
         })
     }
 
-    fn products(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
-        let client = self.client;
-        for m in [2048usize, 4096, 8192] {
-            for (layer, n, k) in LINEARS {
-                let (x, dy) = (self.values(m * k), self.values(m * n));
-                let (codes, scales, one) = (self.bytes(n * k / 2, 1), self.bytes(n * k / 16, 2), self.bytes(4, 3));
-                let (w, y) = (self.bytes(n * k * 2, 4), self.bytes(m * n.max(k) * 2, 5));
-                let dw = self.bytes(n * k * 4, 6);
-                let work = (None, Some(2.0 * (m * n * k) as f64));
-                let dense = || {
-                    let packed = (self.arg(&codes, n * k / 8), self.arg(&scales, n * k / 16));
-                    dequantize(client, packed.0, packed.1, None, self.arg(&w, n * k), BF16, n, k)
-                };
-                let scale = || vec![self.arg(&one, 1)];
-                let shape = format!("{layer} {m}x{n}x{k}");
-                self.row(show, "gemm forward, packed weight", shape.clone(), work, |_| {
-                    dense()?;
-                    let shape = gemm::Shape { i: m, j: n, r: k };
-                    let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
-                    gemm(client, Gemm::one(a, b, scale(), y, (BF16, BF16), shape, Product::Nt))
-                })?;
-                for cols in gemm::tile_columns(client).into_iter().filter(|_| m == 2048) {
-                    let shape = gemm::Shape { i: m, j: n, r: k };
-                    let name = format!("gemm nt in tiles of 128x{cols}");
-                    self.row(show, &name, format!("{layer} {m}x{n}x{k}"), work, |_| {
-                        let (a, b, y) = (self.arg(&x, m * k), self.arg(&w, n * k), self.arg(&y, m * n));
-                        gemm::gemm_in(client, Gemm::one(a, b, scale(), y, (BF16, BF16), shape, Product::Nt), cols)
-                    })?;
-                }
-                if block_scaled::supported(client) {
-                    let packed = |rows: usize| PackedArgs {
-                        codes: self.arg(&codes, rows * k / 8),
-                        scales: self.arg(&scales, rows * k / 16),
-                        global: self.arg(&one, 1),
-                        rows,
-                        cols: k,
-                    };
-                    // The left operand's codes are the first rows of the same buffer, or it would be too short.
-                    let rows = m.min(n);
-                    let work = (None, Some(2.0 * (rows * n * k) as f64));
-                    self.row(show, "block_scaled, packed x packed", format!("{layer} {rows}x{n}x{k}"), work, |_| {
-                        block_scaled(client, packed(rows), packed(n), self.arg(&y, rows * n), BF16)
-                    })?;
-                }
-                self.row(show, "gemm dgrad, packed weight", shape.clone(), work, |_| {
-                    dense()?;
-                    let shape = gemm::Shape { i: m, j: k, r: n };
-                    let (a, b, y) = (self.arg(&dy, m * n), self.arg(&w, n * k), self.arg(&y, m * k));
-                    gemm(client, Gemm::one(a, b, scale(), y, (BF16, BF16), shape, Product::Nn))
-                })?;
-                self.row(show, "gemm wgrad, f32 result", shape, work, |_| {
-                    let shape = gemm::Shape { i: n, j: k, r: m };
-                    let (a, b, y) = (self.arg(&dy, m * n), self.arg(&x, m * k), self.arg(&dw, n * k));
-                    gemm(client, Gemm::one(a, b, vec![], y, (BF16, F32), shape, Product::Tn))
-                })?;
-            }
-        }
-        let (m, v, d) = (1024usize, 151_936usize, 2560usize);
-        let (h, w, logits) = (self.values(m * d), self.values(v * d), self.bytes(m * v * 2, 1));
-        let (dh, dw) = (self.bytes(m * d * 2, 2), self.bytes(v * d * 4, 3));
-        let (targets, loss) = (self.words(vec![0; m]), self.bytes(m * 4, 5));
-        let work = (None, Some(6.0 * (m * v * d) as f64));
-        for whole in [true, false] {
-            let name = if whole { "head + cross-entropy, chunk" } else { "head, its three products alone" };
-            self.row(show, name, format!("{m}x{v}x{d}"), work, |_| {
-                let (a, b, y) = (self.arg(&h, m * d), self.arg(&w, v * d), self.arg(&logits, m * v));
-                let shape = gemm::Shape { i: m, j: v, r: d };
-                gemm(client, Gemm::one(a, b, vec![], y, (BF16, BF16), shape, Product::Nt))?;
-                if whole {
-                    let (targets, loss) = (self.arg(&targets, m), self.arg(&loss, m));
-                    cross_entropy(client, self.arg(&logits, m * v), targets, loss, BF16, [m, v], true)?;
-                }
-                let (a, b, y) = (self.arg(&logits, m * v), self.arg(&w, v * d), self.arg(&dh, m * d));
-                let shape = gemm::Shape { i: m, j: d, r: v };
-                gemm(client, Gemm::one(a, b, vec![], y, (BF16, BF16), shape, Product::Nn))?;
-                let (a, b, y) = (self.arg(&logits, m * v), self.arg(&h, m * d), self.arg(&dw, v * d));
-                let shape = gemm::Shape { i: v, j: d, r: m };
-                let dw = Gemm::one(a, b, vec![], y, (BF16, F32), shape, Product::Tn);
-                gemm(client, Gemm { accumulate: true, ..dw })
-            })?;
-        }
-        Ok(())
-    }
-
     fn attention(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
         for t in [2048usize, 4096, 8192] {
@@ -489,26 +446,35 @@ impl<'a, R: Runtime> Bench<'a, R> {
 
     fn decode(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
-        for (layer, n, k) in [("lm_head", 151_936usize, 2560usize), ("gate+up", 19_456, 2560), ("down", 2560, 9728)] {
-            let name = format!("decode {layer}");
+        for (layer, each, k) in [
+            ("lm_head", &[151_936usize][..], 2560usize),
+            ("gate+up", &[9728, 9728], 2560),
+            ("q+k+v", &[4096, 1024, 1024], 2560),
+            ("o", &[2560], 4096),
+            ("down", &[2560], 9728),
+        ] {
+            let (name, n) = (format!("decode {layer}"), each.iter().sum::<usize>());
             let bytes = n * k / 16 * 9;
             let sets = (200_000_000 / bytes).clamp(1, 16);
-            let weights: Vec<_> = (0..sets as u32)
-                .map(|i| (self.bytes(n * k / 2, 2 * i + 1), self.bytes(n * k / 16, 2 * i + 2)))
+            let weights: Vec<Vec<_>> = (0..sets as u32)
+                .map(|i| {
+                    each.iter().map(|n| (self.bytes(n * k / 2, 2 * i + 1), self.bytes(n * k / 16, 2 * i + 2))).collect()
+                })
                 .collect();
             let one = self.bytes(4, 3);
             for m in [1usize, 2, 4, 8, 16] {
-                let (x, y) = (self.values(m * k), self.bytes(m * n * 2, 4));
+                let (x, ys) = (self.values(m * k), each.iter().map(|n| self.bytes(m * n * 2, 4)).collect::<Vec<_>>());
                 self.row(show, &name, format!("M {m}, {n}x{k}"), (Some(bytes as f64), None), |i| {
-                    let (codes, scales) = &weights[i % sets];
-                    let w = PackedArgs {
-                        codes: self.arg(codes, n * k / 8),
-                        scales: self.arg(scales, n * k / 16),
+                    let weight = |(rows, (codes, scales)): (&usize, &(Data<'a>, Data<'a>))| PackedArgs {
+                        codes: self.arg(codes, rows * k / 8),
+                        scales: self.arg(scales, rows * k / 16),
                         global: self.arg(&one, 1),
-                        rows: n,
+                        rows: *rows,
                         cols: k,
                     };
-                    gemv(client, self.arg(&x, m * k), m, vec![w], vec![], vec![self.arg(&y, m * n)], BF16)
+                    let weights = each.iter().zip(&weights[i % sets]).map(weight).collect();
+                    let ys = each.iter().zip(&ys).map(|(n, y)| self.arg(y, m * n)).collect();
+                    gemv(client, self.arg(&x, m * k), m, weights, vec![], ys, BF16)
                 })?;
             }
         }
