@@ -226,144 +226,99 @@ fn gemm_kernel<F: Float, O: Float>(
     #[define(F)] _operand: StorageType,
     #[define(O)] _result: StorageType,
 ) {
-    let mut a_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!(STAGES * STAGE as usize), 128usize);
-    let b_stage = comptime!(cols * STEP / 8);
-    let mut b_tiles = SharedMemory::<Chunk<F>>::new_aligned(comptime!(STAGES * b_stage as usize), 128usize);
-    let filled = ring(STAGES);
+    let mut tiles = Tiles::<F> {
+        a: SharedMemory::new_aligned(comptime!(STAGES * STAGE as usize), 128usize),
+        b: SharedMemory::new_aligned(comptime!(STAGES * (cols * STEP / 8) as usize), 128usize),
+    };
     let parts = comptime!(a.len().max(b.len()));
-    let summed = comptime!(parts > 1 && out.len() == 1);
-    let (part, tile, i_len, j_len) = own_part::<F>(a, b, i_len, j_len, r_len, cols, comptime!(parts > 1 && !summed));
-    let (i0, j0) = corner(tile, i_len, j_len, cols);
-    let plane_i = (UNIT_POS / 64u32) * 64u32;
-    let plane_j = UNIT_POS / 32u32 % 2u32;
-    // Blocks of eight columns that a plane makes.
-    let blocks = comptime!(cols as usize / 16);
-    let mut sums = zero_sums(comptime!(blocks * 4));
-    if comptime!(accumulate) {
-        load::<O>(&mut sums, out.index(0usize), i0 + plane_i, j0, plane_j, i_len, j_len, blocks);
-    }
-
-    // Of a sum, its products' lengths, where each one's steps end, and their tensor scales; else of this product.
-    let count = comptime!(if summed { parts } else { 1 });
-    let mut lengths = Array::<u32>::new(count);
-    let mut ends = Array::<u32>::new(count);
-    let mut factors = Array::<f32>::new(count);
-    lengths[0usize] = r_len;
-    ends[0usize] = r_len.div_ceil(STEP);
-    if comptime!(summed) {
-        let mut end = 0u32;
-        let mut last = 1.0f32;
+    let form = comptime!(Form { cols, a_across, b_across });
+    // Each product has code of its own: what an operand is need not be asked in the loop.
+    if comptime!(parts > 1 && out.len() == 1) {
+        let at = corner(CUBE_POS_X, i_len, j_len, cols);
+        let mut sums = zero_sums(form.sums());
+        let mut scale = 1.0f32;
         #[unroll]
         for p in 0..parts {
             let factor = factor_of(scales, p, parts);
-            let length = (a.index(p).len() * 8usize / (i_len as usize)) as u32;
             // What is worth nothing is left out: the sums could not be brought to a scale of 0 and back.
-            lengths[p] = select(factor == 0.0f32, 0u32, length);
-            last = select(factor == 0.0f32, last, factor);
-            factors[p] = last;
-            end += lengths[p].div_ceil(STEP);
-            ends[p] = end;
-        }
-    }
-    let steps = ends[comptime!(count - 1)];
-    #[unroll]
-    for stage in 0..comptime!(STAGES - 1) {
-        let ahead = comptime!(stage as u32).runtime();
-        if ahead < steps {
-            let from = source(part, ahead, &lengths, &ends, count);
-            let base = comptime!(stage as u32 * STAGE);
-            fill_operand::<F>(a, &mut a_tiles, base, i0, from, i_len, TILE, a_across);
-            let base = comptime!(stage as u32 * b_stage);
-            fill_operand::<F>(b, &mut b_tiles, base, j0, from, j_len, cols, b_across);
-            sent(&filled, stage);
-        }
-    }
-    let mut step = 0u32;
-    let mut phase = 0u32;
-    while step < steps {
-        #[unroll]
-        for stage in 0..STAGES {
-            let now = step + comptime!(stage as u32);
-            if now < steps {
-                filled.index(stage).wait_parity(phase);
-                // Nobody reads the stage before this one any more: it is filled anew.
-                sync_cube();
-                let ahead = now + comptime!(STAGES as u32 - 1);
-                let freed = comptime!((stage + STAGES - 1) % STAGES);
-                if ahead < steps {
-                    let from = source(part, ahead, &lengths, &ends, count);
-                    let base = comptime!(freed as u32 * STAGE);
-                    fill_operand::<F>(a, &mut a_tiles, base, i0, from, i_len, TILE, a_across);
-                    let base = comptime!(freed as u32 * b_stage);
-                    fill_operand::<F>(b, &mut b_tiles, base, j0, from, j_len, cols, b_across);
-                    sent(&filled, freed);
+            if factor != 0.0f32 {
+                if comptime!(scales.len() > 0) {
+                    times(&mut sums, scale / factor);
                 }
-                if comptime!(summed) {
-                    #[unroll]
-                    for p in 1..parts {
-                        if comptime!(scales.len() > 0) && now == ends[comptime!(p - 1)] {
-                            times(&mut sums, factors[comptime!(p - 1)] / factors[p]);
-                        }
-                    }
-                }
-                multiply_stage::<F>(
-                    &a_tiles,
-                    &b_tiles,
-                    &mut sums,
-                    comptime!(stage as u32),
-                    plane_i,
-                    plane_j,
-                    cols,
-                    a_across,
-                    b_across,
-                );
+                scale = factor;
+                let r_len = (a.index(p).len() * 8usize / (i_len as usize)) as u32;
+                let place = Place { i0: at.0, j0: at.1, i_len, j_len, r_len };
+                add_product::<F>(a.index(p), b.index(p), &mut tiles, &mut sums, place, form);
             }
         }
-        step += comptime!(STAGES as u32);
-        phase ^= 1u32;
-    }
-
-    #[unroll]
-    for p in 0..out.len() {
-        if comptime!(out.len() == 1) || part == comptime!(p as u32) {
-            let factor = if comptime!(summed) { factors[comptime!(parts - 1)] } else { factor_of(scales, p, parts) };
-            store::<O>(&sums, out.index_mut(p), factor, i0 + plane_i, j0, plane_j, i_len, j_len, blocks);
+        let place = Place { i0: at.0, j0: at.1, i_len, j_len, r_len };
+        store::<O>(&sums, out.index_mut(0usize), scale, place, form);
+    } else {
+        let mut first = 0u32;
+        #[unroll]
+        for p in 0..parts {
+            // What the products do not share follows from the lengths of their operands.
+            let (a, b) = (
+                a.index(if comptime!(a.len() > 1) { p } else { 0usize }),
+                b.index(if comptime!(b.len() > 1) { p } else { 0usize }),
+            );
+            let mut i_own = i_len;
+            let mut j_own = j_len;
+            if comptime!(parts > 1) {
+                i_own = (a.len() * 8usize / (r_len as usize)) as u32;
+                j_own = (b.len() * 8usize / (r_len as usize)) as u32;
+            }
+            let end = first + i_own.div_ceil(TILE) * j_own.div_ceil(cols);
+            if comptime!(parts == 1) || (CUBE_POS_X >= first && CUBE_POS_X < end) {
+                let at = corner(CUBE_POS_X - first, i_own, j_own, cols);
+                let place = Place { i0: at.0, j0: at.1, i_len: i_own, j_len: j_own, r_len };
+                let mut sums = zero_sums(form.sums());
+                if comptime!(accumulate) {
+                    load::<O>(&mut sums, out.index(p), place, form);
+                }
+                add_product::<F>(a, b, &mut tiles, &mut sums, place, form);
+                store::<O>(&sums, out.index_mut(p), factor_of(scales, p, parts), place, form);
+            }
+            first = end;
         }
     }
 }
 
-/// Which product this cube works on, which of its tiles, and its rows and columns. What the products do not share follows
-/// from the lengths of their operands.
-#[cube]
-fn own_part<F: Float>(
-    a: &Sequence<Array<Chunk<F>>>,
-    b: &Sequence<Array<Chunk<F>>>,
+/// The ring of stages.
+#[derive(CubeType)]
+struct Tiles<F: Float> {
+    a: SharedMemory<Chunk<F>>,
+    b: SharedMemory<Chunk<F>>,
+}
+
+/// How a product's operands are stored, and the columns of its tiles.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Form {
+    cols: u32,
+    a_across: bool,
+    b_across: bool,
+}
+
+impl Form {
+    /// Blocks of eight columns that a plane makes.
+    fn blocks(self) -> usize {
+        self.cols as usize / 16
+    }
+
+    /// Fragments of sums that a plane keeps.
+    fn sums(self) -> usize {
+        self.blocks() * 4
+    }
+}
+
+/// A cube's tile of a product.
+#[derive(CubeType, Clone, Copy)]
+struct Place {
+    i0: u32,
+    j0: u32,
     i_len: u32,
     j_len: u32,
     r_len: u32,
-    #[comptime] cols: u32,
-    #[comptime] several: bool,
-) -> (u32, u32, u32, u32) {
-    let mut part = 0u32;
-    let mut tile = CUBE_POS_X;
-    let mut i_own = i_len;
-    let mut j_own = j_len;
-    if comptime!(several) {
-        let mut first = 0u32;
-        #[unroll]
-        for p in 0..comptime!(a.len().max(b.len())) {
-            let i = if comptime!(a.len() > 1) { (a.index(p).len() * 8usize / (r_len as usize)) as u32 } else { i_len };
-            let j = if comptime!(b.len() > 1) { (b.index(p).len() * 8usize / (r_len as usize)) as u32 } else { j_len };
-            if CUBE_POS_X >= first {
-                part = comptime!(p as u32).runtime();
-                tile = CUBE_POS_X - first;
-                i_own = i;
-                j_own = j;
-            }
-            first += i.div_ceil(TILE) * j.div_ceil(cols);
-        }
-    }
-    (part, tile, i_own, j_own)
 }
 
 /// Where a tile begins. Cubes walk `GROUP` rows of tiles column by column.
@@ -375,30 +330,6 @@ fn corner(tile: u32, i_len: u32, j_len: u32, #[comptime] width: u32) -> (u32, u3
     let height = min(rows - first, GROUP);
     let within = tile % (GROUP * cols);
     ((first + within % height) * TILE, (within / height) * width)
-}
-
-/// A step of a product's sums: which product, its step, the length of its sums.
-#[derive(CubeType, Clone, Copy)]
-struct From {
-    part: u32,
-    step: u32,
-    r_len: u32,
-}
-
-/// Step `step` of all that a cube sums: of its one product `part`, or of the first, then the second, then the third.
-#[cube]
-fn source(part: u32, step: u32, lengths: &Array<u32>, ends: &Array<u32>, #[comptime] parts: usize) -> From {
-    let mut from = From { part, step, r_len: lengths[0usize] };
-    #[unroll]
-    for p in 1..parts {
-        let begin = ends[comptime!(p - 1)];
-        if step >= begin {
-            from.part = comptime!(p as u32).runtime();
-            from.step = step - begin;
-            from.r_len = lengths[p];
-        }
-    }
-    from
 }
 
 /// The tensor scales of product `part`, multiplied.
@@ -424,36 +355,94 @@ fn times(sums: &mut Sequence<Array<Pair<f32>>>, ratio: f32) {
     }
 }
 
-/// One operand's `outer` outer indices by 64 summed ones, of the product that is worked on. Where they are stored across, those from 128 on follow the others.
+/// Adds a product's tile to the sums.
+#[cube]
+fn add_product<F: Float>(
+    a: &Array<Chunk<F>>,
+    b: &Array<Chunk<F>>,
+    tiles: &mut Tiles<F>,
+    sums: &mut Sequence<Array<Pair<f32>>>,
+    at: Place,
+    #[comptime] form: Form,
+) {
+    // Another product's last stages may still be read.
+    sync_cube();
+    let filled = ring(STAGES);
+    let steps = at.r_len.div_ceil(STEP);
+    #[unroll]
+    for stage in 0..comptime!(STAGES - 1) {
+        let ahead = comptime!(stage as u32).runtime();
+        if ahead < steps {
+            fill_stage(a, b, tiles, ahead, at, comptime!(stage as u32), form);
+            sent(&filled, stage);
+        }
+    }
+    let mut step = 0u32;
+    let mut phase = 0u32;
+    while step < steps {
+        #[unroll]
+        for stage in 0..STAGES {
+            let now = step + comptime!(stage as u32);
+            if now < steps {
+                filled.index(stage).wait_parity(phase);
+                // Nobody reads the stage before this one any more: it is filled anew.
+                sync_cube();
+                let ahead = now + comptime!(STAGES as u32 - 1);
+                let freed = comptime!((stage + STAGES - 1) % STAGES);
+                if ahead < steps {
+                    fill_stage(a, b, tiles, ahead, at, comptime!(freed as u32), form);
+                    sent(&filled, freed);
+                }
+                multiply_stage::<F>(tiles, sums, comptime!(stage as u32), form);
+            }
+        }
+        step += comptime!(STAGES as u32);
+        phase ^= 1u32;
+    }
+}
+
+/// Starts the copies of step `step` into a stage.
+#[cube]
+fn fill_stage<F: Float>(
+    a: &Array<Chunk<F>>,
+    b: &Array<Chunk<F>>,
+    tiles: &mut Tiles<F>,
+    step: u32,
+    at: Place,
+    #[comptime] stage: u32,
+    #[comptime] form: Form,
+) {
+    let Form { cols, a_across, b_across } = comptime!(form);
+    let base = comptime!(stage * STAGE);
+    fill_operand::<F>(a, &mut tiles.a, base, at.i0, step, at.i_len, at.r_len, TILE, a_across);
+    let base = comptime!(stage * cols * STEP / 8);
+    fill_operand::<F>(b, &mut tiles.b, base, at.j0, step, at.j_len, at.r_len, cols, b_across);
+}
+
+/// One operand's `outer` outer indices by 64 summed ones. Where they are stored across, those from 128 on follow the others.
 #[cube]
 fn fill_operand<F: Float>(
-    x: &Sequence<Array<Chunk<F>>>,
+    x: &Array<Chunk<F>>,
     tiles: &mut SharedMemory<Chunk<F>>,
     base: u32,
     outer0: u32,
-    from: From,
+    step: u32,
     outer_len: u32,
+    r_len: u32,
     #[comptime] outer: u32,
     #[comptime] across: bool,
 ) {
-    #[unroll]
-    for p in 0..x.len() {
-        if comptime!(x.len() == 1) || from.part == comptime!(p as u32) {
-            let x = x.index(p);
-            let (row, chunk) = (from.step * STEP, outer0 / 8u32);
-            if comptime!(across) {
-                let source = Source { rows: from.r_len, stride: outer_len / 8u32, end: outer_len / 8u32 };
-                let width = comptime!(outer.min(TILE) / 8);
-                fill(x, source, row, chunk, tiles, base, STEP, width, UNITS);
-                if comptime!(outer > TILE) {
-                    let (more, base) = (chunk + comptime!(TILE / 8), base + comptime!(STEP * TILE / 8));
-                    fill(x, source, row, more, tiles, base, STEP, comptime!((outer - TILE) / 8), UNITS);
-                }
-            } else {
-                let source = Source { rows: outer_len, stride: from.r_len / 8u32, end: from.r_len / 8u32 };
-                fill(x, source, outer0, from.step * 8u32, tiles, base, outer, comptime!(STEP / 8), UNITS);
-            }
+    if comptime!(across) {
+        let source = Source { rows: r_len, stride: outer_len / 8u32, end: outer_len / 8u32 };
+        let width = comptime!(outer.min(TILE) / 8);
+        fill(x, source, step * STEP, outer0 / 8u32, tiles, base, STEP, width, UNITS);
+        if comptime!(outer > TILE) {
+            let (more, base) = (outer0 / 8u32 + comptime!(TILE / 8), base + comptime!(STEP * TILE / 8));
+            fill(x, source, step * STEP, more, tiles, base, STEP, comptime!((outer - TILE) / 8), UNITS);
         }
+    } else {
+        let source = Source { rows: outer_len, stride: r_len / 8u32, end: r_len / 8u32 };
+        fill(x, source, outer0, step * 8u32, tiles, base, outer, comptime!(STEP / 8), UNITS);
     }
 }
 
@@ -470,16 +459,13 @@ fn column_of(plane_j: u32, #[comptime] block: u32, #[comptime] blocks: u32) -> u
 /// One stage: four steps of 16 along `r`, each 4 left and 4 (or 2, 5) pairs of right operands.
 #[cube]
 fn multiply_stage<F: Float>(
-    a_tiles: &SharedMemory<Chunk<F>>,
-    b_tiles: &SharedMemory<Chunk<F>>,
+    tiles: &Tiles<F>,
     sums: &mut Sequence<Array<Pair<f32>>>,
     #[comptime] stage: u32,
-    plane_i: u32,
-    plane_j: u32,
-    #[comptime] cols: u32,
-    #[comptime] a_across: bool,
-    #[comptime] b_across: bool,
+    #[comptime] form: Form,
 ) {
+    let Form { cols, a_across, b_across } = comptime!(form);
+    let (plane_i, plane_j) = own_rows_and_half();
     let a_base = comptime!(stage * STAGE);
     let b_base = comptime!(stage * cols * STEP / 8);
     let a_width = comptime!(if a_across { TILE / 8 } else { STEP / 8 });
@@ -491,17 +477,17 @@ fn multiply_stage<F: Float>(
         let mut rows = Sequence::<Array<Pair<F>>>::new();
         #[unroll]
         for f in 0..4u32 {
-            rows.push(left::<F>(a_tiles, a_base, plane_i, comptime!(f * 16), part, a_width, a_across));
+            rows.push(left::<F>(&tiles.a, a_base, plane_i, comptime!(f * 16), part, a_width, a_across));
         }
         #[unroll]
         for g in 0..groups {
             let cols = if comptime!(g < 4) {
-                right::<F>(b_tiles, b_base, first, comptime!(g as u32 * 16), part, b_width, b_across)
+                right::<F>(&tiles.b, b_base, first, comptime!(g as u32 * 16), part, b_width, b_across)
             } else if comptime!(b_across) {
                 let base = comptime!(b_base + STEP * TILE / 8);
-                right::<F>(b_tiles, base, plane_j * 16u32, 0u32, part, comptime!((cols - TILE) / 8), true)
+                right::<F>(&tiles.b, base, plane_j * 16u32, 0u32, part, comptime!((cols - TILE) / 8), true)
             } else {
-                right::<F>(b_tiles, b_base, plane_j * 16u32, TILE, part, b_width, false)
+                right::<F>(&tiles.b, b_base, plane_j * 16u32, TILE, part, b_width, false)
             };
             #[unroll]
             for half in 0..2usize {
@@ -515,20 +501,22 @@ fn multiply_stage<F: Float>(
     }
 }
 
+/// The first of a plane's 64 rows of a tile, and which half of its columns it has.
+#[cube]
+fn own_rows_and_half() -> (u32, u32) {
+    ((UNIT_POS / 64u32) * 64u32, UNIT_POS / 32u32 % 2u32)
+}
+
 #[cube]
 fn store<O: Float>(
     sums: &Sequence<Array<Pair<f32>>>,
     out: &mut Array<Pair<O>>,
     factor: f32,
-    i0: u32,
-    j0: u32,
-    plane_j: u32,
-    i_len: u32,
-    j_len: u32,
-    #[comptime] blocks: usize,
+    at: Place,
+    #[comptime] form: Form,
 ) {
-    let row = i0 + UNIT_POS_PLANE / 4u32;
-    let col = j0 + (UNIT_POS_PLANE % 4u32) * 2u32;
+    let (row, col, plane_j) = own_corner(at);
+    let blocks = form.blocks();
     #[unroll]
     for f in 0..4usize {
         #[unroll]
@@ -538,9 +526,9 @@ fn store<O: Float>(
             #[unroll]
             for half in 0..2usize {
                 let i = row + comptime!(f as u32 * 16 + half as u32 * 8);
-                if i < i_len && j < j_len {
-                    let at = ((i as usize) * (j_len as usize) + (j as usize)) / 2usize;
-                    out[at] = Pair::<O>::cast_from(sum[half] * Pair::new(factor));
+                if i < at.i_len && j < at.j_len {
+                    let to = ((i as usize) * (at.j_len as usize) + (j as usize)) / 2usize;
+                    out[to] = Pair::<O>::cast_from(sum[half] * Pair::new(factor));
                 }
             }
         }
@@ -549,18 +537,9 @@ fn store<O: Float>(
 
 /// The other way: starts the sums from `out`.
 #[cube]
-fn load<O: Float>(
-    sums: &mut Sequence<Array<Pair<f32>>>,
-    out: &Array<Pair<O>>,
-    i0: u32,
-    j0: u32,
-    plane_j: u32,
-    i_len: u32,
-    j_len: u32,
-    #[comptime] blocks: usize,
-) {
-    let row = i0 + UNIT_POS_PLANE / 4u32;
-    let col = j0 + (UNIT_POS_PLANE % 4u32) * 2u32;
+fn load<O: Float>(sums: &mut Sequence<Array<Pair<f32>>>, out: &Array<Pair<O>>, at: Place, #[comptime] form: Form) {
+    let (row, col, plane_j) = own_corner(at);
+    let blocks = form.blocks();
     #[unroll]
     for f in 0..4usize {
         #[unroll]
@@ -570,10 +549,18 @@ fn load<O: Float>(
             #[unroll]
             for half in 0..2usize {
                 let i = row + comptime!(f as u32 * 16 + half as u32 * 8);
-                if i < i_len && j < j_len {
-                    sum[half] = Pair::cast_from(out[((i as usize) * (j_len as usize) + (j as usize)) / 2usize]);
+                if i < at.i_len && j < at.j_len {
+                    let from = ((i as usize) * (at.j_len as usize) + (j as usize)) / 2usize;
+                    sum[half] = Pair::cast_from(out[from]);
                 }
             }
         }
     }
+}
+
+/// The first row and column whose sums this lane has, and which half of the tile's columns is its plane's.
+#[cube]
+fn own_corner(at: Place) -> (u32, u32, u32) {
+    let (plane_i, plane_j) = own_rows_and_half();
+    (at.i0 + plane_i + UNIT_POS_PLANE / 4u32, at.j0 + (UNIT_POS_PLANE % 4u32) * 2u32, plane_j)
 }
