@@ -83,7 +83,9 @@ fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    for (state, master, damped) in [("int8", "f32", "0.6"), ("bf16", "bf16-residual", "0"), ("int4", "nvfp4", "0")] {
+    for (state, master, damped) in
+        [("int8", "f32", "0.6"), ("bf16", "bf16-residual", "0"), ("int4", "nvfp4", "0"), ("nvfp4", "nvfp4", "0")]
+    {
         let whole = format!("whole-{state}");
         // Twice as long as the other runs, so that the kill lands well before the end.
         let longer = FIT.map(|word| if word == "12" { "24" } else { word });
@@ -474,7 +476,7 @@ fn flags_that_exclude_each_other_are_refused() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     for (words, text) in [
-        (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8 or int4"),
+        (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8, int4 or nvfp4"),
         (&["--master-weights", "nvfp4", "--recipe", "bf16"], "take w4"),
         (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "not NVFP4"),
         (&["--master-weights", "nvfp4", "--scales", "single"], "two-level"),

@@ -284,6 +284,7 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             Moment::Quantised { codes, absmax, table } => {
                 Moment::Quantised { codes, absmax: absmax.primitive, table: table.primitive }
             }
+            Moment::Nvfp4 { codes, scales, absmax } => Moment::Nvfp4 { codes, scales, absmax: absmax.primitive },
         };
         let state = AdamwState { kind: state.kind, m: down(state.m), v: down(state.v) };
         let (w, state) = B::adamw(w, grad.primitive, state, step, chunk);
@@ -297,6 +298,9 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             Moment::Float(x) => Moment::<Self>::Float(Self::from_inner(x)),
             Moment::Quantised { codes, absmax, table } => {
                 Moment::Quantised { codes, absmax: Self::from_inner(absmax), table: Self::from_inner(table) }
+            }
+            Moment::Nvfp4 { codes, scales, absmax } => {
+                Moment::Nvfp4 { codes, scales, absmax: Self::from_inner(absmax) }
             }
         };
         (w, AdamwState { kind: state.kind, m: up(state.m), v: up(state.v) })

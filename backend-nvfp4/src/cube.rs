@@ -22,7 +22,7 @@ use burn_cubecl::{
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     KernelError, adamw,
-    adamw::{AdamwStep, Chunk, DenseArgs, StateArgs},
+    adamw::{AdamwStep, Chunk, Coding, DenseArgs, StateArgs},
     attention,
     attention::AttentionShape,
     cross_entropy::cross_entropy,
@@ -353,6 +353,9 @@ where
             Moment::Quantised { codes, absmax, table } => {
                 Moment::Quantised { codes: writable(codes), absmax: writable(absmax), table }
             }
+            Moment::Nvfp4 { codes, scales, absmax } => {
+                Moment::Nvfp4 { codes: writable(codes), scales: writable(scales), absmax: writable(absmax) }
+            }
         });
         let w = match w {
             MasterWeight::Dense { w, master, residual } => {
@@ -374,13 +377,13 @@ where
                     adamw::adamw_float(&client, w, gradient(), [arg(m), arg(v)], states, step, chunk)
                 }
                 (MasterWeight::Dense { w, master, residual }, moments) => {
-                    let (bits, args) = quantised(moments);
+                    let (coding, args) = quantised(state.kind, moments);
                     let w = dense_args(w, *master, residual.as_ref(), len);
-                    adamw::adamw_quantised(&client, w, gradient(), args, bits, step, chunk)
+                    adamw::adamw_quantised(&client, w, gradient(), args, coding, step, chunk)
                 }
                 (MasterWeight::Packed(w), moments) => {
-                    let (bits, args) = quantised(moments);
-                    adamw::adamw_packed(&client, packed(w).args(), gradient(), args, bits, step, chunk)
+                    let (coding, args) = quantised(state.kind, moments);
+                    adamw::adamw_packed(&client, packed(w).args(), gradient(), args, coding, step, chunk)
                 }
             });
         }
@@ -428,8 +431,12 @@ fn dense_args<R: CubeRuntime>(
     DenseArgs { w: arg(w), dtype: w.dtype.into(), residual, master }
 }
 
-/// The bits and buffers of quantised moments.
-fn quantised<R, F, I, BT>(moments: [&Moment<CubeBackend<R, F, I, BT>>; 2]) -> (u32, [StateArgs<R>; 2])
+/// The coding and buffers of quantised moments. In the place of a buffer that a coding has none of goes another of its
+/// type, unread.
+fn quantised<R, F, I, BT>(
+    kind: StateKind,
+    moments: [&Moment<CubeBackend<R, F, I, BT>>; 2],
+) -> (Coding, [StateArgs<R>; 2])
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
@@ -438,15 +445,16 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let mut bits = 8;
     let args = moments.map(|moment| match moment {
         Moment::Float(_) => panic!("an NVFP4 master has quantised moments"),
         Moment::Quantised { codes, absmax, table } => {
-            bits = table.shape()[0].ilog2();
-            StateArgs { codes: arg(codes), absmax: arg(absmax), table: arg(table) }
+            StateArgs { codes: arg(codes), scales: arg(codes), absmax: arg(absmax), table: arg(table) }
+        }
+        Moment::Nvfp4 { codes, scales, absmax } => {
+            StateArgs { codes: arg(codes), scales: arg(scales), absmax: arg(absmax), table: arg(absmax) }
         }
     });
-    (bits, args)
+    (kind.coding().expect("a kind with codes"), args)
 }
 
 /// What a norm's launch made.

@@ -2,7 +2,10 @@
 
 use crate::{
     Nvfp4Primitive,
-    reference::{Packed, code, e2m1_decode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, philox, set_code},
+    reference::{
+        E4M3_MAX, Packed, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, philox,
+        set_code,
+    },
 };
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData,
@@ -10,7 +13,7 @@ use burn::tensor::{
     ops::{FloatTensor, IntTensor},
 };
 use kernels_cubecl::{
-    adamw::{AdamwStep, Master, STATE_BLOCK},
+    adamw::{AdamwStep, Coding, Master, NVFP4_LEAST, NVFP4_UNIT, STATE_BLOCK},
     layout::{BLOCK, scales_per_row},
     rng::Stream,
 };
@@ -26,6 +29,8 @@ pub enum StateKind {
     Int8,
     /// 4-bit block-wise: 1.03 bytes a parameter.
     Int4,
+    /// NVFP4 in groups of 256: 1.16 bytes a parameter.
+    Nvfp4,
 }
 
 impl StateKind {
@@ -36,6 +41,7 @@ impl StateKind {
             Self::Bf16 => "bf16",
             Self::Int8 => "int8",
             Self::Int4 => "int4",
+            Self::Nvfp4 => "nvfp4",
         }
     }
 
@@ -46,15 +52,17 @@ impl StateKind {
             Self::Bf16 => 4.0,
             Self::Int8 => 2.0 + 8.0 / STATE_BLOCK as f64,
             Self::Int4 => 1.0 + 8.0 / STATE_BLOCK as f64,
+            Self::Nvfp4 => 1.0 + 2.0 / BLOCK as f64 + 8.0 / STATE_BLOCK as f64,
         }
     }
 
-    /// Bits of a code, of the quantised kinds.
-    fn bits(self) -> Option<u32> {
+    /// How codes stand for values, of the quantised kinds.
+    pub fn coding(self) -> Option<Coding> {
         match self {
             Self::F32 | Self::Bf16 => None,
-            Self::Int8 => Some(8),
-            Self::Int4 => Some(4),
+            Self::Int8 => Some(Coding::Bytes),
+            Self::Int4 => Some(Coding::Nibbles),
+            Self::Nvfp4 => Some(Coding::Nvfp4),
         }
     }
 }
@@ -138,25 +146,38 @@ pub enum Moment<B: Backend> {
         /// f32 `[256]` or `[16]`, ascending.
         table: FloatTensor<B>,
     },
+    /// An E2M1 code a value, an E4M3 scale for 16, an f32 absmax for 256: NVFP4 whose tensor scale is a group's.
+    Nvfp4 {
+        /// U8 `[len / 2]` with the even value's code in the low nibble. Of m itself, of the root of v.
+        codes: IntTensor<B>,
+        /// U8 `[len / 16]`.
+        scales: IntTensor<B>,
+        /// f32 `[ceil(len / 256)]`.
+        absmax: FloatTensor<B>,
+    },
 }
 
 impl<B: Backend> AdamwState<B> {
     /// Zero moments for `len` values; `float` is the type of [`StateKind::Bf16`] on this device.
     pub fn zeros(kind: StateKind, len: usize, float: DType, device: &B::Device) -> Self {
-        let moment = |signed: bool| match kind.bits() {
+        let full = |len: usize, byte: usize| {
+            Tensor::<B, 1, Int>::full([len], byte as i64, (device, DType::U8)).into_primitive()
+        };
+        let absmax = || B::float_zeros(Shape::new([len.div_ceil(STATE_BLOCK)]), device, DType::F32.into());
+        let moment = |signed: bool| match kind.coding() {
             None => {
                 let dtype = if kind == StateKind::F32 { DType::F32 } else { float };
                 Moment::Float(B::float_zeros(Shape::new([len]), device, dtype.into()))
             }
-            Some(bits) => {
-                let table = table(signed, bits);
+            Some(Coding::Nvfp4) => {
+                Moment::Nvfp4 { codes: full(len / 2, 0), scales: full(len / BLOCK, 0), absmax: absmax() }
+            }
+            Some(coding) => {
+                let table = table(signed, coding.bits());
                 let zero = table.iter().position(|&t| t == 0.0).unwrap_or(0);
-                let (byte, count) = if bits == 8 { (zero, len) } else { (zero | zero << 4, len / 2) };
-                Moment::Quantised {
-                    codes: Tensor::<B, 1, Int>::full([count], byte as i64, (device, DType::U8)).into_primitive(),
-                    absmax: B::float_zeros(Shape::new([len.div_ceil(STATE_BLOCK)]), device, DType::F32.into()),
-                    table: floats::<B>(table, device),
-                }
+                let byte = if coding == Coding::Bytes { zero } else { zero | zero << 4 };
+                let codes = full(len * coding.bits() / 8, byte);
+                Moment::Quantised { codes, absmax: absmax(), table: floats::<B>(table, device) }
             }
         };
         Self { kind, m: moment(true), v: moment(false) }
@@ -164,15 +185,33 @@ impl<B: Backend> AdamwState<B> {
 }
 
 impl<B: Backend> Moment<B> {
-    /// Restores a quantised moment (the first or the second) from its codes and block maxima.
-    pub fn from_bytes(kind: StateKind, first: bool, codes: Vec<u8>, absmax: Vec<f32>, device: &B::Device) -> Self {
-        let len = codes.len();
-        let codes = TensorData::new(codes, Shape::new([len]));
-        let codes = Tensor::<B, 1, Int>::from_data(codes, (device, DType::U8)).into_primitive();
-        // CubeCL counts uploaded bytes in 32 bits until a kernel is launched.
-        drop(Tensor::<B, 1>::zeros([1], device));
-        let table = table(first, kind.bits().expect("float moments have no codes"));
-        Self::Quantised { codes, absmax: floats::<B>(absmax, device), table: floats::<B>(table, device) }
+    /// Restores a quantised moment (the first or the second) from its codes and block maxima, and the block scales of
+    /// [`StateKind::Nvfp4`].
+    pub fn from_bytes(
+        kind: StateKind,
+        first: bool,
+        codes: Vec<u8>,
+        scales: Option<Vec<u8>>,
+        absmax: Vec<f32>,
+        device: &B::Device,
+    ) -> Self {
+        let bytes = |bytes: Vec<u8>| {
+            let len = bytes.len();
+            let data = TensorData::new(bytes, Shape::new([len]));
+            let bytes = Tensor::<B, 1, Int>::from_data(data, (device, DType::U8)).into_primitive();
+            // CubeCL counts uploaded bytes in 32 bits until a kernel is launched.
+            drop(Tensor::<B, 1>::zeros([1], device));
+            bytes
+        };
+        let (codes, absmax) = (bytes(codes), floats::<B>(absmax, device));
+        match scales {
+            Some(scales) => Self::Nvfp4 { codes, scales: bytes(scales), absmax },
+            None => {
+                let coding = kind.coding().expect("float moments have no codes");
+                let table = table(first, coding.bits());
+                Self::Quantised { codes, absmax, table: floats::<B>(table, device) }
+            }
+        }
     }
 }
 
@@ -184,7 +223,7 @@ fn floats<B: Backend>(values: Vec<f32>, device: &B::Device) -> FloatTensor<B> {
 /// The table of a moment's codes, ascending. Dynamic (Dettmers et al., arXiv 2110.02861, §2.1): decades below 1, of
 /// which decade `i` holds evenly spaced means, twice as many as the one below; signed with both signs and 0; with 1.
 /// The 4-bit table of v's root is linear without zero (Li et al., arXiv 2309.01507, §4.1).
-pub(crate) fn table(signed: bool, bits: u32) -> Vec<f32> {
+pub(crate) fn table(signed: bool, bits: usize) -> Vec<f32> {
     if bits == 4 && !signed {
         return (1..=16).map(|i| i as f32 / 16.0).collect();
     }
@@ -328,6 +367,53 @@ fn encode(values: &[f32], codes: &mut [u8], table: &[f32]) -> f32 {
     absmax
 }
 
+/// An NVFP4 moment on the host; of v its root.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Nvfp4Moment {
+    pub(crate) codes: Vec<u8>,
+    pub(crate) scales: Vec<u8>,
+    pub(crate) absmax: Vec<f32>,
+}
+
+impl Nvfp4Moment {
+    /// Of values whose number is a multiple of 16. A root above zero stays above zero.
+    pub(crate) fn encode(values: &[f32], root: bool) -> Self {
+        assert!(values.len().is_multiple_of(BLOCK), "{} values: not a multiple of 16", values.len());
+        let stored: Vec<f32> = if root { values.iter().map(|v| v.sqrt()).collect() } else { values.to_vec() };
+        let amax = |values: &[f32]| values.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+        let least = |amax: f32, least: f32| if root && amax > 0.0 { least } else { 0.0 };
+        let (mut codes, mut scales) = (Vec::with_capacity(stored.len() / 2), Vec::with_capacity(stored.len() / BLOCK));
+        let mut absmax = Vec::with_capacity(stored.len().div_ceil(STATE_BLOCK));
+        for group in stored.chunks(STATE_BLOCK) {
+            let top = amax(group);
+            let full = if top >= NVFP4_LEAST { E4M3_MAX / top } else { 0.0 };
+            absmax.push(top);
+            for block in group.chunks(BLOCK) {
+                let amax = amax(block);
+                let scale = e4m3_encode((amax * full).max(least(amax, e4m3_decode(1))).min(E4M3_MAX));
+                let unit = e4m3_decode(scale) * (top * NVFP4_UNIT);
+                let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
+                let of = |x: f32| if root { (x * inverse).max(least(x, 0.5)) } else { x * inverse };
+                let code = |x: f32| e2m1_encode(of(x));
+                codes.extend(block.chunks(2).map(|pair| code(pair[0]) | code(pair[1]) << 4));
+                scales.push(scale);
+            }
+        }
+        Self { codes, scales, absmax }
+    }
+
+    /// The values: `code * (scale * (absmax / 2688))`; of v its root squared.
+    pub(crate) fn decode(&self, root: bool) -> Vec<f32> {
+        (0..self.codes.len() * 2)
+            .map(|i| {
+                let unit = e4m3_decode(self.scales[i / BLOCK]) * (self.absmax[i / STATE_BLOCK] * NVFP4_UNIT);
+                let value = e2m1_decode(self.codes[i / 2] >> (i % 2 * 4) & 15) * unit;
+                if root { value * value } else { value }
+            })
+            .collect()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -355,6 +441,41 @@ mod tests {
                 assert!(exact || bits == 4 && *back >= value * 0.4, "{bits} bits: {value} came back as {back}");
             }
         }
+        let moment = Nvfp4Moment::encode(&values, true);
+        for (back, value) in moment.decode(true).iter().zip(&values) {
+            assert!(*back >= value * 0.6, "NVFP4: {value} came back as {back}");
+        }
+    }
+
+    #[test]
+    fn nvfp4_moments_are_near_and_zeros_stay() {
+        let wave = |i: usize| (i as f32 * 0.7).sin() * 10f32.powi(-((i / 16 % 3) as i32));
+        let values: Vec<f32> = (0..512 + 48).map(|i| if i % 5 == 0 { 0.0 } else { wave(i) }).collect();
+        for root in [false, true] {
+            let values: Vec<f32> = values.iter().map(|x| if root { x * x } else { *x }).collect();
+            let moment = Nvfp4Moment::encode(&values, root);
+            assert_eq!([moment.codes.len(), moment.scales.len(), moment.absmax.len()], [280, 35, 3]);
+            let size = |x: f32| if root { x.sqrt() } else { x };
+            for (block, back) in values.chunks(16).zip(moment.decode(root).chunks(16)) {
+                let amax = block.iter().fold(0.0f32, |a, x| a.max(size(*x).abs()));
+                for (value, back) in block.iter().zip(back) {
+                    // Half the widest gap is a sixth of 6; E4M3 rounds the scale to one sixteenth.
+                    assert!((size(*value) - size(*back)).abs() <= amax * 0.18, "{value} came back as {back}");
+                    assert_eq!(*value == 0.0 && *back != 0.0, false);
+                }
+            }
+            // What is stored is stored again as it is, but for rounding of the maximum.
+            let again = Nvfp4Moment::encode(&moment.decode(root), root);
+            let moved = again.decode(root).iter().zip(moment.decode(root)).filter(|(a, b)| *a != b).count();
+            assert!(moved * 10 <= values.len(), "{moved} of {} moved", values.len());
+        }
+        for tiny in [0.0, 1e-45, 1e-38, 1e-31] {
+            let moment = Nvfp4Moment::encode(&[tiny; 16], false);
+            assert_eq!(moment.decode(false), [0.0; 16], "{tiny:e}");
+        }
+        let least = Nvfp4Moment::encode(&[f32::from_bits(1); 16], true);
+        assert_eq!(least.scales, [0x7E]);
+        assert_eq!(least.codes, [0x77; 8]);
     }
 
     #[test]

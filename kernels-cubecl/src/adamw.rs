@@ -13,6 +13,7 @@
 //! | bf16 | rounded stochastically: a second moment moves by 0.1 % a step, which rounding to nearest never shows |
 //! | 8-bit | 256 values share an f32 absmax, a byte indexes a table of 256 values (Dettmers et al., arXiv 2110.02861) |
 //! | 4-bit | the same with tables of 16 (Li et al., arXiv 2309.01507) |
+//! | NVFP4 | E2M1 codes, an E4M3 scale for 16 values, and of 256 the absmax in the place of a tensor's |
 //!
 //! The 8-bit tables have decades of equal steps, so that an entry is computed, not searched. What is stored of v is its
 //! root, which spans half the decades of v, and a root above zero never becomes zero: `m / eps` cannot happen.
@@ -34,9 +35,10 @@ mod float;
 mod moments;
 mod packed;
 mod quantised;
+mod table;
 
 pub use float::adamw_float;
-pub use moments::{STATE_BLOCK, StateArgs};
+pub use moments::{Coding, NVFP4_LEAST, NVFP4_UNIT, STATE_BLOCK, StateArgs};
 pub use packed::adamw_packed;
 pub use quantised::adamw_quantised;
 

@@ -7,7 +7,7 @@
 
 use crate::{
     KernelError,
-    adamw::{self, Master},
+    adamw::{self, Coding, Master},
     attention,
     attention::AttentionShape,
     block_scaled,
@@ -354,6 +354,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let moved = |bytes: f64| (Some(bytes), None);
         let n = 9728 * 2560 * 4;
         let [w, g, m, v, absmax, table] = [1, 2, 3, 4, 5, 6].map(|seed| self.bytes(n * 4, seed));
+        let scales = self.bytes(n / 16, 7);
         let shape = format!("{n}");
         let chunk = adamw::Chunk { start: 0, end: n };
         let grad = || (self.arg(&g, n), F32);
@@ -367,34 +368,40 @@ impl<'a, R: Runtime> Bench<'a, R> {
             let moments = [self.arg(&m, n), self.arg(&v, n)];
             adamw::adamw_float(client, dense(Master::Exact), grad(), moments, (F32, false), STEP, chunk)
         })?;
-        let state = |codes: &Data<'a>, bits: u32| adamw::StateArgs {
-            codes: self.arg(codes, n * bits as usize / 8),
+        let state = |codes: &Data<'a>, coding: Coding| adamw::StateArgs {
+            codes: self.arg(codes, n * coding.bits() / 8),
+            scales: self.arg(&scales, n / 16),
             absmax: self.arg(&absmax, n / 256),
-            table: self.arg(&table, 1 << bits),
+            table: self.arg(&table, 1 << coding.bits()),
         };
-        for (name, master, bits, bytes) in [
-            ("adamw f32, 8-bit states", Master::Exact, 8, 16.0),
-            ("adamw bf16 stochastic, 8-bit states", Master::Stochastic, 8, 12.0),
-            ("adamw bf16 + residual, 8-bit states", Master::Residual, 8, 14.0),
-            ("adamw bf16 stochastic, 4-bit states", Master::Stochastic, 4, 10.0),
+        for (name, master, coding, bytes) in [
+            ("adamw f32, 8-bit states", Master::Exact, Coding::Bytes, 16.0),
+            ("adamw bf16 stochastic, 8-bit states", Master::Stochastic, Coding::Bytes, 12.0),
+            ("adamw bf16 + residual, 8-bit states", Master::Residual, Coding::Bytes, 14.0),
+            ("adamw bf16 stochastic, 4-bit states", Master::Stochastic, Coding::Nibbles, 10.0),
+            ("adamw bf16 stochastic, NVFP4 states", Master::Stochastic, Coding::Nvfp4, 10.25),
         ] {
             self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
                 adamw::adamw_quantised(
                     client,
                     dense(master),
                     grad(),
-                    [state(&m, bits), state(&v, bits)],
-                    bits,
+                    [state(&m, coding), state(&v, coding)],
+                    coding,
                     STEP,
                     chunk,
                 )
             })?;
         }
-        for (name, bits, bytes) in [("adamw nvfp4, 8-bit states", 8, 9.125), ("adamw nvfp4, 4-bit states", 4, 7.125)] {
+        for (name, coding, bytes) in [
+            ("adamw nvfp4, 8-bit states", Coding::Bytes, 9.125),
+            ("adamw nvfp4, 4-bit states", Coding::Nibbles, 7.125),
+            ("adamw nvfp4, NVFP4 states", Coding::Nvfp4, 7.375),
+        ] {
             self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
                 let (codes, scales, global) = (self.arg(&w, n / 8), self.arg(&absmax, n / 16), self.arg(&table, 1));
                 let w = PackedArgs { codes, scales, global, rows: n / 2560, cols: 2560 };
-                adamw::adamw_packed(client, w, grad(), [state(&m, bits), state(&v, bits)], bits, STEP, chunk)
+                adamw::adamw_packed(client, w, grad(), [state(&m, coding), state(&v, coding)], coding, STEP, chunk)
             })?;
         }
         self.row(show, "square_sum", shape.clone(), moved(n as f64 * 4.0), |_| {

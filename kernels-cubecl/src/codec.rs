@@ -26,18 +26,18 @@ pub(crate) fn e2m1_encode_number(x: f32, random: u32, #[comptime] stochastic: bo
     // The clamp stands between the caller's product and the sums below.
     let magnitude = min(x.abs(), 6.0f32);
     let code = if comptime!(stochastic) { e2m1_stochastic(magnitude, random) } else { e2m1_nearest(magnitude) };
-    (code & 7u32) | ((u32::reinterpret(x) >> 28u32) & 8u32)
+    code | ((u32::reinterpret(x) >> 28u32) & 8u32)
 }
 
-/// The code in the low three bits. Added to a power of two whose last place is the spacing of the codes there, a
+/// The code of a magnitude in [0, 6]. Added to a power of two whose last place is the spacing of the codes there, a
 /// magnitude is rounded to them, ties to even. The power comes with the code of its binade in its last places, an even
 /// number, so that the sum ends in the code.
 #[cube]
-fn e2m1_nearest(x: f32) -> u32 {
+pub(crate) fn e2m1_nearest(x: f32) -> u32 {
     // 127 for [0, 2), spacing 1/2; 128 for [2, 4); 129 from 4 on. The power is 22 binades further up.
     let binade = u32::reinterpret(max(x, 1.0f32)) >> 23u32;
     let power = binade * 0x0080_0002u32 + 0x0AFF_FF02u32;
-    u32::reinterpret(x + f32::reinterpret(power))
+    u32::reinterpret(x + f32::reinterpret(power)) & 7u32
 }
 
 /// The code: exponent and first place of the significand are the code, the 22 places below them the fraction, to which
@@ -50,12 +50,18 @@ fn e2m1_stochastic(x: f32, random: u32) -> u32 {
     min((carried >> 22u32) - select(small, 254u32, 252u32), 7u32)
 }
 
-/// The value of an E2M1 code: a table of eight nibbles holds it in halves, which the low bits of 2^22 count.
+/// The value of an E2M1 code.
 #[cube]
 pub(crate) fn e2m1_decode(code: u32) -> f32 {
-    let halves = (0xC864_3210u32 >> ((code & 7u32) * 4u32)) & 15u32;
-    let magnitude = f32::reinterpret(0x4A80_0000u32 | halves) - 4_194_304.0f32;
-    f32::reinterpret(u32::reinterpret(magnitude) | ((code & 8u32) << 28u32))
+    f32::reinterpret(u32::reinterpret(e2m1_magnitude(code)) | ((code & 8u32) << 28u32))
+}
+
+/// The magnitude of an E2M1 code. Its three bits as exponent and significand of an f32 are right from 1 on; below, where
+/// codes are subnormal, `2y - 1` is, and the smaller of the two.
+#[cube]
+pub(crate) fn e2m1_magnitude(code: u32) -> f32 {
+    let y = f32::reinterpret(((code & 7u32) << 22u32) + 0x3F00_0000u32);
+    min(y, y * 2.0f32 - 1.0f32)
 }
 
 /// The eight values of a word as pairs `(k, k + 4)` of f16 or bf16, times [`pair_unit`]. The two bits of exponent and
@@ -118,13 +124,17 @@ pub(crate) fn e4m3_scale(x: f32) -> (u32, f32) {
 #[cube]
 pub(crate) fn e4m3_decode(byte: u32) -> f32 {
     let magnitude = byte & 0x7Fu32;
-    let mantissa = magnitude & 7u32;
-    let normal = ((magnitude >> 3u32) + 120u32) << 23u32 | (mantissa << 20u32);
-    // Exact: a number of at most three bits times a power of two.
-    let subnormal = u32::reinterpret(f32::cast_from(mantissa) * 0.001953125f32);
-    let bits = select(magnitude >= 8u32, normal, subnormal);
+    let bits = u32::reinterpret(e4m3_magnitude(magnitude));
     let bits = select(magnitude == 0x7Fu32, 0x7FC0_0000u32, bits);
     f32::reinterpret(bits | ((byte & 0x80u32) << 24u32))
+}
+
+/// The value of an E4M3 byte that is a number without a sign, as scales are. Its bits as those of an f32 are right from 2^-6
+/// on; below, where bytes are subnormal, `2y - 2^-6` is, and the smaller of the two.
+#[cube]
+pub(crate) fn e4m3_magnitude(byte: u32) -> f32 {
+    let y = f32::reinterpret((byte << 20u32) + 0x3C00_0000u32);
+    min(y, y * 2.0f32 - 0.015625f32)
 }
 
 /// Which conversion [`convert`] runs.

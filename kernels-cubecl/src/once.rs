@@ -1,7 +1,9 @@
 //! Every kernel once, on zeros of a small shape: what compile checks and memory checkers run.
 
 use crate::{
-    KernelError, adamw, attention,
+    KernelError,
+    adamw::{self, Coding},
+    attention,
     attention::AttentionShape,
     block_scaled,
     codec::{Conversion, convert},
@@ -221,10 +223,11 @@ fn optimizer<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, n: usize
     };
     for (len, forms) in [(n + 128, &MASTERS[..]), (n - 3, &MASTERS[..1])] {
         let chunk = adamw::Chunk { start: 0, end: len };
-        let state = |bits: u32| adamw::StateArgs {
-            codes: zeros(len * bits as usize / 8, 1),
+        let state = |coding: Coding| adamw::StateArgs {
+            codes: zeros(len * coding.bits() / 8, 1),
+            scales: zeros(len / 16, 1),
             absmax: zeros(len.div_ceil(adamw::STATE_BLOCK), 4),
-            table: zeros(1 << bits, 4),
+            table: zeros(1 << coding.bits(), 4),
         };
         let grad = |ty: StorageType| (zeros(len, ty.size()), ty);
         for &master in forms {
@@ -234,16 +237,16 @@ fn optimizer<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, n: usize
                 let moments = [zeros(len, states.size()), zeros(len, states.size())];
                 adamw::adamw_float(client, dense(), grad(F32), moments, (states, states != F32), STEP, chunk)?;
             }
-            for bits in if len % 4 == 0 { &[8, 4][..] } else { &[8] } {
-                let moments = [state(*bits), state(*bits)];
-                adamw::adamw_quantised(client, dense(), grad(dtype), moments, *bits, STEP, chunk)?;
+            for coding in if len % 16 == 0 { &CODINGS[..] } else { &CODINGS[..1] } {
+                let moments = [state(*coding), state(*coding)];
+                adamw::adamw_quantised(client, dense(), grad(dtype), moments, *coding, STEP, chunk)?;
             }
         }
         if len % 16 == 0 {
-            for bits in [8, 4] {
+            for coding in CODINGS {
                 let (codes, scales, global) = (zeros(len / 8, 4), zeros(len / 16, 1), zeros(1, 4));
                 let w = PackedArgs { codes, scales, global, rows: 1, cols: len };
-                adamw::adamw_packed(client, w, grad(F32), [state(bits), state(bits)], bits, STEP, chunk)?;
+                adamw::adamw_packed(client, w, grad(F32), [state(coding), state(coding)], coding, STEP, chunk)?;
             }
         }
         gradient::square_sum(client, zeros(len, 4), F32, zeros(1, 4))?;
@@ -254,6 +257,8 @@ fn optimizer<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, n: usize
 
 const MASTERS: [adamw::Master; 4] =
     [adamw::Master::Exact, adamw::Master::Residual, adamw::Master::Stochastic, adamw::Master::Nearest];
+
+const CODINGS: [Coding; 3] = [Coding::Bytes, Coding::Nibbles, Coding::Nvfp4];
 
 /// Some step of the optimizer.
 pub(crate) const STEP: adamw::AdamwStep = adamw::AdamwStep {

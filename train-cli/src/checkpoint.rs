@@ -201,6 +201,11 @@ fn write_optimizer<B: Nvfp4Backend>(
                     layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
                     layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
                 }
+                Moment::Nvfp4 { codes, scales, .. } => {
+                    layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
+                    layout.push((format!("{name}.{part}.scales"), Dtype::U8, scales.shape().to_vec()));
+                    layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
+                }
             }
         }
         if state.residual.is_some() {
@@ -216,6 +221,11 @@ fn write_optimizer<B: Nvfp4Backend>(
                 Moment::Float(x) => put(&float_of(x.dtype()).0.encode(&host::<B>(x)?))?,
                 Moment::Quantised { codes, absmax, .. } => {
                     put(&bytes_of::<B>(codes)?)?;
+                    put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
+                }
+                Moment::Nvfp4 { codes, scales, absmax } => {
+                    put(&bytes_of::<B>(codes)?)?;
+                    put(&bytes_of::<B>(scales)?)?;
                     put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
                 }
             }
@@ -284,10 +294,14 @@ pub fn load_optimizer<B: Nvfp4Backend>(
         let kind = if shape.len() == 1 { StateKind::F32 } else { optimizer.config().state };
         let moment = |part: &str, first: bool| -> Result<Moment<B>, CliError> {
             let name = format!("{name}.{part}");
-            if let StateKind::Int8 | StateKind::Int4 = kind {
-                let codes = bytes(&format!("{name}.codes"), if kind == StateKind::Int8 { len } else { len / 2 })?;
+            if let Some(coding) = kind.coding() {
+                let codes = bytes(&format!("{name}.codes"), len * coding.bits() / 8)?;
+                let scales = match kind {
+                    StateKind::Nvfp4 => Some(bytes(&format!("{name}.scales"), len / 16)?),
+                    _ => None,
+                };
                 let absmax = FloatType::F32.decode(&bytes(&format!("{name}.absmax"), len.div_ceil(256) * 4)?);
-                return Ok(Moment::from_bytes(kind, first, codes, absmax, &device));
+                return Ok(Moment::from_bytes(kind, first, codes, scales, absmax, &device));
             }
             let dtype = if kind == StateKind::Bf16 { optimizer.config().float } else { DType::F32 };
             let float = float_of(dtype).0;

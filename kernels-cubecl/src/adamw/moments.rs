@@ -1,8 +1,13 @@
-//! Quantised moments: their buffers, their tables in shared memory, codes to values and back.
+//! Quantised moments: their buffers, codes to values and back.
 
-use super::{Chunk, check_chunk};
+use super::{
+    Chunk, check_chunk,
+    table::{Table, loaded_table, nearest, nearest_of_16},
+};
 use crate::{
-    error::{KernelError, expect_len},
+    codec::{e2m1_decode, e2m1_encode_number, e2m1_magnitude, e2m1_nearest, e4m3_magnitude, e4m3_scale},
+    error::{KernelError, expect_blocks, expect_len},
+    layout::BLOCK,
     reduce::cube_maxima,
 };
 use cubecl::prelude::*;
@@ -10,13 +15,40 @@ use cubecl::prelude::*;
 /// Values that share one absmax in quantised states.
 pub const STATE_BLOCK: usize = 256;
 
+/// The unit of NVFP4 scales for a group whose largest magnitude is 1: it becomes 6 times 448.
+pub const NVFP4_UNIT: f32 = 1.0 / 2688.0;
+
+/// A group of NVFP4 moments without a larger magnitude is stored as zeros: the inverse of its scales would overflow. The
+/// root of an f32 is zero or larger.
+pub const NVFP4_LEAST: f32 = 1e-30;
+
+/// How a quantised moment is coded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Coding {
+    /// A byte a value, the place in a table of 256.
+    Bytes,
+    /// Four bits, the place in a table of 16.
+    Nibbles,
+    /// Four bits, E2M1, in units of an E4M3 scale for 16 values, of which an f32 for 256 makes the largest 448.
+    Nvfp4,
+}
+
+impl Coding {
+    /// Bits of a code.
+    pub fn bits(self) -> usize {
+        if self == Self::Bytes { 8 } else { 4 }
+    }
+}
+
 /// A quantised moment.
 pub struct StateArgs<R: Runtime> {
     /// u8: one a value with 8 bits, one a pair (low nibble first) with 4. Of m itself, of the root of v.
     pub codes: ArrayArg<R>,
+    /// u8, one E4M3 scale for 16 values, of [`Coding::Nvfp4`]; any u8 buffer for the others, which leave it alone.
+    pub scales: ArrayArg<R>,
     /// f32, one for 256 values.
     pub absmax: ArrayArg<R>,
-    /// f32, 256 or 16, ascending.
+    /// f32, 256 or 16, ascending; any f32 buffer for [`Coding::Nvfp4`], which does not read it.
     pub table: ArrayArg<R>,
 }
 
@@ -25,19 +57,31 @@ pub(super) fn check<R: Runtime>(
     name: &'static str,
     grad: &ArrayArg<R>,
     moments: [&StateArgs<R>; 2],
-    bits: u32,
+    coding: Coding,
     len: usize,
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     expect_len(name, "grad", grad.size(), len)?;
     for state in moments {
-        expect_len(name, "state codes", state.codes.size(), len * bits as usize / 8)?;
+        expect_len(name, "state codes", state.codes.size(), len * coding.bits() / 8)?;
         expect_len(name, "state absmax", state.absmax.size(), len.div_ceil(STATE_BLOCK))?;
-        expect_len(name, "state table", state.table.size(), 1 << bits)?;
+        match coding {
+            Coding::Nvfp4 => expect_len(name, "state scales", state.scales.size(), len / BLOCK)?,
+            _ => expect_len(name, "state table", state.table.size(), 1 << coding.bits())?,
+        }
     }
     check_chunk(chunk, len)?;
-    let end = if bits == 4 { chunk.end % 4 } else { 0 };
-    expect_len(name, "chunk end modulo 4, with 4 bits", end, 0)?;
+    match coding {
+        Coding::Bytes => {}
+        Coding::Nibbles => {
+            expect_len(name, "length modulo 4, with 4 bits", len % 4, 0)?;
+            expect_len(name, "chunk end modulo 4, with 4 bits", chunk.end % 4, 0)?;
+        }
+        Coding::Nvfp4 => {
+            expect_blocks(name, "length", len)?;
+            expect_blocks(name, "chunk end", chunk.end)?;
+        }
+    }
     expect_len(name, "chunk start modulo 256", chunk.start % STATE_BLOCK, 0)
 }
 
@@ -52,166 +96,207 @@ pub(super) fn block_launch(chunk: Chunk, width: usize) -> (CubeCount, CubeDim, u
     (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d(units), per_cube as u32)
 }
 
-/// A table of codes in shared memory, and what finds the place of a value in it.
-#[derive(CubeType)]
-pub(super) struct Table {
-    values: SharedMemory<f32>,
-    /// The middle between an entry and the next: a value above it is nearer to the next.
-    middles: SharedMemory<f32>,
-    /// 8-bit: where the decade above begins, and per decade places a unit and the place of 0.
-    above: SharedMemory<f32>,
-    slopes: SharedMemory<f32>,
-    origins: SharedMemory<f32>,
+/// Codes that a unit of `width` values reads at once: all of its four-bit ones, as many bytes as `vector`.
+pub(super) fn codes_at_once(coding: Coding, vector: usize, width: usize) -> usize {
+    if coding == Coding::Bytes { vector } else { width / 2 }
 }
 
-/// The table of m, signed, or of v's root in shared memory. Ends on a barrier.
+/// What turns codes of a moment into values and back.
+#[derive(CubeType)]
+pub(super) struct Codec {
+    /// Of the codings that have one.
+    table: ComptimeOption<Table>,
+    /// m has a sign; v's root has none, and stays above zero where it is.
+    #[cube(comptime)]
+    signed: bool,
+    #[cube(comptime)]
+    coding: Coding,
+}
+
+/// The codec of m, signed, or of v's root. Ends on a barrier if there is a table to load.
 #[cube]
-pub(super) fn loaded_table(table: &Array<f32>, #[comptime] signed: bool, #[comptime] bits: u32) -> Table {
-    let last = comptime!((1u32 << bits) - 1);
-    let mut values = SharedMemory::<f32>::new(comptime!(1usize << bits));
-    let mut middles = SharedMemory::<f32>::new(comptime!(1usize << bits));
-    let mut at = UNIT_POS;
-    while at <= last {
-        let value = table[at as usize];
-        values[at as usize] = value;
-        middles[at as usize] = (value + table[min(at + 1u32, last) as usize]) * 0.5f32;
-        at += CUBE_DIM;
+pub(super) fn codec(table: &Array<f32>, #[comptime] signed: bool, #[comptime] coding: Coding) -> Codec {
+    let table = if comptime!(coding == Coding::Nvfp4) {
+        ComptimeOption::new_None()
+    } else {
+        ComptimeOption::new_Some(loaded_table(table, signed, comptime!(coding.bits() as u32)))
+    };
+    Codec { table, signed, coding }
+}
+
+/// Codes of the `width` values of a moment from `first` on, and what they are multiplied by.
+#[cube]
+pub(super) fn read<C: Size>(
+    codes: &Array<Vector<u8, C>>,
+    scales: &Array<u8>,
+    absmax: &Array<f32>,
+    codec: &Codec,
+    first: u32,
+    #[comptime] width: usize,
+) -> (Array<Vector<u8, C>>, f32) {
+    let bits = comptime!(codec.coding.bits());
+    let size = C::value();
+    let parts = comptime!(width * bits / 8 / size);
+    let mut out = Array::<Vector<u8, C>>::new(parts);
+    #[unroll]
+    for part in 0..parts {
+        out[part] = codes[(first / comptime!((width / parts) as u32)) as usize + part];
     }
-    let mut above = SharedMemory::<f32>::new(8usize);
-    let mut slopes = SharedMemory::<f32>::new(8usize);
-    let mut origins = SharedMemory::<f32>::new(8usize);
-    if comptime!(bits == 8) && UNIT_POS < 8u32 {
-        // Decade `d`, from 10^(d - 7) on, holds `fold * 2^d` means of equal intervals; 0 and the smaller decades are
-        // before it. From `slope * x + origin` a half is taken, entries being the middles of their intervals, and
-        // of v the 1 by which its places begin earlier.
-        let fold = comptime!(if signed { 1.0f32 } else { 2.0 });
-        let mut slope = comptime!(fold / 0.9 * 1.0e6).runtime();
-        let mut origin = comptime!(fold - fold / 9.0).runtime();
-        let mut next = 1.0e-6f32.runtime();
-        #[unroll]
-        for decade in 1..7u32 {
-            let reached = UNIT_POS >= decade;
-            let count = comptime!((1u32 << decade) as f32);
-            slope = select(reached, comptime!(fold / 0.9 * count * 10.0f32.powi(6 - decade as i32)).runtime(), slope);
-            origin = select(reached, comptime!((fold - fold / 9.0) * count).runtime(), origin);
-            next = select(reached, comptime!(10.0f32.powi(decade as i32 - 6)).runtime(), next);
-        }
-        above[UNIT_POS as usize] = select(UNIT_POS >= 6u32, 2.0f32, next);
-        slopes[UNIT_POS as usize] = slope;
-        origins[UNIT_POS as usize] = origin - comptime!(fold - 0.5).runtime();
-    }
-    sync_cube();
-    Table { values, middles, above, slopes, origins }
+    let top = absmax[(first / 256u32) as usize];
+    let scale = if comptime!(codec.coding == Coding::Nvfp4) {
+        e4m3_magnitude(u32::cast_from(scales[(first / 16u32) as usize])) * (top * NVFP4_UNIT)
+    } else {
+        top
+    };
+    (out, scale)
 }
 
 /// Value `i` of what a unit read: of m itself, of v the root.
 #[cube]
-pub(super) fn decoded<C: Size>(
-    codes: Vector<u8, C>,
-    scale: f32,
-    table: &Table,
-    #[comptime] i: usize,
-    #[comptime] bits: u32,
-) -> f32 {
-    let code = if comptime!(bits == 8) {
-        u32::cast_from(codes[i])
+pub(super) fn decoded<C: Size>(codes: &Array<Vector<u8, C>>, scale: f32, codec: &Codec, #[comptime] i: usize) -> f32 {
+    let size = C::value();
+    let byte = comptime!(if codec.coding == Coding::Bytes { i } else { i / 2 });
+    let bytes = codes[comptime!(byte / size)];
+    let byte = u32::cast_from(bytes[comptime!(byte % size)]);
+    let value = if comptime!(codec.coding == Coding::Bytes) {
+        entry(codec, byte)
     } else {
-        (u32::cast_from(codes[comptime!(i / 2)]) >> comptime!((i % 2 * 4) as u32)) & 15u32
+        let code = (byte >> comptime!((i % 2 * 4) as u32)) & 15u32;
+        if comptime!(codec.coding == Coding::Nibbles) {
+            entry(codec, code)
+        } else if comptime!(codec.signed) {
+            e2m1_decode(code)
+        } else {
+            e2m1_magnitude(code)
+        }
     };
-    table.values[code as usize] * scale
+    value * scale
 }
 
-/// The largest magnitudes of a block's moments, of which a unit has `n`.
+/// The entry of a code.
 #[cube]
-pub(super) fn block_maxima(m: &Array<f32>, root: &Array<f32>, #[comptime] n: usize) -> (f32, f32) {
-    let mut m_top = 0.0f32;
-    let mut v_top = 0.0f32;
-    #[unroll]
-    for i in 0..n {
-        m_top = max(m_top, m[i].abs());
-        v_top = max(v_top, root[i]);
-    }
-    cube_maxima(m_top, v_top)
+fn entry(codec: &Codec, code: u32) -> f32 {
+    codec.table.as_ref().unwrap().values[code as usize]
 }
 
-/// Stores what a unit has of a block's new moment, its vectors from `at` on; the first unit stores the maximum too.
+/// The largest magnitudes of a moment's 256 values and of the 16 that a unit has a part of.
+#[derive(CubeType, Clone, Copy)]
+pub(super) struct Tops {
+    group: f32,
+    block: f32,
+}
+
+/// The tops of the new moments, of which a unit has `width` values each. Every unit takes part; `turn` counts the calls.
+#[cube]
+pub(super) fn tops(
+    m: &Array<f32>,
+    root: &Array<f32>,
+    turn: u32,
+    #[comptime] width: usize,
+    #[comptime] coding: Coding,
+) -> (Tops, Tops) {
+    let mut m_own = 0.0f32;
+    let mut v_own = 0.0f32;
+    #[unroll]
+    for i in 0..width {
+        m_own = max(m_own, m[i].abs());
+        v_own = max(v_own, root[i]);
+    }
+    if comptime!(coding == Coding::Nvfp4) {
+        // Two units share a block. Turns alternate, so that a late reader keeps its own.
+        let mut shared = SharedMemory::<f32>::new(128usize);
+        let told = turn % 2u32 * 64u32 + UNIT_POS;
+        shared[told as usize] = m_own;
+        shared[(told + 32u32) as usize] = v_own;
+        let (m_group, v_group) = cube_maxima(m_own, v_own);
+        let m_block = max(m_own, shared[(told ^ 1u32) as usize]);
+        let v_block = max(v_own, shared[((told ^ 1u32) + 32u32) as usize]);
+        (Tops { group: m_group, block: m_block }, Tops { group: v_group, block: v_block })
+    } else {
+        let (m_group, v_group) = cube_maxima(m_own, v_own);
+        (Tops { group: m_group, block: m_own }, Tops { group: v_group, block: v_own })
+    }
+}
+
+/// Stores a unit's `width` values of a new moment from `first` on. The first unit of a block of 16 stores its scale, the
+/// first of all the group's maximum.
 #[cube]
 pub(super) fn store<C: Size>(
     codes: &mut Array<Vector<u8, C>>,
+    scales: &mut Array<u8>,
     absmax: &mut Array<f32>,
     values: &Array<f32>,
-    top: f32,
-    table: &Table,
-    at: usize,
-    block: usize,
-    #[comptime] parts: usize,
-    #[comptime] n: usize,
-    #[comptime] signed: bool,
-    #[comptime] bits: u32,
+    tops: Tops,
+    codec: &Codec,
+    first: u32,
+    #[comptime] width: usize,
 ) {
+    let inverse = if comptime!(codec.coding == Coding::Nvfp4) {
+        let (byte, unit) = nvfp4_scale(tops, comptime!(codec.signed));
+        if UNIT_POS % 2u32 == 0u32 {
+            scales[(first / 16u32) as usize] = u8::cast_from(byte);
+        }
+        select(unit > 0.0f32, 1.0f32 / unit, 0.0f32)
+    } else {
+        1.0f32 / select(tops.group > 0.0f32, tops.group, 1.0f32)
+    };
+    let bits = comptime!(codec.coding.bits());
+    let size = C::value();
+    let parts = comptime!(width * bits / 8 / size);
     #[unroll]
     for part in 0..parts {
-        codes[at + part] = encoded(values, top, table, comptime!(part * n), signed, bits);
+        let mut bytes = Vector::<u8, C>::empty();
+        #[unroll]
+        for i in 0..size {
+            let at = comptime!((part * size + i) * 8 / bits);
+            let mut byte = encoded(values[at] * inverse, values[at], codec);
+            if comptime!(bits == 4) {
+                byte |= encoded(values[at + 1] * inverse, values[at + 1], codec) << 4u32;
+            }
+            bytes[i] = u8::cast_from(byte);
+        }
+        codes[(first / comptime!((width / parts) as u32)) as usize + part] = bytes;
     }
     if UNIT_POS == 0u32 {
-        absmax[block] = top;
+        absmax[(first / 256u32) as usize] = tops.group;
     }
 }
 
-/// The codes of a unit's values from `first` on: nearest table entries, the lower at a tie.
+/// The E4M3 scale of a block of 16 in a group, and the unit of its codes. v's is above zero where a root is.
 #[cube]
-fn encoded<C: Size>(
-    values: &Array<f32>,
-    absmax: f32,
-    table: &Table,
-    #[comptime] first: usize,
-    #[comptime] signed: bool,
-    #[comptime] bits: u32,
-) -> Vector<u8, C> {
-    let unit = 1.0f32 / select(absmax > 0.0f32, absmax, 1.0f32);
-    let mut out = Vector::<u8, C>::empty();
-    #[unroll]
-    for i in 0..C::value() {
-        if comptime!(bits == 4) {
-            let low = nearest_of_16(table, values[comptime!(first + i * 2)] * unit);
-            let high = nearest_of_16(table, values[comptime!(first + i * 2 + 1)] * unit);
-            out[i] = u8::cast_from(low | (high << 4u32));
+fn nvfp4_scale(tops: Tops, #[comptime] signed: bool) -> (u32, f32) {
+    let full = select(tops.group >= NVFP4_LEAST, 448.0f32 / tops.group, 0.0f32);
+    let scaled = tops.block * full;
+    let scaled = if comptime!(signed) {
+        scaled
+    } else {
+        max(scaled, select(tops.block > 0.0f32, comptime!(2.0f32.powi(-9)).runtime(), 0.0f32))
+    };
+    let (byte, scale) = e4m3_scale(min(scaled, 448.0f32));
+    (byte, scale * (tops.group * NVFP4_UNIT))
+}
+
+/// The code of a value, `x` of which is what is to be represented: to nearest, with a table the lower at a tie. A root above
+/// zero does not become zero.
+#[cube]
+fn encoded(x: f32, value: f32, codec: &Codec) -> u32 {
+    if comptime!(codec.coding == Coding::Nvfp4) {
+        if comptime!(codec.signed) {
+            e2m1_encode_number(x, 0u32, false)
         } else {
-            let value = values[comptime!(first + i)];
-            if comptime!(signed) {
-                let magnitude = nearest(table, value.abs() * unit, 127u32);
-                out[i] = u8::cast_from(select(value < 0.0f32, 127u32 - min(magnitude, 127u32), 127u32 + magnitude));
-            } else {
-                let code = nearest(table, value * unit, 0u32);
-                out[i] = u8::cast_from(select(value > 0.0f32, max(code, 1u32), code));
-            }
+            let least = select(value > 0.0f32, 0.5f32, 0.0f32);
+            e2m1_nearest(clamp(x, least, 6.0f32))
+        }
+    } else {
+        let table = codec.table.as_ref().unwrap();
+        if comptime!(codec.coding == Coding::Nibbles) {
+            nearest_of_16(&table, x)
+        } else if comptime!(codec.signed) {
+            let magnitude = nearest(&table, x.abs(), 127u32);
+            select(value < 0.0f32, 127u32 - min(magnitude, 127u32), 127u32 + magnitude)
+        } else {
+            let code = nearest(&table, x, 0u32);
+            select(value > 0.0f32, max(code, 1u32), code)
         }
     }
-    out
-}
-
-/// Which of 16 ascending entries is nearest to `x`, the lower one at a tie: a binary search.
-#[cube]
-fn nearest_of_16(table: &Table, x: f32) -> u32 {
-    let mut code = 0u32;
-    #[unroll]
-    for level in 0..4u32 {
-        let half = comptime!(8u32 >> level);
-        code += select(x > table.middles[(code + comptime!(half - 1)) as usize], half, 0u32);
-    }
-    code
-}
-
-/// Which entry from `zero` on is nearest to `x` in [0, 1], the lower one at a tie. The exponent of x names its decade or
-/// the one below; places of a decade are equal intervals, so the entry below x is computed, and only the middle to
-/// the next one is looked at.
-#[cube]
-fn nearest(table: &Table, x: f32, #[comptime] zero: u32) -> u32 {
-    // floor(log10(2^n)) + 7 for the exponent n, from 2^-23 on.
-    let exponent = u32::reinterpret(max(x, 1.1920929e-7f32)) >> 23u32;
-    let decade = (exponent * 1233u32 - 127_919u32) >> 12u32;
-    let decade = (decade + select(x >= table.above[decade as usize], 1u32, 0u32)) as usize;
-    let place = x * table.slopes[decade] + table.origins[decade];
-    let place = u32::cast_from(clamp(place, 0.0f32, comptime!((254 - zero) as f32))) + zero;
-    place - zero + select(x > table.middles[place as usize], 1u32, 0u32)
 }

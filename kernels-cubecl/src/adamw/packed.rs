@@ -2,7 +2,7 @@
 
 use super::{
     AdamwStep, Chunk, Scalars,
-    moments::{StateArgs, block_launch, block_maxima, check, decoded, loaded_table, store},
+    moments::{Coding, StateArgs, block_launch, check, codec, codes_at_once, decoded, read, store, tops},
     scalars, stepped,
 };
 use crate::{
@@ -25,14 +25,14 @@ pub fn adamw_packed<R: Runtime>(
     w: PackedArgs<R>,
     grad: (ArrayArg<R>, StorageType),
     [m, v]: [StateArgs<R>; 2],
-    bits: u32,
+    coding: Coding,
     step: AdamwStep,
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw packed";
     let len = w.rows * w.cols;
     w.check(NAME)?;
-    check(NAME, &grad.0, [&m, &v], bits, len, chunk)?;
+    check(NAME, &grad.0, [&m, &v], coding, len, chunk)?;
     expect_blocks(NAME, "chunk end", chunk.end)?;
     let (count, dim, per_cube) = block_launch(chunk, 8);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
@@ -42,22 +42,24 @@ pub fn adamw_packed<R: Runtime>(
             count,
             dim,
             4,
-            bits as usize / 2,
+            codes_at_once(coding, 4, 8),
             w.codes,
             w.scales,
             w.global,
             grad.0,
             m.codes,
+            m.scales,
             m.absmax,
             m.table,
             v.codes,
+            v.scales,
             v.absmax,
             v.table,
             index(NAME, "chunk start", chunk.start)?,
             index(NAME, "chunk end", chunk.end)?,
             per_cube,
             scalars(step),
-            bits,
+            coding,
             bit_casts(client),
             grad.1,
         );
@@ -72,32 +74,33 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
     global: &Array<f32>,
     grad: &Array<Vector<G, N>>,
     m_codes: &mut Array<Vector<u8, C>>,
+    m_scales: &mut Array<u8>,
     m_absmax: &mut Array<f32>,
     m_table: &Array<f32>,
     v_codes: &mut Array<Vector<u8, C>>,
+    v_scales: &mut Array<u8>,
     v_absmax: &mut Array<f32>,
     v_table: &Array<f32>,
     start: u32,
     end: u32,
     per_cube: u32,
     s: Scalars,
-    #[comptime] bits: u32,
+    #[comptime] coding: Coding,
     #[comptime] _approximate: bool,
     #[define(G)] _g_dtype: StorageType,
 ) {
     let n = N::value();
     let parts = comptime!(8 / n);
-    let m_values = loaded_table(m_table, true, bits);
-    let v_values = loaded_table(v_table, false, bits);
+    let m_codec = codec(m_table, true, coding);
+    let v_codec = codec(v_table, false, coding);
     // What a unit tells the other one of its block of 16 weights; turns alternate, so that a late reader keeps its own.
-    let mut tops = SharedMemory::<f32>::new(64usize);
+    let mut w_tops = SharedMemory::<f32>::new(64usize);
     let g_scale = global[0];
     let blocks = (end - start).div_ceil(256u32);
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
     for turn in 0..per_cube {
         let own = cube * per_cube + turn;
         if own < blocks {
-            let block = (start / 256u32 + own) as usize;
             let first = start + own * 256u32 + UNIT_POS * 8u32;
             let live = first < end;
             let at = (first as usize) / n;
@@ -117,16 +120,16 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
                 byte = u32::cast_from(scales[scale]);
                 let unit = e4m3_decode(byte) * g_scale;
                 let packed = codes[word];
-                let (m_scale, v_scale) = (m_absmax[block], v_absmax[block]);
+                let (m_read, m_scale) = read(m_codes, m_scales, m_absmax, &m_codec, first, 8usize);
+                let (v_read, v_scale) = read(v_codes, v_scales, v_absmax, &v_codec, first, 8usize);
                 #[unroll]
                 for part in 0..parts {
                     let gradient = grad[at + part];
-                    let (m_bytes, v_bytes) = (m_codes[at + part], v_codes[at + part]);
                     #[unroll]
                     for i in 0..n {
                         let lane = comptime!(part * n + i);
-                        let old_m = decoded(m_bytes, m_scale, &m_values, i, bits);
-                        let old_root = decoded(v_bytes, v_scale, &v_values, i, bits);
+                        let old_m = decoded(&m_read, m_scale, &m_codec, lane);
+                        let old_root = decoded(&v_read, v_scale, &v_codec, lane);
                         let old = e2m1_decode(code_of(packed, comptime!(lane as u32))) * unit;
                         let gradient = f32::cast_from(gradient[i]);
                         let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
@@ -142,9 +145,9 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
                 top = max(top, new_w[i].abs());
             }
             let told = turn % 2u32 * 32u32 + UNIT_POS;
-            tops[told as usize] = top;
-            let (m_max, v_max) = block_maxima(&new_m, &root, 8usize);
-            let amax = max(top, tops[(told ^ 1u32) as usize]);
+            w_tops[told as usize] = top;
+            let (m_tops, v_tops) = tops(&new_m, &root, turn, 8usize, coding);
+            let amax = max(top, w_tops[(told ^ 1u32) as usize]);
             let kept = fitting_scale(amax, byte, g_scale);
             let unit = e4m3_decode(kept) * g_scale;
             let inverse = select(unit > 0.0f32, 1.0f32 / unit, 0.0f32);
@@ -161,8 +164,8 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
                 if UNIT_POS & 1u32 == 0u32 {
                     scales[scale] = u8::cast_from(kept);
                 }
-                store(m_codes, m_absmax, &new_m, m_max, &m_values, at, block, parts, n, true, bits);
-                store(v_codes, v_absmax, &root, v_max, &v_values, at, block, parts, n, false, bits);
+                store(m_codes, m_scales, m_absmax, &new_m, m_tops, &m_codec, first, 8usize);
+                store(v_codes, v_scales, v_absmax, &root, v_tops, &v_codec, first, 8usize);
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use super::{
     AdamwStep, Chunk, DenseArgs, Master, Scalars, draw_of_eight, loaded,
-    moments::{StateArgs, block_launch, block_maxima, check, decoded, loaded_table, store},
+    moments::{Coding, StateArgs, block_launch, check, codec, codes_at_once, decoded, read, store, tops},
     rounded, scalars, stepped, unit_of,
 };
 use crate::{
@@ -12,8 +12,8 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// As [`super::adamw_float()`] with moments of 8 or 4 `bits`. `chunk.start` is a multiple of 256; with 4 bits the length is
-/// a multiple of 4.
+/// As [`super::adamw_float()`] with quantised moments. `chunk.start` is a multiple of 256; the length is a multiple of 4
+/// with [`Coding::Nibbles`], of 16 with [`Coding::Nvfp4`].
 ///
 /// # Errors
 /// If the buffers do not fit or the chunk does not start at a block.
@@ -22,18 +22,15 @@ pub fn adamw_quantised<R: Runtime>(
     w: DenseArgs<R>,
     grad: (ArrayArg<R>, StorageType),
     [m, v]: [StateArgs<R>; 2],
-    bits: u32,
+    coding: Coding,
     step: AdamwStep,
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw quantised";
     let len = w.w.size();
     expect_len(NAME, "residual", w.residual.size(), len)?;
-    check(NAME, &grad.0, [&m, &v], bits, len, chunk)?;
+    check(NAME, &grad.0, [&m, &v], coding, len, chunk)?;
     let (vector, parts) = unit_of(len, chunk);
-    if bits == 4 {
-        expect_len(NAME, "length modulo 4", len % 4, 0)?;
-    }
     let (count, dim, per_cube) = block_launch(chunk, vector * parts);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
@@ -42,14 +39,16 @@ pub fn adamw_quantised<R: Runtime>(
             count,
             dim,
             vector,
-            vector * bits as usize / 8,
+            codes_at_once(coding, vector, vector * parts),
             w.w,
             w.residual,
             grad.0,
             m.codes,
+            m.scales,
             m.absmax,
             m.table,
             v.codes,
+            v.scales,
             v.absmax,
             v.table,
             index(NAME, "chunk start", chunk.start)?,
@@ -57,7 +56,7 @@ pub fn adamw_quantised<R: Runtime>(
             per_cube,
             scalars(step),
             w.master,
-            bits,
+            coding,
             parts,
             bit_casts(client),
             w.dtype,
@@ -73,9 +72,11 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     residual: &mut Array<Vector<u8, N>>,
     grad: &Array<Vector<G, N>>,
     m_codes: &mut Array<Vector<u8, C>>,
+    m_scales: &mut Array<u8>,
     m_absmax: &mut Array<f32>,
     m_table: &Array<f32>,
     v_codes: &mut Array<Vector<u8, C>>,
+    v_scales: &mut Array<u8>,
     v_absmax: &mut Array<f32>,
     v_table: &Array<f32>,
     start: u32,
@@ -83,7 +84,7 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     per_cube: u32,
     s: Scalars,
     #[comptime] master: Master,
-    #[comptime] bits: u32,
+    #[comptime] coding: Coding,
     #[comptime] parts: usize,
     #[comptime] _approximate: bool,
     #[define(W)] _w_dtype: StorageType,
@@ -91,15 +92,14 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
 ) {
     let n = N::value();
     let width = comptime!(n * parts);
-    let m_values = loaded_table(m_table, true, bits);
-    let v_values = loaded_table(v_table, false, bits);
+    let m_codec = codec(m_table, true, coding);
+    let v_codec = codec(v_table, false, coding);
     let blocks = (end - start).div_ceil(256u32);
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
     for turn in 0..per_cube {
         let own = cube * per_cube + turn;
         // Uniform: a cube takes one block at a time.
         if own < blocks {
-            let block = (start / 256u32 + own) as usize;
             let first = start + own * 256u32 + UNIT_POS * comptime!(width as u32);
             let live = first < end;
             let at = (first as usize) / n;
@@ -115,7 +115,8 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
                 if comptime!(master == Master::Stochastic) {
                     philox(first / 8u32, s.step, s.stream, s.key_low, s.key_high, &mut draws);
                 }
-                let (m_scale, v_scale) = (m_absmax[block], v_absmax[block]);
+                let (m_read, m_scale) = read(m_codes, m_scales, m_absmax, &m_codec, first, width);
+                let (v_read, v_scale) = read(v_codes, v_scales, v_absmax, &v_codec, first, width);
                 #[unroll]
                 for part in 0..parts {
                     let gradient = grad[at + part];
@@ -124,12 +125,11 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
                     if comptime!(master == Master::Residual) {
                         bytes = residual[at + part];
                     }
-                    let (m_bytes, v_bytes) = (m_codes[at + part], v_codes[at + part]);
                     #[unroll]
                     for i in 0..n {
                         let lane = comptime!(part * n + i);
-                        let old_m = decoded(m_bytes, m_scale, &m_values, i, bits);
-                        let old_root = decoded(v_bytes, v_scale, &v_values, i, bits);
+                        let old_m = decoded(&m_read, m_scale, &m_codec, lane);
+                        let old_root = decoded(&v_read, v_scale, &v_codec, lane);
                         let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
                         let gradient = f32::cast_from(gradient[i]);
                         let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
@@ -149,10 +149,10 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
                     }
                 }
             }
-            let (m_max, v_max) = block_maxima(&new_m, &root, width);
+            let (m_tops, v_tops) = tops(&new_m, &root, turn, width, coding);
             if live {
-                store(m_codes, m_absmax, &new_m, m_max, &m_values, at, block, parts, n, true, bits);
-                store(v_codes, v_absmax, &root, v_max, &v_values, at, block, parts, n, false, bits);
+                store(m_codes, m_scales, m_absmax, &new_m, m_tops, &m_codec, first, width);
+                store(v_codes, v_scales, v_absmax, &root, v_tops, &v_codec, first, width);
             }
         }
     }
