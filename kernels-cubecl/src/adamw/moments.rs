@@ -233,7 +233,7 @@ pub(super) fn store<C: Size>(
 ) {
     let inverse = if comptime!(codec.coding == Coding::Nvfp4) {
         let (byte, unit) = nvfp4_scale(tops, comptime!(codec.signed));
-        if UNIT_POS % 2u32 == 0u32 {
+        if UNIT_POS & 1u32 == 0u32 {
             scales[(first / 16u32) as usize] = u8::cast_from(byte);
         }
         select(unit > 0.0f32, 1.0f32 / unit, 0.0f32)
@@ -290,12 +290,12 @@ fn encoded(x: f32, value: f32, codec: &Codec) -> u32 {
     } else {
         let table = codec.table.as_ref().unwrap();
         if comptime!(codec.coding == Coding::Nibbles) {
-            nearest_of_16(&table, x)
+            nearest_of_16(table, x)
         } else if comptime!(codec.signed) {
-            let magnitude = nearest(&table, x.abs(), 127u32);
+            let magnitude = nearest(table, x.abs(), 127u32);
             select(value < 0.0f32, 127u32 - min(magnitude, 127u32), 127u32 + magnitude)
         } else {
-            let code = nearest(&table, x, 0u32);
+            let code = nearest(table, x, 0u32);
             select(value > 0.0f32, max(code, 1u32), code)
         }
     }
