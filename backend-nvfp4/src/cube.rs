@@ -642,7 +642,7 @@ where
 }
 
 /// Operands as kernels take them.
-fn sides<R, F, I, BT>(operands: &[Operand<CubeBackend<R, F, I, BT>>]) -> Vec<Side<R>>
+fn sides<R, F, I, BT>(operands: &[Operand<CubeBackend<R, F, I, BT>>]) -> Vec<Side<'_, R>>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
@@ -651,11 +651,11 @@ where
     I: IntElement,
     BT: BoolElement,
 {
-    let side = |operand: &Operand<CubeBackend<R, F, I, BT>>| match operand {
-        Operand::Dense(x) => Side::Dense(x.clone()),
-        Operand::Packed(w) => Side::Packed(packed(w)),
-    };
-    operands.iter().map(side).collect()
+    let sides = operands.iter().map(|operand| match operand {
+        Operand::Dense(x) => Side::Dense(x),
+        Operand::Packed(w) => Side::Packed(Box::new(packed(w))),
+    });
+    sides.collect()
 }
 
 /// The tensor itself if nothing else holds its buffer, else a copy.

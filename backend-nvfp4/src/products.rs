@@ -66,12 +66,12 @@ impl<R: CubeRuntime> Packed<R> {
 }
 
 /// An operand, dense or packed.
-pub(crate) enum Side<R: CubeRuntime> {
-    Dense(CubeTensor<R>),
-    Packed(Packed<R>),
+pub(crate) enum Side<'a, R: CubeRuntime> {
+    Dense(&'a CubeTensor<R>),
+    Packed(Box<Packed<R>>),
 }
 
-impl<R: CubeRuntime> Side<R> {
+impl<R: CubeRuntime> Side<'_, R> {
     fn dims(&self) -> [usize; 2] {
         match self {
             Self::Dense(x) => dims(x),
@@ -79,17 +79,21 @@ impl<R: CubeRuntime> Side<R> {
         }
     }
 
-    fn global(&self) -> Option<&CubeTensor<R>> {
+    fn packed(&self) -> Option<&Packed<R>> {
         match self {
             Self::Dense(_) => None,
-            Self::Packed(w) => Some(&w.global),
+            Self::Packed(w) => Some(w),
         }
+    }
+
+    fn global(&self) -> Option<&CubeTensor<R>> {
+        self.packed().map(|w| &w.global)
     }
 
     /// As a dense matrix, its tensor scale left out.
     fn values(&self, dtype: DType) -> CubeTensor<R> {
         match self {
-            Self::Dense(x) => into_contiguous(x.clone()),
+            Self::Dense(x) => into_contiguous((*x).clone()),
             Self::Packed(w) => w.values(dtype, false),
         }
     }
@@ -99,34 +103,34 @@ impl<R: CubeRuntime> Side<R> {
 /// one of the other list. `None` if they have to be made one by one.
 pub(crate) fn joint<R: CubeRuntime>(
     product: Product,
-    a: &[Side<R>],
-    b: &[Side<R>],
+    a: &[Side<'_, R>],
+    b: &[Side<'_, R>],
     dtype: DType,
     out: DType,
     summed: bool,
 ) -> Option<Vec<CubeTensor<R>>> {
     let count = a.len().max(b.len());
-    let of = |list: &[Side<R>], i: usize| i.min(list.len() - 1);
+    let of = |list: &[Side<'_, R>], i: usize| i.min(list.len() - 1);
     let shape = |i: usize| gemm::Shape::of(product, a[of(a, i)].dims(), b[of(b, i)].dims());
     let shapes: Vec<_> = (0..count).map(shape).collect();
     let like = match &b[0] {
-        Side::Dense(x) => x.clone(),
+        Side::Dense(x) => (*x).clone(),
         Side::Packed(w) => w.codes.clone(),
     };
     let client = &like.client;
-    let alike = |list: &[Side<R>]| list.iter().all(|side| side.global().is_some() == list[0].global().is_some());
+    let alike = |list: &[Side<'_, R>]| list.iter().all(|side| side.global().is_some() == list[0].global().is_some());
     if count == 1 || dtype == DType::F32 || !mma::supported(client, dtype.into()) || !(alike(a) && alike(b)) {
         return None;
     }
     let globals = |i: usize| [a[of(a, i)].global(), b[of(b, i)].global()].into_iter().flatten();
-    if let ([x], Some(w)) = (a, all_packed(b))
+    if let ([x], Some(w)) = (a, b.iter().map(Side::packed).collect::<Option<Vec<_>>>())
         && product == Product::Nt
         && out == dtype
         && gemv::fits(shapes[0].i, shapes[0].r)
     {
         let x_values = x.values(dtype);
         let ys: Vec<_> = shapes.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
-        let weights = w.iter().map(|w| w.args()).collect();
+        let weights = w.into_iter().map(Packed::args).collect();
         let (scales, results) = (x.global().map(arg).into_iter().collect(), ys.iter().map(arg).collect());
         launched(gemv(client, arg(&x_values), shapes[0].i, weights, scales, results, dtype.into()));
         return Some(ys);
@@ -137,7 +141,7 @@ pub(crate) fn joint<R: CubeRuntime>(
     }
     let results = if summed { &shapes[..1] } else { &shapes };
     let ys: Vec<_> = results.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
-    let values = |list: &[Side<R>]| list.iter().map(|side| side.values(dtype)).collect::<Vec<_>>();
+    let values = |list: &[Side<'_, R>]| list.iter().map(|side| side.values(dtype)).collect::<Vec<_>>();
     let args = |list: &[CubeTensor<R>]| list.iter().map(arg).collect();
     launched(gemm(
         client,
@@ -153,14 +157,6 @@ pub(crate) fn joint<R: CubeRuntime>(
         },
     ));
     Some(ys)
-}
-
-fn all_packed<R: CubeRuntime>(list: &[Side<R>]) -> Option<Vec<&Packed<R>>> {
-    let packed = |side| match side {
-        &Side::Packed(ref w) => Some(w),
-        Side::Dense(_) => None,
-    };
-    list.iter().map(packed).collect()
 }
 
 /// A dense product in `precision`'s number format, as `out`; equal batch dimensions.

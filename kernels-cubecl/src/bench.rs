@@ -16,8 +16,7 @@ use crate::{
     dequantize::dequantize,
     device,
     gemm::{self, Gemm, gemm},
-    gemv::gemv,
-    gradient,
+    gemv, gradient,
     matmul::{PackedArgs, Product},
     mma,
     once::STEP,
@@ -453,12 +452,12 @@ impl<'a, R: Runtime> Bench<'a, R> {
 
     fn decode(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
-        for (layer, each, k) in [
-            ("lm_head", &[151_936usize][..], 2560usize),
-            ("gate+up", &[9728, 9728], 2560),
-            ("q+k+v", &[4096, 1024, 1024], 2560),
-            ("o", &[2560], 4096),
-            ("down", &[2560], 9728),
+        for (layer, each, k, variants) in [
+            ("lm_head", &[151_936usize][..], 2560usize, &[(16, 2), (8, 1)][..]),
+            ("gate+up", &[9728, 9728], 2560, &[(16, 1), (16, 2), (16, 3), (16, 4), (16, 5), (8, 1), (8, 2), (8, 3)]),
+            ("q+k+v", &[4096, 1024, 1024], 2560, &[(16, 5), (16, 10), (8, 2), (8, 3), (8, 4), (8, 5), (8, 10)]),
+            ("o", &[2560], 4096, &[(16, 8), (8, 4), (8, 5), (8, 6), (8, 8), (8, 16)]),
+            ("down", &[2560], 9728, &[(16, 10), (16, 13), (8, 4), (8, 5), (8, 6), (8, 7), (8, 8), (8, 10), (8, 13)]),
         ] {
             let (name, n) = (format!("decode {layer}"), each.iter().sum::<usize>());
             let bytes = n * k / 16 * 9;
@@ -469,20 +468,29 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 })
                 .collect();
             let one = self.bytes(4, 3);
+            let launch = |i: usize, m: usize, x: &Data<'a>, ys: &[Data<'a>], plan: gemv::Plan| {
+                let weight = |(rows, (codes, scales)): (&usize, &(Data<'a>, Data<'a>))| PackedArgs {
+                    codes: self.arg(codes, rows * k / 8),
+                    scales: self.arg(scales, rows * k / 16),
+                    global: self.arg(&one, 1),
+                    rows: *rows,
+                    cols: k,
+                };
+                let weights = each.iter().zip(&weights[i % sets]).map(weight).collect();
+                let ys = each.iter().zip(ys).map(|(n, y)| self.arg(y, m * n)).collect();
+                gemv::gemv_in(client, self.arg(x, m * k), m, weights, vec![], ys, BF16, plan)
+            };
             for m in [1usize, 2, 4, 8, 16] {
                 let (x, ys) = (self.values(m * k), each.iter().map(|n| self.bytes(m * n * 2, 4)).collect::<Vec<_>>());
-                self.row(show, &name, format!("M {m}, {n}x{k}"), (Some(bytes as f64), None), |i| {
-                    let weight = |(rows, (codes, scales)): (&usize, &(Data<'a>, Data<'a>))| PackedArgs {
-                        codes: self.arg(codes, rows * k / 8),
-                        scales: self.arg(scales, rows * k / 16),
-                        global: self.arg(&one, 1),
-                        rows: *rows,
-                        cols: k,
-                    };
-                    let weights = each.iter().zip(&weights[i % sets]).map(weight).collect();
-                    let ys = each.iter().zip(&ys).map(|(n, y)| self.arg(y, m * n)).collect();
-                    gemv(client, self.arg(&x, m * k), m, weights, vec![], ys, BF16)
-                })?;
+                let (shape, moved) = (format!("M {m}, {n}x{k}"), (Some(bytes as f64), None));
+                let plan = gemv::Plan::new(client, m, n, k);
+                self.row(show, &name, shape.clone(), moved, |i| launch(i, m, &x, &ys, plan))?;
+                // How tiles could be shared out: what the choice above is made from.
+                for (height, shares) in variants.iter().filter(|_| m == 1) {
+                    let name = format!("{name} by {shares} planes, {height} rows");
+                    let plan = gemv::Plan::of(client, m, k, *height == 16, *shares);
+                    self.row(show, &name, shape.clone(), moved, |i| launch(i, m, &x, &ys, plan))?;
+                }
             }
         }
         let keys = 32_768usize;

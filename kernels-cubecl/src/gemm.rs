@@ -242,7 +242,7 @@ fn gemm_kernel<F: Float, O: Float>(
             let factor = factor_of(scales, p, parts);
             // What is worth nothing is left out: the sums could not be brought to a scale of 0 and back.
             if factor != 0.0f32 {
-                if comptime!(scales.len() > 0) {
+                if comptime!(scales.len() >= parts) {
                     times(&mut sums, scale / factor);
                 }
                 scale = factor;

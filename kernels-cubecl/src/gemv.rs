@@ -53,16 +53,33 @@ pub fn gemv<R: Runtime>(
     ys: Vec<ArrayArg<R>>,
     dtype: StorageType,
 ) -> Result<(), KernelError> {
+    let (n, k) = (weights.iter().map(|w| w.rows).sum(), weights[0].cols);
+    let plan = Plan::new(client, rows, n, k);
+    gemv_in(client, x, rows, weights, scales, ys, dtype, plan)
+}
+
+/// As [`gemv()`] with tiles shared out as in `plan`.
+///
+/// # Errors
+/// As [`gemv()`].
+pub fn gemv_in<R: Runtime>(
+    client: &ComputeClient<R>,
+    x: ArrayArg<R>,
+    rows: usize,
+    weights: Vec<PackedArgs<R>>,
+    scales: Vec<ArrayArg<R>>,
+    ys: Vec<ArrayArg<R>>,
+    dtype: StorageType,
+    plan: Plan,
+) -> Result<(), KernelError> {
     const NAME: &str = "gemv";
     let k = weights[0].cols;
     expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(rows, k)), 0)?;
     expect_len(NAME, "x", x.size(), rows * k)?;
     expect_len(NAME, "results", ys.len(), weights.len())?;
-    let n = weights.iter().map(|w| w.rows).sum();
-    if rows == 0 || n == 0 {
+    if rows == 0 || weights.iter().all(|w| w.rows == 0) {
         return Ok(());
     }
-    let plan = Plan::new(client, rows, n, k);
     let mut cubes = 0;
     let (mut codes, mut blocks, mut globals) = (SequenceArg::new(), SequenceArg::new(), SequenceArg::new());
     let (mut factors, mut out) = (SequenceArg::new(), SequenceArg::new());
@@ -103,7 +120,7 @@ pub fn gemv<R: Runtime>(
 
 /// How tiles are shared out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Plan {
+pub struct Plan {
     /// Planes that share a tile's columns.
     shares: u32,
     /// Tiles of a cube.
@@ -115,10 +132,16 @@ struct Plan {
 }
 
 impl Plan {
-    fn new<R: Runtime>(client: &ComputeClient<R>, rows: usize, n: usize, k: usize) -> Self {
+    /// For a device and `rows` rows times weights of `n` rows together, `k` columns.
+    pub fn new<R: Runtime>(client: &ComputeClient<R>, rows: usize, n: usize, k: usize) -> Self {
         let tall = n.div_ceil(16) >= TALL;
         let tiles = n.div_ceil(if tall { 16 } else { 8 });
-        let shares = PLANES.div_ceil(tiles).min(16).min(k / SPAN);
+        Self::of(client, rows, k, tall, PLANES.div_ceil(tiles))
+    }
+
+    /// With tiles of 16 rows if `tall`, else eight, whose columns `shares` planes share if there are as many.
+    pub fn of<R: Runtime>(client: &ComputeClient<R>, rows: usize, k: usize, tall: bool, shares: usize) -> Self {
+        let shares = shares.min(16).min(k / SPAN);
         let room = client.properties().hardware.max_shared_memory_size;
         let single = if rows == 1 && k / 64 * 9 * 16 + SUMS <= room { k } else { 0 };
         Self { shares: shares as u32, together: (4 / shares).max(1) as u32, tall, single }

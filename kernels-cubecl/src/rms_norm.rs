@@ -213,7 +213,7 @@ fn rms_norm_kernel<F: Float, N: Size>(
                 // Weighted in the type of x: the product of two rounded values is rounded once.
                 let weighted = normal * Vector::<F, N>::cast_from(w[c as usize]);
                 y[first + (c as usize)] = weighted;
-                if comptime!(maxima.len() > 0) {
+                if comptime!(maxima.len() == 1) {
                     top = max(top, largest(weighted));
                 }
             }

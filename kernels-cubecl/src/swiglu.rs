@@ -89,7 +89,7 @@ fn swiglu_kernel<F: Float, N: Size>(
         let u = Vector::<f32, N>::cast_from(up[at]);
         let value = Vector::<F, N>::cast_from(g * sigmoid(g) * u);
         y[at] = value;
-        if comptime!(maxima.len() > 0) {
+        if comptime!(maxima.len() == 1) {
             top = max(top, largest(value));
         }
         at += (CUBE_COUNT_X * 256u32) as usize;
