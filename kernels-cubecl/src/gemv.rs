@@ -29,10 +29,10 @@ pub const MAX_ROWS: usize = 16;
 const SPAN: usize = 256;
 /// Bytes that the sums of one token take at most: 16 planes, 8 tokens of a fragment, 16 rows.
 const SUMS: usize = 16 * 8 * 16 * 4;
-/// Planes that are worth keeping busy: 24 a multiprocessor of an H200.
-const PLANES: usize = 3168;
+/// Planes that are worth keeping busy: 20 a multiprocessor of an H200. With more some cubes find no place and start late.
+const PLANES: usize = 2640;
 /// Tiles of 16 rows from which on tiles are not halved.
-const TALL: usize = 528;
+const TALL: usize = 384;
 
 /// Whether the kernel takes `rows` rows and `cols` summed columns.
 pub fn fits(rows: usize, cols: usize) -> bool {
@@ -53,25 +53,6 @@ pub fn gemv<R: Runtime>(
     ys: Vec<ArrayArg<R>>,
     dtype: StorageType,
 ) -> Result<(), KernelError> {
-    let (n, k) = (weights.iter().map(|w| w.rows).sum(), weights[0].cols);
-    let plan = Plan::new(client, rows, n, k);
-    gemv_in(client, x, rows, weights, scales, ys, dtype, plan)
-}
-
-/// As [`gemv()`] with tiles shared out as in `plan`.
-///
-/// # Errors
-/// As [`gemv()`].
-pub fn gemv_in<R: Runtime>(
-    client: &ComputeClient<R>,
-    x: ArrayArg<R>,
-    rows: usize,
-    weights: Vec<PackedArgs<R>>,
-    scales: Vec<ArrayArg<R>>,
-    ys: Vec<ArrayArg<R>>,
-    dtype: StorageType,
-    plan: Plan,
-) -> Result<(), KernelError> {
     const NAME: &str = "gemv";
     let k = weights[0].cols;
     expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(rows, k)), 0)?;
@@ -80,6 +61,7 @@ pub fn gemv_in<R: Runtime>(
     if rows == 0 || weights.iter().all(|w| w.rows == 0) {
         return Ok(());
     }
+    let plan = Plan::new(client, rows, weights.iter().map(|w| w.rows).sum(), k);
     let mut cubes = 0;
     let (mut codes, mut blocks, mut globals) = (SequenceArg::new(), SequenceArg::new(), SequenceArg::new());
     let (mut factors, mut out) = (SequenceArg::new(), SequenceArg::new());
@@ -120,7 +102,7 @@ pub fn gemv_in<R: Runtime>(
 
 /// How tiles are shared out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Plan {
+struct Plan {
     /// Planes that share a tile's columns.
     shares: u32,
     /// Tiles of a cube.
@@ -132,16 +114,14 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// For a device and `rows` rows times weights of `n` rows together, `k` columns.
-    pub fn new<R: Runtime>(client: &ComputeClient<R>, rows: usize, n: usize, k: usize) -> Self {
+    /// For `rows` rows times weights of `n` rows together, `k` columns.
+    fn new<R: Runtime>(client: &ComputeClient<R>, rows: usize, n: usize, k: usize) -> Self {
         let tall = n.div_ceil(16) >= TALL;
         let tiles = n.div_ceil(if tall { 16 } else { 8 });
-        Self::of(client, rows, k, tall, PLANES.div_ceil(tiles))
-    }
-
-    /// With tiles of 16 rows if `tall`, else eight, whose columns `shares` planes share if there are as many.
-    pub fn of<R: Runtime>(client: &ComputeClient<R>, rows: usize, k: usize, tall: bool, shares: usize) -> Self {
-        let shares = shares.min(16).min(k / SPAN);
+        // Spans of a tile's columns, and of those a plane's, as even as they get.
+        let spans = k / SPAN;
+        let own = (spans * tiles).div_ceil(PLANES).min(spans);
+        let shares = spans.div_ceil(own).min(16);
         let room = client.properties().hardware.max_shared_memory_size;
         let single = if rows == 1 && k / 64 * 9 * 16 + SUMS <= room { k } else { 0 };
         Self { shares: shares as u32, together: (4 / shares).max(1) as u32, tall, single }

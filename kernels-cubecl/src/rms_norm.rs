@@ -21,6 +21,8 @@ use cubecl::prelude::*;
 
 /// Cubes of a backward launch at most: each leaves one row of partial sums.
 const CUBES: usize = 1056;
+/// Cubes of a forward launch that leaves maxima, at most: each leaves one.
+const MEASURED_CUBES: usize = 4096;
 
 /// What a norm does on the way.
 pub struct Fused<R: Runtime> {
@@ -69,12 +71,13 @@ pub fn rms_norm<R: Runtime>(
     if rows == 0 {
         return Ok(());
     }
+    let cubes = if tops.values.is_empty() { rows.min(65_535) } else { maxima_len(rows) };
     let (vector, passes, units) = row_launch(client, dtype, cols);
     // SAFETY: buffer lengths were checked; cubes step over rows up to the last.
     unsafe {
         rms_norm_kernel::launch_unchecked(
             client,
-            CubeCount::Static(index(NAME, "cubes", maxima_len(rows))?, 1, 1),
+            CubeCount::Static(index(NAME, "cubes", cubes)?, 1, 1),
             CubeDim::new_1d(units),
             vector,
             x,
@@ -94,9 +97,9 @@ pub fn rms_norm<R: Runtime>(
     Ok(())
 }
 
-/// Cubes of a forward launch: one a row, as far as a grid goes.
+/// Cubes of a forward launch over `rows` rows that leaves maxima.
 pub fn maxima_len(rows: usize) -> usize {
-    rows.min(65_535)
+    rows.min(MEASURED_CUBES)
 }
 
 /// Vector size, vectors a unit and units of a cube for rows of `cols`.
@@ -259,6 +262,11 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
     let mean = 1.0f32 / f32::cast_from(cols);
     while row < rows {
         let ahead = row + CUBE_COUNT_X;
+        let mut more = Array::<Vector<F, N>>::new(comptime!((passes * so_far.len()).max(1)));
+        #[unroll]
+        for pass in 0..comptime!(passes * so_far.len()) {
+            more[pass] = loaded(so_far.index(0usize), row, rows, pass, width);
+        }
         #[unroll]
         for pass in 0..passes {
             next_x[pass] = loaded(x, ahead, rows, pass, width);
@@ -283,9 +291,8 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
             let inner = Vector::<f32, N>::cast_from(own_dy[pass]);
             let mut grad = (inner * weight(w, pass, width) - value * Vector::new(along)) * Vector::new(scale);
             if c < width {
-                #[unroll]
-                for i in 0..so_far.len() {
-                    grad += Vector::cast_from(so_far.index(i)[first + (c as usize)]);
+                if comptime!(so_far.len() == 1) {
+                    grad += Vector::cast_from(more[pass]);
                 }
                 dy[first + (c as usize)] = Vector::cast_from(grad);
             }
