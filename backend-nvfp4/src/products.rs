@@ -136,7 +136,8 @@ pub(crate) fn joint<R: CubeRuntime>(
         return Some(ys);
     }
     let native = product == Product::Nt && a[0].global().is_some() && block_scaled::trusted(client);
-    if native || !shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0) {
+    let whole = shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0);
+    if native || !whole || !gemm::gains_together(client, &shapes, summed) {
         return None;
     }
     let results = if summed { &shapes[..1] } else { &shapes };

@@ -9,7 +9,7 @@
 //! is exact there, the tensor scale is applied to the finished f32 sum. That costs one pass over the weight
 //! (2 to 4 % of the product at 4,096 rows) and leaves one kernel for every product.
 //!
-//! One launch can make several products: those of one operand with several others (the layers that read the same
+//! One launch can make several products, where that gains: those of one operand with several others (the layers that read the same
 //! activations), whose tiles then fill the device together, or the sum of several, which is one long sum whose operands
 //! lie in different buffers.
 //!
@@ -140,9 +140,8 @@ const NAME: &str = "gemm";
 /// # Errors
 /// If a buffer does not fit its shape, [`Shape::fits`] is false, or the products do not go together.
 pub fn gemm<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<(), KernelError> {
-    let processors = client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
     let shapes = if products.summed() { &products.shapes[..1] } else { &products.shapes };
-    let cols = columns(shapes, processors, &tile_columns(client));
+    let cols = columns(shapes, processors(client), &tile_columns(client));
     gemm_in(client, products, cols)
 }
 
@@ -182,6 +181,18 @@ pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: u
         );
     }
     Ok(())
+}
+
+/// Whether these products gain by one launch: where one alone has so few tiles that its last wave is much of it, or sums so
+/// short that filling the ring is. Else its larger code costs more.
+pub fn gains_together<R: Runtime>(client: &ComputeClient<R>, shapes: &[Shape], summed: bool) -> bool {
+    let tiles = |s: &Shape| s.i.div_ceil(TILE as usize) * s.j.div_ceil(TILE as usize);
+    let short = |s: &Shape| if summed { s.r < 64 * STEP as usize } else { tiles(s) < 3 * processors(client) };
+    shapes.len() > 1 && shapes.iter().any(short)
+}
+
+fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
+    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
 }
 
 fn several<R: Runtime, C: CubePrimitive>(args: Vec<ArrayArg<R>>) -> SequenceArg<R, Array<C>> {
