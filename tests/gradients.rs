@@ -130,10 +130,17 @@ fn sharing<B: Nvfp4Backend>(device: B::Device) {
                         if frozen == Some(i) { w } else { w.require_grad() }
                     };
                     let w: Vec<_> = of.iter().map(parameter).collect();
-                    let given = w
-                        .iter()
-                        .zip(of)
-                        .map(|(w, &i)| (LinearWeight::Float(w.clone().into_primitive().tensor()), spec.slot(i as u32)));
+                    // What is not trained may be codes.
+                    let given = w.iter().zip(of).map(|(w, &i)| {
+                        let w = w.clone().into_primitive().tensor();
+                        let weight = if frozen == Some(i) {
+                            let codes = Autodiff::<B>::nvfp4_quantize(w, spec.weights());
+                            LinearWeight::Packed { codes, gradient: None }
+                        } else {
+                            LinearWeight::Float(w)
+                        };
+                        (weight, spec.slot(i as u32))
+                    });
                     let activations = Activations::new(x.clone().into_primitive().tensor(), spec);
                     let ys = Autodiff::<B>::nvfp4_linears(activations, given.collect());
                     let ys: Vec<_> = ys

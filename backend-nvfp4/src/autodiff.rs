@@ -15,7 +15,7 @@ use burn::{
         autodiff::{
             checkpoint::{base::Checkpointer, strategy::CheckpointStrategy},
             grads::Gradients,
-            ops::{Backward, Ops, OpsKind, binary, unary},
+            ops::{Backward, Ops, OpsKind, binary},
         },
     },
     tensor::{
@@ -51,25 +51,7 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
     }
 
     fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self> {
-        #[derive(Debug)]
-        struct FrozenWeight;
-        impl<B: Nvfp4Backend> Backward<B, 1> for FrozenWeight {
-            type State = (Nvfp4Primitive<B>, DType);
-            fn backward(self, ops: Ops<Self::State, 1>, grads: &mut Gradients, _: &mut Checkpointer) {
-                let (w, dtype) = ops.state;
-                unary::<B, _>(ops.parents, ops.node, grads, |dy| B::nvfp4_matmul(dy, &w, Product::Nn, dtype));
-            }
-        }
-        let w = inner(w);
-        let dtype = a.primitive.dtype();
-        let y = B::nvfp4_matmul(a.primitive, &w, product, out);
-        match FrozenWeight.prepare::<C>([a.node]).compute_bound().stateful() {
-            OpsKind::Tracked(prep) => {
-                assert_eq!(product, Product::Nt, "only the forward product is differentiable");
-                prep.finish((w, dtype), y)
-            }
-            OpsKind::UnTracked(prep) => prep.finish(y),
-        }
+        Self::from_inner(B::nvfp4_matmul(a.primitive, &inner(w), product, out))
     }
 
     fn nvfp4_matmul_packed(

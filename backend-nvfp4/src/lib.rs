@@ -81,7 +81,7 @@ pub trait Nvfp4Backend: Backend {
 
     /// A product of a dense and a packed matrix (see [`Product`]), as `out`: the dense one's dtype or f32.
     /// `Nt`: `[M, K] x [N, K] -> [M, N]`; `Nn`: `[M, N] x [N, K] -> [M, K]`;
-    /// `Tn`: `[M, N] x [M, K] -> [N, K]`. Differentiable in the dense operand for `Nt`.
+    /// `Tn`: `[M, N] x [M, K] -> [N, K]`. Not differentiable.
     fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self>;
 
     /// A product of two packed matrices, computed on values of type `operand` and stored as `out`. `Nt` or `Nn`, as in
