@@ -180,28 +180,23 @@ pub(crate) fn backward<B: Nvfp4Backend>(
     wanted: &[bool],
 ) -> (Option<FloatTensor<B>>, Vec<Option<FloatTensor<B>>>) {
     let (precision, dtype) = (specs[0].precision, specs[0].precision.dtype());
-    let dense = |dy: &FloatTensor<B>| Operand::Dense(dy.clone());
-
     let mut dws: Vec<Option<FloatTensor<B>>> = dys.iter().map(|_| None).collect();
-    let trained: Vec<_> = (0..dys.len()).filter(|&i| wanted[i + 1]).collect();
-    let mut of_trained: Vec<_> = trained.iter().filter_map(|&i| Some((i, dys[i].as_ref()?))).collect();
-    if !of_trained.is_empty() {
-        let layers: Vec<_> = of_trained.iter().map(|(i, _)| *i).collect();
-        let computed = match (recipe, x) {
+    let of_trained = |(i, dy): (usize, &Option<FloatTensor<B>>)| Some((i, dy.clone().filter(|_| wanted[i + 1])?));
+    let (trained, of_trained): (Vec<_>, Vec<_>) = dys.iter().enumerate().filter_map(of_trained).unzip();
+    if !trained.is_empty() {
+        let (product, read, x) = match (recipe, x) {
             (Recipe::Nvfp4(parts), Operand::Dense(x)) => {
                 // Blocks run along the tokens, which are summed over. The rotation cancels in the product.
                 let across =
                     |x, spec| Operand::Packed(B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard));
-                let of_layer = |(i, dy): (usize, &FloatTensor<B>)| across(dy.clone(), specs[i].gradients(parts, true));
-                let dys = of_trained.drain(..).map(of_layer).collect();
-                B::products(Product::Nt, dys, vec![across(x, specs[0].activations())], precision, DType::F32)
+                let of_layer = |(dy, &i): (_, &usize)| across(dy, specs[i].gradients(parts, true));
+                let read = of_trained.into_iter().zip(&trained).map(of_layer).collect();
+                (Product::Nt, read, across(x, specs[0].activations()))
             }
-            (_, x) => {
-                let dys = of_trained.drain(..).map(|(_, dy)| dense(dy)).collect();
-                B::products(Product::Tn, dys, vec![x], precision, DType::F32)
-            }
+            (_, x) => (Product::Tn, of_trained.into_iter().map(Operand::Dense).collect(), x),
         };
-        layers.into_iter().zip(computed).for_each(|(i, dw)| dws[i] = Some(dw));
+        let computed = B::products(product, read, vec![x], precision, DType::F32);
+        trained.into_iter().zip(computed).for_each(|(i, dw)| dws[i] = Some(dw));
     }
 
     let mut pairs = (Vec::new(), Vec::new());
