@@ -46,6 +46,7 @@ else:
     add("bf16-nearest", "--recipe bf16", master="bf16-nearest")
     add("bf16-residual", "--recipe bf16", master="bf16-residual", seeds=(1,))
     add("bf16-int4", "--recipe bf16", state="int4", seeds=(1,))
+    add("bf16-nvfp4", "--recipe bf16", state="nvfp4", seeds=(1, 2))
     add("w4", "--recipe w4")
     add("w4-damped", "--recipe w4 --damped-finish 0.25")
     add("w4-nvfp4master", "--recipe w4", state="int8", master="nvfp4", seeds=(1,))

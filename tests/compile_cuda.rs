@@ -29,7 +29,8 @@ fn every_kernel_compiles_for_three_architectures() {
     });
 }
 
-/// One variant of each kernel, of AdamW's every one: its forms have names in common. What needs no tensor cores is the same text for all: sm_90 says enough of it.
+/// One variant of each kernel, of AdamW's every one: its forms have names in common. What needs no tensor cores is the
+/// same text for all: sm_90 says enough of it.
 fn sources(arch: u32) -> Vec<Source> {
     let client = SourceRuntime::client(&SourceDevice(arch));
     kernels_cubecl::once::once(&client, StorageType::Scalar(ElemType::Float(FloatKind::BF16)), 17).unwrap();

@@ -179,7 +179,7 @@ fn a_rate_of_zero_moves_nothing() {
 /// factor of 4 lose nothing to NVFP4 moments; where features that share blocks span two decades, as gradients do then, four
 /// bits are slow.
 #[test]
-fn quantised_moments_learn_as_f32() {
+fn what_quantised_moments_leave_of_the_loss() {
     for (base, bounds) in [(2.0, [1.05, 2.0, 1.2]), (10.0, [1.05, 5.0, 7.0])] {
         let exact = left(StateKind::F32, base);
         for (state, bound) in [StateKind::Int8, StateKind::Int4, StateKind::Nvfp4].into_iter().zip(bounds) {

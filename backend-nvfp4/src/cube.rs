@@ -1,9 +1,12 @@
 //! The operations on CubeCL devices (CUDA, Vulkan, …): each is buffers, shapes and one launch.
 
+mod activations;
+
+use self::activations::{Normed, activations, coded, gated, normed, quantized};
 use crate::{
     Activations, AdamwState, AttentionSaved, AttentionSpec, Documents, HeadLoss, LinearSpec, Master, MasterWeight,
     MemoryUse, Moment, Nvfp4Backend, Nvfp4Error, Nvfp4Primitive, Operand, Precision, Product, Rotary, StateKind,
-    Stream, bench, blocks, head, operand,
+    Stream, bench, blocks, head,
     products::{self, Packed, Side},
     quantize::{Block, QuantizeSpec, Rounding, Scaling, View},
     reference,
@@ -26,9 +29,7 @@ use kernels_cubecl::{
     attention,
     attention::AttentionShape,
     cross_entropy::cross_entropy,
-    decode_attention, gradient, hadamard,
-    layout::{scales_per_row, words_per_row},
-    mma, normal, quantize, rms_norm, rope,
+    decode_attention, gradient, hadamard, mma, normal, quantize, rms_norm, rope,
     rope::{RopeArgs, RopeShape},
     swiglu,
 };
@@ -107,27 +108,15 @@ where
         products::dense(lhs, rhs, precision == Precision::F32, out)
     }
 
-    fn products(
+    fn joint_products(
         product: Product,
-        a: Vec<Operand<Self>>,
-        b: Vec<Operand<Self>>,
+        a: &[Operand<Self>],
+        b: &[Operand<Self>],
         precision: Precision,
         out: DType,
-    ) -> Vec<FloatTensor<Self>> {
-        let joint = products::joint(product, &sides(&a), &sides(&b), precision.dtype(), out, false);
-        joint.unwrap_or_else(|| operand::each(product, &a, &b, precision, out))
-    }
-
-    fn product_sum(
-        product: Product,
-        a: Vec<Operand<Self>>,
-        b: Vec<Operand<Self>>,
-        precision: Precision,
-        out: DType,
-    ) -> FloatTensor<Self> {
-        let joint = products::joint(product, &sides(&a), &sides(&b), precision.dtype(), out, true);
-        let products = joint.unwrap_or_else(|| operand::each(product, &a, &b, precision, out));
-        products.into_iter().reduce(Self::float_add).expect("a sum has a product")
+        summed: bool,
+    ) -> Option<Vec<FloatTensor<Self>>> {
+        products::joint(product, &sides(a), &sides(b), precision.dtype(), out, summed)
     }
 
     fn rms_norm(x: FloatTensor<Self>, w: FloatTensor<Self>, eps: f64) -> FloatTensor<Self> {
@@ -455,105 +444,6 @@ where
         }
     });
     (kind.coding().expect("a kind with codes"), args)
-}
-
-/// What a norm's launch made.
-struct Normed<R: CubeRuntime> {
-    /// What was normalised.
-    x: CubeTensor<R>,
-    y: CubeTensor<R>,
-    /// The largest `|y|` of each cube.
-    maxima: Option<CubeTensor<R>>,
-}
-
-fn normed<R: CubeRuntime>(
-    x: CubeTensor<R>,
-    added: Option<CubeTensor<R>>,
-    w: CubeTensor<R>,
-    eps: f64,
-    measured: bool,
-) -> Normed<R> {
-    let (x, w, added) = (into_contiguous(x), into_contiguous(w), added.map(into_contiguous));
-    let [rows, cols] = dims(&x);
-    let y = empty(&x, [rows, cols], x.dtype);
-    let sum = added.as_ref().map(|_| empty(&x, [rows, cols], x.dtype));
-    let maxima = measured.then(|| empty(&x, [rms_norm::maxima_len(rows)], DType::F32));
-    let fused = rms_norm::Fused {
-        residual: added.as_ref().zip(sum.as_ref()).map(|(added, sum)| [arg(added), arg(sum)]),
-        maxima: maxima.as_ref().map(arg),
-    };
-    let dtype = x.dtype.into();
-    launched(rms_norm::rms_norm(&x.client, arg(&x), arg(&w), arg(&y), fused, dtype, [rows, cols], eps as f32));
-    Normed { x: sum.unwrap_or(x), y, maxima }
-}
-
-/// The gated up, and the largest magnitude of each cube of the launch.
-fn gated<R: CubeRuntime>(
-    gate: CubeTensor<R>,
-    up: CubeTensor<R>,
-    measured: bool,
-) -> (CubeTensor<R>, Option<CubeTensor<R>>) {
-    let (gate, up) = (into_contiguous(gate), into_contiguous(up));
-    let (y, dtype) = (empty(&gate, dims(&gate), gate.dtype), gate.dtype.into());
-    let len = swiglu::maxima_len(&gate.client, dtype, gate.meta.num_elements());
-    let maxima = measured.then(|| empty(&gate, [len], DType::F32));
-    launched(swiglu::swiglu(&gate.client, arg(&gate), arg(&up), arg(&y), maxima.as_ref().map(arg), dtype));
-    (y, maxima)
-}
-
-/// What linear layers read, its codes made with the maxima that the kernel which made it left.
-fn activations<B, R>(values: CubeTensor<R>, maxima: Option<CubeTensor<R>>, spec: LinearSpec) -> Activations<B>
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    let codes = maxima.map(|maxima| {
-        let amax = empty(&values, [quantize::AMAX_LEN], DType::F32);
-        launched(quantize::amax_of_maxima(&values.client, arg(&maxima), 1.0, arg(&amax)));
-        let [rows, cols] = dims(&values);
-        coded::<B, R>(&values, amax, View::row_major(rows, cols), spec.activations(), false)
-    });
-    Activations { values, codes }
-}
-
-/// The matrix that `view` sees in `x`, quantised.
-fn quantized<B, R>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<B>
-where
-    R: CubeRuntime,
-    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
-{
-    let (client, dtype) = (&x.client, x.dtype.into());
-    let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
-    if spec.scaling == Scaling::Two {
-        launched(if rotated {
-            quantize::amax_rotated(client, arg(x), dtype, view, arg(&amax))
-        } else {
-            quantize::amax(client, arg(x), dtype, 1.0, arg(&amax))
-        });
-    }
-    coded::<B, R>(x, amax, view, spec, rotated)
-}
-
-/// The matrix that `view` sees in `x`, quantised with what was measured of it.
-fn coded<B, R>(
-    x: &CubeTensor<R>,
-    amax: CubeTensor<R>,
-    view: View,
-    spec: QuantizeSpec,
-    rotated: bool,
-) -> Nvfp4Primitive<B>
-where
-    R: CubeRuntime,
-    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
-{
-    let View { rows, cols, .. } = view;
-    let (client, dtype) = (&x.client, x.dtype.into());
-    let codes = empty(x, [rows, words_per_row(cols)], DType::U32);
-    let scales = empty(x, [rows, scales_per_row(cols)], DType::U8);
-    let global = empty(x, [1], DType::U32);
-    let out = (arg(&codes), arg(&scales), arg(&global));
-    launched(quantize::quantize(client, arg(x), dtype, arg(&amax), out.0, out.1, out.2, view, spec, rotated));
-    Nvfp4Primitive { codes, scales, global }
 }
 
 /// The sums of a matrix's columns.

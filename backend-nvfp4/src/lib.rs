@@ -114,7 +114,8 @@ pub trait Nvfp4Backend: Backend {
         precision: Precision,
         out: DType,
     ) -> Vec<FloatTensor<Self>> {
-        operand::each(product, &a, &b, precision, out)
+        let joint = Self::joint_products(product, &a, &b, precision, out, false);
+        joint.unwrap_or_else(|| operand::each(product, &a, &b, precision, out))
     }
 
     /// The sum of the products of pairs. Not differentiable.
@@ -125,8 +126,22 @@ pub trait Nvfp4Backend: Backend {
         precision: Precision,
         out: DType,
     ) -> FloatTensor<Self> {
-        let products = operand::each(product, &a, &b, precision, out);
+        let joint = Self::joint_products(product, &a, &b, precision, out, true);
+        let products = joint.unwrap_or_else(|| operand::each(product, &a, &b, precision, out));
         products.into_iter().reduce(Self::float_add).expect("a sum has a product")
+    }
+
+    /// [`Self::products`], or if `summed` [`Self::product_sum`] as the only one, in one launch; `None` where a device has no
+    /// such launch or is quicker without.
+    fn joint_products(
+        _product: Product,
+        _a: &[Operand<Self>],
+        _b: &[Operand<Self>],
+        _precision: Precision,
+        _out: DType,
+        _summed: bool,
+    ) -> Option<Vec<FloatTensor<Self>>> {
+        None
     }
 
     /// `y = x · Wᵀ` of layers that read the same activations `[M, K]`: weights `[N, K]`, specifications that differ in

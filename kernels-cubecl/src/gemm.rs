@@ -9,9 +9,9 @@
 //! is exact there, the tensor scale is applied to the finished f32 sum. That costs one pass over the weight
 //! (2 to 4 % of the product at 4,096 rows) and leaves one kernel for every product.
 //!
-//! One launch can make several products, where that gains: those of one operand with several others (the layers that read the same
-//! activations), whose tiles then fill the device together, or the sum of several, which is one long sum whose operands
-//! lie in different buffers.
+//! One launch can make several products, where that gains: those of one operand with several others (the layers that
+//! read the same activations), whose tiles then fill the device together, or the sum of several, which is one long sum
+//! whose operands lie in different buffers.
 //!
 //! A cube of four planes makes 128x128 of y, or 128x160 or 128x64 where that leaves less of the device idle at the end.
 //! `r` goes through shared memory in steps of 64 and a ring of three stages that cp.async fills ahead; each plane keeps
@@ -243,7 +243,7 @@ fn gemm_kernel<F: Float, O: Float>(
     };
     let parts = comptime!(a.len().max(b.len()));
     let form = comptime!(Form { cols, a_across, b_across });
-    // Each product has code of its own: what an operand is need not be asked in the loop.
+    // Each product has code of its own, so that the loop does not ask where its operands lie.
     if comptime!(parts > 1 && out.len() == 1) {
         let at = corner(CUBE_POS_X, i_len, j_len, cols);
         let mut sums = zero_sums(form.sums());
