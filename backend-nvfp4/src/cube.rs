@@ -13,7 +13,7 @@ use crate::{
 };
 use burn::tensor::{
     DType, Shape, Slice, TensorMetadata,
-    backend::{Backend, DeviceOps},
+    backend::DeviceOps,
     ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
 };
 use burn_cubecl::{
@@ -28,6 +28,7 @@ use kernels_cubecl::{
     adamw::{AdamwStep, Chunk, Coding, DenseArgs, StateArgs},
     attention,
     attention::AttentionShape,
+    column_sums,
     cross_entropy::cross_entropy,
     decode_attention, gradient, hadamard, mma, normal, quantize, rms_norm, rope,
     rope::{RopeArgs, RopeShape},
@@ -166,7 +167,7 @@ where
             [rows, cols],
             eps as f32,
         ));
-        (dx, column_sums::<Self>(partial))
+        (dx, column_sums(&partial))
     }
 
     fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
@@ -202,7 +203,7 @@ where
             x.dtype.into(),
             shape,
         ));
-        (dx, column_sums::<Self>(partial))
+        (dx, column_sums(&partial))
     }
 
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -447,9 +448,11 @@ where
 }
 
 /// The sums of a matrix's columns.
-fn column_sums<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
-    let cols = x.shape()[1];
-    B::float_reshape(B::float_sum_dim(x, 0), Shape::new([cols]))
+fn column_sums<R: CubeRuntime>(x: &CubeTensor<R>) -> CubeTensor<R> {
+    let shape = dims(x);
+    let sums = empty(x, [shape[1]], DType::F32);
+    launched(column_sums::column_sums(&x.client, arg(x), arg(&sums), shape));
+    sums
 }
 
 fn rope_shape<R: CubeRuntime>(x: &CubeTensor<R>, w: &CubeTensor<R>, eps: f64) -> RopeShape {

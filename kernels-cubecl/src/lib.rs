@@ -14,6 +14,7 @@
 //! | [`matmul`] | products with packed operands where there are no tensor cores |
 //! | [`attention`], [`decode_attention`] | causal grouped-query attention, forward, backward and over a cache |
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a block, with their gradients |
+//! | [`mod@column_sums`] | what remains of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | a loss and its gradient in place of the logits |
 //! | [`gradient`] | squares summed for the global norm, micro-batches summed up |
 //! | [`adamw`] | one AdamW update over a chunk: four forms of states, five of master weights |
@@ -31,6 +32,7 @@ pub mod attention;
 pub mod bench;
 pub mod block_scaled;
 pub mod codec;
+pub mod column_sums;
 pub mod cross_entropy;
 pub mod decode_attention;
 pub mod dequantize;

@@ -7,6 +7,7 @@ use crate::{
     attention::AttentionShape,
     block_scaled,
     codec::{Conversion, convert},
+    column_sums::column_sums,
     cross_entropy::cross_entropy,
     decode_attention,
     dequantize::dequantize,
@@ -98,6 +99,7 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
         let (so_far, partial) = (fused.then(|| values(n)), floats(rms_norm::partial_rows(rows) * cols));
         let (x, w, dy) = (values(n), floats(cols), values(n));
         rms_norm::rms_norm_backward(client, x, w, dy, so_far, partial, dtype, [rows, cols], 1e-6)?;
+        column_sums(client, floats(n), floats(cols), [rows, cols])?;
         let maxima = fused.then(|| floats(swiglu::maxima_len(client, dtype, n)));
         swiglu::swiglu(client, values(n), values(n), values(n), maxima, dtype)?;
     }
