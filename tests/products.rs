@@ -5,11 +5,13 @@ use backend_nvfp4::{
     Block, Nvfp4Backend, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
-use burn_cubecl::CubeRuntime;
+use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use kernels_cubecl::{
     gemm::{self, Gemm},
-    gemv, mma,
+    gemv,
+    matmul::PackedArgs,
+    mma,
 };
 
 /// Sums of up to a few hundred terms in f32, against f64.
@@ -68,8 +70,7 @@ fn few_rows_times_codes() {
     on_gpu!(few_rows);
 }
 
-/// The decode kernel: both tile heights, columns shared by several planes or not, one token (from shared memory) to
-/// sixteen, rows left over.
+/// The decode kernel as it shares out its work, one token to sixteen, rows left over.
 fn few_rows<R: CubeRuntime>() {
     let device = R::Device::default();
     let client = R::client(&device);
@@ -93,6 +94,51 @@ fn few_rows<R: CubeRuntime>() {
                 let error = relative(&ours, reference::matmul_nt(&rounded, &values, m, n, k));
                 assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
             }
+        }
+    }
+}
+
+#[test]
+fn few_rows_by_every_plan() {
+    on_gpu!(plans);
+}
+
+/// The decode kernel by plans that it would not choose: both tile heights, tiles shared evenly and unevenly, one to four
+/// spans on their way; tokens' values in shared memory and not.
+fn plans<R: CubeRuntime>() {
+    let device = R::Device::default();
+    let client = R::client(&device);
+    let storage = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+    if !mma::supported(&client, storage) {
+        return skipped_for("no tensor cores");
+    }
+    let mut random = Random::new(31);
+    let (n, k) = (333, 4864);
+    let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+    let w = Nvfp4Tensor::quantize(matrix::<Cube<R>>(&random.normals(n * k, 0.1), n, k, &device), spec);
+    let values = host(w.dequantize(DType::F32));
+    let parts = w.primitive();
+    let arg = |x: &CubeTensor<R>| x.clone().into_array_arg();
+    for m in [1, 3, 12] {
+        let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(DType::BF16);
+        let expected = reference::matmul_nt(&host(x.clone()), &values, m, n, k);
+        for choice in
+            [[1, 4, 2, 16], [2, 2, 3, 16], [3, 1, 1, 8], [5, 2, 2, 16], [8, 1, 4, 8], [13, 1, 3, 8], [19, 1, 1, 16]]
+        {
+            let plan = gemv::Plan::of(&client, m, k, storage, choice);
+            // One dimension: rows of two may be padded.
+            let y = Tensor::<Cube<R>, 1>::zeros([m * n], (&device, DType::BF16));
+            let (x, out) = (x.clone().reshape([m * k]).into_primitive().tensor(), y.clone().into_primitive().tensor());
+            let w = PackedArgs {
+                codes: arg(&parts.codes),
+                scales: arg(&parts.scales),
+                global: arg(&parts.global),
+                rows: n,
+                cols: k,
+            };
+            gemv::gemv_in(&client, arg(&x), m, vec![w], vec![], vec![arg(&out)], storage, plan).unwrap();
+            let error = relative(&host(y), expected.iter().copied());
+            assert!(error < 4e-3, "{m} rows by {choice:?}: {error:e}");
         }
     }
 }

@@ -1,9 +1,10 @@
 //! Every kernel at the shapes of Qwen3-4B, timed on whatever device is there.
 //!
-//! A launch costs some ten microseconds of host time, more than a short kernel runs. So a long product keeps the
-//! device busy while the launches are queued behind it; what they add to its time is theirs alone. Medians; random
-//! data; weights of the decode rows rotate through more than the L2 cache holds. The copy rate is measured first:
-//! bytes read plus bytes written.
+//! A launch costs some ten microseconds of host time, more than a short kernel runs. So one unit that counts keeps the
+//! device busy while the launches are queued behind it; what they add to its time is theirs alone, at the clock that they
+//! leave the device (behind a long product, which heats it, short kernels read a tenth slower). Medians; random data;
+//! weights of the decode rows rotate through more than the L2 cache holds. The copy rate is measured first: bytes read
+//! plus bytes written.
 
 use crate::{
     KernelError,
@@ -11,14 +12,14 @@ use crate::{
     attention,
     attention::AttentionShape,
     block_scaled,
+    column_sums::column_sums,
     cross_entropy::cross_entropy,
     decode_attention::{self, decode_attention},
     dequantize::dequantize,
     device,
-    gemm::{self, Gemm, gemm},
     gemv::gemv,
     gradient,
-    matmul::{PackedArgs, Product},
+    matmul::PackedArgs,
     mma,
     once::STEP,
     quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
@@ -42,7 +43,7 @@ const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 const LAUNCHES: usize = 24;
 const SHORT_LAUNCHES: usize = 192;
 const SAMPLES: usize = 7;
-/// Seconds below which a kernel is short: the long product before it varies by some fifty microseconds.
+/// Seconds below which a kernel is short.
 const SHORT: f64 = 100e-6;
 
 /// One measurement.
@@ -114,17 +115,16 @@ fn upload<R: Runtime>(client: &ComputeClient<R>, bytes: &[u8]) -> Handle {
 struct Bench<'a, R: Runtime> {
     client: &'a ComputeClient<R>,
     filter: &'a str,
-    /// Operands and result of the product that keeps the device busy while launches are queued.
-    blocker: [Data<'a>; 3],
+    /// The result of what keeps the device busy while launches are queued.
+    counted: Data<'a>,
 }
 
-const SIDE: usize = 8192;
+/// Dependent products and sums that take a unit some four milliseconds.
+const COUNT: u32 = 1_600_000;
 
 impl<'a, R: Runtime> Bench<'a, R> {
     fn new(client: &'a ComputeClient<R>, filter: &'a str) -> Self {
-        let n = SIDE * SIDE;
-        let square = || Data::new(client, move || filled(uniform(), n * 2));
-        Self { client, filter, blocker: [square(), square(), square()] }
+        Self { client, filter, counted: Data::new(client, || vec![0; 4]) }
     }
 
     /// bf16 values in [-1, 1).
@@ -153,22 +153,22 @@ impl<'a, R: Runtime> Bench<'a, R> {
         done.map_err(|e| KernelError::Device { reason: format!("{e:?}") })
     }
 
-    fn block(&self) -> Result<(), KernelError> {
-        let shape = gemm::Shape { i: SIDE, j: SIDE, r: SIDE };
-        let [a, b, out] = self.blocker.each_ref().map(|data| self.arg(data, SIDE * SIDE));
-        gemm(self.client, Gemm::one(a, b, vec![], out, (BF16, BF16), shape, Product::Nt))
+    fn block(&self) {
+        let (count, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
+        // SAFETY: the buffer holds the one value that is written.
+        unsafe { count_kernel::launch_unchecked(self.client, count, dim, self.arg(&self.counted, 1), COUNT) };
     }
 
     fn time(&self, mut call: impl FnMut(usize) -> Result<(), KernelError>) -> Result<f64, KernelError> {
         // Everything is made and compiled before the first measurement.
-        self.block()?;
+        self.block();
         (0..LAUNCHES).try_for_each(&mut call)?;
         let mut median = |calls: usize| -> Result<f64, KernelError> {
             let mut all = Vec::new();
             for _ in 0..SAMPLES {
                 self.sync()?;
                 let start = Instant::now();
-                self.block()?;
+                self.block();
                 (0..calls).try_for_each(&mut call)?;
                 self.sync()?;
                 all.push(start.elapsed().as_secs_f64());
@@ -311,6 +311,10 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 rms_norm::rms_norm_backward(client, x, w, dy, so_far, partial, BF16, [rows, cols], 1e-6)
             })?;
         }
+        let sums = self.bytes(cols * 4, 10);
+        self.row(show, "column sums", format!("{}x{cols}", parts / cols), moved(parts as f64 * 4.0), |_| {
+            column_sums(client, self.arg(&partial, parts), self.arg(&sums, cols), [parts / cols, cols])
+        })?;
         let shape = RopeShape { rows: 8192, heads: 32, head_dim: 128, eps: 1e-6 };
         let n = shape.rows * 4096;
         let table = self.bytes(shape.rows * 64 * 4, 9);
@@ -539,6 +543,16 @@ fn copy<R: Runtime>(client: &ComputeClient<R>, from: ArrayArg<R>, to: ArrayArg<R
     let (count, dim) = device::flat_launch((from.size() / 4).div_ceil(4));
     // SAFETY: both buffers are equally long; units past the end stop.
     unsafe { copy_kernel::launch_unchecked(client, count, dim, from, to) };
+}
+
+/// One unit that is busy for long.
+#[cube(launch_unchecked)]
+fn count_kernel(out: &mut Array<f32>, times: u32) {
+    let mut x = out[0];
+    for _ in 0..times {
+        x = x * 0.999f32 + 1.0f32;
+    }
+    out[0] = x;
 }
 
 /// Four vectors of 16 bytes a unit, all loaded before the first is stored.
