@@ -17,6 +17,7 @@ use burn::{
         ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
     },
 };
+use ndarray::{Array2, Ix2, linalg::general_mat_mul};
 
 impl Nvfp4Backend for NdArray {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
@@ -48,9 +49,9 @@ impl Nvfp4Backend for NdArray {
     ) -> FloatTensor<Self> {
         let w = Self::nvfp4_dequantize(w, DType::F32);
         match product {
-            Product::Nt => Self::float_matmul(a, Self::float_transpose(w)),
-            Product::Nn => Self::float_matmul(a, w),
-            Product::Tn => Self::float_matmul(Self::float_transpose(a), w),
+            Product::Nt => product_of(a, Self::float_transpose(w)),
+            Product::Nn => product_of(a, w),
+            Product::Tn => product_of(Self::float_transpose(a), w),
         }
     }
 
@@ -75,7 +76,7 @@ impl Nvfp4Backend for NdArray {
         _precision: Precision,
         _out: DType,
     ) -> FloatTensor<Self> {
-        Self::float_matmul(lhs, rhs)
+        if lhs.shape().rank() == 2 { product_of(lhs, rhs) } else { Self::float_matmul(lhs, rhs) }
     }
 
     // The whole tensor at once: no launch to keep small.
@@ -154,6 +155,18 @@ impl Nvfp4Backend for NdArray {
         });
         (w, AdamwState { kind: state.kind, m, v })
     }
+}
+
+/// The product of two matrices as they are stored. Burn's copies a transposed one first: a model's head, for every token.
+fn product_of(lhs: NdArrayTensor, rhs: NdArrayTensor) -> FloatTensor<NdArray> {
+    let matrix = |x: NdArrayTensor| {
+        let NdArrayTensor::F32(storage) = x else { panic!("the CPU backend computes in f32") };
+        storage.into_shared().into_dimensionality::<Ix2>().expect("two dimensions")
+    };
+    let (lhs, rhs) = (matrix(lhs), matrix(rhs));
+    let mut out = Array2::<f32>::zeros((lhs.nrows(), rhs.ncols()));
+    general_mat_mul(1.0, &lhs, &rhs, 0.0, &mut out);
+    NdArrayTensor::F32(out.into_dyn().into_shared().into())
 }
 
 fn host_packed(w: &Nvfp4Primitive<NdArray>) -> Packed {
