@@ -63,33 +63,45 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
     let scaler = Scaler::new(spec.scaling, tensor_amax);
     let mut codes = vec![0u32; rows * words_per_row(cols)];
     let mut scales = vec![0u8; rows * blocks];
-    for r in 0..rows {
-        for b in 0..blocks {
-            let (scale, encode) = scaler.block(amax[r * blocks + b]);
-            scales[r * blocks + b] = scale;
-            for c in b * BLOCK..(b + 1) * BLOCK {
-                let scaled = at(r, c) * encode;
-                let code = match spec.rounding {
-                    Rounding::Nearest => e2m1_encode(scaled),
-                    Rounding::Stochastic(stream) => {
-                        let word = philox((r * (cols / 8) + c / 8) as u32, stream)[c % 8 / 2];
-                        // Two draws of 16 bits a word, each the middle of its interval.
-                        let draw = if c % 2 == 0 { word << 16 } else { word & 0xFFFF_0000 };
-                        e2m1_encode_stochastic(scaled, draw | 0x8000)
+    // Rows apart, on as many threads as there are cores.
+    let part = rows.div_ceil(threads()).max((1 << 16) / cols.max(1)).max(1);
+    std::thread::scope(|scope| {
+        let words = (part * words_per_row(cols)).max(1);
+        let parts = codes.chunks_mut(words).zip(scales.chunks_mut((part * blocks).max(1)));
+        for (first, (codes, scales)) in (0..rows).step_by(part).zip(parts) {
+            let (amax, scaler) = (&amax, &scaler);
+            scope.spawn(move || {
+                for (i, scale) in scales.iter_mut().enumerate() {
+                    let (r, b) = (first + i / blocks, i % blocks);
+                    let (byte, encode) = scaler.block(amax[r * blocks + b]);
+                    *scale = byte;
+                    for c in b * BLOCK..(b + 1) * BLOCK {
+                        let code = match spec.rounding {
+                            Rounding::Nearest => e2m1_encode(at(r, c) * encode),
+                            Rounding::Stochastic(stream) => {
+                                let word = philox((r * (cols / 8) + c / 8) as u32, stream)[c % 8 / 2];
+                                // Two draws of 16 bits a word, each the middle of its interval.
+                                let draw = if c % 2 == 0 { word << 16 } else { word & 0xFFFF_0000 };
+                                e2m1_encode_stochastic(at(r, c) * encode, draw | 0x8000)
+                            }
+                        };
+                        set_code(codes, r - first, c, cols, code);
                     }
-                };
-                set_code(&mut codes, r, c, cols, code);
-            }
+                }
+            });
         }
-    }
+    });
     Packed { codes, scales, global: scaler.global }
+}
+
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Quantises a master weight, row-major, that training will move: two-level, 1x16, with a tensor scale that leaves
 /// block scales room to grow by [`MASTER_ROOM`]. On as many threads as there are cores.
 pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let part = (rows.div_ceil(threads) * cols).max(1);
+    let part = (rows.div_ceil(threads()) * cols).max(1);
     let amax = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
     let tensor_amax = amax(x);
     let scaler = Scaler::new(Scaling::Two, tensor_amax * MASTER_ROOM);
@@ -143,8 +155,7 @@ pub fn normals(len: usize, std: f32, stream: Stream) -> Vec<f32> {
         [a, b, c, d]
     };
     let mut out = vec![0.0; len];
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let part = len.div_ceil(threads).next_multiple_of(4).max(4);
+    let part = len.div_ceil(threads()).next_multiple_of(4).max(4);
     std::thread::scope(|scope| {
         for (t, values) in out.chunks_mut(part).enumerate() {
             scope.spawn(move || {
