@@ -320,11 +320,14 @@ const PART: usize = 1 << 20;
 
 impl<B: Nvfp4Backend> Forge<'_, B> {
     /// The type in which a dense matrix lies on the device, and whether its values are those of bf16: where masters are
-    /// bf16 they are, also in f32 where activations are f32.
+    /// bf16 they are, also in f32 where activations are f32. What is not trained lies there as it is multiplied.
     fn dense(&self) -> (DType, bool) {
-        let dense = self.master.map_or(Master::Exact, MasterKind::dense);
-        let bf16 = dense != Master::Exact;
-        (if bf16 { self.spec.precision.dtype() } else { DType::F32 }, bf16)
+        let computed = self.spec.precision.dtype();
+        match self.master.map(MasterKind::dense) {
+            None => (computed, false),
+            Some(Master::Exact) => (DType::F32, false),
+            Some(_) => (computed, true),
+        }
     }
 
     /// A tensor of `shape` as `dtype`, a range of rows after another. The host never holds all of it.
