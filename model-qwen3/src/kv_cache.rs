@@ -66,10 +66,14 @@ impl<B: Backend> LayerCache<B> {
     pub fn append(&mut self, k: Tensor<B, 2>, v: Tensor<B, 2>, past: usize) -> (Tensor<B, 2>, Tensor<B, 2>) {
         let write = |slot: &mut Option<Tensor<B, 3>>, new: Tensor<B, 2>| {
             let buffer = slot.take().expect("put back below");
-            let ([b, _, c], [m, _]) = (buffer.dims(), new.dims());
+            let ([b, capacity, c], [m, _]) = (buffer.dims(), new.dims());
             let end = past + m / b;
             let buffer = buffer.slice_assign(s![.., past..end, ..], new.reshape([b, m / b, c]));
-            let seen = buffer.clone().slice(s![.., 0..end, ..]).reshape([b * end, c]);
+            // One sequence is read where it lies: of two dimensions its first rows are a view, of three they are a copy.
+            let seen = match b {
+                1 => buffer.clone().reshape([capacity, c]).slice(s![0..end, ..]),
+                _ => buffer.clone().slice(s![.., 0..end, ..]).reshape([b * end, c]),
+            };
             *slot = Some(buffer);
             seen
         };
