@@ -46,6 +46,7 @@ fn sources(arch: u32) -> Vec<Source> {
     let expected = [
         "gemm",
         "gemv",
+        "column_sums",
         "forward",
         "backward_kv",
         "backward_q",

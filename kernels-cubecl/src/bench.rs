@@ -153,7 +153,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         done.map_err(|e| KernelError::Device { reason: format!("{e:?}") })
     }
 
-    fn block(&self) {
+    fn busy(&self) {
         let (count, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
         // SAFETY: the buffer holds the one value that is written.
         unsafe { count_kernel::launch_unchecked(self.client, count, dim, self.arg(&self.counted, 1), COUNT) };
@@ -161,14 +161,14 @@ impl<'a, R: Runtime> Bench<'a, R> {
 
     fn time(&self, mut call: impl FnMut(usize) -> Result<(), KernelError>) -> Result<f64, KernelError> {
         // Everything is made and compiled before the first measurement.
-        self.block();
+        self.busy();
         (0..LAUNCHES).try_for_each(&mut call)?;
         let mut median = |calls: usize| -> Result<f64, KernelError> {
             let mut all = Vec::new();
             for _ in 0..SAMPLES {
                 self.sync()?;
                 let start = Instant::now();
-                self.block();
+                self.busy();
                 (0..calls).try_for_each(&mut call)?;
                 self.sync()?;
                 all.push(start.elapsed().as_secs_f64());

@@ -9,7 +9,7 @@
 
 use crate::{
     device::vector_size,
-    error::{KernelError, expect_len},
+    error::{KernelError, expect_len, index},
 };
 use cubecl::prelude::*;
 
@@ -29,13 +29,16 @@ pub fn column_sums<R: Runtime>(
     const NAME: &str = "column_sums";
     expect_len(NAME, "x", x.size(), rows * cols)?;
     expect_len(NAME, "sums", sums.size(), cols)?;
+    if cols == 0 {
+        return Ok(());
+    }
     let vector = vector_size(client, f32::as_type_native_unchecked().storage_type(), cols);
-    let cubes = (cols / vector).div_ceil(2);
+    let cubes = index(NAME, "columns", (cols / vector).div_ceil(2))?;
     // SAFETY: the buffers hold `rows * cols` and `cols` elements; units past the last column read and write nothing.
     unsafe {
         column_sums_kernel::launch_unchecked(
             client,
-            CubeCount::Static(cubes.max(1) as u32, 1, 1),
+            CubeCount::Static(cubes, 1, 1),
             CubeDim::new_1d(ROWS * 2),
             vector,
             x,

@@ -3,13 +3,13 @@
 //! ```text
 //! for m { for n { for k { y[m][n] += x[m][k] * w[n][k] } } }                       // the plain loop
 //! ```
-//! The weight is the left operand of mma.sync m16n8k16, the tokens are the right one ([`mod@span`]). A tile is 16 rows of
-//! the weight, or eight where there are few rows. Its columns are shared out among planes, in spans of 256, until there
-//! are enough planes to keep the device busy; their sums meet in shared memory. A plane has several spans on their way
-//! while it multiplies one. The tokens' values lie in shared memory where they fit. One launch can serve several weights,
-//! those of layers that read the same activations. Rows and columns are compiled in: a model has five shapes, and a
-//! kernel that reads them from memory first starts a twentieth later. Moves 4.5 bits a weight: bound by memory, next by decoding (some two
-//! instructions a code for one token, three for more).
+//! The weight is the left operand of mma.sync m16n8k16, the tokens are the right one (`gemv/span.rs`). A tile is 16 rows
+//! of the weight, or eight where there are few. Its columns are shared out among planes, in spans of 256, until there are
+//! enough planes to keep the device busy; their sums meet in shared memory. A plane has one or two spans on their way
+//! while it multiplies another. The tokens' values lie in shared memory where they fit. One launch can serve several
+//! weights, those of layers that read the same activations. The weight's rows and columns are compiled in: a model has
+//! five shapes, and a kernel that reads them from memory first starts later. Moves 4.5 bits a weight: bound by memory,
+//! next by decoding (some two instructions a code for one token, three for more).
 
 mod plan;
 mod span;
@@ -26,13 +26,15 @@ pub use plan::Plan;
 pub const MAX_ROWS: usize = 16;
 /// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
 const SPAN: usize = 256;
+const NAME: &str = "gemv";
+
 /// Whether the kernel takes `rows` rows and `cols` summed columns.
 pub fn fits(rows: usize, cols: usize) -> bool {
     rows <= MAX_ROWS && cols > 0 && cols.is_multiple_of(SPAN)
 }
 
 /// `y = x · wᵀ` for each of the weights, times every `scales[0]` besides its own tensor scale: `x`, `y` of type `dtype`
-/// (f16 or bf16; one token's bf16 values below 2^64).
+/// (f16 or bf16; one token's bf16 values below 2^64). At least one weight.
 ///
 /// # Errors
 /// If a buffer does not fit its shape, [`fits`] is false, or weights differ in their columns.
@@ -45,7 +47,9 @@ pub fn gemv<R: Runtime>(
     ys: Vec<ArrayArg<R>>,
     dtype: StorageType,
 ) -> Result<(), KernelError> {
-    let plan = Plan::new(client, rows, weights.iter().map(|w| w.rows).sum(), weights[0].cols, dtype);
+    let k = weights.first().map_or(0, |w| w.cols);
+    expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(rows, k)), 0)?;
+    let plan = Plan::new(client, rows, weights.iter().map(|w| w.rows).sum(), k, dtype);
     gemv_in(client, x, rows, weights, scales, ys, dtype, plan)
 }
 
@@ -63,9 +67,9 @@ pub fn gemv_in<R: Runtime>(
     dtype: StorageType,
     plan: Plan,
 ) -> Result<(), KernelError> {
-    const NAME: &str = "gemv";
-    let k = weights[0].cols;
+    let k = weights.first().map_or(0, |w| w.cols);
     expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(rows, k)), 0)?;
+    expect_len(NAME, "plan of another product", usize::from(!plan.is_for(rows, k, dtype)), 0)?;
     index(NAME, "columns", k)?;
     expect_len(NAME, "x", x.size(), rows * k)?;
     expect_len(NAME, "results", ys.len(), weights.len())?;
@@ -87,7 +91,7 @@ pub fn gemv_in<R: Runtime>(
         out.push(y);
     }
     scales.into_iter().for_each(|scale| factors.push(scale));
-    // SAFETY: buffer lengths were checked; rows past the last repeat it and are not stored.
+    // SAFETY: buffer lengths and the plan were checked; rows past the last repeat it and are not stored.
     unsafe {
         gemv_kernel::launch_unchecked(
             client,

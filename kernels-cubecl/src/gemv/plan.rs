@@ -7,7 +7,7 @@ use cubecl::{
     prelude::*,
 };
 
-/// Bytes of shared memory that the tokens' values take at most: two cubes find a place on a multiprocessor.
+/// Bytes of shared memory that the tokens' values take at most: two cubes find a place on a multiprocessor of an H200.
 const STAGED: usize = 100 << 10;
 /// Planes that find a place at once, each with one span on its way, or with two, which take more registers: 32 and 20 a
 /// multiprocessor of an H200. With more some cubes start late.
@@ -45,7 +45,13 @@ pub(super) enum Tokens {
 
 impl Plan {
     /// For `rows` rows of type `dtype` times weights of `n` rows together, `k` columns.
-    pub fn new<R: Runtime>(client: &ComputeClient<R>, rows: usize, n: usize, k: usize, dtype: StorageType) -> Self {
+    pub(super) fn new<R: Runtime>(
+        client: &ComputeClient<R>,
+        rows: usize,
+        n: usize,
+        k: usize,
+        dtype: StorageType,
+    ) -> Self {
         // More tokens are more to read for a tile: it is not halved.
         let height = if rows > 1 || n.div_ceil(16) >= TALL { 16 } else { 8 };
         let spans = k / SPAN;
@@ -55,7 +61,8 @@ impl Plan {
         let shares = spans.div_ceil(own).min(if own == 1 { 16 } else { 8 });
         let planes = if rows > 4 { 8 } else { 4 };
         let together = (planes / shares).max(1);
-        Self::of(client, rows, k, dtype, [shares, together, own.min(2), height].map(|n| n as u32))
+        let depth = spans.div_ceil(shares).min(2);
+        Self::of(client, rows, k, dtype, [shares, together, depth, height].map(|n| n as u32))
     }
 
     /// With `[shares, together, depth, height]` as they are given: planes that share a tile's columns, tiles of a cube,
@@ -67,7 +74,7 @@ impl Plan {
         dtype: StorageType,
         [shares, together, depth, height]: [u32; 4],
     ) -> Self {
-        let bf16 = dtype == StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+        let bf16 = is_bf16(dtype);
         let tokens = Tokens::Global { groups: rows.div_ceil(8) };
         let plan = Self { k: k as u32, shares, together, depth: depth as usize, tall: height == 16, tokens, bf16 };
         let staged = Self {
@@ -77,6 +84,18 @@ impl Plan {
         let (values, sums) = (staged.staged_chunks() * 16, staged.shared_sums() * 4);
         let room = client.properties().hardware.max_shared_memory_size;
         if values <= STAGED && values + sums <= room { staged } else { plan }
+    }
+
+    /// Whether it was made for `rows` rows of `k` columns of type `dtype`, or for no fewer rows.
+    pub(super) fn is_for(self, rows: usize, k: usize, dtype: StorageType) -> bool {
+        let room = match self.tokens {
+            Tokens::One => 1,
+            Tokens::Staged { held } => held,
+            Tokens::Global { groups } => groups * 8,
+        };
+        let shared_out = self.shares > 0 && self.together > 0 && self.depth > 0 && self.units() <= 1024;
+        let one = self.tokens != Tokens::One || rows == 1;
+        shared_out && one && rows <= room && self.k as usize == k && self.bf16 == is_bf16(dtype)
     }
 
     /// Rows of a tile.
@@ -157,4 +176,8 @@ impl Plan {
         let unit = if self.tokens == Tokens::One { self.value_unit() } else { scale_unit(self.bf16) };
         1.0 / pair_unit(self.bf16) / unit
     }
+}
+
+fn is_bf16(dtype: StorageType) -> bool {
+    dtype == StorageType::Scalar(ElemType::Float(FloatKind::BF16))
 }

@@ -2,14 +2,14 @@
 //!
 //! A lane holds two vectors of 32 codes of each of its one or two rows, side by side, and the four scales of both, and
 //! decodes codes where they lie, as pairs four apart ([`crate::codec`]): the order of the summed columns is free as long
-//! as tokens' values are paired alike. `code * unit` of a pair costs three instructions; the unit, a power of two, is given
-//! back at the end.
+//! as tokens' values are paired alike. `code * unit` of a pair costs three instructions; the unit, a power of two, is
+//! given back at the end.
 //!
-//! * **Several tokens** are the columns of the right operand. Codes are multiplied by their scale before, exactly in either
-//!   format: a product of tensor cores sums columns of four blocks.
+//! * **Several tokens** are the columns of the right operand. Codes are multiplied by their scale before, exactly in
+//!   either format: a product of tensor cores sums columns of four blocks.
 //! * **One token** would leave seven of the eight columns idle. So each column is the token at one of the span's eight
-//!   vectors and zero elsewhere: sums of different blocks stay apart and take their scales afterwards, one product for 16
-//!   codes. bf16 values are times 2^63 then, so that codes' units do not take sums below the normal numbers.
+//!   vectors and zero elsewhere: sums of different blocks stay apart and take their scales afterwards, one product for
+//!   16 codes. bf16 values are times 2^63 then, so that codes' units do not take sums below the normal numbers.
 
 use super::plan::{Plan, Tokens};
 use crate::{
@@ -274,8 +274,8 @@ fn pairs_of<F: Float>(values: Chunk<F>) -> Array<Pair<F>> {
     pairs
 }
 
-/// A lane's finished sum `c` of a right operand, its token, and its row of the tile. Of one token all four lanes of a row
-/// get the sum and the first has the token.
+/// A lane's finished sum `c` of a right operand, its token, and its row of the tile. Of one token all four lanes of a
+/// row get the sum and the first has the token.
 #[cube]
 pub(super) fn sum_of(
     sums: &Sequence<Array<Pair<f32>>>,
