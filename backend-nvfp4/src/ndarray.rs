@@ -76,7 +76,8 @@ impl Nvfp4Backend for NdArray {
         _precision: Precision,
         _out: DType,
     ) -> FloatTensor<Self> {
-        if lhs.shape().rank() == 2 { product_of(lhs, rhs) } else { Self::float_matmul(lhs, rhs) }
+        let matrices = lhs.shape().rank() == 2 && lhs.dtype() == DType::F32;
+        if matrices { product_of(lhs, rhs) } else { Self::float_matmul(lhs, rhs) }
     }
 
     // The whole tensor at once: no launch to keep small.

@@ -63,34 +63,38 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
     let scaler = Scaler::new(spec.scaling, tensor_amax);
     let mut codes = vec![0u32; rows * words_per_row(cols)];
     let mut scales = vec![0u8; rows * blocks];
-    // Rows apart, on as many threads as there are cores.
-    let part = rows.div_ceil(threads()).max((1 << 16) / cols.max(1)).max(1);
-    std::thread::scope(|scope| {
-        let words = (part * words_per_row(cols)).max(1);
-        let parts = codes.chunks_mut(words).zip(scales.chunks_mut((part * blocks).max(1)));
-        for (first, (codes, scales)) in (0..rows).step_by(part).zip(parts) {
-            let (amax, scaler) = (&amax, &scaler);
-            scope.spawn(move || {
-                for (i, scale) in scales.iter_mut().enumerate() {
-                    let (r, b) = (first + i / blocks, i % blocks);
-                    let (byte, encode) = scaler.block(amax[r * blocks + b]);
-                    *scale = byte;
-                    for c in b * BLOCK..(b + 1) * BLOCK {
-                        let code = match spec.rounding {
-                            Rounding::Nearest => e2m1_encode(at(r, c) * encode),
-                            Rounding::Stochastic(stream) => {
-                                let word = philox((r * (cols / 8) + c / 8) as u32, stream)[c % 8 / 2];
-                                // Two draws of 16 bits a word, each the middle of its interval.
-                                let draw = if c % 2 == 0 { word << 16 } else { word & 0xFFFF_0000 };
-                                e2m1_encode_stochastic(at(r, c) * encode, draw | 0x8000)
-                            }
-                        };
-                        set_code(codes, r - first, c, cols, code);
+    let encode = |first: usize, codes: &mut [u32], scales: &mut [u8]| {
+        for (i, scale) in scales.iter_mut().enumerate() {
+            let (r, b) = (first + i / blocks, i % blocks);
+            let (byte, encode) = scaler.block(amax[r * blocks + b]);
+            *scale = byte;
+            for c in b * BLOCK..(b + 1) * BLOCK {
+                let code = match spec.rounding {
+                    Rounding::Nearest => e2m1_encode(at(r, c) * encode),
+                    Rounding::Stochastic(stream) => {
+                        let word = philox((r * (cols / 8) + c / 8) as u32, stream)[c % 8 / 2];
+                        // Two draws of 16 bits a word, each the middle of its interval.
+                        let draw = if c % 2 == 0 { word << 16 } else { word & 0xFFFF_0000 };
+                        e2m1_encode_stochastic(at(r, c) * encode, draw | 0x8000)
                     }
-                }
-            });
+                };
+                set_code(codes, r - first, c, cols, code);
+            }
         }
-    });
+    };
+    // Rows apart, on as many threads as there are cores, where there is enough for more than one.
+    let part = rows.div_ceil(threads()).max((1 << 16) / cols.max(1));
+    if part >= rows {
+        encode(0, &mut codes, &mut scales);
+    } else {
+        let parts = codes.chunks_mut(part * words_per_row(cols)).zip(scales.chunks_mut(part * blocks));
+        std::thread::scope(|scope| {
+            for (first, (codes, scales)) in (0..rows).step_by(part).zip(parts) {
+                let encode = &encode;
+                scope.spawn(move || encode(first, codes, scales));
+            }
+        });
+    }
     Packed { codes, scales, global: scaler.global }
 }
 

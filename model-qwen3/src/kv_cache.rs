@@ -11,20 +11,21 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
-/// Keys and values of one block, `[B, capacity, K*E]` each.
+/// Keys and values of one block, `[B*capacity, K*E]` each.
 #[derive(Debug, Clone)]
 pub struct LayerCache<B: Backend> {
     // Taken out while they are written, so that the buffer is unshared and updated in place.
-    k: Option<Tensor<B, 3>>,
-    v: Option<Tensor<B, 3>>,
+    k: Option<Tensor<B, 2>>,
+    v: Option<Tensor<B, 2>>,
+    batch: usize,
 }
 
 impl<B: Backend> KvCache<B> {
     /// Allocates room for `capacity` tokens of `batch` sequences.
     pub fn new(config: &Qwen3Config, batch: usize, capacity: usize, dtype: DType, device: &B::Device) -> Self {
-        let shape = [batch, capacity, config.num_key_value_heads * config.head_dim];
+        let shape = [batch * capacity, config.num_key_value_heads * config.head_dim];
         let zeros = || Some(Tensor::zeros(shape, (device, dtype)));
-        let layers = (0..config.num_hidden_layers).map(|_| LayerCache { k: zeros(), v: zeros() }).collect();
+        let layers = (0..config.num_hidden_layers).map(|_| LayerCache { k: zeros(), v: zeros(), batch }).collect();
         Self { layers, len: 0, capacity }
     }
 
@@ -64,15 +65,20 @@ impl<B: Backend> KvCache<B> {
 impl<B: Backend> LayerCache<B> {
     /// Writes `k` and `v` `[B*T, K*E]` behind the first `past` tokens and returns all, `[B*S, K*E]`.
     pub fn append(&mut self, k: Tensor<B, 2>, v: Tensor<B, 2>, past: usize) -> (Tensor<B, 2>, Tensor<B, 2>) {
-        let write = |slot: &mut Option<Tensor<B, 3>>, new: Tensor<B, 2>| {
+        let b = self.batch;
+        let write = |slot: &mut Option<Tensor<B, 2>>, new: Tensor<B, 2>| {
             let buffer = slot.take().expect("put back below");
-            let ([b, capacity, c], [m, _]) = (buffer.dims(), new.dims());
+            let ([rows, c], [m, _]) = (buffer.dims(), new.dims());
             let end = past + m / b;
-            let buffer = buffer.slice_assign(s![.., past..end, ..], new.reshape([b, m / b, c]));
-            // One sequence is read where it lies: of two dimensions its first rows are a view, of three they are a copy.
-            let seen = match b {
-                1 => buffer.clone().reshape([capacity, c]).slice(s![0..end, ..]),
-                _ => buffer.clone().slice(s![.., 0..end, ..]).reshape([b * end, c]),
+            // One sequence is read where it lies: the first rows of a matrix are contiguous.
+            let (buffer, seen) = if b == 1 {
+                let buffer = buffer.slice_assign(s![past..end, ..], new);
+                (buffer.clone(), buffer.slice(s![0..end, ..]))
+            } else {
+                let buffer = buffer.reshape([b, rows / b, c]);
+                let buffer = buffer.slice_assign(s![.., past..end, ..], new.reshape([b, m / b, c]));
+                let seen = buffer.clone().slice(s![.., 0..end, ..]).reshape([b * end, c]);
+                (buffer.reshape([rows, c]), seen)
             };
             *slot = Some(buffer);
             seen

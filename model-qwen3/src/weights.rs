@@ -243,8 +243,16 @@ impl<B: Nvfp4Backend> Field<'_, B> {
 /// # Errors
 /// If the device failed.
 pub fn to_host<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<Vec<f32>, ModelError> {
-    let data = x.try_into_data().map_err(|e| ModelError::Device(format!("{e:?}")))?;
-    Ok(data.iter::<f32>().collect())
+    fn failed(e: impl std::fmt::Debug) -> ModelError {
+        ModelError::Device(format!("{e:?}"))
+    }
+    let data = x.try_into_data().map_err(failed)?;
+    // `iter` would go value by value through a boxed iterator: every token does, over the vocabulary.
+    Ok(match data.dtype {
+        DType::F32 => data.into_vec().map_err(failed)?,
+        DType::BF16 => data.into_vec::<bf16>().map_err(failed)?.into_iter().map(bf16::to_f32).collect(),
+        _ => data.iter().collect(),
+    })
 }
 
 /// A model's tensors, read from its device: packed weights as they are, the rest as f32.
@@ -319,8 +327,8 @@ struct Forge<'a, B: Backend> {
 const PART: usize = 1 << 20;
 
 impl<B: Nvfp4Backend> Forge<'_, B> {
-    /// The type in which a dense matrix lies on the device, and whether its values are those of bf16: where masters are
-    /// bf16 they are, also in f32 where activations are f32. What is not trained lies there as it is multiplied.
+    /// The type in which a dense matrix lies on the device, and whether the host rounds its values to bf16 first: where
+    /// masters are bf16, also in f32 where activations are f32. What is not trained lies there as it is multiplied.
     fn dense(&self) -> (DType, bool) {
         let computed = self.spec.precision.dtype();
         match self.master.map(MasterKind::dense) {
