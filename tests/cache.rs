@@ -35,7 +35,7 @@ fn same_logits<B: Nvfp4Backend>(device: B::Device) {
         let model: Qwen3<B> = weights::load(&checkpoint, &config, F32, Purpose::Infer, &device).unwrap();
         let ids: Vec<u32> = (0..23).map(|i| (i * 37 + 5) % 300).collect();
         let last = |chunk| {
-            let mut cache = KvCache::new(&config, 1, 32, F32.precision.dtype(), &device);
+            let mut cache = KvCache::new(&config, 32, F32.precision.dtype(), &device);
             let logits = prefill(&model, &ids, &mut cache, chunk).unwrap();
             assert_eq!(cache.len(), 23);
             logits

@@ -9,7 +9,7 @@ use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use kernels_cubecl::{
     gemm::{self, Gemm},
-    gemv,
+    gemv::{self, Gemv},
     matmul::PackedArgs,
     mma,
 };
@@ -135,7 +135,9 @@ fn plans<R: CubeRuntime>() {
                 rows: n,
                 cols: k,
             };
-            gemv::gemv_in(&client, arg(&x), m, vec![w], vec![], vec![arg(&out)], storage, plan).unwrap();
+            let (x, weights, ys) = (arg(&x), vec![w], vec![arg(&out)]);
+            let product = Gemv { x, rows: m, weights, scales: vec![], ys, dtype: storage };
+            gemv::gemv_in(&client, product, plan).unwrap();
             let error = relative(&host(y), expected.iter().copied());
             assert!(error < 4e-3, "{m} rows by {choice:?}: {error:e}");
         }

@@ -34,7 +34,7 @@ use kernels_cubecl::{
     block_scaled::{self, block_scaled},
     dequantize::dequantize,
     gemm::{self, Gemm, gemm},
-    gemv::{self, gemv},
+    gemv::{self, Gemv, gemv},
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
     mma,
 };
@@ -132,7 +132,8 @@ pub(crate) fn joint<R: CubeRuntime>(
         let ys: Vec<_> = shapes.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
         let weights = w.into_iter().map(Packed::args).collect();
         let (scales, results) = (x.global().map(arg).into_iter().collect(), ys.iter().map(arg).collect());
-        launched(gemv(client, arg(&x_values), shapes[0].i, weights, scales, results, dtype.into()));
+        let (x, rows) = (arg(&x_values), shapes[0].i);
+        launched(gemv(client, Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() }));
         return Some(ys);
     }
     let native = product == Product::Nt && a[0].global().is_some() && block_scaled::trusted(client);
@@ -267,7 +268,8 @@ fn few_rows<R: CubeRuntime>(x: CubeTensor<R>, w: &Packed<R>, scales: &[&CubeTens
     let rows = dims(&x)[0];
     let y = empty(&x, [rows, w.dims[0]], x.dtype);
     let scales = scales.iter().map(|scale| arg(scale)).collect();
-    launched(gemv(&x.client, arg(&x), rows, vec![w.args()], scales, vec![arg(&y)], x.dtype.into()));
+    let (weights, ys, dtype) = (vec![w.args()], vec![arg(&y)], x.dtype.into());
+    launched(gemv(&x.client, Gemv { x: arg(&x), rows, weights, scales, ys, dtype }));
     y
 }
 

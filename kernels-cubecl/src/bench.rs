@@ -2,7 +2,7 @@
 //!
 //! A launch costs some ten microseconds of host time, more than a short kernel runs. So one unit that counts keeps the
 //! device busy while the launches are queued behind it; what they add to its time is theirs alone, at the clock that they
-//! leave the device (behind a long product, which heats it, short kernels read a tenth slower). Medians; random data;
+//! leave the device (behind a long product, which heats it, short kernels read 5 to 10 % slower). Medians; random data;
 //! weights of the decode rows rotate through more than the L2 cache holds. The copy rate is measured first: bytes read
 //! plus bytes written.
 
@@ -17,7 +17,7 @@ use crate::{
     decode_attention::{self, decode_attention},
     dequantize::dequantize,
     device,
-    gemv::gemv,
+    gemv::{Gemv, gemv},
     gradient,
     matmul::PackedArgs,
     mma,
@@ -492,7 +492,8 @@ impl<'a, R: Runtime> Bench<'a, R> {
                     };
                     let weights = each.iter().zip(&weights[i % sets]).map(weight).collect();
                     let ys = each.iter().zip(&ys).map(|(n, y)| self.arg(y, m * n)).collect();
-                    gemv(client, self.arg(&x, m * k), m, weights, vec![], ys, BF16)
+                    let x = self.arg(&x, m * k);
+                    gemv(client, Gemv { x, rows: m, weights, scales: vec![], ys, dtype: BF16 })
                 })?;
             }
         }

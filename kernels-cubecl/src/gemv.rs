@@ -8,7 +8,7 @@
 //! enough planes to keep the device busy; their sums meet in shared memory. A plane has one or two spans on their way
 //! while it multiplies another. The tokens' values lie in shared memory where they fit. One launch can serve several
 //! weights, those of layers that read the same activations. The weight's rows and columns are compiled in: a model has
-//! five shapes, and a kernel that reads them from memory first starts later. Moves 4.5 bits a weight: bound by memory,
+//! five shapes, and nothing is read or divided before the first load of codes. Moves 4.5 bits a weight: bound by memory,
 //! next by decoding (some two instructions a code for one token, three for more).
 
 mod plan;
@@ -33,42 +33,48 @@ pub fn fits(rows: usize, cols: usize) -> bool {
     rows <= MAX_ROWS && cols > 0 && cols.is_multiple_of(SPAN)
 }
 
-/// `y = x · wᵀ` for each of the weights, times every `scales[0]` besides its own tensor scale: `x`, `y` of type `dtype`
-/// (f16 or bf16; one token's bf16 values below 2^64). At least one weight.
+/// `y = x · wᵀ` for each of several weights, times every `scales[0]` besides its own tensor scale.
+pub struct Gemv<R: Runtime> {
+    /// `rows` x columns of the weights, of type `dtype`; one token's bf16 values below 2^64.
+    pub x: ArrayArg<R>,
+    /// Rows of x.
+    pub rows: usize,
+    /// At least one, of as many columns each.
+    pub weights: Vec<PackedArgs<R>>,
+    /// f32 `[1]`.
+    pub scales: Vec<ArrayArg<R>>,
+    /// A result for each weight, of type `dtype`.
+    pub ys: Vec<ArrayArg<R>>,
+    /// f16 or bf16.
+    pub dtype: StorageType,
+}
+
+impl<R: Runtime> Gemv<R> {
+    /// Columns of x, if the kernel takes them.
+    fn columns(&self) -> Result<usize, KernelError> {
+        let k = self.weights.first().map_or(0, |w| w.cols);
+        expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(self.rows, k)), 0)?;
+        Ok(k)
+    }
+}
+
+/// Launches it, shared out as the device is done with it first.
 ///
 /// # Errors
 /// If a buffer does not fit its shape, [`fits`] is false, or weights differ in their columns.
-pub fn gemv<R: Runtime>(
-    client: &ComputeClient<R>,
-    x: ArrayArg<R>,
-    rows: usize,
-    weights: Vec<PackedArgs<R>>,
-    scales: Vec<ArrayArg<R>>,
-    ys: Vec<ArrayArg<R>>,
-    dtype: StorageType,
-) -> Result<(), KernelError> {
-    let k = weights.first().map_or(0, |w| w.cols);
-    expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(rows, k)), 0)?;
-    let plan = Plan::new(client, rows, weights.iter().map(|w| w.rows).sum(), k, dtype);
-    gemv_in(client, x, rows, weights, scales, ys, dtype, plan)
+pub fn gemv<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>) -> Result<(), KernelError> {
+    let (k, n) = (product.columns()?, product.weights.iter().map(|w| w.rows).sum());
+    let plan = Plan::new(client, product.rows, n, k, product.dtype);
+    gemv_in(client, product, plan)
 }
 
 /// As [`gemv()`], shared out by `plan`.
 ///
 /// # Errors
-/// As [`gemv()`].
-pub fn gemv_in<R: Runtime>(
-    client: &ComputeClient<R>,
-    x: ArrayArg<R>,
-    rows: usize,
-    weights: Vec<PackedArgs<R>>,
-    scales: Vec<ArrayArg<R>>,
-    ys: Vec<ArrayArg<R>>,
-    dtype: StorageType,
-    plan: Plan,
-) -> Result<(), KernelError> {
-    let k = weights.first().map_or(0, |w| w.cols);
-    expect_len(NAME, "rows or columns that do not fit", usize::from(!fits(rows, k)), 0)?;
+/// As [`gemv()`], and if the plan is of another product.
+pub fn gemv_in<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: Plan) -> Result<(), KernelError> {
+    let k = product.columns()?;
+    let Gemv { x, rows, weights, scales, ys, dtype } = product;
     expect_len(NAME, "plan of another product", usize::from(!plan.is_for(rows, k, dtype)), 0)?;
     index(NAME, "columns", k)?;
     expect_len(NAME, "x", x.size(), rows * k)?;
@@ -136,21 +142,21 @@ fn gemv_kernel<F: Float>(
         let end = comptime!(first + n.div_ceil(plan.lines()));
         if comptime!(codes.len() == 1) || (CUBE_POS_X >= first && CUBE_POS_X < end) {
             // Read now, multiplied when the sums are there.
-            let mut of_tensors = Sequence::<f32>::new();
-            of_tensors.push(globals.index(p)[0]);
+            let mut tensor_scales = Sequence::<f32>::new();
+            tensor_scales.push(globals.index(p)[0]);
             #[unroll]
             for s in 0..factors.len() {
-                of_tensors.push(factors.index(s)[0]);
+                tensor_scales.push(factors.index(s)[0]);
             }
             let cube = CUBE_POS_X - first;
             let (codes, scales, y) = (codes.index(p), scales.index(p), y.index_mut(p));
-            tiles::<F>(x, codes, scales, y, &mut x_shared, &mut shared, &of_tensors, cube, n, rows, plan);
+            tiles::<F>(x, codes, scales, y, &mut x_shared, &mut shared, &tensor_scales, cube, n, rows, plan);
         }
         comptime!(first = end);
     }
 }
 
-/// What the cube `cube` of a weight's makes of its `n` rows.
+/// What a weight's cube number `cube` makes of its `n` rows.
 #[cube]
 fn tiles<F: Float>(
     x: &Array<Chunk<F>>,
@@ -159,7 +165,7 @@ fn tiles<F: Float>(
     y: &mut Array<F>,
     x_shared: &mut SharedMemory<Chunk<F>>,
     shared: &mut SharedMemory<f32>,
-    of_tensors: &Sequence<f32>,
+    tensor_scales: &Sequence<f32>,
     cube: u32,
     #[comptime] n: u32,
     rows: u32,
@@ -206,9 +212,9 @@ fn tiles<F: Float>(
         step += comptime!(depth as u32);
     }
     if comptime!(shares > 1) {
-        add_up::<F>(y, &sums, shared, of_tensors, cube, rows, n, plan);
+        add_up::<F>(y, &sums, shared, tensor_scales, cube, rows, n, plan);
     } else {
-        store::<F>(y, &sums, of_tensors, tile, rows, n, plan);
+        store::<F>(y, &sums, tensor_scales, tile, rows, n, plan);
     }
 }
 
@@ -217,13 +223,13 @@ fn tiles<F: Float>(
 fn store<F: Float>(
     y: &mut Array<F>,
     sums: &Sequence<Array<Pair<f32>>>,
-    of_tensors: &Sequence<f32>,
+    tensor_scales: &Sequence<f32>,
     tile: u32,
     rows: u32,
     #[comptime] n: u32,
     #[comptime] plan: Plan,
 ) {
-    let factor = factor_of(of_tensors, plan);
+    let factor = factor_of(tensor_scales, plan);
     #[unroll]
     for group in 0..plan.groups() {
         #[unroll]
@@ -246,7 +252,7 @@ fn add_up<F: Float>(
     y: &mut Array<F>,
     sums: &Sequence<Array<Pair<f32>>>,
     shared: &mut SharedMemory<f32>,
-    of_tensors: &Sequence<f32>,
+    tensor_scales: &Sequence<f32>,
     cube: u32,
     rows: u32,
     #[comptime] n: u32,
@@ -270,7 +276,7 @@ fn add_up<F: Float>(
         }
     }
     sync_cube();
-    let factor = factor_of(of_tensors, plan);
+    let factor = factor_of(tensor_scales, plan);
     let lines = plan.lines();
     let mut slot = UNIT_POS;
     while slot < rows * lines {
@@ -291,11 +297,11 @@ fn add_up<F: Float>(
 
 /// All tensor scales, and the units of codes and values.
 #[cube]
-fn factor_of(of_tensors: &Sequence<f32>, #[comptime] plan: Plan) -> f32 {
+fn factor_of(tensor_scales: &Sequence<f32>, #[comptime] plan: Plan) -> f32 {
     let mut factor = f32::new(comptime!(plan.factor()));
     #[unroll]
-    for s in 0..of_tensors.len() {
-        factor *= *of_tensors.index(s);
+    for s in 0..tensor_scales.len() {
+        factor *= *tensor_scales.index(s);
     }
     factor
 }

@@ -12,7 +12,7 @@ use crate::{
     decode_attention,
     dequantize::dequantize,
     gemm::{self, Gemm},
-    gemv::gemv,
+    gemv::{Gemv, gemv},
     gradient, hadamard,
     matmul::{PackedArgs, Product, matmul_dense_packed, matmul_packed_packed},
     mma, normal,
@@ -182,7 +182,8 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
             for n in [vec![n], vec![n, 24, 40]] {
                 let weights = n.iter().map(|n| packed(*n, cols)).collect();
                 let ys = n.iter().map(|n| values(m * n)).collect();
-                gemv(client, values(m * cols), m, weights, vec![floats(1)], ys, dtype)?;
+                let (x, scales) = (values(m * cols), vec![floats(1)]);
+                gemv(client, Gemv { x, rows: m, weights, scales, ys, dtype })?;
             }
         }
     }

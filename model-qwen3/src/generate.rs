@@ -62,7 +62,7 @@ pub fn generate<B: Nvfp4Backend>(
         let limit = config.max_position_embeddings;
         return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });
     }
-    let mut cache = KvCache::new(config, 1, capacity, model.spec().precision.dtype(), &model.device());
+    let mut cache = KvCache::new(config, capacity, model.spec().precision.dtype(), &model.device());
     let mut logits = prefill(model, prompt, &mut cache, PREFILL_CHUNK)?;
     let mut seen = prompt.to_vec();
     let mut ids = Vec::new();

@@ -3,7 +3,7 @@
 use crate::{ModelError, config::Qwen3Config};
 use burn::tensor::{DType, Tensor, backend::Backend, s};
 
-/// The cache of one sequence batch.
+/// The cache of one sequence.
 #[derive(Debug, Clone)]
 pub struct KvCache<B: Backend> {
     layers: Vec<LayerCache<B>>,
@@ -11,21 +11,20 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
-/// Keys and values of one block, `[B*capacity, K*E]` each.
+/// Keys and values of one block, `[capacity, K*E]` each.
 #[derive(Debug, Clone)]
 pub struct LayerCache<B: Backend> {
     // Taken out while they are written, so that the buffer is unshared and updated in place.
     k: Option<Tensor<B, 2>>,
     v: Option<Tensor<B, 2>>,
-    batch: usize,
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Allocates room for `capacity` tokens of `batch` sequences.
-    pub fn new(config: &Qwen3Config, batch: usize, capacity: usize, dtype: DType, device: &B::Device) -> Self {
-        let shape = [batch * capacity, config.num_key_value_heads * config.head_dim];
+    /// Allocates room for `capacity` tokens.
+    pub fn new(config: &Qwen3Config, capacity: usize, dtype: DType, device: &B::Device) -> Self {
+        let shape = [capacity, config.num_key_value_heads * config.head_dim];
         let zeros = || Some(Tensor::zeros(shape, (device, dtype)));
-        let layers = (0..config.num_hidden_layers).map(|_| LayerCache { k: zeros(), v: zeros(), batch }).collect();
+        let layers = (0..config.num_hidden_layers).map(|_| LayerCache { k: zeros(), v: zeros() }).collect();
         Self { layers, len: 0, capacity }
     }
 
@@ -63,25 +62,14 @@ impl<B: Backend> KvCache<B> {
 }
 
 impl<B: Backend> LayerCache<B> {
-    /// Writes `k` and `v` `[B*T, K*E]` behind the first `past` tokens and returns all, `[B*S, K*E]`.
+    /// Writes `k` and `v` `[T, K*E]` behind the first `past` tokens and returns all, `[S, K*E]`.
     pub fn append(&mut self, k: Tensor<B, 2>, v: Tensor<B, 2>, past: usize) -> (Tensor<B, 2>, Tensor<B, 2>) {
-        let b = self.batch;
         let write = |slot: &mut Option<Tensor<B, 2>>, new: Tensor<B, 2>| {
-            let buffer = slot.take().expect("put back below");
-            let ([rows, c], [m, _]) = (buffer.dims(), new.dims());
-            let end = past + m / b;
-            // One sequence is read where it lies: the first rows of a matrix are contiguous.
-            let (buffer, seen) = if b == 1 {
-                let buffer = buffer.slice_assign(s![past..end, ..], new);
-                (buffer.clone(), buffer.slice(s![0..end, ..]))
-            } else {
-                let buffer = buffer.reshape([b, rows / b, c]);
-                let buffer = buffer.slice_assign(s![.., past..end, ..], new.reshape([b, m / b, c]));
-                let seen = buffer.clone().slice(s![.., 0..end, ..]).reshape([b * end, c]);
-                (buffer.reshape([rows, c]), seen)
-            };
-            *slot = Some(buffer);
-            seen
+            let end = past + new.dims()[0];
+            let buffer = slot.take().expect("put back below").slice_assign(s![past..end, ..], new);
+            *slot = Some(buffer.clone());
+            // Read where it lies: the first rows of a matrix are contiguous.
+            buffer.slice(s![0..end, ..])
         };
         (write(&mut self.k, k), write(&mut self.v, v))
     }

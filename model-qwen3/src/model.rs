@@ -206,7 +206,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         self.embed_tokens.device()
     }
 
-    /// Token ids `[B, T]` to the final hidden states `[B*T, D]`, normalised.
+    /// Token ids `[B, T]` to the final hidden states `[B*T, D]`, normalised. With a cache B is 1.
     pub fn forward(&self, ids_BT: Tensor<B, 2, Int>, cache: Option<&mut KvCache<B>>) -> Tensor<B, 2> {
         self.forward_watched(ids_BT, cache, |_| {})
     }
@@ -220,6 +220,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         mut watch: impl FnMut(&Tensor<B, 2>),
     ) -> Tensor<B, 2> {
         let [b, t] = ids_BT.dims();
+        assert!(b == 1 || cache.is_none(), "a cache is of one sequence");
         let ctx = self.context(cache.as_ref().map_or(0, |c| c.len()), b, t);
         let mut h_MD = self.embed(ids_BT);
         for (i, block) in self.layers.iter().enumerate() {

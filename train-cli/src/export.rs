@@ -266,7 +266,7 @@ fn compare<B: Nvfp4Backend>(
     let prompt = text.tokenizer.encode(&prompt)?;
     let observe = |tensors: &dyn Tensors| -> Result<_, CliError> {
         let model: Qwen3<B> = weights::load(tensors, config, spec, Purpose::Infer, device)?;
-        let mut cache = KvCache::new(config, 1, prompt.len(), spec.precision.dtype(), device);
+        let mut cache = KvCache::new(config, prompt.len(), spec.precision.dtype(), device);
         let logits = prefill(&model, &prompt, &mut cache, 512)?;
         let options = GenerateOptions { max_tokens: 16, sampling: Sampling::GREEDY, stop_ids: vec![] };
         let ids = generate(&model, &prompt, &options, |_| ControlFlow::Continue(()))?.ids;

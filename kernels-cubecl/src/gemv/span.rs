@@ -53,46 +53,31 @@ pub(super) fn stage<F: Float>(
     rows: u32,
     #[comptime] plan: Plan,
 ) {
-    let chunks = comptime!(plan.k / 8);
-    match comptime!(plan.tokens) {
-        Tokens::One => {
-            let unit = Pair::<F>::new(F::new(comptime!(plan.value_unit())));
-            let mut at = UNIT_POS;
-            while at < chunks {
-                let pairs = paired(x[at as usize]);
-                let mut chunk = Chunk::<F>::empty();
-                #[unroll]
-                for i in 0..4usize {
-                    let pair = pairs[i] * unit;
-                    chunk[comptime!(i * 2)] = pair[0];
-                    chunk[comptime!(i * 2 + 1)] = pair[1];
-                }
-                out[at as usize] = chunk;
-                at += plan.units();
+    if comptime!(!matches!(plan.tokens, Tokens::Global { .. })) {
+        let chunks = comptime!(plan.k / 8);
+        let one = comptime!(plan.tokens == Tokens::One);
+        let unit = Pair::<F>::new(F::new(comptime!(plan.value_unit())));
+        let all = if comptime!(one) { chunks.runtime() } else { rows * chunks };
+        let mut at = UNIT_POS;
+        while at < all {
+            let pairs = pairs_of(x[at as usize], 4usize);
+            let mut chunk = Chunk::<F>::empty();
+            #[unroll]
+            for i in 0..4usize {
+                let pair = if comptime!(one) { pairs[i] * unit } else { pairs[i] };
+                chunk[comptime!(i * 2)] = pair[0];
+                chunk[comptime!(i * 2 + 1)] = pair[1];
             }
-            // What lanes of other columns multiply, in banks that the others do not ask.
-            if UNIT_POS < 4u32 {
-                out[(chunks + 2u32 + UNIT_POS) as usize] = Chunk::new(F::new(0.0));
-            }
-            sync_cube();
+            let within = at % chunks;
+            let to = if comptime!(one) { at } else { at / chunks * plan.stride() + within + within / 8u32 };
+            out[to as usize] = chunk;
+            at += plan.units();
         }
-        Tokens::Staged { .. } => {
-            let mut at = UNIT_POS;
-            while at < rows * chunks {
-                let pairs = paired(x[at as usize]);
-                let mut chunk = Chunk::<F>::empty();
-                #[unroll]
-                for i in 0..4usize {
-                    chunk[comptime!(i * 2)] = pairs[i][0];
-                    chunk[comptime!(i * 2 + 1)] = pairs[i][1];
-                }
-                let within = at % chunks;
-                out[(at / chunks * plan.stride() + within + within / 8u32) as usize] = chunk;
-                at += plan.units();
-            }
-            sync_cube();
+        // What lanes of other columns multiply, in banks that the others do not ask.
+        if comptime!(one) && UNIT_POS < 4u32 {
+            out[(chunks + 2u32 + UNIT_POS) as usize] = Chunk::new(F::new(0.0));
         }
-        Tokens::Global { .. } => {}
+        sync_cube();
     }
 }
 
@@ -150,7 +135,7 @@ fn multiply_one<F: Float>(
                         left.index_mut(comptime!(i / 2))[comptime!(i % 2 * 2 + half)] = pairs[i];
                     }
                 }
-                let right = pairs_of(x_shared[at + j]);
+                let right = pairs_of(x_shared[at + j], 1usize);
                 #[unroll]
                 for step in 0..2usize {
                     multiply_fragments::<F>(left.index(step), &right, step, apart.index_mut(0usize));
@@ -217,9 +202,9 @@ fn multiply_few<F: Float>(
                     Tokens::Staged { .. } => {
                         // The chunks of a vector lie between two that are left free.
                         let at = token * plan.stride() + vector * 4u32 + vector / 2u32;
-                        pairs_of(x_shared[(at as usize) + j])
+                        pairs_of(x_shared[(at as usize) + j], 1usize)
                     }
-                    _ => paired(x[((token * comptime!(plan.k / 32) + vector) as usize) * 4usize + j]),
+                    _ => pairs_of(x[((token * comptime!(plan.k / 32) + vector) as usize) * 4usize + j], 4usize),
                 };
                 #[unroll]
                 for step in 0..2usize {
@@ -246,29 +231,16 @@ fn fragments<F: Float>() -> Sequence<Array<Pair<F>>> {
     left
 }
 
-/// A chunk's values as pairs four apart, as codes are decoded.
+/// A chunk's values as pairs: four `apart`, as codes are decoded, or 1, where the chunk was paired before.
 #[cube]
-fn paired<F: Float>(values: Chunk<F>) -> Array<Pair<F>> {
+fn pairs_of<F: Float>(values: Chunk<F>, #[comptime] apart: usize) -> Array<Pair<F>> {
     let mut pairs = Array::<Pair<F>>::new(4usize);
     #[unroll]
     for i in 0..4usize {
+        let first = comptime!(if apart == 1 { i * 2 } else { i });
         let mut pair = Pair::<F>::empty();
-        pair[0] = values[i];
-        pair[1] = values[comptime!(i + 4)];
-        pairs[i] = pair;
-    }
-    pairs
-}
-
-/// A chunk that is paired already.
-#[cube]
-fn pairs_of<F: Float>(values: Chunk<F>) -> Array<Pair<F>> {
-    let mut pairs = Array::<Pair<F>>::new(4usize);
-    #[unroll]
-    for i in 0..4usize {
-        let mut pair = Pair::<F>::empty();
-        pair[0] = values[comptime!(i * 2)];
-        pair[1] = values[comptime!(i * 2 + 1)];
+        pair[0] = values[first];
+        pair[1] = values[comptime!(first + apart)];
         pairs[i] = pair;
     }
     pairs
