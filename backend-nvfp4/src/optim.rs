@@ -3,8 +3,8 @@
 use crate::{
     Nvfp4Primitive,
     reference::{
-        E4M3_MAX, Packed, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, philox,
-        set_code,
+        E4M3_MAX, Packed, code, draw_of, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode,
+        philox, set_code,
     },
 };
 use burn::tensor::{
@@ -308,8 +308,7 @@ pub fn reference_repack(packed: &mut Packed, cols: usize, values: &[f32], stream
         for (i, &x) in block.iter().enumerate() {
             let at = b * BLOCK + i;
             let word = philox((at / 8) as u32, stream)[at % 8 / 2];
-            let draw = if at.is_multiple_of(2) { word << 16 } else { word & 0xFFFF_0000 };
-            let new = e2m1_encode_stochastic(x * inverse, draw | 0x8000);
+            let new = e2m1_encode_stochastic(x * inverse, draw_of(word, at % 2, 2));
             set_code(&mut packed.codes, at / cols, at % cols, cols, new);
         }
     }

@@ -72,10 +72,9 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
                 let code = match spec.rounding {
                     Rounding::Nearest => e2m1_encode(at(r, c) * encode),
                     Rounding::Stochastic(stream) => {
-                        let word = philox((r * (cols / 8) + c / 8) as u32, stream)[c % 8 / 2];
-                        // Two draws of 16 bits a word, each the middle of its interval.
-                        let draw = if c % 2 == 0 { word << 16 } else { word & 0xFFFF_0000 };
-                        e2m1_encode_stochastic(at(r, c) * encode, draw | 0x8000)
+                        let words = philox((r * blocks + b) as u32, stream);
+                        let draw = draw_of(words[c % BLOCK / 4], c % 4, 4);
+                        e2m1_encode_stochastic(at(r, c) * encode, draw)
                     }
                 };
                 set_code(codes, r - first, c, cols, code);
@@ -339,9 +338,9 @@ pub fn e2m1_encode(x: f32) -> u8 {
     magnitude | u8::from(x.is_sign_negative()) << 3
 }
 
-/// E2M1 code of `x`, rounded up in magnitude where `random / 2^32` is below the distance to the
-/// lower code in units of the gap. Below 1 that distance is taken of `|x| + 1` as f32 has it: to 2^-23.
-pub fn e2m1_encode_stochastic(x: f32, random: u32) -> u8 {
+/// E2M1 code of `x`, rounded up in magnitude where `draw / 2^22` and the distance to the lower code in units of the gap
+/// are 1 or more. Below 1 that distance is taken of `|x| + 1` as f32 has it: to 2^-23.
+pub fn e2m1_encode_stochastic(x: f32, draw: u32) -> u8 {
     if x.is_nan() {
         return 7;
     }
@@ -351,7 +350,7 @@ pub fn e2m1_encode_stochastic(x: f32, random: u32) -> u8 {
         None => low,
         Some(&high) => {
             let share = f64::from(a - E2M1[low]) / f64::from(high - E2M1[low]);
-            low + usize::from(f64::from(random) < (share * 4_294_967_296.0).floor())
+            low + usize::from((share * 4_194_304.0).floor() + f64::from(draw) >= 4_194_304.0)
         }
     };
     magnitude as u8 | u8::from(x.is_sign_negative()) << 3
@@ -407,6 +406,11 @@ pub fn philox(index: u32, stream: Stream) -> [u32; 4] {
         k = [k[0].wrapping_add(0x9E37_79B9), k[1].wrapping_add(0xBB67_AE85)];
     }
     c
+}
+
+/// Draw `lane` of the `of` that share a word, uniform below 2^22: the upper 22 bits of the word turned by `lane` of its parts.
+pub fn draw_of(word: u32, lane: usize, of: usize) -> u32 {
+    word.rotate_left((lane * 32 / of) as u32) >> 10
 }
 
 #[cfg(test)]

@@ -6,48 +6,76 @@
 //! * E4M3FN byte `s eeee mmm`: bias 7, subnormals `m/8 * 2^-6`, no infinity, NaN 0x7F. What is
 //!   encoded is a block scale in [0, 448].
 //!
-//! E2M1 to nearest, and E4M3 below 2^-6, add a power of two and let f32 round. Stochastic E2M1 goes up where a uniform
-//! number is below the fraction, by a sum that carries into the code's bits; below 1 the fraction is that of `x + 1` in f32.
+//! E2M1 to nearest, and E4M3 below 2^-6, add a power of two and let f32 round. Stochastic E2M1 adds a uniform number to
+//! the fraction, which carries into the code's bits; below 1 the fraction is that of `x + 1` in f32.
 
-use crate::device::flat_launch;
+use crate::{device::flat_launch, rng::draw_of};
 use cubecl::prelude::*;
 
-/// Encodes an f32 as E2M1. `random` is read only if `stochastic`.
+/// The code of `x`, to nearest.
+#[cube]
+pub(crate) fn e2m1_encode(x: f32) -> u32 {
+    let x = e2m1_bounded(x);
+    e2m1_nearest(x.abs()) | ((u32::reinterpret(x) >> 28u32) & 8u32)
+}
+
+/// What is encoded as `x` is: within [-6, 6], 6 for what is not a number.
 #[cube]
 #[allow(clippy::eq_op)]
-pub(crate) fn e2m1_encode(x: f32, random: u32, #[comptime] stochastic: bool) -> u32 {
-    // NaN becomes +6.
-    e2m1_encode_number(select(x == x, x, 6.0f32), random, stochastic)
+pub(crate) fn e2m1_bounded(x: f32) -> f32 {
+    clamp(select(x == x, x, 6.0f32), -6.0f32, 6.0f32)
 }
 
-/// As [`e2m1_encode()`] of what is not NaN.
-#[cube]
-pub(crate) fn e2m1_encode_number(x: f32, random: u32, #[comptime] stochastic: bool) -> u32 {
-    // The clamp stands between the caller's product and the sums below.
-    let magnitude = min(x.abs(), 6.0f32);
-    let code = if comptime!(stochastic) { e2m1_stochastic(magnitude, random) } else { e2m1_nearest(magnitude) };
-    code | ((u32::reinterpret(x) >> 28u32) & 8u32)
-}
-
-/// The code of a magnitude in [0, 6]. Added to a power of two whose last place is the spacing of the codes there, a
-/// magnitude is rounded to them, ties to even. The power comes with the code of its binade in its last places, an even
-/// number, so that the sum ends in the code.
+/// The code of a magnitude in [0, 7], to nearest. Added to a power of two whose last place is 1/2, 1 or 2, it is rounded to
+/// that, ties to even: these are the codes 0 to 4, 4 to 6 and 6 to 7 if counted from 0, 2 and 4, and elsewhere larger. (That
+/// it is a magnitude stands between the caller's product and these sums: nothing contracts them.)
 #[cube]
 pub(crate) fn e2m1_nearest(x: f32) -> u32 {
-    // 127 for [0, 2), spacing 1/2; 128 for [2, 4); 129 from 4 on. The power is 22 binades further up.
-    let binade = u32::reinterpret(max(x, 1.0f32)) >> 23u32;
-    let power = binade * 0x0080_0002u32 + 0x0AFF_FF02u32;
-    u32::reinterpret(x + f32::reinterpret(power)) & 7u32
+    let halves = u32::reinterpret(x + 4_194_304.0f32);
+    let ones = u32::reinterpret(x + 8_388_610.0f32) - 0x0080_0000u32;
+    let twos = u32::reinterpret(x + 16_777_224.0f32) - 0x0100_0000u32;
+    min(min(halves, ones), twos) - 0x4A80_0000u32
 }
 
-/// The code: exponent and first place of the significand are the code, the 22 places below them the fraction, to which
-/// a random one is added. Below 1 that holds of `x + 1`.
+/// The code of a magnitude in [0, 6] in the upper bits from 22 on, and 252 more: exponent and first place of the significand
+/// are the code, the 22 places below them the fraction, to which `draw`, uniform below 2^22, is added. Below 1 that holds of
+/// `x + 1` a binade lower, which above 1 is the smaller of the two.
 #[cube]
-fn e2m1_stochastic(x: f32, random: u32) -> u32 {
-    let small = x < 1.0f32;
-    let y = select(small, x + 1.0f32, x);
-    let carried = u32::reinterpret(y) + (0x003F_FFFFu32 - (random >> 10u32));
-    min((carried >> 22u32) - select(small, 254u32, 252u32), 7u32)
+fn e2m1_carried(x: f32, draw: u32) -> u32 {
+    max(u32::reinterpret(x), u32::reinterpret(x + 1.0f32) - 0x0080_0000u32) + draw
+}
+
+/// The word of the eight values from `first` on, each within [-7, 7] as block scales see to unless they are subnormal.
+/// `random` has a draw a value if `stochastic`, `each` of them a word, the first for value 0.
+#[cube]
+pub(crate) fn e2m1_word(
+    values: &Array<f32>,
+    #[comptime] first: usize,
+    random: &Array<u32>,
+    #[comptime] each: usize,
+    #[comptime] stochastic: bool,
+) -> u32 {
+    let mut word = 0u32;
+    #[unroll]
+    for i in 0..8usize {
+        let at = comptime!(first + 7 - i);
+        let x = values[at];
+        let code = if comptime!(stochastic) {
+            let draw = draw_of(random[comptime!(at / each)], comptime!((at % each) as u32), comptime!(each as u32));
+            e2m1_carried(min(x.abs(), 6.0f32), draw) << 6u32
+        } else {
+            e2m1_nearest(x.abs()) << 28u32
+        };
+        let signed = code ^ (u32::reinterpret(x) & 0x8000_0000u32);
+        word = (word << 4u32) | (signed >> 28u32);
+    }
+    if comptime!(stochastic) {
+        // 252 more turns a code's third bit around, and the sign where that was 0.
+        let third = word & 0x4444_4444u32;
+        (word ^ (third << 1u32)) ^ 0x4444_4444u32
+    } else {
+        word
+    }
 }
 
 /// The value of an E2M1 code.
@@ -173,7 +201,7 @@ fn convert_kernel(input: &Array<u32>, output: &mut Array<u32>, #[comptime] conve
     if ABSOLUTE_POS < output.len() {
         let x = input[ABSOLUTE_POS];
         output[ABSOLUTE_POS] = match comptime!(conversion) {
-            Conversion::EncodeE2m1 => e2m1_encode(f32::reinterpret(x), 0u32, false),
+            Conversion::EncodeE2m1 => e2m1_encode(f32::reinterpret(x)),
             Conversion::EncodeE4m3 => {
                 let (byte, _value) = e4m3_scale(f32::reinterpret(x));
                 byte

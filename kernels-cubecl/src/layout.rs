@@ -42,9 +42,3 @@ pub(crate) fn scale_index(row: u32, col: u32, cols: u32) -> usize {
 pub(crate) fn code_of(word: u32, col: u32) -> u32 {
     (word >> ((col % 8u32) * 4u32)) & 15u32
 }
-
-/// A code at its place in the word of column `col`, to be or-ed in.
-#[cube]
-pub(crate) fn place_code(code: u32, #[comptime] col: u32) -> u32 {
-    code << comptime!(col % 8 * 4)
-}

@@ -8,28 +8,26 @@
 //! ```
 //! Single-level (torchao's): `s = e4m3(clamp(a / 6, 2^-6, 448))`, `code = e2m1(x * (1/s))`, `g = 1`.
 //!
-//! A block is 1x16 (one row, 16 columns) or 16x16. A unit keeps the 16 columns of a row that it owns (`tile.rs`) in
-//! registers, where they may be rotated first ([`crate::hadamard`]); for 16x16 it owns two rows, and the amax goes through
-//! shared memory. The input is read twice (tensor amax, then codes; once if single-level) and 4.5 bits a value are written:
+//! A block is 1x16 (one row, 16 columns) or 16x16. A unit keeps the 16 columns of the row, or of the two, that it owns
+//! (`tile.rs`) in registers, where they may be rotated first ([`crate::hadamard`]); the amax of 16x16 goes through shared
+//! memory. The input is read twice (tensor amax, then codes; once if single-level) and 4.5 bits a value are written:
 //! bound by memory, next by integer operations. No rounded product ever feeds a sum, so that no backend can contract it
 //! into a fused multiply-add: codes and scales are the reference's bit for bit.
 
 use crate::{
-    codec::{e2m1_encode_number, e4m3_scale},
+    codec::{e2m1_bounded, e2m1_word, e4m3_scale},
     error::{KernelError, expect_blocks, expect_len},
-    hadamard::{SIGNS, rotate},
-    layout::{place_code, scale_index, scales_per_row, words_per_row},
-    rng::{Stream, draw_of, philox},
+    layout::{scale_index, scales_per_row, words_per_row},
+    rng::{Stream, philox},
 };
 use cubecl::prelude::*;
 
 mod amax;
 mod tile;
 
-use amax::amax_of;
 pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated};
 pub use tile::View;
-use tile::{Place, Plan, UNITS, own, row_across, row_of, store_across};
+use tile::{Place, Plan, Row, gap, own, rotated_row, rows_of, store_across, units};
 
 /// How many scales a tensor has besides its codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -157,121 +155,108 @@ fn quantize_kernel<F: Float, N: Size>(
     #[define(F)] _dtype: StorageType,
 ) {
     let (row, col) = own(along, lines);
-    let cols = place.cols;
-    let mut rows = Sequence::<Array<f32>>::new();
-    let mut block_amax = 0.0f32;
-    #[unroll]
-    for line in 0..lines {
-        let mut values = if comptime!(along) {
-            row_of::<F, N>(x, row + comptime!(line as u32 * 8), col, place)
-        } else {
-            row_across::<F, N>(x, place)
-        };
-        if comptime!(rotated) {
-            rotate(&mut values, SIGNS.runtime());
-        }
-        block_amax = max(block_amax, amax_of(&values));
-        rows.push(values);
-    }
-    if comptime!(square) {
-        let group = comptime!(16 / lines as u32);
-        let mut shared = SharedMemory::<f32>::new(comptime!(UNITS as usize));
-        shared[UNIT_POS as usize] = block_amax;
-        sync_cube();
+    let mut rows = rows_of::<F, N>(x, row, col, place, along, lines);
+    if comptime!(rotated) {
         #[unroll]
-        for i in 0..group {
-            block_amax = max(block_amax, shared[(UNIT_POS / group * group + i) as usize]);
+        for line in 0..lines {
+            rotated_row(rows.index_mut(line));
         }
     }
-
-    let (scale, encode) = if comptime!(two_level) {
-        let (byte, value) = e4m3_scale(min(block_amax * amax[1], 448.0f32));
-        (byte, min(1.0f32 / (value * amax[2]), 3.402_823_5e38f32))
-    } else {
-        let (byte, value) = e4m3_scale(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32));
-        (byte, 1.0f32 / value)
-    };
-    if ABSOLUTE_POS == 0usize {
+    let mut square_amax = 0.0f32;
+    if comptime!(square) {
+        square_amax = amax_of_square(&rows, along, lines);
+    }
+    if UNIT_POS_X == 0u32 && CUBE_POS_X == 0u32 && CUBE_POS_Y == 0u32 {
         let mut g = 1.0f32;
         if comptime!(two_level) {
             g = amax[0] / 2688.0f32;
         }
         global[0] = g;
     }
+    let mut words = Sequence::<Vector<u32, Const<2>>>::new();
+    let mut bytes = Sequence::<u32>::new();
     #[unroll]
     for line in 0..lines {
-        let row = row + comptime!(line as u32 * 8);
-        let mut random = Array::<u32>::new(comptime!(if stochastic { 8usize } else { 1usize }));
+        let block_amax = if comptime!(square) { square_amax } else { rows.index(line).amax };
+        let (byte, encode) = scale_of(block_amax, amax, two_level);
+        let mut random = Array::<u32>::new(4usize);
         if comptime!(stochastic) {
-            let first = row * (cols / 8u32) + col / 8u32;
-            draws(first, step, stream, key_low, key_high, &mut random);
+            let row = row + comptime!(line as u32 * gap(along));
+            philox(row * (place.cols / 16u32) + col / 16u32, step, stream, key_low, key_high, &mut random);
         }
-        let words = encoded(rows.index(line), encode, &random, stochastic);
-        if comptime!(along) {
-            if row < place.rows && col < cols {
-                let at = scale_index(row, col, cols);
-                codes[at] = words;
-                scales[at] = u8::cast_from(scale);
-            }
-        } else {
-            store_across(words, scale, codes, scales, place);
-        }
+        words.push(encoded(rows.index(line), block_amax, encode, &random, stochastic));
+        bytes.push(byte);
     }
-}
-
-/// Eight words for 16 values, from two counters.
-#[cube]
-fn draws(first: u32, step: u32, stream: u32, key_low: u32, key_high: u32, out: &mut Array<u32>) {
-    #[unroll]
-    for half in 0..2u32 {
-        let mut four = Array::<u32>::new(4usize);
-        philox(first + half, step, stream, key_low, key_high, &mut four);
+    if comptime!(along) {
         #[unroll]
-        for i in 0..4usize {
-            out[comptime!(half as usize * 4 + i)] = four[i];
+        for line in 0..lines {
+            let row = row + comptime!(line as u32 * gap(true));
+            if row < place.rows && col < place.cols {
+                let at = scale_index(row, col, place.cols);
+                codes[at] = *words.index(line);
+                scales[at] = u8::cast_from(*bytes.index(line));
+            }
         }
+    } else {
+        store_across(&words, &bytes, codes, scales, place);
     }
 }
 
-/// The codes of 16 values times `encode`.
+/// The largest magnitude of the 16x16 block in which all rows of a unit lie.
 #[cube]
-#[allow(clippy::eq_op)]
+fn amax_of_square(rows: &Sequence<Row>, #[comptime] along: bool, #[comptime] lines: usize) -> f32 {
+    let group = comptime!(16 / lines as u32);
+    let mut amax = 0.0f32;
+    #[unroll]
+    for line in 0..lines {
+        amax = max(amax, rows.index(line).amax);
+    }
+    let mut shared = SharedMemory::<f32>::new(comptime!(units(along) as usize));
+    shared[UNIT_POS_X as usize] = amax;
+    sync_cube();
+    #[unroll]
+    for i in 0..group {
+        amax = max(amax, shared[(UNIT_POS_X / group * group + i) as usize]);
+    }
+    amax
+}
+
+/// A block's scale byte, and what its values are multiplied by.
+#[cube]
+fn scale_of(block_amax: f32, amax: &Array<f32>, #[comptime] two_level: bool) -> (u32, f32) {
+    if comptime!(two_level) {
+        let (byte, value) = e4m3_scale(min(block_amax * amax[1], 448.0f32));
+        (byte, min(1.0f32 / (value * amax[2]), 3.402_823_5e38f32))
+    } else {
+        let (byte, value) = e4m3_scale(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32));
+        (byte, 1.0f32 / value)
+    }
+}
+
+/// The codes of a row's values times `encode`, where `amax` is the largest magnitude of their block.
+#[cube]
 fn encoded(
-    values: &Array<f32>,
+    row: &Row,
+    amax: f32,
     encode: f32,
     random: &Array<u32>,
     #[comptime] stochastic: bool,
 ) -> Vector<u32, Const<2>> {
     let mut scaled = Array::<f32>::new(16usize);
-    let mut sum = 0.0f32;
     #[unroll]
     for i in 0..16usize {
-        scaled[i] = values[i] * encode;
-        sum += values[i];
+        scaled[i] = row.values[i] * encode;
     }
-    // A product that is not a number shows here: looked for only where the block's sum is not finite.
-    let finite = sum.abs() < 3.0e38f32;
-    if !finite {
+    // Only if one of these is not so can a product be too large, or not a number.
+    let small = amax * encode < 7.0f32 && row.sum.abs() < 3.0e38f32;
+    if !small {
         #[unroll]
         for i in 0..16usize {
-            let x = scaled[i];
-            scaled[i] = select(x == x, x, 6.0f32);
+            scaled[i] = e2m1_bounded(scaled[i]);
         }
     }
-    let mut words = Vector::<u32, Const<2>>::new(0u32);
-    #[unroll]
-    for half in 0..2usize {
-        let mut word = 0u32;
-        #[unroll]
-        for i in 0..8usize {
-            let at = comptime!(half * 8 + i);
-            let mut draw = 0u32;
-            if comptime!(stochastic) {
-                draw = draw_of(random[comptime!(at / 2)], comptime!(i as u32 % 2));
-            }
-            word += place_code(e2m1_encode_number(scaled[at], draw, stochastic), comptime!(i as u32));
-        }
-        words[half] = word;
-    }
+    let mut words = Vector::<u32, Const<2>>::empty();
+    words[0] = e2m1_word(&scaled, 0usize, random, 4usize, stochastic);
+    words[1] = e2m1_word(&scaled, 8usize, random, 4usize, stochastic);
     words
 }

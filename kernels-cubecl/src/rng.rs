@@ -3,7 +3,10 @@
 //! A number is a function of (seed, step, stream, index) and of nothing else: a resumed run draws
 //! what the uninterrupted one would have drawn, on any backend and in any launch geometry.
 
-use cubecl::prelude::*;
+use cubecl::{
+    ir::{ElemType, UIntKind},
+    prelude::*,
+};
 
 /// Names one sequence of random numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -27,10 +30,8 @@ pub(crate) fn philox(index: u32, step: u32, stream: u32, key_low: u32, key_high:
     let mut k1 = key_high;
     #[unroll]
     for _ in 0..10u32 {
-        let high0 = u32::mul_hi(c0, 0xD251_1F53u32);
-        let low0 = c0 * 0xD251_1F53u32;
-        let high1 = u32::mul_hi(c2, 0xCD9E_8D57u32);
-        let low1 = c2 * 0xCD9E_8D57u32;
+        let (high0, low0) = product(c0, 0xD251_1F53u32);
+        let (high1, low1) = product(c2, 0xCD9E_8D57u32);
         c0 = high1 ^ c1 ^ k0;
         c1 = low1;
         c2 = high0 ^ c3 ^ k1;
@@ -44,8 +45,24 @@ pub(crate) fn philox(index: u32, step: u32, stream: u32, key_low: u32, key_high:
     out[3] = c3;
 }
 
-/// One of the two 16-bit draws in a random word, as the middle of its interval of 2^32.
+/// The upper and the lower half of a product: one instruction where 64 bits are a type.
 #[cube]
-pub(crate) fn draw_of(word: u32, #[comptime] half: u32) -> u32 {
-    if comptime!(half == 0) { (word << 16u32) | 0x8000u32 } else { (word & 0xFFFF_0000u32) | 0x8000u32 }
+fn product(a: u32, #[comptime] b: u32) -> (u32, u32) {
+    let device = comptime::device_properties().comptime();
+    if comptime!(device.supports_type(ElemType::UInt(UIntKind::U64))) {
+        let all = u64::cast_from(a) * comptime!(u64::from(b)).runtime();
+        (u32::cast_from(all >> 32u64), u32::cast_from(all))
+    } else {
+        (u32::mul_hi(a, b.runtime()), a * b)
+    }
+}
+
+/// Draw `lane` of the `of` that share a word, uniform below 2^22: the upper 22 bits of the word turned by `lane` of its
+/// parts. Their lower bits are another draw's upper ones: each by itself is uniform, together they are independent
+/// to `32 / of` bits. (`cvt.rs` of sm_100a gives four codes a word too, and 8 bits each.)
+#[cube]
+pub(crate) fn draw_of(word: u32, #[comptime] lane: u32, #[comptime] of: u32) -> u32 {
+    let turn = comptime!(lane * 32 / of);
+    let turned = if comptime!(turn == 0) { word } else { (word << turn) | (word >> comptime!(32 - turn)) };
+    turned >> 10u32
 }

@@ -5,7 +5,7 @@ use super::{
     table::{Table, loaded_table, nearest, nearest_of_16},
 };
 use crate::{
-    codec::{e2m1_decode, e2m1_encode_number, e2m1_magnitude, e2m1_nearest, e4m3_magnitude, e4m3_scale},
+    codec::{e2m1_decode, e2m1_encode, e2m1_magnitude, e2m1_nearest, e4m3_magnitude, e4m3_scale},
     error::{KernelError, expect_blocks, expect_len},
     layout::BLOCK,
     reduce::cube_maxima,
@@ -282,7 +282,7 @@ fn nvfp4_scale(tops: Tops, #[comptime] signed: bool) -> (u32, f32) {
 fn encoded(x: f32, value: f32, codec: &Codec) -> u32 {
     if comptime!(codec.coding == Coding::Nvfp4) {
         if comptime!(codec.signed) {
-            e2m1_encode_number(x, 0u32, false)
+            e2m1_encode(x)
         } else {
             let least = select(value > 0.0f32, 0.5f32, 0.0f32);
             e2m1_nearest(clamp(x, least, 6.0f32))

@@ -6,12 +6,12 @@ use super::{
     scalars, stepped,
 };
 use crate::{
-    codec::{e2m1_decode, e2m1_encode, e4m3_decode, e4m3_scale},
+    codec::{e2m1_bounded, e2m1_decode, e2m1_word, e4m3_decode, e4m3_scale},
     device::{bit_casts, quick_division},
     error::{KernelError, expect_blocks, index},
-    layout::{code_of, place_code, scale_index, word_index},
+    layout::{code_of, scale_index, word_index},
     matmul::PackedArgs,
-    rng::{draw_of, philox},
+    rng::philox,
 };
 use cubecl::prelude::*;
 
@@ -153,14 +153,12 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
             let inverse = select(unit > 0.0f32, 1.0f32 / unit, 0.0f32);
             let mut draws = Array::<u32>::new(4usize);
             philox(first / 8u32, s.step, s.stream, s.key_low, s.key_high, &mut draws);
-            let mut packed = 0u32;
             #[unroll]
-            for i in 0..8u32 {
-                let draw = draw_of(draws[comptime!((i / 2) as usize)], comptime!(i % 2));
-                packed += place_code(e2m1_encode(new_w[i as usize] * inverse, draw, true), i);
+            for i in 0..8usize {
+                new_w[i] = e2m1_bounded(new_w[i] * inverse);
             }
             if live {
-                codes[word] = packed;
+                codes[word] = e2m1_word(&new_w, 0usize, &draws, 2usize, true);
                 if UNIT_POS & 1u32 == 0u32 {
                     scales[scale] = u8::cast_from(kept);
                 }

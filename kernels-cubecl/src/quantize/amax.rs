@@ -2,12 +2,11 @@
 
 use super::{
     Block, View,
-    tile::{Place, Plan, own, row_across, row_of},
+    tile::{Place, Plan, gap, own, rotated_row, rows_of},
 };
 use crate::{
     device::vector_size,
     error::{KernelError, expect_blocks, expect_len},
-    hadamard::{SIGNS, rotate},
     reduce::{cube_max, largest},
 };
 use cubecl::prelude::*;
@@ -90,20 +89,11 @@ pub fn amax_rotated<R: Runtime>(
             partial(),
             plan.place,
             plan.along,
+            plan.lines,
             dtype,
         );
         amax_of_maxima(client, partial(), 1.0, out)
     }
-}
-
-#[cube]
-pub(super) fn amax_of(values: &Array<f32>) -> f32 {
-    let mut amax = 0.0f32;
-    #[unroll]
-    for i in 0..16usize {
-        amax = max(amax, values[i].abs());
-    }
-    amax
 }
 
 #[cube(launch_unchecked)]
@@ -112,12 +102,20 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     out: &mut Array<f32>,
     place: Place,
     #[comptime] along: bool,
+    #[comptime] lines: usize,
     #[define(F)] _dtype: StorageType,
 ) {
-    let (row, col) = own(along, 1usize);
-    let mut values = if comptime!(along) { row_of::<F, N>(x, row, col, place) } else { row_across::<F, N>(x, place) };
-    rotate(&mut values, SIGNS.runtime());
-    let amax = cube_max(amax_of(&values));
+    let (row, col) = own(along, lines);
+    let mut rows = rows_of::<F, N>(x, row, col, place, along, lines);
+    let mut amax = 0.0f32;
+    #[unroll]
+    for line in 0..lines {
+        rotated_row(rows.index_mut(line));
+        if row + comptime!(line as u32 * gap(along)) < place.rows && col < place.cols {
+            amax = max(amax, rows.index(line).amax);
+        }
+    }
+    let amax = cube_max(amax);
     if UNIT_POS == 0u32 {
         out[(CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize] = amax;
     }
