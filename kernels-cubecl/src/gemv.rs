@@ -6,8 +6,8 @@
 //! The weight is the left operand of mma.sync m16n8k16, the tokens are the right one (`gemv/span.rs`). A tile is 16 rows
 //! of the weight, or eight where there are few. Its columns are shared out among planes, in spans of 256, until there are
 //! enough planes to keep the device busy; their sums meet in shared memory. A plane has one or two spans on their way
-//! while it multiplies another. The tokens' values lie in shared memory where they fit. One launch can serve several
-//! weights, those of layers that read the same activations. The weight's rows and columns are compiled in: a model has
+//! while it multiplies another. The tokens' values lie in shared memory, all of them or what the next step multiplies, which
+//! cp.async brings during this one. One launch can serve several weights, those of layers that read the same activations. The weight's rows and columns are compiled in: a model has
 //! five shapes, and nothing is read or divided before the first load of codes. Moves 4.5 bits a weight: bound by memory,
 //! next by decoding (some two instructions a code for one token, three for more).
 
@@ -17,7 +17,7 @@ mod span;
 use crate::{
     error::{KernelError, expect_len, index},
     matmul::PackedArgs,
-    mma::{Chunk, Pair, zero_sums},
+    mma::{Chunk, Pair, ring, zero_sums},
 };
 use cubecl::prelude::*;
 pub use plan::Plan;
@@ -193,23 +193,56 @@ fn tiles<F: Float>(
         }
     }
     span::stage::<F>(x, x_shared, rows, plan);
+    let filled = ring(comptime!(if plan.windows() { depth } else { 0 }));
+    if comptime!(plan.windows()) {
+        #[unroll]
+        for slot in 0..comptime!(depth - 1) {
+            span::send::<F>(x, x_shared, &filled, slot, comptime!(slot as u32).runtime(), rows, plan);
+        }
+    }
+    // Planes that read windows walk together, also those that have no span in the last one.
+    let turns = if comptime!(plan.windows()) { plan.steps().runtime() } else { steps };
     let mut sums = zero_sums(plan.groups());
     let mut step = 0u32;
-    while step < steps {
+    let mut phase = 0u32;
+    while step < turns {
         #[unroll]
         for slot in 0..depth {
             let now = step + comptime!(slot as u32);
-            if now < steps {
-                let span = share + now * shares;
-                span::multiply::<F>(x, x_shared, &codes_ahead, &scales_ahead, &mut sums, slot, span, rows, plan);
-                let ahead = now + comptime!(depth as u32);
-                if ahead < steps {
-                    let span = share + ahead * shares;
-                    span::load(codes, scales, &mut codes_ahead, &mut scales_ahead, slot, tile, span, n, plan);
+            if now < turns {
+                if comptime!(plan.windows()) {
+                    filled.index(slot).wait_parity(phase);
+                    // Nobody reads the window before this one any more: it is filled anew.
+                    sync_cube();
+                    let ahead = now + comptime!(depth as u32 - 1);
+                    if ahead < turns {
+                        let freed = comptime!((slot + depth - 1) % depth);
+                        span::send::<F>(x, x_shared, &filled, freed, ahead, rows, plan);
+                    }
+                }
+                if comptime!(!plan.windows() || rest == 0) || now < steps {
+                    let span = share + now * shares;
+                    span::multiply::<F>(
+                        x_shared,
+                        &codes_ahead,
+                        &scales_ahead,
+                        &mut sums,
+                        slot,
+                        span,
+                        share,
+                        rows,
+                        plan,
+                    );
+                    let ahead = now + comptime!(depth as u32);
+                    if ahead < steps {
+                        let span = share + ahead * shares;
+                        span::load(codes, scales, &mut codes_ahead, &mut scales_ahead, slot, tile, span, n, plan);
+                    }
                 }
             }
         }
         step += comptime!(depth as u32);
+        phase ^= 1u32;
     }
     if comptime!(shares > 1) {
         add_up::<F>(y, &sums, shared, tensor_scales, cube, rows, n, plan);

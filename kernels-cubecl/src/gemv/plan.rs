@@ -9,6 +9,8 @@ use cubecl::{
 
 /// Bytes of shared memory that the tokens' values take at most: two cubes find a place on a multiprocessor of an H200.
 const STAGED: usize = 100 << 10;
+/// Room that barriers take in shared memory, at most.
+const BARRIERS: usize = 1 << 10;
 /// Planes that find a place at once, each with one span on its way, or with two, which take more registers: 32 and 20 a
 /// multiprocessor of an H200. With more some cubes start late.
 const PLANES: [usize; 2] = [4224, 2640];
@@ -24,7 +26,7 @@ pub struct Plan {
     pub(super) shares: u32,
     /// Tiles of a cube.
     pub(super) together: u32,
-    /// Spans that a plane has on their way.
+    /// Spans, or windows of tokens, that a plane has on their way or multiplies.
     pub(super) depth: usize,
     /// Whether a tile has 16 rows, or eight.
     tall: bool,
@@ -39,8 +41,8 @@ pub(super) enum Tokens {
     One,
     /// At most `held`, in shared memory.
     Staged { held: usize },
-    /// At most 8 times `groups`, read from global memory.
-    Global { groups: usize },
+    /// At most `held`, in shared memory in windows: what a step of all planes multiplies.
+    Windows { held: usize },
 }
 
 impl Plan {
@@ -58,40 +60,48 @@ impl Plan {
         let all = n.div_ceil(height) * spans;
         // Spans of a plane, as even as they get. Many planes to a cube would leave too little room for a second cube.
         let own = if all <= PLANES[0] { 1 } else { all.div_ceil(PLANES[1]).min(spans) };
-        let shares = spans.div_ceil(own).min(if own == 1 { 16 } else { 8 });
+        let mut shares = spans.div_ceil(own).min(if own == 1 { 16 } else { 8 });
         let planes = if rows > 4 { 8 } else { 4 };
-        let together = (planes / shares).max(1);
-        let depth = spans.div_ceil(shares).min(2);
-        Self::of(client, rows, k, dtype, [shares, together, depth, height].map(|n| n as u32))
+        loop {
+            let together = (planes / shares).max(1);
+            let depth = spans.div_ceil(shares).min(2);
+            let choice = [shares, together, depth, height].map(|n| n as u32);
+            match Self::of(client, rows, k, dtype, choice) {
+                Some(plan) => return plan,
+                // Fewer planes, smaller windows: one's find a place on every device.
+                None => shares -= 1,
+            }
+        }
     }
 
     /// With `[shares, together, depth, height]` as they are given: planes that share a tile's columns, tiles of a cube,
-    /// spans that a plane has on their way, rows of a tile (16 or 8).
+    /// spans that a plane has on their way, rows of a tile (16 or 8). None if the tokens' values find no place.
     pub fn of<R: Runtime>(
         client: &ComputeClient<R>,
         rows: usize,
         k: usize,
         dtype: StorageType,
         [shares, together, depth, height]: [u32; 4],
-    ) -> Self {
-        let bf16 = is_bf16(dtype);
-        let tokens = Tokens::Global { groups: rows.div_ceil(8) };
-        let plan = Self { k: k as u32, shares, together, depth: depth as usize, tall: height == 16, tokens, bf16 };
-        let staged = Self {
-            tokens: if rows == 1 { Tokens::One } else { Tokens::Staged { held: rows.next_power_of_two() } },
-            ..plan
-        };
-        let (values, sums) = (staged.staged_chunks() * 16, staged.shared_sums() * 4);
+    ) -> Option<Self> {
+        let held = rows.next_power_of_two();
+        let tokens = if rows == 1 { Tokens::One } else { Tokens::Staged { held } };
+        let (bf16, tall) = (is_bf16(dtype), height == 16);
+        let staged = Self { k: k as u32, shares, together, depth: depth as usize, tall, tokens, bf16 };
+        // One window is filled while another is read.
+        let windows = Self { tokens: Tokens::Windows { held }, depth: staged.depth.max(2), ..staged };
         let room = client.properties().hardware.max_shared_memory_size;
-        if values <= STAGED && values + sums <= room { staged } else { plan }
+        let fits = |plan: &Self| {
+            let (values, sums) = (plan.staged_chunks() * 16, plan.shared_sums() * 4);
+            values <= STAGED && values + sums + BARRIERS <= room
+        };
+        [staged, windows].into_iter().find(fits)
     }
 
     /// Whether it was made for `rows` rows of `k` columns of type `dtype`, or for no fewer rows.
     pub(super) fn is_for(self, rows: usize, k: usize, dtype: StorageType) -> bool {
         let room = match self.tokens {
             Tokens::One => 1,
-            Tokens::Staged { held } => held,
-            Tokens::Global { groups } => groups * 8,
+            Tokens::Staged { held } | Tokens::Windows { held } => held,
         };
         let shared_out = self.shares > 0 && self.together > 0 && self.depth > 0 && self.units() <= 1024;
         let one = self.tokens != Tokens::One || rows == 1;
@@ -131,8 +141,7 @@ impl Plan {
     pub(super) fn groups(self) -> usize {
         match self.tokens {
             Tokens::One => 1,
-            Tokens::Staged { held } => held.div_ceil(8),
-            Tokens::Global { groups } => groups,
+            Tokens::Staged { held } | Tokens::Windows { held } => held.div_ceil(8),
         }
     }
 
@@ -151,7 +160,7 @@ impl Plan {
         match self.tokens {
             Tokens::One => self.k as usize / 8 + 6,
             Tokens::Staged { held } => held * self.stride() as usize,
-            Tokens::Global { .. } => 1,
+            Tokens::Windows { .. } => self.depth * self.window(),
         }
     }
 
@@ -163,7 +172,23 @@ impl Plan {
     /// Chunks from one staged token to the next. A chunk is left free after eight, and an odd multiple of four is a row:
     /// the eight lanes that are served at a time meet different banks.
     pub(super) fn stride(self) -> u32 {
-        (self.k / 64 * 9) | 4
+        let columns = if self.windows() { self.shares * SPAN as u32 } else { self.k };
+        (columns / 64 * 9) | 4
+    }
+
+    /// Whether tokens' values lie in windows.
+    pub(super) fn windows(self) -> bool {
+        matches!(self.tokens, Tokens::Windows { .. })
+    }
+
+    /// Chunks of a window.
+    pub(super) fn window(self) -> usize {
+        self.groups() * 8 * self.stride() as usize
+    }
+
+    /// Steps in which all planes are done.
+    pub(super) fn steps(self) -> u32 {
+        self.spans().div_ceil(self.shares)
     }
 
     /// What one token's values are multiplied by.

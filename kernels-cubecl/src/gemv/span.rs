@@ -11,12 +11,18 @@
 //!   vectors and zero elsewhere: sums of different blocks stay apart and take their scales afterwards, one product for
 //!   16 codes. bf16 values are times 2^63 then, so that codes' units do not take sums below the normal numbers.
 
-use super::plan::{Plan, Tokens};
+use super::{
+    SPAN,
+    plan::{Plan, Tokens},
+};
 use crate::{
     codec::{e2m1_pairs, e4m3_pair},
-    mma::{Chunk, Pair, multiply as multiply_fragments, zero_sums},
+    mma::{Chunk, Pair, multiply as multiply_fragments, sent, zero_sums},
 };
-use cubecl::prelude::*;
+use cubecl::prelude::{
+    barrier::{Barrier, copy_async_checked},
+    *,
+};
 
 /// Starts the loads of a span's codes and scales into `slot`.
 #[cube]
@@ -45,7 +51,7 @@ pub(super) fn load(
     }
 }
 
-/// Brings the tokens' values into shared memory, as pairs four apart.
+/// Brings the tokens' values into shared memory, as pairs four apart, if they all lie there.
 #[cube]
 pub(super) fn stage<F: Float>(
     x: &Array<Chunk<F>>,
@@ -53,7 +59,7 @@ pub(super) fn stage<F: Float>(
     rows: u32,
     #[comptime] plan: Plan,
 ) {
-    if comptime!(!matches!(plan.tokens, Tokens::Global { .. })) {
+    if comptime!(!plan.windows()) {
         let chunks = comptime!(plan.k / 8);
         let one = comptime!(plan.tokens == Tokens::One);
         let unit = Pair::<F>::new(F::new(comptime!(plan.value_unit())));
@@ -81,23 +87,51 @@ pub(super) fn stage<F: Float>(
     }
 }
 
-/// Adds the span in `slot` times all tokens to the sums.
+/// Starts the copies of what all planes multiply in step `step` into window `slot`.
+#[cube]
+pub(super) fn send<F: Float>(
+    x: &Array<Chunk<F>>,
+    out: &mut SharedMemory<Chunk<F>>,
+    filled: &Sequence<Shared<Barrier>>,
+    #[comptime] slot: usize,
+    step: u32,
+    rows: u32,
+    #[comptime] plan: Plan,
+) {
+    let chunks = comptime!(plan.k / 8);
+    let wide = comptime!(plan.shares * SPAN as u32 / 8);
+    let mut at = UNIT_POS;
+    while at < rows * wide {
+        let (token, within) = (at / wide, at % wide);
+        let col = step * wide + within;
+        let from = (token * chunks + col) as usize;
+        let to = (token * plan.stride() + within + within / 8u32) as usize + comptime!(slot * plan.window());
+        // A copy of length 0 reads nothing and writes zeros: past the last column.
+        let end = from + select(col < chunks, 1usize, 0usize);
+        copy_async_checked(&x.slice(from, end), &mut out.slice_mut(to, to + 1usize), 8u32);
+        at += plan.units();
+    }
+    sent(filled, slot);
+}
+
+/// Adds the span in `slot`, in a window that of plane `share`, times all tokens to the sums.
 #[cube]
 pub(super) fn multiply<F: Float>(
-    x: &Array<Chunk<F>>,
     x_shared: &SharedMemory<Chunk<F>>,
     codes: &Array<Vector<u32, Const<4>>>,
     scales: &Array<u32>,
     sums: &mut Sequence<Array<Pair<f32>>>,
     #[comptime] slot: usize,
     span: u32,
+    share: u32,
     rows: u32,
     #[comptime] plan: Plan,
 ) {
     if comptime!(plan.tokens == Tokens::One) {
         multiply_one::<F>(x_shared, codes, scales, sums, slot, span, plan);
     } else {
-        multiply_few::<F>(x, x_shared, codes, scales, sums, slot, span, rows, plan);
+        let within = if comptime!(plan.windows()) { share } else { span };
+        multiply_few::<F>(x_shared, codes, scales, sums, slot, within, rows, plan);
     }
 }
 
@@ -165,13 +199,12 @@ fn scale_of(four: u32, #[comptime] i: u32) -> f32 {
 
 #[cube]
 fn multiply_few<F: Float>(
-    x: &Array<Chunk<F>>,
     x_shared: &SharedMemory<Chunk<F>>,
     codes: &Array<Vector<u32, Const<4>>>,
     scales: &Array<u32>,
     sums: &mut Sequence<Array<Pair<f32>>>,
     #[comptime] slot: usize,
-    span: u32,
+    within: u32,
     rows: u32,
     #[comptime] plan: Plan,
 ) {
@@ -179,7 +212,7 @@ fn multiply_few<F: Float>(
     let row = UNIT_POS_PLANE / 4u32;
     #[unroll]
     for turn in 0..2u32 {
-        let vector = span * 8u32 + UNIT_POS_PLANE % 4u32 * 2u32 + turn;
+        let vector = within * 8u32 + UNIT_POS_PLANE % 4u32 * 2u32 + turn;
         #[unroll]
         for j in 0..4usize {
             let mut left = fragments::<F>();
@@ -198,14 +231,11 @@ fn multiply_few<F: Float>(
             for group in 0..plan.groups() {
                 // Tokens past the last repeat it: their sums are not stored.
                 let token = min(row + comptime!(group as u32 * 8), rows - 1u32);
-                let right = match comptime!(plan.tokens) {
-                    Tokens::Staged { .. } => {
-                        // The chunks of a vector lie between two that are left free.
-                        let at = token * plan.stride() + vector * 4u32 + vector / 2u32;
-                        pairs_of(x_shared[(at as usize) + j], 1usize)
-                    }
-                    _ => pairs_of(x[((token * comptime!(plan.k / 32) + vector) as usize) * 4usize + j], 4usize),
-                };
+                // The chunks of a vector lie between two that are left free.
+                let at = token * plan.stride() + vector * 4u32 + vector / 2u32;
+                let at = (at as usize) + comptime!(if plan.windows() { slot * plan.window() + j } else { j });
+                // Windows are copies of what lies in memory.
+                let right = pairs_of(x_shared[at], comptime!(if plan.windows() { 4usize } else { 1usize }));
                 #[unroll]
                 for step in 0..2usize {
                     multiply_fragments::<F>(left.index(step), &right, step, sums.index_mut(group));
