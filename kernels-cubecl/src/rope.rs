@@ -17,6 +17,8 @@ use cubecl::prelude::*;
 
 const UNITS: u32 = 256;
 const CUBES: usize = 528;
+/// Tokens from which on heads keep the device busy though units take several.
+const FEW: usize = 64;
 
 /// The shape of one call.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -42,9 +44,11 @@ impl RopeShape {
         self.cubes().min(CUBES)
     }
 
-    /// Heads that the same units take one after another, with one reading of angles and weights.
+    /// Heads that the same units take one after another, with one reading of angles and weights. Of a few tokens every head
+    /// has units of its own.
     fn turns(self) -> usize {
-        [8, 4, 2].into_iter().find(|n| self.heads.is_multiple_of(*n)).unwrap_or(1)
+        let most = if self.rows < FEW { 1 } else { 8 };
+        [8, 4, 2].into_iter().find(|n| *n <= most && self.heads.is_multiple_of(*n)).unwrap_or(1)
     }
 
     fn items(self) -> usize {
