@@ -155,7 +155,7 @@ where
         let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
         let so_far = so_far.map(into_contiguous);
         let [rows, cols] = dims(&x);
-        let partial = empty(&x, [rms_norm::partial_rows(rows), cols], DType::F32);
+        let partial = empty(&x, [rms_norm::partial_rows(&x.client, x.dtype.into(), [rows, cols]), cols], DType::F32);
         launched(rms_norm::rms_norm_backward(
             &x.client,
             arg(&x),

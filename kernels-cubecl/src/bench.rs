@@ -281,7 +281,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let (rows, cols) = (16_384usize, 2560usize);
         let n = rows * cols;
         let w = self.bytes(cols * 4, 7);
-        let parts = rms_norm::partial_rows(rows) * cols;
+        let parts = rms_norm::partial_rows(client, BF16, [rows, cols]) * cols;
         let partial = self.bytes(parts * 4, 8);
         let shape = format!("{rows}x{cols}");
         self.row(show, "rms_norm", shape.clone(), moved(n as f64 * 4.0), |_| {

@@ -25,6 +25,11 @@ pub(crate) fn vector_size<R: Runtime>(client: &ComputeClient<R>, dtype: StorageT
     client.io_optimized_vector_sizes(dtype.size()).find(|v| *v <= 8 && len.is_multiple_of(*v)).unwrap_or(1)
 }
 
+/// Multiprocessors, as many as an H200's where the device does not tell.
+pub(crate) fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
+    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
+}
+
 /// Cubes of 256 units that cover `len` elements, spread over two dimensions past 65,535 cubes.
 pub(crate) fn flat_launch(len: usize) -> (CubeCount, CubeDim) {
     let cubes = len.div_ceil(256).max(1) as u32;

@@ -20,6 +20,7 @@
 //! cores from about 300 rows on.
 
 use crate::{
+    device::processors,
     error::{KernelError, expect_len, index},
     matmul::Product,
     mma::{Chunk, Pair, Source, fill, left, multiply, right, ring, sent, zero_sums},
@@ -189,10 +190,6 @@ pub fn gains_together<R: Runtime>(client: &ComputeClient<R>, shapes: &[Shape], s
     let tiles = |s: &Shape| s.i.div_ceil(TILE as usize) * s.j.div_ceil(TILE as usize);
     let short = |s: &Shape| if summed { s.r < 64 * STEP as usize } else { tiles(s) < 3 * processors(client) };
     shapes.len() > 1 && shapes.iter().any(short)
-}
-
-fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
-    client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
 }
 
 fn several<R: Runtime, C: CubePrimitive>(args: Vec<ArrayArg<R>>) -> SequenceArg<R, Array<C>> {

@@ -96,7 +96,8 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
             maxima: fused.then(|| floats(rms_norm::maxima_len(rows))),
         };
         rms_norm::rms_norm(client, values(n), floats(cols), values(n), more, dtype, [rows, cols], 1e-6)?;
-        let (so_far, partial) = (fused.then(|| values(n)), floats(rms_norm::partial_rows(rows) * cols));
+        let (so_far, partial) =
+            (fused.then(|| values(n)), floats(rms_norm::partial_rows(client, dtype, [rows, cols]) * cols));
         let (x, w, dy) = (values(n), floats(cols), values(n));
         rms_norm::rms_norm_backward(client, x, w, dy, so_far, partial, dtype, [rows, cols], 1e-6)?;
         column_sums(client, floats(n), floats(cols), [rows, cols])?;

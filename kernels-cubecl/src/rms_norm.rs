@@ -13,14 +13,14 @@
 //! Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
 
 use crate::{
-    device::{bit_casts, liberties, vector_size},
+    device::{bit_casts, liberties, processors, vector_size},
     error::{KernelError, expect_len, index},
     reduce::{cube_max, cube_sum, cube_sums, lanes, largest},
 };
 use cubecl::prelude::*;
 
-/// Cubes of a backward launch at most: each leaves one row of partial sums.
-const CUBES: usize = 1056;
+/// Registers of a multiprocessor, in units' shares.
+const REGISTERS: usize = 1 << 16;
 /// Cubes of a forward launch that leaves maxima, at most: each leaves one.
 const MEASURED_CUBES: usize = 4096;
 
@@ -111,9 +111,13 @@ fn row_launch<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, cols: u
     (vector, passes, width.div_ceil(passes).next_multiple_of(32) as u32)
 }
 
-/// Rows of the `partial` that [`rms_norm_backward`] needs for `rows` rows.
-pub fn partial_rows(rows: usize) -> usize {
-    rows.div_ceil(8).clamp(1, CUBES)
+/// Rows of the `partial` that [`rms_norm_backward`] needs: one a cube. All cubes find a place at once where registers, some
+/// 56 for a vector of a row and 16 besides, are what they compete for: a second wave would be a part of one, and each leaves
+/// a row of sums to be added up.
+pub fn partial_rows<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, [rows, cols]: [usize; 2]) -> usize {
+    let (_, passes, units) = row_launch(client, dtype, cols);
+    let together = REGISTERS / ((56 * passes + 16) * units as usize);
+    rows.div_ceil(4).clamp(1, processors(client) * together.clamp(1, 8))
 }
 
 /// `dy` becomes `dx`, plus `so_far` if there is some; `partial` (f32, [`partial_rows`] x `cols`) gets sums whose column
@@ -136,7 +140,7 @@ pub fn rms_norm_backward<R: Runtime>(
     for (name, arg) in [("x", &x), ("dy", &dy)] {
         expect_len(NAME, name, arg.size(), rows * cols)?;
     }
-    let cubes = partial_rows(rows);
+    let cubes = partial_rows(client, dtype, [rows, cols]);
     expect_len(NAME, "w", w.size(), cols)?;
     expect_len(NAME, "partial", partial.size(), cubes * cols)?;
     let mut more = SequenceArg::new();
