@@ -67,8 +67,6 @@ impl Plan {
             let depth = spans.div_ceil(shares).min(2);
             let choice = [shares, together, depth, height].map(|n| n as u32);
             match Self::of(client, rows, k, dtype, choice) {
-                // Windows leave room for few planes: two tiles of eight rows share them.
-                Some(plan) if plan.windows() && together == 1 => return Self { together: 2, tall: false, ..plan },
                 Some(plan) => return plan,
                 // Fewer planes, smaller windows: one's find a place on every device.
                 None => shares -= 1,

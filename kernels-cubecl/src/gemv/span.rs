@@ -62,26 +62,22 @@ pub(super) fn stage<F: Float>(
     if comptime!(!plan.windows()) {
         let chunks = comptime!(plan.k / 8);
         let one = comptime!(plan.tokens == Tokens::One);
+        let unit = Pair::<F>::new(F::new(comptime!(plan.value_unit())));
         let all = if comptime!(one) { chunks.runtime() } else { rows * chunks };
-        // What a unit brings of one token, up to eight chunks, or four of several is on its way together.
-        let together = comptime!(if one { chunks.div_ceil(plan.units()).min(8) } else { 4 });
-        let mut first = UNIT_POS;
-        while first < all {
-            let mut values = Array::<Chunk<F>>::new(comptime!(together as usize));
+        let mut at = UNIT_POS;
+        while at < all {
+            let pairs = pairs_of(x[at as usize], 4usize);
+            let mut chunk = Chunk::<F>::empty();
             #[unroll]
-            for i in 0..together {
-                // Past the last chunk it is brought once more.
-                let at = min(first + comptime!(i * plan.units()), all - 1u32);
-                values[i as usize] = x[at as usize];
+            for i in 0..4usize {
+                let pair = if comptime!(one) { pairs[i] * unit } else { pairs[i] };
+                chunk[comptime!(i * 2)] = pair[0];
+                chunk[comptime!(i * 2 + 1)] = pair[1];
             }
-            #[unroll]
-            for i in 0..together {
-                let at = first + comptime!(i * plan.units());
-                if at < all {
-                    put(values[i as usize], at, out, plan);
-                }
-            }
-            first += comptime!(together * plan.units());
+            let within = at % chunks;
+            let to = if comptime!(one) { at } else { at / chunks * plan.stride() + within + within / 8u32 };
+            out[to as usize] = chunk;
+            at += plan.units();
         }
         // What lanes of other columns multiply, in banks that the others do not ask.
         if comptime!(one) && UNIT_POS < 4u32 {
@@ -89,25 +85,6 @@ pub(super) fn stage<F: Float>(
         }
         sync_cube();
     }
-}
-
-/// Puts chunk `at` of all tokens in its place, as pairs.
-#[cube]
-fn put<F: Float>(values: Chunk<F>, at: u32, out: &mut SharedMemory<Chunk<F>>, #[comptime] plan: Plan) {
-    let one = comptime!(plan.tokens == Tokens::One);
-    let unit = Pair::<F>::new(F::new(comptime!(plan.value_unit())));
-    let pairs = pairs_of(values, 4usize);
-    let mut chunk = Chunk::<F>::empty();
-    #[unroll]
-    for i in 0..4usize {
-        let pair = if comptime!(one) { pairs[i] * unit } else { pairs[i] };
-        chunk[comptime!(i * 2)] = pair[0];
-        chunk[comptime!(i * 2 + 1)] = pair[1];
-    }
-    let chunks = comptime!(plan.k / 8);
-    let within = at % chunks;
-    let to = if comptime!(one) { at } else { at / chunks * plan.stride() + within + within / 8u32 };
-    out[to as usize] = chunk;
 }
 
 /// Starts the copies of what all planes multiply in step `step` into window `slot`.
@@ -123,20 +100,16 @@ pub(super) fn send<F: Float>(
 ) {
     let chunks = comptime!(plan.k / 8);
     let wide = comptime!(plan.shares * SPAN as u32 / 8);
-    let within = UNIT_POS % wide;
-    let col = step * wide + within;
-    // A copy of length 0 reads nothing and writes zeros: past the last column.
-    let len = select(col < chunks, 1usize, 0usize);
-    // A cube's units are as many chunks as a window is wide for each of its tiles.
-    let mut token = UNIT_POS / wide;
-    #[unroll]
-    for _ in 0..comptime!((plan.groups() as u32 * 8).div_ceil(plan.together)) {
-        if token < rows {
-            let from = (token * chunks + col) as usize;
-            let to = (token * plan.stride() + within + within / 8u32) as usize + comptime!(slot * plan.window());
-            copy_async_checked(&x.slice(from, from + len), &mut out.slice_mut(to, to + 1usize), 8u32);
-        }
-        token += plan.together;
+    let mut at = UNIT_POS;
+    while at < rows * wide {
+        let (token, within) = (at / wide, at % wide);
+        let col = step * wide + within;
+        let from = (token * chunks + col) as usize;
+        let to = (token * plan.stride() + within + within / 8u32) as usize + comptime!(slot * plan.window());
+        // A copy of length 0 reads nothing and writes zeros: past the last column.
+        let end = from + select(col < chunks, 1usize, 0usize);
+        copy_async_checked(&x.slice(from, end), &mut out.slice_mut(to, to + 1usize), 8u32);
+        at += plan.units();
     }
     sent(filled, slot);
 }
