@@ -129,14 +129,9 @@ struct Scalars {
     /// `1 / sqrt(1 - beta2^t)`.
     root_scale: f32,
     grad_scale: f32,
-    key_low: u32,
-    key_high: u32,
-    step: u32,
-    stream: u32,
 }
 
-fn scalars<R: Runtime>(s: AdamwStep) -> ScalarsLaunch<R> {
-    let Stream { seed, step, stream } = s.stream;
+fn scalars<R: Runtime>(s: &AdamwStep) -> ScalarsLaunch<R> {
     ScalarsLaunch::new(
         s.lr / s.bias1,
         s.beta1,
@@ -145,10 +140,6 @@ fn scalars<R: Runtime>(s: AdamwStep) -> ScalarsLaunch<R> {
         1.0 - s.lr * s.weight_decay,
         1.0 / s.bias2.sqrt(),
         s.grad_scale,
-        seed as u32,
-        (seed >> 32) as u32,
-        step,
-        stream,
     )
 }
 

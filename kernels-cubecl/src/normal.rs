@@ -10,7 +10,7 @@
 use crate::{
     device::flat_launch,
     error::{KernelError, index},
-    rng::{Stream, philox},
+    rng::{Draws, Stream, draws, philox},
 };
 use cubecl::prelude::*;
 
@@ -27,28 +27,19 @@ pub fn normal<R: Runtime>(
 ) -> Result<(), KernelError> {
     index("normal", "values of x", x.size())?;
     let (count, dim) = flat_launch(x.size().div_ceil(4));
-    let (low, high) = (stream.seed as u32, (stream.seed >> 32) as u32);
     // SAFETY: units write where `x` is, and nowhere past its end.
     unsafe {
-        normal_kernel::launch_unchecked(client, count, dim, x, std, low, high, stream.step, stream.stream, dtype);
+        normal_kernel::launch_unchecked(client, count, dim, x, std, draws(stream), dtype);
     }
     Ok(())
 }
 
 #[cube(launch_unchecked)]
-fn normal_kernel<F: Float>(
-    x: &mut Array<F>,
-    std: f32,
-    key_low: u32,
-    key_high: u32,
-    step: u32,
-    stream: u32,
-    #[define(F)] _dtype: StorageType,
-) {
+fn normal_kernel<F: Float>(x: &mut Array<F>, std: f32, cipher: &Draws, #[define(F)] _dtype: StorageType) {
     let first = ABSOLUTE_POS * 4usize;
     if first < x.len() {
         let mut random = Array::<u32>::new(4usize);
-        philox(ABSOLUTE_POS as u32, step, stream, key_low, key_high, &mut random);
+        philox(ABSOLUTE_POS as u32, cipher, 0u32, &mut random);
         #[unroll]
         for pair in 0..2usize {
             // 2^-32; half a word keeps the logarithm finite.

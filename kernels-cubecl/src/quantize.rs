@@ -18,7 +18,7 @@ use crate::{
     codec::{e2m1_bounded, e2m1_word, e4m3_scale},
     error::{KernelError, expect_blocks, expect_len},
     layout::{scale_index, scales_per_row, words_per_row},
-    rng::{Stream, philox},
+    rng::{Draws, Stream, draws, philox},
 };
 use cubecl::prelude::*;
 
@@ -118,10 +118,7 @@ pub fn quantize<R: Runtime>(
             scales,
             global,
             plan.place,
-            stream.seed as u32,
-            (stream.seed >> 32) as u32,
-            stream.step,
-            stream.stream,
+            draws(stream),
             spec.scaling == Scaling::Two,
             spec.block == Block::Square,
             stochastic,
@@ -142,10 +139,7 @@ fn quantize_kernel<F: Float, N: Size>(
     scales: &mut Array<u8>,
     global: &mut Array<f32>,
     place: Place,
-    key_low: u32,
-    key_high: u32,
-    step: u32,
-    stream: u32,
+    cipher: &Draws,
     #[comptime] two_level: bool,
     #[comptime] square: bool,
     #[comptime] stochastic: bool,
@@ -182,7 +176,7 @@ fn quantize_kernel<F: Float, N: Size>(
         let mut random = Array::<u32>::new(4usize);
         if comptime!(stochastic) {
             let row = row + comptime!(line as u32 * gap(along));
-            philox(row * (place.cols / 16u32) + col / 16u32, step, stream, key_low, key_high, &mut random);
+            philox(row * (place.cols / 16u32) + col / 16u32, cipher, 0u32, &mut random);
         }
         words.push(encoded(rows.index(line), block_amax, encode, &random, stochastic));
         bytes.push(byte);

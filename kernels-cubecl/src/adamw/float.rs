@@ -7,7 +7,7 @@ use super::{
 use crate::{
     device::flat_launch,
     error::{KernelError, expect_len, index},
-    rng::philox,
+    rng::{Draws, draws, philox},
 };
 use cubecl::prelude::*;
 
@@ -47,7 +47,8 @@ pub fn adamw_float<R: Runtime>(
             v,
             index(NAME, "chunk start", chunk.start)?,
             index(NAME, "chunk end", chunk.end)?,
-            scalars(step),
+            scalars(&step),
+            draws(step.stream),
             w.master,
             states.1,
             parts,
@@ -69,6 +70,7 @@ fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
     start: u32,
     end: u32,
     s: Scalars,
+    cipher: &Draws,
     #[comptime] master: Master,
     #[comptime] round_states: bool,
     #[comptime] parts: usize,
@@ -79,9 +81,9 @@ fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
     let n = N::value();
     let first = start + (ABSOLUTE_POS as u32) * comptime!((n * parts) as u32);
     if first < end {
-        let mut draws = Array::<u32>::new(4usize);
+        let mut words = Array::<u32>::new(4usize);
         if comptime!(master == Master::Stochastic) {
-            philox(first / 8u32, s.step, s.stream, s.key_low, s.key_high, &mut draws);
+            philox(first / 8u32, cipher, 0u32, &mut words);
         }
         #[unroll]
         for part in 0..parts {
@@ -95,14 +97,14 @@ fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
             let mut more = Array::<u32>::new(4usize);
             if comptime!(round_states) {
                 let four = (first + comptime!((part * n) as u32)) / 4u32;
-                philox(four, s.step, s.stream ^ 0x8000_0000u32, s.key_low, s.key_high, &mut more);
+                philox(four, cipher, 0x8000_0000u32, &mut more);
             }
             #[unroll]
             for i in 0..n {
                 let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
                 let (old_m, old_v) = (f32::cast_from(new_m[i]), f32::cast_from(new_v[i]));
                 let (new, m, v, _root) = stepped(old, old_m, old_v, f32::cast_from(gradient[i]), s);
-                let draw = draw_of_eight(&draws, first, comptime!(part * n + i), comptime!(n * parts == 8));
+                let draw = draw_of_eight(&words, first, comptime!(part * n + i), comptime!(n * parts == 8));
                 let stored = rounded(new, draw, master);
                 weight[i] = W::cast_from(f32::reinterpret(stored & 0xFFFF_0000u32));
                 if comptime!(master == Master::Exact) {

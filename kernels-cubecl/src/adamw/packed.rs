@@ -11,7 +11,7 @@ use crate::{
     error::{KernelError, expect_blocks, index},
     layout::{code_of, scale_index, word_index},
     matmul::PackedArgs,
-    rng::philox,
+    rng::{Draws, draws, philox},
 };
 use cubecl::prelude::*;
 
@@ -58,7 +58,8 @@ pub fn adamw_packed<R: Runtime>(
             index(NAME, "chunk start", chunk.start)?,
             index(NAME, "chunk end", chunk.end)?,
             per_cube,
-            scalars(step),
+            scalars(&step),
+            draws(step.stream),
             coding,
             bit_casts(client),
             grad.1,
@@ -85,6 +86,7 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
     end: u32,
     per_cube: u32,
     s: Scalars,
+    cipher: &Draws,
     #[comptime] coding: Coding,
     #[comptime] _approximate: bool,
     #[define(G)] _g_dtype: StorageType,
@@ -151,14 +153,14 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
             let kept = fitting_scale(amax, byte, g_scale);
             let unit = e4m3_decode(kept) * g_scale;
             let inverse = select(unit > 0.0f32, 1.0f32 / unit, 0.0f32);
-            let mut draws = Array::<u32>::new(4usize);
-            philox(first / 8u32, s.step, s.stream, s.key_low, s.key_high, &mut draws);
+            let mut words = Array::<u32>::new(4usize);
+            philox(first / 8u32, cipher, 0u32, &mut words);
             #[unroll]
             for i in 0..8usize {
                 new_w[i] = e2m1_bounded(new_w[i] * inverse);
             }
             if live {
-                codes[word] = e2m1_word(&new_w, 0usize, &draws, 2usize, true);
+                codes[word] = e2m1_word(&new_w, 0usize, &words, 2usize, true);
                 if UNIT_POS & 1u32 == 0u32 {
                     scales[scale] = u8::cast_from(kept);
                 }

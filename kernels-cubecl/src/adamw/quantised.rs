@@ -8,7 +8,7 @@ use super::{
 use crate::{
     device::{bit_casts, quick_division},
     error::{KernelError, expect_len, index},
-    rng::philox,
+    rng::{Draws, draws, philox},
 };
 use cubecl::prelude::*;
 
@@ -54,7 +54,8 @@ pub fn adamw_quantised<R: Runtime>(
             index(NAME, "chunk start", chunk.start)?,
             index(NAME, "chunk end", chunk.end)?,
             per_cube,
-            scalars(step),
+            scalars(&step),
+            draws(step.stream),
             w.master,
             coding,
             parts,
@@ -83,6 +84,7 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     end: u32,
     per_cube: u32,
     s: Scalars,
+    cipher: &Draws,
     #[comptime] master: Master,
     #[comptime] coding: Coding,
     #[comptime] parts: usize,
@@ -111,9 +113,9 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
                 root[i] = 0.0f32;
             }
             if live {
-                let mut draws = Array::<u32>::new(4usize);
+                let mut words = Array::<u32>::new(4usize);
                 if comptime!(master == Master::Stochastic) {
-                    philox(first / 8u32, s.step, s.stream, s.key_low, s.key_high, &mut draws);
+                    philox(first / 8u32, cipher, 0u32, &mut words);
                 }
                 let (m_read, m_scale) = read(m_codes, m_scales, m_absmax, &m_codec, first, width);
                 let (v_read, v_scale) = read(v_codes, v_scales, v_absmax, &v_codec, first, width);
@@ -133,7 +135,7 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
                         let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
                         let gradient = f32::cast_from(gradient[i]);
                         let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
-                        let draw = draw_of_eight(&draws, first, lane, comptime!(width == 8));
+                        let draw = draw_of_eight(&words, first, lane, comptime!(width == 8));
                         let stored = rounded(new, draw, master);
                         weight[i] = W::cast_from(f32::reinterpret(stored & 0xFFFF_0000u32));
                         if comptime!(master == Master::Exact) {
