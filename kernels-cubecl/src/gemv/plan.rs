@@ -63,10 +63,12 @@ impl Plan {
         let mut shares = spans.div_ceil(own).min(if own == 1 { 16 } else { 8 });
         let planes = if rows > 4 { 8 } else { 4 };
         loop {
-            let together = (planes / shares).max(1);
             let depth = spans.div_ceil(shares).min(2);
-            let choice = [shares, together, depth, height].map(|n| n as u32);
-            match Self::of(client, rows, k, dtype, choice) {
+            let of = |together| Self::of(client, rows, k, dtype, [shares, together, depth, height].map(|n| n as u32));
+            let together = (planes / shares).max(1);
+            match of(together) {
+                // Windows of more than eight tokens leave room for few planes: two tiles read them.
+                Some(plan) if plan.windows() && rows > 8 => return of(together.max(2)).unwrap_or(plan),
                 Some(plan) => return plan,
                 // Fewer planes, smaller windows: one's find a place on every device.
                 None => shares -= 1,
