@@ -82,6 +82,7 @@ fn gpu_equals_reference<R: CubeRuntime>() {
     backend_equals_reference::<Cube<R>>(R::Device::default());
     hadamard_equals_reference::<R>();
     across_equals_reference::<R>();
+    across_in_16_bits::<R>();
 }
 
 fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
@@ -160,6 +161,35 @@ fn across_equals_reference<R: CubeRuntime>() {
             assert_eq!(quantized_across::<Cpu>(&x, rows, cols, spec, rotated), expected);
             let ours = quantized_across::<Cube<R>>(&x, rows, cols, spec, rotated);
             assert_eq!(ours, expected, "{rows}x{cols}, rotated {rotated}, {rounding:?}");
+        }
+    }
+}
+
+/// The same of 16-bit values, for whose pairs there are instructions, one of them not a number.
+fn across_in_16_bits<R: CubeRuntime>() {
+    let mut random = Random::new(41);
+    let device = R::Device::default();
+    let stochastic = Rounding::Stochastic(Stream { seed: 5, step: 1, stream: 6 });
+    for dtype in [DType::F16, DType::BF16] {
+        if !Cube::<R>::supports_dtype(&device, dtype) {
+            continue;
+        }
+        for (rows, cols) in [(48, 40), (16, 3), (144, 208)] {
+            let mut x = random.normals(rows * cols, 0.1);
+            x[rows * cols / 2] = f32::NAN;
+            let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
+            let values = host(x.clone().cast(DType::F32));
+            let across: Vec<f32> =
+                (0..cols).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| values[r * cols + c]).collect();
+            let turned = reference::hadamard(&across, kernels_cubecl::hadamard::SIGNS);
+            for (rotated, rounding) in [(false, NEAREST), (true, NEAREST), (true, stochastic), (false, stochastic)] {
+                let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
+                let values = if rotated { &turned } else { &across };
+                let expected = reference::quantize(values, View::row_major(cols, rows), spec);
+                let made = Cube::<R>::nvfp4_quantize_across(x.clone().into_primitive().tensor(), spec, rotated);
+                let ours = Nvfp4Tensor::<Cube<R>>::from_primitive(made).to_packed().unwrap();
+                assert_eq!(ours, expected, "{rows}x{cols} {dtype:?}, rotated {rotated}, {rounding:?}");
+            }
         }
     }
 }

@@ -339,7 +339,7 @@ pub fn e2m1_encode(x: f32) -> u8 {
 }
 
 /// E2M1 code of `x`, rounded up in magnitude where `draw / 2^22` and the distance to the lower code in units of the gap
-/// are 1 or more. Below 1 that distance is taken of `|x| + 1` as f32 has it: to 2^-23.
+/// add up to 1 or more. Below 1 that distance is taken of `|x| + 1` as f32 has it: to 2^-23.
 pub fn e2m1_encode_stochastic(x: f32, draw: u32) -> u8 {
     if x.is_nan() {
         return 7;

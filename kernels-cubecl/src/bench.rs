@@ -289,7 +289,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         })?;
         let (rows, cols) = (16_384usize, 2560usize);
         let n = rows * cols;
-        let w = self.bytes(cols * 4, 7);
+        let w = self.words(vec![1.0f32.to_bits(); cols]);
         let parts = rms_norm::partial_rows(client, BF16, [rows, cols]) * cols;
         let partial = self.bytes(parts * 4, 8);
         let shape = format!("{rows}x{cols}");

@@ -26,9 +26,8 @@ pub(crate) fn e2m1_bounded(x: f32) -> f32 {
     clamp(select(x == x, x, 6.0f32), -6.0f32, 6.0f32)
 }
 
-/// The code of a magnitude in [0, 7], to nearest. Added to a power of two whose last place is 1/2, 1 or 2, it is rounded to
-/// that, ties to even: these are the codes 0 to 4, 4 to 6 and 6 to 7 if counted from 0, 2 and 4, and elsewhere larger. (That
-/// it is a magnitude stands between the caller's product and these sums: nothing contracts them.)
+/// The code of a magnitude below 7, to nearest. Added to a power of two whose last place is 1/2, 1 or 2, it is rounded to
+/// that, ties to even: these are the codes 0 to 4, 4 to 6 and 6 to 7 if counted from 0, 2 and 4, and elsewhere larger.
 #[cube]
 pub(crate) fn e2m1_nearest(x: f32) -> u32 {
     let halves = u32::reinterpret(x + 4_194_304.0f32);
@@ -45,7 +44,8 @@ fn e2m1_carried(x: f32, draw: u32) -> u32 {
     max(u32::reinterpret(x), u32::reinterpret(x + 1.0f32) - 0x0080_0000u32) + draw
 }
 
-/// The word of the eight values from `first` on, each within [-7, 7] as block scales see to unless they are subnormal.
+/// The word of the eight values from `first` on, each below 7 in magnitude, as block scales see to unless they are
+/// subnormal.
 /// `random` has a draw a value if `stochastic`, `each` of them a word, the first for value 0.
 #[cube]
 pub(crate) fn e2m1_word(

@@ -1,4 +1,4 @@
-//! Where codes and scales lie in memory. Nothing outside this file divides by 2, 8 or 16.
+//! Where codes and scales lie in memory. (Eight codes are put together where they are made: `codec::e2m1_word`.)
 //!
 //! A packed matrix of R rows and C columns (C a multiple of 16) is
 //! * `codes`: R x C/8 words of 32 bits. Code `c` of a row sits in word `c / 8`, bits `4 * (c % 8)`

@@ -2,7 +2,7 @@
 //!
 //! | file | what it computes |
 //! |---|---|
-//! | [`layout`] | where a code and a scale lie: the only owner of nibble order and block length |
+//! | [`layout`] | where a code and a scale lie: nibble order and block length |
 //! | [`codec`] | E2M1 and E4M3 to and from f32, by integer operations |
 //! | [`rng`], [`mod@normal`] | Philox4x32-10, the counter-based generator behind stochastic rounding; normal numbers of it |
 //! | [`quantize`] | dense matrix to codes, block scales and tensor scale |

@@ -104,9 +104,10 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
         let maxima = fused.then(|| floats(swiglu::maxima_len(client, dtype, n)));
         swiglu::swiglu(client, values(n), values(n), values(n), maxima, dtype)?;
     }
-    for head_dim in [16usize, 64, 128] {
-        let shape = RopeShape { rows, heads: 3, head_dim, eps: 1e-6 };
-        let n = rows * 3 * head_dim;
+    // Few tokens, and as many that units take several heads.
+    for (head_dim, rows, heads) in [(16usize, rows, 3), (64, rows.max(64), 8), (128, rows, 3)] {
+        let shape = RopeShape { rows, heads, head_dim, eps: 1e-6 };
+        let n = rows * heads * head_dim;
         let args = || rope::RopeArgs {
             w: floats(head_dim),
             cos: floats(head_dim / 2),

@@ -11,8 +11,9 @@
 //! A block is 1x16 (one row, 16 columns) or 16x16. A unit keeps the 16 columns of the row, or of the two, that it owns
 //! (`tile.rs`) in registers, where they may be rotated first ([`crate::hadamard`]); the amax of 16x16 goes through shared
 //! memory. The input is read twice (tensor amax, then codes; once if single-level) and 4.5 bits a value are written:
-//! bound by memory, next by integer operations. No rounded product ever feeds a sum, so that no backend can contract it
-//! into a fused multiply-add: codes and scales are the reference's bit for bit.
+//! bound by memory, next by integer operations. A rounded product feeds sums by its magnitude only, is read for its sign as
+//! well, and may have been replaced on the way, so that no backend contracts it into a fused multiply-add: codes and
+//! scales are the reference's bit for bit.
 
 use crate::{
     codec::{e2m1_bounded, e2m1_word, e4m3_scale},
@@ -176,7 +177,7 @@ fn quantize_kernel<F: Float, N: Size>(
         let mut random = Array::<u32>::new(4usize);
         if comptime!(stochastic) {
             let row = row + comptime!(line as u32 * gap(along));
-            philox(row * (place.cols / 16u32) + col / 16u32, cipher, 0u32, &mut random);
+            philox(scale_index(row, col, place.cols) as u32, cipher, 0u32, &mut random);
         }
         words.push(encoded(rows.index(line), block_amax, encode, &random, stochastic));
         bytes.push(byte);
@@ -199,7 +200,8 @@ fn quantize_kernel<F: Float, N: Size>(
 /// The largest magnitude of the 16x16 block in which all rows of a unit lie.
 #[cube]
 fn amax_of_square(rows: &Sequence<Row>, #[comptime] along: bool, #[comptime] lines: usize) -> f32 {
-    let group = comptime!(16 / lines as u32);
+    // Units that share a block: each has two of its rows.
+    let group = 8u32;
     let mut amax = 0.0f32;
     #[unroll]
     for line in 0..lines {

@@ -19,7 +19,7 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// Registers of a multiprocessor, in units' shares.
+/// Registers of a multiprocessor that units share.
 const REGISTERS: usize = 1 << 16;
 /// Cubes of a forward launch that leaves maxima, at most: each leaves one.
 const MEASURED_CUBES: usize = 4096;
@@ -113,7 +113,7 @@ fn row_launch<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, cols: u
 
 /// Rows of the `partial` that [`rms_norm_backward`] needs: one a cube. All cubes find a place at once where registers, some
 /// 56 for a vector of a row and 16 besides, are what they compete for: a second wave would be a part of one, and each leaves
-/// a row of sums to be added up.
+/// a row of sums to be added up: at most eight a multiprocessor, and four rows for each.
 pub fn partial_rows<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, [rows, cols]: [usize; 2]) -> usize {
     let (_, passes, units) = row_launch(client, dtype, cols);
     let together = REGISTERS / ((56 * passes + 16) * units as usize);

@@ -77,7 +77,8 @@ impl Plan {
     }
 
     /// With `[shares, together, depth, height]` as they are given: planes that share a tile's columns, tiles of a cube,
-    /// spans that a plane has on their way, rows of a tile (16 or 8). None if the tokens' values find no place.
+    /// spans that a plane has on their way, rows of a tile (16 or 8). None if a cube has no planes or more than 32, or the
+    /// tokens' values find no place.
     pub fn of<R: Runtime>(
         client: &ComputeClient<R>,
         rows: usize,
@@ -85,6 +86,10 @@ impl Plan {
         dtype: StorageType,
         [shares, together, depth, height]: [u32; 4],
     ) -> Option<Self> {
+        let planes = shares.checked_mul(together).unwrap_or(u32::MAX);
+        if shares == 0 || together == 0 || depth == 0 || planes > 32 {
+            return None;
+        }
         let held = rows.next_power_of_two();
         let tokens = if rows == 1 { Tokens::One } else { Tokens::Staged { held } };
         let (bf16, tall) = (is_bf16(dtype), height == 16);
@@ -101,13 +106,8 @@ impl Plan {
 
     /// Whether it was made for `rows` rows of `k` columns of type `dtype`, or for no fewer rows.
     pub(super) fn is_for(self, rows: usize, k: usize, dtype: StorageType) -> bool {
-        let room = match self.tokens {
-            Tokens::One => 1,
-            Tokens::Staged { held } | Tokens::Windows { held } => held,
-        };
-        let shared_out = self.shares > 0 && self.together > 0 && self.depth > 0 && self.units() <= 1024;
         let one = self.tokens != Tokens::One || rows == 1;
-        shared_out && one && rows <= room && self.k as usize == k && self.bf16 == is_bf16(dtype)
+        one && rows <= self.held() && self.k as usize == k && self.bf16 == is_bf16(dtype)
     }
 
     /// Rows of a tile.
@@ -185,7 +185,15 @@ impl Plan {
 
     /// Chunks of a window.
     pub(super) fn window(self) -> usize {
-        self.groups() * 8 * self.stride() as usize
+        self.held() * self.stride() as usize
+    }
+
+    /// Tokens that find a place in shared memory.
+    pub(super) fn held(self) -> usize {
+        match self.tokens {
+            Tokens::One => 1,
+            Tokens::Staged { held } | Tokens::Windows { held } => held,
+        }
     }
 
     /// Steps in which all planes are done.

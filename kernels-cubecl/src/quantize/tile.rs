@@ -104,8 +104,8 @@ pub(super) struct Place {
     stride: u32,
 }
 
-/// The (first) row and the first column that a unit owns. Sixteen units one after another, or eight with two rows each,
-/// share a 16x16 block.
+/// The (first) row and the first column that a unit owns. Eight units one after another, with two rows each, share a 16x16
+/// block; with one row each, sixteen share 256 columns of a row.
 #[cube]
 pub(super) fn own(#[comptime] along: bool, #[comptime] lines: usize) -> (u32, u32) {
     if comptime!(!along) {
@@ -142,7 +142,8 @@ pub(super) struct Row {
 pub(super) fn rotated_row(row: &mut Row) {
     rotate(&mut row.values, SIGNS.runtime());
     row.amax = amax_of(&row.values);
-    // Each is a sum of all.
+    // Each is a sum of all: not a number, or infinite, if a value was. (Values from 2^124 on can overflow in other sums only:
+    // what is not a number then has the code -6 instead of 6.)
     row.sum = row.values[0] + row.amax;
 }
 
