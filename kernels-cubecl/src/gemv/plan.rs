@@ -86,7 +86,7 @@ impl Plan {
         dtype: StorageType,
         [shares, together, depth, height]: [u32; 4],
     ) -> Option<Self> {
-        let planes = shares.checked_mul(together).unwrap_or(u32::MAX);
+        let planes = shares.saturating_mul(together);
         if shares == 0 || together == 0 || depth == 0 || planes > 32 {
             return None;
         }
