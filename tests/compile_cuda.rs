@@ -1,15 +1,13 @@
 //! Every CUDA kernel compiles for cards that are not here: sm_80 (A100), sm_90a (H100, H200), sm_121a (DGX Spark).
 //! NVRTC needs no GPU. `NVRTC_HOME` names its folder (`lib`, `include`); `.ci/run` fetches it.
 
-use crate::support::{
-    cuda_source::{Source, SourceDevice, SourceRuntime, take_sources},
-    skipped_for,
-};
+use crate::support::skipped_for;
 use cubecl::{
     Runtime,
     ir::{ElemType, FloatKind, StorageType},
 };
 use cudarc::nvrtc::safe::{CompileOptions, compile_ptx_with_opts};
+use kernels_cubecl::cuda_source::{Source, SourceDevice, SourceRuntime, take_sources};
 use std::collections::BTreeSet;
 
 #[test]

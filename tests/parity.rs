@@ -4,8 +4,8 @@
 use crate::support::{Gpu, golden, gpu, skipped};
 use backend_nvfp4::Precision;
 use train_cli::{
+    commands::parity::{Comparison, Parity},
     device::{self, DeviceChoice},
-    parity::{Comparison, Parity},
 };
 
 fn compare(fixture: &str, device: DeviceChoice, precision: Precision) -> Comparison {

@@ -22,15 +22,15 @@ use model_qwen3::{
 };
 use std::{collections::HashSet, sync::Arc};
 use train_cli::{
-    data::{self, Sample},
-    gradients::Gathered,
-    optim::{AdamwConfig, ChunkedAdamw},
-    order::{MicroBatch, Order},
+    data::order::{MicroBatch, Order},
+    data::read::{self as data, Sample},
+    data::rows,
+    memory::vram::VramReport,
     plan::LossKind,
-    rows,
-    step::{Clip, StepMode, Stepped, Stepper},
-    train::Trainee,
-    vram::VramReport,
+    train::gradients::Gathered,
+    train::learner::Trainee,
+    train::optim::{AdamwConfig, ChunkedAdamw},
+    train::step::{Clip, StepMode, Stepped, Stepper},
 };
 
 const RECIPES: [Recipe; 4] = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];

@@ -18,7 +18,7 @@ use std::{
     process::Stdio,
     time::{Duration, Instant},
 };
-use train_cli::{data, order::MicroBatch, plan::LossKind, train::Trainee};
+use train_cli::{data::order::MicroBatch, data::read as data, plan::LossKind, train::learner::Trainee};
 
 #[test]
 fn padding_does_not_leak() {

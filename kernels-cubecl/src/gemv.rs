@@ -6,10 +6,11 @@
 //! The weight is the left operand of mma.sync m16n8k16, the tokens are the right one (`gemv/span.rs`). A tile is 16 rows
 //! of the weight, or eight where there are few. Its columns are shared out among planes, in spans of 256, until there are
 //! enough planes to keep the device busy; their sums meet in shared memory. A plane has one or two spans on their way
-//! while it multiplies another. The tokens' values lie in shared memory, all of them or what the next step multiplies, which
-//! cp.async brings during this one. One launch can serve several weights, those of layers that read the same activations. The weight's rows and columns are compiled in: a model has
-//! five shapes, and nothing is read or divided before the first load of codes. Moves 4.5 bits a weight: bound by memory,
-//! next by decoding (some two instructions a code for one token, three for more).
+//! while it multiplies another. The tokens' values lie in shared memory, all of them or what the next step multiplies,
+//! which cp.async brings during this one. One launch can serve several weights, those of layers that read the same
+//! activations. The weight's rows and columns are compiled in: a model has five shapes, and nothing is read or divided
+//! before the first load of codes. Moves 4.5 bits a weight: bound by memory, next by decoding (some two instructions a code
+//! for one token, three for more).
 
 mod plan;
 mod span;

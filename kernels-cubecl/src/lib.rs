@@ -19,6 +19,7 @@
 //! | [`gradient`] | squares summed for the global norm, micro-batches summed up |
 //! | [`adamw`] | one AdamW update over a chunk: four forms of states, five of master weights |
 //! | [`mod@bench`], [`mod@once`] | every kernel timed; every kernel launched once, for compile checks |
+//! | `cuda_source` (a feature) | a runtime that writes kernels down as CUDA C++ instead of running them |
 //!
 //! This crate knows no tensor library, no model and no file. A launch takes buffers as
 //! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes, and queues the kernel:
@@ -34,6 +35,8 @@ pub mod block_scaled;
 pub mod codec;
 pub mod column_sums;
 pub mod cross_entropy;
+#[cfg(feature = "cuda-source")]
+pub mod cuda_source;
 pub mod decode_attention;
 pub mod dequantize;
 mod device;

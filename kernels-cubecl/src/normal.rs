@@ -10,7 +10,7 @@
 use crate::{
     device::flat_launch,
     error::{KernelError, index},
-    rng::{Draws, Stream, draws, philox},
+    rng::{Cipher, Stream, cipher, philox},
 };
 use cubecl::prelude::*;
 
@@ -29,13 +29,13 @@ pub fn normal<R: Runtime>(
     let (count, dim) = flat_launch(x.size().div_ceil(4));
     // SAFETY: units write where `x` is, and nowhere past its end.
     unsafe {
-        normal_kernel::launch_unchecked(client, count, dim, x, std, draws(stream), dtype);
+        normal_kernel::launch_unchecked(client, count, dim, x, std, cipher(stream), dtype);
     }
     Ok(())
 }
 
 #[cube(launch_unchecked)]
-fn normal_kernel<F: Float>(x: &mut Array<F>, std: f32, cipher: &Draws, #[define(F)] _dtype: StorageType) {
+fn normal_kernel<F: Float>(x: &mut Array<F>, std: f32, cipher: &Cipher, #[define(F)] _dtype: StorageType) {
     let first = ABSOLUTE_POS * 4usize;
     if first < x.len() {
         let mut random = Array::<u32>::new(4usize);

@@ -19,7 +19,7 @@ use crate::{
     codec::{e2m1_bounded, e2m1_word, e4m3_scale},
     error::{KernelError, expect_blocks, expect_len},
     layout::{scale_index, scales_per_row, words_per_row},
-    rng::{Draws, Stream, draws, philox},
+    rng::{Cipher, Stream, cipher, philox},
 };
 use cubecl::prelude::*;
 
@@ -119,7 +119,7 @@ pub fn quantize<R: Runtime>(
             scales,
             global,
             plan.place,
-            draws(stream),
+            cipher(stream),
             spec.scaling == Scaling::Two,
             spec.block == Block::Square,
             stochastic,
@@ -140,7 +140,7 @@ fn quantize_kernel<F: Float, N: Size>(
     scales: &mut Array<u8>,
     global: &mut Array<f32>,
     place: Place,
-    cipher: &Draws,
+    cipher: &Cipher,
     #[comptime] two_level: bool,
     #[comptime] square: bool,
     #[comptime] stochastic: bool,

@@ -24,36 +24,36 @@ const ROUNDS: usize = 10;
 
 /// A [`Stream`] on the device. Each round's keys come from the host: a kernel reads them as constants.
 #[derive(CubeType, CubeLaunch)]
-pub(crate) struct Draws {
+pub(crate) struct Cipher {
     keys: Sequence<u32>,
     step: u32,
     stream: u32,
 }
 
 /// The numbers of `stream`.
-pub(crate) fn draws<R: Runtime>(Stream { seed, step, stream }: Stream) -> DrawsLaunch<R> {
+pub(crate) fn cipher<R: Runtime>(Stream { seed, step, stream }: Stream) -> CipherLaunch<R> {
     let mut keys = SequenceArg::new();
     for round in 0..ROUNDS as u32 {
         keys.push((seed as u32).wrapping_add(round.wrapping_mul(0x9E37_79B9)));
         keys.push(((seed >> 32) as u32).wrapping_add(round.wrapping_mul(0xBB67_AE85)));
     }
-    DrawsLaunch::new(keys, step, stream)
+    CipherLaunch::new(keys, step, stream)
 }
 
 /// Four 32-bit random words for counter `(index, step, stream, 0)`, into `out[0..4]`. `other` names another stream.
 #[cube]
-pub(crate) fn philox(index: u32, draws: &Draws, #[comptime] other: u32, out: &mut Array<u32>) {
+pub(crate) fn philox(index: u32, cipher: &Cipher, #[comptime] other: u32, out: &mut Array<u32>) {
     let mut c0 = index;
-    let mut c1 = draws.step;
-    let mut c2 = draws.stream ^ other;
+    let mut c1 = cipher.step;
+    let mut c2 = cipher.stream ^ other;
     let mut c3 = 0u32;
     #[unroll]
     for round in 0..ROUNDS {
         let (high0, low0) = product(c0, 0xD251_1F53u32);
         let (high1, low1) = product(c2, 0xCD9E_8D57u32);
-        c0 = high1 ^ c1 ^ *draws.keys.index(comptime!(2 * round));
+        c0 = high1 ^ c1 ^ *cipher.keys.index(comptime!(2 * round));
         c1 = low1;
-        c2 = high0 ^ c3 ^ *draws.keys.index(comptime!(2 * round + 1));
+        c2 = high0 ^ c3 ^ *cipher.keys.index(comptime!(2 * round + 1));
         c3 = low0;
     }
     out[0] = c0;

@@ -1,6 +1,5 @@
 //! Where golden files are, which GPU the kernel tests run on, random inputs.
 
-pub(crate) mod cuda_source;
 pub(crate) mod files;
 
 use burn::tensor::{DType, Int, Tensor, TensorData};

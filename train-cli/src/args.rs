@@ -2,10 +2,10 @@
 //! it meaning. The same names with `_` are the keys of a config file.
 
 use crate::{
-    data::{Format, LossOn, Overlong},
+    data::read::{Format, LossOn, Overlong},
     device::DeviceChoice,
-    schedule::Shape,
-    step::{Clip, StepMode},
+    train::schedule::Shape,
+    train::step::{Clip, StepMode},
 };
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,6 @@
 //! What a command can end with besides success, and the exit code of each.
 
-use crate::estimate::gib;
+use crate::memory::estimate::gib;
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
 use std::path::{Path, PathBuf};

@@ -4,13 +4,13 @@
 use crate::{
     CliError,
     args::{DtypeArg, FitArgs, LossArg, MasterArg, Nvfp4Part, RecipeArg, SaveArg, ScalesArg, StateArg},
-    data::{DataOptions, Format, LossOn, Overlong},
+    commands::export::refuse_overwrite,
+    data::read::{DataOptions, Format, LossOn, Overlong},
     device::DeviceChoice,
-    export::refuse_overwrite,
     model_files::{Companions, ModelFiles},
-    optim::AdamwConfig,
-    schedule::Shape,
-    step::{Clip, StepMode},
+    train::optim::AdamwConfig,
+    train::schedule::Shape,
+    train::step::{Clip, StepMode},
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
 use burn::tensor::DType;

@@ -7,7 +7,7 @@ use super::{
 use crate::{
     device::flat_launch,
     error::{KernelError, expect_len, index},
-    rng::{Draws, draws, philox},
+    rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
 
@@ -48,7 +48,7 @@ pub fn adamw_float<R: Runtime>(
             index(NAME, "chunk start", chunk.start)?,
             index(NAME, "chunk end", chunk.end)?,
             scalars(&step),
-            draws(step.stream),
+            cipher(step.stream),
             w.master,
             states.1,
             parts,
@@ -70,7 +70,7 @@ fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
     start: u32,
     end: u32,
     s: Scalars,
-    cipher: &Draws,
+    cipher: &Cipher,
     #[comptime] master: Master,
     #[comptime] round_states: bool,
     #[comptime] parts: usize,

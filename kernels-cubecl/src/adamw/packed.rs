@@ -11,7 +11,7 @@ use crate::{
     error::{KernelError, expect_blocks, index},
     layout::{code_of, scale_index, word_index},
     matmul::PackedArgs,
-    rng::{Draws, draws, philox},
+    rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
 
@@ -59,7 +59,7 @@ pub fn adamw_packed<R: Runtime>(
             index(NAME, "chunk end", chunk.end)?,
             per_cube,
             scalars(&step),
-            draws(step.stream),
+            cipher(step.stream),
             coding,
             bit_casts(client),
             grad.1,
@@ -86,7 +86,7 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
     end: u32,
     per_cube: u32,
     s: Scalars,
-    cipher: &Draws,
+    cipher: &Cipher,
     #[comptime] coding: Coding,
     #[comptime] _approximate: bool,
     #[define(G)] _g_dtype: StorageType,

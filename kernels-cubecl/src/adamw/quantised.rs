@@ -8,7 +8,7 @@ use super::{
 use crate::{
     device::{bit_casts, quick_division},
     error::{KernelError, expect_len, index},
-    rng::{Draws, draws, philox},
+    rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
 
@@ -55,7 +55,7 @@ pub fn adamw_quantised<R: Runtime>(
             index(NAME, "chunk end", chunk.end)?,
             per_cube,
             scalars(&step),
-            draws(step.stream),
+            cipher(step.stream),
             w.master,
             coding,
             parts,
@@ -84,7 +84,7 @@ fn adamw_quantised_kernel<W: Float, G: Float, N: Size, C: Size>(
     end: u32,
     per_cube: u32,
     s: Scalars,
-    cipher: &Draws,
+    cipher: &Cipher,
     #[comptime] master: Master,
     #[comptime] coding: Coding,
     #[comptime] parts: usize,

@@ -141,7 +141,9 @@ pub(super) struct Row {
 #[cube]
 pub(super) fn rotated_row(row: &mut Row) {
     rotate(&mut row.values, SIGNS.runtime());
+    // Where no value is a number the maximum is of none. (What `max` makes of that is the device's affair.)
     row.amax = amax_of(&row.values);
+    row.amax = select(row.amax >= 0.0f32, row.amax, 0.0f32);
     // Each is a sum of all: not a number, or infinite, if a value was. (Values from 2^124 on can overflow in other sums only:
     // what is not a number then has the code -6 instead of 6.)
     row.sum = row.values[0] + row.amax;

@@ -1,7 +1,7 @@
 //! Gradients on their way from the backward to the optimizer: gathered over micro-batches, measured for the global
 //! norm, or applied and dropped at once.
 
-use crate::optim::{ChunkedAdamw, Rate};
+use crate::train::optim::{ChunkedAdamw, Rate};
 use backend_nvfp4::{Nvfp4Backend, Nvfp4Linear, PackedMaster};
 use burn::{
     module::{AutodiffModule, Param, ParamId},

@@ -5,16 +5,16 @@
 use crate::{
     CliError,
     args::ParityArgs,
+    data::order::MicroBatch,
     device::{self, Job},
     durable,
+    memory::vram::VramReport,
     model_files::ModelFiles,
-    optim::{AdamwConfig, ChunkedAdamw},
-    order::MicroBatch,
     plan::{self, LossKind},
     report,
-    step::{Clip, StepMode, Stepper},
-    train::Trainee,
-    vram::VramReport,
+    train::learner::Trainee,
+    train::optim::{AdamwConfig, ChunkedAdamw},
+    train::step::{Clip, StepMode, Stepper},
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};

@@ -6,11 +6,11 @@
 use crate::{
     CliError,
     args::FitArgs,
+    data::order,
     device::DeviceChoice,
-    order,
     plan::{self, FitPlan},
     report,
-    step::{Clip, StepMode},
+    train::step::{Clip, StepMode},
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, StateKind};
 use burn::tensor::DType;

@@ -13,11 +13,11 @@
 
 use crate::{
     CliError,
-    gradients::{Fate, Gathered, Walk},
-    optim::{ChunkedAdamw, Rate},
-    order::MicroBatch,
-    train::Trainee,
-    vram::VramReport,
+    data::order::MicroBatch,
+    memory::vram::VramReport,
+    train::gradients::{Fate, Gathered, Walk},
+    train::learner::Trainee,
+    train::optim::{ChunkedAdamw, Rate},
 };
 use backend_nvfp4::Nvfp4Backend;
 use burn::{

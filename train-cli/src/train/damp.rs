@@ -2,7 +2,7 @@
 //! over the last part of a run blocks are frozen on their codes one after another, first to last, and what is left
 //! trains on to make up for it. A frozen linear layer keeps its codes to the export, byte for byte.
 
-use crate::optim::ChunkedAdamw;
+use crate::train::optim::ChunkedAdamw;
 use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
 use burn::{
     module::{Module, Param},

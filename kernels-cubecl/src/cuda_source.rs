@@ -1,9 +1,6 @@
 //! A CubeCL runtime that runs nothing: a launch turns the kernel into CUDA C++ and keeps the text.
 //! With it every CUDA kernel is compiled for cards that are not there, by NVRTC, which needs no GPU.
 
-// `ComputeServer::launch` is declared unsafe; this one runs nothing.
-#![allow(unsafe_code)]
-
 use cubecl::{
     CubeCount, Runtime,
     client::ComputeClient,
@@ -49,25 +46,25 @@ type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
 type Architecture = CudaWmmaCompiler;
 
 /// One compiled kernel.
-pub(crate) struct Source {
+pub struct Source {
     /// Its entry point.
-    pub(crate) entry: String,
+    pub entry: String,
     /// CUDA C++.
-    pub(crate) text: String,
+    pub text: String,
     /// Bytes of shared memory.
-    pub(crate) shared: usize,
+    pub shared: usize,
 }
 
 static SOURCES: Mutex<Vec<Source>> = Mutex::new(Vec::new());
 
 /// What was launched since the last call.
-pub(crate) fn take_sources() -> Vec<Source> {
+pub fn take_sources() -> Vec<Source> {
     std::mem::take(&mut SOURCES.lock().expect("no launch panicked"))
 }
 
 /// A device of which only the compute capability is known.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct SourceDevice(pub(crate) u32);
+pub struct SourceDevice(pub u32);
 
 impl Device for SourceDevice {
     fn from_id(id: DeviceId) -> Self {
@@ -80,7 +77,7 @@ impl Device for SourceDevice {
 
 /// The runtime.
 #[derive(Debug, Clone)]
-pub(crate) struct SourceRuntime;
+pub struct SourceRuntime;
 
 impl Runtime for SourceRuntime {
     type Compiler = Compiler;
@@ -112,7 +109,7 @@ impl Runtime for SourceRuntime {
 
 /// Compiles; allocates and computes nothing.
 #[derive(Debug)]
-pub(crate) struct SourceServer {
+pub struct SourceServer {
     options: CompilationOptions,
     utilities: Arc<ServerUtilities<Self>>,
 }
@@ -232,6 +229,7 @@ impl ComputeServer for SourceServer {
     ) -> Result<ManagedResource<<BytesStorage as ComputeStorage>::Resource>, ServerError> {
         Err(nothing())
     }
+    // SAFETY: CubeCL declares a launch unsafe for what a kernel may do; this one is written down and never run.
     unsafe fn launch(
         &mut self,
         kernel: Self::Kernel,

@@ -1,18 +1,18 @@
 //! Training inside Burn's Learner: the model's step, our learning strategy, its metrics and lines.
 //!
-//! What a step is stands in [`crate::step`]. Nothing is updated by a step whose loss is not finite, nor by one whose
+//! What a step is stands in [`crate::train::step`]. Nothing is updated by a step whose loss is not finite, nor by one whose
 //! gradient is not, where the norm is known before it is applied.
 
 use crate::{
     CliError,
-    damp::{self, DampedFinish},
-    order::{MicroBatch, Order},
+    data::order::{MicroBatch, Order},
+    memory::pool::Pool,
+    memory::vram::VramReport,
     plan::LossKind,
-    pool::Pool,
     report,
-    schedule::Schedule,
-    step::{Stepped, Stepper},
-    vram::VramReport,
+    train::damp::{self, DampedFinish},
+    train::schedule::Schedule,
+    train::step::{Stepped, Stepper},
 };
 use backend_nvfp4::{Nvfp4Backend, Recipe};
 use burn::{

@@ -3,14 +3,15 @@
 
 use crate::{
     CliError,
-    data::{self, Sample},
+    data::order::Order,
+    data::read::{self as data, Sample},
+    data::rows,
+    data::token_cache,
     durable,
     model_files::TextFiles,
-    order::Order,
     plan::{FitPlan, ModelSource},
-    report, rows,
-    step::{Clip, StepMode},
-    token_cache,
+    report,
+    train::step::{Clip, StepMode},
 };
 use backend_nvfp4::{Recipe, Scaling};
 use model_qwen3::{

@@ -1,7 +1,7 @@
 //! Which samples a run trains on and in which rows: held out, weighted by their files, packed, shuffled. Every choice is a
 //! function of the seed.
 
-use crate::data::Sample;
+use crate::data::read::Sample;
 use backend_nvfp4::{Stream, reference};
 use std::collections::BTreeSet;
 
@@ -85,7 +85,7 @@ pub(crate) fn permutation(n: usize, seed: u64, epoch: u32) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{data::synthetic, order::MicroBatch};
+    use crate::{data::order::MicroBatch, data::read::synthetic};
 
     fn samples(n: usize) -> Vec<Sample> {
         synthetic(n, 4, 100, 1)

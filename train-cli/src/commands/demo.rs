@@ -11,11 +11,11 @@ use crate::{
 use std::path::Path;
 
 const FILES: [(&str, &[u8]); 5] = [
-    ("config.json", include_bytes!("../assets/demo/config.json")),
-    ("generation_config.json", include_bytes!("../assets/demo/generation_config.json")),
-    ("tokenizer.json", include_bytes!("../assets/demo/tokenizer.json")),
-    ("tokenizer_config.json", include_bytes!("../assets/demo/tokenizer_config.json")),
-    ("demo.tsv", include_bytes!("../assets/demo/demo.tsv")),
+    ("config.json", include_bytes!("../../assets/demo/config.json")),
+    ("generation_config.json", include_bytes!("../../assets/demo/generation_config.json")),
+    ("tokenizer.json", include_bytes!("../../assets/demo/tokenizer.json")),
+    ("tokenizer_config.json", include_bytes!("../../assets/demo/tokenizer_config.json")),
+    ("demo.tsv", include_bytes!("../../assets/demo/demo.tsv")),
 ];
 
 /// What the demo shows besides an ordinary run.

@@ -4,11 +4,11 @@
 use crate::{
     CliError,
     args::{ExportArgs, RecipeArg},
-    checkpoint::{self, Head},
     device::{self, Job},
     durable::{self, PendingFolder},
     model_files::{Companions, TextFiles},
     plan, report,
+    run::checkpoint::{self, Head},
 };
 use backend_nvfp4::{Block, LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
 use model_qwen3::{

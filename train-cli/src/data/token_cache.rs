@@ -7,7 +7,7 @@
 
 use crate::{
     CliError,
-    data::{self, DataOptions, DataReport, Sample},
+    data::read::{self as data, DataOptions, DataReport, Sample},
     durable,
     model_files::TextFiles,
     plan::FitPlan,

@@ -4,10 +4,10 @@
 use crate::{
     CliError,
     args::FitArgs,
-    checkpoint::{self, TrainerState},
     durable,
-    inputs::Inputs,
     plan::{self, FitPlan},
+    run::checkpoint::{self, TrainerState},
+    run::inputs::Inputs,
 };
 use backend_nvfp4::Precision;
 use serde_json::json;

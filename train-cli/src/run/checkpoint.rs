@@ -7,8 +7,8 @@ use crate::{
     args::FitArgs,
     durable::{self, PendingFolder},
     model_files::Companions,
-    optim::{ChunkedAdamw, TensorState},
     plan, report,
+    train::optim::{ChunkedAdamw, TensorState},
 };
 use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, Nvfp4Linear, Recipe, Scaling, StateKind};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};

@@ -1,6 +1,6 @@
 //! Micro-batches and their order over a run, as Burn's Learner asks for them.
 
-use crate::{data::Sample, rows::permutation};
+use crate::{data::read::Sample, data::rows::permutation};
 use burn::{
     data::dataloader::{DataLoader, DataLoaderIterator, Progress},
     tensor::backend::Backend,
@@ -174,7 +174,7 @@ impl<B: Backend> DataLoader<B, MicroBatch> for Order {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::synthetic;
+    use crate::data::read::synthetic;
 
     #[test]
     fn an_epoch_shows_every_sample_once_in_a_new_order() {

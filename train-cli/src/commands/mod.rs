@@ -1,0 +1,10 @@
+//! One file for each command of the program.
+
+pub mod bench;
+pub mod convert;
+pub mod demo;
+pub mod export;
+pub mod fit;
+pub mod generate;
+pub mod inspect;
+pub mod parity;
