@@ -3,8 +3,7 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, StateKind, Stream, reference,
-    reference_adamw,
+    AdamwState, AdamwStep, MasterKind, MasterWeight, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream, reference,
 };
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::CubeRuntime;
@@ -28,7 +27,7 @@ fn step(t: i32, lr: f32, seed: u64) -> AdamwStep {
 }
 
 /// Weights after some steps with these gradients, in a form.
-fn trained<B: Nvfp4Backend>(
+fn trained<B: Nvfp4Kernels>(
     w: &[f32],
     grads: &[Vec<f32>],
     [rows, cols]: [usize; 2],
@@ -95,7 +94,7 @@ fn f32_is_the_formula() {
     let grads: Vec<_> = (0..10).map(|_| wide(&mut random, rows * cols)).collect();
     let (mut w, mut m, mut v) = (start.clone(), vec![0.0; start.len()], vec![0.0; start.len()]);
     for (t, grad) in grads.iter().enumerate() {
-        reference_adamw(&mut w, grad, &mut m, &mut v, step(t as i32 + 1, 1e-3, 11));
+        reference::adamw(&mut w, grad, &mut m, &mut v, step(t as i32 + 1, 1e-3, 11));
     }
     let got = trained::<Cpu>(&start, &grads, shape, MasterKind::F32, StateKind::F32, 1e-3, 11);
     assert_eq!(got, w);

@@ -7,7 +7,7 @@ use crate::support::{
     host, on_gpu,
 };
 use backend_nvfp4::{
-    LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Parts, Recipe, StateKind,
+    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Parts, Recipe, StateKind,
     reference::{self, MASTER_ROOM},
 };
 use burn::{
@@ -46,13 +46,19 @@ fn config(tied: bool) -> Qwen3Config {
     Qwen3Config::from_file(&path).unwrap()
 }
 
-fn trainee<B: Nvfp4Backend>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {
+fn trainee<B: Nvfp4Kernels + DeviceServices>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {
     let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
-    let model = weights::random::<Autodiff<B>>(&config(tied), spec, master, 5, &Default::default()).unwrap();
+    let model = weights::random::<B>(&config(tied), spec, master, 5, &Default::default()).unwrap();
+    let model = weights::trained::<Autodiff<B>>(model, master);
     Trainee::new(model.with_bf16_last_blocks(1), LossKind::CrossEntropy, 0)
 }
 
-fn stepper<B: Nvfp4Backend>(mode: StepMode, clip: f64, master: MasterKind, state: StateKind) -> Stepper<B> {
+fn stepper<B: Nvfp4Kernels + DeviceServices>(
+    mode: StepMode,
+    clip: f64,
+    master: MasterKind,
+    state: StateKind,
+) -> Stepper<B> {
     let config = AdamwConfig {
         beta1: 0.9,
         beta2: 0.95,
@@ -105,7 +111,7 @@ fn batches(batch_size: usize) -> Vec<MicroBatch> {
 }
 
 /// The gradients of a step by name, and its loss.
-fn gradients<B: Nvfp4Backend>(
+fn gradients<B: Nvfp4Kernels + DeviceServices>(
     mode: StepMode,
     tied: bool,
     recipe: Recipe,
@@ -126,7 +132,7 @@ fn gradients<B: Nvfp4Backend>(
     (loss.unwrap(), found)
 }
 
-fn streaming_is_whole<B: Nvfp4Backend>() {
+fn streaming_is_whole<B: Nvfp4Kernels + DeviceServices>() {
     let batches = batches(2);
     for (tied, recipe) in RECIPES.into_iter().flat_map(|r| [(true, r), (false, r)]) {
         let of = |mode| gradients::<B>(mode, tied, recipe, MasterKind::F32, &batches);

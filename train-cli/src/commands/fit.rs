@@ -25,7 +25,9 @@ use crate::{
     train::schedule::Schedule,
     train::step::Stepper,
 };
-use backend_nvfp4::{Block, LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, reference};
+use backend_nvfp4::{
+    Block, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling, reference,
+};
 use burn::{
     backend::Autodiff,
     module::{AutodiffModule, Module, ParamId},
@@ -67,7 +69,7 @@ struct Fit {
 impl Job for Fit {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { mut plan, demo } = self;
         plan.adamw.master = plan.master(precision);
         plan.master_auto = false;
@@ -107,7 +109,7 @@ impl Job for Fit {
             check_free(&plan)?;
         }
         let trainer_file = |folder: &PathBuf| Checkpoint::open(&folder.join(checkpoint::MODEL));
-        let model: Qwen3<Autodiff<B>> = match (&resumed, &source) {
+        let model: Qwen3<B> = match (&resumed, &source) {
             (Some((state, folder)), _) => {
                 let saved = trainer_file(folder)?;
                 let saved = HeadAs { tensors: &saved, nvfp4: state.head == Head::Nvfp4 };
@@ -116,6 +118,7 @@ impl Job for Fit {
             (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(plan.adamw.master), &device)?,
             (None, None) => weights::random(config, spec, plan.adamw.master, plan.seed, &device)?,
         };
+        let model = weights::trained(model, plan.adamw.master);
         let model = freeze(model, plan.train_last_layers).with_bf16_last_blocks(plan.bf16_last_blocks);
         let frozen = match plan.train_last_layers {
             0 => 0,
@@ -272,7 +275,7 @@ impl Keeper {
     }
 }
 
-impl<B: Nvfp4Backend> Between<B> for Keeper {
+impl<B: Nvfp4Kernels> Between<B> for Keeper {
     fn after_step(&mut self, r: &StepReport) -> Result<(), CliError> {
         self.log(
             "metrics.jsonl",
@@ -370,7 +373,7 @@ impl Tensors for HeadAs<'_> {
 }
 
 /// With `last` above 0, trains only the last blocks and the final norm.
-fn freeze<B: Nvfp4Backend>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<Autodiff<B>> {
+fn freeze<B: Nvfp4Kernels>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<Autodiff<B>> {
     if last == 0 {
         return model;
     }
@@ -383,7 +386,7 @@ fn freeze<B: Nvfp4Backend>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<
 }
 
 /// Norms and embedding are not decayed.
-fn undecayed<B: Nvfp4Backend>(model: &Qwen3<B>) -> HashSet<ParamId> {
+fn undecayed<B: Nvfp4Kernels>(model: &Qwen3<B>) -> HashSet<ParamId> {
     let linear = |f: &Field<'_, B>| matches!(f, Field::Linear(_));
     fields(model).iter().filter(|(_, f)| !linear(f)).filter_map(|(_, f)| f.id()).collect()
 }

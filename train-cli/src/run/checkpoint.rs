@@ -10,7 +10,7 @@ use crate::{
     plan, report,
     train::optim::{ChunkedAdamw, TensorState},
 };
-use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, Nvfp4Linear, Recipe, Scaling, StateKind};
+use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, Nvfp4Linear, Recipe, Scaling, StateKind};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use model_qwen3::{
     ModelError,
@@ -43,7 +43,7 @@ pub enum Head {
 
 impl Head {
     /// The head of a model.
-    pub fn of<B: Nvfp4Backend>(model: &Qwen3<B>) -> Self {
+    pub fn of<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Self {
         match &model.lm_head {
             None => Self::Tied,
             Some(Nvfp4Linear::Dense(_)) => Self::Dense,
@@ -108,7 +108,7 @@ pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
 ///
 /// # Errors
 /// If the device or the system fails; then the older checkpoints are untouched.
-pub fn save<B: Nvfp4Backend>(
+pub fn save<B: Nvfp4Kernels>(
     run: &Path,
     companions: &Companions,
     model: &Qwen3<B>,
@@ -180,7 +180,7 @@ pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     Ok(state)
 }
 
-fn write_optimizer<B: Nvfp4Backend>(
+fn write_optimizer<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     optimizer: &ChunkedAdamw<B>,
     out: &mut dyn std::io::Write,
@@ -197,7 +197,7 @@ fn write_optimizer<B: Nvfp4Backend>(
         for (part, moment) in [("m", &moments.m), ("v", &moments.v)] {
             match moment {
                 Moment::Float(x) => layout.push((format!("{name}.{part}"), float_of(x.dtype()).1, vec![len])),
-                Moment::Quantised { codes, .. } => {
+                Moment::Quantized { codes, .. } => {
                     layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
                     layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
                 }
@@ -219,7 +219,7 @@ fn write_optimizer<B: Nvfp4Backend>(
         for moment in [&state.moments.m, &state.moments.v] {
             match moment {
                 Moment::Float(x) => put(&float_of(x.dtype()).0.encode(&host::<B>(x)?))?,
-                Moment::Quantised { codes, absmax, .. } => {
+                Moment::Quantized { codes, absmax, .. } => {
                     put(&bytes_of::<B>(codes)?)?;
                     put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
                 }
@@ -242,25 +242,25 @@ fn float_of(dtype: DType) -> (FloatType, Dtype) {
     if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
 }
 
-fn bytes_of<B: Nvfp4Backend>(x: &B::IntTensorPrimitive) -> Result<Vec<u8>, ModelError> {
+fn bytes_of<B: Nvfp4Kernels>(x: &B::IntTensorPrimitive) -> Result<Vec<u8>, ModelError> {
     let words = backend_nvfp4::read_words::<B>(x.clone())
         .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
     Ok(words.into_iter().map(|c| c as u8).collect())
 }
 
-fn host<B: Nvfp4Backend>(x: &B::FloatTensorPrimitive) -> Result<Vec<f32>, ModelError> {
+fn host<B: Nvfp4Kernels>(x: &B::FloatTensorPrimitive) -> Result<Vec<f32>, ModelError> {
     // The rank given here is not used: the data is read flat.
     to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat::<B>(x.clone()))))
 }
 
-fn flat<B: Nvfp4Backend>(x: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
+fn flat<B: Nvfp4Kernels>(x: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
     use burn::tensor::TensorMetadata;
     let len = x.shape().num_elements();
     B::float_reshape(x, burn::tensor::Shape::new([len]))
 }
 
 /// CubeCL counts uploaded bytes in 32 bits until a kernel is launched.
-fn launch<B: Nvfp4Backend>(device: &B::Device) {
+fn launch<B: Nvfp4Kernels>(device: &B::Device) {
     drop(Tensor::<B, 1>::zeros([1], device));
 }
 
@@ -268,7 +268,7 @@ fn launch<B: Nvfp4Backend>(device: &B::Device) {
 ///
 /// # Errors
 /// If the file does not fit the model.
-pub fn load_optimizer<B: Nvfp4Backend>(
+pub fn load_optimizer<B: Nvfp4Kernels>(
     folder: &Path,
     model: &Qwen3<B>,
     optimizer: &mut ChunkedAdamw<B>,

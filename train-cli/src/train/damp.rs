@@ -3,10 +3,10 @@
 //! trains on to make up for it. A frozen linear layer keeps its codes to the export, byte for byte.
 
 use crate::train::optim::ChunkedAdamw;
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, TrainingBackend};
 use burn::{
-    module::{Module, Param},
-    tensor::{DType, Tensor, backend::AutodiffBackend},
+    module::{AutodiffModule, Module, Param},
+    tensor::{DType, Tensor},
 };
 use model_qwen3::{model::Qwen3, weights::Replace};
 
@@ -41,8 +41,7 @@ impl DampedFinish {
 /// Freezes the first `blocks` blocks of a model that are quantised and not frozen yet.
 pub fn freeze<AB>(mut model: Qwen3<AB>, blocks: usize, optimizer: &mut ChunkedAdamw<AB::InnerBackend>) -> Qwen3<AB>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend,
 {
     let mut codes = OnCodes { spec: model.spec(), optimizer };
     let quantised: Vec<bool> = (0..model.layers.len()).map(|i| i < blocks && !model.is_bf16(i)).collect();
@@ -51,15 +50,14 @@ where
     model
 }
 
-struct OnCodes<'a, B: Nvfp4Backend> {
+struct OnCodes<'a, B: Nvfp4Kernels> {
     spec: LinearSpec,
     optimizer: &'a mut ChunkedAdamw<B>,
 }
 
 impl<AB> Replace<AB> for OnCodes<'_, AB::InnerBackend>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend,
 {
     fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
         p
@@ -72,7 +70,7 @@ where
     fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
         let Nvfp4Linear::Master(p) = linear else { return linear };
         let device = p.device();
-        let weight = Nvfp4Tensor::quantize(p.val(), self.spec.weights());
+        let weight = AutodiffModule::from_inner(Nvfp4Tensor::quantize(p.val().inner(), self.spec.weights()));
         let gradient = Param::initialized(p.id, Tensor::zeros([1, 1], (&device, DType::F32)));
         self.optimizer.forget(p.id);
         Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient)).no_grad()

@@ -2,11 +2,11 @@
 //! norm, or applied and dropped at once.
 
 use crate::train::optim::{ChunkedAdamw, Rate};
-use backend_nvfp4::{Nvfp4Backend, Nvfp4Linear, PackedMaster};
+use backend_nvfp4::{Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
 use burn::{
     module::{AutodiffModule, Param, ParamId},
     optim::GradientsParams,
-    tensor::{DType, Tensor, TensorMetadata, TensorPrimitive, backend::AutodiffBackend, ops::FloatTensor},
+    tensor::{DType, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
 use model_qwen3::{ModelError, weights::Replace, weights::to_host};
 use std::collections::HashMap;
@@ -29,13 +29,13 @@ pub enum Fate {
 
 /// Gradients of earlier micro-batches, and the squares of those that went by.
 #[derive(Debug)]
-pub struct Gathered<B: Nvfp4Backend> {
+pub struct Gathered<B: Nvfp4Kernels> {
     sums: HashMap<ParamId, FloatTensor<B>>,
     squares: Vec<Tensor<B, 1>>,
     dtype: DType,
 }
 
-impl<B: Nvfp4Backend> Gathered<B> {
+impl<B: Nvfp4Kernels> Gathered<B> {
     /// Nothing gathered; sums of matrices are kept as `dtype`.
     pub fn new(dtype: DType) -> Self {
         Self { sums: HashMap::new(), squares: vec![], dtype }
@@ -105,8 +105,7 @@ impl<B: Nvfp4Backend> Gathered<B> {
 /// Walks over tensors of a model with their gradients.
 pub struct Walk<'a, AB>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend,
 {
     /// Gradients of these tensors; what is not in it has none.
     pub grads: GradientsParams,
@@ -120,8 +119,7 @@ where
 
 impl<AB> Walk<'_, AB>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend,
 {
     fn param<const D: usize>(&mut self, param: Param<Tensor<AB, D>>) -> Param<Tensor<AB, D>> {
         let grad = self.grads.remove::<AB::InnerBackend, D>(param.id).map(|g| g.into_primitive().tensor());
@@ -134,8 +132,7 @@ where
 
 impl<AB> Replace<AB> for Walk<'_, AB>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend,
 {
     fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
         self.param(p)

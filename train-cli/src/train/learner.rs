@@ -14,7 +14,7 @@ use crate::{
     train::schedule::Schedule,
     train::step::{Stepped, Stepper},
 };
-use backend_nvfp4::{Nvfp4Backend, Recipe};
+use backend_nvfp4::{DeviceServices, Nvfp4Backend, Nvfp4Kernels, Recipe, TrainingBackend};
 use burn::{
     data::dataloader::{DataLoader, Progress},
     module::{AutodiffModule, Module},
@@ -40,7 +40,7 @@ use burn::{
 };
 use model_qwen3::{
     loss::{IGNORE, hidden_l1_sum, shifted_targets},
-    model::{Context, Qwen3, ids_tensor},
+    model::{Context, Places, Qwen3, ids_tensor},
     weights::to_host,
 };
 use std::{
@@ -110,7 +110,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     pub fn batch_loss(&self, batch: &MicroBatch) -> Tensor<B, 1> {
         let (mut h, ctx) = self.begin(batch);
         for (i, block) in self.model.layers.iter().enumerate() {
-            h = block.forward(h, &self.model.of_block(&ctx, i), None);
+            h = block.forward(h, &self.model.of_block(&ctx, i));
         }
         self.loss_of(h, batch)
     }
@@ -126,7 +126,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     /// Where the tokens of a batch stand and what they see.
     pub fn context(&self, batch: &MicroBatch) -> Context<B> {
         let (positions, starts) = batch.places();
-        self.model.context_of(0, batch.ids.len(), positions, starts)
+        self.model.context(Places { rows: batch.ids.len(), past: 0, positions, starts })
     }
 
     /// The loss of the last block's output `[M, D]`.
@@ -171,7 +171,7 @@ fn read_loss<B: Backend>(loss: Tensor<B, 1>) -> StepReport {
     }
 }
 
-impl<B: AutodiffBackend + Nvfp4Backend> TrainStep for Trainee<B> {
+impl<B: TrainingBackend> TrainStep for Trainee<B> {
     type Input = MicroBatch;
     type Output = StepReport;
 
@@ -192,7 +192,7 @@ impl<B: Nvfp4Backend> InferenceStep for Trainee<B> {
 }
 
 /// What happens between steps: logs, evaluation, checkpoints. `fit` fills it in.
-pub trait Between<B: Nvfp4Backend>: Send {
+pub trait Between<B: Nvfp4Kernels>: Send {
     /// After a step that was applied.
     ///
     /// # Errors
@@ -217,7 +217,7 @@ pub trait Between<B: Nvfp4Backend>: Send {
 }
 
 /// What a run needs besides the model.
-pub struct Run<B: Nvfp4Backend> {
+pub struct Run<B: Nvfp4Kernels> {
     /// Training samples in order.
     pub train: Order,
     /// Evaluation samples; may be empty.
@@ -248,8 +248,7 @@ pub struct Run<B: Nvfp4Backend> {
 /// If training diverged, the device failed, or something could not be written.
 pub fn run<AB>(trainee: Trainee<AB>, run: Run<AB::InnerBackend>) -> Result<Qwen3<AB::InnerBackend>, CliError>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend<InnerBackend: DeviceServices>,
 {
     let train: Arc<dyn DataLoader<AB, MicroBatch>> = Arc::new(run.train.clone());
     let valid: Arc<dyn DataLoader<AB::InnerBackend, MicroBatch>> = Arc::new(run.eval.clone());
@@ -271,7 +270,7 @@ where
     failed.map_or(Ok(result.model.model), Err)
 }
 
-struct Steps<B: Nvfp4Backend> {
+struct Steps<B: Nvfp4Kernels> {
     run: Mutex<Option<Run<B>>>,
     failure: Arc<Mutex<Option<CliError>>>,
 }
@@ -280,8 +279,7 @@ type Components<AB, LR, O> = LearningComponentsMarker<AB, LR, Trainee<AB>, O>;
 
 impl<AB, LR, O> SupervisedLearningStrategy<Components<AB, LR, O>> for Steps<AB::InnerBackend>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend<InnerBackend: DeviceServices>,
     LR: LrScheduler + 'static,
     O: Optimizer<Trainee<AB>, AB> + 'static,
 {
@@ -314,8 +312,7 @@ fn steps<AB>(
     events: &mut impl EventProcessorTraining<LearnerEvent<StepReport>, LearnerEvent<StepReport>>,
 ) -> Result<(), CliError>
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend<InnerBackend: DeviceServices>,
 {
     let total = run.train.steps;
     let first = run.train.start;
@@ -326,7 +323,7 @@ where
     let mut pool = Pool::new(run.memory_limit);
     let (mut step, mut batches, mut step_started) = (first, Vec::new(), Instant::now());
     for batch in train.iter() {
-        run.vram.note::<AB>(&device, step + 1, "batch_ready")?;
+        run.vram.note::<AB::InnerBackend>(&device, step + 1, "batch_ready")?;
         let ends_step = batch.ends_step;
         batches.push(batch);
         if !ends_step {
@@ -349,14 +346,14 @@ where
             *net = Some(trainee);
         }
         step += 1;
-        run.vram.note::<AB>(&device, step, "zero_grad_done")?;
+        run.vram.note::<AB::InnerBackend>(&device, step, "zero_grad_done")?;
         let (back, stepped) = run.stepper.step(net.take().expect("there"), &batches, step, lr, &mut run.vram);
         *net = Some(back);
         let Stepped { loss, grad_norm } = stepped?;
-        run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
+        run.vram.note::<AB::InnerBackend>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
-        let held = run.vram.held::<AB>(&device);
-        let trimmed = pool.after_step::<AB>(&device, held);
+        let held = run.vram.held::<AB::InnerBackend>(&device);
+        let trimmed = pool.after_step::<AB::InnerBackend>(&device, held);
 
         let elapsed = started.elapsed().as_secs_f64();
         let report = StepReport {
@@ -384,7 +381,7 @@ where
         run.between.maybe_save(&model.model, &run.stepper, step, beyond.is_some())?;
         if evaluates {
             // Evaluation, samples and a checkpoint leave buffers of other sizes behind.
-            pool.give_back::<AB>(&device);
+            pool.give_back::<AB::InnerBackend>(&device);
         }
         if let Some(limit) = beyond {
             let saved = Some(format!("stopped after step {step}, which is saved unless nothing is to be"));
@@ -402,7 +399,7 @@ fn item(report: StepReport, total: usize) -> TrainingItem<StepReport> {
 }
 
 /// The loss as the run computes, and what the quantised and the unquantised weights give.
-fn evaluation<B: Nvfp4Backend>(
+fn evaluation<B: Nvfp4Kernels>(
     model: &Trainee<B>,
     valid: &dyn DataLoader<B, MicroBatch>,
     step: usize,
@@ -421,7 +418,7 @@ fn evaluation<B: Nvfp4Backend>(
 }
 
 /// Mean loss over the evaluation samples.
-fn evaluate<B: Nvfp4Backend>(
+fn evaluate<B: Nvfp4Kernels>(
     model: &Trainee<B>,
     batches: impl Iterator<Item = MicroBatch>,
     step: usize,

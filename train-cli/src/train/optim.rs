@@ -2,7 +2,7 @@
 //! there. Arithmetic is f32 whatever weights and states are stored in.
 
 use backend_nvfp4::{
-    AdamwState, AdamwStep, Master, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, StateKind, Stream,
+    AdamwState, AdamwStep, Master, MasterKind, MasterWeight, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream,
 };
 use burn::{
     module::ParamId,
@@ -38,7 +38,7 @@ pub struct AdamwConfig {
 
 /// The state of one tensor.
 #[derive(Debug, Clone)]
-pub struct TensorState<B: Nvfp4Backend> {
+pub struct TensorState<B: Nvfp4Kernels> {
     /// Updates so far.
     pub steps: i32,
     /// The moments.
@@ -49,7 +49,7 @@ pub struct TensorState<B: Nvfp4Backend> {
 
 /// The optimizer.
 #[derive(Debug, Clone)]
-pub struct ChunkedAdamw<B: Nvfp4Backend> {
+pub struct ChunkedAdamw<B: Nvfp4Kernels> {
     config: AdamwConfig,
     undecayed: HashSet<ParamId>,
     states: HashMap<ParamId, TensorState<B>>,
@@ -64,7 +64,7 @@ pub struct Rate {
     pub grad_scale: f64,
 }
 
-impl<B: Nvfp4Backend> ChunkedAdamw<B> {
+impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
     /// An optimizer without state; parameters in `undecayed` get no weight decay.
     pub fn new(config: AdamwConfig, undecayed: HashSet<ParamId>) -> Self {
         Self { config, undecayed, states: HashMap::new() }

@@ -19,11 +19,11 @@ use crate::{
     train::learner::Trainee,
     train::optim::{ChunkedAdamw, Rate},
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, TrainingBackend};
 use burn::{
     module::AutodiffModule,
     optim::GradientsParams,
-    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData, TensorPrimitive, backend::AutodiffBackend},
+    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData},
 };
 use model_qwen3::{
     model::{Block, Context},
@@ -53,7 +53,7 @@ pub enum Clip {
 }
 
 /// What steps are made of.
-pub struct Stepper<B: Nvfp4Backend> {
+pub struct Stepper<B: Nvfp4Kernels> {
     /// How the backward runs.
     pub mode: StepMode,
     /// Which norm is clipped by.
@@ -84,7 +84,7 @@ pub struct Stepped {
 /// A model after a step, or as far as it came.
 pub type Outcome<AB, T> = (Trainee<AB>, Result<T, CliError>);
 
-impl<B: Nvfp4Backend> Stepper<B> {
+impl<B: Nvfp4Kernels + DeviceServices> Stepper<B> {
     /// Makes step `step` (counted from 1) of `batches`. The model comes back also when the step failed.
     pub fn step<AB>(
         &mut self,
@@ -95,7 +95,7 @@ impl<B: Nvfp4Backend> Stepper<B> {
         vram: &mut VramReport,
     ) -> Outcome<AB, Stepped>
     where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
+        AB: TrainingBackend<InnerBackend = B>,
     {
         let mut gathered = Gathered::new(self.buffer);
         let clips = self.max_grad_norm > 0.0;
@@ -176,7 +176,7 @@ impl<B: Nvfp4Backend> Stepper<B> {
         vram: &mut VramReport,
     ) -> Outcome<AB, f32>
     where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
+        AB: TrainingBackend<InnerBackend = B>,
     {
         let mut loss = 0.0;
         for (i, batch) in batches.iter().enumerate() {
@@ -193,7 +193,7 @@ impl<B: Nvfp4Backend> Stepper<B> {
     }
 }
 
-fn norm<B: Nvfp4Backend>(gathered: &mut Gathered<B>) -> Result<Option<f32>, CliError> {
+fn norm<B: Nvfp4Kernels>(gathered: &mut Gathered<B>) -> Result<Option<f32>, CliError> {
     gathered.norm().map_err(CliError::from)
 }
 
@@ -212,7 +212,7 @@ fn judge(step: usize, loss: f32, grad_norm: f32, kept: &'static str) -> Result<(
 }
 
 /// One micro-batch forward and backward.
-struct Pass<'a, B: Nvfp4Backend> {
+struct Pass<'a, B: Nvfp4Kernels> {
     stepper: &'a mut Stepper<B>,
     gathered: &'a mut Gathered<B>,
     step: usize,
@@ -220,10 +220,10 @@ struct Pass<'a, B: Nvfp4Backend> {
     fate: Fate,
 }
 
-impl<B: Nvfp4Backend> Pass<'_, B> {
+impl<B: Nvfp4Kernels + DeviceServices> Pass<'_, B> {
     fn run<AB>(&mut self, net: Trainee<AB>, batch: &MicroBatch) -> Outcome<AB, f32>
     where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
+        AB: TrainingBackend<InnerBackend = B>,
     {
         match self.stepper.mode {
             StepMode::Whole => self.whole(net, batch),
@@ -233,7 +233,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
 
     fn whole<AB>(&mut self, mut net: Trainee<AB>, batch: &MicroBatch) -> Outcome<AB, f32>
     where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
+        AB: TrainingBackend<InnerBackend = B>,
     {
         let loss = net.batch_loss(batch);
         let value = match self.loss_of(&loss.clone().inner()) {
@@ -249,7 +249,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
     /// See the head of this file. Shapes: M tokens, D features, L blocks.
     fn streaming<AB>(&mut self, mut net: Trainee<AB>, batch: &MicroBatch) -> Outcome<AB, f32>
     where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
+        AB: TrainingBackend<InnerBackend = B>,
     {
         // 1. Forward without a graph, each trained block's input kept.
         let frozen = net.first_trained();
@@ -261,7 +261,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
                 if i >= frozen {
                     inputs.push(h_MD.clone());
                 }
-                h_MD = block.forward(h_MD, &inner.model.of_block(&ctx, i), None);
+                h_MD = block.forward(h_MD, &inner.model.of_block(&ctx, i));
             }
             (inputs, h_MD)
             // The second handle on every parameter ends here: updates are in place.
@@ -323,7 +323,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
 
     fn walk<AB>(&mut self, grads: GradientsParams) -> Walk<'_, AB>
     where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
+        AB: TrainingBackend<InnerBackend = B>,
     {
         Walk { grads, fate: self.fate, gathered: self.gathered, optimizer: &mut self.stepper.optimizer }
     }
@@ -337,7 +337,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
 
     fn note<AB>(&mut self, net: &Trainee<AB>, phase: &str) -> Result<(), CliError>
     where
-        AB: AutodiffBackend<InnerBackend = B> + Nvfp4Backend,
+        AB: TrainingBackend<InnerBackend = B>,
     {
         // A pass that only measures is one phase.
         let phase = match (self.fate, phase) {
@@ -345,7 +345,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
             (Fate::Measure, _) => return Ok(()),
             (_, phase) => phase,
         };
-        self.vram.note::<AB>(&net.model.device(), self.step, phase)
+        self.vram.note::<B>(&net.model.device(), self.step, phase)
     }
 }
 
@@ -358,20 +358,16 @@ fn backward<AB>(
     dy_MD: Tensor<AB::InnerBackend, 2>,
 ) -> (GradientsParams, Tensor<AB::InnerBackend, 2>)
 where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
+    AB: TrainingBackend,
 {
-    let y_MD = block.forward(x_MD.clone(), ctx, None).into_primitive().tensor();
-    let dy_MD = Tensor::<AB, 2>::from_inner(dy_MD).into_primitive().tensor();
-    let start = Tensor::<AB, 1>::from_primitive(TensorPrimitive::Float(AB::seeded(y_MD, dy_MD)));
-    let mut grads = start.backward();
+    let mut grads = AB::backward_from(block.forward(x_MD.clone(), ctx), dy_MD);
     let dx_MD = x_MD.grad_remove(&mut grads).expect("the output depends on it");
     (GradientsParams::from_grads(grads, block), dx_MD)
 }
 
 /// The gradient of the embedding `[V, D]`, f32: that of its rows where tokens were looked up, `dy` `[M, D]`, and what
 /// it has as a head. Rows of one token are summed first, in order: a whole graph's sums are the same, bit for bit.
-fn token_gradients<B: Nvfp4Backend>(
+fn token_gradients<B: Nvfp4Kernels>(
     batch: &MicroBatch,
     dy_MD: Tensor<B, 2>,
     head: Option<Tensor<B, 2>>,
