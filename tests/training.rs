@@ -18,7 +18,7 @@ use std::{
     process::Stdio,
     time::{Duration, Instant},
 };
-use train_cli::{data::order::MicroBatch, data::read as data, plan::LossKind, train::learner::Trainee};
+use train_cli::{data::order::MicroBatch, data::read as data, plan::LossKind, train::objective::Trainee};
 
 #[test]
 fn padding_does_not_leak() {
@@ -34,7 +34,7 @@ fn padding_does_not_leak() {
     let grads = |batch: &MicroBatch| {
         let loss = trainee.batch_loss(batch);
         let value: f32 = loss.clone().into_scalar();
-        let norm = trainee.model.embed_tokens.val().grad(&loss.backward()).unwrap().powi_scalar(2).sum();
+        let norm = trainee.model().embed_tokens.val().grad(&loss.backward()).unwrap().powi_scalar(2).sum();
         (value, norm.into_scalar())
     };
     let ((a, na), (b, nb)): ((f32, f32), (f32, f32)) = (grads(&alone), grads(&padded));

@@ -4,7 +4,7 @@
 use crate::{
     data::read::{Format, LossOn, Overlong},
     device::DeviceChoice,
-    train::schedule::Shape,
+    train::schedule::ScheduleShape as Shape,
     train::step::{Clip, StepMode},
 };
 use clap::{Args, Parser, Subcommand, ValueEnum};

@@ -9,7 +9,7 @@ use crate::{
     device::DeviceChoice,
     model_files::{Companions, ModelFiles},
     train::optim::AdamwConfig,
-    train::schedule::Shape,
+    train::schedule::ScheduleShape as Shape,
     train::step::{Clip, StepMode},
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};

@@ -20,7 +20,11 @@ use crate::{
     run::inputs::{Inputs, eval_order, packed_scaling},
     train::codes::Codes,
     train::damp::DampedFinish,
-    train::learner::{self as train, Between, Run, StepReport, Trainee},
+    train::clip::Clipping,
+    train::evaluation::Evaluation,
+    train::learner as train,
+    train::objective::Trainee,
+    train::training_loop::{Between, Run, StepReport},
     train::optim::ChunkedAdamw,
     train::schedule::Schedule,
     train::step::Stepper,
@@ -185,9 +189,11 @@ impl Job for Fit {
                 eval: eval_order(inputs.eval.clone(), plan.batch_size),
                 stepper: Stepper {
                     mode: plan.step_mode,
-                    clip: plan.clip,
-                    max_grad_norm: plan.max_grad_norm,
-                    last_norm: state.last_norm,
+                    clipping: Clipping {
+                        clip: plan.clip,
+                        max_norm: plan.max_grad_norm,
+                        last_norm: state.last_norm,
+                    },
                     buffer: if plan.adamw.master == MasterKind::F32 { DType::F32 } else { precision.dtype() },
                     optimizer,
                     seed: plan.seed,
@@ -195,7 +201,7 @@ impl Job for Fit {
                 },
                 schedule,
                 recipe: plan.recipe,
-                quantise_from,
+                quantize_from: quantise_from,
                 damped,
                 memory_limit: plan.memory_limit,
                 logging_steps: plan.logging_steps,
@@ -290,7 +296,7 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
         step == self.order.steps || self.eval_every > 0 && step.is_multiple_of(self.eval_every)
     }
 
-    fn after_evaluation(&mut self, model: &Qwen3<B>, r: &StepReport) -> Result<(), CliError> {
+    fn after_evaluation(&mut self, model: &Qwen3<B>, r: &Evaluation) -> Result<(), CliError> {
         *self.last_eval.lock().expect("no holder panics") = Some(r.loss);
         let changed = match &self.codes {
             Some(before) => before.changed_in(model)?,
@@ -300,7 +306,7 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
             "metrics.jsonl",
             json!({
                 "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
-                "eval_loss_quantised": r.quantised_loss, "eval_loss_master": r.master_loss,
+                "eval_loss_quantised": r.quantized_loss, "eval_loss_master": r.master_loss,
                 "codes_changed_pct": changed.map(|c| c * 100.0),
             }),
         )?;
@@ -318,18 +324,18 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
         stepper: &Stepper<B>,
         step: usize,
         forced: bool,
-    ) -> Result<(), CliError> {
+    ) -> Result<Option<PathBuf>, CliError> {
         let due = step == self.order.steps || self.save_every > 0 && step.is_multiple_of(self.save_every);
         if !(self.plan.saves && (due || forced)) {
-            return Ok(());
+            return Ok(None);
         }
         self.state.global_step = step;
         self.state.epoch = self.order.epochs(step);
-        self.state.last_norm = stepper.last_norm;
+        self.state.last_norm = stepper.clipping.last_norm;
         let (run, files) = (&self.plan.output_dir, &self.plan.companions);
         let saved = checkpoint::save(run, files, model, &stepper.optimizer, &self.state, self.plan.save_total_limit)?;
         report::line(format!("{:>11}  {}", "saved", saved.display()));
-        Ok(())
+        Ok(Some(saved))
     }
 }
 

@@ -12,9 +12,10 @@ use crate::{
     model_files::ModelFiles,
     plan::{self, LossKind},
     report,
-    train::learner::Trainee,
+    train::clip::{Clip, Clipping},
+    train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
-    train::step::{Clip, StepMode, Stepper},
+    train::step::{StepMode, Stepper},
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};
@@ -129,7 +130,7 @@ impl Job for Parity<'_> {
         let loss = trainee.batch_loss(&MicroBatch::of(ids, supervised, divisor));
         push("loss".into(), vec![1], to_host(loss.clone().inner())?);
         let grads = GradientsParams::from_grads(loss.backward(), &trainee);
-        for (name, field) in fields(&trainee.model) {
+        for (name, field) in fields(trainee.model()) {
             let values = match (&field, field.id()) {
                 (Field::Vector(p), _) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
                 (_, Some(id)) => grads.get::<B, 2>(id).map(to_host).transpose()?,
@@ -196,9 +197,7 @@ fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Resul
     };
     let mut stepper = Stepper::<B> {
         mode: StepMode::Streaming,
-        clip: Clip::Exact,
-        max_grad_norm: 1.0,
-        last_norm: None,
+        clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },
         buffer: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),
         seed: 0,
@@ -210,9 +209,7 @@ fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Resul
         let supervised = ids.iter().map(|r| vec![true; r.len()]).collect();
         let divisor = ids.iter().map(|r| r.len() - 1).sum();
         let batch = MicroBatch::of(ids, supervised, divisor);
-        let (back, stepped) = stepper.step(trainee, &[batch], i + 1, 1e-3, &mut VramReport::new(None));
-        trainee = back;
-        let stepped = stepped?;
+        let stepped = stepper.step(&mut trainee, &[batch], i + 1, 1e-3, &mut VramReport::new(None))?;
         losses.push(stepped.loss);
         norms.push(stepped.grad_norm);
     }
