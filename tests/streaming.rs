@@ -29,14 +29,14 @@ use train_cli::{
     data::read::{self as data, Sample},
     data::rows,
     memory::vram::VramReport,
-    plan::LossKind,
-    train::clip::{Clip, Clipping},
+    settings::{Clip, LossKind, StepMode},
+    train::clip::Clipping,
     train::damp,
     train::gradients::{Fate, Gathered},
     train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw, Rate},
     train::pass::Pass,
-    train::step::{StepMode, Stepped, Stepper, forward_backward},
+    train::step::{Stepped, Stepper, forward_backward},
 };
 
 const RECIPES: [Recipe; 4] = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];

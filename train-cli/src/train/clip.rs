@@ -2,17 +2,7 @@
 //! `maximum / norm`. The factor must be known before the first gradient reaches the optimizer. `exact` uses the
 //! norm of the same step; `previous` uses the norm of the step before, so that no second pass is needed.
 
-use serde::{Deserialize, Serialize};
-
-/// Which gradient norm clipping uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Clip {
-    /// This step's norm; a streaming step of one micro-batch needs a second pass for it
-    Exact,
-    /// The previous step's norm, without a second pass; the first step is not clipped
-    Previous,
-}
+use crate::settings::Clip;
 
 /// How gradients are clipped.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -16,6 +16,7 @@
 //! | [`clip`] | gradient clipping |
 //! | [`gradients`] | gradients are summed, measured, or given to the optimizer |
 //! | [`optim`] | AdamW, tensor by tensor |
+//! | [`trained`] | which parameters a run trains, and which of them decay |
 //! | [`codes`] | how many NVFP4 codes a run changed |
 
 pub mod clip;
@@ -30,6 +31,7 @@ pub mod pass;
 pub mod schedule;
 pub mod step;
 pub mod streaming;
+pub mod trained;
 pub mod training_loop;
 
 use backend_nvfp4::Nvfp4Backend;

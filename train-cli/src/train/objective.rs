@@ -8,7 +8,7 @@
 
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 
-use crate::{data::order::MicroBatch, plan::LossKind};
+use crate::{data::order::MicroBatch, settings::LossKind};
 use backend_nvfp4::Nvfp4Backend;
 use burn::{
     module::Module,

@@ -1,18 +1,6 @@
 //! The learning rate of each step: linear warm-up, then constant, linear or cosine to zero.
 
-use serde::{Deserialize, Serialize};
-
-/// How the learning rate falls after warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum ScheduleShape {
-    /// Half a cosine down to zero
-    Cosine,
-    /// A straight line down to zero
-    Linear,
-    /// No decay
-    Constant,
-}
+use crate::settings::Decay;
 
 /// The learning-rate schedule of a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,7 +12,7 @@ pub struct Schedule {
     /// Steps of the run.
     pub total: usize,
     /// How the rate falls after warm-up.
-    pub shape: ScheduleShape,
+    pub decay: Decay,
 }
 
 impl Schedule {
@@ -37,10 +25,10 @@ impl Schedule {
         let left = (self.total - self.warmup).max(1) as f64;
         let done = (step - self.warmup) as f64 / left;
         self.peak
-            * match self.shape {
-                ScheduleShape::Constant => 1.0,
-                ScheduleShape::Linear => 1.0 - done,
-                ScheduleShape::Cosine => (1.0 + (std::f64::consts::PI * done).cos()) / 2.0,
+            * match self.decay {
+                Decay::Constant => 1.0,
+                Decay::Linear => 1.0 - done,
+                Decay::Cosine => (1.0 + (std::f64::consts::PI * done).cos()) / 2.0,
             }
     }
 }
@@ -51,13 +39,13 @@ mod tests {
 
     #[test]
     fn warms_up_peaks_and_decays() {
-        for shape in [ScheduleShape::Cosine, ScheduleShape::Linear] {
-            let s = Schedule { peak: 1.0, warmup: 4, total: 20, shape };
+        for decay in [Decay::Cosine, Decay::Linear] {
+            let s = Schedule { peak: 1.0, warmup: 4, total: 20, decay };
             let rates: Vec<f64> = (0..20).map(|i| s.at(i)).collect();
             assert!(rates[0] > 0.0 && rates[..5].windows(2).all(|w| w[0] < w[1]));
             assert_eq!(rates[4], 1.0);
             assert!(rates[4..].windows(2).all(|w| w[0] > w[1]) && rates[19] > 0.0);
         }
-        assert_eq!(Schedule { peak: 0.0, warmup: 0, total: 1, shape: ScheduleShape::Cosine }.at(0), 0.0);
+        assert_eq!(Schedule { peak: 0.0, warmup: 0, total: 1, decay: Decay::Cosine }.at(0), 0.0);
     }
 }

@@ -10,6 +10,7 @@ use crate::{
     CliError,
     data::order::MicroBatch,
     memory::vram::VramReport,
+    settings::StepMode,
     train::TrainingBackend,
     train::clip::Clipping,
     train::gradients::{Fate, Gathered},
@@ -20,20 +21,6 @@ use crate::{
 use backend_nvfp4::Nvfp4Backend;
 use burn::{optim::GradientsParams, tensor::DType};
 use model_qwen3::weights::Replace;
-use serde::{Deserialize, Serialize};
-
-pub use crate::train::clip::Clip;
-
-/// How the backward runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum StepMode {
-    /// Block by block: little memory, and a second forward
-    Streaming,
-    /// In one graph: every activation and every gradient at once
-    Whole,
-}
-
 /// What makes optimizer steps, and what one step leaves for the next.
 pub struct Stepper<B: Nvfp4Backend> {
     /// How the backward runs.
