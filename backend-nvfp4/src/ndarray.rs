@@ -22,7 +22,7 @@ use burn::{
     },
 };
 use kernels_cubecl::{
-    adamw::AdamwStep,
+    adamw::{AdamwStep, Master},
     bench,
     hadamard::SIGNS,
     matmul::Product,
@@ -236,7 +236,7 @@ impl Nvfp4Kernels for NdArray {
         portable::head_loss::<Self>(h, w, targets, precision, gradients)
     }
 
-    // The whole tensor at once: no launch to keep small.
+    // Chunks only keep launches small, so this steps the whole tensor at once.
     fn adamw(
         w: MasterWeight<Self>,
         grad: FloatTensor<Self>,
@@ -245,74 +245,17 @@ impl Nvfp4Kernels for NdArray {
         _chunk: usize,
     ) -> (MasterWeight<Self>, AdamwState<Self>) {
         let grad = floats(grad);
-        let len = grad.len();
-        let [mut m, mut v] = [(state.m, false), (state.v, true)].map(|(moment, root)| match moment {
-            Moment::Float(x) => (array(x), None),
-            Moment::Quantized { codes, absmax, table } => {
-                let table = floats(table);
-                let values = reference::decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
-                (array(from_floats(values, [len])), Some(table))
-            }
-            Moment::Nvfp4 { codes, scales, absmax } => {
-                let stored =
-                    reference::Nvfp4Moment { codes: bytes(codes), scales: bytes(scales), absmax: floats(absmax) };
-                (array(from_floats(stored.decode(root), [len])), None)
-            }
-        });
-        let moments = (slice(&mut m.0), slice(&mut v.0));
+        let mut m = Unpacked::new(state.m, grad.len(), false);
+        let mut v = Unpacked::new(state.v, grad.len(), true);
+        let moments = [slice(&mut m.values), slice(&mut v.values)];
         let w = match w {
-            MasterWeight::Dense { w, master, residual } => {
-                let mut w = array(w);
-                let values = slice(&mut w);
-                let mut residual = residual.map(bytes);
-                if let Some(residual) = &residual {
-                    values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference::unrounded(*w, *r));
-                }
-                reference::adamw(values, &grad, moments.0, moments.1, step);
-                for (i, w) in values.iter_mut().enumerate() {
-                    let (value, rest) = reference::round(*w, i, master, step.stream);
-                    *w = value;
-                    if let Some(residual) = &mut residual {
-                        residual[i] = rest;
-                    }
-                }
-                MasterWeight::Dense { w: w.into(), master, residual: residual.map(|r| ints(r, [len])) }
-            }
-            MasterWeight::Packed(w) => {
-                let [rows, cols] = w.dims();
-                let mut packed = host_packed(&w);
-                let mut values = reference::unpacked(&packed, rows, cols);
-                reference::adamw(&mut values, &grad, moments.0, moments.1, step);
-                reference::repack(&mut packed, cols, &values, step.stream);
-                MasterWeight::Packed(device_packed(packed, rows))
-            }
+            MasterWeight::Dense { w, master, residual } => dense_step((w, master, residual), &grad, moments, step),
+            MasterWeight::Packed(w) => MasterWeight::Packed(packed_step(&w, &grad, moments, step)),
         };
         if state.kind == StateKind::Bf16 {
-            reference::round_states(moments.0, moments.1, step.stream);
+            reference::round_states(slice(&mut m.values), slice(&mut v.values), step.stream);
         }
-        let [m, v] = [(m, false), (v, true)].map(|((values, table), root)| match table {
-            None if state.kind == StateKind::Nvfp4 => {
-                let reference::Nvfp4Moment { codes, scales, absmax } =
-                    reference::Nvfp4Moment::encode(&floats(values.into()), root);
-                let [count, blocks, groups] = [codes.len(), scales.len(), absmax.len()];
-                Moment::Nvfp4 {
-                    codes: ints(codes, [count]),
-                    scales: ints(scales, [blocks]),
-                    absmax: from_floats(absmax, [groups]),
-                }
-            }
-            None => Moment::Float(values.into()),
-            Some(table) => {
-                let (codes, absmax) = reference::encode_moment(&floats(values.into()), &table, root);
-                let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
-                Moment::Quantized {
-                    codes: ints(codes, [count]),
-                    absmax: from_floats(absmax, [blocks]),
-                    table: from_floats(table, [entries]),
-                }
-            }
-        });
-        (w, AdamwState { kind: state.kind, m, v })
+        (w, AdamwState { kind: state.kind, m: m.packed(false), v: v.packed(true) })
     }
 
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -344,6 +287,76 @@ impl DeviceServices for NdArray {
     fn memory_in_use(_: &Self::Device) -> Option<MemoryUse> {
         None
     }
+}
+
+/// The values of a moment, and the table of its codes if it is quantized.
+struct Unpacked {
+    values: SharedArray<f32>,
+    table: Option<Vec<f32>>,
+}
+
+impl Unpacked {
+    /// If `root`, the codes stand for the roots of the values.
+    fn new(moment: Moment<NdArray>, len: usize, root: bool) -> Self {
+        match moment {
+            Moment::Float(x) => Self { values: array(x), table: None },
+            Moment::Quantized { codes, absmax, table } => {
+                let table = floats(table);
+                let values = reference::decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
+                Self { values: array(from_floats(values, [len])), table: Some(table) }
+            }
+        }
+    }
+
+    fn packed(self, root: bool) -> Moment<NdArray> {
+        let Some(table) = self.table else { return Moment::Float(self.values.into()) };
+        let (codes, absmax) = reference::encode_moment(&floats(self.values.into()), &table, root);
+        let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
+        Moment::Quantized {
+            codes: ints(codes, [count]),
+            absmax: from_floats(absmax, [blocks]),
+            table: from_floats(table, [entries]),
+        }
+    }
+}
+
+/// Steps a dense master: values, form, residual.
+fn dense_step(
+    (w, master, residual): (NdArrayTensor, Master, Option<NdArrayTensor>),
+    grad: &[f32],
+    [m, v]: [&mut [f32]; 2],
+    step: AdamwStep,
+) -> MasterWeight<NdArray> {
+    let mut w = array(w);
+    let values = slice(&mut w);
+    let mut residual = residual.map(bytes);
+    if let Some(residual) = &residual {
+        values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference::unrounded(*w, *r));
+    }
+    reference::adamw(values, grad, m, v, step);
+    for (i, w) in values.iter_mut().enumerate() {
+        let (value, rest) = reference::round(*w, i, master, step.stream);
+        *w = value;
+        if let Some(residual) = &mut residual {
+            residual[i] = rest;
+        }
+    }
+    MasterWeight::Dense { w: w.into(), master, residual: residual.map(|r| ints(r, [grad.len()])) }
+}
+
+/// Steps an NVFP4 master.
+fn packed_step(
+    w: &Nvfp4Primitive<NdArray>,
+    grad: &[f32],
+    [m, v]: [&mut [f32]; 2],
+    step: AdamwStep,
+) -> Nvfp4Primitive<NdArray> {
+    let [rows, cols] = w.dims();
+    let mut packed = host_packed(w);
+    let mut values = reference::unpacked(&packed, rows, cols);
+    reference::adamw(&mut values, grad, m, v, step);
+    reference::repack(&mut packed, cols, &values, step.stream);
+    device_packed(packed, rows)
 }
 
 /// Multiplies two matrices as they are stored. Burn's own product copies a transposed matrix first, which would copy the

@@ -6,10 +6,7 @@ use burn::tensor::{
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
-use kernels_cubecl::{
-    adamw::{Coding, Master, STATE_BLOCK},
-    layout::BLOCK,
-};
+use kernels_cubecl::adamw::{Coding, Master, STATE_BLOCK};
 
 /// How AdamW stores its two moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -22,8 +19,6 @@ pub enum StateKind {
     Int8,
     /// 4-bit block-wise: 1.03 bytes a parameter.
     Int4,
-    /// NVFP4 in groups of 256: 1.16 bytes a parameter.
-    Nvfp4,
 }
 
 impl StateKind {
@@ -34,7 +29,6 @@ impl StateKind {
             Self::Bf16 => "bf16",
             Self::Int8 => "int8",
             Self::Int4 => "int4",
-            Self::Nvfp4 => "nvfp4",
         }
     }
 
@@ -45,7 +39,6 @@ impl StateKind {
             Self::Bf16 => 4.0,
             Self::Int8 => 2.0 + 8.0 / STATE_BLOCK as f64,
             Self::Int4 => 1.0 + 8.0 / STATE_BLOCK as f64,
-            Self::Nvfp4 => 1.0 + 2.0 / BLOCK as f64 + 8.0 / STATE_BLOCK as f64,
         }
     }
 
@@ -55,7 +48,6 @@ impl StateKind {
             Self::F32 | Self::Bf16 => None,
             Self::Int8 => Some(Coding::Bytes),
             Self::Int4 => Some(Coding::Nibbles),
-            Self::Nvfp4 => Some(Coding::Nvfp4),
         }
     }
 }
@@ -140,15 +132,6 @@ pub enum Moment<B: Backend> {
         /// f32 `[256]` or `[16]`, ascending.
         table: FloatTensor<B>,
     },
-    /// An E2M1 code a value, an E4M3 scale for 16, an f32 absmax for 256: NVFP4 whose tensor scale is a group's.
-    Nvfp4 {
-        /// U8 `[len / 2]` with the even value's code in the low nibble. Of m itself, of the root of v.
-        codes: IntTensor<B>,
-        /// U8 `[len / 16]`.
-        scales: IntTensor<B>,
-        /// f32 `[ceil(len / 256)]`.
-        absmax: FloatTensor<B>,
-    },
 }
 
 impl<B: Backend> AdamwState<B> {
@@ -163,9 +146,6 @@ impl<B: Backend> AdamwState<B> {
                 let dtype = if kind == StateKind::F32 { DType::F32 } else { float };
                 Moment::Float(B::float_zeros(Shape::new([len]), device, dtype.into()))
             }
-            Some(Coding::Nvfp4) => {
-                Moment::Nvfp4 { codes: full(len / 2, 0), scales: full(len / BLOCK, 0), absmax: absmax() }
-            }
             Some(coding) => {
                 let table = table(signed, coding.bits());
                 let zero = table.iter().position(|&t| t == 0.0).unwrap_or(0);
@@ -179,33 +159,16 @@ impl<B: Backend> AdamwState<B> {
 }
 
 impl<B: Backend> Moment<B> {
-    /// Restores a quantised moment (the first or the second) from its codes and block maxima, and the block scales of
-    /// [`StateKind::Nvfp4`].
-    pub fn from_bytes(
-        kind: StateKind,
-        first: bool,
-        codes: Vec<u8>,
-        scales: Option<Vec<u8>>,
-        absmax: Vec<f32>,
-        device: &B::Device,
-    ) -> Self {
-        let bytes = |bytes: Vec<u8>| {
-            let len = bytes.len();
-            let data = TensorData::new(bytes, Shape::new([len]));
-            let bytes = Tensor::<B, 1, Int>::from_data(data, (device, DType::U8)).into_primitive();
-            // CubeCL counts uploaded bytes in 32 bits until the next launch, so that a large state needs launches.
-            drop(Tensor::<B, 1>::zeros([1], device));
-            bytes
-        };
-        let (codes, absmax) = (bytes(codes), floats::<B>(absmax, device));
-        match scales {
-            Some(scales) => Self::Nvfp4 { codes, scales: bytes(scales), absmax },
-            None => {
-                let coding = kind.coding().expect("float moments have no codes");
-                let table = table(first, coding.bits());
-                Self::Quantized { codes, absmax, table: floats::<B>(table, device) }
-            }
-        }
+    /// Restores the first or the second moment from its codes and block maxima.
+    pub fn from_bytes(kind: StateKind, first: bool, codes: Vec<u8>, absmax: Vec<f32>, device: &B::Device) -> Self {
+        let coding = kind.coding().expect("float moments have no codes");
+        let len = codes.len();
+        let data = TensorData::new(codes, Shape::new([len]));
+        let codes = Tensor::<B, 1, Int>::from_data(data, (device, DType::U8)).into_primitive();
+        // CubeCL counts uploaded bytes in 32 bits until the next launch, so that a large state needs launches.
+        drop(Tensor::<B, 1>::zeros([1], device));
+        let table = floats::<B>(table(first, coding.bits()), device);
+        Self::Quantized { codes, absmax: floats::<B>(absmax, device), table }
     }
 }
 

@@ -9,11 +9,14 @@ use crate::{
 };
 use backend_nvfp4::{
     LinearSpec, Master, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Packed, PackedMaster, Scaling,
-    Stream, TrainingBackend, layout, reference,
+    Stream, layout, reference,
 };
 use burn::{
     module::{AutodiffModule, Module, Param, ParamId},
-    tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend},
+    tensor::{
+        DType, Tensor, TensorData, TensorPrimitive,
+        backend::{AutodiffBackend, Backend},
+    },
 };
 use half::bf16;
 use std::{cell::RefCell, collections::HashSet, ops::Range, path::Path};
@@ -80,11 +83,11 @@ pub fn random<B: Nvfp4Kernels>(
 
 /// A loaded model on the backend that records gradients. Every parameter is trained; NVFP4 codes are trained only if
 /// masters are NVFP4.
-pub fn trained<AB: TrainingBackend>(model: Qwen3<AB::InnerBackend>, master: MasterKind) -> Qwen3<AB> {
+pub fn trained<AB: AutodiffBackend>(model: Qwen3<AB::InnerBackend>, master: MasterKind) -> Qwen3<AB> {
     struct Track {
         codes: bool,
     }
-    impl<AB: TrainingBackend> Replace<AB> for Track {
+    impl<AB: AutodiffBackend> Replace<AB> for Track {
         fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
             p.set_require_grad(true)
         }

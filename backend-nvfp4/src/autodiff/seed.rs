@@ -1,6 +1,6 @@
 //! A backward that begins in the middle of a model.
 
-use crate::{kernels::Nvfp4Kernels, ops::Nvfp4Backend};
+use crate::{kernels::Nvfp4Kernels, ops::Nvfp4Backend, services::DeviceServices};
 use burn::{
     backend::{
         Autodiff,
@@ -14,12 +14,12 @@ use burn::{
 };
 
 /// The backend that a training step runs on: it records the operations of an inner backend in a graph.
-pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels> + Nvfp4Backend {
+pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels + DeviceServices> + Nvfp4Backend {
     /// Runs the backward of everything that `y` depends on, beginning with the gradient `dy` of `y`.
     fn backward_from<const D: usize>(y: Tensor<Self, D>, dy: Tensor<Self::InnerBackend, D>) -> Self::Gradients;
 }
 
-impl<B: Nvfp4Kernels, C: CheckpointStrategy> TrainingBackend for Autodiff<B, C> {
+impl<B: Nvfp4Kernels + DeviceServices, C: CheckpointStrategy> TrainingBackend for Autodiff<B, C> {
     fn backward_from<const D: usize>(y: Tensor<Self, D>, dy: Tensor<B, D>) -> Self::Gradients {
         let (y, dy) = (y.into_primitive().tensor(), dy.into_primitive().tensor());
         // A graph ends in a scalar. This one is zero, and its backward hands `dy` to `y`.

@@ -61,9 +61,6 @@ where
         Moment::Quantized { codes, absmax, table } => {
             Moment::Quantized { codes: writable(codes), absmax: writable(absmax), table }
         }
-        Moment::Nvfp4 { codes, scales, absmax } => {
-            Moment::Nvfp4 { codes: writable(codes), scales: writable(scales), absmax: writable(absmax) }
-        }
     }
 }
 
@@ -95,8 +92,7 @@ fn dense_args<R: CubeRuntime>(
     DenseArgs { w: arg(w), dtype: w.dtype.into(), residual, master }
 }
 
-/// The coding and the buffers of quantized moments. Where a coding lacks a buffer, another buffer of the same type
-/// stands in, which the kernel never reads.
+/// The coding and the buffers of quantized moments.
 fn quantized<B, R>(kind: StateKind, moments: [&Moment<B>; 2]) -> (Coding, [StateArgs<R>; 2])
 where
     R: CubeRuntime,
@@ -106,9 +102,6 @@ where
         Moment::Float(_) => panic!("an NVFP4 master has quantized moments"),
         Moment::Quantized { codes, absmax, table } => {
             StateArgs { codes: arg(codes), scales: arg(codes), absmax: arg(absmax), table: arg(table) }
-        }
-        Moment::Nvfp4 { codes, scales, absmax } => {
-            StateArgs { codes: arg(codes), scales: arg(scales), absmax: arg(absmax), table: arg(absmax) }
         }
     });
     (kind.coding().expect("a kind with codes"), args)

@@ -10,11 +10,13 @@ use crate::{
     durable,
     memory::vram::VramReport,
     model_files::ModelFiles,
-    plan::{self, LossKind},
+    outputs::check_output,
     report,
-    train::learner::Trainee,
+    settings::{Clip, LossKind, StepMode},
+    train::clip::Clipping,
+    train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
-    train::step::{Clip, StepMode, Stepper},
+    train::step::Stepper,
 };
 use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling, StateKind};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};
@@ -60,12 +62,11 @@ pub fn run(args: ParityArgs) -> Result<(), CliError> {
     if let Some(path) = &args.dump {
         let mut inputs = ModelFiles::new(&args.model).weight_files();
         inputs.push(args.expected.clone());
-        plan::check_output(path, &inputs)?;
+        check_output(path, &inputs)?;
     }
-    let precision = plan::precision(args.compute_dtype);
     let comparison = device::run(
         args.device,
-        precision,
+        args.compute_dtype,
         Parity { model: &args.model, expected: &args.expected, dump: args.dump.as_deref() },
     )?;
     for d in &comparison.differences {
@@ -135,7 +136,7 @@ impl Job for Parity<'_> {
         let loss = trainee.batch_loss(&MicroBatch::of(ids, supervised, divisor));
         push("loss".into(), vec![1], to_host(loss.clone().inner())?);
         let grads = GradientsParams::from_grads(loss.backward(), &trainee);
-        for (name, field) in fields(&trainee.model) {
+        for (name, field) in fields(trainee.model()) {
             let values = match (&field, field.id()) {
                 (Field::Vector(p), _) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
                 (_, Some(id)) => grads.get::<B, 2>(id).map(to_host).transpose()?,
@@ -205,9 +206,7 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
     };
     let mut stepper = Stepper::<B> {
         mode: StepMode::Streaming,
-        clip: Clip::Exact,
-        max_grad_norm: 1.0,
-        last_norm: None,
+        clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },
         buffer: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),
         seed: 0,
@@ -219,9 +218,7 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
         let supervised = ids.iter().map(|r| vec![true; r.len()]).collect();
         let divisor = ids.iter().map(|r| r.len() - 1).sum();
         let batch = MicroBatch::of(ids, supervised, divisor);
-        let (back, stepped) = stepper.step(trainee, &[batch], i + 1, 1e-3, &mut VramReport::new(None));
-        trainee = back;
-        let stepped = stepped?;
+        let stepped = stepper.step(&mut trainee, &[batch], i + 1, 1e-3, &mut VramReport::new(None))?;
         losses.push(stepped.loss);
         norms.push(stepped.grad_norm);
     }

@@ -1,5 +1,5 @@
-//! How many NVFP4 codes training changed: rows spread over every quantised layer are remembered at the beginning and
-//! compared later. All of them where a model is small; of a large one as many as tell the share to four digits.
+//! How many NVFP4 codes training changed: codes of every quantized linear layer are kept at the beginning of a run and
+//! compared with the codes of later states.
 
 use crate::CliError;
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Recipe};
@@ -9,10 +9,10 @@ use model_qwen3::{
     weights::{Field, fields},
 };
 
-/// Words of eight codes that are remembered, about.
+/// About how many words of eight codes are kept: enough to tell the share of changed codes to four digits.
 const WORDS: usize = 1 << 22;
 
-/// Codes of every quantised layer, as the forward of training quantises them.
+/// Codes of every quantized linear layer: all of them in a small model, evenly spread rows in a large one.
 #[derive(Debug, Clone)]
 pub struct Codes {
     spec: LinearSpec,
@@ -20,10 +20,10 @@ pub struct Codes {
 }
 
 impl Codes {
-    /// Of a model as `spec` quantises it: of one that is not quantised none.
+    /// The codes of a model as the training forward quantizes it; none under a recipe that quantizes nothing.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn of<B: Nvfp4Kernels>(model: &Qwen3<B>, spec: LinearSpec) -> Result<Self, CliError> {
         let mut words = Vec::new();
         if spec.recipe == Recipe::Bf16 {
@@ -45,10 +45,10 @@ impl Codes {
         Ok(Self { spec, words })
     }
 
-    /// The share that differs in a later state of the model; `None` if there are none.
+    /// The share of codes that differ in a later state of the model; `None` if there are no codes.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn changed_in<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Option<f64>, CliError> {
         Ok(changed(&self.words, &Self::of(model, self.spec)?.words))
     }
