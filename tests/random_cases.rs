@@ -3,8 +3,8 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, Block, LinearSpec, MasterKind, MasterWeight, Nvfp4Kernels, Nvfp4Tensor, Precision, Product,
-    QuantizeSpec, Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
+    AdamwState, AdamwStep, Block, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Tensor, Precision, Product, QuantizeSpec,
+    Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
 };
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, ops::FloatTensor};
 use burn_cubecl::CubeRuntime;
@@ -194,8 +194,7 @@ fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
             let (x, sum) = (values(r, rows * cols), values(r, rows * cols));
             let (w, grad) = (r.normals(rows * cols, 0.1), r.normals(rows * cols, 1.0));
             let (x, sum) = (put(&x, rows, cols), put(&sum, rows, cols));
-            let weight =
-                MasterWeight::Dense { w: put(&w, rows, cols), master: MasterKind::F32.dense(), residual: None };
+            let (w, form) = (put(&w, rows, cols), MasterKind::F32.dense());
             let state = AdamwState::<B>::zeros(StateKind::F32, rows * cols, DType::F32, device);
             let step = AdamwStep {
                 lr: 0.01,
@@ -208,8 +207,7 @@ fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
                 grad_scale: 0.5,
                 stream,
             };
-            let (weight, _) = B::adamw(weight, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));
-            let MasterWeight::Dense { w, .. } = weight else { panic!("a step keeps the form") };
+            let (w, _) = B::adamw(w, form, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));
             vec![flat(B::square_sum(x.clone())), of(B::accumulated(sum, x)), of(w)]
         }
     }

@@ -6,7 +6,7 @@
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     ops::{Activations, Nvfp4Backend},
-    optim::{AdamwState, MasterWeight},
+    optim::AdamwState,
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
     primitive::{primitive, tensor},
     recipe::{LinearSpec, Precision},
@@ -16,7 +16,12 @@ use burn::tensor::{
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
-use kernels_cubecl::{adamw::AdamwStep, matmul::Product, quantize::QuantizeSpec, rng::Stream};
+use kernels_cubecl::{
+    adamw::{AdamwStep, Master},
+    matmul::Product,
+    quantize::QuantizeSpec,
+    rng::Stream,
+};
 
 /// A backend that quantizes, multiplies, runs backward passes and steps weights.
 pub trait Nvfp4Kernels: Nvfp4Backend {
@@ -143,15 +148,26 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         gradients: bool,
     ) -> HeadLoss<Self>;
 
-    /// Makes one AdamW step over a whole tensor, `chunk` elements (a multiple of 256) a launch. `grad` is f32 or bf16
-    /// and has the shape of the weight. The weight and the state are updated in place when nothing else holds them.
+    /// Makes one AdamW step on a float master weight of any shape, `chunk` elements (a multiple of 256) a launch. The
+    /// weight is f32, or bf16 for a bf16 form (f32 if the device has no bf16). `grad` is f32 or bf16 and has the shape of
+    /// the weight. The weight and the state are updated in place when nothing else holds them.
     fn adamw(
-        w: MasterWeight<Self>,
+        w: FloatTensor<Self>,
+        form: Master,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
-    ) -> (MasterWeight<Self>, AdamwState<Self>);
+    ) -> (FloatTensor<Self>, AdamwState<Self>);
+
+    /// Makes one AdamW step on an NVFP4 master weight, whose moments are quantized. The rest is as in [`Self::adamw`].
+    fn adamw_packed(
+        w: Nvfp4Primitive<Self>,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        chunk: usize,
+    ) -> (Nvfp4Primitive<Self>, AdamwState<Self>);
 
     /// The sum of the squares of a gradient of any shape, f32 `[1]`.
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self>;

@@ -6,7 +6,7 @@ use crate::{
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, Layer, Nvfp4Backend},
-    optim::{AdamwState, MasterWeight, Moment, StateKind},
+    optim::{AdamwState, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
     portable,
     recipe::{LinearSpec, Precision},
@@ -236,26 +236,46 @@ impl Nvfp4Kernels for NdArray {
         portable::head_loss::<Self>(h, w, targets, precision, gradients)
     }
 
-    // Chunks only keep launches small, so this steps the whole tensor at once.
+    // Chunks only keep launches small, so both steps take the whole tensor at once.
     fn adamw(
-        w: MasterWeight<Self>,
+        w: FloatTensor<Self>,
+        form: Master,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         _chunk: usize,
-    ) -> (MasterWeight<Self>, AdamwState<Self>) {
-        let grad = floats(grad);
-        let mut m = Unpacked::new(state.m, grad.len(), false);
-        let mut v = Unpacked::new(state.v, grad.len(), true);
-        let moments = [slice(&mut m.values), slice(&mut v.values)];
-        let w = match w {
-            MasterWeight::Dense { w, master, residual } => dense_step((w, master, residual), &grad, moments, step),
-            MasterWeight::Packed(w) => MasterWeight::Packed(packed_step(&w, &grad, moments, step)),
-        };
-        if state.kind == StateKind::Bf16 {
-            reference::round_states(slice(&mut m.values), slice(&mut v.values), step.stream);
+    ) -> (FloatTensor<Self>, AdamwState<Self>) {
+        let mut w = array(w);
+        let values = slice(&mut w);
+        let mut state = HostState::new(state, values.len());
+        if let Some(residual) = &state.residual {
+            values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference::unrounded(*w, *r));
         }
-        (w, AdamwState { kind: state.kind, m: m.packed(false), v: v.packed(true) })
+        state.step(values, &floats(grad), step);
+        for (i, w) in values.iter_mut().enumerate() {
+            let (value, rest) = reference::round(*w, i, form, step.stream);
+            *w = value;
+            if let Some(residual) = &mut state.residual {
+                residual[i] = rest;
+            }
+        }
+        (w.into(), state.packed())
+    }
+
+    fn adamw_packed(
+        w: Nvfp4Primitive<Self>,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        _chunk: usize,
+    ) -> (Nvfp4Primitive<Self>, AdamwState<Self>) {
+        let [rows, cols] = w.dims();
+        let mut packed = host_packed(&w);
+        let mut values = reference::unpacked(&packed, rows, cols);
+        let mut state = HostState::new(state, values.len());
+        state.step(&mut values, &floats(grad), step);
+        reference::repack(&mut packed, cols, &values, step.stream);
+        (device_packed(packed, rows), state.packed())
     }
 
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -289,74 +309,55 @@ impl DeviceServices for NdArray {
     }
 }
 
-/// The values of a moment, and the table of its codes if it is quantized.
-struct Unpacked {
-    values: SharedArray<f32>,
-    table: Option<Vec<f32>>,
+/// The state of a tensor as f32 values, with the tables of quantized moments.
+struct HostState {
+    kind: StateKind,
+    m: (SharedArray<f32>, Option<Vec<f32>>),
+    v: (SharedArray<f32>, Option<Vec<f32>>),
+    residual: Option<Vec<u8>>,
 }
 
-impl Unpacked {
-    /// If `root`, the codes stand for the roots of the values.
-    fn new(moment: Moment<NdArray>, len: usize, root: bool) -> Self {
-        match moment {
-            Moment::Float(x) => Self { values: array(x), table: None },
+impl HostState {
+    fn new(state: AdamwState<NdArray>, len: usize) -> Self {
+        let moment = |moment: Moment<NdArray>, root: bool| match moment {
+            Moment::Float(x) => (array(x), None),
             Moment::Quantized { codes, absmax, table } => {
                 let table = floats(table);
                 let values = reference::decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
-                Self { values: array(from_floats(values, [len])), table: Some(table) }
+                (array(from_floats(values, [len])), Some(table))
             }
+        };
+        let (m, v) = (moment(state.m, false), moment(state.v, true));
+        Self { kind: state.kind, m, v, residual: state.residual.map(bytes) }
+    }
+
+    fn step(&mut self, w: &mut [f32], grad: &[f32], step: AdamwStep) {
+        let (m, v) = (slice(&mut self.m.0), slice(&mut self.v.0));
+        reference::adamw(w, grad, m, v, step);
+        if self.kind == StateKind::Bf16 {
+            reference::round_states(m, v, step.stream);
         }
     }
 
-    fn packed(self, root: bool) -> Moment<NdArray> {
-        let Some(table) = self.table else { return Moment::Float(self.values.into()) };
-        let (codes, absmax) = reference::encode_moment(&floats(self.values.into()), &table, root);
-        let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
-        Moment::Quantized {
-            codes: ints(codes, [count]),
-            absmax: from_floats(absmax, [blocks]),
-            table: from_floats(table, [entries]),
-        }
+    fn packed(self) -> AdamwState<NdArray> {
+        let moment = |(values, table): (SharedArray<f32>, Option<Vec<f32>>), root: bool| match table {
+            None => Moment::Float(values.into()),
+            Some(table) => {
+                let (codes, absmax) = reference::encode_moment(&floats(values.into()), &table, root);
+                let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
+                Moment::Quantized {
+                    codes: ints(codes, [count]),
+                    absmax: from_floats(absmax, [blocks]),
+                    table: from_floats(table, [entries]),
+                }
+            }
+        };
+        let residual = self.residual.map(|residual| {
+            let len = residual.len();
+            ints(residual, [len])
+        });
+        AdamwState { kind: self.kind, m: moment(self.m, false), v: moment(self.v, true), residual }
     }
-}
-
-/// Steps a dense master: values, form, residual.
-fn dense_step(
-    (w, master, residual): (NdArrayTensor, Master, Option<NdArrayTensor>),
-    grad: &[f32],
-    [m, v]: [&mut [f32]; 2],
-    step: AdamwStep,
-) -> MasterWeight<NdArray> {
-    let mut w = array(w);
-    let values = slice(&mut w);
-    let mut residual = residual.map(bytes);
-    if let Some(residual) = &residual {
-        values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference::unrounded(*w, *r));
-    }
-    reference::adamw(values, grad, m, v, step);
-    for (i, w) in values.iter_mut().enumerate() {
-        let (value, rest) = reference::round(*w, i, master, step.stream);
-        *w = value;
-        if let Some(residual) = &mut residual {
-            residual[i] = rest;
-        }
-    }
-    MasterWeight::Dense { w: w.into(), master, residual: residual.map(|r| ints(r, [grad.len()])) }
-}
-
-/// Steps an NVFP4 master.
-fn packed_step(
-    w: &Nvfp4Primitive<NdArray>,
-    grad: &[f32],
-    [m, v]: [&mut [f32]; 2],
-    step: AdamwStep,
-) -> Nvfp4Primitive<NdArray> {
-    let [rows, cols] = w.dims();
-    let mut packed = host_packed(w);
-    let mut values = reference::unpacked(&packed, rows, cols);
-    reference::adamw(&mut values, grad, m, v, step);
-    reference::repack(&mut packed, cols, &values, step.stream);
-    device_packed(packed, rows)
 }
 
 /// Multiplies two matrices as they are stored. Burn's own product copies a transposed matrix first, which would copy the

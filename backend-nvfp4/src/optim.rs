@@ -1,6 +1,6 @@
 //! The forms in which AdamW keeps a tensor: its master weight and its two moments.
 
-use crate::{packed::Nvfp4Primitive, reference::table};
+use crate::reference::table;
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData,
     backend::Backend,
@@ -90,31 +90,17 @@ impl MasterKind {
     }
 }
 
-/// A master weight as the optimizer updates it.
-#[derive(Debug, Clone)]
-pub enum MasterWeight<B: Backend> {
-    /// A float tensor of any shape.
-    Dense {
-        /// The values that the model reads, in f32 or, for a bf16 form, in bf16 (f32 if the device has no bf16).
-        w: FloatTensor<B>,
-        /// The form.
-        master: Master,
-        /// The residual of [`Master::Residual`], U8 `[len]`.
-        residual: Option<IntTensor<B>>,
-    },
-    /// NVFP4 codes.
-    Packed(Nvfp4Primitive<B>),
-}
-
-/// The two moments of one tensor.
+/// What the optimizer keeps of one tensor besides the weight that the model reads.
 #[derive(Debug, Clone)]
 pub struct AdamwState<B: Backend> {
-    /// How they are stored.
+    /// How the moments are stored.
     pub kind: StateKind,
-    /// First moment.
+    /// The first moment.
     pub m: Moment<B>,
-    /// Second moment.
+    /// The second moment.
     pub v: Moment<B>,
+    /// The lower bits of a master weight of the form [`Master::Residual`], U8 `[len]`.
+    pub residual: Option<IntTensor<B>>,
 }
 
 /// One moment of one tensor.
@@ -135,7 +121,7 @@ pub enum Moment<B: Backend> {
 }
 
 impl<B: Backend> AdamwState<B> {
-    /// Makes zero moments for `len` values. `float` is the dtype of [`StateKind::Bf16`] on this device.
+    /// Makes zero moments for `len` values without a residual. `float` is the dtype of [`StateKind::Bf16`] on this device.
     pub fn zeros(kind: StateKind, len: usize, float: DType, device: &B::Device) -> Self {
         let full = |len: usize, byte: usize| {
             Tensor::<B, 1, Int>::full([len], byte as i64, (device, DType::U8)).into_primitive()
@@ -154,7 +140,14 @@ impl<B: Backend> AdamwState<B> {
                 Moment::Quantized { codes, absmax: absmax(), table: floats::<B>(table, device) }
             }
         };
-        Self { kind, m: moment(true), v: moment(false) }
+        Self { kind, m: moment(true), v: moment(false), residual: None }
+    }
+
+    /// The same moments with a residual for `len` values that says that the weight is exactly its bf16 value.
+    #[must_use]
+    pub fn with_residual(self, len: usize, device: &B::Device) -> Self {
+        let middle = Tensor::<B, 1, Int>::full([len], 128, (device, DType::U8)).into_primitive();
+        Self { residual: Some(middle), ..self }
     }
 }
 

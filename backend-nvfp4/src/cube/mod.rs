@@ -17,7 +17,7 @@ use crate::{
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, Layer, Nvfp4Backend},
-    optim::{AdamwState, MasterWeight},
+    optim::AdamwState,
     packed::{Nvfp4Primitive, Operand},
     portable,
     recipe::{LinearSpec, Precision},
@@ -36,7 +36,7 @@ use burn_cubecl::{
 };
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
-    adamw::AdamwStep,
+    adamw::{AdamwStep, Master},
     bench, column_sums, gradient, hadamard,
     matmul::Product,
     normal,
@@ -300,13 +300,24 @@ where
     }
 
     fn adamw(
-        w: MasterWeight<Self>,
+        w: FloatTensor<Self>,
+        form: Master,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
-    ) -> (MasterWeight<Self>, AdamwState<Self>) {
-        adamw::adamw(w, grad, state, step, chunk)
+    ) -> (FloatTensor<Self>, AdamwState<Self>) {
+        adamw::dense(w, form, grad, state, step, chunk)
+    }
+
+    fn adamw_packed(
+        w: Nvfp4Primitive<Self>,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        chunk: usize,
+    ) -> (Nvfp4Primitive<Self>, AdamwState<Self>) {
+        adamw::packed(w, grad, state, step, chunk)
     }
 
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -83,7 +83,7 @@ fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_,
             }
         }
     }
-    if let Some(residual) = &state.residual {
+    if let Some(residual) = &state.moments.residual {
         entries.push(("residual".to_owned(), Dtype::U8, vec![len], Content::Bytes(residual)));
     }
     entries
@@ -136,7 +136,6 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
         let kind = if shape.len() == 1 { StateKind::F32 } else { self.config.state };
         let steps = self.bytes(&format!("{name}.steps"), 4)?;
         let (m, v) = (format!("{name}.m"), format!("{name}.v"));
-        let moments = AdamwState { kind, m: self.moment(&m, kind, true, len)?, v: self.moment(&v, kind, false, len)? };
         let residual = format!("{name}.residual");
         let residual = self.has(&residual).then(|| self.bytes(&residual, len)).transpose()?.map(|bytes| {
             let data = TensorData::new(bytes, [len]);
@@ -145,7 +144,8 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
             residual
         });
         let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);
-        Ok(TensorState { steps, moments, residual })
+        let (m, v) = (self.moment(&m, kind, true, len)?, self.moment(&v, kind, false, len)?);
+        Ok(TensorState { steps, moments: AdamwState { kind, m, v, residual } })
     }
 
     /// A moment of `len` values; the codes of the first moment and of the second have different tables.
