@@ -9,7 +9,7 @@ use backend_nvfp4::{
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::CubeRuntime;
 
-const STATES: [StateKind; 5] = [StateKind::F32, StateKind::Bf16, StateKind::Int8, StateKind::Int4, StateKind::Nvfp4];
+const STATES: [StateKind; 4] = [StateKind::F32, StateKind::Bf16, StateKind::Int8, StateKind::Int4];
 const MASTERS: [MasterKind; 5] =
     [MasterKind::F32, MasterKind::Bf16Residual, MasterKind::Bf16, MasterKind::Bf16Nearest, MasterKind::Nvfp4];
 
@@ -100,9 +100,7 @@ fn f32_is_the_formula() {
     let got = trained::<Cpu>(&start, &grads, shape, MasterKind::F32, StateKind::F32, 1e-3, 11);
     assert_eq!(got, w);
     let moved = |to: &[f32]| -> Vec<f32> { to.iter().zip(&start).map(|(a, b)| a - b).collect() };
-    for (state, bound) in
-        [(StateKind::Bf16, 0.02), (StateKind::Int8, 0.1), (StateKind::Int4, 0.7), (StateKind::Nvfp4, 0.7)]
-    {
+    for (state, bound) in [(StateKind::Bf16, 0.02), (StateKind::Int8, 0.1), (StateKind::Int4, 0.7)] {
         let other = trained::<Cpu>(&start, &grads, shape, MasterKind::F32, state, 1e-3, 11);
         let error = relative(&moved(&other), moved(&w).into_iter().map(f64::from));
         assert!(error < bound, "{state:?} moved the weights {error} away from f32 states");
@@ -121,7 +119,6 @@ fn every_form_on_the_gpu_is_the_cpus() {
                 let packed = master == MasterKind::Nvfp4;
                 if packed && (matches!(state, StateKind::F32 | StateKind::Bf16) || cols % 16 != 0)
                     || state == StateKind::Int4 && rows * cols % 4 != 0
-                    || state == StateKind::Nvfp4 && rows * cols % 16 != 0
                 {
                     continue;
                 }
@@ -175,14 +172,13 @@ fn a_rate_of_zero_moves_nothing() {
     }
 }
 
-/// Regression with noise: what is left of the loss after 300 steps, as a share of what f32 moments leave. Features within a
-/// factor of 4 lose nothing to NVFP4 moments; where features that share blocks span two decades, as gradients do then, four
-/// bits are slow.
+/// Regression with noise: the loss after 300 steps, as a multiple of the loss that f32 moments reach. Four bits are slow
+/// where features that share blocks span two decades.
 #[test]
-fn what_quantised_moments_leave_of_the_loss() {
-    for (base, bounds) in [(2.0, [1.05, 2.0, 1.2]), (10.0, [1.05, 5.0, 7.0])] {
+fn quantized_moments_reach_nearly_the_loss_of_f32_moments() {
+    for (base, bounds) in [(2.0, [1.05, 2.0]), (10.0, [1.05, 5.0])] {
         let exact = left(StateKind::F32, base);
-        for (state, bound) in [StateKind::Int8, StateKind::Int4, StateKind::Nvfp4].into_iter().zip(bounds) {
+        for (state, bound) in [StateKind::Int8, StateKind::Int4].into_iter().zip(bounds) {
             let share = left(state, base) / exact;
             assert!(share < bound, "{state:?} leaves {share} of what f32 leaves, features by {base}");
         }

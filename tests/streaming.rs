@@ -188,7 +188,6 @@ fn both_modes_give_the_same_update() {
         (Recipe::W4a4, MasterKind::Bf16, StateKind::Int4),
         (Recipe::Nvfp4(Nvfp4Parts::ALL), MasterKind::Bf16Residual, StateKind::Bf16),
         (Recipe::W4, MasterKind::Nvfp4, StateKind::Int8),
-        (Recipe::W4, MasterKind::Nvfp4, StateKind::Nvfp4),
     ] {
         // One micro-batch with and without clipping; two, whose gradients are gathered.
         for (clip, batches) in [(0.0, &one), (0.05, &one), (0.05, &batches(2))] {

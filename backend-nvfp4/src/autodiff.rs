@@ -263,10 +263,9 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         };
         let down = |moment: Moment<Self>| match moment {
             Moment::Float(x) => Moment::<B>::Float(x.primitive),
-            Moment::Quantised { codes, absmax, table } => {
-                Moment::Quantised { codes, absmax: absmax.primitive, table: table.primitive }
+            Moment::Quantized { codes, absmax, table } => {
+                Moment::Quantized { codes, absmax: absmax.primitive, table: table.primitive }
             }
-            Moment::Nvfp4 { codes, scales, absmax } => Moment::Nvfp4 { codes, scales, absmax: absmax.primitive },
         };
         let state = AdamwState { kind: state.kind, m: down(state.m), v: down(state.v) };
         let (w, state) = B::adamw(w, grad.primitive, state, step, chunk);
@@ -278,11 +277,8 @@ impl<B: Nvfp4Backend, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         };
         let up = |moment: Moment<B>| match moment {
             Moment::Float(x) => Moment::<Self>::Float(Self::from_inner(x)),
-            Moment::Quantised { codes, absmax, table } => {
-                Moment::Quantised { codes, absmax: Self::from_inner(absmax), table: Self::from_inner(table) }
-            }
-            Moment::Nvfp4 { codes, scales, absmax } => {
-                Moment::Nvfp4 { codes, scales, absmax: Self::from_inner(absmax) }
+            Moment::Quantized { codes, absmax, table } => {
+                Moment::Quantized { codes, absmax: Self::from_inner(absmax), table: Self::from_inner(table) }
             }
         };
         (w, AdamwState { kind: state.kind, m: up(state.m), v: up(state.v) })

@@ -238,11 +238,9 @@ where
         let [q, k, v] = [q, k, v].map(into_contiguous);
         let y = empty(&q, dims(&q), q.dtype);
         if docs.past > 0 && decode_attention::fits(shape) {
-            let (_, len) = decode_attention::scratch(shape);
-            let scratch = empty(&q, [len], DType::F32);
-            let (qkv, parts) = ([arg(&q), arg(&k), arg(&v)], [arg(&scratch), arg(&scratch)]);
+            let qkv = [arg(&q), arg(&k), arg(&v)];
             let (starts, dtype) = (arg(&docs.starts), q.dtype.into());
-            launched(decode_attention::decode_attention(&q.client, qkv, starts, parts, arg(&y), dtype, shape));
+            launched(decode_attention::decode_attention(&q.client, qkv, starts, arg(&y), dtype, shape));
             return (y, None);
         }
         let lse = empty(&q, [spec.heads, docs.tokens()], DType::F32);
@@ -340,11 +338,8 @@ where
         let gradient = || (arg(&grad), grad.dtype.into());
         let moments = [state.m, state.v].map(|moment| match moment {
             Moment::Float(x) => Moment::<Self>::Float(writable(x)),
-            Moment::Quantised { codes, absmax, table } => {
-                Moment::Quantised { codes: writable(codes), absmax: writable(absmax), table }
-            }
-            Moment::Nvfp4 { codes, scales, absmax } => {
-                Moment::Nvfp4 { codes: writable(codes), scales: writable(scales), absmax: writable(absmax) }
+            Moment::Quantized { codes, absmax, table } => {
+                Moment::Quantized { codes: writable(codes), absmax: writable(absmax), table }
             }
         });
         let w = match w {
@@ -362,17 +357,17 @@ where
             let [m, v] = &moments;
             launched(match (&w, [m, v]) {
                 (MasterWeight::Dense { w, master, residual }, [Moment::Float(m), Moment::Float(v)]) => {
-                    let w = dense_args(w, *master, residual.as_ref(), len);
+                    let w = dense_args(w, *master, residual.as_ref());
                     let states = (m.dtype.into(), state.kind == StateKind::Bf16);
                     adamw::adamw_float(&client, w, gradient(), [arg(m), arg(v)], states, step, chunk)
                 }
                 (MasterWeight::Dense { w, master, residual }, moments) => {
-                    let (coding, args) = quantised(state.kind, moments);
-                    let w = dense_args(w, *master, residual.as_ref(), len);
-                    adamw::adamw_quantised(&client, w, gradient(), args, coding, step, chunk)
+                    let (coding, args) = quantized_moments(state.kind, moments);
+                    let w = dense_args(w, *master, residual.as_ref());
+                    adamw::adamw_quantized(&client, w, gradient(), args, coding, step, chunk)
                 }
                 (MasterWeight::Packed(w), moments) => {
-                    let (coding, args) = quantised(state.kind, moments);
+                    let (coding, args) = quantized_moments(state.kind, moments);
                     adamw::adamw_packed(&client, packed(w).args(), gradient(), args, coding, step, chunk)
                 }
             });
@@ -408,22 +403,13 @@ where
     }
 }
 
-/// A dense master for the kernel. Forms without a residual pass the weight's own buffer in its place, unused.
-fn dense_args<R: CubeRuntime>(
-    w: &CubeTensor<R>,
-    master: Master,
-    residual: Option<&CubeTensor<R>>,
-    len: usize,
-) -> DenseArgs<R> {
-    // SAFETY is the kernel crate's: it checks lengths, and forms without a residual never touch it.
-    let residual = arg(residual.unwrap_or(w));
-    debug_assert_eq!(residual.size(), len);
-    DenseArgs { w: arg(w), dtype: w.dtype.into(), residual, master }
+/// A dense master weight for the kernel.
+fn dense_args<R: CubeRuntime>(w: &CubeTensor<R>, master: Master, residual: Option<&CubeTensor<R>>) -> DenseArgs<R> {
+    DenseArgs { w: arg(w), dtype: w.dtype.into(), residual: residual.map(arg), master }
 }
 
-/// The coding and buffers of quantised moments. In the place of a buffer that a coding has none of goes another of its
-/// type, unread.
-fn quantised<R, F, I, BT>(
+/// The coding and buffers of quantized moments.
+fn quantized_moments<R, F, I, BT>(
     kind: StateKind,
     moments: [&Moment<CubeBackend<R, F, I, BT>>; 2],
 ) -> (Coding, [StateArgs<R>; 2])
@@ -436,12 +422,9 @@ where
     BT: BoolElement,
 {
     let args = moments.map(|moment| match moment {
-        Moment::Float(_) => panic!("an NVFP4 master has quantised moments"),
-        Moment::Quantised { codes, absmax, table } => {
-            StateArgs { codes: arg(codes), scales: arg(codes), absmax: arg(absmax), table: arg(table) }
-        }
-        Moment::Nvfp4 { codes, scales, absmax } => {
-            StateArgs { codes: arg(codes), scales: arg(scales), absmax: arg(absmax), table: arg(absmax) }
+        Moment::Float(_) => panic!("an NVFP4 master has quantized moments"),
+        Moment::Quantized { codes, absmax, table } => {
+            StateArgs { codes: arg(codes), absmax: arg(absmax), table: arg(table) }
         }
     });
     (kind.coding().expect("a kind with codes"), args)

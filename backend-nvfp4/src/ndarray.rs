@@ -4,8 +4,8 @@
 use crate::{
     AdamwState, AdamwStep, MasterWeight, Moment, Nvfp4Backend, Nvfp4Primitive, Precision, Product, StateKind, Stream,
     optim::{
-        Nvfp4Moment, decode_moment, encode_moment, reference_adamw, reference_repack, reference_round,
-        reference_round_states, reference_unpacked, reference_unrounded,
+        decode_moment, encode_moment, reference_adamw, reference_repack, reference_round, reference_round_states,
+        reference_unpacked, reference_unrounded,
     },
     quantize::{QuantizeSpec, View},
     reference::{self, Packed},
@@ -92,14 +92,10 @@ impl Nvfp4Backend for NdArray {
         let len = grad.len();
         let [mut m, mut v] = [(state.m, false), (state.v, true)].map(|(moment, root)| match moment {
             Moment::Float(x) => (array(x), None),
-            Moment::Quantised { codes, absmax, table } => {
+            Moment::Quantized { codes, absmax, table } => {
                 let table = floats(table);
                 let values = decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
                 (array(from_floats(values, [len])), Some(table))
-            }
-            Moment::Nvfp4 { codes, scales, absmax } => {
-                let stored = Nvfp4Moment { codes: bytes(codes), scales: bytes(scales), absmax: floats(absmax) };
-                (array(from_floats(stored.decode(root), [len])), None)
             }
         });
         let moments = (slice(&mut m.0), slice(&mut v.0));
@@ -134,20 +130,11 @@ impl Nvfp4Backend for NdArray {
             reference_round_states(moments.0, moments.1, step.stream);
         }
         let [m, v] = [(m, false), (v, true)].map(|((values, table), root)| match table {
-            None if state.kind == StateKind::Nvfp4 => {
-                let Nvfp4Moment { codes, scales, absmax } = Nvfp4Moment::encode(&floats(values.into()), root);
-                let [count, blocks, groups] = [codes.len(), scales.len(), absmax.len()];
-                Moment::Nvfp4 {
-                    codes: ints(codes, [count]),
-                    scales: ints(scales, [blocks]),
-                    absmax: from_floats(absmax, [groups]),
-                }
-            }
             None => Moment::Float(values.into()),
             Some(table) => {
                 let (codes, absmax) = encode_moment(&floats(values.into()), &table, root);
                 let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
-                Moment::Quantised {
+                Moment::Quantized {
                     codes: ints(codes, [count]),
                     absmax: from_floats(absmax, [blocks]),
                     table: from_floats(table, [entries]),

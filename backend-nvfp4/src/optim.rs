@@ -3,8 +3,7 @@
 use crate::{
     Nvfp4Primitive,
     reference::{
-        E4M3_MAX, Packed, code, draw_of, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode,
-        philox, set_code,
+        Packed, code, draw_of, e2m1_decode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, philox, set_code,
     },
 };
 use burn::tensor::{
@@ -13,7 +12,7 @@ use burn::tensor::{
     ops::{FloatTensor, IntTensor},
 };
 use kernels_cubecl::{
-    adamw::{AdamwStep, Coding, Master, NVFP4_LEAST, NVFP4_UNIT, STATE_BLOCK},
+    adamw::{AdamwStep, Coding, Master, STATE_BLOCK},
     layout::{BLOCK, scales_per_row},
     rng::Stream,
 };
@@ -29,8 +28,6 @@ pub enum StateKind {
     Int8,
     /// 4-bit block-wise: 1.03 bytes a parameter.
     Int4,
-    /// NVFP4 in groups of 256: 1.16 bytes a parameter.
-    Nvfp4,
 }
 
 impl StateKind {
@@ -41,7 +38,6 @@ impl StateKind {
             Self::Bf16 => "bf16",
             Self::Int8 => "int8",
             Self::Int4 => "int4",
-            Self::Nvfp4 => "nvfp4",
         }
     }
 
@@ -52,17 +48,15 @@ impl StateKind {
             Self::Bf16 => 4.0,
             Self::Int8 => 2.0 + 8.0 / STATE_BLOCK as f64,
             Self::Int4 => 1.0 + 8.0 / STATE_BLOCK as f64,
-            Self::Nvfp4 => 1.0 + 2.0 / BLOCK as f64 + 8.0 / STATE_BLOCK as f64,
         }
     }
 
-    /// How codes stand for values, of the quantised kinds.
+    /// How codes stand for values, of the quantized kinds.
     pub fn coding(self) -> Option<Coding> {
         match self {
             Self::F32 | Self::Bf16 => None,
             Self::Int8 => Some(Coding::Bytes),
             Self::Int4 => Some(Coding::Nibbles),
-            Self::Nvfp4 => Some(Coding::Nvfp4),
         }
     }
 }
@@ -138,22 +132,13 @@ pub enum Moment<B: Backend> {
     /// Float `[len]`: f32, or bf16 (f32 where the device has none).
     Float(FloatTensor<B>),
     /// A code a value, an f32 absmax for 256 values, and the table that codes index.
-    Quantised {
+    Quantized {
         /// U8 `[len]`, or `[len / 2]` with the even value's code in the low nibble. Of m itself, of the root of v.
         codes: IntTensor<B>,
         /// f32 `[ceil(len / 256)]`.
         absmax: FloatTensor<B>,
         /// f32 `[256]` or `[16]`, ascending.
         table: FloatTensor<B>,
-    },
-    /// An E2M1 code a value, an E4M3 scale for 16, an f32 absmax for 256: NVFP4 whose tensor scale is a group's.
-    Nvfp4 {
-        /// U8 `[len / 2]` with the even value's code in the low nibble. Of m itself, of the root of v.
-        codes: IntTensor<B>,
-        /// U8 `[len / 16]`.
-        scales: IntTensor<B>,
-        /// f32 `[ceil(len / 256)]`.
-        absmax: FloatTensor<B>,
     },
 }
 
@@ -169,15 +154,12 @@ impl<B: Backend> AdamwState<B> {
                 let dtype = if kind == StateKind::F32 { DType::F32 } else { float };
                 Moment::Float(B::float_zeros(Shape::new([len]), device, dtype.into()))
             }
-            Some(Coding::Nvfp4) => {
-                Moment::Nvfp4 { codes: full(len / 2, 0), scales: full(len / BLOCK, 0), absmax: absmax() }
-            }
             Some(coding) => {
                 let table = table(signed, coding.bits());
                 let zero = table.iter().position(|&t| t == 0.0).unwrap_or(0);
                 let byte = if coding == Coding::Bytes { zero } else { zero | zero << 4 };
                 let codes = full(len * coding.bits() / 8, byte);
-                Moment::Quantised { codes, absmax: absmax(), table: floats::<B>(table, device) }
+                Moment::Quantized { codes, absmax: absmax(), table: floats::<B>(table, device) }
             }
         };
         Self { kind, m: moment(true), v: moment(false) }
@@ -185,16 +167,8 @@ impl<B: Backend> AdamwState<B> {
 }
 
 impl<B: Backend> Moment<B> {
-    /// Restores a quantised moment (the first or the second) from its codes and block maxima, and the block scales of
-    /// [`StateKind::Nvfp4`].
-    pub fn from_bytes(
-        kind: StateKind,
-        first: bool,
-        codes: Vec<u8>,
-        scales: Option<Vec<u8>>,
-        absmax: Vec<f32>,
-        device: &B::Device,
-    ) -> Self {
+    /// Restores a quantized moment (the first or the second) from its codes and block maxima.
+    pub fn from_bytes(kind: StateKind, first: bool, codes: Vec<u8>, absmax: Vec<f32>, device: &B::Device) -> Self {
         let bytes = |bytes: Vec<u8>| {
             let len = bytes.len();
             let data = TensorData::new(bytes, Shape::new([len]));
@@ -204,14 +178,9 @@ impl<B: Backend> Moment<B> {
             bytes
         };
         let (codes, absmax) = (bytes(codes), floats::<B>(absmax, device));
-        match scales {
-            Some(scales) => Self::Nvfp4 { codes, scales: bytes(scales), absmax },
-            None => {
-                let coding = kind.coding().expect("float moments have no codes");
-                let table = table(first, coding.bits());
-                Self::Quantised { codes, absmax, table: floats::<B>(table, device) }
-            }
-        }
+        let coding = kind.coding().expect("float moments have no codes");
+        let table = table(first, coding.bits());
+        Self::Quantized { codes, absmax, table: floats::<B>(table, device) }
     }
 }
 
@@ -323,7 +292,7 @@ pub(crate) fn reference_unpacked(packed: &Packed, rows: usize, cols: usize) -> V
         .collect()
 }
 
-/// The values of a quantised moment; of v its root squared.
+/// The values of a quantized moment; of v its root squared.
 pub(crate) fn decode_moment(codes: &[u8], absmax: &[f32], table: &[f32], len: usize, root: bool) -> Vec<f32> {
     let four = table.len() == 16;
     (0..len)
@@ -366,53 +335,6 @@ fn encode(values: &[f32], codes: &mut [u8], table: &[f32]) -> f32 {
     absmax
 }
 
-/// An NVFP4 moment on the host; of v its root.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Nvfp4Moment {
-    pub(crate) codes: Vec<u8>,
-    pub(crate) scales: Vec<u8>,
-    pub(crate) absmax: Vec<f32>,
-}
-
-impl Nvfp4Moment {
-    /// Of values whose number is a multiple of 16. A root above zero stays above zero.
-    pub(crate) fn encode(values: &[f32], root: bool) -> Self {
-        assert!(values.len().is_multiple_of(BLOCK), "{} values: not a multiple of 16", values.len());
-        let stored: Vec<f32> = if root { values.iter().map(|v| v.sqrt()).collect() } else { values.to_vec() };
-        let amax = |values: &[f32]| values.iter().fold(0.0f32, |a, x| a.max(x.abs()));
-        let least = |amax: f32, least: f32| if root && amax > 0.0 { least } else { 0.0 };
-        let (mut codes, mut scales) = (Vec::with_capacity(stored.len() / 2), Vec::with_capacity(stored.len() / BLOCK));
-        let mut absmax = Vec::with_capacity(stored.len().div_ceil(STATE_BLOCK));
-        for group in stored.chunks(STATE_BLOCK) {
-            let top = amax(group);
-            let full = if top >= NVFP4_LEAST { E4M3_MAX / top } else { 0.0 };
-            absmax.push(top);
-            for block in group.chunks(BLOCK) {
-                let amax = amax(block);
-                let scale = e4m3_encode((amax * full).max(least(amax, e4m3_decode(1))).min(E4M3_MAX));
-                let unit = e4m3_decode(scale) * (top * NVFP4_UNIT);
-                let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
-                let of = |x: f32| if root { (x * inverse).max(least(x, 0.5)) } else { x * inverse };
-                let code = |x: f32| e2m1_encode(of(x));
-                codes.extend(block.chunks(2).map(|pair| code(pair[0]) | code(pair[1]) << 4));
-                scales.push(scale);
-            }
-        }
-        Self { codes, scales, absmax }
-    }
-
-    /// The values: `code * (scale * (absmax / 2688))`; of v its root squared.
-    pub(crate) fn decode(&self, root: bool) -> Vec<f32> {
-        (0..self.codes.len() * 2)
-            .map(|i| {
-                let unit = e4m3_decode(self.scales[i / BLOCK]) * (self.absmax[i / STATE_BLOCK] * NVFP4_UNIT);
-                let value = e2m1_decode(self.codes[i / 2] >> (i % 2 * 4) & 15) * unit;
-                if root { value * value } else { value }
-            })
-            .collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -440,41 +362,6 @@ mod tests {
                 assert!(exact || bits == 4 && *back >= value * 0.4, "{bits} bits: {value} came back as {back}");
             }
         }
-        let moment = Nvfp4Moment::encode(&values, true);
-        for (back, value) in moment.decode(true).iter().zip(&values) {
-            assert!(*back >= value * 0.6, "NVFP4: {value} came back as {back}");
-        }
-    }
-
-    #[test]
-    fn nvfp4_moments_are_near_and_zeros_stay() {
-        let wave = |i: usize| (i as f32 * 0.7).sin() * 10f32.powi(-((i / 16 % 3) as i32));
-        let values: Vec<f32> = (0..512 + 48).map(|i| if i % 5 == 0 { 0.0 } else { wave(i) }).collect();
-        for root in [false, true] {
-            let values: Vec<f32> = values.iter().map(|x| if root { x * x } else { *x }).collect();
-            let moment = Nvfp4Moment::encode(&values, root);
-            assert_eq!([moment.codes.len(), moment.scales.len(), moment.absmax.len()], [280, 35, 3]);
-            let size = |x: f32| if root { x.sqrt() } else { x };
-            for (block, back) in values.chunks(16).zip(moment.decode(root).chunks(16)) {
-                let amax = block.iter().fold(0.0f32, |a, x| a.max(size(*x).abs()));
-                for (value, back) in block.iter().zip(back) {
-                    // Half the widest gap is a sixth of 6; E4M3 rounds the scale to one sixteenth.
-                    assert!((size(*value) - size(*back)).abs() <= amax * 0.18, "{value} came back as {back}");
-                    assert!(*value != 0.0 || *back == 0.0, "0 came back as {back}");
-                }
-            }
-            // What is stored is stored again as it is, but for rounding of the maximum.
-            let again = Nvfp4Moment::encode(&moment.decode(root), root);
-            let moved = again.decode(root).iter().zip(moment.decode(root)).filter(|(a, b)| *a != b).count();
-            assert!(moved * 10 <= values.len(), "{moved} of {} moved", values.len());
-        }
-        for tiny in [0.0, 1e-45, 1e-38, 1e-31] {
-            let moment = Nvfp4Moment::encode(&[tiny; 16], false);
-            assert_eq!(moment.decode(false), [0.0; 16], "{tiny:e}");
-        }
-        let least = Nvfp4Moment::encode(&[f32::from_bits(1); 16], true);
-        assert_eq!(least.scales, [0x7E]);
-        assert_eq!(least.codes, [0x77; 8]);
     }
 
     #[test]

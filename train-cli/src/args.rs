@@ -126,8 +126,6 @@ pub enum StateArg {
     /// 4-bit block-wise moments.
     #[value(alias = "4bit", alias = "4-bit")]
     Int4,
-    /// NVFP4 moments: E2M1, a scale for 16, an f32 one for 256. int4 is smaller and learns better.
-    Nvfp4,
 }
 
 /// `--master-weights`.

@@ -239,9 +239,9 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
     if let Some(steps) = s.max_steps {
         count("max-steps", Some(steps), 1)?;
     }
-    let quantised = matches!(s.optimizer_state_mode, Some(StateArg::Int8 | StateArg::Int4 | StateArg::Nvfp4));
+    let quantised = matches!(s.optimizer_state_mode, Some(StateArg::Int8 | StateArg::Int4));
     if s.master_weights == Some(MasterArg::Nvfp4) && !quantised {
-        return usage("--master-weights nvfp4 needs --optimizer-state-mode int8, int4 or nvfp4".into());
+        return usage("--master-weights nvfp4 needs --optimizer-state-mode int8 or int4".into());
     }
     if s.master_weights == Some(MasterArg::Nvfp4) && s.recipe == Some(RecipeArg::Bf16) {
         return usage("--master-weights nvfp4 has no unquantised weights for --recipe bf16: take w4".into());
@@ -349,7 +349,6 @@ pub fn fit(mut flags: FitArgs) -> Result<FitPlan, CliError> {
                 Some(StateArg::F32) => StateKind::F32,
                 Some(StateArg::Bf16) => StateKind::Bf16,
                 Some(StateArg::Int4) => StateKind::Int4,
-                Some(StateArg::Nvfp4) => StateKind::Nvfp4,
                 Some(StateArg::Int8) | None => StateKind::Int8,
             },
             master: match s.master_weights {

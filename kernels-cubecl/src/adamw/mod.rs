@@ -1,32 +1,33 @@
-//! AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, as PyTorch orders it) over one chunk:
+//! AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, in PyTorch's order) over one chunk of a tensor:
 //! ```text
-//! g = c * grad          m = b1 m + (1-b1) g          v = b2 v + (1-b2) g^2
-//! w = w (1 - lr wd) - lr / (1-b1^t) * m / (sqrt(v) / sqrt(1-b2^t) + eps)
-//! for i in chunk { decode m, v, w; step; round w; encode m, v }                     // the plain loop
+//! grad = clip * gradient      m = beta1 m + (1 - beta1) grad      v = beta2 v + (1 - beta2) grad^2
+//! w = w (1 - lr * decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//! for each element of the chunk { decode m, v, w; step; round and store w; encode m, v }     // the plain loop
 //! ```
-//! `c` is the clipping coefficient. Arithmetic is f32. A step of exactly zero leaves the bits of `w` alone, so that a
-//! rate of 0 is the identity, also on -0. Everything is updated in place; all of it is moved once each way: bound by memory.
+//! `clip` is the clipping coefficient. Arithmetic is f32. A step of exactly zero leaves the bits of `w` alone, so
+//! that a learning rate of 0 is the identity, also on -0. Every buffer is updated in place, read once and written
+//! once: bound by memory.
 //!
-//! | states | stored as |
+//! | moments | stored as |
 //! |---|---|
-//! | f32 | as they are |
-//! | bf16 | rounded stochastically: a second moment moves by 0.1 % a step, which rounding to nearest never shows |
-//! | 8-bit | 256 values share an f32 absmax, a byte indexes a table of 256 values (Dettmers et al., arXiv 2110.02861) |
-//! | 4-bit | the same with tables of 16 (Li et al., arXiv 2309.01507) |
-//! | NVFP4 | E2M1 codes, an E4M3 scale for 16 values, and of 256 the absmax in the place of a tensor's |
+//! | f32 | f32 |
+//! | bf16 | rounded stochastically: a second moment moves by 0.1 % a step, which rounding to nearest would lose |
+//! | 8-bit | 256 values share an f32 `absmax`; a byte indexes a table of 256 values (Dettmers et al., arXiv 2110.02861) |
+//! | 4-bit | the same with tables of 16 values (Li et al., arXiv 2309.01507) |
 //!
-//! The 8-bit tables have decades of equal steps, so that an entry is computed, not searched. What is stored of v is its
-//! root, which spans half the decades of v, and a root above zero never becomes zero: `m / eps` cannot happen.
+//! The 8-bit tables consist of decades of equal steps, so that the nearest entry is computed, not searched. Of the
+//! second moment the root is stored, which spans half the decades. A root above zero is never stored as zero:
+//! dividing by `eps` alone cannot happen.
 //!
 //! | master weights | stored as |
 //! |---|---|
 //! | [`Master::Exact`] | f32 |
 //! | [`Master::Residual`] | bf16, and eight more bits in a byte of their own |
-//! | [`Master::Stochastic`], [`Master::Nearest`] | bf16 values |
-//! | NVFP4 ([`adamw_packed()`]) | codes, rounded stochastically; a block keeps its scale while that fits |
+//! | [`Master::Stochastic`], [`Master::Nearest`] | bf16 |
+//! | NVFP4 ([`adamw_packed()`]) | codes, rounded stochastically; a block keeps its scale while its values fit |
 
 use crate::{
-    error::{KernelError, expect_len},
+    error::{KernelError, expect_len, require},
     rng::Stream,
 };
 use cubecl::prelude::*;
@@ -34,13 +35,13 @@ use cubecl::prelude::*;
 mod float;
 mod moments;
 mod packed;
-mod quantised;
+mod quantized;
 mod table;
 
 pub use float::adamw_float;
-pub use moments::{Coding, NVFP4_LEAST, NVFP4_UNIT, STATE_BLOCK, StateArgs};
+pub use moments::{Coding, STATE_BLOCK, StateArgs};
 pub use packed::adamw_packed;
-pub use quantised::adamw_quantised;
+pub use quantized::adamw_quantized;
 
 /// The scalars of one step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -61,7 +62,7 @@ pub struct AdamwStep {
     pub bias2: f32,
     /// Factor on the gradient (clipping).
     pub grad_scale: f32,
-    /// What stochastic rounding draws from.
+    /// The random numbers of stochastic rounding.
     pub stream: Stream,
 }
 
@@ -70,11 +71,11 @@ pub struct AdamwStep {
 pub enum Master {
     /// f32.
     Exact,
-    /// A bf16 value and a byte: bits 8 to 15 of the f32 that the value was rounded from, plus half a unit.
+    /// A bf16 value, and a byte that continues it: bits 8 to 15 of the f32 that was rounded, plus half a unit.
     Residual,
-    /// bf16 values, rounded up with the probability that makes the mean exact.
+    /// bf16, rounded up or down at random, with the probabilities that make the expected value exact.
     Stochastic,
-    /// bf16 values, rounded to nearest even: steps below half a unit are lost.
+    /// bf16, rounded to nearest even: steps below half a unit are lost.
     Nearest,
 }
 
@@ -83,29 +84,42 @@ pub enum Master {
 pub struct Chunk {
     /// First element.
     pub start: usize,
-    /// One past the last.
+    /// One past the last element.
     pub end: usize,
 }
 
 /// A dense master weight.
 pub struct DenseArgs<R: Runtime> {
-    /// Float, of type `dtype`: f32, or bf16 for the forms that are.
+    /// The weight, float of type `dtype`: f32 for [`Master::Exact`], otherwise bf16.
     pub w: ArrayArg<R>,
-    /// Its type.
+    /// The type of `w`.
     pub dtype: StorageType,
-    /// u8, as long as `w`, for [`Master::Residual`]; any u8 buffer as long for the others, which leave it alone.
-    pub residual: ArrayArg<R>,
-    /// Its form.
+    /// u8, as long as `w`: present for [`Master::Residual`] only.
+    pub residual: Option<ArrayArg<R>>,
+    /// How the weight is stored.
     pub master: Master,
 }
 
-fn check_chunk(chunk: Chunk, len: usize) -> Result<(), KernelError> {
-    expect_len("adamw", "chunk start", chunk.start.min(chunk.end), chunk.start)?;
-    expect_len("adamw", "chunk end", chunk.end.min(len), chunk.end)
+impl<R: Runtime> DenseArgs<R> {
+    /// Refuses a residual that is missing, superfluous or of another length than the weight.
+    fn check(&self, kernel: &'static str) -> Result<(), KernelError> {
+        let needed = self.master == Master::Residual;
+        require(kernel, self.residual.is_some() == needed, || {
+            let (state, rule) = if needed { ("missing", "needs one") } else { ("present", "takes none") };
+            format!("the residual is {state}, but {:?} {rule}", self.master)
+        })?;
+        self.residual.iter().try_for_each(|residual| expect_len(kernel, "residual", residual.size(), self.w.size()))
+    }
 }
 
-/// Values of a vector, and vectors that a unit takes: eight values where the lengths allow it.
-fn unit_of(len: usize, chunk: Chunk) -> (usize, usize) {
+fn check_chunk(kernel: &'static str, Chunk { start, end }: Chunk, len: usize) -> Result<(), KernelError> {
+    require(kernel, start <= end && end <= len, || {
+        format!("the chunk from {start} to {end} is not inside a tensor of {len} values")
+    })
+}
+
+/// The length of a vector, and the number of vectors that a unit takes: eight values where all lengths allow it.
+fn vectors_of_unit(len: usize, chunk: Chunk) -> (usize, usize) {
     let fits = |n: usize| [len, chunk.start, chunk.end].iter().all(|length| length.is_multiple_of(n));
     if fits(8) {
         (4, 2)
@@ -116,7 +130,7 @@ fn unit_of(len: usize, chunk: Chunk) -> (usize, usize) {
     }
 }
 
-/// [`AdamwStep`] on the device.
+/// The scalars of an [`AdamwStep`] as kernels use them.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct Scalars {
     /// `lr / (1 - beta1^t)`.
@@ -131,6 +145,20 @@ struct Scalars {
     grad_scale: f32,
 }
 
+/// A chunk on the device.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+struct ChunkOnDevice {
+    start: u32,
+    end: u32,
+}
+
+/// The buffers of a dense master weight on the device: vectors of the weight, and of its residual if there is one.
+#[derive(CubeType, CubeLaunch)]
+struct DenseBuffers<Weight: CubePrimitive, Byte: CubePrimitive> {
+    w: Array<Weight>,
+    residual: Sequence<Array<Byte>>,
+}
+
 fn scalars<R: Runtime>(s: &AdamwStep) -> ScalarsLaunch<R> {
     ScalarsLaunch::new(
         s.lr / s.bias1,
@@ -143,13 +171,14 @@ fn scalars<R: Runtime>(s: &AdamwStep) -> ScalarsLaunch<R> {
     )
 }
 
-/// A weight, its moments and the second one's root after one step.
+/// One step of one value. Returns the new weight, the new moments and the root of the second moment.
 #[cube]
 fn stepped(w: f32, m: f32, v: f32, grad: f32, s: Scalars) -> (f32, f32, f32, f32) {
     let g = grad * s.grad_scale;
     let m = s.beta1 * m + (1.0f32 - s.beta1) * g;
     let v = s.beta2 * v + (1.0f32 - s.beta2) * g * g;
-    // Cheaper than a root, and as good to a few last places; below 1e-38 it is too small, which eps covers.
+    // An inverse root is cheaper than a root and differs in the last places only. Below 1e-38 it is too small, which
+    // `eps` covers.
     let finite = min(v, 3.4e38f32);
     let root = finite * max(finite, 1.0e-38f32).inverse_sqrt();
     let step = s.rate * m / (root * s.root_scale + s.eps);
@@ -157,7 +186,8 @@ fn stepped(w: f32, m: f32, v: f32, grad: f32, s: Scalars) -> (f32, f32, f32, f32
     (select(step == 0.0f32, decayed, decayed - step), m, v, root)
 }
 
-/// The 16 bits that value `first + lane` draws of four words for eight values; `whole` if `first` is the first of eight.
+/// Extracts the 16 random bits of value `first + lane` from four words that serve eight values; `whole` if `first` is
+/// the first of the eight.
 #[cube]
 fn draw_of_eight(draws: &Array<u32>, first: u32, #[comptime] lane: usize, #[comptime] whole: bool) -> u32 {
     if comptime!(whole) {
@@ -168,9 +198,9 @@ fn draw_of_eight(draws: &Array<u32>, first: u32, #[comptime] lane: usize, #[comp
     }
 }
 
-/// A stored master weight as f32.
+/// Decodes a stored master weight.
 #[cube]
-fn loaded<W: Float>(w: W, residual: u32, #[comptime] master: Master) -> f32 {
+fn loaded<Weight: Float>(w: Weight, residual: u32, #[comptime] master: Master) -> f32 {
     let value = f32::cast_from(w);
     if comptime!(master == Master::Residual) {
         f32::reinterpret(u32::reinterpret(value) + (residual << 8u32) - 0x8000u32)
@@ -179,7 +209,8 @@ fn loaded<W: Float>(w: W, residual: u32, #[comptime] master: Master) -> f32 {
     }
 }
 
-/// The bits of `x` as `master` stores it: bf16 in the upper half, a residual in the next eight bits. `draw` is 16 bits.
+/// Rounds `x` as `master` stores it: bf16 in the upper half of the word, the residual in the next eight bits. `draw`
+/// has 16 random bits.
 #[cube]
 fn rounded(x: f32, draw: u32, #[comptime] master: Master) -> u32 {
     let bits = u32::reinterpret(x);
@@ -191,11 +222,24 @@ fn rounded(x: f32, draw: u32, #[comptime] master: Master) -> u32 {
         } else if comptime!(master == Master::Nearest) {
             0x7FFFu32 + ((bits >> 16u32) & 1u32)
         } else {
-            // Half a unit of 24 bits, and half of one of 16, which the residual is counted from.
+            // Half a unit of the 24 bits that are kept, plus half a unit of bf16, from which the residual is counted.
             0x8080u32.runtime()
         };
         let kept = if comptime!(master == Master::Residual) { 0xFFFF_FF00u32 } else { 0xFFFF_0000u32 };
         let finite = (bits & 0x7F80_0000u32) != 0x7F80_0000u32;
         select(finite, (bits + add) & kept, bits)
     }
+}
+
+/// The weight in the word that [`rounded()`] makes.
+#[cube]
+fn stored_weight<Weight: Float>(word: u32, #[comptime] master: Master) -> Weight {
+    let bits = if comptime!(master == Master::Exact) { word } else { word & 0xFFFF_0000u32 };
+    Weight::cast_from(f32::reinterpret(bits))
+}
+
+/// The residual in the word that [`rounded()`] makes.
+#[cube]
+fn stored_residual(word: u32) -> u8 {
+    u8::cast_from((word >> 8u32) & 0xFFu32)
 }

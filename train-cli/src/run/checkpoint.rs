@@ -197,13 +197,8 @@ fn write_optimizer<B: Nvfp4Backend>(
         for (part, moment) in [("m", &moments.m), ("v", &moments.v)] {
             match moment {
                 Moment::Float(x) => layout.push((format!("{name}.{part}"), float_of(x.dtype()).1, vec![len])),
-                Moment::Quantised { codes, .. } => {
+                Moment::Quantized { codes, .. } => {
                     layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
-                    layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
-                }
-                Moment::Nvfp4 { codes, scales, .. } => {
-                    layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
-                    layout.push((format!("{name}.{part}.scales"), Dtype::U8, scales.shape().to_vec()));
                     layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
                 }
             }
@@ -219,13 +214,8 @@ fn write_optimizer<B: Nvfp4Backend>(
         for moment in [&state.moments.m, &state.moments.v] {
             match moment {
                 Moment::Float(x) => put(&float_of(x.dtype()).0.encode(&host::<B>(x)?))?,
-                Moment::Quantised { codes, absmax, .. } => {
+                Moment::Quantized { codes, absmax, .. } => {
                     put(&bytes_of::<B>(codes)?)?;
-                    put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
-                }
-                Moment::Nvfp4 { codes, scales, absmax } => {
-                    put(&bytes_of::<B>(codes)?)?;
-                    put(&bytes_of::<B>(scales)?)?;
                     put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
                 }
             }
@@ -296,12 +286,8 @@ pub fn load_optimizer<B: Nvfp4Backend>(
             let name = format!("{name}.{part}");
             if let Some(coding) = kind.coding() {
                 let codes = bytes(&format!("{name}.codes"), len * coding.bits() / 8)?;
-                let scales = match kind {
-                    StateKind::Nvfp4 => Some(bytes(&format!("{name}.scales"), len / 16)?),
-                    _ => None,
-                };
                 let absmax = FloatType::F32.decode(&bytes(&format!("{name}.absmax"), len.div_ceil(256) * 4)?);
-                return Ok(Moment::from_bytes(kind, first, codes, scales, absmax, &device));
+                return Ok(Moment::from_bytes(kind, first, codes, absmax, &device));
             }
             let dtype = if kind == StateKind::Bf16 { optimizer.config().float } else { DType::F32 };
             let float = float_of(dtype).0;
