@@ -125,7 +125,7 @@ fn plans<R: CubeRuntime>() {
         for choice in
             [[1, 4, 2, 16], [2, 2, 3, 16], [3, 1, 1, 8], [5, 2, 2, 8], [8, 1, 4, 8], [13, 1, 3, 8], [19, 1, 1, 16]]
         {
-            let Some(plan) = gemv::Plan::of(&client, m, k, storage, choice) else { continue };
+            let Some(plan) = gemv::GemvPlan::of(&client, m, k, storage, choice) else { continue };
             tried += 1;
             // One dimension: rows of two may be padded.
             let ys = [0; 2].map(|_| Tensor::<Cube<R>, 1>::zeros([m * n], (&device, DType::BF16)));
@@ -176,9 +176,12 @@ fn tiles<R: CubeRuntime>() {
         let product = [Product::Nt, Product::Nn, Product::Tn][case % 3];
         let cols = widths[case / 3 % widths.len()];
         let accumulate = case % 2 == 1;
-        let shape =
-            gemm::Shape { i: 8 * (1 + random.below(40)), j: 8 * (1 + random.below(50)), r: 8 * (1 + random.below(40)) };
-        let gemm::Shape { i, j, r } = shape;
+        let shape = gemm::GemmShape {
+            i: 8 * (1 + random.below(40)),
+            j: 8 * (1 + random.below(50)),
+            r: 8 * (1 + random.below(40)),
+        };
+        let gemm::GemmShape { i, j, r } = shape;
         let mut values = |len: usize| -> Vec<half::bf16> {
             random.normals(len, 1.0).into_iter().map(half::bf16::from_f32).collect()
         };
@@ -278,7 +281,7 @@ fn several<B: Nvfp4Kernels>(device: B::Device) {
             let (left, right) = (&a[p.min(a.len() - 1)].0, &b[p.min(b.len() - 1)].0);
             let left = if product == Product::Tn { transpose(left, a_rows, a_cols) } else { left.clone() };
             let right = if product == Product::Nt { right.clone() } else { transpose(right, b_rows, b_cols) };
-            let gemm::Shape { i, j, r } = gemm::Shape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
+            let gemm::GemmShape { i, j, r } = gemm::GemmShape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
             let y = reference::matmul_nt(&left, &right, i, j, r);
             match expected.last_mut().filter(|_| summed) {
                 Some(sum) => sum.iter_mut().zip(y).for_each(|(s, y)| *s += y),

@@ -28,8 +28,7 @@ where
     let (w, grad, state) = (writable(w), into_contiguous(grad), writable_state(state));
     let client = grad.client.clone();
     for chunk in chunks(grad.meta.num_elements(), chunk) {
-        // The kernel never touches the residual of a form that has none: the weight's buffer stands in for it.
-        let residual = arg(state.residual.as_ref().unwrap_or(&w));
+        let residual = state.residual.as_ref().map(arg);
         let args = DenseArgs { w: arg(&w), dtype: w.dtype.into(), residual, master: form };
         let gradient = (arg(&grad), grad.dtype.into());
         launched(match (&state.m, &state.v) {
@@ -39,7 +38,7 @@ where
             }
             _ => {
                 let (coding, moments) = quantized(&state);
-                adamw::adamw_quantised(&client, args, gradient, moments, coding, step, chunk)
+                adamw::adamw_quantized(&client, args, gradient, moments, coding, step, chunk)
             }
         });
     }
@@ -96,7 +95,7 @@ where
     let args = [&state.m, &state.v].map(|moment| match moment {
         Moment::Float(_) => panic!("an NVFP4 master has quantized moments"),
         Moment::Quantized { codes, absmax, table } => {
-            StateArgs { codes: arg(codes), scales: arg(codes), absmax: arg(absmax), table: arg(table) }
+            StateArgs { codes: arg(codes), absmax: arg(absmax), table: arg(table) }
         }
     });
     (state.kind.coding().expect("a kind with codes"), args)

@@ -53,11 +53,8 @@ where
     let Some(shape) = shape else { return attention_saving(q, k, v, docs, spec).0 };
     let [q, k, v] = [q, k, v].map(into_contiguous);
     let y = empty(&q, dims(&q), q.dtype);
-    let (_, len) = decode_attention::scratch(shape);
-    let scratch = empty(&q, [len], DType::F32);
-    let (qkv, parts) = ([arg(&q), arg(&k), arg(&v)], [arg(&scratch), arg(&scratch)]);
-    let (starts, dtype) = (arg(&docs.starts), q.dtype.into());
-    launched(decode_attention::decode_attention(&q.client, qkv, starts, parts, arg(&y), dtype, shape));
+    let (qkv, starts, dtype) = ([arg(&q), arg(&k), arg(&v)], arg(&docs.starts), q.dtype.into());
+    launched(decode_attention::decode_attention(&q.client, qkv, starts, arg(&y), dtype, shape));
     y
 }
 

@@ -37,7 +37,7 @@ use cubek::{
 };
 use kernels_cubecl::{
     block_scaled::{self, block_scaled},
-    gemm::{self, Gemm, gemm},
+    gemm::{self, Gemm, GemmShape, gemm},
     gemv::{self, Gemv, gemv},
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     mma,
@@ -60,7 +60,7 @@ where
 {
     let count = a.len().max(b.len());
     let of = |list: &[Operand<B>], i: usize| i.min(list.len() - 1);
-    let shape = |i: usize| gemm::Shape::of(product, dims_of(&a[of(a, i)]), dims_of(&b[of(b, i)]));
+    let shape = |i: usize| GemmShape::of(product, dims_of(&a[of(a, i)]), dims_of(&b[of(b, i)]));
     let shapes: Vec<_> = (0..count).map(shape).collect();
     let like = match &b[0] {
         Operand::Dense(x) => x.clone(),
@@ -180,7 +180,7 @@ pub(super) fn accumulated<R: CubeRuntime>(
     f32_only: bool,
 ) -> CubeTensor<R> {
     let ([r, i], [_, j]) = (dims(&a), dims(&b));
-    let shape = gemm::Shape { i, j, r };
+    let shape = GemmShape { i, j, r };
     let Some(sum) = sum else { return dense(turned(a), b, f32_only, DType::F32) };
     if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && shape.fits(Product::Tn) {
         let types = (a.dtype.into(), DType::F32.into());
@@ -223,7 +223,7 @@ pub(super) fn packed_both<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let few = product == Product::Nt && out == operand && gemv::fits(a.dims()[0], w.dims()[1]);
     let [j, r] = if product == Product::Nt { w.dims() } else { [w.dims()[1], w.dims()[0]] };
-    let whole = gemm::Shape { i: a.dims()[0], j, r }.fits(product);
+    let whole = GemmShape { i: a.dims()[0], j, r }.fits(product);
     if operand != DType::F32 && mma::supported(&w.codes.client, operand.into()) && (few || whole) {
         if few {
             return few_rows(a.values(operand, false), w, &[&a.global]);
@@ -250,8 +250,8 @@ fn on_tensor_cores<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], produc
     a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && gemm_shape(a, b_dims, product).fits(product)
 }
 
-fn gemm_shape<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> gemm::Shape {
-    gemm::Shape::of(product, dims(a), b_dims)
+fn gemm_shape<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> GemmShape {
+    GemmShape::of(product, dims(a), b_dims)
 }
 
 /// Computes `x · wᵀ` for a few rows. The kernel reads the codes themselves.
@@ -289,7 +289,7 @@ fn tensor_cores<R: CubeRuntime>(
 }
 
 fn out_dims<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> [usize; 2] {
-    let gemm::Shape { i, j, .. } = gemm_shape(a, b_dims, product);
+    let GemmShape { i, j, .. } = gemm_shape(a, b_dims, product);
     [i, j]
 }
 

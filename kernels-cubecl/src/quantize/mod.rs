@@ -1,19 +1,25 @@
-//! Dense matrix to NVFP4: `x[r, c] -> code[r, c], scale[r, c / 16], g`.
+//! A dense matrix to NVFP4: `x[row, c] -> code[row, c], scale[row, c / 16], g`.
 //!
-//! Two-level (TransformerEngine's formula, all in f32; `A` the tensor's amax, `a` the block's):
+//! Two-level scaling follows TransformerEngine, all in f32. `amax` is the largest magnitude of the tensor,
+//! `block_amax` that of a block, and `full` scales the tensor to the full range of code times scale (6 * 448 = 2688):
 //! ```text
-//! S = min(2688 / A, FLT_MAX), 1 if A = 0        g = A / 2688
-//! s = e4m3(min(a * (S * (1/6)), 448))
-//! code = e2m1(x * min(1 / (s * (1/S)), FLT_MAX))
+//! full = min(2688 / amax, FLT_MAX), 1 if amax = 0        g = amax / 2688
+//! scale = e4m3(min(block_amax * (full * (1/6)), 448))
+//! code = e2m1(x * min(1 / (scale * (1/full)), FLT_MAX))
+//! for row { for block of 16 columns { amax of the block; scale; for c in block { code } } }      // the plain loop
 //! ```
-//! Single-level (torchao's): `s = e4m3(clamp(a / 6, 2^-6, 448))`, `code = e2m1(x * (1/s))`, `g = 1`.
+//! Single-level scaling follows torchao: `scale = e4m3(clamp(block_amax / 6, 2^-6, 448))`, `code = e2m1(x *
+//! (1/scale))`, `g = 1`.
 //!
-//! A block is 1x16 (one row, 16 columns) or 16x16. A unit keeps the 16 columns of the row, or of the two, that it owns
-//! (`tile.rs`) in registers, where they may be rotated first ([`crate::hadamard`]); the amax of 16x16 goes through shared
-//! memory. The input is read twice (tensor amax, then codes; once if single-level) and 4.5 bits a value are written:
-//! bound by memory, next by integer operations. A rounded product feeds sums by its magnitude only, is read for its sign as
-//! well, and may have been replaced on the way, so that no backend contracts it into a fused multiply-add: codes and
-//! scales are the reference's bit for bit.
+//! A block has 1x16 values (one row, 16 columns) or 16x16. A unit keeps 16 columns of one row, or of two, in
+//! registers (`tile.rs`), where they can be Hadamard-transformed first ([`crate::hadamard`]). The largest magnitude
+//! of a 16x16 block goes through shared memory. The input is read twice (for the tensor's largest magnitude, then for
+//! the codes; single-level reads it once) and 4.5 bits a value are written: bound by memory, next by integer
+//! operations.
+//!
+//! Codes and scales are the reference's bit for bit. For that no compiler may contract a product and a sum into a
+//! fused multiply-add: a rounded product enters a sum only as a magnitude, its sign is read separately, and it may
+//! have been replaced in between.
 
 use crate::{
     codec::{e2m1_bounded, e2m1_word, e4m3_scale},
@@ -28,9 +34,9 @@ mod tile;
 
 pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated};
 pub use tile::View;
-use tile::{Place, Plan, Row, gap, own, rotated_row, rows_of, store_across, units};
+use tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row, store_across, units};
 
-/// How many scales a tensor has besides its codes.
+/// The levels of scales that a tensor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scaling {
     /// E4M3 block scales only.
@@ -39,12 +45,12 @@ pub enum Scaling {
     Two,
 }
 
-/// Which values share a scale.
+/// The values that share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Block {
     /// One row, 16 columns.
     Row,
-    /// 16 rows, 16 columns: a matrix and its transpose then have the same codes.
+    /// 16 rows, 16 columns. A matrix and its transpose then have the same codes.
     Square,
 }
 
@@ -53,11 +59,11 @@ pub enum Block {
 pub enum Rounding {
     /// To nearest, ties to the even code.
     Nearest,
-    /// Up with the probability that makes the mean exact.
+    /// Up or down at random, with the probabilities that make the expected value exact.
     Stochastic(Stream),
 }
 
-/// A quantiser's choices.
+/// The choices of a quantizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QuantizeSpec {
     /// Single- or two-level.
@@ -68,12 +74,13 @@ pub struct QuantizeSpec {
     pub rounding: Rounding,
 }
 
-/// Quantises `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, R x C/8), `scales`
-/// (u8, R x C/16) and `global` (f32, 1). `amax` (f32, 3) comes from [`amax()`] or, if blocks are to be `rotated`, from
-/// [`amax_rotated`]; single-level ignores it.
+/// Quantizes `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, `rows x cols/8`), `scales` (u8, `rows
+/// x cols/16`) and `global` (f32, 1). If `rotated`, every 16 columns are Hadamard-transformed first. `amax` (f32, 3)
+/// comes from [`amax()`], or from [`amax_rotated`] if `rotated`; single-level scaling ignores it.
 ///
 /// # Errors
-/// If C is not a multiple of 16 (for 16x16 blocks R too) or a buffer does not fit the shape.
+/// If the columns (and for 16x16 blocks the rows) are not a multiple of 16, or a buffer does not fit the shape.
+#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
 pub fn quantize<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
@@ -105,26 +112,26 @@ pub fn quantize<R: Runtime>(
         Rounding::Nearest => (false, Stream { seed: 0, step: 0, stream: 0 }),
         Rounding::Stochastic(stream) => (true, stream),
     };
-    let plan = Plan::new(client, dtype, view, spec.block)?;
+    let grid = QuantizeGrid::new(client, dtype, view, spec.block)?;
     // SAFETY: buffer lengths were checked against the shape; units outside it write nothing.
     unsafe {
         quantize_kernel::launch_unchecked(
             client,
-            plan.count,
-            plan.dim,
-            plan.vector,
+            grid.count,
+            grid.dim,
+            grid.vector,
             x,
             amax,
             codes,
             scales,
             global,
-            plan.place,
+            grid.place,
             cipher(stream),
             spec.scaling == Scaling::Two,
             spec.block == Block::Square,
             stochastic,
-            plan.along,
-            plan.lines,
+            grid.along,
+            grid.lines,
             rotated,
             dtype,
         );
@@ -139,7 +146,7 @@ fn quantize_kernel<F: Float, N: Size>(
     codes: &mut Array<Vector<u32, Const<2>>>,
     scales: &mut Array<u8>,
     global: &mut Array<f32>,
-    place: Place,
+    place: DeviceView,
     cipher: &Cipher,
     #[comptime] two_level: bool,
     #[comptime] square: bool,
@@ -150,11 +157,11 @@ fn quantize_kernel<F: Float, N: Size>(
     #[define(F)] _dtype: StorageType,
 ) {
     let (row, col) = own(along, lines);
-    let mut rows = rows_of::<F, N>(x, row, col, place, along, lines);
+    let mut rows = load_rows::<F, N>(x, row, col, place, along, lines);
     if comptime!(rotated) {
         #[unroll]
         for line in 0..lines {
-            rotated_row(rows.index_mut(line));
+            rotate_row(rows.index_mut(line));
         }
     }
     let mut square_amax = 0.0f32;
@@ -199,8 +206,8 @@ fn quantize_kernel<F: Float, N: Size>(
 
 /// The largest magnitude of the 16x16 block in which all rows of a unit lie.
 #[cube]
-fn amax_of_square(rows: &Sequence<Row>, #[comptime] along: bool, #[comptime] lines: usize) -> f32 {
-    // Units that share a block: each has two of its rows.
+fn amax_of_square(rows: &Sequence<RowBlock>, #[comptime] along: bool, #[comptime] lines: usize) -> f32 {
+    // Eight units share a block: each owns two of its rows.
     let group = 8u32;
     let mut amax = 0.0f32;
     #[unroll]
@@ -217,7 +224,7 @@ fn amax_of_square(rows: &Sequence<Row>, #[comptime] along: bool, #[comptime] lin
     amax
 }
 
-/// A block's scale byte, and what its values are multiplied by.
+/// The scale byte of a block, and the factor that turns its values into codes.
 #[cube]
 fn scale_of(block_amax: f32, amax: &Array<f32>, #[comptime] two_level: bool) -> (u32, f32) {
     if comptime!(two_level) {
@@ -229,10 +236,10 @@ fn scale_of(block_amax: f32, amax: &Array<f32>, #[comptime] two_level: bool) -> 
     }
 }
 
-/// The codes of a row's values times `encode`, where `amax` is the largest magnitude of their block.
+/// Encodes the values of a row times `encode`; `amax` is the largest magnitude of their block.
 #[cube]
 fn encoded(
-    row: &Row,
+    row: &RowBlock,
     amax: f32,
     encode: f32,
     random: &Array<u32>,
@@ -243,7 +250,7 @@ fn encoded(
     for i in 0..16usize {
         scaled[i] = row.values[i] * encode;
     }
-    // Only if one of these is not so can a product be too large, or not a number.
+    // A product can be too large, or NaN, only if one of these conditions fails.
     let small = amax * encode < 7.0f32 && row.sum.abs() < 3.0e38f32;
     if !small {
         #[unroll]
