@@ -8,7 +8,7 @@ use crate::support::{
     host, on_gpu,
 };
 use backend_nvfp4::{
-    LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Parts, Recipe, StateKind,
+    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Parts, Recipe, StateKind,
     reference::{self, MASTER_ROOM},
 };
 use burn::{
@@ -52,16 +52,17 @@ fn config(tied: bool) -> Qwen3Config {
     Qwen3Config::from_file(&path).unwrap()
 }
 
-fn trainee<B: Nvfp4Backend>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {
+fn trainee<B: Nvfp4Kernels + DeviceServices>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {
     let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
-    let model = weights::random::<Autodiff<B>>(&config(tied), spec, master, 5, &Default::default()).unwrap();
+    let model = weights::random::<B>(&config(tied), spec, master, 5, &Default::default()).unwrap();
+    let model = weights::trained::<Autodiff<B>>(model, master);
     Trainee::new(model.with_bf16_last_blocks(1), LossKind::CrossEntropy, 0)
 }
 
 /// Seed of the weights' initial values and of every rounding.
 const SEED: u64 = 3;
 
-fn optimizer<B: Nvfp4Backend>(master: MasterKind, state: StateKind) -> ChunkedAdamw<B> {
+fn optimizer<B: Nvfp4Kernels + DeviceServices>(master: MasterKind, state: StateKind) -> ChunkedAdamw<B> {
     let config = AdamwConfig {
         beta1: 0.9,
         beta2: 0.95,
@@ -76,7 +77,12 @@ fn optimizer<B: Nvfp4Backend>(master: MasterKind, state: StateKind) -> ChunkedAd
     ChunkedAdamw::new(config, HashSet::new())
 }
 
-fn stepper<B: Nvfp4Backend>(mode: StepMode, max_norm: f64, master: MasterKind, state: StateKind) -> Stepper<B> {
+fn stepper<B: Nvfp4Kernels + DeviceServices>(
+    mode: StepMode,
+    max_norm: f64,
+    master: MasterKind,
+    state: StateKind,
+) -> Stepper<B> {
     Stepper {
         mode,
         clipping: Clipping { clip: Clip::Exact, max_norm, last_norm: None },
@@ -100,7 +106,7 @@ fn step(
 const LR: f64 = 1e-3;
 
 /// Sums the gradients of the micro-batches of a step as a step does. Returns the loss.
-fn sum_gradients<B: Nvfp4Backend>(
+fn sum_gradients<B: Nvfp4Kernels + DeviceServices>(
     mode: StepMode,
     net: &mut Trainee<Autodiff<B>>,
     (number, batches): (usize, &[MicroBatch]),
@@ -163,14 +169,14 @@ fn batches(batch_size: usize) -> Vec<MicroBatch> {
 }
 
 /// The values of a tensor of any rank.
-fn flat<B: Nvfp4Backend>(values: &FloatTensor<B>) -> Vec<f32> {
+fn flat<B: Nvfp4Kernels + DeviceServices>(values: &FloatTensor<B>) -> Vec<f32> {
     let len = values.shape().num_elements();
     let values = B::float_reshape(values.clone(), Shape::new([len]));
     host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(values)))
 }
 
 /// The loss of a step, and its gradients by name.
-fn gradients<B: Nvfp4Backend>(
+fn gradients<B: Nvfp4Kernels + DeviceServices>(
     mode: StepMode,
     tied: bool,
     recipe: Recipe,
@@ -191,7 +197,7 @@ fn gradients<B: Nvfp4Backend>(
     (loss, found.collect())
 }
 
-fn streaming_is_whole<B: Nvfp4Backend>() {
+fn streaming_is_whole<B: Nvfp4Kernels + DeviceServices>() {
     let batches = batches(2);
     for (tied, recipe) in RECIPES.into_iter().flat_map(|r| [(true, r), (false, r)]) {
         let of = |mode| gradients::<B>(mode, tied, recipe, MasterKind::F32, &batches);
@@ -238,7 +244,7 @@ fn both_modes_give_the_same_update() {
         (Recipe::W4a4, MasterKind::Bf16, StateKind::Int4),
         (Recipe::Nvfp4(Nvfp4Parts::ALL), MasterKind::Bf16Residual, StateKind::Bf16),
         (Recipe::W4, MasterKind::Nvfp4, StateKind::Int8),
-        (Recipe::W4, MasterKind::Nvfp4, StateKind::Nvfp4),
+        (Recipe::W4, MasterKind::Nvfp4, StateKind::Int4),
     ] {
         // One micro-batch with and without clipping, and two, whose gradients are summed.
         for (max_norm, batches) in [(0.0, &one), (0.05, &one), (0.05, &batches(2))] {

@@ -23,7 +23,8 @@ use train_cli::{data::order::MicroBatch, data::read as data, settings::LossKind,
 #[test]
 fn padding_does_not_leak() {
     let config = Qwen3Config::from_file(&demo_file("config.json")).unwrap();
-    let model = weights::random::<Autodiff<Cpu>>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
+    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
+    let model = weights::trained::<Autodiff<Cpu>>(model, MasterKind::F32);
     let trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
     let samples = data::synthetic(1, 12, 500, 3);
     let alone = MicroBatch::new(&[&samples[0]], 11);

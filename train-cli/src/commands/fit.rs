@@ -29,7 +29,7 @@ use crate::{
     train::trained,
     train::training_loop::Run,
 };
-use backend_nvfp4::{Block, LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling};
+use backend_nvfp4::{Block, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
 use burn::{backend::Autodiff, module::AutodiffModule, tensor::DType};
 use model_qwen3::{
     checkpoint::Checkpoint,
@@ -93,7 +93,7 @@ struct Fit {
 impl Job for Fit {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { plan, resumed, overwrite } = self;
         let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
@@ -169,23 +169,24 @@ impl Ready {
     }
 
     /// The model with the weights of the checkpoint, of its files, or random ones.
-    fn model<B: Nvfp4Backend>(
+    fn model<B: Nvfp4Kernels>(
         &self,
         resumed: Option<&Resumed>,
         device: &B::Device,
     ) -> Result<Qwen3<Autodiff<B>>, CliError> {
         let (config, spec, master) = (&self.inputs.config, self.spec, self.master);
-        let model = match (resumed, &self.inputs.source) {
+        let model: Qwen3<B> = match (resumed, &self.inputs.source) {
             (Some(resumed), _) => resumed.model(config, spec, master, device)?,
             (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(master), device)?,
             (None, None) => weights::random(config, spec, master, self.plan.settings.advanced.seed, device)?,
         };
+        let model = weights::trained(model, master);
         let model = trained::last_blocks(model, self.plan.settings.model.train_last_layers);
         Ok(model.with_bf16_last_blocks(self.plan.settings.recipe.bf16_last_blocks))
     }
 
     /// The optimizer, with its states after a resume.
-    fn optimizer<B: Nvfp4Backend>(
+    fn optimizer<B: Nvfp4Kernels>(
         &self,
         resumed: Option<&Resumed>,
         model: &Qwen3<Autodiff<B>>,
@@ -211,7 +212,7 @@ impl Ready {
     }
 
     /// The state of the run before its next step.
-    fn state<B: Nvfp4Backend>(&self, resumed: Option<&Resumed>, model: &Qwen3<Autodiff<B>>) -> TrainerState {
+    fn state<B: Nvfp4Kernels>(&self, resumed: Option<&Resumed>, model: &Qwen3<Autodiff<B>>) -> TrainerState {
         let (steps, head) = (self.inputs.order(&self.plan).steps, Head::of(model));
         let new = TrainerState::new(self.plan.settings.clone(), steps, &self.inputs.sha256, self.spec, head);
         match resumed {
@@ -221,7 +222,7 @@ impl Ready {
     }
 
     /// Trains from the step after `state` to the last.
-    fn train<B: Nvfp4Backend>(
+    fn train<B: Nvfp4Kernels + DeviceServices>(
         &self,
         model: Qwen3<Autodiff<B>>,
         optimizer: ChunkedAdamw<B>,
@@ -278,7 +279,7 @@ impl Ready {
     }
 
     /// Exports the trained model, unless nothing is saved, and says what to do next.
-    fn save<B: Nvfp4Backend>(
+    fn save<B: Nvfp4Kernels>(
         &self,
         model: &Qwen3<B>,
         head: Head,
@@ -323,13 +324,13 @@ struct Before {
 }
 
 impl Before {
-    fn of<B: Nvfp4Backend>(model: &Qwen3<Autodiff<B>>, samples: &Samples, spec: LinearSpec) -> Result<Self, CliError> {
+    fn of<B: Nvfp4Kernels>(model: &Qwen3<Autodiff<B>>, samples: &Samples, spec: LinearSpec) -> Result<Self, CliError> {
         let model = model.valid();
         Ok(Self { answers: samples.answers(&model)?, codes: Arc::new(Codes::of(&model, spec)?) })
     }
 
     /// Prints the answers before and after training. Returns the share of NVFP4 codes that changed, if there are any.
-    fn compare<B: Nvfp4Backend>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
+    fn compare<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
         for ((prompt, before), after) in samples.prompts.iter().zip(&self.answers).zip(samples.answers(model)?) {
             report::label("before", format!("{} → {}", beginning(prompt), beginning(before)));
             report::label("after", format!("{} → {}", beginning(prompt), beginning(&after)));

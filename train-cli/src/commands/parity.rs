@@ -18,7 +18,7 @@ use crate::{
     train::optim::{AdamwConfig, ChunkedAdamw},
     train::step::Stepper,
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
+use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling, StateKind};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};
 use model_qwen3::{
     checkpoint::FloatType,
@@ -99,13 +99,19 @@ pub struct Parity<'a> {
 impl Job for Parity<'_> {
     type Output = Comparison;
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Comparison, CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(
+        self,
+        device: B::Device,
+        precision: Precision,
+    ) -> Result<Comparison, CliError> {
         let fixture = Fixture { file: SafeFile::open(self.expected)? };
         let files = ModelFiles::new(self.model);
         let config = Qwen3Config::from_file(&files.config_file(None))?;
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
-            Ok(weights::load(&files.checkpoint()?, &config, spec, Purpose::Train(MasterKind::F32), &device)?)
+            let master = MasterKind::F32;
+            let model = weights::load(&files.checkpoint()?, &config, spec, Purpose::Train(master), &device)?;
+            Ok(weights::trained(model, master))
         };
         let mut ours: Vec<Ours> = Vec::new();
         let mut push = |key: String, shape: Vec<usize>, values: Vec<f32>| ours.push(Ours { key, shape, values });
@@ -117,7 +123,7 @@ impl Job for Parity<'_> {
         let input = ids_tensor(&ids, &config, &device)?;
         let [b, t] = input.dims();
         let mut watched = Vec::new();
-        let last = inner.forward_watched(input, None, |h| watched.push(h.clone()));
+        let last = inner.forward(input, |h| watched.push(h.clone()));
         for (i, hidden) in watched.into_iter().enumerate() {
             push(format!("hidden.{i}"), vec![b, t, config.hidden_size], to_host(hidden)?);
         }
@@ -183,7 +189,10 @@ struct Ours {
 
 /// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0. With the step that
 /// `fit` makes.
-fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Result<(Vec<f32>, Vec<f32>), CliError> {
+fn train<B: Nvfp4Kernels + DeviceServices>(
+    model: Qwen3<Autodiff<B>>,
+    fixture: &Fixture,
+) -> Result<(Vec<f32>, Vec<f32>), CliError> {
     let config = AdamwConfig {
         beta1: 0.9,
         beta2: 0.95,

@@ -17,7 +17,7 @@ use crate::{
     train::step::Stepper,
     train::training_loop::{Between, StepReport},
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
 use serde_json::json;
 use std::{
@@ -88,7 +88,7 @@ impl Journal {
     }
 }
 
-impl<B: Nvfp4Backend> Between<B> for Journal {
+impl<B: Nvfp4Kernels> Between<B> for Journal {
     fn after_step(&mut self, r: &StepReport) -> Result<(), CliError> {
         let tflops = self.flops * r.tokens_per_second / 1e12;
         self.log(

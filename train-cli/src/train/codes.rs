@@ -2,7 +2,7 @@
 //! compared with the codes of later states.
 
 use crate::CliError;
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Recipe};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Recipe};
 use model_qwen3::{
     ModelError,
     model::Qwen3,
@@ -24,7 +24,7 @@ impl Codes {
     ///
     /// # Errors
     /// If the device fails.
-    pub fn of<B: Nvfp4Backend>(model: &Qwen3<B>, spec: LinearSpec) -> Result<Self, CliError> {
+    pub fn of<B: Nvfp4Kernels>(model: &Qwen3<B>, spec: LinearSpec) -> Result<Self, CliError> {
         let mut words = Vec::new();
         if spec.recipe == Recipe::Bf16 {
             return Ok(Self { spec, words });
@@ -49,7 +49,7 @@ impl Codes {
     ///
     /// # Errors
     /// If the device fails.
-    pub fn changed_in<B: Nvfp4Backend>(&self, model: &Qwen3<B>) -> Result<Option<f64>, CliError> {
+    pub fn changed_in<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Option<f64>, CliError> {
         Ok(changed(&self.words, &Self::of(model, self.spec)?.words))
     }
 }

@@ -3,10 +3,10 @@
 //! thresholds to the last step. Whatever is not frozen yet trains on and makes up for the blocks that are. A frozen
 //! linear layer keeps its codes up to the export, byte for byte.
 
-use crate::train::{TrainingBackend, optim::ChunkedAdamw};
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use crate::train::optim::ChunkedAdamw;
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, TrainingBackend};
 use burn::{
-    module::{Module, Param},
+    module::{AutodiffModule, Module, Param},
     tensor::{DType, Tensor},
 };
 use model_qwen3::{model::Qwen3, weights::Replace};
@@ -54,7 +54,7 @@ pub fn freeze<AB: TrainingBackend>(
 }
 
 /// Replaces the master weights of linear layers by their codes.
-struct OnCodes<'a, B: Nvfp4Backend> {
+struct OnCodes<'a, B: Nvfp4Kernels> {
     spec: LinearSpec,
     optimizer: &'a mut ChunkedAdamw<B>,
 }
@@ -71,7 +71,7 @@ impl<AB: TrainingBackend> Replace<AB> for OnCodes<'_, AB::InnerBackend> {
     fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
         let Nvfp4Linear::Master(p) = linear else { return linear };
         let device = p.device();
-        let weight = Nvfp4Tensor::quantize(p.val(), self.spec.weights());
+        let weight = AutodiffModule::from_inner(Nvfp4Tensor::quantize(p.val().inner(), self.spec.weights()));
         // The gradient's parameter keeps the id of the weight; its value is never read.
         let gradient = Param::initialized(p.id, Tensor::zeros([1, 1], (&device, DType::F32)));
         self.optimizer.forget(p.id);

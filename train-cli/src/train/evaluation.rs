@@ -1,7 +1,7 @@
 //! The loss on the evaluation samples: as the run computes, with quantized weights, and with the master weights.
 
 use crate::{CliError, data::order::MicroBatch, train::objective::Trainee};
-use backend_nvfp4::{Nvfp4Backend, Recipe};
+use backend_nvfp4::{Nvfp4Kernels, Recipe};
 use burn::data::dataloader::DataLoader;
 use model_qwen3::weights::to_host;
 
@@ -22,7 +22,7 @@ pub struct Evaluation {
 ///
 /// # Errors
 /// If the device fails.
-pub fn evaluate<B: Nvfp4Backend>(
+pub fn evaluate<B: Nvfp4Kernels>(
     net: &Trainee<B>,
     samples: &dyn DataLoader<B, MicroBatch>,
     step: usize,
@@ -41,7 +41,7 @@ pub fn evaluate<B: Nvfp4Backend>(
 }
 
 /// The micro-batches divide their sums by the number of all supervised tokens, so their losses add up to the mean.
-fn mean_loss<B: Nvfp4Backend>(net: &Trainee<B>, samples: &dyn DataLoader<B, MicroBatch>) -> Result<f32, CliError> {
+fn mean_loss<B: Nvfp4Kernels>(net: &Trainee<B>, samples: &dyn DataLoader<B, MicroBatch>) -> Result<f32, CliError> {
     let mut sum = 0.0;
     for batch in samples.iter() {
         sum += f64::from(to_host(net.batch_loss(&batch))?[0]);

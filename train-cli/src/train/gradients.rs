@@ -5,7 +5,7 @@ use crate::train::{
     TrainingBackend,
     optim::{ChunkedAdamw, Rate},
 };
-use backend_nvfp4::{Nvfp4Backend, Nvfp4Linear, PackedMaster};
+use backend_nvfp4::{Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
 use burn::{
     module::{AutodiffModule, Param, ParamId},
     optim::GradientsParams,
@@ -32,13 +32,13 @@ pub enum Fate {
 
 /// The sums of a step's gradients over its micro-batches, and the squares for the norm.
 #[derive(Debug)]
-pub struct Gathered<B: Nvfp4Backend> {
+pub struct Gathered<B: Nvfp4Kernels> {
     sums: HashMap<ParamId, FloatTensor<B>>,
     squares: Vec<Tensor<B, 1>>,
     dtype: DType,
 }
 
-impl<B: Nvfp4Backend> Gathered<B> {
+impl<B: Nvfp4Kernels> Gathered<B> {
     /// No gradients yet. Sums of matrices are stored as `dtype`.
     pub fn new(dtype: DType) -> Self {
         Self { sums: HashMap::new(), squares: vec![], dtype }

@@ -6,12 +6,11 @@ use crate::{
     CliError,
     data::order::MicroBatch,
     report,
-    train::TrainingBackend,
     train::evaluation::Evaluation,
     train::objective::Trainee,
     train::training_loop::{self, Event, Run, StepReport},
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{
     data::dataloader::{DataLoader, Progress},
     module::AutodiffModule,
@@ -65,7 +64,7 @@ pub fn run<AB: TrainingBackend>(
 }
 
 /// The learning strategy: runs the training loop.
-struct LoopStrategy<B: Nvfp4Backend> {
+struct LoopStrategy<B: Nvfp4Kernels> {
     run: Mutex<Option<Run<B>>>,
     failure: Arc<Mutex<Option<CliError>>>,
 }

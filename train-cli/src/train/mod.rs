@@ -33,11 +33,3 @@ pub mod step;
 pub mod streaming;
 pub mod trained;
 pub mod training_loop;
-
-use backend_nvfp4::Nvfp4Backend;
-use burn::tensor::backend::AutodiffBackend;
-
-/// A backend that trains: it differentiates the operations of the model, and the backend inside it runs the optimizer.
-pub trait TrainingBackend: Nvfp4Backend + AutodiffBackend<InnerBackend: Nvfp4Backend> {}
-
-impl<AB: Nvfp4Backend + AutodiffBackend<InnerBackend: Nvfp4Backend>> TrainingBackend for AB {}

@@ -16,7 +16,7 @@ use burn::{
 };
 use model_qwen3::{
     loss::{IGNORE, hidden_l1_sum, shifted_targets},
-    model::{Block, Context, Qwen3, ids_tensor},
+    model::{Block, Context, Places, Qwen3, ids_tensor},
 };
 
 /// A model with the loss that it is trained on.
@@ -81,7 +81,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     pub fn batch_loss(&self, batch: &MicroBatch) -> Tensor<B, 1> {
         let (mut h_MD, context) = self.begin(batch);
         for (i, block) in self.model().layers.iter().enumerate() {
-            h_MD = block.forward(h_MD, &self.model().of_block(&context, i), None);
+            h_MD = block.forward(h_MD, &self.model().of_block(&context, i));
         }
         self.head_loss(h_MD, batch)
     }
@@ -96,7 +96,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     /// The positions of a micro-batch's tokens and the documents that each of them attends to.
     pub fn context(&self, batch: &MicroBatch) -> Context<B> {
         let (positions, starts) = batch.places();
-        self.model().context_of(0, batch.ids.len(), positions, starts)
+        self.model().context(Places { rows: batch.ids.len(), past: 0, positions, starts })
     }
 
     /// The loss of a micro-batch, `[1]`, from the last block's output `[M, D]`.

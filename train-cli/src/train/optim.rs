@@ -1,15 +1,10 @@
 //! AdamW, tensor by tensor: each tensor is updated in place as soon as its gradient is there, a chunk of rows per
 //! launch. The arithmetic is in f32, whatever weights and moments are stored in.
 
-use backend_nvfp4::{
-    AdamwState, AdamwStep, Master, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, StateKind, Stream,
-};
+use backend_nvfp4::{AdamwState, AdamwStep, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
 use burn::{
     module::ParamId,
-    tensor::{
-        DType, Int, Shape, Tensor, TensorMetadata, TensorPrimitive,
-        ops::{FloatTensor, IntTensor},
-    },
+    tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
 use std::collections::{HashMap, HashSet};
 
@@ -38,18 +33,16 @@ pub struct AdamwConfig {
 
 /// The state of one tensor.
 #[derive(Debug, Clone)]
-pub struct TensorState<B: Nvfp4Backend> {
+pub struct TensorState<B: Nvfp4Kernels> {
     /// Updates so far.
     pub steps: i32,
-    /// The moments.
+    /// The moments, and the residual of a master weight that has one.
     pub moments: AdamwState<B>,
-    /// The lower bits of a bf16 master weight that has them, U8 `[len]`.
-    pub residual: Option<IntTensor<B>>,
 }
 
 /// AdamW with the states of the tensors that it has updated.
 #[derive(Debug, Clone)]
-pub struct ChunkedAdamw<B: Nvfp4Backend> {
+pub struct ChunkedAdamw<B: Nvfp4Kernels> {
     config: AdamwConfig,
     undecayed: HashSet<ParamId>,
     states: HashMap<ParamId, TensorState<B>>,
@@ -64,7 +57,7 @@ pub struct Rate {
     pub grad_scale: f64,
 }
 
-impl<B: Nvfp4Backend> ChunkedAdamw<B> {
+impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
     /// An optimizer without states. Parameters in `undecayed` get no weight decay.
     pub fn new(config: AdamwConfig, undecayed: HashSet<ParamId>) -> Self {
         Self { config, undecayed, states: HashMap::new() }
@@ -99,15 +92,13 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         rate: Rate,
     ) -> Tensor<B, D> {
         let w = weight.into_primitive().tensor();
-        let master = if D == 1 { Master::Exact } else { self.config.master.dense() };
+        let form = if D == 1 { Master::Exact } else { self.config.master.dense() };
         let kind = if D == 1 { StateKind::F32 } else { self.config.state };
-        let residual = master == Master::Residual;
-        let state = self.take(id, w.shape(), kind, residual, &B::float_device(&w));
-        let weight = MasterWeight::Dense { w, master, residual: state.residual.clone() };
-        match self.apply(id, weight, grad, state, rate) {
-            MasterWeight::Dense { w, .. } => Tensor::from_primitive(TensorPrimitive::Float(w)),
-            MasterWeight::Packed(_) => unreachable!("an update keeps the form of a master weight"),
-        }
+        let mut state = self.take(id, grad.shape(), kind, form, &B::float_device(&w));
+        let (step, chunk) = self.next_step(id, &mut state, grad.shape(), rate);
+        let (w, moments) = B::adamw(w, form, grad, state.moments, step, chunk);
+        self.states.insert(id, TensorState { moments, ..state });
+        Tensor::from_primitive(TensorPrimitive::Float(w))
     }
 
     /// Updates an NVFP4 master weight.
@@ -118,43 +109,26 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         grad: FloatTensor<B>,
         rate: Rate,
     ) -> Nvfp4Tensor<B> {
-        let [rows, cols] = weight.dims();
-        let device = B::float_device(&grad);
-        let state = self.take(id, Shape::new([rows, cols]), self.config.state, false, &device);
-        match self.apply(id, MasterWeight::Packed(weight.into_primitive()), grad, state, rate) {
-            MasterWeight::Packed(p) => Nvfp4Tensor::from_primitive(p),
-            MasterWeight::Dense { .. } => unreachable!("an update keeps the form of a master weight"),
-        }
+        let form = self.config.master.dense();
+        let mut state = self.take(id, grad.shape(), self.config.state, form, &B::float_device(&grad));
+        let (step, chunk) = self.next_step(id, &mut state, grad.shape(), rate);
+        let (w, moments) = B::adamw_packed(weight.into_primitive(), grad, state.moments, step, chunk);
+        self.states.insert(id, TensorState { moments, ..state });
+        Nvfp4Tensor::from_primitive(w)
     }
 
     /// Takes the state of a tensor out of the table, so that the update has its only handle.
-    fn take(
-        &mut self,
-        id: ParamId,
-        shape: Shape,
-        kind: StateKind,
-        residual: bool,
-        device: &B::Device,
-    ) -> TensorState<B> {
+    fn take(&mut self, id: ParamId, shape: Shape, kind: StateKind, form: Master, device: &B::Device) -> TensorState<B> {
         let len = shape.num_elements();
-        self.states.remove(&id).unwrap_or_else(|| TensorState {
-            steps: 0,
-            moments: AdamwState::zeros(kind, len, self.config.float, device),
-            // 128 of 256 stands for no difference from the bf16 value.
-            residual: residual.then(|| Tensor::<B, 1, Int>::full([len], 128, (device, DType::U8)).into_primitive()),
+        self.states.remove(&id).unwrap_or_else(|| {
+            let moments = AdamwState::zeros(kind, len, self.config.float, device);
+            let residual = form == Master::Residual;
+            TensorState { steps: 0, moments: if residual { moments.with_residual(len, device) } else { moments } }
         })
     }
 
-    fn apply(
-        &mut self,
-        id: ParamId,
-        mut weight: MasterWeight<B>,
-        grad: FloatTensor<B>,
-        mut state: TensorState<B>,
-        rate: Rate,
-    ) -> MasterWeight<B> {
-        // The residual is updated in place only if the weight has its only handle.
-        state.residual = None;
+    /// Counts a step. Returns its scalars, and the number of elements in a launch.
+    fn next_step(&self, id: ParamId, state: &mut TensorState<B>, shape: Shape, rate: Rate) -> (AdamwStep, usize) {
         state.steps += 1;
         let c = self.config;
         let step = AdamwStep {
@@ -168,19 +142,12 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
             grad_scale: rate.grad_scale as f32,
             stream: Stream { seed: c.seed, step: state.steps as u32, stream: id.val() as u32 },
         };
-        let shape = grad.shape();
         let elements = shape.num_elements();
         // Quantized moments share a scale over 256 elements, so a chunk is a multiple of that.
         let chunk = match c.chunk_rows {
             0 => elements.next_multiple_of(256),
             rows => (rows * (elements / shape[0])).next_multiple_of(256),
         };
-        let moments;
-        (weight, moments) = B::adamw(weight, grad, state.moments, step, chunk);
-        if let MasterWeight::Dense { residual, .. } = &weight {
-            state.residual.clone_from(residual);
-        }
-        self.states.insert(id, TensorState { moments, ..state });
-        weight
+        (step, chunk)
     }
 }

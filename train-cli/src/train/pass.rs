@@ -5,17 +5,16 @@ use crate::{
     CliError,
     data::order::MicroBatch,
     memory::vram::VramReport,
-    train::TrainingBackend,
     train::gradients::{Fate, Gathered, Walk},
     train::objective::Trainee,
     train::optim::ChunkedAdamw,
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{optim::GradientsParams, tensor::Tensor};
 use model_qwen3::weights::{Replace, to_host};
 
 /// What the passes of one optimizer step share.
-pub struct Pass<'a, B: Nvfp4Backend> {
+pub struct Pass<'a, B: Nvfp4Kernels> {
     /// The optimizer step, counted from 1.
     pub step: usize,
     /// What happens to the gradients of the next pass.
@@ -28,7 +27,7 @@ pub struct Pass<'a, B: Nvfp4Backend> {
     pub vram: &'a mut VramReport,
 }
 
-impl<B: Nvfp4Backend> Pass<'_, B> {
+impl<B: Nvfp4Kernels> Pass<'_, B> {
     /// Forward and backward in one graph. Returns the loss.
     ///
     /// # Errors
@@ -76,7 +75,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
             (Fate::Measure, _) => return Ok(()),
             (_, phase) => phase,
         };
-        self.vram.note::<AB>(&net.model().device(), self.step, phase)
+        self.vram.note::<B>(&net.model().device(), self.step, phase)
     }
 }
 

@@ -11,18 +11,17 @@ use crate::{
     data::order::MicroBatch,
     memory::vram::VramReport,
     settings::StepMode,
-    train::TrainingBackend,
     train::clip::Clipping,
     train::gradients::{Fate, Gathered},
     train::objective::Trainee,
     train::optim::{ChunkedAdamw, Rate},
     train::pass::{Pass, UNTOUCHED, check_finite},
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{optim::GradientsParams, tensor::DType};
 use model_qwen3::weights::Replace;
 /// What makes optimizer steps, and what one step leaves for the next.
-pub struct Stepper<B: Nvfp4Backend> {
+pub struct Stepper<B: Nvfp4Kernels> {
     /// How the backward runs.
     pub mode: StepMode,
     /// How gradients are clipped.
@@ -46,7 +45,7 @@ pub struct Stepped {
     pub grad_norm: f32,
 }
 
-impl<B: Nvfp4Backend> Stepper<B> {
+impl<B: Nvfp4Kernels> Stepper<B> {
     /// Makes step `step` (counted from 1) of the micro-batches `batches`. After an error `net` still has its model.
     ///
     /// # Errors

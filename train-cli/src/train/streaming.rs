@@ -6,12 +6,12 @@
 
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 
-use crate::{CliError, data::order::MicroBatch, train::TrainingBackend, train::objective::Trainee, train::pass::Pass};
-use backend_nvfp4::Nvfp4Backend;
+use crate::{CliError, data::order::MicroBatch, train::objective::Trainee, train::pass::Pass};
+use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{
     module::AutodiffModule,
     optim::GradientsParams,
-    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData, TensorPrimitive},
+    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData},
 };
 use model_qwen3::{
     model::{Block, Context},
@@ -19,7 +19,7 @@ use model_qwen3::{
 };
 use std::collections::HashMap;
 
-impl<B: Nvfp4Backend> Pass<'_, B> {
+impl<B: Nvfp4Kernels> Pass<'_, B> {
     /// Forward and backward block by block. Returns the loss.
     ///
     /// # Errors
@@ -106,7 +106,7 @@ impl<B: Nvfp4Backend> Pass<'_, B> {
 }
 
 /// What the backward of the head gives.
-struct Head<B: Nvfp4Backend> {
+struct Head<B: Nvfp4Kernels> {
     loss: f32,
     /// The gradient of the last block's output.
     dy_MD: Tensor<B, 2>,
@@ -127,7 +127,7 @@ where
         if i >= net.first_trained() {
             inputs.push(h_MD.clone());
         }
-        h_MD = block.forward(h_MD, &net.model().of_block(&context, i), None);
+        h_MD = block.forward(h_MD, &net.model().of_block(&context, i));
     }
     (inputs, h_MD)
 }
@@ -139,10 +139,7 @@ fn backward<AB: TrainingBackend>(
     context: &Context<AB>,
     dy_MD: Tensor<AB::InnerBackend, 2>,
 ) -> (GradientsParams, Tensor<AB::InnerBackend, 2>) {
-    let y_MD = block.forward(x_MD.clone(), context, None).into_primitive().tensor();
-    let dy_MD = Tensor::<AB, 2>::from_inner(dy_MD).into_primitive().tensor();
-    let start = Tensor::<AB, 1>::from_primitive(TensorPrimitive::Float(AB::seeded(y_MD, dy_MD)));
-    let mut grads = start.backward();
+    let mut grads = AB::backward_from(block.forward(x_MD.clone(), context), dy_MD);
     let dx_MD = x_MD.grad_remove(&mut grads).expect("a block's output depends on its input");
     (GradientsParams::from_grads(grads, block), dx_MD)
 }
@@ -150,7 +147,7 @@ fn backward<AB: TrainingBackend>(
 /// The gradient of the embedding, f32 `[V, D]`: each token's row of `dy_MD` is added to the row of its id, on top of
 /// the gradient that the embedding has as the head. Tokens of one id are summed first, in order, as a whole graph sums
 /// them, so that both modes agree bit for bit.
-fn embedding_gradient<B: Nvfp4Backend>(
+fn embedding_gradient<B: Nvfp4Kernels>(
     batch: &MicroBatch,
     dy_MD: Tensor<B, 2>,
     tied_VD: Option<Tensor<B, 2>>,

@@ -6,20 +6,19 @@ use crate::{
     data::order::{MicroBatch, Order},
     memory::pool::Pool,
     memory::vram::VramReport,
-    train::TrainingBackend,
     train::damp::{self, DampedFinish},
     train::evaluation::{self, Evaluation},
     train::objective::Trainee,
     train::schedule::Schedule,
     train::step::{Stepped, Stepper},
 };
-use backend_nvfp4::{Nvfp4Backend, Recipe};
+use backend_nvfp4::{Nvfp4Kernels, Recipe, TrainingBackend};
 use burn::{data::dataloader::DataLoader, module::AutodiffModule};
 use model_qwen3::model::Qwen3;
 use std::{path::PathBuf, time::Instant};
 
 /// What a run needs besides the model.
-pub struct Run<B: Nvfp4Backend> {
+pub struct Run<B: Nvfp4Kernels> {
     /// Training samples in order.
     pub train: Order,
     /// Evaluation samples; may be empty.
@@ -45,7 +44,7 @@ pub struct Run<B: Nvfp4Backend> {
 }
 
 /// What a run does between steps: logs, samples and checkpoints.
-pub trait Between<B: Nvfp4Backend>: Send {
+pub trait Between<B: Nvfp4Kernels>: Send {
     /// Logs a step.
     ///
     /// # Errors
@@ -126,12 +125,12 @@ pub fn train<AB: TrainingBackend>(
         let frozen_blocks = run.prepare(net, step);
         let lr = run.schedule.at(step);
         step += 1;
-        run.vram.note::<AB>(&device, step, "zero_grad_done")?;
+        run.vram.note::<AB::InnerBackend>(&device, step, "zero_grad_done")?;
         let Stepped { loss, grad_norm } = run.stepper.step(net, &batches, step, lr, &mut run.vram)?;
-        run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
+        run.vram.note::<AB::InnerBackend>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
-        let held = run.vram.held::<AB>(&device);
-        let trimmed = pool.after_step::<AB>(&device, held);
+        let held = run.vram.held::<AB::InnerBackend>(&device);
+        let trimmed = pool.after_step::<AB::InnerBackend>(&device, held);
 
         let (tokens_per_second, eta) = clock.after_step(step, &batches);
         let memory_mib = held >> 20;
@@ -152,7 +151,7 @@ pub fn train<AB: TrainingBackend>(
         let saved = run.between.maybe_save(inner.model(), &run.stepper, step, exceeded.is_some())?;
         if evaluates {
             // Evaluation, samples and a checkpoint leave freed buffers of other sizes behind.
-            pool.give_back::<AB>(&device);
+            pool.give_back::<AB::InnerBackend>(&device);
         }
         if let Some(limit) = exceeded {
             return Err(CliError::Memory { needed: held, limit, saved: Some(stopped(step, saved)) });
@@ -162,7 +161,7 @@ pub fn train<AB: TrainingBackend>(
     Ok(())
 }
 
-impl<B: Nvfp4Backend> Run<B> {
+impl<B: Nvfp4Kernels> Run<B> {
     /// The micro-batches of step `step`, counted from 1; `None` after the last step.
     fn next_step<AB: TrainingBackend<InnerBackend = B>>(
         &mut self,
@@ -172,7 +171,7 @@ impl<B: Nvfp4Backend> Run<B> {
     ) -> Result<Option<Vec<MicroBatch>>, CliError> {
         let mut batches = Vec::new();
         for batch in micro_batches {
-            self.vram.note::<AB>(device, step, "batch_ready")?;
+            self.vram.note::<B>(device, step, "batch_ready")?;
             let ends_step = batch.ends_step;
             batches.push(batch);
             if ends_step {
