@@ -5,7 +5,10 @@ use crate::{
     CliError,
     model_files::{Companions, ModelFiles},
     outputs::check_output,
-    settings::{Clip, Nvfp4Part, RANGES, Settings, StepMode, flag},
+    settings::{
+        Clip, Nvfp4Part, Settings, StepMode,
+        fields::{RANGES, flag},
+    },
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
 use serde_json::Value;
