@@ -412,7 +412,7 @@ pub const RANGES: [(&str, f64, f64); 25] = [
     ("eval_steps", 0.0, f64::MAX),
     ("logging_steps", 1.0, MOST),
     ("peak_tflops", 0.0, f64::MAX),
-    ("seed", 0.0, i64::MAX as f64),
+    ("seed", 0.0, 1e18),
     ("data_weights", 0.001, 1000.0),
 ];
 
