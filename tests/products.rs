@@ -2,7 +2,7 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative, skipped_for};
 use backend_nvfp4::{
-    Block, Nvfp4Backend, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
+    Block, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
@@ -31,7 +31,7 @@ fn on_cube<R: CubeRuntime>() {
     random_shapes::<Cube<R>>(R::Device::default());
 }
 
-fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
+fn random_shapes<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(11);
     for case in 0..216 {
         let m = 1 + random.below(if case % 3 == 0 { 5 } else { 150 });
@@ -89,7 +89,7 @@ fn few_rows<R: CubeRuntime>() {
                 let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(dtype);
                 let rounded = host(x.clone());
                 let x = x.into_primitive().tensor();
-                let y = <Cube<R> as Nvfp4Backend>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
+                let y = <Cube<R> as Nvfp4Kernels>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
                 let ours = host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)));
                 let error = relative(&ours, reference::matmul_nt(&rounded, &values, m, n, k));
                 assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
@@ -221,7 +221,7 @@ fn several_on_cube<R: CubeRuntime>() {
 
 /// Products of one launch, where a device has such, and one by one elsewhere: one left operand with several right ones,
 /// several left ones with one right one, sums of pairs; dense and packed; one of them all zeros.
-fn several<B: Nvfp4Backend>(device: B::Device) {
+fn several<B: Nvfp4Kernels>(device: B::Device) {
     let (precision, bound) =
         if B::supports_dtype(&device, DType::BF16) { (Precision::Bf16, 2e-5) } else { (Precision::F32, 2e-6) };
     let mut random = Random::new(43);

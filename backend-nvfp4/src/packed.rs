@@ -1,35 +1,53 @@
-//! A packed NVFP4 matrix on a device, with its invariants checked at the door.
+//! A packed NVFP4 matrix: one type for host data, for the buffers of a device, and for what operations pass on.
+//!
+//! A matrix `[R, C]` has a 4-bit E2M1 code for each value, an E4M3 scale for 16 columns of a row, and an f32 tensor
+//! scale g. A value is `code * scale * g`. [`kernels_cubecl::layout`] says where codes and scales lie.
 
-use crate::{Nvfp4Backend, Nvfp4Error, quantize::QuantizeSpec, reference::Packed};
+use crate::error::Nvfp4Error;
 use burn::{
     module::Module,
     tensor::{
-        DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive, Transaction, backend::Backend,
-        ops::IntTensor,
+        DType, Int, Shape, Tensor, TensorData, TensorMetadata, Transaction,
+        backend::Backend,
+        ops::{FloatTensor, IntTensor},
     },
 };
-use kernels_cubecl::layout::{scales_per_row, words_per_row};
+use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
 
-/// The buffers of a packed `rows` x `cols` matrix, as backend operations pass them.
-#[derive(Debug, Clone)]
-pub struct Nvfp4Primitive<B: Backend> {
-    /// U32 `[rows, cols / 8]`.
-    pub codes: IntTensor<B>,
-    /// U8 `[rows, cols / 16]`.
-    pub scales: IntTensor<B>,
-    /// U32 `[1]`: the bits of the f32 tensor scale. An Int tensor, so that autodiff passes it through.
-    pub global: IntTensor<B>,
+/// A packed matrix over any kind of buffer. Without parameters it is host data.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Packed<C = Vec<u32>, S = Vec<u8>, G = f32> {
+    /// `[R, C/8]` words of 32 bits, eight codes each.
+    pub codes: C,
+    /// `[R, C/16]` E4M3 bytes.
+    pub scales: S,
+    /// The tensor scale g, which is 1 in single-level tensors. A device holds the bits of the f32 in a U32 tensor `[1]`,
+    /// because Int tensors pass through autodiff unchanged.
+    pub global: G,
 }
 
-impl<B: Backend> Nvfp4Primitive<B> {
+/// A packed matrix on a device, as backend operations pass it: Int tensors of U32 codes, U8 scales and the U32 bits of
+/// the tensor scale.
+pub type Nvfp4Primitive<B> = Packed<IntTensor<B>, IntTensor<B>, IntTensor<B>>;
+
+impl<I: TensorMetadata> Packed<I, I, I> {
     /// Rows and columns.
     pub fn dims(&self) -> [usize; 2] {
         let shape = self.scales.shape();
-        [shape[0], shape[1] * kernels_cubecl::layout::BLOCK]
+        [shape[0], shape[1] * BLOCK]
     }
 }
 
-/// A packed NVFP4 matrix `[R, C]`: 4-bit codes, an E4M3 scale for 16 columns, an f32 tensor scale.
+/// A matrix that a product reads.
+#[derive(Debug, Clone)]
+pub enum Operand<B: Backend> {
+    /// Float values.
+    Dense(FloatTensor<B>),
+    /// NVFP4 codes.
+    Packed(Nvfp4Primitive<B>),
+}
+
+/// A packed matrix as part of a module. Its data was checked when it came to the device, or an operation made it there.
 #[derive(Module, Debug)]
 pub struct Nvfp4Tensor<B: Backend> {
     codes: Tensor<B, 2, Int>,
@@ -37,12 +55,11 @@ pub struct Nvfp4Tensor<B: Backend> {
     global: Tensor<B, 1, Int>,
 }
 
-impl<B: Nvfp4Backend> Nvfp4Tensor<B> {
-    /// Checks a packed matrix from outside and uploads it.
+impl<B: Backend> Nvfp4Tensor<B> {
+    /// Checks a packed matrix that comes from outside and uploads it.
     ///
     /// # Errors
-    /// If lengths do not fit `rows` x `cols`, `cols` is not a multiple of 16, or a scale is NaN or
-    /// negative.
+    /// If a length does not fit `rows` x `cols`, `cols` is not a multiple of 16, or a scale is NaN or negative.
     pub fn new(packed: Packed, rows: usize, cols: usize, device: &B::Device) -> Result<Self, Nvfp4Error> {
         check(&packed, rows, cols)?;
         // Uploaded flat: CUDA pads the rows of a matrix, and kernels read codes without strides.
@@ -57,20 +74,10 @@ impl<B: Nvfp4Backend> Nvfp4Tensor<B> {
         })
     }
 
-    /// Quantises a float matrix on its device.
-    pub fn quantize(x: Tensor<B, 2>, spec: QuantizeSpec) -> Self {
-        Self::from_primitive(B::nvfp4_quantize(x.into_primitive().tensor(), spec))
-    }
-
     /// Rows and columns.
     pub fn dims(&self) -> [usize; 2] {
         let [rows, blocks] = self.scales.dims();
-        [rows, blocks * kernels_cubecl::layout::BLOCK]
-    }
-
-    /// The values `[R, C]` as `dtype`.
-    pub fn dequantize(&self, dtype: DType) -> Tensor<B, 2> {
-        float(B::nvfp4_dequantize(&self.primitive(), dtype))
+        [rows, blocks * BLOCK]
     }
 
     /// Reads the packed matrix back to the host.
@@ -87,7 +94,7 @@ impl<B: Nvfp4Backend> Nvfp4Tensor<B> {
         })
     }
 
-    /// The codes of every `step`-th row, eight a word, on the host.
+    /// Reads the codes of every `step`-th row to the host, eight codes a word.
     ///
     /// # Errors
     /// If the device failed.
@@ -98,40 +105,31 @@ impl<B: Nvfp4Backend> Nvfp4Tensor<B> {
         read_words::<B>(self.codes.clone().select(0, rows).into_primitive())
     }
 
-    /// The buffers, for backend operations. Shares them, copies nothing.
+    /// The buffers for a backend operation, shared and not copied.
     pub fn primitive(&self) -> Nvfp4Primitive<B> {
-        Nvfp4Primitive {
-            codes: self.codes.clone().into_primitive(),
-            scales: self.scales.clone().into_primitive(),
-            global: self.global.clone().into_primitive(),
-        }
+        self.clone().into_primitive()
     }
 
-    /// The buffers themselves: an update in place needs their only handle.
+    /// The buffers for a backend operation that updates them in place, for which it needs their only handle.
     pub fn into_primitive(self) -> Nvfp4Primitive<B> {
-        Nvfp4Primitive {
+        Packed {
             codes: self.codes.into_primitive(),
             scales: self.scales.into_primitive(),
             global: self.global.into_primitive(),
         }
     }
 
-    /// A packed matrix of buffers that an operation made.
-    pub fn from_primitive(p: Nvfp4Primitive<B>) -> Self {
+    /// Wraps buffers that an operation made.
+    pub fn from_primitive(packed: Nvfp4Primitive<B>) -> Self {
         Self {
-            codes: Tensor::from_primitive(p.codes),
-            scales: Tensor::from_primitive(p.scales),
-            global: Tensor::from_primitive(p.global),
+            codes: Tensor::from_primitive(packed.codes),
+            scales: Tensor::from_primitive(packed.scales),
+            global: Tensor::from_primitive(packed.global),
         }
     }
 }
 
-/// A float tensor from its primitive.
-pub(crate) fn float<B: Backend, const D: usize>(p: B::FloatTensorPrimitive) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(p))
-}
-
-/// An Int tensor's device data, as a host vector of `u32`.
+/// Reads the data of an Int tensor to the host as `u32`.
 ///
 /// # Errors
 /// If the device failed before or during the read.
@@ -146,7 +144,7 @@ pub fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
 }
 
 fn check(packed: &Packed, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
-    if !cols.is_multiple_of(kernels_cubecl::layout::BLOCK) {
+    if !cols.is_multiple_of(BLOCK) {
         return Err(Nvfp4Error::Columns { cols });
     }
     let lengths = [
@@ -158,7 +156,7 @@ fn check(packed: &Packed, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
             return Err(Nvfp4Error::Length { part, rows, cols, expected, found });
         }
     }
-    // 0x7F is NaN; from 0x80 on the sign bit is set.
+    // 0x7F is NaN, and from 0x80 on the sign bit is set.
     if let Some(at) = packed.scales.iter().position(|&b| b >= 0x7F) {
         let blocks = scales_per_row(cols);
         return Err(Nvfp4Error::Scale { byte: packed.scales[at], row: at / blocks, block: at % blocks });

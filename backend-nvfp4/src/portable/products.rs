@@ -1,19 +1,11 @@
-//! An operand of a linear layer's products, dense or packed, and such products one by one: what every backend can do.
+//! Products of linear layers one by one, which every backend can make.
 
-use crate::{Nvfp4Backend, Nvfp4Primitive, Precision, Product};
-use burn::tensor::{DType, backend::Backend, ops::FloatTensor};
+use crate::{kernels::Nvfp4Kernels, packed::Operand, recipe::Precision};
+use burn::tensor::{DType, ops::FloatTensor};
+use kernels_cubecl::matmul::Product;
 
-/// A matrix that a product reads.
-#[derive(Debug, Clone)]
-pub enum Operand<B: Backend> {
-    /// Values in the dtype of the precision.
-    Dense(FloatTensor<B>),
-    /// NVFP4 codes.
-    Packed(Nvfp4Primitive<B>),
-}
-
-/// A product for each pair: a list of one operand goes with every one of the other list.
-pub(crate) fn each<B: Nvfp4Backend>(
+/// Multiplies each pair of operands. A list of one operand is paired with every operand of the other list.
+pub(crate) fn products<B: Nvfp4Kernels>(
     product: Product,
     a: &[Operand<B>],
     b: &[Operand<B>],
@@ -24,7 +16,7 @@ pub(crate) fn each<B: Nvfp4Backend>(
     (0..a.len().max(b.len())).map(|i| one(product, of(a, i), of(b, i), precision, out)).collect()
 }
 
-fn one<B: Nvfp4Backend>(
+fn one<B: Nvfp4Kernels>(
     product: Product,
     a: Operand<B>,
     b: Operand<B>,
