@@ -43,7 +43,8 @@ fn every_named_file_and_function_exists() {
     let mut missing = Vec::new();
     for page in pages(&root()).iter().filter(|p| !p.starts_with("doc/notebook") && !p.starts_with("doc/decisions")) {
         for (number, line) in prose(&read(&root().join(page)), true) {
-            for name in line.split('`').skip(1).step_by(2).filter(|n| NAMED.iter().any(|folder| n.starts_with(folder))) {
+            for name in line.split('`').skip(1).step_by(2).filter(|n| NAMED.iter().any(|folder| n.starts_with(folder)))
+            {
                 if !exists(&root(), name) {
                     missing.push(format!("{}:{number}: {name}", page.display()));
                 }
@@ -51,6 +52,23 @@ fn every_named_file_and_function_exists() {
         }
     }
     assert!(missing.is_empty(), "named in a document and not found:\n{}", missing.join("\n"));
+}
+
+#[test]
+fn every_document_that_the_code_names_exists() {
+    let mut missing = Vec::new();
+    for path in sources(&root()) {
+        for (i, line) in read(&root().join(&path)).lines().enumerate() {
+            for rest in line.split("doc/").skip(1) {
+                let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || "-_./".contains(c))).unwrap_or(rest.len());
+                let name = rest[..end].trim_end_matches('.');
+                if name.ends_with(".md") && !root().join("doc").join(name).exists() {
+                    missing.push(format!("{}:{}: doc/{name}", path.display(), i + 1));
+                }
+            }
+        }
+    }
+    assert!(missing.is_empty(), "named in the code and not found:\n{}", missing.join("\n"));
 }
 
 #[test]
@@ -127,6 +145,24 @@ fn pages(root: &Path) -> Vec<PathBuf> {
     found
 }
 
+/// Rust files of the workspace, relative to `root`. Without this one, whose tests name documents that do not exist.
+fn sources(root: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let crates = ["kernels-cubecl", "backend-nvfp4", "model-qwen3", "train-cli", "tests"];
+    let mut folders: Vec<PathBuf> = crates.into_iter().map(|folder| root.join(folder)).filter(|f| f.is_dir()).collect();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display())) {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") && !path.ends_with("tests/docs.rs") {
+                found.push(path.strip_prefix(root).unwrap().to_owned());
+            }
+        }
+    }
+    found
+}
+
 /// Lines outside code blocks, numbered from 1; code spans are removed unless `spans` keeps them.
 fn prose(text: &str, spans: bool) -> Vec<(usize, String)> {
     let mut fenced = false;
@@ -176,7 +212,8 @@ fn resolves(root: &Path, page: &Path, target: &str) -> bool {
 fn anchors(text: &str) -> Vec<String> {
     let heading = |line: &str| line.strip_prefix('#').map(|rest| rest.trim_start_matches('#').trim().to_owned());
     let anchor = |title: String| {
-        let kept = title.to_lowercase().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>();
+        let kept =
+            title.to_lowercase().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>();
         kept.replace(' ', "-")
     };
     prose(text, true).iter().filter_map(|(_, line)| heading(line)).map(anchor).collect()
@@ -192,7 +229,8 @@ fn exists(root: &Path, name: &str) -> bool {
     let defines = |line: &str| {
         let keywords = ["fn ", "struct ", "enum ", "trait ", "const ", "type ", "mod "];
         let rest = keywords.iter().find_map(|keyword| line.split_once(keyword).map(|(_, rest)| rest));
-        rest.and_then(|r| r.strip_prefix(item)).is_some_and(|r| !r.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
+        rest.and_then(|r| r.strip_prefix(item))
+            .is_some_and(|r| !r.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
     };
     text.lines().any(defines)
 }
