@@ -249,7 +249,9 @@ fn cli_reference() -> String {
         "# Command-line reference\n\n\
          This page is generated from the program's own `--help`; a test compares the two. Do not edit it.\n\n\
          Flags may be written with `_` instead of `-`. `fit` also reads its flags from a TOML file (`--config`), whose \
-         keys are the flags' names with `_`; a flag on the command line wins over the file.\n",
+         keys are the flags' names with `_`; a flag on the command line wins over the file.\n\n\
+         Terms: [NVFP4, recipes and scales](../explain/nvfp4.md); [master weights, moments, clipping, damped finish and \
+         packing](../explain/streaming-step.md).\n",
     );
     for command in cli.get_subcommands().filter(|c| c.get_name() != "help" && !c.is_hide_set()) {
         let about = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
