@@ -253,31 +253,44 @@ fn cli_reference() -> String {
          Terms: [NVFP4, recipes and scales](../explain/nvfp4.md); [master weights, moments, clipping, damped finish and \
          packing](../explain/streaming-step.md).\n",
     );
+    let mut written: Vec<(&str, String)> = Vec::new();
     for command in cli.get_subcommands().filter(|c| c.get_name() != "help" && !c.is_hide_set()) {
         let about = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
         write!(page, "\n## {}\n\n{}\n", command.get_name(), sentence(&about)).unwrap();
-        let shown: Vec<&clap::Arg> = command
-            .get_arguments()
-            .filter(|a| !a.is_hide_set() && !["help", "version"].contains(&a.get_id().as_str()))
-            .collect();
-        let mut headings: Vec<Option<&str>> = Vec::new();
-        for arg in &shown {
-            if !headings.contains(&arg.get_help_heading()) {
-                headings.push(arg.get_help_heading());
-            }
+        let flags = flags(command);
+        match written.iter().find(|(_, others)| *others == flags) {
+            Some((same, _)) => write!(page, "\nThe flags are those of [{same}](#{same}).\n").unwrap(),
+            None => page += &flags,
         }
-        for heading in headings {
-            if let Some(heading) = heading {
-                write!(page, "\n### {heading}\n").unwrap();
-            }
-            page += "\n| flag | default | what it does |\n|---|---|---|\n";
-            for arg in shown.iter().filter(|a| a.get_help_heading() == heading) {
-                let (names, default, help) = (names(arg), default(arg), help(arg));
-                writeln!(page, "| {names} | {default} | {help} |").unwrap();
-            }
-        }
+        written.push((command.get_name(), flags));
     }
     page
+}
+
+/// The flags of a command: a table for each heading.
+fn flags(command: &clap::Command) -> String {
+    let shown: Vec<&clap::Arg> = command
+        .get_arguments()
+        .filter(|a| !a.is_hide_set() && !["help", "version"].contains(&a.get_id().as_str()))
+        .collect();
+    let mut headings: Vec<Option<&str>> = Vec::new();
+    for arg in &shown {
+        if !headings.contains(&arg.get_help_heading()) {
+            headings.push(arg.get_help_heading());
+        }
+    }
+    let mut tables = String::new();
+    for heading in &headings {
+        if headings.len() > 1 {
+            write!(tables, "\n### {}\n", heading.unwrap_or("Most used")).unwrap();
+        }
+        tables += "\n| flag | default | what it does |\n|---|---|---|\n";
+        for arg in shown.iter().filter(|a| a.get_help_heading() == *heading) {
+            let (help, default) = help(arg);
+            writeln!(tables, "| {} | {default} | {help} |", names(arg)).unwrap();
+        }
+    }
+    tables
 }
 
 fn names(arg: &clap::Arg) -> String {
@@ -299,49 +312,42 @@ fn names(arg: &clap::Arg) -> String {
     format!("{short}`--{long}{values}`")
 }
 
-fn default(arg: &clap::Arg) -> String {
-    if arg.get_num_args().is_some_and(|n| !n.takes_values()) {
-        return String::new();
-    }
-    let values: Vec<String> = arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect();
-    match values.join(",") {
-        none if none.is_empty() => String::new(),
-        values => format!("`{values}`"),
-    }
-}
-
-/// The help, then the values that the flag takes and its other names.
-fn help(arg: &clap::Arg) -> String {
+/// The help with the values that the flag takes and its other names, and the default: clap's, or the one that the help
+/// ends with in words.
+fn help(arg: &clap::Arg) -> (String, String) {
+    let takes = arg.get_num_args().is_none_or(|n| n.takes_values());
     let text = arg.get_help().or(arg.get_long_help()).map(ToString::to_string).unwrap_or_default();
+    let (text, words) = match text.rsplit_once("[default: ") {
+        Some((text, words)) => (text.to_owned(), cell(words.trim().trim_end_matches(']'))),
+        None => (text, String::new()),
+    };
+    let values: Vec<String> = arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect();
+    let default = if takes && values.iter().any(|value| !value.is_empty()) { format!("`{}`", values.join(",")) } else { words };
+
     let mut help = sentence(&text);
     if arg.is_required_set() && !arg.is_positional() {
         help += " Required.";
     }
     let choices = arg.get_possible_values();
-    let takes = arg.get_num_args().is_none_or(|n| n.takes_values());
-    let choices: Vec<String> = choices
-        .iter()
-        .filter(|choice| takes && !choice.is_hide_set())
-        .map(|choice| match choice.get_help() {
-            Some(text) => format!("`{}`: {}", choice.get_name(), cell(text.to_string().trim_end_matches('.'))),
-            None => format!("`{}`", choice.get_name()),
-        })
-        .collect();
-    if !choices.is_empty() {
-        write!(help, "<br>{}", choices.join("<br>")).unwrap();
+    let switch = choices.iter().all(|choice| ["true", "false"].contains(&choice.get_name()));
+    for choice in choices.iter().filter(|choice| takes && !switch && !choice.is_hide_set()) {
+        write!(help, "<br>`{}`", choice.get_name()).unwrap();
+        if let Some(text) = choice.get_help() {
+            write!(help, ": {}", cell(text.to_string().trim_end_matches('.'))).unwrap();
+        }
     }
     let aliases: Vec<String> =
         arg.get_all_aliases().unwrap_or_default().iter().map(|alias| format!("`--{alias}`")).collect();
     if !aliases.is_empty() {
         write!(help, "<br>Also {}", aliases.join(", ")).unwrap();
     }
-    help
+    (help, default)
 }
 
 /// Text as one table cell that ends like a sentence.
 fn sentence(text: &str) -> String {
     let text = cell(text.trim());
-    if text.is_empty() || text.ends_with(['.', ']', ':']) { text } else { format!("{text}.") }
+    if text.is_empty() || text.ends_with(['.', ':']) { text } else { format!("{text}.") }
 }
 
 fn cell(text: &str) -> String {
