@@ -322,7 +322,8 @@ fn help(arg: &clap::Arg) -> (String, String) {
         None => (text, String::new()),
     };
     let values: Vec<String> = arg.get_default_values().iter().map(|v| v.to_string_lossy().into_owned()).collect();
-    let default = if takes && values.iter().any(|value| !value.is_empty()) { format!("`{}`", values.join(",")) } else { words };
+    let default =
+        if takes && values.iter().any(|value| !value.is_empty()) { format!("`{}`", values.join(",")) } else { words };
 
     let mut help = sentence(&text);
     if arg.is_required_set() && !arg.is_positional() {
