@@ -1,7 +1,7 @@
 //! The documents hold together: links, anchors and named files exist, a guide's lines fit a screen, commit hashes stay in
 //! the notebook, and the command-line reference is what the program's own help says.
 
-use clap::CommandFactory;
+use clap::{CommandFactory, Parser};
 use std::{
     fmt::Write,
     fs,
@@ -98,6 +98,23 @@ fn the_readme_has_the_commands_that_ci_runs() {
     for command in ["cargo run --release -p train-cli -- fit --demo", "cargo test --workspace"] {
         assert!(readme.contains(command), "README.md does not show `{command}`");
     }
+}
+
+/// Lines of a code block that begin with `train-cli` or run it through cargo; `...` stands for more flags.
+#[test]
+fn the_program_takes_every_command_that_the_readme_and_the_guides_show() {
+    let mut tried = 0;
+    for page in pages(&root()).iter().filter(|p| p.starts_with("doc/guide") || p.ends_with("README.md")) {
+        for line in read(&root().join(page)).lines().filter(|line| line.starts_with("    ")) {
+            let command = line.trim().strip_prefix("cargo run --release -p train-cli -- ");
+            let Some(arguments) = command.or(line.trim().strip_prefix("train-cli ")) else { continue };
+            let words = shell_words(&arguments.replace("...", ""));
+            let parsed = Cli::try_parse_from(["train-cli".to_owned()].into_iter().chain(words));
+            assert!(parsed.is_ok(), "{}: {}\n{}", page.display(), line.trim(), parsed.unwrap_err());
+            tried += 1;
+        }
+    }
+    assert!(tried > 20, "only {tried} commands were found");
 }
 
 /// `UPDATE_GOLDEN=1 cargo test -p tests the_cli_reference` rewrites the page.
@@ -233,6 +250,19 @@ fn exists(root: &Path, name: &str) -> bool {
             .is_some_and(|r| !r.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
     };
     text.lines().any(defines)
+}
+
+/// The words of a command line, as a shell splits them; double quotes keep spaces, `#` starts a comment.
+fn shell_words(line: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    for (i, part) in line.split('"').enumerate() {
+        if i % 2 == 1 {
+            words.push(part.to_owned());
+        } else {
+            words.extend(part.split_whitespace().take_while(|word| !word.starts_with('#')).map(str::to_owned));
+        }
+    }
+    words
 }
 
 fn is_commit(word: &str) -> bool {
