@@ -10,6 +10,7 @@ mod cache;
 mod cli;
 mod codec;
 mod compile_cuda;
+mod emulated;
 mod every_kernel;
 mod formats;
 mod gradients;

@@ -47,13 +47,7 @@ pub(super) enum Tokens {
 
 impl Plan {
     /// For `rows` rows of type `dtype` times weights of `n` rows together, `k` columns.
-    pub(super) fn new<R: Runtime>(
-        client: &ComputeClient<R>,
-        rows: usize,
-        n: usize,
-        k: usize,
-        dtype: StorageType,
-    ) -> Self {
+    pub fn new<R: Runtime>(client: &ComputeClient<R>, rows: usize, n: usize, k: usize, dtype: StorageType) -> Self {
         // More tokens are more to read for a tile: it is not halved.
         let height = if rows > 1 || n.div_ceil(16) >= TALL { 16 } else { 8 };
         let spans = k / SPAN;
