@@ -5,6 +5,7 @@
 
 mod support;
 
+mod architecture;
 mod blocks;
 mod cache;
 mod cli;
@@ -12,6 +13,7 @@ mod cli_flags;
 mod codec;
 mod compile_cuda;
 mod docs;
+mod emulated;
 mod every_kernel;
 mod formats;
 mod gradients;

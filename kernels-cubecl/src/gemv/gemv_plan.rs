@@ -49,7 +49,7 @@ pub(super) enum Tokens {
 impl GemvPlan {
     /// Chooses for `rows` tokens of type `dtype`, and for weights of `r_len` columns that have `weight_rows` rows
     /// together.
-    pub(super) fn new<R: Runtime>(
+    pub fn new<R: Runtime>(
         client: &ComputeClient<R>,
         rows: usize,
         weight_rows: usize,
