@@ -30,49 +30,18 @@ use crate::{
 };
 use cubecl::prelude::*;
 
+mod form;
 mod kernel;
+mod shape;
 mod stages;
 mod tiles;
 
-use kernel::{Form, gemm_kernel};
+use form::Form;
+use kernel::gemm_kernel;
+pub use shape::GemmShape;
+use shape::NAME;
 use tiles::{TILE, columns};
 pub use tiles::{gains_together, tile_columns};
-
-const NAME: &str = "gemm";
-
-/// The shape of a product `y[i, j]`.
-#[derive(Debug, Clone, Copy)]
-pub struct GemmShape {
-    /// Rows of y.
-    pub i: usize,
-    /// Columns of y.
-    pub j: usize,
-    /// Length of the sums.
-    pub r: usize,
-}
-
-impl GemmShape {
-    /// The shape of a product of matrices with these rows and columns.
-    pub fn of(product: Product, [a_rows, a_cols]: [usize; 2], [b_rows, b_cols]: [usize; 2]) -> Self {
-        match product {
-            Product::Nt => Self { i: a_rows, j: b_rows, r: a_cols },
-            Product::Nn => Self { i: a_rows, j: b_cols, r: a_cols },
-            Product::Tn => Self { i: a_cols, j: b_cols, r: a_rows },
-        }
-    }
-
-    /// Whether the rows of operands and result consist of whole octets, which the kernel copies at once.
-    pub fn fits(self, product: Product) -> bool {
-        self.check(product).is_ok()
-    }
-
-    fn check(self, product: Product) -> Result<(), KernelError> {
-        // The columns of `a`. The columns of `b` are j or, for Nt, r as well.
-        let (name, cols) = if product == Product::Tn { ("i", self.i) } else { ("r", self.r) };
-        expect_multiple(NAME, name, cols, 8)?;
-        expect_multiple(NAME, "j", self.j, 8)
-    }
-}
 
 /// One product, or several of one launch: `out = product(a, b)` times the tensor scales.
 pub struct Gemm<R: Runtime> {

@@ -1,11 +1,13 @@
 //! How [`super::gemv()`] divides the tiles of a product among planes, and where the activations of the tokens lie.
 
-use super::SPAN;
 use crate::codec::{pair_unit, scale_unit};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
 };
+
+/// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
+pub(super) const SPAN: usize = 256;
 
 /// The most bytes of shared memory for activations: two cubes then fit on a multiprocessor of an H200.
 const STAGED: usize = 100 << 10;
