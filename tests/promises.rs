@@ -5,12 +5,15 @@
 
 mod support;
 
+mod architecture;
 mod blocks;
 mod cache;
 mod cli;
 mod cli_flags;
 mod codec;
 mod compile_cuda;
+mod docs;
+mod emulated;
 mod every_kernel;
 mod formats;
 mod gradients;

@@ -1,5 +1,6 @@
 //! Where golden files are, which GPU the kernel tests run on, random inputs.
 
+pub(crate) mod emulator;
 pub(crate) mod files;
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
