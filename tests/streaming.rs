@@ -23,7 +23,7 @@ use model_qwen3::{
 use std::{collections::HashSet, sync::Arc};
 use train_cli::{
     data::order::{MicroBatch, Order},
-    data::read::{self as data, Sample},
+    data::sample::{Sample, synthetic},
     data::rows,
     memory::vram::VramReport,
     plan::LossKind,
@@ -78,7 +78,7 @@ fn stepper<B: Nvfp4Backend>(mode: StepMode, clip: f64, master: MasterKind, state
 
 /// Four samples of unequal length, tokens that repeat.
 fn samples() -> Vec<Sample> {
-    let all = data::synthetic(4, 40, 90, 3);
+    let all = synthetic(4, 40, 90, 3);
     [19, 4, 33, 26]
         .iter()
         .zip(all)

@@ -1,7 +1,7 @@
 //! The model's own chat template (Jinja), rendered as Hugging Face renders it: blocks trimmed,
 //! Python's string methods, `tojson` with Python's separators and no escaping.
 
-use crate::{ModelError, error::read_text};
+use crate::{ModelError, file::read_text};
 use minijinja::{
     Environment, Error, ErrorKind, Value,
     syntax::SyntaxConfig,

@@ -1,6 +1,6 @@
 //! config.json of a dense Qwen3, checked at this one door: no code behind it asks again.
 
-use crate::{ModelError, error::read_text};
+use crate::{ModelError, file::read_text};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 

@@ -7,11 +7,15 @@
 //! | [`model`] | attention, MLP, block, model: read like the paper |
 //! | [`rope`] | rotary position angles |
 //! | [`kv_cache`] | keys and values of past tokens, allocated once |
-//! | [`weights`] | key to field, each once; loading and listing |
-//! | [`checkpoint`] | tensors by name out of a `.dat` or safetensors folder |
-//! | [`convert`] | the same tensors in another format, streamed |
-//! | [`dat`] | the `.dat` container, byte for byte |
-//! | [`safetensors`] | Hugging Face files, sharded too |
+//! | [`weights`] | a model's tensors: loaded, drawn at random, listed, replaced |
+//! | [`names`] | how checkpoints spell the names of tensors |
+//! | [`tensors`] | tensors by name, wherever they are |
+//! | [`container`] | the tensors of a `.dat` file or of safetensors |
+//! | [`repack`] | the same tensors in another format |
+//! | [`write`](mod@write) | tensors streamed to a file |
+//! | [`dat`] | the `.dat` format, byte for byte |
+//! | [`safetensors`] | Hugging Face files, also in shards |
+//! | [`bytes`] | numbers as bytes |
 //! | [`tokenizer`], [`chat_template`] | text to ids as the model's own files say |
 //! | [`loss`] | masked cross-entropy, hidden-state L1 |
 //! | [`sample`], [`generate`] | the next token; prefill, decode, stop |
@@ -23,20 +27,25 @@
 // Names carry shape letters: `q_BHTE` is `[B, H, T, E]`.
 #![allow(non_snake_case)]
 
+pub mod bytes;
 pub mod chat_template;
-pub mod checkpoint;
 pub mod config;
-pub mod convert;
+pub mod container;
 pub mod dat;
 mod error;
+mod file;
 pub mod generate;
 pub mod kv_cache;
 pub mod loss;
 pub mod model;
+pub mod names;
+pub mod repack;
 pub mod rope;
 pub mod safetensors;
 pub mod sample;
+pub mod tensors;
 pub mod tokenizer;
 pub mod weights;
+pub mod write;
 
 pub use error::ModelError;

@@ -1,7 +1,7 @@
 //! tokenizer.json behind a guard: its size is bounded, and a panic of the tokenizer library on a
 //! hostile file becomes an error.
 
-use crate::{ModelError, config::OneOrMany, error::read_text};
+use crate::{ModelError, config::OneOrMany, file::read_text};
 use serde::Deserialize;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},

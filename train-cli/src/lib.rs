@@ -44,7 +44,7 @@ use args::{Cli, Command};
 pub fn run(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Fit(args) => commands::fit::run(*args),
-        Command::Estimate(args) => memory::estimate::run(*args),
+        Command::Estimate(args) => commands::estimate::run(*args),
         Command::ExportDat(args) => commands::export::run(args),
         Command::Convert(args) => commands::convert::run(&args),
         Command::Inspect(args) => commands::inspect::run(&args),

@@ -4,9 +4,9 @@
 use crate::{
     CliError,
     args::{DtypeArg, FitArgs, LossArg, MasterArg, Nvfp4Part, RecipeArg, SaveArg, ScalesArg, StateArg},
-    commands::export::refuse_overwrite,
     data::read::{DataOptions, Format, LossOn, Overlong},
     device::DeviceChoice,
+    durable::check_output,
     model_files::{Companions, ModelFiles},
     train::optim::AdamwConfig,
     train::schedule::Shape,
@@ -431,22 +431,6 @@ const DEFAULT_SEQUENCE: usize = 2048;
 
 /// The largest count that any flag takes: products of three stay far from overflow.
 const MOST: usize = 1 << 20;
-
-/// Refuses an output that is an input, or that could not be written after hours of training.
-///
-/// # Errors
-/// If so.
-pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
-    refuse_overwrite(output, &inputs.iter().map(Some).collect::<Vec<_>>())?;
-    let folder = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if !folder.is_dir() {
-        return Err(CliError::Usage(format!("{}: no such folder to write {} in", folder.display(), output.display())));
-    }
-    if output.is_dir() {
-        return Err(CliError::Usage(format!("{}: is a folder, a file is needed", output.display())));
-    }
-    Ok(())
-}
 
 /// The number format that a flag names; `None` leaves it to the device.
 pub fn precision(arg: DtypeArg) -> Option<Precision> {

@@ -31,7 +31,7 @@ pub struct Demo {
 /// If writing fails.
 pub fn unpack(flags: &mut FitArgs) -> Result<Demo, CliError> {
     let folder = Path::new("runs/demo-files");
-    std::fs::create_dir_all(folder).map_err(CliError::io(folder))?;
+    durable::make_folder(folder)?;
     for (name, bytes) in FILES {
         durable::write_bytes(&folder.join(name), bytes)?;
     }

@@ -7,7 +7,7 @@ use crate::{
     commands::export,
     commands::generate::answer,
     data::order::Order,
-    data::read::Sample,
+    data::sample::Sample,
     device::{self, Job},
     durable,
     memory::estimate::{self, Estimate},
@@ -32,8 +32,10 @@ use burn::{
     tensor::DType,
 };
 use model_qwen3::{
-    checkpoint::{Checkpoint, Stored, Tensors},
+    container::Container,
     model::Qwen3,
+    names,
+    tensors::{Stored, Tensors},
     weights::{self, Field, Purpose, fields},
 };
 use serde_json::json;
@@ -106,7 +108,7 @@ impl Job for Fit {
         } else {
             check_free(&plan)?;
         }
-        let trainer_file = |folder: &PathBuf| Checkpoint::open(&folder.join(checkpoint::MODEL));
+        let trainer_file = |folder: &PathBuf| Container::open(&folder.join(checkpoint::MODEL));
         let model: Qwen3<Autodiff<B>> = match (&resumed, &source) {
             (Some((state, folder)), _) => {
                 let saved = trainer_file(folder)?;
@@ -229,11 +231,11 @@ impl Job for Fit {
             return Ok(());
         }
         let dense_from = model.layers.len().saturating_sub(plan.bf16_last_blocks);
-        let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe, dense_from };
+        let target = export::ExportFormat { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe, dense_from };
         // A file that holds NVFP4 is exported as it was stored, unless the recipe quantises by other blocks.
         let ours = plan.bf16_last_blocks > 0 || spec.weights().block == Block::Square;
         let nvfp4 =
-            |s: &&Checkpoint| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some() && !ours;
+            |s: &&Container| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some() && !ours;
         let like = source.as_ref().filter(nvfp4);
         let folder = plan.output_dir.join("final");
         let exported = export::model_to_folder(&model, text, &plan.companions, target, like, &folder)?;
@@ -335,7 +337,7 @@ impl<B: Nvfp4Backend> Between<B> for Keeper {
 
 /// A checkpoint's f32 head, shown as quantised where training quantises it.
 struct HeadAs<'a> {
-    tensors: &'a Checkpoint,
+    tensors: &'a Container,
     nvfp4: bool,
 }
 
@@ -356,8 +358,8 @@ impl Tensors for HeadAs<'_> {
         self.tensors.stored(name)
     }
 
-    fn trains_quantised(&self, name: &str) -> bool {
-        name == "lm_head.weight" && self.nvfp4
+    fn trains_quantized(&self, name: &str) -> bool {
+        name == names::HEAD && self.nvfp4
     }
 
     fn read_rows(&self, name: &str, rows: std::ops::Range<usize>) -> Result<Vec<f32>, model_qwen3::ModelError> {

@@ -14,11 +14,11 @@ use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, Nvfp4Linear, Recipe, Scali
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use model_qwen3::{
     ModelError,
-    checkpoint::FloatType,
-    convert::write_safetensors,
+    bytes::{self, FloatType},
     model::Qwen3,
     safetensors::{SafeFile, header},
     weights::{Live, fields, to_host},
+    write::write_safetensors,
 };
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
@@ -98,7 +98,7 @@ pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
     for (newer, path) in list(run)?.into_iter().filter(|(s, _)| *s > step) {
         let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
         let aside = run.join(format!("stale-{time}-checkpoint-{newer}"));
-        std::fs::rename(&path, &aside).map_err(CliError::io(&path))?;
+        durable::rename(&path, &aside)?;
         report::line(format!("moved {} to {}", path.display(), aside.display()));
     }
     Ok(())
@@ -129,7 +129,7 @@ pub fn save<B: Nvfp4Backend>(
     companions.copy_into(&mut folder)?;
     let committed = folder.commit()?;
     for (_, old) in list(run)?.into_iter().skip(keep) {
-        std::fs::remove_dir_all(&old).map_err(CliError::io(&old))?;
+        durable::remove(&old)?;
     }
     Ok(committed)
 }
@@ -215,7 +215,7 @@ fn write_optimizer<B: Nvfp4Backend>(
     let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(CliError::io(path));
     put(&header(&layout))?;
     for (_, _, state) in states {
-        put(&state.steps.to_le_bytes())?;
+        put(&bytes::of_i32s([state.steps]))?;
         for moment in [&state.moments.m, &state.moments.v] {
             match moment {
                 Moment::Float(x) => put(&float_of(x.dtype()).0.encode(&host::<B>(x)?))?,
@@ -276,7 +276,7 @@ pub fn load_optimizer<B: Nvfp4Backend>(
     let path = folder.join(OPTIMIZER);
     let file = SafeFile::open(&path)?;
     let find = |name: &str| file.entries().iter().find(|e| e.name == name);
-    let bytes = |name: &str, expected: usize| -> Result<Vec<u8>, CliError> {
+    let read = |name: &str, expected: usize| -> Result<Vec<u8>, CliError> {
         let entry = find(name).ok_or_else(|| CliError::corrupt(&path, format!("no {name:?}")))?;
         if entry.bytes != expected as u64 {
             return Err(CliError::corrupt(&path, format!("{name:?} has {} bytes, {expected} needed", entry.bytes)));
@@ -290,22 +290,22 @@ pub fn load_optimizer<B: Nvfp4Backend>(
         let (Some(id), Some(_)) = (field.id(), find(&format!("{name}.steps"))) else { continue };
         let shape = field.shape();
         let len: usize = shape.iter().product();
-        let steps = bytes(&format!("{name}.steps"), 4)?;
+        let steps = bytes::to_i32s(&read(&format!("{name}.steps"), 4)?)[0];
         let kind = if shape.len() == 1 { StateKind::F32 } else { optimizer.config().state };
         let moment = |part: &str, first: bool| -> Result<Moment<B>, CliError> {
             let name = format!("{name}.{part}");
             if let Some(coding) = kind.coding() {
-                let codes = bytes(&format!("{name}.codes"), len * coding.bits() / 8)?;
+                let codes = read(&format!("{name}.codes"), len * coding.bits() / 8)?;
                 let scales = match kind {
-                    StateKind::Nvfp4 => Some(bytes(&format!("{name}.scales"), len / 16)?),
+                    StateKind::Nvfp4 => Some(read(&format!("{name}.scales"), len / 16)?),
                     _ => None,
                 };
-                let absmax = FloatType::F32.decode(&bytes(&format!("{name}.absmax"), len.div_ceil(256) * 4)?);
+                let absmax = FloatType::F32.decode(&read(&format!("{name}.absmax"), len.div_ceil(256) * 4)?);
                 return Ok(Moment::from_bytes(kind, first, codes, scales, absmax, &device));
             }
             let dtype = if kind == StateKind::Bf16 { optimizer.config().float } else { DType::F32 };
             let float = float_of(dtype).0;
-            let values = float.decode(&bytes(&name, len * float.size())?);
+            let values = float.decode(&read(&name, len * float.size())?);
             let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [len]), (&device, dtype));
             launch::<B>(&device);
             Ok(Moment::Float(flat.into_primitive().tensor()))
@@ -314,13 +314,12 @@ pub fn load_optimizer<B: Nvfp4Backend>(
         let residual = match find(&format!("{name}.residual")) {
             None => None,
             Some(_) => {
-                let data = TensorData::new(bytes(&format!("{name}.residual"), len)?, [len]);
+                let data = TensorData::new(read(&format!("{name}.residual"), len)?, [len]);
                 let residual = Tensor::<B, 1, Int>::from_data(data, (&device, DType::U8)).into_primitive();
                 launch::<B>(&device);
                 Some(residual)
             }
         };
-        let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);
         optimizer.restore(id, TensorState { steps, moments, residual });
     }
     Ok(())

@@ -60,7 +60,7 @@ pub(crate) fn check_free(plan: &FitPlan) -> Result<(), CliError> {
 /// what lies behind step `resumed`.
 pub(crate) fn open_folder(plan: &FitPlan, inputs: &Inputs, resumed: Option<usize>) -> Result<fs::File, CliError> {
     let dir = &plan.output_dir;
-    fs::create_dir_all(dir).map_err(CliError::io(dir))?;
+    durable::make_folder(dir)?;
     let lock = durable::lock(dir)?;
     if let Some(step) = resumed {
         durable::sweep(dir)?;
@@ -74,8 +74,7 @@ pub(crate) fn open_folder(plan: &FitPlan, inputs: &Inputs, resumed: Option<usize
     for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
         let path = entry.map_err(CliError::io(dir))?.path();
         if path.file_name().is_some_and(|n| n != "lock") {
-            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            removed.map_err(CliError::io(&path))?;
+            durable::remove(&path)?;
         }
     }
     durable::write_bytes(&dir.join("config.toml"), toml_of(&plan.settings)?.as_bytes())?;

@@ -4,8 +4,9 @@
 use crate::{
     CliError,
     data::order::Order,
-    data::read::{self as data, Sample},
+    data::read as data,
     data::rows,
+    data::sample::{Sample, synthetic},
     data::token_cache,
     durable,
     model_files::TextFiles,
@@ -15,8 +16,9 @@ use crate::{
 };
 use backend_nvfp4::{Recipe, Scaling};
 use model_qwen3::{
-    checkpoint::{Checkpoint, Stored, Tensors},
     config::Qwen3Config,
+    container::Container,
+    tensors::{Stored, Tensors},
 };
 use std::sync::Arc;
 
@@ -27,7 +29,7 @@ pub(crate) struct Inputs {
     /// Tokenizer and template.
     pub(crate) text: TextFiles,
     /// The model's file; none for random weights.
-    pub(crate) source: Option<Checkpoint>,
+    pub(crate) source: Option<Container>,
     /// Training samples.
     pub(crate) train: Arc<Vec<Sample>>,
     /// Evaluation samples.
@@ -48,7 +50,7 @@ impl Inputs {
         check_blocks(plan, &config)?;
         let text = TextFiles::open(&plan.companions.text, &config)?;
         let source = match &plan.source {
-            ModelSource::Files(files) => Some(files.checkpoint()?),
+            ModelSource::Files(files) => Some(files.open_weights()?),
             ModelSource::Random { .. } => None,
         };
         let (train, eval, report) = samples(plan, &text, &config)?;
@@ -149,7 +151,7 @@ fn check_blocks(plan: &FitPlan, config: &Qwen3Config) -> Result<(), CliError> {
 }
 
 /// The scale levels of a file's NVFP4 tensors, if it has any.
-pub(crate) fn packed_scaling(source: &Checkpoint) -> Option<Scaling> {
+pub(crate) fn packed_scaling(source: &Container) -> Option<Scaling> {
     source.names().iter().find_map(|n| match source.stored(n) {
         Some(Stored::Packed { scaling, .. }) => Some(scaling),
         _ => None,
@@ -169,14 +171,16 @@ fn samples(plan: &FitPlan, text: &TextFiles, config: &Qwen3Config) -> Result<Sam
     }
     if plan.data.is_empty() {
         let rows = plan.max_steps.unwrap_or(8) * plan.batch_size * plan.accumulation;
-        let made = data::synthetic(rows, options.max_seq_length, config.vocab_size, plan.seed);
+        let made = synthetic(rows, options.max_seq_length, config.vocab_size, plan.seed);
         let (rows, tokens) = (made.len(), made.iter().map(|s| s.ids.len()).sum());
         let report = data::DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));
     }
-    let (all, mut report) = token_cache::load(plan, &plan.data, text, options)?;
+    let (all, mut report) = token_cache::load(plan.token_cache.as_deref(), &plan.data, text, options)?;
     let (mut train, mut eval) = match &plan.eval_data {
-        Some(path) => (all, token_cache::load(plan, std::slice::from_ref(path), text, options)?.0),
+        Some(path) => {
+            (all, token_cache::load(plan.token_cache.as_deref(), std::slice::from_ref(path), text, options)?.0)
+        }
         None => rows::split(all, plan.val_split, plan.seed),
     };
     train = rows::weigh(train, &plan.data_weights, plan.seed);
