@@ -23,14 +23,14 @@ use model_qwen3::{
 use std::{collections::HashSet, sync::Arc};
 use train_cli::{
     data::order::{MicroBatch, Order},
-    data::sample::{Sample, synthetic},
     data::rows,
+    data::sample::{Sample, synthetic},
     memory::vram::VramReport,
-    plan::LossKind,
+    settings::{Clip, LossKind, StepMode},
     train::gradients::Gathered,
     train::learner::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
-    train::step::{Clip, StepMode, Stepped, Stepper},
+    train::step::{Stepped, Stepper},
 };
 
 const RECIPES: [Recipe; 4] = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];

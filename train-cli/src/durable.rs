@@ -235,44 +235,6 @@ pub fn rename(from: &Path, to: &Path) -> Result<(), CliError> {
     fs::rename(from, to).map_err(CliError::io(from))
 }
 
-/// Refuses an output file that is an input, or that could not be written after hours of training.
-///
-/// # Errors
-/// If `output` is one of `inputs` by any name, its folder does not exist, or it is a folder.
-pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
-    if let Ok(written) = output.canonicalize() {
-        let same = |input: &PathBuf| input.canonicalize().is_ok_and(|i| i == written) || is_same_file(input, &written);
-        if inputs.iter().any(same) {
-            let text = "it is an input, and inputs are never overwritten; give another output";
-            return Err(CliError::Usage(format!("{}: {text}", output.display())));
-        }
-    }
-    let folder = parent(output);
-    if !folder.is_dir() {
-        let text = format!("{}: no such folder to write {} in; make it first", folder.display(), output.display());
-        return Err(CliError::Usage(text));
-    }
-    if output.is_dir() {
-        return Err(CliError::Usage(format!("{}: it is a folder; give the name of a file", output.display())));
-    }
-    Ok(())
-}
-
-/// Whether two paths are hard links to one file.
-#[cfg(unix)]
-fn is_same_file(a: &Path, b: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    match (a.metadata(), b.metadata()) {
-        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
-        _ => false,
-    }
-}
-
-#[cfg(not(unix))]
-fn is_same_file(_: &Path, _: &Path) -> bool {
-    false
-}
-
 /// Checks a folder against its manifest: it holds every file listed, unchanged, and no other.
 ///
 /// # Errors

@@ -5,7 +5,8 @@ use crate::{
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
     model_files::ModelFiles,
-    plan, report,
+    outputs::check_output,
+    report,
 };
 use backend_nvfp4::Block;
 use model_qwen3::{
@@ -25,14 +26,11 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let source = files.open_weights()?;
     let mut inputs = files.weight_files();
     inputs.push(source.path().to_owned());
-    durable::check_output(&args.output, &inputs)?;
+    check_output(&args.output, &inputs)?;
     let format = match args.dtype {
-        WeightArg::Nvfp4 => StoreAs::Nvfp4 {
-            scaling: plan::scaling(args.scales),
-            head: true,
-            block: Block::Row,
-            dense_from: usize::MAX,
-        },
+        WeightArg::Nvfp4 => {
+            StoreAs::Nvfp4 { scaling: args.scales, head: true, block: Block::Row, dense_from: usize::MAX }
+        }
         WeightArg::F16 => StoreAs::Float(FloatType::F16),
         WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),
         WeightArg::F32 => StoreAs::Float(FloatType::F32),

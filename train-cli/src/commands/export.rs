@@ -7,11 +7,12 @@
 
 use crate::{
     CliError,
-    args::{ExportArgs, RecipeArg},
+    args::ExportArgs,
     device::{self, Job},
     durable::{self, PendingFolder},
     model_files::{Companions, TextFiles},
-    plan, report,
+    outputs::check_output,
+    report,
     run::checkpoint::{self, Head},
 };
 use backend_nvfp4::{Block, LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
@@ -46,19 +47,19 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let entries = std::fs::read_dir(&args.checkpoint).map_err(CliError::io(&args.checkpoint))?;
     let mut inputs: Vec<PathBuf> = entries.filter_map(|e| e.ok().map(|e| e.path())).collect();
     inputs.extend(args.like.clone());
-    durable::check_output(&args.output_dat, &inputs)?;
-    if state.settings.recipe == Some(RecipeArg::Bf16) {
+    check_output(&args.output_dat, &inputs)?;
+    if state.settings.recipe.recipe == Recipe::Bf16 {
         report::line("note: the run used recipe bf16; this export quantizes its weights for the first time");
     }
     let config = Qwen3Config::from_file(&args.checkpoint.join("config.json"))?;
     let text = TextFiles::open(&args.checkpoint, &config)?;
     let source = Container::open(&args.checkpoint.join(checkpoint::MODEL))?;
     let like = args.like.as_deref().map(Container::open).transpose()?;
-    let (recipe, dense) = state.recipe();
+    let (recipe, dense) = (state.settings.recipe.resolved(), state.settings.recipe.bf16_last_blocks);
     // A checkpoint of recipe bf16 is quantized as recipe w4 does it.
     let recipe = if recipe == Recipe::Bf16 { Recipe::W4 } else { recipe };
     let format = ExportFormat {
-        scaling: args.scales.map_or(state.scaling(), plan::scaling),
+        scaling: args.scales.unwrap_or(state.scaling()),
         head: state.head == Head::Nvfp4,
         recipe,
         dense_from: config.num_hidden_layers.saturating_sub(dense),

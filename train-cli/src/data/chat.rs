@@ -4,11 +4,7 @@
 //! the prompt. The assistant's text is supervised, with its end token, because a model that is never taught its end
 //! token never learns to stop.
 
-use crate::{
-    CliError,
-    data::{read::LossOn, sample::Sample},
-    model_files::TextFiles,
-};
+use crate::{CliError, data::sample::Sample, model_files::TextFiles, settings::LossOn};
 use model_qwen3::chat_template::RenderOptions;
 use serde_json::{Value, json};
 use std::ops::Range;

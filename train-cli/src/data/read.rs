@@ -5,48 +5,10 @@ use crate::{
     data::{chat::Conversation, sample::Sample},
     model_files::TextFiles,
     report,
+    settings::{Format, LossOn, Overlong},
 };
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-
-/// How a file is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Format {
-    /// By extension: .tsv, .jsonl, .txt.
-    Auto,
-    /// A line is `{"messages": [{"role": …, "content": …}, …]}`.
-    Messages,
-    /// A line is `prompt<TAB>target`; `#` starts a comment.
-    Tsv,
-    /// One document, cut into sequences, all of it supervised.
-    Text,
-}
-
-/// What is supervised.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum LossOn {
-    /// Every assistant turn, with its end token.
-    #[value(alias = "completion")]
-    Assistant,
-    /// Every token.
-    All,
-}
-
-/// What happens to a row longer than the limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Overlong {
-    /// The run does not start.
-    Error,
-    /// It is left out and counted.
-    Drop,
-    /// Its end is cut off and counted.
-    Truncate,
-    /// It is cut into several, each of which is learnt; they do not see each other.
-    Split,
-}
 
 /// How files become samples.
 #[derive(Debug, Clone, Copy)]

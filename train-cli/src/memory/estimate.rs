@@ -5,8 +5,8 @@
 
 use crate::{
     data::order,
-    plan::FitPlan,
-    train::step::{Clip, StepMode},
+    plan::Plan,
+    settings::{Clip, StepMode},
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, StateKind};
 use burn::tensor::DType;
@@ -53,18 +53,19 @@ impl Sizes {
 
 impl Estimate {
     /// Predicts the memory of a plan that computes in `precision`.
-    pub fn of(c: &Qwen3Config, plan: &FitPlan, precision: Precision) -> Self {
+    pub fn of(c: &Qwen3Config, plan: &Plan, precision: Precision) -> Self {
         let s = Sizes::of(c);
+        let (optimizer, memory) = (&plan.settings.optimizer, &plan.settings.memory);
         let value = precision.dtype().size() as f64;
         let master = plan.master(precision);
-        let length = order::padded_len(plan.options.max_seq_length.min(c.max_position_embeddings));
-        let tokens = (plan.batch_size * length) as f64;
+        let length = order::padded_len(plan.max_seq_length(c.max_position_embeddings));
+        let tokens = (optimizer.batch_size * length) as f64;
         // With --train-last-layers only the last blocks have gradients, optimizer states and stored inputs.
-        let (trained, all) = match plan.train_last_layers {
+        let (trained, all) = match plan.settings.model.train_last_layers {
             0 => (s.blocks, true),
             last => ((last as f64).min(s.blocks), false),
         };
-        let whole = plan.step_mode == StepMode::Whole;
+        let whole = memory.step_mode == StepMode::Whole;
         // Masters of bf16 take four bytes on a device that computes in f32.
         let dense = if master == MasterKind::F32 { 4.0 } else { value };
         let linear = if master == MasterKind::Nvfp4 { 0.5625 } else { dense };
@@ -75,15 +76,17 @@ impl Estimate {
         let residual = if master == MasterKind::Bf16Residual { trained_params } else { 0.0 };
 
         // The products give f32 gradients. Where they are gathered, they are stored in the buffer's type.
-        let gathers = whole || plan.accumulation > 1;
+        let gathers = whole || optimizer.gradient_accumulation_steps > 1;
         let buffer = if master == MasterKind::F32 { 4.0 } else { value };
-        let both_passes = plan.accumulation > 1 && !(plan.clip == Clip::Exact && plan.max_grad_norm > 0.0);
+        let both_passes =
+            optimizer.gradient_accumulation_steps > 1 && !(plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0);
         // When streaming makes the embedding's gradient, that of a separate head is no longer there.
         let mut gradients = if whole { 4.0 * trained_params } else { 4.0 * (embedding + s.block) };
         gradients += if gathers { buffer * trained_params } else { 0.0 };
         gradients += if both_passes { 4.0 * s.block } else { 0.0 };
 
-        let states = if plan.adamw.state == StateKind::Bf16 { 2.0 * value } else { plan.adamw.state.bytes() };
+        let states = memory.optimizer_state_mode;
+        let states = if states == StateKind::Bf16 { 2.0 * value } else { states.bytes() };
         let (d, f) = (c.hidden_size as f64, c.intermediate_size as f64);
         let (q, kv) = ((c.num_attention_heads * c.head_dim) as f64, (c.num_key_value_heads * c.head_dim) as f64);
         let inputs = tokens * d * value * trained;
