@@ -60,7 +60,7 @@ const TYPES: [(ElementType, u64, usize, &str); 12] = [
 
 impl ElementType {
     /// The type with this id, if the format knows it.
-    pub fn from_id(id: u64) -> Option<Self> {
+    fn from_id(id: u64) -> Option<Self> {
         TYPES.iter().find(|t| t.1 == id).map(|t| t.0)
     }
 

@@ -1,12 +1,12 @@
-//! Qwen3 (dense, 0.6B to 32B), written once over any [`backend_nvfp4::Nvfp4Backend`], with all that
-//! stands between a folder of files and streamed text.
+//! Qwen3 (dense, 0.6B to 32B), written once over any [`backend_nvfp4::Nvfp4Backend`], and everything between a folder of
+//! files and streamed text.
 //!
-//! | module | its one idea |
+//! | module | what it holds |
 //! |---|---|
-//! | [`config`] | config.json, checked once, plain numbers afterwards |
-//! | [`model`] | attention, MLP, block, model: read like the paper |
+//! | [`config`] | config.json, checked |
+//! | [`model`] | attention, MLP, block, model |
 //! | [`rope`] | rotary position angles |
-//! | [`kv_cache`] | keys and values of past tokens, allocated once |
+//! | [`kv_cache`] | keys and values of past tokens |
 //! | [`weights`] | a model's tensors: loaded, drawn at random, listed, replaced |
 //! | [`names`] | how checkpoints spell the names of tensors |
 //! | [`tensors`] | tensors by name, wherever they are |
@@ -16,9 +16,9 @@
 //! | [`dat`] | the `.dat` format, byte for byte |
 //! | [`safetensors`] | Hugging Face files, also in shards |
 //! | [`bytes`] | numbers as bytes |
-//! | [`tokenizer`], [`chat_template`] | text to ids as the model's own files say |
-//! | [`loss`] | masked cross-entropy, hidden-state L1 |
-//! | [`sample`], [`generate`] | the next token; prefill, decode, stop |
+//! | [`tokenizer`], [`chat_template`] | text to token ids, by the model's own files |
+//! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
+//! | [`sample`], [`generate`] | choosing a token; prompt to answer |
 //!
 //! Shape letters: `B` batch, `T` new tokens, `S` all tokens so far, `D` hidden size, `H` query heads,
 //! `K` key/value heads, `G = H / K`, `E` head size, `F` MLP size, `V` vocabulary.

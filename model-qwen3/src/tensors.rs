@@ -92,6 +92,6 @@ pub fn row_width(shape: &[usize]) -> usize {
 }
 
 /// Rows of a tensor. A vector is one row.
-pub fn row_count(shape: &[usize]) -> usize {
+fn row_count(shape: &[usize]) -> usize {
     if shape.len() < 2 { 1 } else { shape[0] }
 }

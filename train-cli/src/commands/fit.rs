@@ -306,7 +306,7 @@ impl Ready {
     fn original(&self) -> Option<&Container> {
         let s = &self.plan.settings.recipe;
         let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == Block::Row;
-        let serves = |file: &&Checkpoint| file.dat().is_some() && packed_scaling(file).is_some();
+        let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
         self.inputs.source.as_ref().filter(serves).filter(|_| s.scales.is_none() && same_blocks)
     }
 }

@@ -65,7 +65,7 @@ pub fn run(args: ParityArgs) -> Result<(), CliError> {
     }
     let comparison = device::run(
         args.device,
-        precision,
+        args.compute_dtype,
         Parity { model: &args.model, expected: &args.expected, dump: args.dump.as_deref() },
     )?;
     for d in &comparison.differences {
