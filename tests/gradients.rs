@@ -3,7 +3,8 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
 use backend_nvfp4::{
-    Activations, LinearSpec, LinearWeight, Nvfp4Backend, Nvfp4Parts, Nvfp4Tensor, Precision, Recipe, Scaling, reference,
+    Activations, Layer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Parts, Nvfp4Tensor, Operand, Precision, Recipe,
+    Scaling, reference,
 };
 use burn::{
     backend::Autodiff,
@@ -34,7 +35,7 @@ fn spec(recipe: Recipe) -> LinearSpec {
 }
 
 /// `sum(y * dy)` and its gradients with respect to x and w.
-fn value_and_gradients<B: Nvfp4Backend>(
+fn value_and_gradients<B: Nvfp4Kernels>(
     x: &[f32],
     w: &[f32],
     dy: &[f32],
@@ -45,9 +46,9 @@ fn value_and_gradients<B: Nvfp4Backend>(
     let x = matrix::<A<B>>(x, M, K, device).require_grad();
     let w = matrix::<A<B>>(w, N, K, device).require_grad();
     let y = {
-        let w = LinearWeight::Float(w.clone().into_primitive().tensor());
-        let x = Activations::new(x.clone().into_primitive().tensor(), spec(recipe));
-        A::<B>::nvfp4_linears(x, vec![(w, spec(recipe))]).remove(0)
+        let weight = Operand::Dense(w.clone().into_primitive().tensor());
+        let layer = Layer { weight, gradient: None, spec: spec(recipe) };
+        A::<B>::nvfp4_linears(Activations::from(x.clone()), vec![layer]).remove(0)
     };
     let y = Tensor::<A<B>, 2>::from_primitive(TensorPrimitive::Float(y));
     let value = (y * matrix::<A<B>>(dy, M, N, device)).sum();
@@ -56,7 +57,7 @@ fn value_and_gradients<B: Nvfp4Backend>(
     (host(value)[0], host(dx), host(dw))
 }
 
-fn straight_through<B: Nvfp4Backend>(device: B::Device) {
+fn straight_through<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(17);
     let (x, w, dy) = (random.normals(M * K, 1.0), random.normals(N * K, 0.1), random.normals(M * N, 1.0));
     let quantised = |v: &[f32], rows, spec| {
@@ -105,7 +106,7 @@ fn sharing_cube<R: CubeRuntime>() {
 
 /// Three layers of one operation are three operations: outputs, the sum of their dx, each dW; also when a layer is not
 /// trained, or the loss does not depend on one.
-fn sharing<B: Nvfp4Backend>(device: B::Device) {
+fn sharing<B: Nvfp4Kernels>(device: B::Device) {
     const ROWS: [usize; 3] = [32, 16, 48];
     let mut random = Random::new(41);
     let (x, dys) = (random.normals(M * K, 1.0), ROWS.map(|n| random.normals(M * n, 1.0)));
@@ -132,17 +133,15 @@ fn sharing<B: Nvfp4Backend>(device: B::Device) {
                     let w: Vec<_> = of.iter().map(parameter).collect();
                     // What is not trained may be codes.
                     let given = w.iter().zip(of).map(|(w, &i)| {
-                        let w = w.clone().into_primitive().tensor();
                         let weight = if frozen == Some(i) {
-                            let codes = Autodiff::<B>::nvfp4_quantize(w, spec.weights());
-                            LinearWeight::Packed { codes, gradient: None }
+                            let w = w.clone().inner().into_primitive().tensor();
+                            Operand::Packed(B::nvfp4_quantize(w, spec.weights()))
                         } else {
-                            LinearWeight::Float(w)
+                            Operand::Dense(w.clone().into_primitive().tensor())
                         };
-                        (weight, spec.slot(i as u32))
+                        Layer { weight, gradient: None, spec: spec.slot(i as u32) }
                     });
-                    let activations = Activations::new(x.clone().into_primitive().tensor(), spec);
-                    let ys = Autodiff::<B>::nvfp4_linears(activations, given.collect());
+                    let ys = Autodiff::<B>::nvfp4_linears(Activations::from(x.clone()), given.collect());
                     let ys: Vec<_> = ys
                         .into_iter()
                         .map(|y| Tensor::<Autodiff<B>, 2>::from_primitive(TensorPrimitive::Float(y)))

@@ -3,7 +3,8 @@
 
 use crate::support::{Cpu, Cube, Random, floats, golden_bytes, host, matrix, on_gpu};
 use backend_nvfp4::{
-    Block, LinearSpec, Nvfp4Backend, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling, Stream, View,
+    Block, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling,
+    Stream, View,
     reference::{self, Packed},
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend};
@@ -85,7 +86,7 @@ fn gpu_equals_reference<R: CubeRuntime>() {
     across_in_16_bits::<R>();
 }
 
-fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
+fn backend_equals_reference<B: Nvfp4Kernels>(device: B::Device) {
     let bytes = golden_bytes("nvfp4/quantize.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let mut cases = golden_cases(&file);
@@ -194,13 +195,13 @@ fn across_in_16_bits<R: CubeRuntime>() {
     }
 }
 
-fn quantized_across<B: Nvfp4Backend>(x: &[f32], rows: usize, cols: usize, spec: QuantizeSpec, rotated: bool) -> Packed {
+fn quantized_across<B: Nvfp4Kernels>(x: &[f32], rows: usize, cols: usize, spec: QuantizeSpec, rotated: bool) -> Packed {
     let x = matrix::<B>(x, rows, cols, &Default::default()).into_primitive().tensor();
     Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_across(x, spec, rotated)).to_packed().unwrap()
 }
 
 /// Masters as the host quantises them; codes of a sample of rows.
-fn masters_equal_reference<B: Nvfp4Backend>(device: B::Device) {
+fn masters_equal_reference<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(8);
     for (rows, cols, std) in [(1, 16, 1.0), (33, 48, 0.02), (64, 256, 1e-4), (5, 32, 0.0), (48, 16, 3e3)] {
         let x = random.normals(rows * cols, std);
@@ -216,7 +217,7 @@ fn masters_equal_reference<B: Nvfp4Backend>(device: B::Device) {
 }
 
 /// Random weights: the host's up to the last bits of logarithm and cosine, and normal.
-fn normals_equal_reference<B: Nvfp4Backend>(device: B::Device) {
+fn normals_equal_reference<B: Nvfp4Kernels>(device: B::Device) {
     let stream = Stream { seed: 0xFEDC_BA98_7654_3210, step: 0, stream: 5 };
     // Computed apart, in Python.
     let known = [-0.4232195, -0.5775531, -0.998703, 0.0214675];
@@ -298,9 +299,9 @@ fn activations<R: CubeRuntime>() {
             let of = |x: &Tensor<B<R>, 2>| x.clone().into_primitive().tensor();
             let w = || w.clone().into_primitive().tensor();
             for (name, made) in [
-                ("norm", B::<R>::rms_norm_activations(of(&a), w(), 1e-6, spec)),
-                ("sum and norm", B::<R>::add_rms_norm(of(&b), of(&a), w(), 1e-6, spec).1),
-                ("gate", B::<R>::swiglu_activations(of(&a), of(&b), spec)),
+                ("norm", B::<R>::rms_norm(of(&a), None, w(), 1e-6, spec).1),
+                ("sum and norm", B::<R>::rms_norm(of(&b), Some(of(&a)), w(), 1e-6, spec).1),
+                ("gate", B::<R>::swiglu(of(&a), of(&b), spec)),
             ] {
                 let expected = B::<R>::nvfp4_quantize(made.values, spec.activations());
                 let host = |p| Nvfp4Tensor::<B<R>>::from_primitive(p).to_packed().unwrap();

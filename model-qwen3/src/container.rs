@@ -11,9 +11,8 @@ use crate::{
 };
 use ::safetensors::Dtype;
 use backend_nvfp4::{
-    Scaling,
+    Packed, Scaling,
     layout::{BLOCK, scales_per_row},
-    reference::Packed,
 };
 use std::{
     collections::HashMap,

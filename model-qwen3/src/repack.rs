@@ -9,9 +9,9 @@ use crate::{
     tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
-    Block, QuantizeSpec, Rounding, Scaling, View,
+    Block, Packed, QuantizeSpec, Rounding, Scaling, View,
     layout::{BLOCK, scales_per_row, words_per_row},
-    reference::{self, Packed},
+    reference,
 };
 use std::{ops::Range, path::Path};
 

@@ -2,7 +2,7 @@
 //! whole or in ranges of rows, so that no caller needs more than one in memory.
 
 use crate::{ModelError, bytes::FloatType};
-use backend_nvfp4::{Scaling, reference::Packed};
+use backend_nvfp4::{Packed, Scaling};
 use std::{ops::Range, path::Path};
 
 /// How a tensor is stored.

@@ -9,7 +9,7 @@ use crate::{
     tensors::{Stored, Tensors, row_ranges},
 };
 use ::safetensors::Dtype;
-use backend_nvfp4::{Scaling, layout::scales_per_row, reference::Packed};
+use backend_nvfp4::{Packed, Scaling, layout::scales_per_row};
 use std::io::Write;
 
 /// Values of a dense tensor that are read at a time, and words of codes that are encoded at a time.

@@ -1,8 +1,8 @@
 //! Runs a job on the backend of the chosen device. One binary holds three backends. A job is written once over
-//! `B: Nvfp4Backend`, and only this file names the types.
+//! `B: Nvfp4Kernels + DeviceServices`, and only this file names the types.
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
-use backend_nvfp4::{Nvfp4Backend, Precision};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use burn::{backend::NdArray, tensor::DType};
 use burn_cubecl::{CubeBackend, CubeRuntime};
 use cubecl::{

@@ -12,7 +12,7 @@ use crate::{
         POST_ATTENTION_LAYERNORM, Q_NORM, Q_PROJ, UP_PROJ, V_PROJ, in_block,
     },
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
 use burn::{
     module::{Param, ParamId},
     tensor::{DType, Tensor, backend::Backend},
@@ -29,7 +29,7 @@ pub(super) trait Source<B: Backend> {
 }
 
 /// Builds a model from the tensors of a source.
-pub(super) fn build<B: Nvfp4Backend, S: Source<B>>(
+pub(super) fn build<B: Nvfp4Kernels, S: Source<B>>(
     config: &Qwen3Config,
     spec: LinearSpec,
     has_head: bool,
@@ -76,7 +76,7 @@ pub enum Field<'a, B: Backend> {
 }
 
 /// Every tensor of a model under its checkpoint name, in the order in which [`super::load`] reads them.
-pub fn fields<B: Nvfp4Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
+pub fn fields<B: Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
     use Field::{Linear, Matrix, Vector};
     let mut out = vec![(EMBEDDING.to_owned(), Matrix(&model.embed_tokens))];
     for (i, block) in model.layers.iter().enumerate() {
@@ -103,7 +103,7 @@ pub fn fields<B: Nvfp4Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> 
     out
 }
 
-impl<B: Nvfp4Backend> Field<'_, B> {
+impl<B: Backend> Field<'_, B> {
     /// The tensor's shape.
     pub fn shape(&self) -> Vec<usize> {
         match *self {
@@ -120,20 +120,6 @@ impl<B: Nvfp4Backend> Field<'_, B> {
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => Some(p.id),
             Self::Linear(Nvfp4Linear::PackedMaster(w)) => Some(w.gradient.id),
             Self::Linear(Nvfp4Linear::Packed(_)) => None,
-        }
-    }
-
-    /// The values on the host in row-major order. Packed weights are dequantized.
-    ///
-    /// # Errors
-    /// If the device failed.
-    pub fn to_host(&self) -> Result<Vec<f32>, ModelError> {
-        match *self {
-            Self::Vector(p) => to_host(p.val()),
-            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
-            Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
-                to_host(w.dequantize(DType::F32))
-            }
         }
     }
 
@@ -156,6 +142,22 @@ impl<B: Nvfp4Backend> Field<'_, B> {
             DType::BF16 => FloatType::Bf16,
             DType::F16 => FloatType::F16,
             _ => FloatType::F32,
+        }
+    }
+}
+
+impl<B: Nvfp4Kernels> Field<'_, B> {
+    /// The values on the host in row-major order. Packed weights are dequantized.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn to_host(&self) -> Result<Vec<f32>, ModelError> {
+        match *self {
+            Self::Vector(p) => to_host(p.val()),
+            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
+            Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
+                to_host(w.dequantize(DType::F32))
+            }
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::host::to_host;
 use crate::{ModelError, tensors::row_ranges};
-use backend_nvfp4::{LinearSpec, Master, MasterKind, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use backend_nvfp4::{LinearSpec, Master, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
 use burn::{
     module::{Param, ParamId},
     tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend},
@@ -31,7 +31,7 @@ pub(super) struct Form {
     pub(super) through_bf16: bool,
 }
 
-impl<B: Nvfp4Backend> Forge<'_, B> {
+impl<B: Nvfp4Kernels> Forge<'_, B> {
     /// The form of dense matrices. A matrix that is not trained has the type in which it is multiplied.
     pub(super) fn dense(&self) -> Form {
         let computed = self.spec.precision.dtype();
@@ -96,10 +96,9 @@ impl<B: Nvfp4Backend> Forge<'_, B> {
         Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient))
     }
 
-    /// Makes a parameter. Its gradient is tracked if it is trained and the backend tracks gradients.
+    /// Makes a parameter with the next id.
     pub(super) fn param<const D: usize>(&mut self, tensor: Tensor<B, D>) -> Param<Tensor<B, D>> {
         self.next_id += 1;
-        let tensor = if self.master.is_some() { tensor.require_grad() } else { tensor };
         Param::initialized(ParamId::from(self.next_id), tensor)
     }
 }

@@ -6,7 +6,7 @@ use crate::{
     model::Qwen3,
     tensors::{Stored, Tensors, row_width},
 };
-use backend_nvfp4::{Nvfp4Backend, Scaling, reference::Packed};
+use backend_nvfp4::{Nvfp4Kernels, Packed, Scaling};
 use burn::tensor::backend::Backend;
 use std::{cell::RefCell, ops::Range, path::Path};
 
@@ -17,7 +17,7 @@ pub struct Live<'a, B: Backend> {
     fetched: RefCell<Option<(String, Vec<f32>)>>,
 }
 
-impl<'a, B: Nvfp4Backend> Live<'a, B> {
+impl<'a, B: Nvfp4Kernels> Live<'a, B> {
     /// Shows a model's tensors.
     pub fn new(model: &'a Qwen3<B>) -> Self {
         Self { fields: fields(model), fetched: RefCell::new(None) }
@@ -28,7 +28,7 @@ impl<'a, B: Nvfp4Backend> Live<'a, B> {
     }
 }
 
-impl<B: Nvfp4Backend> Tensors for Live<'_, B> {
+impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
     fn path(&self) -> &Path {
         Path::new("model in memory")
     }

@@ -11,9 +11,9 @@ use crate::{
     names::{EMBEDDING, HEAD},
     tensors::{Stored, Tensors, row_ranges},
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Error, Nvfp4Linear, Nvfp4Tensor, layout, reference};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, layout, reference};
 use burn::{
-    module::{Module, Param},
+    module::Param,
     tensor::{DType, Tensor, backend::Backend},
 };
 use std::collections::HashSet;
@@ -23,15 +23,15 @@ use std::collections::HashSet;
 pub enum Purpose {
     /// Training. Every tensor becomes a master of this form. NVFP4 tensors are dequantized once, unless masters are NVFP4.
     Train(MasterKind),
-    /// Inference. NVFP4 tensors stay packed, and no gradient is tracked.
+    /// Inference. NVFP4 tensors stay packed.
     Infer,
 }
 
-/// Loads a model.
+/// Loads a model. No gradient is tracked before [`super::trained`] says so.
 ///
 /// # Errors
 /// If a tensor is missing, has another shape than config.json says, is unknown to the model, or is invalid.
-pub fn load<B: Nvfp4Backend>(
+pub fn load<B: Nvfp4Kernels>(
     tensors: &dyn Tensors,
     config: &Qwen3Config,
     spec: LinearSpec,
@@ -87,7 +87,7 @@ struct Loader<'a, B: Backend> {
     used: HashSet<String>,
 }
 
-impl<B: Nvfp4Backend> Loader<'_, B> {
+impl<B: Nvfp4Kernels> Loader<'_, B> {
     /// Takes a tensor that must have this shape.
     fn expect(&mut self, name: &str, shape: &[usize]) -> Result<Stored, ModelError> {
         let found = self.tensors.stored(name).ok_or_else(|| {
@@ -116,7 +116,7 @@ impl<B: Nvfp4Backend> Loader<'_, B> {
     }
 }
 
-impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
+impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
     fn vector(&mut self, name: &str, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
         self.expect(name, &[len])?;
         let values = self.tensors.read_dense(name)?;
@@ -147,9 +147,7 @@ impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
             }
             (Some(_), Stored::Packed { .. }) if self.tensors.keeps_codes(name) => {
                 let packed = self.packed(name, shape)?;
-                let linear = self.forge.packed_master(packed);
-                let kept = self.forge.master == Some(MasterKind::Nvfp4);
-                Ok(if kept { linear } else { linear.no_grad() })
+                Ok(self.forge.packed_master(packed))
             }
             (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
                 // `packed` checks the scales before anything is computed with them.

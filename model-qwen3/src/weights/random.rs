@@ -5,7 +5,7 @@ use super::{
     forge::Forge,
 };
 use crate::{ModelError, config::Qwen3Config, model::Qwen3, names::HEAD};
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Linear, Stream};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Stream};
 use burn::{
     module::Param,
     tensor::{DType, Tensor, TensorPrimitive, backend::Backend},
@@ -16,7 +16,7 @@ use burn::{
 ///
 /// # Errors
 /// If the device fails.
-pub fn random<B: Nvfp4Backend>(
+pub fn random<B: Nvfp4Kernels>(
     config: &Qwen3Config,
     spec: LinearSpec,
     master: MasterKind,
@@ -34,7 +34,7 @@ struct Random<'a, B: Backend> {
     forge: Forge<'a, B>,
 }
 
-impl<B: Nvfp4Backend> Random<'_, B> {
+impl<B: Nvfp4Kernels> Random<'_, B> {
     fn normal(&self, shape: [usize; 2], dtype: DType) -> Tensor<B, 2> {
         let stream = Stream { seed: self.seed, step: 0, stream: self.forge.next_id as u32 };
         let values = B::normal(shape, self.std, stream, dtype, self.forge.device);
@@ -42,7 +42,7 @@ impl<B: Nvfp4Backend> Random<'_, B> {
     }
 }
 
-impl<B: Nvfp4Backend> Source<B> for Random<'_, B> {
+impl<B: Nvfp4Kernels> Source<B> for Random<'_, B> {
     fn vector(&mut self, _: &str, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
         Ok(self.forge.vector(vec![1.0; len]))
     }

@@ -15,7 +15,7 @@ use crate::{
     report,
     run::checkpoint::{self, Head},
 };
-use backend_nvfp4::{Block, LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
+use backend_nvfp4::{Block, DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -133,7 +133,7 @@ impl ExportFormat {
 ///
 /// # Errors
 /// If writing fails or the written file does not work. An older folder is then untouched.
-pub fn model_to_folder<B: Nvfp4Backend>(
+pub fn model_to_folder<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
     companions: &Companions,
@@ -158,7 +158,7 @@ pub fn model_to_folder<B: Nvfp4Backend>(
 ///
 /// # Errors
 /// As [`model_to_folder`].
-pub fn model_to_dat<B: Nvfp4Backend>(
+pub fn model_to_dat<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
     format: ExportFormat,
@@ -214,7 +214,7 @@ struct CheckFile<'a> {
 impl Job for CheckFile<'_> {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let check = Check { tensors: self.tensors, path: self.path, config: self.config, text: self.text };
         let compared = check.read_back()?;
         let answer = check.answer_of_file::<B>((self.spec)(precision), &device)?;
@@ -244,7 +244,7 @@ struct Answer {
 impl Check<'_> {
     /// Reads the file back, and compares the forward pass of its model with that of the trained model in memory, under the
     /// run's own recipe.
-    fn against<B: Nvfp4Backend>(&self, model: &Qwen3<B>, format: ExportFormat, like: bool) -> Result<(), CliError> {
+    fn against<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, format: ExportFormat, like: bool) -> Result<(), CliError> {
         let compared = self.read_back()?;
         let trained = self.answer(model)?;
         let spec = format.spec(model.spec().precision);
@@ -304,12 +304,12 @@ impl Check<'_> {
     }
 
     /// Loads the file for inference and asks its model.
-    fn answer_of_file<B: Nvfp4Backend>(&self, spec: LinearSpec, device: &B::Device) -> Result<Answer, CliError> {
+    fn answer_of_file<B: Nvfp4Kernels>(&self, spec: LinearSpec, device: &B::Device) -> Result<Answer, CliError> {
         let file = Container::open(self.path)?;
         self.answer::<B>(&weights::load(&file, self.config, spec, Purpose::Infer, device)?)
     }
 
-    fn answer<B: Nvfp4Backend>(&self, model: &Qwen3<B>) -> Result<Answer, CliError> {
+    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Answer, CliError> {
         let prompt = self.text.template.render(
             &[json!({"role": "user", "content": "Who are you? 你是誰？"})],
             RenderOptions { add_generation_prompt: true, ..Default::default() },

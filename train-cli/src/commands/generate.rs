@@ -7,7 +7,7 @@ use crate::{
     model_files::{ModelFiles, TextFiles},
     report,
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
+use backend_nvfp4::{DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use model_qwen3::{
     chat_template::RenderOptions,
     config::Qwen3Config,
@@ -45,7 +45,7 @@ struct Generate(GenerateArgs);
 impl Job for Generate {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
         let files = ModelFiles::new(&args.model);
         let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
@@ -74,7 +74,7 @@ impl Job for Generate {
     }
 }
 
-fn load<B: Nvfp4Backend>(
+fn load<B: Nvfp4Kernels>(
     files: &ModelFiles,
     config: &Qwen3Config,
     w4a4: bool,
@@ -117,7 +117,7 @@ struct Answer {
 }
 
 /// Generates an answer and prints its text as it grows, if `shows`.
-fn streamed<B: Nvfp4Backend>(
+fn streamed<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
     prompt: &[u32],

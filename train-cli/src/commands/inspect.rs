@@ -1,10 +1,7 @@
 //! `inspect`: lists what a model's file holds. With `--verify` it also reads every byte and checks that it can be used.
 
 use crate::{CliError, args::InspectArgs, durable, model_files::ModelFiles, report};
-use backend_nvfp4::{
-    Scaling,
-    reference::{self, Packed},
-};
+use backend_nvfp4::{Packed, Scaling, reference};
 use model_qwen3::{
     ModelError,
     container::Container,

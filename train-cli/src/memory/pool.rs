@@ -2,7 +2,7 @@
 //! the same size. A step over batches of another length cannot use it and allocates more, so free buffers are returned
 //! to the device when there are many. As long as all steps have one length, nothing is returned.
 
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::DeviceServices;
 
 /// What is known about the device's pool.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ impl Pool {
 
     /// Returns free buffers to the device if the pool is more than a tenth larger than a step needs, or if the run holds
     /// more memory than the limit. Returns whether it did.
-    pub fn after_step<B: Nvfp4Backend>(&mut self, device: &B::Device, held: u64) -> bool {
+    pub fn after_step<B: DeviceServices>(&mut self, device: &B::Device, held: u64) -> bool {
         let Some(memory) = B::memory_in_use(device) else { return false };
         if !std::mem::replace(&mut self.stale, true) {
             self.needed = self.needed.max(memory.reserved);
@@ -37,7 +37,7 @@ impl Pool {
     }
 
     /// Returns free buffers to the device, so that the next step begins without any.
-    pub fn give_back<B: Nvfp4Backend>(&mut self, device: &B::Device) {
+    pub fn give_back<B: DeviceServices>(&mut self, device: &B::Device) {
         B::memory_cleanup(device);
         self.stale = false;
     }

@@ -3,7 +3,7 @@
 //! slower.
 
 use crate::{CliError, durable, kernel_cache};
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::DeviceServices;
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -36,7 +36,7 @@ impl VramReport {
     ///
     /// # Errors
     /// If the device failed.
-    pub fn note<B: Nvfp4Backend>(&mut self, device: &B::Device, step: usize, phase: &str) -> Result<(), CliError> {
+    pub fn note<B: DeviceServices>(&mut self, device: &B::Device, step: usize, phase: &str) -> Result<(), CliError> {
         if self.path.is_none() {
             return Ok(());
         }
@@ -59,7 +59,7 @@ impl VramReport {
 
     /// Bytes that the run holds. On a device with memory of its own, this is the memory taken from it; on a device that
     /// shares the host's memory, what the host has come to use since the run began; on the CPU, this process's memory.
-    pub fn held<B: Nvfp4Backend>(&self, device: &B::Device) -> u64 {
+    pub fn held<B: DeviceServices>(&self, device: &B::Device) -> u64 {
         match (B::memory_in_use(device), self.meter.began) {
             (None, _) => resident_mib() << 20,
             (Some(m), None) => m.reserved,
