@@ -11,6 +11,7 @@ mod cli;
 mod cli_flags;
 mod codec;
 mod compile_cuda;
+mod docs;
 mod every_kernel;
 mod formats;
 mod gradients;

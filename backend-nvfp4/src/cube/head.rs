@@ -55,7 +55,7 @@ where
             dw = Some(products::accumulated(dw, logits, h, f32_only));
         }
     }
-    let loss = loss.unwrap_or_else(|| B::float_zeros(Shape::new([1]), &h.device, DType::F32.into()));
+    let loss = loss.unwrap_or_else(|| B::float_zeros(Shape::new([1]), &B::float_device(&h), DType::F32.into()));
     let gradients = dw.map(|dw| (if dh.len() == 1 { dh.remove(0) } else { B::float_cat(dh, 0) }, dw));
     HeadLoss { loss, gradients }
 }

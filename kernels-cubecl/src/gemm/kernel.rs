@@ -16,6 +16,7 @@ use cubecl::prelude::*;
 const GROUP: u32 = 8;
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 pub(super) fn gemm_kernel<F: Float, Out: Float>(
     a: &Sequence<Array<Octet<F>>>,
     b: &Sequence<Array<Octet<F>>>,

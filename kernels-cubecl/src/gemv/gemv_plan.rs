@@ -14,7 +14,7 @@ const BARRIERS: usize = 1 << 10;
 /// The number of planes that fit on an H200 at once: 32 a multiprocessor if each has one span in flight, 20 if it has
 /// two, which take more registers. Some cubes of a larger launch would start late.
 const PLANES: [usize; 2] = [4224, 2640];
-/// With as many tiles of 16 rows, those of a single token are not halved.
+/// From this number of 16-row tiles on, a tile has 16 rows for a single token too.
 const TALL: usize = 384;
 
 /// The choices that are compiled into a launch, except for the rows of the weights.

@@ -140,6 +140,7 @@ pub fn quantize<R: Runtime>(
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn quantize_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     amax: &Array<f32>,
