@@ -5,8 +5,8 @@ use crate::support::{Cpu, Cube, files::F32, golden, on_gpu};
 use backend_nvfp4::Nvfp4Kernels;
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
-    checkpoint::Checkpoint,
     config::Qwen3Config,
+    container::Container,
     generate::prefill,
     kv_cache::KvCache,
     model::{Qwen3, ids_tensor},
@@ -31,7 +31,7 @@ fn same_logits<B: Nvfp4Kernels>(device: B::Device) {
     for fixture in ["tiny-tied", "tiny-untied"] {
         let folder = golden(&format!("hf-qwen3/{fixture}"));
         let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
-        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let checkpoint = Container::open(&folder).unwrap();
         let model: Qwen3<B> = weights::load(&checkpoint, &config, F32, Purpose::Infer, &device).unwrap();
         let ids: Vec<u32> = (0..23).map(|i| (i * 37 + 5) % 300).collect();
         let last = |chunk| {
