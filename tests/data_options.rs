@@ -15,10 +15,14 @@ use std::path::Path;
 const QUESTION: &str = "Who are you?";
 const ANSWER: &str = "I am a tiny Qwen3 trained in Rust.";
 
-/// Trains on one row for some steps on the CPU and returns the lines of metrics.jsonl.
+/// Trains the model `m` on one row on the CPU and returns the lines of metrics.jsonl.
 fn fit(dir: &Path, output: &str, more: &[&str]) -> Vec<Value> {
-    let mut args =
-        vec!["fit", "-m", "m", "-d", "row.tsv", "--device", "cpu", "--lr", "1e-2", "--val-split", "0", "-o", output];
+    fit_model(dir, "m", "1e-2", output, more)
+}
+
+fn fit_model(dir: &Path, model: &str, rate: &str, output: &str, more: &[&str]) -> Vec<Value> {
+    let mut args = vec!["fit", "-m", model, "--lr", rate, "-o", output];
+    args.extend(["-d", "row.tsv", "--device", "cpu", "--val-split", "0"]);
     args.extend(more);
     ok(dir, &args);
     let text = std::fs::read_to_string(dir.join(output).join("metrics.jsonl")).unwrap();
@@ -60,24 +64,23 @@ fn loss_on_chooses_the_tokens_that_are_learnt() {
     assert_ne!(answer_loss, all_loss);
 }
 
-/// What is not supervised is not learnt: after many steps on the answer alone, only the answer is predicted well.
+/// After many steps on the answer alone, the answer is predicted well and the prompt is not.
 #[test]
 fn a_prompt_that_is_not_supervised_is_not_learnt() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     model_and_row(d);
-    // Loss over all tokens of a trained model: one step at rate 0 measures it.
-    let over_all = |model: &str| {
-        let args = ["--max-steps", "1", "--loss-on", "all", "--lr", "0", "--save-strategy", "no", "--recipe", "bf16"];
-        let output = format!("measured-{}", model.replace('/', "-"));
-        let metrics = fit(d, &output, &[&["-m", model][..], &args].concat());
-        losses(&metrics)[0]
+    // A step at a rate of 0 measures the loss of a trained model over all tokens.
+    let over_all = |run: &str| {
+        let args = ["--max-steps", "1", "--loss-on", "all", "--save-strategy", "no", "--recipe", "bf16"];
+        let (model, output) = (format!("{run}/final"), format!("{run}-measured"));
+        losses(&fit_model(d, &model, "0", &output, &args))[0]
     };
     let steps = ["--max-steps", "40", "--recipe", "bf16", "--eval-steps", "0"];
     let answer = losses(&fit(d, "answer", &steps));
     let all = losses(&fit(d, "all", &[&steps[..], &["--loss-on", "all"]].concat()));
     assert!(answer[39] < 0.5 && all[39] < 0.5, "both runs learn: {} and {}", answer[39], all[39]);
-    let (of_answer, of_all) = (over_all("answer/checkpoint-40"), over_all("all/checkpoint-40"));
+    let (of_answer, of_all) = (over_all("answer"), over_all("all"));
     assert!(of_all < 0.5 && of_answer > 1.0, "over all tokens {of_answer} and {of_all}");
 }
 
