@@ -5,7 +5,8 @@ use crate::support::{Gpu, golden, gpu, skipped};
 use backend_nvfp4::Precision;
 use train_cli::{
     commands::parity::{Comparison, Parity},
-    device::{self, DeviceChoice},
+    device,
+    settings::DeviceChoice,
 };
 
 fn compare(fixture: &str, device: DeviceChoice, precision: Precision) -> Comparison {

@@ -8,6 +8,7 @@ mod support;
 mod blocks;
 mod cache;
 mod cli;
+mod cli_flags;
 mod codec;
 mod compile_cuda;
 mod data_options;

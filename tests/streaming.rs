@@ -26,11 +26,11 @@ use train_cli::{
     data::read::{self as data, Sample},
     data::rows,
     memory::vram::VramReport,
-    plan::LossKind,
+    settings::{Clip, LossKind, StepMode},
     train::gradients::Gathered,
     train::learner::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
-    train::step::{Clip, StepMode, Stepped, Stepper},
+    train::step::{Stepped, Stepper},
 };
 
 const RECIPES: [Recipe; 4] = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];

@@ -18,7 +18,7 @@ use std::{
     process::Stdio,
     time::{Duration, Instant},
 };
-use train_cli::{data::order::MicroBatch, data::read as data, plan::LossKind, train::learner::Trainee};
+use train_cli::{data::order::MicroBatch, data::read as data, settings::LossKind, train::learner::Trainee};
 
 #[test]
 fn padding_changes_neither_loss_nor_gradients() {
@@ -83,9 +83,7 @@ fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    for (state, master, damped) in
-        [("int8", "f32", "0.6"), ("bf16", "bf16-residual", "0"), ("int4", "nvfp4", "0"), ("nvfp4", "nvfp4", "0")]
-    {
+    for (state, master, damped) in [("int8", "f32", "0.6"), ("bf16", "bf16-residual", "0"), ("int4", "nvfp4", "0")] {
         let whole = format!("whole-{state}");
         // Twice as long as the other runs, so that the kill lands well before the end.
         let longer = FIT.map(|word| if word == "12" { "24" } else { word });
@@ -182,6 +180,41 @@ fn resume_refuses_other_settings_other_data_and_broken_checkpoints() {
 }
 
 #[test]
+fn a_checkpoint_of_another_layout_is_refused_with_its_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fit(d, "r", &[]);
+    let checkpoint = d.join("r/checkpoint-12");
+    let path = checkpoint.join("trainer_state.json");
+    let mut state: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(state["version"], 2);
+    state["version"] = 1.into();
+    state["settings"] = serde_json::json!({"quantise_from": 0.0, "optimizer_state_mode": "nvfp4"});
+    let text = state.to_string();
+    std::fs::write(&path, &text).unwrap();
+    let manifest = checkpoint.join("manifest.json");
+    let mut files: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
+    let (bytes, sha256) = train_cli::durable::digest(&path).unwrap();
+    files["files"]["trainer_state.json"] = serde_json::json!({"bytes": bytes, "sha256": sha256});
+    std::fs::write(&manifest, files.to_string()).unwrap();
+    for words in [
+        &["fit", "--resume", "-o", "r"][..],
+        &["fit", "--resume-from-checkpoint", "r/checkpoint-12"],
+        &["export-dat", "--checkpoint", "r/checkpoint-12", "--output-dat", "x.dat"],
+    ] {
+        let out = run(d, words);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{words:?}: {stderr}");
+        for text in ["layout version 1", "NVFP4 optimizer moments", "reads version 2", "fit -m r/checkpoint-12"] {
+            assert!(stderr.contains(text), "{words:?} does not say {text:?}: {stderr}");
+        }
+    }
+    // The remedy works.
+    ok(d, &["fit", "-m", "r/checkpoint-12", "-d", "m/demo.tsv", "--device", "cpu", "--max-steps", "1", "-o", "new"]);
+}
+
+#[test]
 fn overwrite_removes_a_run_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
@@ -209,7 +242,7 @@ fn overwrite_removes_a_run_and_nothing_else() {
         assert!(stderr.contains(text) && stderr.contains("nothing was removed"), "{stderr}");
     };
     assert!(fit_to("r", "m").status.success());
-    assert!(fit_to("r", "m").status.success(), "a run may be replaced");
+    assert!(fit_to("r", "m").status.success(), "--overwrite replaces an older run");
     refused(fit_to("r", "r/final"), "is an input of this run");
     std::fs::write(d.join("r/thesis.txt"), "years").unwrap();
     refused(fit_to("r", "m"), "holds thesis.txt");
@@ -358,7 +391,7 @@ fn a_late_start_of_quantisation_is_bf16_until_then() {
         lines.filter_map(|l| l["loss"].as_f64()).collect()
     };
     fit(d, "plain", &["--recipe", "bf16"]);
-    let args = fit(d, "late", &["--recipe", "w4", "--quantise-from", "0.5", "--save-total-limit", "9"]);
+    let args = fit(d, "late", &["--recipe", "w4", "--quantize-from", "0.5", "--save-total-limit", "9"]);
     let (plain, late) = (losses("plain"), losses("late"));
     assert_eq!(plain[..6], late[..6]);
     assert!(plain[6..].iter().zip(&late[6..]).all(|(a, b)| a != b), "{plain:?} {late:?}");
@@ -477,16 +510,16 @@ fn flags_that_exclude_each_other_are_refused() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     for (words, text) in [
-        (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8, int4 or nvfp4"),
+        (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8 or int4"),
         (&["--master-weights", "nvfp4", "--recipe", "bf16"], "take w4"),
-        (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "not NVFP4"),
+        (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "dense master weights"),
         (&["--master-weights", "nvfp4", "--scales", "single"], "two-level"),
         (&["--damped-finish", "0.2", "--recipe", "bf16"], "quantises"),
-        (&["--nvfp4-without", "hadamard"], "recipe nvfp4"),
+        (&["--nvfp4-without", "hadamard"], "needs --recipe nvfp4"),
         (&["--quantise-from", "0.5", "--recipe", "bf16"], "quantises"),
-        (&["--quantise-from", "0.9", "--damped-finish", "0.2"], "begin before"),
+        (&["--quantize-from", "0.9", "--damped-finish", "0.2"], "begin before"),
         (&["--quantise-from", "1.5"], "between"),
-        (&["--data-weights", "1,2"], "2 for 1"),
+        (&["--data-weights", "1,2"], "2 values for 1 --data files"),
     ] {
         let mut args = vec!["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "-o", "r"];
         args.extend(words);

@@ -1,7 +1,7 @@
 //! Which backend runs a job. The three are in one binary; a job is written once over
 //! `B: Nvfp4Backend` and this file alone names the types.
 
-use crate::{CliError, kernel_cache, report};
+use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{Nvfp4Backend, Precision};
 use burn::{backend::NdArray, tensor::DType};
 use burn_cubecl::{CubeBackend, CubeRuntime};
@@ -10,49 +10,6 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
-use std::str::FromStr;
-
-/// A device as the user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `vulkan`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// CUDA if there is any, else the CPU.
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// A CUDA device by index.
-    Cuda(usize),
-    /// The default Vulkan adapter.
-    Vulkan,
-}
-
-impl FromStr for DeviceChoice {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "auto" => Ok(Self::Auto),
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
-            "vulkan" => Ok(Self::Vulkan),
-            _ => s
-                .strip_prefix("cuda:")
-                .and_then(|i| i.parse().ok())
-                .map(Self::Cuda)
-                .ok_or_else(|| "auto, cpu, cuda, cuda:N or vulkan is needed".to_owned()),
-        }
-    }
-}
-
-impl std::fmt::Display for DeviceChoice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(i) => write!(f, "cuda:{i}"),
-            Self::Vulkan => f.write_str("vulkan"),
-        }
-    }
-}
 
 /// Work that runs on any backend.
 pub trait Job {

@@ -5,7 +5,8 @@ use crate::{
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
     model_files::ModelFiles,
-    plan, report,
+    outputs::check_output,
+    report,
 };
 use backend_nvfp4::Block;
 use model_qwen3::{
@@ -25,10 +26,10 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         let entries = std::fs::read_dir(&args.input).map_err(CliError::io(&args.input))?;
         inputs.extend(entries.filter_map(|e| e.ok().map(|e| e.path())));
     }
-    plan::check_output(&args.output, &inputs)?;
+    check_output(&args.output, &inputs)?;
     let target = match args.dtype {
         WeightArg::Nvfp4 => {
-            Target::Nvfp4 { scaling: plan::scaling(args.scales), head: true, block: Block::Row, dense_from: usize::MAX }
+            Target::Nvfp4 { scaling: args.scales, head: true, block: Block::Row, dense_from: usize::MAX }
         }
         WeightArg::F16 => Target::Float(FloatType::F16),
         WeightArg::Bf16 => Target::Float(FloatType::Bf16),

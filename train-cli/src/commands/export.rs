@@ -3,11 +3,12 @@
 
 use crate::{
     CliError,
-    args::{ExportArgs, RecipeArg},
+    args::ExportArgs,
     device::{self, Job},
     durable::{self, PendingFolder},
     model_files::{Companions, TextFiles},
-    plan, report,
+    outputs::check_output,
+    report,
     run::checkpoint::{self, Head},
 };
 use backend_nvfp4::{Block, LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
@@ -40,8 +41,8 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let entries = std::fs::read_dir(&args.checkpoint).map_err(CliError::io(&args.checkpoint))?;
     let mut inputs: Vec<PathBuf> = entries.filter_map(|e| e.ok().map(|e| e.path())).collect();
     inputs.extend(args.like.clone());
-    plan::check_output(&args.output_dat, &inputs)?;
-    if state.settings.recipe == Some(RecipeArg::Bf16) {
+    check_output(&args.output_dat, &inputs)?;
+    if state.settings.recipe.recipe == Recipe::Bf16 {
         report::line("note: trained with recipe bf16; its weights are quantised now, for the first time");
     }
     let config = Qwen3Config::from_file(&args.checkpoint.join("config.json"))?;
@@ -53,14 +54,14 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     {
         return Err(CliError::Usage(format!("--like {}: a .dat file is needed", like.path().display())));
     }
-    let (recipe, dense) = state.recipe();
+    let (recipe, dense) = (state.settings.recipe.resolved(), state.settings.recipe.bf16_last_blocks);
     if like.is_some()
         && (dense > 0 || LinearSpec::new(recipe, Scaling::Two, Precision::F32).weights().block == Block::Square)
     {
         let text = "--like: this run left blocks unquantised, or shared scales over 16x16 values; export without it";
         return Err(CliError::Usage(text.into()));
     }
-    let scaling = args.scales.map_or(state.scaling(), plan::scaling);
+    let scaling = args.scales.unwrap_or(state.scaling());
     let target = match &like {
         Some(like) => convert::Target::Like(like),
         None => {
@@ -166,33 +167,6 @@ pub fn model_to_dat<B: Nvfp4Backend>(
     })?;
     report::result(format!("{} · {bytes} bytes · sha256 {sha256}", path.display()));
     Ok(())
-}
-
-/// Refuses to write over an input, by whatever name it is reached.
-pub fn refuse_overwrite(output: &Path, inputs: &[Option<&PathBuf>]) -> Result<(), CliError> {
-    let Ok(written) = output.canonicalize() else { return Ok(()) };
-    let same = |input: &Path| {
-        let same_file = same_inode(input, &written);
-        input.canonicalize().is_ok_and(|i| i == written) || same_file
-    };
-    if inputs.iter().flatten().any(|i| same(i)) {
-        return Err(CliError::Usage(format!("{}: is an input, and inputs are never overwritten", output.display())));
-    }
-    Ok(())
-}
-
-#[cfg(unix)]
-fn same_inode(a: &Path, b: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    match (a.metadata(), b.metadata()) {
-        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
-        _ => false,
-    }
-}
-
-#[cfg(not(unix))]
-fn same_inode(_: &Path, _: &Path) -> bool {
-    false
 }
 
 /// A trained tensor that the original has no place for is not dropped silently.

@@ -5,7 +5,7 @@ use crate::{
     args::GenerateArgs,
     device::{self, Job},
     model_files::{ModelFiles, TextFiles},
-    plan, report,
+    report,
 };
 use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
 use model_qwen3::{
@@ -37,8 +37,7 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     if args.repetition_penalty.is_some_and(|p| !(0.01..=100.0).contains(&p)) {
         return Err(CliError::Usage("--repetition-penalty: between 0.01 and 100".into()));
     }
-    let precision = plan::precision(args.compute_dtype);
-    device::run(args.device, precision, Generate(args))
+    device::run(args.device, args.compute_dtype, Generate(args))
 }
 
 struct Generate(GenerateArgs);
@@ -148,25 +147,4 @@ fn prompt_ids(prompt: &str, args: &GenerateArgs, text: &TextFiles) -> Result<Vec
     messages.push(json!({"role": "user", "content": prompt}));
     let options = RenderOptions { add_generation_prompt: true, enable_thinking: args.thinking, ..Default::default() };
     Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
-}
-
-/// The greedy answer to one user message, through the model's template.
-///
-/// # Errors
-/// If the model cannot be run.
-pub fn answer<B: Nvfp4Backend>(
-    model: &Qwen3<B>,
-    text: &TextFiles,
-    prompt: &str,
-    max_tokens: usize,
-) -> Result<String, CliError> {
-    let message = json!({"role": "user", "content": prompt});
-    let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
-    let ids = text.tokenizer.encode(&text.template.render(&[message], options)?)?;
-    let options = GenerateOptions { max_tokens, sampling: Sampling::GREEDY, stop_ids: text.stop_ids.clone() };
-    let generation = generate(model, &ids, &options, |_| ControlFlow::Continue(()))?;
-    let answer = text.tokenizer.decode(&generation.ids)?;
-    // One line; an answer that did not stop by itself shows it.
-    let unfinished = if generation.stop == StopReason::MaxTokens { " …" } else { "" };
-    Ok(answer.replace('\n', "\\n") + unfinished)
 }

@@ -10,11 +10,12 @@ use crate::{
     durable,
     memory::vram::VramReport,
     model_files::ModelFiles,
-    plan::{self, LossKind},
+    outputs::check_output,
     report,
+    settings::{Clip, LossKind, StepMode},
     train::learner::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
-    train::step::{Clip, StepMode, Stepper},
+    train::step::Stepper,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};
@@ -60,12 +61,11 @@ pub fn run(args: ParityArgs) -> Result<(), CliError> {
     if let Some(path) = &args.dump {
         let mut inputs = ModelFiles::new(&args.model).weight_files();
         inputs.push(args.expected.clone());
-        plan::check_output(path, &inputs)?;
+        check_output(path, &inputs)?;
     }
-    let precision = plan::precision(args.compute_dtype);
     let comparison = device::run(
         args.device,
-        precision,
+        args.compute_dtype,
         Parity { model: &args.model, expected: &args.expected, dump: args.dump.as_deref() },
     )?;
     for d in &comparison.differences {

@@ -4,51 +4,16 @@
 //! is prompt; what the assistant says, its end token included, is supervised: a model that never
 //! sees its end token supervised never learns to stop.
 
-use crate::{CliError, model_files::TextFiles};
+use crate::{
+    CliError,
+    model_files::TextFiles,
+    settings::{Format, LossOn, Overlong},
+};
 use backend_nvfp4::{Stream, reference};
 use model_qwen3::chat_template::RenderOptions;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
-
-/// How a file is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Format {
-    /// By extension: .tsv, .jsonl, .txt.
-    Auto,
-    /// A line is `{"messages": [{"role": …, "content": …}, …]}`.
-    Messages,
-    /// A line is `prompt<TAB>target`; `#` starts a comment.
-    Tsv,
-    /// One document, cut into sequences, all of it supervised.
-    Text,
-}
-
-/// What is supervised.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum LossOn {
-    /// Every assistant turn, with its end token.
-    #[value(alias = "completion")]
-    Assistant,
-    /// Every token.
-    All,
-}
-
-/// What happens to a row longer than the limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Overlong {
-    /// The run does not start.
-    Error,
-    /// It is left out and counted.
-    Drop,
-    /// Its end is cut off and counted.
-    Truncate,
-    /// It is cut into several, each of which is learnt; they do not see each other.
-    Split,
-}
 
 /// Choices that turn files into samples.
 #[derive(Debug, Clone, Copy)]

@@ -10,7 +10,7 @@ use crate::{
     data::read::{self as data, DataOptions, DataReport, Sample},
     durable,
     model_files::TextFiles,
-    plan::FitPlan,
+    plan::Plan,
     report,
 };
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
@@ -28,14 +28,16 @@ const VERSION: u32 = 1;
 /// # Errors
 /// As [`data::load`]; or if the cache cannot be written.
 pub fn load(
-    plan: &FitPlan,
+    plan: &Plan,
     paths: &[PathBuf],
     text: &TextFiles,
     options: DataOptions,
 ) -> Result<(Vec<Sample>, DataReport), CliError> {
     // A pipe can be read once, and not for a digest.
     let files = paths.iter().all(|path| path.is_file());
-    let Some(folder) = plan.token_cache.as_ref().filter(|_| files) else { return data::load(paths, text, options) };
+    let Some(folder) = plan.settings.data.token_cache.as_ref().filter(|_| files) else {
+        return data::load(paths, text, options);
+    };
     let file = folder.join(format!("tokens-{}.safetensors", key(plan, paths, text, options)?));
     match std::fs::read(&file) {
         Ok(bytes) => match parsed(&bytes) {
@@ -55,7 +57,7 @@ pub fn load(
     Ok(made)
 }
 
-fn key(plan: &FitPlan, paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<String, CliError> {
+fn key(plan: &Plan, paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<String, CliError> {
     let stops = &text.stop_ids;
     let mut parts = format!("{VERSION} {} {options:?} {stops:?}", env!("CARGO_PKG_VERSION"));
     for path in paths {

@@ -4,35 +4,13 @@
 //! phases of a step (head, block, optimizer) do not share what they free. doc/training.md compares it with runs.
 
 use crate::{
-    CliError,
-    args::FitArgs,
     data::order,
-    device::DeviceChoice,
-    plan::{self, FitPlan},
-    report,
-    train::step::{Clip, StepMode},
+    plan::Plan,
+    settings::{Clip, StepMode},
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, StateKind};
 use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
-
-/// Runs the command.
-///
-/// # Errors
-/// If the flags are not those of a run, or its config cannot be read.
-pub fn run(flags: FitArgs) -> Result<(), CliError> {
-    if flags.demo {
-        return Err(CliError::Usage("--demo is for fit: it takes 0.1 GiB".into()));
-    }
-    let plan = plan::fit(flags)?;
-    let config = Qwen3Config::from_file(&plan.companions.config)?;
-    let f32 = matches!(plan.device, DeviceChoice::Cpu | DeviceChoice::Vulkan);
-    let precision = plan.precision.unwrap_or(if f32 { Precision::F32 } else { Precision::Bf16 });
-    for line in Estimate::of(&config, &plan, precision).table() {
-        report::result(line);
-    }
-    Ok(())
-}
 
 /// Bytes by what they are for.
 #[derive(Debug, Clone)]
@@ -69,18 +47,19 @@ impl Sizes {
 
 impl Estimate {
     /// Of a plan that computes in `precision`.
-    pub fn of(c: &Qwen3Config, plan: &FitPlan, precision: Precision) -> Self {
+    pub fn of(c: &Qwen3Config, plan: &Plan, precision: Precision) -> Self {
         let s = Sizes::of(c);
+        let (optimizer, memory) = (&plan.settings.optimizer, &plan.settings.memory);
         let value = precision.dtype().size() as f64;
         let master = plan.master(precision);
-        let length = order::padded_len(plan.options.max_seq_length.min(c.max_position_embeddings));
-        let tokens = (plan.batch_size * length) as f64;
+        let length = order::padded_len(plan.max_seq_length(c.max_position_embeddings));
+        let tokens = (optimizer.batch_size * length) as f64;
         // With --train-last-layers only these have gradients, states and kept inputs.
-        let (trained, all) = match plan.train_last_layers {
+        let (trained, all) = match plan.settings.model.train_last_layers {
             0 => (s.blocks, true),
             last => ((last as f64).min(s.blocks), false),
         };
-        let whole = plan.step_mode == StepMode::Whole;
+        let whole = memory.step_mode == StepMode::Whole;
         // bf16 values take four bytes where the device computes in f32.
         let dense = if master == MasterKind::F32 { 4.0 } else { value };
         let linear = if master == MasterKind::Nvfp4 { 0.5625 } else { dense };
@@ -91,15 +70,17 @@ impl Estimate {
         let residual = if master == MasterKind::Bf16Residual { trained_params } else { 0.0 };
 
         // Gradients: f32 out of the products, kept in the buffer's type where they are gathered.
-        let gathers = whole || plan.accumulation > 1;
+        let gathers = whole || optimizer.gradient_accumulation_steps > 1;
         let buffer = if master == MasterKind::F32 { 4.0 } else { value };
-        let both_passes = plan.accumulation > 1 && !(plan.clip == Clip::Exact && plan.max_grad_norm > 0.0);
+        let both_passes =
+            optimizer.gradient_accumulation_steps > 1 && !(plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0);
         // Streaming, a separate head's is gone when the embedding's is made.
         let mut gradients = if whole { 4.0 * trained_params } else { 4.0 * (embedding + s.block) };
         gradients += if gathers { buffer * trained_params } else { 0.0 };
         gradients += if both_passes { 4.0 * s.block } else { 0.0 };
 
-        let states = if plan.adamw.state == StateKind::Bf16 { 2.0 * value } else { plan.adamw.state.bytes() };
+        let states = memory.optimizer_state_mode;
+        let states = if states == StateKind::Bf16 { 2.0 * value } else { states.bytes() };
         let (d, f) = (c.hidden_size as f64, c.intermediate_size as f64);
         let (q, kv) = ((c.num_attention_heads * c.head_dim) as f64, (c.num_key_value_heads * c.head_dim) as f64);
         let inputs = tokens * d * value * trained;

@@ -7,3 +7,4 @@ pub mod learner;
 pub mod optim;
 pub mod schedule;
 pub mod step;
+pub mod trained;

@@ -1,18 +1,6 @@
 //! The learning rate of each step: linear warm-up, then constant, linear or cosine to zero.
 
-use serde::{Deserialize, Serialize};
-
-/// The shape after warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Shape {
-    /// Half a cosine down to zero.
-    Cosine,
-    /// A line down to zero.
-    Linear,
-    /// No decay.
-    Constant,
-}
+use crate::settings::Decay;
 
 /// A schedule over a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,7 +12,7 @@ pub struct Schedule {
     /// Steps of the run.
     pub total: usize,
     /// After warm-up.
-    pub shape: Shape,
+    pub shape: Decay,
 }
 
 impl Schedule {
@@ -38,9 +26,9 @@ impl Schedule {
         let done = (step - self.warmup) as f64 / left;
         self.peak
             * match self.shape {
-                Shape::Constant => 1.0,
-                Shape::Linear => 1.0 - done,
-                Shape::Cosine => (1.0 + (std::f64::consts::PI * done).cos()) / 2.0,
+                Decay::Constant => 1.0,
+                Decay::Linear => 1.0 - done,
+                Decay::Cosine => (1.0 + (std::f64::consts::PI * done).cos()) / 2.0,
             }
     }
 }
@@ -51,13 +39,13 @@ mod tests {
 
     #[test]
     fn warms_up_peaks_and_decays() {
-        for shape in [Shape::Cosine, Shape::Linear] {
+        for shape in [Decay::Cosine, Decay::Linear] {
             let s = Schedule { peak: 1.0, warmup: 4, total: 20, shape };
             let rates: Vec<f64> = (0..20).map(|i| s.at(i)).collect();
             assert!(rates[0] > 0.0 && rates[..5].windows(2).all(|w| w[0] < w[1]));
             assert_eq!(rates[4], 1.0);
             assert!(rates[4..].windows(2).all(|w| w[0] > w[1]) && rates[19] > 0.0);
         }
-        assert_eq!(Schedule { peak: 0.0, warmup: 0, total: 1, shape: Shape::Cosine }.at(0), 0.0);
+        assert_eq!(Schedule { peak: 0.0, warmup: 0, total: 1, shape: Decay::Cosine }.at(0), 0.0);
     }
 }

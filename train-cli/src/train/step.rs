@@ -15,6 +15,7 @@ use crate::{
     CliError,
     data::order::MicroBatch,
     memory::vram::VramReport,
+    settings::{Clip, StepMode},
     train::gradients::{Fate, Gathered, Walk},
     train::learner::Trainee,
     train::optim::{ChunkedAdamw, Rate},
@@ -29,28 +30,7 @@ use model_qwen3::{
     model::{Block, Context},
     weights::{Replace, to_host},
 };
-use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
-
-/// How the backward runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum StepMode {
-    /// Block by block: little memory, a second forward.
-    Streaming,
-    /// One graph: every activation and gradient at once.
-    Whole,
-}
-
-/// Which norm gradients are clipped by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum Clip {
-    /// This step's; costs a streaming step of one micro-batch a second pass.
-    Exact,
-    /// The last step's; the first step is not clipped.
-    Previous,
-}
 
 /// What steps are made of.
 pub struct Stepper<B: Nvfp4Backend> {
