@@ -217,8 +217,10 @@ fn every_form_is_the_formula<B: Nvfp4Backend>() {
             }
             let ours = trained::<B>(&run, master, state);
             let exact = by_the_formula(&run, master, state);
-            // f32 and f64 differ in the last bits of f32: then a value may be rounded to the other side.
-            let apart = |(a, b): &(&f32, &f64)| (f64::from(**a) - **b).abs() > 2e-6 * b.abs().max(1e-2);
+            // f32 and f64 differ in the last bits of f32: then a value may be rounded to the other side, which for weights
+            // of 24 bits is as near as 2^-15.
+            let share = if master == MasterKind::Bf16Residual { 4e-5 } else { 2e-6 };
+            let apart = |(a, b): &(&f32, &f64)| (f64::from(**a) - **b).abs() > share * b.abs().max(1e-2);
             let count = ours.iter().zip(&exact).filter(apart).count();
             assert!(count * 200 <= ours.len(), "{master:?}, {state:?}, {shape:?}: {count} of {} differ", ours.len());
             assert_ne!(ours, trained::<B>(&Run { grads: &[], ..run }, master, state), "the steps move the weights");

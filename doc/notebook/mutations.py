@@ -2,6 +2,7 @@
 
     python doc/notebook/mutations.py build COPY --seed 14 --count 40 --out mutations.json
     python doc/notebook/mutations.py judge COPY --out mutations.json
+    python doc/notebook/mutations.py table COPY --out mutations.json
 
 COPY is a clean checkout that may be changed, with its own target folder. `cargo mutants --list` (cargo-mutants) says
 which mutants there are; the seed chooses some of each crate. A mutated function keeps its old body beside the new one:
@@ -234,7 +235,7 @@ def judge(root, programs, key, mutant, limit, everything, known):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["draw", "build", "judge"])
+    parser.add_argument("what", choices=["draw", "build", "judge", "table"])
     parser.add_argument("copy", type=Path)
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--count", type=int, default=40)
@@ -245,6 +246,8 @@ def main():
     root = args.copy.resolve()
     if args.what == "judge":
         return judge_all(root, args)
+    if args.what == "table":
+        return table(args)
     subprocess.run(["git", "-C", str(root), "checkout", "-q", "--", *CRATES], check=True)
     queues, wanted = draw(candidates(root), args.seed, args.count)
     counts = {crate: len(queues[crate]) for crate in CRATES}
@@ -276,6 +279,17 @@ def judge_all(root, args):
         args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False))
     caught = sum(bool(r["failed"]) for r in results.values())
     print(f"{caught} of {len(results)} mutants were seen")
+
+
+def table(args):
+    """Prints the results as a table in Markdown."""
+    report = json.loads(args.out.read_text())
+    print("| file | what was broken | seen by |\n|---|---|---|")
+    for key, result in report["results"].items():
+        mutant = report["chosen"][key]
+        what = mutant["name"].split(": ", 1)[1].replace("|", "\\|")
+        place = f"{mutant['file']}:{mutant['span']['start']['line']}"
+        print(f"| {place} | {what} | {result['failed'][0] if result['failed'] else '**missed**'} |")
 
 
 if __name__ == "__main__":
