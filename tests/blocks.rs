@@ -2,10 +2,10 @@
 //! backend against f64 and its finite differences. `random_products.rs` has the kernels of 16-bit types.
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
-use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Precision, Recipe, Rotary, Scaling};
+use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Kernels, Precision, Recipe, Rotary, Scaling, ops};
 use burn::{
     backend::Autodiff,
-    tensor::{Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
+    tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
 };
 use burn_cubecl::CubeRuntime;
 
@@ -34,7 +34,7 @@ fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
 }
 
 /// Compares autodiff of `sum(f(inputs) * dy)` with central differences of `expected`, an f64 formula of the inputs.
-fn check<B: Nvfp4Backend>(
+fn check<B: Nvfp4Kernels>(
     name: &str,
     inputs: &[(Vec<f32>, [usize; 2])],
     device: &B::Device,
@@ -78,9 +78,10 @@ fn normalized(x: &[f64], w: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-fn gradients<B: Nvfp4Backend>(device: B::Device) {
+fn gradients<B: Nvfp4Kernels>(device: B::Device) {
     type A<B> = Autodiff<B>;
     let mut random = Random::new(5);
+    let plain = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
     // Odd numbers of rows; columns that make one vector and several vectors of a unit of the kernel.
     for (rows, cols) in [(1, 4), (5, 24), (19, 136)] {
         let x = random.normals(rows * cols, 1.0);
@@ -89,7 +90,7 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             "rms_norm",
             &[(x.clone(), [rows, cols]), (w, [1, cols])],
             &device,
-            |t| float(A::<B>::rms_norm(primitive(t[0].clone()), primitive(t[1].clone().reshape([cols])), EPS)),
+            |t| ops::rms_norm(t[0].clone(), None, t[1].clone().reshape([cols]), EPS, plain).1.tensor(),
             |v| normalized(&v[0], &v[1]),
         );
         // The norm's backward adds to the gradient that its input has already, of a leaf and of a sum.
@@ -100,8 +101,8 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             &[(x.clone(), [rows, cols]), (w.clone(), [1, cols])],
             &device,
             |t| {
-                let normed = A::<B>::rms_norm(primitive(t[0].clone()), primitive(t[1].clone().reshape([cols])), EPS);
-                t[0].clone() + float(normed)
+                let (x, normed) = ops::rms_norm(t[0].clone(), None, t[1].clone().reshape([cols]), EPS, plain);
+                x + normed.tensor()
             },
             |v| v[0].iter().zip(normalized(&v[0], &v[1])).map(|(x, n)| x + n).collect(),
         );
@@ -110,10 +111,9 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             &[(x.clone(), [rows, cols]), (added, [rows, cols]), (w, [1, cols])],
             &device,
             |t| {
-                let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
                 let (x, added, w) = (t[0].clone(), t[1].clone(), t[2].clone().reshape([cols]));
-                let (sum, n) = A::<B>::add_rms_norm(primitive(x), primitive(added), primitive(w), EPS, spec);
-                float(sum) + float(n.values)
+                let (sum, n) = ops::rms_norm(x, Some(added), w, EPS, plain);
+                sum + n.tensor()
             },
             |v| {
                 let sum: Vec<f64> = v[0].iter().zip(&v[1]).map(|(x, a)| x + a).collect();
@@ -125,7 +125,7 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             "swiglu",
             &[(x, [rows, cols]), (up, [rows, cols])],
             &device,
-            |t| float(A::<B>::swiglu(primitive(t[0].clone()), primitive(t[1].clone()))),
+            |t| ops::swiglu(t[0].clone(), t[1].clone(), plain).tensor(),
             |v| v[0].iter().zip(&v[1]).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect(),
         );
     }
@@ -143,7 +143,7 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             "norm_rope",
             &[(x, [rows, heads * e]), (w, [1, e])],
             &device,
-            |t| float(A::<B>::norm_rope(primitive(t[0].clone()), primitive(t[1].clone().reshape([e])), &rotary, EPS)),
+            |t| ops::norm_rope(t[0].clone(), t[1].clone().reshape([e]), &rotary, EPS),
             |v| {
                 let mut y = normalized(&v[0], &v[1]);
                 for (i, head) in y.chunks_mut(e).enumerate() {
@@ -168,10 +168,7 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
         "attention",
         &[q, key, v],
         &device,
-        |x| {
-            let [q, k, v] = [0, 1, 2].map(|i| primitive(x[i].clone()));
-            float(A::<B>::causal_attention(q, k, v, &docs, spec))
-        },
+        |x| ops::attention(x[0].clone(), x[1].clone(), x[2].clone(), &docs, spec),
         |x| reference_attention(&x[0], &x[1], &x[2], &starts, t, [h, k, e]),
     );
     let (m, d, vocabulary) = (7, 12, 20);
@@ -181,9 +178,8 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
         &[(random.normals(m * d, 1.0), [m, d]), (random.normals(vocabulary * d, 0.5), [vocabulary, d])],
         &device,
         |x| {
-            let ids = ints::<B>(&targets, &device).into_primitive();
-            let loss = A::<B>::head_loss(primitive(x[0].clone()), primitive(x[1].clone()), ids, Precision::F32);
-            Tensor::<A<B>, 1>::from_primitive(TensorPrimitive::Float(loss)).reshape([1, 1])
+            let ids = ints::<A<B>>(&targets, &device);
+            ops::head_loss(x[0].clone(), x[1].clone(), ids, Precision::F32).reshape([1, 1])
         },
         |x| {
             let loss = |i: usize| {

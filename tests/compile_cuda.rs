@@ -55,7 +55,7 @@ fn sources(arch: u32) -> Vec<Source> {
         "square_sum",
         "accumulate",
         "adamw_float",
-        "adamw_quantised",
+        "adamw_quantized",
         "adamw_packed",
     ];
     for kernel in expected {

@@ -3,7 +3,8 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative, supports};
 use backend_nvfp4::{
-    Activations, LinearSpec, LinearWeight, Nvfp4Backend, Nvfp4Linear, Nvfp4Parts, Precision, Recipe, Scaling,
+    Activations, Layer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Operand, Precision, Recipe,
+    Scaling,
 };
 use burn::{
     backend::Autodiff,
@@ -35,7 +36,7 @@ fn spec(recipe: Recipe) -> LinearSpec {
 }
 
 /// `sum(y * dy)` and its gradient with respect to x.
-fn value_and_gradient<B: Nvfp4Backend>(
+fn value_and_gradient<B: Nvfp4Kernels>(
     x: &[f32],
     w: &[f32],
     dy: &[f32],
@@ -52,7 +53,7 @@ fn value_and_gradient<B: Nvfp4Backend>(
 }
 
 /// Where activations are not quantized the layer is linear in x: a central difference is the gradient.
-fn straight_through<B: Nvfp4Backend>(device: B::Device) {
+fn straight_through<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(17);
     let (x, w, dy) = (random.normals(M * K, 1.0), random.normals(N * K, 0.1), random.normals(M * N, 1.0));
     for recipe in [Recipe::Bf16, Recipe::W4] {
@@ -85,7 +86,7 @@ fn sharing_cube<R: CubeRuntime>() {
 
 /// Three layers of one operation are three operations: outputs, the sum of their dx, each dW; also when a layer is not
 /// trained, or the loss does not depend on one.
-fn sharing<B: Nvfp4Backend>(device: B::Device) {
+fn sharing<B: Nvfp4Kernels>(device: B::Device) {
     const ROWS: [usize; 3] = [32, 16, 48];
     let mut random = Random::new(41);
     let (x, dys) = (random.normals(M * K, 1.0), ROWS.map(|n| random.normals(M * n, 1.0)));
@@ -112,17 +113,15 @@ fn sharing<B: Nvfp4Backend>(device: B::Device) {
                     let w: Vec<_> = of.iter().map(parameter).collect();
                     // What is not trained may be codes.
                     let given = w.iter().zip(of).map(|(w, &i)| {
-                        let w = w.clone().into_primitive().tensor();
                         let weight = if frozen == Some(i) {
-                            let codes = Autodiff::<B>::nvfp4_quantize(w, spec.weights());
-                            LinearWeight::Packed { codes, gradient: None }
+                            let w = w.clone().inner().into_primitive().tensor();
+                            Operand::Packed(B::nvfp4_quantize(w, spec.weights()))
                         } else {
-                            LinearWeight::Float(w)
+                            Operand::Dense(w.clone().into_primitive().tensor())
                         };
-                        (weight, spec.slot(i as u32))
+                        Layer { weight, gradient: None, spec: spec.slot(i as u32) }
                     });
-                    let activations = Activations::new(x.clone().into_primitive().tensor(), spec);
-                    let ys = Autodiff::<B>::nvfp4_linears(activations, given.collect());
+                    let ys = Autodiff::<B>::nvfp4_linears(Activations::from(x.clone()), given.collect());
                     let ys: Vec<_> = ys
                         .into_iter()
                         .map(|y| Tensor::<Autodiff<B>, 2>::from_primitive(TensorPrimitive::Float(y)))

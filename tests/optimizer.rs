@@ -3,9 +3,9 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, packed, relative, spec};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, StateKind, Stream, reference::philox,
+    AdamwState, AdamwStep, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream, reference::philox,
 };
-use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::CubeRuntime;
 
 const STATES: [StateKind; 4] = [StateKind::F32, StateKind::Bf16, StateKind::Int8, StateKind::Int4];
@@ -36,44 +36,41 @@ struct Run<'a> {
 }
 
 /// The weights that a backend holds after the steps of a run.
-fn trained<B: Nvfp4Backend>(run: &Run<'_>, master: MasterKind, state: StateKind) -> Vec<f32> {
+fn trained<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind) -> Vec<f32> {
     let device: B::Device = Default::default();
     let [rows, cols] = run.shape;
     let half = if B::supports_dtype(&device, DType::BF16) { DType::BF16 } else { DType::F32 };
-    let mut weight = match master {
-        MasterKind::Nvfp4 => {
-            let codes = packed(&spec::quantize_master(run.start));
-            MasterWeight::Packed(Nvfp4Tensor::<B>::new(codes, rows, cols, &device).unwrap().into_primitive())
-        }
-        _ => {
-            let (dtype, values) = match master {
-                MasterKind::F32 => (DType::F32, run.start.to_vec()),
-                _ => (half, run.start.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect()),
-            };
-            let w = Tensor::<B, 1>::from_data(TensorData::new(values, [rows * cols]), (&device, dtype));
-            let residual = Tensor::<B, 1, Int>::full([rows * cols], 128, (&device, DType::U8)).into_primitive();
-            let residual = (master == MasterKind::Bf16Residual).then_some(residual);
-            MasterWeight::Dense { w: w.into_primitive().tensor(), master: master.dense(), residual }
-        }
-    };
     let mut moments = AdamwState::<B>::zeros(state, rows * cols, half, &device);
-    for (t, grad) in run.grads.iter().enumerate() {
-        let grad = matrix::<B>(grad, rows, cols, &device).into_primitive().tensor();
-        (weight, moments) = B::adamw(weight, grad, moments, step(t as i32 + 1, run.lr, run.seed), 512);
+    let gradient = |grad: &[f32]| matrix::<B>(grad, rows, cols, &device).into_primitive().tensor();
+    let steps = || (1..).map(|t| step(t, run.lr, run.seed)).zip(run.grads);
+    if master == MasterKind::Nvfp4 {
+        let codes = packed(&spec::quantize_master(run.start));
+        let mut w = Nvfp4Tensor::<B>::new(codes, rows, cols, &device).unwrap().into_primitive();
+        for (step, grad) in steps() {
+            (w, moments) = B::adamw_packed(w, gradient(grad), moments, step, 512);
+        }
+        return host(Nvfp4Tensor::<B>::from_primitive(w).dequantize(DType::F32));
     }
-    match weight {
-        MasterWeight::Packed(p) => host(Nvfp4Tensor::<B>::from_primitive(p).dequantize(DType::F32)),
-        MasterWeight::Dense { w, residual, .. } => {
-            let mut values = host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(w)));
-            if let Some(residual) = residual {
-                let bytes = backend_nvfp4::read_words::<B>(residual).unwrap();
-                for (w, r) in values.iter_mut().zip(bytes) {
-                    *w = f32::from_bits((w.to_bits() + (r << 8)).wrapping_sub(0x8000));
-                }
-            }
-            values
+    if master == MasterKind::Bf16Residual {
+        moments = moments.with_residual(rows * cols, &device);
+    }
+    let (dtype, values) = match master {
+        MasterKind::F32 => (DType::F32, run.start.to_vec()),
+        _ => (half, run.start.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect()),
+    };
+    let data = TensorData::new(values, [rows * cols]);
+    let mut w = Tensor::<B, 1>::from_data(data, (&device, dtype)).into_primitive().tensor();
+    for (step, grad) in steps() {
+        (w, moments) = B::adamw(w, master.dense(), gradient(grad), moments, step, 512);
+    }
+    let mut values = host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(w)));
+    if let Some(residual) = moments.residual {
+        let bytes = backend_nvfp4::read_words::<B>(residual).unwrap();
+        for (w, r) in values.iter_mut().zip(bytes) {
+            *w = f32::from_bits((w.to_bits() + (r << 8)).wrapping_sub(0x8000));
         }
     }
+    values
 }
 
 /// The same by the formula in f64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), each result stored as its form
@@ -157,8 +154,6 @@ fn stored_moments(m: &[f64], v: &[f64], state: StateKind, stream: Stream) -> (Ve
             let kept = block_wise(&root, &linear);
             (block_wise(m, &dynamic(4, true)), kept.iter().map(|r| r * r).collect())
         }
-        #[allow(unreachable_patterns)]
-        _ => unreachable!("{state:?} is no form of this test"),
     }
 }
 
@@ -201,7 +196,7 @@ fn wide_gradients(random: &mut Random, len: usize) -> Vec<f32> {
     random.normals(len, 1.0).iter().enumerate().map(|(i, g)| g * 10f32.powi(-(i as i32 % 4))).collect()
 }
 
-fn every_form_is_the_formula<B: Nvfp4Backend>() {
+fn every_form_is_the_formula<B: Nvfp4Kernels>() {
     let mut random = Random::new(29);
     // Lengths of which a unit of the kernel takes eight values, four, one; the first is longer than a block of 256.
     for shape @ [rows, cols] in [[37, 48], [1, 16], [16, 256], [5, 52], [3, 85]] {

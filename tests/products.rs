@@ -2,7 +2,7 @@
 
 use crate::support::{Cpu, Cube, Feature, Random, host, lacks, matrix, on_gpu, relative};
 use backend_nvfp4::{
-    Block, Nvfp4Backend, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
+    Block, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
@@ -31,7 +31,7 @@ fn on_cube<R: CubeRuntime>() {
     random_shapes::<Cube<R>>(R::Device::default());
 }
 
-fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
+fn random_shapes<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(11);
     for case in 0..216 {
         let m = 1 + random.below(if case % 3 == 0 { 5 } else { 150 });
@@ -89,7 +89,7 @@ fn few_rows<R: CubeRuntime>() {
                 let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(dtype);
                 let rounded = host(x.clone());
                 let x = x.into_primitive().tensor();
-                let y = <Cube<R> as Nvfp4Backend>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
+                let y = <Cube<R> as Nvfp4Kernels>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
                 let ours = host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)));
                 let error = relative(&ours, reference::matmul_nt(&rounded, &values, m, n, k));
                 assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
@@ -125,7 +125,7 @@ fn plans<R: CubeRuntime>() {
         for choice in
             [[1, 4, 2, 16], [2, 2, 3, 16], [3, 1, 1, 8], [5, 2, 2, 8], [8, 1, 4, 8], [13, 1, 3, 8], [19, 1, 1, 16]]
         {
-            let Some(plan) = gemv::Plan::of(&client, m, k, storage, choice) else { continue };
+            let Some(plan) = gemv::GemvPlan::of(&client, m, k, storage, choice) else { continue };
             tried += 1;
             // The result has one dimension, because the rows of a matrix may be padded.
             let ys = [0; 2].map(|_| Tensor::<Cube<R>, 1>::zeros([m * n], (&device, DType::BF16)));
@@ -175,9 +175,12 @@ fn tiles<R: CubeRuntime>() {
         let product = [Product::Nt, Product::Nn, Product::Tn][case % 3];
         let cols = widths[case / 3 % widths.len()];
         let accumulate = case % 2 == 1;
-        let shape =
-            gemm::Shape { i: 8 * (1 + random.below(40)), j: 8 * (1 + random.below(50)), r: 8 * (1 + random.below(40)) };
-        let gemm::Shape { i, j, r } = shape;
+        let shape = gemm::GemmShape {
+            i: 8 * (1 + random.below(40)),
+            j: 8 * (1 + random.below(50)),
+            r: 8 * (1 + random.below(40)),
+        };
+        let gemm::GemmShape { i, j, r } = shape;
         let mut values = |len: usize| -> Vec<half::bf16> {
             random.normals(len, 1.0).into_iter().map(half::bf16::from_f32).collect()
         };
@@ -217,7 +220,7 @@ fn several_on_cube<R: CubeRuntime>() {
 
 /// Products that may share a launch: one left operand with several right ones, several left ones with one right one, and
 /// sums of pairs. Operands are dense and packed, and one of them may be all zeros.
-fn several<B: Nvfp4Backend>(device: B::Device) {
+fn several<B: Nvfp4Kernels>(device: B::Device) {
     let (precision, bound) =
         if B::supports_dtype(&device, DType::BF16) { (Precision::Bf16, 2e-5) } else { (Precision::F32, 2e-6) };
     let mut random = Random::new(43);
@@ -277,7 +280,7 @@ fn several<B: Nvfp4Backend>(device: B::Device) {
             let (left, right) = (&a[p.min(a.len() - 1)].0, &b[p.min(b.len() - 1)].0);
             let left = if product == Product::Tn { transpose(left, a_rows, a_cols) } else { left.clone() };
             let right = if product == Product::Nt { right.clone() } else { transpose(right, b_rows, b_cols) };
-            let gemm::Shape { i, j, r } = gemm::Shape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
+            let gemm::GemmShape { i, j, r } = gemm::GemmShape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
             let y = reference::matmul_nt(&left, &right, i, j, r);
             match expected.last_mut().filter(|_| summed) {
                 Some(sum) => sum.iter_mut().zip(y).for_each(|(s, y)| *s += y),

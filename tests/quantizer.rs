@@ -7,7 +7,8 @@ use crate::support::{
     supports,
 };
 use backend_nvfp4::{
-    Block, LinearSpec, Nvfp4Backend, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling, Stream, View,
+    Block, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling,
+    Stream, View,
     reference::{self, Packed},
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
@@ -100,7 +101,7 @@ fn specified(x: &[f32], rows: usize, cols: usize, q: QuantizeSpec) -> Packed {
     })
 }
 
-fn quantizes_as_specified<B: Nvfp4Backend>(device: B::Device) {
+fn quantizes_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let bytes = golden_bytes("nvfp4/quantize.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let mut cases = golden_cases(&file);
@@ -168,7 +169,7 @@ fn poisoned<R: CubeRuntime>(len: usize) -> Tensor<Cube<R>, 1> {
 }
 
 /// The transpose of a matrix is quantized without being written: rotated or not, with every rounding.
-fn across_as_specified<B: Nvfp4Backend>(device: B::Device) {
+fn across_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(5);
     for (rows, cols) in [(48, 40), (16, 1), (160, 33), (64, 256), (144, 200)] {
         let x = short_values(&mut random, rows * cols);
@@ -214,12 +215,12 @@ fn across_in_16_bits<R: CubeRuntime>() {
     }
 }
 
-fn quantized_across<B: Nvfp4Backend>(x: Tensor<B, 2>, spec: QuantizeSpec, rotated: bool) -> Packed {
+fn quantized_across<B: Nvfp4Kernels>(x: Tensor<B, 2>, spec: QuantizeSpec, rotated: bool) -> Packed {
     let across = B::nvfp4_quantize_across(x.into_primitive().tensor(), spec, rotated);
     Nvfp4Tensor::<B>::from_primitive(across).to_packed().unwrap()
 }
 
-fn masters_as_specified<B: Nvfp4Backend>(device: B::Device) {
+fn masters_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(8);
     for (rows, cols, std) in [(1, 16, 1.0), (33, 48, 0.02), (64, 256, 1e-4), (5, 32, 0.0), (48, 16, 3e3)] {
         let x = random.normals(rows * cols, std);
@@ -237,7 +238,7 @@ fn masters_as_specified<B: Nvfp4Backend>(device: B::Device) {
 
 /// Random weights on a device equal the host's up to the last bits of logarithm and cosine, and the host's have the first
 /// four moments of a normal distribution.
-fn normal_numbers<B: Nvfp4Backend>(device: B::Device) {
+fn normal_numbers<B: Nvfp4Kernels>(device: B::Device) {
     let stream = Stream { seed: 0xFEDC_BA98_7654_3210, step: 0, stream: 5 };
     // These values were computed in Python.
     let known = [-0.4232195, -0.5775531, -0.998703, 0.0214675];
@@ -319,9 +320,9 @@ fn activations<R: CubeRuntime>() {
             let of = |x: &Tensor<B<R>, 2>| x.clone().into_primitive().tensor();
             let w = || w.clone().into_primitive().tensor();
             for (name, made) in [
-                ("norm", B::<R>::rms_norm_activations(of(&a), w(), 1e-6, spec)),
-                ("sum and norm", B::<R>::add_rms_norm(of(&b), of(&a), w(), 1e-6, spec).1),
-                ("gate", B::<R>::swiglu_activations(of(&a), of(&b), spec)),
+                ("norm", B::<R>::rms_norm(of(&a), None, w(), 1e-6, spec).1),
+                ("sum and norm", B::<R>::rms_norm(of(&b), Some(of(&a)), w(), 1e-6, spec).1),
+                ("gate", B::<R>::swiglu(of(&a), of(&b), spec)),
             ] {
                 let expected = B::<R>::nvfp4_quantize(made.values, spec.activations());
                 let host = |p| Nvfp4Tensor::<B<R>>::from_primitive(p).to_packed().unwrap();

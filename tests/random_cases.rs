@@ -4,8 +4,8 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, supports};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, Block, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, Precision, Product,
-    QuantizeSpec, Rotary, Rounding, Scaling, StateKind, Stream,
+    AdamwState, AdamwStep, Block, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Tensor, Precision, Product, QuantizeSpec,
+    Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
 };
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, ops::FloatTensor};
 use burn_cubecl::CubeRuntime;
@@ -125,7 +125,7 @@ fn wild_values(random: &mut Random, len: usize) -> Vec<f32> {
 }
 
 /// Every result of the operations of a kind for the inputs of a case.
-fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, types: Types, device: &B::Device) -> Vec<Vec<f32>> {
+fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Device) -> Vec<Vec<f32>> {
     let mut random = Random::new(case * 31 + kind as u64);
     let r = &mut random;
     let of = |x: FloatTensor<B>| host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(x)));
@@ -150,6 +150,7 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, types: Types, device: &B::Dev
         let codes = packed.codes.iter().flat_map(|w| w.to_le_bytes()).chain(packed.scales);
         vec![codes.map(f32::from).collect(), vec![packed.global]]
     };
+    let plain = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
     match kind {
         Kind::Quantize => {
             let (rows, cols) = ([1, 16, 32, 1 + r.below(40)][r.below(4)], 16 * (1 + r.below(8)));
@@ -199,9 +200,9 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, types: Types, device: &B::Dev
             let (x, w, dy) = (values(r, rows * cols), r.normals(cols, 1.0), values(r, rows * cols));
             let w = Tensor::<B, 1>::from_data(TensorData::new(w, [cols]), device).into_primitive().tensor();
             let (x, dy) = (put(&x, rows, cols), put(&dy, rows, cols));
-            let y = B::rms_norm(x.clone(), w.clone(), 1e-6);
+            let (_, y) = B::rms_norm(x.clone(), None, w.clone(), 1e-6, plain);
             let (dx, dw) = B::rms_norm_backward(x, w, dy, None, 1e-6);
-            vec![of(y), of(dx), flat(dw)]
+            vec![of(y.values), of(dx), flat(dw)]
         }
         Kind::NormRope => {
             // A unit of the kernel takes several heads from 64 tokens on.
@@ -222,9 +223,9 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, types: Types, device: &B::Dev
         Kind::Swiglu => {
             let (rows, cols) = (1 + r.below(20), 1 + r.below(100));
             let [gate, up, dy] = [0; 3].map(|_| put(&values(r, rows * cols), rows, cols));
-            let y = B::swiglu(gate.clone(), up.clone());
+            let y = B::swiglu(gate.clone(), up.clone(), plain);
             let (dgate, dup) = B::swiglu_backward(gate, up, dy);
-            vec![of(y), of(dgate), of(dup)]
+            vec![of(y.values), of(dgate), of(dup)]
         }
         Kind::Head => {
             let (m, d, v) = (1 + r.below(20), 1 + r.below(40), 2 + r.below(200));
@@ -239,8 +240,7 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, types: Types, device: &B::Dev
             let (x, sum) = (values(r, rows * cols), values(r, rows * cols));
             let (w, grad) = (r.normals(rows * cols, 0.1), r.normals(rows * cols, 1.0));
             let (x, sum) = (put(&x, rows, cols), put(&sum, rows, cols));
-            let weight =
-                MasterWeight::Dense { w: put(&w, rows, cols), master: MasterKind::F32.dense(), residual: None };
+            let (w, form) = (put(&w, rows, cols), MasterKind::F32.dense());
             let state = AdamwState::<B>::zeros(StateKind::F32, rows * cols, DType::F32, device);
             let step = AdamwStep {
                 lr: 0.01,
@@ -253,8 +253,7 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, types: Types, device: &B::Dev
                 grad_scale: 0.5,
                 stream,
             };
-            let (weight, _) = B::adamw(weight, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));
-            let MasterWeight::Dense { w, .. } = weight else { panic!("a step keeps the form") };
+            let (w, _) = B::adamw(w, form, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));
             vec![flat(B::square_sum(x.clone())), of(B::accumulated(sum, x)), of(w)]
         }
     }

@@ -7,7 +7,7 @@ use crate::support::{
     spec::{nearest, product, quantize, transposed, wide},
     supports,
 };
-use backend_nvfp4::{AttentionSpec, Documents, Nvfp4Backend, Nvfp4Tensor, Operand, Precision, Product};
+use backend_nvfp4::{AttentionSpec, Documents, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, ops};
 use burn::{
     backend::Autodiff,
     tensor::{DType, Tensor, TensorPrimitive, backend::Backend, ops::FloatTensor},
@@ -27,10 +27,7 @@ fn products_and_attention_are_the_formula_on_the_gpu() {
     on_gpu!(on_cube);
 }
 
-fn random_shapes<B: Nvfp4Backend>(device: B::Device)
-where
-    Autodiff<B>: Nvfp4Backend + Backend<Device = B::Device>,
-{
+fn random_shapes<B: Nvfp4Kernels>(device: B::Device) {
     for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
         if !supports::<B>(&device, precision.dtype()) {
             continue;
@@ -81,7 +78,7 @@ fn read<B: Backend>(x: FloatTensor<B>) -> Vec<f32> {
 }
 
 /// `a · bᵀ`, `a · b` and `aᵀ · b`, stored in the type of the operands and in f32.
-fn dense_products<B: Nvfp4Backend>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
+fn dense_products<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
     let dtype = precision.dtype();
     // Tensor cores take multiples of 8; every other size goes another way.
     let unit = if case % 3 == 0 { 1 } else { 8 };
@@ -105,7 +102,7 @@ fn dense_products<B: Nvfp4Backend>(case: usize, precision: Precision, random: &m
 }
 
 /// `x · Wᵀ` and `dy · W` with NVFP4 weights of any scale levels and blocks.
-fn packed_products<B: Nvfp4Backend>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
+fn packed_products<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
     let dtype = precision.dtype();
     let (m, n, k) = (1 + random.below(300), 8 * (1 + random.below(40)), 16 * (1 + random.below(20)));
     let (x, dy) = (values(random, m * k, dtype), values(random, m * n, dtype));
@@ -121,7 +118,7 @@ fn packed_products<B: Nvfp4Backend>(case: usize, precision: Precision, random: &
 }
 
 /// One to sixteen tokens times NVFP4 weights, as in decoding.
-fn few_rows<B: Nvfp4Backend>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
+fn few_rows<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
     let dtype = precision.dtype();
     let (m, n, k) = (1 + case % 16, 1 + random.below(300), 256 * (1 + random.below(4)));
     let x = values(random, m * k, dtype);
@@ -162,10 +159,7 @@ fn attention_bound(precision: Precision) -> f64 {
 }
 
 /// Two rows of tokens, each with documents that do not see each other: values and gradients.
-fn attention<B: Nvfp4Backend>(case: usize, precision: Precision, random: &mut Random, device: &B::Device)
-where
-    Autodiff<B>: Nvfp4Backend + Backend<Device = B::Device>,
-{
+fn attention<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
     type A<B> = Autodiff<B>;
     let (dtype, heads) = (precision.dtype(), Heads::of(case, precision));
     let rows = 1 + case % 2;
@@ -182,9 +176,8 @@ where
     let tensor = |x: &(Vec<f32>, usize)| matrix::<A<B>>(&x.0, rows * t, x.1, device).cast(dtype).require_grad();
     let inputs = [&q, &k, &v].map(tensor);
     let docs = Documents::<A<B>>::new(rows, 0, starts.clone(), device);
-    let [qp, kp, vp] = inputs.clone().map(|x| x.into_primitive().tensor());
-    let y = A::<B>::causal_attention(qp, kp, vp, &docs, heads.spec(precision));
-    let y = Tensor::<A<B>, 2>::from_primitive(TensorPrimitive::Float(y));
+    let [q, k, v] = inputs.clone();
+    let y = ops::attention(q, k, v, &docs, heads.spec(precision));
     let mut ours = vec![host(y.clone().inner().cast(DType::F32))];
     let mut grads = (y * tensor(&dy).detach()).sum().backward();
     ours.extend(inputs.iter().map(|x| host(x.grad_remove(&mut grads).unwrap().cast(DType::F32))));
@@ -196,7 +189,7 @@ where
 }
 
 /// One or two new tokens that see every token of a cache.
-fn attention_over_a_cache<B: Nvfp4Backend>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
+fn attention_over_a_cache<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
     let (dtype, heads) = (precision.dtype(), Heads::of(case, precision));
     let (past, t) = (1 + random.below(300), 1 + case % 2);
     let Heads { heads: h, kv_heads: g, e } = heads;
@@ -207,7 +200,7 @@ fn attention_over_a_cache<B: Nvfp4Backend>(case: usize, precision: Precision, ra
     let docs = Documents::<B>::new(1, past, vec![0; t], device);
     let [q, k, v] =
         [(q, t, h), (k, past + t, g), (v, past + t, g)].map(|(x, r, n)| put::<B>(&x, r, n * e, dtype, device));
-    let y = B::causal_attention(q, k, v, &docs, heads.spec(precision));
+    let y = B::cached_attention(q, k, v, &docs, heads.spec(precision));
     let error = relative(&read::<B>(y), exact);
     let bound = attention_bound(precision);
     assert!(error < bound, "case {case}: {t} tokens behind {past}, {heads:?} in {dtype:?}: {error:e}");

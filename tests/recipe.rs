@@ -8,7 +8,7 @@ use crate::support::{
     Cpu, Cube, Random, host, matrix, on_gpu, relative,
     spec::{nearest, product, quantize, rotated, stochastic, transposed, wide},
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Parts, Precision, Recipe, Scaling, Stream};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Precision, Recipe, Scaling, Stream};
 use burn::{backend::Autodiff, module::Param, tensor::backend::Backend};
 use burn_cubecl::CubeRuntime;
 
@@ -83,10 +83,7 @@ fn expected(inputs: &Inputs, spec: LinearSpec) -> Results {
 }
 
 /// What a backend computes.
-fn computed<B: Nvfp4Backend>(inputs: &Inputs, spec: LinearSpec, device: &B::Device) -> [Vec<f32>; 3]
-where
-    Autodiff<B>: Nvfp4Backend + Backend<Device = B::Device>,
-{
+fn computed<B: Nvfp4Kernels>(inputs: &Inputs, spec: LinearSpec, device: &B::Device) -> [Vec<f32>; 3] {
     let x = matrix::<Autodiff<B>>(&inputs.x, M, K, device).require_grad();
     let w = matrix::<Autodiff<B>>(&inputs.w, N, K, device).require_grad();
     let y = Nvfp4Linear::Master(Param::from_tensor(w.clone())).forward(x.clone(), spec);
@@ -105,10 +102,7 @@ fn recipes() -> Vec<Recipe> {
     [Recipe::Bf16, Recipe::W4, Recipe::W4a4].into_iter().chain(parts.map(Recipe::Nvfp4)).collect()
 }
 
-fn every_recipe_is_its_formula<B: Nvfp4Backend>(device: B::Device)
-where
-    Autodiff<B>: Nvfp4Backend + Backend<Device = B::Device>,
-{
+fn every_recipe_is_its_formula<B: Nvfp4Kernels>(device: B::Device) {
     let inputs = Inputs::new();
     for (recipe, scaling) in recipes().into_iter().flat_map(|r| [(r, Scaling::Two), (r, Scaling::Single)]) {
         let spec = LinearSpec { stream: STREAM, ..LinearSpec::new(recipe, scaling, Precision::F32) };

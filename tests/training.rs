@@ -18,12 +18,13 @@ use std::{
     process::Stdio,
     time::{Duration, Instant},
 };
-use train_cli::{data::order::MicroBatch, data::read as data, settings::LossKind, train::learner::Trainee};
+use train_cli::{data::order::MicroBatch, data::read as data, settings::LossKind, train::objective::Trainee};
 
 #[test]
 fn padding_changes_neither_loss_nor_gradients() {
     let config = Qwen3Config::from_file(&demo_file("config.json")).unwrap();
-    let model = weights::random::<Autodiff<Cpu>>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
+    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
+    let model = weights::trained::<Autodiff<Cpu>>(model, MasterKind::F32);
     let trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
     let samples = data::synthetic(1, 12, 500, 3);
     let alone = MicroBatch::new(&[&samples[0]], 11);
@@ -34,7 +35,7 @@ fn padding_changes_neither_loss_nor_gradients() {
     let grads = |batch: &MicroBatch| {
         let loss = trainee.batch_loss(batch);
         let value: f32 = loss.clone().into_scalar();
-        let norm = trainee.model.embed_tokens.val().grad(&loss.backward()).unwrap().powi_scalar(2).sum();
+        let norm = trainee.model().embed_tokens.val().grad(&loss.backward()).unwrap().powi_scalar(2).sum();
         (value, norm.into_scalar())
     };
     let ((a, na), (b, nb)): ((f32, f32), (f32, f32)) = (grads(&alone), grads(&padded));

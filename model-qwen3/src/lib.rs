@@ -16,11 +16,12 @@
 //! | [`loss`] | masked cross-entropy, hidden-state L1 |
 //! | [`sample`], [`generate`] | the next token; prefill, decode, stop |
 //!
-//! Shape letters: `B` batch, `T` new tokens, `S` all tokens so far, `D` hidden size, `H` query heads,
-//! `K` key/value heads, `G = H / K`, `E` head size, `F` MLP size, `V` vocabulary.
+//! Shape letters: `B` rows of a batch, `T` new tokens of a row, `M = B * T` new tokens of all rows, `S` tokens of a row so
+//! far, `D` hidden size, `H` query heads, `G` key and value heads, `E` head size, `F` MLP size, `V` vocabulary. Heads lie
+//! side by side in the columns of a matrix: `q_MHE` is `[M, H*E]`.
 
 #![forbid(unsafe_code)]
-// Names carry shape letters: `q_BHTE` is `[B, H, T, E]`.
+// Names end in shape letters: `x_MD` is `[M, D]`.
 #![allow(non_snake_case)]
 
 pub mod chat_template;

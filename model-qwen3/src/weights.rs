@@ -8,13 +8,15 @@ use crate::{
     model::{Attention, Block, Mlp, Qwen3},
 };
 use backend_nvfp4::{
-    LinearSpec, Master, MasterKind, Nvfp4Backend, Nvfp4Error, Nvfp4Linear, Nvfp4Tensor, PackedMaster, Scaling, Stream,
-    layout,
-    reference::{self, Packed},
+    LinearSpec, Master, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Packed, PackedMaster, Scaling,
+    Stream, layout, reference,
 };
 use burn::{
-    module::{Module, Param, ParamId},
-    tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend},
+    module::{AutodiffModule, Module, Param, ParamId},
+    tensor::{
+        DType, Tensor, TensorData, TensorPrimitive,
+        backend::{AutodiffBackend, Backend},
+    },
 };
 use half::bf16;
 use std::{cell::RefCell, collections::HashSet, ops::Range, path::Path};
@@ -32,7 +34,7 @@ pub enum Purpose {
 ///
 /// # Errors
 /// If a tensor is missing, misshapen, unknown to the model, or invalid.
-pub fn load<B: Nvfp4Backend>(
+pub fn load<B: Nvfp4Kernels>(
     checkpoint: &dyn Tensors,
     config: &Qwen3Config,
     spec: LinearSpec,
@@ -67,7 +69,7 @@ pub fn load<B: Nvfp4Backend>(
 ///
 /// # Errors
 /// If the device fails.
-pub fn random<B: Nvfp4Backend>(
+pub fn random<B: Nvfp4Kernels>(
     config: &Qwen3Config,
     spec: LinearSpec,
     master: MasterKind,
@@ -77,6 +79,35 @@ pub fn random<B: Nvfp4Backend>(
     let std = config.initializer_range as f32;
     let mut source = Random { seed, std, forge: Forge { master: Some(master), spec, device, next_id: 0 } };
     build(config, spec, !config.tie_word_embeddings, &mut source)
+}
+
+/// A loaded model on the backend that records gradients. Every parameter is trained; NVFP4 codes are trained only if
+/// masters are NVFP4.
+pub fn trained<AB: AutodiffBackend>(model: Qwen3<AB::InnerBackend>, master: MasterKind) -> Qwen3<AB> {
+    struct Track {
+        codes: bool,
+    }
+    impl<AB: AutodiffBackend> Replace<AB> for Track {
+        fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
+            p.set_require_grad(true)
+        }
+
+        fn matrix(&mut self, p: Param<Tensor<AB, 2>>) -> Param<Tensor<AB, 2>> {
+            p.set_require_grad(true)
+        }
+
+        fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
+            match linear {
+                Nvfp4Linear::Master(p) => Nvfp4Linear::Master(p.set_require_grad(true)),
+                Nvfp4Linear::Dense(p) => Nvfp4Linear::Dense(p.set_require_grad(true)),
+                Nvfp4Linear::PackedMaster(PackedMaster { gradient, weight }) => {
+                    Nvfp4Linear::PackedMaster(PackedMaster { gradient: gradient.set_require_grad(self.codes), weight })
+                }
+                packed @ Nvfp4Linear::Packed(_) => packed,
+            }
+        }
+    }
+    Track { codes: master == MasterKind::Nvfp4 }.model(Qwen3::from_inner(model))
 }
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -107,7 +138,7 @@ trait Source<B: Backend> {
     fn linear(&mut self, name: String, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, ModelError>;
 }
 
-fn build<B: Nvfp4Backend, S: Source<B>>(
+fn build<B: Nvfp4Kernels, S: Source<B>>(
     config: &Qwen3Config,
     spec: LinearSpec,
     has_head: bool,
@@ -154,7 +185,7 @@ pub enum Field<'a, B: Backend> {
 }
 
 /// Every tensor of a model by checkpoint name, in the order in which [`load`] reads them.
-pub fn fields<B: Nvfp4Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
+pub fn fields<B: Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
     use Field::{Linear, Matrix, Vector};
     let mut out = vec![(EMBEDDING.to_owned(), Matrix(&model.embed_tokens))];
     for (i, block) in model.layers.iter().enumerate() {
@@ -181,7 +212,7 @@ pub fn fields<B: Nvfp4Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> 
     out
 }
 
-impl<B: Nvfp4Backend> Field<'_, B> {
+impl<B: Nvfp4Kernels> Field<'_, B> {
     /// The tensor's shape.
     pub fn shape(&self) -> Vec<usize> {
         match *self {
@@ -262,7 +293,7 @@ pub struct Live<'a, B: Backend> {
     fetched: RefCell<Option<(String, Vec<f32>)>>,
 }
 
-impl<'a, B: Nvfp4Backend> Live<'a, B> {
+impl<'a, B: Nvfp4Kernels> Live<'a, B> {
     /// Looks at a model.
     pub fn new(model: &'a Qwen3<B>) -> Self {
         Self { fields: fields(model), fetched: RefCell::new(None) }
@@ -273,7 +304,7 @@ impl<'a, B: Nvfp4Backend> Live<'a, B> {
     }
 }
 
-impl<B: Nvfp4Backend> Tensors for Live<'_, B> {
+impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
     fn path(&self) -> &Path {
         Path::new("model in memory")
     }
@@ -326,7 +357,7 @@ struct Forge<'a, B: Backend> {
 /// Values of a tensor that go to the device at once: what the host holds of it, in f32.
 const PART: usize = 1 << 20;
 
-impl<B: Nvfp4Backend> Forge<'_, B> {
+impl<B: Nvfp4Kernels> Forge<'_, B> {
     /// The type in which a dense matrix lies on the device, and whether the host rounds its values to bf16 first: where
     /// masters are bf16, also in f32 where activations are f32. What is not trained lies there as it is multiplied.
     fn dense(&self) -> (DType, bool) {
@@ -391,10 +422,9 @@ impl<B: Nvfp4Backend> Forge<'_, B> {
         Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient))
     }
 
-    /// A parameter with a stable id. On a backend without autodiff tracking does nothing.
+    /// A parameter with a stable id.
     fn param<const D: usize>(&mut self, tensor: Tensor<B, D>) -> Param<Tensor<B, D>> {
         self.next_id += 1;
-        let tensor = if self.master.is_some() { tensor.require_grad() } else { tensor };
         Param::initialized(ParamId::from(self.next_id), tensor)
     }
 }
@@ -412,7 +442,7 @@ struct Loader<'a, B: Backend> {
     used: HashSet<String>,
 }
 
-impl<B: Nvfp4Backend> Loader<'_, B> {
+impl<B: Nvfp4Kernels> Loader<'_, B> {
     fn expect(&mut self, name: &str, shape: &[usize]) -> Result<Stored, ModelError> {
         let found = self.checkpoint.stored(name).ok_or_else(|| {
             ModelError::weights(self.checkpoint.path(), format!("no tensor {name:?} of shape {shape:?}"))
@@ -444,7 +474,7 @@ fn nvfp4(name: &str) -> impl Fn(Nvfp4Error) -> ModelError {
     move |source| ModelError::Nvfp4 { name: name.to_owned(), source }
 }
 
-impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
+impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
     fn vector(&mut self, name: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
         self.expect(&name, &[len])?;
         let values = self.checkpoint.read_dense(&name)?;
@@ -475,9 +505,7 @@ impl<B: Nvfp4Backend> Source<B> for Loader<'_, B> {
             }
             (Some(_), Stored::Packed { .. }) if self.checkpoint.keeps_codes(&name) => {
                 let packed = self.packed(&name, shape)?;
-                let linear = self.forge.packed_master(packed);
-                let kept = self.forge.master == Some(MasterKind::Nvfp4);
-                Ok(if kept { linear } else { linear.no_grad() })
+                Ok(self.forge.packed_master(packed))
             }
             (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
                 // Scales are checked before anything is computed with them.
@@ -511,7 +539,7 @@ struct Random<'a, B: Backend> {
     forge: Forge<'a, B>,
 }
 
-impl<B: Nvfp4Backend> Random<'_, B> {
+impl<B: Nvfp4Kernels> Random<'_, B> {
     fn normal(&self, shape: [usize; 2], dtype: DType) -> Tensor<B, 2> {
         let stream = Stream { seed: self.seed, step: 0, stream: self.forge.next_id as u32 };
         let values = B::normal(shape, self.std, stream, dtype, self.forge.device);
@@ -519,7 +547,7 @@ impl<B: Nvfp4Backend> Random<'_, B> {
     }
 }
 
-impl<B: Nvfp4Backend> Source<B> for Random<'_, B> {
+impl<B: Nvfp4Kernels> Source<B> for Random<'_, B> {
     fn vector(&mut self, _: String, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
         Ok(self.forge.vector(vec![1.0; len]))
     }

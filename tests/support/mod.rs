@@ -163,8 +163,8 @@ pub(crate) fn host<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f32> {
 }
 
 /// Codes and scales of the specification as the program holds them.
-pub(crate) fn packed(q: &spec::Quantized) -> backend_nvfp4::reference::Packed {
-    backend_nvfp4::reference::Packed { codes: q.words(), scales: q.scales.clone(), global: q.global }
+pub(crate) fn packed(q: &spec::Quantized) -> backend_nvfp4::Packed {
+    backend_nvfp4::Packed { codes: q.words(), scales: q.scales.clone(), global: q.global }
 }
 
 /// The relative error `‖a - b‖ / ‖b‖`.

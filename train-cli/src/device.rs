@@ -1,8 +1,8 @@
 //! Which backend runs a job. The three are in one binary; a job is written once over
-//! `B: Nvfp4Backend` and this file alone names the types.
+//! `B: Nvfp4Kernels + DeviceServices` and this file alone names the types.
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
-use backend_nvfp4::{Nvfp4Backend, Precision};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use burn::{backend::NdArray, tensor::DType};
 use burn_cubecl::{CubeBackend, CubeRuntime};
 use cubecl::{
@@ -20,7 +20,11 @@ pub trait Job {
     ///
     /// # Errors
     /// Its own.
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Self::Output, CliError>;
+    fn run<B: Nvfp4Kernels + DeviceServices>(
+        self,
+        device: B::Device,
+        precision: Precision,
+    ) -> Result<Self::Output, CliError>;
 }
 
 /// Runs a job on the chosen device, printing what was chosen.

@@ -6,7 +6,7 @@ use crate::{
     device::{self, Job},
     report,
 };
-use backend_nvfp4::{Nvfp4Backend, Precision, bench::Row};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, bench::Row};
 use serde_json::json;
 
 /// Runs the command.
@@ -23,7 +23,7 @@ struct Kernels(BenchArgs);
 impl Job for Kernels {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, _: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, _: Precision) -> Result<(), CliError> {
         let Self(args) = self;
         report::label("tiers", B::tiers(&device).join(" · "));
         if !args.json {

@@ -11,7 +11,7 @@ use crate::{
     report,
     run::checkpoint::{self, Head},
 };
-use backend_nvfp4::{Block, LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
+use backend_nvfp4::{Block, DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     chat_template::RenderOptions,
@@ -124,7 +124,7 @@ impl Target {
 ///
 /// # Errors
 /// If writing fails or what was written does not work.
-pub fn model_to_folder<B: Nvfp4Backend>(
+pub fn model_to_folder<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
     companions: &Companions,
@@ -152,7 +152,7 @@ pub fn model_to_folder<B: Nvfp4Backend>(
 ///
 /// # Errors
 /// As [`model_to_folder`].
-pub fn model_to_dat<B: Nvfp4Backend>(
+pub fn model_to_dat<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
     target: Target,
@@ -219,13 +219,13 @@ struct Check<'a> {
 impl Job for Check<'_> {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         compare::<B>(self.view, self.path, self.config, self.text, (self.spec)(precision), &device)
     }
 }
 
 /// Loads the written file and compares it with the model that the file was made of.
-fn compare<B: Nvfp4Backend>(
+fn compare<B: Nvfp4Kernels>(
     intended: &dyn Tensors,
     written: &Path,
     config: &Qwen3Config,

@@ -18,15 +18,18 @@ use crate::{
     run::journal::Journal,
     run::sample::{Samples, beginning},
     settings::{Layer, SaveStrategy},
+    train::clip::Clipping,
     train::codes::Codes,
     train::damp::DampedFinish,
-    train::learner::{self, Run, Trainee},
+    train::learner,
+    train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
     train::schedule::Schedule,
     train::step::Stepper,
     train::trained,
+    train::training_loop::Run,
 };
-use backend_nvfp4::{Block, LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling};
+use backend_nvfp4::{Block, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
 use burn::{backend::Autodiff, module::AutodiffModule, tensor::DType};
 use model_qwen3::{
     checkpoint::Checkpoint,
@@ -90,7 +93,7 @@ struct Fit {
 impl Job for Fit {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { plan, resumed, overwrite } = self;
         let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
@@ -166,23 +169,24 @@ impl Ready {
     }
 
     /// The model with the weights of the checkpoint, of its files, or random ones.
-    fn model<B: Nvfp4Backend>(
+    fn model<B: Nvfp4Kernels>(
         &self,
         resumed: Option<&Resumed>,
         device: &B::Device,
     ) -> Result<Qwen3<Autodiff<B>>, CliError> {
         let (config, spec, master) = (&self.inputs.config, self.spec, self.master);
-        let model = match (resumed, &self.inputs.source) {
+        let model: Qwen3<B> = match (resumed, &self.inputs.source) {
             (Some(resumed), _) => resumed.model(config, spec, master, device)?,
             (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(master), device)?,
             (None, None) => weights::random(config, spec, master, self.plan.settings.advanced.seed, device)?,
         };
+        let model = weights::trained(model, master);
         let model = trained::last_blocks(model, self.plan.settings.model.train_last_layers);
         Ok(model.with_bf16_last_blocks(self.plan.settings.recipe.bf16_last_blocks))
     }
 
     /// The optimizer, with its states after a resume.
-    fn optimizer<B: Nvfp4Backend>(
+    fn optimizer<B: Nvfp4Kernels>(
         &self,
         resumed: Option<&Resumed>,
         model: &Qwen3<Autodiff<B>>,
@@ -208,7 +212,7 @@ impl Ready {
     }
 
     /// The state of the run before its next step.
-    fn state<B: Nvfp4Backend>(&self, resumed: Option<&Resumed>, model: &Qwen3<Autodiff<B>>) -> TrainerState {
+    fn state<B: Nvfp4Kernels>(&self, resumed: Option<&Resumed>, model: &Qwen3<Autodiff<B>>) -> TrainerState {
         let (steps, head) = (self.inputs.order(&self.plan).steps, Head::of(model));
         let new = TrainerState::new(self.plan.settings.clone(), steps, &self.inputs.sha256, self.spec, head);
         match resumed {
@@ -218,7 +222,7 @@ impl Ready {
     }
 
     /// Trains from the step after `state` to the last.
-    fn train<B: Nvfp4Backend>(
+    fn train<B: Nvfp4Kernels + DeviceServices>(
         &self,
         model: Qwen3<Autodiff<B>>,
         optimizer: ChunkedAdamw<B>,
@@ -235,9 +239,9 @@ impl Ready {
         let warmup = s.optimizer.warmup_steps;
         let warmup = if warmup < 1.0 { (warmup * steps as f64).round() } else { warmup } as usize;
         // After rounding, at least the last step is quantized, and no block freezes before.
-        let quantise_from = ((s.recipe.quantize_from * steps as f64).round() as usize).min(steps.saturating_sub(1));
+        let quantize_from = ((s.recipe.quantize_from * steps as f64).round() as usize).min(steps.saturating_sub(1));
         let mut damped = DampedFinish::new(s.recipe.damped_finish, steps);
-        damped.start = damped.start.max(quantise_from);
+        damped.start = damped.start.max(quantize_from);
         let fixed = match s.model.train_last_layers {
             0 => 0,
             last => model.layers.len() - last,
@@ -247,9 +251,11 @@ impl Ready {
             eval: self.inputs.eval_order(&self.plan),
             stepper: Stepper {
                 mode: s.memory.step_mode,
-                clip: self.plan.clip,
-                max_grad_norm: s.optimizer.max_grad_norm,
-                last_norm: state.last_norm,
+                clipping: Clipping {
+                    clip: self.plan.clip,
+                    max_norm: s.optimizer.max_grad_norm,
+                    last_norm: state.last_norm,
+                },
                 buffer: if self.master == MasterKind::F32 { DType::F32 } else { self.spec.precision.dtype() },
                 optimizer,
                 seed: s.advanced.seed,
@@ -259,10 +265,10 @@ impl Ready {
                 peak: s.optimizer.learning_rate,
                 warmup: warmup.min(steps),
                 total: steps,
-                shape: s.optimizer.lr_scheduler_type,
+                decay: s.optimizer.lr_scheduler_type,
             },
             recipe: self.plan.recipe,
-            quantise_from,
+            quantize_from,
             damped,
             memory_limit: self.plan.memory_limit,
             logging_steps: s.logging.logging_steps,
@@ -273,7 +279,7 @@ impl Ready {
     }
 
     /// Exports the trained model, unless nothing is saved, and says what to do next.
-    fn save<B: Nvfp4Backend>(
+    fn save<B: Nvfp4Kernels>(
         &self,
         model: &Qwen3<B>,
         head: Head,
@@ -318,13 +324,13 @@ struct Before {
 }
 
 impl Before {
-    fn of<B: Nvfp4Backend>(model: &Qwen3<Autodiff<B>>, samples: &Samples, spec: LinearSpec) -> Result<Self, CliError> {
+    fn of<B: Nvfp4Kernels>(model: &Qwen3<Autodiff<B>>, samples: &Samples, spec: LinearSpec) -> Result<Self, CliError> {
         let model = model.valid();
         Ok(Self { answers: samples.answers(&model)?, codes: Arc::new(Codes::of(&model, spec)?) })
     }
 
     /// Prints the answers before and after training. Returns the share of NVFP4 codes that changed, if there are any.
-    fn compare<B: Nvfp4Backend>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
+    fn compare<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
         for ((prompt, before), after) in samples.prompts.iter().zip(&self.answers).zip(samples.answers(model)?) {
             report::label("before", format!("{} → {}", beginning(prompt), beginning(before)));
             report::label("after", format!("{} → {}", beginning(prompt), beginning(&after)));

@@ -7,7 +7,7 @@ use crate::{
     model_files::{ModelFiles, TextFiles},
     report,
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Precision, Recipe, Scaling};
+use backend_nvfp4::{DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use model_qwen3::{
     chat_template::RenderOptions,
     checkpoint::{Stored, Tensors},
@@ -45,7 +45,7 @@ struct Generate(GenerateArgs);
 impl Job for Generate {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
         let files = ModelFiles::new(&args.model);
         let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;

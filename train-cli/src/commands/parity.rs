@@ -13,11 +13,12 @@ use crate::{
     outputs::check_output,
     report,
     settings::{Clip, LossKind, StepMode},
-    train::learner::Trainee,
+    train::clip::Clipping,
+    train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
     train::step::Stepper,
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, StateKind};
+use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling, StateKind};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};
 use model_qwen3::{
     checkpoint::FloatType,
@@ -98,13 +99,19 @@ pub struct Parity<'a> {
 impl Job for Parity<'_> {
     type Output = Comparison;
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Comparison, CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(
+        self,
+        device: B::Device,
+        precision: Precision,
+    ) -> Result<Comparison, CliError> {
         let fixture = Fixture { file: SafeFile::open(self.expected)? };
         let files = ModelFiles::new(self.model);
         let config = Qwen3Config::from_file(&files.config_file(None))?;
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
-            Ok(weights::load(&files.checkpoint()?, &config, spec, Purpose::Train(MasterKind::F32), &device)?)
+            let master = MasterKind::F32;
+            let model = weights::load(&files.checkpoint()?, &config, spec, Purpose::Train(master), &device)?;
+            Ok(weights::trained(model, master))
         };
         let mut ours: Vec<Ours> = Vec::new();
         let mut push = |key: String, shape: Vec<usize>, values: Vec<f32>| ours.push(Ours { key, shape, values });
@@ -116,7 +123,7 @@ impl Job for Parity<'_> {
         let input = ids_tensor(&ids, &config, &device)?;
         let [b, t] = input.dims();
         let mut watched = Vec::new();
-        let last = inner.forward_watched(input, None, |h| watched.push(h.clone()));
+        let last = inner.forward(input, |h| watched.push(h.clone()));
         for (i, hidden) in watched.into_iter().enumerate() {
             push(format!("hidden.{i}"), vec![b, t, config.hidden_size], to_host(hidden)?);
         }
@@ -129,7 +136,7 @@ impl Job for Parity<'_> {
         let loss = trainee.batch_loss(&MicroBatch::of(ids, supervised, divisor));
         push("loss".into(), vec![1], to_host(loss.clone().inner())?);
         let grads = GradientsParams::from_grads(loss.backward(), &trainee);
-        for (name, field) in fields(&trainee.model) {
+        for (name, field) in fields(trainee.model()) {
             let values = match (&field, field.id()) {
                 (Field::Vector(p), _) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
                 (_, Some(id)) => grads.get::<B, 2>(id).map(to_host).transpose()?,
@@ -182,7 +189,10 @@ struct Ours {
 
 /// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0. With the step that
 /// `fit` makes.
-fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Result<(Vec<f32>, Vec<f32>), CliError> {
+fn train<B: Nvfp4Kernels + DeviceServices>(
+    model: Qwen3<Autodiff<B>>,
+    fixture: &Fixture,
+) -> Result<(Vec<f32>, Vec<f32>), CliError> {
     let config = AdamwConfig {
         beta1: 0.9,
         beta2: 0.95,
@@ -196,9 +206,7 @@ fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Resul
     };
     let mut stepper = Stepper::<B> {
         mode: StepMode::Streaming,
-        clip: Clip::Exact,
-        max_grad_norm: 1.0,
-        last_norm: None,
+        clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },
         buffer: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),
         seed: 0,
@@ -210,9 +218,7 @@ fn train<B: Nvfp4Backend>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Resul
         let supervised = ids.iter().map(|r| vec![true; r.len()]).collect();
         let divisor = ids.iter().map(|r| r.len() - 1).sum();
         let batch = MicroBatch::of(ids, supervised, divisor);
-        let (back, stepped) = stepper.step(trainee, &[batch], i + 1, 1e-3, &mut VramReport::new(None));
-        trainee = back;
-        let stepped = stepped?;
+        let stepped = stepper.step(&mut trainee, &[batch], i + 1, 1e-3, &mut VramReport::new(None))?;
         losses.push(stepped.loss);
         norms.push(stepped.grad_norm);
     }

@@ -1,7 +1,7 @@
 //! The device's memory pool, kept at what a step needs. Freed buffers wait for others of exactly their size: steps over
 //! batches of other lengths cannot use them and take more. Steps of one length never give anything back.
 
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::DeviceServices;
 
 /// What is known of the device's pool.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ impl Pool {
     }
 
     /// Gives back what steps of other lengths left, if it is much or more than may be `held`; tells whether it did.
-    pub fn after_step<B: Nvfp4Backend>(&mut self, device: &B::Device, held: u64) -> bool {
+    pub fn after_step<B: DeviceServices>(&mut self, device: &B::Device, held: u64) -> bool {
         let Some(memory) = B::memory_in_use(device) else { return false };
         if !std::mem::replace(&mut self.stale, true) {
             self.needed = self.needed.max(memory.reserved);
@@ -35,7 +35,7 @@ impl Pool {
     }
 
     /// Gives back what is free; the next step begins with nothing left over.
-    pub fn give_back<B: Nvfp4Backend>(&mut self, device: &B::Device) {
+    pub fn give_back<B: DeviceServices>(&mut self, device: &B::Device) {
         B::memory_cleanup(device);
         self.stale = false;
     }

@@ -2,7 +2,7 @@
 //! the phase took. Waiting for the device at each phase makes a step slower than without the report.
 
 use crate::{CliError, durable, kernel_cache};
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::DeviceServices;
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -35,7 +35,7 @@ impl VramReport {
     ///
     /// # Errors
     /// If the device failed.
-    pub fn note<B: Nvfp4Backend>(&mut self, device: &B::Device, step: usize, phase: &str) -> Result<(), CliError> {
+    pub fn note<B: DeviceServices>(&mut self, device: &B::Device, step: usize, phase: &str) -> Result<(), CliError> {
         if self.path.is_none() {
             return Ok(());
         }
@@ -58,7 +58,7 @@ impl VramReport {
 
     /// Bytes that the run holds: what was taken from the device, where that has memory of its own; what the host has in
     /// use since the run began, where it shares the host's; this process's memory on the CPU.
-    pub fn held<B: Nvfp4Backend>(&self, device: &B::Device) -> u64 {
+    pub fn held<B: DeviceServices>(&self, device: &B::Device) -> u64 {
         match (B::memory_in_use(device), self.meter.began) {
             (None, _) => resident_mib() << 20,
             (Some(m), None) => m.reserved,

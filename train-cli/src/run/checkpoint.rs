@@ -12,7 +12,7 @@ use crate::{
     settings::Settings,
     train::optim::ChunkedAdamw,
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Backend, Nvfp4Linear, Scaling, reference};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Scaling, reference};
 use burn::backend::Autodiff;
 use model_qwen3::{
     ModelError,
@@ -50,7 +50,7 @@ pub enum Head {
 
 impl Head {
     /// The head of a model.
-    pub fn of<B: Nvfp4Backend>(model: &Qwen3<B>) -> Self {
+    pub fn of<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Self {
         match &model.lm_head {
             None => Self::Tied,
             Some(Nvfp4Linear::Dense(_)) => Self::Dense,
@@ -222,7 +222,7 @@ fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
 ///
 /// # Errors
 /// If the device or the system fails; then the older checkpoints are unchanged.
-pub fn save<B: Nvfp4Backend>(
+pub fn save<B: Nvfp4Kernels>(
     run: &Path,
     companions: &Companions,
     model: &Qwen3<B>,
@@ -267,13 +267,13 @@ impl Resumed {
     ///
     /// # Errors
     /// If the file does not fit the model.
-    pub fn model<B: Nvfp4Backend>(
+    pub fn model<B: Nvfp4Kernels>(
         &self,
         config: &Qwen3Config,
         spec: LinearSpec,
         master: MasterKind,
         device: &B::Device,
-    ) -> Result<Qwen3<Autodiff<B>>, CliError> {
+    ) -> Result<Qwen3<B>, CliError> {
         let tensors = &Checkpoint::open(&self.folder.join(MODEL))?;
         let saved = Masters { tensors, quantized_head: self.state.head == Head::Nvfp4 };
         Ok(weights::load(&saved, config, spec, Purpose::Train(master), device)?)
@@ -283,7 +283,7 @@ impl Resumed {
     ///
     /// # Errors
     /// If the file does not fit the model.
-    pub fn optimizer<B: Nvfp4Backend>(
+    pub fn optimizer<B: Nvfp4Kernels>(
         &self,
         model: &Qwen3<B>,
         optimizer: &mut ChunkedAdamw<B>,

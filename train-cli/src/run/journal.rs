@@ -13,13 +13,17 @@ use crate::{
     run::sample::{Samples, beginning},
     settings::SaveStrategy,
     train::codes::Codes,
-    train::learner::{Between, StepReport},
+    train::evaluation::Evaluation,
     train::step::Stepper,
+    train::training_loop::{Between, StepReport},
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
 use serde_json::json;
-use std::sync::{Arc, Mutex};
+use std::{
+    path::PathBuf,
+    sync::{Arc, Mutex},
+};
 
 /// Logs, evaluations and checkpoints of a run.
 #[derive(Clone)]
@@ -84,7 +88,7 @@ impl Journal {
     }
 }
 
-impl<B: Nvfp4Backend> Between<B> for Journal {
+impl<B: Nvfp4Kernels> Between<B> for Journal {
     fn after_step(&mut self, r: &StepReport) -> Result<(), CliError> {
         let tflops = self.flops * r.tokens_per_second / 1e12;
         self.log(
@@ -103,7 +107,7 @@ impl<B: Nvfp4Backend> Between<B> for Journal {
         self.due(self.plan.settings.logging.eval_steps, step)
     }
 
-    fn after_evaluation(&mut self, model: &Qwen3<B>, r: &StepReport) -> Result<(), CliError> {
+    fn after_evaluation(&mut self, model: &Qwen3<B>, r: &Evaluation) -> Result<(), CliError> {
         *self.last_eval.lock().expect("no thread panics while it holds the lock") = Some(r.loss);
         let changed = match &self.codes {
             Some(before) => before.changed_in(model)?,
@@ -113,7 +117,7 @@ impl<B: Nvfp4Backend> Between<B> for Journal {
             "metrics.jsonl",
             json!({
                 "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
-                "eval_loss_quantised": r.quantised_loss, "eval_loss_master": r.master_loss,
+                "eval_loss_quantised": r.quantized_loss, "eval_loss_master": r.master_loss,
                 "codes_changed_pct": changed.map(|share| share * 100.0),
             }),
         )?;
@@ -130,17 +134,17 @@ impl<B: Nvfp4Backend> Between<B> for Journal {
         stepper: &Stepper<B>,
         step: usize,
         forced: bool,
-    ) -> Result<(), CliError> {
+    ) -> Result<Option<PathBuf>, CliError> {
         let saving = &self.plan.settings.saving;
         if saving.save_strategy == SaveStrategy::No || !(forced || self.due(saving.save_steps, step)) {
-            return Ok(());
+            return Ok(None);
         }
         self.state.global_step = step;
         self.state.epoch = self.order.epochs(step);
-        self.state.last_norm = stepper.last_norm;
+        self.state.last_norm = stepper.clipping.last_norm;
         let (run, files, keep) = (&self.plan.output_dir, &self.plan.companions, saving.save_total_limit);
         let saved = checkpoint::save(run, files, model, &stepper.optimizer, &self.state, keep)?;
         report::line(format!("{:>11}  {}", "saved", saved.display()));
-        Ok(())
+        Ok(Some(saved))
     }
 }

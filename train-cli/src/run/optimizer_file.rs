@@ -12,7 +12,7 @@ use crate::{
     CliError,
     train::optim::{AdamwConfig, ChunkedAdamw, TensorState},
 };
-use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, StateKind};
+use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, StateKind};
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
     ops::{FloatTensor, IntTensor},
@@ -31,7 +31,7 @@ use std::{io::Write, path::Path};
 const STATE_BLOCK: usize = 256;
 
 /// What one entry of the file holds.
-enum Content<'a, B: Nvfp4Backend> {
+enum Content<'a, B: Nvfp4Kernels> {
     Steps(i32),
     Float(&'a FloatTensor<B>),
     Bytes(&'a IntTensor<B>),
@@ -41,7 +41,7 @@ enum Content<'a, B: Nvfp4Backend> {
 ///
 /// # Errors
 /// If the device or the system fails.
-pub(super) fn write<B: Nvfp4Backend>(
+pub(super) fn write<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     optimizer: &ChunkedAdamw<B>,
     out: &mut dyn Write,
@@ -71,20 +71,19 @@ pub(super) fn write<B: Nvfp4Backend>(
 type Entry<'a, B> = (String, Dtype, Vec<usize>, Content<'a, B>);
 
 /// The entries of a tensor of `len` values, in file order.
-fn entries<B: Nvfp4Backend>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_, B>> {
+fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_, B>> {
     let mut entries = vec![("steps".to_owned(), Dtype::I32, vec![], Content::Steps(state.steps))];
     for (part, moment) in [("m", &state.moments.m), ("v", &state.moments.v)] {
         match moment {
             Moment::Float(x) => entries.push((part.to_owned(), float_of(x.dtype()).1, vec![len], Content::Float(x))),
-            Moment::Quantised { codes, absmax, .. } => {
+            Moment::Quantized { codes, absmax, .. } => {
                 entries.push((format!("{part}.codes"), Dtype::U8, codes.shape().to_vec(), Content::Bytes(codes)));
                 let scales = vec![len.div_ceil(STATE_BLOCK)];
                 entries.push((format!("{part}.absmax"), Dtype::F32, scales, Content::Float(absmax)));
             }
-            Moment::Nvfp4 { .. } => unreachable!("no setting chooses NVFP4 moments"),
         }
     }
-    if let Some(residual) = &state.residual {
+    if let Some(residual) = &state.moments.residual {
         entries.push(("residual".to_owned(), Dtype::U8, vec![len], Content::Bytes(residual)));
     }
     entries
@@ -94,7 +93,7 @@ fn entries<B: Nvfp4Backend>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_,
 ///
 /// # Errors
 /// If the file does not fit the model.
-pub(super) fn read<B: Nvfp4Backend>(
+pub(super) fn read<B: Nvfp4Kernels>(
     path: &Path,
     model: &Qwen3<B>,
     optimizer: &mut ChunkedAdamw<B>,
@@ -108,14 +107,14 @@ pub(super) fn read<B: Nvfp4Backend>(
 }
 
 /// Reads the states of tensors.
-struct Reader<'a, B: Nvfp4Backend> {
+struct Reader<'a, B: Nvfp4Kernels> {
     path: &'a Path,
     file: SafeFile,
     device: B::Device,
     config: AdamwConfig,
 }
 
-impl<B: Nvfp4Backend> Reader<'_, B> {
+impl<B: Nvfp4Kernels> Reader<'_, B> {
     fn has(&self, name: &str) -> bool {
         self.file.entries().iter().any(|entry| entry.name == name)
     }
@@ -137,7 +136,6 @@ impl<B: Nvfp4Backend> Reader<'_, B> {
         let kind = if shape.len() == 1 { StateKind::F32 } else { self.config.state };
         let steps = self.bytes(&format!("{name}.steps"), 4)?;
         let (m, v) = (format!("{name}.m"), format!("{name}.v"));
-        let moments = AdamwState { kind, m: self.moment(&m, kind, true, len)?, v: self.moment(&v, kind, false, len)? };
         let residual = format!("{name}.residual");
         let residual = self.has(&residual).then(|| self.bytes(&residual, len)).transpose()?.map(|bytes| {
             let data = TensorData::new(bytes, [len]);
@@ -146,7 +144,8 @@ impl<B: Nvfp4Backend> Reader<'_, B> {
             residual
         });
         let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);
-        Ok(TensorState { steps, moments, residual })
+        let (m, v) = (self.moment(&m, kind, true, len)?, self.moment(&v, kind, false, len)?);
+        Ok(TensorState { steps, moments: AdamwState { kind, m, v, residual } })
     }
 
     /// A moment of `len` values; the codes of the first moment and of the second have different tables.
@@ -155,7 +154,7 @@ impl<B: Nvfp4Backend> Reader<'_, B> {
             let codes = self.bytes(&format!("{name}.codes"), len * coding.bits() / 8)?;
             let absmax = self.bytes(&format!("{name}.absmax"), len.div_ceil(STATE_BLOCK) * 4)?;
             let absmax = FloatType::F32.decode(&absmax);
-            return Ok(Moment::from_bytes(kind, first, codes, None, absmax, &self.device));
+            return Ok(Moment::from_bytes(kind, first, codes, absmax, &self.device));
         }
         let dtype = if kind == StateKind::Bf16 { self.config.float } else { DType::F32 };
         let float = float_of(dtype).0;
@@ -176,13 +175,13 @@ fn float_of(dtype: DType) -> (FloatType, Dtype) {
     if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
 }
 
-fn bytes<B: Nvfp4Backend>(x: &IntTensor<B>) -> Result<Vec<u8>, ModelError> {
+fn bytes<B: Nvfp4Kernels>(x: &IntTensor<B>) -> Result<Vec<u8>, ModelError> {
     let words = backend_nvfp4::read_words::<B>(x.clone())
         .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
     Ok(words.into_iter().map(|word| word as u8).collect())
 }
 
-fn floats<B: Nvfp4Backend>(x: &FloatTensor<B>) -> Result<Vec<f32>, ModelError> {
+fn floats<B: Nvfp4Kernels>(x: &FloatTensor<B>) -> Result<Vec<f32>, ModelError> {
     let flat = B::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
     to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)))
 }

@@ -1,7 +1,7 @@
 //! Sample answers: greedy answers to a few prompts, which show a person what a run has learned so far.
 
 use crate::{CliError, model_files::TextFiles, plan::Plan, report, run::inputs::Inputs};
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
     chat_template::RenderOptions,
     generate::{GenerateOptions, StopReason, generate},
@@ -53,11 +53,11 @@ impl Samples {
     ///
     /// # Errors
     /// If the model cannot be run.
-    pub fn answers<B: Nvfp4Backend>(&self, model: &Qwen3<B>) -> Result<Vec<String>, CliError> {
+    pub fn answers<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Vec<String>, CliError> {
         self.prompts.iter().map(|prompt| self.answer(model, prompt)).collect()
     }
 
-    fn answer<B: Nvfp4Backend>(&self, model: &Qwen3<B>, prompt: &str) -> Result<String, CliError> {
+    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, prompt: &str) -> Result<String, CliError> {
         let text = &self.text;
         let message = json!({"role": "user", "content": prompt});
         let options = RenderOptions { add_generation_prompt: true, ..Default::default() };

@@ -1,6 +1,6 @@
 //! Which parameters a run trains, and which of them decay.
 
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::Nvfp4Kernels;
 use burn::{
     backend::Autodiff,
     module::{Module, ParamId},
@@ -12,7 +12,7 @@ use model_qwen3::{
 use std::collections::HashSet;
 
 /// Trains only the last `last` blocks and the final norm; with 0, trains everything.
-pub fn last_blocks<B: Nvfp4Backend>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<Autodiff<B>> {
+pub fn last_blocks<B: Nvfp4Kernels>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<Autodiff<B>> {
     if last == 0 {
         return model;
     }
@@ -25,7 +25,7 @@ pub fn last_blocks<B: Nvfp4Backend>(mut model: Qwen3<Autodiff<B>>, last: usize) 
 }
 
 /// Parameters without weight decay: norms and the embedding.
-pub fn undecayed<B: Nvfp4Backend>(model: &Qwen3<B>) -> HashSet<ParamId> {
+pub fn undecayed<B: Nvfp4Kernels>(model: &Qwen3<B>) -> HashSet<ParamId> {
     let linear = |field: &Field<'_, B>| matches!(field, Field::Linear(_));
     fields(model).iter().filter(|(_, field)| !linear(field)).filter_map(|(_, field)| field.id()).collect()
 }
