@@ -75,6 +75,29 @@ def draw(found, seed, count):
     return queues, wanted
 
 
+def by_hand(root, path, found):
+    """Mutants that a person wrote: a text that stands once in a file, and what takes its place."""
+    result = []
+    for entry in json.loads(path.read_text()):
+        text = (root / entry["file"]).read_text()
+        assert text.count(entry["find"]) == 1, entry
+        before = text[: text.index(entry["find"])]
+        start = {"line": before.count("\n") + 1, "column": len(before) - before.rfind("\n")}
+        through = before + entry["find"]
+        end = {"line": through.count("\n") + 1, "column": len(through) - through.rfind("\n")}
+        around = [m["function"] for m in found if m["file"] == entry["file"] and holds(m["function"]["span"], start)]
+        function = min(around, key=lambda f: f["span"]["end"]["line"] - f["span"]["start"]["line"])
+        result.append({"package": entry["file"].split("/")[0], "file": entry["file"], "function": function, "genre": "ByHand",
+                       "span": {"start": start, "end": end}, "replacement": entry["replace"],
+                       "name": f"{entry['file']}: {entry['name']}"})
+    return result
+
+
+def holds(span, place):
+    """Whether a place lies in a span of lines."""
+    return span["start"]["line"] <= place["line"] <= span["end"]["line"]
+
+
 def offset(lines, place):
     """The index in the text of a line and a column, both counted from 1."""
     return sum(len(line) for line in lines[: place["line"] - 1]) + place["column"] - 1
@@ -91,8 +114,7 @@ def body_of(text, lines, function):
 
 
 def describe(mutant):
-    where = f"{mutant['file']}:{mutant['span']['start']['line']}"
-    return f"{where} {mutant['function']['function_name']}: {mutant['genre']} -> {' '.join(mutant['replacement'].split()) or 'nothing'}"
+    return mutant["name"]
 
 
 def schemata(root, chosen):
@@ -161,12 +183,12 @@ def blamed(root, file, line):
     return "SCHEMA", set()
 
 
-def build(root, queues, wanted):
-    """Draws until the wanted number of mutants builds. Gives those, and what did not build."""
-    chosen, rejected, next_id = {}, [], 1
+def build(root, queues, wanted, own):
+    """Draws until the wanted number of mutants builds, besides a person's own. Gives those, and what did not build."""
+    chosen, rejected, next_id = dict(enumerate(own, 1001)), [], 1
     while True:
         for crate in CRATES:
-            while sum(m["package"] == crate for m in chosen.values()) < wanted[crate] and queues[crate]:
+            while sum(m["package"] == crate and m["genre"] != "ByHand" for m in chosen.values()) < wanted[crate] and queues[crate]:
                 chosen[next_id] = queues[crate].pop(0)
                 next_id += 1
         schemata(root, chosen)
@@ -241,6 +263,7 @@ def main():
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--limit", type=int, default=300, help="seconds for the tests of one file")
     parser.add_argument("--out", type=Path, default=Path("mutations.json"))
+    parser.add_argument("--by-hand", type=Path, help="a list of mutants that a person wrote")
     parser.add_argument("--everything", action="store_true", help="run every test on a mutant that the likely ones missed")
     args = parser.parse_args()
     root = args.copy.resolve()
@@ -249,14 +272,15 @@ def main():
     if args.what == "table":
         return table(args)
     subprocess.run(["git", "-C", str(root), "checkout", "-q", "--", *CRATES], check=True)
-    queues, wanted = draw(candidates(root), args.seed, args.count)
+    found = candidates(root)
+    queues, wanted = draw(found, args.seed, args.count)
     counts = {crate: len(queues[crate]) for crate in CRATES}
     print(f"seed {args.seed}, mutants {counts}, wanted {wanted}", flush=True)
     if args.what == "draw":
         for crate in CRATES:
             print("\n".join(describe(m) for m in queues[crate][: wanted[crate]]))
         return
-    chosen, rejected = build(root, queues, wanted)
+    chosen, rejected = build(root, queues, wanted, by_hand(root, args.by_hand, found) if args.by_hand else [])
     programs = [[*key, path] for key, path in binaries(root).items()]
     report = {"seed": args.seed, "mutants": counts, "rejected": rejected, "programs": programs}
     report["chosen"] = {key: {k: v for k, v in m.items() if k != "diff"} for key, m in chosen.items()}
