@@ -1,4 +1,4 @@
-//! Wrong flags, wrong files: one table of what is typed, the exit code, and what is said.
+//! A wrong flag or a wrong file ends the program with its exit code and a message that names it.
 
 use crate::support::files::{ok, run, tiny_model};
 
@@ -122,7 +122,7 @@ fn a_missing_device_is_an_error_and_never_another_device() {
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(7), "{stderr}");
     assert!(stderr.contains("device cuda:99") && !stderr.contains("panicked"), "{stderr}");
-    // What `auto` chose is printed.
+    // The program prints which device `auto` chose.
     let out = run(dir.path(), &["generate", "-m", "m", "-p", "hi", "--max-tokens", "1"]);
     assert!(String::from_utf8_lossy(&out.stderr).contains("device    c"), "cpu or cuda:0");
 }

@@ -1,5 +1,5 @@
-//! `.dat` files come back byte for byte, conversions say what they do, and a run at rate 0 changes
-//! nothing.
+//! A `.dat` file that is read and written keeps its bytes, every container holds the same values, and training at a rate
+//! of 0 changes nothing.
 
 use crate::support::files::{ok, run, tiny_model};
 use model_qwen3::{

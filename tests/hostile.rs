@@ -1,5 +1,5 @@
-//! Broken files give a typed error that names entry and offset: no panic, and no allocation beyond
-//! what the file holds.
+//! A broken file gives an error that names the entry and the offset. It causes no panic, and no allocation that is larger
+//! than the file.
 
 use crate::support::files::{ok, run, tiny_model};
 use model_qwen3::{
@@ -36,7 +36,7 @@ fn error(dir: &Path, bytes: &[u8]) -> String {
 }
 
 #[test]
-fn truncation_at_every_byte() {
+fn a_file_that_is_cut_at_any_byte_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let whole = small_dat();
     open(dir.path(), &whole).unwrap();
@@ -52,13 +52,13 @@ fn truncation_at_every_byte() {
     assert!(error(dir.path(), &longer).contains("the file goes on after the last of 4 entries"));
 }
 
-/// One entry with these header bytes behind a good key.
+/// A file of one entry: a count, a key, and the bytes of the header after the key.
 fn entry(count: &[u8], key: &[u8], rest: &[u8]) -> Vec<u8> {
     [count, &[key.len() as u8], key, rest].concat()
 }
 
 #[test]
-fn numbers_that_lie() {
+fn a_header_with_wrong_numbers_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let long = [0x80u8; 12];
     let huge = [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x01];
@@ -108,12 +108,12 @@ fn a_huge_sparse_file_is_refused_at_once() {
     let path = dir.path().join("sparse.dat");
     let file = std::fs::File::create(&path).unwrap();
     file.set_len(1 << 40).unwrap();
-    // Zero bytes: no entries, and a terabyte behind them.
+    // A first byte of zero declares no entries; a terabyte follows.
     assert!(DatFile::open(&path).unwrap_err().to_string().contains("goes on after the last of 0 entries"));
 }
 
 #[test]
-fn pairs_that_do_not_pair() {
+fn codes_and_scales_that_do_not_fit_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = |entries: &[(&str, ElementType, &[usize])]| {
         let mut w = DatWriter::new(Vec::new(), entries.len()).unwrap();
@@ -143,7 +143,7 @@ fn pairs_that_do_not_pair() {
         let text = error(dir.path(), &bytes);
         assert!(text.contains(expected), "{expected}: {text}");
     }
-    // The origin's other spelling pairs too.
+    // The origin also spells keys without `.weight`.
     let c = open(dir.path(), &file(&[("x.qdata", U8, &[2, 8]), ("x.scale", F8E4m3, &[2, 1])])).unwrap();
     assert_eq!(c.names(), ["x.weight"]);
 }
@@ -198,7 +198,7 @@ fn bad_scales_and_values_are_refused_by_the_program() {
 }
 
 #[test]
-fn broken_safetensors_indices() {
+fn a_broken_safetensors_index_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("m");
     tiny_model(&folder, true);

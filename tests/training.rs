@@ -1,5 +1,5 @@
-//! A run is exact: accumulation weighs tokens, a resumed run is the uninterrupted one bit for bit
-//! (also after a kill), frozen blocks stay, reports hold what they promise.
+//! A run computes what its settings say: padding does not change the loss, a resumed run equals the uninterrupted one bit
+//! for bit (also after a kill), frozen blocks stay, and the run folder holds what it promises.
 
 use crate::support::{
     Cpu,
@@ -22,7 +22,7 @@ use std::{
 use train_cli::{data::order::MicroBatch, data::sample::synthetic, settings::LossKind, train::objective::Trainee};
 
 #[test]
-fn padding_does_not_leak() {
+fn padding_changes_neither_loss_nor_gradients() {
     let config = Qwen3Config::from_file(&demo_file("config.json")).unwrap();
     let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
     let model = weights::trained::<Autodiff<Cpu>>(model, MasterKind::F32);
@@ -142,7 +142,7 @@ fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
         };
         assert_eq!(steps(&whole), steps(&killed), "logged losses");
 
-        // Going on with a complete run changes nothing.
+        // Resuming a complete run changes nothing.
         let results = std::fs::read(d.join(&killed).join("train_results.json")).unwrap();
         ok(d, &["fit", "--resume-from-checkpoint", &killed]);
         assert_eq!(std::fs::read(d.join(&killed).join("train_results.json")).unwrap(), results);
@@ -165,7 +165,7 @@ fn resume_refuses_other_settings_other_data_and_broken_checkpoints() {
     refused(&["fit", "-m", "m", "-d", "m/demo.tsv", "-o", "r"], 2, "is not empty");
     refused(&["fit", "--resume-from-checkpoint", "r/none", "-o", "r"], 2, "no such checkpoint");
 
-    // The newest checkpoint is damaged: the one before is taken, aloud.
+    // The newest checkpoint is damaged: the run resumes from the one before and says so.
     let model = d.join("r/checkpoint-12/model.safetensors");
     let mut bytes = std::fs::read(&model).unwrap();
     let middle = bytes.len() / 2;
@@ -351,11 +351,11 @@ fn the_real_tokenizer_learns_the_origins_rows_and_stops() {
         let got = ask(prompt);
         assert!(got["text"].as_str().unwrap().starts_with(answer) && got["stop"] == "stop", "{got}");
     }
-    // A prompt that was never seen is answered too; what it says is not asserted.
+    // A prompt that was never trained gets an answer too, whatever it says.
     assert!(ask("您是哪一位呢")["tokens"].as_u64().unwrap() > 0);
 }
 
-/// A block that was frozen is exported with the codes that it froze on, and those are what its forward computed with.
+/// A block that was frozen is exported with the codes on which it froze.
 #[test]
 fn a_damped_finish_keeps_codes_to_the_export() {
     let dir = tempfile::tempdir().unwrap();
@@ -369,7 +369,7 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     assert_eq!(at(12).read_packed(name).unwrap(), frozen);
     let exported = Container::open(&d.join("r/final")).unwrap();
     assert_eq!(exported.read_packed(name).unwrap(), frozen);
-    // The last block was asked to stay unquantised, in the export too.
+    // `--bf16-last-blocks 1` keeps the last block dense, also in the export.
     let last = name.replace(".0.", ".1.");
     assert!(matches!(exported.stored(&last), Some(Stored::Dense { .. })));
     let metrics = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
@@ -380,7 +380,8 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
 }
 
-/// Before the share nothing is quantised: the run is the bf16 one, step for step; a resumed one knows where it is.
+/// Up to the given share of the run nothing is quantized, so that each step equals that of a bf16 run. A resumed run
+/// quantizes from the same step on.
 #[test]
 fn a_late_start_of_quantisation_is_bf16_until_then() {
     let dir = tempfile::tempdir().unwrap();
@@ -408,7 +409,7 @@ fn a_late_start_of_quantisation_is_bf16_until_then() {
 }
 
 #[test]
-fn cached_tokens_are_the_files_tokens() {
+fn cached_tokens_are_those_of_the_files() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
@@ -428,7 +429,7 @@ fn cached_tokens_are_the_files_tokens() {
     assert!(said.contains("kept in") && files().len() == 1, "{said}");
     let (said, again) = with("second", &[]);
     assert!(said.contains("tokens  from") && again == loss, "{said}");
-    // Another choice is another file; a damaged one is made again.
+    // Other settings make another file, and a damaged file is made again.
     assert!(with("longer", &["--max-seq-length", "64"]).0.contains("kept in"));
     assert_eq!(files().len(), 2);
     for file in files() {
@@ -458,7 +459,7 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     let table = ok(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu"]);
     assert!(table.contains("peak of training"), "{table}");
 
-    // On the CPU the whole process counts, which is more than the estimate of a tiny model.
+    // On the CPU the limit is compared with the memory of the whole process, which a tiny model's estimate leaves out.
     let mut words: Vec<&str> = FIT.to_vec();
     words.extend(["-o", "stopped", "--memory-limit", "20MiB", "--max-seq-length", "32"]);
     let out = run(d, &words);
@@ -468,7 +469,7 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
 }
 
 #[test]
-fn packed_split_and_weighted_rows_train() {
+fn rows_can_be_packed_split_and_weighted() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
@@ -532,12 +533,12 @@ fn flags_that_exclude_each_other_are_refused() {
 }
 
 #[test]
-fn last_layers_move_and_nothing_else() {
+fn only_the_last_layers_move_if_only_they_are_trained() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     fit(d, "r", &["--train-last-layers", "1", "--recipe", "w4a4"]);
-    // All blocks are still not the embedding.
+    // Training every block still leaves the embedding as it was.
     fit(d, "all", &["--train-last-layers", "2"]);
     let after = Container::open(&d.join("all/checkpoint-12/model.safetensors")).unwrap();
     let embedding = "model.embed_tokens.weight";
@@ -553,7 +554,7 @@ fn last_layers_move_and_nothing_else() {
 }
 
 #[test]
-fn reports_and_run_folder() {
+fn the_run_folder_and_the_reports_hold_what_they_promise() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
@@ -614,7 +615,7 @@ fn reports_and_run_folder() {
     {
         assert!(d.join("r").join(name).exists(), "{name}");
     }
-    // The run folder's config repeats the run.
+    // A run from the folder's config.toml repeats the run.
     ok(d, &["fit", "-c", "r/config.toml", "-o", "again"]);
     same_file(&d.join("r/checkpoint-1/model.safetensors"), &d.join("again/checkpoint-1/model.safetensors"));
 }
