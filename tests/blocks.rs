@@ -1,11 +1,8 @@
-//! What a block computes besides its linear layers: every backend against f64 finite differences of the formula, and
-//! the tensor-core kernels against the same operations in f32.
+//! What a block computes besides its linear layers is its formula, and its gradients are the formula's slopes: every
+//! backend against f64 and its finite differences. `random_products.rs` has the kernels of 16-bit types.
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
-use backend_nvfp4::{
-    AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Tensor, Precision, Product, QuantizeSpec, Recipe, Rotary,
-    Scaling,
-};
+use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Kernels, Precision, Recipe, Rotary, Scaling, ops};
 use burn::{
     backend::Autodiff,
     tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
@@ -15,18 +12,17 @@ use burn_cubecl::CubeRuntime;
 const EPS: f64 = 1e-6;
 
 #[test]
-fn gradients_on_the_cpu() {
+fn blocks_and_their_gradients_are_the_formula_on_the_cpu() {
     gradients::<Cpu>(Default::default());
 }
 
 #[test]
-fn gradients_on_the_gpu() {
+fn blocks_and_their_gradients_are_the_formula_on_the_gpu() {
     on_gpu!(gradients_cube);
 }
 
 fn gradients_cube<R: CubeRuntime>() {
     gradients::<Cube<R>>(R::Device::default());
-    reduced_precision::<Cube<R>>(R::Device::default());
 }
 
 fn float<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
@@ -38,7 +34,7 @@ fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
 }
 
 /// Compares autodiff of `sum(f(inputs) * dy)` with central differences of `expected`, an f64 formula of the inputs.
-fn check<B: Nvfp4Backend>(
+fn check<B: Nvfp4Kernels>(
     name: &str,
     inputs: &[(Vec<f32>, [usize; 2])],
     device: &B::Device,
@@ -72,7 +68,7 @@ fn check<B: Nvfp4Backend>(
     }
 }
 
-fn normalised(x: &[f64], w: &[f64]) -> Vec<f64> {
+fn normalized(x: &[f64], w: &[f64]) -> Vec<f64> {
     let n = w.len();
     x.chunks(n)
         .flat_map(|row| {
@@ -82,10 +78,11 @@ fn normalised(x: &[f64], w: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-fn gradients<B: Nvfp4Backend>(device: B::Device) {
+fn gradients<B: Nvfp4Kernels>(device: B::Device) {
     type A<B> = Autodiff<B>;
     let mut random = Random::new(5);
-    // Rows that are not a multiple of anything, columns of one and of several vectors a unit.
+    let plain = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
+    // Odd numbers of rows; columns that make one vector and several vectors of a unit of the kernel.
     for (rows, cols) in [(1, 4), (5, 24), (19, 136)] {
         let x = random.normals(rows * cols, 1.0);
         let w = random.normals(cols, 0.3).iter().map(|v| v + 1.0).collect::<Vec<_>>();
@@ -93,10 +90,10 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             "rms_norm",
             &[(x.clone(), [rows, cols]), (w, [1, cols])],
             &device,
-            |t| float(A::<B>::rms_norm(primitive(t[0].clone()), primitive(t[1].clone().reshape([cols])), EPS)),
-            |v| normalised(&v[0], &v[1]),
+            |t| ops::rms_norm(t[0].clone(), None, t[1].clone().reshape([cols]), EPS, plain).1.tensor(),
+            |v| normalized(&v[0], &v[1]),
         );
-        // A gradient that is there already, of a leaf and of a sum, is added in the norm's own pass.
+        // The norm's backward adds to the gradient that its input has already, of a leaf and of a sum.
         let added = random.normals(rows * cols, 1.0);
         let w = random.normals(cols, 0.3).iter().map(|v| v + 1.0).collect::<Vec<_>>();
         check::<B>(
@@ -104,24 +101,23 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             &[(x.clone(), [rows, cols]), (w.clone(), [1, cols])],
             &device,
             |t| {
-                let normed = A::<B>::rms_norm(primitive(t[0].clone()), primitive(t[1].clone().reshape([cols])), EPS);
-                t[0].clone() + float(normed)
+                let (x, normed) = ops::rms_norm(t[0].clone(), None, t[1].clone().reshape([cols]), EPS, plain);
+                x + normed.tensor()
             },
-            |v| v[0].iter().zip(normalised(&v[0], &v[1])).map(|(x, n)| x + n).collect(),
+            |v| v[0].iter().zip(normalized(&v[0], &v[1])).map(|(x, n)| x + n).collect(),
         );
         check::<B>(
             "sum and norm",
             &[(x.clone(), [rows, cols]), (added, [rows, cols]), (w, [1, cols])],
             &device,
             |t| {
-                let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
                 let (x, added, w) = (t[0].clone(), t[1].clone(), t[2].clone().reshape([cols]));
-                let (sum, n) = A::<B>::add_rms_norm(primitive(x), primitive(added), primitive(w), EPS, spec);
-                float(sum) + float(n.values)
+                let (sum, n) = ops::rms_norm(x, Some(added), w, EPS, plain);
+                sum + n.tensor()
             },
             |v| {
                 let sum: Vec<f64> = v[0].iter().zip(&v[1]).map(|(x, a)| x + a).collect();
-                sum.iter().zip(normalised(&sum, &v[2])).map(|(x, n)| x + n).collect()
+                sum.iter().zip(normalized(&sum, &v[2])).map(|(x, n)| x + n).collect()
             },
         );
         let up = random.normals(rows * cols, 1.0);
@@ -129,7 +125,7 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             "swiglu",
             &[(x, [rows, cols]), (up, [rows, cols])],
             &device,
-            |t| float(A::<B>::swiglu(primitive(t[0].clone()), primitive(t[1].clone()))),
+            |t| ops::swiglu(t[0].clone(), t[1].clone(), plain).tensor(),
             |v| v[0].iter().zip(&v[1]).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect(),
         );
     }
@@ -147,9 +143,9 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             "norm_rope",
             &[(x, [rows, heads * e]), (w, [1, e])],
             &device,
-            |t| float(A::<B>::norm_rope(primitive(t[0].clone()), primitive(t[1].clone().reshape([e])), &rotary, EPS)),
+            |t| ops::norm_rope(t[0].clone(), t[1].clone().reshape([e]), &rotary, EPS),
             |v| {
-                let mut y = normalised(&v[0], &v[1]);
+                let mut y = normalized(&v[0], &v[1]);
                 for (i, head) in y.chunks_mut(e).enumerate() {
                     let line = positions[i / heads] as usize * (e / 2);
                     for c in 0..e / 2 {
@@ -162,7 +158,7 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
             },
         );
     }
-    // Two rows, the second of two documents; grouped heads.
+    // Two rows of tokens, the second with two documents; two query heads share each key head.
     let (h, k, e, t) = (4, 2, 8, 5);
     let starts = vec![0, 0, 0, 0, 0, 0, 0, 0, 3, 3];
     let docs = Documents::<A<B>>::new(2, 0, starts.clone(), &device);
@@ -172,10 +168,7 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
         "attention",
         &[q, key, v],
         &device,
-        |x| {
-            let [q, k, v] = [0, 1, 2].map(|i| primitive(x[i].clone()));
-            float(A::<B>::causal_attention(q, k, v, &docs, spec))
-        },
+        |x| ops::attention(x[0].clone(), x[1].clone(), x[2].clone(), &docs, spec),
         |x| reference_attention(&x[0], &x[1], &x[2], &starts, t, [h, k, e]),
     );
     let (m, d, vocabulary) = (7, 12, 20);
@@ -185,9 +178,8 @@ fn gradients<B: Nvfp4Backend>(device: B::Device) {
         &[(random.normals(m * d, 1.0), [m, d]), (random.normals(vocabulary * d, 0.5), [vocabulary, d])],
         &device,
         |x| {
-            let ids = ints::<B>(&targets, &device).into_primitive();
-            let loss = A::<B>::head_loss(primitive(x[0].clone()), primitive(x[1].clone()), ids, Precision::F32);
-            Tensor::<A<B>, 1>::from_primitive(TensorPrimitive::Float(loss)).reshape([1, 1])
+            let ids = ints::<A<B>>(&targets, &device);
+            ops::head_loss(x[0].clone(), x[1].clone(), ids, Precision::F32).reshape([1, 1])
         },
         |x| {
             let loss = |i: usize| {
@@ -238,81 +230,4 @@ fn reference_attention(
         }
     }
     y
-}
-
-/// The 16-bit tensor-core kernels against the f32 operations on the same rounded inputs. Where the device has no bf16
-/// there are none.
-fn reduced_precision<B: Nvfp4Backend>(device: B::Device) {
-    if !B::supports_dtype(&device, DType::BF16) {
-        return;
-    }
-    let mut random = Random::new(31);
-    let rounded = |n: usize, random: &mut Random| -> Vec<f32> {
-        random.normals(n, 1.0).iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect()
-    };
-    let bf16 = |v: &[f32], rows: usize, cols: usize| matrix::<B>(v, rows, cols, &device).cast(DType::BF16);
-    let wide = |x: FloatTensor<B>| host(float::<B>(x).cast(DType::F32));
-    // Products of every layout, ragged.
-    for case in 0..200 {
-        let (m, n, k) = (1 + random.below(300), 8 * (1 + random.below(40)), 16 * (1 + random.below(30)));
-        let (a, w) = (rounded(m * k, &mut random), rounded(n * k, &mut random));
-        let dense = primitive(bf16(&a, m, k));
-        let packed = Nvfp4Tensor::quantize(
-            matrix::<B>(&w, n, k, &device),
-            QuantizeSpec {
-                scaling: backend_nvfp4::Scaling::Two,
-                block: backend_nvfp4::Block::Row,
-                rounding: backend_nvfp4::Rounding::Nearest,
-            },
-        );
-        let values = host(packed.dequantize(DType::F32));
-        let y = wide(B::nvfp4_matmul(dense.clone(), &packed.primitive(), Product::Nt, DType::BF16));
-        let expected = backend_nvfp4::reference::matmul_nt(&a, &values, m, n, k);
-        let error = relative(&y, expected);
-        assert!(error < 4e-3, "case {case}: packed {m}x{n}x{k} differs by {error}");
-        let dy = rounded(m * n, &mut random);
-        let dy16 = primitive(bf16(&dy, m, n));
-        let transposed: Vec<f32> = (0..n * k).map(|i| values[i % n * k + i / n]).collect();
-        let dx = wide(B::nvfp4_matmul(dy16.clone(), &packed.primitive(), Product::Nn, DType::BF16));
-        let error = relative(&dx, backend_nvfp4::reference::matmul_nt(&dy, &transposed, m, k, n));
-        assert!(error < 4e-3, "case {case}: dgrad {m}x{n}x{k} differs by {error}");
-        let dw = host(float::<B>(B::dense_matmul(B::float_transpose(dy16), dense, Precision::Bf16, DType::F32)));
-        let turn = |v: &[f32], r: usize, c: usize| -> Vec<f32> { (0..r * c).map(|i| v[i % r * c + i / r]).collect() };
-        let expected = backend_nvfp4::reference::matmul_nt(&turn(&dy, m, n), &turn(&a, m, k), n, k, m);
-        let error = relative(&dw, expected);
-        assert!(error < 1e-5, "case {case}: wgrad {m}x{n}x{k} differs by {error}");
-    }
-    // Attention: packed documents forward and backward, and a decode step over a cache.
-    for case in 0..24 {
-        let (heads, e) = ([(4, 2), (8, 1), (2, 2)][case % 3], [64, 128][case % 2]);
-        let (h, k) = heads;
-        let (past, t) =
-            if case % 4 == 3 { (random.below(300), 1 + random.below(2)) } else { (0, 1 + random.below(300)) };
-        let mut starts = vec![0u32; t];
-        if past == 0 {
-            let cut = random.below(t) as u32;
-            starts.iter_mut().skip(cut as usize).for_each(|s| *s = cut);
-        }
-        let [q, key, v, dy] =
-            [(t, h), (t + past, k), (t + past, k), (t, h)].map(|(r, n)| (rounded(r * n * e, &mut random), r, n * e));
-        let run = |precision: Precision| {
-            let docs = Documents::<B>::new(1, past, starts.clone(), &device);
-            let spec = AttentionSpec { heads: h, kv_heads: k, head_dim: e, precision };
-            let input =
-                |x: &(Vec<f32>, usize, usize)| primitive(matrix::<B>(&x.0, x.1, x.2, &device).cast(precision.dtype()));
-            let (q, key, v) = (input(&q), input(&key), input(&v));
-            let (y, lse) = B::attention_saving(q.clone(), key.clone(), v.clone(), &docs, spec);
-            let saved = backend_nvfp4::AttentionSaved { q, k: key, v, y: y.clone(), lse };
-            let mut out = vec![wide(y)];
-            if past == 0 {
-                out.extend(B::attention_backward(saved, input(&dy), &docs, spec).map(wide));
-            }
-            out
-        };
-        for (i, (ours, exact)) in run(Precision::Bf16).iter().zip(run(Precision::F32)).enumerate() {
-            let error = relative(ours, exact.into_iter().map(f64::from));
-            // One query on one key has no gradient but rounding.
-            assert!(error < 1.2e-2 || t < 3, "case {case}, result {i}: {t} tokens, {heads:?} heads of {e}: {error}");
-        }
-    }
 }

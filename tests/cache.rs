@@ -1,25 +1,26 @@
-//! One shot, chunks of 5 and token by token give the same logits: the mask of a chunk on a non-empty
-//! cache is right.
+//! A prompt in one piece, in chunks of 5 and token by token gives the same logits: the mask of a chunk on a cache that
+//! holds tokens is right. In every number format of the device, with dense and with NVFP4 weights.
 
-use crate::support::{Cpu, Cube, files::F32, golden, on_gpu};
-use backend_nvfp4::Nvfp4Backend;
+use crate::support::{Cpu, Cube, files::ok, golden, on_gpu, supports};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
-    checkpoint::Checkpoint,
     config::Qwen3Config,
+    container::Container,
     generate::prefill,
     kv_cache::KvCache,
     model::{Qwen3, ids_tensor},
     weights::{self, Purpose, to_host},
 };
+use std::path::{Path, PathBuf};
 
 #[test]
-fn chunked_prefill_on_the_cpu() {
+fn a_prompt_in_chunks_has_the_same_logits_on_the_cpu() {
     same_logits::<Cpu>(Default::default());
 }
 
 #[test]
-fn chunked_prefill_on_the_gpu() {
+fn a_prompt_in_chunks_has_the_same_logits_on_the_gpu() {
     on_gpu!(on_cube);
 }
 
@@ -27,26 +28,41 @@ fn on_cube<R: CubeRuntime>() {
     same_logits::<Cube<R>>(R::Device::default());
 }
 
-fn same_logits<B: Nvfp4Backend>(device: B::Device) {
+/// The dense file of a fixture and an NVFP4 one that the program made of it.
+fn weight_files(dir: &Path, fixture: &Path) -> [PathBuf; 2] {
+    let packed = dir.join("packed.dat");
+    let (from, to) = (fixture.to_str().unwrap(), packed.to_str().unwrap());
+    ok(Path::new("."), &["convert", from, to, "--to", "dat", "--dtype", "nvfp4"]);
+    [fixture.to_owned(), packed]
+}
+
+fn same_logits<B: Nvfp4Kernels>(device: B::Device) {
     for fixture in ["tiny-tied", "tiny-untied"] {
-        let folder = golden(&format!("hf-qwen3/{fixture}"));
+        let folder = golden(&format!("hf-qwen3/{fixture}")).canonicalize().unwrap();
         let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
-        let checkpoint = Checkpoint::open(&folder).unwrap();
-        let model: Qwen3<B> = weights::load(&checkpoint, &config, F32, Purpose::Infer, &device).unwrap();
-        let ids: Vec<u32> = (0..23).map(|i| (i * 37 + 5) % 300).collect();
-        let last = |chunk| {
-            let mut cache = KvCache::new(&config, 32, F32.precision.dtype(), &device);
-            let logits = prefill(&model, &ids, &mut cache, chunk).unwrap();
-            assert_eq!(cache.len(), 23);
-            logits
-        };
-        let uncached = model.forward(ids_tensor(std::slice::from_ref(&ids), &config, &device).unwrap(), None);
-        let uncached = uncached.narrow(0, 22, 1);
-        let whole = to_host(model.logits(uncached)).unwrap();
-        let largest = whole.iter().fold(0.0f32, |a, x| a.max(x.abs()));
-        for chunk in [23, 5, 1] {
-            for (a, b) in last(chunk).iter().zip(&whole) {
-                assert!((a - b).abs() <= 1e-5 * largest, "{fixture}, chunks of {chunk}: {a} and {b}");
+        let dir = tempfile::tempdir().unwrap();
+        for file in weight_files(dir.path(), &folder) {
+            // Roundings of a format, of which some dozens add up over the blocks.
+            for (precision, bound) in [(Precision::F32, 1e-5), (Precision::F16, 5e-3), (Precision::Bf16, 4e-2)] {
+                if !supports::<B>(&device, precision.dtype()) {
+                    continue;
+                }
+                let checkpoint = Container::open(&file).unwrap();
+                let spec = LinearSpec::new(Recipe::W4, Scaling::Two, precision);
+                let model: Qwen3<B> = weights::load(&checkpoint, &config, spec, Purpose::Infer, &device).unwrap();
+                let ids: Vec<u32> = (0..23).map(|i| (i * 37 + 5) % 300).collect();
+                let uncached = model.forward(ids_tensor(std::slice::from_ref(&ids), &config, &device).unwrap(), |_| {});
+                let whole = to_host(model.logits(uncached.narrow(0, 22, 1))).unwrap();
+                let largest = whole.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+                for chunk in [23, 5, 1] {
+                    let mut cache = KvCache::new(&config, 32, precision.dtype(), &device);
+                    let logits = prefill(&model, &ids, &mut cache, chunk).unwrap();
+                    assert_eq!(cache.len(), 23);
+                    for (a, b) in logits.iter().zip(&whole) {
+                        let label = format!("{}, {precision:?}, chunks of {chunk}", file.display());
+                        assert!((a - b).abs() <= bound * largest, "{label}: {a} and {b}");
+                    }
+                }
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Wrong flags, wrong files: one table of what is typed, the exit code, and what is said.
+//! A wrong flag or a wrong file ends the program with its exit code and a message that names it.
 
 use crate::support::files::{ok, run, tiny_model};
 
@@ -46,21 +46,24 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
         // Flags.
         (words("fit --no-such-flag"), 2, "unexpected argument"),
         (fit(&["-d", "m/demo.tsv", "--learning-rate", "fast"]), 2, "invalid value 'fast'"),
-        (fit(&["-d", "m/demo.tsv", "--learning-rate", "7"]), 2, "--learning-rate 7: between 0 and 1"),
-        (fit(&["-d", "m/demo.tsv", "--batch-size", "0"]), 2, "--batch-size 0: at least 1"),
+        (fit(&["-d", "m/demo.tsv", "--learning-rate", "7"]), 2, "--learning-rate 7: the value must be between 0 and 1"),
+        (fit(&["-d", "m/demo.tsv", "--batch-size", "0"]), 2, "--batch-size 0: the value must be between 1 and 1048576"),
         (fit(&["-d", "m/demo.tsv", "--max-steps", "0"]), 2, "--max-steps 0"),
-        (fit(&["-d", "m/demo.tsv", "--save-total-limit", "1"]), 2, "at least 2"),
+        (fit(&["-d", "m/demo.tsv", "--save-total-limit", "1"]), 2, "--save-total-limit 1: the value must be between 2"),
         (fit(&["-d", "m/demo.tsv", "--recipe", "w5"]), 2, "possible values"),
-        (fit(&["-d", "m/demo.tsv", "--train-last-layers", "9"]), 2, "the model has 2"),
+        (fit(&["-d", "m/demo.tsv", "--train-last-layers", "9"]), 2, "the model has 2 layers"),
         (fit(&["-d", "m/demo.tsv", "--max-seq-length", "99999"]), 2, "the model takes at most"),
         (fit(&["-d", "m/demo.tsv", "--compute-dtype", "bf16"]), 2, "the CPU computes in f32"),
-        (fit(&["-d", "m/demo.tsv", "-c", "settings.toml"]), 2, "unknown field `learning_rat`"),
-        (fit(&["-d", "m/demo.tsv", "-c", "types.toml"]), 2, "batch_size"),
+        (fit(&["-d", "m/demo.tsv", "-c", "settings.toml"]), 2, "unknown setting `learning_rat`"),
+        (fit(&["-d", "m/demo.tsv", "-c", "types.toml"]), 2, "batch_size = \"two\""),
         (fit(&["-d", "m/demo.tsv", "-c", "none.toml"]), 2, "none.toml"),
+        (fit(&["-d", "m/demo.tsv", "--learning-rate", "nan"]), 2, "--learning-rate: the number must be finite"),
+        (fit(&["-d", "m/demo.tsv", "--memory-limit", "20"]), 2, "the unit is missing; write 20GiB or 20000MiB"),
+        (fit(&["-d", "m/demo.tsv", "--optimizer-state-mode", "nvfp4"]), 2, "possible values: f32, int8, bf16, int4"),
         (fit(&[]), 2, "no training data"),
         (fit(&["-d", "m/demo.tsv", "--synthetic"]), 2, "--synthetic takes no --data"),
         (words("fit -d m/demo.tsv"), 2, "no model"),
-        (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p: between 0 and 1"),
+        (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p 3: the value must be between 0 and 1"),
         (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
@@ -73,7 +76,7 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
         (fit(&["-d", "role.jsonl"]), 3, "message 1: role \"bot\""),
         (fit(&["-d", "parts.jsonl"]), 3, "a part that is not text"),
         (fit(&["-d", "null.jsonl"]), 3, "message 2: \"content\" must be text"),
-        (fit(&["-d", "m/demo.tsv", "--output-dat", "nowhere/x.dat"]), 2, "nowhere: no such folder to write"),
+        (fit(&["-d", "m/demo.tsv", "--output-dat", "nowhere/x.dat"]), 2, "there is no folder nowhere"),
         (fit(&["-d", "m/demo.tsv", "--output-dat", "m/demo.tsv"]), 2, "never overwritten"),
         (fit(&["-d", "m/demo.tsv", "--vram-report", "m/config.json"]), 2, "never overwritten"),
         (fit(&["-d", "m/demo.tsv", "--compute-dtype", "f16"]), 2, "gradients underflow in f16"),
@@ -85,7 +88,7 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
         (fit(&["-d", "latin.tsv"]), 3, "latin.tsv:2: not UTF-8"),
         (fit(&["-d", "file.unknown"]), 3, "give --format"),
         (fit(&["-d", "long.tsv", "--max-seq-length", "32", "--overlong", "error"]), 3, "long.tsv:1:"),
-        (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 rows dropped, longer than --max-seq-length 32"),
+        (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 row dropped, longer than --max-seq-length 32"),
         // Models.
         (words("generate -m none -p hi --device cpu"), 2, "none"),
         (words("generate -m nothing -p hi --device cpu"), 2, "config.json: no such file"),
@@ -119,7 +122,7 @@ fn a_missing_device_is_an_error_and_never_another_device() {
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(7), "{stderr}");
     assert!(stderr.contains("device cuda:99") && !stderr.contains("panicked"), "{stderr}");
-    // What `auto` chose is printed.
+    // The program prints which device `auto` chose.
     let out = run(dir.path(), &["generate", "-m", "m", "-p", "hi", "--max-tokens", "1"]);
     assert!(String::from_utf8_lossy(&out.stderr).contains("device    c"), "cpu or cuda:0");
 }
@@ -165,5 +168,18 @@ fn names_that_other_tools_use_work() {
     ] {
         assert!(plan.lines().any(|l| l == line), "{line:?} is missing in:\n{plan}");
     }
-    assert!(!d.join("runs").exists(), "a dry run writes nothing");
+    assert!(!d.join("runs").exists(), "this dry run writes nothing");
+}
+
+#[test]
+fn flags_win_over_the_config_file_and_the_file_over_defaults() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let file = "model = \"elsewhere\"\ndata = [\"m/demo.tsv\"]\nlearning_rate = 0.5\nbatch_size = 3\n";
+    std::fs::write(d.join("settings.toml"), file).unwrap();
+    let plan = ok(d, &["fit", "--dry-run", "-c", "settings.toml", "-m", "m", "--learning-rate", "0.25"]);
+    for line in ["model = \"m\"", "learning_rate = 0.25", "batch_size = 3", "weight_decay = 0.0", "clip = \"auto\""] {
+        assert!(plan.lines().any(|l| l == line), "{line:?} is missing in:\n{plan}");
+    }
 }

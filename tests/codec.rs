@@ -1,5 +1,5 @@
-//! Every E2M1 code, every E4M3 byte, every bf16 input and every tie: reference = ml_dtypes, and
-//! every backend = reference, bit for bit.
+//! The scalar casts to and from E2M1 and E4M3 equal those of ml_dtypes for every code, every bf16 value and every tie,
+//! and the casts of kernels equal the scalar ones, bit for bit.
 
 use crate::support::{Cube, Random, floats, golden_bytes, on_gpu, words};
 use backend_nvfp4::reference;
@@ -7,7 +7,7 @@ use burn_cubecl::CubeRuntime;
 use kernels_cubecl::codec::{Conversion, convert};
 use safetensors::SafeTensors;
 
-/// f32 bits of all bf16 patterns, the tie vectors, and random bit patterns.
+/// The f32 bits of every bf16 value, of the golden ties, and of random patterns.
 fn encoder_inputs() -> Vec<u32> {
     let bytes = golden_bytes("nvfp4/codec.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -20,7 +20,7 @@ fn encoder_inputs() -> Vec<u32> {
 }
 
 #[test]
-fn reference_equals_ml_dtypes() {
+fn scalar_casts_equal_ml_dtypes() {
     let bytes = golden_bytes("nvfp4/codec.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let u8s = |key: &str| file.tensor(key).unwrap().data().to_vec();
@@ -48,7 +48,7 @@ fn reference_equals_ml_dtypes() {
 }
 
 #[test]
-fn device_codec_equals_reference() {
+fn kernel_casts_equal_the_scalar_ones() {
     on_gpu!(check);
 }
 

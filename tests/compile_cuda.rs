@@ -82,7 +82,7 @@ fn launches(arch: u32) -> Vec<Launch> {
         "square_sum",
         "accumulate",
         "adamw_float",
-        "adamw_quanti",
+        "adamw_quantized",
         "adamw_packed",
     ];
     for kernel in expected {

@@ -1,11 +1,12 @@
-//! Broken files give a typed error that names entry and offset: no panic, and no allocation beyond
-//! what the file holds.
+//! A broken file gives an error that names the entry and the offset. It causes no panic, and no allocation that is larger
+//! than the file.
 
 use crate::support::files::{ok, run, tiny_model};
 use model_qwen3::{
     ModelError,
-    checkpoint::{Checkpoint, Tensors},
+    container::Container,
     dat::{DatFile, DatWriter, ElementType},
+    tensors::Tensors,
 };
 use std::path::{Path, PathBuf};
 
@@ -24,10 +25,10 @@ fn small_dat() -> Vec<u8> {
     w.finish()
 }
 
-fn open(dir: &Path, bytes: &[u8]) -> Result<Checkpoint, ModelError> {
+fn open(dir: &Path, bytes: &[u8]) -> Result<Container, ModelError> {
     let path: PathBuf = dir.join("x.dat");
     std::fs::write(&path, bytes).unwrap();
-    Checkpoint::open(&path)
+    Container::open(&path)
 }
 
 fn error(dir: &Path, bytes: &[u8]) -> String {
@@ -35,7 +36,7 @@ fn error(dir: &Path, bytes: &[u8]) -> String {
 }
 
 #[test]
-fn truncation_at_every_byte() {
+fn a_file_that_is_cut_at_any_byte_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let whole = small_dat();
     open(dir.path(), &whole).unwrap();
@@ -48,16 +49,16 @@ fn truncation_at_every_byte() {
     }
     let mut longer = whole;
     longer.push(0);
-    assert!(error(dir.path(), &longer).contains("1 bytes left behind the last of 4 entries"));
+    assert!(error(dir.path(), &longer).contains("the file goes on after the last of 4 entries"));
 }
 
-/// One entry with these header bytes behind a good key.
+/// A file of one entry: a count, a key, and the bytes of the header after the key.
 fn entry(count: &[u8], key: &[u8], rest: &[u8]) -> Vec<u8> {
     [count, &[key.len() as u8], key, rest].concat()
 }
 
 #[test]
-fn numbers_that_lie() {
+fn a_header_with_wrong_numbers_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let long = [0x80u8; 12];
     let huge = [0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0xFF, 0x01];
@@ -107,12 +108,12 @@ fn a_huge_sparse_file_is_refused_at_once() {
     let path = dir.path().join("sparse.dat");
     let file = std::fs::File::create(&path).unwrap();
     file.set_len(1 << 40).unwrap();
-    // Zero bytes: no entries, and a terabyte behind them.
-    assert!(DatFile::open(&path).unwrap_err().to_string().contains("left behind the last of 0 entries"));
+    // A first byte of zero declares no entries; a terabyte follows.
+    assert!(DatFile::open(&path).unwrap_err().to_string().contains("goes on after the last of 0 entries"));
 }
 
 #[test]
-fn pairs_that_do_not_pair() {
+fn codes_and_scales_that_do_not_fit_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let file = |entries: &[(&str, ElementType, &[usize])]| {
         let mut w = DatWriter::new(Vec::new(), entries.len()).unwrap();
@@ -142,7 +143,7 @@ fn pairs_that_do_not_pair() {
         let text = error(dir.path(), &bytes);
         assert!(text.contains(expected), "{expected}: {text}");
     }
-    // The origin's other spelling pairs too.
+    // The origin also spells keys without `.weight`.
     let c = open(dir.path(), &file(&[("x.qdata", U8, &[2, 8]), ("x.scale", F8E4m3, &[2, 1])])).unwrap();
     assert_eq!(c.names(), ["x.weight"]);
 }
@@ -197,18 +198,18 @@ fn bad_scales_and_values_are_refused_by_the_program() {
 }
 
 #[test]
-fn broken_safetensors_indices() {
+fn a_broken_safetensors_index_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("m");
     tiny_model(&folder, true);
     let index = folder.join("model.safetensors.index.json");
-    let names = Checkpoint::open(&folder).unwrap().names();
+    let names = Container::open(&folder).unwrap().names();
     let map = |shard: &str| -> serde_json::Value {
         let map: serde_json::Map<_, _> = names.iter().map(|n| (n.clone(), shard.into())).collect();
         serde_json::json!({"weight_map": map})
     };
     std::fs::write(&index, map("model.safetensors").to_string()).unwrap();
-    Checkpoint::open(&folder).unwrap();
+    Container::open(&folder).unwrap();
     for (expected, text) in [
         ("not a plain file name", map("../m/model.safetensors").to_string()),
         ("not a plain file name", map("/etc/passwd").to_string()),
@@ -217,7 +218,7 @@ fn broken_safetensors_indices() {
         ("EOF", "{".into()),
     ] {
         std::fs::write(&index, text).unwrap();
-        let error = Checkpoint::open(&folder).map(|_| ()).unwrap_err().to_string();
+        let error = Container::open(&folder).map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }
@@ -228,7 +229,7 @@ fn shards_together_are_the_model() {
     let (whole, sharded) = (dir.path().join("m"), dir.path().join("s"));
     tiny_model(&whole, false);
     std::fs::create_dir(&sharded).unwrap();
-    let source = Checkpoint::open(&whole).unwrap();
+    let source = Container::open(&whole).unwrap();
     let mut map = serde_json::Map::new();
     for (shard, part) in ["a.safetensors", "b.safetensors"].iter().zip([0, 1]) {
         let names: Vec<String> =
@@ -247,7 +248,7 @@ fn shards_together_are_the_model() {
     }
     let index = serde_json::json!({"weight_map": map});
     std::fs::write(sharded.join("model.safetensors.index.json"), index.to_string()).unwrap();
-    let read = Checkpoint::open(&sharded).unwrap();
+    let read = Container::open(&sharded).unwrap();
     assert_eq!(read.names().len(), source.names().len());
     for name in source.names() {
         assert_eq!(read.read_dense(&name).unwrap(), source.read_dense(&name).unwrap(), "{name}");

@@ -1,11 +1,12 @@
-//! The model equals Hugging Face's, in f32 on the CPU and on the GPU: logits, hidden states, loss,
-//! every gradient, greedy tokens, and 20 steps of AdamW.
+//! The model computes what Hugging Face's computes, in f32 on the CPU and on the GPU: logits, hidden states, loss, every
+//! gradient, greedy tokens, and 20 steps of AdamW.
 
 use crate::support::{Gpu, golden, gpu, skipped};
 use backend_nvfp4::Precision;
 use train_cli::{
     commands::parity::{Comparison, Parity},
-    device::{self, DeviceChoice},
+    device,
+    settings::DeviceChoice,
 };
 
 fn compare(fixture: &str, device: DeviceChoice, precision: Precision) -> Comparison {
@@ -35,13 +36,13 @@ fn check_f32(fixture: &str, device: DeviceChoice) {
 }
 
 #[test]
-fn hugging_face_on_the_cpu() {
+fn the_cpu_computes_what_hugging_face_computes() {
     check_f32("tiny-tied", DeviceChoice::Cpu);
     check_f32("tiny-untied", DeviceChoice::Cpu);
 }
 
 #[test]
-fn hugging_face_on_the_gpu() {
+fn the_gpu_computes_what_hugging_face_computes() {
     let device = match gpu() {
         Gpu::Vulkan => DeviceChoice::Vulkan,
         Gpu::Cuda => DeviceChoice::Cuda(0),
@@ -54,9 +55,9 @@ fn hugging_face_on_the_gpu() {
     }
 }
 
-/// TF32 keeps 11 significant bits (2^-11 = 4.9e-4 a rounding), bf16 keeps 8 (2^-8 = 3.9e-3). Through
-/// 2 or 3 blocks of a few roundings each, errors add like a random walk: ten roundings bound a logit
-/// and a hidden state, thirty a gradient.
+/// Compares in TF32, which keeps 11 significant bits (2^-11 = 4.9e-4 a rounding), and in bf16, which keeps 8 (2^-8 =
+/// 3.9e-3). The errors of a few roundings in each of 2 or 3 blocks add like a random walk: ten roundings bound a logit
+/// and a hidden state, thirty bound a gradient.
 fn tensor_cores(device: DeviceChoice) {
     for (precision, unit) in [(Precision::Tf32, 4.9e-4), (Precision::Bf16, 3.9e-3)] {
         for fixture in ["tiny-tied", "tiny-untied"] {

@@ -1,8 +1,8 @@
-//! Products with packed operands against f64, over more than 200 random shapes on each backend.
+//! Products with packed operands are those of f64, on each backend, in each tile and by each plan of the kernels.
 
-use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative, skipped_for};
+use crate::support::{Cpu, Cube, Feature, Random, host, lacks, matrix, on_gpu, relative};
 use backend_nvfp4::{
-    Block, Nvfp4Backend, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
+    Block, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
@@ -14,16 +14,16 @@ use kernels_cubecl::{
     mma,
 };
 
-/// Sums of up to a few hundred terms in f32, against f64.
+/// How far a sum of a few hundred terms in f32 may be from f64.
 const BOUND: f64 = 2e-6;
 
 #[test]
-fn products_on_the_cpu() {
+fn packed_products_are_those_of_f64_on_the_cpu() {
     random_shapes::<Cpu>(Default::default());
 }
 
 #[test]
-fn products_on_the_gpu() {
+fn packed_products_are_those_of_f64_on_the_gpu() {
     on_gpu!(on_cube);
 }
 
@@ -31,7 +31,7 @@ fn on_cube<R: CubeRuntime>() {
     random_shapes::<Cube<R>>(R::Device::default());
 }
 
-fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
+fn random_shapes<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(11);
     for case in 0..216 {
         let m = 1 + random.below(if case % 3 == 0 { 5 } else { 150 });
@@ -66,11 +66,11 @@ fn random_shapes<B: Nvfp4Backend>(device: B::Device) {
 }
 
 #[test]
-fn few_rows_times_codes() {
+fn the_decode_kernel_multiplies_few_rows() {
     on_gpu!(few_rows);
 }
 
-/// The decode kernel as it shares out its work, one token to sixteen, rows left over.
+/// The decode kernel with the plan that it chooses, for one to sixteen tokens and numbers of rows that leave a rest.
 fn few_rows<R: CubeRuntime>() {
     let device = R::Device::default();
     let client = R::client(&device);
@@ -78,7 +78,7 @@ fn few_rows<R: CubeRuntime>() {
     for (dtype, kind, bound) in [(DType::BF16, FloatKind::BF16, 4e-3), (DType::F16, FloatKind::F16, 5e-4)] {
         let storage = StorageType::Scalar(ElemType::Float(kind));
         if !mma::supported(&client, storage) {
-            return skipped_for("no tensor cores");
+            return lacks(Feature::TensorCores);
         }
         for (n, k) in [(40, 256), (40, 1536), (2557, 768), (300, 9728), (8450, 2560)] {
             let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
@@ -89,7 +89,7 @@ fn few_rows<R: CubeRuntime>() {
                 let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(dtype);
                 let rounded = host(x.clone());
                 let x = x.into_primitive().tensor();
-                let y = <Cube<R> as Nvfp4Backend>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
+                let y = <Cube<R> as Nvfp4Kernels>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
                 let ours = host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)));
                 let error = relative(&ours, reference::matmul_nt(&rounded, &values, m, n, k));
                 assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
@@ -99,18 +99,18 @@ fn few_rows<R: CubeRuntime>() {
 }
 
 #[test]
-fn few_rows_by_every_plan() {
+fn the_decode_kernel_multiplies_by_every_plan() {
     on_gpu!(plans);
 }
 
-/// The decode kernel by plans that it would not choose: both tile heights, tiles shared evenly and unevenly, one to four
-/// spans on their way; tokens' values in shared memory whole and in windows.
+/// The decode kernel with plans that it would not choose: both tile heights, tiles shared evenly and unevenly, one to
+/// four spans in flight, and the tokens' values in shared memory as a whole and in windows.
 fn plans<R: CubeRuntime>() {
     let device = R::Device::default();
     let client = R::client(&device);
     let storage = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
     if !mma::supported(&client, storage) {
-        return skipped_for("no tensor cores");
+        return lacks(Feature::TensorCores);
     }
     let mut random = Random::new(31);
     let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
@@ -125,9 +125,9 @@ fn plans<R: CubeRuntime>() {
         for choice in
             [[1, 4, 2, 16], [2, 2, 3, 16], [3, 1, 1, 8], [5, 2, 2, 8], [8, 1, 4, 8], [13, 1, 3, 8], [19, 1, 1, 16]]
         {
-            let Some(plan) = gemv::Plan::of(&client, m, k, storage, choice) else { continue };
+            let Some(plan) = gemv::GemvPlan::of(&client, m, k, storage, choice) else { continue };
             tried += 1;
-            // One dimension: rows of two may be padded.
+            // The result has one dimension, because the rows of a matrix may be padded.
             let ys = [0; 2].map(|_| Tensor::<Cube<R>, 1>::zeros([m * n], (&device, DType::BF16)));
             let x = x.clone().reshape([m * k]).into_primitive().tensor();
             let w = || PackedArgs {
@@ -137,7 +137,7 @@ fn plans<R: CubeRuntime>() {
                 rows: n,
                 cols: k,
             };
-            // The weight twice, as layers that read the same activations are launched.
+            // Two layers that read the same activations share a launch: here both have the same weight.
             let outs = ys.iter().map(|y| arg(&y.clone().into_primitive().tensor())).collect();
             let (x, weights) = (arg(&x), vec![w(), w()]);
             let product = Gemv { x, rows: m, weights, scales: vec![], ys: outs, dtype: storage };
@@ -148,8 +148,8 @@ fn plans<R: CubeRuntime>() {
             }
         }
     }
-    // All but the largest windows.
-    assert!(tried >= 25, "{tried} plans found a place");
+    // A device with little shared memory refuses the plans of the largest windows.
+    assert!(tried >= 25, "only {tried} plans were tried");
 }
 
 fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
@@ -157,18 +157,17 @@ fn transpose(x: &[f32], rows: usize, cols: usize) -> Vec<f32> {
 }
 
 #[test]
-fn tiles_of_every_width() {
+fn tensor_core_products_are_right_in_tiles_of_every_width() {
     on_gpu!(tiles);
 }
 
-/// The tensor-core product in each of its tiles, on ragged shapes, from zero and added to what is there. Devices without
-/// tensor cores have no such product.
+/// The tensor-core product in each of its tiles, on ragged shapes, written over the result and added to it.
 fn tiles<R: CubeRuntime>() {
     let device = R::Device::default();
     let client = R::client(&device);
     let [bf16, f32] = [FloatKind::BF16, FloatKind::F32].map(|kind| StorageType::Scalar(ElemType::Float(kind)));
     if !mma::supported(&client, bf16) {
-        return skipped_for("no tensor cores");
+        return lacks(Feature::TensorCores);
     }
     let widths = gemm::tile_columns(&client);
     let mut random = Random::new(23);
@@ -176,9 +175,12 @@ fn tiles<R: CubeRuntime>() {
         let product = [Product::Nt, Product::Nn, Product::Tn][case % 3];
         let cols = widths[case / 3 % widths.len()];
         let accumulate = case % 2 == 1;
-        let shape =
-            gemm::Shape { i: 8 * (1 + random.below(40)), j: 8 * (1 + random.below(50)), r: 8 * (1 + random.below(40)) };
-        let gemm::Shape { i, j, r } = shape;
+        let shape = gemm::GemmShape {
+            i: 8 * (1 + random.below(40)),
+            j: 8 * (1 + random.below(50)),
+            r: 8 * (1 + random.below(40)),
+        };
+        let gemm::GemmShape { i, j, r } = shape;
         let mut values = |len: usize| -> Vec<half::bf16> {
             random.normals(len, 1.0).into_iter().map(half::bf16::from_f32).collect()
         };
@@ -203,12 +205,12 @@ fn tiles<R: CubeRuntime>() {
 }
 
 #[test]
-fn several_products_on_the_cpu() {
+fn products_that_share_a_launch_are_right_on_the_cpu() {
     several::<Cpu>(Default::default());
 }
 
 #[test]
-fn several_products_on_the_gpu() {
+fn products_that_share_a_launch_are_right_on_the_gpu() {
     on_gpu!(several_on_cube);
 }
 
@@ -216,9 +218,9 @@ fn several_on_cube<R: CubeRuntime>() {
     several::<Cube<R>>(R::Device::default());
 }
 
-/// Products of one launch, where a device has such, and one by one elsewhere: one left operand with several right ones,
-/// several left ones with one right one, sums of pairs; dense and packed; one of them all zeros.
-fn several<B: Nvfp4Backend>(device: B::Device) {
+/// Products that may share a launch: one left operand with several right ones, several left ones with one right one, and
+/// sums of pairs. Operands are dense and packed, and one of them may be all zeros.
+fn several<B: Nvfp4Kernels>(device: B::Device) {
     let (precision, bound) =
         if B::supports_dtype(&device, DType::BF16) { (Precision::Bf16, 2e-5) } else { (Precision::F32, 2e-6) };
     let mut random = Random::new(43);
@@ -265,7 +267,7 @@ fn several<B: Nvfp4Backend>(device: B::Device) {
             }
         }
         let list = |of: &[(Vec<f32>, Operand<B>)]| of.iter().map(|(_, x)| x.clone()).collect();
-        // What decoding takes writes the operands' type.
+        // The decode kernel writes the type of its operands.
         let out = if few { precision.dtype() } else { DType::F32 };
         let ys = if summed {
             vec![B::product_sum(product, list(&a), list(&b), precision, out)]
@@ -278,7 +280,7 @@ fn several<B: Nvfp4Backend>(device: B::Device) {
             let (left, right) = (&a[p.min(a.len() - 1)].0, &b[p.min(b.len() - 1)].0);
             let left = if product == Product::Tn { transpose(left, a_rows, a_cols) } else { left.clone() };
             let right = if product == Product::Nt { right.clone() } else { transpose(right, b_rows, b_cols) };
-            let gemm::Shape { i, j, r } = gemm::Shape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
+            let gemm::GemmShape { i, j, r } = gemm::GemmShape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
             let y = reference::matmul_nt(&left, &right, i, j, r);
             match expected.last_mut().filter(|_| summed) {
                 Some(sum) => sum.iter_mut().zip(y).for_each(|(s, y)| *s += y),

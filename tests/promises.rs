@@ -1,25 +1,32 @@
-//! What the project promises, one module a promise. One binary, so that the backends are linked once.
+//! What the project promises, one module for each promise. They are one program, so that the backends are linked once.
 
-// A test that fails says so by panicking.
+// A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
 
 mod support;
 
+mod architecture;
 mod blocks;
 mod cache;
 mod cli;
+mod cli_flags;
 mod codec;
 mod compile_cuda;
+mod data_options;
+mod docs;
 mod emulated;
-mod every_kernel;
 mod formats;
+mod generation;
 mod gradients;
 mod hostile;
+mod loading;
 mod optimizer;
 mod parity;
 mod products;
 mod quantizer;
 mod random_cases;
+mod random_products;
+mod recipe;
 mod streaming;
 mod text;
 mod training;

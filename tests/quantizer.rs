@@ -1,12 +1,17 @@
-//! The quantiser: reference = TransformerEngine and torchao on golden vectors; every backend =
-//! reference in every byte; stochastic rounding without bias.
+//! The quantizer gives the bytes of TransformerEngine and torchao on golden vectors, and on every backend the bytes of
+//! the specification in `support/spec.rs`; stochastic rounding has no bias.
 
-use crate::support::{Cpu, Cube, Random, floats, golden_bytes, host, matrix, on_gpu};
+use crate::support::{
+    Cpu, Cube, Random, floats, golden_bytes, host, matrix, on_gpu, packed,
+    spec::{self, nearest, stochastic},
+    supports,
+};
 use backend_nvfp4::{
-    Block, LinearSpec, Nvfp4Backend, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling, Stream, View,
+    Block, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling,
+    Stream, View,
     reference::{self, Packed},
 };
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend};
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous};
 use half::bf16;
 use safetensors::SafeTensors;
@@ -33,7 +38,7 @@ fn code_bytes(q: &Packed) -> Vec<u8> {
 }
 
 #[test]
-fn reference_equals_the_public_oracles() {
+fn the_reference_gives_the_bytes_of_transformer_engine_and_torchao() {
     let bytes = golden_bytes("nvfp4/quantize.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let mut compared = [0; 4];
@@ -69,23 +74,34 @@ fn reference_equals_the_public_oracles() {
 }
 
 #[test]
-fn cpu_backend_equals_reference() {
-    backend_equals_reference::<Cpu>(Default::default());
+fn the_cpu_quantizes_as_specified() {
+    quantizes_as_specified::<Cpu>(Default::default());
+    across_as_specified::<Cpu>(Default::default());
 }
 
 #[test]
-fn gpu_backend_equals_reference() {
-    on_gpu!(gpu_equals_reference);
+fn the_gpu_quantizes_as_specified() {
+    fn on_cube<R: CubeRuntime>() {
+        quantizes_as_specified::<Cube<R>>(R::Device::default());
+        across_as_specified::<Cube<R>>(R::Device::default());
+        hadamard_as_specified::<R>();
+        across_in_16_bits::<R>();
+    }
+    on_gpu!(on_cube);
 }
 
-fn gpu_equals_reference<R: CubeRuntime>() {
-    backend_equals_reference::<Cube<R>>(R::Device::default());
-    hadamard_equals_reference::<R>();
-    across_equals_reference::<R>();
-    across_in_16_bits::<R>();
+const STREAM: Stream = Stream { seed: 0x1234_5678_9ABC_DEF0, step: 7, stream: 3 };
+
+/// The bytes that the specification gives.
+fn specified(x: &[f32], rows: usize, cols: usize, q: QuantizeSpec) -> Packed {
+    let (two_level, square) = (q.scaling == Scaling::Two, q.block == Block::Square);
+    packed(&match q.rounding {
+        Rounding::Nearest => spec::quantize(x, rows, cols, two_level, square, nearest),
+        Rounding::Stochastic(stream) => spec::quantize(x, rows, cols, two_level, square, stochastic(stream)),
+    })
 }
 
-fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
+fn quantizes_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let bytes = golden_bytes("nvfp4/quantize.safetensors");
     let file = SafeTensors::deserialize(&bytes).unwrap();
     let mut cases = golden_cases(&file);
@@ -98,33 +114,39 @@ fn backend_equals_reference<B: Nvfp4Backend>(device: B::Device) {
     cases.push(("several cubes each way".into(), 48, 544, random.normals(48 * 544, 1.0)));
     let all_bf16: Vec<f32> = (0..65_536u32).map(|b| f32::from_bits(b << 16)).filter(|x| x.is_finite()).collect();
     cases.push(("all bf16".into(), all_bf16.len() / 16, 16, all_bf16));
-    let stochastic = Rounding::Stochastic(Stream { seed: 0x1234_5678_9ABC_DEF0, step: 7, stream: 3 });
-    for (name, rows, cols, x) in cases {
-        for scaling in [Scaling::Single, Scaling::Two] {
-            for block in [Block::Row, Block::Square] {
-                if block == Block::Square && rows % 16 != 0 {
-                    continue;
-                }
-                for rounding in [NEAREST, stochastic] {
-                    let spec = QuantizeSpec { scaling, block, rounding };
-                    let expected = reference::quantize(&x, View::row_major(rows, cols), spec);
-                    let ours = Nvfp4Tensor::quantize(matrix::<B>(&x, rows, cols, &device), spec);
-                    let packed = ours.to_packed().unwrap();
-                    assert_eq!(packed.global.to_bits(), expected.global.to_bits(), "{name} {spec:?}");
-                    assert_eq!(packed.scales, expected.scales, "{name} {spec:?}");
-                    assert_eq!(packed.codes, expected.codes, "{name} {spec:?}");
-                    let values = host(ours.dequantize(DType::F32));
-                    for (a, b) in values.iter().zip(reference::dequantize(&expected, rows, cols)) {
-                        assert_eq!(a.to_bits(), b.to_bits(), "{name} {spec:?}: dequantised {a:e}, expected {b:e}");
-                    }
-                }
-            }
+    let specs = [Scaling::Single, Scaling::Two].into_iter().flat_map(|scaling| {
+        [Block::Row, Block::Square].into_iter().flat_map(move |block| {
+            [NEAREST, Rounding::Stochastic(STREAM)].map(|rounding| QuantizeSpec { scaling, block, rounding })
+        })
+    });
+    for (spec, (name, rows, cols, x)) in specs.flat_map(|spec| cases.iter().map(move |case| (spec, case))) {
+        let (rows, cols) = (*rows, *cols);
+        if spec.block == Block::Square && rows % 16 != 0 {
+            continue;
+        }
+        let expected = specified(x, rows, cols, spec);
+        let ours = Nvfp4Tensor::quantize(matrix::<B>(x, rows, cols, &device), spec);
+        let packed = ours.to_packed().unwrap();
+        assert_eq!(packed.global.to_bits(), expected.global.to_bits(), "{name} {spec:?}");
+        assert_eq!(packed.scales, expected.scales, "{name} {spec:?}");
+        assert_eq!(packed.codes, expected.codes, "{name} {spec:?}");
+        // A code's value is the code times its block's scale times the tensor scale, each product rounded to f32.
+        for (i, value) in host(ours.dequantize(DType::F32)).into_iter().enumerate() {
+            let code = expected.codes[i / 8] >> (i % 8 * 4) & 15;
+            let magnitude = spec::E2M1[code as usize & 7] * spec::E4m3::value(expected.scales[i / 16]) as f32;
+            let expected = if code & 8 == 0 { magnitude } else { -magnitude } * expected.global;
+            assert_eq!(value.to_bits(), expected.to_bits(), "{name} {spec:?}: {value:e}, expected {expected:e}");
         }
     }
 }
 
-fn hadamard_equals_reference<R: CubeRuntime>() {
-    let x = Random::new(3).normals(64 * 48, 1.0);
+/// Multiples of 1/64 below 4, which the Hadamard transform sums without rounding, also in 16 bits.
+fn short_values(random: &mut Random, len: usize) -> Vec<f32> {
+    random.normals(len, 1.0).iter().map(|v| (v.clamp(-3.9, 3.9) * 64.0).round() / 64.0).collect()
+}
+
+fn hadamard_as_specified<R: CubeRuntime>() {
+    let x = short_values(&mut Random::new(3), 64 * 48);
     let device = R::Device::default();
     let input = into_contiguous(matrix::<Cube<R>>(&x, 64, 48, &device).into_primitive().tensor());
     let output = poisoned::<R>(x.len());
@@ -138,73 +160,72 @@ fn hadamard_equals_reference<R: CubeRuntime>() {
         signs,
     )
     .unwrap();
-    assert_eq!(host(output), reference::hadamard(&x, signs));
+    assert_eq!(spec::wide(&host(output)), spec::rotated(&x));
 }
 
-/// A flat output that shows what a kernel did not write. (CUDA pads the rows of matrices.)
+/// An output of one dimension (CUDA pads the rows of matrices) whose NaNs show what a kernel did not write.
 fn poisoned<R: CubeRuntime>(len: usize) -> Tensor<Cube<R>, 1> {
     Tensor::from_data(TensorData::new(vec![f32::NAN; len], [len]), (&R::Device::default(), DType::F32))
 }
 
-/// The transpose, read where it lies; rotated or not; every rounding.
-fn across_equals_reference<R: CubeRuntime>() {
+/// The transpose of a matrix is quantized without being written: rotated or not, with every rounding.
+fn across_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(5);
-    let stochastic = Rounding::Stochastic(Stream { seed: 9, step: 4, stream: 2 });
     for (rows, cols) in [(48, 40), (16, 1), (160, 33), (64, 256), (144, 200)] {
-        let x = random.normals(rows * cols, 0.1);
-        for (rotated, rounding) in [(false, NEAREST), (true, NEAREST), (true, stochastic), (false, stochastic)] {
+        let x = short_values(&mut random, rows * cols);
+        for (rotated, rounding) in across_cases() {
             let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
-            let across: Vec<f32> =
-                (0..cols).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| x[r * cols + c]).collect();
-            let across = if rotated { reference::hadamard(&across, kernels_cubecl::hadamard::SIGNS) } else { across };
-            let expected = reference::quantize(&across, View::row_major(cols, rows), spec);
-            assert_eq!(quantized_across::<Cpu>(&x, rows, cols, spec, rotated), expected);
-            let ours = quantized_across::<Cube<R>>(&x, rows, cols, spec, rotated);
+            let expected = specified_across(&x, rows, cols, spec, rotated);
+            let ours = quantized_across::<B>(matrix(&x, rows, cols, &device), spec, rotated);
             assert_eq!(ours, expected, "{rows}x{cols}, rotated {rotated}, {rounding:?}");
         }
     }
 }
 
-/// The same of 16-bit values, for whose pairs there are instructions, one of them not a number.
+fn across_cases() -> [(bool, Rounding); 4] {
+    let stochastic = Rounding::Stochastic(STREAM);
+    [(false, NEAREST), (true, NEAREST), (true, stochastic), (false, stochastic)]
+}
+
+fn specified_across(x: &[f32], rows: usize, cols: usize, spec: QuantizeSpec, rotated: bool) -> Packed {
+    let across = spec::transposed(x, rows, cols);
+    let across = if rotated { spec::rotated(&across).iter().map(|v| *v as f32).collect() } else { across };
+    specified(&across, cols, rows, spec)
+}
+
+/// The same for 16-bit values, which kernels read in pairs; one of them is NaN.
 fn across_in_16_bits<R: CubeRuntime>() {
     let mut random = Random::new(41);
     let device = R::Device::default();
-    let stochastic = Rounding::Stochastic(Stream { seed: 5, step: 1, stream: 6 });
     for dtype in [DType::F16, DType::BF16] {
-        if !Cube::<R>::supports_dtype(&device, dtype) {
+        if !supports::<Cube<R>>(&device, dtype) {
             continue;
         }
         for (rows, cols) in [(48, 40), (16, 3), (144, 208)] {
-            for (rotated, rounding) in [(false, NEAREST), (true, NEAREST), (true, stochastic), (false, stochastic)] {
-                let mut x = random.normals(rows * cols, 0.1);
+            for (rotated, rounding) in across_cases() {
+                let mut x = short_values(&mut random, rows * cols);
                 x[rows * cols / 2] = f32::NAN;
-                let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
-                let values = host(x.clone().cast(DType::F32));
-                let across: Vec<f32> =
-                    (0..cols).flat_map(|c| (0..rows).map(move |r| (r, c))).map(|(r, c)| values[r * cols + c]).collect();
-                let turned = reference::hadamard(&across, kernels_cubecl::hadamard::SIGNS);
                 let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
-                let values = if rotated { &turned } else { &across };
-                let expected = reference::quantize(values, View::row_major(cols, rows), spec);
-                let made = Cube::<R>::nvfp4_quantize_across(x.clone().into_primitive().tensor(), spec, rotated);
-                let ours = Nvfp4Tensor::<Cube<R>>::from_primitive(made).to_packed().unwrap();
+                let expected = specified_across(&x, rows, cols, spec, rotated);
+                let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
+                let ours = quantized_across::<Cube<R>>(x, spec, rotated);
                 assert_eq!(ours, expected, "{rows}x{cols} {dtype:?}, rotated {rotated}, {rounding:?}");
             }
         }
     }
 }
 
-fn quantized_across<B: Nvfp4Backend>(x: &[f32], rows: usize, cols: usize, spec: QuantizeSpec, rotated: bool) -> Packed {
-    let x = matrix::<B>(x, rows, cols, &Default::default()).into_primitive().tensor();
-    Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_across(x, spec, rotated)).to_packed().unwrap()
+fn quantized_across<B: Nvfp4Kernels>(x: Tensor<B, 2>, spec: QuantizeSpec, rotated: bool) -> Packed {
+    let across = B::nvfp4_quantize_across(x.into_primitive().tensor(), spec, rotated);
+    Nvfp4Tensor::<B>::from_primitive(across).to_packed().unwrap()
 }
 
-/// Masters as the host quantises them; codes of a sample of rows.
-fn masters_equal_reference<B: Nvfp4Backend>(device: B::Device) {
+fn masters_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(8);
     for (rows, cols, std) in [(1, 16, 1.0), (33, 48, 0.02), (64, 256, 1e-4), (5, 32, 0.0), (48, 16, 3e3)] {
         let x = random.normals(rows * cols, std);
-        let expected = reference::quantize_master(&x, rows, cols);
+        let expected = packed(&spec::quantize_master(&x));
+        assert_eq!(reference::quantize_master(&x, rows, cols), expected, "{rows}x{cols}, deviation {std}");
         let x = matrix::<B>(&x, rows, cols, &device).into_primitive().tensor();
         let ours = Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_master(x));
         assert_eq!(ours.to_packed().unwrap(), expected, "{rows}x{cols}, deviation {std}");
@@ -215,10 +236,11 @@ fn masters_equal_reference<B: Nvfp4Backend>(device: B::Device) {
     }
 }
 
-/// Random weights: the host's up to the last bits of logarithm and cosine, and normal.
-fn normals_equal_reference<B: Nvfp4Backend>(device: B::Device) {
+/// Random weights on a device equal the host's up to the last bits of logarithm and cosine, and the host's have the first
+/// four moments of a normal distribution.
+fn normal_numbers<B: Nvfp4Kernels>(device: B::Device) {
     let stream = Stream { seed: 0xFEDC_BA98_7654_3210, step: 0, stream: 5 };
-    // Computed apart, in Python.
+    // These values were computed in Python.
     let known = [-0.4232195, -0.5775531, -0.998703, 0.0214675];
     for (a, b) in reference::normals(4, 0.5, stream).iter().zip(known) {
         assert!((a - b).abs() < 1e-6, "{a}, expected {b}");
@@ -233,7 +255,7 @@ fn normals_equal_reference<B: Nvfp4Backend>(device: B::Device) {
     }
     let values = reference::normals(1 << 20, 2.0, stream);
     let moment = |p: i32| values.iter().map(|v| (f64::from(*v) / 2.0).powi(p)).sum::<f64>() / values.len() as f64;
-    // Four deviations of each mean.
+    // Each mean of a million values may be four of its standard deviations away.
     for (p, expected, spread) in
         [(1, 0.0, 1.0), (2, 1.0, 2.0f64.sqrt()), (3, 0.0, 15.0f64.sqrt()), (4, 3.0, 96.0f64.sqrt())]
     {
@@ -242,19 +264,19 @@ fn normals_equal_reference<B: Nvfp4Backend>(device: B::Device) {
 }
 
 #[test]
-fn random_and_master_weights_equal_the_reference() {
-    masters_equal_reference::<Cpu>(Default::default());
-    normals_equal_reference::<Cpu>(Default::default());
+fn random_and_master_weights_are_as_specified() {
+    masters_as_specified::<Cpu>(Default::default());
+    normal_numbers::<Cpu>(Default::default());
     fn on_cube<R: CubeRuntime>() {
-        masters_equal_reference::<Cube<R>>(Default::default());
-        normals_equal_reference::<Cube<R>>(Default::default());
+        masters_as_specified::<Cube<R>>(Default::default());
+        normal_numbers::<Cube<R>>(Default::default());
     }
     on_gpu!(on_cube);
 }
 
 #[test]
 fn stochastic_rounding_has_no_bias() {
-    // One value between two codes, beside a 6 that pins every block's scale to 1.
+    // One value between two codes fills each block, beside a 6 that fixes the block's scale at 1.
     let draws = 1_000_000;
     let per_block = 15;
     let rows = draws / per_block + 1;
@@ -275,19 +297,19 @@ fn stochastic_rounding_has_no_bias() {
 }
 
 #[test]
-fn activations_have_the_codes_of_their_values() {
+fn activations_carry_the_codes_of_their_values() {
     on_gpu!(activations);
 }
 
-/// What a norm or a gate leaves for the quantiser is the maximum that the quantiser would have found: also where a cube
-/// makes many rows or many vectors, and where values are not numbers.
+/// A norm and a gate hand the quantizer the largest value that it would have found: also where a cube makes many rows or
+/// many vectors, and where values are NaN.
 fn activations<R: CubeRuntime>() {
     type B<R> = Cube<R>;
     let device = R::Device::default();
     let mut random = Random::new(37);
     let spec = LinearSpec::new(Recipe::W4a4, Scaling::Two, Precision::F32);
     for dtype in [DType::F32, DType::BF16] {
-        if !B::<R>::supports_dtype(&device, dtype) {
+        if !supports::<B<R>>(&device, dtype) {
             continue;
         }
         for (rows, cols) in [(1, 16), (5, 48), (300, 272), (70_000, 16), (300, 16_384)] {
@@ -298,9 +320,9 @@ fn activations<R: CubeRuntime>() {
             let of = |x: &Tensor<B<R>, 2>| x.clone().into_primitive().tensor();
             let w = || w.clone().into_primitive().tensor();
             for (name, made) in [
-                ("norm", B::<R>::rms_norm_activations(of(&a), w(), 1e-6, spec)),
-                ("sum and norm", B::<R>::add_rms_norm(of(&b), of(&a), w(), 1e-6, spec).1),
-                ("gate", B::<R>::swiglu_activations(of(&a), of(&b), spec)),
+                ("norm", B::<R>::rms_norm(of(&a), None, w(), 1e-6, spec).1),
+                ("sum and norm", B::<R>::rms_norm(of(&b), Some(of(&a)), w(), 1e-6, spec).1),
+                ("gate", B::<R>::swiglu(of(&a), of(&b), spec)),
             ] {
                 let expected = B::<R>::nvfp4_quantize(made.values, spec.activations());
                 let host = |p| Nvfp4Tensor::<B<R>>::from_primitive(p).to_packed().unwrap();

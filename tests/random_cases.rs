@@ -1,17 +1,18 @@
-//! Ten thousand random cases: every kernel against the scalar reference that the CPU backend runs, on ragged and smallest
-//! shapes, with extreme scales, zeros and subnormals among the values.
+//! Ten thousand random cases of the portable kernels against the scalar reference that the CPU backend runs, on ragged and
+//! smallest shapes, with extreme scales, zeros and subnormals among the values; and two thousand of them in 16 bits.
+//! `random_products.rs` has the products and attention, whose kernels need tensor cores.
 
-use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu};
+use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, supports};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, Block, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, Precision, Product,
-    QuantizeSpec, Rotary, Rounding, Scaling, StateKind, Stream,
+    AdamwState, AdamwStep, Block, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Tensor, Precision, Product, QuantizeSpec,
+    Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
 };
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, ops::FloatTensor};
 use burn_cubecl::CubeRuntime;
 
-/// Cases of each kind; together 10,000.
+/// How many cases of each kind there are: together 10,000.
 const CASES: [(Kind, usize); 11] = [
-    (Kind::Quantise, 2600),
+    (Kind::Quantize, 2600),
     (Kind::Across, 800),
     (Kind::Master, 600),
     (Kind::Hadamard, 500),
@@ -26,7 +27,7 @@ const CASES: [(Kind, usize); 11] = [
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
-    Quantise,
+    Quantize,
     Across,
     Master,
     Hadamard,
@@ -40,36 +41,76 @@ enum Kind {
 }
 
 #[test]
-fn every_kernel_is_the_reference() {
+fn portable_kernels_equal_the_reference() {
     assert_eq!(CASES.iter().map(|(_, n)| n).sum::<usize>(), 10_000);
     on_gpu!(compare);
 }
 
 fn compare<R: CubeRuntime>() {
     for (kind, count) in CASES {
-        for case in 0..count as u64 {
-            let expected = outputs::<Cpu>(kind, case, &Default::default());
-            let ours = outputs::<Cube<R>>(kind, case, &R::Device::default());
-            assert_eq!(ours.len(), expected.len());
-            for (i, (ours, expected)) in ours.iter().zip(&expected).enumerate() {
-                assert_eq!(ours.len(), expected.len(), "{kind:?} {case}, output {i}");
-                let exact = matches!(kind, Kind::Quantise | Kind::Across | Kind::Master);
-                let top = expected.iter().fold(0.0f32, |a, x| a.max(x.abs()));
-                for (at, (a, b)) in ours.iter().zip(expected).enumerate() {
-                    // Sums of some hundred terms in another order; what is below the normal numbers may be flushed.
-                    let same = if exact { a.to_bits() == b.to_bits() } else { (a - b).abs() <= 2e-5 * top + 1e-37 };
-                    assert!(
-                        same,
-                        "{kind:?} {case}, output {i} at {at}: {a:e}, the reference has {b:e} (largest {top:e})"
-                    );
-                }
-            }
+        (0..count as u64).for_each(|case| compare_case::<R>(kind, case, DType::F32));
+    }
+    for dtype in [DType::F16, DType::BF16] {
+        if !supports::<Cube<R>>(&R::Device::default(), dtype) {
+            continue;
+        }
+        // The other kinds read f32 alone.
+        for (kind, count) in CASES.into_iter().filter(|(kind, _)| kind.reads_16_bits()) {
+            (0..count as u64 / 8).for_each(|case| compare_case::<R>(kind, case, dtype));
         }
     }
 }
 
+/// Compares a case on values that `dtype` holds: the GPU computes in that type and the CPU in f32.
+fn compare_case<R: CubeRuntime>(kind: Kind, case: u64, dtype: DType) {
+    let inputs = |own: DType| Types { own, rounded: dtype };
+    let expected = outputs::<Cpu>(kind, case, inputs(DType::F32), &Default::default());
+    let ours = outputs::<Cube<R>>(kind, case, inputs(dtype), &R::Device::default());
+    let exact = matches!(kind, Kind::Quantize | Kind::Across | Kind::Master);
+    // In f32, sums of some hundred terms in another order; in 16 bits, a few roundings to 8 or 11 significant bits.
+    let share = match dtype {
+        DType::F16 => 4e-3,
+        DType::BF16 => 3e-2,
+        _ => 2e-5,
+    };
+    assert_eq!(ours.len(), expected.len());
+    for (i, (ours, expected)) in ours.iter().zip(&expected).enumerate() {
+        assert_eq!(ours.len(), expected.len(), "{kind:?} {case}, output {i}");
+        let top = expected.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+        for (at, (a, b)) in ours.iter().zip(expected).enumerate() {
+            // Values below the normal numbers may be flushed to zero.
+            let same = if exact { a.to_bits() == b.to_bits() } else { (a - b).abs() <= share * top + 1e-37 };
+            let label = format!("{kind:?} {case} in {dtype:?}, output {i} at {at}");
+            assert!(same, "{label}: {a:e}, the reference has {b:e} (largest {top:e})");
+        }
+    }
+}
+
+impl Kind {
+    fn reads_16_bits(self) -> bool {
+        use Kind::{Across, Hadamard, NormRope, Quantize, RmsNorm, Swiglu};
+        matches!(self, Quantize | Across | Hadamard | RmsNorm | NormRope | Swiglu)
+    }
+}
+
+/// The type that a backend's values have, and the type that they are rounded to before.
+#[derive(Debug, Clone, Copy)]
+struct Types {
+    own: DType,
+    rounded: DType,
+}
+
 /// Values of one of several kinds: ordinary, of any scale, all or half of them zero, subnormal, with an outlier.
-fn values(random: &mut Random, len: usize) -> Vec<f32> {
+fn values(random: &mut Random, len: usize, rounded: DType) -> Vec<f32> {
+    let short = match rounded {
+        DType::F16 => |x: f32| half::f16::from_f32(x).to_f32(),
+        DType::BF16 => |x: f32| half::bf16::from_f32(x).to_f32(),
+        _ => return wild_values(random, len),
+    };
+    random.normals(len, 1.0).into_iter().map(short).collect()
+}
+
+fn wild_values(random: &mut Random, len: usize) -> Vec<f32> {
     let std = 10f32.powi(random.below(7) as i32 - 4);
     let mut out = random.normals(len, std);
     match random.below(8) {
@@ -83,13 +124,17 @@ fn values(random: &mut Random, len: usize) -> Vec<f32> {
     out
 }
 
-/// Everything that the operations of a kind give for the inputs of a case.
-fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, device: &B::Device) -> Vec<Vec<f32>> {
+/// Every result of the operations of a kind for the inputs of a case.
+fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Device) -> Vec<Vec<f32>> {
     let mut random = Random::new(case * 31 + kind as u64);
     let r = &mut random;
     let of = |x: FloatTensor<B>| host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(x)));
     let flat = |x: FloatTensor<B>| host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(x)));
-    let put = |v: &[f32], rows: usize, cols: usize| matrix::<B>(v, rows, cols, device).into_primitive().tensor();
+    let put = |v: &[f32], rows: usize, cols: usize| {
+        matrix::<B>(v, rows, cols, device).cast(types.own).into_primitive().tensor()
+    };
+    let floats = |v: &[f32], rows: usize, cols: usize| matrix::<B>(v, rows, cols, device).into_primitive().tensor();
+    let values = |random: &mut Random, len: usize| values(random, len, types.rounded);
     let ints = |v: Vec<i32>| {
         let len = v.len();
         Tensor::<B, 1, Int>::from_data(TensorData::new(v, [len]), device).into_primitive()
@@ -105,8 +150,9 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
         let codes = packed.codes.iter().flat_map(|w| w.to_le_bytes()).chain(packed.scales);
         vec![codes.map(f32::from).collect(), vec![packed.global]]
     };
+    let plain = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
     match kind {
-        Kind::Quantise => {
+        Kind::Quantize => {
             let (rows, cols) = ([1, 16, 32, 1 + r.below(40)][r.below(4)], 16 * (1 + r.below(8)));
             let spec = spec(r, rows);
             let x = values(r, rows * cols);
@@ -119,8 +165,9 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
         Kind::Across => {
             let (rows, cols) = (16 * (1 + r.below(4)), 1 + r.below(40));
             let (spec, rotated) = (QuantizeSpec { block: Block::Row, ..spec(r, 1) }, r.below(2) == 0);
-            // Rotated sums may round apart by a bit, and then to another code: subnormals are left to the plain ones.
-            let x = if rotated { r.normals(rows * cols, 0.1) } else { values(r, rows * cols) };
+            // Rotated sums of extreme values may differ by a bit, and then in a code: they are left to the plain cases.
+            let short = types.rounded != DType::F32;
+            let x = if rotated && !short { r.normals(rows * cols, 0.1) } else { values(r, rows * cols) };
             bytes(Nvfp4Tensor::from_primitive(B::nvfp4_quantize_across(put(&x, rows, cols), spec, rotated)))
         }
         Kind::Master => {
@@ -153,18 +200,18 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
             let (x, w, dy) = (values(r, rows * cols), r.normals(cols, 1.0), values(r, rows * cols));
             let w = Tensor::<B, 1>::from_data(TensorData::new(w, [cols]), device).into_primitive().tensor();
             let (x, dy) = (put(&x, rows, cols), put(&dy, rows, cols));
-            let y = B::rms_norm(x.clone(), w.clone(), 1e-6);
+            let (_, y) = B::rms_norm(x.clone(), None, w.clone(), 1e-6, plain);
             let (dx, dw) = B::rms_norm_backward(x, w, dy, None, 1e-6);
-            vec![of(y), of(dx), flat(dw)]
+            vec![of(y.values), of(dx), flat(dw)]
         }
         Kind::NormRope => {
-            // From 64 tokens on units take several heads.
+            // A unit of the kernel takes several heads from 64 tokens on.
             let rows = if r.below(8) == 0 { 64 + r.below(3) } else { 1 + r.below(9) };
             let (heads, e) = (1 + r.below(8), 16 << r.below(4));
             let (x, w) = (values(r, rows * heads * e), r.normals(e, 1.0));
             let dy = values(r, rows * heads * e);
             let angles: Vec<f32> = (0..11 * e / 2).map(|i| (i / (e / 2)) as f32 / (1 + i % (e / 2)) as f32).collect();
-            let table = |f: fn(f32) -> f32| put(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), 11, e / 2);
+            let table = |f: fn(f32) -> f32| floats(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), 11, e / 2);
             let positions = ints((0..rows).map(|_| r.below(11) as i32).collect());
             let rotary = Rotary::<B> { cos: table(f32::cos), sin: table(f32::sin), positions };
             let w = Tensor::<B, 1>::from_data(TensorData::new(w, [e]), device).into_primitive().tensor();
@@ -176,9 +223,9 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
         Kind::Swiglu => {
             let (rows, cols) = (1 + r.below(20), 1 + r.below(100));
             let [gate, up, dy] = [0; 3].map(|_| put(&values(r, rows * cols), rows, cols));
-            let y = B::swiglu(gate.clone(), up.clone());
+            let y = B::swiglu(gate.clone(), up.clone(), plain);
             let (dgate, dup) = B::swiglu_backward(gate, up, dy);
-            vec![of(y), of(dgate), of(dup)]
+            vec![of(y.values), of(dgate), of(dup)]
         }
         Kind::Head => {
             let (m, d, v) = (1 + r.below(20), 1 + r.below(40), 2 + r.below(200));
@@ -193,8 +240,7 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
             let (x, sum) = (values(r, rows * cols), values(r, rows * cols));
             let (w, grad) = (r.normals(rows * cols, 0.1), r.normals(rows * cols, 1.0));
             let (x, sum) = (put(&x, rows, cols), put(&sum, rows, cols));
-            let weight =
-                MasterWeight::Dense { w: put(&w, rows, cols), master: MasterKind::F32.dense(), residual: None };
+            let (w, form) = (put(&w, rows, cols), MasterKind::F32.dense());
             let state = AdamwState::<B>::zeros(StateKind::F32, rows * cols, DType::F32, device);
             let step = AdamwStep {
                 lr: 0.01,
@@ -207,8 +253,7 @@ fn outputs<B: Nvfp4Backend>(kind: Kind, case: u64, device: &B::Device) -> Vec<Ve
                 grad_scale: 0.5,
                 stream,
             };
-            let (weight, _) = B::adamw(weight, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));
-            let MasterWeight::Dense { w, .. } = weight else { panic!("a step keeps the form") };
+            let (w, _) = B::adamw(w, form, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));
             vec![flat(B::square_sum(x.clone())), of(B::accumulated(sum, x)), of(w)]
         }
     }

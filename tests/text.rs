@@ -1,4 +1,4 @@
-//! Text in and out equals Hugging Face's: chat templates, token ids, streamed characters.
+//! Chat templates, token ids and decoded text equal those of Hugging Face, and a stream of tokens shows the same text.
 
 use crate::support::{files::real_tokenizer, golden_bytes};
 use model_qwen3::{
@@ -42,7 +42,7 @@ fn the_real_tokenizer_gives_hugging_faces_ids() {
         let ids: Vec<u32> = case["ids"].as_array().unwrap().iter().map(|i| i.as_u64().unwrap() as u32).collect();
         assert_eq!(tokenizer.encode(text).unwrap(), ids, "{text:?}");
 
-        // Streaming shows the same text, piece by piece, and no half characters.
+        // A stream shows the same text piece by piece and never half a character.
         let mut stream = TextStream::default();
         let mut shown = String::new();
         for id in &ids {

@@ -1,5 +1,5 @@
-//! A run is exact: accumulation weighs tokens, a resumed run is the uninterrupted one bit for bit
-//! (also after a kill), frozen blocks stay, reports hold what they promise.
+//! A run computes what its settings say: padding does not change the loss, a resumed run equals the uninterrupted one bit
+//! for bit (also after a kill), frozen blocks stay, and the run folder holds what it promises.
 
 use crate::support::{
     Cpu,
@@ -9,8 +9,9 @@ use crate::support::{
 use backend_nvfp4::MasterKind;
 use burn::backend::Autodiff;
 use model_qwen3::{
-    checkpoint::{Checkpoint, Stored, Tensors},
     config::Qwen3Config,
+    container::Container,
+    tensors::{Stored, Tensors},
     weights,
 };
 use std::{
@@ -18,14 +19,15 @@ use std::{
     process::Stdio,
     time::{Duration, Instant},
 };
-use train_cli::{data::order::MicroBatch, data::read as data, plan::LossKind, train::learner::Trainee};
+use train_cli::{data::order::MicroBatch, data::sample::synthetic, settings::LossKind, train::objective::Trainee};
 
 #[test]
-fn padding_does_not_leak() {
+fn padding_changes_neither_loss_nor_gradients() {
     let config = Qwen3Config::from_file(&demo_file("config.json")).unwrap();
-    let model = weights::random::<Autodiff<Cpu>>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
+    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
+    let model = weights::trained::<Autodiff<Cpu>>(model, MasterKind::F32);
     let trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
-    let samples = data::synthetic(1, 12, 500, 3);
+    let samples = synthetic(1, 12, 500, 3);
     let alone = MicroBatch::new(&[&samples[0]], 11);
     let mut padded = alone.clone();
     padded.ids.push(vec![1; 20]);
@@ -34,7 +36,7 @@ fn padding_does_not_leak() {
     let grads = |batch: &MicroBatch| {
         let loss = trainee.batch_loss(batch);
         let value: f32 = loss.clone().into_scalar();
-        let norm = trainee.model.embed_tokens.val().grad(&loss.backward()).unwrap().powi_scalar(2).sum();
+        let norm = trainee.model().embed_tokens.val().grad(&loss.backward()).unwrap().powi_scalar(2).sum();
         (value, norm.into_scalar())
     };
     let ((a, na), (b, nb)): ((f32, f32), (f32, f32)) = (grads(&alone), grads(&padded));
@@ -83,9 +85,7 @@ fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    for (state, master, damped) in
-        [("int8", "f32", "0.6"), ("bf16", "bf16-residual", "0"), ("int4", "nvfp4", "0"), ("nvfp4", "nvfp4", "0")]
-    {
+    for (state, master, damped) in [("int8", "f32", "0.6"), ("bf16", "bf16-residual", "0"), ("int4", "nvfp4", "0")] {
         let whole = format!("whole-{state}");
         // Twice as long as the other runs, so that the kill lands well before the end.
         let longer = FIT.map(|word| if word == "12" { "24" } else { word });
@@ -142,7 +142,7 @@ fn a_killed_and_resumed_run_is_the_uninterrupted_one() {
         };
         assert_eq!(steps(&whole), steps(&killed), "logged losses");
 
-        // Going on with a complete run changes nothing.
+        // Resuming a complete run changes nothing.
         let results = std::fs::read(d.join(&killed).join("train_results.json")).unwrap();
         ok(d, &["fit", "--resume-from-checkpoint", &killed]);
         assert_eq!(std::fs::read(d.join(&killed).join("train_results.json")).unwrap(), results);
@@ -165,7 +165,7 @@ fn resume_refuses_other_settings_other_data_and_broken_checkpoints() {
     refused(&["fit", "-m", "m", "-d", "m/demo.tsv", "-o", "r"], 2, "is not empty");
     refused(&["fit", "--resume-from-checkpoint", "r/none", "-o", "r"], 2, "no such checkpoint");
 
-    // The newest checkpoint is damaged: the one before is taken, aloud.
+    // The newest checkpoint is damaged: the run resumes from the one before and says so.
     let model = d.join("r/checkpoint-12/model.safetensors");
     let mut bytes = std::fs::read(&model).unwrap();
     let middle = bytes.len() / 2;
@@ -179,6 +179,41 @@ fn resume_refuses_other_settings_other_data_and_broken_checkpoints() {
 
     std::fs::write(d.join("m/demo.tsv"), "a\tb\n".repeat(20)).unwrap();
     refused(&["fit", "--resume-from-checkpoint", "r/checkpoint-9", "-o", "r"], 2, "training data, config.json");
+}
+
+#[test]
+fn a_checkpoint_of_another_layout_is_refused_with_its_version() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fit(d, "r", &[]);
+    let checkpoint = d.join("r/checkpoint-12");
+    let path = checkpoint.join("trainer_state.json");
+    let mut state: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    assert_eq!(state["version"], 2);
+    state["version"] = 1.into();
+    state["settings"] = serde_json::json!({"quantise_from": 0.0, "optimizer_state_mode": "nvfp4"});
+    let text = state.to_string();
+    std::fs::write(&path, &text).unwrap();
+    let manifest = checkpoint.join("manifest.json");
+    let mut files: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
+    let (bytes, sha256) = train_cli::durable::digest(&path).unwrap();
+    files["files"]["trainer_state.json"] = serde_json::json!({"bytes": bytes, "sha256": sha256});
+    std::fs::write(&manifest, files.to_string()).unwrap();
+    for words in [
+        &["fit", "--resume", "-o", "r"][..],
+        &["fit", "--resume-from-checkpoint", "r/checkpoint-12"],
+        &["export-dat", "--checkpoint", "r/checkpoint-12", "--output-dat", "x.dat"],
+    ] {
+        let out = run(d, words);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{words:?}: {stderr}");
+        for text in ["layout version 1", "NVFP4 optimizer moments", "reads version 2", "fit -m r/checkpoint-12"] {
+            assert!(stderr.contains(text), "{words:?} does not say {text:?}: {stderr}");
+        }
+    }
+    // The remedy works.
+    ok(d, &["fit", "-m", "r/checkpoint-12", "-d", "m/demo.tsv", "--device", "cpu", "--max-steps", "1", "-o", "new"]);
 }
 
 #[test]
@@ -209,7 +244,7 @@ fn overwrite_removes_a_run_and_nothing_else() {
         assert!(stderr.contains(text) && stderr.contains("nothing was removed"), "{stderr}");
     };
     assert!(fit_to("r", "m").status.success());
-    assert!(fit_to("r", "m").status.success(), "a run may be replaced");
+    assert!(fit_to("r", "m").status.success(), "--overwrite replaces an older run");
     refused(fit_to("r", "r/final"), "is an input of this run");
     std::fs::write(d.join("r/thesis.txt"), "years").unwrap();
     refused(fit_to("r", "m"), "holds thesis.txt");
@@ -230,7 +265,7 @@ fn a_tied_head_that_is_spelled_out_stays_tied() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let source = Checkpoint::open(&d.join("m")).unwrap();
+    let source = Container::open(&d.join("m")).unwrap();
     let mut names = source.names();
     names.push("lm_head.weight".into());
     let of =
@@ -243,7 +278,7 @@ fn a_tied_head_that_is_spelled_out_stays_tied() {
     }
     std::fs::write(d.join("m/model.safetensors"), bytes).unwrap();
     fit(d, "r", &[]);
-    assert!(Checkpoint::open(&d.join("r/final")).unwrap().stored("lm_head.weight").is_none());
+    assert!(Container::open(&d.join("r/final")).unwrap().stored("lm_head.weight").is_none());
 }
 
 #[test]
@@ -316,11 +351,11 @@ fn the_real_tokenizer_learns_the_origins_rows_and_stops() {
         let got = ask(prompt);
         assert!(got["text"].as_str().unwrap().starts_with(answer) && got["stop"] == "stop", "{got}");
     }
-    // A prompt that was never seen is answered too; what it says is not asserted.
+    // A prompt that was never trained gets an answer too, whatever it says.
     assert!(ask("您是哪一位呢")["tokens"].as_u64().unwrap() > 0);
 }
 
-/// A block that was frozen is exported with the codes that it froze on, and those are what its forward computed with.
+/// A block that was frozen is exported with the codes on which it froze.
 #[test]
 fn a_damped_finish_keeps_codes_to_the_export() {
     let dir = tempfile::tempdir().unwrap();
@@ -328,13 +363,13 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     tiny_model(&d.join("m"), true);
     fit(d, "r", &["--damped-finish", "0.5", "--save-total-limit", "9", "--bf16-last-blocks", "1"]);
     let name = "model.layers.0.mlp.down_proj.weight";
-    let at = |step: u32| Checkpoint::open(&d.join(format!("r/checkpoint-{step}/model.safetensors"))).unwrap();
+    let at = |step: u32| Container::open(&d.join(format!("r/checkpoint-{step}/model.safetensors"))).unwrap();
     assert!(matches!(at(6).stored(name), Some(Stored::Dense { .. })), "not frozen before the finish");
     let frozen = at(9).read_packed(name).unwrap();
     assert_eq!(at(12).read_packed(name).unwrap(), frozen);
-    let exported = Checkpoint::open(&d.join("r/final")).unwrap();
+    let exported = Container::open(&d.join("r/final")).unwrap();
     assert_eq!(exported.read_packed(name).unwrap(), frozen);
-    // The last block was asked to stay unquantised, in the export too.
+    // `--bf16-last-blocks 1` keeps the last block dense, also in the export.
     let last = name.replace(".0.", ".1.");
     assert!(matches!(exported.stored(&last), Some(Stored::Dense { .. })));
     let metrics = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
@@ -345,7 +380,8 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
 }
 
-/// Before the share nothing is quantised: the run is the bf16 one, step for step; a resumed one knows where it is.
+/// Up to the given share of the run nothing is quantized, so that each step equals that of a bf16 run. A resumed run
+/// quantizes from the same step on.
 #[test]
 fn a_late_start_of_quantisation_is_bf16_until_then() {
     let dir = tempfile::tempdir().unwrap();
@@ -357,7 +393,7 @@ fn a_late_start_of_quantisation_is_bf16_until_then() {
         lines.filter_map(|l| l["loss"].as_f64()).collect()
     };
     fit(d, "plain", &["--recipe", "bf16"]);
-    let args = fit(d, "late", &["--recipe", "w4", "--quantise-from", "0.5", "--save-total-limit", "9"]);
+    let args = fit(d, "late", &["--recipe", "w4", "--quantize-from", "0.5", "--save-total-limit", "9"]);
     let (plain, late) = (losses("plain"), losses("late"));
     assert_eq!(plain[..6], late[..6]);
     assert!(plain[6..].iter().zip(&late[6..]).all(|(a, b)| a != b), "{plain:?} {late:?}");
@@ -373,7 +409,7 @@ fn a_late_start_of_quantisation_is_bf16_until_then() {
 }
 
 #[test]
-fn cached_tokens_are_the_files_tokens() {
+fn cached_tokens_are_those_of_the_files() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
@@ -393,7 +429,7 @@ fn cached_tokens_are_the_files_tokens() {
     assert!(said.contains("kept in") && files().len() == 1, "{said}");
     let (said, again) = with("second", &[]);
     assert!(said.contains("tokens  from") && again == loss, "{said}");
-    // Another choice is another file; a damaged one is made again.
+    // Other settings make another file, and a damaged file is made again.
     assert!(with("longer", &["--max-seq-length", "64"]).0.contains("kept in"));
     assert_eq!(files().len(), 2);
     for file in files() {
@@ -423,7 +459,7 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     let table = ok(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu"]);
     assert!(table.contains("peak of training"), "{table}");
 
-    // On the CPU the whole process counts, which is more than the estimate of a tiny model.
+    // On the CPU the limit is compared with the memory of the whole process, which a tiny model's estimate leaves out.
     let mut words: Vec<&str> = FIT.to_vec();
     words.extend(["-o", "stopped", "--memory-limit", "20MiB", "--max-seq-length", "32"]);
     let out = run(d, &words);
@@ -433,7 +469,7 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
 }
 
 #[test]
-fn packed_split_and_weighted_rows_train() {
+fn rows_can_be_packed_split_and_weighted() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
@@ -476,16 +512,16 @@ fn flags_that_exclude_each_other_are_refused() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     for (words, text) in [
-        (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8, int4 or nvfp4"),
+        (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8 or int4"),
         (&["--master-weights", "nvfp4", "--recipe", "bf16"], "take w4"),
-        (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "not NVFP4"),
+        (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "dense master weights"),
         (&["--master-weights", "nvfp4", "--scales", "single"], "two-level"),
         (&["--damped-finish", "0.2", "--recipe", "bf16"], "quantises"),
-        (&["--nvfp4-without", "hadamard"], "recipe nvfp4"),
+        (&["--nvfp4-without", "hadamard"], "needs --recipe nvfp4"),
         (&["--quantise-from", "0.5", "--recipe", "bf16"], "quantises"),
-        (&["--quantise-from", "0.9", "--damped-finish", "0.2"], "begin before"),
+        (&["--quantize-from", "0.9", "--damped-finish", "0.2"], "begin before"),
         (&["--quantise-from", "1.5"], "between"),
-        (&["--data-weights", "1,2"], "2 for 1"),
+        (&["--data-weights", "1,2"], "2 values for 1 --data files"),
     ] {
         let mut args = vec!["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "-o", "r"];
         args.extend(words);
@@ -497,19 +533,19 @@ fn flags_that_exclude_each_other_are_refused() {
 }
 
 #[test]
-fn last_layers_move_and_nothing_else() {
+fn only_the_last_layers_move_if_only_they_are_trained() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     fit(d, "r", &["--train-last-layers", "1", "--recipe", "w4a4"]);
-    // All blocks are still not the embedding.
+    // Training every block still leaves the embedding as it was.
     fit(d, "all", &["--train-last-layers", "2"]);
-    let after = Checkpoint::open(&d.join("all/checkpoint-12/model.safetensors")).unwrap();
+    let after = Container::open(&d.join("all/checkpoint-12/model.safetensors")).unwrap();
     let embedding = "model.embed_tokens.weight";
-    let before = Checkpoint::open(&d.join("m")).unwrap();
+    let before = Container::open(&d.join("m")).unwrap();
     assert_eq!(before.read_dense(embedding).unwrap(), after.read_dense(embedding).unwrap());
-    let before = Checkpoint::open(&d.join("m")).unwrap();
-    let after = Checkpoint::open(&d.join("r/checkpoint-12/model.safetensors")).unwrap();
+    let before = Container::open(&d.join("m")).unwrap();
+    let after = Container::open(&d.join("r/checkpoint-12/model.safetensors")).unwrap();
     for name in before.names() {
         let moved = before.read_dense(&name).unwrap() != after.read_dense(&name).unwrap();
         let trained = name.starts_with("model.layers.1.") || name == "model.norm.weight";
@@ -518,7 +554,7 @@ fn last_layers_move_and_nothing_else() {
 }
 
 #[test]
-fn reports_and_run_folder() {
+fn the_run_folder_and_the_reports_hold_what_they_promise() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
@@ -579,7 +615,7 @@ fn reports_and_run_folder() {
     {
         assert!(d.join("r").join(name).exists(), "{name}");
     }
-    // The run folder's config repeats the run.
+    // A run from the folder's config.toml repeats the run.
     ok(d, &["fit", "-c", "r/config.toml", "-o", "again"]);
     same_file(&d.join("r/checkpoint-1/model.safetensors"), &d.join("again/checkpoint-1/model.safetensors"));
 }

@@ -1,45 +1,45 @@
-//! What can be wrong with packed data that comes from outside, or with a read from a device.
+//! The errors of packed data that comes from outside, and of reads from a device.
 
-/// Packed data that is not a matrix, or a device that failed.
+/// Packed data is not a valid matrix, or a device failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Nvfp4Error {
-    /// Codes or scales do not fit the declared shape.
-    #[error("{part}: {found} values for a {rows}x{cols} NVFP4 matrix, {expected} needed")]
+    /// The number of codes or scales does not fit the declared shape.
+    #[error("{part}: a {rows}x{cols} NVFP4 matrix needs {expected} values, found {found}")]
     Length {
         /// `codes` or `scales`.
         part: &'static str,
-        /// Rows.
+        /// Number of rows.
         rows: usize,
-        /// Columns.
+        /// Number of columns.
         cols: usize,
-        /// Values needed.
+        /// The number of values that the shape needs.
         expected: usize,
-        /// Values given.
+        /// The number of values that were given.
         found: usize,
     },
     /// The number of columns is not a multiple of 16.
-    #[error("{cols} columns: NVFP4 blocks need a multiple of 16")]
+    #[error("{cols} columns: NVFP4 needs a multiple of 16, because 16 columns share a scale")]
     Columns {
-        /// Columns.
+        /// Number of columns.
         cols: usize,
     },
-    /// A scale is NaN or negative.
-    #[error("scale byte {byte:#04x} at row {row}, block {block}: block scales are finite and not negative")]
+    /// A block scale is NaN or negative.
+    #[error("scale byte {byte:#04x} at row {row}, block {block} is NaN or negative; the data is damaged")]
     Scale {
-        /// The byte.
+        /// The scale byte.
         byte: u8,
-        /// Row.
+        /// Row of the block.
         row: usize,
-        /// Block within the row.
+        /// Place of the block in its row.
         block: usize,
     },
-    /// The tensor scale is not a finite, non-negative number.
-    #[error("tensor scale {value}: it is finite and not negative")]
+    /// The tensor scale is not finite or is negative.
+    #[error("tensor scale {value} is not finite or is negative; the data is damaged")]
     Global {
         /// The value, printed.
         value: String,
     },
-    /// The device reported an error, now or in an operation queued before.
+    /// The device reported an error, now or for an operation that was queued before.
     #[error("device: {0}")]
     Device(String),
 }

@@ -1,14 +1,18 @@
-//! The operations on the CPU: the scalar reference, run on host slices. Floats are f32 throughout;
-//! this backend has no 16-bit floats.
+//! The operations on the CPU: the scalar reference on host slices for NVFP4, Burn's own tensors for the rest. Floats are
+//! f32 throughout, because this backend has no 16-bit floats.
 
 use crate::{
-    AdamwState, AdamwStep, MasterWeight, Moment, Nvfp4Backend, Nvfp4Primitive, Precision, Product, StateKind, Stream,
-    optim::{
-        Nvfp4Moment, decode_moment, encode_moment, reference_adamw, reference_repack, reference_round,
-        reference_round_states, reference_unpacked, reference_unrounded,
-    },
-    quantize::{QuantizeSpec, View},
-    reference::{self, Packed},
+    attention::{AttentionSpec, Documents, Rotary},
+    error::Nvfp4Error,
+    kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
+    ops::{Activations, Layer, Nvfp4Backend},
+    optim::{AdamwState, Moment, StateKind},
+    packed::{Nvfp4Primitive, Operand, Packed},
+    portable,
+    recipe::{LinearSpec, Precision},
+    reference,
+    services::{DeviceServices, MemoryUse},
+    straight_through,
 };
 use burn::{
     backend::ndarray::{NdArray, NdArrayTensor, SharedArray},
@@ -17,22 +21,81 @@ use burn::{
         ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
     },
 };
+use kernels_cubecl::{
+    adamw::{AdamwStep, Master},
+    bench,
+    hadamard::SIGNS,
+    matmul::Product,
+    quantize::{QuantizeSpec, View},
+    rng::Stream,
+};
 use ndarray::{Array2, Ix2, linalg::general_mat_mul};
 
 impl Nvfp4Backend for NdArray {
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
+        straight_through::forward::<Self>(x, layers).0
+    }
+
+    fn rms_norm(
+        x: FloatTensor<Self>,
+        added: Option<FloatTensor<Self>>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> (FloatTensor<Self>, Activations<Self>) {
+        let h = match added {
+            Some(added) => Self::float_add(x, added),
+            None => x,
+        };
+        (h.clone(), Activations::quantized(portable::rms_norm::<Self>(h, w, eps), spec))
+    }
+
+    fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
+        portable::norm_rope::<Self>(x, w, rotary, eps)
+    }
+
+    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
+        Activations::quantized(portable::swiglu::<Self>(gate, up), spec)
+    }
+
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        portable::attention::<Self>(q, k, v, docs, spec)
+    }
+
+    fn head_loss(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+    ) -> FloatTensor<Self> {
+        portable::head_loss::<Self>(h, w, targets, precision, false).loss
+    }
+
+    fn token_rows(w: FloatTensor<Self>, ids: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
+        portable::token_rows::<Self>(w, ids, dtype)
+    }
+}
+
+impl Nvfp4Kernels for NdArray {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
         let (rows, cols) = (x.shape()[0], x.shape()[1]);
-        let q = reference::quantize(&floats(x), View::row_major(rows, cols), spec);
-        device_packed(q, rows)
+        device_packed(reference::quantize(&floats(x), View::row_major(rows, cols), spec), rows)
+    }
+
+    fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
+        let across = Self::float_transpose(x);
+        Self::nvfp4_quantize(if rotated { Self::hadamard(across) } else { across }, spec)
     }
 
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {
         let (rows, cols) = (x.shape()[0], x.shape()[1]);
         device_packed(reference::quantize_master(&floats(x), rows, cols), rows)
-    }
-
-    fn normal(dims: [usize; 2], std: f32, stream: Stream, _dtype: DType, _device: &Self::Device) -> FloatTensor<Self> {
-        from_floats(reference::normals(dims[0] * dims[1], std, stream), dims)
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
@@ -65,11 +128,6 @@ impl Nvfp4Backend for NdArray {
         Self::nvfp4_matmul(Self::nvfp4_dequantize(a, DType::F32), w, product, out)
     }
 
-    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        let (rows, cols) = (x.shape()[0], x.shape()[1]);
-        from_floats(reference::hadamard(&floats(x), kernels_cubecl::hadamard::SIGNS), [rows, cols])
-    }
-
     fn dense_matmul(
         lhs: FloatTensor<Self>,
         rhs: FloatTensor<Self>,
@@ -80,85 +138,230 @@ impl Nvfp4Backend for NdArray {
         if matrices { product_of(lhs, rhs) } else { Self::float_matmul(lhs, rhs) }
     }
 
-    // The whole tensor at once: no launch to keep small.
+    fn products(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> Vec<FloatTensor<Self>> {
+        portable::products(product, &a, &b, precision, out)
+    }
+
+    fn product_sum(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        let products = portable::products::<Self>(product, &a, &b, precision, out);
+        products.into_iter().reduce(Self::float_add).expect("a sum has a product")
+    }
+
+    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (rows, cols) = (x.shape()[0], x.shape()[1]);
+        from_floats(reference::hadamard(&floats(x), SIGNS), [rows, cols])
+    }
+
+    fn rms_norm_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+        so_far: Option<FloatTensor<Self>>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (dx, dw) = portable::rms_norm_backward::<Self>(x, w, dy, eps);
+        let dx = match so_far {
+            Some(so_far) => Self::float_add(dx, so_far),
+            None => dx,
+        };
+        (dx, dw)
+    }
+
+    fn norm_rope_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        rotary: &Rotary<Self>,
+        dy: FloatTensor<Self>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        portable::norm_rope_backward::<Self>(x, w, rotary, dy, eps)
+    }
+
+    fn swiglu_backward(
+        gate: FloatTensor<Self>,
+        up: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        portable::swiglu_backward::<Self>(gate, up, dy)
+    }
+
+    fn attention_saving(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        (portable::attention::<Self>(q, k, v, docs, spec), None)
+    }
+
+    fn attention_backward(
+        saved: AttentionSaved<Self>,
+        dy: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> [FloatTensor<Self>; 3] {
+        portable::attention_backward::<Self>(saved, dy, docs, spec)
+    }
+
+    fn cached_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        portable::attention::<Self>(q, k, v, docs, spec)
+    }
+
+    fn head_loss_saving(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+        gradients: bool,
+    ) -> HeadLoss<Self> {
+        portable::head_loss::<Self>(h, w, targets, precision, gradients)
+    }
+
+    // Chunks only keep launches small, so both steps take the whole tensor at once.
     fn adamw(
-        w: MasterWeight<Self>,
+        w: FloatTensor<Self>,
+        form: Master,
         grad: FloatTensor<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         _chunk: usize,
-    ) -> (MasterWeight<Self>, AdamwState<Self>) {
-        let grad = floats(grad);
-        let len = grad.len();
-        let [mut m, mut v] = [(state.m, false), (state.v, true)].map(|(moment, root)| match moment {
+    ) -> (FloatTensor<Self>, AdamwState<Self>) {
+        let mut w = array(w);
+        let values = slice(&mut w);
+        let mut state = HostState::new(state, values.len());
+        if let Some(residual) = &state.residual {
+            values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference::unrounded(*w, *r));
+        }
+        state.step(values, &floats(grad), step);
+        for (i, w) in values.iter_mut().enumerate() {
+            let (value, rest) = reference::round(*w, i, form, step.stream);
+            *w = value;
+            if let Some(residual) = &mut state.residual {
+                residual[i] = rest;
+            }
+        }
+        (w.into(), state.packed())
+    }
+
+    fn adamw_packed(
+        w: Nvfp4Primitive<Self>,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        _chunk: usize,
+    ) -> (Nvfp4Primitive<Self>, AdamwState<Self>) {
+        let [rows, cols] = w.dims();
+        let mut packed = host_packed(&w);
+        let mut values = reference::unpacked(&packed, rows, cols);
+        let mut state = HostState::new(state, values.len());
+        state.step(&mut values, &floats(grad), step);
+        reference::repack(&mut packed, cols, &values, step.stream);
+        (device_packed(packed, rows), state.packed())
+    }
+
+    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::square_sum::<Self>(x)
+    }
+
+    fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_add(sum, x)
+    }
+
+    fn normal(dims: [usize; 2], std: f32, stream: Stream, _dtype: DType, _device: &Self::Device) -> FloatTensor<Self> {
+        from_floats(reference::normals(dims[0] * dims[1], std, stream), dims)
+    }
+
+    fn unfilled(dims: [usize; 2], dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        Self::float_zeros(Shape::new(dims), device, dtype.into())
+    }
+}
+
+impl DeviceServices for NdArray {
+    fn tiers(_: &Self::Device) -> Vec<&'static str> {
+        vec!["scalar reference"]
+    }
+
+    fn bench_kernels(_: &Self::Device, _: &str, _: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
+        Err(Nvfp4Error::Device("the CPU backend has no kernels to time".into()))
+    }
+
+    fn memory_in_use(_: &Self::Device) -> Option<MemoryUse> {
+        None
+    }
+}
+
+/// The state of a tensor as f32 values, with the tables of quantized moments.
+struct HostState {
+    kind: StateKind,
+    m: (SharedArray<f32>, Option<Vec<f32>>),
+    v: (SharedArray<f32>, Option<Vec<f32>>),
+    residual: Option<Vec<u8>>,
+}
+
+impl HostState {
+    fn new(state: AdamwState<NdArray>, len: usize) -> Self {
+        let moment = |moment: Moment<NdArray>, root: bool| match moment {
             Moment::Float(x) => (array(x), None),
-            Moment::Quantised { codes, absmax, table } => {
+            Moment::Quantized { codes, absmax, table } => {
                 let table = floats(table);
-                let values = decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
+                let values = reference::decode_moment(&bytes(codes), &floats(absmax), &table, len, root);
                 (array(from_floats(values, [len])), Some(table))
             }
-            Moment::Nvfp4 { codes, scales, absmax } => {
-                let stored = Nvfp4Moment { codes: bytes(codes), scales: bytes(scales), absmax: floats(absmax) };
-                (array(from_floats(stored.decode(root), [len])), None)
-            }
-        });
-        let moments = (slice(&mut m.0), slice(&mut v.0));
-        let w = match w {
-            MasterWeight::Dense { w, master, residual } => {
-                let mut w = array(w);
-                let values = slice(&mut w);
-                let mut residual = residual.map(bytes);
-                if let Some(residual) = &residual {
-                    values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference_unrounded(*w, *r));
-                }
-                reference_adamw(values, &grad, moments.0, moments.1, step);
-                for (i, w) in values.iter_mut().enumerate() {
-                    let (value, rest) = reference_round(*w, i, master, step.stream);
-                    *w = value;
-                    if let Some(residual) = &mut residual {
-                        residual[i] = rest;
-                    }
-                }
-                MasterWeight::Dense { w: w.into(), master, residual: residual.map(|r| ints(r, [len])) }
-            }
-            MasterWeight::Packed(w) => {
-                let [rows, cols] = w.dims();
-                let mut packed = host_packed(&w);
-                let mut values = reference_unpacked(&packed, rows, cols);
-                reference_adamw(&mut values, &grad, moments.0, moments.1, step);
-                reference_repack(&mut packed, cols, &values, step.stream);
-                MasterWeight::Packed(device_packed(packed, rows))
-            }
         };
-        if state.kind == StateKind::Bf16 {
-            reference_round_states(moments.0, moments.1, step.stream);
+        let (m, v) = (moment(state.m, false), moment(state.v, true));
+        Self { kind: state.kind, m, v, residual: state.residual.map(bytes) }
+    }
+
+    fn step(&mut self, w: &mut [f32], grad: &[f32], step: AdamwStep) {
+        let (m, v) = (slice(&mut self.m.0), slice(&mut self.v.0));
+        reference::adamw(w, grad, m, v, step);
+        if self.kind == StateKind::Bf16 {
+            reference::round_states(m, v, step.stream);
         }
-        let [m, v] = [(m, false), (v, true)].map(|((values, table), root)| match table {
-            None if state.kind == StateKind::Nvfp4 => {
-                let Nvfp4Moment { codes, scales, absmax } = Nvfp4Moment::encode(&floats(values.into()), root);
-                let [count, blocks, groups] = [codes.len(), scales.len(), absmax.len()];
-                Moment::Nvfp4 {
-                    codes: ints(codes, [count]),
-                    scales: ints(scales, [blocks]),
-                    absmax: from_floats(absmax, [groups]),
-                }
-            }
+    }
+
+    fn packed(self) -> AdamwState<NdArray> {
+        let moment = |(values, table): (SharedArray<f32>, Option<Vec<f32>>), root: bool| match table {
             None => Moment::Float(values.into()),
             Some(table) => {
-                let (codes, absmax) = encode_moment(&floats(values.into()), &table, root);
+                let (codes, absmax) = reference::encode_moment(&floats(values.into()), &table, root);
                 let (count, blocks, entries) = (codes.len(), absmax.len(), table.len());
-                Moment::Quantised {
+                Moment::Quantized {
                     codes: ints(codes, [count]),
                     absmax: from_floats(absmax, [blocks]),
                     table: from_floats(table, [entries]),
                 }
             }
+        };
+        let residual = self.residual.map(|residual| {
+            let len = residual.len();
+            ints(residual, [len])
         });
-        (w, AdamwState { kind: state.kind, m, v })
+        AdamwState { kind: self.kind, m: moment(self.m, false), v: moment(self.v, true), residual }
     }
 }
 
-/// The product of two matrices as they are stored. Burn's copies a transposed one first: a model's head, for every token.
+/// Multiplies two matrices as they are stored. Burn's own product copies a transposed matrix first, which would copy the
+/// head of a model for every token.
 fn product_of(lhs: NdArrayTensor, rhs: NdArrayTensor) -> FloatTensor<NdArray> {
     let matrix = |x: NdArrayTensor| {
         let NdArrayTensor::F32(storage) = x else { panic!("the CPU backend computes in f32") };
@@ -180,14 +383,14 @@ fn host_packed(w: &Nvfp4Primitive<NdArray>) -> Packed {
 
 fn device_packed(q: Packed, rows: usize) -> Nvfp4Primitive<NdArray> {
     let (blocks, words) = (q.scales.len() / rows.max(1), q.codes.len() / rows.max(1));
-    Nvfp4Primitive {
+    Packed {
         codes: ints(q.codes, [rows, words]),
         scales: ints(q.scales, [rows, blocks]),
         global: ints(vec![q.global.to_bits()], [1]),
     }
 }
 
-/// The f32 array of a tensor in row-major order, not copied if it is contiguous and unshared.
+/// The f32 array of a tensor in row-major order. It is not copied if it is contiguous and nothing else holds it.
 fn array(x: NdArrayTensor) -> SharedArray<f32> {
     let NdArrayTensor::F32(storage) = x else { panic!("the CPU backend computes in f32") };
     let array = storage.into_shared();

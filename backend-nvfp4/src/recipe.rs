@@ -1,33 +1,34 @@
-//! Which matrix products of a linear layer run on NVFP4 operands, and how.
+//! The choices of a linear layer: which of its products read NVFP4 operands, how these are quantized, and the number
+//! format of the rest.
 
-use crate::{
-    Stream,
-    quantize::{Block, QuantizeSpec, Rounding, Scaling},
-};
 use burn::tensor::DType;
+use kernels_cubecl::{
+    quantize::{Block, QuantizeSpec, Rounding, Scaling},
+    rng::Stream,
+};
 
-/// How a linear layer computes. The three products of `y = x · Wᵀ` are the forward, dgrad
-/// (`dx = dy · W`) and wgrad (`dW = dyᵀ · x`).
+/// How a linear layer `y = x · Wᵀ` computes its three products: the forward, dgrad (`dx = dy · W`) and wgrad
+/// (`dW = dyᵀ · x`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Recipe {
-    /// No quantisation: the yardstick.
+    /// Nothing is quantized. Other recipes are measured against this one.
     Bf16,
-    /// NVFP4 weights in forward and dgrad; the straight-through estimator takes the gradient of the
-    /// quantised weight for that of the master weight.
+    /// The forward and dgrad read NVFP4 weights. The straight-through estimator takes the gradient of the quantized
+    /// weight for that of the master weight.
     W4,
-    /// As `W4`, and the forward reads NVFP4 activations: trains what 4-bit inference runs. wgrad
-    /// reads the quantised activations too, dx passes straight through their quantisation.
+    /// Like `W4`, but the forward and wgrad read NVFP4 activations, so that training sees what 4-bit inference runs. dx
+    /// passes straight through the quantization of activations.
     W4a4,
-    /// All three products on NVFP4 operands (NVIDIA, "Pretraining LLMs with NVFP4", arXiv 2509.25149, §4).
+    /// All three products read NVFP4 operands (NVIDIA, "Pretraining LLMs with NVFP4", arXiv 2509.25149, §4).
     Nvfp4(Nvfp4Parts),
 }
 
-/// The parts of [`Recipe::Nvfp4`], each of which can be left out to see what it is worth.
+/// The parts of [`Recipe::Nvfp4`]. Each can be left out to measure its effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Nvfp4Parts {
-    /// Weights share a scale over 16x16 values, so that forward and dgrad read the same quantised weight.
+    /// Weights share a scale over 16x16 values, so that the forward and dgrad read the same quantized weight.
     pub square_blocks: bool,
-    /// The operands of wgrad are rotated by a random Hadamard transform along the tokens.
+    /// A random Hadamard transform rotates the operands of wgrad along the tokens.
     pub hadamard: bool,
     /// Output gradients are rounded stochastically.
     pub stochastic: bool,
@@ -44,7 +45,7 @@ impl Recipe {
         matches!(self, Self::W4a4 | Self::Nvfp4(_))
     }
 
-    /// Name on the command line and in files.
+    /// The name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Self::Bf16 => "bf16",
@@ -55,60 +56,66 @@ impl Recipe {
     }
 }
 
-/// What a linear layer needs to know besides its weight.
+/// The specification of a linear layer: everything but its weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearSpec {
-    /// Which products are quantised.
+    /// Which products are quantized.
     pub recipe: Recipe,
-    /// Scale levels of quantised weights.
+    /// The scale levels of quantized weights.
     pub scaling: Scaling,
-    /// Number format of the dense products.
+    /// The number format of the dense products.
     pub precision: Precision,
     /// Which values of a weight share a scale.
     pub block: Block,
-    /// What the stochastic rounding of gradients draws from: this stream and the next.
+    /// The random numbers for rounding gradients: this stream for dgrad and the next one for wgrad.
     pub stream: Stream,
 }
 
 impl LinearSpec {
-    /// A specification with the weight blocks of its recipe, that draws from stream 0.
+    /// A specification with the weight blocks of its recipe and stream 0.
     pub const fn new(recipe: Recipe, scaling: Scaling, precision: Precision) -> Self {
         let square = matches!(recipe, Recipe::Nvfp4(Nvfp4Parts { square_blocks: true, .. }));
         let block = if square { Block::Square } else { Block::Row };
         Self { recipe, scaling, precision, block, stream: Stream { seed: 0, step: 0, stream: 0 } }
     }
 
-    /// For the `index`-th linear layer of those that share this specification: its own random numbers.
+    /// The same specification with the random numbers of the linear layer `index` among those that share it.
     #[must_use]
     pub fn slot(self, index: u32) -> Self {
         let stream = Stream { stream: self.stream.stream + 2 * index, ..self.stream };
         Self { stream, ..self }
     }
 
-    /// The weight quantiser: to nearest.
+    /// The same specification without quantization.
+    #[must_use]
+    pub fn unquantized(self) -> Self {
+        Self { recipe: Recipe::Bf16, ..self }
+    }
+
+    /// How weights are quantized: to nearest.
     pub fn weights(&self) -> QuantizeSpec {
         QuantizeSpec { scaling: self.scaling, block: self.block, rounding: Rounding::Nearest }
     }
 
-    /// The quantiser of output gradients, for dgrad or for wgrad.
+    /// How output gradients are quantized, for wgrad or for dgrad.
     pub(crate) fn gradients(&self, parts: Nvfp4Parts, wgrad: bool) -> QuantizeSpec {
         let stream = Stream { stream: self.stream.stream + u32::from(wgrad), ..self.stream };
         let rounding = if parts.stochastic { Rounding::Stochastic(stream) } else { Rounding::Nearest };
         QuantizeSpec { rounding, ..self.activations() }
     }
 
-    /// The activation quantiser: 1x16 blocks along the features, to nearest, two-level.
+    /// How activations are quantized: 1x16 blocks along the features, to nearest, two-level.
     pub fn activations(&self) -> QuantizeSpec {
         QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest }
     }
 }
 
-/// Number format of activations and dense matrix products. Sums are always f32.
+/// The number format of activations and dense matrix products. Sums are always f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// f32 with no tensor cores: the format of the parity proofs.
+    /// f32 without tensor cores, which comparisons with other implementations use.
     F32,
-    /// f32 storage; products may run on tensor cores in TF32.
+    /// f32 in memory; tensor cores may compute products in TF32.
     Tf32,
     /// f16.
     F16,
@@ -117,7 +124,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// The type that activations are stored in.
+    /// The dtype of activations.
     pub fn dtype(self) -> DType {
         match self {
             Self::F32 | Self::Tf32 => DType::F32,
@@ -126,7 +133,7 @@ impl Precision {
         }
     }
 
-    /// Name on the command line and in files.
+    /// The name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

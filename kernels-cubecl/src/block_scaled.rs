@@ -1,21 +1,24 @@
-//! Products of two packed matrices on tensor cores that read NVFP4 themselves (sm_120, sm_121: RTX 50, DGX Spark):
+//! Products of two packed matrices on tensor cores that read NVFP4 themselves (sm_120 and sm_121: RTX 50, DGX Spark):
 //! ```text
-//! y [i, j] = g_a g_w sum_r (a[i, r] s_a[i, r / 16]) (w[j, r] s_w[j, r / 16])
-//! for i { for j { for r { y[i][j] += a[i][r] * w[j][r] } } }       // the plain loop, of code times scale
+//! y[i, j] = g_a g_w sum_r (a[i, r] scale_a[i, r / 16]) (w[j, r] scale_w[j, r / 16])
+//! for i { for j { for r { y[i][j] += a[i][r] * w[j][r] } } }       // the plain loop, over code times scale
 //! ```
-//! One mma.sync m16n8k64 (kind mxf4nvf4, four E4M3 scales a row) takes 64 codes of 16 rows and 8 columns. A register of
-//! an operand is one word of eight codes as [`crate::layout`] stores them, and the four scales of its 64 columns are one
-//! word too: fragments are read from the matrices as they lie, nothing is dequantised. Which word a lane reads is in
-//! the functions below; the PTX ISA's figures of these fragments ("Matrix fragments for mma.m16n8k64") are their source.
+//! One `mma.sync` m16n8k64 (kind mxf4nvf4, four E4M3 scales a row) takes 64 codes of 16 rows and of 8 columns. A
+//! register of an operand is one word of eight codes as [`crate::layout`] stores them, and the four scales of its 64
+//! columns are one word too, so fragments are loaded from the matrices as they are and nothing is dequantized. The
+//! functions below say which word a lane loads; their source are the figures of the PTX ISA ("Matrix fragments for
+//! mma.m16n8k64").
 //!
-//! A cube of four planes makes 64x128 of y, a plane 32x64, whose sums stay in registers. Moves 9/16 of a byte a value of either
-//! operand for every tile that needs it: from the caches. Compiled for such cards and simulated below, not run on
-//! one yet: each process compares it with the portable kernel before it uses it. No shared memory, no pipeline.
+//! A cube of four planes makes 64x128 of y, a plane 32x64, whose sums stay in registers. It uses no shared memory and
+//! no pipeline. Every tile loads 9/16 of a byte for each value of either operand: bound by the caches.
+//!
+//! The kernel was compiled for such cards and its fragments are simulated in the tests below, but it has not run on
+//! such a card. Each process therefore compares it with the portable kernel before it uses it.
 
 use crate::{
-    error::{KernelError, expect_len, index},
-    matmul::{PackedArgs, matmul_packed_packed},
-    mma::{Pair, zero_sums},
+    error::{KernelError, index, require},
+    matmul::{PackedArgs, PackedBuffers, matmul_packed_packed},
+    mma::{Pair, UNITS, zero_sums},
 };
 use cubecl::{
     cmma::MmaDefinition,
@@ -26,18 +29,17 @@ use cubecl::{
 use cubecl_common::{e2m1x2, e4m3};
 use std::sync::OnceLock;
 
-/// Values that one product sums over: columns come in whole steps.
+/// Values that one instruction sums over: the columns of operands are a multiple of it.
 pub const STEP: usize = 64;
 /// Rows and columns of y that a cube makes.
 const TILE: [u32; 2] = [64, 128];
-/// Products of a plane, down and across.
+/// Instructions of a plane in a step, down and across its part of the tile.
 const DOWN: usize = 2;
 const ACROSS: usize = 8;
-const UNITS: u32 = 128;
 
-/// Eight codes, as two in a byte.
+/// Eight codes, two in a byte.
 type Codes = Vector<e2m1x2, Const<4>>;
-/// The scales of 64 columns.
+/// The four scales of 64 columns.
 type Scales = Vector<e4m3, Const<4>>;
 
 /// Whether the device has such tensor cores.
@@ -55,13 +57,14 @@ pub fn supported<R: Runtime>(client: &ComputeClient<R>) -> bool {
     })
 }
 
-/// Whether the device has them and they were seen to give what the portable kernel gives: asked once a process.
+/// Whether the device has such tensor cores, and they gave the same results as the portable kernel. A process
+/// compares once.
 pub fn trusted<R: Runtime>(client: &ComputeClient<R>) -> bool {
     static AGREES: OnceLock<bool> = OnceLock::new();
     supported(client) && *AGREES.get_or_init(|| agrees(client).unwrap_or(false))
 }
 
-/// Compares the two on random codes and scales, ragged in rows and columns.
+/// Compares both kernels on random codes and scales, with partial tiles in rows and columns.
 fn agrees<R: Runtime>(client: &ComputeClient<R>) -> Result<bool, KernelError> {
     let mut state = 1u32;
     let mut random = |len: usize, below: u32| -> Vec<u8> {
@@ -74,7 +77,7 @@ fn agrees<R: Runtime>(client: &ComputeClient<R>) -> Result<bool, KernelError> {
     let (rows, cols, depth) = (75usize, 138usize, 3 * STEP);
     let mut packed = |rows: usize| {
         let codes = client.create_from_slice(&random(rows * depth / 2, 256));
-        // Scales around 1, so that no block drowns the others.
+        // Scales around 1, so that no block hides the others.
         let scales: Vec<u8> = random(rows * depth / 16, 24).iter().map(|b| b + 0x30).collect();
         (rows, codes, client.create_from_slice(&scales), client.create_from_slice(&1.0f32.to_le_bytes()))
     };
@@ -101,7 +104,7 @@ fn agrees<R: Runtime>(client: &ComputeClient<R>) -> Result<bool, KernelError> {
     Ok(top > 0.0 && ours.iter().zip(&portable).all(|(a, b)| (a - b).abs() <= 1e-4 * top))
 }
 
-/// Whether the kernel takes a product of `[i, r]` with `[j, r]`.
+/// Whether the kernel takes a product with `j` columns and sums of `r` values.
 pub fn fits(j: usize, r: usize) -> bool {
     j.is_multiple_of(2) && r.is_multiple_of(STEP)
 }
@@ -120,85 +123,80 @@ pub fn block_scaled<R: Runtime>(
     const NAME: &str = "block-scaled product";
     a.check_product(NAME, &w, &out)?;
     let [rows, cols] = [a.rows, w.rows];
-    expect_len(NAME, "columns left over in a step", usize::from(!fits(cols, a.cols)), 0)?;
+    require(NAME, fits(cols, a.cols), || {
+        format!("j = {cols}, r = {}; j must be even and r a multiple of {STEP}", a.cols)
+    })?;
     if rows == 0 || cols == 0 {
         return Ok(());
     }
-    let (lines, columns) = (index(NAME, "rows", rows)?, index(NAME, "columns", cols)?);
+    let (lines, columns) = (index(NAME, "i", rows)?, index(NAME, "j", cols)?);
+    let steps = index(NAME, "steps", a.cols / STEP)?;
     // SAFETY: buffer lengths were checked; rows past the last are read as the last and not written.
     unsafe {
         block_scaled_kernel::launch_unchecked(
             client,
             CubeCount::Static(columns.div_ceil(TILE[1]), lines.div_ceil(TILE[0]), 1),
             CubeDim::new_1d(UNITS),
-            a.codes,
-            a.scales,
-            a.global,
-            w.codes,
-            w.scales,
-            w.global,
+            a.launch(),
+            w.launch(),
             out,
             lines,
             columns,
-            index(NAME, "steps", a.cols / STEP)?,
+            steps,
             result,
         );
     }
     Ok(())
 }
 
-/// Row of the left operand whose codes are in register `register` (0 to 3) of `lane`.
+/// The row of the left operand whose codes are in register `register` (0 to 3) of `lane`.
 #[cube]
 fn left_row(lane: u32, #[comptime] register: u32) -> u32 {
     lane / 4u32 + comptime!(register % 2 * 8)
 }
 
-/// Word of a step that register `register` of `lane` holds, of the left operand.
+/// The word of a step that register `register` of `lane` holds, for the left operand.
 #[cube]
 fn left_word(lane: u32, #[comptime] register: u32) -> u32 {
     lane % 4u32 + comptime!(register / 2 * 4)
 }
 
-/// Row of the left operand whose scales `lane` gives: lanes 0 and 1 of four are asked, by selector 0.
+/// The row of the left operand whose scales `lane` provides: with selector 0, lanes 0 and 1 of four provide them.
 #[cube]
 fn left_scales_row(lane: u32) -> u32 {
     lane / 4u32 + lane % 2u32 * 8u32
 }
 
-/// Row of the right operand that `lane` holds, codes and scales: a column of the product.
+/// The row of the right operand, which is a column of the product, whose codes and scales `lane` holds.
 #[cube]
 fn right_row(lane: u32) -> u32 {
     lane / 4u32
 }
 
-/// Word of a step that register `register` (0, 1) of `lane` holds, of the right operand.
+/// The word of a step that register `register` (0 or 1) of `lane` holds, for the right operand.
 #[cube]
 fn right_word(lane: u32, #[comptime] register: u32) -> u32 {
     lane % 4u32 + comptime!(register * 4)
 }
 
-/// Row of the sums in register `register` (0, 1: two neighbouring columns each) of `lane`.
+/// The row of the sums in register `register` (0 or 1) of `lane`; each holds two neighboring columns.
 #[cube]
 fn sum_row(lane: u32, #[comptime] register: u32) -> u32 {
     lane / 4u32 + comptime!(register * 8)
 }
 
-/// The first of their columns.
+/// The first of the two columns of the sums in a register of `lane`.
 #[cube]
 fn sum_col(lane: u32) -> u32 {
     lane % 4u32 * 2u32
 }
 
-// Scales are variables, where values would do: the instruction takes references.
+// Scales are mutable variables because the instruction takes references to them.
 #[allow(unused_mut)]
 #[cube(launch_unchecked)]
 fn block_scaled_kernel<F: Float>(
-    a_codes: &Array<Codes>,
-    a_scales: &Array<Scales>,
-    a_global: &Array<f32>,
-    w_codes: &Array<Codes>,
-    w_scales: &Array<Scales>,
-    w_global: &Array<f32>,
+    a: &PackedBuffers<Codes, Scales>,
+    w: &PackedBuffers<Codes, Scales>,
     y: &mut Array<Pair<F>>,
     rows: u32,
     cols: u32,
@@ -222,11 +220,11 @@ fn block_scaled_kernel<F: Float>(
             #[unroll]
             for register in 0..4u32 {
                 let at = min(first + left_row(lane, register), last_row) * steps + step;
-                codes[register as usize] = a_codes[(at * 8u32 + left_word(lane, register)) as usize];
+                codes[register as usize] = a.codes[(at * 8u32 + left_word(lane, register)) as usize];
             }
             left.push(codes);
             let at = min(first + left_scales_row(lane), last_row) * steps + step;
-            left_scales[down] = a_scales[at as usize];
+            left_scales[down] = a.scales[at as usize];
         }
         #[unroll]
         for across in 0..ACROSS {
@@ -234,9 +232,9 @@ fn block_scaled_kernel<F: Float>(
             let mut right = Array::<Codes>::new(2usize);
             #[unroll]
             for register in 0..2u32 {
-                right[register as usize] = w_codes[(at * 8u32 + right_word(lane, register)) as usize];
+                right[register as usize] = w.codes[(at * 8u32 + right_word(lane, register)) as usize];
             }
-            let mut right_scales = w_scales[at as usize];
+            let mut right_scales = w.scales[at as usize];
             #[unroll]
             for down in 0..DOWN {
                 let sum = sums.index_mut(comptime!(down * ACROSS + across));
@@ -248,7 +246,7 @@ fn block_scaled_kernel<F: Float>(
         }
     }
 
-    let global = Pair::new(a_global[0] * w_global[0]);
+    let global = Pair::new(a.global[0] * w.global[0]);
     #[unroll]
     for down in 0..DOWN {
         #[unroll]
@@ -272,8 +270,9 @@ mod tests {
 
     const LANES: usize = 32;
 
-    /// What one instruction does, by the PTX ISA (mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64, its
-    /// figures of fragments and of scale selection with all selectors 0), from the registers of a warp.
+    /// Simulates one instruction on the registers of a warp, by the PTX ISA
+    /// (mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64, its figures of fragments, and of scale
+    /// selection with all selectors 0).
     fn instruction(
         a: &[[u32; 4]; LANES],
         b: &[[u32; 2]; LANES],
@@ -299,7 +298,8 @@ mod tests {
                 right[row][group] = value(b[lane][i / 8], i % 8);
             }
         }
-        // Lanes 0 and 1 of each four hold the scales of rows group and group + 8; lane 0 those of column group.
+        // Lanes 0 and 1 of each four hold the scales of rows `group` and `group + 8`; lane 0 holds those of column
+        // `group`.
         let scale = |word: u32, col: usize| e4m3((word >> (8 * (col / 16))) as u8);
         for (row, values) in left.iter_mut().enumerate() {
             let lane = row % 8 * 4 + row / 8;
@@ -324,7 +324,8 @@ mod tests {
         if exponent == 0 { mantissa * 2f64.powi(-6) } else { (1.0 + mantissa) * 2f64.powi(exponent - 7) }
     }
 
-    /// A warp that loads and stores by the kernel's functions multiplies matrices as they lie in memory.
+    /// A simulated warp that loads and stores by the functions of the kernel multiplies matrices as they lie in
+    /// memory.
     #[test]
     fn fragments_are_words_of_the_matrices() {
         let mut state = 0x9E37_79B9u32;
@@ -334,7 +335,7 @@ mod tests {
         };
         for _ in 0..50 {
             let codes: [Vec<u32>; 2] = [16, 8].map(|rows| (0..rows * 8).map(|_| random()).collect());
-            // Every scale but NaN.
+            // All scale bytes except NaN.
             let scales: [Vec<u8>; 2] = [16, 8].map(|rows| (0..rows * 4).map(|_| (random() % 0x7F) as u8).collect());
             let word = |scales: &[u8], row: u32| {
                 u32::from_le_bytes(scales[row as usize * 4..][..4].try_into().expect("four bytes"))

@@ -1,11 +1,11 @@
-//! The sums of a matrix's columns, which is what remains of a norm's weight gradient after many cubes have each summed
-//! some rows.
+//! The sums of a matrix's columns. The gradient of a norm's weight needs them: many cubes have each summed some rows,
+//! and this kernel adds their partial sums.
 //!
 //! ```text
-//! for r { for c { sum[c] += x[r][c] } }                                            // the plain loop
+//! for row { for c { sums[c] += x[row][c] } }                                       // the plain loop
 //! ```
-//! A cube takes two vectors of columns and all rows, 128 at a time, in a fixed order. Reads `4 R C` bytes: bound by the
-//! latency of a few loads, since matrices are small.
+//! A cube takes two vectors of columns and all rows, 128 rows at a time, in a fixed order. It reads `4 * rows * cols`
+//! bytes; matrices are small, so that the latency of a few loads bounds it.
 
 use crate::{
     device::vector_size,
@@ -13,10 +13,10 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// Rows that a cube reads at a time, two units each.
+/// Rows that a cube reads at a time: two units read each of them.
 const ROWS: u32 = 128;
 
-/// `sums[c] = sum_r x[r, c]`, all f32.
+/// `sums[c] = sum over rows of x[row, c]`, all f32.
 ///
 /// # Errors
 /// If a buffer does not fit `[rows, cols]`.

@@ -1,14 +1,16 @@
-//! Softmax cross-entropy over a chunk of rows, the gradient left where the logits were:
+//! Softmax cross-entropy over a chunk of rows. The gradient replaces the logits:
 //! ```text
-//! loss[i] = log sum_j exp(x[i, j]) - x[i, target[i]]        x[i, j] <- exp(x[i, j] - lse) - (j == target[i])
-//! for i { max; sum of exp; for j { x[i][j] = softmax - onehot } }                  // the plain loop
+//! lse[row] = log sum_c exp(x[row, c])           loss[row] = lse[row] - x[row, target[row]]
+//! x[row, c] <- exp(x[row, c] - lse[row]) - (c == target[row])
+//! for row { maximum; sum of exp; for c { x[row][c] = softmax - onehot } }                     // the plain loop
 //! ```
-//! A cube takes a row: 256 units keep a running maximum and sum each (Milakov & Gimelshein, arXiv 1805.02867) and
-//! merge them, then write. Sums are f32. The row is read twice, the second time mostly from cache, and written once:
-//! bound by memory. The caller walks the tokens in chunks, so that logits are never whole.
+//! A cube takes a row. Each of 256 units keeps a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867);
+//! the cube merges them, then writes. Sums are f32. The row is read twice, the second time mostly from the cache, and
+//! written once: bound by memory. The caller passes the tokens in chunks, so that the logits of all tokens never
+//! exist at once.
 
 use crate::{
-    device::{bit_casts, liberties, vector_size},
+    device::{bit_casts, fast_math_if, vector_size},
     error::{KernelError, expect_len, index},
     reduce::{cube_max, cube_sum},
 };
@@ -16,8 +18,8 @@ use cubecl::prelude::*;
 
 const UNITS: u32 = 256;
 
-/// `loss` (f32, `rows`) of `logits` (`rows` x `cols`, type `dtype`) at `targets` (i32, `rows`; negative: no loss, no
-/// gradient), and the logits' gradient in place if `gradient`.
+/// Computes `loss` (f32, `rows`) of `logits` (`rows` x `cols`, type `dtype`) at `targets` (i32, `rows`), and replaces
+/// the logits by their gradient if `gradient`. A row with a negative target has no loss and no gradient.
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
@@ -57,7 +59,7 @@ pub fn cross_entropy<R: Runtime>(
     Ok(())
 }
 
-#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+#[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
 fn cross_entropy_kernel<F: Float, N: Size>(
     logits: &mut Array<Vector<F, N>>,
     targets: &Array<i32>,
@@ -96,19 +98,19 @@ fn cross_entropy_kernel<F: Float, N: Size>(
     if UNIT_POS == 0u32 {
         let mut value = 0.0f32;
         if target >= 0i32 {
-            let t = u32::cast_from(target);
-            let vector = logits[first + (t / (n as u32)) as usize];
+            let hot = u32::cast_from(target);
+            let vector = logits[first + (hot / (n as u32)) as usize];
             let mut own = 0.0f32;
             #[unroll]
             for i in 0..n {
-                own = select(t % (n as u32) == (i as u32), f32::cast_from(vector[i]), own);
+                own = select(hot % (n as u32) == (i as u32), f32::cast_from(vector[i]), own);
             }
             value = lse - own;
         }
         loss[CUBE_POS_X as usize] = value;
     }
     if comptime!(gradient) {
-        // The loss was read above by unit 0 before any unit writes.
+        // Unit 0 must have read the target's logit before any unit writes.
         sync_cube();
         let live = select(target >= 0i32, 1.0f32, 0.0f32);
         let hot = u32::cast_from(max(target, 0i32));

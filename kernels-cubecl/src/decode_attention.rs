@@ -1,37 +1,35 @@
-//! Attention of a few new tokens over a long cache: as [`crate::attention`], the keys split among cubes.
+//! Attention of a few new tokens over a long cache: the same as [`crate::attention`], with the keys split among cubes.
 //! ```text
-//! for split { m, l, y = online softmax over the split's keys }      m* = max m     y = sum y e^(m - m*) / sum l e^(m - m*)
+//! for split { top, total, y = online softmax over the keys of the split }
+//! best = max top      y = sum y exp(top - best) / sum total exp(top - best)               // the plain loop
 //! ```
-//! A cube takes one key head, its share of the keys and all the queries that read them: the `H/K` heads of a group
-//! times the new tokens, at most 16 rows. Blocks of 64 keys are loaded one ahead by cp.async; each of the four planes
-//! takes 16 keys of a block with a maximum, sum and output of its own, which meet in shared memory at the end. A
-//! second kernel joins the splits. Reads every key and value once: bound by memory.
+//! A cube takes one key head, its share of the keys, and all queries that read them: the new tokens times the `H/G`
+//! heads of the group, at most 16 rows. `cp.async` loads blocks of 64 keys one ahead. Each of the four planes takes 16
+//! keys of a block and has a maximum, a sum and an output of its own; they are joined in shared memory at the end. A
+//! second kernel joins the splits. Every key and value is read once: bound by memory.
 
 use crate::{
-    attention::{AttentionShape, BLOCK, HIDDEN, UNITS, key_blocks, send_block, turn_block},
-    error::{KernelError, expect_len, index},
-    mma::{Chunk, Pair, as_left, left, multiply, right, zero_sums},
+    attention::{
+        AttentionShape, BLOCK_ROWS, Call, HIDDEN, Heads, key_blocks, product_across, product_along, send_block,
+        turn_block,
+    },
+    error::{KernelError, expect_len, require},
+    mma::{Octet, Pair, UNITS, lane_col, lane_row, place, row_max, row_sum, zero_sums},
 };
 use cubecl::prelude::*;
 
-/// Rows of a cube's fragment.
+/// Rows of a cube: one fragment.
 const ROWS: u32 = 16;
-/// Cubes that fill a large card twice over.
+/// Cubes that fill a large GPU twice.
 const CUBES: usize = 264;
 
-/// Whether the kernel takes the call: at most 16 rows of queries a key head.
+/// Whether the kernel takes the call: at most 16 rows of queries for a key head.
 pub fn fits(shape: AttentionShape) -> bool {
     shape.fits() && shape.queries * shape.heads <= ROWS as usize * shape.kv_heads
 }
 
-/// Shares of the keys, and values of the scratch that [`decode_attention`] needs.
-pub fn scratch(shape: AttentionShape) -> (usize, usize) {
-    let blocks = shape.keys.div_ceil(BLOCK as usize);
-    let splits = (CUBES / shape.kv_heads).clamp(1, blocks.max(1));
-    (splits, splits * shape.kv_heads * ROWS as usize * (shape.head_dim + 2))
-}
-
-/// `out` `[T, H, E]` from `q`, `k`, `v` of type `dtype`; every query sees all keys up to its own. `scratch` is f32.
+/// Computes `out` (`[T, H, E]`) from `q`, `k` and `v` of type `dtype`. Every query sees the keys from its `start` to
+/// its own.
 ///
 /// # Errors
 /// If a buffer does not fit the shape or [`fits`] is false.
@@ -39,31 +37,25 @@ pub fn decode_attention<R: Runtime>(
     client: &ComputeClient<R>,
     [q, k, v]: [ArrayArg<R>; 3],
     starts: ArrayArg<R>,
-    partial: [ArrayArg<R>; 2],
     out: ArrayArg<R>,
     dtype: StorageType,
     shape: AttentionShape,
 ) -> Result<(), KernelError> {
     const NAME: &str = "decode attention";
-    let (splits, len) = scratch(shape);
-    let (rows, cols) = (shape.queries * shape.heads, shape.head_dim);
-    expect_len(NAME, "rows that do not fit", usize::from(!fits(shape)), 0)?;
-    expect_len(NAME, "keys", shape.keys, shape.queries + shape.past)?;
-    for (what, arg, expected) in [
-        ("q", &q, rows * cols),
-        ("out", &out, rows * cols),
-        ("k", &k, shape.keys * shape.kv_heads * cols),
-        ("v", &v, shape.keys * shape.kv_heads * cols),
-        ("starts", &starts, shape.queries),
-        ("scratch", &partial[0], len),
-        ("scratch", &partial[1], len),
-    ] {
-        expect_len(NAME, what, arg.size(), expected)?;
-    }
-    let keys = index(NAME, "keys", shape.keys)?;
-    let [write, read] = partial;
-    // SAFETY: buffer lengths were checked; keys past the last are not loaded and hidden.
+    shape.check(NAME)?;
+    shape.check_qkv(NAME, [&q, &k, &v])?;
+    require(NAME, fits(shape), || {
+        let group = shape.heads / shape.kv_heads;
+        format!("{} new tokens times {group} heads of a group are more than {ROWS} rows", shape.queries)
+    })?;
+    expect_len(NAME, "out", out.size(), shape.query_len())?;
+    expect_len(NAME, "starts", starts.size(), shape.queries)?;
+    let (splits, len) = splits(shape);
+    let scratch = client.empty(len * 4);
+    let heads = shape.compiled_heads();
+    // SAFETY: buffer lengths were checked and `scratch` holds `len` f32; keys past the last are hidden and not loaded.
     unsafe {
+        let partial = || ArrayArg::from_raw_parts(scratch.clone(), len);
         split_kernel::launch_unchecked(
             client,
             CubeCount::Static(shape.kv_heads as u32, splits as u32, 1),
@@ -72,92 +64,57 @@ pub fn decode_attention<R: Runtime>(
             k,
             v,
             starts,
-            write,
-            shape.queries as u32,
-            keys,
-            shape.past as u32,
-            1.0 / (cols as f32).sqrt(),
-            shape.heads as u32,
-            shape.kv_heads as u32,
-            cols as u32,
+            partial(),
+            shape.call(NAME)?,
+            heads,
             dtype,
         );
         join_kernel::launch_unchecked(
             client,
-            CubeCount::Static(rows as u32, 1, 1),
-            CubeDim::new_1d(cols as u32),
-            read,
+            CubeCount::Static((shape.queries * shape.heads) as u32, 1, 1),
+            CubeDim::new_1d(heads.dim),
+            partial(),
             out,
             splits as u32,
-            shape.heads as u32,
-            shape.kv_heads as u32,
-            cols as u32,
+            heads,
             dtype,
         );
     }
     Ok(())
 }
 
+/// The number of shares of the keys, and of the f32 values that all shares leave.
+fn splits(shape: AttentionShape) -> (usize, usize) {
+    let blocks = shape.keys.div_ceil(BLOCK_ROWS as usize);
+    let splits = (CUBES / shape.kv_heads).clamp(1, blocks.max(1));
+    (splits, splits * shape.kv_heads * ROWS as usize * (shape.head_dim + 2))
+}
+
 #[cube(launch_unchecked, fast_math = FastMath::all())]
 fn split_kernel<F: Float>(
     q: &Array<F>,
-    k: &Array<Chunk<F>>,
-    v: &Array<Chunk<F>>,
+    k: &Array<Octet<F>>,
+    v: &Array<Octet<F>>,
     starts: &Array<u32>,
     partial: &mut Array<f32>,
-    queries: u32,
-    k_len: u32,
-    past: u32,
-    scale: f32,
-    #[comptime] heads: u32,
-    #[comptime] kv_heads: u32,
-    #[comptime] dim: u32,
+    call: Call,
+    #[comptime] heads: Heads,
     #[define(F)] _dtype: StorageType,
 ) {
-    let width = comptime!(dim / 8);
-    let block_len = comptime!(BLOCK * width);
-    let group = comptime!(heads / kv_heads);
-    let mut q_tile = SharedMemory::<Chunk<F>>::new_aligned(comptime!((ROWS * width) as usize), 128usize);
+    let Heads { kv_heads, dim, .. } = comptime!(heads);
+    let width = heads.width();
+    let mut q_tile = SharedMemory::<Octet<F>>::new_aligned(comptime!((ROWS * width) as usize), 128usize);
     let kv_head = CUBE_POS_X;
-    let mut keys = key_blocks::<F>(k_len, kv_head, kv_heads, dim);
-    let blocks = k_len.div_ceil(BLOCK);
+    let mut keys = key_blocks::<F>(call.keys, kv_head, heads);
+    let blocks = call.keys.div_ceil(BLOCK_ROWS);
     let share = blocks.div_ceil(CUBE_COUNT_Y);
     let first = min(CUBE_POS_Y * share, blocks);
     let end = min(first + share, blocks);
-    let plane = UNIT_POS / 32u32;
-    let col0 = (UNIT_POS_PLANE % 4u32) * 2u32;
+    let plane_key = UNIT_POS / 32u32 * 16u32;
 
-    // Row r is query r / group of head r % group.
-    let mut slot = UNIT_POS;
-    while slot < comptime!(ROWS * width) {
-        let row = slot / width;
-        let chunk = slot % width;
-        let mut values = Chunk::<F>::new(F::new(0.0f32));
-        if row < queries * group {
-            let head = kv_head * group + row % group;
-            let at = ((row / group * heads + head) * dim + chunk * 8u32) as usize;
-            #[unroll]
-            for i in 0..8usize {
-                values[i] = q[at + i];
-            }
-        }
-        q_tile[crate::mma::place(row, chunk, width) as usize] = values;
-        slot += UNITS;
-    }
-    let mut seen = Array::<u32>::new(2usize);
-    let mut start = Array::<u32>::new(2usize);
-    let mut top = Array::<f32>::new(2usize);
-    let mut total = Array::<f32>::new(2usize);
-    #[unroll]
-    for half in 0..2usize {
-        let query = min((UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8)) / group, queries - 1u32);
-        seen[half] = query + past;
-        start[half] = starts[query as usize];
-        top[half] = HIDDEN;
-        total[half] = 0.0f32;
-    }
+    load_queries::<F>(q, &mut q_tile, kv_head, call.queries, heads);
+    let mut rows = own_rows(starts, call, heads);
     let mut mixed = zero_sums(comptime!(dim as usize / 8));
-
     if first < end {
         send_block(k, v, &mut keys, first, 0usize);
     }
@@ -169,117 +126,21 @@ fn split_kernel<F: Float>(
             let now = block + comptime!(stage as u32);
             if now < end {
                 turn_block(k, v, &mut keys, now, end, phase, stage);
-                let base = comptime!(stage as u32 * block_len);
+                let base = comptime!(stage as u32 * BLOCK_ROWS * width);
                 let mut scores = zero_sums(2usize);
-                #[unroll]
-                for part in 0..comptime!(dim / 16) {
-                    let rows = left::<F>(&q_tile, 0u32, 0u32, 0u32, part, width, false);
-                    let cols = right::<F>(&keys.k, base, plane * 16u32, 0u32, part, width, false);
-                    #[unroll]
-                    for half in 0..2usize {
-                        multiply::<F>(&rows, &cols, half, scores.index_mut(half));
-                    }
-                }
-                let key0 = now * BLOCK + plane * 16u32 + col0;
-                #[unroll]
-                for half in 0..2usize {
-                    let mut best = top[half];
-                    #[unroll]
-                    for g in 0..2usize {
-                        let scores = scores.index_mut(g);
-                        let mut pair = scores[half];
-                        #[unroll]
-                        for c in 0..2usize {
-                            let key = key0 + comptime!(g as u32 * 8 + c as u32);
-                            pair[c] = select(key > seen[half] || key < start[half], HIDDEN, pair[c] * scale);
-                            best = max(best, pair[c]);
-                        }
-                        scores[half] = pair;
-                    }
-                    best = max(best, plane_shuffle_xor(best, 1u32));
-                    best = max(best, plane_shuffle_xor(best, 2u32));
-                    let shrink = (top[half] - best).exp();
-                    top[half] = best;
-                    let mut sum = 0.0f32;
-                    #[unroll]
-                    for g in 0..2usize {
-                        let scores = scores.index_mut(g);
-                        let mut pair = scores[half];
-                        #[unroll]
-                        for c in 0..2usize {
-                            // Where nothing is seen yet, the maximum is the hidden score itself.
-                            pair[c] = select(pair[c] > -1.0e29f32, (pair[c] - best).exp(), 0.0f32);
-                            sum += pair[c];
-                        }
-                        scores[half] = pair;
-                    }
-                    total[half] = total[half] * shrink + sum;
-                    #[unroll]
-                    for g in 0..comptime!(dim as usize / 8) {
-                        let mixed = mixed.index_mut(g);
-                        mixed[half] = mixed[half] * Pair::new(shrink);
-                    }
-                }
-                let weights = as_left::<F>(scores.index(0usize), scores.index(1usize));
-                let row = base + plane * 16u32 * width;
-                #[unroll]
-                for g in 0..comptime!(dim as usize / 16) {
-                    let cols = right::<F>(&keys.v, row, 0u32, comptime!(g as u32 * 16), 0u32, width, true);
-                    #[unroll]
-                    for half in 0..2usize {
-                        multiply::<F>(&weights, &cols, half, mixed.index_mut(comptime!(g * 2 + half)));
-                    }
-                }
+                product_along::<F>(&q_tile, 0u32, &keys.k, base, plane_key, &mut scores, 1usize, dim);
+                let key = now * BLOCK_ROWS + plane_key + lane_col();
+                soften(&mut scores, &mut mixed, &mut rows, key, call.scale, dim);
+                let base = base + plane_key * width;
+                product_across::<F>(&scores, &keys.v, base, &mut mixed, 1usize, dim);
             }
         }
         block += 2u32;
         phase ^= 1u32;
     }
 
-    // Join the planes, one after another, in shared memory: [row][E values, maximum, sum].
+    let joined = joined_planes(&mixed, &rows, dim);
     let line = comptime!(dim + 2);
-    let mut joined = SharedMemory::<f32>::new(comptime!((ROWS * line) as usize));
-    #[unroll]
-    for p in 0..4u32 {
-        sync_cube();
-        if plane == p {
-            #[unroll]
-            for half in 0..2usize {
-                let mut sum = total[half];
-                sum += plane_shuffle_xor(sum, 1u32);
-                sum += plane_shuffle_xor(sum, 2u32);
-                let row = (UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8)) * line;
-                let mut old_top = f32::new(HIDDEN);
-                let mut old_sum = 0.0f32;
-                if comptime!(p > 0) {
-                    old_top = joined[(row + dim) as usize];
-                    old_sum = joined[(row + dim + 1u32) as usize];
-                }
-                let best = max(old_top, top[half]);
-                let old_share = (old_top - best).exp();
-                let own_share = (top[half] - best).exp();
-                #[unroll]
-                for g in 0..comptime!(dim as usize / 8) {
-                    let pair = mixed.index(g)[half];
-                    #[unroll]
-                    for c in 0..2usize {
-                        let at = (row + col0 + comptime!(g as u32 * 8 + c as u32)) as usize;
-                        let mut value = pair[c] * own_share;
-                        if comptime!(p > 0) {
-                            value += joined[at] * old_share;
-                        }
-                        joined[at] = value;
-                    }
-                }
-                sync_plane();
-                if col0 == 0u32 {
-                    joined[(row + dim) as usize] = best;
-                    joined[(row + dim + 1u32) as usize] = old_sum * old_share + sum * own_share;
-                }
-            }
-        }
-    }
-    sync_cube();
     let base = (CUBE_POS_Y * kv_heads + kv_head) * comptime!(ROWS * line);
     let mut slot = UNIT_POS;
     while slot < comptime!(ROWS * line) {
@@ -288,31 +149,187 @@ fn split_kernel<F: Float>(
     }
 }
 
-/// A cube joins the splits of one query and head, a unit for each value.
+/// Copies the queries of a group into a tile. Row `row` is token `row / group`, head `row % group` of the group.
+#[cube]
+fn load_queries<F: Float>(
+    q: &Array<F>,
+    tile: &mut SharedMemory<Octet<F>>,
+    kv_head: u32,
+    queries: u32,
+    #[comptime] heads: Heads,
+) {
+    let width = heads.width();
+    let group = heads.group();
+    let mut slot = UNIT_POS;
+    while slot < comptime!(ROWS * width) {
+        let row = slot / width;
+        let octet = slot % width;
+        let mut values = Octet::<F>::new(F::new(0.0f32));
+        if row < queries * group {
+            let head = kv_head * group + row % group;
+            let at = ((row / group * heads.heads + head) * heads.dim + octet * 8u32) as usize;
+            #[unroll]
+            for i in 0..8usize {
+                values[i] = q[at + i];
+            }
+        }
+        tile[place(row, octet, width) as usize] = values;
+        slot += UNITS;
+    }
+}
+
+/// The two rows whose sums a lane holds, eight rows apart, and the state of their online softmax.
+#[derive(CubeType)]
+struct LaneRows {
+    /// The last key that each row sees.
+    last: Array<u32>,
+    /// The first one.
+    start: Array<u32>,
+    /// Largest scaled score so far.
+    top: Array<f32>,
+    /// Sum so far of `exp(score - top)`, over this lane's columns.
+    total: Array<f32>,
+}
+
+#[cube]
+fn own_rows(starts: &Array<u32>, call: Call, #[comptime] heads: Heads) -> LaneRows {
+    let mut last = Array::<u32>::new(2usize);
+    let mut start = Array::<u32>::new(2usize);
+    let mut top = Array::<f32>::new(2usize);
+    let mut total = Array::<f32>::new(2usize);
+    #[unroll]
+    for half in 0..2usize {
+        let query = min((lane_row() + comptime!(half as u32 * 8)) / heads.group(), call.queries - 1u32);
+        last[half] = query + call.past;
+        start[half] = starts[query as usize];
+        top[half] = HIDDEN;
+        total[half] = 0.0f32;
+    }
+    LaneRows { last, start, top, total }
+}
+
+/// One step of the online softmax: scales and hides scores, turns them into weights, and rescales the output so far.
+/// `key` is the first key whose score this lane holds.
+#[cube]
+fn soften(
+    scores: &mut Sequence<Array<Pair<f32>>>,
+    mixed: &mut Sequence<Array<Pair<f32>>>,
+    rows: &mut LaneRows,
+    key: u32,
+    scale: f32,
+    #[comptime] dim: u32,
+) {
+    #[unroll]
+    for half in 0..2usize {
+        let mut best = rows.top[half];
+        #[unroll]
+        for g in 0..2usize {
+            let scores = scores.index_mut(g);
+            let mut pair = scores[half];
+            #[unroll]
+            for c in 0..2usize {
+                let key = key + comptime!(g as u32 * 8 + c as u32);
+                pair[c] = select(key > rows.last[half] || key < rows.start[half], HIDDEN, pair[c] * scale);
+                best = max(best, pair[c]);
+            }
+            scores[half] = pair;
+        }
+        let best = row_max(best);
+        let shrink = (rows.top[half] - best).exp();
+        rows.top[half] = best;
+        let mut sum = 0.0f32;
+        #[unroll]
+        for g in 0..2usize {
+            let scores = scores.index_mut(g);
+            let mut pair = scores[half];
+            #[unroll]
+            for c in 0..2usize {
+                // A row that has seen no key yet has the hidden score as its maximum.
+                pair[c] = select(pair[c] > -1.0e29f32, (pair[c] - best).exp(), 0.0f32);
+                sum += pair[c];
+            }
+            scores[half] = pair;
+        }
+        rows.total[half] = rows.total[half] * shrink + sum;
+        #[unroll]
+        for g in 0..comptime!(dim as usize / 8) {
+            let mixed = mixed.index_mut(g);
+            mixed[half] = mixed[half] * Pair::new(shrink);
+        }
+    }
+}
+
+/// Joins the planes of a cube, one after another, in shared memory: for each row E values, the maximum and the sum.
+#[cube]
+fn joined_planes(mixed: &Sequence<Array<Pair<f32>>>, rows: &LaneRows, #[comptime] dim: u32) -> SharedMemory<f32> {
+    let line = comptime!(dim + 2);
+    let mut joined = SharedMemory::<f32>::new(comptime!((ROWS * line) as usize));
+    #[unroll]
+    for plane in 0..4u32 {
+        sync_cube();
+        if UNIT_POS / 32u32 == plane {
+            #[unroll]
+            for half in 0..2usize {
+                let sum = row_sum(rows.total[half]);
+                let row = (lane_row() + comptime!(half as u32 * 8)) * line;
+                let mut old_top = f32::new(HIDDEN);
+                let mut old_sum = 0.0f32;
+                if comptime!(plane > 0) {
+                    old_top = joined[(row + dim) as usize];
+                    old_sum = joined[(row + dim + 1u32) as usize];
+                }
+                let best = max(old_top, rows.top[half]);
+                let old_share = (old_top - best).exp();
+                let own_share = (rows.top[half] - best).exp();
+                #[unroll]
+                for g in 0..comptime!(dim as usize / 8) {
+                    let pair = mixed.index(g)[half];
+                    #[unroll]
+                    for c in 0..2usize {
+                        let at = (row + lane_col() + comptime!(g as u32 * 8 + c as u32)) as usize;
+                        let mut value = pair[c] * own_share;
+                        if comptime!(plane > 0) {
+                            value += joined[at] * old_share;
+                        }
+                        joined[at] = value;
+                    }
+                }
+                sync_plane();
+                if lane_col() == 0u32 {
+                    joined[(row + dim) as usize] = best;
+                    joined[(row + dim + 1u32) as usize] = old_sum * old_share + sum * own_share;
+                }
+            }
+        }
+    }
+    sync_cube();
+    joined
+}
+
+/// Joins the splits: a cube takes one token and head, a unit one value of it.
 #[cube(launch_unchecked)]
 fn join_kernel<F: Float>(
     partial: &Array<f32>,
     out: &mut Array<F>,
     splits: u32,
-    #[comptime] heads: u32,
-    #[comptime] kv_heads: u32,
-    #[comptime] dim: u32,
+    #[comptime] shape: Heads,
     #[define(F)] _dtype: StorageType,
 ) {
+    let Heads { heads, kv_heads, dim } = comptime!(shape);
     let line = comptime!(dim + 2);
-    let group = comptime!(heads / kv_heads);
+    let group = shape.group();
     let query = CUBE_POS_X / heads;
     let head = CUBE_POS_X % heads;
     let first = head / group * comptime!(ROWS * line) + (query * group + head % group) * line;
     let step = comptime!(kv_heads * ROWS * line);
     let mut best = f32::new(HIDDEN);
-    for s in 0..splits {
-        best = max(best, partial[(first + s * step + dim) as usize]);
+    for split in 0..splits {
+        best = max(best, partial[(first + split * step + dim) as usize]);
     }
     let mut sum = 0.0f32;
     let mut value = 0.0f32;
-    for s in 0..splits {
-        let at = first + s * step;
+    for split in 0..splits {
+        let at = first + split * step;
         let share = (partial[(at + dim) as usize] - best).exp();
         sum += partial[(at + dim + 1u32) as usize] * share;
         value += partial[(at + UNIT_POS) as usize] * share;

@@ -1,14 +1,15 @@
-//! NVFP4 to dense: `y[r, c] = (code[r, c] * scale[r, c / 16]) * g`, or without `g`.
+//! A packed matrix to a dense one: `y[row, c] = (code[row, c] * scale[row, c / 16]) * g`, or without `g`.
 //! ```text
-//! for r { for c { y[r][c] = e2m1(code[r][c]) * e4m3(scale[r][c / 16]) * g } }      // the plain loop
+//! for row { for c { y[row][c] = e2m1(code[row][c]) * e4m3(scale[row][c / 16]) * g } }   // the plain loop
 //! ```
-//! `code * scale` has at most six significant bits and is exact in f32, f16 and bf16; the product
-//! with `g` rounds once in f32, the store rounds to the output type. A unit decodes one word of eight
-//! codes and writes them as one or two vectors, so that neighbours write side by side. Moves 4.5 bits in and one output value out: bound by memory.
+//! `code * scale` has at most six significant bits and is exact in f32, f16 and bf16. The product with `g` rounds
+//! once in f32, and the store rounds to the output type. A unit decodes one word of eight codes and writes them as
+//! one or two vectors, so that neighboring units write neighboring memory. Reads 4.5 bits and writes one output value
+//! for each value: bound by memory.
 
 use crate::{
     codec::{e2m1_decode, e2m1_pairs, e4m3_decode, e4m3_pair, pair_unit, scale_unit},
-    device::{bit_casts, flat_launch, vector_size},
+    device::{bit_casts, flat_launch, sequence, vector_size},
     error::{KernelError, expect_blocks, expect_len},
     layout::{code_of, scales_per_row, words_per_row},
 };
@@ -17,13 +18,13 @@ use cubecl::{
     prelude::*,
 };
 
-/// Words that a unit has in flight on CUDA.
+/// Words that a unit loads at once on CUDA.
 const WORDS: usize = 4;
 
-/// Writes the `rows` x `cols` matrix to `y` (float of type `dtype`); without `global` as `code * scale` alone.
+/// Writes the `rows` x `cols` matrix to `y` (float of type `dtype`). Without `global` it writes `code * scale`.
 ///
 /// # Errors
-/// If C is not a multiple of 16 or a buffer does not fit the shape.
+/// If the columns are not a multiple of 16 or a buffer does not fit the shape.
 pub fn dequantize<R: Runtime>(
     client: &ComputeClient<R>,
     codes: ArrayArg<R>,
@@ -39,14 +40,12 @@ pub fn dequantize<R: Runtime>(
     expect_len(NAME, "codes", codes.size(), rows * words_per_row(cols))?;
     expect_len(NAME, "scales", scales.size(), rows * scales_per_row(cols))?;
     expect_len(NAME, "y", y.size(), rows * cols)?;
-    let mut globals = SequenceArg::new();
-    if let Some(global) = global {
+    if let Some(global) = &global {
         expect_len(NAME, "global", global.size(), 1)?;
-        globals.push(global);
     }
     let words = rows * words_per_row(cols);
     let vector = vector_size(client, dtype, 8);
-    let pairs = bit_casts(client) && dtype.size() == 2 && globals.values.is_empty();
+    let pairs = bit_casts(client) && dtype.size() == 2 && global.is_none();
     // SAFETY: buffer lengths were checked against the shape; the kernels stop at the last word.
     unsafe {
         if pairs {
@@ -55,6 +54,7 @@ pub fn dequantize<R: Runtime>(
             dequantize_pairs_kernel::launch_unchecked(client, count, dim, codes, scales, y, bf16, dtype);
         } else {
             let (count, dim) = flat_launch(words);
+            let globals = sequence(global);
             dequantize_kernel::launch_unchecked(client, count, dim, vector, codes, scales, globals, y, dtype);
         }
     }
@@ -69,7 +69,7 @@ fn dequantize_kernel<F: Float, N: Size>(
     y: &mut Array<Vector<F, N>>,
     #[define(F)] _dtype: StorageType,
 ) {
-    // Rows are whole blocks: words and scales follow each other across rows.
+    // Rows consist of whole blocks, so words and scales continue across rows.
     if ABSOLUTE_POS < codes.len() {
         let word = codes[ABSOLUTE_POS];
         let scale = e4m3_decode(u32::cast_from(scales[ABSOLUTE_POS / 2usize]));
@@ -91,7 +91,8 @@ fn dequantize_kernel<F: Float, N: Size>(
     }
 }
 
-/// `code * scale` in 16 bits: two codes at a time, by shifts and exact products, `WORDS` words a unit.
+/// The same in 16 bits and without `g`: decodes two codes at a time by shifts and exact products, `WORDS` words a
+/// unit.
 #[cube(launch_unchecked)]
 fn dequantize_pairs_kernel<F: Float>(
     codes: &Array<u32>,

@@ -1,38 +1,49 @@
-//! What a launch asks of its device, and how many cubes it takes.
+//! What launches ask of a device, how many cubes they start, and how they hand over buffers.
 
 use cubecl::prelude::*;
 use enumset::EnumSet;
 
-/// Whether registers can be read as vectors of another type, which also marks the compilers that know approximate
-/// division, square root and exponential: CUDA's, not SPIR-V's.
+/// Whether the compiler can reinterpret a vector in registers as one of another type. This also tells CUDA's
+/// compiler, which knows approximate division, square root and exponential, from SPIR-V's, which does not.
 pub(crate) fn bit_casts<R: Runtime>(client: &ComputeClient<R>) -> bool {
     client.features().memory_reinterpret
 }
 
-/// The liberties of a kernel that runs `approximate`ly: 2 ulp in divisions, roots and exponentials.
-pub(crate) fn liberties(approximate: bool) -> EnumSet<FastMath> {
+/// The fast-math flags of a kernel that runs `approximate`ly: divisions, roots and exponentials may be off by 2 ulp.
+pub(crate) fn fast_math_if(approximate: bool) -> EnumSet<FastMath> {
     if approximate { FastMath::all() } else { EnumSet::empty() }
 }
 
-/// The same for divisions only. CubeCL's name for a root with all liberties is the slow, correctly rounded one.
+/// The fast-math flags of a kernel that approximates divisions only. With all flags set CubeCL would replace the
+/// approximate root by the slow, correctly rounded one.
 pub(crate) fn quick_division(approximate: bool) -> EnumSet<FastMath> {
     use FastMath::{AllowReciprocal, NotInf, ReducedPrecision, UnsignedZero};
     if approximate { AllowReciprocal | ReducedPrecision | UnsignedZero | NotInf } else { EnumSet::empty() }
 }
 
-/// The widest vector of at most eight elements of `dtype` that the device reads at once and that divides `len`.
+/// The widest vector, of at most eight elements of `dtype`, that the device reads at once and whose length divides
+/// `len`.
 pub(crate) fn vector_size<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, len: usize) -> usize {
     client.io_optimized_vector_sizes(dtype.size()).find(|v| *v <= 8 && len.is_multiple_of(*v)).unwrap_or(1)
 }
 
-/// Multiprocessors, as many as an H200's where the device does not tell.
+/// The number of multiprocessors, or an H200's 132 if the device does not report it.
 pub(crate) fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
     client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
 }
 
-/// Cubes of 256 units that cover `len` elements, spread over two dimensions past 65,535 cubes.
+/// Cubes of 256 units that cover `len` elements, spread over two grid dimensions from 65,536 cubes on.
 pub(crate) fn flat_launch(len: usize) -> (CubeCount, CubeDim) {
     let cubes = len.div_ceil(256).max(1) as u32;
     let x = cubes.min(65_535);
     (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d(256))
+}
+
+/// The buffers of an `Option` (none or one) or of a list, as kernels take a buffer that may be missing or shared.
+pub(crate) fn sequence<R: Runtime, E: CubePrimitive>(
+    buffers: impl IntoIterator<Item = ArrayArg<R>>,
+) -> SequenceArg<R, Array<E>> {
+    let mut sequence = SequenceArg::new();
+    buffers.into_iter().for_each(|buffer| sequence.push(buffer));
+    sequence
 }

@@ -1,10 +1,12 @@
-//! What happens to gradients between the products and the optimizer: their squares are summed for the global norm,
-//! and those of several micro-batches are summed up.
+//! Two operations on gradients between the products and the optimizer: the sum of their squares, for the global norm,
+//! and the sum over micro-batches.
 //!
 //! ```text
-//! out = sum x[i]^2                    sum[i] = sum[i] + x[i]
+//! out = sum_i x[i]^2                  sum[i] = sum[i] + x[i]
+//! for i { out += x[i] * x[i] }        for i { sum[i] += x[i] }                     // the plain loops
 //! ```
-//! Sums are f32 and taken in a fixed order. Each value is read once (and written once): bound by memory.
+//! Sums are f32 and added in a fixed order. Each value is read once (and for the second operation written once):
+//! bound by memory.
 
 use crate::{
     device::{flat_launch, vector_size},
@@ -13,7 +15,8 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// `out[0] = sum x[i]^2`, out f32. Two launches: a sum for each of up to 1,024 cubes, then one cube.
+/// `out[0] = sum_i x[i]^2`, with `out` in f32. Two launches: up to 1,024 cubes write one sum each, then one cube adds
+/// these.
 ///
 /// # Errors
 /// If `out` does not hold one element.

@@ -1,10 +1,12 @@
-//! Random Hadamard transform over groups of 16 columns: `y = x · diag(signs) · H16 / 4`.
-//!
-//! `H16` is Sylvester's matrix; `signs` is one fixed vector of ±1, as in NVIDIA's recipe (arXiv
-//! 2509.25149, §4.2), given as 16 bits (1 = minus). The transform is orthogonal: applied to both
-//! operands of a product along the summed dimension it cancels. Sums run as a butterfly, halves
-//! first (distance 1, 2, 4, 8), and end on `+ 0` so that a zero sum is +0 as in a matrix product;
-//! products are by ±1 and 1/4, hence exact, and so the result is the same on every backend. One unit owns 16 columns; reads and writes each value once.
+//! The random Hadamard transform of groups of 16 columns: `y = x · diag(signs) · H16 / 4`.
+//! ```text
+//! for each group { for i { for c { y[i] += signs[c] * x[c] * H16[c][i] / 4 } } }   // the plain loop
+//! ```
+//! `H16` is Sylvester's matrix. `signs` is one fixed vector of ±1, as in NVIDIA's recipe (arXiv 2509.25149, §4.2),
+//! stored as 16 bits (1 means minus). The transform is orthogonal: applied to both operands of a product along the
+//! summed index, it cancels. The sums form a butterfly with distances 1, 2, 4 and 8, and end with `+ 0`, so that a
+//! zero sum is +0 as in a matrix product. The factors ±1 and 1/4 are exact, so every backend computes the same bits.
+//! A unit owns 16 columns and reads and writes each value once: bound by memory.
 
 use crate::{
     device::flat_launch,
@@ -12,10 +14,10 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// TransformerEngine's sign vector [1,1,1,-1,1,-1,-1,-1,-1,-1,-1,1,-1,1,-1,-1], bit i set for -1.
+/// The sign vector of TransformerEngine, [1,1,1,-1,1,-1,-1,-1,-1,-1,-1,1,-1,1,-1,-1]; bit i is set for -1.
 pub const SIGNS: u32 = 0b1101_0111_1110_1000;
 
-/// Rotates every 16 consecutive elements of `x` into `y`, both float of type `dtype`.
+/// Transforms every 16 consecutive elements of `x` into `y`, both float of type `dtype`.
 ///
 /// # Errors
 /// If the length is not a multiple of 16 or differs between the buffers.
@@ -35,7 +37,7 @@ pub fn hadamard<R: Runtime>(
     Ok(())
 }
 
-/// Rotates 16 values in registers.
+/// Transforms 16 values in registers.
 #[cube]
 pub(crate) fn rotate(v: &mut Array<f32>, signs: u32) {
     #[unroll]

@@ -1,31 +1,67 @@
-//! NVFP4 device kernels, written once in CubeCL and run on CUDA, Vulkan and whatever else it reaches.
+//! NVFP4 device kernels, each written once in CubeCL, which compiles them for CUDA, for Vulkan and for its other
+//! targets.
+//!
+//! NVFP4 is a 4-bit float format: a value is a 4-bit code times a scale that 16 values share. [`layout`] says where
+//! codes and scales lie in memory. A *packed* matrix is stored that way; a *dense* one holds plain floats.
 //!
 //! | file | what it computes |
 //! |---|---|
-//! | [`layout`] | where a code and a scale lie: nibble order and block length |
+//! | [`layout`] | positions of codes and scales: nibble order and block length |
 //! | [`codec`] | E2M1 and E4M3 to and from f32, by integer operations |
-//! | [`rng`], [`mod@normal`] | Philox4x32-10, the counter-based generator behind stochastic rounding; normal numbers of it |
-//! | [`quantize`] | dense matrix to codes, block scales and tensor scale |
-//! | [`dequantize`] | the way back: `value = code * block scale * tensor scale` |
-//! | [`hadamard`] | random Hadamard transform over 16 columns |
-//! | [`mma`], [`mod@gemm`] | tensor-core fragments and the product made of them: forward, dgrad, wgrad |
-//! | [`mod@gemv`] | a few rows times a packed matrix, read as codes |
+//! | [`rng`], [`mod@normal`] | the random bits of stochastic rounding (Philox4x32-10), and normal random numbers |
+//! | [`quantize`] | a dense matrix to codes, block scales and tensor scale |
+//! | [`dequantize`] | a packed matrix to a dense one: `value = code * block scale * tensor scale` |
+//! | [`hadamard`] | the random Hadamard transform of 16 columns |
+//! | [`mma`], [`mod@gemm`] | tensor-core fragments, and the matrix product made of them: forward, dgrad, wgrad |
+//! | [`mod@gemv`] | a few rows times a packed matrix, whose codes are decoded in registers |
 //! | [`mod@block_scaled`] | two packed matrices on tensor cores that read NVFP4 |
-//! | [`matmul`] | products with packed operands where there are no tensor cores |
-//! | [`attention`], [`decode_attention`] | causal grouped-query attention, forward, backward and over a cache |
-//! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a block, with their gradients |
-//! | [`mod@column_sums`] | what remains of a norm's weight gradient |
-//! | [`mod@cross_entropy`] | a loss and its gradient in place of the logits |
-//! | [`gradient`] | squares summed for the global norm, micro-batches summed up |
-//! | [`adamw`] | one AdamW update over a chunk: four forms of states, five of master weights |
-//! | [`mod@bench`], [`mod@once`] | every kernel timed; every kernel launched once, for compile checks |
-//! | `cuda_source` (a feature) | a runtime that writes kernels down as CUDA C++ instead of running them |
+//! | [`matmul`] | products with packed operands on devices without tensor cores |
+//! | [`attention`], [`decode_attention`] | causal grouped-query attention: forward, backward, and over a long cache |
+//! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
+//! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
+//! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
+//! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
+//! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
+//! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
+//! | [`mod@once`] | launches every kernel once, for compile checks and memory checkers |
+//! | `cuda_source` (a feature) | a runtime that records kernels as CUDA C++ instead of running them |
 //!
-//! This crate knows no tensor library, no model and no file. A launch takes buffers as
-//! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes, and queues the kernel:
-//! device errors (out of memory, a failed compile) surface at the next synchronisation.
+//! # Which device runs what
+//! [`mod@gemm`], [`mod@gemv`], [`attention`] and [`decode_attention`] need 16-bit tensor cores, `ldmatrix` and
+//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`mod@block_scaled`]
+//! needs sm_120 or sm_121. All other kernels are portable.
+//!
+//! # Letters
+//! A letter has one meaning in this crate. Matrices that no letter describes have `rows` and `cols`.
+//!
+//! | letter | meaning |
+//! |---|---|
+//! | `T` | tokens of a call: rows of queries |
+//! | `S` | tokens that are attended to: rows of keys and values, `past + T` |
+//! | `H` | query heads |
+//! | `G` | key heads, a divisor of `H`: each serves a *group* of `H / G` query heads |
+//! | `E` | values of a head |
+//! | `i`, `j` | row and column of a product's result `y[i, j]`; `i_len`, `j_len` count them |
+//! | `r` | the index that a product sums over; `r_len` counts it |
+//! | `c` | a column, in formulas |
+//! | `x`, `y` | input and output of an operation; `dx`, `dy` are the gradients of the loss with respect to them |
+//! | `q`, `k`, `v` | queries, keys and values of attention |
+//! | `w` | a weight |
+//! | `g` | a tensor scale |
+//! | `R`, `F`, `N` | type parameters: the runtime, a float type, the length of a vector |
+//!
+//! The indices of `T`, `S`, `H` and `E` are `t`, `s`, `h` and `e`. Other lower-case names are defined in the formula that
+//! uses them. Two groups of names come from elsewhere: [`adamw`] keeps the letters of its paper (`m` and `v` are the
+//! moments of step `t`), and PTX names its instructions by three numbers, such as `m16n8k16` for 16 rows, 8 columns and
+//! sums of 16 products.
+//!
+//! # Launches
+//! This crate knows no tensor library, no model and no file. A launch function takes buffers as
+//! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes ([`KernelError`]) and queues the kernel.
+//! Errors of the device, such as out of memory, surface at the next synchronization. A kernel takes a buffer that may
+//! be missing, or of which there may be several, as a `Sequence`: none, one, or one for each item.
 
-// Launching a kernel is unsafe by nature; each launch states why its lengths hold.
+// Launching a kernel is unsafe in CubeCL; each launch states why its lengths hold.
 #![allow(unsafe_code)]
 
 pub mod adamw;

@@ -1,26 +1,27 @@
-//! Products with packed operands where there are no tensor cores: the tier that runs everywhere. With `w = code * scale * g` (see [`crate::layout`]):
+//! Products with packed operands on devices without tensor cores. With `w = code * scale * g` ([`crate::layout`]):
 //! ```text
 //! Nt  y [i, j] = sum_r a[i, r] * w[j, r]     forward: activations times weights
 //! Nn  dx[i, j] = sum_r a[i, r] * w[r, j]     dgrad: output gradient times weights
 //! Tn  dw[i, j] = sum_r a[r, i] * w[r, j]     wgrad: output gradient times packed activations
+//! for i { for j { for r { y[i][j] += a[i][r] * w[j][r] } } }      // the plain loop, Nt
 //! ```
-//! The left operand is dense (f32, f16 or bf16) or, for `Nt`, packed too. Any number of rows; the
-//! columns of a packed operand are a multiple of 16.
+//! The left operand is dense (f32, f16 or bf16) or, for `Nt`, packed. It has any number of rows; the columns of a
+//! packed operand are a multiple of 16.
 //!
-//! One cube of 256 units makes a 64x64 tile: 16 steps of `r` at a time go to shared memory, decoded;
-//! each unit keeps 4x4 sums in f32. `code * scale` is exact in f32; the tensor scales are applied once,
-//! to the finished sum. Portable: no plane or tensor-core operations. Bound by f32 arithmetic.
+//! A cube of 256 units makes a 64x64 tile. 16 values of `r` at a time go to shared memory, decoded; each unit keeps
+//! 4x4 sums in f32. `code * scale` is exact in f32, and the tensor scales are applied once, to the finished sum. No
+//! operation of planes or tensor cores is used, so that every device can run it. Bound by f32 arithmetic.
 
 use crate::{
     codec::{e2m1_decode, e4m3_decode},
-    error::{KernelError, expect_blocks, expect_len, index},
+    error::{KernelError, expect_blocks, expect_len, index, require},
     layout::{code_of, scale_index, scales_per_row, word_index, words_per_row},
 };
 use cubecl::prelude::*;
 
 const TILE: usize = 64;
 
-/// Which dimensions of the two operands are summed over.
+/// How the operands of a product are stored: which of their dimensions is summed over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Product {
     /// `a[i, r] * w[j, r]`.
@@ -39,13 +40,27 @@ pub struct PackedArgs<R: Runtime> {
     pub scales: ArrayArg<R>,
     /// f32, 1.
     pub global: ArrayArg<R>,
-    /// Rows.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns.
+    /// Number of columns.
     pub cols: usize,
 }
 
+/// The buffers of a packed matrix on the device: vectors of code words, scales (one or several in a word), tensor
+/// scale.
+#[derive(CubeType, CubeLaunch)]
+pub(crate) struct PackedBuffers<Codes: CubePrimitive, Scales: CubePrimitive> {
+    pub(crate) codes: Array<Codes>,
+    pub(crate) scales: Array<Scales>,
+    pub(crate) global: Array<f32>,
+}
+
 impl<R: Runtime> PackedArgs<R> {
+    /// The buffers as a kernel takes them.
+    pub(crate) fn launch<Codes: CubePrimitive, Scales: CubePrimitive>(self) -> PackedBuffersLaunch<Codes, Scales, R> {
+        PackedBuffersLaunch::new(self.codes, self.scales, self.global)
+    }
+
     pub(crate) fn check(&self, kernel: &'static str) -> Result<(), KernelError> {
         expect_blocks(kernel, "columns of a packed operand", self.cols)?;
         expect_len(kernel, "codes", self.codes.size(), self.rows * words_per_row(self.cols))?;
@@ -53,16 +68,18 @@ impl<R: Runtime> PackedArgs<R> {
         expect_len(kernel, "global", self.global.size(), 1)
     }
 
-    /// Whether both sides of `self · wᵀ` are whole and fit each other and `out`.
+    /// Checks both operands of `self · wᵀ`, and that they fit each other and `out`.
     pub(crate) fn check_product(&self, kernel: &'static str, w: &Self, out: &ArrayArg<R>) -> Result<(), KernelError> {
         self.check(kernel)?;
         w.check(kernel)?;
-        expect_len(kernel, "columns of a", self.cols, w.cols)?;
+        require(kernel, self.cols == w.cols, || {
+            format!("a has {} columns and w has {}; both are summed over", self.cols, w.cols)
+        })?;
         expect_len(kernel, "out", out.size(), self.rows * w.rows)
     }
 }
 
-/// `out = product(a, w)`: `a` and `out` dense of type `dtype`, `a` with `a_rows` rows, row-major.
+/// `out = product(a, w)`, where `a` (row-major, with `a_rows` rows) and `out` are dense, of type `dtype`.
 ///
 /// # Errors
 /// If a buffer does not fit its shape or the summed dimensions differ.
@@ -83,7 +100,7 @@ pub fn matmul_dense_packed<R: Runtime>(
         Product::Tn => (a.size() / a_rows.max(1), w.cols, w.rows),
     };
     if product == Product::Tn {
-        expect_len(NAME, "rows of a", a_rows, r)?;
+        require(NAME, a_rows == r, || format!("a has {a_rows} rows and w has {r}; both are summed over"))?;
     }
     expect_len(NAME, "a", a.size(), i * r)?;
     expect_len(NAME, "out", out.size(), i * j)?;
@@ -97,9 +114,7 @@ pub fn matmul_dense_packed<R: Runtime>(
             tiles(i, j),
             CubeDim::new_1d(256),
             a,
-            w.codes,
-            w.scales,
-            w.global,
+            w.launch(),
             out,
             index(NAME, "i", i)?,
             index(NAME, "j", j)?,
@@ -128,22 +143,19 @@ pub fn matmul_packed_packed<R: Runtime>(
     if a.rows == 0 || w.rows == 0 {
         return Ok(());
     }
-    // SAFETY: as above.
+    let (i, j, r) = (index(NAME, "i", a.rows)?, index(NAME, "j", w.rows)?, index(NAME, "r", w.cols)?);
+    // SAFETY: buffer lengths were checked against the shapes; tiles are guarded at their edges.
     unsafe {
         packed_packed_kernel::launch_unchecked(
             client,
-            tiles(a.rows, w.rows),
+            tiles(i as usize, j as usize),
             CubeDim::new_1d(256),
-            a.codes,
-            a.scales,
-            a.global,
-            w.codes,
-            w.scales,
-            w.global,
+            a.launch(),
+            w.launch(),
             out,
-            index(NAME, "i", a.rows)?,
-            index(NAME, "j", w.rows)?,
-            index(NAME, "r", w.cols)?,
+            i,
+            j,
+            r,
             dtype,
         );
     }
@@ -155,11 +167,10 @@ fn tiles(i: usize, j: usize) -> CubeCount {
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn dense_packed_kernel<F: Float>(
     a: &Array<F>,
-    codes: &Array<u32>,
-    scales: &Array<u8>,
-    global: &Array<f32>,
+    w: &PackedBuffers<u32, u8>,
     out: &mut Array<F>,
     i_len: u32,
     j_len: u32,
@@ -174,23 +185,19 @@ fn dense_packed_kernel<F: Float>(
     let mut r0 = 0u32;
     while r0 < r_len {
         load_dense(a, &mut left, CUBE_POS_Y * 64u32, r0, i_len, r_len, a_is_r_by_i);
-        load_packed(codes, scales, &mut right, CUBE_POS_X * 64u32, r0, j_len, r_len, w_is_j_by_r);
+        load_packed(w, &mut right, CUBE_POS_X * 64u32, r0, j_len, r_len, w_is_j_by_r);
         sync_cube();
         accumulate(&left, &right, &mut sums);
         sync_cube();
         r0 += 16u32;
     }
-    store(&sums, out, global[0], i_len, j_len);
+    store(&sums, out, w.global[0], i_len, j_len);
 }
 
 #[cube(launch_unchecked)]
 fn packed_packed_kernel<F: Float>(
-    a_codes: &Array<u32>,
-    a_scales: &Array<u8>,
-    a_global: &Array<f32>,
-    w_codes: &Array<u32>,
-    w_scales: &Array<u8>,
-    w_global: &Array<f32>,
+    a: &PackedBuffers<u32, u8>,
+    w: &PackedBuffers<u32, u8>,
     out: &mut Array<F>,
     i_len: u32,
     j_len: u32,
@@ -202,14 +209,14 @@ fn packed_packed_kernel<F: Float>(
     let mut sums = zero_sums();
     let mut r0 = 0u32;
     while r0 < r_len {
-        load_packed(a_codes, a_scales, &mut left, CUBE_POS_Y * 64u32, r0, i_len, r_len, true);
-        load_packed(w_codes, w_scales, &mut right, CUBE_POS_X * 64u32, r0, j_len, r_len, true);
+        load_packed(a, &mut left, CUBE_POS_Y * 64u32, r0, i_len, r_len, true);
+        load_packed(w, &mut right, CUBE_POS_X * 64u32, r0, j_len, r_len, true);
         sync_cube();
         accumulate(&left, &right, &mut sums);
         sync_cube();
         r0 += 16u32;
     }
-    store(&sums, out, a_global[0] * w_global[0], i_len, j_len);
+    store(&sums, out, a.global[0] * w.global[0], i_len, j_len);
 }
 
 #[cube]
@@ -222,7 +229,7 @@ fn zero_sums() -> Array<f32> {
     sums
 }
 
-/// 64 rows of `i` by 16 of `r` into `tile[r * 64 + i]`, zero outside the matrix.
+/// Loads 64 values of `i` by 16 of `r` into `tile[r * 64 + i]`, zero outside the matrix.
 #[cube]
 fn load_dense<F: Float>(
     a: &Array<F>,
@@ -233,9 +240,9 @@ fn load_dense<F: Float>(
     r_len: u32,
     #[comptime] r_by_i: bool,
 ) {
-    for k in 0..4u32 {
-        // Neighbouring units read neighbouring addresses.
-        let slot = k * 256u32 + UNIT_POS;
+    for pass in 0..4u32 {
+        // Neighboring units read neighboring addresses.
+        let slot = pass * 256u32 + UNIT_POS;
         let (i, r) = if comptime!(r_by_i) { (slot % 64u32, slot / 64u32) } else { (slot / 16u32, slot % 16u32) };
         let row = i0 + i;
         let col = r0 + r;
@@ -251,11 +258,10 @@ fn load_dense<F: Float>(
     }
 }
 
-/// As `load_dense`, from a packed matrix, without its tensor scale.
+/// The same as `load_dense` for a packed matrix, without its tensor scale.
 #[cube]
 fn load_packed(
-    codes: &Array<u32>,
-    scales: &Array<u8>,
+    w: &PackedBuffers<u32, u8>,
     tile: &mut SharedMemory<f32>,
     j0: u32,
     r0: u32,
@@ -263,27 +269,28 @@ fn load_packed(
     r_len: u32,
     #[comptime] j_by_r: bool,
 ) {
-    for k in 0..4u32 {
-        let slot = k * 256u32 + UNIT_POS;
+    for pass in 0..4u32 {
+        let slot = pass * 256u32 + UNIT_POS;
         let (j, r) = if comptime!(j_by_r) { (slot / 16u32, slot % 16u32) } else { (slot % 64u32, slot / 64u32) };
         let outer = j0 + j;
         let inner = r0 + r;
         let mut value = 0.0f32;
         if outer < j_len && inner < r_len {
             if comptime!(j_by_r) {
-                value = value_at(codes, scales, outer, inner, r_len);
+                value = value_at(w, outer, inner, r_len);
             } else {
-                value = value_at(codes, scales, inner, outer, j_len);
+                value = value_at(w, inner, outer, j_len);
             }
         }
         tile[(r * 64u32 + j) as usize] = value;
     }
 }
 
+/// The value at (`row`, `col`) of a packed matrix, without its tensor scale.
 #[cube]
-fn value_at(codes: &Array<u32>, scales: &Array<u8>, row: u32, col: u32, cols: u32) -> f32 {
-    let word = codes[word_index(row, col, cols)];
-    let scale = u32::cast_from(scales[scale_index(row, col, cols)]);
+fn value_at(w: &PackedBuffers<u32, u8>, row: u32, col: u32, cols: u32) -> f32 {
+    let word = w.codes[word_index(row, col, cols)];
+    let scale = u32::cast_from(w.scales[scale_index(row, col, cols)]);
     e2m1_decode(code_of(word, col)) * e4m3_decode(scale)
 }
 
@@ -296,9 +303,9 @@ fn accumulate(left: &SharedMemory<f32>, right: &SharedMemory<f32>, sums: &mut Ar
     let mut b = Array::<f32>::new(4usize);
     for r in 0..16u32 {
         #[unroll]
-        for k in 0..4u32 {
-            a[k as usize] = left[(r * 64u32 + i + k) as usize];
-            b[k as usize] = right[(r * 64u32 + j + k) as usize];
+        for step in 0..4u32 {
+            a[step as usize] = left[(r * 64u32 + i + step) as usize];
+            b[step as usize] = right[(r * 64u32 + j + step) as usize];
         }
         #[unroll]
         for p in 0..4usize {

@@ -1,11 +1,11 @@
 //! Normal random numbers, four from four words of [`crate::rng`] (Box & Muller, "A note on the generation of random
 //! normal deviates", 1958):
 //! ```text
-//! u, v = (word + 1/2) / 2^32      r = std * sqrt(-2 ln u)      x = r cos(2 pi v)      y = r sin(2 pi v)
-//! for i in 0..len/4 { x[4i..4i+4] = four of philox(i) }                            // the plain loop
+//! u, v = (word + 1/2) / 2^32      radius = std * sqrt(-2 ln u)      a = radius cos(2 pi v)      b = radius sin(2 pi v)
+//! for each four values { x = a, b of words 0 and 1, then a, b of words 2 and 3 }   // the plain loop
 //! ```
-//! A value depends on its place and the stream alone. Computed in f32: devices agree up to their logarithm and cosine.
-//! Written once, nothing read: bound by arithmetic.
+//! A value depends only on its position and on the stream. It is computed in f32; devices differ by the errors of
+//! their logarithm and cosine. The kernel reads nothing and writes each value once: bound by arithmetic.
 
 use crate::{
     device::flat_launch,
@@ -14,10 +14,10 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// Fills `x` (float of type `dtype`).
+/// Fills `x` (float of type `dtype`) with normal numbers of mean 0 and standard deviation `std`.
 ///
 /// # Errors
-/// If `x` is longer than its index is wide.
+/// If `x` has 2^32 values or more.
 pub fn normal<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
@@ -27,7 +27,7 @@ pub fn normal<R: Runtime>(
 ) -> Result<(), KernelError> {
     index("normal", "values of x", x.size())?;
     let (count, dim) = flat_launch(x.size().div_ceil(4));
-    // SAFETY: units write where `x` is, and nowhere past its end.
+    // SAFETY: units write inside `x` only.
     unsafe {
         normal_kernel::launch_unchecked(client, count, dim, x, std, cipher(stream), dtype);
     }
@@ -42,10 +42,10 @@ fn normal_kernel<F: Float>(x: &mut Array<F>, std: f32, cipher: &Cipher, #[define
         philox(ABSOLUTE_POS as u32, cipher, 0u32, &mut random);
         #[unroll]
         for pair in 0..2usize {
-            // 2^-32; half a word keeps the logarithm finite.
+            // The factor is 2^-32; the half keeps the logarithm finite.
             let u = (f32::cast_from(random[comptime!(2 * pair)]) + 0.5f32) * 2.328_306_4e-10f32;
             let v = (f32::cast_from(random[comptime!(2 * pair + 1)]) + 0.5f32) * 2.328_306_4e-10f32;
-            // A logarithm near 1 may come out on the wrong side of 0.
+            // The logarithm of a number near 1 may come out slightly positive.
             let radius = std * max(-2.0f32 * u.ln(), 0.0f32).sqrt();
             let angle = 6.283_185_5f32 * v;
             let at = first + comptime!(2 * pair);

@@ -1,5 +1,6 @@
-//! Sums and maxima over the units of a cube: each plane reduces its own, the planes meet in shared memory.
-//! Any plane size; the cube is a multiple of 32 units, at most 1,024. Every unit takes part and gets the result.
+//! Sums and maxima over the units of a cube: every plane reduces its own values, then the planes exchange results
+//! through shared memory. Any plane size works; the cube has a multiple of 32 units, at most 1,024. Every unit must
+//! take part, and every unit gets the result.
 
 use cubecl::prelude::*;
 
@@ -8,7 +9,7 @@ use cubecl::prelude::*;
 pub(crate) fn cube_sum(x: f32) -> f32 {
     let mut shared = SharedMemory::<f32>::new(256usize);
     let plane = plane_sum(x);
-    // An earlier call's values may still be read.
+    // Other units may still read the values of an earlier call.
     sync_cube();
     if UNIT_POS_PLANE == 0u32 {
         shared[(UNIT_POS / PLANE_DIM) as usize] = plane;
@@ -21,10 +22,10 @@ pub(crate) fn cube_sum(x: f32) -> f32 {
     sum
 }
 
-/// The sums of `x` and of `y` over the cube, for one pair of barriers.
+/// The sums of `x` and of `y` over the cube, with one pair of barriers for both.
 #[cube]
 pub(crate) fn cube_sums(x: f32, y: f32) -> (f32, f32) {
-    let shared = met(plane_sum(x), plane_sum(y));
+    let shared = exchanged(plane_sum(x), plane_sum(y));
     let mut x = 0.0f32;
     let mut y = 0.0f32;
     for p in 0..CUBE_DIM / PLANE_DIM {
@@ -51,10 +52,10 @@ pub(crate) fn cube_max(x: f32) -> f32 {
     best
 }
 
-/// The largest `x` and the largest `y` in the cube, for one pair of barriers.
+/// The largest `x` and the largest `y` in the cube, with one pair of barriers for both.
 #[cube]
 pub(crate) fn cube_maxima(x: f32, y: f32) -> (f32, f32) {
-    let shared = met(plane_max(x), plane_max(y));
+    let shared = exchanged(plane_max(x), plane_max(y));
     let mut x = shared[0usize];
     let mut y = shared[1usize];
     for p in 0..CUBE_DIM / PLANE_DIM {
@@ -64,11 +65,11 @@ pub(crate) fn cube_maxima(x: f32, y: f32) -> (f32, f32) {
     (x, y)
 }
 
-/// Every plane's pair, side by side.
+/// Writes the pair of every plane to shared memory, side by side.
 #[cube]
-fn met(x: f32, y: f32) -> SharedMemory<f32> {
+fn exchanged(x: f32, y: f32) -> SharedMemory<f32> {
     let mut shared = SharedMemory::<f32>::new(512usize);
-    // An earlier call's values may still be read.
+    // Other units may still read the values of an earlier call.
     sync_cube();
     if UNIT_POS_PLANE == 0u32 {
         shared[(UNIT_POS / PLANE_DIM * 2u32) as usize] = x;
@@ -78,7 +79,7 @@ fn met(x: f32, y: f32) -> SharedMemory<f32> {
     shared
 }
 
-/// The sum of a vector's elements.
+/// The sum of the elements of a vector.
 #[cube]
 pub(crate) fn lanes<N: Size>(x: Vector<f32, N>) -> f32 {
     let mut sum = x[0];
@@ -89,7 +90,7 @@ pub(crate) fn lanes<N: Size>(x: Vector<f32, N>) -> f32 {
     sum
 }
 
-/// The largest magnitude among a vector's elements, 0 if all are NaN.
+/// The largest magnitude among the elements of a vector, or 0 if all are NaN.
 #[cube]
 pub(crate) fn largest<F: Float, N: Size>(x: Vector<F, N>) -> f32 {
     let mut top = 0.0f32;

@@ -1,45 +1,46 @@
-//! RMS normalisation of rows (Zhang & Sennrich, arXiv 1910.07467), as Qwen3 rounds it, and its gradient:
+//! RMS normalization of rows (Zhang & Sennrich, arXiv 1910.07467), rounded as Qwen3 rounds it, and its gradient:
 //! ```text
-//! r = 1 / sqrt(mean(x^2) + eps)      n = x * r      y = round(n) * w
-//! g = dy * w      dx = r * (g - n * mean(g * n))    dw = sum over rows of dy * n
-//! for row { sum x^2; for c { y[c] = x[c] * r * w[c] } }                             // the plain loop
+//! scale = 1 / sqrt(mean(x^2) + eps)      normal = x * scale      y = round(normal) * w
+//! dx = scale * (dy * w - normal * mean(dy * w * normal))        dw = sum over rows of dy * normal
+//! for row { sum x^2; for c { y[row][c] = x[row][c] * scale * w[c] } }              // the plain loop
 //! ```
-//! The forward can add a residual on the way (`x = round(a + b)`, which it stores) and leave the largest `|y|` of each
-//! cube, which is what a quantiser of y asks first. The backward can add to dx the gradient that x has already.
-//! Statistics and sums are f32; `n` is rounded to the type of x before the weight, as Hugging Face does. A cube
-//! takes one row after another, each unit keeps its few vectors of it in registers; backward has the next row on its way
-//! while it sums one, keeps its share of `dw` for all the rows it meets and writes it once, so that one short sum over
-//! cubes remains.
-//! Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
+//! The forward can add a residual first (`x = round(a + b)`, which it stores), and it can store the largest `|y|` of
+//! each cube, which a quantizer of y needs first. The backward can add to dx a gradient of x from elsewhere.
+//!
+//! Statistics and sums are f32. `normal` is rounded to the type of x before it is multiplied by the weight, as
+//! Hugging Face does. A cube takes one row after another, and each unit keeps its few vectors of the row in
+//! registers. The backward loads the next row while it sums one. It keeps its share of `dw` over all its rows and
+//! stores it once, so that a short sum over cubes remains ([`crate::column_sums`]). Reads x and writes y (backward:
+//! reads x and dy, and writes dx in the place of dy): bound by memory.
 
 use crate::{
-    device::{bit_casts, liberties, processors, vector_size},
+    device::{bit_casts, fast_math_if, processors, sequence, vector_size},
     error::{KernelError, expect_len, index},
     reduce::{cube_max, cube_sum, cube_sums, lanes, largest},
 };
 use cubecl::prelude::*;
 
-/// Registers of a multiprocessor that units share.
+/// Number of registers of a multiprocessor, which its units share.
 const REGISTERS: usize = 1 << 16;
-/// Cubes of a forward launch that leaves maxima, at most: each leaves one.
+/// The most cubes of a forward launch that stores maxima; each stores one.
 const MEASURED_CUBES: usize = 4096;
 
-/// What a norm does on the way.
+/// What a norm does besides normalizing.
 pub struct Fused<R: Runtime> {
-    /// Added to x, and where the sum goes: both as x.
+    /// The residual that is added to x, and the buffer that receives the sum, both shaped as x.
     pub residual: Option<[ArrayArg<R>; 2]>,
-    /// f32, [`maxima_len`]: takes the largest `|y|` of each cube, NaN ignored.
+    /// Receives the largest `|y|` of each cube (f32, [`maxima_len`]); NaN is ignored.
     pub maxima: Option<ArrayArg<R>>,
 }
 
 impl<R: Runtime> Fused<R> {
-    /// Nothing.
+    /// A norm that does nothing else.
     pub fn none() -> Self {
         Self { residual: None, maxima: None }
     }
 }
 
-/// `y` from `x` (`rows` x `cols`, type `dtype`) and `w` (f32, `cols`).
+/// Computes `y` from `x` (`rows` x `cols`, type `dtype`) and `w` (f32, `cols`).
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
@@ -57,21 +58,18 @@ pub fn rms_norm<R: Runtime>(
     expect_len(NAME, "x", x.size(), rows * cols)?;
     expect_len(NAME, "y", y.size(), rows * cols)?;
     expect_len(NAME, "w", w.size(), cols)?;
-    let (mut added, mut sum, mut tops) = (SequenceArg::new(), SequenceArg::new(), SequenceArg::new());
-    if let Some([a, b]) = residual {
-        expect_len(NAME, "residual", a.size(), rows * cols)?;
-        expect_len(NAME, "sum", b.size(), rows * cols)?;
-        added.push(a);
-        sum.push(b);
+    if let Some([added, sum]) = &residual {
+        expect_len(NAME, "residual", added.size(), rows * cols)?;
+        expect_len(NAME, "sum", sum.size(), rows * cols)?;
     }
-    if let Some(maxima) = maxima {
+    if let Some(maxima) = &maxima {
         expect_len(NAME, "maxima", maxima.size(), maxima_len(rows))?;
-        tops.push(maxima);
     }
     if rows == 0 {
         return Ok(());
     }
-    let cubes = if tops.values.is_empty() { rows.min(65_535) } else { maxima_len(rows) };
+    let cubes = if maxima.is_none() { rows.min(65_535) } else { maxima_len(rows) };
+    let (added, sum) = residual.map_or((None, None), |[added, sum]| (Some(added), Some(sum)));
     let (vector, passes, units) = row_launch(client, dtype, cols);
     // SAFETY: buffer lengths were checked; cubes step over rows up to the last.
     unsafe {
@@ -83,9 +81,9 @@ pub fn rms_norm<R: Runtime>(
             x,
             w,
             y,
-            added,
-            sum,
-            tops,
+            sequence(added),
+            sequence(sum),
+            sequence(maxima),
             rows as u32,
             index(NAME, "columns", cols)?,
             eps,
@@ -97,12 +95,12 @@ pub fn rms_norm<R: Runtime>(
     Ok(())
 }
 
-/// Cubes of a forward launch over `rows` rows that leaves maxima.
+/// Number of cubes of a forward launch over `rows` rows that stores maxima.
 pub fn maxima_len(rows: usize) -> usize {
     rows.min(MEASURED_CUBES)
 }
 
-/// Vector size, vectors a unit and units of a cube for rows of `cols`.
+/// The length of a vector, the vectors of a unit, and the units of a cube, for rows of `cols` values.
 fn row_launch<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, cols: usize) -> (usize, usize, u32) {
     let vector = vector_size(client, dtype, cols);
     let width = cols / vector;
@@ -111,20 +109,22 @@ fn row_launch<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, cols: u
     (vector, passes, width.div_ceil(passes).next_multiple_of(32) as u32)
 }
 
-/// Rows of the `partial` that [`rms_norm_backward`] needs: one a cube. All cubes find a place at once where registers, some
-/// 56 for a vector of a row and 16 besides, are what they compete for: a second wave would be a part of one, and each leaves
-/// a row of sums to be added up: at most eight a multiprocessor, and four rows for each.
+/// Number of rows of the `partial` that [`rms_norm_backward`] needs: one for each cube. More cubes than fit at once
+/// would leave a nearly empty second wave, and each cube writes one more partial sum. So there are as many as
+/// registers allow (some 56 for a vector of a row and 16 besides), at most eight a multiprocessor, and at least four
+/// rows for each.
 pub fn partial_rows<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, [rows, cols]: [usize; 2]) -> usize {
     let (_, passes, units) = row_launch(client, dtype, cols);
     let together = REGISTERS / ((56 * passes + 16) * units as usize);
     rows.div_ceil(4).clamp(1, processors(client) * together.clamp(1, 8))
 }
 
-/// `dy` becomes `dx`, plus `so_far` if there is some; `partial` (f32, [`partial_rows`] x `cols`) gets sums whose column
-/// sums are `dw`.
+/// Replaces `dy` by `dx`, plus `so_far` if there is such a gradient. `partial` (f32, [`partial_rows`] x `cols`)
+/// receives sums whose column sums are `dw`.
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
+#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
 pub fn rms_norm_backward<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
@@ -143,13 +143,12 @@ pub fn rms_norm_backward<R: Runtime>(
     let cubes = partial_rows(client, dtype, [rows, cols]);
     expect_len(NAME, "w", w.size(), cols)?;
     expect_len(NAME, "partial", partial.size(), cubes * cols)?;
-    let mut more = SequenceArg::new();
-    if let Some(so_far) = so_far {
+    if let Some(so_far) = &so_far {
         expect_len(NAME, "gradient so far", so_far.size(), rows * cols)?;
-        more.push(so_far);
     }
     let (vector, passes, units) = row_launch(client, dtype, cols);
-    // SAFETY: as above; a unit writes what it alone read.
+    // SAFETY: buffer lengths were checked; cubes step over rows up to the last, and a unit writes only what it alone
+    // read.
     unsafe {
         rms_norm_backward_kernel::launch_unchecked(
             client,
@@ -159,7 +158,7 @@ pub fn rms_norm_backward<R: Runtime>(
             x,
             w,
             dy,
-            more,
+            sequence(so_far),
             partial,
             index(NAME, "rows", rows)?,
             index(NAME, "columns", cols)?,
@@ -172,7 +171,8 @@ pub fn rms_norm_backward<R: Runtime>(
     Ok(())
 }
 
-#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+#[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn rms_norm_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -200,12 +200,12 @@ fn rms_norm_kernel<F: Float, N: Size>(
             values[pass] = Vector::new(0.0f32);
             if c < width {
                 let mut value = x[first + (c as usize)];
-                #[unroll]
-                for i in 0..added.len() {
+                if comptime!(added.len() == 1) {
                     value = Vector::cast_from(
-                        Vector::<f32, N>::cast_from(value) + Vector::cast_from(added.index(i)[first + (c as usize)]),
+                        Vector::<f32, N>::cast_from(value)
+                            + Vector::cast_from(added.index(0usize)[first + (c as usize)]),
                     );
-                    sum.index_mut(i)[first + (c as usize)] = value;
+                    sum.index_mut(0usize)[first + (c as usize)] = value;
                 }
                 values[pass] = Vector::cast_from(value);
                 squares += values[pass] * values[pass];
@@ -217,7 +217,7 @@ fn rms_norm_kernel<F: Float, N: Size>(
             let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
             if c < width {
                 let normal = Vector::<F, N>::cast_from(values[pass] * Vector::new(scale));
-                // Weighted in the type of x: the product of two rounded values is rounded once.
+                // The product of two rounded values is rounded once, in the type of x.
                 let weighted = normal * Vector::<F, N>::cast_from(w[c as usize]);
                 y[first + (c as usize)] = weighted;
                 if comptime!(maxima.len() == 1) {
@@ -227,16 +227,16 @@ fn rms_norm_kernel<F: Float, N: Size>(
         }
         row += CUBE_COUNT_X;
     }
-    #[unroll]
-    for i in 0..maxima.len() {
+    if comptime!(maxima.len() == 1) {
         let top = cube_max(top);
         if UNIT_POS == 0u32 {
-            maxima.index_mut(i)[CUBE_POS_X as usize] = top;
+            maxima.index_mut(0usize)[CUBE_POS_X as usize] = top;
         }
     }
 }
 
-#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+#[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn rms_norm_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -292,15 +292,15 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
         for pass in 0..passes {
             let c = comptime!(pass as u32) * CUBE_DIM + UNIT_POS;
             let value = Vector::<f32, N>::cast_from(own_x[pass]);
-            let inner = Vector::<f32, N>::cast_from(own_dy[pass]);
-            let mut grad = (inner * weight(w, pass, width) - value * Vector::new(along)) * Vector::new(scale);
+            let gradient = Vector::<f32, N>::cast_from(own_dy[pass]);
+            let mut grad = (gradient * weight(w, pass, width) - value * Vector::new(along)) * Vector::new(scale);
             if c < width {
                 if comptime!(so_far.len() == 1) {
                     grad += Vector::cast_from(more[pass]);
                 }
                 dy[first + (c as usize)] = Vector::cast_from(grad);
             }
-            dw[pass] += inner * value * Vector::new(scale);
+            dw[pass] += gradient * value * Vector::new(scale);
             own_x[pass] = next_x[pass];
             own_dy[pass] = next_dy[pass];
         }
@@ -315,7 +315,7 @@ fn rms_norm_backward_kernel<F: Float, N: Size>(
     }
 }
 
-/// This unit's vector of a row; zeros past the last one and in rows that are not there.
+/// Loads this unit's vector of a row; zeros past the last vector and past the last row.
 #[cube]
 fn loaded<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
@@ -332,7 +332,8 @@ fn loaded<F: Float, N: Size>(
     value
 }
 
-/// Its weights, read anew for every row: they stay in the cache and leave registers to the rows.
+/// Loads this unit's weights. They are loaded again for every row: they stay in the cache and leave the registers to
+/// the rows.
 #[cube]
 fn weight<N: Size>(w: &Array<Vector<f32, N>>, #[comptime] pass: usize, width: u32) -> Vector<f32, N> {
     w[min(comptime!(pass as u32) * CUBE_DIM + UNIT_POS, width - 1u32) as usize]

@@ -1,28 +1,29 @@
-//! Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+//! Philox4x32-10, a counter-based random number generator (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+//! 3", SC 2011).
 //!
-//! A number is a function of (seed, step, stream, index) and of nothing else: a resumed run draws
-//! what the uninterrupted one would have drawn, on any backend and in any launch geometry.
+//! A number depends only on (seed, step, stream, index). A resumed run therefore draws the same numbers as an
+//! uninterrupted one, on any backend and with any launch geometry.
 
 use cubecl::{
     ir::{ElemType, UIntKind},
     prelude::*,
 };
 
-/// Names one sequence of random numbers.
+/// Identifies one sequence of random numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Stream {
-    /// The run's seed: the key of the cipher.
+    /// Seed of the run, the key of the cipher.
     pub seed: u64,
-    /// Training step: counter word 1.
+    /// Training step, word 1 of the counter.
     pub step: u32,
-    /// Tensor or purpose: counter word 2.
+    /// Number of the tensor or of the purpose, word 2 of the counter.
     pub stream: u32,
 }
 
 /// Rounds of the cipher.
 const ROUNDS: usize = 10;
 
-/// A [`Stream`] on the device. Each round's keys come from the host: a kernel reads them as constants.
+/// A [`Stream`] on the device. The host computes the keys of every round, so that a kernel reads them as constants.
 #[derive(CubeType, CubeLaunch)]
 pub(crate) struct Cipher {
     keys: Sequence<u32>,
@@ -30,7 +31,7 @@ pub(crate) struct Cipher {
     stream: u32,
 }
 
-/// The numbers of `stream`.
+/// Prepares a stream for the device.
 pub(crate) fn cipher<R: Runtime>(Stream { seed, step, stream }: Stream) -> CipherLaunch<R> {
     let mut keys = SequenceArg::new();
     for round in 0..ROUNDS as u32 {
@@ -40,7 +41,8 @@ pub(crate) fn cipher<R: Runtime>(Stream { seed, step, stream }: Stream) -> Ciphe
     CipherLaunch::new(keys, step, stream)
 }
 
-/// Four 32-bit random words for counter `(index, step, stream, 0)`, into `out[0..4]`. `other` names another stream.
+/// Writes the four random words of counter `(index, step, stream, 0)` to `out[0..4]`. `other` is xored into the
+/// stream, which selects a different one.
 #[cube]
 pub(crate) fn philox(index: u32, cipher: &Cipher, #[comptime] other: u32, out: &mut Array<u32>) {
     let mut c0 = index;
@@ -62,7 +64,7 @@ pub(crate) fn philox(index: u32, cipher: &Cipher, #[comptime] other: u32, out: &
     out[3] = c3;
 }
 
-/// The upper and the lower half of a product: one instruction where 64 bits are a type.
+/// The upper and the lower half of a 64-bit product: one instruction where the device has 64-bit integers.
 #[cube]
 fn product(a: u32, #[comptime] b: u32) -> (u32, u32) {
     let device = comptime::device_properties().comptime();
@@ -74,9 +76,10 @@ fn product(a: u32, #[comptime] b: u32) -> (u32, u32) {
     }
 }
 
-/// Draw `lane` of the `of` that share a word, uniform below 2^22: the upper 22 bits of the word turned by `lane` of its
-/// parts. Their lower bits are another draw's upper ones: each by itself is uniform, together they are independent
-/// to `32 / of` bits. (`cvt.rs` of sm_100a gives four codes a word too, and 8 bits each.)
+/// Extracts draw `lane` of the `of` draws that share a word, uniform below 2^22: the upper 22 bits of the word after
+/// a rotation by `lane` parts of it. The lower bits of one draw are upper bits of another: each draw by itself is
+/// uniform, and together they are independent to `32 / of` bits. (The `cvt.rs` instruction of sm_100a also serves
+/// four codes from a word, with 8 bits each.)
 #[cube]
 pub(crate) fn draw_of(word: u32, #[comptime] lane: u32, #[comptime] of: u32) -> u32 {
     let turn = comptime!(lane * 32 / of);

@@ -1,35 +1,39 @@
-//! Queries and keys of Qwen3: RMS-normalised over the head, then rotated by their position (Su et al.,
-//! arXiv 2104.09864, in the half-split form). With `a`, `b` the halves of a head and `n` from [`crate::rms_norm`]:
+//! Queries and keys of Qwen3: RMS-normalized over the head, then rotated by the position (Su et al., arXiv
+//! 2104.09864, in the half-split form). With the normalized halves `a` and `b` of a head ([`crate::rms_norm`]), and
+//! the angle of column `c` at position `p`:
 //! ```text
-//! a' = n_a * cos(p, c) - n_b * sin(p, c)      b' = n_b * cos(p, c) + n_a * sin(p, c)
-//! for row { for head { normalise; for c in 0..E/2 { rotate the pair (c, c + E/2) } } }   // the plain loop
+//! ya[c] = a[c] * cos(p, c) - b[c] * sin(p, c)      yb[c] = b[c] * cos(p, c) + a[c] * sin(p, c)
+//! for row { for head { normalize; for c in 0..E/2 { rotate the pair (c, c + E/2) } } }   // the plain loop
 //! ```
-//! Backward turns the gradient back by the same angle and goes through the norm. Rows are tokens; `positions`
-//! picks each one's line of the tables. A head is `E/16` units side by side, each with 8 values of either half, so
-//! that a pair never leaves a unit. Moves x in and y out (x, dy in, dx out backward, in the place of dy): bound by memory.
+//! The backward rotates the gradient back by the same angle and then goes through the norm. Rows are tokens;
+//! `positions` gives each token's line of the tables. A head is taken by `E/16` neighboring units, each with 8 values
+//! of either half, so that a pair never leaves a unit. Reads x and writes y (backward: reads x and dy, and writes dx
+//! in the place of dy): bound by memory.
 
 use crate::{
-    device::{bit_casts, liberties, vector_size},
-    error::{KernelError, expect_len, index},
+    device::{bit_casts, fast_math_if, vector_size},
+    error::{KernelError, expect_len, index, require},
     reduce::lanes,
 };
 use cubecl::prelude::*;
 
+/// Units of a cube.
 const UNITS: u32 = 256;
+/// The most cubes of a backward launch: each stores a row of partial sums.
 const CUBES: usize = 528;
-/// Tokens from which on heads keep the device busy though units take several.
+/// With at least as many tokens, the device stays busy even if units take several heads.
 const FEW: usize = 64;
 
 /// The shape of one call.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeShape {
-    /// Tokens.
+    /// Number of tokens.
     pub rows: usize,
-    /// Heads of a token.
+    /// Number of heads of a token.
     pub heads: usize,
-    /// E, 16 times a power of two, at most 128.
+    /// E, the values of a head: 16, 32, 64 or 128.
     pub head_dim: usize,
-    /// Of the norm.
+    /// The epsilon of the norm.
     pub eps: f32,
 }
 
@@ -39,13 +43,13 @@ impl RopeShape {
         matches!(self.head_dim, 16 | 32 | 64 | 128)
     }
 
-    /// Rows of the `partial` of a backward call.
+    /// Number of rows of the `partial` of a backward call.
     pub fn partial_rows(self) -> usize {
         self.cubes().min(CUBES)
     }
 
-    /// Heads that the same units take one after another, with one reading of angles and weights. Of a few tokens every head
-    /// has units of its own.
+    /// Number of heads that the same units take one after another, reading angles and weights once. With few tokens
+    /// every head has units of its own.
     fn turns(self) -> usize {
         let most = if self.rows < FEW { 1 } else { 8 };
         [8, 4, 2].into_iter().find(|n| *n <= most && self.heads.is_multiple_of(*n)).unwrap_or(1)
@@ -60,7 +64,7 @@ impl RopeShape {
     }
 
     fn check(self, name: &'static str, buffers: &[(&'static str, usize)]) -> Result<(), KernelError> {
-        expect_len(name, "head sizes other than 16, 32, 64 and 128", usize::from(!self.fits()), 0)?;
+        require(name, self.fits(), || format!("E = {}; it must be 16, 32, 64 or 128", self.head_dim))?;
         for (what, size) in buffers {
             expect_len(name, what, *size, self.rows * self.heads * self.head_dim)?;
         }
@@ -70,13 +74,13 @@ impl RopeShape {
 
 /// What forward and backward read besides x.
 pub struct RopeArgs<R: Runtime> {
-    /// Norm weight, f32, E.
+    /// Weight of the norm, f32, E.
     pub w: ArrayArg<R>,
-    /// f32, lines of E/2.
+    /// Cosines, f32, lines of E/2.
     pub cos: ArrayArg<R>,
-    /// f32, lines of E/2.
+    /// Sines, f32, lines of E/2.
     pub sin: ArrayArg<R>,
-    /// u32, one a token: its line in the tables.
+    /// Line of each token in the tables, u32.
     pub positions: ArrayArg<R>,
 }
 
@@ -124,7 +128,7 @@ pub fn norm_rope<R: Runtime>(
     Ok(())
 }
 
-/// `dy` becomes `dx`; `partial` (f32, [`RopeShape::partial_rows`] x E) gets sums whose column sums are `dw`.
+/// Replaces `dy` by `dx`. `partial` (f32, [`RopeShape::partial_rows`] x E) receives sums whose column sums are `dw`.
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
@@ -142,7 +146,8 @@ pub fn norm_rope_backward<R: Runtime>(
     let cubes = shape.partial_rows();
     expect_len(NAME, "positions", args.positions.size(), shape.rows)?;
     expect_len(NAME, "partial", partial.size(), cubes * shape.head_dim)?;
-    // SAFETY: as above; a head's units write what they alone read.
+    // SAFETY: buffer lengths were checked; heads past the last write nothing, and a unit writes only what it alone
+    // read.
     unsafe {
         norm_rope_backward_kernel::launch_unchecked(
             client,
@@ -172,7 +177,8 @@ fn vector<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> usize {
     vector_size(client, dtype, 8)
 }
 
-#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+#[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn norm_rope_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -194,23 +200,14 @@ fn norm_rope_kernel<F: Float, N: Size>(
     let half = comptime!(dim as usize / 2 / n);
     let mut item = CUBE_POS_X * comptime!(UNITS / units) + UNIT_POS / units;
     let own = ((UNIT_POS % units) as usize) * parts;
-    // Every unit of a plane meets the same shuffles.
+    // Every unit of a plane takes part in the same shuffles, also those without a head.
     while item - UNIT_POS / units < len {
         let live = item < len;
         let place = min(item, len - 1u32);
         let line = (positions[(place / heads) as usize] as usize) * half + own;
         let first = (place as usize) * comptime!(turns * dim as usize / n) + own;
-        let mut c = Array::<Vector<f32, N>>::new(parts);
-        let mut s = Array::<Vector<f32, N>>::new(parts);
-        let mut wa = Array::<Vector<f32, N>>::new(parts);
-        let mut wb = Array::<Vector<f32, N>>::new(parts);
-        #[unroll]
-        for p in 0..parts {
-            c[p] = cos[line + p];
-            s[p] = sin[line + p];
-            wa[p] = w[own + p];
-            wb[p] = w[own + half + p];
-        }
+        let (c, s) = (vectors(cos, line, parts), vectors(sin, line, parts));
+        let (wa, wb) = (vectors(w, own, parts), vectors(w, own + half, parts));
         #[unroll]
         for turn in 0..turns {
             let first = first + comptime!(turn * dim as usize / n);
@@ -238,7 +235,8 @@ fn norm_rope_kernel<F: Float, N: Size>(
     }
 }
 
-#[cube(launch_unchecked, fast_math = liberties(_approximate))]
+#[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn norm_rope_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -273,17 +271,8 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
         let place = min(item, len - 1u32);
         let line = (positions[(place / heads) as usize] as usize) * half + own;
         let first = (place as usize) * comptime!(turns * dim as usize / n) + own;
-        let mut c = Array::<Vector<f32, N>>::new(parts);
-        let mut s = Array::<Vector<f32, N>>::new(parts);
-        let mut wa = Array::<Vector<f32, N>>::new(parts);
-        let mut wb = Array::<Vector<f32, N>>::new(parts);
-        #[unroll]
-        for p in 0..parts {
-            c[p] = cos[line + p];
-            s[p] = sin[line + p];
-            wa[p] = w[own + p];
-            wb[p] = w[own + half + p];
-        }
+        let (c, s) = (vectors(cos, line, parts), vectors(sin, line, parts));
+        let (wa, wb) = (vectors(w, own, parts), vectors(w, own + half, parts));
         #[unroll]
         for turn in 0..turns {
             let first = first + comptime!(turn * dim as usize / n);
@@ -321,7 +310,32 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
         item += CUBE_COUNT_X * comptime!(UNITS / units);
     }
 
-    // The heads of a cube share the columns: add them up, unit by unit of a head.
+    store_column_sums(&dw_a, &dw_b, partial, own, dim);
+}
+
+/// Loads `parts` neighboring vectors.
+#[cube]
+fn vectors<N: Size>(from: &Array<Vector<f32, N>>, first: usize, #[comptime] parts: usize) -> Array<Vector<f32, N>> {
+    let mut out = Array::<Vector<f32, N>>::new(parts);
+    #[unroll]
+    for p in 0..parts {
+        out[p] = from[first + p];
+    }
+    out
+}
+
+/// Adds the `dw` of all heads of a cube, which share its columns, and stores the sums as a row of `partial`.
+#[cube]
+fn store_column_sums<N: Size>(
+    dw_a: &Array<Vector<f32, N>>,
+    dw_b: &Array<Vector<f32, N>>,
+    partial: &mut Array<f32>,
+    own: usize,
+    #[comptime] dim: u32,
+) {
+    let n = N::value();
+    let units = comptime!(dim / 16);
+    let parts = comptime!(8 / n);
     let mut shared = SharedMemory::<f32>::new(256usize);
     #[unroll]
     for p in 0..parts {
@@ -335,8 +349,8 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
                 sync_cube();
                 if UNIT_POS < units {
                     let mut sum = 0.0f32;
-                    for k in 0..comptime!(UNITS / units) {
-                        sum += shared[(k * units + UNIT_POS) as usize];
+                    for head in 0..comptime!(UNITS / units) {
+                        sum += shared[(head * units + UNIT_POS) as usize];
                     }
                     let column = (own + p) * n + i + comptime!(side * dim as usize / 2);
                     partial[(CUBE_POS_X as usize) * comptime!(dim as usize) + column] = sum;
@@ -353,7 +367,7 @@ fn weighted<F: Float, N: Size>(x: Vector<f32, N>, scale: f32, w: Vector<f32, N>)
     Vector::cast_from(normal * Vector::<F, N>::cast_from(w))
 }
 
-/// The sum of `x` over the `units` neighbouring units of a head: at most 8, which every plane holds.
+/// The sum of `x` over the `units` neighboring units of a head: at most 8, which are always in one plane.
 #[cube]
 fn sum_head(x: f32, #[comptime] units: u32) -> f32 {
     let mut sum = x;

@@ -1,24 +1,24 @@
-//! The gate of the MLP (Shazeer, arXiv 2002.05202) and its gradient, with `s = 1 / (1 + exp(-g))`:
+//! The gate of the MLP (Shazeer, arXiv 2002.05202) and its gradient, with `s = 1 / (1 + exp(-gate))`:
 //! ```text
-//! y = g * s * u        du = dy * g * s        dg = dy * u * s * (1 + g * (1 - s))
-//! for i { y[i] = silu(g[i]) * u[i] }                                               // the plain loop
+//! y = gate * s * up        dup = dy * gate * s        dgate = dy * up * s * (1 + gate * (1 - s))
+//! for i { y[i] = silu(gate[i]) * up[i] }                                           // the plain loop
 //! ```
-//! Computed in f32, rounded once. The forward can leave the largest `|y|` of each cube, which is what a quantiser of y asks
-//! first. Moves g, u in and y out (g, u, dy in, dg, du out): bound by memory. The gradients
-//! take the place of g and u, the largest activations of a block.
+//! Computed in f32 and rounded once. The forward can store the largest `|y|` of each cube, which a quantizer of y
+//! needs first. The gradients replace gate and up, the largest activations of a block. Reads two values and writes
+//! one (backward: reads three, writes two): bound by memory.
 
 use crate::{
-    device::{flat_launch, vector_size},
+    device::{flat_launch, sequence, vector_size},
     error::{KernelError, expect_len},
     reduce::{cube_max, largest},
 };
 use cubecl::prelude::*;
 
-/// Cubes of a forward launch at most: each leaves one maximum.
+/// The most cubes of a forward launch; each stores one maximum.
 const CUBES: usize = 4096;
 
-/// `y = silu(gate) * up`, all of type `dtype`. `maxima` (f32, [`maxima_len`]) takes the largest `|y|` of each cube, NaN
-/// ignored.
+/// `y = silu(gate) * up`, all of type `dtype`. `maxima` (f32, [`maxima_len`]) receives the largest `|y|` of each
+/// cube; NaN is ignored.
 ///
 /// # Errors
 /// If the buffers differ in length.
@@ -34,24 +34,23 @@ pub fn swiglu<R: Runtime>(
     let len = gate.size();
     expect_len(NAME, "up", up.size(), len)?;
     expect_len(NAME, "y", y.size(), len)?;
-    let mut tops = SequenceArg::new();
-    if let Some(maxima) = maxima {
+    if let Some(maxima) = &maxima {
         expect_len(NAME, "maxima", maxima.size(), maxima_len(client, dtype, len))?;
-        tops.push(maxima);
     }
     let vector = vector_size(client, dtype, len);
     let count = CubeCount::Static(maxima_len(client, dtype, len) as u32, 1, 1);
-    // SAFETY: the three buffers are equally long; units stop at their end, and there is a maximum a cube.
-    unsafe { swiglu_kernel::launch_unchecked(client, count, CubeDim::new_1d(256), vector, gate, up, y, tops, dtype) };
+    let maxima = sequence(maxima);
+    // SAFETY: the three buffers are equally long and units stop at their end; there is room for one maximum a cube.
+    unsafe { swiglu_kernel::launch_unchecked(client, count, CubeDim::new_1d(256), vector, gate, up, y, maxima, dtype) };
     Ok(())
 }
 
-/// Cubes of a forward launch over `len` values.
+/// Number of cubes of a forward launch over `len` values.
 pub fn maxima_len<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, len: usize) -> usize {
     (len / vector_size(client, dtype, len)).div_ceil(256).clamp(1, CUBES)
 }
 
-/// `gate` and `up` become `dgate` and `dup`.
+/// Replaces `gate` and `up` by `dgate` and `dup`.
 ///
 /// # Errors
 /// If the buffers differ in length.
@@ -69,7 +68,8 @@ pub fn swiglu_backward<R: Runtime>(
     }
     let vector = vector_size(client, dtype, len);
     let (count, dim) = flat_launch(len / vector);
-    // SAFETY: the three buffers are equally long; units past their end stop, and each writes what it alone read.
+    // SAFETY: the three buffers are equally long; units past their end stop, and each unit writes only what it alone
+    // read.
     unsafe { swiglu_backward_kernel::launch_unchecked(client, count, dim, vector, gate, up, dy, dtype) };
     Ok(())
 }
@@ -94,11 +94,10 @@ fn swiglu_kernel<F: Float, N: Size>(
         }
         at += (CUBE_COUNT_X * 256u32) as usize;
     }
-    #[unroll]
-    for i in 0..maxima.len() {
+    if comptime!(maxima.len() == 1) {
         let top = cube_max(top);
         if UNIT_POS == 0u32 {
-            maxima.index_mut(i)[CUBE_POS_X as usize] = top;
+            maxima.index_mut(0usize)[CUBE_POS_X as usize] = top;
         }
     }
 }

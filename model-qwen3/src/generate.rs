@@ -1,5 +1,5 @@
-//! From prompt ids to an answer: prefill in chunks, then one token at a time, until a stop token, the
-//! limit, or the caller says so. Knows ids only, no text.
+//! From the ids of a prompt to the ids of an answer. The prompt is read in chunks, then the answer is made token by token
+//! until a stop token, the limit, or the caller ends it. This module knows no text.
 
 use crate::{
     ModelError,
@@ -8,49 +8,49 @@ use crate::{
     sample::{self, Sampling},
     weights::to_host,
 };
-use backend_nvfp4::Nvfp4Backend;
+use backend_nvfp4::Nvfp4Kernels;
 use std::ops::ControlFlow;
 
-/// Prompt tokens in one forward. Scores are `[H, T, S]`: chunks bound them.
+/// Number of prompt tokens in one forward. Chunks bound the attention scores `[H, T, S]`.
 const PREFILL_CHUNK: usize = 512;
 
 /// Limits of a generation.
 #[derive(Debug, Clone)]
 pub struct GenerateOptions {
-    /// Most tokens of the answer.
+    /// Largest number of tokens in the answer.
     pub max_tokens: usize,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// Ids that end the answer; they are not part of it.
+    /// Ids that end the answer and are not part of it.
     pub stop_ids: Vec<u32>,
 }
 
 /// Why a generation ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopReason {
-    /// A stop token.
+    /// This stop token was generated.
     StopToken(u32),
-    /// The limit on tokens.
+    /// The answer has `max_tokens` tokens.
     MaxTokens,
-    /// The caller.
+    /// The caller asked for it.
     Caller,
 }
 
 /// An answer.
 #[derive(Debug, Clone)]
 pub struct Generation {
-    /// Its ids, without the stop token.
+    /// The ids of the answer, without the stop token.
     pub ids: Vec<u32>,
-    /// Why it ended.
+    /// Why the answer ended.
     pub stop: StopReason,
 }
 
-/// Answers a prompt, showing each token to `on_token`.
+/// Answers a prompt and shows each token of the answer to `on_token`.
 ///
 /// # Errors
-/// If the prompt is empty or holds foreign ids, prompt and answer exceed the model's longest
-/// sequence, or the device fails.
-pub fn generate<B: Nvfp4Backend>(
+/// If the prompt is empty or holds ids outside the vocabulary, if prompt and answer exceed the longest sequence of the
+/// model, or if the device fails.
+pub fn generate<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     prompt: &[u32],
     options: &GenerateOptions,
@@ -89,7 +89,7 @@ pub fn generate<B: Nvfp4Backend>(
 ///
 /// # Errors
 /// As [`generate`].
-pub fn prefill<B: Nvfp4Backend>(
+pub fn prefill<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     prompt: &[u32],
     cache: &mut KvCache<B>,
@@ -102,10 +102,10 @@ pub fn prefill<B: Nvfp4Backend>(
     logits.ok_or(ModelError::Tokenizer("the prompt has no tokens".into()))
 }
 
-fn forward<B: Nvfp4Backend>(model: &Qwen3<B>, ids: &[u32], cache: &mut KvCache<B>) -> Result<Vec<f32>, ModelError> {
+fn forward<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], cache: &mut KvCache<B>) -> Result<Vec<f32>, ModelError> {
     cache.reserve(ids.len())?;
     let input = ids_tensor(&[ids.to_vec()], model.config(), &model.device())?;
-    let hidden = model.forward(input, Some(cache));
+    let hidden = model.forward_cached(input, cache);
     let last = hidden.narrow(0, ids.len() - 1, 1);
     let logits = to_host(model.logits(last))?;
     if logits.iter().any(|x| x.is_nan()) {

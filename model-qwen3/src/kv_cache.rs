@@ -11,10 +11,10 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
-/// Keys and values of one block, `[capacity, K*E]` each.
+/// Keys and values of one block, `[capacity, G*E]` each.
 #[derive(Debug, Clone)]
 pub struct LayerCache<B: Backend> {
-    // Taken out while they are written, so that the buffer is unshared and updated in place.
+    // `None` only while a buffer is written: nothing else holds it then, and it is updated in place.
     k: Option<Tensor<B, 2>>,
     v: Option<Tensor<B, 2>>,
 }
@@ -28,12 +28,12 @@ impl<B: Backend> KvCache<B> {
         Self { layers, len: 0, capacity }
     }
 
-    /// Tokens held.
+    /// Number of tokens in the cache.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing is held.
+    /// Whether the cache holds no token.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -41,7 +41,7 @@ impl<B: Backend> KvCache<B> {
     /// Checks that `more` tokens fit.
     ///
     /// # Errors
-    /// If they do not.
+    /// If they exceed the capacity.
     pub fn reserve(&self, more: usize) -> Result<(), ModelError> {
         let value = self.len + more;
         if value > self.capacity {
@@ -50,25 +50,26 @@ impl<B: Backend> KvCache<B> {
         Ok(())
     }
 
-    /// One block's cache, and how many tokens it held before this forward.
-    pub fn layer(&mut self, layer: usize) -> (&mut LayerCache<B>, usize) {
-        (&mut self.layers[layer], self.len)
+    /// The cache of one block.
+    pub fn layer(&mut self, layer: usize) -> &mut LayerCache<B> {
+        &mut self.layers[layer]
     }
 
-    /// Counts the tokens that every layer has appended.
+    /// Counts `tokens` more tokens, after every layer has appended them.
     pub fn advance(&mut self, tokens: usize) {
         self.len += tokens;
     }
 }
 
 impl<B: Backend> LayerCache<B> {
-    /// Writes `k` and `v` `[T, K*E]` behind the first `past` tokens and returns all, `[S, K*E]`.
+    /// Writes `k` and `v` `[T, G*E]` behind the first `past` tokens and returns the keys and values of all tokens,
+    /// `[S, G*E]`.
     pub fn append(&mut self, k: Tensor<B, 2>, v: Tensor<B, 2>, past: usize) -> (Tensor<B, 2>, Tensor<B, 2>) {
         let write = |slot: &mut Option<Tensor<B, 2>>, new: Tensor<B, 2>| {
             let end = past + new.dims()[0];
             let buffer = slot.take().expect("put back below").slice_assign(s![past..end, ..], new);
             *slot = Some(buffer.clone());
-            // Read where it lies: the first rows of a matrix are contiguous.
+            // This is no copy, because the first rows of a matrix are contiguous.
             buffer.slice(s![0..end, ..])
         };
         (write(&mut self.k, k), write(&mut self.v, v))

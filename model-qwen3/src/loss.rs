@@ -1,11 +1,11 @@
-//! Training losses: cross-entropy over supervised tokens, and the origin's hidden-state L1.
+//! Training losses: cross-entropy over supervised tokens, and the L1 distance of hidden states.
 
 use burn::tensor::{DType, Int, Tensor, TensorData, activation, backend::Backend};
 
-/// A position that is not supervised.
+/// The target of a position that is not supervised.
 pub const IGNORE: i64 = -100;
 
-/// Sum over rows of `-log softmax(logits)[target]`, f32, `[1]`: `logits` is `[M, V]` f32, `targets` holds M ids.
+/// Sums `-log softmax(logits)[target]` over rows, f32 `[1]`. `logits` is `[M, V]` in f32, and `targets` holds M ids.
 pub(crate) fn cross_entropy_sum<B: Backend>(logits_MV: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
     let [m, _] = logits_MV.dims();
     assert_eq!(m, targets.len(), "one target a row");
@@ -15,8 +15,8 @@ pub(crate) fn cross_entropy_sum<B: Backend>(logits_MV: Tensor<B, 2>, targets: &[
     activation::log_softmax(logits_MV, 1).gather(1, ids).sum().neg()
 }
 
-/// Targets of next-token prediction: position t is asked for token t+1, where that is supervised.
-/// Rows are padded to `t` columns with [`IGNORE`].
+/// The targets of next-token prediction: position i predicts token i+1 if that token is supervised. Rows are padded to
+/// `t` columns with [`IGNORE`].
 pub fn shifted_targets(ids: &[Vec<u32>], supervised: &[Vec<bool>], t: usize) -> Vec<i64> {
     let mut out = vec![IGNORE; ids.len() * t];
     for (row, (ids, kept)) in ids.iter().zip(supervised).enumerate() {
@@ -29,8 +29,8 @@ pub fn shifted_targets(ids: &[Vec<u32>], supervised: &[Vec<bool>], t: usize) -> 
     out
 }
 
-/// The origin's debug loss: mean absolute difference between hidden states and the embeddings of
-/// the next tokens, both `[M, D]`, over rows where `kept` is 1.
+/// A loss for debugging: sums the mean absolute difference between hidden states and the embeddings of the next tokens,
+/// both `[M, D]`, over the rows where `kept` is 1.
 pub fn hidden_l1_sum<B: Backend>(hidden_MD: Tensor<B, 2>, next_MD: Tensor<B, 2>, kept: Vec<f32>) -> Tensor<B, 1> {
     let [m, d] = hidden_MD.dims();
     let kept = Tensor::<B, 2>::from_data(TensorData::new(kept, [m, 1]), (&hidden_MD.device(), DType::F32));

@@ -1,8 +1,8 @@
-//! Qwen3: grouped-query attention with RMS-normalised queries and keys, SwiGLU MLP, pre-norm blocks.
-//! Fields carry checkpoint names. Shape letters are the crate's ([`crate`]).
+//! Qwen3: grouped-query attention with RMS-normalized queries and keys, a SwiGLU MLP, and pre-norm blocks. Fields have
+//! the names of the checkpoint. The shape letters are those of [`crate`].
 //!
-//! Parameters are f32 masters (or packed NVFP4); activations flow in the dtype of the spec's
-//! precision. Norms, rotary angles and softmax are computed in f32, as Hugging Face does.
+//! Parameters are f32 or bf16 masters, or packed NVFP4. Activations flow in the dtype of the precision that the
+//! specification names. Norms, rotary angles and softmax are computed in f32, as in Hugging Face's implementation.
 
 use crate::{
     ModelError,
@@ -12,11 +12,12 @@ use crate::{
     rope::rotary,
 };
 use backend_nvfp4::{
-    Activations, AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Linear, Recipe, Rotary, Stream, linears,
+    Activations, AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Recipe, Rotary, Stream,
+    cached_attention, linears, ops,
 };
 use burn::{
     module::{Module, Param},
-    tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
+    tensor::{DType, Int, Tensor, TensorData, backend::Backend},
 };
 
 /// Grouped-query attention.
@@ -24,9 +25,9 @@ use burn::{
 pub struct Attention<B: Backend> {
     /// `[H*E, D]`.
     pub q_proj: Nvfp4Linear<B>,
-    /// `[K*E, D]`.
+    /// `[G*E, D]`.
     pub k_proj: Nvfp4Linear<B>,
-    /// `[K*E, D]`.
+    /// `[G*E, D]`.
     pub v_proj: Nvfp4Linear<B>,
     /// `[D, H*E]`.
     pub o_proj: Nvfp4Linear<B>,
@@ -50,9 +51,9 @@ pub struct Mlp<B: Backend> {
 /// One transformer block.
 #[derive(Module, Debug)]
 pub struct Block<B: Backend> {
-    /// Attention.
+    /// The attention layer.
     pub self_attn: Attention<B>,
-    /// MLP.
+    /// The MLP.
     pub mlp: Mlp<B>,
     /// `[D]`.
     pub input_layernorm: Param<Tensor<B, 1>>,
@@ -65,11 +66,11 @@ pub struct Block<B: Backend> {
 pub struct Qwen3<B: Backend> {
     /// `[V, D]`.
     pub embed_tokens: Param<Tensor<B, 2>>,
-    /// Blocks, first to last.
+    /// The blocks, first to last.
     pub layers: Vec<Block<B>>,
     /// `[D]`.
     pub norm: Param<Tensor<B, 1>>,
-    /// `[V, D]`; `None` where the head is the embedding.
+    /// `[V, D]`, or `None` if the head is the embedding.
     pub lm_head: Option<Nvfp4Linear<B>>,
     #[module(skip)]
     info: Info,
@@ -83,12 +84,25 @@ struct Info {
     bf16_last_blocks: usize,
 }
 
-/// Linear layers of a block, rounded up: each has random numbers of its own.
+/// The linear layers of a block are numbered below 8, so that each has random numbers of its own.
 const LINEARS: u32 = 8;
-/// Where the streams of gradient rounding begin; those below are the optimizer's, one a parameter.
+/// The first stream for rounding gradients. The optimizer uses the streams below, one for each parameter.
 const GRADIENT_STREAMS: u32 = 0x4000_0000;
 
-/// What every block of one forward shares.
+/// Where the M tokens of a forward stand.
+#[derive(Debug, Clone)]
+pub struct Places {
+    /// Number of rows.
+    pub rows: usize,
+    /// Number of tokens of each row that the cache already holds.
+    pub past: usize,
+    /// The position of each token in its document, `[M]`.
+    pub positions: Vec<u32>,
+    /// The token of its row with which each token's document begins, `[M]`. See [`Documents::new`].
+    pub starts: Vec<u32>,
+}
+
+/// What all blocks share in a forward.
 #[derive(Debug, Clone)]
 pub struct Context<B: Backend> {
     rotary: Rotary<B>,
@@ -99,62 +113,165 @@ pub struct Context<B: Backend> {
 }
 
 impl<B: Nvfp4Backend> Attention<B> {
-    /// `x` `[M, D]` to `[M, D]`. With a cache, new tokens also see what it holds.
-    pub fn forward(
-        &self,
-        x_MD: Activations<B>,
-        ctx: &Context<B>,
-        cache: Option<(&mut LayerCache<B>, usize)>,
-    ) -> Tensor<B, 2> {
-        // 1. Project; normalise and rotate queries and keys head by head.
-        let heads = |x: Tensor<B, 2>, norm: &Param<Tensor<B, 1>>| {
-            float(B::norm_rope(primitive(x), primitive(norm.val()), &ctx.rotary, ctx.eps))
-        };
-        let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
-        let [q_MC, k_MC, v_MC] = linears(layers, x_MD, [0, 1, 2].map(|i| ctx.spec.slot(i)));
-        let (q_MC, k_MC) = (heads(q_MC, &self.q_norm), heads(k_MC, &self.k_norm));
-        let (k_SC, v_SC) = match cache {
-            Some((layer, past)) => layer.append(k_MC, v_MC, past),
-            None => (k_MC, v_MC),
-        };
+    /// Maps normalized hidden states `[M, D]` to `[M, D]`.
+    pub fn forward(&self, x_MD: Activations<B>, ctx: &Context<B>) -> Tensor<B, 2> {
+        let [q_MHE, k_MGE, v_MGE] = self.project(x_MD, ctx);
+        let y_MHE = ops::attention(q_MHE, k_MGE, v_MGE, &ctx.documents, ctx.attention);
+        self.o_proj.forward(y_MHE, ctx.spec.slot(3))
+    }
 
-        // 2. Mix values, project back.
-        let qkv = (primitive(q_MC), primitive(k_SC), primitive(v_SC));
-        let y_MC = float(B::causal_attention(qkv.0, qkv.1, qkv.2, &ctx.documents, ctx.attention));
-        self.o_proj.forward(y_MC, ctx.spec.slot(3))
+    /// Queries, keys and values. Queries and keys are normalized and rotated head by head.
+    fn project(&self, x_MD: Activations<B>, ctx: &Context<B>) -> [Tensor<B, 2>; 3] {
+        let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
+        let [q_MHE, k_MGE, v_MGE] = linears(layers, x_MD, [0, 1, 2].map(|i| ctx.spec.slot(i)));
+        let q_MHE = ops::norm_rope(q_MHE, self.q_norm.val(), &ctx.rotary, ctx.eps);
+        let k_MGE = ops::norm_rope(k_MGE, self.k_norm.val(), &ctx.rotary, ctx.eps);
+        [q_MHE, k_MGE, v_MGE]
     }
 }
 
 impl<B: Nvfp4Backend> Mlp<B> {
-    /// `x` `[M, D]` to `[M, D]`.
+    /// Maps normalized hidden states `[M, D]` to `[M, D]`.
     pub fn forward(&self, x_MD: Activations<B>, spec: LinearSpec) -> Tensor<B, 2> {
         let layers = [&self.gate_proj, &self.up_proj];
         let [gate_MF, up_MF] = linears(layers, x_MD, [4, 5].map(|i| spec.slot(i)));
-        let y_MF = B::swiglu_activations(primitive(gate_MF), primitive(up_MF), spec);
+        let y_MF = ops::swiglu(gate_MF, up_MF, spec);
         let [y_MD] = linears([&self.down_proj], y_MF, [spec.slot(6)]);
         y_MD
     }
 }
 
 impl<B: Nvfp4Backend> Block<B> {
-    /// `x` `[M, D]` to `[M, D]`.
-    pub fn forward(
+    /// Maps hidden states `[M, D]` to `[M, D]`.
+    pub fn forward(&self, x_MD: Tensor<B, 2>, ctx: &Context<B>) -> Tensor<B, 2> {
+        self.around(x_MD, ctx, |n_MD| self.self_attn.forward(n_MD, ctx))
+    }
+
+    /// `h = x + attention(norm(x))`, then `h + mlp(norm(h))`.
+    fn around(
         &self,
         x_MD: Tensor<B, 2>,
         ctx: &Context<B>,
-        cache: Option<(&mut LayerCache<B>, usize)>,
+        attention: impl FnOnce(Activations<B>) -> Tensor<B, 2>,
     ) -> Tensor<B, 2> {
-        let weight = primitive(self.input_layernorm.val());
-        let normed = B::rms_norm_activations(primitive(x_MD.clone()), weight, ctx.eps, ctx.spec);
-        let y_MD = self.self_attn.forward(normed, ctx, cache);
-
-        let weight = primitive(self.post_attention_layernorm.val());
-        let (x_MD, normed) = B::add_rms_norm(primitive(x_MD), primitive(y_MD), weight, ctx.eps, ctx.spec);
-        float(x_MD) + self.mlp.forward(normed, ctx.spec)
+        let (x_MD, n_MD) = ops::rms_norm(x_MD, None, self.input_layernorm.val(), ctx.eps, ctx.spec);
+        let a_MD = attention(n_MD);
+        let (h_MD, n_MD) = ops::rms_norm(x_MD, Some(a_MD), self.post_attention_layernorm.val(), ctx.eps, ctx.spec);
+        h_MD + self.mlp.forward(n_MD, ctx.spec)
     }
 }
 
 impl<B: Nvfp4Backend> Qwen3<B> {
+    /// Maps token ids `[B, T]` to the final hidden states `[M, D]`, normalized. Shows `watch` the embedding, the output
+    /// of each block but the last, and the normalized last, which Hugging Face calls `hidden_states`, `[M, D]` each.
+    pub fn forward(&self, ids_BT: Tensor<B, 2, Int>, mut watch: impl FnMut(&Tensor<B, 2>)) -> Tensor<B, 2> {
+        let ctx = self.context(Places::of_rows(ids_BT.dims()));
+        let mut h_MD = self.embed(ids_BT);
+        for (i, block) in self.layers.iter().enumerate() {
+            watch(&h_MD);
+            h_MD = block.forward(h_MD, &self.of_block(&ctx, i));
+        }
+        let h_MD = self.final_norm(h_MD);
+        watch(&h_MD);
+        h_MD
+    }
+
+    /// Looks up the embeddings of token ids `[B, T]`, `[M, D]`.
+    pub fn embed(&self, ids_BT: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+        let ids_M = ids_BT.flatten(0, 1);
+        ops::token_rows(self.embed_tokens.val(), ids_M, self.info.spec.precision.dtype())
+    }
+
+    /// The norm before the head.
+    pub fn final_norm(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
+        let Info { config, spec, .. } = &self.info;
+        let (_, n_MD) = ops::rms_norm(h_MD, None, self.norm.val(), config.rms_norm_eps, spec.unquantized());
+        n_MD.tensor()
+    }
+
+    /// Maps normalized hidden states `[M, D]` to logits `[M, V]` in f32.
+    pub fn logits(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
+        let logits_MV = match &self.lm_head {
+            Some(head) => head.forward(h_MD, self.info.spec.slot(self.layers.len() as u32 * LINEARS)),
+            None => Nvfp4Linear::Dense(self.embed_tokens.clone()).forward(h_MD, self.info.spec),
+        };
+        logits_MV.cast(DType::F32)
+    }
+
+    /// Sums `-log softmax(logits)[target]` over rows, f32 `[1]`. `targets` holds M ids. The caller divides by the
+    /// number of supervised tokens of the whole optimizer step, so that tokens weigh the same in batches of unequal
+    /// length.
+    pub fn loss_sum(&self, h_MD: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
+        assert_eq!(h_MD.dims()[0], targets.len(), "one target a row");
+        let weight = match &self.lm_head {
+            None => &self.embed_tokens,
+            Some(Nvfp4Linear::Dense(weight)) => weight,
+            Some(Nvfp4Linear::Master(weight)) if self.info.spec.recipe == Recipe::Bf16 => weight,
+            // A head that the recipe quantizes computes its logits like any other linear layer.
+            Some(_) => return cross_entropy_sum(self.logits(h_MD), targets),
+        };
+        let ids: Vec<i32> = targets.iter().map(|&t| t as i32).collect();
+        let ids = Tensor::from_data(TensorData::new(ids, [targets.len()]), &h_MD.device());
+        ops::head_loss(h_MD, weight.val(), ids, self.info.spec.precision)
+    }
+
+    /// The angles and the visibility of tokens.
+    pub fn context(&self, places: Places) -> Context<B> {
+        let Info { config, spec, .. } = &self.info;
+        let device = self.device();
+        Context {
+            rotary: rotary::<B>(places.positions, config.head_dim, config.rope_theta, &device),
+            documents: Documents::new(places.rows, places.past, places.starts, &device),
+            spec: *spec,
+            attention: AttentionSpec {
+                heads: config.num_attention_heads,
+                kv_heads: config.num_key_value_heads,
+                head_dim: config.head_dim,
+                precision: spec.precision,
+            },
+            eps: config.rms_norm_eps,
+        }
+    }
+
+    /// The context of block `i`, with the random numbers and the recipe of that block.
+    pub fn of_block(&self, ctx: &Context<B>, i: usize) -> Context<B> {
+        let spec = ctx.spec.slot(i as u32 * LINEARS);
+        Context { spec: if self.is_bf16(i) { spec.unquantized() } else { spec }, ..ctx.clone() }
+    }
+}
+
+impl<B: Nvfp4Kernels> Qwen3<B> {
+    /// Maps token ids `[1, T]` to the final hidden states `[T, D]`, normalized. The tokens also see those that the cache
+    /// holds, and are appended to it.
+    pub fn forward_cached(&self, ids_BT: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
+        let [b, t] = ids_BT.dims();
+        assert_eq!(b, 1, "a cache holds one sequence");
+        let ctx = self.context(Places::of_rows([b, t]).after(cache.len()));
+        let mut h_MD = self.embed(ids_BT);
+        for (i, block) in self.layers.iter().enumerate() {
+            h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), cache.layer(i));
+        }
+        cache.advance(t);
+        self.final_norm(h_MD)
+    }
+}
+
+impl<B: Nvfp4Kernels> Block<B> {
+    fn forward_cached(&self, x_MD: Tensor<B, 2>, ctx: &Context<B>, cache: &mut LayerCache<B>) -> Tensor<B, 2> {
+        self.around(x_MD, ctx, |n_MD| self.self_attn.forward_cached(n_MD, ctx, cache))
+    }
+}
+
+impl<B: Nvfp4Kernels> Attention<B> {
+    fn forward_cached(&self, x_MD: Activations<B>, ctx: &Context<B>, cache: &mut LayerCache<B>) -> Tensor<B, 2> {
+        let [q_MHE, k_MGE, v_MGE] = self.project(x_MD, ctx);
+        let (k_SGE, v_SGE) = cache.append(k_MGE, v_MGE, ctx.documents.past);
+        let y_MHE = cached_attention(q_MHE, k_SGE, v_SGE, &ctx.documents, ctx.attention);
+        self.o_proj.forward(y_MHE, ctx.spec.slot(3))
+    }
+}
+
+impl<B: Backend> Qwen3<B> {
     /// Puts a model together.
     pub fn new(
         config: Qwen3Config,
@@ -167,156 +284,63 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         Self { embed_tokens, layers, norm, lm_head, info: Info { config, spec, bf16_last_blocks: 0 } }
     }
 
-    /// The model's shape.
+    /// The sizes of the model.
     pub fn config(&self) -> &Qwen3Config {
         &self.info.config
     }
 
-    /// How its linear layers compute.
+    /// How the linear layers compute.
     pub fn spec(&self) -> LinearSpec {
         self.info.spec
     }
 
-    /// Computes the linear layers of the last `n` blocks without quantisation.
+    /// Computes the linear layers of the last `n` blocks without quantization.
     #[must_use]
     pub fn with_bf16_last_blocks(mut self, n: usize) -> Self {
         self.info.bf16_last_blocks = n;
         self
     }
 
-    /// The same weights under another recipe: what they are worth quantised, or not.
+    /// The same weights under another recipe.
     #[must_use]
     pub fn with_recipe(mut self, recipe: Recipe) -> Self {
         self.info.spec.recipe = recipe;
         self
     }
 
-    /// Whether block `i` is one of those.
+    /// Whether block `i` is one of the last blocks, which compute without quantization.
     pub fn is_bf16(&self, i: usize) -> bool {
         i + self.info.bf16_last_blocks >= self.info.config.num_hidden_layers
     }
 
-    /// Gives the stochastic rounding of the next passes its random numbers: those of micro-batch `step` of a run.
+    /// Sets the random numbers with which the next passes round gradients: those of micro-batch `step` of a run.
     pub fn draw_from(&mut self, seed: u64, step: u32) {
         self.info.spec.stream = Stream { seed, step, stream: GRADIENT_STREAMS };
     }
 
-    /// Where its tensors are.
+    /// The device of the tensors.
     pub fn device(&self) -> B::Device {
         self.embed_tokens.device()
     }
+}
 
-    /// Token ids `[B, T]` to the final hidden states `[B*T, D]`, normalised. With a cache B is 1.
-    pub fn forward(&self, ids_BT: Tensor<B, 2, Int>, cache: Option<&mut KvCache<B>>) -> Tensor<B, 2> {
-        self.forward_watched(ids_BT, cache, |_| {})
+impl Places {
+    /// `rows` rows of `tokens` new tokens, `[rows, tokens]`. Each row is one document.
+    pub fn of_rows([rows, tokens]: [usize; 2]) -> Self {
+        let positions = (0..rows).flat_map(|_| (0..tokens).map(|p| p as u32)).collect();
+        Self { rows, past: 0, positions, starts: vec![0; rows * tokens] }
     }
 
-    /// As [`Self::forward`], showing `watch` the embedding, each block's output but the last, and the
-    /// normalised last: what Hugging Face calls `hidden_states`, `[B*T, D]` each.
-    pub fn forward_watched(
-        &self,
-        ids_BT: Tensor<B, 2, Int>,
-        mut cache: Option<&mut KvCache<B>>,
-        mut watch: impl FnMut(&Tensor<B, 2>),
-    ) -> Tensor<B, 2> {
-        let [b, t] = ids_BT.dims();
-        assert!(b == 1 || cache.is_none(), "a cache is of one sequence");
-        let ctx = self.context(cache.as_ref().map_or(0, |c| c.len()), b, t);
-        let mut h_MD = self.embed(ids_BT);
-        for (i, block) in self.layers.iter().enumerate() {
-            watch(&h_MD);
-            h_MD = block.forward(h_MD, &self.of_block(&ctx, i), cache.as_mut().map(|c| c.layer(i)));
-        }
-        if let Some(cache) = cache {
-            cache.advance(t);
-        }
-        let h_MD = self.final_norm(h_MD);
-        watch(&h_MD);
-        h_MD
-    }
-
-    /// Rows of the embedding, `[B*T, D]`.
-    pub fn embed(&self, ids_BT: Tensor<B, 2, Int>) -> Tensor<B, 2> {
-        let [b, t] = ids_BT.dims();
-        let ids = ids_BT.reshape([b * t]).into_primitive();
-        float(B::token_rows(primitive(self.embed_tokens.val()), ids, self.info.spec.precision.dtype()))
-    }
-
-    /// The context as block `i` sees it: its own random numbers, its own recipe.
-    pub fn of_block(&self, ctx: &Context<B>, i: usize) -> Context<B> {
-        let mut spec = ctx.spec.slot(i as u32 * LINEARS);
-        if self.is_bf16(i) {
-            spec.recipe = Recipe::Bf16;
-        }
-        Context { spec, ..ctx.clone() }
-    }
-
-    /// Angles and visibility for `t` new tokens behind `past` old ones in each of `rows` rows, a row one document.
-    pub fn context(&self, past: usize, rows: usize, t: usize) -> Context<B> {
-        let positions = (0..rows).flat_map(|_| (past..past + t).map(|p| p as u32)).collect();
-        self.context_of(past, rows, positions, vec![0; rows * t])
-    }
-
-    /// As [`Self::context`] for any positions and documents: see [`Documents::new`].
-    pub fn context_of(&self, past: usize, rows: usize, positions: Vec<u32>, starts: Vec<u32>) -> Context<B> {
-        let Info { config, spec, .. } = &self.info;
-        let device = self.device();
-        Context {
-            rotary: rotary::<B>(positions, config.head_dim, config.rope_theta, &device),
-            documents: Documents::new(rows, past, starts, &device),
-            spec: *spec,
-            attention: AttentionSpec {
-                heads: config.num_attention_heads,
-                kv_heads: config.num_key_value_heads,
-                head_dim: config.head_dim,
-                precision: spec.precision,
-            },
-            eps: config.rms_norm_eps,
-        }
-    }
-
-    /// The norm before the head.
-    pub fn final_norm(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
-        float(B::rms_norm(primitive(h_MD), primitive(self.norm.val()), self.info.config.rms_norm_eps))
-    }
-
-    /// Normalised hidden states `[M, D]` to logits `[M, V]` in f32.
-    pub fn logits(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
-        let logits_MV = match &self.lm_head {
-            Some(head) => head.forward(h_MD, self.info.spec.slot(self.layers.len() as u32 * LINEARS)),
-            None => Nvfp4Linear::Dense(self.embed_tokens.clone()).forward(h_MD, self.info.spec),
-        };
-        logits_MV.cast(DType::F32)
-    }
-
-    /// Sum over rows of `-log softmax(logits)[target]`, f32 `[1]`. Divide by the number of supervised tokens of the
-    /// whole optimizer step, so that batches of unequal length weigh tokens alike. `targets` holds M ids.
-    pub fn loss_sum(&self, h_MD: Tensor<B, 2>, targets: &[i64]) -> Tensor<B, 1> {
-        assert_eq!(h_MD.dims()[0], targets.len(), "one target a row");
-        let weight = match &self.lm_head {
-            None => &self.embed_tokens,
-            Some(Nvfp4Linear::Dense(weight)) => weight,
-            Some(Nvfp4Linear::Master(weight)) if self.info.spec.recipe == Recipe::Bf16 => weight,
-            // A head that is quantised on the way computes its logits as its other layers do.
-            Some(_) => return cross_entropy_sum(self.logits(h_MD), targets),
-        };
-        let ids: Vec<i32> = targets.iter().map(|&t| t as i32).collect();
-        let ids = Tensor::<B, 1, Int>::from_data(TensorData::new(ids, [targets.len()]), &h_MD.device());
-        let (h, w) = (primitive(h_MD), primitive(weight.val()));
-        let loss = B::head_loss(h, w, ids.into_primitive(), self.info.spec.precision);
-        Tensor::from_primitive(TensorPrimitive::Float(loss))
+    /// The same tokens behind `past` tokens that the cache holds.
+    #[must_use]
+    pub fn after(mut self, past: usize) -> Self {
+        self.past = past;
+        self.positions.iter_mut().for_each(|position| *position += past as u32);
+        self
     }
 }
 
-fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
-    x.into_primitive().tensor()
-}
-
-fn float<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
-}
-
-/// Ids as an Int tensor `[B, T]`.
+/// Makes an Int tensor `[B, T]` of ids. Shorter rows are padded with 0.
 ///
 /// # Errors
 /// If an id is outside the vocabulary.

@@ -4,17 +4,17 @@
 use backend_nvfp4::Rotary;
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 
-/// Angles of the positions up to the largest one given, and the line of each token in them.
-/// Computed in f32 on the host, as Hugging Face does.
+/// Makes a table of angles from the smallest to the largest position, and the row of each token in it. The angles are
+/// computed in f32 on the host, as in Hugging Face's implementation.
 pub fn rotary<B: Backend>(positions: Vec<u32>, head_dim: usize, theta: f64, device: &B::Device) -> Rotary<B> {
     let half = head_dim / 2;
-    let lines = positions.iter().max().map_or(0, |p| *p as usize + 1);
-    // Early lines are left out where no token stands there: a decode step needs a single one.
+    let end = positions.iter().max().map_or(0, |p| *p as usize + 1);
+    // The table begins at the smallest position, so that a decode step computes a single row.
     let first = positions.iter().min().map_or(0, |p| *p as usize);
     let inverse: Vec<f32> = (0..half).map(|i| 1.0 / (theta as f32).powf(2.0 * i as f32 / head_dim as f32)).collect();
     let table = |f: fn(f32) -> f32| {
-        let values: Vec<f32> = (first..lines).flat_map(|p| inverse.iter().map(move |w| f(p as f32 * w))).collect();
-        let data = TensorData::new(values, [lines - first, half]);
+        let values: Vec<f32> = (first..end).flat_map(|p| inverse.iter().map(move |w| f(p as f32 * w))).collect();
+        let data = TensorData::new(values, [end - first, half]);
         Tensor::<B, 2>::from_data(data, (device, DType::F32)).into_primitive().tensor()
     };
     let len = positions.len();

@@ -9,7 +9,7 @@ use super::{
     on_the_cpu,
 };
 use crate::support::emulator;
-use kernels_cubecl::{cuda_source::Launch, gemv::Plan, matmul::Product};
+use kernels_cubecl::{cuda_source::Launch, gemv::GemvPlan, matmul::Product};
 use std::sync::Arc;
 
 /// A small launch, and how the name of its kernel begins.
@@ -26,13 +26,13 @@ const BLOCK_SCALED: Subject = ("block_scaled", |gpu| block_scaled::run(gpu, BF16
 
 /// Planes that add up their sums in shared memory.
 fn gemv_with_shares(gpu: &Gpu) -> Result<(), String> {
-    let plan = Plan::of(&gpu.client, 3, 1024, BF16, [2, 2, 2, 16]).expect("few tokens find a place");
+    let plan = GemvPlan::of(&gpu.client, 3, 1024, BF16, [2, 2, 2, 16]).expect("few tokens find a place");
     gemv::run(gpu, plan, 3, 1024, &[45], BF16)
 }
 
 /// Tokens that come in windows.
 fn gemv_in_windows(gpu: &Gpu) -> Result<(), String> {
-    let plan = Plan::of(&gpu.client, 11, 9728, BF16, [4, 2, 2, 16]).expect("windows find a place");
+    let plan = GemvPlan::of(&gpu.client, 11, 9728, BF16, [4, 2, 2, 16]).expect("windows find a place");
     gemv::run(gpu, plan, 11, 9728, &[45], BF16)
 }
 

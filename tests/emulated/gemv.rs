@@ -3,7 +3,7 @@
 use super::gpu::{BF16, Exact, F16, F32, Gpu, Packed};
 use crate::support::Random;
 use cubecl::ir::StorageType;
-use kernels_cubecl::gemv::{Gemv, Plan, gemv_in};
+use kernels_cubecl::gemv::{Gemv, GemvPlan, gemv_in};
 
 /// Rows and columns of the layers of Qwen3-0.6B and Qwen3-4B: of one launch together, and summed.
 const LAYERS: [(usize, usize); 10] = [
@@ -20,12 +20,12 @@ const LAYERS: [(usize, usize); 10] = [
 ];
 
 /// The plans that differ, with the number of tokens they are for.
-pub(super) fn plans(gpu: &Gpu, ty: StorageType) -> Vec<(Plan, usize, usize)> {
-    let mut plans: Vec<(Plan, usize, usize)> = Vec::new();
+pub(super) fn plans(gpu: &Gpu, ty: StorageType) -> Vec<(GemvPlan, usize, usize)> {
+    let mut plans: Vec<(GemvPlan, usize, usize)> = Vec::new();
     for (n, k) in LAYERS {
         // Tokens are rounded up to a power of two: 3 and 11 leave rows free.
         for rows in [1, 2, 3, 8, 11] {
-            let plan = Plan::new(&gpu.client, rows, n, k, ty);
+            let plan = GemvPlan::new(&gpu.client, rows, n, k, ty);
             if plans.iter().all(|(other, ..)| *other != plan) {
                 plans.push((plan, rows, k));
             }
@@ -45,7 +45,7 @@ pub(super) fn every(gpu: &Gpu, ty: StorageType) {
 
 pub(super) fn run(
     gpu: &Gpu,
-    plan: Plan,
+    plan: GemvPlan,
     rows: usize,
     k: usize,
     weights: &[usize],

@@ -2,7 +2,7 @@
 
 use crate::support::{Cpu, golden, golden_bytes};
 use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling};
-use model_qwen3::{ModelError, config::Qwen3Config, convert::write_safetensors, weights};
+use model_qwen3::{ModelError, config::Qwen3Config, weights, write::write_safetensors};
 use std::{
     io::Read,
     path::{Path, PathBuf},
@@ -12,13 +12,18 @@ use std::{
 
 pub(crate) const F32: LinearSpec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
 
-/// The demo's files, from the sources.
+/// A file of the demo.
 pub(crate) fn demo_file(name: &str) -> PathBuf {
     golden("").join("../../train-cli/assets/demo").join(name)
 }
 
 /// A folder with the demo's tokenizer, a smaller Qwen3 shape, random weights and training rows.
 pub(crate) fn tiny_model(folder: &Path, tied: bool) {
+    tiny_model_with_spread(folder, tied, 0.02);
+}
+
+/// As [`tiny_model`], with weights of standard deviation `spread`.
+pub(crate) fn tiny_model_with_spread(folder: &Path, tied: bool, spread: f64) {
     std::fs::create_dir_all(folder).unwrap();
     for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "demo.tsv"] {
         std::fs::copy(demo_file(name), folder.join(name)).unwrap();
@@ -29,6 +34,7 @@ pub(crate) fn tiny_model(folder: &Path, tied: bool) {
         config[key] = value.into();
     }
     config["tie_word_embeddings"] = tied.into();
+    config["initializer_range"] = spread.into();
     std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
     let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
     let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 11, &Default::default()).unwrap();
@@ -48,7 +54,7 @@ pub(crate) fn real_tokenizer(folder: &Path) -> PathBuf {
     path
 }
 
-/// The program. It is built here if the test run did not build it.
+/// The path of the program, which is built here in the profile of the test run.
 pub(crate) fn program() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
     PATH.get_or_init(|| {
@@ -67,7 +73,7 @@ pub(crate) fn program() -> &'static Path {
     })
 }
 
-/// `train-cli` with these words, to be run in `folder`.
+/// The program with these arguments, ready to start in `folder`.
 pub(crate) fn command(folder: &Path, args: &[&str]) -> Command {
     let mut command = Command::new(program());
     command.args(args).current_dir(folder).stdin(Stdio::null());
@@ -78,7 +84,7 @@ pub(crate) fn run(folder: &Path, args: &[&str]) -> Output {
     command(folder, args).output().unwrap()
 }
 
-/// Runs a command that must succeed and returns its standard output.
+/// Runs the program, which must succeed, and returns its standard output.
 pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
     let out = run(folder, args);
     let stderr = String::from_utf8_lossy(&out.stderr);

@@ -1,21 +1,27 @@
-//! Where golden files are, which GPU the kernel tests run on, random inputs.
+//! What tests share: golden files, the GPU under test and what it lacks, random inputs, and tensors on the host.
 
 pub(crate) mod emulator;
 pub(crate) mod files;
+pub(crate) mod scripted;
+pub(crate) mod spec;
 
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use burn_cubecl::CubeBackend;
 use cubecl::{cuda::CudaRuntime, wgpu::WgpuRuntime};
 use safetensors::SafeTensors;
 use std::{
+    any::TypeId,
     path::{Path, PathBuf},
-    sync::OnceLock,
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 pub(crate) type Cpu = burn::backend::NdArray;
 pub(crate) type Cube<R> = CubeBackend<R, f32, i32, u8>;
 
-/// A file under tests/golden, also when the test binary runs from a copy of the repository.
+/// The path of a file under tests/golden, also when the test program runs from a copy of the repository.
 pub(crate) fn golden(name: &str) -> PathBuf {
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden").join(name);
     if built.exists() { built } else { Path::new("tests/golden").join(name) }
@@ -49,14 +55,11 @@ pub(crate) fn gpu() -> Gpu {
     match (found, wanted.as_str()) {
         (true, "cuda") => Gpu::Cuda,
         (true, _) => Gpu::Vulkan,
-        (false, _) if std::env::var_os("REQUIRE_GPU").is_some() => {
-            panic!("no GPU adapter although REQUIRE_GPU is set: install mesa-vulkan-drivers")
-        }
         (false, _) => Gpu::Missing,
     }
 }
 
-/// Runs `f::<Runtime>()` on the GPU under test, or says that it was skipped.
+/// Runs `f::<Runtime>()` on the GPU under test. Without a GPU the test is skipped, or fails if `REQUIRE_GPU` is set.
 macro_rules! on_gpu {
     ($f:ident) => {
         match crate::support::gpu() {
@@ -70,15 +73,49 @@ pub(crate) use on_gpu;
 
 const _: Option<CudaRuntime> = None;
 
-/// Says that a test did not run. Written past the test runner, which keeps what passing tests print.
-pub(crate) fn skipped() {
-    skipped_for("no Vulkan adapter (apt-get install mesa-vulkan-drivers)");
+/// What a GPU can lack. This alone excuses a test, or a part of one, from running where `REQUIRE_GPU` is set.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Feature {
+    /// Matrix instructions on 16-bit values.
+    TensorCores,
+    /// Storage and arithmetic of this float type.
+    Float(DType),
 }
 
+/// Whether a device computes in a float type. A GPU that does not is counted; the CPU computes in f32 by design.
+pub(crate) fn supports<B: Backend>(device: &B::Device, dtype: DType) -> bool {
+    let supported = B::supports_dtype(device, dtype);
+    if !supported && TypeId::of::<B>() != TypeId::of::<Cpu>() {
+        lacks(Feature::Float(dtype));
+    }
+    supported
+}
+
+/// Counts a test, or a part of one, whose feature the GPU lacks.
+pub(crate) fn lacks(missing: Feature) {
+    let device = if let Gpu::Cuda = gpu() { "CUDA" } else { "Vulkan" };
+    let missing = match missing {
+        Feature::TensorCores => "tensor cores".to_owned(),
+        Feature::Float(dtype) => format!("{dtype:?} arithmetic"),
+    };
+    skipped_for(&format!("the {device} device has no {missing}"));
+}
+
+/// Counts a test that needs a GPU where there is none. Fails if `REQUIRE_GPU` is set.
+pub(crate) fn skipped() {
+    let missing = "no GPU adapter was found; install mesa-vulkan-drivers";
+    assert!(std::env::var_os("REQUIRE_GPU").is_none(), "REQUIRE_GPU is set, but {missing}");
+    skipped_for(missing);
+}
+
+/// Counts a test that does not run, and says on standard error which one, why, and how many there were so far. The test
+/// runner hides what passing tests print, so the line is written past it; `.ci/run` repeats these lines at its end.
 pub(crate) fn skipped_for(reason: &str) {
     use std::io::Write;
+    static SKIPPED: AtomicUsize = AtomicUsize::new(0);
+    let count = SKIPPED.fetch_add(1, Ordering::Relaxed) + 1;
     let name = std::thread::current().name().unwrap_or_default().to_owned();
-    let text = format!("SKIPPED {name}: {reason}\n");
+    let text = format!("SKIPPED {count}: {name}: {reason}\n");
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
@@ -113,25 +150,25 @@ impl Random {
     }
 }
 
-pub(crate) fn matrix<B: burn::tensor::backend::Backend>(
-    values: &[f32],
-    rows: usize,
-    cols: usize,
-    device: &B::Device,
-) -> Tensor<B, 2> {
+pub(crate) fn matrix<B: Backend>(values: &[f32], rows: usize, cols: usize, device: &B::Device) -> Tensor<B, 2> {
     Tensor::from_data(TensorData::new(values.to_vec(), [rows, cols]), (device, DType::F32))
 }
 
-pub(crate) fn words<B: burn::tensor::backend::Backend>(values: Vec<u32>, device: &B::Device) -> Tensor<B, 1, Int> {
+pub(crate) fn words<B: Backend>(values: Vec<u32>, device: &B::Device) -> Tensor<B, 1, Int> {
     let len = values.len();
     Tensor::from_data(TensorData::new(values, [len]), (device, DType::U32))
 }
 
-pub(crate) fn host<B: burn::tensor::backend::Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f32> {
+pub(crate) fn host<B: Backend, const D: usize>(x: Tensor<B, D>) -> Vec<f32> {
     x.into_data().iter::<f32>().collect()
 }
 
-/// `‖a - b‖ / ‖b‖`.
+/// Codes and scales of the specification as the program holds them.
+pub(crate) fn packed(q: &spec::Quantized) -> backend_nvfp4::Packed {
+    backend_nvfp4::Packed { codes: q.words(), scales: q.scales.clone(), global: q.global }
+}
+
+/// The relative error `‖a - b‖ / ‖b‖`.
 pub(crate) fn relative(a: &[f32], b: impl IntoIterator<Item = f64>) -> f64 {
     let (mut diff, mut norm) = (0.0, 0.0);
     let mut count = 0;

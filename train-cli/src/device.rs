@@ -1,8 +1,8 @@
-//! Which backend runs a job. The three are in one binary; a job is written once over
-//! `B: Nvfp4Backend` and this file alone names the types.
+//! Runs a job on the backend of the chosen device. One binary holds three backends. A job is written once over
+//! `B: Nvfp4Kernels + DeviceServices`, and only this file names the types.
 
-use crate::{CliError, kernel_cache, report};
-use backend_nvfp4::{Nvfp4Backend, Precision};
+use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use burn::{backend::NdArray, tensor::DType};
 use burn_cubecl::{CubeBackend, CubeRuntime};
 use cubecl::{
@@ -10,72 +10,29 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
-use std::str::FromStr;
-
-/// A device as the user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `vulkan`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceChoice {
-    /// CUDA if there is any, else the CPU.
-    Auto,
-    /// The CPU.
-    Cpu,
-    /// A CUDA device by index.
-    Cuda(usize),
-    /// The default Vulkan adapter.
-    Vulkan,
-}
-
-impl FromStr for DeviceChoice {
-    type Err = String;
-
-    fn from_str(s: &str) -> Result<Self, String> {
-        match s {
-            "auto" => Ok(Self::Auto),
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
-            "vulkan" => Ok(Self::Vulkan),
-            _ => s
-                .strip_prefix("cuda:")
-                .and_then(|i| i.parse().ok())
-                .map(Self::Cuda)
-                .ok_or_else(|| "auto, cpu, cuda, cuda:N or vulkan is needed".to_owned()),
-        }
-    }
-}
-
-impl std::fmt::Display for DeviceChoice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Auto => f.write_str("auto"),
-            Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(i) => write!(f, "cuda:{i}"),
-            Self::Vulkan => f.write_str("vulkan"),
-        }
-    }
-}
 
 /// Work that runs on any backend.
 pub trait Job {
-    /// What it gives.
+    /// The job's result.
     type Output;
 
-    /// Runs on `device`. `precision` is the one asked for, or the device's default.
+    /// Runs on `device`. `precision` is the number format that the user chose, or the device's default.
     ///
     /// # Errors
-    /// Its own.
+    /// If the job fails.
     fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Self::Output, CliError>;
 }
 
-/// Runs a job on the chosen device, printing what was chosen.
+/// Runs a job on the chosen device and prints which one it is.
 ///
 /// # Errors
-/// If the device is missing or cannot compute in `precision`; otherwise the job's.
+/// If the device is missing or cannot compute in `precision`, or the job fails.
 pub fn run<J: Job>(choice: DeviceChoice, precision: Option<Precision>, job: J) -> Result<J::Output, CliError> {
     match choice {
         DeviceChoice::Cpu => {
             let precision = precision.unwrap_or(Precision::F32);
             if precision != Precision::F32 {
-                return Err(unsupported("cpu", precision, "the CPU computes in f32"));
+                return Err(unsupported("cpu", precision, "the CPU computes in f32; use f32 or auto"));
             }
             report::chosen_device("cpu", precision);
             job.run::<NdArray>(Default::default(), precision)
@@ -106,7 +63,7 @@ fn on_cube<R: CubeRuntime, J: Job>(
     let precision = precision.unwrap_or(default);
     use burn::tensor::backend::Backend;
     if precision.dtype() != DType::F32 && !B::<R>::supports_dtype(&device, precision.dtype()) {
-        return Err(unsupported(name, precision, "the device has no such type; use --compute-dtype f32"));
+        return Err(unsupported(name, precision, "the device does not have this type; use --compute-dtype f32"));
     }
     report::chosen_device(name, precision);
     job.run::<B<R>>(device, precision)
@@ -117,8 +74,8 @@ fn unsupported(device: &str, precision: Precision, reason: &str) -> CliError {
     CliError::Usage(format!("device {device}: {reason}"))
 }
 
-/// Opens the device once. Without a driver the runtimes panic on their own threads: the panic is
-/// caught and its printing held back.
+/// Opens the device once. Without a driver the runtimes panic on threads of their own; this catches the panic and
+/// silences its message.
 fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
@@ -128,12 +85,13 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     match opened {
         Ok(Ok(())) => Ok(()),
         Ok(Err(e)) => Err(format!("not usable: {e}")),
-        Err(_) => Err("not found; is its driver installed? `--device auto` takes what there is".into()),
+        Err(_) => Err("not found; check that its driver is installed, or use --device auto".into()),
     }
 }
 
-/// Sets CubeCL up for this process, before any device is touched. Memory: pools of exact sizes instead of pages of a
-/// quarter of the card, and one pool for all threads. Compiled kernels: kept (see [`kernel_cache`]).
+/// Configures CubeCL for this process. It must run before a device is opened. Memory pools have buffers of exact sizes
+/// instead of pages of a quarter of the card, and one pool serves all threads. Compiled kernels are kept on disk (see
+/// [`kernel_cache`]).
 pub fn configure() {
     let mut config = CubeClRuntimeConfig::default();
     config.memory.persistent_memory = PersistentMemory::Enforced;

@@ -1,20 +1,20 @@
 //! Train Qwen3 in NVFP4, export the result and talk to it.
 //!
-//! `main` parses the command line, calls [`run`] and maps errors to exit codes. Everything else is in
-//! this library, so that tests can call it. Imports point downwards: a room in this table uses only
-//! rooms below it.
+//! `main` parses the command line, calls [`run`] and maps errors to exit codes. Everything else is in this library, so
+//! that tests can call it. Imports point downwards: a room uses only the rooms below it in this table.
 //!
 //! | room | what it holds |
 //! |---|---|
 //! | [`commands`] | one file for each command |
-//! | [`run`] | a training run on disk: its folder, inputs and checkpoints |
+//! | [`run`] | a training run on disk: its inputs, folder, journal and checkpoints |
 //! | [`train`] | the training step, the optimizer and the loop around them |
 //! | [`memory`] | device memory: predicted, measured and returned |
 //! | [`data`] | files to micro-batches |
-//! | [`plan`] | flags and config file to a checked plan |
-//! | [`args`] | every flag |
+//! | [`plan`] | settings to a checked plan |
+//! | [`args`] | the commands and their flags |
+//! | [`settings`] | every choice of a training run: its flag, key, default and range |
 //! | [`device`], [`kernel_cache`] | which backend runs a job; where compiled kernels are kept |
-//! | [`model_files`] | the files of a model folder: config, tokenizer, weights |
+//! | [`model_files`], [`outputs`] | the files of a model; the rule that no output replaces an input |
 //! | [`durable`], [`report`] | writing files; printing |
 
 #![forbid(unsafe_code)]
@@ -28,9 +28,11 @@ mod error;
 pub mod kernel_cache;
 pub mod memory;
 pub mod model_files;
+pub mod outputs;
 pub mod plan;
 pub mod report;
 pub mod run;
+pub mod settings;
 pub mod train;
 
 pub use error::CliError;
@@ -40,11 +42,11 @@ use args::{Cli, Command};
 /// Runs one command.
 ///
 /// # Errors
-/// Whatever goes wrong, with its exit code.
+/// Every error of a command, with its exit code.
 pub fn run(cli: Cli) -> Result<(), CliError> {
     match cli.command {
-        Command::Fit(args) => commands::fit::run(*args),
-        Command::Estimate(args) => memory::estimate::run(*args),
+        Command::Fit(args) => commands::fit::run(&args),
+        Command::Estimate(args) => commands::estimate::run(&args),
         Command::ExportDat(args) => commands::export::run(args),
         Command::Convert(args) => commands::convert::run(&args),
         Command::Inspect(args) => commands::inspect::run(&args),

@@ -1,4 +1,4 @@
-//! Parse, dispatch, map errors to exit codes.
+//! The program: parses the command line, runs the command, and maps its error to an exit code.
 
 #![forbid(unsafe_code)]
 

@@ -1,15 +1,17 @@
-//! Several outputs of one operation in a graph whose operations have one: linear layers that read the same activations.
+//! Several outputs of one operation, in a graph whose operations have one output each. Linear layers that read the same
+//! activations are such an operation.
 //!
 //! ```text
 //! x, weights -> [linears] -> (stand-in) -> [output 0] -> y0
 //!                                       -> [output 1] -> y1
 //! ```
-//! An output's backward puts its gradient where the operation finds it and gives the stand-in some gradient, whose value
-//! nobody reads; when all outputs that the loss depends on have done so, the operation's own backward runs.
+//! The backward of an output puts its gradient where the operation finds it, and gives the stand-in some gradient, whose
+//! value nobody reads. When all outputs that the loss depends on have done so, the backward of the operation runs.
 
 use crate::{
-    LinearSpec, Nvfp4Backend,
-    linear::{self, Saved},
+    kernels::Nvfp4Kernels,
+    recipe::LinearSpec,
+    straight_through::{self, Saved},
 };
 use burn::{
     backend::{
@@ -24,15 +26,15 @@ use burn::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The outputs `ys` of layers in the graph. Their `parents` are the activations and each layer's weight.
-pub(super) fn outputs<B: Nvfp4Backend, C: CheckpointStrategy>(
+/// Puts the outputs `ys` of layers into the graph. Their `parents` are the activations and the weight of each layer.
+pub(super) fn outputs<B: Nvfp4Kernels, C: CheckpointStrategy>(
     parents: Vec<FloatTensor<Autodiff<B, C>>>,
     state: (Saved<B>, Vec<LinearSpec>),
     ys: Vec<FloatTensor<B>>,
 ) -> Vec<FloatTensor<Autodiff<B, C>>> {
     let arrived = Arrived(Arc::new(Mutex::new(ys.iter().map(|_| None).collect())));
     let state = (state.0, state.1, arrived.clone());
-    // The graph wants the number of parents at compile time.
+    // The graph needs the number of parents at compile time.
     let operation = match parents.len() {
         2 => operation::<B, C, 2>(parents, state),
         3 => operation::<B, C, 3>(parents, state),
@@ -46,7 +48,7 @@ pub(super) fn outputs<B: Nvfp4Backend, C: CheckpointStrategy>(
     ys.into_iter().enumerate().map(output).collect()
 }
 
-/// The gradients of outputs that have come.
+/// The gradients that have arrived, one place for each output.
 #[derive(Debug, Clone)]
 struct Arrived<B: Backend>(Arc<Mutex<Vec<Option<FloatTensor<B>>>>>);
 
@@ -66,7 +68,7 @@ impl<B: Backend> Arrived<B> {
 
 type State<B> = (Saved<B>, Vec<LinearSpec>, Arrived<B>);
 
-fn operation<B: Nvfp4Backend, C: CheckpointStrategy, const P: usize>(
+fn operation<B: Nvfp4Kernels, C: CheckpointStrategy, const P: usize>(
     parents: Vec<FloatTensor<Autodiff<B, C>>>,
     state: State<B>,
 ) -> FloatTensor<Autodiff<B, C>> {
@@ -81,13 +83,13 @@ fn operation<B: Nvfp4Backend, C: CheckpointStrategy, const P: usize>(
 #[derive(Debug)]
 struct Linears;
 
-impl<B: Nvfp4Backend, const P: usize> Backward<B, P> for Linears {
+impl<B: Nvfp4Kernels, const P: usize> Backward<B, P> for Linears {
     type State = State<B>;
     fn backward(self, ops: Ops<Self::State, P>, grads: &mut Gradients, _: &mut Checkpointer) {
         drop(grads.consume::<B>(&ops.node));
         let (saved, specs, arrived) = ops.state;
         let wanted = ops.parents.each_ref().map(Option::is_some);
-        let (dx, dws) = linear::backward::<B>(arrived.take(), saved, &specs, &wanted);
+        let (dx, dws) = straight_through::backward::<B>(arrived.take(), saved, &specs, &wanted);
         for (parent, gradient) in ops.parents.into_iter().zip([dx].into_iter().chain(dws)) {
             if let (Some(node), Some(gradient)) = (parent, gradient) {
                 grads.register::<B>(node.id, gradient);

@@ -1,26 +1,29 @@
-//! The quantiser, and the norm and the gate that leave it the maximum it asks for first.
+//! The quantizer, and the norm and the gate, whose launches also measure the maximum that the quantizer needs.
 
-use super::{arg, dims, empty, launched};
-use crate::{
-    Activations, LinearSpec, Nvfp4Primitive,
-    quantize::{QuantizeSpec, Scaling, View},
+use super::{
+    launch::{arg, dims, empty, launched},
+    packed::PackedCube,
 };
+use crate::{ops::Activations, packed::Packed, recipe::LinearSpec};
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
     layout::{scales_per_row, words_per_row},
-    quantize, rms_norm, swiglu,
+    quantize::{self, QuantizeSpec, Scaling, View},
+    rms_norm, swiglu,
 };
 
-/// What a norm's launch made.
+/// The results of a norm.
 pub(super) struct Normed<R: CubeRuntime> {
-    /// What was normalised.
+    /// The matrix that was normalized.
     pub(super) x: CubeTensor<R>,
+    /// The norm.
     pub(super) y: CubeTensor<R>,
-    /// The largest `|y|` of each cube.
+    /// The largest `|y|` that each cube of the launch found, if it was measured.
     pub(super) maxima: Option<CubeTensor<R>>,
 }
 
+/// Normalizes `x`, or `x + added`.
 pub(super) fn normed<R: CubeRuntime>(
     x: CubeTensor<R>,
     added: Option<CubeTensor<R>>,
@@ -42,7 +45,7 @@ pub(super) fn normed<R: CubeRuntime>(
     Normed { x: sum.unwrap_or(x), y, maxima }
 }
 
-/// The gated up, and the largest magnitude of each cube of the launch.
+/// Computes `silu(gate) * up`, and the largest magnitude that each cube of the launch found if it is `measured`.
 pub(super) fn gated<R: CubeRuntime>(
     gate: CubeTensor<R>,
     up: CubeTensor<R>,
@@ -56,7 +59,8 @@ pub(super) fn gated<R: CubeRuntime>(
     (y, maxima)
 }
 
-/// What linear layers read, its codes made with the maxima that the kernel which made it left.
+/// Activations for linear layers. Their codes are made from the maxima, if the kernel that made the values measured
+/// them.
 pub(super) fn activations<B, R>(
     values: CubeTensor<R>,
     maxima: Option<CubeTensor<R>>,
@@ -70,17 +74,18 @@ where
         let amax = empty(&values, [quantize::AMAX_LEN], DType::F32);
         launched(quantize::amax_of_maxima(&values.client, arg(&maxima), 1.0, arg(&amax)));
         let [rows, cols] = dims(&values);
-        coded::<B, R>(&values, amax, View::row_major(rows, cols), spec.activations(), false)
+        coded(&values, amax, View::row_major(rows, cols), spec.activations(), false)
     });
     Activations { values, codes }
 }
 
-/// The matrix that `view` sees in `x`, quantised.
-pub(super) fn quantized<B, R>(x: &CubeTensor<R>, view: View, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<B>
-where
-    R: CubeRuntime,
-    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
-{
+/// Quantizes the matrix that `view` sees in `x`.
+pub(super) fn quantized<R: CubeRuntime>(
+    x: &CubeTensor<R>,
+    view: View,
+    spec: QuantizeSpec,
+    rotated: bool,
+) -> PackedCube<R> {
     let (client, dtype) = (&x.client, x.dtype.into());
     let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
     if spec.scaling == Scaling::Two {
@@ -90,21 +95,17 @@ where
             quantize::amax(client, arg(x), dtype, 1.0, arg(&amax))
         });
     }
-    coded::<B, R>(x, amax, view, spec, rotated)
+    coded(x, amax, view, spec, rotated)
 }
 
-/// The matrix that `view` sees in `x`, quantised with what was measured of it.
-pub(super) fn coded<B, R>(
+/// Quantizes the matrix that `view` sees in `x`, whose largest magnitude is `amax`.
+pub(super) fn coded<R: CubeRuntime>(
     x: &CubeTensor<R>,
     amax: CubeTensor<R>,
     view: View,
     spec: QuantizeSpec,
     rotated: bool,
-) -> Nvfp4Primitive<B>
-where
-    R: CubeRuntime,
-    B: Backend<IntTensorPrimitive = CubeTensor<R>>,
-{
+) -> PackedCube<R> {
     let View { rows, cols, .. } = view;
     let (client, dtype) = (&x.client, x.dtype.into());
     let codes = empty(x, [rows, words_per_row(cols)], DType::U32);
@@ -112,5 +113,5 @@ where
     let global = empty(x, [1], DType::U32);
     let out = (arg(&codes), arg(&scales), arg(&global));
     launched(quantize::quantize(client, arg(x), dtype, arg(&amax), out.0, out.1, out.2, view, spec, rotated));
-    Nvfp4Primitive { codes, scales, global }
+    Packed { codes, scales, global }
 }

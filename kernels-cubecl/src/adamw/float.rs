@@ -1,18 +1,22 @@
-//! AdamW with float moments: each unit takes eight values, or four, or one, as the lengths allow.
+//! AdamW with float moments:
+//! ```text
+//! for each element of the chunk { step; w = round(w); m = round(m); v = round(v) }     // the plain loop
+//! ```
+//! A unit takes eight values, or four, or one, as the lengths allow.
 
 use super::{
-    AdamwStep, Chunk, DenseArgs, Master, Scalars, check_chunk, draw_of_eight, loaded, rounded, scalars, stepped,
-    unit_of,
+    AdamwStep, Chunk, ChunkOnDevice, ChunkOnDeviceLaunch, DenseArgs, DenseBuffers, DenseBuffersLaunch, Master, Scalars,
+    check_chunk, draw_of_eight, loaded, rounded, scalars, stepped, stored_residual, stored_weight, vectors_of_unit,
 };
 use crate::{
-    device::flat_launch,
+    device::{flat_launch, sequence},
     error::{KernelError, expect_len, index},
     rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
 
-/// Updates `w`, `m` and `v` over `chunk`; the moments are float of type `states.0`, rounded to bf16 values if `states.1`,
-/// the gradient of type `grad.1`.
+/// Updates `w`, `m` and `v` over `chunk`. The moments are float of type `states.0` and rounded to bf16 values if
+/// `states.1`; the gradient is of type `grad.1`.
 ///
 /// # Errors
 /// If the buffers differ in length or the chunk lies outside them.
@@ -27,11 +31,12 @@ pub fn adamw_float<R: Runtime>(
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw";
     let len = w.w.size();
-    for (name, arg) in [("grad", &grad.0), ("m", &m), ("v", &v), ("residual", &w.residual)] {
+    w.check(NAME)?;
+    for (name, arg) in [("grad", &grad.0), ("m", &m), ("v", &v)] {
         expect_len(NAME, name, arg.size(), len)?;
     }
-    check_chunk(chunk, len)?;
-    let (vector, parts) = unit_of(len, chunk);
+    check_chunk(NAME, chunk, len)?;
+    let (vector, parts) = vectors_of_unit(len, chunk);
     let (count, dim) = flat_launch((chunk.end - chunk.start).div_ceil(vector * parts));
     // SAFETY: all buffers hold `len` elements and the chunk lies inside.
     unsafe {
@@ -40,13 +45,11 @@ pub fn adamw_float<R: Runtime>(
             count,
             dim,
             vector,
-            w.w,
-            w.residual,
+            DenseBuffersLaunch::new(w.w, sequence(w.residual)),
             grad.0,
             m,
             v,
-            index(NAME, "chunk start", chunk.start)?,
-            index(NAME, "chunk end", chunk.end)?,
+            ChunkOnDeviceLaunch::new(index(NAME, "chunk start", chunk.start)?, index(NAME, "chunk end", chunk.end)?),
             scalars(&step),
             cipher(step.stream),
             w.master,
@@ -61,26 +64,25 @@ pub fn adamw_float<R: Runtime>(
 }
 
 #[cube(launch_unchecked)]
-fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
-    w: &mut Array<Vector<W, N>>,
-    residual: &mut Array<Vector<u8, N>>,
-    grad: &Array<Vector<G, N>>,
-    m: &mut Array<Vector<S, N>>,
-    v: &mut Array<Vector<S, N>>,
-    start: u32,
-    end: u32,
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
+fn adamw_float_kernel<Weight: Float, Grad: Float, State: Float, N: Size>(
+    dense: &mut DenseBuffers<Vector<Weight, N>, Vector<u8, N>>,
+    grad: &Array<Vector<Grad, N>>,
+    m: &mut Array<Vector<State, N>>,
+    v: &mut Array<Vector<State, N>>,
+    chunk: ChunkOnDevice,
     s: Scalars,
     cipher: &Cipher,
     #[comptime] master: Master,
     #[comptime] round_states: bool,
     #[comptime] parts: usize,
-    #[define(W)] _w_dtype: StorageType,
-    #[define(G)] _g_dtype: StorageType,
-    #[define(S)] _s_dtype: StorageType,
+    #[define(Weight)] _weight_dtype: StorageType,
+    #[define(Grad)] _grad_dtype: StorageType,
+    #[define(State)] _state_dtype: StorageType,
 ) {
     let n = N::value();
-    let first = start + (ABSOLUTE_POS as u32) * comptime!((n * parts) as u32);
-    if first < end {
+    let first = chunk.start + (ABSOLUTE_POS as u32) * comptime!((n * parts) as u32);
+    if first < chunk.end {
         let mut words = Array::<u32>::new(4usize);
         if comptime!(master == Master::Stochastic) {
             philox(first / 8u32, cipher, 0u32, &mut words);
@@ -89,10 +91,10 @@ fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
         for part in 0..parts {
             let at = (first as usize) / n + part;
             let gradient = grad[at];
-            let (mut weight, mut new_m, mut new_v) = (w[at], m[at], v[at]);
+            let (mut weight, mut new_m, mut new_v) = (dense.w[at], m[at], v[at]);
             let mut bytes = Vector::<u8, N>::empty();
-            if comptime!(master == Master::Residual) {
-                bytes = residual[at];
+            if comptime!(dense.residual.len() == 1) {
+                bytes = dense.residual.index(0usize)[at];
             }
             let mut more = Array::<u32>::new(4usize);
             if comptime!(round_states) {
@@ -101,32 +103,29 @@ fn adamw_float_kernel<W: Float, G: Float, S: Float, N: Size>(
             }
             #[unroll]
             for i in 0..n {
-                let old = loaded::<W>(weight[i], u32::cast_from(bytes[i]), master);
+                let old = loaded::<Weight>(weight[i], u32::cast_from(bytes[i]), master);
                 let (old_m, old_v) = (f32::cast_from(new_m[i]), f32::cast_from(new_v[i]));
                 let (new, m, v, _root) = stepped(old, old_m, old_v, f32::cast_from(gradient[i]), s);
                 let draw = draw_of_eight(&words, first, comptime!(part * n + i), comptime!(n * parts == 8));
-                let stored = rounded(new, draw, master);
-                weight[i] = W::cast_from(f32::reinterpret(stored & 0xFFFF_0000u32));
-                if comptime!(master == Master::Exact) {
-                    weight[i] = W::cast_from(f32::reinterpret(stored));
-                }
-                bytes[i] = u8::cast_from((stored >> 8u32) & 0xFFu32);
+                let word = rounded(new, draw, master);
+                weight[i] = stored_weight::<Weight>(word, master);
+                bytes[i] = stored_residual(word);
                 if comptime!(round_states) {
                     let draw = if comptime!(n == 4) { more[i] } else { more[(first % 4u32) as usize] };
                     let m = rounded(m, draw >> 16u32, comptime!(Master::Stochastic));
                     let v = rounded(v, draw & 0xFFFFu32, comptime!(Master::Stochastic));
-                    new_m[i] = S::cast_from(f32::reinterpret(m));
-                    new_v[i] = S::cast_from(f32::reinterpret(v));
+                    new_m[i] = State::cast_from(f32::reinterpret(m));
+                    new_v[i] = State::cast_from(f32::reinterpret(v));
                 } else {
-                    new_m[i] = S::cast_from(m);
-                    new_v[i] = S::cast_from(v);
+                    new_m[i] = State::cast_from(m);
+                    new_v[i] = State::cast_from(v);
                 }
             }
-            w[at] = weight;
+            dense.w[at] = weight;
             m[at] = new_m;
             v[at] = new_v;
-            if comptime!(master == Master::Residual) {
-                residual[at] = bytes;
+            if comptime!(dense.residual.len() == 1) {
+                dense.residual.index_mut(0usize)[at] = bytes;
             }
         }
     }

@@ -1,8 +1,19 @@
-//! AdamW on an NVFP4 master with quantised moments: a unit takes a word of eight codes, two share a block and its scale.
+//! AdamW on an NVFP4 master weight with quantized moments:
+//! ```text
+//! for each block of 256 values {
+//!     for each value { decode w, m and v; step }
+//!     for each 16 values { choose the scale; w = round stochastically to a code }
+//!     encode m and root(v)
+//! }                                                                                     // the plain loop
+//! ```
+//! A unit takes a word of eight codes; two units share 16 values and their scale.
 
 use super::{
     AdamwStep, Chunk, Scalars,
-    moments::{Coding, StateArgs, block_launch, check, codec, codes_at_once, decoded, read, store, tops},
+    moments::{
+        Blocks, BlocksLaunch, Coding, MomentBuffers, StateArgs, Tables, block_absmax, block_launch, blocks_per_cube,
+        check, codes_at_once, decoded, loaded_tables, read, store,
+    },
     scalars, stepped,
 };
 use crate::{
@@ -15,16 +26,17 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// As [`super::adamw_quantised()`] for an NVFP4 master: the new value of a code is rounded stochastically on its block's
-/// scale, which is kept while the block's amax lies in its upper half and else becomes the smallest that holds it.
+/// The same as [`super::adamw_quantized()`] for an NVFP4 master weight. A new value is rounded stochastically to a
+/// code on the scale of its 16 values. They keep their scale while their largest magnitude lies in the upper half of
+/// its reach; otherwise they get the smallest scale that reaches it.
 ///
 /// # Errors
-/// If the buffers do not fit or the chunk does not start at a block.
+/// If the buffers do not fit, the chunk does not start at a block of 256 values, or its end is not a multiple of 16.
 pub fn adamw_packed<R: Runtime>(
     client: &ComputeClient<R>,
     w: PackedArgs<R>,
     grad: (ArrayArg<R>, StorageType),
-    [m, v]: [StateArgs<R>; 2],
+    moments: [StateArgs<R>; 2],
     coding: Coding,
     step: AdamwStep,
     chunk: Chunk,
@@ -32,9 +44,10 @@ pub fn adamw_packed<R: Runtime>(
     const NAME: &str = "adamw packed";
     let len = w.rows * w.cols;
     w.check(NAME)?;
-    check(NAME, &grad.0, [&m, &v], coding, len, chunk)?;
-    expect_blocks(NAME, "chunk end", chunk.end)?;
-    let (count, dim, per_cube) = block_launch(chunk, 8);
+    check(NAME, &grad.0, moments.each_ref(), coding, len, chunk)?;
+    expect_blocks(NAME, "end of the chunk", chunk.end)?;
+    let (count, dim) = block_launch(chunk, 8);
+    let (m, v, tables) = StateArgs::launch(moments);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
         adamw_packed_kernel::launch_unchecked(
@@ -47,17 +60,14 @@ pub fn adamw_packed<R: Runtime>(
             w.scales,
             w.global,
             grad.0,
-            m.codes,
-            m.scales,
-            m.absmax,
-            m.table,
-            v.codes,
-            v.scales,
-            v.absmax,
-            v.table,
-            index(NAME, "chunk start", chunk.start)?,
-            index(NAME, "chunk end", chunk.end)?,
-            per_cube,
+            m,
+            v,
+            tables,
+            BlocksLaunch::new(
+                index(NAME, "chunk start", chunk.start)?,
+                index(NAME, "chunk end", chunk.end)?,
+                blocks_per_cube(chunk) as u32,
+            ),
             scalars(&step),
             cipher(step.stream),
             coding,
@@ -69,44 +79,38 @@ pub fn adamw_packed<R: Runtime>(
 }
 
 #[cube(launch_unchecked, fast_math = quick_division(_approximate))]
-fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
+fn adamw_packed_kernel<Grad: Float, N: Size, Codes: Size>(
     codes: &mut Array<u32>,
     scales: &mut Array<u8>,
     global: &Array<f32>,
-    grad: &Array<Vector<G, N>>,
-    m_codes: &mut Array<Vector<u8, C>>,
-    m_scales: &mut Array<u8>,
-    m_absmax: &mut Array<f32>,
-    m_table: &Array<f32>,
-    v_codes: &mut Array<Vector<u8, C>>,
-    v_scales: &mut Array<u8>,
-    v_absmax: &mut Array<f32>,
-    v_table: &Array<f32>,
-    start: u32,
-    end: u32,
-    per_cube: u32,
+    grad: &Array<Vector<Grad, N>>,
+    m: &mut MomentBuffers<Vector<u8, Codes>>,
+    v: &mut MomentBuffers<Vector<u8, Codes>>,
+    tables: &Tables,
+    range: Blocks,
     s: Scalars,
     cipher: &Cipher,
     #[comptime] coding: Coding,
     #[comptime] _approximate: bool,
-    #[define(G)] _g_dtype: StorageType,
+    #[define(Grad)] _grad_dtype: StorageType,
 ) {
     let n = N::value();
     let parts = comptime!(8 / n);
-    let m_codec = codec(m_table, true, coding);
-    let v_codec = codec(v_table, false, coding);
-    // What a unit tells the other one of its block of 16 weights; turns alternate, so that a late reader keeps its own.
+    let (m_table, v_table) = loaded_tables(tables, coding);
+    // The largest magnitude of every unit's weights, for the other unit of its 16. Two sets take turns, so that a unit
+    // that reads late still finds its own.
     let mut w_tops = SharedMemory::<f32>::new(64usize);
     let g_scale = global[0];
-    let blocks = (end - start).div_ceil(256u32);
+    let blocks = (range.end - range.start).div_ceil(256u32);
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
-    for turn in 0..per_cube {
-        let own = cube * per_cube + turn;
+    for turn in 0..range.per_cube {
+        let own = cube * range.per_cube + turn;
         if own < blocks {
-            let first = start + own * 256u32 + UNIT_POS * 8u32;
-            let live = first < end;
+            let first = range.start + own * 256u32 + UNIT_POS * 8u32;
+            let live = first < range.end;
             let at = (first as usize) / n;
-            // The matrix is contiguous: as one row of all its columns it has the same words and scales.
+            // The matrix is contiguous, so its words and scales are those of one long row.
             let (word, scale) = (word_index(0u32, first, 8u32), scale_index(0u32, first, 16u32));
             let mut new_w = Array::<f32>::new(8usize);
             let mut new_m = Array::<f32>::new(8usize);
@@ -122,16 +126,16 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
                 byte = u32::cast_from(scales[scale]);
                 let unit = e4m3_decode(byte) * g_scale;
                 let packed = codes[word];
-                let (m_read, m_scale) = read(m_codes, m_scales, m_absmax, &m_codec, first, 8usize);
-                let (v_read, v_scale) = read(v_codes, v_scales, v_absmax, &v_codec, first, 8usize);
+                let (m_codes, m_absmax) = read(m, &m_table, first, 8usize);
+                let (v_codes, v_absmax) = read(v, &v_table, first, 8usize);
                 #[unroll]
                 for part in 0..parts {
                     let gradient = grad[at + part];
                     #[unroll]
                     for i in 0..n {
                         let lane = comptime!(part * n + i);
-                        let old_m = decoded(&m_read, m_scale, &m_codec, lane);
-                        let old_root = decoded(&v_read, v_scale, &v_codec, lane);
+                        let old_m = decoded(&m_codes, m_absmax, &m_table, lane);
+                        let old_root = decoded(&v_codes, v_absmax, &v_table, lane);
                         let old = e2m1_decode(code_of(packed, comptime!(lane as u32))) * unit;
                         let gradient = f32::cast_from(gradient[i]);
                         let (new, m, _v, new_root) = stepped(old, old_m, old_root * old_root, gradient, s);
@@ -146,10 +150,10 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
             for i in 0..8usize {
                 top = max(top, new_w[i].abs());
             }
-            let told = turn % 2u32 * 32u32 + UNIT_POS;
-            w_tops[told as usize] = top;
-            let (m_tops, v_tops) = tops(&new_m, &root, turn, 8usize, coding);
-            let amax = max(top, w_tops[(told ^ 1u32) as usize]);
+            let own_top = turn % 2u32 * 32u32 + UNIT_POS;
+            w_tops[own_top as usize] = top;
+            let (m_absmax, v_absmax) = block_absmax(&new_m, &root, 8usize);
+            let amax = max(top, w_tops[(own_top ^ 1u32) as usize]);
             let kept = fitting_scale(amax, byte, g_scale);
             let unit = e4m3_decode(kept) * g_scale;
             let inverse = select(unit > 0.0f32, 1.0f32 / unit, 0.0f32);
@@ -164,14 +168,15 @@ fn adamw_packed_kernel<G: Float, N: Size, C: Size>(
                 if UNIT_POS & 1u32 == 0u32 {
                     scales[scale] = u8::cast_from(kept);
                 }
-                store(m_codes, m_scales, m_absmax, &new_m, m_tops, &m_codec, first, 8usize);
-                store(v_codes, v_scales, v_absmax, &root, v_tops, &v_codec, first, 8usize);
+                store(m, &new_m, m_absmax, &m_table, first, 8usize);
+                store(v, &root, v_absmax, &v_table, first, 8usize);
             }
         }
     }
 }
 
-/// The scale of a block of NVFP4 weights: the one it has if `amax` lies in its upper half, else the smallest that holds it.
+/// The scale of 16 NVFP4 weights: the one they have if `amax` lies in the upper half of its reach, otherwise the
+/// smallest that reaches it.
 #[cube]
 fn fitting_scale(amax: f32, byte: u32, global: f32) -> u32 {
     let reach = e4m3_decode(byte) * global * 6.0f32;

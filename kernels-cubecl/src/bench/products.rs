@@ -1,17 +1,20 @@
-//! The products of a Qwen3-4B block and of its head, alone and as the model launches them.
+//! Times the products of a Qwen3-4B block and of its head, alone and as the model launches them.
 
-use super::{BF16, Bench, Data, F32, Row};
+use super::{
+    BF16, F32, Row,
+    timing::{Bench, Data},
+};
 use crate::{
     KernelError,
     block_scaled::{self, block_scaled},
     cross_entropy::cross_entropy,
     dequantize::dequantize,
-    gemm::{self, Gemm, gemm},
+    gemm::{self, Gemm, GemmShape, gemm},
     matmul::{PackedArgs, Product},
 };
 use cubecl::prelude::*;
 
-/// The linear layers: output features of each layer in a launch, input features.
+/// The linear layers of a block: the outputs of each layer in a launch, and their inputs.
 const LINEARS: [(&str, &[usize], usize); 7] = [
     ("q", &[4096], 2560),
     ("k, v", &[1024], 2560),
@@ -22,135 +25,193 @@ const LINEARS: [(&str, &[usize], usize); 7] = [
     ("down", &[2560], 9728),
 ];
 
+/// Layers of one launch that read the same `tokens` rows, and their buffers.
+struct Layers<'a> {
+    label: String,
+    tokens: usize,
+    outputs: &'static [usize],
+    inputs: usize,
+    x: Data<'a>,
+    dx: Data<'a>,
+    one: Data<'a>,
+    codes: Vec<Data<'a>>,
+    scales: Vec<Data<'a>>,
+    w: Vec<Data<'a>>,
+    dw: Vec<Data<'a>>,
+    y: Vec<Data<'a>>,
+    dy: Vec<Data<'a>>,
+}
+
 impl<'a, R: Runtime> Bench<'a, R> {
     pub(super) fn products(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
-        for m in [2048usize, 4096, 8192] {
-            for (layer, each, k) in LINEARS {
-                self.linear(show, layer, m, each, k)?;
+        for tokens in [2048usize, 4096, 8192] {
+            for (name, outputs, inputs) in LINEARS {
+                let layers = self.layers(name, tokens, outputs, inputs);
+                self.forward(show, &layers)?;
+                self.native(show, &layers)?;
+                self.backward(show, &layers)?;
             }
         }
         self.head(show)
     }
 
-    /// Forward, dgrad and wgrad of layers that read the same `m` rows.
-    fn linear(
-        &self,
-        show: &mut dyn FnMut(Row),
-        layer: &str,
-        m: usize,
-        each: &[usize],
-        k: usize,
-    ) -> Result<(), KernelError> {
-        let client = self.client;
-        let n: usize = each.iter().sum();
-        let (x, one, dx) = (self.values(m * k), self.bytes(4, 3), self.bytes(m * k * 2, 5));
-        let of = |bytes: &dyn Fn(usize) -> Data<'a>| each.iter().map(|&n| bytes(n)).collect::<Vec<_>>();
-        let (codes, scales) = (of(&|n| self.bytes(n * k / 2, 1)), of(&|n| self.bytes(n * k / 16, 2)));
-        let (w, dw) = (of(&|n| self.bytes(n * k * 2, 4)), of(&|n| self.bytes(n * k * 4, 6)));
-        let (y, dy) = (of(&|n| self.bytes(m * n * 2, 5)), of(&|n| self.values(m * n)));
-        let args = |data: &[Data<'a>], wide: usize| -> Vec<ArrayArg<R>> {
-            data.iter().zip(each).map(|(data, n)| self.arg(data, n * wide)).collect()
-        };
-        let shapes = |of: &dyn Fn(usize) -> gemm::Shape| each.iter().map(|&n| of(n)).collect::<Vec<_>>();
-        let dense = || {
-            (0..each.len()).try_for_each(|p| {
-                let packed = (self.arg(&codes[p], each[p] * k / 8), self.arg(&scales[p], each[p] * k / 16));
-                dequantize(client, packed.0, packed.1, None, self.arg(&w[p], each[p] * k), BF16, each[p], k)
-            })
-        };
-        let tensor_scales = || each.iter().map(|_| self.arg(&one, 1)).collect::<Vec<_>>();
+    fn layers(&self, name: &str, tokens: usize, outputs: &'static [usize], inputs: usize) -> Layers<'a> {
+        let each = |data: &dyn Fn(usize) -> Data<'a>| outputs.iter().map(|&n| data(n)).collect::<Vec<_>>();
+        Layers {
+            label: format!("{name} {tokens}x{}x{inputs}", outputs.iter().sum::<usize>()),
+            tokens,
+            outputs,
+            inputs,
+            x: self.values(tokens * inputs),
+            dx: self.bytes(tokens * inputs * 2, 5),
+            one: self.bytes(4, 3),
+            codes: each(&|n| self.bytes(n * inputs / 2, 1)),
+            scales: each(&|n| self.bytes(n * inputs / 16, 2)),
+            w: each(&|n| self.bytes(n * inputs * 2, 4)),
+            dw: each(&|n| self.bytes(n * inputs * 4, 6)),
+            y: each(&|n| self.bytes(tokens * n * 2, 5)),
+            dy: each(&|n| self.values(tokens * n)),
+        }
+    }
+
+    fn forward(&self, show: &mut dyn FnMut(Row), layers: &Layers<'a>) -> Result<(), KernelError> {
         let forward = || Gemm {
-            a: vec![self.arg(&x, m * k)],
-            b: args(&w, k),
-            scales: tensor_scales(),
-            out: args(&y, m),
+            a: vec![self.arg(&layers.x, layers.tokens * layers.inputs)],
+            b: self.args(layers, &layers.w, layers.inputs),
+            scales: self.tensor_scales(layers),
+            out: self.args(layers, &layers.y, layers.tokens),
             types: (BF16, BF16),
-            shapes: shapes(&|n| gemm::Shape { i: m, j: n, r: k }),
+            shapes: layers.shapes(|n| GemmShape { i: layers.tokens, j: n, r: layers.inputs }),
             product: Product::Nt,
             accumulate: false,
         };
-        let work = (None, Some(2.0 * (m * n * k) as f64));
-        let shape = format!("{layer} {m}x{n}x{k}");
-        self.row(show, "gemm forward, packed weight", shape.clone(), work, |_| {
-            dense()?;
-            gemm(client, forward())
+        self.row(show, "gemm forward, packed weight", layers.label.clone(), layers.work(), |_| {
+            self.dense(layers)?;
+            gemm(self.client, forward())
         })?;
-        for cols in gemm::tile_columns(client).into_iter().filter(|_| m == 2048) {
-            self.row(show, &format!("gemm nt in tiles of 128x{cols}"), shape.clone(), work, |_| {
-                gemm::gemm_in(client, forward(), cols)
+        for cols in gemm::tile_columns(self.client).into_iter().filter(|_| layers.tokens == 2048) {
+            let name = format!("gemm nt in tiles of 128x{cols}");
+            self.row(show, &name, layers.label.clone(), layers.work(), |_| {
+                gemm::gemm_in(self.client, forward(), cols)
             })?;
         }
-        if block_scaled::supported(client) && each.len() == 1 {
-            let packed = |rows: usize| PackedArgs {
-                codes: self.arg(&codes[0], rows * k / 8),
-                scales: self.arg(&scales[0], rows * k / 16),
-                global: self.arg(&one, 1),
-                rows,
-                cols: k,
-            };
-            // The left operand's codes are the first rows of the same buffer, or it would be too short.
-            let rows = m.min(n);
-            let work = (None, Some(2.0 * (rows * n * k) as f64));
-            self.row(show, "block_scaled, packed x packed", format!("{layer} {rows}x{n}x{k}"), work, |_| {
-                block_scaled(client, packed(rows), packed(n), self.arg(&y[0], rows * n), BF16)
-            })?;
+        Ok(())
+    }
+
+    /// The forward product on tensor cores that read NVFP4.
+    fn native(&self, show: &mut dyn FnMut(Row), layers: &Layers<'a>) -> Result<(), KernelError> {
+        let (&[outputs], inputs) = (layers.outputs, layers.inputs) else { return Ok(()) };
+        if !block_scaled::supported(self.client) {
+            return Ok(());
         }
-        self.row(show, "gemm dgrad, packed weight", shape.clone(), work, |_| {
-            dense()?;
+        let packed = |rows: usize| PackedArgs {
+            codes: self.arg(&layers.codes[0], rows * inputs / 8),
+            scales: self.arg(&layers.scales[0], rows * inputs / 16),
+            global: self.arg(&layers.one, 1),
+            rows,
+            cols: inputs,
+        };
+        // The left operand is the first rows of the weight, so it has at most as many.
+        let rows = layers.tokens.min(outputs);
+        let work = (None, Some(2.0 * (rows * outputs * inputs) as f64));
+        let label = format!("{}, {rows} rows", layers.label);
+        self.row(show, "block_scaled, packed x packed", label, work, |_| {
+            let y = self.arg(&layers.y[0], rows * outputs);
+            block_scaled(self.client, packed(rows), packed(outputs), y, BF16)
+        })
+    }
+
+    fn backward(&self, show: &mut dyn FnMut(Row), layers: &Layers<'a>) -> Result<(), KernelError> {
+        let (tokens, inputs) = (layers.tokens, layers.inputs);
+        self.row(show, "gemm dgrad, packed weight", layers.label.clone(), layers.work(), |_| {
+            self.dense(layers)?;
             let dgrad = Gemm {
-                a: args(&dy, m),
-                b: args(&w, k),
-                scales: tensor_scales(),
-                out: vec![self.arg(&dx, m * k)],
+                a: self.args(layers, &layers.dy, tokens),
+                b: self.args(layers, &layers.w, inputs),
+                scales: self.tensor_scales(layers),
+                out: vec![self.arg(&layers.dx, tokens * inputs)],
                 types: (BF16, BF16),
-                shapes: shapes(&|n| gemm::Shape { i: m, j: k, r: n }),
+                shapes: layers.shapes(|n| GemmShape { i: tokens, j: inputs, r: n }),
                 product: Product::Nn,
                 accumulate: false,
             };
-            gemm(client, dgrad)
+            gemm(self.client, dgrad)
         })?;
-        self.row(show, "gemm wgrad, f32 result", shape, work, |_| {
+        self.row(show, "gemm wgrad, f32 result", layers.label.clone(), layers.work(), |_| {
             let wgrad = Gemm {
-                a: args(&dy, m),
-                b: vec![self.arg(&x, m * k)],
+                a: self.args(layers, &layers.dy, tokens),
+                b: vec![self.arg(&layers.x, tokens * inputs)],
                 scales: vec![],
-                out: args(&dw, k),
+                out: self.args(layers, &layers.dw, inputs),
                 types: (BF16, F32),
-                shapes: shapes(&|n| gemm::Shape { i: n, j: k, r: m }),
+                shapes: layers.shapes(|n| GemmShape { i: n, j: inputs, r: tokens }),
                 product: Product::Tn,
                 accumulate: false,
             };
-            gemm(client, wgrad)
+            gemm(self.client, wgrad)
         })
+    }
+
+    /// Dequantizes the weights.
+    fn dense(&self, layers: &Layers<'a>) -> Result<(), KernelError> {
+        layers.outputs.iter().enumerate().try_for_each(|(p, &rows)| {
+            let n = rows * layers.inputs;
+            let (codes, scales) = (self.arg(&layers.codes[p], n / 8), self.arg(&layers.scales[p], n / 16));
+            dequantize(self.client, codes, scales, None, self.arg(&layers.w[p], n), BF16, rows, layers.inputs)
+        })
+    }
+
+    /// A buffer for each layer, with `wide` values for each of its outputs.
+    fn args(&self, layers: &Layers<'a>, data: &[Data<'a>], wide: usize) -> Vec<ArrayArg<R>> {
+        data.iter().zip(layers.outputs).map(|(data, n)| self.arg(data, n * wide)).collect()
+    }
+
+    fn tensor_scales(&self, layers: &Layers<'a>) -> Vec<ArrayArg<R>> {
+        layers.outputs.iter().map(|_| self.arg(&layers.one, 1)).collect()
     }
 
     /// A chunk of tokens through head, cross-entropy and back.
     fn head(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
         let client = self.client;
-        let (m, v, d) = (1024usize, 151_936usize, 2560usize);
-        let (h, w, logits) = (self.values(m * d), self.values(v * d), self.bytes(m * v * 2, 1));
-        let (dh, dw) = (self.bytes(m * d * 2, 2), self.bytes(v * d * 4, 3));
-        let (targets, loss) = (self.words(vec![0; m]), self.bytes(m * 4, 5));
-        let work = (None, Some(6.0 * (m * v * d) as f64));
+        let (tokens, words, width) = (1024usize, 151_936usize, 2560usize);
+        let (h, w) = (self.values(tokens * width), self.values(words * width));
+        let logits = self.bytes(tokens * words * 2, 1);
+        let (dh, dw) = (self.bytes(tokens * width * 2, 2), self.bytes(words * width * 4, 3));
+        let (targets, loss) = (self.words(vec![0; tokens]), self.bytes(tokens * 4, 5));
+        let work = (None, Some(6.0 * (tokens * words * width) as f64));
+        let logit_arg = || self.arg(&logits, tokens * words);
+        let (h_arg, w_arg) = (|| self.arg(&h, tokens * width), || self.arg(&w, words * width));
         for whole in [true, false] {
             let name = if whole { "head + cross-entropy, chunk" } else { "head, its three products alone" };
-            self.row(show, name, format!("{m}x{v}x{d}"), work, |_| {
-                let (a, b, y) = (self.arg(&h, m * d), self.arg(&w, v * d), self.arg(&logits, m * v));
-                let shape = gemm::Shape { i: m, j: v, r: d };
-                gemm(client, Gemm::one(a, b, vec![], y, (BF16, BF16), shape, Product::Nt))?;
+            self.row(show, name, format!("{tokens}x{words}x{width}"), work, |_| {
+                let shape = GemmShape { i: tokens, j: words, r: width };
+                let types = (BF16, BF16);
+                gemm(client, Gemm::one(h_arg(), w_arg(), vec![], logit_arg(), types, shape, Product::Nt))?;
                 if whole {
-                    let (targets, loss) = (self.arg(&targets, m), self.arg(&loss, m));
-                    cross_entropy(client, self.arg(&logits, m * v), targets, loss, BF16, [m, v], true)?;
+                    let (targets, loss) = (self.arg(&targets, tokens), self.arg(&loss, tokens));
+                    cross_entropy(client, logit_arg(), targets, loss, BF16, [tokens, words], true)?;
                 }
-                let (a, b, y) = (self.arg(&logits, m * v), self.arg(&w, v * d), self.arg(&dh, m * d));
-                let shape = gemm::Shape { i: m, j: d, r: v };
-                gemm(client, Gemm::one(a, b, vec![], y, (BF16, BF16), shape, Product::Nn))?;
-                let (a, b, y) = (self.arg(&logits, m * v), self.arg(&h, m * d), self.arg(&dw, v * d));
-                let shape = gemm::Shape { i: v, j: d, r: m };
-                let dw = Gemm::one(a, b, vec![], y, (BF16, F32), shape, Product::Tn);
+                let shape = GemmShape { i: tokens, j: width, r: words };
+                let dh = self.arg(&dh, tokens * width);
+                gemm(client, Gemm::one(logit_arg(), w_arg(), vec![], dh, types, shape, Product::Nn))?;
+                let shape = GemmShape { i: words, j: width, r: tokens };
+                let dw = self.arg(&dw, words * width);
+                let dw = Gemm::one(logit_arg(), h_arg(), vec![], dw, (BF16, F32), shape, Product::Tn);
                 gemm(client, Gemm { accumulate: true, ..dw })
             })?;
         }
         Ok(())
+    }
+}
+
+impl Layers<'_> {
+    fn shapes(&self, of: impl Fn(usize) -> GemmShape) -> Vec<GemmShape> {
+        self.outputs.iter().map(|&n| of(n)).collect()
+    }
+
+    /// Operations of one product of all layers.
+    fn work(&self) -> (Option<f64>, Option<f64>) {
+        let outputs: usize = self.outputs.iter().sum();
+        (None, Some(2.0 * (self.tokens * outputs * self.inputs) as f64))
     }
 }

@@ -1,7 +1,10 @@
 //! The server of a device without a GPU: it keeps buffers in host memory, compiles kernels to CUDA C++, and records a
 //! launch or hands it to the device's executor.
 
-use super::{Compiler, Launch, devices, properties};
+use super::{
+    launch::{Compiler, Launch, devices},
+    properties,
+};
 use cubecl::{
     CubeCount,
     device::{DeviceId, ServerUtilitiesHandle},

@@ -1,159 +1,176 @@
-//! A span: one tile's rows times 256 columns times all tokens.
+//! One span: 256 columns of a tile of the weight, times the activations of all tokens.
+//! ```text
+//! for row of the tile { for token { for r in span { sum[row][token] += w[row][r] * x[token][r] } } }
+//! ```
+//! A lane holds two neighboring vectors of 32 codes for each of its one or two rows, and their four scales. It
+//! decodes codes in place, as pairs that are four apart ([`crate::codec`]); the order of the summed columns is free
+//! as long as activations are paired in the same way. A pair of `code * unit` costs three instructions, and the unit,
+//! a power of two, is divided out at the end.
 //!
-//! A lane holds two vectors of 32 codes of each of its one or two rows, side by side, and the four scales of both, and
-//! decodes codes where they lie, as pairs four apart ([`crate::codec`]): the order of the summed columns is free as long
-//! as tokens' values are paired alike. `code * unit` of a pair costs three instructions; the unit, a power of two, is
-//! given back at the end.
-//!
-//! * **Several tokens** are the columns of the right operand. Codes are multiplied by their scale before, exactly in
-//!   either format: a product of tensor cores sums columns of four blocks.
-//! * **One token** would leave seven of the eight columns idle. So each column is the token at one of the span's eight
-//!   vectors and zero elsewhere: sums of different blocks stay apart and take their scales afterwards, one product for
-//!   16 codes. bf16 values are times 2^63 then, so that codes' units do not take sums below the normal numbers.
+//! * **Several tokens** are the columns of the right operand. Codes are multiplied by their scale first, exactly in
+//!   either format, because one instruction sums columns of four blocks.
+//! * **One token** would leave seven of eight columns idle. Instead, column `c` holds the token at vector `c` of the
+//!   span, and zero elsewhere. Sums of different blocks then stay apart and are multiplied by their scales
+//!   afterwards, one product for 16 codes. Activations in bf16 are multiplied by 2^63, so that the small units of
+//!   codes do not make sums subnormal.
 
-use super::{
-    SPAN,
-    plan::{Plan, Tokens},
-};
+use super::gemv_plan::{GemvPlan, SPAN, Tokens};
 use crate::{
     codec::{e2m1_pairs, e4m3_pair},
-    mma::{Chunk, Pair, multiply as multiply_fragments, sent, zero_sums},
+    mma::{Octet, Pair, multiply as multiply_fragments, row_sum, sent, zero_sums},
 };
 use cubecl::prelude::{
     barrier::{Barrier, copy_async_checked},
     *,
 };
 
-/// Starts the loads of a span's codes and scales into `slot`.
+/// A weight as this kernel reads it: 32 codes in a vector, four scales in a word.
+pub(super) type Weight = PackedBuffers<Vector<u32, Const<4>>, u32>;
+
+/// The codes and scales that a lane has loaded ahead.
+#[derive(CubeType)]
+pub(super) struct Ahead {
+    codes: Array<Vector<u32, Const<4>>>,
+    scales: Array<u32>,
+}
+
+#[cube]
+pub(super) fn nothing_ahead(#[comptime] plan: GemvPlan) -> Ahead {
+    let (depth, halves) = comptime!((plan.depth, plan.halves()));
+    Ahead {
+        codes: Array::<Vector<u32, Const<4>>>::new(comptime!(depth * halves * 2)),
+        scales: Array::<u32>::new(comptime!(depth * halves)),
+    }
+}
+
+/// Starts the loads of the codes and scales of a span into `slot`. The weight has `weight_rows` rows.
 #[cube]
 pub(super) fn load(
-    codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<u32>,
-    codes_ahead: &mut Array<Vector<u32, Const<4>>>,
-    scales_ahead: &mut Array<u32>,
+    weight: &Weight,
+    ahead: &mut Ahead,
     #[comptime] slot: usize,
     tile: u32,
     span: u32,
-    #[comptime] n: u32,
-    #[comptime] plan: Plan,
+    #[comptime] weight_rows: u32,
+    #[comptime] plan: GemvPlan,
 ) {
     let halves = plan.halves();
     #[unroll]
     for half in 0..halves {
         let row = tile * plan.height() + UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8);
-        // Vectors of 32 codes; scales come for two of them, in a word: bytes would be taken apart, and waited for, here.
-        let row = if comptime!(n.is_multiple_of(plan.lines())) { row } else { min(row, n - 1u32) };
-        let at = (row * comptime!(plan.k / 32) + span * 8u32 + UNIT_POS_PLANE % 4u32 * 2u32) as usize;
+        // One vector has 32 codes. The scales of two vectors are loaded as one word; bytes would have to be taken
+        // apart here, which would wait for the load.
+        let row = if comptime!(weight_rows.is_multiple_of(plan.lines())) { row } else { min(row, weight_rows - 1u32) };
+        let at = (row * comptime!(plan.r_len / 32) + span * 8u32 + UNIT_POS_PLANE % 4u32 * 2u32) as usize;
         let to = comptime!(slot * halves + half);
-        codes_ahead[comptime!(to * 2)] = codes[at];
-        codes_ahead[comptime!(to * 2 + 1)] = codes[at + 1usize];
-        scales_ahead[to] = scales[at / 2usize];
+        ahead.codes[comptime!(to * 2)] = weight.codes[at];
+        ahead.codes[comptime!(to * 2 + 1)] = weight.codes[at + 1usize];
+        ahead.scales[to] = weight.scales[at / 2usize];
     }
 }
 
-/// Brings the tokens' values into shared memory, as pairs four apart, if they all lie there.
+/// Copies the activations of all tokens into shared memory, as pairs that are four apart, unless they lie in windows.
 #[cube]
 pub(super) fn stage<F: Float>(
-    x: &Array<Chunk<F>>,
-    out: &mut SharedMemory<Chunk<F>>,
+    x: &Array<Octet<F>>,
+    out: &mut SharedMemory<Octet<F>>,
     rows: u32,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GemvPlan,
 ) {
     if comptime!(!plan.windows()) {
-        let chunks = comptime!(plan.k / 8);
+        let octets = comptime!(plan.r_len / 8);
         let one = comptime!(plan.tokens == Tokens::One);
         let unit = Pair::<F>::new(F::new(comptime!(plan.value_unit())));
-        let all = if comptime!(one) { chunks.runtime() } else { rows * chunks };
+        let all = if comptime!(one) { octets.runtime() } else { rows * octets };
         let mut at = UNIT_POS;
         while at < all {
             let pairs = pairs_of(x[at as usize], 4usize);
-            let mut chunk = Chunk::<F>::empty();
+            let mut octet = Octet::<F>::empty();
             #[unroll]
             for i in 0..4usize {
                 let pair = if comptime!(one) { pairs[i] * unit } else { pairs[i] };
-                chunk[comptime!(i * 2)] = pair[0];
-                chunk[comptime!(i * 2 + 1)] = pair[1];
+                octet[comptime!(i * 2)] = pair[0];
+                octet[comptime!(i * 2 + 1)] = pair[1];
             }
-            let within = at % chunks;
-            let to = if comptime!(one) { at } else { at / chunks * plan.stride() + within + within / 8u32 };
-            out[to as usize] = chunk;
+            let within = at % octets;
+            let to = if comptime!(one) { at } else { at / octets * plan.stride() + within + within / 8u32 };
+            out[to as usize] = octet;
             at += plan.units();
         }
-        // What lanes of other columns multiply, in banks that the others do not ask.
+        // Zeros for the lanes of other columns, in banks that the other lanes do not use.
         if comptime!(one) && UNIT_POS < 4u32 {
-            out[(chunks + 2u32 + UNIT_POS) as usize] = Chunk::new(F::new(0.0));
+            out[(octets + 2u32 + UNIT_POS) as usize] = Octet::new(F::new(0.0));
         }
         sync_cube();
     }
 }
 
-/// Starts the copies of what all planes multiply in step `step` into window `slot`.
+/// Starts the copies of the activations that all planes multiply in step `step` into window `slot`.
 #[cube]
 pub(super) fn send<F: Float>(
-    x: &Array<Chunk<F>>,
-    out: &mut SharedMemory<Chunk<F>>,
+    x: &Array<Octet<F>>,
+    out: &mut SharedMemory<Octet<F>>,
     filled: &Sequence<Shared<Barrier>>,
     #[comptime] slot: usize,
     step: u32,
     rows: u32,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GemvPlan,
 ) {
-    let chunks = comptime!(plan.k / 8);
+    let octets = comptime!(plan.r_len / 8);
     let wide = comptime!(plan.shares * SPAN as u32 / 8);
     let mut at = UNIT_POS;
     while at < rows * wide {
         let (token, within) = (at / wide, at % wide);
         let col = step * wide + within;
-        let from = (token * chunks + col) as usize;
+        let from = (token * octets + col) as usize;
         let to = (token * plan.stride() + within + within / 8u32) as usize + comptime!(slot * plan.window());
-        // A copy of length 0 reads nothing and writes zeros: past the last column.
-        let end = from + select(col < chunks, 1usize, 0usize);
+        // A copy of length 0 writes zeros and reads nothing; columns past the last are copied so.
+        let end = from + select(col < octets, 1usize, 0usize);
         copy_async_checked(&x.slice(from, end), &mut out.slice_mut(to, to + 1usize), 8u32);
         at += plan.units();
     }
     sent(filled, slot);
 }
 
-/// Adds the span in `slot`, in a window that of plane `share`, times all tokens to the sums.
+/// Adds the span in `slot`, times the activations of all tokens, to the sums. In a window the span is that of plane
+/// `share`.
 #[cube]
 pub(super) fn multiply<F: Float>(
-    x_shared: &SharedMemory<Chunk<F>>,
-    codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<u32>,
+    x_shared: &SharedMemory<Octet<F>>,
+    ahead: &Ahead,
     sums: &mut Sequence<Array<Pair<f32>>>,
     #[comptime] slot: usize,
     span: u32,
     share: u32,
     rows: u32,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GemvPlan,
 ) {
     if comptime!(plan.tokens == Tokens::One) {
-        multiply_one::<F>(x_shared, codes, scales, sums, slot, span, plan);
+        multiply_one::<F>(x_shared, ahead, sums, slot, span, plan);
     } else {
         let within = if comptime!(plan.windows()) { share } else { span };
-        multiply_few::<F>(x_shared, codes, scales, sums, slot, within, rows, plan);
+        multiply_few::<F>(x_shared, ahead, sums, slot, within, rows, plan);
     }
 }
 
 #[cube]
 fn multiply_one<F: Float>(
-    x_shared: &SharedMemory<Chunk<F>>,
-    codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<u32>,
+    x_shared: &SharedMemory<Octet<F>>,
+    ahead: &Ahead,
     sums: &mut Sequence<Array<Pair<f32>>>,
     #[comptime] slot: usize,
     span: u32,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GemvPlan,
 ) {
     let halves = plan.halves();
     let column = UNIT_POS_PLANE / 4u32;
-    let zero = comptime!(plan.k / 8 + 2);
+    let zero = comptime!(plan.r_len / 8 + 2);
     #[unroll]
     for block in 0..2usize {
         let mut apart = zero_sums(1usize);
         #[unroll]
         for turn in 0..2u32 {
-            // Column `c` is the token at the span's vector `c`, which lane `c / 2` of a row decodes.
+            // Column `c` is the token at vector `c` of the span, which lane `c / 2` of a row decodes.
             let own = column == UNIT_POS_PLANE % 4u32 * 2u32 + turn;
             let at = select(own, span * 32u32 + column * 4u32, zero.runtime()) as usize;
             #[unroll]
@@ -163,7 +180,7 @@ fn multiply_one<F: Float>(
                 #[unroll]
                 for half in 0..halves {
                     let vector = comptime!((slot * halves + half) * 2 + turn as usize);
-                    let pairs = e2m1_pairs::<F>(codes[vector][j], plan.bf16);
+                    let pairs = e2m1_pairs::<F>(ahead.codes[vector][j], plan.bf16);
                     #[unroll]
                     for i in 0..4usize {
                         left.index_mut(comptime!(i / 2))[comptime!(i % 2 * 2 + half)] = pairs[i];
@@ -178,7 +195,7 @@ fn multiply_one<F: Float>(
         }
         #[unroll]
         for half in 0..halves {
-            let four = scales[comptime!(slot * halves + half)];
+            let four = ahead.scales[comptime!(slot * halves + half)];
             let mut scale = Pair::<f32>::empty();
             #[unroll]
             for c in 0..2usize {
@@ -189,8 +206,8 @@ fn multiply_one<F: Float>(
     }
 }
 
-/// The value of one of four scales: an E4M3 byte's bits as those of an f32 are it times 2^-120, subnormal bytes as well.
-/// CUDA keeps subnormal numbers.
+/// Decodes one of four scales. The bits of an E4M3 byte, read as those of an f32, are its value times 2^-120, also
+/// for subnormal bytes, since CUDA keeps subnormal numbers.
 #[cube]
 fn scale_of(four: u32, #[comptime] i: u32) -> f32 {
     let bits = if comptime!(i < 3) { four << comptime!(20 - 8 * i.min(2)) } else { four >> 4u32 };
@@ -199,14 +216,13 @@ fn scale_of(four: u32, #[comptime] i: u32) -> f32 {
 
 #[cube]
 fn multiply_few<F: Float>(
-    x_shared: &SharedMemory<Chunk<F>>,
-    codes: &Array<Vector<u32, Const<4>>>,
-    scales: &Array<u32>,
+    x_shared: &SharedMemory<Octet<F>>,
+    ahead: &Ahead,
     sums: &mut Sequence<Array<Pair<f32>>>,
     #[comptime] slot: usize,
     within: u32,
     rows: u32,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GemvPlan,
 ) {
     let halves = plan.halves();
     let row = UNIT_POS_PLANE / 4u32;
@@ -219,9 +235,9 @@ fn multiply_few<F: Float>(
             #[unroll]
             for half in 0..halves {
                 let own = comptime!(slot * halves + half);
-                let byte = (scales[own] >> comptime!(turn * 16 + j as u32 / 2 * 8)) & 0xFFu32;
+                let byte = (ahead.scales[own] >> comptime!(turn * 16 + j as u32 / 2 * 8)) & 0xFFu32;
                 let scale = e4m3_pair::<F>(byte, plan.bf16);
-                let pairs = e2m1_pairs::<F>(codes[comptime!(own * 2 + turn as usize)][j], plan.bf16);
+                let pairs = e2m1_pairs::<F>(ahead.codes[comptime!(own * 2 + turn as usize)][j], plan.bf16);
                 #[unroll]
                 for i in 0..4usize {
                     left.index_mut(comptime!(i / 2))[comptime!(i % 2 * 2 + half)] = pairs[i] * scale;
@@ -229,12 +245,12 @@ fn multiply_few<F: Float>(
             }
             #[unroll]
             for group in 0..plan.groups() {
-                // Tokens past the last repeat it: their sums are not stored.
+                // Past the last token the last one is repeated; those sums are not stored.
                 let token = min(row + comptime!(group as u32 * 8), rows - 1u32);
-                // The chunks of a vector lie between two that are left free.
+                // The octets of a vector lie between two that are left free.
                 let at = token * plan.stride() + vector * 4u32 + vector / 2u32;
                 let at = (at as usize) + comptime!(if plan.windows() { slot * plan.window() + j } else { j });
-                // Windows are copies of what lies in memory.
+                // A window is a plain copy, in which pairs are neighbors.
                 let right = pairs_of(x_shared[at], comptime!(if plan.windows() { 4usize } else { 1usize }));
                 #[unroll]
                 for step in 0..2usize {
@@ -245,7 +261,7 @@ fn multiply_few<F: Float>(
     }
 }
 
-/// Two left operands; rows that a tile does not have are zero.
+/// Zeros for two left operands; rows that a tile does not have stay zero.
 #[cube]
 fn fragments<F: Float>() -> Sequence<Array<Pair<F>>> {
     let mut left = Sequence::<Array<Pair<F>>>::new();
@@ -261,9 +277,9 @@ fn fragments<F: Float>() -> Sequence<Array<Pair<F>>> {
     left
 }
 
-/// A chunk's values as pairs: four `apart`, as codes are decoded, or 1, where the chunk was paired before.
+/// The values of an octet as pairs: four `apart`, as codes are decoded, or 1, where the octet was paired before.
 #[cube]
-fn pairs_of<F: Float>(values: Chunk<F>, #[comptime] apart: usize) -> Array<Pair<F>> {
+fn pairs_of<F: Float>(values: Octet<F>, #[comptime] apart: usize) -> Array<Pair<F>> {
     let mut pairs = Array::<Pair<F>>::new(4usize);
     #[unroll]
     for i in 0..4usize {
@@ -276,24 +292,21 @@ fn pairs_of<F: Float>(values: Chunk<F>, #[comptime] apart: usize) -> Array<Pair<
     pairs
 }
 
-/// A lane's finished sum `c` of a right operand, its token, and its row of the tile. Of one token all four lanes of a
-/// row get the sum and the first has the token.
+/// One of a lane's finished sums, its token, and its row of the tile. For a single token all four lanes of a row get
+/// the sum, and the first one has the token.
 #[cube]
 pub(super) fn sum_of(
     sums: &Sequence<Array<Pair<f32>>>,
     #[comptime] group: usize,
     #[comptime] half: usize,
     #[comptime] c: usize,
-    #[comptime] plan: Plan,
+    #[comptime] plan: GemvPlan,
 ) -> (f32, u32, u32) {
     let pair = sums.index(group)[half];
     let line = UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8);
     let part = UNIT_POS_PLANE % 4u32;
     if comptime!(plan.tokens == Tokens::One) {
-        let mut sum = pair[0] + pair[1];
-        sum += plane_shuffle_xor(sum, 1u32);
-        sum += plane_shuffle_xor(sum, 2u32);
-        (sum, part, line)
+        (row_sum(pair[0] + pair[1]), part, line)
     } else {
         (pair[c], part * 2u32 + comptime!(group as u32 * 8 + c as u32), line)
     }

@@ -1,8 +1,13 @@
-//! The largest magnitude of a matrix, as it is or with every 16 columns rotated, and the tensor scales that follow from it.
+//! The largest magnitude of a matrix, as it is or with every 16 columns Hadamard-transformed, and the factors that
+//! quantizing needs.
+//! ```text
+//! amax = 0; for i { amax = max(amax, |x[i]|) }                                     // the plain loop
+//! ```
+//! Reads the matrix once: bound by memory.
 
 use super::{
     Block, View,
-    tile::{Place, Plan, gap, own, rotated_row, rows_of},
+    tile::{DeviceView, QuantizeGrid, gap, load_rows, own, rotate_row},
 };
 use crate::{
     device::vector_size,
@@ -11,12 +16,12 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// Values that [`amax()`] writes.
+/// Number of values that [`amax()`] writes.
 pub const AMAX_LEN: usize = 3;
 
-/// `out = [A, S / 6, 1 / S]` with `A = room * max |x|`, NaN ignored, and `S` as above. `room` is 1, or how far the values
-/// may grow before block scales saturate. Two launches: a maximum for each of up
-/// to 1,024 cubes, then one cube.
+/// `out = [amax, full / 6, 1 / full]` with `amax = room * max |x|` and `full` as in [`crate::quantize`]; NaN is
+/// ignored. `room` is 1, or the factor by which values may grow before block scales saturate. Two launches: up to
+/// 1,024 cubes write one maximum each, then one cube reduces these.
 ///
 /// # Errors
 /// If `out` does not hold three elements.
@@ -40,7 +45,7 @@ pub fn amax<R: Runtime>(
     }
 }
 
-/// As [`amax()`], of what the largest of `maxima` (f32) is the maximum of: a kernel that made x left them. One launch.
+/// The same as [`amax()`] for a matrix whose partial maxima (f32) were left by the kernel that made it. One launch.
 ///
 /// # Errors
 /// If `out` does not hold three elements.
@@ -60,10 +65,10 @@ pub fn amax_of_maxima<R: Runtime>(
     Ok(())
 }
 
-/// As [`amax()`] of the matrix with every 16 columns rotated. Two launches.
+/// The same as [`amax()`] for the matrix with every 16 columns Hadamard-transformed. Two launches.
 ///
 /// # Errors
-/// If C is not a multiple of 16 or a buffer does not fit.
+/// If the columns are not a multiple of 16 or a buffer does not fit.
 pub fn amax_rotated<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
@@ -75,21 +80,21 @@ pub fn amax_rotated<R: Runtime>(
     expect_blocks(NAME, "columns", view.cols)?;
     expect_len(NAME, "x", x.size(), view.rows * view.cols)?;
     expect_len(NAME, "out", out.size(), AMAX_LEN)?;
-    let plan = Plan::new(client, dtype, view, Block::Row)?;
-    let scratch = client.empty(plan.cubes * 4);
+    let grid = QuantizeGrid::new(client, dtype, view, Block::Row)?;
+    let scratch = client.empty(grid.cubes * 4);
     // SAFETY: `scratch` holds one f32 a cube; units outside the matrix contribute 0.
     unsafe {
-        let partial = || ArrayArg::from_raw_parts(scratch.clone(), plan.cubes);
+        let partial = || ArrayArg::from_raw_parts(scratch.clone(), grid.cubes);
         amax_rotated_kernel::launch_unchecked(
             client,
-            plan.count,
-            plan.dim,
-            plan.vector,
+            grid.count,
+            grid.dim,
+            grid.vector,
             x,
             partial(),
-            plan.place,
-            plan.along,
-            plan.lines,
+            grid.place,
+            grid.along,
+            grid.lines,
             dtype,
         );
         amax_of_maxima(client, partial(), 1.0, out)
@@ -100,17 +105,17 @@ pub fn amax_rotated<R: Runtime>(
 fn amax_rotated_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     out: &mut Array<f32>,
-    place: Place,
+    place: DeviceView,
     #[comptime] along: bool,
     #[comptime] lines: usize,
     #[define(F)] _dtype: StorageType,
 ) {
     let (row, col) = own(along, lines);
-    let mut rows = rows_of::<F, N>(x, row, col, place, along, lines);
+    let mut rows = load_rows::<F, N>(x, row, col, place, along, lines);
     let mut amax = 0.0f32;
     #[unroll]
     for line in 0..lines {
-        rotated_row(rows.index_mut(line));
+        rotate_row(rows.index_mut(line));
         if row + comptime!(line as u32 * gap(along)) < place.rows && col < place.cols {
             amax = max(amax, rows.index(line).amax);
         }

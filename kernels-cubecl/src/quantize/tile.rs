@@ -1,29 +1,30 @@
-//! How a matrix is cut into cubes and units, each of which owns 16 columns of a row or of two, and how these get to
-//! registers.
+//! How a matrix is divided among cubes and units, and how a unit's values reach its registers. A unit owns 16 columns
+//! of one row or of two.
 //!
-//! Where columns lie side by side a unit reads its own. The transpose is read where it lies: a cube brings 64 of its
-//! columns and 64 of its rows into shared memory along the rows of what is stored and takes them out across, two
-//! neighbouring rows at a time, and codes go back the same way, so that both sides of memory see whole sectors.
+//! Where columns are neighbors in memory, a unit reads its own values. A transpose is read without being made first:
+//! a cube copies 64 of its columns and 64 of its rows into shared memory in the order of memory, and units take their
+//! values out across it, from two neighboring rows at a time. Codes go back the same way, so that reads and writes
+//! both touch whole sectors of memory.
 
 use crate::{
     device::vector_size,
-    error::{KernelError, expect_len, index},
+    error::{KernelError, index, require},
     hadamard::{SIGNS, rotate},
     layout::{BLOCK, scale_index, scales_per_row},
-    quantize::Block,
+    quantize::spec::Block,
 };
 use cubecl::prelude::*;
 
-/// Rows, columns and strides of a dense matrix. Swapped strides quantise the transpose.
+/// Rows, columns and strides of a dense matrix. Swapped strides describe its transpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct View {
-    /// Rows R.
+    /// Number of rows.
     pub rows: usize,
-    /// Columns C: blocks run along them.
+    /// Number of columns. Blocks of 16 run along them.
     pub cols: usize,
-    /// Elements from a row to the next.
+    /// Elements between the starts of two neighboring rows.
     pub row_stride: usize,
-    /// Elements from a column to the next.
+    /// Elements between two neighboring columns.
     pub col_stride: usize,
 }
 
@@ -33,37 +34,38 @@ impl View {
         Self { rows, cols, row_stride: cols, col_stride: 1 }
     }
 
-    /// The transpose of a contiguous row-major matrix of `rows` x `cols`: `cols` rows, `rows` columns.
+    /// The transpose of a contiguous row-major matrix of `rows` x `cols`; the view has `cols` rows and `rows`
+    /// columns.
     pub fn transposed(rows: usize, cols: usize) -> Self {
         Self { rows: cols, cols: rows, row_stride: 1, col_stride: cols }
     }
 }
 
-/// Units of a cube.
+/// Number of units of a cube.
 pub(super) const fn units(along: bool) -> u32 {
     if along { 256 } else { TILE * TILE / 32 }
 }
-/// Rows, and columns, of the transpose that a cube takes.
+/// Rows, and also columns, of a transpose that a cube takes.
 const TILE: u32 = 64;
-/// Pairs of rows of the transpose, and one more against bank conflicts.
+/// Words between columns in shared memory: one for each pair of rows, and one more against bank conflicts.
 const PITCH: u32 = TILE / 2 + 1;
-/// Words of codes and scales of a row of the transpose, and one more.
+/// Words between rows of results in shared memory: eight of codes, four of scales, and one more.
 const MADE: u32 = 13;
 
-/// How a matrix is cut into cubes and units: see [`own()`].
-pub(super) struct Plan<R: Runtime> {
+/// The launch geometry of a matrix. [`own()`] says which values a unit owns.
+pub(super) struct QuantizeGrid<R: Runtime> {
     pub(super) count: CubeCount,
     pub(super) cubes: usize,
     pub(super) dim: CubeDim,
     pub(super) vector: usize,
-    /// Whether columns are neighbours in memory; else rows are.
+    /// Whether columns are neighbors in memory; otherwise rows are.
     pub(super) along: bool,
-    /// Rows that a unit owns, [`gap()`] apart.
+    /// Number of rows that a unit owns, [`gap()`] apart.
     pub(super) lines: usize,
-    pub(super) place: PlaceLaunch<R>,
+    pub(super) place: DeviceViewLaunch<R>,
 }
 
-impl<R: Runtime> Plan<R> {
+impl<R: Runtime> QuantizeGrid<R> {
     pub(super) fn new(
         client: &ComputeClient<R>,
         dtype: StorageType,
@@ -73,9 +75,13 @@ impl<R: Runtime> Plan<R> {
         const NAME: &str = "quantize";
         let View { rows, cols, row_stride, col_stride } = view;
         let along = col_stride == 1;
-        expect_len(NAME, "stride of what lies side by side", if along { 1 } else { row_stride }, 1)?;
+        require(NAME, along || row_stride == 1, || {
+            format!("the strides are {row_stride} (rows) and {col_stride} (columns); one of them must be 1")
+        })?;
         let (count, step, whole) = if along { (rows, row_stride, cols) } else { (cols, col_stride, rows) };
-        expect_len(NAME, "stride of what does not", if count > 1 { step } else { whole }, whole)?;
+        require(NAME, count <= 1 || step == whole, || {
+            format!("a stride of {step} leaves gaps between rows of {whole} values; the matrix must be contiguous")
+        })?;
         let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
         let own_lines = if along && block == Block::Row { 1 } else { 2 };
         let (x, y) = if along {
@@ -90,22 +96,22 @@ impl<R: Runtime> Plan<R> {
             vector: if step.is_multiple_of(BLOCK) { vector_size(client, dtype, 8) } else { 1 },
             along,
             lines: own_lines as usize,
-            place: PlaceLaunch::new(lines, index(NAME, "columns", cols)?, index(NAME, "stride", step)?),
+            place: DeviceViewLaunch::new(lines, index(NAME, "columns", cols)?, index(NAME, "stride", step)?),
         })
     }
 }
 
-/// [`View`] on the device.
+/// A [`View`] on the device.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct DeviceView {
     pub(super) rows: u32,
     pub(super) cols: u32,
-    /// From a row to the next, or from a column to the next where rows lie side by side.
+    /// Elements between neighboring rows, or between neighboring columns where rows are neighbors in memory.
     stride: u32,
 }
 
-/// The (first) row and the first column that a unit owns. Eight units one after another, with two rows each, share a 16x16
-/// block; with one row each, sixteen share 256 columns of a row.
+/// The first row and the first column that a unit owns. With two rows a unit, eight consecutive units share a 16x16
+/// block; with one row a unit, sixteen share 256 columns of a row.
 #[cube]
 pub(super) fn own(#[comptime] along: bool, #[comptime] lines: usize) -> (u32, u32) {
     if comptime!(!along) {
@@ -119,62 +125,62 @@ pub(super) fn own(#[comptime] along: bool, #[comptime] lines: usize) -> (u32, u3
     }
 }
 
-/// Rows between the two that a unit owns.
+/// Distance between the two rows of a unit.
 pub(super) const fn gap(along: bool) -> u32 {
     if along { 8 } else { 1 }
 }
 
-/// Two values, for which 16-bit types have instructions.
+/// Two values: 16-bit types have instructions for pairs.
 type Pair<F> = Vector<F, Const<2>>;
 
-/// 16 columns of a row.
+/// The values of 16 columns of a row.
 #[derive(CubeType)]
-pub(super) struct Row {
+pub(super) struct RowBlock {
     pub(super) values: Array<f32>,
-    /// Their largest magnitude.
+    /// The largest magnitude of `values`.
     pub(super) amax: f32,
-    /// Finite if they all are, unless they are very large.
+    /// A sum that is finite if all values are, unless they are very large.
     pub(super) sum: f32,
 }
 
-/// Rotates a row's values.
+/// Hadamard-transforms the values of a row.
 #[cube]
-pub(super) fn rotated_row(row: &mut Row) {
+pub(super) fn rotate_row(row: &mut RowBlock) {
     rotate(&mut row.values, SIGNS.runtime());
-    // Where no value is a number the maximum is of none. (What `max` makes of that is the device's affair.)
+    // If all values are NaN, what `max` returns depends on the device; use 0.
     row.amax = amax_of(&row.values);
     row.amax = select(row.amax >= 0.0f32, row.amax, 0.0f32);
-    // Each is a sum of all: not a number, or infinite, if a value was. (Values from 2^124 on can overflow in other sums only:
-    // what is not a number then has the code -6 instead of 6.)
+    // Every transformed value is a sum of all 16, so it is NaN or infinite if one of them was. (From 2^124 on other
+    // sums can overflow: NaN then has the code -6 instead of 6.)
     row.sum = row.values[0] + row.amax;
 }
 
-/// The 16 columns from `col` on of a unit's rows, the first of which is `row`.
+/// Loads the 16 columns from `col` on of a unit's rows, the first of which is `row`.
 #[cube]
-pub(super) fn rows_of<F: Float, N: Size>(
+pub(super) fn load_rows<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     row: u32,
     col: u32,
-    place: Place,
+    place: DeviceView,
     #[comptime] along: bool,
     #[comptime] lines: usize,
-) -> Sequence<Row> {
+) -> Sequence<RowBlock> {
     if comptime!(along) {
         let mut rows = Sequence::new();
         #[unroll]
         for line in 0..lines {
-            rows.push(row_along::<F, N>(x, row + comptime!(line as u32 * gap(true)), col, place));
+            rows.push(load_row_along::<F, N>(x, row + comptime!(line as u32 * gap(true)), col, place));
         }
         rows
     } else {
-        rows_across::<F, N>(x, place)
+        load_rows_across::<F, N>(x, place)
     }
 }
 
-/// 16 columns of `row` where columns lie side by side; of the first where `row` or `col` lies outside, whose unit makes
-/// nothing.
+/// Loads 16 columns of `row` where columns are neighbors. Outside the matrix it loads the first block instead; such a
+/// unit stores nothing.
 #[cube]
-fn row_along<F: Float, N: Size>(x: &Array<Vector<F, N>>, row: u32, col: u32, place: Place) -> Row {
+fn load_row_along<F: Float, N: Size>(x: &Array<Vector<F, N>>, row: u32, col: u32, place: DeviceView) -> RowBlock {
     let n = N::value();
     let inside = row < place.rows && col < place.cols;
     let first = select(inside, (row as usize) * (place.stride as usize) + (col as usize), 0usize) / n;
@@ -191,15 +197,15 @@ fn row_along<F: Float, N: Size>(x: &Array<Vector<F, N>>, row: u32, col: u32, pla
         }
     }
     let amax = amax_of(&values);
-    Row { values, amax, sum }
+    RowBlock { values, amax, sum }
 }
 
-/// The same of two rows where rows lie side by side: all units fill the cube's tile and take their columns out of it. What
-/// lies outside the matrix is not filled, and a unit that owns it makes nothing.
+/// Loads 16 columns of two rows where rows are neighbors: all units fill the tile of the cube, then each takes its
+/// columns out of it. Places outside the matrix stay unfilled; their units store nothing.
 #[cube]
-fn rows_across<F: Float, N: Size>(x: &Array<Vector<F, N>>, place: Place) -> Sequence<Row> {
+fn load_rows_across<F: Float, N: Size>(x: &Array<Vector<F, N>>, place: DeviceView) -> Sequence<RowBlock> {
     let n = N::value();
-    // A vector a pass, or two values where there are no vectors.
+    // A unit copies a vector in a pass, or two values where there are no vectors.
     let wide = comptime!(n.max(2) as u32);
     let width = comptime!(TILE / wide);
     let passes = comptime!(TILE * width / units(false));
@@ -241,7 +247,7 @@ fn rows_across<F: Float, N: Size>(x: &Array<Vector<F, N>>, place: Place) -> Sequ
     #[unroll]
     for i in 0..16usize {
         let pair = tile[(first + comptime!(i as u32 * PITCH)) as usize];
-        // Both ends, since a pair's magnitude has no instruction.
+        // The largest and the smallest value, since the magnitude of a pair has no instruction.
         top = max(top, pair);
         bottom = min(bottom, pair);
         sum += pair;
@@ -251,8 +257,8 @@ fn rows_across<F: Float, N: Size>(x: &Array<Vector<F, N>>, place: Place) -> Sequ
     let mut rows = Sequence::new();
     let upper_amax = max(f32::cast_from(top[0]), -f32::cast_from(bottom[0]));
     let lower_amax = max(f32::cast_from(top[1]), -f32::cast_from(bottom[1]));
-    rows.push(Row { values: upper, amax: upper_amax, sum: f32::cast_from(sum[0]) });
-    rows.push(Row { values: lower, amax: lower_amax, sum: f32::cast_from(sum[1]) });
+    rows.push(RowBlock { values: upper, amax: upper_amax, sum: f32::cast_from(sum[0]) });
+    rows.push(RowBlock { values: lower, amax: lower_amax, sum: f32::cast_from(sum[1]) });
     rows
 }
 
@@ -266,14 +272,14 @@ fn amax_of(values: &Array<f32>) -> f32 {
     amax
 }
 
-/// Brings what the units of a cube made across their tile back along it: four of them write a row's 32 bytes of codes.
+/// Moves the results of a cube across its tile, so that four units write the 32 bytes of codes of a row.
 #[cube]
 pub(super) fn store_across(
     words: &Sequence<Vector<u32, Const<2>>>,
     made_scales: &Sequence<u32>,
     codes: &mut Array<Vector<u32, Const<2>>>,
     scales: &mut Array<u8>,
-    place: Place,
+    place: DeviceView,
 ) {
     let mut made = SharedMemory::<u32>::new(comptime!((TILE * MADE) as usize));
     let pairs = comptime!(TILE / 2);

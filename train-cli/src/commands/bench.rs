@@ -1,4 +1,4 @@
-//! `bench kernels`: every kernel's time, and what share of the device's own ceiling that is.
+//! `bench kernels`: measures the time of every kernel, and which share of the device's own limit it reaches.
 
 use crate::{
     CliError,
@@ -6,7 +6,7 @@ use crate::{
     device::{self, Job},
     report,
 };
-use backend_nvfp4::{Nvfp4Backend, Precision, bench::Row};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, bench::Row};
 use serde_json::json;
 
 /// Runs the command.
@@ -23,14 +23,14 @@ struct Kernels(BenchArgs);
 impl Job for Kernels {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, _: Precision) -> Result<(), CliError> {
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, _: Precision) -> Result<(), CliError> {
         let Self(args) = self;
         report::label("tiers", B::tiers(&device).join(" · "));
         if !args.json {
             let head = ["kernel", "shape", "time", "rate", "share"];
             report::result(format!("{:<33} {:<38} {:>10} {:>13} {:>6}", head[0], head[1], head[2], head[3], head[4]));
         }
-        // The copy is the first row: the ceiling of what is bound by memory.
+        // The first row is a copy. Its rate is the limit of kernels that are bound by memory.
         let mut copy_rate = None;
         let mut show = |row: Row| {
             let (rate, unit, ceiling) = match (row.bytes, row.operations) {

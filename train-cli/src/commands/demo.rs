@@ -1,13 +1,7 @@
-//! `fit --demo`: the ordinary `fit` on files that travel inside the binary: a tiny Qwen3 shape, a
-//! byte-level BPE tokenizer with Qwen's chat template, and 64 English and Chinese who-are-you rows.
-//! assets/demo/make_demo.py makes them.
+//! `fit --demo`: the ordinary `fit` on files inside the program: a tiny Qwen3 shape, a byte-level BPE tokenizer with
+//! Qwen's chat template, and 64 English and Chinese rows that teach it who it is. assets/demo/make_demo.py makes them.
 
-use crate::{
-    CliError,
-    args::{FitArgs, StateArg},
-    device::DeviceChoice,
-    durable,
-};
+use crate::{CliError, durable, settings::Layer};
 use std::path::Path;
 
 const FILES: [(&str, &[u8]); 5] = [
@@ -18,38 +12,39 @@ const FILES: [(&str, &[u8]); 5] = [
     ("demo.tsv", include_bytes!("../../assets/demo/demo.tsv")),
 ];
 
-/// What the demo shows besides an ordinary run.
-#[derive(Debug, Clone)]
-pub struct Demo {
-    /// Prompts answered before and after.
-    pub prompts: Vec<String>,
-}
+/// The folder that the files are written to, as the settings name it.
+const FOLDER: &str = "runs/demo-files";
 
-/// Writes the demo's files below `runs/` and fills in what the flags leave open.
+const SETTINGS: &str = include_str!("../../assets/demo/settings.toml");
+
+/// Writes the demo's files below `runs/`.
 ///
 /// # Errors
-/// If writing fails.
-pub fn unpack(flags: &mut FitArgs) -> Result<Demo, CliError> {
-    let folder = Path::new("runs/demo-files");
-    std::fs::create_dir_all(folder).map_err(CliError::io(folder))?;
+/// If a file cannot be written.
+pub fn unpack() -> Result<(), CliError> {
+    let folder = Path::new(FOLDER);
+    durable::make_folder(folder)?;
     for (name, bytes) in FILES {
         durable::write_bytes(&folder.join(name), bytes)?;
     }
-    if flags.model.is_none() {
-        flags.init_config.get_or_insert(folder.join("config.json"));
+    Ok(())
+}
+
+/// The demo's settings, with a new run folder.
+pub fn settings() -> Layer {
+    let mut settings = Layer::of_toml(SETTINGS).expect("the demo's settings are valid; a test reads them");
+    settings.set("output_dir", format!("runs/{}_demo", jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ")));
+    settings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_settings_are_valid_and_name_the_folder() {
+        let settings = settings().over_defaults().unwrap();
+        assert_eq!(settings.model.init_config.unwrap().parent(), Some(Path::new(FOLDER)));
+        assert_eq!(settings.data.data[0].parent(), Some(Path::new(FOLDER)));
     }
-    flags.data.get_or_insert(vec![folder.join("demo.tsv")]);
-    flags.device.get_or_insert(DeviceChoice::Cpu);
-    flags.learning_rate.get_or_insert(2e-3);
-    flags.batch_size.get_or_insert(8);
-    flags.gradient_accumulation_steps.get_or_insert(1);
-    flags.num_train_epochs.get_or_insert(8.0);
-    flags.optimizer_state_mode.get_or_insert(StateArg::F32);
-    flags.val_split.get_or_insert(0.06);
-    flags.eval_steps.get_or_insert(20);
-    flags.save_steps.get_or_insert(30);
-    flags.logging_steps.get_or_insert(5);
-    let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
-    flags.output_dir.get_or_insert_with(|| Path::new("runs").join(format!("{time}_demo")));
-    Ok(Demo { prompts: vec!["Who are you?".into(), "你是誰？".into()] })
 }

@@ -1,450 +1,352 @@
-//! `fit`: model, data, Learner, export. The page to read first.
+//! `fit`: trains a model and exports it. The page to read first: prepare the inputs, load or resume the model, open the
+//! run folder, train, then show and export the result.
 
 use crate::{
     CliError,
     args::FitArgs,
-    commands::demo,
-    commands::export,
-    commands::generate::answer,
+    commands::{demo, export},
     data::order::Order,
-    data::read::Sample,
     device::{self, Job},
-    durable,
-    memory::estimate::{self, Estimate},
+    memory::estimate::Estimate,
     memory::vram::VramReport,
-    model_files::TextFiles,
-    plan::{self, FitPlan, Resume},
+    plan::Plan,
     report,
-    run::checkpoint::{self, Head, TrainerState},
-    run::folder::{check_free, check_unchanged, open_folder, toml_of},
-    run::inputs::{Inputs, eval_order, packed_scaling},
+    run::checkpoint::{self, Head, Resumed, TrainerState},
+    run::folder,
+    run::header,
+    run::inputs::{Inputs, packed_scaling},
+    run::journal::Journal,
+    run::sample::{Samples, beginning},
+    settings::{Layer, SaveStrategy},
+    train::clip::Clipping,
     train::codes::Codes,
     train::damp::DampedFinish,
-    train::learner::{self as train, Between, Run, StepReport, Trainee},
-    train::optim::ChunkedAdamw,
+    train::learner,
+    train::objective::Trainee,
+    train::optim::{AdamwConfig, ChunkedAdamw},
     train::schedule::Schedule,
     train::step::Stepper,
+    train::trained,
+    train::training_loop::Run,
 };
-use backend_nvfp4::{Block, LinearSpec, MasterKind, Nvfp4Backend, Precision, Recipe, Scaling, reference};
-use burn::{
-    backend::Autodiff,
-    module::{AutodiffModule, Module, ParamId},
-    tensor::DType,
-};
+use backend_nvfp4::{Block, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use burn::{backend::Autodiff, module::AutodiffModule, tensor::DType};
 use model_qwen3::{
-    checkpoint::{Checkpoint, Stored, Tensors},
+    container::Container,
     model::Qwen3,
-    weights::{self, Field, Purpose, fields},
+    weights::{self, Purpose},
 };
-use serde_json::json;
-use std::{collections::HashSet, path::PathBuf, sync::Arc, time::Instant};
+use std::{path::Path, sync::Arc, time::Instant};
 
 /// Runs the command.
 ///
 /// # Errors
-/// Whatever goes wrong, with its exit code.
-pub fn run(mut flags: FitArgs) -> Result<(), CliError> {
-    let demo = if flags.demo { Some(demo::unpack(&mut flags)?) } else { None };
-    let dry_run = flags.dry_run;
-    let plan = plan::fit(flags)?;
-    if dry_run {
+/// Every error of a run, with its exit code.
+pub fn run(args: &FitArgs) -> Result<(), CliError> {
+    if args.launch.demo {
+        demo::unpack()?;
+    }
+    let (plan, resumed) = planned(args)?;
+    let overwrite = args.launch.overwrite;
+    if args.launch.dry_run {
         let inputs = Inputs::read(&plan)?;
-        check_free(&plan)?;
-        inputs.header(&plan, inputs.scaling(&plan));
-        report::result(toml_of(&plan.settings)?);
+        if resumed.is_none() {
+            folder::check_free(&plan, overwrite)?;
+        }
+        header::print(&plan, &inputs, inputs.scaling(&plan));
+        report::result(plan.settings.toml()?);
         return Ok(());
     }
     report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
-    let (device, precision) = (plan.device, plan.precision);
-    device::run(device, precision, Fit { plan, demo })
+    let (device, precision) = (plan.settings.recipe.device, plan.settings.recipe.compute_dtype);
+    device::run(device, precision, Fit { plan, resumed, overwrite })
+}
+
+/// The plan of a command line, and the checkpoint that it resumes from. Typed settings win over those of the config
+/// file, of the checkpoint or of the demo, and these over defaults.
+pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>), CliError> {
+    let launch = &args.launch;
+    let output_dir = args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new);
+    let resumed = match &launch.resume_from_checkpoint {
+        Some(text) => checkpoint::resume(text, output_dir)?,
+        None => None,
+    };
+    let base = match (&launch.config, &resumed) {
+        (Some(file), _) => Layer::of_file(file)?,
+        (None, Some(resumed)) => Layer::from(&resumed.state.settings),
+        (None, None) if launch.demo => demo::settings(),
+        (None, None) => Layer::default(),
+    };
+    let mut settings = base.under(args.typed.clone()).over_defaults()?;
+    if let Some(resumed) = &resumed {
+        settings.saving.output_dir = Some(resumed.run.clone());
+    }
+    Ok((Plan::new(settings)?, resumed))
 }
 
 struct Fit {
-    plan: FitPlan,
-    demo: Option<demo::Demo>,
+    plan: Plan,
+    resumed: Option<Resumed>,
+    overwrite: bool,
 }
 
 impl Job for Fit {
     type Output = ();
 
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { mut plan, demo } = self;
-        plan.adamw.master = plan.master(precision);
-        plan.master_auto = false;
-        plan.adamw.float = precision.dtype();
-        let mut vram = VramReport::new(plan.vram_report.as_deref());
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let Self { plan, resumed, overwrite } = self;
+        let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
 
+        let ready = Ready::new(plan, precision)?;
+        match &resumed {
+            None => folder::check_free(&ready.plan, overwrite)?,
+            Some(resumed) => {
+                let (plan, state) = (&ready.plan, &resumed.state);
+                folder::check_unchanged(plan, state, &ready.inputs.sha256, precision)?;
+                if state.global_step == state.max_steps && plan.output_dir.join("train_results.json").exists() {
+                    report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
+                    return Ok(());
+                }
+                report::label("resume", format!("{} · step {}", resumed.folder.display(), state.global_step));
+            }
+        }
+        let model = ready.model::<B>(resumed.as_ref(), &device)?;
+        vram.note::<B>(&device, 0, "model_loaded")?;
+
+        let _lock = match &resumed {
+            None => folder::create(&ready.plan, &ready.inputs)?,
+            Some(resumed) => folder::reopen(&ready.plan.output_dir, resumed.state.global_step)?,
+        };
+        let optimizer = ready.optimizer(resumed.as_ref(), &model)?;
+        header::print(&ready.plan, &ready.inputs, ready.spec.scaling);
+        report::label("products", B::tiers(&device).join(" · "));
+
+        let samples = Samples::of(&ready.plan, &ready.inputs)?;
+        let before = if resumed.is_none() { Some(Before::of(&model, &samples, ready.spec)?) } else { None };
+        let state = ready.state(resumed.as_ref(), &model);
+        let order = Order { start: state.global_step, ..ready.inputs.order(&ready.plan) };
+        let codes = before.as_ref().map(|before| before.codes.clone());
+        let journal = Journal::new(&ready.plan, &ready.inputs, samples.clone(), order.clone(), state.clone(), codes);
+        let started = Instant::now();
+        let model = ready.train(model, optimizer, &state, order, journal.clone(), vram)?;
+        let runtime = started.elapsed().as_secs_f64();
+        // The export is checked in the memory that the optimizer's states and the step's buffers had.
+        B::memory_cleanup(&device);
+
+        let changed = before.map(|before| before.compare(&model, &samples)).transpose()?.flatten();
+        journal.finish(runtime, changed)?;
+        ready.save(&model, state.head, runtime, samples.prompts.first())
+    }
+}
+
+/// A plan with its inputs, on a device that computes in `spec.precision`.
+struct Ready {
+    plan: Plan,
+    inputs: Inputs,
+    spec: LinearSpec,
+    master: MasterKind,
+}
+
+impl Ready {
+    /// Reads the inputs, and refuses what needs more memory than the limit or other scale levels.
+    fn new(plan: Plan, precision: Precision) -> Result<Self, CliError> {
         let inputs = Inputs::read(&plan)?;
         let estimate = Estimate::of(&inputs.config, &plan, precision);
         if let Some(limit) = plan.memory_limit.filter(|limit| estimate.peak() > *limit) {
             estimate.table().iter().for_each(report::line);
             return Err(CliError::Memory { needed: estimate.peak(), limit, saved: None });
         }
-        let scaling = inputs.scaling(&plan);
-        if scaling == Scaling::Single && (plan.damped_finish > 0.0 || plan.adamw.master == MasterKind::Nvfp4) {
-            let text = "--damped-finish and --master-weights nvfp4 keep codes with two-level scales: --scales two";
+        let (scaling, master) = (inputs.scaling(&plan), plan.master(precision));
+        let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
+        if scaling == Scaling::Single && keeps_codes {
+            let text = "--damped-finish and --master-weights nvfp4 keep NVFP4 codes with two-level scales, but the scale \
+                        levels of this run are single; give --scales two";
             return Err(CliError::Usage(text.into()));
         }
         let spec = LinearSpec::new(plan.recipe, scaling, precision);
-        let (config, source) = (&inputs.config, &inputs.source);
+        Ok(Self { plan, inputs, spec, master })
+    }
 
-        // Where the run begins.
-        let resumed = match &plan.resume {
-            None => None,
-            Some(Resume::Latest) => Some(checkpoint::latest(&plan.output_dir)?),
-            Some(Resume::At(path)) => Some(path.clone()),
+    /// The model with the weights of the checkpoint, of its files, or random ones.
+    fn model<B: Nvfp4Kernels>(
+        &self,
+        resumed: Option<&Resumed>,
+        device: &B::Device,
+    ) -> Result<Qwen3<Autodiff<B>>, CliError> {
+        let (config, spec, master) = (&self.inputs.config, self.spec, self.master);
+        let model: Qwen3<B> = match (resumed, &self.inputs.source) {
+            (Some(resumed), _) => resumed.model(config, spec, master, device)?,
+            (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(master), device)?,
+            (None, None) => weights::random(config, spec, master, self.plan.settings.advanced.seed, device)?,
         };
-        let resumed = resumed.map(|folder| Ok::<_, CliError>((checkpoint::open(&folder)?, folder))).transpose()?;
-        if let Some((state, folder)) = &resumed {
-            check_unchanged(&plan, state, &inputs.sha256, precision)?;
-            if state.global_step == state.max_steps && plan.output_dir.join("train_results.json").exists() {
-                report::line(format!("{}: complete at step {}", plan.output_dir.display(), state.global_step));
-                return Ok(());
-            }
-            report::label("resume", format!("{} · step {}", folder.display(), state.global_step));
-        } else {
-            check_free(&plan)?;
+        let model = weights::trained(model, master);
+        let model = trained::last_blocks(model, self.plan.settings.model.train_last_layers);
+        Ok(model.with_bf16_last_blocks(self.plan.settings.recipe.bf16_last_blocks))
+    }
+
+    /// The optimizer, with its states after a resume.
+    fn optimizer<B: Nvfp4Kernels>(
+        &self,
+        resumed: Option<&Resumed>,
+        model: &Qwen3<Autodiff<B>>,
+    ) -> Result<ChunkedAdamw<B>, CliError> {
+        let (s, advanced) = (&self.plan.settings.optimizer, &self.plan.settings.advanced);
+        let config = AdamwConfig {
+            beta1: s.adam_beta1,
+            beta2: s.adam_beta2,
+            eps: s.adam_epsilon,
+            weight_decay: s.weight_decay,
+            state: self.plan.settings.memory.optimizer_state_mode,
+            master: self.master,
+            chunk_rows: advanced.step_chunk_rows,
+            seed: advanced.seed,
+            float: self.spec.precision.dtype(),
+        };
+        let model = model.valid();
+        let mut optimizer = ChunkedAdamw::new(config, trained::undecayed(&model));
+        if let Some(resumed) = resumed {
+            resumed.optimizer(&model, &mut optimizer)?;
         }
-        let trainer_file = |folder: &PathBuf| Checkpoint::open(&folder.join(checkpoint::MODEL));
-        let model: Qwen3<Autodiff<B>> = match (&resumed, &source) {
-            (Some((state, folder)), _) => {
-                let saved = trainer_file(folder)?;
-                let saved = HeadAs { tensors: &saved, nvfp4: state.head == Head::Nvfp4 };
-                weights::load(&saved, config, spec, Purpose::Train(plan.adamw.master), &device)?
-            }
-            (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(plan.adamw.master), &device)?,
-            (None, None) => weights::random(config, spec, plan.adamw.master, plan.seed, &device)?,
-        };
-        let model = freeze(model, plan.train_last_layers).with_bf16_last_blocks(plan.bf16_last_blocks);
-        let frozen = match plan.train_last_layers {
+        Ok(optimizer)
+    }
+
+    /// The state of the run before its next step.
+    fn state<B: Nvfp4Kernels>(&self, resumed: Option<&Resumed>, model: &Qwen3<Autodiff<B>>) -> TrainerState {
+        let (steps, head) = (self.inputs.order(&self.plan).steps, Head::of(model));
+        let new = TrainerState::new(self.plan.settings.clone(), steps, &self.inputs.sha256, self.spec, head);
+        match resumed {
+            None => new,
+            Some(resumed) => new.after(&resumed.state),
+        }
+    }
+
+    /// Trains from the step after `state` to the last.
+    fn train<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        model: Qwen3<Autodiff<B>>,
+        optimizer: ChunkedAdamw<B>,
+        state: &TrainerState,
+        order: Order,
+        journal: Journal,
+        vram: VramReport,
+    ) -> Result<Qwen3<B>, CliError> {
+        let (s, steps) = (&self.plan.settings, order.steps);
+        if state.global_step >= steps {
+            report::line(format!("step {} of {steps}: nothing is left to train", state.global_step));
+            return Ok(model.valid());
+        }
+        let warmup = s.optimizer.warmup_steps;
+        let warmup = if warmup < 1.0 { (warmup * steps as f64).round() } else { warmup } as usize;
+        // After rounding, at least the last step is quantized, and no block freezes before.
+        let quantize_from = ((s.recipe.quantize_from * steps as f64).round() as usize).min(steps.saturating_sub(1));
+        let mut damped = DampedFinish::new(s.recipe.damped_finish, steps);
+        damped.start = damped.start.max(quantize_from);
+        let fixed = match s.model.train_last_layers {
             0 => 0,
             last => model.layers.len() - last,
         };
-        vram.note::<B>(&device, 0, "model_loaded")?;
-
-        // The folder, the order of samples, the schedule, the optimizer.
-        let start = resumed.as_ref().map_or(0, |(state, _)| state.global_step);
-        let _lock = open_folder(&plan, &inputs, resumed.is_some().then_some(start))?;
-        let train_order = Order { start, ..inputs.order(&plan) };
-        let steps = train_order.steps;
-        let warmup = if plan.warmup < 1.0 { (plan.warmup * steps as f64).round() } else { plan.warmup } as usize;
-        let schedule =
-            Schedule { peak: plan.learning_rate, warmup: warmup.min(steps), total: steps, shape: plan.shape };
-        let inner = model.valid();
-        let mut optimizer = ChunkedAdamw::new(plan.adamw, undecayed(&inner));
-        if let Some((_, folder)) = &resumed {
-            checkpoint::load_optimizer(folder, &inner, &mut optimizer)?;
-        }
-
-        inputs.header(&plan, scaling);
-        report::label("products", B::tiers(&device).join(" · "));
-        let text = &inputs.text;
-        let prompts = prompts(&plan, &inputs, demo.as_ref())?;
-        let ask = |model: &Qwen3<B>| {
-            prompts.iter().map(|p| answer(model, text, p, MAX_SAMPLE_TOKENS)).collect::<Result<Vec<_>, _>>()
-        };
-        // What a whole run changed can be told only by one that saw its beginning.
-        let before = if start == 0 { Some((ask(&inner)?, Codes::of(&inner, spec)?)) } else { None };
-        drop(inner);
-
-        // Train.
-        let state = TrainerState {
-            version: 1,
-            global_step: start,
-            max_steps: steps,
-            epoch: 0.0,
-            inputs_sha256: inputs.sha256.clone(),
-            precision: precision.name().to_owned(),
-            head: Head::of(&model),
-            two_level: scaling == Scaling::Two,
-            settings: plan.settings.clone(),
-            last_norm: resumed.as_ref().and_then(|(state, _)| state.last_norm),
-        };
-        let between = Keeper {
-            plan: plan.clone(),
-            text: text.clone(),
-            prompts: prompts.clone(),
-            order: train_order.clone(),
-            state: state.clone(),
-            eval_every: plan.eval_steps.unwrap_or_else(|| steps.div_ceil(20)),
-            save_every: plan.save_steps.unwrap_or_else(|| steps.div_ceil(20)),
-            last_eval: Arc::default(),
-            flops: estimate::flops_a_token(config, plan.options.max_seq_length.min(config.max_position_embeddings)),
-            codes: before.as_ref().map(|(_, codes)| codes.clone()),
-        };
-        let last_eval = between.last_eval.clone();
-        let started = Instant::now();
-        // Rounded, at least the last step is quantised, and nothing freezes before.
-        let quantise_from = ((plan.quantise_from * steps as f64).round() as usize).min(steps.saturating_sub(1));
-        let mut damped = DampedFinish::new(plan.damped_finish, steps);
-        damped.start = damped.start.max(quantise_from);
-        let model = if start < steps {
-            let run = Run {
-                train: train_order.clone(),
-                eval: eval_order(inputs.eval.clone(), plan.batch_size),
-                stepper: Stepper {
-                    mode: plan.step_mode,
-                    clip: plan.clip,
-                    max_grad_norm: plan.max_grad_norm,
+        let run = Run {
+            train: order,
+            eval: self.inputs.eval_order(&self.plan),
+            stepper: Stepper {
+                mode: s.memory.step_mode,
+                clipping: Clipping {
+                    clip: self.plan.clip,
+                    max_norm: s.optimizer.max_grad_norm,
                     last_norm: state.last_norm,
-                    buffer: if plan.adamw.master == MasterKind::F32 { DType::F32 } else { precision.dtype() },
-                    optimizer,
-                    seed: plan.seed,
-                    accumulation: plan.accumulation,
                 },
-                schedule,
-                recipe: plan.recipe,
-                quantise_from,
-                damped,
-                memory_limit: plan.memory_limit,
-                logging_steps: plan.logging_steps,
-                vram,
-                between: Box::new(between),
-            };
-            train::run(Trainee::new(model, plan.loss, frozen), run)?
-        } else {
-            report::line(format!("step {start} of {steps}: nothing left to train"));
-            model.valid()
+                buffer: if self.master == MasterKind::F32 { DType::F32 } else { self.spec.precision.dtype() },
+                optimizer,
+                seed: s.advanced.seed,
+                accumulation: s.optimizer.gradient_accumulation_steps,
+            },
+            schedule: Schedule {
+                peak: s.optimizer.learning_rate,
+                warmup: warmup.min(steps),
+                total: steps,
+                decay: s.optimizer.lr_scheduler_type,
+            },
+            recipe: self.plan.recipe,
+            quantize_from,
+            damped,
+            memory_limit: self.plan.memory_limit,
+            logging_steps: s.logging.logging_steps,
+            vram,
+            between: Box::new(journal),
         };
-        let runtime = started.elapsed().as_secs_f64();
-        // The export is checked beside the model, where the step's buffers and the optimizer's states were.
-        B::memory_cleanup(&device);
+        learner::run(Trainee::new(model, s.advanced.loss, fixed), run)
+    }
 
-        // What came of it.
-        let mut changed = None;
-        if let Some((before, codes)) = before {
-            for ((prompt, before), after) in prompts.iter().zip(&before).zip(ask(&model)?) {
-                report::label("before", format!("{} → {}", clipped(prompt), clipped(before)));
-                report::label("after", format!("{} → {}", clipped(prompt), clipped(&after)));
-            }
-            changed = codes.changed_in(&model)?;
+    /// Exports the trained model, unless nothing is saved, and says what to do next.
+    fn save<B: Nvfp4Kernels>(
+        &self,
+        model: &Qwen3<B>,
+        head: Head,
+        runtime: f64,
+        prompt: Option<&String>,
+    ) -> Result<(), CliError> {
+        let (plan, text) = (&self.plan, &self.inputs.text);
+        if plan.settings.saving.save_strategy == SaveStrategy::No {
+            let done = report::duration(runtime);
+            report::line(format!("done in {done} · nothing was saved, because of --save-strategy no"));
+            return Ok(());
         }
+        let dense_from = model.layers.len().saturating_sub(plan.settings.recipe.bf16_last_blocks);
+        let (scaling, recipe) = (self.spec.scaling, plan.recipe);
+        let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
+        let like = self.original();
+        let exported =
+            export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join("final"))?;
+        report::label("export", exported.display().to_string());
+        if let Some(extra) = &plan.settings.saving.output_dat {
+            export::model_to_dat(model, text, format, like, extra)?;
+        }
+        report::line(format!("done in {} · {}", report::duration(runtime), plan.output_dir.display()));
+        next_steps(plan.recipe, &exported, prompt);
+        Ok(())
+    }
+
+    /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights, quantized in the blocks
+    /// that the run quantizes in.
+    fn original(&self) -> Option<&Container> {
+        let s = &self.plan.settings.recipe;
+        let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == Block::Row;
+        let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
+        self.inputs.source.as_ref().filter(serves).filter(|_| s.scales.is_none() && same_blocks)
+    }
+}
+
+/// Answers and NVFP4 codes of a model before its first step.
+struct Before {
+    answers: Vec<String>,
+    codes: Arc<Codes>,
+}
+
+impl Before {
+    fn of<B: Nvfp4Kernels>(model: &Qwen3<Autodiff<B>>, samples: &Samples, spec: LinearSpec) -> Result<Self, CliError> {
+        let model = model.valid();
+        Ok(Self { answers: samples.answers(&model)?, codes: Arc::new(Codes::of(&model, spec)?) })
+    }
+
+    /// Prints the answers before and after training. Returns the share of NVFP4 codes that changed, if there are any.
+    fn compare<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
+        for ((prompt, before), after) in samples.prompts.iter().zip(&self.answers).zip(samples.answers(model)?) {
+            report::label("before", format!("{} → {}", beginning(prompt), beginning(before)));
+            report::label("after", format!("{} → {}", beginning(prompt), beginning(&after)));
+        }
+        let changed = self.codes.changed_in(model)?;
         if let Some(share) = changed {
             report::label("nvfp4", format!("{:.1}% of codes changed", share * 100.0));
         }
-        write_results(&plan, &train_order, start, runtime, *last_eval.lock().expect("no holder panics"), changed)?;
-        if !plan.saves {
-            report::line(format!("done in {} · nothing saved, as asked", report::duration(runtime)));
-            return Ok(());
-        }
-        let dense_from = model.layers.len().saturating_sub(plan.bf16_last_blocks);
-        let target = export::Target { scaling, head: state.head == Head::Nvfp4, recipe: plan.recipe, dense_from };
-        // A file that holds NVFP4 is exported as it was stored, unless the recipe quantises by other blocks.
-        let ours = plan.bf16_last_blocks > 0 || spec.weights().block == Block::Square;
-        let nvfp4 =
-            |s: &&Checkpoint| s.dat().is_some() && plan.scaling.is_none() && packed_scaling(s).is_some() && !ours;
-        let like = source.as_ref().filter(nvfp4);
-        let folder = plan.output_dir.join("final");
-        let exported = export::model_to_folder(&model, text, &plan.companions, target, like, &folder)?;
-        report::label("export", exported.display().to_string());
-        if let Some(extra) = &plan.output_dat {
-            export::model_to_dat(&model, text, target, like, extra)?;
-        }
-        report::line(format!("done in {} · {}", report::duration(runtime), plan.output_dir.display()));
-        next_steps(&plan, &exported, prompts.first());
-        Ok(())
+        Ok(changed)
     }
 }
 
-/// Longest sample answer.
-const MAX_SAMPLE_TOKENS: usize = 48;
-
-/// Logs, evaluations and checkpoints of a run.
-struct Keeper {
-    plan: FitPlan,
-    text: TextFiles,
-    prompts: Vec<String>,
-    order: Order,
-    state: TrainerState,
-    eval_every: usize,
-    save_every: usize,
-    last_eval: Arc<std::sync::Mutex<Option<f32>>>,
-    /// Operations a token.
-    flops: f64,
-    /// The codes at the beginning, of a run that saw it.
-    codes: Option<Codes>,
-}
-
-impl Keeper {
-    fn log(&self, file: &str, line: serde_json::Value) -> Result<(), CliError> {
-        durable::append_line(&self.plan.output_dir.join(file), &line.to_string())
-    }
-}
-
-impl<B: Nvfp4Backend> Between<B> for Keeper {
-    fn after_step(&mut self, r: &StepReport) -> Result<(), CliError> {
-        self.log(
-            "metrics.jsonl",
-            json!({
-                "step": r.step, "epoch": self.order.epochs(r.step), "loss": r.loss, "grad_norm": r.grad_norm,
-                "learning_rate": r.lr, "tokens_per_second": r.tokens_per_second, "memory_mib": r.memory_mib,
-                "model_tflops": self.flops * r.tokens_per_second / 1e12,
-                "mfu": self.plan.peak_tflops.map(|peak| self.flops * r.tokens_per_second / 1e12 / peak),
-                "frozen_blocks": r.frozen_blocks,
-            }),
-        )
-    }
-
-    fn evaluates(&self, step: usize) -> bool {
-        step == self.order.steps || self.eval_every > 0 && step.is_multiple_of(self.eval_every)
-    }
-
-    fn after_evaluation(&mut self, model: &Qwen3<B>, r: &StepReport) -> Result<(), CliError> {
-        *self.last_eval.lock().expect("no holder panics") = Some(r.loss);
-        let changed = match &self.codes {
-            Some(before) => before.changed_in(model)?,
-            None => None,
-        };
-        self.log(
-            "metrics.jsonl",
-            json!({
-                "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
-                "eval_loss_quantised": r.quantised_loss, "eval_loss_master": r.master_loss,
-                "codes_changed_pct": changed.map(|c| c * 100.0),
-            }),
-        )?;
-        for prompt in &self.prompts {
-            let text = answer(model, &self.text, prompt, MAX_SAMPLE_TOKENS)?;
-            self.log("samples.jsonl", json!({"step": r.step, "prompt": prompt, "answer": text}))?;
-            report::line(format!("{:>11}  {prompt} → {}", "sample", clipped(&text)));
-        }
-        Ok(())
-    }
-
-    fn maybe_save(
-        &mut self,
-        model: &Qwen3<B>,
-        stepper: &Stepper<B>,
-        step: usize,
-        forced: bool,
-    ) -> Result<(), CliError> {
-        let due = step == self.order.steps || self.save_every > 0 && step.is_multiple_of(self.save_every);
-        if !(self.plan.saves && (due || forced)) {
-            return Ok(());
-        }
-        self.state.global_step = step;
-        self.state.epoch = self.order.epochs(step);
-        self.state.last_norm = stepper.last_norm;
-        let (run, files) = (&self.plan.output_dir, &self.plan.companions);
-        let saved = checkpoint::save(run, files, model, &stepper.optimizer, &self.state, self.plan.save_total_limit)?;
-        report::line(format!("{:>11}  {}", "saved", saved.display()));
-        Ok(())
-    }
-}
-
-/// A checkpoint's f32 head, shown as quantised where training quantises it.
-struct HeadAs<'a> {
-    tensors: &'a Checkpoint,
-    nvfp4: bool,
-}
-
-impl Tensors for HeadAs<'_> {
-    fn keeps_codes(&self, name: &str) -> bool {
-        matches!(self.tensors.stored(name), Some(Stored::Packed { .. }))
-    }
-
-    fn path(&self) -> &std::path::Path {
-        self.tensors.path()
-    }
-
-    fn names(&self) -> Vec<String> {
-        self.tensors.names()
-    }
-
-    fn stored(&self, name: &str) -> Option<Stored> {
-        self.tensors.stored(name)
-    }
-
-    fn trains_quantised(&self, name: &str) -> bool {
-        name == "lm_head.weight" && self.nvfp4
-    }
-
-    fn read_rows(&self, name: &str, rows: std::ops::Range<usize>) -> Result<Vec<f32>, model_qwen3::ModelError> {
-        self.tensors.read_rows(name, rows)
-    }
-
-    fn read_packed(&self, name: &str) -> Result<reference::Packed, model_qwen3::ModelError> {
-        self.tensors.read_packed(name)
-    }
-}
-
-/// With `last` above 0, trains only the last blocks and the final norm.
-fn freeze<B: Nvfp4Backend>(mut model: Qwen3<Autodiff<B>>, last: usize) -> Qwen3<Autodiff<B>> {
-    if last == 0 {
-        return model;
-    }
-    let frozen = model.layers.len() - last;
-    model.embed_tokens = model.embed_tokens.no_grad();
-    model.lm_head = model.lm_head.map(Module::no_grad);
-    model.layers =
-        model.layers.into_iter().enumerate().map(|(i, b)| if i < frozen { b.no_grad() } else { b }).collect();
-    model
-}
-
-/// Norms and embedding are not decayed.
-fn undecayed<B: Nvfp4Backend>(model: &Qwen3<B>) -> HashSet<ParamId> {
-    let linear = |f: &Field<'_, B>| matches!(f, Field::Linear(_));
-    fields(model).iter().filter(|(_, f)| !linear(f)).filter_map(|(_, f)| f.id()).collect()
-}
-
-/// The prompts that are answered during training: those asked for, else the first of the training and
-/// of the evaluation rows.
-fn prompts(plan: &FitPlan, inputs: &Inputs, demo: Option<&demo::Demo>) -> Result<Vec<String>, CliError> {
-    let first = |samples: &[Sample]| samples.first().map(|s| s.prompt.clone()).filter(|p| !p.is_empty());
-    let mut prompts = match demo {
-        Some(demo) => demo.prompts.clone(),
-        None if !plan.sample_prompts.is_empty() => plan.sample_prompts.clone(),
-        None => first(&inputs.train).into_iter().chain(first(&inputs.eval)).collect(),
-    };
-    let mut kept = Vec::new();
-    for prompt in prompts.drain(..) {
-        let tokens = inputs.text.tokenizer.encode(&prompt)?.len();
-        // The template adds a few dozen tokens at most.
-        if tokens + MAX_SAMPLE_TOKENS + 128 <= inputs.config.max_position_embeddings {
-            kept.push(prompt);
-        } else {
-            report::line(format!("note: a sample prompt of {tokens} tokens is too long to be answered, and left out"));
-        }
-    }
-    Ok(kept)
-}
-
-fn write_results(
-    plan: &FitPlan,
-    order: &Order,
-    start: usize,
-    runtime: f64,
-    eval_loss: Option<f32>,
-    codes_changed: Option<f64>,
-) -> Result<(), CliError> {
-    let done = order.steps.saturating_sub(start) as f64;
-    let samples = (order.limit.saturating_sub(start * order.batch_size * order.accumulation)) as f64;
-    let result = json!({
-        "epoch": order.epochs(order.steps),
-        "global_step": order.steps,
-        "train_runtime": runtime,
-        "train_samples": samples,
-        "train_samples_per_second": samples / runtime,
-        "train_steps_per_second": done / runtime,
-        "eval_loss": eval_loss,
-        "codes_changed_pct": codes_changed.map(|c| c * 100.0),
-    });
-    let text = serde_json::to_string_pretty(&result).expect("plain data serialises");
-    durable::write_bytes(&plan.output_dir.join("train_results.json"), text.as_bytes()).map(|_| ())
-}
-
-/// The beginning of a long answer.
-fn clipped(text: &str) -> String {
-    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    let cut = text.char_indices().nth(100).map_or(text.len(), |(i, _)| i);
-    if cut < text.len() { format!("{} …", &text[..cut]) } else { text }
-}
-
-fn next_steps(plan: &FitPlan, exported: &std::path::Path, prompt: Option<&String>) {
+fn next_steps(recipe: Recipe, exported: &Path, prompt: Option<&String>) {
     let prompt = quoted(prompt.map_or("hello", |p| p));
     let folder = quoted(&exported.display().to_string());
-    let mode = if matches!(plan.recipe, Recipe::W4a4 | Recipe::Nvfp4(_)) { " --w4a4" } else { "" };
+    let mode = if recipe.packs_activations() { " --w4a4" } else { "" };
     report::line("next:");
     report::line(format!("  train-cli generate -m {folder} -p {prompt}{mode}"));
     report::line(format!("  train-cli inspect {folder} --verify"));

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod convert;
 pub mod demo;
+pub mod estimate;
 pub mod export;
 pub mod fit;
 pub mod generate;

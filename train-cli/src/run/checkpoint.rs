@@ -1,49 +1,58 @@
-//! Training state on disk: `checkpoint-<step>/` with masters as they are stored, optimizer states with the masters'
-//! lower bits, the state of the run and the model's small files, committed by [`crate::durable`]. What a step sees is a
-//! function of its number, so these, that number and the last gradient norm are all that a resumed run needs.
+//! Checkpoints of a run: `checkpoint-<step>/` holds the master weights as they are stored, the optimizer's state, the
+//! state of the run, and the model's small files. [`crate::durable`] commits a folder only when it is complete.
+//!
+//! What a step computes depends on its number alone, so that these files are all that a resumed run needs.
 
 use crate::{
     CliError,
-    args::FitArgs,
     durable::{self, PendingFolder},
     model_files::Companions,
-    plan, report,
-    train::optim::{ChunkedAdamw, TensorState},
+    report,
+    run::optimizer_file,
+    settings::Settings,
+    train::optim::ChunkedAdamw,
 };
-use backend_nvfp4::{AdamwState, Moment, Nvfp4Backend, Nvfp4Linear, Recipe, Scaling, StateKind};
-use burn::tensor::{DType, Int, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Scaling, reference};
+use burn::tensor::backend::Backend;
 use model_qwen3::{
     ModelError,
-    checkpoint::FloatType,
-    convert::write_safetensors,
+    config::Qwen3Config,
+    container::Container,
     model::Qwen3,
-    safetensors::{SafeFile, header},
-    weights::{Live, fields, to_host},
+    names,
+    tensors::{Stored, Tensors},
+    weights::{self, Live, Purpose},
+    write::write_safetensors,
 };
-use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::{
+    ops::Range,
+    path::{Path, PathBuf},
+};
 
-/// File names in a checkpoint.
+/// The layout of checkpoints that this program writes and reads.
+const VERSION: u64 = 2;
+
+/// The file of master weights in a checkpoint.
 pub const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "trainer_state.json";
 
-/// How a head is stored in files.
+/// How files store the output head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Head {
-    /// It is the embedding.
+    /// The head is the embedding.
     Tied,
-    /// Its own tensor, not quantised.
+    /// The head is a tensor of its own and is not quantized.
     Dense,
-    /// Its own tensor, NVFP4.
+    /// The head is a tensor of its own in NVFP4.
     Nvfp4,
 }
 
 impl Head {
     /// The head of a model.
-    pub fn of<B: Nvfp4Backend>(model: &Qwen3<B>) -> Self {
+    pub fn of<B: Backend>(model: &Qwen3<B>) -> Self {
         match &model.lm_head {
             None => Self::Tied,
             Some(Nvfp4Linear::Dense(_)) => Self::Dense,
@@ -55,83 +64,146 @@ impl Head {
 /// The state of a run besides its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainerState {
-    /// Of this layout.
-    pub version: u32,
+    /// Version of the checkpoint layout.
+    version: u64,
     /// Optimizer steps done.
     pub global_step: usize,
-    /// Steps of the run.
+    /// Optimizer steps of the whole run.
     pub max_steps: usize,
-    /// Epochs done.
+    /// Passes over the data done.
     pub epoch: f64,
-    /// SHA-256 of training files, config.json, tokenizer and template.
+    /// SHA-256 of the training files, config.json, the tokenizer and the chat template.
     pub inputs_sha256: String,
-    /// Number format of the run.
+    /// Number format of activations.
     pub precision: String,
-    /// How the head is stored.
+    /// How files store the output head.
     pub head: Head,
-    /// Whether exports have a tensor scale.
+    /// Whether exported NVFP4 weights have a tensor scale.
     pub two_level: bool,
-    /// The gradient norm of the last step: the next may be clipped by it.
+    /// Gradient norm of the last step, which the next step may use for clipping.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_norm: Option<f32>,
-    /// The run's settings.
-    pub settings: FitArgs,
+    /// The settings of the run.
+    pub settings: Settings,
 }
 
 impl TrainerState {
-    /// The recipe of the run and how many last blocks it leaves alone.
-    pub fn recipe(&self) -> (Recipe, usize) {
-        (plan::recipe(&self.settings), self.settings.bf16_last_blocks.unwrap_or(0))
+    /// The state of a run of `max_steps` steps before its first step.
+    pub fn new(settings: Settings, max_steps: usize, inputs_sha256: &str, spec: LinearSpec, head: Head) -> Self {
+        Self {
+            version: VERSION,
+            global_step: 0,
+            max_steps,
+            epoch: 0.0,
+            inputs_sha256: inputs_sha256.to_owned(),
+            precision: spec.precision.name().to_owned(),
+            head,
+            two_level: spec.scaling == Scaling::Two,
+            last_norm: None,
+            settings,
+        }
     }
 
-    /// Scale levels of exports.
+    /// This state, after the steps of a checkpoint.
+    #[must_use]
+    pub fn after(self, saved: &Self) -> Self {
+        Self { global_step: saved.global_step, epoch: saved.epoch, last_norm: saved.last_norm, ..self }
+    }
+
+    /// Scale levels of exported NVFP4 weights.
     pub fn scaling(&self) -> Scaling {
         if self.two_level { Scaling::Two } else { Scaling::Single }
     }
 }
 
-/// Moves checkpoints newer than `step` aside: a run that goes on from an older one makes its own.
-///
-/// # Errors
-/// If the system fails.
-pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
-    for (newer, path) in list(run)?.into_iter().filter(|(s, _)| *s > step) {
-        let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
-        let aside = run.join(format!("stale-{time}-checkpoint-{newer}"));
-        std::fs::rename(&path, &aside).map_err(CliError::io(&path))?;
-        report::line(format!("moved {} to {}", path.display(), aside.display()));
-    }
-    Ok(())
+/// A checkpoint to resume from.
+#[derive(Debug, Clone)]
+pub struct Resumed {
+    /// The run folder.
+    pub run: PathBuf,
+    /// The checkpoint's folder.
+    pub folder: PathBuf,
+    /// The state of the run when the checkpoint was saved.
+    pub state: TrainerState,
 }
 
-/// Saves a checkpoint into a run folder and removes the oldest beyond `keep`.
+/// Finds the checkpoint that `text` names: `latest` (of `output_dir`), a run folder, or a checkpoint's folder. None if
+/// `text` is `false`.
 ///
 /// # Errors
-/// If the device or the system fails; then the older checkpoints are untouched.
-pub fn save<B: Nvfp4Backend>(
-    run: &Path,
-    companions: &Companions,
-    model: &Qwen3<B>,
-    optimizer: &ChunkedAdamw<B>,
-    state: &TrainerState,
-    keep: usize,
-) -> Result<PathBuf, CliError> {
-    let target = run.join(format!("checkpoint-{}", state.global_step));
-    let mut folder = PendingFolder::new(&target)?;
-    folder.file(MODEL, |out| {
-        let failed = |e| ModelError::io(&target, "")(e);
-        write_safetensors(&Live::new(model), out, failed)?;
-        Ok(())
-    })?;
-    folder.file(OPTIMIZER, |out| write_optimizer(model, optimizer, out, &target))?;
-    let text = serde_json::to_string_pretty(state).expect("plain data serialises");
-    folder.file(STATE, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&target)))?;
-    companions.copy_into(&mut folder)?;
-    let committed = folder.commit()?;
-    for (_, old) in list(run)?.into_iter().skip(keep) {
-        std::fs::remove_dir_all(&old).map_err(CliError::io(&old))?;
+/// If there is no such checkpoint, it is broken, or it has another layout.
+pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resumed>, CliError> {
+    let usage = |text: String| CliError::Usage(text);
+    let given = Path::new(text);
+    let (run, folder) = match (text, output_dir) {
+        ("false", _) => return Ok(None),
+        ("latest" | "true", None) => {
+            return Err(usage("--resume-from-checkpoint needs the run folder; give --output-dir RUN".into()));
+        }
+        ("latest" | "true", Some(run)) => (run, None),
+        _ if given.join(STATE).exists() => {
+            let parent = given.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            (parent, Some(given))
+        }
+        _ => (given, None),
+    };
+    let same = |a: &Path, b: &Path| a.canonicalize().ok() == b.canonicalize().ok();
+    if let Some(dir) = output_dir.filter(|dir| !same(dir, run)) {
+        let text = format!("--output-dir {}: the checkpoint belongs to {}", dir.display(), run.display());
+        return Err(usage(text + "; leave out --output-dir"));
     }
-    Ok(committed)
+    if !run.is_dir() {
+        let text = "there is no such checkpoint and no such run folder";
+        return Err(usage(format!("--resume-from-checkpoint {}: {text}", run.display())));
+    }
+    let (folder, state) = match folder {
+        Some(folder) => (folder.to_owned(), open(folder)?),
+        None => latest(run)?,
+    };
+    Ok(Some(Resumed { run: run.to_owned(), folder, state }))
+}
+
+/// The newest complete checkpoint of a run. Names the broken checkpoints that it skips.
+fn latest(run: &Path) -> Result<(PathBuf, TrainerState), CliError> {
+    for (_, folder) in list(run)? {
+        match durable::verify(&folder) {
+            Ok(()) => return read_state(&folder).map(|state| (folder, state)),
+            Err(error) => report::line(format!("warning: skipping {}: {error}", folder.display())),
+        }
+    }
+    Err(CliError::Usage(format!("{} has no checkpoint to resume from; start a new run", run.display())))
+}
+
+/// Verifies all files of a checkpoint and reads its state.
+///
+/// # Errors
+/// If the checkpoint is missing or broken, or has another layout.
+pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
+    if !folder.is_dir() {
+        return Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())));
+    }
+    durable::verify(folder)?;
+    read_state(folder)
+}
+
+fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
+    let path = folder.join(STATE);
+    let text = std::fs::read_to_string(&path).map_err(CliError::io(&path))?;
+    let state: serde_json::Value = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    // Another layout has other fields: the version is checked before they are read.
+    if state["version"].as_u64() != Some(VERSION) {
+        let moments = match state["settings"]["optimizer_state_mode"].as_str() {
+            Some("nvfp4") => " with NVFP4 optimizer moments, which no longer exist",
+            _ => "",
+        };
+        return Err(CliError::Usage(format!(
+            "{0}: the checkpoint has layout version {1}{moments}; this train-cli reads version {VERSION}. Resume or export \
+             it with the train-cli that wrote it, or start a new run from its weights: train-cli fit -m {0}",
+            folder.display(),
+            state["version"],
+        )));
+    }
+    serde_json::from_value(state).map_err(|e| CliError::corrupt(&path, e))
 }
 
 /// A run's checkpoints, newest first.
@@ -148,180 +220,113 @@ fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
     Ok(found)
 }
 
-/// The newest checkpoint of a run that verifies; broken newer ones are named.
+/// Saves a checkpoint into a run folder and deletes the oldest beyond `keep`.
 ///
 /// # Errors
-/// If there is none.
-pub fn latest(run: &Path) -> Result<PathBuf, CliError> {
-    for (_, path) in list(run)? {
-        match durable::verify(&path) {
-            Ok(()) => return Ok(path),
-            Err(error) => report::line(format!("warning: skipping {}: {error}", path.display())),
-        }
-    }
-    Err(CliError::Usage(format!("{}: no checkpoint to go on from", run.display())))
-}
-
-/// Reads the state of a checkpoint after verifying all its files.
-///
-/// # Errors
-/// If the checkpoint is broken.
-pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
-    if !folder.is_dir() {
-        return Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())));
-    }
-    durable::verify(folder)?;
-    let path = folder.join(STATE);
-    let text = std::fs::read_to_string(&path).map_err(|e| CliError::corrupt(&path, e))?;
-    let state: TrainerState = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
-    if state.version != 1 {
-        return Err(CliError::corrupt(&path, format!("version {}, this program reads 1", state.version)));
-    }
-    Ok(state)
-}
-
-fn write_optimizer<B: Nvfp4Backend>(
+/// If the device or the system fails; then the older checkpoints are unchanged.
+pub fn save<B: Nvfp4Kernels>(
+    run: &Path,
+    companions: &Companions,
     model: &Qwen3<B>,
     optimizer: &ChunkedAdamw<B>,
-    out: &mut dyn std::io::Write,
-    path: &Path,
-) -> Result<(), CliError> {
-    let fields = fields(model);
-    let states: Vec<_> =
-        fields.iter().filter_map(|(name, field)| Some((name, field.shape(), optimizer.state(field.id()?)?))).collect();
-    let mut layout = Vec::new();
-    for (name, shape, state) in &states {
-        let len: usize = shape.iter().product();
-        layout.push((format!("{name}.steps"), Dtype::I32, vec![]));
-        let moments = &state.moments;
-        for (part, moment) in [("m", &moments.m), ("v", &moments.v)] {
-            match moment {
-                Moment::Float(x) => layout.push((format!("{name}.{part}"), float_of(x.dtype()).1, vec![len])),
-                Moment::Quantised { codes, .. } => {
-                    layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
-                    layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
-                }
-                Moment::Nvfp4 { codes, scales, .. } => {
-                    layout.push((format!("{name}.{part}.codes"), Dtype::U8, codes.shape().to_vec()));
-                    layout.push((format!("{name}.{part}.scales"), Dtype::U8, scales.shape().to_vec()));
-                    layout.push((format!("{name}.{part}.absmax"), Dtype::F32, vec![len.div_ceil(256)]));
-                }
-            }
-        }
-        if state.residual.is_some() {
-            layout.push((format!("{name}.residual"), Dtype::U8, vec![len]));
-        }
+    state: &TrainerState,
+    keep: usize,
+) -> Result<PathBuf, CliError> {
+    let target = run.join(format!("checkpoint-{}", state.global_step));
+    let mut folder = PendingFolder::new(&target)?;
+    folder.file(MODEL, |out| {
+        let failed = |e| ModelError::io(&target, "")(e);
+        write_safetensors(&Live::new(model), out, failed)?;
+        Ok(())
+    })?;
+    folder.file(OPTIMIZER, |out| optimizer_file::write(model, optimizer, out, &target))?;
+    let text = serde_json::to_string_pretty(state).expect("plain data is always valid JSON");
+    folder.file(STATE, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&target)))?;
+    companions.copy_into(&mut folder)?;
+    let committed = folder.commit()?;
+    for (_, old) in list(run)?.into_iter().skip(keep) {
+        durable::remove(&old)?;
     }
-    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(CliError::io(path));
-    put(&header(&layout))?;
-    for (_, _, state) in states {
-        put(&state.steps.to_le_bytes())?;
-        for moment in [&state.moments.m, &state.moments.v] {
-            match moment {
-                Moment::Float(x) => put(&float_of(x.dtype()).0.encode(&host::<B>(x)?))?,
-                Moment::Quantised { codes, absmax, .. } => {
-                    put(&bytes_of::<B>(codes)?)?;
-                    put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
-                }
-                Moment::Nvfp4 { codes, scales, absmax } => {
-                    put(&bytes_of::<B>(codes)?)?;
-                    put(&bytes_of::<B>(scales)?)?;
-                    put(&FloatType::F32.encode(&host::<B>(absmax)?))?;
-                }
-            }
-        }
-        if let Some(residual) = &state.residual {
-            put(&bytes_of::<B>(residual)?)?;
-        }
-    }
-    Ok(())
+    Ok(committed)
 }
 
-/// How a moment's float type is written.
-fn float_of(dtype: DType) -> (FloatType, Dtype) {
-    if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
-}
-
-fn bytes_of<B: Nvfp4Backend>(x: &B::IntTensorPrimitive) -> Result<Vec<u8>, ModelError> {
-    let words = backend_nvfp4::read_words::<B>(x.clone())
-        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
-    Ok(words.into_iter().map(|c| c as u8).collect())
-}
-
-fn host<B: Nvfp4Backend>(x: &B::FloatTensorPrimitive) -> Result<Vec<f32>, ModelError> {
-    // The rank given here is not used: the data is read flat.
-    to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat::<B>(x.clone()))))
-}
-
-fn flat<B: Nvfp4Backend>(x: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
-    use burn::tensor::TensorMetadata;
-    let len = x.shape().num_elements();
-    B::float_reshape(x, burn::tensor::Shape::new([len]))
-}
-
-/// CubeCL counts uploaded bytes in 32 bits until a kernel is launched.
-fn launch<B: Nvfp4Backend>(device: &B::Device) {
-    drop(Tensor::<B, 1>::zeros([1], device));
-}
-
-/// Puts the optimizer's states back.
+/// Renames checkpoints newer than `step`: a run that resumes from an older one writes its own.
 ///
 /// # Errors
-/// If the file does not fit the model.
-pub fn load_optimizer<B: Nvfp4Backend>(
-    folder: &Path,
-    model: &Qwen3<B>,
-    optimizer: &mut ChunkedAdamw<B>,
-) -> Result<(), CliError> {
-    let path = folder.join(OPTIMIZER);
-    let file = SafeFile::open(&path)?;
-    let find = |name: &str| file.entries().iter().find(|e| e.name == name);
-    let bytes = |name: &str, expected: usize| -> Result<Vec<u8>, CliError> {
-        let entry = find(name).ok_or_else(|| CliError::corrupt(&path, format!("no {name:?}")))?;
-        if entry.bytes != expected as u64 {
-            return Err(CliError::corrupt(&path, format!("{name:?} has {} bytes, {expected} needed", entry.bytes)));
-        }
-        let mut buffer = vec![0; expected];
-        file.read(entry, 0, &mut buffer)?;
-        Ok(buffer)
-    };
-    let device = model.device();
-    for (name, field) in fields(model) {
-        let (Some(id), Some(_)) = (field.id(), find(&format!("{name}.steps"))) else { continue };
-        let shape = field.shape();
-        let len: usize = shape.iter().product();
-        let steps = bytes(&format!("{name}.steps"), 4)?;
-        let kind = if shape.len() == 1 { StateKind::F32 } else { optimizer.config().state };
-        let moment = |part: &str, first: bool| -> Result<Moment<B>, CliError> {
-            let name = format!("{name}.{part}");
-            if let Some(coding) = kind.coding() {
-                let codes = bytes(&format!("{name}.codes"), len * coding.bits() / 8)?;
-                let scales = match kind {
-                    StateKind::Nvfp4 => Some(bytes(&format!("{name}.scales"), len / 16)?),
-                    _ => None,
-                };
-                let absmax = FloatType::F32.decode(&bytes(&format!("{name}.absmax"), len.div_ceil(256) * 4)?);
-                return Ok(Moment::from_bytes(kind, first, codes, scales, absmax, &device));
-            }
-            let dtype = if kind == StateKind::Bf16 { optimizer.config().float } else { DType::F32 };
-            let float = float_of(dtype).0;
-            let values = float.decode(&bytes(&name, len * float.size())?);
-            let flat = Tensor::<B, 1>::from_data(TensorData::new(values, [len]), (&device, dtype));
-            launch::<B>(&device);
-            Ok(Moment::Float(flat.into_primitive().tensor()))
-        };
-        let moments = AdamwState { kind, m: moment("m", true)?, v: moment("v", false)? };
-        let residual = match find(&format!("{name}.residual")) {
-            None => None,
-            Some(_) => {
-                let data = TensorData::new(bytes(&format!("{name}.residual"), len)?, [len]);
-                let residual = Tensor::<B, 1, Int>::from_data(data, (&device, DType::U8)).into_primitive();
-                launch::<B>(&device);
-                Some(residual)
-            }
-        };
-        let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);
-        optimizer.restore(id, TensorState { steps, moments, residual });
+/// If the system fails.
+pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
+    for (newer, path) in list(run)?.into_iter().filter(|(s, _)| *s > step) {
+        let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
+        let aside = run.join(format!("stale-{time}-checkpoint-{newer}"));
+        durable::rename(&path, &aside)?;
+        report::line(format!("renamed {} to {}", path.display(), aside.display()));
     }
     Ok(())
+}
+
+impl Resumed {
+    /// Loads the master weights.
+    ///
+    /// # Errors
+    /// If the file does not fit the model.
+    pub fn model<B: Nvfp4Kernels>(
+        &self,
+        config: &Qwen3Config,
+        spec: LinearSpec,
+        master: MasterKind,
+        device: &B::Device,
+    ) -> Result<Qwen3<B>, CliError> {
+        let tensors = &Container::open(&self.folder.join(MODEL))?;
+        let saved = Masters { tensors, quantized_head: self.state.head == Head::Nvfp4 };
+        Ok(weights::load(&saved, config, spec, Purpose::Train(master), device)?)
+    }
+
+    /// Puts the optimizer's states back.
+    ///
+    /// # Errors
+    /// If the file does not fit the model.
+    pub fn optimizer<B: Nvfp4Kernels>(
+        &self,
+        model: &Qwen3<B>,
+        optimizer: &mut ChunkedAdamw<B>,
+    ) -> Result<(), CliError> {
+        optimizer_file::read(&self.folder.join(OPTIMIZER), model, optimizer)
+    }
+}
+
+/// The master weights of a checkpoint. The file stores the head as floats; training quantizes it if the model's own
+/// files did.
+struct Masters<'a> {
+    tensors: &'a Container,
+    quantized_head: bool,
+}
+
+impl Tensors for Masters<'_> {
+    fn keeps_codes(&self, name: &str) -> bool {
+        matches!(self.tensors.stored(name), Some(Stored::Packed { .. }))
+    }
+
+    fn path(&self) -> &Path {
+        self.tensors.path()
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.tensors.names()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        self.tensors.stored(name)
+    }
+
+    fn trains_quantized(&self, name: &str) -> bool {
+        name == names::HEAD && self.quantized_head
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        self.tensors.read_rows(name, rows)
+    }
+
+    fn read_packed(&self, name: &str) -> Result<reference::Packed, ModelError> {
+        self.tensors.read_packed(name)
+    }
 }

@@ -1,19 +1,50 @@
-//! The folder of a run: when a new run may take it, what a run that goes on must find unchanged, and one
-//! process at a time in it.
+//! The folder of a run: when a new run may use it, what a resumed run must find unchanged, and a lock that keeps it to
+//! one process at a time.
 
 use crate::{
-    CliError,
-    args::FitArgs,
-    durable,
-    plan::{self, FitPlan},
+    CliError, durable,
+    plan::Plan,
     run::checkpoint::{self, TrainerState},
     run::inputs::Inputs,
+    settings::fields::Change,
 };
 use backend_nvfp4::Precision;
 use serde_json::json;
-use std::{collections::HashSet, fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-/// What a run writes into its folder; `--overwrite` removes these and nothing else.
+/// Checks that the run folder is free for a new run, or that `overwrite` may empty it.
+///
+/// # Errors
+/// If it is neither.
+pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
+    let dir = &plan.output_dir;
+    let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
+    let names: Vec<String> =
+        entries.filter_map(|e| e.ok().map(|e| e.file_name().to_string_lossy().into_owned())).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let usage = |text: String| Err(CliError::Usage(text));
+    if !overwrite {
+        let text = "is not empty; give another --output-dir, or --resume-from-checkpoint, or --overwrite";
+        return usage(format!("{} {text}", dir.display()));
+    }
+    if let Some(name) = names.iter().find(|name| !is_ours(name)) {
+        let text = "which is no part of a run; nothing was removed";
+        return usage(format!("--overwrite: {} holds {name}, {text}", dir.display()));
+    }
+    let inside =
+        |p: &&PathBuf| p.canonicalize().ok().zip(dir.canonicalize().ok()).is_some_and(|(p, d)| p.starts_with(d));
+    if let Some(input) = plan.inputs.iter().find(inside) {
+        return usage(format!("--overwrite: {} is an input of this run; nothing was removed", input.display()));
+    }
+    Ok(())
+}
+
+/// What a run writes into its folder; `--overwrite` removes these files and folders only.
 const OURS: [&str; 8] = [
     "config.toml",
     "run.json",
@@ -29,69 +60,53 @@ fn is_ours(name: &str) -> bool {
     OURS.contains(&name) || ["checkpoint-", "stale-", ".tmp-"].iter().any(|p| name.starts_with(p))
 }
 
-/// Whether the run folder is free for a new run, or may be emptied for one.
-pub(crate) fn check_free(plan: &FitPlan) -> Result<(), CliError> {
+/// Empties the folder of a new run, locks it and writes its first files. The lock ends when the file is dropped.
+///
+/// # Errors
+/// If another process uses the folder, it holds other files, or it cannot be written.
+pub fn create(plan: &Plan, inputs: &Inputs) -> Result<fs::File, CliError> {
     let dir = &plan.output_dir;
-    let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
-    let names: Vec<String> =
-        entries.filter_map(|e| e.ok().map(|e| e.file_name().to_string_lossy().into_owned())).collect();
-    if names.is_empty() || plan.resume.is_some() {
-        return Ok(());
-    }
-    if !plan.overwrite {
-        let text = "is not empty: give another --output-dir, or --resume-from-checkpoint, or --overwrite";
-        return Err(CliError::Usage(format!("{} {text}", dir.display())));
-    }
-    if let Some(name) = names.iter().find(|n| !is_ours(n)) {
-        let text =
-            format!("--overwrite: {} holds {name}, which is no part of a run; nothing was removed", dir.display());
-        return Err(CliError::Usage(text));
-    }
-    let inside =
-        |p: &&PathBuf| p.canonicalize().ok().zip(dir.canonicalize().ok()).is_some_and(|(p, d)| p.starts_with(d));
-    if let Some(input) = plan.inputs.iter().find(inside) {
-        let text = format!("--overwrite: {} is an input of this run; nothing was removed", input.display());
-        return Err(CliError::Usage(text));
-    }
-    Ok(())
-}
-
-/// Opens the run folder for this process alone: a new one gets its first files, one that goes on loses
-/// what lies behind step `resumed`.
-pub(crate) fn open_folder(plan: &FitPlan, inputs: &Inputs, resumed: Option<usize>) -> Result<fs::File, CliError> {
-    let dir = &plan.output_dir;
-    fs::create_dir_all(dir).map_err(CliError::io(dir))?;
-    let lock = durable::lock(dir)?;
-    if let Some(step) = resumed {
-        durable::sweep(dir)?;
-        checkpoint::set_aside_newer(dir, step)?;
-        for name in ["metrics.jsonl", "samples.jsonl"] {
-            drop_lines_behind(&dir.join(name), step)?;
-        }
-        return Ok(lock);
-    }
-    check_free(&FitPlan { overwrite: true, ..plan.clone() })?;
+    let lock = locked(dir)?;
+    check_free(plan, true)?;
     for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
         let path = entry.map_err(CliError::io(dir))?.path();
         if path.file_name().is_some_and(|n| n != "lock") {
-            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            removed.map_err(CliError::io(&path))?;
+            durable::remove(&path)?;
         }
     }
-    durable::write_bytes(&dir.join("config.toml"), toml_of(&plan.settings)?.as_bytes())?;
+    durable::write_bytes(&dir.join("config.toml"), plan.settings.toml()?.as_bytes())?;
     let run = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "command": std::env::args().collect::<Vec<_>>(),
         "started": jiff::Timestamp::now().to_string(),
     });
     durable::write_bytes(&dir.join("run.json"), run.to_string().as_bytes())?;
-    let found = serde_json::to_string_pretty(&inputs.report).expect("plain data serialises");
+    let found = serde_json::to_string_pretty(&inputs.report).expect("plain data is always valid JSON");
     durable::write_bytes(&dir.join("data_report.json"), found.as_bytes())?;
     Ok(lock)
 }
 
-/// A killed run logged steps that its checkpoint does not hold; they will be logged again.
-fn drop_lines_behind(path: &std::path::Path, step: usize) -> Result<(), CliError> {
+/// Locks the folder of a run that resumes after `step`, and removes what it wrote after that step.
+///
+/// # Errors
+/// If another process uses the folder, or it cannot be written.
+pub fn reopen(dir: &Path, step: usize) -> Result<fs::File, CliError> {
+    let lock = locked(dir)?;
+    durable::sweep(dir)?;
+    checkpoint::set_aside_newer(dir, step)?;
+    for name in ["metrics.jsonl", "samples.jsonl"] {
+        drop_lines_after(&dir.join(name), step)?;
+    }
+    Ok(lock)
+}
+
+fn locked(dir: &Path) -> Result<fs::File, CliError> {
+    durable::make_folder(dir)?;
+    durable::lock(dir)
+}
+
+/// Removes the lines of steps after `step`, which the resumed run logs again.
+fn drop_lines_after(path: &Path, step: usize) -> Result<(), CliError> {
     let Ok(text) = fs::read_to_string(path) else { return Ok(()) };
     let kept = |line: &&str| {
         serde_json::from_str::<serde_json::Value>(line)
@@ -101,59 +116,25 @@ fn drop_lines_behind(path: &std::path::Path, step: usize) -> Result<(), CliError
     durable::write_bytes(path, text.as_bytes()).map(|_| ())
 }
 
-/// Refuses to go on with other data or other settings that change the numbers.
-pub(crate) fn check_unchanged(
-    plan: &FitPlan,
-    state: &TrainerState,
-    sha256: &str,
-    precision: Precision,
-) -> Result<(), CliError> {
+/// Refuses to resume with other data, or with other settings that change what a step computes.
+///
+/// # Errors
+/// If something differs from the checkpoint's record.
+pub fn check_unchanged(plan: &Plan, state: &TrainerState, sha256: &str, precision: Precision) -> Result<(), CliError> {
+    let usage = |text: String| Err(CliError::Usage(text));
     if state.precision != precision.name() {
         let (old, new) = (&state.precision, precision.name());
-        return Err(CliError::Usage(format!(
-            "this device computes in {new}, the checkpoint was made in {old}: --compute-dtype {old}"
-        )));
-    }
-    if state.inputs_sha256 != sha256 {
-        return Err(CliError::Usage(
-            "training data, config.json, tokenizer or template changed since the checkpoint: a resumed run reads the same files".into(),
+        return usage(format!(
+            "this device computes in {new}, but the checkpoint was made in {old}; give --compute-dtype {old}"
         ));
     }
-    let free = [
-        "output_dir",
-        "output_dat",
-        "eval_steps",
-        "save_steps",
-        "logging_steps",
-        "save_total_limit",
-        "sample_prompt",
-        "vram_report",
-        "memory_limit",
-        "peak_tflops",
-        "token_cache",
-    ];
-    let table = |s: &FitArgs| match serde_json::to_value(s) {
-        Ok(serde_json::Value::Object(map)) => map,
-        _ => unreachable!("settings are a table"),
-    };
-    // A checkpoint of an older version has no word of newer flags: they are what they were by default.
-    let (old, new) = (table(&plan::defaults(state.settings.clone())), table(&plan.settings));
-    let keys: HashSet<&String> = old.keys().chain(new.keys()).collect();
-    for key in keys {
-        if old.get(key) != new.get(key) && !free.contains(&key.as_str()) {
-            let show = |v: Option<&serde_json::Value>| v.map_or("unset".into(), ToString::to_string);
-            return Err(CliError::Usage(format!(
-                "--{} is {}, the checkpoint was made with {}: a resumed run keeps it",
-                key.replace('_', "-"),
-                show(new.get(key)),
-                show(old.get(key))
-            )));
-        }
+    if state.inputs_sha256 != sha256 {
+        let text = "training data, config.json, tokenizer or chat template changed since the checkpoint; a resumed run \
+                    must read the same files";
+        return usage(text.into());
     }
-    Ok(())
-}
-
-/// Settings as config.toml holds them.
-pub(crate) fn toml_of(settings: &FitArgs) -> Result<String, CliError> {
-    toml::to_string(settings).map_err(|e| CliError::Usage(format!("settings: {e}")))
+    let Some(Change { flag, before, now }) = plan.settings.changed_since(&state.settings) else { return Ok(()) };
+    let now = now.map_or(format!("{flag} is not set"), |now| format!("{flag} is {now}"));
+    let before = before.map_or(format!("without {flag}"), |before| format!("with {flag} {before}"));
+    usage(format!("{now}, but the checkpoint was made {before}; a resumed run cannot change it"))
 }

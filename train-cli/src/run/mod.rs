@@ -1,5 +1,9 @@
-//! A training run on disk: the folder it writes, the inputs it reads, its checkpoints.
+//! A training run on disk: the inputs it reads, the folder it writes, its journal and its checkpoints.
 
 pub mod checkpoint;
 pub mod folder;
+pub mod header;
 pub mod inputs;
+pub mod journal;
+mod optimizer_file;
+pub mod sample;

@@ -1,18 +1,18 @@
-//! How many NVFP4 codes training changed: rows spread over every quantised layer are remembered at the beginning and
-//! compared later. All of them where a model is small; of a large one as many as tell the share to four digits.
+//! How many NVFP4 codes training changed: codes of every quantized linear layer are kept at the beginning of a run and
+//! compared with the codes of later states.
 
 use crate::CliError;
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, Recipe};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Recipe};
 use model_qwen3::{
     ModelError,
     model::Qwen3,
     weights::{Field, fields},
 };
 
-/// Words of eight codes that are remembered, about.
+/// About how many words of eight codes are kept: enough to tell the share of changed codes to four digits.
 const WORDS: usize = 1 << 22;
 
-/// Codes of every quantised layer, as the forward of training quantises them.
+/// Codes of every quantized linear layer: all of them in a small model, evenly spread rows in a large one.
 #[derive(Debug, Clone)]
 pub struct Codes {
     spec: LinearSpec,
@@ -20,11 +20,11 @@ pub struct Codes {
 }
 
 impl Codes {
-    /// Of a model as `spec` quantises it: of one that is not quantised none.
+    /// The codes of a model as the training forward quantizes it; none under a recipe that quantizes nothing.
     ///
     /// # Errors
-    /// If the device failed.
-    pub fn of<B: Nvfp4Backend>(model: &Qwen3<B>, spec: LinearSpec) -> Result<Self, CliError> {
+    /// If the device fails.
+    pub fn of<B: Nvfp4Kernels>(model: &Qwen3<B>, spec: LinearSpec) -> Result<Self, CliError> {
         let mut words = Vec::new();
         if spec.recipe == Recipe::Bf16 {
             return Ok(Self { spec, words });
@@ -45,11 +45,11 @@ impl Codes {
         Ok(Self { spec, words })
     }
 
-    /// The share that differs in a later state of the model; `None` if there are none.
+    /// The share of codes that differ in a later state of the model; `None` if there are no codes.
     ///
     /// # Errors
-    /// If the device failed.
-    pub fn changed_in<B: Nvfp4Backend>(&self, model: &Qwen3<B>) -> Result<Option<f64>, CliError> {
+    /// If the device fails.
+    pub fn changed_in<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Option<f64>, CliError> {
         Ok(changed(&self.words, &Self::of(model, self.spec)?.words))
     }
 }

@@ -1,12 +1,13 @@
-//! A finish that is good after quantisation. Straight-through weights swing across code thresholds to the last step;
-//! over the last part of a run blocks are frozen on their codes one after another, first to last, and what is left
-//! trains on to make up for it. A frozen linear layer keeps its codes to the export, byte for byte.
+//! Damped finish: over the last part of a run, blocks freeze on their NVFP4 codes one after another, first to last, so
+//! that the exported model is as good as the master weights. Without it, straight-through weights swing across code
+//! thresholds to the last step. Whatever is not frozen yet trains on and makes up for the blocks that are. A frozen
+//! linear layer keeps its codes up to the export, byte for byte.
 
 use crate::train::optim::ChunkedAdamw;
-use backend_nvfp4::{LinearSpec, Nvfp4Backend, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, TrainingBackend};
 use burn::{
-    module::{Module, Param},
-    tensor::{DType, Tensor, backend::AutodiffBackend},
+    module::{AutodiffModule, Module, Param},
+    tensor::{DType, Tensor},
 };
 use model_qwen3::{model::Qwen3, weights::Replace};
 
@@ -19,48 +20,46 @@ pub struct DampedFinish {
     pub total: usize,
 }
 
-/// The last block freezes after this share of the finish; norms, embedding and head train on.
-const LAST_AT: f64 = 0.8;
+/// The share of the finish after which the last block freezes. Norms, embedding and head train to the end.
+const LAST_BLOCK_AT: f64 = 0.8;
 
 impl DampedFinish {
-    /// Over the last `share` of `total` steps.
+    /// A finish over the last `share` of `total` steps.
     pub fn new(share: f64, total: usize) -> Self {
         Self { start: total - (total as f64 * share).round() as usize, total }
     }
 
-    /// How many of `blocks` are frozen in step `step`, counted from 0.
+    /// How many of `blocks` blocks are frozen in step `step`, counted from 0.
     pub fn frozen(&self, step: usize, blocks: usize) -> usize {
         if step < self.start || self.start == self.total {
             return 0;
         }
         let done = (step - self.start + 1) as f64 / (self.total - self.start) as f64;
-        ((done / LAST_AT * blocks as f64) as usize).min(blocks)
+        ((done / LAST_BLOCK_AT * blocks as f64) as usize).min(blocks)
     }
 }
 
-/// Freezes the first `blocks` blocks of a model that are quantised and not frozen yet.
-pub fn freeze<AB>(mut model: Qwen3<AB>, blocks: usize, optimizer: &mut ChunkedAdamw<AB::InnerBackend>) -> Qwen3<AB>
-where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
-{
-    let mut codes = OnCodes { spec: model.spec(), optimizer };
-    let quantised: Vec<bool> = (0..model.layers.len()).map(|i| i < blocks && !model.is_bf16(i)).collect();
-    let layers = std::mem::take(&mut model.layers).into_iter().zip(quantised);
-    model.layers = layers.map(|(block, freeze)| if freeze { codes.block(block) } else { block }).collect();
+/// Freezes the first `blocks` blocks of a model on their codes. Blocks that are frozen already, or that compute in
+/// bf16, stay as they are.
+pub fn freeze<AB: TrainingBackend>(
+    mut model: Qwen3<AB>,
+    blocks: usize,
+    optimizer: &mut ChunkedAdamw<AB::InnerBackend>,
+) -> Qwen3<AB> {
+    let mut on_codes = OnCodes { spec: model.spec(), optimizer };
+    let freezes: Vec<bool> = (0..model.layers.len()).map(|i| i < blocks && !model.is_bf16(i)).collect();
+    let layers = std::mem::take(&mut model.layers).into_iter().zip(freezes);
+    model.layers = layers.map(|(block, freezes)| if freezes { on_codes.block(block) } else { block }).collect();
     model
 }
 
-struct OnCodes<'a, B: Nvfp4Backend> {
+/// Replaces the master weights of linear layers by their codes.
+struct OnCodes<'a, B: Nvfp4Kernels> {
     spec: LinearSpec,
     optimizer: &'a mut ChunkedAdamw<B>,
 }
 
-impl<AB> Replace<AB> for OnCodes<'_, AB::InnerBackend>
-where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
-{
+impl<AB: TrainingBackend> Replace<AB> for OnCodes<'_, AB::InnerBackend> {
     fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
         p
     }
@@ -72,7 +71,8 @@ where
     fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
         let Nvfp4Linear::Master(p) = linear else { return linear };
         let device = p.device();
-        let weight = Nvfp4Tensor::quantize(p.val(), self.spec.weights());
+        let weight = AutodiffModule::from_inner(Nvfp4Tensor::quantize(p.val().inner(), self.spec.weights()));
+        // The gradient's parameter keeps the id of the weight; its value is never read.
         let gradient = Param::initialized(p.id, Tensor::zeros([1, 1], (&device, DType::F32)));
         self.optimizer.forget(p.id);
         Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient)).no_grad()

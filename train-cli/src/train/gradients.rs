@@ -1,81 +1,81 @@
-//! Gradients on their way from the backward to the optimizer: gathered over micro-batches, measured for the global
-//! norm, or applied and dropped at once.
+//! What happens to gradients after the backward: they are summed over micro-batches, measured for the global norm, or
+//! given to the optimizer.
 
 use crate::train::optim::{ChunkedAdamw, Rate};
-use backend_nvfp4::{Nvfp4Backend, Nvfp4Linear, PackedMaster};
+use backend_nvfp4::{Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
 use burn::{
     module::{AutodiffModule, Param, ParamId},
     optim::GradientsParams,
-    tensor::{DType, Tensor, TensorMetadata, TensorPrimitive, backend::AutodiffBackend, ops::FloatTensor},
+    tensor::{DType, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
 use model_qwen3::{ModelError, weights::Replace, weights::to_host};
 use std::collections::HashMap;
 
-/// What becomes of gradients.
+/// What happens to the gradients of a pass.
 #[derive(Debug, Clone, Copy)]
 pub enum Fate {
-    /// They are added to those gathered so far.
+    /// They are added to the sums.
     Gather,
-    /// Their squares are summed; they are dropped.
+    /// Their squares are added up for the norm, and they are dropped.
     Measure,
-    /// With those gathered so far they go to the optimizer; their squares are summed on the way unless they were before.
+    /// They are added to the sums, and each sum goes to the optimizer at once.
     Apply {
-        /// Learning rate and clipping.
+        /// Learning rate and clipping factor.
         rate: Rate,
-        /// Whether the norm is known already.
+        /// Whether the norm is known already; if not, the squares are added up on the way.
         measured: bool,
     },
 }
 
-/// Gradients of earlier micro-batches, and the squares of those that went by.
+/// The sums of a step's gradients over its micro-batches, and the squares for the norm.
 #[derive(Debug)]
-pub struct Gathered<B: Nvfp4Backend> {
+pub struct Gathered<B: Nvfp4Kernels> {
     sums: HashMap<ParamId, FloatTensor<B>>,
     squares: Vec<Tensor<B, 1>>,
     dtype: DType,
 }
 
-impl<B: Nvfp4Backend> Gathered<B> {
-    /// Nothing gathered; sums of matrices are kept as `dtype`.
+impl<B: Nvfp4Kernels> Gathered<B> {
+    /// No gradients yet. Sums of matrices are stored as `dtype`.
     pub fn new(dtype: DType) -> Self {
         Self { sums: HashMap::new(), squares: vec![], dtype }
     }
 
-    /// What was gathered for a parameter.
+    /// The sum of a parameter's gradients.
     pub fn get(&self, id: ParamId) -> Option<&FloatTensor<B>> {
         self.sums.get(&id)
     }
 
-    /// The root of the squares that went by since the last call; `None` if no gradient did.
+    /// The global norm of the gradients that were measured since the last call; `None` if there were none.
     ///
     /// # Errors
-    /// If the device failed.
+    /// If the device fails.
     pub fn norm(&mut self) -> Result<Option<f32>, ModelError> {
         if self.squares.is_empty() {
             return Ok(None);
         }
-        let sums = to_host(Tensor::cat(std::mem::take(&mut self.squares), 0))?;
-        Ok(Some(sums.iter().map(|&s| f64::from(s)).sum::<f64>().sqrt() as f32))
+        let squares = to_host(Tensor::cat(std::mem::take(&mut self.squares), 0))?;
+        Ok(Some(squares.iter().map(|&s| f64::from(s)).sum::<f64>().sqrt() as f32))
     }
 
-    /// Counts what was gathered as gone by.
+    /// Measures every sum.
     pub fn measure(&mut self) {
-        // In the order of parameters: a sum of floats depends on it.
+        // The rounding of a sum depends on its order, and a map has none.
         let mut ids: Vec<_> = self.sums.keys().copied().collect();
         ids.sort_by_key(|id| id.val());
         for id in ids {
             let sum = self.sums[&id].clone();
-            self.count(&sum);
+            self.add_squares(&sum);
         }
     }
 
-    fn count(&mut self, grad: &FloatTensor<B>) {
+    fn add_squares(&mut self, grad: &FloatTensor<B>) {
         self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(B::square_sum(grad.clone()))));
     }
 
-    /// The gradient that is to be applied now, if it is.
+    /// Handles the gradient of a parameter as `fate` says. Returns the gradient to apply now, if any.
     fn settle(&mut self, id: ParamId, grad: Option<FloatTensor<B>>, fate: Fate) -> Option<(FloatTensor<B>, Rate)> {
-        let (sum, fresh) = match (self.sums.remove(&id), grad) {
+        let (sum, first) = match (self.sums.remove(&id), grad) {
             (None, None) => return None,
             (Some(sum), None) => (sum, false),
             (None, Some(grad)) => (grad, true),
@@ -83,18 +83,18 @@ impl<B: Nvfp4Backend> Gathered<B> {
         };
         match fate {
             Fate::Gather => {
-                let narrow = fresh && sum.shape().rank() > 1 && sum.dtype() != self.dtype;
+                let narrow = first && sum.shape().rank() > 1 && sum.dtype() != self.dtype;
                 let sum = if narrow { B::float_cast(sum, self.dtype.into()) } else { sum };
                 self.sums.insert(id, sum);
                 None
             }
             Fate::Measure => {
-                self.count(&sum);
+                self.add_squares(&sum);
                 None
             }
             Fate::Apply { rate, measured } => {
                 if !measured {
-                    self.count(&sum);
+                    self.add_squares(&sum);
                 }
                 Some((sum, rate))
             }
@@ -102,41 +102,33 @@ impl<B: Nvfp4Backend> Gathered<B> {
     }
 }
 
-/// Walks over tensors of a model with their gradients.
-pub struct Walk<'a, AB>
-where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
-{
-    /// Gradients of these tensors; what is not in it has none.
+/// Walks over tensors of a model, and handles the gradient of each.
+pub struct Walk<'a, AB: TrainingBackend> {
+    /// The gradients of a pass; tensors without one only have their sum.
     pub grads: GradientsParams,
-    /// What becomes of them.
+    /// What happens to the gradients.
     pub fate: Fate,
-    /// Those of earlier micro-batches.
+    /// The sums.
     pub gathered: &'a mut Gathered<AB::InnerBackend>,
-    /// Where they go.
+    /// The optimizer.
     pub optimizer: &'a mut ChunkedAdamw<AB::InnerBackend>,
 }
 
-impl<AB> Walk<'_, AB>
-where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
-{
+impl<AB: TrainingBackend> Walk<'_, AB> {
+    fn settle<const D: usize>(&mut self, id: ParamId) -> Option<(FloatTensor<AB::InnerBackend>, Rate)> {
+        let grad = self.grads.remove::<AB::InnerBackend, D>(id).map(|grad| grad.into_primitive().tensor());
+        self.gathered.settle(id, grad, self.fate)
+    }
+
     fn param<const D: usize>(&mut self, param: Param<Tensor<AB, D>>) -> Param<Tensor<AB, D>> {
-        let grad = self.grads.remove::<AB::InnerBackend, D>(param.id).map(|g| g.into_primitive().tensor());
-        let Some((grad, rate)) = self.gathered.settle(param.id, grad, self.fate) else { return param };
+        let Some((grad, rate)) = self.settle::<D>(param.id) else { return param };
         let (id, weight, mapper) = param.consume();
         let weight = self.optimizer.step(id, weight.inner(), grad, rate);
         Param::from_mapped_value(id, Tensor::from_inner(weight).require_grad(), mapper)
     }
 }
 
-impl<AB> Replace<AB> for Walk<'_, AB>
-where
-    AB: AutodiffBackend + Nvfp4Backend,
-    AB::InnerBackend: Nvfp4Backend,
-{
+impl<AB: TrainingBackend> Replace<AB> for Walk<'_, AB> {
     fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
         self.param(p)
     }
@@ -151,12 +143,11 @@ where
             Nvfp4Linear::Dense(p) => Nvfp4Linear::Dense(self.param(p)),
             Nvfp4Linear::Packed(w) => Nvfp4Linear::Packed(w),
             Nvfp4Linear::PackedMaster(PackedMaster { gradient, mut weight }) => {
-                let id = gradient.id;
-                let grad = self.grads.remove::<AB::InnerBackend, 2>(id).map(|g| g.into_primitive().tensor());
-                if let Some((grad, rate)) = self.gathered.settle(id, grad, self.fate) {
+                if let Some((grad, rate)) = self.settle::<2>(gradient.id) {
                     let inner = weight.valid();
+                    // The update is in place only if the optimizer has the only handle on the codes.
                     drop(weight);
-                    weight = AutodiffModule::from_inner(self.optimizer.step_packed(id, inner, grad, rate));
+                    weight = AutodiffModule::from_inner(self.optimizer.step_packed(gradient.id, inner, grad, rate));
                 }
                 Nvfp4Linear::PackedMaster(PackedMaster { gradient, weight })
             }

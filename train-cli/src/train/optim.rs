@@ -1,36 +1,31 @@
-//! AdamW over a model, tensor by tensor: each is updated in place, some rows a launch, as soon as its gradient is
-//! there. Arithmetic is f32 whatever weights and states are stored in.
+//! AdamW, tensor by tensor: each tensor is updated in place as soon as its gradient is there, a chunk of rows per
+//! launch. The arithmetic is in f32, whatever weights and moments are stored in.
 
-use backend_nvfp4::{
-    AdamwState, AdamwStep, Master, MasterKind, MasterWeight, Nvfp4Backend, Nvfp4Tensor, StateKind, Stream,
-};
+use backend_nvfp4::{AdamwState, AdamwStep, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
 use burn::{
     module::ParamId,
-    tensor::{
-        DType, Int, Shape, Tensor, TensorMetadata, TensorPrimitive,
-        ops::{FloatTensor, IntTensor},
-    },
+    tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
 use std::collections::{HashMap, HashSet};
 
 /// The constants of AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamwConfig {
-    /// Decay of the first moment.
+    /// Decay rate of the first moment.
     pub beta1: f64,
-    /// Decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta2: f64,
     /// Added to the root of the second moment.
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
-    /// How moments of matrices are stored; those of norms are f32.
+    /// How the moments of matrices are stored. The moments of norms are f32.
     pub state: StateKind,
-    /// How matrices are stored.
+    /// How the master weights of matrices are stored. Norms are f32.
     pub master: MasterKind,
-    /// Rows of a matrix in one launch; 0 takes all.
+    /// Rows of a matrix that one launch updates; 0 updates all.
     pub chunk_rows: usize,
-    /// Of stochastic rounding.
+    /// Random seed of stochastic rounding.
     pub seed: u64,
     /// The type that holds bf16 values on this device: bf16, or f32 where activations are f32.
     pub float: DType,
@@ -38,34 +33,32 @@ pub struct AdamwConfig {
 
 /// The state of one tensor.
 #[derive(Debug, Clone)]
-pub struct TensorState<B: Nvfp4Backend> {
+pub struct TensorState<B: Nvfp4Kernels> {
     /// Updates so far.
     pub steps: i32,
-    /// The moments.
+    /// The moments, and the residual of a master weight that has one.
     pub moments: AdamwState<B>,
-    /// The lower bits of a master that has them, U8 `[len]`.
-    pub residual: Option<IntTensor<B>>,
 }
 
-/// The optimizer.
+/// AdamW with the states of the tensors that it has updated.
 #[derive(Debug, Clone)]
-pub struct ChunkedAdamw<B: Nvfp4Backend> {
+pub struct ChunkedAdamw<B: Nvfp4Kernels> {
     config: AdamwConfig,
     undecayed: HashSet<ParamId>,
     states: HashMap<ParamId, TensorState<B>>,
 }
 
-/// One optimizer step's rate and the factor on its gradients.
+/// What one optimizer step applies its gradients with.
 #[derive(Debug, Clone, Copy)]
 pub struct Rate {
     /// Learning rate.
     pub lr: f64,
-    /// The clipping coefficient.
+    /// The factor on every gradient, from clipping.
     pub grad_scale: f64,
 }
 
-impl<B: Nvfp4Backend> ChunkedAdamw<B> {
-    /// An optimizer without state; parameters in `undecayed` get no weight decay.
+impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
+    /// An optimizer without states. Parameters in `undecayed` get no weight decay.
     pub fn new(config: AdamwConfig, undecayed: HashSet<ParamId>) -> Self {
         Self { config, undecayed, states: HashMap::new() }
     }
@@ -75,22 +68,22 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         self.config
     }
 
-    /// The state of a parameter, if it was ever updated.
+    /// The state of a parameter; `None` before its first update.
     pub fn state(&self, id: ParamId) -> Option<&TensorState<B>> {
         self.states.get(&id)
     }
 
-    /// Puts back a state.
+    /// Sets the state of a parameter, from a checkpoint.
     pub fn restore(&mut self, id: ParamId, state: TensorState<B>) {
         self.states.insert(id, state);
     }
 
-    /// Drops the state of a parameter that is trained no more.
+    /// Drops the state of a parameter that is no longer trained.
     pub fn forget(&mut self, id: ParamId) {
         self.states.remove(&id);
     }
 
-    /// Steps a norm's weight or a dense matrix.
+    /// Updates a norm's weight or a dense matrix.
     pub fn step<const D: usize>(
         &mut self,
         id: ParamId,
@@ -99,18 +92,16 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         rate: Rate,
     ) -> Tensor<B, D> {
         let w = weight.into_primitive().tensor();
-        let master = if D == 1 { Master::Exact } else { self.config.master.dense() };
+        let form = if D == 1 { Master::Exact } else { self.config.master.dense() };
         let kind = if D == 1 { StateKind::F32 } else { self.config.state };
-        let residual = master == Master::Residual;
-        let state = self.take(id, w.shape(), kind, residual, &B::float_device(&w));
-        let weight = MasterWeight::Dense { w, master, residual: state.residual.clone() };
-        match self.apply(id, weight, grad, state, rate) {
-            MasterWeight::Dense { w, .. } => Tensor::from_primitive(TensorPrimitive::Float(w)),
-            MasterWeight::Packed(_) => unreachable!("a step keeps the form"),
-        }
+        let mut state = self.take(id, grad.shape(), kind, form, &B::float_device(&w));
+        let (step, chunk) = self.next_step(id, &mut state, grad.shape(), rate);
+        let (w, moments) = B::adamw(w, form, grad, state.moments, step, chunk);
+        self.states.insert(id, TensorState { moments, ..state });
+        Tensor::from_primitive(TensorPrimitive::Float(w))
     }
 
-    /// Steps an NVFP4 master.
+    /// Updates an NVFP4 master weight.
     pub fn step_packed(
         &mut self,
         id: ParamId,
@@ -118,43 +109,26 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
         grad: FloatTensor<B>,
         rate: Rate,
     ) -> Nvfp4Tensor<B> {
-        let [rows, cols] = weight.dims();
-        let device = B::float_device(&grad);
-        let state = self.take(id, Shape::new([rows, cols]), self.config.state, false, &device);
-        match self.apply(id, MasterWeight::Packed(weight.into_primitive()), grad, state, rate) {
-            MasterWeight::Packed(p) => Nvfp4Tensor::from_primitive(p),
-            MasterWeight::Dense { .. } => unreachable!("a step keeps the form"),
-        }
+        let form = self.config.master.dense();
+        let mut state = self.take(id, grad.shape(), self.config.state, form, &B::float_device(&grad));
+        let (step, chunk) = self.next_step(id, &mut state, grad.shape(), rate);
+        let (w, moments) = B::adamw_packed(weight.into_primitive(), grad, state.moments, step, chunk);
+        self.states.insert(id, TensorState { moments, ..state });
+        Nvfp4Tensor::from_primitive(w)
     }
 
-    /// The state of a tensor, out of the table: it is updated in place.
-    fn take(
-        &mut self,
-        id: ParamId,
-        shape: Shape,
-        kind: StateKind,
-        residual: bool,
-        device: &B::Device,
-    ) -> TensorState<B> {
+    /// Takes the state of a tensor out of the table, so that the update has its only handle.
+    fn take(&mut self, id: ParamId, shape: Shape, kind: StateKind, form: Master, device: &B::Device) -> TensorState<B> {
         let len = shape.num_elements();
-        self.states.remove(&id).unwrap_or_else(|| TensorState {
-            steps: 0,
-            moments: AdamwState::zeros(kind, len, self.config.float, device),
-            // Half a unit: the weight is what its bf16 value says.
-            residual: residual.then(|| Tensor::<B, 1, Int>::full([len], 128, (device, DType::U8)).into_primitive()),
+        self.states.remove(&id).unwrap_or_else(|| {
+            let moments = AdamwState::zeros(kind, len, self.config.float, device);
+            let residual = form == Master::Residual;
+            TensorState { steps: 0, moments: if residual { moments.with_residual(len, device) } else { moments } }
         })
     }
 
-    fn apply(
-        &mut self,
-        id: ParamId,
-        mut weight: MasterWeight<B>,
-        grad: FloatTensor<B>,
-        mut state: TensorState<B>,
-        rate: Rate,
-    ) -> MasterWeight<B> {
-        // The only handle of the residual is the weight's, or it would be copied.
-        state.residual = None;
+    /// Counts a step. Returns its scalars, and the number of elements in a launch.
+    fn next_step(&self, id: ParamId, state: &mut TensorState<B>, shape: Shape, rate: Rate) -> (AdamwStep, usize) {
         state.steps += 1;
         let c = self.config;
         let step = AdamwStep {
@@ -168,19 +142,12 @@ impl<B: Nvfp4Backend> ChunkedAdamw<B> {
             grad_scale: rate.grad_scale as f32,
             stream: Stream { seed: c.seed, step: state.steps as u32, stream: id.val() as u32 },
         };
-        let shape = grad.shape();
         let elements = shape.num_elements();
-        // Quantised states share a scale over 256 elements: chunks start at such blocks.
+        // Quantized moments share a scale over 256 elements, so a chunk is a multiple of that.
         let chunk = match c.chunk_rows {
             0 => elements.next_multiple_of(256),
             rows => (rows * (elements / shape[0])).next_multiple_of(256),
         };
-        let moments;
-        (weight, moments) = B::adamw(weight, grad, state.moments, step, chunk);
-        if let MasterWeight::Dense { residual, .. } = &weight {
-            state.residual.clone_from(residual);
-        }
-        self.states.insert(id, TensorState { moments, ..state });
-        weight
+        (step, chunk)
     }
 }

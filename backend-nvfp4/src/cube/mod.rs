@@ -1,0 +1,390 @@
+//! The operations on CubeCL devices (CUDA, Vulkan, …): each prepares buffers and shapes and launches a kernel.
+
+mod activations;
+mod adamw;
+mod attention;
+mod head;
+mod launch;
+mod packed;
+mod products;
+
+use self::{
+    activations::{Normed, activations, coded, gated, normed, quantized},
+    launch::{arg, dims, empty, launched, writable},
+};
+use crate::{
+    attention::{AttentionSpec, Documents, Rotary},
+    error::Nvfp4Error,
+    kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
+    ops::{Activations, Layer, Nvfp4Backend},
+    optim::AdamwState,
+    packed::{Nvfp4Primitive, Operand},
+    portable,
+    recipe::{LinearSpec, Precision},
+    reference::MASTER_ROOM,
+    services::{DeviceServices, MemoryUse},
+    straight_through,
+};
+use burn::tensor::{
+    DType, Shape, TensorMetadata,
+    backend::{Backend, DeviceOps},
+    ops::{FloatTensor, FloatTensorOps, IntTensor},
+};
+use burn_cubecl::{
+    BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous,
+    ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
+};
+use cubecl::server::ComputeServer;
+use kernels_cubecl::{
+    adamw::{AdamwStep, Master},
+    bench, column_sums, gradient, hadamard,
+    matmul::Product,
+    normal,
+    quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
+    rms_norm,
+    rng::Stream,
+    rope::{self, RopeArgs, RopeShape},
+    swiglu,
+};
+
+impl<R, F, I, BT> Nvfp4Backend for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
+        straight_through::forward::<Self>(x, layers).0
+    }
+
+    fn rms_norm(
+        x: FloatTensor<Self>,
+        added: Option<FloatTensor<Self>>,
+        w: FloatTensor<Self>,
+        eps: f64,
+        spec: LinearSpec,
+    ) -> (FloatTensor<Self>, Activations<Self>) {
+        let Normed { x, y, maxima } = normed(x, added, w, eps, spec.recipe.packs_activations());
+        (x, activations(y, maxima, spec))
+    }
+
+    fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
+        let shape = rope_shape(&x, &w, eps);
+        if !shape.fits() {
+            return portable::norm_rope::<Self>(x, w, rotary, eps);
+        }
+        let (x, w) = (into_contiguous(x), into_contiguous(w));
+        let y = empty(&x, dims(&x), x.dtype);
+        launched(rope::norm_rope(&x.client, arg(&x), rope_args(&w, rotary), arg(&y), x.dtype.into(), shape));
+        y
+    }
+
+    fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
+        let (y, maxima) = gated(gate, up, spec.recipe.packs_activations());
+        activations(y, maxima, spec)
+    }
+
+    fn causal_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        attention::attention_saving(q, k, v, docs, spec).0
+    }
+
+    fn head_loss(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+    ) -> FloatTensor<Self> {
+        head::head_loss::<Self, R>(h, w, targets, precision, false).loss
+    }
+
+    fn token_rows(w: FloatTensor<Self>, ids: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
+        portable::token_rows::<Self>(w, ids, dtype)
+    }
+}
+
+impl<R, F, I, BT> Nvfp4Kernels for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
+        let x = into_contiguous(x);
+        let [rows, cols] = dims(&x);
+        quantized(&x, View::row_major(rows, cols), spec, false)
+    }
+
+    fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
+        let x = into_contiguous(x);
+        let [rows, cols] = dims(&x);
+        quantized(&x, View::transposed(rows, cols), spec, rotated)
+    }
+
+    fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {
+        let x = into_contiguous(x);
+        let [rows, cols] = dims(&x);
+        let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+        let amax = empty(&x, [quantize::AMAX_LEN], DType::F32);
+        launched(quantize::amax(&x.client, arg(&x), x.dtype.into(), MASTER_ROOM, arg(&amax)));
+        coded(&x, amax, View::row_major(rows, cols), spec, false)
+    }
+
+    fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
+        w.values(dtype, true)
+    }
+
+    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self> {
+        products::packed(a, w, product, out)
+    }
+
+    fn nvfp4_matmul_packed(
+        a: &Nvfp4Primitive<Self>,
+        w: &Nvfp4Primitive<Self>,
+        product: Product,
+        operand: DType,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        products::packed_both(a, w, product, operand, out)
+    }
+
+    fn dense_matmul(
+        lhs: FloatTensor<Self>,
+        rhs: FloatTensor<Self>,
+        precision: Precision,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        products::dense(lhs, rhs, precision == Precision::F32, out)
+    }
+
+    fn products(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> Vec<FloatTensor<Self>> {
+        products::joint(product, &a, &b, precision.dtype(), out, false)
+            .unwrap_or_else(|| portable::products(product, &a, &b, precision, out))
+    }
+
+    fn product_sum(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> FloatTensor<Self> {
+        products::joint(product, &a, &b, precision.dtype(), out, true)
+            .unwrap_or_else(|| portable::products(product, &a, &b, precision, out))
+            .into_iter()
+            .reduce(Self::float_add)
+            .expect("a sum has a product")
+    }
+
+    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = into_contiguous(x);
+        let y = empty(&x, dims(&x), x.dtype);
+        launched(hadamard::hadamard(&x.client, arg(&x), arg(&y), x.dtype.into(), hadamard::SIGNS));
+        y
+    }
+
+    fn rms_norm_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+        so_far: Option<FloatTensor<Self>>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
+        let so_far = so_far.map(into_contiguous);
+        let [rows, cols] = dims(&x);
+        let partial = empty(&x, [rms_norm::partial_rows(&x.client, x.dtype.into(), [rows, cols]), cols], DType::F32);
+        launched(rms_norm::rms_norm_backward(
+            &x.client,
+            arg(&x),
+            arg(&w),
+            arg(&dx),
+            so_far.as_ref().map(arg),
+            arg(&partial),
+            x.dtype.into(),
+            [rows, cols],
+            eps as f32,
+        ));
+        (dx, column_sums(&partial))
+    }
+
+    fn norm_rope_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        rotary: &Rotary<Self>,
+        dy: FloatTensor<Self>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let shape = rope_shape(&x, &w, eps);
+        if !shape.fits() {
+            return portable::norm_rope_backward::<Self>(x, w, rotary, dy, eps);
+        }
+        let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
+        let partial = empty(&x, [shape.partial_rows(), shape.head_dim], DType::F32);
+        launched(rope::norm_rope_backward(
+            &x.client,
+            arg(&x),
+            rope_args(&w, rotary),
+            arg(&dx),
+            arg(&partial),
+            x.dtype.into(),
+            shape,
+        ));
+        (dx, column_sums(&partial))
+    }
+
+    fn swiglu_backward(
+        gate: FloatTensor<Self>,
+        up: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (gate, up, dy) = (writable(gate), writable(up), into_contiguous(dy));
+        launched(swiglu::swiglu_backward(&gate.client, arg(&gate), arg(&up), arg(&dy), gate.dtype.into()));
+        (gate, up)
+    }
+
+    fn attention_saving(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        attention::attention_saving(q, k, v, docs, spec)
+    }
+
+    fn attention_backward(
+        saved: AttentionSaved<Self>,
+        dy: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> [FloatTensor<Self>; 3] {
+        attention::attention_backward(saved, dy, docs, spec)
+    }
+
+    fn cached_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        attention::cached_attention(q, k, v, docs, spec)
+    }
+
+    fn head_loss_saving(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+        gradients: bool,
+    ) -> HeadLoss<Self> {
+        head::head_loss(h, w, targets, precision, gradients)
+    }
+
+    fn adamw(
+        w: FloatTensor<Self>,
+        form: Master,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        chunk: usize,
+    ) -> (FloatTensor<Self>, AdamwState<Self>) {
+        adamw::dense(w, form, grad, state, step, chunk)
+    }
+
+    fn adamw_packed(
+        w: Nvfp4Primitive<Self>,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        chunk: usize,
+    ) -> (Nvfp4Primitive<Self>, AdamwState<Self>) {
+        adamw::packed(w, grad, state, step, chunk)
+    }
+
+    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = into_contiguous(x);
+        let out = empty(&x, [1], DType::F32);
+        launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), arg(&out)));
+        out
+    }
+
+    fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (sum, x) = (writable(sum), into_contiguous(x));
+        launched(gradient::accumulate(&x.client, (arg(&sum), sum.dtype.into()), (arg(&x), x.dtype.into())));
+        sum
+    }
+
+    fn normal(dims: [usize; 2], std: f32, stream: Stream, dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        let x = Self::unfilled(dims, dtype, device);
+        launched(normal::normal(&x.client, arg(&x), dtype.into(), std, stream));
+        x
+    }
+
+    fn unfilled(dims: [usize; 2], dtype: DType, device: &Self::Device) -> FloatTensor<Self> {
+        empty_device_contiguous_dtype(R::client(device), device.clone(), Shape::new(dims), dtype)
+    }
+}
+
+impl<R, F, I, BT> DeviceServices for CubeBackend<R, F, I, BT>
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    F: FloatElement,
+    I: IntElement,
+    BT: BoolElement,
+{
+    fn tiers(device: &Self::Device) -> Vec<&'static str> {
+        bench::tiers(&R::client(device))
+    }
+
+    fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
+        bench::run(&R::client(device), filter, show).map_err(|e| Nvfp4Error::Device(e.to_string()))
+    }
+
+    fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {
+        let usage = R::client(device).memory_usage().ok()?;
+        Some(MemoryUse { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
+    }
+}
+
+/// The sums of the columns of a matrix.
+fn column_sums<R: CubeRuntime>(x: &CubeTensor<R>) -> CubeTensor<R> {
+    let shape = dims(x);
+    let sums = empty(x, [shape[1]], DType::F32);
+    launched(column_sums::column_sums(&x.client, arg(x), arg(&sums), shape));
+    sums
+}
+
+fn rope_shape<R: CubeRuntime>(x: &CubeTensor<R>, w: &CubeTensor<R>, eps: f64) -> RopeShape {
+    let ([rows, cols], head_dim) = (dims(x), w.shape()[0]);
+    RopeShape { rows, heads: cols / head_dim, head_dim, eps: eps as f32 }
+}
+
+fn rope_args<B, R>(w: &CubeTensor<R>, rotary: &Rotary<B>) -> RopeArgs<R>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let table = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
+    RopeArgs { w: arg(w), cos: table(&rotary.cos), sin: table(&rotary.sin), positions: arg(&rotary.positions) }
+}

@@ -1,0 +1,28 @@
+//! A packed matrix in the buffers of a CubeCL device.
+
+use super::launch::{arg, empty, launched};
+use crate::packed::Packed;
+use burn::tensor::DType;
+use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
+use kernels_cubecl::{dequantize::dequantize, matmul::PackedArgs};
+
+/// A packed matrix in device buffers.
+pub(super) type PackedCube<R> = Packed<CubeTensor<R>, CubeTensor<R>, CubeTensor<R>>;
+
+impl<R: CubeRuntime> Packed<CubeTensor<R>, CubeTensor<R>, CubeTensor<R>> {
+    /// The buffers as kernels take them.
+    pub(super) fn args(&self) -> PackedArgs<R> {
+        let [rows, cols] = self.dims();
+        PackedArgs { codes: arg(&self.codes), scales: arg(&self.scales), global: arg(&self.global), rows, cols }
+    }
+
+    /// Computes `code * scale` as `dtype`, which holds it exactly, and multiplies by the tensor scale if `scaled`.
+    pub(super) fn values(&self, dtype: DType, scaled: bool) -> CubeTensor<R> {
+        let [rows, cols] = self.dims();
+        let y = empty(&self.codes, [rows, cols], dtype);
+        let global = scaled.then(|| arg(&self.global));
+        let client = &self.codes.client;
+        launched(dequantize(client, arg(&self.codes), arg(&self.scales), global, arg(&y), dtype.into(), rows, cols));
+        y
+    }
+}

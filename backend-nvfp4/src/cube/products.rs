@@ -1,0 +1,332 @@
+//! Which kernel makes a product on a CubeCL device, and the copies that takes.
+//!
+//! | operands | kernel |
+//! |---|---|
+//! | 16-bit matrices, on tensor cores | [`gemm()`] |
+//! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv()`] |
+//! | two packed matrices, on tensor cores that read NVFP4 | [`block_scaled()`] |
+//! | a packed operand and a 16-bit one, on tensor cores | dequantize to 16 bits (exact), then [`gemm()`] |
+//! | f32 without tensor cores | cubek, one unit a tile |
+//! | batched products, f32 in TF32 | cubek's own choice |
+//! | a packed operand on any other device | the portable kernel |
+//!
+//! Layers that read the same activations can make their products in one launch in the first two rows and in the
+//! fourth.
+
+use super::{
+    launch::{arg, dims, empty, launched},
+    packed::PackedCube,
+};
+use crate::packed::Operand;
+use burn::tensor::{DType, Shape, TensorMetadata, backend::Backend};
+use burn_cubecl::{
+    CubeRuntime,
+    kernel::{
+        cast, into_contiguous,
+        matmul::{MatmulStrategy, matmul},
+    },
+    ops::numeric::empty_device_contiguous_dtype,
+    tensor::CubeTensor,
+};
+use cubek::{
+    matmul::{
+        definition::{MatmulElems, MatmulGlobalElems},
+        launch::Strategy,
+    },
+    std::InputBinding,
+};
+use kernels_cubecl::{
+    block_scaled::{self, block_scaled},
+    gemm::{self, Gemm, GemmShape, gemm},
+    gemv::{self, Gemv, gemv},
+    matmul::{Product, matmul_dense_packed, matmul_packed_packed},
+    mma,
+};
+
+/// Makes several products on values of type `dtype` in one launch and stores them, or their sum if `summed`, as `out`.
+/// A list of one operand is paired with every operand of the other list. Returns `None` if the products have to be made
+/// one by one.
+pub(super) fn joint<B, R>(
+    product: Product,
+    a: &[Operand<B>],
+    b: &[Operand<B>],
+    dtype: DType,
+    out: DType,
+    summed: bool,
+) -> Option<Vec<CubeTensor<R>>>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let count = a.len().max(b.len());
+    let of = |list: &[Operand<B>], i: usize| i.min(list.len() - 1);
+    let shape = |i: usize| GemmShape::of(product, dims_of(&a[of(a, i)]), dims_of(&b[of(b, i)]));
+    let shapes: Vec<_> = (0..count).map(shape).collect();
+    let like = match &b[0] {
+        Operand::Dense(x) => x.clone(),
+        Operand::Packed(w) => w.codes.clone(),
+    };
+    let client = &like.client;
+    let alike = |list: &[Operand<B>]| list.iter().all(|x| packed_of(x).is_some() == packed_of(&list[0]).is_some());
+    if count == 1 || dtype == DType::F32 || !mma::supported(client, dtype.into()) || !(alike(a) && alike(b)) {
+        return None;
+    }
+    let globals =
+        |i: usize| [packed_of(&a[of(a, i)]), packed_of(&b[of(b, i)])].into_iter().flatten().map(|w| arg(&w.global));
+    if let ([x], Some(w)) = (a, b.iter().map(packed_of).collect::<Option<Vec<_>>>())
+        && product == Product::Nt
+        && out == dtype
+        && gemv::fits(shapes[0].i, shapes[0].r)
+    {
+        let x_values = values(x, dtype);
+        let ys: Vec<_> = shapes.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
+        let weights = w.into_iter().map(PackedCube::args).collect();
+        let (scales, results) =
+            (packed_of(x).map(|x| arg(&x.global)).into_iter().collect(), ys.iter().map(arg).collect());
+        let (x, rows) = (arg(&x_values), shapes[0].i);
+        launched(gemv(client, Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() }));
+        return Some(ys);
+    }
+    let native = product == Product::Nt && packed_of(&a[0]).is_some() && block_scaled::trusted(client);
+    let whole = shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0);
+    if native || !whole || !gemm::gains_together(client, &shapes, summed) {
+        return None;
+    }
+    let results = if summed { &shapes[..1] } else { &shapes };
+    let ys: Vec<_> = results.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
+    let dense = |list: &[Operand<B>]| list.iter().map(|x| values(x, dtype)).collect::<Vec<_>>();
+    let args = |list: &[CubeTensor<R>]| list.iter().map(arg).collect();
+    launched(gemm(
+        client,
+        Gemm {
+            a: args(&dense(a)),
+            b: args(&dense(b)),
+            scales: (0..count).flat_map(globals).collect(),
+            out: args(&ys),
+            types: (dtype.into(), out.into()),
+            shapes,
+            product,
+            accumulate: false,
+        },
+    ));
+    Some(ys)
+}
+
+fn dims_of<B, R>(x: &Operand<B>) -> [usize; 2]
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    match x {
+        Operand::Dense(x) => dims(x),
+        Operand::Packed(w) => w.dims(),
+    }
+}
+
+fn packed_of<B, R>(x: &Operand<B>) -> Option<&PackedCube<R>>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    match x {
+        Operand::Dense(_) => None,
+        Operand::Packed(w) => Some(w),
+    }
+}
+
+/// The operand as a dense matrix, without its tensor scale.
+fn values<B, R>(x: &Operand<B>, dtype: DType) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    match x {
+        Operand::Dense(x) => into_contiguous(x.clone()),
+        Operand::Packed(w) => w.values(dtype, false),
+    }
+}
+
+/// Multiplies dense batches of matrices and stores the result as `out`. If `f32_only`, no tensor cores take part. The
+/// batch dimensions of both operands are equal.
+pub(super) fn dense<R: CubeRuntime>(
+    lhs: CubeTensor<R>,
+    rhs: CubeTensor<R>,
+    f32_only: bool,
+    out: DType,
+) -> CubeTensor<R> {
+    assert_eq!(lhs.dtype, rhs.dtype, "CubeCL reads a second dtype as garbage");
+    if f32_only {
+        return without_tensor_cores(lhs, rhs, out);
+    }
+    if lhs.shape().rank() == 2 && mma::supported(&lhs.client, lhs.dtype.into()) && lhs.dtype != DType::F32 {
+        let (a, a_across) = stored(lhs);
+        let (b, b_along) = stored(rhs);
+        let (a, b, product) = match (a_across, b_along) {
+            (false, true) => (a, b, Product::Nt),
+            (false, false) => (a, b, Product::Nn),
+            (true, false) => (a, b, Product::Tn),
+            (true, true) => (into_contiguous(turned(a)), b, Product::Nt),
+        };
+        return tensor_cores(a, b, &[], product, out);
+    }
+    matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up")
+}
+
+/// Computes `sum + aᵀ · b` in f32 from row-major `a` and `b`.
+pub(super) fn accumulated<R: CubeRuntime>(
+    sum: Option<CubeTensor<R>>,
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    f32_only: bool,
+) -> CubeTensor<R> {
+    let ([r, i], [_, j]) = (dims(&a), dims(&b));
+    let shape = GemmShape { i, j, r };
+    let Some(sum) = sum else { return dense(turned(a), b, f32_only, DType::F32) };
+    if a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && shape.fits(Product::Tn) {
+        let types = (a.dtype.into(), DType::F32.into());
+        let product = Gemm::one(arg(&a), arg(&b), vec![], arg(&sum), types, shape, Product::Tn);
+        launched(gemm(&a.client, Gemm { accumulate: true, ..product }));
+        return sum;
+    }
+    burn_cubecl::ops::numeric::add(sum, dense(turned(a), b, f32_only, DType::F32))
+}
+
+/// A product of a dense and a packed matrix, as `out`: the dense one's dtype or f32.
+pub(super) fn packed<R: CubeRuntime>(
+    a: CubeTensor<R>,
+    w: &PackedCube<R>,
+    product: Product,
+    out: DType,
+) -> CubeTensor<R> {
+    let a = into_contiguous(a);
+    if on_tensor_cores(&a, w.dims(), product) {
+        if product == Product::Nt && out == a.dtype && gemv::fits(dims(&a)[0], w.dims()[1]) {
+            return few_rows(a, w, &[]);
+        }
+        let dense = w.values(a.dtype, false);
+        return tensor_cores(a, dense, &[&w.global], product, out);
+    }
+    let a = if a.dtype == out { a } else { cast(a, out) };
+    let y = empty(&a, out_dims(&a, w.dims(), product), a.dtype);
+    let (rows, dtype) = (dims(&a)[0], a.dtype.into());
+    launched(matmul_dense_packed(&a.client, arg(&a), rows, w.args(), arg(&y), dtype, product));
+    y
+}
+
+/// Multiplies two packed matrices (`Nt` or `Nn`) on values of type `operand` and stores the result as `out`.
+pub(super) fn packed_both<R: CubeRuntime>(
+    a: &PackedCube<R>,
+    w: &PackedCube<R>,
+    product: Product,
+    operand: DType,
+    out: DType,
+) -> CubeTensor<R> {
+    let few = product == Product::Nt && out == operand && gemv::fits(a.dims()[0], w.dims()[1]);
+    let [j, r] = if product == Product::Nt { w.dims() } else { [w.dims()[1], w.dims()[0]] };
+    let whole = GemmShape { i: a.dims()[0], j, r }.fits(product);
+    if operand != DType::F32 && mma::supported(&w.codes.client, operand.into()) && (few || whole) {
+        if few {
+            return few_rows(a.values(operand, false), w, &[&a.global]);
+        }
+        let client = &w.codes.client;
+        if product == Product::Nt && block_scaled::fits(j, r) && block_scaled::trusted(client) {
+            let y = empty(&w.codes, [a.dims()[0], j], out);
+            launched(block_scaled(client, a.args(), w.args(), arg(&y), out.into()));
+            return y;
+        }
+        let lhs = a.values(operand, false);
+        return tensor_cores(lhs, w.values(operand, false), &[&a.global, &w.global], product, out);
+    }
+    if product != Product::Nt {
+        return packed(a.values(out, true), w, product, out);
+    }
+    let y = empty(&w.codes, [a.dims()[0], w.dims()[0]], out);
+    launched(matmul_packed_packed(&w.codes.client, a.args(), w.args(), arg(&y), out.into()));
+    y
+}
+
+/// Whether the tensor-core kernels take the product: they need 16-bit values in whole chunks of eight.
+fn on_tensor_cores<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> bool {
+    a.dtype != DType::F32 && mma::supported(&a.client, a.dtype.into()) && gemm_shape(a, b_dims, product).fits(product)
+}
+
+fn gemm_shape<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> GemmShape {
+    GemmShape::of(product, dims(a), b_dims)
+}
+
+/// Computes `x · wᵀ` for a few rows. The kernel reads the codes themselves.
+fn few_rows<R: CubeRuntime>(x: CubeTensor<R>, w: &PackedCube<R>, scales: &[&CubeTensor<R>]) -> CubeTensor<R> {
+    let rows = dims(&x)[0];
+    let y = empty(&x, [rows, w.dims()[0]], x.dtype);
+    let scales = scales.iter().map(|scale| arg(scale)).collect();
+    let (weights, ys, dtype) = (vec![w.args()], vec![arg(&y)], x.dtype.into());
+    launched(gemv(&x.client, Gemv { x: arg(&x), rows, weights, scales, ys, dtype }));
+    y
+}
+
+fn tensor_cores<R: CubeRuntime>(
+    a: CubeTensor<R>,
+    b: CubeTensor<R>,
+    scales: &[&CubeTensor<R>],
+    product: Product,
+    out: DType,
+) -> CubeTensor<R> {
+    let shape = gemm_shape(&a, dims(&b), product);
+    if !shape.fits(product) {
+        let (lhs, rhs) = match product {
+            Product::Nt => (a, turned(b)),
+            Product::Nn => (a, b),
+            Product::Tn => (turned(a), b),
+        };
+        assert!(scales.is_empty(), "a product with a packed operand was checked before");
+        return matmul(lhs, rhs, None, MatmulStrategy::default(), out).expect("matmul set-up");
+    }
+    let y = empty(&a, [shape.i, shape.j], out);
+    let scales = scales.iter().map(|scale| arg(scale)).collect();
+    let types = (a.dtype.into(), out.into());
+    launched(gemm(&a.client, Gemm::one(arg(&a), arg(&b), scales, arg(&y), types, shape, product)));
+    y
+}
+
+fn out_dims<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> [usize; 2] {
+    let GemmShape { i, j, .. } = gemm_shape(a, b_dims, product);
+    [i, j]
+}
+
+/// Returns a matrix whose buffer is contiguous, and whether it is the transpose of `x`.
+fn stored<R: CubeRuntime>(x: CubeTensor<R>) -> (CubeTensor<R>, bool) {
+    if !x.is_contiguous() {
+        let turned = turned(x.clone());
+        if turned.is_contiguous() {
+            return (turned, true);
+        }
+    }
+    (into_contiguous(x), false)
+}
+
+/// Transposes without a copy.
+fn turned<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
+    x.meta.swap(0, 1);
+    x
+}
+
+/// Multiplies f32 on plain units. The automatic strategy would use tensor cores (TF32) where there are any.
+fn without_tensor_cores<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: DType) -> CubeTensor<R> {
+    let mut shape: Shape = lhs.shape();
+    let last = shape.rank() - 1;
+    shape[last] = rhs.shape()[last];
+    let y = empty_device_contiguous_dtype(lhs.client.clone(), lhs.device.clone(), shape, DType::F32);
+    let client = lhs.client.clone();
+    let float = DType::F32.into();
+    let mut elems = MatmulElems::from_globals(&MatmulGlobalElems { lhs: float, rhs: float, out: float });
+    cubek::matmul::launch::launch_ref(
+        &Strategy::SimpleUnit(Default::default()),
+        &client,
+        InputBinding::new(lhs.binding(), float),
+        InputBinding::new(rhs.binding(), float),
+        y.clone().binding(),
+        &mut elems,
+    )
+    .expect("matmul set-up");
+    if out == DType::F32 { y } else { cast(y, out) }
+}

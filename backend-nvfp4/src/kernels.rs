@@ -1,0 +1,249 @@
+//! What only an inner backend computes: quantization, products, backward passes, the optimizer.
+//!
+//! `Autodiff` does not implement [`Nvfp4Kernels`]: nothing here has a gradient, and code that is generic over
+//! [`Nvfp4Backend`] alone, as the forward of a model is, cannot reach it.
+
+use crate::{
+    attention::{AttentionSpec, Documents, Rotary},
+    ops::{Activations, Nvfp4Backend},
+    optim::AdamwState,
+    packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
+    primitive::{primitive, tensor},
+    recipe::{LinearSpec, Precision},
+};
+use burn::tensor::{
+    DType, Tensor,
+    backend::Backend,
+    ops::{FloatTensor, IntTensor},
+};
+use kernels_cubecl::{
+    adamw::{AdamwStep, Master},
+    matmul::Product,
+    quantize::QuantizeSpec,
+    rng::Stream,
+};
+
+/// A backend that quantizes, multiplies, runs backward passes and steps weights.
+pub trait Nvfp4Kernels: Nvfp4Backend {
+    /// Quantizes a float matrix `[R, C]` along C.
+    fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self>;
+
+    /// Quantizes the transpose `[C, R]` of a float matrix `[R, C]` along R, a multiple of 16. If `rotated`, the random
+    /// Hadamard transform rotates every 16 values first.
+    fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self>;
+
+    /// Quantizes a float matrix `[R, C]` as a master weight: two-level, to nearest, with block scales that have room
+    /// to grow by [`MASTER_ROOM`](crate::reference::MASTER_ROOM).
+    fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self>;
+
+    /// The values `[R, C]` of a packed matrix as `dtype`.
+    fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
+
+    /// Multiplies a dense by a packed matrix (see [`Product`]) and stores the result as `out`, which is the dtype of
+    /// the dense matrix or f32. `Nt`: `[M, K] x [N, K] -> [M, N]`; `Nn`: `[M, N] x [N, K] -> [M, K]`;
+    /// `Tn`: `[M, N] x [M, K] -> [N, K]`.
+    fn nvfp4_matmul(a: FloatTensor<Self>, w: &Nvfp4Primitive<Self>, product: Product, out: DType) -> FloatTensor<Self>;
+
+    /// Multiplies two packed matrices on values of type `operand` and stores the result as `out`. The product is `Nt`
+    /// or `Nn`, as in [`Self::nvfp4_matmul`].
+    fn nvfp4_matmul_packed(
+        a: &Nvfp4Primitive<Self>,
+        w: &Nvfp4Primitive<Self>,
+        product: Product,
+        operand: DType,
+        out: DType,
+    ) -> FloatTensor<Self>;
+
+    /// Multiplies dense batches of matrices in the given number format and stores the result as `out`. The batch
+    /// dimensions of both operands are equal.
+    fn dense_matmul(
+        lhs: FloatTensor<Self>,
+        rhs: FloatTensor<Self>,
+        precision: Precision,
+        out: DType,
+    ) -> FloatTensor<Self>;
+
+    /// Multiplies pairs of operands, with shapes as in [`Self::nvfp4_matmul`] and sums in f32. A list of one operand is
+    /// paired with every operand of the other list.
+    fn products(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> Vec<FloatTensor<Self>>;
+
+    /// The sum of [`Self::products`].
+    fn product_sum(
+        product: Product,
+        a: Vec<Operand<Self>>,
+        b: Vec<Operand<Self>>,
+        precision: Precision,
+        out: DType,
+    ) -> FloatTensor<Self>;
+
+    /// Rotates every 16 columns of a matrix by the random Hadamard transform.
+    fn hadamard(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Returns `dx` and `dw` (f32) of a norm without `added` (see [`Nvfp4Backend::rms_norm`]). `dx` is added to the
+    /// gradient that x has `so_far`.
+    fn rms_norm_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+        so_far: Option<FloatTensor<Self>>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// Returns `dx` and `dw` (f32) of [`Nvfp4Backend::norm_rope`].
+    fn norm_rope_backward(
+        x: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        rotary: &Rotary<Self>,
+        dy: FloatTensor<Self>,
+        eps: f64,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// Returns `dgate` and `dup` of [`Nvfp4Backend::swiglu`].
+    fn swiglu_backward(
+        gate: FloatTensor<Self>,
+        up: FloatTensor<Self>,
+        dy: FloatTensor<Self>,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+
+    /// Computes [`Nvfp4Backend::causal_attention`] and, where a kernel keeps them for the backward, the log-sums of the
+    /// softmax, f32 `[H, M]`.
+    fn attention_saving(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>);
+
+    /// Returns `dq`, `dk` and `dv` of [`Nvfp4Backend::causal_attention`].
+    fn attention_backward(
+        saved: AttentionSaved<Self>,
+        dy: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> [FloatTensor<Self>; 3];
+
+    /// Computes attention of new tokens over a cache: `q` `[M, H*E]`, `k` and `v` `[S, G*E]`, where S counts the past
+    /// of `docs` and the new tokens.
+    fn cached_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self>;
+
+    /// Computes [`Nvfp4Backend::head_loss`] and, if `gradients`, both gradients in the same pass.
+    fn head_loss_saving(
+        h: FloatTensor<Self>,
+        w: FloatTensor<Self>,
+        targets: IntTensor<Self>,
+        precision: Precision,
+        gradients: bool,
+    ) -> HeadLoss<Self>;
+
+    /// Makes one AdamW step on a float master weight of any shape, `chunk` elements (a multiple of 256) a launch. The
+    /// weight is f32, or bf16 for a bf16 form (f32 if the device has no bf16). `grad` is f32 or bf16 and has the shape of
+    /// the weight. The weight and the state are updated in place when nothing else holds them.
+    fn adamw(
+        w: FloatTensor<Self>,
+        form: Master,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        chunk: usize,
+    ) -> (FloatTensor<Self>, AdamwState<Self>);
+
+    /// Makes one AdamW step on an NVFP4 master weight, whose moments are quantized. The rest is as in [`Self::adamw`].
+    fn adamw_packed(
+        w: Nvfp4Primitive<Self>,
+        grad: FloatTensor<Self>,
+        state: AdamwState<Self>,
+        step: AdamwStep,
+        chunk: usize,
+    ) -> (Nvfp4Primitive<Self>, AdamwState<Self>);
+
+    /// The sum of the squares of a gradient of any shape, f32 `[1]`.
+    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Returns `sum + x` in the dtype of `sum`, which is updated in place when nothing else holds it.
+    fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Makes a float matrix of normal numbers around 0 with deviation `std`. A value depends on its place in the matrix
+    /// and on the stream only.
+    fn normal(dims: [usize; 2], std: f32, stream: Stream, dtype: DType, device: &Self::Device) -> FloatTensor<Self>;
+
+    /// Allocates a float matrix whose rows lie side by side, for the caller to fill. Burn's own constructor pads rows
+    /// on CUDA, but kernels read without strides.
+    fn unfilled(dims: [usize; 2], dtype: DType, device: &Self::Device) -> FloatTensor<Self>;
+}
+
+/// What the backward of attention reads.
+#[derive(Debug, Clone)]
+pub struct AttentionSaved<B: Backend> {
+    /// Queries `[M, H*E]`.
+    pub q: FloatTensor<B>,
+    /// Keys `[M, G*E]`.
+    pub k: FloatTensor<B>,
+    /// Values `[M, G*E]`.
+    pub v: FloatTensor<B>,
+    /// The output `[M, H*E]`.
+    pub y: FloatTensor<B>,
+    /// The log-sums of the softmax, f32 `[H, M]`, from kernels that keep them.
+    pub lse: Option<FloatTensor<B>>,
+}
+
+/// A loss with what its backward needs.
+#[derive(Debug, Clone)]
+pub struct HeadLoss<B: Backend> {
+    /// The loss, f32 `[1]`.
+    pub loss: FloatTensor<B>,
+    /// `dh` `[M, D]` in the dtype of h and `dw` `[V, D]` in f32, for a gradient of 1.
+    pub gradients: Option<(FloatTensor<B>, FloatTensor<B>)>,
+}
+
+impl<B: Nvfp4Kernels> Activations<B> {
+    /// Quantizes `values` if layers of this specification multiply codes.
+    pub(crate) fn quantized(values: FloatTensor<B>, spec: LinearSpec) -> Self {
+        let codes = spec.recipe.packs_activations().then(|| B::nvfp4_quantize(values.clone(), spec.activations()));
+        Self { values, codes }
+    }
+}
+
+impl<B: Nvfp4Kernels> Nvfp4Tensor<B> {
+    /// Quantizes a float matrix on its device.
+    pub fn quantize(x: Tensor<B, 2>, spec: QuantizeSpec) -> Self {
+        Self::from_primitive(B::nvfp4_quantize(primitive(x), spec))
+    }
+
+    /// The values `[R, C]` as `dtype`.
+    pub fn dequantize(&self, dtype: DType) -> Tensor<B, 2> {
+        tensor(B::nvfp4_dequantize(&self.primitive(), dtype))
+    }
+}
+
+/// Multiplies dense batches of matrices in the given number format.
+pub(crate) fn matmul<B: Nvfp4Kernels, const D: usize>(
+    lhs: Tensor<B, D>,
+    rhs: Tensor<B, D>,
+    precision: Precision,
+) -> Tensor<B, D> {
+    tensor(B::dense_matmul(primitive(lhs), primitive(rhs), precision, precision.dtype()))
+}
+
+/// See [`Nvfp4Kernels::cached_attention`].
+pub fn cached_attention<B: Nvfp4Kernels>(
+    q: Tensor<B, 2>,
+    k: Tensor<B, 2>,
+    v: Tensor<B, 2>,
+    docs: &Documents<B>,
+    spec: AttentionSpec,
+) -> Tensor<B, 2> {
+    tensor(B::cached_attention(primitive(q), primitive(k), primitive(v), docs, spec))
+}

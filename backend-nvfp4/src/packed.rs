@@ -1,0 +1,168 @@
+//! A packed NVFP4 matrix: one type for host data, for the buffers of a device, and for what operations pass on.
+//!
+//! A matrix `[R, C]` has a 4-bit E2M1 code for each value, an E4M3 scale for 16 columns of a row, and an f32 tensor
+//! scale g. A value is `code * scale * g`. [`kernels_cubecl::layout`] says where codes and scales lie.
+
+use crate::error::Nvfp4Error;
+use burn::{
+    module::Module,
+    tensor::{
+        DType, Int, Shape, Tensor, TensorData, TensorMetadata, Transaction,
+        backend::Backend,
+        ops::{FloatTensor, IntTensor},
+    },
+};
+use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
+
+/// A packed matrix over any kind of buffer. Without parameters it is host data.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Packed<C = Vec<u32>, S = Vec<u8>, G = f32> {
+    /// `[R, C/8]` words of 32 bits, eight codes each.
+    pub codes: C,
+    /// `[R, C/16]` E4M3 bytes.
+    pub scales: S,
+    /// The tensor scale g, which is 1 in single-level tensors. A device holds the bits of the f32 in a U32 tensor `[1]`,
+    /// because Int tensors pass through autodiff unchanged.
+    pub global: G,
+}
+
+/// A packed matrix on a device, as backend operations pass it: Int tensors of U32 codes, U8 scales and the U32 bits of
+/// the tensor scale.
+pub type Nvfp4Primitive<B> = Packed<IntTensor<B>, IntTensor<B>, IntTensor<B>>;
+
+impl<I: TensorMetadata> Packed<I, I, I> {
+    /// Rows and columns.
+    pub fn dims(&self) -> [usize; 2] {
+        let shape = self.scales.shape();
+        [shape[0], shape[1] * BLOCK]
+    }
+}
+
+/// A matrix that a product reads.
+#[derive(Debug, Clone)]
+pub enum Operand<B: Backend> {
+    /// Float values.
+    Dense(FloatTensor<B>),
+    /// NVFP4 codes.
+    Packed(Nvfp4Primitive<B>),
+}
+
+/// A packed matrix as part of a module. Its data was checked when it came to the device, or an operation made it there.
+#[derive(Module, Debug)]
+pub struct Nvfp4Tensor<B: Backend> {
+    codes: Tensor<B, 2, Int>,
+    scales: Tensor<B, 2, Int>,
+    global: Tensor<B, 1, Int>,
+}
+
+impl<B: Backend> Nvfp4Tensor<B> {
+    /// Checks a packed matrix that comes from outside and uploads it.
+    ///
+    /// # Errors
+    /// If a length does not fit `rows` x `cols`, `cols` is not a multiple of 16, or a scale is NaN or negative.
+    pub fn new(packed: Packed, rows: usize, cols: usize, device: &B::Device) -> Result<Self, Nvfp4Error> {
+        check(&packed, rows, cols)?;
+        // Uploaded flat: CUDA pads the rows of a matrix, and kernels read codes without strides.
+        let codes = TensorData::new(packed.codes, Shape::new([rows * words_per_row(cols)]));
+        let scales = TensorData::new(packed.scales, Shape::new([rows * scales_per_row(cols)]));
+        let global = TensorData::new(vec![packed.global.to_bits()], Shape::new([1]));
+        let flat = |data, dtype| Tensor::<B, 1, Int>::from_data(data, (device, dtype));
+        Ok(Self {
+            codes: flat(codes, DType::U32).reshape([rows, words_per_row(cols)]),
+            scales: flat(scales, DType::U8).reshape([rows, scales_per_row(cols)]),
+            global: flat(global, DType::U32),
+        })
+    }
+
+    /// Rows and columns.
+    pub fn dims(&self) -> [usize; 2] {
+        let [rows, blocks] = self.scales.dims();
+        [rows, blocks * BLOCK]
+    }
+
+    /// Reads the packed matrix back to the host.
+    ///
+    /// # Errors
+    /// If the device failed before or during the read.
+    pub fn to_packed(&self) -> Result<Packed, Nvfp4Error> {
+        let bytes = read_words::<B>(self.scales.clone().into_primitive())?;
+        let global = read_words::<B>(self.global.clone().into_primitive())?;
+        Ok(Packed {
+            codes: read_words::<B>(self.codes.clone().into_primitive())?,
+            scales: bytes.into_iter().map(|b| b as u8).collect(),
+            global: f32::from_bits(global[0]),
+        })
+    }
+
+    /// Reads the codes of every `step`-th row to the host, eight codes a word.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn codes_of_rows(&self, step: usize) -> Result<Vec<u32>, Nvfp4Error> {
+        let rows: Vec<i32> = (0..self.codes.dims()[0]).step_by(step).map(|r| r as i32).collect();
+        let count = rows.len();
+        let rows = Tensor::<B, 1, Int>::from_data(TensorData::new(rows, [count]), &self.codes.device());
+        read_words::<B>(self.codes.clone().select(0, rows).into_primitive())
+    }
+
+    /// The buffers for a backend operation, shared and not copied.
+    pub fn primitive(&self) -> Nvfp4Primitive<B> {
+        self.clone().into_primitive()
+    }
+
+    /// The buffers for a backend operation that updates them in place, for which it needs their only handle.
+    pub fn into_primitive(self) -> Nvfp4Primitive<B> {
+        Packed {
+            codes: self.codes.into_primitive(),
+            scales: self.scales.into_primitive(),
+            global: self.global.into_primitive(),
+        }
+    }
+
+    /// Wraps buffers that an operation made.
+    pub fn from_primitive(packed: Nvfp4Primitive<B>) -> Self {
+        Self {
+            codes: Tensor::from_primitive(packed.codes),
+            scales: Tensor::from_primitive(packed.scales),
+            global: Tensor::from_primitive(packed.global),
+        }
+    }
+}
+
+/// Reads the data of an Int tensor to the host as `u32`.
+///
+/// # Errors
+/// If the device failed before or during the read.
+pub fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
+    let x = Tensor::<B, 1, Int>::from_primitive(B::int_reshape(x.clone(), Shape::new([x.shape().num_elements()])));
+    let data = Transaction::<B>::default()
+        .register(x)
+        .try_execute()
+        .map_err(|e| Nvfp4Error::Device(format!("{e:?}")))?
+        .remove(0);
+    Ok(data.iter::<u32>().collect())
+}
+
+fn check(packed: &Packed, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
+    if !cols.is_multiple_of(BLOCK) {
+        return Err(Nvfp4Error::Columns { cols });
+    }
+    let lengths = [
+        ("codes", packed.codes.len(), rows * words_per_row(cols)),
+        ("scales", packed.scales.len(), rows * scales_per_row(cols)),
+    ];
+    for (part, found, expected) in lengths {
+        if found != expected {
+            return Err(Nvfp4Error::Length { part, rows, cols, expected, found });
+        }
+    }
+    // 0x7F is NaN, and from 0x80 on the sign bit is set.
+    if let Some(at) = packed.scales.iter().position(|&b| b >= 0x7F) {
+        let blocks = scales_per_row(cols);
+        return Err(Nvfp4Error::Scale { byte: packed.scales[at], row: at / blocks, block: at % blocks });
+    }
+    if !(packed.global.is_finite() && packed.global >= 0.0) {
+        return Err(Nvfp4Error::Global { value: packed.global.to_string() });
+    }
+    Ok(())
+}

@@ -1,0 +1,24 @@
+//! NVFP4 in scalar Rust: the specification. Every backend is held to these functions, bit for bit for codes and scales and
+//! within stated bounds for products. The CPU backend and the file converter run them as they are.
+//!
+//! Sources: OCP Microscaling Formats v1.0, §5.3.3 (E2M1); OCP 8-bit Floating Point v1.0 (E4M3); NVIDIA, "Pretraining LLMs
+//! with NVFP4", arXiv 2509.25149, appendix C (two-level scaling); Salmon et al., SC 2011 (Philox).
+
+mod adamw;
+mod codec;
+mod moments;
+mod products;
+mod quantize;
+mod random;
+mod requantize;
+mod threads;
+
+pub use crate::packed::Packed;
+pub use adamw::{adamw, repack, round};
+pub(crate) use adamw::{round_states, unpacked, unrounded};
+pub use codec::{E2M1, E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode};
+pub(crate) use moments::{decode_moment, encode_moment, table};
+pub use products::{hadamard, matmul_nt};
+pub use quantize::{FULL_SCALE, MASTER_ROOM, SINGLE_LEVEL_FLOOR, dequantize, quantize, quantize_master};
+pub use random::{draw_of, normals, philox};
+pub use requantize::{requantize, with_room};

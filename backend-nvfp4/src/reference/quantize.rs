@@ -1,0 +1,162 @@
+//! Quantizing a matrix and reading it back.
+
+use super::{
+    codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code},
+    random::{draw_of, philox},
+    threads::threads,
+};
+use crate::packed::Packed;
+use kernels_cubecl::{
+    layout::{BLOCK, CODES_PER_WORD, scales_per_row, words_per_row},
+    quantize::{Block, QuantizeSpec, Rounding, Scaling, View},
+};
+
+/// The largest E2M1 magnitude times the largest E4M3 value: what the tensor's amax is mapped to.
+pub const FULL_SCALE: f32 = 2688.0;
+/// The smallest scale of a single-level tensor, 2^-6, as in torchao.
+pub const SINGLE_LEVEL_FLOOR: f32 = 0.015625;
+/// The factor by which the block scales of an NVFP4 master can grow before they saturate.
+pub const MASTER_ROOM: f32 = 8.0;
+
+/// Quantizes the matrix that `view` sees in `x`.
+///
+/// # Panics
+/// If `view` reaches outside `x`, or if its columns (with 16x16 blocks also its rows) are not a multiple of 16.
+pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
+    let View { rows, cols, row_stride, col_stride } = view;
+    assert!(cols.is_multiple_of(BLOCK), "{cols} columns: not a multiple of 16");
+    let at = |r: usize, c: usize| x[r * row_stride + c * col_stride];
+    let blocks = scales_per_row(cols);
+
+    let mut amax = vec![0.0f32; rows * blocks];
+    for r in 0..rows {
+        for b in 0..blocks {
+            amax[r * blocks + b] = (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
+        }
+    }
+    let tensor_amax = amax.iter().fold(0.0, |a: f32, &b| a.max(b));
+    if spec.block == Block::Square {
+        assert!(rows.is_multiple_of(BLOCK), "{rows} rows: not a multiple of 16");
+        for r in (0..rows).step_by(BLOCK) {
+            for b in 0..blocks {
+                let of = |i: usize| (r + i) * blocks + b;
+                let square = (0..BLOCK).fold(0.0, |a: f32, i| a.max(amax[of(i)]));
+                (0..BLOCK).for_each(|i| amax[of(i)] = square);
+            }
+        }
+    }
+
+    let scaler = Scaler::new(spec.scaling, tensor_amax);
+    let mut codes = vec![0u32; rows * words_per_row(cols)];
+    let mut scales = vec![0u8; rows * blocks];
+    let encode = |first: usize, codes: &mut [u32], scales: &mut [u8]| {
+        for (i, scale) in scales.iter_mut().enumerate() {
+            let (r, b) = (first + i / blocks, i % blocks);
+            let (byte, encode) = scaler.block(amax[r * blocks + b]);
+            *scale = byte;
+            for c in b * BLOCK..(b + 1) * BLOCK {
+                let code = match spec.rounding {
+                    Rounding::Nearest => e2m1_encode(at(r, c) * encode),
+                    Rounding::Stochastic(stream) => {
+                        let words = philox((r * blocks + b) as u32, stream);
+                        let draw = draw_of(words[c % BLOCK / 4], c % 4, 4);
+                        e2m1_encode_stochastic(at(r, c) * encode, draw)
+                    }
+                };
+                set_code(codes, r - first, c, cols, code);
+            }
+        }
+    };
+    // Each thread takes a range of rows; small matrices stay on one thread.
+    let part = rows.div_ceil(threads()).max((1 << 16) / cols.max(1));
+    if part >= rows {
+        encode(0, &mut codes, &mut scales);
+    } else {
+        let parts = codes.chunks_mut(part * words_per_row(cols)).zip(scales.chunks_mut(part * blocks));
+        std::thread::scope(|scope| {
+            for (first, (codes, scales)) in (0..rows).step_by(part).zip(parts) {
+                let encode = &encode;
+                scope.spawn(move || encode(first, codes, scales));
+            }
+        });
+    }
+    Packed { codes, scales, global: scaler.global }
+}
+
+/// Quantizes a row-major master weight that training will move: two-level, 1x16, with a tensor scale that leaves block
+/// scales room to grow by [`MASTER_ROOM`].
+pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
+    let part = (rows.div_ceil(threads()) * cols).max(1);
+    let amax = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let tensor_amax = amax(x);
+    let scaler = Scaler::new(Scaling::Two, tensor_amax * MASTER_ROOM);
+    let quantized = |x: &[f32]| {
+        let mut codes = Vec::with_capacity(x.len() / CODES_PER_WORD);
+        let mut scales = Vec::with_capacity(x.len() / BLOCK);
+        for block in x.chunks_exact(BLOCK) {
+            let (scale, encode) = scaler.block(amax(block));
+            scales.push(scale);
+            let word = |values: &[f32]| {
+                values
+                    .iter()
+                    .enumerate()
+                    .fold(0u32, |word, (i, v)| word | u32::from(e2m1_encode(v * encode)) << (4 * i))
+            };
+            codes.extend(block.chunks_exact(CODES_PER_WORD).map(word));
+        }
+        (codes, scales)
+    };
+    let parts: Vec<_> = std::thread::scope(|scope| {
+        let running: Vec<_> = x.chunks(part).map(|x| scope.spawn(move || quantized(x))).collect();
+        running.into_iter().map(|t| t.join().expect("quantizing does not panic")).collect()
+    });
+    let (codes, scales): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    Packed { codes: codes.concat(), scales: scales.concat(), global: scaler.global }
+}
+
+/// The values of a packed matrix, row-major: `(code * scale) * g`, where each product is rounded to f32.
+pub fn dequantize(packed: &Packed, rows: usize, cols: usize) -> Vec<f32> {
+    let mut out = Vec::with_capacity(rows * cols);
+    for r in 0..rows {
+        for b in 0..scales_per_row(cols) {
+            let scale = e4m3_decode(packed.scales[r * scales_per_row(cols) + b]);
+            for c in b * BLOCK..(b + 1) * BLOCK {
+                out.push((e2m1_decode(code(&packed.codes, r, c, cols)) * scale) * packed.global);
+            }
+        }
+    }
+    out
+}
+
+/// Computes the block scales of one tensor.
+pub(super) struct Scaler {
+    scaling: Scaling,
+    full: f32,
+    global: f32,
+}
+
+impl Scaler {
+    /// For a tensor with this largest magnitude.
+    pub(super) fn new(scaling: Scaling, tensor_amax: f32) -> Self {
+        let full = if tensor_amax == 0.0 { 1.0 } else { (FULL_SCALE / tensor_amax).min(f32::MAX) };
+        let global = match scaling {
+            Scaling::Single => 1.0,
+            Scaling::Two => tensor_amax / FULL_SCALE,
+        };
+        Self { scaling, full, global }
+    }
+
+    /// The scale byte of a block and the factor that brings its values onto the E2M1 grid.
+    pub(super) fn block(&self, amax: f32) -> (u8, f32) {
+        match self.scaling {
+            Scaling::Single => {
+                let scale = e4m3_encode((amax / 6.0).clamp(SINGLE_LEVEL_FLOOR, E4M3_MAX));
+                (scale, 1.0 / e4m3_decode(scale))
+            }
+            Scaling::Two => {
+                let scale = e4m3_encode((amax * (self.full * (1.0 / 6.0))).min(E4M3_MAX));
+                (scale, (1.0 / (e4m3_decode(scale) * (1.0 / self.full))).min(f32::MAX))
+            }
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! The forward and the backward of linear layers `y = x · Wᵀ` under a recipe, for layers that read the same activations:
+//! q, k and v, or gate and up. Such layers share one quantized copy of the activations, and one launch can make all of
+//! their products.
+//!
+//! The straight-through estimator (Bengio et al., arXiv 1308.3432) stands in for the gradient of quantization: where
+//! the forward read `Q(w)`, the gradient with respect to `Q(w)` is handed to `w` unchanged.
+
+use crate::{
+    kernels::Nvfp4Kernels,
+    ops::{Activations, Layer},
+    packed::Operand,
+    recipe::{LinearSpec, Recipe},
+};
+use burn::tensor::{DType, FloatDType, Shape, TensorMetadata, backend::Backend, ops::FloatTensor};
+use kernels_cubecl::matmul::Product;
+
+/// What the backward of linear layers reads: the operands that the forward multiplied.
+#[derive(Debug, Clone)]
+pub(crate) struct Saved<B: Backend> {
+    /// Under [`Recipe::Nvfp4`] the activations before quantization, because its backward packs them in its own way.
+    x: Operand<B>,
+    /// The weight of each layer.
+    w: Vec<Operand<B>>,
+    recipe: Recipe,
+}
+
+/// Returns the output of each layer, and what the backward needs. All layers have the same recipe.
+pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>) -> (Vec<FloatTensor<B>>, Saved<B>) {
+    let spec = layers[0].spec;
+    let (dtype, recipe) = (spec.precision.dtype(), spec.recipe);
+    debug_assert_eq!(x.values.dtype(), dtype, "the model casts activations where they enter");
+    let weight = |layer: Layer<B>| match layer.weight {
+        Operand::Dense(w) if recipe == Recipe::Bf16 => Operand::Dense(cast::<B>(w, dtype)),
+        Operand::Dense(w) => Operand::Packed(B::nvfp4_quantize(w, spec.weights())),
+        codes @ Operand::Packed(_) => codes,
+    };
+    let w: Vec<_> = layers.into_iter().map(weight).collect();
+    let read = if recipe.packs_activations() {
+        let codes = x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations()));
+        Operand::Packed(codes)
+    } else {
+        Operand::Dense(x.values.clone())
+    };
+    let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
+    let x = if matches!(recipe, Recipe::Nvfp4(_)) { Operand::Dense(x.values) } else { read };
+    (ys, Saved { x, w, recipe })
+}
+
+/// Returns `dx`, the sum over layers of `dy · W`, and for each layer `dW = dyᵀ · x` in f32, computed with the operands
+/// that the forward used. `wanted` says which of these gradients are needed, dx first. A layer without `dy` contributes
+/// nothing. The weights come first, because after them the activations can be freed before `dx` takes their place.
+pub(crate) fn backward<B: Nvfp4Kernels>(
+    dys: Vec<Option<FloatTensor<B>>>,
+    Saved { x, w, recipe }: Saved<B>,
+    specs: &[LinearSpec],
+    wanted: &[bool],
+) -> (Option<FloatTensor<B>>, Vec<Option<FloatTensor<B>>>) {
+    let dws = weight_gradients::<B>(&dys, x, recipe, specs, &wanted[1..]);
+    let dx = if wanted[0] { input_gradient::<B>(dys, w, recipe, specs) } else { None };
+    (dx, dws)
+}
+
+/// `dW = dyᵀ · x` of each layer that has a `dy` and is `wanted`.
+fn weight_gradients<B: Nvfp4Kernels>(
+    dys: &[Option<FloatTensor<B>>],
+    x: Operand<B>,
+    recipe: Recipe,
+    specs: &[LinearSpec],
+    wanted: &[bool],
+) -> Vec<Option<FloatTensor<B>>> {
+    let mut dws: Vec<Option<FloatTensor<B>>> = dys.iter().map(|_| None).collect();
+    let trained = |(i, dy): (usize, &Option<FloatTensor<B>>)| Some((i, dy.clone().filter(|_| wanted[i])?));
+    let (trained, dys): (Vec<_>, Vec<_>) = dys.iter().enumerate().filter_map(trained).unzip();
+    if trained.is_empty() {
+        return dws;
+    }
+    let (product, dys, x) = match (recipe, x) {
+        (Recipe::Nvfp4(parts), Operand::Dense(x)) => {
+            // Blocks run along the tokens, over which the product sums. The rotation of both operands cancels.
+            let across =
+                |x, spec| Operand::Packed(B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard));
+            let of_layer = |(dy, &i): (_, &usize)| across(dy, specs[i].gradients(parts, true));
+            let dys = dys.into_iter().zip(&trained).map(of_layer).collect();
+            (Product::Nt, dys, across(x, specs[0].activations()))
+        }
+        (_, x) => (Product::Tn, dys.into_iter().map(Operand::Dense).collect(), x),
+    };
+    let computed = B::products(product, dys, vec![x], specs[0].precision, DType::F32);
+    trained.into_iter().zip(computed).for_each(|(i, dw)| dws[i] = Some(dw));
+    dws
+}
+
+/// `dx`, the sum of `dy · W` over the layers that have a `dy`.
+fn input_gradient<B: Nvfp4Kernels>(
+    dys: Vec<Option<FloatTensor<B>>>,
+    w: Vec<Operand<B>>,
+    recipe: Recipe,
+    specs: &[LinearSpec],
+) -> Option<FloatTensor<B>> {
+    let (mut left, mut right) = (Vec::new(), Vec::new());
+    for ((dy, w), spec) in dys.into_iter().zip(w).zip(specs) {
+        let Some(dy) = dy else { continue };
+        left.push(match recipe {
+            Recipe::Nvfp4(parts) => Operand::Packed(B::nvfp4_quantize(dy, spec.gradients(parts, false))),
+            _ => Operand::Dense(dy),
+        });
+        right.push(w);
+    }
+    let precision = specs[0].precision;
+    (!left.is_empty()).then(|| B::product_sum(Product::Nn, left, right, precision, precision.dtype()))
+}
+
+/// `x` with rows of zeros up to a multiple of 16.
+fn in_blocks_of_16<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+    let [rows, cols] = x.shape().dims();
+    let missing = rows.next_multiple_of(16) - rows;
+    if missing == 0 {
+        return x;
+    }
+    let zeros = B::float_zeros(Shape::new([missing, cols]), &B::float_device(&x), x.dtype().into());
+    B::float_cat(vec![x, zeros], 0)
+}
+
+fn cast<B: Backend>(x: FloatTensor<B>, dtype: DType) -> FloatTensor<B> {
+    let to: FloatDType = dtype.into();
+    if x.dtype() == dtype { x } else { B::float_cast(x, to) }
+}

@@ -1,0 +1,74 @@
+//! Times the optimizer and the sums of gradients, over as many values as four of the largest matrices of a block.
+
+use super::{
+    BF16, F32, Row,
+    timing::{Bench, Data},
+};
+use crate::{
+    KernelError,
+    adamw::{self, Coding, Master},
+    gradient,
+    matmul::PackedArgs,
+    once::SOME_STEP,
+};
+use cubecl::prelude::*;
+
+impl<'a, R: Runtime> Bench<'a, R> {
+    pub(super) fn optimizer(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let client = self.client;
+        let moved = |bytes: f64| (Some(bytes), None);
+        let n = 9728 * 2560 * 4;
+        let [w, g, m, v, absmax, table] = [1, 2, 3, 4, 5, 6].map(|seed| self.bytes(n * 4, seed));
+        let shape = format!("{n}");
+        let chunk = adamw::Chunk { start: 0, end: n };
+        let grad = || (self.arg(&g, n), F32);
+        let dense = |master: Master| adamw::DenseArgs {
+            w: self.arg(&w, n),
+            dtype: if master == Master::Exact { F32 } else { BF16 },
+            residual: (master == Master::Residual).then(|| self.arg(&m, n)),
+            master,
+        };
+        self.row(show, "adamw f32, f32 states", shape.clone(), moved(n as f64 * 28.0), |_| {
+            let moments = [self.arg(&m, n), self.arg(&v, n)];
+            adamw::adamw_float(client, dense(Master::Exact), grad(), moments, (F32, false), SOME_STEP, chunk)
+        })?;
+        let state = |codes: &Data<'a>, coding: Coding| adamw::StateArgs {
+            codes: self.arg(codes, n * coding.bits() / 8),
+            absmax: self.arg(&absmax, n / 256),
+            table: self.arg(&table, 1 << coding.bits()),
+        };
+        for (name, master, coding, bytes) in [
+            ("adamw f32, 8-bit states", Master::Exact, Coding::Bytes, 16.0),
+            ("adamw bf16 stochastic, 8-bit states", Master::Stochastic, Coding::Bytes, 12.0),
+            ("adamw bf16 + residual, 8-bit states", Master::Residual, Coding::Bytes, 14.0),
+            ("adamw bf16 stochastic, 4-bit states", Master::Stochastic, Coding::Nibbles, 10.0),
+        ] {
+            self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
+                adamw::adamw_quantized(
+                    client,
+                    dense(master),
+                    grad(),
+                    [state(&m, coding), state(&v, coding)],
+                    coding,
+                    SOME_STEP,
+                    chunk,
+                )
+            })?;
+        }
+        for (name, coding, bytes) in
+            [("adamw nvfp4, 8-bit states", Coding::Bytes, 9.125), ("adamw nvfp4, 4-bit states", Coding::Nibbles, 7.125)]
+        {
+            self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
+                let (codes, scales, global) = (self.arg(&w, n / 8), self.arg(&absmax, n / 16), self.arg(&table, 1));
+                let w = PackedArgs { codes, scales, global, rows: n / 2560, cols: 2560 };
+                adamw::adamw_packed(client, w, grad(), [state(&m, coding), state(&v, coding)], coding, SOME_STEP, chunk)
+            })?;
+        }
+        self.row(show, "square_sum", shape.clone(), moved(n as f64 * 4.0), |_| {
+            gradient::square_sum(client, self.arg(&g, n), F32, self.arg(&table, 1))
+        })?;
+        self.row(show, "accumulate bf16 += f32", shape, moved(n as f64 * 8.0), |_| {
+            gradient::accumulate(client, (self.arg(&w, n), BF16), (self.arg(&g, n), F32))
+        })
+    }
+}

@@ -1,0 +1,42 @@
+//! The choice of the width of tiles. A cube makes 128 rows of y, and 128, 160 or 64 columns: the width whose last wave
+//! of tiles leaves least of the device idle.
+
+use super::shape::GemmShape;
+use crate::device::processors;
+use cubecl::prelude::*;
+
+/// Rows of y that a cube makes. Columns beyond as many lie in a region of shared memory of their own.
+pub(super) const TILE: u32 = 128;
+/// Values of the summed index in a stage.
+pub(super) const DEPTH: u32 = 64;
+/// Stages of the ring.
+pub(super) const STAGES: usize = 3;
+
+/// The widths of tiles that this device can have: a ring of tiles with 160 columns takes 108 KiB of shared memory.
+pub fn tile_columns<R: Runtime>(client: &ComputeClient<R>) -> Vec<usize> {
+    let room = client.properties().hardware.max_shared_memory_size;
+    let needed = |cols: &usize| STAGES * (TILE as usize + cols) * DEPTH as usize * 2;
+    [TILE as usize, 160, 64].into_iter().filter(|cols| needed(cols) <= room).collect()
+}
+
+/// The width of tiles with which a device of `processors` finishes first. Each multiprocessor makes its share of whole
+/// tiles; a single tile keeps two thirds of a multiprocessor busy; narrow tiles read more for the same product.
+pub(super) fn columns(shapes: &[GemmShape], processors: usize, offered: &[usize]) -> usize {
+    let cost = |&cols: &usize| {
+        let tiles: usize = shapes.iter().map(|s| s.i.div_ceil(TILE as usize) * s.j.div_ceil(cols)).sum();
+        let tiles = tiles.div_ceil(processors);
+        let alone = if tiles == 1 { 3 } else { 2 };
+        let narrow = if cols < TILE as usize { 120 } else { 100 };
+        tiles * cols * alone * narrow
+    };
+    offered.iter().copied().min_by_key(cost).unwrap_or(TILE as usize)
+}
+
+/// Whether these products gain by one launch. They do if one of them alone has so few tiles that its last wave is much
+/// of it, or sums so short that filling the ring is. Otherwise the larger code of a joint launch costs more than it
+/// saves.
+pub fn gains_together<R: Runtime>(client: &ComputeClient<R>, shapes: &[GemmShape], summed: bool) -> bool {
+    let tiles = |s: &GemmShape| s.i.div_ceil(TILE as usize) * s.j.div_ceil(TILE as usize);
+    let short = |s: &GemmShape| if summed { s.r < 64 * DEPTH as usize } else { tiles(s) < 3 * processors(client) };
+    shapes.len() > 1 && shapes.iter().any(short)
+}

@@ -1,0 +1,53 @@
+//! The optimizer with every form of master weights and moments.
+
+use super::{F32, SOME_STEP, Zeros};
+use crate::{
+    KernelError,
+    adamw::{self, Coding, Master},
+    gradient,
+};
+use cubecl::prelude::*;
+
+const MASTERS: [Master; 4] = [Master::Exact, Master::Residual, Master::Stochastic, Master::Nearest];
+
+const CODINGS: [Coding; 2] = [Coding::Bytes, Coding::Nibbles];
+
+/// Steps over `n` values, a multiple of 256, with a last block of 128 values; and over an odd number of values.
+pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype } = *zeros;
+    for (len, masters) in [(n + 128, &MASTERS[..]), (n - 3, &MASTERS[..1])] {
+        let chunk = adamw::Chunk { start: 0, end: len };
+        let state = |coding: Coding| adamw::StateArgs {
+            codes: zeros.bytes(len * coding.bits() / 8),
+            absmax: zeros.floats(len.div_ceil(adamw::STATE_BLOCK)),
+            table: zeros.floats(1 << coding.bits()),
+        };
+        let grad = |ty: StorageType| (zeros.sized(len, ty.size()), ty);
+        for &master in masters {
+            let ty = if master == Master::Exact { F32 } else { dtype };
+            let dense = || adamw::DenseArgs {
+                w: zeros.sized(len, ty.size()),
+                dtype: ty,
+                residual: (master == Master::Residual).then(|| zeros.bytes(len)),
+                master,
+            };
+            for states in [F32, dtype] {
+                let moments = [zeros.sized(len, states.size()), zeros.sized(len, states.size())];
+                adamw::adamw_float(client, dense(), grad(F32), moments, (states, states != F32), SOME_STEP, chunk)?;
+            }
+            for coding in if len % 16 == 0 { &CODINGS[..] } else { &CODINGS[..1] } {
+                let moments = [state(*coding), state(*coding)];
+                adamw::adamw_quantized(client, dense(), grad(dtype), moments, *coding, SOME_STEP, chunk)?;
+            }
+        }
+        if len % 16 == 0 {
+            for coding in CODINGS {
+                let moments = [state(coding), state(coding)];
+                adamw::adamw_packed(client, zeros.packed(1, len), grad(F32), moments, coding, SOME_STEP, chunk)?;
+            }
+        }
+        gradient::square_sum(client, zeros.floats(len), F32, zeros.floats(1))?;
+        gradient::accumulate(client, grad(dtype), grad(F32))?;
+    }
+    Ok(())
+}

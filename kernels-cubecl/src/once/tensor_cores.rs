@@ -1,0 +1,129 @@
+//! The kernels that need tensor cores.
+
+use super::{F32, Zeros};
+use crate::{
+    KernelError,
+    attention::{self, AttentionShape},
+    block_scaled::{self, block_scaled},
+    decode_attention,
+    gemm::{self, Gemm, GemmShape},
+    gemv::{Gemv, gemv},
+    matmul::Product,
+};
+use cubecl::prelude::*;
+
+/// Every kind of product, in tiles of every width.
+pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype } = *zeros;
+    for cols in gemm::tile_columns(client) {
+        for (product, accumulate, result) in [
+            (Product::Nt, false, dtype),
+            (Product::Nn, false, dtype),
+            (Product::Tn, false, F32),
+            (Product::Tn, true, F32),
+        ] {
+            let (i, j, r) = if product == Product::Tn { (136, 168, rows) } else { (rows, 168, 72) };
+            let shape = GemmShape { i, j, r };
+            let scales = if accumulate { vec![] } else { vec![zeros.floats(1)] };
+            let (a, b, out) = (zeros.values(i * r), zeros.values(j * r), zeros.sized(i * j, result.size()));
+            let one = Gemm::one(a, b, scales, out, (dtype, result), shape, product);
+            gemm::gemm_in(client, Gemm { accumulate, ..one }, cols)?;
+        }
+        joint_gemms(zeros, rows.next_multiple_of(8), cols)?;
+    }
+    Ok(())
+}
+
+/// Three products with one left operand, three with one right operand both ways, and a sum of three.
+fn joint_gemms<R: Runtime>(zeros: &Zeros<R>, tokens: usize, cols: usize) -> Result<(), KernelError> {
+    let (outputs, inputs) = ([168, 40, 72], 136);
+    for (product, shared_left, summed) in [
+        (Product::Nt, true, false),
+        (Product::Nt, false, false),
+        (Product::Tn, false, false),
+        (Product::Nn, false, true),
+    ] {
+        let shape = |&n: &usize| match (shared_left, summed) {
+            (true, _) => GemmShape { i: tokens, j: n, r: inputs },
+            (_, true) => GemmShape { i: tokens, j: inputs, r: n },
+            _ => GemmShape { i: n, j: inputs, r: tokens },
+        };
+        let shapes: Vec<_> = outputs.iter().map(shape).collect();
+        let each = |count: usize, len: &dyn Fn(&GemmShape) -> usize| -> Vec<_> {
+            shapes[..count].iter().map(|shape| zeros.values(len(shape))).collect()
+        };
+        let products = Gemm {
+            a: each(if shared_left { 1 } else { 3 }, &|s| s.i * s.r),
+            b: each(if shared_left || summed { 3 } else { 1 }, &|s| s.j * s.r),
+            scales: (0..6).map(|_| zeros.floats(1)).collect(),
+            out: each(if summed { 1 } else { 3 }, &|s| s.i * s.j),
+            types: (zeros.dtype, zeros.dtype),
+            shapes: shapes.clone(),
+            product,
+            accumulate: false,
+        };
+        gemm::gemm_in(zeros.client, products, cols)?;
+    }
+    Ok(())
+}
+
+pub(super) fn block_scaled_products<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype } = *zeros;
+    if !block_scaled::supported(client) {
+        return Ok(());
+    }
+    for result in [dtype, F32] {
+        let (a, w, out) = (zeros.packed(rows, 256), zeros.packed(40, 256), zeros.sized(rows * 40, result.size()));
+        block_scaled(client, a, w, out, result)?;
+    }
+    Ok(())
+}
+
+/// One token and several, few and many rows of a weight, one weight and three.
+pub(super) fn gemvs<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype } = *zeros;
+    for (outputs, inputs) in [(40usize, 256usize), (8450, 2560)] {
+        for tokens in [1, rows.min(16)] {
+            for outputs in [vec![outputs], vec![outputs, 24, 40]] {
+                let weights = outputs.iter().map(|n| zeros.packed(*n, inputs)).collect();
+                let ys = outputs.iter().map(|n| zeros.values(tokens * n)).collect();
+                let (x, scales) = (zeros.values(tokens * inputs), vec![zeros.floats(1)]);
+                gemv(client, Gemv { x, rows: tokens, weights, scales, ys, dtype })?;
+            }
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn attention<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
+    let Zeros { client, dtype } = *zeros;
+    for head_dim in [64usize, 128] {
+        let shape = AttentionShape { queries: rows, keys: rows, past: 0, heads: 4, kv_heads: 2, head_dim };
+        let (queries, keys, lse) = (rows * 4 * head_dim, rows * 2 * head_dim, rows * 4);
+        let qkv = || [zeros.values(queries), zeros.values(keys), zeros.values(keys)];
+        let starts = || zeros.floats(rows);
+        attention::forward(client, qkv(), starts(), zeros.values(queries), zeros.floats(lse), dtype, shape)?;
+        attention::delta(client, zeros.values(queries), zeros.values(queries), zeros.floats(lse), dtype, shape)?;
+        let saved = || {
+            let [q, k, v] = qkv();
+            attention::Saved { q, k, v, lse: zeros.floats(lse) }
+        };
+        let ends: Vec<u8> = (0..rows).flat_map(|_| (rows as u32).to_le_bytes()).collect();
+        let handle = client.create_from_slice(&ends);
+        // SAFETY: the buffer holds one u32 for each row.
+        let ends = unsafe { ArrayArg::from_raw_parts(handle, rows) };
+        let out = [zeros.values(keys), zeros.values(keys)];
+        let (dy, delta) = (zeros.values(queries), zeros.floats(lse));
+        attention::backward_kv(client, saved(), dy, delta, starts(), ends, out, dtype, shape)?;
+        let (dy, delta) = (zeros.values(queries), zeros.floats(lse));
+        attention::backward_q(client, saved(), dy, delta, starts(), zeros.values(queries), dtype, shape)?;
+
+        // Two new tokens over a cache.
+        let past = rows * 3;
+        let shape = AttentionShape { queries: 2, keys: past + 2, past, heads: 4, kv_heads: 2, head_dim };
+        let (queries, keys) = (2 * 4 * head_dim, shape.keys * 2 * head_dim);
+        let qkv = [zeros.values(queries), zeros.values(keys), zeros.values(keys)];
+        decode_attention::decode_attention(client, qkv, zeros.floats(2), zeros.values(queries), dtype, shape)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,95 @@
+//! The command line is frozen: every flag, its other names, its heading and its default are in a golden file, so that
+//! a change of any of them is seen. `UPDATE_GOLDEN=1` writes the file anew.
+
+use crate::support::golden;
+use clap::{Arg, CommandFactory, FromArgMatches};
+use train_cli::{args::Cli, settings::Settings};
+
+#[test]
+fn every_flag_and_its_default_is_the_recorded_one() {
+    let (mut text, mut previous) = (String::new(), String::new());
+    for command in Cli::command().get_subcommands_mut() {
+        command.build();
+        let flags: String = command.get_arguments().map(|arg| format!("    {}\n", line(arg))).collect();
+        // `estimate` takes the flags of `fit`.
+        let shown = if flags == previous { "    the same flags\n" } else { &flags };
+        text += &format!("{}\n{shown}", command.get_name());
+        previous = flags;
+    }
+    let path = golden("cli/flags.txt");
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::write(&path, &text).unwrap();
+    }
+    let recorded = std::fs::read_to_string(&path).unwrap_or_default();
+    let missing: Vec<&str> = recorded.lines().filter(|line| !text.lines().any(|l| l == *line)).collect();
+    let added: Vec<&str> = text.lines().filter(|line| !recorded.lines().any(|l| l == *line)).collect();
+    assert!(
+        text == recorded,
+        "the command line differs from {}; if that is intended, run the test with UPDATE_GOLDEN=1\n- {}\n+ {}",
+        path.display(),
+        missing.join("\n- "),
+        added.join("\n+ ")
+    );
+}
+
+/// A flag as one line: its names, its value, its default and its heading.
+fn line(arg: &Arg) -> String {
+    let mut names = Vec::new();
+    names.extend(arg.get_short().map(|short| format!("-{short}")));
+    names.extend(arg.get_long().map(|long| format!("--{long}")));
+    let aliases = arg.get_all_aliases().unwrap_or_default();
+    names.extend(aliases.iter().map(|alias| format!("--{alias}")));
+    let mut text = names.join(", ");
+    if arg.get_action().takes_values() {
+        let values: Vec<_> = arg.get_possible_values().iter().map(|value| value.get_name().to_owned()).collect();
+        let name = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+        text += &if values.is_empty() { format!(" <{name}>") } else { format!(" <{name}: {}>", values.join("|")) };
+        let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+        if defaults.iter().any(|default| !default.is_empty()) {
+            text += &format!(" = {}", defaults.join(","));
+        }
+    }
+    if let Some(heading) = arg.get_help_heading() {
+        text += &format!(" [{heading}]");
+    }
+    text.trim_start().to_owned()
+}
+
+#[test]
+fn help_prints_the_defaults_that_a_run_has() {
+    let command = Cli::command();
+    let fit = command.find_subcommand("fit").unwrap();
+    let matches = fit.clone().no_binary_name(true).try_get_matches_from(Vec::<String>::new()).unwrap();
+    assert_eq!(Settings::from_arg_matches(&matches).unwrap(), Settings::default());
+}
+
+#[test]
+fn the_ten_flags_that_most_people_need_come_first() {
+    let command = Cli::command();
+    let fit = command.find_subcommand("fit").unwrap();
+    let first = fit.get_arguments().filter(|arg| arg.get_help_heading().is_none());
+    let mut names: Vec<_> = first.map(|arg| arg.get_long().unwrap()).collect();
+    names.sort_unstable();
+    let expected = [
+        "batch-size",
+        "data",
+        "demo",
+        "device",
+        "learning-rate",
+        "max-seq-length",
+        "model",
+        "num-train-epochs",
+        "output-dir",
+        "recipe",
+    ];
+    assert_eq!(names, expected);
+}
+
+#[test]
+fn every_help_text_is_there() {
+    for command in Cli::command().get_subcommands() {
+        for arg in command.get_arguments() {
+            assert!(arg.get_help().is_some(), "{} {} has no help", command.get_name(), arg.get_id());
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! `fit` trains on what its flags choose: the tokens of `--loss-on`, and the products of `--recipe`, which the exported
+//! model keeps.
+
+use crate::support::{
+    files::{demo_file, ok, tiny_model},
+    spec,
+};
+use model_qwen3::{
+    checkpoint::{Checkpoint, Stored, Tensors},
+    tokenizer::Tokenizer,
+};
+use serde_json::Value;
+use std::path::Path;
+
+const QUESTION: &str = "Who are you?";
+const ANSWER: &str = "I am a tiny Qwen3 trained in Rust.";
+
+/// Trains the model `m` on one row on the CPU and returns the lines of metrics.jsonl.
+fn fit(dir: &Path, output: &str, more: &[&str]) -> Vec<Value> {
+    fit_model(dir, "m", "1e-2", output, more)
+}
+
+fn fit_model(dir: &Path, model: &str, rate: &str, output: &str, more: &[&str]) -> Vec<Value> {
+    let mut args = vec!["fit", "-m", model, "--lr", rate, "-o", output];
+    args.extend(["-d", "row.tsv", "--device", "cpu", "--val-split", "0"]);
+    args.extend(more);
+    ok(dir, &args);
+    let text = std::fs::read_to_string(dir.join(output).join("metrics.jsonl")).unwrap();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn losses(metrics: &[Value]) -> Vec<f64> {
+    metrics.iter().filter_map(|line| line["loss"].as_f64()).collect()
+}
+
+fn model_and_row(dir: &Path) {
+    tiny_model(&dir.join("m"), true);
+    std::fs::write(dir.join("row.tsv"), format!("{QUESTION}\t{ANSWER}\n")).unwrap();
+}
+
+#[test]
+fn loss_on_chooses_the_tokens_that_are_learnt() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_row(d);
+    let tokenizer = Tokenizer::from_file(&demo_file("tokenizer.json")).unwrap();
+    let count = |text: &str| tokenizer.encode(text).unwrap().len() as u64;
+    let asked = count(&format!("<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"));
+    let said = count(&format!("{ANSWER}<|im_end|>"));
+    let end_of_turn = count("\n");
+    let of = |output: &str, more: &[&str]| {
+        let metrics = fit(d, output, &[&["--max-steps", "1"][..], more].concat());
+        let report = std::fs::read(d.join(output).join("data_report.json")).unwrap();
+        let report: Value = serde_json::from_slice(&report).unwrap();
+        (losses(&metrics)[0], report["supervised_tokens"].as_u64().unwrap())
+    };
+    let (answer_loss, answer_tokens) = of("assistant", &["--loss-on", "assistant"]);
+    let (all_loss, all_tokens) = of("all", &["--loss-on", "all"]);
+    assert_eq!(answer_tokens, said, "the answer and its end token");
+    // Nothing predicts the first token.
+    assert_eq!(all_tokens, asked + said + end_of_turn - 1);
+    assert_eq!(of("default", &[]), (answer_loss, answer_tokens), "the answers are the default");
+    assert_eq!(of("completion", &["--loss-on", "completion"]), (answer_loss, answer_tokens));
+    assert_ne!(answer_loss, all_loss);
+}
+
+/// After many steps on the answer alone, the answer is predicted well and the prompt is not.
+#[test]
+fn a_prompt_that_is_not_supervised_is_not_learnt() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_row(d);
+    // A step at a rate of 0 measures the loss of a trained model over all tokens.
+    let over_all = |run: &str| {
+        let args = ["--max-steps", "1", "--loss-on", "all", "--save-strategy", "no", "--recipe", "bf16"];
+        let (model, output) = (format!("{run}/final"), format!("{run}-measured"));
+        losses(&fit_model(d, &model, "0", &output, &args))[0]
+    };
+    let steps = ["--max-steps", "40", "--recipe", "bf16", "--eval-steps", "0"];
+    let answer = losses(&fit(d, "answer", &steps));
+    let all = losses(&fit(d, "all", &[&steps[..], &["--loss-on", "all"]].concat()));
+    assert!(answer[39] < 0.5 && all[39] < 0.5, "both runs learn: {} and {}", answer[39], all[39]);
+    let (of_answer, of_all) = (over_all("answer"), over_all("all"));
+    assert!(of_all < 0.5 && of_answer > 1.0, "over all tokens {of_answer} and {of_all}");
+}
+
+#[test]
+fn the_recipe_nvfp4_trains_and_its_export_keeps_its_square_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_row(d);
+    let steps = ["--max-steps", "30", "--eval-steps", "0"];
+    let with = |output: &str, more: &[&str]| losses(&fit(d, output, &[&steps[..], more].concat()));
+    let nvfp4 = with("nvfp4", &["--recipe", "nvfp4"]);
+    let first_half: f64 = nvfp4[..3].iter().sum();
+    let second_half: f64 = nvfp4[27..].iter().sum();
+    assert!(second_half < 0.5 * first_half, "{nvfp4:?}");
+    // Every part of the recipe takes part: without it the run is another one.
+    let mut runs = vec![nvfp4, with("bf16", &["--recipe", "bf16"]), with("w4a4", &["--recipe", "w4a4"])];
+    for part in ["square-blocks", "hadamard", "stochastic"] {
+        runs.push(with(part, &["--recipe", "nvfp4", "--nvfp4-without", part]));
+    }
+    for i in 0..runs.len() {
+        assert!(runs[..i].iter().all(|other| other != &runs[i]), "run {i} is another one");
+    }
+
+    for (run, square) in [("nvfp4", true), ("square-blocks", false)] {
+        let exported = Checkpoint::open(&d.join(run).join("final/model.dat")).unwrap();
+        let masters = Checkpoint::open(&d.join(run).join("checkpoint-30/model.safetensors")).unwrap();
+        let mut packed = 0;
+        for name in exported.names() {
+            let Some(Stored::Packed { rows, cols, .. }) = exported.stored(&name) else { continue };
+            let q = exported.read_packed(&name).unwrap();
+            let values = masters.read_dense(&name).unwrap();
+            let expected = spec::quantize(&values, rows, cols, true, square, spec::nearest);
+            assert_eq!((&q.scales, q.global), (&expected.scales, expected.global), "{run}: {name}");
+            let codes: Vec<u8> = q.codes.iter().flat_map(|w| w.to_le_bytes()).flat_map(|b| [b & 15, b >> 4]).collect();
+            assert_eq!(codes, expected.codes, "{run}: {name}");
+            packed += 1;
+        }
+        assert_eq!(packed, 2 * 7, "{run}: every linear layer of 2 blocks");
+    }
+    let answer =
+        ok(d, &["generate", "-m", "nvfp4/final/model.dat", "-p", QUESTION, "--temp", "0", "--json", "--device", "cpu"]);
+    let answer: Value = serde_json::from_str(&answer).unwrap();
+    assert_eq!((answer["text"].as_str(), answer["stop"].as_str()), (Some(ANSWER), Some("stop")), "{answer}");
+}

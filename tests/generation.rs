@@ -1,0 +1,228 @@
+//! `generate` does what its flags say: the prompt reaches the model as the template, the raw text or standard input has
+//! it, sampling keeps the tokens that its filters keep, and text streams without half a character.
+
+use crate::support::{
+    files::{command, demo_file, ok, run, tiny_model_with_spread},
+    golden,
+    scripted::{STOP, scripted_model},
+};
+use model_qwen3::tokenizer::Tokenizer;
+use serde_json::Value;
+use std::{
+    collections::BTreeSet,
+    io::{Read, Write},
+    path::Path,
+    process::Stdio,
+};
+
+/// Runs `generate --json` on the model in folder `m`.
+fn generate(dir: &Path, more: &[&str]) -> Value {
+    let mut args = vec!["generate", "-m", "m", "--device", "cpu", "--json"];
+    args.extend(more);
+    serde_json::from_str(&ok(dir, &args)).unwrap()
+}
+
+fn ids(answer: &Value) -> Vec<u32> {
+    answer["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+fn demo_tokenizer() -> Tokenizer {
+    Tokenizer::from_file(&demo_file("tokenizer.json")).unwrap()
+}
+
+/// A model of random weights that are large enough for its greedy answer to depend on every prompt token.
+fn lively_model(dir: &Path) {
+    tiny_model_with_spread(&dir.join("m"), true, 0.5);
+}
+
+const GREEDY: [&str; 4] = ["--temp", "0", "--max-tokens", "8"];
+
+/// The greedy answer to a prompt with these flags, and the number of prompt tokens.
+fn greedy(dir: &Path, prompt: &str, more: &[&str]) -> (Vec<u32>, u64) {
+    let answer = generate(dir, &[&["-p", prompt][..], &GREEDY, more].concat());
+    (ids(&answer), answer["prompt_tokens"].as_u64().unwrap())
+}
+
+#[test]
+fn a_raw_prompt_is_the_text_itself_and_a_plain_one_is_rendered_by_the_template() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let user = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
+    assert_eq!(greedy(d, "hi", &[]), greedy(d, user, &["--raw"]));
+    let raw = greedy(d, "hi", &["--raw"]);
+    assert_eq!(raw.1, demo_tokenizer().encode("hi").unwrap().len() as u64);
+    assert_ne!(raw.0, greedy(d, "hi", &[]).0);
+}
+
+#[test]
+fn a_system_prompt_comes_first_and_changes_the_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let rendered = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
+    let with = greedy(d, "hi", &["--system-prompt", "Be brief."]);
+    assert_eq!(with, greedy(d, rendered, &["--raw"]));
+    assert_ne!(with.0, greedy(d, "hi", &[]).0);
+    let both = ["generate", "-m", "m", "-p", "hi", "--device", "cpu", "--raw", "--system-prompt", "x"];
+    assert_eq!(run(d, &both).status.code(), Some(2), "a raw prompt has no place for a system message");
+}
+
+#[test]
+fn thinking_is_switched_off_by_an_empty_thought() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    std::fs::copy(golden("chat/qwen3-thinking.jinja"), d.join("m/chat_template.jinja")).unwrap();
+    let user = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
+    let silent = format!("{user}<think>\n\n</think>\n\n");
+    assert_eq!(greedy(d, "hi", &["--thinking=false"]), greedy(d, &silent, &["--raw"]));
+    let thinking = greedy(d, user, &["--raw"]);
+    assert_eq!(greedy(d, "hi", &["--thinking"]), thinking);
+    assert_eq!(greedy(d, "hi", &[]), thinking, "a thinking model thinks by default");
+}
+
+#[test]
+fn a_dash_reads_the_prompt_from_standard_input() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let expected = generate(d, &[&["-p", "你好\nworld"][..], &GREEDY].concat());
+    // A byte-order mark and the last line break are no part of the prompt.
+    for typed in ["你好\nworld", "你好\nworld\n", "\u{FEFF}你好\nworld\r\n"] {
+        let args = [&["generate", "-m", "m", "--device", "cpu", "--json", "-p", "-"][..], &GREEDY].concat();
+        let mut child =
+            command(d, &args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(typed.as_bytes()).unwrap();
+        let out = child.wait_with_output().unwrap();
+        assert!(out.status.success());
+        let answer: Value = serde_json::from_slice(&out.stdout).unwrap();
+        assert_eq!(answer["prompt"], "你好\nworld", "{typed:?}");
+        assert_eq!(ids(&answer), ids(&expected), "{typed:?}");
+    }
+}
+
+/// Three tokens of nearly the same logit, after every token.
+const CANDIDATES: [(u32, f32); 3] = [(40, 5.0), (41, 4.9), (42, 4.8)];
+
+#[test]
+fn top_k_keeps_the_k_most_likely_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    scripted_model(&d.join("m"), |_| CANDIDATES.to_vec());
+    // So hot that every token of the vocabulary is nearly as likely as the next one.
+    let drawn = |more: &[&str]| -> BTreeSet<u32> {
+        let args = [&["-p", "a", "--raw", "--temp", "100", "--max-tokens", "40"][..], more].concat();
+        ids(&generate(d, &args)).into_iter().collect()
+    };
+    assert_eq!(drawn(&["--top-k", "1"]), BTreeSet::from([40]));
+    assert_eq!(drawn(&["--top-k", "2"]), BTreeSet::from([40, 41]));
+    assert_eq!(drawn(&["--top-k", "3"]), BTreeSet::from([40, 41, 42]));
+    assert!(drawn(&["--top-k", "0"]).len() > 10, "0 keeps every token");
+    assert!(drawn(&[]).len() > 10, "the default of a model without generation_config.json keeps every token");
+    std::fs::write(d.join("m/generation_config.json"), r#"{"do_sample": true, "top_k": 2}"#).unwrap();
+    assert_eq!(drawn(&[]), BTreeSet::from([40, 41]), "the model's own top-k is the default");
+    assert_eq!(drawn(&["--top-k", "1"]), BTreeSet::from([40]), "a flag wins over the model's file");
+}
+
+#[test]
+fn the_same_seed_draws_the_same_answer_and_another_seed_another_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    scripted_model(&d.join("m"), |_| CANDIDATES.to_vec());
+    let drawn = |seed: &str| {
+        ids(&generate(d, &["-p", "a", "--raw", "--temp", "5", "--top-k", "3", "--max-tokens", "30", "--seed", seed]))
+    };
+    assert_eq!(drawn("1"), drawn("1"));
+    assert_ne!(drawn("1"), drawn("2"));
+}
+
+#[test]
+fn a_repetition_penalty_moves_each_seen_token_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let prompt = "a";
+    let [a] = demo_tokenizer().encode(prompt).unwrap()[..] else { panic!("one token") };
+    let (b, c) = (a + 1, a + 2);
+    let answer = |logits: [f32; 3], penalty: &str| {
+        scripted_model(&d.join("m"), |_| vec![(a, logits[0]), (b, logits[1]), (c, logits[2])]);
+        let args = ["-p", prompt, "--raw", "--temp", "0", "--max-tokens", "4", "--repetition-penalty", penalty];
+        ids(&generate(d, &args))
+    };
+    assert_eq!(answer([3.0, 2.5, 1.0], "1"), [a, a, a, a]);
+    // Token a stands in the prompt: 3.0 / 1.3 is below 2.5. Then both were seen, and a is above b again, for good.
+    assert_eq!(answer([3.0, 2.5, 1.0], "1.3"), [b, a, a, a]);
+    // A negative logit is multiplied: divided, it would rise.
+    assert_eq!(answer([-1.0, -1.2, -2.0], "1.3"), [b, a, a, a]);
+    assert_eq!(answer([3.0, 2.5, 2.4], "2"), [b, c, a, a]);
+}
+
+#[test]
+fn an_answer_ends_at_the_stop_token_which_is_no_part_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let [a] = demo_tokenizer().encode("a").unwrap()[..] else { panic!("one token") };
+    scripted_model(&d.join("m"), |t| vec![(if t == a + 2 { STOP } else { t + 1 }, 5.0)]);
+    let answer = generate(d, &["-p", "a", "--raw", "--max-tokens", "9"]);
+    assert_eq!((ids(&answer), answer["stop"].as_str()), (vec![a + 1, a + 2], Some("stop")));
+    let answer = generate(d, &["-p", "a", "--raw", "--max-tokens", "1"]);
+    assert_eq!((ids(&answer), answer["stop"].as_str()), (vec![a + 1], Some("length")));
+}
+
+/// Answers with the tokens of `text` over and over. Every token of it occurs once, because the last token is all that
+/// the model knows.
+fn singing_model(folder: &Path, text: &str) -> Vec<u32> {
+    let song = demo_tokenizer().encode(text).unwrap();
+    assert_eq!(song.iter().collect::<BTreeSet<_>>().len(), song.len(), "{text:?} repeats a token");
+    assert!(song.len() > text.chars().count(), "{text:?} splits no character");
+    scripted_model(folder, |t| {
+        let at = song.iter().position(|&s| s == t).map_or(0, |at| (at + 1) % song.len());
+        vec![(song[at], 5.0)]
+    });
+    song
+}
+
+#[test]
+fn long_text_streams_in_whole_characters() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    for text in ["a😀語é", "漢bж𝄞", "🦀😴c"] {
+        let song = singing_model(&d.join("m"), text);
+        let rounds = 200 / song.len();
+        let tokens = (rounds * song.len()).to_string();
+        let args = ["generate", "-m", "m", "--device", "cpu", "-p", "hello", "--raw", "--max-tokens", &tokens];
+        let mut child = command(d, &args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let (mut shown, mut reads, mut buffer) = (Vec::new(), 0, [0; 4096]);
+        let mut stdout = child.stdout.take().unwrap();
+        loop {
+            let n = stdout.read(&mut buffer).unwrap();
+            if n == 0 {
+                break;
+            }
+            // The program writes piece by piece, and a pipe hands over whole pieces.
+            let piece = std::str::from_utf8(&buffer[..n]);
+            assert!(piece.is_ok_and(|p| !p.contains('\u{FFFD}')), "half a character of {text:?} was shown");
+            shown.extend(&buffer[..n]);
+            reads += 1;
+        }
+        assert!(child.wait().unwrap().success());
+        assert_eq!(String::from_utf8(shown).unwrap(), format!("{}\n", text.repeat(rounds)));
+        assert!(reads > 5, "{text:?} came in {reads} pieces: text is shown as it grows");
+        let answer = generate(d, &["-p", "hello", "--raw", "--max-tokens", &tokens]);
+        assert_eq!(answer["text"], text.repeat(rounds));
+    }
+}
+
+#[test]
+fn an_answer_that_is_cut_within_a_character_shows_what_came_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let song = singing_model(&d.join("m"), "a😀語é");
+    // The text begins anew after 6 rounds; 3 more tokens are "a" and half of the next character.
+    let tokens = (6 * song.len() + 3).to_string();
+    let answer = generate(d, &["-p", "hello", "--raw", "--max-tokens", &tokens]);
+    let text = answer["text"].as_str().unwrap();
+    let rest = text.strip_prefix(&("a😀語é".repeat(6) + "a")).unwrap_or_else(|| panic!("{text}"));
+    assert!(!rest.is_empty() && rest.chars().all(|c| c == '\u{FFFD}'), "{rest:?}");
+    assert_eq!(ids(&answer).len(), 6 * song.len() + 3);
+}

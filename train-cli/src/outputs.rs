@@ -1,0 +1,45 @@
+//! Files that a command writes: an output never replaces an input.
+
+use crate::CliError;
+use std::path::{Path, PathBuf};
+
+/// Refuses an output that is an input, or that could not be written after hours of work.
+///
+/// # Errors
+/// If `output` is one of `inputs`, is a folder, or lies in a folder that does not exist.
+pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
+    let shown = output.display();
+    let refuse = |text: String| Err(CliError::Usage(text));
+    if output.canonicalize().is_ok_and(|written| inputs.iter().any(|input| same_file(input, &written))) {
+        return refuse(format!(
+            "{shown} is an input of this command, and inputs are never overwritten; choose another"
+        ));
+    }
+    let folder = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !folder.is_dir() {
+        return refuse(format!("{shown} cannot be written: there is no folder {}; create it first", folder.display()));
+    }
+    if output.is_dir() {
+        return refuse(format!("{shown} is a folder; give the name of a file"));
+    }
+    Ok(())
+}
+
+/// Whether `input` is the existing file `written`, by whatever name or link.
+fn same_file(input: &Path, written: &Path) -> bool {
+    input.canonicalize().is_ok_and(|input| input == written) || same_inode(input, written)
+}
+
+#[cfg(unix)]
+fn same_inode(a: &Path, b: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    match (a.metadata(), b.metadata()) {
+        (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
+        _ => false,
+    }
+}
+
+#[cfg(not(unix))]
+fn same_inode(_: &Path, _: &Path) -> bool {
+    false
+}

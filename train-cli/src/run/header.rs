@@ -1,0 +1,65 @@
+//! The lines that a run prints before it trains: what is trained, on what, and how.
+
+use crate::{
+    plan::{ModelSource, Plan},
+    report,
+    run::inputs::Inputs,
+    settings::{Clip, StepMode},
+};
+use backend_nvfp4::Scaling;
+
+/// Prints the header of a run.
+pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling) {
+    report::label("model", model(plan, inputs, scaling));
+    report::label("data", data(inputs));
+    report::label("step", step(plan));
+    let (steps, size) = (inputs.order(plan).steps, plan.sequences_per_step());
+    let (rate, seed) = (plan.settings.optimizer.learning_rate, plan.settings.advanced.seed);
+    let (steps, size) = (report::count(steps, "step"), report::count(size, "sequence"));
+    report::label("plan", format!("{steps} of {size} · learning rate {rate:e} · seed {seed}"));
+    report::label("run", plan.output_dir.display().to_string());
+}
+
+fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
+    let name = match &plan.source {
+        ModelSource::Files(files) => files.weights.display().to_string(),
+        ModelSource::Random { config } => format!("{} (random weights)", config.display()),
+    };
+    let parameters = report::short(inputs.config.num_params() as f64);
+    let layers = report::count(inputs.config.num_hidden_layers, "layer");
+    let levels = if scaling == Scaling::Two { "two-level" } else { "single-level" };
+    format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels} scales", plan.recipe.name())
+}
+
+fn data(inputs: &Inputs) -> String {
+    let found = &inputs.report;
+    let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
+    let mut parts = vec![
+        report::count(found.rows, "row"),
+        format!("{} train / {} eval", inputs.train.len(), inputs.eval.len()),
+        format!("{tokens} tokens, {supervised} supervised"),
+    ];
+    if !found.dropped.is_empty() {
+        parts.push(format!("{} dropped (too long)", report::count(found.dropped.len(), "row")));
+    }
+    if !found.truncated.is_empty() {
+        parts.push(format!("{} cut (too long)", report::count(found.truncated.len(), "row")));
+    }
+    if let Some((rows, full)) = found.packed {
+        parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "row"), full * 100.0));
+    }
+    parts.join(" · ")
+}
+
+fn step(plan: &Plan) -> String {
+    let (memory, norm) = (&plan.settings.memory, plan.settings.optimizer.max_grad_norm);
+    let mode = if memory.step_mode == StepMode::Streaming { "streaming" } else { "whole graph" };
+    let master = memory.master_weights.map_or("bf16 (f32 where activations are f32)", |master| master.name());
+    let which = if plan.clip == Clip::Exact { "this step's" } else { "the previous step's" };
+    let clipping = if norm > 0.0 {
+        format!("gradient clipping {norm:?}, using {which} norm")
+    } else {
+        "no gradient clipping".to_owned()
+    };
+    format!("{mode} · {master} master weights · {} optimizer states · {clipping}", memory.optimizer_state_mode.name())
+}

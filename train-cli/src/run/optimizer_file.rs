@@ -1,0 +1,184 @@
+//! `optimizer.safetensors` of a checkpoint: the two moments of every tensor that was updated, as they are stored.
+//!
+//! | name | type and shape | content |
+//! |---|---|---|
+//! | `<tensor>.steps` | I32 `[]` | updates so far |
+//! | `<tensor>.m`, `.v` | F32 or BF16 `[len]` | float moments |
+//! | `<tensor>.m.codes`, `.v.codes` | U8 | 8-bit codes, or two 4-bit codes in a byte |
+//! | `<tensor>.m.absmax`, `.v.absmax` | F32 `[len / 256]` | the scale of each 256 codes |
+//! | `<tensor>.residual` | U8 `[len]` | the lower 8 bits of a bf16-residual master weight |
+
+use crate::{
+    CliError,
+    train::optim::{AdamwConfig, ChunkedAdamw, TensorState},
+};
+use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, StateKind};
+use burn::tensor::{
+    DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
+    ops::{FloatTensor, IntTensor},
+};
+use model_qwen3::{
+    ModelError,
+    bytes::{self, FloatType},
+    model::Qwen3,
+    safetensors::{SafeFile, header},
+    weights::{fields, to_host},
+};
+use safetensors::Dtype;
+use std::{io::Write, path::Path};
+
+/// Number of codes that share one `absmax`.
+const STATE_BLOCK: usize = 256;
+
+/// What one entry of the file holds.
+enum Content<'a, B: Nvfp4Kernels> {
+    Steps(i32),
+    Float(&'a FloatTensor<B>),
+    Bytes(&'a IntTensor<B>),
+}
+
+/// Writes the states of all parameters that were updated.
+///
+/// # Errors
+/// If the device or the system fails.
+pub(super) fn write<B: Nvfp4Kernels>(
+    model: &Qwen3<B>,
+    optimizer: &ChunkedAdamw<B>,
+    out: &mut dyn Write,
+    path: &Path,
+) -> Result<(), CliError> {
+    let fields = fields(model);
+    let states = fields.iter().filter_map(|(name, field)| Some((name, field.shape(), optimizer.state(field.id()?)?)));
+    let (mut layout, mut contents) = (Vec::new(), Vec::new());
+    for (name, shape, state) in states {
+        for (suffix, dtype, shape, content) in entries(shape.iter().product(), state) {
+            layout.push((format!("{name}.{suffix}"), dtype, shape));
+            contents.push(content);
+        }
+    }
+    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(CliError::io(path));
+    put(&header(&layout))?;
+    for content in contents {
+        match content {
+            Content::Steps(steps) => put(&bytes::of_i32s([steps]))?,
+            Content::Float(x) => put(&float_of(x.dtype()).0.encode(&floats::<B>(x)?))?,
+            Content::Bytes(x) => put(&bytes_of::<B>(x)?)?,
+        }
+    }
+    Ok(())
+}
+
+type Entry<'a, B> = (String, Dtype, Vec<usize>, Content<'a, B>);
+
+/// The entries of a tensor of `len` values, in file order.
+fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_, B>> {
+    let mut entries = vec![("steps".to_owned(), Dtype::I32, vec![], Content::Steps(state.steps))];
+    for (part, moment) in [("m", &state.moments.m), ("v", &state.moments.v)] {
+        match moment {
+            Moment::Float(x) => entries.push((part.to_owned(), float_of(x.dtype()).1, vec![len], Content::Float(x))),
+            Moment::Quantized { codes, absmax, .. } => {
+                entries.push((format!("{part}.codes"), Dtype::U8, codes.shape().to_vec(), Content::Bytes(codes)));
+                let scales = vec![len.div_ceil(STATE_BLOCK)];
+                entries.push((format!("{part}.absmax"), Dtype::F32, scales, Content::Float(absmax)));
+            }
+        }
+    }
+    if let Some(residual) = &state.moments.residual {
+        entries.push(("residual".to_owned(), Dtype::U8, vec![len], Content::Bytes(residual)));
+    }
+    entries
+}
+
+/// Puts the states of a file back into an optimizer.
+///
+/// # Errors
+/// If the file does not fit the model.
+pub(super) fn read<B: Nvfp4Kernels>(
+    path: &Path,
+    model: &Qwen3<B>,
+    optimizer: &mut ChunkedAdamw<B>,
+) -> Result<(), CliError> {
+    let reader = Reader { path, file: SafeFile::open(path)?, device: model.device(), config: optimizer.config() };
+    for (name, field) in fields(model) {
+        let Some(id) = field.id().filter(|_| reader.has(&format!("{name}.steps"))) else { continue };
+        optimizer.restore(id, reader.state(&name, &field.shape())?);
+    }
+    Ok(())
+}
+
+/// Reads the states of tensors.
+struct Reader<'a, B: Nvfp4Kernels> {
+    path: &'a Path,
+    file: SafeFile,
+    device: B::Device,
+    config: AdamwConfig,
+}
+
+impl<B: Nvfp4Kernels> Reader<'_, B> {
+    fn has(&self, name: &str) -> bool {
+        self.file.entry(name).is_some()
+    }
+
+    fn bytes(&self, name: &str, expected: usize) -> Result<Vec<u8>, CliError> {
+        let entry =
+            self.file.entry(name).ok_or_else(|| CliError::corrupt(self.path, format!("there is no {name:?}")))?;
+        if entry.bytes != expected as u64 {
+            let text = format!("{name:?} has {} bytes; its shape needs {expected}", entry.bytes);
+            return Err(CliError::corrupt(self.path, text));
+        }
+        Ok(self.file.read_all(entry)?)
+    }
+
+    fn state(&self, name: &str, shape: &[usize]) -> Result<TensorState<B>, CliError> {
+        let len = shape.iter().product();
+        let kind = if shape.len() == 1 { StateKind::F32 } else { self.config.state };
+        let steps = bytes::to_i32s(&self.bytes(&format!("{name}.steps"), 4)?)[0];
+        let (m, v) = (format!("{name}.m"), format!("{name}.v"));
+        let residual = format!("{name}.residual");
+        let residual = self.has(&residual).then(|| self.bytes(&residual, len)).transpose()?.map(|bytes| {
+            let data = TensorData::new(bytes, [len]);
+            let residual = Tensor::<B, 1, Int>::from_data(data, (&self.device, DType::U8)).into_primitive();
+            self.launch();
+            residual
+        });
+        let (m, v) = (self.moment(&m, kind, true, len)?, self.moment(&v, kind, false, len)?);
+        Ok(TensorState { steps, moments: AdamwState { kind, m, v, residual } })
+    }
+
+    /// A moment of `len` values; the codes of the first moment and of the second have different tables.
+    fn moment(&self, name: &str, kind: StateKind, first: bool, len: usize) -> Result<Moment<B>, CliError> {
+        if let Some(coding) = kind.coding() {
+            let codes = self.bytes(&format!("{name}.codes"), len * coding.bits() / 8)?;
+            let absmax = self.bytes(&format!("{name}.absmax"), len.div_ceil(STATE_BLOCK) * 4)?;
+            let absmax = FloatType::F32.decode(&absmax);
+            return Ok(Moment::from_bytes(kind, first, codes, absmax, &self.device));
+        }
+        let dtype = if kind == StateKind::Bf16 { self.config.float } else { DType::F32 };
+        let float = float_of(dtype).0;
+        let values = float.decode(&self.bytes(name, len * float.size())?);
+        let values = Tensor::<B, 1>::from_data(TensorData::new(values, [len]), (&self.device, dtype));
+        self.launch();
+        Ok(Moment::Float(values.into_primitive().tensor()))
+    }
+
+    /// CubeCL counts uploaded bytes in 32 bits until a kernel is launched: launches one after each upload.
+    fn launch(&self) {
+        drop(Tensor::<B, 1>::zeros([1], &self.device));
+    }
+}
+
+/// How a float type is written: as bf16 or as f32.
+fn float_of(dtype: DType) -> (FloatType, Dtype) {
+    if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
+}
+
+fn bytes_of<B: Nvfp4Kernels>(x: &IntTensor<B>) -> Result<Vec<u8>, ModelError> {
+    let words = backend_nvfp4::read_words::<B>(x.clone())
+        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
+    Ok(words.into_iter().map(|word| word as u8).collect())
+}
+
+fn floats<B: Nvfp4Kernels>(x: &FloatTensor<B>) -> Result<Vec<f32>, ModelError> {
+    let flat = B::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
+    to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)))
+}

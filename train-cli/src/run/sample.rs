@@ -1,0 +1,79 @@
+//! Sample answers: greedy answers to a few prompts, which show a person what a run has learned so far.
+
+use crate::{CliError, model_files::TextFiles, plan::Plan, report, run::inputs::Inputs};
+use backend_nvfp4::Nvfp4Kernels;
+use model_qwen3::{
+    chat_template::RenderOptions,
+    generate::{GenerateOptions, StopReason, generate},
+    model::Qwen3,
+    sample::Sampling,
+};
+use serde_json::json;
+use std::ops::ControlFlow;
+
+/// Maximum number of tokens in a sample answer.
+const MAX_TOKENS: usize = 48;
+
+/// Tokens that a chat template adds to a prompt, at most.
+const TEMPLATE_TOKENS: usize = 128;
+
+/// Prompts of a run, and what is needed to answer them.
+#[derive(Debug, Clone)]
+pub struct Samples {
+    /// The prompts.
+    pub prompts: Vec<String>,
+    text: TextFiles,
+}
+
+impl Samples {
+    /// The prompts of `--sample-prompt`, or the first of the training and of the evaluation rows. Prompts that the model
+    /// has no room to answer are left out.
+    ///
+    /// # Errors
+    /// If a prompt cannot be tokenized.
+    pub fn of(plan: &Plan, inputs: &Inputs) -> Result<Self, CliError> {
+        let mut prompts = plan.settings.logging.sample_prompt.clone();
+        if prompts.is_empty() {
+            let first = [inputs.train.first(), inputs.eval.first()].into_iter().flatten();
+            prompts = first.map(|sample| sample.prompt.clone()).filter(|prompt| !prompt.is_empty()).collect();
+        }
+        let mut kept = Vec::new();
+        for prompt in prompts {
+            let tokens = inputs.text.tokenizer.encode(&prompt)?.len();
+            if tokens + TEMPLATE_TOKENS + MAX_TOKENS <= inputs.config.max_position_embeddings {
+                kept.push(prompt);
+            } else {
+                report::line(format!("note: a sample prompt of {tokens} tokens is too long to answer; it is left out"));
+            }
+        }
+        Ok(Self { prompts: kept, text: inputs.text.clone() })
+    }
+
+    /// One answer for each prompt, each on one line. An answer that was cut off ends in an ellipsis.
+    ///
+    /// # Errors
+    /// If the model cannot be run.
+    pub fn answers<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Vec<String>, CliError> {
+        self.prompts.iter().map(|prompt| self.answer(model, prompt)).collect()
+    }
+
+    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, prompt: &str) -> Result<String, CliError> {
+        let text = &self.text;
+        let message = json!({"role": "user", "content": prompt});
+        let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
+        let ids = text.tokenizer.encode(&text.template.render(&[message], options)?)?;
+        let stop_ids = text.stop_ids.clone();
+        let options = GenerateOptions { max_tokens: MAX_TOKENS, sampling: Sampling::GREEDY, stop_ids };
+        let generation = generate(model, &ids, &options, |_| ControlFlow::Continue(()))?;
+        let answer = text.tokenizer.decode(&generation.ids)?;
+        let unfinished = if generation.stop == StopReason::MaxTokens { " …" } else { "" };
+        Ok(answer.replace('\n', "\\n") + unfinished)
+    }
+}
+
+/// The first 100 characters of a text, on one line.
+pub fn beginning(text: &str) -> String {
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    let cut = text.char_indices().nth(100).map_or(text.len(), |(i, _)| i);
+    if cut < text.len() { format!("{} …", &text[..cut]) } else { text }
+}

@@ -1,0 +1,340 @@
+//! The values of flags that choose one of several things, with the names and help that a person sees.
+//!
+//! Enums of this crate derive their names. Types of the backend get theirs through [`Choice`], so that no
+//! enum is written twice: [`parser`] reads them from the command line, [`by_name`] from a file.
+
+use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
+use clap::{
+    ValueEnum,
+    builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
+};
+use serde::{Deserialize, Serialize};
+use std::str::FromStr;
+
+/// A choice that `auto` leaves to the program: `None`.
+pub type Auto<T> = Option<T>;
+
+/// A type whose values have names on the command line and in files.
+pub trait Choice: Copy + PartialEq + Send + Sync + 'static {
+    /// What `auto` chooses, for the help text of [`Auto`].
+    const AUTO: &'static str = "";
+
+    /// Every value with its name, other accepted names, and help.
+    fn all() -> Vec<(Self, PossibleValue)>;
+}
+
+impl<T: Choice> Choice for Auto<T> {
+    fn all() -> Vec<(Self, PossibleValue)> {
+        let auto = (None, PossibleValue::new("auto").help(T::AUTO));
+        std::iter::once(auto).chain(T::all().into_iter().map(|(value, name)| (Some(value), name))).collect()
+    }
+}
+
+/// Reads a [`Choice`] from the command line.
+pub fn parser<T: Choice>() -> impl TypedValueParser<Value = T> {
+    let names = T::all().into_iter().map(|(_, name)| name);
+    PossibleValuesParser::new(names).map(|text| find(&text).expect("clap accepts only the names given to it"))
+}
+
+fn find<T: Choice>(text: &str) -> Option<T> {
+    T::all().into_iter().find(|(_, name)| name.matches(text, false)).map(|(value, _)| value)
+}
+
+/// Writes and reads a [`Choice`] by its name, for `#[serde(with = "by_name")]`.
+pub(super) mod by_name {
+    use super::{Choice, find};
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(in crate::settings) fn serialize<T: Choice, S: Serializer>(value: &T, s: S) -> Result<S::Ok, S::Error> {
+        let (_, name) = T::all().into_iter().find(|(v, _)| v == value).expect("every value is in the list");
+        s.serialize_str(name.get_name())
+    }
+
+    pub(in crate::settings) fn deserialize<'de, T: Choice, D: Deserializer<'de>>(d: D) -> Result<T, D::Error> {
+        let text = String::deserialize(d)?;
+        find(&text).ok_or_else(|| {
+            let names: Vec<String> = T::all().iter().map(|(_, name)| name.get_name().to_owned()).collect();
+            D::Error::custom(format!("unknown value {text:?}; expected one of: {}", names.join(", ")))
+        })
+    }
+}
+
+/// A [`Choice`] value with its name and help.
+fn named<T>(value: T, name: &'static str, help: &'static str) -> (T, PossibleValue) {
+    (value, PossibleValue::new(name).help(help))
+}
+
+impl Choice for Recipe {
+    fn all() -> Vec<(Self, PossibleValue)> {
+        vec![
+            named(Self::Bf16, "bf16", "Nothing is quantized"),
+            named(Self::W4, "w4", "Weights are NVFP4; gradients pass straight through their quantization"),
+            named(Self::W4a4, "w4a4", "Weights and activations are NVFP4"),
+            named(
+                Self::Nvfp4(Nvfp4Parts::ALL),
+                "nvfp4",
+                "All three matrix products read NVFP4: 16x16 weight blocks, Hadamard transform, stochastic gradients",
+            ),
+        ]
+    }
+}
+
+impl Choice for Scaling {
+    const AUTO: &'static str = "The scale levels of the model file, or two if it has no NVFP4 weights";
+
+    fn all() -> Vec<(Self, PossibleValue)> {
+        vec![
+            named(Self::Single, "single", "One E4M3 scale for each block of 16 values"),
+            named(Self::Two, "two", "Block scales and one f32 scale for the whole tensor"),
+        ]
+    }
+}
+
+impl Choice for Precision {
+    const AUTO: &'static str = "bf16 on CUDA, f32 elsewhere";
+
+    fn all() -> Vec<(Self, PossibleValue)> {
+        let also = |(value, name): (Self, PossibleValue), alias: &'static str| (value, name.alias(alias));
+        vec![
+            also(named(Self::F32, "f32", "f32 without tensor cores"), "float32"),
+            named(Self::Tf32, "tf32", "f32 storage; matrix products use TF32 tensor cores where the device has them"),
+            also(named(Self::F16, "f16", "f16, for inference only"), "float16"),
+            also(named(Self::Bf16, "bf16", "bf16"), "bfloat16"),
+        ]
+    }
+}
+
+impl Choice for MasterKind {
+    const AUTO: &'static str = "bf16 where activations are bf16, else f32";
+
+    fn all() -> Vec<(Self, PossibleValue)> {
+        vec![
+            named(Self::F32, "f32", "f32: 4 bytes per parameter"),
+            named(
+                Self::Bf16Residual,
+                "bf16-residual",
+                "bf16 plus 8 more bits for the optimizer: 3 bytes per parameter",
+            ),
+            named(Self::Bf16, "bf16", "bf16 with stochastic rounding: 2 bytes per parameter"),
+            named(Self::Bf16Nearest, "bf16-nearest", "bf16 rounded to nearest, for comparison: small updates are lost"),
+            named(
+                Self::Nvfp4,
+                "nvfp4",
+                "NVFP4 with stochastic rounding: 0.56 bytes per parameter; the embedding stays bf16",
+            ),
+        ]
+    }
+}
+
+impl Choice for StateKind {
+    fn all() -> Vec<(Self, PossibleValue)> {
+        let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
+        vec![
+            named(Self::F32, "f32", "f32: 8 bytes per parameter for both moments"),
+            also(
+                named(Self::Int8, "int8", "8-bit codes in blocks of 256: 2.03 bytes per parameter"),
+                ["8bit", "8-bit"],
+            ),
+            named(Self::Bf16, "bf16", "bf16 with stochastic rounding: 4 bytes per parameter"),
+            also(
+                named(Self::Int4, "int4", "4-bit codes in blocks of 256: 1.03 bytes per parameter"),
+                ["4bit", "4-bit"],
+            ),
+        ]
+    }
+}
+
+/// A part of recipe nvfp4 that can be left out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Nvfp4Part {
+    /// Weight scales shared by 16x16 blocks
+    SquareBlocks,
+    /// The random Hadamard transform of the operands of the weight gradient
+    Hadamard,
+    /// Stochastic rounding of gradients
+    Stochastic,
+}
+
+/// How a data file is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// By the file name: .jsonl is messages, .tsv is tsv, .txt is text
+    Auto,
+    /// Each line is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}
+    Messages,
+    /// Each line is a prompt, a tab and the answer; lines that start with # are comments
+    Tsv,
+    /// One document, cut into sequences; every token is supervised
+    Text,
+}
+
+/// Which tokens are supervised.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossOn {
+    /// Every assistant turn, with its end token
+    #[value(alias = "completion")]
+    Assistant,
+    /// Every token
+    All,
+}
+
+/// What happens to a row that is longer than the limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Overlong {
+    /// Refuse to start the run
+    Error,
+    /// Leave the row out, and report how many were left out
+    Drop,
+    /// Cut off the end of the row, and report how many were cut
+    Truncate,
+    /// Cut the row into several sequences that do not attend to each other
+    Split,
+}
+
+/// The loss function.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+pub enum LossKind {
+    /// Cross-entropy over the supervised tokens
+    #[value(name = "ce", alias = "cross-entropy", alias = "token-ce")]
+    #[serde(rename = "ce")]
+    CrossEntropy,
+    /// L1 distance between hidden states and the embeddings of the next tokens, for debugging
+    #[value(name = "scalar", alias = "l1", alias = "scalar-l1")]
+    #[serde(rename = "scalar")]
+    HiddenL1,
+}
+
+/// The learning rate after warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Decay {
+    /// Half a cosine, down to zero
+    Cosine,
+    /// A straight line, down to zero
+    Linear,
+    /// No decay
+    Constant,
+}
+
+/// How the backward pass of a step runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum StepMode {
+    /// Block by block: needs little memory and runs each block's forward pass twice
+    Streaming,
+    /// One graph over the whole model: keeps all activations and gradients in memory
+    Whole,
+}
+
+/// Which gradient norm clipping uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Clip {
+    /// The norm of this step.
+    Exact,
+    /// The norm of the previous step.
+    Previous,
+}
+
+impl Choice for Clip {
+    const AUTO: &'static str = "exact where it needs no second pass, else previous";
+
+    fn all() -> Vec<(Self, PossibleValue)> {
+        vec![
+            named(
+                Self::Exact,
+                "exact",
+                "This step's norm; a streaming step of one micro-batch runs a second pass to know it",
+            ),
+            named(Self::Previous, "previous", "The previous step's norm; the first step is not clipped"),
+        ]
+    }
+}
+
+/// Whether a run saves anything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum SaveStrategy {
+    /// Save checkpoints and export the trained model
+    Steps,
+    /// Save nothing, for measurements
+    No,
+}
+
+/// A device as the user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `vulkan`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub enum DeviceChoice {
+    /// The first CUDA device if there is one, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// A CUDA device by index.
+    Cuda(usize),
+    /// The default Vulkan adapter.
+    Vulkan,
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let index = || text.strip_prefix("cuda:").and_then(|index| index.parse().ok());
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            "vulkan" => Ok(Self::Vulkan),
+            _ => index().map(Self::Cuda).ok_or_else(|| "expected auto, cpu, cuda, cuda:N or vulkan".to_owned()),
+        }
+    }
+}
+
+impl TryFrom<String> for DeviceChoice {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<DeviceChoice> for String {
+    fn from(device: DeviceChoice) -> Self {
+        device.to_string()
+    }
+}
+
+impl std::fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
+            Self::Vulkan => f.write_str("vulkan"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_choice_is_found_by_its_name_and_its_aliases() {
+        assert_eq!(find::<StateKind>("8bit"), Some(StateKind::Int8));
+        assert_eq!(find::<Auto<Precision>>("auto"), Some(None));
+        assert_eq!(find::<Auto<Precision>>("bfloat16"), Some(Some(Precision::Bf16)));
+        assert_eq!(find::<StateKind>("nvfp4"), None);
+    }
+
+    #[test]
+    fn a_device_is_read_as_it_is_written() {
+        for text in ["auto", "cpu", "cuda:0", "cuda:7", "vulkan"] {
+            assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
+        }
+        assert!("gpu".parse::<DeviceChoice>().is_err() && "cuda:x".parse::<DeviceChoice>().is_err());
+    }
+}

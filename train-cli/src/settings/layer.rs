@@ -1,0 +1,155 @@
+//! How settings are put together: defaults, then a config file, then the flags that were typed. Each is a
+//! [`Layer`], a table of some settings by name; a later layer wins.
+
+use crate::{
+    CliError,
+    settings::fields::{Settings, flag},
+};
+use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueSource};
+use serde_json::{Map, Value};
+use std::{path::Path, sync::LazyLock};
+
+/// Some of the settings, by name.
+#[derive(Debug, Clone, Default)]
+pub struct Layer(Map<String, Value>);
+
+impl Layer {
+    /// The settings of a TOML file.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or a key is unknown or has a value of the wrong kind.
+    pub fn of_file(path: &Path) -> Result<Self, CliError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| CliError::Usage(format!("--config {}: cannot read the file: {e}", path.display())))?;
+        Self::of_toml(&text).map_err(|reason| CliError::Usage(format!("{}: {reason}", path.display())))
+    }
+
+    /// The settings of a TOML text; an error names the key.
+    pub(crate) fn of_toml(text: &str) -> Result<Self, String> {
+        let table: Map<String, Value> = toml::from_str(text).map_err(|e| e.to_string())?;
+        for (key, value) in &table {
+            if !DEFAULTS.iter().any(|(name, _)| name == key) {
+                let hint = "settings are named as the long flags of `train-cli fit --help`, with `_` for `-`";
+                return Err(format!("unknown setting `{key}`; {hint}"));
+            }
+            // See `of_flags`.
+            if value.is_null() {
+                return Err(format!("{key}: the number must be finite"));
+            }
+            let alone = Value::Object(Map::from_iter([(key.clone(), value.clone())]));
+            serde_json::from_value::<Settings>(alone).map_err(|e| format!("{key} = {value}: {e}"))?;
+        }
+        Ok(Self(table))
+    }
+
+    /// The settings that were typed as flags.
+    ///
+    /// # Errors
+    /// If a number is not finite or a path is not UTF-8.
+    pub fn of_flags(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let refused = |text: String| clap::Error::raw(ErrorKind::ValueValidation, text + "\n");
+        let all = Settings::from_arg_matches(matches)?.try_table().map_err(|e| refused(e.to_string()))?;
+        let typed = |key: &str| matches.value_source(key) == Some(ValueSource::CommandLine);
+        let table: Map<String, Value> = all.into_iter().filter(|(key, _)| typed(key)).collect();
+        // JSON has no number that is not finite: it becomes null.
+        match table.iter().find(|(_, value)| value.is_null()) {
+            Some((key, _)) => Err(refused(format!("{}: the number must be finite", flag(key)))),
+            None => Ok(Self(table)),
+        }
+    }
+
+    /// One setting by name.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.0.get(key)
+    }
+
+    /// Adds a setting, or replaces its value.
+    pub fn set(&mut self, key: &str, value: impl Into<Value>) {
+        self.0.insert(key.to_owned(), value.into());
+    }
+
+    /// This layer with `upper` over it.
+    #[must_use]
+    pub fn under(mut self, upper: Self) -> Self {
+        // The two ways to name a model replace each other.
+        if upper.0.contains_key("model") || upper.0.contains_key("init_config") {
+            self.0.remove("model");
+            self.0.remove("init_config");
+        }
+        self.0.extend(upper.0);
+        self
+    }
+
+    /// All settings: those of this layer, and defaults for the others.
+    ///
+    /// # Errors
+    /// If a value is of the wrong kind.
+    pub fn over_defaults(self) -> Result<Settings, CliError> {
+        serde_json::from_value(Value::Object(self.0)).map_err(|e| CliError::Usage(format!("settings: {e}")))
+    }
+}
+
+impl From<&Settings> for Layer {
+    fn from(settings: &Settings) -> Self {
+        Self(settings.table())
+    }
+}
+
+/// Every setting with its default as a person would type it; empty if it has none.
+static DEFAULTS: LazyLock<Vec<(String, String)>> = LazyLock::new(|| {
+    let text = |value: Value| match value {
+        Value::String(text) => text,
+        Value::Null | Value::Array(_) => String::new(),
+        other => other.to_string(),
+    };
+    Settings::default().table().into_iter().map(|(key, value)| (key, text(value))).collect()
+});
+
+/// Adds the flags of all settings to a command, with the defaults of [`Settings`] in the help.
+pub(crate) fn with_flags(command: Command) -> Command {
+    <Settings as clap::Args>::augment_args(command).mut_args(|arg| {
+        match DEFAULTS.iter().find(|(key, _)| key == arg.get_id().as_str()) {
+            Some((_, default)) if default.is_empty() => arg.required(false),
+            Some((_, default)) => arg.required(false).default_value(default.as_str()),
+            None => arg,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_later_layer_wins_and_the_rest_is_default() {
+        let file = Layer::of_toml("learning_rate = 1\nmodel = \"a\"\nval_split = 0.5").unwrap();
+        let flags = Layer::of_toml("init_config = \"b\"\nlearning_rate = 0.25").unwrap();
+        let all = file.under(flags).over_defaults().unwrap();
+        assert_eq!((all.optimizer.learning_rate, all.data.val_split), (0.25, 0.5));
+        assert_eq!((all.model.model, all.model.init_config), (None, Some("b".into())));
+        assert_eq!(all.optimizer.batch_size, Settings::default().optimizer.batch_size);
+    }
+
+    #[test]
+    fn an_unknown_key_and_a_value_of_the_wrong_kind_are_named() {
+        for (text, said) in [
+            ("learning_rat = 1.0", "unknown setting `learning_rat`"),
+            ("batch_size = \"two\"", "batch_size = \"two\": invalid type"),
+            ("recipe = \"w5\"", "expected one of: bf16, w4"),
+            ("learning_rate = nan", "learning_rate: the number must be finite"),
+            ("optimizer_state_mode = \"nvfp4\"", "f32, int8, bf16, int4"),
+        ] {
+            let error = Layer::of_toml(text).unwrap_err();
+            assert!(error.contains(said), "{error}");
+        }
+    }
+
+    #[test]
+    fn settings_come_back_from_their_own_toml() {
+        let mut settings = Settings::default();
+        settings.data.data = vec!["a.tsv".into(), "b.tsv".into()];
+        settings.optimizer.max_steps = Some(7);
+        let again = Layer::of_toml(&settings.toml().unwrap()).unwrap().over_defaults().unwrap();
+        assert_eq!(again, settings);
+    }
+}

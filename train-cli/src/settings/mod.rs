@@ -1,0 +1,20 @@
+//! Every choice that a training run makes: its flag, its key in a config file, its default, its range.
+//!
+//! One [`Settings`] value is the config file, the record in a checkpoint and the `config.toml` of a run
+//! folder. Defaults, file and flags are put together by [`Layer`]; `--help` prints the defaults of
+//! [`Settings`].
+//!
+//! To add a setting, add a field with its help text to [`fields`], its default to the `Default` below the
+//! struct, and its range to [`fields::RANGES`] if it is a number. Nothing else lists settings.
+
+mod choices;
+pub mod fields;
+mod layer;
+
+pub use choices::{
+    Auto, Choice, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, SaveStrategy, StepMode,
+    parser,
+};
+pub use fields::Settings;
+pub use layer::Layer;
+pub(crate) use layer::with_flags;

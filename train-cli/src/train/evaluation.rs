@@ -1,0 +1,50 @@
+//! The loss on the evaluation samples: as the run computes, with quantized weights, and with the master weights.
+
+use crate::{CliError, data::order::MicroBatch, train::objective::Trainee};
+use backend_nvfp4::{Nvfp4Kernels, Recipe};
+use burn::data::dataloader::DataLoader;
+use model_qwen3::weights::to_host;
+
+/// The figures of an evaluation.
+#[derive(Debug, Clone)]
+pub struct Evaluation {
+    /// The optimizer step after which it was made, counted from 1.
+    pub step: usize,
+    /// Mean loss of a supervised token under the run's recipe.
+    pub loss: f32,
+    /// The loss with quantized weights and nothing else quantized.
+    pub quantized_loss: f32,
+    /// The loss of the master weights, with nothing quantized.
+    pub master_loss: f32,
+}
+
+/// Evaluates a model after step `step`.
+///
+/// # Errors
+/// If the device fails.
+pub fn evaluate<B: Nvfp4Kernels>(
+    net: &Trainee<B>,
+    samples: &dyn DataLoader<B, MicroBatch>,
+    step: usize,
+) -> Result<Evaluation, CliError> {
+    let loss = mean_loss(net, samples)?;
+    let loss_under = |recipe| {
+        if net.model().spec().recipe == recipe {
+            return Ok(loss);
+        }
+        let mut other = net.clone();
+        other.update(|model| model.with_recipe(recipe));
+        mean_loss(&other, samples)
+    };
+    let (quantized_loss, master_loss) = (loss_under(Recipe::W4)?, loss_under(Recipe::Bf16)?);
+    Ok(Evaluation { step, loss, quantized_loss, master_loss })
+}
+
+/// The micro-batches divide their sums by the number of all supervised tokens, so their losses add up to the mean.
+fn mean_loss<B: Nvfp4Kernels>(net: &Trainee<B>, samples: &dyn DataLoader<B, MicroBatch>) -> Result<f32, CliError> {
+    let mut sum = 0.0;
+    for batch in samples.iter() {
+        sum += f64::from(to_host(net.batch_loss(&batch))?[0]);
+    }
+    Ok(sum as f32)
+}

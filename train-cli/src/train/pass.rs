@@ -1,0 +1,93 @@
+//! One pass over a micro-batch, forward and backward: what it needs besides the model, and the pass in one graph.
+//! The pass block by block is in [`crate::train::streaming`].
+
+use crate::{
+    CliError,
+    data::order::MicroBatch,
+    memory::vram::VramReport,
+    train::gradients::{Fate, Gathered, Walk},
+    train::objective::Trainee,
+    train::optim::ChunkedAdamw,
+};
+use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
+use burn::{optim::GradientsParams, tensor::Tensor};
+use model_qwen3::weights::{Replace, to_host};
+
+/// What the passes of one optimizer step share.
+pub struct Pass<'a, B: Nvfp4Kernels> {
+    /// The optimizer step, counted from 1.
+    pub step: usize,
+    /// What happens to the gradients of the next pass.
+    pub fate: Fate,
+    /// The gradients that earlier passes of this step summed.
+    pub gathered: Gathered<B>,
+    /// The optimizer that gradients are given to.
+    pub optimizer: &'a mut ChunkedAdamw<B>,
+    /// The memory report.
+    pub vram: &'a mut VramReport,
+}
+
+impl<B: Nvfp4Kernels> Pass<'_, B> {
+    /// Forward and backward in one graph. Returns the loss.
+    ///
+    /// # Errors
+    /// If the loss is not finite or the device fails.
+    pub fn whole<AB>(&mut self, net: &mut Trainee<AB>, batch: &MicroBatch) -> Result<f32, CliError>
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        let loss = net.batch_loss(batch);
+        let value = self.finite_loss(loss.clone().inner())?;
+        let grads = GradientsParams::from_grads(loss.backward(), &*net);
+        net.update(|model| self.walk(grads).model(model));
+        self.note(net, "backward_done")?;
+        Ok(value)
+    }
+
+    /// Walks over the tensors of a model that `grads` belong to.
+    pub fn walk<AB>(&mut self, grads: GradientsParams) -> Walk<'_, AB>
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        Walk { grads, fate: self.fate, gathered: &mut self.gathered, optimizer: self.optimizer }
+    }
+
+    /// Reads a loss, and refuses one that is not finite before its gradients are used.
+    ///
+    /// # Errors
+    /// If the loss is not finite or the device fails.
+    pub fn finite_loss(&self, loss: Tensor<B, 1>) -> Result<f32, CliError> {
+        let value = to_host(loss)?[0];
+        check_finite(self.step, &[("loss", value)], UNTOUCHED)?;
+        Ok(value)
+    }
+
+    /// Notes a phase in the memory report. A pass that only measures is one phase.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn note<AB>(&mut self, net: &Trainee<AB>, phase: &str) -> Result<(), CliError>
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        let phase = match (self.fate, phase) {
+            (Fate::Measure, "backward_done") => "norm_done",
+            (Fate::Measure, _) => return Ok(()),
+            (_, phase) => phase,
+        };
+        self.vram.note::<AB>(&net.model().device(), self.step, phase)
+    }
+}
+
+/// What a diverged step did to the weights, where it was noticed in time.
+pub const UNTOUCHED: &str = "nothing was updated";
+
+/// Refuses figures of a step that are not finite; `kept` says what the step did to the weights.
+///
+/// # Errors
+/// If a figure is infinite or not a number.
+pub fn check_finite(step: usize, figures: &[(&'static str, f32)], kept: &'static str) -> Result<(), CliError> {
+    let Some(&(what, value)) = figures.iter().find(|(_, value)| !value.is_finite()) else { return Ok(()) };
+    let hint = "Start a new run from the last checkpoint (-m RUN/checkpoint-N) with a lower --learning-rate".into();
+    Err(CliError::Diverged { step, what, value, kept, hint })
+}

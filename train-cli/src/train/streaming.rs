@@ -1,0 +1,178 @@
+//! The streaming pass: forward and backward of a micro-batch, block by block. The forward keeps the input of each
+//! block and no graph. The backward goes from the last block to the first, reruns each block from its input, and gives
+//! the block's gradients away before the next block has any. So one block's activations and gradients live at a time.
+//!
+//! Shapes: M tokens, D features, V token ids.
+
+#![allow(non_snake_case)] // Shapes are part of names, as in the model.
+
+use crate::{CliError, data::order::MicroBatch, train::objective::Trainee, train::pass::Pass};
+use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
+use burn::{
+    module::AutodiffModule,
+    optim::GradientsParams,
+    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData},
+};
+use model_qwen3::{
+    model::{Block, Context},
+    weights::Replace,
+};
+use std::collections::HashMap;
+
+impl<B: Nvfp4Kernels> Pass<'_, B> {
+    /// Forward and backward block by block. Returns the loss.
+    ///
+    /// # Errors
+    /// If the loss is not finite or the device fails.
+    pub fn streaming<AB>(&mut self, net: &mut Trainee<AB>, batch: &MicroBatch) -> Result<f32, CliError>
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        let (inputs, h_MD) = forward(net, batch);
+        let Head { loss, dy_MD, tied_VD } = self.head(net, batch, h_MD)?;
+        let dx_MD = self.blocks(net, batch, inputs, dy_MD)?;
+        self.embedding(net, batch, dx_MD, tied_VD);
+        self.note(net, "backward_done")?;
+        Ok(loss)
+    }
+
+    /// The loss and the backward of final norm and head.
+    fn head<AB>(&mut self, net: &mut Trainee<AB>, batch: &MicroBatch, h_MD: Tensor<B, 2>) -> Result<Head<B>, CliError>
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        let h_MD = Tensor::<AB, 2>::from_inner(h_MD).require_grad();
+        let loss_graph = net.head_loss(h_MD.clone(), batch);
+        let loss = self.finite_loss(loss_graph.clone().inner())?;
+        let mut grads = loss_graph.backward();
+        let dy_MD = h_MD.grad_remove(&mut grads).expect("the loss depends on the last block's output");
+        let mut grads = GradientsParams::from_grads(grads, &*net);
+        let tied_VD = grads.remove(net.model().embed_tokens.id);
+        let mut walk = self.walk(grads);
+        net.update(|mut model| {
+            model.norm = walk.vector(model.norm);
+            model.lm_head = model.lm_head.map(|head| walk.linear(head));
+            model
+        });
+        self.note(net, "head_done")?;
+        Ok(Head { loss, dy_MD, tied_VD })
+    }
+
+    /// The backward of the trained blocks, last to first. Returns the gradient of the first one's input.
+    fn blocks<AB>(
+        &mut self,
+        net: &mut Trainee<AB>,
+        batch: &MicroBatch,
+        inputs: Vec<Tensor<B, 2>>,
+        mut dy_MD: Tensor<B, 2>,
+    ) -> Result<Tensor<B, 2>, CliError>
+    where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        let context = net.context(batch);
+        for (nth, x_MD) in inputs.into_iter().enumerate().rev() {
+            let i = net.first_trained() + nth;
+            let x_MD = Tensor::<AB, 2>::from_inner(x_MD).require_grad();
+            let (grads, dx_MD) = backward(&net.model().layers[i], x_MD, &net.model().of_block(&context, i), dy_MD);
+            dy_MD = dx_MD;
+            self.note(net, &format!("block_{i}_gradients"))?;
+            net.update_block(i, |block| self.walk(grads).block(block));
+            self.note(net, &format!("block_{i}_done"))?;
+        }
+        Ok(dy_MD)
+    }
+
+    /// The backward of the embedding, unless it is frozen; `tied_VD` is its gradient as the head.
+    fn embedding<AB>(
+        &mut self,
+        net: &mut Trainee<AB>,
+        batch: &MicroBatch,
+        dx_MD: Tensor<B, 2>,
+        tied_VD: Option<Tensor<B, 2>>,
+    ) where
+        AB: TrainingBackend<InnerBackend = B>,
+    {
+        let embedding = &net.model().embed_tokens;
+        if !embedding.val().is_require_grad() {
+            return;
+        }
+        let mut grads = GradientsParams::new();
+        grads.register(embedding.id, embedding_gradient(batch, dx_MD, tied_VD, embedding.dims()));
+        net.update(|mut model| {
+            model.embed_tokens = self.walk(grads).matrix(model.embed_tokens);
+            model
+        });
+    }
+}
+
+/// What the backward of the head gives.
+struct Head<B: Nvfp4Kernels> {
+    loss: f32,
+    /// The gradient of the last block's output.
+    dy_MD: Tensor<B, 2>,
+    /// The gradient of the embedding, where it is the head too.
+    tied_VD: Option<Tensor<B, 2>>,
+}
+
+/// The forward without a graph: the input of each trained block, and the last block's output.
+fn forward<AB>(net: &Trainee<AB>, batch: &MicroBatch) -> (Vec<Tensor<AB::InnerBackend, 2>>, Tensor<AB::InnerBackend, 2>)
+where
+    AB: TrainingBackend,
+{
+    // This second handle on every parameter must end with the forward, or no update would be in place.
+    let net = net.valid();
+    let (mut h_MD, context) = net.begin(batch);
+    let mut inputs = Vec::new();
+    for (i, block) in net.model().layers.iter().enumerate() {
+        if i >= net.first_trained() {
+            inputs.push(h_MD.clone());
+        }
+        h_MD = block.forward(h_MD, &net.model().of_block(&context, i));
+    }
+    (inputs, h_MD)
+}
+
+/// Reruns a block from its input and differentiates it. Returns the gradients of its parameters and of its input.
+fn backward<AB: TrainingBackend>(
+    block: &Block<AB>,
+    x_MD: Tensor<AB, 2>,
+    context: &Context<AB>,
+    dy_MD: Tensor<AB::InnerBackend, 2>,
+) -> (GradientsParams, Tensor<AB::InnerBackend, 2>) {
+    let mut grads = AB::backward_from(block.forward(x_MD.clone(), context), dy_MD);
+    let dx_MD = x_MD.grad_remove(&mut grads).expect("a block's output depends on its input");
+    (GradientsParams::from_grads(grads, block), dx_MD)
+}
+
+/// The gradient of the embedding, f32 `[V, D]`: each token's row of `dy_MD` is added to the row of its id, on top of
+/// the gradient that the embedding has as the head. Tokens of one id are summed first, in order, as a whole graph sums
+/// them, so that both modes agree bit for bit.
+fn embedding_gradient<B: Nvfp4Kernels>(
+    batch: &MicroBatch,
+    dy_MD: Tensor<B, 2>,
+    tied_VD: Option<Tensor<B, 2>>,
+    [vocabulary, features]: [usize; 2],
+) -> Tensor<B, 2> {
+    let device = dy_MD.device();
+    let mut row_of_id = HashMap::new();
+    let mut unique_ids = Vec::new();
+    let mut rows = Vec::new();
+    for id in batch.padded().into_iter().flatten() {
+        rows.push(*row_of_id.entry(id).or_insert_with(|| {
+            unique_ids.push(id as i32);
+            unique_ids.len() as i32 - 1
+        }));
+    }
+    let ints = |values: Vec<i32>| {
+        let len = values.len();
+        Tensor::<B, 1, Int>::from_data(TensorData::new(values, [len]), &device)
+    };
+    // Every batch gets a row for each token, or each number of unique ids would leave a buffer of another size behind.
+    // The rows that are not used add zeros to token 0.
+    let tokens = rows.len();
+    unique_ids.resize(tokens, 0);
+    let summed = Tensor::<B, 2>::zeros([tokens, features], (&device, DType::F32));
+    let summed = summed.select_assign(0, ints(rows), dy_MD.cast(DType::F32), IndexingUpdateOp::Add);
+    let gradient = tied_VD.unwrap_or_else(|| Tensor::zeros([vocabulary, features], (&device, DType::F32)));
+    gradient.select_assign(0, ints(unique_ids), summed, IndexingUpdateOp::Add)
+}
