@@ -5,6 +5,7 @@
 
 mod support;
 
+mod architecture;
 mod blocks;
 mod cache;
 mod cli;
@@ -12,6 +13,8 @@ mod cli_flags;
 mod codec;
 mod compile_cuda;
 mod data_options;
+mod docs;
+mod emulated;
 mod formats;
 mod generation;
 mod gradients;

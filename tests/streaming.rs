@@ -120,8 +120,11 @@ fn sum_gradients<B: Nvfp4Kernels + DeviceServices>(
     loss
 }
 
+/// A list of values for each parameter, by its name.
+type Named = Vec<(String, Vec<f32>)>;
+
 /// The values of every parameter by name.
-fn values(net: &Trainee<Autodiff<Cpu>>) -> Vec<(String, Vec<f32>)> {
+fn values(net: &Trainee<Autodiff<Cpu>>) -> Named {
     let inner = net.valid();
     fields(inner.model()).into_iter().map(|(name, field)| (name, field.to_host().unwrap())).collect()
 }
@@ -131,10 +134,10 @@ fn same_bits(a: &[f32], b: &[f32]) -> bool {
 }
 
 /// The names of the parameters whose bits differ.
-fn differing(a: &[(String, Vec<f32>)], b: &[(String, Vec<f32>)]) -> Vec<String> {
+fn differing(a: &Named, b: &Named) -> Vec<String> {
     assert!(a.iter().map(|(name, _)| name).eq(b.iter().map(|(name, _)| name)), "the same parameters");
-    let differs = |((_, a), (_, b)): &(&(String, Vec<f32>), &(String, Vec<f32>))| !same_bits(a, b);
-    a.iter().zip(b).filter(differs).map(|((name, _), _)| name.clone()).collect()
+    let pairs = a.iter().zip(b);
+    pairs.filter(|((_, a), (_, b))| !same_bits(a, b)).map(|((name, _), _)| name.clone()).collect()
 }
 
 /// Four samples of unequal length, with tokens that repeat.
@@ -179,7 +182,7 @@ fn gradients<B: Nvfp4Kernels + DeviceServices>(
     recipe: Recipe,
     master: MasterKind,
     batches: &[MicroBatch],
-) -> (f32, Vec<(String, Vec<f32>)>) {
+) -> (f32, Named) {
     let mut net = trainee::<B>(tied, recipe, master);
     let (mut optimizer, mut vram) = (optimizer(master, StateKind::F32), VramReport::new(None));
     let gathered = Gathered::new(DType::F32);
@@ -225,7 +228,7 @@ fn trained(
     recipe: Recipe,
     (master, state): (MasterKind, StateKind),
     batches: &[MicroBatch],
-) -> (Vec<(String, Vec<f32>)>, Vec<Stepped>) {
+) -> (Named, Vec<Stepped>) {
     let mut stepper = stepper(mode, max_norm, master, state);
     let mut net = trainee::<Cpu>(true, recipe, master);
     let steps = (1..=3).map(|number| step(&mut stepper, &mut net, batches, number).unwrap()).collect();
@@ -289,7 +292,7 @@ fn packed_rows_give_the_gradients_of_separate_rows() {
     }
 }
 
-fn close(a: &[(String, Vec<f32>)], b: &[(String, Vec<f32>)], what: &str) {
+fn close(a: &Named, b: &Named, what: &str) {
     for ((name, a), (_, b)) in a.iter().zip(b) {
         let error = crate::support::relative(a, b.iter().map(|x| f64::from(*x)));
         assert!(error < 2e-5, "{what}: {name} is {error} off");
@@ -306,7 +309,7 @@ fn unequal_steps() -> [Vec<MicroBatch>; 3] {
 
 /// All weights after [`unequal_steps`]: gradients are summed, their norm is measured on the host, and they are
 /// multiplied by what `scale` makes of the norms up to and including this step's.
-fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Vec<(String, Vec<f32>)>, Vec<f64>) {
+fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Named, Vec<f64>) {
     let mut net = trainee::<Cpu>(true, Recipe::Bf16, MasterKind::F32);
     let (mut optimizer, mut vram) = (optimizer(MasterKind::F32, StateKind::F32), VramReport::new(None));
     let mut norms = Vec::new();
@@ -346,7 +349,7 @@ fn gradients_are_clipped_by_the_norm_that_was_asked_for() {
             }
             // The factors differ in the last bits of the norm only; a step without clipping moves weights by far more.
             let found = values(&net);
-            let distance = |a: &[(String, Vec<f32>)]| {
+            let distance = |a: &Named| {
                 let pairs = a.iter().zip(&found).flat_map(|((_, a), (_, b))| a.iter().zip(b));
                 pairs.map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
             };

@@ -167,6 +167,7 @@ fn tiles(i: usize, j: usize) -> CubeCount {
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn dense_packed_kernel<F: Float>(
     a: &Array<F>,
     w: &PackedBuffers<u32, u8>,

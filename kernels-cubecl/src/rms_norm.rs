@@ -124,6 +124,7 @@ pub fn partial_rows<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, [
 ///
 /// # Errors
 /// If a buffer does not fit the shape.
+#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
 pub fn rms_norm_backward<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
@@ -171,6 +172,7 @@ pub fn rms_norm_backward<R: Runtime>(
 }
 
 #[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn rms_norm_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -234,6 +236,7 @@ fn rms_norm_kernel<F: Float, N: Size>(
 }
 
 #[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn rms_norm_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,

@@ -178,6 +178,7 @@ fn vector<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -> usize {
 }
 
 #[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn norm_rope_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -205,17 +206,8 @@ fn norm_rope_kernel<F: Float, N: Size>(
         let place = min(item, len - 1u32);
         let line = (positions[(place / heads) as usize] as usize) * half + own;
         let first = (place as usize) * comptime!(turns * dim as usize / n) + own;
-        let mut c = Array::<Vector<f32, N>>::new(parts);
-        let mut s = Array::<Vector<f32, N>>::new(parts);
-        let mut wa = Array::<Vector<f32, N>>::new(parts);
-        let mut wb = Array::<Vector<f32, N>>::new(parts);
-        #[unroll]
-        for p in 0..parts {
-            c[p] = cos[line + p];
-            s[p] = sin[line + p];
-            wa[p] = w[own + p];
-            wb[p] = w[own + half + p];
-        }
+        let (c, s) = (vectors(cos, line, parts), vectors(sin, line, parts));
+        let (wa, wb) = (vectors(w, own, parts), vectors(w, own + half, parts));
         #[unroll]
         for turn in 0..turns {
             let first = first + comptime!(turn * dim as usize / n);
@@ -244,6 +236,7 @@ fn norm_rope_kernel<F: Float, N: Size>(
 }
 
 #[cube(launch_unchecked, fast_math = fast_math_if(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn norm_rope_backward_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     w: &Array<Vector<f32, N>>,
@@ -278,17 +271,8 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
         let place = min(item, len - 1u32);
         let line = (positions[(place / heads) as usize] as usize) * half + own;
         let first = (place as usize) * comptime!(turns * dim as usize / n) + own;
-        let mut c = Array::<Vector<f32, N>>::new(parts);
-        let mut s = Array::<Vector<f32, N>>::new(parts);
-        let mut wa = Array::<Vector<f32, N>>::new(parts);
-        let mut wb = Array::<Vector<f32, N>>::new(parts);
-        #[unroll]
-        for p in 0..parts {
-            c[p] = cos[line + p];
-            s[p] = sin[line + p];
-            wa[p] = w[own + p];
-            wb[p] = w[own + half + p];
-        }
+        let (c, s) = (vectors(cos, line, parts), vectors(sin, line, parts));
+        let (wa, wb) = (vectors(w, own, parts), vectors(w, own + half, parts));
         #[unroll]
         for turn in 0..turns {
             let first = first + comptime!(turn * dim as usize / n);
@@ -326,7 +310,32 @@ fn norm_rope_backward_kernel<F: Float, N: Size>(
         item += CUBE_COUNT_X * comptime!(UNITS / units);
     }
 
-    // The heads of a cube share the columns of dw: add their sums, unit by unit of a head.
+    store_column_sums(&dw_a, &dw_b, partial, own, dim);
+}
+
+/// Loads `parts` neighboring vectors.
+#[cube]
+fn vectors<N: Size>(from: &Array<Vector<f32, N>>, first: usize, #[comptime] parts: usize) -> Array<Vector<f32, N>> {
+    let mut out = Array::<Vector<f32, N>>::new(parts);
+    #[unroll]
+    for p in 0..parts {
+        out[p] = from[first + p];
+    }
+    out
+}
+
+/// Adds the `dw` of all heads of a cube, which share its columns, and stores the sums as a row of `partial`.
+#[cube]
+fn store_column_sums<N: Size>(
+    dw_a: &Array<Vector<f32, N>>,
+    dw_b: &Array<Vector<f32, N>>,
+    partial: &mut Array<f32>,
+    own: usize,
+    #[comptime] dim: u32,
+) {
+    let n = N::value();
+    let units = comptime!(dim / 16);
+    let parts = comptime!(8 / n);
     let mut shared = SharedMemory::<f32>::new(256usize);
     #[unroll]
     for p in 0..parts {

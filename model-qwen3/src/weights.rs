@@ -12,7 +12,7 @@ use backend_nvfp4::{
     Stream, layout, reference,
 };
 use burn::{
-    module::{AutodiffModule, Module, Param, ParamId},
+    module::{AutodiffModule, Param, ParamId},
     tensor::{
         DType, Tensor, TensorData, TensorPrimitive,
         backend::{AutodiffBackend, Backend},
@@ -213,6 +213,22 @@ pub fn fields<B: Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
 }
 
 impl<B: Nvfp4Kernels> Field<'_, B> {
+    /// The values on the host, row-major; packed weights dequantised.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub fn to_host(&self) -> Result<Vec<f32>, ModelError> {
+        match *self {
+            Self::Vector(p) => to_host(p.val()),
+            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
+            Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
+                to_host(w.dequantize(DType::F32))
+            }
+        }
+    }
+}
+
+impl<B: Backend> Field<'_, B> {
     /// The tensor's shape.
     pub fn shape(&self) -> Vec<usize> {
         match *self {
@@ -229,20 +245,6 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => Some(p.id),
             Self::Linear(Nvfp4Linear::PackedMaster(w)) => Some(w.gradient.id),
             Self::Linear(Nvfp4Linear::Packed(_)) => None,
-        }
-    }
-
-    /// The values on the host, row-major; packed weights dequantised.
-    ///
-    /// # Errors
-    /// If the device failed.
-    pub fn to_host(&self) -> Result<Vec<f32>, ModelError> {
-        match *self {
-            Self::Vector(p) => to_host(p.val()),
-            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
-            Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
-                to_host(w.dequantize(DType::F32))
-            }
         }
     }
 

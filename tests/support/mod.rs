@@ -1,5 +1,6 @@
 //! What tests share: golden files, the GPU under test and what it lacks, random inputs, and tensors on the host.
 
+pub(crate) mod emulator;
 pub(crate) mod files;
 pub(crate) mod scripted;
 pub(crate) mod spec;

@@ -1,7 +1,7 @@
 //! The command line: commands and their flags. Plain data; the settings of a training run, with their
 //! flags, are in [`crate::settings`].
 
-use crate::settings::{Auto, COMMON, DeviceChoice, Layer, parser, with_flags};
+use crate::settings::{Auto, DeviceChoice, Layer, fields::COMMON, parser, with_flags};
 use backend_nvfp4::{Precision, Scaling};
 use clap::{ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
 use std::{ffi::OsString, path::PathBuf};

@@ -5,7 +5,10 @@ use crate::{
     CliError,
     model_files::{Companions, ModelFiles},
     outputs::check_output,
-    settings::{Clip, Nvfp4Part, RANGES, Settings, StepMode, flag},
+    settings::{
+        Clip, Nvfp4Part, Settings, StepMode,
+        fields::{RANGES, flag},
+    },
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
 use serde_json::Value;
@@ -111,12 +114,11 @@ fn in_range(s: &Settings) -> Result<(), CliError> {
             Value::Array(list) => list.as_slice(),
             one => std::slice::from_ref(one),
         };
-        for number in given.iter().filter_map(Value::as_f64) {
-            if !(low..=high).contains(&number) {
-                let range =
-                    if high == f64::MAX { format!("at least {low}") } else { format!("between {low} and {high}") };
-                return Err(CliError::Usage(format!("{} {number}: the value must be {range}", flag(key))));
-            }
+        for value in given {
+            let Some(number) = value.as_f64().filter(|number| !(low..=high).contains(number)) else { continue };
+            let shown = value.as_u64().map_or_else(|| number.to_string(), |count| count.to_string());
+            let range = if high == f64::MAX { format!("at least {low}") } else { format!("between {low} and {high}") };
+            return Err(CliError::Usage(format!("{} {shown}: the value must be {range}", flag(key))));
         }
     }
     Ok(())

@@ -8,10 +8,12 @@ pub use seed::TrainingBackend;
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
+    error::Nvfp4Error,
     kernels::{AttentionSaved, Nvfp4Kernels},
     ops::{Activations, Layer, Nvfp4Backend},
     packed::Operand,
     recipe::{LinearSpec, Precision},
+    services::{DeviceServices, MemoryUse},
     straight_through,
 };
 use burn::{
@@ -29,6 +31,7 @@ use burn::{
         ops::{FloatTensor, IntTensor},
     },
 };
+use kernels_cubecl::bench;
 
 impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
     fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
@@ -202,6 +205,21 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             OpsKind::Tracked(prep) => prep.finish((shape, ids), y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
+    }
+}
+
+// A device answers the same whether its operations are recorded or not.
+impl<B: Nvfp4Kernels + DeviceServices, C: CheckpointStrategy> DeviceServices for Autodiff<B, C> {
+    fn tiers(device: &Self::Device) -> Vec<&'static str> {
+        B::tiers(device)
+    }
+
+    fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
+        B::bench_kernels(device, filter, show)
+    }
+
+    fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {
+        B::memory_in_use(device)
     }
 }
 

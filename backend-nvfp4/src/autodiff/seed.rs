@@ -14,7 +14,7 @@ use burn::{
 };
 
 /// The backend that a training step runs on: it records the operations of an inner backend in a graph.
-pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels + DeviceServices> + Nvfp4Backend {
+pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels> + Nvfp4Backend + DeviceServices {
     /// Runs the backward of everything that `y` depends on, beginning with the gradient `dy` of `y`.
     fn backward_from<const D: usize>(y: Tensor<Self, D>, dy: Tensor<Self::InnerBackend, D>) -> Self::Gradients;
 }

@@ -64,6 +64,7 @@ pub fn adamw_float<R: Runtime>(
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn adamw_float_kernel<Weight: Float, Grad: Float, State: Float, N: Size>(
     dense: &mut DenseBuffers<Vector<Weight, N>, Vector<u8, N>>,
     grad: &Array<Vector<Grad, N>>,

@@ -39,9 +39,10 @@ mod quantized;
 mod table;
 
 pub use float::adamw_float;
-pub use moments::{Coding, STATE_BLOCK, StateArgs};
+pub use moments::{STATE_BLOCK, StateArgs};
 pub use packed::adamw_packed;
 pub use quantized::adamw_quantized;
+pub use table::Coding;
 
 /// The scalars of one step.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -7,7 +7,7 @@
 
 use super::{
     Chunk, check_chunk,
-    table::{Table, code_of_moment, loaded_table},
+    table::{Coding, Table, code_of_moment, loaded_table},
 };
 use crate::{
     error::{KernelError, expect_len, expect_multiple},
@@ -17,22 +17,6 @@ use cubecl::prelude::*;
 
 /// Values that share one absmax in quantized moments.
 pub const STATE_BLOCK: usize = 256;
-
-/// The code of a value in a quantized moment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Coding {
-    /// A byte: an index in a table of 256 values.
-    Bytes,
-    /// Four bits: an index in a table of 16 values.
-    Nibbles,
-}
-
-impl Coding {
-    /// Bits of a code.
-    pub fn bits(self) -> usize {
-        if self == Self::Bytes { 8 } else { 4 }
-    }
-}
 
 /// The buffers of a quantized moment.
 pub struct StateArgs<R: Runtime> {

@@ -79,6 +79,7 @@ pub fn adamw_packed<R: Runtime>(
 }
 
 #[cube(launch_unchecked, fast_math = quick_division(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn adamw_packed_kernel<Grad: Float, N: Size, Codes: Size>(
     codes: &mut Array<u32>,
     scales: &mut Array<u8>,

@@ -82,6 +82,7 @@ struct Form {
 }
 
 #[cube(launch_unchecked, fast_math = quick_division(_approximate))]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
     dense: &mut DenseBuffers<Vector<Weight, N>, Vector<u8, N>>,
     grad: &Array<Vector<Grad, N>>,

@@ -1,7 +1,22 @@
 //! The tables that codes of moments index, in shared memory, and the search for the nearest entry.
 
-use super::Coding;
 use cubecl::prelude::*;
+
+/// The code of a value in a quantized moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Coding {
+    /// A byte: an index in a table of 256 values.
+    Bytes,
+    /// Four bits: an index in a table of 16 values.
+    Nibbles,
+}
+
+impl Coding {
+    /// Bits of a code.
+    pub fn bits(self) -> usize {
+        if self == Self::Bytes { 8 } else { 4 }
+    }
+}
 
 /// A table in shared memory, with what the search for the nearest entry needs.
 #[derive(CubeType)]

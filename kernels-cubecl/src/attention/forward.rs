@@ -64,6 +64,7 @@ pub fn forward<R: Runtime>(
 }
 
 #[cube(launch_unchecked, fast_math = FastMath::all())]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn forward_kernel<F: Float>(
     q: &Array<Octet<F>>,
     k: &Array<Octet<F>>,

@@ -29,23 +29,10 @@ mod quantizers;
 mod small_operations;
 mod timing;
 
+pub use timing::Row;
+
 const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
-
-/// One measurement.
-#[derive(Debug, Clone)]
-pub struct Row {
-    /// Kernel and variant.
-    pub name: String,
-    /// Its sizes.
-    pub shape: String,
-    /// Seconds of a call, the median.
-    pub seconds: f64,
-    /// Bytes that the kernel must move, if memory bounds it.
-    pub bytes: Option<f64>,
-    /// Operations of the kernel, if arithmetic bounds it.
-    pub operations: Option<f64>,
-}
 
 /// The ways to compute products with packed operands that the device has. The first one that takes a shape computes it.
 pub fn tiers<R: Runtime>(client: &ComputeClient<R>) -> Vec<&'static str> {

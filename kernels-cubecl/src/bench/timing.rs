@@ -5,10 +5,24 @@
 //! product, which heats the device, short kernels would read 5 to 10 % slower.) A figure is the median of seven
 //! measurements.
 
-use super::Row;
 use crate::{KernelError, device};
 use cubecl::{prelude::*, server::Handle};
 use std::{cell::OnceCell, time::Instant};
+
+/// One measurement.
+#[derive(Debug, Clone)]
+pub struct Row {
+    /// Kernel and variant.
+    pub name: String,
+    /// Its sizes.
+    pub shape: String,
+    /// Seconds of a call, the median.
+    pub seconds: f64,
+    /// Bytes that the kernel must move, if memory bounds it.
+    pub bytes: Option<f64>,
+    /// Operations of the kernel, if arithmetic bounds it.
+    pub operations: Option<f64>,
+}
 
 /// Launches in one measurement of a long kernel.
 const LAUNCHES: usize = 24;

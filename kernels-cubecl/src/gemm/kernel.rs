@@ -6,6 +6,7 @@
 //! Each product has code of its own, so that the loop over `r` does not ask which buffers to read.
 
 use super::{
+    form::{Form, TilePlace},
     stages::{add_product, own_rows_and_half, reserved_tiles},
     tiles::TILE,
 };
@@ -16,6 +17,7 @@ use cubecl::prelude::*;
 const GROUP: u32 = 8;
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 pub(super) fn gemm_kernel<F: Float, Out: Float>(
     a: &Sequence<Array<Octet<F>>>,
     b: &Sequence<Array<Octet<F>>>,
@@ -81,36 +83,6 @@ pub(super) fn gemm_kernel<F: Float, Out: Float>(
             first = end;
         }
     }
-}
-
-/// How the operands of a product are stored, and the columns of its tiles.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Form {
-    pub(super) cols: u32,
-    pub(super) a_across: bool,
-    pub(super) b_across: bool,
-}
-
-impl Form {
-    /// Number of blocks of eight columns that a plane makes.
-    fn blocks(self) -> usize {
-        self.cols as usize / 16
-    }
-
-    /// Number of fragments of sums that a plane keeps.
-    fn sums(self) -> usize {
-        self.blocks() * 4
-    }
-}
-
-/// The tile of a product that a cube makes: its first row and column, and the shape of the product.
-#[derive(CubeType, Clone, Copy)]
-pub(super) struct TilePlace {
-    pub(super) i0: u32,
-    pub(super) j0: u32,
-    pub(super) i_len: u32,
-    pub(super) j_len: u32,
-    pub(super) r_len: u32,
 }
 
 /// The first row and column of tile number `tile`. Cubes walk `GROUP` rows of tiles column by column.

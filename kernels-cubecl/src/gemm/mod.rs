@@ -9,9 +9,9 @@
 //! there, and the tensor scale is applied to the finished f32 sum. That costs one pass over the weight (2 to 4 % of the
 //! product at 4,096 rows) and leaves one kernel for every product.
 //!
-//! One launch can make several products: those of one operand with several others (layers that read the same
-//! activations), whose tiles then fill the device together; or the sum of several products, as one long sum over
-//! operands in different buffers.
+//! One launch can make several products of one operand with several others (layers that read the same activations),
+//! whose tiles then fill the device together. It can also make the sum of several products, as one long sum over operands
+//! in different buffers.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -30,49 +30,18 @@ use crate::{
 };
 use cubecl::prelude::*;
 
+mod form;
 mod kernel;
+mod shape;
 mod stages;
 mod tiles;
 
-use kernel::{Form, gemm_kernel};
+use form::Form;
+use kernel::gemm_kernel;
+pub use shape::GemmShape;
+use shape::NAME;
 use tiles::{TILE, columns};
 pub use tiles::{gains_together, tile_columns};
-
-const NAME: &str = "gemm";
-
-/// The shape of a product `y[i, j]`.
-#[derive(Debug, Clone, Copy)]
-pub struct GemmShape {
-    /// Rows of y.
-    pub i: usize,
-    /// Columns of y.
-    pub j: usize,
-    /// Length of the sums.
-    pub r: usize,
-}
-
-impl GemmShape {
-    /// The shape of a product of matrices with these rows and columns.
-    pub fn of(product: Product, [a_rows, a_cols]: [usize; 2], [b_rows, b_cols]: [usize; 2]) -> Self {
-        match product {
-            Product::Nt => Self { i: a_rows, j: b_rows, r: a_cols },
-            Product::Nn => Self { i: a_rows, j: b_cols, r: a_cols },
-            Product::Tn => Self { i: a_cols, j: b_cols, r: a_rows },
-        }
-    }
-
-    /// Whether the rows of operands and result consist of whole octets, which the kernel copies at once.
-    pub fn fits(self, product: Product) -> bool {
-        self.check(product).is_ok()
-    }
-
-    fn check(self, product: Product) -> Result<(), KernelError> {
-        // The columns of a; those of b are j or, for Nt, r as well.
-        let (name, cols) = if product == Product::Tn { ("i", self.i) } else { ("r", self.r) };
-        expect_multiple(NAME, name, cols, 8)?;
-        expect_multiple(NAME, "j", self.j, 8)
-    }
-}
 
 /// One product, or several of one launch: `out = product(a, b)` times the tensor scales.
 pub struct Gemm<R: Runtime> {
@@ -80,7 +49,8 @@ pub struct Gemm<R: Runtime> {
     pub a: Vec<ArrayArg<R>>,
     /// Right operands, likewise.
     pub b: Vec<ArrayArg<R>>,
-    /// Tensor scales, f32 `[1]` each: as many for every product, those of the first product first.
+    /// Tensor scales, f32 `[1]` each. Every product has the same number of them; the scales of the first product come
+    /// first.
     pub scales: Vec<ArrayArg<R>>,
     /// Results of type `types.1`: one for each product, or one for the sum of all.
     pub out: Vec<ArrayArg<R>>,
@@ -89,7 +59,7 @@ pub struct Gemm<R: Runtime> {
     /// The shape of each product. Products that share an operand have the same `r`; products that become one sum have
     /// the same `i` and `j`.
     pub shapes: Vec<GemmShape>,
-    /// Which operand is stored how.
+    /// How the operands are stored.
     pub product: Product,
     /// Whether the product is added to the values in `out`. Such a launch has one product and no scales.
     pub accumulate: bool,

@@ -6,7 +6,7 @@
 //! half of the columns in registers. Two cubes share a multiprocessor: one computes while the other waits.
 
 use super::{
-    kernel::{Form, TilePlace},
+    form::{Form, TilePlace},
     tiles::{DEPTH, STAGES, TILE},
 };
 use crate::mma::{Octet, Pair, TileSource, fill, left, multiply, right, ring, sent};

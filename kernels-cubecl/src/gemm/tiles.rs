@@ -1,7 +1,7 @@
 //! The choice of the width of tiles. A cube makes 128 rows of y, and 128, 160 or 64 columns: the width whose last wave
 //! of tiles leaves least of the device idle.
 
-use super::GemmShape;
+use super::shape::GemmShape;
 use crate::device::processors;
 use cubecl::prelude::*;
 

@@ -1,11 +1,13 @@
 //! How [`super::gemv()`] divides the tiles of a product among planes, and where the activations of the tokens lie.
 
-use super::SPAN;
 use crate::codec::{pair_unit, scale_unit};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
 };
+
+/// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
+pub(super) const SPAN: usize = 256;
 
 /// The most bytes of shared memory for activations: two cubes then fit on a multiprocessor of an H200.
 const STAGED: usize = 100 << 10;
@@ -14,7 +16,7 @@ const BARRIERS: usize = 1 << 10;
 /// The number of planes that fit on an H200 at once: 32 a multiprocessor if each has one span in flight, 20 if it has
 /// two, which take more registers. Some cubes of a larger launch would start late.
 const PLANES: [usize; 2] = [4224, 2640];
-/// With as many tiles of 16 rows, those of a single token are not halved.
+/// From this number of 16-row tiles on, a tile has 16 rows for a single token too.
 const TALL: usize = 384;
 
 /// The choices that are compiled into a launch, except for the rows of the weights.
@@ -49,7 +51,7 @@ pub(super) enum Tokens {
 impl GemvPlan {
     /// Chooses for `rows` tokens of type `dtype`, and for weights of `r_len` columns that have `weight_rows` rows
     /// together.
-    pub(super) fn new<R: Runtime>(
+    pub fn new<R: Runtime>(
         client: &ComputeClient<R>,
         rows: usize,
         weight_rows: usize,

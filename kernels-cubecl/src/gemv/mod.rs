@@ -31,12 +31,7 @@ use span::nothing_ahead;
 
 /// The most rows that x may have.
 pub const MAX_ROWS: usize = 16;
-/// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
-const SPAN: usize = 256;
 const NAME: &str = "gemv";
-
-/// A weight as this kernel reads it: 32 codes in a vector, four scales in a word.
-type Weight = PackedBuffers<Vector<u32, Const<4>>, u32>;
 
 /// Whether the kernel takes `rows` tokens and weights of `cols` columns.
 pub fn fits(rows: usize, cols: usize) -> bool {

@@ -14,10 +14,7 @@
 //!   afterwards, one product for 16 codes. Activations in bf16 are multiplied by 2^63, so that the small units of
 //!   codes do not make sums subnormal.
 
-use super::{
-    SPAN, Weight,
-    gemv_plan::{GemvPlan, Tokens},
-};
+use super::gemv_plan::{GemvPlan, SPAN, Tokens};
 use crate::{
     codec::{e2m1_pairs, e4m3_pair},
     mma::{Octet, Pair, multiply as multiply_fragments, row_sum, sent, zero_sums},
@@ -26,6 +23,9 @@ use cubecl::prelude::{
     barrier::{Barrier, copy_async_checked},
     *,
 };
+
+/// A weight as this kernel reads it: 32 codes in a vector, four scales in a word.
+pub(super) type Weight = PackedBuffers<Vector<u32, Const<4>>, u32>;
 
 /// The codes and scales that a lane has loaded ahead.
 #[derive(CubeType)]

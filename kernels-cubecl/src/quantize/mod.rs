@@ -30,49 +30,13 @@ use crate::{
 use cubecl::prelude::*;
 
 mod amax;
+mod spec;
 mod tile;
 
 pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated};
+pub use spec::{Block, QuantizeSpec, Rounding, Scaling};
 pub use tile::View;
 use tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row, store_across, units};
-
-/// The levels of scales that a tensor has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Scaling {
-    /// E4M3 block scales only.
-    Single,
-    /// E4M3 block scales and one f32 tensor scale.
-    Two,
-}
-
-/// The values that share a scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Block {
-    /// One row, 16 columns.
-    Row,
-    /// 16 rows, 16 columns. A matrix and its transpose then have the same codes.
-    Square,
-}
-
-/// How a value between two codes is rounded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rounding {
-    /// To nearest, ties to the even code.
-    Nearest,
-    /// Up or down at random, with the probabilities that make the expected value exact.
-    Stochastic(Stream),
-}
-
-/// The choices of a quantizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct QuantizeSpec {
-    /// Single- or two-level.
-    pub scaling: Scaling,
-    /// 1x16 or 16x16.
-    pub block: Block,
-    /// Nearest or stochastic.
-    pub rounding: Rounding,
-}
 
 /// Quantizes `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, `rows x cols/8`), `scales` (u8, `rows
 /// x cols/16`) and `global` (f32, 1). If `rotated`, every 16 columns are Hadamard-transformed first. `amax` (f32, 3)
@@ -140,6 +104,7 @@ pub fn quantize<R: Runtime>(
 }
 
 #[cube(launch_unchecked)]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn quantize_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     amax: &Array<f32>,

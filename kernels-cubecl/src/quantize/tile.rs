@@ -11,7 +11,7 @@ use crate::{
     error::{KernelError, index, require},
     hadamard::{SIGNS, rotate},
     layout::{BLOCK, scale_index, scales_per_row},
-    quantize::Block,
+    quantize::spec::Block,
 };
 use cubecl::prelude::*;
 

@@ -13,7 +13,7 @@ use crate::{
     train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Scaling, reference};
-use burn::backend::Autodiff;
+use burn::tensor::backend::Backend;
 use model_qwen3::{
     ModelError,
     checkpoint::{Checkpoint, Stored, Tensors},
@@ -50,7 +50,7 @@ pub enum Head {
 
 impl Head {
     /// The head of a model.
-    pub fn of<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Self {
+    pub fn of<B: Backend>(model: &Qwen3<B>) -> Self {
         match &model.lm_head {
             None => Self::Tied,
             Some(Nvfp4Linear::Dense(_)) => Self::Dense,

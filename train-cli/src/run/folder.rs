@@ -6,7 +6,7 @@ use crate::{
     plan::Plan,
     run::checkpoint::{self, TrainerState},
     run::inputs::Inputs,
-    settings::Change,
+    settings::fields::Change,
 };
 use backend_nvfp4::Precision;
 use serde_json::json;

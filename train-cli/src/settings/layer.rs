@@ -3,7 +3,7 @@
 
 use crate::{
     CliError,
-    settings::{Settings, flag},
+    settings::fields::{Settings, flag},
 };
 use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueSource};
 use serde_json::{Map, Value};

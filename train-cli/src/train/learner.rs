@@ -15,7 +15,7 @@ use burn::{
     data::dataloader::{DataLoader, Progress},
     module::AutodiffModule,
     optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer, lr_scheduler::LrScheduler},
-    tensor::backend::AutodiffBackend,
+    tensor::backend::{AutodiffBackend, Backend},
     train::{
         EventProcessorTraining, InferenceStep, ItemLazy, Learner, LearnerEvent, LearnerSummary,
         LearningComponentsMarker, SupervisedLearningStrategy, SupervisedTraining, SupervisedTrainingEventProcessor,
@@ -119,7 +119,7 @@ impl<AB: TrainingBackend> TrainStep for Trainee<AB> {
     }
 }
 
-impl<B: Nvfp4Backend> InferenceStep for Trainee<B> {
+impl<B: Backend> InferenceStep for Trainee<B> {
     type Input = MicroBatch;
     type Output = Evaluation;
 

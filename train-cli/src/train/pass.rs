@@ -75,7 +75,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
             (Fate::Measure, _) => return Ok(()),
             (_, phase) => phase,
         };
-        self.vram.note::<B>(&net.model().device(), self.step, phase)
+        self.vram.note::<AB>(&net.model().device(), self.step, phase)
     }
 }
 

@@ -20,6 +20,7 @@ use crate::{
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{optim::GradientsParams, tensor::DType};
 use model_qwen3::weights::Replace;
+
 /// What makes optimizer steps, and what one step leaves for the next.
 pub struct Stepper<B: Nvfp4Kernels> {
     /// How the backward runs.

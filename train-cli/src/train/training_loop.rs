@@ -125,12 +125,12 @@ pub fn train<AB: TrainingBackend>(
         let frozen_blocks = run.prepare(net, step);
         let lr = run.schedule.at(step);
         step += 1;
-        run.vram.note::<AB::InnerBackend>(&device, step, "zero_grad_done")?;
+        run.vram.note::<AB>(&device, step, "zero_grad_done")?;
         let Stepped { loss, grad_norm } = run.stepper.step(net, &batches, step, lr, &mut run.vram)?;
-        run.vram.note::<AB::InnerBackend>(&device, step, "optimizer_step_done")?;
+        run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
-        let held = run.vram.held::<AB::InnerBackend>(&device);
-        let trimmed = pool.after_step::<AB::InnerBackend>(&device, held);
+        let held = run.vram.held::<AB>(&device);
+        let trimmed = pool.after_step::<AB>(&device, held);
 
         let (tokens_per_second, eta) = clock.after_step(step, &batches);
         let memory_mib = held >> 20;
@@ -151,7 +151,7 @@ pub fn train<AB: TrainingBackend>(
         let saved = run.between.maybe_save(inner.model(), &run.stepper, step, exceeded.is_some())?;
         if evaluates {
             // Evaluation, samples and a checkpoint leave freed buffers of other sizes behind.
-            pool.give_back::<AB::InnerBackend>(&device);
+            pool.give_back::<AB>(&device);
         }
         if let Some(limit) = exceeded {
             return Err(CliError::Memory { needed: held, limit, saved: Some(stopped(step, saved)) });
@@ -171,7 +171,7 @@ impl<B: Nvfp4Kernels> Run<B> {
     ) -> Result<Option<Vec<MicroBatch>>, CliError> {
         let mut batches = Vec::new();
         for batch in micro_batches {
-            self.vram.note::<B>(device, step, "batch_ready")?;
+            self.vram.note::<AB>(device, step, "batch_ready")?;
             let ends_step = batch.ends_step;
             batches.push(batch);
             if ends_step {

@@ -19,6 +19,7 @@ use cubecl::prelude::{barrier::Barrier, *};
 ///
 /// # Errors
 /// If a buffer does not fit the shape, or keys of an earlier call (`past`) are among them.
+#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
 pub fn backward_kv<R: Runtime>(
     client: &ComputeClient<R>,
     saved: Saved<R>,
@@ -57,6 +58,7 @@ pub fn backward_kv<R: Runtime>(
 }
 
 #[cube(launch_unchecked, fast_math = FastMath::all())]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn backward_kv_kernel<F: Float>(
     queries: &QueryBuffers<Octet<F>>,
     k: &Array<Octet<F>>,

@@ -1,7 +1,7 @@
 """PyTorch's figures for a training step of Qwen3-4B on the machine it runs on: Hugging Face transformers, bf16, fused
 AdamW, random weights and tokens, batch 1. The rows that `train-cli fit --synthetic` is compared with.
 
-    python3 doc/train_torch.py CONFIG.json
+    python3 doc/notebook/train_torch.py CONFIG.json
 """
 import json
 import sys

@@ -3,7 +3,7 @@ dependencies, at the versions that Cargo.lock names. They are free documentation
 the corpus itself is not kept here.
 
     cargo fetch --locked && pip install tokenizers
-    python3 doc/make_corpus.py OUT
+    python3 doc/notebook/make_corpus.py OUT
 
 Writes OUT/train.txt, OUT/eval.txt (every 50th document) and a model folder OUT/lm: config.json (15.7 M parameters),
 a byte-level BPE of 8,192 entries trained on train.txt, Qwen's chat template. Same Cargo.lock, same files.
@@ -18,12 +18,13 @@ import sys
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 MOST = 24 << 20  # bytes of text
-DEMO = pathlib.Path(__file__).parent.parent / "train-cli/assets/demo"
+ROOT = pathlib.Path(__file__).parents[2]
+DEMO = ROOT / "train-cli/assets/demo"
 
 
 def sources():
     """Folders of the locked crates, sorted."""
-    lock = (pathlib.Path(__file__).parent.parent / "Cargo.lock").read_text()
+    lock = (ROOT / "Cargo.lock").read_text()
     names = re.findall(r'name = "([^"]+)"\nversion = "([^"]+)"\nsource', lock)
     root = next((pathlib.Path.home() / ".cargo/registry/src").iterdir())
     return [p for p in (root / f"{n}-{v}" for n, v in sorted(names)) if p.exists()]

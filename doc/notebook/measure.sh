@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The figures of doc/training.md on the machine it runs on, one after another, each appended to OUT/log.txt as it is had: a
-# run that is cut off keeps what it has.
+# Measures the rows of doc/notebook/training.md on this machine, one after another. Each figure is appended to OUT/log.txt as
+# soon as it is known, so that a run that is cut off keeps what it has.
 #
-#   doc/measure.sh TRAIN_CLI TOKENIZER_FOLDER CONFIGS_FOLDER OUT [ROWS.tsv]
+#   doc/notebook/measure.sh TRAIN_CLI TOKENIZER_FOLDER CONFIGS_FOLDER OUT [ROWS.tsv]
 #
 # CONFIGS_FOLDER: config-4b.json, config-8b.json, config-32b.json, config-4-layers.json (Qwen3 shapes; the last for ncu).
 # ROWS.tsv: real rows for the 32B run. PROMISES=path of the built test binary runs it on CUDA first.

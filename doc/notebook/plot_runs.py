@@ -1,6 +1,6 @@
 """Evaluation losses of runs as a plot (SVG): a line a run, the mean of its seeds, in the band of the lowest and highest.
 
-    python3 doc/plot_runs.py TABLE.csv PLOT.svg RUN…
+    python3 doc/notebook/plot_runs.py TABLE.csv PLOT.svg RUN…
 """
 import collections
 import csv

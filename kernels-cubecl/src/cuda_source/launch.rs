@@ -1,0 +1,99 @@
+//! What a launch consists of, and the list of devices that record or execute launches.
+
+use cubecl_cpp::{
+    cuda::{CudaDialect, mma::CudaWmmaCompiler},
+    shared::CppCompiler,
+};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+pub(super) type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
+
+/// One launch: the text of its kernel, and the arguments that the CUDA runtime would pass to it.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// Name of the kernel's entry point.
+    pub entry: String,
+    /// CUDA C++.
+    pub text: String,
+    /// Bytes of shared memory.
+    pub shared: usize,
+    /// Cubes in each dimension (CUDA's grid).
+    pub cubes: [u32; 3],
+    /// Units of a cube in each dimension (CUDA's block).
+    pub units: [u32; 3],
+    /// The buffer that each buffer argument points to. Arguments that are the same memory have the same number.
+    pub arguments: Vec<usize>,
+    /// The constant `info` argument: scalars and static metadata, then the dynamic metadata.
+    pub info: Vec<u64>,
+    /// Words of `info` before the dynamic metadata, which is passed as one more buffer where there is any.
+    pub static_info: usize,
+}
+
+impl Launch {
+    /// The kernel's text without what differs from one compilation of the kernel to the next.
+    pub fn identity(&self) -> String {
+        identity(&self.text)
+    }
+}
+
+/// Runs a launch on its buffers. The error text says what the kernel did wrong.
+pub type Executor = Arc<dyn Fn(&Launch, &mut [Vec<u8>]) -> Result<(), String> + Send + Sync>;
+
+/// What a device is, and the launches that it has recorded.
+#[derive(Default)]
+pub(super) struct Entry {
+    pub(super) arch: u32,
+    pub(super) executor: Option<Executor>,
+    pub(super) launches: Vec<Launch>,
+}
+
+static DEVICES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());
+
+pub(super) fn devices() -> MutexGuard<'static, Vec<Entry>> {
+    DEVICES.lock().expect("nothing panics while it holds the list of devices")
+}
+
+/// What the texts of one kernel have in common. CubeCL numbers temporaries through the whole process, and writes types in
+/// an order that differs between processes.
+fn identity(text: &str) -> String {
+    const NAME: &str = "_tmp_";
+    let (mut types, mut others, mut in_type) = (Vec::new(), String::new(), false);
+    for line in text.lines() {
+        if line.starts_with("struct __align__") {
+            types.push(String::new());
+            in_type = true;
+        }
+        match types.last_mut() {
+            Some(last) if in_type => last.push_str(line),
+            _ => others.extend([line, "\n"]),
+        }
+        in_type &= line != "};";
+    }
+    types.sort_unstable();
+    let mut parts = others.split(NAME);
+    let mut out = types.concat() + parts.next().unwrap_or_default();
+    let mut numbers = HashMap::new();
+    for part in parts {
+        let digits = part.bytes().take_while(u8::is_ascii_digit).count();
+        let next = numbers.len();
+        let number = *numbers.entry(&part[..digits]).or_insert(next);
+        out.push_str(&format!("{NAME}{number}{}", &part[digits..]));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::identity;
+
+    #[test]
+    fn texts_of_one_kernel_are_the_same() {
+        let types = ["struct __align__(4) a {\n  x;\n};\n", "struct __align__(8) b {\n};\n"];
+        let text = |[one, other]: [&str; 2], n: usize| format!("{one}{other}f(_tmp_{n}, _tmp_{});\n_tmp_{n};\n", n + 5);
+        assert_eq!(identity(&text(types, 3)), identity(&text([types[1], types[0]], 90)));
+        assert_ne!(identity("f(_tmp_1, _tmp_2);"), identity("f(_tmp_1, _tmp_1);"));
+    }
+}

@@ -1,0 +1,102 @@
+//! A CubeCL runtime without a GPU. A launch becomes CUDA C++ text together with its grid, buffers and scalars, which the
+//! device either records or hands to an executor. Tests compile the recorded text for GPUs that the machine does not
+//! have, and run it on the CPU.
+
+mod launch;
+mod properties;
+mod server;
+
+use cubecl::{
+    Runtime,
+    client::ComputeClient,
+    device::DeviceId,
+    prelude::ArrayArg,
+    server::Handle,
+    zspace::{Shape, Strides},
+};
+use cubecl_common::device::Device;
+use launch::{Compiler, Entry, devices};
+pub use launch::{Executor, Launch};
+use server::SourceServer;
+
+/// A device that is known by its compute capability only. The number is its place in the list of devices.
+#[derive(Debug, Clone, Default)]
+pub struct SourceDevice(u16);
+
+impl SourceDevice {
+    /// A new device of compute capability `arch` (90 is 9.0) that records launches and computes nothing.
+    pub fn recording(arch: u32) -> Self {
+        Self::add(Entry { arch, ..Entry::default() })
+    }
+
+    /// A new device of compute capability `arch` that runs each launch by `executor`. An error of the executor is the
+    /// error of the next read or synchronization.
+    pub fn running(arch: u32, executor: Executor) -> Self {
+        Self::add(Entry { arch, executor: Some(executor), ..Entry::default() })
+    }
+
+    /// Returns the launches that were recorded since the last call. Synchronize the client first.
+    pub fn take_launches(&self) -> Vec<Launch> {
+        devices().get_mut(usize::from(self.0)).map(|entry| std::mem::take(&mut entry.launches)).unwrap_or_default()
+    }
+
+    fn add(entry: Entry) -> Self {
+        let mut devices = devices();
+        devices.push(entry);
+        Self(u16::try_from(devices.len() - 1).expect("fewer than 65,536 devices"))
+    }
+}
+
+impl Device for SourceDevice {
+    fn from_id(id: DeviceId) -> Self {
+        Self(id.index_id)
+    }
+
+    fn to_id(&self) -> DeviceId {
+        DeviceId { type_id: 0, index_id: self.0 }
+    }
+}
+
+/// The whole buffer as an argument of values of `size` bytes each.
+pub fn array(handle: &Handle, size: usize) -> ArrayArg<SourceRuntime> {
+    // SAFETY: the length is the buffer's own.
+    unsafe { ArrayArg::from_raw_parts(handle.clone(), handle.size_in_used() as usize / size) }
+}
+
+/// The runtime of these devices.
+#[derive(Debug, Clone)]
+pub struct SourceRuntime;
+
+impl Runtime for SourceRuntime {
+    type Compiler = Compiler;
+    type Server = SourceServer;
+    type Device = SourceDevice;
+
+    fn client(device: &SourceDevice) -> ComputeClient<Self> {
+        ComputeClient::load(device)
+    }
+
+    fn name(_: &ComputeClient<Self>) -> &'static str {
+        "cuda source"
+    }
+
+    fn require_array_lengths() -> bool {
+        true
+    }
+
+    fn max_cube_count() -> (u32, u32, u32) {
+        (i32::MAX as u32, 65535, 65535)
+    }
+
+    fn can_read_tensor(_: &Shape, _: &Strides) -> bool {
+        true
+    }
+
+    fn target_properties() -> cubecl::ir::TargetProperties {
+        cubecl::cuda::CudaRuntime::target_properties()
+    }
+
+    fn enumerate_devices(_: u16, _: &()) -> Vec<DeviceId> {
+        Vec::new()
+    }
+}

@@ -1,0 +1,238 @@
+//! The server of a device without a GPU: it keeps buffers in host memory, compiles kernels to CUDA C++, and records a
+//! launch or hands it to the device's executor.
+
+use super::{
+    launch::{Compiler, Launch, devices},
+    properties,
+};
+use cubecl::{
+    CubeCount,
+    device::{DeviceId, ServerUtilitiesHandle},
+    server::{
+        Binding, ComputeServer, CopyDescriptor, ExecutionMode, IoError, KernelArguments, ProfileError, ProfilingToken,
+        ServerCommunication, ServerError, ServerUtilities,
+    },
+};
+use cubecl_common::{
+    backtrace::BackTrace, bytes::Bytes, device::DeviceService, future::DynFut, profile::ProfileDuration,
+    stream_id::StreamId,
+};
+use cubecl_cpp::shared::CompilationOptions;
+use cubecl_runtime::{
+    allocator::ContiguousMemoryLayoutPolicy,
+    compiler::CubeTask,
+    kernel::KernelMetadata,
+    logging::ServerLogger,
+    memory_management::{
+        ManagedMemoryHandle, MemoryAllocationMode, MemoryConfiguration, MemoryManagement, MemoryManagementOptions,
+        MemoryUsage,
+    },
+    storage::{BytesResource, BytesStorage, ManagedResource},
+};
+use std::sync::Arc;
+
+/// Compiles and records, or runs by the device's executor.
+pub struct SourceServer {
+    device: usize,
+    options: CompilationOptions,
+    utilities: Arc<ServerUtilities<Self>>,
+    memory: MemoryManagement<BytesStorage>,
+    /// The first error since the last synchronization.
+    error: Option<String>,
+}
+
+impl std::fmt::Debug for SourceServer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SourceServer").field("device", &self.device).finish_non_exhaustive()
+    }
+}
+
+impl DeviceService for SourceServer {
+    fn init(id: DeviceId) -> Self {
+        let device = usize::from(id.index_id);
+        let arch = devices().get(device).map_or(0, |entry| entry.arch);
+        let logger = Arc::new(ServerLogger::default());
+        let memory = MemoryManagement::from_configuration(
+            BytesStorage::default(),
+            &properties::memory(),
+            MemoryConfiguration::ExclusivePages,
+            logger.clone(),
+            MemoryManagementOptions::new("host memory of a device without a GPU"),
+        );
+        let layout = ContiguousMemoryLayoutPolicy::new(properties::ALIGNMENT);
+        let utilities = ServerUtilities::new(properties::properties(arch), logger, (), layout);
+        Self { device, options: properties::options(arch), utilities: Arc::new(utilities), memory, error: None }
+    }
+
+    fn utilities(&self) -> ServerUtilitiesHandle {
+        self.utilities.clone() as ServerUtilitiesHandle
+    }
+}
+
+impl ServerCommunication for SourceServer {
+    const SERVER_COMM_ENABLED: bool = false;
+}
+
+impl SourceServer {
+    fn resource(&mut self, binding: Binding) -> Result<BytesResource, IoError> {
+        self.memory.get_resource(binding.memory, binding.offset_start, binding.offset_end)
+    }
+
+    fn healthy(&mut self) -> Result<(), ServerError> {
+        self.error.take().map_or(Ok(()), |reason| Err(failed(reason)))
+    }
+
+    /// The launch, and the memory of its buffers.
+    fn prepare(
+        &mut self,
+        kernel: Box<dyn CubeTask<Compiler>>,
+        count: CubeCount,
+        arguments: KernelArguments,
+        mode: ExecutionMode,
+    ) -> Result<(Launch, Vec<BytesResource>), String> {
+        let CubeCount::Static(x, y, z) = count else {
+            return Err("the number of cubes is in a buffer, which this runtime does not read".into());
+        };
+        let compiled = kernel
+            .compile(&mut Default::default(), &self.options, mode, kernel.address_type())
+            .map_err(|e| format!("a kernel does not compile to CUDA C++: {e:?}"))?;
+        let mut buffers: Vec<BytesResource> = Vec::new();
+        let mut numbers = Vec::new();
+        for binding in arguments.buffers {
+            let resource = self.resource(binding).map_err(|e| format!("{}: {e}", compiled.entrypoint_name))?;
+            let place = resource.get_write_ptr_and_length();
+            let known = buffers.iter().position(|other| other.get_write_ptr_and_length() == place);
+            numbers.push(known.unwrap_or(buffers.len()));
+            if known.is_none() {
+                buffers.push(resource);
+            }
+        }
+        let launch = Launch {
+            shared: compiled.repr.as_ref().map_or(0, |repr| repr.shared_memory_size()),
+            entry: compiled.entrypoint_name,
+            text: compiled.source,
+            cubes: [x, y, z],
+            units: [compiled.cube_dim.x, compiled.cube_dim.y, compiled.cube_dim.z],
+            arguments: numbers,
+            info: arguments.info.data,
+            static_info: arguments.info.dynamic_metadata_offset,
+        };
+        Ok((launch, buffers))
+    }
+
+    fn run(&mut self, launch: Launch, mut buffers: Vec<BytesResource>) -> Result<(), String> {
+        let executor = match devices().get_mut(self.device) {
+            Some(entry) => match &entry.executor {
+                Some(executor) => executor.clone(),
+                None => {
+                    entry.launches.push(launch);
+                    return Ok(());
+                }
+            },
+            None => return Err("the device is not in the list of devices".into()),
+        };
+        let mut contents: Vec<Vec<u8>> = buffers.iter().map(|buffer| buffer.read().to_vec()).collect();
+        executor(&launch, &mut contents)?;
+        for (buffer, content) in buffers.iter_mut().zip(&contents) {
+            buffer.write().copy_from_slice(content);
+        }
+        Ok(())
+    }
+}
+
+fn failed(reason: String) -> ServerError {
+    ServerError::Generic { reason, backtrace: BackTrace::capture() }
+}
+
+impl ComputeServer for SourceServer {
+    type Kernel = Box<dyn CubeTask<Compiler>>;
+    type Info = ();
+    type MemoryLayoutPolicy = ContiguousMemoryLayoutPolicy;
+    type Storage = BytesStorage;
+
+    fn initialize_memory(&mut self, memory: ManagedMemoryHandle, size: u64, _: StreamId) {
+        let bound = self.memory.reserve(size).and_then(|reserved| self.memory.bind(reserved, memory, 0));
+        if let Err(e) = bound {
+            self.error.get_or_insert(format!("{e}"));
+        }
+    }
+
+    fn logger(&self) -> Arc<ServerLogger> {
+        self.utilities.logger.clone()
+    }
+
+    fn utilities(&self) -> Arc<ServerUtilities<Self>> {
+        self.utilities.clone()
+    }
+
+    fn read(&mut self, descriptors: Vec<CopyDescriptor>, _: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
+        let read = self.healthy().and_then(|()| {
+            let mut one = |d: CopyDescriptor| -> Result<Bytes, ServerError> {
+                Ok(Bytes::from_bytes_vec(self.resource(d.handle)?.read().to_vec()))
+            };
+            descriptors.into_iter().map(&mut one).collect()
+        });
+        Box::pin(async { read })
+    }
+
+    fn write(&mut self, descriptors: Vec<(CopyDescriptor, Bytes)>, _: StreamId) {
+        for (descriptor, data) in descriptors {
+            match self.resource(descriptor.handle) {
+                Ok(mut resource) => resource.write()[..data.len()].copy_from_slice(&data),
+                Err(e) => {
+                    self.error.get_or_insert(format!("{e}"));
+                }
+            }
+        }
+    }
+
+    fn sync(&mut self, _: StreamId) -> DynFut<Result<(), ServerError>> {
+        let healthy = self.healthy();
+        Box::pin(async { healthy })
+    }
+
+    fn get_resource(&mut self, binding: Binding, _: StreamId) -> Result<ManagedResource<BytesResource>, ServerError> {
+        let memory = binding.memory.clone();
+        Ok(ManagedResource::new(memory, self.resource(binding)?))
+    }
+
+    // SAFETY: CubeCL declares a launch unsafe because a kernel may access memory that is not its own. This server runs
+    // no kernel: the executor gets copies of the buffers.
+    unsafe fn launch(
+        &mut self,
+        kernel: Self::Kernel,
+        count: CubeCount,
+        arguments: KernelArguments,
+        mode: ExecutionMode,
+        _: StreamId,
+    ) {
+        let done = self.prepare(kernel, count, arguments, mode).and_then(|(launch, buffers)| self.run(launch, buffers));
+        if let Err(e) = done {
+            self.error.get_or_insert(e);
+        }
+    }
+
+    fn flush(&mut self, _: StreamId) -> Result<(), ServerError> {
+        Ok(())
+    }
+
+    fn memory_usage(&mut self, _: StreamId) -> Result<MemoryUsage, ServerError> {
+        Ok(self.memory.memory_usage())
+    }
+
+    fn memory_cleanup(&mut self, _: StreamId) {
+        self.memory.cleanup(true);
+    }
+
+    fn start_profile(&mut self, _: StreamId) -> Result<ProfilingToken, ServerError> {
+        Err(failed("this runtime does not measure time".into()))
+    }
+
+    fn end_profile(&mut self, _: StreamId, _: ProfilingToken) -> Result<ProfileDuration, ProfileError> {
+        Err(ProfileError::NotRegistered { backtrace: BackTrace::capture() })
+    }
+
+    fn allocation_mode(&mut self, mode: MemoryAllocationMode, _: StreamId) {
+        self.memory.mode(mode);
+    }
+}

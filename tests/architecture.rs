@@ -1,0 +1,288 @@
+//! The structure of the workspace, read from its `use` lines and paths: no file of a crate imports a file that imports
+//! it, and inside train-cli a room imports only rooms below it.
+//!
+//! A name that `lib.rs` or a `mod.rs` re-exports counts as an import of the file that defines it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+};
+use syn::visit::Visit;
+
+/// The rooms of train-cli, top to bottom. Files outside these folders are the ground floor, below all rooms.
+const ROOMS: [&str; 5] = ["commands", "run", "train", "memory", "data"];
+
+#[test]
+fn no_file_imports_a_file_that_imports_it() {
+    for name in ["kernels-cubecl", "backend-nvfp4", "model-qwen3", "train-cli"] {
+        let imports = Crate::read(name).imports();
+        assert!(imports.values().map(BTreeSet::len).sum::<usize>() > 10, "{name}: too few imports were found");
+        if let Some(circle) = circle(&imports) {
+            panic!("{name}: these files import each other in a circle: {}", circle.join(" -> "));
+        }
+    }
+}
+
+#[test]
+fn rooms_of_train_cli_import_only_what_is_below_them() {
+    let imports = Crate::read("train-cli").imports();
+    let upward: Vec<String> = imports
+        .iter()
+        .flat_map(|(from, targets)| targets.iter().map(move |to| (from, to)))
+        .filter(|(from, to)| floor(from) < floor(to))
+        .map(|(from, to)| format!("{from} imports {to}"))
+        .collect();
+    assert!(upward.is_empty(), "imports that point upwards:\n{}", upward.join("\n"));
+}
+
+#[test]
+fn a_circle_is_found() {
+    let imports = |pairs: &[(&str, &str)]| {
+        let mut map: Imports = BTreeMap::new();
+        for (from, to) in pairs {
+            map.entry((*from).to_owned()).or_default().insert((*to).to_owned());
+        }
+        map
+    };
+    assert_eq!(circle(&imports(&[("a", "b"), ("a", "c"), ("b", "c")])), None);
+    let found = circle(&imports(&[("a", "b"), ("b", "c"), ("c", "d"), ("d", "b")])).expect("b, c, d form a circle");
+    assert_eq!(found, ["b", "c", "d", "b"]);
+}
+
+/// The height of a file's room; `main.rs` and `lib.rs` are the roof.
+fn floor(file: &str) -> usize {
+    let (room, rest) = file.split_once('/').unwrap_or(("", file));
+    match ROOMS.iter().position(|r| *r == room) {
+        Some(i) => ROOMS.len() - i,
+        None if rest == "main.rs" || rest == "lib.rs" => ROOMS.len() + 1,
+        None => 0,
+    }
+}
+
+/// File to the files that it imports.
+type Imports = BTreeMap<String, BTreeSet<String>>;
+
+/// A module's path below the crate's root; the root is the empty path.
+type ModulePath = Vec<String>;
+
+struct Crate {
+    /// Module path to its file, relative to `src`, and its syntax tree.
+    modules: BTreeMap<ModulePath, (String, syn::File)>,
+}
+
+impl Crate {
+    fn read(name: &str) -> Self {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src");
+        let mut files = Vec::new();
+        collect(&source, &mut files);
+        let modules = files
+            .into_iter()
+            .map(|path| {
+                let file = path.strip_prefix(&source).expect("below src").to_string_lossy().into_owned();
+                let text = fs::read_to_string(&path).expect("a readable source file");
+                let tree = syn::parse_file(&text).unwrap_or_else(|e| panic!("{file}: {e}"));
+                (module_path(&file), (file, tree))
+            })
+            .collect();
+        Self { modules }
+    }
+
+    fn imports(&self) -> Imports {
+        let mut imports = Imports::new();
+        for (module, (file, tree)) in &self.modules {
+            let mut paths = Paths::default();
+            paths.visit_file(tree);
+            let targets = imports.entry(file.clone()).or_default();
+            for path in paths.found {
+                if let Some(target) = self.resolve(module, &path, 0).filter(|target| target != file) {
+                    targets.insert(target);
+                }
+            }
+        }
+        imports
+    }
+
+    /// The file that defines what a path names, if it is in this crate.
+    fn resolve(&self, from: &ModulePath, path: &[String], depth: usize) -> Option<String> {
+        assert!(depth < 16, "re-exports that lead in a circle: {path:?}");
+        let mut at = from.clone();
+        let mut rest = path;
+        match rest.first()?.as_str() {
+            "crate" => (at, rest) = (vec![], &rest[1..]),
+            "self" => rest = &rest[1..],
+            "super" => {
+                while rest.first().is_some_and(|s| s == "super") {
+                    at.pop();
+                    rest = &rest[1..];
+                }
+            }
+            // A plain path names a child module or something from another crate.
+            child => {
+                let mut below = at.clone();
+                below.push(child.to_owned());
+                self.modules.get(&below)?;
+            }
+        }
+        while let Some((next, tail)) = rest.split_first() {
+            let mut below = at.clone();
+            below.push(next.clone());
+            if self.modules.contains_key(&below) {
+                (at, rest) = (below, tail);
+            } else if let Some(origin) = self.re_export(&at, next) {
+                let origin: Vec<String> = origin.into_iter().chain(tail.iter().cloned()).collect();
+                return self.resolve(&at, &origin, depth + 1).or_else(|| self.file(&at));
+            } else {
+                break;
+            }
+        }
+        self.file(&at)
+    }
+
+    fn file(&self, module: &ModulePath) -> Option<String> {
+        self.modules.get(module).map(|(file, _)| file.clone())
+    }
+
+    /// The path that `pub use` gives a name in this module.
+    fn re_export(&self, module: &ModulePath, name: &str) -> Option<Vec<String>> {
+        let (_, tree) = self.modules.get(module)?;
+        tree.items.iter().find_map(|item| match item {
+            syn::Item::Use(item) if !matches!(item.vis, syn::Visibility::Inherited) => {
+                let mut leaves = Vec::new();
+                flatten(&item.tree, &mut vec![], &mut leaves);
+                leaves.into_iter().find(|(_, visible)| visible == name).map(|(path, _)| path)
+            }
+            _ => None,
+        })
+    }
+}
+
+fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).expect("a source folder") {
+        let path = entry.expect("a folder entry").path();
+        if path.is_dir() {
+            collect(&path, files);
+        } else if path.extension().is_some_and(|e| e == "rs") {
+            files.push(path);
+        }
+    }
+}
+
+fn module_path(file: &str) -> ModulePath {
+    let mut path: ModulePath = file.trim_end_matches(".rs").split('/').map(str::to_owned).collect();
+    if path.last().is_some_and(|last| last == "mod") || path == ["lib"] {
+        path.pop();
+    }
+    path
+}
+
+/// Every leaf of a `use` tree: its whole path and the name it gets.
+fn flatten(tree: &syn::UseTree, prefix: &mut Vec<String>, leaves: &mut Vec<(Vec<String>, String)>) {
+    match tree {
+        syn::UseTree::Path(p) => {
+            prefix.push(p.ident.to_string());
+            flatten(&p.tree, prefix, leaves);
+            prefix.pop();
+        }
+        syn::UseTree::Group(g) => g.items.iter().for_each(|tree| flatten(tree, prefix, leaves)),
+        syn::UseTree::Glob(_) => leaves.push((prefix.clone(), "*".to_owned())),
+        syn::UseTree::Name(n) if n.ident == "self" => {
+            leaves.push((prefix.clone(), prefix.last().cloned().unwrap_or_default()));
+        }
+        syn::UseTree::Name(n) => {
+            let path = prefix.iter().cloned().chain([n.ident.to_string()]).collect();
+            leaves.push((path, n.ident.to_string()));
+        }
+        syn::UseTree::Rename(r) => {
+            let path = if r.ident == "self" {
+                prefix.clone()
+            } else {
+                prefix.iter().cloned().chain([r.ident.to_string()]).collect()
+            };
+            leaves.push((path, r.rename.to_string()));
+        }
+    }
+}
+
+/// The paths that a file imports or spells out. Tests inside it and re-exports are left out.
+#[derive(Default)]
+struct Paths {
+    found: Vec<Vec<String>>,
+    /// Modules written inside the file that the visitor is in: there, `super` names the file itself.
+    inline_modules: usize,
+}
+
+impl Paths {
+    fn add(&mut self, path: Vec<String>) {
+        let inside = path.iter().take(self.inline_modules).take_while(|s| *s == "super").count();
+        if inside == 0 {
+            self.found.push(path);
+        } else if path.get(inside).is_some_and(|s| s == "super") {
+            self.found.push(path[inside..].to_vec());
+        }
+    }
+}
+
+impl<'ast> Visit<'ast> for Paths {
+    fn visit_item_mod(&mut self, item: &'ast syn::ItemMod) {
+        let test = item
+            .attrs
+            .iter()
+            .any(|a| a.path().is_ident("cfg") && a.parse_args::<syn::Path>().is_ok_and(|path| path.is_ident("test")));
+        if !test {
+            let inline = usize::from(item.content.is_some());
+            self.inline_modules += inline;
+            syn::visit::visit_item_mod(self, item);
+            self.inline_modules -= inline;
+        }
+    }
+
+    fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
+        if matches!(item.vis, syn::Visibility::Inherited) {
+            let mut leaves = Vec::new();
+            flatten(&item.tree, &mut vec![], &mut leaves);
+            leaves.into_iter().for_each(|(path, _)| self.add(path));
+        }
+    }
+
+    fn visit_path(&mut self, path: &'ast syn::Path) {
+        let names: Vec<String> = path.segments.iter().map(|s| s.ident.to_string()).collect();
+        if names.len() > 1 && matches!(names[0].as_str(), "crate" | "super" | "self") {
+            self.add(names);
+        }
+        syn::visit::visit_path(self, path);
+    }
+
+    fn visit_macro(&mut self, call: &'ast syn::Macro) {
+        let text = call.tokens.to_string();
+        for (at, _) in text.match_indices("crate ::") {
+            let path = text[at..].split(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':' || c == ' '));
+            let path = path.into_iter().next().unwrap_or_default();
+            self.add(path.split("::").map(|s| s.trim().to_owned()).collect());
+        }
+        syn::visit::visit_macro(self, call);
+    }
+}
+
+/// The first circle that a depth-first walk meets, its first file repeated at its end.
+fn circle(imports: &Imports) -> Option<Vec<String>> {
+    fn walk<'a>(
+        at: &'a str,
+        imports: &'a Imports,
+        path: &mut Vec<&'a str>,
+        done: &mut BTreeSet<&'a str>,
+    ) -> Option<Vec<String>> {
+        if let Some(start) = path.iter().position(|p| *p == at) {
+            return Some(path[start..].iter().chain([&at]).map(|s| (*s).to_owned()).collect());
+        }
+        if !done.insert(at) {
+            return None;
+        }
+        path.push(at);
+        let found = imports.get(at).into_iter().flatten().find_map(|next| walk(next, imports, path, done));
+        path.pop();
+        found
+    }
+    let mut done = BTreeSet::new();
+    imports.keys().find_map(|file| walk(file, imports, &mut Vec::new(), &mut done))
+}

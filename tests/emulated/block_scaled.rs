@@ -1,0 +1,28 @@
+//! `block_scaled` on GPUs whose tensor cores read NVFP4, against f64.
+
+use super::gpu::{BF16, Exact, F16, F32, Gpu};
+use crate::support::Random;
+use cubecl::ir::StorageType;
+use kernels_cubecl::block_scaled;
+
+/// Every type of result, where the device has such tensor cores.
+pub(super) fn every(gpu: &Gpu) {
+    assert_eq!(block_scaled::supported(&gpu.client), gpu.arch >= 120, "sm_{}", gpu.arch);
+    if block_scaled::supported(&gpu.client) {
+        [BF16, F16, F32].map(|ty| run(gpu, ty).unwrap_or_else(|e| panic!("sm_{} to {ty:?}: {e}", gpu.arch)));
+    }
+}
+
+/// Ragged rows and columns, three steps of the summed dimension.
+pub(super) fn run(gpu: &Gpu, ty: StorageType) -> Result<(), String> {
+    let mut random = Random::new(17);
+    let (rows, cols, depth) = (75, 138, 3 * block_scaled::STEP);
+    let (a, w) = (gpu.packed(&mut random, rows, depth), gpu.packed(&mut random, cols, depth));
+    let y = gpu.room(rows * cols, ty);
+    block_scaled::block_scaled(&gpu.client, a.args(), w.args(), y.arg(), ty).map_err(|e| e.to_string())?;
+    gpu.compare("block_scaled", &y, |at| {
+        let (a_row, w_row) = (&a.values[at / cols * depth..][..depth], &w.values[at % cols * depth..][..depth]);
+        let factor = a.global.values[0] * w.global.values[0];
+        Exact::sum(a_row.iter().zip(w_row).map(|(a, w)| a * w), factor)
+    })
+}

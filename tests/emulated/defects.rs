@@ -1,0 +1,183 @@
+//! Defects that are put into the text of a kernel by hand, and that the emulator must find: a barrier that is missing, an
+//! index outside its buffer, a wrong register of a fragment.
+
+use super::{
+    attention, block_scaled, gemm,
+    gemm::Form,
+    gemv,
+    gpu::{BF16, Gpu},
+    on_the_cpu,
+};
+use crate::support::emulator;
+use kernels_cubecl::{cuda_source::Launch, gemv::GemvPlan, matmul::Product};
+use std::sync::Arc;
+
+/// A small launch, and how the name of its kernel begins.
+type Subject = (&'static str, fn(&Gpu) -> Result<(), String>);
+
+const GEMM: Subject = ("gemm", |gpu| gemm::run(gpu, &gemm::one(Product::Nt, 64, 1, (BF16, BF16), Form::One)));
+const GEMV: Subject = ("gemv", gemv_with_shares);
+const GEMV_WINDOWS: Subject = ("gemv", gemv_in_windows);
+const FORWARD: Subject = ("forward", attention::forward_of_one_head);
+const BACKWARD_KV: Subject = ("backward_kv", attention::backward_of_one_head);
+const BACKWARD_Q: Subject = ("backward_q", attention::backward_of_one_head);
+const DECODE: Subject = ("split", attention::decode_in_one_split);
+const BLOCK_SCALED: Subject = ("block_scaled", |gpu| block_scaled::run(gpu, BF16));
+
+/// Planes that add up their sums in shared memory.
+fn gemv_with_shares(gpu: &Gpu) -> Result<(), String> {
+    let plan = GemvPlan::of(&gpu.client, 3, 1024, BF16, [2, 2, 2, 16]).expect("few tokens find a place");
+    gemv::run(gpu, plan, 3, 1024, &[45], BF16)
+}
+
+/// Tokens that come in windows.
+fn gemv_in_windows(gpu: &Gpu) -> Result<(), String> {
+    let plan = GemvPlan::of(&gpu.client, 11, 9728, BF16, [4, 2, 2, 16]).expect("windows find a place");
+    gemv::run(gpu, plan, 11, 9728, &[45], BF16)
+}
+
+fn arch(entry: &str) -> u32 {
+    if entry == BLOCK_SCALED.0 { 121 } else { 90 }
+}
+
+/// The result of a subject whose kernel's text is changed.
+fn changed((entry, run): Subject, change: impl Fn(&str) -> String + Send + Sync + 'static) -> Result<(), String> {
+    let executor = move |launch: &Launch, buffers: &mut [Vec<u8>]| {
+        let mut launch = launch.clone();
+        if launch.entry.starts_with(entry) {
+            launch.text = change(&launch.text);
+        }
+        emulator::run(&launch, buffers)
+    };
+    run(&Gpu::running(arch(entry), Arc::new(executor)))
+}
+
+/// The text of a subject's kernel.
+fn text((entry, run): Subject) -> String {
+    let gpu = Gpu::recording(arch(entry));
+    run(&gpu).unwrap();
+    cubecl::future::block_on(gpu.client.sync()).unwrap();
+    let launch = gpu.device.take_launches().into_iter().find(|launch| launch.entry.starts_with(entry));
+    launch.unwrap_or_else(|| panic!("no {entry} kernel")).text
+}
+
+/// `text` with its `number`th `old` replaced.
+fn replaced(text: &str, old: &str, new: &str, number: usize) -> String {
+    let (at, _) = text.match_indices(old).nth(number).expect("there are as many");
+    format!("{}{new}{}", &text[..at], &text[at + old.len()..])
+}
+
+const BARRIER: &str = "__syncthreads();";
+
+/// Takes out each barrier of a kernel in turn. The emulator must find it missing, unless nothing depends on it: a barrier
+/// after a barrier object is made, which a later barrier makes good, and what `spare` names.
+fn expect_each_barrier_is_needed(subject: Subject, spare: &[usize]) {
+    changed(subject, str::to_owned).unwrap();
+    let text = text(subject);
+    let places: Vec<usize> = text.match_indices(BARRIER).map(|(at, _)| at).collect();
+    for (number, at) in places.iter().enumerate() {
+        let before: String =
+            text[..*at].trim_end().chars().rev().take(80).collect::<Vec<_>>().into_iter().rev().collect();
+        let made = before.ends_with('}') && before.contains("init(");
+        let found = changed(subject, move |text| replaced(text, BARRIER, "", number));
+        match found {
+            Err(e) => assert!(e.contains("race"), "{} without barrier {number}: {e}", subject.0),
+            Ok(()) => {
+                assert!(made || spare.contains(&number), "{}: barrier {number} is not missed, {before}", subject.0)
+            }
+        }
+    }
+}
+
+#[test]
+fn a_missing_barrier_of_gemm_is_found() {
+    // The first barrier stands between two products: here is one.
+    on_the_cpu(|| expect_each_barrier_is_needed(GEMM, &[0]));
+}
+
+#[test]
+fn a_missing_barrier_of_gemv_is_found() {
+    on_the_cpu(|| {
+        expect_each_barrier_is_needed(GEMV, &[]);
+        expect_each_barrier_is_needed(GEMV_WINDOWS, &[]);
+    });
+}
+
+#[test]
+fn a_missing_barrier_of_attention_is_found() {
+    on_the_cpu(|| [FORWARD, BACKWARD_KV, BACKWARD_Q].map(|subject| expect_each_barrier_is_needed(subject, &[])));
+}
+
+#[test]
+fn a_missing_barrier_of_decode_attention_is_found() {
+    on_the_cpu(|| expect_each_barrier_is_needed(DECODE, &[]));
+}
+
+/// Copies that are read before they are waited for (a wait for the phase before this one does not wait), and copies that
+/// no barrier object counts.
+#[test]
+fn a_copy_that_nobody_waits_for_is_found() {
+    on_the_cpu(|| {
+        for subject in [GEMM, GEMV_WINDOWS, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE] {
+            for (old, new) in [(".wait_parity(", ".wait_parity(1 ^ "), ("__cp_async_arrive(shared", "(void)(shared")] {
+                let error = changed(subject, move |text| replaced(text, old, new, 0)).unwrap_err();
+                assert!(error.contains("race"), "{}: {error}", subject.0);
+            }
+        }
+    });
+}
+
+/// Every store goes one element too far: the last one leaves its buffer.
+#[test]
+fn a_store_outside_its_buffer_is_found() {
+    let farther = |text: &str| -> String {
+        let store = |line: &str| line.starts_with("buffer_") && line.contains("] = ");
+        let line = |line: &str| if store(line) { line.replacen('[', "[1 + ", 1) } else { line.to_owned() };
+        text.lines().map(|l| line(l) + "\n").collect()
+    };
+    on_the_cpu(|| {
+        for subject in [GEMM, GEMV, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE, BLOCK_SCALED] {
+            let error = changed(subject, farther).unwrap_err();
+            assert!(error.contains("out of bounds: writes"), "{}: {error}", subject.0);
+        }
+    });
+}
+
+/// Every copy begins one chunk too far, or ends outside shared memory.
+#[test]
+fn a_copy_outside_its_buffer_is_found() {
+    let changes = [("<16>(buffer_0 + ", "<16>(buffer_0 + 1 + "), ("shared_memory_0 + ", "shared_memory_0 + 16000 + ")];
+    on_the_cpu(|| {
+        for (old, new) in changes {
+            let error = changed(GEMM, move |text| text.replace(old, new)).unwrap_err();
+            assert!(error.contains("out of bounds"), "{error}");
+        }
+    });
+}
+
+/// The first product of a kernel takes the second register of its left operand twice.
+#[test]
+fn a_wrong_fragment_register_is_found() {
+    let (old, new) = (")[0], reinterpret_cast<const uint32*>", ")[1], reinterpret_cast<const uint32*>");
+    on_the_cpu(|| {
+        for subject in [GEMM, GEMV, GEMV_WINDOWS, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE, BLOCK_SCALED] {
+            let error = changed(subject, move |text| replaced(text, old, new, 0)).unwrap_err();
+            assert!(error.contains("value"), "{}: {error}", subject.0);
+        }
+    });
+}
+
+/// The first ldmatrix of a kernel starts one row of eight values too far.
+#[test]
+fn a_wrong_fragment_address_is_found() {
+    on_the_cpu(|| {
+        for subject in [GEMM, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE] {
+            let error = changed(subject, |text| {
+                let call = text.match_indices("\n__ldmatrix").map(|(at, _)| at + 1).next().expect("an ldmatrix");
+                let end = call + text[call..].find(");\n").expect("the call ends");
+                format!("{} + 1{}", &text[..end], &text[end..])
+            });
+            assert!(error.is_err(), "{} reads another row", subject.0);
+        }
+    });
+}

@@ -1,0 +1,141 @@
+//! `gemm` in every tile width, for one product and for several of one launch, against f64.
+
+use super::gpu::{BF16, Data, Exact, F16, F32, Gpu};
+use crate::support::Random;
+use cubecl::ir::StorageType;
+use kernels_cubecl::{
+    gemm::{self, Gemm, Shape},
+    matmul::Product::{self, Nn, Nt, Tn},
+};
+
+/// Everything about a launch that its text depends on.
+#[derive(Debug, Clone)]
+pub(super) struct Case {
+    pub(super) product: Product,
+    pub(super) shapes: Vec<Shape>,
+    pub(super) cols: usize,
+    /// Tensor scales of a product: none for dense operands, one for each packed one.
+    pub(super) scales: usize,
+    pub(super) types: (StorageType, StorageType),
+    pub(super) form: Form,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Form {
+    One,
+    Accumulate,
+    SharedLeft,
+    SharedRight,
+    Summed,
+}
+
+/// The forms that the backend launches, in tiles of `cols` columns.
+fn cases(cols: usize) -> Vec<Case> {
+    let mut all = Vec::new();
+    for (product, most) in [(Nt, 2), (Nn, 2), (Tn, 1)] {
+        for scales in 0..=most {
+            all.extend([BF16, F32].map(|out| one(product, cols, scales, (BF16, out), Form::One)));
+            all.push(one(product, cols, scales, (F16, F16), Form::One));
+        }
+    }
+    all.push(one(Tn, cols, 0, (BF16, F32), Form::Accumulate));
+    for (product, scales, form, parts) in [
+        (Nt, 0, Form::SharedLeft, 2),
+        (Nt, 1, Form::SharedLeft, 3),
+        (Nt, 2, Form::SharedLeft, 2),
+        (Tn, 0, Form::SharedRight, 3),
+        (Tn, 1, Form::SharedRight, 2),
+        (Nn, 0, Form::Summed, 3),
+        (Nn, 1, Form::Summed, 2),
+        (Nn, 2, Form::Summed, 3),
+    ] {
+        let own = [cols + 8, 40, 72];
+        let shape = |n: &usize| match form {
+            Form::SharedLeft => Shape { i: 131, j: *n, r: 88 },
+            Form::Summed => Shape { i: 131, j: 136, r: *n },
+            _ => Shape { i: *n, j: 136, r: 75 },
+        };
+        let shapes = own[..parts].iter().map(shape).collect();
+        let types = (BF16, if product == Tn { F32 } else { BF16 });
+        all.push(Case { product, shapes, cols, scales, types, form });
+    }
+    all
+}
+
+/// One product with ragged tiles, and more steps than the ring has stages twice over.
+pub(super) fn one(product: Product, cols: usize, scales: usize, types: (StorageType, StorageType), form: Form) -> Case {
+    let (i, j, r) = if product == Tn { (136, cols + 8, 407) } else { (131, cols + 8, 408) };
+    Case { product, shapes: vec![Shape { i, j, r }], cols, scales, types, form }
+}
+
+/// Launches the case, and compares its results.
+pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    let mut random = Random::new(5);
+    let Case { product, shapes, cols, scales, types, form } = case.clone();
+    let parts = shapes.len();
+    let count = |shared: bool| if shared { 1 } else { parts };
+    let operand = |n: usize, len: &dyn Fn(&Shape) -> usize, random: &mut Random| -> Vec<Data> {
+        shapes[..n].iter().map(|s| gpu.normal(random, len(s), types.0)).collect()
+    };
+    let a = operand(count(form == Form::SharedLeft), &|s| s.i * s.r, &mut random);
+    let b = operand(count(form == Form::SharedRight), &|s| s.j * s.r, &mut random);
+    let factors: Vec<Data> = (0..parts * scales).map(|_| gpu.put(&[f64::from(random.uniform()) + 0.5], F32)).collect();
+    let results = count(form == Form::Summed);
+    let out: Vec<Data> = shapes[..results]
+        .iter()
+        .map(|s| match form {
+            Form::Accumulate => gpu.normal(&mut random, s.i * s.j, types.1),
+            _ => gpu.room(s.i * s.j, types.1),
+        })
+        .collect();
+    let args = |list: &[Data]| list.iter().map(Data::arg).collect();
+    let launch = Gemm {
+        a: args(&a),
+        b: args(&b),
+        scales: args(&factors),
+        out: args(&out),
+        types,
+        shapes: shapes.clone(),
+        product,
+        accumulate: form == Form::Accumulate,
+    };
+    gemm::gemm_in(&gpu.client, launch, cols).map_err(|e| e.to_string())?;
+    // One part's sum at (i, j), with its tensor scales.
+    let part = |p: usize, i: usize, j: usize| -> Exact {
+        let (s, a, b) = (shapes[p], &a[p.min(a.len() - 1)].values, &b[p.min(b.len() - 1)].values);
+        let left = |r: usize| if product == Tn { a[r * s.i + i] } else { a[i * s.r + r] };
+        let right = |r: usize| if product == Nt { b[j * s.r + r] } else { b[r * s.j + j] };
+        let factor: f64 = factors[p * scales..][..scales].iter().map(|f| f.values[0]).product();
+        Exact::sum((0..s.r).map(|r| left(r) * right(r)), factor)
+    };
+    for (p, y) in out.iter().enumerate() {
+        gpu.compare(&format!("result {p}"), y, |at| {
+            let (i, j) = (at / shapes[p].j, at % shapes[p].j);
+            match form {
+                Form::Summed => (1..parts).map(|p| part(p, i, j)).fold(part(0, i, j), |sum, next| Exact {
+                    value: sum.value + next.value,
+                    allowed: sum.allowed + next.allowed,
+                }),
+                Form::Accumulate => Exact { value: y.values[at] + part(p, i, j).value, ..part(p, i, j) },
+                _ => part(p, i, j),
+            }
+        })?;
+    }
+    Ok(())
+}
+
+/// Every case of one tile width, where the device has it.
+pub(super) fn every(gpu: &Gpu, cols: usize) {
+    if !gemm::tile_columns(&gpu.client).contains(&cols) {
+        return;
+    }
+    for case in cases(cols) {
+        run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
+    }
+    if cols == 128 {
+        // More rows of tiles than are walked together.
+        let shapes = vec![Shape { i: 1030, j: 136, r: 24 }];
+        let case = Case { product: Nt, shapes, cols, scales: 0, types: (BF16, BF16), form: Form::One };
+        run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
+    }
+}

@@ -1,0 +1,82 @@
+//! `gemv` by every plan that it makes for the layers of Qwen3, against f64.
+
+use super::gpu::{BF16, Exact, F16, F32, Gpu, Packed};
+use crate::support::Random;
+use cubecl::ir::StorageType;
+use kernels_cubecl::gemv::{Gemv, GemvPlan, gemv_in};
+
+/// Rows and columns of the layers of Qwen3-0.6B and Qwen3-4B: of one launch together, and summed.
+const LAYERS: [(usize, usize); 10] = [
+    (4096, 1024),
+    (6144, 1024),
+    (1024, 2048),
+    (1024, 3072),
+    (151_936, 1024),
+    (6144, 2560),
+    (19_456, 2560),
+    (2560, 4096),
+    (2560, 9728),
+    (151_936, 2560),
+];
+
+/// The plans that differ, with the number of tokens they are for.
+pub(super) fn plans(gpu: &Gpu, ty: StorageType) -> Vec<(GemvPlan, usize, usize)> {
+    let mut plans: Vec<(GemvPlan, usize, usize)> = Vec::new();
+    for (n, k) in LAYERS {
+        // Tokens are rounded up to a power of two: 3 and 11 leave rows free.
+        for rows in [1, 2, 3, 8, 11] {
+            let plan = GemvPlan::new(&gpu.client, rows, n, k, ty);
+            if plans.iter().all(|(other, ..)| *other != plan) {
+                plans.push((plan, rows, k));
+            }
+        }
+    }
+    plans
+}
+
+/// Every plan on few rows of weights: they are not part of the plan.
+pub(super) fn every(gpu: &Gpu, ty: StorageType) {
+    for (number, (plan, rows, k)) in plans(gpu, ty).into_iter().enumerate() {
+        let weights: &[usize] = [&[45usize][..], &[45, 24], &[24, 40, 16]][number % 3];
+        let label = format!("gemv of {rows} x {k} with {weights:?} by {plan:?}");
+        run(gpu, plan, rows, k, weights, ty).unwrap_or_else(|e| panic!("sm_{} {label}: {e}", gpu.arch));
+    }
+}
+
+pub(super) fn run(
+    gpu: &Gpu,
+    plan: GemvPlan,
+    rows: usize,
+    k: usize,
+    weights: &[usize],
+    ty: StorageType,
+) -> Result<(), String> {
+    let mut random = Random::new(k as u64 + rows as u64);
+    let x = gpu.normal(&mut random, rows * k, ty);
+    let weights: Vec<Packed> = weights.iter().map(|n| gpu.packed(&mut random, *n, k)).collect();
+    let scale = gpu.put(&[1.25], F32);
+    let ys: Vec<_> = weights.iter().map(|w| gpu.room(rows * w.rows, ty)).collect();
+    let launch = Gemv {
+        x: x.arg(),
+        rows,
+        weights: weights.iter().map(Packed::args).collect(),
+        scales: vec![scale.arg()],
+        ys: ys.iter().map(|y| y.arg()).collect(),
+        dtype: ty,
+    };
+    gemv_in(&gpu.client, launch, plan).map_err(|e| e.to_string())?;
+    for (w, y) in weights.iter().zip(&ys) {
+        gpu.compare("y", y, |at| {
+            let (token, row) = (at / w.rows, at % w.rows);
+            let terms = x.values[token * k..][..k].iter().zip(&w.values[row * k..][..k]).map(|(x, w)| x * w);
+            Exact::sum(terms, w.global.values[0] * scale.values[0])
+        })?;
+    }
+    Ok(())
+}
+
+/// Every plan, for both types.
+pub(super) fn both_types(gpu: &Gpu) {
+    every(gpu, BF16);
+    every(gpu, F16);
+}

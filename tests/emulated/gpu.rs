@@ -1,0 +1,196 @@
+//! A GPU that is not there: buffers of numbers, and results that are compared with f64.
+
+use crate::support::{Random, emulator};
+use cubecl::{
+    Runtime,
+    client::ComputeClient,
+    ir::{ElemType, FloatKind, StorageType},
+    prelude::ArrayArg,
+    server::Handle,
+};
+use half::{bf16, f16};
+use kernels_cubecl::{
+    cuda_source::{Executor, SourceDevice, SourceRuntime, array},
+    matmul::PackedArgs,
+};
+
+pub(crate) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+pub(crate) const F16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F16));
+pub(crate) const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+
+/// The compute capabilities that kernels are made for: A100; H100 and H200; DGX Spark.
+pub(crate) const ARCHITECTURES: [u32; 3] = [80, 90, 121];
+
+pub(crate) struct Gpu {
+    pub(crate) client: ComputeClient<SourceRuntime>,
+    pub(crate) device: SourceDevice,
+    pub(crate) arch: u32,
+    computes: bool,
+}
+
+impl Gpu {
+    /// One that runs launches in the emulator.
+    pub(crate) fn emulated(arch: u32) -> Self {
+        Self::running(arch, emulator::executor())
+    }
+
+    /// One that runs launches by `executor`.
+    pub(crate) fn running(arch: u32, executor: Executor) -> Self {
+        Self::new(arch, SourceDevice::running(arch, executor), true)
+    }
+
+    /// One that records launches. Results are not compared.
+    pub(crate) fn recording(arch: u32) -> Self {
+        Self::new(arch, SourceDevice::recording(arch), false)
+    }
+
+    fn new(arch: u32, device: SourceDevice, computes: bool) -> Self {
+        Self { client: SourceRuntime::client(&device), device, arch, computes }
+    }
+
+    /// A buffer of `values`, rounded to `ty`.
+    pub(crate) fn put(&self, values: &[f64], ty: StorageType) -> Data {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| encoded(*x, ty)).collect();
+        Data { handle: self.client.create_from_slice(&bytes), values: decoded(&bytes, ty), ty }
+    }
+
+    /// A buffer of normal numbers.
+    pub(crate) fn normal(&self, random: &mut Random, len: usize, ty: StorageType) -> Data {
+        let values: Vec<f64> = (0..len).map(|_| f64::from(random.normal())).collect();
+        self.put(&values, ty)
+    }
+
+    /// A buffer of indices.
+    pub(crate) fn indices(&self, values: &[u32]) -> ArrayArg<SourceRuntime> {
+        let bytes: Vec<u8> = values.iter().flat_map(|n| n.to_le_bytes()).collect();
+        array(&self.client.create_from_slice(&bytes), 4)
+    }
+
+    /// A buffer for a result, filled with what is no number.
+    pub(crate) fn room(&self, len: usize, ty: StorageType) -> Data {
+        self.put(&vec![f64::NAN; len], ty)
+    }
+
+    /// What is in the buffer now.
+    pub(crate) fn read(&self, data: &Data) -> Result<Vec<f64>, String> {
+        let bytes = self.client.read_one(data.handle.clone()).map_err(|e| e.to_string())?;
+        Ok(decoded(&bytes, data.ty))
+    }
+
+    /// An error unless each value of the buffer is as near to its exact one as `exact` allows.
+    pub(crate) fn compare(&self, label: &str, data: &Data, exact: impl Fn(usize) -> Exact) -> Result<(), String> {
+        if !self.computes {
+            return Ok(());
+        }
+        for (at, got) in self.read(data)?.into_iter().enumerate() {
+            let Exact { value, allowed } = exact(at);
+            let allowed = allowed + value.abs() * rounding(data.ty);
+            // A result that is no number is never near.
+            if !((got - value).abs() <= allowed) {
+                return Err(format!("{label}: value {at} is {got}, not {value} within {allowed:e}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// A matrix of random codes and scales around 1.
+    pub(crate) fn packed(&self, random: &mut Random, rows: usize, cols: usize) -> Packed {
+        let codes: Vec<u8> = (0..rows * cols / 2).map(|_| random.bits() as u8).collect();
+        let scales: Vec<u8> = (0..rows * cols / 16).map(|_| 0x30 + random.below(24) as u8).collect();
+        let global = self.put(&[0.75], F32);
+        let value = |at: usize| {
+            let code = codes[at / 2] >> (4 * (at % 2)) & 15;
+            let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
+            let scale = scales[at / 16];
+            let scale = f64::from(8 + (scale & 7)) * 2f64.powi(i32::from(scale >> 3) - 10);
+            if code & 8 == 0 { size * scale } else { -size * scale }
+        };
+        Packed {
+            values: (0..rows * cols).map(value).collect(),
+            codes: self.client.create_from_slice(&codes),
+            scales: self.client.create_from_slice(&scales),
+            global,
+            rows,
+            cols,
+        }
+    }
+}
+
+/// A buffer, and the numbers that it was made of.
+pub(crate) struct Data {
+    handle: Handle,
+    pub(crate) values: Vec<f64>,
+    ty: StorageType,
+}
+
+impl Data {
+    pub(crate) fn arg(&self) -> ArrayArg<SourceRuntime> {
+        array(&self.handle, self.ty.size())
+    }
+}
+
+/// A packed matrix. Its values are without the tensor scale.
+pub(crate) struct Packed {
+    pub(crate) values: Vec<f64>,
+    codes: Handle,
+    scales: Handle,
+    pub(crate) global: Data,
+    pub(crate) rows: usize,
+    cols: usize,
+}
+
+impl Packed {
+    pub(crate) fn args(&self) -> PackedArgs<SourceRuntime> {
+        PackedArgs {
+            codes: array(&self.codes, 4),
+            scales: array(&self.scales, 1),
+            global: self.global.arg(),
+            rows: self.rows,
+            cols: self.cols,
+        }
+    }
+}
+
+/// A result in f64, and by how much the kernel's sums may differ from it before the result is rounded.
+pub(crate) struct Exact {
+    pub(crate) value: f64,
+    pub(crate) allowed: f64,
+}
+
+impl Exact {
+    /// A sum in f32, times `factor`.
+    pub(crate) fn sum(terms: impl Iterator<Item = f64>, factor: f64) -> Self {
+        let (mut value, mut size) = (0.0, 0.0);
+        for term in terms {
+            value += term;
+            size += term.abs();
+        }
+        Self { value: value * factor, allowed: size * factor.abs() * 2e-6 }
+    }
+}
+
+/// Half of the relative distance of neighbouring numbers, a little more.
+pub(crate) fn rounding(ty: StorageType) -> f64 {
+    match ty {
+        BF16 => 1.01 / 256.0,
+        F16 => 1.01 / 2048.0,
+        _ => 1e-7,
+    }
+}
+
+fn encoded(x: f64, ty: StorageType) -> Vec<u8> {
+    match ty {
+        BF16 => bf16::from_f64(x).to_le_bytes().to_vec(),
+        F16 => f16::from_f64(x).to_le_bytes().to_vec(),
+        _ => (x as f32).to_le_bytes().to_vec(),
+    }
+}
+
+fn decoded(bytes: &[u8], ty: StorageType) -> Vec<f64> {
+    let short = |b: &[u8]| u16::from_le_bytes([b[0], b[1]]);
+    match ty {
+        BF16 => bytes.chunks_exact(2).map(|b| bf16::from_bits(short(b)).to_f64()).collect(),
+        F16 => bytes.chunks_exact(2).map(|b| f16::from_bits(short(b)).to_f64()).collect(),
+        _ => bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))).collect(),
+    }
+}

@@ -1,0 +1,78 @@
+//! Tensor-core kernels without a GPU: the CUDA C++ of each launch runs on the CPU, in the emulator of `support/emulator`,
+//! and its results are compared with f64. Every variant that a plan can choose for sm_80, sm_90 and sm_121 runs at least
+//! once. Three kinds of defects are put into the kernels by hand, and found.
+
+mod attention;
+mod block_scaled;
+mod defects;
+mod gemm;
+mod gemv;
+pub(crate) mod gpu;
+
+use crate::support::{emulator, skipped_for};
+use gpu::{ARCHITECTURES, Gpu};
+
+/// Runs `check` if there is a C++ compiler, or says that it was skipped.
+fn on_the_cpu<T>(check: impl FnOnce() -> T) {
+    if emulator::compiler().is_some() {
+        check();
+        return;
+    }
+    assert!(std::env::var_os("REQUIRE_GPU").is_none(), "REQUIRE_GPU is set and there is no C++ compiler");
+    skipped_for("no C++ compiler (apt-get install g++)");
+}
+
+/// Runs `check` on an emulated GPU of each architecture.
+fn on_each(check: impl Fn(&Gpu)) {
+    on_the_cpu(|| ARCHITECTURES.map(|arch| check(&Gpu::emulated(arch))));
+}
+
+/// Launches every variant on the GPU.
+pub(crate) fn every(gpu: &Gpu) {
+    [128, 160, 64].map(|cols| gemm::every(gpu, cols));
+    gemv::both_types(gpu);
+    attention::forward(gpu);
+    attention::backward(gpu);
+    attention::decode(gpu);
+    block_scaled::every(gpu);
+}
+
+#[test]
+fn gemm_in_tiles_of_128_columns() {
+    on_each(|gpu| gemm::every(gpu, 128));
+}
+
+#[test]
+fn gemm_in_tiles_of_160_columns() {
+    on_each(|gpu| gemm::every(gpu, 160));
+}
+
+#[test]
+fn gemm_in_tiles_of_64_columns() {
+    on_each(|gpu| gemm::every(gpu, 64));
+}
+
+#[test]
+fn gemv_by_every_plan() {
+    on_each(gemv::both_types);
+}
+
+#[test]
+fn attention_forward() {
+    on_each(attention::forward);
+}
+
+#[test]
+fn attention_backward() {
+    on_each(attention::backward);
+}
+
+#[test]
+fn decode_attention() {
+    on_each(attention::decode);
+}
+
+#[test]
+fn block_scaled_products() {
+    on_each(block_scaled::every);
+}

@@ -1,0 +1,45 @@
+// What the emulated machine does for a kernel. The header files of this folder translate CUDA C++ into these calls; the
+// .cpp files implement them. Arguments and results are passed by value, so that a kernel's registers stay local to it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace machine {
+
+struct Index {
+  unsigned x, y, z;
+};
+
+struct Words {
+  uint32_t r[4];
+};
+
+struct Sums {
+  float r[4];
+};
+
+enum class Operand { f16, bf16 };
+
+// Barriers. `line` is the line of the kernel's text: units that wait together must be at the same one.
+void sync_threads(int line);
+void sync_warp(int line);
+
+// Exchange between the lanes of a warp.
+uint32_t shuffle(uint32_t value, unsigned source_lane, int line);
+uint32_t ballot(bool value, int line);
+unsigned lane();
+
+// Fragments.
+Words ldmatrix(uint32_t address, bool transposed);
+Sums mma_m16n8k16(Operand type, Words a, uint32_t b0, uint32_t b1, Sums c);
+Sums mma_m16n8k64_nvfp4(Words a, uint32_t b0, uint32_t b1, Sums c, uint32_t scales_a, uint32_t scales_b);
+
+// Shared memory addresses, asynchronous copies and mbarrier objects.
+uint32_t shared_address(const void* pointer);
+void copy_async(uint32_t to, const void* from, unsigned size, unsigned source_size);
+void copy_async_arrive(uint32_t barrier);
+void barrier_init(const void* barrier, unsigned count);
+unsigned barrier_arrive(const void* barrier, unsigned count);
+void barrier_wait_parity(const void* barrier, unsigned parity);
+
+}  // namespace machine

@@ -1,0 +1,78 @@
+// Runs one launch. The file that the argument names holds words of 64 bits: bytes of shared memory; cubes and units in
+// three dimensions each; the number of buffers and the bytes of each; the number of buffer arguments and the buffer of
+// each; the number of words of `info`, those before its dynamic part, and the words. The bytes of the buffers follow. The
+// program writes the buffers back to the file `<name>.out`, one after another.
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+
+#include "internal.h"
+
+// What the kernel's text defines.
+extern "C" int emulated_arguments();
+extern "C" void emulated_kernel(void** arguments);
+
+namespace {
+
+// Static, because kernels may read the program's data and no other memory of the host.
+void* arguments[1024];
+void* pointers[1024];
+uint64_t info[1024];
+
+void kernel() { emulated_kernel(arguments); }
+
+}  // namespace
+
+int main(int, char** names) {
+  std::ifstream file(names[1], std::ios::binary);
+  auto word = [&] {
+    uint64_t value = 0;
+    file.read(reinterpret_cast<char*>(&value), 8);
+    return value;
+  };
+  auto index = [&] {
+    unsigned x = unsigned(word()), y = unsigned(word()), z = unsigned(word());
+    return machine::Index{x, y, z};
+  };
+  size_t shared = word();
+  auto cubes = index(), shape = index();
+  machine::units = shape.x * shape.y * shape.z;
+  std::vector<size_t> sizes(word());
+  for (auto& size : sizes) size = word();
+  std::vector<size_t> of_argument(word());
+  for (auto& buffer : of_argument) buffer = word();
+  size_t words = word(), fixed = word();
+  if (words > std::size(info) || of_argument.size() + 2 > std::size(arguments)) machine::fail("too many arguments");
+  for (size_t i = 0; i < words; ++i) info[i] = word();
+  std::vector<unsigned char*> buffers;
+  for (size_t size : sizes) {
+    buffers.push_back(static_cast<unsigned char*>(aligned_alloc(512, (size + 1023) / 512 * 512)));
+    file.read(reinterpret_cast<char*>(buffers.back()), std::streamsize(size));
+    machine::add_buffer(unsigned(buffers.size() - 1), buffers.back(), size);
+  }
+  if (!file) machine::fail("the file of the launch is too short");
+
+  // The order of CubeCL's CUDA runtime: buffers, the dynamic metadata if there is any, then `info` by value.
+  size_t count = 0;
+  auto pass = [&](void* pointer) { pointers[count] = pointer, arguments[count] = &pointers[count], ++count; };
+  for (size_t buffer : of_argument) pass(buffers[buffer]);
+  if (fixed < words) pass(info + fixed);
+  arguments[count++] = info;
+  int taken = emulated_arguments();
+  if (taken != int(count) && taken != int(count) - 1)
+    machine::fail("the kernel takes %d arguments and the launch has %zu", taken, count);
+
+  for (unsigned z = 0; z < cubes.z; ++z)
+    for (unsigned y = 0; y < cubes.y; ++y)
+      for (unsigned x = 0; x < cubes.x; ++x, ++machine::cube) {
+        machine::reset_shared(shared);
+        machine::run_cube({x, y, z}, cubes, shape, kernel);
+      }
+
+  std::ofstream out(std::string(names[1]) + ".out", std::ios::binary);
+  for (size_t i = 0; i < sizes.size(); ++i)
+    out.write(reinterpret_cast<char*>(buffers[i]), std::streamsize(sizes[i]));
+  return out.good() ? 0 : 2;
+}

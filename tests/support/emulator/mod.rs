@@ -1,0 +1,192 @@
+//! Runs the CUDA C++ of a launch on the CPU. The text is compiled with the machine's C++ compiler and the emulator's own
+//! headers; the program runs one launch: it reads grid, scalars and buffers from a file and writes the buffers back.
+//!
+//! The emulator (`cuda/`) knows fragments, asynchronous copies and barriers by the tables of the PTX ISA. It refuses a
+//! launch that accesses memory outside its buffers, whose units race for a byte of memory, or whose units wait for
+//! each other forever.
+
+mod text;
+
+use kernels_cubecl::cuda_source::{Executor, Launch};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    sync::{Arc, Mutex, OnceLock},
+    time::{Duration, Instant},
+};
+
+/// The emulator's sources. Headers come first.
+const SOURCES: [(&str, &str); 9] = [
+    ("machine.h", include_str!("cuda/machine.h")),
+    ("internal.h", include_str!("cuda/internal.h")),
+    ("numbers.h", include_str!("cuda/numbers.h")),
+    ("ptx.h", include_str!("cuda/ptx.h")),
+    ("cuda.h", include_str!("cuda/cuda.h")),
+    ("units.cpp", include_str!("cuda/units.cpp")),
+    ("memory.cpp", include_str!("cuda/memory.cpp")),
+    ("fragments.cpp", include_str!("cuda/fragments.cpp")),
+    ("main.cpp", include_str!("cuda/main.cpp")),
+];
+
+/// Options for a kernel's text. The instrumentation reports every access to memory to the emulator.
+const OPTIONS: [&str; 6] =
+    ["-std=c++20", "-O0", "-w", "-fsanitize=thread", "-fno-strict-aliasing", "-ffp-contract=off"];
+
+/// Longest time of one launch.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// The machine's C++ compiler, or None.
+pub(crate) fn compiler() -> Option<&'static str> {
+    static FOUND: OnceLock<Option<String>> = OnceLock::new();
+    let found = FOUND.get_or_init(|| {
+        let name = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
+        let asked = Command::new(&name).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
+        asked.is_ok_and(|status| status.success()).then_some(name)
+    });
+    found.as_deref()
+}
+
+/// The executor that runs launches as they are.
+pub(crate) fn executor() -> Executor {
+    Arc::new(run)
+}
+
+/// Runs a launch and leaves its results in the buffers. The error says what the kernel did wrong, and where. A launch
+/// that has run before (another architecture has the same text) is not run again.
+pub(crate) fn run(launch: &Launch, buffers: &mut [Vec<u8>]) -> Result<(), String> {
+    static DONE: Mutex<BTreeMap<[u8; 32], Arc<Vec<u8>>>> = Mutex::new(BTreeMap::new());
+    let program = program(launch)?;
+    let input = contents(launch, buffers);
+    let key: [u8; 32] =
+        Sha256::new().chain_update(program.as_os_str().as_encoded_bytes()).chain_update(&input).finalize().into();
+    let known = DONE.lock().map_err(|e| e.to_string())?.get(&key).cloned();
+    let output = match known {
+        Some(output) => output,
+        None => {
+            let output = Arc::new(execute(&program, &input).map_err(|e| format!("{}: {e}", launch.entry))?);
+            DONE.lock().map_err(|e| e.to_string())?.insert(key, output.clone());
+            output
+        }
+    };
+    let mut rest = &output[..];
+    for buffer in buffers {
+        let (own, others) = rest.split_at(buffer.len());
+        buffer.copy_from_slice(own);
+        rest = others;
+    }
+    Ok(())
+}
+
+/// The file that `main.cpp` reads.
+fn contents(launch: &Launch, buffers: &[Vec<u8>]) -> Vec<u8> {
+    let mut words = vec![launch.shared as u64];
+    words.extend(launch.cubes.iter().chain(&launch.units).map(|n| u64::from(*n)));
+    words.push(buffers.len() as u64);
+    words.extend(buffers.iter().map(|buffer| buffer.len() as u64));
+    words.push(launch.arguments.len() as u64);
+    words.extend(launch.arguments.iter().map(|n| *n as u64));
+    words.extend([launch.info.len() as u64, launch.static_info as u64]);
+    words.extend(&launch.info);
+    let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    buffers.iter().for_each(|buffer| bytes.extend(buffer));
+    bytes
+}
+
+/// What the program writes when it reads `input`.
+fn execute(program: &Path, input: &[u8]) -> Result<Vec<u8>, String> {
+    let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
+    let file = folder.path().join("launch");
+    fs::write(&file, input).map_err(|e| e.to_string())?;
+    let child = Command::new(program).arg(&file).stderr(Stdio::piped()).spawn();
+    let mut child = child.map_err(|e| format!("{}: {e}", program.display()))?;
+    let start = Instant::now();
+    while child.try_wait().map_err(|e| e.to_string())?.is_none() {
+        if start.elapsed() > LIMIT {
+            child.kill().map_err(|e| e.to_string())?;
+            return Err(format!("the launch does not end within {} s", LIMIT.as_secs()));
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let done = child.wait_with_output().map_err(|e| e.to_string())?;
+    if done.status.success() {
+        return fs::read(file.with_extension("out")).map_err(|e| e.to_string());
+    }
+    Err(format!("{}{}", String::from_utf8_lossy(&done.stderr), done.status))
+}
+
+/// The program for a launch's text. Programs are kept in the target folder, named by what they are made of.
+fn program(launch: &Launch) -> Result<PathBuf, String> {
+    static BUILT: Mutex<Option<HashMap<String, Arc<OnceLock<Result<PathBuf, String>>>>>> = Mutex::new(None);
+    let text = text::for_the_host(launch);
+    let mut hash = Sha256::new();
+    SOURCES.iter().for_each(|(_, source)| hash.update(source));
+    OPTIONS.iter().for_each(|option| hash.update(option));
+    hash.update(launch.identity());
+    let name: String = hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+    let place = {
+        let mut built = BUILT.lock().map_err(|e| e.to_string())?;
+        built.get_or_insert_default().entry(name.clone()).or_default().clone()
+    };
+    // Two tests that launch one kernel wait for one compilation.
+    place.get_or_init(|| compile(&text, &folder().join(&name))).clone()
+}
+
+fn compile(text: &str, program: &Path) -> Result<PathBuf, String> {
+    if !program.exists() {
+        let machine = machine()?;
+        let source = program.with_extension("cpp");
+        fs::write(&source, text).map_err(|e| e.to_string())?;
+        let object = program.with_extension("o");
+        let include = format!("-I{}", machine[0].parent().unwrap_or(Path::new(".")).display());
+        call(Command::new(compiler_name()?).args(OPTIONS).arg(include).arg("-c").arg(&source).arg("-o").arg(&object))?;
+        // Another process may do the same: the program appears whole.
+        let part = program.with_extension(format!("{}", std::process::id()));
+        call(Command::new(compiler_name()?).arg(&object).args(machine).arg("-o").arg(&part))?;
+        fs::rename(&part, program).map_err(|e| e.to_string())?;
+        fs::remove_file(&object).map_err(|e| e.to_string())?;
+        fs::remove_file(&source).map_err(|e| e.to_string())?;
+    }
+    Ok(program.to_owned())
+}
+
+/// The object files of the emulator itself, which are compiled once a process.
+fn machine() -> Result<&'static [PathBuf], String> {
+    static OBJECTS: OnceLock<Result<Vec<PathBuf>, String>> = OnceLock::new();
+    let built = OBJECTS.get_or_init(|| {
+        let folder = folder().join(format!("machine-{}", std::process::id()));
+        fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
+        let mut objects = Vec::new();
+        for (name, source) in SOURCES {
+            let path = folder.join(name);
+            fs::write(&path, source).map_err(|e| e.to_string())?;
+            if path.extension().is_some_and(|extension| extension == "cpp") {
+                let object = path.with_extension("o");
+                let options = ["-std=c++20", "-O2", "-c"];
+                call(Command::new(compiler_name()?).args(options).arg(&path).arg("-o").arg(&object))?;
+                objects.push(object);
+            }
+        }
+        Ok(objects)
+    });
+    built.as_deref().map_err(Clone::clone)
+}
+
+fn compiler_name() -> Result<&'static str, String> {
+    compiler().ok_or_else(|| "no C++ compiler: install g++ or set CXX".into())
+}
+
+fn folder() -> &'static Path {
+    Path::new(concat!(env!("CARGO_TARGET_TMPDIR"), "/emulator"))
+}
+
+fn call(command: &mut Command) -> Result<(), String> {
+    let done = command.output().map_err(|e| format!("{command:?}: {e}"))?;
+    if done.status.success() {
+        return Ok(());
+    }
+    let message = String::from_utf8_lossy(&done.stderr);
+    Err(format!("{command:?}: {}", message.chars().take(4000).collect::<String>()))
+}

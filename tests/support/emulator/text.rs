@@ -1,0 +1,88 @@
+//! CUDA C++ as the host compiler takes it: the emulator's headers in place of CUDA's, inline assembly as function calls.
+
+use kernels_cubecl::cuda_source::Launch;
+
+/// The text of a launch for the host compiler. Lines keep their numbers.
+pub(super) fn for_the_host(launch: &Launch) -> String {
+    let without_headers: Vec<&str> =
+        launch.text.lines().map(|line| if line.starts_with("#include") { "" } else { line }).collect();
+    let kernel = assembly_as_calls(&without_headers.join("\n"));
+    let entry = &launch.entry;
+    format!(
+        "#include \"cuda.h\"\n#line 1\n{kernel}\n\
+         extern \"C\" int emulated_arguments() {{ return emulated_arity(&{entry}); }}\n\
+         extern \"C\" void emulated_kernel(void** arguments) {{ emulated_call(&{entry}, arguments); }}\n"
+    )
+}
+
+/// Replaces each `asm volatile("name operands;" : outputs : inputs);` by `ptx::name(operands);`.
+fn assembly_as_calls(text: &str) -> String {
+    const START: &str = "asm volatile(";
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(START) {
+        out.push_str(&rest[..at]);
+        let statement = &rest[at + START.len()..];
+        let end = statement.find(");\n").expect("an assembly statement ends");
+        // The statement keeps its lines, or later lines would have other numbers.
+        let lines = "\n".repeat(statement[..end].matches('\n').count());
+        out.push_str(&format!("{};{lines}", call(&statement[..end])));
+        rest = &statement[end + ");".len()..];
+    }
+    out + rest
+}
+
+/// The call for one assembly statement without its parentheses.
+fn call(statement: &str) -> String {
+    let mut template = String::new();
+    let mut operands = Vec::new();
+    let mut rest = statement.trim_start();
+    // The template is one literal or several.
+    while let Some(literal) = rest.strip_prefix('"') {
+        let end = literal.find('"').expect("a string literal ends");
+        template.push_str(&literal[..end].replace("\\n", " "));
+        rest = literal[end + 1..].trim_start();
+    }
+    // Operands are `"constraint"(expression)`; a literal without parentheses is a clobber.
+    while let Some(quote) = rest.find('"') {
+        let constraint = &rest[quote + 1..];
+        let after = &constraint[constraint.find('"').expect("a string literal ends") + 1..];
+        rest = after;
+        if let Some(expression) = after.trim_start().strip_prefix('(') {
+            let end = closing(expression);
+            operands.push(expression[..end].trim());
+            rest = &expression[end + 1..];
+        }
+    }
+    let template = template.trim().trim_end_matches(';');
+    let (name, places) = template.split_once(char::is_whitespace).unwrap_or((template, ""));
+    let arguments: Vec<&str> = places
+        .split(',')
+        .map(|place| place.trim_matches(|c: char| c.is_whitespace() || "[]{}%".contains(c)))
+        .map(|place| operands[place.parse::<usize>().expect("an operand is a number")])
+        .collect();
+    format!("ptx::{}({})", name.replace("::", "_").replace('.', "_"), arguments.join(", "))
+}
+
+/// Where the parenthesis that is open at the beginning of `text` is closed.
+fn closing(text: &str) -> usize {
+    let mut depth = 1;
+    for (at, c) in text.char_indices() {
+        match c {
+            '(' => depth += 1,
+            ')' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return at;
+        }
+    }
+    panic!("a parenthesis is not closed: {text}")
+}
+
+#[test]
+fn assembly_becomes_calls() {
+    let text = "a;\n  asm volatile(\"cp.async.cg.shared::cta.global [%0], [%1], %2, %2;\\n\"\n   \
+                :: \"r\"(f(x)), \"l\"(y), \"n\"(16) : \"memory\");\nb;\n";
+    assert_eq!(assembly_as_calls(text), "a;\n  ptx::cp_async_cg_shared_cta_global(f(x), y, 16, 16);\n\nb;\n");
+}

@@ -1,0 +1,481 @@
+//! The settings themselves, in groups that are the headings of `--help`. A field's doc comment is its help text.
+
+use crate::{
+    CliError,
+    settings::choices::{
+        Auto, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, SaveStrategy, StepMode,
+        by_name, parser,
+    },
+};
+use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
+use clap::{ArgAction::Set, Args};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use std::path::PathBuf;
+
+/// The heading of the ten flags that most people need: none, so that `--help` shows them first.
+pub const COMMON: Option<&str> = None;
+
+/// The settings of a run, by the headings of `--help`.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Settings {
+    /// The model.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub model: ModelSettings,
+    /// Training and evaluation data.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub data: DataSettings,
+    /// What is quantized, and in which format the rest is computed.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub recipe: RecipeSettings,
+    /// The optimizer and its schedule.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub optimizer: OptimizerSettings,
+    /// What a run keeps in device memory.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub memory: MemorySettings,
+    /// Checkpoints and exports.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub saving: SavingSettings,
+    /// Evaluation and progress.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub logging: LoggingSettings,
+    /// What few runs change.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub advanced: AdvancedSettings,
+}
+
+/// Settings of the model.
+#[derive(Debug, Clone, Default, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Model")]
+pub struct ModelSettings {
+    /// Model to train: a Hugging Face folder, a .dat file or a .safetensors file
+    #[arg(short, long, value_name = "PATH", alias = "model-name-or-path", alias = "input-dat", alias = "weight")]
+    #[arg(help_heading = COMMON)]
+    pub model: Option<PathBuf>,
+    /// Start from random weights in the shape of this config.json, instead of --model
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    pub init_config: Option<PathBuf>,
+    /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Train only the last N blocks and the final norm; 0 trains all parameters
+    #[arg(long, value_name = "N", alias = "num-layers")]
+    pub train_last_layers: usize,
+}
+
+/// Settings of training and evaluation data.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Data")]
+pub struct DataSettings {
+    /// Training file (.jsonl, .tsv or .txt); give the flag once for each file
+    #[arg(short, long, value_name = "FILE", alias = "dataset", alias = "train-data", alias = "train-file")]
+    #[arg(help_heading = COMMON)]
+    pub data: Vec<PathBuf>,
+    /// Maximum length of a training sequence, in tokens [default: 2048, or the model's limit if that is lower]
+    #[arg(long, value_name = "N", help_heading = COMMON)]
+    #[arg(aliases = ["max-length", "seq-len", "cutoff-len", "max-seq-len"])]
+    pub max_seq_length: Option<usize>,
+    /// How many times each epoch repeats the rows of each --data file, in the same order: for example 2,0.5 [default: 1]
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    pub data_weights: Vec<f64>,
+    /// Evaluation file, instead of held-out training rows
+    #[arg(long, value_name = "FILE", alias = "valid-data")]
+    pub eval_data: Option<PathBuf>,
+    /// Share of the training rows held out for evaluation, at most 200 rows
+    #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size")]
+    pub val_split: f64,
+    /// Format of the data files
+    #[arg(long, alias = "format-type")]
+    pub format: Format,
+    /// Train on random tokens instead of files, for measurements
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
+    pub synthetic: bool,
+    /// Which tokens the loss counts
+    #[arg(long)]
+    pub loss_on: LossOn,
+    /// What to do with rows longer than --max-seq-length
+    #[arg(long, alias = "excess-length-strategy")]
+    pub overlong: Overlong,
+    /// Pack several rows into one sequence; packed rows do not attend to each other
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
+    #[arg(alias = "sample-packing")]
+    pub packing: bool,
+    /// Folder that caches tokenized rows, so that later runs read them instead of tokenizing again
+    #[arg(long, value_name = "DIR")]
+    pub token_cache: Option<PathBuf>,
+}
+
+impl Default for DataSettings {
+    fn default() -> Self {
+        Self {
+            data: vec![],
+            max_seq_length: None,
+            data_weights: vec![],
+            eval_data: None,
+            val_split: 0.02,
+            format: Format::Auto,
+            synthetic: false,
+            loss_on: LossOn::Assistant,
+            overlong: Overlong::Drop,
+            packing: false,
+            token_cache: None,
+        }
+    }
+}
+
+/// Settings of the recipe: which matrix products read NVFP4, and the number format of the rest.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Recipe")]
+pub struct RecipeSettings {
+    /// What training quantizes to NVFP4
+    #[arg(long, value_parser = parser::<Recipe>(), help_heading = COMMON)]
+    #[serde(with = "by_name")]
+    pub recipe: Recipe,
+    /// Device to train on: auto, cpu, cuda, cuda:N or vulkan
+    #[arg(long, help_heading = COMMON)]
+    pub device: DeviceChoice,
+    /// Parts of recipe nvfp4 to leave out, separated by commas
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    pub nvfp4_without: Vec<Nvfp4Part>,
+    /// Number of blocks at the end of the model whose linear layers are not quantized
+    #[arg(long, value_name = "N")]
+    pub bf16_last_blocks: usize,
+    /// Share of the run that trains without quantization before the recipe starts
+    #[arg(long, value_name = "SHARE", alias = "quantise-from")]
+    pub quantize_from: f64,
+    /// Damped finish: over this last share of the run, freeze one block after another on its NVFP4 codes, so that the
+    /// exported model is as good as the master weights
+    #[arg(long, value_name = "SHARE")]
+    pub damped_finish: f64,
+    /// Scale levels of NVFP4 weights
+    #[arg(long, value_parser = parser::<Auto<Scaling>>())]
+    #[serde(with = "by_name")]
+    pub scales: Auto<Scaling>,
+    /// Number format of activations and of matrix products that are not quantized
+    #[arg(long, alias = "dtype", alias = "precision", value_parser = parser::<Auto<Precision>>())]
+    #[serde(with = "by_name")]
+    pub compute_dtype: Auto<Precision>,
+}
+
+impl Default for RecipeSettings {
+    fn default() -> Self {
+        Self {
+            recipe: Recipe::W4,
+            device: DeviceChoice::Auto,
+            nvfp4_without: vec![],
+            bf16_last_blocks: 0,
+            quantize_from: 0.0,
+            damped_finish: 0.0,
+            scales: None,
+            compute_dtype: None,
+        }
+    }
+}
+
+impl RecipeSettings {
+    /// The recipe without the parts that are left out.
+    pub fn resolved(&self) -> Recipe {
+        let has = |part| !self.nvfp4_without.contains(&part);
+        match self.recipe {
+            Recipe::Nvfp4(_) => Recipe::Nvfp4(Nvfp4Parts {
+                square_blocks: has(Nvfp4Part::SquareBlocks),
+                hadamard: has(Nvfp4Part::Hadamard),
+                stochastic: has(Nvfp4Part::Stochastic),
+            }),
+            other => other,
+        }
+    }
+}
+
+/// Settings of the optimizer and of the schedule.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Optimizer")]
+pub struct OptimizerSettings {
+    /// Number of passes over the data
+    #[arg(long, value_name = "N", alias = "epochs", help_heading = COMMON)]
+    pub num_train_epochs: f64,
+    /// Peak learning rate
+    #[arg(long, value_name = "RATE", alias = "lr", help_heading = COMMON)]
+    pub learning_rate: f64,
+    /// Number of sequences in a micro-batch, which the model processes at once
+    #[arg(long, value_name = "N", alias = "per-device-train-batch-size", alias = "micro-batch-size")]
+    #[arg(help_heading = COMMON)]
+    pub batch_size: usize,
+    /// Number of micro-batches whose gradients are summed before each optimizer step
+    #[arg(long, value_name = "N", alias = "grad-accumulation-steps", alias = "grad-accum")]
+    pub gradient_accumulation_steps: usize,
+    /// Number of optimizer steps; overrides --num-train-epochs
+    #[arg(long, value_name = "N", alias = "steps", alias = "iters")]
+    pub max_steps: Option<usize>,
+    /// Learning-rate schedule after warm-up
+    #[arg(long, alias = "lr-schedule", alias = "scheduler")]
+    pub lr_scheduler_type: Decay,
+    /// Length of the warm-up: a number of steps, or a share of the run if below 1
+    #[arg(long, value_name = "N", alias = "warmup-ratio")]
+    pub warmup_steps: f64,
+    /// Global gradient norm above which gradients are scaled down; 0 turns clipping off
+    #[arg(long, value_name = "NORM", alias = "grad-clip")]
+    pub max_grad_norm: f64,
+    /// Which gradient norm clipping uses: this step's (exact) or the previous step's (needs no second pass)
+    #[arg(long, value_parser = parser::<Auto<Clip>>())]
+    #[serde(with = "by_name")]
+    pub clip: Auto<Clip>,
+    /// Decoupled weight decay of matrices; norms and the embedding do not decay
+    #[arg(long, value_name = "RATE")]
+    pub weight_decay: f64,
+    /// Decay rate of AdamW's first moment
+    #[arg(long, value_name = "RATE", alias = "beta1")]
+    pub adam_beta1: f64,
+    /// Decay rate of AdamW's second moment
+    #[arg(long, value_name = "RATE", alias = "beta2")]
+    pub adam_beta2: f64,
+    /// Value added to the denominator of AdamW's update
+    #[arg(long, value_name = "VALUE", alias = "eps")]
+    pub adam_epsilon: f64,
+}
+
+impl Default for OptimizerSettings {
+    fn default() -> Self {
+        Self {
+            num_train_epochs: 1.0,
+            learning_rate: 1e-5,
+            batch_size: 1,
+            gradient_accumulation_steps: 1,
+            max_steps: None,
+            lr_scheduler_type: Decay::Cosine,
+            warmup_steps: 0.03,
+            max_grad_norm: 1.0,
+            clip: None,
+            weight_decay: 0.0,
+            adam_beta1: 0.9,
+            adam_beta2: 0.999,
+            adam_epsilon: 1e-8,
+        }
+    }
+}
+
+/// Settings that decide how much device memory a run needs.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Memory")]
+pub struct MemorySettings {
+    /// How the backward pass runs
+    #[arg(long)]
+    pub step_mode: StepMode,
+    /// How master weights are stored: the weights that the optimizer updates
+    #[arg(long, alias = "master-dtype", value_parser = parser::<Auto<MasterKind>>())]
+    #[serde(with = "by_name")]
+    pub master_weights: Auto<MasterKind>,
+    /// How AdamW's two moments are stored
+    #[arg(long, value_parser = parser::<StateKind>())]
+    #[serde(with = "by_name")]
+    pub optimizer_state_mode: StateKind,
+    /// Limit on device memory, for example 20GiB: a run that is predicted to exceed it does not start, and a run that
+    /// exceeds it saves a checkpoint and stops
+    #[arg(long, value_name = "SIZE")]
+    pub memory_limit: Option<String>,
+}
+
+impl Default for MemorySettings {
+    fn default() -> Self {
+        Self {
+            step_mode: StepMode::Streaming,
+            master_weights: None,
+            optimizer_state_mode: StateKind::Int8,
+            memory_limit: None,
+        }
+    }
+}
+
+/// Settings of checkpoints and exports.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Saving")]
+pub struct SavingSettings {
+    /// Run folder: receives the settings, logs, checkpoints and the exported model [default: runs/TIME_MODEL]
+    #[arg(short, long, value_name = "DIR", alias = "out-dir", alias = "output", alias = "checkpoint-dir")]
+    #[arg(help_heading = COMMON)]
+    pub output_dir: Option<PathBuf>,
+    /// Also write the trained model to this .dat file
+    #[arg(long, value_name = "FILE")]
+    pub output_dat: Option<PathBuf>,
+    /// Number of steps between checkpoints; 0 saves only the last step [default: a twentieth of the run]
+    #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps")]
+    pub save_steps: Option<usize>,
+    /// Number of checkpoints to keep, at least 2; older ones are deleted
+    #[arg(long, value_name = "N")]
+    pub save_total_limit: usize,
+    /// Whether to save checkpoints and export the trained model
+    #[arg(long)]
+    pub save_strategy: SaveStrategy,
+}
+
+impl Default for SavingSettings {
+    fn default() -> Self {
+        Self {
+            output_dir: None,
+            output_dat: None,
+            save_steps: None,
+            save_total_limit: 2,
+            save_strategy: SaveStrategy::Steps,
+        }
+    }
+}
+
+/// Settings of evaluation and progress.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Logging")]
+pub struct LoggingSettings {
+    /// Number of steps between evaluations; 0 evaluates only after the last step [default: a twentieth of the run]
+    #[arg(long, value_name = "N", alias = "steps-per-eval")]
+    pub eval_steps: Option<usize>,
+    /// Number of steps between progress lines
+    #[arg(long, value_name = "N", alias = "steps-per-report", alias = "log-every")]
+    pub logging_steps: usize,
+    /// Prompt to answer at each evaluation; give the flag once for each prompt [default: the first rows of the data]
+    #[arg(long, value_name = "TEXT", alias = "prompt")]
+    pub sample_prompt: Vec<String>,
+    /// Write the memory in use in each phase of each step to this JSON file; this makes steps slower
+    #[arg(long, value_name = "FILE", alias = "train-step-vram-report")]
+    pub vram_report: Option<PathBuf>,
+    /// Peak speed of the device in TFLOP/s, to report model FLOPs utilization (MFU)
+    #[arg(long, value_name = "TFLOPS")]
+    pub peak_tflops: Option<f64>,
+}
+
+impl Default for LoggingSettings {
+    fn default() -> Self {
+        Self { eval_steps: None, logging_steps: 1, sample_prompt: vec![], vram_report: None, peak_tflops: None }
+    }
+}
+
+/// Settings that few runs change.
+#[derive(Debug, Clone, PartialEq, Args, Serialize, Deserialize)]
+#[serde(default)]
+#[command(next_help_heading = "Advanced")]
+pub struct AdvancedSettings {
+    /// Loss function
+    #[arg(long, alias = "loss-mode")]
+    pub loss: LossKind,
+    /// Number of rows of a matrix that one optimizer launch updates; 0 updates the whole matrix
+    #[arg(long, value_name = "N", alias = "optimizer-step-chunk-rows")]
+    pub step_chunk_rows: usize,
+    /// Random seed for shuffling, initial weights and stochastic rounding
+    #[arg(long, value_name = "N", alias = "random-seed")]
+    pub seed: u64,
+}
+
+impl Default for AdvancedSettings {
+    fn default() -> Self {
+        Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42 }
+    }
+}
+
+/// The smallest and the largest value of each number. Counts end at 2^20, so that products of three of them
+/// cannot overflow.
+pub const RANGES: [(&str, f64, f64); 25] = [
+    ("train_last_layers", 0.0, MOST),
+    ("val_split", 0.0, 0.9),
+    ("max_seq_length", 2.0, MOST),
+    ("bf16_last_blocks", 0.0, MOST),
+    ("quantize_from", 0.0, 0.99),
+    ("damped_finish", 0.0, 0.9),
+    ("num_train_epochs", 1e-6, 1e6),
+    ("learning_rate", 0.0, 1.0),
+    ("batch_size", 1.0, MOST),
+    ("gradient_accumulation_steps", 1.0, MOST),
+    ("max_steps", 1.0, MOST),
+    ("warmup_steps", 0.0, 1e9),
+    ("max_grad_norm", 0.0, f64::MAX),
+    ("weight_decay", 0.0, 10.0),
+    ("adam_beta1", 0.0, 0.999_999),
+    ("adam_beta2", 0.0, 0.999_999),
+    ("adam_epsilon", 1e-30, 1.0),
+    ("step_chunk_rows", 0.0, MOST),
+    ("save_steps", 0.0, f64::MAX),
+    ("save_total_limit", 2.0, MOST),
+    ("eval_steps", 0.0, f64::MAX),
+    ("logging_steps", 1.0, MOST),
+    ("peak_tflops", 0.0, f64::MAX),
+    ("seed", 0.0, 1e18),
+    ("data_weights", 0.001, 1000.0),
+];
+
+const MOST: f64 = (1 << 20) as f64;
+
+/// Settings that a resumed run may change, because they change no number that it computes.
+const FREE: [&str; 11] = [
+    "output_dir",
+    "output_dat",
+    "eval_steps",
+    "save_steps",
+    "logging_steps",
+    "save_total_limit",
+    "sample_prompt",
+    "vram_report",
+    "memory_limit",
+    "peak_tflops",
+    "token_cache",
+];
+
+/// A setting that two records disagree about: its flag, and its value in each, if it has one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    /// The flag, for example `--learning-rate`.
+    pub flag: String,
+    /// The value before.
+    pub before: Option<String>,
+    /// The value now.
+    pub now: Option<String>,
+}
+
+impl Settings {
+    /// All settings by name, in the order of `--help`; null and empty lists are settings that are not given.
+    pub(crate) fn table(&self) -> Map<String, Value> {
+        self.try_table().expect("settings that came through a layer hold no path that is not UTF-8")
+    }
+
+    pub(super) fn try_table(&self) -> Result<Map<String, Value>, serde_json::Error> {
+        serde_json::from_value(serde_json::to_value(self)?)
+    }
+
+    /// The settings as a config file.
+    ///
+    /// # Errors
+    /// If TOML cannot hold a value.
+    pub fn toml(&self) -> Result<String, CliError> {
+        let given = |value: &Value| !value.is_null() && value.as_array().is_none_or(|list| !list.is_empty());
+        let table: Map<String, Value> = self.table().into_iter().filter(|(_, value)| given(value)).collect();
+        toml::to_string(&table).map_err(|e| CliError::Usage(format!("settings cannot be written as TOML: {e}")))
+    }
+
+    /// The first setting that changes what a run computes and differs from `before`.
+    pub fn changed_since(&self, before: &Self) -> Option<Change> {
+        let (before, now) = (before.table(), self.table());
+        let shown = |table: &Map<String, Value>, key| {
+            table.get(key).filter(|value: &&Value| !value.is_null()).map(ToString::to_string)
+        };
+        let key = now.keys().find(|key| !FREE.contains(&key.as_str()) && now.get(*key) != before.get(*key))?;
+        Some(Change { flag: flag(key), before: shown(&before, key), now: shown(&now, key) })
+    }
+}
+
+/// The flag of a setting.
+pub fn flag(key: &str) -> String {
+    format!("--{}", key.replace('_', "-"))
+}
