@@ -5,8 +5,8 @@ use crate::support::{Cpu, Cube, files::ok, golden, on_gpu, supports};
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
-    checkpoint::Checkpoint,
     config::Qwen3Config,
+    container::Container,
     generate::prefill,
     kv_cache::KvCache,
     model::{Qwen3, ids_tensor},
@@ -47,7 +47,7 @@ fn same_logits<B: Nvfp4Kernels>(device: B::Device) {
                 if !supports::<B>(&device, precision.dtype()) {
                     continue;
                 }
-                let checkpoint = Checkpoint::open(&file).unwrap();
+                let checkpoint = Container::open(&file).unwrap();
                 let spec = LinearSpec::new(Recipe::W4, Scaling::Two, precision);
                 let model: Qwen3<B> = weights::load(&checkpoint, &config, spec, Purpose::Infer, &device).unwrap();
                 let ids: Vec<u32> = (0..23).map(|i| (i * 37 + 5) % 300).collect();

@@ -63,7 +63,7 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
         (fit(&[]), 2, "no training data"),
         (fit(&["-d", "m/demo.tsv", "--synthetic"]), 2, "--synthetic takes no --data"),
         (words("fit -d m/demo.tsv"), 2, "no model"),
-        (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p: between 0 and 1"),
+        (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p 3: the value must be between 0 and 1"),
         (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
@@ -88,7 +88,7 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
         (fit(&["-d", "latin.tsv"]), 3, "latin.tsv:2: not UTF-8"),
         (fit(&["-d", "file.unknown"]), 3, "give --format"),
         (fit(&["-d", "long.tsv", "--max-seq-length", "32", "--overlong", "error"]), 3, "long.tsv:1:"),
-        (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 rows dropped, longer than --max-seq-length 32"),
+        (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 row dropped, longer than --max-seq-length 32"),
         // Models.
         (words("generate -m none -p hi --device cpu"), 2, "none"),
         (words("generate -m nothing -p hi --device cpu"), 2, "config.json: no such file"),

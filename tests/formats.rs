@@ -4,13 +4,14 @@
 use crate::support::files::{ok, run, tiny_model};
 use model_qwen3::{
     ModelError,
-    checkpoint::{Checkpoint, Stored, Tensors},
-    convert::write_dat,
+    container::Container,
+    tensors::{Stored, Tensors},
+    write::write_dat,
 };
 use std::path::Path;
 
 fn rewritten(path: &Path) -> Vec<u8> {
-    let checkpoint = Checkpoint::open(path).unwrap();
+    let checkpoint = Container::open(path).unwrap();
     let failed = |e| ModelError::Io { path: path.to_owned(), source: e };
     write_dat(&checkpoint, checkpoint.dat(), Vec::new(), failed).unwrap()
 }
@@ -41,8 +42,8 @@ fn f32_survives_every_container() {
     std::fs::create_dir(dir.path().join("back")).unwrap();
     ok(dir.path(), &["convert", m, dat, "--to", "dat", "--dtype", "f32"]);
     ok(dir.path(), &["convert", dat, back, "--to", "safetensors", "--dtype", "f32"]);
-    let (a, b) = (Checkpoint::open(&model).unwrap(), Checkpoint::open(&dir.path().join("back")).unwrap());
-    let sorted = |c: &Checkpoint| {
+    let (a, b) = (Container::open(&model).unwrap(), Container::open(&dir.path().join("back")).unwrap());
+    let sorted = |c: &Container| {
         let mut names = c.names();
         names.sort();
         names
@@ -59,8 +60,8 @@ fn nvfp4_safetensors_hold_the_same_codes_as_dat() {
     tiny_model(&dir.path().join("m"), false);
     ok(dir.path(), &["convert", "m", "q.dat", "--to", "dat", "--dtype", "nvfp4"]);
     ok(dir.path(), &["convert", "m", "q.safetensors", "--to", "safetensors", "--dtype", "nvfp4"]);
-    let a = Checkpoint::open(&dir.path().join("q.dat")).unwrap();
-    let b = Checkpoint::open(&dir.path().join("q.safetensors")).unwrap();
+    let a = Container::open(&dir.path().join("q.dat")).unwrap();
+    let b = Container::open(&dir.path().join("q.safetensors")).unwrap();
     let mut packed = 0;
     for name in a.names() {
         assert_eq!(a.stored(&name), b.stored(&name), "{name}");

@@ -4,8 +4,9 @@
 use crate::support::files::{ok, run, tiny_model};
 use model_qwen3::{
     ModelError,
-    checkpoint::{Checkpoint, Tensors},
+    container::Container,
     dat::{DatFile, DatWriter, ElementType},
+    tensors::Tensors,
 };
 use std::path::{Path, PathBuf};
 
@@ -24,10 +25,10 @@ fn small_dat() -> Vec<u8> {
     w.finish()
 }
 
-fn open(dir: &Path, bytes: &[u8]) -> Result<Checkpoint, ModelError> {
+fn open(dir: &Path, bytes: &[u8]) -> Result<Container, ModelError> {
     let path: PathBuf = dir.join("x.dat");
     std::fs::write(&path, bytes).unwrap();
-    Checkpoint::open(&path)
+    Container::open(&path)
 }
 
 fn error(dir: &Path, bytes: &[u8]) -> String {
@@ -48,7 +49,7 @@ fn a_file_that_is_cut_at_any_byte_is_refused() {
     }
     let mut longer = whole;
     longer.push(0);
-    assert!(error(dir.path(), &longer).contains("1 bytes left behind the last of 4 entries"));
+    assert!(error(dir.path(), &longer).contains("the file goes on after the last of 4 entries"));
 }
 
 /// A file of one entry: a count, a key, and the bytes of the header after the key.
@@ -108,7 +109,7 @@ fn a_huge_sparse_file_is_refused_at_once() {
     let file = std::fs::File::create(&path).unwrap();
     file.set_len(1 << 40).unwrap();
     // A first byte of zero declares no entries; a terabyte follows.
-    assert!(DatFile::open(&path).unwrap_err().to_string().contains("left behind the last of 0 entries"));
+    assert!(DatFile::open(&path).unwrap_err().to_string().contains("goes on after the last of 0 entries"));
 }
 
 #[test]
@@ -202,13 +203,13 @@ fn a_broken_safetensors_index_is_refused() {
     let folder = dir.path().join("m");
     tiny_model(&folder, true);
     let index = folder.join("model.safetensors.index.json");
-    let names = Checkpoint::open(&folder).unwrap().names();
+    let names = Container::open(&folder).unwrap().names();
     let map = |shard: &str| -> serde_json::Value {
         let map: serde_json::Map<_, _> = names.iter().map(|n| (n.clone(), shard.into())).collect();
         serde_json::json!({"weight_map": map})
     };
     std::fs::write(&index, map("model.safetensors").to_string()).unwrap();
-    Checkpoint::open(&folder).unwrap();
+    Container::open(&folder).unwrap();
     for (expected, text) in [
         ("not a plain file name", map("../m/model.safetensors").to_string()),
         ("not a plain file name", map("/etc/passwd").to_string()),
@@ -217,7 +218,7 @@ fn a_broken_safetensors_index_is_refused() {
         ("EOF", "{".into()),
     ] {
         std::fs::write(&index, text).unwrap();
-        let error = Checkpoint::open(&folder).map(|_| ()).unwrap_err().to_string();
+        let error = Container::open(&folder).map(|_| ()).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }
@@ -228,7 +229,7 @@ fn shards_together_are_the_model() {
     let (whole, sharded) = (dir.path().join("m"), dir.path().join("s"));
     tiny_model(&whole, false);
     std::fs::create_dir(&sharded).unwrap();
-    let source = Checkpoint::open(&whole).unwrap();
+    let source = Container::open(&whole).unwrap();
     let mut map = serde_json::Map::new();
     for (shard, part) in ["a.safetensors", "b.safetensors"].iter().zip([0, 1]) {
         let names: Vec<String> =
@@ -247,7 +248,7 @@ fn shards_together_are_the_model() {
     }
     let index = serde_json::json!({"weight_map": map});
     std::fs::write(sharded.join("model.safetensors.index.json"), index.to_string()).unwrap();
-    let read = Checkpoint::open(&sharded).unwrap();
+    let read = Container::open(&sharded).unwrap();
     assert_eq!(read.names().len(), source.names().len());
     for name in source.names() {
         assert_eq!(read.read_dense(&name).unwrap(), source.read_dense(&name).unwrap(), "{name}");

@@ -26,8 +26,8 @@ use std::{collections::HashSet, sync::Arc};
 use train_cli::{
     CliError,
     data::order::{MicroBatch, Order},
-    data::read::{self as data, Sample},
     data::rows,
+    data::sample::{Sample, synthetic},
     memory::vram::VramReport,
     settings::{Clip, LossKind, StepMode},
     train::clip::Clipping,
@@ -142,7 +142,7 @@ fn differing(a: &Named, b: &Named) -> Vec<String> {
 
 /// Four samples of unequal length, with tokens that repeat.
 fn samples() -> Vec<Sample> {
-    let all = data::synthetic(4, 40, 90, 3);
+    let all = synthetic(4, 40, 90, 3);
     [19, 4, 33, 26]
         .iter()
         .zip(all)

@@ -9,8 +9,9 @@ use crate::support::{
 use backend_nvfp4::MasterKind;
 use burn::backend::Autodiff;
 use model_qwen3::{
-    checkpoint::{Checkpoint, Stored, Tensors},
     config::Qwen3Config,
+    container::Container,
+    tensors::{Stored, Tensors},
     weights,
 };
 use std::{
@@ -18,7 +19,7 @@ use std::{
     process::Stdio,
     time::{Duration, Instant},
 };
-use train_cli::{data::order::MicroBatch, data::read as data, settings::LossKind, train::objective::Trainee};
+use train_cli::{data::order::MicroBatch, data::sample::synthetic, settings::LossKind, train::objective::Trainee};
 
 #[test]
 fn padding_changes_neither_loss_nor_gradients() {
@@ -26,7 +27,7 @@ fn padding_changes_neither_loss_nor_gradients() {
     let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 5, &Default::default()).unwrap();
     let model = weights::trained::<Autodiff<Cpu>>(model, MasterKind::F32);
     let trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
-    let samples = data::synthetic(1, 12, 500, 3);
+    let samples = synthetic(1, 12, 500, 3);
     let alone = MicroBatch::new(&[&samples[0]], 11);
     let mut padded = alone.clone();
     padded.ids.push(vec![1; 20]);
@@ -264,7 +265,7 @@ fn a_tied_head_that_is_spelled_out_stays_tied() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let source = Checkpoint::open(&d.join("m")).unwrap();
+    let source = Container::open(&d.join("m")).unwrap();
     let mut names = source.names();
     names.push("lm_head.weight".into());
     let of =
@@ -277,7 +278,7 @@ fn a_tied_head_that_is_spelled_out_stays_tied() {
     }
     std::fs::write(d.join("m/model.safetensors"), bytes).unwrap();
     fit(d, "r", &[]);
-    assert!(Checkpoint::open(&d.join("r/final")).unwrap().stored("lm_head.weight").is_none());
+    assert!(Container::open(&d.join("r/final")).unwrap().stored("lm_head.weight").is_none());
 }
 
 #[test]
@@ -362,11 +363,11 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     tiny_model(&d.join("m"), true);
     fit(d, "r", &["--damped-finish", "0.5", "--save-total-limit", "9", "--bf16-last-blocks", "1"]);
     let name = "model.layers.0.mlp.down_proj.weight";
-    let at = |step: u32| Checkpoint::open(&d.join(format!("r/checkpoint-{step}/model.safetensors"))).unwrap();
+    let at = |step: u32| Container::open(&d.join(format!("r/checkpoint-{step}/model.safetensors"))).unwrap();
     assert!(matches!(at(6).stored(name), Some(Stored::Dense { .. })), "not frozen before the finish");
     let frozen = at(9).read_packed(name).unwrap();
     assert_eq!(at(12).read_packed(name).unwrap(), frozen);
-    let exported = Checkpoint::open(&d.join("r/final")).unwrap();
+    let exported = Container::open(&d.join("r/final")).unwrap();
     assert_eq!(exported.read_packed(name).unwrap(), frozen);
     // `--bf16-last-blocks 1` keeps the last block dense, also in the export.
     let last = name.replace(".0.", ".1.");
@@ -539,12 +540,12 @@ fn only_the_last_layers_move_if_only_they_are_trained() {
     fit(d, "r", &["--train-last-layers", "1", "--recipe", "w4a4"]);
     // Training every block still leaves the embedding as it was.
     fit(d, "all", &["--train-last-layers", "2"]);
-    let after = Checkpoint::open(&d.join("all/checkpoint-12/model.safetensors")).unwrap();
+    let after = Container::open(&d.join("all/checkpoint-12/model.safetensors")).unwrap();
     let embedding = "model.embed_tokens.weight";
-    let before = Checkpoint::open(&d.join("m")).unwrap();
+    let before = Container::open(&d.join("m")).unwrap();
     assert_eq!(before.read_dense(embedding).unwrap(), after.read_dense(embedding).unwrap());
-    let before = Checkpoint::open(&d.join("m")).unwrap();
-    let after = Checkpoint::open(&d.join("r/checkpoint-12/model.safetensors")).unwrap();
+    let before = Container::open(&d.join("m")).unwrap();
+    let after = Container::open(&d.join("r/checkpoint-12/model.safetensors")).unwrap();
     for name in before.names() {
         let moved = before.read_dense(&name).unwrap() != after.read_dense(&name).unwrap();
         let trained = name.starts_with("model.layers.1.") || name == "model.norm.weight";

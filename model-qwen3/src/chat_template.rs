@@ -1,7 +1,7 @@
-//! The model's own chat template (Jinja), rendered as Hugging Face renders it: blocks trimmed,
-//! Python's string methods, `tojson` with Python's separators and no escaping.
+//! Renders the model's own chat template (Jinja) as Hugging Face does: with trimmed blocks, Python's string methods, and
+//! `tojson` with Python's separators and without escapes.
 
-use crate::{ModelError, error::read_text};
+use crate::{ModelError, file::read_text};
 use minijinja::{
     Environment, Error, ErrorKind, Value,
     syntax::SyntaxConfig,
@@ -11,9 +11,9 @@ use serde::Serialize;
 use serde_json::Value as Json;
 use std::{io, path::Path};
 
-/// Longest render. The longest context of Qwen3 has some 1 M tokens.
+/// Longest text that a template may render. The longest context of Qwen3 has about 1 M tokens.
 const LONGEST: usize = 16 << 20;
-/// Steps that a template may take, so that none runs for ever.
+/// Steps that a template may take, so that none runs forever.
 const FUEL: u64 = 50_000_000;
 
 /// A compiled chat template.
@@ -22,40 +22,43 @@ pub struct ChatTemplate {
     env: Environment<'static>,
 }
 
-/// What to render besides the messages.
+/// What a template renders besides the messages.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct RenderOptions<'a> {
     /// Tool schemas.
     pub tools: Option<&'a Json>,
-    /// Whether to open an assistant turn at the end.
+    /// Whether the text ends with the beginning of an assistant turn.
     pub add_generation_prompt: bool,
-    /// `enable_thinking`, where given.
+    /// The template's variable `enable_thinking`. It is undefined if `None`.
     pub enable_thinking: Option<bool>,
 }
 
 impl ChatTemplate {
-    /// Reads a folder's template: chat_template.jinja, or the field of tokenizer_config.json.
+    /// Reads a folder's template from chat_template.jinja or from the field in tokenizer_config.json.
     ///
     /// # Errors
-    /// If there is none or it does not compile.
+    /// If there is no template or it does not compile.
     pub fn from_folder(folder: &Path) -> Result<Self, ModelError> {
         let file = folder.join("chat_template.jinja");
         if file.exists() {
             return Self::new(read_text(&file, 1 << 20, "")?);
         }
         let path = folder.join("tokenizer_config.json");
-        let text = read_text(&path, 16 << 20, "the chat template is read from it or from chat_template.jinja")?;
+        let text = read_text(&path, 16 << 20, "a model folder needs it or chat_template.jinja for its chat template")?;
         let config: Json = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
         match config.get("chat_template").and_then(Json::as_str) {
             Some(source) => Self::new(source.to_owned()),
-            None => Err(ModelError::parse(&path, "no chat_template in it")),
+            None => Err(ModelError::parse(
+                &path,
+                "there is no chat_template in it; add the field, or the file chat_template.jinja",
+            )),
         }
     }
 
     /// Compiles a template.
     ///
     /// # Errors
-    /// If it does not compile.
+    /// If the template does not compile.
     pub fn new(source: String) -> Result<Self, ModelError> {
         let mut env = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(template)?;
@@ -70,10 +73,10 @@ impl ChatTemplate {
         Ok(Self { env })
     }
 
-    /// Renders messages (`{"role": …, "content": …}`, with what else the template reads).
+    /// Renders messages, which are objects with `role`, `content` and other fields that the template reads.
     ///
     /// # Errors
-    /// If the template refuses them.
+    /// If the template refuses the messages.
     pub fn render(&self, messages: &[Json], options: RenderOptions<'_>) -> Result<String, ModelError> {
         let mut context = serde_json::Map::new();
         context.insert("messages".into(), Json::Array(messages.to_vec()));
@@ -87,7 +90,10 @@ impl ChatTemplate {
         let text =
             self.env.get_template("chat").and_then(|t| t.render(Value::from(Serde(&context)))).map_err(template)?;
         if text.len() > LONGEST {
-            return Err(ModelError::Template(format!("{} bytes rendered, at most {LONGEST} taken", text.len())));
+            return Err(ModelError::Template(format!(
+                "it rendered {} bytes; at most {LONGEST} are allowed",
+                text.len()
+            )));
         }
         Ok(text)
     }
@@ -97,7 +103,7 @@ fn template(e: Error) -> ModelError {
     ModelError::Template(format!("{e:#}"))
 }
 
-/// `json.dumps(value, ensure_ascii=False)`, with `indent` if asked.
+/// The filter `tojson`, as Python's `json.dumps(value, ensure_ascii=False)`, with an optional `indent`.
 fn tojson(value: Value, kwargs: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = kwargs.get("indent")?;
     let mut out = Vec::new();
@@ -114,7 +120,7 @@ fn tojson(value: Value, kwargs: Kwargs) -> Result<Value, Error> {
     Ok(Value::from_safe_string(text))
 }
 
-/// Python's separators: `", "` and `": "`.
+/// Writes JSON with Python's separators `", "` and `": "`.
 struct Python;
 
 impl serde_json::ser::Formatter for Python {

@@ -1,6 +1,6 @@
-//! config.json of a dense Qwen3, checked at this one door: no code behind it asks again.
+//! config.json of a dense Qwen3. Every field is checked here, so that no other code has to.
 
-use crate::{ModelError, error::read_text};
+use crate::{ModelError, file::read_text};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -13,29 +13,29 @@ pub struct Qwen3Config {
     pub hidden_size: usize,
     /// MLP size F.
     pub intermediate_size: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub num_hidden_layers: usize,
-    /// Query heads H.
+    /// Number of query heads H.
     pub num_attention_heads: usize,
-    /// Key/value heads K; H is a multiple of K.
+    /// Number of key/value heads K. H is a multiple of K.
     pub num_key_value_heads: usize,
-    /// Head size E, even.
+    /// Head size E, which is even.
     pub head_dim: usize,
-    /// Added to the mean square in RMSNorm.
+    /// The number that RMSNorm adds to the mean square.
     pub rms_norm_eps: f64,
-    /// Base of the rotary angles.
+    /// Base of the rotary angles (theta).
     pub rope_theta: f64,
-    /// Longest sequence.
+    /// Longest sequence, in tokens.
     pub max_position_embeddings: usize,
     /// Whether the head is the embedding.
     pub tie_word_embeddings: bool,
-    /// Ids that end a generation, as far as config.json names them.
+    /// Ids that end a generation, if config.json names any.
     pub eos_token_ids: Vec<u32>,
-    /// Spread of random initial weights.
+    /// Standard deviation of random initial weights.
     pub initializer_range: f64,
 }
 
-/// A field that holds one id or several.
+/// A field with one id or several.
 #[derive(Deserialize)]
 #[serde(untagged)]
 pub(crate) enum OneOrMany {
@@ -81,25 +81,22 @@ struct RopeParameters {
     rope_type: Option<String>,
 }
 
-/// Largest size in any field. The largest Qwen3 has a vocabulary of 151,936; 2^24 leaves room and
-/// keeps every product of two sizes far from overflow.
+/// Largest size in any field. The vocabulary of Qwen3 has 151,936 tokens; 2^24 leaves room, and the product of two sizes
+/// cannot overflow.
 const LARGEST: f64 = 16_777_216.0;
 
 impl Qwen3Config {
     /// Reads a config.json.
     ///
     /// # Errors
-    /// If the file is missing, not JSON, or describes anything but a dense Qwen3.
+    /// If the file is missing, is not JSON, or does not describe a dense Qwen3.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        let text = read_text(path, 1 << 20, "a model folder holds a config.json")?;
+        let text = read_text(path, 1 << 20, "a model folder needs a config.json")?;
         Self::from_json(&text, path)
     }
 
-    /// Parses the text of a config.json; `path` is for error messages.
-    ///
-    /// # Errors
-    /// As [`Self::from_file`].
-    pub fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
+    /// Parses the text of a config.json. `path` is for error messages.
+    fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
         let raw: Raw = serde_json::from_str(text).map_err(|e| ModelError::parse(path, e))?;
         let check = Checker(path.to_owned());
         check.only("model_type", &raw.model_type, "qwen3", "only dense Qwen3 models are supported")?;
@@ -110,7 +107,11 @@ impl Qwen3Config {
         check.off("use_sliding_window", raw.use_sliding_window)?;
         let scaled = |s: &serde_json::Value| !s.is_null() && s["rope_type"] != "default";
         if let Some(scaling) = raw.rope_scaling.filter(scaled) {
-            return Err(check.bad("rope_scaling", scaling, "scaled rotary angles are not supported"));
+            return Err(check.bad(
+                "rope_scaling",
+                scaling,
+                "scaled rotary angles are not supported; use the model without rope_scaling",
+            ));
         }
         let parameters = raw.rope_parameters.unwrap_or(RopeParameters { rope_theta: None, rope_type: None });
         if let Some(kind) = &parameters.rope_type {
@@ -118,7 +119,7 @@ impl Qwen3Config {
         }
         let theta = match (raw.rope_theta, parameters.rope_theta) {
             (Some(a), Some(b)) if a != b => {
-                return Err(check.bad("rope_theta", a, format!("rope_parameters says {b}")));
+                return Err(check.bad("rope_theta", a, format!("rope_parameters says {b}; make both equal")));
             }
             (a, b) => a.or(b).unwrap_or(10_000.0),
         };
@@ -132,7 +133,7 @@ impl Qwen3Config {
             num_hidden_layers: check.size("num_hidden_layers", raw.num_hidden_layers)?,
             num_attention_heads: heads,
             num_key_value_heads: raw.num_key_value_heads.map_or(Ok(heads), |k| check.size("num_key_value_heads", k))?,
-            // Hugging Face's default, whatever hidden size and heads are.
+            // The default of Hugging Face, which does not depend on the hidden size.
             head_dim: raw.head_dim.map_or(Ok(128), |e| check.size("head_dim", e))?,
             rms_norm_eps: check.positive("rms_norm_eps", raw.rms_norm_eps.unwrap_or(1e-6))?,
             rope_theta: check.positive("rope_theta", theta)?,
@@ -144,7 +145,7 @@ impl Qwen3Config {
             initializer_range: check.positive("initializer_range", raw.initializer_range.unwrap_or(0.02))?,
         };
         if heads % config.num_key_value_heads != 0 {
-            let reason = format!("{heads} query heads are not a multiple of it");
+            let reason = format!("the {heads} query heads must be a multiple of it");
             return Err(check.bad("num_key_value_heads", config.num_key_value_heads, reason));
         }
         if !config.head_dim.is_multiple_of(2) {
@@ -156,13 +157,13 @@ impl Qwen3Config {
             ("num_attention_heads * head_dim", heads * config.head_dim),
         ] {
             if !size.is_multiple_of(16) {
-                return Err(check.bad(field, size, "NVFP4 blocks need a multiple of 16"));
+                return Err(check.bad(field, size, "NVFP4 blocks need a multiple of 16; use another model"));
             }
         }
         Ok(config)
     }
 
-    /// Parameters of the model, the tied head counted once.
+    /// Number of parameters. A tied head counts once.
     pub fn num_params(&self) -> usize {
         let (d, e) = (self.hidden_size, self.head_dim);
         let (q, kv) = (self.num_attention_heads * e, self.num_key_value_heads * e);
@@ -184,7 +185,7 @@ impl Checker {
         if value.fract() == 0.0 && (1.0..=LARGEST).contains(&value) {
             Ok(value as usize)
         } else {
-            Err(self.bad(field, value, format!("a whole number from 1 to {LARGEST} is needed")))
+            Err(self.bad(field, value, format!("it must be a whole number from 1 to {LARGEST}")))
         }
     }
 
@@ -192,7 +193,7 @@ impl Checker {
         if value.is_finite() && value > 0.0 {
             Ok(value)
         } else {
-            Err(self.bad(field, value, "a number above 0 is needed"))
+            Err(self.bad(field, value, "it must be a number above 0"))
         }
     }
 
@@ -202,7 +203,7 @@ impl Checker {
 
     fn off(&self, field: &'static str, value: Option<bool>) -> Result<(), ModelError> {
         if value == Some(true) {
-            return Err(self.bad(field, true, "no dense Qwen3 has it"));
+            return Err(self.bad(field, true, "it must be false in a dense Qwen3"));
         }
         Ok(())
     }
@@ -254,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_of_qwen3_4b() {
+    fn qwen3_4b_has_its_number_of_parameters() {
         let text = r#"{"model_type":"qwen3","vocab_size":151936,"hidden_size":2560,"intermediate_size":9728,
             "num_hidden_layers":36,"num_attention_heads":32,"num_key_value_heads":8,"head_dim":128,
             "tie_word_embeddings":true}"#;

@@ -4,22 +4,22 @@
 //! entry   = LEB128(key bytes) key LEB128(type id) LEB128(rank) LEB128(dim)* payload
 //! payload = product(dims) * element size bytes, row-major, little-endian, no padding
 //! ```
-//! There is no magic, no checksum and no index: a reader walks the entries and seeks over payloads.
-//! Opening reads headers only and allocates no more than they hold; everything declared is checked
-//! against the bytes that are left. Type ids are ATen's scalar types, with 100 and 101 for FP4 and FP8.
+//! The format has no magic number, no checksum and no index: a reader walks the entries and seeks over payloads.
+//! Opening a file reads its headers only, allocates no more than they hold, and checks every declared size against the
+//! bytes that remain. Type ids are those of ATen's scalar types, with 100 for FP4 and 101 for FP8.
 
-use crate::ModelError;
+use crate::{ModelError, bytes::FloatType, file::read_at};
 use std::{
     fs::File,
     io::{BufReader, Read, Seek, SeekFrom, Write},
     path::{Path, PathBuf},
 };
 
-/// Longest key. The longest of Qwen3 has 54 bytes; 4 KiB leaves room and bounds memory.
+/// Longest key that is read. The longest key of Qwen3 has 54 bytes; 4 KiB leaves room and bounds memory.
 const LONGEST_KEY: u64 = 4096;
-/// Most entries. Qwen3-32B in NVFP4 has some 1,800; 65,536 leaves room and bounds memory.
+/// Most entries that are read. Qwen3-32B in NVFP4 has about 1,800; 65,536 leaves room and bounds memory.
 const MOST_ENTRIES: u64 = 65_536;
-/// Highest rank. Qwen3 has 2.
+/// Highest rank that is read. The tensors of Qwen3 have rank 2 at most.
 const HIGHEST_RANK: u64 = 8;
 
 /// An element type of the container.
@@ -36,12 +36,13 @@ pub enum ElementType {
     F64,
     Bool,
     Bf16,
-    /// Packed float4_e2m1fn_x2: a byte holds two codes and counts as one element.
+    /// float4_e2m1fn_x2. One element is a byte with two codes.
     F4x2,
     /// float8_e4m3fn.
     F8E4m3,
 }
 
+/// Each type with its id, its size in bytes and its name.
 const TYPES: [(ElementType, u64, usize, &str); 12] = [
     (ElementType::U8, 0, 1, "u8"),
     (ElementType::I8, 1, 1, "i8"),
@@ -58,8 +59,8 @@ const TYPES: [(ElementType, u64, usize, &str); 12] = [
 ];
 
 impl ElementType {
-    /// The type with this id, if the container knows it.
-    pub fn from_id(id: u64) -> Option<Self> {
+    /// The type with this id, if the format knows it.
+    fn from_id(id: u64) -> Option<Self> {
         TYPES.iter().find(|t| t.1 == id).map(|t| t.0)
     }
 
@@ -67,38 +68,58 @@ impl ElementType {
         TYPES.iter().find(|t| t.0 == self).expect("every type has a row")
     }
 
-    /// Its id in files.
+    /// The type's id in files.
     pub fn id(self) -> u64 {
         self.row().1
     }
 
-    /// Bytes an element.
+    /// Bytes in an element.
     pub fn size(self) -> usize {
         self.row().2
     }
 
-    /// Its name in listings.
+    /// The type's name in listings.
     pub fn name(self) -> &'static str {
         self.row().3
     }
+
+    /// The type of dense weights that this is, if it is one.
+    pub(crate) fn float(self) -> Option<FloatType> {
+        match self {
+            Self::F16 => Some(FloatType::F16),
+            Self::Bf16 => Some(FloatType::Bf16),
+            Self::F32 => Some(FloatType::F32),
+            _ => None,
+        }
+    }
 }
 
-/// One tensor of a `.dat` file.
+impl From<FloatType> for ElementType {
+    fn from(float: FloatType) -> Self {
+        match float {
+            FloatType::F16 => Self::F16,
+            FloatType::Bf16 => Self::Bf16,
+            FloatType::F32 => Self::F32,
+        }
+    }
+}
+
+/// One entry of a `.dat` file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DatEntry {
-    /// Its key.
+    /// Key of the entry.
     pub key: String,
-    /// Its element type.
+    /// Type of its elements.
     pub element: ElementType,
-    /// Its shape.
+    /// Shape of its tensor.
     pub dims: Vec<usize>,
-    /// Where its payload starts.
+    /// Position of its payload in the file.
     pub offset: u64,
-    /// Bytes of its payload.
+    /// Size of its payload in bytes.
     pub bytes: u64,
 }
 
-/// An open `.dat` file: its headers in memory, its payloads on disk.
+/// An open `.dat` file. Its headers are in memory, its payloads on disk.
 #[derive(Debug)]
 pub struct DatFile {
     path: PathBuf,
@@ -110,39 +131,31 @@ impl DatFile {
     /// Opens a file and reads its headers.
     ///
     /// # Errors
-    /// If it cannot be read or any header is broken; the message names entry and offset.
+    /// If the file cannot be read or a header is broken. The message names the entry and the offset.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let file = File::open(path).map_err(ModelError::io(path, "a .dat file is needed"))?;
+        let file = File::open(path).map_err(ModelError::io(path, "give a .dat file"))?;
         let size = file.metadata().map_err(ModelError::io(path, ""))?.len();
         let entries = Walker { path, input: BufReader::new(&file), at: 0, size }.entries()?;
         Ok(Self { path: path.to_owned(), file, entries })
     }
 
-    /// Its path.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its entries, in file order.
+    /// The file's entries, in file order.
     pub fn entries(&self) -> &[DatEntry] {
         &self.entries
     }
 
-    /// The entry with this key.
-    pub fn entry(&self, key: &str) -> Option<&DatEntry> {
-        self.entries.iter().find(|e| e.key == key)
-    }
-
-    /// Reads `buffer.len()` bytes of an entry's payload, from byte `start` of it on.
+    /// Fills `buffer` from byte `start` of an entry's payload.
     ///
     /// # Errors
     /// If the system fails.
-    pub fn read(&self, entry: &DatEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
+    pub(crate) fn read(&self, entry: &DatEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
         debug_assert!(start + buffer.len() as u64 <= entry.bytes);
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(entry.offset + start))
-            .and_then(|_| file.read_exact(buffer))
-            .map_err(ModelError::io(&self.path, ""))
+        read_at(&self.file, &self.path, entry.offset + start, buffer)
     }
 }
 
@@ -157,19 +170,19 @@ impl<R: Read + Seek> Walker<'_, R> {
     fn entries(mut self) -> Result<Vec<DatEntry>, ModelError> {
         let count = self.leb128("header", "entry count")?;
         if count > MOST_ENTRIES {
-            return Err(self.bad("header", format!("{count} entries declared, at most {MOST_ENTRIES} taken")));
+            return Err(self.bad("header", format!("{count} entries declared; at most {MOST_ENTRIES} are read")));
         }
         let mut entries: Vec<DatEntry> = Vec::new();
         let mut keys = std::collections::HashSet::new();
         for i in 0..count {
             let entry = self.entry(i)?;
             if !keys.insert(entry.key.clone()) {
-                return Err(self.bad(&name(i, &entry.key), "the same key stands in an earlier entry"));
+                return Err(self.bad(&name(i, &entry.key), "an earlier entry has the same key"));
             }
             entries.push(entry);
         }
         if self.at != self.size {
-            let reason = format!("{} bytes left behind the last of {count} entries", self.size - self.at);
+            let reason = format!("the file goes on after the last of {count} entries, to byte {}", self.size);
             return Err(self.bad("end", reason));
         }
         Ok(entries)
@@ -179,22 +192,22 @@ impl<R: Read + Seek> Walker<'_, R> {
         let at = format!("entry {i}");
         let length = self.leb128(&at, "key length")?;
         if length == 0 || length > LONGEST_KEY.min(self.size - self.at) {
-            let reason =
-                format!("key of {length} bytes, {} left in file, at most {LONGEST_KEY} taken", self.size - self.at);
+            let left = self.size - self.at;
+            let reason = format!("key of {length} bytes; the file has {left} left, and keys have 1 to {LONGEST_KEY}");
             return Err(self.bad(&at, reason));
         }
         let mut key = vec![0; length as usize];
         self.bytes(&mut key, &at, "key")?;
-        let key = String::from_utf8(key).map_err(|_| self.bad(&at, "key is not UTF-8"))?;
+        let key = String::from_utf8(key).map_err(|_| self.bad(&at, "the key is not UTF-8"))?;
         if key.chars().any(char::is_control) {
-            return Err(self.bad(&at, format!("key {key:?} holds control characters")));
+            return Err(self.bad(&at, format!("the key {key:?} holds control characters")));
         }
         let at = name(i, &key);
         let id = self.leb128(&at, "type id")?;
         let element = ElementType::from_id(id).ok_or_else(|| self.bad(&at, format!("unknown type id {id}")))?;
         let rank = self.leb128(&at, "rank")?;
         if rank > HIGHEST_RANK {
-            return Err(self.bad(&at, format!("rank {rank}, at most {HIGHEST_RANK} taken")));
+            return Err(self.bad(&at, format!("rank {rank}; at most {HIGHEST_RANK} is read")));
         }
         let mut dims = Vec::with_capacity(rank as usize);
         for _ in 0..rank {
@@ -204,10 +217,10 @@ impl<R: Read + Seek> Walker<'_, R> {
         let left = self.size - self.at;
         let bytes =
             dims.iter().try_fold(element.size() as u64, |a, &d| a.checked_mul(d)).filter(|&b| b <= left).ok_or_else(
-                || self.bad(&at, format!("{shape} of {} declared, {left} bytes left in file", element.name())),
+                || self.bad(&at, format!("{shape} of {} declared; {left} bytes left in file", element.name())),
             )?;
         if bytes == 0 {
-            return Err(self.bad(&at, format!("shape {shape} holds nothing")));
+            return Err(self.bad(&at, format!("shape {shape} holds nothing; every tensor has values")));
         }
         let offset = self.at;
         self.input.seek(SeekFrom::Start(offset + bytes)).map_err(ModelError::io(self.path, ""))?;
@@ -216,7 +229,7 @@ impl<R: Read + Seek> Walker<'_, R> {
         Ok(DatEntry { key, element, dims, offset, bytes })
     }
 
-    /// An unsigned LEB128 number of at most 64 bits, in its shortest form.
+    /// Reads an unsigned LEB128 number, which must have at most 64 bits and its shortest form.
     fn leb128(&mut self, at: &str, what: &str) -> Result<u64, ModelError> {
         let mut value = 0u64;
         for shift in (0..70).step_by(7) {
@@ -229,17 +242,17 @@ impl<R: Read + Seek> Walker<'_, R> {
             value |= group << shift;
             if byte[0] & 0x80 == 0 {
                 if group == 0 && shift > 0 {
-                    return Err(self.bad(at, format!("{what}: LEB128 number with a zero last byte")));
+                    return Err(self.bad(at, format!("{what}: the LEB128 number has a zero last byte")));
                 }
                 return Ok(value);
             }
         }
-        Err(self.bad(at, format!("{what}: LEB128 number of more than 64 bits")))
+        Err(self.bad(at, format!("{what}: the LEB128 number has more than 64 bits")))
     }
 
     fn bytes(&mut self, buffer: &mut [u8], at: &str, what: &str) -> Result<(), ModelError> {
         if buffer.len() as u64 > self.size - self.at {
-            return Err(self.bad(at, format!("file ends within the {what}")));
+            return Err(self.bad(at, format!("the file ends within the {what}")));
         }
         self.input.read_exact(buffer).map_err(ModelError::io(self.path, ""))?;
         self.at += buffer.len() as u64;
@@ -255,7 +268,7 @@ fn name(i: u64, key: &str) -> String {
     format!("entry {i} {key:?}")
 }
 
-/// Writes a `.dat` file front to back. Payloads stream through; nothing is kept.
+/// Writes a `.dat` file from front to back, without keeping payloads.
 #[derive(Debug)]
 pub struct DatWriter<W> {
     out: W,
@@ -264,7 +277,7 @@ pub struct DatWriter<W> {
 }
 
 impl<W: Write> DatWriter<W> {
-    /// Starts a file of `entries` entries.
+    /// Starts a file with this number of entries.
     ///
     /// # Errors
     /// If the system fails.
@@ -273,16 +286,16 @@ impl<W: Write> DatWriter<W> {
         Ok(Self { out, entries_left: entries, bytes_left: 0 })
     }
 
-    /// Starts an entry; its payload follows in [`Self::payload`] calls.
+    /// Starts an entry. Calls of [`Self::payload`] write its payload.
     ///
     /// # Errors
     /// If the system fails.
     ///
     /// # Panics
-    /// If the payload before is incomplete or there are more entries than announced.
+    /// If the payload of the entry before is incomplete, or there are more entries than announced.
     pub fn entry(&mut self, key: &str, element: ElementType, dims: &[usize]) -> std::io::Result<()> {
-        assert_eq!(self.bytes_left, 0, "payload before {key} is incomplete");
-        self.entries_left = self.entries_left.checked_sub(1).expect("more entries than announced");
+        assert_eq!(self.bytes_left, 0, "the payload of the entry before {key} is incomplete");
+        self.entries_left = self.entries_left.checked_sub(1).expect("no more entries than announced");
         self.bytes_left = (dims.iter().product::<usize>() * element.size()) as u64;
         write_leb128(&mut self.out, key.len() as u64)?;
         self.out.write_all(key.as_bytes())?;
@@ -291,24 +304,24 @@ impl<W: Write> DatWriter<W> {
         dims.iter().try_for_each(|&d| write_leb128(&mut self.out, d as u64))
     }
 
-    /// Writes a part of the current entry's payload.
+    /// Writes the next part of the entry's payload.
     ///
     /// # Errors
     /// If the system fails.
     ///
     /// # Panics
-    /// If it is longer than the entry's shape says.
+    /// If the payload is longer than the entry's shape says.
     pub fn payload(&mut self, bytes: &[u8]) -> std::io::Result<()> {
-        self.bytes_left = self.bytes_left.checked_sub(bytes.len() as u64).expect("payload fits its shape");
+        self.bytes_left = self.bytes_left.checked_sub(bytes.len() as u64).expect("the payload fits its shape");
         self.out.write_all(bytes)
     }
 
-    /// Ends the file and hands the output back.
+    /// Ends the file and returns the output.
     ///
     /// # Panics
     /// If entries or payload bytes are missing.
     pub fn finish(self) -> W {
-        assert_eq!((self.entries_left, self.bytes_left), (0, 0), "file is complete");
+        assert_eq!((self.entries_left, self.bytes_left), (0, 0), "the file is complete");
         self.out
     }
 }

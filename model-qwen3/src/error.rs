@@ -1,11 +1,11 @@
-//! Everything that can be wrong with a model's files or with what is asked of the model.
+//! Everything that can be wrong with a model's files, or with what a caller wants from the model.
 
 use std::path::{Path, PathBuf};
 
 /// Why a model could not be read, built or run.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// The operating system refused.
+    /// The operating system refused to read or write a file.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file.
@@ -13,47 +13,47 @@ pub enum ModelError {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// A file is missing where one is needed.
-    #[error("{}: no such file; {hint}", path.display())]
+    /// A file does not exist.
+    #[error("{}: no such file{}{hint}", path.display(), if hint.is_empty() { "" } else { "; " })]
     Missing {
         /// The file.
         path: PathBuf,
-        /// What to do.
+        /// What to do. May be empty.
         hint: String,
     },
-    /// config.json has a value that no dense Qwen3 can have.
+    /// config.json has a value that no dense Qwen3 has.
     #[error("{}: {field} is {value}: {reason}", path.display())]
     Config {
         /// The file.
         path: PathBuf,
         /// The field.
         field: &'static str,
-        /// Its value.
+        /// The field's value.
         value: String,
-        /// Why it is refused.
+        /// Why the value is refused.
         reason: String,
     },
-    /// A text file is not what it should be.
+    /// A text file, or a header, could not be parsed.
     #[error("{}: {reason}", path.display())]
     Parse {
         /// The file.
         path: PathBuf,
-        /// The parser's words.
+        /// The parser's message.
         reason: String,
     },
     /// A `.dat` file is broken.
-    #[error("{}: {at} at byte {offset}: {reason}", path.display())]
+    #[error("{}: {at} at byte {offset}: {reason}; the file is damaged or not a .dat file", path.display())]
     Dat {
         /// The file.
         path: PathBuf,
-        /// Which entry, or the header.
+        /// The entry, or the header.
         at: String,
-        /// Where in the file.
+        /// The position in the file.
         offset: u64,
         /// What is wrong there.
         reason: String,
     },
-    /// A tensor file does not hold the model that config.json describes.
+    /// The tensors of a file do not make the model that config.json describes.
     #[error("{}: {reason}", path.display())]
     Weights {
         /// The file or folder.
@@ -61,18 +61,18 @@ pub enum ModelError {
         /// What is wrong, with up to ten names.
         reason: String,
     },
-    /// A chat template failed.
+    /// The chat template failed.
     #[error("chat template: {0}")]
     Template(String),
     /// The tokenizer failed.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
-    /// A token id or a length is outside what the model was built for.
-    #[error("{what} is {value}, the model takes at most {limit}")]
+    /// A token id or a length is beyond what the model was built for.
+    #[error("{what} is {value}; the model takes at most {limit}")]
     TooLarge {
-        /// What was asked.
+        /// What is too large.
         what: &'static str,
-        /// The value.
+        /// Its value.
         value: usize,
         /// The limit.
         limit: usize,
@@ -91,7 +91,7 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    /// An I/O error with its path; `hint` says what to do if the file does not exist.
+    /// Makes an I/O error of a file. `hint` says what to do if the file does not exist.
     pub fn io(path: &Path, hint: &str) -> impl FnOnce(std::io::Error) -> Self {
         move |source| match source.kind() {
             std::io::ErrorKind::NotFound => Self::Missing { path: path.to_owned(), hint: hint.to_owned() },
@@ -106,14 +106,14 @@ impl ModelError {
     pub(crate) fn weights(path: &Path, reason: impl ToString) -> Self {
         Self::Weights { path: path.to_owned(), reason: reason.to_string() }
     }
-}
 
-/// Reads a text file of at most `limit` bytes.
-pub(crate) fn read_text(path: &Path, limit: u64, hint: &str) -> Result<String, ModelError> {
-    let size = std::fs::metadata(path).map_err(ModelError::io(path, hint))?.len();
-    if size > limit {
-        return Err(ModelError::parse(path, format!("{size} bytes, at most {limit} are read")));
+    /// A tensor that is needed does not exist.
+    pub(crate) fn missing(path: &Path, name: &str) -> Self {
+        Self::weights(path, format!("there is no tensor {name:?}"))
     }
-    let bytes = std::fs::read(path).map_err(ModelError::io(path, hint))?;
-    String::from_utf8(bytes).map_err(|e| ModelError::parse(path, format!("not UTF-8: {e}")))
+
+    /// Names the tensor of an NVFP4 error.
+    pub(crate) fn nvfp4(name: &str) -> impl Fn(backend_nvfp4::Nvfp4Error) -> Self {
+        move |source| Self::Nvfp4 { name: name.to_owned(), source }
+    }
 }

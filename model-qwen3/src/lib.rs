@@ -1,20 +1,24 @@
-//! Qwen3 (dense, 0.6B to 32B), written once over any [`backend_nvfp4::Nvfp4Backend`], with all that
-//! stands between a folder of files and streamed text.
+//! Qwen3 (dense, 0.6B to 32B), written once over any [`backend_nvfp4::Nvfp4Backend`], and everything between a folder of
+//! files and streamed text.
 //!
-//! | module | its one idea |
+//! | module | what it holds |
 //! |---|---|
-//! | [`config`] | config.json, checked once, plain numbers afterwards |
-//! | [`model`] | attention, MLP, block, model: read like the paper |
+//! | [`config`] | config.json, checked |
+//! | [`model`] | attention, MLP, block, model |
 //! | [`rope`] | rotary position angles |
-//! | [`kv_cache`] | keys and values of past tokens, allocated once |
-//! | [`weights`] | key to field, each once; loading and listing |
-//! | [`checkpoint`] | tensors by name out of a `.dat` or safetensors folder |
-//! | [`convert`] | the same tensors in another format, streamed |
-//! | [`dat`] | the `.dat` container, byte for byte |
-//! | [`safetensors`] | Hugging Face files, sharded too |
-//! | [`tokenizer`], [`chat_template`] | text to ids as the model's own files say |
-//! | [`loss`] | masked cross-entropy, hidden-state L1 |
-//! | [`sample`], [`generate`] | the next token; prefill, decode, stop |
+//! | [`kv_cache`] | keys and values of past tokens |
+//! | [`weights`] | a model's tensors: loaded, drawn at random, listed, replaced |
+//! | [`names`] | how checkpoints spell the names of tensors |
+//! | [`tensors`] | tensors by name, wherever they are |
+//! | [`container`] | the tensors of a `.dat` file or of safetensors |
+//! | [`repack`] | the same tensors in another format |
+//! | [`write`](mod@write) | tensors streamed to a file |
+//! | [`dat`] | the `.dat` format, byte for byte |
+//! | [`safetensors`] | Hugging Face files, also in shards |
+//! | [`bytes`] | numbers as bytes |
+//! | [`tokenizer`], [`chat_template`] | text to token ids, by the model's own files |
+//! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
+//! | [`sample`], [`generate`] | choosing a token; prompt to answer |
 //!
 //! Shape letters: `B` rows of a batch, `T` new tokens of a row, `M = B * T` new tokens of all rows, `S` tokens of a row so
 //! far, `D` hidden size, `H` query heads, `G` key and value heads, `E` head size, `F` MLP size, `V` vocabulary. Heads lie
@@ -24,20 +28,25 @@
 // Names end in shape letters: `x_MD` is `[M, D]`.
 #![allow(non_snake_case)]
 
+pub mod bytes;
 pub mod chat_template;
-pub mod checkpoint;
 pub mod config;
-pub mod convert;
+pub mod container;
 pub mod dat;
 mod error;
+mod file;
 pub mod generate;
 pub mod kv_cache;
 pub mod loss;
 pub mod model;
+pub mod names;
+pub mod repack;
 pub mod rope;
 pub mod safetensors;
 pub mod sample;
+pub mod tensors;
 pub mod tokenizer;
 pub mod weights;
+pub mod write;
 
 pub use error::ModelError;

@@ -1,30 +1,57 @@
-//! Hugging Face safetensors: one file, or shards listed in `model.safetensors.index.json`. Headers are
-//! parsed and validated by the `safetensors` crate; payloads are read by position, never mapped.
+//! Hugging Face safetensors: one file, or the shards that `model.safetensors.index.json` lists. The `safetensors` crate
+//! parses and validates headers. Payloads are read by position and never mapped.
 
-use crate::{ModelError, error::read_text};
+use crate::{
+    ModelError,
+    bytes::{FloatType, of_u64, to_u64},
+    file::{read_at, read_text},
+};
 use ::safetensors::{Dtype, tensor::Metadata};
 use std::{
     collections::BTreeMap,
     fs::File,
-    io::{Read, Seek, SeekFrom},
+    io::Read,
     path::{Path, PathBuf},
 };
 
-/// Largest header. Qwen3-32B needs 80 KiB; 16 MiB leaves room and bounds memory.
+/// The weights of a folder that has one safetensors file.
+const WHOLE: &str = "model.safetensors";
+/// The list of a folder's shards.
+const INDEX: &str = "model.safetensors.index.json";
+/// Largest header that is read. Qwen3-32B needs 80 KiB; 16 MiB leaves room and bounds memory.
 const LARGEST_HEADER: u64 = 16 << 20;
+
+/// The safetensors type of floats.
+pub fn dtype_of(float: FloatType) -> Dtype {
+    match float {
+        FloatType::F16 => Dtype::F16,
+        FloatType::Bf16 => Dtype::BF16,
+        FloatType::F32 => Dtype::F32,
+    }
+}
+
+/// The type of dense weights that a safetensors type is, if it is one.
+pub(crate) fn float_of(dtype: Dtype) -> Option<FloatType> {
+    match dtype {
+        Dtype::F16 => Some(FloatType::F16),
+        Dtype::BF16 => Some(FloatType::Bf16),
+        Dtype::F32 => Some(FloatType::F32),
+        _ => None,
+    }
+}
 
 /// One tensor of a safetensors file.
 #[derive(Debug, Clone)]
 pub struct SafeEntry {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
-    /// Its type.
+    /// Type of its values.
     pub dtype: Dtype,
-    /// Its shape.
+    /// Shape of the tensor.
     pub shape: Vec<usize>,
-    /// Where its payload starts in the file.
+    /// Position of its payload in the file.
     pub offset: u64,
-    /// Bytes of its payload.
+    /// Size of its payload in bytes.
     pub bytes: u64,
 }
 
@@ -40,23 +67,26 @@ impl SafeFile {
     /// Opens a file and checks its header against its size.
     ///
     /// # Errors
-    /// If it cannot be read or the header is broken.
+    /// If the file cannot be read or its header is broken.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let mut file = File::open(path).map_err(ModelError::io(path, "a safetensors file is needed"))?;
+        let mut file = File::open(path).map_err(ModelError::io(path, "give a .safetensors file"))?;
         let size = file.metadata().map_err(ModelError::io(path, ""))?.len();
         let mut length = [0; 8];
         if size < 8 {
-            return Err(ModelError::parse(path, format!("{size} bytes: shorter than a header")));
+            return Err(ModelError::parse(path, format!("the file has {size} bytes, fewer than a header")));
         }
         file.read_exact(&mut length).map_err(ModelError::io(path, ""))?;
-        let header = u64::from_le_bytes(length);
+        let header = to_u64(length);
         if header > LARGEST_HEADER.min(size - 8) {
-            let reason = format!("header of {header} bytes declared, {} left, at most {LARGEST_HEADER} read", size - 8);
+            let left = size - 8;
+            let reason = format!(
+                "header of {header} bytes declared; the file has {left}, and at most {LARGEST_HEADER} are read"
+            );
             return Err(ModelError::parse(path, reason));
         }
         let mut buffer = vec![0; header as usize];
         file.read_exact(&mut buffer).map_err(ModelError::io(path, ""))?;
-        // Checks that offsets follow each other without holes and fit shapes.
+        // Parsing checks that offsets follow each other without holes and that they fit the shapes.
         let metadata: Metadata = serde_json::from_slice(&buffer).map_err(|e| ModelError::parse(path, e))?;
         let start = 8 + header;
         let mut entries: Vec<SafeEntry> = metadata
@@ -73,35 +103,48 @@ impl SafeFile {
         entries.sort_by_key(|e| e.offset);
         let end = entries.last().map_or(start, |e| e.offset + e.bytes);
         if end != size {
-            return Err(ModelError::parse(path, format!("tensors end at byte {end}, the file at {size}")));
+            return Err(ModelError::parse(path, format!("the tensors end at byte {end}, but the file at {size}")));
         }
         Ok(Self { path: path.to_owned(), file, entries })
     }
 
-    /// Its path.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its tensors, by position.
+    /// The file's tensors, in file order.
     pub fn entries(&self) -> &[SafeEntry] {
         &self.entries
     }
 
-    /// Reads `buffer.len()` bytes of an entry's payload, from byte `start` of it on.
+    /// The tensor with this name.
+    pub fn entry(&self, name: &str) -> Option<&SafeEntry> {
+        self.entries.iter().find(|e| e.name == name)
+    }
+
+    /// Fills `buffer` from byte `start` of a tensor's payload.
     ///
     /// # Errors
     /// If the system fails.
     pub fn read(&self, entry: &SafeEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
         debug_assert!(start + buffer.len() as u64 <= entry.bytes);
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(entry.offset + start))
-            .and_then(|_| file.read_exact(buffer))
-            .map_err(ModelError::io(&self.path, ""))
+        read_at(&self.file, &self.path, entry.offset + start, buffer)
+    }
+
+    /// Reads the whole payload of a tensor.
+    ///
+    /// # Errors
+    /// If the system fails.
+    pub fn read_all(&self, entry: &SafeEntry) -> Result<Vec<u8>, ModelError> {
+        let mut buffer = vec![0; entry.bytes as usize];
+        self.read(entry, 0, &mut buffer)?;
+        Ok(buffer)
     }
 }
 
-/// Length and JSON header of a file whose tensors follow in this order.
+/// The beginning of a safetensors file, up to its payloads: the length of the header, and the header in JSON. The
+/// payloads of the tensors must follow in the order of `layout`.
 pub fn header(layout: &[(String, Dtype, Vec<usize>)]) -> Vec<u8> {
     let mut map = serde_json::Map::new();
     map.insert("__metadata__".into(), serde_json::json!({"format": "pt"}));
@@ -115,19 +158,24 @@ pub fn header(layout: &[(String, Dtype, Vec<usize>)]) -> Vec<u8> {
     let mut text = serde_json::Value::Object(map).to_string();
     // Payloads start at a multiple of 8.
     text.extend(std::iter::repeat_n(' ', text.len().next_multiple_of(8) - text.len()));
-    let mut out = (text.len() as u64).to_le_bytes().to_vec();
+    let mut out = of_u64(text.len() as u64).to_vec();
     out.extend(text.as_bytes());
     out
 }
 
-/// The files of a folder: `model.safetensors`, or the shards of its index.
+/// Whether a folder holds a model's safetensors.
+pub(crate) fn in_folder(folder: &Path) -> bool {
+    folder.join(WHOLE).exists() || folder.join(INDEX).exists()
+}
+
+/// Opens the safetensors of a folder: the one file, or the shards of its index.
 ///
 /// # Errors
 /// If a shard is missing, its name leaves the folder, or index and shards disagree.
-pub fn open_folder(folder: &Path) -> Result<Vec<SafeFile>, ModelError> {
-    let index = folder.join("model.safetensors.index.json");
+pub(crate) fn open_folder(folder: &Path) -> Result<Vec<SafeFile>, ModelError> {
+    let index = folder.join(INDEX);
     if !index.exists() {
-        return Ok(vec![SafeFile::open(&folder.join("model.safetensors"))?]);
+        return Ok(vec![SafeFile::open(&folder.join(WHOLE))?]);
     }
     #[derive(serde::Deserialize)]
     struct Index {
@@ -142,7 +190,7 @@ pub fn open_folder(folder: &Path) -> Result<Vec<SafeFile>, ModelError> {
     let mut seen = 0;
     for name in names {
         if Path::new(name).file_name().is_none_or(|n| n != name.as_str()) {
-            return Err(ModelError::parse(&index, format!("shard {name:?} is not a plain file name")));
+            return Err(ModelError::parse(&index, format!("the shard {name:?} is not a plain file name")));
         }
         let file = SafeFile::open(&folder.join(name))?;
         for entry in file.entries() {
@@ -155,7 +203,7 @@ pub fn open_folder(folder: &Path) -> Result<Vec<SafeFile>, ModelError> {
         files.push(file);
     }
     if seen != weight_map.len() {
-        let reason = format!("{} tensors listed, the shards hold {seen}", weight_map.len());
+        let reason = format!("the index lists {} tensors, the shards hold {seen}", weight_map.len());
         return Err(ModelError::parse(&index, reason));
     }
     Ok(files)

@@ -1,34 +1,35 @@
-//! The next token from logits: repetition penalty, then greedy, or temperature, top-k, top-p and
-//! min-p in Hugging Face's order, then one draw from a counter-based generator.
+//! Chooses the next token from logits: first the repetition penalty, then the most likely token (greedy); or temperature,
+//! top-k, top-p and min-p in Hugging Face's order, and one draw from a counter-based generator.
 
 use backend_nvfp4::{Stream, reference};
 
 /// How to choose a token.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// 0 is greedy; otherwise logits are divided by it.
+    /// Divides the logits. 0 always takes the most likely token.
     pub temperature: f32,
-    /// Keep the k likeliest; 0 keeps all.
+    /// Number of the most likely tokens to keep. 0 keeps all.
     pub top_k: usize,
-    /// Keep the likeliest whose probabilities first reach p, the crossing one included; 1 keeps all.
+    /// Keeps the most likely tokens until their probabilities add up to this. The token that reaches it is kept. 1 keeps
+    /// all tokens.
     pub top_p: f32,
-    /// Keep tokens at least this share as likely as the likeliest; 0 keeps all.
+    /// Minimum probability, relative to the most likely token. 0 keeps all tokens.
     pub min_p: f32,
-    /// Divides positive, multiplies negative logits of tokens already seen; 1 is off.
+    /// Divides positive logits of tokens that were already seen, and multiplies negative ones. 1 is off.
     pub repetition_penalty: f32,
-    /// Seed of the draws.
+    /// Random seed of the draws.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Always the likeliest token.
+    /// Always takes the most likely token.
     pub const GREEDY: Self =
         Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };
 }
 
-/// Chooses token number `position` of an answer. `seen` are the ids of prompt and answer so far.
+/// Chooses the token at `position` of an answer. `seen` holds the ids of the prompt and of the answer so far.
 pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32) -> u32 {
-    penalise(logits, seen, sampling.repetition_penalty);
+    penalize(logits, seen, sampling.repetition_penalty);
     if sampling.temperature <= 0.0 {
         return argmax(logits);
     }
@@ -66,8 +67,8 @@ pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32
     order[weights.len() - 1]
 }
 
-/// The index of the largest logit, the first at a tie.
-pub fn argmax(logits: &[f32]) -> u32 {
+/// The index of the largest logit. At a tie it is the first.
+fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (i, x) in logits.iter().enumerate() {
         if *x > logits[best] {
@@ -77,7 +78,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-fn penalise(logits: &mut [f32], seen: &[u32], penalty: f32) {
+fn penalize(logits: &mut [f32], seen: &[u32], penalty: f32) {
     if penalty == 1.0 {
         return;
     }
@@ -114,18 +115,18 @@ mod tests {
     }
 
     #[test]
-    fn filters_keep_what_they_say() {
+    fn filters_keep_the_tokens_that_they_should() {
         let kept = |s| counts(s).map(|c| c > 0);
         assert_eq!(kept(Sampling { top_k: 2, ..ONE }), [true, true, false, false]);
         assert_eq!(kept(Sampling { top_p: 0.6, ..ONE }), [true, true, false, false]);
-        // The likeliest token stays even where it alone is above p (the origin masked everything).
+        // The most likely token stays, even if its probability alone exceeds top-p.
         assert_eq!(kept(Sampling { top_p: 0.1, ..ONE }), [true, false, false, false]);
         assert_eq!(kept(Sampling { min_p: 0.2, ..ONE }), [true, true, true, false]);
         assert_eq!(kept(Sampling { temperature: 0.01, ..ONE }), [true, false, false, false]);
     }
 
     #[test]
-    fn greedy_takes_the_first_of_equals_and_penalty_moves_it() {
+    fn greedy_takes_the_first_of_equal_tokens_and_a_penalty_changes_that() {
         assert_eq!(next(&mut [1.0, 3.0, 3.0], &[], &Sampling::GREEDY, 0), 1);
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::GREEDY };
         assert_eq!(next(&mut [1.0, 3.0, 2.5], &[1], &penalty, 0), 2);

@@ -1,17 +1,17 @@
-//! tokenizer.json behind a guard: its size is bounded, and a panic of the tokenizer library on a
-//! hostile file becomes an error.
+//! The tokenizer of tokenizer.json. The file's size is limited, and a panic of the tokenizer library on a hostile file
+//! becomes an error.
 
-use crate::{ModelError, config::OneOrMany, error::read_text};
+use crate::{ModelError, config::OneOrMany, file::read_text};
 use serde::Deserialize;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
 
-/// Largest tokenizer.json. Qwen3's has 11 MB.
+/// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 const LARGEST: u64 = 64 << 20;
 
-/// Text to ids and back.
+/// Turns text into token ids and back.
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -21,18 +21,18 @@ impl Tokenizer {
     /// Reads a tokenizer.json.
     ///
     /// # Errors
-    /// If it is missing, too large or broken.
+    /// If the file is missing, too large or broken.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        let text = read_text(path, LARGEST, "a model folder holds a tokenizer.json")?;
+        let text = read_text(path, LARGEST, "a model folder needs a tokenizer.json")?;
         let load = || tokenizers::Tokenizer::from_bytes(text.as_bytes());
         match catch_unwind(AssertUnwindSafe(load)) {
             Ok(Ok(inner)) => Ok(Self { inner }),
             Ok(Err(e)) => Err(ModelError::parse(path, e)),
-            Err(_) => Err(ModelError::parse(path, "the tokenizer library gave up on this file")),
+            Err(_) => Err(ModelError::parse(path, "the tokenizer library panicked on this file; it is damaged")),
         }
     }
 
-    /// Ids of a text. Special tokens written out in it (`<|im_end|>`) become their ids; none is added.
+    /// The ids of a text. Special tokens that the text spells out (`<|im_end|>`) become their ids; none is added.
     ///
     /// # Errors
     /// If the tokenizer fails.
@@ -40,11 +40,11 @@ impl Tokenizer {
         match catch_unwind(AssertUnwindSafe(|| self.inner.encode_fast(text, false))) {
             Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
             Ok(Err(e)) => Err(ModelError::Tokenizer(e.to_string())),
-            Err(_) => Err(ModelError::Tokenizer("the tokenizer library gave up on this text".into())),
+            Err(_) => Err(ModelError::Tokenizer("the tokenizer library panicked on this text".into())),
         }
     }
 
-    /// The text of ids, special tokens left out.
+    /// The text of ids, without special tokens.
     ///
     /// # Errors
     /// If the tokenizer fails.
@@ -57,36 +57,37 @@ impl Tokenizer {
         self.inner.token_to_id(token)
     }
 
-    /// Largest id plus one.
+    /// The largest id plus one.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
 }
 
-/// Text that grows token by token and never shows half a character.
+/// Text that grows token by token and never shows a part of a character.
 #[derive(Debug, Default)]
 pub struct TextStream {
     ids: Vec<u32>,
-    /// Ids before this index are shown and decode by themselves.
+    /// All text of the ids before this index was shown. The ids from it on are decoded together.
     settled: usize,
+    /// Bytes of the text of the later ids that were shown.
     shown: usize,
 }
 
 impl TextStream {
-    /// Adds a token and returns the text that became certain.
+    /// Adds a token. Returns the text that is now certain.
     ///
     /// # Errors
     /// If the tokenizer fails.
     pub fn push(&mut self, id: u32, tokenizer: &Tokenizer) -> Result<String, ModelError> {
         self.ids.push(id);
         let text = tokenizer.decode(&self.ids[self.settled..])?;
-        // An unfinished byte sequence decodes to the replacement character.
+        // An unfinished character decodes to the replacement character.
         if text.ends_with('\u{FFFD}') || text.len() <= self.shown {
             return Ok(String::new());
         }
         let new = text[self.shown..].to_owned();
         self.shown = text.len();
-        // Decode in windows, so that long texts stay linear.
+        // Decoding only the last tokens keeps the time of a long text linear.
         if self.ids.len() - self.settled > 64 {
             self.settled = self.ids.len() - 1;
             self.shown = tokenizer.decode(&self.ids[self.settled..])?.len();
@@ -94,7 +95,7 @@ impl TextStream {
         Ok(new)
     }
 
-    /// What is left when the text ends within a character.
+    /// The text that was not shown, when the last token ends within a character.
     ///
     /// # Errors
     /// If the tokenizer fails.
@@ -104,26 +105,26 @@ impl TextStream {
     }
 }
 
-/// generation_config.json: how the model's authors sample from it, and what ends an answer.
+/// generation_config.json, which says how the model's authors sample and which tokens end an answer.
 #[derive(Debug, Clone, Default)]
 pub struct GenerationConfig {
     /// Ids that end an answer.
     pub eos_token_ids: Vec<u32>,
-    /// Temperature, where given and sampling is on.
+    /// Temperature, if the file names one and turns sampling on.
     pub temperature: Option<f32>,
-    /// Nucleus, where given.
+    /// Probability mass of the candidates (top-p), if the file names it.
     pub top_p: Option<f32>,
-    /// Largest number of candidates, where given.
+    /// Number of candidates (top-k), if the file names it.
     pub top_k: Option<usize>,
-    /// Repetition penalty, where given.
+    /// Repetition penalty, if the file names it.
     pub repetition_penalty: Option<f32>,
 }
 
 impl GenerationConfig {
-    /// Reads a folder's generation_config.json; all empty if there is none.
+    /// Reads a folder's generation_config.json. Without the file, all fields are empty.
     ///
     /// # Errors
-    /// If it is broken.
+    /// If the file is broken.
     pub fn from_folder(folder: &Path) -> Result<Self, ModelError> {
         #[derive(Deserialize)]
         struct Raw {

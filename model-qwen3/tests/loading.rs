@@ -1,15 +1,17 @@
-//! Loading takes little of the host beyond the model: ranges of rows pass through, never a large tensor whole, never the
-//! file. In a binary of its own, because the allocator counts the whole process. On the CPU backend the model itself
-//! lies on the host and is subtracted.
+//! Loading needs little memory of the host beyond the model: it reads ranges of rows, and never a whole large tensor or
+//! file. The test is a binary of its own, because the allocator counts the whole process. On the CPU backend the model
+//! itself is in the host's memory and is subtracted.
 
 use backend_nvfp4::{Block, LinearSpec, MasterKind, Precision, Recipe, Scaling};
 use burn::backend::NdArray;
 use model_qwen3::{
     ModelError,
-    checkpoint::{Checkpoint, FloatType},
+    bytes::FloatType,
     config::Qwen3Config,
-    convert::{Converted, Target, write_dat},
+    container::Container,
+    repack::{Repacked, StoreAs},
     weights::{self, Live, Purpose},
+    write::write_dat,
 };
 use peak_alloc::PeakAlloc;
 use std::fs::File;
@@ -23,20 +25,20 @@ const CONFIG: &str = r#"{"model_type": "qwen3", "vocab_size": 60000, "hidden_siz
     "attention_bias": false, "initializer_range": 0.02}"#;
 
 #[test]
-fn a_range_of_rows_is_in_memory_at_a_time() {
+fn only_a_range_of_rows_is_in_memory_at_a_time() {
     let folder = tempfile::tempdir().unwrap();
     let config_file = folder.path().join("config.json");
     std::fs::write(&config_file, CONFIG).unwrap();
     let config = Qwen3Config::from_file(&config_file).unwrap();
     let device = Default::default();
     let spec = |recipe| LinearSpec::new(recipe, Scaling::Two, Precision::F32);
-    let nvfp4 = Target::Nvfp4 { scaling: Scaling::Two, head: false, block: Block::Row, dense_from: usize::MAX };
-    let files = [("bf16.dat", Target::Float(FloatType::Bf16)), ("nvfp4.dat", nvfp4)].map(|(name, target)| {
+    let nvfp4 = StoreAs::Nvfp4 { scaling: Scaling::Two, head: false, block: Block::Row, dense_from: usize::MAX };
+    let files = [("bf16.dat", StoreAs::Float(FloatType::Bf16)), ("nvfp4.dat", nvfp4)].map(|(name, target)| {
         let path = folder.path().join(name);
         let model = weights::random::<NdArray>(&config, spec(Recipe::Bf16), MasterKind::F32, 3, &device).unwrap();
         let failed = |source| ModelError::Io { path: path.clone(), source };
         let live = Live::new(&model);
-        write_dat(&Converted::new(&live, target), None, File::create(&path).unwrap(), failed).unwrap();
+        write_dat(&Repacked::new(&live, target), None, File::create(&path).unwrap(), failed).unwrap();
         path
     });
     let purposes = [
@@ -49,7 +51,7 @@ fn a_range_of_rows_is_in_memory_at_a_time() {
     for (file, (recipe, purpose)) in files.iter().flat_map(|f| purposes.map(|p| (f, p))) {
         let before = MEMORY.current_usage();
         MEMORY.reset_peak_usage();
-        let checkpoint = Checkpoint::open(file).unwrap();
+        let checkpoint = Container::open(file).unwrap();
         let model = weights::load::<NdArray>(&checkpoint, &config, spec(recipe), purpose, &device).unwrap();
         let (model_bytes, peak) = (MEMORY.current_usage() - before, MEMORY.peak_usage() - before);
         let passing = peak - model_bytes;

@@ -2,7 +2,7 @@
 
 use crate::support::{Cpu, golden, golden_bytes};
 use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling};
-use model_qwen3::{ModelError, config::Qwen3Config, convert::write_safetensors, weights};
+use model_qwen3::{ModelError, config::Qwen3Config, weights, write::write_safetensors};
 use std::{
     io::Read,
     path::{Path, PathBuf},

@@ -1,5 +1,5 @@
-//! Which backend runs a job. The three are in one binary; a job is written once over
-//! `B: Nvfp4Kernels + DeviceServices` and this file alone names the types.
+//! Runs a job on the backend of the chosen device. One binary holds three backends. A job is written once over
+//! `B: Nvfp4Kernels + DeviceServices`, and only this file names the types.
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
@@ -13,30 +13,26 @@ use cubecl::{
 
 /// Work that runs on any backend.
 pub trait Job {
-    /// What it gives.
+    /// The job's result.
     type Output;
 
-    /// Runs on `device`. `precision` is the one asked for, or the device's default.
+    /// Runs on `device`. `precision` is the number format that the user chose, or the device's default.
     ///
     /// # Errors
-    /// Its own.
-    fn run<B: Nvfp4Kernels + DeviceServices>(
-        self,
-        device: B::Device,
-        precision: Precision,
-    ) -> Result<Self::Output, CliError>;
+    /// If the job fails.
+    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Self::Output, CliError>;
 }
 
-/// Runs a job on the chosen device, printing what was chosen.
+/// Runs a job on the chosen device and prints which one it is.
 ///
 /// # Errors
-/// If the device is missing or cannot compute in `precision`; otherwise the job's.
+/// If the device is missing or cannot compute in `precision`, or the job fails.
 pub fn run<J: Job>(choice: DeviceChoice, precision: Option<Precision>, job: J) -> Result<J::Output, CliError> {
     match choice {
         DeviceChoice::Cpu => {
             let precision = precision.unwrap_or(Precision::F32);
             if precision != Precision::F32 {
-                return Err(unsupported("cpu", precision, "the CPU computes in f32"));
+                return Err(unsupported("cpu", precision, "the CPU computes in f32; use f32 or auto"));
             }
             report::chosen_device("cpu", precision);
             job.run::<NdArray>(Default::default(), precision)
@@ -67,7 +63,7 @@ fn on_cube<R: CubeRuntime, J: Job>(
     let precision = precision.unwrap_or(default);
     use burn::tensor::backend::Backend;
     if precision.dtype() != DType::F32 && !B::<R>::supports_dtype(&device, precision.dtype()) {
-        return Err(unsupported(name, precision, "the device has no such type; use --compute-dtype f32"));
+        return Err(unsupported(name, precision, "the device does not have this type; use --compute-dtype f32"));
     }
     report::chosen_device(name, precision);
     job.run::<B<R>>(device, precision)
@@ -78,8 +74,8 @@ fn unsupported(device: &str, precision: Precision, reason: &str) -> CliError {
     CliError::Usage(format!("device {device}: {reason}"))
 }
 
-/// Opens the device once. Without a driver the runtimes panic on their own threads: the panic is
-/// caught and its printing held back.
+/// Opens the device once. Without a driver the runtimes panic on threads of their own; this catches the panic and
+/// silences its message.
 fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
@@ -89,12 +85,13 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     match opened {
         Ok(Ok(())) => Ok(()),
         Ok(Err(e)) => Err(format!("not usable: {e}")),
-        Err(_) => Err("not found; is its driver installed? `--device auto` takes what there is".into()),
+        Err(_) => Err("not found; check that its driver is installed, or use --device auto".into()),
     }
 }
 
-/// Sets CubeCL up for this process, before any device is touched. Memory: pools of exact sizes instead of pages of a
-/// quarter of the card, and one pool for all threads. Compiled kernels: kept (see [`kernel_cache`]).
+/// Configures CubeCL for this process. It must run before a device is opened. Memory pools have buffers of exact sizes
+/// instead of pages of a quarter of the card, and one pool serves all threads. Compiled kernels are kept on disk (see
+/// [`kernel_cache`]).
 pub fn configure() {
     let mut config = CubeClRuntimeConfig::default();
     config.memory.persistent_memory = PersistentMemory::Enforced;

@@ -1,6 +1,9 @@
-//! The only code that writes files. A file appears under its name complete or not at all: it is
-//! written under a temporary name beside it, synced, renamed, and its folder synced. A folder of
-//! files ends with `manifest.json`, written last, which lists size and SHA-256 of every other file.
+//! All writing of files, so that a crash or a full disk leaves no half-written one. No other file of this crate writes,
+//! renames or removes. (CubeCL writes compiled kernels itself.)
+//!
+//! A file appears under its name complete or not at all: it is written under a temporary name beside it, synced and
+//! renamed, and its folder is synced. A folder of files appears the same way. It ends with `manifest.json`, which is
+//! written last and lists size and SHA-256 of every other file.
 
 use crate::CliError;
 use serde::{Deserialize, Serialize};
@@ -12,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The file that ends a folder.
+/// The list of a folder's files, which is written last.
 pub const MANIFEST: &str = "manifest.json";
 
 /// Writes a file that appears complete or not at all, replacing an old one. Returns its SHA-256.
@@ -23,8 +26,8 @@ pub fn write_file(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), 
     write_checked(path, write, |_| Ok(()))
 }
 
-/// As [`write_file`]; `check` reads the finished file under its temporary name before it replaces
-/// anything.
+/// Writes a file as [`write_file`] does, but lets `check` read the finished file under its temporary name before it
+/// replaces an old one.
 ///
 /// # Errors
 /// If writing or the check fails; the old file is then untouched.
@@ -34,7 +37,7 @@ pub fn write_checked(
     check: impl FnOnce(&Path) -> Result<(), CliError>,
 ) -> Result<String, CliError> {
     let temporary = sibling(path);
-    // Only a process with our number, now dead, can have left one.
+    // Only a dead process with this process's id can have left one.
     let _ = fs::remove_file(&temporary);
     let result = write_synced(&temporary, write).and_then(|digest| {
         check(&temporary)?;
@@ -43,13 +46,13 @@ pub fn write_checked(
         Ok(digest)
     });
     if result.is_err() {
-        // The temporary file is of no use to anyone.
+        // Nobody can use the temporary file.
         let _ = fs::remove_file(&temporary);
     }
     result
 }
 
-/// Writes a small file from memory.
+/// Writes a small file whose content is in memory. Returns its SHA-256.
 ///
 /// # Errors
 /// As [`write_file`].
@@ -57,7 +60,7 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<String, CliError> {
     write_file(path, |out| out.write_all(bytes).map_err(CliError::io(path)))
 }
 
-/// Appends one line to a file and hands it to the system.
+/// Appends one line to a file. The line is not synced: a crash of the machine may lose the last ones.
 ///
 /// # Errors
 /// If writing fails.
@@ -70,7 +73,7 @@ pub fn append_line(path: &Path, line: &str) -> Result<(), CliError> {
         .map_err(CliError::io(path))
 }
 
-/// A folder in the making. Nothing is visible under its name until [`Self::commit`].
+/// A folder that is being written. Nothing appears under its name before [`Self::commit`] or [`Self::replace`].
 #[derive(Debug)]
 pub struct PendingFolder {
     target: PathBuf,
@@ -97,13 +100,13 @@ impl PendingFolder {
     /// If the temporary folder cannot be made.
     pub fn new(target: &Path) -> Result<Self, CliError> {
         let temporary = sibling(target);
-        // Only a process with our number, now dead, can have left one.
+        // Only a dead process with this process's id can have left one.
         let _ = fs::remove_dir_all(&temporary);
         fs::create_dir_all(&temporary).map_err(CliError::io(&temporary))?;
         Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new() })
     }
 
-    /// Writes one file into it.
+    /// Writes one file into the folder.
     ///
     /// # Errors
     /// If writing fails.
@@ -119,12 +122,12 @@ impl PendingFolder {
         Ok(())
     }
 
-    /// Where a file of it is until the commit, to be checked.
+    /// The path of a written file before the commit, for checks.
     pub fn path_of(&self, name: &str) -> PathBuf {
         self.temporary.join(name)
     }
 
-    /// Copies a file into it.
+    /// Copies a file into the folder.
     ///
     /// # Errors
     /// If reading or writing fails.
@@ -133,30 +136,67 @@ impl PendingFolder {
         self.file(name, |out| out.write_all(&bytes).map_err(CliError::io(from)))
     }
 
-    /// Writes the manifest, syncs, and gives the folder its name, which must be free.
+    /// Writes the manifest, syncs, and gives the folder its name, which must be free. Returns the path.
     ///
     /// # Errors
-    /// If any of it fails; then nothing has appeared.
+    /// If any of it fails. Nothing has appeared then.
     pub fn commit(mut self) -> Result<PathBuf, CliError> {
-        let manifest = Manifest { version: 1, files: std::mem::take(&mut self.files) };
-        let text = serde_json::to_string_pretty(&manifest).expect("plain data serialises");
-        let path = self.temporary.join(MANIFEST);
-        write_synced(&path, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&path)))?;
-        sync_folder(&self.temporary)?;
+        self.complete()?;
         fs::rename(&self.temporary, &self.target).map_err(CliError::io(&self.target))?;
         sync_folder(parent(&self.target))?;
         Ok(self.target.clone())
     }
+
+    /// Commits the folder in place of an older one of the same name, if there is one. Returns the path.
+    ///
+    /// # Errors
+    /// If any of it fails. The older folder then has its name.
+    pub fn replace(mut self) -> Result<PathBuf, CliError> {
+        self.complete()?;
+        swap(&self.temporary, &self.target)?;
+        Ok(self.target.clone())
+    }
+
+    fn complete(&mut self) -> Result<(), CliError> {
+        let manifest = Manifest { version: 1, files: std::mem::take(&mut self.files) };
+        let text = serde_json::to_string_pretty(&manifest).expect("plain data serializes");
+        let path = self.temporary.join(MANIFEST);
+        write_synced(&path, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&path)))?;
+        sync_folder(&self.temporary)
+    }
+}
+
+/// Gives the folder `new` the name `target`. An older folder steps aside first and comes back if the new one cannot take
+/// its place. If the process is killed between the two renames, the older folder is complete under `stale-PID-NAME`.
+fn swap(new: &Path, target: &Path) -> Result<(), CliError> {
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let aside = parent(target).join(format!("stale-{}-{name}", std::process::id()));
+    let replaces = target.exists();
+    if replaces {
+        fs::rename(target, &aside).map_err(CliError::io(target))?;
+    }
+    if let Err(error) = fs::rename(new, target) {
+        if replaces {
+            fs::rename(&aside, target).map_err(CliError::io(&aside))?;
+        }
+        return Err(CliError::io(target)(error));
+    }
+    sync_folder(parent(target))?;
+    if replaces {
+        // The new folder is in place, whatever happens to the old one now.
+        let _ = fs::remove_dir_all(&aside);
+    }
+    Ok(())
 }
 
 impl Drop for PendingFolder {
     fn drop(&mut self) {
-        // Gone after a commit; of no use after a failure.
+        // After a commit there is no such folder; after a failure nobody can use it.
         let _ = fs::remove_dir_all(&self.temporary);
     }
 }
 
-/// Removes what processes that died while writing left in a folder.
+/// Removes temporary files that a process left in a folder when it died.
 ///
 /// # Errors
 /// If the folder cannot be read or cleaned.
@@ -164,14 +204,38 @@ pub fn sweep(folder: &Path) -> Result<(), CliError> {
     for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
         let path = entry.map_err(CliError::io(folder))?.path();
         if path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(".tmp-")) {
-            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            removed.map_err(CliError::io(&path))?;
+            remove(&path)?;
         }
     }
     Ok(())
 }
 
-/// Checks a folder against its manifest: every file listed, whole and unchanged, and no other.
+/// Makes a folder and the folders above it, where they do not exist.
+///
+/// # Errors
+/// If the system fails.
+pub fn make_folder(path: &Path) -> Result<(), CliError> {
+    fs::create_dir_all(path).map_err(CliError::io(path))
+}
+
+/// Removes a file, or a folder with everything in it.
+///
+/// # Errors
+/// If the system fails.
+pub fn remove(path: &Path) -> Result<(), CliError> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    removed.map_err(CliError::io(path))
+}
+
+/// Renames a file or a folder.
+///
+/// # Errors
+/// If the system fails.
+pub fn rename(from: &Path, to: &Path) -> Result<(), CliError> {
+    fs::rename(from, to).map_err(CliError::io(from))
+}
+
+/// Checks a folder against its manifest: it holds every file listed, unchanged, and no other.
 ///
 /// # Errors
 /// If anything differs.
@@ -180,7 +244,10 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
     let text = fs::read_to_string(&path).map_err(|e| CliError::corrupt(&path, e))?;
     let manifest: Manifest = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
     if manifest.version != 1 {
-        return Err(CliError::corrupt(&path, format!("version {}, this program reads 1", manifest.version)));
+        return Err(CliError::corrupt(
+            &path,
+            format!("manifest version {}; this program reads version 1", manifest.version),
+        ));
     }
     for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
         let name = entry.map_err(CliError::io(folder))?.file_name().to_string_lossy().into_owned();
@@ -191,19 +258,19 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
     for (name, record) in &manifest.files {
         let path = folder.join(name);
         if Path::new(name).file_name().is_none_or(|n| n != name.as_str()) {
-            return Err(CliError::corrupt(folder, format!("{name:?} is not a plain file name")));
+            return Err(CliError::corrupt(folder, format!("{name:?} in manifest.json is not a plain file name")));
         }
         let (bytes, sha256) = digest(&path).map_err(|e| CliError::corrupt(&path, e))?;
         if (bytes, &sha256) != (record.bytes, &record.sha256) {
             let reason =
-                format!("{bytes} bytes, SHA-256 {sha256}; the manifest says {} and {}", record.bytes, record.sha256);
+                format!("{bytes} bytes, SHA-256 {sha256}; manifest.json says {} and {}", record.bytes, record.sha256);
             return Err(CliError::corrupt(&path, reason));
         }
     }
     Ok(())
 }
 
-/// Locks a folder for this process, until the handle is dropped or the process ends.
+/// Locks a folder for this process until the handle is dropped or the process ends.
 ///
 /// # Errors
 /// If another process holds it.
@@ -219,12 +286,12 @@ pub fn lock(folder: &Path) -> Result<File, CliError> {
     }
 }
 
-/// SHA-256 of bytes.
+/// The SHA-256 of bytes.
 pub fn digest_of(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
 }
 
-/// Size and SHA-256 of a file.
+/// The size and the SHA-256 of a file.
 ///
 /// # Errors
 /// If it cannot be read.
@@ -244,7 +311,7 @@ pub fn digest(path: &Path) -> std::io::Result<(u64, String)> {
 }
 
 fn write_synced(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>) -> Result<String, CliError> {
-    // `create_new` follows no link that someone planted.
+    // `create_new` does not follow a link that someone planted.
     let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
     let mut out = Hashing { out: BufWriter::with_capacity(1 << 20, file), hash: Sha256::new() };
     write(&mut out)?;
@@ -271,7 +338,7 @@ impl<W: Write> Write for Hashing<W> {
     }
 }
 
-/// Bytes as digits.
+/// Bytes in hexadecimal digits.
 pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
@@ -298,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_write_leaves_the_old_file_and_no_rubbish() {
+    fn a_failed_write_leaves_the_old_file_and_nothing_else() {
         let dir = folder();
         let path = dir.path().join("a");
         write_bytes(&path, b"old").unwrap();
@@ -309,6 +376,30 @@ mod tests {
         assert!(failed.is_err());
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    fn folder_with(target: &Path, content: &str) -> PendingFolder {
+        let mut pending = PendingFolder::new(target).unwrap();
+        pending.file("x", |out| out.write_all(content.as_bytes()).map_err(CliError::io(target))).unwrap();
+        pending
+    }
+
+    #[test]
+    fn a_folder_is_replaced_by_a_complete_one_and_comes_back_if_that_fails() {
+        let dir = folder();
+        let target = dir.path().join("final");
+        let content = || fs::read_to_string(target.join("x")).unwrap();
+        folder_with(&target, "old").replace().unwrap();
+        let next = folder_with(&target, "new");
+        assert_eq!(content(), "old", "nothing changes before the commit");
+        drop(next);
+        verify(&target).unwrap();
+        assert!(swap(&dir.path().join("missing"), &target).is_err());
+        assert_eq!(content(), "old", "the old folder came back");
+        folder_with(&target, "new").replace().unwrap();
+        assert_eq!(content(), "new");
+        verify(&target).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! What a command can end with besides success, and the exit code of each.
+//! Why a command can fail, and the exit code of each reason.
 
-use crate::memory::estimate::gib;
+use crate::report::gib;
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
-    /// Flags or configuration do not make sense.
+    /// Flags or settings do not make sense.
     #[error("{0}")]
     Usage(String),
     /// Training data is invalid.
@@ -21,7 +21,7 @@ pub enum CliError {
         /// What is wrong.
         reason: String,
     },
-    /// Loss or gradient stopped being finite.
+    /// The loss or the gradient stopped being finite.
     #[error("diverged at step {step}: {what} is {value}; {kept}. {hint}")]
     Diverged {
         /// The optimizer step.
@@ -30,29 +30,29 @@ pub enum CliError {
         what: &'static str,
         /// Its value.
         value: f32,
-        /// What became of the weights.
+        /// Whether the weights were changed.
         kept: &'static str,
-        /// Where the last good state is.
+        /// What to do.
         hint: String,
     },
-    /// More device memory is needed than `--memory-limit` allows.
+    /// A run needs more device memory than `--memory-limit` allows.
     #[error(
-        "{} of device memory {}, --memory-limit is {}{}: smaller --max-seq-length or --batch-size, \
-         --optimizer-state-mode int4 or --master-weights nvfp4 take less",
+        "{} {} of device memory, --memory-limit is {}{}; use a smaller --max-seq-length or --batch-size, \
+         --optimizer-state-mode int4, or --master-weights nvfp4",
+        if saved.is_some() { "the run holds" } else { "the run would need" },
         gib(*needed),
-        if saved.is_some() { "held" } else { "would be needed" },
         gib(*limit),
         saved.as_deref().map(|s| format!("; {s}")).unwrap_or_default()
     )]
     Memory {
-        /// Bytes.
+        /// Bytes that the run needs or holds.
         needed: u64,
-        /// Bytes.
+        /// The limit in bytes.
         limit: u64,
-        /// What was kept of a run that was stopped.
+        /// For a run that was stopped: which checkpoint it left.
         saved: Option<String>,
     },
-    /// A file is corrupt, or what was written does not come back as it was.
+    /// A file is damaged, or does not contain what was written to it.
     #[error("{}: {reason}", path.display())]
     Corrupt {
         /// The file.
@@ -60,30 +60,30 @@ pub enum CliError {
         /// What is wrong.
         reason: String,
     },
-    /// A device that was asked for is missing or failed.
+    /// A device is missing or failed.
     #[error("device {device}: {reason}")]
     Device {
-        /// As the user named it.
+        /// The name that the user gave it.
         device: String,
-        /// The reason.
+        /// What is wrong.
         reason: String,
     },
-    /// The operating system refused.
+    /// The operating system refused to read or write a file.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// The reason.
+        /// The system's reason.
         source: std::io::Error,
     },
-    /// A model's files or the model itself.
+    /// The model or one of its files is broken.
     #[error(transparent)]
     Model(#[from] ModelError),
 }
 
 impl CliError {
-    /// 1 system, 2 usage and configuration, 3 data, 4 out of device memory, 5 diverged, 6 corrupt or not
-    /// verified, 7 device.
+    /// The exit code: 1 system, 2 usage and settings, 3 training data, 4 out of device memory, 5 diverged, 6 damaged file
+    /// or failed check, 7 device.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Io { .. } => 1,
@@ -113,7 +113,7 @@ impl CliError {
     }
 }
 
-/// Devices report a failed allocation as text only.
+/// The exit code of a device error. Devices report a failed allocation as text only.
 fn device_code(reason: &str) -> u8 {
     let reason = reason.to_ascii_lowercase();
     let memory = ["out of memory", "outofmemory", "buffertoobig", "out_of_memory"].iter().any(|m| reason.contains(m));

@@ -1,24 +1,25 @@
-//! Where compiled kernels are kept: the first run of a build compiles them for some twenty seconds, later runs read them.
+//! The directory of compiled kernels. The first run of a build compiles them for about twenty seconds; later runs read
+//! them.
 //!
-//! CubeCL looks a CUDA kernel up by its name and constants, not by its source. So a directory serves one build of this
-//! program on one kind of card: its name is a hash of the executable, the cards' model and the driver's version.
-//! `TRAIN_CLI_KERNEL_CACHE` names another place than the user's cache directory; `off` turns it off.
+//! CubeCL finds a CUDA kernel by its name and constants, not by its source. Therefore a directory serves one build of this
+//! program on one model of card: its name is a hash of the executable, the model of the cards and the driver's version.
+//! The variable `TRAIN_CLI_KERNEL_CACHE` moves the cache away from the user's cache directory; `off` turns it off.
 
 use crate::durable;
 use sha2::{Digest, Sha256};
 use std::{
-    fs, io,
+    fs,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-/// Where the driver tells of itself.
+/// Where the NVIDIA driver describes itself and its cards.
 const DRIVER: &str = "/proc/driver/nvidia";
-/// The variable that moves the cache, or turns it off.
 const VARIABLE: &str = "TRAIN_CLI_KERNEL_CACHE";
 
-/// This build's directory; those of other builds, cards and drivers are removed once they are a week old. `None` where there is no NVIDIA driver, where its cards
-/// are of several models, where nothing can be written, or if it is turned off.
+/// The directory of this build, and removes those of other builds, cards and drivers that are older than a week. `None`
+/// if there is no NVIDIA driver, if its cards are of several models, if the directory cannot be made, or if the cache is
+/// turned off.
 pub fn directory() -> Option<PathBuf> {
     let place = std::env::var_os(VARIABLE).filter(|p| !p.is_empty());
     if place.as_ref().is_some_and(|p| p == "off") {
@@ -30,10 +31,10 @@ pub fn directory() -> Option<PathBuf> {
     };
     let cards = cards(Path::new(DRIVER))?;
     let key = key(&fs::read(std::env::current_exe().ok()?).ok()?, &cards);
-    prepare(&root, &key, WEEK).ok()
+    prepare(&root, &key, WEEK)
 }
 
-/// The driver's version and the model that all its cards are of.
+/// The model of all cards and the driver's version. `None` if cards are of several models.
 fn cards(driver: &Path) -> Option<String> {
     let version = fs::read_to_string(driver.join("version")).ok()?;
     match models(driver)?.as_slice() {
@@ -42,7 +43,7 @@ fn cards(driver: &Path) -> Option<String> {
     }
 }
 
-/// The models of NVIDIA cards that the driver names in its folder.
+/// The models of the cards that the driver lists.
 fn models(driver: &Path) -> Option<Vec<String>> {
     let mut models = Vec::new();
     for card in fs::read_dir(driver.join("gpus")).ok()?.flatten() {
@@ -54,7 +55,7 @@ fn models(driver: &Path) -> Option<Vec<String>> {
     Some(models)
 }
 
-/// Whether a card's memory is the host's: a DGX Spark's, a Jetson's.
+/// Whether a card shares the host's memory, as those of a DGX Spark or a Jetson do.
 pub fn memory_is_the_hosts() -> bool {
     const UNIFIED: [&str; 4] = ["GB10", "Orin", "Thor", "Xavier"];
     let models = models(Path::new(DRIVER)).unwrap_or_default();
@@ -67,28 +68,30 @@ fn key(executable: &[u8], cards: &str) -> String {
 }
 
 const PREFIX: &str = "kernels-";
-/// Digits of a directory's name.
+/// Hexadecimal digits in a directory's name.
 const HEX: usize = 16;
-/// A process may still read from younger ones.
+/// Directories of other builds are kept this long, because their processes may still read them.
 const WEEK: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Makes the directory and removes its forerunners.
-fn prepare(root: &Path, key: &str, age: Duration) -> io::Result<PathBuf> {
+/// Makes the directory and removes older ones that no build uses any more.
+fn prepare(root: &Path, key: &str, age: Duration) -> Option<PathBuf> {
     let own = root.join(key);
     if own.is_dir() {
-        return Ok(own);
+        return Some(own);
     }
-    fs::create_dir_all(&own)?;
-    for entry in fs::read_dir(root)?.flatten() {
+    durable::make_folder(&own).ok()?;
+    for entry in fs::read_dir(root).ok()?.flatten() {
         let name = entry.file_name();
         let digits = name.to_str().filter(|n| *n != key).and_then(|n| n.strip_prefix(PREFIX));
         let ours = digits.is_some_and(|d| d.len() == HEX && d.bytes().all(|b| b.is_ascii_hexdigit()));
-        let old = || entry.metadata()?.modified()?.elapsed().map_err(io::Error::other);
-        if ours && old().is_ok_and(|since| since >= age) {
-            let _ = fs::remove_dir_all(entry.path());
+        let modified = entry.metadata().and_then(|data| data.modified()).ok();
+        let since = modified.and_then(|time| time.elapsed().ok());
+        if ours && since.is_some_and(|since| since >= age) {
+            // A directory that stays costs disk space only.
+            let _ = durable::remove(&entry.path());
         }
     }
-    Ok(own)
+    Some(own)
 }
 
 #[cfg(test)]
@@ -106,7 +109,7 @@ mod tests {
         }
         let left = || fs::read_dir(root.path()).unwrap().count();
         let second = of(b"build 2", "H200", WEEK);
-        assert!(second != first && first.exists() && left() == 6, "a young one stays");
+        assert!(second != first && first.exists() && left() == 6, "a young directory stays");
         let third = of(b"build 1", "GB10", Duration::ZERO);
         assert!(!first.exists() && !second.exists() && third.exists() && left() == 5);
     }

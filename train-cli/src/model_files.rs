@@ -1,33 +1,33 @@
-//! A model as the user names it: a folder, a `.dat` or a `.safetensors` file with its folder's
-//! config.json and tokenizer beside it.
+//! The files of a model. The user names a folder, or a `.dat` or `.safetensors` file with config.json and tokenizer
+//! beside it.
 
 use crate::{CliError, durable::PendingFolder};
 use model_qwen3::{
     ModelError,
     chat_template::ChatTemplate,
-    checkpoint::Checkpoint,
     config::Qwen3Config,
+    container::Container,
     tokenizer::{GenerationConfig, Tokenizer},
 };
 use std::path::{Path, PathBuf};
 
-/// The files of a model's text side.
+/// The files that turn text into tokens and back.
 const TEXT: [&str; 4] = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
-/// The small files that travel with a model's weights, and where they come from.
+/// Where the small files are that belong to a model's weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Companions {
-    /// The config.json that was used, whatever it is called.
+    /// The config.json, which may have another name.
     pub config: PathBuf,
-    /// The folder of tokenizer and template.
+    /// The folder of tokenizer and chat template.
     pub text: PathBuf,
 }
 
 impl Companions {
-    /// Copies them into a folder in the making.
+    /// Copies the files into a folder that is being written.
     ///
     /// # Errors
-    /// If one cannot be read or written.
+    /// If a file cannot be read or written.
     pub fn copy_into(&self, folder: &mut PendingFolder) -> Result<(), CliError> {
         folder.copy(&self.config, "config.json")?;
         for path in self.text_files() {
@@ -37,23 +37,27 @@ impl Companions {
         Ok(())
     }
 
-    /// The text files that are there.
+    /// The text files that exist.
     pub fn text_files(&self) -> impl Iterator<Item = PathBuf> {
-        TEXT.iter().map(|name| self.text.join(name)).filter(|p| p.exists())
+        text_files(&self.text)
     }
+}
+
+fn text_files(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    TEXT.iter().map(|name| folder.join(name)).filter(|p| p.exists())
 }
 
 /// Where a model's files are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ModelFiles {
-    /// The weights: folder or file.
+    /// The file or folder with the weights.
     pub weights: PathBuf,
-    /// The folder of config.json and tokenizer.
+    /// The folder with config.json and tokenizer.
     pub folder: PathBuf,
 }
 
 impl ModelFiles {
-    /// Files of the model at `path`.
+    /// Finds the files of the model at `path`.
     pub fn new(path: &Path) -> Self {
         let folder = if path.is_file() {
             path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
@@ -63,20 +67,20 @@ impl ModelFiles {
         Self { weights: path.to_owned(), folder }
     }
 
-    /// Its config.json, or that of the tokenizer's folder where it has none.
+    /// The model's config.json, or the one in the tokenizer's folder if the model has none.
     pub fn config_file(&self, tokenizer: Option<&Path>) -> PathBuf {
         let own = self.folder.join("config.json");
         tokenizer.map(|t| t.join("config.json")).filter(|other| !own.exists() && other.exists()).unwrap_or(own)
     }
 
-    /// The weight files, for guards against overwriting.
+    /// All files beside the weights, none of which may be overwritten.
     pub fn weight_files(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(&self.weights).ok();
         let inside = entries.into_iter().flatten().filter_map(|e| e.ok().map(|e| e.path()));
         inside.chain([self.weights.clone()]).collect()
     }
 
-    /// Its name, for run folders and headers.
+    /// The model's name, for run folders and headers.
     pub fn name(&self) -> String {
         let path = self.weights.canonicalize().unwrap_or_else(|_| self.weights.clone());
         path.file_stem().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned())
@@ -86,34 +90,36 @@ impl ModelFiles {
     ///
     /// # Errors
     /// If there are none or they are broken.
-    pub fn checkpoint(&self) -> Result<Checkpoint, ModelError> {
-        Checkpoint::open(&self.weights)
+    pub fn open_weights(&self) -> Result<Container, ModelError> {
+        Container::open(&self.weights)
     }
 }
 
-/// Everything about text: tokenizer, template, stop tokens.
+/// A model's tokenizer, chat template and stop tokens.
 #[derive(Debug, Clone)]
 pub struct TextFiles {
-    /// Text to ids and back.
+    /// The folder that they were read from.
+    folder: PathBuf,
+    /// Turns text into ids and back.
     pub tokenizer: Tokenizer,
-    /// Conversations to text.
+    /// Renders conversations as text.
     pub template: ChatTemplate,
-    /// How the authors sample.
+    /// How the model's authors sample.
     pub generation: GenerationConfig,
     /// Ids that end an answer.
     pub stop_ids: Vec<u32>,
 }
 
 impl TextFiles {
-    /// Reads a folder's tokenizer, template and generation config.
+    /// Reads a folder's tokenizer, chat template and generation config.
     ///
     /// # Errors
-    /// If one is missing or broken, or no stop token is known.
+    /// If one of them is missing or broken, or no stop token is known.
     pub fn open(folder: &Path, config: &Qwen3Config) -> Result<Self, CliError> {
         let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json"))?;
         if tokenizer.vocab_size() > config.vocab_size {
             return Err(CliError::Usage(format!(
-                "{}: the tokenizer has {} ids, config.json says vocab_size {}",
+                "{}: the tokenizer has {} ids, but vocab_size in config.json is {}; use the tokenizer of this model",
                 folder.display(),
                 tokenizer.vocab_size(),
                 config.vocab_size
@@ -126,8 +132,17 @@ impl TextFiles {
         stop_ids.sort_unstable();
         stop_ids.dedup();
         if stop_ids.is_empty() {
-            return Err(CliError::Usage(format!("{}: no stop token in its files", folder.display())));
+            return Err(CliError::Usage(format!(
+                "{}: its files name no stop token; add eos_token_id to generation_config.json",
+                folder.display()
+            )));
         }
-        Ok(Self { tokenizer, template: ChatTemplate::from_folder(folder)?, generation, stop_ids })
+        let template = ChatTemplate::from_folder(folder)?;
+        Ok(Self { folder: folder.to_owned(), tokenizer, template, generation, stop_ids })
+    }
+
+    /// The files that they were read from.
+    pub fn files(&self) -> impl Iterator<Item = PathBuf> {
+        text_files(&self.folder)
     }
 }

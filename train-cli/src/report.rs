@@ -1,41 +1,40 @@
-//! The only code that prints. Results go to standard output, progress and messages to standard
-//! error, one plain line each, so that either can be kept in a file.
+//! All printing. Results go to standard output; progress and messages go to standard error, one plain line each, so
+//! that either can be kept in a file.
 
-use crate::CliError;
 use backend_nvfp4::Precision;
-use std::io::Write;
+use std::{error::Error, io::Write};
 
-/// A line of progress.
+/// Prints a line of progress.
 pub fn line(text: impl AsRef<str>) {
     to_stderr(&format!("{}\n", text.as_ref()));
 }
 
-/// A labelled line of the header.
+/// Prints a line that begins with a label, as the header of a run does.
 pub fn label(name: &str, text: impl AsRef<str>) {
     to_stderr(&format!("  {name:<9} {}\n", text.as_ref()));
 }
 
-/// A line of result.
+/// Prints a line of result.
 pub fn result(text: impl AsRef<str>) {
     stream(&format!("{}\n", text.as_ref()));
 }
 
-/// Text of an answer as it grows.
+/// Prints the next piece of an answer.
 pub fn stream(text: &str) {
     // A closed pipe ends the output, not the run.
     let mut out = std::io::stdout().lock();
     let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
 }
 
-/// What runs where: nothing is chosen silently.
+/// Prints the device and the number format of a job, so that nothing is chosen silently.
 pub fn chosen_device(device: &str, precision: Precision) {
     label("device", format!("{device} · {}", precision.name()));
 }
 
-/// An error with its causes.
-pub fn error(error: &CliError) {
+/// Prints an error with its causes.
+pub fn error(error: &dyn Error) {
     line(format!("error: {error}"));
-    let mut cause = std::error::Error::source(error);
+    let mut cause = error.source();
     while let Some(inner) = cause {
         let text = inner.to_string();
         if !error.to_string().contains(&text) {
@@ -45,7 +44,12 @@ pub fn error(error: &CliError) {
     }
 }
 
-/// A count with a unit: 1.2k, 3.4M.
+/// A number of things: `0 rows`, `1 row`, `2 rows`.
+pub fn count(n: usize, thing: &str) -> String {
+    if n == 1 { format!("1 {thing}") } else { format!("{n} {thing}s") }
+}
+
+/// A large number with a unit: 12.3k, 3.4M, 4.02B.
 pub fn short(value: f64) -> String {
     match value {
         v if v >= 1e9 => format!("{:.2}B", v / 1e9),
@@ -53,6 +57,11 @@ pub fn short(value: f64) -> String {
         v if v >= 1e4 => format!("{:.1}k", v / 1e3),
         v => format!("{v:.0}"),
     }
+}
+
+/// Bytes as GiB.
+pub fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
 }
 
 /// Seconds as m:ss or h:mm:ss.

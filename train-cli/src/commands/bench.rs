@@ -1,4 +1,4 @@
-//! `bench kernels`: every kernel's time, and what share of the device's own ceiling that is.
+//! `bench kernels`: measures the time of every kernel, and which share of the device's own limit it reaches.
 
 use crate::{
     CliError,
@@ -30,7 +30,7 @@ impl Job for Kernels {
             let head = ["kernel", "shape", "time", "rate", "share"];
             report::result(format!("{:<33} {:<38} {:>10} {:>13} {:>6}", head[0], head[1], head[2], head[3], head[4]));
         }
-        // The copy is the first row: the ceiling of what is bound by memory.
+        // The first row is a copy. Its rate is the limit of kernels that are bound by memory.
         let mut copy_rate = None;
         let mut show = |row: Row| {
             let (rate, unit, ceiling) = match (row.bytes, row.operations) {

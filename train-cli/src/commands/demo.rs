@@ -23,7 +23,7 @@ const SETTINGS: &str = include_str!("../../assets/demo/settings.toml");
 /// If a file cannot be written.
 pub fn unpack() -> Result<(), CliError> {
     let folder = Path::new(FOLDER);
-    std::fs::create_dir_all(folder).map_err(CliError::io(folder))?;
+    durable::make_folder(folder)?;
     for (name, bytes) in FILES {
         durable::write_bytes(&folder.join(name), bytes)?;
     }

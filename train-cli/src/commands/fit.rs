@@ -32,7 +32,7 @@ use crate::{
 use backend_nvfp4::{Block, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
 use burn::{backend::Autodiff, module::AutodiffModule, tensor::DType};
 use model_qwen3::{
-    checkpoint::Checkpoint,
+    container::Container,
     model::Qwen3,
     weights::{self, Purpose},
 };
@@ -294,13 +294,13 @@ impl Ready {
         }
         let dense_from = model.layers.len().saturating_sub(plan.settings.recipe.bf16_last_blocks);
         let (scaling, recipe) = (self.spec.scaling, plan.recipe);
-        let target = export::Target { scaling, head: head == Head::Nvfp4, recipe, dense_from };
+        let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
         let like = self.original();
         let exported =
-            export::model_to_folder(model, text, &plan.companions, target, like, &plan.output_dir.join("final"))?;
+            export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join("final"))?;
         report::label("export", exported.display().to_string());
         if let Some(extra) = &plan.settings.saving.output_dat {
-            export::model_to_dat(model, text, target, like, extra)?;
+            export::model_to_dat(model, text, format, like, extra)?;
         }
         report::line(format!("done in {} · {}", report::duration(runtime), plan.output_dir.display()));
         next_steps(plan.recipe, &exported, prompt);
@@ -309,10 +309,10 @@ impl Ready {
 
     /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights, quantized in the blocks
     /// that the run quantizes in.
-    fn original(&self) -> Option<&Checkpoint> {
+    fn original(&self) -> Option<&Container> {
         let s = &self.plan.settings.recipe;
         let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == Block::Row;
-        let serves = |file: &&Checkpoint| file.dat().is_some() && packed_scaling(file).is_some();
+        let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
         self.inputs.source.as_ref().filter(serves).filter(|_| s.scales.is_none() && same_blocks)
     }
 }

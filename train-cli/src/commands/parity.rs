@@ -1,6 +1,6 @@
-//! `parity`: computes what Hugging Face computed for a fixture (logits, hidden states, loss, every
-//! gradient, greedy ids, a 20-step AdamW run) and prints each difference.
-//! tests/golden/make_parity_fixture.py makes such a fixture from any HF Qwen3.
+//! `parity`: computes what Hugging Face computed for a fixture, and prints each difference. A fixture has logits, hidden
+//! states, the loss, every gradient, greedy ids and a 20-step AdamW run. tests/golden/make_parity_fixture.py makes one from
+//! any Qwen3 of Hugging Face.
 
 use crate::{
     CliError,
@@ -21,7 +21,7 @@ use crate::{
 use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling, StateKind};
 use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, tensor::DType};
 use model_qwen3::{
-    checkpoint::FloatType,
+    bytes::{self, FloatType},
     config::Qwen3Config,
     generate::{GenerateOptions, generate},
     loss::IGNORE,
@@ -48,16 +48,16 @@ pub struct Difference {
 /// What a comparison found.
 #[derive(Debug, Clone, Default)]
 pub struct Comparison {
-    /// One a key.
+    /// One for each float tensor of the fixture.
     pub differences: Vec<Difference>,
-    /// Greedy tokens that are equal before the first that is not, of all.
+    /// How many greedy tokens are equal before the first difference, and how many there are.
     pub greedy: Option<(usize, usize)>,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// If the model or the fixture is broken. Differences are printed, not judged.
+/// If the model or the fixture is broken. Differences are only printed.
 pub fn run(args: ParityArgs) -> Result<(), CliError> {
     if let Some(path) = &args.dump {
         let mut inputs = ModelFiles::new(&args.model).weight_files();
@@ -86,13 +86,13 @@ pub fn run(args: ParityArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The comparison as a job, for tests too.
+/// The comparison as a job.
 pub struct Parity<'a> {
-    /// Model folder.
+    /// The model folder.
     pub model: &'a Path,
-    /// Fixture.
+    /// The fixture.
     pub expected: &'a Path,
-    /// Where our values go.
+    /// Where to write our values.
     pub dump: Option<&'a Path>,
 }
 
@@ -110,45 +110,11 @@ impl Job for Parity<'_> {
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
             let master = MasterKind::F32;
-            let model = weights::load(&files.checkpoint()?, &config, spec, Purpose::Train(master), &device)?;
+            let model = weights::load(&files.open_weights()?, &config, spec, Purpose::Train(master), &device)?;
             Ok(weights::trained(model, master))
         };
-        let mut ours: Vec<Ours> = Vec::new();
-        let mut push = |key: String, shape: Vec<usize>, values: Vec<f32>| ours.push(Ours { key, shape, values });
+        let mut ours = forward_and_backward(load()?, &fixture)?;
 
-        // Forward and backward on the fixture's batch.
-        let (ids, labels) = (fixture.ids("input_ids")?, fixture.labels("labels")?);
-        let model = load()?;
-        let inner = model.valid();
-        let input = ids_tensor(&ids, &config, &device)?;
-        let [b, t] = input.dims();
-        let mut watched = Vec::new();
-        let last = inner.forward(input, |h| watched.push(h.clone()));
-        for (i, hidden) in watched.into_iter().enumerate() {
-            push(format!("hidden.{i}"), vec![b, t, config.hidden_size], to_host(hidden)?);
-        }
-        let logits = inner.logits(last);
-        push("logits".into(), vec![b, t, config.vocab_size], to_host(logits)?);
-        drop(inner);
-        let supervised: Vec<Vec<bool>> = labels.iter().map(|row| row.iter().map(|&l| l != IGNORE).collect()).collect();
-        let divisor = supervised.iter().flat_map(|r| r.iter().skip(1)).filter(|s| **s).count();
-        let trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
-        let loss = trainee.batch_loss(&MicroBatch::of(ids, supervised, divisor));
-        push("loss".into(), vec![1], to_host(loss.clone().inner())?);
-        let grads = GradientsParams::from_grads(loss.backward(), &trainee);
-        for (name, field) in fields(trainee.model()) {
-            let values = match (&field, field.id()) {
-                (Field::Vector(p), _) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
-                (_, Some(id)) => grads.get::<B, 2>(id).map(to_host).transpose()?,
-                (_, None) => None,
-            };
-            if let Some(values) = values {
-                push(format!("grad.{name}"), field.shape(), values);
-            }
-        }
-        drop((trainee, grads));
-
-        // Greedy generation.
         let prompt = fixture.row("generate.prompt")?;
         let expected_ids = fixture.row("generate.ids")?;
         let continuation = expected_ids.get(prompt.len()..).unwrap_or_default();
@@ -156,14 +122,13 @@ impl Job for Parity<'_> {
         let answer = generate(&load()?.valid(), &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
         let equal = answer.iter().zip(continuation).take_while(|(a, b)| a == b).count();
 
-        // Twenty steps of AdamW.
         if fixture.has("train.data") {
             let (losses, norms) = train::<B>(load()?, &fixture)?;
-            push("train.losses".into(), vec![losses.len()], losses);
-            push("train.grad_norms".into(), vec![norms.len()], norms);
+            ours.push(Ours { key: "train.losses".into(), shape: vec![losses.len()], values: losses });
+            ours.push(Ours { key: "train.grad_norms".into(), shape: vec![norms.len()], values: norms });
         }
 
-        // Every float of the fixture has a counterpart, or something is not computed at all.
+        // Every float tensor of the fixture must have a counterpart, or a value would not be compared at all.
         let mut comparison = Comparison { differences: vec![], greedy: Some((equal, answer.len())) };
         for entry in fixture.file.entries().iter().filter(|e| e.dtype == Dtype::F32) {
             let found = ours.iter().find(|o| o.key == entry.name).ok_or_else(|| {
@@ -180,15 +145,52 @@ impl Job for Parity<'_> {
     }
 }
 
-/// A value that we computed.
+/// A value that this program computed.
 struct Ours {
     key: String,
     shape: Vec<usize>,
     values: Vec<f32>,
 }
 
-/// The fixture's training run: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clip 1.0. With the step that
-/// `fit` makes.
+/// Hidden states, logits, the loss and every gradient for the fixture's batch.
+fn forward_and_backward<B: Nvfp4Kernels>(model: Qwen3<Autodiff<B>>, fixture: &Fixture) -> Result<Vec<Ours>, CliError> {
+    let mut ours: Vec<Ours> = Vec::new();
+    let mut push = |key: String, shape: Vec<usize>, values: Vec<f32>| ours.push(Ours { key, shape, values });
+    let (ids, labels) = (fixture.ids("input_ids")?, fixture.rows("labels")?);
+    let (inner, config) = (model.valid(), model.config().clone());
+    let input = ids_tensor(&ids, &config, &inner.device())?;
+    let [b, t] = input.dims();
+    let mut watched = Vec::new();
+    let last = inner.forward(input, |h| watched.push(h.clone()));
+    for (i, hidden) in watched.into_iter().enumerate() {
+        push(format!("hidden.{i}"), vec![b, t, config.hidden_size], to_host(hidden)?);
+    }
+    let logits = inner.logits(last);
+    push("logits".into(), vec![b, t, config.vocab_size], to_host(logits)?);
+    drop(inner);
+
+    let supervised: Vec<Vec<bool>> =
+        labels.iter().map(|row| row.iter().map(|&l| i64::from(l) != IGNORE).collect()).collect();
+    let divisor = supervised.iter().flat_map(|r| r.iter().skip(1)).filter(|s| **s).count();
+    let trainee = Trainee::new(model, LossKind::CrossEntropy, 0);
+    let loss = trainee.batch_loss(&MicroBatch::of(ids, supervised, divisor));
+    push("loss".into(), vec![1], to_host(loss.clone().inner())?);
+    let grads = GradientsParams::from_grads(loss.backward(), &trainee);
+    for (name, field) in fields(trainee.model()) {
+        let values = match (&field, field.id()) {
+            (Field::Vector(p), _) => grads.get::<B, 1>(p.id).map(to_host).transpose()?,
+            (_, Some(id)) => grads.get::<B, 2>(id).map(to_host).transpose()?,
+            (_, None) => None,
+        };
+        if let Some(values) = values {
+            push(format!("grad.{name}"), field.shape(), values);
+        }
+    }
+    Ok(ours)
+}
+
+/// The fixture's training run, with the step of `fit`: lr 1e-3, betas 0.9 and 0.95, decay 0.1 on every parameter, clipping
+/// at 1.0. Returns losses and gradient norms.
 fn train<B: Nvfp4Kernels + DeviceServices>(
     model: Qwen3<Autodiff<B>>,
     fixture: &Fixture,
@@ -227,7 +229,7 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
 
 fn difference(key: &str, ours: &[f32], expected: &[f32], path: &Path) -> Result<Difference, CliError> {
     if ours.len() != expected.len() {
-        let reason = format!("{key:?} holds {} values, the model gives {}", expected.len(), ours.len());
+        let reason = format!("{key:?} holds {} values, but the model gives {}", expected.len(), ours.len());
         return Err(CliError::corrupt(path, reason));
     }
     let (mut worst, mut largest, mut squares, mut norm) = (0.0f64, 0.0f64, 0.0, 0.0);
@@ -243,7 +245,8 @@ fn difference(key: &str, ours: &[f32], expected: &[f32], path: &Path) -> Result<
     Ok(Difference { key: key.to_owned(), max: worst / largest.max(tiny), frobenius: (squares / norm.max(tiny)).sqrt() })
 }
 
-/// Our values and the fixture's inputs under its keys: a dump can be another run's `--expected`.
+/// Writes our values and the fixture's inputs under the fixture's keys, so that a dump can be the `--expected` of another
+/// run.
 fn dump(path: &Path, ours: &[Ours], ids: &[u32], fixture: &Fixture) -> Result<(), CliError> {
     let mut layout = Vec::new();
     let mut payloads = Vec::new();
@@ -252,7 +255,7 @@ fn dump(path: &Path, ours: &[Ours], ids: &[u32], fixture: &Fixture) -> Result<()
         payloads.push(FloatType::F32.encode(&value.values));
     }
     layout.push(("generate.ids".to_owned(), Dtype::I32, vec![1, ids.len()]));
-    payloads.push(ids.iter().flat_map(|i| i.to_le_bytes()).collect());
+    payloads.push(bytes::of_u32s(ids.iter().copied()));
     for key in ["input_ids", "labels", "generate.prompt", "train.data"] {
         if fixture.has(key) {
             let (shape, bytes) = fixture.read(key, Dtype::I32)?;
@@ -273,43 +276,42 @@ struct Fixture {
 
 impl Fixture {
     fn has(&self, key: &str) -> bool {
-        self.file.entries().iter().any(|e| e.name == key)
+        self.file.entry(key).is_some()
     }
 
+    /// The shape and the bytes of a tensor.
     fn read(&self, key: &str, dtype: Dtype) -> Result<(Vec<usize>, Vec<u8>), CliError> {
         let bad = |reason: String| CliError::corrupt(self.file.path(), reason);
-        let entry = self.file.entries().iter().find(|e| e.name == key).ok_or_else(|| bad(format!("no {key:?}")))?;
+        let missing = || bad(format!("no {key:?}; make a fixture with tests/golden/make_parity_fixture.py"));
+        let entry = self.file.entry(key).ok_or_else(missing)?;
         if entry.dtype != dtype {
-            return Err(bad(format!("{key:?} is {:?}, {dtype:?} is needed", entry.dtype)));
+            return Err(bad(format!("{key:?} is {:?}; {dtype:?} is needed", entry.dtype)));
         }
-        let mut bytes = vec![0; entry.bytes as usize];
-        self.file.read(entry, 0, &mut bytes)?;
-        Ok((entry.shape.clone(), bytes))
+        Ok((entry.shape.clone(), self.file.read_all(entry)?))
     }
 
     fn floats(&self, key: &str) -> Result<Vec<f32>, CliError> {
         Ok(FloatType::F32.decode(&self.read(key, Dtype::F32)?.1))
     }
 
-    fn labels(&self, key: &str) -> Result<Vec<Vec<i64>>, CliError> {
+    /// The rows of a tensor of integers.
+    fn rows(&self, key: &str) -> Result<Vec<Vec<i32>>, CliError> {
         let (shape, bytes) = self.read(key, Dtype::I32)?;
         let width = shape.last().copied().unwrap_or(1).max(1);
-        let ids: Vec<i64> =
-            bytes.chunks_exact(4).map(|b| i32::from_le_bytes([b[0], b[1], b[2], b[3]]).into()).collect();
-        Ok(ids.chunks(width).map(<[i64]>::to_vec).collect())
+        Ok(bytes::to_i32s(&bytes).chunks(width).map(<[i32]>::to_vec).collect())
     }
 
     fn ids(&self, key: &str) -> Result<Vec<Vec<u32>>, CliError> {
-        Ok(self.labels(key)?.iter().map(|row| row.iter().map(|&i| i as u32).collect()).collect())
+        Ok(self.rows(key)?.iter().map(|row| row.iter().map(|&i| i as u32).collect()).collect())
     }
 
-    /// The only row of `[1, T]`, not empty.
+    /// The only row of `[1, T]`, which must not be empty.
     fn row(&self, key: &str) -> Result<Vec<u32>, CliError> {
         let empty = || CliError::corrupt(self.file.path(), format!("{key:?} is empty"));
         self.ids(key)?.into_iter().next().filter(|row| !row.is_empty()).ok_or_else(empty)
     }
 
-    /// `[steps, B, T]`.
+    /// The batches of `[steps, B, T]`.
     fn ids_of_steps(&self, key: &str) -> Result<Vec<Vec<Vec<u32>>>, CliError> {
         let batch = self.read(key, Dtype::I32)?.0.get(1).copied().unwrap_or(1).max(1);
         Ok(self.ids(key)?.chunks(batch).map(<[Vec<u32>]>::to_vec).collect())

@@ -1,36 +1,37 @@
-//! Micro-batches and their order over a run, as Burn's Learner asks for them.
+//! Micro-batches, and their order over a run as Burn's Learner asks for them.
 
-use crate::{data::read::Sample, data::rows::permutation};
+use crate::data::{rows::permutation, sample::Sample};
 use burn::{
     data::dataloader::{DataLoader, DataLoaderIterator, Progress},
     tensor::backend::Backend,
 };
 use std::sync::Arc;
 
-/// A few sequences that go through the model together.
+/// Sequences that go through the model together.
 #[derive(Debug, Clone)]
 pub struct MicroBatch {
-    /// Token ids.
+    /// Token ids of each row.
     pub ids: Vec<Vec<u32>>,
-    /// Masks.
+    /// Which tokens of each row are supervised.
     pub supervised: Vec<Vec<bool>>,
     /// Where the documents of each row begin.
     pub documents: Vec<Vec<usize>>,
-    /// Supervised tokens of the whole optimizer step: what its loss is divided by.
+    /// Supervised tokens of the whole optimizer step, by which its loss is divided.
     pub divisor: usize,
-    /// Whether the optimizer steps after it.
+    /// Whether this is the last micro-batch of an optimizer step.
     pub ends_step: bool,
 }
 
-/// Tokens that a row of `len` takes: beyond one tile of a GPU's products whole ones, which the products read in any
-/// case, so that buffers are of few sizes. What quantises activations sees the padding too.
+/// The tokens of a row of `len` tokens with its padding. A row that is longer than one tile of a GPU's matrix products
+/// fills whole tiles: the products read them anyway, and buffers then have few sizes. Quantization of activations sees
+/// the padding, too.
 pub fn padded_len(len: usize) -> usize {
     const TILE: usize = 128;
     if len > TILE { len.next_multiple_of(TILE) } else { len }
 }
 
 impl MicroBatch {
-    /// A batch of samples.
+    /// Makes a batch of samples.
     pub fn new(samples: &[&Sample], divisor: usize) -> Self {
         Self {
             ids: samples.iter().map(|s| s.ids.clone()).collect(),
@@ -41,25 +42,26 @@ impl MicroBatch {
         }
     }
 
-    /// A batch of rows that are one document each.
+    /// Makes a batch that is a whole step, of rows with one document each.
     pub fn of(ids: Vec<Vec<u32>>, supervised: Vec<Vec<bool>>, divisor: usize) -> Self {
         let documents = vec![vec![0]; ids.len()];
         Self { ids, supervised, documents, divisor, ends_step: true }
     }
 
-    /// Tokens of a row, padding included.
+    /// Tokens of each row, with padding.
     pub fn tokens_a_row(&self) -> usize {
         padded_len(self.ids.iter().map(Vec::len).max().unwrap_or(0))
     }
 
-    /// The ids of rows of that many tokens.
+    /// The ids of each row, with padding.
     pub fn padded(&self) -> Vec<Vec<u32>> {
         let t = self.tokens_a_row();
         let pad = |row: &Vec<u32>| row.iter().copied().chain(std::iter::repeat(0)).take(t).collect();
         self.ids.iter().map(pad).collect()
     }
 
-    /// Of every token, its position in its document and where in its row that begins. Padding belongs to the last.
+    /// For every token, its position in its document and the index in its row where that document begins. Padding belongs
+    /// to the last document.
     pub fn places(&self) -> (Vec<u32>, Vec<u32>) {
         let t = self.tokens_a_row();
         let (mut positions, mut starts) = (Vec::new(), Vec::new());
@@ -74,11 +76,11 @@ impl MicroBatch {
     }
 }
 
-/// The order of samples over a run. What a step sees is a function of its number alone, so that a
-/// resumed run needs no saved position.
+/// The order of samples over a run. The samples of a step are a function of its number alone, so a resumed run needs no
+/// saved position.
 #[derive(Debug, Clone)]
 pub struct Order {
-    /// The samples.
+    /// All samples.
     pub samples: Arc<Vec<Sample>>,
     /// Sequences in a micro-batch.
     pub batch_size: usize,
@@ -86,16 +88,16 @@ pub struct Order {
     pub accumulation: usize,
     /// Steps of the run.
     pub steps: usize,
-    /// Sequences after which the run ends, if epochs and not steps are counted.
+    /// Sequences after which the run ends. If it counts epochs, the last step may be smaller.
     pub limit: usize,
-    /// Shuffles.
+    /// Seed of the shuffle.
     pub seed: u64,
-    /// The first step that is run: above 0 after a resume.
+    /// The first step that runs. It is above 0 after a resume.
     pub start: usize,
 }
 
 impl Order {
-    /// The micro-batches of a step.
+    /// The micro-batches of a step, counted from 0.
     pub fn step(&self, step: usize) -> Vec<MicroBatch> {
         let n = self.samples.len();
         let size = self.batch_size * self.accumulation;
@@ -117,12 +119,13 @@ impl Order {
         batches
     }
 
-    /// Epochs done after `steps` steps.
+    /// Epochs that are done after `steps` steps.
     pub fn epochs(&self, steps: usize) -> f64 {
         (steps * self.batch_size * self.accumulation).min(self.limit) as f64 / self.samples.len() as f64
     }
 }
 
+/// The micro-batches of a run, one after another.
 struct Steps<'a> {
     order: &'a Order,
     micro: std::vec::IntoIter<MicroBatch>,
@@ -152,7 +155,7 @@ impl DataLoaderIterator<MicroBatch> for Steps<'_> {
     }
 }
 
-/// Burn's view of the order: micro-batches, step after step.
+/// Burn's view of the order.
 impl<B: Backend> DataLoader<B, MicroBatch> for Order {
     fn iter<'a>(&'a self) -> Box<dyn DataLoaderIterator<MicroBatch> + 'a> {
         Box::new(Steps { order: self, micro: vec![].into_iter(), next: self.start })
@@ -174,7 +177,7 @@ impl<B: Backend> DataLoader<B, MicroBatch> for Order {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::read::synthetic;
+    use crate::data::sample::synthetic;
 
     #[test]
     fn an_epoch_shows_every_sample_once_in_a_new_order() {
@@ -203,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_longer_than_a_tile_fill_whole_ones() {
+    fn rows_longer_than_a_tile_fill_whole_tiles() {
         let batch = |lengths: &[usize]| {
             let ids: Vec<Vec<u32>> = lengths.iter().map(|&n| vec![7; n]).collect();
             let supervised = lengths.iter().map(|&n| vec![true; n]).collect();

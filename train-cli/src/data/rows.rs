@@ -1,11 +1,11 @@
-//! Which samples a run trains on and in which rows: held out, weighted by their files, packed, shuffled. Every choice is a
-//! function of the seed.
+//! Which samples a run trains on, and in which rows: some are held out, files are repeated, samples are packed and
+//! shuffled. Every choice is a function of the seed.
 
-use crate::data::read::Sample;
+use crate::data::sample::Sample;
 use backend_nvfp4::{Stream, reference};
 use std::collections::BTreeSet;
 
-/// Splits off evaluation rows: `share` of them, at most 200, at least one of ten or more.
+/// Splits off evaluation rows: a share of all rows, but at most 200, and at least one of ten or more rows.
 pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
     let n = samples.len();
     let wanted = (n as f64 * share).round() as usize;
@@ -19,18 +19,18 @@ pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<S
     (train, eval)
 }
 
-/// Packs samples into rows of at most `most` tokens, the longest first into the fullest row that takes it (best fit,
-/// decreasing). Documents of a row see neither each other nor each other's positions, and the first token of each is
-/// not predicted.
+/// Packs samples into rows of at most `most` tokens. It takes the longest sample first and puts it into the fullest row
+/// with room for it (best fit, decreasing). The documents of a row do not attend to each other, each begins at position
+/// 0, and its first token is not predicted.
 pub fn pack(samples: Vec<Sample>, most: usize) -> Vec<Sample> {
     let mut order: Vec<usize> = (0..samples.len()).collect();
     order.sort_by_key(|&i| (std::cmp::Reverse(samples[i].ids.len()), i));
     let mut rows: Vec<Sample> = Vec::new();
-    // Rows by what they still take; of equals the first made.
+    // Rows by their room, then by when they were made.
     let mut open: BTreeSet<(usize, usize)> = BTreeSet::new();
     let mut samples: Vec<Option<Sample>> = samples.into_iter().map(Some).collect();
     for i in order {
-        let sample = samples[i].take().expect("each once");
+        let sample = samples[i].take().expect("the order has each sample once");
         let len = sample.ids.len();
         let Some(&(room, row)) = open.range((len, 0)..).next() else {
             open.insert((most.saturating_sub(len), rows.len()));
@@ -49,8 +49,8 @@ pub fn pack(samples: Vec<Sample>, most: usize) -> Vec<Sample> {
     rows
 }
 
-/// Training samples repeated by the weights of their files; no weights is once. After the split: a row that was held
-/// out has no copy in training.
+/// Repeats training samples by the weights of their files; without weights, each is there once. Call it after [`split`],
+/// so that a row that was held out has no copy in training.
 pub fn weigh(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
     if weights.is_empty() {
         return samples;
@@ -61,7 +61,7 @@ pub fn weigh(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
     files.into_iter().zip(weights).enumerate().flat_map(own).collect()
 }
 
-/// `samples` times `weight`: whole copies, and of what is left a seeded choice.
+/// Repeats samples `weight` times: whole copies of all, and a random choice for the fraction that remains.
 fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Sample> {
     let n = samples.len();
     if n == 0 {
@@ -72,7 +72,7 @@ fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Samp
     (0..wanted).map(|i| samples[if i / n < wanted / n { i % n } else { order[i % n] }].clone()).collect()
 }
 
-/// Fisher and Yates by counter-based numbers: the order of epoch `epoch`.
+/// The order of `n` samples in an epoch: Fisher and Yates's shuffle with counter-based random numbers.
 pub(crate) fn permutation(n: usize, seed: u64, epoch: u32) -> Vec<usize> {
     let mut order: Vec<usize> = (0..n).collect();
     for i in (1..n).rev() {
@@ -85,14 +85,14 @@ pub(crate) fn permutation(n: usize, seed: u64, epoch: u32) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{data::order::MicroBatch, data::read::synthetic};
+    use crate::data::{order::MicroBatch, sample::synthetic};
 
     fn samples(n: usize) -> Vec<Sample> {
         synthetic(n, 4, 100, 1)
     }
 
     #[test]
-    fn packing_keeps_every_document_whole_and_apart() {
+    fn packing_keeps_each_document_whole_and_separate() {
         let lengths = [5usize, 30, 7, 12, 29, 3, 64, 20];
         let all: Vec<Sample> = lengths.iter().zip(synthetic(8, 64, 100, 2)).map(|(&len, s)| s.piece(0..len)).collect();
         let rows = pack(all.clone(), 64);

@@ -1,5 +1,4 @@
-//! Device memory: predicted before a run ([`mod@estimate`]), measured during it ([`vram`]), returned
-//! between steps ([`pool`]).
+//! Device memory: [`mod@estimate`] predicts it before a run, [`vram`] measures it, [`pool`] returns it between steps.
 
 pub mod estimate;
 pub mod pool;

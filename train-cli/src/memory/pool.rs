@@ -1,26 +1,28 @@
-//! The device's memory pool, kept at what a step needs. Freed buffers wait for others of exactly their size: steps over
-//! batches of other lengths cannot use them and take more. Steps of one length never give anything back.
+//! Keeps the device's memory pool as small as a step allows. The pool reuses a free buffer only for a buffer of exactly
+//! the same size. A step over batches of another length cannot use it and allocates more, so free buffers are returned
+//! to the device when there are many. As long as all steps have one length, nothing is returned.
 
 use backend_nvfp4::DeviceServices;
 
-/// What is known of the device's pool.
+/// What is known about the device's pool.
 #[derive(Debug)]
 pub struct Pool {
-    /// Bytes that are not to be held.
+    /// Limit on device memory, in bytes.
     limit: Option<u64>,
-    /// The most that a step took which began with nothing left over.
+    /// The most memory that a step took that began without free buffers.
     needed: u64,
-    /// Whether the last step began with buffers of others.
+    /// Whether the pool may hold free buffers of earlier steps.
     stale: bool,
 }
 
 impl Pool {
-    /// Before the first step, with nothing left over.
+    /// A pool before the first step, without free buffers.
     pub fn new(limit: Option<u64>) -> Self {
         Self { limit, needed: 0, stale: false }
     }
 
-    /// Gives back what steps of other lengths left, if it is much or more than may be `held`; tells whether it did.
+    /// Returns free buffers to the device if the pool is more than a tenth larger than a step needs, or if the run holds
+    /// more memory than the limit. Returns whether it did.
     pub fn after_step<B: DeviceServices>(&mut self, device: &B::Device, held: u64) -> bool {
         let Some(memory) = B::memory_in_use(device) else { return false };
         if !std::mem::replace(&mut self.stale, true) {
@@ -34,7 +36,7 @@ impl Pool {
         trims
     }
 
-    /// Gives back what is free; the next step begins with nothing left over.
+    /// Returns free buffers to the device, so that the next step begins without any.
     pub fn give_back<B: DeviceServices>(&mut self, device: &B::Device) {
         B::memory_cleanup(device);
         self.stale = false;

@@ -1,5 +1,6 @@
-//! The origin's memory report: memory in use at each phase of each step, as JSON with its fields, and the seconds that
-//! the phase took. Waiting for the device at each phase makes a step slower than without the report.
+//! The report of `--vram-report`: memory in use at each phase of each step, and the seconds that the phase took, as JSON
+//! with the field names of the project's predecessor. The report waits for the device at each phase, which makes steps
+//! slower.
 
 use crate::{CliError, durable, kernel_cache};
 use backend_nvfp4::DeviceServices;
@@ -9,7 +10,7 @@ use std::{
     time::Instant,
 };
 
-/// Samples of a run; written after each step.
+/// The measurements of a run.
 #[derive(Debug)]
 pub struct VramReport {
     path: Option<PathBuf>,
@@ -20,7 +21,7 @@ pub struct VramReport {
 }
 
 impl VramReport {
-    /// Records to `path`, or nowhere.
+    /// A report that is written to `path`, or nowhere.
     pub fn new(path: Option<&Path>) -> Self {
         Self {
             path: path.map(Path::to_owned),
@@ -31,7 +32,7 @@ impl VramReport {
         }
     }
 
-    /// Notes memory in use in a phase. Waits for the device.
+    /// Measures the memory in use at the end of a phase. It waits for the device.
     ///
     /// # Errors
     /// If the device failed.
@@ -56,8 +57,8 @@ impl VramReport {
         Ok(())
     }
 
-    /// Bytes that the run holds: what was taken from the device, where that has memory of its own; what the host has in
-    /// use since the run began, where it shares the host's; this process's memory on the CPU.
+    /// Bytes that the run holds. On a device with memory of its own, this is the memory taken from it; on a device that
+    /// shares the host's memory, what the host has come to use since the run began; on the CPU, this process's memory.
     pub fn held<B: DeviceServices>(&self, device: &B::Device) -> u64 {
         match (B::memory_in_use(device), self.meter.began) {
             (None, _) => resident_mib() << 20,
@@ -66,14 +67,14 @@ impl VramReport {
         }
     }
 
-    /// Writes what was noted so far.
+    /// Writes the measurements that were made so far.
     ///
     /// # Errors
     /// If writing fails.
     pub fn write(&self) -> Result<(), CliError> {
         let Some(path) = &self.path else { return Ok(()) };
         let report = json!({"Pid": std::process::id(), "CreatedUtc": self.created, "Samples": self.samples});
-        let text = serde_json::to_string_pretty(&report).expect("plain data serialises");
+        let text = serde_json::to_string_pretty(&report).expect("plain data serializes");
         durable::write_bytes(path, text.as_bytes()).map(|_| ())
     }
 }
@@ -81,7 +82,7 @@ impl VramReport {
 /// How a run's memory is counted.
 #[derive(Debug)]
 struct Meter {
-    /// Bytes of the host that were in use when the run began, where the device has no memory of its own.
+    /// Bytes of the host that were in use when the run began, if the device shares the host's memory.
     began: Option<u64>,
 }
 
@@ -95,14 +96,14 @@ fn mib(bytes: u64) -> u64 {
     bytes >> 20
 }
 
-/// Resident memory of this process; 0 where the system does not tell.
+/// Resident memory of this process in MiB. 0 if the system does not say.
 fn resident_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
     line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok()).map_or(0, |kib| kib >> 10)
 }
 
-/// Bytes in use on the host, as Linux counts them.
+/// Bytes in use on the host, by Linux's count.
 fn host_in_use() -> Option<u64> {
     in_use(&std::fs::read_to_string("/proc/meminfo").ok()?)
 }
@@ -124,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_host_tells_what_is_in_use() {
+    fn memory_in_use_is_read_from_meminfo() {
         let text = "MemTotal:       125513724 kB\nMemFree:  100 kB\nMemAvailable:   25513724 kB\n";
         assert_eq!(in_use(text), Some(100_000_000 << 10));
         assert_eq!(in_use("MemTotal: 5 kB\n"), None);

@@ -16,11 +16,13 @@ use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Scaling, 
 use burn::tensor::backend::Backend;
 use model_qwen3::{
     ModelError,
-    checkpoint::{Checkpoint, Stored, Tensors},
     config::Qwen3Config,
-    convert::write_safetensors,
+    container::Container,
     model::Qwen3,
+    names,
+    tensors::{Stored, Tensors},
     weights::{self, Live, Purpose},
+    write::write_safetensors,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -243,7 +245,7 @@ pub fn save<B: Nvfp4Kernels>(
     companions.copy_into(&mut folder)?;
     let committed = folder.commit()?;
     for (_, old) in list(run)?.into_iter().skip(keep) {
-        std::fs::remove_dir_all(&old).map_err(CliError::io(&old))?;
+        durable::remove(&old)?;
     }
     Ok(committed)
 }
@@ -256,7 +258,7 @@ pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
     for (newer, path) in list(run)?.into_iter().filter(|(s, _)| *s > step) {
         let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
         let aside = run.join(format!("stale-{time}-checkpoint-{newer}"));
-        std::fs::rename(&path, &aside).map_err(CliError::io(&path))?;
+        durable::rename(&path, &aside)?;
         report::line(format!("renamed {} to {}", path.display(), aside.display()));
     }
     Ok(())
@@ -274,7 +276,7 @@ impl Resumed {
         master: MasterKind,
         device: &B::Device,
     ) -> Result<Qwen3<B>, CliError> {
-        let tensors = &Checkpoint::open(&self.folder.join(MODEL))?;
+        let tensors = &Container::open(&self.folder.join(MODEL))?;
         let saved = Masters { tensors, quantized_head: self.state.head == Head::Nvfp4 };
         Ok(weights::load(&saved, config, spec, Purpose::Train(master), device)?)
     }
@@ -295,7 +297,7 @@ impl Resumed {
 /// The master weights of a checkpoint. The file stores the head as floats; training quantizes it if the model's own
 /// files did.
 struct Masters<'a> {
-    tensors: &'a Checkpoint,
+    tensors: &'a Container,
     quantized_head: bool,
 }
 
@@ -316,8 +318,8 @@ impl Tensors for Masters<'_> {
         self.tensors.stored(name)
     }
 
-    fn trains_quantised(&self, name: &str) -> bool {
-        name == "lm_head.weight" && self.quantized_head
+    fn trains_quantized(&self, name: &str) -> bool {
+        name == names::HEAD && self.quantized_head
     }
 
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {

@@ -71,8 +71,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<fs::File, CliError> {
     for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
         let path = entry.map_err(CliError::io(dir))?.path();
         if path.file_name().is_some_and(|n| n != "lock") {
-            let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-            removed.map_err(CliError::io(&path))?;
+            durable::remove(&path)?;
         }
     }
     durable::write_bytes(&dir.join("config.toml"), plan.settings.toml()?.as_bytes())?;
@@ -102,7 +101,7 @@ pub fn reopen(dir: &Path, step: usize) -> Result<fs::File, CliError> {
 }
 
 fn locked(dir: &Path) -> Result<fs::File, CliError> {
-    fs::create_dir_all(dir).map_err(CliError::io(dir))?;
+    durable::make_folder(dir)?;
     durable::lock(dir)
 }
 

@@ -15,7 +15,7 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling) {
     report::label("step", step(plan));
     let (steps, size) = (inputs.order(plan).steps, plan.sequences_per_step());
     let (rate, seed) = (plan.settings.optimizer.learning_rate, plan.settings.advanced.seed);
-    let (steps, size) = (counted(steps, "step"), counted(size, "sequence"));
+    let (steps, size) = (report::count(steps, "step"), report::count(size, "sequence"));
     report::label("plan", format!("{steps} of {size} · learning rate {rate:e} · seed {seed}"));
     report::label("run", plan.output_dir.display().to_string());
 }
@@ -26,7 +26,7 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
         ModelSource::Random { config } => format!("{} (random weights)", config.display()),
     };
     let parameters = report::short(inputs.config.num_params() as f64);
-    let layers = counted(inputs.config.num_hidden_layers, "layer");
+    let layers = report::count(inputs.config.num_hidden_layers, "layer");
     let levels = if scaling == Scaling::Two { "two-level" } else { "single-level" };
     format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels} scales", plan.recipe.name())
 }
@@ -35,18 +35,18 @@ fn data(inputs: &Inputs) -> String {
     let found = &inputs.report;
     let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
     let mut parts = vec![
-        counted(found.rows, "row"),
+        report::count(found.rows, "row"),
         format!("{} train / {} eval", inputs.train.len(), inputs.eval.len()),
         format!("{tokens} tokens, {supervised} supervised"),
     ];
     if !found.dropped.is_empty() {
-        parts.push(format!("{} dropped (too long)", counted(found.dropped.len(), "row")));
+        parts.push(format!("{} dropped (too long)", report::count(found.dropped.len(), "row")));
     }
     if !found.truncated.is_empty() {
-        parts.push(format!("{} cut (too long)", counted(found.truncated.len(), "row")));
+        parts.push(format!("{} cut (too long)", report::count(found.truncated.len(), "row")));
     }
     if let Some((rows, full)) = found.packed {
-        parts.push(format!("packed into {}, {:.0}% full", counted(rows, "row"), full * 100.0));
+        parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "row"), full * 100.0));
     }
     parts.join(" · ")
 }
@@ -62,9 +62,4 @@ fn step(plan: &Plan) -> String {
         "no gradient clipping".to_owned()
     };
     format!("{mode} · {master} master weights · {} optimizer states · {clipping}", memory.optimizer_state_mode.name())
-}
-
-/// A count with its noun: 1 step, 2 steps.
-fn counted(count: usize, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }

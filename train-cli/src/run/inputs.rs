@@ -4,8 +4,9 @@
 use crate::{
     CliError,
     data::order::Order,
-    data::read::{self as data, DataOptions, Sample},
+    data::read::{DataOptions, DataReport},
     data::rows,
+    data::sample::{Sample, synthetic},
     data::token_cache,
     durable,
     model_files::TextFiles,
@@ -13,8 +14,9 @@ use crate::{
 };
 use backend_nvfp4::{Recipe, Scaling};
 use model_qwen3::{
-    checkpoint::{Checkpoint, Stored, Tensors},
     config::Qwen3Config,
+    container::Container,
+    tensors::{Stored, Tensors},
 };
 use std::sync::Arc;
 
@@ -25,13 +27,13 @@ pub struct Inputs {
     /// Tokenizer and chat template.
     pub text: TextFiles,
     /// The weights file; none for random weights.
-    pub source: Option<Checkpoint>,
+    pub source: Option<Container>,
     /// Training samples.
     pub train: Arc<Vec<Sample>>,
     /// Evaluation samples.
     pub eval: Vec<Sample>,
     /// Counts of rows and tokens.
-    pub report: data::DataReport,
+    pub report: DataReport,
     /// SHA-256 of all files that decide what a step computes.
     pub sha256: String,
 }
@@ -46,7 +48,7 @@ impl Inputs {
         fits(plan, &config)?;
         let text = TextFiles::open(&plan.companions.text, &config)?;
         let source = match &plan.source {
-            ModelSource::Files(files) => Some(files.checkpoint()?),
+            ModelSource::Files(files) => Some(files.open_weights()?),
             ModelSource::Random { .. } => None,
         };
         let (train, eval, report) = samples(plan, &text, &config)?;
@@ -100,7 +102,7 @@ impl Inputs {
 }
 
 /// The scale levels of a file's NVFP4 tensors, if it has any.
-pub fn packed_scaling(source: &Checkpoint) -> Option<Scaling> {
+pub fn packed_scaling(source: &Container) -> Option<Scaling> {
     source.names().iter().find_map(|name| match source.stored(name) {
         Some(Stored::Packed { scaling, .. }) => Some(scaling),
         _ => None,
@@ -136,22 +138,23 @@ fn fits(plan: &Plan, config: &Qwen3Config) -> Result<(), CliError> {
 /// Number of steps of random tokens where the settings name none.
 const SYNTHETIC_STEPS: usize = 8;
 
-type Samples = (Vec<Sample>, Vec<Sample>, data::DataReport);
+type Samples = (Vec<Sample>, Vec<Sample>, DataReport);
 
 fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Samples, CliError> {
     let (s, seed) = (&plan.settings.data, plan.settings.advanced.seed);
     let max_seq_length = plan.max_seq_length(config.max_position_embeddings);
     if s.synthetic {
         let rows = plan.settings.optimizer.max_steps.unwrap_or(SYNTHETIC_STEPS) * plan.sequences_per_step();
-        let made = data::synthetic(rows, max_seq_length, config.vocab_size, seed);
+        let made = synthetic(rows, max_seq_length, config.vocab_size, seed);
         let (rows, tokens) = (made.len(), made.iter().map(|s| s.ids.len()).sum());
-        let report = data::DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
+        let report = DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));
     }
     let options = DataOptions { format: s.format, loss_on: s.loss_on, overlong: s.overlong, max_seq_length };
-    let (all, mut report) = token_cache::load(plan, &s.data, text, options)?;
+    let cache = s.token_cache.as_deref();
+    let (all, mut report) = token_cache::load(cache, &s.data, text, options)?;
     let (mut train, mut eval) = match &s.eval_data {
-        Some(path) => (all, token_cache::load(plan, std::slice::from_ref(path), text, options)?.0),
+        Some(path) => (all, token_cache::load(cache, std::slice::from_ref(path), text, options)?.0),
         None => rows::split(all, s.val_split, seed),
     };
     train = rows::weigh(train, &s.data_weights, seed);

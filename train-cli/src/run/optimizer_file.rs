@@ -19,7 +19,7 @@ use burn::tensor::{
 };
 use model_qwen3::{
     ModelError,
-    checkpoint::FloatType,
+    bytes::{self, FloatType},
     model::Qwen3,
     safetensors::{SafeFile, header},
     weights::{fields, to_host},
@@ -60,9 +60,9 @@ pub(super) fn write<B: Nvfp4Kernels>(
     put(&header(&layout))?;
     for content in contents {
         match content {
-            Content::Steps(steps) => put(&steps.to_le_bytes())?,
+            Content::Steps(steps) => put(&bytes::of_i32s([steps]))?,
             Content::Float(x) => put(&float_of(x.dtype()).0.encode(&floats::<B>(x)?))?,
-            Content::Bytes(x) => put(&bytes::<B>(x)?)?,
+            Content::Bytes(x) => put(&bytes_of::<B>(x)?)?,
         }
     }
     Ok(())
@@ -116,25 +116,23 @@ struct Reader<'a, B: Nvfp4Kernels> {
 
 impl<B: Nvfp4Kernels> Reader<'_, B> {
     fn has(&self, name: &str) -> bool {
-        self.file.entries().iter().any(|entry| entry.name == name)
+        self.file.entry(name).is_some()
     }
 
     fn bytes(&self, name: &str, expected: usize) -> Result<Vec<u8>, CliError> {
-        let entry = self.file.entries().iter().find(|entry| entry.name == name);
-        let entry = entry.ok_or_else(|| CliError::corrupt(self.path, format!("there is no {name:?}")))?;
+        let entry =
+            self.file.entry(name).ok_or_else(|| CliError::corrupt(self.path, format!("there is no {name:?}")))?;
         if entry.bytes != expected as u64 {
             let text = format!("{name:?} has {} bytes; its shape needs {expected}", entry.bytes);
             return Err(CliError::corrupt(self.path, text));
         }
-        let mut buffer = vec![0; expected];
-        self.file.read(entry, 0, &mut buffer)?;
-        Ok(buffer)
+        Ok(self.file.read_all(entry)?)
     }
 
     fn state(&self, name: &str, shape: &[usize]) -> Result<TensorState<B>, CliError> {
         let len = shape.iter().product();
         let kind = if shape.len() == 1 { StateKind::F32 } else { self.config.state };
-        let steps = self.bytes(&format!("{name}.steps"), 4)?;
+        let steps = bytes::to_i32s(&self.bytes(&format!("{name}.steps"), 4)?)[0];
         let (m, v) = (format!("{name}.m"), format!("{name}.v"));
         let residual = format!("{name}.residual");
         let residual = self.has(&residual).then(|| self.bytes(&residual, len)).transpose()?.map(|bytes| {
@@ -143,7 +141,6 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
             self.launch();
             residual
         });
-        let steps = i32::from_le_bytes([steps[0], steps[1], steps[2], steps[3]]);
         let (m, v) = (self.moment(&m, kind, true, len)?, self.moment(&v, kind, false, len)?);
         Ok(TensorState { steps, moments: AdamwState { kind, m, v, residual } })
     }
@@ -175,7 +172,7 @@ fn float_of(dtype: DType) -> (FloatType, Dtype) {
     if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
 }
 
-fn bytes<B: Nvfp4Kernels>(x: &IntTensor<B>) -> Result<Vec<u8>, ModelError> {
+fn bytes_of<B: Nvfp4Kernels>(x: &IntTensor<B>) -> Result<Vec<u8>, ModelError> {
     let words = backend_nvfp4::read_words::<B>(x.clone())
         .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
     Ok(words.into_iter().map(|word| word as u8).collect())

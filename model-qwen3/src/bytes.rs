@@ -1,0 +1,101 @@
+//! Numbers as the little-endian bytes of containers. No other file converts between the two.
+
+use half::{bf16, f16};
+
+/// The type of a dense tensor's values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum FloatType {
+    F16,
+    Bf16,
+    F32,
+}
+
+impl FloatType {
+    /// Bytes in a value.
+    pub fn size(self) -> usize {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    /// The name in listings and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+        }
+    }
+
+    /// The bytes of values, which are rounded to nearest even.
+    pub fn encode(self, values: &[f32]) -> Vec<u8> {
+        match self {
+            Self::F16 => values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect(),
+            Self::Bf16 => values.iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect(),
+            Self::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        }
+    }
+
+    /// The values of bytes.
+    pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
+        match self {
+            Self::F16 => each(bytes, |b| f16::from_le_bytes(b).to_f32()),
+            Self::Bf16 => each(bytes, |b| bf16::from_le_bytes(b).to_f32()),
+            Self::F32 => each(bytes, f32::from_le_bytes),
+        }
+    }
+}
+
+/// The bytes of unsigned 32-bit numbers.
+pub fn of_u32s(values: impl IntoIterator<Item = u32>) -> Vec<u8> {
+    values.into_iter().flat_map(u32::to_le_bytes).collect()
+}
+
+/// The unsigned 32-bit numbers of bytes.
+pub fn to_u32s(bytes: &[u8]) -> Vec<u32> {
+    each(bytes, u32::from_le_bytes)
+}
+
+/// The bytes of signed 32-bit numbers.
+pub fn of_i32s(values: impl IntoIterator<Item = i32>) -> Vec<u8> {
+    values.into_iter().flat_map(i32::to_le_bytes).collect()
+}
+
+/// The signed 32-bit numbers of bytes.
+pub fn to_i32s(bytes: &[u8]) -> Vec<i32> {
+    each(bytes, i32::from_le_bytes)
+}
+
+/// The bytes of an unsigned 64-bit number.
+pub(crate) fn of_u64(value: u64) -> [u8; 8] {
+    value.to_le_bytes()
+}
+
+/// The unsigned 64-bit number of bytes.
+pub(crate) fn to_u64(bytes: [u8; 8]) -> u64 {
+    u64::from_le_bytes(bytes)
+}
+
+/// Reads one number from each `N` bytes.
+fn each<const N: usize, T>(bytes: &[u8], read: impl Fn([u8; N]) -> T) -> Vec<T> {
+    let (chunks, _) = bytes.as_chunks::<N>();
+    chunks.iter().map(|chunk| read(*chunk)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_come_back_and_lie_little_end_first() {
+        assert_eq!(of_u32s([0x0102_0304]), [4, 3, 2, 1]);
+        assert_eq!(to_u32s(&of_u32s([7, u32::MAX])), [7, u32::MAX]);
+        assert_eq!(to_i32s(&of_i32s([-100, 3])), [-100, 3]);
+        for float in [FloatType::F16, FloatType::Bf16, FloatType::F32] {
+            let values = [1.0, -0.5, 0.0, 240.0];
+            assert_eq!(float.encode(&values).len(), 4 * float.size());
+            assert_eq!(float.decode(&float.encode(&values)), values, "{}", float.name());
+        }
+        assert_eq!(FloatType::F16.encode(&[1.0]), [0, 0x3C]);
+        assert_eq!(FloatType::Bf16.encode(&[1.0]), [0x80, 0x3F]);
+    }
+}

@@ -1,0 +1,298 @@
+//! The tensors of a `.dat` file, a safetensors file or a folder of shards, by name. Opening reads headers, finds the
+//! entries that store one NVFP4 tensor together, and checks their types and shapes.
+
+use crate::{
+    ModelError,
+    bytes::{self, FloatType},
+    dat::{DatEntry, DatFile, ElementType},
+    names::{self, Part, Spelling},
+    safetensors::{self, SafeEntry, SafeFile, open_folder},
+    tensors::{Stored, Tensors, row_width},
+};
+use ::safetensors::Dtype;
+use backend_nvfp4::{
+    Packed, Scaling,
+    layout::{BLOCK, scales_per_row},
+};
+use std::{
+    collections::HashMap,
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+/// Open files with a model's tensors.
+#[derive(Debug)]
+pub struct Container {
+    path: PathBuf,
+    dat: Option<DatFile>,
+    shards: Vec<SafeFile>,
+    slots: Vec<Slot>,
+    by_name: HashMap<String, usize>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    name: String,
+    stored: Stored,
+    /// The floats; or the codes, the scales and, in two-level files, the tensor scale.
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug, Clone)]
+enum Entry {
+    Dat(DatEntry),
+    /// The index of the shard and an entry of it.
+    Safe(usize, SafeEntry),
+}
+
+impl Container {
+    /// Opens a `.dat` file, a `.safetensors` file, or a folder with either.
+    ///
+    /// # Errors
+    /// If there is none or it is broken.
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let file = weights_file(path)?;
+        let (path, dat, shards) = if file.extension().is_some_and(|e| e == "dat") {
+            (file.as_path(), Some(DatFile::open(&file)?), vec![])
+        } else if file.is_dir() {
+            (path, None, open_folder(&file)?)
+        } else {
+            (path, None, vec![SafeFile::open(&file)?])
+        };
+        let mut entries: Vec<(String, Entry)> = Vec::new();
+        for entry in dat.iter().flat_map(DatFile::entries) {
+            entries.push((entry.key.clone(), Entry::Dat(entry.clone())));
+        }
+        for (i, shard) in shards.iter().enumerate() {
+            entries.extend(shard.entries().iter().map(|e| (e.name.clone(), Entry::Safe(i, e.clone()))));
+        }
+        let mut container = Self { path: path.to_owned(), dat, shards, slots: vec![], by_name: HashMap::new() };
+        container.find_tensors(&entries)?;
+        Ok(container)
+    }
+
+    /// Makes a slot for each tensor of the entries.
+    fn find_tensors(&mut self, entries: &[(String, Entry)]) -> Result<(), ModelError> {
+        let by_key: HashMap<&str, &Entry> = entries.iter().map(|(key, entry)| (key.as_str(), entry)).collect();
+        for (key, entry) in entries {
+            let slot = match entry.part(key) {
+                None => self.dense(key, entry)?,
+                Some((spelling, base, Part::Codes)) => {
+                    let scale_key = spelling.key(base, Part::Scales);
+                    let Some(&scales) = by_key.get(scale_key.as_str()) else {
+                        return Err(self.alone(key, &scale_key));
+                    };
+                    let global = by_key.get(spelling.key(base, Part::TensorScale).as_str());
+                    let parts = [entry, scales].into_iter().chain(global.copied()).cloned().collect();
+                    self.packed(names::of_base(base), parts)?
+                }
+                Some((spelling, base, Part::Scales | Part::TensorScale)) => {
+                    let codes_key = spelling.key(base, Part::Codes);
+                    if !by_key.contains_key(codes_key.as_str()) {
+                        return Err(self.alone(key, &codes_key));
+                    }
+                    continue; // The entry of the codes takes it in.
+                }
+            };
+            if self.by_name.insert(slot.name.clone(), self.slots.len()).is_some() {
+                return Err(self.bad(format!("{:?} is stored twice", slot.name)));
+            }
+            self.slots.push(slot);
+        }
+        if self.slots.is_empty() {
+            return Err(self.bad("holds no tensors".into()));
+        }
+        Ok(())
+    }
+
+    fn dense(&self, name: &str, entry: &Entry) -> Result<Slot, ModelError> {
+        match entry.content() {
+            Content::Floats(float) => {
+                let stored = Stored::Dense { float, shape: entry.shape().to_vec() };
+                Ok(Slot { name: name.to_owned(), stored, entries: vec![entry.clone()] })
+            }
+            Content::Other(kind) => Err(self.bad(format!("{name:?} is {kind}; weights are f16, bf16, f32 or NVFP4"))),
+            Content::Bytes | Content::Scales => Err(self.bad(format!("{name:?} holds bytes, not floats"))),
+        }
+    }
+
+    fn packed(&self, name: String, entries: Vec<Entry>) -> Result<Slot, ModelError> {
+        let bad = |reason: String| self.bad(format!("{name:?}: {reason}"));
+        if !matches!(entries[0].content(), Content::Bytes) {
+            return Err(bad("its codes are not bytes (type id 0 or 100)".into()));
+        }
+        if !matches!(entries[1].content(), Content::Scales) {
+            return Err(bad("its scales are not E4M3 (type id 101)".into()));
+        }
+        let (codes, scales) = (entries[0].shape(), entries[1].shape());
+        let (rows, cols) = match (codes, scales) {
+            (&[rows, half], &[scale_rows, blocks]) if scale_rows == rows && blocks * BLOCK == half * 2 => {
+                (rows, half * 2)
+            }
+            _ => {
+                return Err(bad(format!(
+                    "its codes are {codes:?} and its scales {scales:?}; [N, K/2] and [N, K/16] are needed, with K a \
+                     multiple of 16"
+                )));
+            }
+        };
+        let scaling = match entries.get(2) {
+            None => Scaling::Single,
+            Some(e) if matches!(e.content(), Content::Floats(FloatType::F32)) && e.shape().iter().all(|&d| d == 1) => {
+                Scaling::Two
+            }
+            Some(e) => return Err(bad(format!("its tensor scale has shape {:?}; one f32 is needed", e.shape()))),
+        };
+        Ok(Slot { name, stored: Stored::Packed { rows, cols, scaling }, entries })
+    }
+
+    /// The safetensors files, if the tensors come from such.
+    pub fn shards(&self) -> &[SafeFile] {
+        &self.shards
+    }
+
+    /// The `.dat` file, if the tensors come from one.
+    pub fn dat(&self) -> Option<&DatFile> {
+        self.dat.as_ref()
+    }
+
+    fn slot(&self, name: &str) -> Result<&Slot, ModelError> {
+        let index = self.by_name.get(name).ok_or_else(|| ModelError::missing(&self.path, name))?;
+        Ok(&self.slots[*index])
+    }
+
+    fn read(&self, entry: &Entry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
+        match (entry, &self.dat) {
+            (Entry::Dat(entry), Some(dat)) => dat.read(entry, start, buffer),
+            (Entry::Safe(i, entry), _) => self.shards[*i].read(entry, start, buffer),
+            (Entry::Dat(_), None) => unreachable!("a .dat entry comes from the open .dat file"),
+        }
+    }
+
+    fn bad(&self, reason: String) -> ModelError {
+        ModelError::weights(&self.path, reason)
+    }
+
+    fn alone(&self, key: &str, other: &str) -> ModelError {
+        self.bad(format!("{key:?} has no {other:?} beside it; an NVFP4 tensor needs both"))
+    }
+}
+
+impl Tensors for Container {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.slots.iter().map(|s| s.name.clone()).collect()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        self.by_name.get(name).map(|&i| self.slots[i].stored.clone())
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let slot = self.slot(name)?;
+        let Stored::Dense { float, shape } = &slot.stored else {
+            return Err(self.bad(format!("{name:?} is NVFP4; floats are needed")));
+        };
+        let width = row_width(shape);
+        let mut buffer = vec![0; rows.len() * width * float.size()];
+        self.read(&slot.entries[0], (rows.start * width * float.size()) as u64, &mut buffer)?;
+        let values = float.decode(&buffer);
+        if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+            let index = rows.start * width + at;
+            return Err(self.bad(format!("{name:?}: {} at value {index}; weights must be finite", values[at])));
+        }
+        Ok(values)
+    }
+
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        let slot = self.slot(name)?;
+        let Stored::Packed { rows, cols, .. } = slot.stored else {
+            return Err(self.bad(format!("{name:?} is dense; NVFP4 is needed")));
+        };
+        let mut codes = vec![0; rows * cols / 2];
+        let mut scales = vec![0; rows * scales_per_row(cols)];
+        self.read(&slot.entries[0], 0, &mut codes)?;
+        self.read(&slot.entries[1], 0, &mut scales)?;
+        let mut global = 1.0;
+        if let Some(entry) = slot.entries.get(2) {
+            let mut buffer = [0; 4];
+            self.read(entry, 0, &mut buffer)?;
+            global = FloatType::F32.decode(&buffer)[0];
+        }
+        Ok(Packed { codes: bytes::to_u32s(&codes), scales, global })
+    }
+}
+
+/// What an entry's type says about its content.
+enum Content {
+    Floats(FloatType),
+    Bytes,
+    Scales,
+    /// A type that weights do not have.
+    Other(String),
+}
+
+impl Entry {
+    fn content(&self) -> Content {
+        match self {
+            Self::Dat(entry) => match entry.element {
+                ElementType::U8 | ElementType::F4x2 => Content::Bytes,
+                ElementType::F8E4m3 => Content::Scales,
+                other => other.float().map_or_else(|| Content::Other(other.name().to_owned()), Content::Floats),
+            },
+            Self::Safe(_, entry) => match entry.dtype {
+                Dtype::U8 => Content::Bytes,
+                Dtype::F8_E4M3 => Content::Scales,
+                other => {
+                    safetensors::float_of(other).map_or_else(|| Content::Other(format!("{other:?}")), Content::Floats)
+                }
+            },
+        }
+    }
+
+    fn shape(&self) -> &[usize] {
+        match self {
+            Self::Dat(entry) => &entry.dims,
+            Self::Safe(_, entry) => &entry.shape,
+        }
+    }
+
+    /// The part of an NVFP4 tensor that the entry with this key stores. `None` for a dense tensor.
+    fn part<'k>(&self, key: &'k str) -> Option<(Spelling, &'k str, Part)> {
+        if let Some((base, part)) = Spelling::Dat.split(key) {
+            return Some((Spelling::Dat, base, part));
+        }
+        if matches!(self, Self::Dat(_)) {
+            return None;
+        }
+        if matches!(self.content(), Content::Bytes) && names::may_hold_codes(key) {
+            return Some((Spelling::ModelOpt, key, Part::Codes));
+        }
+        Spelling::ModelOpt.split(key).map(|(base, part)| (Spelling::ModelOpt, base, part))
+    }
+}
+
+/// The weights that a path stands for: a file itself, a folder of safetensors, or the only `.dat` of a folder.
+fn weights_file(path: &Path) -> Result<PathBuf, ModelError> {
+    if !path.exists() {
+        let hint = "give a model folder, a .dat file or a .safetensors file".to_owned();
+        return Err(ModelError::Missing { path: path.to_owned(), hint });
+    }
+    if path.is_file() || safetensors::in_folder(path) {
+        return Ok(path.to_owned());
+    }
+    let mut dats: Vec<PathBuf> = std::fs::read_dir(path)
+        .map_err(ModelError::io(path, ""))?
+        .filter_map(|e| e.ok().map(|e| e.path()))
+        .filter(|p| p.extension().is_some_and(|e| e == "dat"))
+        .collect();
+    dats.sort();
+    match dats.len() {
+        1 => Ok(dats.remove(0)),
+        0 => Err(ModelError::weights(path, "the folder holds neither model.safetensors nor a .dat file")),
+        n => Err(ModelError::weights(path, format!("the folder holds {n} .dat files; name one of them"))),
+    }
+}

@@ -1,0 +1,127 @@
+//! How checkpoints spell the names of a model's tensors. No other file spells one.
+//!
+//! A tensor has its Hugging Face name, for example `model.layers.3.self_attn.q_proj.weight`. A container stores an NVFP4
+//! tensor as two or three entries, whose keys are the name and a suffix:
+//!
+//! | spelling | codes | block scales | tensor scale |
+//! |---|---|---|---|
+//! | `.dat` | `NAME.qdata` | `NAME.scale` | `NAME.scale_2` |
+//! | ModelOpt, in safetensors | `NAME` | `NAME_scale` | `NAME_scale_2` |
+//!
+//! Some `.dat` files leave `.weight` out of the keys of NVFP4 tensors (`….q_proj.qdata`). They are read, too.
+
+/// The embedding.
+pub const EMBEDDING: &str = "model.embed_tokens.weight";
+/// The norm before the head.
+pub const FINAL_NORM: &str = "model.norm.weight";
+/// The head, where it is not the embedding.
+pub const HEAD: &str = "lm_head.weight";
+
+pub(crate) const Q_PROJ: &str = "self_attn.q_proj";
+pub(crate) const K_PROJ: &str = "self_attn.k_proj";
+pub(crate) const V_PROJ: &str = "self_attn.v_proj";
+pub(crate) const O_PROJ: &str = "self_attn.o_proj";
+pub(crate) const Q_NORM: &str = "self_attn.q_norm";
+pub(crate) const K_NORM: &str = "self_attn.k_norm";
+pub(crate) const GATE_PROJ: &str = "mlp.gate_proj";
+pub(crate) const UP_PROJ: &str = "mlp.up_proj";
+pub(crate) const DOWN_PROJ: &str = "mlp.down_proj";
+pub(crate) const INPUT_LAYERNORM: &str = "input_layernorm";
+pub(crate) const POST_ATTENTION_LAYERNORM: &str = "post_attention_layernorm";
+
+const BLOCKS: &str = "model.layers.";
+const WEIGHT: &str = ".weight";
+
+/// The name of a part of a transformer block.
+pub(crate) fn in_block(block: usize, part: &str) -> String {
+    format!("{BLOCKS}{block}.{part}{WEIGHT}")
+}
+
+/// The index of the transformer block that a tensor belongs to, if it belongs to one.
+pub(crate) fn block_of(name: &str) -> Option<usize> {
+    name.strip_prefix(BLOCKS)?.split('.').next()?.parse().ok()
+}
+
+/// Whether a tensor is the weight of a linear layer inside a transformer block.
+pub(crate) fn is_projection(name: &str) -> bool {
+    name.contains("_proj.")
+}
+
+/// What one entry of an NVFP4 tensor holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Part {
+    /// Two codes in each byte.
+    Codes,
+    /// One E4M3 scale for each block of 16 values.
+    Scales,
+    /// One f32 scale for the tensor, in two-level files.
+    TensorScale,
+}
+
+/// How a container spells the keys of an NVFP4 tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Spelling {
+    Dat,
+    ModelOpt,
+}
+
+impl Spelling {
+    fn suffix(self, part: Part) -> &'static str {
+        match (self, part) {
+            (Self::Dat, Part::Codes) => ".qdata",
+            (Self::Dat, Part::Scales) => ".scale",
+            (Self::Dat, Part::TensorScale) => ".scale_2",
+            (Self::ModelOpt, Part::Codes) => "",
+            (Self::ModelOpt, Part::Scales) => "_scale",
+            (Self::ModelOpt, Part::TensorScale) => "_scale_2",
+        }
+    }
+
+    /// The key of a part. `base` is the tensor's name, or what [`Self::split`] returned.
+    pub(crate) fn key(self, base: &str, part: Part) -> String {
+        format!("{base}{}", self.suffix(part))
+    }
+
+    /// Splits a key into its base and the part that its suffix names.
+    pub(crate) fn split(self, key: &str) -> Option<(&str, Part)> {
+        let mut parts = [Part::Codes, Part::TensorScale, Part::Scales].into_iter();
+        parts.find_map(|part| {
+            let base = key.strip_suffix(self.suffix(part)).filter(|_| !self.suffix(part).is_empty())?;
+            (self == Self::Dat || base.ends_with(WEIGHT)).then_some((base, part))
+        })
+    }
+}
+
+/// The name of the NVFP4 tensor whose keys begin with `base`.
+pub(crate) fn of_base(base: &str) -> String {
+    format!("{}{WEIGHT}", base.strip_suffix(WEIGHT).unwrap_or(base))
+}
+
+/// Whether a safetensors entry of bytes with this key holds codes in ModelOpt's spelling.
+pub(crate) fn may_hold_codes(key: &str) -> bool {
+    key.ends_with(WEIGHT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_a_tensor_are_found_by_their_keys() {
+        let name = in_block(12, Q_PROJ);
+        assert_eq!(name, "model.layers.12.self_attn.q_proj.weight");
+        assert_eq!((block_of(&name), block_of(HEAD)), (Some(12), None));
+        for part in [Part::Codes, Part::Scales, Part::TensorScale] {
+            let key = Spelling::Dat.key(&name, part);
+            assert_eq!(Spelling::Dat.split(&key), Some((name.as_str(), part)), "{key}");
+        }
+        for part in [Part::Scales, Part::TensorScale] {
+            let key = Spelling::ModelOpt.key(&name, part);
+            assert_eq!(Spelling::ModelOpt.split(&key), Some((name.as_str(), part)), "{key}");
+        }
+        assert_eq!(Spelling::Dat.split(&name), None);
+        assert_eq!(Spelling::ModelOpt.split("input_scale"), None);
+        assert_eq!(of_base("model.layers.12.self_attn.q_proj"), name);
+        assert_eq!(of_base(&name), name);
+    }
+}

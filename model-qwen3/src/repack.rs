@@ -1,0 +1,143 @@
+//! The tensors of a model as they will be stored in another format. [`Repacked`] computes each tensor when it is read,
+//! so that at most one is in memory; [`crate::write`] streams them to a file.
+
+use crate::{
+    ModelError,
+    bytes::FloatType,
+    container::Container,
+    names,
+    tensors::{Stored, Tensors},
+};
+use backend_nvfp4::{
+    Block, Packed, QuantizeSpec, Rounding, Scaling, View,
+    layout::{BLOCK, scales_per_row, words_per_row},
+    reference,
+};
+use std::{ops::Range, path::Path};
+
+/// How tensors will be stored.
+#[derive(Debug, Clone, Copy)]
+pub enum StoreAs<'a> {
+    /// Every tensor dense, with values of one type.
+    Float(FloatType),
+    /// Linear layers in NVFP4, other tensors in f16.
+    Nvfp4 {
+        /// Whether a tensor has a scale of its own.
+        scaling: Scaling,
+        /// Whether a head that is not the embedding is NVFP4, too.
+        head: bool,
+        /// Which values share a block scale.
+        block: Block,
+        /// The first transformer block whose linear layers stay dense.
+        dense_from: usize,
+    },
+    /// Each tensor as this file stores it. A tensor that did not change keeps its bytes.
+    Like(&'a Container),
+}
+
+/// Tensors as they will be stored.
+#[derive(Clone, Copy)]
+pub struct Repacked<'a> {
+    source: &'a dyn Tensors,
+    format: StoreAs<'a>,
+}
+
+impl<'a> Repacked<'a> {
+    /// Shows `source` in another format.
+    pub fn new(source: &'a dyn Tensors, format: StoreAs<'a>) -> Self {
+        Self { source, format }
+    }
+
+    /// Names of the source for which the format has no place.
+    pub fn left_out(&self) -> Vec<String> {
+        let names = self.names();
+        self.source.names().into_iter().filter(|n| !names.contains(n)).collect()
+    }
+
+    /// The tensor of the source that has the values of `name`. A file may spell out a tied head; its values are those of
+    /// the embedding.
+    fn origin<'n>(&self, name: &'n str) -> &'n str {
+        if name == names::HEAD && self.source.stored(name).is_none() { names::EMBEDDING } else { name }
+    }
+
+    fn source_values(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let Some(Stored::Packed { cols, .. }) = self.source.stored(name) else {
+            return self.source.read_rows(name, rows);
+        };
+        let q = self.source.read_packed(name)?;
+        let codes = q.codes[rows.start * words_per_row(cols)..rows.end * words_per_row(cols)].to_vec();
+        let scales = q.scales[rows.start * scales_per_row(cols)..rows.end * scales_per_row(cols)].to_vec();
+        Ok(reference::dequantize(&Packed { codes, scales, global: q.global }, rows.len(), cols))
+    }
+
+    fn bad(&self, reason: String) -> ModelError {
+        ModelError::weights(self.path(), reason)
+    }
+}
+
+impl Tensors for Repacked<'_> {
+    fn path(&self) -> &Path {
+        self.source.path()
+    }
+
+    fn names(&self) -> Vec<String> {
+        match self.format {
+            StoreAs::Like(original) => original.names(),
+            _ => self.source.names(),
+        }
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        let shape = self.source.stored(self.origin(name))?.shape();
+        Some(match self.format {
+            StoreAs::Float(float) => Stored::Dense { float, shape },
+            StoreAs::Like(original) => original.stored(name)?,
+            StoreAs::Nvfp4 { scaling, head, dense_from, .. }
+                if becomes_nvfp4(name, head, dense_from) && shape.len() == 2 && shape[1].is_multiple_of(BLOCK) =>
+            {
+                Stored::Packed { rows: shape[0], cols: shape[1], scaling }
+            }
+            StoreAs::Nvfp4 { .. } => Stored::Dense { float: FloatType::F16, shape },
+        })
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let Some(Stored::Dense { float, .. }) = self.stored(name) else {
+            return Err(self.bad(format!("{name:?} becomes NVFP4; floats are needed")));
+        };
+        let values = self.source_values(self.origin(name), rows)?;
+        let rounded = float.decode(&float.encode(&values));
+        if let Some(at) = rounded.iter().position(|v| !v.is_finite()) {
+            return Err(self.bad(format!("{name:?}: {} does not fit {}; use bf16 or f32", values[at], float.name())));
+        }
+        Ok(rounded)
+    }
+
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        let Some(Stored::Packed { rows, cols, scaling }) = self.stored(name) else {
+            return Err(self.bad(format!("{name:?} stays dense; NVFP4 is needed")));
+        };
+        let origin = self.origin(name);
+        if let Some(Stored::Packed { scaling: old, .. }) = self.source.stored(origin)
+            && old == scaling
+        {
+            return self.source.read_packed(origin);
+        }
+        let values = self.source_values(origin, 0..rows)?;
+        Ok(match self.format {
+            StoreAs::Like(original) => {
+                reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling)
+            }
+            StoreAs::Nvfp4 { block, .. } => {
+                let spec = QuantizeSpec { scaling, block, rounding: Rounding::Nearest };
+                reference::quantize(&values, View::row_major(rows, cols), spec)
+            }
+            StoreAs::Float(_) => unreachable!("StoreAs::Float stores no tensor as NVFP4"),
+        })
+    }
+}
+
+fn becomes_nvfp4(name: &str, head: bool, dense_from: usize) -> bool {
+    let quantized = names::block_of(name).is_none_or(|block| block < dense_from);
+    names::is_projection(name) && quantized || head && name == names::HEAD
+}

@@ -1,0 +1,97 @@
+//! Tensors by name, whether they are in a container, in a model on a device, or about to be converted. A tensor is read
+//! whole or in ranges of rows, so that no caller needs more than one in memory.
+
+use crate::{ModelError, bytes::FloatType};
+use backend_nvfp4::{Packed, Scaling};
+use std::{ops::Range, path::Path};
+
+/// How a tensor is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Stored {
+    /// As floats.
+    Dense {
+        /// The type of the floats.
+        float: FloatType,
+        /// The tensor's shape.
+        shape: Vec<usize>,
+    },
+    /// As NVFP4 codes and scales.
+    Packed {
+        /// Rows of the matrix.
+        rows: usize,
+        /// Columns of the matrix.
+        cols: usize,
+        /// Whether the tensor has a scale of its own.
+        scaling: Scaling,
+    },
+}
+
+impl Stored {
+    /// The tensor's logical shape.
+    pub fn shape(&self) -> Vec<usize> {
+        match self {
+            Self::Dense { shape, .. } => shape.clone(),
+            Self::Packed { rows, cols, .. } => vec![*rows, *cols],
+        }
+    }
+}
+
+/// Named tensors that can be read one at a time.
+pub trait Tensors {
+    /// The file or folder that the tensors come from, for messages.
+    fn path(&self) -> &Path;
+
+    /// The names of all tensors, in file order.
+    fn names(&self) -> Vec<String>;
+
+    /// How a tensor is stored, if it exists.
+    fn stored(&self, name: &str) -> Option<Stored>;
+
+    /// Whether training quantizes a head of this name. It does if the file holds the head in NVFP4.
+    fn trains_quantized(&self, name: &str) -> bool {
+        matches!(self.stored(name), Some(Stored::Packed { .. }))
+    }
+
+    /// Whether training keeps this tensor's codes unchanged, because a run froze them.
+    fn keeps_codes(&self, _name: &str) -> bool {
+        false
+    }
+
+    /// Reads the rows `rows` of a dense tensor as f32. A vector has one row.
+    ///
+    /// # Errors
+    /// If the tensor is missing or NVFP4, the system fails, or a value is not finite.
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError>;
+
+    /// Reads the codes and scales of an NVFP4 tensor.
+    ///
+    /// # Errors
+    /// If the tensor is missing or dense, or the system fails.
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError>;
+
+    /// Reads a whole dense tensor as f32.
+    ///
+    /// # Errors
+    /// As [`Self::read_rows`].
+    fn read_dense(&self, name: &str) -> Result<Vec<f32>, ModelError> {
+        let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        self.read_rows(name, 0..row_count(&stored.shape()))
+    }
+}
+
+/// The ranges of rows to read one after another, so that a range has about `values` values.
+pub fn row_ranges(shape: &[usize], values: usize) -> impl Iterator<Item = Range<usize>> {
+    let rows = row_count(shape);
+    let step = (values / row_width(shape).max(1)).max(1);
+    (0..rows).step_by(step).map(move |start| start..(start + step).min(rows))
+}
+
+/// Values in a row. A vector is one row.
+pub fn row_width(shape: &[usize]) -> usize {
+    if shape.len() < 2 { shape.iter().product() } else { shape[1..].iter().product() }
+}
+
+/// Rows of a tensor. A vector is one row.
+fn row_count(shape: &[usize]) -> usize {
+    if shape.len() < 2 { 1 } else { shape[0] }
+}

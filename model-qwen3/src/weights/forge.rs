@@ -1,0 +1,111 @@
+//! Makes the parameters of a model: their ids, the types in which they lie on the device, and the forms of masters.
+
+use super::host::to_host;
+use crate::{ModelError, tensors::row_ranges};
+use backend_nvfp4::{LinearSpec, Master, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
+use burn::{
+    module::{Param, ParamId},
+    tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend},
+};
+use half::bf16;
+use std::ops::Range;
+
+/// Values of a tensor that go to the device at once. The host holds this many of it in f32.
+const CHUNK: usize = 1 << 20;
+
+/// Makes parameters in the order of their ids.
+pub(super) struct Forge<'a, B: Backend> {
+    /// The form of masters. `None` for inference.
+    pub(super) master: Option<MasterKind>,
+    pub(super) spec: LinearSpec,
+    pub(super) device: &'a B::Device,
+    /// How many ids are taken.
+    pub(super) next_id: u64,
+}
+
+/// How a dense matrix lies on the device.
+#[derive(Clone, Copy)]
+pub(super) struct Form {
+    pub(super) dtype: DType,
+    /// Whether values are rounded to bf16 first. Masters of bf16 are, even on a device that computes in f32.
+    pub(super) through_bf16: bool,
+}
+
+impl<B: Nvfp4Kernels> Forge<'_, B> {
+    /// The form of dense matrices. A matrix that is not trained has the type in which it is multiplied.
+    pub(super) fn dense(&self) -> Form {
+        let computed = self.spec.precision.dtype();
+        match self.master.map(MasterKind::dense) {
+            None => Form { dtype: computed, through_bf16: false },
+            Some(Master::Exact) => Form { dtype: DType::F32, through_bf16: false },
+            Some(_) => Form { dtype: computed, through_bf16: true },
+        }
+    }
+
+    /// Uploads a matrix, one range of rows after another, so that the host never holds all of it.
+    pub(super) fn upload(
+        &self,
+        shape: [usize; 2],
+        form: Form,
+        mut rows: impl FnMut(Range<usize>) -> Result<Vec<f32>, ModelError>,
+    ) -> Result<Tensor<B, 2>, ModelError> {
+        let [_, width] = shape;
+        let Form { dtype, through_bf16 } = form;
+        let mut tensor = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(B::unfilled(shape, dtype, self.device)));
+        for range in row_ranges(&shape, CHUNK) {
+            let mut values = rows(range.clone())?;
+            let part = [range.len(), width];
+            let data = if through_bf16 && dtype == DType::BF16 {
+                TensorData::new(values.into_iter().map(bf16::from_f32).collect(), part)
+            } else {
+                if through_bf16 {
+                    values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+                }
+                TensorData::new(values, part)
+            };
+            tensor = tensor.slice_assign([range, 0..width], Tensor::from_data(data, (self.device, dtype)));
+        }
+        Ok(tensor)
+    }
+
+    /// Makes the weight of a norm.
+    pub(super) fn vector(&mut self, values: Vec<f32>) -> Param<Tensor<B, 1>> {
+        let len = values.len();
+        self.param(Tensor::from_data(TensorData::new(values, [len]), (self.device, DType::F32)))
+    }
+
+    /// Makes a dense matrix of values that are on the device.
+    pub(super) fn matrix(&mut self, values: Tensor<B, 2>) -> Result<Param<Tensor<B, 2>>, ModelError> {
+        let Form { dtype, through_bf16 } = self.dense();
+        let rounded = if through_bf16 && dtype == DType::F32 { rounded_to_bf16(values)? } else { values.cast(dtype) };
+        Ok(self.param(rounded))
+    }
+
+    /// Makes the master weight of a linear layer of values that are on the device.
+    pub(super) fn linear(&mut self, values: Tensor<B, 2>) -> Result<Nvfp4Linear<B>, ModelError> {
+        if self.master != Some(MasterKind::Nvfp4) {
+            return Ok(Nvfp4Linear::Master(self.matrix(values)?));
+        }
+        let weight = B::nvfp4_quantize_master(values.into_primitive().tensor());
+        Ok(self.packed_master(Nvfp4Tensor::from_primitive(weight)))
+    }
+
+    /// Makes an NVFP4 master weight.
+    pub(super) fn packed_master(&mut self, weight: Nvfp4Tensor<B>) -> Nvfp4Linear<B> {
+        let gradient = self.param(Tensor::zeros([1, 1], (self.device, DType::F32)));
+        Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient))
+    }
+
+    /// Makes a parameter with the next id.
+    pub(super) fn param<const D: usize>(&mut self, tensor: Tensor<B, D>) -> Param<Tensor<B, D>> {
+        self.next_id += 1;
+        Param::initialized(ParamId::from(self.next_id), tensor)
+    }
+}
+
+/// Rounds values to bf16 and keeps them in f32. The host does it, because the device may not know bf16.
+fn rounded_to_bf16<B: Backend>(x: Tensor<B, 2>) -> Result<Tensor<B, 2>, ModelError> {
+    let (device, dims) = (x.device(), x.dims());
+    let values: Vec<f32> = to_host(x)?.into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
+    Ok(Tensor::from_data(TensorData::new(values, dims), (&device, DType::F32)))
+}

@@ -1,0 +1,69 @@
+//! The tensors of a model in memory, as [`Tensors`] that can be written to a file.
+
+use super::{Field, fields};
+use crate::{
+    ModelError,
+    model::Qwen3,
+    tensors::{Stored, Tensors, row_width},
+};
+use backend_nvfp4::{Nvfp4Kernels, Packed, Scaling};
+use burn::tensor::backend::Backend;
+use std::{cell::RefCell, ops::Range, path::Path};
+
+/// A model's tensors, read from its device: packed weights in NVFP4, the others as floats.
+pub struct Live<'a, B: Backend> {
+    fields: Vec<(String, Field<'a, B>)>,
+    /// The tensor that was read last: writers read one range of rows after another, and one transfer serves them all.
+    fetched: RefCell<Option<(String, Vec<f32>)>>,
+}
+
+impl<'a, B: Nvfp4Kernels> Live<'a, B> {
+    /// Shows a model's tensors.
+    pub fn new(model: &'a Qwen3<B>) -> Self {
+        Self { fields: fields(model), fetched: RefCell::new(None) }
+    }
+
+    fn field(&self, name: &str) -> Option<&Field<'a, B>> {
+        self.fields.iter().find(|(n, _)| n == name).map(|(_, f)| f)
+    }
+}
+
+impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
+    fn path(&self) -> &Path {
+        Path::new("model in memory")
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.fields.iter().map(|(n, _)| n.clone()).collect()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        let field = self.field(name)?;
+        Some(match field.packed() {
+            Some(w) => {
+                let [rows, cols] = w.dims();
+                Stored::Packed { rows, cols, scaling: Scaling::Two }
+            }
+            None => Stored::Dense { float: field.float(), shape: field.shape() },
+        })
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        let mut fetched = self.fetched.borrow_mut();
+        if fetched.as_ref().is_none_or(|(n, _)| n != name) {
+            drop(fetched.take()); // The host never holds two of them.
+            *fetched = Some((name.to_owned(), field.to_host()?));
+        }
+        let (_, values) = fetched.as_ref().expect("it was just fetched");
+        let width = row_width(&field.shape());
+        Ok(values[rows.start * width..rows.end * width].to_vec())
+    }
+
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        match self.field(name).and_then(Field::packed) {
+            Some(w) => w.to_packed().map_err(ModelError::nvfp4(name)),
+            _ => Err(ModelError::weights(self.path(), format!("{name:?} is dense; NVFP4 is needed"))),
+        }
+    }
+}

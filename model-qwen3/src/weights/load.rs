@@ -1,0 +1,176 @@
+//! Loads a model from the tensors of a file.
+
+use super::{
+    fields::{Source, build},
+    forge::{Forge, Form},
+};
+use crate::{
+    ModelError,
+    config::Qwen3Config,
+    model::Qwen3,
+    names::{EMBEDDING, HEAD},
+    tensors::{Stored, Tensors, row_ranges},
+};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, layout, reference};
+use burn::{
+    module::Param,
+    tensor::{DType, Tensor, backend::Backend},
+};
+use std::collections::HashSet;
+
+/// What the model is loaded for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// Training. Every tensor becomes a master of this form. NVFP4 tensors are dequantized once, unless masters are NVFP4.
+    Train(MasterKind),
+    /// Inference. NVFP4 tensors stay packed.
+    Infer,
+}
+
+/// Loads a model. No gradient is tracked before [`super::trained`] says so.
+///
+/// # Errors
+/// If a tensor is missing, has another shape than config.json says, is unknown to the model, or is invalid.
+pub fn load<B: Nvfp4Kernels>(
+    tensors: &dyn Tensors,
+    config: &Qwen3Config,
+    spec: LinearSpec,
+    purpose: Purpose,
+    device: &B::Device,
+) -> Result<Qwen3<B>, ModelError> {
+    let copied = config.tie_word_embeddings && head_is_a_copy(tensors)?;
+    let has_head = tensors.stored(HEAD).is_some() && !copied;
+    if !has_head && !config.tie_word_embeddings {
+        let reason = format!("there is no tensor {HEAD:?}, and config.json does not tie the head to the embedding");
+        return Err(ModelError::weights(tensors.path(), reason));
+    }
+    let master = match purpose {
+        Purpose::Train(master) => Some(master),
+        Purpose::Infer => None,
+    };
+    let forge = Forge { master, spec, device, next_id: 0 };
+    let mut loader = Loader { tensors, forge, used: HashSet::new() };
+    let model = build(config, spec, has_head, &mut loader)?;
+    let mut unknown = tensors.names();
+    unknown.retain(|n| !(loader.used.contains(n) || copied && n == HEAD));
+    if !unknown.is_empty() {
+        let shown = unknown[..unknown.len().min(10)].join(", ");
+        let reason = match unknown.len() {
+            1 => format!("the file has a tensor that this model does not have: {shown}"),
+            n => format!("the file has {n} tensors that this model does not have: {shown}"),
+        };
+        return Err(ModelError::weights(tensors.path(), reason));
+    }
+    Ok(model)
+}
+
+/// Whether the file spells out a tied head. A head with the embedding's values is the embedding.
+fn head_is_a_copy(tensors: &dyn Tensors) -> Result<bool, ModelError> {
+    let (Some(head @ Stored::Dense { .. }), Some(embedding)) = (tensors.stored(HEAD), tensors.stored(EMBEDDING)) else {
+        return Ok(false);
+    };
+    if head != embedding {
+        return Ok(false);
+    }
+    for rows in row_ranges(&head.shape(), 1 << 20) {
+        if tensors.read_rows(HEAD, rows.clone())? != tensors.read_rows(EMBEDDING, rows)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+struct Loader<'a, B: Backend> {
+    tensors: &'a dyn Tensors,
+    forge: Forge<'a, B>,
+    /// Names of the tensors that the model took.
+    used: HashSet<String>,
+}
+
+impl<B: Nvfp4Kernels> Loader<'_, B> {
+    /// Takes a tensor that must have this shape.
+    fn expect(&mut self, name: &str, shape: &[usize]) -> Result<Stored, ModelError> {
+        let found = self.tensors.stored(name).ok_or_else(|| {
+            ModelError::weights(self.tensors.path(), format!("there is no tensor {name:?} of shape {shape:?}"))
+        })?;
+        if found.shape() != shape {
+            let reason = format!("{name:?} has shape {:?}, config.json asks for {shape:?}", found.shape());
+            return Err(ModelError::weights(self.tensors.path(), reason));
+        }
+        self.used.insert(name.to_owned());
+        Ok(found)
+    }
+
+    /// Uploads a dense matrix of the file.
+    fn dense(&self, name: &str, shape: [usize; 2], form: Form) -> Result<Tensor<B, 2>, ModelError> {
+        self.forge.upload(shape, form, |rows| self.tensors.read_rows(name, rows))
+    }
+
+    /// Uploads an NVFP4 matrix of the file and checks its scales.
+    fn packed(&self, name: &str, [rows, cols]: [usize; 2]) -> Result<Nvfp4Tensor<B>, ModelError> {
+        let packed = self.tensors.read_packed(name)?;
+        let tensor = Nvfp4Tensor::new(packed, rows, cols, self.forge.device).map_err(ModelError::nvfp4(name))?;
+        // CubeCL counts uploaded bytes in 32 bits until a kernel is launched. This one lets codes exceed 4 GiB.
+        drop(Tensor::<B, 1>::zeros([1], self.forge.device));
+        Ok(tensor)
+    }
+}
+
+impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
+    fn vector(&mut self, name: &str, len: usize) -> Result<Param<Tensor<B, 1>>, ModelError> {
+        self.expect(name, &[len])?;
+        let values = self.tensors.read_dense(name)?;
+        Ok(self.forge.vector(values))
+    }
+
+    fn matrix(&mut self, name: &str, shape: [usize; 2]) -> Result<Param<Tensor<B, 2>>, ModelError> {
+        if let Stored::Packed { .. } = self.expect(name, &shape)? {
+            let values = self.packed(name, shape)?.dequantize(DType::F32);
+            return self.forge.matrix(values);
+        }
+        let values = self.dense(name, shape, self.forge.dense())?;
+        Ok(self.forge.param(values))
+    }
+
+    fn linear(&mut self, name: &str, shape: [usize; 2]) -> Result<Nvfp4Linear<B>, ModelError> {
+        let stored = self.expect(name, &shape)?;
+        let [rows, cols] = shape;
+        match (self.forge.master, stored) {
+            (None, Stored::Packed { .. }) => {
+                self.forge.next_id += 1;
+                Ok(Nvfp4Linear::Packed(self.packed(name, shape)?))
+            }
+            // Without training, a weight is what its file holds. A head that its file keeps dense is never quantized.
+            (None, Stored::Dense { .. }) => Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?)),
+            (Some(_), _) if name == HEAD && !self.tensors.trains_quantized(name) => {
+                Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?))
+            }
+            (Some(_), Stored::Packed { .. }) if self.tensors.keeps_codes(name) => {
+                let packed = self.packed(name, shape)?;
+                Ok(self.forge.packed_master(packed))
+            }
+            (Some(MasterKind::Nvfp4), Stored::Packed { .. }) => {
+                // `packed` checks the scales before anything is computed with them.
+                let packed = self.packed(name, shape)?.to_packed().map_err(ModelError::nvfp4(name))?;
+                let roomy = reference::with_room(packed, rows, cols);
+                let weight = Nvfp4Tensor::new(roomy, rows, cols, self.forge.device).map_err(ModelError::nvfp4(name))?;
+                Ok(self.forge.packed_master(weight))
+            }
+            (Some(_), Stored::Packed { .. }) => {
+                let values = self.packed(name, shape)?.dequantize(DType::F32);
+                self.forge.linear(values)
+            }
+            (Some(MasterKind::Nvfp4), Stored::Dense { .. }) => {
+                if !cols.is_multiple_of(layout::BLOCK) {
+                    return Err(ModelError::nvfp4(name)(Nvfp4Error::Columns { cols }));
+                }
+                let values = self.dense(name, shape, Form { dtype: DType::F32, through_bf16: false })?;
+                self.forge.linear(values)
+            }
+            (Some(_), Stored::Dense { .. }) => {
+                let values = self.dense(name, shape, self.forge.dense())?;
+                Ok(Nvfp4Linear::Master(self.forge.param(values)))
+            }
+        }
+    }
+}

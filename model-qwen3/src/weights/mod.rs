@@ -1,0 +1,20 @@
+//! The tensors of a model by checkpoint name.
+//!
+//! [`load`] reads a model from a container and [`random`] draws one; both ask a source for each tensor in turn.
+//! [`trained`](fn@trained) moves the model to the backend that records gradients.
+//! [`fields`] lists a model's tensors, [`Live`] shows them to whoever writes a file, and [`Replace`] exchanges them.
+
+mod fields;
+mod forge;
+mod host;
+mod live;
+mod load;
+mod random;
+mod trained;
+
+pub use fields::{Field, Replace, fields};
+pub use host::to_host;
+pub use live::Live;
+pub use load::{Purpose, load};
+pub use random::random;
+pub use trained::trained;

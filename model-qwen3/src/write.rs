@@ -1,0 +1,173 @@
+//! Streams tensors to a `.dat` or a safetensors file. A dense tensor is encoded some rows at a time.
+
+use crate::{
+    ModelError,
+    bytes::{self, FloatType},
+    dat::{DatFile, DatWriter, ElementType},
+    names::{self, Part, Spelling},
+    safetensors,
+    tensors::{Stored, Tensors, row_ranges},
+};
+use ::safetensors::Dtype;
+use backend_nvfp4::{Packed, Scaling, layout::scales_per_row};
+use std::io::Write;
+
+/// Values of a dense tensor that are read at a time, and words of codes that are encoded at a time.
+const CHUNK: usize = 2 << 20;
+
+/// Writes tensors as a `.dat` file. With `like`, entries have that file's order, keys and types.
+///
+/// # Errors
+/// If a tensor of `like` is missing or has another shape, or reading or writing fails.
+pub fn write_dat<W: Write>(
+    tensors: &dyn Tensors,
+    like: Option<&DatFile>,
+    out: W,
+    write_error: impl Fn(std::io::Error) -> ModelError,
+) -> Result<W, ModelError> {
+    let plan = match like {
+        Some(original) => plan_like(tensors, original)?,
+        None => plan_default(tensors),
+    };
+    if plan.is_empty() {
+        return Err(ModelError::weights(tensors.path(), "there is no tensor to write"));
+    }
+    let mut writer = DatWriter::new(out, plan.len()).map_err(&write_error)?;
+    let mut packed: Option<(&str, Packed)> = None;
+    for entry in &plan {
+        writer.entry(&entry.key, entry.element, &entry.dims).map_err(&write_error)?;
+        let mut put = |bytes: &[u8]| writer.payload(bytes).map_err(&write_error);
+        let Some(part) = entry.part else {
+            put_floats(tensors, &entry.name, put)?;
+            continue;
+        };
+        // The parts of one tensor follow each other, so that it is computed once.
+        if packed.as_ref().is_none_or(|(name, _)| *name != entry.name) {
+            drop(packed.take()); // The host never holds two of them.
+            packed = Some((&entry.name, tensors.read_packed(&entry.name)?));
+        }
+        let (_, q) = packed.as_ref().expect("it was just read");
+        put_part(q, part, &mut put)?;
+    }
+    Ok(writer.finish())
+}
+
+/// One entry of a `.dat` file to be written.
+struct Planned {
+    key: String,
+    element: ElementType,
+    dims: Vec<usize>,
+    /// The tensor.
+    name: String,
+    /// What the entry holds of an NVFP4 tensor. `None` for the floats of a dense one.
+    part: Option<Part>,
+}
+
+fn plan_default(tensors: &dyn Tensors) -> Vec<Planned> {
+    let mut plan = Vec::new();
+    for name in tensors.names() {
+        match tensors.stored(&name) {
+            Some(Stored::Dense { float, shape }) => {
+                plan.push(Planned { key: name.clone(), element: float.into(), dims: shape, name, part: None });
+            }
+            Some(Stored::Packed { rows, cols, scaling }) => {
+                let parts = [
+                    (Part::Codes, ElementType::U8, vec![rows, cols / 2]),
+                    (Part::Scales, ElementType::F8E4m3, vec![rows, scales_per_row(cols)]),
+                    (Part::TensorScale, ElementType::F32, vec![1]),
+                ];
+                let count = if scaling == Scaling::Two { 3 } else { 2 };
+                plan.extend(parts.into_iter().take(count).map(|(part, element, dims)| {
+                    let key = Spelling::Dat.key(&name, part);
+                    Planned { key, element, dims, name: name.clone(), part: Some(part) }
+                }));
+            }
+            None => {}
+        }
+    }
+    plan
+}
+
+fn plan_like(tensors: &dyn Tensors, original: &DatFile) -> Result<Vec<Planned>, ModelError> {
+    let mut plan = Vec::new();
+    for entry in original.entries() {
+        let (name, part) = match Spelling::Dat.split(&entry.key) {
+            None => (entry.key.clone(), None),
+            Some((base, part)) => (names::of_base(base), Some(part)),
+        };
+        let fits = match (&tensors.stored(&name), part) {
+            (Some(Stored::Dense { shape, .. }), None) => *shape == entry.dims,
+            (Some(Stored::Packed { rows, cols, .. }), Some(Part::Codes)) => entry.dims == [*rows, cols / 2],
+            (Some(Stored::Packed { .. }), Some(_)) => true,
+            _ => false,
+        };
+        if !fits {
+            let reason = format!("the model has no counterpart of {:?} with shape {:?}", entry.key, entry.dims);
+            return Err(ModelError::weights(original.path(), reason));
+        }
+        let (key, element, dims) = (entry.key.clone(), entry.element, entry.dims.clone());
+        plan.push(Planned { key, element, dims, name, part });
+    }
+    Ok(plan)
+}
+
+/// Writes tensors as one safetensors file, with NVFP4 in ModelOpt's layout: codes u8 `[N, K/2]`, scales E4M3
+/// `[N, K/16]`, tensor scale f32.
+///
+/// # Errors
+/// If reading or writing fails.
+pub fn write_safetensors<W: Write>(
+    tensors: &dyn Tensors,
+    mut out: W,
+    write_error: impl Fn(std::io::Error) -> ModelError,
+) -> Result<W, ModelError> {
+    const PARTS: [Part; 3] = [Part::Codes, Part::Scales, Part::TensorScale];
+    let mut layout = Vec::new();
+    let names = tensors.names();
+    for name in &names {
+        match tensors.stored(name) {
+            Some(Stored::Dense { float, shape }) => layout.push((name.clone(), safetensors::dtype_of(float), shape)),
+            Some(Stored::Packed { rows, cols, .. }) => {
+                let [codes, scales, global] = PARTS.map(|part| Spelling::ModelOpt.key(name, part));
+                layout.push((codes, Dtype::U8, vec![rows, cols / 2]));
+                layout.push((scales, Dtype::F8_E4M3, vec![rows, scales_per_row(cols)]));
+                layout.push((global, Dtype::F32, vec![]));
+            }
+            None => {}
+        }
+    }
+    let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(&write_error);
+    put(&safetensors::header(&layout))?;
+    for name in &names {
+        match tensors.stored(name) {
+            Some(Stored::Dense { .. }) => put_floats(tensors, name, &mut put)?,
+            Some(Stored::Packed { .. }) => {
+                let q = tensors.read_packed(name)?;
+                PARTS.into_iter().try_for_each(|part| put_part(&q, part, &mut put))?;
+            }
+            None => {}
+        }
+    }
+    Ok(out)
+}
+
+/// Writes the values of a dense tensor, some rows at a time.
+fn put_floats(
+    tensors: &dyn Tensors,
+    name: &str,
+    mut put: impl FnMut(&[u8]) -> Result<(), ModelError>,
+) -> Result<(), ModelError> {
+    let Some(Stored::Dense { float, shape }) = tensors.stored(name) else {
+        return Err(ModelError::weights(tensors.path(), format!("{name:?} is NVFP4; floats are needed")));
+    };
+    row_ranges(&shape, CHUNK).try_for_each(|rows| put(&float.encode(&tensors.read_rows(name, rows)?)))
+}
+
+/// Writes one part of an NVFP4 tensor.
+fn put_part(q: &Packed, part: Part, put: &mut impl FnMut(&[u8]) -> Result<(), ModelError>) -> Result<(), ModelError> {
+    match part {
+        Part::Codes => q.codes.chunks(CHUNK).try_for_each(|words| put(&bytes::of_u32s(words.iter().copied()))),
+        Part::Scales => put(&q.scales),
+        Part::TensorScale => put(&FloatType::F32.encode(&[q.global])),
+    }
+}

@@ -1,0 +1,125 @@
+//! Conversations to samples.
+//!
+//! The model's own template renders a conversation. The text with which the template opens an assistant turn belongs to
+//! the prompt. The assistant's text is supervised, with its end token, because a model that is never taught its end
+//! token never learns to stop.
+
+use crate::{CliError, data::sample::Sample, model_files::TextFiles, settings::LossOn};
+use model_qwen3::chat_template::RenderOptions;
+use serde_json::{Value, json};
+use std::ops::Range;
+
+/// A conversation as the template takes it.
+pub(super) struct Conversation {
+    messages: Vec<Value>,
+    tools: Option<Value>,
+}
+
+impl Conversation {
+    /// A user message and its answer.
+    pub(super) fn of_pair(prompt: &str, answer: &str) -> Self {
+        let messages =
+            vec![json!({"role": "user", "content": prompt}), json!({"role": "assistant", "content": answer})];
+        Self { messages, tools: None }
+    }
+
+    /// Parses a line of JSON: `{"messages": [{"role": …, "content": …}, …], "tools": […]}`, where `tools` is optional.
+    /// An error says what is wrong.
+    pub(super) fn parse(line: &str) -> Result<Self, String> {
+        let mut row: Value = serde_json::from_str(line).map_err(|e| format!("not JSON: {e}"))?;
+        let Some(messages) = row.get_mut("messages").and_then(Value::as_array_mut) else {
+            return Err("the row has no \"messages\" list".into());
+        };
+        let mut messages = std::mem::take(messages);
+        for (i, message) in messages.iter_mut().enumerate() {
+            check(message).map_err(|e| format!("message {}: {e}", i + 1))?;
+        }
+        if !messages.iter().any(|m| m["role"] == "assistant") {
+            return Err("no assistant message, so there is nothing to learn; add one or remove the row".into());
+        }
+        let tools = row.get("tools").cloned().filter(|t| !t.is_null());
+        Ok(Self { messages, tools })
+    }
+
+    /// The samples of the conversation. There is one, unless the template renders earlier turns differently once later
+    /// turns follow, as templates do that drop old thinking: then there is one for each assistant turn.
+    pub(super) fn samples(&self, text: &TextFiles, loss_on: LossOn) -> Result<Vec<Sample>, CliError> {
+        let user = self.messages.iter().find(|m| m["role"] == "user");
+        let prompt = user.and_then(|m| m["content"].as_str()).unwrap_or_default().to_owned();
+        let full = self.render(text, self.messages.len(), false)?;
+        if loss_on == LossOn::All {
+            let ids = text.tokenizer.encode(&full)?;
+            let supervised = vec![true; ids.len()];
+            return Ok(vec![Sample::new(ids, supervised, prompt)]);
+        }
+        // The text up to the end of each assistant turn, and the range of that turn in it.
+        let mut turns = Vec::new();
+        for i in (0..self.messages.len()).filter(|&i| self.messages[i]["role"] == "assistant") {
+            let opened = self.render(text, i, true)?;
+            let closed = self.render(text, i + 1, false)?;
+            if !closed.starts_with(&opened) {
+                let reason =
+                    "the chat template renders an answer in another way than it opens one; use another template";
+                return Err(CliError::Usage(reason.into()));
+            }
+            let end = closed.trim_end().len();
+            turns.push((closed, opened.len()..end));
+        }
+        if turns.iter().all(|(closed, turn)| full.starts_with(&closed[..turn.end])) {
+            let turns: Vec<_> = turns.into_iter().map(|(_, turn)| turn).collect();
+            return Ok(vec![encode(&full, &turns, prompt, text)?]);
+        }
+        turns.iter().map(|(closed, turn)| encode(closed, std::slice::from_ref(turn), prompt.clone(), text)).collect()
+    }
+
+    /// The first `count` messages as text, and the beginning of an answer if `opens_answer`.
+    fn render(&self, text: &TextFiles, count: usize, opens_answer: bool) -> Result<String, CliError> {
+        let options =
+            RenderOptions { tools: self.tools.as_ref(), add_generation_prompt: opens_answer, enable_thinking: None };
+        Ok(text.template.render(&self.messages[..count], options)?)
+    }
+}
+
+/// Refuses a message that a template would silently render as nothing, and joins content that is in parts.
+fn check(message: &mut Value) -> Result<(), String> {
+    match message.get("role").and_then(Value::as_str) {
+        None => return Err("no \"role\"; a message needs \"role\" and \"content\"".into()),
+        Some("system" | "user" | "assistant" | "tool") => {}
+        Some(role) => return Err(format!("role {role:?} is unknown; use system, user, assistant or tool")),
+    }
+    let calls = message.get("tool_calls").is_some_and(|c| c.as_array().is_some_and(|c| !c.is_empty()));
+    let text = match message.get("content") {
+        Some(Value::String(text)) => text.clone(),
+        None | Some(Value::Null) if calls => String::new(),
+        Some(Value::Array(parts)) => {
+            let texts: Option<Vec<&str>> = parts.iter().map(|p| p.get("text").and_then(Value::as_str)).collect();
+            texts.ok_or("\"content\" holds a part that is not text; only text is supported")?.concat()
+        }
+        _ => return Err("\"content\" must be text or a list of text parts".into()),
+    };
+    if text.trim().is_empty() && !calls {
+        return Err("\"content\" is empty; write it or remove the row".into());
+    }
+    message["content"] = text.into();
+    Ok(())
+}
+
+/// Encodes prompts and answers separately, as generation will see them, up to the end of the last answer.
+fn encode(rendered: &str, answers: &[Range<usize>], prompt: String, text: &TextFiles) -> Result<Sample, CliError> {
+    let mut sample = Sample::new(vec![], vec![], prompt);
+    let mut at = 0;
+    for answer in answers {
+        for (piece, supervised) in [(&rendered[at..answer.start], false), (&rendered[answer.clone()], true)] {
+            let ids = text.tokenizer.encode(piece)?;
+            sample.supervised.extend(std::iter::repeat_n(supervised, ids.len()));
+            sample.ids.extend(ids);
+        }
+        if sample.ids.last().is_none_or(|id| !text.stop_ids.contains(id)) {
+            let reason = "the chat template does not end an answer with a stop token, so the model would never learn \
+                          to stop; use another template";
+            return Err(CliError::Usage(reason.into()));
+        }
+        at = answer.end;
+    }
+    Ok(sample)
+}

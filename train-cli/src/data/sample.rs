@@ -1,0 +1,50 @@
+//! A token sequence with a mask of the tokens that are supervised.
+
+use backend_nvfp4::{Stream, reference};
+use std::ops::Range;
+
+/// A token sequence with its mask.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    /// Token ids.
+    pub ids: Vec<u32>,
+    /// For each token, whether the loss counts its prediction.
+    pub supervised: Vec<bool>,
+    /// The first user message, for sample answers. Empty for plain text.
+    pub prompt: String,
+    /// Where each document begins. A packed row has several; the first begins at 0.
+    pub documents: Vec<usize>,
+    /// Index of the file that the sample came from.
+    pub file: usize,
+}
+
+impl Sample {
+    /// A sample of one document.
+    pub(crate) fn new(ids: Vec<u32>, supervised: Vec<bool>, prompt: String) -> Self {
+        Self { ids, supervised, prompt, documents: vec![0], file: 0 }
+    }
+
+    /// The tokens of a range as a sample of one document.
+    pub(crate) fn piece(&self, range: Range<usize>) -> Self {
+        Self::new(self.ids[range.clone()].to_vec(), self.supervised[range].to_vec(), self.prompt.clone())
+    }
+
+    /// Tokens whose prediction the loss counts. The first token is never predicted.
+    pub fn supervised_tokens(&self) -> usize {
+        self.supervised.iter().skip(1).filter(|s| **s).count()
+    }
+}
+
+/// Most random rows. Longer runs repeat them.
+const RANDOM_ROWS: usize = 1024;
+
+/// Samples of random tokens, all supervised, for measurements of speed and memory. There are at most 1,024.
+pub fn synthetic(rows: usize, len: usize, vocab: usize, seed: u64) -> Vec<Sample> {
+    let draw = |row: usize, i: usize| {
+        let stream = Stream { seed, step: row as u32, stream: 0xDA7A };
+        reference::philox(i as u32, stream)[0] % vocab as u32
+    };
+    (0..rows.min(RANDOM_ROWS))
+        .map(|row| Sample::new((0..len).map(|i| draw(row, i)).collect(), vec![true; len], String::new()))
+        .collect()
+}
