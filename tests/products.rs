@@ -1,9 +1,7 @@
 //! Products with packed operands are those of f64, on each backend, in each tile and by each plan of the kernels.
 
 use crate::support::{Cpu, Cube, Feature, Random, host, lacks, matrix, on_gpu, relative};
-use backend_nvfp4::{
-    Block, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling, reference,
-};
+use backend_nvfp4::{Block, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling};
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -52,15 +50,15 @@ fn random_shapes<B: Nvfp4Kernels>(device: B::Device) {
             host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(y)))
         };
 
-        let forward = reference::matmul_nt(&x, &wd, m, n, k);
+        let forward = matmul_nt(&x, &wd, m, n, k);
         assert!(relative(&product(&x, m, k, &wq, Product::Nt), forward) < BOUND, "{label} forward");
-        let both = reference::matmul_nt(&xd, &wd, m, n, k);
+        let both = matmul_nt(&xd, &wd, m, n, k);
         let y = B::nvfp4_matmul_packed(&xq.primitive(), &wq.primitive(), Product::Nt, DType::F32, DType::F32);
         let y = host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(y)));
         assert!(relative(&y, both) < BOUND, "{label} packed x packed");
-        let dx = reference::matmul_nt(&dy, &transpose(&wd, n, k), m, k, n);
+        let dx = matmul_nt(&dy, &transpose(&wd, n, k), m, k, n);
         assert!(relative(&product(&dy, m, n, &wq, Product::Nn), dx) < BOUND, "{label} dgrad");
-        let dw = reference::matmul_nt(&transpose(&dy, m, n), &transpose(&xd, m, k), n, k, m);
+        let dw = matmul_nt(&transpose(&dy, m, n), &transpose(&xd, m, k), n, k, m);
         assert!(relative(&product(&dy, m, n, &xq, Product::Tn), dw) < BOUND, "{label} wgrad");
     }
 }
@@ -91,7 +89,7 @@ fn few_rows<R: CubeRuntime>() {
                 let x = x.into_primitive().tensor();
                 let y = <Cube<R> as Nvfp4Kernels>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
                 let ours = host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)));
-                let error = relative(&ours, reference::matmul_nt(&rounded, &values, m, n, k));
+                let error = relative(&ours, matmul_nt(&rounded, &values, m, n, k));
                 assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
             }
         }
@@ -121,7 +119,7 @@ fn plans<R: CubeRuntime>() {
         let values = host(w.dequantize(DType::F32));
         let parts = w.primitive();
         let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(DType::BF16);
-        let expected = reference::matmul_nt(&host(x.clone()), &values, m, n, k);
+        let expected = matmul_nt(&host(x.clone()), &values, m, n, k);
         for choice in
             [[1, 4, 2, 16], [2, 2, 3, 16], [3, 1, 1, 8], [5, 2, 2, 8], [8, 1, 4, 8], [13, 1, 3, 8], [19, 1, 1, 16]]
         {
@@ -190,7 +188,7 @@ fn tiles<R: CubeRuntime>() {
             if across { transpose(&floats(v), r, outer) } else { floats(v) }
         };
         let (rows, columns) = (rows_of(&a, product == Product::Tn, i), rows_of(&b, product != Product::Nt, j));
-        let expected = reference::matmul_nt(&rows, &columns, i, j, r).into_iter().zip(&start);
+        let expected = matmul_nt(&rows, &columns, i, j, r).into_iter().zip(&start);
         let expected = expected.map(|(y, start)| if accumulate { y + f64::from(start.to_f32()) } else { y });
         let put = |v: &[half::bf16], dtype: DType| -> Tensor<Cube<R>, 1> {
             Tensor::from_data(TensorData::new(v.to_vec(), [v.len()]), (&device, dtype))
@@ -281,7 +279,7 @@ fn several<B: Nvfp4Kernels>(device: B::Device) {
             let left = if product == Product::Tn { transpose(left, a_rows, a_cols) } else { left.clone() };
             let right = if product == Product::Nt { right.clone() } else { transpose(right, b_rows, b_cols) };
             let gemm::GemmShape { i, j, r } = gemm::GemmShape::of(product, [a_rows, a_cols], [b_rows, b_cols]);
-            let y = reference::matmul_nt(&left, &right, i, j, r);
+            let y = matmul_nt(&left, &right, i, j, r);
             match expected.last_mut().filter(|_| summed) {
                 Some(sum) => sum.iter_mut().zip(y).for_each(|(s, y)| *s += y),
                 None => expected.push(y),
@@ -300,4 +298,15 @@ fn several<B: Nvfp4Kernels>(device: B::Device) {
             assert!(error < bound, "case {case}: {product:?} {p} of {count}, few {few}: {error:e}");
         }
     }
+}
+
+/// Computes `y[i, j] = sum_r a[i, r] b[j, r]` in f64.
+fn matmul_nt(a: &[f32], b: &[f32], i: usize, j: usize, r: usize) -> Vec<f64> {
+    let mut y = vec![0.0; i * j];
+    for p in 0..i {
+        for q in 0..j {
+            y[p * j + q] = (0..r).map(|k| f64::from(a[p * r + k]) * f64::from(b[q * r + k])).sum();
+        }
+    }
+    y
 }

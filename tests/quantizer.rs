@@ -7,9 +7,8 @@ use crate::support::{
     supports,
 };
 use backend_nvfp4::{
-    Block, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Precision, QuantizeSpec, Recipe, Rounding, Scaling,
-    Stream, View,
-    reference::{self, Packed},
+    Block, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Packed, Precision, QuantizeSpec, Recipe, Rounding,
+    Scaling, Stream, View, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous};

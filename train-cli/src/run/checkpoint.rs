@@ -12,7 +12,7 @@ use crate::{
     settings::Settings,
     train::optim::ChunkedAdamw,
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Scaling, reference};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
 use burn::tensor::backend::Backend;
 use model_qwen3::{
     ModelError,
@@ -326,7 +326,7 @@ impl Tensors for Masters<'_> {
         self.tensors.read_rows(name, rows)
     }
 
-    fn read_packed(&self, name: &str) -> Result<reference::Packed, ModelError> {
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
         self.tensors.read_packed(name)
     }
 }

@@ -1,17 +1,6 @@
-//! Products and the rotation of their operands.
+//! The random Hadamard transform of 16 values.
 
 use kernels_cubecl::layout::BLOCK;
-
-/// Computes `y[i, j] = sum_r a[i, r] b[j, r]` in f64.
-pub fn matmul_nt(a: &[f32], b: &[f32], i: usize, j: usize, r: usize) -> Vec<f64> {
-    let mut y = vec![0.0; i * j];
-    for p in 0..i {
-        for q in 0..j {
-            y[p * j + q] = (0..r).map(|k| f64::from(a[p * r + k]) * f64::from(b[q * r + k])).sum();
-        }
-    }
-    y
-}
 
 /// Computes `y = x · diag(signs) · H16 / 4` over each 16 consecutive values, as a butterfly in f32.
 pub fn hadamard(x: &[f32], signs: u32) -> Vec<f32> {
