@@ -5,7 +5,7 @@ use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
 use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Kernels, Precision, Recipe, Rotary, Scaling, ops};
 use burn::{
     backend::Autodiff,
-    tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
+    tensor::{Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
 };
 use burn_cubecl::CubeRuntime;
 
@@ -23,10 +23,6 @@ fn blocks_and_their_gradients_are_the_formula_on_the_gpu() {
 
 fn gradients_cube<R: CubeRuntime>() {
     gradients::<Cube<R>>(R::Device::default());
-}
-
-fn float<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
 }
 
 fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
