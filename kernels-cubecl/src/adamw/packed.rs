@@ -81,13 +81,13 @@ pub fn adamw_packed<R: Runtime>(
 
 #[cube(launch_unchecked, fast_math = quick_division(_approximate))]
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
-fn adamw_packed_kernel<Grad: Float, N: Size, Codes: Size>(
+fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
     codes: &mut Array<u32>,
     scales: &mut Array<u8>,
     global: &Array<f32>,
     grad: &Array<Vector<Grad, N>>,
-    m: &mut MomentBuffers<Vector<u8, Codes>>,
-    v: &mut MomentBuffers<Vector<u8, Codes>>,
+    m: &mut MomentBuffers<Vector<u8, Lanes>>,
+    v: &mut MomentBuffers<Vector<u8, Lanes>>,
     tables: &Tables,
     range: Blocks,
     s: Scalars,
