@@ -143,16 +143,17 @@ void access(const void* pointer, size_t size, bool write, size_t alignment) {
     if (inside(pointer, buffer.start, buffer.size)) return access_buffer(buffer, static_cast<const unsigned char*>(pointer), size, write);
   // Constants and indices are the program's own data.
   if (!write && inside(pointer, &__executable_start, size_t(&_end - &__executable_start))) return;
-  const char* nearest = "no buffer";
-  char text[64];
+  // The buffer that ends, or else begins, nearest to the address.
+  const Buffer* nearest = nullptr;
+  ptrdiff_t least = 1 << 20, at = 0;
   for (Buffer& buffer : buffers) {
-    auto distance = static_cast<const char*>(pointer) - reinterpret_cast<const char*>(buffer.start);
-    if (distance > -(1 << 20) && distance < ptrdiff_t(buffer.size) + (1 << 20)) {
-      snprintf(text, sizeof text, "byte %td of the %zu bytes of buffer %u", distance, buffer.size, buffer.number);
-      nearest = text;
-    }
+    ptrdiff_t after = static_cast<const unsigned char*>(pointer) - buffer.start;
+    ptrdiff_t distance = after < 0 ? -after : after - ptrdiff_t(buffer.size);
+    if (distance < least) nearest = &buffer, least = distance, at = after;
   }
-  fail("out of bounds: %s %zu bytes at %s", write ? "writes" : "reads", size, nearest);
+  const char* verb = write ? "writes" : "reads";
+  if (!nearest) fail("out of bounds: %s %zu bytes at %p, far from every buffer", verb, size, pointer);
+  fail("out of bounds: %s %zu bytes at byte %td of the %zu bytes of buffer %u", verb, size, at, nearest->size, nearest->number);
 }
 
 Barrier& barrier_at(uint32_t address) {
