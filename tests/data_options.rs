@@ -6,7 +6,8 @@ use crate::support::{
     spec,
 };
 use model_qwen3::{
-    checkpoint::{Checkpoint, Stored, Tensors},
+    container::Container,
+    tensors::{Stored, Tensors},
     tokenizer::Tokenizer,
 };
 use serde_json::Value;
@@ -105,8 +106,8 @@ fn the_recipe_nvfp4_trains_and_its_export_keeps_its_square_blocks() {
     }
 
     for (run, square) in [("nvfp4", true), ("square-blocks", false)] {
-        let exported = Checkpoint::open(&d.join(run).join("final/model.dat")).unwrap();
-        let masters = Checkpoint::open(&d.join(run).join("checkpoint-30/model.safetensors")).unwrap();
+        let exported = Container::open(&d.join(run).join("final/model.dat")).unwrap();
+        let masters = Container::open(&d.join(run).join("checkpoint-30/model.safetensors")).unwrap();
         let mut packed = 0;
         for name in exported.names() {
             let Some(Stored::Packed { rows, cols, .. }) = exported.stored(&name) else { continue };

@@ -7,7 +7,10 @@ use crate::support::{
     scripted::{read_tensors, write_tensors},
     spec,
 };
-use model_qwen3::checkpoint::{Checkpoint, Stored, Tensors};
+use model_qwen3::{
+    container::Container,
+    tensors::{Stored, Tensors},
+};
 use serde_json::Value;
 use std::{collections::BTreeMap, path::Path};
 
@@ -137,7 +140,7 @@ fn inspect_lists_every_entry_where_it_lies_and_the_scales_of_every_nvfp4_tensor(
         }
         // What an entry says of itself is true of its bytes.
         let bytes = std::fs::read(d.join(file)).unwrap();
-        let checkpoint = Checkpoint::open(&d.join(file)).unwrap();
+        let checkpoint = Container::open(&d.join(file)).unwrap();
         let norm = entries.iter().find(|e| e["key"] == "model.norm.weight").unwrap();
         assert_eq!(
             (norm["dtype"].as_str().unwrap().to_lowercase().as_str(), &norm["shape"]),

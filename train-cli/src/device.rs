@@ -20,7 +20,11 @@ pub trait Job {
     ///
     /// # Errors
     /// If the job fails.
-    fn run<B: Nvfp4Backend>(self, device: B::Device, precision: Precision) -> Result<Self::Output, CliError>;
+    fn run<B: Nvfp4Kernels + DeviceServices>(
+        self,
+        device: B::Device,
+        precision: Precision,
+    ) -> Result<Self::Output, CliError>;
 }
 
 /// Runs a job on the chosen device and prints which one it is.
