@@ -5,7 +5,7 @@ use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
 use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Kernels, Precision, Recipe, Rotary, Scaling, ops};
 use burn::{
     backend::Autodiff,
-    tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
+    tensor::{Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
 };
 use burn_cubecl::CubeRuntime;
 

@@ -9,7 +9,7 @@ use crate::support::{
     spec::{nearest, product, quantize, rotated, stochastic, transposed, wide},
 };
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Precision, Recipe, Scaling, Stream};
-use burn::{backend::Autodiff, module::Param, tensor::backend::Backend};
+use burn::{backend::Autodiff, module::Param};
 use burn_cubecl::CubeRuntime;
 
 /// Tokens, a number that is padded to 32 for wgrad; output features; input features.

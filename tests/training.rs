@@ -513,12 +513,12 @@ fn flags_that_exclude_each_other_are_refused() {
     tiny_model(&d.join("m"), true);
     for (words, text) in [
         (&["--master-weights", "nvfp4", "--optimizer-state-mode", "f32"][..], "int8 or int4"),
-        (&["--master-weights", "nvfp4", "--recipe", "bf16"], "take w4"),
+        (&["--master-weights", "nvfp4", "--recipe", "bf16"], "take --recipe w4"),
         (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "dense master weights"),
         (&["--master-weights", "nvfp4", "--scales", "single"], "two-level"),
-        (&["--damped-finish", "0.2", "--recipe", "bf16"], "quantises"),
+        (&["--damped-finish", "0.2", "--recipe", "bf16"], "a recipe that quantizes"),
         (&["--nvfp4-without", "hadamard"], "needs --recipe nvfp4"),
-        (&["--quantise-from", "0.5", "--recipe", "bf16"], "quantises"),
+        (&["--quantize-from", "0.5", "--recipe", "bf16"], "a recipe that quantizes"),
         (&["--quantize-from", "0.9", "--damped-finish", "0.2"], "begin before"),
         (&["--quantise-from", "1.5"], "between"),
         (&["--data-weights", "1,2"], "2 values for 1 --data files"),

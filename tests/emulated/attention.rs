@@ -236,10 +236,9 @@ pub(super) fn decode_in_one_split(gpu: &Gpu) -> Result<(), String> {
 fn decode_of(gpu: &Gpu, shape: AttentionShape, ty: StorageType) -> Result<(), String> {
     let inputs = Inputs::new(gpu, shape, ty, vec![5; shape.queries]);
     let y = gpu.room(shape.queries * shape.heads * shape.head_dim, ty);
-    let scratch = gpu.room(decode_attention::scratch(shape).1, F32);
     let qkv = [inputs.q.arg(), inputs.k.arg(), inputs.v.arg()];
-    let (starts, parts) = (gpu.indices(&inputs.starts), [scratch.arg(), scratch.arg()]);
-    decode_attention::decode_attention(&gpu.client, qkv, starts, parts, y.arg(), ty, shape).unwrap();
+    let starts = gpu.indices(&inputs.starts);
+    decode_attention::decode_attention(&gpu.client, qkv, starts, y.arg(), ty, shape).unwrap();
     let exact = inputs.all_probabilities();
     gpu.compare(&format!("decode attention {shape:?} {ty:?}"), &y, |at| inputs.output(&exact, at))
 }

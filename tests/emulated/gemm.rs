@@ -4,7 +4,7 @@ use super::gpu::{BF16, Data, Exact, F16, F32, Gpu};
 use crate::support::Random;
 use cubecl::ir::StorageType;
 use kernels_cubecl::{
-    gemm::{self, Gemm, Shape},
+    gemm::{self, Gemm, GemmShape},
     matmul::Product::{self, Nn, Nt, Tn},
 };
 
@@ -12,7 +12,7 @@ use kernels_cubecl::{
 #[derive(Debug, Clone)]
 pub(super) struct Case {
     pub(super) product: Product,
-    pub(super) shapes: Vec<Shape>,
+    pub(super) shapes: Vec<GemmShape>,
     pub(super) cols: usize,
     /// Tensor scales of a product: none for dense operands, one for each packed one.
     pub(super) scales: usize,
@@ -51,9 +51,9 @@ fn cases(cols: usize) -> Vec<Case> {
     ] {
         let own = [cols + 8, 40, 72];
         let shape = |n: &usize| match form {
-            Form::SharedLeft => Shape { i: 131, j: *n, r: 88 },
-            Form::Summed => Shape { i: 131, j: 136, r: *n },
-            _ => Shape { i: *n, j: 136, r: 75 },
+            Form::SharedLeft => GemmShape { i: 131, j: *n, r: 88 },
+            Form::Summed => GemmShape { i: 131, j: 136, r: *n },
+            _ => GemmShape { i: *n, j: 136, r: 75 },
         };
         let shapes = own[..parts].iter().map(shape).collect();
         let types = (BF16, if product == Tn { F32 } else { BF16 });
@@ -65,7 +65,7 @@ fn cases(cols: usize) -> Vec<Case> {
 /// One product with ragged tiles, and more steps than the ring has stages twice over.
 pub(super) fn one(product: Product, cols: usize, scales: usize, types: (StorageType, StorageType), form: Form) -> Case {
     let (i, j, r) = if product == Tn { (136, cols + 8, 407) } else { (131, cols + 8, 408) };
-    Case { product, shapes: vec![Shape { i, j, r }], cols, scales, types, form }
+    Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form }
 }
 
 /// Launches the case, and compares its results.
@@ -74,7 +74,7 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let Case { product, shapes, cols, scales, types, form } = case.clone();
     let parts = shapes.len();
     let count = |shared: bool| if shared { 1 } else { parts };
-    let operand = |n: usize, len: &dyn Fn(&Shape) -> usize, random: &mut Random| -> Vec<Data> {
+    let operand = |n: usize, len: &dyn Fn(&GemmShape) -> usize, random: &mut Random| -> Vec<Data> {
         shapes[..n].iter().map(|s| gpu.normal(random, len(s), types.0)).collect()
     };
     let a = operand(count(form == Form::SharedLeft), &|s| s.i * s.r, &mut random);
@@ -134,7 +134,7 @@ pub(super) fn every(gpu: &Gpu, cols: usize) {
     }
     if cols == 128 {
         // More rows of tiles than are walked together.
-        let shapes = vec![Shape { i: 1030, j: 136, r: 24 }];
+        let shapes = vec![GemmShape { i: 1030, j: 136, r: 24 }];
         let case = Case { product: Nt, shapes, cols, scales: 0, types: (BF16, BF16), form: Form::One };
         run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
     }

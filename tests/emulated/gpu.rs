@@ -14,33 +14,33 @@ use kernels_cubecl::{
     matmul::PackedArgs,
 };
 
-pub(crate) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
-pub(crate) const F16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F16));
-pub(crate) const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+pub(super) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+pub(super) const F16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F16));
+pub(super) const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 
 /// The compute capabilities that kernels are made for: A100; H100 and H200; DGX Spark.
-pub(crate) const ARCHITECTURES: [u32; 3] = [80, 90, 121];
+pub(super) const ARCHITECTURES: [u32; 3] = [80, 90, 121];
 
-pub(crate) struct Gpu {
-    pub(crate) client: ComputeClient<SourceRuntime>,
-    pub(crate) device: SourceDevice,
-    pub(crate) arch: u32,
+pub(super) struct Gpu {
+    pub(super) client: ComputeClient<SourceRuntime>,
+    pub(super) device: SourceDevice,
+    pub(super) arch: u32,
     computes: bool,
 }
 
 impl Gpu {
     /// One that runs launches in the emulator.
-    pub(crate) fn emulated(arch: u32) -> Self {
+    pub(super) fn emulated(arch: u32) -> Self {
         Self::running(arch, emulator::executor())
     }
 
     /// One that runs launches by `executor`.
-    pub(crate) fn running(arch: u32, executor: Executor) -> Self {
+    pub(super) fn running(arch: u32, executor: Executor) -> Self {
         Self::new(arch, SourceDevice::running(arch, executor), true)
     }
 
     /// One that records launches. Results are not compared.
-    pub(crate) fn recording(arch: u32) -> Self {
+    pub(super) fn recording(arch: u32) -> Self {
         Self::new(arch, SourceDevice::recording(arch), false)
     }
 
@@ -49,36 +49,36 @@ impl Gpu {
     }
 
     /// A buffer of `values`, rounded to `ty`.
-    pub(crate) fn put(&self, values: &[f64], ty: StorageType) -> Data {
+    pub(super) fn put(&self, values: &[f64], ty: StorageType) -> Data {
         let bytes: Vec<u8> = values.iter().flat_map(|x| encoded(*x, ty)).collect();
         Data { handle: self.client.create_from_slice(&bytes), values: decoded(&bytes, ty), ty }
     }
 
     /// A buffer of normal numbers.
-    pub(crate) fn normal(&self, random: &mut Random, len: usize, ty: StorageType) -> Data {
+    pub(super) fn normal(&self, random: &mut Random, len: usize, ty: StorageType) -> Data {
         let values: Vec<f64> = (0..len).map(|_| f64::from(random.normal())).collect();
         self.put(&values, ty)
     }
 
     /// A buffer of indices.
-    pub(crate) fn indices(&self, values: &[u32]) -> ArrayArg<SourceRuntime> {
+    pub(super) fn indices(&self, values: &[u32]) -> ArrayArg<SourceRuntime> {
         let bytes: Vec<u8> = values.iter().flat_map(|n| n.to_le_bytes()).collect();
         array(&self.client.create_from_slice(&bytes), 4)
     }
 
     /// A buffer for a result, filled with what is no number.
-    pub(crate) fn room(&self, len: usize, ty: StorageType) -> Data {
+    pub(super) fn room(&self, len: usize, ty: StorageType) -> Data {
         self.put(&vec![f64::NAN; len], ty)
     }
 
     /// What is in the buffer now.
-    pub(crate) fn read(&self, data: &Data) -> Result<Vec<f64>, String> {
+    pub(super) fn read(&self, data: &Data) -> Result<Vec<f64>, String> {
         let bytes = self.client.read_one(data.handle.clone()).map_err(|e| e.to_string())?;
         Ok(decoded(&bytes, data.ty))
     }
 
     /// An error unless each value of the buffer is as near to its exact one as `exact` allows.
-    pub(crate) fn compare(&self, label: &str, data: &Data, exact: impl Fn(usize) -> Exact) -> Result<(), String> {
+    pub(super) fn compare(&self, label: &str, data: &Data, exact: impl Fn(usize) -> Exact) -> Result<(), String> {
         if !self.computes {
             return Ok(());
         }
@@ -94,7 +94,7 @@ impl Gpu {
     }
 
     /// A matrix of random codes and scales around 1.
-    pub(crate) fn packed(&self, random: &mut Random, rows: usize, cols: usize) -> Packed {
+    pub(super) fn packed(&self, random: &mut Random, rows: usize, cols: usize) -> Packed {
         let codes: Vec<u8> = (0..rows * cols / 2).map(|_| random.bits() as u8).collect();
         let scales: Vec<u8> = (0..rows * cols / 16).map(|_| 0x30 + random.below(24) as u8).collect();
         let global = self.put(&[0.75], F32);
@@ -117,30 +117,30 @@ impl Gpu {
 }
 
 /// A buffer, and the numbers that it was made of.
-pub(crate) struct Data {
+pub(super) struct Data {
     handle: Handle,
-    pub(crate) values: Vec<f64>,
+    pub(super) values: Vec<f64>,
     ty: StorageType,
 }
 
 impl Data {
-    pub(crate) fn arg(&self) -> ArrayArg<SourceRuntime> {
+    pub(super) fn arg(&self) -> ArrayArg<SourceRuntime> {
         array(&self.handle, self.ty.size())
     }
 }
 
 /// A packed matrix. Its values are without the tensor scale.
-pub(crate) struct Packed {
-    pub(crate) values: Vec<f64>,
+pub(super) struct Packed {
+    pub(super) values: Vec<f64>,
     codes: Handle,
     scales: Handle,
-    pub(crate) global: Data,
-    pub(crate) rows: usize,
+    pub(super) global: Data,
+    pub(super) rows: usize,
     cols: usize,
 }
 
 impl Packed {
-    pub(crate) fn args(&self) -> PackedArgs<SourceRuntime> {
+    pub(super) fn args(&self) -> PackedArgs<SourceRuntime> {
         PackedArgs {
             codes: array(&self.codes, 4),
             scales: array(&self.scales, 1),
@@ -152,14 +152,14 @@ impl Packed {
 }
 
 /// A result in f64, and by how much the kernel's sums may differ from it before the result is rounded.
-pub(crate) struct Exact {
-    pub(crate) value: f64,
-    pub(crate) allowed: f64,
+pub(super) struct Exact {
+    pub(super) value: f64,
+    pub(super) allowed: f64,
 }
 
 impl Exact {
     /// A sum in f32, times `factor`.
-    pub(crate) fn sum(terms: impl Iterator<Item = f64>, factor: f64) -> Self {
+    pub(super) fn sum(terms: impl Iterator<Item = f64>, factor: f64) -> Self {
         let (mut value, mut size) = (0.0, 0.0);
         for term in terms {
             value += term;
@@ -170,7 +170,7 @@ impl Exact {
 }
 
 /// Half of the relative distance of neighbouring numbers, a little more.
-pub(crate) fn rounding(ty: StorageType) -> f64 {
+pub(super) fn rounding(ty: StorageType) -> f64 {
     match ty {
         BF16 => 1.01 / 256.0,
         F16 => 1.01 / 2048.0,

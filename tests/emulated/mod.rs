@@ -7,7 +7,7 @@ mod block_scaled;
 mod defects;
 mod gemm;
 mod gemv;
-pub(crate) mod gpu;
+mod gpu;
 
 use crate::support::{emulator, skipped_for};
 use gpu::{ARCHITECTURES, Gpu};
@@ -25,16 +25,6 @@ fn on_the_cpu<T>(check: impl FnOnce() -> T) {
 /// Runs `check` on an emulated GPU of each architecture.
 fn on_each(check: impl Fn(&Gpu)) {
     on_the_cpu(|| ARCHITECTURES.map(|arch| check(&Gpu::emulated(arch))));
-}
-
-/// Launches every variant on the GPU.
-pub(crate) fn every(gpu: &Gpu) {
-    [128, 160, 64].map(|cols| gemm::every(gpu, cols));
-    gemv::both_types(gpu);
-    attention::forward(gpu);
-    attention::backward(gpu);
-    attention::decode(gpu);
-    block_scaled::every(gpu);
 }
 
 #[test]

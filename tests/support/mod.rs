@@ -98,19 +98,23 @@ pub(crate) fn lacks(missing: Feature) {
         Feature::TensorCores => "tensor cores".to_owned(),
         Feature::Float(dtype) => format!("{dtype:?} arithmetic"),
     };
-    skipped_for(&format!("the {device} device has no {missing}"));
+    count_skip(&format!("the {device} device has no {missing}"));
 }
 
 /// Counts a test that needs a GPU where there is none. Fails if `REQUIRE_GPU` is set.
 pub(crate) fn skipped() {
-    let missing = "no GPU adapter was found; install mesa-vulkan-drivers";
-    assert!(std::env::var_os("REQUIRE_GPU").is_none(), "REQUIRE_GPU is set, but {missing}");
-    skipped_for(missing);
+    skipped_for("no GPU adapter was found; install mesa-vulkan-drivers");
 }
 
-/// Counts a test that does not run, and says on standard error which one, why, and how many there were so far. The test
-/// runner hides what passing tests print, so the line is written past it; `.ci/run` repeats these lines at its end.
+/// Counts a test that does not run for a reason other than a feature of the GPU. Fails if `REQUIRE_GPU` is set.
 pub(crate) fn skipped_for(reason: &str) {
+    assert!(std::env::var_os("REQUIRE_GPU").is_none(), "REQUIRE_GPU is set, but the test cannot run: {reason}");
+    count_skip(reason);
+}
+
+/// Says on standard error which test does not run, why, and how many there were so far. The test runner hides what passing
+/// tests print, so the line is written past it; `.ci/run` repeats these lines at its end.
+fn count_skip(reason: &str) {
     use std::io::Write;
     static SKIPPED: AtomicUsize = AtomicUsize::new(0);
     let count = SKIPPED.fetch_add(1, Ordering::Relaxed) + 1;

@@ -11,10 +11,11 @@
 use super::{
     AdamwStep, Chunk, Scalars,
     moments::{
-        Blocks, BlocksLaunch, Coding, MomentBuffers, StateArgs, Tables, block_absmax, block_launch, blocks_per_cube,
-        check, codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, BlocksLaunch, MomentBuffers, StateArgs, Tables, block_absmax, block_launch, blocks_per_cube, check,
+        codes_at_once, decoded, loaded_tables, read, store,
     },
     scalars, stepped,
+    table::Coding,
 };
 use crate::{
     codec::{e2m1_bounded, e2m1_decode, e2m1_word, e4m3_decode, e4m3_scale},

@@ -11,10 +11,12 @@
 use super::{
     AdamwStep, Chunk, DenseArgs, DenseBuffers, DenseBuffersLaunch, Master, Scalars, draw_of_eight, loaded,
     moments::{
-        Blocks, BlocksLaunch, Coding, MomentBuffers, StateArgs, Tables, block_absmax, block_launch, blocks_per_cube,
-        check, codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, BlocksLaunch, MomentBuffers, StateArgs, Tables, block_absmax, block_launch, blocks_per_cube, check,
+        codes_at_once, decoded, loaded_tables, read, store,
     },
-    rounded, scalars, stepped, stored_residual, stored_weight, vectors_of_unit,
+    rounded, scalars, stepped, stored_residual, stored_weight,
+    table::Coding,
+    vectors_of_unit,
 };
 use crate::{
     device::{bit_casts, quick_division, sequence},

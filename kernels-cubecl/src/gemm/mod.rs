@@ -24,7 +24,7 @@
 
 use crate::{
     device::{processors, sequence},
-    error::{KernelError, expect_len, expect_multiple, index, require},
+    error::{KernelError, expect_len, index, require},
     matmul::Product,
     mma::UNITS,
 };

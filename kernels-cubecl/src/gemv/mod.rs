@@ -22,12 +22,13 @@ mod span;
 use crate::{
     device::sequence,
     error::{KernelError, expect_len, index, require},
-    matmul::{PackedArgs, PackedBuffers},
+    matmul::PackedArgs,
     mma::{Octet, Pair, ring, zero_sums},
 };
 use cubecl::prelude::*;
 pub use gemv_plan::GemvPlan;
-use span::nothing_ahead;
+use gemv_plan::SPAN;
+use span::{Weight, nothing_ahead};
 
 /// The most rows that x may have.
 pub const MAX_ROWS: usize = 16;

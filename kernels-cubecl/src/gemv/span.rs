@@ -17,6 +17,7 @@
 use super::gemv_plan::{GemvPlan, SPAN, Tokens};
 use crate::{
     codec::{e2m1_pairs, e4m3_pair},
+    matmul::PackedBuffers,
     mma::{Octet, Pair, multiply as multiply_fragments, row_sum, sent, zero_sums},
 };
 use cubecl::prelude::{

@@ -147,14 +147,14 @@ pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resumed>, 
         }
         _ => (given, None),
     };
+    if !run.is_dir() {
+        let text = "there is no such checkpoint and no such run folder";
+        return Err(usage(format!("--resume-from-checkpoint {}: {text}", run.display())));
+    }
     let same = |a: &Path, b: &Path| a.canonicalize().ok() == b.canonicalize().ok();
     if let Some(dir) = output_dir.filter(|dir| !same(dir, run)) {
         let text = format!("--output-dir {}: the checkpoint belongs to {}", dir.display(), run.display());
         return Err(usage(text + "; leave out --output-dir"));
-    }
-    if !run.is_dir() {
-        let text = "there is no such checkpoint and no such run folder";
-        return Err(usage(format!("--resume-from-checkpoint {}: {text}", run.display())));
     }
     let (folder, state) = match folder {
         Some(folder) => (folder.to_owned(), open(folder)?),

@@ -11,7 +11,7 @@ use backend_nvfp4::Scaling;
 /// Prints the header of a run.
 pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling) {
     report::label("model", model(plan, inputs, scaling));
-    report::label("data", data(inputs));
+    report::label("data", data(plan, inputs));
     report::label("step", step(plan));
     let (steps, size) = (inputs.order(plan).steps, plan.sequences_per_step());
     let (rate, seed) = (plan.settings.optimizer.learning_rate, plan.settings.advanced.seed);
@@ -31,7 +31,8 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
     format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels} scales", plan.recipe.name())
 }
 
-fn data(inputs: &Inputs) -> String {
+fn data(plan: &Plan, inputs: &Inputs) -> String {
+    let limit = plan.max_seq_length(inputs.config.max_position_embeddings);
     let found = &inputs.report;
     let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
     let mut parts = vec![
@@ -40,10 +41,11 @@ fn data(inputs: &Inputs) -> String {
         format!("{tokens} tokens, {supervised} supervised"),
     ];
     if !found.dropped.is_empty() {
-        parts.push(format!("{} dropped (too long)", report::count(found.dropped.len(), "row")));
+        parts
+            .push(format!("{} dropped because of more than {limit} tokens", report::count(found.dropped.len(), "row")));
     }
     if !found.truncated.is_empty() {
-        parts.push(format!("{} cut (too long)", report::count(found.truncated.len(), "row")));
+        parts.push(format!("{} cut because of more than {limit} tokens", report::count(found.truncated.len(), "row")));
     }
     if let Some((rows, full)) = found.packed {
         parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "row"), full * 100.0));
