@@ -1,6 +1,7 @@
 """Draws mutants of the four crates with a recorded seed, builds them all at once, and runs the tests against each.
 
-    python doc/notebook/mutations.py build COPY --seed 14 --count 40 --out mutations.json
+    python doc/notebook/mutations.py choose COPY --seed 14 --count 40 --out mutations.json
+    python doc/notebook/mutations.py build COPY --out mutations.json
     python doc/notebook/mutations.py judge COPY --out mutations.json
     python doc/notebook/mutations.py table COPY --out mutations.json
 
@@ -192,7 +193,7 @@ def blamed(root, file, line):
     return "SCHEMA", set()
 
 
-def build(root, queues, wanted, own):
+def choose(root, queues, wanted, own):
     """Draws until the wanted number of mutants builds, besides a person's own. Gives those, and what did not build."""
     chosen, rejected, next_id = dict(enumerate(own, 1001)), [], 1
     while True:
@@ -266,7 +267,7 @@ def judge(root, programs, key, mutant, limit, everything, known):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["draw", "build", "judge", "table"])
+    parser.add_argument("what", choices=["draw", "choose", "build", "judge", "table"])
     parser.add_argument("copy", type=Path)
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--count", type=int, default=40)
@@ -280,6 +281,11 @@ def main():
         return judge_all(root, args)
     if args.what == "table":
         return table(args)
+    if args.what == "build":
+        report = json.loads(args.out.read_text())
+        report["programs"] = [[*key, path] for key, path in binaries(root).items()]
+        args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False))
+        return
     subprocess.run(["git", "-C", str(root), "checkout", "-q", "--", *CRATES, "tests"], check=True)
     found = candidates(root)
     queues, wanted = draw(found, args.seed, args.count)
@@ -289,9 +295,8 @@ def main():
         for crate in CRATES:
             print("\n".join(describe(m) for m in queues[crate][: wanted[crate]]))
         return
-    chosen, rejected = build(root, queues, wanted, by_hand(root, args.by_hand, found) if args.by_hand else [])
-    programs = [[*key, path] for key, path in binaries(root).items()]
-    report = {"seed": args.seed, "mutants": counts, "rejected": rejected, "programs": programs}
+    chosen, rejected = choose(root, queues, wanted, by_hand(root, args.by_hand, found) if args.by_hand else [])
+    report = {"seed": args.seed, "mutants": counts, "rejected": rejected}
     report["chosen"] = {key: {k: v for k, v in m.items() if k != "diff"} for key, m in chosen.items()}
     args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False))
 
