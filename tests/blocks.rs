@@ -25,10 +25,6 @@ fn gradients_cube<R: CubeRuntime>() {
     gradients::<Cube<R>>(R::Device::default());
 }
 
-fn float<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
-    Tensor::from_primitive(TensorPrimitive::Float(x))
-}
-
 fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
     x.into_primitive().tensor()
 }

@@ -9,7 +9,9 @@ use kernels_cubecl::block_scaled;
 pub(super) fn every(gpu: &Gpu) {
     assert_eq!(block_scaled::supported(&gpu.client), gpu.arch >= 120, "sm_{}", gpu.arch);
     if block_scaled::supported(&gpu.client) {
-        [BF16, F16, F32].map(|ty| run(gpu, ty).unwrap_or_else(|e| panic!("sm_{} to {ty:?}: {e}", gpu.arch)));
+        for ty in [BF16, F16, F32] {
+            run(gpu, ty).unwrap_or_else(|e| panic!("sm_{} to {ty:?}: {e}", gpu.arch));
+        }
     }
 }
 
