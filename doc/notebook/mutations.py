@@ -168,14 +168,16 @@ def schemata(root, chosen):
 def errors(root):
     """File and line of every error of a check of the workspace."""
     command = ["cargo", "check", "--workspace", "--tests", "--message-format=json", "--keep-going"]
-    output = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     found = []
-    for line in output.splitlines():
+    for line in done.stdout.splitlines():
         message = json.loads(line).get("message") if line.startswith("{") else None
         if isinstance(message, dict) and message.get("level") == "error":
             found += [(span["file_name"], span["line_start"], message["message"]) for span in message["spans"]]
             if not message["spans"] and "aborting" not in message["message"] and "could not compile" not in message["message"]:
                 found.append(("", 0, message["message"]))
+    if done.returncode and not found:
+        raise SystemExit(done.stderr[-2000:])
     return found
 
 
@@ -194,18 +196,27 @@ def blamed(root, file, line):
 
 
 def choose(root, queues, wanted, own):
-    """Draws until the wanted number of mutants builds, besides a person's own. Gives those, and what did not build."""
+    """The first mutants of the draw that build, besides a person's own; and what did not build.
+
+    Twice as many as are wanted are checked together, because a check takes a minute and most errors show at once.
+    """
     chosen, rejected, next_id = dict(enumerate(own, 1001)), [], 1
+
+    def drawn(crate):
+        return [key for key, m in chosen.items() if m["package"] == crate and m["genre"] != "ByHand"]
+
     while True:
         for crate in CRATES:
-            while sum(m["package"] == crate and m["genre"] != "ByHand" for m in chosen.values()) < wanted[crate] and queues[crate]:
-                chosen[next_id] = queues[crate].pop(0)
-                next_id += 1
+            if len(drawn(crate)) < wanted[crate]:
+                for mutant in queues[crate][: 2 * wanted[crate]]:
+                    chosen[next_id] = mutant
+                    next_id += 1
+                del queues[crate][: 2 * wanted[crate]]
         schemata(root, chosen)
         found = errors(root)
         print(f"{len(chosen)} mutants checked, {len(found)} errors", flush=True)
         if not found:
-            return chosen, rejected
+            break
         dropped = {}
         for file, line, text in found:
             kind, keys = blamed(root, file, line)
@@ -217,6 +228,11 @@ def choose(root, queues, wanted, own):
             reason = "does not build" if kind == "MUTANT" else "cannot stand beside the old body"
             print(f"{key}: {reason}: {describe(chosen[key])}: {text}", flush=True)
             rejected.append({"mutant": describe(chosen.pop(key)), "reason": reason, "error": text})
+    for crate in CRATES:
+        for key in drawn(crate)[wanted[crate] :]:
+            del chosen[key]
+    schemata(root, chosen)
+    return chosen, rejected
 
 
 def binaries(root):
