@@ -1,6 +1,7 @@
 """Draws mutants of the four crates with a recorded seed, builds them all at once, and runs the tests against each.
 
-    python doc/notebook/mutations.py build COPY --seed 14 --count 40 --out mutations.json
+    python doc/notebook/mutations.py choose COPY --seed 14 --count 40 --out mutations.json
+    python doc/notebook/mutations.py build COPY --out mutations.json
     python doc/notebook/mutations.py judge COPY --out mutations.json
     python doc/notebook/mutations.py table COPY --out mutations.json
 
@@ -167,14 +168,16 @@ def schemata(root, chosen):
 def errors(root):
     """File and line of every error of a check of the workspace."""
     command = ["cargo", "check", "--workspace", "--tests", "--message-format=json", "--keep-going"]
-    output = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     found = []
-    for line in output.splitlines():
+    for line in done.stdout.splitlines():
         message = json.loads(line).get("message") if line.startswith("{") else None
         if isinstance(message, dict) and message.get("level") == "error":
             found += [(span["file_name"], span["line_start"], message["message"]) for span in message["spans"]]
             if not message["spans"] and "aborting" not in message["message"] and "could not compile" not in message["message"]:
                 found.append(("", 0, message["message"]))
+    if done.returncode and not found:
+        raise SystemExit(done.stderr[-2000:])
     return found
 
 
@@ -192,19 +195,28 @@ def blamed(root, file, line):
     return "SCHEMA", set()
 
 
-def build(root, queues, wanted, own):
-    """Draws until the wanted number of mutants builds, besides a person's own. Gives those, and what did not build."""
+def choose(root, queues, wanted, own):
+    """The first mutants of the draw that build, besides a person's own; and what did not build.
+
+    Twice as many as are wanted are checked together, because a check takes a minute and most errors show at once.
+    """
     chosen, rejected, next_id = dict(enumerate(own, 1001)), [], 1
+
+    def drawn(crate):
+        return [key for key, m in chosen.items() if m["package"] == crate and m["genre"] != "ByHand"]
+
     while True:
         for crate in CRATES:
-            while sum(m["package"] == crate and m["genre"] != "ByHand" for m in chosen.values()) < wanted[crate] and queues[crate]:
-                chosen[next_id] = queues[crate].pop(0)
-                next_id += 1
+            if len(drawn(crate)) < wanted[crate]:
+                for mutant in queues[crate][: 2 * wanted[crate]]:
+                    chosen[next_id] = mutant
+                    next_id += 1
+                del queues[crate][: 2 * wanted[crate]]
         schemata(root, chosen)
         found = errors(root)
         print(f"{len(chosen)} mutants checked, {len(found)} errors", flush=True)
         if not found:
-            return chosen, rejected
+            break
         dropped = {}
         for file, line, text in found:
             kind, keys = blamed(root, file, line)
@@ -216,6 +228,11 @@ def build(root, queues, wanted, own):
             reason = "does not build" if kind == "MUTANT" else "cannot stand beside the old body"
             print(f"{key}: {reason}: {describe(chosen[key])}: {text}", flush=True)
             rejected.append({"mutant": describe(chosen.pop(key)), "reason": reason, "error": text})
+    for crate in CRATES:
+        for key in drawn(crate)[wanted[crate] :]:
+            del chosen[key]
+    schemata(root, chosen)
+    return chosen, rejected
 
 
 def binaries(root):
@@ -266,7 +283,7 @@ def judge(root, programs, key, mutant, limit, everything, known):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["draw", "build", "judge", "table"])
+    parser.add_argument("what", choices=["draw", "choose", "build", "judge", "table"])
     parser.add_argument("copy", type=Path)
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--count", type=int, default=40)
@@ -280,6 +297,11 @@ def main():
         return judge_all(root, args)
     if args.what == "table":
         return table(args)
+    if args.what == "build":
+        report = json.loads(args.out.read_text())
+        report["programs"] = [[*key, path] for key, path in binaries(root).items()]
+        args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False))
+        return
     subprocess.run(["git", "-C", str(root), "checkout", "-q", "--", *CRATES, "tests"], check=True)
     found = candidates(root)
     queues, wanted = draw(found, args.seed, args.count)
@@ -289,9 +311,8 @@ def main():
         for crate in CRATES:
             print("\n".join(describe(m) for m in queues[crate][: wanted[crate]]))
         return
-    chosen, rejected = build(root, queues, wanted, by_hand(root, args.by_hand, found) if args.by_hand else [])
-    programs = [[*key, path] for key, path in binaries(root).items()]
-    report = {"seed": args.seed, "mutants": counts, "rejected": rejected, "programs": programs}
+    chosen, rejected = choose(root, queues, wanted, by_hand(root, args.by_hand, found) if args.by_hand else [])
+    report = {"seed": args.seed, "mutants": counts, "rejected": rejected}
     report["chosen"] = {key: {k: v for k, v in m.items() if k != "diff"} for key, m in chosen.items()}
     args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False))
 
