@@ -5,7 +5,7 @@ use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative};
 use backend_nvfp4::{AttentionSpec, Documents, LinearSpec, Nvfp4Kernels, Precision, Recipe, Rotary, Scaling, ops};
 use burn::{
     backend::Autodiff,
-    tensor::{Int, Tensor, TensorData, TensorPrimitive, backend::Backend, ops::FloatTensor},
+    tensor::{Int, Tensor, TensorData, backend::Backend, ops::FloatTensor},
 };
 use burn_cubecl::CubeRuntime;
 
@@ -75,8 +75,14 @@ fn normalized(x: &[f64], w: &[f64]) -> Vec<f64> {
 }
 
 fn gradients<B: Nvfp4Kernels>(device: B::Device) {
-    type A<B> = Autodiff<B>;
     let mut random = Random::new(5);
+    norms_and_gates::<B>(&mut random, &device);
+    rotated_heads::<B>(&mut random, &device);
+    attention::<B>(&mut random, &device);
+    head::<B>(&mut random, &device);
+}
+
+fn norms_and_gates<B: Nvfp4Kernels>(random: &mut Random, device: &B::Device) {
     let plain = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
     // Odd numbers of rows; columns that make one vector and several vectors of a unit of the kernel.
     for (rows, cols) in [(1, 4), (5, 24), (19, 136)] {
@@ -85,7 +91,7 @@ fn gradients<B: Nvfp4Kernels>(device: B::Device) {
         check::<B>(
             "rms_norm",
             &[(x.clone(), [rows, cols]), (w, [1, cols])],
-            &device,
+            device,
             |t| ops::rms_norm(t[0].clone(), None, t[1].clone().reshape([cols]), EPS, plain).1.tensor(),
             |v| normalized(&v[0], &v[1]),
         );
@@ -95,7 +101,7 @@ fn gradients<B: Nvfp4Kernels>(device: B::Device) {
         check::<B>(
             "x + rms_norm(x)",
             &[(x.clone(), [rows, cols]), (w.clone(), [1, cols])],
-            &device,
+            device,
             |t| {
                 let (x, normed) = ops::rms_norm(t[0].clone(), None, t[1].clone().reshape([cols]), EPS, plain);
                 x + normed.tensor()
@@ -105,7 +111,7 @@ fn gradients<B: Nvfp4Kernels>(device: B::Device) {
         check::<B>(
             "sum and norm",
             &[(x.clone(), [rows, cols]), (added, [rows, cols]), (w, [1, cols])],
-            &device,
+            device,
             |t| {
                 let (x, added, w) = (t[0].clone(), t[1].clone(), t[2].clone().reshape([cols]));
                 let (sum, n) = ops::rms_norm(x, Some(added), w, EPS, plain);
@@ -120,25 +126,29 @@ fn gradients<B: Nvfp4Kernels>(device: B::Device) {
         check::<B>(
             "swiglu",
             &[(x, [rows, cols]), (up, [rows, cols])],
-            &device,
+            device,
             |t| ops::swiglu(t[0].clone(), t[1].clone(), plain).tensor(),
             |v| v[0].iter().zip(&v[1]).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect(),
         );
     }
+}
+
+fn rotated_heads<B: Nvfp4Kernels>(random: &mut Random, device: &B::Device) {
+    type A<B> = Autodiff<B>;
     for (rows, heads, e) in [(3, 1, 16), (5, 3, 32), (2, 8, 64)] {
         let positions: Vec<i32> = (0..rows as i32).map(|i| (i * 7) % 11).collect();
         let (cos, sin) = angles(11, e / 2);
         let rotary = Rotary::<A<B>> {
-            cos: primitive(matrix::<A<B>>(&cos, 11, e / 2, &device)),
-            sin: primitive(matrix::<A<B>>(&sin, 11, e / 2, &device)),
-            positions: ints::<B>(&positions, &device).into_primitive(),
+            cos: primitive(matrix::<A<B>>(&cos, 11, e / 2, device)),
+            sin: primitive(matrix::<A<B>>(&sin, 11, e / 2, device)),
+            positions: ints::<B>(&positions, device).into_primitive(),
         };
         let x = random.normals(rows * heads * e, 1.0);
         let w = random.normals(e, 0.3).iter().map(|v| v + 1.0).collect::<Vec<_>>();
         check::<B>(
             "norm_rope",
             &[(x, [rows, heads * e]), (w, [1, e])],
-            &device,
+            device,
             |t| ops::norm_rope(t[0].clone(), t[1].clone().reshape([e]), &rotary, EPS),
             |v| {
                 let mut y = normalized(&v[0], &v[1]);
@@ -154,27 +164,35 @@ fn gradients<B: Nvfp4Kernels>(device: B::Device) {
             },
         );
     }
+}
+
+fn attention<B: Nvfp4Kernels>(random: &mut Random, device: &B::Device) {
+    type A<B> = Autodiff<B>;
     // Two rows of tokens, the second with two documents; two query heads share each key head.
     let (h, k, e, t) = (4, 2, 8, 5);
     let starts = vec![0, 0, 0, 0, 0, 0, 0, 0, 3, 3];
-    let docs = Documents::<A<B>>::new(2, 0, starts.clone(), &device);
+    let docs = Documents::<A<B>>::new(2, 0, starts.clone(), device);
     let spec = AttentionSpec { heads: h, kv_heads: k, head_dim: e, precision: Precision::F32 };
     let [q, key, v] = [h, k, k].map(|n| (random.normals(2 * t * n * e, 1.0), [2 * t, n * e]));
     check::<B>(
         "attention",
         &[q, key, v],
-        &device,
+        device,
         |x| ops::attention(x[0].clone(), x[1].clone(), x[2].clone(), &docs, spec),
         |x| reference_attention(&x[0], &x[1], &x[2], &starts, t, [h, k, e]),
     );
+}
+
+fn head<B: Nvfp4Kernels>(random: &mut Random, device: &B::Device) {
+    type A<B> = Autodiff<B>;
     let (m, d, vocabulary) = (7, 12, 20);
     let targets: Vec<i32> = (0..m as i32).map(|i| (i * 5) % 20).collect();
     check::<B>(
         "head_loss",
         &[(random.normals(m * d, 1.0), [m, d]), (random.normals(vocabulary * d, 0.5), [vocabulary, d])],
-        &device,
+        device,
         |x| {
-            let ids = ints::<A<B>>(&targets, &device);
+            let ids = ints::<A<B>>(&targets, device);
             ops::head_loss(x[0].clone(), x[1].clone(), ids, Precision::F32).reshape([1, 1])
         },
         |x| {

@@ -1,48 +1,37 @@
 //! A wrong flag or a wrong file ends the program with its exit code and a message that names it.
 
 use crate::support::files::{ok, run, tiny_model};
+use std::path::Path;
 
 #[test]
 fn wrong_input_gets_its_exit_code_and_a_plain_message() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let write = |name: &str, text: &str| std::fs::write(d.join(name), text).unwrap();
-    write("no-tab.tsv", "# comment\nhello\tworld\n\nno tab here\n");
-    write("empty-target.tsv", "a\t \n");
-    write("empty.tsv", "\n# nothing\n");
-    write("bad.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n");
-    write("broken.jsonl", "{\"messages\": [\n");
-    write("role.jsonl", "{\"messages\": [{\"role\": \"bot\", \"content\": \"x\"}]}\n");
-    let user = |content: &str| format!("{{\"role\": \"user\", \"content\": {content}}}");
-    let rows = |content: &str, answer: &str| {
-        format!("{{\"messages\": [{}, {{\"role\": \"assistant\", \"content\": {answer}}}]}}\n", user(content))
-    };
-    write("parts.jsonl", &rows("[{\"type\": \"image\"}]", "\"x\""));
-    write("null.jsonl", &rows("\"x\"", "null"));
-    write("norole.jsonl", "{\"messages\": [{\"content\": \"x\"}]}\n");
-    std::fs::write(d.join("latin.tsv"), b"ok\tok\n\xFF\t\xFE\n").unwrap();
-    write("file.unknown", "a\tb\n");
-    write("settings.toml", "learning_rat = 1.0\n");
-    write("types.toml", "batch_size = \"two\"\n");
-    std::fs::create_dir(d.join("nothing")).unwrap();
-    for name in ["bad-config", "bad-tokenizer", "bad-shape"] {
-        tiny_model(&d.join(name), true);
+    write_bad_inputs(d);
+    for (args, code, text) in cases() {
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let out = run(d, &args);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(code), "{args:?}:\n{stderr}");
+        assert!(stderr.contains(text), "{args:?} does not say {text:?}:\n{stderr}");
+        assert!(!stderr.contains("panicked"), "{args:?}:\n{stderr}");
+        assert!(!d.join("out/checkpoint-1").exists());
+        let _ = std::fs::remove_dir_all(d.join("out"));
     }
-    let config = std::fs::read_to_string(d.join("m/config.json")).unwrap();
-    write("bad-config/config.json", &config.replace("\"qwen3\"", "\"llama\""));
-    write("bad-shape/config.json", &config.replace("\"intermediate_size\":96", "\"intermediate_size\":112"));
-    write("bad-tokenizer/tokenizer.json", "{\"model\": {\"type\": \"BPE\", \"vocab\": {}, \"merges\": [\"a b\"]}}");
-    let long = format!("a\t{}\n", "word ".repeat(50));
-    write("long.tsv", &long);
+}
 
+/// Arguments, exit code, and a part of the message.
+type Case = (Vec<String>, i32, &'static str);
+
+fn cases() -> Vec<Case> {
     let fit = |more: &[&str]| -> Vec<String> {
         let mut args = vec!["fit", "-m", "m", "--device", "cpu", "-o", "out"];
         args.extend(more);
         args.into_iter().map(str::to_owned).collect()
     };
     let words = |text: &str| -> Vec<String> { text.split(' ').map(str::to_owned).collect() };
-    let table: Vec<(Vec<String>, i32, &str)> = vec![
+    vec![
         // Flags.
         (words("fit --no-such-flag"), 2, "unexpected argument"),
         (fit(&["-d", "m/demo.tsv", "--learning-rate", "fast"]), 2, "invalid value 'fast'"),
@@ -100,17 +89,38 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
         (words("export-dat --checkpoint nothing --output-dat x.dat"), 6, "manifest.json"),
         (words("export-dat --checkpoint none --output-dat x.dat"), 2, "no such checkpoint folder"),
         (words("parity -m m --expected m/model.safetensors --device cpu"), 6, "no \"input_ids\""),
-    ];
-    for (args, code, text) in table {
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        let out = run(d, &args);
-        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(code), "{args:?}:\n{stderr}");
-        assert!(stderr.contains(text), "{args:?} does not say {text:?}:\n{stderr}");
-        assert!(!stderr.contains("panicked"), "{args:?}:\n{stderr}");
-        assert!(!d.join("out/checkpoint-1").exists());
-        let _ = std::fs::remove_dir_all(d.join("out"));
+    ]
+}
+
+fn write_bad_inputs(d: &Path) {
+    let write = |name: &str, text: &str| std::fs::write(d.join(name), text).unwrap();
+    write("no-tab.tsv", "# comment\nhello\tworld\n\nno tab here\n");
+    write("empty-target.tsv", "a\t \n");
+    write("empty.tsv", "\n# nothing\n");
+    write("bad.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"x\"}]}\n");
+    write("broken.jsonl", "{\"messages\": [\n");
+    write("role.jsonl", "{\"messages\": [{\"role\": \"bot\", \"content\": \"x\"}]}\n");
+    let user = |content: &str| format!("{{\"role\": \"user\", \"content\": {content}}}");
+    let rows = |content: &str, answer: &str| {
+        format!("{{\"messages\": [{}, {{\"role\": \"assistant\", \"content\": {answer}}}]}}\n", user(content))
+    };
+    write("parts.jsonl", &rows("[{\"type\": \"image\"}]", "\"x\""));
+    write("null.jsonl", &rows("\"x\"", "null"));
+    write("norole.jsonl", "{\"messages\": [{\"content\": \"x\"}]}\n");
+    std::fs::write(d.join("latin.tsv"), b"ok\tok\n\xFF\t\xFE\n").unwrap();
+    write("file.unknown", "a\tb\n");
+    write("settings.toml", "learning_rat = 1.0\n");
+    write("types.toml", "batch_size = \"two\"\n");
+    std::fs::create_dir(d.join("nothing")).unwrap();
+    for name in ["bad-config", "bad-tokenizer", "bad-shape"] {
+        tiny_model(&d.join(name), true);
     }
+    let config = std::fs::read_to_string(d.join("m/config.json")).unwrap();
+    write("bad-config/config.json", &config.replace("\"qwen3\"", "\"llama\""));
+    write("bad-shape/config.json", &config.replace("\"intermediate_size\":96", "\"intermediate_size\":112"));
+    write("bad-tokenizer/tokenizer.json", "{\"model\": {\"type\": \"BPE\", \"vocab\": {}, \"merges\": [\"a b\"]}}");
+    let long = format!("a\t{}\n", "word ".repeat(50));
+    write("long.tsv", &long);
 }
 
 #[test]

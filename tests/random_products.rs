@@ -81,7 +81,7 @@ fn read<B: Backend>(x: FloatTensor<B>) -> Vec<f32> {
 fn dense_products<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Random, device: &B::Device) {
     let dtype = precision.dtype();
     // Tensor cores take multiples of 8; every other size goes another way.
-    let unit = if case % 3 == 0 { 1 } else { 8 };
+    let unit = if case.is_multiple_of(3) { 1 } else { 8 };
     let [m, n, k] = [0; 3].map(|_| unit * (1 + random.below(200 / unit)));
     let (a, b) = (values(random, m * k, dtype), values(random, n * k, dtype));
     let exact = product(&wide(&a), &wide(&b), [m, n, k]);
@@ -106,7 +106,14 @@ fn packed_products<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &
     let dtype = precision.dtype();
     let (m, n, k) = (1 + random.below(300), 8 * (1 + random.below(40)), 16 * (1 + random.below(20)));
     let (x, dy) = (values(random, m * k, dtype), values(random, m * n, dtype));
-    let w = quantize(&random.normals(n * k, 1.0), n, k, case % 2 == 0, case % 4 < 2 && n % 16 == 0, nearest);
+    let w = quantize(
+        &random.normals(n * k, 1.0),
+        n,
+        k,
+        case.is_multiple_of(2),
+        case % 4 < 2 && n.is_multiple_of(16),
+        nearest,
+    );
     let codes = Nvfp4Tensor::<B>::new(packed(&w), n, k, device).unwrap();
     let forward = product(&wide(&x), &w.values(), [m, n, k]);
     let backward = product(&wide(&dy), &transposed(&w.values(), n, k), [m, k, n]);
@@ -122,7 +129,14 @@ fn few_rows<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Ran
     let dtype = precision.dtype();
     let (m, n, k) = (1 + case % 16, 1 + random.below(300), 256 * (1 + random.below(4)));
     let x = values(random, m * k, dtype);
-    let w = quantize(&random.normals(n * k, 0.1), n, k, case % 2 == 0, case % 4 < 2 && n % 16 == 0, nearest);
+    let w = quantize(
+        &random.normals(n * k, 0.1),
+        n,
+        k,
+        case.is_multiple_of(2),
+        case % 4 < 2 && n.is_multiple_of(16),
+        nearest,
+    );
     let exact = product(&wide(&x), &w.values(), [m, n, k]);
     let codes = Nvfp4Tensor::<B>::new(packed(&w), n, k, device).unwrap();
     let y = B::nvfp4_matmul(put::<B>(&x, m, k, dtype, device), &codes.primitive(), Product::Nt, dtype);
@@ -163,7 +177,7 @@ fn attention<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Ra
     type A<B> = Autodiff<B>;
     let (dtype, heads) = (precision.dtype(), Heads::of(case, precision));
     let rows = 1 + case % 2;
-    let t = [3 + random.below(20), 3 + random.below(150)][usize::from(case % 4 == 0)];
+    let t = [3 + random.below(20), 3 + random.below(150)][usize::from(case.is_multiple_of(4))];
     let mut starts = vec![0; rows * t];
     for row in starts.chunks_mut(t) {
         let cut = random.below(t);
@@ -218,9 +232,9 @@ fn attention_by_the_formula(
     let scale = 1.0 / (e as f64).sqrt();
     let mut out = [&q, &q, &k, &v].map(|x| vec![0.0; x.len()]);
     let [y, dq, dk, dv] = &mut out;
-    for token in 0..rows * t {
+    for (token, &start) in starts[..rows * t].iter().enumerate() {
         let (row, own) = (token / t * keys, token % t + keys - t);
-        let seen: Vec<usize> = (starts[token] as usize..=own).map(|key| row + key).collect();
+        let seen: Vec<usize> = (start as usize..=own).map(|key| row + key).collect();
         for head in 0..heads {
             let at = (token * heads + head) * e;
             let key_at = |key: usize| (key * kv_heads + head / (heads / kv_heads)) * e;

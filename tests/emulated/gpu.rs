@@ -85,8 +85,8 @@ impl Gpu {
         for (at, got) in self.read(data)?.into_iter().enumerate() {
             let Exact { value, allowed } = exact(at);
             let allowed = allowed + value.abs() * rounding(data.ty);
-            // A result that is no number is never near.
-            if !((got - value).abs() <= allowed) {
+            let error = (got - value).abs();
+            if error.is_nan() || error > allowed {
                 return Err(format!("{label}: value {at} is {got}, not {value} within {allowed:e}"));
             }
         }

@@ -119,7 +119,8 @@ fn execute(program: &Path, input: &[u8]) -> Result<Vec<u8>, String> {
 
 /// The program for a launch's text. Programs are kept in the target folder, named by what they are made of.
 fn program(launch: &Launch) -> Result<PathBuf, String> {
-    static BUILT: Mutex<Option<HashMap<String, Arc<OnceLock<Result<PathBuf, String>>>>>> = Mutex::new(None);
+    type Built = HashMap<String, Arc<OnceLock<Result<PathBuf, String>>>>;
+    static BUILT: Mutex<Option<Built>> = Mutex::new(None);
     let text = text::for_the_host(launch);
     let mut hash = Sha256::new();
     SOURCES.iter().for_each(|(_, source)| hash.update(source));
