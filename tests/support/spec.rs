@@ -68,12 +68,12 @@ fn nearest_of(x: f64, grid: &[f64]) -> u8 {
     best as u8
 }
 
-/// Rounds a scaled value to the nearest code. For [`quantize`].
+/// Rounds a scaled value to the nearest code, at most 6. For [`quantize`].
 pub(crate) fn nearest(_: usize, scaled: f32) -> u8 {
     if scaled.is_nan() {
         return 7;
     }
-    nearest_of(f64::from(scaled.abs()), &E2M1.map(f64::from)) | u8::from(scaled.is_sign_negative()) << 3
+    nearest_of(f64::from(scaled.abs().min(6.0)), &E2M1.map(f64::from)) | u8::from(scaled.is_sign_negative()) << 3
 }
 
 /// Rounds a scaled value up in magnitude with the probability of its distance from the lower code. For [`quantize`].
