@@ -411,8 +411,8 @@ pub const RANGES: [(&str, f64, f64); 25] = [
     ("save_total_limit", 2.0, MOST),
     ("eval_steps", 0.0, f64::MAX),
     ("logging_steps", 1.0, MOST),
-    ("peak_tflops", 0.0, f64::MAX),
-    ("seed", 0.0, 1e18),
+    ("peak_tflops", 1e-3, f64::MAX),
+    ("seed", 0.0, 9.2e18),
     ("data_weights", 0.001, 1000.0),
 ];
 
