@@ -230,7 +230,7 @@ pub struct OptimizerSettings {
     /// Global gradient norm above which gradients are scaled down; 0 turns clipping off
     #[arg(long, value_name = "NORM", alias = "grad-clip")]
     pub max_grad_norm: f64,
-    /// Which gradient norm clipping uses: this step's (exact) or the previous step's (needs no second pass)
+    /// Which gradient norm clipping uses: this step's (exact) or the previous step's (needs no second backward pass)
     #[arg(long, value_parser = parser::<Auto<Clip>>())]
     #[serde(with = "by_name")]
     pub clip: Auto<Clip>,
@@ -372,7 +372,7 @@ pub struct AdvancedSettings {
     /// Loss function
     #[arg(long, alias = "loss-mode")]
     pub loss: LossKind,
-    /// Number of rows of a matrix that one optimizer launch updates; 0 updates the whole matrix
+    /// Number of rows of a matrix that one GPU kernel launch of the optimizer updates; 0 updates the whole matrix
     #[arg(long, value_name = "N", alias = "optimizer-step-chunk-rows")]
     pub step_chunk_rows: usize,
     /// Random seed for shuffling, initial weights and stochastic rounding
