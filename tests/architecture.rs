@@ -50,6 +50,28 @@ fn a_circle_is_found() {
     assert_eq!(found, ["b", "c", "d", "b"]);
 }
 
+#[test]
+fn every_form_of_import_is_seen() {
+    let forms = [
+        "use crate::b::X;",
+        "use super::b::{X as Y};",
+        "use crate::{a, b::*};",
+        "use crate::b; fn f() { b::g(); }",
+        "use crate::b as c; fn f() { c::g(); }",
+        "fn f() -> crate::b::X { todo() }",
+        "fn f() { assert!(crate::b::g()); }",
+        "fn f() { assert!(super::b::g()); }",
+        "mod inner { use super::super::b::X; }",
+        "use crate::Z;",
+        "pub use crate::b::X;",
+    ];
+    for form in forms {
+        let files = [("lib.rs", "mod a; mod b; pub use b::X as Z;"), ("a.rs", form), ("b.rs", "pub struct X;")];
+        let imports = Crate::of(files.map(|(file, text)| (file.to_owned(), text.to_owned()))).imports();
+        assert!(imports["a.rs"].contains("b.rs"), "not seen: {form}");
+    }
+}
+
 /// The height of a file's room; `main.rs` and `lib.rs` are the roof.
 fn floor(file: &str) -> usize {
     let (room, rest) = file.split_once('/').unwrap_or(("", file));
@@ -76,11 +98,17 @@ impl Crate {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src");
         let mut files = Vec::new();
         collect(&source, &mut files);
+        Self::of(files.into_iter().map(|path| {
+            let file = path.strip_prefix(&source).expect("below src").to_string_lossy().into_owned();
+            (file, fs::read_to_string(&path).expect("a readable source file"))
+        }))
+    }
+
+    /// A crate of files, each with its path below `src` and its text.
+    fn of(files: impl IntoIterator<Item = (String, String)>) -> Self {
         let modules = files
             .into_iter()
-            .map(|path| {
-                let file = path.strip_prefix(&source).expect("below src").to_string_lossy().into_owned();
-                let text = fs::read_to_string(&path).expect("a readable source file");
+            .map(|(file, text)| {
                 let tree = syn::parse_file(&text).unwrap_or_else(|e| panic!("{file}: {e}"));
                 (module_path(&file), (file, tree))
             })
@@ -91,10 +119,11 @@ impl Crate {
     fn imports(&self) -> Imports {
         let mut imports = Imports::new();
         for (module, (file, tree)) in &self.modules {
-            let mut paths = Paths::default();
+            let door = file == "lib.rs" || file.ends_with("mod.rs");
+            let mut paths = Paths { re_exports: !door, ..Paths::default() };
             paths.visit_file(tree);
             let targets = imports.entry(file.clone()).or_default();
-            for path in paths.found {
+            for path in paths.whole() {
                 if let Some(target) = self.resolve(module, &path, 0).filter(|target| target != file) {
                     targets.insert(target);
                 }
@@ -204,15 +233,30 @@ fn flatten(tree: &syn::UseTree, prefix: &mut Vec<String>, leaves: &mut Vec<(Vec<
     }
 }
 
-/// The paths that a file imports or spells out. Tests inside it and re-exports are left out.
+/// The paths that a file imports or spells out. Tests inside it are left out, and so is what `lib.rs` or a `mod.rs`
+/// re-exports, which is a name and no import.
 #[derive(Default)]
 struct Paths {
     found: Vec<Vec<String>>,
+    /// The names that `use` lines give to paths.
+    names: BTreeMap<String, Vec<String>>,
+    /// Whether re-exports count as imports.
+    re_exports: bool,
     /// Modules written inside the file that the visitor is in: there, `super` names the file itself.
     inline_modules: usize,
 }
 
 impl Paths {
+    /// The paths that were found, each from the name on that a `use` line gave it.
+    fn whole(self) -> Vec<Vec<String>> {
+        let Self { found, names, .. } = self;
+        let whole = |path: Vec<String>| match names.get(&path[0]) {
+            Some(start) => start.iter().cloned().chain(path.into_iter().skip(1)).collect(),
+            None => path,
+        };
+        found.into_iter().filter(|path| !path.is_empty()).map(whole).collect()
+    }
+
     fn add(&mut self, path: Vec<String>) {
         let inside = path.iter().take(self.inline_modules).take_while(|s| *s == "super").count();
         if inside == 0 {
@@ -238,16 +282,23 @@ impl<'ast> Visit<'ast> for Paths {
     }
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
-        if matches!(item.vis, syn::Visibility::Inherited) {
+        if self.re_exports || matches!(item.vis, syn::Visibility::Inherited) {
             let mut leaves = Vec::new();
             flatten(&item.tree, &mut vec![], &mut leaves);
-            leaves.into_iter().for_each(|(path, _)| self.add(path));
+            for (path, name) in leaves {
+                self.add(path.clone());
+                // A name that begins its own path, as in `use once::once`, would never end.
+                if path.first() != Some(&name) {
+                    self.names.insert(name, path);
+                }
+            }
         }
     }
 
     fn visit_path(&mut self, path: &'ast syn::Path) {
         let names: Vec<String> = path.segments.iter().map(|s| s.ident.to_string()).collect();
-        if names.len() > 1 && matches!(names[0].as_str(), "crate" | "super" | "self") {
+        // A path that begins with a name from elsewhere resolves to nothing.
+        if names.len() > 1 {
             self.add(names);
         }
         syn::visit::visit_path(self, path);
@@ -255,7 +306,7 @@ impl<'ast> Visit<'ast> for Paths {
 
     fn visit_macro(&mut self, call: &'ast syn::Macro) {
         let text = call.tokens.to_string();
-        for (at, _) in text.match_indices("crate ::") {
+        for (at, _) in ["crate ::", "super ::", "self ::"].iter().flat_map(|start| text.match_indices(start)) {
             let path = text[at..].split(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':' || c == ' '));
             let path = path.into_iter().next().unwrap_or_default();
             self.add(path.split("::").map(|s| s.trim().to_owned()).collect());

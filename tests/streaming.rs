@@ -465,7 +465,8 @@ fn an_infinite_norm_stops_the_run_and_leaves_every_parameter_in_the_model() {
     }
 }
 
-/// NVFP4 master weights have the gradients of f32 master weights with the same values.
+/// NVFP4 master weights have nearly the gradients of the f32 master weights that they were quantized from: they point the
+/// same way, and their sizes agree.
 #[test]
 fn codes_have_the_gradients_of_their_values() {
     let batches = batches(4);

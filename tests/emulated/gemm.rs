@@ -38,13 +38,15 @@ fn cases(cols: usize) -> Vec<Case> {
             all.push(one(product, cols, scales, (F16, F16), Form::One));
         }
     }
-    all.push(one(Tn, cols, 0, (BF16, F32), Form::Accumulate));
+    all.extend([BF16, F16].map(|ty| one(Tn, cols, 0, (ty, F32), Form::Accumulate)));
     for (product, scales, form, parts) in [
         (Nt, 0, Form::SharedLeft, 2),
         (Nt, 1, Form::SharedLeft, 3),
         (Nt, 2, Form::SharedLeft, 2),
         (Tn, 0, Form::SharedRight, 3),
         (Tn, 1, Form::SharedRight, 2),
+        // The wgrad of recipe nvfp4: codes of transposes, so that both operands lie along the sum.
+        (Nt, 2, Form::SharedRight, 3),
         (Nn, 0, Form::Summed, 3),
         (Nn, 1, Form::Summed, 2),
         (Nn, 2, Form::Summed, 3),
@@ -53,10 +55,10 @@ fn cases(cols: usize) -> Vec<Case> {
         let shape = |n: &usize| match form {
             Form::SharedLeft => GemmShape { i: 131, j: *n, r: 88 },
             Form::Summed => GemmShape { i: 131, j: 136, r: *n },
-            _ => GemmShape { i: *n, j: 136, r: 75 },
+            _ => GemmShape { i: *n, j: 136, r: if product == Nt { 80 } else { 75 } },
         };
         let shapes = own[..parts].iter().map(shape).collect();
-        let types = (BF16, if product == Tn { F32 } else { BF16 });
+        let types = (BF16, if form == Form::SharedRight { F32 } else { BF16 });
         all.push(Case { product, shapes, cols, scales, types, form });
     }
     all
@@ -79,7 +81,10 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
     };
     let a = operand(count(form == Form::SharedLeft), &|s| s.i * s.r, &mut random);
     let b = operand(count(form == Form::SharedRight), &|s| s.j * s.r, &mut random);
-    let factors: Vec<Data> = (0..parts * scales).map(|_| gpu.put(&[f64::from(random.uniform()) + 0.5], F32)).collect();
+    // The second of three summed products has a tensor of zeros: its scale is zero.
+    let zero = |n: usize| form == Form::Summed && parts == 3 && n / scales == 1;
+    let scale = |n: usize, random: &mut Random| if zero(n) { 0.0 } else { f64::from(random.uniform()) + 0.5 };
+    let factors: Vec<Data> = (0..parts * scales).map(|n| gpu.put(&[scale(n, &mut random)], F32)).collect();
     let results = count(form == Form::Summed);
     let out: Vec<Data> = shapes[..results]
         .iter()

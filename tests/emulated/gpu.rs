@@ -1,4 +1,4 @@
-//! A GPU that is not there: buffers of numbers, and results that are compared with f64.
+//! An emulated GPU: its buffers hold numbers, and its results are compared with f64.
 
 use crate::support::{Random, emulator};
 use cubecl::{
@@ -66,7 +66,7 @@ impl Gpu {
         array(&self.client.create_from_slice(&bytes), 4)
     }
 
-    /// A buffer for a result, filled with what is no number.
+    /// A buffer for a result, filled with NaN.
     pub(super) fn room(&self, len: usize, ty: StorageType) -> Data {
         self.put(&vec![f64::NAN; len], ty)
     }

@@ -18,7 +18,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 system error, 2 wrong usage or configuration, 3 invalid data, \
-4 out of device memory, 5 training diverged, 6 corrupt or unverified file, 7 device error, 101 a bug in train-cli.\n\
+4 out of device memory, 5 training diverged, 6 corrupt file or failed check of an export, 7 device error, 101 a bug in train-cli.\n\
 Try it without any file: train-cli fit --demo";
 
 /// The commands.
@@ -26,7 +26,7 @@ Try it without any file: train-cli fit --demo";
 pub enum Command {
     /// Train all parameters of a Qwen3 model
     Fit(Box<FitArgs>),
-    /// Estimate the memory that a training run needs; takes the flags of fit
+    /// Estimate the memory that a training run needs; takes the flags of fit except --demo
     Estimate(Box<FitArgs>),
     /// Write a trained checkpoint as a .dat file, and check that the file works
     ExportDat(ExportArgs),
@@ -87,10 +87,10 @@ impl Args for FitArgs {
 /// Flags of `fit` that are no settings of the run: a config file and a checkpoint do not hold them.
 #[derive(Debug, Clone, Default, Args)]
 pub struct Launch {
-    /// Train a tiny built-in model on built-in data, on the CPU; needs no files
+    /// Train a tiny built-in model on built-in data, on the CPU unless --device says otherwise; needs no files
     #[arg(long, conflicts_with = "config", display_order = 0, help_heading = COMMON)]
     pub demo: bool,
-    /// Resume an interrupted run: its run folder, one of its checkpoints, or `latest` with --output-dir
+    /// Resume an interrupted run: its run folder, or one of its checkpoints; without a value, the run of --output-dir
     #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "latest", alias = "resume")]
     #[arg(help_heading = "Saving")]
     pub resume_from_checkpoint: Option<String>,

@@ -150,7 +150,8 @@ impl PendingFolder {
     /// Commits the folder in place of an older one of the same name, if there is one. Returns the path.
     ///
     /// # Errors
-    /// If any of it fails. The older folder then has its name.
+    /// If any of it fails. The older folder then keeps its name, unless the system refuses to rename it back: the error
+    /// says where it is.
     pub fn replace(mut self) -> Result<PathBuf, CliError> {
         self.complete()?;
         swap(&self.temporary, &self.target)?;
@@ -166,20 +167,38 @@ impl PendingFolder {
     }
 }
 
+/// Where an older folder waits while a new one takes its name.
+fn aside_of(target: &Path) -> PathBuf {
+    parent(target).join(format!(".old-{}", target.file_name().unwrap_or_default().to_string_lossy()))
+}
+
+/// Ends the replacement of `target` that a killed process left unfinished: the older folder gets its name back if the
+/// new one had not taken it, and is removed if it had.
+///
+/// # Errors
+/// If the system refuses.
+pub fn finish_replacement(target: &Path) -> Result<(), CliError> {
+    let aside = aside_of(target);
+    match (aside.exists(), target.exists()) {
+        (false, _) => Ok(()),
+        (true, true) => remove(&aside),
+        (true, false) => fs::rename(&aside, target).map_err(CliError::io(&aside)),
+    }
+}
+
 /// Gives the folder `new` the name `target`. An older folder steps aside first and comes back if the new one cannot take
-/// its place. If the process is killed between the two renames, the older folder is complete under `stale-PID-NAME`.
+/// its place. [`finish_replacement`] mends what a kill between the two renames leaves.
 fn swap(new: &Path, target: &Path) -> Result<(), CliError> {
-    let name = target.file_name().unwrap_or_default().to_string_lossy();
-    let aside = parent(target).join(format!("stale-{}-{name}", std::process::id()));
+    finish_replacement(target)?;
+    let aside = aside_of(target);
     let replaces = target.exists();
     if replaces {
         fs::rename(target, &aside).map_err(CliError::io(target))?;
     }
     if let Err(error) = fs::rename(new, target) {
-        if replaces {
-            fs::rename(&aside, target).map_err(CliError::io(&aside))?;
-        }
-        return Err(CliError::io(target)(error));
+        // Should the way back fail too, the error names the folder that holds the older one.
+        let back = if replaces { fs::rename(&aside, target).map_err(CliError::io(&aside)) } else { Ok(()) };
+        return Err(back.err().unwrap_or_else(|| CliError::io(target)(error)));
     }
     sync_folder(parent(target))?;
     if replaces {
@@ -399,6 +418,23 @@ mod tests {
         folder_with(&target, "new").replace().unwrap();
         assert_eq!(content(), "new");
         verify(&target).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn a_replacement_that_a_kill_interrupted_is_finished() {
+        let dir = folder();
+        let target = dir.path().join("final");
+        let content = || fs::read_to_string(target.join("x")).unwrap();
+        folder_with(&target, "old").replace().unwrap();
+        // Killed between the two renames: the older folder comes back.
+        fs::rename(&target, aside_of(&target)).unwrap();
+        finish_replacement(&target).unwrap();
+        assert_eq!(content(), "old");
+        // Killed after the second rename: the older folder goes, and the next replacement works.
+        fs::create_dir(aside_of(&target)).unwrap();
+        folder_with(&target, "new").replace().unwrap();
+        assert_eq!(content(), "new");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
     }
 

@@ -37,7 +37,7 @@ pub enum CliError {
     },
     /// A run needs more device memory than `--memory-limit` allows.
     #[error(
-        "{} {} of device memory, --memory-limit is {}{}; use a smaller --max-seq-length or --batch-size, \
+        "{} {} of device memory, but --memory-limit is {}{}; use a smaller --max-seq-length or --batch-size, \
          --optimizer-state-mode int4, or --master-weights nvfp4",
         if saved.is_some() { "the run holds" } else { "the run would need" },
         gib(*needed),

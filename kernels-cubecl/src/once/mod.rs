@@ -1,16 +1,15 @@
 //! Launches every kernel once, on zeros of a small shape, for compile checks and memory checkers. No result is checked.
 
-use crate::{KernelError, adamw::AdamwStep, matmul::PackedArgs, mma, rng::Stream};
-use cubecl::{
-    ir::{ElemType, FloatKind},
-    prelude::*,
-};
+use crate::{KernelError, mma};
+use cubecl::prelude::*;
 
 mod optimizer;
 mod portable;
 mod tensor_cores;
+mod zeros;
 
-const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
+pub(crate) use zeros::SOME_STEP;
+use zeros::{F32, Zeros};
 
 /// Launches every kernel that the device can run for values of type `dtype`, with `rows` tokens: the portable kernels
 /// always, the others if the device has tensor cores for `dtype`.
@@ -31,55 +30,3 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     tensor_cores::gemvs(&zeros, rows)?;
     tensor_cores::attention(&zeros, rows)
 }
-
-/// A device, and buffers of zeros on it.
-struct Zeros<'a, R: Runtime> {
-    client: &'a ComputeClient<R>,
-    /// The type of values.
-    dtype: StorageType,
-}
-
-impl<R: Runtime> Zeros<'_, R> {
-    /// `len` elements of `size` bytes.
-    fn sized(&self, len: usize, size: usize) -> ArrayArg<R> {
-        let handle = self.client.create_from_slice(&vec![0u8; len * size]);
-        // SAFETY: the buffer was made with this length.
-        unsafe { ArrayArg::from_raw_parts(handle, len) }
-    }
-
-    /// `len` bytes.
-    fn bytes(&self, len: usize) -> ArrayArg<R> {
-        self.sized(len, 1)
-    }
-
-    /// `len` f32 values, or words.
-    fn floats(&self, len: usize) -> ArrayArg<R> {
-        self.sized(len, 4)
-    }
-
-    /// `len` values of the type that is asked for.
-    fn values(&self, len: usize) -> ArrayArg<R> {
-        self.sized(len, self.dtype.size())
-    }
-
-    fn packed(&self, rows: usize, cols: usize) -> PackedArgs<R> {
-        let (codes, scales) = (self.floats(rows * cols / 8), self.bytes(rows * cols / 16));
-        PackedArgs { codes, scales, global: self.floats(1), rows, cols }
-    }
-}
-
-/// A stream of random numbers, whichever.
-const STREAM: Stream = Stream { seed: 1, step: 2, stream: 3 };
-
-/// A step of the optimizer, whichever.
-pub(crate) const SOME_STEP: AdamwStep = AdamwStep {
-    lr: 1e-4,
-    beta1: 0.9,
-    beta2: 0.95,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    bias1: 0.1,
-    bias2: 0.05,
-    grad_scale: 1.0,
-    stream: STREAM,
-};

@@ -1,6 +1,6 @@
 //! The optimizer with every form of master weights and moments.
 
-use super::{F32, SOME_STEP, Zeros};
+use super::zeros::{F32, SOME_STEP, Zeros};
 use crate::{
     KernelError,
     adamw::{self, Coding, Master},

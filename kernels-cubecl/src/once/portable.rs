@@ -1,6 +1,6 @@
 //! The kernels that run on every device.
 
-use super::{STREAM, Zeros};
+use super::zeros::{STREAM, Zeros};
 use crate::{
     KernelError,
     codec::{Conversion, convert},

@@ -1,6 +1,6 @@
 //! The kernels that need tensor cores.
 
-use super::{F32, Zeros};
+use super::zeros::{F32, Zeros};
 use crate::{
     KernelError,
     attention::{self, AttentionShape},

@@ -2,8 +2,8 @@
 //! headers; the program runs one launch: it reads grid, scalars and buffers from a file and writes the buffers back.
 //!
 //! The emulator (`cuda/`) knows fragments, asynchronous copies and barriers by the tables of the PTX ISA. It refuses a
-//! launch that accesses memory outside its buffers, whose units race for a byte of memory, or whose units wait for
-//! each other forever.
+//! launch that accesses memory outside its buffers, whose units wait for each other forever, or whose units race for a byte:
+//! two write it, or one reads what another wrote. In shared memory a write after another unit's read counts as well.
 
 mod text;
 
@@ -125,6 +125,9 @@ fn program(launch: &Launch) -> Result<PathBuf, String> {
     let mut hash = Sha256::new();
     SOURCES.iter().for_each(|(_, source)| hash.update(source));
     OPTIONS.iter().for_each(|option| hash.update(option));
+    // The translation of the text, which is not hashed itself: its temporaries differ from run to run.
+    hash.update(include_bytes!("text.rs"));
+    hash.update(compiler_name()?);
     hash.update(launch.identity());
     let name: String = hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
     let place = {
@@ -183,11 +186,14 @@ fn folder() -> &'static Path {
     Path::new(concat!(env!("CARGO_TARGET_TMPDIR"), "/emulator"))
 }
 
+/// How the error of a text begins that the C++ compiler refuses. No test takes that for a defect that was found.
+pub(crate) const NOT_COMPILED: &str = "not compiled";
+
 fn call(command: &mut Command) -> Result<(), String> {
     let done = command.output().map_err(|e| format!("{command:?}: {e}"))?;
     if done.status.success() {
         return Ok(());
     }
     let message = String::from_utf8_lossy(&done.stderr);
-    Err(format!("{command:?}: {}", message.chars().take(4000).collect::<String>()))
+    Err(format!("{NOT_COMPILED} by {command:?}: {}", message.chars().take(4000).collect::<String>()))
 }

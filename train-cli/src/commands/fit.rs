@@ -7,12 +7,13 @@ use crate::{
     commands::{demo, export},
     data::order::Order,
     device::{self, Job},
+    durable,
     memory::estimate::Estimate,
     memory::vram::VramReport,
     plan::Plan,
     report,
     run::checkpoint::{self, Head, Resumed, TrainerState},
-    run::folder,
+    run::folder::{self, FINAL},
     run::header,
     run::inputs::{Inputs, packed_scaling},
     run::journal::Journal,
@@ -36,7 +37,11 @@ use model_qwen3::{
     model::Qwen3,
     weights::{self, Purpose},
 };
-use std::{path::Path, sync::Arc, time::Instant};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
 
 /// Runs the command.
 ///
@@ -104,7 +109,7 @@ impl Job for Fit {
             Some(resumed) => {
                 let (plan, state) = (&ready.plan, &resumed.state);
                 folder::check_unchanged(plan, state, &ready.inputs.sha256, precision)?;
-                if state.global_step == state.max_steps && plan.output_dir.join("train_results.json").exists() {
+                if state.global_step == state.max_steps && outputs_exist(plan) {
                     report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
                     return Ok(());
                 }
@@ -135,8 +140,11 @@ impl Job for Fit {
         B::memory_cleanup(&device);
 
         let changed = before.map(|before| before.compare(&model, &samples)).transpose()?.flatten();
+        let exported = ready.export(&model, state.head)?;
+        // The record of a complete run comes last: a resume of a run without it finishes the export.
         journal.finish(runtime, changed)?;
-        ready.save(&model, state.head, runtime, samples.prompts.first())
+        ready.conclude(exported.as_deref(), runtime, samples.prompts.first());
+        Ok(())
     }
 }
 
@@ -278,33 +286,36 @@ impl Ready {
         learner::run(Trainee::new(model, s.advanced.loss, fixed), run)
     }
 
-    /// Exports the trained model, unless nothing is saved, and says what to do next.
-    fn save<B: Nvfp4Kernels>(
-        &self,
-        model: &Qwen3<B>,
-        head: Head,
-        runtime: f64,
-        prompt: Option<&String>,
-    ) -> Result<(), CliError> {
+    /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, or `None` if nothing
+    /// is saved.
+    fn export<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, head: Head) -> Result<Option<PathBuf>, CliError> {
         let (plan, text) = (&self.plan, &self.inputs.text);
         if plan.settings.saving.save_strategy == SaveStrategy::No {
-            let done = report::duration(runtime);
-            report::line(format!("done in {done} · nothing was saved, because of --save-strategy no"));
-            return Ok(());
+            return Ok(None);
         }
         let dense_from = model.layers.len().saturating_sub(plan.settings.recipe.bf16_last_blocks);
         let (scaling, recipe) = (self.spec.scaling, plan.recipe);
         let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
         let like = self.original();
         let exported =
-            export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join("final"))?;
+            export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());
         if let Some(extra) = &plan.settings.saving.output_dat {
             export::model_to_dat(model, text, format, like, extra)?;
         }
-        report::line(format!("done in {} · {}", report::duration(runtime), plan.output_dir.display()));
-        next_steps(plan.recipe, &exported, prompt);
-        Ok(())
+        Ok(Some(exported))
+    }
+
+    /// Says that the run is done, and what to do with its export.
+    fn conclude(&self, exported: Option<&Path>, runtime: f64, prompt: Option<&String>) {
+        let done = report::duration(runtime);
+        match exported {
+            Some(exported) => {
+                report::line(format!("done in {done} · {}", self.plan.output_dir.display()));
+                next_steps(self.plan.recipe, exported, prompt);
+            }
+            None => report::line(format!("done in {done} · nothing was saved, because of --save-strategy no")),
+        }
     }
 
     /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights, quantized in the blocks
@@ -315,6 +326,15 @@ impl Ready {
         let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
         self.inputs.source.as_ref().filter(serves).filter(|_| s.scales.is_none() && same_blocks)
     }
+}
+
+/// Whether a run has its record and everything that it was to export.
+fn outputs_exist(plan: &Plan) -> bool {
+    let saving = &plan.settings.saving;
+    let exported = saving.save_strategy == SaveStrategy::No
+        || plan.output_dir.join(FINAL).join(durable::MANIFEST).exists()
+            && saving.output_dat.as_ref().is_none_or(|file| file.exists());
+    exported && plan.output_dir.join("train_results.json").exists()
 }
 
 /// Answers and NVFP4 codes of a model before its first step.

@@ -15,6 +15,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// The folder in a run folder that holds the exported model.
+pub const FINAL: &str = "final";
+
 /// Checks that the run folder is free for a new run, or that `overwrite` may empty it.
 ///
 /// # Errors
@@ -52,12 +55,12 @@ const OURS: [&str; 8] = [
     "metrics.jsonl",
     "samples.jsonl",
     "train_results.json",
-    "final",
+    FINAL,
     "lock",
 ];
 
 fn is_ours(name: &str) -> bool {
-    OURS.contains(&name) || ["checkpoint-", "stale-", ".tmp-"].iter().any(|p| name.starts_with(p))
+    OURS.contains(&name) || ["checkpoint-", "stale-", ".tmp-", ".old-"].iter().any(|p| name.starts_with(p))
 }
 
 /// Empties the folder of a new run, locks it and writes its first files. The lock ends when the file is dropped.
@@ -93,6 +96,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<fs::File, CliError> {
 pub fn reopen(dir: &Path, step: usize) -> Result<fs::File, CliError> {
     let lock = locked(dir)?;
     durable::sweep(dir)?;
+    durable::finish_replacement(&dir.join(FINAL))?;
     checkpoint::set_aside_newer(dir, step)?;
     for name in ["metrics.jsonl", "samples.jsonl"] {
         drop_lines_after(&dir.join(name), step)?;

@@ -41,11 +41,11 @@ fn data(plan: &Plan, inputs: &Inputs) -> String {
         format!("{tokens} tokens, {supervised} supervised"),
     ];
     if !found.dropped.is_empty() {
-        parts
-            .push(format!("{} dropped because of more than {limit} tokens", report::count(found.dropped.len(), "row")));
+        let rows = report::count(found.dropped.len(), "row");
+        parts.push(format!("{rows} dropped (longer than {limit} tokens, or nothing supervised)"));
     }
     if !found.truncated.is_empty() {
-        parts.push(format!("{} cut because of more than {limit} tokens", report::count(found.truncated.len(), "row")));
+        parts.push(format!("{} cut at {limit} tokens", report::count(found.truncated.len(), "row")));
     }
     if let Some((rows, full)) = found.packed {
         parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "row"), full * 100.0));

@@ -84,7 +84,7 @@ impl Choice for Scaling {
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
-            named(Self::Single, "single", "One E4M3 scale for each block of 16 values"),
+            named(Self::Single, "single", "One 8-bit scale (E4M3) for each group of 16 values"),
             named(Self::Two, "two", "Block scales and one f32 scale for the whole tensor"),
         ]
     }
@@ -240,14 +240,14 @@ pub enum Clip {
 }
 
 impl Choice for Clip {
-    const AUTO: &'static str = "exact where it needs no second pass, else previous";
+    const AUTO: &'static str = "exact where it needs no second backward pass, else previous";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
             named(
                 Self::Exact,
                 "exact",
-                "This step's norm; a streaming step of one micro-batch runs a second pass to know it",
+                "This step's norm; without gradient accumulation, a streaming step runs a second backward pass to know it",
             ),
             named(Self::Previous, "previous", "The previous step's norm; the first step is not clipped"),
         ]

@@ -230,7 +230,7 @@ pub struct OptimizerSettings {
     /// Global gradient norm above which gradients are scaled down; 0 turns clipping off
     #[arg(long, value_name = "NORM", alias = "grad-clip")]
     pub max_grad_norm: f64,
-    /// Which gradient norm clipping uses: this step's (exact) or the previous step's (needs no second pass)
+    /// Which gradient norm clipping uses: this step's (exact) or the previous step's (needs no second backward pass)
     #[arg(long, value_parser = parser::<Auto<Clip>>())]
     #[serde(with = "by_name")]
     pub clip: Auto<Clip>,
@@ -372,7 +372,7 @@ pub struct AdvancedSettings {
     /// Loss function
     #[arg(long, alias = "loss-mode")]
     pub loss: LossKind,
-    /// Number of rows of a matrix that one optimizer launch updates; 0 updates the whole matrix
+    /// Number of rows of a matrix that one GPU kernel launch of the optimizer updates; 0 updates the whole matrix
     #[arg(long, value_name = "N", alias = "optimizer-step-chunk-rows")]
     pub step_chunk_rows: usize,
     /// Random seed for shuffling, initial weights and stochastic rounding
@@ -411,8 +411,8 @@ pub const RANGES: [(&str, f64, f64); 25] = [
     ("save_total_limit", 2.0, MOST),
     ("eval_steps", 0.0, f64::MAX),
     ("logging_steps", 1.0, MOST),
-    ("peak_tflops", 0.0, f64::MAX),
-    ("seed", 0.0, 1e18),
+    ("peak_tflops", 1e-3, f64::MAX),
+    ("seed", 0.0, 9.2e18),
     ("data_weights", 0.001, 1000.0),
 ];
 

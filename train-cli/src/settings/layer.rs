@@ -26,14 +26,17 @@ impl Layer {
 
     /// The settings of a TOML text; an error names the key.
     pub(crate) fn of_toml(text: &str) -> Result<Self, String> {
-        let table: Map<String, Value> = toml::from_str(text).map_err(|e| e.to_string())?;
+        let mut table: Map<String, Value> = toml::from_str(text).map_err(|e| e.to_string())?;
+        // The key's spelling in the files of older versions.
+        if let Some(share) = table.remove("quantise_from") {
+            table.entry("quantize_from").or_insert(share);
+        }
         for (key, value) in &table {
             if !DEFAULTS.iter().any(|(name, _)| name == key) {
                 let hint = "settings are named as the long flags of `train-cli fit --help`, with `_` for `-`";
                 return Err(format!("unknown setting `{key}`; {hint}"));
             }
-            // See `of_flags`.
-            if value.is_null() {
+            if !is_finite(value) {
                 return Err(format!("{key}: the number must be finite"));
             }
             let alone = Value::Object(Map::from_iter([(key.clone(), value.clone())]));
@@ -51,8 +54,7 @@ impl Layer {
         let all = Settings::from_arg_matches(matches)?.try_table().map_err(|e| refused(e.to_string()))?;
         let typed = |key: &str| matches.value_source(key) == Some(ValueSource::CommandLine);
         let table: Map<String, Value> = all.into_iter().filter(|(key, _)| typed(key)).collect();
-        // JSON has no number that is not finite: it becomes null.
-        match table.iter().find(|(_, value)| value.is_null()) {
+        match table.iter().find(|(_, value)| !is_finite(value)) {
             Some((key, _)) => Err(refused(format!("{}: the number must be finite", flag(key)))),
             None => Ok(Self(table)),
         }
@@ -86,6 +88,14 @@ impl Layer {
     /// If a value is of the wrong kind.
     pub fn over_defaults(self) -> Result<Settings, CliError> {
         serde_json::from_value(Value::Object(self.0)).map_err(|e| CliError::Usage(format!("settings: {e}")))
+    }
+}
+
+/// Whether all numbers of a value are finite. JSON has no other numbers: they become null.
+fn is_finite(value: &Value) -> bool {
+    match value {
+        Value::Array(values) => values.iter().all(is_finite),
+        value => !value.is_null(),
     }
 }
 

@@ -5,7 +5,8 @@
 //! [`Settings`].
 //!
 //! To add a setting, add a field with its help text to [`fields`], its default to the `Default` below the
-//! struct, and its range to [`fields::RANGES`] if it is a number. Nothing else lists settings.
+//! struct, and its range to [`fields::RANGES`] if it is a number. A setting that a resumed run may change also goes into
+//! `FREE`.
 
 mod choices;
 pub mod fields;
