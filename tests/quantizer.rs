@@ -188,13 +188,11 @@ fn across_cases() -> [(bool, Rounding); 4] {
 
 fn specified_across(x: &[f32], rows: usize, cols: usize, spec: QuantizeSpec, rotated: bool) -> Packed {
     let across = spec::transposed(x, rows, cols);
-    // Sums in another order may round to another code. The reference's order is the kernels' order, and its rotation is
-    // itself compared with f64 below.
-    let across = if rotated { reference::hadamard(&across, kernels_cubecl::hadamard::SIGNS) } else { across };
+    let across = if rotated { spec::rotated(&across).iter().map(|v| *v as f32).collect() } else { across };
     specified(&across, cols, rows, spec)
 }
 
-/// The same for 16-bit values, which kernels read in pairs; one of them is NaN.
+/// The same for 16-bit values, which kernels read in pairs; one of the values that are not rotated is NaN.
 fn across_in_16_bits<R: CubeRuntime>() {
     let mut random = Random::new(41);
     let device = R::Device::default();
@@ -203,10 +201,12 @@ fn across_in_16_bits<R: CubeRuntime>() {
             continue;
         }
         for (rows, cols) in [(48, 40), (16, 3), (144, 208)] {
-            // Rotated 16-bit values round to another code on some devices: `across_as_specified` rotates f32 values.
-            for (rotated, rounding) in across_cases().into_iter().filter(|(rotated, _)| !rotated) {
+            for (rotated, rounding) in across_cases() {
                 let mut x = short_values(&mut random, rows * cols);
-                x[rows * cols / 2] = f32::NAN;
+                // Rotated, NaN would spread over its whole block, and Vulkan does not define the maximum of a block of NaN.
+                if !rotated {
+                    x[rows * cols / 2] = f32::NAN;
+                }
                 let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
                 let expected = specified_across(&x, rows, cols, spec, rotated);
                 let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
