@@ -1,6 +1,6 @@
 //! Train Qwen3 in NVFP4, export the result and talk to it.
 //!
-//! `main` parses the command line, calls [`run`] and maps errors to exit codes. Everything else is in this library, so
+//! `main` parses the command line, calls [`execute`] and maps errors to exit codes. Everything else is in this library, so
 //! that tests can call it. Imports point downwards: a room uses only the rooms below it in this table.
 //!
 //! | room | what it holds |
@@ -43,7 +43,7 @@ use args::{Cli, Command};
 ///
 /// # Errors
 /// Every error of a command, with its exit code.
-pub fn run(cli: Cli) -> Result<(), CliError> {
+pub fn execute(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Fit(args) => commands::fit::run(&args),
         Command::Estimate(args) => commands::estimate::run(&args),

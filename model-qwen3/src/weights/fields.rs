@@ -75,7 +75,7 @@ pub enum Field<'a, B: Backend> {
     Linear(&'a Nvfp4Linear<B>),
 }
 
-/// Every tensor of a model under its checkpoint name, in the order in which [`super::load`] reads them.
+/// Every tensor of a model under its checkpoint name, in the order in which [`load()`](super::load()) reads them.
 pub fn fields<B: Backend>(model: &Qwen3<B>) -> Vec<(String, Field<'_, B>)> {
     use Field::{Linear, Matrix, Vector};
     let mut out = vec![(EMBEDDING.to_owned(), Matrix(&model.embed_tokens))];

@@ -27,7 +27,7 @@ pub enum Purpose {
     Infer,
 }
 
-/// Loads a model. No gradient is tracked before [`super::trained`] says so.
+/// Loads a model. No gradient is tracked before [`trained()`](super::trained()) says so.
 ///
 /// # Errors
 /// If a tensor is missing, has another shape than config.json says, is unknown to the model, or is invalid.

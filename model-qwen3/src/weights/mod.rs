@@ -1,8 +1,8 @@
 //! The tensors of a model by checkpoint name.
 //!
-//! [`load`] reads a model from a container and [`random`] draws one; both ask a source for each tensor in turn.
+//! [`load()`] reads a model from a container and [`random()`] draws one; both ask a source for each tensor in turn.
 //! [`trained`](fn@trained) moves the model to the backend that records gradients.
-//! [`fields`] lists a model's tensors, [`Live`] shows them to whoever writes a file, and [`Replace`] exchanges them.
+//! [`fields()`] lists a model's tensors, [`Live`] shows them to whoever writes a file, and [`Replace`] exchanges them.
 
 mod fields;
 mod forge;

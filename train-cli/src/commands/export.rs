@@ -3,7 +3,7 @@
 //!
 //! Every tensor of the written file is read back and compared with what was to be written, without tolerance. Then the
 //! file is loaded for inference and answers a prompt. `fit` also has the trained model in memory and compares the logits
-//! of both; see [`Check::differs_by_at_most`] for how far they may differ.
+//! of both; see `Check::differs_by_at_most` for how far they may differ.
 
 use crate::{
     CliError,
