@@ -1,8 +1,12 @@
 //! Every CUDA kernel compiles for GPUs that the machine does not have: sm_80 (A100), sm_90a (H100, H200), sm_121a (DGX
 //! Spark). NVRTC needs no GPU. `NVRTC_HOME` names its folder (`lib`, `include`), which `.ci/run` fetches.
 //!
-//! A large kernel takes NVRTC 15 s, and most texts are the same for the three architectures. So one text of each kernel
-//! is compiled for all of them, and every other text for one of them in turn.
+//! A kernel has up to fifty texts, one for each of its compile-time choices, and NVRTC takes 10 s for a large one. Texts
+//! differ in what they compute with, and in lengths and offsets; only the former can be refused by NVRTC alone, because
+//! the emulator (`emulated`) compiles the rest of C++ too. So every CUDA intrinsic, type and instruction of every text is
+//! compiled for each architecture once. All texts are compiled by hand:
+//!
+//!     cargo test --workspace --test promises -- --ignored every_text_compiles
 
 use crate::support::skipped_for;
 use cubecl::{
@@ -13,19 +17,38 @@ use cudarc::nvrtc::safe::{CompileOptions, compile_ptx_with_opts};
 use kernels_cubecl::cuda_source::{Launch, SourceDevice, SourceRuntime};
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::atomic::{AtomicUsize, Ordering},
+    fs,
+    path::{Path, PathBuf},
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 const ARCHITECTURES: [(u32, &str); 3] = [(80, "sm_80"), (90, "sm_90a"), (121, "sm_121a")];
 
 #[test]
 fn every_kernel_compiles_for_three_architectures() {
+    compile_all(chosen);
+}
+
+#[test]
+#[ignore = "it takes a quarter of an hour; every_kernel_compiles_for_three_architectures compiles a choice"]
+fn every_text_compiles_for_three_architectures() {
+    compile_all(|launches| launches);
+}
+
+/// Compiles what `choose` takes from the texts of each architecture.
+fn compile_all(choose: fn(Vec<Launch>) -> Vec<Launch>) {
     let Some(home) = std::env::var_os("NVRTC_HOME") else {
         assert!(std::env::var_os("REQUIRE_NVRTC").is_none(), "REQUIRE_NVRTC is set and NVRTC_HOME is not");
         return skipped_for("NVRTC_HOME is not set");
     };
     let include = std::path::Path::new(&home).join("include").display().to_string();
-    let jobs = jobs();
+    let jobs: Vec<(Launch, &str)> = ARCHITECTURES
+        .iter()
+        .flat_map(|(arch, name)| choose(texts(*arch)).into_iter().map(move |l| (l, *name)))
+        .collect();
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for _ in 0..std::thread::available_parallelism().map_or(2, usize::from) {
@@ -38,58 +61,78 @@ fn every_kernel_compiles_for_three_architectures() {
     });
 }
 
-/// Every text with the architectures for which it is compiled.
-fn jobs() -> Vec<(Launch, &'static str)> {
-    let mut texts: BTreeMap<String, (Launch, Vec<&'static str>)> = BTreeMap::new();
-    for (arch, name) in ARCHITECTURES {
-        for launch in launches(arch) {
-            texts.entry(launch.identity()).or_insert((launch, Vec::new())).1.push(name);
-        }
-    }
-    let (mut entries, mut jobs) = (BTreeSet::new(), Vec::new());
-    for (launch, architectures) in texts.into_values() {
-        let turn = jobs.len() % architectures.len();
-        let first = entries.insert(launch.entry.clone());
-        let chosen = architectures.into_iter().enumerate().filter(|(i, _)| first || *i == turn);
-        jobs.extend(chosen.map(|(_, arch)| (launch.clone(), arch)).collect::<Vec<_>>());
-    }
-    jobs
+/// The shortest text of each kernel, and texts that together hold everything that any text computes with.
+fn chosen(mut launches: Vec<Launch>) -> Vec<Launch> {
+    launches.sort_by_key(|launch| launch.text.len());
+    let (mut entries, mut seen) = (BTreeSet::new(), BTreeSet::new());
+    launches.retain(|launch| {
+        let name = kernels().iter().filter(|name| launch.entry.starts_with(*name)).max_by_key(|name| name.len());
+        let kernel = entries.insert(name);
+        let instructions = instructions(&launch.text);
+        let new = !instructions.is_subset(&seen);
+        seen.extend(instructions);
+        kernel || new
+    });
+    launches
 }
 
-/// What `once` launches on a device, each text once or more.
-fn launches(arch: u32) -> Vec<Launch> {
+/// What a text computes with: CUDA's intrinsics and types (`__name`, `cuda::name`), and the instructions of inline assembly.
+fn instructions(text: &str) -> BTreeSet<String> {
+    let names = text.split(|c: char| !(c.is_alphanumeric() || "_.:".contains(c)));
+    let cudas = |name: &&str| {
+        name.starts_with("__") || name.starts_with("cuda::") || name.contains(".sync.") || name.starts_with("cp.")
+    };
+    // Vectors are named by their type and length.
+    names.filter(cudas).map(|name| name.trim_end_matches(|c: char| c == '_' || c.is_ascii_digit()).to_owned()).collect()
+}
+
+/// What `once` launches on a device in bf16 and in f16, each text once.
+fn texts(arch: u32) -> Vec<Launch> {
+    let launches = [FloatKind::BF16, FloatKind::F16].into_iter().flat_map(|kind| launches(arch, kind));
+    let texts: BTreeMap<String, Launch> = launches.map(|launch| (launch.identity(), launch)).collect();
+    texts.into_values().collect()
+}
+
+/// What `once` launches on a device for one type, which must be every kernel.
+fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
     let device = SourceDevice::recording(arch);
     let client = SourceRuntime::client(&device);
-    kernels_cubecl::once::once(&client, StorageType::Scalar(ElemType::Float(FloatKind::BF16)), 17).unwrap();
+    kernels_cubecl::once::once(&client, StorageType::Scalar(ElemType::Float(kind)), 17).unwrap();
     cubecl::future::block_on(client.sync()).unwrap();
     let all = device.take_launches();
     let limit = client.properties().hardware.max_shared_memory_size;
     for Launch { entry, shared, .. } in &all {
         assert!(*shared <= limit, "{entry} for sm_{arch} needs {shared} bytes of shared memory");
     }
-    let entries: BTreeSet<&str> = all.iter().map(|launch| launch.entry.as_str()).collect();
-    let expected = [
-        "gemm",
-        "gemv",
-        "column_sums",
-        "forward",
-        "backward_kv",
-        "backward_q",
-        "split",
-        "quantize",
-        "amax_rotated",
-        "normal",
-        "square_sum",
-        "accumulate",
-        "adamw_float",
-        "adamw_quantized",
-        "adamw_packed",
-    ];
-    for kernel in expected {
-        assert!(entries.iter().any(|e| e.starts_with(kernel)), "no {kernel} kernel among {entries:?}");
+    for kernel in kernels() {
+        let launched = all.iter().any(|launch| launch.entry.starts_with(kernel));
+        let expected = arch == 121 || kernel != "block_scaled_kernel";
+        assert_eq!(launched, expected, "whether `once` launches {kernel} on sm_{arch} for {kind:?}");
     }
-    assert_eq!(entries.iter().any(|e| e.starts_with("block_scaled")), arch == 121, "{entries:?}");
     all
+}
+
+/// The kernels in the sources, except those that only measure.
+fn kernels() -> &'static [String] {
+    static NAMES: OnceLock<Vec<String>> = OnceLock::new();
+    NAMES.get_or_init(|| {
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels-cubecl/src");
+        let files = rust_files(&sources).into_iter().filter(|file| !file.starts_with(sources.join("bench")));
+        let names: Vec<String> = files.flat_map(|file| kernels_in(&fs::read_to_string(file).unwrap())).collect();
+        assert!(names.len() > 30, "{names:?}");
+        names
+    })
+}
+
+/// The names of the functions of a source that CubeCL compiles to kernels.
+fn kernels_in(source: &str) -> Vec<String> {
+    let attributes = source.split("#[cube(launch_unchecked").skip(1);
+    attributes.filter_map(|text| Some(text.split_once("fn ")?.1.split(['<', '(']).next()?.to_owned())).collect()
+}
+
+fn rust_files(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { rust_files(&path) } else { vec![path] }).collect()
 }
 
 fn compile(launch: &Launch, arch: &'static str, include: &str) {

@@ -27,6 +27,7 @@ mod quantizer;
 mod random_cases;
 mod random_products;
 mod recipe;
+mod reliability;
 mod streaming;
 mod text;
 mod training;

@@ -281,7 +281,7 @@ fn weights_file(path: &Path) -> Result<PathBuf, ModelError> {
         let hint = "give a model folder, a .dat file or a .safetensors file".to_owned();
         return Err(ModelError::Missing { path: path.to_owned(), hint });
     }
-    if path.is_file() || safetensors::in_folder(path) {
+    if !path.is_dir() || safetensors::in_folder(path) {
         return Ok(path.to_owned());
     }
     let mut dats: Vec<PathBuf> = std::fs::read_dir(path)

@@ -8,7 +8,11 @@
 //! Opening a file reads its headers only, allocates no more than they hold, and checks every declared size against the
 //! bytes that remain. Type ids are those of ATen's scalar types, with 100 for FP4 and 101 for FP8.
 
-use crate::{ModelError, bytes::FloatType, file::read_at};
+use crate::{
+    ModelError,
+    bytes::FloatType,
+    file::{self, read_at},
+};
 use std::{
     fs::File,
     io::{BufReader, Read, Seek, SeekFrom, Write},
@@ -133,8 +137,7 @@ impl DatFile {
     /// # Errors
     /// If the file cannot be read or a header is broken. The message names the entry and the offset.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let file = File::open(path).map_err(ModelError::io(path, "give a .dat file"))?;
-        let size = file.metadata().map_err(ModelError::io(path, ""))?.len();
+        let (file, size) = file::open(path, "give a .dat file")?;
         let entries = Walker { path, input: BufReader::new(&file), at: 0, size }.entries()?;
         Ok(Self { path: path.to_owned(), file, entries })
     }

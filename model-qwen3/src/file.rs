@@ -1,4 +1,4 @@
-//! Reading files: small text files within a limit, and ranges of large ones.
+//! Reading files: only regular ones, small text files within a limit, and ranges of large ones.
 
 use crate::ModelError;
 use std::{
@@ -7,13 +7,33 @@ use std::{
     path::Path,
 };
 
+/// Opens a file and returns its size. Pipes and devices are refused: they may never end. `hint` says what to do if there is
+/// no such file.
+///
+/// # Errors
+/// If there is no such file, or it is not a regular one.
+pub fn open(path: &Path, hint: &str) -> Result<(File, u64), ModelError> {
+    // Opening a pipe would wait for whoever writes to it.
+    let metadata = std::fs::metadata(path).map_err(ModelError::io(path, hint))?;
+    if !metadata.is_file() {
+        let what = if metadata.is_dir() { "a folder" } else { "a pipe or a device" };
+        return Err(ModelError::parse(path, format!("this is {what}; a regular file is needed")));
+    }
+    let file = File::open(path).map_err(ModelError::io(path, hint))?;
+    Ok((file, metadata.len()))
+}
+
 /// Reads a text file of at most `limit` bytes. `hint` says what to do if there is no such file.
-pub(crate) fn read_text(path: &Path, limit: u64, hint: &str) -> Result<String, ModelError> {
-    let size = std::fs::metadata(path).map_err(ModelError::io(path, hint))?.len();
+///
+/// # Errors
+/// If there is no such file, or it is too large or not UTF-8.
+pub fn read_text(path: &Path, limit: u64, hint: &str) -> Result<String, ModelError> {
+    let (file, size) = open(path, hint)?;
     if size > limit {
         return Err(ModelError::parse(path, format!("the file has {size} bytes; at most {limit} are read")));
     }
-    let bytes = std::fs::read(path).map_err(ModelError::io(path, hint))?;
+    let mut bytes = Vec::with_capacity(size as usize);
+    file.take(limit).read_to_end(&mut bytes).map_err(ModelError::io(path, hint))?;
     String::from_utf8(bytes).map_err(|e| ModelError::parse(path, format!("the file is not UTF-8: {e}")))
 }
 

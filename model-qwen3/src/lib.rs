@@ -34,7 +34,7 @@ pub mod config;
 pub mod container;
 pub mod dat;
 mod error;
-mod file;
+pub mod file;
 pub mod generate;
 pub mod kv_cache;
 pub mod loss;

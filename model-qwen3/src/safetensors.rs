@@ -4,7 +4,7 @@
 use crate::{
     ModelError,
     bytes::{FloatType, of_u64, to_u64},
-    file::{read_at, read_text},
+    file::{self, read_at, read_text},
 };
 use ::safetensors::{Dtype, tensor::Metadata};
 use std::{
@@ -69,8 +69,7 @@ impl SafeFile {
     /// # Errors
     /// If the file cannot be read or its header is broken.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
-        let mut file = File::open(path).map_err(ModelError::io(path, "give a .safetensors file"))?;
-        let size = file.metadata().map_err(ModelError::io(path, ""))?.len();
+        let (mut file, size) = file::open(path, "give a .safetensors file")?;
         let mut length = [0; 8];
         if size < 8 {
             return Err(ModelError::parse(path, format!("the file has {size} bytes, fewer than a header")));

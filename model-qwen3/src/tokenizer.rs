@@ -1,5 +1,6 @@
 //! The tokenizer of tokenizer.json. The file's size is limited, and a panic of the tokenizer library on a hostile file
-//! becomes an error.
+//! becomes an error. The file may ask for truncation, padding and BPE dropout: these are settings of the program that
+//! wrote it, and are not obeyed, because every text must give all of its tokens and always the same ones.
 
 use crate::{ModelError, config::OneOrMany, file::read_text};
 use serde::Deserialize;
@@ -7,6 +8,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
+use tokenizers::ModelWrapper;
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 const LARGEST: u64 = 64 << 20;
@@ -24,7 +26,7 @@ impl Tokenizer {
     /// If the file is missing, too large or broken.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
         let text = read_text(path, LARGEST, "a model folder needs a tokenizer.json")?;
-        let load = || tokenizers::Tokenizer::from_bytes(text.as_bytes());
+        let load = || tokenizers::Tokenizer::from_bytes(text.as_bytes()).and_then(complete);
         match catch_unwind(AssertUnwindSafe(load)) {
             Ok(Ok(inner)) => Ok(Self { inner }),
             Ok(Err(e)) => Err(ModelError::parse(path, e)),
@@ -61,6 +63,19 @@ impl Tokenizer {
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
+}
+
+/// The tokenizer without truncation, padding and dropout.
+fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::Tokenizer> {
+    inner.with_truncation(None)?.with_padding(None);
+    if let ModelWrapper::BPE(bpe) = inner.get_model()
+        && bpe.dropout.is_some()
+    {
+        let mut bpe = bpe.clone();
+        bpe.dropout = None;
+        inner.with_model(bpe);
+    }
+    Ok(inner)
 }
 
 /// Text that grows token by token and never shows a part of a character.

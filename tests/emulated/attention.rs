@@ -1,6 +1,6 @@
 //! Attention, its gradient and attention over a cache, against f64.
 
-use super::gpu::{BF16, Data, Exact, F32, Gpu};
+use super::gpu::{BF16, Data, Exact, F16, F32, Gpu};
 use crate::support::Random;
 use cubecl::ir::StorageType;
 use kernels_cubecl::{
@@ -94,9 +94,8 @@ fn documents(lengths: &[usize]) -> (Vec<u32>, Vec<u32>) {
     (starts, ends)
 }
 
-/// Head sizes and types. In f16 the emulated kernels differ from f64 by more than rounding, although an H200 agrees with
-/// f64 in f16 (`random_products`): until the emulator is mended, f16 is left to the card.
-const FORMS: [(usize, StorageType); 2] = [(64, BF16), (128, BF16)];
+/// Head sizes and types.
+const FORMS: [(usize, StorageType); 4] = [(64, BF16), (128, BF16), (64, F16), (128, F16)];
 
 fn expect(gpu: &Gpu, done: Result<(), String>) {
     done.unwrap_or_else(|e| panic!("sm_{} {e}", gpu.arch));

@@ -8,6 +8,7 @@ mod defects;
 mod gemm;
 mod gemv;
 mod gpu;
+mod numbers;
 
 use crate::support::{emulator, skipped_for};
 use gpu::{ARCHITECTURES, Gpu};
@@ -28,25 +29,21 @@ fn on_each(check: impl Fn(&Gpu)) {
 }
 
 #[test]
-#[ignore = "it takes minutes and has not been seen to end: run it with --ignored"]
 fn gemm_in_tiles_of_128_columns() {
     on_each(|gpu| gemm::every(gpu, 128));
 }
 
 #[test]
-#[ignore = "it takes minutes and has not been seen to end: run it with --ignored"]
 fn gemm_in_tiles_of_160_columns() {
     on_each(|gpu| gemm::every(gpu, 160));
 }
 
 #[test]
-#[ignore = "it takes minutes and has not been seen to end: run it with --ignored"]
 fn gemm_in_tiles_of_64_columns() {
     on_each(|gpu| gemm::every(gpu, 64));
 }
 
 #[test]
-#[ignore = "it takes minutes and has not been seen to end: run it with --ignored"]
 fn gemv_by_every_plan() {
     on_each(gemv::both_types);
 }
@@ -64,6 +61,11 @@ fn attention_backward() {
 #[test]
 fn decode_attention() {
     on_each(attention::decode);
+}
+
+#[test]
+fn sixteen_bit_numbers() {
+    on_the_cpu(numbers::are_those_of_half);
 }
 
 #[test]

@@ -64,7 +64,8 @@ pub(crate) fn program() -> &'static Path {
         let test = std::env::current_exe().unwrap();
         let folder = test.parent().and_then(Path::parent).unwrap().to_owned();
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.args(["build", "--quiet", "--package", "train-cli"]);
+        // The whole workspace: one package by itself has other features, and its dependencies would be built again.
+        cargo.args(["build", "--quiet", "--workspace", "--bins"]);
         if folder.ends_with("release") {
             cargo.arg("--release");
         }

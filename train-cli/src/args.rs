@@ -27,6 +27,7 @@ pub enum Command {
     /// Train all parameters of a Qwen3 model
     Fit(Box<FitArgs>),
     /// Estimate the memory that a training run needs; takes the flags of fit except --demo
+    #[command(mut_arg("demo", |demo| demo.hide(true)))]
     Estimate(Box<FitArgs>),
     /// Write a trained checkpoint as a .dat file, and check that the file works
     ExportDat(ExportArgs),

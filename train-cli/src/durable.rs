@@ -229,6 +229,16 @@ pub fn sweep(folder: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Checks that a file can be written, synced and renamed in a folder.
+///
+/// # Errors
+/// If the system refuses.
+pub fn probe(folder: &Path) -> Result<(), CliError> {
+    let path = folder.join(format!("probe-{}", std::process::id()));
+    write_bytes(&path, b"")?;
+    fs::remove_file(&path).map_err(CliError::io(folder))
+}
+
 /// Makes a folder and the folders above it, where they do not exist.
 ///
 /// # Errors
@@ -289,17 +299,32 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
+/// The file in a folder that a process locks. It says who has locked it.
+pub const LOCK: &str = "lock";
+
 /// Locks a folder for this process until the handle is dropped or the process ends.
 ///
 /// # Errors
-/// If another process holds it.
+/// If another process holds it; the message names that process.
 pub fn lock(folder: &Path) -> Result<File, CliError> {
-    let path = folder.join("lock");
-    let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path).map_err(CliError::io(&path))?;
+    let path = folder.join(LOCK);
+    let open = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
+    let mut file = open.map_err(CliError::io(&path))?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
+        Ok(()) => {
+            let host = gethostname::gethostname();
+            let (pid, host, now) = (std::process::id(), host.to_string_lossy(), jiff::Timestamp::now());
+            let holder = format!("process {pid} on {host}, since {now:.0}");
+            file.set_len(0).and_then(|()| file.write_all(holder.as_bytes())).map_err(CliError::io(&path))?;
+            Ok(file)
+        }
         Err(fs::TryLockError::WouldBlock) => {
-            Err(CliError::Usage(format!("{}: another train-cli is training here", folder.display())))
+            let mut holder = String::new();
+            // The holder may be writing its name just now.
+            let _ = file.read_to_string(&mut holder);
+            let holder = if holder.is_empty() { "another train-cli".to_owned() } else { holder };
+            let text = "is training here; wait for its end, or choose another --output-dir";
+            Err(CliError::Usage(format!("{}: {holder} {text}", folder.display())))
         }
         Err(fs::TryLockError::Error(e)) => Err(CliError::io(&path)(e)),
     }

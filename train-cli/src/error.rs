@@ -1,6 +1,6 @@
 //! Why a command can fail, and the exit code of each reason.
 
-use crate::report::gib;
+use crate::{interrupt::Signal, report::gib};
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
 use std::path::{Path, PathBuf};
@@ -52,6 +52,26 @@ pub enum CliError {
         /// For a run that was stopped: which checkpoint it left.
         saved: Option<String>,
     },
+    /// A signal asked a run to end.
+    #[error(
+        "{} ended the run after step {step}{}",
+        signal.name(),
+        match saved.as_deref().and_then(Path::parent) {
+            Some(run) => format!(
+                "; it was saved. Resume it with: train-cli fit --resume-from-checkpoint {}",
+                crate::report::quoted(&run.display().to_string())
+            ),
+            None => "; nothing was saved, because of --save-strategy no".to_owned(),
+        }
+    )]
+    Interrupted {
+        /// The signal.
+        signal: Signal,
+        /// Optimizer steps done.
+        step: usize,
+        /// The checkpoint that was saved.
+        saved: Option<PathBuf>,
+    },
     /// A file is damaged, or does not contain what was written to it.
     #[error("{}: {reason}", path.display())]
     Corrupt {
@@ -83,7 +103,7 @@ pub enum CliError {
 
 impl CliError {
     /// The exit code: 1 system, 2 usage and settings, 3 training data, 4 out of device memory, 5 diverged, 6 damaged file
-    /// or failed check, 7 device.
+    /// or failed check, 7 device, 128 and its number for a signal.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Io { .. } => 1,
@@ -92,6 +112,7 @@ impl CliError {
             Self::Memory { .. } => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
+            Self::Interrupted { signal, .. } => signal.exit_code(),
             Self::Device { reason, .. } => device_code(reason),
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,

@@ -16,6 +16,7 @@
 //! | [`device`], [`kernel_cache`] | which backend runs a job; where compiled kernels are kept |
 //! | [`model_files`], [`outputs`] | the files of a model; the rule that no output replaces an input |
 //! | [`durable`], [`report`] | writing files; printing |
+//! | [`interrupt`] | signals that ask a run to end |
 
 #![forbid(unsafe_code)]
 
@@ -25,6 +26,7 @@ pub mod data;
 pub mod device;
 pub mod durable;
 mod error;
+pub mod interrupt;
 pub mod kernel_cache;
 pub mod memory;
 pub mod model_files;
@@ -53,5 +55,6 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
         Command::Generate(args) => commands::generate::run(args),
         Command::Parity(args) => commands::parity::run(args),
         Command::Bench(args) => commands::bench::run(args),
-    }
+    }?;
+    report::all_printed().map_err(CliError::io("standard output".as_ref()))
 }

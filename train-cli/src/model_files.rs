@@ -59,7 +59,7 @@ pub struct ModelFiles {
 impl ModelFiles {
     /// Finds the files of the model at `path`.
     pub fn new(path: &Path) -> Self {
-        let folder = if path.is_file() {
+        let folder = if path.exists() && !path.is_dir() {
             path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
         } else {
             path.to_owned()

@@ -1,12 +1,12 @@
 //! Files that a command writes: an output never replaces an input.
 
-use crate::CliError;
+use crate::{CliError, durable};
 use std::path::{Path, PathBuf};
 
 /// Refuses an output that is an input, or that could not be written after hours of work.
 ///
 /// # Errors
-/// If `output` is one of `inputs`, is a folder, or lies in a folder that does not exist.
+/// If `output` is one of `inputs`, is no regular file, or lies in a folder that does not exist or cannot be written.
 pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
     let shown = output.display();
     let refuse = |text: String| Err(CliError::Usage(text));
@@ -19,10 +19,24 @@ pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
     if !folder.is_dir() {
         return refuse(format!("{shown} cannot be written: there is no folder {}; create it first", folder.display()));
     }
-    if output.is_dir() {
-        return refuse(format!("{shown} is a folder; give the name of a file"));
+    if let Ok(found) = output.metadata()
+        && !found.is_file()
+    {
+        let what = if found.is_dir() { "a folder" } else { "a pipe or a device" };
+        return refuse(format!("{shown} is {what}; give the name of a file"));
     }
-    Ok(())
+    durable::probe(folder)
+}
+
+/// Refuses a `.dat` output whose name does not end in `.dat`: other commands tell a file's format by its name.
+///
+/// # Errors
+/// If it does not.
+pub fn check_dat_name(flag: &str, output: &Path) -> Result<(), CliError> {
+    if output.extension().is_some_and(|extension| extension == "dat") {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!("{flag} {}: the name must end in .dat", output.display())))
 }
 
 /// Whether `input` is the existing file `written`, by whatever name or link.

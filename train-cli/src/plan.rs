@@ -4,9 +4,9 @@
 use crate::{
     CliError,
     model_files::{Companions, ModelFiles},
-    outputs::check_output,
+    outputs::{check_dat_name, check_output},
     settings::{
-        Clip, Nvfp4Part, Settings, StepMode,
+        Clip, Nvfp4Part, SaveStrategy, Settings, StepMode,
         fields::{RANGES, flag},
     },
 };
@@ -66,6 +66,9 @@ impl Plan {
         let inputs = inputs(s, &source, &companions);
         for output in [&s.saving.output_dat, &s.logging.vram_report].into_iter().flatten() {
             check_output(output, &inputs)?;
+        }
+        if let Some(output) = &s.saving.output_dat {
+            check_dat_name("--output-dat", output)?;
         }
         Ok(Self {
             recipe: s.recipe.resolved(),
@@ -135,6 +138,14 @@ fn consistent(s: &Settings) -> Result<(), CliError> {
         (data.data.is_empty() && !data.synthetic, "there is no training data; give --data FILE, or --synthetic"),
         (data.synthetic && files > 0, "--synthetic takes no --data: it trains on random tokens; leave one of them out"),
         (data.synthetic && data.token_cache.is_some(), "--synthetic has no rows to cache; leave out --token-cache"),
+        (
+            s.saving.save_strategy == SaveStrategy::No && s.saving.output_dat.is_some(),
+            "--save-strategy no writes no --output-dat; leave one of them out",
+        ),
+        (
+            plain && recipe.scales.is_some(),
+            "--scales changes nothing: --recipe bf16 quantizes nothing; leave one of them out",
+        ),
         (packed && float_states, "--master-weights nvfp4 needs --optimizer-state-mode int8 or int4"),
         (packed && plain, "--master-weights nvfp4 keeps no weights for --recipe bf16 to read; take --recipe w4"),
         (
@@ -242,6 +253,7 @@ fn bytes(text: &str) -> Result<u64, CliError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::Layer;
 
     #[test]
     fn memory_limits_are_read_with_their_units() {
@@ -256,7 +268,10 @@ mod tests {
     #[test]
     fn every_number_has_a_range() {
         let table = Settings::default().table();
-        let numbers = table.iter().filter(|(_, value)| value.is_number()).map(|(key, _)| key.as_str());
+        // Also numbers that have no default, and lists of numbers.
+        let takes = |key: &str| ["1", "1.0", "[1.0]"].iter().any(|n| Layer::of_toml(&format!("{key} = {n}")).is_ok());
+        let numbers: Vec<&str> = table.keys().map(String::as_str).filter(|key| takes(key)).collect();
+        assert!(["learning_rate", "max_steps", "data_weights"].iter().all(|key| numbers.contains(key)), "{numbers:?}");
         for key in numbers {
             assert!(RANGES.iter().any(|(name, ..)| *name == key), "{key} has no range");
         }

@@ -2,7 +2,11 @@
 //! that either can be kept in a file.
 
 use backend_nvfp4::Precision;
-use std::{error::Error, io::Write};
+use std::{
+    error::Error,
+    io::{ErrorKind, Write},
+    sync::OnceLock,
+};
 
 /// Prints a line of progress.
 pub fn line(text: impl AsRef<str>) {
@@ -21,9 +25,26 @@ pub fn result(text: impl AsRef<str>) {
 
 /// Prints the next piece of an answer.
 pub fn stream(text: &str) {
-    // A closed pipe ends the output, not the run.
     let mut out = std::io::stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        LOST.get_or_init(|| error);
+    }
+}
+
+/// Why a result could not be printed, the first time.
+static LOST: OnceLock<std::io::Error> = OnceLock::new();
+
+/// Whether every result was printed. A reader that has closed its end of a pipe wanted no more of them.
+///
+/// # Errors
+/// If standard output refused one.
+pub fn all_printed() -> std::io::Result<()> {
+    match LOST.get() {
+        Some(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(std::io::Error::new(error.kind(), error.to_string()))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Prints the device and the number format of a job, so that nothing is chosen silently.
@@ -72,6 +93,16 @@ pub fn duration(seconds: f64) -> String {
     } else {
         format!("{}:{:02}", s / 60, s % 60)
     }
+}
+
+/// A word that a shell reads as it is, on one line.
+pub fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_alphanumeric() || "-_./:,+@".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    format!("'{}'", text.replace('\'', "'\\''"))
 }
 
 fn to_stderr(text: &str) {

@@ -56,12 +56,19 @@ pub(super) fn devices() -> MutexGuard<'static, Vec<Entry>> {
     DEVICES.lock().expect("nothing panics while it holds the list of devices")
 }
 
-/// What the texts of one kernel have in common. CubeCL numbers temporaries through the whole process, and writes types in
-/// an order that differs between processes.
+/// What the texts of one kernel have in common. CubeCL numbers temporaries through the whole process. It writes types, and
+/// arrays in shared memory with their offsets, in an order that differs from compilation to compilation.
 fn identity(text: &str) -> String {
     const NAME: &str = "_tmp_";
     let (mut types, mut others, mut in_type) = (Vec::new(), String::new(), false);
     for line in text.lines() {
+        if line.starts_with("// Shared ") {
+            continue;
+        }
+        if let Some((array, _offset)) = line.split_once("dynamic_shared_mem[").filter(|_| line.contains("_cast<")) {
+            types.push(array.to_owned());
+            continue;
+        }
         if line.starts_with("struct __align__") {
             types.push(String::new());
             in_type = true;
@@ -95,5 +102,10 @@ mod tests {
         let text = |[one, other]: [&str; 2], n: usize| format!("{one}{other}f(_tmp_{n}, _tmp_{});\n_tmp_{n};\n", n + 5);
         assert_eq!(identity(&text(types, 3)), identity(&text([types[1], types[0]], 90)));
         assert_ne!(identity("f(_tmp_1, _tmp_2);"), identity("f(_tmp_1, _tmp_1);"));
+        let array = |name: &str, at: usize| {
+            format!("// Shared array size: 2, 4 bytes\nT *{name} = reinterpret_cast<T*>(&dynamic_shared_mem[{at}]);\n")
+        };
+        assert_eq!(identity(&(array("a", 0) + &array("b", 4))), identity(&(array("b", 0) + &array("a", 8))));
+        assert_ne!(identity(&array("a", 0)), identity(&array("b", 0)));
     }
 }

@@ -7,6 +7,8 @@
 
 mod text;
 
+pub(crate) use text::BARRIER;
+
 use kernels_cubecl::cuda_source::{Executor, Launch};
 use sha2::{Digest, Sha256};
 use std::{
@@ -57,16 +59,21 @@ pub(crate) fn executor() -> Executor {
 /// Runs a launch and leaves its results in the buffers. The error says what the kernel did wrong, and where. A launch
 /// that has run before (another architecture has the same text) is not run again.
 pub(crate) fn run(launch: &Launch, buffers: &mut [Vec<u8>]) -> Result<(), String> {
+    run_without(launch, None, buffers)
+}
+
+/// Runs a launch as if the barrier of that number were not in its text.
+pub(crate) fn run_without(launch: &Launch, barrier: Option<usize>, buffers: &mut [Vec<u8>]) -> Result<(), String> {
     static DONE: Mutex<BTreeMap<[u8; 32], Arc<Vec<u8>>>> = Mutex::new(BTreeMap::new());
     let program = program(launch)?;
     let input = contents(launch, buffers);
-    let key: [u8; 32] =
-        Sha256::new().chain_update(program.as_os_str().as_encoded_bytes()).chain_update(&input).finalize().into();
+    let hash = Sha256::new().chain_update(program.as_os_str().as_encoded_bytes()).chain_update(format!("{barrier:?}"));
+    let key: [u8; 32] = hash.chain_update(&input).finalize().into();
     let known = DONE.lock().map_err(|e| e.to_string())?.get(&key).cloned();
     let output = match known {
         Some(output) => output,
         None => {
-            let output = Arc::new(execute(&program, &input).map_err(|e| format!("{}: {e}", launch.entry))?);
+            let output = Arc::new(execute(&program, barrier, &input).map_err(|e| format!("{}: {e}", launch.entry))?);
             DONE.lock().map_err(|e| e.to_string())?.insert(key, output.clone());
             output
         }
@@ -95,12 +102,12 @@ fn contents(launch: &Launch, buffers: &[Vec<u8>]) -> Vec<u8> {
     bytes
 }
 
-/// What the program writes when it reads `input`.
-fn execute(program: &Path, input: &[u8]) -> Result<Vec<u8>, String> {
+/// What the program writes when it reads `input` and leaves out a barrier.
+fn execute(program: &Path, barrier: Option<usize>, input: &[u8]) -> Result<Vec<u8>, String> {
     let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
     let file = folder.path().join("launch");
     fs::write(&file, input).map_err(|e| e.to_string())?;
-    let child = Command::new(program).arg(&file).stderr(Stdio::piped()).spawn();
+    let child = Command::new(program).arg(&file).args(barrier.map(|n| n.to_string())).stderr(Stdio::piped()).spawn();
     let mut child = child.map_err(|e| format!("{}: {e}", program.display()))?;
     let start = Instant::now();
     while child.try_wait().map_err(|e| e.to_string())?.is_none() {
@@ -129,6 +136,8 @@ fn program(launch: &Launch) -> Result<PathBuf, String> {
     hash.update(include_bytes!("text.rs"));
     hash.update(compiler_name()?);
     hash.update(launch.identity());
+    // Arrays in shared memory come in any order, and the gaps between them depend on it.
+    hash.update(launch.shared.to_le_bytes());
     let name: String = hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
     let place = {
         let mut built = BUILT.lock().map_err(|e| e.to_string())?;
@@ -154,6 +163,17 @@ fn compile(text: &str, program: &Path) -> Result<PathBuf, String> {
         fs::remove_file(&source).map_err(|e| e.to_string())?;
     }
     Ok(program.to_owned())
+}
+
+/// What a program that includes the emulator's headers writes to standard output.
+pub(crate) fn output_of(source: &str) -> Result<Vec<u8>, String> {
+    let machine = machine()?;
+    let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
+    let (path, program) = (folder.path().join("main.cpp"), folder.path().join("main"));
+    fs::write(&path, source).map_err(|e| e.to_string())?;
+    let include = format!("-I{}", machine[0].parent().unwrap_or(Path::new(".")).display());
+    call(Command::new(compiler_name()?).args(["-std=c++20", "-O1"]).arg(include).arg(&path).arg("-o").arg(&program))?;
+    Ok(Command::new(&program).output().map_err(|e| e.to_string())?.stdout)
 }
 
 /// The object files of the emulator itself, which are compiled once a process.

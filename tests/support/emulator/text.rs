@@ -6,13 +6,23 @@ use kernels_cubecl::cuda_source::Launch;
 pub(super) fn for_the_host(launch: &Launch) -> String {
     let without_headers: Vec<&str> =
         launch.text.lines().map(|line| if line.starts_with("#include") { "" } else { line }).collect();
-    let kernel = assembly_as_calls(&without_headers.join("\n"));
+    let kernel = numbered_barriers(&assembly_as_calls(&without_headers.join("\n")));
     let entry = &launch.entry;
     format!(
         "#include \"cuda.h\"\n#line 1\n{kernel}\n\
          extern \"C\" int emulated_arguments() {{ return emulated_arity(&{entry}); }}\n\
          extern \"C\" void emulated_kernel(void** arguments) {{ emulated_call(&{entry}, arguments); }}\n"
     )
+}
+
+/// How a text writes a barrier of the cube.
+pub(crate) const BARRIER: &str = "__syncthreads();";
+
+/// Gives each barrier of the cube its number in the text.
+fn numbered_barriers(text: &str) -> String {
+    let mut parts = text.split(BARRIER);
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.enumerate().fold(first, |out, (n, part)| format!("{out}machine::sync_threads({n}, __LINE__);{part}"))
 }
 
 /// Replaces each `asm volatile("name operands;" : outputs : inputs);` by `ptx::name(operands);`.

@@ -12,7 +12,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     if args.launch.demo {
         return Err(CliError::Usage("--demo is for fit only; its run needs 0.1 GiB".into()));
     }
-    let (plan, _) = fit::planned(args)?;
+    let (plan, ..) = fit::planned(args)?;
     let config = Qwen3Config::from_file(&plan.companions.config)?;
     // Opening the device would say what it computes in, but the device may be another machine's.
     let f32_device = matches!(plan.settings.recipe.device, DeviceChoice::Cpu | DeviceChoice::Vulkan);

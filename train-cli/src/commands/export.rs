@@ -11,7 +11,7 @@ use crate::{
     device::{self, Job},
     durable::{self, PendingFolder},
     model_files::{Companions, TextFiles},
-    outputs::check_output,
+    outputs::{check_dat_name, check_output},
     report,
     run::checkpoint::{self, Head},
 };
@@ -48,6 +48,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let mut inputs: Vec<PathBuf> = entries.filter_map(|e| e.ok().map(|e| e.path())).collect();
     inputs.extend(args.like.clone());
     check_output(&args.output_dat, &inputs)?;
+    check_dat_name("--output-dat", &args.output_dat)?;
     if state.settings.recipe.recipe == Recipe::Bf16 {
         report::line("note: the run used recipe bf16; this export quantizes its weights for the first time");
     }
@@ -68,8 +69,10 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
         check_like(like, &format, dense)?;
     }
     let tensors = Repacked::new(&source, format.store_as(like.as_ref()));
-    if let (Some(like), [first, ..]) = (&like, tensors.left_out().as_slice()) {
-        let text = format!("--like {}: it has no place for {first}; export without --like", like.path().display());
+    let left_out = tensors.left_out();
+    if let Some(like) = like.as_ref().filter(|_| !left_out.is_empty()) {
+        let names = left_out[..left_out.len().min(10)].join(", ");
+        let text = format!("--like {}: it has no place for {names}; export without --like", like.path().display());
         return Err(CliError::Usage(text));
     }
     write_and_check(&tensors, like.as_ref(), &args.output_dat, |path| {

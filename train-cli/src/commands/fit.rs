@@ -8,11 +8,12 @@ use crate::{
     data::order::Order,
     device::{self, Job},
     durable,
+    interrupt::Interruption,
     memory::estimate::Estimate,
     memory::vram::VramReport,
     plan::Plan,
     report,
-    run::checkpoint::{self, Head, Resumed, TrainerState},
+    run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
     run::folder::{self, FINAL},
     run::header,
     run::inputs::{Inputs, packed_scaling},
@@ -51,8 +52,8 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     if args.launch.demo {
         demo::unpack()?;
     }
-    let (plan, resumed) = planned(args)?;
-    let overwrite = args.launch.overwrite;
+    let (plan, resumed, restarts) = planned(args)?;
+    let overwrite = args.launch.overwrite || restarts;
     if args.launch.dry_run {
         let inputs = Inputs::read(&plan)?;
         if resumed.is_none() {
@@ -67,26 +68,39 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     device::run(device, precision, Fit { plan, resumed, overwrite })
 }
 
-/// The plan of a command line, and the checkpoint that it resumes from. Typed settings win over those of the config
-/// file, of the checkpoint or of the demo, and these over defaults.
-pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>), CliError> {
+/// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint
+/// yet. Typed settings win over those of the config file, of the checkpoint or of the demo, and these over defaults.
+pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let launch = &args.launch;
     let output_dir = args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new);
-    let resumed = match &launch.resume_from_checkpoint {
+    let resume = match &launch.resume_from_checkpoint {
         Some(text) => checkpoint::resume(text, output_dir)?,
         None => None,
     };
-    let base = match (&launch.config, &resumed) {
-        (Some(file), _) => Layer::of_file(file)?,
-        (None, Some(resumed)) => Layer::from(&resumed.state.settings),
-        (None, None) if launch.demo => demo::settings(),
-        (None, None) => Layer::default(),
+    let begun = match &resume {
+        Some(Resume::Beginning(run)) => Some(run.join(CONFIG)).filter(|file| file.exists()),
+        _ => None,
+    };
+    let base = match (&launch.config, &resume, begun) {
+        (Some(file), ..) => Layer::of_file(file)?,
+        (None, Some(Resume::At(resumed)), _) => Layer::from(&resumed.state.settings),
+        (None, _, Some(file)) => Layer::of_file(&file)?,
+        (None, _, None) if launch.demo => demo::settings(),
+        (None, ..) => Layer::default(),
     };
     let mut settings = base.under(args.typed.clone()).over_defaults()?;
-    if let Some(resumed) = &resumed {
-        settings.saving.output_dir = Some(resumed.run.clone());
+    let (resumed, restarted) = match resume {
+        Some(Resume::At(resumed)) => (Some(*resumed), None),
+        Some(Resume::Beginning(run)) => (None, Some(run)),
+        None => (None, None),
+    };
+    if let Some(run) = resumed.as_ref().map(|resumed| &resumed.run).or(restarted.as_ref()) {
+        settings.saving.output_dir = Some(run.clone());
     }
-    Ok((Plan::new(settings)?, resumed))
+    if let Some(run) = &restarted {
+        report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
+    }
+    Ok((Plan::new(settings)?, resumed, restarted.is_some()))
 }
 
 struct Fit {
@@ -103,6 +117,11 @@ impl Job for Fit {
         let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
         vram.note::<B>(&device, 0, "start")?;
 
+        if resumed.is_none() {
+            folder::check_free(&plan, overwrite)?;
+        }
+        // The lock ends with the run.
+        let _lock = folder::lock(&plan.output_dir)?;
         let ready = Ready::new(plan, precision)?;
         match &resumed {
             None => folder::check_free(&ready.plan, overwrite)?,
@@ -119,10 +138,10 @@ impl Job for Fit {
         let model = ready.model::<B>(resumed.as_ref(), &device)?;
         vram.note::<B>(&device, 0, "model_loaded")?;
 
-        let _lock = match &resumed {
+        match &resumed {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(resumed) => folder::reopen(&ready.plan.output_dir, resumed.state.global_step)?,
-        };
+        }
         let optimizer = ready.optimizer(resumed.as_ref(), &model)?;
         header::print(&ready.plan, &ready.inputs, ready.spec.scaling);
         report::label("products", B::tiers(&device).join(" · "));
@@ -281,6 +300,7 @@ impl Ready {
             memory_limit: self.plan.memory_limit,
             logging_steps: s.logging.logging_steps,
             vram,
+            interruption: Interruption::listen().map_err(CliError::io(Path::new("signals")))?,
             between: Box::new(journal),
         };
         learner::run(Trainee::new(model, s.advanced.loss, fixed), run)
@@ -364,21 +384,11 @@ impl Before {
 }
 
 fn next_steps(recipe: Recipe, exported: &Path, prompt: Option<&String>) {
-    let prompt = quoted(prompt.map_or("hello", |p| p));
-    let folder = quoted(&exported.display().to_string());
+    let prompt = report::quoted(prompt.map_or("hello", |p| p));
+    let folder = report::quoted(&exported.display().to_string());
     let mode = if recipe.packs_activations() { " --w4a4" } else { "" };
     report::line("next:");
     report::line(format!("  train-cli generate -m {folder} -p {prompt}{mode}"));
     report::line(format!("  train-cli inspect {folder} --verify"));
     report::line("  train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
-}
-
-/// A word that a shell reads as it is, on one line.
-fn quoted(text: &str) -> String {
-    let plain = |c: char| c.is_alphanumeric() || "-_./:,+@".contains(c);
-    if !text.is_empty() && text.chars().all(plain) {
-        return text.to_owned();
-    }
-    let text: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    format!("'{}'", text.replace('\'', "'\\''"))
 }

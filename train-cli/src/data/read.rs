@@ -7,8 +7,12 @@ use crate::{
     report,
     settings::{Format, LossOn, Overlong},
 };
+use model_qwen3::file;
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::{
+    io::Read,
+    path::{Path, PathBuf},
+};
 
 /// How files become samples.
 #[derive(Debug, Clone, Copy)]
@@ -107,7 +111,10 @@ impl Reader<'_> {
     /// Cuts one document into sequences.
     fn document(&mut self, content: &str) -> Result<(), CliError> {
         self.report.rows += 1;
-        let mut ids = self.text.tokenizer.encode(content)?;
+        let mut ids = Vec::new();
+        for piece in pieces(content) {
+            ids.extend(self.text.tokenizer.encode(piece)?);
+        }
         ids.extend(self.text.tokenizer.id("<|endoftext|>"));
         for piece in ids.chunks(self.options.max_seq_length).filter(|p| p.len() > 1) {
             self.samples.push(Sample::new(piece.to_vec(), vec![true; piece.len()], String::new()));
@@ -174,16 +181,35 @@ impl Reader<'_> {
 
 /// The text of a file, without a byte-order mark.
 fn text_of(path: &Path) -> Result<String, CliError> {
-    let bytes = std::fs::read(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => CliError::Usage(format!("{}: no such file; check the path", path.display())),
-        _ => CliError::io(path)(e),
-    })?;
-    let bytes = bytes.strip_prefix(b"\xEF\xBB\xBF").unwrap_or(&bytes);
-    std::str::from_utf8(bytes).map(str::to_owned).map_err(|e| {
-        let line = bytes[..e.valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
+    let (mut file, size) = file::open(path, "check the path")?;
+    let mut bytes = Vec::with_capacity(size as usize);
+    file.read_to_end(&mut bytes).map_err(CliError::io(path))?;
+    if bytes.starts_with(b"\xEF\xBB\xBF") {
+        bytes.drain(..3);
+    }
+    String::from_utf8(bytes).map_err(|e| {
+        let valid = &e.as_bytes()[..e.utf8_error().valid_up_to()];
+        let line = valid.iter().filter(|b| **b == b'\n').count() + 1;
         bad(path, Some(line), "not UTF-8; save the file as UTF-8")
     })
 }
+
+/// The pieces in which a document is tokenized: of about [`PIECE`] bytes, because the tokenizer takes a hundred times the
+/// memory of its text. A piece ends with a line, in front of a character that is no white space: there no token of Qwen3
+/// crosses the border, so that the pieces have the tokens of the whole.
+fn pieces(mut content: &str) -> impl Iterator<Item = &str> {
+    std::iter::from_fn(move || {
+        let from = content.ceil_char_boundary(PIECE.min(content.len()));
+        let ends = content[from..].match_indices('\n').map(|(at, _)| from + at + 1);
+        let border = |end: &usize| content[*end..].chars().next().is_some_and(|c| !c.is_whitespace());
+        let (piece, rest) = content.split_at(ends.into_iter().find(border).unwrap_or(content.len()));
+        content = rest;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+/// Bytes of a document that are tokenized at once.
+const PIECE: usize = 64 << 10;
 
 fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
     CliError::Data { path: path.to_owned(), line, reason: reason.to_string() }

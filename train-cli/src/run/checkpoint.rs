@@ -38,6 +38,9 @@ pub const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const STATE: &str = "trainer_state.json";
 
+/// The settings of a run, in its folder.
+pub const CONFIG: &str = "config.toml";
+
 /// How files store the output head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -127,12 +130,21 @@ pub struct Resumed {
     pub state: TrainerState,
 }
 
+/// Where a run goes on.
+#[derive(Debug, Clone)]
+pub enum Resume {
+    /// After the steps of a checkpoint.
+    At(Box<Resumed>),
+    /// At its beginning: the process ended before the first checkpoint of this run folder.
+    Beginning(PathBuf),
+}
+
 /// Finds the checkpoint that `text` names: `latest` (of `output_dir`), a run folder, or a checkpoint's folder. None if
 /// `text` is `false`.
 ///
 /// # Errors
-/// If there is no such checkpoint, it is broken, or it has another layout.
-pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resumed>, CliError> {
+/// If there is no such checkpoint or run, the checkpoint is broken, or it has another layout.
+pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resume>, CliError> {
     let usage = |text: String| CliError::Usage(text);
     let given = Path::new(text);
     let (run, folder) = match (text, output_dir) {
@@ -141,12 +153,15 @@ pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resumed>, 
             return Err(usage("--resume-from-checkpoint needs the run folder; give --output-dir RUN".into()));
         }
         ("latest" | "true", Some(run)) => (run, None),
-        _ if given.join(STATE).exists() => {
+        _ if given.join(STATE).exists() || step_of(given).is_some() => {
             let parent = given.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
             (parent, Some(given))
         }
         _ => (given, None),
     };
+    if folder.is_none() && has_not_begun(run, text)? {
+        return Ok(Some(Resume::Beginning(run.to_owned())));
+    }
     if !run.is_dir() {
         let text = "there is no such checkpoint and no such run folder";
         return Err(usage(format!("--resume-from-checkpoint {}: {text}", run.display())));
@@ -160,7 +175,20 @@ pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resumed>, 
         Some(folder) => (folder.to_owned(), open(folder)?),
         None => latest(run)?,
     };
-    Ok(Some(Resumed { run: run.to_owned(), folder, state }))
+    Ok(Some(Resume::At(Box::new(Resumed { run: run.to_owned(), folder, state }))))
+}
+
+/// Whether a run folder holds no checkpoint because its process ended before the first one. It holds the settings of the
+/// run, or nothing but its lock; a process that ended still earlier has not made the folder.
+fn has_not_begun(run: &Path, text: &str) -> Result<bool, CliError> {
+    if !run.exists() {
+        return Ok(matches!(text, "latest" | "true"));
+    }
+    if !run.is_dir() || !list(run)?.is_empty() {
+        return Ok(false);
+    }
+    let mut entries = std::fs::read_dir(run).map_err(CliError::io(run))?.filter_map(|entry| entry.ok());
+    Ok(run.join(CONFIG).exists() || entries.all(|entry| entry.file_name() == durable::LOCK))
 }
 
 /// The newest complete checkpoint of a run. Names the broken checkpoints that it skips.
@@ -211,13 +239,18 @@ fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
     let mut found: Vec<(usize, PathBuf)> = Vec::new();
     for entry in std::fs::read_dir(run).map_err(CliError::io(run))? {
         let path = entry.map_err(CliError::io(run))?.path();
-        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        if let Some(step) = name.strip_prefix("checkpoint-").and_then(|s| s.parse().ok()) {
+        if let Some(step) = step_of(&path) {
             found.push((step, path));
         }
     }
     found.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
     Ok(found)
+}
+
+/// The step in the name of a checkpoint's folder, if it is one.
+pub(super) fn step_of(folder: &Path) -> Option<usize> {
+    let step = folder.file_name()?.to_str()?.strip_prefix("checkpoint-")?;
+    step.parse().ok().filter(|_| step.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// Saves a checkpoint into a run folder and deletes the oldest beyond `keep`.
@@ -245,7 +278,10 @@ pub fn save<B: Nvfp4Kernels>(
     companions.copy_into(&mut folder)?;
     let committed = folder.commit()?;
     for (_, old) in list(run)?.into_iter().skip(keep) {
-        durable::remove(&old)?;
+        // The new checkpoint is safe: an old one too many does not end the run.
+        if let Err(error) = durable::remove(&old) {
+            report::line(format!("warning: an old checkpoint cannot be deleted: {error}"));
+        }
     }
     Ok(committed)
 }

@@ -4,7 +4,7 @@
 use crate::{
     CliError, durable,
     plan::Plan,
-    run::checkpoint::{self, TrainerState},
+    run::checkpoint::{self, CONFIG, TrainerState},
     run::inputs::Inputs,
     settings::fields::Change,
 };
@@ -27,7 +27,8 @@ pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
     let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
     let names: Vec<String> =
         entries.filter_map(|e| e.ok().map(|e| e.file_name().to_string_lossy().into_owned())).collect();
-    if names.is_empty() {
+    // A process that ended before its first file leaves its lock.
+    if names.iter().all(|name| name == durable::LOCK) {
         return Ok(());
     }
     let usage = |text: String| Err(CliError::Usage(text));
@@ -49,35 +50,50 @@ pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
 
 /// What a run writes into its folder; `--overwrite` removes these files and folders only.
 const OURS: [&str; 8] = [
-    "config.toml",
+    CONFIG,
     "run.json",
     "data_report.json",
     "metrics.jsonl",
     "samples.jsonl",
     "train_results.json",
     FINAL,
-    "lock",
+    durable::LOCK,
 ];
 
 fn is_ours(name: &str) -> bool {
-    OURS.contains(&name) || ["checkpoint-", "stale-", ".tmp-", ".old-"].iter().any(|p| name.starts_with(p))
+    let checkpoint = match name.strip_prefix("stale-") {
+        Some(aside) => aside.split_once('-').map_or("", |(_time, checkpoint)| checkpoint),
+        None => name,
+    };
+    let temporary = [".tmp-", ".old-"].iter().any(|prefix| name.starts_with(prefix));
+    OURS.contains(&name) || temporary || checkpoint::step_of(Path::new(checkpoint)).is_some()
 }
 
-/// Empties the folder of a new run, locks it and writes its first files. The lock ends when the file is dropped.
+/// Makes the folder of a run, and keeps it to this process until the lock is dropped.
 ///
 /// # Errors
-/// If another process uses the folder, it holds other files, or it cannot be written.
-pub fn create(plan: &Plan, inputs: &Inputs) -> Result<fs::File, CliError> {
+/// If another process uses the folder, or it cannot be written.
+pub fn lock(dir: &Path) -> Result<fs::File, CliError> {
+    durable::make_folder(dir)?;
+    let lock = durable::lock(dir)?;
+    durable::probe(dir)?;
+    Ok(lock)
+}
+
+/// Empties the folder of a new run and writes its first files.
+///
+/// # Errors
+/// If the folder holds other files, or it cannot be written.
+pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
     let dir = &plan.output_dir;
-    let lock = locked(dir)?;
     check_free(plan, true)?;
     for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
         let path = entry.map_err(CliError::io(dir))?.path();
-        if path.file_name().is_some_and(|n| n != "lock") {
+        if path.file_name().is_some_and(|n| n != durable::LOCK) {
             durable::remove(&path)?;
         }
     }
-    durable::write_bytes(&dir.join("config.toml"), plan.settings.toml()?.as_bytes())?;
+    durable::write_bytes(&dir.join(CONFIG), plan.settings.toml()?.as_bytes())?;
     let run = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "command": std::env::args().collect::<Vec<_>>(),
@@ -85,28 +101,21 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<fs::File, CliError> {
     });
     durable::write_bytes(&dir.join("run.json"), run.to_string().as_bytes())?;
     let found = serde_json::to_string_pretty(&inputs.report).expect("plain data is always valid JSON");
-    durable::write_bytes(&dir.join("data_report.json"), found.as_bytes())?;
-    Ok(lock)
+    durable::write_bytes(&dir.join("data_report.json"), found.as_bytes()).map(|_| ())
 }
 
-/// Locks the folder of a run that resumes after `step`, and removes what it wrote after that step.
+/// Removes from the folder of a run that resumes after `step` what it wrote after that step.
 ///
 /// # Errors
-/// If another process uses the folder, or it cannot be written.
-pub fn reopen(dir: &Path, step: usize) -> Result<fs::File, CliError> {
-    let lock = locked(dir)?;
+/// If the folder cannot be written.
+pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
     durable::sweep(dir)?;
     durable::finish_replacement(&dir.join(FINAL))?;
     checkpoint::set_aside_newer(dir, step)?;
     for name in ["metrics.jsonl", "samples.jsonl"] {
         drop_lines_after(&dir.join(name), step)?;
     }
-    Ok(lock)
-}
-
-fn locked(dir: &Path) -> Result<fs::File, CliError> {
-    durable::make_folder(dir)?;
-    durable::lock(dir)
+    Ok(())
 }
 
 /// Removes the lines of steps after `step`, which the resumed run logs again.

@@ -116,6 +116,11 @@ fn fits(plan: &Plan, config: &Qwen3Config) -> Result<(), CliError> {
         let text = format!("--train-last-layers {last}: the model has {layers} layers; choose at most {layers}");
         return Err(CliError::Usage(text));
     }
+    let dense = plan.settings.recipe.bf16_last_blocks;
+    if dense > layers {
+        let text = format!("--bf16-last-blocks {dense}: the model has {layers} layers; choose at most {layers}");
+        return Err(CliError::Usage(text));
+    }
     let limit = config.max_position_embeddings;
     if let Some(length) = plan.settings.data.max_seq_length.filter(|length| *length > limit) {
         let text = format!("--max-seq-length {length}: the model takes at most {limit} tokens; choose at most {limit}");

@@ -97,8 +97,8 @@ impl Choice for Precision {
         let also = |(value, name): (Self, PossibleValue), alias: &'static str| (value, name.alias(alias));
         vec![
             also(named(Self::F32, "f32", "f32 without tensor cores"), "float32"),
-            named(Self::Tf32, "tf32", "f32 storage; matrix products use TF32 tensor cores where the device has them"),
-            also(named(Self::F16, "f16", "f16, for inference only"), "float16"),
+            named(Self::Tf32, "tf32", "f32 storage; matrix products use TF32 tensor cores; CUDA only"),
+            also(named(Self::F16, "f16", "f16; generate only"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16"), "bfloat16"),
         ]
     }
@@ -160,7 +160,7 @@ pub enum Nvfp4Part {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// By the file name: .jsonl is messages, .tsv is tsv, .txt is text
+    /// By the file name: .jsonl and .json are messages, .tsv is tsv, .txt and .md are text
     Auto,
     /// Each line is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}
     Messages,

@@ -79,7 +79,7 @@ pub struct ModelSettings {
 #[serde(default)]
 #[command(next_help_heading = "Data")]
 pub struct DataSettings {
-    /// Training file (.jsonl, .tsv or .txt); give the flag once for each file
+    /// Training file (.jsonl, .json, .tsv, .txt or .md); give the flag once for each file
     #[arg(short, long, value_name = "FILE", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON)]
     pub data: Vec<PathBuf>,
@@ -87,7 +87,8 @@ pub struct DataSettings {
     #[arg(long, value_name = "N", help_heading = COMMON)]
     #[arg(aliases = ["max-length", "seq-len", "cutoff-len", "max-seq-len"])]
     pub max_seq_length: Option<usize>,
-    /// How many times each epoch repeats the rows of each --data file, in the same order: for example 2,0.5 [default: 1]
+    /// How often an epoch uses each row of a --data file, one number for each file: 2,0.5 repeats the rows of the first
+    /// file and takes half of the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
     /// Evaluation file, instead of held-out training rows

@@ -9,6 +9,9 @@ use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueS
 use serde_json::{Map, Value};
 use std::{path::Path, sync::LazyLock};
 
+/// Largest config file that is read. All settings with long paths take a few KiB.
+const LARGEST: u64 = 1 << 20;
+
 /// Some of the settings, by name.
 #[derive(Debug, Clone, Default)]
 pub struct Layer(Map<String, Value>);
@@ -19,8 +22,7 @@ impl Layer {
     /// # Errors
     /// If the file cannot be read, or a key is unknown or has a value of the wrong kind.
     pub fn of_file(path: &Path) -> Result<Self, CliError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|e| CliError::Usage(format!("--config {}: cannot read the file: {e}", path.display())))?;
+        let text = model_qwen3::file::read_text(path, LARGEST, "--config names the file")?;
         Self::of_toml(&text).map_err(|reason| CliError::Usage(format!("{}: {reason}", path.display())))
     }
 

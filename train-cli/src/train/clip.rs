@@ -1,6 +1,7 @@
 //! Gradient clipping: where the global gradient norm exceeds a maximum, every gradient is multiplied by
-//! `maximum / norm`. The factor must be known before the first gradient reaches the optimizer. `exact` uses the
-//! norm of the same step; `previous` uses the norm of the step before, so that no second pass is needed.
+//! `maximum / (norm + 1e-6)`, as PyTorch does. The factor must be known before the first gradient reaches the
+//! optimizer. `exact` uses the norm of the same step; `previous` uses the norm of the step before, so that no second
+//! pass is needed.
 
 use crate::settings::Clip;
 

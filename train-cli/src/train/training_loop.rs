@@ -4,6 +4,7 @@
 use crate::{
     CliError,
     data::order::{MicroBatch, Order},
+    interrupt::Interruption,
     memory::pool::Pool,
     memory::vram::VramReport,
     train::damp::{self, DampedFinish},
@@ -39,6 +40,8 @@ pub struct Run<B: Nvfp4Kernels> {
     pub logging_steps: usize,
     /// Memory report.
     pub vram: VramReport,
+    /// Signals that end the run after a step.
+    pub interruption: Interruption,
     /// Logs, evaluations and checkpoints.
     pub between: Box<dyn Between<B>>,
 }
@@ -140,7 +143,8 @@ pub fn train<AB: TrainingBackend>(
 
         // This second handle on every parameter must end with the iteration, or no update would be in place.
         let inner = net.valid();
-        let evaluates = run.between.evaluates(step) && valid.num_items() > 0;
+        let interrupted = run.interruption.received();
+        let evaluates = interrupted.is_none() && run.between.evaluates(step) && valid.num_items() > 0;
         if evaluates {
             let evaluation = evaluation::evaluate(&inner, valid, step)?;
             run.between.after_evaluation(inner.model(), &evaluation)?;
@@ -148,13 +152,17 @@ pub fn train<AB: TrainingBackend>(
         }
         // If the pool has just been trimmed, the step may have needed less than was held.
         let exceeded = run.memory_limit.filter(|limit| held > *limit && !trimmed);
-        let saved = run.between.maybe_save(inner.model(), &run.stepper, step, exceeded.is_some())?;
+        let stops = exceeded.is_some() || interrupted.is_some();
+        let saved = run.between.maybe_save(inner.model(), &run.stepper, step, stops)?;
         if evaluates {
             // Evaluation, samples and a checkpoint leave freed buffers of other sizes behind.
             pool.give_back::<AB>(&device);
         }
         if let Some(limit) = exceeded {
             return Err(CliError::Memory { needed: held, limit, saved: Some(stopped(step, saved)) });
+        }
+        if let Some(signal) = interrupted {
+            return Err(CliError::Interrupted { signal, step, saved });
         }
         clock.start_step();
     }

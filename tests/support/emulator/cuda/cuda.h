@@ -28,7 +28,6 @@ struct uint3 {
 inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
 
 // Barriers and exchange within a warp: all lanes take part.
-#define __syncthreads() machine::sync_threads(__LINE__)
 #define __syncwarp() machine::sync_warp(__LINE__)
 #define __shfl_sync(mask, value, lane) emulated_shuffle(value, unsigned(lane) % 32, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) emulated_shuffle(value, machine::lane() ^ unsigned(lanes), __LINE__)

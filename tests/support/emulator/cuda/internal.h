@@ -51,6 +51,7 @@ constexpr size_t STACK = 512 << 10;
 extern Unit* unit;        // the running unit
 extern unsigned units;    // of a cube
 extern unsigned cube;     // number of the running cube
+extern int left_out;      // number of the barrier that is left out, or -1
 
 /// Prints where and what, and ends the process.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));

@@ -20,8 +20,9 @@ struct Sums {
 
 enum class Operand { f16, bf16 };
 
-// Barriers. `line` is the line of the kernel's text: units that wait together must be at the same one.
-void sync_threads(int line);
+// Barriers. `line` is the line of the kernel's text: units that wait together must be at the same one. `number` counts
+// the barriers of the text: the launch may leave one of them out.
+void sync_threads(int number, int line);
 void sync_warp(int line);
 
 // Exchange between the lanes of a warp.

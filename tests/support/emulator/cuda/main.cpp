@@ -1,7 +1,8 @@
 // Runs one launch. The file that the argument names holds words of 64 bits: bytes of shared memory; cubes and units in
 // three dimensions each; the number of buffers and the bytes of each; the number of buffer arguments and the buffer of
 // each; the number of words of `info`, those before its dynamic part, and the words. The bytes of the buffers follow. The
-// program writes the buffers back to the file `<name>.out`, one after another.
+// program writes the buffers back to the file `<name>.out`, one after another. A second argument is the number of a barrier
+// that is left out.
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -25,7 +26,8 @@ void kernel() { emulated_kernel(arguments); }
 
 }  // namespace
 
-int main(int, char** names) {
+int main(int count_of_names, char** names) {
+  if (count_of_names > 2) machine::left_out = atoi(names[2]);
   std::ifstream file(names[1], std::ios::binary);
   auto word = [&] {
     uint64_t value = 0;

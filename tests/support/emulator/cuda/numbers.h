@@ -27,6 +27,7 @@ inline uint16_t f16_of(float value) {
   uint16_t sign = std::signbit(value) ? 0x8000 : 0;
   float size = std::fabs(value);
   if (std::isnan(value)) return 0x7FFF;
+  if (size == 0) return sign;
   if (size >= 65520.0f) return sign | 0x7C00;
   int exponent;
   std::frexp(size, &exponent);

@@ -1,0 +1,72 @@
+//! SIGINT (Ctrl-C), SIGTERM and SIGHUP while a run trains: the first one is noted, so that the run can finish its step and
+//! save; a second one ends the process at once.
+
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    flag,
+};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicUsize, Ordering},
+};
+
+/// A signal that asks the program to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Signal(i32);
+
+impl Signal {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            SIGINT => "SIGINT",
+            SIGTERM => "SIGTERM",
+            _ => "SIGHUP",
+        }
+    }
+
+    /// The exit code of a program that ends because of it: 128 and its number.
+    pub fn exit_code(self) -> u8 {
+        128 + self.0 as u8
+    }
+}
+
+/// Waits for signals until it is dropped. From then on a signal ends the process.
+#[derive(Debug)]
+pub struct Interruption {
+    number: Arc<AtomicUsize>,
+    ends_at_once: Arc<AtomicBool>,
+}
+
+impl Interruption {
+    /// Waits for signals from now on.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn listen() -> std::io::Result<Self> {
+        let (number, ends_at_once) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        for signal in SIGNALS {
+            // The actions of a signal run in this order: only a second signal finds the flag set.
+            flag::register_conditional_default(signal, ends_at_once.clone())
+                .and_then(|_| flag::register(signal, ends_at_once.clone()))
+                .and_then(|_| flag::register_usize(signal, number.clone(), signal as usize))?;
+        }
+        Ok(Self { number, ends_at_once })
+    }
+
+    /// The signal that has arrived, if one has.
+    pub fn received(&self) -> Option<Signal> {
+        let number = self.number.load(Ordering::Relaxed);
+        (number > 0).then_some(Signal(number as i32))
+    }
+}
+
+impl Drop for Interruption {
+    fn drop(&mut self) {
+        self.ends_at_once.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(unix)]
+const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, signal_hook::consts::SIGHUP];
+#[cfg(not(unix))]
+const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
