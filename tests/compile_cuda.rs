@@ -100,6 +100,7 @@ fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
     kernels_cubecl::once::once(&client, StorageType::Scalar(ElemType::Float(kind)), 17).unwrap();
     cubecl::future::block_on(client.sync()).unwrap();
     let all = device.take_launches();
+    device.give_back();
     let limit = client.properties().hardware.max_shared_memory_size;
     for Launch { entry, shared, .. } in &all {
         assert!(*shared <= limit, "{entry} for sm_{arch} needs {shared} bytes of shared memory");

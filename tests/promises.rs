@@ -18,6 +18,7 @@ mod emulated;
 mod formats;
 mod generation;
 mod gradients;
+mod guard;
 mod hostile;
 mod loading;
 mod optimizer;

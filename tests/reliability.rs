@@ -284,3 +284,271 @@ fn truncation_padding_and_dropout_of_a_tokenizer_are_not_obeyed() {
     assert!(ids.len() > 8);
     assert_eq!(changed.encode(text).unwrap(), ids);
 }
+
+/// Templates that would overflow the stack, or write more than the memory holds.
+#[test]
+fn hostile_templates_are_errors() {
+    use model_qwen3::chat_template::{ChatTemplate, RenderOptions};
+    let refused = |source: String| {
+        let shown: String = source.chars().take(60).collect();
+        let rendered = ChatTemplate::new(source).and_then(|t| t.render(&[], RenderOptions::default()));
+        rendered.expect_err(&shown).to_string()
+    };
+    let many = |text: &str, n: usize| text.repeat(n);
+    // Deep, but not too deep for the stack: any answer is right, and none ends the process.
+    for source in [
+        format!("{{{{ {}1 }}}}", many("not ", 16_000)),
+        format!("{{{{ {}1 }}}}", many("-", 60_000)),
+        format!("{{{{ {}1{} }}}}", many("(", 30_000), many(")", 30_000)),
+        format!("{{{{ 1{} }}}}", many("~1", 30_000)),
+        format!("{{{{ 1{} }}}}", many("|int", 16_000)),
+        format!("{{{{ a{} }}}}", many(".a", 30_000)),
+        format!("{{{{ {}1 }}}}", many("1 if 1 else ", 5_000)),
+        format!("{}{}", many("{%if 1%}", 3_500), many("{%endif%}", 3_500)),
+        format!("{{%if 0%}}{}{{%endif%}}", many("{%elif 0%}", 6_000)),
+    ] {
+        let _ = ChatTemplate::new(source).and_then(|t| t.render(&[], RenderOptions::default()));
+    }
+    assert!(refused(many(" ", 100_000)).contains("at most 65536"));
+    assert!(refused("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}".into()).contains("recursion"));
+    assert!(refused("{{ [1]|tojson(indent=1000000000000) }}".into()).contains("indent=1000000000000"));
+    assert!(refused("{{ '{:>1000000000000}'.format('x') }}".into()).contains("at most 256"));
+    assert!(
+        refused("{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}".into())
+            .contains("fuel")
+    );
+}
+
+#[test]
+fn a_config_that_no_qwen3_has_is_refused_before_anything_is_allocated() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let path = d.join("m/config.json");
+    let good: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    for (field, value) in [
+        ("num_hidden_layers", 16_777_216u64),
+        ("hidden_size", 16_777_216),
+        ("num_attention_heads", 16_777_216),
+        ("head_dim", 16_777_216),
+        ("intermediate_size", 1 << 40),
+        ("vocab_size", 1 << 40),
+    ] {
+        let mut config = good.clone();
+        config[field] = value.into();
+        fs::write(&path, config.to_string()).unwrap();
+        let stderr = refused(d, &["fit", "--init-config", "m/config.json", "-d", "m/demo.tsv", "--dry-run"], 2);
+        assert!(stderr.contains(field) && stderr.contains("whole number from 1 to"), "{field}: {stderr}");
+    }
+}
+
+/// Weights that are not finite reach no file.
+#[test]
+fn a_checkpoint_of_weights_that_are_not_finite_is_not_written() {
+    use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling};
+    use burn::{backend::NdArray, tensor::Tensor};
+    use model_qwen3::{config::Qwen3Config, weights, write::write_safetensors};
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(dir.path(), true);
+    let config = Qwen3Config::from_file(&dir.path().join("config.json")).unwrap();
+    let spec = LinearSpec::new(Recipe::W4, Scaling::Two, Precision::F32);
+    let mut model = weights::random::<NdArray>(&config, spec, MasterKind::F32, 5, &Default::default()).unwrap();
+    let write = |model: &_| {
+        let failed = |e| model_qwen3::ModelError::io("memory".as_ref(), "")(e);
+        write_safetensors(&weights::Live::new(model), Vec::new(), failed)
+    };
+    write(&model).unwrap();
+    let norm = model.norm.val();
+    let mut values: Vec<f32> = norm.to_data().to_vec().unwrap();
+    values[1] = f32::NAN;
+    model.norm = model.norm.map(|_| Tensor::from_floats(values.as_slice(), &Default::default()));
+    let error = write(&model).unwrap_err().to_string();
+    assert!(error.contains("model.norm.weight") && error.contains("NaN"), "{error}");
+}
+
+/// A resumed run says of itself what an uninterrupted one says, from any working directory, and can be made longer.
+#[test]
+fn a_resumed_run_is_one_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let short = |output: &'static str, steps: &'static str| {
+        let mut words = fit(output);
+        let at = words.iter().position(|word| *word == "30").unwrap();
+        words[at] = steps;
+        words
+    };
+    ok(d, &short("whole", "20"));
+    ok(d, &short("r", "10"));
+    let elsewhere = tempfile::tempdir().unwrap();
+    let run_folder = d.join("r").display().to_string();
+    let resume = ["fit", "--resume-from-checkpoint", &run_folder];
+    let out = run(elsewhere.path(), &[&resume[..], &["--max-steps", "20"]].concat());
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success() && stderr.contains("now has 20 steps, 10 before"), "{stderr}");
+    assert!(stderr.contains("before  ") && stderr.contains("after  "), "{stderr}");
+    let results = |name: &str| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(d.join(name).join("train_results.json")).unwrap()).unwrap()
+    };
+    for key in ["global_step", "epoch", "train_samples", "steps_left_out"] {
+        assert_eq!(results("r")[key], results("whole")[key], "{key}");
+    }
+    assert!(results("r")["codes_changed_pct"].as_f64().is_some_and(|share| share > 0.0), "{}", results("r"));
+    let steps = fs::read_to_string(d.join("r/metrics.jsonl")).unwrap().matches("grad_norm").count();
+    assert_eq!(steps, 20);
+    let out = run(elsewhere.path(), &[&resume[..], &["--max-steps", "15"]].concat());
+    assert_eq!(out.status.code(), Some(2), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("has made 20 steps"));
+}
+
+/// What a complete run lacks is made again: its record alone does not make it complete.
+#[test]
+fn a_complete_run_without_its_outputs_makes_them_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut words = fit("r");
+    words.extend(["--output-dat", "r.dat"]);
+    ok(d, &words);
+    let exported = fs::read(d.join("r.dat")).unwrap();
+    let resume = || {
+        let out = run(d, &["fit", "--resume-from-checkpoint", "r"]);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{stderr}");
+        stderr
+    };
+    assert!(resume().contains("is complete at step 30"));
+    for lost in ["r.dat", "r/train_results.json", "r/final/model.dat"] {
+        fs::remove_file(d.join(lost)).unwrap();
+        assert!(!resume().contains("is complete"), "{lost}");
+        assert!(d.join(lost).exists() && fs::read(d.join("r.dat")).unwrap() == exported, "{lost}");
+        assert!(resume().contains("is complete at step 30"), "{lost}");
+    }
+}
+
+/// A checkpoint whose weights are not finite is skipped, although its manifest is right.
+#[test]
+fn the_newest_good_checkpoint_is_resumed() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut words = fit("r");
+    let at = words.iter().position(|word| *word == "--save-steps").unwrap();
+    words[at + 1] = "10";
+    ok(d, &words);
+    let folder = d.join("r/checkpoint-30");
+    let mut bytes = fs::read(folder.join("model.safetensors")).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    let digest = |bytes: &[u8]| -> String {
+        use sha2::Digest;
+        sha2::Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+    };
+    let old = digest(&fs::read(folder.join("model.safetensors")).unwrap());
+    let manifest = fs::read_to_string(folder.join("manifest.json")).unwrap();
+    assert!(manifest.contains(&old));
+    fs::write(folder.join("manifest.json"), manifest.replace(&old, &digest(&bytes))).unwrap();
+    fs::write(folder.join("model.safetensors"), &bytes).unwrap();
+    let exported = fs::read(d.join("r/final/model.dat")).unwrap();
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    let out = run(d, &["fit", "--resume-from-checkpoint", "r"]);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{stderr}");
+    assert!(stderr.contains("skipping r/checkpoint-30") && stderr.contains("NaN"), "{stderr}");
+    assert!(stderr.contains("checkpoint-20 · step 20"), "{stderr}");
+    assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
+    let stderr = refused(d, &["export-dat", "r/checkpoint-30", "x.dat"], 2);
+    assert!(!stderr.is_empty() && !d.join("x.dat").exists());
+}
+
+/// What a run would be refused for after loading is refused before, and `--dry-run` refuses the same.
+#[test]
+fn a_dry_run_refuses_what_a_run_refuses() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(d.join("m/config.json")).unwrap()).unwrap();
+    for (key, value) in [("hidden_size", 8192), ("intermediate_size", 65_536), ("num_hidden_layers", 200)] {
+        config[key] = value.into();
+    }
+    fs::create_dir(d.join("huge")).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(d.join("m").join(name), d.join("huge").join(name)).unwrap();
+    }
+    fs::write(d.join("huge/config.json"), config.to_string()).unwrap();
+    for dry in [&["--dry-run"][..], &[]] {
+        let with = |words: &[&str], code| {
+            let all = [&["fit", "-d", "m/demo.tsv", "-o", "r"], words, dry].concat();
+            let stderr = refused(d, &all, code);
+            assert!(!d.join("r/config.toml").exists(), "{all:?}");
+            stderr
+        };
+        let stderr = with(&["--init-config", "huge/config.json", "--device", "cpu"], 4);
+        assert!(stderr.contains("are free") && stderr.contains("optimizer states"), "{stderr}");
+        assert!(with(&["-m", "m", "--device", "cuda:99"], 7).contains("cuda:99"));
+        assert!(with(&["-m", "m", "--device", "cpu", "--compute-dtype", "tf32"], 2).contains("tf32"));
+        assert!(with(&["-m", "m", "--device", "cpu", "--memory-limit", "1MiB"], 4).contains("--memory-limit"));
+        assert!(with(&["-m", "m", "--device", "cpu", "--data", "absent.tsv"], 2).contains("absent.tsv"));
+    }
+    // The same forecast, from the rows that there are.
+    let line = |words: &[&str]| {
+        let out = run(d, &[words, &["-m", "m", "-d", "m/demo.tsv", "--device", "cpu"][..]].concat());
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        let needed = stderr.lines().find(|line| line.contains("at the peak")).unwrap_or_else(|| panic!("{stderr}"));
+        needed.split(';').next().unwrap().to_owned()
+    };
+    assert_eq!(line(&["estimate"]), line(&["fit", "--dry-run"]));
+    refused(d, &["estimate", "-m", "m", "-d", "absent.tsv"], 2);
+}
+
+/// The temporary files of a killed process go when the same file is written again; those of a living one stay.
+#[test]
+fn temporary_files_of_dead_processes_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut ended = Command::new("true").spawn().unwrap();
+    ended.wait().unwrap();
+    let [dead, living] = [ended.id(), std::process::id()].map(|process| format!(".tmp-{process}-x.dat"));
+    let other = format!(".tmp-{}-y.dat", ended.id());
+    [&dead, &living, &other].map(|name| fs::write(d.join(name), "left").unwrap());
+    ok(d, &["convert", "m", "x.dat", "--to", "dat"]);
+    assert_eq!([&dead, &living, &other].map(|name| d.join(name).exists()), [false, true, true]);
+}
+
+/// A token cache whose digest is right, but that holds what no training file can hold.
+#[test]
+fn a_forged_token_cache_is_made_again() {
+    use safetensors::{SafeTensors, tensor::TensorView};
+    use sha2::Digest;
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--token-cache", "c", "--dry-run"];
+    ok(d, &words);
+    let path = fs::read_dir(d.join("c")).unwrap().next().unwrap().unwrap().path();
+    let good = fs::read(&path).unwrap();
+    let report = SafeTensors::read_metadata(&good).unwrap().1.metadata().clone().unwrap()["report"].clone();
+    for (name, value) in
+        [("ids", u32::MAX), ("files", 7), ("lengths", 0), ("lengths", u32::MAX), ("prompt_lengths", u32::MAX)]
+    {
+        let parsed = SafeTensors::deserialize(&good).unwrap();
+        let names = ["ids", "supervised", "lengths", "files", "lines", "prompts", "prompt_lengths"];
+        let mut tensors: Vec<_> =
+            names.map(|n| (n, parsed.tensor(n).unwrap(), parsed.tensor(n).unwrap().data().to_vec())).into();
+        let at = names.iter().position(|n| *n == name).unwrap();
+        tensors[at].2[..4].copy_from_slice(&value.to_le_bytes());
+        let mut digest = sha2::Sha256::new();
+        tensors.iter().for_each(|(_, _, bytes)| digest.update(bytes));
+        let digest: String = digest.finalize().iter().map(|b| format!("{b:02x}")).collect();
+        let metadata = [("report".to_owned(), report.clone()), ("sha256".to_owned(), digest)].into();
+        let views = tensors
+            .iter()
+            .map(|(n, view, bytes)| (*n, TensorView::new(view.dtype(), view.shape().to_vec(), bytes).unwrap()));
+        fs::write(&path, safetensors::serialize(views, Some(metadata)).unwrap()).unwrap();
+        let out = run(d, &words);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success() && stderr.contains("is damaged; it is made again"), "{name}: {stderr}");
+        assert!(fs::read(&path).unwrap() == good, "{name}");
+    }
+}

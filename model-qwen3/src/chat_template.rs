@@ -15,6 +15,12 @@ use std::{io, path::Path};
 const LONGEST: usize = 16 << 20;
 /// Steps that a template may take, so that none runs forever.
 const FUEL: u64 = 50_000_000;
+/// Longest source of a template. That of Qwen3 has 4 KiB. A longer one could nest deeper than [`STACK`].
+const LONGEST_SOURCE: usize = 64 << 10;
+/// Stack of the thread in which templates are compiled and rendered: 4 KiB for each byte of the longest source.
+const STACK: usize = 256 << 20;
+/// Widest indentation of `tojson`, and longest width of a format. Both multiply the text.
+const WIDEST: usize = 256;
 
 /// A compiled chat template.
 #[derive(Debug, Clone)]
@@ -60,11 +66,24 @@ impl ChatTemplate {
     /// # Errors
     /// If the template does not compile.
     pub fn new(source: String) -> Result<Self, ModelError> {
+        if source.len() > LONGEST_SOURCE {
+            let text = format!("its source has {} bytes; at most {LONGEST_SOURCE} are allowed", source.len());
+            return Err(ModelError::Template(text));
+        }
+        on_a_large_stack(move || Self::compiled(source))
+    }
+
+    fn compiled(source: String) -> Result<Self, ModelError> {
         let mut env = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(template)?;
         env.set_syntax(syntax);
         env.set_fuel(Some(FUEL));
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.set_unknown_method_callback(|state, value, method, args| {
+            if method == "format" {
+                check_widths(value.as_str().unwrap_or_default())?;
+            }
+            minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+        });
         env.add_filter("tojson", tojson);
         env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
@@ -87,8 +106,8 @@ impl ChatTemplate {
         if let Some(thinking) = options.enable_thinking {
             context.insert("enable_thinking".into(), thinking.into());
         }
-        let text =
-            self.env.get_template("chat").and_then(|t| t.render(Value::from(Serde(&context)))).map_err(template)?;
+        let render = || self.env.get_template("chat").and_then(|t| t.render(Value::from(Serde(&context))));
+        let text = on_a_large_stack(|| render().map_err(template))?;
         if text.len() > LONGEST {
             return Err(ModelError::Template(format!(
                 "it rendered {} bytes; at most {LONGEST} are allowed",
@@ -97,6 +116,24 @@ impl ChatTemplate {
         }
         Ok(text)
     }
+}
+
+/// Refuses a format whose numbers would make a huge text.
+fn check_widths(format: &str) -> Result<(), Error> {
+    let numbers = format.split(|c: char| !c.is_ascii_digit()).filter(|n| !n.is_empty());
+    match numbers.into_iter().find(|n| n.parse::<usize>().is_ok_and(|n| n > WIDEST) || n.len() > 6) {
+        Some(n) => Err(Error::new(ErrorKind::InvalidOperation, format!("a width of {n}; at most {WIDEST} is allowed"))),
+        None => Ok(()),
+    }
+}
+
+/// Runs `work` on a thread of its own. A panic of the template library becomes an error.
+fn on_a_large_stack<T: Send>(work: impl FnOnce() -> Result<T, ModelError> + Send) -> Result<T, ModelError> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK);
+        let thread = thread.spawn_scoped(scope, work).map_err(|e| ModelError::Template(format!("no thread: {e}")))?;
+        thread.join().unwrap_or_else(|_| Err(ModelError::Template("the template library panicked on it".into())))
+    })
 }
 
 fn template(e: Error) -> ModelError {
@@ -110,6 +147,10 @@ fn tojson(value: Value, kwargs: Kwargs) -> Result<Value, Error> {
     let failed = |e: serde_json::Error| Error::new(ErrorKind::BadSerialization, e.to_string());
     match indent {
         None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut out, Python)).map_err(failed)?,
+        Some(n) if n > WIDEST => {
+            let text = format!("tojson(indent={n}); at most {WIDEST} is allowed");
+            return Err(Error::new(ErrorKind::InvalidOperation, text));
+        }
         Some(n) => {
             let spaces = " ".repeat(n);
             let pretty = serde_json::ser::PrettyFormatter::with_indent(spaces.as_bytes());

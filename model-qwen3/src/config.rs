@@ -81,9 +81,14 @@ struct RopeParameters {
     rope_type: Option<String>,
 }
 
-/// Largest size in any field. The vocabulary of Qwen3 has 151,936 tokens; 2^24 leaves room, and the product of two sizes
-/// cannot overflow.
-const LARGEST: f64 = 16_777_216.0;
+/// Most tokens of a vocabulary or a context. Qwen3 has 151,936 and 262,144.
+const MOST_TOKENS: f64 = 16_777_216.0;
+/// Largest hidden size and MLP size. Qwen3-32B has 5,120 and 25,600; no product of three sizes overflows.
+const WIDEST: f64 = 1_048_576.0;
+/// Most layers. Qwen3-32B has 64; what is kept for each is small.
+const MOST_LAYERS: f64 = 1024.0;
+/// Most heads, and largest head size. Qwen3-32B has 64 heads of 128.
+const MOST_HEADS: f64 = 4096.0;
 
 impl Qwen3Config {
     /// Reads a config.json.
@@ -124,22 +129,24 @@ impl Qwen3Config {
             (a, b) => a.or(b).unwrap_or(10_000.0),
         };
 
-        let heads = check.size("num_attention_heads", raw.num_attention_heads)?;
-        let hidden = check.size("hidden_size", raw.hidden_size)?;
+        let heads = check.size("num_attention_heads", raw.num_attention_heads, MOST_HEADS)?;
+        let hidden = check.size("hidden_size", raw.hidden_size, WIDEST)?;
         let config = Self {
-            vocab_size: check.size("vocab_size", raw.vocab_size)?,
+            vocab_size: check.size("vocab_size", raw.vocab_size, MOST_TOKENS)?,
             hidden_size: hidden,
-            intermediate_size: check.size("intermediate_size", raw.intermediate_size)?,
-            num_hidden_layers: check.size("num_hidden_layers", raw.num_hidden_layers)?,
+            intermediate_size: check.size("intermediate_size", raw.intermediate_size, WIDEST)?,
+            num_hidden_layers: check.size("num_hidden_layers", raw.num_hidden_layers, MOST_LAYERS)?,
             num_attention_heads: heads,
-            num_key_value_heads: raw.num_key_value_heads.map_or(Ok(heads), |k| check.size("num_key_value_heads", k))?,
+            num_key_value_heads: raw
+                .num_key_value_heads
+                .map_or(Ok(heads), |k| check.size("num_key_value_heads", k, MOST_HEADS))?,
             // The default of Hugging Face, which does not depend on the hidden size.
-            head_dim: raw.head_dim.map_or(Ok(128), |e| check.size("head_dim", e))?,
+            head_dim: raw.head_dim.map_or(Ok(128), |e| check.size("head_dim", e, MOST_HEADS))?,
             rms_norm_eps: check.positive("rms_norm_eps", raw.rms_norm_eps.unwrap_or(1e-6))?,
             rope_theta: check.positive("rope_theta", theta)?,
             max_position_embeddings: raw
                 .max_position_embeddings
-                .map_or(Ok(32_768), |m| check.size("max_position_embeddings", m))?,
+                .map_or(Ok(32_768), |m| check.size("max_position_embeddings", m, MOST_TOKENS))?,
             tie_word_embeddings: raw.tie_word_embeddings.unwrap_or(false),
             eos_token_ids: raw.eos_token_id.map_or_else(Vec::new, OneOrMany::into_vec),
             initializer_range: check.positive("initializer_range", raw.initializer_range.unwrap_or(0.02))?,
@@ -181,11 +188,11 @@ impl Checker {
         ModelError::Config { path: self.0.clone(), field, value, reason }
     }
 
-    fn size(&self, field: &'static str, value: f64) -> Result<usize, ModelError> {
-        if value.fract() == 0.0 && (1.0..=LARGEST).contains(&value) {
+    fn size(&self, field: &'static str, value: f64, largest: f64) -> Result<usize, ModelError> {
+        if value.fract() == 0.0 && (1.0..=largest).contains(&value) {
             Ok(value as usize)
         } else {
-            Err(self.bad(field, value, format!("it must be a whole number from 1 to {LARGEST}")))
+            Err(self.bad(field, value, format!("it must be a whole number from 1 to {largest}")))
         }
     }
 

@@ -29,14 +29,14 @@ pub(super) enum Form {
     Summed,
 }
 
-/// The forms that the backend launches, in tiles of `cols` columns; in f16 in tiles of 128 columns only, because the type
-/// changes how values are converted, and nothing else.
+/// The forms that the backend launches, in tiles of `cols` columns. Types change how values are converted, and nothing
+/// else: f16 and other types of the output are tried in tiles of 128 columns only.
 fn cases(cols: usize) -> Vec<Case> {
     let mut all = Vec::new();
     for (product, most) in [(Nt, 2), (Nn, 2), (Tn, 1)] {
         for scales in 0..=most {
-            all.extend([BF16, F32].map(|out| one(product, cols, scales, (BF16, out), Form::One)));
-            all.extend((cols == 128).then(|| one(product, cols, scales, (F16, F16), Form::One)));
+            let types = if cols == 128 { &[(BF16, BF16), (BF16, F32), (F16, F16)][..] } else { &[(BF16, BF16)] };
+            all.extend(types.iter().map(|types| one(product, cols, scales, *types, Form::One)));
         }
     }
     let types = if cols == 128 { &[BF16, F16][..] } else { &[BF16] };

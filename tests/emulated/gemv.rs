@@ -37,7 +37,7 @@ pub(super) fn plans(gpu: &Gpu, ty: StorageType) -> Vec<(GemvPlan, usize, usize)>
 /// Every plan, or one of `step`, on few rows of weights: they are not part of the plan.
 fn every(gpu: &Gpu, ty: StorageType, step: usize) {
     for (number, (plan, rows, k)) in plans(gpu, ty).into_iter().enumerate().step_by(step) {
-        let weights: &[usize] = [&[45usize][..], &[45, 24], &[24, 40, 16]][number % 3];
+        let weights: &[usize] = [&[21usize][..], &[21, 8], &[8, 16, 5]][number % 3];
         let label = format!("gemv of {rows} x {k} with {weights:?} by {plan:?}");
         run(gpu, plan, rows, k, weights, ty).unwrap_or_else(|e| panic!("sm_{} {label}: {e}", gpu.arch));
     }
@@ -75,8 +75,8 @@ pub(super) fn run(
     Ok(())
 }
 
-/// Every plan in bf16, and every fourth in f16: the type changes how values are converted, and nothing else.
+/// Every plan in bf16, and every eighth in f16: the type changes how values are converted, and nothing else.
 pub(super) fn both_types(gpu: &Gpu) {
     every(gpu, BF16, 1);
-    every(gpu, F16, 4);
+    every(gpu, F16, 8);
 }

@@ -116,6 +116,12 @@ impl Gpu {
     }
 }
 
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        self.device.give_back();
+    }
+}
+
 /// A buffer, and the numbers that it was made of.
 pub(super) struct Data {
     handle: Handle,

@@ -18,7 +18,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 system error, 2 wrong usage or configuration, 3 invalid data, \
-4 out of device memory, 5 training diverged, 6 corrupt file or failed check of an export, 7 device error, 101 a bug in train-cli.\n\
+4 out of device memory, 5 training diverged, 6 corrupt file or failed check of an export, 7 device error, 101 a bug in train-cli, 128 and its number for a signal.\n\
 Try it without any file: train-cli fit --demo";
 
 /// The commands.

@@ -27,6 +27,15 @@ pub trait Job {
     ) -> Result<Self::Output, CliError>;
 }
 
+/// The device that a choice means on this machine: `auto` is CUDA where there is a card, and else the CPU.
+pub fn resolved(choice: DeviceChoice) -> DeviceChoice {
+    match choice {
+        DeviceChoice::Auto if probe::<CudaRuntime>(&CudaDevice { index: 0 }).is_ok() => DeviceChoice::Cuda(0),
+        DeviceChoice::Auto => DeviceChoice::Cpu,
+        chosen => chosen,
+    }
+}
+
 /// Runs a job on the chosen device and prints which one it is.
 ///
 /// # Errors
@@ -47,11 +56,7 @@ pub fn run<J: Job>(choice: DeviceChoice, precision: Option<Precision>, job: J) -
         DeviceChoice::Vulkan => {
             on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, Precision::F32, job)
         }
-        DeviceChoice::Auto => {
-            let cuda = DeviceChoice::Cuda(0);
-            let found = probe::<CudaRuntime>(&CudaDevice { index: 0 }).is_ok();
-            run(if found { cuda } else { DeviceChoice::Cpu }, precision, job)
-        }
+        DeviceChoice::Auto => run(resolved(choice), precision, job),
     }
 }
 

@@ -37,8 +37,7 @@ pub fn write_checked(
     check: impl FnOnce(&Path) -> Result<(), CliError>,
 ) -> Result<String, CliError> {
     let temporary = sibling(path);
-    // Only a dead process with this process's id can have left one.
-    let _ = fs::remove_file(&temporary);
+    sweep_dead(path)?;
     let result = write_synced(&temporary, write).and_then(|digest| {
         check(&temporary)?;
         fs::rename(&temporary, path).map_err(CliError::io(path))?;
@@ -100,8 +99,7 @@ impl PendingFolder {
     /// If the temporary folder cannot be made.
     pub fn new(target: &Path) -> Result<Self, CliError> {
         let temporary = sibling(target);
-        // Only a dead process with this process's id can have left one.
-        let _ = fs::remove_dir_all(&temporary);
+        sweep_dead(target)?;
         fs::create_dir_all(&temporary).map_err(CliError::io(&temporary))?;
         Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new() })
     }
@@ -227,6 +225,27 @@ pub fn sweep(folder: &Path) -> Result<(), CliError> {
         }
     }
     Ok(())
+}
+
+/// Removes the temporary files of this target that processes left when they died. An export of 4B parameters leaves
+/// gigabytes.
+fn sweep_dead(target: &Path) -> Result<(), CliError> {
+    let folder = parent(target);
+    let end = format!("-{}", target.file_name().unwrap_or_default().to_string_lossy());
+    let Ok(entries) = fs::read_dir(folder) else { return Ok(()) };
+    for path in entries.filter_map(|entry| entry.ok().map(|entry| entry.path())) {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let process = name.strip_prefix(".tmp-").and_then(|rest| rest.strip_suffix(&end)?.parse::<u32>().ok());
+        if process.is_some_and(|process| process == std::process::id() || is_dead(process)) {
+            remove(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether there is no such process. Only Linux tells it by a file; elsewhere temporary files stay.
+fn is_dead(process: u32) -> bool {
+    Path::new("/proc/self").exists() && !Path::new(&format!("/proc/{process}")).exists()
 }
 
 /// Checks that a file can be written, synced and renamed in a folder.

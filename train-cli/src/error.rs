@@ -22,7 +22,10 @@ pub enum CliError {
         reason: String,
     },
     /// The loss or the gradient stopped being finite.
-    #[error("diverged at step {step}: {what} is {value}; {kept}. {hint}")]
+    #[error(
+        "diverged at step {step}: {what} is {value}; {}. {hint}",
+        if *updated { "the update was applied before the norm was known" } else { "nothing was updated" }
+    )]
     Diverged {
         /// The optimizer step.
         step: usize,
@@ -30,8 +33,8 @@ pub enum CliError {
         what: &'static str,
         /// Its value.
         value: f32,
-        /// Whether the weights were changed.
-        kept: &'static str,
+        /// Whether the step has updated weights.
+        updated: bool,
         /// What to do.
         hint: String,
     },
@@ -51,6 +54,37 @@ pub enum CliError {
         limit: u64,
         /// For a run that was stopped: which checkpoint it left.
         saved: Option<String>,
+    },
+    /// A run would need more memory than is free on its device.
+    #[error(
+        "the run would need {} on {device}, where {} are free; use a smaller --max-seq-length or --batch-size, \
+         --optimizer-state-mode int4, or --master-weights nvfp4. To try it all the same, give --memory-limit {}",
+        gib(*needed),
+        gib(*free),
+        gib(*needed).replace(' ', "")
+    )]
+    Full {
+        /// The device.
+        device: String,
+        /// Bytes that the run would need.
+        needed: u64,
+        /// Bytes that are free.
+        free: u64,
+    },
+    /// The files of a run do not fit onto the disk.
+    #[error(
+        "{}: two checkpoints and the export need {}, but {} are free on this disk; free some, or choose another folder",
+        path.display(),
+        gib(*needed),
+        gib(*free)
+    )]
+    Disk {
+        /// Where they would be written.
+        path: PathBuf,
+        /// Bytes that they need.
+        needed: u64,
+        /// Bytes that are free.
+        free: u64,
     },
     /// A signal asked a run to end.
     #[error(
@@ -106,10 +140,10 @@ impl CliError {
     /// or failed check, 7 device, 128 and its number for a signal.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Io { .. } => 1,
+            Self::Io { .. } | Self::Disk { .. } => 1,
             Self::Usage(_) => 2,
             Self::Data { .. } => 3,
-            Self::Memory { .. } => 4,
+            Self::Memory { .. } | Self::Full { .. } => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),

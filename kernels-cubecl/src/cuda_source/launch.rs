@@ -48,6 +48,10 @@ pub(super) struct Entry {
     pub(super) arch: u32,
     pub(super) executor: Option<Executor>,
     pub(super) launches: Vec<Launch>,
+    /// The first error since the last synchronization.
+    pub(super) error: Option<String>,
+    /// Whether the device was given back, so that the next one of its architecture may take its place.
+    pub(super) idle: bool,
 }
 
 static DEVICES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());

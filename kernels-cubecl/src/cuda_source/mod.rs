@@ -40,10 +40,22 @@ impl SourceDevice {
         devices().get_mut(usize::from(self.0)).map(|entry| std::mem::take(&mut entry.launches)).unwrap_or_default()
     }
 
+    /// Lets another device of this architecture take its place. CubeCL runs a thread for each device until the process
+    /// ends, which looks for work many thousand times a second: a hundred of them take half of the processor.
+    pub fn give_back(&self) {
+        if let Some(entry) = devices().get_mut(usize::from(self.0)) {
+            *entry = Entry { arch: entry.arch, idle: true, ..Entry::default() };
+        }
+    }
+
     fn add(entry: Entry) -> Self {
         let mut devices = devices();
-        devices.push(entry);
-        Self(u16::try_from(devices.len() - 1).expect("fewer than 65,536 devices"))
+        let place = devices.iter().position(|other| other.idle && other.arch == entry.arch).unwrap_or(devices.len());
+        match devices.get_mut(place) {
+            Some(idle) => *idle = entry,
+            None => devices.push(entry),
+        }
+        Self(u16::try_from(place).expect("fewer than 65,536 devices"))
     }
 }
 

@@ -37,8 +37,6 @@ pub struct SourceServer {
     options: CompilationOptions,
     utilities: Arc<ServerUtilities<Self>>,
     memory: MemoryManagement<BytesStorage>,
-    /// The first error since the last synchronization.
-    error: Option<String>,
 }
 
 impl std::fmt::Debug for SourceServer {
@@ -61,7 +59,7 @@ impl DeviceService for SourceServer {
         );
         let layout = ContiguousMemoryLayoutPolicy::new(properties::ALIGNMENT);
         let utilities = ServerUtilities::new(properties::properties(arch), logger, (), layout);
-        Self { device, options: properties::options(arch), utilities: Arc::new(utilities), memory, error: None }
+        Self { device, options: properties::options(arch), utilities: Arc::new(utilities), memory }
     }
 
     fn utilities(&self) -> ServerUtilitiesHandle {
@@ -79,7 +77,15 @@ impl SourceServer {
     }
 
     fn healthy(&mut self) -> Result<(), ServerError> {
-        self.error.take().map_or(Ok(()), |reason| Err(failed(reason)))
+        let error = devices().get_mut(self.device).and_then(|entry| entry.error.take());
+        error.map_or(Ok(()), |reason| Err(failed(reason)))
+    }
+
+    /// Keeps an error for the next synchronization, unless there is one already.
+    fn remember(&self, error: String) {
+        if let Some(entry) = devices().get_mut(self.device) {
+            entry.error.get_or_insert(error);
+        }
     }
 
     /// The launch, and the memory of its buffers.
@@ -153,7 +159,7 @@ impl ComputeServer for SourceServer {
     fn initialize_memory(&mut self, memory: ManagedMemoryHandle, size: u64, _: StreamId) {
         let bound = self.memory.reserve(size).and_then(|reserved| self.memory.bind(reserved, memory, 0));
         if let Err(e) = bound {
-            self.error.get_or_insert(format!("{e}"));
+            self.remember(format!("{e}"));
         }
     }
 
@@ -180,7 +186,7 @@ impl ComputeServer for SourceServer {
             match self.resource(descriptor.handle) {
                 Ok(mut resource) => resource.write()[..data.len()].copy_from_slice(&data),
                 Err(e) => {
-                    self.error.get_or_insert(format!("{e}"));
+                    self.remember(format!("{e}"));
                 }
             }
         }
@@ -208,7 +214,7 @@ impl ComputeServer for SourceServer {
     ) {
         let done = self.prepare(kernel, count, arguments, mode).and_then(|(launch, buffers)| self.run(launch, buffers));
         if let Err(e) = done {
-            self.error.get_or_insert(e);
+            self.remember(e);
         }
     }
 

@@ -10,7 +10,8 @@ use backend_nvfp4::{Nvfp4Kernels, Packed, Scaling};
 use burn::tensor::backend::Backend;
 use std::{cell::RefCell, ops::Range, path::Path};
 
-/// A model's tensors, read from its device: packed weights in NVFP4, the others as floats.
+/// A model's tensors, read from its device: packed weights in NVFP4, the others as floats. A value that is not finite is
+/// an error.
 pub struct Live<'a, B: Backend> {
     fields: Vec<(String, Field<'a, B>)>,
     /// The tensor that was read last: writers read one range of rows after another, and one transfer serves them all.
@@ -21,6 +22,11 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
     /// Shows a model's tensors.
     pub fn new(model: &'a Qwen3<B>) -> Self {
         Self { fields: fields(model), fetched: RefCell::new(None) }
+    }
+
+    /// No file gets such a value: it would replace a good one.
+    fn not_finite(&self, name: &str, value: f32) -> ModelError {
+        ModelError::weights(self.path(), format!("{name:?} holds the value {value}; nothing was written"))
     }
 
     fn field(&self, name: &str) -> Option<&Field<'a, B>> {
@@ -53,7 +59,11 @@ impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
         let mut fetched = self.fetched.borrow_mut();
         if fetched.as_ref().is_none_or(|(n, _)| n != name) {
             drop(fetched.take()); // The host never holds two of them.
-            *fetched = Some((name.to_owned(), field.to_host()?));
+            let values = field.to_host()?;
+            if let Some(value) = values.iter().find(|value| !value.is_finite()) {
+                return Err(self.not_finite(name, *value));
+            }
+            *fetched = Some((name.to_owned(), values));
         }
         let (_, values) = fetched.as_ref().expect("it was just fetched");
         let width = row_width(&field.shape());
@@ -62,7 +72,10 @@ impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
         match self.field(name).and_then(Field::packed) {
-            Some(w) => w.to_packed().map_err(ModelError::nvfp4(name)),
+            Some(w) => {
+                let packed = w.to_packed().map_err(ModelError::nvfp4(name))?;
+                if packed.global.is_finite() { Ok(packed) } else { Err(self.not_finite(name, packed.global)) }
+            }
             _ => Err(ModelError::weights(self.path(), format!("{name:?} is dense; NVFP4 is needed"))),
         }
     }

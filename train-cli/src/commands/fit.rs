@@ -9,20 +9,21 @@ use crate::{
     device::{self, Job},
     durable,
     interrupt::Interruption,
-    memory::estimate::Estimate,
     memory::vram::VramReport,
     plan::Plan,
     report,
+    run::beginning::Beginning,
     run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
     run::folder::{self, FINAL},
     run::header,
     run::inputs::{Inputs, packed_scaling},
     run::journal::Journal,
-    run::sample::{Samples, beginning},
-    settings::{Layer, SaveStrategy},
+    run::preflight::Forecast,
+    run::sample::Samples,
+    settings::{DeviceChoice, Layer, SaveStrategy},
     train::clip::Clipping,
-    train::codes::Codes,
     train::damp::DampedFinish,
+    train::guard::{self, Back, Guard},
     train::learner,
     train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
@@ -41,7 +42,6 @@ use model_qwen3::{
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
-    time::Instant,
 };
 
 /// Runs the command.
@@ -54,18 +54,11 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     let (plan, resumed, restarts) = planned(args)?;
     let overwrite = args.launch.overwrite || restarts;
-    if args.launch.dry_run {
-        let inputs = Inputs::read(&plan)?;
-        if resumed.is_none() {
-            folder::check_free(&plan, overwrite)?;
-        }
-        header::print(&plan, &inputs, inputs.scaling(&plan));
-        report::result(plan.settings.toml()?);
-        return Ok(());
+    if !args.launch.dry_run {
+        report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
     }
-    report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
-    let (device, precision) = (plan.settings.recipe.device, plan.settings.recipe.compute_dtype);
-    device::run(device, precision, Fit { plan, resumed, overwrite })
+    let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
+    device::run(device, precision, Fit { plan, device, resumed, overwrite, dry_run: args.launch.dry_run })
 }
 
 /// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint
@@ -105,85 +98,83 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
 
 struct Fit {
     plan: Plan,
+    device: DeviceChoice,
     resumed: Option<Resumed>,
     overwrite: bool,
+    dry_run: bool,
 }
 
 impl Job for Fit {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { plan, resumed, overwrite } = self;
-        let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
-        vram.note::<B>(&device, 0, "start")?;
-
+        let Self { plan, device: choice, resumed, overwrite, dry_run } = self;
         if resumed.is_none() {
             folder::check_free(&plan, overwrite)?;
         }
         // The lock ends with the run.
-        let _lock = folder::lock(&plan.output_dir)?;
-        let ready = Ready::new(plan, precision)?;
+        let _lock = if dry_run { None } else { Some(folder::lock(&plan.output_dir)?) };
+        let ready = Ready::new(plan, choice, precision)?;
         match &resumed {
             None => folder::check_free(&ready.plan, overwrite)?,
             Some(resumed) => {
                 let (plan, state) = (&ready.plan, &resumed.state);
-                folder::check_unchanged(plan, state, &ready.inputs.sha256, precision)?;
-                if state.global_step == state.max_steps && outputs_exist(plan) {
+                folder::check_unchanged(plan, &ready.inputs, state, precision)?;
+                let done = state.global_step == state.max_steps && state.max_steps == ready.inputs.order(plan).steps;
+                if done && outputs_exist(plan) {
                     report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
                     return Ok(());
                 }
                 report::label("resume", format!("{} · step {}", resumed.folder.display(), state.global_step));
             }
         }
-        let model = ready.model::<B>(resumed.as_ref(), &device)?;
-        vram.note::<B>(&device, 0, "model_loaded")?;
-
-        match &resumed {
-            None => folder::create(&ready.plan, &ready.inputs)?,
-            Some(resumed) => folder::reopen(&ready.plan.output_dir, resumed.state.global_step)?,
-        }
-        let optimizer = ready.optimizer(resumed.as_ref(), &model)?;
         header::print(&ready.plan, &ready.inputs, ready.spec.scaling);
+        report::label("memory", ready.forecast.line());
         report::label("products", B::tiers(&device).join(" · "));
-
-        let samples = Samples::of(&ready.plan, &ready.inputs)?;
-        let before = if resumed.is_none() { Some(Before::of(&model, &samples, ready.spec)?) } else { None };
-        let state = ready.state(resumed.as_ref(), &model);
-        let order = Order { start: state.global_step, ..ready.inputs.order(&ready.plan) };
-        let codes = before.as_ref().map(|before| before.codes.clone());
-        let journal = Journal::new(&ready.plan, &ready.inputs, samples.clone(), order.clone(), state.clone(), codes);
-        let started = Instant::now();
-        let model = ready.train(model, optimizer, &state, order, journal.clone(), vram)?;
-        let runtime = started.elapsed().as_secs_f64();
-        // The export is checked in the memory that the optimizer's states and the step's buffers had.
-        B::memory_cleanup(&device);
-
-        let changed = before.map(|before| before.compare(&model, &samples)).transpose()?.flatten();
-        let exported = ready.export(&model, state.head)?;
-        // The record of a complete run comes last: a resume of a run without it finishes the export.
-        journal.finish(runtime, changed)?;
-        ready.conclude(exported.as_deref(), runtime, samples.prompts.first());
-        Ok(())
+        if dry_run {
+            report::result(ready.plan.settings.toml()?);
+            return Ok(());
+        }
+        if resumed.is_none() {
+            folder::create(&ready.plan, &ready.inputs)?;
+        }
+        let trained = ready.guarded::<B>(resumed, &device)?;
+        ready.finish::<B>(trained, &device)
     }
+}
+
+/// What stops a run or is told of its steps.
+struct Notices {
+    guard: Guard,
+    interruption: Arc<Interruption>,
+    vram: VramReport,
+}
+
+/// What a run has when its last step is made.
+struct Trained<B: Nvfp4Kernels> {
+    model: Qwen3<B>,
+    beginning: Option<Beginning>,
+    samples: Samples,
+    journal: Journal,
+    head: Head,
 }
 
 /// A plan with its inputs, on a device that computes in `spec.precision`.
 struct Ready {
     plan: Plan,
     inputs: Inputs,
+    forecast: Forecast,
     spec: LinearSpec,
     master: MasterKind,
 }
 
 impl Ready {
-    /// Reads the inputs, and refuses what needs more memory than the limit or other scale levels.
-    fn new(plan: Plan, precision: Precision) -> Result<Self, CliError> {
+    /// Reads the inputs, and refuses what needs more memory or disk than there is, or other scale levels.
+    fn new(plan: Plan, device: DeviceChoice, precision: Precision) -> Result<Self, CliError> {
         let inputs = Inputs::read(&plan)?;
-        let estimate = Estimate::of(&inputs.config, &plan, precision);
-        if let Some(limit) = plan.memory_limit.filter(|limit| estimate.peak() > *limit) {
-            estimate.table().iter().for_each(report::line);
-            return Err(CliError::Memory { needed: estimate.peak(), limit, saved: None });
-        }
+        let forecast = Forecast::of(&plan, &inputs, device, precision);
+        forecast.check_memory(&plan)?;
+        forecast.check_disk(&plan)?;
         let (scaling, master) = (inputs.scaling(&plan), plan.master(precision));
         let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
         if scaling == Scaling::Single && keeps_codes {
@@ -192,7 +183,100 @@ impl Ready {
             return Err(CliError::Usage(text.into()));
         }
         let spec = LinearSpec::new(plan.recipe, scaling, precision);
-        Ok(Self { plan, inputs, spec, master })
+        Ok(Self { plan, inputs, forecast, spec, master })
+    }
+
+    /// Trains to the last step. Where the guard finds that a bad step has changed weights, the run goes back.
+    fn guarded<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        mut from: Option<Resumed>,
+        device: &B::Device,
+    ) -> Result<Trained<B>, CliError> {
+        let record = from.as_ref().map(|resumed| resumed.state.guard.clone()).unwrap_or_default();
+        let guard = Guard::new(self.plan.settings.advanced.guard, record);
+        let interruption = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
+        loop {
+            let error = match self.attempt(from.as_ref(), &guard, &interruption, device) {
+                Ok(trained) => return Ok(trained),
+                Err(error) => error,
+            };
+            let Some(back) = guard.back() else {
+                let left_out = guard.record().left_out.len();
+                if left_out > 0 {
+                    let steps = report::count(left_out, "step");
+                    report::line(format!("{steps} were left out before the run ended; metrics.jsonl lists them"));
+                }
+                return Err(error);
+            };
+            let run = &self.plan.output_dir;
+            from = match back {
+                Back::Newest { .. } => checkpoint::newest(run, usize::MAX)?,
+                Back::Older { bad } => checkpoint::newest(run, bad.saturating_sub(guard::FAR))?,
+            };
+            let to = from.as_ref().map_or(0, |resumed| resumed.state.global_step);
+            let place = if to == 0 { "its beginning".to_owned() } else { format!("checkpoint-{to}") };
+            match back {
+                Back::Newest { bad } => report::line(format!(
+                    "warning: step {bad} changed weights before its gradient was found to be not finite: the run goes back \
+                     to {place} and leaves it out"
+                )),
+                Back::Older { bad } => {
+                    guard.leave_out(to + 1..=bad, &format!("the run went back from step {bad} to {place}"));
+                    report::line(format!(
+                        "warning: too many steps were not finite, up to step {bad}: the run goes back to {place} and leaves \
+                         out all steps between"
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Loads the model of a checkpoint, or that of the run's beginning, and trains it to the last step.
+    fn attempt<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        from: Option<&Resumed>,
+        guard: &Guard,
+        interruption: &Arc<Interruption>,
+        device: &B::Device,
+    ) -> Result<Trained<B>, CliError> {
+        let (plan, inputs) = (&self.plan, &self.inputs);
+        let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
+        vram.note::<B>(device, 0, "start")?;
+        let model = self.model::<B>(from, device)?;
+        vram.note::<B>(device, 0, "model_loaded")?;
+        folder::reopen(&plan.output_dir, from.map_or(0, |resumed| resumed.state.global_step))?;
+        let optimizer = self.optimizer(from, &model)?;
+        let samples = Samples::of(plan, inputs)?;
+        let beginning = match from {
+            None => Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, self.spec)?),
+            Some(_) => Beginning::read(&plan.output_dir, self.spec),
+        };
+        let state = self.state(from, &model);
+        let order = Order { start: state.global_step, ..inputs.order(plan) };
+        let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
+        let (guard, interruption) = (guard.clone(), interruption.clone());
+        let journal = Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes);
+        let notices = Notices { guard, interruption, vram };
+        let model = self.train(model, optimizer, &state, order, journal.clone(), notices)?;
+        Ok(Trained { model, beginning, samples, journal, head: state.head })
+    }
+
+    /// Compares, exports and records a trained model.
+    fn finish<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        trained: Trained<B>,
+        device: &B::Device,
+    ) -> Result<(), CliError> {
+        let Trained { model, beginning, samples, journal, head } = trained;
+        let runtime = journal.seconds();
+        // The export is checked in the memory that the optimizer's states and the step's buffers had.
+        B::memory_cleanup(device);
+        let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
+        let exported = self.export(&model, head)?;
+        // The record of a complete run comes last: a resume of a run without it finishes the export.
+        journal.finish(runtime, changed)?;
+        self.conclude(exported.as_deref(), runtime, samples.prompts.first());
+        Ok(())
     }
 
     /// The model with the weights of the checkpoint, of its files, or random ones.
@@ -256,7 +340,7 @@ impl Ready {
         state: &TrainerState,
         order: Order,
         journal: Journal,
-        vram: VramReport,
+        notices: Notices,
     ) -> Result<Qwen3<B>, CliError> {
         let (s, steps) = (&self.plan.settings, order.steps);
         if state.global_step >= steps {
@@ -297,10 +381,11 @@ impl Ready {
             recipe: self.plan.recipe,
             quantize_from,
             damped,
+            guard: notices.guard,
             memory_limit: self.plan.memory_limit,
             logging_steps: s.logging.logging_steps,
-            vram,
-            interruption: Interruption::listen().map_err(CliError::io(Path::new("signals")))?,
+            vram: notices.vram,
+            interruption: notices.interruption,
             between: Box::new(journal),
         };
         learner::run(Trainee::new(model, s.advanced.loss, fixed), run)
@@ -352,35 +437,9 @@ impl Ready {
 fn outputs_exist(plan: &Plan) -> bool {
     let saving = &plan.settings.saving;
     let exported = saving.save_strategy == SaveStrategy::No
-        || plan.output_dir.join(FINAL).join(durable::MANIFEST).exists()
+        || durable::verify(&plan.output_dir.join(FINAL)).is_ok()
             && saving.output_dat.as_ref().is_none_or(|file| file.exists());
-    exported && plan.output_dir.join("train_results.json").exists()
-}
-
-/// Answers and NVFP4 codes of a model before its first step.
-struct Before {
-    answers: Vec<String>,
-    codes: Arc<Codes>,
-}
-
-impl Before {
-    fn of<B: Nvfp4Kernels>(model: &Qwen3<Autodiff<B>>, samples: &Samples, spec: LinearSpec) -> Result<Self, CliError> {
-        let model = model.valid();
-        Ok(Self { answers: samples.answers(&model)?, codes: Arc::new(Codes::of(&model, spec)?) })
-    }
-
-    /// Prints the answers before and after training. Returns the share of NVFP4 codes that changed, if there are any.
-    fn compare<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
-        for ((prompt, before), after) in samples.prompts.iter().zip(&self.answers).zip(samples.answers(model)?) {
-            report::label("before", format!("{} → {}", beginning(prompt), beginning(before)));
-            report::label("after", format!("{} → {}", beginning(prompt), beginning(&after)));
-        }
-        let changed = self.codes.changed_in(model)?;
-        if let Some(share) = changed {
-            report::label("nvfp4", format!("{:.1}% of codes changed", share * 100.0));
-        }
-        Ok(changed)
-    }
+    exported && plan.output_dir.join(folder::RESULTS).exists()
 }
 
 fn next_steps(recipe: Recipe, exported: &Path, prompt: Option<&String>) {

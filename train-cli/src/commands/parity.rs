@@ -154,9 +154,9 @@ impl Job for Parity<'_> {
         device: B::Device,
         precision: Precision,
     ) -> Result<Comparison, CliError> {
-        let fixture = Fixture { file: SafeFile::open(self.expected)? };
         let files = ModelFiles::new(self.model);
         let config = Qwen3Config::from_file(&files.config_file(None))?;
+        let fixture = Fixture { file: SafeFile::open(self.expected)?, config: config.clone() };
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
             let master = MasterKind::F32;
@@ -209,6 +209,11 @@ fn forward_and_backward<B: Nvfp4Kernels>(model: Qwen3<Autodiff<B>>, fixture: &Fi
     let mut ours: Vec<Ours> = Vec::new();
     let mut push = |key: String, shape: Vec<usize>, values: Vec<f32>| ours.push(Ours { key, shape, values });
     let (ids, labels) = (fixture.ids("input_ids")?, fixture.rows("labels")?);
+    let supervised = labels.iter().any(|row| row.iter().skip(1).any(|&label| i64::from(label) != IGNORE));
+    if !supervised || !ids.iter().map(Vec::len).eq(labels.iter().map(Vec::len)) {
+        let text = "\"labels\" must have the shape of \"input_ids\", and supervise at least one token";
+        return Err(CliError::corrupt(fixture.file.path(), text));
+    }
     let (inner, config) = (model.valid(), model.config().clone());
     let input = ids_tensor(&ids, &config, &inner.device())?;
     let [b, t] = input.dims();
@@ -326,6 +331,7 @@ fn dump(path: &Path, ours: &[Ours], ids: &[u32], fixture: &Fixture) -> Result<()
 
 struct Fixture {
     file: SafeFile,
+    config: Qwen3Config,
 }
 
 impl Fixture {
@@ -355,19 +361,34 @@ impl Fixture {
         Ok(bytes::to_i32s(&bytes).chunks(width).map(<[i32]>::to_vec).collect())
     }
 
+    /// The rows of a tensor of token ids, which the model must know. There is at least one row, of as many tokens as the
+    /// model takes.
     fn ids(&self, key: &str) -> Result<Vec<Vec<u32>>, CliError> {
-        Ok(self.rows(key)?.iter().map(|row| row.iter().map(|&i| i as u32).collect()).collect())
+        let (rows, most) = (self.rows(key)?, self.config.max_position_embeddings);
+        let known = |id: &i32| usize::try_from(*id).is_ok_and(|id| id < self.config.vocab_size);
+        if rows.is_empty() || rows.iter().any(|row| row.len() > most || !row.iter().all(known)) {
+            let vocabulary = self.config.vocab_size;
+            let text = format!("{key:?} must hold 1 to {most} tokens a row, each an id below {vocabulary}");
+            return Err(CliError::corrupt(self.file.path(), text));
+        }
+        Ok(rows.iter().map(|row| row.iter().map(|&id| id as u32).collect()).collect())
     }
 
-    /// The only row of `[1, T]`, which must not be empty.
+    /// The first row of ids.
     fn row(&self, key: &str) -> Result<Vec<u32>, CliError> {
-        let empty = || CliError::corrupt(self.file.path(), format!("{key:?} is empty"));
-        self.ids(key)?.into_iter().next().filter(|row| !row.is_empty()).ok_or_else(empty)
+        Ok(self.ids(key)?.swap_remove(0))
     }
 
     /// The batches of `[steps, B, T]`.
     fn ids_of_steps(&self, key: &str) -> Result<Vec<Vec<Vec<u32>>>, CliError> {
-        let batch = self.read(key, Dtype::I32)?.0.get(1).copied().unwrap_or(1).max(1);
+        let shape = self.read(key, Dtype::I32)?.0;
+        let batch = match *shape.as_slice() {
+            [_, batch, tokens] if batch > 0 && tokens > 1 => batch,
+            _ => {
+                let text = format!("{key:?} has the shape {shape:?}; it must be [steps, batch, 2 or more tokens]");
+                return Err(CliError::corrupt(self.file.path(), text));
+            }
+        };
         Ok(self.ids(key)?.chunks(batch).map(<[Vec<u32>]>::to_vec).collect())
     }
 }

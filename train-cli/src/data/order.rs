@@ -1,6 +1,9 @@
 //! Micro-batches, and their order over a run as Burn's Learner asks for them.
 
-use crate::data::{rows::permutation, sample::Sample};
+use crate::data::{
+    rows::permutation,
+    sample::{Origin, Sample},
+};
 use burn::{
     data::dataloader::{DataLoader, DataLoaderIterator, Progress},
     tensor::backend::Backend,
@@ -16,6 +19,8 @@ pub struct MicroBatch {
     pub supervised: Vec<Vec<bool>>,
     /// Where the documents of each row begin.
     pub documents: Vec<Vec<usize>>,
+    /// Where the documents of each row came from.
+    pub origins: Vec<Vec<Origin>>,
     /// Supervised tokens of the whole optimizer step, by which its loss is divided.
     pub divisor: usize,
     /// Whether this is the last micro-batch of an optimizer step.
@@ -37,6 +42,7 @@ impl MicroBatch {
             ids: samples.iter().map(|s| s.ids.clone()).collect(),
             supervised: samples.iter().map(|s| s.supervised.clone()).collect(),
             documents: samples.iter().map(|s| s.documents.clone()).collect(),
+            origins: samples.iter().map(|s| s.origins.clone()).collect(),
             divisor,
             ends_step: false,
         }
@@ -44,8 +50,8 @@ impl MicroBatch {
 
     /// Makes a batch that is a whole step, of rows with one document each.
     pub fn of(ids: Vec<Vec<u32>>, supervised: Vec<Vec<bool>>, divisor: usize) -> Self {
-        let documents = vec![vec![0]; ids.len()];
-        Self { ids, supervised, documents, divisor, ends_step: true }
+        let (documents, origins) = (vec![vec![0]; ids.len()], vec![vec![Origin::default()]; ids.len()]);
+        Self { ids, supervised, documents, origins, divisor, ends_step: true }
     }
 
     /// Tokens of each row, with padding.

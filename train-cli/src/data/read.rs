@@ -57,7 +57,7 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result
     for (file, path) in paths.iter().enumerate() {
         let before = reader.samples.len();
         reader.file(path)?;
-        reader.samples[before..].iter_mut().for_each(|s| s.file = file);
+        reader.samples[before..].iter_mut().for_each(|s| s.origins[0].file = file as u32);
     }
     let Reader { samples, mut report, .. } = reader;
     report.samples = samples.len();
@@ -149,7 +149,8 @@ impl Reader<'_> {
             };
             self.report.rows += 1;
             let samples = conversation.samples(self.text, self.options.loss_on);
-            for sample in samples.map_err(|e| at(e.to_string()))? {
+            for mut sample in samples.map_err(|e| at(e.to_string()))? {
+                sample.origins[0].line = number as u32;
                 self.take(sample, number).map_err(at)?;
             }
         }

@@ -41,6 +41,7 @@ pub fn pack(samples: Vec<Sample>, most: usize) -> Vec<Sample> {
         open.insert((room - len, row));
         let packed = &mut rows[row];
         packed.documents.push(packed.ids.len());
+        packed.origins.extend(sample.origins);
         packed.ids.extend(sample.ids);
         let first = packed.supervised.len();
         packed.supervised.extend(sample.supervised);
@@ -56,7 +57,7 @@ pub fn weigh(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
         return samples;
     }
     let mut files: Vec<Vec<Sample>> = vec![vec![]; weights.len()];
-    samples.into_iter().for_each(|s| files[s.file].push(s));
+    samples.into_iter().for_each(|s| files[s.origins[0].file as usize].push(s));
     let own = |(file, (samples, weight)): (usize, (Vec<Sample>, &f64))| weighted(samples, *weight, seed, file as u32);
     files.into_iter().zip(weights).enumerate().flat_map(own).collect()
 }

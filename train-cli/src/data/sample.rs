@@ -14,19 +14,29 @@ pub struct Sample {
     pub prompt: String,
     /// Where each document begins. A packed row has several; the first begins at 0.
     pub documents: Vec<usize>,
-    /// Index of the file that the sample came from.
-    pub file: usize,
+    /// Where each document came from.
+    pub origins: Vec<Origin>,
+}
+
+/// Where a document came from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Origin {
+    /// Index of the file.
+    pub file: u32,
+    /// The line, counted from 1; 0 if the file is one text.
+    pub line: u32,
 }
 
 impl Sample {
     /// A sample of one document.
     pub(crate) fn new(ids: Vec<u32>, supervised: Vec<bool>, prompt: String) -> Self {
-        Self { ids, supervised, prompt, documents: vec![0], file: 0 }
+        Self { ids, supervised, prompt, documents: vec![0], origins: vec![Origin::default()] }
     }
 
     /// The tokens of a range as a sample of one document.
     pub(crate) fn piece(&self, range: Range<usize>) -> Self {
-        Self::new(self.ids[range.clone()].to_vec(), self.supervised[range].to_vec(), self.prompt.clone())
+        let piece = Self::new(self.ids[range.clone()].to_vec(), self.supervised[range].to_vec(), self.prompt.clone());
+        Self { origins: self.origins.clone(), ..piece }
     }
 
     /// Tokens whose prediction the loss counts. The first token is never predicted.

@@ -4,14 +4,14 @@
 //! The name of a cache file is a digest of everything that decides its content: the training files, the model's
 //! tokenizer and template, and the options. A damaged file is made again.
 //!
-//! A cache file is safetensors: `ids` u32 and `supervised` u8 for each token, `lengths` and `files` u32 for each sample,
-//! `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the tensors.
+//! A cache file is safetensors: `ids` u32 and `supervised` u8 for each token, `lengths`, `files` and `lines` u32 for each
+//! sample, `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the tensors.
 
 use crate::{
     CliError,
     data::{
         read::{self, DataOptions, DataReport},
-        sample::Sample,
+        sample::{Origin, Sample},
     },
     durable,
     model_files::TextFiles,
@@ -27,7 +27,7 @@ use std::{
 
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Reads the samples of `paths`. With a cache folder, it takes them from there, or puts them there.
 ///
@@ -43,8 +43,9 @@ pub fn load(
     let files = paths.iter().all(|path| path.is_file());
     let Some(folder) = cache.filter(|_| files) else { return read::load(paths, text, options) };
     let file = folder.join(format!("tokens-{}.safetensors", key(paths, text, options)?));
+    let limits = Limits { files: paths.len(), vocabulary: text.tokenizer.vocab_size(), tokens: options.max_seq_length };
     match std::fs::read(&file) {
-        Ok(bytes) => match parsed(&bytes) {
+        Ok(bytes) => match parsed(&bytes, limits) {
             Some(found) => {
                 report::line(format!("{:>11}  from {}", "tokens", file.display()));
                 return Ok(found);
@@ -81,7 +82,8 @@ fn write(file: &Path, (samples, found): &(Vec<Sample>, DataReport)) -> Result<()
         ("ids", Dtype::U32, bytes::of_u32s(samples.iter().flat_map(|s| &s.ids).copied())),
         ("supervised", Dtype::U8, samples.iter().flat_map(|s| &s.supervised).map(|&s| u8::from(s)).collect()),
         ("lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.ids.len() as u32))),
-        ("files", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.file as u32))),
+        ("files", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].file))),
+        ("lines", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].line))),
         ("prompts", Dtype::U8, samples.iter().flat_map(|s| s.prompt.bytes()).collect()),
         ("prompt_lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.prompt.len() as u32))),
     ];
@@ -102,8 +104,17 @@ fn write(file: &Path, (samples, found): &(Vec<Sample>, DataReport)) -> Result<()
     durable::write_bytes(file, &bytes).map(|_| ())
 }
 
-/// The samples of a cache file. `None` if the file is damaged.
-fn parsed(file: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
+/// What the samples of a cache file keep to. A digest says only that a file is as someone wrote it.
+#[derive(Clone, Copy)]
+struct Limits {
+    files: usize,
+    vocabulary: usize,
+    /// Tokens of a sample.
+    tokens: usize,
+}
+
+/// The samples of a cache file. `None` if the file is damaged, or holds what training files cannot hold.
+fn parsed(file: &[u8], limits: Limits) -> Option<(Vec<Sample>, DataReport)> {
     let (_, header) = SafeTensors::read_metadata(file).ok()?;
     let metadata = header.metadata().as_ref()?;
     let report: DataReport = serde_json::from_str(metadata.get("report")?).ok()?;
@@ -111,7 +122,7 @@ fn parsed(file: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
     let data = |name: &str| tensors.tensor(name).ok().map(|t| t.data());
     let words = |name: &str| data(name).map(bytes::to_u32s);
     let mut digest = Sha256::new();
-    for name in ["ids", "supervised", "lengths", "files", "prompts", "prompt_lengths"] {
+    for name in ["ids", "supervised", "lengths", "files", "lines", "prompts", "prompt_lengths"] {
         digest.update(data(name)?);
     }
     if *metadata.get("sha256")? != durable::hex(&digest.finalize()) {
@@ -119,16 +130,24 @@ fn parsed(file: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
     }
     let (ids, supervised, prompts) = (words("ids")?, data("supervised")?, data("prompts")?);
     let (mut at, mut prompt_at) = (0, 0);
-    let sizes = words("lengths")?.into_iter().zip(words("prompt_lengths")?).zip(words("files")?);
+    let (lengths, files, lines) = (words("lengths")?, words("files")?, words("lines")?);
+    let sizes = lengths.into_iter().zip(words("prompt_lengths")?).zip(files.into_iter().zip(lines));
     let mut samples = Vec::new();
-    for ((len, prompt), file) in sizes {
+    for ((len, prompt), (file, line)) in sizes {
         let (end, prompt_end) = (at + len as usize, prompt_at + prompt as usize);
         let mask = supervised.get(at..end)?.iter().map(|&s| s == 1).collect();
         let prompt = String::from_utf8(prompts.get(prompt_at..prompt_end)?.to_vec()).ok()?;
-        samples.push(Sample { file: file as usize, ..Sample::new(ids.get(at..end)?.to_vec(), mask, prompt) });
+        let sample = Sample::new(ids.get(at..end)?.to_vec(), mask, prompt);
+        let known = sample.ids.iter().all(|id| (*id as usize) < limits.vocabulary);
+        let fits = (2..=limits.tokens).contains(&sample.ids.len()) && sample.supervised_tokens() > 0;
+        if !known || !fits || file as usize >= limits.files {
+            return None;
+        }
+        samples.push(Sample { origins: vec![Origin { file, line }], ..sample });
         (at, prompt_at) = (end, prompt_end);
     }
-    Some((samples, report))
+    let whole = at == ids.len() && at == supervised.len() && prompt_at == prompts.len();
+    (whole && !samples.is_empty() && samples.len() == report.samples).then_some((samples, report))
 }
 
 #[cfg(test)]
@@ -136,13 +155,18 @@ mod tests {
     use super::*;
     use crate::data::sample::synthetic;
 
+    /// Nothing is refused because of its limits.
+    fn parsed(file: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
+        super::parsed(file, Limits { files: 3, vocabulary: 100, tokens: 7 })
+    }
+
     #[test]
     fn samples_come_back_and_damage_is_found() {
         let mut samples = synthetic(5, 7, 100, 1);
         samples[1].prompt = "你是誰".into();
         samples[2].supervised[3] = false;
-        samples[4].file = 2;
-        let report = DataReport { rows: 5, dropped: vec![3], ..DataReport::default() };
+        samples[4].origins = vec![Origin { file: 2, line: 7 }];
+        let report = DataReport { rows: 5, samples: 5, dropped: vec![3], ..DataReport::default() };
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("tokens.safetensors");
         write(&file, &(samples.clone(), report)).unwrap();

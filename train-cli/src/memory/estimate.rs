@@ -52,13 +52,13 @@ impl Sizes {
 }
 
 impl Estimate {
-    /// Predicts the memory of a plan that computes in `precision`.
-    pub fn of(c: &Qwen3Config, plan: &Plan, precision: Precision) -> Self {
+    /// Predicts the memory of a plan that computes in `precision`, whose longest row has `longest` tokens.
+    pub fn of(c: &Qwen3Config, plan: &Plan, precision: Precision, longest: usize) -> Self {
         let s = Sizes::of(c);
         let (optimizer, memory) = (&plan.settings.optimizer, &plan.settings.memory);
         let value = precision.dtype().size() as f64;
         let master = plan.master(precision);
-        let length = order::padded_len(plan.max_seq_length(c.max_position_embeddings));
+        let length = order::padded_len(longest);
         let tokens = (optimizer.batch_size * length) as f64;
         // With --train-last-layers only the last blocks have gradients, optimizer states and stored inputs.
         let (trained, all) = match plan.settings.model.train_last_layers {
@@ -117,6 +117,16 @@ impl Estimate {
     /// The peak of training, in bytes.
     pub fn peak(&self) -> u64 {
         self.parts.iter().map(|(_, bytes)| bytes).sum::<f64>() as u64
+    }
+
+    /// The size of a checkpoint, in bytes: weights and optimizer states.
+    pub fn checkpoint(&self) -> u64 {
+        (self.parts[0].1 + self.parts[1].1) as u64
+    }
+
+    /// The size of the exported model, in bytes.
+    pub fn exported(&self) -> u64 {
+        self.export as u64
     }
 
     /// One line for each part, and the totals.

@@ -1,5 +1,7 @@
-//! Device memory: [`mod@estimate`] predicts it before a run, [`vram`] measures it, [`pool`] returns it between steps.
+//! Device memory: [`mod@estimate`] predicts it before a run, [`free`] says what there is, [`vram`] measures it, [`pool`]
+//! returns it between steps.
 
 pub mod estimate;
+pub mod free;
 pub mod pool;
 pub mod vram;

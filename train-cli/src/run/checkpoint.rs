@@ -10,6 +10,7 @@ use crate::{
     report,
     run::optimizer_file,
     settings::Settings,
+    train::guard,
     train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
@@ -20,7 +21,7 @@ use model_qwen3::{
     container::Container,
     model::Qwen3,
     names,
-    tensors::{Stored, Tensors},
+    tensors::{Stored, Tensors, row_ranges},
     weights::{self, Live, Purpose},
     write::write_safetensors,
 };
@@ -86,7 +87,13 @@ pub struct TrainerState {
     /// Gradient norm of the last step, which the next step may use for clipping.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_norm: Option<f32>,
-    /// The settings of the run.
+    /// Seconds that the steps took.
+    #[serde(default)]
+    pub seconds: f64,
+    /// Steps that are left out.
+    #[serde(default)]
+    pub guard: guard::Record,
+    /// The settings of the run, with absolute paths.
     pub settings: Settings,
 }
 
@@ -103,14 +110,17 @@ impl TrainerState {
             head,
             two_level: spec.scaling == Scaling::Two,
             last_norm: None,
-            settings,
+            seconds: 0.0,
+            guard: guard::Record::default(),
+            settings: settings.absolute(),
         }
     }
 
     /// This state, after the steps of a checkpoint.
     #[must_use]
     pub fn after(self, saved: &Self) -> Self {
-        Self { global_step: saved.global_step, epoch: saved.epoch, last_norm: saved.last_norm, ..self }
+        let Self { global_step, epoch, last_norm, seconds, ref guard, .. } = *saved;
+        Self { global_step, epoch, last_norm, seconds, guard: guard.clone(), ..self }
     }
 
     /// Scale levels of exported NVFP4 weights.
@@ -191,27 +201,74 @@ fn has_not_begun(run: &Path, text: &str) -> Result<bool, CliError> {
     Ok(run.join(CONFIG).exists() || entries.all(|entry| entry.file_name() == durable::LOCK))
 }
 
-/// The newest complete checkpoint of a run. Names the broken checkpoints that it skips.
+/// The newest good checkpoint of a run. Names the broken checkpoints that it skips.
 fn latest(run: &Path) -> Result<(PathBuf, TrainerState), CliError> {
-    for (_, folder) in list(run)? {
-        match durable::verify(&folder) {
-            Ok(()) => return read_state(&folder).map(|state| (folder, state)),
-            Err(error) => report::line(format!("warning: skipping {}: {error}", folder.display())),
-        }
+    match newest(run, usize::MAX)? {
+        Some(Resumed { folder, state, .. }) => Ok((folder, state)),
+        None => Err(CliError::Usage(format!("{} has no checkpoint to resume from; start a new run", run.display()))),
     }
-    Err(CliError::Usage(format!("{} has no checkpoint to resume from; start a new run", run.display())))
 }
 
-/// Verifies all files of a checkpoint and reads its state.
+/// The newest good checkpoint of at most `most` steps; the oldest good one if all have more; None if none is good. Names
+/// the broken checkpoints that it skips.
 ///
 /// # Errors
-/// If the checkpoint is missing or broken, or has another layout.
+/// If a checkpoint has another layout, or the system fails.
+pub fn newest(run: &Path, most: usize) -> Result<Option<Resumed>, CliError> {
+    let mut found = None;
+    for (step, folder) in list(run)? {
+        match open(&folder) {
+            Ok(state) => found = Some(Resumed { run: run.to_owned(), folder, state }),
+            Err(error @ CliError::Usage(_)) => return Err(error),
+            Err(error) => {
+                report::line(format!("warning: skipping {}: {error}", folder.display()));
+                continue;
+            }
+        }
+        if step <= most {
+            break;
+        }
+    }
+    Ok(found)
+}
+
+/// Verifies a checkpoint and reads its state.
+///
+/// # Errors
+/// If the checkpoint is missing or broken, holds weights that are not finite, or has another layout.
 pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     if !folder.is_dir() {
         return Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())));
     }
     durable::verify(folder)?;
-    read_state(folder)
+    let state = read_state(folder)?;
+    all_finite(&Container::open(&folder.join(MODEL))?)?;
+    Ok(state)
+}
+
+/// Refuses master weights that are not finite: a run that resumed from them would be lost.
+fn all_finite(tensors: &Container) -> Result<(), CliError> {
+    let bad = |name: &str, value: f32| CliError::corrupt(tensors.path(), format!("{name:?} holds the value {value}"));
+    for name in tensors.names() {
+        match tensors.stored(&name) {
+            Some(Stored::Packed { .. }) => {
+                let global = tensors.read_packed(&name)?.global;
+                if !global.is_finite() {
+                    return Err(bad(&name, global));
+                }
+            }
+            Some(Stored::Dense { shape, .. }) => {
+                for rows in row_ranges(&shape, 1 << 21) {
+                    let values = tensors.read_rows(&name, rows)?;
+                    if let Some(value) = values.iter().find(|value| !value.is_finite()) {
+                        return Err(bad(&name, *value));
+                    }
+                }
+            }
+            None => {}
+        }
+    }
+    Ok(())
 }
 
 fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
@@ -326,7 +383,7 @@ impl Resumed {
         model: &Qwen3<B>,
         optimizer: &mut ChunkedAdamw<B>,
     ) -> Result<(), CliError> {
-        optimizer_file::read(&self.folder.join(OPTIMIZER), model, optimizer)
+        optimizer_file::read(&self.folder.join(OPTIMIZER), model, optimizer, self.state.global_step)
     }
 }
 

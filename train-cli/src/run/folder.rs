@@ -4,6 +4,8 @@
 use crate::{
     CliError, durable,
     plan::Plan,
+    report,
+    run::beginning,
     run::checkpoint::{self, CONFIG, TrainerState},
     run::inputs::Inputs,
     settings::fields::Change,
@@ -17,6 +19,9 @@ use std::{
 
 /// The folder in a run folder that holds the exported model.
 pub const FINAL: &str = "final";
+
+/// The record of a complete run in its folder.
+pub const RESULTS: &str = "train_results.json";
 
 /// Checks that the run folder is free for a new run, or that `overwrite` may empty it.
 ///
@@ -49,13 +54,14 @@ pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
 }
 
 /// What a run writes into its folder; `--overwrite` removes these files and folders only.
-const OURS: [&str; 8] = [
+const OURS: [&str; 9] = [
     CONFIG,
+    beginning::FILE,
     "run.json",
     "data_report.json",
     "metrics.jsonl",
     "samples.jsonl",
-    "train_results.json",
+    RESULTS,
     FINAL,
     durable::LOCK,
 ];
@@ -93,7 +99,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
             durable::remove(&path)?;
         }
     }
-    durable::write_bytes(&dir.join(CONFIG), plan.settings.toml()?.as_bytes())?;
+    durable::write_bytes(&dir.join(CONFIG), plan.settings.absolute().toml()?.as_bytes())?;
     let run = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "command": std::env::args().collect::<Vec<_>>(),
@@ -110,6 +116,11 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
 /// If the folder cannot be written.
 pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
     durable::sweep(dir)?;
+    // The run is not complete any more, whatever it exported before.
+    let results = dir.join(RESULTS);
+    if results.exists() {
+        durable::remove(&results)?;
+    }
     durable::finish_replacement(&dir.join(FINAL))?;
     checkpoint::set_aside_newer(dir, step)?;
     for name in ["metrics.jsonl", "samples.jsonl"] {
@@ -133,21 +144,38 @@ fn drop_lines_after(path: &Path, step: usize) -> Result<(), CliError> {
 ///
 /// # Errors
 /// If something differs from the checkpoint's record.
-pub fn check_unchanged(plan: &Plan, state: &TrainerState, sha256: &str, precision: Precision) -> Result<(), CliError> {
+pub fn check_unchanged(
+    plan: &Plan,
+    inputs: &Inputs,
+    state: &TrainerState,
+    precision: Precision,
+) -> Result<(), CliError> {
     let usage = |text: String| Err(CliError::Usage(text));
+    let (steps, done, sha256) = (inputs.order(plan).steps, state.global_step, &inputs.sha256);
     if state.precision != precision.name() {
         let (old, new) = (&state.precision, precision.name());
         return usage(format!(
             "this device computes in {new}, but the checkpoint was made in {old}; give --compute-dtype {old}"
         ));
     }
-    if state.inputs_sha256 != sha256 {
+    if state.inputs_sha256 != *sha256 {
         let text = "training data, config.json, tokenizer or chat template changed since the checkpoint; a resumed run \
                     must read the same files";
         return usage(text.into());
     }
-    let Some(Change { flag, before, now }) = plan.settings.changed_since(&state.settings) else { return Ok(()) };
-    let now = now.map_or(format!("{flag} is not set"), |now| format!("{flag} is {now}"));
-    let before = before.map_or(format!("without {flag}"), |before| format!("with {flag} {before}"));
-    usage(format!("{now}, but the checkpoint was made {before}; a resumed run cannot change it"))
+    if let Some(Change { flag, before, now }) = plan.settings.absolute().changed_since(&state.settings.absolute()) {
+        let now = now.map_or(format!("{flag} is not set"), |now| format!("{flag} is {now}"));
+        let before = before.map_or(format!("without {flag}"), |before| format!("with {flag} {before}"));
+        return usage(format!("{now}, but the checkpoint was made {before}; a resumed run cannot change it"));
+    }
+    if done > steps {
+        let text =
+            format!("the checkpoint has made {done} steps, and the run would have {steps}; give more --max-steps");
+        return usage(text);
+    }
+    if steps != state.max_steps {
+        let text = "the learning rate follows the schedule of the new length";
+        report::line(format!("note: the run now has {steps} steps, {} before; {text}", state.max_steps));
+    }
+    Ok(())
 }

@@ -68,6 +68,11 @@ impl Inputs {
         plan.settings.recipe.scales.or_else(stored).unwrap_or(Scaling::Two)
     }
 
+    /// Tokens of the longest row, of training or evaluation.
+    pub fn longest_row(&self) -> usize {
+        self.train.iter().chain(&self.eval).map(|sample| sample.ids.len()).max().unwrap_or(0)
+    }
+
     /// The order of training samples over the run.
     pub fn order(&self, plan: &Plan) -> Order {
         let (s, size) = (&plan.settings.optimizer, plan.sequences_per_step());

@@ -3,17 +3,20 @@
 
 use crate::{
     CliError,
-    data::order::Order,
+    data::order::{MicroBatch, Order},
+    data::sample::Origin,
     durable,
     memory::estimate,
     plan::Plan,
     report,
     run::checkpoint::{self, TrainerState},
+    run::folder::RESULTS,
     run::inputs::Inputs,
     run::sample::{Samples, beginning},
     settings::SaveStrategy,
     train::codes::Codes,
     train::evaluation::Evaluation,
+    train::guard::Guard,
     train::step::Stepper,
     train::training_loop::{Between, StepReport},
 };
@@ -21,8 +24,10 @@ use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
 use serde_json::json;
 use std::{
-    path::PathBuf,
+    collections::VecDeque,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex},
+    time::Instant,
 };
 
 /// Logs, evaluations and checkpoints of a run.
@@ -32,8 +37,11 @@ pub struct Journal {
     samples: Samples,
     order: Order,
     state: TrainerState,
-    /// The NVFP4 codes before the first step; none in a resumed run.
+    guard: Guard,
+    /// The NVFP4 codes before the first step, if they are known.
     codes: Option<Arc<Codes>>,
+    started: Instant,
+    losses: Losses,
     /// Floating-point operations per token.
     flops: f64,
     last_eval: Arc<Mutex<Option<f32>>>,
@@ -47,11 +55,29 @@ impl Journal {
         samples: Samples,
         order: Order,
         state: TrainerState,
+        guard: Guard,
         codes: Option<Arc<Codes>>,
     ) -> Self {
         let limit = inputs.config.max_position_embeddings;
         let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
-        Self { plan: Arc::new(plan.clone()), samples, order, state, codes, flops, last_eval: Arc::default() }
+        let last_eval = last_evaluation(&plan.output_dir);
+        Self {
+            plan: Arc::new(plan.clone()),
+            samples,
+            order,
+            state,
+            guard,
+            codes,
+            started: Instant::now(),
+            losses: Losses::default(),
+            flops,
+            last_eval: Arc::new(Mutex::new(last_eval)),
+        }
+    }
+
+    /// Seconds that the steps of the run took, with those of earlier processes.
+    pub fn seconds(&self) -> f64 {
+        self.state.seconds + self.started.elapsed().as_secs_f64()
     }
 
     /// Writes `train_results.json` after the last step; `codes_changed` is the share of NVFP4 codes that changed.
@@ -59,9 +85,7 @@ impl Journal {
     /// # Errors
     /// If the file cannot be written.
     pub fn finish(&self, runtime: f64, codes_changed: Option<f64>) -> Result<(), CliError> {
-        let (order, start) = (&self.order, self.state.global_step);
-        let steps = order.steps.saturating_sub(start) as f64;
-        let samples = order.limit.saturating_sub(start * self.plan.sequences_per_step()) as f64;
+        let (order, steps, samples) = (&self.order, self.order.steps as f64, self.order.limit as f64);
         let result = json!({
             "epoch": order.epochs(order.steps),
             "global_step": order.steps,
@@ -71,9 +95,10 @@ impl Journal {
             "train_steps_per_second": steps / runtime,
             "eval_loss": *self.last_eval.lock().expect("no thread panics while it holds the lock"),
             "codes_changed_pct": codes_changed.map(|share| share * 100.0),
+            "steps_left_out": self.guard.record().left_out.len(),
         });
         let text = serde_json::to_string_pretty(&result).expect("plain data is always valid JSON");
-        durable::write_bytes(&self.plan.output_dir.join("train_results.json"), text.as_bytes()).map(|_| ())
+        durable::write_bytes(&self.plan.output_dir.join(RESULTS), text.as_bytes()).map(|_| ())
     }
 
     fn log(&self, file: &str, line: serde_json::Value) -> Result<(), CliError> {
@@ -91,6 +116,9 @@ impl Journal {
 impl<B: Nvfp4Kernels> Between<B> for Journal {
     fn after_step(&mut self, r: &StepReport) -> Result<(), CliError> {
         let tflops = self.flops * r.tokens_per_second / 1e12;
+        if let Some(warning) = self.losses.add(r.step, r.loss) {
+            report::line(format!("warning: {warning}"));
+        }
         self.log(
             "metrics.jsonl",
             json!({
@@ -101,6 +129,19 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
                 "frozen_blocks": r.frozen_blocks,
             }),
         )
+    }
+
+    fn left_out(&mut self, step: usize, reason: &str, batches: &[MicroBatch]) -> Result<(), CliError> {
+        let files = &self.plan.settings.data.data;
+        let place = |origin: &Origin| match (files.get(origin.file as usize), origin.line) {
+            (Some(file), 0) => file.display().to_string(),
+            (Some(file), line) => format!("{}:{line}", file.display()),
+            (None, _) => "random tokens".to_owned(),
+        };
+        let mut rows: Vec<String> = batches.iter().flat_map(|b| &b.origins).flatten().map(place).collect();
+        rows.dedup();
+        report::line(format!("warning: step {step} is left out: {reason}; its rows are {}", shortened(&rows)));
+        self.log("metrics.jsonl", json!({"step": step, "left_out": reason, "rows": rows}))
     }
 
     fn evaluates(&self, step: usize) -> bool {
@@ -142,9 +183,92 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.global_step = step;
         self.state.epoch = self.order.epochs(step);
         self.state.last_norm = stepper.clipping.last_norm;
+        self.state.guard = self.guard.record();
+        self.state.seconds = self.seconds();
+        self.started = Instant::now();
         let (run, files, keep) = (&self.plan.output_dir, &self.plan.companions, saving.save_total_limit);
         let saved = checkpoint::save(run, files, model, &stepper.optimizer, &self.state, keep)?;
         report::line(format!("{:>11}  {}", "saved", saved.display()));
         Ok(Some(saved))
+    }
+}
+
+/// The last evaluation loss in the log of a run that is resumed.
+fn last_evaluation(run: &Path) -> Option<f32> {
+    let text = std::fs::read_to_string(run.join("metrics.jsonl")).ok()?;
+    let losses = text.lines().rev().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    losses.filter_map(|line| line["eval_loss"].as_f64()).map(|loss| loss as f32).next()
+}
+
+/// The first of a list, and how many follow.
+fn shortened(rows: &[String]) -> String {
+    const SHOWN: usize = 4;
+    let first = rows.iter().take(SHOWN).cloned().collect::<Vec<_>>().join(", ");
+    match rows.len().saturating_sub(SHOWN) {
+        0 => first,
+        more => format!("{first} and {more} more"),
+    }
+}
+
+/// The losses of the last steps, which tell whether one stands out.
+#[derive(Debug, Clone, Default)]
+struct Losses {
+    last: VecDeque<f32>,
+    /// The median of the first losses.
+    first: Option<f32>,
+    warned: bool,
+}
+
+/// Losses whose median is compared with the next loss.
+const RECENT: usize = 20;
+/// A loss that is so many times the median stands out.
+const SPIKE: f32 = 3.0;
+
+impl Losses {
+    /// Adds a loss. Returns a warning if it stands out, or if losses have risen above those at the beginning.
+    fn add(&mut self, step: usize, loss: f32) -> Option<String> {
+        let median = (self.last.len() >= RECENT).then(|| median(&self.last));
+        self.last.push_back(loss);
+        if self.last.len() > RECENT {
+            self.last.pop_front();
+        }
+        let median = median?;
+        let first = *self.first.get_or_insert(median);
+        if loss > SPIKE * median {
+            return Some(format!(
+                "the loss of step {step} is {loss:.3}, the median of the {RECENT} before is {median:.3}"
+            ));
+        }
+        if median > 1.5 * first && !std::mem::replace(&mut self.warned, true) {
+            return Some(format!(
+                "the loss has risen from {first:.3} to {median:.3} (medians of {RECENT} steps): the run diverges; stop it, \
+                 and start again with a lower --learning-rate"
+            ));
+        }
+        None
+    }
+}
+
+fn median(losses: &VecDeque<f32>) -> f32 {
+    let mut sorted: Vec<f32> = losses.iter().copied().collect();
+    sorted.sort_by(f32::total_cmp);
+    sorted[sorted.len() / 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_that_stands_out_or_rises_is_warned_of() {
+        let mut losses = Losses::default();
+        let warnings = |losses: &mut Losses, values: &[f32]| -> Vec<String> {
+            values.iter().enumerate().filter_map(|(step, loss)| losses.add(step, *loss)).collect()
+        };
+        assert!(warnings(&mut losses, &[2.0; 30]).is_empty());
+        let spike = warnings(&mut losses, &[7.0, 2.0]);
+        assert!(spike.len() == 1 && spike[0].contains("7.000") && spike[0].contains("2.000"), "{spike:?}");
+        let risen = warnings(&mut losses, &[4.0; 60]);
+        assert!(risen.len() == 1 && risen[0].contains("from 2.000 to 4.000"), "{risen:?}");
     }
 }

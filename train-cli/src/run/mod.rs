@@ -1,9 +1,11 @@
 //! A training run on disk: the inputs it reads, the folder it writes, its journal and its checkpoints.
 
+pub mod beginning;
 pub mod checkpoint;
 pub mod folder;
 pub mod header;
 pub mod inputs;
 pub mod journal;
 mod optimizer_file;
+pub mod preflight;
 pub mod sample;

@@ -89,16 +89,17 @@ fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_,
     entries
 }
 
-/// Puts the states of a file back into an optimizer.
+/// Puts the states of a file back into an optimizer, after `done` steps.
 ///
 /// # Errors
-/// If the file does not fit the model.
+/// If the file does not fit the model, or counts more updates than steps.
 pub(super) fn read<B: Nvfp4Kernels>(
     path: &Path,
     model: &Qwen3<B>,
     optimizer: &mut ChunkedAdamw<B>,
+    done: usize,
 ) -> Result<(), CliError> {
-    let reader = Reader { path, file: SafeFile::open(path)?, device: model.device(), config: optimizer.config() };
+    let reader = Reader { path, file: SafeFile::open(path)?, device: model.device(), config: optimizer.config(), done };
     for (name, field) in fields(model) {
         let Some(id) = field.id().filter(|_| reader.has(&format!("{name}.steps"))) else { continue };
         optimizer.restore(id, reader.state(&name, &field.shape())?);
@@ -112,6 +113,8 @@ struct Reader<'a, B: Nvfp4Kernels> {
     file: SafeFile,
     device: B::Device,
     config: AdamwConfig,
+    /// Steps of the run.
+    done: usize,
 }
 
 impl<B: Nvfp4Kernels> Reader<'_, B> {
@@ -133,6 +136,10 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
         let len = shape.iter().product();
         let kind = if shape.len() == 1 { StateKind::F32 } else { self.config.state };
         let steps = bytes::to_i32s(&self.bytes(&format!("{name}.steps"), 4)?)[0];
+        if usize::try_from(steps).map_or(true, |steps| steps > self.done) {
+            let text = format!("\"{name}.steps\" counts {steps} updates in a run of {} steps", self.done);
+            return Err(CliError::corrupt(self.path, text));
+        }
         let (m, v) = (format!("{name}.m"), format!("{name}.v"));
         let residual = format!("{name}.residual");
         let residual = self.has(&residual).then(|| self.bytes(&residual, len)).transpose()?.map(|bytes| {

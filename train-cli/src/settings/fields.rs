@@ -379,11 +379,14 @@ pub struct AdvancedSettings {
     /// Random seed for shuffling, initial weights and stochastic rounding
     #[arg(long, value_name = "N", alias = "random-seed")]
     pub seed: u64,
+    /// Leave out a step whose loss or gradient is not finite; false ends the run at the first one
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
+    pub guard: bool,
 }
 
 impl Default for AdvancedSettings {
     fn default() -> Self {
-        Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42 }
+        Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42, guard: true }
     }
 }
 
@@ -419,8 +422,12 @@ pub const RANGES: [(&str, f64, f64); 25] = [
 
 const MOST: f64 = (1 << 20) as f64;
 
-/// Settings that a resumed run may change, because they change no number that it computes.
-const FREE: [&str; 11] = [
+/// Settings that a resumed run may change: they change no number that a step computes from the weights before it, or
+/// extend the run.
+const FREE: [&str; 14] = [
+    "max_steps",
+    "num_train_epochs",
+    "guard",
     "output_dir",
     "output_dat",
     "eval_steps",
@@ -453,6 +460,20 @@ impl Settings {
 
     pub(super) fn try_table(&self) -> Result<Map<String, Value>, serde_json::Error> {
         serde_json::from_value(serde_json::to_value(self)?)
+    }
+
+    /// These settings with paths that mean the same from every working directory.
+    #[must_use]
+    pub fn absolute(&self) -> Self {
+        let mut all = self.clone();
+        let (data, saving) = (&mut all.data, &mut all.saving);
+        let single = [&mut all.model.model, &mut all.model.init_config, &mut all.model.tokenizer, &mut data.eval_data];
+        let others =
+            [&mut data.token_cache, &mut saving.output_dir, &mut saving.output_dat, &mut all.logging.vram_report];
+        let paths = single.into_iter().chain(others).flatten().chain(&mut data.data);
+        // Only an empty path or an unknown working directory has no absolute form.
+        paths.for_each(|path| *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone()));
+        all
     }
 
     /// The settings as a config file.

@@ -45,6 +45,16 @@ impl Codes {
         Ok(Self { spec, words })
     }
 
+    /// Codes that were kept.
+    pub fn from_words(spec: LinearSpec, words: Vec<Vec<u32>>) -> Self {
+        Self { spec, words }
+    }
+
+    /// The words of eight codes of each layer.
+    pub fn words(&self) -> &[Vec<u32>] {
+        &self.words
+    }
+
     /// The share of codes that differ in a later state of the model; `None` if there are no codes.
     ///
     /// # Errors

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`learner`] | everything that Burn's Learner needs: the strategy, the metrics, the progress lines |
 //! | [`training_loop`] | the loop over steps: schedule, step, evaluation, checkpoint |
+//! | [`guard`] | steps whose loss or gradient is not finite are left out |
 //! | [`evaluation`] | the loss on the evaluation samples |
 //! | [`damp`] | the damped finish: blocks freeze on their NVFP4 codes near the end of a run |
 //! | [`schedule`] | the learning rate of each step |
@@ -24,6 +25,7 @@ pub mod codes;
 pub mod damp;
 pub mod evaluation;
 pub mod gradients;
+pub mod guard;
 pub mod learner;
 pub mod objective;
 pub mod optim;

@@ -58,7 +58,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     /// If the loss is not finite or the device fails.
     pub fn finite_loss(&self, loss: Tensor<B, 1>) -> Result<f32, CliError> {
         let value = to_host(loss)?[0];
-        check_finite(self.step, &[("loss", value)], UNTOUCHED)?;
+        check_finite(self.step, &[("loss", value)], false)?;
         Ok(value)
     }
 
@@ -79,15 +79,12 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     }
 }
 
-/// What a diverged step did to the weights, where it was noticed in time.
-pub const UNTOUCHED: &str = "nothing was updated";
-
-/// Refuses figures of a step that are not finite; `kept` says what the step did to the weights.
+/// Refuses figures of a step that are not finite; `updated` says whether the step has updated weights.
 ///
 /// # Errors
 /// If a figure is infinite or not a number.
-pub fn check_finite(step: usize, figures: &[(&'static str, f32)], kept: &'static str) -> Result<(), CliError> {
+pub fn check_finite(step: usize, figures: &[(&'static str, f32)], updated: bool) -> Result<(), CliError> {
     let Some(&(what, value)) = figures.iter().find(|(_, value)| !value.is_finite()) else { return Ok(()) };
     let hint = "Start a new run from the last checkpoint (-m RUN/checkpoint-N) with a lower --learning-rate".into();
-    Err(CliError::Diverged { step, what, value, kept, hint })
+    Err(CliError::Diverged { step, what, value, updated, hint })
 }

@@ -15,7 +15,7 @@ use crate::{
     train::gradients::{Fate, Gathered},
     train::objective::Trainee,
     train::optim::{ChunkedAdamw, Rate},
-    train::pass::{Pass, UNTOUCHED, check_finite},
+    train::pass::{Pass, check_finite},
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{optim::GradientsParams, tensor::DType};
@@ -87,7 +87,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         }
         let measured = pass.gathered.norm()?;
         if let Some(norm) = measured {
-            check_finite(step, &[("loss", loss), ("gradient norm", norm)], UNTOUCHED)?;
+            check_finite(step, &[("loss", loss), ("gradient norm", norm)], false)?;
         }
 
         // 3. Clip and update: from the sums, or block by block with the gradients of the last micro-batch.
@@ -103,9 +103,8 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         let Some(grad_norm) = measured.map_or_else(|| pass.gathered.norm(), |norm| Ok(Some(norm)))? else {
             return Err(CliError::Usage("nothing is trained: no parameter has a gradient".into()));
         };
+        check_finite(step, &[("loss", loss), ("gradient norm", grad_norm)], true)?;
         self.clipping.last_norm = Some(grad_norm);
-        let figures = [("loss", loss), ("gradient norm", grad_norm)];
-        check_finite(step, &figures, "the update was applied before the norm was known")?;
         Ok(Stepped { loss, grad_norm })
     }
 }

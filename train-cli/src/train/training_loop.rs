@@ -9,6 +9,7 @@ use crate::{
     memory::vram::VramReport,
     train::damp::{self, DampedFinish},
     train::evaluation::{self, Evaluation},
+    train::guard::Guard,
     train::objective::Trainee,
     train::schedule::Schedule,
     train::step::{Stepped, Stepper},
@@ -16,7 +17,7 @@ use crate::{
 use backend_nvfp4::{Nvfp4Kernels, Recipe, TrainingBackend};
 use burn::{data::dataloader::DataLoader, module::AutodiffModule};
 use model_qwen3::model::Qwen3;
-use std::{path::PathBuf, time::Instant};
+use std::{path::PathBuf, sync::Arc, time::Instant};
 
 /// What a run needs besides the model.
 pub struct Run<B: Nvfp4Kernels> {
@@ -34,6 +35,8 @@ pub struct Run<B: Nvfp4Kernels> {
     pub quantize_from: usize,
     /// When blocks freeze on their codes.
     pub damped: DampedFinish,
+    /// What happens after a step whose loss or gradient is not finite.
+    pub guard: Guard,
     /// Limit on device memory after a step, in bytes.
     pub memory_limit: Option<u64>,
     /// Steps between progress lines.
@@ -41,7 +44,7 @@ pub struct Run<B: Nvfp4Kernels> {
     /// Memory report.
     pub vram: VramReport,
     /// Signals that end the run after a step.
-    pub interruption: Interruption,
+    pub interruption: Arc<Interruption>,
     /// Logs, evaluations and checkpoints.
     pub between: Box<dyn Between<B>>,
 }
@@ -53,6 +56,12 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// # Errors
     /// If a file cannot be written.
     fn after_step(&mut self, report: &StepReport) -> Result<(), CliError>;
+
+    /// Logs a step that is left out, and why.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    fn left_out(&mut self, step: usize, reason: &str, batches: &[MicroBatch]) -> Result<(), CliError>;
 
     /// Whether step `step`, counted from 1, is followed by an evaluation.
     fn evaluates(&self, step: usize) -> bool;
@@ -129,7 +138,7 @@ pub fn train<AB: TrainingBackend>(
         let lr = run.schedule.at(step);
         step += 1;
         run.vram.note::<AB>(&device, step, "zero_grad_done")?;
-        let Stepped { loss, grad_norm } = run.stepper.step(net, &batches, step, lr, &mut run.vram)?;
+        let made = run.guarded_step(net, &batches, step, lr)?;
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
         let held = run.vram.held::<AB>(&device);
@@ -137,9 +146,15 @@ pub fn train<AB: TrainingBackend>(
 
         let (tokens_per_second, eta) = clock.after_step(step, &batches);
         let memory_mib = held >> 20;
-        let report = StepReport { step, loss, grad_norm, lr, tokens_per_second, memory_mib, eta, frozen_blocks };
-        run.between.after_step(&report)?;
-        tell(Event::Step(report));
+        match made {
+            Guarded::Made(Stepped { loss, grad_norm }) => {
+                let report =
+                    StepReport { step, loss, grad_norm, lr, tokens_per_second, memory_mib, eta, frozen_blocks };
+                run.between.after_step(&report)?;
+                tell(Event::Step(report));
+            }
+            Guarded::LeftOut(reason) => run.between.left_out(step, &reason, &batches)?,
+        }
 
         // This second handle on every parameter must end with the iteration, or no update would be in place.
         let inner = net.valid();
@@ -189,6 +204,30 @@ impl<B: Nvfp4Kernels> Run<B> {
         Ok(None)
     }
 
+    /// Makes step `step`, counted from 1, unless the guard leaves it out.
+    fn guarded_step<AB: TrainingBackend<InnerBackend = B>>(
+        &mut self,
+        net: &mut Trainee<AB>,
+        batches: &[MicroBatch],
+        step: usize,
+        lr: f64,
+    ) -> Result<Guarded, CliError> {
+        if let Some(reason) = self.guard.leaves_out(step) {
+            return Ok(Guarded::LeftOut(reason));
+        }
+        match self.stepper.step(net, batches, step, lr, &mut self.vram) {
+            Ok(stepped) => Ok(Guarded::Made(stepped)),
+            Err(CliError::Diverged { step, what, value, updated, hint }) => {
+                let reason = format!("the {what} is {value}");
+                if self.guard.goes_on_after(step, reason.clone(), updated) {
+                    return Ok(Guarded::LeftOut(reason));
+                }
+                Err(CliError::Diverged { step, what, value, updated, hint })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     /// Brings the model to the recipe of step `step`, counted from 0, and freezes the blocks that freeze with it.
     /// Returns the number of frozen blocks.
     fn prepare<AB: TrainingBackend<InnerBackend = B>>(&mut self, net: &mut Trainee<AB>, step: usize) -> usize {
@@ -202,6 +241,13 @@ impl<B: Nvfp4Kernels> Run<B> {
         }
         frozen
     }
+}
+
+/// What became of a step.
+enum Guarded {
+    Made(Stepped),
+    /// The step is left out for a reason, and has changed nothing.
+    LeftOut(String),
 }
 
 /// How a run that exceeded its memory limit ended.
