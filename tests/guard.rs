@@ -16,8 +16,8 @@ use std::{fs, path::Path};
 
 /// Weight of the token `~` in the head. The loss of `~` is 8 times that: finite, but the square of its gradient is not.
 const STEEP: f32 = -1e25;
-/// With this weight the loss itself is infinite.
-const STEEPER: f32 = -3e38;
+/// With this weight the sum of the losses of twelve `~` is infinite.
+const STEEPER: f32 = -4.1e37;
 
 /// A model folder in which `~` has a large weight, and training rows of which the given ones contain `~`.
 fn steep_model(folder: &Path, weight: f32, rows: usize, bad: &[usize]) {
@@ -49,7 +49,7 @@ fn steep_model(folder: &Path, weight: f32, rows: usize, bad: &[usize]) {
     let path = folder.join("model.safetensors");
     let failed = |e| ModelError::Io { path: path.clone(), source: e };
     write_safetensors(&weights::Live::new(&model), fs::File::create(&path).unwrap(), failed).unwrap();
-    let row = |n: usize| format!("question {n}\t{}\n", if bad.contains(&n) { "~" } else { "an answer" });
+    let row = |n: usize| format!("question {n}\t{}\n", if bad.contains(&n) { "~~~~~~~~~~~~" } else { "an answer" });
     fs::write(folder.join("rows.tsv"), (1..=rows).map(row).collect::<String>()).unwrap();
 }
 

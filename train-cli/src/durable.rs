@@ -275,6 +275,14 @@ pub fn remove(path: &Path) -> Result<(), CliError> {
     removed.map_err(CliError::io(path))
 }
 
+/// Removes a folder that holds nothing.
+///
+/// # Errors
+/// If it holds something, or the system fails.
+pub fn remove_empty(folder: &Path) -> Result<(), CliError> {
+    fs::remove_dir(folder).map_err(CliError::io(folder))
+}
+
 /// Renames a file or a folder.
 ///
 /// # Errors

@@ -113,7 +113,7 @@ impl Job for Fit {
             folder::check_free(&plan, overwrite)?;
         }
         // The lock ends with the run.
-        let _lock = if dry_run { None } else { Some(folder::lock(&plan.output_dir)?) };
+        let mut lock = if dry_run { None } else { Some(folder::Lock::of(&plan.output_dir)?) };
         let ready = Ready::new(plan, choice, precision)?;
         match &resumed {
             None => folder::check_free(&ready.plan, overwrite)?,
@@ -135,6 +135,7 @@ impl Job for Fit {
             report::result(ready.plan.settings.toml()?);
             return Ok(());
         }
+        lock.iter_mut().for_each(folder::Lock::begins);
         if resumed.is_none() {
             folder::create(&ready.plan, &ready.inputs)?;
         }

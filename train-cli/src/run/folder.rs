@@ -75,15 +75,38 @@ fn is_ours(name: &str) -> bool {
     OURS.contains(&name) || temporary || checkpoint::step_of(Path::new(checkpoint)).is_some()
 }
 
-/// Makes the folder of a run, and keeps it to this process until the lock is dropped.
-///
-/// # Errors
-/// If another process uses the folder, or it cannot be written.
-pub fn lock(dir: &Path) -> Result<fs::File, CliError> {
-    durable::make_folder(dir)?;
-    let lock = durable::lock(dir)?;
-    durable::probe(dir)?;
-    Ok(lock)
+/// The folder of a run, kept to this process. A folder that was made for a run that does not begin goes with it.
+pub struct Lock {
+    _file: fs::File,
+    made: Option<PathBuf>,
+}
+
+impl Lock {
+    /// Makes the folder of a run, and keeps it to this process until the lock is dropped.
+    ///
+    /// # Errors
+    /// If another process uses the folder, or it cannot be written.
+    pub fn of(dir: &Path) -> Result<Self, CliError> {
+        let made = (!dir.exists()).then(|| dir.to_owned());
+        durable::make_folder(dir)?;
+        let lock = Self { _file: durable::lock(dir)?, made };
+        durable::probe(dir)?;
+        Ok(lock)
+    }
+
+    /// The run begins: its folder stays.
+    pub fn begins(&mut self) {
+        self.made = None;
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        if let Some(dir) = &self.made {
+            // An empty folder more does no harm.
+            let _ = durable::remove(&dir.join(durable::LOCK)).and_then(|()| durable::remove_empty(dir));
+        }
+    }
 }
 
 /// Empties the folder of a new run and writes its first files.
