@@ -3,6 +3,7 @@
 
 use clap::{CommandFactory, Parser};
 use std::{
+    collections::BTreeSet,
     fmt::Write,
     fs,
     path::{Path, PathBuf},
@@ -105,7 +106,8 @@ fn the_readme_has_the_commands_that_ci_runs() {
 fn the_program_takes_every_command_that_the_readme_and_the_guides_show() {
     let mut tried = 0;
     for page in pages(&root()).iter().filter(|p| p.starts_with("doc/guide") || p.ends_with("README.md")) {
-        for line in read(&root().join(page)).lines().filter(|line| line.starts_with("    ")) {
+        let text = read(&root().join(page)).replace("\\\n", "");
+        for line in text.lines().filter(|line| line.starts_with("    ")) {
             let command = line.trim().strip_prefix("cargo run --release -p train-cli -- ");
             let Some(arguments) = command.or(line.trim().strip_prefix("train-cli ")) else { continue };
             let words = shell_words(&arguments.replace("...", ""));
@@ -133,6 +135,53 @@ fn the_cli_reference_is_the_programs_own_help() {
         "doc/reference/cli.md differs from the program's help at line {line}.\n\
          To rewrite it: UPDATE_GOLDEN=1 cargo test -p tests the_cli_reference"
     );
+}
+
+/// `UPDATE_GOLDEN=1 cargo test --workspace --test promises the_list_of_unsafe_code` rewrites the page.
+#[test]
+fn the_list_of_unsafe_code_is_that_of_the_sources() {
+    let mut listed = String::from(
+        "# Unsafe code\n\nAll of it is in `kernels-cubecl`; the other crates forbid it. CubeCL declares a launch unsafe, because a \
+         kernel may\naccess memory that is not its own, and an argument of a launch, because its length is not checked. Each \
+         reason is the\ncomment at its place.\n\n| file | why it is sound |\n|---|---|\n",
+    );
+    for file in sources(&root()).into_iter().collect::<BTreeSet<_>>() {
+        let text = read(&root().join(&file));
+        let code = |line: &&str| !line.trim_start().starts_with("//");
+        let places = text.lines().filter(code).filter(|l| l.contains("unsafe {") || l.contains("unsafe fn")).count();
+        if !file.starts_with("kernels-cubecl") {
+            assert!(places == 0 || file.starts_with("tests"), "{} has unsafe code", file.display());
+            continue;
+        }
+        let reasons = safety_comments(&text);
+        assert!(reasons.len() >= places, "{}: {places} places, {} reasons", file.display(), reasons.len());
+        for reason in reasons {
+            listed += &format!("| `{}` | {reason} |\n", file.display());
+        }
+    }
+    let page = root().join("doc/reference/unsafe-code.md");
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        fs::write(&page, &listed).unwrap();
+    }
+    assert!(
+        read(&page) == listed,
+        "doc/reference/unsafe-code.md is not what the sources say; UPDATE_GOLDEN=1 rewrites it"
+    );
+}
+
+/// The comments that begin with SAFETY, each as one line.
+fn safety_comments(text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut lines = text.lines().map(str::trim).peekable();
+    while let Some(line) = lines.next() {
+        let Some(reason) = line.strip_prefix("// SAFETY: ") else { continue };
+        let mut reason = reason.to_owned();
+        while let Some(more) = lines.next_if(|line| line.starts_with("// ")) {
+            reason += &more[2..];
+        }
+        found.push(reason);
+    }
+    found
 }
 
 fn root() -> PathBuf {

@@ -554,3 +554,36 @@ fn a_forged_token_cache_is_made_again() {
         assert_eq!(fs::read(&path).unwrap().len(), good.len(), "{name}");
     }
 }
+
+/// A tokenizer that makes text longer and longer, or sampling settings that no sampler has.
+#[test]
+fn hostile_small_files_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let change = |name: &str, with: &dyn Fn(&mut serde_json::Value), message: &str| {
+        let path = d.join("m").join(name);
+        let good = fs::read(&path).unwrap();
+        let mut value: serde_json::Value = serde_json::from_slice(&good).unwrap();
+        with(&mut value);
+        fs::write(&path, value.to_string()).unwrap();
+        let out = run(d, &["generate", "-m", "m", "-p", "hello", "--device", "cpu", "--max-tokens", "1"]);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.code() == Some(2) && stderr.contains(message), "{name}: {stderr}");
+        fs::write(&path, good).unwrap();
+    };
+    let doubling = serde_json::json!({"type": "Replace", "pattern": {"String": "l"}, "content": "ll"});
+    let many = serde_json::json!({"type": "Sequence", "normalizers": vec![doubling; 40]});
+    change("tokenizer.json", &|t| t["normalizer"] = many.clone(), "normalizer");
+    change("tokenizer.json", &|t| t["decoder"] = serde_json::json!({"type": "BPEDecoder", "suffix": ""}), "decoder");
+    change("generation_config.json", &|c| c["temperature"] = serde_json::json!(-1.0), "temperature is -1");
+    change("generation_config.json", &|c| c["top_p"] = serde_json::json!(7.0), "top_p is 7");
+    let row = |n: usize| {
+        let turn = |role: &str| serde_json::json!({"role": role, "content": "hello"});
+        let messages: Vec<_> = (0..n).flat_map(|_| [turn("user"), turn("assistant")]).collect();
+        serde_json::json!({"messages": messages}).to_string()
+    };
+    fs::write(d.join("long.jsonl"), row(2) + "\n" + &row(501)).unwrap();
+    let stderr = refused(d, &["fit", "-m", "m", "-d", "long.jsonl", "--device", "cpu", "--dry-run"], 3);
+    assert!(stderr.contains("long.jsonl:2") && stderr.contains("1002 messages"), "{stderr}");
+}

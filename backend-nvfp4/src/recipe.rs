@@ -26,7 +26,7 @@ pub enum Recipe {
 /// The parts of [`Recipe::Nvfp4`]. Each can be left out to measure its effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Nvfp4Parts {
-    /// Weights share a scale over 16x16 values, so that the forward and dgrad read the same quantized weight.
+    /// Weights share a scale over 16x16 values: the codes of W are then those of its transpose.
     pub square_blocks: bool,
     /// A random Hadamard transform rotates the operands of wgrad along the tokens.
     pub hadamard: bool,

@@ -47,7 +47,7 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
 }
 
 /// Returns `dx`, the sum over layers of `dy · W`, and for each layer `dW = dyᵀ · x` in f32, computed with the operands
-/// that the forward used. `wanted` says which of these gradients are needed, dx first. A layer without `dy` contributes
+/// that the forward used (recipe nvfp4 quantizes x again, across tokens). `wanted` says which of these gradients are needed, dx first. A layer without `dy` contributes
 /// nothing. The weights come first, because after them the activations can be freed before `dx` takes their place.
 pub(crate) fn backward<B: Nvfp4Kernels>(
     dys: Vec<Option<FloatTensor<B>>>,

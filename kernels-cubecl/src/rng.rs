@@ -14,7 +14,8 @@ use cubecl::{
 pub struct Stream {
     /// Seed of the run, the key of the cipher.
     pub seed: u64,
-    /// Training step, word 1 of the counter.
+    /// What numbers the draws of one purpose: a micro-batch, an update of a tensor, an epoch, a position. Word 1 of the
+    /// counter.
     pub step: u32,
     /// Number of the tensor or of the purpose, word 2 of the counter.
     pub stream: u32,

@@ -1,6 +1,8 @@
 //! The tokenizer of tokenizer.json. The file's size is limited, and a panic of the tokenizer library on a hostile file
 //! becomes an error. The file may ask for truncation, padding and BPE dropout: these are settings of the program that
-//! wrote it, and are not obeyed, because every text must give all of its tokens and always the same ones.
+//! wrote it, and are not obeyed, because every text must give all of its tokens and always the same ones. A normalizer
+//! that makes text longer, or a decoder that is not byte-level, is refused: no tokenizer of Qwen3 has one, and a few lines
+//! of them take all memory.
 
 use crate::{ModelError, config::OneOrMany, file::read_text};
 use serde::Deserialize;
@@ -8,7 +10,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
-use tokenizers::ModelWrapper;
+use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper};
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 const LARGEST: u64 = 64 << 20;
@@ -65,8 +67,14 @@ impl Tokenizer {
     }
 }
 
-/// The tokenizer without truncation, padding and dropout.
+/// The tokenizer without truncation, padding and dropout, if it is of the kind of Qwen3's.
 fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::Tokenizer> {
+    if let Some(normalizer) = inner.get_normalizer().filter(|normalizer| !keeps_length(normalizer)) {
+        return Err(format!("the normalizer {normalizer:?} is not one of Qwen3, which has NFC").into());
+    }
+    if !matches!(inner.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
+        return Err("its decoder is not byte-level, as that of Qwen3 is".into());
+    }
     inner.with_truncation(None)?.with_padding(None);
     if let ModelWrapper::BPE(bpe) = inner.get_model()
         && bpe.dropout.is_some()
@@ -76,6 +84,16 @@ fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::
         inner.with_model(bpe);
     }
     Ok(inner)
+}
+
+/// Whether a normalizer rewrites characters in Unicode's normal forms only.
+fn keeps_length(normalizer: &NormalizerWrapper) -> bool {
+    use NormalizerWrapper::{NFC, NFD, NFKC, NFKD, Sequence};
+    match normalizer {
+        NFC(_) | NFD(_) | NFKC(_) | NFKD(_) => true,
+        Sequence(all) => all.as_ref().iter().all(|one| matches!(one, NFC(_) | NFD(_) | NFKC(_) | NFKD(_))),
+        _ => false,
+    }
 }
 
 /// Text that grows token by token and never shows a part of a character.
@@ -156,6 +174,17 @@ impl GenerationConfig {
         }
         let text = read_text(&path, 1 << 20, "")?;
         let raw: Raw = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
+        // What transformers accepts; top-p 0 leaves the most likely token.
+        for (name, value, least, most) in [
+            ("temperature", raw.temperature, 0.0, 100.0),
+            ("top_p", raw.top_p, 0.0, 1.0),
+            ("repetition_penalty", raw.repetition_penalty, 0.01, 100.0),
+        ] {
+            if let Some(value) = value.filter(|value| !(least..=most).contains(value)) {
+                let text = format!("{name} is {value}; it must be between {least} and {most}");
+                return Err(ModelError::parse(&path, text));
+            }
+        }
         Ok(Self {
             eos_token_ids: raw.eos_token_id.map_or_else(Vec::new, OneOrMany::into_vec),
             temperature: raw.temperature.filter(|_| raw.do_sample != Some(false)),

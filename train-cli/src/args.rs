@@ -18,7 +18,7 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 system error, 2 wrong usage or configuration, 3 invalid data, \
-4 out of device memory, 5 training diverged, 6 corrupt file or failed check of an export, 7 device error, 101 a bug in train-cli, 128 and its number for a signal.\n\
+4 out of device memory, 5 training diverged, 6 corrupt file or failed check of an export, 7 device error, 101 a bug in train-cli, 128 plus the number of a signal that ended it.\n\
 Try it without any file: train-cli fit --demo";
 
 /// The commands.
@@ -26,7 +26,7 @@ Try it without any file: train-cli fit --demo";
 pub enum Command {
     /// Train all parameters of a Qwen3 model
     Fit(Box<FitArgs>),
-    /// Estimate the memory that a training run needs; takes the flags of fit except --demo
+    /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo, and trains nothing
     #[command(mut_arg("demo", |demo| demo.hide(true)))]
     Estimate(Box<FitArgs>),
     /// Write a trained checkpoint as a .dat file, and check that the file works
@@ -101,8 +101,8 @@ pub struct Launch {
     /// Read settings from this TOML file; flags on the command line override the file
     #[arg(short, long, value_name = "FILE", help_heading = "Advanced")]
     pub config: Option<PathBuf>,
-    /// Read the data, print the plan and all settings, and stop before training; writes only the files of --demo and
-    /// of --token-cache
+    /// Read the data, check everything that can be checked before training, print the plan and all settings, and stop;
+    /// writes only the files of --demo and of --token-cache
     #[arg(long, help_heading = "Advanced")]
     pub dry_run: bool,
 }
@@ -175,7 +175,8 @@ pub struct InspectArgs {
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
-    /// Read every byte: check scales, finite values and the checkpoint's manifest
+    /// Read every byte: check that scales are valid, that values are finite, and that the files match the folder's
+    /// manifest.json if it has one
     #[arg(long)]
     pub verify: bool,
 }
@@ -198,7 +199,7 @@ pub struct GenerateArgs {
     /// Send the prompt without the chat template
     #[arg(long, conflicts_with = "system_prompt")]
     pub raw: bool,
-    /// Whether a model that can think thinks before it answers [default: the chat template's choice]
+    /// Turn thinking before the answer on or off, for models that can think [default: the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// Maximum number of tokens in the answer
@@ -273,7 +274,8 @@ pub struct BenchArgs {
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
-    /// Peak speed of a matrix product in TFLOP/s, for the last column; doc/notebook/bench_torch.py measures that of cuBLAS
+    /// Peak speed of a matrix product in TFLOP/s: the last column shows the share of it that each product reaches.
+    /// doc/notebook/bench_torch.py measures the peak of cuBLAS
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
     /// Device to measure: auto, cuda, cuda:N or vulkan

@@ -11,6 +11,8 @@ use cubecl::{
     wgpu::{WgpuDevice, WgpuRuntime},
 };
 
+use std::sync::OnceLock;
+
 /// Work that runs on any backend.
 pub trait Job {
     /// The job's result.
@@ -71,11 +73,17 @@ fn on_cube<R: CubeRuntime, J: Job>(
     probe::<R>(&device).map_err(|reason| CliError::Device { device: name.to_owned(), reason })?;
     let precision = precision.unwrap_or(default);
     use burn::tensor::backend::Backend;
+    if precision == Precision::Tf32 && default != Precision::Bf16 {
+        return Err(unsupported(name, precision, "only CUDA has TF32; use f32"));
+    }
     if precision.dtype() != DType::F32 && !B::<R>::supports_dtype(&device, precision.dtype()) {
         return Err(unsupported(name, precision, "the device does not have this type; use --compute-dtype f32"));
     }
     report::chosen_device(name, precision);
-    job.run::<B<R>>(device, precision)
+    let result = job.run::<B<R>>(device, precision);
+    // A failed device is the cause of whatever error followed, and makes a result that seems good worthless.
+    check()?;
+    result
 }
 
 fn unsupported(device: &str, precision: Precision, reason: &str) -> CliError {
@@ -98,10 +106,45 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     }
 }
 
+/// The first failure of a device in this process, if there was one: CubeCL's threads panic where an allocation or a launch
+/// fails, and later results are meaningless.
+///
+/// # Errors
+/// If a device has failed.
+pub fn check() -> Result<(), CliError> {
+    match FAILURE.get() {
+        None => Ok(()),
+        Some(reason) if reason.to_ascii_lowercase().contains("memory") => Err(CliError::OutOfMemory(reason.clone())),
+        Some(reason) => Err(CliError::Device { device: "of this run".into(), reason: reason.clone() }),
+    }
+}
+
+static FAILURE: OnceLock<String> = OnceLock::new();
+
+/// Keeps the message of a panic on a thread of CubeCL for [`check`]; every other panic is printed as always.
+fn watch_devices() {
+    let printed = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let on_device = |name: &str| DEVICE_THREADS.iter().any(|start| name.starts_with(start));
+        let on_device = std::thread::current().name().is_some_and(on_device);
+        if on_device {
+            let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
+            // Later ones follow from the first.
+            let _ = FAILURE.set(text.to_owned());
+        } else {
+            printed(panic);
+        }
+    }));
+}
+
+/// How the names of the threads begin in which CubeCL serves a device.
+const DEVICE_THREADS: [&str; 2] = ["DSD-", "DSU-"];
+
 /// Configures CubeCL for this process. It must run before a device is opened. Memory pools have buffers of exact sizes
 /// instead of pages of a quarter of the card, and one pool serves all threads. Compiled kernels are kept on disk (see
 /// [`kernel_cache`]).
 pub fn configure() {
+    watch_devices();
     let mut config = CubeClRuntimeConfig::default();
     config.memory.persistent_memory = PersistentMemory::Enforced;
     config.streaming.max_streams = 1;

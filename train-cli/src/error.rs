@@ -71,6 +71,12 @@ pub enum CliError {
         /// Bytes that are free.
         free: u64,
     },
+    /// An allocation on the device failed.
+    #[error(
+        "the device is out of memory ({0}); use a smaller --max-seq-length or --batch-size, --optimizer-state-mode int4, \
+         or --master-weights nvfp4. Checkpoints that were saved are intact"
+    )]
+    OutOfMemory(String),
     /// The files of a run do not fit onto the disk.
     #[error(
         "{}: two checkpoints and the export need {}, but {} are free on this disk; free some, or choose another folder",
@@ -143,7 +149,7 @@ impl CliError {
             Self::Io { .. } | Self::Disk { .. } => 1,
             Self::Usage(_) => 2,
             Self::Data { .. } => 3,
-            Self::Memory { .. } | Self::Full { .. } => 4,
+            Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory(_) => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),

@@ -1,14 +1,14 @@
-//! Which kernel makes a product on a CubeCL device, and the copies that takes.
+//! Which kernel makes a product on a CubeCL device, and which copies of operands it needs.
 //!
 //! | operands | kernel |
 //! |---|---|
 //! | 16-bit matrices, on tensor cores | [`gemm()`] |
 //! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv()`] |
 //! | two packed matrices, on tensor cores that read NVFP4 | [`block_scaled()`] |
-//! | a packed operand and a 16-bit one, on tensor cores | dequantize to 16 bits (exact), then [`gemm()`] |
-//! | f32 without tensor cores | cubek, one unit a tile |
-//! | batched products, f32 in TF32 | cubek's own choice |
-//! | a packed operand on any other device | the portable kernel |
+//! | a packed operand and a 16-bit one, or two packed, on other tensor cores | dequantize (exact), then [`gemm()`] |
+//! | f32 matrices | cubek, one unit a tile |
+//! | batched products, f32 matrices in TF32 | cubek's own choice |
+//! | a packed operand where activations are f32 or TF32, or on any other device | the portable kernel |
 //!
 //! Layers that read the same activations can make their products in one launch in the first two rows and in the
 //! fourth.

@@ -86,8 +86,8 @@ pub(super) struct Blocks {
     pub(super) per_cube: u32,
 }
 
-/// The number of blocks that a cube takes one after another, with the tables it loaded once: as many as leave some
-/// thousand cubes.
+/// The number of blocks that a cube takes one after another, with the tables it loaded once: 4 to 32, so that a
+/// large tensor has about 8,192 cubes.
 pub(super) fn blocks_per_cube(chunk: Chunk) -> usize {
     ((chunk.end - chunk.start).div_ceil(STATE_BLOCK) / 8192).clamp(4, 32)
 }

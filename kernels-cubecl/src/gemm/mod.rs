@@ -15,7 +15,8 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `mod.rs` | shapes, arguments, checks, launch |
+//! | `mod.rs` | arguments, checks, launch |
+//! | `shape.rs`, `form.rs` | the shape of a product; what is compiled into a launch |
 //! | `tiles.rs` | the choice of a tile's width, and of joint launches |
 //! | `kernel.rs` | the kernel: which cube makes which tile, and where the result goes |
 //! | `stages.rs` | the sum of one tile: copies into shared memory, and `mma.sync` |
@@ -131,7 +132,7 @@ impl<R: Runtime> Gemm<R> {
     }
 }
 
-/// Launches the products, with the width of tiles that lets the device finish first.
+/// Launches the products, with the width of tiles that lets the device finish soonest.
 ///
 /// # Errors
 /// If a buffer does not fit its shape, [`GemmShape::fits`] is false, or the products cannot share a launch.

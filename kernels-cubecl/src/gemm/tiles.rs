@@ -5,7 +5,7 @@ use super::shape::GemmShape;
 use crate::device::processors;
 use cubecl::prelude::*;
 
-/// Rows of y that a cube makes. Columns beyond as many lie in a region of shared memory of their own.
+/// Rows of y that a cube makes. Columns after the first 128 lie in a separate region of shared memory.
 pub(super) const TILE: u32 = 128;
 /// Values of the summed index in a stage.
 pub(super) const DEPTH: u32 = 64;
@@ -19,7 +19,7 @@ pub fn tile_columns<R: Runtime>(client: &ComputeClient<R>) -> Vec<usize> {
     [TILE as usize, 160, 64].into_iter().filter(|cols| needed(cols) <= room).collect()
 }
 
-/// The width of tiles with which a device of `processors` finishes first. Each multiprocessor makes its share of whole
+/// The width of tiles with which a device of `processors` finishes soonest. Each multiprocessor makes its share of whole
 /// tiles; a single tile keeps two thirds of a multiprocessor busy; narrow tiles read more for the same product.
 pub(super) fn columns(shapes: &[GemmShape], processors: usize, offered: &[usize]) -> usize {
     let cost = |&cols: &usize| {
@@ -32,9 +32,9 @@ pub(super) fn columns(shapes: &[GemmShape], processors: usize, offered: &[usize]
     offered.iter().copied().min_by_key(cost).unwrap_or(TILE as usize)
 }
 
-/// Whether these products gain by one launch. They do if one of them alone has so few tiles that its last wave is much
-/// of it, or sums so short that filling the ring is. Otherwise the larger code of a joint launch costs more than it
-/// saves.
+/// Whether these products gain by one launch. Separate products do if one of them has fewer than three tiles for each
+/// multiprocessor; products that are summed do if one of them sums fewer than 4,096 values. Otherwise the larger code of a
+/// joint launch costs more than it saves.
 pub fn gains_together<R: Runtime>(client: &ComputeClient<R>, shapes: &[GemmShape], summed: bool) -> bool {
     let tiles = |s: &GemmShape| s.i.div_ceil(TILE as usize) * s.j.div_ceil(TILE as usize);
     let short = |s: &GemmShape| if summed { s.r < 64 * DEPTH as usize } else { tiles(s) < 3 * processors(client) };

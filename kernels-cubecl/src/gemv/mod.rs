@@ -6,7 +6,7 @@
 //! `x` and `y` are f16 or bf16. The rows of x are *tokens*, its values *activations*.
 //!
 //! The weight is the left operand of `mma.sync` m16n8k16, the tokens are the right one (`span.rs`). A tile is 16 rows
-//! of the weight, or eight if the weight has few rows. The columns of a tile are divided into *spans* of 256 and shared
+//! of the weight, or eight for a single token and a weight of few rows. The columns of a tile are divided into *spans* of 256 and shared
 //! out among planes, until there are enough planes to keep the device busy (`gemv_plan.rs`); the sums of these planes
 //! meet in shared memory. A plane loads one or two spans ahead while it multiplies another. The activations lie in
 //! shared memory, either all of them, or windows of them that `cp.async` loads one step ahead.
@@ -66,7 +66,7 @@ impl<R: Runtime> Gemv<R> {
     }
 }
 
-/// Launches the products, divided among planes so that the device finishes first.
+/// Launches the products, divided among planes so that the device finishes soonest.
 ///
 /// # Errors
 /// If a buffer does not fit its shape, [`fits`] is false, or weights differ in their columns.

@@ -424,8 +424,8 @@ impl Ready {
         }
     }
 
-    /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights, quantized in the blocks
-    /// that the run quantizes in.
+    /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights, if
+    /// the run quantizes every transformer block, with 1x16 scales.
     fn original(&self) -> Option<&Container> {
         let s = &self.plan.settings.recipe;
         let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == Block::Row;

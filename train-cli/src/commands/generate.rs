@@ -88,6 +88,7 @@ fn load<B: Nvfp4Kernels>(
         let text = "--w4a4: the model has no NVFP4 weights; leave --w4a4 out, or convert the model to nvfp4";
         return Err(CliError::Usage(text.into()));
     }
+    // Dense weights stay dense under any recipe.
     let recipe = if w4a4 { Recipe::W4a4 } else { Recipe::W4 };
     let spec = LinearSpec::new(recipe, Scaling::Two, precision);
     Ok(weights::load(&weights, config, spec, Purpose::Infer, device)?)

@@ -9,6 +9,9 @@ use model_qwen3::chat_template::RenderOptions;
 use serde_json::{Value, json};
 use std::ops::Range;
 
+/// Most messages of a row. The beginning of the conversation is rendered for each answer, which takes seconds for more.
+const MOST_MESSAGES: usize = 1000;
+
 /// A conversation as the template takes it.
 pub(super) struct Conversation {
     messages: Vec<Value>,
@@ -31,6 +34,9 @@ impl Conversation {
             return Err("the row has no \"messages\" list".into());
         };
         let mut messages = std::mem::take(messages);
+        if messages.len() > MOST_MESSAGES {
+            return Err(format!("{} messages; a row has at most {MOST_MESSAGES}. Split it", messages.len()));
+        }
         for (i, message) in messages.iter_mut().enumerate() {
             check(message).map_err(|e| format!("message {}: {e}", i + 1))?;
         }

@@ -94,7 +94,7 @@ pub struct Order {
     pub accumulation: usize,
     /// Steps of the run.
     pub steps: usize,
-    /// Sequences after which the run ends. If it counts epochs, the last step may be smaller.
+    /// Sequences after which the run ends. Where it comes from a number of epochs, the last step may be smaller.
     pub limit: usize,
     /// Seed of the shuffle.
     pub seed: u64,

@@ -68,12 +68,16 @@ impl Choice for Recipe {
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
             named(Self::Bf16, "bf16", "Nothing is quantized"),
-            named(Self::W4, "w4", "Weights are NVFP4; gradients pass straight through their quantization"),
+            named(
+                Self::W4,
+                "w4",
+                "Weights are NVFP4; the backward pass treats their quantization as the identity (straight-through)",
+            ),
             named(Self::W4a4, "w4a4", "Weights and activations are NVFP4"),
             named(
                 Self::Nvfp4(Nvfp4Parts::ALL),
                 "nvfp4",
-                "All three matrix products read NVFP4: 16x16 weight blocks, Hadamard transform, stochastic gradients",
+                "Weights, activations and gradients are NVFP4 in the forward product and in both backward products",
             ),
         ]
     }
@@ -85,7 +89,7 @@ impl Choice for Scaling {
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
             named(Self::Single, "single", "One 8-bit scale (E4M3) for each group of 16 values"),
-            named(Self::Two, "two", "Block scales and one f32 scale for the whole tensor"),
+            named(Self::Two, "two", "The same, and one f32 scale for the whole tensor"),
         ]
     }
 }
@@ -97,8 +101,8 @@ impl Choice for Precision {
         let also = |(value, name): (Self, PossibleValue), alias: &'static str| (value, name.alias(alias));
         vec![
             also(named(Self::F32, "f32", "f32 without tensor cores"), "float32"),
-            named(Self::Tf32, "tf32", "f32 storage; matrix products use TF32 tensor cores; CUDA only"),
-            also(named(Self::F16, "f16", "f16; generate only"), "float16"),
+            named(Self::Tf32, "tf32", "f32; dense matrix products use TF32 tensor cores; CUDA only"),
+            also(named(Self::F16, "f16", "f16; not for training"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16"), "bfloat16"),
         ]
     }
@@ -162,7 +166,7 @@ pub enum Nvfp4Part {
 pub enum Format {
     /// By the file name: .jsonl and .json are messages, .tsv is tsv, .txt and .md are text
     Auto,
-    /// Each line is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}
+    /// Each line is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}; a JSON array of them is not read
     Messages,
     /// Each line is a prompt, a tab and the answer; lines that start with # are comments
     Tsv,

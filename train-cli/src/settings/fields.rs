@@ -69,7 +69,7 @@ pub struct ModelSettings {
     /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
-    /// Train only the last N blocks and the final norm; 0 trains all parameters
+    /// Train only the last N blocks (transformer layers) and the final norm; 0 trains all parameters
     #[arg(long, value_name = "N", alias = "num-layers")]
     pub train_last_layers: usize,
 }
@@ -151,14 +151,14 @@ pub struct RecipeSettings {
     /// Parts of recipe nvfp4 to leave out, separated by commas
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     pub nvfp4_without: Vec<Nvfp4Part>,
-    /// Number of blocks at the end of the model whose linear layers are not quantized
+    /// Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized
     #[arg(long, value_name = "N")]
     pub bf16_last_blocks: usize,
     /// Share of the run that trains without quantization before the recipe starts
     #[arg(long, value_name = "SHARE", alias = "quantise-from")]
     pub quantize_from: f64,
-    /// Damped finish: over this last share of the run, freeze one block after another on its NVFP4 codes, so that the
-    /// exported model is as good as the master weights
+    /// Damped finish: over this last share of the run, round one block (transformer layer) after another to NVFP4 and stop
+    /// training it; the other blocks adapt, so that the export loses less
     #[arg(long, value_name = "SHARE")]
     pub damped_finish: f64,
     /// Scale levels of NVFP4 weights

@@ -44,7 +44,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         Ok(value)
     }
 
-    /// Walks over the tensors of a model that `grads` belong to.
+    /// Makes a walk over the tensors of a model that `grads` belong to.
     pub fn walk<AB>(&mut self, grads: GradientsParams) -> Walk<'_, AB>
     where
         AB: TrainingBackend<InnerBackend = B>,

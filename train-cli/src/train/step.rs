@@ -33,7 +33,7 @@ pub struct Stepper<B: Nvfp4Kernels> {
     pub optimizer: ChunkedAdamw<B>,
     /// Random seed of the stochastic rounding in the backward.
     pub seed: u64,
-    /// Micro-batches in a full step. They number the micro-batches of a run, which seeds their rounding.
+    /// Micro-batches in a full step. With it each micro-batch of a run gets a number, which seeds its rounding.
     pub accumulation: usize,
 }
 

@@ -4,6 +4,7 @@
 use crate::{
     CliError,
     data::order::{MicroBatch, Order},
+    device,
     interrupt::Interruption,
     memory::pool::Pool,
     memory::vram::VramReport,
@@ -168,6 +169,7 @@ pub fn train<AB: TrainingBackend>(
         // If the pool has just been trimmed, the step may have needed less than was held.
         let exceeded = run.memory_limit.filter(|limit| held > *limit && !trimmed);
         let stops = exceeded.is_some() || interrupted.is_some();
+        device::check()?;
         let saved = run.between.maybe_save(inner.model(), &run.stepper, step, stops)?;
         if evaluates {
             // Evaluation, samples and a checkpoint leave freed buffers of other sizes behind.
@@ -215,7 +217,10 @@ impl<B: Nvfp4Kernels> Run<B> {
         if let Some(reason) = self.guard.leaves_out(step) {
             return Ok(Guarded::LeftOut(reason));
         }
-        match self.stepper.step(net, batches, step, lr, &mut self.vram) {
+        let stepped = self.stepper.step(net, batches, step, lr, &mut self.vram);
+        // What a device computes after a failure is no reason to leave a step out, nor to save it.
+        device::check()?;
+        match stepped {
             Ok(stepped) => Ok(Guarded::Made(stepped)),
             Err(CliError::Diverged { step, what, value, updated, hint }) => {
                 let reason = format!("the {what} is {value}");
@@ -228,7 +233,7 @@ impl<B: Nvfp4Kernels> Run<B> {
         }
     }
 
-    /// Brings the model to the recipe of step `step`, counted from 0, and freezes the blocks that freeze with it.
+    /// Brings the model to the recipe of step `step`, counted from 0, and freezes the blocks that freeze from this step on.
     /// Returns the number of frozen blocks.
     fn prepare<AB: TrainingBackend<InnerBackend = B>>(&mut self, net: &mut Trainee<AB>, step: usize) -> usize {
         let recipe = if step < self.quantize_from { Recipe::Bf16 } else { self.recipe };
