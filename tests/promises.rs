@@ -20,6 +20,7 @@ mod generation;
 mod gradients;
 mod guard;
 mod hostile;
+mod kills;
 mod loading;
 mod optimizer;
 mod parity;
