@@ -10,8 +10,10 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
-
-use std::sync::OnceLock;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    sync::OnceLock,
+};
 
 /// Work that runs on any backend.
 pub trait Job {
@@ -80,10 +82,10 @@ fn on_cube<R: CubeRuntime, J: Job>(
         return Err(unsupported(name, precision, "the device does not have this type; use --compute-dtype f32"));
     }
     report::chosen_device(name, precision);
-    let result = job.run::<B<R>>(device, precision);
-    // A failed device is the cause of whatever error followed, and makes a result that seems good worthless.
+    let result = catch_unwind(AssertUnwindSafe(|| job.run::<B<R>>(device, precision)));
+    // A failed device is the cause of whatever error or panic followed, and makes a result that seems good worthless.
     check()?;
-    result
+    result.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 fn unsupported(device: &str, precision: Precision, reason: &str) -> CliError {
@@ -97,7 +99,7 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let open = || R::client(device).memory_usage().map(|_| ()).map_err(|e| format!("{e:?}"));
-    let opened = std::panic::catch_unwind(std::panic::AssertUnwindSafe(open));
+    let opened = catch_unwind(AssertUnwindSafe(open));
     std::panic::set_hook(hook);
     match opened {
         Ok(Ok(())) => Ok(()),
@@ -112,16 +114,22 @@ fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
 /// # Errors
 /// If a device has failed.
 pub fn check() -> Result<(), CliError> {
-    match FAILURE.get() {
-        None => Ok(()),
-        Some(reason) if reason.to_ascii_lowercase().contains("memory") => Err(CliError::OutOfMemory(reason.clone())),
-        Some(reason) => Err(CliError::Device { device: "of this run".into(), reason: reason.clone() }),
+    FAILURE.get().map_or(Ok(()), |reason| Err(failure(reason)))
+}
+
+/// What a panic on a thread of CubeCL means.
+fn failure(reason: &str) -> CliError {
+    let lower = reason.to_ascii_lowercase();
+    if ["memory", "allocate"].iter().any(|word| lower.contains(word)) {
+        return CliError::OutOfMemory(reason.to_owned());
     }
+    CliError::Device { device: "of this run".into(), reason: reason.to_owned() }
 }
 
 static FAILURE: OnceLock<String> = OnceLock::new();
 
-/// Keeps the message of a panic on a thread of CubeCL for [`check`]; every other panic is printed as always.
+/// Keeps the message of a panic on a thread of CubeCL for [`check`], and is silent about the panics that follow from it.
+/// Every other panic is printed as always.
 fn watch_devices() {
     let printed = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -131,7 +139,7 @@ fn watch_devices() {
             let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
             // Later ones follow from the first.
             let _ = FAILURE.set(text.to_owned());
-        } else {
+        } else if FAILURE.get().is_none() {
             printed(panic);
         }
     }));
@@ -150,4 +158,19 @@ pub fn configure() {
     config.streaming.max_streams = 1;
     config.compilation.cache = kernel_cache::directory().map(CacheConfig::File);
     CubeClRuntimeConfig::set(config);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_cubecl_get_their_exit_codes() {
+        // As they were seen on an H200 and an H100.
+        let full = "called `Result::unwrap()` on an `Err` value: can't allocate buffer of size: 41943040";
+        for (reason, code) in [(full, 4), ("Memory page 0 doesn't exist", 4), ("an illegal address was encountered", 7)]
+        {
+            assert_eq!(failure(reason).exit_code(), code, "{reason}");
+        }
+    }
 }
