@@ -29,20 +29,28 @@ CRATES = ["kernels-cubecl", "backend-nvfp4", "model-qwen3", "train-cli"]
 EXCLUDED = re.compile(r"/bench|/once\.rs|/main\.rs|cuda_source\.rs|/commands/bench\.rs")
 # Tests that should see a mutant of a file, the likeliest first. Every other test follows.
 LIKELY = [
-    (r"kernels-cubecl/src/(gemm|gemv|mma|attention|decode_attention|block_scaled)", "emulated compile_cuda"),
+    (r"kernels-cubecl/src/decode_attention", "emulated::attention cache random_cases"),
+    (r"kernels-cubecl/src/attention", "emulated::attention blocks random_cases"),
+    (r"kernels-cubecl/src/gemm", "emulated::gemm random_products compile_cuda"),
+    (r"kernels-cubecl/src/(gemv|block_scaled|mma)", "emulated random_products compile_cuda"),
+    (r"kernels-cubecl/src/cuda_source", "emulated compile_cuda"),
     (r"kernels-cubecl/src/(quantize|codec|layout|hadamard|rng|dequantize)", "quantizer codec recipe random_cases"),
     (r"kernels-cubecl/src/(adamw|gradient)", "optimizer random_cases"),
     (r"kernels-cubecl/", "random_cases blocks products quantizer optimizer"),
-    (r"backend-nvfp4/src/(optim|reference/optim)", "optimizer"),
-    (r"backend-nvfp4/src/reference", "quantizer codec optimizer recipe products"),
+    (r"backend-nvfp4/src/(optim|reference/(adamw|moments))", "optimizer"),
+    (r"backend-nvfp4/src/reference", "quantizer codec recipe products optimizer random_cases"),
     (r"backend-nvfp4/", "recipe blocks gradients products quantizer optimizer random_cases cache"),
     (r"model-qwen3/src/(tokenizer|chat_template)", "text generation"),
-    (r"model-qwen3/src/(dat|checkpoint|safetensors|convert)", "hostile formats loading cache"),
+    (r"model-qwen3/src/(dat|checkpoint|safetensors|convert|bytes|write|file)", "hostile formats loading cache"),
     (r"model-qwen3/", "generation loading formats cache parity hostile"),
     (r"train-cli/src/data", "data_options cli training"),
     (r"train-cli/src/(plan|args|settings|error|report)", "cli training"),
-    (r"train-cli/src/train", "streaming training data_options parity"),
-    (r"train-cli/src/(memory|run)", "training"),
+    (r"train-cli/src/commands/generate", "generation text cli"),
+    (r"train-cli/src/commands/parity", "parity loading"),
+    (r"train-cli/src/commands/(inspect|export)", "formats loading data_options cli"),
+    (r"train-cli/src/durable", "reliability training formats"),
+    (r"train-cli/src/train", "streaming training data_options guard"),
+    (r"train-cli/src/(memory|run)", "training reliability guard"),
     (r"train-cli/", "cli training formats generation loading parity"),
 ]
 # What the copy does without, so that it builds in half the time: the program on GPUs, and kernel tests on CUDA.
@@ -267,9 +275,11 @@ def judge(root, programs, key, mutant, limit, everything, known):
     """The first tests that fail with the mutant and pass without it."""
     promises = programs["tests", "promises"]
     likely = next(names for pattern, names in LIKELY if re.search(pattern, mutant["file"])).split()
-    rest = [word for name in likely for word in ("--skip", f"{name}::")]
+    # A name with colons is the beginning of a test's, else that of a file.
+    likely = [name if "::" in name else f"{name}::" for name in likely]
+    rest = [word for name in likely for word in ("--skip", name)]
     plan = [(path, [], limit) for (crate, _), path in programs.items() if crate == mutant["package"]]
-    plan += [(promises, [f"{name}::"], limit) for name in likely]
+    plan += [(promises, [name], limit) for name in likely]
     plan += [(promises, rest, 6 * limit)] if everything else []
     for binary, filters, most in plan:
         if failed := run(binary, filters, key, root, most):
