@@ -46,7 +46,7 @@ fn cases() -> Vec<Case> {
         (fit(&["-d", "m/demo.tsv", "-c", "settings.toml"]), 2, "unknown setting `learning_rat`"),
         (fit(&["-d", "m/demo.tsv", "-c", "types.toml"]), 2, "batch_size = \"two\""),
         (fit(&["-d", "m/demo.tsv", "-c", "none.toml"]), 2, "none.toml"),
-        (fit(&["-d", "m/demo.tsv", "--learning-rate", "nan"]), 2, "--learning-rate: the number must be finite"),
+        (fit(&["-d", "m/demo.tsv", "--learning-rate", "nan"]), 2, "--learning-rate nan: the number must be finite"),
         (fit(&["-d", "m/demo.tsv", "--memory-limit", "20"]), 2, "the unit is missing; write 20GiB or 20000MiB"),
         (fit(&["-d", "m/demo.tsv", "--optimizer-state-mode", "nvfp4"]), 2, "possible values: f32, int8, bf16, int4"),
         (fit(&[]), 2, "no training data"),
@@ -57,7 +57,7 @@ fn cases() -> Vec<Case> {
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
         (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),
-        (fit(&["-d", "empty-target.tsv"]), 3, "empty-target.tsv:1: prompt or target is empty"),
+        (fit(&["-d", "empty-target.tsv"]), 3, "empty-target.tsv:1: prompt or answer is empty"),
         (fit(&["-d", "empty.tsv"]), 3, "empty.tsv: no rows in it"),
         (fit(&["-d", "bad.jsonl"]), 3, "bad.jsonl:1: no assistant message"),
         (fit(&["-d", "broken.jsonl"]), 3, "broken.jsonl:1: not JSON"),

@@ -1,7 +1,7 @@
 //! The command line is frozen: every flag, its other names, its heading and its default are in a golden file, so that
 //! a change of any of them is seen. `UPDATE_GOLDEN=1` writes the file anew.
 
-use crate::support::golden;
+use crate::support::{files::run, golden};
 use clap::{Arg, CommandFactory, FromArgMatches};
 use train_cli::{args::Cli, settings::Settings};
 
@@ -91,5 +91,51 @@ fn every_help_text_is_there() {
         for arg in command.get_arguments() {
             assert!(arg.get_help().is_some(), "{} {} has no help", command.get_name(), arg.get_id());
         }
+    }
+}
+
+/// A wrong value of any flag ends the program with exit code 2 before it writes anything, and the message names the flag.
+#[test]
+fn every_flag_refuses_a_wrong_value_by_its_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tried = 0;
+    for command in Cli::command().get_subcommands_mut() {
+        command.build();
+        let name = command.get_name().to_owned();
+        for arg in command.get_arguments().filter(|arg| arg.get_action().takes_values()) {
+            let Some(long) = arg.get_long() else { continue };
+            let flag = format!("--{long}");
+            for value in wrong_values(arg) {
+                let out = run(dir.path(), &[&name, &format!("{flag}={value}")]);
+                let stderr = String::from_utf8_lossy(&out.stderr);
+                assert_eq!(out.status.code(), Some(2), "{name} {flag}={value}: {stderr}");
+                let said = stderr.contains(&flag) && stderr.contains(value) && !stderr.contains("panicked");
+                assert!(said, "{name} {flag}={value}: {stderr}");
+                tried += 1;
+            }
+        }
+        // So does a flag that is not there, a command line that lacks what it needs, and one with too much.
+        for args in
+            [&[name.as_str(), "--no-such-flag"][..], &[name.as_str(), "--device"], &[name.as_str(), "a", "b", "c"]]
+        {
+            let out = run(dir.path(), args);
+            assert_eq!(out.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+            tried += 1;
+        }
+    }
+    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+    assert!(left.is_empty(), "{left:?} was written");
+    assert!(tried >= 100, "only {tried} command lines");
+}
+
+/// Values that no flag of this kind takes.
+fn wrong_values(arg: &Arg) -> &'static [&'static str] {
+    if !arg.get_possible_values().is_empty() {
+        return &["nonsense"];
+    }
+    match arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str()) {
+        "N" | "SHARE" | "RATE" | "NORM" | "VALUE" | "P" | "FACTOR" | "TFLOPS" => &["many", "-1", "1e999"],
+        "DEVICE" => &["gpu", "cuda:x"],
+        _ => &[],
     }
 }

@@ -57,7 +57,11 @@ impl Layer {
         let typed = |key: &str| matches.value_source(key) == Some(ValueSource::CommandLine);
         let table: Map<String, Value> = all.into_iter().filter(|(key, _)| typed(key)).collect();
         match table.iter().find(|(_, value)| !is_finite(value)) {
-            Some((key, _)) => Err(refused(format!("{}: the number must be finite", flag(key)))),
+            Some((key, _)) => {
+                let typed = matches.get_raw(key).into_iter().flatten().map(|text| text.to_string_lossy());
+                let typed = typed.collect::<Vec<_>>().join(",");
+                Err(refused(format!("{} {typed}: the number must be finite", flag(key))))
+            }
             None => Ok(Self(table)),
         }
     }

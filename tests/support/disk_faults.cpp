@@ -1,0 +1,138 @@
+// Makes disk operations of a program fail, by LD_PRELOAD. Every operation that changes something below the folder FAULT_ROOT
+// is counted. Operation number FAULT_AT fails with FAULT_ERRNO; with FAULT_FOR_GOOD every later one does too. At its end the
+// program writes the number of operations to the file FAULT_COUNT.
+
+#include <atomic>
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+namespace {
+
+std::atomic<long> operations{0};
+// Which file descriptors belong to files below the root.
+std::atomic<bool> watched[1 << 16];
+
+const char* text(const char* name) {
+    const char* value = getenv(name);
+    return value ? value : "";
+}
+
+long number(const char* name) { return atol(text(name)); }
+
+// A relative path is below the root, where the program runs.
+bool below(const char* path) {
+    static const char* root = text("FAULT_ROOT");
+    return path && (path[0] != '/' || (root[0] && strncmp(path, root, strlen(root)) == 0));
+}
+
+bool fails() {
+    static const long at = number("FAULT_AT");
+    static const bool for_good = number("FAULT_FOR_GOOD") != 0;
+    static const int error = static_cast<int>(number("FAULT_ERRNO"));
+    const long now = ++operations;
+    if (at > 0 && (for_good ? now >= at : now == at)) {
+        errno = error;
+        return true;
+    }
+    return false;
+}
+
+bool fails_on(int fd) { return fd >= 0 && fd < (1 << 16) && watched[fd] && fails(); }
+
+template <class F> F real(const char* name) { return reinterpret_cast<F>(dlsym(RTLD_NEXT, name)); }
+
+int opened(const char* name, int at, const char* path, int flags, mode_t mode) {
+    const bool ours = below(path);
+    if (ours && (flags & (O_WRONLY | O_RDWR | O_CREAT)) && fails()) return -1;
+    static auto call = real<int (*)(int, const char*, int, ...)>("openat64");
+    (void)name;
+    const int fd = call(at, path, flags, mode);
+    if (fd >= 0 && fd < (1 << 16)) watched[fd] = ours;
+    return fd;
+}
+
+__attribute__((destructor)) void report() {
+    const char* file = text("FAULT_COUNT");
+    if (!file[0]) return;
+    char line[32];
+    const int length = snprintf(line, sizeof line, "%ld\n", operations.load());
+    const int fd = real<int (*)(const char*, int, ...)>("open64")(file, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    if (real<ssize_t (*)(int, const void*, size_t)>("write")(fd, line, static_cast<size_t>(length)) < 0) abort();
+}
+
+mode_t mode_of(int flags, va_list arguments) {
+    return (flags & (O_CREAT | O_TMPFILE)) ? static_cast<mode_t>(va_arg(arguments, int)) : 0;
+}
+
+} // namespace
+
+#define OPEN(NAME)                                                                                                       \
+    int NAME(const char* path, int flags, ...) {                                                                         \
+        va_list arguments;                                                                                               \
+        va_start(arguments, flags);                                                                                      \
+        const mode_t mode = mode_of(flags, arguments);                                                                   \
+        va_end(arguments);                                                                                               \
+        return opened(#NAME, AT_FDCWD, path, flags, mode);                                                               \
+    }
+
+#define OPENAT(NAME)                                                                                                     \
+    int NAME(int at, const char* path, int flags, ...) {                                                                 \
+        va_list arguments;                                                                                               \
+        va_start(arguments, flags);                                                                                      \
+        const mode_t mode = mode_of(flags, arguments);                                                                   \
+        va_end(arguments);                                                                                               \
+        return opened(#NAME, at, path, flags, mode);                                                                     \
+    }
+
+#define ON_FD(RESULT, NAME, PARAMETERS, ARGUMENTS)                                                                       \
+    RESULT NAME PARAMETERS {                                                                                             \
+        if (fails_on(fd)) return -1;                                                                                     \
+        static auto call = real<RESULT(*) PARAMETERS>(#NAME);                                                            \
+        return call ARGUMENTS;                                                                                           \
+    }
+
+#define ON_PATH(NAME, PARAMETERS, ARGUMENTS)                                                                             \
+    int NAME PARAMETERS {                                                                                                \
+        if (below(path) && fails()) return -1;                                                                           \
+        static auto call = real<int(*) PARAMETERS>(#NAME);                                                               \
+        return call ARGUMENTS;                                                                                           \
+    }
+
+extern "C" {
+OPEN(open)
+OPEN(open64)
+OPENAT(openat)
+OPENAT(openat64)
+ON_FD(ssize_t, write, (int fd, const void* data, size_t size), (fd, data, size))
+ON_FD(ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), (fd, data, size, at))
+ON_FD(ssize_t, writev, (int fd, const struct iovec* data, int count), (fd, data, count))
+ON_FD(int, fsync, (int fd), (fd))
+ON_FD(int, fdatasync, (int fd), (fd))
+ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size))
+ON_PATH(mkdir, (const char* path, mode_t mode), (path, mode))
+ON_PATH(rmdir, (const char* path), (path))
+ON_PATH(unlink, (const char* path), (path))
+ON_PATH(unlinkat, (int at, const char* path, int flags), (at, path, flags))
+ON_PATH(rename, (const char* path, const char* to), (path, to))
+
+ssize_t copy_file_range(int in, off64_t* from, int fd, off64_t* to, size_t size, unsigned flags) {
+    if (fails_on(fd)) return -1;
+    static auto call = real<ssize_t (*)(int, off64_t*, int, off64_t*, size_t, unsigned)>("copy_file_range");
+    return call(in, from, fd, to, size, flags);
+}
+
+int close(int fd) {
+    if (fd >= 0 && fd < (1 << 16)) watched[fd] = false;
+    static auto call = real<int (*)(int)>("close");
+    return call(fd);
+}
+}
