@@ -1,10 +1,9 @@
 //! Gradients of linear layers are slopes where the layer is smooth, and layers that share activations have the gradients
 //! that each has alone. `recipe.rs` has the formulas of every recipe.
 
-use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, relative, supports};
+use crate::support::{Cpu, Cube, RECIPES, Random, host, matrix, on_gpu, relative, supports};
 use backend_nvfp4::{
-    Activations, Layer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Operand, Precision, Recipe,
-    Scaling,
+    Activations, Layer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Operand, Precision, Recipe, Scaling,
 };
 use burn::{
     backend::Autodiff,
@@ -91,8 +90,7 @@ fn sharing<B: Nvfp4Kernels>(device: B::Device) {
     let mut random = Random::new(41);
     let (x, dys) = (random.normals(M * K, 1.0), ROWS.map(|n| random.normals(M * n, 1.0)));
     let weights = ROWS.map(|n| random.normals(n * K, 0.1));
-    let recipes = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];
-    for recipe in recipes {
+    for recipe in RECIPES {
         for precision in [Precision::F32, Precision::Bf16] {
             if !supports::<B>(&device, precision.dtype()) {
                 continue;

@@ -21,7 +21,7 @@ fn step(t: i32, lr: f32, seed: u64) -> AdamwStep {
         weight_decay: 0.1,
         bias1: 1.0 - 0.9f32.powi(t),
         bias2: 1.0 - 0.95f32.powi(t),
-        grad_scale: 0.7,
+        clip_factor: 0.7,
         stream: Stream { seed, step: t as u32, stream: 7 },
     }
 }
@@ -88,7 +88,7 @@ fn by_the_formula(run: &Run<'_>, master: MasterKind, state: StateKind) -> Vec<f6
         let [lr, beta1, beta2, eps, decay, bias1, bias2] =
             [s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.bias1, s.bias2].map(f64::from);
         for (i, g) in grad.iter().enumerate() {
-            let g = f64::from(*g) * f64::from(s.grad_scale);
+            let g = f64::from(*g) * f64::from(s.clip_factor);
             m[i] = beta1 * m[i] + (1.0 - beta1) * g;
             v[i] = beta2 * v[i] + (1.0 - beta2) * g * g;
             let update = m[i] / bias1 / ((v[i] / bias2).sqrt() + eps);

@@ -1,7 +1,9 @@
 //! Products with packed operands are those of f64, on each backend, in each tile and by each plan of the kernels.
 
 use crate::support::{Cpu, Cube, Feature, Random, host, lacks, matrix, on_gpu, relative};
-use backend_nvfp4::{Block, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling};
+use backend_nvfp4::{
+    BlockShape, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling,
+};
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
@@ -36,7 +38,7 @@ fn random_shapes<B: Nvfp4Kernels>(device: B::Device) {
         let n = 1 + random.below(150);
         let k = 16 * (1 + random.below(12));
         let scaling = if case % 2 == 0 { Scaling::Two } else { Scaling::Single };
-        let spec = QuantizeSpec { scaling, block: Block::Row, rounding: Rounding::Nearest };
+        let spec = QuantizeSpec { scaling, block: BlockShape::Row, rounding: Rounding::Nearest };
         let std = 10f32.powi(random.below(5) as i32 - 3);
         let (x, w) = (random.normals(m * k, 1.0), random.normals(n * k, std));
         let dy = random.normals(m * n, 0.1);
@@ -79,7 +81,7 @@ fn few_rows<R: CubeRuntime>() {
             return lacks(Feature::TensorCores);
         }
         for (n, k) in [(40, 256), (40, 1536), (2557, 768), (300, 9728), (8450, 2560)] {
-            let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+            let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
             let w = random.normals(n * k, 0.1);
             let w = Nvfp4Tensor::quantize(matrix::<Cube<R>>(&w, n, k, &device), spec);
             let values = host(w.dequantize(DType::F32));
@@ -111,7 +113,7 @@ fn plans<R: CubeRuntime>() {
         return lacks(Feature::TensorCores);
     }
     let mut random = Random::new(31);
-    let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+    let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
     let arg = |x: &CubeTensor<R>| x.clone().into_array_arg();
     let mut tried = 0;
     for (n, k, m) in [(333, 4864, 1), (333, 4864, 3), (150, 2560, 12), (333, 9728, 7), (333, 4864, 12)] {
@@ -245,7 +247,7 @@ fn several<B: Nvfp4Kernels>(device: B::Device) {
             let values = if zero { vec![0.0; rows * cols] } else { random.normals(rows * cols, 0.3) };
             let x = matrix::<B>(&values, rows, cols, &device);
             if packed {
-                let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+                let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
                 let x = Nvfp4Tensor::quantize(x, spec);
                 (host(x.dequantize(DType::F32)), Operand::Packed(x.primitive()))
             } else {

@@ -7,7 +7,7 @@ use crate::support::{
     supports,
 };
 use backend_nvfp4::{
-    Block, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Packed, Precision, QuantizeSpec, Recipe, Rounding,
+    BlockShape, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Packed, Precision, QuantizeSpec, Recipe, Rounding,
     Scaling, Stream, View, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
@@ -55,9 +55,9 @@ fn the_reference_gives_the_bytes_of_transformer_engine_and_torchao() {
             }
             compared[slot] += 1;
         };
-        same("te", &x, Scaling::Two, Block::Row, 0);
-        same("te2d", &x, Scaling::Two, Block::Square, 1);
-        same("torchao1", &x, Scaling::Single, Block::Row, 2);
+        same("te", &x, Scaling::Two, BlockShape::Row, 0);
+        same("te2d", &x, Scaling::Two, BlockShape::Square, 1);
+        same("torchao1", &x, Scaling::Single, BlockShape::Row, 2);
         if file.tensor(&format!("{name}.rht.input")).is_ok() {
             let rotated = reference::hadamard(&x, kernels_cubecl::hadamard::SIGNS);
             let expected = floats(&file, &format!("{name}.rht.input"));
@@ -66,7 +66,7 @@ fn the_reference_gives_the_bytes_of_transformer_engine_and_torchao() {
                 assert!((a - b).abs() <= 1e-6 * largest, "{name}: rotated {a}, expected {b}");
             }
             let rotated: Vec<f32> = rotated.iter().map(|v| bf16::from_f32(*v).to_f32()).collect();
-            same("te_rht", &rotated, Scaling::Two, Block::Row, 3);
+            same("te_rht", &rotated, Scaling::Two, BlockShape::Row, 3);
         }
     }
     assert!(compared.iter().all(|&n| n >= 15), "cases compared: {compared:?}");
@@ -93,7 +93,7 @@ const STREAM: Stream = Stream { seed: 0x1234_5678_9ABC_DEF0, step: 7, stream: 3 
 
 /// The bytes that the specification gives.
 fn specified(x: &[f32], rows: usize, cols: usize, q: QuantizeSpec) -> Packed {
-    let (two_level, square) = (q.scaling == Scaling::Two, q.block == Block::Square);
+    let (two_level, square) = (q.scaling == Scaling::Two, q.block == BlockShape::Square);
     packed(&match q.rounding {
         Rounding::Nearest => spec::quantize(x, rows, cols, two_level, square, nearest),
         Rounding::Stochastic(stream) => spec::quantize(x, rows, cols, two_level, square, stochastic(stream)),
@@ -114,13 +114,13 @@ fn quantizes_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     let all_bf16: Vec<f32> = (0..65_536u32).map(|b| f32::from_bits(b << 16)).filter(|x| x.is_finite()).collect();
     cases.push(("all bf16".into(), all_bf16.len() / 16, 16, all_bf16));
     let specs = [Scaling::Single, Scaling::Two].into_iter().flat_map(|scaling| {
-        [Block::Row, Block::Square].into_iter().flat_map(move |block| {
+        [BlockShape::Row, BlockShape::Square].into_iter().flat_map(move |block| {
             [NEAREST, Rounding::Stochastic(STREAM)].map(|rounding| QuantizeSpec { scaling, block, rounding })
         })
     });
     for (spec, (name, rows, cols, x)) in specs.flat_map(|spec| cases.iter().map(move |case| (spec, case))) {
         let (rows, cols) = (*rows, *cols);
-        if spec.block == Block::Square && rows % 16 != 0 {
+        if spec.block == BlockShape::Square && rows % 16 != 0 {
             continue;
         }
         let expected = specified(x, rows, cols, spec);
@@ -173,7 +173,7 @@ fn across_as_specified<B: Nvfp4Kernels>(device: B::Device) {
     for (rows, cols) in [(48, 40), (16, 1), (160, 33), (64, 256), (144, 200)] {
         let x = short_values(&mut random, rows * cols);
         for (rotated, rounding) in across_cases() {
-            let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
+            let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding };
             let expected = specified_across(&x, rows, cols, spec, rotated);
             let ours = quantized_across::<B>(matrix(&x, rows, cols, &device), spec, rotated);
             assert_eq!(ours, expected, "{rows}x{cols}, rotated {rotated}, {rounding:?}");
@@ -207,7 +207,7 @@ fn across_in_16_bits<R: CubeRuntime>() {
                 if !rotated {
                     x[rows * cols / 2] = f32::NAN;
                 }
-                let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding };
+                let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding };
                 let expected = specified_across(&x, rows, cols, spec, rotated);
                 let x = matrix::<Cube<R>>(&x, rows, cols, &device).cast(dtype);
                 let ours = quantized_across::<Cube<R>>(x, spec, rotated);
@@ -285,7 +285,7 @@ fn stochastic_rounding_has_no_bias() {
     for (target, low, high) in [(0.1f32, 0.0, 0.5), (1.3, 1.0, 1.5), (2.9, 2.0, 3.0), (5.5, 4.0, 6.0)] {
         let x: Vec<f32> = (0..rows * 16).map(|i| if i % 16 == 0 { 6.0 } else { target }).collect();
         let rounding = Rounding::Stochastic(Stream { seed: 99, step: 1, stream: 2 });
-        let spec = QuantizeSpec { scaling: Scaling::Single, block: Block::Row, rounding };
+        let spec = QuantizeSpec { scaling: Scaling::Single, block: BlockShape::Row, rounding };
         let q = reference::quantize(&x, View::row_major(rows, 16), spec);
         let values = reference::dequantize(&q, rows, 16);
         let drawn: Vec<f64> =

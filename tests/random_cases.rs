@@ -9,8 +9,8 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, supports};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, Block, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Tensor, Precision, Product, QuantizeSpec,
-    Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
+    AdamwState, AdamwStep, BlockShape, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Tensor, Precision, Product,
+    QuantizeSpec, Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
 };
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, ops::FloatTensor};
 use burn_cubecl::CubeRuntime;
@@ -161,7 +161,7 @@ fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Dev
     let stream = Stream { seed: case, step: 3, stream: 9 };
     let spec = |r: &mut Random, rows: usize| QuantizeSpec {
         scaling: if r.below(3) == 0 { Scaling::Single } else { Scaling::Two },
-        block: if rows.is_multiple_of(16) && r.below(2) == 0 { Block::Square } else { Block::Row },
+        block: if rows.is_multiple_of(16) && r.below(2) == 0 { BlockShape::Square } else { BlockShape::Row },
         rounding: if r.below(2) == 0 { Rounding::Nearest } else { Rounding::Stochastic(stream) },
     };
     let bytes = |q: Nvfp4Tensor<B>| {
@@ -183,7 +183,7 @@ fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Dev
         }
         Kind::Across => {
             let (rows, cols) = (16 * (1 + r.below(4)), 1 + r.below(40));
-            let (spec, rotated) = (QuantizeSpec { block: Block::Row, ..spec(r, 1) }, r.below(2) == 0);
+            let (spec, rotated) = (QuantizeSpec { block: BlockShape::Row, ..spec(r, 1) }, r.below(2) == 0);
             // Rotated sums of extreme values may differ by a bit, and then in a code: they are left to the plain cases.
             let short = types.rounded != DType::F32;
             let x = if rotated && !short { r.normals(rows * cols, 0.1) } else { values(r, rows * cols) };
@@ -200,7 +200,7 @@ fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Dev
         Kind::DensePacked | Kind::PackedPacked => {
             let (m, n, k) = (1 + r.below(40), 1 + r.below(40), 16 * (1 + r.below(6)));
             let rounding = Rounding::Nearest;
-            let spec = QuantizeSpec { scaling: spec(r, 1).scaling, block: Block::Row, rounding };
+            let spec = QuantizeSpec { scaling: spec(r, 1).scaling, block: BlockShape::Row, rounding };
             let (x, w, dy) = (values(r, m * k), values(r, n * k), values(r, m * n));
             let x = put(&x, m, k);
             let (xq, wq) = (B::nvfp4_quantize(x.clone(), spec), B::nvfp4_quantize(put(&w, n, k), spec));
@@ -269,7 +269,7 @@ fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Dev
                 weight_decay: 0.1,
                 bias1: 0.1,
                 bias2: 0.01,
-                grad_scale: 0.5,
+                clip_factor: 0.5,
                 stream,
             };
             let (w, _) = B::adamw(w, form, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));

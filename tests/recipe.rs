@@ -43,7 +43,10 @@ type Results = [Vec<f64>; 3];
 fn expected(inputs: &Inputs, spec: LinearSpec) -> Results {
     let Inputs { x, w, dy } = inputs;
     let two_level = spec.scaling == Scaling::Two;
-    let square = matches!(spec.recipe, Recipe::Nvfp4(parts) if parts.square_blocks);
+    let square = match spec.recipe {
+        Recipe::Bf16 | Recipe::W4 | Recipe::W4a4 => false,
+        Recipe::Nvfp4(parts) => parts.square_blocks,
+    };
     let quantized_w = quantize(w, N, K, two_level, square, nearest).values();
     let quantized_x = quantize(x, M, K, true, false, nearest).values();
     let (used_x, used_w) = match spec.recipe {
@@ -53,10 +56,13 @@ fn expected(inputs: &Inputs, spec: LinearSpec) -> Results {
     };
     let y = product(&used_x, &used_w, [M, N, K]);
     let columns_of_w = transposed(&used_w, N, K);
-    let Recipe::Nvfp4(parts) = spec.recipe else {
-        let dx = product(&wide(dy), &columns_of_w, [M, K, N]);
-        let dw = product(&transposed(&wide(dy), M, N), &transposed(&used_x, M, K), [N, K, M]);
-        return [y, dx, dw];
+    let parts = match spec.recipe {
+        Recipe::Bf16 | Recipe::W4 | Recipe::W4a4 => {
+            let dx = product(&wide(dy), &columns_of_w, [M, K, N]);
+            let dw = product(&transposed(&wide(dy), M, N), &transposed(&used_x, M, K), [N, K, M]);
+            return [y, dx, dw];
+        }
+        Recipe::Nvfp4(parts) => parts,
     };
 
     let gradient = |values: &[f32], rows: usize, cols: usize, stream: Stream| {

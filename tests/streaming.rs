@@ -3,7 +3,7 @@
 //! same sums, and a failed step leaves a usable model.
 
 use crate::support::{
-    Cpu, Cube,
+    Cpu, Cube, RECIPES,
     files::{F32, demo_file},
     host, on_gpu,
 };
@@ -38,8 +38,6 @@ use train_cli::{
     train::pass::Pass,
     train::step::{Stepped, Stepper, forward_backward},
 };
-
-const RECIPES: [Recipe; 4] = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];
 
 fn config(tied: bool) -> Qwen3Config {
     let text = std::fs::read_to_string(demo_file("config.json")).unwrap();
@@ -320,7 +318,7 @@ fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Named, Vec<f64>) {
         let ids = fields(net.model()).into_iter().map(|(_, field)| field.id().unwrap());
         let grads = ids.flat_map(|id| flat::<Cpu>(pass.gathered.get(id).unwrap()));
         norms.push(grads.map(|g| f64::from(g).powi(2)).sum::<f64>().sqrt());
-        pass.fate = Fate::Apply { rate: Rate { lr: LR, grad_scale: scale(&norms) }, measured: true };
+        pass.fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: scale(&norms) }, measured: true };
         net.update(|model| pass.walk(GradientsParams::new()).model(model));
     }
     (values(&net), norms)

@@ -14,6 +14,7 @@
 
 mod attention;
 mod autodiff;
+mod burn_ops;
 mod cube;
 mod error;
 mod kernels;
@@ -22,7 +23,6 @@ mod ndarray;
 pub mod ops;
 mod optim;
 mod packed;
-mod portable;
 mod primitive;
 mod recipe;
 pub mod reference;
@@ -34,10 +34,10 @@ pub use autodiff::TrainingBackend;
 pub use error::Nvfp4Error;
 pub use kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention};
 pub use kernels_cubecl::{
-    adamw::{AdamwStep, Master},
+    adamw::{AdamwStep, Master, STATE_BLOCK},
     bench, layout,
     matmul::Product,
-    quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
 pub use linear::{Nvfp4Linear, PackedMaster, linears};

@@ -3,12 +3,12 @@
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
+    burn_ops,
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, Layer, Nvfp4Backend},
     optim::{AdamwState, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
-    portable,
     recipe::{LinearSpec, Precision},
     reference,
     services::{DeviceServices, MemoryUse},
@@ -47,15 +47,15 @@ impl Nvfp4Backend for NdArray {
             Some(added) => Self::float_add(x, added),
             None => x,
         };
-        (h.clone(), Activations::quantized(portable::rms_norm::<Self>(h, w, eps), spec))
+        (h.clone(), Activations::quantized(burn_ops::rms_norm::<Self>(h, w, eps), spec))
     }
 
     fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
-        portable::norm_rope::<Self>(x, w, rotary, eps)
+        burn_ops::norm_rope::<Self>(x, w, rotary, eps)
     }
 
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
-        Activations::quantized(portable::swiglu::<Self>(gate, up), spec)
+        Activations::quantized(burn_ops::swiglu::<Self>(gate, up), spec)
     }
 
     fn causal_attention(
@@ -65,7 +65,7 @@ impl Nvfp4Backend for NdArray {
         docs: &Documents<Self>,
         spec: AttentionSpec,
     ) -> FloatTensor<Self> {
-        portable::attention::<Self>(q, k, v, docs, spec)
+        burn_ops::attention::<Self>(q, k, v, docs, spec)
     }
 
     fn head_loss(
@@ -74,11 +74,11 @@ impl Nvfp4Backend for NdArray {
         targets: IntTensor<Self>,
         precision: Precision,
     ) -> FloatTensor<Self> {
-        portable::head_loss::<Self>(h, w, targets, precision, false).loss
+        burn_ops::head_loss::<Self>(h, w, targets, precision, false).loss
     }
 
     fn token_rows(w: FloatTensor<Self>, ids: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
-        portable::token_rows::<Self>(w, ids, dtype)
+        burn_ops::token_rows::<Self>(w, ids, dtype)
     }
 }
 
@@ -145,7 +145,7 @@ impl Nvfp4Kernels for NdArray {
         precision: Precision,
         out: DType,
     ) -> Vec<FloatTensor<Self>> {
-        portable::products(product, &a, &b, precision, out)
+        burn_ops::products(product, &a, &b, precision, out)
     }
 
     fn product_sum(
@@ -155,7 +155,7 @@ impl Nvfp4Kernels for NdArray {
         precision: Precision,
         out: DType,
     ) -> FloatTensor<Self> {
-        let products = portable::products::<Self>(product, &a, &b, precision, out);
+        let products = burn_ops::products::<Self>(product, &a, &b, precision, out);
         products.into_iter().reduce(Self::float_add).expect("a sum has a product")
     }
 
@@ -171,7 +171,7 @@ impl Nvfp4Kernels for NdArray {
         so_far: Option<FloatTensor<Self>>,
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let (dx, dw) = portable::rms_norm_backward::<Self>(x, w, dy, eps);
+        let (dx, dw) = burn_ops::rms_norm_backward::<Self>(x, w, dy, eps);
         let dx = match so_far {
             Some(so_far) => Self::float_add(dx, so_far),
             None => dx,
@@ -186,7 +186,7 @@ impl Nvfp4Kernels for NdArray {
         dy: FloatTensor<Self>,
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        portable::norm_rope_backward::<Self>(x, w, rotary, dy, eps)
+        burn_ops::norm_rope_backward::<Self>(x, w, rotary, dy, eps)
     }
 
     fn swiglu_backward(
@@ -194,7 +194,7 @@ impl Nvfp4Kernels for NdArray {
         up: FloatTensor<Self>,
         dy: FloatTensor<Self>,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        portable::swiglu_backward::<Self>(gate, up, dy)
+        burn_ops::swiglu_backward::<Self>(gate, up, dy)
     }
 
     fn attention_saving(
@@ -204,7 +204,7 @@ impl Nvfp4Kernels for NdArray {
         docs: &Documents<Self>,
         spec: AttentionSpec,
     ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
-        (portable::attention::<Self>(q, k, v, docs, spec), None)
+        (burn_ops::attention::<Self>(q, k, v, docs, spec), None)
     }
 
     fn attention_backward(
@@ -213,7 +213,7 @@ impl Nvfp4Kernels for NdArray {
         docs: &Documents<Self>,
         spec: AttentionSpec,
     ) -> [FloatTensor<Self>; 3] {
-        portable::attention_backward::<Self>(saved, dy, docs, spec)
+        burn_ops::attention_backward::<Self>(saved, dy, docs, spec)
     }
 
     fn cached_attention(
@@ -223,7 +223,7 @@ impl Nvfp4Kernels for NdArray {
         docs: &Documents<Self>,
         spec: AttentionSpec,
     ) -> FloatTensor<Self> {
-        portable::attention::<Self>(q, k, v, docs, spec)
+        burn_ops::attention::<Self>(q, k, v, docs, spec)
     }
 
     fn head_loss_saving(
@@ -233,7 +233,7 @@ impl Nvfp4Kernels for NdArray {
         precision: Precision,
         gradients: bool,
     ) -> HeadLoss<Self> {
-        portable::head_loss::<Self>(h, w, targets, precision, gradients)
+        burn_ops::head_loss::<Self>(h, w, targets, precision, gradients)
     }
 
     // Chunks only keep launches small, so both steps take the whole tensor at once.
@@ -279,7 +279,7 @@ impl Nvfp4Kernels for NdArray {
     }
 
     fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        portable::square_sum::<Self>(x)
+        burn_ops::square_sum::<Self>(x)
     }
 
     fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -3,7 +3,7 @@
 
 use burn::tensor::DType;
 use kernels_cubecl::{
-    quantize::{Block, QuantizeSpec, Rounding, Scaling},
+    quantize::{BlockShape, QuantizeSpec, Rounding, Scaling},
     rng::Stream,
 };
 
@@ -39,10 +39,38 @@ impl Nvfp4Parts {
     pub const ALL: Self = Self { square_blocks: true, hadamard: true, stochastic: true };
 }
 
+/// What the rest of the program asks a recipe.
 impl Recipe {
+    /// Whether the forward and dgrad multiply NVFP4 weights.
+    pub fn packs_weights(self) -> bool {
+        match self {
+            Self::Bf16 => false,
+            Self::W4 | Self::W4a4 | Self::Nvfp4(_) => true,
+        }
+    }
+
+    /// Which values of a weight share a scale.
+    pub const fn weight_blocks(self) -> BlockShape {
+        match self {
+            Self::Nvfp4(Nvfp4Parts { square_blocks: true, .. }) => BlockShape::Square,
+            Self::Bf16 | Self::W4 | Self::W4a4 | Self::Nvfp4(_) => BlockShape::Row,
+        }
+    }
+
     /// Whether the forward multiplies NVFP4 activations.
     pub fn packs_activations(self) -> bool {
-        matches!(self, Self::W4a4 | Self::Nvfp4(_))
+        match self {
+            Self::Bf16 | Self::W4 => false,
+            Self::W4a4 | Self::Nvfp4(_) => true,
+        }
+    }
+
+    /// How dgrad and wgrad pack output gradients, if they do. wgrad then packs the activations again, across tokens.
+    pub fn packs_gradients(self) -> Option<Nvfp4Parts> {
+        match self {
+            Self::Bf16 | Self::W4 | Self::W4a4 => None,
+            Self::Nvfp4(parts) => Some(parts),
+        }
     }
 
     /// The name on the command line and in files.
@@ -66,7 +94,7 @@ pub struct LinearSpec {
     /// The number format of the dense products.
     pub precision: Precision,
     /// Which values of a weight share a scale.
-    pub block: Block,
+    pub block: BlockShape,
     /// The random numbers for rounding gradients: this stream for dgrad and the next one for wgrad.
     pub stream: Stream,
 }
@@ -74,9 +102,13 @@ pub struct LinearSpec {
 impl LinearSpec {
     /// A specification with the weight blocks of its recipe and stream 0.
     pub const fn new(recipe: Recipe, scaling: Scaling, precision: Precision) -> Self {
-        let square = matches!(recipe, Recipe::Nvfp4(Nvfp4Parts { square_blocks: true, .. }));
-        let block = if square { Block::Square } else { Block::Row };
-        Self { recipe, scaling, precision, block, stream: Stream { seed: 0, step: 0, stream: 0 } }
+        Self {
+            recipe,
+            scaling,
+            precision,
+            block: recipe.weight_blocks(),
+            stream: Stream { seed: 0, step: 0, stream: 0 },
+        }
     }
 
     /// The same specification with the random numbers of the linear layer `index` among those that share it.
@@ -106,7 +138,7 @@ impl LinearSpec {
 
     /// How activations are quantized: 1x16 blocks along the features, to nearest, two-level.
     pub fn activations(&self) -> QuantizeSpec {
-        QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest }
+        QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest }
     }
 }
 

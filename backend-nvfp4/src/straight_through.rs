@@ -17,7 +17,7 @@ use kernels_cubecl::matmul::Product;
 /// What the backward of linear layers reads: the operands that the forward multiplied.
 #[derive(Debug, Clone)]
 pub(crate) struct Saved<B: Backend> {
-    /// Under [`Recipe::Nvfp4`] the activations before quantization, because its backward packs them in its own way.
+    /// Activations before quantization where the backward packs them in its own way ([`Recipe::packs_gradients`]).
     x: Operand<B>,
     /// The weight of each layer.
     w: Vec<Operand<B>>,
@@ -30,7 +30,7 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
     let (dtype, recipe) = (spec.precision.dtype(), spec.recipe);
     debug_assert_eq!(x.values.dtype(), dtype, "the model casts activations where they enter");
     let weight = |layer: Layer<B>| match layer.weight {
-        Operand::Dense(w) if recipe == Recipe::Bf16 => Operand::Dense(cast::<B>(w, dtype)),
+        Operand::Dense(w) if !recipe.packs_weights() => Operand::Dense(cast::<B>(w, dtype)),
         Operand::Dense(w) => Operand::Packed(B::nvfp4_quantize(w, spec.weights())),
         codes @ Operand::Packed(_) => codes,
     };
@@ -42,13 +42,14 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
         Operand::Dense(x.values.clone())
     };
     let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
-    let x = if matches!(recipe, Recipe::Nvfp4(_)) { Operand::Dense(x.values) } else { read };
+    let x = if recipe.packs_gradients().is_some() { Operand::Dense(x.values) } else { read };
     (ys, Saved { x, w, recipe })
 }
 
 /// Returns `dx`, the sum over layers of `dy · W`, and for each layer `dW = dyᵀ · x` in f32, computed with the operands
-/// that the forward used (recipe nvfp4 quantizes x again, across tokens). `wanted` says which of these gradients are needed, dx first. A layer without `dy` contributes
-/// nothing. The weights come first, because after them the activations can be freed before `dx` takes their place.
+/// that the forward used ([`Recipe::packs_gradients`] says when x is quantized again). `wanted` says which of these
+/// gradients are needed, dx first. A layer without `dy` contributes nothing. The weights come first, because after them
+/// the activations can be freed before `dx` takes their place.
 pub(crate) fn backward<B: Nvfp4Kernels>(
     dys: Vec<Option<FloatTensor<B>>>,
     Saved { x, w, recipe }: Saved<B>,
@@ -74,8 +75,8 @@ fn weight_gradients<B: Nvfp4Kernels>(
     if trained.is_empty() {
         return dws;
     }
-    let (product, dys, x) = match (recipe, x) {
-        (Recipe::Nvfp4(parts), Operand::Dense(x)) => {
+    let (product, dys, x) = match (recipe.packs_gradients(), x) {
+        (Some(parts), Operand::Dense(x)) => {
             // Blocks run along the tokens, over which the product sums. The rotation of both operands cancels.
             let across =
                 |x, spec| Operand::Packed(B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard));
@@ -100,9 +101,9 @@ fn input_gradient<B: Nvfp4Kernels>(
     let (mut left, mut right) = (Vec::new(), Vec::new());
     for ((dy, w), spec) in dys.into_iter().zip(w).zip(specs) {
         let Some(dy) = dy else { continue };
-        left.push(match recipe {
-            Recipe::Nvfp4(parts) => Operand::Packed(B::nvfp4_quantize(dy, spec.gradients(parts, false))),
-            _ => Operand::Dense(dy),
+        left.push(match recipe.packs_gradients() {
+            Some(parts) => Operand::Packed(B::nvfp4_quantize(dy, spec.gradients(parts, false))),
+            None => Operand::Dense(dy),
         });
         right.push(w);
     }

@@ -127,12 +127,19 @@ fn check_widths(format: &str) -> Result<(), Error> {
     }
 }
 
-/// Runs `work` on a thread of its own. A panic of the template library becomes an error.
+/// The name of the thread in which a template is compiled and rendered. A panic there becomes an error.
+pub const THREAD: &str = "chat template";
+
+/// Runs `work` on a thread of its own. A panic of the template library becomes an error with its message.
 fn on_a_large_stack<T: Send>(work: impl FnOnce() -> Result<T, ModelError> + Send) -> Result<T, ModelError> {
     std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK);
+        let thread = std::thread::Builder::new().name(THREAD.into()).stack_size(STACK);
         let thread = thread.spawn_scoped(scope, work).map_err(|e| ModelError::Template(format!("no thread: {e}")))?;
-        thread.join().unwrap_or_else(|_| Err(ModelError::Template("the template library panicked on it".into())))
+        thread.join().unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            let text = text.unwrap_or("without a message");
+            Err(ModelError::Template(format!("the template library panicked on it: {text}")))
+        })
     })
 }
 

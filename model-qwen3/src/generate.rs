@@ -1,5 +1,6 @@
 //! From the ids of a prompt to the ids of an answer. The prompt is read in chunks, then the answer is made token by token
-//! until a stop token, the limit, or the caller ends it. This module knows no text.
+//! until a stop token, the limit, or the caller ends it. A session keeps what it has read, so that the next prompt of a
+//! conversation costs only what is new in it. This module knows no text.
 
 use crate::{
     ModelError,
@@ -45,44 +46,128 @@ pub struct Generation {
     pub stop: StopReason,
 }
 
-/// Answers a prompt and shows each token of the answer to `on_token`.
+/// What happens in an answer, for the caller who waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Progress {
+    /// So many tokens of the prompt are in the cache by now.
+    Read(usize),
+    /// The answer has a new token.
+    Token(u32),
+}
+
+/// A model with the keys and values of the tokens that it has read.
+#[derive(Debug)]
+pub struct Session<'a, B: Nvfp4Kernels> {
+    model: &'a Qwen3<B>,
+    cache: KvCache<B>,
+    /// The tokens in the cache.
+    ids: Vec<u32>,
+}
+
+impl<'a, B: Nvfp4Kernels> Session<'a, B> {
+    /// A session with room for `capacity` tokens.
+    ///
+    /// # Errors
+    /// If that exceeds the longest sequence of the model.
+    pub fn new(model: &'a Qwen3<B>, capacity: usize) -> Result<Self, ModelError> {
+        let (config, limit) = (model.config(), model.config().max_position_embeddings);
+        if capacity > limit {
+            return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });
+        }
+        let cache = KvCache::new(config, capacity, model.spec().precision.dtype(), &model.device());
+        Ok(Self { model, cache, ids: vec![] })
+    }
+
+    /// Number of tokens in the cache.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// Whether no token has been read.
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Number of tokens at the beginning of `prompt` that need not be read again. The last token is always read, because its
+    /// logits are needed.
+    pub fn known(&self, prompt: &[u32]) -> usize {
+        let same = self.ids.iter().zip(prompt).take_while(|(a, b)| a == b).count();
+        same.min(prompt.len().saturating_sub(1))
+    }
+
+    /// Answers a prompt and tells `progress` of each chunk that is read and of each token. The cache keeps the tokens that
+    /// the prompt shares with earlier ones, and forgets the others.
+    ///
+    /// # Errors
+    /// If the prompt is empty or holds ids outside the vocabulary, if prompt and answer exceed the capacity, or if the
+    /// device fails.
+    pub fn answer(
+        &mut self,
+        prompt: &[u32],
+        options: &GenerateOptions,
+        mut progress: impl FnMut(Progress) -> ControlFlow<()>,
+    ) -> Result<Generation, ModelError> {
+        let known = self.known(prompt);
+        self.rewind(known);
+        let mut ids = Vec::new();
+        let mut logits = Vec::new();
+        for part in prompt[known..].chunks(PREFILL_CHUNK) {
+            logits = self.read(part)?;
+            if progress(Progress::Read(self.len())).is_break() {
+                return Ok(Generation { ids, stop: StopReason::Caller });
+            }
+        }
+        if logits.is_empty() {
+            return Err(ModelError::Tokenizer("the prompt has no tokens".into()));
+        }
+        let mut seen = prompt.to_vec();
+        loop {
+            if ids.len() == options.max_tokens {
+                return Ok(Generation { ids, stop: StopReason::MaxTokens });
+            }
+            let id = sample::next(&mut logits, &seen, &options.sampling, ids.len() as u32);
+            if options.stop_ids.contains(&id) {
+                return Ok(Generation { ids, stop: StopReason::StopToken(id) });
+            }
+            ids.push(id);
+            seen.push(id);
+            if progress(Progress::Token(id)).is_break() {
+                return Ok(Generation { ids, stop: StopReason::Caller });
+            }
+            if ids.len() < options.max_tokens {
+                logits = self.read(&[id])?;
+            }
+        }
+    }
+
+    fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
+        let logits = forward(self.model, ids, &mut self.cache)?;
+        self.ids.extend_from_slice(ids);
+        Ok(logits)
+    }
+
+    fn rewind(&mut self, len: usize) {
+        self.cache.rewind(len);
+        self.ids.truncate(len);
+    }
+}
+
+/// Answers one prompt and shows each token of the answer to `on_token`.
 ///
 /// # Errors
-/// If the prompt is empty or holds ids outside the vocabulary, if prompt and answer exceed the longest sequence of the
-/// model, or if the device fails.
+/// As [`Session::answer`], or if prompt and answer exceed the longest sequence of the model.
 pub fn generate<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     prompt: &[u32],
     options: &GenerateOptions,
     mut on_token: impl FnMut(u32) -> ControlFlow<()>,
 ) -> Result<Generation, ModelError> {
-    let config = model.config();
-    let capacity = prompt.len().saturating_add(options.max_tokens);
-    if capacity > config.max_position_embeddings {
-        let limit = config.max_position_embeddings;
-        return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });
-    }
-    let mut cache = KvCache::new(config, capacity, model.spec().precision.dtype(), &model.device());
-    let mut logits = prefill(model, prompt, &mut cache, PREFILL_CHUNK)?;
-    let mut seen = prompt.to_vec();
-    let mut ids = Vec::new();
-    loop {
-        if ids.len() == options.max_tokens {
-            return Ok(Generation { ids, stop: StopReason::MaxTokens });
+    Session::new(model, prompt.len().saturating_add(options.max_tokens))?.answer(prompt, options, |progress| {
+        match progress {
+            Progress::Token(id) => on_token(id),
+            Progress::Read(_) => ControlFlow::Continue(()),
         }
-        let id = sample::next(&mut logits, &seen, &options.sampling, ids.len() as u32);
-        if options.stop_ids.contains(&id) {
-            return Ok(Generation { ids, stop: StopReason::StopToken(id) });
-        }
-        ids.push(id);
-        seen.push(id);
-        if on_token(id).is_break() {
-            return Ok(Generation { ids, stop: StopReason::Caller });
-        }
-        if ids.len() < options.max_tokens {
-            logits = forward(model, &[id], &mut cache)?;
-        }
-    }
+    })
 }
 
 /// Runs a prompt through the model, `chunk` tokens at a time, and returns the last logits `[V]`.

@@ -55,6 +55,11 @@ impl<B: Backend> KvCache<B> {
         &mut self.layers[layer]
     }
 
+    /// Forgets all tokens but the first `len`. What follows overwrites them.
+    pub fn rewind(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+
     /// Counts `tokens` more tokens, after every layer has appended them.
     pub fn advance(&mut self, tokens: usize) {
         self.len += tokens;

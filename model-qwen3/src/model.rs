@@ -206,7 +206,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         let weight = match &self.lm_head {
             None => &self.embed_tokens,
             Some(Nvfp4Linear::Dense(weight)) => weight,
-            Some(Nvfp4Linear::Master(weight)) if self.info.spec.recipe == Recipe::Bf16 => weight,
+            Some(Nvfp4Linear::Master(weight)) if !self.info.spec.recipe.packs_weights() => weight,
             // A head that the recipe quantizes computes its logits like any other linear layer.
             Some(_) => return cross_entropy_sum(self.logits(h_MD), targets),
         };

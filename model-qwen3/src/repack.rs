@@ -9,7 +9,7 @@ use crate::{
     tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
-    Block, Packed, QuantizeSpec, Rounding, Scaling, View,
+    BlockShape, Packed, QuantizeSpec, Rounding, Scaling, View,
     layout::{BLOCK, scales_per_row, words_per_row},
     reference,
 };
@@ -27,7 +27,7 @@ pub enum StoreAs<'a> {
         /// Whether a head that is not the embedding is NVFP4, too.
         head: bool,
         /// Which values share a block scale.
-        block: Block,
+        block: BlockShape,
         /// The first transformer block whose linear layers stay dense.
         dense_from: usize,
     },

@@ -2,7 +2,7 @@
 //! file. The test is a binary of its own, because the allocator counts the whole process. On the CPU backend the model
 //! itself is in the host's memory and is subtracted.
 
-use backend_nvfp4::{Block, LinearSpec, MasterKind, Precision, Recipe, Scaling};
+use backend_nvfp4::{BlockShape, LinearSpec, MasterKind, Precision, Recipe, Scaling};
 use burn::backend::NdArray;
 use model_qwen3::{
     ModelError,
@@ -32,7 +32,7 @@ fn only_a_range_of_rows_is_in_memory_at_a_time() {
     let config = Qwen3Config::from_file(&config_file).unwrap();
     let device = Default::default();
     let spec = |recipe| LinearSpec::new(recipe, Scaling::Two, Precision::F32);
-    let nvfp4 = StoreAs::Nvfp4 { scaling: Scaling::Two, head: false, block: Block::Row, dense_from: usize::MAX };
+    let nvfp4 = StoreAs::Nvfp4 { scaling: Scaling::Two, head: false, block: BlockShape::Row, dense_from: usize::MAX };
     let files = [("bf16.dat", StoreAs::Float(FloatType::Bf16)), ("nvfp4.dat", nvfp4)].map(|(name, target)| {
         let path = folder.path().join(name);
         let model = weights::random::<NdArray>(&config, spec(Recipe::Bf16), MasterKind::F32, 3, &device).unwrap();

@@ -5,6 +5,7 @@ pub(crate) mod files;
 pub(crate) mod scripted;
 pub(crate) mod spec;
 
+use backend_nvfp4::{Nvfp4Parts, Recipe};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use burn_cubecl::CubeBackend;
 use cubecl::{cuda::CudaRuntime, wgpu::WgpuRuntime};
@@ -17,6 +18,9 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
 };
+
+/// Every recipe, the last with all its parts.
+pub(crate) const RECIPES: [Recipe; 4] = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];
 
 pub(crate) type Cpu = burn::backend::NdArray;
 pub(crate) type Cube<R> = CubeBackend<R, f32, i32, u8>;

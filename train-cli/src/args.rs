@@ -37,6 +37,8 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Answer a prompt
     Generate(GenerateArgs),
+    /// Hold a conversation
+    Chat(ChatArgs),
     /// Compare the model's results with values that Hugging Face computed
     Parity(ParityArgs),
     /// Measure the speed of a device
@@ -184,15 +186,12 @@ pub struct InspectArgs {
 /// Flags of `generate`.
 #[derive(Debug, Args)]
 pub struct GenerateArgs {
-    /// Model to run: a folder, a .dat file or a .safetensors file
-    #[arg(short, long, value_name = "PATH", alias = "weight")]
-    pub model: PathBuf,
+    /// Which model answers.
+    #[command(flatten)]
+    pub model: ModelArgs,
     /// Prompt to answer; `-` reads it from standard input
     #[arg(short, long)]
     pub prompt: String,
-    /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
-    #[arg(long, value_name = "DIR")]
-    pub tokenizer: Option<PathBuf>,
     /// System message
     #[arg(long, alias = "system")]
     pub system_prompt: Option<String>,
@@ -202,33 +201,52 @@ pub struct GenerateArgs {
     /// Turn thinking before the answer on or off, for models that can think [default: the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
-    /// Maximum number of tokens in the answer
-    #[arg(long, value_name = "N", alias = "max-new-tokens", default_value_t = 256, help_heading = SAMPLING)]
-    pub max_tokens: usize,
-    /// Sampling temperature; 0 always takes the most likely token [default: the model's, else 0]
-    #[arg(long, alias = "temp", help_heading = SAMPLING)]
-    pub temperature: Option<f32>,
-    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: the model's, else 1]
-    #[arg(long, value_name = "P", alias = "topp", help_heading = SAMPLING)]
-    pub top_p: Option<f32>,
-    /// Number of most likely tokens to sample from; 0 takes all [default: the model's, else 0]
-    #[arg(long, value_name = "N", help_heading = SAMPLING)]
-    pub top_k: Option<usize>,
-    /// Minimum probability, relative to the most likely token (min-p)
-    #[arg(long, value_name = "P", default_value_t = 0.0, help_heading = SAMPLING)]
-    pub min_p: f32,
-    /// Penalty on tokens that already occurred; 1 turns it off [default: the model's, else 1]
-    #[arg(long, value_name = "FACTOR", help_heading = SAMPLING)]
-    pub repetition_penalty: Option<f32>,
-    /// Random seed for sampling
-    #[arg(long, value_name = "N", default_value_t = 42, help_heading = SAMPLING)]
-    pub seed: u64,
-    /// Quantize activations to NVFP4 too, as 4-bit inference (W4A4) does
-    #[arg(long)]
-    pub w4a4: bool,
+    /// How tokens are chosen.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
     /// Print one JSON object at the end instead of streaming the text
     #[arg(long)]
     pub json: bool,
+}
+
+/// Flags of `chat`.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    /// Which model answers.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// System message
+    #[arg(long, alias = "system")]
+    pub system_prompt: Option<String>,
+    /// Turn thinking before the answer on or off, for models that can think [default: the chat template's choice]
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub thinking: Option<bool>,
+    /// Maximum length of the conversation, in tokens; its memory is allocated at the start
+    #[arg(long, value_name = "N", default_value_t = 8192)]
+    pub context: usize,
+    /// Read messages and commands from this file instead of the terminal; from a saved .jsonl file, its system and user messages
+    #[arg(long, value_name = "FILE")]
+    pub script: Option<PathBuf>,
+    /// How tokens are chosen.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Print one JSON object for each turn instead of streaming the text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Which model answers, and where.
+#[derive(Debug, Args)]
+pub struct ModelArgs {
+    /// Model to run: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
+    #[arg(short, long, value_name = "PATH", alias = "weight")]
+    pub model: PathBuf,
+    /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Quantize activations to NVFP4 too, as 4-bit inference (W4A4) does [default: as the model was trained]
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub w4a4: Option<bool>,
     /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
@@ -237,7 +255,32 @@ pub struct GenerateArgs {
     pub compute_dtype: Auto<Precision>,
 }
 
-const SAMPLING: &str = "Sampling";
+/// How tokens are chosen.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// Maximum number of tokens in an answer
+    #[arg(long, value_name = "N", alias = "max-new-tokens", default_value_t = 256)]
+    pub max_tokens: usize,
+    /// Sampling temperature; 0 always takes the most likely token [default: the model's, else 0]
+    #[arg(long, alias = "temp")]
+    pub temperature: Option<f32>,
+    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: the model's, else 1]
+    #[arg(long, value_name = "P", alias = "topp")]
+    pub top_p: Option<f32>,
+    /// Number of most likely tokens to sample from; 0 takes all [default: the model's, else 0]
+    #[arg(long, value_name = "N")]
+    pub top_k: Option<usize>,
+    /// Minimum probability, relative to the most likely token (min-p)
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    pub min_p: f32,
+    /// Penalty on tokens that already occurred; 1 turns it off [default: the model's, else 1]
+    #[arg(long, value_name = "FACTOR")]
+    pub repetition_penalty: Option<f32>,
+    /// Random seed for sampling
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub seed: u64,
+}
 
 /// Flags of `parity`.
 #[derive(Debug, Args)]

@@ -10,6 +10,7 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
+use model_qwen3::chat_template;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     sync::OnceLock,
@@ -20,7 +21,7 @@ pub trait Job {
     /// The job's result.
     type Output;
 
-    /// Runs on `device`. `precision` is the number format that the user chose, or the device's default.
+    /// Runs on `device`, which computes in `precision`.
     ///
     /// # Errors
     /// If the job fails.
@@ -40,14 +41,21 @@ pub fn resolved(choice: DeviceChoice) -> DeviceChoice {
     }
 }
 
-/// Runs a job on the chosen device and prints which one it is.
+/// The number format that a device computes in: `asked`, or without it bf16 on CUDA and f32 elsewhere. The device is not
+/// opened.
+pub fn precision(choice: DeviceChoice, asked: Option<Precision>) -> Precision {
+    asked.unwrap_or(if matches!(choice, DeviceChoice::Cuda(_)) { Precision::Bf16 } else { Precision::F32 })
+}
+
+/// Runs a job on the chosen device and prints which one it is. `asked` is the number format that the user chose.
 ///
 /// # Errors
 /// If the device is missing or cannot compute in `precision`, or the job fails.
-pub fn run<J: Job>(choice: DeviceChoice, precision: Option<Precision>, job: J) -> Result<J::Output, CliError> {
+pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Result<J::Output, CliError> {
+    let choice = resolved(choice);
+    let precision = precision(choice, asked);
     match choice {
-        DeviceChoice::Cpu => {
-            let precision = precision.unwrap_or(Precision::F32);
+        DeviceChoice::Cpu | DeviceChoice::Auto => {
             if precision != Precision::F32 {
                 return Err(unsupported("cpu", precision, "the CPU computes in f32; use f32 or auto"));
             }
@@ -55,29 +63,24 @@ pub fn run<J: Job>(choice: DeviceChoice, precision: Option<Precision>, job: J) -
             job.run::<NdArray>(Default::default(), precision)
         }
         DeviceChoice::Cuda(index) => {
-            on_cube::<CudaRuntime, J>(&choice.to_string(), CudaDevice { index }, precision, Precision::Bf16, job)
+            on_cube::<CudaRuntime, J>(&choice.to_string(), CudaDevice { index }, precision, job)
         }
-        DeviceChoice::Vulkan => {
-            on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, Precision::F32, job)
+        DeviceChoice::Vulkan if precision == Precision::Tf32 => {
+            Err(unsupported("vulkan", precision, "only CUDA has TF32; use f32"))
         }
-        DeviceChoice::Auto => run(resolved(choice), precision, job),
+        DeviceChoice::Vulkan => on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job),
     }
 }
 
 fn on_cube<R: CubeRuntime, J: Job>(
     name: &str,
     device: R::Device,
-    precision: Option<Precision>,
-    default: Precision,
+    precision: Precision,
     job: J,
 ) -> Result<J::Output, CliError> {
     type B<R> = CubeBackend<R, f32, i32, u8>;
     probe::<R>(&device).map_err(|reason| CliError::Device { device: name.to_owned(), reason })?;
-    let precision = precision.unwrap_or(default);
     use burn::tensor::backend::Backend;
-    if precision == Precision::Tf32 && default != Precision::Bf16 {
-        return Err(unsupported(name, precision, "only CUDA has TF32; use f32"));
-    }
     if precision.dtype() != DType::F32 && !B::<R>::supports_dtype(&device, precision.dtype()) {
         return Err(unsupported(name, precision, "the device does not have this type; use --compute-dtype f32"));
     }
@@ -119,27 +122,29 @@ pub fn check() -> Result<(), CliError> {
 
 /// What a panic on a thread of CubeCL means.
 fn failure(reason: &str) -> CliError {
+    // Rust's words about the panic say nothing about the device.
+    let reason = reason.rsplit_once("`Err` value: ").map_or(reason, |(_, cause)| cause);
     let lower = reason.to_ascii_lowercase();
     if ["memory", "allocate"].iter().any(|word| lower.contains(word)) {
         return CliError::OutOfMemory(reason.to_owned());
     }
-    CliError::Device { device: "of this run".into(), reason: reason.to_owned() }
+    CliError::DeviceFailed(reason.to_owned())
 }
 
 static FAILURE: OnceLock<String> = OnceLock::new();
 
-/// Keeps the message of a panic on a thread of CubeCL for [`check`], and is silent about the panics that follow from it.
-/// Every other panic is printed as always.
+/// Keeps the message of a panic on a thread of CubeCL for [`check`], and is silent about the panics that follow from it,
+/// and about those of chat templates, which become errors. Every other panic is printed as always.
 fn watch_devices() {
     let printed = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        let on_device = |name: &str| DEVICE_THREADS.iter().any(|start| name.starts_with(start));
-        let on_device = std::thread::current().name().is_some_and(on_device);
-        if on_device {
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or_default();
+        if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) {
             let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
             // Later ones follow from the first.
             let _ = FAILURE.set(text.to_owned());
-        } else if FAILURE.get().is_none() {
+        } else if FAILURE.get().is_none() && name != chat_template::THREAD {
             printed(panic);
         }
     }));

@@ -1,6 +1,9 @@
 //! Why a command can fail, and the exit code of each reason.
 
-use crate::{interrupt::Signal, report::gib};
+use crate::{
+    interrupt::Signal,
+    report::{count, gib},
+};
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
 use std::path::{Path, PathBuf};
@@ -79,14 +82,18 @@ pub enum CliError {
     OutOfMemory(String),
     /// The files of a run do not fit onto the disk.
     #[error(
-        "{}: two checkpoints and the export need {}, but {} are free on this disk; free some, or choose another folder",
+        "{}: {} and the export need {}, but {} are free on this disk; free some, choose another folder, or keep fewer \
+         checkpoints (--save-total-limit)",
         path.display(),
+        count(*checkpoints, "checkpoint"),
         gib(*needed),
         gib(*free)
     )]
     Disk {
         /// Where they would be written.
         path: PathBuf,
+        /// Number of checkpoints.
+        checkpoints: usize,
         /// Bytes that they need.
         needed: u64,
         /// Bytes that are free.
@@ -120,6 +127,9 @@ pub enum CliError {
         /// What is wrong.
         reason: String,
     },
+    /// An operation on the device failed, and with it every later one.
+    #[error("the device failed ({0}); what it computed since is not used. Checkpoints that were saved are intact")]
+    DeviceFailed(String),
     /// A device is missing or failed.
     #[error("device {device}: {reason}")]
     Device {
@@ -153,6 +163,7 @@ impl CliError {
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),
+            Self::DeviceFailed(_) => 7,
             Self::Device { reason, .. } => device_code(reason),
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,

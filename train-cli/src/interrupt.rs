@@ -66,6 +66,35 @@ impl Drop for Interruption {
     }
 }
 
+/// Ctrl-C (SIGINT) ends an answer while one is made, and the program at any other time.
+#[derive(Debug)]
+pub struct CtrlC {
+    pressed: Arc<AtomicBool>,
+    ends_program: Arc<AtomicBool>,
+}
+
+impl CtrlC {
+    /// Waits for the signal from now on.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn new() -> std::io::Result<Self> {
+        let (pressed, ends_program) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(true)));
+        flag::register_conditional_default(SIGINT, ends_program.clone())?;
+        flag::register(SIGINT, pressed.clone())?;
+        Ok(Self { pressed, ends_program })
+    }
+
+    /// Does work that may ask whether Ctrl-C was pressed meanwhile.
+    pub fn during<T>(&self, work: impl FnOnce(&dyn Fn() -> bool) -> T) -> T {
+        self.pressed.store(false, Ordering::Relaxed);
+        self.ends_program.store(false, Ordering::Relaxed);
+        let done = work(&|| self.pressed.load(Ordering::Relaxed));
+        self.ends_program.store(true, Ordering::Relaxed);
+        done
+    }
+}
+
 #[cfg(unix)]
 const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, signal_hook::consts::SIGHUP];
 #[cfg(not(unix))]

@@ -35,6 +35,7 @@ pub mod plan;
 pub mod report;
 pub mod run;
 pub mod settings;
+pub mod talk;
 pub mod train;
 
 pub use error::CliError;
@@ -53,6 +54,7 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
         Command::Convert(args) => commands::convert::run(&args),
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Generate(args) => commands::generate::run(args),
+        Command::Chat(args) => commands::chat::run(args),
         Command::Parity(args) => commands::parity::run(args),
         Command::Bench(args) => commands::bench::run(args),
     }?;

@@ -2,13 +2,16 @@
 //! beside it.
 
 use crate::{CliError, durable::PendingFolder};
+use backend_nvfp4::Recipe;
 use model_qwen3::{
     ModelError,
     chat_template::ChatTemplate,
     config::Qwen3Config,
     container::Container,
+    file,
     tokenizer::{GenerationConfig, Tokenizer},
 };
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// The files that turn text into tokens and back.
@@ -92,6 +95,45 @@ impl ModelFiles {
     /// If there are none or they are broken.
     pub fn open_weights(&self) -> Result<Container, ModelError> {
         Container::open(&self.weights)
+    }
+}
+
+/// How an exported model was trained, which its folder records.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trained {
+    /// The recipe.
+    pub recipe: String,
+    /// Whether its forward multiplies NVFP4 activations.
+    pub packs_activations: bool,
+}
+
+/// The file of [`Trained`].
+const TRAINED: &str = "trained.json";
+/// Most bytes of it. It has a hundred.
+const LONGEST_RECORD: u64 = 64 << 10;
+
+impl Trained {
+    /// The record beside a model's weights, if there is one.
+    ///
+    /// # Errors
+    /// If it is broken.
+    pub fn of(files: &ModelFiles) -> Result<Option<Self>, CliError> {
+        let path = files.folder.join(TRAINED);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = file::read_text(&path, LONGEST_RECORD, "export the model again")?;
+        serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(&path, e))
+    }
+
+    /// Writes the record of a recipe into a folder.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write(recipe: Recipe, folder: &mut PendingFolder) -> Result<(), CliError> {
+        let record = Self { recipe: recipe.name().to_owned(), packs_activations: recipe.packs_activations() };
+        let text = serde_json::to_string_pretty(&record).expect("plain data serializes");
+        folder.file(TRAINED, |out| out.write_all(text.as_bytes()).map_err(CliError::io(Path::new(TRAINED))))
     }
 }
 

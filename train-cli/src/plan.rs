@@ -132,7 +132,7 @@ fn consistent(s: &Settings) -> Result<(), CliError> {
     let (data, recipe) = (&s.data, &s.recipe);
     let packed = s.memory.master_weights == Some(MasterKind::Nvfp4);
     let float_states = matches!(s.memory.optimizer_state_mode, StateKind::F32 | StateKind::Bf16);
-    let plain = recipe.recipe == Recipe::Bf16;
+    let plain = !recipe.recipe.packs_weights();
     let (files, weights) = (data.data.len(), data.data_weights.len());
     let rules = [
         (data.data.is_empty() && !data.synthetic, "there is no training data; give --data FILE, or --synthetic"),

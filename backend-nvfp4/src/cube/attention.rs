@@ -3,8 +3,8 @@
 use super::launch::{arg, dims, empty, launched};
 use crate::{
     attention::{AttentionSpec, Documents},
+    burn_ops,
     kernels::{AttentionSaved, Nvfp4Kernels},
-    portable,
 };
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
@@ -26,7 +26,7 @@ where
     B: Nvfp4Kernels + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let Some(shape) = flash_shape(&q, docs, spec) else {
-        return (portable::attention::<B>(q, k, v, docs, spec), None);
+        return (burn_ops::attention::<B>(q, k, v, docs, spec), None);
     };
     let [q, k, v] = [q, k, v].map(into_contiguous);
     let y = empty(&q, dims(&q), q.dtype);
@@ -70,7 +70,7 @@ where
     B: Nvfp4Kernels + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let (Some(lse), Some(shape)) = (saved.lse.clone(), flash_shape(&saved.q, docs, spec)) else {
-        return portable::attention_backward::<B>(saved, dy, docs, spec);
+        return burn_ops::attention_backward::<B>(saved, dy, docs, spec);
     };
     let [q, k, v, dy] = [saved.q, saved.k, saved.v, dy].map(into_contiguous);
     let [dq, dk, dv] = [&q, &k, &v].map(|x| empty(x, dims(x), x.dtype));

@@ -14,12 +14,12 @@ use self::{
 };
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
+    burn_ops,
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, Layer, Nvfp4Backend},
     optim::AdamwState,
     packed::{Nvfp4Primitive, Operand},
-    portable,
     recipe::{LinearSpec, Precision},
     reference::MASTER_ROOM,
     services::{DeviceServices, MemoryUse},
@@ -40,7 +40,7 @@ use kernels_cubecl::{
     bench, column_sums, gradient, hadamard,
     matmul::Product,
     normal,
-    quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rng::Stream,
     rope::{self, RopeArgs, RopeShape},
@@ -74,7 +74,7 @@ where
     fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
         let shape = rope_shape(&x, &w, eps);
         if !shape.fits() {
-            return portable::norm_rope::<Self>(x, w, rotary, eps);
+            return burn_ops::norm_rope::<Self>(x, w, rotary, eps);
         }
         let (x, w) = (into_contiguous(x), into_contiguous(w));
         let y = empty(&x, dims(&x), x.dtype);
@@ -107,7 +107,7 @@ where
     }
 
     fn token_rows(w: FloatTensor<Self>, ids: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
-        portable::token_rows::<Self>(w, ids, dtype)
+        burn_ops::token_rows::<Self>(w, ids, dtype)
     }
 }
 
@@ -135,7 +135,7 @@ where
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {
         let x = into_contiguous(x);
         let [rows, cols] = dims(&x);
-        let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+        let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
         let amax = empty(&x, [quantize::AMAX_LEN], DType::F32);
         launched(quantize::amax(&x.client, arg(&x), x.dtype.into(), MASTER_ROOM, arg(&amax)));
         coded(&x, amax, View::row_major(rows, cols), spec, false)
@@ -176,7 +176,7 @@ where
         out: DType,
     ) -> Vec<FloatTensor<Self>> {
         products::joint(product, &a, &b, precision.dtype(), out, false)
-            .unwrap_or_else(|| portable::products(product, &a, &b, precision, out))
+            .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
     }
 
     fn product_sum(
@@ -187,7 +187,7 @@ where
         out: DType,
     ) -> FloatTensor<Self> {
         products::joint(product, &a, &b, precision.dtype(), out, true)
-            .unwrap_or_else(|| portable::products(product, &a, &b, precision, out))
+            .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
             .into_iter()
             .reduce(Self::float_add)
             .expect("a sum has a product")
@@ -234,7 +234,7 @@ where
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         let shape = rope_shape(&x, &w, eps);
         if !shape.fits() {
-            return portable::norm_rope_backward::<Self>(x, w, rotary, dy, eps);
+            return burn_ops::norm_rope_backward::<Self>(x, w, rotary, dy, eps);
         }
         let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
         let partial = empty(&x, [shape.partial_rows(), shape.head_dim], DType::F32);

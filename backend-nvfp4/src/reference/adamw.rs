@@ -15,7 +15,7 @@ use kernels_cubecl::{
 pub fn adamw(w: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], s: AdamwStep) {
     let (rate, root_scale, decay) = (s.lr / s.bias1, 1.0 / s.bias2.sqrt(), 1.0 - s.lr * s.weight_decay);
     for i in 0..w.len() {
-        let g = grad[i] * s.grad_scale;
+        let g = grad[i] * s.clip_factor;
         m[i] = s.beta1 * m[i] + (1.0 - s.beta1) * g;
         v[i] = s.beta2 * v[i] + (1.0 - s.beta2) * g * g;
         let step = rate * m[i] / (v[i].sqrt() * root_scale + s.eps);

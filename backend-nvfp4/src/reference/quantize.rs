@@ -8,7 +8,7 @@ use super::{
 use crate::packed::Packed;
 use kernels_cubecl::{
     layout::{BLOCK, CODES_PER_WORD, scales_per_row, words_per_row},
-    quantize::{Block, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{BlockShape, QuantizeSpec, Rounding, Scaling, View},
 };
 
 /// The largest E2M1 magnitude times the largest E4M3 value: what the tensor's amax is mapped to.
@@ -35,7 +35,7 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
         }
     }
     let tensor_amax = amax.iter().fold(0.0, |a: f32, &b| a.max(b));
-    if spec.block == Block::Square {
+    if spec.block == BlockShape::Square {
         assert!(rows.is_multiple_of(BLOCK), "{rows} rows: not a multiple of 16");
         for r in (0..rows).step_by(BLOCK) {
             for b in 0..blocks {

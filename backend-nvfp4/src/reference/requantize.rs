@@ -7,7 +7,7 @@ use super::{
 use crate::packed::Packed;
 use kernels_cubecl::{
     layout::{BLOCK, scales_per_row},
-    quantize::{Block, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{BlockShape, QuantizeSpec, Rounding, Scaling, View},
 };
 
 /// Quantizes `x` (row-major) after training and keeps the bytes of what did not move.
@@ -17,7 +17,7 @@ use kernels_cubecl::{
 /// scale. The candidate with the smaller squared error wins, and the old tensor scale wins a tie. A matrix that was read
 /// from `old`, and the matrix that `old` was made of, therefore both give `old` byte for byte.
 pub fn requantize(x: &[f32], rows: usize, cols: usize, old: &Packed, scaling: Scaling) -> Packed {
-    let spec = QuantizeSpec { scaling, block: Block::Row, rounding: Rounding::Nearest };
+    let spec = QuantizeSpec { scaling, block: BlockShape::Row, rounding: Rounding::Nearest };
     let fresh = quantize(x, View::row_major(rows, cols), spec);
     if fresh == *old {
         return fresh;
@@ -84,7 +84,8 @@ fn encode_block(block: &[f32], scale: u8, global: f32) -> (f64, u8, [u8; BLOCK])
 mod tests {
     use super::*;
 
-    const TWO: QuantizeSpec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+    const TWO: QuantizeSpec =
+        QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
 
     fn ramp(len: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.003).collect()

@@ -1,10 +1,10 @@
 //! AdamW (Loshchilov & Hutter, arXiv 1711.05101, algorithm 2, in PyTorch's order) over one chunk of a tensor:
 //! ```text
-//! grad = clip * gradient      m = beta1 m + (1 - beta1) grad      v = beta2 v + (1 - beta2) grad^2
+//! grad = clip_factor * gradient      m = beta1 m + (1 - beta1) grad      v = beta2 v + (1 - beta2) grad^2
 //! w = w (1 - lr * decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! for each element of the chunk { decode m, v, w; step; round and store w; encode m, v }     // the plain loop
 //! ```
-//! `clip` is the clipping coefficient. Arithmetic is f32. A step of exactly zero leaves the bits of `w` alone, so
+//! `clip_factor` is at most 1 and the same for all gradients of a step. Arithmetic is f32. A step of exactly zero leaves the bits of `w` alone, so
 //! that a learning rate of 0 is the identity, also on -0. Every buffer is updated in place, read once and written
 //! once: bound by memory.
 //!
@@ -61,8 +61,8 @@ pub struct AdamwStep {
     pub bias1: f32,
     /// `1 - beta2^t`.
     pub bias2: f32,
-    /// Factor on the gradient (clipping).
-    pub grad_scale: f32,
+    /// Factor on the gradient, from clipping.
+    pub clip_factor: f32,
     /// The random numbers of stochastic rounding.
     pub stream: Stream,
 }
@@ -143,7 +143,7 @@ struct Scalars {
     decay: f32,
     /// `1 / sqrt(1 - beta2^t)`.
     root_scale: f32,
-    grad_scale: f32,
+    clip_factor: f32,
 }
 
 /// A chunk on the device.
@@ -168,14 +168,14 @@ fn scalars<R: Runtime>(s: &AdamwStep) -> ScalarsLaunch<R> {
         s.eps,
         1.0 - s.lr * s.weight_decay,
         1.0 / s.bias2.sqrt(),
-        s.grad_scale,
+        s.clip_factor,
     )
 }
 
 /// One step of one value. Returns the new weight, the new moments and the root of the second moment.
 #[cube]
 fn stepped(w: f32, m: f32, v: f32, grad: f32, s: Scalars) -> (f32, f32, f32, f32) {
-    let g = grad * s.grad_scale;
+    let g = grad * s.clip_factor;
     let m = s.beta1 * m + (1.0f32 - s.beta1) * g;
     let v = s.beta2 * v + (1.0f32 - s.beta2) * g * g;
     // An inverse root is cheaper than a root and differs in the last places only. Below 1e-38 it is too small, which

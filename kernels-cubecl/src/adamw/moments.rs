@@ -129,7 +129,7 @@ pub(super) fn read<Codes: Size>(
     for part in 0..parts {
         out[part] = moment.codes[(first / comptime!((width / parts) as u32)) as usize + part];
     }
-    (out, moment.absmax[(first / 256u32) as usize])
+    (out, moment.absmax[(first / comptime!(STATE_BLOCK as u32)) as usize])
 }
 
 /// Decodes value `i` of the codes that a unit read: the first moment, or the root of the second.
@@ -191,6 +191,6 @@ pub(super) fn store<Codes: Size>(
         moment.codes[(first / comptime!((width / parts) as u32)) as usize + part] = bytes;
     }
     if UNIT_POS == 0u32 {
-        moment.absmax[(first / 256u32) as usize] = absmax;
+        moment.absmax[(first / comptime!(STATE_BLOCK as u32)) as usize] = absmax;
     }
 }

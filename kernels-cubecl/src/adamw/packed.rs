@@ -11,8 +11,8 @@
 use super::{
     AdamwStep, Chunk, Scalars,
     moments::{
-        Blocks, BlocksLaunch, MomentBuffers, StateArgs, Tables, block_absmax, block_launch, blocks_per_cube, check,
-        codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
+        blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
     },
     scalars, stepped,
     table::Coding,
@@ -103,12 +103,12 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
     // that reads late still finds its own.
     let mut w_tops = SharedMemory::<f32>::new(64usize);
     let g_scale = global[0];
-    let blocks = (range.end - range.start).div_ceil(256u32);
+    let blocks = (range.end - range.start).div_ceil(comptime!(STATE_BLOCK as u32));
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
     for turn in 0..range.per_cube {
         let own = cube * range.per_cube + turn;
         if own < blocks {
-            let first = range.start + own * 256u32 + UNIT_POS * 8u32;
+            let first = range.start + own * comptime!(STATE_BLOCK as u32) + UNIT_POS * 8u32;
             let live = first < range.end;
             let at = (first as usize) / n;
             // The matrix is contiguous, so its words and scales are those of one long row.

@@ -11,8 +11,8 @@
 use super::{
     AdamwStep, Chunk, DenseArgs, DenseBuffers, DenseBuffersLaunch, Master, Scalars, draw_of_eight, loaded,
     moments::{
-        Blocks, BlocksLaunch, MomentBuffers, StateArgs, Tables, block_absmax, block_launch, blocks_per_cube, check,
-        codes_at_once, decoded, loaded_tables, read, store,
+        Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
+        blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
     },
     rounded, scalars, stepped, stored_residual, stored_weight,
     table::Coding,
@@ -103,13 +103,13 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
     let n = N::value();
     let width = comptime!(n * parts);
     let (m_table, v_table) = loaded_tables(tables, coding);
-    let blocks = (range.end - range.start).div_ceil(256u32);
+    let blocks = (range.end - range.start).div_ceil(comptime!(STATE_BLOCK as u32));
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
     for turn in 0..range.per_cube {
         let own = cube * range.per_cube + turn;
         // All units agree: a cube takes one block at a time.
         if own < blocks {
-            let first = range.start + own * 256u32 + UNIT_POS * comptime!(width as u32);
+            let first = range.start + own * comptime!(STATE_BLOCK as u32) + UNIT_POS * comptime!(width as u32);
             let live = first < range.end;
             let at = (first as usize) / n;
             let mut new_m = Array::<f32>::new(width);

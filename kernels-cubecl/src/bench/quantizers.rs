@@ -7,7 +7,7 @@ use super::{
 use crate::{
     KernelError,
     dequantize::dequantize,
-    quantize::{self, Block, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,
 };
 use cubecl::prelude::*;
@@ -26,12 +26,12 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let dense = View::row_major(rows, cols);
         let across = View::transposed(rows, cols);
         for (name, block, rounding, view, rotated) in [
-            ("quantize 1x16", Block::Row, Rounding::Nearest, dense, false),
-            ("quantize 16x16", Block::Square, Rounding::Nearest, dense, false),
-            ("quantize 1x16 transposed", Block::Row, Rounding::Nearest, across, false),
-            ("quantize 1x16 transposed, Hadamard", Block::Row, Rounding::Nearest, across, true),
-            ("quantize 1x16 transposed, Hadamard, stochastic", Block::Row, stochastic, across, true),
-            ("quantize 1x16 stochastic", Block::Row, stochastic, dense, false),
+            ("quantize 1x16", BlockShape::Row, Rounding::Nearest, dense, false),
+            ("quantize 16x16", BlockShape::Square, Rounding::Nearest, dense, false),
+            ("quantize 1x16 transposed", BlockShape::Row, Rounding::Nearest, across, false),
+            ("quantize 1x16 transposed, Hadamard", BlockShape::Row, Rounding::Nearest, across, true),
+            ("quantize 1x16 transposed, Hadamard, stochastic", BlockShape::Row, stochastic, across, true),
+            ("quantize 1x16 stochastic", BlockShape::Row, stochastic, dense, false),
         ] {
             let spec = QuantizeSpec { scaling: Scaling::Two, block, rounding };
             if name.contains(self.filter) {
@@ -73,7 +73,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
     ) -> Result<(), KernelError> {
         let n = rows * cols;
         quantize::amax_of_maxima(self.client, self.arg(maxima, len), 1.0, self.arg(amax, 3))?;
-        let spec = QuantizeSpec { scaling: Scaling::Two, block: Block::Row, rounding: Rounding::Nearest };
+        let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
         let out = (self.arg(codes, n / 8), self.arg(scales, n / 16), self.arg(global, 1));
         let (x, view) = (self.arg(made, n), View::row_major(rows, cols));
         quantize::quantize(self.client, x, BF16, self.arg(amax, 3), out.0, out.1, out.2, view, spec, false)

@@ -10,7 +10,7 @@ use crate::{
     hadamard,
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     normal,
-    quantize::{self, AMAX_LEN, Block, QuantizeSpec, Rounding, Scaling, View},
+    quantize::{self, AMAX_LEN, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rope::{self, RopeShape},
     swiglu,
@@ -24,15 +24,15 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
     let Zeros { client, dtype } = *zeros;
     let square = rows.next_multiple_of(16);
     for (block, rounding, view) in [
-        (Block::Row, Rounding::Nearest, View::row_major(square, COLS)),
-        (Block::Row, Rounding::Nearest, View::transposed(square, COLS)),
-        (Block::Row, Rounding::Stochastic(STREAM), View::transposed(square, COLS)),
-        (Block::Square, Rounding::Stochastic(STREAM), View::row_major(square, COLS)),
+        (BlockShape::Row, Rounding::Nearest, View::row_major(square, COLS)),
+        (BlockShape::Row, Rounding::Nearest, View::transposed(square, COLS)),
+        (BlockShape::Row, Rounding::Stochastic(STREAM), View::transposed(square, COLS)),
+        (BlockShape::Square, Rounding::Stochastic(STREAM), View::row_major(square, COLS)),
     ] {
         for scaling in [Scaling::Single, Scaling::Two] {
             let spec = QuantizeSpec { scaling, block, rounding };
             let n = square * COLS;
-            let rotated = block == Block::Row && scaling == Scaling::Two;
+            let rotated = block == BlockShape::Row && scaling == Scaling::Two;
             let (x, amax) = (zeros.values(n), zeros.floats(AMAX_LEN));
             let (codes, scales, global) = (zeros.floats(n / 8), zeros.bytes(n / 16), zeros.floats(1));
             if rotated {

@@ -56,6 +56,6 @@ pub(crate) const SOME_STEP: AdamwStep = AdamwStep {
     weight_decay: 0.1,
     bias1: 0.1,
     bias2: 0.05,
-    grad_scale: 1.0,
+    clip_factor: 1.0,
     stream: STREAM,
 };

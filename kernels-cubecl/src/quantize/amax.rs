@@ -6,7 +6,7 @@
 //! Reads the matrix once: bound by memory.
 
 use super::{
-    Block, View,
+    BlockShape, View,
     tile::{DeviceView, QuantizeGrid, gap, load_rows, own, rotate_row},
 };
 use crate::{
@@ -80,7 +80,7 @@ pub fn amax_rotated<R: Runtime>(
     expect_blocks(NAME, "columns", view.cols)?;
     expect_len(NAME, "x", x.size(), view.rows * view.cols)?;
     expect_len(NAME, "out", out.size(), AMAX_LEN)?;
-    let grid = QuantizeGrid::new(client, dtype, view, Block::Row)?;
+    let grid = QuantizeGrid::new(client, dtype, view, BlockShape::Row)?;
     let scratch = client.empty(grid.cubes * 4);
     // SAFETY: `scratch` holds one f32 a cube; units outside the matrix contribute 0.
     unsafe {

@@ -34,7 +34,7 @@ mod spec;
 mod tile;
 
 pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated};
-pub use spec::{Block, QuantizeSpec, Rounding, Scaling};
+pub use spec::{BlockShape, QuantizeSpec, Rounding, Scaling};
 pub use tile::View;
 use tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row, store_across, units};
 
@@ -60,7 +60,7 @@ pub fn quantize<R: Runtime>(
     const NAME: &str = "quantize";
     let View { rows, cols, .. } = view;
     expect_blocks(NAME, "columns", cols)?;
-    if spec.block == Block::Square {
+    if spec.block == BlockShape::Square {
         expect_blocks(NAME, "rows", rows)?;
     }
     expect_len(NAME, "x", x.size(), rows * cols)?;
@@ -92,7 +92,7 @@ pub fn quantize<R: Runtime>(
             grid.place,
             cipher(stream),
             spec.scaling == Scaling::Two,
-            spec.block == Block::Square,
+            spec.block == BlockShape::Square,
             stochastic,
             grid.along,
             grid.lines,

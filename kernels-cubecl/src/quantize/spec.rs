@@ -13,7 +13,7 @@ pub enum Scaling {
 
 /// The values that share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Block {
+pub enum BlockShape {
     /// One row, 16 columns.
     Row,
     /// 16 rows, 16 columns. A matrix and its transpose then have the same codes.
@@ -35,7 +35,7 @@ pub struct QuantizeSpec {
     /// Single- or two-level.
     pub scaling: Scaling,
     /// 1x16 or 16x16.
-    pub block: Block,
+    pub block: BlockShape,
     /// Nearest or stochastic.
     pub rounding: Rounding,
 }

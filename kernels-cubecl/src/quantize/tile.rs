@@ -11,7 +11,7 @@ use crate::{
     error::{KernelError, index, require},
     hadamard::{SIGNS, rotate},
     layout::{BLOCK, scale_index, scales_per_row},
-    quantize::spec::Block,
+    quantize::spec::BlockShape,
 };
 use cubecl::prelude::*;
 
@@ -70,7 +70,7 @@ impl<R: Runtime> QuantizeGrid<R> {
         client: &ComputeClient<R>,
         dtype: StorageType,
         view: View,
-        block: Block,
+        block: BlockShape,
     ) -> Result<Self, KernelError> {
         const NAME: &str = "quantize";
         let View { rows, cols, row_stride, col_stride } = view;
@@ -83,7 +83,7 @@ impl<R: Runtime> QuantizeGrid<R> {
             format!("a stride of {step} leaves gaps between rows of {whole} values; the matrix must be contiguous")
         })?;
         let (blocks, lines) = (index(NAME, "columns", scales_per_row(cols))?, index(NAME, "rows", rows)?);
-        let own_lines = if along && block == Block::Row { 1 } else { 2 };
+        let own_lines = if along && block == BlockShape::Row { 1 } else { 2 };
         let (x, y) = if along {
             (blocks.div_ceil(16), lines.div_ceil(16 * own_lines))
         } else {

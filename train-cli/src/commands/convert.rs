@@ -8,7 +8,7 @@ use crate::{
     outputs::check_output,
     report,
 };
-use backend_nvfp4::Block;
+use backend_nvfp4::BlockShape;
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -29,7 +29,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     check_output(&args.output, &inputs)?;
     let format = match args.dtype {
         WeightArg::Nvfp4 => {
-            StoreAs::Nvfp4 { scaling: args.scales, head: true, block: Block::Row, dense_from: usize::MAX }
+            StoreAs::Nvfp4 { scaling: args.scales, head: true, block: BlockShape::Row, dense_from: usize::MAX }
         }
         WeightArg::F16 => StoreAs::Float(FloatType::F16),
         WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),

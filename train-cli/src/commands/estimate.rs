@@ -1,10 +1,6 @@
 //! `estimate`: predicts how much memory a run of `fit` with the same flags needs.
 
-use crate::{
-    CliError, args::FitArgs, commands::fit, device, report, run::inputs::Inputs, run::preflight::Forecast,
-    settings::DeviceChoice,
-};
-use backend_nvfp4::Precision;
+use crate::{CliError, args::FitArgs, commands::fit, device, report, run::inputs::Inputs, run::preflight::Forecast};
 
 /// Runs the command.
 ///
@@ -16,10 +12,8 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     let (plan, ..) = fit::planned(args)?;
     let inputs = Inputs::read(&plan)?;
-    // The device may be another machine's, and is not opened: what it computes in by default is known.
     let device = device::resolved(plan.settings.recipe.device);
-    let default = if matches!(device, DeviceChoice::Cuda(_)) { Precision::Bf16 } else { Precision::F32 };
-    let precision = plan.settings.recipe.compute_dtype.unwrap_or(default);
+    let precision = device::precision(device, plan.settings.recipe.compute_dtype);
     report::chosen_device(&device.to_string(), precision);
     let forecast = Forecast::of(&plan, &inputs, device, precision);
     report::label("rows", format!("the longest has {} tokens", inputs.longest_row()));

@@ -10,12 +10,12 @@ use crate::{
     args::ExportArgs,
     device::{self, Job},
     durable::{self, PendingFolder},
-    model_files::{Companions, TextFiles},
+    model_files::{Companions, TextFiles, Trained},
     outputs::{check_dat_name, check_output},
     report,
     run::checkpoint::{self, Head},
 };
-use backend_nvfp4::{Block, DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -49,7 +49,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     inputs.extend(args.like.clone());
     check_output(&args.output_dat, &inputs)?;
     check_dat_name("--output-dat", &args.output_dat)?;
-    if state.settings.recipe.recipe == Recipe::Bf16 {
+    if !state.settings.recipe.recipe.packs_weights() {
         report::line("note: the run used recipe bf16; this export quantizes its weights for the first time");
     }
     let config = Qwen3Config::from_file(&args.checkpoint.join("config.json"))?;
@@ -58,7 +58,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let like = args.like.as_deref().map(Container::open).transpose()?;
     let (recipe, dense) = (state.settings.recipe.resolved(), state.settings.recipe.bf16_last_blocks);
     // A checkpoint of recipe bf16 is quantized as recipe w4 does it.
-    let recipe = if recipe == Recipe::Bf16 { Recipe::W4 } else { recipe };
+    let recipe = if recipe.packs_weights() { recipe } else { Recipe::W4 };
     let format = ExportFormat {
         scaling: args.scales.unwrap_or(state.scaling()),
         head: state.head == Head::Nvfp4,
@@ -87,7 +87,7 @@ fn check_like(like: &Container, format: &ExportFormat, dense: usize) -> Result<(
     if like.dat().is_none() {
         return refuse("it is not a .dat file; give a .dat file");
     }
-    if dense > 0 || format.block() == Block::Square {
+    if dense > 0 || format.block() == BlockShape::Square {
         return refuse("the run left blocks unquantized or used scales of 16x16 values; export without --like");
     }
     Ok(())
@@ -109,10 +109,10 @@ pub struct ExportFormat {
 impl ExportFormat {
     /// How tensors are stored: as in `like`, or in NVFP4 with the blocks by which training quantized.
     fn store_as<'a>(&self, like: Option<&'a Container>) -> StoreAs<'a> {
-        match (self.recipe, like) {
-            (Recipe::Bf16, _) => StoreAs::Float(FloatType::Bf16),
-            (_, Some(like)) => StoreAs::Like(like),
-            (_, None) => StoreAs::Nvfp4 {
+        match (self.recipe.packs_weights(), like) {
+            (false, _) => StoreAs::Float(FloatType::Bf16),
+            (true, Some(like)) => StoreAs::Like(like),
+            (true, None) => StoreAs::Nvfp4 {
                 scaling: self.scaling,
                 head: self.head,
                 block: self.block(),
@@ -122,7 +122,7 @@ impl ExportFormat {
     }
 
     /// Which values share a block scale.
-    fn block(&self) -> Block {
+    fn block(&self) -> BlockShape {
         self.spec(Precision::F32).weights().block
     }
 
@@ -147,9 +147,10 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
     let live = Live::new(model);
     let tensors = Repacked::new(&live, format.store_as(like));
     let mut pending = PendingFolder::new(folder)?;
-    let name = if format.recipe == Recipe::Bf16 { "model.safetensors" } else { "model.dat" };
+    let name = if format.recipe.packs_weights() { "model.dat" } else { "model.safetensors" };
     pending.file(name, |out| write(&tensors, like, name.ends_with(".dat"), out, folder))?;
     companions.copy_into(&mut pending)?;
+    Trained::write(format.recipe, &mut pending)?;
     // The check loads the folder as users will, with its own config.json.
     let config = Qwen3Config::from_file(&pending.path_of("config.json"))?;
     let check = Check { tensors: &tensors, path: &pending.path_of(name), config: &config, text };
@@ -170,7 +171,7 @@ pub fn model_to_dat<B: Nvfp4Kernels>(
 ) -> Result<(), CliError> {
     let live = Live::new(model);
     let tensors = Repacked::new(&live, format.store_as(like));
-    write_and_check(&tensors, like.filter(|_| format.recipe != Recipe::Bf16), path, |written| {
+    write_and_check(&tensors, like.filter(|_| format.recipe.packs_weights()), path, |written| {
         let check = Check { tensors: &tensors, path: written, config: model.config(), text };
         check.against(model, format, like.is_some())
     })
@@ -274,11 +275,8 @@ impl Check<'_> {
     /// export rounds embedding and norms to 16 bits. Quantized activations amplify a rounding to a step of their codes,
     /// and an export like an older file keeps block scales of that file. Two unrelated models differ by 140%.
     fn differs_by_at_most(recipe: Recipe, like: bool) -> f64 {
-        match recipe {
-            Recipe::Bf16 => 0.1,
-            Recipe::W4 if !like => 0.1,
-            _ => 0.5,
-        }
+        let like = like && recipe.packs_weights();
+        if recipe.packs_activations() || like { 0.5 } else { 0.1 }
     }
 
     /// Compares every tensor of the file with what was to be written, bit by bit. Returns what was compared.

@@ -27,12 +27,12 @@ use crate::{
     train::learner,
     train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
+    train::parameters,
     train::schedule::Schedule,
     train::step::Stepper,
-    train::trained,
     train::training_loop::Run,
 };
-use backend_nvfp4::{Block, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Scaling};
 use burn::{backend::Autodiff, module::AutodiffModule, tensor::DType};
 use model_qwen3::{
     container::Container,
@@ -144,8 +144,8 @@ impl Job for Fit {
     }
 }
 
-/// What stops a run or is told of its steps.
-struct Notices {
+/// What watches the steps of a run: for bad ones, for signals, and for the memory that they take.
+struct Watchers {
     guard: Guard,
     interruption: Arc<Interruption>,
     vram: VramReport,
@@ -175,7 +175,7 @@ impl Ready {
         let inputs = Inputs::read(&plan)?;
         let forecast = Forecast::of(&plan, &inputs, device, precision);
         forecast.check_memory(&plan)?;
-        forecast.check_disk(&plan)?;
+        forecast.check_disk(&plan, inputs.order(&plan).steps)?;
         let (scaling, master) = (inputs.scaling(&plan), plan.master(precision));
         let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
         if scaling == Scaling::Single && keeps_codes {
@@ -257,8 +257,8 @@ impl Ready {
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
         let (guard, interruption) = (guard.clone(), interruption.clone());
         let journal = Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes);
-        let notices = Notices { guard, interruption, vram };
-        let model = self.train(model, optimizer, &state, order, journal.clone(), notices)?;
+        let watchers = Watchers { guard, interruption, vram };
+        let model = self.train(model, optimizer, &state, order, journal.clone(), watchers)?;
         Ok(Trained { model, beginning, samples, journal, head: state.head })
     }
 
@@ -293,7 +293,7 @@ impl Ready {
             (None, None) => weights::random(config, spec, master, self.plan.settings.advanced.seed, device)?,
         };
         let model = weights::trained(model, master);
-        let model = trained::last_blocks(model, self.plan.settings.model.train_last_layers);
+        let model = parameters::last_blocks(model, self.plan.settings.model.train_last_layers);
         Ok(model.with_bf16_last_blocks(self.plan.settings.recipe.bf16_last_blocks))
     }
 
@@ -316,7 +316,7 @@ impl Ready {
             float: self.spec.precision.dtype(),
         };
         let model = model.valid();
-        let mut optimizer = ChunkedAdamw::new(config, trained::undecayed(&model));
+        let mut optimizer = ChunkedAdamw::new(config, parameters::undecayed(&model));
         if let Some(resumed) = resumed {
             resumed.optimizer(&model, &mut optimizer)?;
         }
@@ -341,7 +341,7 @@ impl Ready {
         state: &TrainerState,
         order: Order,
         journal: Journal,
-        notices: Notices,
+        watchers: Watchers,
     ) -> Result<Qwen3<B>, CliError> {
         let (s, steps) = (&self.plan.settings, order.steps);
         if state.global_step >= steps {
@@ -382,11 +382,11 @@ impl Ready {
             recipe: self.plan.recipe,
             quantize_from,
             damped,
-            guard: notices.guard,
+            guard: watchers.guard,
             memory_limit: self.plan.memory_limit,
             logging_steps: s.logging.logging_steps,
-            vram: notices.vram,
-            interruption: notices.interruption,
+            vram: watchers.vram,
+            interruption: watchers.interruption,
             between: Box::new(journal),
         };
         learner::run(Trainee::new(model, s.advanced.loss, fixed), run)
@@ -418,7 +418,7 @@ impl Ready {
         match exported {
             Some(exported) => {
                 report::line(format!("done in {done} · {}", self.plan.output_dir.display()));
-                next_steps(self.plan.recipe, exported, prompt);
+                next_steps(exported, prompt);
             }
             None => report::line(format!("done in {done} · nothing was saved, because of --save-strategy no")),
         }
@@ -428,7 +428,7 @@ impl Ready {
     /// the run quantizes every transformer block, with 1x16 scales.
     fn original(&self) -> Option<&Container> {
         let s = &self.plan.settings.recipe;
-        let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == Block::Row;
+        let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == BlockShape::Row;
         let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
         self.inputs.source.as_ref().filter(serves).filter(|_| s.scales.is_none() && same_blocks)
     }
@@ -443,12 +443,12 @@ fn outputs_exist(plan: &Plan) -> bool {
     exported && plan.output_dir.join(folder::RESULTS).exists()
 }
 
-fn next_steps(recipe: Recipe, exported: &Path, prompt: Option<&String>) {
+fn next_steps(exported: &Path, prompt: Option<&String>) {
     let prompt = report::quoted(prompt.map_or("hello", |p| p));
     let folder = report::quoted(&exported.display().to_string());
-    let mode = if recipe.packs_activations() { " --w4a4" } else { "" };
     report::line("next:");
-    report::line(format!("  train-cli generate -m {folder} -p {prompt}{mode}"));
+    report::line(format!("  train-cli generate -m {folder} -p {prompt}"));
+    report::line(format!("  train-cli chat -m {folder}"));
     report::line(format!("  train-cli inspect {folder} --verify"));
     report::line("  train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
 }

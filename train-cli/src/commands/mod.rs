@@ -1,6 +1,7 @@
 //! One file for each command of the program.
 
 pub mod bench;
+pub mod chat;
 pub mod convert;
 pub mod demo;
 pub mod estimate;

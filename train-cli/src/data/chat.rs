@@ -16,35 +16,44 @@ const MOST_MESSAGES: usize = 1000;
 pub(super) struct Conversation {
     messages: Vec<Value>,
     tools: Option<Value>,
+    /// Indices of the messages that the loss leaves out, whoever wrote them.
+    unsupervised: Vec<usize>,
 }
 
 impl Conversation {
     /// A user message and its answer.
-    pub(super) fn of_pair(prompt: &str, answer: &str) -> Self {
+    ///
+    /// # Errors
+    /// If one of them is empty.
+    pub(super) fn of_pair(prompt: &str, answer: &str) -> Result<Self, String> {
+        if prompt.trim().is_empty() || answer.trim().is_empty() {
+            return Err("prompt or answer is empty; a row needs both".into());
+        }
         let messages =
             vec![json!({"role": "user", "content": prompt}), json!({"role": "assistant", "content": answer})];
-        Self { messages, tools: None }
+        Ok(Self { messages, tools: None, unsupervised: vec![] })
     }
 
-    /// Parses a line of JSON: `{"messages": [{"role": …, "content": …}, …], "tools": […]}`, where `tools` is optional.
-    /// An error says what is wrong.
-    pub(super) fn parse(line: &str) -> Result<Self, String> {
-        let mut row: Value = serde_json::from_str(line).map_err(|e| format!("not JSON: {e}"))?;
-        let Some(messages) = row.get_mut("messages").and_then(Value::as_array_mut) else {
-            return Err("the row has no \"messages\" list".into());
-        };
-        let mut messages = std::mem::take(messages);
+    /// Messages `{"role": …, "content": …}` and the tools that they may call. A message with `"weight": 0` is read, but not
+    /// learned.
+    ///
+    /// # Errors
+    /// What is wrong with which message.
+    pub(super) fn of_messages(mut messages: Vec<Value>, tools: Option<Value>) -> Result<Self, String> {
+        let mut unsupervised = Vec::new();
         if messages.len() > MOST_MESSAGES {
             return Err(format!("{} messages; a row has at most {MOST_MESSAGES}. Split it", messages.len()));
         }
         for (i, message) in messages.iter_mut().enumerate() {
-            check(message).map_err(|e| format!("message {}: {e}", i + 1))?;
+            let weight = check(message).map_err(|e| format!("message {}: {e}", i + 1))?;
+            if !weight {
+                unsupervised.push(i);
+            }
         }
         if !messages.iter().any(|m| m["role"] == "assistant") {
             return Err("no assistant message, so there is nothing to learn; add one or remove the row".into());
         }
-        let tools = row.get("tools").cloned().filter(|t| !t.is_null());
-        Ok(Self { messages, tools })
+        Ok(Self { messages, tools, unsupervised })
     }
 
     /// The samples of the conversation. There is one, unless the template renders earlier turns differently once later
@@ -60,7 +69,8 @@ impl Conversation {
         }
         // The text up to the end of each assistant turn, and the range of that turn in it.
         let mut turns = Vec::new();
-        for i in (0..self.messages.len()).filter(|&i| self.messages[i]["role"] == "assistant") {
+        let learned = |i: &usize| self.messages[*i]["role"] == "assistant" && !self.unsupervised.contains(i);
+        for i in (0..self.messages.len()).filter(learned) {
             let opened = self.render(text, i, true)?;
             let closed = self.render(text, i + 1, false)?;
             if !closed.starts_with(&opened) {
@@ -86,8 +96,9 @@ impl Conversation {
     }
 }
 
-/// Refuses a message that a template would silently render as nothing, and joins content that is in parts.
-fn check(message: &mut Value) -> Result<(), String> {
+/// Refuses a message that a template would silently render as nothing, and joins content that is in parts. Returns whether
+/// the message is to be learned, as its weight says.
+fn check(message: &mut Value) -> Result<bool, String> {
     match message.get("role").and_then(Value::as_str) {
         None => return Err("no \"role\"; a message needs \"role\" and \"content\"".into()),
         Some("system" | "user" | "assistant" | "tool") => {}
@@ -107,7 +118,14 @@ fn check(message: &mut Value) -> Result<(), String> {
         return Err("\"content\" is empty; write it or remove the row".into());
     }
     message["content"] = text.into();
-    Ok(())
+    match message.as_object_mut().and_then(|message| message.remove("weight")) {
+        None => Ok(true),
+        Some(weight) => match weight.as_f64() {
+            Some(0.0) => Ok(false),
+            Some(1.0) => Ok(true),
+            _ => Err(format!("weight {weight}; it must be 0 or 1")),
+        },
+    }
 }
 
 /// Encodes prompts and answers separately, as generation will see them, up to the end of the last answer.

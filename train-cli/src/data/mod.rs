@@ -1,7 +1,8 @@
-//! Training data: [`read`] turns files into [`sample`]s, with [`chat`] for conversations; [`token_cache`] keeps them on
-//! disk; [`rows`] splits, repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order.
+//! Training data: [`format`](mod@format) turns files into rows, [`chat`] conversations into [`sample`]s, and [`read`] does
+//! both for all files of a run; [`token_cache`] keeps the samples on disk; [`rows`] splits, repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order.
 
 pub mod chat;
+pub mod format;
 pub mod order;
 pub mod read;
 pub mod rows;

@@ -2,14 +2,18 @@
 
 use crate::{
     CliError,
-    data::{chat::Conversation, sample::Sample},
+    data::{
+        format::{self, Row},
+        sample::Sample,
+    },
     model_files::TextFiles,
     report,
-    settings::{Format, LossOn, Overlong},
+    settings::{Auto, Format, LossOn, Overlong},
 };
 use model_qwen3::file;
 use serde::{Deserialize, Serialize};
 use std::{
+    collections::BTreeSet,
     io::Read,
     path::{Path, PathBuf},
 };
@@ -17,8 +21,8 @@ use std::{
 /// How files become samples.
 #[derive(Debug, Clone, Copy)]
 pub struct DataOptions {
-    /// Format of the files.
-    pub format: Format,
+    /// Format of the files; without one, each file tells its own.
+    pub format: Auto<Format>,
     /// Which tokens are supervised.
     pub loss_on: LossOn,
     /// Longest sequence, in tokens.
@@ -30,6 +34,8 @@ pub struct DataOptions {
 /// What was read from the files.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct DataReport {
+    /// The formats of the files.
+    pub formats: BTreeSet<String>,
     /// Rows that were read.
     pub rows: usize,
     /// Sequences that they made.
@@ -76,20 +82,17 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
         let content = text_of(path)?;
-        let format = match (self.options.format, path.extension().and_then(|e| e.to_str())) {
-            (Format::Auto, Some("tsv")) => Format::Tsv,
-            (Format::Auto, Some("jsonl" | "json")) => Format::Messages,
-            (Format::Auto, Some("txt" | "md")) => Format::Text,
-            (Format::Auto, _) => {
-                let reason = "cannot infer the data format from the file name; give --format tsv, messages or text";
-                return Err(bad(path, None, reason));
-            }
-            (format, _) => format,
+        let format = match self.options.format {
+            Some(format) => format,
+            None => format::inferred(path, &content).map_err(|(line, reason)| {
+                bad(path, Some(line).filter(|line| *line > 0), reason.err().unwrap_or_default())
+            })?,
         };
+        self.report.formats.insert(format.name());
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
-        match format {
-            Format::Text => self.document(&content)?,
-            _ => self.rows(path, &content, format)?,
+        for (line, row) in format::rows(format, &content) {
+            let taken = row.and_then(|row| self.row(row, line));
+            taken.map_err(|reason| bad(path, Some(line).filter(|line| *line > 0), reason))?;
         }
         if self.samples.len() > samples {
             return Ok(());
@@ -108,8 +111,26 @@ impl Reader<'_> {
         })
     }
 
-    /// Cuts one document into sequences.
-    fn document(&mut self, content: &str) -> Result<(), CliError> {
+    /// Makes samples of a row.
+    fn row(&mut self, row: Row, line: usize) -> Result<(), String> {
+        let samples = match row {
+            Row::Header => {
+                self.report.header_skipped = true;
+                return Ok(());
+            }
+            Row::Document(content) => return self.document(&content, line).map_err(|e| e.to_string()),
+            Row::Conversation(conversation) => conversation.samples(self.text, self.options.loss_on),
+        };
+        self.report.rows += 1;
+        for mut sample in samples.map_err(|e| e.to_string())? {
+            sample.origins[0].line = line as u32;
+            self.take(sample, line)?;
+        }
+        Ok(())
+    }
+
+    /// Cuts a document into sequences.
+    fn document(&mut self, content: &str, line: usize) -> Result<(), CliError> {
         self.report.rows += 1;
         let mut ids = Vec::new();
         for piece in pieces(content) {
@@ -117,42 +138,9 @@ impl Reader<'_> {
         }
         ids.extend(self.text.tokenizer.id("<|endoftext|>"));
         for piece in ids.chunks(self.options.max_seq_length).filter(|p| p.len() > 1) {
-            self.samples.push(Sample::new(piece.to_vec(), vec![true; piece.len()], String::new()));
-        }
-        Ok(())
-    }
-
-    /// Reads a conversation from each line.
-    fn rows(&mut self, path: &Path, content: &str, format: Format) -> Result<(), CliError> {
-        let mut first = true;
-        for (i, line) in content.lines().enumerate() {
-            let number = i + 1;
-            let at = |reason: String| bad(path, Some(number), reason);
-            let line = line.trim_end_matches('\r');
-            if line.trim().is_empty() || format == Format::Tsv && line.starts_with('#') {
-                continue;
-            }
-            let conversation = match format {
-                Format::Tsv => {
-                    let no_tab = || at("no tab; a row is a prompt, a tab and the answer".into());
-                    let (prompt, answer) = line.split_once('\t').ok_or_else(no_tab)?;
-                    if std::mem::take(&mut first) && (prompt, answer) == ("prompt", "target") {
-                        self.report.header_skipped = true;
-                        continue;
-                    }
-                    if prompt.trim().is_empty() || answer.trim().is_empty() {
-                        return Err(at("prompt or target is empty; a row needs both".into()));
-                    }
-                    Conversation::of_pair(prompt, answer)
-                }
-                _ => Conversation::parse(line).map_err(at)?,
-            };
-            self.report.rows += 1;
-            let samples = conversation.samples(self.text, self.options.loss_on);
-            for mut sample in samples.map_err(|e| at(e.to_string()))? {
-                sample.origins[0].line = number as u32;
-                self.take(sample, number).map_err(at)?;
-            }
+            let mut sample = Sample::new(piece.to_vec(), vec![true; piece.len()], String::new());
+            sample.origins[0].line = line as u32;
+            self.samples.push(sample);
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ use std::{
 
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Reads the samples of `paths`. With a cache folder, it takes them from there, or puts them there.
 ///
@@ -155,7 +155,7 @@ mod tests {
     use super::*;
     use crate::data::sample::synthetic;
 
-    /// Nothing is refused because of its limits.
+    /// The limits are those of the samples below.
     fn parsed(file: &[u8]) -> Option<(Vec<Sample>, DataReport)> {
         super::parsed(file, Limits { files: 3, vocabulary: 100, tokens: 7 })
     }

@@ -8,7 +8,7 @@ use crate::{
     plan::Plan,
     settings::{Clip, StepMode},
 };
-use backend_nvfp4::{MasterKind, Precision, Recipe, StateKind};
+use backend_nvfp4::{MasterKind, Precision, StateKind};
 use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
 
@@ -99,7 +99,7 @@ impl Estimate {
         let graph = if whole { block * trained } else { inputs + block };
         // The weights of a layer in the type of the products, and their codes.
         let copies =
-            if plan.recipe == Recipe::Bf16 && dense == value { 0.0 } else { s.block * 0.5625 + 4.0 * d * f * value };
+            if plan.recipe.packs_weights() || dense != value { s.block * 0.5625 + 4.0 * d * f * value } else { 0.0 };
         let cast = if dense == value { 0.0 } else { s.embedding * value };
         let logits = ((300 << 20) as f64).min(tokens * c.vocab_size as f64 * value * 3.0) + cast + 4.0 * tokens * d;
         Self {
@@ -110,7 +110,7 @@ impl Estimate {
                 (if whole { "activations" } else { "block inputs and one block" }, graph + copies),
                 ("head", logits),
             ],
-            export: if plan.recipe == Recipe::Bf16 { 2.0 * params } else { 0.5625 * s.linear() + 4.0 * dense_values },
+            export: if plan.recipe.packs_weights() { 0.5625 * s.linear() + 4.0 * dense_values } else { 2.0 * params },
         }
     }
 

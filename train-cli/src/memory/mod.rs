@@ -1,7 +1,8 @@
 //! Device memory: [`mod@estimate`] predicts it before a run, [`free`] says what there is, [`vram`] measures it, [`pool`]
-//! returns it between steps.
+//! returns it between steps. [`host`] counts the memory of the host.
 
 pub mod estimate;
 pub mod free;
+pub mod host;
 pub mod pool;
 pub mod vram;

@@ -2,7 +2,7 @@
 //! with the field names of the project's predecessor. The report waits for the device at each phase, which makes steps
 //! slower.
 
-use crate::{CliError, durable, kernel_cache};
+use crate::{CliError, durable, kernel_cache, memory::host};
 use backend_nvfp4::DeviceServices;
 use serde_json::{Value, json};
 use std::{
@@ -61,9 +61,9 @@ impl VramReport {
     /// shares the host's memory, what the host has come to use since the run began; on the CPU, this process's memory.
     pub fn held<B: DeviceServices>(&self, device: &B::Device) -> u64 {
         match (B::memory_in_use(device), self.meter.began) {
-            (None, _) => resident_mib() << 20,
+            (None, _) => host::resident().unwrap_or(0),
             (Some(m), None) => m.reserved,
-            (Some(m), Some(began)) => host_in_use().map_or(m.reserved, |now| now.saturating_sub(began)),
+            (Some(m), Some(began)) => host::in_use().map_or(m.reserved, |now| now.saturating_sub(began)),
         }
     }
 
@@ -88,7 +88,7 @@ struct Meter {
 
 impl Meter {
     fn new() -> Self {
-        Self { began: if kernel_cache::memory_is_the_hosts() { host_in_use() } else { None } }
+        Self { began: if kernel_cache::memory_is_the_hosts() { host::in_use() } else { None } }
     }
 }
 
@@ -96,38 +96,6 @@ fn mib(bytes: u64) -> u64 {
     bytes >> 20
 }
 
-/// Resident memory of this process in MiB. 0 if the system does not say.
-fn resident_mib() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|l| l.strip_prefix("VmRSS:"));
-    line.and_then(|l| l.trim().trim_end_matches(" kB").parse::<u64>().ok()).map_or(0, |kib| kib >> 10)
-}
-
-/// Bytes in use on the host, by Linux's count.
-fn host_in_use() -> Option<u64> {
-    in_use(&std::fs::read_to_string("/proc/meminfo").ok()?)
-}
-
-fn in_use(meminfo: &str) -> Option<u64> {
-    let kib = |name: &str| {
-        let line = meminfo.lines().find_map(|l| l.strip_prefix(name))?;
-        line.trim().trim_end_matches(" kB").parse::<u64>().ok()
-    };
-    Some((kib("MemTotal:")?.checked_sub(kib("MemAvailable:")?)?) << 10)
-}
-
 fn now() -> String {
     jiff::Timestamp::now().to_string()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn memory_in_use_is_read_from_meminfo() {
-        let text = "MemTotal:       125513724 kB\nMemFree:  100 kB\nMemAvailable:   25513724 kB\n";
-        assert_eq!(in_use(text), Some(100_000_000 << 10));
-        assert_eq!(in_use("MemTotal: 5 kB\n"), None);
-    }
 }

@@ -252,9 +252,13 @@ fn all_finite(tensors: &Container) -> Result<(), CliError> {
     for name in tensors.names() {
         match tensors.stored(&name) {
             Some(Stored::Packed { .. }) => {
-                let global = tensors.read_packed(&name)?.global;
-                if !global.is_finite() {
-                    return Err(bad(&name, global));
+                let packed = tensors.read_packed(&name)?;
+                if !packed.global.is_finite() {
+                    return Err(bad(&name, packed.global));
+                }
+                // E4M3 has no infinity, and its NaN has all bits but the sign.
+                if packed.scales.iter().any(|scale| scale & 0x7f == 0x7f) {
+                    return Err(bad(&name, f32::NAN));
                 }
             }
             Some(Stored::Dense { shape, .. }) => {
@@ -292,7 +296,10 @@ fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
 }
 
 /// A run's checkpoints, newest first.
-fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
+///
+/// # Errors
+/// If the run folder cannot be read.
+pub fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
     let mut found: Vec<(usize, PathBuf)> = Vec::new();
     for entry in std::fs::read_dir(run).map_err(CliError::io(run))? {
         let path = entry.map_err(CliError::io(run))?.path();

@@ -35,8 +35,10 @@ fn data(plan: &Plan, inputs: &Inputs) -> String {
     let limit = plan.max_seq_length(inputs.config.max_position_embeddings);
     let found = &inputs.report;
     let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
+    let formats = found.formats.iter().cloned().collect::<Vec<_>>().join(" and ");
+    let rows = report::count(found.rows, "row");
     let mut parts = vec![
-        report::count(found.rows, "row"),
+        if formats.is_empty() { rows } else { format!("{rows} of {formats}") },
         format!("{} train / {} eval", inputs.train.len(), inputs.eval.len()),
         format!("{tokens} tokens, {supervised} supervised"),
     ];

@@ -12,7 +12,7 @@ use crate::{
     model_files::TextFiles,
     plan::{ModelSource, Plan},
 };
-use backend_nvfp4::{Recipe, Scaling};
+use backend_nvfp4::Scaling;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
@@ -131,14 +131,17 @@ fn fits(plan: &Plan, config: &Qwen3Config) -> Result<(), CliError> {
         let text = format!("--max-seq-length {length}: the model takes at most {limit} tokens; choose at most {limit}");
         return Err(CliError::Usage(text));
     }
-    if !matches!(plan.recipe, Recipe::Nvfp4(_)) {
+    if plan.recipe.packs_gradients().is_none() {
         return Ok(());
     }
-    // Recipe nvfp4 cuts output features and tokens into blocks of 16, too.
+    // Packed gradients cut output features and tokens into blocks of 16, too.
     let keys = config.num_key_value_heads * config.head_dim;
     for (what, size) in [("num_key_value_heads * head_dim", keys), ("vocab_size", config.vocab_size)] {
         if !size.is_multiple_of(16) {
-            let text = format!("--recipe nvfp4: {what} is {size}, which is not a multiple of 16; take w4 or w4a4");
+            let text = format!(
+                "--recipe {}: {what} is {size}, which is not a multiple of 16; take w4 or w4a4",
+                plan.recipe.name()
+            );
             return Err(CliError::Usage(text));
         }
     }

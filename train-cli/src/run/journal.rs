@@ -177,7 +177,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         forced: bool,
     ) -> Result<Option<PathBuf>, CliError> {
         let saving = &self.plan.settings.saving;
-        if saving.save_strategy == SaveStrategy::No || !(forced || self.due(saving.save_steps, step)) {
+        if saving.save_strategy == SaveStrategy::No
+            || !(forced || self.due(Some(saving.save_every(self.order.steps)), step))
+        {
             return Ok(None);
         }
         self.state.global_step = step;

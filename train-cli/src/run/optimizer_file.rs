@@ -12,7 +12,7 @@ use crate::{
     CliError,
     train::optim::{AdamwConfig, ChunkedAdamw, TensorState},
 };
-use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, StateKind};
+use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, STATE_BLOCK, StateKind};
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
     ops::{FloatTensor, IntTensor},
@@ -26,9 +26,6 @@ use model_qwen3::{
 };
 use safetensors::Dtype;
 use std::{io::Write, path::Path};
-
-/// Number of codes that share one `absmax`.
-const STATE_BLOCK: usize = 256;
 
 /// What one entry of the file holds.
 enum Content<'a, B: Nvfp4Kernels> {

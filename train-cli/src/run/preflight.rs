@@ -3,19 +3,24 @@
 
 use crate::{
     CliError,
-    memory::{estimate::Estimate, free},
+    memory::{
+        estimate::Estimate,
+        free::{self, Disk},
+    },
     plan::Plan,
     report,
+    run::checkpoint,
     run::inputs::Inputs,
     settings::{DeviceChoice, SaveStrategy},
 };
 use backend_nvfp4::Precision;
+use std::collections::BTreeMap;
 
 /// The forecast of a run on a device.
 pub struct Forecast {
     /// The memory that it will take.
     pub estimate: Estimate,
-    /// The device, and what it computes in.
+    /// The device.
     device: DeviceChoice,
     /// Bytes that are free on the device, if it says.
     free: Option<u64>,
@@ -35,33 +40,41 @@ impl Forecast {
     pub fn check_memory(&self, plan: &Plan) -> Result<(), CliError> {
         let needed = self.estimate.peak();
         if let Some(limit) = plan.memory_limit {
-            return match needed > limit {
-                true => Err(self.refused(CliError::Memory { needed, limit, saved: None })),
-                false => Ok(()),
-            };
+            if needed > limit {
+                return Err(self.refused(CliError::Memory { needed, limit, saved: None }));
+            }
+        } else if let Some(free) = self.free
+            && needed > free
+        {
+            return Err(self.refused(CliError::Full { device: self.device.to_string(), needed, free }));
         }
-        match self.free.filter(|free| needed > *free) {
-            Some(free) => Err(self.refused(CliError::Full { device: self.device.to_string(), needed, free })),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
-    /// Refuses a run whose files do not fit onto the disk: two checkpoints, one of which is being written, and the export.
+    /// Refuses a run whose files do not fit onto the disk: the checkpoints that it will have beside those that are there,
+    /// and the export. A new checkpoint is complete before the oldest is deleted.
     ///
     /// # Errors
     /// If they do not.
-    pub fn check_disk(&self, plan: &Plan) -> Result<(), CliError> {
+    pub fn check_disk(&self, plan: &Plan, steps: usize) -> Result<(), CliError> {
         let saving = &plan.settings.saving;
         if saving.save_strategy == SaveStrategy::No {
             return Ok(());
         }
         let export = self.estimate.exported();
-        let mut files = vec![(&plan.output_dir, 2 * self.estimate.checkpoint() + export)];
+        let there = if plan.output_dir.exists() { checkpoint::list(&plan.output_dir)?.len() } else { 0 };
+        let most = (saving.save_total_limit + 1).saturating_sub(there).max(1);
+        let checkpoints = most.min(saving.checkpoints(steps));
+        let mut files = vec![(&plan.output_dir, checkpoints as u64 * self.estimate.checkpoint() + export)];
         files.extend(saving.output_dat.as_ref().map(|file| (file, export)));
-        for (path, needed) in files {
-            let free = free::on_disk(path)?;
-            if needed > free {
-                return Err(CliError::Disk { path: path.clone(), needed, free });
+        // Files on one disk share what is free there.
+        let mut wanted = BTreeMap::new();
+        for (path, bytes) in files {
+            let disk = Disk::of(path)?;
+            let needed = wanted.entry(disk.id).or_insert(0);
+            *needed += bytes;
+            if *needed > disk.free {
+                return Err(CliError::Disk { path: path.clone(), checkpoints, needed: *needed, free: disk.free });
             }
         }
         Ok(())

@@ -160,18 +160,39 @@ pub enum Nvfp4Part {
     Stochastic,
 }
 
-/// How a data file is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
+/// How a data file is read. The rows of a JSON format are objects, one in each line or all in one array.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
-    /// By the file name: .jsonl and .json are messages, .tsv is tsv, .txt and .md are text
-    Auto,
-    /// Each line is a JSON object {"messages": [{"role": ..., "content": ...}, ...]}; a JSON array of them is not read
+    /// JSON rows {"messages": [{"role": ..., "content": ...}, ...]}, as OpenAI has them
     Messages,
+    /// JSON rows {"conversations": [{"from": "human", "value": ...}, ...]}
+    Sharegpt,
+    /// JSON rows {"instruction": ..., "input": ..., "output": ...}
+    Alpaca,
+    /// JSON rows {"prompt": ..., "completion": ...}
+    #[value(alias = "prompt-completion")]
+    Completion,
+    /// JSON rows {"text": ...}, each a document; every token is supervised
+    Documents,
     /// Each line is a prompt, a tab and the answer; lines that start with # are comments
     Tsv,
     /// One document, cut into sequences; every token is supervised
     Text,
+}
+
+impl Format {
+    /// The name on the command line and in files.
+    pub fn name(self) -> String {
+        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+impl Choice for Format {
+    const AUTO: &'static str = "by the file name, and for .jsonl and .json by the keys of the first row";
+
+    fn all() -> Vec<(Self, PossibleValue)> {
+        Self::value_variants().iter().filter_map(|format| Some((*format, format.to_possible_value()?))).collect()
+    }
 }
 
 /// Which tokens are supervised.

@@ -59,7 +59,7 @@ pub struct Settings {
 #[serde(default)]
 #[command(next_help_heading = "Model")]
 pub struct ModelSettings {
-    /// Model to train: a Hugging Face folder, a .dat file or a .safetensors file
+    /// Model to train: a Hugging Face folder, a checkpoint, a .dat file or a .safetensors file
     #[arg(short, long, value_name = "PATH", alias = "model-name-or-path", alias = "input-dat", alias = "weight")]
     #[arg(help_heading = COMMON)]
     pub model: Option<PathBuf>,
@@ -98,8 +98,9 @@ pub struct DataSettings {
     #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size")]
     pub val_split: f64,
     /// Format of the data files
-    #[arg(long, alias = "format-type")]
-    pub format: Format,
+    #[arg(long, alias = "format-type", value_parser = parser::<Auto<Format>>())]
+    #[serde(with = "by_name")]
+    pub format: Auto<Format>,
     /// Train on random tokens instead of files, for measurements
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub synthetic: bool,
@@ -126,7 +127,7 @@ impl Default for DataSettings {
             data_weights: vec![],
             eval_data: None,
             val_split: 0.02,
-            format: Format::Auto,
+            format: None,
             synthetic: false,
             loss_on: LossOn::Assistant,
             overlong: Overlong::Drop,
@@ -323,6 +324,21 @@ pub struct SavingSettings {
     /// Whether to save checkpoints and export the trained model
     #[arg(long)]
     pub save_strategy: SaveStrategy,
+}
+
+impl SavingSettings {
+    /// Number of steps between checkpoints, in a run of so many steps; 0 if only the last is saved.
+    pub fn save_every(&self, steps: usize) -> usize {
+        self.save_steps.unwrap_or_else(|| steps.div_ceil(20))
+    }
+
+    /// Number of checkpoints that a run of so many steps saves.
+    pub fn checkpoints(&self, steps: usize) -> usize {
+        match self.save_every(steps) {
+            0 => 1,
+            every => steps.div_ceil(every),
+        }
+    }
 }
 
 impl Default for SavingSettings {

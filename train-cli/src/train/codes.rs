@@ -2,7 +2,7 @@
 //! compared with the codes of later states.
 
 use crate::CliError;
-use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Recipe};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor};
 use model_qwen3::{
     ModelError,
     model::Qwen3,
@@ -26,7 +26,7 @@ impl Codes {
     /// If the device fails.
     pub fn of<B: Nvfp4Kernels>(model: &Qwen3<B>, spec: LinearSpec) -> Result<Self, CliError> {
         let mut words = Vec::new();
-        if spec.recipe == Recipe::Bf16 {
+        if !spec.recipe.packs_weights() {
             return Ok(Self { spec, words });
         }
         let fields = fields(model);

@@ -31,7 +31,7 @@ const ROLLBACKS: usize = 2;
 pub struct Record {
     /// Steps that are left out, counted from 1, and why.
     pub left_out: BTreeMap<usize, String>,
-    /// Those of them that were found bad since the run last went far back.
+    /// Steps that were found bad since the run last went far back. The others in `left_out` lie between two of them.
     bad: Vec<usize>,
     /// How often the run has gone far back.
     rollbacks: usize,
@@ -76,9 +76,9 @@ impl Guard {
         self.state().record.left_out.get(&step).cloned()
     }
 
-    /// Notes that step `step` was bad for a reason, and whether it has `updated` weights. Returns whether the run goes on
-    /// with the next step; if not, it goes [`Self::back`] or ends.
-    pub fn goes_on_after(&self, step: usize, reason: String, updated: bool) -> bool {
+    /// Notes that step `step` was bad, why, and whether it has `updated` weights. If this returns true, the run goes on with
+    /// the next step. If not, [`Self::back`] says where it goes back to, or that it ends.
+    pub fn found_bad(&self, step: usize, reason: String, updated: bool) -> bool {
         let mut state = self.state();
         if !state.active {
             return false;
@@ -135,7 +135,7 @@ mod tests {
     }
 
     fn bad(guard: &Guard, step: usize, updated: bool) -> (bool, Option<Back>) {
-        (guard.goes_on_after(step, "the loss is NaN".into(), updated), guard.back())
+        (guard.found_bad(step, "the loss is NaN".into(), updated), guard.back())
     }
 
     #[test]

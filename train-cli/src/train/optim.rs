@@ -54,7 +54,7 @@ pub struct Rate {
     /// Learning rate.
     pub lr: f64,
     /// The factor on every gradient, from clipping.
-    pub grad_scale: f64,
+    pub clip_factor: f64,
 }
 
 impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
@@ -139,7 +139,7 @@ impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
             weight_decay: if self.undecayed.contains(&id) { 0.0 } else { c.weight_decay as f32 },
             bias1: (1.0 - c.beta1.powi(state.steps)) as f32,
             bias2: (1.0 - c.beta2.powi(state.steps)) as f32,
-            grad_scale: rate.grad_scale as f32,
+            clip_factor: rate.clip_factor as f32,
             stream: Stream { seed: c.seed, step: state.steps as u32, stream: id.val() as u32 },
         };
         let elements = shape.num_elements();

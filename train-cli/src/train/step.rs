@@ -91,7 +91,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         }
 
         // 3. Clip and update: from the sums, or block by block with the gradients of the last micro-batch.
-        let rate = Rate { lr, grad_scale: self.clipping.scale(measured) };
+        let rate = Rate { lr, clip_factor: self.clipping.clip_factor(measured) };
         pass.fate = Fate::Apply { rate, measured: measured.is_some() };
         if sums_all {
             net.update(|model| pass.walk(GradientsParams::new()).model(model));

@@ -224,7 +224,7 @@ impl<B: Nvfp4Kernels> Run<B> {
             Ok(stepped) => Ok(Guarded::Made(stepped)),
             Err(CliError::Diverged { step, what, value, updated, hint }) => {
                 let reason = format!("the {what} is {value}");
-                if self.guard.goes_on_after(step, reason.clone(), updated) {
+                if self.guard.found_bad(step, reason.clone(), updated) {
                     return Ok(Guarded::LeftOut(reason));
                 }
                 Err(CliError::Diverged { step, what, value, updated, hint })

@@ -1,0 +1,218 @@
+//! `chat` keeps a conversation on one cache: a later turn reads only what is new, and answers as if everything had been
+//! read at once. Commands, scripts, saved conversations, a full context and Ctrl-C do what `/help` says.
+
+use crate::support::{
+    Cpu,
+    files::{F32, command, ok, run, tiny_model_with_spread},
+    golden,
+};
+use model_qwen3::{
+    config::Qwen3Config,
+    container::Container,
+    generate::{GenerateOptions, Progress, Session},
+    model::Qwen3,
+    sample::Sampling,
+    weights::{self, Purpose},
+};
+use serde_json::{Value, json};
+use std::{
+    io::{BufRead, BufReader, Read, Write},
+    ops::ControlFlow,
+    path::Path,
+    process::Stdio,
+};
+
+const CHAT: [&str; 7] = ["chat", "-m", "m", "--device", "cpu", "--temp", "0"];
+
+/// A model of random weights that are large enough for its greedy answer to depend on every prompt token.
+fn lively_model(dir: &Path) {
+    tiny_model_with_spread(&dir.join("m"), true, 0.5);
+}
+
+/// The turns of a scripted conversation.
+fn turns(dir: &Path, script: &str, more: &[&str]) -> Vec<Value> {
+    std::fs::write(dir.join("script.txt"), script).unwrap();
+    let out = ok(dir, &[&CHAT[..], &["--max-tokens", "8", "--json", "--script", "script.txt"], more].concat());
+    out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// What is wrong with a scripted conversation.
+fn refused(dir: &Path, script: &str, more: &[&str], code: i32) -> String {
+    std::fs::write(dir.join("script.txt"), script).unwrap();
+    let out = run(dir, &[&CHAT[..], &["--script", "script.txt"], more].concat());
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(code), "{stderr}");
+    stderr
+}
+
+#[test]
+fn a_later_turn_reads_only_what_is_new_and_answers_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let talk = turns(d, "Who are you?\nAnd now?\n/save talk.jsonl\nOnce more.\n", &[]);
+    assert_eq!(talk.len(), 3);
+    assert_eq!(talk[0]["known_tokens"], 0);
+    let (second, known) = (&talk[1], talk[1]["known_tokens"].as_u64().unwrap());
+    assert!(known >= talk[0]["prompt_tokens"].as_u64().unwrap(), "the second turn read the first again: {second}");
+    // The file holds the conversation when it was written; its next turn is that of the conversation.
+    let saved = std::fs::read_to_string(d.join("talk.jsonl")).unwrap();
+    let roles: Vec<Value> = saved.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["role"].clone()).collect();
+    assert_eq!(roles, ["user", "assistant", "user", "assistant"]);
+    let loaded = turns(d, "/load talk.jsonl\nOnce more.\n", &[]);
+    assert_eq!(loaded[0]["known_tokens"], 0);
+    assert_eq!((&loaded[0]["ids"], &loaded[0]["prompt_tokens"]), (&talk[2]["ids"], &talk[2]["prompt_tokens"]));
+    // So is what its user says, as a script.
+    let replayed = ok(d, &[&CHAT[..], &["--max-tokens", "8", "--json", "--script", "talk.jsonl"]].concat());
+    let replayed: Vec<Value> = replayed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!((&replayed[0]["ids"], &replayed[1]["ids"]), (&talk[0]["ids"], &talk[1]["ids"]));
+    assert_ne!(talk[1]["ids"], talk[2]["ids"], "the model answers everything alike; the comparisons say nothing");
+}
+
+#[test]
+fn commands_change_the_conversation() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let ids = |talk: &[Value], i: usize| talk[i]["ids"].clone();
+    let plain = turns(d, "Hello\nWho?\n", &[]);
+    let undone = turns(d, "Hello\nSomething else\n/undo\nWho?\n", &[]);
+    assert_eq!(ids(&undone, 2), ids(&plain, 1), "/undo left something");
+    assert_ne!(ids(&undone, 1), ids(&plain, 1));
+    let reset = turns(d, "Something else\n/reset\nHello\n", &[]);
+    assert_eq!(ids(&reset, 1), ids(&plain, 0), "/reset left something");
+    let system = turns(d, "Hello\n/reset\n/system Be short.\nHello\n/reset\n/system\nHello\n", &[]);
+    assert_eq!(ids(&system, 1), ids(&turns(d, "Hello\n", &["--system-prompt", "Be short."]), 0));
+    assert_eq!((ids(&system, 0), ids(&system, 2)), (ids(&plain, 0), ids(&plain, 0)));
+    assert_ne!(ids(&system, 0), ids(&system, 1));
+    let set = turns(d, "/set max-tokens 3\nHello\n/set temperature 1.5\n/set seed 1\nHello\n/exit\nHello\n", &[]);
+    assert_eq!(set.iter().map(|turn| turn["tokens"].as_u64().unwrap()).collect::<Vec<_>>(), [3, 3]);
+    let lines = turns(d, "\"\"\"\nHello\nyou\n\"\"\"\nHello\\\nyou\n", &[]);
+    assert_eq!(
+        lines.iter().map(|turn| turn["prompt"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["Hello\nyou", "Hello\nyou"]
+    );
+}
+
+#[test]
+fn what_cannot_be_done_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    assert!(refused(d, "/rest\n", &[], 2).contains("/rest: there is no such command"));
+    assert!(refused(d, "/undo\n", &[], 2).contains("nothing was said yet"));
+    assert!(refused(d, "/set top-p 7\n", &[], 2).contains("--top-p 7: the value must be between 0 and 1"));
+    assert!(refused(d, "/set color 7\n", &[], 2).contains("there is no such setting"));
+    assert!(refused(d, "/load none.jsonl\n", &[], 2).contains("none.jsonl"));
+    std::fs::write(d.join("bad.jsonl"), "{\"role\": \"user\", \"content\": \"a\"}\n{}\n").unwrap();
+    assert!(refused(d, "/load bad.jsonl\n", &[], 3).contains("bad.jsonl:2: a message needs"));
+    let full = refused(d, "Hello\nHello\nHello\nHello\n", &["--context", "40"], 2);
+    assert!(full.contains("the context ends at 40; take messages back with /undo"), "{full}");
+    // An answer ends where the context does.
+    let cut = refused(d, "Hello\n", &["--context", "24", "--max-tokens", "100"], 0);
+    assert!(cut.contains("context 24 of 24") && cut.contains("the context is full"), "{cut}");
+}
+
+/// Ctrl-C ends the answer, and the conversation goes on.
+#[test]
+#[cfg(unix)]
+fn ctrl_c_stops_the_answer_and_not_the_program() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let mut chat = command(d, &["chat", "-m", "m", "--device", "cpu", "--max-tokens", "100000", "--temp", "2"]);
+    let mut chat = chat.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut input = chat.stdin.take().unwrap();
+    writeln!(input, "Hello").unwrap();
+    // The first piece of the answer shows that it is being made.
+    let mut output = chat.stdout.take().unwrap();
+    output.read_exact(&mut [0]).unwrap();
+    let reader = std::thread::spawn(move || std::io::copy(&mut output, &mut std::io::sink()));
+    let kill = std::process::Command::new("kill").args(["-INT", &chat.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    let mut lines = BufReader::new(chat.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let figures = lines.find(|line| line.contains("answer tokens")).unwrap();
+    assert!(figures.contains(" · interrupted · context "), "{figures}");
+    writeln!(input, "/set max-tokens 2\nAgain").unwrap();
+    let figures = lines.find(|line| line.contains("answer tokens")).unwrap();
+    assert!(figures.contains(" + 2 answer tokens") && figures.contains(" · length · "), "{figures}");
+    drop(input);
+    assert!(lines.all(|line| !line.contains("error")) && chat.wait().unwrap().success());
+    reader.join().unwrap().unwrap();
+}
+
+/// The export of a run answers as it was trained, whichever path names it.
+#[test]
+fn a_run_folder_answers_as_it_was_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let fit = ["fit", "-m", "m", "-d", "m/demo.tsv", "--max-steps", "2", "--device", "cpu", "--eval-steps", "0"];
+    ok(d, &[&fit[..], &["-o", "r", "--recipe", "w4a4"]].concat());
+    let answer = |model: &str, more: &[&str]| {
+        let args =
+            ["generate", "-m", model, "-p", "Hello", "--temp", "0", "--max-tokens", "8", "--json", "--device", "cpu"];
+        let out = run(d, &[&args, more].concat());
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{stderr}");
+        (serde_json::from_slice::<Value>(&out.stdout).unwrap()["ids"].clone(), stderr)
+    };
+    let (trained, said) = answer("r/final", &[]);
+    assert!(said.contains("nvfp4, activations nvfp4, as in training (w4a4)"), "{said}");
+    for path in ["r", "r/final/model.dat"] {
+        assert_eq!(answer(path, &[]).0, trained, "{path}");
+    }
+    assert_eq!(answer("r", &["--w4a4"]).0, trained);
+    let (other, said) = answer("r", &["--w4a4", "false"]);
+    assert!(said.contains("activations not quantized, by --w4a4; training (w4a4) did not so"), "{said}");
+    assert_ne!(other, trained);
+    // Without an export, the newest checkpoint answers.
+    std::fs::remove_dir_all(d.join("r/final")).unwrap();
+    let (_, said) = answer("r", &[]);
+    assert!(said.contains("r/checkpoint-2") && said.contains("dense"), "{said}");
+}
+
+/// Ten turns, read by a session that keeps its cache, token by token, and all anew for each turn: three times, with the same
+/// tokens each time.
+#[test]
+fn every_way_to_read_a_conversation_gives_the_same_tokens() {
+    for fixture in ["tiny-tied", "tiny-untied"] {
+        let folder = golden(&format!("hf-qwen3/{fixture}")).canonicalize().unwrap();
+        let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+        let weights = Container::open(&folder).unwrap();
+        let model: Qwen3<Cpu> = weights::load(&weights, &config, F32, Purpose::Infer, &Default::default()).unwrap();
+        let capacity = 256.min(config.max_position_embeddings);
+        let options = GenerateOptions { max_tokens: 6, sampling: Sampling::GREEDY, stop_ids: vec![] };
+        let go = |_: Progress| ControlFlow::Continue(());
+        let mut expected: Option<Vec<Vec<u32>>> = None;
+        for mode in ["kept", "token by token", "anew"].repeat(3) {
+            let mut session = Session::new(&model, capacity).unwrap();
+            let (mut conversation, mut answers) = (Vec::new(), Vec::new());
+            for turn in 0..10u32 {
+                conversation.extend((0..5).map(|i| (turn * 31 + i * 17 + 3) % config.vocab_size as u32));
+                if mode == "anew" {
+                    session = Session::new(&model, capacity).unwrap();
+                }
+                if mode == "token by token" {
+                    let nothing = GenerateOptions { max_tokens: 0, ..options.clone() };
+                    for read in session.len() + 1..conversation.len() {
+                        session.answer(&conversation[..read], &nothing, go).unwrap();
+                    }
+                }
+                let known = session.known(&conversation);
+                let ids = session.answer(&conversation, &options, go).unwrap().ids;
+                match mode {
+                    "kept" => assert!(known + 6 >= conversation.len(), "{known} of {} were kept", conversation.len()),
+                    "anew" => assert_eq!(known, 0),
+                    _ => assert_eq!(known + 1, conversation.len()),
+                }
+                conversation.extend(&ids);
+                answers.push(ids);
+            }
+            let first = expected.get_or_insert_with(|| answers.clone());
+            assert_eq!(&answers, first, "{fixture}, {mode}");
+        }
+        let answers = expected.unwrap();
+        assert!(answers.iter().collect::<std::collections::BTreeSet<_>>().len() > 3, "{}", json!(answers));
+    }
+}

@@ -1,0 +1,190 @@
+//! Every data format is recognized, makes the samples that its rows mean, and is refused by file, line and reason where it
+//! is broken.
+
+use crate::support::files::{run, tiny_model};
+use std::path::Path;
+
+/// What `fit --dry-run` says of a data file, from its line `data`.
+fn plan(d: &Path, file: &str, more: &[&str]) -> Result<String, String> {
+    let args = ["fit", "-m", "m", "-d", file, "-o", "out", "--device", "cpu", "--val-split", "0", "--dry-run"];
+    let out = run(d, &[&args, more].concat());
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    match out.status.code() {
+        Some(0) => Ok(stderr.lines().find_map(|line| line.trim().strip_prefix("data ")).unwrap().trim().to_owned()),
+        Some(3) => Err(stderr),
+        code => panic!("exit code {code:?}:\n{stderr}"),
+    }
+}
+
+/// One conversation in every format that can hold it has the tokens of its tab-separated row.
+#[test]
+fn one_conversation_is_the_same_in_every_format() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let write = |name: &str, text: &str| std::fs::write(d.join(name), text).unwrap();
+    write("row.tsv", "Who are you?\tI am tiny.\n");
+    let expected = plan(d, "row.tsv", &[]).unwrap();
+    let (rows, tokens) = expected.split_once(" of tsv · ").unwrap();
+    let user = r#"{"role": "user", "content": "Who are you?"}"#;
+    let assistant = r#"{"role": "assistant", "content": "I am tiny."}"#;
+    let parts =
+        r#"{"role": "user", "content": [{"type": "text", "text": "Who are"}, {"type": "text", "text": " you?"}]}"#;
+    let turns = r#"[{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "I am tiny."}]"#;
+    let alpaca = r#"{"instruction": "Who are you?", "input": "", "output": "I am tiny."}"#;
+    let good = [
+        ("messages", format!(r#"{{"messages": [{user}, {assistant}]}}"#)),
+        ("messages", format!(r#"{{"messages": [{parts}, {assistant}], "tools": null}}"#)),
+        ("messages", format!("\u{feff}[\n {{\"messages\": [{user},\n {assistant}]}}\n]\n")),
+        ("sharegpt", format!(r#"{{"conversations": {turns}}}"#)),
+        (
+            "sharegpt",
+            format!(
+                r#"{{"id": "1", "conversations": {}}}"#,
+                turns.replace("human", "user").replace("gpt", "assistant")
+            ),
+        ),
+        ("sharegpt", format!(r#"[{{"system": "", "tools": "", "conversations": {turns}}}]"#)),
+        ("alpaca", alpaca.to_owned()),
+        ("alpaca", format!("[{alpaca}]")),
+        ("alpaca", r#"{"instruction": "Who are you?", "output": "I am tiny.", "history": []}"#.to_owned()),
+        ("completion", r#"{"prompt": "Who are you?", "completion": "I am tiny."}"#.to_owned()),
+        ("completion", format!(r#"{{"prompt": [{user}], "completion": [{assistant}]}}"#)),
+        ("completion", "\n\n{\"completion\": \"I am tiny.\", \"prompt\": \"Who are you?\"}\n\n".to_owned()),
+    ];
+    for (format, text) in good {
+        write("row.jsonl", &text);
+        assert_eq!(plan(d, "row.jsonl", &[]).unwrap(), format!("{rows} of {format} · {tokens}"), "{text}");
+        write("row.other", &text);
+        assert_eq!(plan(d, "row.other", &["--format", format]).unwrap(), format!("{rows} of {format} · {tokens}"));
+    }
+    // An input follows the instruction on a line of its own, and a system message comes first.
+    write("a.json", r#"[{"system": "Be short.", "instruction": "Add.", "input": "1 and 2", "output": "3"}]"#);
+    let messages = r#"[{"role": "system", "content": "Be short."}, {"role": "user", "content": "Add.\n1 and 2"}, {"role": "assistant", "content": "3"}]"#;
+    write("b.json", &format!(r#"[{{"messages": {messages}}}]"#));
+    let of = |file: &str| plan(d, file, &[]).unwrap().split_once(" · ").unwrap().1.to_owned();
+    assert_eq!(of("a.json"), of("b.json"));
+    // So does that of ShareGPT, whose calls of functions are calls.
+    write(
+        "c.jsonl",
+        r#"{"system": "Be short.", "conversations": [{"from": "human", "value": "Add.\n1 and 2"}, {"from": "gpt", "value": "3"}]}"#,
+    );
+    assert_eq!(of("a.json"), of("c.jsonl"));
+    let call = r#"{\"name\": \"add\", \"arguments\": {\"a\": 1}}"#;
+    write(
+        "d.jsonl",
+        &format!(
+            r#"{{"conversations": [{{"from": "human", "value": "Add."}}, {{"from": "function_call", "value": "{call}"}}, {{"from": "observation", "value": "3"}}, {{"from": "gpt", "value": "3"}}]}}"#
+        ),
+    );
+    let call = r#"{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}"#;
+    write(
+        "e.jsonl",
+        &format!(
+            r#"{{"messages": [{{"role": "user", "content": "Add."}}, {{"role": "assistant", "content": "", "tool_calls": [{call}]}}, {{"role": "tool", "content": "3"}}, {{"role": "assistant", "content": "3"}}]}}"#
+        ),
+    );
+    assert_eq!(of("d.jsonl"), of("e.jsonl"));
+}
+
+/// A message of weight 0 is read, but not supervised.
+#[test]
+fn a_message_of_weight_0_is_not_supervised() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let supervised = |weights: [&str; 2]| {
+        let answer = |text: &str, weight: &str| format!(r#"{{"role": "assistant", "content": "{text}"{weight}}}"#);
+        let user = r#"{"role": "user", "content": "Again."}"#;
+        let (first, second) = (answer("one two three", weights[0]), answer("four", weights[1]));
+        let row = format!(r#"{{"messages": [{user}, {first}, {user}, {second}]}}"#);
+        std::fs::write(d.join("row.jsonl"), row).unwrap();
+        let line = plan(d, "row.jsonl", &[]).unwrap();
+        let (_, tokens) = line.rsplit_once(" · ").unwrap();
+        let (tokens, supervised) = tokens.split_once(" tokens, ").unwrap();
+        (tokens.to_owned(), supervised.trim_end_matches(" supervised").parse::<u32>().unwrap())
+    };
+    let (tokens, both) = supervised(["", ""]);
+    let (first, second) =
+        (supervised([r#", "weight": 1"#, r#", "weight": 0"#]), supervised([r#", "weight": 0.0"#, ""]));
+    // A row ends with its last learned answer.
+    assert!(second.0 == tokens && first.0 != tokens, "{first:?} {second:?} {tokens}");
+    assert!(first.1 > second.1 && first.1 + second.1 == both, "{first:?} {second:?} {both}");
+}
+
+/// Documents are sequences of their own, all of whose tokens are supervised.
+#[test]
+fn each_text_is_a_document() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let write = |name: &str, text: &str| std::fs::write(d.join(name), text).unwrap();
+    write("one.txt", "First text.");
+    let one = plan(d, "one.txt", &[]).unwrap();
+    assert!(one.starts_with("1 row of text · 1 train / 0 eval · "), "{one}");
+    for (name, text, rows) in [
+        ("a.jsonl", "{\"text\": \"First text.\"}\n", 1),
+        ("b.json", "[{\"text\": \"First text.\", \"meta\": {}}, {\"text\": \"First text.\"}]", 2),
+        ("c.jsonl", "{\"text\": \"First text.\"}\n\n{\"text\": \"First text.\"}\n{\"text\": \"First text.\"}", 3),
+    ] {
+        write(name, text);
+        let line = plan(d, name, &[]).unwrap();
+        let found: Vec<&str> = line.split(" · ").collect();
+        assert!(found[0].ends_with("of documents") && found[1] == format!("{rows} train / 0 eval"), "{line}");
+        let tokens = |line: &str| line.rsplit_once(" · ").unwrap().1.split(' ').next().unwrap().parse::<u32>().unwrap();
+        assert_eq!(tokens(&line), rows * tokens(&one), "{line}");
+    }
+}
+
+/// What is broken is refused with file, line and reason.
+#[test]
+fn a_broken_row_is_named_by_its_file_and_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let good = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
+    let cases = [
+        ("x.jsonl", format!("{good}\n{{\"messages\": 3}}\n"), ":2: the row has no \"messages\" list"),
+        ("x.jsonl", format!("{good}\n{{\"text\": \"a\"}}\n"), ":2: the row has no \"messages\" list"),
+        ("x.json", format!("[{good},\n{good},\n{{\"messages\": }}]"), ":3: not JSON"),
+        ("x.json", format!("[{good},\n\n 7]"), ":3: a row must be a JSON object"),
+        ("x.json", "[]".to_owned(), ": no rows in it"),
+        (
+            "x.jsonl",
+            "{\"question\": \"a\", \"answer\": \"b\"}".to_owned(),
+            ":1: a row with the keys [\"question\", \"answer\"]",
+        ),
+        ("x.jsonl", good.replace("\"b\"", "\"b\", \"weight\": 0.5"), ":1: message 2: weight 0.5; it must be 0 or 1"),
+        ("x.jsonl", "{\"conversations\": {}}".to_owned(), ":1: the row has no \"conversations\" list"),
+        ("x.jsonl", "{\"conversations\": [{\"from\": \"human\"}]}".to_owned(), ":1: turn 1: no \"value\""),
+        (
+            "x.jsonl",
+            "{\"conversations\": [{\"from\": \"bot\", \"value\": \"a\"}]}".to_owned(),
+            ":1: turn 1: \"bot\" is unknown",
+        ),
+        (
+            "x.jsonl",
+            "{\"conversations\": [{\"from\": \"function_call\", \"value\": \"a(\"}]}".to_owned(),
+            ":1: turn 1: the call is not JSON",
+        ),
+        ("x.jsonl", "{\"instruction\": \"a\", \"output\": \"\"}".to_owned(), ":1: message 2: \"content\" is empty"),
+        ("x.jsonl", "{\"instruction\": [], \"output\": \"b\"}".to_owned(), ":1: no \"instruction\"; it must be text"),
+        ("x.jsonl", "{\"instruction\": \"a\", \"output\": 3}".to_owned(), ":1: no \"output\"; it must be text"),
+        ("x.jsonl", "{\"prompt\": \"a\", \"completion\": \" \"}".to_owned(), ":1: prompt or answer is empty"),
+        ("x.jsonl", "{\"prompt\": [], \"completion\": \"b\"}".to_owned(), ":1: the row has no \"completion\" list"),
+        ("x.jsonl", "{\"prompt\": 1, \"completion\": \"b\"}".to_owned(), ":1: no \"prompt\"; it must be text"),
+        ("x.jsonl", "{\"text\": 5}".to_owned(), ":1: no \"text\"; it must be text"),
+        ("x.jsonl", "{\"text\": \"a\"}\n{\"text\": \"\"}".to_owned(), ":2: \"text\" is empty"),
+        ("x.jsonl", "{\"text\": \"a\"}\nplain".to_owned(), ":2: not JSON"),
+        ("x.tsv", "a\tb\nc\n".to_owned(), ":2: no tab"),
+        ("x.tsv", "a\t\n".to_owned(), ":1: prompt or answer is empty"),
+        ("x.txt", String::new(), ": no rows in it"),
+        ("x.xyz", "a,b".to_owned(), ": the file name does not tell the data format"),
+    ];
+    for (name, text, expected) in cases {
+        std::fs::write(d.join(name), &text).unwrap();
+        let error = plan(d, name, &[]).unwrap_err();
+        assert!(error.contains(&format!("{name}{expected}")), "{text}: {error}");
+        assert!(!d.join("out").exists());
+    }
+}

@@ -1,0 +1,193 @@
+//! `chat`: a conversation. All turns share one cache: each reads only what is new since the one before.
+
+use crate::{
+    CliError,
+    args::{ChatArgs, SamplingArgs},
+    device::{self, Job},
+    interrupt::CtrlC,
+    report,
+    talk::{
+        answer::{self, Answer},
+        dialog::Dialog,
+        entry::{Entry, HELP, Source},
+        loaded::Loaded,
+    },
+};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use model_qwen3::generate::Session;
+use std::path::Path;
+
+/// Runs the command.
+///
+/// # Errors
+/// If a flag is out of range, the model cannot be loaded or run, or a script has a wrong line.
+pub fn run(args: ChatArgs) -> Result<(), CliError> {
+    answer::check(&args.sampling)?;
+    device::run(args.model.device, args.model.compute_dtype, Chat(args))
+}
+
+struct Chat(ChatArgs);
+
+impl Job for Chat {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let args = self.0;
+        // The script is read before the model, which takes longer.
+        let mut source = Source::new(args.script.as_deref())?;
+        let loaded = Loaded::<B>::new(&args.model, precision, &device)?;
+        let context = args.context.min(loaded.model.config().max_position_embeddings);
+        let ctrl_c = CtrlC::new().map_err(CliError::io(Path::new("signals")))?;
+        let mut talk = Talk {
+            session: Session::new(&loaded.model, context)?,
+            loaded: &loaded,
+            context,
+            dialog: Dialog::new(args.system_prompt, args.thinking),
+            sampling: args.sampling,
+            json: args.json,
+            ctrl_c,
+            last: None,
+        };
+        report::label("context", format!("{context} tokens"));
+        if source.is_terminal() {
+            report::line("/help shows the commands; Ctrl-D ends.");
+        }
+        while let Some(text) = source.next()? {
+            let entry = Entry::parse(&text).map_err(CliError::Usage);
+            match entry.and_then(|entry| talk.follow(entry)) {
+                Ok(true) => {}
+                Ok(false) => break,
+                // A person sees what was wrong and goes on; nobody watches a script.
+                Err(error @ (CliError::Usage(_) | CliError::Data { .. } | CliError::Io { .. }))
+                    if source.is_terminal() =>
+                {
+                    report::error(&error);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A conversation with a loaded model.
+struct Talk<'a, B: Nvfp4Kernels> {
+    session: Session<'a, B>,
+    loaded: &'a Loaded<B>,
+    /// Most tokens of the conversation.
+    context: usize,
+    dialog: Dialog,
+    sampling: SamplingArgs,
+    json: bool,
+    ctrl_c: CtrlC,
+    /// The figures of the last answer.
+    last: Option<String>,
+}
+
+impl<B: Nvfp4Kernels> Talk<'_, B> {
+    /// Does what was entered. Returns whether the conversation goes on.
+    fn follow(&mut self, entry: Entry) -> Result<bool, CliError> {
+        match entry {
+            Entry::Say(text) => self.say(&text)?,
+            Entry::System(text) => self.dialog.system = text,
+            Entry::Reset => self.dialog.reset(),
+            Entry::Undo if self.dialog.undo() => {}
+            Entry::Undo => return Err(CliError::Usage("/undo: nothing was said yet".into())),
+            Entry::Save(path) => {
+                self.dialog.save(&path)?;
+                report::line(format!("saved {}", path.display()));
+            }
+            Entry::Load(path) => {
+                self.dialog.load(&path)?;
+                report::line(format!("{} from {}", report::count(self.dialog.len(), "message"), path.display()));
+            }
+            Entry::Set(name, value) => {
+                let mut changed = self.sampling.clone();
+                set(&mut changed, &name, &value)?;
+                answer::check(&changed)?;
+                self.sampling = changed;
+            }
+            Entry::Think(thinking) => self.dialog.thinking = thinking,
+            Entry::Stats => self.stats(),
+            Entry::Help => report::line(HELP),
+            Entry::Exit => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// Answers a message. If the message cannot be answered, it is as if it had not been said.
+    fn say(&mut self, message: &str) -> Result<(), CliError> {
+        self.dialog.ask(message);
+        let answered = self.answered(message);
+        match &answered {
+            Ok(text) => self.dialog.reply(text),
+            Err(_) => {
+                self.dialog.undo();
+            }
+        }
+        answered.map(|_| ())
+    }
+
+    fn answered(&mut self, message: &str) -> Result<String, CliError> {
+        let text = &self.loaded.text;
+        let prompt = self.dialog.prompt(text)?;
+        let room = self.context.saturating_sub(prompt.len());
+        if room == 0 {
+            return Err(CliError::Usage(format!(
+                "the conversation has {} with this message, and the context ends at {}; take messages back with /undo, \
+                 begin anew with /reset, or start with a larger --context",
+                report::count(prompt.len(), "token"),
+                self.context
+            )));
+        }
+        let mut options = answer::options(&self.sampling, text);
+        options.max_tokens = options.max_tokens.min(room);
+        let answer = self
+            .ctrl_c
+            .during(|pressed| Answer::of(&mut self.session, text, &prompt, &options, !self.json, || pressed()))?;
+        if self.json {
+            report::result(answer.json(message).to_string());
+        } else {
+            report::stream("\n");
+        }
+        let used = prompt.len() + answer.generation.ids.len();
+        let figures = format!("{} · context {used} of {}", answer.figures(), self.context);
+        report::line(&figures);
+        if used >= self.context {
+            report::line("note: the context is full, and the answer was cut there");
+        }
+        self.last = Some(figures);
+        Ok(answer.text)
+    }
+
+    fn stats(&self) {
+        let (messages, tokens) = (self.dialog.len(), self.session.len());
+        report::line(format!("{}, {tokens} of {} tokens read", report::count(messages, "message"), self.context));
+        if let Some(last) = &self.last {
+            report::line(format!("last answer: {last}"));
+        }
+        let s = answer::options(&self.sampling, &self.loaded.text).sampling;
+        report::line(format!(
+            "temperature {} · top-p {} · top-k {} · min-p {} · repetition-penalty {} · max-tokens {} · seed {}",
+            s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, self.sampling.max_tokens, s.seed
+        ));
+    }
+}
+
+/// Changes one of the sampling flags.
+fn set(sampling: &mut SamplingArgs, name: &str, value: &str) -> Result<(), CliError> {
+    fn parsed<T: std::str::FromStr>(name: &str, value: &str) -> Result<T, CliError> {
+        value.parse().map_err(|_| CliError::Usage(format!("/set {name} {value}: the value must be a number")))
+    }
+    match name {
+        "temperature" | "temp" => sampling.temperature = Some(parsed(name, value)?),
+        "top-p" => sampling.top_p = Some(parsed(name, value)?),
+        "top-k" => sampling.top_k = Some(parsed(name, value)?),
+        "min-p" => sampling.min_p = parsed(name, value)?,
+        "repetition-penalty" => sampling.repetition_penalty = Some(parsed(name, value)?),
+        "max-tokens" => sampling.max_tokens = parsed(name, value)?,
+        "seed" => sampling.seed = parsed(name, value)?,
+        _ => return Err(CliError::Usage(format!("/set {name}: there is no such setting; /help lists them"))),
+    }
+    Ok(())
+}

@@ -1,0 +1,241 @@
+//! Data formats: how the text of a file becomes rows. Every format ends in conversations or in documents; [`super::read`]
+//! makes samples of both.
+//!
+//! A new format is a variant of [`Format`]. The compiler then asks for it here.
+
+use crate::{data::chat::Conversation, settings::Format};
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+/// A row, before the chat template and the tokenizer.
+pub(super) enum Row {
+    Conversation(Conversation),
+    /// A text of its own, which ends with the end-of-text token.
+    Document(String),
+    /// Names of columns.
+    Header,
+}
+
+/// A row with its line, counted from 1, or what is wrong there. The line of a file that is one document is 0.
+pub(super) type Found = (usize, Result<Row, String>);
+
+/// The format of a file by its name and, if it is JSON, by the keys of its first row.
+///
+/// # Errors
+/// If neither tells.
+pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, Found> {
+    let nowhere = |reason: &str| (0, Err(reason.to_owned()));
+    match path.extension().and_then(|e| e.to_str()) {
+        Some("tsv") => Ok(Format::Tsv),
+        Some("txt" | "md") => Ok(Format::Text),
+        Some("jsonl" | "json") => match objects(content).next() {
+            None => Err(nowhere("no rows in it; each row is a training example")),
+            Some((line, row)) => row.and_then(|row| by_keys(&row)).map_err(|reason| (line, Err(reason))),
+        },
+        _ => Err(nowhere(
+            "the file name does not tell the data format (.jsonl, .json, .tsv, .txt or .md do); give --format",
+        )),
+    }
+}
+
+/// The rows of a file.
+pub(super) fn rows(format: Format, content: &str) -> Box<dyn Iterator<Item = Found> + '_> {
+    let of_objects = |row: fn(Map<String, Value>) -> Result<Row, String>| -> Box<dyn Iterator<Item = Found> + '_> {
+        Box::new(objects(content).map(move |(line, object)| (line, object.and_then(row))))
+    };
+    match format {
+        Format::Messages => of_objects(messages),
+        Format::Sharegpt => of_objects(sharegpt),
+        Format::Alpaca => of_objects(alpaca),
+        Format::Completion => of_objects(completion),
+        Format::Documents => of_objects(document),
+        Format::Tsv => Box::new(tsv(content)),
+        Format::Text => Box::new(std::iter::once((0, Ok(Row::Document(content.to_owned()))))),
+    }
+}
+
+/// The format of a JSON row.
+fn by_keys(row: &Map<String, Value>) -> Result<Format, String> {
+    let has = |keys: &[&str]| keys.iter().all(|key| row.contains_key(*key));
+    let known: [(&[&str], Format); 5] = [
+        (&["messages"], Format::Messages),
+        (&["conversations"], Format::Sharegpt),
+        (&["instruction", "output"], Format::Alpaca),
+        (&["prompt", "completion"], Format::Completion),
+        (&["text"], Format::Documents),
+    ];
+    known.into_iter().find(|(keys, _)| has(keys)).map(|(_, format)| format).ok_or_else(|| {
+        let keys: Vec<&str> = row.keys().map(String::as_str).collect();
+        format!(
+            "a row with the keys {keys:?} is of no known format; a row has \"messages\", or \"conversations\", or \
+             \"instruction\" and \"output\", or \"prompt\" and \"completion\", or \"text\""
+        )
+    })
+}
+
+/// `{"messages": [{"role": …, "content": …}, …], "tools": […]}`, where `tools` is optional.
+fn messages(mut row: Map<String, Value>) -> Result<Row, String> {
+    let messages = list(&mut row, "messages")?;
+    Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
+}
+
+/// `{"conversations": [{"from": …, "value": …}, …], "system": …, "tools": …}`, where the last two are optional. The call of
+/// a function is JSON in the value.
+fn sharegpt(mut row: Map<String, Value>) -> Result<Row, String> {
+    let mut messages: Vec<Value> =
+        row.get("system").and_then(Value::as_str).filter(|s| !s.is_empty()).map(system).into_iter().collect();
+    for (i, turn) in list(&mut row, "conversations")?.into_iter().enumerate() {
+        let at = |what: &str| format!("turn {}: {what}", i + 1);
+        let text = |key: &str| {
+            turn.get(key).and_then(Value::as_str).ok_or_else(|| at(&format!("no {key:?}; it must be text")))
+        };
+        let (from, value) = (text("from")?, text("value")?);
+        messages.push(match from {
+            "human" | "user" => json!({"role": "user", "content": value}),
+            "gpt" | "assistant" => json!({"role": "assistant", "content": value}),
+            "system" => system(value),
+            "observation" | "tool" => json!({"role": "tool", "content": value}),
+            "function_call" => {
+                let call: Value = serde_json::from_str(value).map_err(|e| at(&format!("the call is not JSON: {e}")))?;
+                let call = json!({"type": "function", "function": call});
+                json!({"role": "assistant", "content": "", "tool_calls": [call]})
+            }
+            _ => return Err(at(&format!("{from:?} is unknown; use human, gpt, system, observation or function_call"))),
+        });
+    }
+    Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
+}
+
+/// `{"instruction": …, "input": …, "output": …, "system": …}`, where `input` and `system` are optional. The input follows
+/// the instruction on a line of its own.
+fn alpaca(row: Map<String, Value>) -> Result<Row, String> {
+    let optional = |key: &str| row.get(key).and_then(Value::as_str).filter(|text| !text.trim().is_empty());
+    let mut prompt = text(&row, "instruction")?.to_owned();
+    if let Some(input) = optional("input") {
+        prompt = format!("{prompt}\n{input}");
+    }
+    let messages = optional("system").map(system).into_iter();
+    let messages = messages.chain([
+        json!({"role": "user", "content": prompt}),
+        json!({"role": "assistant", "content": text(&row, "output")?}),
+    ]);
+    Ok(Row::Conversation(Conversation::of_messages(messages.collect(), None)?))
+}
+
+/// `{"prompt": …, "completion": …}`: two texts, or two lists of messages. Texts become a user's message and its answer.
+fn completion(mut row: Map<String, Value>) -> Result<Row, String> {
+    if row.get("prompt").is_some_and(Value::is_array) {
+        let mut messages = list(&mut row, "prompt")?;
+        messages.extend(list(&mut row, "completion")?);
+        return Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?));
+    }
+    Conversation::of_pair(text(&row, "prompt")?, text(&row, "completion")?).map(Row::Conversation)
+}
+
+/// `{"text": …}`.
+fn document(row: Map<String, Value>) -> Result<Row, String> {
+    match text(&row, "text")? {
+        "" => Err("\"text\" is empty; write it or remove the row".into()),
+        text => Ok(Row::Document(text.to_owned())),
+    }
+}
+
+/// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line `prompt<TAB>target` is
+/// a header.
+fn tsv(content: &str) -> impl Iterator<Item = Found> {
+    let mut first = true;
+    lines(content).filter(|(_, line)| !line.starts_with('#')).map(move |(number, line)| {
+        let Some((prompt, answer)) = line.split_once('\t') else {
+            return (number, Err("no tab; a row is a prompt, a tab and the answer".into()));
+        };
+        if std::mem::take(&mut first) && (prompt, answer) == ("prompt", "target") {
+            return (number, Ok(Row::Header));
+        }
+        (number, Conversation::of_pair(prompt, answer).map(Row::Conversation))
+    })
+}
+
+/// The JSON objects of a file: one in each line, or those of one array.
+fn objects(content: &str) -> Box<dyn Iterator<Item = (usize, Result<Map<String, Value>, String>)> + '_> {
+    let object = |value: serde_json::Result<Value>| match value {
+        Ok(Value::Object(object)) => Ok(object),
+        Ok(_) => Err("a row must be a JSON object".to_owned()),
+        Err(e) => Err(format!("not JSON: {e}")),
+    };
+    if content.trim_start().starts_with('[') {
+        return Box::new(elements(content).map(move |(line, value)| (line, object(value))));
+    }
+    Box::new(lines(content).map(move |(number, line)| (number, object(serde_json::from_str(line)))))
+}
+
+/// The elements of a JSON array, each with its line. After an error there are none.
+fn elements(content: &str) -> impl Iterator<Item = (usize, serde_json::Result<Value>)> {
+    let (mut line, mut at, mut failed) = (1, 0, false);
+    std::iter::from_fn(move || {
+        // The bracket that opens the array, or the comma after an element.
+        let skipped = |rest: &str| rest.len() - rest.trim_start().len();
+        let mut to = at + skipped(&content[at..]);
+        if failed || content[to..].starts_with(']') {
+            return None;
+        }
+        to += usize::from(content[to..].starts_with(['[', ',']));
+        to += skipped(&content[to..]);
+        if content[to..].starts_with(']') {
+            return None;
+        }
+        line += content[at..to].matches('\n').count();
+        let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<Value>();
+        let value = values.next()?;
+        failed = value.is_err();
+        let (found, end) = (line, to + values.byte_offset());
+        line += content[to..end].matches('\n').count();
+        at = end;
+        Some((found, value))
+    })
+}
+
+/// The lines that are not empty, counted from 1.
+fn lines(content: &str) -> impl Iterator<Item = (usize, &str)> {
+    content.lines().enumerate().map(|(i, line)| (i + 1, line)).filter(|(_, line)| !line.trim().is_empty())
+}
+
+fn system(text: &str) -> Value {
+    json!({"role": "system", "content": text})
+}
+
+fn text<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a str, String> {
+    row.get(key).and_then(Value::as_str).ok_or_else(|| format!("no {key:?}; it must be text"))
+}
+
+fn list(row: &mut Map<String, Value>, key: &str) -> Result<Vec<Value>, String> {
+    match row.remove(key) {
+        Some(Value::Array(values)) => Ok(values),
+        _ => Err(format!("the row has no {key:?} list")),
+    }
+}
+
+/// The tools of a row: a list, or its JSON text.
+fn tools(row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
+    match row.remove("tools") {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
+        Some(Value::String(text)) => {
+            serde_json::from_str(&text).map(Some).map_err(|e| format!("\"tools\" is not JSON: {e}"))
+        }
+        Some(tools) => Ok(Some(tools)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_array_has_the_lines_of_its_elements() {
+        let rows = |text| elements(text).map(|(line, value)| (line, value.ok())).collect::<Vec<_>>();
+        let expected = vec![(2, Some(json!({"a": "]"}))), (3, Some(json!(2))), (5, Some(json!([3])))];
+        assert_eq!(rows("\n[{\"a\": \"]\"},\n2,\n\n [3]\n ]\n"), expected);
+        assert_eq!(rows("[]"), []);
+        assert_eq!(rows("[1,\n{\"a\"}, 2]"), [(1, Some(json!(1))), (2, None)]);
+    }
+}

@@ -1,0 +1,133 @@
+//! A conversation: its messages, how the template renders them, and its files.
+
+use crate::{CliError, durable, model_files::TextFiles, talk::entry};
+use model_qwen3::{chat_template::RenderOptions, file};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// The messages of a conversation.
+#[derive(Debug, Clone, Default)]
+pub struct Dialog {
+    /// The system message.
+    pub system: Option<String>,
+    /// Whether the model thinks before an answer; None leaves it to the template.
+    pub thinking: Option<bool>,
+    /// User and assistant in turn, except in a conversation from a file.
+    turns: Vec<Value>,
+}
+
+impl Dialog {
+    /// A conversation that has not begun.
+    pub fn new(system: Option<String>, thinking: Option<bool>) -> Self {
+        Self { system, thinking, turns: vec![] }
+    }
+
+    /// Adds what the user says.
+    pub fn ask(&mut self, text: &str) {
+        self.turns.push(json!({"role": "user", "content": text}));
+    }
+
+    /// Adds what the model says.
+    pub fn reply(&mut self, text: &str) {
+        self.turns.push(json!({"role": "assistant", "content": text}));
+    }
+
+    /// Takes back what the user said last, and everything after it. Returns whether there was anything.
+    pub fn undo(&mut self) -> bool {
+        let last = self.turns.iter().rposition(|turn| turn["role"] == "user");
+        self.turns.truncate(last.unwrap_or(self.turns.len()));
+        last.is_some()
+    }
+
+    /// Forgets all turns.
+    pub fn reset(&mut self) {
+        self.turns.clear();
+    }
+
+    /// Number of messages, without that of the system.
+    pub fn len(&self) -> usize {
+        self.turns.len()
+    }
+
+    /// Whether nothing was said.
+    pub fn is_empty(&self) -> bool {
+        self.turns.is_empty()
+    }
+
+    /// The tokens of the conversation, up to where the next answer begins.
+    ///
+    /// # Errors
+    /// If the template refuses the conversation.
+    pub fn prompt(&self, text: &TextFiles) -> Result<Vec<u32>, CliError> {
+        let options =
+            RenderOptions { add_generation_prompt: true, enable_thinking: self.thinking, ..Default::default() };
+        let messages: Vec<Value> = self.messages().collect();
+        Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
+    }
+
+    /// Writes the conversation: messages as JSON if the name ends in .jsonl, else as plain text.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), CliError> {
+        let json = path.extension().is_some_and(|extension| extension == "jsonl");
+        let line = |message: Value| match json {
+            true => format!("{message}\n"),
+            false => format!("{}: {}\n\n", text_of(&message, "role"), text_of(&message, "content")),
+        };
+        let text: String = self.messages().map(line).collect();
+        durable::write_bytes(path, text.as_bytes()).map(|_| ())
+    }
+
+    /// Replaces the conversation by that of a .jsonl file.
+    ///
+    /// # Errors
+    /// If the file cannot be read. The conversation then stays as it is.
+    pub fn load(&mut self, path: &Path) -> Result<(), CliError> {
+        let mut messages = entry::messages(path, &file::read_text(path, entry::LONGEST, "check the path")?)?;
+        self.system = None;
+        if messages.first().is_some_and(|message| message["role"] == "system") {
+            self.system = Some(text_of(&messages.remove(0), "content").to_owned());
+        }
+        self.turns = messages;
+        Ok(())
+    }
+
+    fn messages(&self) -> impl Iterator<Item = Value> {
+        let system = self.system.iter().map(|text| json!({"role": "system", "content": text}));
+        system.chain(self.turns.iter().cloned())
+    }
+}
+
+fn text_of<'a>(message: &'a Value, key: &str) -> &'a str {
+    message[key].as_str().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_saved_conversation_comes_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, plain) = (folder.path().join("talk.jsonl"), folder.path().join("talk.txt"));
+        let mut dialog = Dialog { system: Some("Be short.".into()), ..Dialog::default() };
+        dialog.ask("你好\nHi");
+        dialog.reply("Hello.");
+        dialog.save(&file).unwrap();
+        dialog.save(&plain).unwrap();
+        assert_eq!(
+            std::fs::read_to_string(&plain).unwrap(),
+            "system: Be short.\n\nuser: 你好\nHi\n\nassistant: Hello.\n\n"
+        );
+        let mut loaded = Dialog::default();
+        loaded.ask("forgotten");
+        loaded.load(&file).unwrap();
+        assert_eq!((&loaded.system, &loaded.turns), (&dialog.system, &dialog.turns));
+        assert!(loaded.undo() && loaded.is_empty() && !loaded.undo());
+        std::fs::write(&file, "{\"role\": \"user\", \"content\": \"a\"}\n{\"role\": \"bot\"}\n").unwrap();
+        let error = dialog.load(&file).unwrap_err().to_string();
+        assert!(error.contains("talk.jsonl:2: a message needs"), "{error}");
+        assert_eq!(dialog.len(), 2);
+    }
+}

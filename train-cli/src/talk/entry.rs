@@ -1,0 +1,250 @@
+//! What a person enters in a conversation: something to say, or a command that begins with a slash. It is typed, or read from
+//! a script.
+
+use crate::CliError;
+use model_qwen3::file;
+use rustyline::{DefaultEditor, error::ReadlineError};
+use serde_json::Value;
+use std::{
+    io::{BufRead, IsTerminal},
+    path::{Path, PathBuf},
+};
+
+/// What was entered.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Entry {
+    /// A message to answer.
+    Say(String),
+    /// Sets the system message, or removes it.
+    System(Option<String>),
+    /// Forgets the conversation.
+    Reset,
+    /// Takes the last message and its answer back.
+    Undo,
+    /// Writes the conversation to a file.
+    Save(PathBuf),
+    /// Goes on with the conversation of a file.
+    Load(PathBuf),
+    /// Shows how much of the context is used, and how fast answers were.
+    Stats,
+    /// Changes how tokens are chosen: a name and a value.
+    Set(String, String),
+    /// Turns thinking on or off, or leaves it to the template.
+    Think(Option<bool>),
+    /// Shows the commands.
+    Help,
+    /// Ends the program.
+    Exit,
+}
+
+/// The commands, as `/help` shows them.
+pub const HELP: &str = "\
+/system [TEXT]     set the system message; without a text, remove it
+/reset             forget the conversation
+/undo              take the last message and its answer back
+/save FILE         write the conversation: .jsonl for messages, else plain text
+/load FILE         continue a conversation that was saved as .jsonl
+/set NAME VALUE    temperature, top-p, top-k, min-p, repetition-penalty, max-tokens or seed
+/think on|off|auto think before the answer; auto leaves it to the chat template
+/stats             tokens of the conversation, and speed
+/exit              end; so does Ctrl-D
+A line that ends with \\ goes on in the next one, and text between two lines of \"\"\" is one message.
+Ctrl-C stops an answer.";
+
+impl Entry {
+    /// Reads a line or, of a message, several.
+    ///
+    /// # Errors
+    /// What is wrong with a command.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let Some(command) = text.strip_prefix('/') else { return Ok(Self::Say(text.to_owned())) };
+        let (name, rest) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
+        let rest = rest.trim();
+        let file = || match rest {
+            "" => Err(format!("/{name} needs the name of a file")),
+            path => Ok(PathBuf::from(path)),
+        };
+        Ok(match name {
+            "system" => Self::System((!rest.is_empty()).then(|| rest.to_owned())),
+            "save" => Self::Save(file()?),
+            "load" => Self::Load(file()?),
+            "set" => {
+                let (name, value) = rest.split_once(char::is_whitespace).ok_or("/set needs a name and a value")?;
+                Self::Set(name.replace('_', "-"), value.trim().to_owned())
+            }
+            "think" => Self::Think(match rest {
+                "" | "on" | "true" => Some(true),
+                "off" | "false" => Some(false),
+                "auto" => None,
+                _ => return Err(format!("/think {rest}: say on, off or auto")),
+            }),
+            _ if !rest.is_empty() => return Err(format!("/{command}: there is no such command; /help shows them")),
+            "reset" | "clear" => Self::Reset,
+            "undo" => Self::Undo,
+            "stats" => Self::Stats,
+            "help" | "?" => Self::Help,
+            "exit" | "quit" | "bye" => Self::Exit,
+            _ => return Err(format!("/{name}: there is no such command; /help shows them")),
+        })
+    }
+}
+
+/// Where entries come from.
+pub enum Source {
+    /// A person at a terminal, with a history.
+    Terminal(Box<DefaultEditor>, Option<PathBuf>),
+    /// The lines of standard input, which is not a terminal.
+    Lines(Box<dyn Iterator<Item = std::io::Result<String>>>),
+    /// What a file says.
+    Script(std::vec::IntoIter<String>),
+}
+
+impl Source {
+    /// The entries of a script, or of standard input.
+    ///
+    /// # Errors
+    /// If the script cannot be read, or the terminal is not usable.
+    pub fn new(script: Option<&Path>) -> Result<Self, CliError> {
+        if let Some(script) = script {
+            return Ok(Self::Script(scripted(script)?.into_iter()));
+        }
+        if !std::io::stdin().is_terminal() {
+            return Ok(Self::Lines(Box::new(std::io::stdin().lock().lines())));
+        }
+        let unusable = |e: ReadlineError| CliError::Usage(format!("the terminal cannot be used: {e}; give --script"));
+        let mut editor = DefaultEditor::new().map_err(unusable)?;
+        let history = dirs::state_dir().map(|folder| folder.join("train-cli").join("history"));
+        // The first conversation has none.
+        let _ = history.as_ref().map(|file| editor.load_history(file));
+        Ok(Self::Terminal(Box::new(editor), history))
+    }
+
+    /// Whether a person types, who sees an error and goes on.
+    pub fn is_terminal(&self) -> bool {
+        matches!(self, Self::Terminal(..))
+    }
+
+    /// The text of the next entry; None at the end.
+    ///
+    /// # Errors
+    /// If standard input cannot be read.
+    pub fn next(&mut self) -> Result<Option<String>, CliError> {
+        let mut text = String::new();
+        let mut quoted = false;
+        loop {
+            let prompt = if text.is_empty() && !quoted { "> " } else { "… " };
+            let Some(line) = self.line(prompt)? else { return Ok(Some(text).filter(|text| !text.trim().is_empty())) };
+            if line.trim() == QUOTES {
+                if quoted && !text.trim().is_empty() {
+                    return Ok(Some(text.trim_end_matches('\n').to_owned()));
+                }
+                quoted = !quoted;
+                continue;
+            }
+            match line.strip_suffix('\\') {
+                _ if quoted => text = text + &line + "\n",
+                Some(line) => text = text + line + "\n",
+                None => text += &line,
+            }
+            if !quoted && !line.ends_with('\\') && !text.trim().is_empty() {
+                return Ok(Some(text));
+            }
+        }
+    }
+
+    fn line(&mut self, prompt: &str) -> Result<Option<String>, CliError> {
+        match self {
+            Self::Script(lines) => Ok(lines.next()),
+            Self::Lines(lines) => lines.next().transpose().map_err(CliError::io(Path::new("standard input"))),
+            Self::Terminal(editor, history) => loop {
+                match editor.readline(prompt) {
+                    Ok(line) => {
+                        // A history that cannot be kept is no reason to end a conversation.
+                        let _ = editor.add_history_entry(&line);
+                        if let Some(file) = history {
+                            let _ = file.parent().map(std::fs::create_dir_all);
+                            let _ = editor.append_history(file);
+                        }
+                        return Ok(Some(line));
+                    }
+                    // Ctrl-C leaves what was typed; Ctrl-D ends.
+                    Err(ReadlineError::Interrupted) => {}
+                    Err(ReadlineError::Eof) => return Ok(None),
+                    Err(e) => {
+                        return Err(CliError::Usage(format!("the terminal cannot be read: {e}; give --script")));
+                    }
+                }
+            },
+        }
+    }
+}
+
+/// What begins and ends a message of several lines.
+const QUOTES: &str = "\"\"\"";
+
+/// The lines of a script; of a conversation in JSON, what its user and its system say.
+fn scripted(path: &Path) -> Result<Vec<String>, CliError> {
+    let text = file::read_text(path, LONGEST, "check --script")?;
+    if path.extension().is_none_or(|extension| extension != "jsonl") {
+        return Ok(text.lines().map(str::to_owned).collect());
+    }
+    let mut lines = Vec::new();
+    for message in messages(path, &text)? {
+        let content = message["content"].as_str().unwrap_or_default();
+        match message["role"].as_str() {
+            Some("user") => lines.extend([QUOTES.to_owned(), content.to_owned(), QUOTES.to_owned()]),
+            Some("system") => lines.push(format!("/system {}", content.replace('\n', " "))),
+            _ => {}
+        }
+    }
+    Ok(lines)
+}
+
+/// Most bytes of a script or of a saved conversation.
+pub(super) const LONGEST: u64 = 64 << 20;
+
+/// The messages of a saved conversation, one JSON object a line.
+///
+/// # Errors
+/// If a line is not a message, with its number.
+pub(super) fn messages(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
+    let mut messages = Vec::new();
+    for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(i + 1), reason };
+        let message: Value = serde_json::from_str(line).map_err(|e| bad(format!("not JSON: {e}")))?;
+        let known = matches!(message["role"].as_str(), Some("system" | "user" | "assistant"));
+        if !known || !message["content"].is_string() {
+            return Err(
+                bad("a message needs the \"role\" system, user or assistant, and a text as \"content\"".into()),
+            );
+        }
+        messages.push(message);
+    }
+    Ok(messages)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slash_begins_a_command() {
+        let parse = |text: &str| Entry::parse(text);
+        assert_eq!(parse("What is 1/2?"), Ok(Entry::Say("What is 1/2?".into())));
+        assert_eq!(parse("/system Be short."), Ok(Entry::System(Some("Be short.".into()))));
+        assert_eq!(parse("/system"), Ok(Entry::System(None)));
+        assert_eq!(parse("/set top_p 0.5"), Ok(Entry::Set("top-p".into(), "0.5".into())));
+        assert_eq!(parse("/think auto"), Ok(Entry::Think(None)));
+        for wrong in ["/rest", "/reset all", "/save", "/set seed", "/think maybe"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_message_may_have_several_lines() {
+        let lines = ["", "one \\", "two", "\"\"\"", "three", "", "/four", "\"\"\"", "five"];
+        let mut source = Source::Script(lines.map(str::to_owned).to_vec().into_iter());
+        let said: Vec<String> = std::iter::from_fn(|| source.next().unwrap()).collect();
+        assert_eq!(said, ["one \ntwo", "three\n\n/four", "five"]);
+    }
+}

@@ -1,0 +1,7 @@
+//! A model that answers: [`loaded`] finds and loads it, [`answer`] streams what it says, [`dialog`] keeps a conversation,
+//! [`entry`] reads what a person types.
+
+pub mod answer;
+pub mod dialog;
+pub mod entry;
+pub mod loaded;
