@@ -52,7 +52,7 @@ impl Job for Chat {
         if source.is_terminal() {
             report::line("/help shows the commands; Ctrl-D ends.");
         }
-        while let Some(text) = source.next()? {
+        while let Some(text) = source.next_text()? {
             let entry = Entry::parse(&text).map_err(CliError::Usage);
             match entry.and_then(|entry| talk.follow(entry)) {
                 Ok(true) => {}
@@ -144,7 +144,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         options.max_tokens = options.max_tokens.min(room);
         let answer = self
             .ctrl_c
-            .during(|pressed| Answer::of(&mut self.session, text, &prompt, &options, !self.json, || pressed()))?;
+            .during(|pressed| Answer::of(&mut self.session, text, &prompt, &options, !self.json, pressed))?;
         if self.json {
             report::result(answer.json(message).to_string());
         } else {

@@ -22,15 +22,15 @@ pub(super) type Found = (usize, Result<Row, String>);
 /// The format of a file by its name and, if it is JSON, by the keys of its first row.
 ///
 /// # Errors
-/// If neither tells.
-pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, Found> {
-    let nowhere = |reason: &str| (0, Err(reason.to_owned()));
+/// If neither tells: the line, counted from 1, or 0, and what is wrong.
+pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, String)> {
+    let nowhere = |reason: &str| (0, reason.to_owned());
     match path.extension().and_then(|e| e.to_str()) {
         Some("tsv") => Ok(Format::Tsv),
         Some("txt" | "md") => Ok(Format::Text),
         Some("jsonl" | "json") => match objects(content).next() {
             None => Err(nowhere("no rows in it; each row is a training example")),
-            Some((line, row)) => row.and_then(|row| by_keys(&row)).map_err(|reason| (line, Err(reason))),
+            Some((line, row)) => row.and_then(|row| by_keys(&row)).map_err(|reason| (line, reason)),
         },
         _ => Err(nowhere(
             "the file name does not tell the data format (.jsonl, .json, .tsv, .txt or .md do); give --format",
@@ -155,8 +155,11 @@ fn tsv(content: &str) -> impl Iterator<Item = Found> {
     })
 }
 
+/// A JSON object with its line, or what is wrong there.
+type Object = (usize, Result<Map<String, Value>, String>);
+
 /// The JSON objects of a file: one in each line, or those of one array.
-fn objects(content: &str) -> Box<dyn Iterator<Item = (usize, Result<Map<String, Value>, String>)> + '_> {
+fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {
     let object = |value: serde_json::Result<Value>| match value {
         Ok(Value::Object(object)) => Ok(object),
         Ok(_) => Err("a row must be a JSON object".to_owned()),

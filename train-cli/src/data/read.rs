@@ -82,17 +82,16 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
         let content = text_of(path)?;
+        let at = |line: usize, reason: String| bad(path, Some(line).filter(|line| *line > 0), reason);
         let format = match self.options.format {
             Some(format) => format,
-            None => format::inferred(path, &content).map_err(|(line, reason)| {
-                bad(path, Some(line).filter(|line| *line > 0), reason.err().unwrap_or_default())
-            })?,
+            None => format::inferred(path, &content).map_err(|(line, reason)| at(line, reason))?,
         };
         self.report.formats.insert(format.name());
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
         for (line, row) in format::rows(format, &content) {
             let taken = row.and_then(|row| self.row(row, line));
-            taken.map_err(|reason| bad(path, Some(line).filter(|line| *line > 0), reason))?;
+            taken.map_err(|reason| at(line, reason))?;
         }
         if self.samples.len() > samples {
             return Ok(());

@@ -128,7 +128,7 @@ impl Source {
     ///
     /// # Errors
     /// If standard input cannot be read.
-    pub fn next(&mut self) -> Result<Option<String>, CliError> {
+    pub fn next_text(&mut self) -> Result<Option<String>, CliError> {
         let mut text = String::new();
         let mut quoted = false;
         loop {
@@ -244,7 +244,7 @@ mod tests {
     fn a_message_may_have_several_lines() {
         let lines = ["", "one \\", "two", "\"\"\"", "three", "", "/four", "\"\"\"", "five"];
         let mut source = Source::Script(lines.map(str::to_owned).to_vec().into_iter());
-        let said: Vec<String> = std::iter::from_fn(|| source.next().unwrap()).collect();
+        let said: Vec<String> = std::iter::from_fn(|| source.next_text().unwrap()).collect();
         assert_eq!(said, ["one \ntwo", "three\n\n/four", "five"]);
     }
 }
