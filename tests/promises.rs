@@ -25,6 +25,7 @@ mod guard;
 mod hostile;
 mod kills;
 mod loading;
+mod mutated_files;
 mod optimizer;
 mod parity;
 mod products;
