@@ -245,3 +245,12 @@ fn reference_attention(
     }
     y
 }
+
+/// The loss for debugging: the mean absolute difference of a row, summed over the rows that count.
+#[test]
+fn hidden_l1_is_the_mean_absolute_difference_of_the_kept_rows() {
+    let rows = |values: &[f32]| matrix::<Cpu>(values, 3, 2, &Default::default());
+    let (hidden, next) = (rows(&[1.0, 2.0, 5.0, -1.0, 0.5, 0.25]), rows(&[3.0, 1.5, -2.0, 7.0, 0.25, 1.0]));
+    let loss = host(model_qwen3::loss::hidden_l1_sum(hidden, next, vec![1.0, 0.0, 1.0]));
+    assert_eq!(loss, [(2.0 + 0.5) / 2.0 + (0.25 + 0.75) / 2.0]);
+}

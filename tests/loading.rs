@@ -59,6 +59,16 @@ fn missing_and_unknown_tensors_are_refused_by_name() {
             write_tensors(&file, &more);
             refused(d, "m", &[name]);
         }
+        if tied {
+            // A copy of the embedding as head is the same model; what else is there is still unknown.
+            let mut copied = whole.clone();
+            copied.insert("lm_head.weight".into(), copied["model.embed_tokens.weight"].clone());
+            write_tensors(&file, &copied);
+            ok(d, &["generate", "-m", "m", "-p", "hi", "--device", "cpu", "--max-tokens", "1"]);
+            copied.insert("extra".into(), (vec![16], vec![0.5; 16]));
+            write_tensors(&file, &copied);
+            refused(d, "m", &["extra"]);
+        }
         // A tensor under another name is one that is missing and one that is unknown.
         let mut renamed = whole.clone();
         let tensor = renamed.remove("model.norm.weight").unwrap();

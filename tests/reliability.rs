@@ -450,6 +450,8 @@ fn the_newest_good_checkpoint_is_resumed() {
     fs::write(folder.join("manifest.json"), manifest.replace(&old, &digest(&bytes))).unwrap();
     fs::write(folder.join("model.safetensors"), &bytes).unwrap();
     let exported = fs::read(d.join("r/final/model.dat")).unwrap();
+    let stderr = refused(d, &["export-dat", "--checkpoint", "r/checkpoint-30", "--output-dat", "x.dat"], 6);
+    assert!(stderr.contains("NaN") && !d.join("x.dat").exists(), "{stderr}");
     fs::remove_file(d.join("r/train_results.json")).unwrap();
     let out = run(d, &["fit", "--resume-from-checkpoint", "r"]);
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -457,8 +459,6 @@ fn the_newest_good_checkpoint_is_resumed() {
     assert!(stderr.contains("skipping r/checkpoint-30") && stderr.contains("NaN"), "{stderr}");
     assert!(stderr.contains("checkpoint-20 · step 20"), "{stderr}");
     assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
-    let stderr = refused(d, &["export-dat", "r/checkpoint-30", "x.dat"], 2);
-    assert!(!stderr.is_empty() && !d.join("x.dat").exists());
 }
 
 /// What a run would be refused for after loading is refused before, and `--dry-run` refuses the same.
@@ -498,6 +498,10 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         needed.split(';').next().unwrap().to_owned()
     };
     assert_eq!(line(&["estimate"]), line(&["fit", "--dry-run"]));
+    // A forecast needs neither the card nor its driver.
+    let out = run(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cuda"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && stderr.contains("at the peak") && !stderr.contains("panicked"), "{stderr}");
     refused(d, &["estimate", "-m", "m", "-d", "absent.tsv"], 2);
 }
 

@@ -3,8 +3,8 @@
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use burn::{backend::NdArray, tensor::DType};
-use burn_cubecl::{CubeBackend, CubeRuntime};
+use burn::backend::NdArray;
+use burn_cubecl::CubeRuntime;
 use cubecl::{
     config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig, memory::PersistentMemory},
     cuda::{CudaDevice, CudaRuntime},
@@ -12,7 +12,7 @@ use cubecl::{
 };
 use model_qwen3::chat_template;
 use std::{
-    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::OnceLock,
 };
 
@@ -72,15 +72,27 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
     }
 }
 
+/// Unit tests of this crate run no job on a GPU. Without the code for GPUs they compile in a third of the time.
+#[cfg(test)]
+fn on_cube<R: CubeRuntime, J: Job>(
+    name: &str,
+    _: R::Device,
+    precision: Precision,
+    _: J,
+) -> Result<J::Output, CliError> {
+    Err(unsupported(name, precision, "unit tests run on the CPU"))
+}
+
+#[cfg(not(test))]
 fn on_cube<R: CubeRuntime, J: Job>(
     name: &str,
     device: R::Device,
     precision: Precision,
     job: J,
 ) -> Result<J::Output, CliError> {
-    type B<R> = CubeBackend<R, f32, i32, u8>;
     probe::<R>(&device).map_err(|reason| CliError::Device { device: name.to_owned(), reason })?;
-    use burn::tensor::backend::Backend;
+    use burn::tensor::{DType, backend::Backend};
+    type B<R> = burn_cubecl::CubeBackend<R, f32, i32, u8>;
     if precision.dtype() != DType::F32 && !B::<R>::supports_dtype(&device, precision.dtype()) {
         return Err(unsupported(name, precision, "the device does not have this type; use --compute-dtype f32"));
     }
@@ -88,7 +100,7 @@ fn on_cube<R: CubeRuntime, J: Job>(
     let result = catch_unwind(AssertUnwindSafe(|| job.run::<B<R>>(device, precision)));
     // A failed device is the cause of whatever error or panic followed, and makes a result that seems good worthless.
     check()?;
-    result.unwrap_or_else(|panic| resume_unwind(panic))
+    result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 fn unsupported(device: &str, precision: Precision, reason: &str) -> CliError {
@@ -96,19 +108,22 @@ fn unsupported(device: &str, precision: Precision, reason: &str) -> CliError {
     CliError::Usage(format!("device {device}: {reason}"))
 }
 
-/// Opens the device once. Without a driver the runtimes panic on threads of their own; this catches the panic and
-/// silences its message.
+/// Opens the device once. Without a driver the runtimes panic on threads of their own.
 fn probe<R: CubeRuntime>(device: &R::Device) -> Result<(), String> {
+    match quietly(|| R::client(device).memory_usage().map(|_| ()).map_err(|e| format!("{e:?}"))) {
+        Some(Ok(())) => Ok(()),
+        Some(Err(e)) => Err(format!("not usable: {e}")),
+        None => Err("not found; check that its driver is installed, or use --device auto".into()),
+    }
+}
+
+/// Asks a driver that panics where it is not installed: None if it does. The panic is not printed.
+pub fn quietly<T>(ask: impl FnOnce() -> T) -> Option<T> {
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
-    let open = || R::client(device).memory_usage().map(|_| ()).map_err(|e| format!("{e:?}"));
-    let opened = catch_unwind(AssertUnwindSafe(open));
+    let answer = catch_unwind(AssertUnwindSafe(ask));
     std::panic::set_hook(hook);
-    match opened {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(e)) => Err(format!("not usable: {e}")),
-        Err(_) => Err("not found; check that its driver is installed, or use --device auto".into()),
-    }
+    answer.ok()
 }
 
 /// The first failure of a device in this process, if there was one: CubeCL's threads panic where an allocation or a launch

@@ -127,6 +127,17 @@ pub enum CliError {
         /// What is wrong.
         reason: String,
     },
+    /// A step has been waiting for the device too long.
+    #[error(
+        "step {step} has taken {seconds} s, more than ten times as long as the steps before: the device does not answer. \
+         Resume the run from its newest checkpoint, which is intact"
+    )]
+    Stuck {
+        /// The optimizer step.
+        step: usize,
+        /// Seconds that it has taken so far.
+        seconds: u64,
+    },
     /// An operation on the device failed, and with it every later one.
     #[error("the device failed ({0}); what it computed since is not used. Checkpoints that were saved are intact")]
     DeviceFailed(String),
@@ -163,7 +174,7 @@ impl CliError {
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),
-            Self::DeviceFailed(_) => 7,
+            Self::DeviceFailed(_) | Self::Stuck { .. } => 7,
             Self::Device { reason, .. } => device_code(reason),
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,

@@ -37,6 +37,7 @@ pub mod run;
 pub mod settings;
 pub mod talk;
 pub mod train;
+pub mod watchdog;
 
 pub use error::CliError;
 

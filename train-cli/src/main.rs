@@ -4,12 +4,12 @@
 
 use clap::Parser;
 use std::process::ExitCode;
-use train_cli::{args, device, execute, report};
+use train_cli::{args, device, execute, report, watchdog};
 
 fn main() -> ExitCode {
     let cli = args::Cli::parse_from(args::with_dashes(std::env::args_os()));
     device::configure();
-    match execute(cli) {
+    match watchdog::run(|| execute(cli)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             report::error(&error);

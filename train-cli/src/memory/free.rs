@@ -1,6 +1,7 @@
 //! How much memory is free: on a device before a run takes any, and on the disk of a folder.
 
-use crate::{CliError, kernel_cache, memory::host, settings::DeviceChoice};
+use crate::{CliError, device, kernel_cache, memory::host, settings::DeviceChoice};
+use cudarc::driver::CudaContext;
 use std::path::Path;
 
 /// Bytes that are free on a device; None if it does not say. The CPU's memory is the host's, and so is that of a card
@@ -9,8 +10,8 @@ pub fn on_device(device: DeviceChoice) -> Option<u64> {
     match device {
         DeviceChoice::Cuda(_) if kernel_cache::memory_is_the_hosts() => host::available(),
         DeviceChoice::Cuda(index) => {
-            let context = cudarc::driver::CudaContext::new(index).ok()?;
-            context.mem_get_info().ok().map(|(free, _total)| free as u64)
+            let ask = || CudaContext::new(index).and_then(|context| context.mem_get_info()).ok();
+            device::quietly(ask).flatten().map(|(free, _total)| free as u64)
         }
         DeviceChoice::Cpu => host::available(),
         DeviceChoice::Vulkan | DeviceChoice::Auto => None,
