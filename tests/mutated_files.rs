@@ -17,7 +17,7 @@ use model_qwen3::{
     tensors::{Stored, Tensors, row_ranges},
     tokenizer::{GenerationConfig, Tokenizer},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -146,108 +146,115 @@ fn replace_number(bytes: &mut Vec<u8>, at: usize, random: &mut Random) {
 fn readers(dir: &Path) -> Vec<Reader> {
     let m = dir.join("m");
     tiny_model(&m, true);
-    ok(dir, &["convert", "m", "packed.dat", "--to", "dat", "--dtype", "nvfp4"]);
-    let text = {
-        let config = Qwen3Config::from_file(&m.join("config.json")).unwrap();
-        TextFiles::open(&m, &config).unwrap()
-    };
-    let mut all: Vec<Reader> = Vec::new();
-    let mut add = |name, file: PathBuf, read: Box<dyn Fn(&Path) -> bool>| all.push(Reader { name, file, read });
+    let config = Qwen3Config::from_file(&m.join("config.json")).unwrap();
+    let text = TextFiles::open(&m, &config).unwrap();
+    let mut all = Vec::from(tensor_readers(dir, &m));
+    all.extend(text_readers(dir, &m));
+    all.extend(row_readers(dir, &text));
+    all.push(token_cache_reader(dir, text));
+    all.extend(run_readers(dir));
+    all
+}
 
-    fs::copy(m.join("model.safetensors"), dir.join("x.safetensors")).unwrap();
-    for (name, file) in [(".dat", "packed.dat"), ("safetensors", "x.safetensors")] {
-        add(name, dir.join(file), Box::new(|path| Container::open(path).is_ok_and(|file| reads_all(&file))));
+impl Reader {
+    fn new(name: &'static str, file: PathBuf, read: impl Fn(&Path) -> bool + 'static) -> Self {
+        Self { name, file, read: Box::new(read) }
     }
-    let index = dir.join("shards");
-    fs::create_dir(&index).unwrap();
-    fs::copy(m.join("model.safetensors"), index.join("a.safetensors")).unwrap();
-    let names = Container::open(&m.join("model.safetensors")).unwrap().names();
-    let map: serde_json::Map<String, serde_json::Value> =
-        names.into_iter().map(|name| (name, json!("a.safetensors"))).collect();
-    let index = index.join("model.safetensors.index.json");
-    fs::write(&index, json!({"metadata": {}, "weight_map": map}).to_string()).unwrap();
-    add("index", index, Box::new(|path| Container::open(path.parent().unwrap()).is_ok()));
+}
 
-    add("config.json", m.join("config.json"), Box::new(|path| Qwen3Config::from_file(path).is_ok()));
-    let generation = m.join("generation_config.json");
-    add(
-        "generation_config.json",
-        generation,
-        Box::new(|path| GenerationConfig::from_folder(path.parent().unwrap()).is_ok()),
-    );
+/// Files of weights.
+fn tensor_readers(dir: &Path, m: &Path) -> [Reader; 3] {
+    ok(dir, &["convert", "m", "packed.dat", "--to", "dat", "--dtype", "nvfp4"]);
+    fs::copy(m.join("model.safetensors"), dir.join("x.safetensors")).unwrap();
+    let shards = dir.join("shards");
+    fs::create_dir(&shards).unwrap();
+    fs::copy(m.join("model.safetensors"), shards.join("a.safetensors")).unwrap();
+    let names = Container::open(&m.join("model.safetensors")).unwrap().names().into_iter();
+    let map: serde_json::Map<String, Value> = names.map(|name| (name, json!("a.safetensors"))).collect();
+    let index = shards.join("model.safetensors.index.json");
+    fs::write(&index, json!({"metadata": {}, "weight_map": map}).to_string()).unwrap();
+    let opens = |path: &Path| Container::open(path).is_ok_and(|file| reads_all(&file));
+    [
+        Reader::new(".dat", dir.join("packed.dat"), opens),
+        Reader::new("safetensors", dir.join("x.safetensors"), opens),
+        Reader::new("index", index, |path| Container::open(path.parent().unwrap()).is_ok()),
+    ]
+}
+
+/// The small files of a model.
+fn text_readers(dir: &Path, m: &Path) -> [Reader; 5] {
     let tokenizer = dir.join("tokenizer.json");
     fs::copy(m.join("tokenizer.json"), &tokenizer).unwrap();
-    let encodes = |path: &Path| Tokenizer::from_file(path).is_ok_and(|t| t.encode("Hello, 你好!").is_ok());
-    add("tokenizer.json", tokenizer, Box::new(encodes));
-    let template = dir.join("template");
-    fs::create_dir(&template).unwrap();
-    let source: serde_json::Value =
-        serde_json::from_slice(&fs::read(m.join("tokenizer_config.json")).unwrap()).unwrap();
-    let template = template.join("chat_template.jinja");
+    let source: Value = serde_json::from_slice(&fs::read(m.join("tokenizer_config.json")).unwrap()).unwrap();
+    let template = dir.join("template").join("chat_template.jinja");
+    fs::create_dir(template.parent().unwrap()).unwrap();
     fs::write(&template, source["chat_template"].as_str().unwrap()).unwrap();
     fs::write(template.with_file_name("tokenizer_config.json"), "{}").unwrap();
-    add("chat template", template, Box::new(renders));
-    let config = m.join("tokenizer_config.json");
-    add("tokenizer_config.json", config, Box::new(renders));
+    let generation = |path: &Path| GenerationConfig::from_folder(path.parent().unwrap()).is_ok();
+    let encodes = |path: &Path| Tokenizer::from_file(path).is_ok_and(|t| t.encode("Hello, 你好!").is_ok());
+    [
+        Reader::new("config.json", m.join("config.json"), |path| Qwen3Config::from_file(path).is_ok()),
+        Reader::new("generation_config.json", m.join("generation_config.json"), generation),
+        Reader::new("tokenizer.json", tokenizer, encodes),
+        Reader::new("chat template", template, renders),
+        Reader::new("tokenizer_config.json", m.join("tokenizer_config.json"), renders),
+    ]
+}
 
-    let rows = [
-        (
-            "messages",
-            "a.jsonl",
-            r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1}], "tools": [{"type": "function", "function": {"name": "f"}}]}"#,
-        ),
-        (
-            "sharegpt",
-            "b.json",
-            r#"[{"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "{\"name\": \"f\"}"}, {"from": "gpt", "value": "b"}]}]"#,
-        ),
-        (
-            "alpaca",
-            "c.json",
-            r#"[{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "d", "output": "e"}]"#,
-        ),
-        (
-            "completion",
-            "d.jsonl",
-            "{\"prompt\": \"a\", \"completion\": \"b\"}\n{\"prompt\": [{\"role\": \"user\", \"content\": \"a\"}], \"completion\": [{\"role\": \"assistant\", \"content\": \"b\"}]}",
-        ),
-        ("documents", "e.jsonl", "{\"text\": \"one two three\"}\n{\"text\": \"四五六\"}\n"),
-        ("tsv", "f.tsv", "# comment\nprompt\ttarget\na\tb\n你\t好\n"),
-        ("text", "g.txt", "One line.\n\nTwo lines, 你好.\n"),
+const OPTIONS: DataOptions =
+    DataOptions { format: None, loss_on: LossOn::Assistant, max_seq_length: 64, overlong: Overlong::Split };
+
+/// Training files of every format.
+fn row_readers(dir: &Path, text: &TextFiles) -> Vec<Reader> {
+    let (user, answer) =
+        (json!({"role": "user", "content": "a"}), json!({"role": "assistant", "content": "b", "weight": 1}));
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+    let turn = |from: &str, value: &str| json!({"from": from, "value": value});
+    let turns = [turn("human", "a"), turn("function_call", "{\"name\": \"f\"}"), turn("gpt", "b")];
+    let alpaca = json!([{"instruction": "a", "input": "b", "output": "c"}, {"instruction": "d", "output": "e"}]);
+    let pair = json!({"prompt": "a", "completion": "b"});
+    let lists = json!({"prompt": [user], "completion": [answer]});
+    let files = [
+        ("messages", "a.jsonl", json!({"messages": [user, answer], "tools": tools}).to_string()),
+        ("sharegpt", "b.json", json!([{"conversations": turns}]).to_string()),
+        ("alpaca", "c.json", alpaca.to_string()),
+        ("completion", "d.jsonl", format!("{pair}\n{lists}")),
+        ("documents", "e.jsonl", "{\"text\": \"one two three\"}\n{\"text\": \"四五六\"}\n".into()),
+        ("tsv", "f.tsv", "# comment\nprompt\ttarget\na\tb\n你\t好\n".into()),
+        ("text", "g.txt", "One line.\n\nTwo lines, 你好.\n".into()),
     ];
-    let options =
-        DataOptions { format: None, loss_on: LossOn::Assistant, max_seq_length: 64, overlong: Overlong::Split };
-    for (name, file, content) in rows {
+    let reader = |(name, file, content): (_, &str, String)| {
         let (file, text) = (dir.join(file), text.clone());
         fs::write(&file, content).unwrap();
-        add(name, file, Box::new(move |path| read::load(&[path.to_owned()], &text, options).is_ok()));
-    }
-    // A broken cache is made again.
-    let (tsv, cache) = (dir.join("rows.tsv"), dir.join("cache"));
-    fs::write(&tsv, "a\tb\nc\td\n").unwrap();
-    token_cache::load(Some(&cache), &[tsv.clone()], &text, options).unwrap();
+        Reader::new(name, file, move |path| read::load(&[path.to_owned()], &text, OPTIONS).is_ok())
+    };
+    files.into_iter().map(reader).collect()
+}
+
+/// A broken token cache is made again.
+fn token_cache_reader(dir: &Path, text: TextFiles) -> Reader {
+    let (rows, cache) = ([dir.join("rows.tsv")], dir.join("cache"));
+    fs::write(&rows[0], "a\tb\nc\td\n").unwrap();
+    let expected = token_cache::load(Some(&cache), &rows, &text, OPTIONS).unwrap().0;
     let kept = fs::read_dir(&cache).unwrap().next().unwrap().unwrap().path();
-    let expected = read::load(&[tsv.clone()], &text, options).unwrap().0;
-    let same = move |_: &Path| {
-        let found = token_cache::load(Some(&cache), &[tsv.clone()], &text, options).unwrap().0;
+    Reader::new("token cache", kept, move |_| {
+        let found = token_cache::load(Some(&cache), &rows, &text, OPTIONS).unwrap().0;
         assert!(found == expected, "a broken token cache was believed");
         true
-    };
-    add("token cache", kept, Box::new(same));
+    })
+}
 
+/// Files of a run.
+fn run_readers(dir: &Path) -> [Reader; 2] {
     let settings = dir.join("settings.toml");
     fs::write(&settings, "data = [\"rows.tsv\"]\nlearning_rate = 1e-5\nrecipe = \"w4\"\npacking = true\n").unwrap();
-    add("settings", settings, Box::new(|path| Layer::of_file(path).is_ok_and(|layer| layer.over_defaults().is_ok())));
     let folder = dir.join("folder");
     let mut pending = durable::PendingFolder::new(&folder).unwrap();
     pending.copy(&demo_file("config.json"), "config.json").unwrap();
     pending.commit().unwrap();
-    add(
-        "manifest.json",
-        folder.join("manifest.json"),
-        Box::new(|path| durable::verify(path.parent().unwrap()).is_ok()),
-    );
-    all
+    let layered = |path: &Path| Layer::of_file(path).is_ok_and(|layer| layer.over_defaults().is_ok());
+    let verifies = |path: &Path| durable::verify(path.parent().unwrap()).is_ok();
+    [Reader::new("settings", settings, layered), Reader::new("manifest.json", folder.join("manifest.json"), verifies)]
 }
 
 /// Reads every value of a file of tensors.

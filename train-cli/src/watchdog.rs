@@ -89,7 +89,7 @@ impl Clock {
         done.sort_unstable();
         let limit = SHORTEST.max(*done.get(done.len() / 2)? * TIMES_THE_MEDIAN);
         let taken = now.saturating_duration_since(began);
-        (taken > limit).then(|| CliError::Stuck { step, seconds: taken.as_secs() })
+        (taken > limit).then_some(CliError::Stuck { step, seconds: taken.as_secs() })
     }
 }
 
