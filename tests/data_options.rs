@@ -11,7 +11,8 @@ use model_qwen3::{
     tokenizer::Tokenizer,
 };
 use serde_json::Value;
-use std::path::Path;
+use std::{path::Path, sync::Arc};
+use train_cli::data::{order::Order, sample::synthetic};
 
 const QUESTION: &str = "Who are you?";
 const ANSWER: &str = "I am a tiny Qwen3 trained in Rust.";
@@ -125,4 +126,12 @@ fn the_recipe_nvfp4_trains_and_its_export_keeps_its_square_blocks() {
         ok(d, &["generate", "-m", "nvfp4/final/model.dat", "-p", QUESTION, "--temp", "0", "--json", "--device", "cpu"]);
     let answer: Value = serde_json::from_str(&answer).unwrap();
     assert_eq!((answer["text"].as_str(), answer["stop"].as_str()), (Some(ANSWER), Some("stop")), "{answer}");
+}
+
+/// The epochs of a record count the rows that were seen, also where the last step is smaller.
+#[test]
+fn epochs_are_the_rows_that_were_seen() {
+    let samples = Arc::new(synthetic(4, 8, 100, 1));
+    let order = Order { samples, batch_size: 1, accumulation: 2, steps: 5, limit: 9, seed: 1, start: 0 };
+    assert_eq!([0, 1, 2, 4, 5].map(|steps| order.epochs(steps)), [0.0, 0.5, 1.0, 2.0, 2.25]);
 }
