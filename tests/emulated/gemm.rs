@@ -133,10 +133,15 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
 
 /// Every case of one tile width, where the device has it.
 pub(super) fn every(gpu: &Gpu, cols: usize) {
+    some(gpu, cols, 0, 1);
+}
+
+/// Every `step`th case of one tile width, from number `first` on.
+pub(super) fn some(gpu: &Gpu, cols: usize, first: usize, step: usize) {
     if !gemm::tile_columns(&gpu.client).contains(&cols) {
         return;
     }
-    for case in cases(cols) {
+    for case in cases(cols).into_iter().skip(first).step_by(step) {
         run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
     }
     if cols == 128 {

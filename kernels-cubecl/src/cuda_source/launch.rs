@@ -60,8 +60,9 @@ pub(super) fn devices() -> MutexGuard<'static, Vec<Entry>> {
     DEVICES.lock().expect("nothing panics while it holds the list of devices")
 }
 
-/// What the texts of one kernel have in common. CubeCL numbers temporaries through the whole process. It writes types, and
-/// arrays in shared memory with their offsets, in an order that differs from compilation to compilation.
+/// What the texts of one kernel have in common. CubeCL numbers temporaries through the whole process. It writes types,
+/// declarations of variables, and arrays in shared memory with their offsets, in an order that differs from compilation to
+/// compilation.
 fn identity(text: &str) -> String {
     const NAME: &str = "_tmp_";
     let (mut types, mut others, mut in_type) = (Vec::new(), String::new(), false);
@@ -71,6 +72,10 @@ fn identity(text: &str) -> String {
         }
         if let Some((array, _offset)) = line.split_once("dynamic_shared_mem[").filter(|_| line.contains("_cast<")) {
             types.push(array.to_owned());
+            continue;
+        }
+        if is_declaration(line) {
+            types.push(line.to_owned());
             continue;
         }
         if line.starts_with("struct __align__") {
@@ -96,6 +101,12 @@ fn identity(text: &str) -> String {
     out
 }
 
+/// Whether a line declares a variable that is assigned to later: `float l_mut_7;`.
+fn is_declaration(line: &str) -> bool {
+    let name = line.split_once(' ').and_then(|(_type, rest)| rest.strip_prefix("l_mut_")?.strip_suffix(';'));
+    name.is_some_and(|number| number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::identity;
@@ -111,5 +122,9 @@ mod tests {
         };
         assert_eq!(identity(&(array("a", 0) + &array("b", 4))), identity(&(array("b", 0) + &array("a", 8))));
         assert_ne!(identity(&array("a", 0)), identity(&array("b", 0)));
+        let (one, other) = ("float l_mut_7;\n", "uint32 l_mut_12;\n");
+        let ended = |text: String| identity(&(text + "l_mut_7 = float(1.0);\n"));
+        assert_eq!(ended(one.to_owned() + other), ended(other.to_owned() + one));
+        assert_ne!(ended(one.to_owned() + other), ended(one.to_owned()));
     }
 }

@@ -3,6 +3,9 @@
 // each; the number of words of `info`, those before its dynamic part, and the words. The bytes of the buffers follow. The
 // program writes the buffers back to the file `<name>.out`, one after another. A second argument is the number of a barrier
 // that is left out.
+#include <sys/resource.h>
+
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -24,9 +27,22 @@ uint64_t info[1024];
 
 void kernel() { emulated_kernel(arguments); }
 
+/// Seconds of the processor that a launch may take: a loop of the kernel may have no end. Real time would end a launch on a
+/// machine that has much else to do.
+constexpr rlim_t LONGEST = 120;
+
+void too_long(int) { machine::fail("the launch does not end within %u s of processor time", unsigned(LONGEST)); }
+
+void limit_time() {
+  rlimit limit{LONGEST, LONGEST + 1};
+  signal(SIGXCPU, too_long);
+  setrlimit(RLIMIT_CPU, &limit);
+}
+
 }  // namespace
 
 int main(int count_of_names, char** names) {
+  limit_time();
   if (count_of_names > 2) machine::left_out = atoi(names[2]);
   std::ifstream file(names[1], std::ios::binary);
   auto word = [&] {
