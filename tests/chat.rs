@@ -36,8 +36,8 @@ fn turns(dir: &Path, script: &str, more: &[&str]) -> Vec<Value> {
     out.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// What is wrong with a scripted conversation.
-fn refused(dir: &Path, script: &str, more: &[&str], code: i32) -> String {
+/// What a scripted conversation prints on standard error when it ends with this exit code.
+fn said(dir: &Path, script: &str, more: &[&str], code: i32) -> String {
     std::fs::write(dir.join("script.txt"), script).unwrap();
     let out = run(dir, &[&CHAT[..], &["--script", "script.txt"], more].concat());
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -52,15 +52,15 @@ fn a_later_turn_reads_only_what_is_new_and_answers_the_same() {
     lively_model(d);
     let talk = turns(d, "Who are you?\nAnd now?\n/save talk.jsonl\nOnce more.\n", &[]);
     assert_eq!(talk.len(), 3);
-    assert_eq!(talk[0]["known_tokens"], 0);
-    let (second, known) = (&talk[1], talk[1]["known_tokens"].as_u64().unwrap());
-    assert!(known >= talk[0]["prompt_tokens"].as_u64().unwrap(), "the second turn read the first again: {second}");
+    assert_eq!(talk[0]["cached_tokens"], 0);
+    let (second, cached) = (&talk[1], talk[1]["cached_tokens"].as_u64().unwrap());
+    assert!(cached >= talk[0]["prompt_tokens"].as_u64().unwrap(), "the second turn read the first again: {second}");
     // The file holds the conversation when it was written; its next turn is that of the conversation.
     let saved = std::fs::read_to_string(d.join("talk.jsonl")).unwrap();
     let roles: Vec<Value> = saved.lines().map(|l| serde_json::from_str::<Value>(l).unwrap()["role"].clone()).collect();
     assert_eq!(roles, ["user", "assistant", "user", "assistant"]);
     let loaded = turns(d, "/load talk.jsonl\nOnce more.\n", &[]);
-    assert_eq!(loaded[0]["known_tokens"], 0);
+    assert_eq!(loaded[0]["cached_tokens"], 0);
     assert_eq!((&loaded[0]["ids"], &loaded[0]["prompt_tokens"]), (&talk[2]["ids"], &talk[2]["prompt_tokens"]));
     // So is what its user says, as a script.
     let replayed = ok(d, &[&CHAT[..], &["--max-tokens", "8", "--json", "--script", "talk.jsonl"]].concat());
@@ -99,18 +99,18 @@ fn what_cannot_be_done_is_said() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     lively_model(d);
-    assert!(refused(d, "/rest\n", &[], 2).contains("/rest: there is no such command"));
-    assert!(refused(d, "/undo\n", &[], 2).contains("nothing was said yet"));
-    assert!(refused(d, "/set top-p 7\n", &[], 2).contains("--top-p 7: the value must be between 0 and 1"));
-    assert!(refused(d, "/set color 7\n", &[], 2).contains("there is no such setting"));
-    assert!(refused(d, "/load none.jsonl\n", &[], 2).contains("none.jsonl"));
+    assert!(said(d, "/rest\n", &[], 2).contains("/rest: there is no such command"));
+    assert!(said(d, "/undo\n", &[], 2).contains("nothing was said yet"));
+    assert!(said(d, "/set top-p 7\n", &[], 2).contains("--top-p 7: the value must be between 0 and 1"));
+    assert!(said(d, "/set color 7\n", &[], 2).contains("there is no such setting"));
+    assert!(said(d, "/load none.jsonl\n", &[], 2).contains("none.jsonl"));
     std::fs::write(d.join("bad.jsonl"), "{\"role\": \"user\", \"content\": \"a\"}\n{}\n").unwrap();
-    assert!(refused(d, "/load bad.jsonl\n", &[], 3).contains("bad.jsonl:2: a message needs"));
-    let full = refused(d, "Hello\nHello\nHello\nHello\n", &["--context", "40"], 2);
+    assert!(said(d, "/load bad.jsonl\n", &[], 3).contains("bad.jsonl:2: a message needs"));
+    let full = said(d, "Hello\nHello\nHello\nHello\n", &["--context", "40"], 2);
     assert!(full.contains("the context ends at 40; take messages back with /undo"), "{full}");
     // An answer ends where the context does.
-    let cut = refused(d, "Hello\n", &["--context", "24", "--max-tokens", "100"], 0);
-    assert!(cut.contains("context 24 of 24") && cut.contains("the context is full"), "{cut}");
+    let cut = said(d, "Hello\n", &["--context", "24", "--max-tokens", "100"], 0);
+    assert!(cut.contains("context 24 of 24") && cut.contains("cut because the context is full"), "{cut}");
 }
 
 /// Ctrl-C ends the answer, and the conversation goes on.
@@ -164,7 +164,7 @@ fn a_run_folder_answers_as_it_was_trained() {
     }
     assert_eq!(answer("r", &["--w4a4"]).0, trained);
     let (other, said) = answer("r", &["--w4a4", "false"]);
-    assert!(said.contains("activations not quantized, by --w4a4; training (w4a4) did not so"), "{said}");
+    assert!(said.contains("activations not quantized, unlike in training (w4a4)"), "{said}");
     assert_ne!(other, trained);
     // Without an export, the newest checkpoint answers.
     std::fs::remove_dir_all(d.join("r/final")).unwrap();
@@ -199,12 +199,12 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens() {
                         session.answer(&conversation[..read], &nothing, go).unwrap();
                     }
                 }
-                let known = session.known(&conversation);
+                let cached = session.cached(&conversation);
                 let ids = session.answer(&conversation, &options, go).unwrap().ids;
                 match mode {
-                    "kept" => assert!(known + 6 >= conversation.len(), "{known} of {} were kept", conversation.len()),
-                    "anew" => assert_eq!(known, 0),
-                    _ => assert_eq!(known + 1, conversation.len()),
+                    "kept" => assert!(cached + 6 >= conversation.len(), "{cached} of {} were kept", conversation.len()),
+                    "anew" => assert_eq!(cached, 0),
+                    _ => assert_eq!(cached + 1, conversation.len()),
                 }
                 conversation.extend(&ids);
                 answers.push(ids);

@@ -2,7 +2,7 @@
 //! with `--resume-from-checkpoint`, and ends with the bits of a run that nobody stopped. Killed exports and conversions leave
 //! nothing or everything, and of two runs for one folder one wins. All processes are real.
 //!
-//! CI stops a few. These stop hundreds; the notebook has their last result:
+//! CI stops a few. These stop hundreds:
 //!
 //!     cargo test --workspace --test promises -- --ignored hundred
 
@@ -38,7 +38,7 @@ fn interrupted_runs_end_with_the_same_bits() {
 
 #[test]
 #[cfg(unix)]
-#[ignore = "it takes about ten minutes; interrupted_runs_end_with_the_same_bits sends six signals"]
+#[ignore = "a hundred signals; interrupted_runs_end_with_the_same_bits sends six"]
 fn one_hundred_signals_end_with_the_same_bits() {
     stop(50, 5, "-INT");
     stop(50, 6, "-TERM");
@@ -50,7 +50,7 @@ fn killed_exports_and_conversions_leave_all_or_nothing() {
 }
 
 #[test]
-#[ignore = "it takes minutes; killed_exports_and_conversions_leave_all_or_nothing makes twelve kills"]
+#[ignore = "two hundred kills; killed_exports_and_conversions_leave_all_or_nothing makes twelve"]
 fn two_hundred_killed_exports_leave_all_or_nothing() {
     kill_writers(100, 8);
 }
@@ -61,7 +61,7 @@ fn of_two_runs_for_one_folder_one_wins() {
 }
 
 #[test]
-#[ignore = "it takes minutes; of_two_runs_for_one_folder_one_wins makes three races"]
+#[ignore = "fifty races; of_two_runs_for_one_folder_one_wins makes three"]
 fn a_hundred_runs_race_in_pairs_and_one_of_each_wins() {
     race(50);
 }

@@ -63,7 +63,7 @@ fn broken_files_make_no_reader_panic() {
 }
 
 #[test]
-#[ignore = "it takes a quarter of an hour; broken_files_make_no_reader_panic makes some hundred files"]
+#[ignore = "a minute for each of eighteen readers; broken_files_make_no_reader_panic makes some hundred files"]
 fn a_minute_for_each_reader() {
     let dir = tempfile::tempdir().unwrap();
     for reader in readers(dir.path()) {

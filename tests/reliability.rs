@@ -485,6 +485,12 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         };
         let stderr = with(&["--init-config", "huge/config.json", "--device", "cpu"], 4);
         assert!(stderr.contains("are free") && stderr.contains("optimizer states"), "{stderr}");
+        // Sixteen checkpoints are saved, and three at once lie on the disk unless more are kept.
+        let disk = ["--init-config", "huge/config.json", "--device", "cpu", "--memory-limit", "900TiB"];
+        for (keep, expected) in [("2", "3 checkpoints and the export need"), ("50", "16 checkpoints and")] {
+            let stderr = with(&[&disk[..], &["--save-total-limit", keep]].concat(), 1);
+            assert!(stderr.contains(expected) && stderr.contains("are free on this disk"), "{stderr}");
+        }
         assert!(with(&["-m", "m", "--device", "cuda:99"], 7).contains("cuda:99"));
         assert!(with(&["-m", "m", "--device", "cpu", "--compute-dtype", "tf32"], 2).contains("tf32"));
         assert!(with(&["-m", "m", "--device", "cpu", "--memory-limit", "1MiB"], 4).contains("--memory-limit"));

@@ -49,7 +49,7 @@ pub struct Generation {
 /// What happens in an answer, for the caller who waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Progress {
-    /// So many tokens of the prompt are in the cache by now.
+    /// The cache now holds this many tokens of the prompt.
     Read(usize),
     /// The answer has a new token.
     Token(u32),
@@ -88,9 +88,9 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         self.ids.is_empty()
     }
 
-    /// Number of tokens at the beginning of `prompt` that need not be read again. The last token is always read, because its
-    /// logits are needed.
-    pub fn known(&self, prompt: &[u32]) -> usize {
+    /// Number of tokens at the beginning of `prompt` that the cache holds. The last token never counts, because its logits
+    /// are needed.
+    pub fn cached(&self, prompt: &[u32]) -> usize {
         let same = self.ids.iter().zip(prompt).take_while(|(a, b)| a == b).count();
         same.min(prompt.len().saturating_sub(1))
     }
@@ -107,11 +107,11 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         options: &GenerateOptions,
         mut progress: impl FnMut(Progress) -> ControlFlow<()>,
     ) -> Result<Generation, ModelError> {
-        let known = self.known(prompt);
-        self.rewind(known);
+        let cached = self.cached(prompt);
+        self.rewind(cached);
         let mut ids = Vec::new();
         let mut logits = Vec::new();
-        for part in prompt[known..].chunks(PREFILL_CHUNK) {
+        for part in prompt[cached..].chunks(PREFILL_CHUNK) {
             logits = self.read(part)?;
             if progress(Progress::Read(self.len())).is_break() {
                 return Ok(Generation { ids, stop: StopReason::Caller });
@@ -140,7 +140,11 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         }
     }
 
-    fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
+    /// Reads tokens in one forward, and returns the logits `[V]` of the last.
+    ///
+    /// # Errors
+    /// As [`Self::answer`].
+    pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         let logits = forward(self.model, ids, &mut self.cache)?;
         self.ids.extend_from_slice(ids);
         Ok(logits)
@@ -168,23 +172,6 @@ pub fn generate<B: Nvfp4Kernels>(
             Progress::Read(_) => ControlFlow::Continue(()),
         }
     })
-}
-
-/// Runs a prompt through the model, `chunk` tokens at a time, and returns the last logits `[V]`.
-///
-/// # Errors
-/// As [`generate`].
-pub fn prefill<B: Nvfp4Kernels>(
-    model: &Qwen3<B>,
-    prompt: &[u32],
-    cache: &mut KvCache<B>,
-    chunk: usize,
-) -> Result<Vec<f32>, ModelError> {
-    let mut logits = None;
-    for part in prompt.chunks(chunk) {
-        logits = Some(forward(model, part, cache)?);
-    }
-    logits.ok_or(ModelError::Tokenizer("the prompt has no tokens".into()))
 }
 
 fn forward<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], cache: &mut KvCache<B>) -> Result<Vec<f32>, ModelError> {

@@ -50,11 +50,10 @@ bool fails_on(int fd) { return fd >= 0 && fd < (1 << 16) && watched[fd] && fails
 
 template <class F> F real(const char* name) { return reinterpret_cast<F>(dlsym(RTLD_NEXT, name)); }
 
-int opened(const char* name, int at, const char* path, int flags, mode_t mode) {
+int opened(int at, const char* path, int flags, mode_t mode) {
     const bool ours = below(path);
     if (ours && (flags & (O_WRONLY | O_RDWR | O_CREAT)) && fails()) return -1;
     static auto call = real<int (*)(int, const char*, int, ...)>("openat64");
-    (void)name;
     const int fd = call(at, path, flags, mode);
     if (fd >= 0 && fd < (1 << 16)) watched[fd] = ours;
     return fd;
@@ -81,7 +80,7 @@ mode_t mode_of(int flags, va_list arguments) {
         va_start(arguments, flags);                                                                                      \
         const mode_t mode = mode_of(flags, arguments);                                                                   \
         va_end(arguments);                                                                                               \
-        return opened(#NAME, AT_FDCWD, path, flags, mode);                                                               \
+        return opened(AT_FDCWD, path, flags, mode);                                                               \
     }
 
 #define OPENAT(NAME)                                                                                                     \
@@ -90,7 +89,7 @@ mode_t mode_of(int flags, va_list arguments) {
         va_start(arguments, flags);                                                                                      \
         const mode_t mode = mode_of(flags, arguments);                                                                   \
         va_end(arguments);                                                                                               \
-        return opened(#NAME, at, path, flags, mode);                                                                     \
+        return opened(at, path, flags, mode);                                                                     \
     }
 
 #define ON_FD(RESULT, NAME, PARAMETERS, ARGUMENTS)                                                                       \

@@ -1,8 +1,8 @@
 //! The files of a model. The user names a folder, or a `.dat` or `.safetensors` file with config.json and tokenizer
-//! beside it.
+//! beside it. A folder that a run exported also records how the model was trained.
 
-use crate::{CliError, durable::PendingFolder};
-use backend_nvfp4::Recipe;
+use crate::{CliError, durable::PendingFolder, settings::by_name};
+use backend_nvfp4::{Nvfp4Parts, Recipe};
 use model_qwen3::{
     ModelError,
     chat_template::ChatTemplate,
@@ -98,13 +98,12 @@ impl ModelFiles {
     }
 }
 
-/// How an exported model was trained, which its folder records.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// How an exported model was trained. Its folder records it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trained {
     /// The recipe.
-    pub recipe: String,
-    /// Whether its forward multiplies NVFP4 activations.
-    pub packs_activations: bool,
+    #[serde(with = "by_name")]
+    pub recipe: Recipe,
 }
 
 /// The file of [`Trained`].
@@ -131,8 +130,9 @@ impl Trained {
     /// # Errors
     /// If it cannot be written.
     pub fn write(recipe: Recipe, folder: &mut PendingFolder) -> Result<(), CliError> {
-        let record = Self { recipe: recipe.name().to_owned(), packs_activations: recipe.packs_activations() };
-        let text = serde_json::to_string_pretty(&record).expect("plain data serializes");
+        // Its parts concern training only.
+        let recipe = if let Recipe::Nvfp4(_) = recipe { Recipe::Nvfp4(Nvfp4Parts::ALL) } else { recipe };
+        let text = serde_json::to_string_pretty(&Self { recipe }).expect("plain data serializes");
         folder.file(TRAINED, |out| out.write_all(text.as_bytes()).map_err(CliError::io(Path::new(TRAINED))))
     }
 }

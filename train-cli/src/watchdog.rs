@@ -1,5 +1,5 @@
-//! Ends a program whose device has stopped to answer. A step that waits for such a device never returns, so the work runs on
-//! a thread of its own, and the main thread looks at the time that the step takes.
+//! Ends a program whose device no longer answers. A step that waits for such a device never returns, so the work runs on a
+//! thread of its own, and the main thread counts the time that the step takes.
 
 use crate::CliError;
 use std::{
@@ -8,15 +8,16 @@ use std::{
         mpsc::{RecvTimeoutError, channel},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// A step may take this many times the median of the steps before it.
 const TIMES_THE_MEDIAN: u32 = 10;
 /// A step may take so long in any case. Kernels of a new shape take half a minute to compile.
 const SHORTEST: Duration = Duration::from_secs(300);
-/// How often the time is looked at.
-const EVERY: Duration = Duration::from_millis(500);
+/// The length of a turn of the watch. Turns are counted, and not the clock read: a process that was stopped (Ctrl-Z) and
+/// continued has made no turns meanwhile.
+const TURN: Duration = Duration::from_millis(500);
 /// Stack of the thread that works.
 const STACK: usize = 64 << 20;
 
@@ -35,9 +36,9 @@ pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Resu
     let thread = thread::Builder::new().name("main".into()).stack_size(STACK).spawn(work);
     let thread = thread.map_err(CliError::io("thread".as_ref()))?;
     loop {
-        match ended.recv_timeout(EVERY) {
+        match ended.recv_timeout(TURN) {
             Ok(result) => return result,
-            Err(RecvTimeoutError::Timeout) => clock().overdue(Instant::now()).map_or(Ok(()), Err)?,
+            Err(RecvTimeoutError::Timeout) => clock().turn().map_or(Ok(()), Err)?,
             // The work has panicked, and says so.
             Err(RecvTimeoutError::Disconnected) => match thread.join() {
                 Ok(()) => return Ok(()),
@@ -54,7 +55,7 @@ pub struct Step(());
 impl Step {
     /// Step `step`, counted from 1, begins. The first step that a process makes compiles kernels and has no limit.
     pub fn begin(step: usize) -> Self {
-        clock().running = Some((step, Instant::now()));
+        clock().running = Some((step, Duration::ZERO));
         Self(())
     }
 }
@@ -62,16 +63,16 @@ impl Step {
 impl Drop for Step {
     fn drop(&mut self) {
         let mut clock = clock();
-        if let Some((_, began)) = clock.running.take() {
-            clock.done.push(began.elapsed());
+        if let Some((_, taken)) = clock.running.take() {
+            clock.done.push(taken);
         }
     }
 }
 
-/// The times of the steps of this process.
-#[derive(Default)]
+/// The times of the steps of this process, in whole turns.
 struct Clock {
-    running: Option<(usize, Instant)>,
+    /// The step that is being made, and the time that it has taken.
+    running: Option<(usize, Duration)>,
     done: Vec<Duration>,
 }
 
@@ -82,14 +83,14 @@ fn clock() -> MutexGuard<'static, Clock> {
 }
 
 impl Clock {
-    /// The error of a step that takes too long at this moment.
-    fn overdue(&self, now: Instant) -> Option<CliError> {
-        let (step, began) = self.running?;
+    /// Counts a turn. Returns the error of a step that takes too long.
+    fn turn(&mut self) -> Option<CliError> {
+        let (step, taken) = self.running.as_mut()?;
+        *taken += TURN;
         let mut done = self.done.clone();
         done.sort_unstable();
         let limit = SHORTEST.max(*done.get(done.len() / 2)? * TIMES_THE_MEDIAN);
-        let taken = now.saturating_duration_since(began);
-        (taken > limit).then_some(CliError::Stuck { step, seconds: taken.as_secs() })
+        (*taken > limit).then_some(CliError::Stuck { step: *step, seconds: taken.as_secs() })
     }
 }
 
@@ -99,19 +100,18 @@ mod tests {
 
     #[test]
     fn a_step_may_take_ten_medians_and_at_least_five_minutes() {
-        let began = Instant::now();
         let overdue = |done: &[u64], after: u64| {
             let done = done.iter().map(|seconds| Duration::from_secs(*seconds)).collect();
-            let clock = Clock { running: Some((7, began)), done };
-            clock.overdue(began + Duration::from_secs(after)).map(|error| (error.exit_code(), error.to_string()))
+            let mut clock = Clock { running: Some((7, Duration::from_secs(after) - TURN)), done };
+            clock.turn().map(|error| (error.exit_code(), error.to_string()))
         };
-        assert_eq!(overdue(&[1, 2, 3], 299), None);
+        assert_eq!(overdue(&[1, 2, 3], 300), None);
         let (code, text) = overdue(&[1, 2, 3], 301).unwrap();
         assert!(code == 7 && text.contains("step 7 has taken 301 s"), "{text}");
-        assert_eq!(overdue(&[100, 90, 80], 899), None);
+        assert_eq!(overdue(&[100, 90, 80], 900), None);
         assert!(overdue(&[100, 90, 80], 901).is_some());
         assert_eq!(overdue(&[], 100_000), None, "the first step compiles");
-        assert!(Clock { running: None, done: vec![SHORTEST] }.overdue(began + SHORTEST * 100).is_none());
+        assert!(Clock { running: None, done: vec![SHORTEST] }.turn().is_none());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::{
     interrupt::CtrlC,
     report,
     talk::{
-        answer::{self, Answer},
+        answer::{self, Answer, INTERRUPTED, LENGTH},
         dialog::Dialog,
         entry::{Entry, HELP, Source},
         loaded::Loaded,
@@ -52,12 +52,11 @@ impl Job for Chat {
         if source.is_terminal() {
             report::line("/help shows the commands; Ctrl-D ends.");
         }
-        while let Some(text) = source.next_text()? {
-            let entry = Entry::parse(&text).map_err(CliError::Usage);
-            match entry.and_then(|entry| talk.follow(entry)) {
+        while let Some(entry) = source.next_entry()? {
+            match entry.map_err(CliError::Usage).and_then(|entry| talk.follow(entry)) {
                 Ok(true) => {}
                 Ok(false) => break,
-                // A person sees what was wrong and goes on; nobody watches a script.
+                // A person sees what was wrong and can try again; nobody watches a script.
                 Err(error @ (CliError::Usage(_) | CliError::Data { .. } | CliError::Io { .. }))
                     if source.is_terminal() =>
                 {
@@ -115,20 +114,20 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         Ok(true)
     }
 
-    /// Answers a message. If the message cannot be answered, it is as if it had not been said.
+    /// Answers a message. A message that cannot be answered, or whose answer is stopped before it begins, is forgotten.
     fn say(&mut self, message: &str) -> Result<(), CliError> {
         self.dialog.ask(message);
         let answered = self.answered(message);
         match &answered {
-            Ok(text) => self.dialog.reply(text),
-            Err(_) => {
+            Ok(answer) if !(answer.text.is_empty() && answer.stop() == INTERRUPTED) => self.dialog.reply(&answer.text),
+            _ => {
                 self.dialog.undo();
             }
         }
         answered.map(|_| ())
     }
 
-    fn answered(&mut self, message: &str) -> Result<String, CliError> {
+    fn answered(&mut self, message: &str) -> Result<Answer, CliError> {
         let text = &self.loaded.text;
         let prompt = self.dialog.prompt(text)?;
         let room = self.context.saturating_sub(prompt.len());
@@ -153,11 +152,11 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         let used = prompt.len() + answer.generation.ids.len();
         let figures = format!("{} · context {used} of {}", answer.figures(), self.context);
         report::line(&figures);
-        if used >= self.context {
-            report::line("note: the context is full, and the answer was cut there");
+        if used >= self.context && answer.stop() == LENGTH {
+            report::line("note: the answer was cut because the context is full");
         }
         self.last = Some(figures);
-        Ok(answer.text)
+        Ok(answer)
     }
 
     fn stats(&self) {

@@ -22,8 +22,7 @@ use model_qwen3::{
     chat_template::RenderOptions,
     config::Qwen3Config,
     container::Container,
-    generate::{GenerateOptions, generate, prefill},
-    kv_cache::KvCache,
+    generate::{GenerateOptions, Session, generate},
     model::Qwen3,
     repack::{Repacked, StoreAs},
     sample::Sampling,
@@ -317,8 +316,7 @@ impl Check<'_> {
             RenderOptions { add_generation_prompt: true, ..Default::default() },
         )?;
         let prompt = self.text.tokenizer.encode(&prompt)?;
-        let mut cache = KvCache::new(self.config, prompt.len(), model.spec().precision.dtype(), &model.device());
-        let logits = prefill(model, &prompt, &mut cache, 512)?;
+        let logits = Session::new(model, prompt.len())?.read(&prompt)?;
         let options = GenerateOptions { max_tokens: 16, sampling: Sampling::GREEDY, stop_ids: vec![] };
         let ids = generate(model, &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
         Ok(Answer { logits, ids })

@@ -1,23 +1,23 @@
-//! Data formats: how the text of a file becomes rows. Every format ends in conversations or in documents; [`super::read`]
-//! makes samples of both.
+//! Data formats: how the text of a file becomes rows. A row is a conversation or a document; [`super::read`] makes samples of
+//! both.
 //!
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
 use crate::{data::chat::Conversation, settings::Format};
 use serde_json::{Map, Value, json};
-use std::path::Path;
+use std::{borrow::Cow, path::Path};
 
 /// A row, before the chat template and the tokenizer.
-pub(super) enum Row {
+pub(super) enum Row<'a> {
     Conversation(Conversation),
     /// A text of its own, which ends with the end-of-text token.
-    Document(String),
+    Document(Cow<'a, str>),
     /// Names of columns.
     Header,
 }
 
 /// A row with its line, counted from 1, or what is wrong there. The line of a file that is one document is 0.
-pub(super) type Found = (usize, Result<Row, String>);
+pub(super) type Found<'a> = (usize, Result<Row<'a>, String>);
 
 /// The format of a file by its name and, if it is JSON, by the keys of its first row.
 ///
@@ -39,10 +39,11 @@ pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Str
 }
 
 /// The rows of a file.
-pub(super) fn rows(format: Format, content: &str) -> Box<dyn Iterator<Item = Found> + '_> {
-    let of_objects = |row: fn(Map<String, Value>) -> Result<Row, String>| -> Box<dyn Iterator<Item = Found> + '_> {
-        Box::new(objects(content).map(move |(line, object)| (line, object.and_then(row))))
-    };
+pub(super) fn rows(format: Format, content: &str) -> Box<dyn Iterator<Item = Found<'_>> + '_> {
+    let of_objects =
+        |row: fn(Map<String, Value>) -> Result<Row<'static>, String>| -> Box<dyn Iterator<Item = Found<'_>> + '_> {
+            Box::new(objects(content).map(move |(line, object)| (line, object.and_then(row))))
+        };
     match format {
         Format::Messages => of_objects(messages),
         Format::Sharegpt => of_objects(sharegpt),
@@ -50,7 +51,7 @@ pub(super) fn rows(format: Format, content: &str) -> Box<dyn Iterator<Item = Fou
         Format::Completion => of_objects(completion),
         Format::Documents => of_objects(document),
         Format::Tsv => Box::new(tsv(content)),
-        Format::Text => Box::new(std::iter::once((0, Ok(Row::Document(content.to_owned()))))),
+        Format::Text => Box::new(std::iter::once((0, Ok(Row::Document(content.into()))))),
     }
 }
 
@@ -74,14 +75,14 @@ fn by_keys(row: &Map<String, Value>) -> Result<Format, String> {
 }
 
 /// `{"messages": [{"role": …, "content": …}, …], "tools": […]}`, where `tools` is optional.
-fn messages(mut row: Map<String, Value>) -> Result<Row, String> {
+fn messages(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     let messages = list(&mut row, "messages")?;
     Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
 }
 
 /// `{"conversations": [{"from": …, "value": …}, …], "system": …, "tools": …}`, where the last two are optional. The call of
 /// a function is JSON in the value.
-fn sharegpt(mut row: Map<String, Value>) -> Result<Row, String> {
+fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     let mut messages: Vec<Value> =
         row.get("system").and_then(Value::as_str).filter(|s| !s.is_empty()).map(system).into_iter().collect();
     for (i, turn) in list(&mut row, "conversations")?.into_iter().enumerate() {
@@ -108,7 +109,7 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row, String> {
 
 /// `{"instruction": …, "input": …, "output": …, "system": …}`, where `input` and `system` are optional. The input follows
 /// the instruction on a line of its own.
-fn alpaca(row: Map<String, Value>) -> Result<Row, String> {
+fn alpaca(row: Map<String, Value>) -> Result<Row<'static>, String> {
     let optional = |key: &str| row.get(key).and_then(Value::as_str).filter(|text| !text.trim().is_empty());
     let mut prompt = text(&row, "instruction")?.to_owned();
     if let Some(input) = optional("input") {
@@ -123,7 +124,7 @@ fn alpaca(row: Map<String, Value>) -> Result<Row, String> {
 }
 
 /// `{"prompt": …, "completion": …}`: two texts, or two lists of messages. Texts become a user's message and its answer.
-fn completion(mut row: Map<String, Value>) -> Result<Row, String> {
+fn completion(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     if row.get("prompt").is_some_and(Value::is_array) {
         let mut messages = list(&mut row, "prompt")?;
         messages.extend(list(&mut row, "completion")?);
@@ -133,16 +134,16 @@ fn completion(mut row: Map<String, Value>) -> Result<Row, String> {
 }
 
 /// `{"text": …}`.
-fn document(row: Map<String, Value>) -> Result<Row, String> {
+fn document(row: Map<String, Value>) -> Result<Row<'static>, String> {
     match text(&row, "text")? {
         "" => Err("\"text\" is empty; write it or remove the row".into()),
-        text => Ok(Row::Document(text.to_owned())),
+        text => Ok(Row::Document(text.to_owned().into())),
     }
 }
 
 /// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line `prompt<TAB>target` is
 /// a header.
-fn tsv(content: &str) -> impl Iterator<Item = Found> {
+fn tsv(content: &str) -> impl Iterator<Item = Found<'_>> {
     let mut first = true;
     lines(content).filter(|(_, line)| !line.starts_with('#')).map(move |(number, line)| {
         let Some((prompt, answer)) = line.split_once('\t') else {

@@ -41,16 +41,16 @@ fn find<T: Choice>(text: &str) -> Option<T> {
 }
 
 /// Writes and reads a [`Choice`] by its name, for `#[serde(with = "by_name")]`.
-pub(super) mod by_name {
+pub(crate) mod by_name {
     use super::{Choice, find};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(in crate::settings) fn serialize<T: Choice, S: Serializer>(value: &T, s: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<T: Choice, S: Serializer>(value: &T, s: S) -> Result<S::Ok, S::Error> {
         let (_, name) = T::all().into_iter().find(|(v, _)| v == value).expect("every value is in the list");
         s.serialize_str(name.get_name())
     }
 
-    pub(in crate::settings) fn deserialize<'de, T: Choice, D: Deserializer<'de>>(d: D) -> Result<T, D::Error> {
+    pub(crate) fn deserialize<'de, T: Choice, D: Deserializer<'de>>(d: D) -> Result<T, D::Error> {
         let text = String::deserialize(d)?;
         find(&text).ok_or_else(|| {
             let names: Vec<String> = T::all().iter().map(|(_, name)| name.get_name().to_owned()).collect();

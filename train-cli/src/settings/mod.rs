@@ -12,6 +12,7 @@ mod choices;
 pub mod fields;
 mod layer;
 
+pub(crate) use choices::by_name;
 pub use choices::{
     Auto, Choice, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, SaveStrategy, StepMode,
     parser,

@@ -10,6 +10,11 @@ use model_qwen3::{
 use serde_json::{Value, json};
 use std::{ops::ControlFlow, time::Instant};
 
+/// How an answer ended that has as many tokens as it may have.
+pub const LENGTH: &str = "length";
+/// How an answer ended that was stopped by Ctrl-C.
+pub const INTERRUPTED: &str = "interrupted";
+
 /// An answer with the times it took.
 pub struct Answer {
     /// The tokens.
@@ -18,8 +23,8 @@ pub struct Answer {
     pub text: String,
     /// Number of tokens of the prompt.
     pub prompt_tokens: usize,
-    /// Number of those that an earlier turn had read.
-    pub known_tokens: usize,
+    /// Number of tokens of the prompt that an earlier turn had read.
+    pub cached_tokens: usize,
     seconds_to_first_token: f64,
     seconds: f64,
 }
@@ -37,7 +42,7 @@ impl Answer {
         shows: bool,
         stops: impl Fn() -> bool,
     ) -> Result<Self, CliError> {
-        let known_tokens = session.known(prompt);
+        let cached_tokens = session.cached(prompt);
         let (mut stream, mut answer, mut failed) = (TextStream::default(), String::new(), None);
         let mut show = |piece: String| {
             if shows {
@@ -68,7 +73,7 @@ impl Answer {
             generation,
             text: answer,
             prompt_tokens: prompt.len(),
-            known_tokens,
+            cached_tokens,
             seconds_to_first_token,
             seconds,
         })
@@ -84,8 +89,8 @@ impl Answer {
     pub fn stop(&self) -> &'static str {
         match self.generation.stop {
             StopReason::StopToken(_) => "stop",
-            StopReason::MaxTokens => "length",
-            StopReason::Caller => "interrupted",
+            StopReason::MaxTokens => LENGTH,
+            StopReason::Caller => INTERRUPTED,
         }
     }
 
@@ -93,19 +98,19 @@ impl Answer {
     pub fn json(&self, question: &str) -> Value {
         json!({
             "prompt": question, "text": self.text, "ids": self.generation.ids, "stop": self.stop(),
-            "prompt_tokens": self.prompt_tokens, "known_tokens": self.known_tokens, "tokens": self.generation.ids.len(),
+            "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens, "tokens": self.generation.ids.len(),
             "seconds_to_first_token": self.seconds_to_first_token, "tokens_per_second": self.rate(),
         })
     }
 
     /// One line of figures.
     pub fn figures(&self) -> String {
-        let known = match self.known_tokens {
+        let cached = match self.cached_tokens {
             0 => String::new(),
-            known => format!(" ({known} known)"),
+            cached => format!(" ({cached} cached)"),
         };
         format!(
-            "{}{known} prompt + {} answer tokens · first after {:.2} s · {:.1} tokens/s · {}",
+            "{}{cached} prompt + {} answer tokens · first after {:.2} s · {:.1} tokens/s · {}",
             self.prompt_tokens,
             self.generation.ids.len(),
             self.seconds_to_first_token,

@@ -23,7 +23,7 @@ pub enum Entry {
     Undo,
     /// Writes the conversation to a file.
     Save(PathBuf),
-    /// Goes on with the conversation of a file.
+    /// Continues the conversation of a file.
     Load(PathBuf),
     /// Shows how much of the context is used, and how fast answers were.
     Stats,
@@ -48,15 +48,15 @@ pub const HELP: &str = "\
 /think on|off|auto think before the answer; auto leaves it to the chat template
 /stats             tokens of the conversation, and speed
 /exit              end; so does Ctrl-D
-A line that ends with \\ goes on in the next one, and text between two lines of \"\"\" is one message.
+A line that ends with \\ continues on the next one. Text between two lines of \"\"\" is one message.
 Ctrl-C stops an answer.";
 
 impl Entry {
-    /// Reads a line or, of a message, several.
+    /// Reads what was entered outside quotation marks.
     ///
     /// # Errors
     /// What is wrong with a command.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    fn parse(text: &str) -> Result<Self, String> {
         let Some(command) = text.strip_prefix('/') else { return Ok(Self::Say(text.to_owned())) };
         let (name, rest) = command.split_once(char::is_whitespace).unwrap_or((command, ""));
         let rest = rest.trim();
@@ -93,10 +93,10 @@ impl Entry {
 pub enum Source {
     /// A person at a terminal, with a history.
     Terminal(Box<DefaultEditor>, Option<PathBuf>),
-    /// The lines of standard input, which is not a terminal.
+    /// The lines of a script, or of standard input that is not a terminal.
     Lines(Box<dyn Iterator<Item = std::io::Result<String>>>),
-    /// What a file says.
-    Script(std::vec::IntoIter<String>),
+    /// What the user and the system say in a saved conversation.
+    Saved(std::vec::IntoIter<Entry>),
 }
 
 impl Source {
@@ -106,7 +106,7 @@ impl Source {
     /// If the script cannot be read, or the terminal is not usable.
     pub fn new(script: Option<&Path>) -> Result<Self, CliError> {
         if let Some(script) = script {
-            return Ok(Self::Script(scripted(script)?.into_iter()));
+            return Self::of_file(script);
         }
         if !std::io::stdin().is_terminal() {
             return Ok(Self::Lines(Box::new(std::io::stdin().lock().lines())));
@@ -119,24 +119,47 @@ impl Source {
         Ok(Self::Terminal(Box::new(editor), history))
     }
 
-    /// Whether a person types, who sees an error and goes on.
+    fn of_file(path: &Path) -> Result<Self, CliError> {
+        let text = file::read_text(path, LONGEST, "check --script")?;
+        if path.extension().is_none_or(|extension| extension != "jsonl") {
+            let lines: Vec<_> = text.lines().map(|line| Ok(line.to_owned())).collect();
+            return Ok(Self::Lines(Box::new(lines.into_iter())));
+        }
+        let said = |message: Value| {
+            let content = message["content"].as_str().unwrap_or_default().to_owned();
+            match message["role"].as_str() {
+                Some("user") => Some(Entry::Say(content)),
+                Some("system") => Some(Entry::System(Some(content))),
+                _ => None,
+            }
+        };
+        let entries: Vec<_> = messages(path, &text)?.into_iter().filter_map(said).collect();
+        Ok(Self::Saved(entries.into_iter()))
+    }
+
+    /// Whether a person types, who sees an error and can try again.
     pub fn is_terminal(&self) -> bool {
         matches!(self, Self::Terminal(..))
     }
 
-    /// The text of the next entry; None at the end.
+    /// The next entry, or what is wrong with it; None at the end.
     ///
     /// # Errors
     /// If standard input cannot be read.
-    pub fn next_text(&mut self) -> Result<Option<String>, CliError> {
+    pub fn next_entry(&mut self) -> Result<Option<Result<Entry, String>>, CliError> {
+        if let Self::Saved(entries) = self {
+            return Ok(entries.next().map(Ok));
+        }
         let mut text = String::new();
         let mut quoted = false;
         loop {
             let prompt = if text.is_empty() && !quoted { "> " } else { "… " };
-            let Some(line) = self.line(prompt)? else { return Ok(Some(text).filter(|text| !text.trim().is_empty())) };
+            let Some(line) = self.line(prompt)? else {
+                return Ok(Some(text).filter(|text| !text.trim().is_empty()).map(|text| Entry::parse(&text)));
+            };
             if line.trim() == QUOTES {
                 if quoted && !text.trim().is_empty() {
-                    return Ok(Some(text.trim_end_matches('\n').to_owned()));
+                    return Ok(Some(Ok(Entry::Say(text.trim_end_matches('\n').to_owned()))));
                 }
                 quoted = !quoted;
                 continue;
@@ -147,14 +170,14 @@ impl Source {
                 None => text += &line,
             }
             if !quoted && !line.ends_with('\\') && !text.trim().is_empty() {
-                return Ok(Some(text));
+                return Ok(Some(Entry::parse(&text)));
             }
         }
     }
 
     fn line(&mut self, prompt: &str) -> Result<Option<String>, CliError> {
         match self {
-            Self::Script(lines) => Ok(lines.next()),
+            Self::Saved(_) => Ok(None),
             Self::Lines(lines) => lines.next().transpose().map_err(CliError::io(Path::new("standard input"))),
             Self::Terminal(editor, history) => loop {
                 match editor.readline(prompt) {
@@ -181,24 +204,6 @@ impl Source {
 
 /// What begins and ends a message of several lines.
 const QUOTES: &str = "\"\"\"";
-
-/// The lines of a script; of a conversation in JSON, what its user and its system say.
-fn scripted(path: &Path) -> Result<Vec<String>, CliError> {
-    let text = file::read_text(path, LONGEST, "check --script")?;
-    if path.extension().is_none_or(|extension| extension != "jsonl") {
-        return Ok(text.lines().map(str::to_owned).collect());
-    }
-    let mut lines = Vec::new();
-    for message in messages(path, &text)? {
-        let content = message["content"].as_str().unwrap_or_default();
-        match message["role"].as_str() {
-            Some("user") => lines.extend([QUOTES.to_owned(), content.to_owned(), QUOTES.to_owned()]),
-            Some("system") => lines.push(format!("/system {}", content.replace('\n', " "))),
-            _ => {}
-        }
-    }
-    Ok(lines)
-}
 
 /// Most bytes of a script or of a saved conversation.
 pub(super) const LONGEST: u64 = 64 << 20;
@@ -242,9 +247,24 @@ mod tests {
 
     #[test]
     fn a_message_may_have_several_lines() {
-        let lines = ["", "one \\", "two", "\"\"\"", "three", "", "/four", "\"\"\"", "five"];
-        let mut source = Source::Script(lines.map(str::to_owned).to_vec().into_iter());
-        let said: Vec<String> = std::iter::from_fn(|| source.next_text().unwrap()).collect();
-        assert_eq!(said, ["one \ntwo", "three\n\n/four", "five"]);
+        let lines = ["", "one \\", "two", "\"\"\"", "/three", "", "four", "\"\"\"", "five", "/stats", "six"];
+        let mut source = Source::Lines(Box::new(lines.map(|line| Ok(line.to_owned())).into_iter()));
+        let entered: Vec<Entry> = std::iter::from_fn(|| source.next_entry().unwrap()).map(Result::unwrap).collect();
+        let say = |text: &str| Entry::Say(text.into());
+        // Text between quotation marks is no command, whatever it begins with.
+        assert_eq!(entered, [say("one \ntwo"), say("/three\n\nfour"), say("five"), Entry::Stats, say("six")]);
+    }
+
+    #[test]
+    fn a_saved_conversation_is_said_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("talk.jsonl");
+        let row = |role: &str, content: &str| serde_json::json!({"role": role, "content": content}).to_string() + "\n";
+        let text = row("system", "Two\nlines.") + &row("user", "/undo\n\"\"\"\nx") + &row("assistant", "no");
+        std::fs::write(&file, text).unwrap();
+        let mut source = Source::new(Some(&file)).unwrap();
+        let entered: Vec<Entry> = std::iter::from_fn(|| source.next_entry().unwrap()).map(Result::unwrap).collect();
+        let expected = [Entry::System(Some("Two\nlines.".into())), Entry::Say("/undo\n\"\"\"\nx".into())];
+        assert_eq!(entered, expected);
     }
 }

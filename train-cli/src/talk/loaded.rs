@@ -72,12 +72,12 @@ fn recipe(args: &ModelArgs, files: &ModelFiles, weights: &Container) -> Result<R
             _ => Ok(Recipe::W4),
         };
     }
-    let trained = Trained::of(files)?;
-    let packs = args.w4a4.or(trained.as_ref().map(|trained| trained.packs_activations)).unwrap_or(false);
+    let trained = Trained::of(files)?.map(|trained| trained.recipe);
+    let packs = args.w4a4.or(trained.map(Recipe::packs_activations)).unwrap_or(false);
     let activations = if packs { "nvfp4, activations nvfp4" } else { "nvfp4, activations not quantized" };
     let why = match trained {
-        Some(trained) if trained.packs_activations == packs => format!(", as in training ({})", trained.recipe),
-        Some(trained) => format!(", by --w4a4; training ({}) did not so", trained.recipe),
+        Some(recipe) if recipe.packs_activations() == packs => format!(", as in training ({})", recipe.name()),
+        Some(recipe) => format!(", unlike in training ({})", recipe.name()),
         None => String::new(),
     };
     report::label("weights", format!("{activations}{why}"));
