@@ -182,7 +182,7 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens() {
         let weights = Container::open(&folder).unwrap();
         let model: Qwen3<Cpu> = weights::load(&weights, &config, F32, Purpose::Infer, &Default::default()).unwrap();
         let capacity = 256.min(config.max_position_embeddings);
-        let options = GenerateOptions { max_tokens: 6, sampling: Sampling::GREEDY, stop_ids: vec![] };
+        let options = GenerateOptions { max_tokens: 6, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         let go = |_: Progress| ControlFlow::Continue(());
         let mut expected: Option<Vec<Vec<u32>>> = None;
         for mode in ["kept", "token by token", "anew"].repeat(3) {

@@ -1,19 +1,22 @@
 //! The command line is frozen: every flag, its other names, its heading and its default are in a golden file, so that
 //! a change of any of them is seen. `UPDATE_GOLDEN=1` writes the file anew.
 
-use crate::support::{files::run, golden};
+use crate::support::{
+    files::{commands, run},
+    golden,
+};
 use clap::{Arg, CommandFactory, FromArgMatches};
 use train_cli::{args::Cli, settings::Settings};
 
 #[test]
 fn every_flag_and_its_default_is_the_recorded_one() {
     let (mut text, mut previous) = (String::new(), String::new());
-    for command in Cli::command().get_subcommands_mut() {
+    for (name, mut command) in commands(&Cli::command()) {
         command.build();
         let flags: String = command.get_arguments().map(|arg| format!("    {}\n", line(arg))).collect();
         // `estimate` takes the flags of `fit`.
         let shown = if flags == previous { "    the same flags\n" } else { &flags };
-        text += &format!("{}\n{shown}", command.get_name());
+        text += &format!("{name}\n{shown}");
         previous = flags;
     }
     let path = golden("cli/flags.txt");
@@ -87,9 +90,9 @@ fn the_ten_flags_that_most_people_need_come_first() {
 
 #[test]
 fn every_help_text_is_there() {
-    for command in Cli::command().get_subcommands() {
+    for (name, command) in commands(&Cli::command()) {
         for arg in command.get_arguments() {
-            assert!(arg.get_help().is_some(), "{} {} has no help", command.get_name(), arg.get_id());
+            assert!(arg.get_help().is_some(), "{name} {} has no help", arg.get_id());
         }
     }
 }
@@ -99,27 +102,29 @@ fn every_help_text_is_there() {
 fn every_flag_refuses_a_wrong_value_by_its_name() {
     let dir = tempfile::tempdir().unwrap();
     let mut tried = 0;
-    for command in Cli::command().get_subcommands_mut() {
+    let refused = |words: Vec<&str>| -> String {
+        let out = run(dir.path(), &words);
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert_eq!(out.status.code(), Some(2), "{words:?}: {stderr}");
+        stderr
+    };
+    for (name, mut command) in commands(&Cli::command()) {
         command.build();
-        let name = command.get_name().to_owned();
+        let with = |more: &[&'static str]| name.split(' ').chain(more.iter().copied()).collect::<Vec<_>>();
         for arg in command.get_arguments().filter(|arg| arg.get_action().takes_values()) {
             let Some(long) = arg.get_long() else { continue };
             let flag = format!("--{long}");
             for value in wrong_values(arg) {
-                let out = run(dir.path(), &[&name, &format!("{flag}={value}")]);
-                let stderr = String::from_utf8_lossy(&out.stderr);
-                assert_eq!(out.status.code(), Some(2), "{name} {flag}={value}: {stderr}");
+                let typed = format!("{flag}={value}");
+                let stderr = refused(with(&[]).into_iter().chain([typed.as_str()]).collect());
                 let said = stderr.contains(&flag) && stderr.contains(value) && !stderr.contains("panicked");
-                assert!(said, "{name} {flag}={value}: {stderr}");
+                assert!(said, "{name} {typed}: {stderr}");
                 tried += 1;
             }
         }
         // So does a flag that is not there, a command line that lacks what it needs, and one with too much.
-        for args in
-            [&[name.as_str(), "--no-such-flag"][..], &[name.as_str(), "--device"], &[name.as_str(), "a", "b", "c"]]
-        {
-            let out = run(dir.path(), args);
-            assert_eq!(out.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+        for more in [&["--no-such-flag"][..], &["--device"], &["a", "b", "c"]] {
+            refused(with(more));
             tried += 1;
         }
     }

@@ -1,6 +1,7 @@
 //! The documents hold together: links, anchors and named files exist, a guide's lines fit a screen, commit hashes stay in
 //! the notebook, and the command-line reference is what the program's own help says.
 
+use crate::support::files::commands;
 use clap::{CommandFactory, Parser};
 use std::{
     collections::BTreeSet,
@@ -334,16 +335,16 @@ fn cli_reference() -> String {
          Terms: [NVFP4, recipes and scales](../explain/nvfp4.md); [master weights, moments, clipping, damped finish and \
          packing](../explain/streaming-step.md).\n",
     );
-    let mut written: Vec<(&str, String)> = Vec::new();
-    for command in cli.get_subcommands().filter(|c| c.get_name() != "help" && !c.is_hide_set()) {
+    let mut written: Vec<(String, String)> = Vec::new();
+    for (name, command) in &commands(&cli) {
         let about = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
-        write!(page, "\n## {}\n\n{}\n", command.get_name(), sentence(&about)).unwrap();
+        write!(page, "\n## {name}\n\n{}\n", sentence(&about)).unwrap();
         let flags = flags(command);
         match written.iter().find(|(_, others)| *others == flags) {
             Some((same, _)) => write!(page, "\nThe flags are those of [{same}](#{same}).\n").unwrap(),
             None => page += &flags,
         }
-        written.push((command.get_name(), flags));
+        written.push((name.clone(), flags));
     }
     page
 }

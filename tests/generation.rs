@@ -226,3 +226,61 @@ fn an_answer_that_is_cut_within_a_character_shows_what_came_before() {
     assert!(!rest.is_empty() && rest.chars().all(|c| c == '\u{FFFD}'), "{rest:?}");
     assert_eq!(ids(&answer).len(), 6 * song.len() + 3);
 }
+
+#[test]
+fn an_answer_ends_in_front_of_a_stop_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    singing_model(&d.join("m"), "a😀語é");
+    let sung = |stops: &[&str]| {
+        let flags: Vec<&str> = stops.iter().flat_map(|stop| ["--stop", stop]).collect();
+        let fixed = ["-p", "hello", "--raw", "--max-tokens", "60"];
+        let answer = generate(d, &[&fixed[..], &flags].concat());
+        let args = [&["generate", "-m", "m", "--device", "cpu"][..], &fixed, &flags].concat();
+        assert_eq!(ok(d, &args), format!("{}\n", answer["text"].as_str().unwrap()), "what streams is the same");
+        (answer["text"].as_str().unwrap().to_owned(), answer["stop"].as_str().unwrap().to_owned())
+    };
+    let ended = |text: &str| (text.to_owned(), "stop".to_owned());
+    // Characters of several tokens, a text that ends one round and begins the next, and the first of two texts.
+    assert_eq!(sung(&["語"]), ended("a😀"));
+    assert_eq!(sung(&["éa😀"]), ended("a😀語"));
+    assert_eq!(sung(&["é", "😀語"]), ended("a"));
+    assert_eq!(sung(&["a"]), ended(""));
+    let (text, stop) = sung(&["語x", "éaa"]);
+    assert!(stop == "length" && text.starts_with("a😀語éa😀語éa"), "what only looks like a stop is shown: {text}");
+    let empty = run(d, &["generate", "-m", "m", "-p", "x", "--device", "cpu", "--stop", ""]);
+    assert_eq!(empty.status.code(), Some(2));
+}
+
+#[test]
+fn logprobs_are_those_of_the_model_whatever_sampling_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    scripted_model(&d.join("m"), |_| CANDIDATES.to_vec());
+    let likely: f64 = CANDIDATES.iter().map(|(_, logit)| f64::from(*logit).exp()).sum();
+    let total = likely + (512.0 - 3.0) * (-9f64).exp();
+    let expected = |id: u32| {
+        let logit = CANDIDATES.iter().find(|(candidate, _)| *candidate == id).map_or(-9.0, |(_, logit)| *logit);
+        f64::from(logit) - total.ln()
+    };
+    let near = |found: &Value| {
+        let (id, logprob) = (found["id"].as_u64().unwrap() as u32, found["logprob"].as_f64().unwrap());
+        assert!((logprob - expected(id)).abs() < 1e-3, "{found}, not {}", expected(id));
+        assert_eq!(found["token"], demo_tokenizer().decode_all(&[id]).unwrap());
+    };
+    for more in [&["--temp", "0"][..], &["--temp", "5", "--top-k", "3", "--repetition-penalty", "2"]] {
+        let args = [&["-p", "a", "--raw", "--max-tokens", "5", "--logprobs", "2"][..], more].concat();
+        let answer = generate(d, &args);
+        let logprobs = answer["logprobs"].as_array().unwrap();
+        assert_eq!(logprobs.iter().map(|token| token["id"].as_u64().unwrap() as u32).collect::<Vec<_>>(), ids(&answer));
+        for token in logprobs {
+            near(token);
+            let top = token["top"].as_array().unwrap();
+            assert_eq!(top.iter().map(|t| t["id"].as_u64().unwrap()).collect::<Vec<_>>(), [40, 41]);
+            top.iter().for_each(near);
+        }
+    }
+    assert!(generate(d, &["-p", "a", "--raw", "--max-tokens", "1"])["logprobs"].is_null());
+    let plain = run(d, &["generate", "-m", "m", "-p", "a", "--device", "cpu", "--logprobs", "2"]);
+    assert_eq!(plain.status.code(), Some(2), "they are part of the JSON object");
+}

@@ -13,6 +13,7 @@ mod cli;
 mod cli_flags;
 mod codec;
 mod compile_cuda;
+mod data_command;
 mod data_formats;
 mod data_options;
 mod disk_faults;

@@ -486,7 +486,7 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         let stderr = with(&["--init-config", "huge/config.json", "--device", "cpu"], 4);
         assert!(stderr.contains("are free") && stderr.contains("optimizer states"), "{stderr}");
         // Sixteen checkpoints are saved, and three at once lie on the disk unless more are kept.
-        let disk = ["--init-config", "huge/config.json", "--device", "cpu", "--memory-limit", "900TiB"];
+        let disk = ["--init-config", "huge/config.json", "--device", "cpu", "--memory-limit", "900000GiB"];
         for (keep, expected) in [("2", "3 checkpoints and the export need"), ("50", "16 checkpoints and")] {
             let stderr = with(&[&disk[..], &["--save-total-limit", keep]].concat(), 1);
             assert!(stderr.contains(expected) && stderr.contains("are free on this disk"), "{stderr}");
@@ -517,15 +517,19 @@ fn temporary_files_of_dead_processes_are_removed() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let mut ended = Command::new("true").spawn().unwrap();
-    ended.wait().unwrap();
-    let [dead, living] = [ended.id(), std::process::id()].map(|process| format!(".tmp-{process}-x.dat"));
-    let other = format!(".tmp-{}-y.dat", ended.id());
-    for name in [&dead, &living, &other] {
-        fs::write(d.join(name), "left").unwrap();
-    }
+    // Process 1 lives, but whoever wrote the file holds no lock on it any more. Numbers of processes come again.
+    let [dead, living, other] = [".tmp-1-x.dat", ".tmp-2-x.dat", ".tmp-1-y.dat"].map(|name| d.join(name));
+    let [dead_folder, living_folder] = [".tmp-3-x.dat", ".tmp-4-x.dat"].map(|name| d.join(name));
+    [&dead, &living, &other].into_iter().for_each(|path| fs::write(path, "left").unwrap());
+    [&dead_folder, &living_folder].into_iter().for_each(|path| fs::create_dir(path).unwrap());
+    let _held = [&living, &living_folder].map(|path| {
+        let file = fs::File::open(path).unwrap();
+        file.lock().unwrap();
+        file
+    });
     ok(d, &["convert", "m", "x.dat", "--to", "dat", "--dtype", "nvfp4"]);
-    assert_eq!([&dead, &living, &other].map(|name| d.join(name).exists()), [false, true, true]);
+    let left = [&dead, &dead_folder, &living, &living_folder, &other].map(|path| path.exists());
+    assert_eq!(left, [false, false, true, true, true]);
 }
 
 /// A token cache whose digest is right, but that holds what no training file can hold.

@@ -41,6 +41,7 @@ LIKELY = [
     (r"backend-nvfp4/src/reference", "quantizer codec recipe products optimizer random_cases"),
     (r"backend-nvfp4/", "recipe blocks gradients products quantizer optimizer random_cases cache"),
     (r"model-qwen3/src/(tokenizer|chat_template)", "text generation"),
+    (r"model-qwen3/src/loss", "blocks training"),
     (r"model-qwen3/src/(dat|checkpoint|safetensors|convert|bytes|write|file)", "hostile formats loading cache"),
     (r"model-qwen3/", "generation loading formats cache parity hostile"),
     (r"train-cli/src/data", "data_options cli training"),

@@ -6,7 +6,7 @@ use crate::{
     ModelError,
     kv_cache::KvCache,
     model::{Qwen3, ids_tensor},
-    sample::{self, Sampling},
+    sample::{self, Logprobs, Sampling},
     weights::to_host,
 };
 use backend_nvfp4::Nvfp4Kernels;
@@ -24,6 +24,8 @@ pub struct GenerateOptions {
     pub sampling: Sampling,
     /// Ids that end the answer and are not part of it.
     pub stop_ids: Vec<u32>,
+    /// Whether to return the logarithms of probabilities, and of how many of the most likely tokens.
+    pub logprobs: Option<usize>,
 }
 
 /// Why a generation ended.
@@ -44,6 +46,8 @@ pub struct Generation {
     pub ids: Vec<u32>,
     /// Why the answer ended.
     pub stop: StopReason,
+    /// For each of the ids, if the options ask for them.
+    pub logprobs: Vec<Logprobs>,
 }
 
 /// What happens in an answer, for the caller who waits.
@@ -109,12 +113,12 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     ) -> Result<Generation, ModelError> {
         let cached = self.cached(prompt);
         self.rewind(cached);
-        let mut ids = Vec::new();
+        let mut answer = Generation { ids: Vec::new(), stop: StopReason::Caller, logprobs: Vec::new() };
         let mut logits = Vec::new();
         for part in prompt[cached..].chunks(PREFILL_CHUNK) {
             logits = self.read(part)?;
             if progress(Progress::Read(self.len())).is_break() {
-                return Ok(Generation { ids, stop: StopReason::Caller });
+                return Ok(answer);
             }
         }
         if logits.is_empty() {
@@ -122,19 +126,24 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         }
         let mut seen = prompt.to_vec();
         loop {
-            if ids.len() == options.max_tokens {
-                return Ok(Generation { ids, stop: StopReason::MaxTokens });
+            if answer.ids.len() == options.max_tokens {
+                return Ok(Generation { stop: StopReason::MaxTokens, ..answer });
             }
-            let id = sample::next(&mut logits, &seen, &options.sampling, ids.len() as u32);
+            // Sampling changes the logits of tokens that were seen.
+            let own = options.logprobs.map(|_| logits.clone());
+            let id = sample::next(&mut logits, &seen, &options.sampling, answer.ids.len() as u32);
             if options.stop_ids.contains(&id) {
-                return Ok(Generation { ids, stop: StopReason::StopToken(id) });
+                return Ok(Generation { stop: StopReason::StopToken(id), ..answer });
             }
-            ids.push(id);
+            if let (Some(own), Some(count)) = (own, options.logprobs) {
+                answer.logprobs.push(Logprobs::of(&own, id, count));
+            }
+            answer.ids.push(id);
             seen.push(id);
             if progress(Progress::Token(id)).is_break() {
-                return Ok(Generation { ids, stop: StopReason::Caller });
+                return Ok(answer);
             }
-            if ids.len() < options.max_tokens {
+            if answer.ids.len() < options.max_tokens {
                 logits = self.read(&[id])?;
             }
         }

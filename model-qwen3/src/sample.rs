@@ -27,20 +27,33 @@ impl Sampling {
         Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };
 }
 
+/// Logarithms of probabilities (base e) at one position: those of the model, before penalty and temperature.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Logprobs {
+    /// That of the chosen token.
+    pub chosen: f32,
+    /// The most likely tokens, the likeliest first.
+    pub top: Vec<(u32, f32)>,
+}
+
+impl Logprobs {
+    /// Those of the token `chosen` and of the `count` most likely ones.
+    pub fn of(logits: &[f32], chosen: u32, count: usize) -> Self {
+        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
+        let logprob = |id: u32| (f64::from(logits[id as usize] - most) - sum.ln()) as f32;
+        let top = likeliest(logits, count).into_iter().map(|id| (id, logprob(id))).collect();
+        Self { chosen: logprob(chosen), top }
+    }
+}
+
 /// Chooses the token at `position` of an answer. `seen` holds the ids of the prompt and of the answer so far.
 pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32) -> u32 {
     penalize(logits, seen, sampling.repetition_penalty);
     if sampling.temperature <= 0.0 {
         return argmax(logits);
     }
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    if sampling.top_k > 0 && sampling.top_k < order.len() {
-        order.select_nth_unstable_by(sampling.top_k, likelier);
-        order.truncate(sampling.top_k);
-    }
-    order.sort_unstable_by(likelier);
-
+    let order = likeliest(logits, if sampling.top_k > 0 { sampling.top_k } else { logits.len() });
     let top = logits[order[0] as usize];
     let weight = |id: &u32| f64::from((logits[*id as usize] - top) / sampling.temperature).exp();
     let mut weights: Vec<f64> = order.iter().map(weight).collect();
@@ -65,6 +78,18 @@ pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32
         }
     }
     order[weights.len() - 1]
+}
+
+/// The `count` tokens with the largest logits, the largest first; of equal ones the first.
+fn likeliest(logits: &[f32], count: usize) -> Vec<u32> {
+    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    if count < order.len() {
+        order.select_nth_unstable_by(count, likelier);
+        order.truncate(count);
+    }
+    order.sort_unstable_by(likelier);
+    order
 }
 
 /// The index of the largest logit. At a tie it is the first.
@@ -123,6 +148,18 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.1, ..ONE }), [true, false, false, false]);
         assert_eq!(kept(Sampling { min_p: 0.2, ..ONE }), [true, true, true, false]);
         assert_eq!(kept(Sampling { temperature: 0.01, ..ONE }), [true, false, false, false]);
+    }
+
+    #[test]
+    fn logprobs_are_the_logarithms_of_probabilities() {
+        // Probabilities .2, .5, .3; logits are known up to a constant.
+        let logits = [0.2f32, 0.5, 0.3].map(|p| p.ln() + 7.0);
+        let found = Logprobs::of(&logits, 0, 2);
+        let near = |x: f32, p: f32| (x - p.ln()).abs() < 1e-6;
+        assert!(near(found.chosen, 0.2) && near(found.top[0].1, 0.5) && near(found.top[1].1, 0.3), "{found:?}");
+        assert_eq!([found.top[0].0, found.top[1].0], [1, 2]);
+        assert_eq!(Logprobs::of(&logits, 2, 0).top, []);
+        assert_eq!(Logprobs::of(&logits, 2, 9).top.len(), 3);
     }
 
     #[test]

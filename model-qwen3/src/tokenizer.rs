@@ -56,6 +56,14 @@ impl Tokenizer {
         self.inner.decode(ids, true).map_err(|e| ModelError::Tokenizer(e.to_string()))
     }
 
+    /// The text of ids, with special tokens.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn decode_all(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.inner.decode(ids, false).map_err(|e| ModelError::Tokenizer(e.to_string()))
+    }
+
     /// The id of a token, if it is in the vocabulary.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)

@@ -1,9 +1,11 @@
 // Makes disk operations of a program fail, by LD_PRELOAD. Every operation that changes something below the folder FAULT_ROOT
-// is counted. Operation number FAULT_AT fails with FAULT_ERRNO; with FAULT_FOR_GOOD every later one does too. At its end the
-// program writes the number of operations to the file FAULT_COUNT.
+// is counted. Operation number FAULT_AT fails with FAULT_ERRNO; with FAULT_FOR_GOOD every later one does too. With
+// FAULT_SIGNAL the process gets that signal instead, in front of the operation. At its end the program writes the number of
+// operations to the file FAULT_COUNT.
 
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -38,7 +40,12 @@ bool fails() {
     static const long at = number("FAULT_AT");
     static const bool for_good = number("FAULT_FOR_GOOD") != 0;
     static const int error = static_cast<int>(number("FAULT_ERRNO"));
+    static const int signal = static_cast<int>(number("FAULT_SIGNAL"));
     const long now = ++operations;
+    if (signal > 0) {
+        if (now == at) kill(getpid(), signal);
+        return false;
+    }
     if (at > 0 && (for_good ? now >= at : now == at)) {
         errno = error;
         return true;

@@ -92,3 +92,19 @@ pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
     assert!(out.status.success(), "{args:?} ended with {}:\n{stderr}", out.status);
     String::from_utf8(out.stdout).unwrap()
 }
+
+/// The commands of the program with the words that call them: `fit`, `data preview`.
+pub(crate) fn commands(program: &clap::Command) -> Vec<(String, clap::Command)> {
+    let of = |command: &clap::Command| -> Vec<(String, clap::Command)> {
+        let shown = command.get_subcommands().filter(|c| c.get_name() != "help" && !c.is_hide_set());
+        shown.map(|c| (c.get_name().to_owned(), c.clone())).collect()
+    };
+    let mut all = Vec::new();
+    for (name, command) in of(program) {
+        match of(&command) {
+            parts if parts.is_empty() => all.push((name, command)),
+            parts => all.extend(parts.into_iter().map(|(part, command)| (format!("{name} {part}"), command))),
+        }
+    }
+    all
+}

@@ -1,7 +1,7 @@
 //! The command line: commands and their flags. Plain data; the settings of a training run, with their
 //! flags, are in [`crate::settings`].
 
-use crate::settings::{Auto, DeviceChoice, Layer, fields::COMMON, parser, with_flags};
+use crate::settings::{Auto, DeviceChoice, Format, Layer, LossOn, fields::COMMON, parser, with_flags};
 use backend_nvfp4::{Precision, Scaling};
 use clap::{ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
 use std::{ffi::OsString, path::PathBuf};
@@ -29,6 +29,9 @@ pub enum Command {
     /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo, and trains nothing
     #[command(mut_arg("demo", |demo| demo.hide(true)))]
     Estimate(Box<FitArgs>),
+    /// Look at training data before a run: rows as the model sees them, and what a run would leave out
+    #[command(subcommand)]
+    Data(DataCommand),
     /// Write a trained checkpoint as a .dat file, and check that the file works
     ExportDat(ExportArgs),
     /// Convert a model between .dat and safetensors
@@ -107,6 +110,60 @@ pub struct Launch {
     /// writes only the files of --demo and of --token-cache
     #[arg(long, help_heading = "Advanced")]
     pub dry_run: bool,
+}
+
+/// What `data` shows.
+#[derive(Debug, Subcommand)]
+pub enum DataCommand {
+    /// Show the first rows as the model sees them, with the tokens marked that the loss counts
+    Preview(PreviewArgs),
+    /// Count rows and tokens, and name the rows that a run would leave out
+    Stats(StatsArgs),
+}
+
+/// Training files, and how they become tokens.
+#[derive(Debug, Args)]
+pub struct RowsArgs {
+    /// Training files
+    #[arg(required = true, value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+    /// Model whose tokenizer and chat template make the tokens: a model folder, a run folder, a checkpoint or a model file
+    #[arg(short, long, value_name = "PATH")]
+    pub model: PathBuf,
+    /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Maximum length of a training sequence, in tokens [default: 2048, or the model's limit if that is lower]
+    #[arg(long, value_name = "N")]
+    pub max_seq_length: Option<std::num::NonZeroUsize>,
+    /// Format of the data files
+    #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
+    pub format: Auto<Format>,
+    /// Which tokens the loss counts
+    #[arg(long, default_value = "assistant")]
+    pub loss_on: LossOn,
+}
+
+/// Flags of `data preview`.
+#[derive(Debug, Args)]
+pub struct PreviewArgs {
+    /// Which rows.
+    #[command(flatten)]
+    pub rows: RowsArgs,
+    /// Number of rows to show
+    #[arg(short = 'n', long = "rows", value_name = "N", default_value_t = 5)]
+    pub count: usize,
+}
+
+/// Flags of `data stats`.
+#[derive(Debug, Args)]
+pub struct StatsArgs {
+    /// Which rows.
+    #[command(flatten)]
+    pub rows: RowsArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Flags of `export-dat`.
@@ -207,6 +264,9 @@ pub struct GenerateArgs {
     /// Print one JSON object at the end instead of streaming the text
     #[arg(long)]
     pub json: bool,
+    /// With --json: the logarithms of the probabilities of each token and of the N most likely ones in its place
+    #[arg(long, value_name = "N", requires = "json")]
+    pub logprobs: Option<usize>,
 }
 
 /// Flags of `chat`.
@@ -277,6 +337,9 @@ pub struct SamplingArgs {
     /// Penalty on tokens that already occurred; 1 turns it off [default: the model's, else 1]
     #[arg(long, value_name = "FACTOR")]
     pub repetition_penalty: Option<f32>,
+    /// End the answer in front of this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
     /// Random seed for sampling
     #[arg(long, value_name = "N", default_value_t = 42)]
     pub seed: u64,

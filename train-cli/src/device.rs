@@ -72,7 +72,7 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
     }
 }
 
-/// Unit tests of this crate run no job on a GPU. Without the code for GPUs they compile in a third of the time.
+/// Unit tests of this crate run no job on a GPU, and the code for GPUs is most of what there is to compile.
 #[cfg(test)]
 fn on_cube<R: CubeRuntime, J: Job>(
     name: &str,

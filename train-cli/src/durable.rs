@@ -37,8 +37,8 @@ pub fn write_checked(
     check: impl FnOnce(&Path) -> Result<(), CliError>,
 ) -> Result<String, CliError> {
     let temporary = sibling(path);
-    sweep_dead(path)?;
-    let result = write_synced(&temporary, write).and_then(|digest| {
+    sweep_abandoned(path)?;
+    let result = write_synced(&temporary, write).and_then(|(digest, _lock)| {
         check(&temporary)?;
         fs::rename(&temporary, path).map_err(CliError::io(path))?;
         sync_folder(parent(path))?;
@@ -78,6 +78,8 @@ pub struct PendingFolder {
     target: PathBuf,
     temporary: PathBuf,
     files: BTreeMap<String, FileRecord>,
+    /// Held as long as the folder is written.
+    _lock: Option<File>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,9 +101,10 @@ impl PendingFolder {
     /// If the temporary folder cannot be made.
     pub fn new(target: &Path) -> Result<Self, CliError> {
         let temporary = sibling(target);
-        sweep_dead(target)?;
+        sweep_abandoned(target)?;
         fs::create_dir_all(&temporary).map_err(CliError::io(&temporary))?;
-        Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new() })
+        let lock = File::open(&temporary).ok().filter(claim);
+        Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new(), _lock: lock })
     }
 
     /// Writes one file into the folder.
@@ -114,7 +117,7 @@ impl PendingFolder {
         write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
         let path = self.temporary.join(name);
-        let sha256 = write_synced(&path, write)?;
+        let (sha256, _) = write_synced(&path, write)?;
         let bytes = fs::metadata(&path).map_err(CliError::io(&path))?.len();
         self.files.insert(name.to_owned(), FileRecord { bytes, sha256 });
         Ok(())
@@ -227,25 +230,27 @@ pub fn sweep(folder: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Removes the temporary files of this target that processes left when they died. An export of 4B parameters leaves
-/// gigabytes.
-fn sweep_dead(target: &Path) -> Result<(), CliError> {
+/// Removes the temporary files of this target that processes left when they died: whoever writes one holds a lock on it,
+/// which ends with the process. An export of 4B parameters leaves gigabytes.
+fn sweep_abandoned(target: &Path) -> Result<(), CliError> {
     let folder = parent(target);
     let end = format!("-{}", target.file_name().unwrap_or_default().to_string_lossy());
     let Ok(entries) = fs::read_dir(folder) else { return Ok(()) };
     for path in entries.filter_map(|entry| entry.ok().map(|entry| entry.path())) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let process = name.strip_prefix(".tmp-").and_then(|rest| rest.strip_suffix(&end)?.parse::<u32>().ok());
-        if process.is_some_and(|process| process == std::process::id() || is_dead(process)) {
+        // The lock is held here until the file is gone, so that nobody else removes it.
+        if let Some(_lock) = process.and_then(|_| File::open(&path).ok()).filter(claim) {
             remove(&path)?;
         }
     }
     Ok(())
 }
 
-/// Whether there is no such process. Only Linux tells it by a file; elsewhere temporary files stay.
-fn is_dead(process: u32) -> bool {
-    Path::new("/proc/self").exists() && !Path::new(&format!("/proc/{process}")).exists()
+/// Locks a temporary file or folder. Returns whether that was possible: not if its writer still lives, and not where the
+/// system locks no such file, which then stays.
+fn claim(file: &File) -> bool {
+    file.try_lock().is_ok()
 }
 
 /// Checks that a file can be written, synced and renamed in a folder.
@@ -253,9 +258,14 @@ fn is_dead(process: u32) -> bool {
 /// # Errors
 /// If the system refuses.
 pub fn probe(folder: &Path) -> Result<(), CliError> {
-    let path = folder.join(format!("probe-{}", std::process::id()));
+    // The name is the same for every process, so that the next probe removes what a kill leaves of this one.
+    let path = folder.join(".tmp-probe");
     write_bytes(&path, b"")?;
-    fs::remove_file(&path).map_err(CliError::io(folder))
+    match fs::remove_file(&path) {
+        // Another process that probes the folder has removed it.
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        removed => removed.map_err(CliError::io(folder)),
+    }
 }
 
 /// Makes a folder and the folders above it, where they do not exist.
@@ -381,15 +391,20 @@ pub fn digest(path: &Path) -> std::io::Result<(u64, String)> {
     }
 }
 
-fn write_synced(path: &Path, write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>) -> Result<String, CliError> {
+/// Writes a new file. Returns its SHA-256, and the file, which is locked as long as it is open.
+fn write_synced(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
+) -> Result<(String, File), CliError> {
     // `create_new` does not follow a link that someone planted.
     let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
+    claim(&file);
     let mut out = Hashing { out: BufWriter::with_capacity(1 << 20, file), hash: Sha256::new() };
     write(&mut out)?;
     let Hashing { out, hash } = out;
     let file = out.into_inner().map_err(|e| CliError::io(path)(e.into_error()))?;
     file.sync_all().map_err(CliError::io(path))?;
-    Ok(hex(&hash.finalize()))
+    Ok((hex(&hash.finalize()), file))
 }
 
 struct Hashing<W> {

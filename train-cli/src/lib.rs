@@ -6,6 +6,7 @@
 //! | room | what it holds |
 //! |---|---|
 //! | [`commands`] | one file for each command |
+//! | [`talk`] | a model that answers: loading it, an answer, a conversation |
 //! | [`run`] | a training run on disk: its inputs, folder, journal and checkpoints |
 //! | [`train`] | the training step, the optimizer and the loop around them |
 //! | [`memory`] | device memory: predicted, measured and returned |
@@ -16,7 +17,7 @@
 //! | [`device`], [`kernel_cache`] | which backend runs a job; where compiled kernels are kept |
 //! | [`model_files`], [`outputs`] | the files of a model; the rule that no output replaces an input |
 //! | [`durable`], [`report`] | writing files; printing |
-//! | [`interrupt`] | signals that ask a run to end |
+//! | [`interrupt`], [`watchdog`] | signals that ask a run to end; steps that never end |
 
 #![forbid(unsafe_code)]
 
@@ -51,6 +52,7 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
     match cli.command {
         Command::Fit(args) => commands::fit::run(&args),
         Command::Estimate(args) => commands::estimate::run(&args),
+        Command::Data(command) => commands::data::run(&command),
         Command::ExportDat(args) => commands::export::run(args),
         Command::Convert(args) => commands::convert::run(&args),
         Command::Inspect(args) => commands::inspect::run(&args),

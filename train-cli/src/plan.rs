@@ -90,7 +90,7 @@ impl Plan {
 
     /// Maximum length of a training sequence for a model that takes `limit` tokens.
     pub fn max_seq_length(&self, limit: usize) -> usize {
-        self.settings.data.max_seq_length.unwrap_or(DEFAULT_SEQUENCE).min(limit)
+        max_seq_length(self.settings.data.max_seq_length, limit)
     }
 
     /// Number of sequences in an optimizer step.
@@ -99,8 +99,10 @@ impl Plan {
     }
 }
 
-/// Maximum length of a training sequence where the settings name none, in tokens.
-const DEFAULT_SEQUENCE: usize = 2048;
+/// Maximum length of a training sequence, for a model that takes `limit` tokens: as wanted, else 2,048.
+pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
+    wanted.unwrap_or(2048).min(limit)
+}
 
 /// This step's norm costs nothing extra where all gradients exist before the first is applied. Elsewhere it needs a
 /// second pass, and the previous step's norm is used.

@@ -141,9 +141,9 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         }
         let mut options = answer::options(&self.sampling, text);
         options.max_tokens = options.max_tokens.min(room);
-        let answer = self
-            .ctrl_c
-            .during(|pressed| Answer::of(&mut self.session, text, &prompt, &options, !self.json, pressed))?;
+        let (session, ends) = (&mut self.session, &self.sampling.stop);
+        let answer =
+            self.ctrl_c.during(|pressed| Answer::of(session, text, &prompt, &options, ends, !self.json, pressed))?;
         if self.json {
             report::result(answer.json(message).to_string());
         } else {

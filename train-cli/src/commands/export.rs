@@ -317,7 +317,7 @@ impl Check<'_> {
         )?;
         let prompt = self.text.tokenizer.encode(&prompt)?;
         let logits = Session::new(model, prompt.len())?.read(&prompt)?;
-        let options = GenerateOptions { max_tokens: 16, sampling: Sampling::GREEDY, stop_ids: vec![] };
+        let options = GenerateOptions { max_tokens: 16, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         let ids = generate(model, &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
         Ok(Answer { logits, ids })
     }

@@ -12,7 +12,10 @@ use crate::{
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use model_qwen3::{chat_template::RenderOptions, generate::Session};
+use model_qwen3::{
+    chat_template::RenderOptions,
+    generate::{GenerateOptions, Session},
+};
 use serde_json::json;
 use std::io::Read;
 
@@ -44,11 +47,15 @@ impl Job for Generate {
                 report::count(prompt.len(), "token"),
             )));
         }
-        let options = answer::options(&args.sampling, &text);
+        let options = GenerateOptions { logprobs: args.logprobs, ..answer::options(&args.sampling, &text) };
         let mut session = Session::new(&model, capacity)?;
-        let answer = Answer::of(&mut session, &text, &prompt, &options, !args.json, || false)?;
+        let answer = Answer::of(&mut session, &text, &prompt, &options, &args.sampling.stop, !args.json, || false)?;
         if args.json {
-            report::result(answer.json(&question).to_string());
+            let mut found = answer.json(&question);
+            if args.logprobs.is_some() {
+                found["logprobs"] = answer.logprobs(&text.tokenizer)?;
+            }
+            report::result(found.to_string());
         } else {
             report::stream("\n");
             report::line(answer.figures());

@@ -168,7 +168,12 @@ impl Job for Parity<'_> {
         let prompt = fixture.row("generate.prompt")?;
         let expected_ids = fixture.row("generate.ids")?;
         let continuation = expected_ids.get(prompt.len()..).unwrap_or_default();
-        let options = GenerateOptions { max_tokens: continuation.len(), sampling: Sampling::GREEDY, stop_ids: vec![] };
+        let options = GenerateOptions {
+            max_tokens: continuation.len(),
+            sampling: Sampling::GREEDY,
+            stop_ids: vec![],
+            logprobs: None,
+        };
         let answer = generate(&load()?.valid(), &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
         let equal = answer.iter().zip(continuation).take_while(|(a, b)| a == b).count();
 

@@ -59,8 +59,24 @@ pub struct DataReport {
 /// # Errors
 /// If a row is malformed or too long, with its file and line; or if a file has no row to train on.
 pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<(Vec<Sample>, DataReport), CliError> {
-    let mut reader = Reader { text, options, samples: vec![], report: DataReport::default() };
+    first(paths, text, options, usize::MAX)
+}
+
+/// Reads training files until there are `enough` sequences, or more of them by one row.
+///
+/// # Errors
+/// As [`load`], for what is read.
+pub fn first(
+    paths: &[PathBuf],
+    text: &TextFiles,
+    options: DataOptions,
+    enough: usize,
+) -> Result<(Vec<Sample>, DataReport), CliError> {
+    let mut reader = Reader { text, options, enough, samples: vec![], report: DataReport::default() };
     for (file, path) in paths.iter().enumerate() {
+        if reader.samples.len() >= enough {
+            break;
+        }
         let before = reader.samples.len();
         reader.file(path)?;
         reader.samples[before..].iter_mut().for_each(|s| s.origins[0].file = file as u32);
@@ -75,6 +91,8 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result
 struct Reader<'a> {
     text: &'a TextFiles,
     options: DataOptions,
+    /// Sequences after which no row is read.
+    enough: usize,
     samples: Vec<Sample>,
     report: DataReport,
 }
@@ -92,6 +110,9 @@ impl Reader<'_> {
         for (line, row) in format::rows(format, &content) {
             let taken = row.and_then(|row| self.row(row, line));
             taken.map_err(|reason| at(line, reason))?;
+            if self.samples.len() >= self.enough {
+                return Ok(());
+            }
         }
         if self.samples.len() > samples {
             return Ok(());
@@ -132,10 +153,16 @@ impl Reader<'_> {
     fn document(&mut self, content: &str, line: usize) -> Result<(), CliError> {
         self.report.rows += 1;
         let mut ids = Vec::new();
-        for piece in pieces(content) {
+        let wanted = self.enough.saturating_sub(self.samples.len()).saturating_mul(self.options.max_seq_length);
+        let mut pieces = pieces(content);
+        // The rest of a long document is read only if its sequences are wanted.
+        while ids.len() <= wanted {
+            let Some(piece) = pieces.next() else {
+                ids.extend(self.text.tokenizer.id("<|endoftext|>"));
+                break;
+            };
             ids.extend(self.text.tokenizer.encode(piece)?);
         }
-        ids.extend(self.text.tokenizer.id("<|endoftext|>"));
         for piece in ids.chunks(self.options.max_seq_length).filter(|p| p.len() > 1) {
             let mut sample = Sample::new(piece.to_vec(), vec![true; piece.len()], String::new());
             sample.origins[0].line = line as u32;

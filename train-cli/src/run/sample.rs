@@ -63,7 +63,7 @@ impl Samples {
         let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
         let ids = text.tokenizer.encode(&text.template.render(&[message], options)?)?;
         let stop_ids = text.stop_ids.clone();
-        let options = GenerateOptions { max_tokens: MAX_TOKENS, sampling: Sampling::GREEDY, stop_ids };
+        let options = GenerateOptions { max_tokens: MAX_TOKENS, sampling: Sampling::GREEDY, stop_ids, logprobs: None };
         let generation = generate(model, &ids, &options, |_| ControlFlow::Continue(()))?;
         let answer = text.tokenizer.decode(&generation.ids)?;
         let unfinished = if generation.stop == StopReason::MaxTokens { " …" } else { "" };

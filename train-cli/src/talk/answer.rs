@@ -1,11 +1,11 @@
 //! An answer: its text as it grows, and its figures.
 
-use crate::{CliError, args::SamplingArgs, model_files::TextFiles, report};
+use crate::{CliError, args::SamplingArgs, model_files::TextFiles, report, talk::stop_text::StopText};
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
     generate::{GenerateOptions, Generation, Progress, Session, StopReason},
-    sample::Sampling,
-    tokenizer::TextStream,
+    sample::{Logprobs, Sampling},
+    tokenizer::{TextStream, Tokenizer},
 };
 use serde_json::{Value, json};
 use std::{ops::ControlFlow, time::Instant};
@@ -25,12 +25,14 @@ pub struct Answer {
     pub prompt_tokens: usize,
     /// Number of tokens of the prompt that an earlier turn had read.
     pub cached_tokens: usize,
+    /// Whether it was ended by a text of `--stop`.
+    ended_by_text: bool,
     seconds_to_first_token: f64,
     seconds: f64,
 }
 
 impl Answer {
-    /// Answers a prompt, streams the text if `shows`, and ends early if `stops` says so.
+    /// Answers a prompt, streams the text if `shows`, and ends in front of a text of `ends`, or if `stops` says so.
     ///
     /// # Errors
     /// As [`Session::answer`].
@@ -39,16 +41,18 @@ impl Answer {
         text: &TextFiles,
         prompt: &[u32],
         options: &GenerateOptions,
+        ends: &[String],
         shows: bool,
         stops: impl Fn() -> bool,
     ) -> Result<Self, CliError> {
         let cached_tokens = session.cached(prompt);
         let (mut stream, mut answer, mut failed) = (TextStream::default(), String::new(), None);
-        let mut show = |piece: String| {
-            if shows {
-                report::stream(&piece);
+        let (mut until, mut ended_by_text) = (StopText::new(ends), false);
+        let mut show = |piece: &str| {
+            if shows && !piece.is_empty() {
+                report::stream(piece);
             }
-            answer += &piece;
+            answer += piece;
         };
         let mut first_token = None;
         let started = Instant::now();
@@ -56,17 +60,30 @@ impl Answer {
             if let Progress::Token(id) = progress {
                 first_token.get_or_insert_with(|| started.elapsed().as_secs_f64());
                 match stream.push(id, &text.tokenizer) {
-                    Ok(piece) => show(piece),
+                    Ok(piece) => {
+                        let (certain, found) = until.push(&piece);
+                        show(&certain);
+                        ended_by_text = found;
+                    }
                     Err(e) => failed = Some(e),
                 }
             }
-            if failed.is_some() || stops() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            if failed.is_some() || ended_by_text || stops() {
+                ControlFlow::Break(())
+            } else {
+                ControlFlow::Continue(())
+            }
         })?;
         if let Some(error) = failed {
             return Err(error.into());
         }
-        // The end of an answer that stops within a character.
-        show(stream.finish(&text.tokenizer)?);
+        if !ended_by_text {
+            // The end of an answer that stops within a character, and what looked like the beginning of a stop.
+            let (certain, found) = until.push(&stream.finish(&text.tokenizer)?);
+            show(&certain);
+            ended_by_text = found;
+            show(&until.finish());
+        }
         let seconds = started.elapsed().as_secs_f64();
         let seconds_to_first_token = first_token.unwrap_or(seconds);
         Ok(Self {
@@ -74,6 +91,7 @@ impl Answer {
             text: answer,
             prompt_tokens: prompt.len(),
             cached_tokens,
+            ended_by_text,
             seconds_to_first_token,
             seconds,
         })
@@ -88,6 +106,7 @@ impl Answer {
     /// Why it ended.
     pub fn stop(&self) -> &'static str {
         match self.generation.stop {
+            _ if self.ended_by_text => "stop",
             StopReason::StopToken(_) => "stop",
             StopReason::MaxTokens => LENGTH,
             StopReason::Caller => INTERRUPTED,
@@ -101,6 +120,23 @@ impl Answer {
             "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens, "tokens": self.generation.ids.len(),
             "seconds_to_first_token": self.seconds_to_first_token, "tokens_per_second": self.rate(),
         })
+    }
+
+    /// What `--logprobs` says about each token.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn logprobs(&self, tokenizer: &Tokenizer) -> Result<Value, CliError> {
+        let named = |id: u32, logprob: f32| -> Result<Value, CliError> {
+            Ok(json!({"id": id, "token": tokenizer.decode_all(&[id])?, "logprob": logprob}))
+        };
+        let one = |(id, p): (&u32, &Logprobs)| -> Result<Value, CliError> {
+            let mut token = named(*id, p.chosen)?;
+            token["top"] =
+                p.top.iter().map(|(id, logprob)| named(*id, *logprob)).collect::<Result<Value, CliError>>()?;
+            Ok(token)
+        };
+        self.generation.ids.iter().zip(&self.generation.logprobs).map(one).collect()
     }
 
     /// One line of figures.
@@ -131,6 +167,9 @@ pub fn check(args: &SamplingArgs) -> Result<(), CliError> {
         ("min-p", Some(args.min_p), 0.0, 1.0),
         ("repetition-penalty", args.repetition_penalty, 0.01, 100.0),
     ];
+    if args.stop.iter().any(String::is_empty) {
+        return Err(CliError::Usage("--stop \"\": the text is empty; leave --stop out".into()));
+    }
     for (flag, value, low, high) in ranges {
         if let Some(value) = value.filter(|value| !(low..=high).contains(value)) {
             return Err(CliError::Usage(format!("--{flag} {value}: the value must be between {low} and {high}")));
@@ -150,5 +189,5 @@ pub fn options(args: &SamplingArgs, text: &TextFiles) -> GenerateOptions {
         repetition_penalty: args.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
         seed: args.seed,
     };
-    GenerateOptions { max_tokens: args.max_tokens, sampling, stop_ids: text.stop_ids.clone() }
+    GenerateOptions { max_tokens: args.max_tokens, sampling, stop_ids: text.stop_ids.clone(), logprobs: None }
 }

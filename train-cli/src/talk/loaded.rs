@@ -44,7 +44,10 @@ impl<B: Nvfp4Kernels> Loaded<B> {
 }
 
 /// The files of the model at a path, which may be a run folder.
-fn located(path: &Path) -> Result<ModelFiles, CliError> {
+///
+/// # Errors
+/// If it is a run folder that has nothing yet, or whose checkpoints cannot be read.
+pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
     let exported = path.join(FINAL);
     let found = if exported.is_dir() {
         exported

@@ -1,7 +1,8 @@
-//! A model that answers: [`loaded`] finds and loads it, [`answer`] streams what it says, [`dialog`] keeps a conversation,
+//! A model that answers: [`loaded`] finds and loads it, [`answer`] streams what it says ([`stop_text`] ends it), [`dialog`] keeps a conversation,
 //! [`entry`] reads what a person types.
 
 pub mod answer;
 pub mod dialog;
 pub mod entry;
 pub mod loaded;
+pub mod stop_text;

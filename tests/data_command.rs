@@ -1,0 +1,92 @@
+//! `data preview` shows the tokens that the loss counts, and `data stats` counts what a run would train on and leave out.
+
+use crate::support::files::{demo_file, ok, run, tiny_model};
+use model_qwen3::tokenizer::Tokenizer;
+use serde_json::Value;
+use std::{fs, path::Path};
+
+/// Rows of a question and an answer; an answer of weight 0 is not learnt.
+fn rows(folder: &Path, rows: &[(&str, &str, f64)]) {
+    let row = |(question, answer, weight): &(&str, &str, f64)| {
+        serde_json::json!({"messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer, "weight": weight},
+        ]})
+        .to_string()
+            + "\n"
+    };
+    fs::write(folder.join("rows.jsonl"), rows.iter().map(row).collect::<String>()).unwrap();
+}
+
+fn rendered(question: &str, answer: &str) -> String {
+    format!("<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>")
+}
+
+fn tokens(text: &str) -> usize {
+    Tokenizer::from_file(&demo_file("tokenizer.json")).unwrap().encode(text).unwrap().len()
+}
+
+#[test]
+fn a_preview_marks_what_the_loss_counts() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    rows(d, &[("hi", "yo", 1.0), ("who?", "me 你好", 1.0), ("no", "more", 1.0)]);
+    let shown = |more: &[&str]| ok(d, &[&["data", "preview", "rows.jsonl", "-m", "m"][..], more].concat());
+    let text = shown(&["-n", "2"]);
+    assert!(text.contains(&rendered("hi", "yo").replace("yo<|im_end|>", "⟦yo<|im_end|>⟧")), "{text}");
+    assert!(text.contains("⟦me 你好<|im_end|>⟧") && !text.contains("more"), "{text}");
+    let (all, counted) = (tokens(&rendered("hi", "yo")), tokens("yo<|im_end|>"));
+    assert!(text.contains(&format!("rows.jsonl:1 · {all} tokens · the loss counts {counted}")), "{text}");
+    let text = shown(&["-n", "1", "--loss-on", "all"]);
+    assert!(text.contains("<|im_start|>⟦user\nhi"), "the first token is never predicted: {text}");
+    // Only as much of a document is read as is shown.
+    fs::write(d.join("long.txt"), "one two three.\n".repeat(100_000)).unwrap();
+    let text = ok(d, &["data", "preview", "long.txt", "-m", "m", "-n", "2", "--max-seq-length", "16"]);
+    assert_eq!(text.matches("16 tokens, as many as --max-seq-length allows").count(), 2, "{text}");
+    let missing = run(d, &["data", "preview", "none.jsonl", "-m", "m"]);
+    assert_eq!(missing.status.code(), Some(2), "{}", String::from_utf8_lossy(&missing.stderr));
+}
+
+#[test]
+fn stats_count_what_a_run_would_take_and_leave_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let long = "word ".repeat(40);
+    rows(
+        d,
+        &[("hi", "yo", 1.0), ("hi", "yo", 1.0), ("hi", &long, 1.0), ("hi", "not this", 0.0), ("bye", "so long", 1.0)],
+    );
+    let args = ["data", "stats", "rows.jsonl", "-m", "m", "--max-seq-length", "64"];
+    let found: Value = serde_json::from_str(&ok(d, &[&args[..], &["--json"]].concat())).unwrap();
+    let lengths = [rendered("hi", "yo"), rendered("bye", "so long"), rendered("hi", &long)].map(|text| tokens(&text));
+    assert!(lengths[1] <= 64 && lengths[2] > 64, "{lengths:?}");
+    let all = 2 * lengths[0] + lengths[1] + lengths[2];
+    assert_eq!(
+        [&found["rows"], &found["sequences"], &found["tokens"]].map(|n| n.as_u64().unwrap()),
+        [5, 4, all as u64]
+    );
+    assert_eq!(found["duplicates"], 1);
+    assert_eq!(found["not_supervised"], serde_json::json!(["rows.jsonl:4"]));
+    assert_eq!(found["overlong"], serde_json::json!(["rows.jsonl:3"]));
+    assert_eq!([&found["lengths"]["shortest"], &found["lengths"]["longest"]], [lengths[0], lengths[2]]);
+    let counted: u64 =
+        found["lengths"]["histogram"].as_array().unwrap().iter().map(|bin| bin[1].as_u64().unwrap()).sum();
+    assert_eq!(counted, 4);
+    // The run takes what is not left out: the rows that fit.
+    let fitting = 2 * lengths[0] + lengths[1];
+    assert_eq!(found["packed"]["rows"], fitting.div_ceil(64));
+    let filled = found["packed"]["filled"].as_f64().unwrap();
+    assert!((filled - fitting as f64 / (fitting.div_ceil(64) * 64) as f64).abs() < 1e-9, "{found}");
+    let words = "fit -m m -d rows.jsonl --device cpu --max-seq-length 64 --val-split 0 --dry-run";
+    let plan = run(d, &words.split(' ').collect::<Vec<_>>());
+    let said = String::from_utf8_lossy(&plan.stdout).into_owned() + &String::from_utf8_lossy(&plan.stderr);
+    assert!(said.contains(&format!("{fitting} tokens")) || said.contains("3 train"), "{said}");
+    let table = ok(d, &args);
+    for part in
+        ["rows        5 · 4 sequences", "1 row in which the loss counts nothing: rows.jsonl:4", "--overlong decides"]
+    {
+        assert!(table.contains(part), "{part}: {table}");
+    }
+}
