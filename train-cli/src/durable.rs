@@ -216,6 +216,26 @@ impl Drop for PendingFolder {
     }
 }
 
+/// Whether a file or folder of this name is temporary.
+pub fn is_temporary(name: &str) -> bool {
+    name.starts_with(".tmp-")
+}
+
+/// Whether a folder holds nothing but what a process leaves that ends before it writes its first file: a lock, temporary
+/// files.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn is_untouched(folder: &Path) -> Result<bool, CliError> {
+    for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
+        let name = entry.map_err(CliError::io(folder))?.file_name();
+        if name != LOCK && !is_temporary(&name.to_string_lossy()) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
 /// Removes temporary files that a process left in a folder when it died.
 ///
 /// # Errors
@@ -223,7 +243,7 @@ impl Drop for PendingFolder {
 pub fn sweep(folder: &Path) -> Result<(), CliError> {
     for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
         let path = entry.map_err(CliError::io(folder))?.path();
-        if path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(".tmp-")) {
+        if path.file_name().is_some_and(|n| is_temporary(&n.to_string_lossy())) {
             remove(&path)?;
         }
     }

@@ -189,7 +189,7 @@ pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resume>, C
 }
 
 /// Whether a run folder holds no checkpoint because its process ended before the first one. It holds the settings of the
-/// run, or nothing but its lock; a process that ended still earlier has not made the folder.
+/// run, or nothing of it; a process that ended still earlier has not made the folder.
 fn has_not_begun(run: &Path, text: &str) -> Result<bool, CliError> {
     if !run.exists() {
         return Ok(matches!(text, "latest" | "true"));
@@ -197,8 +197,7 @@ fn has_not_begun(run: &Path, text: &str) -> Result<bool, CliError> {
     if !run.is_dir() || !list(run)?.is_empty() {
         return Ok(false);
     }
-    let mut entries = std::fs::read_dir(run).map_err(CliError::io(run))?.filter_map(|entry| entry.ok());
-    Ok(run.join(CONFIG).exists() || entries.all(|entry| entry.file_name() == durable::LOCK))
+    Ok(run.join(CONFIG).exists() || durable::is_untouched(run)?)
 }
 
 /// The newest good checkpoint of a run. Names the broken checkpoints that it skips.

@@ -30,18 +30,16 @@ pub const RESULTS: &str = "train_results.json";
 pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
     let dir = &plan.output_dir;
     let Ok(entries) = fs::read_dir(dir) else { return Ok(()) };
-    let names: Vec<String> =
-        entries.filter_map(|e| e.ok().map(|e| e.file_name().to_string_lossy().into_owned())).collect();
-    // A process that ended before its first file leaves its lock.
-    if names.iter().all(|name| name == durable::LOCK) {
+    if durable::is_untouched(dir)? {
         return Ok(());
     }
+    let mut names = entries.filter_map(|e| e.ok().map(|e| e.file_name().to_string_lossy().into_owned()));
     let usage = |text: String| Err(CliError::Usage(text));
     if !overwrite {
         let text = "is not empty; give another --output-dir, or --resume-from-checkpoint, or --overwrite";
         return usage(format!("{} {text}", dir.display()));
     }
-    if let Some(name) = names.iter().find(|name| !is_ours(name)) {
+    if let Some(name) = names.find(|name| !is_ours(name)) {
         let text = "which is no part of a run; nothing was removed";
         return usage(format!("--overwrite: {} holds {name}, {text}", dir.display()));
     }
@@ -71,7 +69,7 @@ fn is_ours(name: &str) -> bool {
         Some(aside) => aside.split_once('-').map_or("", |(_time, checkpoint)| checkpoint),
         None => name,
     };
-    let temporary = [".tmp-", ".old-"].iter().any(|prefix| name.starts_with(prefix));
+    let temporary = durable::is_temporary(name) || name.starts_with(".old-");
     OURS.contains(&name) || temporary || checkpoint::step_of(Path::new(checkpoint)).is_some()
 }
 
