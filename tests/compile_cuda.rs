@@ -25,6 +25,7 @@ use std::{
     },
 };
 
+const HOPPER: &str = "hopper_gemm";
 const ARCHITECTURES: [(u32, &str); 3] = [(80, "sm_80"), (90, "sm_90a"), (121, "sm_121a")];
 
 #[test]
@@ -66,7 +67,8 @@ fn chosen(mut launches: Vec<Launch>) -> Vec<Launch> {
     launches.sort_by_key(|launch| launch.text.len());
     let (mut entries, mut seen) = (BTreeSet::new(), BTreeSet::new());
     launches.retain(|launch| {
-        let name = kernels().iter().filter(|name| launch.entry.starts_with(*name)).max_by_key(|name| name.len());
+        let names = kernels().iter().map(String::as_str).chain([HOPPER]);
+        let name = names.filter(|name| launch.entry.starts_with(*name)).max_by_key(|name| name.len());
         let kernel = entries.insert(name);
         let instructions = instructions(&launch.text);
         let new = !instructions.is_subset(&seen);
@@ -80,7 +82,11 @@ fn chosen(mut launches: Vec<Launch>) -> Vec<Launch> {
 fn instructions(text: &str) -> BTreeSet<String> {
     let names = text.split(|c: char| !(c.is_alphanumeric() || "_.:".contains(c)));
     let cudas = |name: &&str| {
-        name.starts_with("__") || name.starts_with("cuda::") || name.contains(".sync.") || name.starts_with("cp.")
+        name.starts_with("__")
+            || name.starts_with("cuda::")
+            || name.contains(".sync.")
+            || name.starts_with("cp.")
+            || name.starts_with("mbarrier")
     };
     // Vectors are named by their type and length.
     names.filter(cudas).map(|name| name.trim_end_matches(|c: char| c == '_' || c.is_ascii_digit()).to_owned()).collect()
@@ -110,6 +116,8 @@ fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
         let expected = arch == 121 || kernel != "block_scaled_kernel";
         assert_eq!(launched, expected, "whether `once` launches {kernel} on sm_{arch} for {kind:?}");
     }
+    // The one kernel that is written in CUDA C++.
+    assert_eq!(all.iter().any(|launch| launch.entry == HOPPER), arch == 90, "whether sm_{arch} has {HOPPER}");
     all
 }
 

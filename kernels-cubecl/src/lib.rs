@@ -28,8 +28,8 @@
 //!
 //! # Which device runs what
 //! [`mod@gemm`], [`mod@gemv`], [`attention`] and [`decode_attention`] need 16-bit tensor cores, `ldmatrix` and
-//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`mod@block_scaled`]
-//! needs sm_120 or sm_121. All other kernels are portable.
+//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`gemm::hopper`] needs sm_90,
+//! [`mod@block_scaled`] sm_120 or sm_121. All other kernels are portable.
 //!
 //! # Letters
 //! A letter has one meaning in this crate. Matrices that no letter describes have `rows` and `cols`.

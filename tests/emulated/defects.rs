@@ -5,8 +5,8 @@ use super::{
     attention, block_scaled, gemm,
     gemm::Form,
     gemv,
-    gpu::{BF16, Gpu},
-    on_the_cpu,
+    gpu::{BF16, F32, Gpu},
+    hopper, on_the_cpu,
 };
 use crate::support::emulator::{self, NOT_COMPILED};
 use kernels_cubecl::{cuda_source::Launch, gemv::GemvPlan, matmul::Product};
@@ -16,6 +16,9 @@ use std::sync::Arc;
 type Subject = (&'static str, fn(&Gpu) -> Result<(), String>);
 
 const GEMM: Subject = ("gemm", |gpu| gemm::run(gpu, &gemm::one(Product::Nt, 64, 1, (BF16, BF16), Form::One)));
+/// Two rows of tiles, and more steps than the ring has stages. The second has results in f32.
+const HOPPER: Subject = ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Nt, 256, 1, (BF16, BF16), Form::One)));
+const HOPPER_F32: Subject = ("hopper", |gpu| hopper::run(gpu, &gemm::one(Product::Tn, 256, 0, (BF16, F32), Form::One)));
 const GEMV: Subject = ("gemv", gemv_with_shares);
 const GEMV_WINDOWS: Subject = ("gemv", gemv_in_windows);
 const FORWARD: Subject = ("forward", attention::forward_of_one_head);
@@ -118,6 +121,32 @@ fn a_missing_barrier_of_attention_is_found() {
 fn a_missing_barrier_of_decode_attention_is_found() {
     // The fifth barrier is in front of the first plane that writes the joined sums: nobody has read them before.
     on_the_cpu(|| expect_each_barrier_is_needed(DECODE, &[4]));
+}
+
+/// What keeps the warpgroups, the copy engine and the products of the Hopper kernel apart, left out one by one. A wait for a
+/// stage that is free is missed as soon as the stages are used again.
+#[test]
+fn whatever_is_missing_in_the_hopper_kernel_is_found() {
+    let cases = [
+        (HOPPER, "products_wait<1>();", "products_wait<2>();", "race"),
+        (HOPPER, "products_wait<0>();", "", ": value "),
+        (HOPPER, "barrier_wait(empty + 8 * stage, parity ^ 1);", "", "barrier that expects 0 more"),
+        (HOPPER, "barrier_wait(full + 8 * stage, parity);", "", "race"),
+        (HOPPER, "__syncthreads();", "", "before it is made"),
+        (HOPPER, "    if (first_unit) stores_have_ended();", "", "does not wait for its stores"),
+        (HOPPER, "chunk = c % 64 / 8;", "chunk = c % 64 / 8 ^ r / 4 % 2;", ": value "),
+        (HOPPER, "(B_ACROSS ? 128 : 2) * q", "2 * q + q % 2", ": value "),
+        (HOPPER_F32, "    writes_for_copies();", "", "without fence.proxy"),
+        (HOPPER_F32, "    if (first_unit) stores_have_read();", "", "race"),
+        (HOPPER_F32, "(A_ACROSS ? 128 : 2) * q", "2 * q", ": value "),
+        (HOPPER_F32, "boxes = ACROSS ? BOX : 16", "boxes = ACROSS ? 16 : BOX", ": value "),
+    ];
+    on_the_cpu(|| {
+        for (subject, old, new, expected) in cases {
+            let error = changed(subject, move |text| replaced(text, old, new, 0)).expect_err(old);
+            assert!(error.contains(expected), "without {old:?}: {error}");
+        }
+    });
 }
 
 /// Copies that are read before they are waited for (a wait for the phase before this one does not wait), and copies that

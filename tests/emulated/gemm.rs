@@ -2,8 +2,10 @@
 
 use super::gpu::{BF16, Data, Exact, F16, F32, Gpu};
 use crate::support::Random;
-use cubecl::ir::StorageType;
+use cubecl::{client::ComputeClient, ir::StorageType};
 use kernels_cubecl::{
+    KernelError,
+    cuda_source::SourceRuntime,
     gemm::{self, Gemm, GemmShape},
     matmul::Product::{self, Nn, Nt, Tn},
 };
@@ -72,10 +74,19 @@ pub(super) fn one(product: Product, cols: usize, scales: usize, types: (StorageT
     Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form }
 }
 
-/// Launches the case, and compares its results.
+/// Launches the case on `mma.sync`, and compares its results.
 pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    launch_and_compare(gpu, case, |client, products| gemm::gemm_in(client, products, case.cols))
+}
+
+/// Launches the case by `launch`, and compares its results.
+pub(super) fn launch_and_compare(
+    gpu: &Gpu,
+    case: &Case,
+    launch: impl Fn(&ComputeClient<SourceRuntime>, Gemm<SourceRuntime>) -> Result<(), KernelError>,
+) -> Result<(), String> {
     let mut random = Random::new(5);
-    let Case { product, shapes, cols, scales, types, form } = case.clone();
+    let Case { product, shapes, scales, types, form, .. } = case.clone();
     let parts = shapes.len();
     let count = |shared: bool| if shared { 1 } else { parts };
     let operand = |n: usize, len: &dyn Fn(&GemmShape) -> usize, random: &mut Random| -> Vec<Data> {
@@ -96,7 +107,7 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
         })
         .collect();
     let args = |list: &[Data]| list.iter().map(Data::arg).collect();
-    let launch = Gemm {
+    let products = Gemm {
         a: args(&a),
         b: args(&b),
         scales: args(&factors),
@@ -106,7 +117,7 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
         product,
         accumulate: form == Form::Accumulate,
     };
-    gemm::gemm_in(&gpu.client, launch, cols).map_err(|e| e.to_string())?;
+    launch(&gpu.client, products).map_err(|e| e.to_string())?;
     // One part's sum at (i, j), with its tensor scales.
     let part = |p: usize, i: usize, j: usize| -> Exact {
         let (s, a, b) = (shapes[p], &a[p.min(a.len() - 1)].values, &b[p.min(b.len() - 1)].values);

@@ -11,6 +11,7 @@ mod defects;
 mod gemm;
 mod gemv;
 mod gpu;
+mod hopper;
 mod numbers;
 
 use crate::support::{emulator, skipped_for};
@@ -45,6 +46,11 @@ fn gemm_in_tiles_of_160_columns() {
 #[test]
 fn gemm_in_tiles_of_64_columns() {
     on_each(|gpu| gemm::some(gpu, 64, 1, 2));
+}
+
+#[test]
+fn gemm_on_hopper() {
+    on_the_cpu(|| hopper::every(&Gpu::emulated(90)));
 }
 
 #[test]

@@ -82,6 +82,8 @@ const _: Option<CudaRuntime> = None;
 pub(crate) enum Feature {
     /// Matrix instructions on 16-bit values.
     TensorCores,
+    /// Hopper's own matrix instructions.
+    Hopper,
     /// Storage and arithmetic of this float type.
     Float(DType),
 }
@@ -100,6 +102,7 @@ pub(crate) fn lacks(missing: Feature) {
     let device = if let Gpu::Cuda = gpu() { "CUDA" } else { "Vulkan" };
     let missing = match missing {
         Feature::TensorCores => "tensor cores".to_owned(),
+        Feature::Hopper => "matrix instructions of Hopper".to_owned(),
         Feature::Float(dtype) => format!("{dtype:?} arithmetic"),
     };
     count_skip(&format!("the {device} device has no {missing}"));

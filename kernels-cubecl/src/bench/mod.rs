@@ -14,7 +14,7 @@
 //! | `attention.rs` | attention, and attention over a cache |
 //! | `decode.rs` | products of a few tokens |
 
-use crate::{KernelError, block_scaled, mma};
+use crate::{KernelError, block_scaled, gemm::hopper, mma};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
@@ -40,7 +40,8 @@ pub fn tiers<R: Runtime>(client: &ComputeClient<R>) -> Vec<&'static str> {
     let all = [
         (tensor_cores, "decode, up to 16 rows (gemv)"),
         (tensor_cores && block_scaled::trusted(client), "packed x packed on NVFP4 tensor cores (block_scaled)"),
-        (tensor_cores, "dequantize, 16-bit tensor cores (gemm)"),
+        (hopper::is_hopper(client), "dequantize, Hopper's tensor cores by wgmma (gemm)"),
+        (tensor_cores, "dequantize, 16-bit tensor cores by mma.sync (gemm)"),
         (true, "portable (matmul)"),
     ];
     all.into_iter().filter_map(|(there, name)| there.then_some(name)).collect()

@@ -9,7 +9,7 @@ use crate::{
     block_scaled::{self, block_scaled},
     cross_entropy::cross_entropy,
     dequantize::dequantize,
-    gemm::{self, Gemm, GemmShape, gemm},
+    gemm::{self, Gemm, GemmShape, gemm, hopper},
     matmul::{PackedArgs, Product},
 };
 use cubecl::prelude::*;
@@ -93,6 +93,13 @@ impl<'a, R: Runtime> Bench<'a, R> {
             let name = format!("gemm nt in tiles of 128x{cols}");
             self.row(show, &name, layers.label.clone(), layers.work(), |_| {
                 gemm::gemm_in(self.client, forward(), cols)
+            })?;
+        }
+        let on_hopper = hopper::is_hopper(self.client) && layers.tokens == 2048;
+        for cols in hopper::hopper_columns(Product::Nt).iter().filter(|_| on_hopper) {
+            let name = format!("gemm nt on wgmma in tiles of 128x{cols}");
+            self.row(show, &name, layers.label.clone(), layers.work(), |_| {
+                hopper::hopper_gemm_in(self.client, forward(), *cols)
             })?;
         }
         Ok(())

@@ -24,6 +24,8 @@ pub struct Launch {
     pub cubes: [u32; 3],
     /// Units of a cube in each dimension (CUDA's block).
     pub units: [u32; 3],
+    /// Tensor maps, the first arguments. The first buffer arguments are the buffers behind them.
+    pub maps: Vec<TensorMap>,
     /// The buffer that each buffer argument points to. Arguments that are the same memory have the same number.
     pub arguments: Vec<usize>,
     /// The constant `info` argument: scalars and static metadata, then the dynamic metadata.
@@ -37,6 +39,17 @@ impl Launch {
     pub fn identity(&self) -> String {
         identity(&self.text)
     }
+}
+
+/// How the copy engine finds boxes of a row-major matrix in a buffer. Boxes in shared memory have the 128-byte swizzle.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorMap {
+    /// Rows and columns of the matrix.
+    pub dims: [usize; 2],
+    /// Rows and columns of a box.
+    pub tile: [usize; 2],
+    /// Bytes of a number.
+    pub size: usize,
 }
 
 /// Runs a launch on its buffers. The error text says what the kernel did wrong.

@@ -16,7 +16,7 @@ use cubecl::{
 };
 use cubecl_common::device::Device;
 use launch::{Compiler, Entry, devices};
-pub use launch::{Executor, Launch};
+pub use launch::{Executor, Launch, TensorMap};
 use server::SourceServer;
 
 /// A device that is known by its compute capability only. The number is its place in the list of devices.

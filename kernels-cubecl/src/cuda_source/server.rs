@@ -2,7 +2,7 @@
 //! launch or hands it to the device's executor.
 
 use super::{
-    launch::{Compiler, Launch, devices},
+    launch::{Compiler, Launch, TensorMap, devices},
     properties,
 };
 use cubecl::{
@@ -10,7 +10,7 @@ use cubecl::{
     device::{DeviceId, ServerUtilitiesHandle},
     server::{
         Binding, ComputeServer, CopyDescriptor, ExecutionMode, IoError, KernelArguments, ProfileError, ProfilingToken,
-        ServerCommunication, ServerError, ServerUtilities,
+        ServerCommunication, ServerError, ServerUtilities, TensorMapMeta,
     },
 };
 use cubecl_common::{
@@ -28,6 +28,7 @@ use cubecl_runtime::{
         MemoryUsage,
     },
     storage::{BytesResource, BytesStorage, ManagedResource},
+    tma::{OobFill, TensorMapFormat, TensorMapInterleave, TensorMapSwizzle},
 };
 use std::sync::Arc;
 
@@ -104,7 +105,10 @@ impl SourceServer {
             .map_err(|e| format!("a kernel does not compile to CUDA C++: {e:?}"))?;
         let mut buffers: Vec<BytesResource> = Vec::new();
         let mut numbers = Vec::new();
-        for binding in arguments.buffers {
+        let maps = arguments.tensor_maps.iter().map(|map| tensor_map(&map.map)).collect::<Result<_, _>>()?;
+        // The order of the CUDA runtime: the buffers behind tensor maps come first.
+        let behind_maps = arguments.tensor_maps.into_iter().map(|map| map.binding);
+        for binding in behind_maps.chain(arguments.buffers) {
             let resource = self.resource(binding).map_err(|e| format!("{}: {e}", compiled.entrypoint_name))?;
             let place = resource.get_write_ptr_and_length();
             let known = buffers.iter().position(|other| other.get_write_ptr_and_length() == place);
@@ -119,6 +123,7 @@ impl SourceServer {
             text: compiled.source,
             cubes: [x, y, z],
             units: [compiled.cube_dim.x, compiled.cube_dim.y, compiled.cube_dim.z],
+            maps,
             arguments: numbers,
             info: arguments.info.data,
             static_info: arguments.info.dynamic_metadata_offset,
@@ -143,6 +148,26 @@ impl SourceServer {
             buffer.write().copy_from_slice(content);
         }
         Ok(())
+    }
+}
+
+/// The map, if it is of the only kind that this runtime knows.
+fn tensor_map(map: &TensorMapMeta) -> Result<TensorMap, String> {
+    let (shape, strides) = (map.metadata.shape(), map.metadata.strides());
+    let known = match (&map.format, &shape[..], &strides[..]) {
+        (TensorMapFormat::Tiled(tiles), &[rows, cols], &[stride, 1]) if stride == cols => match tiles.tile_size[..] {
+            [tile_rows, tile_cols] => Some(([rows, cols], [tile_rows, tile_cols])),
+            _ => None,
+        },
+        _ => None,
+    };
+    let plain = map.swizzle == TensorMapSwizzle::B128
+        && map.interleave == TensorMapInterleave::None
+        && map.oob_fill == OobFill::Zero
+        && map.elem_stride.iter().all(|stride| *stride == 1);
+    match known {
+        Some((dims, tile)) if plain => Ok(TensorMap { dims, tile, size: map.storage_ty.size() }),
+        _ => Err(format!("this runtime does not know the tensor map {map:?}")),
     }
 }
 

@@ -15,28 +15,33 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `mod.rs` | arguments, checks, launch |
+//! | `mod.rs` | the launch |
+//! | `args.rs` | arguments, and whether they fit together |
 //! | `shape.rs`, `form.rs` | the shape of a product; what is compiled into a launch |
 //! | `tiles.rs` | the choice of a tile's width, and of joint launches |
 //! | `kernel.rs` | the kernel: which cube makes which tile, and where the result goes |
 //! | `stages.rs` | the sum of one tile: copies into shared memory, and `mma.sync` |
+//! | `hopper/` | the same products on Hopper's own matrix instructions |
 //!
 //! Moves `i*r + j*r + i*j` values and computes `2*i*j*r` operations: bound by the tensor cores from about 300 rows on.
 
 use crate::{
     device::{processors, sequence},
-    error::{KernelError, expect_len, index, require},
+    error::{KernelError, index, require},
     matmul::Product,
     mma::UNITS,
 };
 use cubecl::prelude::*;
 
+mod args;
 mod form;
+pub mod hopper;
 mod kernel;
 mod shape;
 mod stages;
 mod tiles;
 
+pub use args::Gemm;
 use form::Form;
 use kernel::gemm_kernel;
 pub use shape::GemmShape;
@@ -44,105 +49,21 @@ use shape::NAME;
 use tiles::{TILE, columns};
 pub use tiles::{gains_together, tile_columns};
 
-/// One product, or several of one launch: `out = product(a, b)` times the tensor scales.
-pub struct Gemm<R: Runtime> {
-    /// Left operands of type `types.0` (f16 or bf16), row-major: one for each product, or one for all.
-    pub a: Vec<ArrayArg<R>>,
-    /// Right operands, likewise.
-    pub b: Vec<ArrayArg<R>>,
-    /// Tensor scales, f32 `[1]` each. Every product has the same number of them; the scales of the first product come
-    /// first.
-    pub scales: Vec<ArrayArg<R>>,
-    /// Results of type `types.1`: one for each product, or one for the sum of all.
-    pub out: Vec<ArrayArg<R>>,
-    /// Types of operands and results.
-    pub types: (StorageType, StorageType),
-    /// The shape of each product. Products that share an operand have the same `r`; products that become one sum have
-    /// the same `i` and `j`.
-    pub shapes: Vec<GemmShape>,
-    /// How the operands are stored.
-    pub product: Product,
-    /// Whether the product is added to the values in `out`. Such a launch has one product and no scales.
-    pub accumulate: bool,
-}
-
-impl<R: Runtime> Gemm<R> {
-    /// One product.
-    pub fn one(
-        a: ArrayArg<R>,
-        b: ArrayArg<R>,
-        scales: Vec<ArrayArg<R>>,
-        out: ArrayArg<R>,
-        types: (StorageType, StorageType),
-        shape: GemmShape,
-        product: Product,
-    ) -> Self {
-        let (a, b, out, shapes) = (vec![a], vec![b], vec![out], vec![shape]);
-        Self { a, b, scales, out, types, shapes, product, accumulate: false }
-    }
-
-    /// Whether several products become one sum.
-    fn summed(&self) -> bool {
-        self.shapes.len() > 1 && self.out.len() == 1
-    }
-
-    fn check(&self) -> Result<(), KernelError> {
-        self.check_counts()?;
-        let (parts, first) = (self.shapes.len(), self.shapes[0]);
-        for (p, shape @ GemmShape { i, j, r }) in self.shapes.iter().copied().enumerate() {
-            expect_len(NAME, "a", self.a[p.min(self.a.len() - 1)].size(), i * r)?;
-            expect_len(NAME, "b", self.b[p.min(self.b.len() - 1)].size(), j * r)?;
-            expect_len(NAME, "out", self.out[p.min(self.out.len() - 1)].size(), i * j)?;
-            shape.check(self.product)?;
-            require(NAME, parts == 1 || i * j * r > 0, || {
-                format!("product {p} of {parts} is empty: i = {i}, j = {j}, r = {r}")
-            })?;
-            if self.summed() {
-                require(NAME, i == first.i && j == first.j, || {
-                    format!("product {p} of a sum is {i} x {j}, the first is {} x {}", first.i, first.j)
-                })?;
-            } else {
-                require(NAME, r == first.r, || {
-                    format!("r = {r} for product {p} of one launch, r = {} for the first", first.r)
-                })?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Refuses a number of buffers that does not fit the number of products.
-    fn check_counts(&self) -> Result<(), KernelError> {
-        let parts = self.shapes.len();
-        require(NAME, parts > 0, || "a launch needs at least one product".into())?;
-        let several = |name: &str, count: usize, may_be_shared: bool| {
-            require(NAME, count == parts || may_be_shared && count == 1, || {
-                format!("{count} {name} for {parts} products")
-            })
-        };
-        several("left operands", self.a.len(), self.b.len() == parts && !self.summed())?;
-        several("right operands", self.b.len(), self.a.len() == parts && !self.summed())?;
-        several("results", self.out.len(), self.a.len() == parts && self.b.len() == parts)?;
-        let scales = self.scales.len();
-        require(NAME, scales.is_multiple_of(parts), || {
-            format!("{scales} tensor scales cannot be divided among {parts} products")
-        })?;
-        require(NAME, !self.accumulate || parts == 1 && scales == 0, || {
-            format!("{parts} products and {scales} tensor scales; adding to `out` takes one product without scales")
-        })
-    }
-}
-
-/// Launches the products, with the width of tiles that lets the device finish soonest.
+/// Launches the products on the best matrix instructions that the device has, with the width of tiles that lets it finish
+/// soonest.
 ///
 /// # Errors
 /// If a buffer does not fit its shape, [`GemmShape::fits`] is false, or the products cannot share a launch.
 pub fn gemm<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<(), KernelError> {
-    let shapes = if products.summed() { &products.shapes[..1] } else { &products.shapes };
-    let cols = columns(shapes, processors(client), &tile_columns(client));
+    products.check()?;
+    if hopper::takes(client, &products) {
+        return hopper::launch(client, products);
+    }
+    let cols = columns(products.tiled(), processors(client), &tile_columns(client));
     gemm_in(client, products, cols)
 }
 
-/// The same as [`gemm()`] with tiles of `cols` columns, one of [`tile_columns`].
+/// Launches the products on `mma.sync`, in tiles of `cols` columns, one of [`tile_columns`].
 ///
 /// # Errors
 /// The same as [`gemm()`].

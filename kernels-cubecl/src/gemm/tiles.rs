@@ -1,7 +1,7 @@
 //! The choice of the width of tiles. A cube makes 128 rows of y, and 128, 160 or 64 columns: the width whose last wave
 //! of tiles leaves least of the device idle.
 
-use super::shape::GemmShape;
+use super::{hopper::is_hopper, shape::GemmShape};
 use crate::device::processors;
 use cubecl::prelude::*;
 
@@ -32,11 +32,11 @@ pub(super) fn columns(shapes: &[GemmShape], processors: usize, offered: &[usize]
     offered.iter().copied().min_by_key(cost).unwrap_or(TILE as usize)
 }
 
-/// Whether these products gain by one launch. Separate products do if one of them has fewer than three tiles for each
+/// Whether these products gain by one launch. On Hopper every tile of one launch follows another at once. Elsewhere separate products do if one of them has fewer than three tiles for each
 /// multiprocessor; products that are summed do if one of them sums fewer than 4,096 values. Otherwise the larger code of a
 /// joint launch costs more than it saves.
 pub fn gains_together<R: Runtime>(client: &ComputeClient<R>, shapes: &[GemmShape], summed: bool) -> bool {
     let tiles = |s: &GemmShape| s.i.div_ceil(TILE as usize) * s.j.div_ceil(TILE as usize);
     let short = |s: &GemmShape| if summed { s.r < 64 * DEPTH as usize } else { tiles(s) < 3 * processors(client) };
-    shapes.len() > 1 && shapes.iter().any(short)
+    shapes.len() > 1 && (is_hopper(client) || shapes.iter().any(short))
 }

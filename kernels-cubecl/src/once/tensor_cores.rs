@@ -6,36 +6,57 @@ use crate::{
     attention::{self, AttentionShape},
     block_scaled::{self, block_scaled},
     decode_attention,
-    gemm::{self, Gemm, GemmShape},
+    gemm::{self, Gemm, GemmShape, hopper},
     gemv::{Gemv, gemv},
     matmul::Product,
 };
 use cubecl::prelude::*;
 
-/// Every kind of product, in tiles of every width.
+/// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions.
 pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
-    let Zeros { client, dtype } = *zeros;
-    for cols in gemm::tile_columns(client) {
-        for (product, accumulate, result) in [
-            (Product::Nt, false, dtype),
-            (Product::Nn, false, dtype),
-            (Product::Tn, false, F32),
-            (Product::Tn, true, F32),
-        ] {
-            let (i, j, r) = if product == Product::Tn { (136, 168, rows) } else { (rows, 168, 72) };
-            let shape = GemmShape { i, j, r };
-            let scales = if accumulate { vec![] } else { vec![zeros.floats(1)] };
-            let (a, b, out) = (zeros.values(i * r), zeros.values(j * r), zeros.sized(i * j, result.size()));
-            let one = Gemm::one(a, b, scales, out, (dtype, result), shape, product);
-            gemm::gemm_in(client, Gemm { accumulate, ..one }, cols)?;
-        }
-        joint_gemms(zeros, rows.next_multiple_of(8), cols)?;
+    for cols in gemm::tile_columns(zeros.client) {
+        each_gemm(zeros, rows, |products| gemm::gemm_in(zeros.client, products, cols))?;
     }
-    Ok(())
+    if !hopper::is_hopper(zeros.client) {
+        return Ok(());
+    }
+    let widths = hopper::hopper_columns(Product::Nt);
+    widths.iter().try_for_each(|cols| {
+        each_gemm(zeros, rows, |products| {
+            if !hopper::hopper_columns(products.product).contains(cols) {
+                return Ok(());
+            }
+            hopper::hopper_gemm_in(zeros.client, products, *cols)
+        })
+    })
+}
+
+/// Launches every kind of product by `launch`.
+fn each_gemm<R: Runtime>(
+    zeros: &Zeros<R>,
+    rows: usize,
+    launch: impl Fn(Gemm<R>) -> Result<(), KernelError>,
+) -> Result<(), KernelError> {
+    let Zeros { dtype, .. } = *zeros;
+    for (product, accumulate, result) in
+        [(Product::Nt, false, dtype), (Product::Nn, false, dtype), (Product::Tn, false, F32), (Product::Tn, true, F32)]
+    {
+        let (i, j, r) = if product == Product::Tn { (136, 168, rows) } else { (rows, 168, 72) };
+        let shape = GemmShape { i, j, r };
+        let scales = if accumulate { vec![] } else { vec![zeros.floats(1)] };
+        let (a, b, out) = (zeros.values(i * r), zeros.values(j * r), zeros.sized(i * j, result.size()));
+        let one = Gemm::one(a, b, scales, out, (dtype, result), shape, product);
+        launch(Gemm { accumulate, ..one })?;
+    }
+    joint_gemms(zeros, rows.next_multiple_of(8), launch)
 }
 
 /// Three products with one left operand, three with one right operand both ways, and a sum of three.
-fn joint_gemms<R: Runtime>(zeros: &Zeros<R>, tokens: usize, cols: usize) -> Result<(), KernelError> {
+fn joint_gemms<R: Runtime>(
+    zeros: &Zeros<R>,
+    tokens: usize,
+    launch: impl Fn(Gemm<R>) -> Result<(), KernelError>,
+) -> Result<(), KernelError> {
     let (outputs, inputs) = ([168, 40, 72], 136);
     for (product, shared_left, summed) in [
         (Product::Nt, true, false),
@@ -62,7 +83,7 @@ fn joint_gemms<R: Runtime>(zeros: &Zeros<R>, tokens: usize, cols: usize) -> Resu
             product,
             accumulate: false,
         };
-        gemm::gemm_in(zeros.client, products, cols)?;
+        launch(products)?;
     }
     Ok(())
 }

@@ -1,7 +1,8 @@
 //! Runs the CUDA C++ of a launch on the CPU. The text is compiled with the machine's C++ compiler and the emulator's own
 //! headers; the program runs one launch: it reads grid, scalars and buffers from a file and writes the buffers back.
 //!
-//! The emulator (`cuda/`) knows fragments, asynchronous copies and barriers by the tables of the PTX ISA. It refuses a
+//! The emulator (`cuda/`) knows fragments, asynchronous copies and barriers by the tables of the PTX ISA, for Hopper also its
+//! copy engine and its products of warpgroups. It refuses a
 //! launch that accesses memory outside its buffers, whose units wait for each other forever, or whose units race for a byte:
 //! two write it, or one reads what another wrote. In shared memory a write after another unit's read counts as well.
 
@@ -9,7 +10,7 @@ mod text;
 
 pub(crate) use text::BARRIER;
 
-use kernels_cubecl::cuda_source::{Executor, Launch};
+use kernels_cubecl::cuda_source::{Executor, Launch, TensorMap};
 use sha2::{Digest, Sha256};
 use std::{
     collections::{BTreeMap, HashMap},
@@ -20,7 +21,7 @@ use std::{
 };
 
 /// The emulator's sources. Headers come first.
-const SOURCES: [(&str, &str); 9] = [
+const SOURCES: [(&str, &str); 10] = [
     ("machine.h", include_str!("cuda/machine.h")),
     ("internal.h", include_str!("cuda/internal.h")),
     ("numbers.h", include_str!("cuda/numbers.h")),
@@ -29,6 +30,7 @@ const SOURCES: [(&str, &str); 9] = [
     ("units.cpp", include_str!("cuda/units.cpp")),
     ("memory.cpp", include_str!("cuda/memory.cpp")),
     ("fragments.cpp", include_str!("cuda/fragments.cpp")),
+    ("hopper.cpp", include_str!("cuda/hopper.cpp")),
     ("main.cpp", include_str!("cuda/main.cpp")),
 ];
 
@@ -91,6 +93,10 @@ fn contents(launch: &Launch, buffers: &[Vec<u8>]) -> Vec<u8> {
     words.extend(buffers.iter().map(|buffer| buffer.len() as u64));
     words.push(launch.arguments.len() as u64);
     words.extend(launch.arguments.iter().map(|n| *n as u64));
+    words.push(launch.maps.len() as u64);
+    for TensorMap { dims, tile, size } in &launch.maps {
+        words.extend(dims.iter().chain(tile).chain([size]).map(|n| *n as u64));
+    }
     words.extend([launch.info.len() as u64, launch.static_info as u64]);
     words.extend(&launch.info);
     let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();

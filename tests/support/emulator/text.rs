@@ -65,13 +65,26 @@ fn call(statement: &str) -> String {
         }
     }
     let template = template.trim().trim_end_matches(';');
+    if template.starts_with('{') {
+        // A block of statements is named by its first instruction, and takes all operands.
+        let mut words = template.split_whitespace();
+        let name = words.find(|word| word.contains('.') && !word.starts_with('.')).expect("a block has an instruction");
+        return format!("ptx::{}({})", function(name), operands.join(", "));
+    }
     let (name, places) = template.split_once(char::is_whitespace).unwrap_or((template, ""));
     let arguments: Vec<&str> = places
         .split(',')
         .map(|place| place.trim_matches(|c: char| c.is_whitespace() || "[]{}%".contains(c)))
+        // `_` is a result that nobody wants.
+        .filter(|place| !place.is_empty() && *place != "_")
         .map(|place| operands[place.parse::<usize>().expect("an operand is a number")])
         .collect();
-    format!("ptx::{}({})", name.replace("::", "_").replace('.', "_"), arguments.join(", "))
+    format!("ptx::{}({})", function(name), arguments.join(", "))
+}
+
+/// The function that stands for an instruction.
+fn function(name: &str) -> String {
+    name.replace("::", "_").replace('.', "_")
 }
 
 /// Where the parenthesis that is open at the beginning of `text` is closed.
@@ -95,4 +108,9 @@ fn assembly_becomes_calls() {
     let text = "a;\n  asm volatile(\"cp.async.cg.shared::cta.global [%0], [%1], %2, %2;\\n\"\n   \
                 :: \"r\"(f(x)), \"l\"(y), \"n\"(16) : \"memory\");\nb;\n";
     assert_eq!(assembly_as_calls(text), "a;\n  ptx::cp_async_cg_shared_cta_global(f(x), y, 16, 16);\n\nb;\n");
+    let text = "asm volatile(\"fence.all;\" ::: \"memory\");\nasm volatile(\"arrive _, [%0, {%2, %1}];\" ::\"r\"(a), \"r\"(b), \"n\"(3));\n";
+    assert_eq!(assembly_as_calls(text), "ptx::fence_all();\nptx::arrive(a, 3, b);\n");
+    let text =
+        "asm volatile(\"{ .reg .pred P; AGAIN: try.wait P, [%0], %1; @P bra DONE; DONE: }\" ::\"r\"(a), \"r\"(b));\n";
+    assert_eq!(assembly_as_calls(text), "ptx::try_wait(a, b);\n");
 }

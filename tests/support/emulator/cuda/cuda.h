@@ -15,7 +15,8 @@
 #define __device__
 #define __shared__
 #define __grid_constant__
-#define __launch_bounds__(units)
+#define __launch_bounds__(...)
+#define __forceinline__ inline
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 extern machine::Index threadIdx, blockIdx, blockDim, gridDim;

@@ -3,12 +3,14 @@
 // Races are found by vector clocks. A unit counts the times at which it lets others see its work (a barrier, an arrival).
 // `seen[v]` is the latest such time of unit `v` that this unit knows of. An access is ordered after another unit's access
 // if `seen` has reached the time at which that access was made. The copies that unit `v` starts asynchronously have a
-// clock of their own, `seen[units + v]`: whoever waits for a barrier on which the copies have arrived sees them.
+// clock of their own, `seen[units + v]`: whoever waits for a barrier on which the copies have arrived sees them. So have the
+// products of warpgroup `w`, `seen[2 * units + w]`: whoever waits for them sees that they have read their operands.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
+#include <map>
 #include <vector>
 
 #include "machine.h"
@@ -26,6 +28,13 @@ struct Copy {
   uint32_t to;
   uint32_t size;
   unsigned char bytes[16];
+};
+
+/// What a kernel gets as a tensor map: a row-major matrix, and the box that a copy moves. Boxes have the 128-byte swizzle.
+struct alignas(64) TensorMap {
+  unsigned char* start;
+  uint64_t rows, cols, tile_rows, tile_cols, size;
+  uint64_t unused[10];
 };
 
 struct Unit {
@@ -51,6 +60,9 @@ constexpr size_t STACK = 512 << 10;
 extern Unit* unit;        // the running unit
 extern unsigned units;    // of a cube
 extern unsigned cube;     // number of the running cube
+
+inline unsigned warpgroups() { return (units + 127) / 128; }
+inline Clock new_clock() { return Clock(2 * units + warpgroups(), 0); }
 extern int left_out;      // number of the barrier that is left out, or -1
 
 /// Prints where and what, and ends the process.
@@ -69,6 +81,24 @@ void reset_shared(size_t size);
 void reset_barriers();
 /// Lets asynchronous copies end. False if there are none.
 bool complete_copies();
+/// Bytes of shared memory that the running unit reads, or its copies or products do, whose clock is `reader`.
 const unsigned char* read_shared(uint32_t address, size_t size);
+const unsigned char* read_shared_as(uint32_t reader, uint32_t time, uint32_t address, size_t size);
+void write_shared(uint32_t address, const void* bytes, size_t size);
+/// Fails if a unit has written these bytes of shared memory since its time in `fenced`: the copy engine would not see them.
+void expect_fenced(uint32_t address, size_t size, const std::map<unsigned, uint32_t>& fenced);
+/// A read or write of global memory by the running unit.
+void access_global(const void* pointer, size_t size, bool write);
+/// Starts copies whose bytes arrive on a barrier when they end.
+void copies_bring_bytes(uint32_t barrier, std::vector<Copy> copies);
+
+// units.cpp
+void synchronize_units(const std::vector<Unit*>& units);
+Unit& unit_number(unsigned number);
+
+// hopper.cpp
+void reset_hopper();
+/// Fails if the running unit ends while its stores may still read shared memory.
+void expect_stores_ended();
 
 }  // namespace machine

@@ -43,4 +43,22 @@ void barrier_init(const void* barrier, unsigned count);
 unsigned barrier_arrive(const void* barrier, unsigned count);
 void barrier_wait_parity(const void* barrier, unsigned parity);
 
+// The same by their shared memory address; `bytes` more have to arrive before the phase ends.
+void barrier_init_at(uint32_t barrier, unsigned count);
+void barrier_expect(uint32_t barrier, unsigned bytes);
+unsigned barrier_arrive_at(uint32_t barrier, unsigned count);
+void barrier_wait_at(uint32_t barrier, unsigned parity);
+
+// Hopper: boxes of a matrix to and from shared memory, and products of a warpgroup.
+void load_box(uint32_t to, const void* map, uint32_t barrier, int x, int y);
+void store_box(const void* map, uint32_t from, int x, int y);
+void stores_wait();
+void fence_proxy();
+void sync_named(unsigned number, unsigned count);
+void stmatrix(uint32_t address, Words words);
+void store_floats(uint32_t address, float a, float b);
+void product(unsigned cols, Operand type, float* sums, uint64_t a, uint64_t b, bool a_across, bool b_across);
+void products_end_group();
+void products_wait(unsigned groups);
+
 }  // namespace machine

@@ -1,7 +1,8 @@
 // Runs one launch. The file that the argument names holds words of 64 bits: bytes of shared memory; cubes and units in
 // three dimensions each; the number of buffers and the bytes of each; the number of buffer arguments and the buffer of
-// each; the number of words of `info`, those before its dynamic part, and the words. The bytes of the buffers follow. The
-// program writes the buffers back to the file `<name>.out`, one after another. A second argument is the number of a barrier
+// each; the number of tensor maps, whose buffers are the first arguments, and for each rows and columns of the matrix, rows
+// and columns of a box, and bytes of a number; the number of words of `info`, those before its dynamic part, and the words. The
+// bytes of the buffers follow. The program writes the buffers back to the file `<name>.out`, one after another. A second argument is the number of a barrier
 // that is left out.
 #include <sys/resource.h>
 
@@ -24,6 +25,7 @@ namespace {
 void* arguments[1024];
 void* pointers[1024];
 uint64_t info[1024];
+machine::TensorMap maps[32];
 
 void kernel() { emulated_kernel(arguments); }
 
@@ -61,8 +63,15 @@ int main(int count_of_names, char** names) {
   for (auto& size : sizes) size = word();
   std::vector<size_t> of_argument(word());
   for (auto& buffer : of_argument) buffer = word();
+  size_t count_of_maps = word();
+  if (count_of_maps > std::size(maps) || count_of_maps > of_argument.size()) machine::fail("too many tensor maps");
+  for (size_t i = 0; i < count_of_maps; ++i)
+    for (auto field : {&machine::TensorMap::rows, &machine::TensorMap::cols, &machine::TensorMap::tile_rows,
+                       &machine::TensorMap::tile_cols, &machine::TensorMap::size})
+      maps[i].*field = word();
   size_t words = word(), fixed = word();
-  if (words > std::size(info) || of_argument.size() + 2 > std::size(arguments)) machine::fail("too many arguments");
+  if (words > std::size(info) || count_of_maps + of_argument.size() + 2 > std::size(arguments))
+    machine::fail("too many arguments");
   for (size_t i = 0; i < words; ++i) info[i] = word();
   std::vector<unsigned char*> buffers;
   for (size_t size : sizes) {
@@ -72,8 +81,13 @@ int main(int count_of_names, char** names) {
   }
   if (!file) machine::fail("the file of the launch is too short");
 
-  // The order of CubeCL's CUDA runtime: buffers, the dynamic metadata if there is any, then `info` by value.
+  // The order of CubeCL's CUDA runtime: tensor maps by value, the buffers behind them, other buffers, the dynamic metadata if
+  // there is any, then `info` by value.
   size_t count = 0;
+  for (size_t i = 0; i < count_of_maps; ++i) {
+    maps[i].start = buffers[of_argument[i]];
+    arguments[count++] = &maps[i];
+  }
   auto pass = [&](void* pointer) { pointers[count] = pointer, arguments[count] = &pointers[count], ++count; };
   for (size_t buffer : of_argument) pass(buffers[buffer]);
   if (fixed < words) pass(info + fixed);

@@ -45,6 +45,8 @@ size_t shared_size;
 /// An mbarrier object.
 struct Barrier {
   unsigned expected, pending, phase;
+  /// Bytes that have to arrive before the phase ends.
+  int64_t bytes;
   /// What is seen by whoever waits for the phases that are complete, and for the current one.
   Clock complete, current;
   std::deque<Unit*> waiting;
@@ -57,16 +59,21 @@ struct Arrival {
   unsigned unit;
   uint32_t time;
   std::vector<Copy> copies;
+  /// What arrives: one arrival, or else this many bytes.
+  unsigned bytes;
 };
 std::deque<Arrival> arrivals;
 
-const char* name(uint32_t writer) { return writer < units ? "unit" : "a copy of unit"; }
+const char* name(uint32_t who) {
+  return who < units ? "unit" : who < 2 * units ? "a copy of unit" : "a product of warpgroup";
+}
+uint32_t number(uint32_t who) { return who < units ? who : who < 2 * units ? who - units : who - 2 * units; }
 
 /// Fails unless the running unit sees what was last written to the byte.
 void expect_written(const Cell& cell, uint32_t address, const char* verb) {
   if (cell.writer != NOBODY && unit->seen[cell.writer] < cell.time)
     fail("race: %s byte %u of shared memory, which %s %u writes, and no barrier is between them", verb, address,
-         name(cell.writer), cell.writer % units);
+         name(cell.writer), number(cell.writer));
 }
 
 void expect_shared(uint32_t address, size_t size, const char* verb) {
@@ -74,9 +81,8 @@ void expect_shared(uint32_t address, size_t size, const char* verb) {
     fail("out of bounds: %s %zu bytes at %u of the %zu bytes of shared memory", verb, size, address, shared_size);
 }
 
-void read_cells(uint32_t address, size_t size) {
+void read_cells(uint32_t address, size_t size, uint32_t reader, uint32_t time) {
   expect_shared(address, size, "reads");
-  uint32_t time = unit->seen[unit->number];
   for (size_t i = 0; i < size; ++i) {
     Cell& cell = cells[address + i];
     expect_written(cell, address + i, "reads");
@@ -84,7 +90,7 @@ void read_cells(uint32_t address, size_t size) {
     bool known = false;
     for (size_t r = 0; r < cell.reads.size();) {
       Read& read = cell.reads[r];
-      if (read.unit == unit->number) {
+      if (read.unit == reader) {
         read.time = time, known = true, ++r;
       } else if (unit->seen[read.unit] >= read.time) {
         read = cell.reads.back(), cell.reads.pop_back();
@@ -92,9 +98,11 @@ void read_cells(uint32_t address, size_t size) {
         ++r;
       }
     }
-    if (!known) cell.reads.push_back({unit->number, time});
+    if (!known) cell.reads.push_back({reader, time});
   }
 }
+
+void read_cells(uint32_t address, size_t size) { read_cells(address, size, unit->number, unit->seen[unit->number]); }
 
 void write_cells(uint32_t address, size_t size, uint32_t writer, uint32_t time) {
   expect_shared(address, size, "writes");
@@ -103,8 +111,8 @@ void write_cells(uint32_t address, size_t size, uint32_t writer, uint32_t time) 
     expect_written(cell, address + i, "writes");
     for (Read& read : cell.reads)
       if (unit->seen[read.unit] < read.time)
-        fail("race: writes byte %zu of shared memory, which unit %u reads, and no barrier is between them", address + i,
-             read.unit);
+        fail("race: writes byte %zu of shared memory, which %s %u reads, and no barrier is between them", address + i,
+             name(read.unit), number(read.unit));
     cell.reads.clear();
     cell.writer = writer, cell.time = time;
   }
@@ -162,11 +170,12 @@ Barrier& barrier_at(uint32_t address) {
   return found->second;
 }
 
-/// Counts one arrival, and ends the phase with the last one.
-void arrive(Barrier& barrier, unsigned count) {
+/// Counts arrivals and bytes, and ends the phase with the last one.
+void arrive(Barrier& barrier, unsigned count, unsigned bytes = 0) {
   if (barrier.pending < count) fail("%u arrivals on a barrier that expects %u more", count, barrier.pending);
   barrier.pending -= count;
-  if (barrier.pending) return;
+  barrier.bytes -= bytes;
+  if (barrier.pending || barrier.bytes) return;
   join(barrier.complete, barrier.current);
   barrier.pending = barrier.expected;
   ++barrier.phase;
@@ -222,7 +231,7 @@ void copy_async(uint32_t to, const void* from, unsigned size, unsigned source_si
 void copy_async_arrive(uint32_t address) {
   read_cells(address, 8);
   ++barrier_at(address).pending;
-  arrivals.push_back({address, unit->number, unit->copies_time++, std::move(unit->copies)});
+  arrivals.push_back({address, unit->number, unit->copies_time++, std::move(unit->copies), 0});
   unit->copies.clear();
 }
 
@@ -234,19 +243,49 @@ bool complete_copies() {
     Barrier& barrier = barrier_at(arrival.barrier);
     uint32_t& time = barrier.current[units + arrival.unit];
     time = std::max(time, arrival.time);
-    arrive(barrier, 1);
+    arrive(barrier, arrival.bytes ? 0 : 1, arrival.bytes);
   }
   return any;
 }
 
-void barrier_init(const void* barrier, unsigned count) {
-  uint32_t address = shared_address(barrier);
-  write_cells(address, 8, unit->number, unit->seen[unit->number]);
-  barriers[address] = {count, count, 0, Clock(2 * units, 0), Clock(2 * units, 0), {}};
+const unsigned char* read_shared_as(uint32_t reader, uint32_t time, uint32_t address, size_t size) {
+  read_cells(address, size, reader, time);
+  return dynamic_shared_mem + address;
 }
 
-unsigned barrier_arrive(const void* pointer, unsigned count) {
-  uint32_t address = shared_address(pointer);
+void write_shared(uint32_t address, const void* bytes, size_t size) {
+  write_cells(address, size, unit->number, unit->seen[unit->number]);
+  memcpy(dynamic_shared_mem + address, bytes, size);
+}
+
+void expect_fenced(uint32_t address, size_t size, const std::map<unsigned, uint32_t>& fenced) {
+  for (size_t i = 0; i < size; ++i) {
+    const Cell& cell = cells[address + i];
+    if (cell.writer >= units) continue;
+    auto fence = fenced.find(cell.writer);
+    if (fence == fenced.end() || fence->second < cell.time)
+      fail("race: the copy engine reads byte %zu of shared memory, which unit %u wrote without fence.proxy", address + i,
+           cell.writer);
+  }
+}
+
+void access_global(const void* pointer, size_t size, bool write) { access(pointer, size, write, 1); }
+
+void copies_bring_bytes(uint32_t barrier, std::vector<Copy> copies) {
+  unsigned bytes = 0;
+  for (Copy& copy : copies) {
+    write_cells(copy.to, copy.size, units + unit->number, unit->copies_time);
+    bytes += copy.size;
+  }
+  arrivals.push_back({barrier, unit->number, unit->copies_time++, std::move(copies), bytes});
+}
+
+void barrier_init_at(uint32_t address, unsigned count) {
+  write_cells(address, 8, unit->number, unit->seen[unit->number]);
+  barriers[address] = {count, count, 0, 0, new_clock(), new_clock(), {}};
+}
+
+unsigned barrier_arrive_at(uint32_t address, unsigned count) {
   read_cells(address, 8);
   Barrier& barrier = barrier_at(address);
   unsigned phase = barrier.phase;
@@ -256,8 +295,12 @@ unsigned barrier_arrive(const void* pointer, unsigned count) {
   return phase;
 }
 
-void barrier_wait_parity(const void* pointer, unsigned parity) {
-  uint32_t address = shared_address(pointer);
+void barrier_expect(uint32_t address, unsigned bytes) {
+  barrier_at(address).bytes += bytes;
+  barrier_arrive_at(address, 1);
+}
+
+void barrier_wait_at(uint32_t address, unsigned parity) {
   read_cells(address, 8);
   Barrier& barrier = barrier_at(address);
   while ((barrier.phase & 1) == parity) {
@@ -266,6 +309,10 @@ void barrier_wait_parity(const void* pointer, unsigned parity) {
   }
   join(unit->seen, barrier.complete);
 }
+
+void barrier_init(const void* barrier, unsigned count) { barrier_init_at(shared_address(barrier), count); }
+unsigned barrier_arrive(const void* barrier, unsigned count) { return barrier_arrive_at(shared_address(barrier), count); }
+void barrier_wait_parity(const void* barrier, unsigned parity) { barrier_wait_at(shared_address(barrier), parity); }
 
 }  // namespace machine
 

@@ -48,6 +48,7 @@ unsigned lanes_of(unsigned warp) { return std::min(32u, units - warp * 32); }
 
 void begin() {
   body();
+  expect_stores_ended();
   unit->finished = true;
   _longjmp(scheduler, 1);
 }
@@ -64,7 +65,7 @@ void resume(Unit& next) {
 void prepare(Unit& u, unsigned number, Index shape) {
   u.number = number;
   u.position = {number % shape.x, number / shape.x % shape.y, number / (shape.x * shape.y)};
-  u.seen.assign(2 * units, 0);
+  u.seen = new_clock();
   u.seen[number] = 1;
   u.copies.clear();
   u.copies_time = 1;
@@ -97,7 +98,7 @@ void queue_all() {
 /// Orders what these units did before after what any of them does next.
 template <class Units>
 void synchronize(Units first, Units last) {
-  Clock joint(2 * units, 0);
+  Clock joint = new_clock();
   for (auto u = first; u != last; ++u)
     if (!u->finished) join(joint, u->seen);
   for (auto u = first; u != last; ++u)
@@ -170,6 +171,7 @@ void run_cube(Index position, Index cubes, Index shape, void (*kernel)()) {
   for (unsigned i = 0; i < units; ++i) prepare(all[i], i, shape);
   warps.assign((units + 31) / 32, {});
   cube_barrier = {};
+  reset_hopper();
   reset_barriers();
   queue_all();
   for (;;) {
@@ -213,6 +215,25 @@ uint32_t shuffle(uint32_t value, unsigned source_lane, int line) {
   return *exchange("a shuffle", line, {value, source_lane}, [](Warp& warp) {
     for (unsigned i = 0; i < 32; ++i) warp.out[i][0] = warp.in[warp.in[i][1]][0];
   });
+}
+
+void synchronize_units(const std::vector<Unit*>& those) {
+  Clock joint = new_clock();
+  for (Unit* u : those) join(joint, u->seen);
+  for (Unit* u : those) u->seen = joint, ++u->seen[u->number];
+}
+
+Unit& unit_number(unsigned number) { return all[number]; }
+
+// "Warp-level matrix store instruction: stmatrix". Lanes 8i to 8i + 7 give the addresses of the rows of matrix i; a lane holds
+// elements 2 * (lane % 4) and the next of row lane / 4 of each matrix.
+void stmatrix(uint32_t address, Words words) {
+  if (address % 16) fail("stmatrix writes a row at address %u of shared memory, which is no multiple of 16", address);
+  auto row = exchange("stmatrix", 0, {words.r[0], words.r[1], words.r[2], words.r[3]}, [](Warp& warp) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) warp.out[lane][i] = warp.in[lane % 8 * 4 + i][lane / 8];
+  });
+  write_shared(address, row, 16);
 }
 
 uint32_t ballot(bool value, int line) {

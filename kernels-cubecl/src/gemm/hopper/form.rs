@@ -1,0 +1,152 @@
+//! What is compiled into a kernel, and the shared memory that it takes.
+
+use crate::{gemm::args::Gemm, matmul::Product};
+use cubecl::{
+    ir::{ElemType, FloatKind, StorageType},
+    prelude::*,
+};
+
+/// Rows of a tile.
+pub(super) const TILE_ROWS: usize = 128;
+/// Values of `r` in a stage.
+pub(super) const STAGE_DEPTH: usize = 64;
+/// Bytes of shared memory that a cube of these GPUs can have.
+pub(super) const SHARED: usize = 227 << 10;
+/// Columns in which 16-bit results, and operands that lie across, are copied.
+pub(super) const PIECE: usize = 64;
+/// Bytes of 64 rows of a stage.
+const BOX: usize = 64 * STAGE_DEPTH * 2;
+/// Bytes for barriers, and for the alignment of the stages.
+const BARRIERS: usize = 256;
+const ALIGNMENT: usize = 1024;
+
+/// A number's type, as these kernels know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Number {
+    F16,
+    Bf16,
+    F32,
+}
+
+impl Number {
+    /// The number of this storage type, if there is one.
+    pub(super) fn of(storage: StorageType) -> Option<Self> {
+        match storage {
+            StorageType::Scalar(ElemType::Float(FloatKind::F16)) => Some(Self::F16),
+            StorageType::Scalar(ElemType::Float(FloatKind::BF16)) => Some(Self::Bf16),
+            StorageType::Scalar(ElemType::Float(FloatKind::F32)) => Some(Self::F32),
+            _ => None,
+        }
+    }
+
+    /// Its name in an instruction that knows 16-bit numbers only. Results in f32 are not converted.
+    pub(super) fn ptx(self) -> &'static str {
+        if self == Self::F16 { "f16" } else { "bf16" }
+    }
+}
+
+/// What a tensor map leads to. The last columns of a tile's result may have a map of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operand {
+    A,
+    B,
+    Out,
+    Edge,
+}
+
+impl Operand {
+    /// Its name in the kernel's text.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::A => "a",
+            Self::B => "b",
+            Self::Out => "out",
+            Self::Edge => "edge",
+        }
+    }
+}
+
+/// A form of the kernel. Its text depends on nothing else.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Form {
+    pub(super) cols: usize,
+    pub(super) a_across: bool,
+    pub(super) b_across: bool,
+    /// Number of products, of left and of right operands.
+    pub(super) parts: usize,
+    pub(super) lefts: usize,
+    pub(super) rights: usize,
+    /// Tensor scales of each product.
+    pub(super) scales: usize,
+    pub(super) summed: bool,
+    pub(super) accumulate: bool,
+    pub(super) operand: Number,
+    pub(super) result: Number,
+}
+
+impl Form {
+    /// The form of these products in tiles of `cols` columns. None if there is no kernel for them: it adds to results in
+    /// f32 only.
+    pub(super) fn of<R: Runtime>(products: &Gemm<R>, cols: usize) -> Option<Self> {
+        let (operand, result) = (Number::of(products.types.0)?, Number::of(products.types.1)?);
+        let parts = products.shapes.len();
+        let known = operand != Number::F32 && (!products.accumulate || result == Number::F32);
+        known.then(|| Self {
+            cols,
+            a_across: products.product == Product::Tn,
+            b_across: products.product != Product::Nt,
+            parts,
+            lefts: products.a.len(),
+            rights: products.b.len(),
+            scales: products.scales.len() / parts,
+            summed: products.summed(),
+            accumulate: products.accumulate,
+            operand,
+            result,
+        })
+    }
+
+    /// Number of results.
+    pub(super) fn results(&self) -> usize {
+        if self.summed { 1 } else { self.parts }
+    }
+
+    /// Whether the last columns of a tile need a map of their own: 16-bit results are stored in pieces of 64 columns.
+    pub(super) fn has_edge(&self) -> bool {
+        self.result != Number::F32 && !self.cols.is_multiple_of(PIECE)
+    }
+
+    /// Every tensor map, in the order of the kernel's parameters: the operand and its number.
+    pub(super) fn maps(&self) -> Vec<(Operand, usize)> {
+        let edges = if self.has_edge() { self.results() } else { 0 };
+        let groups = [
+            (Operand::A, self.lefts),
+            (Operand::B, self.rights),
+            (Operand::Out, self.results()),
+            (Operand::Edge, edges),
+        ];
+        groups.into_iter().flat_map(|(of, count)| (0..count).map(move |n| (of, n))).collect()
+    }
+
+    /// Stages of the ring in shared memory.
+    pub(super) fn stages(&self) -> usize {
+        (SHARED - ALIGNMENT - BARRIERS - self.results_bytes()) / self.stage_bytes()
+    }
+
+    /// Bytes of shared memory.
+    pub(super) fn shared(&self) -> usize {
+        ALIGNMENT + BARRIERS + self.results_bytes() + self.stages() * self.stage_bytes()
+    }
+
+    fn boxes(&self) -> usize {
+        self.cols.div_ceil(PIECE)
+    }
+
+    fn stage_bytes(&self) -> usize {
+        (2 + self.boxes()) * BOX
+    }
+
+    fn results_bytes(&self) -> usize {
+        2 * self.boxes() * BOX
+    }
+}

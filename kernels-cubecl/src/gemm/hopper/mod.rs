@@ -1,0 +1,150 @@
+//! The products of [`super::gemm()`] on Hopper's own matrix instructions, which CubeCL 0.10 does not have: CUDA C++ with
+//! inline assembly, launched in the same stream as every other kernel. gemm.cuh says how it works.
+//! ```text
+//! for i { for j { for r { y[i][j] += a[i][r] * b[j][r] } } }      // the plain loop, Nt
+//! ```
+//! A CubeCL that has these instructions replaces this folder.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `mod.rs` | for which device and products, and the launch |
+//! | `form.rs`, `tiles.rs` | what is compiled into a kernel; the choice of a tile's width |
+//! | `task.rs` | a kernel whose text is given |
+//! | `text.rs`, `instructions.cuh`, `gemm.cuh` | the text |
+
+use super::{
+    args::Gemm,
+    shape::{GemmShape, NAME},
+};
+use crate::{
+    device::processors,
+    error::{KernelError, index, require},
+};
+use cubecl::{
+    ir::{ElemType, FloatKind, StorageType, features::Tma},
+    prelude::*,
+    server::{Binding, KernelArguments, MetadataBindingInfo, TensorMapBinding, TensorMapMeta},
+    zspace::metadata::Metadata,
+};
+use cubecl_runtime::tma::{
+    OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
+};
+use form::{Form, Number, Operand, PIECE, SHARED, STAGE_DEPTH, TILE_ROWS};
+use task::Task;
+pub use tiles::hopper_columns;
+use tiles::{columns, tiles};
+
+mod form;
+mod task;
+mod text;
+mod tiles;
+
+/// Whether the device is a Hopper GPU: it has the copy engine and no 4-bit floats, which came with Blackwell.
+pub fn is_hopper<R: Runtime>(client: &ComputeClient<R>) -> bool {
+    let e2m1 = StorageType::Scalar(ElemType::Float(FloatKind::E2M1));
+    let properties = client.properties();
+    client.features().tma.contains(Tma::Base)
+        && properties.type_usage(e2m1).is_empty()
+        && properties.hardware.max_shared_memory_size >= SHARED
+}
+
+/// The most products of one launch: a kernel's parameters may take 4 KiB, and a tensor map takes 128 bytes.
+const MOST: usize = 4;
+
+/// Whether there is a kernel for these products on this device.
+pub(super) fn takes<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> bool {
+    let full = products.shapes.iter().all(|s| s.i * s.j * s.r > 0);
+    is_hopper(client) && full && products.shapes.len() <= MOST && Form::of(products, TILE_ROWS).is_some()
+}
+
+/// Launches the products with the width of tiles that lets the device finish soonest.
+pub(super) fn launch<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<(), KernelError> {
+    let cols = columns(products.tiled(), products.product, processors(client));
+    launch_in(client, products, cols)
+}
+
+/// Launches the products in tiles of `cols` columns, one of [`hopper_columns`].
+///
+/// # Errors
+/// If the products do not fit together, or there is no kernel for them.
+pub fn hopper_gemm_in<R: Runtime>(
+    client: &ComputeClient<R>,
+    products: Gemm<R>,
+    cols: usize,
+) -> Result<(), KernelError> {
+    products.check()?;
+    require(NAME, takes(client, &products), || "this device has no Hopper kernel for these products".into())?;
+    require(NAME, hopper_columns(products.product).contains(&cols), || format!("tiles of {cols} columns"))?;
+    launch_in(client, products, cols)
+}
+
+fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usize) -> Result<(), KernelError> {
+    let Some(form) = Form::of(&products, cols) else {
+        return require(NAME, false, || "no Hopper kernel adds to 16-bit results".into());
+    };
+    let cubes = index(NAME, "cubes", tiles(products.tiled(), cols).min(processors(client)))?;
+    let info = lengths(&products.shapes)?;
+    let Gemm { a, b, scales, out, types, shapes, .. } = products;
+    let [a, b, scales, out] = [a, b, scales, out].map(|list| list.into_iter().map(binding).collect::<Vec<Binding>>());
+    let map_of = |(of, n): (Operand, usize)| {
+        let GemmShape { i, j, r } = shapes[n];
+        let (buffer, ty) = match of {
+            Operand::A => (&a[n], types.0),
+            Operand::B => (&b[n], types.0),
+            Operand::Out | Operand::Edge => (&out[n], types.1),
+        };
+        let (dims, tile) = match of {
+            Operand::A if form.a_across => ([r, i], [STAGE_DEPTH, PIECE]),
+            Operand::A => ([i, r], [TILE_ROWS, STAGE_DEPTH]),
+            Operand::B if form.b_across => ([r, j], [STAGE_DEPTH, PIECE]),
+            Operand::B => ([j, r], [cols, STAGE_DEPTH]),
+            Operand::Out if form.result == Number::F32 => ([i, j], [PIECE, PIECE / 2]),
+            Operand::Out => ([i, j], [PIECE, PIECE]),
+            Operand::Edge => ([i, j], [PIECE, cols % PIECE]),
+        };
+        tensor_map(buffer.clone(), ty, dims, tile)
+    };
+    let maps = form.maps().into_iter().map(map_of).collect();
+    let arguments = KernelArguments::new().with_tensor_maps(maps).with_buffers(scales);
+    let words = info.len();
+    let arguments = arguments.with_info(MetadataBindingInfo::new(info, words));
+    // SAFETY: buffer lengths were checked against the shapes; the copy engine stays inside the matrices of its maps, whose
+    // dimensions are the shapes; the values that results begin with are read inside them too; every loop is bounded by
+    // the shapes.
+    unsafe { client.launch_unchecked(Box::new(Task(form)), CubeCount::Static(cubes, 1, 1), arguments) };
+    Ok(())
+}
+
+/// The lengths as the kernel reads them: rows, columns and summed values of each product.
+fn lengths(shapes: &[GemmShape]) -> Result<Vec<u64>, KernelError> {
+    let mut all = Vec::new();
+    for (what, len) in shapes.iter().flat_map(|s| [("i", s.i), ("j", s.j), ("r", s.r)]) {
+        require(NAME, i32::try_from(len).is_ok(), || {
+            format!("{what} = {len} is more than a signed number of 32 bits holds")
+        })?;
+        all.push(len as u64);
+    }
+    Ok(all)
+}
+
+fn binding<R: Runtime>(arg: ArrayArg<R>) -> Binding {
+    match arg {
+        ArrayArg::Handle { handle } => handle.handle,
+        ArrayArg::Alias { .. } => unreachable!("launches of this crate pass buffers"),
+    }
+}
+
+/// The map by which the copy engine finds boxes of `tile` in a row-major matrix.
+fn tensor_map(buffer: Binding, ty: StorageType, dims: [usize; 2], tile: [usize; 2]) -> TensorMapBinding {
+    let map = TensorMapMeta {
+        format: TensorMapFormat::Tiled(TiledArgs { tile_size: tile.into() }),
+        metadata: Metadata::new(dims, [dims[1], 1]),
+        elem_stride: [1, 1].into(),
+        interleave: TensorMapInterleave::None,
+        swizzle: TensorMapSwizzle::B128,
+        prefetch: TensorMapPrefetch::B256,
+        oob_fill: OobFill::Zero,
+        storage_ty: ty,
+    };
+    TensorMapBinding { binding: buffer, map }
+}

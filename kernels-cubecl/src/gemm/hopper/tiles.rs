@@ -1,0 +1,21 @@
+//! The choice of the width of tiles.
+
+use super::form::TILE_ROWS;
+use crate::{gemm::shape::GemmShape, matmul::Product};
+
+/// The widths that there are. Where `b` lies across, its rows are copied in pieces of 64.
+pub fn hopper_columns(product: Product) -> &'static [usize] {
+    if product == Product::Nt { &[256, 192, 160, 128] } else { &[256, 192, 128] }
+}
+
+/// The number of tiles of these products.
+pub(super) fn tiles(shapes: &[GemmShape], cols: usize) -> usize {
+    shapes.iter().map(|s| s.i.div_ceil(TILE_ROWS) * s.j.div_ceil(cols)).sum()
+}
+
+/// The width with which a device of `processors` finishes soonest. Each multiprocessor makes its share of whole tiles. A
+/// tile takes as long as its columns and 40 more would: for its rows of `a`, which every tile reads anew.
+pub(super) fn columns(shapes: &[GemmShape], product: Product, processors: usize) -> usize {
+    let cost = |cols: &usize| tiles(shapes, *cols).div_ceil(processors) * (*cols + 40);
+    hopper_columns(product).iter().copied().min_by_key(cost).unwrap_or(TILE_ROWS)
+}
