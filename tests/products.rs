@@ -2,7 +2,7 @@
 
 use crate::support::{Cpu, Cube, Feature, Random, host, lacks, matrix, on_gpu, relative};
 use backend_nvfp4::{
-    BlockShape, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling,
+    BlockShape, DeviceServices, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding, Scaling,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
@@ -174,6 +174,16 @@ fn tiles<R: CubeRuntime>() {
         let cols = widths[case / 3 % widths.len()];
         ragged_product::<R>(&mut random, case, cols, |products| gemm::gemm_in(&client, products, cols));
     }
+}
+
+#[test]
+fn the_ways_to_make_products_are_named() {
+    on_gpu!(ways);
+}
+
+/// The last way is the one that every device has.
+fn ways<R: CubeRuntime>() {
+    assert_eq!(Cube::<R>::tiers(&Default::default()).last(), Some(&"portable (matmul)"));
 }
 
 #[test]

@@ -517,6 +517,7 @@ fn flags_that_exclude_each_other_are_refused() {
         (&["--master-weights", "nvfp4", "--bf16-last-blocks", "1"], "dense master weights"),
         (&["--master-weights", "nvfp4", "--scales", "single"], "two-level"),
         (&["--damped-finish", "0.2", "--recipe", "bf16"], "a recipe that quantizes"),
+        (&["--damped-finish", "0.2", "--scales", "single"], "--damped-finish needs --scales two"),
         (&["--nvfp4-without", "hadamard"], "needs --recipe nvfp4"),
         (&["--quantize-from", "0.5", "--recipe", "bf16"], "a recipe that quantizes"),
         (&["--quantize-from", "0.9", "--damped-finish", "0.2"], "begin before"),

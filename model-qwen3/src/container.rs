@@ -36,6 +36,8 @@ struct Slot {
     stored: Stored,
     /// The floats; or the codes, the scales and, in two-level files, the tensor scale.
     entries: Vec<Entry>,
+    /// Whether the file holds the reciprocal of the tensor scale.
+    reciprocal: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -84,12 +86,14 @@ impl Container {
                     };
                     let global = by_key.get(spelling.key(base, Part::TensorScale).as_str());
                     let parts = [entry, scales].into_iter().chain(global.copied()).cloned().collect();
-                    self.packed(names::of_base(base), parts)?
+                    let reciprocal = spelling == Spelling::CompressedTensors;
+                    Slot { reciprocal, ..self.packed(names::of_base(base), parts)? }
                 }
                 Some((spelling, base, Part::Scales | Part::TensorScale)) => {
-                    let codes_key = spelling.key(base, Part::Codes);
-                    if !by_key.contains_key(codes_key.as_str()) {
-                        return Err(self.alone(key, &codes_key));
+                    // Two spellings have the same key for block scales.
+                    let spellings = if spelling == Spelling::Dat { &[Spelling::Dat][..] } else { &Spelling::SAFE };
+                    if !spellings.iter().any(|s| by_key.contains_key(s.key(base, Part::Codes).as_str())) {
+                        return Err(self.alone(key, &spelling.key(base, Part::Codes)));
                     }
                     continue; // The entry of the codes takes it in.
                 }
@@ -109,7 +113,7 @@ impl Container {
         match entry.content() {
             Content::Floats(float) => {
                 let stored = Stored::Dense { float, shape: entry.shape().to_vec() };
-                Ok(Slot { name: name.to_owned(), stored, entries: vec![entry.clone()] })
+                Ok(Slot { name: name.to_owned(), stored, entries: vec![entry.clone()], reciprocal: false })
             }
             Content::Other(kind) => Err(self.bad(format!("{name:?} is {kind}; weights are f16, bf16, f32 or NVFP4"))),
             Content::Bytes | Content::Scales => Err(self.bad(format!("{name:?} holds bytes, not floats"))),
@@ -143,7 +147,7 @@ impl Container {
             }
             Some(e) => return Err(bad(format!("its tensor scale has shape {:?}; one f32 is needed", e.shape()))),
         };
-        Ok(Slot { name, stored: Stored::Packed { rows, cols, scaling }, entries })
+        Ok(Slot { name, stored: Stored::Packed { rows, cols, scaling }, entries, reciprocal: false })
     }
 
     /// The safetensors files, if the tensors come from such.
@@ -220,7 +224,8 @@ impl Tensors for Container {
         if let Some(entry) = slot.entries.get(2) {
             let mut buffer = [0; 4];
             self.read(entry, 0, &mut buffer)?;
-            global = FloatType::F32.decode(&buffer)[0];
+            let stored = FloatType::F32.decode(&buffer)[0];
+            global = if slot.reciprocal { 1.0 / stored } else { stored };
         }
         Ok(Packed { codes: bytes::to_u32s(&codes), scales, global })
     }
@@ -271,7 +276,7 @@ impl Entry {
         if matches!(self.content(), Content::Bytes) && names::may_hold_codes(key) {
             return Some((Spelling::ModelOpt, key, Part::Codes));
         }
-        Spelling::ModelOpt.split(key).map(|(base, part)| (Spelling::ModelOpt, base, part))
+        Spelling::SAFE.into_iter().find_map(|spelling| spelling.split(key).map(|(base, part)| (spelling, base, part)))
     }
 }
 

@@ -35,6 +35,7 @@ pub mod container;
 pub mod dat;
 mod error;
 pub mod file;
+pub mod foreign;
 pub mod generate;
 pub mod kv_cache;
 pub mod loss;

@@ -7,6 +7,7 @@
 //! |---|---|---|---|
 //! | `.dat` | `NAME.qdata` | `NAME.scale` | `NAME.scale_2` |
 //! | ModelOpt, in safetensors | `NAME` | `NAME_scale` | `NAME_scale_2` |
+//! | compressed-tensors, in safetensors | `NAME_packed` | `NAME_scale` | `NAME_global_scale`, its reciprocal |
 //!
 //! Some `.dat` files leave `.weight` out of the keys of NVFP4 tensors (`….q_proj.qdata`). They are read, too.
 
@@ -47,6 +48,16 @@ pub(crate) fn is_projection(name: &str) -> bool {
     name.contains("_proj.")
 }
 
+/// The linear layers that engines multiply as one matrix with this one, itself included.
+pub(crate) fn multiplied_together(name: &str) -> Vec<String> {
+    let groups: [&[&str]; 2] = [&[Q_PROJ, K_PROJ, V_PROJ], &[GATE_PROJ, UP_PROJ]];
+    let own = |block: usize| groups.iter().find(|group| group.iter().any(|part| in_block(block, part) == name));
+    match block_of(name).and_then(|block| Some((block, own(block)?))) {
+        Some((block, group)) => group.iter().map(|part| in_block(block, part)).collect(),
+        None => vec![name.to_owned()],
+    }
+}
+
 /// What one entry of an NVFP4 tensor holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {
@@ -60,12 +71,19 @@ pub(crate) enum Part {
 
 /// How a container spells the keys of an NVFP4 tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Spelling {
+pub enum Spelling {
+    /// That of `.dat` files.
     Dat,
+    /// That of nvidia-modelopt.
     ModelOpt,
+    /// That of compressed-tensors, which stores the reciprocal of the tensor scale.
+    CompressedTensors,
 }
 
 impl Spelling {
+    /// The spellings of safetensors.
+    pub(crate) const SAFE: [Self; 2] = [Self::ModelOpt, Self::CompressedTensors];
+
     fn suffix(self, part: Part) -> &'static str {
         match (self, part) {
             (Self::Dat, Part::Codes) => ".qdata",
@@ -74,6 +92,9 @@ impl Spelling {
             (Self::ModelOpt, Part::Codes) => "",
             (Self::ModelOpt, Part::Scales) => "_scale",
             (Self::ModelOpt, Part::TensorScale) => "_scale_2",
+            (Self::CompressedTensors, Part::Codes) => "_packed",
+            (Self::CompressedTensors, Part::Scales) => "_scale",
+            (Self::CompressedTensors, Part::TensorScale) => "_global_scale",
         }
     }
 
@@ -119,6 +140,13 @@ mod tests {
             let key = Spelling::ModelOpt.key(&name, part);
             assert_eq!(Spelling::ModelOpt.split(&key), Some((name.as_str(), part)), "{key}");
         }
+        for part in [Part::Codes, Part::Scales, Part::TensorScale] {
+            let key = Spelling::CompressedTensors.key(&name, part);
+            assert_eq!(Spelling::CompressedTensors.split(&key), Some((name.as_str(), part)), "{key}");
+        }
+        let [k, v] = [K_PROJ, V_PROJ].map(|part| in_block(12, part));
+        assert_eq!(multiplied_together(&k), [name.clone(), k.clone(), v]);
+        assert_eq!(multiplied_together(HEAD), [HEAD]);
         assert_eq!(Spelling::Dat.split(&name), None);
         assert_eq!(Spelling::ModelOpt.split("input_scale"), None);
         assert_eq!(of_base("model.layers.12.self_attn.q_proj"), name);

@@ -69,6 +69,14 @@ pub trait Tensors {
     /// If the tensor is missing or dense, or the system fails.
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError>;
 
+    /// The reciprocal of an NVFP4 tensor's scale, for files that hold that.
+    ///
+    /// # Errors
+    /// As [`Self::read_packed`].
+    fn reciprocal_scale(&self, _name: &str, packed: &Packed) -> Result<f32, ModelError> {
+        Ok(1.0 / packed.global)
+    }
+
     /// Reads a whole dense tensor as f32.
     ///
     /// # Errors

@@ -118,37 +118,90 @@ fn plan_like(tensors: &dyn Tensors, original: &DatFile) -> Result<Vec<Planned>, 
 /// If reading or writing fails.
 pub fn write_safetensors<W: Write>(
     tensors: &dyn Tensors,
+    out: W,
+    write_error: impl Fn(std::io::Error) -> ModelError,
+) -> Result<W, ModelError> {
+    write_shard(tensors, &tensors.names(), Spelling::ModelOpt, out, write_error)
+}
+
+/// Writes some of the tensors as a safetensors file, with NVFP4 in this spelling.
+///
+/// # Errors
+/// If reading or writing fails.
+pub fn write_shard<W: Write>(
+    tensors: &dyn Tensors,
+    names: &[String],
+    spelling: Spelling,
     mut out: W,
     write_error: impl Fn(std::io::Error) -> ModelError,
 ) -> Result<W, ModelError> {
-    const PARTS: [Part; 3] = [Part::Codes, Part::Scales, Part::TensorScale];
-    let mut layout = Vec::new();
-    let names = tensors.names();
-    for name in &names {
-        match tensors.stored(name) {
-            Some(Stored::Dense { float, shape }) => layout.push((name.clone(), safetensors::dtype_of(float), shape)),
-            Some(Stored::Packed { rows, cols, .. }) => {
-                let [codes, scales, global] = PARTS.map(|part| Spelling::ModelOpt.key(name, part));
-                layout.push((codes, Dtype::U8, vec![rows, cols / 2]));
-                layout.push((scales, Dtype::F8_E4M3, vec![rows, scales_per_row(cols)]));
-                layout.push((global, Dtype::F32, vec![]));
-            }
-            None => {}
-        }
-    }
+    let layout: Vec<_> = names.iter().flat_map(|name| entries(tensors, name, spelling)).collect();
     let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(&write_error);
     put(&safetensors::header(&layout))?;
-    for name in &names {
+    for name in names {
         match tensors.stored(name) {
             Some(Stored::Dense { .. }) => put_floats(tensors, name, &mut put)?,
             Some(Stored::Packed { .. }) => {
-                let q = tensors.read_packed(name)?;
-                PARTS.into_iter().try_for_each(|part| put_part(&q, part, &mut put))?;
+                let mut q = tensors.read_packed(name)?;
+                if spelling == Spelling::CompressedTensors {
+                    q.global = tensors.reciprocal_scale(name, &q)?;
+                }
+                SAFE_PARTS.into_iter().try_for_each(|part| put_part(&q, part, &mut put))?;
             }
             None => {}
         }
     }
     Ok(out)
+}
+
+/// The tensors of each safetensors file, in order, so that no file has more than `limit` bytes of values unless one tensor
+/// has.
+pub fn shards(tensors: &dyn Tensors, spelling: Spelling, limit: u64) -> Vec<Vec<String>> {
+    let mut shards: Vec<Vec<String>> = vec![];
+    let mut room = 0;
+    for name in tensors.names() {
+        let bytes = bytes_of(tensors, &name, spelling);
+        match shards.last_mut() {
+            Some(shard) if bytes <= room => shard.push(name),
+            _ => {
+                shards.push(vec![name]);
+                room = limit;
+            }
+        }
+        room = room.saturating_sub(bytes);
+    }
+    shards
+}
+
+/// The keys of a tensor's entries in a safetensors file.
+pub fn keys(tensors: &dyn Tensors, name: &str, spelling: Spelling) -> Vec<String> {
+    entries(tensors, name, spelling).into_iter().map(|(key, ..)| key).collect()
+}
+
+/// The bytes that a tensor takes in a safetensors file.
+pub fn bytes_of(tensors: &dyn Tensors, name: &str, spelling: Spelling) -> u64 {
+    let entries = entries(tensors, name, spelling);
+    entries.iter().map(|(_, dtype, shape)| (shape.iter().product::<usize>() * dtype.bitsize() / 8) as u64).sum()
+}
+
+const SAFE_PARTS: [Part; 3] = [Part::Codes, Part::Scales, Part::TensorScale];
+
+/// The entries of a tensor in a safetensors file: key, type and shape.
+fn entries(tensors: &dyn Tensors, name: &str, spelling: Spelling) -> Vec<(String, Dtype, Vec<usize>)> {
+    match tensors.stored(name) {
+        Some(Stored::Dense { float, shape }) => vec![(name.to_owned(), safetensors::dtype_of(float), shape)],
+        Some(Stored::Packed { rows, cols, .. }) => {
+            let [codes, scales, global] = SAFE_PARTS.map(|part| spelling.key(name, part));
+            // compressed-tensors writes a vector of one value.
+            let one = if spelling == Spelling::CompressedTensors { vec![1] } else { vec![] };
+            vec![
+                (codes, Dtype::U8, vec![rows, cols / 2]),
+                (scales, Dtype::F8_E4M3, vec![rows, scales_per_row(cols)]),
+                (global, Dtype::F32, one),
+            ]
+        }
+        None => vec![],
+    }
 }
 
 /// Writes the values of a dense tensor, some rows at a time.

@@ -34,6 +34,8 @@ pub enum Command {
     Data(DataCommand),
     /// Write a trained checkpoint as a .dat file, and check that the file works
     ExportDat(ExportArgs),
+    /// Write a model as a Hugging Face folder for other programs: in bf16, or in NVFP4 as compressed-tensors or ModelOpt
+    ExportHf(ExportHfArgs),
     /// Convert a model between .dat and safetensors
     Convert(ConvertArgs),
     /// List the tensors of a .dat file, a safetensors file or a model folder
@@ -182,6 +184,43 @@ pub struct ExportArgs {
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+}
+
+/// The format that `export-hf` writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum HfFormat {
+    /// Every weight in bf16
+    Bf16,
+    /// Linear layers in NVFP4, in the layout of compressed-tensors
+    CompressedTensors,
+    /// Linear layers in NVFP4, in the layout of nvidia-modelopt
+    Modelopt,
+}
+
+/// Flags of `export-hf`.
+#[derive(Debug, Args)]
+pub struct ExportHfArgs {
+    /// Model to export: a run folder, a checkpoint, a model folder, or a .dat or .safetensors file
+    #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
+    pub model: PathBuf,
+    /// Folder of tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Folder to write
+    #[arg(short, long, value_name = "DIR")]
+    pub output_dir: PathBuf,
+    /// Format of the weights
+    #[arg(long, default_value = "bf16")]
+    pub format: HfFormat,
+    /// Largest size of one file of weights
+    #[arg(long, default_value = "5GB", alias = "shard", value_name = "SIZE")]
+    pub max_shard_size: String,
+    /// Replace an older export in the folder
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Device that checks the written folder: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
 }

@@ -54,6 +54,7 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
         Command::Estimate(args) => commands::estimate::run(&args),
         Command::Data(command) => commands::data::run(&command),
         Command::ExportDat(args) => commands::export::run(args),
+        Command::ExportHf(args) => commands::export_hf::run(&args),
         Command::Convert(args) => commands::convert::run(&args),
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Generate(args) => commands::generate::run(args),

@@ -73,7 +73,7 @@ impl Plan {
         Ok(Self {
             recipe: s.recipe.resolved(),
             clip: s.optimizer.clip.unwrap_or_else(|| default_clip(s)),
-            memory_limit: s.memory.memory_limit.as_deref().map(bytes).transpose()?,
+            memory_limit: s.memory.memory_limit.as_deref().map(|text| bytes("--memory-limit", text)).transpose()?,
             source,
             companions,
             output_dir,
@@ -237,9 +237,12 @@ fn inputs(s: &Settings, source: &ModelSource, companions: &Companions) -> Vec<Pa
     inputs
 }
 
-/// Bytes from `20GiB`, `500 MB` or `24g`.
-fn bytes(text: &str) -> Result<u64, CliError> {
-    let bad = |what: &str| CliError::Usage(format!("--memory-limit {text}: {what}; write 20GiB or 20000MiB"));
+/// Bytes from `20GiB`, `500 MB` or `24g`, the value of `flag`.
+///
+/// # Errors
+/// If it is no number with one of these units.
+pub fn bytes(flag: &str, text: &str) -> Result<u64, CliError> {
+    let bad = |what: &str| CliError::Usage(format!("{flag} {text}: {what}; write 20GiB or 20000MiB"));
     let at = text.find(|c: char| !c.is_ascii_digit() && c != '.').ok_or_else(|| bad("the unit is missing"))?;
     let number: f64 = text[..at].parse().map_err(|_| bad("this is not a number and a unit"))?;
     let unit: u64 = match text[at..].trim().to_ascii_lowercase().as_str() {
@@ -260,10 +263,10 @@ mod tests {
     #[test]
     fn memory_limits_are_read_with_their_units() {
         for (text, expected) in [("20GiB", 20 << 30), ("500 MB", 500_000_000), ("1.5g", 3 << 29), ("64m", 64 << 20)] {
-            assert_eq!(bytes(text).unwrap(), expected, "{text}");
+            assert_eq!(bytes("--memory-limit", text).unwrap(), expected, "{text}");
         }
         for text in ["20", "GiB", "20 kB", "1.2.3GiB"] {
-            assert!(bytes(text).unwrap_err().to_string().contains("write 20GiB"), "{text}");
+            assert!(bytes("--memory-limit", text).unwrap_err().to_string().contains("write 20GiB"), "{text}");
         }
     }
 

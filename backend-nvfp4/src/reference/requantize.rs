@@ -1,7 +1,7 @@
 //! Quantizing a matrix that was packed before: values that did not move keep their codes.
 
 use super::{
-    codec::{E4M3_MAX, e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, set_code},
+    codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, set_code},
     quantize::{MASTER_ROOM, Scaler, dequantize, quantize, quantize_master},
 };
 use crate::packed::Packed;
@@ -67,6 +67,26 @@ pub fn with_room(mut packed: Packed, rows: usize, cols: usize) -> Packed {
     quantize_master(&dequantize(&packed, rows, cols), rows, cols)
 }
 
+/// Gives a matrix another tensor scale. Each block gets the E4M3 scale nearest to its old one in the new unit. Codes move only
+/// where that is a subnormal number of E4M3 or 0: a normal one is too near to its old scale.
+pub fn rescale(old: &Packed, cols: usize, global: f32) -> Packed {
+    let mut new = Packed { codes: old.codes.clone(), scales: old.scales.clone(), global };
+    let blocks = scales_per_row(cols).max(1);
+    for (at, scale) in new.scales.iter_mut().enumerate() {
+        let (r, b) = (at / blocks, at % blocks);
+        let before = e4m3_decode(*scale) * old.global;
+        *scale = e4m3_encode((before / global).min(E4M3_MAX));
+        let after = e4m3_decode(*scale) * global;
+        for c in b * BLOCK..(b + 1) * BLOCK {
+            let value = e2m1_decode(code(&old.codes, r, c, cols)) * before;
+            // A block whose scale became 0 has only zeros.
+            let moved = if after == 0.0 { 0 } else { e2m1_encode(value / after) };
+            set_code(&mut new.codes, r, c, cols, moved);
+        }
+    }
+    new
+}
+
 /// The squared error, the scale and the codes of a block under a given scale.
 fn encode_block(block: &[f32], scale: u8, global: f32) -> (f64, u8, [u8; BLOCK]) {
     let step = e4m3_decode(scale) * global;
@@ -103,6 +123,21 @@ mod tests {
             assert_eq!(requantize(&values, rows, cols, &old, scaling), old);
             assert_eq!(requantize(&x, rows, cols, &old, scaling), old);
         }
+    }
+
+    #[test]
+    fn rescaling_by_a_power_of_two_moves_no_value() {
+        let (rows, cols) = (8, 64);
+        let old = quantize(&ramp(rows * cols), View::row_major(rows, cols), TWO);
+        let new = rescale(&old, cols, old.global * 4.0);
+        assert_eq!(dequantize(&new, rows, cols), dequantize(&old, rows, cols));
+        assert_eq!(new.codes, old.codes);
+        // Any other factor rounds block scales, by a sixteenth at most, which is too little to move a code.
+        let new = rescale(&old, cols, old.global * 1.3);
+        let far = dequantize(&new, rows, cols);
+        assert_eq!(new.codes, old.codes);
+        assert_ne!(far, dequantize(&old, rows, cols));
+        assert!(dequantize(&old, rows, cols).iter().zip(&far).all(|(a, b)| (a - b).abs() <= a.abs() / 16.0));
     }
 
     #[test]

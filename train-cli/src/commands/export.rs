@@ -205,13 +205,18 @@ fn write(
     Ok(())
 }
 
-/// The check of `export-dat`, as a job.
-struct CheckFile<'a> {
-    tensors: &'a dyn Tensors,
-    path: &'a Path,
-    config: &'a Qwen3Config,
-    text: &'a TextFiles,
-    spec: &'a dyn Fn(Precision) -> LinearSpec,
+/// The check of `export-dat` and `export-hf`, as a job.
+pub(super) struct CheckFile<'a> {
+    /// What was to be written.
+    pub(super) tensors: &'a dyn Tensors,
+    /// The file or folder that was written.
+    pub(super) path: &'a Path,
+    /// The model's config.
+    pub(super) config: &'a Qwen3Config,
+    /// Its tokenizer and chat template.
+    pub(super) text: &'a TextFiles,
+    /// How its linear layers compute.
+    pub(super) spec: &'a dyn Fn(Precision) -> LinearSpec,
 }
 
 impl Job for CheckFile<'_> {

@@ -7,6 +7,7 @@ pub mod data;
 pub mod demo;
 pub mod estimate;
 pub mod export;
+pub mod export_hf;
 pub mod fit;
 pub mod generate;
 pub mod inspect;

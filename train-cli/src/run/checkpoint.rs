@@ -245,6 +245,14 @@ pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     Ok(state)
 }
 
+/// The state of the checkpoint that these weights lie in, if they lie in one, which is verified.
+///
+/// # Errors
+/// As [`open`].
+pub fn around(folder: &Path) -> Result<Option<TrainerState>, CliError> {
+    if folder.join(STATE).exists() { open(folder).map(Some) } else { Ok(None) }
+}
+
 /// Refuses master weights that are not finite: a run that resumed from them would be lost.
 fn all_finite(tensors: &Container) -> Result<(), CliError> {
     let bad = |name: &str, value: f32| CliError::corrupt(tensors.path(), format!("{name:?} holds the value {value}"));

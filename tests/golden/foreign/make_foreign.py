@@ -1,0 +1,106 @@
+"""Writes foreign.json: what compressed-tensors and nvidia-modelopt make of the tiny models of ../hf-qwen3, in f32 and in bf16.
+
+Each tensor of their folders by name: type, shape, and the SHA-256 of its bytes. See ../README.md for the versions.
+
+    pip install torch transformers compressed-tensors nvidia-modelopt safetensors
+    python3 make_foreign.py
+"""
+
+import hashlib
+import json
+import struct
+import tempfile
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationStatus,
+    apply_quantization_config,
+    preset_name_to_scheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from transformers import AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+
+
+def tensors_of(folder):
+    """Name: [type, shape, SHA-256] of every tensor in a folder's safetensors."""
+    found = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            payload = data[8 + length + start : 8 + length + end]
+            found[name] = [entry["dtype"], entry["shape"], hashlib.sha256(payload).hexdigest()]
+    return found
+
+
+def load(source, dtype):
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+
+
+def groups(model):
+    """The linear layers, with those that are multiplied together in one list."""
+    for layer in model.model.layers:
+        a, m = layer.self_attn, layer.mlp
+        yield from ([a.q_proj, a.k_proj, a.v_proj], [a.o_proj], [m.gate_proj, m.up_proj], [m.down_proj])
+
+
+def compressed_tensors(source, dtype, out):
+    model = load(source, dtype)
+    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        format="nvfp4-pack-quantized",
+        quantization_status=QuantizationStatus.FROZEN,
+    )
+    apply_quantization_config(model, config)
+    for group in groups(model):
+        amax = max(x.weight.abs().max() for x in group)
+        for x in group:
+            scale = generate_gparam(-amax, amax)
+            blocks = x.weight.data.unflatten(1, (-1, 16))
+            scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=scale)
+            x.weight_global_scale.data = scale
+            x.weight_scale.data = scales.to(x.weight_scale.dtype)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(out)
+    compressor.update_config(out)
+
+
+def modelopt(source, dtype, out):
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    model = load(source, dtype)
+    ids = torch.arange(1, 17).reshape(1, -1)
+    model = mtq.quantize(model, mtq.W4A16_NVFP4_CFG, lambda m: m(ids))
+    export_hf_checkpoint(model, export_dir=out)
+
+
+def main():
+    result = {}
+    for name in ["tiny-tied", "tiny-untied"]:
+        for kind, write in [("compressed-tensors", compressed_tensors), ("modelopt", modelopt)]:
+            for dtype in [torch.float32, torch.bfloat16]:
+                if kind == "modelopt" and dtype == torch.float32:
+                    continue  # Its export writes 16-bit models.
+                with tempfile.TemporaryDirectory() as out:
+                    write(HERE.parent / "hf-qwen3" / name, dtype, out)
+                    config = json.loads((Path(out) / "config.json").read_text())
+                    key = f"{name} {kind} {str(dtype).removeprefix('torch.')}"
+                    result[key] = {"tensors": tensors_of(out), "quantization_config": config["quantization_config"]}
+    text = json.dumps(result, indent=0, sort_keys=True)
+    (HERE / "foreign.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+//! `export-hf`: a model as a Hugging Face folder that other programs load. The weights are sharded safetensors, in bf16 or in
+//! NVFP4 as compressed-tensors or nvidia-modelopt spell and scale it; config.json says which. Config, tokenizer and chat
+//! template come along, and a model card.
+//!
+//! Before the folder gets its name, every tensor is read back and compared, and the folder is loaded and answers a prompt.
+
+use super::export::CheckFile;
+use crate::{
+    CliError,
+    args::{ExportHfArgs, HfFormat},
+    device,
+    durable::{self, PendingFolder},
+    model_files::{Companions, ModelFiles, TextFiles},
+    plan, report,
+    run::{
+        checkpoint::{self, TrainerState},
+        folder::RESULTS,
+    },
+    talk::loaded::located,
+};
+use backend_nvfp4::{LinearSpec, Recipe, Scaling, layout::BLOCK};
+use model_qwen3::{
+    ModelError,
+    config::Qwen3Config,
+    file,
+    foreign::{Foreign, ForeignFormat},
+    tensors::{Stored, Tensors},
+    write::{bytes_of, keys, shards, write_shard},
+};
+use serde_json::{Map, Value, json};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
+
+/// Most bytes of a config.json or of a run's results, which have some thousand.
+const LONGEST_JSON: u64 = 1 << 20;
+
+/// Runs the command.
+///
+/// # Errors
+/// If the model cannot be read, the folder cannot be written, or what was written does not work.
+pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
+    let files = located(&args.model)?;
+    check_folder(&args.output_dir, args.overwrite, &files)?;
+    let limit = plan::bytes("--max-shard-size", &args.max_shard_size)?;
+    let companions = Companions {
+        config: files.config_file(args.tokenizer.as_deref()),
+        text: args.tokenizer.clone().unwrap_or_else(|| files.folder.clone()),
+    };
+    let config = Qwen3Config::from_file(&companions.config)?;
+    let text = TextFiles::open(&companions.text, &config)?;
+    let state = checkpoint::around(&files.folder)?;
+    let source = files.open_weights()?;
+    let format = match args.format {
+        HfFormat::Bf16 => ForeignFormat::Bf16,
+        HfFormat::CompressedTensors => ForeignFormat::CompressedTensors,
+        HfFormat::Modelopt => ForeignFormat::ModelOpt,
+    };
+    let dense = state.as_ref().map_or(0, |state| state.settings.recipe.bf16_last_blocks);
+    let tensors = Foreign::new(&source, format, config.num_hidden_layers.saturating_sub(dense));
+
+    let mut pending = PendingFolder::new(&args.output_dir)?;
+    let bytes = write_weights(&tensors, format, limit, &mut pending)?;
+    write_json(&mut pending, "config.json", &config_json(&companions.config, &tensors, format)?)?;
+    if format == ForeignFormat::ModelOpt {
+        write_json(&mut pending, "hf_quant_config.json", &quant_config_file(&tensors))?;
+    }
+    for path in companions.text_files() {
+        pending.copy(&path, &path.file_name().unwrap_or_default().to_string_lossy())?;
+    }
+    let card = model_card(&files, args.format, state.as_ref())?;
+    pending.file("README.md", |out| out.write_all(card.as_bytes()).map_err(CliError::io(&args.output_dir)))?;
+
+    say_what_changed(&tensors);
+    let written = pending.path_of("");
+    let config = Qwen3Config::from_file(&pending.path_of("config.json"))?;
+    let spec = |precision| LinearSpec::new(Recipe::W4, Scaling::Two, precision);
+    let check = CheckFile { tensors: &tensors, path: &written, config: &config, text: &text, spec: &spec };
+    device::run(args.device, None, check)?;
+    let folder = if args.output_dir.exists() { pending.replace()? } else { pending.commit()? };
+    report::result(format!("{} · {bytes} bytes of weights", folder.display()));
+    Ok(())
+}
+
+/// Refuses a folder that holds something other than an older export, or that the model is read from.
+fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<(), CliError> {
+    let refuse = |reason: &str| Err(CliError::Usage(format!("--output-dir {}: {reason}", folder.display())));
+    let parent = folder.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !parent.is_dir() {
+        return refuse(&format!("there is no folder {}; create it first", parent.display()));
+    }
+    if let (Ok(written), Ok(read)) = (folder.canonicalize(), files.folder.canonicalize())
+        && read.starts_with(&written)
+    {
+        return refuse("the model is read from there; choose another");
+    }
+    if folder.exists() && !folder.is_dir() {
+        return refuse("it is not a folder");
+    }
+    if !folder.exists() || durable::is_untouched(folder)? {
+        return durable::probe(parent);
+    }
+    if !overwrite {
+        return refuse("it is not empty; choose another, or --overwrite");
+    }
+    if !folder.join("manifest.json").exists() {
+        return refuse("it is no export of train-cli, which has a manifest.json; nothing was removed");
+    }
+    durable::probe(parent)
+}
+
+/// Writes the weights in as many files as `limit` asks for, with an index if there are several. Returns their bytes.
+fn write_weights(
+    tensors: &Foreign,
+    format: ForeignFormat,
+    limit: u64,
+    pending: &mut PendingFolder,
+) -> Result<u64, CliError> {
+    let spelling = format.spelling();
+    let shards = shards(tensors, spelling, limit);
+    let mut weight_map = BTreeMap::new();
+    let mut total = 0;
+    for (n, names) in shards.iter().enumerate() {
+        let file = match shards.len() {
+            1 => "model.safetensors".to_owned(),
+            all => format!("model-{:05}-of-{all:05}.safetensors", n + 1),
+        };
+        let path = pending.path_of(&file);
+        pending.file(&file, |out| {
+            let failed = |e| ModelError::Io { path: path.clone(), source: e };
+            write_shard(tensors, names, spelling, out, failed).map(|_| ()).map_err(CliError::from)
+        })?;
+        for name in names {
+            total += bytes_of(tensors, name, spelling);
+            weight_map.extend(keys(tensors, name, spelling).into_iter().map(|key| (key, file.clone())));
+        }
+    }
+    if shards.len() > 1 {
+        let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
+        write_json(pending, "model.safetensors.index.json", &index)?;
+    }
+    Ok(total)
+}
+
+fn write_json(pending: &mut PendingFolder, name: &str, value: &Value) -> Result<(), CliError> {
+    let text = serde_json::to_string_pretty(value).expect("a JSON value serializes") + "\n";
+    let path = pending.path_of(name);
+    pending.file(name, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&path)))
+}
+
+/// The model's config.json with the type of its weights and how they are quantized.
+fn config_json(path: &Path, tensors: &Foreign, format: ForeignFormat) -> Result<Value, CliError> {
+    let text = file::read_text(path, LONGEST_JSON, "give a model with a config.json")?;
+    let mut config: Map<String, Value> = serde_json::from_str(&text).map_err(|e| CliError::corrupt(path, e))?;
+    config.remove("quantization_config");
+    config.insert("torch_dtype".into(), "bfloat16".into());
+    if let Some(dtype) = config.get_mut("dtype") {
+        *dtype = "bfloat16".into();
+    }
+    if let Some(quantization) = quantization_config(tensors, format) {
+        config.insert("quantization_config".into(), quantization);
+    }
+    Ok(Value::Object(config))
+}
+
+/// The `quantization_config` that loaders of a format read. None where nothing is quantized.
+fn quantization_config(tensors: &Foreign, format: ForeignFormat) -> Option<Value> {
+    let weights = json!({"dynamic": false, "num_bits": 4, "type": "float", "group_size": 16});
+    match format {
+        ForeignFormat::Bf16 => None,
+        ForeignFormat::CompressedTensors => {
+            let mut weights = weights;
+            weights["strategy"] = "tensor_group".into();
+            weights["symmetric"] = true.into();
+            weights["scale_dtype"] = "torch.float8_e4m3fn".into();
+            let group = json!({
+                "format": "nvfp4-pack-quantized", "targets": ["Linear"], "weights": weights,
+                "input_activations": null, "output_activations": null,
+            });
+            Some(json!({
+                "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+                "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": not_quantized(tensors),
+                "kv_cache_scheme": null, "global_compression_ratio": null, "sparsity_config": {}, "transform_config": {},
+                "version": "0.20.0",
+            }))
+        }
+        ForeignFormat::ModelOpt => Some(json!({
+            "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "producer": producer(),
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}, "ignore": not_quantized(tensors),
+        })),
+    }
+}
+
+/// ModelOpt's own file beside config.json.
+fn quant_config_file(tensors: &Foreign) -> Value {
+    json!({
+        "producer": producer(),
+        "quantization": {
+            "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": null, "group_size": 16,
+            "exclude_modules": not_quantized(tensors),
+        },
+    })
+}
+
+fn producer() -> Value {
+    json!({"name": "train-cli", "version": env!("CARGO_PKG_VERSION")})
+}
+
+/// The modules of linear layers that stay in bf16. A head that is the embedding is named too.
+fn not_quantized(tensors: &Foreign) -> Vec<String> {
+    let modules = tensors.dense_layers().into_iter().map(|name| name.trim_end_matches(".weight").to_owned());
+    let mut all: Vec<String> = modules.filter(|module| module != "lm_head").collect();
+    all.insert(0, "lm_head".into());
+    all
+}
+
+/// Says how many block scales differ from those of the model, because matrices that are multiplied together share a tensor
+/// scale.
+fn say_what_changed(tensors: &Foreign) {
+    let rounded = tensors.rounded();
+    if rounded == 0 {
+        return;
+    }
+    let scales = |name: &String| match tensors.stored(name) {
+        Some(Stored::Packed { rows, cols, .. }) => rows * cols / BLOCK,
+        _ => 0,
+    };
+    let all: usize = tensors.names().iter().map(scales).sum();
+    let share = rounded as f64 / all as f64 * 100.0;
+    let text = format!("{rounded} of {all} block scales were rounded ({share:.1}%)");
+    report::label("scales", format!("q, k and v share a tensor scale, and so do gate and up: {text}"));
+}
+
+/// The model card: what the folder is, how it was made, and how to load it.
+fn model_card(files: &ModelFiles, format: HfFormat, state: Option<&TrainerState>) -> Result<String, CliError> {
+    let name = files.name();
+    let nvfp4 = "Linear layers are NVFP4 (4-bit codes, an 8-bit scale for 16 values), other weights bf16; activations are not \
+                 quantized. The layout is that of";
+    let what = match format {
+        HfFormat::Bf16 => "All weights are bf16.".to_owned(),
+        HfFormat::CompressedTensors => format!("{nvfp4} compressed-tensors (`nvfp4-pack-quantized`)."),
+        HfFormat::Modelopt => format!("{nvfp4} nvidia-modelopt (`W4A16_NVFP4`)."),
+    };
+    let mut card = format!(
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
+    );
+    if let Some(state) = state {
+        let recipe = state.settings.recipe.resolved().name();
+        card += &format!(
+            "\n## Training\nAll parameters were trained with train-cli {}: recipe {recipe}, {} steps, {:.2} epochs.\n",
+            env!("CARGO_PKG_VERSION"),
+            state.global_step,
+            state.epoch
+        );
+    }
+    if let Some(results) = results_of(&files.folder)? {
+        card += "\n| result | value |\n|---|---|\n";
+        for (key, value) in results.iter().filter(|(_, value)| value.is_number()) {
+            card += &format!("| {key} | {value} |\n");
+        }
+    }
+    Ok(card)
+}
+
+/// The results of the run whose folder this one lies in, if there are any.
+fn results_of(folder: &Path) -> Result<Option<Map<String, Value>>, CliError> {
+    let path: PathBuf = folder.parent().unwrap_or(folder).join(RESULTS);
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let text = file::read_text(&path, LONGEST_JSON, "")?;
+    serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(&path, e))
+}
