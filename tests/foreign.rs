@@ -9,7 +9,7 @@ use model_qwen3::{
     ModelError,
     bytes::FloatType,
     container::Container,
-    foreign::{Foreign, ForeignFormat},
+    foreign::{Foreign, Library},
     repack::{Repacked, StoreAs},
     tensors::{Stored, Tensors},
     write::{write_safetensors, write_shard},
@@ -47,8 +47,8 @@ fn nvfp4_has_the_bytes_of_compressed_tensors_and_of_modelopt() {
             .unwrap();
         let source = Container::open(&file).unwrap();
         let format = match library {
-            "modelopt" => ForeignFormat::ModelOpt,
-            _ => ForeignFormat::CompressedTensors,
+            "modelopt" => Library::ModelOpt,
+            _ => Library::CompressedTensors,
         };
         let tensors = Foreign::new(&source, format, usize::MAX);
         let bytes = write_shard(&tensors, &tensors.names(), format.spelling(), Vec::new(), failed).unwrap();

@@ -7,7 +7,7 @@ use crate::{
     dat::{DatEntry, DatFile, ElementType},
     names::{self, Part, Spelling},
     safetensors::{self, SafeEntry, SafeFile, open_folder},
-    tensors::{Stored, Tensors, row_width},
+    tensors::{Stored, Tensors, row_count, row_width},
 };
 use ::safetensors::Dtype;
 use backend_nvfp4::{
@@ -212,14 +212,19 @@ impl Tensors for Container {
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        let rows = row_count(&self.slot(name)?.stored.shape());
+        self.read_packed_rows(name, 0..rows)
+    }
+
+    fn read_packed_rows(&self, name: &str, rows: Range<usize>) -> Result<Packed, ModelError> {
         let slot = self.slot(name)?;
-        let Stored::Packed { rows, cols, .. } = slot.stored else {
+        let Stored::Packed { cols, .. } = slot.stored else {
             return Err(self.bad(format!("{name:?} is dense; NVFP4 is needed")));
         };
-        let mut codes = vec![0; rows * cols / 2];
-        let mut scales = vec![0; rows * scales_per_row(cols)];
-        self.read(&slot.entries[0], 0, &mut codes)?;
-        self.read(&slot.entries[1], 0, &mut scales)?;
+        let mut codes = vec![0; rows.len() * cols / 2];
+        let mut scales = vec![0; rows.len() * scales_per_row(cols)];
+        self.read(&slot.entries[0], (rows.start * cols / 2) as u64, &mut codes)?;
+        self.read(&slot.entries[1], (rows.start * scales_per_row(cols)) as u64, &mut scales)?;
         let mut global = 1.0;
         if let Some(entry) = slot.entries.get(2) {
             let mut buffer = [0; 4];

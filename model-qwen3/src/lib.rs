@@ -11,7 +11,7 @@
 //! | [`names`] | how checkpoints spell the names of tensors |
 //! | [`tensors`] | tensors by name, wherever they are |
 //! | [`container`] | the tensors of a `.dat` file or of safetensors |
-//! | [`repack`] | the same tensors in another format |
+//! | [`repack`], [`foreign`] | the same tensors in another format; as other libraries store NVFP4 |
 //! | [`write`](mod@write) | tensors streamed to a file |
 //! | [`dat`] | the `.dat` format, byte for byte |
 //! | [`safetensors`] | Hugging Face files, also in shards |

@@ -44,7 +44,7 @@ pub(crate) fn block_of(name: &str) -> Option<usize> {
 }
 
 /// Whether a tensor is the weight of a linear layer inside a transformer block.
-pub(crate) fn is_projection(name: &str) -> bool {
+pub fn is_projection(name: &str) -> bool {
     name.contains("_proj.")
 }
 

@@ -8,11 +8,7 @@ use crate::{
     names,
     tensors::{Stored, Tensors},
 };
-use backend_nvfp4::{
-    BlockShape, Packed, QuantizeSpec, Rounding, Scaling, View,
-    layout::{BLOCK, scales_per_row, words_per_row},
-    reference,
-};
+use backend_nvfp4::{BlockShape, Packed, QuantizeSpec, Rounding, Scaling, View, layout::BLOCK, reference};
 use std::{ops::Range, path::Path};
 
 /// How tensors will be stored.
@@ -64,10 +60,7 @@ impl<'a> Repacked<'a> {
         let Some(Stored::Packed { cols, .. }) = self.source.stored(name) else {
             return self.source.read_rows(name, rows);
         };
-        let q = self.source.read_packed(name)?;
-        let codes = q.codes[rows.start * words_per_row(cols)..rows.end * words_per_row(cols)].to_vec();
-        let scales = q.scales[rows.start * scales_per_row(cols)..rows.end * scales_per_row(cols)].to_vec();
-        Ok(reference::dequantize(&Packed { codes, scales, global: q.global }, rows.len(), cols))
+        Ok(reference::dequantize(&self.source.read_packed_rows(name, rows.clone())?, rows.len(), cols))
     }
 
     fn bad(&self, reason: String) -> ModelError {

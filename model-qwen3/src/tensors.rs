@@ -2,7 +2,10 @@
 //! whole or in ranges of rows, so that no caller needs more than one in memory.
 
 use crate::{ModelError, bytes::FloatType};
-use backend_nvfp4::{Packed, Scaling};
+use backend_nvfp4::{
+    Packed, Scaling,
+    layout::{scales_per_row, words_per_row},
+};
 use std::{ops::Range, path::Path};
 
 /// How a tensor is stored.
@@ -69,6 +72,21 @@ pub trait Tensors {
     /// If the tensor is missing or dense, or the system fails.
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError>;
 
+    /// Reads the codes and scales of the rows `rows` of an NVFP4 tensor. No rows give its tensor scale.
+    ///
+    /// # Errors
+    /// As [`Self::read_packed`].
+    fn read_packed_rows(&self, name: &str, rows: Range<usize>) -> Result<Packed, ModelError> {
+        let packed = self.read_packed(name)?;
+        let cols = row_width(&self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?.shape());
+        let (words, scales) = (words_per_row(cols), scales_per_row(cols));
+        Ok(Packed {
+            codes: packed.codes[rows.start * words..rows.end * words].to_vec(),
+            scales: packed.scales[rows.start * scales..rows.end * scales].to_vec(),
+            global: packed.global,
+        })
+    }
+
     /// The reciprocal of an NVFP4 tensor's scale, for files that hold that.
     ///
     /// # Errors
@@ -100,6 +118,6 @@ pub fn row_width(shape: &[usize]) -> usize {
 }
 
 /// Rows of a tensor. A vector is one row.
-fn row_count(shape: &[usize]) -> usize {
+pub(crate) fn row_count(shape: &[usize]) -> usize {
     if shape.len() < 2 { 1 } else { shape[0] }
 }

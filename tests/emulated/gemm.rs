@@ -55,15 +55,7 @@ fn cases(cols: usize) -> Vec<Case> {
         (Nn, 1, Form::Summed, 2),
         (Nn, 2, Form::Summed, 3),
     ] {
-        let own = [cols + 8, 40, 72];
-        let shape = |n: &usize| match form {
-            Form::SharedLeft => GemmShape { i: 131, j: *n, r: 88 },
-            Form::Summed => GemmShape { i: 131, j: 136, r: *n },
-            _ => GemmShape { i: *n, j: 136, r: if product == Nt { 80 } else { 75 } },
-        };
-        let shapes = own[..parts].iter().map(shape).collect();
-        let types = (BF16, if form == Form::SharedRight { F32 } else { BF16 });
-        all.push(Case { product, shapes, cols, scales, types, form });
+        all.push(joint(product, cols, scales, form, parts));
     }
     all
 }
@@ -72,6 +64,18 @@ fn cases(cols: usize) -> Vec<Case> {
 pub(super) fn one(product: Product, cols: usize, scales: usize, types: (StorageType, StorageType), form: Form) -> Case {
     let (i, j, r) = if product == Tn { (136, cols + 8, 407) } else { (131, cols + 8, 408) };
     Case { product, shapes: vec![GemmShape { i, j, r }], cols, scales, types, form }
+}
+
+/// Several products of one launch, each with a length of its own.
+pub(super) fn joint(product: Product, cols: usize, scales: usize, form: Form, parts: usize) -> Case {
+    let shape = |n: &usize| match form {
+        Form::SharedLeft => GemmShape { i: 131, j: *n, r: 88 },
+        Form::Summed => GemmShape { i: 131, j: 136, r: *n },
+        _ => GemmShape { i: *n, j: 136, r: if product == Nt { 80 } else { 75 } },
+    };
+    let shapes = [cols + 8, 40, 72][..parts].iter().map(shape).collect();
+    let types = (BF16, if form == Form::SharedRight { F32 } else { BF16 });
+    Case { product, shapes, cols, scales, types, form }
 }
 
 /// Launches the case on `mma.sync`, and compares its results.

@@ -1,7 +1,7 @@
 //! `gemm` on Hopper's own instructions: every form that the backend launches, in each width of tiles, against f64.
 
 use super::{
-    gemm::{Case, Form, launch_and_compare, one},
+    gemm::{Case, Form, joint, launch_and_compare, one},
     gpu::{BF16, F16, F32, Gpu},
 };
 use kernels_cubecl::{
@@ -28,14 +28,7 @@ pub(super) fn every(gpu: &Gpu) {
         (Nn, 0, Form::Summed, 2),
         (Nn, 2, Form::Summed, 3),
     ] {
-        let shape = |n: &usize| match form {
-            Form::SharedLeft => GemmShape { i: 131, j: *n, r: 88 },
-            Form::Summed => GemmShape { i: 131, j: 136, r: *n },
-            _ => GemmShape { i: *n, j: 136, r: 80 },
-        };
-        let shapes = [136, 40, 72][..parts].iter().map(shape).collect();
-        let types = (BF16, if form == Form::SharedRight { F32 } else { BF16 });
-        expect(gpu, &Case { product, shapes, cols: 128, scales, types, form });
+        expect(gpu, &joint(product, 128, scales, form, parts));
     }
     // More tiles than multiprocessors, and more rows of tiles than are walked together.
     let shapes = vec![GemmShape { i: 1030, j: 1544, r: 24 }];

@@ -123,6 +123,11 @@ impl PendingFolder {
         Ok(())
     }
 
+    /// The folder before the commit, for checks.
+    pub fn path(&self) -> &Path {
+        &self.temporary
+    }
+
     /// The path of a written file before the commit, for checks.
     pub fn path_of(&self, name: &str) -> PathBuf {
         self.temporary.join(name)

@@ -2,7 +2,7 @@
 //!
 //! | operands | kernel |
 //! |---|---|
-//! | 16-bit matrices, on tensor cores | [`gemm()`], which knows Hopper's own |
+//! | 16-bit matrices, on tensor cores | [`gemm()`]; on Hopper, by its own matrix instructions |
 //! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv()`] |
 //! | two packed matrices, on tensor cores that read NVFP4 | [`block_scaled()`] |
 //! | a packed operand and a 16-bit one, or two packed, on other tensor cores | dequantize (exact), then [`gemm()`] |

@@ -13,6 +13,9 @@ use crate::packed::Packed;
 use half::bf16;
 use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
 
+/// 2^-9, the smallest E4M3 number above zero: the least block scale that nvidia-modelopt gives a block with values.
+const SMALLEST_SCALE: f32 = 1.0 / 512.0;
+
 /// The library whose bytes a matrix gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dialect {
@@ -69,7 +72,7 @@ impl Dialect {
         let (scale, of_zero) = match self {
             Self::CompressedTensors { bf16: false } => (divisor * (amax / 6.0), 0.125),
             Self::CompressedTensors { bf16: true } => (divisor * bf16::from_f32(amax / 6.0).to_f32(), 0.125),
-            Self::ModelOpt => (if amax == 0.0 { 1.0 } else { (amax / (6.0 * global)).max(0.001953125) }, 1.0),
+            Self::ModelOpt => (if amax == 0.0 { 1.0 } else { (amax / (6.0 * global)).max(SMALLEST_SCALE) }, 1.0),
         };
         let byte = e4m3_encode(scale.min(E4M3_MAX));
         if e4m3_decode(byte) == 0.0 { e4m3_encode(of_zero) } else { byte }

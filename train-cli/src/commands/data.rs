@@ -75,8 +75,8 @@ impl Marks {
     /// Green on a terminal, unless the user wants no colours (<https://no-color.org>).
     fn for_stdout() -> Self {
         let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-        let coloured = std::io::stdout().is_terminal() && !plain;
-        Self(if coloured { ["\x1b[32m", "\x1b[0m"] } else { ["⟦", "⟧"] })
+        let colored = std::io::stdout().is_terminal() && !plain;
+        Self(if colored { ["\x1b[32m", "\x1b[0m"] } else { ["⟦", "⟧"] })
     }
 
     fn legend(self) -> String {

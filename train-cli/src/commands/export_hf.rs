@@ -11,19 +11,23 @@ use crate::{
     device,
     durable::{self, PendingFolder},
     model_files::{Companions, ModelFiles, TextFiles},
-    plan, report,
+    report,
     run::{
         checkpoint::{self, TrainerState},
         folder::RESULTS,
     },
+    settings::bytes,
     talk::loaded::located,
 };
 use backend_nvfp4::{LinearSpec, Recipe, Scaling, layout::BLOCK};
 use model_qwen3::{
     ModelError,
+    bytes::FloatType,
     config::Qwen3Config,
     file,
-    foreign::{Foreign, ForeignFormat},
+    foreign::{Foreign, Library},
+    names::{self, Spelling},
+    repack::{Repacked, StoreAs},
     tensors::{Stored, Tensors},
     write::{bytes_of, keys, shards, write_shard},
 };
@@ -43,28 +47,31 @@ const LONGEST_JSON: u64 = 1 << 20;
 pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let files = located(&args.model)?;
     check_folder(&args.output_dir, args.overwrite, &files)?;
-    let limit = plan::bytes("--max-shard-size", &args.max_shard_size)?;
+    let limit = bytes("--max-shard-size", &args.max_shard_size)?;
     let companions = Companions {
         config: files.config_file(args.tokenizer.as_deref()),
         text: args.tokenizer.clone().unwrap_or_else(|| files.folder.clone()),
     };
     let config = Qwen3Config::from_file(&companions.config)?;
     let text = TextFiles::open(&companions.text, &config)?;
-    let state = checkpoint::around(&files.folder)?;
+    let state = checkpoint::state_beside(&files.folder)?;
     let source = files.open_weights()?;
-    let format = match args.format {
-        HfFormat::Bf16 => ForeignFormat::Bf16,
-        HfFormat::CompressedTensors => ForeignFormat::CompressedTensors,
-        HfFormat::Modelopt => ForeignFormat::ModelOpt,
+    let library = match args.format {
+        HfFormat::Bf16 => None,
+        HfFormat::CompressedTensors => Some(Library::CompressedTensors),
+        HfFormat::Modelopt => Some(Library::ModelOpt),
     };
-    let dense = state.as_ref().map_or(0, |state| state.settings.recipe.bf16_last_blocks);
-    let tensors = Foreign::new(&source, format, config.num_hidden_layers.saturating_sub(dense));
+    let dense_blocks = state.as_ref().map_or(0, |state| state.settings.recipe.bf16_last_blocks);
+    let dense_from = config.num_hidden_layers.saturating_sub(dense_blocks);
+    let in_bf16 = Repacked::new(&source, StoreAs::Float(FloatType::Bf16));
+    let in_nvfp4 = library.map(|library| Foreign::new(&source, library, dense_from));
+    let tensors: &dyn Tensors = in_nvfp4.as_ref().map_or(&in_bf16 as &dyn Tensors, |foreign| foreign);
 
     let mut pending = PendingFolder::new(&args.output_dir)?;
-    let bytes = write_weights(&tensors, format, limit, &mut pending)?;
-    write_json(&mut pending, "config.json", &config_json(&companions.config, &tensors, format)?)?;
-    if format == ForeignFormat::ModelOpt {
-        write_json(&mut pending, "hf_quant_config.json", &quant_config_file(&tensors))?;
+    let written = write_weights(tensors, library.map_or(Spelling::ModelOpt, Library::spelling), limit, &mut pending)?;
+    write_json(&mut pending, "config.json", &config_json(&companions.config, tensors, library)?)?;
+    if library == Some(Library::ModelOpt) {
+        write_json(&mut pending, "hf_quant_config.json", &quant_config_file(tensors))?;
     }
     for path in companions.text_files() {
         pending.copy(&path, &path.file_name().unwrap_or_default().to_string_lossy())?;
@@ -72,14 +79,15 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let card = model_card(&files, args.format, state.as_ref())?;
     pending.file("README.md", |out| out.write_all(card.as_bytes()).map_err(CliError::io(&args.output_dir)))?;
 
-    say_what_changed(&tensors);
-    let written = pending.path_of("");
+    if let Some(foreign) = &in_nvfp4 {
+        say_what_changed(foreign)?;
+    }
     let config = Qwen3Config::from_file(&pending.path_of("config.json"))?;
     let spec = |precision| LinearSpec::new(Recipe::W4, Scaling::Two, precision);
-    let check = CheckFile { tensors: &tensors, path: &written, config: &config, text: &text, spec: &spec };
+    let check = CheckFile { tensors, path: pending.path(), config: &config, text: &text, spec: &spec };
     device::run(args.device, None, check)?;
-    let folder = if args.output_dir.exists() { pending.replace()? } else { pending.commit()? };
-    report::result(format!("{} · {bytes} bytes of weights", folder.display()));
+    let folder = pending.replace()?;
+    report::result(format!("{} · {written} bytes of weights", folder.display()));
     Ok(())
 }
 
@@ -112,12 +120,11 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
 
 /// Writes the weights in as many files as `limit` asks for, with an index if there are several. Returns their bytes.
 fn write_weights(
-    tensors: &Foreign,
-    format: ForeignFormat,
+    tensors: &dyn Tensors,
+    spelling: Spelling,
     limit: u64,
     pending: &mut PendingFolder,
 ) -> Result<u64, CliError> {
-    let spelling = format.spelling();
     let shards = shards(tensors, spelling, limit);
     let mut weight_map = BTreeMap::new();
     let mut total = 0;
@@ -150,7 +157,7 @@ fn write_json(pending: &mut PendingFolder, name: &str, value: &Value) -> Result<
 }
 
 /// The model's config.json with the type of its weights and how they are quantized.
-fn config_json(path: &Path, tensors: &Foreign, format: ForeignFormat) -> Result<Value, CliError> {
+fn config_json(path: &Path, tensors: &dyn Tensors, library: Option<Library>) -> Result<Value, CliError> {
     let text = file::read_text(path, LONGEST_JSON, "give a model with a config.json")?;
     let mut config: Map<String, Value> = serde_json::from_str(&text).map_err(|e| CliError::corrupt(path, e))?;
     config.remove("quantization_config");
@@ -158,18 +165,17 @@ fn config_json(path: &Path, tensors: &Foreign, format: ForeignFormat) -> Result<
     if let Some(dtype) = config.get_mut("dtype") {
         *dtype = "bfloat16".into();
     }
-    if let Some(quantization) = quantization_config(tensors, format) {
-        config.insert("quantization_config".into(), quantization);
+    if let Some(library) = library {
+        config.insert("quantization_config".into(), quantization_config(tensors, library));
     }
     Ok(Value::Object(config))
 }
 
-/// The `quantization_config` that loaders of a format read. None where nothing is quantized.
-fn quantization_config(tensors: &Foreign, format: ForeignFormat) -> Option<Value> {
+/// The `quantization_config` that loaders of the library's format read.
+fn quantization_config(tensors: &dyn Tensors, library: Library) -> Value {
     let weights = json!({"dynamic": false, "num_bits": 4, "type": "float", "group_size": 16});
-    match format {
-        ForeignFormat::Bf16 => None,
-        ForeignFormat::CompressedTensors => {
+    match library {
+        Library::CompressedTensors => {
             let mut weights = weights;
             weights["strategy"] = "tensor_group".into();
             weights["symmetric"] = true.into();
@@ -178,22 +184,22 @@ fn quantization_config(tensors: &Foreign, format: ForeignFormat) -> Option<Value
                 "format": "nvfp4-pack-quantized", "targets": ["Linear"], "weights": weights,
                 "input_activations": null, "output_activations": null,
             });
-            Some(json!({
+            json!({
                 "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
                 "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": not_quantized(tensors),
                 "kv_cache_scheme": null, "global_compression_ratio": null, "sparsity_config": {}, "transform_config": {},
                 "version": "0.20.0",
-            }))
+            })
         }
-        ForeignFormat::ModelOpt => Some(json!({
+        Library::ModelOpt => json!({
             "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "producer": producer(),
             "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}, "ignore": not_quantized(tensors),
-        })),
+        }),
     }
 }
 
 /// ModelOpt's own file beside config.json.
-fn quant_config_file(tensors: &Foreign) -> Value {
+fn quant_config_file(tensors: &dyn Tensors) -> Value {
     json!({
         "producer": producer(),
         "quantization": {
@@ -208,19 +214,19 @@ fn producer() -> Value {
 }
 
 /// The modules of linear layers that stay in bf16. A head that is the embedding is named too.
-fn not_quantized(tensors: &Foreign) -> Vec<String> {
-    let modules = tensors.dense_layers().into_iter().map(|name| name.trim_end_matches(".weight").to_owned());
-    let mut all: Vec<String> = modules.filter(|module| module != "lm_head").collect();
-    all.insert(0, "lm_head".into());
-    all
+fn not_quantized(tensors: &dyn Tensors) -> Vec<String> {
+    let module = |name: &str| name.trim_end_matches(".weight").to_owned();
+    let dense = |name: &String| matches!(tensors.stored(name), Some(Stored::Dense { .. }));
+    let layers = tensors.names().into_iter().filter(|name| names::is_projection(name) && dense(name));
+    std::iter::once(module(names::HEAD)).chain(layers.map(|name| module(&name))).collect()
 }
 
 /// Says how many block scales differ from those of the model, because matrices that are multiplied together share a tensor
 /// scale.
-fn say_what_changed(tensors: &Foreign) {
-    let rounded = tensors.rounded();
+fn say_what_changed(tensors: &Foreign) -> Result<(), CliError> {
+    let rounded = tensors.rounded()?;
     if rounded == 0 {
-        return;
+        return Ok(());
     }
     let scales = |name: &String| match tensors.stored(name) {
         Some(Stored::Packed { rows, cols, .. }) => rows * cols / BLOCK,
@@ -230,6 +236,7 @@ fn say_what_changed(tensors: &Foreign) {
     let share = rounded as f64 / all as f64 * 100.0;
     let text = format!("{rounded} of {all} block scales were rounded ({share:.1}%)");
     report::label("scales", format!("q, k and v share a tensor scale, and so do gate and up: {text}"));
+    Ok(())
 }
 
 /// The model card: what the folder is, how it was made, and how to load it.

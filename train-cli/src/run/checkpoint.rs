@@ -245,11 +245,11 @@ pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     Ok(state)
 }
 
-/// The state of the checkpoint that these weights lie in, if they lie in one, which is verified.
+/// The state that a checkpoint keeps beside its weights. None if the folder is no checkpoint; one that is gets verified.
 ///
 /// # Errors
 /// As [`open`].
-pub fn around(folder: &Path) -> Result<Option<TrainerState>, CliError> {
+pub fn state_beside(folder: &Path) -> Result<Option<TrainerState>, CliError> {
     if folder.join(STATE).exists() { open(folder).map(Some) } else { Ok(None) }
 }
 

@@ -8,10 +8,12 @@
 //! struct, and its range to [`fields::RANGES`] if it is a number. A setting that a resumed run may change also goes into
 //! `FREE`.
 
+mod amount;
 mod choices;
 pub mod fields;
 mod layer;
 
+pub(crate) use amount::bytes;
 pub(crate) use choices::by_name;
 pub use choices::{
     Auto, Choice, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, SaveStrategy, StepMode,

@@ -1,5 +1,5 @@
-//! A model that answers: [`loaded`] finds and loads it, [`answer`] streams what it says ([`stop_text`] ends it), [`dialog`] keeps a conversation,
-//! [`entry`] reads what a person types.
+//! A model that answers: [`loaded`] finds and loads it, [`answer`] streams what it says, [`stop_text`] ends that at a text,
+//! [`dialog`] keeps a conversation, [`entry`] reads what a person types.
 
 pub mod answer;
 pub mod dialog;

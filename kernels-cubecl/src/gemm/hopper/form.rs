@@ -1,6 +1,10 @@
 //! What is compiled into a kernel, and the shared memory that it takes.
 
-use crate::{gemm::args::Gemm, matmul::Product};
+use crate::{
+    error::{KernelError, require},
+    gemm::{args::Gemm, shape::NAME},
+    matmul::Product,
+};
 use cubecl::{
     ir::{ElemType, FloatKind, StorageType},
     prelude::*,
@@ -14,6 +18,8 @@ pub(super) const STAGE_DEPTH: usize = 64;
 pub(super) const SHARED: usize = 227 << 10;
 /// Columns in which 16-bit results, and operands that lie across, are copied.
 pub(super) const PIECE: usize = 64;
+/// The most products of one launch: a kernel's parameters may take 4 KiB, and a tensor map takes 128 bytes.
+const MOST: usize = 4;
 /// Bytes of 64 rows of a stage.
 const BOX: usize = 64 * STAGE_DEPTH * 2;
 /// Bytes for barriers, and for the alignment of the stages.
@@ -85,13 +91,24 @@ pub(super) struct Form {
 }
 
 impl Form {
-    /// The form of these products in tiles of `cols` columns. None if there is no kernel for them: it adds to results in
-    /// f32 only.
-    pub(super) fn of<R: Runtime>(products: &Gemm<R>, cols: usize) -> Option<Self> {
-        let (operand, result) = (Number::of(products.types.0)?, Number::of(products.types.1)?);
+    /// The form of these products in tiles of `cols` columns.
+    ///
+    /// # Errors
+    /// If there is no kernel for them.
+    pub(super) fn of<R: Runtime>(products: &Gemm<R>, cols: usize) -> Result<Self, KernelError> {
+        let number = |ty| {
+            let reason = || format!("numbers of type {ty} have no instruction of Hopper");
+            Number::of(ty).ok_or_else(|| KernelError::Shape { kernel: NAME, reason: reason() })
+        };
+        let (operand, result) = (number(products.types.0)?, number(products.types.1)?);
+        require(NAME, operand != Number::F32, || "Hopper's instructions multiply 16-bit numbers, not f32".into())?;
+        let stored_sums = !products.accumulate || result == Number::F32;
+        require(NAME, stored_sums, || "no Hopper kernel adds to 16-bit results".into())?;
         let parts = products.shapes.len();
-        let known = operand != Number::F32 && (!products.accumulate || result == Number::F32);
-        known.then(|| Self {
+        require(NAME, parts <= MOST, || format!("{parts} products; a Hopper kernel takes at most {MOST}"))?;
+        let empty = products.shapes.iter().find(|s| s.i * s.j * s.r == 0);
+        require(NAME, empty.is_none(), || format!("a Hopper kernel takes no empty product, and here is {empty:?}"))?;
+        Ok(Self {
             cols,
             a_across: products.product == Product::Tn,
             b_across: products.product != Product::Nt,

@@ -48,13 +48,9 @@ pub fn is_hopper<R: Runtime>(client: &ComputeClient<R>) -> bool {
         && properties.hardware.max_shared_memory_size >= SHARED
 }
 
-/// The most products of one launch: a kernel's parameters may take 4 KiB, and a tensor map takes 128 bytes.
-const MOST: usize = 4;
-
 /// Whether there is a kernel for these products on this device.
 pub(super) fn takes<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> bool {
-    let full = products.shapes.iter().all(|s| s.i * s.j * s.r > 0);
-    is_hopper(client) && full && products.shapes.len() <= MOST && Form::of(products, TILE_ROWS).is_some()
+    is_hopper(client) && Form::of(products, TILE_ROWS).is_ok()
 }
 
 /// Launches the products with the width of tiles that lets the device finish soonest.
@@ -73,15 +69,14 @@ pub fn hopper_gemm_in<R: Runtime>(
     cols: usize,
 ) -> Result<(), KernelError> {
     products.check()?;
-    require(NAME, takes(client, &products), || "this device has no Hopper kernel for these products".into())?;
-    require(NAME, hopper_columns(products.product).contains(&cols), || format!("tiles of {cols} columns"))?;
+    require(NAME, is_hopper(client), || "this device is no Hopper GPU".into())?;
+    let widths = hopper_columns(products.product);
+    require(NAME, widths.contains(&cols), || format!("there are no tiles of {cols} columns; there are {widths:?}"))?;
     launch_in(client, products, cols)
 }
 
 fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usize) -> Result<(), KernelError> {
-    let Some(form) = Form::of(&products, cols) else {
-        return require(NAME, false, || "no Hopper kernel adds to 16-bit results".into());
-    };
+    let form = Form::of(&products, cols)?;
     let cubes = index(NAME, "cubes", tiles(products.tiled(), cols).min(processors(client)))?;
     let info = lengths(&products.shapes)?;
     let Gemm { a, b, scales, out, types, shapes, .. } = products;

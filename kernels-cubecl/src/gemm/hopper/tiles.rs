@@ -13,8 +13,8 @@ pub(super) fn tiles(shapes: &[GemmShape], cols: usize) -> usize {
     shapes.iter().map(|s| s.i.div_ceil(TILE_ROWS) * s.j.div_ceil(cols)).sum()
 }
 
-/// The width with which a device of `processors` finishes soonest. Each multiprocessor makes its share of whole tiles. A
-/// tile takes as long as its columns and 40 more would: for its rows of `a`, which every tile reads anew.
+/// The width with which a device of `processors` finishes soonest. Each multiprocessor makes its share of whole tiles. The
+/// time of a tile grows with its columns, and reading its rows of `a` costs as much as 40 columns.
 pub(super) fn columns(shapes: &[GemmShape], product: Product, processors: usize) -> usize {
     let cost = |cols: &usize| tiles(shapes, *cols).div_ceil(processors) * (*cols + 40);
     hopper_columns(product).iter().copied().min_by_key(cost).unwrap_or(TILE_ROWS)
