@@ -380,28 +380,6 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
 }
 
-/// Every micro-batch of a run has a number, which seeds its stochastic rounding. The first one has the same number in a step
-/// of one and in a step of several.
-#[test]
-fn the_first_micro_batch_rounds_as_if_it_were_alone() {
-    let dir = tempfile::tempdir().unwrap();
-    let d = dir.path();
-    tiny_model(&d.join("m"), true);
-    std::fs::write(d.join("row.tsv"), "Who are you?\tA small model.\n").unwrap();
-    let norms = |run: &str, rest: &[&str]| -> Vec<f64> {
-        let fixed = "fit -m m -d row.tsv --device cpu --recipe nvfp4 --clip exact --max-steps 2 --val-split 0";
-        let words: Vec<&str> = fixed.split(' ').chain(["-o", run]).chain(rest.iter().copied()).collect();
-        ok(d, &words);
-        let text = std::fs::read_to_string(d.join(run).join("metrics.jsonl")).unwrap();
-        let lines = text.lines().map(|l| serde_json::from_str::<serde_json::Value>(l).unwrap());
-        lines.filter_map(|l| l["grad_norm"].as_f64()).collect()
-    };
-    let alone = norms("alone", &["--grad-accum", "1"]);
-    let of_four = norms("four", &["--grad-accum", "4"]);
-    assert_eq!(alone[0], of_four[0]);
-    assert_ne!(alone[0], norms("seed", &["--grad-accum", "1", "--seed", "7"])[0], "rounding depends on the seed");
-}
-
 /// Up to the given share of the run nothing is quantized, so that each step equals that of a bf16 run. A resumed run
 /// quantizes from the same step on.
 #[test]

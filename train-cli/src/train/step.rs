@@ -63,7 +63,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         AB: TrainingBackend<InnerBackend = B>,
     {
         let (last, earlier) = batches.split_last().expect("the data loader makes no empty step");
-        let number = |i: usize| ((step - 1) * self.accumulation + i) as u32;
+        let number = |i| micro_batch_number(step, self.accumulation, i);
         let exact = self.clipping.needs_the_norm_first();
         let sums_all = self.mode == StepMode::Whole || exact && !earlier.is_empty();
         let gathered = Gathered::new(self.buffer);
@@ -109,6 +109,11 @@ impl<B: Nvfp4Kernels> Stepper<B> {
     }
 }
 
+/// The number of micro-batch `i` of step `step` among all of the run, which begins with 0.
+fn micro_batch_number(step: usize, accumulation: usize, i: usize) -> u32 {
+    ((step - 1) * accumulation + i) as u32
+}
+
 /// Runs forward and backward of one micro-batch; `pass.fate` says what happens to the gradients. Returns the loss.
 ///
 /// # Errors
@@ -122,5 +127,20 @@ pub fn forward_backward<AB: TrainingBackend>(
     match mode {
         StepMode::Streaming => pass.streaming(net, batch),
         StepMode::Whole => pass.whole(net, batch),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::micro_batch_number;
+
+    /// Two micro-batches with one number would round alike.
+    #[test]
+    fn the_micro_batches_of_a_run_are_numbered_without_a_gap() {
+        for accumulation in [1, 3] {
+            let numbers =
+                (1..=4).flat_map(|step| (0..accumulation).map(move |i| micro_batch_number(step, accumulation, i)));
+            assert!(numbers.eq(0..4 * accumulation as u32), "{accumulation} micro-batches a step");
+        }
     }
 }
