@@ -600,4 +600,9 @@ fn hostile_small_files_are_refused() {
     fs::write(d.join("long.jsonl"), row(2) + "\n" + &row(501)).unwrap();
     let stderr = refused(d, &["fit", "-m", "m", "-d", "long.jsonl", "--device", "cpu", "--dry-run"], 3);
     assert!(stderr.contains("long.jsonl:2") && stderr.contains("1002 messages"), "{stderr}");
+    // One of two values would be lost.
+    fs::write(d.join("twice.jsonl"), row(1) + "\n{\"prompt\": \"a\", \"completion\": \"b\", \"prompt\": \"c\"}")
+        .unwrap();
+    let stderr = refused(d, &["fit", "-m", "m", "-d", "twice.jsonl", "--device", "cpu", "--dry-run"], 3);
+    assert!(stderr.contains("twice.jsonl:2") && stderr.contains("\"prompt\" stands twice"), "{stderr}");
 }

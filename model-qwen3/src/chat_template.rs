@@ -1,7 +1,7 @@
 //! Renders the model's own chat template (Jinja) as Hugging Face does: with trimmed blocks, Python's string methods, and
 //! `tojson` with Python's separators and without escapes.
 
-use crate::{ModelError, file::read_text};
+use crate::{ModelError, file::read_text, json};
 use minijinja::{
     Environment, Error, ErrorKind, Value,
     syntax::SyntaxConfig,
@@ -51,7 +51,7 @@ impl ChatTemplate {
         }
         let path = folder.join("tokenizer_config.json");
         let text = read_text(&path, 16 << 20, "a model folder needs it or chat_template.jinja for its chat template")?;
-        let config: Json = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
+        let config = json::parse(&text).map_err(|e| ModelError::parse(&path, e))?;
         match config.get("chat_template").and_then(Json::as_str) {
             Some(source) => Self::new(source.to_owned()),
             None => Err(ModelError::parse(

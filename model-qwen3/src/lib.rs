@@ -15,7 +15,7 @@
 //! | [`write`](mod@write) | tensors streamed to a file |
 //! | [`dat`] | the `.dat` format, byte for byte |
 //! | [`safetensors`] | Hugging Face files, also in shards |
-//! | [`bytes`] | numbers as bytes |
+//! | [`bytes`], [`json`] | numbers as bytes; JSON whose keys stand once |
 //! | [`tokenizer`], [`chat_template`] | text to token ids, by the model's own files |
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
 //! | [`sample`], [`generate`] | choosing a token; prompt to answer |
@@ -37,6 +37,7 @@ mod error;
 pub mod file;
 pub mod foreign;
 pub mod generate;
+pub mod json;
 pub mod kv_cache;
 pub mod loss;
 pub mod model;

@@ -5,6 +5,7 @@ use crate::{
     ModelError,
     bytes::{FloatType, of_u64, to_u64},
     file::{self, read_at, read_text},
+    json,
 };
 use ::safetensors::{Dtype, tensor::Metadata};
 use std::{
@@ -181,7 +182,8 @@ pub(crate) fn open_folder(folder: &Path) -> Result<Vec<SafeFile>, ModelError> {
         weight_map: BTreeMap<String, String>,
     }
     let text = read_text(&index, LARGEST_HEADER, "")?;
-    let Index { weight_map } = serde_json::from_str(&text).map_err(|e| ModelError::parse(&index, e))?;
+    let Index { weight_map } =
+        json::parse(&text).and_then(serde_json::from_value).map_err(|e| ModelError::parse(&index, e))?;
     let mut names: Vec<&String> = weight_map.values().collect();
     names.sort();
     names.dedup();

@@ -4,6 +4,7 @@
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
 use crate::{data::chat::Conversation, settings::Format};
+use model_qwen3::json::{self, Unique};
 use serde_json::{Map, Value, json};
 use std::{borrow::Cow, path::Path};
 
@@ -97,7 +98,7 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
             "system" => system(value),
             "observation" | "tool" => json!({"role": "tool", "content": value}),
             "function_call" => {
-                let call: Value = serde_json::from_str(value).map_err(|e| at(&format!("the call is not JSON: {e}")))?;
+                let call = json::parse(value).map_err(|e| at(&format!("the call is not JSON: {e}")))?;
                 let call = json!({"type": "function", "function": call});
                 json!({"role": "assistant", "content": "", "tool_calls": [call]})
             }
@@ -169,7 +170,7 @@ fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {
     if content.trim_start().starts_with('[') {
         return Box::new(elements(content).map(move |(line, value)| (line, object(value))));
     }
-    Box::new(lines(content).map(move |(number, line)| (number, object(serde_json::from_str(line)))))
+    Box::new(lines(content).map(move |(number, line)| (number, object(json::parse(line)))))
 }
 
 /// The elements of a JSON array, each with its line. After an error there are none.
@@ -188,8 +189,8 @@ fn elements(content: &str) -> impl Iterator<Item = (usize, serde_json::Result<Va
             return None;
         }
         line += content[at..to].matches('\n').count();
-        let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<Value>();
-        let value = values.next()?;
+        let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<Unique>();
+        let value = values.next()?.map(|Unique(value)| value);
         failed = value.is_err();
         let (found, end) = (line, to + values.byte_offset());
         line += content[to..end].matches('\n').count();
@@ -223,9 +224,7 @@ fn tools(row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
     match row.remove("tools") {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) if text.trim().is_empty() => Ok(None),
-        Some(Value::String(text)) => {
-            serde_json::from_str(&text).map(Some).map_err(|e| format!("\"tools\" is not JSON: {e}"))
-        }
+        Some(Value::String(text)) => json::parse(&text).map(Some).map_err(|e| format!("\"tools\" is not JSON: {e}")),
         Some(tools) => Ok(Some(tools)),
     }
 }

@@ -2,7 +2,7 @@
 //! a script.
 
 use crate::CliError;
-use model_qwen3::file;
+use model_qwen3::{file, json};
 use rustyline::{DefaultEditor, error::ReadlineError};
 use serde_json::Value;
 use std::{
@@ -216,7 +216,7 @@ pub(super) fn messages(path: &Path, text: &str) -> Result<Vec<Value>, CliError> 
     let mut messages = Vec::new();
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(i + 1), reason };
-        let message: Value = serde_json::from_str(line).map_err(|e| bad(format!("not JSON: {e}")))?;
+        let message = json::parse(line).map_err(|e| bad(format!("not JSON: {e}")))?;
         let known = matches!(message["role"].as_str(), Some("system" | "user" | "assistant"));
         if !known || !message["content"].is_string() {
             return Err(

@@ -1,0 +1,98 @@
+//! JSON in which no object has a key twice. serde_json keeps the second of two values, and what the first said is lost.
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{Error, MapAccess, SeqAccess, Visitor},
+};
+use serde_json::{Map, Number, Value};
+use std::fmt;
+
+/// Reads a JSON text.
+///
+/// # Errors
+/// If it is no JSON, or an object in it has a key twice.
+pub fn parse(text: &str) -> serde_json::Result<Value> {
+    serde_json::from_str(text).map(|Unique(value)| value)
+}
+
+/// A value in which no object has a key twice.
+#[derive(Debug)]
+pub struct Unique(pub Value);
+
+impl<'de> Deserialize<'de> for Unique {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(AnyValue).map(Unique)
+    }
+}
+
+struct AnyValue;
+
+impl<'de> Visitor<'de> for AnyValue {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, v: bool) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_i64<E>(self, v: i64) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_u64<E>(self, v: u64) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_f64<E>(self, v: f64) -> Result<Value, E> {
+        Ok(Number::from_f64(v).map_or(Value::Null, Value::Number))
+    }
+
+    fn visit_str<E>(self, v: &str) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_string<E>(self, v: String) -> Result<Value, E> {
+        Ok(v.into())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+        let mut values = Vec::new();
+        while let Some(Unique(value)) = seq.next_element()? {
+            values.push(value);
+        }
+        Ok(Value::Array(values))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        let mut object = Map::new();
+        while let Some(key) = map.next_key::<String>()? {
+            if object.contains_key(&key) {
+                return Err(A::Error::custom(format_args!("the key {key:?} stands twice in an object")));
+            }
+            let Unique(value) = map.next_value()?;
+            object.insert(key, value);
+        }
+        Ok(Value::Object(object))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_that_of_serde_json_and_a_key_stands_once() {
+        let text = r#"{"a": [1, -2, 3.5, 18446744073709551615, "x\u00e9", null, true, {"b": {}}], "c": {"a": 1}}"#;
+        assert_eq!(parse(text).unwrap(), serde_json::from_str::<Value>(text).unwrap());
+        let twice = parse("{\"a\": 1,\n \"b\": [{\"c\": 1, \"c\": 2}]}").unwrap_err().to_string();
+        assert!(twice.contains("\"c\" stands twice") && twice.contains("line 2"), "{twice}");
+        assert!(parse("{} x").is_err() && parse("[1,").is_err());
+    }
+}
