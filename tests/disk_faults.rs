@@ -9,15 +9,10 @@
 //!     cargo test --workspace --test promises -- --ignored every_disk_operation
 
 use crate::support::{
-    Random, emulator,
-    files::{command, tiny_model},
+    Random,
+    faulty_disk::{Fault, Machine, finish, outcome},
 };
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
-};
-use tempfile::TempDir;
+use std::{fs, path::Path};
 
 /// What the system can say, and its number on Linux.
 const ERRORS: [(&str, i32); 5] = [
@@ -73,78 +68,6 @@ fn spread(random: &mut Random, operations: usize, count: usize) -> Vec<usize> {
     (0..count).map(|part| at(part, random.uniform())).collect()
 }
 
-/// The real program in a folder whose disk operations are counted.
-struct Machine {
-    dir: TempDir,
-    library: PathBuf,
-}
-
-/// What happens to a program.
-#[derive(Debug, Clone, Copy)]
-enum Fault {
-    Nothing,
-    Error { at: usize, number: i32, for_good: bool },
-    Signal { at: usize, number: i32 },
-}
-
-impl Machine {
-    /// None, with a message, where there can be none.
-    fn new() -> Option<Self> {
-        let dir = tempfile::tempdir().unwrap();
-        let library = library(dir.path())?;
-        tiny_model(&dir.path().join("m"), true);
-        let machine = Self { dir, library };
-        fs::create_dir(machine.folder()).unwrap();
-        Some(machine)
-    }
-
-    /// The folder where the program runs.
-    fn folder(&self) -> PathBuf {
-        self.dir.path().join("work")
-    }
-
-    fn empty(&self) {
-        fs::remove_dir_all(self.folder()).unwrap();
-        fs::create_dir(self.folder()).unwrap();
-    }
-
-    fn run(&self, words: &[&str], fault: Fault) -> Output {
-        let (at, error, for_good, signal) = match fault {
-            Fault::Nothing => (0, 0, false, 0),
-            Fault::Error { at, number, for_good } => (at, number, for_good, 0),
-            Fault::Signal { at, number } => (at, 0, false, number),
-        };
-        let mut command = command(&self.folder(), words);
-        command.env("LD_PRELOAD", &self.library).env("FAULT_ROOT", self.folder());
-        command.env("FAULT_COUNT", self.dir.path().join("count")).env("FAULT_AT", at.to_string());
-        command.env("FAULT_ERRNO", error.to_string()).env("FAULT_SIGNAL", signal.to_string());
-        command.env("FAULT_FOR_GOOD", u8::from(for_good).to_string()).stdin(Stdio::null());
-        command.output().unwrap()
-    }
-
-    /// Runs the program to its end. Returns the number of its operations.
-    fn operations(&self, words: &[&str]) -> usize {
-        let out = self.run(words, Fault::Nothing);
-        assert!(out.status.success(), "{words:?}: {}", String::from_utf8_lossy(&out.stderr));
-        fs::read_to_string(self.dir.path().join("count")).unwrap().trim().parse().unwrap()
-    }
-
-    fn fit(&self, more: &[&str], fault: Fault) -> Output {
-        let words = "fit -m ../m -d ../m/demo.tsv --device cpu --max-seq-length 64 --learning-rate 1e-3 --max-steps 4 \
-                     --save-steps 2 --eval-steps 2 --output-dat extra.dat -o r";
-        let words: Vec<&str> = words.split_whitespace().chain(more.iter().copied()).collect();
-        self.run(&words, fault)
-    }
-
-    /// A run to its end: the number of its operations, and what it leaves behind.
-    fn whole(&self) -> (usize, Outcome) {
-        assert!(self.fit(&[], Fault::Nothing).status.success());
-        let operations = fs::read_to_string(self.dir.path().join("count")).unwrap().trim().parse().unwrap();
-        assert!(operations > 100, "the library saw {operations} operations; it does not work");
-        (operations, outcome(&self.folder()))
-    }
-}
-
 /// The number of the operation that fails, how, and whether all later ones do, too.
 type Case = (usize, (&'static str, i32), bool);
 
@@ -193,14 +116,6 @@ fn stop(cases: impl FnOnce(usize) -> Vec<(usize, i32)>) {
     }
 }
 
-/// Finishes a run, which must end as if nothing had happened.
-fn finish(machine: &Machine, whole: &Outcome, case: &str) {
-    let resumed = machine.fit(&["--resume-from-checkpoint"], Fault::Nothing);
-    let stderr = String::from_utf8_lossy(&resumed.stderr);
-    assert!(resumed.status.success(), "the run cannot be finished: {case}\nresumed: {stderr}");
-    assert!(outcome(&machine.folder()) == *whole, "the finished run differs: {case}\nresumed: {stderr}");
-}
-
 /// Kills `export-dat` and `convert` in front of these operations: the target is not there, or complete, and the next call
 /// cleans up.
 fn kill_writers(mut cases: impl FnMut(usize) -> Vec<usize>) {
@@ -237,28 +152,4 @@ fn kill_writers(mut cases: impl FnMut(usize) -> Vec<usize>) {
 
 fn names_a_path(message: &str) -> bool {
     ["r/", "r:", "extra.dat", "work"].iter().any(|part| message.contains(part))
-}
-
-type Outcome = Vec<(PathBuf, Option<Vec<u8>>)>;
-
-/// The names and contents of what a run leaves behind that has the same bytes each time.
-fn outcome(d: &Path) -> Outcome {
-    let exported = ["r/final/model.dat", "r/final/config.json", "r/final/trained.json", "extra.dat"];
-    let saved = ["r/checkpoint-4/model.safetensors", "r/checkpoint-4/optimizer.safetensors"];
-    exported.iter().chain(&saved).map(|name| (name.into(), fs::read(d.join(name)).ok())).collect()
-}
-
-/// The library, compiled into `folder`; None, with a message, where that is not possible.
-fn library(folder: &Path) -> Option<PathBuf> {
-    let Some(compiler) = emulator::compiler().filter(|_| cfg!(target_os = "linux")) else {
-        eprintln!("SKIPPED: disk faults need Linux and a C++ compiler");
-        return None;
-    };
-    let (source, library) = (folder.join("disk_faults.cpp"), folder.join("disk_faults.so"));
-    fs::write(&source, include_str!("support/disk_faults.cpp")).unwrap();
-    let mut compile = Command::new(compiler);
-    compile.args(["-std=c++20", "-shared", "-fPIC", "-O1"]).arg(&source).arg("-o").arg(&library).arg("-ldl");
-    let out = compile.output().unwrap();
-    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
-    Some(library)
 }

@@ -1,7 +1,8 @@
 // Makes disk operations of a program fail, by LD_PRELOAD. Every operation that changes something below the folder FAULT_ROOT
 // is counted. Operation number FAULT_AT fails with FAULT_ERRNO; with FAULT_FOR_GOOD every later one does too. With
 // FAULT_SIGNAL the process gets that signal instead, in front of the operation. At its end the program writes the number of
-// operations to the file FAULT_COUNT.
+// operations to the file FAULT_COUNT. With FAULT_LOG each operation that was made, the opening of files and folders too, is
+// appended to that file: a line `name|file descriptor|path|other path|size`, and the bytes that were written.
 
 #include <atomic>
 #include <cerrno>
@@ -12,6 +13,8 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <mutex>
+#include <string>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -57,13 +60,47 @@ bool fails_on(int fd) { return fd >= 0 && fd < (1 << 16) && watched[fd] && fails
 
 template <class F> F real(const char* name) { return reinterpret_cast<F>(dlsym(RTLD_NEXT, name)); }
 
+// The path from the root of the file system, of what a path in the folder `at` names.
+std::string whole(int at, const char* path) {
+    if (path[0] == '/') return path;
+    std::string folder = text("FAULT_ROOT");
+    if (at != AT_FDCWD) {
+        char name[4096];
+        const ssize_t length = readlink(("/proc/self/fd/" + std::to_string(at)).c_str(), name, sizeof name);
+        folder.assign(name, length < 0 ? 0 : static_cast<size_t>(length));
+    }
+    return folder + "/" + path;
+}
+
+// Appends an operation to the log.
+void note(const char* name, int fd, const std::string& path, const std::string& to, const void* data, size_t size) {
+    static const char* file = text("FAULT_LOG");
+    if (!file[0]) return;
+    static std::mutex one_at_a_time;
+    const std::lock_guard<std::mutex> guard(one_at_a_time);
+    static const int log = real<int (*)(const char*, int, ...)>("open64")(file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    std::string record = std::string(name) + '|' + std::to_string(fd) + '|' + path + '|' + to + '|' + std::to_string(size) + '\n';
+    if (data) record.append(static_cast<const char*>(data), size);
+    static auto write = real<ssize_t (*)(int, const void*, size_t)>("write");
+    if (write(log, record.data(), record.size()) != static_cast<ssize_t>(record.size())) abort();
+}
+
 int opened(int at, const char* path, int flags, mode_t mode) {
     const bool ours = below(path);
     if (ours && (flags & (O_WRONLY | O_RDWR | O_CREAT)) && fails()) return -1;
     static auto call = real<int (*)(int, const char*, int, ...)>("openat64");
     const int fd = call(at, path, flags, mode);
     if (fd >= 0 && fd < (1 << 16)) watched[fd] = ours;
+    if (fd >= 0 && ours) note((flags & O_TRUNC) ? "truncating" : "open", fd, whole(at, path), "", nullptr, 0);
     return fd;
+}
+
+// Notes what was done to a file, if it is watched and was done.
+template <class R> R done(R result, const char* name, int fd, const void* data, size_t size) {
+    const int error = errno;
+    if (result >= 0 && watched[fd]) note(name, fd, "", "", data, size);
+    errno = error;
+    return result;
 }
 
 __attribute__((destructor)) void report() {
@@ -99,18 +136,23 @@ mode_t mode_of(int flags, va_list arguments) {
         return opened(at, path, flags, mode);                                                                     \
     }
 
-#define ON_FD(RESULT, NAME, PARAMETERS, ARGUMENTS)                                                                       \
+#define ON_FD(RESULT, NAME, PARAMETERS, ARGUMENTS, NOTE, DATA, SIZE)                                                     \
     RESULT NAME PARAMETERS {                                                                                             \
         if (fails_on(fd)) return -1;                                                                                     \
         static auto call = real<RESULT(*) PARAMETERS>(#NAME);                                                            \
-        return call ARGUMENTS;                                                                                           \
+        return done(call ARGUMENTS, NOTE, fd, DATA, static_cast<size_t>(SIZE));                                          \
     }
 
-#define ON_PATH(NAME, PARAMETERS, ARGUMENTS)                                                                             \
+#define ON_PATH(NAME, PARAMETERS, ARGUMENTS, AT, TO)                                                                     \
     int NAME PARAMETERS {                                                                                                \
-        if (below(path) && fails()) return -1;                                                                           \
+        const bool ours = below(path);                                                                                   \
+        if (ours && fails()) return -1;                                                                                  \
+        const std::string place = ours ? whole(AT, path) : "";                                                           \
         static auto call = real<int(*) PARAMETERS>(#NAME);                                                               \
-        return call ARGUMENTS;                                                                                           \
+        const int result = call ARGUMENTS, error = errno;                                                                \
+        if (result == 0 && ours) note(#NAME, -1, place, TO, nullptr, 0);                                                 \
+        errno = error;                                                                                                   \
+        return result;                                                                                                   \
     }
 
 extern "C" {
@@ -118,22 +160,22 @@ OPEN(open)
 OPEN(open64)
 OPENAT(openat)
 OPENAT(openat64)
-ON_FD(ssize_t, write, (int fd, const void* data, size_t size), (fd, data, size))
-ON_FD(ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), (fd, data, size, at))
-ON_FD(ssize_t, writev, (int fd, const struct iovec* data, int count), (fd, data, count))
-ON_FD(int, fsync, (int fd), (fd))
-ON_FD(int, fdatasync, (int fd), (fd))
-ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size))
-ON_PATH(mkdir, (const char* path, mode_t mode), (path, mode))
-ON_PATH(rmdir, (const char* path), (path))
-ON_PATH(unlink, (const char* path), (path))
-ON_PATH(unlinkat, (int at, const char* path, int flags), (at, path, flags))
-ON_PATH(rename, (const char* path, const char* to), (path, to))
+ON_FD(ssize_t, write, (int fd, const void* data, size_t size), (fd, data, size), "write", data, size)
+ON_FD(ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), (fd, data, size, at), "pwrite64", nullptr, 0)
+ON_FD(ssize_t, writev, (int fd, const struct iovec* data, int count), (fd, data, count), "writev", nullptr, 0)
+ON_FD(int, fsync, (int fd), (fd), "fsync", nullptr, 0)
+ON_FD(int, fdatasync, (int fd), (fd), "fsync", nullptr, 0)
+ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size), "ftruncate64", nullptr, size)
+ON_PATH(mkdir, (const char* path, mode_t mode), (path, mode), AT_FDCWD, "")
+ON_PATH(rmdir, (const char* path), (path), AT_FDCWD, "")
+ON_PATH(unlink, (const char* path), (path), AT_FDCWD, "")
+ON_PATH(unlinkat, (int at, const char* path, int flags), (at, path, flags), at, "")
+ON_PATH(rename, (const char* path, const char* to), (path, to), AT_FDCWD, whole(AT_FDCWD, to))
 
 ssize_t copy_file_range(int in, off64_t* from, int fd, off64_t* to, size_t size, unsigned flags) {
     if (fails_on(fd)) return -1;
     static auto call = real<ssize_t (*)(int, off64_t*, int, off64_t*, size_t, unsigned)>("copy_file_range");
-    return call(in, from, fd, to, size, flags);
+    return done(call(in, from, fd, to, size, flags), "copy_file_range", fd, nullptr, 0);
 }
 
 int close(int fd) {

@@ -293,12 +293,21 @@ pub fn probe(folder: &Path) -> Result<(), CliError> {
     }
 }
 
-/// Makes a folder and the folders above it, where they do not exist.
+/// Makes a folder and the folders above it, where they do not exist, and syncs the names of what it makes.
 ///
 /// # Errors
 /// If the system fails.
 pub fn make_folder(path: &Path) -> Result<(), CliError> {
-    fs::create_dir_all(path).map_err(CliError::io(path))
+    if path.is_dir() {
+        return Ok(());
+    }
+    make_folder(parent(path))?;
+    match fs::create_dir(path) {
+        // Another process has just made it.
+        Err(_) if path.is_dir() => Ok(()),
+        Err(error) => Err(CliError::io(path)(error)),
+        Ok(()) => sync_folder(parent(path)),
+    }
 }
 
 /// Removes a file, or a folder with everything in it.
@@ -323,7 +332,8 @@ pub fn remove_empty(folder: &Path) -> Result<(), CliError> {
 /// # Errors
 /// If the system fails.
 pub fn rename(from: &Path, to: &Path) -> Result<(), CliError> {
-    fs::rename(from, to).map_err(CliError::io(from))
+    fs::rename(from, to).map_err(CliError::io(from))?;
+    sync_folder(parent(to))
 }
 
 /// Checks a folder against its manifest: it holds every file listed, unchanged, and no other.

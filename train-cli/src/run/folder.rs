@@ -152,7 +152,12 @@ pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
 
 /// Removes the lines of steps after `step`, which the resumed run logs again.
 fn drop_lines_after(path: &Path, step: usize) -> Result<(), CliError> {
-    let Ok(text) = fs::read_to_string(path) else { return Ok(()) };
+    if !path.exists() {
+        return Ok(());
+    }
+    // A power failure may leave half a line, or zeros.
+    let bytes = fs::read(path).map_err(CliError::io(path))?;
+    let text = String::from_utf8_lossy(&bytes);
     let kept = |line: &&str| {
         serde_json::from_str::<serde_json::Value>(line)
             .is_ok_and(|v| v["step"].as_u64().is_some_and(|s| s as usize <= step))

@@ -1,0 +1,133 @@
+//! The real program in a folder whose disk operations a library counts, records and makes fail (disk_faults.cpp).
+
+use super::{
+    emulator,
+    files::{command, tiny_model},
+};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+};
+use tempfile::TempDir;
+
+/// The real program in a folder whose disk operations are counted.
+pub(crate) struct Machine {
+    pub(crate) dir: TempDir,
+    library: PathBuf,
+}
+
+/// What happens to a program.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Fault {
+    Nothing,
+    /// Every operation is appended to [`Machine::log`].
+    Recorded,
+    Error {
+        at: usize,
+        number: i32,
+        for_good: bool,
+    },
+    Signal {
+        at: usize,
+        number: i32,
+    },
+}
+
+impl Machine {
+    /// None, with a message, where there can be none.
+    pub(crate) fn new() -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        let library = library(dir.path())?;
+        tiny_model(&dir.path().join("m"), true);
+        let machine = Self { dir, library };
+        fs::create_dir(machine.folder()).unwrap();
+        Some(machine)
+    }
+
+    /// The folder where the program runs.
+    pub(crate) fn folder(&self) -> PathBuf {
+        self.dir.path().join("work")
+    }
+
+    /// Where a recorded program's operations are.
+    pub(crate) fn log(&self) -> PathBuf {
+        self.dir.path().join("log")
+    }
+
+    pub(crate) fn empty(&self) {
+        fs::remove_dir_all(self.folder()).unwrap();
+        fs::create_dir(self.folder()).unwrap();
+    }
+
+    pub(crate) fn run(&self, words: &[&str], fault: Fault) -> Output {
+        let (at, error, for_good, signal) = match fault {
+            Fault::Nothing | Fault::Recorded => (0, 0, false, 0),
+            Fault::Error { at, number, for_good } => (at, number, for_good, 0),
+            Fault::Signal { at, number } => (at, 0, false, number),
+        };
+        let mut command = command(&self.folder(), words);
+        command.env("LD_PRELOAD", &self.library).env("FAULT_ROOT", self.folder());
+        command.env("FAULT_COUNT", self.dir.path().join("count")).env("FAULT_AT", at.to_string());
+        command.env("FAULT_ERRNO", error.to_string()).env("FAULT_SIGNAL", signal.to_string());
+        command.env("FAULT_FOR_GOOD", u8::from(for_good).to_string()).stdin(Stdio::null());
+        if let Fault::Recorded = fault {
+            command.env("FAULT_LOG", self.log());
+        }
+        command.output().unwrap()
+    }
+
+    /// Runs the program to its end. Returns the number of its operations.
+    pub(crate) fn operations(&self, words: &[&str]) -> usize {
+        let out = self.run(words, Fault::Nothing);
+        assert!(out.status.success(), "{words:?}: {}", String::from_utf8_lossy(&out.stderr));
+        fs::read_to_string(self.dir.path().join("count")).unwrap().trim().parse().unwrap()
+    }
+
+    pub(crate) fn fit(&self, more: &[&str], fault: Fault) -> Output {
+        let words = "fit -m ../m -d ../m/demo.tsv --device cpu --max-seq-length 64 --learning-rate 1e-3 --max-steps 4 \
+                     --save-steps 2 --eval-steps 2 --output-dat extra.dat -o r";
+        let words: Vec<&str> = words.split_whitespace().chain(more.iter().copied()).collect();
+        self.run(&words, fault)
+    }
+
+    /// A run to its end: the number of its operations, and what it leaves behind.
+    pub(crate) fn whole(&self) -> (usize, Outcome) {
+        assert!(self.fit(&[], Fault::Nothing).status.success());
+        let operations = fs::read_to_string(self.dir.path().join("count")).unwrap().trim().parse().unwrap();
+        assert!(operations > 100, "the library saw {operations} operations; it does not work");
+        (operations, outcome(&self.folder()))
+    }
+}
+
+/// Finishes a run, which must end as if nothing had happened.
+pub(crate) fn finish(machine: &Machine, whole: &Outcome, case: &str) {
+    let resumed = machine.fit(&["--resume-from-checkpoint"], Fault::Nothing);
+    let stderr = String::from_utf8_lossy(&resumed.stderr);
+    assert!(resumed.status.success(), "the run cannot be finished: {case}\nresumed: {stderr}");
+    assert!(outcome(&machine.folder()) == *whole, "the finished run differs: {case}\nresumed: {stderr}");
+}
+
+pub(crate) type Outcome = Vec<(PathBuf, Option<Vec<u8>>)>;
+
+/// The names and contents of what a run leaves behind that has the same bytes each time.
+pub(crate) fn outcome(d: &Path) -> Outcome {
+    let exported = ["r/final/model.dat", "r/final/config.json", "r/final/trained.json", "extra.dat"];
+    let saved = ["r/checkpoint-4/model.safetensors", "r/checkpoint-4/optimizer.safetensors"];
+    exported.iter().chain(&saved).map(|name| (name.into(), fs::read(d.join(name)).ok())).collect()
+}
+
+/// The library, compiled into `folder`; None, with a message, where that is not possible.
+fn library(folder: &Path) -> Option<PathBuf> {
+    let Some(compiler) = emulator::compiler().filter(|_| cfg!(target_os = "linux")) else {
+        eprintln!("SKIPPED: disk faults need Linux and a C++ compiler");
+        return None;
+    };
+    let (source, library) = (folder.join("disk_faults.cpp"), folder.join("disk_faults.so"));
+    fs::write(&source, include_str!("disk_faults.cpp")).unwrap();
+    let mut compile = Command::new(compiler);
+    compile.args(["-std=c++20", "-shared", "-fPIC", "-O1"]).arg(&source).arg("-o").arg(&library).arg("-ldl");
+    let out = compile.output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    Some(library)
+}
