@@ -1,59 +1,92 @@
 //! The guard: a step whose loss or gradient norm is not finite leaves no trace in the weights, in every way to make and to
-//! clip a step. The data do it themselves: one row has a token whose row of the head is so large that its loss, or the
-//! gradient, overflows.
+//! clip a step. The data do it themselves: one row has a token for which the model's weights make a loss, a gradient, an
+//! activation or a block scale overflow.
 
-use crate::support::{
-    Cpu,
-    files::{F32, ok, run, tiny_model},
-};
-use backend_nvfp4::{MasterKind, Nvfp4Linear};
-use burn::tensor::{Tensor, TensorData};
-use model_qwen3::{
-    ModelError, config::Qwen3Config, model::Qwen3, tokenizer::Tokenizer, weights, write::write_safetensors,
-};
+use crate::support::files::{ok, run, tiny_model};
+use model_qwen3::{config::Qwen3Config, container::Container, tensors::Tensors, tokenizer::Tokenizer};
+use safetensors::{Dtype, tensor::TensorView};
 use serde_json::Value;
 use std::{fs, path::Path};
 
-/// Weight of the token `~` in the head. The loss of `~` is 8 times that: finite, but the square of its gradient is not.
-const STEEP: f32 = -1e25;
-/// With this weight the sum of the losses of twelve `~` is infinite.
-const STEEPER: f32 = -4.1e37;
+/// What overflows for the token `~`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Overflow {
+    /// The square of its gradient. Its loss is large.
+    Gradient,
+    /// The sum of the losses of twelve of them.
+    Loss,
+    /// The product of gate and up in the first block, which makes every later activation of the token NaN. Where activations
+    /// are quantized, so are the scales.
+    Activation,
+}
 
-/// A model folder in which `~` has a large weight, and training rows of which the given ones contain `~`.
-fn steep_model(folder: &Path, weight: f32, rows: usize, bad: &[usize]) {
+/// A model folder with this weakness, and training rows of which the given ones contain `~`.
+fn weak_model(folder: &Path, overflow: Overflow, rows: usize, bad: &[usize]) {
     tiny_model(folder, false);
     let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
     let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json")).unwrap();
     let token = *tokenizer.encode("~").unwrap().last().unwrap() as usize;
-    let mut model: Qwen3<Cpu> = weights::random(&config, F32, MasterKind::F32, 11, &Default::default()).unwrap();
-    // The first feature of every token is 1, so that the final norm makes it 8 in every row.
-    let (vocabulary, width) = (config.vocab_size, config.hidden_size);
-    let values = |tensor: Tensor<Cpu, 2>| tensor.into_data().to_vec::<f32>().unwrap();
-    let tensor =
-        |v: Vec<f32>| Tensor::<Cpu, 2>::from_data(TensorData::new(v, [vocabulary, width]), &Default::default());
-    model.embed_tokens = model.embed_tokens.map(|embedding| {
-        let mut values = values(embedding);
-        values.chunks_mut(width).for_each(|row| row[0] = 1.0);
-        tensor(values)
+    edit_weights(folder, |name, values| match overflow {
+        Overflow::Activation => overflow_in_the_mlp(name, values, token, &config),
+        // The first feature of every token is 1, so that the final norm makes it 8 in every row.
+        _ if name == "model.embed_tokens.weight" => {
+            values.chunks_mut(config.hidden_size).for_each(|row| row[0] = 1.0);
+        }
+        _ if name == "lm_head.weight" => {
+            let row = &mut values[token * config.hidden_size..][..config.hidden_size];
+            row.fill(0.0);
+            row[0] = if overflow == Overflow::Loss { -4.1e37 } else { -1e25 };
+        }
+        _ => {}
     });
-    let steep = |head: Tensor<Cpu, 2>| {
-        let mut values = values(head);
-        values[token * width..(token + 1) * width].fill(0.0);
-        values[token * width] = weight;
-        tensor(values)
-    };
-    model.lm_head = model.lm_head.map(|head| match head {
-        Nvfp4Linear::Master(head) | Nvfp4Linear::Dense(head) => Nvfp4Linear::Dense(head.map(steep)),
-        _ => panic!("a random head is dense"),
-    });
-    let path = folder.join("model.safetensors");
-    let failed = |e| ModelError::Io { path: path.clone(), source: e };
-    write_safetensors(&weights::Live::new(&model), fs::File::create(&path).unwrap(), failed).unwrap();
     let row = |n: usize| format!("question {n}\t{}\n", if bad.contains(&n) { "~~~~~~~~~~~~" } else { "an answer" });
     fs::write(folder.join("rows.tsv"), (1..=rows).map(row).collect::<String>()).unwrap();
 }
 
-const FIT: [&str; 17] = [
+/// Gives the token, and no other, a first feature, which one row of gate and up multiplies by a large number. No other weight
+/// reads or writes the first feature, so that its gradient is zero for every other token and it stays zero.
+fn overflow_in_the_mlp(name: &str, values: &mut [f32], token: usize, config: &Qwen3Config) {
+    let width = config.hidden_size;
+    let part = name.rsplit('.').nth(1).unwrap();
+    match part {
+        "embed_tokens" => {
+            values.chunks_mut(width).for_each(|row| row[0] = 0.0);
+            values[token * width..][..width].fill(0.0);
+            values[token * width] = 1.0;
+        }
+        "q_proj" | "k_proj" | "v_proj" | "gate_proj" | "up_proj" => {
+            values.chunks_mut(width).for_each(|row| row[0] = 0.0);
+            if name.contains("layers.0.mlp") {
+                values[..width].fill(0.0);
+                values[0] = 1e20;
+            }
+        }
+        "o_proj" | "down_proj" => {
+            let row = values.len() / width;
+            values[..row].fill(0.0);
+        }
+        "norm" => values[0] = 0.0,
+        _ => {}
+    }
+}
+
+/// Changes the f32 tensors of a model folder, each by its name.
+fn edit_weights(folder: &Path, edit: impl Fn(&str, &mut [f32])) {
+    let path = folder.join("model.safetensors");
+    let container = Container::open(&path).unwrap();
+    let edited = |name: String| {
+        let mut values = container.read_dense(&name).unwrap();
+        edit(&name, &mut values);
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        (container.stored(&name).unwrap().shape(), name, bytes)
+    };
+    let tensors: Vec<_> = container.names().into_iter().map(edited).collect();
+    let view = |shape: &[usize], bytes| TensorView::new(Dtype::F32, shape.to_vec(), bytes).unwrap();
+    let views = tensors.iter().map(|(shape, name, bytes)| (name, view(shape, bytes)));
+    fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+const FIT: [&str; 15] = [
     "fit",
     "-m",
     "m",
@@ -61,8 +94,6 @@ const FIT: [&str; 17] = [
     "m/rows.tsv",
     "--device",
     "cpu",
-    "--recipe",
-    "bf16",
     "--val-split",
     "0",
     "--learning-rate",
@@ -82,20 +113,25 @@ fn lines(run: &Path, key: &str) -> Vec<Value> {
 fn a_step_that_is_not_finite_leaves_no_trace() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    for (weight, what) in [(STEEP, "the gradient norm is inf"), (STEEPER, "the loss is inf")] {
-        steep_model(&d.join("m"), weight, 12, &[5]);
+    for (overflow, recipe, what) in [
+        (Overflow::Gradient, "bf16", "the gradient norm is inf"),
+        (Overflow::Loss, "bf16", "the loss is inf"),
+        (Overflow::Activation, "bf16", "the loss is NaN"),
+        (Overflow::Activation, "nvfp4", "the loss is NaN"),
+    ] {
+        weak_model(&d.join("m"), overflow, 12, &[5]);
         // Seeds that put the row near the beginning, before any checkpoint, and behind one.
         for (seed, clip) in
             [("1", &["--max-grad-norm", "0"][..]), ("2", &["--clip", "previous"]), ("3", &["--clip", "exact"])]
         {
             let fit = |mode: &str| {
                 let mut words = FIT.to_vec();
-                words.extend(["--seed", seed, "--overwrite", "--step-mode", mode, "-o", mode]);
+                words.extend(["--seed", seed, "--overwrite", "--step-mode", mode, "-o", mode, "--recipe", recipe]);
                 words.extend(clip);
                 ok(d, &words);
                 let run = d.join(mode);
                 let left_out = lines(&run, "left_out");
-                assert_eq!(left_out.len(), 1, "{what} {clip:?} {mode}: {left_out:?}");
+                assert_eq!(left_out.len(), 1, "{overflow:?} {recipe} {clip:?} {mode}: {left_out:?}");
                 assert_eq!(left_out[0]["left_out"], what);
                 let row = left_out[0]["rows"][0].as_str().unwrap();
                 assert!(row.ends_with("m/rows.tsv:5"), "{row}");
@@ -108,7 +144,7 @@ fn a_step_that_is_not_finite_leaves_no_trace() {
             // The whole graph knows its norm before the update. Streaming has to go back, unless it clips exactly.
             let ((a, whole), (b, streaming)) = (fit("whole"), fit("streaming"));
             assert_eq!(a, b);
-            assert!(whole == streaming, "{what} {clip:?} at step {a}: the weights differ");
+            assert!(whole == streaming, "{overflow:?} {recipe} {clip:?} at step {a}: the weights differ");
         }
     }
 }
@@ -117,14 +153,14 @@ fn a_step_that_is_not_finite_leaves_no_trace() {
 fn many_bad_steps_take_the_run_back_and_then_end_it() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    steep_model(&d.join("m"), STEEP, 24, &(1..=24).collect::<Vec<_>>());
-    let out = run(d, &[&FIT[..], &["-o", "r"]].concat());
+    weak_model(&d.join("m"), Overflow::Gradient, 24, &(1..=24).collect::<Vec<_>>());
+    let out = run(d, &[&FIT[..], &["-o", "r", "--recipe", "bf16"]].concat());
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(5), "{stderr}");
     assert_eq!(stderr.matches("leaves out all steps between").count(), 2, "{stderr}");
     assert!(stderr.contains("9 steps were left out") && !d.join("r/final").exists(), "{stderr}");
 
-    let out = run(d, &[&FIT[..], &["-o", "unguarded", "--guard", "false"]].concat());
+    let out = run(d, &[&FIT[..], &["-o", "unguarded", "--recipe", "bf16", "--guard", "false"]].concat());
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(5) && stderr.contains("diverged at step 1"), "{stderr}");
 }
