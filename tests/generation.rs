@@ -2,11 +2,19 @@
 //! it, sampling keeps the tokens that its filters keep, and text streams without half a character.
 
 use crate::support::{
-    files::{command, demo_file, ok, run, tiny_model_with_spread},
+    Cpu,
+    files::{F32, command, demo_file, ok, run, tiny_model_with_spread},
     golden,
     scripted::{STOP, scripted_model},
 };
-use model_qwen3::tokenizer::Tokenizer;
+use model_qwen3::{
+    config::Qwen3Config,
+    container::Container,
+    generate::Session,
+    model::Qwen3,
+    tokenizer::Tokenizer,
+    weights::{self, Purpose},
+};
 use serde_json::Value;
 use std::{
     collections::BTreeSet,
@@ -283,4 +291,89 @@ fn logprobs_are_those_of_the_model_whatever_sampling_does() {
     assert!(generate(d, &["-p", "a", "--raw", "--max-tokens", "1"])["logprobs"].is_null());
     let plain = run(d, &["generate", "-m", "m", "-p", "a", "--device", "cpu", "--logprobs", "2"]);
     assert_eq!(plain.status.code(), Some(2), "they are part of the JSON object");
+}
+
+/// Prompts of a file are answered together, and each as if it were alone.
+#[test]
+fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.3);
+    let prompts = ["Hello", "你好，請介紹自己", "a b c d e f g h i j k l m n o p q r s t", "🎈", "1+1="];
+    let sampled = ["--temperature", "1.2", "--seed", "9", "--max-tokens", "20", "--logprobs", "1", "--device", "cpu"];
+    let alone: Vec<Value> = prompts
+        .iter()
+        .map(|p| {
+            let words = [&["generate", "-m", "m", "--json", "-p", p], &sampled[..]].concat();
+            serde_json::from_str(&ok(d, &words)).unwrap()
+        })
+        .collect();
+    std::fs::write(d.join("p.txt"), prompts.join("\n\n") + "\n").unwrap();
+    let row = |p: &str| serde_json::json!({"messages": [{"role": "user", "content": p}]}).to_string();
+    std::fs::write(d.join("p.jsonl"), prompts.map(row).join("\n")).unwrap();
+    // Fewer places than prompts, so that prompts are read while other answers are made.
+    for (file, places) in [("p.txt", "1"), ("p.txt", "2"), ("p.jsonl", "8")] {
+        let words = [&["generate", "-m", "m", "--prompts", file, "--batch-size", places], &sampled[..]].concat();
+        let lines = ok(d, &words);
+        let found: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(found.len(), prompts.len());
+        for (found, alone) in found.iter().zip(&alone) {
+            for key in ["ids", "text", "stop", "prompt_tokens"] {
+                assert_eq!(found[key], alone[key], "{file}, {places} at once: {key}");
+            }
+            for (a, b) in found["logprobs"].as_array().unwrap().iter().zip(alone["logprobs"].as_array().unwrap()) {
+                let (a, b) = (a["logprob"].as_f64().unwrap(), b["logprob"].as_f64().unwrap());
+                assert!((a - b).abs() < 1e-4, "{a} {b}");
+            }
+        }
+    }
+    for (content, message) in
+        [("", "no prompt"), ("{\"prompt\": 1}", "p.jsonl:1"), ("{\"prompt\": \"a\"}\n[]", "p.jsonl:2")]
+    {
+        std::fs::write(d.join("p.jsonl"), content).unwrap();
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "p.jsonl"]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(3) && stderr.contains(message), "{content}: {stderr}");
+    }
+}
+
+/// The loss of a text is the mean of the negative logarithms of its tokens' probabilities, each after those before it.
+#[test]
+fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.1);
+    let text = "One line of text.\nAnd a second one, 還有中文 🎈.\n".repeat(2);
+    std::fs::write(d.join("t.txt"), &text).unwrap();
+    let mut ids = demo_tokenizer().encode(&text).unwrap();
+    ids.extend(demo_tokenizer().id("<|endoftext|>"));
+
+    let config = Qwen3Config::from_file(&d.join("m/config.json")).unwrap();
+    let weights = Container::open(&d.join("m")).unwrap();
+    let model: Qwen3<Cpu> = weights::load(&weights, &config, F32, Purpose::Infer, &Default::default()).unwrap();
+    let (mut sum, mut count) = (0.0, 0);
+    for sequence in ids.chunks(24) {
+        let mut session = Session::new(&model, 24).unwrap();
+        for pair in sequence.windows(2) {
+            let logits = session.read(&pair[..1]).unwrap();
+            let all: f64 = logits.iter().map(|x| f64::from(*x).exp()).sum();
+            sum -= f64::from(logits[pair[1] as usize]) - all.ln();
+            count += 1;
+        }
+    }
+    let eval = ["eval", "loss", "-m", "m", "-d", "t.txt", "--max-seq-length", "24", "--json", "--device", "cpu"];
+    let found: Value = serde_json::from_str(&ok(d, &eval)).unwrap();
+    let (loss, expected) = (found["loss"].as_f64().unwrap(), sum / f64::from(count));
+    assert!((loss - expected).abs() < 1e-5, "{loss} {expected}");
+    assert_eq!(
+        (found["supervised_tokens"].as_i64(), found["tokens"].as_i64()),
+        (Some(count.into()), Some(ids.len() as i64))
+    );
+    assert!((found["perplexity"].as_f64().unwrap() - loss.exp()).abs() < 1e-9);
+
+    // Several sequences at once, and under recipes: bf16 leaves f32 weights as they are, w4 quantizes them.
+    let words = [&eval[..], &["--recipe", "bf16", "--recipe", "w4", "--batch-size", "4"]].concat();
+    let lines: Vec<Value> = ok(d, &words).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let losses: Vec<f64> = lines.iter().map(|line| line["loss"].as_f64().unwrap()).collect();
+    assert!((losses[0] - expected).abs() < 1e-5 && (losses[1] - expected).abs() > 1e-5, "{losses:?} {expected}");
 }

@@ -1,18 +1,19 @@
 //! From the ids of a prompt to the ids of an answer. The prompt is read in chunks, then the answer is made token by token
 //! until a stop token, the limit, or the caller ends it. A session keeps what it has read, so that the next prompt of a
-//! conversation costs only what is new in it. This module knows no text.
+//! conversation costs only what is new in it. Several answers can be made together: [`step`]. This module knows no text.
 
 use crate::{
     ModelError,
     kv_cache::KvCache,
-    model::{Qwen3, ids_tensor},
+    model::{Qwen3, below_each_other, ids_tensor},
     sample::{self, Logprobs, Sampling},
     weights::to_host,
 };
 use backend_nvfp4::Nvfp4Kernels;
 use std::ops::ControlFlow;
 
-/// Number of prompt tokens in one forward. Chunks bound the attention scores `[H, T, S]`.
+/// Number of prompt tokens in one forward. Chunks bound the attention scores `[H, T, S]`, and how long answers wait for the
+/// prompts of others.
 const PREFILL_CHUNK: usize = 512;
 
 /// Limits of a generation.
@@ -111,42 +112,17 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         options: &GenerateOptions,
         mut progress: impl FnMut(Progress) -> ControlFlow<()>,
     ) -> Result<Generation, ModelError> {
-        let cached = self.cached(prompt);
-        self.rewind(cached);
-        let mut answer = Generation { ids: Vec::new(), stop: StopReason::Caller, logprobs: Vec::new() };
-        let mut logits = Vec::new();
-        for part in prompt[cached..].chunks(PREFILL_CHUNK) {
-            logits = self.read(part)?;
-            if progress(Progress::Read(self.len())).is_break() {
-                return Ok(answer);
+        let mut answering = Answering::new(self, prompt, options)?;
+        while !answering.has_ended() {
+            let reads = answering.reads_prompt();
+            let token = step(&mut [(&mut *self, &mut answering)])?.pop().flatten();
+            let read = reads.then(|| Progress::Read(self.len()));
+            let goes_on = read.into_iter().chain(token.map(Progress::Token)).all(|news| progress(news).is_continue());
+            if !goes_on {
+                answering.end(StopReason::Caller);
             }
         }
-        if logits.is_empty() {
-            return Err(ModelError::Tokenizer("the prompt has no tokens".into()));
-        }
-        let mut seen = prompt.to_vec();
-        loop {
-            if answer.ids.len() == options.max_tokens {
-                return Ok(Generation { stop: StopReason::MaxTokens, ..answer });
-            }
-            // Sampling changes the logits of tokens that were seen.
-            let own = options.logprobs.map(|_| logits.clone());
-            let id = sample::next(&mut logits, &seen, &options.sampling, answer.ids.len() as u32);
-            if options.stop_ids.contains(&id) {
-                return Ok(Generation { stop: StopReason::StopToken(id), ..answer });
-            }
-            if let (Some(own), Some(count)) = (own, options.logprobs) {
-                answer.logprobs.push(Logprobs::of(&own, id, count));
-            }
-            answer.ids.push(id);
-            seen.push(id);
-            if progress(Progress::Token(id)).is_break() {
-                return Ok(answer);
-            }
-            if answer.ids.len() < options.max_tokens {
-                logits = self.read(&[id])?;
-            }
-        }
+        Ok(answering.generation)
     }
 
     /// Reads tokens in one forward, and returns the logits `[V]` of the last.
@@ -154,15 +130,159 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     /// # Errors
     /// As [`Self::answer`].
     pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        let logits = forward(self.model, ids, &mut self.cache)?;
-        self.ids.extend_from_slice(ids);
-        Ok(logits)
+        Ok(read(&mut [(self, ids)])?.remove(0))
     }
 
     fn rewind(&mut self, len: usize) {
         self.cache.rewind(len);
         self.ids.truncate(len);
     }
+}
+
+/// An answer in the making.
+#[derive(Debug)]
+pub struct Answering {
+    /// The prompt, and the answer so far.
+    ids: Vec<u32>,
+    /// How many of them the session has read.
+    read: usize,
+    prompt: usize,
+    options: GenerateOptions,
+    generation: Generation,
+    ended: bool,
+}
+
+impl Answering {
+    /// Begins the answer to a prompt. The session keeps the tokens that the prompt shares with earlier ones, and forgets the
+    /// others.
+    ///
+    /// # Errors
+    /// If the prompt is empty.
+    pub fn new<B: Nvfp4Kernels>(
+        session: &mut Session<'_, B>,
+        prompt: &[u32],
+        options: &GenerateOptions,
+    ) -> Result<Self, ModelError> {
+        if prompt.is_empty() {
+            return Err(ModelError::Tokenizer("the prompt has no tokens".into()));
+        }
+        let read = session.cached(prompt);
+        session.rewind(read);
+        Ok(Self {
+            ids: prompt.to_vec(),
+            read,
+            prompt: prompt.len(),
+            options: options.clone(),
+            generation: Generation { ids: vec![], stop: StopReason::Caller, logprobs: vec![] },
+            ended: false,
+        })
+    }
+
+    /// Whether tokens of the prompt are read next.
+    pub fn reads_prompt(&self) -> bool {
+        self.read < self.prompt
+    }
+
+    /// Whether the answer is complete.
+    pub fn has_ended(&self) -> bool {
+        self.ended
+    }
+
+    /// Ends the answer.
+    pub fn end(&mut self, reason: StopReason) {
+        self.generation.stop = reason;
+        self.ended = true;
+    }
+
+    /// The answer.
+    pub fn into_generation(self) -> Generation {
+        self.generation
+    }
+
+    /// At most `most` of the tokens to be read next.
+    fn due(&self, most: usize) -> &[u32] {
+        &self.ids[self.read..self.ids.len().min(self.read + most)]
+    }
+
+    /// Takes the logits of the last of `tokens` tokens that were read. Returns the token that follows, unless the prompt goes
+    /// on or the answer ends.
+    fn take(&mut self, tokens: usize, mut logits: Vec<f32>) -> Option<u32> {
+        self.read += tokens;
+        if self.reads_prompt() {
+            return None;
+        }
+        let (options, answer) = (&self.options, &mut self.generation);
+        if options.max_tokens == 0 {
+            self.end(StopReason::MaxTokens);
+            return None;
+        }
+        // Sampling changes the logits of tokens that were seen.
+        let own = options.logprobs.map(|_| logits.clone());
+        let id = sample::next(&mut logits, &self.ids, &options.sampling, answer.ids.len() as u32);
+        if options.stop_ids.contains(&id) {
+            self.end(StopReason::StopToken(id));
+            return None;
+        }
+        if let (Some(own), Some(count)) = (own, options.logprobs) {
+            answer.logprobs.push(Logprobs::of(&own, id, count));
+        }
+        answer.ids.push(id);
+        self.ids.push(id);
+        if answer.ids.len() == options.max_tokens {
+            self.end(StopReason::MaxTokens);
+        }
+        Some(id)
+    }
+}
+
+/// Makes a step of several answers that have not ended: the next token of each, or a part of its prompt. One forward reads
+/// what is due of all of them, but not more than [`PREFILL_CHUNK`] tokens of prompts; the first ones come first. Returns the
+/// token of each that has a new one.
+///
+/// # Errors
+/// As [`Session::answer`].
+pub fn step<B: Nvfp4Kernels>(
+    answers: &mut [(&mut Session<'_, B>, &mut Answering)],
+) -> Result<Vec<Option<u32>>, ModelError> {
+    let mut room = PREFILL_CHUNK;
+    let mut due: Vec<Vec<u32>> = Vec::new();
+    for (_, answering) in answers.iter() {
+        let ids = answering.due(if answering.reads_prompt() { room } else { 1 });
+        room -= if answering.reads_prompt() { ids.len() } else { 0 };
+        due.push(ids.to_vec());
+    }
+    let mut parts: Vec<_> = answers.iter_mut().zip(&due).filter(|(_, ids)| !ids.is_empty()).collect();
+    let mut reads: Vec<_> = parts.iter_mut().map(|((session, _), ids)| (&mut **session, ids.as_slice())).collect();
+    let mut logits = read(&mut reads)?.into_iter();
+    let next = |((_, answering), ids): (&mut (&mut Session<'_, B>, &mut Answering), &Vec<u32>)| {
+        if ids.is_empty() { None } else { answering.take(ids.len(), logits.next()?) }
+    };
+    Ok(answers.iter_mut().zip(&due).map(next).collect())
+}
+
+/// Reads tokens of several sessions of one model in one forward, and returns the logits `[V]` of the last token of each.
+fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<Vec<Vec<f32>>, ModelError> {
+    let Some(model) = parts.first().map(|(session, _)| session.model) else { return Ok(vec![]) };
+    for (session, ids) in parts.iter() {
+        session.cache.reserve(ids.len())?;
+    }
+    let all: Vec<u32> = parts.iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
+    let input = ids_tensor(&[all], model.config(), &model.device())?;
+    let mut sequences: Vec<_> = parts.iter_mut().map(|(session, ids)| (&mut session.cache, ids.len())).collect();
+    let hidden = model.forward_cached(input, &mut sequences);
+    let mut end = 0;
+    let lasts = parts.iter().map(|(_, ids)| {
+        end += ids.len();
+        hidden.clone().slice(end - 1..end)
+    });
+    let logits = to_host(model.logits(below_each_other(lasts.collect())))?;
+    if logits.iter().any(|x| x.is_nan()) {
+        return Err(ModelError::Device("the model computed NaN: weights are broken or the format overflows".into()));
+    }
+    for (session, ids) in parts.iter_mut() {
+        session.ids.extend_from_slice(ids);
+    }
+    Ok(logits.chunks(model.config().vocab_size).map(<[f32]>::to_vec).collect())
 }
 
 /// Answers one prompt and shows each token of the answer to `on_token`.
@@ -181,16 +301,4 @@ pub fn generate<B: Nvfp4Kernels>(
             Progress::Read(_) => ControlFlow::Continue(()),
         }
     })
-}
-
-fn forward<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], cache: &mut KvCache<B>) -> Result<Vec<f32>, ModelError> {
-    cache.reserve(ids.len())?;
-    let input = ids_tensor(&[ids.to_vec()], model.config(), &model.device())?;
-    let hidden = model.forward_cached(input, cache);
-    let last = hidden.narrow(0, ids.len() - 1, 1);
-    let logits = to_host(model.logits(last))?;
-    if logits.iter().any(|x| x.is_nan()) {
-        return Err(ModelError::Device("the model computed NaN: weights are broken or the format overflows".into()));
-    }
-    Ok(logits)
 }

@@ -19,6 +19,7 @@ use burn::{
     module::{Module, Param},
     tensor::{DType, Int, Tensor, TensorData, backend::Backend},
 };
+use std::sync::Arc;
 
 /// Grouped-query attention.
 #[derive(Module, Debug)]
@@ -106,7 +107,8 @@ pub struct Places {
 #[derive(Debug, Clone)]
 pub struct Context<B: Backend> {
     rotary: Rotary<B>,
-    documents: Documents<B>,
+    /// Those of the rows of a batch; or those of each sequence that goes on after what its cache holds.
+    documents: Arc<[Documents<B>]>,
     spec: LinearSpec,
     attention: AttentionSpec,
     eps: f64,
@@ -116,7 +118,7 @@ impl<B: Nvfp4Backend> Attention<B> {
     /// Maps normalized hidden states `[M, D]` to `[M, D]`.
     pub fn forward(&self, x_MD: Activations<B>, ctx: &Context<B>) -> Tensor<B, 2> {
         let [q_MHE, k_MGE, v_MGE] = self.project(x_MD, ctx);
-        let y_MHE = ops::attention(q_MHE, k_MGE, v_MGE, &ctx.documents, ctx.attention);
+        let y_MHE = ops::attention(q_MHE, k_MGE, v_MGE, &ctx.documents[0], ctx.attention);
         self.o_proj.forward(y_MHE, ctx.spec.slot(3))
     }
 
@@ -165,7 +167,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
     /// Maps token ids `[B, T]` to the final hidden states `[M, D]`, normalized. Shows `watch` the embedding, the output
     /// of each block but the last, and the normalized last, which Hugging Face calls `hidden_states`, `[M, D]` each.
     pub fn forward(&self, ids_BT: Tensor<B, 2, Int>, mut watch: impl FnMut(&Tensor<B, 2>)) -> Tensor<B, 2> {
-        let ctx = self.context(Places::of_rows(ids_BT.dims()));
+        let ctx = self.context(&[Places::of_rows(ids_BT.dims())]);
         let mut h_MD = self.embed(ids_BT);
         for (i, block) in self.layers.iter().enumerate() {
             watch(&h_MD);
@@ -215,13 +217,15 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         ops::head_loss(h_MD, weight.val(), ids, self.info.spec.precision)
     }
 
-    /// The angles and the visibility of tokens.
-    pub fn context(&self, places: Places) -> Context<B> {
+    /// The angles and the visibility of tokens: those of a batch, or of several sequences one after another.
+    pub fn context(&self, places: &[Places]) -> Context<B> {
         let Info { config, spec, .. } = &self.info;
         let device = self.device();
+        let positions = places.iter().flat_map(|p| p.positions.iter().copied()).collect();
+        let documents = places.iter().map(|p| Documents::new(p.rows, p.past, p.starts.clone(), &device));
         Context {
-            rotary: rotary::<B>(places.positions, config.head_dim, config.rope_theta, &device),
-            documents: Documents::new(places.rows, places.past, places.starts, &device),
+            rotary: rotary::<B>(positions, config.head_dim, config.rope_theta, &device),
+            documents: documents.collect(),
             spec: *spec,
             attention: AttentionSpec {
                 heads: config.num_attention_heads,
@@ -241,32 +245,52 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 }
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
-    /// Maps token ids `[1, T]` to the final hidden states `[T, D]`, normalized. The tokens also see those that the cache
+    /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
+    /// normalized. Each sequence is its cache and the number of its new tokens. These also see the tokens that the cache
     /// holds, and are appended to it.
-    pub fn forward_cached(&self, ids_BT: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
-        let [b, t] = ids_BT.dims();
-        assert_eq!(b, 1, "a cache holds one sequence");
-        let ctx = self.context(Places::of_rows([b, t]).after(cache.len()));
+    pub fn forward_cached(
+        &self,
+        ids_BT: Tensor<B, 2, Int>,
+        sequences: &mut [(&mut KvCache<B>, usize)],
+    ) -> Tensor<B, 2> {
+        let places: Vec<Places> =
+            sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.len())).collect();
+        let ctx = self.context(&places);
         let mut h_MD = self.embed(ids_BT);
         for (i, block) in self.layers.iter().enumerate() {
-            h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), cache.layer(i));
+            let mut caches: Vec<_> = sequences.iter_mut().map(|(cache, _)| cache.layer(i)).collect();
+            h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), &mut caches);
         }
-        cache.advance(t);
+        sequences.iter_mut().for_each(|(cache, tokens)| cache.advance(*tokens));
         self.final_norm(h_MD)
     }
 }
 
 impl<B: Nvfp4Kernels> Block<B> {
-    fn forward_cached(&self, x_MD: Tensor<B, 2>, ctx: &Context<B>, cache: &mut LayerCache<B>) -> Tensor<B, 2> {
-        self.around(x_MD, ctx, |n_MD| self.self_attn.forward_cached(n_MD, ctx, cache))
+    fn forward_cached(&self, x_MD: Tensor<B, 2>, ctx: &Context<B>, caches: &mut [&mut LayerCache<B>]) -> Tensor<B, 2> {
+        self.around(x_MD, ctx, |n_MD| self.self_attn.forward_cached(n_MD, ctx, caches))
     }
 }
 
 impl<B: Nvfp4Kernels> Attention<B> {
-    fn forward_cached(&self, x_MD: Activations<B>, ctx: &Context<B>, cache: &mut LayerCache<B>) -> Tensor<B, 2> {
-        let [q_MHE, k_MGE, v_MGE] = self.project(x_MD, ctx);
-        let (k_SGE, v_SGE) = cache.append(k_MGE, v_MGE, ctx.documents.past);
-        let y_MHE = cached_attention(q_MHE, k_SGE, v_SGE, &ctx.documents, ctx.attention);
+    fn forward_cached(
+        &self,
+        x_MD: Activations<B>,
+        ctx: &Context<B>,
+        caches: &mut [&mut LayerCache<B>],
+    ) -> Tensor<B, 2> {
+        let qkv_M = self.project(x_MD, ctx);
+        let mut first = 0;
+        let mut attend = |(cache, documents): (&mut &mut LayerCache<B>, &Documents<B>)| {
+            let tokens = first..first + documents.tokens();
+            first = tokens.end;
+            // The linear layers take the tokens of all sequences together. Attention takes one sequence after another.
+            let [q_THE, k_TGE, v_TGE] = qkv_M.each_ref().map(|x| x.clone().slice(tokens.clone()));
+            let (k_SGE, v_SGE) = cache.append(k_TGE, v_TGE, documents.past);
+            cached_attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
+        };
+        let y: Vec<_> = caches.iter_mut().zip(ctx.documents.iter()).map(&mut attend).collect();
+        let y_MHE = below_each_other(y);
         self.o_proj.forward(y_MHE, ctx.spec.slot(3))
     }
 }
@@ -338,6 +362,11 @@ impl Places {
         self.positions.iter_mut().for_each(|position| *position += past as u32);
         self
     }
+}
+
+/// Matrices one below the other. One alone is not copied.
+pub(crate) fn below_each_other<B: Backend>(mut parts: Vec<Tensor<B, 2>>) -> Tensor<B, 2> {
+    if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 0) }
 }
 
 /// Makes an Int tensor `[B, T]` of ids. Shorter rows are padded with 0.

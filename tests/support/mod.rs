@@ -1,7 +1,9 @@
 //! What tests share: golden files, the GPU under test and what it lacks, random inputs, and tensors on the host.
 
 pub(crate) mod emulator;
+pub(crate) mod faulty_disk;
 pub(crate) mod files;
+pub(crate) mod http;
 pub(crate) mod scripted;
 pub(crate) mod spec;
 

@@ -2,9 +2,9 @@
 //! flags, are in [`crate::settings`].
 
 use crate::settings::{Auto, DeviceChoice, Format, Layer, LossOn, fields::COMMON, parser, with_flags};
-use backend_nvfp4::{Precision, Scaling};
+use backend_nvfp4::{Precision, Recipe, Scaling};
 use clap::{ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
-use std::{ffi::OsString, path::PathBuf};
+use std::{ffi::OsString, net::IpAddr, path::PathBuf};
 
 /// Train Qwen3 in NVFP4, export the result and talk to it.
 ///
@@ -44,6 +44,11 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Hold a conversation
     Chat(ChatArgs),
+    /// Answer over HTTP, as OpenAI's interface does, and show a page to talk to the model
+    Serve(ServeArgs),
+    /// Measure how well a model predicts text
+    #[command(subcommand)]
+    Eval(EvalCommand),
     /// Compare the model's results with values that Hugging Face computed
     Parity(ParityArgs),
     /// Measure the speed of a device
@@ -168,6 +173,42 @@ pub struct StatsArgs {
     pub json: bool,
 }
 
+/// What `eval` measures.
+#[derive(Debug, Subcommand)]
+pub enum EvalCommand {
+    /// The mean loss of the tokens of files, and its perplexity
+    Loss(EvalLossArgs),
+}
+
+/// Flags of `eval loss`.
+#[derive(Debug, Args)]
+pub struct EvalLossArgs {
+    /// Which model predicts.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Files with rows or text, in a format of training files
+    #[arg(short, long, value_name = "FILE", num_args = 1.., required = true)]
+    pub data: Vec<PathBuf>,
+    /// Format of the files
+    #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
+    pub format: Auto<Format>,
+    /// Which tokens the loss counts
+    #[arg(long, default_value = "assistant")]
+    pub loss_on: LossOn,
+    /// Longest sequence, in tokens; texts are cut, and a longer row is an error [default: 2048, or the model's limit if that is lower]
+    #[arg(long, value_name = "N")]
+    pub max_seq_length: Option<std::num::NonZeroUsize>,
+    /// Recipe under which dense weights are quantized; may be given several times
+    #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
+    pub recipes: Vec<Recipe>,
+    /// Number of sequences that are computed together
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub batch_size: usize,
+    /// Print one JSON object for each form of the model
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// Flags of `export-dat`.
 #[derive(Debug, Args)]
 pub struct ExportArgs {
@@ -286,8 +327,15 @@ pub struct GenerateArgs {
     #[command(flatten)]
     pub model: ModelArgs,
     /// Prompt to answer; `-` reads it from standard input
-    #[arg(short, long)]
-    pub prompt: String,
+    #[arg(short, long, required_unless_present = "prompts", conflicts_with = "prompts")]
+    pub prompt: Option<String>,
+    /// Answer every prompt of a file: of a .jsonl file with a `prompt` or `messages` in each row, or of a text file with a
+    /// prompt in each line. Answers are printed in the file's order, each as one JSON object
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// With --prompts: number of prompts that are answered together
+    #[arg(long, value_name = "N", default_value_t = 8, requires = "prompts")]
+    pub batch_size: usize,
     /// System message
     #[arg(long, alias = "system")]
     pub system_prompt: Option<String>,
@@ -303,8 +351,8 @@ pub struct GenerateArgs {
     /// Print one JSON object at the end instead of streaming the text
     #[arg(long)]
     pub json: bool,
-    /// With --json: the logarithms of the probabilities of each token and of the N most likely ones in its place
-    #[arg(long, value_name = "N", requires = "json")]
+    /// With --json or --prompts: the logarithms of the probabilities of each token and of the N most likely ones in its place
+    #[arg(long, value_name = "N")]
     pub logprobs: Option<usize>,
 }
 
@@ -352,6 +400,32 @@ pub struct ModelArgs {
     /// Number format of activations and of matrix products that are not quantized
     #[arg(long, alias = "dtype", default_value = "auto", value_parser = parser::<Auto<Precision>>())]
     pub compute_dtype: Auto<Precision>,
+}
+
+/// Flags of `serve`.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// Which model answers.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Address to listen at; any but this machine's own needs --api-key-file
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    pub host: IpAddr,
+    /// Port to listen at; 0 lets the system choose one
+    #[arg(long, value_name = "N", default_value_t = 8080)]
+    pub port: u16,
+    /// File with a key that requests must hold (Authorization: Bearer KEY); nobody else may be able to read it
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// The model's name in replies [default: the name of its file or folder]
+    #[arg(long, value_name = "NAME")]
+    pub model_name: Option<String>,
+    /// Maximum length of a prompt and its answer, in tokens; its memory is allocated at the start
+    #[arg(long, value_name = "N", default_value_t = 8192)]
+    pub context: usize,
+    /// Number of answers that are made at once, each with --context tokens; others wait
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub parallel: usize,
 }
 
 /// How tokens are chosen.

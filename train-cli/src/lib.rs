@@ -35,6 +35,7 @@ pub mod outputs;
 pub mod plan;
 pub mod report;
 pub mod run;
+pub mod serve;
 pub mod settings;
 pub mod talk;
 pub mod train;
@@ -59,6 +60,8 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Generate(args) => commands::generate::run(args),
         Command::Chat(args) => commands::chat::run(args),
+        Command::Serve(args) => commands::serve::run(args),
+        Command::Eval(command) => commands::eval::run(command),
         Command::Parity(args) => commands::parity::run(args),
         Command::Bench(args) => commands::bench::run(args),
     }?;

@@ -1,23 +1,29 @@
-//! `generate`: answers a prompt with text that streams to standard output.
+//! `generate`: answers a prompt with text that streams to standard output, or every prompt of a file.
 
 use crate::{
     CliError,
     args::GenerateArgs,
-    device::{self, Job},
+    device::{self, Job as DeviceJob},
     model_files::TextFiles,
     report,
     talk::{
         answer::{self, Answer},
+        batch::{Batch, Job, Listener},
         loaded::Loaded,
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
     chat_template::RenderOptions,
+    file,
     generate::{GenerateOptions, Session},
+    json,
 };
-use serde_json::json;
-use std::io::Read;
+use serde_json::{Value, json};
+use std::{cell::RefCell, collections::BTreeMap, io::Read, path::Path, time::Instant};
+
+/// Most bytes of a file of prompts.
+const LONGEST_FILE: u64 = 1 << 30;
 
 /// Runs the command.
 ///
@@ -25,48 +31,152 @@ use std::io::Read;
 /// If a flag is out of range, or the model cannot be loaded or run.
 pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     answer::check(&args.sampling)?;
-    device::run(args.model.device, args.model.compute_dtype, Generate(args))
+    if args.logprobs.is_some() && !args.json && args.prompts.is_none() {
+        return Err(CliError::Usage("--logprobs: text has no place for them; add --json".into()));
+    }
+    let questions = match (&args.prompts, &args.prompt) {
+        (Some(file), _) => Questions::All(questions_of(file)?),
+        (None, Some(prompt)) => Questions::One(prompt_text(prompt)?),
+        (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
+    };
+    device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
 }
 
-struct Generate(GenerateArgs);
+enum Questions {
+    One(String),
+    All(Vec<Question>),
+}
 
-impl Job for Generate {
+/// What is asked: a text, or the messages of a conversation.
+struct Question {
+    asked: Value,
+    /// Line of the file.
+    line: usize,
+}
+
+struct Generate {
+    args: GenerateArgs,
+    questions: Questions,
+}
+
+impl DeviceJob for Generate {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let args = self.0;
-        let Loaded { model, text } = Loaded::<B>::new(&args.model, precision, &device)?;
-        let question = prompt_text(&args)?;
-        let prompt = prompt_ids(&question, &args, &text)?;
-        let (limit, answer) = (model.config().max_position_embeddings, args.sampling.max_tokens);
-        let capacity = prompt.len().saturating_add(answer);
-        if capacity > limit {
-            return Err(CliError::Usage(format!(
-                "the prompt ({}) plus --max-tokens {answer} is too long: the model takes at most {limit} tokens; lower \
-                 --max-tokens",
-                report::count(prompt.len(), "token"),
-            )));
+        let loaded = Loaded::<B>::new(&self.args.model, precision, &device)?;
+        let options =
+            GenerateOptions { logprobs: self.args.logprobs, ..answer::options(&self.args.sampling, &loaded.text) };
+        match self.questions {
+            Questions::One(question) => one(&self.args, &loaded, &options, &question),
+            Questions::All(questions) => all(&self.args, &loaded, &options, &questions),
         }
-        let options = GenerateOptions { logprobs: args.logprobs, ..answer::options(&args.sampling, &text) };
-        let mut session = Session::new(&model, capacity)?;
-        let answer = Answer::of(&mut session, &text, &prompt, &options, &args.sampling.stop, !args.json, || false)?;
-        if args.json {
-            let mut found = answer.json(&question);
-            if args.logprobs.is_some() {
-                found["logprobs"] = answer.logprobs(&text.tokenizer)?;
-            }
-            report::result(found.to_string());
-        } else {
-            report::stream("\n");
-            report::line(answer.figures());
-        }
-        Ok(())
     }
 }
 
-fn prompt_text(args: &GenerateArgs) -> Result<String, CliError> {
-    if args.prompt != "-" {
-        return Ok(args.prompt.clone());
+/// Answers one prompt.
+fn one<B: Nvfp4Kernels>(
+    args: &GenerateArgs,
+    loaded: &Loaded<B>,
+    options: &GenerateOptions,
+    question: &str,
+) -> Result<(), CliError> {
+    let Loaded { model, text } = loaded;
+    let prompt = prompt_ids(&question.into(), args, text)?;
+    let capacity = capacity(&prompt, options, model.config().max_position_embeddings)?;
+    let mut session = Session::new(model, capacity)?;
+    let answer = Answer::of(&mut session, text, &prompt, options, &args.sampling.stop, !args.json, || false)?;
+    if args.json {
+        print_json(&answer, question.into(), args, text)?;
+    } else {
+        report::stream("\n");
+        report::line(answer.figures());
+    }
+    Ok(())
+}
+
+/// Answers every prompt, some at a time, and prints the answers in order.
+fn all<B: Nvfp4Kernels>(
+    args: &GenerateArgs,
+    loaded: &Loaded<B>,
+    options: &GenerateOptions,
+    questions: &[Question],
+) -> Result<(), CliError> {
+    let Loaded { model, text } = loaded;
+    let limit = model.config().max_position_embeddings;
+    let (mut prompts, mut most) = (Vec::new(), 0);
+    for question in questions {
+        let at = |e: CliError| CliError::Usage(format!("--prompts, line {}: {e}", question.line));
+        let prompt = prompt_ids(&question.asked, args, text).map_err(at)?;
+        most = most.max(capacity(&prompt, options, limit).map_err(at)?);
+        prompts.push(prompt);
+    }
+    let started = Instant::now();
+    let complete = RefCell::new(BTreeMap::new());
+    let mut batch = Batch::new(model, text, most, args.batch_size.max(1));
+    let mut next = prompts.into_iter().enumerate();
+    let (mut printed, mut tokens) = (0, 0);
+    while printed < questions.len() {
+        while batch.has_room()
+            && let Some((number, prompt)) = next.next()
+        {
+            let (options, ends) = (options.clone(), args.sampling.stop.clone());
+            batch.begin(Job { prompt, options, ends, listener: Place { number, complete: &complete } })?;
+        }
+        batch.step()?;
+        while let Some(answer) = complete.borrow_mut().remove(&printed) {
+            print_json(&answer, questions[printed].asked.clone(), args, text)?;
+            tokens += answer.generation.ids.len();
+            printed += 1;
+        }
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    let answers = report::count(printed, "answer");
+    report::line(format!(
+        "{answers} · {tokens} answer tokens in {seconds:.1} s · {:.1} tokens/s",
+        tokens as f64 / seconds
+    ));
+    Ok(())
+}
+
+/// Keeps an answer until those in front of it are printed.
+struct Place<'a> {
+    number: usize,
+    complete: &'a RefCell<BTreeMap<usize, Answer>>,
+}
+
+impl Listener for Place<'_> {
+    fn hear(&mut self, _piece: &str) {}
+
+    fn complete(self, answer: Answer) {
+        self.complete.borrow_mut().insert(self.number, answer);
+    }
+}
+
+fn print_json(answer: &Answer, asked: Value, args: &GenerateArgs, text: &TextFiles) -> Result<(), CliError> {
+    let mut found = answer.json(asked);
+    if args.logprobs.is_some() {
+        found["logprobs"] = answer.logprobs(&text.tokenizer)?;
+    }
+    report::result(found.to_string());
+    Ok(())
+}
+
+/// Tokens of a prompt and its answer together.
+fn capacity(prompt: &[u32], options: &GenerateOptions, limit: usize) -> Result<usize, CliError> {
+    let capacity = prompt.len().saturating_add(options.max_tokens);
+    if capacity > limit {
+        return Err(CliError::Usage(format!(
+            "the prompt ({}) plus --max-tokens {} is too long: the model takes at most {limit} tokens; lower --max-tokens",
+            report::count(prompt.len(), "token"),
+            options.max_tokens,
+        )));
+    }
+    Ok(capacity)
+}
+
+fn prompt_text(prompt: &str) -> Result<String, CliError> {
+    if prompt != "-" {
+        return Ok(prompt.to_owned());
     }
     let mut prompt = String::new();
     let read = std::io::stdin().read_to_string(&mut prompt);
@@ -74,15 +184,44 @@ fn prompt_text(args: &GenerateArgs) -> Result<String, CliError> {
     Ok(prompt.trim_start_matches('\u{FEFF}').trim_end_matches(['\r', '\n']).to_owned())
 }
 
-fn prompt_ids(prompt: &str, args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
-    if args.raw {
-        return Ok(text.tokenizer.encode(prompt)?);
+/// The prompts of a file.
+fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
+    let content = file::read_text(path, LONGEST_FILE, "check --prompts")?;
+    let rows = path.extension().is_some_and(|e| e == "jsonl");
+    let mut questions = Vec::new();
+    let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));
+    for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
+        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(line), reason };
+        let asked = if rows {
+            let row = json::parse(text).map_err(|e| bad(format!("not JSON: {e}")))?;
+            match (row.get("prompt"), row.get("messages")) {
+                (Some(asked @ Value::String(_)), None) | (None, Some(asked @ Value::Array(_))) => asked.clone(),
+                _ => return Err(bad("a row needs a text \"prompt\", or a list \"messages\"".into())),
+            }
+        } else {
+            text.into()
+        };
+        questions.push(Question { asked, line });
     }
+    if questions.is_empty() {
+        return Err(CliError::Data { path: path.to_owned(), line: None, reason: "there is no prompt in it".into() });
+    }
+    Ok(questions)
+}
+
+fn prompt_ids(asked: &Value, args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
     let mut messages = Vec::new();
     if let Some(system) = &args.system_prompt {
         messages.push(json!({"role": "system", "content": system}));
     }
-    messages.push(json!({"role": "user", "content": prompt}));
+    match asked {
+        Value::Array(_) if args.raw => {
+            return Err(CliError::Usage("--raw: messages need the chat template; leave out --raw".into()));
+        }
+        Value::Array(list) => messages.extend(list.iter().cloned()),
+        asked if args.raw => return Ok(text.tokenizer.encode(asked.as_str().unwrap_or_default())?),
+        asked => messages.push(json!({"role": "user", "content": asked})),
+    }
     let options = RenderOptions { add_generation_prompt: true, enable_thinking: args.thinking, ..Default::default() };
     Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
 }

@@ -15,7 +15,79 @@ pub const LENGTH: &str = "length";
 /// How an answer ended that was stopped by Ctrl-C.
 pub const INTERRUPTED: &str = "interrupted";
 
+/// The text of an answer while it grows.
+pub struct Growing {
+    stream: TextStream,
+    until: StopText,
+    text: String,
+    prompt_tokens: usize,
+    cached_tokens: usize,
+    ended_by_text: bool,
+    started: Instant,
+    seconds_to_first_token: Option<f64>,
+}
+
+impl Growing {
+    /// An answer that begins now and ends in front of a text of `ends`. The prompt has `prompt_tokens` tokens, of which the
+    /// session had read `cached_tokens`.
+    pub fn new(prompt_tokens: usize, cached_tokens: usize, ends: &[String]) -> Self {
+        Self {
+            stream: TextStream::default(),
+            until: StopText::new(ends),
+            text: String::new(),
+            prompt_tokens,
+            cached_tokens,
+            ended_by_text: false,
+            started: Instant::now(),
+            seconds_to_first_token: None,
+        }
+    }
+
+    /// Takes a token. Returns the text that is now certain.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn push(&mut self, id: u32, tokenizer: &Tokenizer) -> Result<String, CliError> {
+        self.seconds_to_first_token.get_or_insert_with(|| self.started.elapsed().as_secs_f64());
+        let (certain, found) = self.until.push(&self.stream.push(id, tokenizer)?);
+        self.ended_by_text = found;
+        self.text += &certain;
+        Ok(certain)
+    }
+
+    /// Whether a text of `ends` was found.
+    pub fn has_ended(&self) -> bool {
+        self.ended_by_text
+    }
+
+    /// The answer, and the end of its text: of one that stops within a character, and what looked like the beginning of a
+    /// text of `ends`.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub fn finish(mut self, generation: Generation, tokenizer: &Tokenizer) -> Result<(Answer, String), CliError> {
+        let mut rest = String::new();
+        if !self.ended_by_text {
+            let (certain, found) = self.until.push(&self.stream.finish(tokenizer)?);
+            self.ended_by_text = found;
+            rest = certain + &self.until.finish();
+        }
+        let seconds = self.started.elapsed().as_secs_f64();
+        let answer = Answer {
+            generation,
+            text: self.text + &rest,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            ended_by_text: self.ended_by_text,
+            seconds_to_first_token: self.seconds_to_first_token.unwrap_or(seconds),
+            seconds,
+        };
+        Ok((answer, rest))
+    }
+}
+
 /// An answer with the times it took.
+#[derive(Debug)]
 pub struct Answer {
     /// The tokens.
     pub generation: Generation,
@@ -27,8 +99,10 @@ pub struct Answer {
     pub cached_tokens: usize,
     /// Whether it was ended by a text of `--stop`.
     ended_by_text: bool,
-    seconds_to_first_token: f64,
-    seconds: f64,
+    /// Seconds until the first token was made.
+    pub seconds_to_first_token: f64,
+    /// Seconds that the whole answer took.
+    pub seconds: f64,
 }
 
 impl Answer {
@@ -45,56 +119,32 @@ impl Answer {
         shows: bool,
         stops: impl Fn() -> bool,
     ) -> Result<Self, CliError> {
-        let cached_tokens = session.cached(prompt);
-        let (mut stream, mut answer, mut failed) = (TextStream::default(), String::new(), None);
-        let (mut until, mut ended_by_text) = (StopText::new(ends), false);
-        let mut show = |piece: &str| {
+        let mut growing = Growing::new(prompt.len(), session.cached(prompt), ends);
+        let mut failed = None;
+        let show = |piece: &str| {
             if shows && !piece.is_empty() {
                 report::stream(piece);
             }
-            answer += piece;
         };
-        let mut first_token = None;
-        let started = Instant::now();
         let generation = session.answer(prompt, options, |progress| {
             if let Progress::Token(id) = progress {
-                first_token.get_or_insert_with(|| started.elapsed().as_secs_f64());
-                match stream.push(id, &text.tokenizer) {
-                    Ok(piece) => {
-                        let (certain, found) = until.push(&piece);
-                        show(&certain);
-                        ended_by_text = found;
-                    }
+                match growing.push(id, &text.tokenizer) {
+                    Ok(piece) => show(&piece),
                     Err(e) => failed = Some(e),
                 }
             }
-            if failed.is_some() || ended_by_text || stops() {
+            if failed.is_some() || growing.has_ended() || stops() {
                 ControlFlow::Break(())
             } else {
                 ControlFlow::Continue(())
             }
         })?;
         if let Some(error) = failed {
-            return Err(error.into());
+            return Err(error);
         }
-        if !ended_by_text {
-            // The end of an answer that stops within a character, and what looked like the beginning of a stop.
-            let (certain, found) = until.push(&stream.finish(&text.tokenizer)?);
-            show(&certain);
-            ended_by_text = found;
-            show(&until.finish());
-        }
-        let seconds = started.elapsed().as_secs_f64();
-        let seconds_to_first_token = first_token.unwrap_or(seconds);
-        Ok(Self {
-            generation,
-            text: answer,
-            prompt_tokens: prompt.len(),
-            cached_tokens,
-            ended_by_text,
-            seconds_to_first_token,
-            seconds,
-        })
+        let (answer, rest) = growing.finish(generation, &text.tokenizer)?;
+        show(&rest);
+        Ok(answer)
     }
 
     /// Tokens a second, without the first.
@@ -114,9 +164,9 @@ impl Answer {
     }
 
     /// The answer to `question` as JSON.
-    pub fn json(&self, question: &str) -> Value {
+    pub fn json(&self, question: impl Into<Value>) -> Value {
         json!({
-            "prompt": question, "text": self.text, "ids": self.generation.ids, "stop": self.stop(),
+            "prompt": question.into(), "text": self.text, "ids": self.generation.ids, "stop": self.stop(),
             "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens, "tokens": self.generation.ids.len(),
             "seconds_to_first_token": self.seconds_to_first_token, "tokens_per_second": self.rate(),
         })

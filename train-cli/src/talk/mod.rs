@@ -1,7 +1,8 @@
 //! A model that answers: [`loaded`] finds and loads it, [`answer`] streams what it says, [`stop_text`] ends that at a text,
-//! [`dialog`] keeps a conversation, [`entry`] reads what a person types.
+//! [`batch`] makes several answers at once, [`dialog`] keeps a conversation, [`entry`] reads what a person types.
 
 pub mod answer;
+pub mod batch;
 pub mod dialog;
 pub mod entry;
 pub mod loaded;

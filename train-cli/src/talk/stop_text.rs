@@ -3,16 +3,16 @@
 
 /// Lets the text of an answer through up to the first of several texts.
 #[derive(Debug)]
-pub struct StopText<'a> {
-    stops: &'a [String],
+pub struct StopText {
+    stops: Vec<String>,
     /// Text that could be the beginning of a stop.
     held: String,
 }
 
-impl<'a> StopText<'a> {
+impl StopText {
     /// Looks for these texts.
-    pub fn new(stops: &'a [String]) -> Self {
-        Self { stops, held: String::new() }
+    pub fn new(stops: &[String]) -> Self {
+        Self { stops: stops.to_vec(), held: String::new() }
     }
 
     /// Adds text. Returns what is certainly in front of every stop, and whether a stop was found behind it.

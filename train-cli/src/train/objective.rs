@@ -96,7 +96,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     /// The positions of a micro-batch's tokens and the documents that each of them attends to.
     pub fn context(&self, batch: &MicroBatch) -> Context<B> {
         let (positions, starts) = batch.places();
-        self.model().context(Places { rows: batch.ids.len(), past: 0, positions, starts })
+        self.model().context(&[Places { rows: batch.ids.len(), past: 0, positions, starts }])
     }
 
     /// The loss of a micro-batch, `[1]`, from the last block's output `[M, D]`.

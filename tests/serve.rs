@@ -1,0 +1,382 @@
+//! `serve`: a real server, real connections. Answers are those of `generate`, whoever else asks at the same time; what is
+//! malformed is refused and the server stays; who may not ask gets nothing; who hangs up frees his place.
+
+use crate::support::{
+    Random,
+    files::{ok, run, tiny_model_with_spread},
+    http::{JSON, Server, chunk, reply},
+};
+use serde_json::{Value, json};
+use std::{
+    fs,
+    io::{BufRead, Write},
+    net::TcpStream,
+    path::Path,
+    thread,
+    time::{Duration, Instant},
+};
+use tempfile::TempDir;
+
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETION: &str = "/v1/completions";
+
+/// A folder with a model whose answers differ from prompt to prompt.
+fn folder() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model_with_spread(&dir.path().join("m"), true, 0.3);
+    dir
+}
+
+/// What `generate` answers.
+fn generated(d: &Path, prompt: &str, flags: &[&str]) -> Value {
+    let words = [&["generate", "-m", "m", "--device", "cpu", "--json", "-p", prompt], flags].concat();
+    serde_json::from_str(&ok(d, &words)).unwrap()
+}
+
+fn user(text: &str) -> Value {
+    json!([{"role": "user", "content": text}])
+}
+
+#[test]
+fn served_answers_are_those_of_generate() {
+    let dir = folder();
+    let d = dir.path();
+    let server = Server::start(d, &["-m", "m", "--context", "192", "--parallel", "3"]);
+    let prompts = [
+        "Hello",
+        "Who are you?",
+        "你好，請介紹自己",
+        "a b c d e f g h i j k l m n o p q r s t u v w x y z",
+        "1+1=",
+        "🎈",
+    ];
+    let greedy = ["--temperature", "0", "--max-tokens", "24"];
+    let expected: Vec<Value> = prompts.iter().map(|prompt| generated(d, prompt, &greedy)).collect();
+    // More questions than places, all at once, whole and in pieces.
+    thread::scope(|scope| {
+        for round in 0..2 {
+            for (prompt, expected) in prompts.iter().zip(&expected) {
+                let server = &server;
+                scope.spawn(move || {
+                    let mut body = json!({"messages": user(prompt), "temperature": 0, "max_tokens": 24});
+                    if round == 0 {
+                        let reply = server.ask(CHAT, &body);
+                        let choice = &reply["choices"][0];
+                        assert_eq!(choice["message"]["content"], expected["text"], "{prompt}");
+                        assert_eq!(choice["finish_reason"], expected["stop"], "{prompt}");
+                        assert_eq!(reply["usage"]["prompt_tokens"], expected["prompt_tokens"]);
+                        assert_eq!(reply["usage"]["completion_tokens"], expected["tokens"]);
+                        return;
+                    }
+                    body["stream"] = true.into();
+                    body["stream_options"] = json!({"include_usage": true});
+                    let events = server.events(CHAT, &body);
+                    assert_eq!(events.last().unwrap(), "[DONE]");
+                    let pieces: Vec<Value> =
+                        events[..events.len() - 1].iter().map(|e| serde_json::from_str(e).unwrap()).collect();
+                    let text: String =
+                        pieces.iter().filter_map(|p| p["choices"][0]["delta"]["content"].as_str()).collect();
+                    assert_eq!(expected["text"], text.as_str(), "{prompt}");
+                    assert_eq!(pieces[0]["choices"][0]["delta"]["role"], "assistant");
+                    let last = &pieces[pieces.len() - 2];
+                    assert_eq!(last["choices"][0]["finish_reason"], expected["stop"]);
+                    assert_eq!(pieces.last().unwrap()["usage"]["completion_tokens"], expected["tokens"]);
+                });
+            }
+        }
+    });
+    // A prompt that was read before is not read again, and answers the same.
+    let [_, again] =
+        [(); 2].map(|()| server.ask(CHAT, &json!({"messages": user(prompts[3]), "temperature": 0, "max_tokens": 24})));
+    assert_eq!(again["choices"][0]["message"]["content"], expected[3]["text"]);
+    let (tokens, cached) =
+        (&again["usage"]["prompt_tokens"], &again["usage"]["prompt_tokens_details"]["cached_tokens"]);
+    assert_eq!(cached.as_u64(), tokens.as_u64().map(|n| n - 1), "{again}");
+}
+
+#[test]
+fn the_fields_of_a_request_do_what_they_say() {
+    let dir = folder();
+    let d = dir.path();
+    let server = Server::start(d, &["-m", "m", "--context", "160", "--model-name", "tiny"]);
+    let models: Value = serde_json::from_str(&server.send("GET", "/v1/models", &[], b"").1).unwrap();
+    assert_eq!(models["data"][0]["id"], "tiny");
+
+    // Two choices of one seed are those of two seeds, and again the same.
+    let sampled = ["--temperature", "1.5", "--top-k", "40", "--top-p", "0.95", "--max-tokens", "12"];
+    let two = json!({"model": "tiny", "messages": user("Hello"), "temperature": 1.5, "top_k": 40, "top_p": 0.95,
+        "max_completion_tokens": 12, "n": 2, "seed": 5});
+    let reply = server.ask(CHAT, &two);
+    for (choice, seed) in ["5", "6"].into_iter().enumerate() {
+        let expected = generated(d, "Hello", &[&sampled[..], &["--seed", seed]].concat());
+        assert_eq!(reply["choices"][choice]["message"]["content"], expected["text"], "seed {seed}");
+    }
+    assert_eq!(reply["choices"], server.ask(CHAT, &two)["choices"]);
+    let unseeded = json!({"messages": user("Hello"), "temperature": 2, "max_tokens": 24});
+    assert_ne!(server.ask(CHAT, &unseeded)["choices"], server.ask(CHAT, &unseeded)["choices"]);
+
+    // Completions: raw prompts, several of them, logarithms of probabilities, and a text that ends an answer.
+    let raw = ["--raw", "--temperature", "0", "--max-tokens", "16", "--logprobs", "2"];
+    let expected = generated(d, "Once upon", &raw);
+    let reply = server.ask(COMPLETION, &json!({"prompt": ["Once upon", "a"], "temperature": 0, "logprobs": 2}));
+    let first = &reply["choices"][0];
+    assert_eq!((&first["text"], reply["choices"].as_array().unwrap().len()), (&expected["text"], 2));
+    for (i, token) in expected["logprobs"].as_array().unwrap().iter().enumerate() {
+        assert_eq!(first["logprobs"]["token_logprobs"][i], token["logprob"]);
+        assert_eq!(first["logprobs"]["tokens"][i], token["token"]);
+    }
+    let text = expected["text"].as_str().unwrap();
+    let middle = text.chars().skip(text.chars().count() / 2).take(2).collect::<String>();
+    let stopped = server.ask(COMPLETION, &json!({"prompt": "Once upon", "temperature": 0, "stop": middle}));
+    assert_eq!(stopped["choices"][0]["text"], &text[..text.find(&middle).unwrap()]);
+    assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    let chat = server.ask(CHAT, &json!({"messages": user("a"), "max_tokens": 3, "logprobs": true, "top_logprobs": 2}));
+    let tokens = chat["choices"][0]["logprobs"]["content"].as_array().unwrap();
+    assert!(tokens.len() == 3 && tokens[0]["top_logprobs"].as_array().unwrap().len() == 2, "{chat}");
+
+    // An answer may fill the context, and no more.
+    let full = server.ask(CHAT, &json!({"messages": user("a"), "temperature": 0}));
+    let (used, reason) = (&full["usage"]["total_tokens"], &full["choices"][0]["finish_reason"]);
+    assert!(reason == "stop" || *used == 160, "{full}");
+    let (status, text) = server.post(COMPLETION, &json!({"prompt": "a ".repeat(400)}));
+    assert!(status == 400 && text.contains("the context ends at 160"), "{text}");
+    let metrics = server.send("GET", "/metrics", &[], b"").1;
+    assert!(metrics.contains("train_cli_replies_total{address=\"/v1/completions\",status=\"400\"} 1"), "{metrics}");
+}
+
+/// A thousand malformed bodies.
+#[test]
+fn malformed_requests_are_refused_and_the_server_stays() {
+    let dir = folder();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "96"]);
+    let good = json!({
+        "model": "m", "messages": user("a"), "max_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 4, "n": 1,
+        "stop": ["x"], "seed": 1, "stream": false, "logprobs": true, "top_logprobs": 1, "min_p": 0.1,
+        "repetition_penalty": 1.1,
+    });
+    server.ask(CHAT, &good);
+    let values = [
+        json!(-1),
+        json!(1e300),
+        json!(9_223_372_036_854_775_808u64),
+        json!("NaN"),
+        json!([]),
+        json!({}),
+        json!([[[]]]),
+        json!({"a": {"b": 1}}),
+        json!("\u{0}"),
+        json!(0.5),
+        json!([null]),
+        json!([{"role": "user"}]),
+        json!(1u64 << 40),
+    ];
+    let mut bodies = Vec::new();
+    for field in good.as_object().unwrap().keys() {
+        for value in &values {
+            let mut body = good.clone();
+            body[field] = value.clone();
+            bodies.push(body.to_string().into_bytes());
+        }
+    }
+    for field in
+        ["presence_penalty", "logit_bias", "tools", "tool_choice", "response_format", "unknown", "stream_options"]
+    {
+        for value in &values {
+            let mut body = good.clone();
+            body[field] = value.clone();
+            bodies.push(body.to_string().into_bytes());
+        }
+    }
+    let mut random = Random::new(12);
+    let text = good.to_string().into_bytes();
+    while bodies.len() < 1000 {
+        let mut body = text.clone();
+        for _ in 0..=random.below(3) {
+            let at = random.below(body.len());
+            match random.below(4) {
+                0 => body.truncate(at.max(1)),
+                1 => body[at] = random.below(256) as u8,
+                2 => body.insert(at, b"{}[]\",:\\"[random.below(8)]),
+                _ => drop(body.remove(at)),
+            }
+        }
+        bodies.push(body);
+    }
+    let mut refused = 0;
+    for body in &bodies {
+        let shown = String::from_utf8_lossy(body);
+        let (status, text) = server.send("POST", CHAT, &[JSON], body);
+        assert!(status == 200 || (400..500).contains(&status), "{status}: {shown}: {text}");
+        let reply: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {shown}: {text}"));
+        assert_eq!(status == 200, reply["error"].is_null(), "{shown}: {text}");
+        assert!(status == 200 || reply["error"]["message"].as_str().is_some_and(|m| !m.is_empty()), "{shown}: {text}");
+        refused += usize::from(status != 200);
+    }
+    assert!(refused > 700, "{refused} of {} bodies were refused", bodies.len());
+    let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "temperature": 7}));
+    let error: Value = serde_json::from_str(&text).unwrap();
+    assert!(status == 400 && error["error"]["param"] == "temperature", "{text}");
+    for (method, path, expected) in [("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)] {
+        assert_eq!(server.send(method, path, &[], b"").0, expected, "{method} {path}");
+    }
+    let (status, _) = server.send("POST", CHAT, &["Content-Type: text/plain"], good.to_string().as_bytes());
+    assert_eq!(status, 415);
+    let (status, _) = server.send("POST", CHAT, &[JSON], &vec![b' '; 3 << 20]);
+    assert_eq!(status, 413);
+    let header = format!("X-Long: {}", "x".repeat(40_000));
+    assert!([0, 431].contains(&server.send("GET", "/health", &[&header], b"").0));
+    server.ask(CHAT, &good);
+}
+
+#[test]
+fn only_who_may_ask_is_answered() {
+    let dir = folder();
+    let d = dir.path();
+    let key = "0123456789abcdef0123456789abcdef";
+    fs::write(d.join("key"), format!("{key}\n")).unwrap();
+    let words = |more: &[&'static str]| [&["serve", "-m", "m", "--device", "cpu", "--port", "0"], more].concat();
+    let refused = |more: &[&'static str], text: &str| {
+        let out = run(d, &words(more));
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && stderr.contains(text), "{more:?}: {stderr}");
+    };
+    refused(&["--host", "0.0.0.0"], "--api-key-file");
+    refused(&["--parallel", "0"], "--parallel 0");
+    refused(&["--context", "100000000"], "--context 100000000");
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        fs::set_permissions(d.join("key"), fs::Permissions::from_mode(0o644)).unwrap();
+        refused(&["--api-key-file", "key"], "others may read it");
+        fs::set_permissions(d.join("key"), fs::Permissions::from_mode(0o600)).unwrap();
+    }
+    let server = Server::start(d, &["-m", "m", "--context", "64", "--api-key-file", "key"]);
+    let body = json!({"messages": user("a"), "max_tokens": 1}).to_string();
+    let (right, wrong) =
+        (format!("Authorization: Bearer {key}"), format!("Authorization: Bearer {}", key.replace('0', "1")));
+    for (method, path) in [("GET", "/v1/models"), ("GET", "/metrics"), ("POST", CHAT), ("GET", "/nothing")] {
+        for header in ["X-None: 1", &wrong, "Authorization: Bearer"] {
+            assert_eq!(server.send(method, path, &[JSON, header], body.as_bytes()).0, 401, "{path} with {header}");
+        }
+    }
+    assert_eq!(server.send("POST", CHAT, &[JSON, &right], body.as_bytes()).0, 200);
+    assert_eq!(server.send("GET", "/health", &[], b"").0, 200);
+    let page = server.send("GET", "/", &[], b"");
+    assert!(
+        page.0 == 200 && page.1.contains("<textarea") && !page.1.contains("http"),
+        "the page asks for nothing elsewhere"
+    );
+
+    // Without a key, a page of another site cannot reach the server under that site's name.
+    let open = Server::start(d, &["-m", "m", "--context", "64"]);
+    for (host, status) in [("evil.example:8080", 403), ("localhost:8080", 200), ("127.0.0.1", 200), ("[::1]:80", 200)] {
+        assert_eq!(open.send("GET", "/v1/models", &[&format!("Host: {host}")], b"").0, status, "{host}");
+    }
+    // The port is taken.
+    let out = run(d, &["serve", "-m", "m", "--device", "cpu", "--port", &open.address.port().to_string()]);
+    assert!(out.status.code() == Some(2) && String::from_utf8_lossy(&out.stderr).contains("cannot listen there"));
+}
+
+fn metric(server: &Server, name: &str) -> f64 {
+    let text = server.send("GET", "/metrics", &[], b"").1;
+    let line = text.lines().find(|line| line.starts_with(&format!("train_cli_{name} "))).unwrap();
+    line.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+/// Waits until something holds, for at most ten seconds.
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !holds() {
+        assert!(started.elapsed() < Duration::from_secs(10), "{what}");
+        thread::yield_now();
+    }
+}
+
+/// Begins long answers that are read piece by piece: eight, each as long as the context.
+fn long_answer(server: &Server) -> std::io::BufReader<TcpStream> {
+    let body = json!({"prompt": "a b", "n": 8, "max_tokens": 2000, "ignore_eos": true, "stream": true}).to_string();
+    let mut stream = server.open("POST", COMPLETION, &[JSON], body.as_bytes());
+    let mut line = String::new();
+    while line != "\r\n" {
+        line.clear();
+        assert!(stream.read_line(&mut line).unwrap() > 0);
+    }
+    chunk(&mut stream).expect("a first piece");
+    stream
+}
+
+#[test]
+fn who_hangs_up_frees_the_place_and_a_full_queue_is_said() {
+    let dir = folder();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "2048", "--parallel", "1"]);
+    let first = long_answer(&server);
+    assert_eq!(metric(&server, "answers_running"), 1.0);
+    // The only place is taken, and seven wait for it. 57 more may wait, and the next one is refused.
+    let body = json!({"prompt": "a", "max_tokens": 1}).to_string();
+    let waiting: Vec<_> = (0..57).map(|_| server.open("POST", COMPLETION, &[JSON], body.as_bytes())).collect();
+    until("the queue is not full", || metric(&server, "questions_waiting") == 64.0);
+    let (status, text) = server.send("POST", COMPLETION, &[JSON], body.as_bytes());
+    assert!(status == 429 && text.contains("the queue is full"), "{status}: {text}");
+    // A client that begins a head and does not go on keeps nobody waiting.
+    let mut slow = TcpStream::connect(server.address).unwrap();
+    slow.write_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n").unwrap();
+    assert_eq!(server.send("GET", "/health", &[], b"").0, 200);
+    drop(first);
+    for stream in waiting {
+        let (status, text) = reply(stream);
+        assert_eq!(status, 200, "{text}");
+    }
+    until("the place is not free", || metric(&server, "answers_running") == 0.0);
+}
+
+#[test]
+#[cfg(unix)]
+fn a_signal_lets_the_last_answers_end() {
+    let dir = folder();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "2048"]);
+    let mut stream = {
+        let body = json!({"prompt": "a b", "max_tokens": 400, "ignore_eos": true, "stream": true}).to_string();
+        server.open("POST", COMPLETION, &[JSON], body.as_bytes())
+    };
+    stream.fill_buf().unwrap();
+    server.signal("-TERM");
+    let (status, text) = reply(stream);
+    assert!(status == 200 && text.ends_with("data: [DONE]\n\n"), "{status}: {text}");
+    let (ended, said) = server.end();
+    assert!(ended.success() && said.contains("SIGTERM") && !said.contains("warning"), "{ended}: {said}");
+}
+
+/// Many streams for some seconds: every answer is right, and the server's memory does not grow.
+#[test]
+fn many_streams_at_once_get_their_own_answers() {
+    let dir = folder();
+    let d = dir.path();
+    let server = Server::start(d, &["-m", "m", "--context", "96", "--parallel", "8"]);
+    let prompts: Vec<String> = (0..16).map(|i| format!("question {i}: {}", "x".repeat(i % 5))).collect();
+    let body = |prompt: &str| json!({"messages": user(prompt), "temperature": 0, "max_tokens": 16});
+    let expected: Vec<Value> = prompts.iter().map(|p| server.ask(CHAT, &body(p))["choices"].clone()).collect();
+    let texts: std::collections::BTreeSet<String> = expected.iter().map(Value::to_string).collect();
+    assert!(texts.len() > 8, "the answers are too much alike to tell them apart: {texts:?}");
+    let round = |seconds: u64| {
+        let end = Instant::now() + Duration::from_secs(seconds);
+        thread::scope(|scope| {
+            for client in 0..32 {
+                let (server, prompts, expected) = (&server, &prompts, &expected);
+                scope.spawn(move || {
+                    for n in 0.. {
+                        let i = (client * 7 + n) % prompts.len();
+                        assert_eq!(server.ask(CHAT, &body(&prompts[i]))["choices"], expected[i], "{}", prompts[i]);
+                        if Instant::now() > end {
+                            break;
+                        }
+                    }
+                });
+            }
+        });
+    };
+    round(4);
+    let before = server.resident();
+    round(8);
+    let after = server.resident();
+    assert!(after < before + before / 20, "memory grew from {before} to {after} bytes");
+}

@@ -1,0 +1,112 @@
+//! `eval loss`: how well a model predicts the rows of files: the mean loss of a token and its perplexity, as the
+//! model runs or, for dense weights, under recipes that quantize them.
+
+use crate::{
+    CliError,
+    args::{EvalCommand, EvalLossArgs},
+    data::{
+        order::MicroBatch,
+        read::{self, DataOptions},
+        sample::Sample,
+    },
+    device::{self, Job},
+    model_files::TextFiles,
+    plan, report,
+    settings::{LossKind, Overlong},
+    talk::loaded::{self, Loaded},
+    train::objective::Trainee,
+};
+use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use model_qwen3::{
+    config::Qwen3Config,
+    model::Qwen3,
+    tensors::{Stored, Tensors},
+    weights::{self, Purpose, to_host},
+};
+use serde_json::json;
+use std::time::Instant;
+
+/// Runs the command.
+///
+/// # Errors
+/// If a file or the model cannot be read or run.
+pub fn run(command: EvalCommand) -> Result<(), CliError> {
+    let EvalCommand::Loss(args) = command;
+    if args.batch_size == 0 {
+        return Err(CliError::Usage("--batch-size 0: at least one row must be computed at a time".into()));
+    }
+    device::run(args.model.device, args.model.compute_dtype, EvalLoss(args))
+}
+
+struct EvalLoss(EvalLossArgs);
+
+impl Job for EvalLoss {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let args = self.0;
+        if args.recipes.is_empty() {
+            let Loaded { model, text } = Loaded::<B>::new(&args.model, precision, &device)?;
+            let samples = samples(&args, &text, model.config())?;
+            return measure(&args, model, &samples, "as it runs");
+        }
+        let files = loaded::located(&args.model.model)?;
+        let config = Qwen3Config::from_file(&files.config_file(args.model.tokenizer.as_deref()))?;
+        let text = TextFiles::open(args.model.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
+        let source = files.open_weights()?;
+        if source.names().iter().any(|name| matches!(source.stored(name), Some(Stored::Packed { .. }))) {
+            let text = "--recipe: the model's weights are NVFP4 already; leave it out, or give --w4a4";
+            return Err(CliError::Usage(text.into()));
+        }
+        let samples = samples(&args, &text, &config)?;
+        let master = if precision == Precision::F32 { MasterKind::F32 } else { MasterKind::Bf16 };
+        let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
+        let model = weights::load::<B>(&source, &config, spec, Purpose::Train(master), &device)?;
+        for recipe in &args.recipes {
+            measure(&args, model.clone().with_recipe(*recipe), &samples, recipe.name())?;
+        }
+        Ok(())
+    }
+}
+
+fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Result<Vec<Sample>, CliError> {
+    let wanted = args.max_seq_length.map(usize::from);
+    let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings);
+    let overlong = Overlong::Error;
+    let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong };
+    Ok(read::load(&args.data, text, options)?.0)
+}
+
+/// Measures one form of a model and prints what it found.
+fn measure<B: Nvfp4Kernels>(
+    args: &EvalLossArgs,
+    model: Qwen3<B>,
+    samples: &[Sample],
+    form: &str,
+) -> Result<(), CliError> {
+    let started = Instant::now();
+    let net = Trainee::new(model, LossKind::CrossEntropy, 0);
+    let mut sum = 0.0;
+    for rows in samples.chunks(args.batch_size) {
+        let batch = MicroBatch::new(&rows.iter().collect::<Vec<_>>(), 1);
+        sum += f64::from(to_host(net.batch_loss(&batch))?[0]);
+    }
+    let count = |of: fn(&Sample) -> usize| samples.iter().map(of).sum::<usize>();
+    let (tokens, counted) = (count(|s| s.ids.len()), count(Sample::supervised_tokens));
+    let (loss, seconds) = (sum / counted.max(1) as f64, started.elapsed().as_secs_f64());
+    if args.json {
+        let found = json!({
+            "form": form, "loss": loss, "perplexity": loss.exp(), "sequences": samples.len(), "tokens": tokens,
+            "supervised_tokens": counted, "seconds": seconds,
+        });
+        report::result(found.to_string());
+    } else {
+        report::result(format!(
+            "{form:<12} loss {loss:.4} · perplexity {:.3} · {counted} of {tokens} tokens in {} · {:.0} tokens/s",
+            loss.exp(),
+            report::count(samples.len(), "sequence"),
+            tokens as f64 / seconds
+        ));
+    }
+    Ok(())
+}

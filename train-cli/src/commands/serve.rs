@@ -1,0 +1,81 @@
+//! `serve`: answers over HTTP, as OpenAI's interface does.
+
+use crate::{
+    CliError,
+    args::ServeArgs,
+    device::{self, Job},
+    model_files::ModelFiles,
+    report,
+    serve::{Address, Server},
+    talk::loaded::Loaded,
+};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use model_qwen3::file;
+use std::path::Path;
+
+/// Least bytes of a key.
+const SHORTEST_KEY: usize = 32;
+
+/// Runs the command.
+///
+/// # Errors
+/// If the address or the key is refused, or the model cannot be loaded or run.
+pub fn run(args: ServeArgs) -> Result<(), CliError> {
+    if args.parallel == 0 {
+        return Err(CliError::Usage("--parallel 0: at least one answer must be made at a time".into()));
+    }
+    let key = args.api_key_file.as_deref().map(key_of).transpose()?;
+    // An address that is taken is known before a model is loaded.
+    let server = Server::listen(Address { host: args.host, port: args.port, key })?;
+    device::run(args.model.device, args.model.compute_dtype, Serve { args, server })
+}
+
+struct Serve {
+    args: ServeArgs,
+    server: Server,
+}
+
+impl Job for Serve {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let Self { args, server } = self;
+        let Loaded { model, text } = Loaded::<B>::new(&args.model, precision, &device)?;
+        let (limit, context) = (model.config().max_position_embeddings, args.context);
+        if context > limit {
+            return Err(CliError::Usage(format!("--context {context}: the model takes at most {limit} tokens")));
+        }
+        let name = match args.model_name {
+            Some(name) => name,
+            None => ModelFiles::new(&args.model.model).name(),
+        };
+        let address = server.address()?;
+        let engine = server.start(text.clone(), name.clone(), model.config().vocab_size, context)?;
+        report::label("serves", format!("{name} · {} answers at once, {context} tokens each", args.parallel));
+        report::line(format!("listening at http://{address}"));
+        engine.run(&model, &text, context, args.parallel)
+    }
+}
+
+/// The key in a file that nobody else may read.
+fn key_of(path: &Path) -> Result<String, CliError> {
+    let bad = |reason: String| CliError::Usage(format!("--api-key-file {}: {reason}", path.display()));
+    let text = file::read_text(path, 4096, "check the path")?;
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = std::fs::metadata(path).map_err(CliError::io(path))?.permissions().mode();
+        if mode & 0o077 != 0 {
+            return Err(bad(format!("others may read it (mode {:o}); chmod 600 it", mode & 0o777)));
+        }
+    }
+    match text.trim() {
+        key if key.len() < SHORTEST_KEY => {
+            Err(bad(format!("the key has {} bytes; at least {SHORTEST_KEY} are needed", key.len())))
+        }
+        key if !key.bytes().all(|b| b.is_ascii_graphic()) => {
+            Err(bad("the key must be one word of ASCII characters".into()))
+        }
+        key => Ok(key.to_owned()),
+    }
+}

@@ -1,0 +1,212 @@
+//! The listener: who may connect and ask, how long and how much, and how it ends.
+//!
+//! Without a key only this machine may ask, and only under a name of its own: a page of another site that points its name at
+//! this machine is refused. With a key every address but `/` and `/health` needs it.
+
+use super::{
+    engine::{Engine, Question},
+    metrics::Metrics,
+    refusal::Refusal,
+    routes::{App, routes},
+};
+use crate::{CliError, interrupt::Interruption, model_files::TextFiles, report};
+use axum::{
+    Router,
+    extract::{Request, State},
+    http::{StatusCode, header},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+};
+use hyper::server::conn::http1;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    server::graceful::GracefulShutdown,
+    service::TowerToHyperService,
+};
+use std::{
+    net::{IpAddr, SocketAddr, TcpListener},
+    sync::Arc,
+    time::Duration,
+};
+use subtle::ConstantTimeEq;
+use tokio::sync::{Semaphore, mpsc};
+
+/// Questions that wait, at most.
+const LONGEST_QUEUE: usize = 64;
+/// Longest time that a client may take for the head of a request, or stay connected without one.
+const HEAD_TIME: Duration = Duration::from_secs(10);
+/// Most bytes of the head of a request.
+const LONGEST_HEAD: usize = 16 << 10;
+/// Most connections at once.
+const MOST_CONNECTIONS: usize = 512;
+/// How long answers may take that are being made when the server is asked to end.
+const LAST_ANSWERS: Duration = Duration::from_secs(30);
+/// How often the listener looks whether it shall end.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Where a server listens, and who may ask.
+#[derive(Debug, Clone)]
+pub struct Address {
+    /// The address of a network card of this machine.
+    pub host: IpAddr,
+    /// The port; 0 lets the system choose one.
+    pub port: u16,
+    /// The key that every request must hold.
+    pub key: Option<String>,
+}
+
+/// A server that listens and does not answer yet.
+#[derive(Debug)]
+pub struct Server {
+    listener: TcpListener,
+    key: Option<String>,
+}
+
+impl Server {
+    /// Listens at an address.
+    ///
+    /// # Errors
+    /// If other machines could ask without a key, or the system refuses the address.
+    pub fn listen(address: Address) -> Result<Self, CliError> {
+        let Address { host, port, key } = address;
+        if !host.is_loopback() && key.is_none() {
+            return Err(CliError::Usage(format!(
+                "--host {host}: other machines could ask, so that a key is needed; give --api-key-file FILE"
+            )));
+        }
+        let listener = TcpListener::bind((host, port))
+            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+            .map_err(|e| CliError::Usage(format!("--host {host} --port {port}: cannot listen there: {e}")))?;
+        Ok(Self { listener, key })
+    }
+
+    /// Where it listens.
+    ///
+    /// # Errors
+    /// If the system does not say.
+    pub fn address(&self) -> Result<SocketAddr, CliError> {
+        self.listener.local_addr().map_err(CliError::io("the listener".as_ref()))
+    }
+
+    /// Answers on threads of its own what the engine answers, until a signal arrives. The engine ends when the last answer is
+    /// sent.
+    ///
+    /// # Errors
+    /// If the system has no threads.
+    pub fn start(self, text: TextFiles, model: String, vocabulary: usize, context: usize) -> Result<Engine, CliError> {
+        let interruption = Interruption::listen().map_err(CliError::io("signals".as_ref()))?;
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+        let runtime = runtime.map_err(CliError::io("threads".as_ref()))?;
+        let (sender, queue) = mpsc::channel::<Question>(LONGEST_QUEUE);
+        let metrics = Arc::new(Metrics::default());
+        let began = jiff::Timestamp::now().as_second();
+        let app = App {
+            text,
+            model,
+            vocabulary,
+            context,
+            queue: sender,
+            metrics: metrics.clone(),
+            began,
+            replies: Default::default(),
+        };
+        let guard = Arc::new(Guard { key: self.key, metrics: metrics.clone() });
+        let router = routes(Arc::new(app)).layer(middleware::from_fn_with_state(guard, guarded));
+        let serve = move || {
+            if let Err(error) = runtime.block_on(accept(self.listener, router, interruption)) {
+                report::line(format!("warning: the listener failed: {error}"));
+            }
+            // Answers that are still being made are ended.
+            runtime.shutdown_background();
+        };
+        std::thread::Builder::new().name("http".into()).spawn(serve).map_err(CliError::io("a thread".as_ref()))?;
+        Ok(Engine { queue, metrics })
+    }
+}
+
+/// Takes connections until a signal arrives, and then lets those end that are being answered.
+async fn accept(listener: TcpListener, router: Router, interruption: Interruption) -> std::io::Result<()> {
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let open = GracefulShutdown::new();
+    let mut server = http1::Builder::new();
+    server.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(LONGEST_HEAD);
+    let mut look = tokio::time::interval(LOOK);
+    let signal = loop {
+        let stream = tokio::select! {
+            _ = look.tick() => match interruption.received() {
+                Some(signal) => break signal,
+                None => continue,
+            },
+            // A connection that ended before it was taken is no failure of the listener.
+            taken = listener.accept() => match taken {
+                Ok((stream, _)) => stream,
+                Err(_) => continue,
+            },
+        };
+        // More connections wait in the system's own queue.
+        let Ok(place) = places.clone().acquire_owned().await else { continue };
+        let connection = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
+        let connection = open.watch(connection);
+        tokio::spawn(async move {
+            // What fails here is the client's network.
+            let _ = connection.await;
+            drop(place);
+        });
+    };
+    report::line(format!("{}: no more questions are taken; the last answers are being made", signal.name()));
+    let _ = tokio::time::timeout(LAST_ANSWERS, open.shutdown()).await;
+    Ok(())
+}
+
+/// Who may ask.
+struct Guard {
+    key: Option<String>,
+    metrics: Arc<Metrics>,
+}
+
+impl Guard {
+    fn check(&self, request: &Request) -> Result<(), Refusal> {
+        let text = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
+        match &self.key {
+            Some(_) if ["/", "/health"].contains(&request.uri().path()) => Ok(()),
+            Some(key) => {
+                let given = text(header::AUTHORIZATION).and_then(|value| value.strip_prefix("Bearer "));
+                if given.is_some_and(|given| bool::from(given.trim().as_bytes().ct_eq(key.as_bytes()))) {
+                    return Ok(());
+                }
+                Err(Refusal::new(
+                    StatusCode::UNAUTHORIZED,
+                    "the key is missing or wrong; send Authorization: Bearer KEY",
+                ))
+            }
+            None => {
+                let host = text(header::HOST).unwrap_or_default();
+                let name = host.rsplit_once(':').filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()));
+                let name = name.map_or(host, |(name, _)| name);
+                if ["localhost", "127.0.0.1", "[::1]"].contains(&name) {
+                    return Ok(());
+                }
+                let text = format!("the host {host:?} is not this machine; without a key only localhost may ask");
+                Err(Refusal::new(StatusCode::FORBIDDEN, text))
+            }
+        }
+    }
+}
+
+async fn guarded(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+    let address = named(request.uri().path());
+    let mut response = match guard.check(&request) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => refusal.into_response(),
+    };
+    response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, header::HeaderValue::from_static("nosniff"));
+    guard.metrics.replied(address, response.status().as_u16());
+    response
+}
+
+/// The name of an address among the metrics.
+fn named(path: &str) -> &'static str {
+    let known = ["/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"];
+    known.into_iter().find(|address| *address == path).unwrap_or("other")
+}

@@ -1,0 +1,52 @@
+//! An error as OpenAI's clients read it: a status, and `{"error": {"message", "type", "param", "code"}}`.
+
+use axum::{
+    Json,
+    http::StatusCode,
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+
+/// Why a request gets no answer.
+#[derive(Debug, Clone)]
+pub(super) struct Refusal {
+    /// The HTTP status.
+    pub(super) status: StatusCode,
+    message: String,
+    /// The field that is wrong.
+    param: Option<String>,
+}
+
+impl Refusal {
+    /// A refusal with a status and a message.
+    pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into(), param: None }
+    }
+
+    /// A request that cannot be answered as it is.
+    pub(super) fn bad(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::BAD_REQUEST, message)
+    }
+
+    /// A field that is wrong.
+    pub(super) fn field(name: &str, reason: impl std::fmt::Display) -> Self {
+        Self { param: Some(name.to_owned()), ..Self::bad(format!("{name}: {reason}")) }
+    }
+
+    /// The body of the reply.
+    pub(super) fn json(&self) -> Value {
+        let kind = match self.status.as_u16() {
+            401 => "authentication_error",
+            429 => "rate_limit_error",
+            500.. => "server_error",
+            _ => "invalid_request_error",
+        };
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status.as_u16()}})
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        (self.status, Json(self.json())).into_response()
+    }
+}

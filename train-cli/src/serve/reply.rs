@@ -1,0 +1,210 @@
+//! The answers of OpenAI's interface: whole, or in pieces (`chunk`).
+
+use super::{refusal::Refusal, request::Request};
+use crate::{
+    CliError,
+    talk::answer::{Answer, LENGTH},
+};
+use axum::http::StatusCode;
+use model_qwen3::{json, sample::Logprobs, tokenizer::Tokenizer};
+use serde_json::{Value, json};
+
+/// Which of the two interfaces a reply belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Interface {
+    /// `/v1/chat/completions`.
+    Chat,
+    /// `/v1/completions`.
+    Completion,
+}
+
+/// What all replies to one request have in common.
+#[derive(Debug, Clone)]
+pub(super) struct Reply {
+    /// The interface.
+    pub(super) interface: Interface,
+    /// The reply's own name.
+    pub(super) id: String,
+    /// Seconds since 1970.
+    pub(super) created: i64,
+    /// The model's name.
+    pub(super) model: String,
+    /// Whether calls of tools are taken out of the text.
+    pub(super) calls_tools: bool,
+}
+
+/// What begins and ends a call in the text of Qwen3.
+const CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
+
+impl Reply {
+    /// The reply with these answers, one for each choice.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub(super) fn whole(
+        &self,
+        answers: &[&Answer],
+        request: &Request,
+        tokenizer: &Tokenizer,
+    ) -> Result<Value, Refusal> {
+        let choice = |(index, answer): (usize, &&Answer)| -> Result<Value, Refusal> {
+            let logprobs = self.logprobs(answer, tokenizer)?;
+            let (content, calls) = self.content_and_calls(&answer.text);
+            let mut choice = json!({"index": index, "logprobs": logprobs, "finish_reason": reason(answer, &calls)});
+            match self.interface {
+                Interface::Completion => choice["text"] = answer.text.clone().into(),
+                Interface::Chat => {
+                    choice["message"] = json!({"role": "assistant", "content": content});
+                    if let Some(calls) = calls {
+                        choice["message"]["tool_calls"] = calls;
+                    }
+                }
+            }
+            Ok(choice)
+        };
+        let choices: Vec<Value> = answers.iter().enumerate().map(choice).collect::<Result<_, _>>()?;
+        let object = if self.interface == Interface::Chat { "chat.completion" } else { "text_completion" };
+        Ok(self.envelope(object, choices.into(), usage(answers, request)))
+    }
+
+    /// The first piece of a choice.
+    pub(super) fn opening(&self, index: usize) -> Option<Value> {
+        let delta = json!({"role": "assistant", "content": ""});
+        (self.interface == Interface::Chat).then(|| self.chunk(index, delta, Value::Null, Value::Null))
+    }
+
+    /// A piece with text.
+    pub(super) fn text(&self, index: usize, text: &str) -> Value {
+        let delta = if self.interface == Interface::Chat { json!({"content": text}) } else { text.into() };
+        self.chunk(index, delta, Value::Null, Value::Null)
+    }
+
+    /// The last pieces of a choice.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub(super) fn closing(&self, index: usize, answer: &Answer, tokenizer: &Tokenizer) -> Result<Vec<Value>, Refusal> {
+        let (content, calls) = self.content_and_calls(&answer.text);
+        let mut pieces = Vec::new();
+        if self.calls_tools {
+            // Only now it is certain what belongs to a call.
+            let mut delta = json!({"content": content});
+            if let Some(Value::Array(mut calls)) = calls.clone() {
+                calls.iter_mut().enumerate().for_each(|(i, call)| call["index"] = i.into());
+                delta["tool_calls"] = calls.into();
+            }
+            pieces.push(self.chunk(index, delta, Value::Null, Value::Null));
+        }
+        let delta = if self.interface == Interface::Chat { json!({}) } else { "".into() };
+        pieces.push(self.chunk(index, delta, self.logprobs(answer, tokenizer)?, reason(answer, &calls).into()));
+        Ok(pieces)
+    }
+
+    /// The piece behind all others, with the numbers of tokens.
+    pub(super) fn usage(&self, answers: &[&Answer], request: &Request) -> Value {
+        self.envelope(self.chunk_object(), json!([]), usage(answers, request))
+    }
+
+    fn chunk_object(&self) -> &'static str {
+        if self.interface == Interface::Chat { "chat.completion.chunk" } else { "text_completion" }
+    }
+
+    fn chunk(&self, index: usize, delta: Value, logprobs: Value, finish_reason: Value) -> Value {
+        let field = if self.interface == Interface::Chat { "delta" } else { "text" };
+        let choice = json!({"index": index, field: delta, "logprobs": logprobs, "finish_reason": finish_reason});
+        self.envelope(self.chunk_object(), json!([choice]), Value::Null)
+    }
+
+    fn envelope(&self, object: &str, choices: Value, usage: Value) -> Value {
+        json!({
+            "id": self.id, "object": object, "created": self.created, "model": self.model, "choices": choices,
+            "usage": usage,
+        })
+    }
+
+    /// The text in front of the calls of tools, and the calls. A call that is no JSON stays text.
+    fn content_and_calls(&self, text: &str) -> (Value, Option<Value>) {
+        if !self.calls_tools {
+            return (text.into(), None);
+        }
+        let mut parts = text.split(CALL[0]);
+        let content = parts.next().unwrap_or_default();
+        let call = |(i, part): (usize, &str)| -> Option<Value> {
+            let call = json::parse(part.split(CALL[1]).next()?.trim()).ok()?;
+            let (name, arguments) = (call["name"].as_str()?, &call["arguments"]);
+            let function = json!({"name": name, "arguments": arguments.to_string()});
+            Some(json!({"id": format!("call_{}_{i}", self.id), "type": "function", "function": function}))
+        };
+        match parts.enumerate().map(call).collect::<Option<Vec<Value>>>() {
+            Some(calls) if !calls.is_empty() => {
+                let content = content.trim_end();
+                (if content.is_empty() { Value::Null } else { content.into() }, Some(calls.into()))
+            }
+            _ => (text.into(), None),
+        }
+    }
+
+    /// The logarithms of probabilities as the interface writes them, or null.
+    fn logprobs(&self, answer: &Answer, tokenizer: &Tokenizer) -> Result<Value, Refusal> {
+        let tokens = || answer.generation.ids.iter().zip(&answer.generation.logprobs);
+        if answer.generation.logprobs.is_empty() {
+            return Ok(Value::Null);
+        }
+        let text = |id: &u32| -> Result<String, Refusal> {
+            tokenizer.decode_all(&[*id]).map_err(|e| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))
+        };
+        if self.interface == Interface::Chat {
+            let named = |id: &u32, logprob: f32| -> Result<Value, Refusal> {
+                let token = text(id)?;
+                Ok(json!({"bytes": token.as_bytes(), "token": token, "logprob": logprob}))
+            };
+            let one = |(id, found): (&u32, &Logprobs)| -> Result<Value, Refusal> {
+                let mut token = named(id, found.chosen)?;
+                let top = found.top.iter().map(|(id, logprob)| named(id, *logprob));
+                token["top_logprobs"] = top.collect::<Result<Vec<_>, _>>()?.into();
+                Ok(token)
+            };
+            return Ok(json!({"content": tokens().map(one).collect::<Result<Vec<_>, _>>()?}));
+        }
+        let (mut texts, mut tops, mut offsets, mut offset) = (vec![], vec![], vec![], 0);
+        for (id, found) in tokens() {
+            let token = text(id)?;
+            offsets.push(offset);
+            offset += token.chars().count();
+            texts.push(token);
+            let mut top = serde_json::Map::new();
+            for (id, logprob) in &found.top {
+                top.insert(text(id)?, (*logprob).into());
+            }
+            tops.push(top);
+        }
+        let chosen: Vec<f32> = tokens().map(|(_, found)| found.chosen).collect();
+        Ok(json!({"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}))
+    }
+}
+
+/// Why an answer ended.
+fn reason(answer: &Answer, calls: &Option<Value>) -> &'static str {
+    match answer.stop() {
+        _ if calls.is_some() => "tool_calls",
+        LENGTH => "length",
+        _ => "stop",
+    }
+}
+
+/// Numbers of tokens. The choices of a prompt share it.
+fn usage(answers: &[&Answer], request: &Request) -> Value {
+    let prompts: usize = request.prompts.iter().map(Vec::len).sum();
+    let tokens: usize = answers.iter().map(|answer| answer.generation.ids.len()).sum();
+    let cached: usize = answers.iter().step_by(request.choices).map(|answer| answer.cached_tokens).sum();
+    json!({
+        "prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    })
+}
+
+impl From<CliError> for Refusal {
+    fn from(error: CliError) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+    }
+}

@@ -1,0 +1,283 @@
+//! The questions of OpenAI's interface, checked. What a field would change and this server does not have is refused.
+
+use super::{fields::Fields, refusal::Refusal};
+use crate::model_files::TextFiles;
+use model_qwen3::{chat_template::RenderOptions, generate::GenerateOptions, sample::Sampling};
+use serde_json::{Map, Value, json};
+
+/// Most choices of a request.
+const MOST_CHOICES: u64 = 8;
+/// Most messages of a conversation, and most texts that end an answer.
+const MOST_MESSAGES: usize = 1000;
+const MOST_STOPS: usize = 16;
+/// Fields that many clients send and that change no answer here.
+const WITHOUT_EFFECT: [&str; 8] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "parallel_tool_calls",
+    "safety_identifier",
+    "prompt_cache_key",
+    "reasoning_effort",
+];
+
+/// A question.
+#[derive(Debug)]
+pub(super) struct Request {
+    /// The tokens of each prompt.
+    pub(super) prompts: Vec<Vec<u32>>,
+    /// Answers of each prompt.
+    pub(super) choices: usize,
+    /// How tokens are chosen, without the limits of prompt and context.
+    pub(super) sampling: Sampling,
+    /// Tokens of an answer, at most.
+    pub(super) max_tokens: Option<usize>,
+    /// Texts that end an answer.
+    pub(super) ends: Vec<String>,
+    /// Whether an answer goes on behind the model's stop tokens, as measurements of speed want it.
+    ignores_stop_tokens: bool,
+    /// Whether the answer comes in pieces.
+    pub(super) streams: bool,
+    /// Whether the last piece holds the numbers of tokens.
+    pub(super) streams_usage: bool,
+    /// Whether logarithms of probabilities are wanted, and of how many of the most likely tokens.
+    pub(super) logprobs: Option<usize>,
+    /// Whether the model may call tools, whose calls are taken out of the text.
+    pub(super) calls_tools: bool,
+    /// Which model is asked.
+    pub(super) model: Option<String>,
+}
+
+impl Request {
+    /// A question to `/v1/chat/completions`. `fresh_seed` is used if the request has none.
+    ///
+    /// # Errors
+    /// If a field is wrong or unknown, or the chat template refuses the messages.
+    pub(super) fn chat(body: &[u8], text: &TextFiles, fresh_seed: u64) -> Result<Self, Refusal> {
+        let mut fields = Fields::of(body)?;
+        let wanted = fields.flag("logprobs")?.unwrap_or(false);
+        let top = fields.whole("top_logprobs", 0..=20)?;
+        if top.is_some() && !wanted {
+            return Err(Refusal::field("top_logprobs", "set \"logprobs\" to true"));
+        }
+        let longest = fields.whole("max_completion_tokens", 1..=u64::from(u32::MAX))?;
+        let logprobs = wanted.then_some(top.unwrap_or(0) as usize);
+        let messages = messages(fields.take("messages"))?;
+        let tools = tools(&mut fields)?;
+        let thinking = thinking(&mut fields)?;
+        fields.only("response_format", &[json!({"type": "text"})])?;
+        fields.only("modalities", &[json!(["text"])])?;
+        let mut request = Self::common(fields, text, fresh_seed)?;
+        let options = RenderOptions { tools: tools.as_ref(), add_generation_prompt: true, enable_thinking: thinking };
+        let rendered = text.template.render(&messages, options);
+        let prompt = rendered.and_then(|prompt| text.tokenizer.encode(&prompt));
+        request.prompts = vec![prompt.map_err(|e| Refusal::field("messages", e))?];
+        request.max_tokens = longest.map(|most| most as usize).or(request.max_tokens);
+        request.calls_tools = tools.is_some();
+        request.logprobs = logprobs;
+        Ok(request)
+    }
+
+    /// A question to `/v1/completions`.
+    ///
+    /// # Errors
+    /// If a field is wrong or unknown.
+    pub(super) fn completion(body: &[u8], text: &TextFiles, fresh_seed: u64) -> Result<Self, Refusal> {
+        let mut fields = Fields::of(body)?;
+        let prompt = fields.take("prompt").ok_or_else(|| Refusal::field("prompt", "the field is missing"))?;
+        let logprobs = fields.whole("logprobs", 0..=5)?.map(|count| count as usize);
+        fields.only("echo", &[json!(false)])?;
+        fields.only("suffix", &[json!("")])?;
+        fields.only("best_of", &[json!(1)])?;
+        let mut request = Self::common(fields, text, fresh_seed)?;
+        // As OpenAI has it.
+        request.max_tokens.get_or_insert(16);
+        request.logprobs = logprobs;
+        request.prompts = prompts(prompt, text)?;
+        Ok(request)
+    }
+
+    /// The fields that both have. Nothing may be left.
+    fn common(mut fields: Fields, text: &TextFiles, fresh_seed: u64) -> Result<Self, Refusal> {
+        let model = &text.generation;
+        let seed = match fields.take("seed") {
+            None => fresh_seed,
+            Some(value) => value
+                .as_u64()
+                .or(value.as_i64().map(|seed| seed as u64))
+                .ok_or_else(|| Refusal::field("seed", "a whole number is needed"))?,
+        };
+        let sampling = Sampling {
+            temperature: fields.number("temperature", 0.0..=2.0)?.or(model.temperature).unwrap_or(0.0),
+            top_p: fields.number("top_p", 0.0..=1.0)?.or(model.top_p).unwrap_or(1.0),
+            top_k: fields.whole("top_k", 0..=1 << 20)?.map(|k| k as usize).or(model.top_k).unwrap_or(0),
+            min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(0.0),
+            repetition_penalty: fields
+                .number("repetition_penalty", 0.01..=100.0)?
+                .or(model.repetition_penalty)
+                .unwrap_or(1.0),
+            seed,
+        };
+        let streams = fields.flag("stream")?.unwrap_or(false);
+        let request = Self {
+            prompts: vec![],
+            choices: fields.whole("n", 1..=MOST_CHOICES)?.unwrap_or(1) as usize,
+            sampling,
+            max_tokens: fields.whole("max_tokens", 1..=u64::from(u32::MAX))?.map(|most| most as usize),
+            ends: ends(fields.take("stop"))?,
+            ignores_stop_tokens: fields.flag("ignore_eos")?.unwrap_or(false),
+            streams,
+            streams_usage: usage(fields.take("stream_options"), streams)?,
+            logprobs: None,
+            calls_tools: false,
+            model: fields.text("model")?,
+        };
+        for penalty in ["presence_penalty", "frequency_penalty"] {
+            fields.only(penalty, &[json!(0), json!(0.0)])?;
+        }
+        fields.only("logit_bias", &[json!({})])?;
+        fields.ignore(&WITHOUT_EFFECT);
+        fields.end()?;
+        Ok(request)
+    }
+
+    /// How the answer `choice` of a prompt is made. It has at most `room` tokens.
+    pub(super) fn options(&self, choice: usize, room: usize, text: &TextFiles) -> GenerateOptions {
+        GenerateOptions {
+            max_tokens: self.max_tokens.map_or(room, |most| most.min(room)),
+            sampling: Sampling { seed: self.sampling.seed.wrapping_add(choice as u64), ..self.sampling },
+            stop_ids: if self.ignores_stop_tokens { vec![] } else { text.stop_ids.clone() },
+            logprobs: self.logprobs,
+        }
+    }
+}
+
+/// The messages of a conversation, as chat templates read them.
+fn messages(value: Option<Value>) -> Result<Vec<Value>, Refusal> {
+    let bad = |reason: String| Refusal::field("messages", reason);
+    let Some(Value::Array(list)) = value else { return Err(bad("a list is needed".into())) };
+    if list.is_empty() || list.len() > MOST_MESSAGES {
+        return Err(bad(format!("{} messages; from 1 to {MOST_MESSAGES} are taken", list.len())));
+    }
+    list.into_iter()
+        .enumerate()
+        .map(|(i, message)| self::message(message).map_err(|e| bad(format!("{i}: {e}"))))
+        .collect()
+}
+
+fn message(message: Value) -> Result<Value, String> {
+    let Value::Object(mut message) = message else { return Err("a message is an object".into()) };
+    let role = match message.get("role").and_then(Value::as_str) {
+        Some("developer") => "system".to_owned(),
+        Some(role @ ("system" | "user" | "assistant" | "tool")) => role.to_owned(),
+        role => return Err(format!("the role {role:?} is none of system, developer, user, assistant and tool")),
+    };
+    let content = match message.remove("content") {
+        Some(Value::String(text)) => text,
+        Some(Value::Array(parts)) => joined(&parts)?,
+        None | Some(Value::Null) if role == "assistant" && message.contains_key("tool_calls") => String::new(),
+        _ => return Err("its content must be a text, or a list of texts".into()),
+    };
+    let mut found = Map::new();
+    found.insert("role".into(), role.into());
+    found.insert("content".into(), content.into());
+    for key in ["tool_calls", "reasoning_content", "name"] {
+        if let Some(value) = message.remove(key).filter(|value| !value.is_null()) {
+            found.insert(key.into(), value);
+        }
+    }
+    Ok(Value::Object(found))
+}
+
+/// The text of content that comes in parts.
+fn joined(parts: &[Value]) -> Result<String, String> {
+    let text = |part: &Value| match (part["type"].as_str(), part["text"].as_str()) {
+        (Some("text"), Some(text)) => Ok(text.to_owned()),
+        (kind, _) => Err(format!("content of the type {kind:?}; this model reads text")),
+    };
+    parts.iter().map(text).collect()
+}
+
+/// The tools of a request, if the model may call any.
+fn tools(fields: &mut Fields) -> Result<Option<Value>, Refusal> {
+    let tools = match fields.take("tools") {
+        None => None,
+        Some(Value::Array(list)) if list.is_empty() => None,
+        Some(tools @ Value::Array(_)) => Some(tools),
+        Some(_) => return Err(Refusal::field("tools", "a list is needed")),
+    };
+    match fields.take("tool_choice") {
+        None => Ok(tools),
+        Some(choice) if choice == "auto" => Ok(tools),
+        Some(choice) if choice == "none" => Ok(None),
+        Some(_) => Err(Refusal::field("tool_choice", "this server has \"auto\" and \"none\"")),
+    }
+}
+
+/// Whether the model thinks before its answer; None leaves it to the template.
+fn thinking(fields: &mut Fields) -> Result<Option<bool>, Refusal> {
+    let bad = |reason: &str| Refusal::field("chat_template_kwargs", reason);
+    match fields.take("chat_template_kwargs") {
+        None => Ok(None),
+        Some(Value::Object(given)) if given.keys().all(|key| key == "enable_thinking") => match given
+            .get("enable_thinking")
+        {
+            None => Ok(None),
+            Some(value) => value.as_bool().map(Some).ok_or_else(|| bad("enable_thinking is neither true nor false")),
+        },
+        Some(_) => Err(bad("an object with \"enable_thinking\" is needed")),
+    }
+}
+
+fn ends(stop: Option<Value>) -> Result<Vec<String>, Refusal> {
+    let list = match stop {
+        None => return Ok(vec![]),
+        Some(Value::Array(list)) if list.len() <= MOST_STOPS => list,
+        Some(text @ Value::String(_)) => vec![text],
+        Some(_) => return Err(Refusal::field("stop", format_args!("a text or up to {MOST_STOPS} texts are needed"))),
+    };
+    let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+    list.iter()
+        .map(text)
+        .collect::<Option<_>>()
+        .ok_or_else(|| Refusal::field("stop", "a text that is not empty is needed"))
+}
+
+fn usage(options: Option<Value>, streams: bool) -> Result<bool, Refusal> {
+    match options {
+        None => Ok(false),
+        Some(options) if streams && options["include_usage"].is_boolean() => Ok(options["include_usage"] == true),
+        Some(_) => Err(Refusal::field("stream_options", "with \"stream\": true, {\"include_usage\": true} is known")),
+    }
+}
+
+/// The prompts of a completion: a text, several texts, tokens, or several lists of tokens.
+fn prompts(prompt: Value, text: &TextFiles) -> Result<Vec<Vec<u32>>, Refusal> {
+    let bad = |reason: String| Refusal::field("prompt", reason);
+    let encoded = |prompt: &str| text.tokenizer.encode(prompt).map_err(|e| bad(e.to_string()));
+    let ids = |list: &[Value]| -> Option<Vec<u32>> {
+        list.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
+    };
+    let neither = || bad("a text, texts, token ids or lists of them are needed".into());
+    let all = match prompt {
+        Value::String(prompt) => vec![encoded(&prompt)?],
+        Value::Array(list) if list.len() > MOST_CHOICES as usize && !list[0].is_u64() => {
+            return Err(bad(format!("{} prompts; at most {MOST_CHOICES} are taken", list.len())));
+        }
+        Value::Array(list) if list.iter().all(Value::is_u64) => vec![ids(&list).ok_or_else(neither)?],
+        Value::Array(list) => {
+            let each = |value: &Value| match value {
+                Value::String(prompt) => encoded(prompt),
+                Value::Array(list) => ids(list).ok_or_else(neither),
+                _ => Err(neither()),
+            };
+            list.iter().map(each).collect::<Result<_, _>>()?
+        }
+        _ => return Err(neither()),
+    };
+    if all.iter().any(Vec::is_empty) || all.is_empty() {
+        return Err(bad("it has no tokens".into()));
+    }
+    Ok(all)
+}

@@ -1,0 +1,296 @@
+//! One function for each address.
+
+use super::{
+    engine::{Piece, Question},
+    metrics::Metrics,
+    refusal::Refusal,
+    reply::{Interface, Reply},
+    request::Request,
+};
+use crate::{model_files::TextFiles, talk::answer::Answer};
+use axum::{
+    Json, Router,
+    body::{Body, Bytes, to_bytes},
+    extract::State,
+    http::{HeaderMap, StatusCode, header},
+    response::{
+        Html, IntoResponse, Response,
+        sse::{Event, KeepAlive, Sse},
+    },
+    routing::{get, post},
+};
+use futures_util::stream;
+use serde_json::{Value, json};
+use std::{
+    collections::VecDeque,
+    convert::Infallible,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, timeout_at},
+};
+
+/// Most bytes of a request's body.
+const LONGEST_BODY: usize = 2 << 20;
+/// Longest time that a request may take.
+const LONGEST_TIME: Duration = Duration::from_secs(600);
+/// The page at `/`. It holds no data, and asks for nothing from elsewhere.
+const PAGE: &str = include_str!("page.html");
+/// What the page may load: itself.
+const PAGE_POLICY: &str =
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'";
+
+/// What every request can use.
+pub(super) struct App {
+    /// Tokenizer, chat template and stop tokens.
+    pub(super) text: TextFiles,
+    /// The model's name.
+    pub(super) model: String,
+    /// Number of tokens that the model knows.
+    pub(super) vocabulary: usize,
+    /// Tokens of a prompt and its answer, at most.
+    pub(super) context: usize,
+    /// Where questions wait for the engine.
+    pub(super) queue: mpsc::Sender<Question>,
+    /// What is counted.
+    pub(super) metrics: Arc<Metrics>,
+    /// When the server began, in seconds since 1970.
+    pub(super) began: i64,
+    /// Replies so far, which name them.
+    pub(super) replies: AtomicU64,
+}
+
+/// All addresses.
+pub(super) fn routes(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/", get(page))
+        .route("/health", get(health))
+        .route("/metrics", get(metrics))
+        .route("/v1/models", get(models))
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/completions", post(completion))
+        .fallback(unknown)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(app)
+}
+
+async fn page() -> Response {
+    ([(header::CONTENT_SECURITY_POLICY, PAGE_POLICY)], Html(PAGE)).into_response()
+}
+
+async fn health(State(app): State<Arc<App>>) -> Response {
+    if app.queue.is_closed() {
+        return Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the model does not answer any more").into_response();
+    }
+    Json(json!({"status": "ok"})).into_response()
+}
+
+async fn metrics(State(app): State<Arc<App>>) -> Response {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], app.metrics.text()).into_response()
+}
+
+async fn models(State(app): State<Arc<App>>) -> Json<Value> {
+    let model = json!({
+        "id": app.model, "object": "model", "created": app.began, "owned_by": "train-cli", "max_model_len": app.context,
+    });
+    Json(json!({"object": "list", "data": [model]}))
+}
+
+async fn unknown() -> Refusal {
+    Refusal::new(StatusCode::NOT_FOUND, "there is nothing at this address; GET /v1/models says what is served")
+}
+
+async fn wrong_method() -> Refusal {
+    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "this address does not take the method")
+}
+
+async fn chat(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, Refusal> {
+    answer(app, Interface::Chat, &headers, body).await
+}
+
+async fn completion(State(app): State<Arc<App>>, headers: HeaderMap, body: Body) -> Result<Response, Refusal> {
+    answer(app, Interface::Completion, &headers, body).await
+}
+
+/// Answers a question of either interface.
+async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: Body) -> Result<Response, Refusal> {
+    let deadline = Instant::now() + LONGEST_TIME;
+    let body = checked_body(headers, body).await?;
+    let number = app.replies.fetch_add(1, Ordering::Relaxed);
+    let now = jiff::Timestamp::now();
+    // Without a seed each request draws from another one.
+    let seed = (now.as_nanosecond() as u64).wrapping_add(number);
+    let text = app.text.clone();
+    let parsed = tokio::task::spawn_blocking(move || match interface {
+        Interface::Chat => Request::chat(&body, &text, seed),
+        Interface::Completion => Request::completion(&body, &text, seed),
+    });
+    let request = parsed.await.map_err(|e| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))??;
+    fits(&app, &request)?;
+    let (prefix, model) = (if interface == Interface::Chat { "chatcmpl" } else { "cmpl" }, app.model.clone());
+    let (id, created) = (format!("{prefix}-{:x}-{number}", app.began), now.as_second());
+    let reply = Reply { interface, id, created, model, calls_tools: request.calls_tools };
+    let pieces = ask(&app, &request)?;
+    let answers = (0..request.prompts.len() * request.choices).map(|_| None).collect();
+    let waiting = Waiting { app, request, reply, pieces, deadline, answers };
+    if waiting.request.streams { Ok(waiting.stream()) } else { waiting.whole().await }
+}
+
+/// The body of a request. Only JSON is taken: a page of another site cannot send it without asking first.
+async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Bytes, Refusal> {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if kind.split(';').next().is_none_or(|kind| !kind.trim().eq_ignore_ascii_case("application/json")) {
+        let text = format!("the content type is {kind:?}; application/json is needed");
+        return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, text));
+    }
+    to_bytes(body, LONGEST_BODY).await.map_err(|_| {
+        let text = format!("the body was cut off, or has more than {LONGEST_BODY} bytes");
+        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, text)
+    })
+}
+
+/// Refuses a request for another model, and prompts that do not fit this one.
+fn fits(app: &App, request: &Request) -> Result<(), Refusal> {
+    if let Some(model) = request.model.as_ref().filter(|model| **model != app.model) {
+        let text = format!("the model {model:?} is not served here; {:?} is", app.model);
+        return Err(Refusal::new(StatusCode::NOT_FOUND, text));
+    }
+    for prompt in &request.prompts {
+        if prompt.len() >= app.context {
+            let text = format!("the prompt has {} tokens, and the context ends at {}", prompt.len(), app.context);
+            return Err(Refusal::bad(text));
+        }
+        if let Some(id) = prompt.iter().find(|id| **id as usize >= app.vocabulary) {
+            return Err(Refusal::field("prompt", format_args!("the model knows no token {id}")));
+        }
+    }
+    Ok(())
+}
+
+type Pieces = mpsc::UnboundedReceiver<(usize, Piece)>;
+
+/// Puts the questions of a request into the queue. Returns where the pieces of the answers arrive.
+fn ask(app: &App, request: &Request) -> Result<Pieces, Refusal> {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    let places = app.queue.try_reserve_many(request.prompts.len() * request.choices).map_err(|error| match error {
+        mpsc::error::TrySendError::Full(()) => {
+            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "the queue is full; try again later")
+        }
+        mpsc::error::TrySendError::Closed(()) => {
+            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the model does not answer any more")
+        }
+    })?;
+    let wanted = request.prompts.iter().flat_map(|prompt| (0..request.choices).map(move |choice| (prompt, choice)));
+    for (index, ((prompt, choice), place)) in wanted.zip(places).enumerate() {
+        let options = request.options(choice, app.context - prompt.len(), &app.text);
+        let (prompt, ends, heard_by) = (prompt.clone(), request.ends.clone(), sender.clone());
+        place.send(Question { prompt, options, ends, index, heard_by });
+    }
+    Ok(receiver)
+}
+
+/// A request whose answers are being made. Dropping it ends them.
+struct Waiting {
+    app: Arc<App>,
+    request: Request,
+    reply: Reply,
+    pieces: Pieces,
+    deadline: Instant,
+    /// Those that are complete.
+    answers: Vec<Option<Answer>>,
+}
+
+impl Waiting {
+    async fn next(&mut self) -> Result<(usize, Piece), Refusal> {
+        match timeout_at(self.deadline, self.pieces.recv()).await {
+            Ok(Some((_, Piece::Refused(refusal)))) => Err(refusal),
+            Ok(Some(piece)) => Ok(piece),
+            Ok(None) => Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the model does not answer any more")),
+            Err(_) => {
+                let text = format!("the answer took longer than {} seconds", LONGEST_TIME.as_secs());
+                Err(Refusal::new(StatusCode::GATEWAY_TIMEOUT, text))
+            }
+        }
+    }
+
+    /// All answers, if they are complete.
+    fn complete(&self) -> Option<Vec<&Answer>> {
+        self.answers.iter().map(Option::as_ref).collect()
+    }
+
+    /// The reply when all answers are complete.
+    async fn whole(mut self) -> Result<Response, Refusal> {
+        loop {
+            if let Some(answers) = self.complete() {
+                let reply = self.reply.whole(&answers, &self.request, &self.app.text.tokenizer)?;
+                return Ok(Json(reply).into_response());
+            }
+            if let (index, Piece::Complete(answer)) = self.next().await? {
+                self.answers[index] = Some(*answer);
+            }
+        }
+    }
+
+    /// The reply in pieces, as server-sent events.
+    fn stream(self) -> Response {
+        let openings = (0..self.answers.len()).filter_map(|index| self.reply.opening(index)).collect();
+        let state = Streaming { waiting: self, ready: openings, ended: false };
+        let events = stream::unfold(state, async |mut state| {
+            let event = state.next().await?;
+            Some((Ok::<_, Infallible>(event), state))
+        });
+        Sse::new(events).keep_alive(KeepAlive::default()).into_response()
+    }
+}
+
+struct Streaming {
+    waiting: Waiting,
+    ready: VecDeque<Value>,
+    ended: bool,
+}
+
+impl Streaming {
+    /// The next event; None behind the last.
+    async fn next(&mut self) -> Option<Event> {
+        while self.ready.is_empty() {
+            if self.ended {
+                return None;
+            }
+            if self.waiting.complete().is_some() {
+                self.ended = true;
+                return Some(Event::default().data("[DONE]"));
+            }
+            match self.waiting.next().await.and_then(|(index, piece)| self.pieces(index, piece)) {
+                Ok(pieces) => self.ready.extend(pieces),
+                Err(refusal) => {
+                    self.ended = true;
+                    self.ready.push_back(refusal.json());
+                }
+            }
+        }
+        Some(Event::default().data(self.ready.pop_front()?.to_string()))
+    }
+
+    /// What is sent for a piece of an answer.
+    fn pieces(&mut self, index: usize, piece: Piece) -> Result<Vec<Value>, Refusal> {
+        let Waiting { app, request, reply, answers, .. } = &mut self.waiting;
+        match piece {
+            Piece::Text(_) if request.calls_tools => Ok(vec![]),
+            Piece::Text(text) => Ok(vec![reply.text(index, &text)]),
+            Piece::Refused(refusal) => Err(refusal),
+            Piece::Complete(answer) => {
+                let mut pieces = reply.closing(index, &answer, &app.text.tokenizer)?;
+                answers[index] = Some(*answer);
+                if let Some(all) = self.waiting.complete().filter(|_| self.waiting.request.streams_usage) {
+                    pieces.push(self.waiting.reply.usage(&all, &self.waiting.request));
+                }
+                Ok(pieces)
+            }
+        }
+    }
+}
