@@ -98,7 +98,10 @@ int opened(int at, const char* path, int flags, mode_t mode) {
 // Notes what was done to a file, if it is watched and was done.
 template <class R> R done(R result, const char* name, int fd, const void* data, size_t size) {
     const int error = errno;
-    if (result >= 0 && watched[fd]) note(name, fd, "", "", data, size);
+    if (result >= 0 && fd >= 0 && fd < (1 << 16) && watched[fd]) {
+        // A write may write less than it was given.
+        note(name, fd, "", "", data, data ? static_cast<size_t>(result) : size);
+    }
     errno = error;
     return result;
 }

@@ -113,7 +113,7 @@ pub(crate) type Outcome = Vec<(PathBuf, Option<Vec<u8>>)>;
 /// The names and contents of what a run leaves behind that has the same bytes each time.
 pub(crate) fn outcome(d: &Path) -> Outcome {
     let exported = ["r/final/model.dat", "r/final/config.json", "r/final/trained.json", "extra.dat"];
-    let saved = ["r/checkpoint-4/model.safetensors", "r/checkpoint-4/optimizer.safetensors"];
+    let saved = ["r/checkpoint-4/model.safetensors", "r/checkpoint-4/optimizer.safetensors", "r/samples.jsonl"];
     exported.iter().chain(&saved).map(|name| (name.into(), fs::read(d.join(name)).ok())).collect()
 }
 

@@ -59,7 +59,7 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<String, CliError> {
     write_file(path, |out| out.write_all(bytes).map_err(CliError::io(path)))
 }
 
-/// Appends one line to a file. The line is not synced: a crash of the machine may lose the last ones.
+/// Appends one line to a file. The line is not synced: a crash of the machine may lose the lines since [`sync_file`].
 ///
 /// # Errors
 /// If writing fails.
@@ -70,6 +70,18 @@ pub fn append_line(path: &Path, line: &str) -> Result<(), CliError> {
         .open(path)
         .and_then(|mut f| f.write_all(format!("{line}\n").as_bytes()))
         .map_err(CliError::io(path))
+}
+
+/// Syncs a file that lines were appended to, if it exists, and its name.
+///
+/// # Errors
+/// If the system refuses.
+pub fn sync_file(path: &Path) -> Result<(), CliError> {
+    if !path.exists() {
+        return Ok(());
+    }
+    File::open(path).and_then(|file| file.sync_all()).map_err(CliError::io(path))?;
+    sync_folder(parent(path))
 }
 
 /// A folder that is being written. Nothing appears under its name before [`Self::commit`] or [`Self::replace`].

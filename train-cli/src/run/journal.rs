@@ -148,6 +148,11 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.due(self.plan.settings.logging.eval_steps, step)
     }
 
+    fn misses_evaluation(&self, step: usize) -> bool {
+        let made = |line: &serde_json::Value| line["step"] == step && line["eval_loss"].is_number();
+        Between::<B>::evaluates(self, step) && !lines(&self.plan.output_dir).iter().any(made)
+    }
+
     fn after_evaluation(&mut self, model: &Qwen3<B>, r: &Evaluation) -> Result<(), CliError> {
         *self.last_eval.lock().expect("no thread panics while it holds the lock") = Some(r.loss);
         let changed = match &self.codes {
@@ -189,6 +194,8 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.seconds = self.seconds();
         self.started = Instant::now();
         let (run, files, keep) = (&self.plan.output_dir, &self.plan.companions, saving.save_total_limit);
+        // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
+        ["metrics.jsonl", "samples.jsonl"].iter().try_for_each(|log| durable::sync_file(&run.join(log)))?;
         let saved = checkpoint::save(run, files, model, &stepper.optimizer, &self.state, keep)?;
         report::line(format!("{:>11}  {}", "saved", saved.display()));
         Ok(Some(saved))
@@ -197,9 +204,13 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
 
 /// The last evaluation loss in the log of a run that is resumed.
 fn last_evaluation(run: &Path) -> Option<f32> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl")).ok()?;
-    let losses = text.lines().rev().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    losses.filter_map(|line| line["eval_loss"].as_f64()).map(|loss| loss as f32).next()
+    lines(run).iter().rev().find_map(|line| line["eval_loss"].as_f64()).map(|loss| loss as f32)
+}
+
+/// The lines that a run has logged so far.
+fn lines(run: &Path) -> Vec<serde_json::Value> {
+    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap_or_default();
+    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
 /// The first of a list, and how many follow.

@@ -68,6 +68,9 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// Whether step `step`, counted from 1, is followed by an evaluation.
     fn evaluates(&self, step: usize) -> bool;
 
+    /// Whether step `step` was followed by no evaluation, although one was due.
+    fn misses_evaluation(&self, step: usize) -> bool;
+
     /// Logs an evaluation.
     ///
     /// # Errors
@@ -135,6 +138,14 @@ pub fn train<AB: TrainingBackend>(
     let mut clock = Clock::new(run.train.start, run.train.steps);
     let mut micro_batches = train.iter();
     let mut step = run.train.start;
+    if step > 0 && valid.num_items() > 0 && run.between.misses_evaluation(step) {
+        // A signal or a limit had ended the run between this step and its evaluation.
+        let recipe = run.recipe_of(step - 1);
+        net.update(|model| model.with_recipe(recipe));
+        let evaluation = evaluation::evaluate(&net.valid(), valid, step)?;
+        run.between.after_evaluation(net.valid().model(), &evaluation)?;
+        tell(Event::Evaluation(evaluation));
+    }
     while let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)? {
         let frozen_blocks = run.prepare(net, step);
         let lr = run.schedule.at(step);
@@ -236,10 +247,15 @@ impl<B: Nvfp4Kernels> Run<B> {
         }
     }
 
+    /// The recipe of step `step`, counted from 0.
+    fn recipe_of(&self, step: usize) -> Recipe {
+        if step < self.quantize_from { Recipe::Bf16 } else { self.recipe }
+    }
+
     /// Brings the model to the recipe of step `step`, counted from 0, and freezes the blocks that freeze from this step on.
     /// Returns the number of frozen blocks.
     fn prepare<AB: TrainingBackend<InnerBackend = B>>(&mut self, net: &mut Trainee<AB>, step: usize) -> usize {
-        let recipe = if step < self.quantize_from { Recipe::Bf16 } else { self.recipe };
+        let recipe = self.recipe_of(step);
         net.update(|model| model.with_recipe(recipe));
         let blocks = net.model().layers.len();
         let frozen = self.damped.frozen(step, blocks);
