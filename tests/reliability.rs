@@ -319,6 +319,33 @@ fn hostile_templates_are_errors() {
     );
 }
 
+/// Texts that double, in each way that templates have. Rendering cannot be stopped, so that the program ends.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_template_that_takes_all_memory_ends_the_program_with_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let looped = |change: &str| {
+        format!("{{% set n = namespace(x='aaaaaaaa') %}}{{% for i in range(60) %}}{change}{{% endfor %}}")
+    };
+    for template in [
+        looped("{% set n.x = n.x ~ n.x %}"),
+        looped("{% set n.x = n.x + n.x %}"),
+        looped("{% set n.x = [n.x, n.x]|join %}"),
+        looped("{% set n.x = n.x|replace('a', 'aa') %}"),
+        looped("{% set n.x = '%s%s'|format(n.x, n.x) %}"),
+        "{% macro m(n) %}{% if n %}{% set x = m(n - 1) %}{{ x }}{{ x }}{% else %}aaaaaaaa{% endif %}{% endmacro %}{{ m(60) }}".into(),
+    ] {
+        fs::write(d.join("m/chat_template.jinja"), &template).unwrap();
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "-p", "hello", "--max-tokens", "1"]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let expected = out.status.code() == Some(2) && !stderr.contains("panicked");
+        assert!(expected, "{template}: {}: {stderr}", out.status);
+        assert!(["more than 256 MiB", "bytes; at most", "recursion", "too large"].iter().any(|t| stderr.contains(t)), "{template}: {stderr}");
+    }
+}
+
 #[test]
 fn a_config_that_no_qwen3_has_is_refused_before_anything_is_allocated() {
     let dir = tempfile::tempdir().unwrap();

@@ -9,7 +9,12 @@ use minijinja::{
 };
 use serde::Serialize;
 use serde_json::Value as Json;
-use std::{io, path::Path};
+use std::{
+    io,
+    path::Path,
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
 
 /// Longest text that a template may render. The longest context of Qwen3 has about 1 M tokens.
 const LONGEST: usize = 16 << 20;
@@ -19,13 +24,19 @@ const FUEL: u64 = 50_000_000;
 const LONGEST_SOURCE: usize = 64 << 10;
 /// Stack of the thread in which templates are compiled and rendered: 4 KiB for each byte of the longest source.
 const STACK: usize = 256 << 20;
+/// Longest time that compiling or rendering may take.
+const LONGEST_TIME: Duration = Duration::from_secs(20);
+/// Memory by which the process may grow meanwhile: a text that is doubled needs few steps.
+const MOST_GROWTH: u64 = 256 << 20;
+/// How often time and memory are looked at.
+const LOOK: Duration = Duration::from_millis(2);
 /// Widest indentation of `tojson`, and longest width of a format. Both multiply the text.
 const WIDEST: usize = 256;
 
 /// A compiled chat template.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    env: Environment<'static>,
+    env: Arc<Environment<'static>>,
 }
 
 /// What a template renders besides the messages.
@@ -89,7 +100,7 @@ impl ChatTemplate {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
         env.add_template_owned("chat", source).map_err(template)?;
-        Ok(Self { env })
+        Ok(Self { env: Arc::new(env) })
     }
 
     /// Renders messages, which are objects with `role`, `content` and other fields that the template reads.
@@ -106,8 +117,9 @@ impl ChatTemplate {
         if let Some(thinking) = options.enable_thinking {
             context.insert("enable_thinking".into(), thinking.into());
         }
-        let render = || self.env.get_template("chat").and_then(|t| t.render(Value::from(Serde(&context))));
-        let text = on_a_large_stack(|| render().map_err(template))?;
+        let env = self.env.clone();
+        let render = move || env.get_template("chat").and_then(|t| t.render(Value::from(Serde(&context))));
+        let text = on_a_large_stack(move || render().map_err(template))?;
         if text.len() > LONGEST {
             return Err(ModelError::Template(format!(
                 "it rendered {} bytes; at most {LONGEST} are allowed",
@@ -130,17 +142,44 @@ fn check_widths(format: &str) -> Result<(), Error> {
 /// The name of the thread in which a template is compiled and rendered. A panic there becomes an error.
 pub const THREAD: &str = "chat template";
 
-/// Runs `work` on a thread of its own. A panic of the template library becomes an error with its message.
-fn on_a_large_stack<T: Send>(work: impl FnOnce() -> Result<T, ModelError> + Send) -> Result<T, ModelError> {
-    std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new().name(THREAD.into()).stack_size(STACK);
-        let thread = thread.spawn_scoped(scope, work).map_err(|e| ModelError::Template(format!("no thread: {e}")))?;
-        thread.join().unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            let text = text.unwrap_or("without a message");
-            Err(ModelError::Template(format!("the template library panicked on it: {text}")))
-        })
-    })
+/// Runs `work` on a thread of its own, with limits on its stack, its time and its memory. A panic of the template library
+/// becomes an error with its message. A thread cannot be ended: after an error by time or memory the program should end.
+fn on_a_large_stack<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, ModelError> + Send + 'static,
+) -> Result<T, ModelError> {
+    let (sender, done) = mpsc::channel();
+    let thread = std::thread::Builder::new().name(THREAD.into()).stack_size(STACK);
+    let (began, before) = (Instant::now(), resident());
+    let failed = |text: String| Err(ModelError::Template(text));
+    // Nobody listens any more if a limit was reached.
+    let thread = match thread.spawn(move || drop(sender.send(work()))) {
+        Ok(thread) => thread,
+        Err(error) => return failed(format!("no thread: {error}")),
+    };
+    loop {
+        match done.recv_timeout(LOOK) {
+            Ok(result) => return result,
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+        }
+        if resident() > before + MOST_GROWTH {
+            return failed(format!("it took more than {} MiB of memory", MOST_GROWTH >> 20));
+        }
+        if began.elapsed() > LONGEST_TIME {
+            return failed(format!("it took more than {} seconds", LONGEST_TIME.as_secs()));
+        }
+    }
+    let panic = thread.join().err();
+    let text = panic
+        .as_ref()
+        .and_then(|panic| panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied()));
+    failed(format!("the template library panicked on it: {}", text.unwrap_or("without a message")))
+}
+
+/// Bytes of memory that the process holds; 0 where the system does not say.
+fn resident() -> u64 {
+    let pages = || std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse::<u64>().ok();
+    pages().unwrap_or(0) * 4096
 }
 
 fn template(e: Error) -> ModelError {
