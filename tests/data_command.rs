@@ -1,6 +1,9 @@
 //! `data preview` shows the tokens that the loss counts, and `data stats` counts what a run would train on and leave out.
 
-use crate::support::files::{demo_file, ok, run, tiny_model};
+use crate::support::{
+    files::{demo_file, ok, peak_memory, run, tiny_model},
+    golden,
+};
 use model_qwen3::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::{fs, path::Path};
@@ -88,5 +91,27 @@ fn stats_count_what_a_run_would_take_and_leave_out() {
         ["rows        5 · 4 sequences", "1 row in which the loss counts nothing: rows.jsonl:4", "--overlong decides"]
     {
         assert!(table.contains(part), "{part}: {table}");
+    }
+}
+
+/// Rows are kept as tokens, and a long text is read in pieces.
+#[test]
+#[cfg(target_os = "linux")]
+fn reading_takes_at_most_eight_bytes_for_a_byte_of_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let guide = fs::read_to_string(golden("").join("../../doc/guide/export-and-use.md")).unwrap();
+    let row = |text: &str| serde_json::json!({"prompt": "Go on.", "completion": text}).to_string() + "\n";
+    let rows: String = guide.split_inclusive("\n\n").map(row).collect();
+    for (name, text) in [("a.txt", guide), ("a.jsonl", rows)] {
+        let sizes = [200_000, 1_000_000].map(|size| text.repeat(size / text.len()));
+        let [(small, least), (large, most)] = sizes.map(|text| {
+            fs::write(d.join(name), &text).unwrap();
+            let words = ["fit", "-m", "m", "-d", name, "--overlong", "split", "--device", "cpu", "--dry-run"];
+            (text.len() as u64, peak_memory(d, &words))
+        });
+        let a_byte = (most.saturating_sub(least)) as f64 / (large - small) as f64;
+        assert!(a_byte > 0.5 && a_byte < 8.0, "{name}: {a_byte:.1} bytes of memory for a byte of text");
     }
 }

@@ -93,6 +93,27 @@ pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
     String::from_utf8(out.stdout).unwrap()
 }
 
+/// Runs the program, which must succeed, and returns the most bytes of memory that it held.
+#[cfg(target_os = "linux")]
+pub(crate) fn peak_memory(folder: &Path, args: &[&str]) -> u64 {
+    let mut child = command(folder, args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let status = format!("/proc/{}/status", child.id());
+    let mut peak = 0;
+    let ended = loop {
+        // A process that has ended has no such line any more.
+        let text = std::fs::read_to_string(&status).unwrap_or_default();
+        if let Some(line) = text.lines().find(|line| line.starts_with("VmHWM:")) {
+            peak = line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10;
+        }
+        match child.try_wait().unwrap() {
+            Some(ended) => break ended,
+            None => std::thread::yield_now(),
+        }
+    };
+    assert!(ended.success(), "{args:?} ended with {ended}");
+    peak
+}
+
 /// The commands of the program with the words that call them: `fit`, `data preview`.
 pub(crate) fn commands(program: &clap::Command) -> Vec<(String, clap::Command)> {
     let of = |command: &clap::Command| -> Vec<(String, clap::Command)> {

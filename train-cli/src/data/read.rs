@@ -152,23 +152,37 @@ impl Reader<'_> {
     /// Cuts a document into sequences.
     fn document(&mut self, content: &str, line: usize) -> Result<(), CliError> {
         self.report.rows += 1;
+        let most = self.options.max_seq_length;
         let mut ids = Vec::new();
-        let wanted = self.enough.saturating_sub(self.samples.len()).saturating_mul(self.options.max_seq_length);
         let mut pieces = pieces(content);
         // The rest of a long document is read only if its sequences are wanted.
-        while ids.len() <= wanted {
+        while self.samples.len() < self.enough {
             let Some(piece) = pieces.next() else {
                 ids.extend(self.text.tokenizer.id("<|endoftext|>"));
-                break;
+                self.sequences(&mut ids, most, line);
+                self.sequence(ids, line);
+                return Ok(());
             };
             ids.extend(self.text.tokenizer.encode(piece)?);
+            self.sequences(&mut ids, most, line);
         }
-        for piece in ids.chunks(self.options.max_seq_length).filter(|p| p.len() > 1) {
-            let mut sample = Sample::new(piece.to_vec(), vec![true; piece.len()], String::new());
+        Ok(())
+    }
+
+    /// Takes the sequences of `most` tokens that are complete.
+    fn sequences(&mut self, ids: &mut Vec<u32>, most: usize, line: usize) {
+        let complete = ids.len() / most * most;
+        ids.drain(..complete).collect::<Vec<u32>>().chunks(most).for_each(|piece| self.sequence(piece.to_vec(), line));
+    }
+
+    /// Adds a sequence of a document. One token alone predicts nothing.
+    fn sequence(&mut self, ids: Vec<u32>, line: usize) {
+        if ids.len() > 1 {
+            let supervised = vec![true; ids.len()];
+            let mut sample = Sample::new(ids, supervised, String::new());
             sample.origins[0].line = line as u32;
             self.samples.push(sample);
         }
-        Ok(())
     }
 
     /// Adds a sample of line `number`, or as much of it as the limit on its length allows.

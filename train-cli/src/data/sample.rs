@@ -29,7 +29,10 @@ pub struct Origin {
 
 impl Sample {
     /// A sample of one document.
-    pub(crate) fn new(ids: Vec<u32>, supervised: Vec<bool>, prompt: String) -> Self {
+    pub(crate) fn new(mut ids: Vec<u32>, mut supervised: Vec<bool>, prompt: String) -> Self {
+        // A run keeps all its samples.
+        ids.shrink_to_fit();
+        supervised.shrink_to_fit();
         Self { ids, supervised, prompt, documents: vec![0], origins: vec![Origin::default()] }
     }
 
