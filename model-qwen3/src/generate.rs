@@ -122,7 +122,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
                 answering.end(StopReason::Caller);
             }
         }
-        Ok(answering.generation)
+        answering.into_generation()
     }
 
     /// Reads tokens in one forward, and returns the logits `[V]` of the last.
@@ -130,7 +130,13 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     /// # Errors
     /// As [`Self::answer`].
     pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        Ok(read(&mut [(self, ids)])?.remove(0))
+        let logits = read(&mut [(self, ids)])?.remove(0);
+        if logits.iter().any(|x| x.is_nan()) { Err(not_a_number()) } else { Ok(logits) }
+    }
+
+    /// Forgets all tokens.
+    pub fn forget(&mut self) {
+        self.rewind(0);
     }
 
     fn rewind(&mut self, len: usize) {
@@ -150,6 +156,8 @@ pub struct Answering {
     options: GenerateOptions,
     generation: Generation,
     ended: bool,
+    /// Whether the model computed no numbers.
+    failed: bool,
 }
 
 impl Answering {
@@ -175,6 +183,7 @@ impl Answering {
             options: options.clone(),
             generation: Generation { ids: vec![], stop: StopReason::Caller, logprobs: vec![] },
             ended: false,
+            failed: false,
         })
     }
 
@@ -195,8 +204,11 @@ impl Answering {
     }
 
     /// The answer.
-    pub fn into_generation(self) -> Generation {
-        self.generation
+    ///
+    /// # Errors
+    /// If the model computed NaN.
+    pub fn into_generation(self) -> Result<Generation, ModelError> {
+        if self.failed { Err(not_a_number()) } else { Ok(self.generation) }
     }
 
     /// At most `most` of the tokens to be read next.
@@ -208,7 +220,11 @@ impl Answering {
     /// on or the answer ends.
     fn take(&mut self, tokens: usize, mut logits: Vec<f32>) -> Option<u32> {
         self.read += tokens;
-        if self.reads_prompt() {
+        self.failed = logits.iter().any(|x| x.is_nan());
+        if self.failed {
+            self.end(StopReason::Caller);
+        }
+        if self.failed || self.reads_prompt() {
             return None;
         }
         let (options, answer) = (&self.options, &mut self.generation);
@@ -260,6 +276,10 @@ pub fn step<B: Nvfp4Kernels>(
     Ok(answers.iter_mut().zip(&due).map(next).collect())
 }
 
+fn not_a_number() -> ModelError {
+    ModelError::Device("the model computed NaN: weights are broken or the format overflows".into())
+}
+
 /// Reads tokens of several sessions of one model in one forward, and returns the logits `[V]` of the last token of each.
 fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<Vec<Vec<f32>>, ModelError> {
     let Some(model) = parts.first().map(|(session, _)| session.model) else { return Ok(vec![]) };
@@ -276,9 +296,6 @@ fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<
         hidden.clone().slice(end - 1..end)
     });
     let logits = to_host(model.logits(below_each_other(lasts.collect())))?;
-    if logits.iter().any(|x| x.is_nan()) {
-        return Err(ModelError::Device("the model computed NaN: weights are broken or the format overflows".into()));
-    }
     for (session, ids) in parts.iter_mut() {
         session.ids.extend_from_slice(ids);
     }

@@ -195,7 +195,7 @@ pub struct EvalLossArgs {
     /// Which tokens the loss counts
     #[arg(long, default_value = "assistant")]
     pub loss_on: LossOn,
-    /// Longest sequence, in tokens; texts are cut, and a longer row is an error [default: 2048, or the model's limit if that is lower]
+    /// Longest sequence, in tokens; what is longer is cut into several [default: 2048, or the model's limit if that is lower]
     #[arg(long, value_name = "N")]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
     /// Recipe under which dense weights are quantized; may be given several times
@@ -408,7 +408,7 @@ pub struct ServeArgs {
     /// Which model answers.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Address to listen at; any but this machine's own needs --api-key-file
+    /// Address to listen at; any but a loopback address needs --api-key-file
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     pub host: IpAddr,
     /// Port to listen at; 0 lets the system choose one
@@ -420,9 +420,9 @@ pub struct ServeArgs {
     /// The model's name in replies [default: the name of its file or folder]
     #[arg(long, value_name = "NAME")]
     pub model_name: Option<String>,
-    /// Maximum length of a prompt and its answer, in tokens; its memory is allocated at the start
-    #[arg(long, value_name = "N", default_value_t = 8192)]
-    pub context: usize,
+    /// Maximum length of a prompt and its answer, in tokens; its memory is allocated at the start [default: 8192, or the model's limit if that is lower]
+    #[arg(long, value_name = "N")]
+    pub context: Option<std::num::NonZeroUsize>,
     /// Number of answers that are made at once, each with --context tokens; others wait
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub parallel: usize,

@@ -80,6 +80,9 @@ pub enum CliError {
          or --master-weights nvfp4. Checkpoints that were saved are intact"
     )]
     OutOfMemory(String),
+    /// An allocation failed while a model was served.
+    #[error("the device is out of memory ({0}); give a smaller --context or --parallel")]
+    ServerMemory(String),
     /// The files of a run do not fit onto the disk.
     #[error(
         "{}: {} and the export need {}, but {} are free on this disk; free some, choose another folder, or keep fewer \
@@ -170,7 +173,7 @@ impl CliError {
             Self::Io { .. } | Self::Disk { .. } => 1,
             Self::Usage(_) => 2,
             Self::Data { .. } => 3,
-            Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory(_) => 4,
+            Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory(_) | Self::ServerMemory(_) => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),

@@ -1,5 +1,5 @@
-//! SIGINT (Ctrl-C), SIGTERM and SIGHUP while a run trains: the first one is noted, so that the run can finish its step and
-//! save; a second one ends the process at once.
+//! SIGINT (Ctrl-C), SIGTERM and SIGHUP while a run trains or a server answers: the first one is noted, so that the run can
+//! finish its step and save, and the server its answers; a second one ends the process at once.
 
 use signal_hook::{
     consts::{SIGINT, SIGTERM},

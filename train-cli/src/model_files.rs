@@ -86,7 +86,9 @@ impl ModelFiles {
     /// The model's name, for run folders and headers.
     pub fn name(&self) -> String {
         let path = self.weights.canonicalize().unwrap_or_else(|_| self.weights.clone());
-        path.file_stem().map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned())
+        // What follows the last point of a folder's name is no extension: Qwen3-0.6B.
+        let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
+        name.map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned())
     }
 
     /// Opens the weights.

@@ -16,7 +16,7 @@ use crate::{
     talk::loaded::{self, Loaded},
     train::objective::Trainee,
 };
-use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Scaling};
 use model_qwen3::{
     config::Qwen3Config,
     model::Qwen3,
@@ -60,10 +60,11 @@ impl Job for EvalLoss {
         }
         let samples = samples(&args, &text, &config)?;
         let master = if precision == Precision::F32 { MasterKind::F32 } else { MasterKind::Bf16 };
-        let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
-        let model = weights::load::<B>(&source, &config, spec, Purpose::Train(master), &device)?;
         for recipe in &args.recipes {
-            measure(&args, model.clone().with_recipe(*recipe), &samples, recipe.name())?;
+            // A recipe also says which weights share a scale.
+            let spec = LinearSpec::new(*recipe, Scaling::Two, precision);
+            let model = weights::load::<B>(&source, &config, spec, Purpose::Train(master), &device)?;
+            measure(&args, model, &samples, recipe.name())?;
         }
         Ok(())
     }
@@ -72,7 +73,7 @@ impl Job for EvalLoss {
 fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Result<Vec<Sample>, CliError> {
     let wanted = args.max_seq_length.map(usize::from);
     let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings);
-    let overlong = Overlong::Error;
+    let overlong = Overlong::Split;
     let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong };
     Ok(read::load(&args.data, text, options)?.0)
 }

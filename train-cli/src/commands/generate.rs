@@ -34,6 +34,9 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     if args.logprobs.is_some() && !args.json && args.prompts.is_none() {
         return Err(CliError::Usage("--logprobs: text has no place for them; add --json".into()));
     }
+    if args.batch_size == 0 {
+        return Err(CliError::Usage("--batch-size 0: at least one prompt must be answered at a time".into()));
+    }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => Questions::All(questions_of(file)?),
         (None, Some(prompt)) => Questions::One(prompt_text(prompt)?),
@@ -112,7 +115,7 @@ fn all<B: Nvfp4Kernels>(
     }
     let started = Instant::now();
     let complete = RefCell::new(BTreeMap::new());
-    let mut batch = Batch::new(model, text, most, args.batch_size.max(1));
+    let mut batch = Batch::new(model, text, most, args.batch_size);
     let mut next = prompts.into_iter().enumerate();
     let (mut printed, mut tokens) = (0, 0);
     while printed < questions.len() {
@@ -124,6 +127,7 @@ fn all<B: Nvfp4Kernels>(
         }
         batch.step()?;
         while let Some(answer) = complete.borrow_mut().remove(&printed) {
+            let answer = answer?;
             print_json(&answer, questions[printed].asked.clone(), args, text)?;
             tokens += answer.generation.ids.len();
             printed += 1;
@@ -141,13 +145,13 @@ fn all<B: Nvfp4Kernels>(
 /// Keeps an answer until those in front of it are printed.
 struct Place<'a> {
     number: usize,
-    complete: &'a RefCell<BTreeMap<usize, Answer>>,
+    complete: &'a RefCell<BTreeMap<usize, Result<Answer, CliError>>>,
 }
 
 impl Listener for Place<'_> {
     fn hear(&mut self, _piece: &str) {}
 
-    fn complete(self, answer: Answer) {
+    fn complete(self, answer: Result<Answer, CliError>) {
         self.complete.borrow_mut().insert(self.number, answer);
     }
 }

@@ -13,6 +13,8 @@ use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::file;
 use std::path::Path;
 
+/// Tokens of a prompt and its answer, at most, unless --context says otherwise.
+const CONTEXT: usize = 8192;
 /// Least bytes of a key.
 const SHORTEST_KEY: usize = 32;
 
@@ -27,7 +29,10 @@ pub fn run(args: ServeArgs) -> Result<(), CliError> {
     let key = args.api_key_file.as_deref().map(key_of).transpose()?;
     // An address that is taken is known before a model is loaded.
     let server = Server::listen(Address { host: args.host, port: args.port, key })?;
-    device::run(args.model.device, args.model.compute_dtype, Serve { args, server })
+    device::run(args.model.device, args.model.compute_dtype, Serve { args, server }).map_err(|error| match error {
+        CliError::OutOfMemory(reason) => CliError::ServerMemory(reason),
+        error => error,
+    })
 }
 
 struct Serve {
@@ -41,9 +46,12 @@ impl Job for Serve {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
         let Loaded { model, text } = Loaded::<B>::new(&args.model, precision, &device)?;
-        let (limit, context) = (model.config().max_position_embeddings, args.context);
+        let limit = model.config().max_position_embeddings;
+        let context = args.context.map_or(CONTEXT.min(limit), usize::from);
         if context > limit {
-            return Err(CliError::Usage(format!("--context {context}: the model takes at most {limit} tokens")));
+            return Err(CliError::Usage(format!(
+                "--context {context}: the model takes at most {limit} tokens; give --context {limit} or less"
+            )));
         }
         let name = match args.model_name {
             Some(name) => name,
@@ -52,8 +60,8 @@ impl Job for Serve {
         let address = server.address()?;
         let engine = server.start(text.clone(), name.clone(), model.config().vocab_size, context)?;
         report::label("serves", format!("{name} · {} answers at once, {context} tokens each", args.parallel));
-        report::line(format!("listening at http://{address}"));
-        engine.run(&model, &text, context, args.parallel)
+        let ready = || report::line(format!("listening at http://{address}"));
+        engine.run(&model, &text, context, args.parallel, ready)
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::{metrics::Metrics, refusal::Refusal};
 use crate::{
-    CliError,
+    CliError, device,
     model_files::TextFiles,
     talk::{
         answer::Answer,
@@ -13,8 +13,8 @@ use crate::{
 use axum::http::StatusCode;
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{generate::GenerateOptions, model::Qwen3};
-use std::sync::Arc;
-use tokio::sync::mpsc;
+use std::{collections::VecDeque, sync::Arc, thread::JoinHandle};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 /// One answer that is wanted.
 #[derive(Debug)]
@@ -29,6 +29,8 @@ pub(super) struct Question {
     pub(super) index: usize,
     /// Where its pieces go.
     pub(super) heard_by: mpsc::UnboundedSender<(usize, Piece)>,
+    /// Its place in the queue, which is free when it begins or nobody waits for it any more.
+    pub(super) place: OwnedSemaphorePermit,
 }
 
 /// A piece of an answer.
@@ -45,52 +47,69 @@ pub(super) enum Piece {
 /// Makes the answers to what comes through the queue.
 pub struct Engine {
     /// Questions that wait.
-    pub(super) queue: mpsc::Receiver<Question>,
+    pub(super) queue: mpsc::UnboundedReceiver<Question>,
     /// What is counted.
     pub(super) metrics: Arc<Metrics>,
+    /// The thread of the listener, which ends when a signal arrives.
+    pub(super) listener: JoinHandle<std::io::Result<()>>,
 }
 
 impl Engine {
-    /// Answers until nobody can ask any more. `parallel` answers are made at once, each with room for `context` tokens, which is
-    /// allocated now.
+    /// Answers until the listener has ended. `parallel` answers are made at once, each with room for `context` tokens. When
+    /// that room is allocated, `ready` is called.
     ///
     /// # Errors
-    /// If the device fails.
+    /// If the device or the listener fails.
     pub fn run<B: Nvfp4Kernels>(
         mut self,
         model: &Qwen3<B>,
         text: &TextFiles,
         context: usize,
         parallel: usize,
+        ready: impl FnOnce(),
     ) -> Result<(), CliError> {
         let mut batch = Batch::new(model, text, context, parallel);
         batch.allocate()?;
+        // A device allocates when it is waited for.
+        let synced = B::sync(&model.device());
+        device::check()?;
+        synced.map_err(|e| CliError::DeviceFailed(format!("{e:?}")))?;
+        ready();
+        let mut waiting = VecDeque::new();
         loop {
-            if batch.running() == 0 {
-                let Some(question) = self.queue.blocking_recv() else { return Ok(()) };
-                self.begin(&mut batch, question);
+            if batch.running() == 0 && waiting.is_empty() {
+                let Some(question) = self.queue.blocking_recv() else { return self.ended() };
+                waiting.push_back(question);
             }
+            while let Ok(question) = self.queue.try_recv() {
+                waiting.push_back(question);
+            }
+            waiting.retain(|question| !question.heard_by.is_closed());
             while batch.has_room()
-                && let Ok(question) = self.queue.try_recv()
+                && let Some(question) = waiting.pop_front()
             {
                 self.begin(&mut batch, question);
             }
+            self.metrics.waiting.set(waiting.len());
             self.metrics.running.set(batch.running());
-            self.metrics.waiting.set(self.queue.len());
             batch.step()?;
             self.metrics.running.set(batch.running());
         }
     }
 
+    /// How the listener ended.
+    fn ended(self) -> Result<(), CliError> {
+        let ended = self.listener.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        ended.map_err(CliError::io("the listener".as_ref()))
+    }
+
     fn begin<B: Nvfp4Kernels>(&self, batch: &mut Batch<'_, B, Ear>, question: Question) {
-        let Question { prompt, options, ends, index, heard_by } = question;
+        let Question { prompt, options, ends, index, heard_by, place } = question;
+        drop(place);
         let ear = Ear { index, heard_by: heard_by.clone(), metrics: self.metrics.clone() };
-        if !ear.listens() {
-            return;
-        }
         if let Err(error) = batch.begin(Job { prompt, options, ends, listener: ear }) {
             let refusal = Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string());
-            // Whoever has hung up needs no refusal.
+            // A client that has disconnected needs no refusal.
             let _ = heard_by.send((index, Piece::Refused(refusal)));
         }
     }
@@ -113,8 +132,14 @@ impl Listener for Ear {
         let _ = self.heard_by.send((self.index, Piece::Text(piece.to_owned())));
     }
 
-    fn complete(self, answer: Answer) {
-        self.metrics.answered(&answer);
-        let _ = self.heard_by.send((self.index, Piece::Complete(Box::new(answer))));
+    fn complete(self, answer: Result<Answer, CliError>) {
+        let piece = match answer {
+            Ok(answer) => {
+                self.metrics.answered(&answer);
+                Piece::Complete(Box::new(answer))
+            }
+            Err(error) => Piece::Refused(error.into()),
+        };
+        let _ = self.heard_by.send((self.index, piece));
     }
 }

@@ -39,12 +39,12 @@ impl Fields {
             Some(number) => Ok(Some(number as f32)),
             None => Err(Refusal::field(
                 name,
-                format_args!("{value} is no number from {} to {}", range.start(), range.end()),
+                format_args!("{value} is not a number from {} to {}", range.start(), range.end()),
             )),
         }
     }
 
-    /// Takes a whole number.
+    /// Takes an integer.
     ///
     /// # Errors
     /// If it is none, or out of range.
@@ -54,7 +54,7 @@ impl Fields {
             Some(number) => Ok(Some(number)),
             None => {
                 let (least, most) = (range.start(), range.end());
-                Err(Refusal::field(name, format_args!("{value} is no whole number from {least} to {most}")))
+                Err(Refusal::field(name, format_args!("{value} is not an integer from {least} to {most}")))
             }
         }
     }
@@ -76,11 +76,11 @@ impl Fields {
         match self.take(name) {
             None => Ok(None),
             Some(Value::String(text)) => Ok(Some(text)),
-            Some(_) => Err(Refusal::field(name, "a text is needed")),
+            Some(_) => Err(Refusal::field(name, "a string is needed")),
         }
     }
 
-    /// Takes fields that change no answer, whatever they say.
+    /// Takes fields that change no answer, whatever their value.
     pub(super) fn ignore(&mut self, names: &[&str]) {
         names.iter().for_each(|name| drop(self.0.remove(*name)));
     }
@@ -91,7 +91,9 @@ impl Fields {
     /// If it has another one.
     pub(super) fn only(&mut self, name: &str, allowed: &[Value]) -> Result<(), Refusal> {
         match self.take(name) {
-            Some(value) if !allowed.contains(&value) => Err(Refusal::field(name, "this server does not have it")),
+            Some(value) if !allowed.contains(&value) => {
+                Err(Refusal::field(name, format_args!("{value} is not supported; leave the field out")))
+            }
             _ => Ok(()),
         }
     }

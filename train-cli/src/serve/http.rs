@@ -33,6 +33,12 @@ use tokio::sync::{Semaphore, mpsc};
 
 /// Questions that wait, at most.
 const LONGEST_QUEUE: usize = 64;
+/// Requests that are parsed at the same time.
+const MOST_PARSERS: usize = 2;
+/// Longest time of a connection. A client that reads nothing holds one as long.
+const LONGEST_CONNECTION: Duration = Duration::from_secs(3600);
+/// How long the listener waits when the system refuses a connection, for example for lack of file descriptors.
+const PAUSE: Duration = Duration::from_millis(200);
 /// Longest time that a client may take for the head of a request, or stay connected without one.
 const HEAD_TIME: Duration = Duration::from_secs(10);
 /// Most bytes of the head of a request.
@@ -97,7 +103,7 @@ impl Server {
         let interruption = Interruption::listen().map_err(CliError::io("signals".as_ref()))?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
         let runtime = runtime.map_err(CliError::io("threads".as_ref()))?;
-        let (sender, queue) = mpsc::channel::<Question>(LONGEST_QUEUE);
+        let (sender, queue) = mpsc::unbounded_channel::<Question>();
         let metrics = Arc::new(Metrics::default());
         let began = jiff::Timestamp::now().as_second();
         let app = App {
@@ -106,6 +112,8 @@ impl Server {
             vocabulary,
             context,
             queue: sender,
+            places: Arc::new(Semaphore::new(LONGEST_QUEUE)),
+            parsers: Arc::new(Semaphore::new(MOST_PARSERS)),
             metrics: metrics.clone(),
             began,
             replies: Default::default(),
@@ -113,14 +121,13 @@ impl Server {
         let guard = Arc::new(Guard { key: self.key, metrics: metrics.clone() });
         let router = routes(Arc::new(app)).layer(middleware::from_fn_with_state(guard, guarded));
         let serve = move || {
-            if let Err(error) = runtime.block_on(accept(self.listener, router, interruption)) {
-                report::line(format!("warning: the listener failed: {error}"));
-            }
+            let ended = runtime.block_on(accept(self.listener, router, interruption));
             // Answers that are still being made are ended.
             runtime.shutdown_background();
+            ended
         };
-        std::thread::Builder::new().name("http".into()).spawn(serve).map_err(CliError::io("a thread".as_ref()))?;
-        Ok(Engine { queue, metrics })
+        let listener = std::thread::Builder::new().name("http".into()).spawn(serve);
+        Ok(Engine { queue, metrics, listener: listener.map_err(CliError::io("a thread".as_ref()))? })
     }
 }
 
@@ -138,19 +145,24 @@ async fn accept(listener: TcpListener, router: Router, interruption: Interruptio
                 Some(signal) => break signal,
                 None => continue,
             },
-            // A connection that ended before it was taken is no failure of the listener.
             taken = listener.accept() => match taken {
                 Ok((stream, _)) => stream,
-                Err(_) => continue,
+                Err(error) => {
+                    report::line(format!("warning: a connection could not be taken: {error}"));
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
+                }
             },
         };
-        // More connections wait in the system's own queue.
-        let Ok(place) = places.clone().acquire_owned().await else { continue };
+        // One connection too many is closed at once.
+        let Ok(place) = places.clone().try_acquire_owned() else { continue };
+        // Each token is sent when it is made. A connection that cannot be set so works all the same.
+        let _ = stream.set_nodelay(true);
         let connection = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
         let connection = open.watch(connection);
         tokio::spawn(async move {
             // What fails here is the client's network.
-            let _ = connection.await;
+            let _ = tokio::time::timeout(LONGEST_CONNECTION, connection).await;
             drop(place);
         });
     };
@@ -182,9 +194,7 @@ impl Guard {
             }
             None => {
                 let host = text(header::HOST).unwrap_or_default();
-                let name = host.rsplit_once(':').filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()));
-                let name = name.map_or(host, |(name, _)| name);
-                if ["localhost", "127.0.0.1", "[::1]"].contains(&name) {
+                if is_this_machine(host) {
                     return Ok(());
                 }
                 let text = format!("the host {host:?} is not this machine; without a key only localhost may ask");
@@ -192,6 +202,14 @@ impl Guard {
             }
         }
     }
+}
+
+/// Whether a `Host` header names this machine: `localhost` or a loopback address, with or without a port.
+fn is_this_machine(host: &str) -> bool {
+    let port = host.rsplit_once(':').filter(|(_, port)| port.bytes().all(|b| b.is_ascii_digit()));
+    let name = port.map_or(host, |(name, _)| name);
+    let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
 }
 
 async fn guarded(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
@@ -207,6 +225,9 @@ async fn guarded(State(guard): State<Arc<Guard>>, request: Request, next: Next) 
 
 /// The name of an address among the metrics.
 fn named(path: &str) -> &'static str {
+    if path.starts_with("/v1/models/") {
+        return "/v1/models";
+    }
     let known = ["/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"];
     known.into_iter().find(|address| *address == path).unwrap_or("other")
 }

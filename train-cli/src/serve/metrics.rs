@@ -75,7 +75,7 @@ impl Metrics {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed) as f64;
         let seconds = |counter: &AtomicU64| count(counter) / 1e6;
         for (name, help, value) in [
-            ("answers_total", "Answers that were completed.", count(&self.answers)),
+            ("answers_total", "Answers that have ended.", count(&self.answers)),
             ("prompt_tokens_total", "Tokens of their prompts.", count(&self.prompt_tokens)),
             ("cached_prompt_tokens_total", "Prompt tokens that were read before.", count(&self.cached_tokens)),
             ("answer_tokens_total", "Tokens of the answers.", count(&self.answer_tokens)),

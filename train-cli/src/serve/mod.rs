@@ -11,7 +11,7 @@
 //! | [`metrics`] | counters for Prometheus |
 //!
 //! HTTP runs on threads of its own. A question goes through a queue to the engine, and the answer comes back piece by piece
-//! through a channel. Who hangs up drops the channel, and the engine ends the answer.
+//! through a channel. If the client disconnects, the channel is dropped, and the engine ends the answer.
 
 mod engine;
 mod fields;

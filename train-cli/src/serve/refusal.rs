@@ -41,7 +41,7 @@ impl Refusal {
             500.. => "server_error",
             _ => "invalid_request_error",
         };
-        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status.as_u16()}})
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": null}})
     }
 }
 

@@ -35,6 +35,8 @@ pub(super) struct Reply {
 
 /// What begins and ends a call in the text of Qwen3.
 const CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
+/// What ends a thought.
+const THOUGHT_END: &str = "</think>";
 
 impl Reply {
     /// The reply with these answers, one for each choice.
@@ -49,7 +51,7 @@ impl Reply {
     ) -> Result<Value, Refusal> {
         let choice = |(index, answer): (usize, &&Answer)| -> Result<Value, Refusal> {
             let logprobs = self.logprobs(answer, tokenizer)?;
-            let (content, calls) = self.content_and_calls(&answer.text);
+            let (content, calls) = self.content_and_calls(index, &answer.text);
             let mut choice = json!({"index": index, "logprobs": logprobs, "finish_reason": reason(answer, &calls)});
             match self.interface {
                 Interface::Completion => choice["text"] = answer.text.clone().into(),
@@ -84,7 +86,7 @@ impl Reply {
     /// # Errors
     /// If the tokenizer fails.
     pub(super) fn closing(&self, index: usize, answer: &Answer, tokenizer: &Tokenizer) -> Result<Vec<Value>, Refusal> {
-        let (content, calls) = self.content_and_calls(&answer.text);
+        let (content, calls) = self.content_and_calls(index, &answer.text);
         let mut pieces = Vec::new();
         if self.calls_tools {
             // Only now it is certain what belongs to a call.
@@ -123,25 +125,28 @@ impl Reply {
     }
 
     /// The text in front of the calls of tools, and the calls. A call that is no JSON stays text.
-    fn content_and_calls(&self, text: &str) -> (Value, Option<Value>) {
+    fn content_and_calls(&self, index: usize, text: &str) -> (Value, Option<Value>) {
         if !self.calls_tools {
             return (text.into(), None);
         }
-        let mut parts = text.split(CALL[0]);
-        let content = parts.next().unwrap_or_default();
-        let call = |(i, part): (usize, &str)| -> Option<Value> {
-            let call = json::parse(part.split(CALL[1]).next()?.trim()).ok()?;
-            let (name, arguments) = (call["name"].as_str()?, &call["arguments"]);
-            let function = json!({"name": name, "arguments": arguments.to_string()});
-            Some(json!({"id": format!("call_{}_{i}", self.id), "type": "function", "function": function}))
-        };
-        match parts.enumerate().map(call).collect::<Option<Vec<Value>>>() {
-            Some(calls) if !calls.is_empty() => {
-                let content = content.trim_end();
-                (if content.is_empty() { Value::Null } else { content.into() }, Some(calls.into()))
-            }
-            _ => (text.into(), None),
+        // A thought may speak of calls.
+        let thought = text.rfind(THOUGHT_END).map_or(0, |at| at + THOUGHT_END.len());
+        let mut content = text[..thought].to_owned();
+        let mut parts = text[thought..].split(CALL[0]);
+        content += parts.next().unwrap_or_default();
+        let mut calls = Vec::new();
+        for part in parts {
+            let (call, rest) = part.split_once(CALL[1]).unwrap_or((part, ""));
+            let Some(function) = function(call) else { return (text.into(), None) };
+            let id = format!("call_{}_{index}_{}", self.id, calls.len());
+            calls.push(json!({"id": id, "type": "function", "function": function}));
+            content += rest;
         }
+        if calls.is_empty() {
+            return (text.into(), None);
+        }
+        let content = content.trim_end();
+        (if content.is_empty() { Value::Null } else { content.into() }, Some(calls.into()))
     }
 
     /// The logarithms of probabilities as the interface writes them, or null.
@@ -156,7 +161,9 @@ impl Reply {
         if self.interface == Interface::Chat {
             let named = |id: &u32, logprob: f32| -> Result<Value, Refusal> {
                 let token = text(id)?;
-                Ok(json!({"bytes": token.as_bytes(), "token": token, "logprob": logprob}))
+                // The bytes of a part of a character are not known here.
+                let bytes = if token.contains('\u{FFFD}') { Value::Null } else { token.as_bytes().into() };
+                Ok(json!({"bytes": bytes, "token": token, "logprob": logprob}))
             };
             let one = |(id, found): (&u32, &Logprobs)| -> Result<Value, Refusal> {
                 let mut token = named(id, found.chosen)?;
@@ -181,6 +188,17 @@ impl Reply {
         let chosen: Vec<f32> = tokens().map(|(_, found)| found.chosen).collect();
         Ok(json!({"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}))
     }
+}
+
+/// The function that a call names, with its arguments as JSON text.
+fn function(call: &str) -> Option<Value> {
+    let call = json::parse(call.trim()).ok()?;
+    let arguments = match call.get("arguments") {
+        None | Some(Value::Null) => "{}".to_owned(),
+        Some(Value::String(text)) => text.clone(),
+        Some(arguments) => arguments.to_string(),
+    };
+    Some(json!({"name": call.get("name")?.as_str()?, "arguments": arguments}))
 }
 
 /// Why an answer ended.

@@ -10,17 +10,11 @@ const MOST_CHOICES: u64 = 8;
 /// Most messages of a conversation, and most texts that end an answer.
 const MOST_MESSAGES: usize = 1000;
 const MOST_STOPS: usize = 16;
+/// Most bytes of such a text: every token is compared with it.
+const LONGEST_STOP: usize = 1024;
 /// Fields that many clients send and that change no answer here.
-const WITHOUT_EFFECT: [&str; 8] = [
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "parallel_tool_calls",
-    "safety_identifier",
-    "prompt_cache_key",
-    "reasoning_effort",
-];
+const WITHOUT_EFFECT: [&str; 6] =
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"];
 
 /// A question.
 #[derive(Debug)]
@@ -35,7 +29,7 @@ pub(super) struct Request {
     pub(super) max_tokens: Option<usize>,
     /// Texts that end an answer.
     pub(super) ends: Vec<String>,
-    /// Whether an answer goes on behind the model's stop tokens, as measurements of speed want it.
+    /// Whether an answer continues past the model's stop tokens, as measurements of speed need it.
     ignores_stop_tokens: bool,
     /// Whether the answer comes in pieces.
     pub(super) streams: bool,
@@ -137,6 +131,7 @@ impl Request {
             fields.only(penalty, &[json!(0), json!(0.0)])?;
         }
         fields.only("logit_bias", &[json!({})])?;
+        fields.only("parallel_tool_calls", &[json!(true)])?;
         fields.ignore(&WITHOUT_EFFECT);
         fields.end()?;
         Ok(request)
@@ -171,7 +166,8 @@ fn message(message: Value) -> Result<Value, String> {
     let role = match message.get("role").and_then(Value::as_str) {
         Some("developer") => "system".to_owned(),
         Some(role @ ("system" | "user" | "assistant" | "tool")) => role.to_owned(),
-        role => return Err(format!("the role {role:?} is none of system, developer, user, assistant and tool")),
+        Some(role) => return Err(format!("the role {role:?} is none of system, developer, user, assistant and tool")),
+        None => return Err("it has no role".into()),
     };
     let content = match message.remove("content") {
         Some(Value::String(text)) => text,
@@ -187,6 +183,12 @@ fn message(message: Value) -> Result<Value, String> {
             found.insert(key.into(), value);
         }
     }
+    message.remove("role");
+    // Clients send answers back with all keys that they know, most of them empty. Templates do not read the id of a call.
+    let empty = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
+    if let Some((key, _)) = message.iter().find(|(key, value)| *key != "tool_call_id" && !empty(value)) {
+        return Err(format!("this server does not know the key {key:?} of a message"));
+    }
     Ok(Value::Object(found))
 }
 
@@ -194,7 +196,7 @@ fn message(message: Value) -> Result<Value, String> {
 fn joined(parts: &[Value]) -> Result<String, String> {
     let text = |part: &Value| match (part["type"].as_str(), part["text"].as_str()) {
         (Some("text"), Some(text)) => Ok(text.to_owned()),
-        (kind, _) => Err(format!("content of the type {kind:?}; this model reads text")),
+        (kind, _) => Err(format!("content of the type {:?}; this model reads text", kind.unwrap_or("none"))),
     };
     parts.iter().map(text).collect()
 }
@@ -237,17 +239,24 @@ fn ends(stop: Option<Value>) -> Result<Vec<String>, Refusal> {
         Some(text @ Value::String(_)) => vec![text],
         Some(_) => return Err(Refusal::field("stop", format_args!("a text or up to {MOST_STOPS} texts are needed"))),
     };
-    let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+    let fits = |text: &&str| !text.is_empty() && text.len() <= LONGEST_STOP;
+    let text = |value: &Value| value.as_str().filter(fits).map(str::to_owned);
     list.iter()
         .map(text)
         .collect::<Option<_>>()
-        .ok_or_else(|| Refusal::field("stop", "a text that is not empty is needed"))
+        .ok_or_else(|| Refusal::field("stop", format_args!("a text of 1 to {LONGEST_STOP} bytes is needed")))
 }
 
 fn usage(options: Option<Value>, streams: bool) -> Result<bool, Refusal> {
     match options {
         None => Ok(false),
-        Some(options) if streams && options["include_usage"].is_boolean() => Ok(options["include_usage"] == true),
+        Some(Value::Object(options)) if streams && options.keys().all(|key| key == "include_usage") => {
+            match options.get("include_usage") {
+                None => Ok(false),
+                Some(Value::Bool(wanted)) => Ok(*wanted),
+                Some(_) => Err(Refusal::field("stream_options", "include_usage is neither true nor false")),
+            }
+        }
         Some(_) => Err(Refusal::field("stream_options", "with \"stream\": true, {\"include_usage\": true} is known")),
     }
 }

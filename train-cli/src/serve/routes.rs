@@ -7,11 +7,11 @@ use super::{
     reply::{Interface, Reply},
     request::Request,
 };
-use crate::{model_files::TextFiles, talk::answer::Answer};
+use crate::{CliError, model_files::TextFiles, talk::answer::Answer};
 use axum::{
     Json, Router,
     body::{Body, Bytes, to_bytes},
-    extract::State,
+    extract::{Path, State},
     http::{HeaderMap, StatusCode, header},
     response::{
         Html, IntoResponse, Response,
@@ -31,19 +31,21 @@ use std::{
     time::Duration,
 };
 use tokio::{
-    sync::mpsc,
-    time::{Instant, timeout_at},
+    sync::{Semaphore, mpsc},
+    time::{Instant, timeout, timeout_at},
 };
 
 /// Most bytes of a request's body.
 const LONGEST_BODY: usize = 2 << 20;
-/// Longest time that a request may take.
+/// Longest time that the body of a request may take to arrive.
+const BODY_TIME: Duration = Duration::from_secs(30);
+/// Longest time that an answer may take.
 const LONGEST_TIME: Duration = Duration::from_secs(600);
 /// The page at `/`. It holds no data, and asks for nothing from elsewhere.
 const PAGE: &str = include_str!("page.html");
 /// What the page may load: itself.
-const PAGE_POLICY: &str =
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'";
+const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; \
+                           connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 
 /// What every request can use.
 pub(super) struct App {
@@ -56,13 +58,36 @@ pub(super) struct App {
     /// Tokens of a prompt and its answer, at most.
     pub(super) context: usize,
     /// Where questions wait for the engine.
-    pub(super) queue: mpsc::Sender<Question>,
+    pub(super) queue: mpsc::UnboundedSender<Question>,
+    /// Places in that queue.
+    pub(super) places: Arc<Semaphore>,
+    /// Requests that may be parsed and tokenized at the same time: each may take a hundred times the memory of its text.
+    pub(super) parsers: Arc<Semaphore>,
     /// What is counted.
     pub(super) metrics: Arc<Metrics>,
     /// When the server began, in seconds since 1970.
     pub(super) began: i64,
     /// Replies so far, which name them.
     pub(super) replies: AtomicU64,
+}
+
+impl App {
+    /// The model as OpenAI's interface describes one.
+    fn described(&self) -> Value {
+        json!({
+            "id": self.model, "object": "model", "created": self.began, "owned_by": "train-cli",
+            "max_model_len": self.context,
+        })
+    }
+
+    /// Refuses another model than the one that is served.
+    fn serves(&self, name: &str) -> Result<(), Refusal> {
+        if name == self.model {
+            return Ok(());
+        }
+        let text = format!("the model {name:?} is not served here; {:?} is", self.model);
+        Err(Refusal::new(StatusCode::NOT_FOUND, text))
+    }
 }
 
 /// All addresses.
@@ -72,6 +97,7 @@ pub(super) fn routes(app: Arc<App>) -> Router {
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
+        .route("/v1/models/{name}", get(model))
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completion))
         .fallback(unknown)
@@ -95,10 +121,12 @@ async fn metrics(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn models(State(app): State<Arc<App>>) -> Json<Value> {
-    let model = json!({
-        "id": app.model, "object": "model", "created": app.began, "owned_by": "train-cli", "max_model_len": app.context,
-    });
-    Json(json!({"object": "list", "data": [model]}))
+    Json(json!({"object": "list", "data": [app.described()]}))
+}
+
+async fn model(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>, Refusal> {
+    app.serves(&name)?;
+    Ok(Json(app.described()))
 }
 
 async fn unknown() -> Refusal {
@@ -121,14 +149,20 @@ async fn completion(State(app): State<Arc<App>>, headers: HeaderMap, body: Body)
 async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: Body) -> Result<Response, Refusal> {
     let deadline = Instant::now() + LONGEST_TIME;
     let body = checked_body(headers, body).await?;
+    let parser =
+        app.parsers.clone().acquire_owned().await.map_err(|e| Refusal::from(CliError::Usage(e.to_string())))?;
     let number = app.replies.fetch_add(1, Ordering::Relaxed);
     let now = jiff::Timestamp::now();
     // Without a seed each request draws from another one.
     let seed = (now.as_nanosecond() as u64).wrapping_add(number);
     let text = app.text.clone();
-    let parsed = tokio::task::spawn_blocking(move || match interface {
-        Interface::Chat => Request::chat(&body, &text, seed),
-        Interface::Completion => Request::completion(&body, &text, seed),
+    let parsed = tokio::task::spawn_blocking(move || {
+        // It is held until the work is done, also if the client disconnects meanwhile.
+        let _parser = parser;
+        match interface {
+            Interface::Chat => Request::chat(&body, &text, seed),
+            Interface::Completion => Request::completion(&body, &text, seed),
+        }
     });
     let request = parsed.await.map_err(|e| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))??;
     fits(&app, &request)?;
@@ -148,22 +182,31 @@ async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Bytes, Refusal>
         let text = format!("the content type is {kind:?}; application/json is needed");
         return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, text));
     }
-    to_bytes(body, LONGEST_BODY).await.map_err(|_| {
-        let text = format!("the body was cut off, or has more than {LONGEST_BODY} bytes");
-        Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, text)
-    })
+    match timeout(BODY_TIME, to_bytes(body, LONGEST_BODY)).await {
+        Ok(Ok(body)) => Ok(body),
+        Ok(Err(_)) => {
+            let text = format!("the body was cut off, or has more than {LONGEST_BODY} bytes");
+            Err(Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, text))
+        }
+        Err(_) => {
+            let text = format!("the body took longer than {} seconds", BODY_TIME.as_secs());
+            Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, text))
+        }
+    }
 }
 
 /// Refuses a request for another model, and prompts that do not fit this one.
 fn fits(app: &App, request: &Request) -> Result<(), Refusal> {
-    if let Some(model) = request.model.as_ref().filter(|model| **model != app.model) {
-        let text = format!("the model {model:?} is not served here; {:?} is", app.model);
-        return Err(Refusal::new(StatusCode::NOT_FOUND, text));
-    }
+    request.model.as_ref().map_or(Ok(()), |model| app.serves(model))?;
     for prompt in &request.prompts {
-        if prompt.len() >= app.context {
-            let text = format!("the prompt has {} tokens, and the context ends at {}", prompt.len(), app.context);
-            return Err(Refusal::bad(text));
+        let wanted = request.max_tokens.unwrap_or(1);
+        if prompt.len().saturating_add(wanted) > app.context {
+            return Err(Refusal::bad(format!(
+                "the prompt has {} tokens and the answer may have {wanted}, but the context ends at {}; shorten the prompt, \
+                 ask for fewer max_tokens, or start the server with a larger --context",
+                prompt.len(),
+                app.context
+            )));
         }
         if let Some(id) = prompt.iter().find(|id| **id as usize >= app.vocabulary) {
             return Err(Refusal::field("prompt", format_args!("the model knows no token {id}")));
@@ -177,19 +220,18 @@ type Pieces = mpsc::UnboundedReceiver<(usize, Piece)>;
 /// Puts the questions of a request into the queue. Returns where the pieces of the answers arrive.
 fn ask(app: &App, request: &Request) -> Result<Pieces, Refusal> {
     let (sender, receiver) = mpsc::unbounded_channel();
-    let places = app.queue.try_reserve_many(request.prompts.len() * request.choices).map_err(|error| match error {
-        mpsc::error::TrySendError::Full(()) => {
-            Refusal::new(StatusCode::TOO_MANY_REQUESTS, "the queue is full; try again later")
-        }
-        mpsc::error::TrySendError::Closed(()) => {
-            Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the model does not answer any more")
-        }
-    })?;
-    let wanted = request.prompts.iter().flat_map(|prompt| (0..request.choices).map(move |choice| (prompt, choice)));
-    for (index, ((prompt, choice), place)) in wanted.zip(places).enumerate() {
+    let wanted = request.prompts.len() * request.choices;
+    let full = |_| Refusal::new(StatusCode::TOO_MANY_REQUESTS, "the queue is full; try again later");
+    let mut places = app.places.clone().try_acquire_many_owned(wanted as u32).map_err(full)?;
+    let questions = request.prompts.iter().flat_map(|prompt| (0..request.choices).map(move |choice| (prompt, choice)));
+    for (index, (prompt, choice)) in questions.enumerate() {
         let options = request.options(choice, app.context - prompt.len(), &app.text);
         let (prompt, ends, heard_by) = (prompt.clone(), request.ends.clone(), sender.clone());
-        place.send(Question { prompt, options, ends, index, heard_by });
+        let Some(place) = places.split(1) else { break };
+        let question = Question { prompt, options, ends, index, heard_by, place };
+        if app.queue.send(question).is_err() {
+            return Err(Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the model does not answer any more"));
+        }
     }
     Ok(receiver)
 }

@@ -35,8 +35,8 @@ pub trait Listener {
     /// Hears text of the answer.
     fn hear(&mut self, piece: &str);
 
-    /// Hears that the answer is complete.
-    fn complete(self, answer: Answer);
+    /// Hears that the answer is complete, or why there is none.
+    fn complete(self, answer: Result<Answer, CliError>);
 }
 
 /// The answers that are being made, and the sessions that wait for a prompt.
@@ -47,8 +47,11 @@ pub struct Batch<'a, B: Nvfp4Kernels, L> {
     capacity: usize,
     /// Answers that are made at once, at most.
     most: usize,
+    /// Those that were used longest ago come first.
     waiting: Vec<Session<'a, B>>,
     running: Vec<Running<'a, B, L>>,
+    /// Parts of prompts that were read since freed buffers were given back.
+    parts: usize,
 }
 
 struct Running<'a, B: Nvfp4Kernels, L> {
@@ -56,16 +59,21 @@ struct Running<'a, B: Nvfp4Kernels, L> {
     answering: Answering,
     growing: Growing,
     listener: L,
+    /// Why there is no answer.
+    failure: Option<CliError>,
 }
+
+/// Parts of prompts after which freed buffers are given back to the device: each length leaves some of its own.
+const PARTS: usize = 16;
 
 impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
     /// A batch of at most `most` answers. Prompt and answer together have at most `capacity` tokens. A session is made when
     /// it is first needed.
     pub fn new(model: &'a Qwen3<B>, text: &'a TextFiles, capacity: usize, most: usize) -> Self {
-        Self { model, text, capacity, most, waiting: vec![], running: vec![] }
+        Self { model, text, capacity, most, waiting: vec![], running: vec![], parts: 0 }
     }
 
-    /// Makes all sessions now, so that memory that is missing is missed before an answer begins.
+    /// Makes all sessions now, so that a lack of memory shows before the first answer.
     ///
     /// # Errors
     /// If the capacity exceeds the longest sequence of the model.
@@ -95,49 +103,65 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         let mut session = self.session(&prompt)?;
         let growing = Growing::new(prompt.len(), session.cached(&prompt), &ends);
         let answering = Answering::new(&mut session, &prompt, &options)?;
-        self.running.push(Running { session, answering, growing, listener });
+        self.running.push(Running { session, answering, growing, listener, failure: None });
         Ok(())
     }
 
     /// Makes the next token of every answer, and tells the listeners.
     ///
     /// # Errors
-    /// If the device or the tokenizer fails.
+    /// If the device fails. What fails for one answer is told to its listener.
     pub fn step(&mut self) -> Result<(), CliError> {
-        let mut parts: Vec<_> = self.running.iter_mut().map(|r| (&mut r.session, &mut r.answering)).collect();
-        let tokens = step(&mut parts)?;
+        self.parts += usize::from(self.running.iter().any(|running| running.answering.reads_prompt()));
+        let mut answers: Vec<_> = self.running.iter_mut().map(|r| (&mut r.session, &mut r.answering)).collect();
+        let tokens = step(&mut answers)?;
         for (running, token) in self.running.iter_mut().zip(tokens) {
-            let piece = token.map(|id| running.growing.push(id, &self.text.tokenizer)).transpose()?;
-            if let Some(piece) = piece.filter(|piece| !piece.is_empty()) {
-                running.listener.hear(&piece);
+            match token.map(|id| running.growing.push(id, &self.text.tokenizer)).transpose() {
+                Ok(Some(piece)) if !piece.is_empty() => running.listener.hear(&piece),
+                Ok(_) => {}
+                Err(error) => running.failure = Some(error),
             }
-            if running.growing.has_ended() || !running.listener.listens() {
+            if running.growing.has_ended() || running.failure.is_some() || !running.listener.listens() {
                 running.answering.end(StopReason::Caller);
             }
         }
-        for Running { session, answering, growing, mut listener } in
-            self.running.extract_if(.., |running| running.answering.has_ended())
-        {
-            let (answer, rest) = growing.finish(answering.into_generation(), &self.text.tokenizer)?;
-            if !rest.is_empty() {
-                listener.hear(&rest);
-            }
-            listener.complete(answer);
-            self.waiting.push(session);
+        let ended: Vec<_> = self.running.extract_if(.., |running| running.answering.has_ended()).collect();
+        ended.into_iter().for_each(|running| self.complete(running));
+        if self.parts >= PARTS || self.parts > 0 && self.running.is_empty() {
+            B::memory_cleanup(&self.model.device());
+            self.parts = 0;
         }
         Ok(())
     }
 
-    /// The session that answers a prompt.
-    fn session(&mut self, prompt: &[u32]) -> Result<Session<'a, B>, CliError> {
-        let shared = |session: &Session<'_, B>| session.cached(prompt);
-        let best = (0..self.waiting.len()).max_by_key(|i| shared(&self.waiting[*i]));
-        match best {
-            // A new session costs memory, but keeps what the others have read.
-            Some(best) if shared(&self.waiting[best]) > 0 || self.waiting.len() + self.running.len() >= self.most => {
-                Ok(self.waiting.remove(best))
+    /// Tells the listener of an answer that it has ended. Its session waits for the next prompt.
+    fn complete(&mut self, running: Running<'a, B, L>) {
+        let Running { mut session, answering, growing, mut listener, failure } = running;
+        let generation = failure.map_or_else(|| answering.into_generation().map_err(CliError::from), Err);
+        let answer = generation.and_then(|generation| growing.finish(generation, &self.text.tokenizer));
+        if answer.is_err() {
+            // What it has computed is worth nothing.
+            session.forget();
+        }
+        let answer = answer.map(|(answer, rest)| {
+            if !rest.is_empty() {
+                listener.hear(&rest);
             }
-            _ => Ok(Session::new(self.model, self.capacity)?),
+            answer
+        });
+        listener.complete(answer);
+        self.waiting.push(session);
+    }
+
+    /// The session that answers a prompt: the one that has read most of it, if that is half of the prompt or half of what it
+    /// has read, so that it is the same conversation. Or else one that was never used, or was used longest ago.
+    fn session(&mut self, prompt: &[u32]) -> Result<Session<'a, B>, CliError> {
+        let shared = |i: &usize| self.waiting[*i].cached(prompt);
+        let same = |i: &usize| shared(i) > 0 && 2 * shared(i) >= prompt.len().min(self.waiting[*i].len());
+        match (0..self.waiting.len()).max_by_key(shared).filter(same) {
+            Some(best) => Ok(self.waiting.remove(best)),
+            None if self.waiting.len() + self.running.len() < self.most => Ok(Session::new(self.model, self.capacity)?),
+            None => Ok(self.waiting.remove(0)),
         }
     }
 }
