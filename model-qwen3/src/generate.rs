@@ -252,7 +252,7 @@ impl Answering {
 }
 
 /// Makes a step of several answers that have not ended: the next token of each, or a part of its prompt. One forward reads
-/// what is due of all of them, but not more than [`PREFILL_CHUNK`] tokens of prompts; the first ones come first. Returns the
+/// what is due of all of them, but not more than `PREFILL_CHUNK` tokens of prompts; the first ones come first. Returns the
 /// token of each that has a new one.
 ///
 /// # Errors

@@ -2,13 +2,13 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`http`] | the listener: its limits, who may ask, how it ends |
-//! | [`routes`] | one function for each address |
-//! | [`request`], [`fields`] | the JSON of a question, checked field by field |
-//! | [`reply`] | the JSON of an answer, whole or in pieces |
-//! | [`refusal`] | an error as OpenAI's clients read it |
-//! | [`engine`] | the thread that owns the model and makes all answers together |
-//! | [`metrics`] | counters for Prometheus |
+//! | `http` | the listener: its limits, who may ask, how it ends |
+//! | `routes` | one function for each address |
+//! | `request`, `fields` | the JSON of a question, checked field by field |
+//! | `reply` | the JSON of an answer, whole or in pieces |
+//! | `refusal` | an error as OpenAI's clients read it |
+//! | `engine` | the thread that owns the model and makes all answers together |
+//! | `metrics` | counters for Prometheus |
 //!
 //! HTTP runs on threads of its own. A question goes through a queue to the engine, and the answer comes back piece by piece
 //! through a channel. If the client disconnects, the channel is dropped, and the engine ends the answer.
