@@ -122,7 +122,7 @@ pub struct Launch {
 /// What `data` shows.
 #[derive(Debug, Subcommand)]
 pub enum DataCommand {
-    /// Show the first rows as the model sees them, with the tokens marked that the loss counts
+    /// Show the first rows as the model sees them, and mark the tokens that the loss counts
     Preview(PreviewArgs),
     /// Count rows and tokens, and name the rows that a run would leave out
     Stats(StatsArgs),
@@ -198,13 +198,14 @@ pub struct EvalLossArgs {
     /// Longest sequence, in tokens; what is longer is cut into several [default: 2048, or the model's limit if that is lower]
     #[arg(long, value_name = "N")]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
-    /// Recipe under which dense weights are quantized; may be given several times
+    /// Measure a model whose weights are not quantized as if this recipe quantized them; give the flag several times to
+    /// compare recipes
     #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
     pub recipes: Vec<Recipe>,
     /// Number of sequences that are computed together
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub batch_size: usize,
-    /// Print one JSON object for each form of the model
+    /// Print one JSON object for each --recipe
     #[arg(long)]
     pub json: bool,
 }
@@ -351,7 +352,8 @@ pub struct GenerateArgs {
     /// Print one JSON object at the end instead of streaming the text
     #[arg(long)]
     pub json: bool,
-    /// With --json or --prompts: the logarithms of the probabilities of each token and of the N most likely ones in its place
+    /// With --json or --prompts: also print, for each token of the answer, its log probability and those of the N tokens that
+    /// were most likely at that position
     #[arg(long, value_name = "N")]
     pub logprobs: Option<usize>,
 }
@@ -371,7 +373,8 @@ pub struct ChatArgs {
     /// Maximum length of the conversation, in tokens; its memory is allocated at the start
     #[arg(long, value_name = "N", default_value_t = 8192)]
     pub context: usize,
-    /// Read messages and commands from this file instead of the terminal; from a saved .jsonl file, its system and user messages
+    /// Read messages, and commands such as /reset, from this file instead of the terminal. From a .jsonl file that /save
+    /// wrote, send its system and user messages again
     #[arg(long, value_name = "FILE")]
     pub script: Option<PathBuf>,
     /// How tokens are chosen.
@@ -408,13 +411,14 @@ pub struct ServeArgs {
     /// Which model answers.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Address to listen at; any but a loopback address needs --api-key-file
+    /// Address to listen at: 127.0.0.1 serves this machine only, 0.0.0.0 also other machines, and then --api-key-file is
+    /// required
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     pub host: IpAddr,
     /// Port to listen at; 0 lets the system choose one
     #[arg(long, value_name = "N", default_value_t = 8080)]
     pub port: u16,
-    /// File with a key that requests must hold (Authorization: Bearer KEY); nobody else may be able to read it
+    /// File with a key that requests must hold (Authorization: Bearer KEY). A file that other users can read is refused
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// The model's name in replies [default: the name of its file or folder]

@@ -135,7 +135,7 @@ impl Estimate {
         let mut lines: Vec<String> = self.parts.iter().map(|(name, b)| format!("{name:<28}{}", gib(*b))).collect();
         lines.push(format!("{:<28}{}", "peak of training", gib(self.peak() as f64)));
         lines.push(format!("{:<28}{}", "export (after training)", gib(self.parts[0].1 + self.export)));
-        lines.push("The driver needs more: about 0.5 GiB on CUDA.".into());
+        lines.push("Not counted: about 0.5 GiB that the CUDA driver takes.".into());
         lines
     }
 }

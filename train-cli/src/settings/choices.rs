@@ -71,20 +71,22 @@ impl Choice for Recipe {
             named(
                 Self::W4,
                 "w4",
-                "Weights are NVFP4; the backward pass treats their quantization as the identity (straight-through)",
+                "Weights are rounded to NVFP4 whenever a linear layer computes; gradients are computed as if they were not \
+                 rounded",
             ),
-            named(Self::W4a4, "w4a4", "Weights and activations are NVFP4"),
+            named(Self::W4a4, "w4a4", "Weights and activations are rounded; gradients as for w4"),
             named(
                 Self::Nvfp4(Nvfp4Parts::ALL),
                 "nvfp4",
-                "Weights, activations and gradients are NVFP4 in the forward product and in both backward products",
+                "Weights, activations and gradients are rounded, so that a linear layer computes its forward product and its \
+                 two backward products with 4-bit numbers",
             ),
         ]
     }
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "The scale levels of the model file, or two if it has no NVFP4 weights";
+    const AUTO: &'static str = "What the model file has, or two if it has no NVFP4 weights";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -101,7 +103,11 @@ impl Choice for Precision {
         let also = |(value, name): (Self, PossibleValue), alias: &'static str| (value, name.alias(alias));
         vec![
             also(named(Self::F32, "f32", "f32 without tensor cores"), "float32"),
-            named(Self::Tf32, "tf32", "f32; dense matrix products use TF32 tensor cores; CUDA only"),
+            named(
+                Self::Tf32,
+                "tf32",
+                "f32, but matrix products that are not quantized run on TF32 tensor cores, faster and less exact; CUDA only",
+            ),
             also(named(Self::F16, "f16", "f16; not for training"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16"), "bfloat16"),
         ]
@@ -117,14 +123,18 @@ impl Choice for MasterKind {
             named(
                 Self::Bf16Residual,
                 "bf16-residual",
-                "bf16 plus 8 more bits for the optimizer: 3 bytes per parameter",
+                "24 bits, of which layers compute with the upper 16 and the optimizer updates all: 3 bytes per parameter",
             ),
-            named(Self::Bf16, "bf16", "bf16 with stochastic rounding: 2 bytes per parameter"),
+            named(
+                Self::Bf16,
+                "bf16",
+                "bf16, rounded up or down at random so that small updates count on average: 2 bytes per parameter",
+            ),
             named(Self::Bf16Nearest, "bf16-nearest", "bf16 rounded to nearest, for comparison: small updates are lost"),
             named(
                 Self::Nvfp4,
                 "nvfp4",
-                "NVFP4 with stochastic rounding: 0.56 bytes per parameter; the embedding stays bf16",
+                "NVFP4, rounded up or down at random: 0.56 bytes per parameter; the embedding stays bf16",
             ),
         ]
     }
@@ -139,7 +149,7 @@ impl Choice for StateKind {
                 named(Self::Int8, "int8", "8-bit codes in blocks of 256: 2.03 bytes per parameter"),
                 ["8bit", "8-bit"],
             ),
-            named(Self::Bf16, "bf16", "bf16 with stochastic rounding: 4 bytes per parameter"),
+            named(Self::Bf16, "bf16", "bf16, rounded up or down at random: 4 bytes per parameter"),
             also(
                 named(Self::Int4, "int4", "4-bit codes in blocks of 256: 1.03 bytes per parameter"),
                 ["4bit", "4-bit"],
@@ -152,11 +162,11 @@ impl Choice for StateKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nvfp4Part {
-    /// Weight scales shared by 16x16 blocks
+    /// One scale for each square of 16x16 weights; without it, one for 16 weights of a row
     SquareBlocks,
-    /// The random Hadamard transform of the operands of the weight gradient
+    /// The random Hadamard transform, which spreads outliers over 16 tokens before the weight gradient is computed
     Hadamard,
-    /// Stochastic rounding of gradients
+    /// Rounding of gradients up or down at random; without it, to the nearest
     Stochastic,
 }
 
@@ -272,9 +282,10 @@ impl Choice for Clip {
             named(
                 Self::Exact,
                 "exact",
-                "This step's norm; without gradient accumulation, a streaming step runs a second backward pass to know it",
+                "The norm of this step. With --step-mode streaming and no gradient accumulation it takes a second backward \
+                 pass, because blocks are updated before the norm of all gradients is known",
             ),
-            named(Self::Previous, "previous", "The previous step's norm; the first step is not clipped"),
+            named(Self::Previous, "previous", "The norm of the step before; the first step is not clipped"),
         ]
     }
 }

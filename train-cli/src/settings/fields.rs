@@ -149,7 +149,7 @@ pub struct RecipeSettings {
     /// Device to train on: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, help_heading = COMMON)]
     pub device: DeviceChoice,
-    /// Parts of recipe nvfp4 to leave out, separated by commas
+    /// For experiments: parts of recipe nvfp4 to leave out, separated by commas. Each of them reduces rounding errors
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     pub nvfp4_without: Vec<Nvfp4Part>,
     /// Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized
@@ -158,11 +158,11 @@ pub struct RecipeSettings {
     /// Share of the run that trains without quantization before the recipe starts
     #[arg(long, value_name = "SHARE", alias = "quantise-from")]
     pub quantize_from: f64,
-    /// Damped finish: over this last share of the run, round one block (transformer layer) after another to NVFP4 and stop
-    /// training it; the other blocks adapt, so that the export loses less
+    /// Damped finish: during this last share of the run, fix the blocks (transformer layers) one after another at their
+    /// NVFP4 values. The blocks that still train correct the error
     #[arg(long, value_name = "SHARE")]
     pub damped_finish: f64,
-    /// Scale levels of NVFP4 weights
+    /// Number of levels of scales that NVFP4 weights have
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
@@ -232,7 +232,7 @@ pub struct OptimizerSettings {
     /// Global gradient norm above which gradients are scaled down; 0 turns clipping off
     #[arg(long, value_name = "NORM", alias = "grad-clip")]
     pub max_grad_norm: f64,
-    /// Which gradient norm clipping uses: this step's (exact) or the previous step's (needs no second backward pass)
+    /// The norm that gradients are clipped by: that of this step, or that of the step before
     #[arg(long, value_parser = parser::<Auto<Clip>>())]
     #[serde(with = "by_name")]
     pub clip: Auto<Clip>,
@@ -278,7 +278,7 @@ pub struct MemorySettings {
     /// How the backward pass runs
     #[arg(long)]
     pub step_mode: StepMode,
-    /// How master weights are stored: the weights that the optimizer updates
+    /// How the master weights are stored. They are the weights that the optimizer updates
     #[arg(long, alias = "master-dtype", value_parser = parser::<Auto<MasterKind>>())]
     #[serde(with = "by_name")]
     pub master_weights: Auto<MasterKind>,
