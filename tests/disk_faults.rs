@@ -10,9 +10,14 @@
 
 use crate::support::{
     Random,
-    faulty_disk::{Fault, Machine, finish, outcome},
+    faulty_disk::{FIT, Fault, Machine, finish, outcome},
 };
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::Path,
+    process::Stdio,
+    time::{Duration, Instant},
+};
 
 /// What the system can say, and its number on Linux.
 const ERRORS: [(&str, i32); 5] = [
@@ -60,6 +65,28 @@ fn a_signal_in_front_of_a_disk_operation_loses_nothing() {
 fn every_disk_operation_may_be_the_last() {
     stop(|operations| (1..=operations).flat_map(|at| SIGNALS.map(|signal| (at, signal))).collect());
     kill_writers(|operations| (1..=operations).collect());
+}
+
+#[test]
+fn steps_are_made_while_a_checkpoint_is_written() {
+    let Some(machine) = Machine::new() else { return };
+    let (_, whole) = machine.whole();
+    machine.empty();
+    fs::write(machine.hold(), "").unwrap();
+    let words: Vec<&str> = FIT.split_whitespace().collect();
+    let mut command = machine.command(&words, Fault::Slow);
+    let mut run = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let r = machine.folder().join("r");
+    let third = || fs::read_to_string(r.join("metrics.jsonl")).is_ok_and(|log| log.contains("\"step\":3"));
+    let started = Instant::now();
+    while !third() && started.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (made, saved) = (third(), r.join("checkpoint-2").exists());
+    fs::remove_file(machine.hold()).unwrap();
+    assert!(run.wait().unwrap().success());
+    assert!(made && !saved, "step 3 is made: {made}; the checkpoint before it is complete: {saved}");
+    assert!(outcome(&machine.folder()) == whole, "the outcome differs");
 }
 
 /// One random operation in each of `count` parts of a run.

@@ -65,9 +65,9 @@ fn trained<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind)
     }
     let mut values = host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(w)));
     if let Some(residual) = moments.residual {
-        let bytes = backend_nvfp4::read_words::<B>(residual).unwrap();
-        for (w, r) in values.iter_mut().zip(bytes) {
-            *w = f32::from_bits((w.to_bits() + (r << 8)).wrapping_sub(0x8000));
+        let bytes = backend_nvfp4::read_bytes::<B>(residual).unwrap().bytes;
+        for (w, r) in values.iter_mut().zip(bytes.iter()) {
+            *w = f32::from_bits((w.to_bits() + (u32::from(*r) << 8)).wrapping_sub(0x8000));
         }
     }
     values

@@ -64,9 +64,7 @@ fn fail(cases: impl FnOnce(usize) -> Vec<(usize, Loss)>) {
     let whole = outcome(&machine.folder());
     let operations = operations(&fs::read(machine.log()).unwrap());
     assert!(operations.len() > 150, "the library recorded {} operations; it does not work", operations.len());
-    let third_step =
-        operations.iter().position(|op| matches!(op, Operation::Write(_, data) if has(data, "\"step\":3")));
-    let third_step = third_step.expect("metrics.jsonl has a line for each step");
+    let saved = committed(&operations).expect("the folder of the run is synced after a checkpoint has its name");
 
     // What a run that has ended says is there, is there.
     for loss in LOSSES {
@@ -85,7 +83,7 @@ fn fail(cases: impl FnOnce(usize) -> Vec<(usize, Loss)>) {
         Disk::after(&operations[..at], &machine.folder()).fail(loss, &machine.folder());
         let case = format!("after operation {at} of {}: {loss:?}", operations.len());
         old_or_new(&machine.folder(), &whole, &case);
-        if at > third_step {
+        if at > saved {
             let newest = checkpoint::newest(&machine.folder().join("r"), usize::MAX).unwrap();
             assert!(newest.is_some_and(|found| found.state.global_step >= 2), "a checkpoint is lost: {case}");
         }
@@ -104,8 +102,16 @@ fn old_or_new(folder: &Path, whole: &Outcome, case: &str) {
     assert!(dat.is_none() || dat == expected.1, "extra.dat is neither old nor new: {case}");
 }
 
-fn has(data: &[u8], text: &str) -> bool {
-    data.windows(text.len()).any(|window| window == text.as_bytes())
+/// The operation that makes the first checkpoint safe: the sync of the folder in which it has got its name.
+fn committed(operations: &[Operation]) -> Option<usize> {
+    let named =
+        operations.iter().position(|op| matches!(op, Operation::Rename(_, to) if to.ends_with("checkpoint-2")))?;
+    let after = |at: usize| operations.iter().enumerate().skip(at);
+    let (opened, folder) = after(named).find_map(|(i, op)| match op {
+        Operation::Open { number, path, .. } if path.ends_with("r") => Some((i, *number)),
+        _ => None,
+    })?;
+    after(opened).find(|(_, op)| matches!(op, Operation::Sync(number) if *number == folder)).map(|(i, _)| i)
 }
 
 /// An operation of the program on its disk.

@@ -43,6 +43,6 @@ pub use kernels_cubecl::{
 pub use linear::{Nvfp4Linear, PackedMaster, linears};
 pub use ops::{Activations, Layer, Nvfp4Backend};
 pub use optim::{AdamwState, MasterKind, Moment, StateKind};
-pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, Packed, read_words};
+pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, Packed, read_bytes, read_words};
 pub use recipe::{LinearSpec, Nvfp4Parts, Precision, Recipe};
 pub use services::{DeviceServices, MemoryUse};

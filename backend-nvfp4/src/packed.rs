@@ -85,11 +85,10 @@ impl<B: Backend> Nvfp4Tensor<B> {
     /// # Errors
     /// If the device failed before or during the read.
     pub fn to_packed(&self) -> Result<Packed, Nvfp4Error> {
-        let bytes = read_words::<B>(self.scales.clone().into_primitive())?;
         let global = read_words::<B>(self.global.clone().into_primitive())?;
         Ok(Packed {
             codes: read_words::<B>(self.codes.clone().into_primitive())?,
-            scales: bytes.into_iter().map(|b| b as u8).collect(),
+            scales: read_bytes::<B>(self.scales.clone().into_primitive())?.bytes.to_vec(),
             global: f32::from_bits(global[0]),
         })
     }
@@ -134,13 +133,35 @@ impl<B: Backend> Nvfp4Tensor<B> {
 /// # Errors
 /// If the device failed before or during the read.
 pub fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
+    let data = read::<B>(x)?;
+    // `iter` goes value by value through a boxed iterator.
+    match data.dtype {
+        DType::U32 => data.into_vec().map_err(failed),
+        _ => Ok(data.iter::<u32>().collect()),
+    }
+}
+
+/// Reads an integer tensor of bytes to the host.
+///
+/// # Errors
+/// If the device failed.
+pub fn read_bytes<B: Backend>(x: IntTensor<B>) -> Result<TensorData, Nvfp4Error> {
+    let data = read::<B>(x)?;
+    if data.dtype == DType::U8 {
+        return Ok(data);
+    }
+    let bytes: Vec<u8> = data.iter().collect();
+    let len = bytes.len();
+    Ok(TensorData::new(bytes, [len]))
+}
+
+fn read<B: Backend>(x: IntTensor<B>) -> Result<TensorData, Nvfp4Error> {
     let x = Tensor::<B, 1, Int>::from_primitive(B::int_reshape(x.clone(), Shape::new([x.shape().num_elements()])));
-    let data = Transaction::<B>::default()
-        .register(x)
-        .try_execute()
-        .map_err(|e| Nvfp4Error::Device(format!("{e:?}")))?
-        .remove(0);
-    Ok(data.iter::<u32>().collect())
+    Ok(Transaction::<B>::default().register(x).try_execute().map_err(failed)?.remove(0))
+}
+
+fn failed(e: impl std::fmt::Debug) -> Nvfp4Error {
+    Nvfp4Error::Device(format!("{e:?}"))
 }
 
 fn check(packed: &Packed, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {

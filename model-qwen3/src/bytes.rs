@@ -2,6 +2,9 @@
 
 use half::{bf16, f16};
 
+// Numbers that a device hands over are written as they lie in memory.
+const _: () = assert!(cfg!(target_endian = "little"), "numbers must lie little end first, as files hold them");
+
 /// The type of a dense tensor's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]

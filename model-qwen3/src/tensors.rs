@@ -39,6 +39,9 @@ impl Stored {
     }
 }
 
+/// What takes the bytes of a file, piece by piece.
+pub type Put<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), ModelError>;
+
 /// Named tensors that can be read one at a time.
 pub trait Tensors {
     /// The file or folder that the tensors come from, for messages.
@@ -65,6 +68,20 @@ pub trait Tensors {
     /// # Errors
     /// If the tensor is missing or NVFP4, the system fails, or a value is not finite.
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError>;
+
+    /// Hands over the rows `rows` of a dense tensor as a file holds them.
+    ///
+    /// # Errors
+    /// As [`Self::read_rows`], or if `put` fails.
+    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
+        match self.stored(name) {
+            Some(Stored::Dense { float, .. }) => put(&float.encode(&self.read_rows(name, rows)?)),
+            Some(Stored::Packed { .. }) => {
+                Err(ModelError::weights(self.path(), format!("{name:?} is NVFP4; floats are needed")))
+            }
+            None => Err(ModelError::missing(self.path(), name)),
+        }
+    }
 
     /// Reads the codes and scales of an NVFP4 tensor.
     ///

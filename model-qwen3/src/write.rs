@@ -210,10 +210,8 @@ fn put_floats(
     name: &str,
     mut put: impl FnMut(&[u8]) -> Result<(), ModelError>,
 ) -> Result<(), ModelError> {
-    let Some(Stored::Dense { float, shape }) = tensors.stored(name) else {
-        return Err(ModelError::weights(tensors.path(), format!("{name:?} is NVFP4; floats are needed")));
-    };
-    row_ranges(&shape, CHUNK).try_for_each(|rows| put(&float.encode(&tensors.read_rows(name, rows)?)))
+    let shape = tensors.stored(name).ok_or_else(|| ModelError::missing(tensors.path(), name))?.shape();
+    row_ranges(&shape, CHUNK).try_for_each(|rows| tensors.put_rows(name, rows, &mut put))
 }
 
 /// Writes one part of an NVFP4 tensor.

@@ -2,7 +2,8 @@
 // is counted. Operation number FAULT_AT fails with FAULT_ERRNO; with FAULT_FOR_GOOD every later one does too. With
 // FAULT_SIGNAL the process gets that signal instead, in front of the operation. At its end the program writes the number of
 // operations to the file FAULT_COUNT. With FAULT_LOG each operation that was made, the opening of files and folders too, is
-// appended to that file: a line `name|file descriptor|path|other path|size`, and the bytes that were written.
+// appended to that file: a line `name|file descriptor|path|other path|size`, and the bytes that were written. As long as the
+// file FAULT_HOLD exists, no file of a checkpoint is synced: the disk is slow.
 
 #include <atomic>
 #include <cerrno>
@@ -59,6 +60,18 @@ bool fails() {
 bool fails_on(int fd) { return fd >= 0 && fd < (1 << 16) && watched[fd] && fails(); }
 
 template <class F> F real(const char* name) { return reinterpret_cast<F>(dlsym(RTLD_NEXT, name)); }
+
+// Waits in front of the sync of a checkpoint's file as long as the disk is slow.
+bool fails_to_sync(int fd) {
+    static const char* hold = text("FAULT_HOLD");
+    if (hold[0] && fd >= 0 && fd < (1 << 16) && watched[fd]) {
+        char name[4096];
+        const ssize_t length = readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), name, sizeof name - 1);
+        name[length < 0 ? 0 : length] = 0;
+        while (strstr(name, "-checkpoint-") && access(hold, F_OK) == 0) usleep(1000);
+    }
+    return fails_on(fd);
+}
 
 // The path from the root of the file system, of what a path in the folder `at` names.
 std::string whole(int at, const char* path) {
@@ -139,9 +152,9 @@ mode_t mode_of(int flags, va_list arguments) {
         return opened(at, path, flags, mode);                                                                     \
     }
 
-#define ON_FD(RESULT, NAME, PARAMETERS, ARGUMENTS, NOTE, DATA, SIZE)                                                     \
+#define ON_FD(RESULT, NAME, PARAMETERS, ARGUMENTS, NOTE, DATA, SIZE, FAILS)                                              \
     RESULT NAME PARAMETERS {                                                                                             \
-        if (fails_on(fd)) return -1;                                                                                     \
+        if (FAILS(fd)) return -1;                                                                                        \
         static auto call = real<RESULT(*) PARAMETERS>(#NAME);                                                            \
         return done(call ARGUMENTS, NOTE, fd, DATA, static_cast<size_t>(SIZE));                                          \
     }
@@ -163,12 +176,12 @@ OPEN(open)
 OPEN(open64)
 OPENAT(openat)
 OPENAT(openat64)
-ON_FD(ssize_t, write, (int fd, const void* data, size_t size), (fd, data, size), "write", data, size)
-ON_FD(ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), (fd, data, size, at), "pwrite64", nullptr, 0)
-ON_FD(ssize_t, writev, (int fd, const struct iovec* data, int count), (fd, data, count), "writev", nullptr, 0)
-ON_FD(int, fsync, (int fd), (fd), "fsync", nullptr, 0)
-ON_FD(int, fdatasync, (int fd), (fd), "fsync", nullptr, 0)
-ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size), "ftruncate64", nullptr, size)
+ON_FD(ssize_t, write, (int fd, const void* data, size_t size), (fd, data, size), "write", data, size, fails_on)
+ON_FD(ssize_t, pwrite64, (int fd, const void* data, size_t size, off64_t at), (fd, data, size, at), "pwrite64", nullptr, 0, fails_on)
+ON_FD(ssize_t, writev, (int fd, const struct iovec* data, int count), (fd, data, count), "writev", nullptr, 0, fails_on)
+ON_FD(int, fsync, (int fd), (fd), "fsync", nullptr, 0, fails_to_sync)
+ON_FD(int, fdatasync, (int fd), (fd), "fsync", nullptr, 0, fails_to_sync)
+ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size), "ftruncate64", nullptr, size, fails_on)
 ON_PATH(mkdir, (const char* path, mode_t mode), (path, mode), AT_FDCWD, "")
 ON_PATH(rmdir, (const char* path), (path), AT_FDCWD, "")
 ON_PATH(unlink, (const char* path), (path), AT_FDCWD, "")

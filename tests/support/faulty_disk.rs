@@ -32,7 +32,13 @@ pub(crate) enum Fault {
         at: usize,
         number: i32,
     },
+    /// No file of a checkpoint is synced as long as [`Machine::hold`] exists.
+    Slow,
 }
+
+/// A run of four steps that saves twice.
+pub(crate) const FIT: &str = "fit -m ../m -d ../m/demo.tsv --device cpu --max-seq-length 64 --learning-rate 1e-3 \
+     --max-steps 4 --save-steps 2 --eval-steps 2 --output-dat extra.dat -o r";
 
 impl Machine {
     /// None, with a message, where there can be none.
@@ -55,14 +61,24 @@ impl Machine {
         self.dir.path().join("log")
     }
 
+    /// The file that makes the disk slow.
+    pub(crate) fn hold(&self) -> PathBuf {
+        self.dir.path().join("hold")
+    }
+
     pub(crate) fn empty(&self) {
         fs::remove_dir_all(self.folder()).unwrap();
         fs::create_dir(self.folder()).unwrap();
     }
 
     pub(crate) fn run(&self, words: &[&str], fault: Fault) -> Output {
+        self.command(words, fault).output().unwrap()
+    }
+
+    /// The program, not started yet.
+    pub(crate) fn command(&self, words: &[&str], fault: Fault) -> Command {
         let (at, error, for_good, signal) = match fault {
-            Fault::Nothing | Fault::Recorded => (0, 0, false, 0),
+            Fault::Nothing | Fault::Recorded | Fault::Slow => (0, 0, false, 0),
             Fault::Error { at, number, for_good } => (at, number, for_good, 0),
             Fault::Signal { at, number } => (at, 0, false, number),
         };
@@ -71,10 +87,12 @@ impl Machine {
         command.env("FAULT_COUNT", self.dir.path().join("count")).env("FAULT_AT", at.to_string());
         command.env("FAULT_ERRNO", error.to_string()).env("FAULT_SIGNAL", signal.to_string());
         command.env("FAULT_FOR_GOOD", u8::from(for_good).to_string()).stdin(Stdio::null());
-        if let Fault::Recorded = fault {
-            command.env("FAULT_LOG", self.log());
-        }
-        command.output().unwrap()
+        match fault {
+            Fault::Recorded => command.env("FAULT_LOG", self.log()),
+            Fault::Slow => command.env("FAULT_HOLD", self.hold()),
+            _ => &mut command,
+        };
+        command
     }
 
     /// Runs the program to its end. Returns the number of its operations.
@@ -85,9 +103,7 @@ impl Machine {
     }
 
     pub(crate) fn fit(&self, more: &[&str], fault: Fault) -> Output {
-        let words = "fit -m ../m -d ../m/demo.tsv --device cpu --max-seq-length 64 --learning-rate 1e-3 --max-steps 4 \
-                     --save-steps 2 --eval-steps 2 --output-dat extra.dat -o r";
-        let words: Vec<&str> = words.split_whitespace().chain(more.iter().copied()).collect();
+        let words: Vec<&str> = FIT.split_whitespace().chain(more.iter().copied()).collect();
         self.run(&words, fault)
     }
 

@@ -1,7 +1,7 @@
 //! Which field of a model holds which tensor: [`build`] fills the fields, [`fields`] lists them under the same names in
 //! the same order, [`Replace`] exchanges them.
 
-use super::host::to_host;
+use super::host::{to_data, to_host};
 use crate::{
     ModelError,
     bytes::FloatType,
@@ -15,7 +15,7 @@ use crate::{
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
 use burn::{
     module::{Param, ParamId},
-    tensor::{DType, Tensor, backend::Backend},
+    tensor::{DType, Tensor, TensorData, backend::Backend},
 };
 
 /// Gives the tensors of a model by name.
@@ -157,6 +157,20 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
             Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
                 to_host(w.dequantize(DType::F32))
+            }
+        }
+    }
+
+    /// The values on the host, in the type that they have on the device. Packed weights are dequantized to f32.
+    ///
+    /// # Errors
+    /// If the device failed.
+    pub(super) fn to_data(&self) -> Result<TensorData, ModelError> {
+        match *self {
+            Self::Vector(p) => to_data(p.val()),
+            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_data(p.val()),
+            Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
+                to_data(w.dequantize(DType::F32))
             }
         }
     }

@@ -1,13 +1,17 @@
 //! The tensors of a model in memory, as [`Tensors`] that can be written to a file.
 
-use super::{Field, fields};
+use super::{
+    Field, fields,
+    host::{as_in_files, not_finite},
+};
 use crate::{
     ModelError,
+    bytes::FloatType,
     model::Qwen3,
-    tensors::{Stored, Tensors, row_width},
+    tensors::{Put, Stored, Tensors, row_width},
 };
 use backend_nvfp4::{Nvfp4Kernels, Packed, Scaling};
-use burn::tensor::backend::Backend;
+use burn::tensor::{TensorData, backend::Backend};
 use std::{cell::RefCell, ops::Range, path::Path};
 
 /// A model's tensors, read from its device: packed weights in NVFP4, the others as floats. A value that is not finite is
@@ -15,7 +19,7 @@ use std::{cell::RefCell, ops::Range, path::Path};
 pub struct Live<'a, B: Backend> {
     fields: Vec<(String, Field<'a, B>)>,
     /// The tensor that was read last: writers read one range of rows after another, and one transfer serves them all.
-    fetched: RefCell<Option<(String, Vec<f32>)>>,
+    fetched: RefCell<Option<(String, TensorData)>>,
 }
 
 impl<'a, B: Nvfp4Kernels> Live<'a, B> {
@@ -31,6 +35,30 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
 
     fn field(&self, name: &str) -> Option<&Field<'a, B>> {
         self.fields.iter().find(|(n, _)| n == name).map(|(_, f)| f)
+    }
+
+    /// Gives the bytes of some rows, and the type of their values, to `take`.
+    fn with_rows(
+        &self,
+        name: &str,
+        rows: Range<usize>,
+        take: impl FnOnce(FloatType, &[u8]) -> Result<(), ModelError>,
+    ) -> Result<(), ModelError> {
+        let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        let mut fetched = self.fetched.borrow_mut();
+        if fetched.as_ref().is_none_or(|(n, _)| n != name) {
+            drop(fetched.take()); // The host never holds two of them.
+            let data = field.to_data()?;
+            if let Some(value) = not_finite(&data) {
+                return Err(self.not_finite(name, value));
+            }
+            *fetched = Some((name.to_owned(), data));
+        }
+        let (_, data) = fetched.as_ref().expect("it was just fetched");
+        let float = as_in_files(data.dtype)
+            .ok_or_else(|| ModelError::Device(format!("{name:?} has values of type {:?}", data.dtype)))?;
+        let width = row_width(&field.shape()) * float.size();
+        take(float, &data.bytes[rows.start * width..rows.end * width])
     }
 }
 
@@ -55,19 +83,16 @@ impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
     }
 
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
-        let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
-        let mut fetched = self.fetched.borrow_mut();
-        if fetched.as_ref().is_none_or(|(n, _)| n != name) {
-            drop(fetched.take()); // The host never holds two of them.
-            let values = field.to_host()?;
-            if let Some(value) = values.iter().find(|value| !value.is_finite()) {
-                return Err(self.not_finite(name, *value));
-            }
-            *fetched = Some((name.to_owned(), values));
-        }
-        let (_, values) = fetched.as_ref().expect("it was just fetched");
-        let width = row_width(&field.shape());
-        Ok(values[rows.start * width..rows.end * width].to_vec())
+        let mut values = vec![];
+        self.with_rows(name, rows, |float, bytes| {
+            values = float.decode(bytes);
+            Ok(())
+        })?;
+        Ok(values)
+    }
+
+    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
+        self.with_rows(name, rows, |_, bytes| put(bytes))
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {

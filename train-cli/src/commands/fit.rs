@@ -20,6 +20,7 @@ use crate::{
     run::journal::Journal,
     run::preflight::Forecast,
     run::sample::Samples,
+    run::saving::Saver,
     settings::{DeviceChoice, Layer, SaveStrategy},
     train::clip::Clipping,
     train::damp::DampedFinish,
@@ -256,10 +257,21 @@ impl Ready {
         let order = Order { start: state.global_step, ..inputs.order(plan) };
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
         let (guard, interruption) = (guard.clone(), interruption.clone());
-        let journal = Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes);
+        let keep = plan.settings.saving.save_total_limit;
+        let saver = Saver::new(&plan.output_dir, &plan.companions, keep, self.forecast.estimate.checkpoint());
+        let journal =
+            Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver);
         let watchers = Watchers { guard, interruption, vram };
-        let model = self.train(model, optimizer, &state, order, journal.clone(), watchers)?;
-        Ok(Trained { model, beginning, samples, journal, head: state.head })
+        let trained = self.train(model, optimizer, &state, order, journal.clone(), watchers);
+        // A checkpoint may still be being written, however the training ended.
+        match (trained, journal.wait_for_checkpoint()) {
+            (Ok(model), Ok(_)) => Ok(Trained { model, beginning, samples, journal, head: state.head }),
+            (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
+            (Err(error), Err(unsaved)) => {
+                report::line(format!("warning: the last checkpoint could not be written: {unsaved}"));
+                Err(error)
+            }
+        }
     }
 
     /// Compares, exports and records a trained model.

@@ -1,17 +1,10 @@
 //! Checkpoints of a run: `checkpoint-<step>/` holds the master weights as they are stored, the optimizer's state, the
-//! state of the run, and the model's small files. [`crate::durable`] commits a folder only when it is complete.
+//! state of the run, and the model's small files. [`super::saving`] writes them; this file finds, judges and reads them.
 //!
 //! What a step computes depends on its number alone, so that these files are all that a resumed run needs.
 
 use crate::{
-    CliError,
-    durable::{self, PendingFolder},
-    model_files::Companions,
-    report,
-    run::optimizer_file,
-    settings::Settings,
-    train::guard,
-    train::optim::ChunkedAdamw,
+    CliError, durable, report, run::optimizer_file, settings::Settings, train::guard, train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
 use burn::tensor::backend::Backend;
@@ -22,8 +15,7 @@ use model_qwen3::{
     model::Qwen3,
     names,
     tensors::{Stored, Tensors, row_ranges},
-    weights::{self, Live, Purpose},
-    write::write_safetensors,
+    weights::{self, Purpose},
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -36,8 +28,10 @@ const VERSION: u64 = 2;
 
 /// The file of master weights in a checkpoint.
 pub const MODEL: &str = "model.safetensors";
-const OPTIMIZER: &str = "optimizer.safetensors";
-const STATE: &str = "trainer_state.json";
+/// The file of the optimizer's states.
+pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
+/// The file of a [`TrainerState`].
+pub(super) const STATE: &str = "trainer_state.json";
 
 /// The settings of a run, in its folder.
 pub const CONFIG: &str = "config.toml";
@@ -324,37 +318,15 @@ pub(super) fn step_of(folder: &Path) -> Option<usize> {
     step.parse().ok().filter(|_| step.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Saves a checkpoint into a run folder and deletes the oldest beyond `keep`.
-///
-/// # Errors
-/// If the device or the system fails; then the older checkpoints are unchanged.
-pub fn save<B: Nvfp4Kernels>(
-    run: &Path,
-    companions: &Companions,
-    model: &Qwen3<B>,
-    optimizer: &ChunkedAdamw<B>,
-    state: &TrainerState,
-    keep: usize,
-) -> Result<PathBuf, CliError> {
-    let target = run.join(format!("checkpoint-{}", state.global_step));
-    let mut folder = PendingFolder::new(&target)?;
-    folder.file(MODEL, |out| {
-        let failed = |e| ModelError::io(&target, "")(e);
-        write_safetensors(&Live::new(model), out, failed)?;
-        Ok(())
-    })?;
-    folder.file(OPTIMIZER, |out| optimizer_file::write(model, optimizer, out, &target))?;
-    let text = serde_json::to_string_pretty(state).expect("plain data is always valid JSON");
-    folder.file(STATE, |out| out.write_all(text.as_bytes()).map_err(CliError::io(&target)))?;
-    companions.copy_into(&mut folder)?;
-    let committed = folder.commit()?;
+/// The checkpoints of a run beyond the newest `keep` are deleted.
+pub(super) fn delete_old(run: &Path, keep: usize) -> Result<(), CliError> {
     for (_, old) in list(run)?.into_iter().skip(keep) {
         // The new checkpoint is safe: an old one too many does not end the run.
         if let Err(error) = durable::remove(&old) {
             report::line(format!("warning: an old checkpoint cannot be deleted: {error}"));
         }
     }
-    Ok(committed)
+    Ok(())
 }
 
 /// Renames checkpoints newer than `step`: a run that resumes from an older one writes its own.

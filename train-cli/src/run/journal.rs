@@ -9,10 +9,11 @@ use crate::{
     memory::estimate,
     plan::Plan,
     report,
-    run::checkpoint::{self, TrainerState},
+    run::checkpoint::TrainerState,
     run::folder::RESULTS,
     run::inputs::Inputs,
     run::sample::{Samples, beginning},
+    run::saving::Saver,
     settings::SaveStrategy,
     train::codes::Codes,
     train::evaluation::Evaluation,
@@ -45,6 +46,7 @@ pub struct Journal {
     /// Floating-point operations per token.
     flops: f64,
     last_eval: Arc<Mutex<Option<f32>>>,
+    saver: Arc<Mutex<Saver>>,
 }
 
 impl Journal {
@@ -57,6 +59,7 @@ impl Journal {
         state: TrainerState,
         guard: Guard,
         codes: Option<Arc<Codes>>,
+        saver: Saver,
     ) -> Self {
         let limit = inputs.config.max_position_embeddings;
         let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
@@ -72,7 +75,16 @@ impl Journal {
             losses: Losses::default(),
             flops,
             last_eval: Arc::new(Mutex::new(last_eval)),
+            saver: Arc::new(Mutex::new(saver)),
         }
+    }
+
+    /// Waits until the last checkpoint is complete. Returns its folder, the first time.
+    ///
+    /// # Errors
+    /// If it could not be written.
+    pub fn wait_for_checkpoint(&self) -> Result<Option<PathBuf>, CliError> {
+        self.saver.lock().expect("no thread panics while it holds the lock").wait()
     }
 
     /// Seconds that the steps of the run took, with those of earlier processes.
@@ -181,6 +193,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         step: usize,
         forced: bool,
     ) -> Result<Option<PathBuf>, CliError> {
+        let saver = self.saver.clone();
+        let mut saver = saver.lock().expect("no thread panics while it holds the lock");
+        saver.check()?;
         let saving = &self.plan.settings.saving;
         if saving.save_strategy == SaveStrategy::No
             || !(forced || self.due(Some(saving.save_every(self.order.steps)), step))
@@ -193,12 +208,11 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.guard = self.guard.record();
         self.state.seconds = self.seconds();
         self.started = Instant::now();
-        let (run, files, keep) = (&self.plan.output_dir, &self.plan.companions, saving.save_total_limit);
+        let run = &self.plan.output_dir;
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         ["metrics.jsonl", "samples.jsonl"].iter().try_for_each(|log| durable::sync_file(&run.join(log)))?;
-        let saved = checkpoint::save(run, files, model, &stepper.optimizer, &self.state, keep)?;
-        report::line(format!("{:>11}  {}", "saved", saved.display()));
-        Ok(Some(saved))
+        saver.save(model, &stepper.optimizer, &self.state)?;
+        if forced { saver.wait() } else { Ok(None) }
     }
 }
 

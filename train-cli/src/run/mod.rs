@@ -9,3 +9,4 @@ pub mod journal;
 mod optimizer_file;
 pub mod preflight;
 pub mod sample;
+pub mod saving;

@@ -22,7 +22,7 @@ use model_qwen3::{
     bytes::{self, FloatType},
     model::Qwen3,
     safetensors::{SafeFile, header},
-    weights::{fields, to_host},
+    weights::{fields, to_data},
 };
 use safetensors::Dtype;
 use std::{io::Write, path::Path};
@@ -58,8 +58,8 @@ pub(super) fn write<B: Nvfp4Kernels>(
     for content in contents {
         match content {
             Content::Steps(steps) => put(&bytes::of_i32s([steps]))?,
-            Content::Float(x) => put(&float_of(x.dtype()).0.encode(&floats::<B>(x)?))?,
-            Content::Bytes(x) => put(&bytes_of::<B>(x)?)?,
+            Content::Float(x) => put(&floats::<B>(x)?.bytes)?,
+            Content::Bytes(x) => put(&bytes_of::<B>(x)?.bytes)?,
         }
     }
     Ok(())
@@ -176,13 +176,12 @@ fn float_of(dtype: DType) -> (FloatType, Dtype) {
     if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
 }
 
-fn bytes_of<B: Nvfp4Kernels>(x: &IntTensor<B>) -> Result<Vec<u8>, ModelError> {
-    let words = backend_nvfp4::read_words::<B>(x.clone())
-        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })?;
-    Ok(words.into_iter().map(|word| word as u8).collect())
+fn bytes_of<B: Nvfp4Kernels>(x: &IntTensor<B>) -> Result<TensorData, ModelError> {
+    backend_nvfp4::read_bytes::<B>(x.clone())
+        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })
 }
 
-fn floats<B: Nvfp4Kernels>(x: &FloatTensor<B>) -> Result<Vec<f32>, ModelError> {
+fn floats<B: Nvfp4Kernels>(x: &FloatTensor<B>) -> Result<TensorData, ModelError> {
     let flat = B::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
-    to_host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)))
+    to_data(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)))
 }

@@ -77,7 +77,8 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// If the device fails or a file cannot be written.
     fn after_evaluation(&mut self, model: &Qwen3<B>, evaluation: &Evaluation) -> Result<(), CliError>;
 
-    /// Saves a checkpoint if one is due or `forced`, unless saving is off. Returns its folder.
+    /// Saves a checkpoint if one is due or `forced`, unless saving is off. A forced one is complete when this returns its
+    /// folder; the next steps may be made while another is written.
     ///
     /// # Errors
     /// If the device fails or a file cannot be written.

@@ -1,0 +1,202 @@
+"""What only a card can show of a run's reliability. It prints one line for each case, and ends with exit code 1 if a case
+is not as it must be.
+
+    python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving]
+
+memory: this script takes all free memory of the card while a run loads its weights, makes its first step, makes its fifth
+        step, evaluates, and exports. Each run must end with exit code 4, without a panic, and leave its checkpoint whole.
+resume: three runs of 200 steps, and runs that are resumed after steps 1, 7, 50 and 199: in how many steps loss and gradient
+        norm have the same bits, and whether the last checkpoints are equal.
+saving: the time of 200 steps that save every 100 steps, and of 200 steps that save nothing.
+
+CONFIG.json is the shape for memory and saving. TOKENIZER_FOLDER holds tokenizer.json and demo.tsv.
+"""
+import ctypes
+import hashlib
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+program, tokenizer, config, folder = [str(pathlib.Path(p).absolute()) for p in sys.argv[1:5]]
+parts = sys.argv[5:] or ["memory", "resume", "saving"]
+pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+wrong = []
+
+
+def say(ok, text):
+    print(("ok   " if ok else "WRONG"), text, flush=True)
+    if not ok:
+        wrong.append(text)
+
+
+def read_run(run):
+    lines = [json.loads(line) for line in open(f"{folder}/{run}/metrics.jsonl")]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+
+def digest(run, name):
+    checkpoint = max(pathlib.Path(f"{folder}/{run}").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    return hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()[:16]
+
+
+def fit(run, flags, watch=lambda line: None):
+    """Starts a run, shows each line of its standard error to `watch`, and returns its exit code, text and seconds."""
+    started = time.time()
+    words = [program, "fit", "--tokenizer", tokenizer, "--device", "cuda", "-o", f"{folder}/{run}"] + flags.split()
+    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    text = ""
+    for line in child.stderr:
+        text += line
+        watch(line)
+    return child.wait(), text, time.time() - started
+
+
+class Card:
+    """Memory of the card that this process holds."""
+
+    def __init__(self):
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        assert self.cuda.cuInit(0) == 0 and self.cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
+        assert self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        self.context, self.held, self.taking = context, [], False
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def free(self):
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.cuda.cuCtxSetCurrent(self.context)
+        assert self.cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+        return free.value
+
+    def work(self):
+        """Takes what is free, and what becomes free, as long as `taking` is set."""
+        self.cuda.cuCtxSetCurrent(self.context)
+        while True:
+            taken = False
+            for size in [1 << 30, 1 << 26, 1 << 22, 1 << 21] if self.taking else []:
+                pointer = ctypes.c_void_p()
+                while self.taking and self.cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0:
+                    self.held.append(pointer.value)
+                    taken = True
+            if not taken:
+                time.sleep(0.001)
+
+    def give_back(self):
+        self.taking = False
+        time.sleep(0.1)
+        self.cuda.cuCtxSetCurrent(self.context)
+        while self.held:
+            self.cuda.cuMemFree_v2(ctypes.c_void_p(self.held.pop()))
+
+
+def memory():
+    card = Card()
+    rows, long = pathlib.Path(folder) / "rows.tsv", pathlib.Path(folder) / "long.txt"
+    rows.write_text("".join(f"question {i}\tanswer {i}\n" for i in range(64)))
+    long.write_text("a text of many words, " * 4000)
+    flags = f"--init-config {config} -d {rows} --max-seq-length 2048 --max-steps 8 --save-steps 2 --overwrite"
+
+    def when(words):
+        def watch(line):
+            card.taking = card.taking or words in line
+        return watch
+
+    free = card.free()
+    # The first step begins when the weights are there.
+    weights = 0
+
+    def loaded():
+        while not done:
+            if free - card.free() > weights:
+                card.taking = True
+                return
+            time.sleep(0.001)
+
+    cases = [
+        ("while weights are loaded", "--eval-steps 0", when("  products "), None),
+        ("in the first step", "--eval-steps 0", None, None),
+        ("in the fifth step", f"--eval-steps 4 --eval-data {long}", when("evaluation after step 4"), 4),
+        ("in an evaluation", f"--eval-steps 4 --eval-data {long}", when(" 3/8 "), 2),
+        ("in the export", f"--eval-steps 0 --save-steps 8", when("checkpoint-8"), 8),
+    ]
+    for name, more, watch, saved in cases:
+        done = False
+        if watch is None:
+            out = subprocess.run([program, "estimate", "--init-config", config, "--tokenizer", tokenizer, "-d", rows,
+                                  "--device", "cuda"], capture_output=True, text=True).stdout
+            gib = float(next(line for line in out.splitlines() if line.startswith("weights")).split()[1])
+            weights = gib * 2**30 * 1.02
+            threading.Thread(target=loaded, daemon=True).start()
+        code, text, _ = fit("memory", flags + " " + more, watch or (lambda line: None))
+        done = True
+        card.give_back()
+        error = next((line for line in text.splitlines() if line.startswith("error")), text[-300:])
+        say(code == 4 and "panicked" not in text, f"memory {name}: exit code {code}: {error}")
+        if saved:
+            newest = max((int(p.name.split("-")[1]) for p in pathlib.Path(f"{folder}/memory").glob("checkpoint-*")), default=0)
+            verified = subprocess.run([program, "inspect", f"{folder}/memory/checkpoint-{newest}", "--verify"],
+                                      capture_output=True, text=True)
+            say(newest >= saved and verified.returncode == 0, f"  newest checkpoint {newest}, verified: {verified.returncode == 0}")
+        code, text, _ = fit("memory", "--resume-from-checkpoint")
+        say(code == 0, f"  resumed when the memory is free again: exit code {code}{'' if code == 0 else ': ' + text[-300:]}")
+        shutil.rmtree(f"{folder}/memory", ignore_errors=True)
+
+
+def resume():
+    rows = f"{tokenizer}/demo.tsv"
+    for recipe in ["w4a4", "nvfp4"]:
+        flags = (f"--init-config {tokenizer}/config.json -d {rows} --recipe {recipe} --max-seq-length 64 --batch-size 4 --learning-rate 1e-3 "
+                 "--lr-scheduler-type constant --warmup-steps 0 --eval-steps 0 --save-steps 0 --overwrite")
+        runs = {}
+        for i in range(3):
+            fit(f"fresh-{i}", flags + " --max-steps 200")
+            runs[f"fresh-{i}"] = read_run(f"fresh-{i}")
+        for at in [1, 7, 50, 199]:
+            fit(f"at-{at}", flags + f" --max-steps {at}")
+            code, text, _ = fit(f"at-{at}", "--resume-from-checkpoint --max-steps 200")
+            if code != 0:
+                say(False, f"resume at {at}: exit code {code}: {text[-300:]}")
+                continue
+            runs[f"at-{at}"] = read_run(f"at-{at}")
+        first = runs["fresh-0"]
+        for name, run in runs.items():
+            same = sum(run.get(step) == value for step, value in first.items())
+            until = next((step for step in sorted(first) if run.get(step) != first[step]), 201) - 1
+            files = [digest(name, f) == digest("fresh-0", f) for f in ["model.safetensors", "optimizer.safetensors"]]
+            say(len(run) == 200, f"resume {recipe} {name}: {same} of 200 steps have the bits of the first run, the first {until} of them in "
+                f"a row; weights equal: {files[0]}, states equal: {files[1]}; last loss {run[max(run)][0]:.6f}")
+            shutil.rmtree(f"{folder}/{name}" if name != "fresh-0" else f"{folder}/none", ignore_errors=True)
+        shutil.rmtree(f"{folder}/fresh-0")
+
+
+def saving():
+    flags = (f"--init-config {config} --synthetic --recipe w4a4 --batch-size 1 --max-seq-length 2048 --eval-steps 0 "
+             "--clip previous --overwrite --max-steps 200")
+    for name, more in [("nothing", "--save-strategy no"), ("every 100 steps", "--save-steps 100")]:
+        stamps = {}
+
+        def watch(line):
+            words = line.split()
+            if words and words[0].endswith("/200"):
+                stamps[int(words[0].split("/")[0])] = time.time()
+            if "saved" in line or "warning" in line:
+                print("    ", f"{time.time() - started:.2f}", line.strip(), flush=True)
+
+        started = time.time()
+        code, text, seconds = fit("saving", flags + " " + more, watch)
+        print(text[-200:] if code else "", end="")
+        if len(stamps) > 150:
+            waits = {step: stamps[step] - stamps[step - 1] for step in range(3, 201)}
+            median = sorted(waits.values())[len(waits) // 2]
+            print(f"saving {name}: exit code {code}, {seconds:.1f} s in all; steps 3 to 200 took {stamps[200] - stamps[2]:.2f} s; "
+                  f"the median step {median:.3f} s; steps 101 to 110 took {[round(waits[s], 3) for s in range(101, 111)]}", flush=True)
+        shutil.rmtree(f"{folder}/saving", ignore_errors=True)
+
+
+for part in parts:
+    {"memory": memory, "resume": resume, "saving": saving}[part]()
+sys.exit(1 if wrong else 0)

@@ -1,0 +1,220 @@
+//! Saving of checkpoints beside the training: after a step, the files of a checkpoint are made in the host's memory, and a
+//! thread writes them to the disk while the next steps are made. A host that has too little memory for that writes them
+//! directly, and training waits.
+//!
+//! At most one checkpoint is being written: the next one waits for it. [`crate::durable`] commits a folder only when it
+//! is complete, so that a kill at any moment leaves the older checkpoints as they are.
+
+use super::{
+    checkpoint::{self, MODEL, OPTIMIZER, STATE, TrainerState},
+    optimizer_file,
+};
+use crate::{
+    CliError, durable::PendingFolder, memory::host, model_files::Companions, report, train::optim::ChunkedAdamw,
+};
+use backend_nvfp4::Nvfp4Kernels;
+use model_qwen3::{ModelError, model::Qwen3, weights::Live, write::write_safetensors};
+use std::{
+    io::Write,
+    path::{Path, PathBuf},
+    thread::{self, JoinHandle},
+};
+
+/// The files of a checkpoint that are made from the run, in the order in which they are written.
+const FILES: [&str; 3] = [MODEL, OPTIMIZER, STATE];
+
+/// Saves the checkpoints of a run.
+#[derive(Debug)]
+pub struct Saver {
+    place: Place,
+    /// Bytes of a checkpoint, as forecast.
+    bytes: u64,
+    /// The checkpoint that is being written.
+    pending: Option<JoinHandle<Result<PathBuf, CliError>>>,
+    /// Whether it was said that training waits.
+    told: bool,
+}
+
+/// Where checkpoints go.
+#[derive(Debug, Clone)]
+struct Place {
+    run: PathBuf,
+    companions: Companions,
+    keep: usize,
+}
+
+impl Saver {
+    /// For the run in a folder, of which the newest `keep` checkpoints stay. Each takes about `bytes`.
+    pub fn new(run: &Path, companions: &Companions, keep: usize, bytes: u64) -> Self {
+        let place = Place { run: run.to_owned(), companions: companions.clone(), keep };
+        Self { place, bytes, pending: None, told: false }
+    }
+
+    /// Saves a checkpoint. It may still be being written when this returns; [`Self::wait`] ends when it is complete.
+    ///
+    /// # Errors
+    /// If the device or the system fails, for this checkpoint or the one before. The older ones are unchanged.
+    pub fn save<B: Nvfp4Kernels>(
+        &mut self,
+        model: &Qwen3<B>,
+        optimizer: &ChunkedAdamw<B>,
+        state: &TrainerState,
+    ) -> Result<(), CliError> {
+        self.wait()?;
+        let place = self.place.clone();
+        let target = place.target(state.global_step);
+        let content = Content { model, optimizer, state, target: &target };
+        if !self.has_memory() {
+            return place.commit(&target, |name, out| content.write(name, out)).map(|_| ());
+        }
+        let mut files = Vec::with_capacity(FILES.len());
+        for name in FILES {
+            let mut bytes = Vec::new();
+            content.write(name, &mut bytes)?;
+            files.push(bytes);
+        }
+        let mut files = files.into_iter();
+        let write = move || {
+            place.commit(&target, |_, out| {
+                let bytes = files.next().expect("there is a content for each file");
+                out.write_all(&bytes).map_err(CliError::io(&target))
+            })
+        };
+        let writer = thread::Builder::new().name("checkpoint".into()).spawn(write);
+        self.pending = Some(writer.map_err(CliError::io(&self.place.run))?);
+        Ok(())
+    }
+
+    /// Waits until the last checkpoint is complete. Returns its folder, the first time.
+    ///
+    /// # Errors
+    /// If it could not be written.
+    pub fn wait(&mut self) -> Result<Option<PathBuf>, CliError> {
+        let Some(writer) = self.pending.take() else { return Ok(None) };
+        writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(Some)
+    }
+
+    /// Does not wait: tells whether the checkpoint that was being written could not be.
+    ///
+    /// # Errors
+    /// If it could not be written.
+    pub fn check(&mut self) -> Result<(), CliError> {
+        if self.pending.as_ref().is_some_and(JoinHandle::is_finished) { self.wait().map(|_| ()) } else { Ok(()) }
+    }
+
+    /// Whether the host has memory for a checkpoint, and as much again for whatever else happens meanwhile.
+    fn has_memory(&mut self) -> bool {
+        let free = host::available();
+        let enough = free.is_some_and(|free| free / 2 >= self.bytes);
+        if !enough && !std::mem::replace(&mut self.told, true) {
+            let free = free.map_or("does not say how much memory is free".to_owned(), |free| {
+                format!("has {} of free memory", report::gib(free))
+            });
+            report::line(format!(
+                "warning: training waits while a checkpoint is written, because it takes {} and the host {free}",
+                report::gib(self.bytes)
+            ));
+        }
+        enough
+    }
+}
+
+/// What a checkpoint is made from.
+struct Content<'a, B: Nvfp4Kernels> {
+    model: &'a Qwen3<B>,
+    optimizer: &'a ChunkedAdamw<B>,
+    state: &'a TrainerState,
+    /// The checkpoint's folder, for messages.
+    target: &'a Path,
+}
+
+impl<B: Nvfp4Kernels> Content<'_, B> {
+    /// Writes one of the [`FILES`].
+    fn write(&self, name: &str, out: &mut dyn Write) -> Result<(), CliError> {
+        match name {
+            MODEL => {
+                write_safetensors(&Live::new(self.model), out, |e| ModelError::io(self.target, "")(e))?;
+                Ok(())
+            }
+            OPTIMIZER => optimizer_file::write(self.model, self.optimizer, out, self.target),
+            _ => {
+                let text = serde_json::to_string_pretty(self.state).expect("plain data is always valid JSON");
+                out.write_all(text.as_bytes()).map_err(CliError::io(self.target))
+            }
+        }
+    }
+}
+
+impl Place {
+    /// The folder of the checkpoint after `step` steps.
+    fn target(&self, step: usize) -> PathBuf {
+        self.run.join(format!("checkpoint-{step}"))
+    }
+
+    /// Writes a checkpoint, commits it, and deletes the oldest.
+    fn commit(
+        &self,
+        target: &Path,
+        mut write: impl FnMut(&str, &mut dyn Write) -> Result<(), CliError>,
+    ) -> Result<PathBuf, CliError> {
+        let mut folder = PendingFolder::new(target)?;
+        for name in FILES {
+            folder.file(name, |out| write(name, out))?;
+        }
+        self.companions.copy_into(&mut folder)?;
+        let committed = folder.commit()?;
+        report::line(format!("{:>11}  {}", "saved", committed.display()));
+        checkpoint::delete_old(&self.run, self.keep)?;
+        Ok(committed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        durable,
+        settings::Settings,
+        train::optim::{AdamwConfig, ChunkedAdamw},
+    };
+    use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling, StateKind};
+    use burn::{backend::NdArray, tensor::DType};
+    use model_qwen3::{config::Qwen3Config, weights};
+    use std::fs;
+
+    #[test]
+    fn a_checkpoint_is_the_same_whether_training_waits_or_not() {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let companions = Companions { config: demo.join("config.json"), text: demo.clone() };
+        let config = Qwen3Config::from_file(&companions.config).unwrap();
+        let spec = LinearSpec::new(Recipe::W4, Scaling::Two, Precision::F32);
+        let model = weights::random::<NdArray>(&config, spec, MasterKind::F32, 3, &Default::default()).unwrap();
+        let adamw = AdamwConfig {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.0,
+            state: StateKind::Int8,
+            master: MasterKind::F32,
+            chunk_rows: 0,
+            seed: 1,
+            float: DType::F32,
+        };
+        let optimizer = ChunkedAdamw::new(adamw, Default::default());
+        let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::Head::of(&model));
+        let dir = tempfile::tempdir().unwrap();
+        let saved = |name: &str, bytes: u64| {
+            let run = dir.path().join(name);
+            fs::create_dir(&run).unwrap();
+            let mut saver = Saver::new(&run, &companions, 2, bytes);
+            saver.save(&model, &optimizer, &state).unwrap();
+            let beside = saver.wait().unwrap().is_some();
+            durable::verify(&run.join("checkpoint-0")).unwrap();
+            (beside, fs::read(run.join("checkpoint-0").join(durable::MANIFEST)).unwrap())
+        };
+        // No host has memory for a checkpoint of so many bytes.
+        let (direct, beside) = (saved("direct", u64::MAX), saved("beside", 1));
+        assert_eq!((direct.0, beside.0), (false, cfg!(target_os = "linux")));
+        assert!(direct.1 == beside.1, "the manifests differ");
+    }
+}
