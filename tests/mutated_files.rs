@@ -8,7 +8,7 @@
 
 use crate::support::{
     Random,
-    files::{demo_file, ok, tiny_model},
+    files::{command, demo_file, ok, tiny_model},
 };
 use model_qwen3::{
     chat_template::{ChatTemplate, RenderOptions},
@@ -22,6 +22,7 @@ use std::{
     fs,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
+    process::Stdio,
     time::{Duration, Instant},
 };
 use train_cli::{
@@ -39,6 +40,8 @@ struct Reader {
     name: &'static str,
     file: PathBuf,
     read: Box<dyn Fn(&Path) -> bool>,
+    /// A command of the program that reads the file.
+    command: String,
 }
 
 #[test]
@@ -60,6 +63,46 @@ fn broken_files_make_no_reader_panic() {
         fs::write(&reader.file, &valid).unwrap();
     }
     assert!(accepted > 20 && refused > 200, "{accepted} broken files were accepted and {refused} refused");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn broken_files_cost_the_program_little_time_and_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("two.tsv"), "a\tb\nc\td\n").unwrap();
+    for reader in readers(dir.path()) {
+        let words: Vec<&str> = reader.command.split(' ').collect();
+        let valid = fs::read(&reader.file).unwrap();
+        let (_, whole) = cost(dir.path(), &words);
+        for kind in 0..CHANGES {
+            let mut bytes = valid.clone();
+            apply(&mut bytes, &mut Random::new(kind as u64), kind);
+            fs::write(&reader.file, &bytes).unwrap();
+            let (seconds, memory) = cost(dir.path(), &words);
+            let case =
+                format!("{}, change {kind}: {seconds:.1} s of processor time, {} MiB", reader.name, memory >> 20);
+            assert!(seconds <= 2.0, "{case}");
+            // What the program holds without the file is in both.
+            assert!(
+                memory <= whole + (64 << 20) + 2 * bytes.len() as u64,
+                "{case}; the valid file: {} MiB",
+                whole >> 20
+            );
+        }
+        fs::write(&reader.file, &valid).unwrap();
+    }
+}
+
+/// Runs the program on a file that may be broken. Returns its seconds of processor time and the most bytes that it held.
+#[cfg(target_os = "linux")]
+fn cost(dir: &Path, words: &[&str]) -> (f64, u64) {
+    use wait4::Wait4;
+    let mut program = command(dir, words);
+    let mut child = program.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let used = child.wait4().unwrap();
+    // 101 is a panic, and none is a signal.
+    assert!(used.status.code().is_some_and(|code| code < 100), "{words:?} ended with {}", used.status);
+    ((used.rusage.utime + used.rusage.stime).as_secs_f64(), used.rusage.maxrss)
 }
 
 #[test]
@@ -96,12 +139,19 @@ fn read_bytes(reader: &Reader, bytes: &[u8], what: &str) -> bool {
     read.unwrap_or_else(|_| panic!("{} panicked on {what}", reader.name))
 }
 
-/// Breaks a file in one of some ways.
+/// Breaks a file in one of [`CHANGES`] ways.
 fn change(bytes: &mut Vec<u8>, random: &mut Random) {
+    let kind = random.below(CHANGES);
+    apply(bytes, random, kind);
+}
+
+const CHANGES: usize = 14;
+
+fn apply(bytes: &mut Vec<u8>, random: &mut Random, kind: usize) {
     let at = random.below(bytes.len().max(1));
     let end = (at + 1 + random.below(64)).min(bytes.len());
     let range = at.min(bytes.len())..end.max(at.min(bytes.len()));
-    match random.below(14) {
+    match kind {
         0 => bytes.truncate(at),
         1 if !bytes.is_empty() => bytes[at] ^= 1 << random.below(8),
         2 => bytes[range].fill(0),
@@ -157,8 +207,13 @@ fn readers(dir: &Path) -> Vec<Reader> {
 }
 
 impl Reader {
-    fn new(name: &'static str, file: PathBuf, read: impl Fn(&Path) -> bool + 'static) -> Self {
-        Self { name, file, read: Box::new(read) }
+    fn new(
+        name: &'static str,
+        file: PathBuf,
+        command: impl Into<String>,
+        read: impl Fn(&Path) -> bool + 'static,
+    ) -> Self {
+        Self { name, file, read: Box::new(read), command: command.into() }
     }
 }
 
@@ -175,29 +230,38 @@ fn tensor_readers(dir: &Path, m: &Path) -> [Reader; 3] {
     fs::write(&index, json!({"metadata": {}, "weight_map": map}).to_string()).unwrap();
     let opens = |path: &Path| Container::open(path).is_ok_and(|file| reads_all(&file));
     [
-        Reader::new(".dat", dir.join("packed.dat"), opens),
-        Reader::new("safetensors", dir.join("x.safetensors"), opens),
-        Reader::new("index", index, |path| Container::open(path.parent().unwrap()).is_ok()),
+        Reader::new(".dat", dir.join("packed.dat"), "inspect packed.dat --verify", opens),
+        Reader::new("safetensors", dir.join("x.safetensors"), "inspect x.safetensors --verify", opens),
+        Reader::new("index", index, "inspect shards --verify", |path| Container::open(path.parent().unwrap()).is_ok()),
     ]
 }
 
+/// Reads the small files of a model.
+const PREVIEW: &str = "data preview two.tsv -m m";
+
 /// The small files of a model.
 fn text_readers(dir: &Path, m: &Path) -> [Reader; 5] {
-    let tokenizer = dir.join("tokenizer.json");
-    fs::copy(m.join("tokenizer.json"), &tokenizer).unwrap();
+    let tokenizer = dir.join("t/tokenizer.json");
+    fs::create_dir(dir.join("t")).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "config.json"] {
+        fs::copy(m.join(name), tokenizer.with_file_name(name)).unwrap();
+    }
     let source: Value = serde_json::from_slice(&fs::read(m.join("tokenizer_config.json")).unwrap()).unwrap();
     let template = dir.join("template").join("chat_template.jinja");
     fs::create_dir(template.parent().unwrap()).unwrap();
     fs::write(&template, source["chat_template"].as_str().unwrap()).unwrap();
     fs::write(template.with_file_name("tokenizer_config.json"), "{}").unwrap();
+    for name in ["tokenizer.json", "config.json"] {
+        fs::copy(m.join(name), template.with_file_name(name)).unwrap();
+    }
     let generation = |path: &Path| GenerationConfig::from_folder(path.parent().unwrap()).is_ok();
     let encodes = |path: &Path| Tokenizer::from_file(path).is_ok_and(|t| t.encode("Hello, 你好!").is_ok());
     [
-        Reader::new("config.json", m.join("config.json"), |path| Qwen3Config::from_file(path).is_ok()),
-        Reader::new("generation_config.json", m.join("generation_config.json"), generation),
-        Reader::new("tokenizer.json", tokenizer, encodes),
-        Reader::new("chat template", template, renders),
-        Reader::new("tokenizer_config.json", m.join("tokenizer_config.json"), renders),
+        Reader::new("config.json", m.join("config.json"), PREVIEW, |path| Qwen3Config::from_file(path).is_ok()),
+        Reader::new("generation_config.json", m.join("generation_config.json"), PREVIEW, generation),
+        Reader::new("tokenizer.json", tokenizer, "data preview two.tsv -m m --tokenizer t", encodes),
+        Reader::new("chat template", template, "data preview two.tsv -m m --tokenizer template", renders),
+        Reader::new("tokenizer_config.json", m.join("tokenizer_config.json"), PREVIEW, renders),
     ]
 }
 
@@ -224,9 +288,10 @@ fn row_readers(dir: &Path, text: &TextFiles) -> Vec<Reader> {
         ("text", "g.txt", "One line.\n\nTwo lines, 你好.\n".into()),
     ];
     let reader = |(name, file, content): (_, &str, String)| {
+        let command = format!("data stats {file} -m m");
         let (file, text) = (dir.join(file), text.clone());
         fs::write(&file, content).unwrap();
-        Reader::new(name, file, move |path| read::load(&[path.to_owned()], &text, OPTIONS).is_ok())
+        Reader::new(name, file, command, move |path| read::load(&[path.to_owned()], &text, OPTIONS).is_ok())
     };
     files.into_iter().map(reader).collect()
 }
@@ -237,7 +302,9 @@ fn token_cache_reader(dir: &Path, text: TextFiles) -> Reader {
     fs::write(&rows[0], "a\tb\nc\td\n").unwrap();
     let expected = token_cache::load(Some(&cache), &rows, &text, OPTIONS).unwrap().0;
     let kept = fs::read_dir(&cache).unwrap().next().unwrap().unwrap().path();
-    Reader::new("token cache", kept, move |_| {
+    let command =
+        "fit -m m -d rows.tsv --token-cache cache --max-seq-length 64 --overlong split --dry-run --device cpu -o r";
+    Reader::new("token cache", kept, command, move |_| {
         let found = token_cache::load(Some(&cache), &rows, &text, OPTIONS).unwrap().0;
         assert!(found == expected, "a broken token cache was believed");
         true
@@ -251,10 +318,14 @@ fn run_readers(dir: &Path) -> [Reader; 2] {
     let folder = dir.join("folder");
     let mut pending = durable::PendingFolder::new(&folder).unwrap();
     pending.copy(&demo_file("config.json"), "config.json").unwrap();
+    pending.copy(&dir.join("m/model.safetensors"), "model.safetensors").unwrap();
     pending.commit().unwrap();
     let layered = |path: &Path| Layer::of_file(path).is_ok_and(|layer| layer.over_defaults().is_ok());
     let verifies = |path: &Path| durable::verify(path.parent().unwrap()).is_ok();
-    [Reader::new("settings", settings, layered), Reader::new("manifest.json", folder.join("manifest.json"), verifies)]
+    [
+        Reader::new("settings", settings, "fit -c settings.toml -m m --dry-run --device cpu -o r", layered),
+        Reader::new("manifest.json", folder.join("manifest.json"), "inspect folder --verify", verifies),
+    ]
 }
 
 /// Reads every value of a file of tensors.

@@ -1,0 +1,26 @@
+//! Any bytes as a chat template, which then renders two messages. A panic of the template engine becomes an error, and is no
+//! finding.
+#![no_main]
+
+use model_qwen3::chat_template::{self, ChatTemplate, RenderOptions};
+use serde_json::json;
+use std::sync::Once;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    static QUIET: Once = Once::new();
+    QUIET.call_once(|| {
+        let found = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            if std::thread::current().name() != Some(chat_template::THREAD) {
+                found(panic);
+            }
+        }));
+    });
+    fuzz::file("tokenizer_config.json", b"{}");
+    let path = fuzz::file("chat_template.jinja", bytes);
+    let messages = [json!({"role": "user", "content": "a"}), json!({"role": "assistant", "content": "b"})];
+    let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
+    if let Ok(template) = ChatTemplate::from_folder(path.parent().expect("the file is in a folder")) {
+        let _ = template.render(&messages, &options);
+    }
+});
