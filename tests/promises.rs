@@ -22,6 +22,7 @@ mod emulated;
 mod foreign;
 mod formats;
 mod generation;
+mod gguf;
 mod gradients;
 mod guard;
 mod hostile;

@@ -51,20 +51,28 @@ pub struct RenderOptions<'a> {
 }
 
 impl ChatTemplate {
-    /// Reads a folder's template from chat_template.jinja or from the field in tokenizer_config.json.
+    /// Compiles a folder's template.
     ///
     /// # Errors
     /// If there is no template or it does not compile.
     pub fn from_folder(folder: &Path) -> Result<Self, ModelError> {
+        Self::new(Self::source(folder)?)
+    }
+
+    /// Reads the text of a folder's template from chat_template.jinja or from the field in tokenizer_config.json.
+    ///
+    /// # Errors
+    /// If there is no template.
+    pub fn source(folder: &Path) -> Result<String, ModelError> {
         let file = folder.join("chat_template.jinja");
         if file.exists() {
-            return Self::new(read_text(&file, 1 << 20, "")?);
+            return read_text(&file, 1 << 20, "");
         }
         let path = folder.join("tokenizer_config.json");
         let text = read_text(&path, 16 << 20, "a model folder needs it or chat_template.jinja for its chat template")?;
         let config = json::parse(&text).map_err(|e| ModelError::parse(&path, e))?;
         match config.get("chat_template").and_then(Json::as_str) {
-            Some(source) => Self::new(source.to_owned()),
+            Some(source) => Ok(source.to_owned()),
             None => Err(ModelError::parse(
                 &path,
                 "there is no chat_template in it; add the field, or the file chat_template.jinja",

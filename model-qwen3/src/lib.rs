@@ -12,7 +12,7 @@
 //! | [`tensors`] | tensors by name, wherever they are |
 //! | [`container`] | the tensors of a `.dat` file or of safetensors |
 //! | [`repack`], [`foreign`] | the same tensors in another format; as other libraries store NVFP4 |
-//! | [`write`](mod@write) | tensors streamed to a file |
+//! | [`write`](mod@write), [`gguf`] | tensors streamed to a file; a model as a GGUF file |
 //! | [`dat`] | the `.dat` format, byte for byte |
 //! | [`safetensors`] | Hugging Face files, also in shards |
 //! | [`bytes`], [`json`] | numbers as bytes; JSON whose keys stand once |
@@ -37,6 +37,7 @@ mod error;
 pub mod file;
 pub mod foreign;
 pub mod generate;
+pub mod gguf;
 pub mod json;
 pub mod kv_cache;
 pub mod loss;

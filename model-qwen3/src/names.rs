@@ -58,6 +58,39 @@ pub(crate) fn multiplied_together(name: &str) -> Vec<String> {
     }
 }
 
+/// The name of a tensor in a GGUF file, if it has one there.
+pub(crate) fn in_gguf(name: &str) -> Option<String> {
+    let parts = [
+        (Q_PROJ, "attn_q"),
+        (K_PROJ, "attn_k"),
+        (V_PROJ, "attn_v"),
+        (O_PROJ, "attn_output"),
+        (Q_NORM, "attn_q_norm"),
+        (K_NORM, "attn_k_norm"),
+        (GATE_PROJ, "ffn_gate"),
+        (UP_PROJ, "ffn_up"),
+        (DOWN_PROJ, "ffn_down"),
+        (INPUT_LAYERNORM, "attn_norm"),
+        (POST_ATTENTION_LAYERNORM, "ffn_norm"),
+    ];
+    let plain = match name {
+        EMBEDDING => "token_embd".to_owned(),
+        FINAL_NORM => "output_norm".to_owned(),
+        HEAD => "output".to_owned(),
+        _ => {
+            let block = block_of(name)?;
+            let (_, part) = parts.into_iter().find(|(part, _)| in_block(block, part) == name)?;
+            format!("blk.{block}.{part}")
+        }
+    };
+    Some(plain + WEIGHT)
+}
+
+/// The name of the tensor scale of an NVFP4 tensor in a GGUF file.
+pub(crate) fn scale_in_gguf(name: &str) -> String {
+    format!("{}.scale", name.strip_suffix(WEIGHT).unwrap_or(name))
+}
+
 /// What one entry of an NVFP4 tensor holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {

@@ -198,8 +198,8 @@ pub struct EvalLossArgs {
     /// Longest sequence, in tokens; what is longer is cut into several [default: 2048, or the model's limit if that is lower]
     #[arg(long, value_name = "N")]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
-    /// Measure a model whose weights are not quantized as if this recipe quantized them; give the flag several times to
-    /// compare recipes
+    /// For an unquantized model: round its weights by this recipe before measuring. Give the flag several times to compare
+    /// recipes
     #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
     pub recipes: Vec<Recipe>,
     /// Number of sequences that are computed together
@@ -274,6 +274,8 @@ pub enum ContainerArg {
     Dat,
     /// One safetensors file; put config.json and the tokenizer beside it to load it as a model
     Safetensors,
+    /// A GGUF file with config, tokenizer and chat template, for llama.cpp, Ollama and LM Studio
+    Gguf,
 }
 
 /// The number format that `convert` writes.
@@ -281,6 +283,8 @@ pub enum ContainerArg {
 pub enum WeightArg {
     /// NVFP4 for linear layers, f16 for all other weights
     Nvfp4,
+    /// 8-bit integers with a scale for each 32 weights; GGUF only
+    Q8_0,
     /// f16
     F16,
     /// bf16
@@ -292,10 +296,14 @@ pub enum WeightArg {
 /// Flags of `convert`.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    /// Model to read: a folder, a .dat file or a .safetensors file
+    /// Model to read: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
     pub input: PathBuf,
     /// File to write
     pub output: PathBuf,
+    /// With --to gguf: folder of the tokenizer and chat template, and of config.json if the model has none [default: the
+    /// model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
     /// Container to write
     #[arg(long)]
     pub to: ContainerArg,

@@ -4,43 +4,46 @@ use crate::{
     CliError,
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
-    model_files::ModelFiles,
+    model_files::{ModelFiles, TextFiles, Trained},
     outputs::check_output,
     report,
+    talk::loaded::located,
 };
 use backend_nvfp4::BlockShape;
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
+    chat_template::ChatTemplate,
+    config::Qwen3Config,
+    gguf::{About, Matrices, Vocabulary, write_gguf},
     repack::{Repacked, StoreAs},
     tensors::Tensors,
     write::{write_dat, write_safetensors},
 };
+use std::io::Write;
 
 /// Runs the command.
 ///
 /// # Errors
 /// If the input is broken, the output is an input, or writing fails.
 pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
-    let files = ModelFiles::new(&args.input);
+    let files = located(&args.input)?;
     let source = files.open_weights()?;
     let mut inputs = files.weight_files();
     inputs.push(source.path().to_owned());
     check_output(&args.output, &inputs)?;
-    let format = match args.dtype {
-        WeightArg::Nvfp4 => {
-            StoreAs::Nvfp4 { scaling: args.scales, head: true, block: BlockShape::Row, dense_from: usize::MAX }
-        }
-        WeightArg::F16 => StoreAs::Float(FloatType::F16),
-        WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),
-        WeightArg::F32 => StoreAs::Float(FloatType::F32),
+    let gguf = match args.to {
+        ContainerArg::Gguf => Some(Gguf::read(args, &files)?),
+        _ if args.tokenizer.is_some() => return Err(CliError::Usage("--tokenizer goes with --to gguf".into())),
+        _ => None,
     };
-    let tensors = Repacked::new(&source, format);
+    let tensors = Repacked::new(&source, format(args)?);
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
-        match args.to {
-            ContainerArg::Dat => write_dat(&tensors, None, out, failed).map(|_| ())?,
-            ContainerArg::Safetensors => write_safetensors(&tensors, out, failed).map(|_| ())?,
+        match (args.to, &gguf) {
+            (ContainerArg::Dat, _) => write_dat(&tensors, None, out, failed).map(|_| ())?,
+            (_, Some(gguf)) => gguf.write(&source, args.dtype, out, failed)?,
+            (_, None) => write_safetensors(&tensors, out, failed).map(|_| ())?,
         }
         Ok(())
     })?;
@@ -48,4 +51,76 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let count = report::count(tensors.names().len(), "tensor");
     report::result(format!("{} · {count} · {bytes} bytes · sha256 {sha256}", args.output.display()));
     Ok(())
+}
+
+/// How tensors are stored in containers that are not GGUF.
+fn format(args: &ConvertArgs) -> Result<StoreAs<'static>, CliError> {
+    Ok(match args.dtype {
+        WeightArg::Nvfp4 => {
+            StoreAs::Nvfp4 { scaling: args.scales, head: true, block: BlockShape::Row, dense_from: usize::MAX }
+        }
+        WeightArg::F16 => StoreAs::Float(FloatType::F16),
+        WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),
+        WeightArg::F32 => StoreAs::Float(FloatType::F32),
+        WeightArg::Q8_0 if args.to == ContainerArg::Gguf => StoreAs::Float(FloatType::F32),
+        WeightArg::Q8_0 => {
+            return Err(CliError::Usage("--dtype q8-0: only GGUF files hold 8-bit weights; use --to gguf".into()));
+        }
+    })
+}
+
+/// What a GGUF file holds besides the weights.
+struct Gguf {
+    name: String,
+    config: Qwen3Config,
+    vocabulary: Vocabulary,
+    template: String,
+    eos: u32,
+    packs_activations: bool,
+}
+
+impl Gguf {
+    fn read(args: &ConvertArgs, files: &ModelFiles) -> Result<Self, CliError> {
+        let folder = args.tokenizer.as_ref().unwrap_or(&files.folder);
+        let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
+        let vocabulary = Vocabulary::from_file(&folder.join("tokenizer.json"))?;
+        let text = TextFiles::open(folder, &config)?;
+        let first = |ids: &[u32]| ids.first().copied();
+        // The end of a turn, where the model has one.
+        let named = text.tokenizer.id("<|im_end|>").or_else(|| first(&text.generation.eos_token_ids));
+        let eos = named.or_else(|| first(&text.stop_ids)).unwrap_or_default();
+        Ok(Self {
+            name: ModelFiles::new(&args.input).name(),
+            config,
+            vocabulary,
+            template: ChatTemplate::source(folder)?,
+            eos,
+            packs_activations: Trained::of(files)?.is_some_and(|trained| trained.recipe.packs_activations()),
+        })
+    }
+
+    fn write(
+        &self,
+        source: &dyn Tensors,
+        dtype: WeightArg,
+        out: &mut dyn Write,
+        failed: impl Fn(std::io::Error) -> ModelError,
+    ) -> Result<(), ModelError> {
+        let matrices = match dtype {
+            WeightArg::Nvfp4 => Matrices::Nvfp4,
+            WeightArg::Q8_0 => Matrices::Q8,
+            WeightArg::F16 => Matrices::Float(FloatType::F16),
+            WeightArg::Bf16 => Matrices::Float(FloatType::Bf16),
+            WeightArg::F32 => Matrices::Float(FloatType::F32),
+        };
+        let about = About {
+            name: &self.name,
+            config: &self.config,
+            vocabulary: &self.vocabulary,
+            template: &self.template,
+            eos: self.eos,
+            packs_activations: self.packs_activations,
+        };
+        write_gguf(source, matrices, &about, out, failed).map(|_| ())
+    }
 }

@@ -71,10 +71,10 @@ impl Choice for Recipe {
             named(
                 Self::W4,
                 "w4",
-                "Weights are rounded to NVFP4 whenever a linear layer computes; gradients are computed as if they were not \
-                 rounded",
+                "Weights are rounded to NVFP4 whenever a linear layer computes, forward and backward; the gradient of the \
+                 rounded weights updates the weights",
             ),
-            named(Self::W4a4, "w4a4", "Weights and activations are rounded; gradients as for w4"),
+            named(Self::W4a4, "w4a4", "Weights and activations are rounded"),
             named(
                 Self::Nvfp4(Nvfp4Parts::ALL),
                 "nvfp4",
@@ -162,11 +162,12 @@ impl Choice for StateKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nvfp4Part {
-    /// One scale for each square of 16x16 weights; without it, one for 16 weights of a row
+    /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
+    /// 16 weights of a row
     SquareBlocks,
     /// The random Hadamard transform, which spreads outliers over 16 tokens before the weight gradient is computed
     Hadamard,
-    /// Rounding of gradients up or down at random; without it, to the nearest
+    /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
     Stochastic,
 }
 

@@ -149,7 +149,7 @@ pub struct RecipeSettings {
     /// Device to train on: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, help_heading = COMMON)]
     pub device: DeviceChoice,
-    /// For experiments: parts of recipe nvfp4 to leave out, separated by commas. Each of them reduces rounding errors
+    /// For experiments: recipe nvfp4 has three techniques that keep training accurate. Switch these off, separated by commas
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     pub nvfp4_without: Vec<Nvfp4Part>,
     /// Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized

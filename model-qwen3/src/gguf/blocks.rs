@@ -1,0 +1,76 @@
+//! The blocks in which ggml stores quantized values.
+//!
+//! ```text
+//! Q8_0   32 values   f16 scale d = amax / 127,  32 signed bytes round(x / d)
+//! NVFP4  64 values   4 E4M3 scales, one for each 16 values;  then 8 bytes for each 16 values:
+//!                    byte j holds the code of value j in its low half, and of value j + 8 in its high half
+//! ```
+
+use backend_nvfp4::{
+    Packed,
+    layout::{BLOCK, scales_per_row, words_per_row},
+};
+use half::f16;
+
+pub(super) const Q8_VALUES: usize = 32;
+pub(super) const Q8_BYTES: usize = 34;
+pub(super) const NVFP4_VALUES: usize = 64;
+pub(super) const NVFP4_BYTES: usize = 36;
+
+/// Values, a multiple of 32 of them, as Q8_0.
+pub(super) fn q8(values: &[f32]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(values.len() / Q8_VALUES * Q8_BYTES);
+    for block in values.chunks_exact(Q8_VALUES) {
+        let amax = block.iter().fold(0.0f32, |amax, x| amax.max(x.abs()));
+        let scale = amax / 127.0;
+        let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+        out.extend(f16::from_f32(scale).to_le_bytes());
+        out.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
+    }
+    out
+}
+
+/// A packed matrix whose rows have a multiple of 64 columns. Its tensor scale is stored elsewhere.
+pub(super) fn nvfp4(packed: &Packed, rows: usize, cols: usize) -> Vec<u8> {
+    let mut out = Vec::with_capacity(rows * cols / NVFP4_VALUES * NVFP4_BYTES);
+    for row in 0..rows {
+        let words = &packed.codes[row * words_per_row(cols)..(row + 1) * words_per_row(cols)];
+        let scales = &packed.scales[row * scales_per_row(cols)..(row + 1) * scales_per_row(cols)];
+        let blocks = NVFP4_VALUES / BLOCK;
+        for (words, scales) in words.chunks_exact(2 * blocks).zip(scales.chunks_exact(blocks)) {
+            out.extend(scales.iter().map(|scale| scale & 0x7F));
+            for pair in words.chunks_exact(2) {
+                let code = |word: u32, j: u32| (word >> (4 * j)) as u8 & 0xF;
+                out.extend((0..8).map(|j| code(pair[0], j) | code(pair[1], j) << 4));
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_of_8_bit_values_is_ggmls() {
+        // By gguf 0.19 for Python: gguf.quants.quantize(numpy.arange(-16, 16, dtype="f4"), GGMLQuantizationType.Q8_0)
+        let values: Vec<f32> = (-16..16).map(|x| x as f32).collect();
+        let bytes = q8(&values);
+        assert_eq!(bytes.len(), Q8_BYTES);
+        assert_eq!(bytes[..2], f16::from_f32(16.0 / 127.0).to_le_bytes());
+        assert_eq!(bytes[2..6].iter().map(|b| b.cast_signed()).collect::<Vec<_>>(), [-127, -119, -111, -103]);
+        assert_eq!(q8(&[0.0; 32]), [0; 34]);
+    }
+
+    #[test]
+    fn codes_are_paired_as_ggml_pairs_them() {
+        // Value i of the row has code i mod 16, and block b of 16 values has scale 0x30 + b.
+        let codes = [0x7654_3210, 0xFEDC_BA98].repeat(4);
+        let packed = Packed { codes, scales: vec![0x30, 0x31, 0x32, 0x33], global: 2.0 };
+        let bytes = nvfp4(&packed, 1, 64);
+        assert_eq!(bytes[..4], [0x30, 0x31, 0x32, 0x33]);
+        assert_eq!(bytes[4..12], [0x80, 0x91, 0xA2, 0xB3, 0xC4, 0xD5, 0xE6, 0xF7]);
+        assert_eq!(bytes.len(), NVFP4_BYTES);
+    }
+}

@@ -1,0 +1,210 @@
+//! `convert --to gguf` writes every weight, the tokenizer and the chat template of a model as a GGUF file. The file is read by
+//! an independent crate, and blocks are decoded here as ggml's sources describe them. doc/notebook/gguf_check.py compares files
+//! with ggml's own decoder and asks llama.cpp.
+
+use crate::support::{
+    files::{demo_file, ok, run, tiny_model},
+    spec::{E2M1, E4m3},
+};
+use backend_nvfp4::reference;
+use gguf_rs_lib::{
+    format::{GGUFTensorType, MetadataValue},
+    reader::open_gguf_file,
+};
+use half::{bf16, f16};
+use model_qwen3::{
+    container::Container,
+    tensors::{Stored, Tensors},
+};
+use std::{collections::HashMap, path::Path};
+
+/// The names of a model with one block, ours and GGUF's.
+const NAMES: [(&str, &str); 13] = [
+    ("model.embed_tokens.weight", "token_embd.weight"),
+    ("model.layers.0.self_attn.q_proj.weight", "blk.0.attn_q.weight"),
+    ("model.layers.0.self_attn.k_proj.weight", "blk.0.attn_k.weight"),
+    ("model.layers.0.self_attn.v_proj.weight", "blk.0.attn_v.weight"),
+    ("model.layers.0.self_attn.o_proj.weight", "blk.0.attn_output.weight"),
+    ("model.layers.0.self_attn.q_norm.weight", "blk.0.attn_q_norm.weight"),
+    ("model.layers.0.self_attn.k_norm.weight", "blk.0.attn_k_norm.weight"),
+    ("model.layers.0.mlp.gate_proj.weight", "blk.0.ffn_gate.weight"),
+    ("model.layers.0.mlp.up_proj.weight", "blk.0.ffn_up.weight"),
+    ("model.layers.0.mlp.down_proj.weight", "blk.0.ffn_down.weight"),
+    ("model.layers.0.input_layernorm.weight", "blk.0.attn_norm.weight"),
+    ("model.layers.0.post_attention_layernorm.weight", "blk.0.ffn_norm.weight"),
+    ("model.norm.weight", "output_norm.weight"),
+];
+
+#[test]
+fn floats_and_8_bit_weights_are_those_of_the_model() {
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(&dir.path().join("m"), false);
+    let weights = Container::open(&dir.path().join("m/model.safetensors")).unwrap();
+    for (dtype, kind) in [
+        ("f32", GGUFTensorType::F32),
+        ("f16", GGUFTensorType::F16),
+        ("bf16", GGUFTensorType::BF16),
+        ("q8-0", GGUFTensorType::Q8_0),
+    ] {
+        ok(dir.path(), &["convert", "m", "x.gguf", "--to", "gguf", "--dtype", dtype]);
+        let file = read(&dir.path().join("x.gguf"));
+        // Two blocks, the embedding, the last norm and a head of its own.
+        assert_eq!(file.len(), 2 * 11 + 3, "{dtype}");
+        for (name, theirs) in NAMES.into_iter().chain([("lm_head.weight", "output.weight")]) {
+            let (found_kind, dims, found) = &file[theirs];
+            let (values, shape) = (weights.read_dense(name).unwrap(), weights.stored(name).unwrap().shape());
+            assert_eq!(*dims, shape.iter().rev().map(|size| *size as u64).collect::<Vec<_>>(), "{theirs}");
+            let is_norm = shape.len() == 1;
+            assert_eq!(*found_kind, if is_norm { GGUFTensorType::F32 } else { kind }, "{theirs}");
+            for (i, (x, y)) in values.iter().zip(found).enumerate() {
+                let expected = match dtype {
+                    "f16" if !is_norm => f16::from_f32(*x).to_f32(),
+                    "bf16" if !is_norm => bf16::from_f32(*x).to_f32(),
+                    _ => *x,
+                };
+                // An 8-bit value is off by at most half a step, and the step is rounded to f16.
+                let block = &values[i / 32 * 32..][..32.min(values.len() - i / 32 * 32)];
+                let amax = block.iter().fold(0.0f32, |a, b| a.max(b.abs()));
+                let bound = if dtype == "q8-0" && !is_norm { amax * (0.5 / 127.0 + 1.0 / 1024.0) } else { 0.0 };
+                assert!((y - expected).abs() <= bound, "{dtype} {theirs}, value {i}: {y}, expected {expected}");
+            }
+        }
+    }
+    let out = run(dir.path(), &["convert", "m", "x.dat", "--to", "dat", "--dtype", "q8-0"]);
+    assert_eq!(out.status.code(), Some(2), "only GGUF holds 8-bit weights");
+}
+
+#[test]
+fn nvfp4_weights_keep_their_codes_and_scales() {
+    let dir = tempfile::tempdir().unwrap();
+    let demo = demo_file("").display().to_string();
+    let config = demo_file("config.json").display().to_string();
+    let words = ["--init-config", &config, "--tokenizer", &demo, "--synthetic", "--device", "cpu", "--max-steps", "1"];
+    let more = ["--max-seq-length", "32", "--eval-steps", "0", "-o", "r"];
+    for recipe in ["w4", "w4a4"] {
+        ok(dir.path(), &[&["fit", "--overwrite", "--recipe", recipe], &words[..], &more].concat());
+        ok(dir.path(), &["convert", "r", "x.gguf", "--to", "gguf", "--dtype", "nvfp4"]);
+        let file = read(&dir.path().join("x.gguf"));
+        let weights = Container::open(&dir.path().join("r/final/model.dat")).unwrap();
+        // The seven linear layers of each of three blocks have a tensor scale beside them; the head is the embedding.
+        assert_eq!(file.len(), 3 * (11 + 7) + 2);
+        for (name, theirs) in NAMES {
+            let (kind, _, found) = &file[theirs];
+            let Some(Stored::Packed { rows, cols, .. }) = weights.stored(name) else {
+                assert!(found == &weights.read_dense(name).unwrap(), "{theirs}");
+                continue;
+            };
+            assert_eq!(*kind, GGUFTensorType::NVFP4, "{theirs}");
+            let packed = weights.read_packed(name).unwrap();
+            let scale = &file[&theirs.replace(".weight", ".scale")].2;
+            assert_eq!(scale, &[packed.global], "{theirs}");
+            let without = backend_nvfp4::Packed { global: 1.0, ..packed };
+            assert!(found == &reference::dequantize(&without, rows, cols), "{theirs}");
+        }
+        // What was not trained for 4-bit activations says that it must not run with them.
+        let keys = keys(&dir.path().join("x.gguf"));
+        let kept = keys.get("general.tensor_extra.prec_a4").map(|value| array(value).len());
+        assert_eq!(kept, (recipe == "w4").then_some(21), "{recipe}");
+    }
+    tiny_model(&dir.path().join("m"), true);
+    let out = run(dir.path(), &["convert", "m", "y.gguf", "--to", "gguf", "--dtype", "nvfp4"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(!out.status.success() && stderr.contains("a multiple of 64"), "{stderr}");
+    assert!(!dir.path().join("y.gguf").exists());
+}
+
+#[test]
+fn sizes_tokens_and_template_are_in_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let m = dir.path().join("m");
+    tiny_model(&m, true);
+    ok(dir.path(), &["convert", "m", "x.gguf", "--to", "gguf", "--dtype", "bf16"]);
+    let keys = keys(&dir.path().join("x.gguf"));
+    let text = |key: &str| keys[key].as_str().unwrap_or_else(|| panic!("{key} is no text")).to_owned();
+    let number = |key: &str| number(&keys[key]).unwrap_or_else(|| panic!("{key} is no number"));
+    assert_eq!([text("general.architecture"), text("tokenizer.ggml.model")], ["qwen3", "gpt2"]);
+    assert_eq!(text("tokenizer.ggml.pre"), "qwen2");
+    let config: serde_json::Value = serde_json::from_slice(&std::fs::read(m.join("config.json")).unwrap()).unwrap();
+    for (key, ours) in [
+        ("block_count", "num_hidden_layers"),
+        ("context_length", "max_position_embeddings"),
+        ("embedding_length", "hidden_size"),
+        ("feed_forward_length", "intermediate_size"),
+        ("attention.head_count", "num_attention_heads"),
+        ("attention.head_count_kv", "num_key_value_heads"),
+        ("attention.key_length", "head_dim"),
+        ("attention.value_length", "head_dim"),
+        ("rope.freq_base", "rope_theta"),
+        ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ] {
+        let expected = config[ours].as_f64().unwrap();
+        assert!((number(&format!("qwen3.{key}")) - expected).abs() <= 1e-6 * expected, "{key}");
+    }
+    let tokenizer: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(m.join("tokenizer.json")).unwrap()).unwrap();
+    let (tokens, kinds) = (array(&keys["tokenizer.ggml.tokens"]), array(&keys["tokenizer.ggml.token_type"]));
+    assert_eq!([tokens.len(), kinds.len()], [config["vocab_size"].as_u64().unwrap() as usize; 2]);
+    for (token, id) in tokenizer["model"]["vocab"].as_object().unwrap() {
+        assert_eq!(tokens[id.as_u64().unwrap() as usize].as_str(), Some(token.as_str()));
+    }
+    let end = number("tokenizer.ggml.eos_token_id") as usize;
+    assert_eq!((tokens[end].as_str(), self::number(&kinds[end])), (Some("<|im_end|>"), Some(3.0)));
+    assert_eq!(array(&keys["tokenizer.ggml.merges"]).len(), tokenizer["model"]["merges"].as_array().unwrap().len());
+    let template: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(m.join("tokenizer_config.json")).unwrap()).unwrap();
+    assert_eq!(Some(text("tokenizer.chat_template").as_str()), template["chat_template"].as_str());
+}
+
+/// The keys of a file.
+fn keys(path: &Path) -> HashMap<String, MetadataValue> {
+    open_gguf_file(path).unwrap().metadata().data.clone()
+}
+
+fn number(value: &MetadataValue) -> Option<f64> {
+    value.as_f64().or_else(|| value.as_i64().map(|x| x as f64)).or_else(|| value.as_u64().map(|x| x as f64))
+}
+
+fn array(value: &MetadataValue) -> &[MetadataValue] {
+    let MetadataValue::Array(array) = value else { panic!("{value:?} is no array") };
+    &array.values
+}
+
+type Tensor = (GGUFTensorType, Vec<u64>, Vec<f32>);
+
+/// The tensors of a file: types, dimensions and values.
+fn read(path: &Path) -> HashMap<String, Tensor> {
+    let mut file = open_gguf_file(path).unwrap();
+    let infos: Vec<_> = file.tensor_infos().to_vec();
+    let mut tensor = |name: &str| file.load_tensor_data(name).unwrap().unwrap().as_slice().to_vec();
+    let decoded = infos.iter().map(|info| {
+        let values = decode(info.tensor_type, &tensor(&info.name));
+        (info.name.clone(), (info.tensor_type, info.shape.dims().to_vec(), values))
+    });
+    decoded.collect()
+}
+
+fn decode(kind: GGUFTensorType, bytes: &[u8]) -> Vec<f32> {
+    let half = |b: &[u8]| f16::from_le_bytes([b[0], b[1]]).to_f32();
+    match kind {
+        GGUFTensorType::F32 => bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        GGUFTensorType::F16 => bytes.chunks(2).map(half).collect(),
+        GGUFTensorType::BF16 => bytes.chunks(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+        GGUFTensorType::Q8_0 => {
+            let block = |b: &[u8]| b[2..].iter().map(|x| half(b) * f32::from(x.cast_signed())).collect::<Vec<_>>();
+            bytes.chunks(34).flat_map(block).collect()
+        }
+        GGUFTensorType::NVFP4 => bytes.chunks(36).flat_map(nvfp4).collect(),
+        _ => panic!("{kind:?}"),
+    }
+}
+
+/// A block of 64 values: four scales, then 8 bytes for each 16 values, of which byte j holds values j and j + 8.
+fn nvfp4(block: &[u8]) -> Vec<f32> {
+    let value = |code: u8| E2M1[usize::from(code & 7)] * if code & 8 == 0 { 1.0 } else { -1.0 };
+    let mut values = Vec::new();
+    for (scale, codes) in block[..4].iter().zip(block[4..].chunks(8)) {
+        let halves = [0, 4].map(|shift| codes.iter().map(move |byte| byte >> shift & 0xF));
+        values.extend(halves.into_iter().flatten().map(|code| value(code) * E4m3::value(*scale) as f32));
+    }
+    values
+}
