@@ -1,7 +1,10 @@
 //! Every data format is recognized, makes the samples that its rows mean, and is refused by file, line and reason where it
 //! is broken.
 
-use crate::support::files::{run, tiny_model};
+use crate::support::{
+    files::{run, tiny_model},
+    golden,
+};
 use std::path::Path;
 
 /// What `fit --dry-run` says of a data file, from its line `data`.
@@ -85,6 +88,69 @@ fn one_conversation_is_the_same_in_every_format() {
         ),
     );
     assert_eq!(of("d.jsonl"), of("e.jsonl"));
+}
+
+/// A Parquet table has the tokens of the same rows in JSON, in whatever compression (golden/parquet/make_parquet.py).
+#[test]
+fn a_parquet_table_is_read_as_its_rows_in_json() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let table = |name: &str| golden(&format!("parquet/{name}.parquet")).display().to_string();
+    let messages = concat!(
+        r#"{"messages": [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am tiny."}]}"#,
+        "\n",
+        r#"{"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "你好"}, "#,
+        r#"{"role": "assistant", "content": "好"}]}"#,
+    );
+    let conversation =
+        r#"{"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "I am tiny."}]}"#;
+    let alpaca = concat!(
+        r#"{"instruction": "Who are you?", "output": "I am tiny."}"#,
+        "\n",
+        r#"{"instruction": "Add.", "input": "1 and 2", "output": "3"}"#,
+    );
+    let documents: String = (0..1000).map(|i| format!("{{\"text\": \"Text number {i}.\"}}\n")).collect();
+    for (name, rows) in [
+        ("messages", messages.to_owned()),
+        ("sharegpt", format!("{conversation}\n{conversation}")),
+        ("alpaca", alpaca.to_owned()),
+        ("completion", r#"{"prompt": "Who are you?", "completion": "I am tiny."}"#.to_owned()),
+        ("documents", documents),
+    ] {
+        std::fs::write(d.join("rows.jsonl"), rows).unwrap();
+        let expected = plan(d, "rows.jsonl", &[]).unwrap();
+        assert_eq!(plan(d, &table(name), &[]).unwrap(), expected, "{name}");
+        assert_eq!(plan(d, &table(name), &["--format", name]).unwrap(), expected, "{name}");
+    }
+    let error = plan(d, &table("nothing_known"), &[]).unwrap_err();
+    assert!(error.contains("nothing_known.parquet:1: a row with the keys [\"question\", \"reply\"]"), "{error}");
+    let error = plan(d, &table("alpaca"), &["--format", "tsv"]).unwrap_err();
+    assert!(error.contains("--format tsv: a table has rows with named columns"), "{error}");
+    std::fs::write(d.join("x.parquet"), "no table").unwrap();
+    let error = plan(d, "x.parquet", &[]).unwrap_err();
+    assert!(error.contains("x.parquet: not a readable Parquet file"), "{error}");
+}
+
+/// `--data` takes folders and patterns; a weight counts for all files that they stand for.
+#[test]
+fn folders_and_patterns_stand_for_their_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    std::fs::create_dir(d.join("rows")).unwrap();
+    for name in ["a.tsv", "b.tsv", "c.jsonl", "readme.rst"] {
+        let text = if name == "c.jsonl" { r#"{"prompt": "c", "completion": "d"}"# } else { "a\tb\n" };
+        std::fs::write(d.join("rows").join(name), text).unwrap();
+    }
+    let rows = |files: &str, more: &[&str]| plan(d, files, more).unwrap().split(" · ").next().unwrap().to_owned();
+    assert_eq!(rows("rows", &[]), "3 rows of completion and tsv");
+    assert_eq!(rows("rows/*.tsv", &[]), "2 rows of tsv");
+    let line = plan(d, "rows/*.tsv", &["-d", "rows/c.jsonl", "--data-weights", "3,1"]).unwrap();
+    assert!(line.contains(" · 7 train / 0 eval"), "{line}");
+    let out = run(d, &["fit", "-m", "m", "-d", "rows/*.txt", "-o", "out", "--device", "cpu", "--dry-run"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && stderr.contains("rows/*.txt: no file fits this pattern"), "{stderr}");
 }
 
 /// A message of weight 0 is read, but not supervised.

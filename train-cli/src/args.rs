@@ -36,7 +36,7 @@ pub enum Command {
     ExportDat(ExportArgs),
     /// Write a model as a Hugging Face folder for other programs: in bf16, or in NVFP4 as compressed-tensors or ModelOpt
     ExportHf(ExportHfArgs),
-    /// Convert a model between .dat and safetensors
+    /// Convert a model to a .dat, safetensors or GGUF file
     Convert(ConvertArgs),
     /// List the tensors of a .dat file, a safetensors file or a model folder
     Inspect(InspectArgs),
@@ -131,8 +131,8 @@ pub enum DataCommand {
 /// Training files, and how they become tokens.
 #[derive(Debug, Args)]
 pub struct RowsArgs {
-    /// Training files
-    #[arg(required = true, value_name = "FILE")]
+    /// Training files, folders of them, or patterns such as 'rows/*.jsonl'
+    #[arg(required = true, value_name = "PATH")]
     pub files: Vec<PathBuf>,
     /// Model whose tokenizer and chat template make the tokens: a model folder, a run folder, a checkpoint or a model file
     #[arg(short, long, value_name = "PATH")]
@@ -186,8 +186,8 @@ pub struct EvalLossArgs {
     /// Which model predicts.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Files with rows or text, in a format of training files
-    #[arg(short, long, value_name = "FILE", num_args = 1.., required = true)]
+    /// Files with rows or text, in a format of training files, folders of them, or patterns
+    #[arg(short, long, value_name = "PATH", num_args = 1.., required = true)]
     pub data: Vec<PathBuf>,
     /// Format of the files
     #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
@@ -198,8 +198,8 @@ pub struct EvalLossArgs {
     /// Longest sequence, in tokens; what is longer is cut into several [default: 2048, or the model's limit if that is lower]
     #[arg(long, value_name = "N")]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
-    /// For an unquantized model: round its weights by this recipe before measuring. Give the flag several times to compare
-    /// recipes
+    /// For an unquantized model: measure it with what this recipe rounds in the forward pass: w4 rounds weights, w4a4 and
+    /// nvfp4 round weights and activations. Give the flag several times to compare recipes
     #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
     pub recipes: Vec<Recipe>,
     /// Number of sequences that are computed together
@@ -505,8 +505,8 @@ pub struct BenchArgs {
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
-    /// Peak speed of a matrix product in TFLOP/s: the last column shows the share of it that each product reaches.
-    /// doc/notebook/bench_torch.py measures the peak of cuBLAS
+    /// The peak speed of your card in TFLOP/s. The last column of the output then shows which share of it each matrix
+    /// product reaches. doc/notebook/bench_torch.py measures the peak of cuBLAS
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
     /// Device to measure: auto, cuda, cuda:N or vulkan

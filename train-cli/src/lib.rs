@@ -6,6 +6,7 @@
 //! | room | what it holds |
 //! |---|---|
 //! | [`commands`] | one file for each command |
+//! | [`serve`] | answers over HTTP |
 //! | [`talk`] | a model that answers: loading it, an answer, a conversation |
 //! | [`run`] | a training run on disk: its inputs, folder, journal and checkpoints |
 //! | [`train`] | the training step, the optimizer and the loop around them |
@@ -15,7 +16,8 @@
 //! | [`args`] | the commands and their flags |
 //! | [`settings`] | every choice of a training run: its flag, key, default and range |
 //! | [`device`], [`kernel_cache`] | which backend runs a job; where compiled kernels are kept |
-//! | [`model_files`], [`outputs`] | the files of a model; the rule that no output replaces an input |
+//! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
+//! | [`outputs`] | the rule that no output replaces an input |
 //! | [`durable`], [`report`] | writing files; printing |
 //! | [`interrupt`], [`watchdog`] | signals that ask a run to end; steps that never end |
 
@@ -24,6 +26,7 @@
 pub mod args;
 pub mod commands;
 pub mod data;
+pub mod data_files;
 pub mod device;
 pub mod durable;
 mod error;

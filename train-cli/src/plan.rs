@@ -2,7 +2,7 @@
 //! every value that depends on several settings is decided here. A plan does not change afterwards.
 
 use crate::{
-    CliError,
+    CliError, data_files,
     model_files::{Companions, ModelFiles},
     outputs::{check_dat_name, check_output},
     settings::{
@@ -55,6 +55,7 @@ impl Plan {
     pub fn new(settings: Settings) -> Result<Self, CliError> {
         in_range(&settings)?;
         consistent(&settings)?;
+        let settings = with_files(settings)?;
         let s = &settings;
         let source = source(s)?;
         let companions = companions(s, &source);
@@ -97,6 +98,16 @@ impl Plan {
     pub fn sequences_per_step(&self) -> usize {
         self.settings.optimizer.batch_size * self.settings.optimizer.gradient_accumulation_steps
     }
+}
+
+/// The settings with the files that folders and patterns stand for. Each has the weight of its folder or pattern.
+fn with_files(mut settings: Settings) -> Result<Settings, CliError> {
+    let data = &mut settings.data;
+    let files = data_files::named_by(&data.data)?;
+    let each = files.iter().zip(&data.data_weights);
+    data.data_weights = each.flat_map(|(files, weight)| vec![*weight; files.len()]).collect();
+    data.data = files.concat();
+    Ok(settings)
 }
 
 /// Maximum length of a training sequence, for a model that takes `limit` tokens: as wanted, else 2,048.

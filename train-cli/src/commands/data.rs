@@ -9,6 +9,7 @@ use crate::{
         rows,
         sample::Sample,
     },
+    data_files,
     model_files::TextFiles,
     plan, report,
     settings::Overlong,
@@ -35,12 +36,13 @@ pub fn run(command: &DataCommand) -> Result<(), CliError> {
 fn preview(args: &PreviewArgs) -> Result<(), CliError> {
     let (text, most) = opened(&args.rows)?;
     let options = DataOptions { max_seq_length: most, overlong: Overlong::Truncate, ..options(&args.rows) };
-    let (samples, _) = read::first(&args.rows.files, &text, options, args.count)?;
+    let files = data_files::all_named_by(&args.rows.files)?;
+    let (samples, _) = read::first(&files, &text, options, args.count)?;
     let marks = Marks::for_stdout();
     report::result(marks.legend());
     for sample in samples.iter().take(args.count) {
         let origin = sample.origins[0];
-        let file = args.rows.files[origin.file as usize].display();
+        let file = files[origin.file as usize].display();
         let place = if origin.line > 0 { format!("{file}:{}", origin.line) } else { file.to_string() };
         let (tokens, counted) = (report::count(sample.ids.len(), "token"), sample.supervised_tokens());
         let full = if sample.ids.len() == most { ", as many as --max-seq-length allows" } else { "" };
@@ -90,7 +92,8 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     // Whole rows, however long.
     let options = DataOptions { max_seq_length: usize::MAX, overlong: Overlong::Error, ..options(&args.rows) };
     let (mut samples, mut found) = (Vec::new(), Stats { max_seq_length: most, ..Stats::default() });
-    for file in &args.rows.files {
+    let files = data_files::all_named_by(&args.rows.files)?;
+    for file in &files {
         let (read, report) = read::load(std::slice::from_ref(file), &text, options)?;
         let place = |line: u32| format!("{}:{line}", file.display());
         found.formats.extend(report.formats);
@@ -103,7 +106,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     report::result(if args.json {
         serde_json::to_string(&found).expect("plain data serializes")
     } else {
-        found.table(args.rows.files.len())
+        found.table(files.len())
     });
     Ok(())
 }

@@ -9,6 +9,7 @@ use crate::{
         read::{self, DataOptions},
         sample::Sample,
     },
+    data_files,
     device::{self, Job},
     model_files::TextFiles,
     plan, report,
@@ -75,7 +76,7 @@ fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Resul
     let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings);
     let overlong = Overlong::Split;
     let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong };
-    Ok(read::load(&args.data, text, options)?.0)
+    Ok(read::load(&data_files::all_named_by(&args.data)?, text, options)?.0)
 }
 
 /// Measures one form of a model and prints what it found.

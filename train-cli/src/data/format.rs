@@ -1,9 +1,13 @@
-//! Data formats: how the text of a file becomes rows. A row is a conversation or a document; [`super::read`] makes samples of
-//! both.
+//! Data formats: how a file becomes rows. A row is a conversation or a document; [`super::read`] makes samples of both. The
+//! rows of JSON formats are objects, which also stand in the rows of a table ([`super::parquet`]).
 //!
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
-use crate::{data::chat::Conversation, settings::Format};
+use crate::{
+    data::chat::Conversation,
+    data_files,
+    settings::{Auto, Format},
+};
 use model_qwen3::json::{self, Unique};
 use serde_json::{Map, Value, json};
 use std::{borrow::Cow, path::Path};
@@ -30,31 +34,62 @@ pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Str
         Some("tsv") => Ok(Format::Tsv),
         Some("txt" | "md") => Ok(Format::Text),
         Some("jsonl" | "json") => match objects(content).next() {
-            None => Err(nowhere("no rows in it; each row is a training example")),
+            None => Err(nowhere(NO_ROWS)),
             Some((line, row)) => row.and_then(|row| by_keys(&row)).map_err(|reason| (line, reason)),
         },
-        _ => Err(nowhere(
-            "the file name does not tell the data format (.jsonl, .json, .tsv, .txt or .md do); give --format",
-        )),
+        _ => Err(nowhere(&format!(
+            "the file name does not tell the data format ({} do); give --format",
+            data_files::known()
+        ))),
     }
 }
 
 /// The rows of a file.
 pub(super) fn rows(format: Format, content: &str) -> Box<dyn Iterator<Item = Found<'_>> + '_> {
-    let of_objects =
-        |row: fn(Map<String, Value>) -> Result<Row<'static>, String>| -> Box<dyn Iterator<Item = Found<'_>> + '_> {
-            Box::new(objects(content).map(move |(line, object)| (line, object.and_then(row))))
-        };
-    match format {
-        Format::Messages => of_objects(messages),
-        Format::Sharegpt => of_objects(sharegpt),
-        Format::Alpaca => of_objects(alpaca),
-        Format::Completion => of_objects(completion),
-        Format::Documents => of_objects(document),
-        Format::Tsv => Box::new(tsv(content)),
-        Format::Text => Box::new(std::iter::once((0, Ok(Row::Document(content.into()))))),
+    match (of_object(format), format) {
+        (Some(row), _) => Box::new(objects(content).map(move |(line, object)| (line, object.and_then(row)))),
+        (None, Format::Tsv) => Box::new(tsv(content)),
+        (None, _) => Box::new(std::iter::once((0, Ok(Row::Document(content.into()))))),
     }
 }
+
+/// The rows of a table whose rows are `objects`, and their format: the one that is given, or that of the first row.
+///
+/// # Errors
+/// If the first row is broken or of no known format, or `format` is one of texts: the line, and what is wrong.
+pub(super) fn table(
+    format: Auto<Format>,
+    objects: impl Iterator<Item = Object>,
+) -> Result<(Format, impl Iterator<Item = Found<'static>>), (usize, String)> {
+    let mut objects = objects.peekable();
+    let format = match (format, objects.peek()) {
+        (Some(format), _) => format,
+        (None, Some((line, Ok(row)))) => by_keys(row).map_err(|reason| (*line, reason))?,
+        (None, Some((line, Err(reason)))) => return Err((*line, reason.clone())),
+        (None, None) => return Err((0, NO_ROWS.to_owned())),
+    };
+    let Some(row) = of_object(format) else {
+        let text = "a table has rows with named columns; use the format of its rows, or leave --format out";
+        return Err((0, format!("--format {}: {text}", format.name())));
+    };
+    Ok((format, objects.map(move |(line, object)| (line, object.and_then(row)))))
+}
+
+/// How a JSON object becomes a row of this format. None for formats whose rows are no objects.
+fn of_object(format: Format) -> Option<OfObject> {
+    match format {
+        Format::Messages => Some(messages),
+        Format::Sharegpt => Some(sharegpt),
+        Format::Alpaca => Some(alpaca),
+        Format::Completion => Some(completion),
+        Format::Documents => Some(document),
+        Format::Tsv | Format::Text => None,
+    }
+}
+
+type OfObject = fn(Map<String, Value>) -> Result<Row<'static>, String>;
+
+const NO_ROWS: &str = "no rows in it; each row is a training example";
 
 /// The format of a JSON row.
 fn by_keys(row: &Map<String, Value>) -> Result<Format, String> {
@@ -158,7 +193,7 @@ fn tsv(content: &str) -> impl Iterator<Item = Found<'_>> {
 }
 
 /// A JSON object with its line, or what is wrong there.
-type Object = (usize, Result<Map<String, Value>, String>);
+pub(super) type Object = (usize, Result<Map<String, Value>, String>);
 
 /// The JSON objects of a file: one in each line, or those of one array.
 fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {

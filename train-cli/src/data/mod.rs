@@ -1,9 +1,10 @@
-//! Training data: [`format`](mod@format) turns files into rows, [`chat`] conversations into [`sample`]s, and [`read`] does
+//! Training data: [`format`](mod@format) turns files into rows, those of Parquet tables too, [`chat`] conversations into [`sample`]s, and [`read`] does
 //! both for all files of a run; [`token_cache`] keeps the samples on disk; [`rows`] splits, repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order.
 
 pub mod chat;
 pub mod format;
 pub mod order;
+mod parquet;
 pub mod read;
 pub mod rows;
 pub mod sample;

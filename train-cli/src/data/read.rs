@@ -4,6 +4,7 @@ use crate::{
     CliError,
     data::{
         format::{self, Row},
+        parquet,
         sample::Sample,
     },
     model_files::TextFiles,
@@ -99,17 +100,31 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
+        let at = |(line, reason): (usize, String)| bad(path, Some(line).filter(|line| *line > 0), reason);
+        if parquet::is_parquet(path) {
+            let (format, rows) = format::table(self.options.format, parquet::objects(path)?).map_err(at)?;
+            return self.rows(path, format, rows);
+        }
         let content = text_of(path)?;
-        let at = |line: usize, reason: String| bad(path, Some(line).filter(|line| *line > 0), reason);
         let format = match self.options.format {
             Some(format) => format,
-            None => format::inferred(path, &content).map_err(|(line, reason)| at(line, reason))?,
+            None => format::inferred(path, &content).map_err(at)?,
         };
+        self.rows(path, format, format::rows(format, &content))
+    }
+
+    /// Makes samples of the rows of a file.
+    fn rows<'a>(
+        &mut self,
+        path: &Path,
+        format: Format,
+        rows: impl Iterator<Item = format::Found<'a>>,
+    ) -> Result<(), CliError> {
         self.report.formats.insert(format.name());
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
-        for (line, row) in format::rows(format, &content) {
+        for (line, row) in rows {
             let taken = row.and_then(|row| self.row(row, line));
-            taken.map_err(|reason| at(line, reason))?;
+            taken.map_err(|reason| bad(path, Some(line).filter(|line| *line > 0), reason))?;
             if self.samples.len() >= self.enough {
                 return Ok(());
             }

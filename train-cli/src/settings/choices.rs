@@ -71,8 +71,8 @@ impl Choice for Recipe {
             named(
                 Self::W4,
                 "w4",
-                "Weights are rounded to NVFP4 whenever a linear layer computes, forward and backward; the gradient of the \
-                 rounded weights updates the weights",
+                "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. The resulting \
+                 gradient is applied to the master weights, which are not rounded",
             ),
             named(Self::W4a4, "w4a4", "Weights and activations are rounded"),
             named(
@@ -146,12 +146,12 @@ impl Choice for StateKind {
         vec![
             named(Self::F32, "f32", "f32: 8 bytes per parameter for both moments"),
             also(
-                named(Self::Int8, "int8", "8-bit codes in blocks of 256: 2.03 bytes per parameter"),
+                named(Self::Int8, "int8", "8-bit codes, and a scale for each 256 values: 2.03 bytes per parameter"),
                 ["8bit", "8-bit"],
             ),
             named(Self::Bf16, "bf16", "bf16, rounded up or down at random: 4 bytes per parameter"),
             also(
-                named(Self::Int4, "int4", "4-bit codes in blocks of 256: 1.03 bytes per parameter"),
+                named(Self::Int4, "int4", "4-bit codes, and a scale for each 256 values: 1.03 bytes per parameter"),
                 ["4bit", "4-bit"],
             ),
         ]
@@ -165,13 +165,15 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// The random Hadamard transform, which spreads outliers over 16 tokens before the weight gradient is computed
+    /// A mixing of the values of 16 tokens (random Hadamard transform) before the weight gradient is computed, so that one
+    /// very large value does not spoil the scale of the others
     Hadamard,
     /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
     Stochastic,
 }
 
-/// How a data file is read. The rows of a JSON format are objects, one in each line or all in one array.
+/// How a data file is read. The rows of a JSON format are objects, one in each line or all in one array, or the rows of a
+/// Parquet table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// JSON rows {"messages": [{"role": ..., "content": ...}, ...]}, as OpenAI has them
@@ -183,11 +185,11 @@ pub enum Format {
     /// JSON rows {"prompt": ..., "completion": ...}
     #[value(alias = "prompt-completion")]
     Completion,
-    /// JSON rows {"text": ...}, each a document; every token is supervised
+    /// JSON rows {"text": ...}, each a document; the loss counts every token
     Documents,
     /// Each line is a prompt, a tab and the answer; lines that start with # are comments
     Tsv,
-    /// One document, cut into sequences; every token is supervised
+    /// One document, cut into sequences; the loss counts every token
     Text,
 }
 
@@ -199,7 +201,7 @@ impl Format {
 }
 
 impl Choice for Format {
-    const AUTO: &'static str = "by the file name, and for .jsonl and .json by the keys of the first row";
+    const AUTO: &'static str = "by the file name, and for .jsonl, .json and .parquet by the keys of the first row";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         Self::value_variants().iter().filter_map(|format| Some((*format, format.to_possible_value()?))).collect()

@@ -79,16 +79,17 @@ pub struct ModelSettings {
 #[serde(default)]
 #[command(next_help_heading = "Data")]
 pub struct DataSettings {
-    /// Training file (.jsonl, .json, .tsv, .txt or .md); give the flag once for each file
-    #[arg(short, long, value_name = "FILE", alias = "dataset", alias = "train-data", alias = "train-file")]
+    /// Training file (.jsonl, .json, .parquet, .tsv, .txt or .md), a folder of such files, or a pattern such as
+    /// 'rows/*.jsonl'; may be given several times
+    #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON)]
     pub data: Vec<PathBuf>,
     /// Maximum length of a training sequence, in tokens [default: 2048, or the model's limit if that is lower]
     #[arg(long, value_name = "N", help_heading = COMMON)]
     #[arg(aliases = ["max-length", "seq-len", "cutoff-len", "max-seq-len"])]
     pub max_seq_length: Option<usize>,
-    /// How often an epoch uses each row of a --data file, one number for each file: 2,0.5 repeats the rows of the first
-    /// file and takes half of the second [default: 1]
+    /// How often an epoch uses each row, one number for each --data: 2,0.5 repeats the rows of the first and takes half of
+    /// the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
     /// Evaluation file, instead of held-out training rows
@@ -149,7 +150,8 @@ pub struct RecipeSettings {
     /// Device to train on: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, help_heading = COMMON)]
     pub device: DeviceChoice,
-    /// For experiments: recipe nvfp4 has three techniques that keep training accurate. Switch these off, separated by commas
+    /// For experiments: recipe nvfp4 uses three techniques that keep training accurate. Name those that you want to switch
+    /// off, separated by commas
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     pub nvfp4_without: Vec<Nvfp4Part>,
     /// Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized
@@ -159,7 +161,7 @@ pub struct RecipeSettings {
     #[arg(long, value_name = "SHARE", alias = "quantise-from")]
     pub quantize_from: f64,
     /// Damped finish: during this last share of the run, fix the blocks (transformer layers) one after another at their
-    /// NVFP4 values. The blocks that still train correct the error
+    /// NVFP4 values. A fixed block no longer learns; the others go on learning
     #[arg(long, value_name = "SHARE")]
     pub damped_finish: f64,
     /// Number of levels of scales that NVFP4 weights have

@@ -1,0 +1,62 @@
+//! The rows of a Parquet file, as the JSON objects that a `.jsonl` file of the same table would hold.
+
+use super::format::Object;
+use crate::CliError;
+use model_qwen3::file;
+use parquet::{
+    file::reader::{FileReader, SerializedFileReader},
+    record::Row,
+};
+use serde_json::Value;
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+};
+
+/// Whether a file is read by [`objects`]: its name says so.
+pub(super) fn is_parquet(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "parquet")
+}
+
+/// The rows of a file with their numbers, counted from 1. They are read one after another; after an error there are none.
+///
+/// # Errors
+/// If the file is missing or its metadata are broken.
+pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
+    let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, reason };
+    let (file, _) = file::open(path, "check the path")?;
+    let reader = guarded(|| SerializedFileReader::new(file).map_err(|e| e.to_string())).map_err(bad)?;
+    let columns = reader.metadata().file_metadata().schema_descr().num_columns();
+    if columns > MOST_COLUMNS {
+        return Err(bad(format!("the table has {columns} columns; at most {MOST_COLUMNS} are read")));
+    }
+    let mut rows = guarded(|| Ok(reader.into_iter())).map_err(bad)?;
+    let (mut number, mut failed) = (0, false);
+    Ok(std::iter::from_fn(move || {
+        if failed {
+            return None;
+        }
+        number += 1;
+        let next = guarded(|| rows.next().map(|row| row.map_err(|e| e.to_string())).transpose()).transpose()?;
+        let object = next.and_then(|row| object(&row));
+        failed = object.is_err();
+        Some((number, object))
+    }))
+}
+
+/// Columns of a table, those inside lists and structs included. Each has a buffer of its own.
+const MOST_COLUMNS: usize = 256;
+
+fn object(row: &Row) -> Result<serde_json::Map<String, Value>, String> {
+    match guarded(|| Ok(row.to_json_value()))? {
+        Value::Object(object) => Ok(object),
+        _ => Err("a row must have columns with names".into()),
+    }
+}
+
+/// Runs a call of the library. A panic on a damaged file becomes an error.
+fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|_| Err("the Parquet library panicked on this file; it is damaged".into()))
+        .map_err(|e| format!("not a readable Parquet file: {e}"))
+}

@@ -1,0 +1,85 @@
+//! The files that `--data` names: a file itself, the files of a folder, or those that fit a pattern such as `rows/*.jsonl`.
+
+use crate::CliError;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// The extensions of training files.
+pub const EXTENSIONS: [&str; 6] = ["jsonl", "json", "parquet", "tsv", "txt", "md"];
+
+/// The files that each of these paths names, in the order of their names. A folder stands for the files in it that have one
+/// of the [`EXTENSIONS`]. A pattern that is the name of a file stands for that file.
+///
+/// # Errors
+/// If a folder or a pattern names no file, or a folder cannot be read.
+pub fn named_by(paths: &[PathBuf]) -> Result<Vec<Vec<PathBuf>>, CliError> {
+    paths.iter().map(|path| one(path)).collect()
+}
+
+/// The same as one list.
+///
+/// # Errors
+/// As [`named_by`].
+pub fn all_named_by(paths: &[PathBuf]) -> Result<Vec<PathBuf>, CliError> {
+    named_by(paths).map(|files| files.concat())
+}
+
+fn one(path: &Path) -> Result<Vec<PathBuf>, CliError> {
+    let none = |what: &str| CliError::Usage(format!("{}: {what}", path.display()));
+    if path.is_dir() {
+        let mut files = Vec::new();
+        for entry in fs::read_dir(path).map_err(CliError::io(path))? {
+            let file = entry.map_err(CliError::io(path))?.path();
+            if file.is_file() && has_known_extension(&file) {
+                files.push(file);
+            }
+        }
+        files.sort();
+        return if files.is_empty() { Err(none(&format!("no {} file is in this folder", known()))) } else { Ok(files) };
+    }
+    match path.to_str().filter(|text| !path.exists() && text.contains(['*', '?', '['])) {
+        Some(pattern) => {
+            let found = glob::glob(pattern).map_err(|e| none(&format!("the pattern is wrong: {e}")))?;
+            // The crate returns names in alphabetical order.
+            let files: Vec<PathBuf> = found.filter_map(Result::ok).filter(|file| file.is_file()).collect();
+            if files.is_empty() { Err(none("no file fits this pattern")) } else { Ok(files) }
+        }
+        None => Ok(vec![path.to_owned()]),
+    }
+}
+
+fn has_known_extension(path: &Path) -> bool {
+    path.extension().and_then(|e| e.to_str()).is_some_and(|e| EXTENSIONS.contains(&e))
+}
+
+/// The extensions in words: `.jsonl, .json, … or .md`.
+pub fn known() -> String {
+    let (last, others) = EXTENSIONS.split_last().expect("there are extensions");
+    let others: Vec<String> = others.iter().map(|e| format!(".{e}")).collect();
+    format!("{} or .{last}", others.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_and_patterns_stand_for_their_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str| dir.path().join(name);
+        for name in ["b.jsonl", "a.tsv", "notes.pdf", "c[1].txt"] {
+            fs::write(file(name), "").unwrap();
+        }
+        fs::create_dir(file("inner")).unwrap();
+        let named = |name: &str| one(&file(name)).map_err(|e| e.to_string());
+        assert_eq!(named("").unwrap(), [file("a.tsv"), file("b.jsonl"), file("c[1].txt")]);
+        assert_eq!(named("*.jsonl").unwrap(), [file("b.jsonl")]);
+        // A file of that name is no pattern, and a name that nothing has is an error of whoever opens it.
+        assert_eq!(named("c[1].txt").unwrap(), [file("c[1].txt")]);
+        assert_eq!(named("missing.tsv").unwrap(), [file("missing.tsv")]);
+        assert!(named("inner").unwrap_err().contains(".parquet"), "{:?}", named("inner"));
+        assert!(named("*.csv").unwrap_err().contains("no file fits"), "{:?}", named("*.csv"));
+    }
+}
