@@ -38,6 +38,7 @@ mod random_cases;
 mod random_products;
 mod recipe;
 mod reliability;
+mod runs;
 mod serve;
 mod streaming;
 mod text;

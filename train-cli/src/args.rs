@@ -49,10 +49,17 @@ pub enum Command {
     /// Measure how well a model predicts text
     #[command(subcommand)]
     Eval(EvalCommand),
+    /// Look at training runs: list them, show one, compare several
+    #[command(subcommand)]
+    Runs(RunsCommand),
     /// Compare the model's results with values that Hugging Face computed
     Parity(ParityArgs),
     /// Measure the speed of a device
     Bench(BenchArgs),
+    /// Print the script that completes commands and flags in a shell
+    Completions(CompletionsArgs),
+    /// Print the manual page of the program, or of a command, for man -l
+    Man(ManArgs),
 }
 
 /// Accepts flags that are typed with `_` for `-`: `--learning_rate` is `--learning-rate`.
@@ -186,7 +193,7 @@ pub struct EvalLossArgs {
     /// Which model predicts.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Files with rows or text, in a format of training files, folders of them, or patterns
+    /// Files to measure, folders of such files, or patterns such as 'rows/*.jsonl'; the formats are those of training files
     #[arg(short, long, value_name = "PATH", num_args = 1.., required = true)]
     pub data: Vec<PathBuf>,
     /// Format of the files
@@ -198,8 +205,8 @@ pub struct EvalLossArgs {
     /// Longest sequence, in tokens; what is longer is cut into several [default: 2048, or the model's limit if that is lower]
     #[arg(long, value_name = "N")]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
-    /// For an unquantized model: measure it with what this recipe rounds in the forward pass: w4 rounds weights, w4a4 and
-    /// nvfp4 round weights and activations. Give the flag several times to compare recipes
+    /// Round an unquantized model as this recipe does in a forward pass, and then measure it: w4 rounds the weights, w4a4 and
+    /// nvfp4 the weights and activations. Give the flag several times to compare recipes
     #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
     pub recipes: Vec<Recipe>,
     /// Number of sequences that are computed together
@@ -408,7 +415,7 @@ pub struct ModelArgs {
     /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
-    /// Number format of activations and of matrix products that are not quantized
+    /// Number format in which the model computes, except for what is rounded to 4 bits
     #[arg(long, alias = "dtype", default_value = "auto", value_parser = parser::<Auto<Precision>>())]
     pub compute_dtype: Auto<Precision>,
 }
@@ -470,6 +477,62 @@ pub struct SamplingArgs {
     pub seed: u64,
 }
 
+/// What `runs` shows.
+#[derive(Debug, Subcommand)]
+pub enum RunsCommand {
+    /// One line for each run in a folder
+    List(ListArgs),
+    /// The summary of a run: figures, evaluations, answers, exported files, settings
+    Show(ShowArgs),
+    /// The figures of several runs side by side, and the settings that differ
+    Compare(CompareArgs),
+}
+
+/// Flags of `runs list`.
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    /// Folder that holds run folders
+    #[arg(default_value = "runs", value_name = "DIR")]
+    pub folder: PathBuf,
+}
+
+/// Flags of `runs show`.
+#[derive(Debug, Args)]
+pub struct ShowArgs {
+    /// Run folder
+    #[arg(value_name = "RUN")]
+    pub run: PathBuf,
+}
+
+/// Flags of `runs compare`.
+#[derive(Debug, Args)]
+pub struct CompareArgs {
+    /// Run folders
+    #[arg(required = true, num_args = 2.., value_name = "RUN")]
+    pub runs: Vec<PathBuf>,
+    /// Also draw the losses of all runs into this SVG file
+    #[arg(long, value_name = "FILE")]
+    pub plot: Option<PathBuf>,
+    /// Print the table as Markdown
+    #[arg(long)]
+    pub markdown: bool,
+}
+
+/// Flags of `completions`.
+#[derive(Debug, Args)]
+pub struct CompletionsArgs {
+    /// Shell that reads the script
+    pub shell: clap_complete::Shell,
+}
+
+/// Flags of `man`.
+#[derive(Debug, Args)]
+pub struct ManArgs {
+    /// Command, for example fit, or data preview
+    #[arg(value_name = "COMMAND")]
+    pub command: Vec<String>,
+}
+
 /// Flags of `parity`.
 #[derive(Debug, Args)]
 pub struct ParityArgs {
@@ -505,8 +568,8 @@ pub struct BenchArgs {
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
-    /// The peak speed of your card in TFLOP/s. The last column of the output then shows which share of it each matrix
-    /// product reaches. doc/notebook/bench_torch.py measures the peak of cuBLAS
+    /// The speed in TFLOP/s of the fastest matrix product that your card makes in practice, which doc/notebook/bench_torch.py
+    /// measures. The last column of the output then shows which share of it each matrix product reaches
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
     /// Device to measure: auto, cuda, cuda:N or vulkan

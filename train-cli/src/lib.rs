@@ -67,6 +67,12 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
         Command::Eval(command) => commands::eval::run(command),
         Command::Parity(args) => commands::parity::run(args),
         Command::Bench(args) => commands::bench::run(args),
+        Command::Runs(command) => commands::runs::run(&command),
+        Command::Completions(args) => {
+            commands::shell::completions(args.shell);
+            Ok(())
+        }
+        Command::Man(args) => commands::shell::man(&args.command),
     }?;
     report::all_printed().map_err(CliError::io("standard output".as_ref()))
 }

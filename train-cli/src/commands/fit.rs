@@ -21,6 +21,7 @@ use crate::{
     run::preflight::Forecast,
     run::sample::Samples,
     run::saving::Saver,
+    run::summary,
     settings::{DeviceChoice, Layer, SaveStrategy},
     train::clip::Clipping,
     train::damp::DampedFinish,
@@ -123,6 +124,7 @@ impl Job for Fit {
                 folder::check_unchanged(plan, &ready.inputs, state, precision)?;
                 let done = state.global_step == state.max_steps && state.max_steps == ready.inputs.order(plan).steps;
                 if done && outputs_exist(plan) {
+                    summary::write(&plan.output_dir)?;
                     report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
                     return Ok(());
                 }
@@ -140,8 +142,16 @@ impl Job for Fit {
         if resumed.is_none() {
             folder::create(&ready.plan, &ready.inputs)?;
         }
-        let trained = ready.guarded::<B>(resumed, &device)?;
-        ready.finish::<B>(trained, &device)
+        let ended = ready.guarded::<B>(resumed, &device).and_then(|trained| ready.finish::<B>(trained, &device));
+        // However the run has ended, its folder says so.
+        match (ended, summary::write(&ready.plan.output_dir)) {
+            (Ok(()), written) => written,
+            (Err(error), Ok(())) => Err(error),
+            (Err(error), Err(unwritten)) => {
+                report::line(format!("warning: the summary of the run could not be written: {unwritten}"));
+                Err(error)
+            }
+        }
     }
 }
 

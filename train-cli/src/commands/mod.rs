@@ -13,4 +13,6 @@ pub mod fit;
 pub mod generate;
 pub mod inspect;
 pub mod parity;
+pub mod runs;
 pub mod serve;
+pub mod shell;

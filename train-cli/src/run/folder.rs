@@ -23,6 +23,12 @@ pub const FINAL: &str = "final";
 /// The record of a complete run in its folder.
 pub const RESULTS: &str = "train_results.json";
 
+/// The summary of a run in its folder.
+pub const SUMMARY: &str = "summary.md";
+
+/// The picture of its losses.
+pub const LOSS: &str = "loss.svg";
+
 /// Checks that the run folder is free for a new run, or that `overwrite` may empty it.
 ///
 /// # Errors
@@ -52,7 +58,7 @@ pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
 }
 
 /// What a run writes into its folder; `--overwrite` removes these files and folders only.
-const OURS: [&str; 9] = [
+const OURS: [&str; 11] = [
     CONFIG,
     beginning::FILE,
     "run.json",
@@ -60,6 +66,8 @@ const OURS: [&str; 9] = [
     "metrics.jsonl",
     "samples.jsonl",
     RESULTS,
+    SUMMARY,
+    LOSS,
     FINAL,
     durable::LOCK,
 ];
@@ -138,9 +146,10 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
 pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
     durable::sweep(dir)?;
     // The run is not complete any more, whatever it exported before.
-    let results = dir.join(RESULTS);
-    if results.exists() {
-        durable::remove(&results)?;
+    for name in [RESULTS, SUMMARY, LOSS] {
+        if dir.join(name).exists() {
+            durable::remove(&dir.join(name))?;
+        }
     }
     durable::finish_replacement(&dir.join(FINAL))?;
     checkpoint::set_aside_newer(dir, step)?;

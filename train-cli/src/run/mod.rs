@@ -7,6 +7,8 @@ pub mod header;
 pub mod inputs;
 pub mod journal;
 mod optimizer_file;
+pub mod plot;
 pub mod preflight;
 pub mod sample;
 pub mod saving;
+pub mod summary;

@@ -72,7 +72,7 @@ impl Choice for Recipe {
                 Self::W4,
                 "w4",
                 "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. The resulting \
-                 gradient is applied to the master weights, which are not rounded",
+                 gradient is applied to the master weights, which keep their own format",
             ),
             named(Self::W4a4, "w4a4", "Weights and activations are rounded"),
             named(
@@ -106,7 +106,7 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 "tf32",
-                "f32, but matrix products that are not quantized run on TF32 tensor cores, faster and less exact; CUDA only",
+                "f32, with TF32 tensor cores for products without 4-bit numbers, which are faster and less exact; CUDA only",
             ),
             also(named(Self::F16, "f16", "f16; not for training"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16"), "bfloat16"),

@@ -168,7 +168,7 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
-    /// Number format of activations and of matrix products that are not quantized
+    /// Number format in which the model computes, except for what is rounded to 4 bits
     #[arg(long, alias = "dtype", alias = "precision", value_parser = parser::<Auto<Precision>>())]
     #[serde(with = "by_name")]
     pub compute_dtype: Auto<Precision>,

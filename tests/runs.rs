@@ -1,0 +1,131 @@
+//! A run folder tells what the run did: `summary.md` and `loss.svg` are written however the run ends, and `runs` lists, shows
+//! and compares runs. The command line is known to shells and to `man`.
+
+use crate::support::{
+    faulty_disk::{Fault, Machine},
+    files::{ok, run, tiny_model},
+};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::{fs, path::Path};
+
+fn fit(d: &Path, more: &[&str]) {
+    let words =
+        "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 4 --eval-steps 2 --sample-prompt who|you?";
+    let words: Vec<&str> = words.split(' ').chain(more.iter().copied()).collect();
+    ok(d, &words);
+}
+
+/// The lines of a run's log that have this key.
+fn logged(run: &Path, key: &str) -> Vec<Value> {
+    let text = fs::read_to_string(run.join("metrics.jsonl")).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter(|line| line[key].is_number()).collect()
+}
+
+/// The cells of the row of a Markdown table that begins with this cell.
+fn row<'a>(text: &'a str, first: &str) -> Vec<&'a str> {
+    let start = format!("| {first} |");
+    let line = text.lines().find(|line| line.starts_with(&start)).unwrap_or_else(|| panic!("no {first}: {text}"));
+    line.trim_matches('|').split(" | ").map(str::trim).skip(1).collect()
+}
+
+#[test]
+fn a_run_is_summarized_in_its_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fit(d, &["--learning-rate", "1e-3", "-o", "r"]);
+    let r = d.join("r");
+    let text = fs::read_to_string(r.join("summary.md")).unwrap();
+    let loss = |line: &Value, key: &str| format!("{:.4}", line[key].as_f64().unwrap());
+    let (steps, evaluations) = (logged(&r, "loss"), logged(&r, "eval_loss"));
+    assert_eq!((steps.len(), evaluations.len()), (4, 2));
+    assert!(text.starts_with("# r\n"), "{text}");
+    assert_eq!(row(&text, "state"), ["complete, 4 steps"]);
+    assert_eq!(row(&text, "loss of the first step"), [loss(&steps[0], "loss")]);
+    assert_eq!(row(&text, "loss of the last step"), [loss(&steps[3], "loss")]);
+    for line in &evaluations {
+        let keys = ["eval_loss", "eval_loss_quantised", "eval_loss_master"];
+        assert_eq!(row(&text, &line["step"].to_string()), keys.map(|key| loss(line, key)));
+    }
+    let model = fs::read(r.join("final/model.dat")).unwrap();
+    let digest: String = Sha256::digest(&model).iter().map(|byte| format!("{byte:02x}")).collect();
+    assert_eq!(row(&text, "model.dat"), [model.len().to_string(), digest]);
+    assert_eq!(row(&text, "learning_rate"), ["0.001"]);
+    assert!(!text.contains("| adam_beta1 |"), "a default is listed: {text}");
+    assert!(text.contains("| who\\|you? |"), "a prompt with a bar breaks the table: {text}");
+    assert!(text.contains("train-cli fit -m m -d m/demo.tsv"), "{text}");
+    assert_eq!(text.trim_end(), ok(d, &["runs", "show", "r"]).trim_end());
+    // One mark for each evaluation.
+    let picture = fs::read_to_string(r.join("loss.svg")).unwrap();
+    assert_eq!(picture.matches("<circle ").count(), evaluations.len(), "{picture}");
+    // They are parts of a run, which --overwrite removes.
+    fit(d, &["--overwrite", "-o", "r"]);
+}
+
+#[test]
+fn a_run_that_is_stopped_is_summarized_too() {
+    let Some(machine) = Machine::new() else { return };
+    let (operations, _) = machine.whole();
+    let r = machine.folder().join("r");
+    // A signal while the run trains, which is in the middle of its disk operations.
+    for at in [operations / 3, operations / 2, operations * 2 / 3] {
+        machine.empty();
+        let out = machine.fit(&[], Fault::Signal { at, number: 2 });
+        if out.status.code() == Some(130) && r.join("metrics.jsonl").exists() {
+            let text = fs::read_to_string(r.join("summary.md")).unwrap();
+            let steps = logged(&r, "loss").len();
+            assert_eq!(
+                row(&text, "state"),
+                [format!("not complete, {steps} step{}", if steps == 1 { "" } else { "s" })]
+            );
+            assert!(machine.fit(&["--resume-from-checkpoint"], Fault::Nothing).status.success());
+            assert_eq!(row(&fs::read_to_string(r.join("summary.md")).unwrap(), "state"), ["complete, 4 steps"]);
+            return;
+        }
+    }
+    panic!("no signal found the run at its steps");
+}
+
+#[test]
+fn runs_are_listed_and_compared() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fit(d, &["--learning-rate", "1e-3", "-o", "runs/one"]);
+    fit(d, &["--learning-rate", "1e-4", "--recipe", "w4a4", "-o", "runs/two"]);
+    fs::create_dir(d.join("runs/notes")).unwrap();
+    let list = ok(d, &["runs", "list"]);
+    let lines: Vec<&str> = list.lines().collect();
+    assert!(lines.len() == 3 && lines[1].starts_with("one ") && lines[2].starts_with("two "), "{list}");
+    assert!(
+        lines[1].contains(" w4 ") && lines[2].contains(" w4a4 ") && lines[2].contains("complete, 4 steps"),
+        "{list}"
+    );
+    let compared = ok(d, &["runs", "compare", "runs/one", "runs/two", "--markdown", "--plot", "both.svg"]);
+    assert_eq!(row(&compared, "learning_rate"), ["0.001", "0.0001"]);
+    assert_eq!(row(&compared, "recipe"), ["w4", "w4a4"]);
+    let last = |run: &str| format!("{:.4}", logged(&d.join(run), "loss")[3]["loss"].as_f64().unwrap());
+    assert_eq!(row(&compared, "loss of the last step"), [last("runs/one"), last("runs/two")]);
+    assert!(!compared.contains("max_steps") && !compared.contains("output_dir"), "{compared}");
+    let picture = fs::read_to_string(d.join("both.svg")).unwrap();
+    assert!(picture.contains("one, training") && picture.contains("two, evaluation"), "{picture}");
+    for words in [&["runs", "show", "m"][..], &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
+        assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
+    }
+}
+
+#[test]
+fn shells_and_man_know_the_command_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = ok(d, &["completions", shell]);
+        assert!(script.contains("learning-rate") && script.contains("export-hf"), "{shell}: {script}");
+    }
+    let page = ok(d, &["man", "data", "preview"]);
+    assert!(page.contains(".TH") && page.contains("max\\-seq\\-length"), "{page}");
+    assert!(ok(d, &["man"]).contains("export\\-dat"));
+    assert_eq!(run(d, &["man", "train"]).status.code(), Some(2));
+}

@@ -1,0 +1,116 @@
+//! `runs`: what run folders say. `list` has one line for each run of a folder, `show` the summary of one run, and `compare`
+//! what differs between several: settings, figures, and the curves of their losses.
+
+use crate::{
+    CliError,
+    args::{CompareArgs, ListArgs, RunsCommand, ShowArgs},
+    durable,
+    outputs::check_output,
+    report,
+    run::{
+        checkpoint::CONFIG,
+        plot::{self, Curve},
+        summary::{Summary, table},
+    },
+};
+use std::{collections::BTreeSet, fs};
+
+/// Runs the command.
+///
+/// # Errors
+/// If a folder is no run folder, or a file cannot be read or written.
+pub fn run(command: &RunsCommand) -> Result<(), CliError> {
+    match command {
+        RunsCommand::List(args) => list(args),
+        RunsCommand::Show(args) => show(args),
+        RunsCommand::Compare(args) => compare(args),
+    }
+}
+
+fn list(args: &ListArgs) -> Result<(), CliError> {
+    let mut runs = Vec::new();
+    for entry in fs::read_dir(&args.folder).map_err(CliError::io(&args.folder))? {
+        let path = entry.map_err(CliError::io(&args.folder))?.path();
+        if path.join(CONFIG).exists() {
+            runs.push(Summary::read(&path)?);
+        }
+    }
+    if runs.is_empty() {
+        return Err(CliError::Usage(format!("{} holds no run folder", args.folder.display())));
+    }
+    runs.sort_by(|a, b| a.started().cmp(b.started()));
+    let rows = runs.iter().map(|run| {
+        let figure = |name: &str| run.figures().into_iter().find(|(n, _)| *n == name).map_or_else(String::new, |f| f.1);
+        vec![
+            run.name(),
+            run.started().to_owned(),
+            run.setting("recipe"),
+            figure("state"),
+            figure("loss of the last step"),
+            figure("evaluation loss"),
+            figure("time of the steps"),
+        ]
+    });
+    let heads = ["run", "started", "recipe", "state", "loss", "evaluation loss", "time"];
+    report::result(aligned(&heads, rows.collect()));
+    Ok(())
+}
+
+fn show(args: &ShowArgs) -> Result<(), CliError> {
+    report::result(Summary::read(&args.run)?.markdown().trim_end());
+    Ok(())
+}
+
+fn compare(args: &CompareArgs) -> Result<(), CliError> {
+    let runs = args.runs.iter().map(|run| Summary::read(run)).collect::<Result<Vec<_>, _>>()?;
+    let heads: Vec<String> = std::iter::once(String::new()).chain(runs.iter().map(Summary::name)).collect();
+    let heads: Vec<&str> = heads.iter().map(String::as_str).collect();
+    let mut names: Vec<&str> = runs.iter().flat_map(|run| run.figures()).map(|(name, _)| name).collect();
+    let mut seen = BTreeSet::new();
+    names.retain(|name| seen.insert(*name));
+    let figure = |run: &Summary, name: &str| {
+        run.figures().into_iter().find(|(n, _)| *n == name).map_or_else(|| "–".to_owned(), |(_, value)| value)
+    };
+    let mut rows: Vec<Vec<String>> =
+        names.iter().map(|name| row(name, runs.iter().map(|run| figure(run, name)))).collect();
+    // The folder of a run is its own.
+    let keys: BTreeSet<&String> =
+        runs.iter().flat_map(|run| run.settings.keys()).filter(|key| *key != "output_dir").collect();
+    for key in keys {
+        let values: Vec<String> = runs.iter().map(|run| run.setting(key)).collect();
+        if values.windows(2).any(|pair| pair[0] != pair[1]) {
+            rows.push(row(key, values.into_iter()));
+        }
+    }
+    report::result(if args.markdown { table(&heads, rows).trim_end().to_owned() } else { aligned(&heads, rows) });
+    if let Some(path) = &args.plot {
+        check_output(path, &[])?;
+        let curves: Vec<Curve> = runs
+            .iter()
+            .flat_map(|run| {
+                run.curves().map(|curve| Curve { name: format!("{}, {}", run.name(), curve.name), ..curve })
+            })
+            .filter(|curve| !curve.points.is_empty())
+            .collect();
+        durable::write_bytes(path, plot::svg("loss", &curves).as_bytes())?;
+        report::label("plot", path.display().to_string());
+    }
+    Ok(())
+}
+
+fn row(name: &str, values: impl Iterator<Item = String>) -> Vec<String> {
+    std::iter::once(name.to_owned()).chain(values).collect()
+}
+
+/// A table for a terminal: columns two spaces apart.
+fn aligned(heads: &[&str], rows: Vec<Vec<String>>) -> String {
+    let heads = heads.iter().map(|head| (*head).to_owned()).collect();
+    let lines: Vec<Vec<String>> = std::iter::once(heads).chain(rows).collect();
+    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..lines[0].len()).map(width).collect();
+    let line = |cells: &Vec<String>| {
+        let padded = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        padded.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    lines.iter().map(line).collect::<Vec<_>>().join("\n")
+}

@@ -1,0 +1,134 @@
+//! Curves as an SVG picture.
+
+use plotters::{
+    chart::{ChartBuilder, LabelAreaPosition, SeriesLabelPosition},
+    drawing::IntoDrawingArea,
+    element::{Circle, PathElement},
+    series::{LineSeries, PointSeries},
+    style::{Color, RGBColor, WHITE},
+};
+use std::ops::Range;
+
+/// A curve.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Curve {
+    /// What it is called in the legend.
+    pub name: String,
+    /// Its points, from left to right.
+    pub points: Vec<(f64, f64)>,
+    /// Whether each point is marked.
+    pub marked: bool,
+}
+
+/// Width and height in pixels.
+const SIZE: (u32, u32) = (900, 480);
+
+/// Colors that are told apart by people who see red and green alike (Okabe and Ito).
+const COLORS: [RGBColor; 7] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(230, 159, 0),
+    RGBColor(0, 0, 0),
+];
+
+/// Draws curves over steps. `what` is the name of the vertical axis.
+pub fn svg(what: &str, curves: &[Curve]) -> String {
+    let mut out = String::new();
+    let points = || curves.iter().flat_map(|curve| &curve.points);
+    let steps = padded(points().map(|(x, _)| *x), 0.0);
+    let values = padded(points().map(|(_, y)| *y), 0.05);
+    let drawn = draw(&mut out, what, curves, steps, values);
+    // The picture is a text in memory, which takes everything.
+    drawn.expect("a text has room for a picture");
+    out
+}
+
+fn draw(
+    out: &mut String,
+    what: &str,
+    curves: &[Curve],
+    steps: Range<f64>,
+    values: Range<f64>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let area = plotters::backend::SVGBackend::with_string(out, SIZE).into_drawing_area();
+    area.fill(&WHITE)?;
+    let mut chart = ChartBuilder::on(&area)
+        .margin(16)
+        .set_label_area_size(LabelAreaPosition::Left, 64)
+        .set_label_area_size(LabelAreaPosition::Bottom, 44)
+        .build_cartesian_2d(steps, values)?;
+    chart
+        .configure_mesh()
+        .x_desc("step")
+        .y_desc(what)
+        .x_label_formatter(&|x| format!("{x:.0}"))
+        .light_line_style(WHITE.mix(0.0))
+        .draw()?;
+    for (curve, color) in curves.iter().zip(COLORS.iter().cycle()) {
+        let line = color.stroke_width(2);
+        chart
+            .draw_series(LineSeries::new(curve.points.iter().copied(), line))?
+            .label(&curve.name)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], line));
+        if curve.marked {
+            let dots: PointSeries<_, _, Circle<_, _>, _> =
+                PointSeries::new(curve.points.iter().copied(), 4, color.filled());
+            chart.draw_series(dots)?;
+        }
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.mix(0.8))
+        .border_style(RGBColor(200, 200, 200))
+        .draw()?;
+    area.present()?;
+    drop(chart);
+    Ok(())
+}
+
+/// From the smallest to the largest value, and a share of the distance more on both sides.
+fn padded(values: impl Iterator<Item = f64>, share: f64) -> Range<f64> {
+    let finite = values.filter(|value| value.is_finite());
+    let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+    match high - low {
+        distance if distance > 0.0 => low - share * distance..high + share * distance,
+        // One value, or none.
+        _ if low.is_finite() => low - 0.5..low + 0.5,
+        _ => 0.0..1.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_goes_through_its_points() {
+        let curve = |points: &[(f64, f64)]| Curve { name: "a<b".into(), points: points.to_vec(), marked: true };
+        let picture = svg("loss", &[curve(&[(1.0, 4.0), (2.0, 3.0), (3.0, 2.0)])]);
+        assert!(picture.starts_with("<svg") && picture.contains("a&lt;b") && picture.contains("loss"), "{picture}");
+        // Equal steps are equally far apart, and so are equal losses.
+        let centers: Vec<(f64, f64)> = picture
+            .split("<circle ")
+            .skip(1)
+            .map(|circle| {
+                let number = |name: &str| circle.split(name).nth(1).unwrap().split('"').nth(1).unwrap().parse::<f64>();
+                (number("cx=").unwrap(), number("cy=").unwrap())
+            })
+            .collect();
+        let [a, b, c] = centers[..] else { panic!("{centers:?}") };
+        assert!(a.0 < b.0 && a.1 < b.1, "{centers:?}");
+        assert!((b.0 - a.0 - (c.0 - b.0)).abs() <= 1.0 && (b.1 - a.1 - (c.1 - b.1)).abs() <= 1.0, "{centers:?}");
+    }
+
+    #[test]
+    fn runs_without_a_step_have_a_picture_too() {
+        for points in [vec![], vec![(1.0, 2.0)], vec![(1.0, f64::NAN)]] {
+            assert!(svg("loss", &[Curve { name: "x".into(), points, marked: false }]).ends_with("</svg>\n"));
+        }
+    }
+}

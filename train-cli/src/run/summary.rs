@@ -1,0 +1,255 @@
+//! What the files of a run folder say about a run, in words, in a table and as a curve. A run writes it into its folder when
+//! it ends, however it ends: `summary.md` and `loss.svg`. `runs` shows and compares the summaries of several runs.
+
+use super::{
+    checkpoint::CONFIG,
+    folder::{FINAL, LOSS, RESULTS, SUMMARY},
+    plot::{self, Curve},
+};
+use crate::{CliError, durable, report, settings::Settings};
+use model_qwen3::file;
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+/// Most bytes of a run's small files that are read. The metrics of a million steps have about 250 MB.
+const LONGEST: u64 = 1 << 30;
+
+/// A run, as its files tell it.
+#[derive(Debug, Clone)]
+pub struct Summary {
+    /// The run folder.
+    pub folder: PathBuf,
+    /// Its settings by name, those that are not given left out.
+    pub settings: Map<String, Value>,
+    /// When it was started, and the words of the command.
+    started: Option<(String, String)>,
+    /// Rows and tokens of its data.
+    data: Value,
+    steps: Vec<Value>,
+    evaluations: Vec<Value>,
+    /// Steps that were left out.
+    left_out: Vec<Value>,
+    /// The last answer to each prompt.
+    samples: Vec<(String, String)>,
+    /// The totals of a complete run.
+    results: Option<Value>,
+    /// Files of the export: name, bytes, SHA-256.
+    exported: Vec<(String, u64, String)>,
+}
+
+impl Summary {
+    /// Reads a run folder.
+    ///
+    /// # Errors
+    /// If it is no run folder, or a file cannot be read.
+    pub fn read(run: &Path) -> Result<Self, CliError> {
+        let config = run.join(CONFIG);
+        if !config.exists() {
+            return Err(CliError::Usage(format!("{} is no run folder: it has no {CONFIG}", run.display())));
+        }
+        let text = file::read_text(&config, LONGEST, "")?;
+        let settings: Value = toml::from_str(&text).map_err(|e| CliError::corrupt(&config, e))?;
+        let (mut steps, mut evaluations, mut left_out) = (vec![], vec![], vec![]);
+        for line in lines(&run.join("metrics.jsonl"))? {
+            match () {
+                () if line["loss"].is_number() => steps.push(line),
+                () if line["eval_loss"].is_number() => evaluations.push(line),
+                () if line["left_out"].is_string() => left_out.push(line),
+                () => {}
+            }
+        }
+        let answers = lines(&run.join("samples.jsonl"))?;
+        let last = answers.last().map(|line| line["step"].clone());
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let answers = answers.iter().filter(|line| Some(&line["step"]) == last.as_ref());
+        let started = json(&run.join("run.json"))?.map(|run| {
+            let words = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let words: Vec<String> = words.iter().skip(1).map(|word| report::quoted(&text(word))).collect();
+            (text(&run["started"]), format!("train-cli {}", words.join(" ")))
+        });
+        let files = json(&run.join(FINAL).join(durable::MANIFEST))?.map(|manifest| manifest["files"].clone());
+        let exported = files.iter().filter_map(Value::as_object).flatten();
+        Ok(Self {
+            folder: run.to_owned(),
+            settings: settings.as_object().cloned().unwrap_or_default(),
+            started,
+            data: json(&run.join("data_report.json"))?.unwrap_or_default(),
+            steps,
+            evaluations,
+            left_out,
+            samples: answers.map(|line| (text(&line["prompt"]), text(&line["answer"]))).collect(),
+            results: json(&run.join(RESULTS))?,
+            exported: exported
+                .map(|(name, file)| (name.clone(), file["bytes"].as_u64().unwrap_or(0), text(&file["sha256"])))
+                .collect(),
+        })
+    }
+
+    /// The run's name: that of its folder.
+    pub fn name(&self) -> String {
+        let path = self.folder.canonicalize().unwrap_or_else(|_| self.folder.clone());
+        path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned())
+    }
+
+    /// The figures of the run, with their names.
+    pub fn figures(&self) -> Vec<(&'static str, String)> {
+        let loss = |line: Option<&Value>, key: &str| {
+            line.and_then(|line| line[key].as_f64()).map_or("–".to_owned(), |loss| format!("{loss:.4}"))
+        };
+        let numbers = |key: &str| {
+            let mut all: Vec<f64> = self.steps.iter().filter_map(|line| line[key].as_f64()).collect();
+            all.sort_by(f64::total_cmp);
+            all
+        };
+        let (speeds, memory) = (numbers("tokens_per_second"), numbers("memory_mib"));
+        let seconds = self.results.as_ref().and_then(|results| results["train_runtime"].as_f64());
+        let mut figures = vec![
+            ("state", self.state()),
+            ("loss of the first step", loss(self.steps.first(), "loss")),
+            ("loss of the last step", loss(self.steps.last(), "loss")),
+            ("evaluation loss", loss(self.evaluations.last(), "eval_loss")),
+            ("evaluation loss, weights in 4 bits", loss(self.evaluations.last(), "eval_loss_quantised")),
+            ("evaluation loss, master weights", loss(self.evaluations.last(), "eval_loss_master")),
+            ("lowest evaluation loss", self.best()),
+            ("tokens/s, median", speeds.get(speeds.len() / 2).map_or("–".to_owned(), |speed| format!("{speed:.0}"))),
+            ("memory, largest", memory.last().map_or("–".to_owned(), |mib| format!("{mib:.0} MiB"))),
+            ("time of the steps", seconds.map_or("–".to_owned(), report::duration)),
+        ];
+        if !self.left_out.is_empty() {
+            figures.push(("steps that were left out", self.left_out.len().to_string()));
+        }
+        figures
+    }
+
+    /// Whether the run is complete, and how many steps it has made.
+    fn state(&self) -> String {
+        let steps = report::count(self.last_step(), "step");
+        match &self.results {
+            Some(_) => format!("complete, {steps}"),
+            None => format!("not complete, {steps}"),
+        }
+    }
+
+    fn last_step(&self) -> usize {
+        self.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0) as usize
+    }
+
+    fn best(&self) -> String {
+        let loss = |line: &Value| line["eval_loss"].as_f64().unwrap_or(f64::INFINITY);
+        let best = self.evaluations.iter().min_by(|a, b| loss(a).total_cmp(&loss(b)));
+        best.map_or("–".to_owned(), |line| format!("{:.4} after step {}", loss(line), line["step"]))
+    }
+
+    /// When the run was started, as its folder records it.
+    pub fn started(&self) -> &str {
+        self.started.as_ref().map_or("–", |(time, _)| time.split('.').next().unwrap_or(time))
+    }
+
+    /// A setting, as a person would write it.
+    pub fn setting(&self, key: &str) -> String {
+        match self.settings.get(key) {
+            None => "–".to_owned(),
+            Some(Value::String(text)) => text.clone(),
+            Some(Value::Array(all)) => {
+                let all = all.iter().map(|one| one.as_str().map_or_else(|| one.to_string(), str::to_owned));
+                all.collect::<Vec<_>>().join(", ")
+            }
+            Some(other) => other.to_string(),
+        }
+    }
+
+    /// The losses of the steps and of the evaluations.
+    pub fn curves(&self) -> [Curve; 2] {
+        let points = |lines: &[Value], key: &str| {
+            lines.iter().filter_map(|line| Some((line["step"].as_f64()?, line[key].as_f64()?))).collect()
+        };
+        [
+            Curve { name: "training".into(), points: points(&self.steps, "loss"), marked: false },
+            Curve { name: "evaluation".into(), points: points(&self.evaluations, "eval_loss"), marked: true },
+        ]
+    }
+
+    /// The summary as Markdown.
+    pub fn markdown(&self) -> String {
+        let mut out = format!("# {}\n\n", self.name());
+        if let Some((time, command)) = &self.started {
+            let time = time.split('.').next().unwrap_or(time);
+            out += &format!("Started {time} (UTC):\n\n    {command}\n\n");
+        }
+        out += &table(&["", ""], self.figures().into_iter().map(|(name, value)| vec![name.to_owned(), value]));
+        out += &format!("\n![losses]({LOSS})\n\n## Data\n");
+        let count = |key: &str| self.data[key].as_u64().map_or("–".to_owned(), |n| n.to_string());
+        let (tokens, counted) = (count("tokens"), count("supervised_tokens"));
+        out += &format!("{} rows, {tokens} tokens, of which the loss counts {counted}.\n", count("rows"));
+        let evaluations = self.evaluations.iter().map(|line| {
+            let loss = |key: &str| line[key].as_f64().map_or("–".to_owned(), |loss| format!("{loss:.4}"));
+            let keys = ["eval_loss", "eval_loss_quantised", "eval_loss_master"];
+            std::iter::once(line["step"].to_string()).chain(keys.map(loss)).collect()
+        });
+        out += "\n## Evaluations\n";
+        out += &table(&["step", "as in training", "weights in 4 bits", "master weights"], evaluations);
+        if !self.samples.is_empty() {
+            out += "\n## Last answers\n";
+            out += &table(&["prompt", "answer"], self.samples.iter().map(|(p, a)| vec![cell(p), cell(a)]));
+        }
+        if !self.left_out.is_empty() {
+            out += "\n## Steps that were left out\n";
+            let text = |value: &Value| cell(value.as_str().unwrap_or_default());
+            out += &table(
+                &["step", "reason"],
+                self.left_out.iter().map(|line| vec![line["step"].to_string(), text(&line["left_out"])]),
+            );
+        }
+        if !self.exported.is_empty() {
+            out += "\n## Exported files\n";
+            let row =
+                |(name, bytes, sha256): &(String, u64, String)| vec![name.clone(), bytes.to_string(), sha256.clone()];
+            out += &table(&["file", "bytes", "SHA-256"], self.exported.iter().map(row));
+        }
+        out += "\n## Settings that are not the defaults\n";
+        let defaults = Settings::default().table();
+        let changed = self.settings.keys().filter(|key| defaults.get(*key) != self.settings.get(*key));
+        out + &table(&["setting", "value"], changed.map(|key| vec![key.clone(), cell(&self.setting(key))]))
+    }
+}
+
+/// Writes the summary and the curve of a run into its folder.
+///
+/// # Errors
+/// If a file of the run cannot be read, or they cannot be written.
+pub fn write(run: &Path) -> Result<(), CliError> {
+    let summary = Summary::read(run)?;
+    durable::write_bytes(&run.join(LOSS), plot::svg("loss", &summary.curves()).as_bytes())?;
+    durable::write_bytes(&run.join(SUMMARY), summary.markdown().as_bytes()).map(|_| ())
+}
+
+/// A table in Markdown.
+pub fn table(heads: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let heads: Vec<String> = heads.iter().map(|head| (*head).to_owned()).collect();
+    let rule = format!("|{}\n", "---|".repeat(heads.len()));
+    let rows: String = rows.into_iter().map(|row| line(&row)).collect();
+    line(&heads) + &rule + &rows
+}
+
+/// A text as the cell of a table.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|").split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// The lines of a log that are JSON; none if there is no such file. A power failure may leave half a line.
+fn lines(path: &Path) -> Result<Vec<Value>, CliError> {
+    if !path.exists() {
+        return Ok(vec![]);
+    }
+    let text = file::read_text(path, LONGEST, "")?;
+    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+}
+
+fn json(path: &Path) -> Result<Option<Value>, CliError> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let text = file::read_text(path, LONGEST, "")?;
+    serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(path, e))
+}
