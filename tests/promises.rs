@@ -19,6 +19,7 @@ mod data_options;
 mod disk_faults;
 mod docs;
 mod emulated;
+mod flipped_bits;
 mod foreign;
 mod formats;
 mod generation;

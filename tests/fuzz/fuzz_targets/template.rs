@@ -21,6 +21,6 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let messages = [json!({"role": "user", "content": "a"}), json!({"role": "assistant", "content": "b"})];
     let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
     if let Ok(template) = ChatTemplate::from_folder(path.parent().expect("the file is in a folder")) {
-        let _ = template.render(&messages, &options);
+        let _ = template.render(&messages, options);
     }
 });
