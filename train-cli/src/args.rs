@@ -415,7 +415,7 @@ pub struct ModelArgs {
     /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
-    /// Number format in which the model computes, except for what is rounded to 4 bits
+    /// Number format in which the model computes; what is rounded to 4 bits is multiplied in this format
     #[arg(long, alias = "dtype", default_value = "auto", value_parser = parser::<Auto<Precision>>())]
     pub compute_dtype: Auto<Precision>,
 }
