@@ -193,3 +193,23 @@ fn flags_win_over_the_config_file_and_the_file_over_defaults() {
         assert!(plan.lines().any(|l| l == line), "{line:?} is missing in:\n{plan}");
     }
 }
+
+#[test]
+fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = ok(dir.path(), &["doctor", "--json"]);
+    let lines: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let named = |name: &str| lines.iter().find(|line| line["name"] == name).unwrap_or_else(|| panic!("{name}: {text}"));
+    for name in ["program", "memory", "disk"] {
+        assert_eq!(named(name)["good"], true, "{text}");
+    }
+    // The card, and Vulkan: each is good, or it is said what to do.
+    for line in ["card", "vulkan"].map(named) {
+        assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|remedy| remedy.len() > 20), "{line}");
+    }
+    if std::env::var_os("REQUIRE_GPU").is_some() {
+        let found = named("vulkan")["found"].as_str().unwrap_or_default().to_owned();
+        assert!(found.starts_with("agrees with the CPU"), "{text}");
+    }
+    assert!(ok(dir.path(), &["doctor"]).contains("ok  memory"));
+}

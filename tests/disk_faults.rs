@@ -152,7 +152,7 @@ fn kill_writers(mut cases: impl FnMut(usize) -> Vec<usize>) {
     fs::rename(d.join("r"), machine.dir.path().join("r")).unwrap();
     for words in [
         &["export-dat", "--checkpoint", "../r/checkpoint-4", "--output-dat", "x.dat", "--device", "cpu"][..],
-        &["convert", "../m/model.safetensors", "x.dat", "--to", "dat", "--dtype", "nvfp4"],
+        &["convert", "../m/model.safetensors", "x.dat", "--to", "dat", "--dtype", "nvfp4", "--overwrite"],
     ] {
         machine.empty();
         let operations = machine.operations(words);

@@ -133,6 +133,29 @@ fn rate_zero_then_export_like_is_the_identity() {
 }
 
 #[test]
+fn convert_replaces_no_file_unasked_and_follows_the_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    std::fs::write(d.join("a.dat"), "older").unwrap();
+    let refused = |words: &[&str], said: &str| {
+        let out = run(d, &[&["convert", "m"], words, &["--dtype", "f16"]].concat());
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && stderr.contains(said), "{words:?}: {stderr}");
+    };
+    refused(&["a.dat"], "a.dat: the file exists");
+    assert_eq!(std::fs::read(d.join("a.dat")).unwrap(), b"older");
+    refused(&["b.safetensors", "--to", "dat"], "b.safetensors: the name must end in .dat");
+    refused(&["b.bin"], "b.bin: the name must end in .dat, .safetensors or .gguf");
+    assert!(!d.join("b.safetensors").exists() && !d.join("b.bin").exists());
+    ok(d, &["convert", "m", "a.dat", "--dtype", "f16", "--overwrite"]);
+    ok(d, &["convert", "m", "b.safetensors", "--dtype", "f16"]);
+    for file in ["a.dat", "b.safetensors"] {
+        ok(d, &["inspect", file, "--verify"]);
+    }
+}
+
+#[test]
 fn an_input_is_never_overwritten() {
     let dir = tempfile::tempdir().unwrap();
     tiny_model(&dir.path().join("m"), true);

@@ -46,7 +46,7 @@ fn floats_and_8_bit_weights_are_those_of_the_model() {
         ("bf16", GGUFTensorType::BF16),
         ("q8-0", GGUFTensorType::Q8_0),
     ] {
-        ok(dir.path(), &["convert", "m", "x.gguf", "--to", "gguf", "--dtype", dtype]);
+        ok(dir.path(), &["convert", "m", "x.gguf", "--dtype", dtype, "--overwrite"]);
         let file = read(&dir.path().join("x.gguf"));
         // Two blocks, the embedding, the last norm and a head of its own.
         assert_eq!(file.len(), 2 * 11 + 3, "{dtype}");
@@ -83,7 +83,7 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
     let more = ["--max-seq-length", "32", "--eval-steps", "0", "-o", "r"];
     for recipe in ["w4", "w4a4"] {
         ok(dir.path(), &[&["fit", "--overwrite", "--recipe", recipe], &words[..], &more].concat());
-        ok(dir.path(), &["convert", "r", "x.gguf", "--to", "gguf", "--dtype", "nvfp4"]);
+        ok(dir.path(), &["convert", "r", "x.gguf", "--to", "gguf", "--dtype", "nvfp4", "--overwrite"]);
         let file = read(&dir.path().join("x.gguf"));
         let weights = Container::open(&dir.path().join("r/final/model.dat")).unwrap();
         // The seven linear layers of each of three blocks have a tensor scale beside them; the head is the embedding.

@@ -146,7 +146,7 @@ fn kill_writers(times: usize, seed: u64) {
     let mut random = Random::new(seed);
     for words in [
         "export-dat --checkpoint r/checkpoint-2 --output-dat out/x.dat --device cpu",
-        "convert m/model.safetensors out/x.dat --to dat --dtype nvfp4",
+        "convert m/model.safetensors out/x.dat --to dat --dtype nvfp4 --overwrite",
     ] {
         let words: Vec<&str> = words.split(' ').collect();
         fs::create_dir(d.join("out")).unwrap();

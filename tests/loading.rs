@@ -108,7 +108,7 @@ fn nvfp4_codes_without_their_scales_are_refused() {
     let d = dir.path();
     tiny_model(&d.join("whole"), true);
     tiny_model(&d.join("m"), true);
-    ok(d, &["convert", "whole", "m/model.safetensors", "--to", "safetensors", "--dtype", "nvfp4"]);
+    ok(d, &["convert", "whole", "m/model.safetensors", "--dtype", "nvfp4", "--overwrite"]);
     let file = d.join("m/model.safetensors");
     let bytes = std::fs::read(&file).unwrap();
     let whole = safetensors::SafeTensors::deserialize(&bytes).unwrap();

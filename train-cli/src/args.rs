@@ -54,6 +54,8 @@ pub enum Command {
     Runs(RunsCommand),
     /// Compare the model's results with values that Hugging Face computed
     Parity(ParityArgs),
+    /// Say what this machine has of what the program needs, and how to install what is missing; test its GPUs
+    Doctor(DoctorArgs),
     /// Measure the speed of a device
     Bench(BenchArgs),
     /// Print the script that completes commands and flags in a shell
@@ -311,15 +313,18 @@ pub struct ConvertArgs {
     /// model's folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
-    /// Container to write
+    /// Container to write [default: by the extension of the output]
     #[arg(long)]
-    pub to: ContainerArg,
+    pub to: Option<ContainerArg>,
     /// Number format of the written weights
     #[arg(long)]
     pub dtype: WeightArg,
     /// Scale levels of NVFP4 weights
     #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
     pub scales: Scaling,
+    /// Replace an older file
+    #[arg(long)]
+    pub overwrite: bool,
 }
 
 /// Flags of `inspect`.
@@ -415,7 +420,7 @@ pub struct ModelArgs {
     /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
-    /// Number format in which the model computes; what is rounded to 4 bits is multiplied in this format
+    /// Number format in which the model computes
     #[arg(long, alias = "dtype", default_value = "auto", value_parser = parser::<Auto<Precision>>())]
     pub compute_dtype: Auto<Precision>,
 }
@@ -516,6 +521,14 @@ pub struct CompareArgs {
     /// Print the table as Markdown
     #[arg(long)]
     pub markdown: bool,
+}
+
+/// Flags of `doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Print one JSON object for each line
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Flags of `completions`.

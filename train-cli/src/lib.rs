@@ -66,6 +66,7 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
         Command::Serve(args) => commands::serve::run(args),
         Command::Eval(command) => commands::eval::run(command),
         Command::Parity(args) => commands::parity::run(args),
+        Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(args) => commands::bench::run(args),
         Command::Runs(command) => commands::runs::run(&command),
         Command::Completions(args) => {

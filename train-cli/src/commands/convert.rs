@@ -32,15 +32,20 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let mut inputs = files.weight_files();
     inputs.push(source.path().to_owned());
     check_output(&args.output, &inputs)?;
-    let gguf = match args.to {
+    if args.output.exists() && !args.overwrite {
+        let text = "the file exists; choose another name, or give --overwrite";
+        return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
+    }
+    let container = container(args)?;
+    let gguf = match container {
         ContainerArg::Gguf => Some(Gguf::read(args, &files)?),
         _ if args.tokenizer.is_some() => return Err(CliError::Usage("--tokenizer goes with --to gguf".into())),
         _ => None,
     };
-    let tensors = Repacked::new(&source, format(args)?);
+    let tensors = Repacked::new(&source, format(args, container)?);
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
-        match (args.to, &gguf) {
+        match (container, &gguf) {
             (ContainerArg::Dat, _) => write_dat(&tensors, None, out, failed).map(|_| ())?,
             (_, Some(gguf)) => gguf.write(&source, args.dtype, out, failed)?,
             (_, None) => write_safetensors(&tensors, out, failed).map(|_| ())?,
@@ -53,8 +58,22 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     Ok(())
 }
 
+/// The container that the name of the output tells, which `--to` may say too.
+fn container(args: &ConvertArgs) -> Result<ContainerArg, CliError> {
+    let all = [(ContainerArg::Dat, "dat"), (ContainerArg::Safetensors, "safetensors"), (ContainerArg::Gguf, "gguf")];
+    let named = all.into_iter().find(|(_, extension)| args.output.extension().is_some_and(|found| found == *extension));
+    match (args.to, named) {
+        (asked, Some((container, _))) if asked.is_none_or(|asked| asked == container) => Ok(container),
+        _ => {
+            let asked = all.into_iter().find(|(container, _)| Some(*container) == args.to);
+            let expected = asked.map_or(".dat, .safetensors or .gguf".to_owned(), |(_, name)| format!(".{name}"));
+            Err(CliError::Usage(format!("{}: the name must end in {expected}", args.output.display())))
+        }
+    }
+}
+
 /// How tensors are stored in containers that are not GGUF.
-fn format(args: &ConvertArgs) -> Result<StoreAs<'static>, CliError> {
+fn format(args: &ConvertArgs, container: ContainerArg) -> Result<StoreAs<'static>, CliError> {
     Ok(match args.dtype {
         WeightArg::Nvfp4 => {
             StoreAs::Nvfp4 { scaling: args.scales, head: true, block: BlockShape::Row, dense_from: usize::MAX }
@@ -62,7 +81,7 @@ fn format(args: &ConvertArgs) -> Result<StoreAs<'static>, CliError> {
         WeightArg::F16 => StoreAs::Float(FloatType::F16),
         WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),
         WeightArg::F32 => StoreAs::Float(FloatType::F32),
-        WeightArg::Q8_0 if args.to == ContainerArg::Gguf => StoreAs::Float(FloatType::F32),
+        WeightArg::Q8_0 if container == ContainerArg::Gguf => StoreAs::Float(FloatType::F32),
         WeightArg::Q8_0 => {
             return Err(CliError::Usage("--dtype q8-0: only GGUF files hold 8-bit weights; use --to gguf".into()));
         }

@@ -5,6 +5,7 @@ pub mod chat;
 pub mod convert;
 pub mod data;
 pub mod demo;
+pub mod doctor;
 pub mod estimate;
 pub mod eval;
 pub mod export;

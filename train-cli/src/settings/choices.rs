@@ -106,10 +106,10 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 "tf32",
-                "f32, but products without 4-bit numbers use TF32 tensor cores, which is faster and less exact; CUDA only",
+                "f32, with TF32 tensor cores for products of two unrounded matrices; faster and less exact; CUDA only",
             ),
             also(named(Self::F16, "f16", "f16; not for training"), "float16"),
-            also(named(Self::Bf16, "bf16", "bf16"), "bfloat16"),
+            also(named(Self::Bf16, "bf16", "bf16; CUDA only"), "bfloat16"),
         ]
     }
 }

@@ -168,7 +168,7 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
-    /// Number format in which the model computes; what is rounded to 4 bits is multiplied in this format
+    /// Number format in which the model computes
     #[arg(long, alias = "dtype", alias = "precision", value_parser = parser::<Auto<Precision>>())]
     #[serde(with = "by_name")]
     pub compute_dtype: Auto<Precision>,
