@@ -413,7 +413,8 @@ fn help(arg: &clap::Arg) -> (String, String) {
     }
     let choices = arg.get_possible_values();
     let switch = choices.iter().all(|choice| ["true", "false"].contains(&choice.get_name()));
-    for choice in choices.iter().filter(|choice| takes && !switch && !choice.is_hide_set()) {
+    let listed = takes && !switch && !arg.is_hide_possible_values_set();
+    for choice in choices.iter().filter(|choice| listed && !choice.is_hide_set()) {
         write!(help, "<br>`{}`", choice.get_name()).unwrap();
         if let Some(text) = choice.get_help() {
             write!(help, ": {}", cell(text.to_string().trim_end_matches('.'))).unwrap();

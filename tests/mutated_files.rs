@@ -21,6 +21,7 @@ use model_qwen3::{
 use serde_json::{Value, json};
 use std::{
     fs,
+    io::Read,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
     process::Stdio,
@@ -64,6 +65,34 @@ fn broken_files_make_no_reader_panic() {
         fs::write(&reader.file, &valid).unwrap();
     }
     assert!(accepted > 20 && refused > 200, "{accepted} broken files were accepted and {refused} refused");
+}
+
+/// What fuzzing found worth keeping (doc/notebook/fuzzing.md), for the readers that it was made for.
+#[test]
+fn the_files_of_the_fuzzers_make_no_reader_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let readers = readers(dir.path());
+    for (target, name) in [
+        ("dat", ".dat"),
+        ("safetensors", "safetensors"),
+        ("config", "config.json"),
+        ("tokenizer", "tokenizer.json"),
+        ("jsonl", "messages"),
+        ("manifest", "manifest.json"),
+        ("template", "chat template"),
+    ] {
+        let reader = readers.iter().find(|reader| reader.name == name).unwrap();
+        let packed = fs::read(golden("").join(format!("../fuzz/corpus/{target}.gz"))).unwrap();
+        let mut all = Vec::new();
+        flate2::read::GzDecoder::new(&packed[..]).read_to_end(&mut all).unwrap();
+        let (mut rest, mut files) = (all.as_slice(), 0);
+        while let Some((length, more)) = rest.split_first_chunk::<4>() {
+            let (file, after) = more.split_at(u32::from_le_bytes(*length) as usize);
+            read_bytes(reader, file, &format!("file {files} of the corpus {target}"));
+            (rest, files) = (after, files + 1);
+        }
+        assert!(files > 50, "{target}: {files} files");
+    }
 }
 
 #[test]

@@ -54,7 +54,7 @@ pub enum Command {
     Runs(RunsCommand),
     /// Compare the model's results with values that Hugging Face computed
     Parity(ParityArgs),
-    /// Say what this machine has of what the program needs, and how to install what is missing; test its GPUs
+    /// Check whether this machine has what the program needs, say how to install what is missing, and test its GPUs
     Doctor(DoctorArgs),
     /// Measure the speed of a device
     Bench(BenchArgs),
@@ -207,8 +207,9 @@ pub struct EvalLossArgs {
     /// Longest sequence, in tokens; what is longer is cut into several [default: 2048, or the model's limit if that is lower]
     #[arg(long, value_name = "N")]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
-    /// Round an unquantized model as this recipe does in a forward pass, and then measure it: w4 rounds the weights, w4a4 and
-    /// nvfp4 the weights and activations. Give the flag several times to compare recipes
+    /// Round an unquantized model as this recipe does in a forward pass, and then measure it: bf16 rounds nothing, w4 the
+    /// weights, w4a4 and nvfp4 the weights and activations. Give the flag several times to compare recipes
+    #[arg(hide_possible_values = true)]
     #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
     pub recipes: Vec<Recipe>,
     /// Number of sequences that are computed together

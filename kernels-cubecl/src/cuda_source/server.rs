@@ -30,7 +30,11 @@ use cubecl_runtime::{
     storage::{BytesResource, BytesStorage, ManagedResource},
     tma::{OobFill, TensorMapFormat, TensorMapInterleave, TensorMapSwizzle},
 };
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// CubeCL numbers temporaries with one counter for the whole process, which begins at 0 for each kernel: of two that are
+/// compiled at once, one may have a number twice.
+static COMPILING: Mutex<()> = Mutex::new(());
 
 /// Compiles and records, or runs by the device's executor.
 pub struct SourceServer {
@@ -100,9 +104,12 @@ impl SourceServer {
         let CubeCount::Static(x, y, z) = count else {
             return Err("the number of cubes is in a buffer, which this runtime does not read".into());
         };
-        let compiled = kernel
-            .compile(&mut Default::default(), &self.options, mode, kernel.address_type())
-            .map_err(|e| format!("a kernel does not compile to CUDA C++: {e:?}"))?;
+        let compiled = {
+            // A kernel that panicked as it was compiled has left nothing behind.
+            let _one_at_a_time = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
+            kernel.compile(&mut Default::default(), &self.options, mode, kernel.address_type())
+        };
+        let compiled = compiled.map_err(|e| format!("a kernel does not compile to CUDA C++: {e:?}"))?;
         let mut buffers: Vec<BytesResource> = Vec::new();
         let mut numbers = Vec::new();
         let maps = arguments.tensor_maps.iter().map(|map| tensor_map(&map.map)).collect::<Result<_, _>>()?;

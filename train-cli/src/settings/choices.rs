@@ -106,7 +106,7 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 "tf32",
-                "f32, with TF32 tensor cores for products of two unrounded matrices; faster and less exact; CUDA only",
+                "f32, but products in which neither matrix is rounded to NVFP4 use TF32 tensor cores; faster and less exact; CUDA only",
             ),
             also(named(Self::F16, "f16", "f16; not for training"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16; CUDA only"), "bfloat16"),
