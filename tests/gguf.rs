@@ -81,8 +81,9 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
     let config = demo_file("config.json").display().to_string();
     let words = ["--init-config", &config, "--tokenizer", &demo, "--synthetic", "--device", "cpu", "--max-steps", "1"];
     let more = ["--max-seq-length", "32", "--eval-steps", "0", "-o", "r"];
-    for recipe in ["w4", "w4a4"] {
-        ok(dir.path(), &[&["fit", "--overwrite", "--recipe", recipe], &words[..], &more].concat());
+    for (recipe, scales) in [("w4", "two"), ("w4", "single"), ("w4a4", "two")] {
+        let flags = ["fit", "--overwrite", "--recipe", recipe, "--scales", scales];
+        ok(dir.path(), &[&flags[..], &words, &more].concat());
         ok(dir.path(), &["convert", "r", "x.gguf", "--to", "gguf", "--dtype", "nvfp4", "--overwrite"]);
         let file = read(&dir.path().join("x.gguf"));
         let weights = Container::open(&dir.path().join("r/final/model.dat")).unwrap();
@@ -106,6 +107,10 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
         let kept = keys.get("general.tensor_extra.prec_a4").map(|value| array(value).len());
         assert_eq!(kept, (recipe == "w4").then_some(21), "{recipe}");
     }
+    // How a checkpoint is quantized is the business of its run.
+    let out = run(dir.path(), &["convert", "r/checkpoint-1", "y.gguf", "--dtype", "nvfp4"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && stderr.contains("export-dat"), "{stderr}");
     tiny_model(&dir.path().join("m"), true);
     let out = run(dir.path(), &["convert", "m", "y.gguf", "--to", "gguf", "--dtype", "nvfp4"]);
     let stderr = String::from_utf8_lossy(&out.stderr);

@@ -116,10 +116,11 @@ fn stop(times: usize, seed: u64, signal: &str) {
             // A signal that arrives before the program listens ends it at once, as SIGKILL does at any time.
             assert!(expected || status.code().is_none(), "{status}");
             (resumes, kills) = (true, kills + 1);
-            // No more than one save interval is lost.
+            // Lost are the steps of one save interval, and those that were made while a checkpoint was written. The next
+            // one waits for it, so that these are an interval at most.
             let saved = newest(&d.join("killed"));
             let logged = logged(&d.join("killed"));
-            assert!(saved >= steps && logged <= saved + 5, "{logged} steps are made and {saved} saved");
+            assert!(saved >= steps && logged <= saved + 2 * 4 + 1, "{logged} steps are made and {saved} saved");
             steps = saved;
         }
         let mut words = fit("killed");

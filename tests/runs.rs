@@ -111,6 +111,20 @@ fn runs_are_listed_and_compared() {
     assert!(!compared.contains("max_steps") && !compared.contains("output_dir"), "{compared}");
     let picture = fs::read_to_string(d.join("both.svg")).unwrap();
     assert!(picture.contains("one, training") && picture.contains("two, evaluation"), "{picture}");
+    // No file is replaced by a picture.
+    let log = fs::read(d.join("runs/one/metrics.jsonl")).unwrap();
+    for plot in ["runs/one/metrics.jsonl", "both.svg"] {
+        assert_eq!(
+            run(d, &["runs", "compare", "runs/one", "runs/two", "--plot", plot]).status.code(),
+            Some(2),
+            "{plot}"
+        );
+    }
+    assert!(fs::read(d.join("runs/one/metrics.jsonl")).unwrap() == log);
+    // A damaged run does not hide the others.
+    fs::create_dir(d.join("runs/broken")).unwrap();
+    fs::write(d.join("runs/broken/config.toml"), "= 3").unwrap();
+    assert!(ok(d, &["runs", "list"]).contains("one "));
     for words in [&["runs", "show", "m"][..], &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
         assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }

@@ -232,7 +232,7 @@ pub struct ExportArgs {
     /// Use the tensor order, names, types and scale levels of this .dat file
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Scale levels of NVFP4 weights [default: those of the run]
+    /// Which scales NVFP4 weights have [default: those of the run]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
@@ -320,7 +320,7 @@ pub struct ConvertArgs {
     /// Number format of the written weights
     #[arg(long)]
     pub dtype: WeightArg,
-    /// Scale levels of NVFP4 weights
+    /// Which scales NVFP4 weights have
     #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
     pub scales: Scaling,
     /// Replace an older file

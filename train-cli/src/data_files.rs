@@ -10,7 +10,7 @@ use std::{
 pub const EXTENSIONS: [&str; 6] = ["jsonl", "json", "parquet", "tsv", "txt", "md"];
 
 /// The files that each of these paths names, in the order of their names. A folder stands for the files in it that have one
-/// of the [`EXTENSIONS`]. A pattern that is the name of a file stands for that file.
+/// of the [`EXTENSIONS`], but for `.md`. A pattern that is the name of a file stands for that file.
 ///
 /// # Errors
 /// If a folder or a pattern names no file, or a folder cannot be read.
@@ -50,8 +50,9 @@ fn one(path: &Path) -> Result<Vec<PathBuf>, CliError> {
     }
 }
 
+/// Whether a folder stands for this file, too. A `.md` file in a folder of data is about the data.
 fn has_known_extension(path: &Path) -> bool {
-    path.extension().and_then(|e| e.to_str()).is_some_and(|e| EXTENSIONS.contains(&e))
+    path.extension().and_then(|e| e.to_str()).is_some_and(|e| e != "md" && EXTENSIONS.contains(&e))
 }
 
 /// The extensions in words: `.jsonl, .json, … or .md`.
@@ -69,7 +70,7 @@ mod tests {
     fn folders_and_patterns_stand_for_their_files() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str| dir.path().join(name);
-        for name in ["b.jsonl", "a.tsv", "notes.pdf", "c[1].txt"] {
+        for name in ["b.jsonl", "a.tsv", "notes.pdf", "README.md", "c[1].txt"] {
             fs::write(file(name), "").unwrap();
         }
         fs::create_dir(file("inner")).unwrap();

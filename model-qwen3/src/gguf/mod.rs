@@ -23,7 +23,7 @@ use crate::{
     repack::{Repacked, StoreAs},
     tensors::{Stored, Tensors, row_ranges},
 };
-use backend_nvfp4::{BlockShape, Scaling};
+use backend_nvfp4::{BlockShape, Packed, Scaling};
 use header::{Header, Value};
 use std::io::Write;
 
@@ -143,7 +143,7 @@ struct File<'a> {
     matrices: Matrices,
     /// The source as floats of the matrices' type, or of f32.
     dense: Repacked<'a>,
-    /// The source with its linear layers in NVFP4.
+    /// The source with its dense linear layers in NVFP4.
     packed: Repacked<'a>,
     /// Whether the source holds NVFP4. What such a file keeps dense stays dense.
     has_codes: bool,
@@ -203,12 +203,20 @@ impl<'a> File<'a> {
         }
     }
 
+    /// The codes of a linear layer: those of the source, if it has some. The tensor scale of single-level ones is 1.
+    fn nvfp4(&self, name: &str) -> Result<Packed, ModelError> {
+        match self.source.stored(name) {
+            Some(Stored::Packed { .. }) => self.source.read_packed(name),
+            _ => self.packed.read_packed(name),
+        }
+    }
+
     /// Writes the values of a tensor.
     fn put(&self, entry: &Entry, put: &mut dyn FnMut(&[u8]) -> Result<(), ModelError>) -> Result<(), ModelError> {
         let name = &entry.source;
         match entry.kind {
-            Kind::Nvfp4 => put(&blocks::nvfp4(&self.packed.read_packed(name)?, entry.shape[0], entry.shape[1])),
-            Kind::TensorScale => put(&FloatType::F32.encode(&[self.packed.read_packed_rows(name, 0..0)?.global])),
+            Kind::Nvfp4 => put(&blocks::nvfp4(&self.nvfp4(name)?, entry.shape[0], entry.shape[1])),
+            Kind::TensorScale => put(&FloatType::F32.encode(&[self.nvfp4(name)?.global])),
             Kind::Q8 => {
                 let mut rows = row_ranges(&entry.shape, CHUNK);
                 rows.try_for_each(|rows| put(&blocks::q8(&self.dense.read_rows(name, rows)?)))

@@ -7,6 +7,7 @@ use crate::{
     model_files::{ModelFiles, TextFiles, Trained},
     outputs::check_output,
     report,
+    run::checkpoint,
     talk::loaded::located,
 };
 use backend_nvfp4::BlockShape;
@@ -37,6 +38,11 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
     }
     let container = container(args)?;
+    if args.dtype == WeightArg::Nvfp4 && checkpoint::state_beside(&files.folder)?.is_some() {
+        let text = "is a checkpoint, whose recipe decides how its weights are quantized; write a .dat file by export-dat, and \
+                    convert that";
+        return Err(CliError::Usage(format!("{} {text}", files.folder.display())));
+    }
     let gguf = match container {
         ContainerArg::Gguf => Some(Gguf::read(args, &files)?),
         _ if args.tokenizer.is_some() => return Err(CliError::Usage("--tokenizer goes with --to gguf".into())),
@@ -53,7 +59,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         Ok(())
     })?;
     let bytes = std::fs::metadata(&args.output).map_err(CliError::io(&args.output))?.len();
-    let count = report::count(tensors.names().len(), "tensor");
+    let count = report::count(tensors.names().len(), "weight");
     report::result(format!("{} · {count} · {bytes} bytes · sha256 {sha256}", args.output.display()));
     Ok(())
 }

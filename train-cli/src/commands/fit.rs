@@ -124,7 +124,7 @@ impl Job for Fit {
                 folder::check_unchanged(plan, &ready.inputs, state, precision)?;
                 let done = state.global_step == state.max_steps && state.max_steps == ready.inputs.order(plan).steps;
                 if done && outputs_exist(plan) {
-                    summary::write(&plan.output_dir)?;
+                    summarize(&plan.output_dir);
                     report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
                     return Ok(());
                 }
@@ -144,14 +144,8 @@ impl Job for Fit {
         }
         let ended = ready.guarded::<B>(resumed, &device).and_then(|trained| ready.finish::<B>(trained, &device));
         // However the run has ended, its folder says so.
-        match (ended, summary::write(&ready.plan.output_dir)) {
-            (Ok(()), written) => written,
-            (Err(error), Ok(())) => Err(error),
-            (Err(error), Err(unwritten)) => {
-                report::line(format!("warning: the summary of the run could not be written: {unwritten}"));
-                Err(error)
-            }
-        }
+        summarize(&ready.plan.output_dir);
+        ended
     }
 }
 
@@ -453,6 +447,13 @@ impl Ready {
         let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == BlockShape::Row;
         let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
         self.inputs.source.as_ref().filter(serves).filter(|_| s.scales.is_none() && same_blocks)
+    }
+}
+
+/// Writes the summary of a run. The run is what it is without one.
+fn summarize(run: &Path) {
+    if let Err(error) = summary::write(run) {
+        report::line(format!("warning: the summary of the run could not be written: {error}"));
     }
 }
 

@@ -32,7 +32,10 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
     for entry in fs::read_dir(&args.folder).map_err(CliError::io(&args.folder))? {
         let path = entry.map_err(CliError::io(&args.folder))?.path();
         if path.join(CONFIG).exists() {
-            runs.push(Summary::read(&path)?);
+            match Summary::read(&path) {
+                Ok(run) => runs.push(run),
+                Err(error) => report::line(format!("warning: {} is left out: {error}", path.display())),
+            }
         }
     }
     if runs.is_empty() {
@@ -84,6 +87,10 @@ fn compare(args: &CompareArgs) -> Result<(), CliError> {
     }
     report::result(if args.markdown { table(&heads, rows).trim_end().to_owned() } else { aligned(&heads, rows) });
     if let Some(path) = &args.plot {
+        if path.extension().is_none_or(|extension| extension != "svg") || path.exists() {
+            let text = "the name must end in .svg, and be that of no file that exists";
+            return Err(CliError::Usage(format!("--plot {}: {text}", path.display())));
+        }
         check_output(path, &[])?;
         let curves: Vec<Curve> = runs
             .iter()

@@ -119,7 +119,8 @@ fn check(message: &mut Value) -> Result<bool, String> {
     }
     message["content"] = text.into();
     match message.as_object_mut().and_then(|message| message.remove("weight")) {
-        None => Ok(true),
+        // A table has a weight for every message if one message has one.
+        None | Some(Value::Null) => Ok(true),
         Some(weight) => match weight.as_f64() {
             Some(0.0) => Ok(false),
             Some(1.0) => Ok(true),

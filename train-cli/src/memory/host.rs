@@ -1,8 +1,19 @@
 //! The host's memory, by Linux's count. Other systems do not say.
 
-/// Bytes that a process can take without swapping.
+use std::path::Path;
+
+/// Bytes that a process can take without swapping, and without exceeding the limit of its container.
 pub fn available() -> Option<u64> {
-    bytes_of(&meminfo()?, "MemAvailable:")
+    let free = bytes_of(&meminfo()?, "MemAvailable:")?;
+    Some(in_container(Path::new("/sys/fs/cgroup")).map_or(free, |left| left.min(free)))
+}
+
+/// What the control group of a container leaves: its limit less what is used, in version 2 or 1 of Linux's control groups.
+fn in_container(root: &Path) -> Option<u64> {
+    let number = |name: &str| std::fs::read_to_string(root.join(name)).ok()?.trim().parse::<u64>().ok();
+    let names = [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")];
+    // "max" is no number: there is no limit.
+    names.into_iter().find_map(|(limit, used)| Some(number(limit)?.saturating_sub(number(used)?)))
 }
 
 /// Bytes that are in use.
@@ -32,6 +43,18 @@ fn bytes_of(text: &str, name: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_container_has_what_its_limit_leaves() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(in_container(root.path()), None);
+        let write = |name: &str, text: &str| std::fs::write(root.path().join(name), text).unwrap();
+        write("memory.current", "300\n");
+        write("memory.max", "max\n");
+        assert_eq!(in_container(root.path()), None);
+        write("memory.max", "1000\n");
+        assert_eq!(in_container(root.path()), Some(700));
+    }
 
     #[test]
     fn memory_in_use_is_read_from_meminfo() {

@@ -119,6 +119,19 @@ impl Saver {
     }
 }
 
+impl Drop for Saver {
+    /// A checkpoint that is complete in memory is written, even if the training ends by a panic.
+    fn drop(&mut self) {
+        if let Some(Err(error)) = self.pending.take().map(|writer| writer.join().unwrap_or_else(|_| Err(unwritten()))) {
+            report::line(format!("warning: the last checkpoint could not be written: {error}"));
+        }
+    }
+}
+
+fn unwritten() -> CliError {
+    CliError::Usage("the thread that writes it panicked".into())
+}
+
 /// What a checkpoint is made from.
 struct Content<'a, B: Nvfp4Kernels> {
     model: &'a Qwen3<B>,

@@ -242,8 +242,8 @@ fn lines(path: &Path) -> Result<Vec<Value>, CliError> {
     if !path.exists() {
         return Ok(vec![]);
     }
-    let text = file::read_text(path, LONGEST, "")?;
-    Ok(text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+    let bytes = std::fs::read(path).map_err(CliError::io(path))?;
+    Ok(String::from_utf8_lossy(&bytes).lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
 }
 
 fn json(path: &Path) -> Result<Option<Value>, CliError> {

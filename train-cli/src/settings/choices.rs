@@ -86,12 +86,12 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "What the model file has, or two if it has no NVFP4 weights";
+    const AUTO: &'static str = "As in the model file; two if it has no NVFP4 weights";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
             named(Self::Single, "single", "One 8-bit scale (E4M3) for each group of 16 values"),
-            named(Self::Two, "two", "The same, and one f32 scale for the whole tensor"),
+            named(Self::Two, "two", "The same, and one f32 scale for the whole matrix"),
         ]
     }
 }
@@ -106,7 +106,7 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 "tf32",
-                "f32, but products in which neither matrix is rounded to NVFP4 use TF32 tensor cores; faster and less exact; CUDA only",
+                "f32; products of matrices that are not rounded to NVFP4 use TF32 tensor cores, faster and less exact; CUDA only",
             ),
             also(named(Self::F16, "f16", "f16; not for training"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16; CUDA only"), "bfloat16"),
@@ -165,8 +165,8 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// A mixing of the values of 16 tokens (random Hadamard transform) before the weight gradient is computed, so that one
-    /// very large value does not spoil the scale of the others
+    /// A mixing of the activations, and of the gradients, of 16 tokens before the weight gradient is computed (random
+    /// Hadamard transform): a very large value is spread over all 16, and does not make their common scale too coarse
     Hadamard,
     /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
     Stochastic,

@@ -164,7 +164,7 @@ pub struct RecipeSettings {
     /// NVFP4 values. A fixed block no longer learns; the others go on learning
     #[arg(long, value_name = "SHARE")]
     pub damped_finish: f64,
-    /// Number of levels of scales that NVFP4 weights have
+    /// Which scales NVFP4 weights have
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
