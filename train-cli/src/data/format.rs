@@ -1,5 +1,5 @@
 //! Data formats: how a file becomes rows. A row is a conversation or a document; [`super::read`] makes samples of both. The
-//! rows of JSON formats are objects, which also stand in the rows of a table ([`super::parquet`]).
+//! rows of JSON formats are objects, which also stand in the rows of a table (`parquet.rs`).
 //!
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
