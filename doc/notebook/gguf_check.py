@@ -1,15 +1,18 @@
 """Compares GGUF files that train-cli writes with ggml's own decoder and quantizer, and asks llama.cpp.
 
     pip install gguf safetensors xllamacpp
-    python3 doc/notebook/gguf_check.py TRAIN_CLI MODEL [PROMPT]
+    python3 doc/notebook/gguf_check.py TRAIN_CLI MODEL [PROMPT [ENCODINGS.json]]
 
 MODEL is what `convert` takes; with NVFP4 weights, the nvfp4 file must keep them. Every weight of each file is compared. Then
-llama.cpp (by xllamacpp) and train-cli answer PROMPT with their most likely tokens.
+llama.cpp (by xllamacpp) and train-cli answer PROMPT with their most likely tokens. With ENCODINGS.json
+(tests/golden/tokenizer/encodings.json, for a MODEL with the tokenizer of Qwen3) llama.cpp splits its texts into tokens.
 """
+import json
 import pathlib
 import subprocess
 import sys
 import tempfile
+import urllib.request
 
 import gguf
 import numpy
@@ -80,3 +83,15 @@ for dtype in ["f32", "bf16", "f16", "q8-0", "nvfp4"]:
     text = reply["choices"][0]["message"]["content"].strip()
     print(f"llama.cpp {dtype}: {'equal' if text == answer else 'DIFFERENT'} {text!r}")
     del server
+
+if len(sys.argv) > 4:
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.warmup, params.port = str(folder / "bf16.gguf"), 256, False, 8199
+    server = xllamacpp.Server(params)
+    texts = json.load(open(sys.argv[4]))["encodings"]
+    for text in texts:
+        question = json.dumps({"content": text["text"], "add_special": False, "parse_special": True}).encode()
+        request = urllib.request.Request(server.listening_address + "/tokenize", question, {"Content-Type": "application/json"})
+        text["found"] = json.load(urllib.request.urlopen(request))["tokens"]
+    different = [text["text"] for text in texts if text["found"] != text["ids"]]
+    print(f"{len(texts)} texts, {len(different)} of them other tokens in llama.cpp: {different}")

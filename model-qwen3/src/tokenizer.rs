@@ -13,7 +13,7 @@ use std::{
 use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper};
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
-const LARGEST: u64 = 64 << 20;
+pub(crate) const LARGEST: u64 = 64 << 20;
 
 /// Turns text into token ids and back.
 #[derive(Debug, Clone)]

@@ -96,22 +96,41 @@ pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
 /// Runs the program, which must succeed, and returns the most bytes of memory that it held.
 #[cfg(target_os = "linux")]
 pub(crate) fn peak_memory(folder: &Path, args: &[&str]) -> u64 {
+    let Cost { status, memory, .. } = cost(folder, args);
+    assert!(status.success(), "{args:?} ended with {status}");
+    memory
+}
+
+/// What a process has used.
+#[cfg(target_os = "linux")]
+pub(crate) struct Cost {
+    pub(crate) status: std::process::ExitStatus,
+    /// Seconds of processor time.
+    pub(crate) seconds: f64,
+    /// The most bytes of memory that it held.
+    pub(crate) memory: u64,
+}
+
+/// Runs the program and measures it.
+#[cfg(target_os = "linux")]
+pub(crate) fn cost(folder: &Path, args: &[&str]) -> Cost {
+    use wait4::Wait4;
     let mut child = command(folder, args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let status = format!("/proc/{}/status", child.id());
-    let mut peak = 0;
-    let ended = loop {
-        // A process that has ended has no such line any more.
-        let text = std::fs::read_to_string(&status).unwrap_or_default();
-        if let Some(line) = text.lines().find(|line| line.starts_with("VmHWM:")) {
-            peak = line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() << 10;
+    let file = format!("/proc/{}/status", child.id());
+    let mut memory = 0;
+    loop {
+        let text = std::fs::read_to_string(&file).unwrap_or_default();
+        // A process that has ended, and waits to be asked for its status, has no such line any more. (The peak that the
+        // system gives with the status is that of the parent, if that was higher.)
+        match text.lines().find_map(|line| line.strip_prefix("VmHWM:")) {
+            Some(peak) => memory = peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10,
+            None if memory > 0 => break,
+            None => {}
         }
-        match child.try_wait().unwrap() {
-            Some(ended) => break ended,
-            None => std::thread::yield_now(),
-        }
-    };
-    assert!(ended.success(), "{args:?} ended with {ended}");
-    peak
+        std::thread::yield_now();
+    }
+    let used = child.wait4().unwrap();
+    Cost { status: used.status, seconds: (used.rusage.utime + used.rusage.stime).as_secs_f64(), memory }
 }
 
 /// The commands of the program with the words that call them: `fit`, `data preview`.

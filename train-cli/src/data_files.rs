@@ -2,6 +2,7 @@
 
 use crate::CliError;
 use std::{
+    collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
 };
@@ -13,9 +14,11 @@ pub const EXTENSIONS: [&str; 6] = ["jsonl", "json", "parquet", "tsv", "txt", "md
 /// of the [`EXTENSIONS`], but for `.md`. A pattern that is the name of a file stands for that file.
 ///
 /// # Errors
-/// If a folder or a pattern names no file, or a folder cannot be read.
+/// If a folder or a pattern names no file, a folder cannot be read, or a file is named twice.
 pub fn named_by(paths: &[PathBuf]) -> Result<Vec<Vec<PathBuf>>, CliError> {
-    paths.iter().map(|path| one(path)).collect()
+    let files = paths.iter().map(|path| one(path)).collect::<Result<Vec<_>, _>>()?;
+    once(&files)?;
+    Ok(files)
 }
 
 /// The same as one list.
@@ -26,13 +29,26 @@ pub fn all_named_by(paths: &[PathBuf]) -> Result<Vec<PathBuf>, CliError> {
     named_by(paths).map(|files| files.concat())
 }
 
+/// Refuses a file that folders and patterns name twice: its rows would count twice, and could be held out and trained on.
+fn once(files: &[Vec<PathBuf>]) -> Result<(), CliError> {
+    let mut seen = BTreeSet::new();
+    for file in files.iter().flatten() {
+        if !seen.insert(file.canonicalize().unwrap_or_else(|_| file.clone())) {
+            let text = "the file is named twice; name it once, and use --data-weights to repeat its rows";
+            return Err(CliError::Usage(format!("{}: {text}", file.display())));
+        }
+    }
+    Ok(())
+}
+
 fn one(path: &Path) -> Result<Vec<PathBuf>, CliError> {
     let none = |what: &str| CliError::Usage(format!("{}: {what}", path.display()));
     if path.is_dir() {
         let mut files = Vec::new();
         for entry in fs::read_dir(path).map_err(CliError::io(path))? {
             let file = entry.map_err(CliError::io(path))?.path();
-            if file.is_file() && has_known_extension(&file) {
+            // A broken link is an error of whoever opens it.
+            if !file.is_dir() && has_known_extension(&file) {
                 files.push(file);
             }
         }
@@ -43,7 +59,8 @@ fn one(path: &Path) -> Result<Vec<PathBuf>, CliError> {
         Some(pattern) => {
             let found = glob::glob(pattern).map_err(|e| none(&format!("the pattern is wrong: {e}")))?;
             // The crate returns names in alphabetical order.
-            let files: Vec<PathBuf> = found.filter_map(Result::ok).filter(|file| file.is_file()).collect();
+            let files = found.collect::<Result<Vec<_>, _>>().map_err(|e| CliError::io(path)(e.into()))?;
+            let files: Vec<PathBuf> = files.into_iter().filter(|file| !file.is_dir()).collect();
             if files.is_empty() { Err(none("no file fits this pattern")) } else { Ok(files) }
         }
         None => Ok(vec![path.to_owned()]),
@@ -82,5 +99,7 @@ mod tests {
         assert_eq!(named("missing.tsv").unwrap(), [file("missing.tsv")]);
         assert!(named("inner").unwrap_err().contains(".parquet"), "{:?}", named("inner"));
         assert!(named("*.csv").unwrap_err().contains("no file fits"), "{:?}", named("*.csv"));
+        let twice = named_by(&[file(""), file("*.tsv")]).unwrap_err().to_string();
+        assert!(twice.contains("a.tsv: the file is named twice"), "{twice}");
     }
 }

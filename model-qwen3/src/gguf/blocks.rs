@@ -6,11 +6,12 @@
 //!                    byte j holds the code of value j in its low half, and of value j + 8 in its high half
 //! ```
 
+use crate::bytes::FloatType;
 use backend_nvfp4::{
     Packed,
-    layout::{BLOCK, scales_per_row, words_per_row},
+    layout::{BLOCK, scales_per_row},
+    reference,
 };
-use half::f16;
 
 pub(super) const Q8_VALUES: usize = 32;
 pub(super) const Q8_BYTES: usize = 34;
@@ -24,7 +25,7 @@ pub(super) fn q8(values: &[f32]) -> Vec<u8> {
         let amax = block.iter().fold(0.0f32, |amax, x| amax.max(x.abs()));
         let scale = amax / 127.0;
         let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-        out.extend(f16::from_f32(scale).to_le_bytes());
+        out.extend(FloatType::F16.encode(&[scale]));
         out.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
     }
     out
@@ -33,15 +34,13 @@ pub(super) fn q8(values: &[f32]) -> Vec<u8> {
 /// A packed matrix whose rows have a multiple of 64 columns. Its tensor scale is stored elsewhere.
 pub(super) fn nvfp4(packed: &Packed, rows: usize, cols: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(rows * cols / NVFP4_VALUES * NVFP4_BYTES);
+    let code = |row, col| reference::code(&packed.codes, row, col, cols);
     for row in 0..rows {
-        let words = &packed.codes[row * words_per_row(cols)..(row + 1) * words_per_row(cols)];
-        let scales = &packed.scales[row * scales_per_row(cols)..(row + 1) * scales_per_row(cols)];
-        let blocks = NVFP4_VALUES / BLOCK;
-        for (words, scales) in words.chunks_exact(2 * blocks).zip(scales.chunks_exact(blocks)) {
-            out.extend(scales.iter().map(|scale| scale & 0x7F));
-            for pair in words.chunks_exact(2) {
-                let code = |word: u32, j: u32| (word >> (4 * j)) as u8 & 0xF;
-                out.extend((0..8).map(|j| code(pair[0], j) | code(pair[1], j) << 4));
+        let scales = &packed.scales[row * scales_per_row(cols)..][..scales_per_row(cols)];
+        for (block, scales) in scales.chunks_exact(NVFP4_VALUES / BLOCK).enumerate() {
+            out.extend(scales);
+            for first in (block * NVFP4_VALUES..(block + 1) * NVFP4_VALUES).step_by(BLOCK) {
+                out.extend((first..first + BLOCK / 2).map(|col| code(row, col) | code(row, col + BLOCK / 2) << 4));
             }
         }
     }
@@ -51,6 +50,7 @@ pub(super) fn nvfp4(packed: &Packed, rows: usize, cols: usize) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::f16;
 
     #[test]
     fn a_block_of_8_bit_values_is_ggmls() {

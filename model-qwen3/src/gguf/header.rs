@@ -1,7 +1,12 @@
 //! The beginning of a GGUF file, up to the values of its first tensor.
 
+use crate::bytes::{self, FloatType};
+
 /// Tensors begin at multiples of so many bytes.
 pub(super) const ALIGNMENT: u64 = 32;
+
+/// The version of the format.
+const VERSION: u32 = 3;
 
 /// The value of a key.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,8 +53,8 @@ impl Header {
         *count += 1;
         text(out, name);
         match value {
-            Value::U32(x) => tagged(out, U32, &x.to_le_bytes()),
-            Value::F32(x) => tagged(out, F32, &x.to_le_bytes()),
+            Value::U32(x) => tagged(out, U32, &bytes::of_u32s([*x])),
+            Value::F32(x) => tagged(out, F32, &FloatType::F32.encode(&[*x])),
             Value::Bool(x) => tagged(out, BOOL, &[u8::from(*x)]),
             Value::Text(x) => {
                 tagged(out, TEXT, &[]);
@@ -61,7 +66,7 @@ impl Header {
             }
             Value::I32s(all) => {
                 array(out, I32, all.len());
-                all.iter().for_each(|x| out.extend(x.to_le_bytes()));
+                out.extend(bytes::of_i32s(all.iter().copied()));
             }
             Value::Bools(all) => {
                 array(out, BOOL, all.len());
@@ -75,19 +80,19 @@ impl Header {
         let (count, out) = &mut self.tensors;
         *count += 1;
         text(out, name);
-        out.extend((shape.len() as u32).to_le_bytes());
+        out.extend(bytes::of_u32s([shape.len() as u32]));
         // The dimension in which neighbors lie side by side comes first.
-        shape.iter().rev().for_each(|size| out.extend((*size as u64).to_le_bytes()));
-        out.extend(kind.to_le_bytes());
-        out.extend(self.offset.to_le_bytes());
+        shape.iter().rev().for_each(|size| out.extend(bytes::of_u64(*size as u64)));
+        out.extend(bytes::of_u32s([kind]));
+        out.extend(bytes::of_u64(self.offset));
         self.offset += bytes.next_multiple_of(ALIGNMENT);
     }
 
     pub(super) fn into_bytes(self) -> Vec<u8> {
         let mut out = b"GGUF".to_vec();
-        out.extend(3u32.to_le_bytes());
-        out.extend(self.tensors.0.to_le_bytes());
-        out.extend(self.keys.0.to_le_bytes());
+        out.extend(bytes::of_u32s([VERSION]));
+        out.extend(bytes::of_u64(self.tensors.0));
+        out.extend(bytes::of_u64(self.keys.0));
         out.extend(self.keys.1);
         out.extend(self.tensors.1);
         out.resize(out.len().next_multiple_of(ALIGNMENT as usize), 0);
@@ -95,17 +100,17 @@ impl Header {
     }
 }
 
-fn tagged(out: &mut Vec<u8>, kind: u32, bytes: &[u8]) {
-    out.extend(kind.to_le_bytes());
-    out.extend(bytes);
+fn tagged(out: &mut Vec<u8>, kind: u32, value: &[u8]) {
+    out.extend(bytes::of_u32s([kind]));
+    out.extend(value);
 }
 
 fn text(out: &mut Vec<u8>, text: &str) {
-    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(bytes::of_u64(text.len() as u64));
     out.extend(text.as_bytes());
 }
 
 fn array(out: &mut Vec<u8>, kind: u32, len: usize) {
-    tagged(out, ARRAY, &kind.to_le_bytes());
-    out.extend((len as u64).to_le_bytes());
+    tagged(out, ARRAY, &bytes::of_u32s([kind]));
+    out.extend(bytes::of_u64(len as u64));
 }

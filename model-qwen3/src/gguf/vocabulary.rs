@@ -1,12 +1,10 @@
 //! The tokens of a tokenizer.json, as a GGUF file lists them.
 
 use super::header::Value;
-use crate::{ModelError, file::read_text, json};
+use crate::{ModelError, file::read_text, json, tokenizer::LARGEST};
 use serde_json::Value as Json;
 use std::path::Path;
 
-/// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
-const LARGEST: u64 = 64 << 20;
 /// Most tokens. Qwen3 has 151,669.
 const MOST: u64 = 16 << 20;
 

@@ -5,7 +5,7 @@ use crate::CliError;
 use model_qwen3::file;
 use parquet::{
     file::reader::{FileReader, SerializedFileReader},
-    record::Row,
+    record::{Field, Row},
 };
 use serde_json::Value;
 use std::{
@@ -48,6 +48,10 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
 const MOST_COLUMNS: usize = 256;
 
 fn object(row: &Row) -> Result<serde_json::Map<String, Value>, String> {
+    // The library would write bytes as base64, which nobody wants to train on.
+    if let Some((name, _)) = row.get_column_iter().find(|(_, field)| matches!(field, Field::Bytes(_))) {
+        return Err(format!("column {name:?} holds bytes; write it as text (in pyarrow: cast it to string)"));
+    }
     match guarded(|| Ok(row.to_json_value()))? {
         Value::Object(object) => Ok(object),
         _ => Err("a row must have columns with names".into()),

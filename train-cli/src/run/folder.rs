@@ -144,7 +144,6 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
 /// # Errors
 /// If the folder cannot be written.
 pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
-    durable::sweep(dir)?;
     // The run is not complete any more, whatever it exported before.
     for name in [RESULTS, SUMMARY, LOSS] {
         if dir.join(name).exists() {
@@ -156,7 +155,7 @@ pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
     for name in ["metrics.jsonl", "samples.jsonl"] {
         drop_lines_after(&dir.join(name), step)?;
     }
-    Ok(())
+    durable::sweep(dir)
 }
 
 /// Removes the lines of steps after `step`, which the resumed run logs again.

@@ -92,10 +92,11 @@ fn draw(
 
 /// From the smallest to the largest value, and a share of the distance more on both sides.
 fn padded(values: impl Iterator<Item = f64>, share: f64) -> Range<f64> {
-    let finite = values.filter(|value| value.is_finite());
+    // Twice the largest number is no number.
+    let finite = values.filter(|value| value.abs() < 1e300);
     let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
     match high - low {
-        distance if distance > 0.0 => low - share * distance..high + share * distance,
+        distance if distance > 0.0 && distance.is_finite() => low - share * distance..high + share * distance,
         // One value, or none.
         _ if low.is_finite() => low - 0.5..low + 0.5,
         _ => 0.0..1.0,
@@ -127,7 +128,7 @@ mod tests {
 
     #[test]
     fn runs_without_a_step_have_a_picture_too() {
-        for points in [vec![], vec![(1.0, 2.0)], vec![(1.0, f64::NAN)]] {
+        for points in [vec![], vec![(1.0, 2.0)], vec![(1.0, f64::NAN)], vec![(1.0, 1e308), (2.0, -1e308)]] {
             assert!(svg("loss", &[Curve { name: "x".into(), points, marked: false }]).ends_with("</svg>\n"));
         }
     }

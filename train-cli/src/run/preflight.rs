@@ -2,7 +2,7 @@
 //! free on the device, and its files onto the disk. `fit`, `fit --dry-run` and `estimate` ask here.
 
 use crate::{
-    CliError,
+    CliError, kernel_cache,
     memory::{
         estimate::Estimate,
         free::{self, Disk},
@@ -78,6 +78,15 @@ impl Forecast {
             }
         }
         Ok(())
+    }
+
+    /// Whether the memory of the device is that of the host.
+    pub fn is_of_the_host(&self) -> bool {
+        match self.device {
+            DeviceChoice::Cpu => true,
+            DeviceChoice::Cuda(_) => kernel_cache::memory_is_the_hosts(),
+            DeviceChoice::Vulkan | DeviceChoice::Auto => false,
+        }
     }
 
     /// One line: what the run needs, and what is free.

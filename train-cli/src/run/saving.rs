@@ -31,6 +31,8 @@ pub struct Saver {
     bytes: u64,
     /// The checkpoint that is being written.
     pending: Option<JoinHandle<Result<PathBuf, CliError>>>,
+    /// Whether the run has a memory limit that counts the host's memory.
+    limited: bool,
     /// Whether it was said that training waits.
     told: bool,
 }
@@ -44,10 +46,11 @@ struct Place {
 }
 
 impl Saver {
-    /// For the run in a folder, of which the newest `keep` checkpoints stay. Each takes about `bytes`.
-    pub fn new(run: &Path, companions: &Companions, keep: usize, bytes: u64) -> Self {
+    /// For the run in a folder, of which the newest `keep` checkpoints stay. Each takes about `bytes`. A run that is `limited`
+    /// has a memory limit that counts the host's memory.
+    pub fn new(run: &Path, companions: &Companions, keep: usize, bytes: u64, limited: bool) -> Self {
         let place = Place { run: run.to_owned(), companions: companions.clone(), keep };
-        Self { place, bytes, pending: None, told: false }
+        Self { place, bytes, pending: None, limited, told: false }
     }
 
     /// Saves a checkpoint. It may still be being written when this returns; [`Self::wait`] ends when it is complete.
@@ -64,8 +67,10 @@ impl Saver {
         let place = self.place.clone();
         let target = place.target(state.global_step);
         let content = Content { model, optimizer, state, target: &target };
+        // Its folder is begun before the next step, so that a disk that refuses it is noticed at once.
+        let folder = PendingFolder::new(&target)?;
         if !self.has_memory() {
-            return place.commit(&target, |name, out| content.write(name, out)).map(|_| ());
+            return place.commit(folder, |name, out| content.write(name, out)).map(|_| ());
         }
         let mut files = Vec::with_capacity(FILES.len());
         for name in FILES {
@@ -75,7 +80,7 @@ impl Saver {
         }
         let mut files = files.into_iter();
         let write = move || {
-            place.commit(&target, |_, out| {
+            place.commit(folder, |_, out| {
                 let bytes = files.next().expect("there is a content for each file");
                 out.write_all(&bytes).map_err(CliError::io(&target))
             })
@@ -105,15 +110,15 @@ impl Saver {
     /// Whether the host has memory for a checkpoint, and as much again for whatever else happens meanwhile.
     fn has_memory(&mut self) -> bool {
         let free = host::available();
-        let enough = free.is_some_and(|free| free / 2 >= self.bytes);
+        let enough = !self.limited && free.is_some_and(|free| free / 2 >= self.bytes);
         if !enough && !std::mem::replace(&mut self.told, true) {
-            let free = free.map_or("does not say how much memory is free".to_owned(), |free| {
-                format!("has {} of free memory", report::gib(free))
-            });
-            report::line(format!(
-                "warning: training waits while a checkpoint is written, because it takes {} and the host {free}",
-                report::gib(self.bytes)
-            ));
+            let reason = match free {
+                _ if self.limited => "--memory-limit counts the memory in which it would wait".to_owned(),
+                Some(free) => format!("the host has {} of free memory", report::gib(free)),
+                None => "the host does not say how much memory is free".to_owned(),
+            };
+            let bytes = report::gib(self.bytes);
+            report::line(format!("warning: training waits while a checkpoint of {bytes} is written: {reason}"));
         }
         enough
     }
@@ -122,14 +127,11 @@ impl Saver {
 impl Drop for Saver {
     /// A checkpoint that is complete in memory is written, even if the training ends by a panic.
     fn drop(&mut self) {
-        if let Some(Err(error)) = self.pending.take().map(|writer| writer.join().unwrap_or_else(|_| Err(unwritten()))) {
+        // A thread that panicked has said so.
+        if let Some(Ok(Err(error))) = self.pending.take().map(JoinHandle::join) {
             report::line(format!("warning: the last checkpoint could not be written: {error}"));
         }
     }
-}
-
-fn unwritten() -> CliError {
-    CliError::Usage("the thread that writes it panicked".into())
 }
 
 /// What a checkpoint is made from.
@@ -164,13 +166,12 @@ impl Place {
         self.run.join(format!("checkpoint-{step}"))
     }
 
-    /// Writes a checkpoint, commits it, and deletes the oldest.
+    /// Writes the files of a checkpoint, commits it, and deletes the oldest.
     fn commit(
         &self,
-        target: &Path,
+        mut folder: PendingFolder,
         mut write: impl FnMut(&str, &mut dyn Write) -> Result<(), CliError>,
     ) -> Result<PathBuf, CliError> {
-        let mut folder = PendingFolder::new(target)?;
         for name in FILES {
             folder.file(name, |out| write(name, out))?;
         }
@@ -188,7 +189,7 @@ mod tests {
     use crate::{
         durable,
         settings::Settings,
-        train::optim::{AdamwConfig, ChunkedAdamw},
+        train::optim::{AdamwConfig, ChunkedAdamw, Rate},
     };
     use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling, StateKind};
     use burn::{backend::NdArray, tensor::DType};
@@ -213,21 +214,27 @@ mod tests {
             seed: 1,
             float: DType::F32,
         };
-        let optimizer = ChunkedAdamw::new(adamw, Default::default());
+        let mut optimizer = ChunkedAdamw::new(adamw, Default::default());
+        // One update, so that there is a state to write.
+        let weight = model.embed_tokens.val();
+        let gradient = weight.clone().into_primitive().tensor();
+        optimizer.step(model.embed_tokens.id, weight, gradient, Rate { lr: 1e-3, clip_factor: 1.0 });
         let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::Head::of(&model));
         let dir = tempfile::tempdir().unwrap();
-        let saved = |name: &str, bytes: u64| {
+        let saved = |name: &str, bytes: u64, limited: bool| {
             let run = dir.path().join(name);
             fs::create_dir(&run).unwrap();
-            let mut saver = Saver::new(&run, &companions, 2, bytes);
+            let mut saver = Saver::new(&run, &companions, 2, bytes, limited);
             saver.save(&model, &optimizer, &state).unwrap();
             let beside = saver.wait().unwrap().is_some();
             durable::verify(&run.join("checkpoint-0")).unwrap();
+            assert!(fs::metadata(run.join("checkpoint-0").join(OPTIMIZER)).unwrap().len() > 10_000, "it has no state");
             (beside, fs::read(run.join("checkpoint-0").join(durable::MANIFEST)).unwrap())
         };
         // No host has memory for a checkpoint of so many bytes.
-        let (direct, beside) = (saved("direct", u64::MAX), saved("beside", 1));
-        assert_eq!((direct.0, beside.0), (false, cfg!(target_os = "linux")));
-        assert!(direct.1 == beside.1, "the manifests differ");
+        let [direct, limited] = [saved("direct", u64::MAX, false), saved("limited", 1, true)];
+        let beside = saved("beside", 1, false);
+        assert_eq!([direct.0, limited.0, beside.0], [false, false, cfg!(target_os = "linux")]);
+        assert!(direct.1 == beside.1 && limited.1 == beside.1, "the manifests differ");
     }
 }

@@ -123,11 +123,10 @@ impl Summary {
 
     /// Whether the run is complete, and how many steps it has made.
     fn state(&self) -> String {
-        let steps = report::count(self.last_step(), "step");
-        match &self.results {
-            Some(_) => format!("complete, {steps}"),
-            None => format!("not complete, {steps}"),
-        }
+        // The last step may have been left out, and has no line then.
+        let made = self.results.as_ref().and_then(|results| results["global_step"].as_u64());
+        let steps = report::count(made.map_or_else(|| self.last_step(), |made| made as usize), "step");
+        if self.results.is_some() { format!("complete, {steps}") } else { format!("not complete, {steps}") }
     }
 
     fn last_step(&self) -> usize {
