@@ -2,7 +2,7 @@
 //! `B: Nvfp4Kernels + DeviceServices`, and only this file names the types.
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use backend_nvfp4::{DeviceServices, Nvfp4Error, Nvfp4Kernels, Precision};
 use burn::backend::NdArray;
 use burn_cubecl::CubeRuntime;
 use cubecl::{
@@ -10,7 +10,7 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
-use model_qwen3::chat_template;
+use model_qwen3::{ModelError, chat_template};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::OnceLock,
@@ -54,7 +54,7 @@ pub fn precision(choice: DeviceChoice, asked: Option<Precision>) -> Precision {
 pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Result<J::Output, CliError> {
     let choice = resolved(choice);
     let precision = precision(choice, asked);
-    match choice {
+    let ran = match choice {
         DeviceChoice::Cpu | DeviceChoice::Auto => {
             if precision != Precision::F32 {
                 return Err(unsupported("cpu", precision, "the CPU computes in f32; use f32 or auto"));
@@ -69,7 +69,8 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
             Err(unsupported("vulkan", precision, "only CUDA has TF32; use f32"))
         }
         DeviceChoice::Vulkan => on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job),
-    }
+    };
+    ran.map_err(named)
 }
 
 /// Unit tests of this crate run no job on a GPU, and the code for GPUs is most of what there is to compile.
@@ -139,11 +140,34 @@ pub fn check() -> Result<(), CliError> {
 fn failure(reason: &str) -> CliError {
     // Rust's words about the panic say nothing about the device.
     let reason = reason.rsplit_once("`Err` value: ").map_or(reason, |(_, cause)| cause);
-    let lower = reason.to_ascii_lowercase();
-    if ["memory", "allocate"].iter().any(|word| lower.contains(word)) {
-        return CliError::OutOfMemory(reason.to_owned());
+    if of_memory(reason) { CliError::OutOfMemory(reason.to_owned()) } else { CliError::DeviceFailed(reason.to_owned()) }
+}
+
+/// An error of a device that is one of memory gets that name. A kernel that is loaded when no memory is free ends so.
+fn named(error: CliError) -> CliError {
+    match &error {
+        CliError::Device { reason, .. }
+        | CliError::Model(ModelError::Device(reason) | ModelError::Nvfp4 { source: Nvfp4Error::Device(reason), .. })
+            if of_memory(reason) =>
+        {
+            CliError::OutOfMemory(cause(reason).to_owned())
+        }
+        _ => error,
     }
-    CliError::DeviceFailed(reason.to_owned())
+}
+
+/// Whether a device's message is about memory that it has not. It is known by its words only.
+fn of_memory(reason: &str) -> bool {
+    let lower = reason.to_ascii_lowercase();
+    // An illegal address is "memory" too, and no lack of it.
+    let lack = ["out of memory", "out_of_memory", "outofmemory", "buffertoobig", "allocate", "memory page"];
+    lack.iter().any(|words| lower.contains(words))
+}
+
+/// The line of an error of CubeCL that says what happened, without the call stack that may follow.
+fn cause(reason: &str) -> &str {
+    let after = reason.split_once("Caused by:").map_or(reason, |(_, after)| after);
+    after.trim_start().lines().next().unwrap_or(reason)
 }
 
 static FAILURE: OnceLock<String> = OnceLock::new();
@@ -192,5 +216,17 @@ mod tests {
         {
             assert_eq!(failure(reason).exit_code(), code, "{reason}");
         }
+    }
+
+    #[test]
+    fn a_kernel_that_finds_no_memory_is_an_error_of_memory() {
+        let reason = "An error happened during execution\nCaused by:\n  Unable to load the PTX: \
+                      DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")\nBacktrace:\n   0: main";
+        let memory = named(ModelError::Device(reason.to_owned()).into());
+        assert_eq!(memory.exit_code(), 4);
+        let text = memory.to_string();
+        assert!(text.contains("Unable to load the PTX") && !text.contains("Backtrace"), "{text}");
+        let other = "an illegal memory access was encountered".to_owned();
+        assert_eq!(named(CliError::Device { device: "cuda:0".into(), reason: other }).exit_code(), 7);
     }
 }

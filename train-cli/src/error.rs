@@ -177,15 +177,13 @@ impl CliError {
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),
-            Self::DeviceFailed(_) | Self::Stuck { .. } => 7,
-            Self::Device { reason, .. } => device_code(reason),
+            Self::DeviceFailed(_) | Self::Device { .. } | Self::Stuck { .. } => 7,
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
-                ModelError::Nvfp4 { source: Nvfp4Error::Device(reason), .. } => device_code(reason),
+                ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
-                ModelError::Device(reason) => device_code(reason),
             },
         }
     }
@@ -197,11 +195,4 @@ impl CliError {
     pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.to_owned(), reason: reason.to_string() }
     }
-}
-
-/// The exit code of a device error. Devices report a failed allocation as text only.
-fn device_code(reason: &str) -> u8 {
-    let reason = reason.to_ascii_lowercase();
-    let memory = ["out of memory", "outofmemory", "buffertoobig", "out_of_memory"].iter().any(|m| reason.contains(m));
-    if memory { 4 } else { 7 }
 }

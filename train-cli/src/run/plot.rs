@@ -23,6 +23,9 @@ pub struct Curve {
 /// Width and height in pixels.
 const SIZE: (u32, u32) = (900, 480);
 
+/// Numbers from this size on have no place in a picture: the distance between two of them may be no number.
+const LARGEST: f64 = 1e300;
+
 /// Colors that are told apart by people who see red and green alike (Okabe and Ito).
 const COLORS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
@@ -34,13 +37,18 @@ const COLORS: [RGBColor; 7] = [
     RGBColor(0, 0, 0),
 ];
 
-/// Draws curves over steps. `what` is the name of the vertical axis.
+/// Draws curves over steps. `what` is the name of the vertical axis. A point that has no place in a picture, such as NaN, is
+/// left out.
 pub fn svg(what: &str, curves: &[Curve]) -> String {
     let mut out = String::new();
+    let mut curves = curves.to_vec();
+    for curve in &mut curves {
+        curve.points.retain(|(x, y)| x.abs() < LARGEST && y.abs() < LARGEST);
+    }
     let points = || curves.iter().flat_map(|curve| &curve.points);
     let steps = padded(points().map(|(x, _)| *x), 0.0);
     let values = padded(points().map(|(_, y)| *y), 0.05);
-    let drawn = draw(&mut out, what, curves, steps, values);
+    let drawn = draw(&mut out, what, &curves, steps, values);
     // The picture is a text in memory, which takes everything.
     drawn.expect("a text has room for a picture");
     out
@@ -92,11 +100,9 @@ fn draw(
 
 /// From the smallest to the largest value, and a share of the distance more on both sides.
 fn padded(values: impl Iterator<Item = f64>, share: f64) -> Range<f64> {
-    // Twice the largest number is no number.
-    let finite = values.filter(|value| value.abs() < 1e300);
-    let (low, high) = finite.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
+    let (low, high) = values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), x| (low.min(x), high.max(x)));
     match high - low {
-        distance if distance > 0.0 && distance.is_finite() => low - share * distance..high + share * distance,
+        distance if distance > 0.0 => low - share * distance..high + share * distance,
         // One value, or none.
         _ if low.is_finite() => low - 0.5..low + 0.5,
         _ => 0.0..1.0,
@@ -131,5 +137,13 @@ mod tests {
         for points in [vec![], vec![(1.0, 2.0)], vec![(1.0, f64::NAN)], vec![(1.0, 1e308), (2.0, -1e308)]] {
             assert!(svg("loss", &[Curve { name: "x".into(), points, marked: false }]).ends_with("</svg>\n"));
         }
+    }
+
+    #[test]
+    fn a_point_that_is_no_number_is_left_out() {
+        let picture =
+            |points: &[(f64, f64)]| svg("loss", &[Curve { name: "x".into(), points: points.to_vec(), marked: true }]);
+        let good = picture(&[(1.0, 4.0), (3.0, 2.0)]);
+        assert_eq!(picture(&[(1.0, 4.0), (2.0, f64::NAN), (2.0, f64::INFINITY), (2.0, 1e308), (3.0, 2.0)]), good);
     }
 }
