@@ -3,9 +3,13 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, packed, relative, spec};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream, reference::philox,
+    AdamwState, AdamwStep, MasterKind, Moment, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor, StateKind, Stream,
+    reference::philox,
 };
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{
+    DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
+    ops::{FloatTensor, IntTensor},
+};
 use burn_cubecl::CubeRuntime;
 
 const STATES: [StateKind; 4] = [StateKind::F32, StateKind::Bf16, StateKind::Int8, StateKind::Int4];
@@ -37,6 +41,12 @@ struct Run<'a> {
 
 /// The weights that a backend holds after the steps of a run.
 fn trained<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind) -> Vec<f32> {
+    trained_beside::<B>(run, master, state, false)
+}
+
+/// The same. If `held`, weights and states of before each step are held
+/// while it is made, as an undo copy holds them, and must stay as they are.
+fn trained_beside<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind, held: bool) -> Vec<f32> {
     let device: B::Device = Default::default();
     let [rows, cols] = run.shape;
     let half = if B::supports_dtype(&device, DType::BF16) { DType::BF16 } else { DType::F32 };
@@ -47,7 +57,9 @@ fn trained<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind)
         let codes = packed(&spec::quantize_master(run.start));
         let mut w = Nvfp4Tensor::<B>::new(codes, rows, cols, &device).unwrap().into_primitive();
         for (step, grad) in steps() {
+            let copy = held.then(|| Held::of(Weight::Codes(w.clone()), &moments));
             (w, moments) = B::adamw_packed(w, gradient(grad), moments, step, 512);
+            copy.iter().for_each(Held::assert_unchanged);
         }
         return host(Nvfp4Tensor::<B>::from_primitive(w).dequantize(DType::F32));
     }
@@ -61,7 +73,9 @@ fn trained<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind)
     let data = TensorData::new(values, [rows * cols]);
     let mut w = Tensor::<B, 1>::from_data(data, (&device, dtype)).into_primitive().tensor();
     for (step, grad) in steps() {
+        let copy = held.then(|| Held::of(Weight::Floats(w.clone()), &moments));
         (w, moments) = B::adamw(w, master.dense(), gradient(grad), moments, step, 512);
+        copy.iter().for_each(Held::assert_unchanged);
     }
     let mut values = host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(w)));
     if let Some(residual) = moments.residual {
@@ -71,6 +85,54 @@ fn trained<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind)
         }
     }
     values
+}
+
+/// A weight in one of its forms.
+enum Weight<B: Nvfp4Kernels> {
+    Floats(FloatTensor<B>),
+    Codes(Nvfp4Primitive<B>),
+}
+
+/// Handles on a weight and its state, and the bytes that they had.
+struct Held<B: Nvfp4Kernels> {
+    weight: Weight<B>,
+    state: AdamwState<B>,
+    bytes: Vec<Vec<u8>>,
+}
+
+impl<B: Nvfp4Kernels> Held<B> {
+    fn of(weight: Weight<B>, state: &AdamwState<B>) -> Self {
+        let mut held = Self { weight, state: state.clone(), bytes: vec![] };
+        held.bytes = held.read();
+        held
+    }
+
+    fn assert_unchanged(&self) {
+        assert!(self.bytes == self.read(), "a step has changed what was held");
+    }
+
+    fn read(&self) -> Vec<Vec<u8>> {
+        let floats = |x: &FloatTensor<B>| {
+            let flat = B::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
+            Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data().bytes.to_vec()
+        };
+        let ints = |x: &IntTensor<B>| backend_nvfp4::read_bytes::<B>(x.clone()).unwrap().bytes.to_vec();
+        let mut all = match &self.weight {
+            Weight::Floats(w) => vec![floats(w)],
+            Weight::Codes(w) => {
+                let packed = Nvfp4Tensor::<B>::from_primitive(w.clone()).to_packed().unwrap();
+                vec![packed.codes.iter().flat_map(|word| word.to_le_bytes()).collect(), packed.scales]
+            }
+        };
+        for moment in [&self.state.m, &self.state.v] {
+            match moment {
+                Moment::Float(x) => all.push(floats(x)),
+                Moment::Quantized { codes, absmax, .. } => all.extend([ints(codes), floats(absmax)]),
+            }
+        }
+        all.extend(self.state.residual.as_ref().map(ints));
+        all
+    }
 }
 
 /// The same by the formula in f64 (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2), each result stored as its form
@@ -211,6 +273,10 @@ fn every_form_is_the_formula<B: Nvfp4Kernels>() {
                 continue;
             }
             let ours = trained::<B>(&run, master, state);
+            assert!(
+                ours == trained_beside::<B>(&run, master, state, true),
+                "{master:?}, {state:?}, {shape:?}: a copy is held"
+            );
             let exact = by_the_formula(&run, master, state);
             // f32 and f64 differ in the last bits of f32: then a value may be rounded to the other side, which for weights
             // of 24 bits is as near as 2^-15.

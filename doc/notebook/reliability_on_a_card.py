@@ -7,7 +7,7 @@ memory: this script takes all free memory of the card while a run loads its weig
         step, evaluates, and exports. Each run must end with exit code 4, without a panic, and leave its checkpoint whole.
 resume: three runs of 200 steps, and runs that are resumed after steps 1, 7, 50 and 199: in how many steps loss and gradient
         norm have the same bits, and whether the last checkpoints are equal.
-saving: the time of 200 steps that save every 100 steps, and of 200 steps that save nothing.
+saving: how long training waits for a checkpoint that is saved after 100 steps.
 
 CONFIG.json is the shape for memory and saving. TOKENIZER_FOLDER holds tokenizer.json and demo.tsv.
 """
@@ -174,27 +174,32 @@ def resume():
 
 
 def saving():
+    """One run that is killed when the checkpoint after step 100 is written and 130 steps are made."""
     flags = (f"--init-config {config} --synthetic --recipe w4a4 --batch-size 1 --max-seq-length 2048 --eval-steps 0 "
-             "--clip previous --overwrite --max-steps 200")
-    for name, more in [("nothing", "--save-strategy no"), ("every 100 steps", "--save-steps 100")]:
-        stamps = {}
-
-        def watch(line):
-            words = line.split()
-            if words and words[0].endswith("/200"):
-                stamps[int(words[0].split("/")[0])] = time.time()
-            if "saved" in line or "warning" in line:
-                print("    ", f"{time.time() - started:.2f}", line.strip(), flush=True)
-
-        started = time.time()
-        code, text, seconds = fit("saving", flags + " " + more, watch)
-        print(text[-200:] if code else "", end="")
-        if len(stamps) > 150:
-            waits = {step: stamps[step] - stamps[step - 1] for step in range(3, 201)}
-            median = sorted(waits.values())[len(waits) // 2]
-            print(f"saving {name}: exit code {code}, {seconds:.1f} s in all; steps 3 to 200 took {stamps[200] - stamps[2]:.2f} s; "
-                  f"the median step {median:.3f} s; steps 101 to 110 took {[round(waits[s], 3) for s in range(101, 111)]}", flush=True)
-        shutil.rmtree(f"{folder}/saving", ignore_errors=True)
+             "--clip previous --overwrite --max-steps 1000 --save-steps 100")
+    stamps, saved = {}, 0
+    words = [program, "fit", "--tokenizer", tokenizer, "--device", "cuda", "-o", f"{folder}/saving"] + flags.split()
+    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    for line in child.stderr:
+        first = (line.split() or [""])[0]
+        if first.endswith("/1000"):
+            stamps[int(first.split("/")[0])] = time.time()
+        if "warning" in line or "error" in line:
+            print("    ", line.strip(), flush=True)
+        saved = time.time() if "saved" in line else saved
+        if saved and len(stamps) >= 130:
+            break
+    child.kill()
+    child.wait()
+    size = sum(p.stat().st_size for p in pathlib.Path(f"{folder}/saving/checkpoint-100").iterdir())
+    waits = {step: stamps[step] - stamps[step - 1] for step in range(3, max(stamps) + 1)}
+    median = sorted(waits[step] for step in range(3, 100))[48]
+    stall = waits[101] - median
+    later = sum(waits[step] - median for step in range(102, 131))
+    print(f"saving {size / 2**30:.1f} GiB: the median step {median:.3f} s; the step after saving waited {stall:.2f} s more, the next "
+          f"29 together {later:.2f} s; written {saved - stamps[100]:.1f} s after step 100; cost for 100 steps "
+          f"{(stall + max(later, 0)) / median:.1f} %", flush=True)
+    shutil.rmtree(f"{folder}/saving", ignore_errors=True)
 
 
 for part in parts:

@@ -27,7 +27,7 @@ pub enum Command {
     /// Train all parameters of a Qwen3 model
     Fit(Box<FitArgs>),
     /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo, and trains nothing
-    #[command(mut_arg("demo", |demo| demo.hide(true)))]
+    #[command(mut_arg("demo", |demo| demo.hide(true)), mut_arg("dry_run", |it| it.hide(true)))]
     Estimate(Box<FitArgs>),
     /// Look at training data before a run: rows as the model sees them, and what a run would leave out
     #[command(subcommand)]
@@ -229,7 +229,7 @@ pub struct ExportArgs {
     /// .dat file to write
     #[arg(long, value_name = "FILE")]
     pub output_dat: PathBuf,
-    /// Use the tensor order, names, types and scale levels of this .dat file
+    /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
     /// Which scales NVFP4 weights have [default: those of the run]

@@ -1,16 +1,19 @@
-//! One AdamW step over a tensor: its buffers made writable, and a launch for each chunk.
+//! One AdamW step over a tensor: where it writes, and a launch for each chunk. A buffer that nothing else holds is updated
+//! in place; one that is held elsewhere, as the undo copy of a step holds it, stays as it is, and a new one is written.
 
 use super::{
-    launch::{arg, launched, writable},
+    launch::{arg, launched},
     packed::PackedCube,
 };
 use crate::{
     optim::{AdamwState, Moment, StateKind},
     packed::Packed,
 };
-use burn::tensor::backend::Backend;
-use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
-use kernels_cubecl::adamw::{self, AdamwStep, Chunk, Coding, DenseArgs, Master, StateArgs};
+use burn::tensor::{TensorMetadata, backend::Backend};
+use burn_cubecl::{
+    CubeRuntime, kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
+};
+use kernels_cubecl::adamw::{self, AdamwStep, Chunk, DenseArgs, Master, PackedWeight, StateArgs};
 
 /// See [`Nvfp4Kernels::adamw`](crate::Nvfp4Kernels::adamw).
 pub(super) fn dense<B, R>(
@@ -25,24 +28,22 @@ where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    let (w, grad, state) = (writable(w), into_contiguous(grad), writable_state(state));
+    let (w, grad, state) = (Updated::of(w), into_contiguous(grad), UpdatedState::of(state));
     let client = grad.client.clone();
     for chunk in chunks(grad.meta.num_elements(), chunk) {
-        let residual = state.residual.as_ref().map(arg);
-        let args = DenseArgs { w: arg(&w), dtype: w.dtype.into(), residual, master: form };
+        let residual = state.residual.as_ref().map(Updated::args);
+        let args = DenseArgs { w: w.args(), dtype: w.new.dtype.into(), residual, master: form };
         let gradient = (arg(&grad), grad.dtype.into());
-        launched(match (&state.m, &state.v) {
-            (Moment::Float(m), Moment::Float(v)) => {
-                let states = (m.dtype.into(), state.kind == StateKind::Bf16);
-                adamw::adamw_float(&client, args, gradient, [arg(m), arg(v)], states, step, chunk)
+        launched(match state.kind.coding() {
+            None => {
+                let [m, v] = &state.moments;
+                let states = (m.values.new.dtype.into(), state.kind == StateKind::Bf16);
+                adamw::adamw_float(&client, args, gradient, [m.values.args(), v.values.args()], states, step, chunk)
             }
-            _ => {
-                let (coding, moments) = quantized(&state);
-                adamw::adamw_quantized(&client, args, gradient, moments, coding, step, chunk)
-            }
+            Some(coding) => adamw::adamw_quantized(&client, args, gradient, state.quantized(), coding, step, chunk),
         });
     }
-    (w, state)
+    (w.new, state.into_new())
 }
 
 /// See [`Nvfp4Kernels::adamw_packed`](crate::Nvfp4Kernels::adamw_packed).
@@ -57,46 +58,91 @@ where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    let w = Packed { codes: writable(w.codes), scales: writable(w.scales), global: w.global };
-    let (grad, state) = (into_contiguous(grad), writable_state(state));
+    let [rows, cols] = w.dims();
+    let (codes, scales) = (Updated::of(w.codes), Updated::of(w.scales));
+    let (grad, state) = (into_contiguous(grad), UpdatedState::of(state));
     let client = grad.client.clone();
+    let coding = state.kind.coding().expect("an NVFP4 master has quantized moments");
     for chunk in chunks(grad.meta.num_elements(), chunk) {
-        let (coding, moments) = quantized(&state);
+        let w = PackedWeight { codes: codes.args(), scales: scales.args(), global: arg(&w.global), rows, cols };
         let gradient = (arg(&grad), grad.dtype.into());
-        launched(adamw::adamw_packed(&client, w.args(), gradient, moments, coding, step, chunk));
+        launched(adamw::adamw_packed(&client, w, gradient, state.quantized(), coding, step, chunk));
     }
-    (w, state)
+    (Packed { codes: codes.new, scales: scales.new, global: w.global }, state.into_new())
 }
 
 fn chunks(len: usize, chunk: usize) -> impl Iterator<Item = Chunk> {
     (0..len).step_by(chunk).map(move |start| Chunk { start, end: (start + chunk).min(len) })
 }
 
-fn writable_state<B, R>(state: AdamwState<B>) -> AdamwState<B>
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    let moment = |moment: Moment<B>| match moment {
-        Moment::Float(x) => Moment::Float(writable(x)),
-        Moment::Quantized { codes, absmax, table } => {
-            Moment::Quantized { codes: writable(codes), absmax: writable(absmax), table }
-        }
-    };
-    AdamwState { kind: state.kind, m: moment(state.m), v: moment(state.v), residual: state.residual.map(writable) }
+/// The tensor that a step reads, and the one that it writes. All chunks together write the whole of it.
+struct Updated<R: CubeRuntime> {
+    old: CubeTensor<R>,
+    new: CubeTensor<R>,
 }
 
-/// The coding and the buffers of quantized moments.
-fn quantized<B, R>(state: &AdamwState<B>) -> (Coding, [StateArgs<R>; 2])
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    let args = [&state.m, &state.v].map(|moment| match moment {
-        Moment::Float(_) => panic!("an NVFP4 master has quantized moments"),
-        Moment::Quantized { codes, absmax, table } => {
-            StateArgs { codes: arg(codes), absmax: arg(absmax), table: arg(table) }
-        }
-    });
-    (state.kind.coding().expect("a kind with codes"), args)
+impl<R: CubeRuntime> Updated<R> {
+    fn of(x: CubeTensor<R>) -> Self {
+        let old = into_contiguous(x);
+        let new = if old.can_mut() {
+            old.clone()
+        } else {
+            empty_device_contiguous_dtype(old.client.clone(), old.device.clone(), old.shape(), old.dtype)
+        };
+        Self { old, new }
+    }
+
+    /// The buffers as a kernel takes them.
+    fn args(&self) -> adamw::Updated<R> {
+        adamw::Updated { old: arg(&self.old), new: arg(&self.new) }
+    }
+}
+
+/// [`AdamwState`] as a step reads and writes it.
+struct UpdatedState<R: CubeRuntime> {
+    kind: StateKind,
+    moments: [UpdatedMoment<R>; 2],
+    residual: Option<Updated<R>>,
+}
+
+struct UpdatedMoment<R: CubeRuntime> {
+    /// Floats or codes.
+    values: Updated<R>,
+    /// What codes are scaled by, and the table that they index.
+    scales: Option<(Updated<R>, CubeTensor<R>)>,
+}
+
+impl<R: CubeRuntime> UpdatedState<R> {
+    fn of<B>(state: AdamwState<B>) -> Self
+    where
+        B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+    {
+        let moments = [state.m, state.v].map(|moment| match moment {
+            Moment::Float(x) => UpdatedMoment { values: Updated::of(x), scales: None },
+            Moment::Quantized { codes, absmax, table } => {
+                UpdatedMoment { values: Updated::of(codes), scales: Some((Updated::of(absmax), table)) }
+            }
+        });
+        Self { kind: state.kind, moments, residual: state.residual.map(Updated::of) }
+    }
+
+    /// The buffers of quantized moments.
+    fn quantized(&self) -> [StateArgs<R>; 2] {
+        self.moments.each_ref().map(|moment| {
+            let (absmax, table) = moment.scales.as_ref().expect("quantized moments have scales");
+            StateArgs { codes: moment.values.args(), absmax: absmax.args(), table: arg(table) }
+        })
+    }
+
+    /// The state after the step.
+    fn into_new<B>(self) -> AdamwState<B>
+    where
+        B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+    {
+        let [m, v] = self.moments.map(|moment| match moment.scales {
+            None => Moment::Float(moment.values.new),
+            Some((absmax, table)) => Moment::Quantized { codes: moment.values.new, absmax: absmax.new, table },
+        });
+        AdamwState { kind: self.kind, m, v, residual: self.residual.map(|residual| residual.new) }
+    }
 }

@@ -5,17 +5,17 @@
 //! A unit takes eight values, or four, or one, as the lengths allow.
 
 use super::{
-    AdamwStep, Chunk, ChunkOnDevice, ChunkOnDeviceLaunch, DenseArgs, DenseBuffers, DenseBuffersLaunch, Master, Scalars,
+    AdamwStep, Buffers, Chunk, ChunkOnDevice, ChunkOnDeviceLaunch, DenseArgs, DenseBuffers, Master, Scalars, Updated,
     check_chunk, draw_of_eight, loaded, rounded, scalars, stepped, stored_residual, stored_weight, vectors_of_unit,
 };
 use crate::{
-    device::{flat_launch, sequence},
-    error::{KernelError, expect_len, index},
+    device::flat_launch,
+    error::{KernelError, index},
     rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
 
-/// Updates `w`, `m` and `v` over `chunk`. The moments are float of type `states.0` and rounded to bf16 values if
+/// Makes a step of `w`, `m` and `v` over `chunk`. The moments are float of type `states.0` and rounded to bf16 values if
 /// `states.1`; the gradient is of type `grad.1`.
 ///
 /// # Errors
@@ -24,20 +24,20 @@ pub fn adamw_float<R: Runtime>(
     client: &ComputeClient<R>,
     w: DenseArgs<R>,
     grad: (ArrayArg<R>, StorageType),
-    [m, v]: [ArrayArg<R>; 2],
+    [m, v]: [Updated<R>; 2],
     states: (StorageType, bool),
     step: AdamwStep,
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw";
-    let len = w.w.size();
-    w.check(NAME)?;
-    for (name, arg) in [("grad", &grad.0), ("m", &m), ("v", &v)] {
-        expect_len(NAME, name, arg.size(), len)?;
-    }
+    let len = grad.0.size();
+    w.check(NAME, len)?;
+    m.check(NAME, "m", len)?;
+    v.check(NAME, "v", len)?;
     check_chunk(NAME, chunk, len)?;
     let (vector, parts) = vectors_of_unit(len, chunk);
     let (count, dim) = flat_launch((chunk.end - chunk.start).div_ceil(vector * parts));
+    let (master, dtype) = (w.master, w.dtype);
     // SAFETY: all buffers hold `len` elements and the chunk lies inside.
     unsafe {
         adamw_float_kernel::launch_unchecked(
@@ -45,17 +45,17 @@ pub fn adamw_float<R: Runtime>(
             count,
             dim,
             vector,
-            DenseBuffersLaunch::new(w.w, sequence(w.residual)),
+            w.launch(),
             grad.0,
-            m,
-            v,
+            m.launch(),
+            v.launch(),
             ChunkOnDeviceLaunch::new(index(NAME, "chunk start", chunk.start)?, index(NAME, "chunk end", chunk.end)?),
             scalars(&step),
             cipher(step.stream),
-            w.master,
+            master,
             states.1,
             parts,
-            w.dtype,
+            dtype,
             grad.1,
             states.0,
         );
@@ -68,8 +68,8 @@ pub fn adamw_float<R: Runtime>(
 fn adamw_float_kernel<Weight: Float, Grad: Float, State: Float, N: Size>(
     dense: &mut DenseBuffers<Vector<Weight, N>, Vector<u8, N>>,
     grad: &Array<Vector<Grad, N>>,
-    m: &mut Array<Vector<State, N>>,
-    v: &mut Array<Vector<State, N>>,
+    m: &mut Buffers<Vector<State, N>>,
+    v: &mut Buffers<Vector<State, N>>,
     chunk: ChunkOnDevice,
     s: Scalars,
     cipher: &Cipher,
@@ -91,10 +91,10 @@ fn adamw_float_kernel<Weight: Float, Grad: Float, State: Float, N: Size>(
         for part in 0..parts {
             let at = (first as usize) / n + part;
             let gradient = grad[at];
-            let (mut weight, mut new_m, mut new_v) = (dense.w[at], m[at], v[at]);
+            let (mut weight, mut new_m, mut new_v) = (dense.w.old[at], m.old[at], v.old[at]);
             let mut bytes = Vector::<u8, N>::empty();
             if comptime!(dense.residual.len() == 1) {
-                bytes = dense.residual.index(0usize)[at];
+                bytes = dense.residual.index(0usize).old[at];
             }
             let mut more = Array::<u32>::new(4usize);
             if comptime!(round_states) {
@@ -121,11 +121,11 @@ fn adamw_float_kernel<Weight: Float, Grad: Float, State: Float, N: Size>(
                     new_v[i] = State::cast_from(v);
                 }
             }
-            dense.w[at] = weight;
-            m[at] = new_m;
-            v[at] = new_v;
+            dense.w.new[at] = weight;
+            m.new[at] = new_m;
+            v.new[at] = new_v;
             if comptime!(dense.residual.len() == 1) {
-                dense.residual.index_mut(0usize)[at] = bytes;
+                dense.residual.index_mut(0usize).new[at] = bytes;
             }
         }
     }

@@ -5,8 +5,8 @@
 //! for each element of the chunk { decode m, v, w; step; round and store w; encode m, v }     // the plain loop
 //! ```
 //! `clip_factor` is at most 1 and the same for all gradients of a step. Arithmetic is f32. A step of exactly zero leaves the bits of `w` alone, so
-//! that a learning rate of 0 is the identity, also on -0. Every buffer is updated in place, read once and written
-//! once: bound by memory.
+//! that a learning rate of 0 is the identity, also on -0. Every buffer is read once and written once: bound by memory. A step
+//! writes over what it reads, or into other buffers ([`Updated`]), which takes no longer and leaves what it has read as it is.
 //!
 //! | moments | stored as |
 //! |---|---|
@@ -40,7 +40,7 @@ mod table;
 
 pub use float::adamw_float;
 pub use moments::{STATE_BLOCK, StateArgs};
-pub use packed::adamw_packed;
+pub use packed::{PackedWeight, adamw_packed};
 pub use quantized::adamw_quantized;
 pub use table::Coding;
 
@@ -89,27 +89,63 @@ pub struct Chunk {
     pub end: usize,
 }
 
+/// A buffer that a step reads, and the one of the same length that it writes: the same one twice, or another.
+pub struct Updated<R: Runtime> {
+    /// What the step reads.
+    pub old: ArrayArg<R>,
+    /// What it writes.
+    pub new: ArrayArg<R>,
+}
+
+impl<R: Runtime> Updated<R> {
+    /// Refuses buffers that have not `len` elements.
+    fn check(&self, kernel: &'static str, name: &'static str, len: usize) -> Result<(), KernelError> {
+        expect_len(kernel, name, self.old.size(), len)?;
+        expect_len(kernel, name, self.new.size(), len)
+    }
+
+    /// The buffers as a kernel takes them.
+    fn launch<T: CubePrimitive>(self) -> BuffersLaunch<T, R> {
+        BuffersLaunch::new(self.old, self.new)
+    }
+}
+
+/// [`Updated`] on the device.
+#[derive(CubeType, CubeLaunch)]
+struct Buffers<T: CubePrimitive> {
+    old: Array<T>,
+    new: Array<T>,
+}
+
 /// A dense master weight.
 pub struct DenseArgs<R: Runtime> {
     /// The weight, float of type `dtype`: f32 for [`Master::Exact`], otherwise bf16.
-    pub w: ArrayArg<R>,
+    pub w: Updated<R>,
     /// The type of `w`.
     pub dtype: StorageType,
     /// u8, as long as `w`: present for [`Master::Residual`] only.
-    pub residual: Option<ArrayArg<R>>,
+    pub residual: Option<Updated<R>>,
     /// How the weight is stored.
     pub master: Master,
 }
 
 impl<R: Runtime> DenseArgs<R> {
-    /// Refuses a residual that is missing, superfluous or of another length than the weight.
-    fn check(&self, kernel: &'static str) -> Result<(), KernelError> {
+    /// Refuses a weight that has not `len` values, and a residual that is missing, superfluous or of another length.
+    fn check(&self, kernel: &'static str, len: usize) -> Result<(), KernelError> {
+        self.w.check(kernel, "w", len)?;
         let needed = self.master == Master::Residual;
         require(kernel, self.residual.is_some() == needed, || {
             let (state, rule) = if needed { ("missing", "needs one") } else { ("present", "takes none") };
             format!("the residual is {state}, but {:?} {rule}", self.master)
         })?;
-        self.residual.iter().try_for_each(|residual| expect_len(kernel, "residual", residual.size(), self.w.size()))
+        self.residual.iter().try_for_each(|residual| residual.check(kernel, "residual", len))
+    }
+
+    /// The buffers as a kernel takes them.
+    fn launch<Weight: CubePrimitive, Byte: CubePrimitive>(self) -> DenseBuffersLaunch<Weight, Byte, R> {
+        let mut residual = SequenceArg::new();
+        self.residual.into_iter().for_each(|buffers| residual.push(buffers.launch()));
+        DenseBuffersLaunch::new(self.w.launch(), residual)
     }
 }
 
@@ -156,8 +192,8 @@ struct ChunkOnDevice {
 /// The buffers of a dense master weight on the device: vectors of the weight, and of its residual if there is one.
 #[derive(CubeType, CubeLaunch)]
 struct DenseBuffers<Weight: CubePrimitive, Byte: CubePrimitive> {
-    w: Array<Weight>,
-    residual: Sequence<Array<Byte>>,
+    w: Buffers<Weight>,
+    residual: Sequence<Buffers<Byte>>,
 }
 
 fn scalars<R: Runtime>(s: &AdamwStep) -> ScalarsLaunch<R> {

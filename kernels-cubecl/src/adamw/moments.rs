@@ -6,7 +6,7 @@
 //! The first moment is stored itself, the second as its root.
 
 use super::{
-    Chunk, check_chunk,
+    Buffers, Chunk, Updated, check_chunk,
     table::{Coding, Table, code_of_moment, loaded_table},
 };
 use crate::{
@@ -21,9 +21,9 @@ pub const STATE_BLOCK: usize = 256;
 /// The buffers of a quantized moment.
 pub struct StateArgs<R: Runtime> {
     /// u8: one byte a value with 8 bits, one byte for two values (the first in the low nibble) with 4 bits.
-    pub codes: ArrayArg<R>,
+    pub codes: Updated<R>,
     /// f32, one for 256 values.
-    pub absmax: ArrayArg<R>,
+    pub absmax: Updated<R>,
     /// f32, 256 or 16 values, ascending.
     pub table: ArrayArg<R>,
 }
@@ -31,8 +31,8 @@ pub struct StateArgs<R: Runtime> {
 /// The buffers of a quantized moment that a step updates. `Codes` is a vector of bytes.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct MomentBuffers<Codes: CubePrimitive> {
-    codes: Array<Codes>,
-    absmax: Array<f32>,
+    codes: Buffers<Codes>,
+    absmax: Buffers<f32>,
 }
 
 /// The tables of both moments.
@@ -48,8 +48,8 @@ impl<R: Runtime> StateArgs<R> {
         [m, v]: [Self; 2],
     ) -> (MomentBuffersLaunch<Codes, R>, MomentBuffersLaunch<Codes, R>, TablesLaunch<R>) {
         (
-            MomentBuffersLaunch::new(m.codes, m.absmax),
-            MomentBuffersLaunch::new(v.codes, v.absmax),
+            MomentBuffersLaunch::new(m.codes.launch(), m.absmax.launch()),
+            MomentBuffersLaunch::new(v.codes.launch(), v.absmax.launch()),
             TablesLaunch::new(m.table, v.table),
         )
     }
@@ -66,8 +66,8 @@ pub(super) fn check<R: Runtime>(
 ) -> Result<(), KernelError> {
     expect_len(name, "grad", grad.size(), len)?;
     for state in moments {
-        expect_len(name, "state codes", state.codes.size(), len * coding.bits() / 8)?;
-        expect_len(name, "state absmax", state.absmax.size(), len.div_ceil(STATE_BLOCK))?;
+        state.codes.check(name, "state codes", len * coding.bits() / 8)?;
+        state.absmax.check(name, "state absmax", len.div_ceil(STATE_BLOCK))?;
         expect_len(name, "state table", state.table.size(), 1 << coding.bits())?;
     }
     check_chunk(name, chunk, len)?;
@@ -127,9 +127,9 @@ pub(super) fn read<Codes: Size>(
     let mut out = Array::<Vector<u8, Codes>>::new(parts);
     #[unroll]
     for part in 0..parts {
-        out[part] = moment.codes[(first / comptime!((width / parts) as u32)) as usize + part];
+        out[part] = moment.codes.old[(first / comptime!((width / parts) as u32)) as usize + part];
     }
-    (out, moment.absmax[(first / comptime!(STATE_BLOCK as u32)) as usize])
+    (out, moment.absmax.old[(first / comptime!(STATE_BLOCK as u32)) as usize])
 }
 
 /// Decodes value `i` of the codes that a unit read: the first moment, or the root of the second.
@@ -188,9 +188,9 @@ pub(super) fn store<Codes: Size>(
             }
             bytes[i] = u8::cast_from(byte);
         }
-        moment.codes[(first / comptime!((width / parts) as u32)) as usize + part] = bytes;
+        moment.codes.new[(first / comptime!((width / parts) as u32)) as usize + part] = bytes;
     }
     if UNIT_POS == 0u32 {
-        moment.absmax[(first / comptime!(STATE_BLOCK as u32)) as usize] = absmax;
+        moment.absmax.new[(first / comptime!(STATE_BLOCK as u32)) as usize] = absmax;
     }
 }

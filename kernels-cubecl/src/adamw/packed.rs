@@ -9,7 +9,7 @@
 //! A unit takes a word of eight codes; two units share 16 values and their scale.
 
 use super::{
-    AdamwStep, Chunk, Scalars,
+    AdamwStep, Buffers, Chunk, Scalars, Updated,
     moments::{
         Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
         blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
@@ -20,12 +20,25 @@ use super::{
 use crate::{
     codec::{e2m1_bounded, e2m1_decode, e2m1_word, e4m3_decode, e4m3_scale},
     device::{bit_casts, quick_division},
-    error::{KernelError, expect_blocks, index},
-    layout::{code_of, scale_index, word_index},
-    matmul::PackedArgs,
+    error::{KernelError, expect_blocks, expect_len, index},
+    layout::{code_of, scale_index, scales_per_row, word_index, words_per_row},
     rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
+
+/// An NVFP4 master weight `[rows, cols]`.
+pub struct PackedWeight<R: Runtime> {
+    /// Codes, eight in a u32.
+    pub codes: Updated<R>,
+    /// E4M3 block scales, u8.
+    pub scales: Updated<R>,
+    /// The tensor scale, f32, which a step leaves as it is.
+    pub global: ArrayArg<R>,
+    /// Rows.
+    pub rows: usize,
+    /// Columns, a multiple of 16.
+    pub cols: usize,
+}
 
 /// The same as [`super::adamw_quantized()`] for an NVFP4 master weight. A new value is rounded stochastically to a
 /// code on the scale of its 16 values. They keep their scale while their largest magnitude lies in the upper half of
@@ -35,7 +48,7 @@ use cubecl::prelude::*;
 /// If the buffers do not fit, the chunk does not start at a block of 256 values, or its end is not a multiple of 16.
 pub fn adamw_packed<R: Runtime>(
     client: &ComputeClient<R>,
-    w: PackedArgs<R>,
+    w: PackedWeight<R>,
     grad: (ArrayArg<R>, StorageType),
     moments: [StateArgs<R>; 2],
     coding: Coding,
@@ -44,7 +57,10 @@ pub fn adamw_packed<R: Runtime>(
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw packed";
     let len = w.rows * w.cols;
-    w.check(NAME)?;
+    expect_blocks(NAME, "columns of the weight", w.cols)?;
+    w.codes.check(NAME, "codes", w.rows * words_per_row(w.cols))?;
+    w.scales.check(NAME, "scales", w.rows * scales_per_row(w.cols))?;
+    expect_len(NAME, "tensor scale", w.global.size(), 1)?;
     check(NAME, &grad.0, moments.each_ref(), coding, len, chunk)?;
     expect_blocks(NAME, "end of the chunk", chunk.end)?;
     let (count, dim) = block_launch(chunk, 8);
@@ -57,8 +73,8 @@ pub fn adamw_packed<R: Runtime>(
             dim,
             4,
             codes_at_once(coding, 4, 8),
-            w.codes,
-            w.scales,
+            w.codes.launch(),
+            w.scales.launch(),
             w.global,
             grad.0,
             m,
@@ -82,8 +98,8 @@ pub fn adamw_packed<R: Runtime>(
 #[cube(launch_unchecked, fast_math = quick_division(_approximate))]
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its buffers one by one")]
 fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
-    codes: &mut Array<u32>,
-    scales: &mut Array<u8>,
+    codes: &mut Buffers<u32>,
+    scales: &mut Buffers<u8>,
     global: &Array<f32>,
     grad: &Array<Vector<Grad, N>>,
     m: &mut MomentBuffers<Vector<u8, Lanes>>,
@@ -124,9 +140,9 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
             }
             let mut byte = 0u32;
             if live {
-                byte = u32::cast_from(scales[scale]);
+                byte = u32::cast_from(scales.old[scale]);
                 let unit = e4m3_decode(byte) * g_scale;
-                let packed = codes[word];
+                let packed = codes.old[word];
                 let (m_codes, m_absmax) = read(m, &m_table, first, 8usize);
                 let (v_codes, v_absmax) = read(v, &v_table, first, 8usize);
                 #[unroll]
@@ -165,9 +181,9 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
                 new_w[i] = e2m1_bounded(new_w[i] * inverse);
             }
             if live {
-                codes[word] = e2m1_word(&new_w, 0usize, &words, 2usize, true);
+                codes.new[word] = e2m1_word(&new_w, 0usize, &words, 2usize, true);
                 if UNIT_POS & 1u32 == 0u32 {
-                    scales[scale] = u8::cast_from(kept);
+                    scales.new[scale] = u8::cast_from(kept);
                 }
                 store(m, &new_m, m_absmax, &m_table, first, 8usize);
                 store(v, &root, v_absmax, &v_table, first, 8usize);

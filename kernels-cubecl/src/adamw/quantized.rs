@@ -9,7 +9,7 @@
 //! A cube takes a block at a time, because it needs the block's new maxima before it encodes.
 
 use super::{
-    AdamwStep, Chunk, DenseArgs, DenseBuffers, DenseBuffersLaunch, Master, Scalars, draw_of_eight, loaded,
+    AdamwStep, Chunk, DenseArgs, DenseBuffers, Master, Scalars, draw_of_eight, loaded,
     moments::{
         Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
         blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
@@ -19,7 +19,7 @@ use super::{
     vectors_of_unit,
 };
 use crate::{
-    device::{bit_casts, quick_division, sequence},
+    device::{bit_casts, quick_division},
     error::{KernelError, index},
     rng::{Cipher, cipher, philox},
 };
@@ -40,12 +40,13 @@ pub fn adamw_quantized<R: Runtime>(
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw quantized";
-    let len = w.w.size();
-    w.check(NAME)?;
+    let len = grad.0.size();
+    w.check(NAME, len)?;
     check(NAME, &grad.0, moments.each_ref(), coding, len, chunk)?;
     let (vector, parts) = vectors_of_unit(len, chunk);
     let (count, dim) = block_launch(chunk, vector * parts);
     let (m, v, tables) = StateArgs::launch(moments);
+    let (form, dtype) = (Form { master: w.master, coding, parts }, w.dtype);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
         adamw_quantized_kernel::launch_unchecked(
@@ -54,7 +55,7 @@ pub fn adamw_quantized<R: Runtime>(
             dim,
             vector,
             codes_at_once(coding, vector, vector * parts),
-            DenseBuffersLaunch::new(w.w, sequence(w.residual)),
+            w.launch(),
             grad.0,
             m,
             v,
@@ -66,9 +67,9 @@ pub fn adamw_quantized<R: Runtime>(
             ),
             scalars(&step),
             cipher(step.stream),
-            Form { master: w.master, coding, parts },
+            form,
             bit_casts(client),
-            w.dtype,
+            dtype,
             grad.1,
         );
     }
@@ -129,10 +130,10 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
                 #[unroll]
                 for part in 0..parts {
                     let gradient = grad[at + part];
-                    let mut weight = dense.w[at + part];
+                    let mut weight = dense.w.old[at + part];
                     let mut bytes = Vector::<u8, N>::empty();
                     if comptime!(dense.residual.len() == 1) {
-                        bytes = dense.residual.index(0usize)[at + part];
+                        bytes = dense.residual.index(0usize).old[at + part];
                     }
                     #[unroll]
                     for i in 0..n {
@@ -149,9 +150,9 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
                         new_m[lane] = m;
                         root[lane] = new_root;
                     }
-                    dense.w[at + part] = weight;
+                    dense.w.new[at + part] = weight;
                     if comptime!(dense.residual.len() == 1) {
-                        dense.residual.index_mut(0usize)[at + part] = bytes;
+                        dense.residual.index_mut(0usize).new[at + part] = bytes;
                     }
                 }
             }

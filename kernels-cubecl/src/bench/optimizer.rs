@@ -8,7 +8,6 @@ use crate::{
     KernelError,
     adamw::{self, Coding, Master},
     gradient,
-    matmul::PackedArgs,
     once::SOME_STEP,
 };
 use cubecl::prelude::*;
@@ -22,19 +21,22 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let shape = format!("{n}");
         let chunk = adamw::Chunk { start: 0, end: n };
         let grad = || (self.arg(&g, n), F32);
+        // In place: a step into other buffers moves as many bytes.
+        let updated =
+            |data: &Data<'a>, len: usize| adamw::Updated { old: self.arg(data, len), new: self.arg(data, len) };
         let dense = |master: Master| adamw::DenseArgs {
-            w: self.arg(&w, n),
+            w: updated(&w, n),
             dtype: if master == Master::Exact { F32 } else { BF16 },
-            residual: (master == Master::Residual).then(|| self.arg(&m, n)),
+            residual: (master == Master::Residual).then(|| updated(&m, n)),
             master,
         };
         self.row(show, "adamw f32, f32 states", shape.clone(), moved(n as f64 * 28.0), |_| {
-            let moments = [self.arg(&m, n), self.arg(&v, n)];
+            let moments = [updated(&m, n), updated(&v, n)];
             adamw::adamw_float(client, dense(Master::Exact), grad(), moments, (F32, false), SOME_STEP, chunk)
         })?;
         let state = |codes: &Data<'a>, coding: Coding| adamw::StateArgs {
-            codes: self.arg(codes, n * coding.bits() / 8),
-            absmax: self.arg(&absmax, n / 256),
+            codes: updated(codes, n * coding.bits() / 8),
+            absmax: updated(&absmax, n / 256),
             table: self.arg(&table, 1 << coding.bits()),
         };
         for (name, master, coding, bytes) in [
@@ -59,8 +61,8 @@ impl<'a, R: Runtime> Bench<'a, R> {
             [("adamw nvfp4, 8-bit states", Coding::Bytes, 9.125), ("adamw nvfp4, 4-bit states", Coding::Nibbles, 7.125)]
         {
             self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
-                let (codes, scales, global) = (self.arg(&w, n / 8), self.arg(&absmax, n / 16), self.arg(&table, 1));
-                let w = PackedArgs { codes, scales, global, rows: n / 2560, cols: 2560 };
+                let (codes, scales, global) = (updated(&w, n / 8), updated(&absmax, n / 16), self.arg(&table, 1));
+                let w = adamw::PackedWeight { codes, scales, global, rows: n / 2560, cols: 2560 };
                 adamw::adamw_packed(client, w, grad(), [state(&m, coding), state(&v, coding)], coding, SOME_STEP, chunk)
             })?;
         }

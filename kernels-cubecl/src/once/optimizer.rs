@@ -18,21 +18,21 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
     for (len, masters) in [(n + 128, &MASTERS[..]), (n - 3, &MASTERS[..1])] {
         let chunk = adamw::Chunk { start: 0, end: len };
         let state = |coding: Coding| adamw::StateArgs {
-            codes: zeros.bytes(len * coding.bits() / 8),
-            absmax: zeros.floats(len.div_ceil(adamw::STATE_BLOCK)),
+            codes: zeros.updated(len * coding.bits() / 8, 1),
+            absmax: zeros.updated(len.div_ceil(adamw::STATE_BLOCK), 4),
             table: zeros.floats(1 << coding.bits()),
         };
         let grad = |ty: StorageType| (zeros.sized(len, ty.size()), ty);
         for &master in masters {
             let ty = if master == Master::Exact { F32 } else { dtype };
             let dense = || adamw::DenseArgs {
-                w: zeros.sized(len, ty.size()),
+                w: zeros.updated(len, ty.size()),
                 dtype: ty,
-                residual: (master == Master::Residual).then(|| zeros.bytes(len)),
+                residual: (master == Master::Residual).then(|| zeros.updated(len, 1)),
                 master,
             };
             for states in [F32, dtype] {
-                let moments = [zeros.sized(len, states.size()), zeros.sized(len, states.size())];
+                let moments = [zeros.updated(len, states.size()), zeros.updated(len, states.size())];
                 adamw::adamw_float(client, dense(), grad(F32), moments, (states, states != F32), SOME_STEP, chunk)?;
             }
             for coding in if len % 16 == 0 { &CODINGS[..] } else { &CODINGS[..1] } {
@@ -43,7 +43,14 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
         if len % 16 == 0 {
             for coding in CODINGS {
                 let moments = [state(coding), state(coding)];
-                adamw::adamw_packed(client, zeros.packed(1, len), grad(F32), moments, coding, SOME_STEP, chunk)?;
+                let w = adamw::PackedWeight {
+                    codes: zeros.updated(len / 8, 4),
+                    scales: zeros.updated(len / 16, 1),
+                    global: zeros.floats(1),
+                    rows: 1,
+                    cols: len,
+                };
+                adamw::adamw_packed(client, w, grad(F32), moments, coding, SOME_STEP, chunk)?;
             }
         }
         gradient::square_sum(client, zeros.floats(len), F32, zeros.floats(1))?;

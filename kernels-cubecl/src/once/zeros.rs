@@ -1,6 +1,10 @@
 //! Buffers of zeros, and arbitrary scalars, for launches whose results nobody reads.
 
-use crate::{adamw::AdamwStep, matmul::PackedArgs, rng::Stream};
+use crate::{
+    adamw::{AdamwStep, Updated},
+    matmul::PackedArgs,
+    rng::Stream,
+};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
@@ -36,6 +40,11 @@ impl<R: Runtime> Zeros<'_, R> {
     /// `len` values of the type that is asked for.
     pub(super) fn values(&self, len: usize) -> ArrayArg<R> {
         self.sized(len, self.dtype.size())
+    }
+
+    /// `len` elements of `size` bytes that a step of the optimizer writes to another buffer.
+    pub(super) fn updated(&self, len: usize, size: usize) -> Updated<R> {
+        Updated { old: self.sized(len, size), new: self.sized(len, size) }
     }
 
     pub(super) fn packed(&self, rows: usize, cols: usize) -> PackedArgs<R> {

@@ -18,6 +18,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     let forecast = Forecast::of(&plan, &inputs, device, precision);
     report::label("rows", format!("the longest has {} tokens", inputs.longest_row()));
     report::label("memory", forecast.line());
+    report::label("guard", forecast.undo.line());
     forecast.estimate.table().into_iter().for_each(report::result);
     Ok(())
 }

@@ -18,7 +18,7 @@ use crate::{
     run::header,
     run::inputs::{Inputs, packed_scaling},
     run::journal::Journal,
-    run::preflight::Forecast,
+    run::preflight::{Forecast, Undo},
     run::sample::Samples,
     run::saving::Saver,
     run::summary,
@@ -133,6 +133,7 @@ impl Job for Fit {
         }
         header::print(&ready.plan, &ready.inputs, ready.spec.scaling);
         report::label("memory", ready.forecast.line());
+        report::label("guard", ready.forecast.undo.line());
         report::label("products", B::tiers(&device).join(" · "));
         if dry_run {
             report::result(ready.plan.settings.toml()?);
@@ -380,6 +381,7 @@ impl Ready {
             train: order,
             eval: self.inputs.eval_order(&self.plan),
             stepper: Stepper {
+                undo: matches!(self.forecast.undo, Undo::Copy { .. }),
                 mode: s.memory.step_mode,
                 clipping: Clipping {
                     clip: self.plan.clip,

@@ -269,6 +269,7 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
         float: DType::F32,
     };
     let mut stepper = Stepper::<B> {
+        undo: false,
         mode: StepMode::Streaming,
         clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },
         buffer: DType::F32,

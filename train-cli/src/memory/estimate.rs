@@ -19,6 +19,8 @@ pub struct Estimate {
     parts: Vec<(&'static str, f64)>,
     /// The exported model, which is on the device while it is checked.
     export: f64,
+    /// The weights that are trained, and their states.
+    trained: f64,
 }
 
 /// Numbers of parameters. Norms are too small to count.
@@ -110,6 +112,10 @@ impl Estimate {
                 (if whole { "activations" } else { "block inputs and one block" }, graph + copies),
                 ("head", logits),
             ],
+            trained: linear * trained * s.block
+                + if all { dense * dense_values } else { 0.0 }
+                + residual
+                + states * trained_params,
             export: if plan.recipe.packs_weights() { 0.5625 * s.linear() + 4.0 * dense_values } else { 2.0 * params },
         }
     }
@@ -117,6 +123,11 @@ impl Estimate {
     /// The peak of training, in bytes.
     pub fn peak(&self) -> u64 {
         self.parts.iter().map(|(_, bytes)| bytes).sum::<f64>() as u64
+    }
+
+    /// A second copy of what a step changes: the weights that are trained, and their states.
+    pub fn undo_copy(&self) -> u64 {
+        self.trained as u64
     }
 
     /// The size of a checkpoint, in bytes: weights and optimizer states.

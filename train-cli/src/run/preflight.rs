@@ -11,7 +11,7 @@ use crate::{
     report,
     run::checkpoint,
     run::inputs::Inputs,
-    settings::{DeviceChoice, SaveStrategy},
+    settings::{Clip, DeviceChoice, SaveStrategy, StepMode},
 };
 use backend_nvfp4::Precision;
 use std::collections::BTreeMap;
@@ -24,13 +24,66 @@ pub struct Forecast {
     device: DeviceChoice,
     /// Bytes that are free on the device, if it says.
     free: Option<u64>,
+    /// How a bad step is undone.
+    pub undo: Undo,
+}
+
+/// How a step is undone whose gradient norm turns out not to be finite.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Undo {
+    /// The run ends: the guard is off.
+    Never,
+    /// It knows its norm before it changes anything.
+    NotNeeded,
+    /// Weights and states of before the step are held until its norm is known.
+    Copy {
+        /// What the copy takes, in bytes.
+        bytes: u64,
+    },
+    /// The run goes back to its newest checkpoint.
+    Replay,
+}
+
+impl Undo {
+    /// A copy is held if there is room for it beside the run, and a tenth more, because a forecast is no measurement.
+    fn of(plan: &Plan, estimate: &Estimate, free: Option<u64>) -> Self {
+        let (advanced, optimizer) = (&plan.settings.advanced, &plan.settings.optimizer);
+        let exact = plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0;
+        let bytes = estimate.undo_copy();
+        let needed = (estimate.peak() + bytes) / 9 * 10;
+        match () {
+            () if !advanced.guard => Self::Never,
+            () if exact || plan.settings.memory.step_mode == StepMode::Whole => Self::NotNeeded,
+            () if advanced.undo_copy && plan.memory_limit.or(free).is_some_and(|room| needed <= room) => {
+                Self::Copy { bytes }
+            }
+            () => Self::Replay,
+        }
+    }
+
+    /// One line of the plan.
+    pub fn line(self) -> String {
+        match self {
+            Self::Never => "off: a step whose loss or gradient is not finite ends the run".into(),
+            Self::NotNeeded => "a step whose loss or gradient is not finite changes nothing".into(),
+            Self::Copy { bytes } => format!(
+                "a step whose gradient is not finite is undone from a copy of weights and states ({})",
+                report::gib(bytes)
+            ),
+            Self::Replay => {
+                "a step whose gradient is not finite is undone by going back to the newest checkpoint".into()
+            }
+        }
+    }
 }
 
 impl Forecast {
     /// Predicts the run of a plan over its inputs on a device that computes in `precision`.
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
         let estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
-        Self { estimate, device, free: free::on_device(device) }
+        let free = free::on_device(device);
+        let undo = Undo::of(plan, &estimate, free);
+        Self { estimate, device, free, undo }
     }
 
     /// Refuses a run that needs more memory than `--memory-limit`, or without it more than is free.
@@ -95,7 +148,8 @@ impl Forecast {
             Some(free) => format!("{} are free", report::gib(free)),
             None => "the device does not say how much is free".to_owned(),
         };
-        format!("about {} on {} at the peak; {free}", report::gib(self.estimate.peak()), self.device)
+        let copy = if let Undo::Copy { bytes } = self.undo { bytes } else { 0 };
+        format!("about {} on {} at the peak; {free}", report::gib(self.estimate.peak() + copy), self.device)
     }
 
     fn refused(&self, error: CliError) -> CliError {

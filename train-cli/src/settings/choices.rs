@@ -86,7 +86,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "As in the model file; two if it has no NVFP4 weights";
+    const AUTO: &'static str = "As in the model file; like `two` if that has no NVFP4 weights";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -106,7 +106,7 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 "tf32",
-                "f32; products of matrices that are not rounded to NVFP4 use TF32 tensor cores, faster and less exact; CUDA only",
+                "f32; a product of two matrices of which neither is rounded to NVFP4 uses TF32 tensor cores, which are faster and less exact; CUDA only",
             ),
             also(named(Self::F16, "f16", "f16; not for training"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16; CUDA only"), "bfloat16"),
@@ -123,7 +123,7 @@ impl Choice for MasterKind {
             named(
                 Self::Bf16Residual,
                 "bf16-residual",
-                "24 bits, of which layers compute with the upper 16 and the optimizer updates all: 3 bytes per parameter",
+                "24 bits: the layers compute with the upper 16, and the optimizer updates all; 3 bytes per parameter",
             ),
             named(
                 Self::Bf16,
@@ -165,8 +165,8 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// A mixing of the activations, and of the gradients, of 16 tokens before the weight gradient is computed (random
-    /// Hadamard transform): a very large value is spread over all 16, and does not make their common scale too coarse
+    /// Random Hadamard transform before the weight gradient is computed: it mixes the values of 16 tokens, in activations and
+    /// gradients alike. One very large value is then spread over all 16, and the scale that they share is not too coarse
     Hadamard,
     /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
     Stochastic,

@@ -400,11 +400,15 @@ pub struct AdvancedSettings {
     /// Leave out a step whose loss or gradient is not finite; false ends the run at the first one
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub guard: bool,
+    /// Where memory allows, keep the weights and optimizer states of before a step until its gradient is known to be
+    /// finite; false saves that memory, and a step that is found bad too late is undone by going back to a checkpoint
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
+    pub undo_copy: bool,
 }
 
 impl Default for AdvancedSettings {
     fn default() -> Self {
-        Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42, guard: true }
+        Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42, guard: true, undo_copy: true }
     }
 }
 
@@ -442,10 +446,11 @@ const MOST: f64 = (1 << 20) as f64;
 
 /// Settings that a resumed run may change: they change no number that a step computes from the weights before it, or
 /// extend the run.
-const FREE: [&str; 14] = [
+const FREE: [&str; 15] = [
     "max_steps",
     "num_train_epochs",
     "guard",
+    "undo_copy",
     "output_dir",
     "output_dat",
     "eval_steps",

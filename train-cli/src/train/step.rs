@@ -4,7 +4,8 @@
 //!   of a block before those of the next block exist.
 //! * `whole` builds one graph from the embedding to the loss: every activation and every gradient lives at once.
 //!
-//! A step updates nothing if its loss is not finite, nor if its gradient norm is not finite and known in time.
+//! A step updates nothing if its loss is not finite, nor if its gradient norm is not finite and known in time. A step that
+//! learns its norm while it updates can hold an undo copy: the weights and states as they were, until the norm is known.
 
 use crate::{
     CliError,
@@ -33,6 +34,8 @@ pub struct Stepper<B: Nvfp4Kernels> {
     pub optimizer: ChunkedAdamw<B>,
     /// Random seed of the stochastic rounding in the backward.
     pub seed: u64,
+    /// Whether a step that learns its norm too late holds an undo copy.
+    pub undo: bool,
     /// Micro-batches in a full step. With it each micro-batch of a run gets a number, which seeds its rounding.
     pub accumulation: usize,
 }
@@ -90,6 +93,9 @@ impl<B: Nvfp4Kernels> Stepper<B> {
             check_finite(step, &[("loss", loss), ("gradient norm", norm)], false)?;
         }
 
+        // While the copy's handles are held, the optimizer writes into new buffers and leaves the old ones as they are.
+        let undo = (self.undo && measured.is_none()).then(|| (net.clone(), pass.optimizer.clone()));
+
         // 3. Clip and update: from the sums, or block by block with the gradients of the last micro-batch.
         let rate = Rate { lr, clip_factor: self.clipping.clip_factor(measured) };
         pass.fate = Fate::Apply { rate, measured: measured.is_some() };
@@ -103,7 +109,11 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         let Some(grad_norm) = measured.map_or_else(|| pass.gathered.norm(), |norm| Ok(Some(norm)))? else {
             return Err(CliError::Usage("nothing is trained: no parameter has a gradient".into()));
         };
-        check_finite(step, &[("loss", loss), ("gradient norm", grad_norm)], true)?;
+        let finite = check_finite(step, &[("loss", loss), ("gradient norm", grad_norm)], undo.is_none());
+        if let (Err(_), Some((model, optimizer))) = (&finite, undo) {
+            (*net, self.optimizer) = (model, optimizer);
+        }
+        finite?;
         self.clipping.last_norm = Some(grad_norm);
         Ok(Stepped { loss, grad_norm })
     }
