@@ -1,7 +1,7 @@
 """What only a card can show of a run's reliability. It prints one line for each case, and ends with exit code 1 if a case
 is not as it must be.
 
-    python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving]
+    python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving] [CASE]
 
 memory: this script takes all free memory of the card while a run loads its weights, makes its first step, makes its fifth
         step, evaluates, and exports. Each run must end with exit code 4, without a panic, and leave its checkpoint whole.
@@ -9,7 +9,8 @@ resume: three runs of 200 steps, and runs that are resumed after steps 1, 7, 50 
         norm have the same bits, and whether the last checkpoints are equal.
 saving: how long training waits for a checkpoint that is saved after 100 steps.
 
-CONFIG.json is the shape for memory and saving. TOKENIZER_FOLDER holds tokenizer.json and demo.tsv.
+CASE is a word of a case of memory, or a recipe of resume, to make that one alone. CONFIG.json is the shape for memory and
+saving. TOKENIZER_FOLDER holds tokenizer.json and demo.tsv.
 """
 import ctypes
 import hashlib
@@ -22,7 +23,8 @@ import threading
 import time
 
 program, tokenizer, config, folder = [str(pathlib.Path(p).absolute()) for p in sys.argv[1:5]]
-parts = sys.argv[5:] or ["memory", "resume", "saving"]
+parts = [word for word in sys.argv[5:] if word in ["memory", "resume", "saving"]] or ["memory", "resume", "saving"]
+only = [word for word in sys.argv[5:] if word not in parts]
 pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
 wrong = []
 
@@ -98,7 +100,7 @@ def memory():
     rows, long = pathlib.Path(folder) / "rows.tsv", pathlib.Path(folder) / "long.txt"
     rows.write_text("".join(f"question {i}\tanswer {i}\n" for i in range(64)))
     long.write_text("a text of many words, " * 4000)
-    flags = f"--init-config {config} -d {rows} --max-seq-length 2048 --max-steps 8 --save-steps 2 --overwrite"
+    flags = f"--init-config {config} -d {rows} --max-seq-length 2048 --max-steps 8 --overwrite"
 
     def when(words):
         def watch(line):
@@ -117,13 +119,15 @@ def memory():
             time.sleep(0.001)
 
     cases = [
-        ("while weights are loaded", "--eval-steps 0", when("  products "), None),
-        ("in the first step", "--eval-steps 0", None, None),
-        ("in the fifth step", f"--eval-steps 4 --eval-data {long}", when("evaluation after step 4"), 4),
-        ("in an evaluation", f"--eval-steps 4 --eval-data {long}", when(" 3/8 "), 2),
+        ("while weights are loaded", "--eval-steps 0 --save-steps 2", when("  products "), None),
+        ("in the first step", "--eval-steps 0 --save-steps 2", None, None),
+        ("in the fifth step", f"--eval-steps 4 --save-steps 2 --eval-data {long}", when("evaluation after step 4"), 4),
+        ("in an evaluation", f"--eval-steps 4 --save-steps 2 --eval-data {long}", when(" 3/8 "), 2),
         ("in the export", f"--eval-steps 0 --save-steps 8", when("checkpoint-8"), 8),
     ]
     for name, more, watch, saved in cases:
+        if only and not any(word in name for word in only):
+            continue
         done = False
         if watch is None:
             out = subprocess.run([program, "estimate", "--init-config", config, "--tokenizer", tokenizer, "-d", rows,
@@ -134,7 +138,7 @@ def memory():
         code, text, _ = fit("memory", flags + " " + more, watch or (lambda line: None))
         done = True
         card.give_back()
-        error = next((line for line in text.splitlines() if line.startswith("error")), text[-300:])
+        error = text[text.find("error"):][:400] if "error" in text else text[-300:]
         say(code == 4 and "panicked" not in text, f"memory {name}: exit code {code}: {error}")
         if saved:
             newest = max((int(p.name.split("-")[1]) for p in pathlib.Path(f"{folder}/memory").glob("checkpoint-*")), default=0)
@@ -148,7 +152,7 @@ def memory():
 
 def resume():
     rows = f"{tokenizer}/demo.tsv"
-    for recipe in ["w4a4", "nvfp4"]:
+    for recipe in [recipe for recipe in ["w4a4", "nvfp4"] if not only or recipe in only]:
         flags = (f"--init-config {tokenizer}/config.json -d {rows} --recipe {recipe} --max-seq-length 64 --batch-size 4 --learning-rate 1e-3 "
                  "--lr-scheduler-type constant --warmup-steps 0 --eval-steps 0 --save-steps 0 --overwrite")
         runs = {}

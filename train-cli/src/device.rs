@@ -164,10 +164,10 @@ fn of_memory(reason: &str) -> bool {
     lack.iter().any(|words| lower.contains(words))
 }
 
-/// The line of an error of CubeCL that says what happened, without the call stack that may follow.
+/// The line of an error of CubeCL that speaks of memory. An error that led to others stands below them, and a call stack
+/// may follow.
 fn cause(reason: &str) -> &str {
-    let after = reason.split_once("Caused by:").map_or(reason, |(_, after)| after);
-    after.trim_start().lines().next().unwrap_or(reason)
+    reason.lines().find(|line| of_memory(line)).unwrap_or(reason).trim()
 }
 
 static FAILURE: OnceLock<String> = OnceLock::new();
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_finds_no_memory_is_an_error_of_memory() {
-        let reason = "An error happened during execution\nCaused by:\n  Unable to load the PTX: \
+        let reason = "An error happened during execution\nCaused by:\n  The server is in an invalid state\nCaused by:\n  Unable to load the PTX: \
                       DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")\nBacktrace:\n   0: main";
         let memory = named(ModelError::Device(reason.to_owned()).into());
         assert_eq!(memory.exit_code(), 4);

@@ -13,6 +13,8 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{BufWriter, Read, Write},
     path::{Path, PathBuf},
+    sync::mpsc::{self, SyncSender},
+    thread,
 };
 
 /// The list of a folder's files, which is written last.
@@ -446,28 +448,36 @@ fn write_synced(
     // `create_new` does not follow a link that someone planted.
     let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
     claim(&file);
-    let mut out = Hashing { out: BufWriter::with_capacity(1 << 20, file), hash: Sha256::new() };
-    write(&mut out)?;
-    let Hashing { out, hash } = out;
-    let file = out.into_inner().map_err(|e| CliError::io(path)(e.into_error()))?;
-    file.sync_all().map_err(CliError::io(path))?;
-    Ok((hex(&hash.finalize()), file))
+    thread::scope(|scope| {
+        // Hashing takes as long as writing, so that another thread does it.
+        let (pieces, written) = mpsc::sync_channel::<Vec<u8>>(4);
+        let hash = move || written.into_iter().fold(Sha256::new(), |hash, piece| hash.chain_update(piece)).finalize();
+        let hasher = thread::Builder::new().spawn_scoped(scope, hash).map_err(CliError::io(path))?;
+        let mut out = BufWriter::with_capacity(1 << 20, Hashed { file, pieces });
+        write(&mut out)?;
+        let Hashed { file, pieces } = out.into_inner().map_err(|e| CliError::io(path)(e.into_error()))?;
+        drop(pieces);
+        file.sync_all().map_err(CliError::io(path))?;
+        let hash = hasher.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        Ok((hex(&hash), file))
+    })
 }
 
-struct Hashing<W> {
-    out: W,
-    hash: Sha256,
+/// A file of which every piece that is written is hashed too.
+struct Hashed {
+    file: File,
+    pieces: SyncSender<Vec<u8>>,
 }
 
-impl<W: Write> Write for Hashing<W> {
+impl Write for Hashed {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        let n = self.out.write(bytes)?;
-        self.hash.update(&bytes[..n]);
+        let n = self.file.write(bytes)?;
+        self.pieces.send(bytes[..n].to_vec()).expect("the thread hashes until the last piece");
         Ok(n)
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        self.out.flush()
+        self.file.flush()
     }
 }
 

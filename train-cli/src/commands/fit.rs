@@ -263,9 +263,13 @@ impl Ready {
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
         let (guard, interruption) = (guard.clone(), interruption.clone());
         let keep = plan.settings.saving.save_total_limit;
-        let (bytes, limited) =
-            (self.forecast.estimate.checkpoint(), plan.memory_limit.is_some() && self.forecast.is_of_the_host());
-        let saver = Saver::new(&plan.output_dir, &plan.companions, keep, bytes, limited);
+        let saver = Saver::new(
+            &plan.output_dir,
+            &plan.companions,
+            keep,
+            self.forecast.estimate.checkpoint(),
+            self.forecast.saving,
+        );
         let journal =
             Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver);
         let watchers = Watchers { guard, interruption, vram };

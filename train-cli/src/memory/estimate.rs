@@ -125,8 +125,8 @@ impl Estimate {
         self.parts.iter().map(|(_, bytes)| bytes).sum::<f64>() as u64
     }
 
-    /// A second copy of what a step changes: the weights that are trained, and their states.
-    pub fn undo_copy(&self) -> u64 {
+    /// What a step changes, in bytes: the weights that are trained, and their states.
+    pub fn trained(&self) -> u64 {
         self.trained as u64
     }
 

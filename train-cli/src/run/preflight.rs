@@ -11,6 +11,7 @@ use crate::{
     report,
     run::checkpoint,
     run::inputs::Inputs,
+    run::saving::Room,
     settings::{Clip, DeviceChoice, SaveStrategy, StepMode},
 };
 use backend_nvfp4::Precision;
@@ -26,6 +27,8 @@ pub struct Forecast {
     free: Option<u64>,
     /// How a bad step is undone.
     pub undo: Undo,
+    /// Where a checkpoint waits until it is written.
+    pub saving: Room,
 }
 
 /// How a step is undone whose gradient norm turns out not to be finite.
@@ -45,20 +48,21 @@ pub enum Undo {
 }
 
 impl Undo {
-    /// A copy is held if there is room for it beside the run, and a tenth more, because a forecast is no measurement.
     fn of(plan: &Plan, estimate: &Estimate, free: Option<u64>) -> Self {
         let (advanced, optimizer) = (&plan.settings.advanced, &plan.settings.optimizer);
         let exact = plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0;
-        let bytes = estimate.undo_copy();
-        let needed = (estimate.peak() + bytes) / 9 * 10;
+        let bytes = estimate.trained();
         match () {
             () if !advanced.guard => Self::Never,
             () if exact || plan.settings.memory.step_mode == StepMode::Whole => Self::NotNeeded,
-            () if advanced.undo_copy && plan.memory_limit.or(free).is_some_and(|room| needed <= room) => {
-                Self::Copy { bytes }
-            }
+            () if advanced.undo_copy && has_room(plan, estimate.peak() + bytes, free) => Self::Copy { bytes },
             () => Self::Replay,
         }
+    }
+
+    /// Bytes that it takes on the device.
+    fn bytes(self) -> u64 {
+        if let Self::Copy { bytes } = self { bytes } else { 0 }
     }
 
     /// One line of the plan.
@@ -77,13 +81,26 @@ impl Undo {
     }
 }
 
+/// Whether a device has room for `needed` bytes, and a tenth more, because a forecast is no measurement.
+fn has_room(plan: &Plan, needed: u64, free: Option<u64>) -> bool {
+    plan.memory_limit.or(free).is_some_and(|room| needed / 9 * 10 <= room)
+}
+
 impl Forecast {
     /// Predicts the run of a plan over its inputs on a device that computes in `precision`.
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
         let estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
         let free = free::on_device(device);
         let undo = Undo::of(plan, &estimate, free);
-        Self { estimate, device, free, undo }
+        let mut forecast = Self { estimate, device, free, undo, saving: Room::Host };
+        if plan.settings.saving.save_strategy != SaveStrategy::No
+            && has_room(plan, forecast.peak() + forecast.estimate.trained(), free)
+        {
+            forecast.saving = Room::Device;
+        } else if plan.memory_limit.is_some() && forecast.is_of_the_host() {
+            forecast.saving = Room::Limited;
+        }
+        forecast
     }
 
     /// Refuses a run that needs more memory than `--memory-limit`, or without it more than is free.
@@ -133,8 +150,13 @@ impl Forecast {
         Ok(())
     }
 
+    /// The peak of training with the undo copy, in bytes.
+    fn peak(&self) -> u64 {
+        self.estimate.peak() + self.undo.bytes()
+    }
+
     /// Whether the memory of the device is that of the host.
-    pub fn is_of_the_host(&self) -> bool {
+    fn is_of_the_host(&self) -> bool {
         match self.device {
             DeviceChoice::Cpu => true,
             DeviceChoice::Cuda(_) => kernel_cache::memory_is_the_hosts(),
@@ -148,8 +170,14 @@ impl Forecast {
             Some(free) => format!("{} are free", report::gib(free)),
             None => "the device does not say how much is free".to_owned(),
         };
-        let copy = if let Undo::Copy { bytes } = self.undo { bytes } else { 0 };
-        format!("about {} on {} at the peak; {free}", report::gib(self.estimate.peak() + copy), self.device)
+        let peak = format!("about {} on {} at the peak", report::gib(self.peak()), self.device);
+        match self.saving {
+            Room::Device => {
+                let more = report::gib(self.estimate.trained());
+                format!("{peak}, and {more} more while a checkpoint is written; {free}")
+            }
+            Room::Host | Room::Limited => format!("{peak}; {free}"),
+        }
     }
 
     fn refused(&self, error: CliError) -> CliError {

@@ -1,6 +1,10 @@
-//! Saving of checkpoints beside the training: after a step, the files of a checkpoint are made in the host's memory, and a
-//! thread writes them to the disk while the next steps are made. A host that has too little memory for that writes them
-//! directly, and training waits.
+//! Saving of checkpoints beside the training: a thread writes a checkpoint to the disk while the next steps are made. Until
+//! it is written it waits where there is memory for it:
+//!
+//! * on the device: the thread holds weights and states as they were after the step. The optimizer leaves what is held as it
+//!   is, and writes into other buffers;
+//! * in the host's memory: training waits until the files are made there;
+//! * nowhere: training waits until they are written.
 //!
 //! At most one checkpoint is being written: the next one waits for it. [`crate::durable`] commits a folder only when it
 //! is complete, so that a kill at any moment leaves the older checkpoints as they are.
@@ -31,10 +35,21 @@ pub struct Saver {
     bytes: u64,
     /// The checkpoint that is being written.
     pending: Option<JoinHandle<Result<PathBuf, CliError>>>,
-    /// Whether the run has a memory limit that counts the host's memory.
-    limited: bool,
+    /// What is known of the memory before the run.
+    room: Room,
     /// Whether it was said that training waits.
     told: bool,
+}
+
+/// What memory a checkpoint may take until it is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Room {
+    /// That of the device, which has it.
+    Device,
+    /// That of the host, if it has twice as much when the checkpoint is saved.
+    Host,
+    /// None: the run has a memory limit that counts the host's memory.
+    Limited,
 }
 
 /// Where checkpoints go.
@@ -46,11 +61,10 @@ struct Place {
 }
 
 impl Saver {
-    /// For the run in a folder, of which the newest `keep` checkpoints stay. Each takes about `bytes`. A run that is `limited`
-    /// has a memory limit that counts the host's memory.
-    pub fn new(run: &Path, companions: &Companions, keep: usize, bytes: u64, limited: bool) -> Self {
+    /// For the run in a folder, of which the newest `keep` checkpoints stay. Each takes about `bytes`.
+    pub fn new(run: &Path, companions: &Companions, keep: usize, bytes: u64, room: Room) -> Self {
         let place = Place { run: run.to_owned(), companions: companions.clone(), keep };
-        Self { place, bytes, pending: None, limited, told: false }
+        Self { place, bytes, pending: None, room, told: false }
     }
 
     /// Saves a checkpoint. It may still be being written when this returns; [`Self::wait`] ends when it is complete.
@@ -66,9 +80,13 @@ impl Saver {
         self.wait()?;
         let place = self.place.clone();
         let target = place.target(state.global_step);
-        let content = Content { model, optimizer, state, target: &target };
+        // Handles, not copies.
+        let content = Content { model: model.clone(), optimizer: optimizer.clone(), state: state.clone(), target };
         // Its folder is begun before the next step, so that a disk that refuses it is noticed at once.
-        let folder = PendingFolder::new(&target)?;
+        let folder = PendingFolder::new(&content.target)?;
+        if self.room == Room::Device {
+            return self.begin(move || place.commit(folder, |name, out| content.write(name, out)));
+        }
         if !self.has_memory() {
             return place.commit(folder, |name, out| content.write(name, out)).map(|_| ());
         }
@@ -78,13 +96,17 @@ impl Saver {
             content.write(name, &mut bytes)?;
             files.push(bytes);
         }
-        let mut files = files.into_iter();
-        let write = move || {
+        let (mut files, target) = (files.into_iter(), content.target);
+        self.begin(move || {
             place.commit(folder, |_, out| {
                 let bytes = files.next().expect("there is a content for each file");
                 out.write_all(&bytes).map_err(CliError::io(&target))
             })
-        };
+        })
+    }
+
+    /// Lets a thread write a checkpoint.
+    fn begin(&mut self, write: impl FnOnce() -> Result<PathBuf, CliError> + Send + 'static) -> Result<(), CliError> {
         let writer = thread::Builder::new().name("checkpoint".into()).spawn(write);
         self.pending = Some(writer.map_err(CliError::io(&self.place.run))?);
         Ok(())
@@ -110,10 +132,11 @@ impl Saver {
     /// Whether the host has memory for a checkpoint, and as much again for whatever else happens meanwhile.
     fn has_memory(&mut self) -> bool {
         let free = host::available();
-        let enough = !self.limited && free.is_some_and(|free| free / 2 >= self.bytes);
+        let limited = self.room == Room::Limited;
+        let enough = !limited && free.is_some_and(|free| free / 2 >= self.bytes);
         if !enough && !std::mem::replace(&mut self.told, true) {
             let reason = match free {
-                _ if self.limited => "--memory-limit counts the memory in which it would wait".to_owned(),
+                _ if limited => "--memory-limit counts the memory in which it would wait".to_owned(),
                 Some(free) => format!("the host has {} of free memory", report::gib(free)),
                 None => "the host does not say how much memory is free".to_owned(),
             };
@@ -135,26 +158,26 @@ impl Drop for Saver {
 }
 
 /// What a checkpoint is made from.
-struct Content<'a, B: Nvfp4Kernels> {
-    model: &'a Qwen3<B>,
-    optimizer: &'a ChunkedAdamw<B>,
-    state: &'a TrainerState,
-    /// The checkpoint's folder, for messages.
-    target: &'a Path,
+struct Content<B: Nvfp4Kernels> {
+    model: Qwen3<B>,
+    optimizer: ChunkedAdamw<B>,
+    state: TrainerState,
+    /// The checkpoint's folder.
+    target: PathBuf,
 }
 
-impl<B: Nvfp4Kernels> Content<'_, B> {
+impl<B: Nvfp4Kernels> Content<B> {
     /// Writes one of the [`FILES`].
     fn write(&self, name: &str, out: &mut dyn Write) -> Result<(), CliError> {
         match name {
             MODEL => {
-                write_safetensors(&Live::new(self.model), out, |e| ModelError::io(self.target, "")(e))?;
+                write_safetensors(&Live::new(&self.model), out, |e| ModelError::io(&self.target, "")(e))?;
                 Ok(())
             }
-            OPTIMIZER => optimizer_file::write(self.model, self.optimizer, out, self.target),
+            OPTIMIZER => optimizer_file::write(&self.model, &self.optimizer, out, &self.target),
             _ => {
-                let text = serde_json::to_string_pretty(self.state).expect("plain data is always valid JSON");
-                out.write_all(text.as_bytes()).map_err(CliError::io(self.target))
+                let text = serde_json::to_string_pretty(&self.state).expect("plain data is always valid JSON");
+                out.write_all(text.as_bytes()).map_err(CliError::io(&self.target))
             }
         }
     }
@@ -197,7 +220,7 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_checkpoint_is_the_same_whether_training_waits_or_not() {
+    fn a_checkpoint_is_the_same_wherever_it_waits() {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
         let companions = Companions { config: demo.join("config.json"), text: demo.clone() };
         let config = Qwen3Config::from_file(&companions.config).unwrap();
@@ -218,23 +241,27 @@ mod tests {
         // One update, so that there is a state to write.
         let weight = model.embed_tokens.val();
         let gradient = weight.clone().into_primitive().tensor();
-        optimizer.step(model.embed_tokens.id, weight, gradient, Rate { lr: 1e-3, clip_factor: 1.0 });
+        let rate = Rate { lr: 1e-3, clip_factor: 1.0 };
+        optimizer.step(model.embed_tokens.id, weight, gradient.clone(), rate);
         let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::Head::of(&model));
         let dir = tempfile::tempdir().unwrap();
-        let saved = |name: &str, bytes: u64, limited: bool| {
+        let saved = |name: &str, bytes: u64, room: Room| {
             let run = dir.path().join(name);
             fs::create_dir(&run).unwrap();
-            let mut saver = Saver::new(&run, &companions, 2, bytes, limited);
+            let mut saver = Saver::new(&run, &companions, 2, bytes, room);
             saver.save(&model, &optimizer, &state).unwrap();
+            // The next step must not change what is being written.
+            let mut next = optimizer.clone();
+            next.step(model.embed_tokens.id, model.embed_tokens.val(), gradient.clone(), rate);
             let beside = saver.wait().unwrap().is_some();
             durable::verify(&run.join("checkpoint-0")).unwrap();
             assert!(fs::metadata(run.join("checkpoint-0").join(OPTIMIZER)).unwrap().len() > 10_000, "it has no state");
             (beside, fs::read(run.join("checkpoint-0").join(durable::MANIFEST)).unwrap())
         };
         // No host has memory for a checkpoint of so many bytes.
-        let [direct, limited] = [saved("direct", u64::MAX, false), saved("limited", 1, true)];
-        let beside = saved("beside", 1, false);
-        assert_eq!([direct.0, limited.0, beside.0], [false, false, cfg!(target_os = "linux")]);
-        assert!(direct.1 == beside.1 && limited.1 == beside.1, "the manifests differ");
+        let [direct, limited] = [saved("direct", u64::MAX, Room::Host), saved("limited", 1, Room::Limited)];
+        let [host, device] = [saved("host", 1, Room::Host), saved("device", u64::MAX, Room::Device)];
+        assert_eq!([direct.0, limited.0, host.0, device.0], [false, false, cfg!(target_os = "linux"), true]);
+        assert!([limited.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
     }
 }
