@@ -178,32 +178,41 @@ def resume():
 
 
 def saving():
-    """One run that is killed when the checkpoint after step 100 is written and 130 steps are made."""
+    """A run that is killed 30 steps after it saved the second time; and small runs that show what was saved meanwhile."""
     flags = (f"--init-config {config} --synthetic --recipe w4a4 --batch-size 1 --max-seq-length 2048 --eval-steps 0 "
              "--clip previous --overwrite --max-steps 1000 --save-steps 100")
-    stamps, saved = {}, 0
+    stamps, saved = {}, []
     words = [program, "fit", "--tokenizer", tokenizer, "--device", "cuda", "-o", f"{folder}/saving"] + flags.split()
     child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     for line in child.stderr:
         first = (line.split() or [""])[0]
         if first.endswith("/1000"):
             stamps[int(first.split("/")[0])] = time.time()
-        if "warning" in line or "error" in line:
+        if "warning" in line or "error" in line or first in ["memory", "guard"]:
             print("    ", line.strip(), flush=True)
-        saved = time.time() if "saved" in line else saved
-        if saved and len(stamps) >= 130:
+        if first == "saved":
+            saved.append(time.time())
+        if len(saved) >= 2 and len(stamps) >= 230:
             break
     child.kill()
     child.wait()
     size = sum(p.stat().st_size for p in pathlib.Path(f"{folder}/saving/checkpoint-100").iterdir())
     waits = {step: stamps[step] - stamps[step - 1] for step in range(3, max(stamps) + 1)}
     median = sorted(waits[step] for step in range(3, 100))[48]
-    stall = waits[101] - median
-    later = sum(waits[step] - median for step in range(102, 131))
-    print(f"saving {size / 2**30:.1f} GiB: the median step {median:.3f} s; the step after saving waited {stall:.2f} s more, the next "
-          f"29 together {later:.2f} s; written {saved - stamps[100]:.1f} s after step 100; cost for 100 steps "
-          f"{(stall + max(later, 0)) / median:.1f} %", flush=True)
+    for number, at in enumerate([100, 200]):
+        stall = waits[at + 1] - median
+        later = sum(waits[step] - median for step in range(at + 2, at + 31))
+        print(f"saving {size / 2**30:.1f} GiB after step {at}: the median step {median:.3f} s; the next step waited {stall:.2f} s "
+              f"more, the next 29 together {later:.2f} s; written {saved[number] - stamps[at]:.1f} s later; cost for 100 steps "
+              f"{(stall + max(later, 0)) / median:.1f} %", flush=True)
     shutil.rmtree(f"{folder}/saving", ignore_errors=True)
+    flags = (f"--init-config {tokenizer}/config.json -d {tokenizer}/demo.tsv --recipe w4a4 --max-seq-length 64 --eval-steps 0 "
+             "--lr-scheduler-type constant --warmup-steps 0 --learning-rate 1e-3 --overwrite --save-total-limit 10")
+    fit("beside", flags + " --max-steps 60 --save-steps 20")
+    fit("alone", flags + " --max-steps 40 --save-steps 40")
+    for name in ["model.safetensors", "optimizer.safetensors"]:
+        beside, alone = [pathlib.Path(f"{folder}/{run}/checkpoint-40/{name}").read_bytes() for run in ["beside", "alone"]]
+        say(beside == alone, f"saving: {name} that was written while steps were made is that of a run that ends there")
 
 
 for part in parts:

@@ -17,6 +17,7 @@ use burn::{
     module::{Param, ParamId},
     tensor::{DType, Tensor, TensorData, backend::Backend},
 };
+use std::ops::Range;
 
 /// Gives the tensors of a model by name.
 pub(super) trait Source<B: Backend> {
@@ -161,18 +162,20 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
         }
     }
 
-    /// The values on the host, in the type that they have on the device. Packed weights are dequantized to f32.
+    /// The values of some rows on the host, in the type that they have on the device. A vector has one row. Packed weights
+    /// are dequantized to f32.
     ///
     /// # Errors
     /// If the device failed.
-    pub(super) fn to_data(&self) -> Result<TensorData, ModelError> {
-        match *self {
-            Self::Vector(p) => to_data(p.val()),
-            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_data(p.val()),
+    pub(super) fn rows(&self, rows: Range<usize>) -> Result<TensorData, ModelError> {
+        let matrix = match *self {
+            Self::Vector(p) => return to_data(p.val()),
+            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val(),
             Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
-                to_data(w.dequantize(DType::F32))
+                w.dequantize(DType::F32)
             }
-        }
+        };
+        to_data(if rows.len() == matrix.dims()[0] { matrix } else { matrix.slice([rows]) })
     }
 }
 

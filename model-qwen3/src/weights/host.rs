@@ -4,6 +4,10 @@ use crate::{ModelError, bytes::FloatType};
 use burn::tensor::{DType, Tensor, TensorData, backend::Backend};
 use half::bf16;
 
+/// Bytes that are transferred at a time. CubeCL reads into pinned memory, which it keeps, and of which it takes pages that
+/// are up to eight times as large as what is read: pages for a whole embedding took 9 GiB and four seconds on an H200.
+pub const TRANSFER: usize = 32 << 20;
+
 /// Reads the values of a float tensor to the host.
 ///
 /// # Errors

@@ -2,13 +2,13 @@
 
 use super::{
     Field, fields,
-    host::{as_in_files, not_finite},
+    host::{TRANSFER, as_in_files, not_finite},
 };
 use crate::{
     ModelError,
     bytes::FloatType,
     model::Qwen3,
-    tensors::{Put, Stored, Tensors, row_width},
+    tensors::{Put, Stored, Tensors, row_count, row_width},
 };
 use backend_nvfp4::{Nvfp4Kernels, Packed, Scaling};
 use burn::tensor::{TensorData, backend::Backend};
@@ -18,8 +18,15 @@ use std::{cell::RefCell, ops::Range, path::Path};
 /// an error.
 pub struct Live<'a, B: Backend> {
     fields: Vec<(String, Field<'a, B>)>,
-    /// The tensor that was read last: writers read one range of rows after another, and one transfer serves them all.
-    fetched: RefCell<Option<(String, TensorData)>>,
+    /// What was read last: writers read one range of rows after another, and one transfer serves many.
+    fetched: RefCell<Option<Fetched>>,
+}
+
+/// Rows of a tensor on the host.
+struct Fetched {
+    name: String,
+    rows: Range<usize>,
+    data: TensorData,
 }
 
 impl<'a, B: Nvfp4Kernels> Live<'a, B> {
@@ -45,20 +52,24 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
         take: impl FnOnce(FloatType, &[u8]) -> Result<(), ModelError>,
     ) -> Result<(), ModelError> {
         let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        let shape = field.shape();
         let mut fetched = self.fetched.borrow_mut();
-        if fetched.as_ref().is_none_or(|(n, _)| n != name) {
+        let holds = |f: &Fetched| f.name == name && f.rows.start <= rows.start && rows.end <= f.rows.end;
+        if !fetched.as_ref().is_some_and(holds) {
             drop(fetched.take()); // The host never holds two of them.
-            let data = field.to_data()?;
+            let most = (TRANSFER / (row_width(&shape) * field.float().size())).max(rows.len());
+            let wanted = rows.start..row_count(&shape).min(rows.start + most);
+            let data = field.rows(wanted.clone())?;
             if let Some(value) = not_finite(&data) {
                 return Err(self.not_finite(name, value));
             }
-            *fetched = Some((name.to_owned(), data));
+            *fetched = Some(Fetched { name: name.to_owned(), rows: wanted, data });
         }
-        let (_, data) = fetched.as_ref().expect("it was just fetched");
+        let Fetched { rows: held, data, .. } = fetched.as_ref().expect("it was just fetched");
         let float = as_in_files(data.dtype)
             .ok_or_else(|| ModelError::Device(format!("{name:?} has values of type {:?}", data.dtype)))?;
-        let width = row_width(&field.shape()) * float.size();
-        take(float, &data.bytes[rows.start * width..rows.end * width])
+        let width = row_width(&shape) * float.size();
+        take(float, &data.bytes[(rows.start - held.start) * width..(rows.end - held.start) * width])
     }
 }
 

@@ -14,7 +14,7 @@ use crate::{
 };
 use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, STATE_BLOCK, StateKind};
 use burn::tensor::{
-    DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
+    DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive, Transaction,
     ops::{FloatTensor, IntTensor},
 };
 use model_qwen3::{
@@ -22,7 +22,7 @@ use model_qwen3::{
     bytes::{self, FloatType},
     model::Qwen3,
     safetensors::{SafeFile, header},
-    weights::{fields, to_data},
+    weights::{TRANSFER, fields},
 };
 use safetensors::Dtype;
 use std::{io::Write, path::Path};
@@ -55,14 +55,81 @@ pub(super) fn write<B: Nvfp4Kernels>(
     }
     let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(CliError::io(path));
     put(&header(&layout))?;
-    for content in contents {
-        match content {
-            Content::Steps(steps) => put(&bytes::of_i32s([steps]))?,
-            Content::Float(x) => put(&floats::<B>(x)?.bytes)?,
-            Content::Bytes(x) => put(&bytes_of::<B>(x)?.bytes)?,
+    // A transfer waits for what the device has been given to do, so that several pieces share one.
+    let (mut pieces, mut size) = (vec![], 0);
+    for piece in contents.iter().flat_map(pieces_of) {
+        size += piece.size();
+        pieces.push(piece);
+        if size >= TRANSFER {
+            transferred(std::mem::take(&mut pieces))?.iter().try_for_each(|bytes| put(bytes))?;
+            size = 0;
         }
     }
-    Ok(())
+    transferred(pieces)?.iter().try_for_each(|bytes| put(bytes))
+}
+
+/// A part of the file that is not read from the device yet.
+enum Piece<B: Nvfp4Kernels> {
+    Steps(i32),
+    Floats(Tensor<B, 1>),
+    Bytes(Tensor<B, 1, Int>),
+}
+
+impl<B: Nvfp4Kernels> Piece<B> {
+    fn size(&self) -> usize {
+        match self {
+            Self::Steps(_) => 4,
+            Self::Floats(x) => x.shape().num_elements() * x.dtype().size(),
+            Self::Bytes(x) => x.shape().num_elements(),
+        }
+    }
+}
+
+/// The content in order, in pieces that are transferred at a time.
+fn pieces_of<'a, B: Nvfp4Kernels>(content: &'a Content<'_, B>) -> Box<dyn Iterator<Item = Piece<B>> + 'a> {
+    let ranges = |len: usize, size: usize| {
+        let step = TRANSFER / size;
+        (0..len).step_by(step).map(move |start| start..len.min(start + step))
+    };
+    match content {
+        Content::Steps(steps) => Box::new(std::iter::once(Piece::Steps(*steps))),
+        Content::Float(x) => {
+            let len = x.shape().num_elements();
+            let flat = B::float_reshape((*x).clone(), Shape::new([len]));
+            let flat = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat));
+            Box::new(ranges(len, x.dtype().size()).map(move |range| Piece::Floats(flat.clone().slice([range]))))
+        }
+        Content::Bytes(x) => {
+            let len = x.shape().num_elements();
+            let flat = Tensor::<B, 1, Int>::from_primitive(B::int_reshape((*x).clone(), Shape::new([len])));
+            Box::new(ranges(len, 1).map(move |range| Piece::Bytes(flat.clone().slice([range]))))
+        }
+    }
+}
+
+/// The bytes of pieces, read in one transfer.
+fn transferred<B: Nvfp4Kernels>(pieces: Vec<Piece<B>>) -> Result<Vec<Vec<u8>>, CliError> {
+    let mut transfer = Transaction::<B>::default();
+    for piece in &pieces {
+        transfer = match piece {
+            Piece::Steps(_) => transfer,
+            Piece::Floats(x) => transfer.register(x.clone()),
+            Piece::Bytes(x) => transfer.register(x.clone()),
+        };
+    }
+    let data = transfer.try_execute().map_err(|e| ModelError::Device(format!("optimizer state: {e:?}")))?;
+    let mut data = data.into_iter();
+    let mut next = || data.next().expect("a transfer gives what was registered");
+    let bytes = pieces.iter().map(|piece| match piece {
+        Piece::Steps(steps) => bytes::of_i32s([*steps]),
+        Piece::Floats(_) => next().bytes.to_vec(),
+        // The CPU holds bytes in wider numbers.
+        Piece::Bytes(_) => match next() {
+            data if data.dtype == DType::U8 => data.bytes.to_vec(),
+            data => data.iter().collect(),
+        },
+    });
+    Ok(bytes.collect())
 }
 
 type Entry<'a, B> = (String, Dtype, Vec<usize>, Content<'a, B>);
@@ -174,14 +241,4 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
 /// How a float type is written: as bf16 or as f32.
 fn float_of(dtype: DType) -> (FloatType, Dtype) {
     if dtype == DType::BF16 { (FloatType::Bf16, Dtype::BF16) } else { (FloatType::F32, Dtype::F32) }
-}
-
-fn bytes_of<B: Nvfp4Kernels>(x: &IntTensor<B>) -> Result<TensorData, ModelError> {
-    backend_nvfp4::read_bytes::<B>(x.clone())
-        .map_err(|source| ModelError::Nvfp4 { name: "optimizer state".into(), source })
-}
-
-fn floats<B: Nvfp4Kernels>(x: &FloatTensor<B>) -> Result<TensorData, ModelError> {
-    let flat = B::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
-    to_data(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)))
 }
