@@ -13,7 +13,10 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{BufWriter, Read, Write},
     path::{Path, PathBuf},
-    sync::mpsc::{self, SyncSender},
+    sync::{
+        Arc,
+        mpsc::{self, SyncSender},
+    },
     thread,
 };
 
@@ -449,35 +452,53 @@ fn write_synced(
     let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
     claim(&file);
     thread::scope(|scope| {
-        // Hashing takes as long as writing, so that another thread does it.
-        let (pieces, written) = mpsc::sync_channel::<Vec<u8>>(4);
-        let hash = move || written.into_iter().fold(Sha256::new(), |hash, piece| hash.chain_update(piece)).finalize();
-        let hasher = thread::Builder::new().spawn_scoped(scope, hash).map_err(CliError::io(path))?;
-        let mut out = BufWriter::with_capacity(1 << 20, Hashed { file, pieces });
-        write(&mut out)?;
-        let Hashed { file, pieces } = out.into_inner().map_err(|e| CliError::io(path)(e.into_error()))?;
+        // To make a large content, to write it and to hash it take similar times: each has a thread.
+        let (to_disk, pieces) = mpsc::sync_channel::<Arc<[u8]>>(4);
+        let disk = move || {
+            let mut file = file;
+            pieces.into_iter().try_for_each(|piece| file.write_all(&piece))?;
+            file.sync_all().map(|()| file)
+        };
+        let disk = thread::Builder::new().spawn_scoped(scope, disk).map_err(CliError::io(path))?;
+        let (to_hash, pieces) = mpsc::sync_channel::<Arc<[u8]>>(4);
+        let hash = move || pieces.into_iter().fold(Sha256::new(), |hash, piece| hash.chain_update(piece)).finalize();
+        let hash = thread::Builder::new().spawn_scoped(scope, hash).map_err(CliError::io(path))?;
+
+        let mut out = BufWriter::with_capacity(PIECE, Pieces { to_disk, to_hash });
+        let made = write(&mut out).and_then(|()| out.flush().map_err(CliError::io(path)));
+        // What is left after an error is not written. The other threads end when nothing more can come.
+        let (pieces, _) = out.into_parts();
         drop(pieces);
-        file.sync_all().map_err(CliError::io(path))?;
-        let hash = hasher.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-        Ok((hex(&hash), file))
+        // A disk that fails is the cause of whatever else failed.
+        let file = joined(disk).map_err(CliError::io(path))?;
+        made.map(|()| (hex(&joined(hash)), file))
     })
 }
 
-/// A file of which every piece that is written is hashed too.
-struct Hashed {
-    file: File,
-    pieces: SyncSender<Vec<u8>>,
+fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-impl Write for Hashed {
+/// Bytes that are handed to the disk and to the hash at a time.
+const PIECE: usize = 1 << 20;
+
+/// Takes a content apart for the disk and for the hash.
+struct Pieces {
+    to_disk: SyncSender<Arc<[u8]>>,
+    to_hash: SyncSender<Arc<[u8]>>,
+}
+
+impl Write for Pieces {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        let n = self.file.write(bytes)?;
-        self.pieces.send(bytes[..n].to_vec()).expect("the thread hashes until the last piece");
-        Ok(n)
+        let piece: Arc<[u8]> = Arc::from(&bytes[..bytes.len().min(PIECE)]);
+        let failed = |_| std::io::Error::other("the file cannot be written");
+        self.to_disk.send(piece.clone()).map_err(failed)?;
+        self.to_hash.send(piece.clone()).map_err(failed)?;
+        Ok(piece.len())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {
-        self.file.flush()
+        Ok(())
     }
 }
 

@@ -61,11 +61,11 @@ pub(super) fn write<B: Nvfp4Kernels>(
         size += piece.size();
         pieces.push(piece);
         if size >= TRANSFER {
-            transferred(std::mem::take(&mut pieces))?.iter().try_for_each(|bytes| put(bytes))?;
+            put_all(std::mem::take(&mut pieces), &mut put)?;
             size = 0;
         }
     }
-    transferred(pieces)?.iter().try_for_each(|bytes| put(bytes))
+    put_all(pieces, put)
 }
 
 /// A part of the file that is not read from the device yet.
@@ -107,8 +107,11 @@ fn pieces_of<'a, B: Nvfp4Kernels>(content: &'a Content<'_, B>) -> Box<dyn Iterat
     }
 }
 
-/// The bytes of pieces, read in one transfer.
-fn transferred<B: Nvfp4Kernels>(pieces: Vec<Piece<B>>) -> Result<Vec<Vec<u8>>, CliError> {
+/// Writes pieces, which are read in one transfer.
+fn put_all<B: Nvfp4Kernels>(
+    pieces: Vec<Piece<B>>,
+    mut put: impl FnMut(&[u8]) -> Result<(), CliError>,
+) -> Result<(), CliError> {
     let mut transfer = Transaction::<B>::default();
     for piece in &pieces {
         transfer = match piece {
@@ -120,16 +123,15 @@ fn transferred<B: Nvfp4Kernels>(pieces: Vec<Piece<B>>) -> Result<Vec<Vec<u8>>, C
     let data = transfer.try_execute().map_err(|e| ModelError::Device(format!("optimizer state: {e:?}")))?;
     let mut data = data.into_iter();
     let mut next = || data.next().expect("a transfer gives what was registered");
-    let bytes = pieces.iter().map(|piece| match piece {
-        Piece::Steps(steps) => bytes::of_i32s([*steps]),
-        Piece::Floats(_) => next().bytes.to_vec(),
-        // The CPU holds bytes in wider numbers.
+    pieces.iter().try_for_each(|piece| match piece {
+        Piece::Steps(steps) => put(&bytes::of_i32s([*steps])),
+        Piece::Floats(_) => put(&next().bytes),
         Piece::Bytes(_) => match next() {
-            data if data.dtype == DType::U8 => data.bytes.to_vec(),
-            data => data.iter().collect(),
+            data if data.dtype == DType::U8 => put(&data.bytes),
+            // The CPU holds bytes in wider numbers.
+            data => put(&data.iter().collect::<Vec<u8>>()),
         },
-    });
-    Ok(bytes.collect())
+    })
 }
 
 type Entry<'a, B> = (String, Dtype, Vec<usize>, Content<'a, B>);

@@ -155,13 +155,14 @@ async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: 
     let now = jiff::Timestamp::now();
     // Without a seed each request draws from another one.
     let seed = (now.as_nanosecond() as u64).wrapping_add(number);
-    let text = app.text.clone();
+    // A clone of the tokenizer would be another one: slow to make, and with a cache of its own that is never freed.
+    let shared = app.clone();
     let parsed = tokio::task::spawn_blocking(move || {
         // It is held until the work is done, also if the client disconnects meanwhile.
         let _parser = parser;
         match interface {
-            Interface::Chat => Request::chat(&body, &text, seed),
-            Interface::Completion => Request::completion(&body, &text, seed),
+            Interface::Chat => Request::chat(&body, &shared.text, seed),
+            Interface::Completion => Request::completion(&body, &shared.text, seed),
         }
     });
     let request = parsed.await.map_err(|e| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))??;
