@@ -17,7 +17,7 @@ run() {
   shift 2
   nvidia-smi -i "${CUDA_VISIBLE_DEVICES:-0}" --query-gpu=memory.used --format=csv,noheader,nounits -lms 50 > "$out/smi.txt" &
   local smi=$!
-  timeout "$limit" "$program" fit --tokenizer "$tokenizer" --batch-size 1 --clip previous --save-strategy no --eval-steps 0 \
+  timeout "$limit" "$program" fit --tokenizer "$tokenizer" --batch-size 1 --clip previous --undo-copy false --save-strategy no --eval-steps 0 \
     --device cuda --overwrite --output-dir "$out/run" "$@" 2> "$out/$name.err"
   code=$?
   kill $smi
@@ -53,7 +53,7 @@ say "$(timeout 60 "$program" bench kernels --filter adamw 2>&1 | tail -8)"
 ncu=$(command -v ncu || ls -d /opt/nvidia/nsight-compute/*/ncu 2> /dev/null | tail -1)
 [ -n "$ncu" ] && timeout 120 "$ncu" --clock-control none --metrics gpu__time_duration.sum --csv --log-file "$out/ncu.csv" "$program" fit \
   --tokenizer "$tokenizer" --synthetic --init-config "$configs/config-4-layers.json" --recipe w4a4 --batch-size 1 --clip previous \
-  --max-steps 2 --max-seq-length 2048 --save-strategy no --eval-steps 0 --device cuda --overwrite --output-dir "$out/run" 2> "$out/ncu.err" &&
+  --max-steps 2 --max-seq-length 2048 --undo-copy false --save-strategy no --eval-steps 0 --device cuda --overwrite --output-dir "$out/run" 2> "$out/ncu.err" &&
   say "$(python3 - "$out/ncu.csv" <<'PY'
 import collections, csv, re, sys
 rows = list(csv.DictReader(line for line in open(sys.argv[1]) if line.startswith('"')))

@@ -26,7 +26,7 @@ Try it without any file: train-cli fit --demo";
 pub enum Command {
     /// Train all parameters of a Qwen3 model
     Fit(Box<FitArgs>),
-    /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo, and trains nothing
+    /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo and --dry-run, and trains nothing
     #[command(mut_arg("demo", |demo| demo.hide(true)), mut_arg("dry_run", |it| it.hide(true)))]
     Estimate(Box<FitArgs>),
     /// Look at training data before a run: rows as the model sees them, and what a run would leave out
@@ -583,7 +583,7 @@ pub struct BenchArgs {
     #[arg(long)]
     pub json: bool,
     /// The speed in TFLOP/s of the fastest matrix product that your card makes in practice, which doc/notebook/bench_torch.py
-    /// measures. The last column of the output then shows which share of it each matrix product reaches
+    /// measures. The last column of the output then shows the speed of each matrix product as a share of this speed
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
     /// Device to measure: auto, cuda, cuda:N or vulkan

@@ -106,7 +106,7 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 "tf32",
-                "f32; a product of two matrices of which neither is rounded to NVFP4 uses TF32 tensor cores, which are faster and less exact; CUDA only",
+                "as f32, but matrix products without an NVFP4 operand use TF32 tensor cores, which are faster and less exact; CUDA only",
             ),
             also(named(Self::F16, "f16", "f16; not for training"), "float16"),
             also(named(Self::Bf16, "bf16", "bf16; CUDA only"), "bfloat16"),
@@ -165,8 +165,8 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// Random Hadamard transform before the weight gradient is computed: it mixes the values of 16 tokens, in activations and
-    /// gradients alike. One very large value is then spread over all 16, and the scale that they share is not too coarse
+    /// Random Hadamard transform of each 16 values that will share a scale, before the weight gradient is computed: it spreads
+    /// a very large value over all 16, so that their scale is not too coarse for the others
     Hadamard,
     /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
     Stochastic,

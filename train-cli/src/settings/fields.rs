@@ -400,8 +400,8 @@ pub struct AdvancedSettings {
     /// Leave out a step whose loss or gradient is not finite; false ends the run at the first one
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub guard: bool,
-    /// Where memory allows, keep the weights and optimizer states of before a step until its gradient is known to be
-    /// finite; false saves that memory, and a step that is found bad too late is undone by going back to a checkpoint
+    /// During each step, keep a copy of weights and optimizer state if memory allows, so that a bad step can be undone; with
+    /// false there is no copy, and a run whose weights a bad step has changed goes back to a checkpoint
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub undo_copy: bool,
 }
