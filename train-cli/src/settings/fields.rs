@@ -391,7 +391,7 @@ pub struct AdvancedSettings {
     /// Loss function
     #[arg(long, alias = "loss-mode")]
     pub loss: LossKind,
-    /// Number of rows of a matrix that one GPU kernel launch of the optimizer updates; 0 updates the whole matrix
+    /// The optimizer updates a matrix by several GPU kernel launches of N rows each; 0 updates it in one launch
     #[arg(long, value_name = "N", alias = "optimizer-step-chunk-rows")]
     pub step_chunk_rows: usize,
     /// Random seed for shuffling, initial weights and stochastic rounding
@@ -401,7 +401,7 @@ pub struct AdvancedSettings {
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub guard: bool,
     /// During each step, keep a copy of weights and optimizer state if memory allows, so that a bad step can be undone; with
-    /// false there is no copy, and a run whose weights a bad step has changed goes back to a checkpoint
+    /// false there is no copy: if a bad step has already changed weights, the run goes back to a checkpoint
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub undo_copy: bool,
 }
