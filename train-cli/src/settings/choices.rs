@@ -165,8 +165,8 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// Random Hadamard transform of each 16 values that will share a scale, before the weight gradient is computed: it spreads
-    /// a very large value over all 16, so that their scale is not too coarse for the others
+    /// Random Hadamard transform of the operands of the weight gradient, in groups of 16 values. It spreads a very large value
+    /// over its group. Without it, the group's scale would be too coarse for the other 15 values
     Hadamard,
     /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
     Stochastic,
