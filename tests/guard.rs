@@ -2,7 +2,10 @@
 //! clip a step. The data do it themselves: one row has a token for which the model's weights make a loss, a gradient, an
 //! activation or a block scale overflow.
 
-use crate::support::files::{run, tiny_model};
+use crate::{
+    gpu_checkpoints::device,
+    support::files::{run, tiny_model},
+};
 use model_qwen3::{config::Qwen3Config, container::Container, tensors::Tensors, tokenizer::Tokenizer};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::Value;
@@ -110,6 +113,28 @@ fn lines(run: &Path, key: &str) -> Vec<Value> {
 }
 
 #[test]
+fn a_run_whose_first_step_is_bad_is_saved_without_states() {
+    let Some(device) = device() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    weak_model(&d.join("m"), Overflow::Gradient, 2, &[1, 2]);
+    // The step is not made, or it is undone. A limit counts as room for the copy on a device that does not say what is free.
+    for (clip, undone) in [(&["--clip", "exact"][..], false), (&["--max-grad-norm", "0"], true)] {
+        let mut words = FIT.to_vec();
+        words.extend(["-o", "run", "--overwrite", "--max-steps", "1", "--memory-limit", "8GiB", "--recipe", "bf16"]);
+        words.extend(clip);
+        let place = words.iter().position(|word| *word == "cpu").unwrap();
+        words[place] = device;
+        let out = run(d, &words);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && said.contains("step 1 is left out"), "{said}");
+        assert_eq!(said.contains("undone from a copy"), undone, "{said}");
+        let header = fs::read(d.join("run/checkpoint-1/optimizer.safetensors")).unwrap();
+        assert!(!String::from_utf8_lossy(&header).contains(".steps"), "it has a state");
+    }
+}
+
+#[test]
 fn a_step_that_is_not_finite_leaves_no_trace() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
@@ -133,10 +158,12 @@ fn a_step_that_is_not_finite_leaves_no_trace() {
                 let out = run(d, &words);
                 let said = String::from_utf8_lossy(&out.stderr).into_owned();
                 assert!(out.status.success(), "{said}");
-                let holds = late && mode == "streaming" && undo_copy == "true";
+                // Other systems do not say how much memory is free, and then there is no copy.
+                let copies = undo_copy == "true" && cfg!(target_os = "linux");
+                let holds = late && mode == "streaming" && copies;
                 assert_eq!(said.contains("undone from a copy"), holds, "{said}");
                 // A loss is known before the update.
-                let replays = late && mode == "streaming" && undo_copy == "false" && overflow == Overflow::Gradient;
+                let replays = late && mode == "streaming" && !copies && overflow == Overflow::Gradient;
                 assert_eq!(said.contains("the run goes back to"), replays, "{said}");
                 let folder = d.join(mode);
                 let left_out = lines(&folder, "left_out");

@@ -24,6 +24,7 @@ mod foreign;
 mod formats;
 mod generation;
 mod gguf;
+mod gpu_checkpoints;
 mod gradients;
 mod guard;
 mod hostile;

@@ -538,6 +538,43 @@ fn a_dry_run_refuses_what_a_run_refuses() {
     refused(d, &["estimate", "-m", "m", "-d", "absent.tsv"], 2);
 }
 
+/// The undo copy comes first, then the place where a checkpoint waits, and each only where it fits with a tenth to spare.
+#[test]
+fn a_run_takes_more_memory_where_there_is_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut config: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(d.join("m/config.json")).unwrap()).unwrap();
+    config["vocab_size"] = (1 << 17).into();
+    fs::write(d.join("m/config.json"), config.to_string()).unwrap();
+    let estimate = |more: &[&str]| {
+        let mut words = vec!["estimate", "--init-config", "m/config.json", "--tokenizer", "m", "-d", "m/demo.tsv"];
+        words.extend(["--device", "cuda", "--optimizer-state-mode", "f32", "--max-seq-length", "32"]);
+        words.extend(more);
+        let out = run(d, &words);
+        assert!(out.status.success());
+        let text = String::from_utf8_lossy(&out.stderr).into_owned();
+        let copy = text.contains("is undone from a copy of weights and states (0.1 GiB)\n");
+        (copy, text.contains("more from the first checkpoint on"), text)
+    };
+    // The peak is 131 MiB, and a copy of weights and states 82 MiB.
+    for (limit, copy, beside) in [
+        ("140MiB", false, false),
+        ("230MiB", false, false),
+        ("240MiB", true, false),
+        ("320MiB", true, false),
+        ("330MiB", true, true),
+    ] {
+        let (has_copy, is_beside, text) = estimate(&["--memory-limit", limit]);
+        assert_eq!((has_copy, is_beside), (copy, beside), "{limit}: {text}");
+    }
+    let (copy, beside, text) = estimate(&["--memory-limit", "240MiB", "--undo-copy", "false"]);
+    assert!(!copy && beside && text.contains("newest checkpoint"), "{text}");
+    let (_, beside, text) = estimate(&["--memory-limit", "330MiB", "--save-strategy", "no"]);
+    assert!(!beside, "{text}");
+}
+
 /// The temporary files of a killed process go when the same file is written again; those of a living one stay.
 #[test]
 fn temporary_files_of_dead_processes_are_removed() {

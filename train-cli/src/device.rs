@@ -140,7 +140,7 @@ pub fn check() -> Result<(), CliError> {
 fn failure(reason: &str) -> CliError {
     // Rust's words about the panic say nothing about the device.
     let reason = reason.rsplit_once("`Err` value: ").map_or(reason, |(_, cause)| cause);
-    if of_memory(reason) { CliError::OutOfMemory(reason.to_owned()) } else { CliError::DeviceFailed(reason.to_owned()) }
+    if of_memory(reason) { CliError::out_of_memory(reason) } else { CliError::DeviceFailed(reason.to_owned()) }
 }
 
 /// An error of a device that is one of memory gets that name. A kernel that is loaded when no memory is free ends so.
@@ -150,7 +150,7 @@ fn named(error: CliError) -> CliError {
         | CliError::Model(ModelError::Device(reason) | ModelError::Nvfp4 { source: Nvfp4Error::Device(reason), .. })
             if of_memory(reason) =>
         {
-            CliError::OutOfMemory(cause(reason).to_owned())
+            CliError::out_of_memory(cause(reason))
         }
         _ => error,
     }
@@ -160,7 +160,18 @@ fn named(error: CliError) -> CliError {
 fn of_memory(reason: &str) -> bool {
     let lower = reason.to_ascii_lowercase();
     // An illegal address is "memory" too, and no lack of it.
-    let lack = ["out of memory", "out_of_memory", "outofmemory", "buffertoobig", "allocate", "memory page"];
+    let lack = [
+        "out of memory",
+        "out_of_memory",
+        "outofmemory",
+        "out_of_device_memory",
+        "out_of_host_memory",
+        "not enough memory",
+        "memory allocation",
+        "buffertoobig",
+        "allocate",
+        "memory page",
+    ];
     lack.iter().any(|words| lower.contains(words))
 }
 

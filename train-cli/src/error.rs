@@ -75,14 +75,13 @@ pub enum CliError {
         free: u64,
     },
     /// An allocation on the device failed.
-    #[error(
-        "the device is out of memory ({0}); use a smaller --max-seq-length or --batch-size, --optimizer-state-mode int4, \
-         or --master-weights nvfp4. Checkpoints that were saved are intact"
-    )]
-    OutOfMemory(String),
-    /// An allocation failed while a model was served.
-    #[error("the device is out of memory ({0}); give a smaller --context or --parallel")]
-    ServerMemory(String),
+    #[error("the device is out of memory ({reason}); {remedy}")]
+    OutOfMemory {
+        /// What the device said.
+        reason: String,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// The files of a run do not fit onto the disk.
     #[error(
         "{}: {} and the export need {}, but {} are free on this disk; free some, choose another folder, or keep fewer \
@@ -173,7 +172,7 @@ impl CliError {
             Self::Io { .. } | Self::Disk { .. } => 1,
             Self::Usage(_) => 2,
             Self::Data { .. } => 3,
-            Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory(_) | Self::ServerMemory(_) => 4,
+            Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory { .. } => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),
@@ -186,6 +185,24 @@ impl CliError {
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
             },
         }
+    }
+
+    /// An allocation on the device failed.
+    pub(crate) fn out_of_memory(reason: &str) -> Self {
+        Self::OutOfMemory { reason: reason.to_owned(), remedy: "end other programs that use it" }
+    }
+
+    /// The same error, with what a command can do about memory that the device has not.
+    pub(crate) fn with_remedy(self, remedy: &'static str) -> Self {
+        match self {
+            Self::OutOfMemory { reason, .. } => Self::OutOfMemory { reason, remedy },
+            other => other,
+        }
+    }
+
+    /// Whether it is the device that failed or has no memory, so that what it computed is worthless.
+    pub(crate) fn is_of_the_device(&self) -> bool {
+        matches!(self, Self::OutOfMemory { .. }) || self.exit_code() == 7
     }
 
     pub(crate) fn io(path: &Path) -> impl Fn(std::io::Error) -> Self {

@@ -26,7 +26,7 @@ pub fn to_host<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<Vec<f32>, 
 ///
 /// # Errors
 /// If the device failed.
-pub fn to_data<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<TensorData, ModelError> {
+pub(super) fn to_data<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<TensorData, ModelError> {
     x.try_into_data().map_err(failed)
 }
 

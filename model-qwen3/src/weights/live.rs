@@ -18,6 +18,8 @@ use std::{cell::RefCell, ops::Range, path::Path};
 /// an error.
 pub struct Live<'a, B: Backend> {
     fields: Vec<(String, Field<'a, B>)>,
+    /// Bytes that are read from the device at a time, unless a reader asks for more.
+    transfer: usize,
     /// What was read last: writers read one range of rows after another, and one transfer serves many.
     fetched: RefCell<Option<Fetched>>,
 }
@@ -32,7 +34,12 @@ struct Fetched {
 impl<'a, B: Nvfp4Kernels> Live<'a, B> {
     /// Shows a model's tensors.
     pub fn new(model: &'a Qwen3<B>) -> Self {
-        Self { fields: fields(model), fetched: RefCell::new(None) }
+        Self { fields: fields(model), transfer: TRANSFER, fetched: RefCell::new(None) }
+    }
+
+    /// Reads about so many bytes from the device at a time.
+    pub fn in_transfers_of(self, bytes: usize) -> Self {
+        Self { transfer: bytes, ..self }
     }
 
     /// No file gets such a value: it would replace a good one.
@@ -57,7 +64,7 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
         let holds = |f: &Fetched| f.name == name && f.rows.start <= rows.start && rows.end <= f.rows.end;
         if !fetched.as_ref().is_some_and(holds) {
             drop(fetched.take()); // The host never holds two of them.
-            let most = (TRANSFER / (row_width(&shape) * field.float().size())).max(rows.len());
+            let most = (self.transfer / (row_width(&shape) * field.float().size())).max(rows.len());
             let wanted = rows.start..row_count(&shape).min(rows.start + most);
             let data = field.rows(wanted.clone())?;
             if let Some(value) = not_finite(&data) {

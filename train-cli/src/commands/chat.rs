@@ -24,6 +24,7 @@ use std::path::Path;
 pub fn run(args: ChatArgs) -> Result<(), CliError> {
     answer::check(&args.sampling)?;
     device::run(args.model.device, args.model.compute_dtype, Chat(args))
+        .map_err(|error| error.with_remedy("give a smaller --context"))
 }
 
 struct Chat(ChatArgs);

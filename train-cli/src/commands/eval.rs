@@ -37,6 +37,7 @@ pub fn run(command: EvalCommand) -> Result<(), CliError> {
         return Err(CliError::Usage("--batch-size 0: at least one row must be computed at a time".into()));
     }
     device::run(args.model.device, args.model.compute_dtype, EvalLoss(args))
+        .map_err(|error| error.with_remedy("give a smaller --max-seq-length or --batch-size"))
 }
 
 struct EvalLoss(EvalLossArgs);

@@ -46,6 +46,10 @@ use std::{
     sync::Arc,
 };
 
+/// What a user can do whose device has not enough memory.
+const REMEDY: &str = "use a smaller --max-seq-length or --batch-size, --optimizer-state-mode int4, or --master-weights \
+                      nvfp4. Checkpoints that were saved are intact";
+
 /// Runs the command.
 ///
 /// # Errors
@@ -60,7 +64,8 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
         report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
-    device::run(device, precision, Fit { plan, device, resumed, overwrite, dry_run: args.launch.dry_run })
+    let fit = Fit { plan, device, resumed, overwrite, dry_run: args.launch.dry_run };
+    device::run(device, precision, fit).map_err(|error| error.with_remedy(REMEDY))
 }
 
 /// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint
@@ -180,7 +185,7 @@ impl Ready {
     fn new(plan: Plan, device: DeviceChoice, precision: Precision) -> Result<Self, CliError> {
         let inputs = Inputs::read(&plan)?;
         let forecast = Forecast::of(&plan, &inputs, device, precision);
-        forecast.check_memory(&plan)?;
+        forecast.check_memory()?;
         forecast.check_disk(&plan, inputs.order(&plan).steps)?;
         let (scaling, master) = (inputs.scaling(&plan), plan.master(precision));
         let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
@@ -207,7 +212,8 @@ impl Ready {
                 Ok(trained) => return Ok(trained),
                 Err(error) => error,
             };
-            let Some(back) = guard.back() else {
+            // What a device computed that has failed says nothing about a step.
+            let Some(back) = guard.back().filter(|_| !error.is_of_the_device()) else {
                 let left_out = guard.record().left_out.len();
                 if left_out > 0 {
                     let steps = report::count(left_out, "step");
@@ -274,10 +280,15 @@ impl Ready {
             Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver);
         let watchers = Watchers { guard, interruption, vram };
         let trained = self.train(model, optimizer, &state, order, journal.clone(), watchers);
-        // A checkpoint may still be being written, however the training ended.
+        // A checkpoint may still be being written, however the training ended. It waits on a device that may have failed.
+        if trained.as_ref().is_err_and(CliError::is_of_the_device) {
+            journal.abandon_checkpoint();
+        }
         match (trained, journal.wait_for_checkpoint()) {
             (Ok(model), Ok(_)) => Ok(Trained { model, beginning, samples, journal, head: state.head }),
             (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
+            // Training and writing share the device, which reports a failed launch once, to either of them.
+            (Err(_), Err(unsaved)) if unsaved.is_of_the_device() => Err(unsaved),
             (Err(error), Err(unsaved)) => {
                 report::line(format!("warning: the last checkpoint could not be written: {unsaved}"));
                 Err(error)

@@ -43,6 +43,7 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
     device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
+        .map_err(|error| error.with_remedy("give a smaller --max-new-tokens, or with --prompts a smaller --batch-size"))
 }
 
 enum Questions {

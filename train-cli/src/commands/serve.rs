@@ -29,10 +29,8 @@ pub fn run(args: ServeArgs) -> Result<(), CliError> {
     let key = args.api_key_file.as_deref().map(key_of).transpose()?;
     // An address that is taken is known before a model is loaded.
     let server = Server::listen(Address { host: args.host, port: args.port, key })?;
-    device::run(args.model.device, args.model.compute_dtype, Serve { args, server }).map_err(|error| match error {
-        CliError::OutOfMemory(reason) => CliError::ServerMemory(reason),
-        error => error,
-    })
+    device::run(args.model.device, args.model.compute_dtype, Serve { args, server })
+        .map_err(|error| error.with_remedy("give a smaller --context or --parallel"))
 }
 
 struct Serve {

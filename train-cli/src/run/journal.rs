@@ -87,6 +87,11 @@ impl Journal {
         self.saver.lock().expect("no thread panics while it holds the lock").wait()
     }
 
+    /// Lets a checkpoint that is still being written remain uncommitted, because the device failed meanwhile.
+    pub fn abandon_checkpoint(&self) {
+        self.saver.lock().expect("no thread panics while it holds the lock").abandon();
+    }
+
     /// Seconds that the steps of the run took, with those of earlier processes.
     pub fn seconds(&self) -> f64 {
         self.state.seconds + self.started.elapsed().as_secs_f64()

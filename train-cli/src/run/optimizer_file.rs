@@ -22,7 +22,7 @@ use model_qwen3::{
     bytes::{self, FloatType},
     model::Qwen3,
     safetensors::{SafeFile, header},
-    weights::{TRANSFER, fields},
+    weights::fields,
 };
 use safetensors::Dtype;
 use std::{io::Write, path::Path};
@@ -34,13 +34,14 @@ enum Content<'a, B: Nvfp4Kernels> {
     Bytes(&'a IntTensor<B>),
 }
 
-/// Writes the states of all parameters that were updated.
+/// Writes the states of all parameters that were updated. About `transfer` bytes are read from the device at a time.
 ///
 /// # Errors
 /// If the device or the system fails.
 pub(super) fn write<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     optimizer: &ChunkedAdamw<B>,
+    transfer: usize,
     out: &mut dyn Write,
     path: &Path,
 ) -> Result<(), CliError> {
@@ -57,10 +58,10 @@ pub(super) fn write<B: Nvfp4Kernels>(
     put(&header(&layout))?;
     // A transfer waits for what the device has been given to do, so that several pieces share one.
     let (mut pieces, mut size) = (vec![], 0);
-    for piece in contents.iter().flat_map(pieces_of) {
+    for piece in contents.iter().flat_map(|content| pieces_of(content, transfer)) {
         size += piece.size();
         pieces.push(piece);
-        if size >= TRANSFER {
+        if size >= transfer {
             put_all(std::mem::take(&mut pieces), &mut put)?;
             size = 0;
         }
@@ -86,9 +87,12 @@ impl<B: Nvfp4Kernels> Piece<B> {
 }
 
 /// The content in order, in pieces that are transferred at a time.
-fn pieces_of<'a, B: Nvfp4Kernels>(content: &'a Content<'_, B>) -> Box<dyn Iterator<Item = Piece<B>> + 'a> {
+fn pieces_of<'a, B: Nvfp4Kernels>(
+    content: &'a Content<'_, B>,
+    transfer: usize,
+) -> Box<dyn Iterator<Item = Piece<B>> + 'a> {
     let ranges = |len: usize, size: usize| {
-        let step = TRANSFER / size;
+        let step = transfer / size;
         (0..len).step_by(step).map(move |start| start..len.min(start + step))
     };
     match content {
@@ -112,16 +116,18 @@ fn put_all<B: Nvfp4Kernels>(
     pieces: Vec<Piece<B>>,
     mut put: impl FnMut(&[u8]) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
-    let mut transfer = Transaction::<B>::default();
+    let (mut transfer, mut reads) = (Transaction::<B>::default(), false);
     for piece in &pieces {
         transfer = match piece {
-            Piece::Steps(_) => transfer,
+            Piece::Steps(_) => continue,
             Piece::Floats(x) => transfer.register(x.clone()),
             Piece::Bytes(x) => transfer.register(x.clone()),
         };
+        reads = true;
     }
-    let data = transfer.try_execute().map_err(|e| ModelError::Device(format!("optimizer state: {e:?}")))?;
-    let mut data = data.into_iter();
+    // CubeCL panics over a transfer of nothing.
+    let data = if reads { transfer.try_execute() } else { Ok(vec![]) };
+    let mut data = data.map_err(|e| ModelError::Device(format!("optimizer state: {e:?}")))?.into_iter();
     let mut next = || data.next().expect("a transfer gives what was registered");
     pieces.iter().try_for_each(|piece| match piece {
         Piece::Steps(steps) => put(&bytes::of_i32s([*steps])),

@@ -23,8 +23,8 @@ pub struct Forecast {
     pub estimate: Estimate,
     /// The device.
     device: DeviceChoice,
-    /// Bytes that are free on the device, if it says.
-    free: Option<u64>,
+    /// What it has.
+    space: Space,
     /// How a bad step is undone.
     pub undo: Undo,
     /// Where a checkpoint waits until it is written.
@@ -45,17 +45,25 @@ pub enum Undo {
     },
     /// The run goes back to its newest checkpoint.
     Replay,
+    /// From a copy if the device has room for it, which is not known: there is no such device here.
+    Unknown {
+        /// What the copy would take, in bytes.
+        bytes: u64,
+    },
 }
 
 impl Undo {
-    fn of(plan: &Plan, estimate: &Estimate, free: Option<u64>) -> Self {
+    fn of(plan: &Plan, estimate: &Estimate, space: Space, device: DeviceChoice) -> Self {
         let (advanced, optimizer) = (&plan.settings.advanced, &plan.settings.optimizer);
         let exact = plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0;
         let bytes = estimate.trained();
         match () {
             () if !advanced.guard => Self::Never,
             () if exact || plan.settings.memory.step_mode == StepMode::Whole => Self::NotNeeded,
-            () if advanced.undo_copy && has_room(plan, estimate.peak() + bytes, free) => Self::Copy { bytes },
+            () if advanced.undo_copy && space.has(estimate.peak() + bytes) => Self::Copy { bytes },
+            () if advanced.undo_copy && space == Space::default() && matches!(device, DeviceChoice::Cuda(_)) => {
+                Self::Unknown { bytes }
+            }
             () => Self::Replay,
         }
     }
@@ -77,24 +85,42 @@ impl Undo {
             Self::Replay => {
                 "a step whose gradient is not finite is undone by going back to the newest checkpoint".into()
             }
+            Self::Unknown { bytes } => format!(
+                "a step whose gradient is not finite is undone from a copy of weights and states ({}) if the device has \
+                 room for it; else by going back to the newest checkpoint",
+                report::gib(bytes)
+            ),
         }
     }
 }
 
-/// Whether a device has room for `needed` bytes, and a tenth more, because a forecast is no measurement.
-fn has_room(plan: &Plan, needed: u64, free: Option<u64>) -> bool {
-    plan.memory_limit.or(free).is_some_and(|room| needed / 9 * 10 <= room)
+/// The memory of a device that a run may take, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Space {
+    /// What `--memory-limit` allows.
+    limit: Option<u64>,
+    /// What is free, if the device says.
+    free: Option<u64>,
+}
+
+impl Space {
+    /// Whether there is room for `needed` bytes, and a tenth more, because a forecast is no measurement. There is none
+    /// where nothing is known.
+    fn has(self, needed: u64) -> bool {
+        let room = [self.limit, self.free].into_iter().flatten().min();
+        room.is_some_and(|room| needed + needed / 10 <= room)
+    }
 }
 
 impl Forecast {
     /// Predicts the run of a plan over its inputs on a device that computes in `precision`.
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
         let estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
-        let free = free::on_device(device);
-        let undo = Undo::of(plan, &estimate, free);
-        let mut forecast = Self { estimate, device, free, undo, saving: Room::Host };
+        let space = Space { limit: plan.memory_limit, free: free::on_device(device) };
+        let undo = Undo::of(plan, &estimate, space, device);
+        let mut forecast = Self { estimate, device, space, undo, saving: Room::Host };
         if plan.settings.saving.save_strategy != SaveStrategy::No
-            && has_room(plan, forecast.peak() + forecast.estimate.trained(), free)
+            && space.has(forecast.peak() + forecast.estimate.trained())
         {
             forecast.saving = Room::Device;
         } else if plan.memory_limit.is_some() && forecast.is_of_the_host() {
@@ -107,13 +133,13 @@ impl Forecast {
     ///
     /// # Errors
     /// If it does.
-    pub fn check_memory(&self, plan: &Plan) -> Result<(), CliError> {
+    pub fn check_memory(&self) -> Result<(), CliError> {
         let needed = self.estimate.peak();
-        if let Some(limit) = plan.memory_limit {
+        if let Some(limit) = self.space.limit {
             if needed > limit {
                 return Err(self.refused(CliError::Memory { needed, limit, saved: None }));
             }
-        } else if let Some(free) = self.free
+        } else if let Some(free) = self.space.free
             && needed > free
         {
             return Err(self.refused(CliError::Full { device: self.device.to_string(), needed, free }));
@@ -166,7 +192,7 @@ impl Forecast {
 
     /// One line: what the run needs, and what is free.
     pub fn line(&self) -> String {
-        let free = match self.free {
+        let free = match self.space.free {
             Some(free) => format!("{} are free", report::gib(free)),
             None => "the device does not say how much is free".to_owned(),
         };
@@ -174,7 +200,7 @@ impl Forecast {
         match self.saving {
             Room::Device => {
                 let more = report::gib(self.estimate.trained());
-                format!("{peak}, and {more} more while a checkpoint is written; {free}")
+                format!("{peak}, and {more} more from the first checkpoint on; {free}")
             }
             Room::Host | Room::Limited => format!("{peak}; {free}"),
         }
@@ -183,5 +209,27 @@ impl Forecast {
     fn refused(&self, error: CliError) -> CliError {
         self.estimate.table().iter().for_each(report::line);
         error
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Space;
+
+    #[test]
+    fn room_is_the_least_of_what_is_known() {
+        let has = |limit, free, needed| Space { limit, free }.has(needed);
+        for (limit, free, fits) in [
+            (None, None, false),
+            (Some(110), None, true),
+            (Some(109), None, false),
+            (None, Some(110), true),
+            (None, Some(109), false),
+            (Some(1000), Some(109), false),
+            (Some(109), Some(1000), false),
+            (Some(110), Some(1000), true),
+        ] {
+            assert_eq!(has(limit, free, 100), fits, "limit {limit:?}, free {free:?}");
+        }
     }
 }

@@ -7,20 +7,30 @@
 //! * nowhere: training waits until they are written.
 //!
 //! At most one checkpoint is being written: the next one waits for it. [`crate::durable`] commits a folder only when it
-//! is complete, so that a kill at any moment leaves the older checkpoints as they are.
+//! is complete, so that a kill at any moment leaves the older checkpoints as they are. Nothing is committed that was read
+//! from a device that has failed meanwhile.
 
 use super::{
     checkpoint::{self, MODEL, OPTIMIZER, STATE, TrainerState},
     optimizer_file,
 };
 use crate::{
-    CliError, durable::PendingFolder, memory::host, model_files::Companions, report, train::optim::ChunkedAdamw,
+    CliError, device, durable::PendingFolder, memory::host, model_files::Companions, report, train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::Nvfp4Kernels;
-use model_qwen3::{ModelError, model::Qwen3, weights::Live, write::write_safetensors};
+use model_qwen3::{
+    ModelError,
+    model::Qwen3,
+    weights::{Live, TRANSFER},
+    write::write_safetensors,
+};
 use std::{
     io::Write,
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, JoinHandle},
 };
 
@@ -58,12 +68,22 @@ struct Place {
     run: PathBuf,
     companions: Companions,
     keep: usize,
+    /// Whether the device failed in training, while a checkpoint was being written.
+    abandoned: Arc<AtomicBool>,
+    /// Bytes that are read from the device at a time.
+    transfer: usize,
 }
 
 impl Saver {
     /// For the run in a folder, of which the newest `keep` checkpoints stay. Each takes about `bytes`.
     pub fn new(run: &Path, companions: &Companions, keep: usize, bytes: u64, room: Room) -> Self {
-        let place = Place { run: run.to_owned(), companions: companions.clone(), keep };
+        let place = Place {
+            run: run.to_owned(),
+            companions: companions.clone(),
+            keep,
+            abandoned: Arc::default(),
+            transfer: TRANSFER,
+        };
         Self { place, bytes, pending: None, room, told: false }
     }
 
@@ -81,7 +101,8 @@ impl Saver {
         let place = self.place.clone();
         let target = place.target(state.global_step);
         // Handles, not copies.
-        let content = Content { model: model.clone(), optimizer: optimizer.clone(), state: state.clone(), target };
+        let (model, optimizer, state) = (model.clone(), optimizer.clone(), state.clone());
+        let content = Content { model, optimizer, state, target, transfer: place.transfer };
         // Its folder is begun before the next step, so that a disk that refuses it is noticed at once.
         let folder = PendingFolder::new(&content.target)?;
         if self.room == Room::Device {
@@ -118,7 +139,15 @@ impl Saver {
     /// If it could not be written.
     pub fn wait(&mut self) -> Result<Option<PathBuf>, CliError> {
         let Some(writer) = self.pending.take() else { return Ok(None) };
-        writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(Some)
+        let written = writer.join();
+        // It is the cause of a panic that followed from it.
+        device::check()?;
+        written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(Some)
+    }
+
+    /// The checkpoint that is being written is not committed: the device failed, and what is read from it may be wrong.
+    pub fn abandon(&self) {
+        self.place.abandoned.store(true, Ordering::Release);
     }
 
     /// Does not wait: tells whether the checkpoint that was being written could not be.
@@ -148,7 +177,7 @@ impl Saver {
 }
 
 impl Drop for Saver {
-    /// A checkpoint that is complete in memory is written, even if the training ends by a panic.
+    /// The checkpoint that is being written is completed, even if the training ends by a panic.
     fn drop(&mut self) {
         // A thread that panicked has said so.
         if let Some(Ok(Err(error))) = self.pending.take().map(JoinHandle::join) {
@@ -164,6 +193,8 @@ struct Content<B: Nvfp4Kernels> {
     state: TrainerState,
     /// The checkpoint's folder.
     target: PathBuf,
+    /// Bytes that are read from the device at a time.
+    transfer: usize,
 }
 
 impl<B: Nvfp4Kernels> Content<B> {
@@ -171,10 +202,11 @@ impl<B: Nvfp4Kernels> Content<B> {
     fn write(&self, name: &str, out: &mut dyn Write) -> Result<(), CliError> {
         match name {
             MODEL => {
-                write_safetensors(&Live::new(&self.model), out, |e| ModelError::io(&self.target, "")(e))?;
+                let weights = Live::new(&self.model).in_transfers_of(self.transfer);
+                write_safetensors(&weights, out, |e| ModelError::io(&self.target, "")(e))?;
                 Ok(())
             }
-            OPTIMIZER => optimizer_file::write(&self.model, &self.optimizer, out, &self.target),
+            OPTIMIZER => optimizer_file::write(&self.model, &self.optimizer, self.transfer, out, &self.target),
             _ => {
                 let text = serde_json::to_string_pretty(&self.state).expect("plain data is always valid JSON");
                 out.write_all(text.as_bytes()).map_err(CliError::io(&self.target))
@@ -199,6 +231,11 @@ impl Place {
             folder.file(name, |out| write(name, out))?;
         }
         self.companions.copy_into(&mut folder)?;
+        device::check()?;
+        if self.abandoned.load(Ordering::Acquire) {
+            let reason = "it failed in training while this checkpoint was read from it; nothing was saved".to_owned();
+            return Err(ModelError::Device(reason).into());
+        }
         let committed = folder.commit()?;
         report::line(format!("{:>11}  {}", "saved", committed.display()));
         checkpoint::delete_old(&self.run, self.keep)?;
@@ -215,53 +252,126 @@ mod tests {
         train::optim::{AdamwConfig, ChunkedAdamw, Rate},
     };
     use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling, StateKind};
-    use burn::{backend::NdArray, tensor::DType};
+    use burn::{
+        backend::NdArray,
+        module::Param,
+        tensor::{DType, Tensor},
+    };
     use model_qwen3::{config::Qwen3Config, weights};
     use std::fs;
 
+    /// What a run has between two steps.
+    struct Trained {
+        model: Qwen3<NdArray>,
+        optimizer: ChunkedAdamw<NdArray>,
+        state: TrainerState,
+    }
+
+    impl Trained {
+        /// After one step, so that there is a state to write.
+        fn new() -> Self {
+            let config = Qwen3Config::from_file(&companions().config).unwrap();
+            let spec = LinearSpec::new(Recipe::W4, Scaling::Two, Precision::F32);
+            let model = weights::random::<NdArray>(&config, spec, MasterKind::F32, 3, &Default::default()).unwrap();
+            let adamw = AdamwConfig {
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                weight_decay: 0.0,
+                state: StateKind::Int8,
+                master: MasterKind::F32,
+                chunk_rows: 0,
+                seed: 1,
+                float: DType::F32,
+            };
+            let optimizer = ChunkedAdamw::new(adamw, Default::default());
+            let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::Head::of(&model));
+            let mut trained = Self { model, optimizer, state };
+            trained.step();
+            trained
+        }
+
+        /// Updates the embedding by itself. It gives away its handles, so that only a checkpoint keeps others.
+        fn step(&mut self) {
+            let Self { model, optimizer, .. } = self;
+            let none = Param::from_tensor(Tensor::zeros([1, 1], &Default::default()));
+            let (id, weight, mapper) = std::mem::replace(&mut model.embed_tokens, none).consume();
+            let gradient = Tensor::<NdArray, 2>::from_data(weight.to_data(), &Default::default());
+            let rate = Rate { lr: 1e-3, clip_factor: 1.0 };
+            let updated = optimizer.step(id, weight, gradient.into_primitive().tensor(), rate);
+            model.embed_tokens = Param::from_mapped_value(id, updated, mapper);
+        }
+
+        /// Saves to a folder of its own.
+        fn saved(&self, saver: &mut Saver) {
+            fs::create_dir_all(&saver.place.run).unwrap();
+            saver.save(&self.model, &self.optimizer, &self.state).unwrap();
+        }
+    }
+
+    fn companions() -> Companions {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        Companions { config: demo.join("config.json"), text: demo }
+    }
+
+    fn saver(run: &Path, bytes: u64, room: Room) -> Saver {
+        Saver::new(run, &companions(), 2, bytes, room)
+    }
+
+    fn manifest(run: &Path) -> Vec<u8> {
+        let checkpoint = run.join("checkpoint-0");
+        durable::verify(&checkpoint).unwrap();
+        fs::read(checkpoint.join(durable::MANIFEST)).unwrap()
+    }
+
     #[test]
     fn a_checkpoint_is_the_same_wherever_it_waits() {
-        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
-        let companions = Companions { config: demo.join("config.json"), text: demo.clone() };
-        let config = Qwen3Config::from_file(&companions.config).unwrap();
-        let spec = LinearSpec::new(Recipe::W4, Scaling::Two, Precision::F32);
-        let model = weights::random::<NdArray>(&config, spec, MasterKind::F32, 3, &Default::default()).unwrap();
-        let adamw = AdamwConfig {
-            beta1: 0.9,
-            beta2: 0.999,
-            eps: 1e-8,
-            weight_decay: 0.0,
-            state: StateKind::Int8,
-            master: MasterKind::F32,
-            chunk_rows: 0,
-            seed: 1,
-            float: DType::F32,
-        };
-        let mut optimizer = ChunkedAdamw::new(adamw, Default::default());
-        // One update, so that there is a state to write.
-        let weight = model.embed_tokens.val();
-        let gradient = weight.clone().into_primitive().tensor();
-        let rate = Rate { lr: 1e-3, clip_factor: 1.0 };
-        optimizer.step(model.embed_tokens.id, weight, gradient.clone(), rate);
-        let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::Head::of(&model));
         let dir = tempfile::tempdir().unwrap();
         let saved = |name: &str, bytes: u64, room: Room| {
             let run = dir.path().join(name);
-            fs::create_dir(&run).unwrap();
-            let mut saver = Saver::new(&run, &companions, 2, bytes, room);
-            saver.save(&model, &optimizer, &state).unwrap();
+            let (mut trained, mut saver) = (Trained::new(), saver(&run, bytes, room));
+            trained.saved(&mut saver);
             // The next step must not change what is being written.
-            let mut next = optimizer.clone();
-            next.step(model.embed_tokens.id, model.embed_tokens.val(), gradient.clone(), rate);
+            trained.step();
             let beside = saver.wait().unwrap().is_some();
-            durable::verify(&run.join("checkpoint-0")).unwrap();
             assert!(fs::metadata(run.join("checkpoint-0").join(OPTIMIZER)).unwrap().len() > 10_000, "it has no state");
-            (beside, fs::read(run.join("checkpoint-0").join(durable::MANIFEST)).unwrap())
+            (beside, manifest(&run))
         };
         // No host has memory for a checkpoint of so many bytes.
         let [direct, limited] = [saved("direct", u64::MAX, Room::Host), saved("limited", 1, Room::Limited)];
         let [host, device] = [saved("host", 1, Room::Host), saved("device", u64::MAX, Room::Device)];
         assert_eq!([direct.0, limited.0, host.0, device.0], [false, false, cfg!(target_os = "linux"), true]);
         assert!([limited.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
+    }
+
+    #[test]
+    fn a_checkpoint_is_the_same_in_however_many_transfers_it_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let trained = Trained::new();
+        let saved = |transfer: usize| {
+            let run = dir.path().join(transfer.to_string());
+            let mut saver = saver(&run, 1, Room::Device);
+            saver.place.transfer = transfer;
+            trained.saved(&mut saver);
+            saver.wait().unwrap();
+            manifest(&run)
+        };
+        let whole = saved(TRANSFER);
+        let shape = trained.model.embed_tokens.dims();
+        // A row and a half, a state's codes without one, and exactly a state's codes.
+        for transfer in [shape[1] * 6, shape[0] * shape[1] - 1, shape[0] * shape[1]] {
+            assert_eq!(saved(transfer), whole, "{transfer} bytes at a time");
+        }
+    }
+
+    #[test]
+    fn nothing_is_committed_that_was_read_from_a_failed_device() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut saver = saver(dir.path(), 1, Room::Device);
+        saver.abandon();
+        Trained::new().saved(&mut saver);
+        let error = saver.wait().unwrap_err();
+        assert!(error.is_of_the_device(), "{error}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "something is left");
     }
 }

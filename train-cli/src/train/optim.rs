@@ -1,5 +1,6 @@
-//! AdamW, tensor by tensor: each tensor is updated in place as soon as its gradient is there, a chunk of rows per
-//! launch. The arithmetic is in f32, whatever weights and moments are stored in.
+//! AdamW, tensor by tensor: each tensor is updated as soon as its gradient is there, a chunk of rows per launch. The update
+//! is in place, unless someone else holds the tensor: a checkpoint that is being written, or the copy that a bad step is
+//! undone from. The arithmetic is in f32, whatever weights and moments are stored in.
 
 use backend_nvfp4::{AdamwState, AdamwStep, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
 use burn::{
