@@ -165,7 +165,7 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// Random Hadamard transform of the operands of the weight gradient, in groups of 16 values. It spreads a very large value
+    /// Random Hadamard transform, in groups of 16 values, of the two matrices whose product is the weight gradient. It spreads a very large value
     /// over its group. Without it, the group's scale would be too coarse for the other 15 values
     Hadamard,
     /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
