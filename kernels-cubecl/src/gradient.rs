@@ -42,6 +42,19 @@ pub fn square_sum<R: Runtime>(
     Ok(())
 }
 
+/// `out[0] = sum_i x[i]`, both in f32. One cube adds, in an order that is always the same.
+///
+/// # Errors
+/// If `out` does not hold one element.
+pub fn sum<R: Runtime>(client: &ComputeClient<R>, x: ArrayArg<R>, out: ArrayArg<R>) -> Result<(), KernelError> {
+    expect_len("sum", "out", out.size(), 1)?;
+    let float = f32::as_type_native_unchecked().storage_type();
+    let (dim, one) = (CubeDim::new_1d(256), CubeCount::Static(1, 1, 1));
+    // SAFETY: `out` holds one f32; the kernel stops at the end of `x`.
+    unsafe { square_sum_kernel::launch_unchecked(client, one, dim, 1, x, out, false, float) };
+    Ok(())
+}
+
 /// `sum[i] += x[i]` in f32, rounded to the type of `sum`.
 ///
 /// # Errors

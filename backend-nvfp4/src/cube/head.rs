@@ -15,7 +15,7 @@ use burn_cubecl::{
     kernel::{cast, into_contiguous},
     tensor::CubeTensor,
 };
-use kernels_cubecl::cross_entropy::cross_entropy;
+use kernels_cubecl::{cross_entropy::cross_entropy, gradient};
 
 /// Number of bytes that the logits of a chunk may take.
 const CHUNK_BYTES: usize = 300 << 20;
@@ -48,7 +48,9 @@ where
         let client = &h.client;
         let shape = [end - start, v];
         launched(cross_entropy(client, arg(&logits), arg(&targets), arg(&losses), dtype.into(), shape, gradients));
-        let sum = B::float_sum(losses);
+        // Burn's sum adds with atomics, in another order each time.
+        let sum = empty(&losses, [1], DType::F32);
+        launched(gradient::sum(&losses.client, arg(&losses), arg(&sum)));
         loss = Some(loss.map_or(sum.clone(), |so_far| B::float_add(so_far, sum)));
         if gradients {
             dh.push(products::dense(logits.clone(), w.clone(), f32_only, dtype));

@@ -1,7 +1,7 @@
 //! Which field of a model holds which tensor: [`build`] fills the fields, [`fields`] lists them under the same names in
 //! the same order, [`Replace`] exchanges them.
 
-use super::host::{to_data, to_host};
+use super::host::{rows_to_data, to_data, to_host};
 use crate::{
     ModelError,
     bytes::FloatType,
@@ -163,11 +163,11 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
     }
 
     /// The values of some rows on the host, in the type that they have on the device. A vector has one row. Packed weights
-    /// are dequantized to f32.
+    /// are dequantized to f32. It is one transfer of pieces of about `piece` bytes.
     ///
     /// # Errors
     /// If the device failed.
-    pub(super) fn rows(&self, rows: Range<usize>) -> Result<TensorData, ModelError> {
+    pub(super) fn rows(&self, rows: Range<usize>, piece: usize) -> Result<TensorData, ModelError> {
         let matrix = match *self {
             Self::Vector(p) => return to_data(p.val()),
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val(),
@@ -175,7 +175,7 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
                 w.dequantize(DType::F32)
             }
         };
-        to_data(if rows.len() == matrix.dims()[0] { matrix } else { matrix.slice([rows]) })
+        rows_to_data(matrix, rows, piece)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{
     Field, fields,
-    host::{TRANSFER, as_in_files, not_finite},
+    host::{PIECES, TRANSFER, as_in_files, not_finite},
 };
 use crate::{
     ModelError,
@@ -66,7 +66,7 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
             drop(fetched.take()); // The host never holds two of them.
             let most = (self.transfer / (row_width(&shape) * field.float().size())).max(rows.len());
             let wanted = rows.start..row_count(&shape).min(rows.start + most);
-            let data = field.rows(wanted.clone())?;
+            let data = field.rows(wanted.clone(), self.transfer / PIECES)?;
             if let Some(value) = not_finite(&data) {
                 return Err(self.not_finite(name, value));
             }

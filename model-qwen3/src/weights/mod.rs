@@ -13,7 +13,7 @@ mod random;
 mod trained;
 
 pub use fields::{Field, Replace, fields};
-pub use host::{TRANSFER, to_host};
+pub use host::{PIECES, TRANSFER, to_host};
 pub use live::Live;
 pub use load::{Purpose, load};
 pub use random::random;

@@ -22,7 +22,7 @@ use model_qwen3::{
     bytes::{self, FloatType},
     model::Qwen3,
     safetensors::{SafeFile, header},
-    weights::fields,
+    weights::{PIECES, fields},
 };
 use safetensors::Dtype;
 use std::{io::Write, path::Path};
@@ -86,13 +86,13 @@ impl<B: Nvfp4Kernels> Piece<B> {
     }
 }
 
-/// The content in order, in pieces that are transferred at a time.
+/// The content in order, in the pieces of transfers.
 fn pieces_of<'a, B: Nvfp4Kernels>(
     content: &'a Content<'_, B>,
     transfer: usize,
 ) -> Box<dyn Iterator<Item = Piece<B>> + 'a> {
     let ranges = |len: usize, size: usize| {
-        let step = transfer / size;
+        let step = (transfer / PIECES / size).max(1);
         (0..len).step_by(step).map(move |start| start..len.min(start + step))
     };
     match content {

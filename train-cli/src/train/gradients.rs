@@ -54,19 +54,16 @@ impl<B: Nvfp4Kernels> Gathered<B> {
         if self.squares.is_empty() {
             return Ok(None);
         }
-        let squares = to_host(Tensor::cat(std::mem::take(&mut self.squares), 0))?;
+        let mut squares = to_host(Tensor::cat(std::mem::take(&mut self.squares), 0))?;
+        // The rounding of a sum depends on its order, and that of the gathered gradients is not the same in every process.
+        squares.sort_by(f32::total_cmp);
         Ok(Some(squares.iter().map(|&s| f64::from(s)).sum::<f64>().sqrt() as f32))
     }
 
     /// Measures every sum.
     pub fn measure(&mut self) {
-        // The rounding of a sum depends on its order, and a map has none.
-        let mut ids: Vec<_> = self.sums.keys().copied().collect();
-        ids.sort_by_key(|id| id.val());
-        for id in ids {
-            let sum = self.sums[&id].clone();
-            self.add_squares(&sum);
-        }
+        let sums: Vec<_> = self.sums.values().cloned().collect();
+        sums.iter().for_each(|sum| self.add_squares(sum));
     }
 
     fn add_squares(&mut self, grad: &FloatTensor<B>) {
