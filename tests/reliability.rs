@@ -569,6 +569,15 @@ fn a_run_takes_more_memory_where_there_is_room() {
         let (has_copy, is_beside, text) = estimate(&["--memory-limit", limit]);
         assert_eq!((has_copy, is_beside), (copy, beside), "{limit}: {text}");
     }
+    // Before both come the activations of the blocks.
+    for (words, line) in [
+        (&["--memory-limit", "140MiB"][..], "all 2 blocks run a second time"),
+        (&["--memory-limit", "230MiB"], "no block runs a second time"),
+        (&["--memory-limit", "230MiB", "--recompute", "always"], "all 2 blocks run a second time"),
+        (&["--memory-limit", "140MiB", "--recompute", "never"], "no block runs a second time"),
+    ] {
+        assert!(estimate(words).2.contains(line), "{words:?}: {}", estimate(words).2);
+    }
     let (copy, beside, text) = estimate(&["--memory-limit", "240MiB", "--undo-copy", "false"]);
     assert!(!copy && beside && text.contains("newest checkpoint"), "{text}");
     let (_, beside, text) = estimate(&["--memory-limit", "330MiB", "--save-strategy", "no"]);

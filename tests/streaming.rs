@@ -28,6 +28,7 @@ use train_cli::{
     data::order::{MicroBatch, Order},
     data::rows,
     data::sample::{Sample, synthetic},
+    memory::pool::Pool,
     memory::vram::VramReport,
     settings::{Clip, LossKind, StepMode},
     train::clip::Clipping,
@@ -57,6 +58,12 @@ fn trainee<B: Nvfp4Kernels + DeviceServices>(tied: bool, recipe: Recipe, master:
     Trainee::new(model.with_bf16_last_blocks(1), LossKind::CrossEntropy, 0)
 }
 
+/// A way to make a step: in one graph, or block by block with the graphs of so many of the three blocks kept.
+type Way = (StepMode, usize);
+const WHOLE: Way = (StepMode::Whole, 0);
+const STREAMING: Way = (StepMode::Streaming, 0);
+const STREAMS: [Way; 2] = [STREAMING, (StepMode::Streaming, 2)];
+
 /// Seed of the weights' initial values and of every rounding.
 const SEED: u64 = 3;
 
@@ -76,13 +83,15 @@ fn optimizer<B: Nvfp4Kernels + DeviceServices>(master: MasterKind, state: StateK
 }
 
 fn stepper<B: Nvfp4Kernels + DeviceServices>(
-    mode: StepMode,
+    (mode, kept): Way,
     max_norm: f64,
     master: MasterKind,
     state: StateKind,
 ) -> Stepper<B> {
     Stepper {
         mode,
+        kept,
+        pool: Pool::new(None, 0, None),
         undo: false,
         clipping: Clipping { clip: Clip::Exact, max_norm, last_norm: None },
         buffer: DType::F32,
@@ -106,12 +115,13 @@ const LR: f64 = 1e-3;
 
 /// Sums the gradients of the micro-batches of a step as a step does. Returns the loss.
 fn sum_gradients<B: Nvfp4Kernels + DeviceServices>(
-    mode: StepMode,
+    (mode, kept): Way,
     net: &mut Trainee<Autodiff<B>>,
     (number, batches): (usize, &[MicroBatch]),
     pass: &mut Pass<'_, B>,
 ) -> f32 {
     let mut loss = 0.0;
+    pass.kept = kept;
     for (i, batch) in batches.iter().enumerate() {
         net.seed_rounding(SEED, ((number - 1) * 4 + i) as u32);
         loss += forward_backward(mode, net, batch, pass).unwrap();
@@ -176,7 +186,7 @@ fn flat<B: Nvfp4Kernels + DeviceServices>(values: &FloatTensor<B>) -> Vec<f32> {
 
 /// The loss of a step, and its gradients by name.
 fn gradients<B: Nvfp4Kernels + DeviceServices>(
-    mode: StepMode,
+    way: Way,
     tied: bool,
     recipe: Recipe,
     master: MasterKind,
@@ -185,8 +195,8 @@ fn gradients<B: Nvfp4Kernels + DeviceServices>(
     let mut net = trainee::<B>(tied, recipe, master);
     let (mut optimizer, mut vram) = (optimizer(master, StateKind::F32), VramReport::new(None));
     let gathered = Gathered::new(DType::F32);
-    let mut pass = Pass { step: 1, fate: Fate::Gather, gathered, optimizer: &mut optimizer, vram: &mut vram };
-    let loss = sum_gradients(mode, &mut net, (1, batches), &mut pass);
+    let mut pass = Pass { step: 1, fate: Fate::Gather, gathered, kept: 0, optimizer: &mut optimizer, vram: &mut vram };
+    let loss = sum_gradients(way, &mut net, (1, batches), &mut pass);
     let found = fields(net.model()).into_iter().map(|(name, field)| {
         let sum = pass.gathered.get(field.id().unwrap());
         let grad = flat::<B>(sum.unwrap_or_else(|| panic!("{name} has no gradient")));
@@ -199,11 +209,14 @@ fn gradients<B: Nvfp4Kernels + DeviceServices>(
 fn streaming_is_whole<B: Nvfp4Kernels + DeviceServices>() {
     let batches = batches(2);
     for (tied, recipe) in RECIPES.into_iter().flat_map(|r| [(true, r), (false, r)]) {
-        let of = |mode| gradients::<B>(mode, tied, recipe, MasterKind::F32, &batches);
-        let ((a, whole), (b, streamed)) = (of(StepMode::Whole), of(StepMode::Streaming));
-        assert_eq!(a.to_bits(), b.to_bits(), "{recipe:?}: loss");
+        let of = |way| gradients::<B>(way, tied, recipe, MasterKind::F32, &batches);
+        let (a, whole) = of(WHOLE);
         assert!(whole.iter().all(|(_, grad)| grad.iter().any(|g| *g != 0.0)), "every parameter has a gradient");
-        assert_eq!(differing(&whole, &streamed), [""; 0], "{recipe:?}, tied {tied}");
+        for way in STREAMS {
+            let (b, streamed) = of(way);
+            assert_eq!(a.to_bits(), b.to_bits(), "{recipe:?}, {way:?}: loss");
+            assert_eq!(differing(&whole, &streamed), [""; 0], "{recipe:?}, {way:?}, tied {tied}");
+        }
     }
 }
 
@@ -222,13 +235,13 @@ fn streaming_gives_every_gradient_of_one_graph_on_the_gpu() {
 
 /// All weights after three steps of the same micro-batches.
 fn trained(
-    mode: StepMode,
+    way: Way,
     max_norm: f64,
     recipe: Recipe,
     (master, state): (MasterKind, StateKind),
     batches: &[MicroBatch],
 ) -> (Named, Vec<Stepped>) {
-    let mut stepper = stepper(mode, max_norm, master, state);
+    let mut stepper = stepper(way, max_norm, master, state);
     let mut net = trainee::<Cpu>(true, recipe, master);
     let steps = (1..=3).map(|number| step(&mut stepper, &mut net, batches, number).unwrap()).collect();
     (values(&net), steps)
@@ -247,11 +260,15 @@ fn both_modes_give_the_same_update() {
     ] {
         // One micro-batch with and without clipping, and two, whose gradients are summed.
         for (max_norm, batches) in [(0.0, &one), (0.05, &one), (0.05, &batches(2))] {
-            let of = |mode| trained(mode, max_norm, recipe, (master, state), batches);
-            let ((whole, a), (streamed, b)) = (of(StepMode::Whole), of(StepMode::Streaming));
-            assert_eq!(differing(&whole, &streamed), [""; 0], "{recipe:?}, {master:?}, {state:?}, clip {max_norm}");
-            for (a, b) in a.iter().zip(&b) {
-                assert!((a.loss - b.loss).abs() <= 1e-6 * a.loss && (a.grad_norm / b.grad_norm - 1.0).abs() < 1e-5);
+            let of = |way| trained(way, max_norm, recipe, (master, state), batches);
+            let (whole, a) = of(WHOLE);
+            for way in STREAMS {
+                let (streamed, b) = of(way);
+                let what = format!("{recipe:?}, {way:?}, {master:?}, {state:?}, clip {max_norm}");
+                assert_eq!(differing(&whole, &streamed), [""; 0], "{what}");
+                for (a, b) in a.iter().zip(&b) {
+                    assert!((a.loss - b.loss).abs() <= 1e-6 * a.loss && (a.grad_norm / b.grad_norm - 1.0).abs() < 1e-5);
+                }
             }
             assert!(a[2].loss < a[0].loss, "{recipe:?}: it learns");
         }
@@ -261,7 +278,7 @@ fn both_modes_give_the_same_update() {
 #[test]
 fn micro_batches_of_any_size_give_the_same_sums() {
     for recipe in [Recipe::Bf16, Recipe::W4] {
-        let of = |size| gradients::<Cpu>(StepMode::Streaming, true, recipe, MasterKind::F32, &batches(size));
+        let of = |size| gradients::<Cpu>(STREAMING, true, recipe, MasterKind::F32, &batches(size));
         let (loss, four) = of(4);
         for size in [2, 1] {
             let (l, other) = of(size);
@@ -283,7 +300,7 @@ fn packed_rows_give_the_gradients_of_separate_rows() {
     for recipe in [Recipe::Bf16, Recipe::W4] {
         let of = |batch: &MicroBatch| {
             let batches = std::slice::from_ref(batch);
-            gradients::<Cpu>(StepMode::Streaming, true, recipe, MasterKind::F32, batches)
+            gradients::<Cpu>(STREAMING, true, recipe, MasterKind::F32, batches)
         };
         let ((a, apart), (b, packed)) = (of(&apart), of(&packed));
         assert!((a - b).abs() < 2e-6 * a, "loss {a} apart, {b} packed");
@@ -314,8 +331,9 @@ fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Named, Vec<f64>) {
     let mut norms = Vec::new();
     for (number, batches) in (1..).zip(unequal_steps()) {
         let gathered = Gathered::new(DType::F32);
-        let mut pass = Pass { step: number, fate: Fate::Gather, gathered, optimizer: &mut optimizer, vram: &mut vram };
-        sum_gradients(StepMode::Whole, &mut net, (number, &batches), &mut pass);
+        let mut pass =
+            Pass { step: number, fate: Fate::Gather, gathered, kept: 0, optimizer: &mut optimizer, vram: &mut vram };
+        sum_gradients(WHOLE, &mut net, (number, &batches), &mut pass);
         let ids = fields(net.model()).into_iter().map(|(_, field)| field.id().unwrap());
         let grads = ids.flat_map(|id| flat::<Cpu>(pass.gathered.get(id).unwrap()));
         norms.push(grads.map(|g| f64::from(g).powi(2)).sum::<f64>().sqrt());
@@ -336,14 +354,14 @@ fn gradients_are_clipped_by_the_norm_that_was_asked_for() {
     let exact = |norms: &[f64]| by(norms[norms.len() - 1]);
     let by_hand = [(Clip::Exact, clipped_by_hand(exact)), (Clip::Previous, clipped_by_hand(previous))];
     for (clip, (expected, norms)) in by_hand {
-        for mode in [StepMode::Whole, StepMode::Streaming] {
-            let mut stepper = stepper(mode, MAX_NORM, MasterKind::F32, StateKind::F32);
+        for way in [WHOLE, STREAMS[0], STREAMS[1]] {
+            let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
             stepper.clipping.clip = clip;
             let mut net = trainee::<Cpu>(true, Recipe::Bf16, MasterKind::F32);
             for ((number, batches), norm) in (1..).zip(unequal_steps()).zip(&norms) {
                 let stepped = step(&mut stepper, &mut net, &batches, number).unwrap();
                 let relative = f64::from(stepped.grad_norm) / norm - 1.0;
-                assert!(relative.abs() < 1e-5, "{clip:?}, {mode:?}, step {number}: norm {}", stepped.grad_norm);
+                assert!(relative.abs() < 1e-5, "{clip:?}, {way:?}, step {number}: norm {}", stepped.grad_norm);
                 assert_eq!(stepper.clipping.last_norm, Some(stepped.grad_norm));
             }
             // The factors differ in the last bits of the norm only; a step without clipping moves weights by far more.
@@ -353,7 +371,7 @@ fn gradients_are_clipped_by_the_norm_that_was_asked_for() {
                 pairs.map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
             };
             let (error, effect) = (distance(&expected), distance(&unclipped));
-            assert!(error < 1e-3 * effect, "{clip:?}, {mode:?}: {error} off, clipping moves weights by {effect}");
+            assert!(error < 1e-3 * effect, "{clip:?}, {way:?}: {error} off, clipping moves weights by {effect}");
         }
     }
 }
@@ -370,8 +388,8 @@ fn frozen_below(blocks: usize, recipe: Recipe) -> Trainee<Autodiff<Cpu>> {
 #[test]
 fn frozen_blocks_stay_and_the_others_train_alike_in_both_modes() {
     for (recipe, batches) in [(Recipe::Bf16, batches(4)), (Recipe::W4a4, batches(2))] {
-        let of = |mode| {
-            let mut stepper = stepper(mode, MAX_NORM, MasterKind::F32, StateKind::F32);
+        let of = |way| {
+            let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
             let mut net = frozen_below(2, recipe);
             let before = values(&net);
             for number in 1..=2 {
@@ -380,17 +398,19 @@ fn frozen_blocks_stay_and_the_others_train_alike_in_both_modes() {
             let after = values(&net);
             let trained = |name: &str| name.starts_with("model.layers.2.") || name == "model.norm.weight";
             let expected: Vec<_> = after.iter().map(|(name, _)| name.clone()).filter(|name| trained(name)).collect();
-            assert_eq!(differing(&before, &after), expected, "{recipe:?}, {mode:?}");
+            assert_eq!(differing(&before, &after), expected, "{recipe:?}, {way:?}");
             after
         };
-        assert_eq!(differing(&of(StepMode::Whole), &of(StepMode::Streaming)), [""; 0], "{recipe:?}");
+        for way in STREAMS {
+            assert_eq!(differing(&of(WHOLE), &of(way)), [""; 0], "{recipe:?}, {way:?}");
+        }
     }
 }
 
 #[test]
 fn blocks_frozen_on_their_codes_keep_them_in_both_modes() {
-    let of = |mode| {
-        let mut stepper = stepper(mode, MAX_NORM, MasterKind::F32, StateKind::F32);
+    let of = |way| {
+        let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
         let mut net = trainee::<Cpu>(true, Recipe::W4, MasterKind::F32);
         step(&mut stepper, &mut net, &batches(4), 1).unwrap();
         net.update(|model| damp::freeze(model, 1, &mut stepper.optimizer));
@@ -399,18 +419,20 @@ fn blocks_frozen_on_their_codes_keep_them_in_both_modes() {
         let after = values(&net);
         let frozen = |name: &str| name.starts_with("model.layers.0.") && name.contains("_proj");
         let expected: Vec<_> = after.iter().map(|(name, _)| name.clone()).filter(|name| !frozen(name)).collect();
-        assert_eq!(differing(&before, &after), expected, "{mode:?}");
+        assert_eq!(differing(&before, &after), expected, "{way:?}");
         after
     };
-    assert_eq!(differing(&of(StepMode::Whole), &of(StepMode::Streaming)), [""; 0]);
+    for way in STREAMS {
+        assert_eq!(differing(&of(WHOLE), &of(way)), [""; 0], "{way:?}");
+    }
 }
 
 #[test]
 fn a_step_that_fails_before_its_update_changes_nothing() {
-    for mode in [StepMode::Whole, StepMode::Streaming] {
+    for way in [WHOLE, STREAMS[0], STREAMS[1]] {
         for clip in [Clip::Exact, Clip::Previous] {
             let fresh = || {
-                let mut stepper = stepper(mode, MAX_NORM, MasterKind::F32, StateKind::F32);
+                let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
                 stepper.clipping.clip = clip;
                 (stepper, trainee::<Cpu>(true, Recipe::W4, MasterKind::F32))
             };
@@ -421,13 +443,13 @@ fn a_step_that_fails_before_its_update_changes_nothing() {
             bad[1].divisor = 0;
             let error = step(&mut stepper, &mut net, &bad, 1).unwrap_err();
             assert!(matches!(error, CliError::Diverged { what: "loss", .. }), "{error}");
-            assert_eq!(differing(&before, &values(&net)), [""; 0], "{mode:?}, {clip:?}: {error}");
+            assert_eq!(differing(&before, &values(&net)), [""; 0], "{way:?}, {clip:?}: {error}");
 
             // The next step is the step that the model makes without the failure.
             let (mut other, mut untouched) = fresh();
             step(&mut stepper, &mut net, &batches(2), 1).unwrap();
             step(&mut other, &mut untouched, &batches(2), 1).unwrap();
-            assert_eq!(differing(&values(&untouched), &values(&net)), [""; 0], "{mode:?}, {clip:?}");
+            assert_eq!(differing(&values(&untouched), &values(&net)), [""; 0], "{way:?}, {clip:?}");
         }
     }
 }
@@ -446,21 +468,21 @@ fn with_a_steep_head() -> Trainee<Autodiff<Cpu>> {
 
 #[test]
 fn an_infinite_norm_stops_the_run_and_leaves_every_parameter_in_the_model() {
-    for mode in [StepMode::Whole, StepMode::Streaming] {
+    for way in [WHOLE, STREAMS[0], STREAMS[1]] {
         for (clip, undo) in [(Clip::Exact, false), (Clip::Previous, false), (Clip::Previous, true)] {
-            let mut stepper = stepper(mode, MAX_NORM, MasterKind::F32, StateKind::F32);
+            let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
             (stepper.clipping.clip, stepper.undo) = (clip, undo);
             let mut net = with_a_steep_head();
             let before = values(&net);
             let error = step(&mut stepper, &mut net, &batches(4), 1).unwrap_err();
             assert!(matches!(error, CliError::Diverged { what: "gradient norm", .. }), "{error}");
             // Only streaming by the previous norm learns the norm after the update, which a copy undoes.
-            let late = mode == StepMode::Streaming && clip == Clip::Previous && !undo;
+            let late = way != WHOLE && clip == Clip::Previous && !undo;
             assert_eq!(error.to_string().contains("nothing was updated"), !late, "{error}");
             let changed = differing(&before, &values(&net));
-            assert_eq!(!late, changed.is_empty(), "{mode:?}, {clip:?}, undo {undo}: {changed:?}");
+            assert_eq!(!late, changed.is_empty(), "{way:?}, {clip:?}, undo {undo}: {changed:?}");
             let has_a_state = stepper.optimizer.state(net.model().embed_tokens.id).is_some();
-            assert_eq!(has_a_state, late, "{mode:?}, {clip:?}, undo {undo}");
+            assert_eq!(has_a_state, late, "{way:?}, {clip:?}, undo {undo}");
             let _ = host(net.batch_loss(&batches(4)[0]).inner());
         }
     }
@@ -471,10 +493,10 @@ fn an_infinite_norm_stops_the_run_and_leaves_every_parameter_in_the_model() {
 #[test]
 fn codes_have_the_gradients_of_their_values() {
     let batches = batches(4);
-    let (a, packed) = gradients::<Cpu>(StepMode::Streaming, true, Recipe::W4, MasterKind::Nvfp4, &batches);
+    let (a, packed) = gradients::<Cpu>(STREAMING, true, Recipe::W4, MasterKind::Nvfp4, &batches);
     // The forward quantizes f32 masters without the headroom that the scales of NVFP4 masters have, so the codes are
     // nearly the same.
-    let (b, master) = gradients::<Cpu>(StepMode::Streaming, true, Recipe::W4, MasterKind::F32, &batches);
+    let (b, master) = gradients::<Cpu>(STREAMING, true, Recipe::W4, MasterKind::F32, &batches);
     assert!((a - b).abs() < 0.01 * b, "{a} {b}");
     for ((name, packed), (_, master)) in packed.iter().zip(&master) {
         let error = crate::support::relative(packed, master.iter().map(|x| f64::from(*x)));

@@ -453,14 +453,14 @@ fn write_synced(
     claim(&file);
     thread::scope(|scope| {
         // To make a large content, to write it and to hash it take similar times: each has a thread.
-        let (to_disk, pieces) = mpsc::sync_channel::<Arc<[u8]>>(4);
+        let (to_disk, pieces) = mpsc::sync_channel::<Arc<[u8]>>(AHEAD);
         let disk = move || {
             let mut file = file;
             pieces.into_iter().try_for_each(|piece| file.write_all(&piece))?;
             file.sync_all().map(|()| file)
         };
         let disk = thread::Builder::new().spawn_scoped(scope, disk).map_err(CliError::io(path))?;
-        let (to_hash, pieces) = mpsc::sync_channel::<Arc<[u8]>>(4);
+        let (to_hash, pieces) = mpsc::sync_channel::<Arc<[u8]>>(AHEAD);
         let hash = move || pieces.into_iter().fold(Sha256::new(), |hash, piece| hash.chain_update(piece)).finalize();
         let hash = thread::Builder::new().spawn_scoped(scope, hash).map_err(CliError::io(path))?;
 
@@ -481,6 +481,9 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
 
 /// Bytes that are handed to the disk and to the hash at a time.
 const PIECE: usize = 1 << 20;
+/// Pieces that may wait for them: as much as is read from a device at a time, so that both have work while the next read
+/// waits for the device.
+const AHEAD: usize = 128;
 
 /// Takes a content apart for the disk and for the hash.
 struct Pieces {

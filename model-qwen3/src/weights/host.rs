@@ -51,7 +51,8 @@ pub(super) fn rows_to_data<B: Backend>(
     }
     let (mut transfer, total) = (Transaction::<B>::default(), rows.len());
     for start in rows.clone().step_by(step) {
-        transfer = transfer.register(matrix.clone().slice([start..rows.end.min(start + step)]));
+        let piece = start..rows.end.min(start + step);
+        transfer = transfer.register(matrix.clone().slice(piece));
     }
     let pieces = transfer.try_execute().map_err(failed)?;
     let mut bytes = Vec::with_capacity(pieces.iter().map(|piece| piece.bytes.len()).sum());

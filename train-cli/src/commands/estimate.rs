@@ -1,6 +1,9 @@
 //! `estimate`: predicts how much memory a run of `fit` with the same flags needs.
 
-use crate::{CliError, args::FitArgs, commands::fit, device, report, run::inputs::Inputs, run::preflight::Forecast};
+use crate::{
+    CliError, args::FitArgs, commands::fit, device, report, run::inputs::Inputs, run::preflight::Forecast,
+    settings::StepMode,
+};
 
 /// Runs the command.
 ///
@@ -17,6 +20,9 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     report::chosen_device(&device.to_string(), precision);
     let forecast = Forecast::of(&plan, &inputs, device, precision);
     report::label("rows", format!("the longest has {} tokens", inputs.longest_row()));
+    if plan.settings.memory.step_mode == StepMode::Streaming {
+        report::label("recompute", forecast.recompute_line());
+    }
     report::label("memory", forecast.line());
     report::label("guard", forecast.undo.line());
     forecast.estimate.table().into_iter().for_each(report::result);

@@ -22,7 +22,7 @@ use crate::{
     run::sample::Samples,
     run::saving::Saver,
     run::summary,
-    settings::{DeviceChoice, Layer, SaveStrategy},
+    settings::{DeviceChoice, Layer, SaveStrategy, StepMode},
     train::clip::Clipping,
     train::damp::DampedFinish,
     train::guard::{self, Back, Guard},
@@ -137,6 +137,9 @@ impl Job for Fit {
             }
         }
         header::print(&ready.plan, &ready.inputs, ready.spec.scaling);
+        if ready.plan.settings.memory.step_mode == StepMode::Streaming {
+            report::label("recompute", ready.forecast.recompute_line());
+        }
         report::label("memory", ready.forecast.line());
         report::label("guard", ready.forecast.undo.line());
         report::label("products", B::tiers(&device).join(" · "));
@@ -398,6 +401,8 @@ impl Ready {
             stepper: Stepper {
                 undo: matches!(self.forecast.undo, Undo::Copy { .. }),
                 mode: s.memory.step_mode,
+                kept: self.forecast.kept,
+                pool: self.forecast.pool(),
                 clipping: Clipping {
                     clip: self.plan.clip,
                     max_norm: s.optimizer.max_grad_norm,

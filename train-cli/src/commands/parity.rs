@@ -8,6 +8,7 @@ use crate::{
     data::order::MicroBatch,
     device::{self, Job},
     durable,
+    memory::pool::Pool,
     memory::vram::VramReport,
     model_files::ModelFiles,
     outputs::check_output,
@@ -271,6 +272,8 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
     let mut stepper = Stepper::<B> {
         undo: false,
         mode: StepMode::Streaming,
+        kept: 0,
+        pool: Pool::new(None, 0, None),
         clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },
         buffer: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),

@@ -59,6 +59,11 @@ impl MicroBatch {
         padded_len(self.ids.iter().map(Vec::len).max().unwrap_or(0))
     }
 
+    /// The number of tokens, with padding.
+    pub fn tokens(&self) -> usize {
+        self.ids.len() * self.tokens_a_row()
+    }
+
     /// The ids of each row, with padding.
     pub fn padded(&self) -> Vec<Vec<u32>> {
         let t = self.tokens_a_row();

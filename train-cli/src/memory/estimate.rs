@@ -21,7 +21,16 @@ pub struct Estimate {
     export: f64,
     /// The weights that are trained, and their states.
     trained: f64,
+    /// The activations that a block keeps for its backward, over the longest batch.
+    kept: f64,
+    /// The tokens of the longest batch.
+    tokens: f64,
+    /// The blocks that are trained.
+    trained_blocks: usize,
 }
+
+/// The part of an estimate that `--recompute` decides on.
+const KEPT: &str = "activations of kept blocks";
 
 /// Numbers of parameters. Norms are too small to count.
 struct Sizes {
@@ -95,10 +104,18 @@ impl Estimate {
         // The graph of a block and its backward pass, in which gradients replace gate and up. Attention in f32 has no
         // fused kernel and stores its weights.
         let mut block = tokens * value * (13.0 * d + 7.0 * q + 8.0 * kv + 4.0 * f);
+        let attention = 6.0 * 4.0 * tokens * length as f64 * c.num_attention_heads as f64;
         if precision.dtype() == DType::F32 {
-            block += 6.0 * 4.0 * tokens * length as f64 * c.num_attention_heads as f64;
+            block += attention;
         }
         let graph = if whole { block * trained } else { inputs + block };
+        let activations = if whole { "activations" } else { "block inputs and one block" };
+        // What the graph alone holds: two residuals and two norms; q, k and attention's output before and after; gate, up and
+        // their product.
+        let mut kept = tokens * value * (4.0 * d + 3.0 * q + 3.0 * kv + 3.0 * f);
+        if precision.dtype() == DType::F32 {
+            kept += attention;
+        }
         // The weights of a layer in the type of the products, and their codes.
         let copies =
             if plan.recipe.packs_weights() || dense != value { s.block * 0.5625 + 4.0 * d * f * value } else { 0.0 };
@@ -109,15 +126,40 @@ impl Estimate {
                 ("weights", linear * s.linear() + dense * dense_values + residual),
                 ("optimizer states", states * trained_params),
                 ("gradients", gradients),
-                (if whole { "activations" } else { "block inputs and one block" }, graph + copies),
+                (activations, graph + copies),
                 ("head", logits),
+                (KEPT, 0.0),
             ],
+            kept,
+            tokens,
+            trained_blocks: trained as usize,
             trained: linear * trained * s.block
                 + if all { dense * dense_values } else { 0.0 }
                 + residual
                 + states * trained_params,
             export: if plan.recipe.packs_weights() { 0.5625 * s.linear() + 4.0 * dense_values } else { 2.0 * params },
         }
+    }
+
+    /// Keeps the activations of `blocks` blocks.
+    pub fn keep(&mut self, blocks: usize) {
+        let kept = blocks as f64 * self.kept;
+        self.parts.iter_mut().filter(|(name, _)| *name == KEPT).for_each(|(_, bytes)| *bytes = kept);
+    }
+
+    /// The activations that a block keeps over the longest batch, in bytes.
+    pub fn block(&self) -> u64 {
+        self.kept as u64
+    }
+
+    /// The activations that a block keeps over one token, in bytes.
+    pub fn block_a_token(&self) -> u64 {
+        (self.kept / self.tokens.max(1.0)) as u64
+    }
+
+    /// The number of blocks that are trained.
+    pub fn trained_blocks(&self) -> usize {
+        self.trained_blocks
     }
 
     /// The peak of training, in bytes.
@@ -143,7 +185,8 @@ impl Estimate {
     /// One line for each part, and the totals.
     pub fn table(&self) -> Vec<String> {
         let gib = |bytes: f64| format!("{:>9.2} GiB", bytes / f64::from(1 << 30));
-        let mut lines: Vec<String> = self.parts.iter().map(|(name, b)| format!("{name:<28}{}", gib(*b))).collect();
+        let shown = self.parts.iter().filter(|(name, bytes)| *name != KEPT || *bytes > 0.0);
+        let mut lines: Vec<String> = shown.map(|(name, b)| format!("{name:<28}{}", gib(*b))).collect();
         lines.push(format!("{:<28}{}", "peak of training", gib(self.peak() as f64)));
         lines.push(format!("{:<28}{}", "export (after training)", gib(self.parts[0].1 + self.export)));
         lines.push("Not counted: about 0.5 GiB that the CUDA driver takes.".into());

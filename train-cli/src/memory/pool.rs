@@ -1,6 +1,9 @@
 //! Keeps the device's memory pool as small as a step allows. The pool reuses a free buffer only for a buffer of exactly
 //! the same size. A step over batches of another length cannot use it and allocates more, so free buffers are returned
 //! to the device when there are many. As long as all steps have one length, nothing is returned.
+//!
+//! Where the activations of blocks are kept, those of another length take more than a small step needs. The pool then
+//! keeps what there is room for, and returns it before it would hold more.
 
 use backend_nvfp4::DeviceServices;
 
@@ -13,12 +16,30 @@ pub struct Pool {
     needed: u64,
     /// Whether the pool may hold free buffers of earlier steps.
     stale: bool,
+    /// Bytes that the kept activations of each token take.
+    kept: u64,
+    /// The most that the pool may hold where activations are kept, if it is known.
+    most: Option<u64>,
+    /// Tokens of the last batch.
+    tokens: usize,
 }
 
 impl Pool {
-    /// A pool before the first step, without free buffers.
-    pub fn new(limit: Option<u64>) -> Self {
-        Self { limit, needed: 0, stale: false }
+    /// A pool before the first step, without free buffers. The activations of each token of a batch that are kept take
+    /// `kept` bytes, and with them the pool may hold `most`.
+    pub fn new(limit: Option<u64>, kept: u64, most: Option<u64>) -> Self {
+        Self { limit, needed: 0, stale: false, kept, most, tokens: 0 }
+    }
+
+    /// Returns free buffers to the device if they and the activations of a batch of `tokens` tokens would be too much.
+    pub fn before_batch<B: DeviceServices>(&mut self, device: &B::Device, tokens: usize) {
+        if self.kept == 0 || std::mem::replace(&mut self.tokens, tokens) == tokens || !self.stale {
+            return;
+        }
+        let Some(memory) = B::memory_in_use(device) else { return };
+        if self.most.is_none_or(|most| memory.reserved + self.kept * tokens as u64 > most) {
+            self.give_back::<B>(device);
+        }
     }
 
     /// Returns free buffers to the device if the pool is more than a tenth larger than a step needs, or if the run holds
@@ -29,7 +50,8 @@ impl Pool {
             self.needed = self.needed.max(memory.reserved);
             return false;
         }
-        let trims = memory.reserved > self.needed + self.needed / 10 || self.limit.is_some_and(|limit| held > limit);
+        let most = self.most.filter(|_| self.kept > 0).unwrap_or(self.needed + self.needed / 10);
+        let trims = memory.reserved > most || self.limit.is_some_and(|limit| held > limit);
         if trims {
             self.give_back::<B>(device);
         }

@@ -6,13 +6,14 @@ use crate::{
     memory::{
         estimate::Estimate,
         free::{self, Disk},
+        pool::Pool,
     },
     plan::Plan,
     report,
     run::checkpoint,
     run::inputs::Inputs,
     run::saving::Room,
-    settings::{Clip, DeviceChoice, SaveStrategy, StepMode},
+    settings::{Clip, DeviceChoice, Recompute, SaveStrategy, StepMode},
 };
 use backend_nvfp4::Precision;
 use std::collections::BTreeMap;
@@ -29,6 +30,8 @@ pub struct Forecast {
     pub undo: Undo,
     /// Where a checkpoint waits until it is written.
     pub saving: Room,
+    /// The number of blocks whose activations are kept from the forward pass to the backward pass.
+    pub kept: usize,
 }
 
 /// How a step is undone whose gradient norm turns out not to be finite.
@@ -107,23 +110,54 @@ impl Space {
     /// Whether there is room for `needed` bytes, and a tenth more, because a forecast is no measurement. There is none
     /// where nothing is known.
     fn has(self, needed: u64) -> bool {
+        self.most().is_some_and(|most| needed <= most)
+    }
+
+    /// The most bytes that a forecast may have.
+    fn most(self) -> Option<u64> {
         let room = [self.limit, self.free].into_iter().flatten().min();
-        room.is_some_and(|room| needed + needed / 10 <= room)
+        room.map(|room| (room as f64 / 1.1) as u64)
+    }
+}
+
+/// How many blocks keep their activations: as many as there is room for, unless the plan says all or none. Memory that
+/// belongs to the host is not for this program alone, which then takes half of what is free at most.
+fn kept_blocks(plan: &Plan, estimate: &Estimate, space: Space, of_the_host: bool) -> usize {
+    let (memory, blocks) = (&plan.settings.memory, estimate.trained_blocks());
+    match (memory.step_mode, memory.recompute) {
+        (StepMode::Whole, _) | (_, Recompute::Always) => 0,
+        (_, Recompute::Never) => blocks,
+        (_, Recompute::Auto) => {
+            let space = Space { free: space.free.map(|free| if of_the_host { free / 2 } else { free }), ..space };
+            let left = space.most().map_or(0, |most| most.saturating_sub(estimate.peak()));
+            blocks.min((left / estimate.block().max(1)) as usize)
+        }
+    }
+}
+
+/// Whether the memory of a device is that of the host.
+fn is_of_the_host(device: DeviceChoice) -> bool {
+    match device {
+        DeviceChoice::Cpu => true,
+        DeviceChoice::Cuda(_) => kernel_cache::memory_is_the_hosts(),
+        DeviceChoice::Vulkan | DeviceChoice::Auto => false,
     }
 }
 
 impl Forecast {
     /// Predicts the run of a plan over its inputs on a device that computes in `precision`.
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
-        let estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
+        let mut estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
         let space = Space { limit: plan.memory_limit, free: free::on_device(device) };
+        let kept = kept_blocks(plan, &estimate, space, is_of_the_host(device));
+        estimate.keep(kept);
         let undo = Undo::of(plan, &estimate, space, device);
-        let mut forecast = Self { estimate, device, space, undo, saving: Room::Host };
+        let mut forecast = Self { estimate, device, space, undo, saving: Room::Host, kept };
         if plan.settings.saving.save_strategy != SaveStrategy::No
             && space.has(forecast.peak() + forecast.estimate.trained())
         {
             forecast.saving = Room::Device;
-        } else if plan.memory_limit.is_some() && forecast.is_of_the_host() {
+        } else if plan.memory_limit.is_some() && is_of_the_host(device) {
             forecast.saving = Room::Limited;
         }
         forecast
@@ -181,15 +215,6 @@ impl Forecast {
         self.estimate.peak() + self.undo.bytes()
     }
 
-    /// Whether the memory of the device is that of the host.
-    fn is_of_the_host(&self) -> bool {
-        match self.device {
-            DeviceChoice::Cpu => true,
-            DeviceChoice::Cuda(_) => kernel_cache::memory_is_the_hosts(),
-            DeviceChoice::Vulkan | DeviceChoice::Auto => false,
-        }
-    }
-
     /// One line: what the run needs, and what is free.
     pub fn line(&self) -> String {
         let free = match self.space.free {
@@ -203,6 +228,26 @@ impl Forecast {
                 format!("{peak}, and {more} more from the first checkpoint on; {free}")
             }
             Room::Host | Room::Limited => format!("{peak}; {free}"),
+        }
+    }
+
+    /// The device's memory pool before the first step.
+    pub fn pool(&self) -> Pool {
+        Pool::new(self.space.limit, self.kept as u64 * self.estimate.block_a_token(), self.space.most())
+    }
+
+    /// One line of the plan, of a streaming step: which blocks run twice.
+    pub fn recompute_line(&self) -> String {
+        let (kept, blocks) = (self.kept, self.estimate.trained_blocks());
+        let bytes = report::gib(kept as u64 * self.estimate.block());
+        match kept {
+            0 => format!("all {blocks} blocks run a second time in the backward pass"),
+            all if all == blocks => format!("no block runs a second time; their activations take up to {bytes}"),
+            _ => format!(
+                "{} of {blocks} blocks run a second time in the backward pass; the activations of the others take up to \
+                 {bytes}",
+                blocks - kept
+            ),
         }
     }
 

@@ -268,6 +268,18 @@ pub enum StepMode {
     Whole,
 }
 
+/// Which blocks are run a second time in the backward pass of a streaming step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Recompute {
+    /// Those whose activations do not fit into the memory that is free, or into --memory-limit
+    Auto,
+    /// All: needs the least memory
+    Always,
+    /// None: keeps the activations of all blocks
+    Never,
+}
+
 /// Which gradient norm clipping uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clip {

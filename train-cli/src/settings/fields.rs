@@ -3,8 +3,8 @@
 use crate::{
     CliError,
     settings::choices::{
-        Auto, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, SaveStrategy, StepMode,
-        by_name, parser,
+        Auto, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, SaveStrategy,
+        StepMode, by_name, parser,
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
@@ -280,6 +280,10 @@ pub struct MemorySettings {
     /// How the backward pass runs
     #[arg(long)]
     pub step_mode: StepMode,
+    /// Which blocks run a second time in the backward pass of a streaming step, because their activations are not kept.
+    /// The numbers are the same
+    #[arg(long)]
+    pub recompute: Recompute,
     /// How the master weights are stored. They are the weights that the optimizer updates
     #[arg(long, alias = "master-dtype", value_parser = parser::<Auto<MasterKind>>())]
     #[serde(with = "by_name")]
@@ -298,6 +302,7 @@ impl Default for MemorySettings {
     fn default() -> Self {
         Self {
             step_mode: StepMode::Streaming,
+            recompute: Recompute::Auto,
             master_weights: None,
             optimizer_state_mode: StateKind::Int8,
             memory_limit: None,
@@ -446,7 +451,7 @@ const MOST: f64 = (1 << 20) as f64;
 
 /// Settings that a resumed run may change: they change no number that a step computes from the weights before it, or
 /// extend the run.
-const FREE: [&str; 15] = [
+const FREE: [&str; 16] = [
     "max_steps",
     "num_train_epochs",
     "guard",
@@ -460,6 +465,7 @@ const FREE: [&str; 15] = [
     "sample_prompt",
     "vram_report",
     "memory_limit",
+    "recompute",
     "peak_tflops",
     "token_cache",
 ];

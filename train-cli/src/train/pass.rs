@@ -21,6 +21,8 @@ pub struct Pass<'a, B: Nvfp4Kernels> {
     pub fate: Fate,
     /// The gradients that earlier passes of this step summed.
     pub gathered: Gathered<B>,
+    /// The number of blocks, the last ones, whose graphs a streaming pass keeps from the forward to the backward.
+    pub kept: usize,
     /// The optimizer that gradients are given to.
     pub optimizer: &'a mut ChunkedAdamw<B>,
     /// The memory report.

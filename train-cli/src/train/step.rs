@@ -10,7 +10,7 @@
 use crate::{
     CliError,
     data::order::MicroBatch,
-    memory::vram::VramReport,
+    memory::{pool::Pool, vram::VramReport},
     settings::StepMode,
     train::clip::Clipping,
     train::gradients::{Fate, Gathered},
@@ -26,6 +26,10 @@ use model_qwen3::weights::Replace;
 pub struct Stepper<B: Nvfp4Kernels> {
     /// How the backward runs.
     pub mode: StepMode,
+    /// The number of blocks, the last ones, whose graphs a streaming step keeps.
+    pub kept: usize,
+    /// The device's memory pool.
+    pub pool: Pool,
     /// How gradients are clipped.
     pub clipping: Clipping,
     /// The type of summed gradients.
@@ -70,16 +74,19 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         let exact = self.clipping.needs_the_norm_first();
         let sums_all = self.mode == StepMode::Whole || exact && !earlier.is_empty();
         let gathered = Gathered::new(self.buffer);
-        let mut pass = Pass { step, fate: Fate::Gather, gathered, optimizer: &mut self.optimizer, vram };
+        let mut pass =
+            Pass { step, fate: Fate::Gather, gathered, kept: self.kept, optimizer: &mut self.optimizer, vram };
 
         // 1. Sum the gradients of all micro-batches, or of all but the last, whose gradients need not be kept.
         let mut loss = 0.0;
         let summed = if sums_all { batches } else { earlier };
         for (i, batch) in summed.iter().enumerate() {
             net.seed_rounding(self.seed, number(i));
+            self.pool.before_batch::<AB>(&net.model().device(), batch.tokens());
             loss += forward_backward(self.mode, net, batch, &mut pass)?;
         }
         net.seed_rounding(self.seed, number(earlier.len()));
+        self.pool.before_batch::<AB>(&net.model().device(), last.tokens());
 
         // 2. Measure the gradient norm, where it must be known before the update or costs no pass of its own.
         if sums_all {

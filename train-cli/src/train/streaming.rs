@@ -2,6 +2,9 @@
 //! block and no graph. The backward goes from the last block to the first, reruns each block from its input, and gives
 //! the block's gradients away before the next block has any. So one block's activations and gradients live at a time.
 //!
+//! Where there is memory, the forward keeps the graphs of the last blocks too, which then need not run again. The numbers
+//! are the same.
+//!
 //! Shapes: M tokens, D features, V token ids.
 
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
@@ -28,9 +31,9 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
-        let (inputs, h_MD) = forward(net, batch);
+        let (traces, h_MD) = forward(net, batch, self.kept);
         let Head { loss, dy_MD, tied_VD } = self.head(net, batch, h_MD)?;
-        let dx_MD = self.blocks(net, batch, inputs, dy_MD)?;
+        let dx_MD = self.blocks(net, batch, traces, dy_MD)?;
         self.embedding(net, batch, dx_MD, tied_VD);
         self.note(net, "backward_done")?;
         Ok(loss)
@@ -63,17 +66,21 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         &mut self,
         net: &mut Trainee<AB>,
         batch: &MicroBatch,
-        inputs: Vec<Tensor<B, 2>>,
+        traces: Vec<Trace<AB>>,
         mut dy_MD: Tensor<B, 2>,
     ) -> Result<Tensor<B, 2>, CliError>
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
         let context = net.context(batch);
-        for (nth, x_MD) in inputs.into_iter().enumerate().rev() {
+        for (nth, trace) in traces.into_iter().enumerate().rev() {
             let i = net.first_trained() + nth;
-            let x_MD = Tensor::<AB, 2>::from_inner(x_MD).require_grad();
-            let (grads, dx_MD) = backward(&net.model().layers[i], x_MD, &net.model().of_block(&context, i), dy_MD);
+            let block = &net.model().layers[i];
+            let graph = match trace {
+                Trace::Input(x_MD) => Graph::of(block, x_MD, &net.model().of_block(&context, i)),
+                Trace::Graph(graph) => graph,
+            };
+            let (grads, dx_MD) = graph.backward(block, dy_MD);
             dy_MD = dx_MD;
             self.note(net, &format!("block_{i}_gradients"))?;
             net.update_block(i, |block| self.walk(grads).block(block));
@@ -114,34 +121,64 @@ struct Head<B: Nvfp4Kernels> {
     tied_VD: Option<Tensor<B, 2>>,
 }
 
-/// The forward without a graph: the input of each trained block, and the last block's output.
-fn forward<AB>(net: &Trainee<AB>, batch: &MicroBatch) -> (Vec<Tensor<AB::InnerBackend, 2>>, Tensor<AB::InnerBackend, 2>)
+/// What the forward of a block leaves for its backward.
+enum Trace<AB: TrainingBackend> {
+    /// The block's input, from which the block is run again.
+    Input(Tensor<AB::InnerBackend, 2>),
+    /// Its graph.
+    Graph(Graph<AB>),
+}
+
+/// The graph of one block, from its input to its output.
+struct Graph<AB: TrainingBackend> {
+    x_MD: Tensor<AB, 2>,
+    y_MD: Tensor<AB, 2>,
+}
+
+impl<AB: TrainingBackend> Graph<AB> {
+    /// Runs a block.
+    fn of(block: &Block<AB>, x_MD: Tensor<AB::InnerBackend, 2>, context: &Context<AB>) -> Self {
+        let x_MD = Tensor::<AB, 2>::from_inner(x_MD).require_grad();
+        Self { y_MD: block.forward(x_MD.clone(), context), x_MD }
+    }
+
+    /// Differentiates the block. Returns the gradients of its parameters and of its input.
+    fn backward(
+        self,
+        block: &Block<AB>,
+        dy_MD: Tensor<AB::InnerBackend, 2>,
+    ) -> (GradientsParams, Tensor<AB::InnerBackend, 2>) {
+        let mut grads = AB::backward_from(self.y_MD, dy_MD);
+        let dx_MD = self.x_MD.grad_remove(&mut grads).expect("a block's output depends on its input");
+        (GradientsParams::from_grads(grads, block), dx_MD)
+    }
+}
+
+/// The forward: what each trained block leaves for its backward, and the last block's output. The last `kept` blocks leave
+/// their graphs.
+fn forward<AB>(net: &Trainee<AB>, batch: &MicroBatch, kept: usize) -> (Vec<Trace<AB>>, Tensor<AB::InnerBackend, 2>)
 where
     AB: TrainingBackend,
 {
+    let blocks = net.model().layers.len();
+    let first_kept = blocks.saturating_sub(kept).max(net.first_trained());
     // This second handle on every parameter must end with the forward, or no update would be in place.
-    let net = net.valid();
-    let (mut h_MD, context) = net.begin(batch);
-    let mut inputs = Vec::new();
-    for (i, block) in net.model().layers.iter().enumerate() {
+    let plain = net.valid();
+    let (mut h_MD, context) = plain.begin(batch);
+    let mut traces = Vec::new();
+    for (i, block) in plain.model().layers.iter().enumerate().take(first_kept) {
         if i >= net.first_trained() {
-            inputs.push(h_MD.clone());
+            traces.push(Trace::Input(h_MD.clone()));
         }
-        h_MD = block.forward(h_MD, &net.model().of_block(&context, i));
+        h_MD = block.forward(h_MD, &plain.model().of_block(&context, i));
     }
-    (inputs, h_MD)
-}
-
-/// Reruns a block from its input and differentiates it. Returns the gradients of its parameters and of its input.
-fn backward<AB: TrainingBackend>(
-    block: &Block<AB>,
-    x_MD: Tensor<AB, 2>,
-    context: &Context<AB>,
-    dy_MD: Tensor<AB::InnerBackend, 2>,
-) -> (GradientsParams, Tensor<AB::InnerBackend, 2>) {
-    let mut grads = AB::backward_from(block.forward(x_MD.clone(), context), dy_MD);
-    let dx_MD = x_MD.grad_remove(&mut grads).expect("a block's output depends on its input");
-    (GradientsParams::from_grads(grads, block), dx_MD)
+    let context = net.context(batch);
+    for i in first_kept..blocks {
+        let graph = Graph::of(&net.model().layers[i], h_MD, &net.model().of_block(&context, i));
+        h_MD = graph.y_MD.clone().inner();
+        traces.push(Trace::Graph(graph));
+    }
+    (traces, h_MD)
 }
 
 /// The gradient of the embedding, f32 `[V, D]`: each token's row of `dy_MD` is added to the row of its id, on top of

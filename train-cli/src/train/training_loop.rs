@@ -6,7 +6,6 @@ use crate::{
     data::order::{MicroBatch, Order},
     device,
     interrupt::Interruption,
-    memory::pool::Pool,
     memory::vram::VramReport,
     train::damp::{self, DampedFinish},
     train::evaluation::{self, Evaluation},
@@ -135,7 +134,6 @@ pub fn train<AB: TrainingBackend>(
     let device = net.model().device();
     // Loading leaves freed buffers behind.
     AB::memory_cleanup(&device);
-    let mut pool = Pool::new(run.memory_limit);
     let mut clock = Clock::new(run.train.start, run.train.steps);
     let mut micro_batches = train.iter();
     let mut step = run.train.start;
@@ -156,7 +154,7 @@ pub fn train<AB: TrainingBackend>(
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
         let held = run.vram.held::<AB>(&device);
-        let trimmed = pool.after_step::<AB>(&device, held);
+        let trimmed = run.stepper.pool.after_step::<AB>(&device, held);
 
         let (tokens_per_second, eta) = clock.after_step(step, &batches);
         let memory_mib = held >> 20;
@@ -186,7 +184,7 @@ pub fn train<AB: TrainingBackend>(
         let saved = run.between.maybe_save(inner.model(), &run.stepper, step, stops)?;
         if evaluates {
             // Evaluation, samples and a checkpoint leave freed buffers of other sizes behind.
-            pool.give_back::<AB>(&device);
+            run.stepper.pool.give_back::<AB>(&device);
         }
         if let Some(limit) = exceeded {
             return Err(CliError::Memory { needed: held, limit, saved: Some(stopped(step, saved)) });
