@@ -150,24 +150,24 @@ fn a_step_that_is_not_finite_leaves_no_trace() {
             [("1", &["--max-grad-norm", "0"][..]), ("2", &["--clip", "previous"]), ("3", &["--clip", "exact"])]
         {
             let late = clip.contains(&"previous") || clip.contains(&"0");
-            let fit = |mode: &str, undo_copy: &str| {
+            let fit = |recompute: &str, undo_copy: &str| {
                 let mut words = FIT.to_vec();
-                words.extend(["--seed", seed, "--overwrite", "--step-mode", mode, "-o", mode, "--recipe", recipe]);
-                words.extend(["--undo-copy", undo_copy]);
+                words.extend(["--seed", seed, "--overwrite", "--recompute", recompute, "-o", "run"]);
+                words.extend(["--recipe", recipe, "--undo-copy", undo_copy]);
                 words.extend(clip);
                 let out = run(d, &words);
                 let said = String::from_utf8_lossy(&out.stderr).into_owned();
                 assert!(out.status.success(), "{said}");
                 // Other systems do not say how much memory is free, and then there is no copy.
                 let copies = undo_copy == "true" && cfg!(target_os = "linux");
-                let holds = late && mode == "streaming" && copies;
+                let holds = late && copies;
                 assert_eq!(said.contains("undone from a copy"), holds, "{said}");
                 // A loss is known before the update.
-                let replays = late && mode == "streaming" && !copies && overflow == Overflow::Gradient;
+                let replays = late && !copies && overflow == Overflow::Gradient;
                 assert_eq!(said.contains("the run goes back to"), replays, "{said}");
-                let folder = d.join(mode);
+                let folder = d.join("run");
                 let left_out = lines(&folder, "left_out");
-                assert_eq!(left_out.len(), 1, "{overflow:?} {recipe} {clip:?} {mode}: {left_out:?}");
+                assert_eq!(left_out.len(), 1, "{overflow:?} {recipe} {clip:?} {recompute}: {left_out:?}");
                 assert_eq!(left_out[0]["left_out"], what);
                 let row = left_out[0]["rows"][0].as_str().unwrap();
                 assert!(row.ends_with("m/rows.tsv:5"), "{row}");
@@ -177,12 +177,12 @@ fn a_step_that_is_not_finite_leaves_no_trace() {
                 assert_eq!((&results["steps_left_out"], &results["global_step"]), (&1.into(), &12.into()));
                 (left_out[0]["step"].clone(), fs::read(folder.join("checkpoint-12/model.safetensors")).unwrap())
             };
-            // The whole graph knows its norm before the update. Streaming has to undo it, unless it clips exactly.
-            let (a, whole) = fit("whole", "true");
-            for undo_copy in ["true", "false"] {
-                let (b, streaming) = fit("streaming", undo_copy);
+            // A run that goes back to a checkpoint never makes the step again. A copy must give the same weights.
+            let (a, replayed) = fit("always", "false");
+            for recompute in ["always", "never"] {
+                let (b, copied) = fit(recompute, "true");
                 assert_eq!(a, b);
-                assert!(whole == streaming, "{overflow:?} {recipe} {clip:?} at step {a}: the weights differ");
+                assert!(replayed == copied, "{overflow:?} {recipe} {clip:?} at step {a}: the weights differ");
             }
         }
     }

@@ -30,14 +30,14 @@ use train_cli::{
     data::sample::{Sample, synthetic},
     memory::pool::Pool,
     memory::vram::VramReport,
-    settings::{Clip, LossKind, StepMode},
+    settings::{Clip, LossKind},
     train::clip::Clipping,
     train::damp,
     train::gradients::{Fate, Gathered},
     train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw, Rate},
     train::pass::Pass,
-    train::step::{Stepped, Stepper, forward_backward},
+    train::step::{Stepped, Stepper},
 };
 
 fn config(tied: bool) -> Qwen3Config {
@@ -58,11 +58,17 @@ fn trainee<B: Nvfp4Kernels + DeviceServices>(tied: bool, recipe: Recipe, master:
     Trainee::new(model.with_bf16_last_blocks(1), LossKind::CrossEntropy, 0)
 }
 
-/// A way to make a step: in one graph, or block by block with the graphs of so many of the three blocks kept.
-type Way = (StepMode, usize);
-const WHOLE: Way = (StepMode::Whole, 0);
-const STREAMING: Way = (StepMode::Streaming, 0);
-const STREAMS: [Way; 2] = [STREAMING, (StepMode::Streaming, 2)];
+/// A way to make a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Way {
+    /// In one graph over the whole model, which only these tests have.
+    Whole,
+    /// Block by block, with the graphs of so many of the three blocks kept, and the gradients held or not.
+    Blocks { kept: usize, gathers: bool },
+}
+
+const STREAMING: Way = Way::Blocks { kept: 0, gathers: false };
+const STREAMS: [Way; 3] = [STREAMING, Way::Blocks { kept: 2, gathers: false }, Way::Blocks { kept: 0, gathers: true }];
 
 /// Seed of the weights' initial values and of every rounding.
 const SEED: u64 = 3;
@@ -83,13 +89,14 @@ fn optimizer<B: Nvfp4Kernels + DeviceServices>(master: MasterKind, state: StateK
 }
 
 fn stepper<B: Nvfp4Kernels + DeviceServices>(
-    (mode, kept): Way,
+    way: Way,
     max_norm: f64,
     master: MasterKind,
     state: StateKind,
 ) -> Stepper<B> {
+    let Way::Blocks { kept, gathers } = way else { panic!("no stepper makes one graph") };
     Stepper {
-        mode,
+        gathers,
         kept,
         pool: Pool::new(None, 0, None),
         undo: false,
@@ -113,18 +120,36 @@ fn step(
 
 const LR: f64 = 1e-3;
 
+/// Forward and backward in one graph. Returns the loss.
+fn one_graph<B: Nvfp4Kernels + DeviceServices>(
+    net: &mut Trainee<Autodiff<B>>,
+    batch: &MicroBatch,
+    pass: &mut Pass<'_, B>,
+) -> f32 {
+    let loss = net.batch_loss(batch);
+    let value = host(loss.clone().inner())[0];
+    let grads = GradientsParams::from_grads(loss.backward(), &*net);
+    net.update(|model| pass.walk(grads).model(model));
+    value
+}
+
 /// Sums the gradients of the micro-batches of a step as a step does. Returns the loss.
 fn sum_gradients<B: Nvfp4Kernels + DeviceServices>(
-    (mode, kept): Way,
+    way: Way,
     net: &mut Trainee<Autodiff<B>>,
     (number, batches): (usize, &[MicroBatch]),
     pass: &mut Pass<'_, B>,
 ) -> f32 {
     let mut loss = 0.0;
-    pass.kept = kept;
+    if let Way::Blocks { kept, .. } = way {
+        pass.kept = kept;
+    }
     for (i, batch) in batches.iter().enumerate() {
         net.seed_rounding(SEED, ((number - 1) * 4 + i) as u32);
-        loss += forward_backward(mode, net, batch, pass).unwrap();
+        loss += match way {
+            Way::Whole => one_graph(net, batch, pass),
+            Way::Blocks { .. } => pass.streaming(net, batch).unwrap(),
+        };
     }
     loss
 }
@@ -210,7 +235,7 @@ fn streaming_is_whole<B: Nvfp4Kernels + DeviceServices>() {
     let batches = batches(2);
     for (tied, recipe) in RECIPES.into_iter().flat_map(|r| [(true, r), (false, r)]) {
         let of = |way| gradients::<B>(way, tied, recipe, MasterKind::F32, &batches);
-        let (a, whole) = of(WHOLE);
+        let (a, whole) = of(Way::Whole);
         assert!(whole.iter().all(|(_, grad)| grad.iter().any(|g| *g != 0.0)), "every parameter has a gradient");
         for way in STREAMS {
             let (b, streamed) = of(way);
@@ -241,14 +266,33 @@ fn trained(
     (master, state): (MasterKind, StateKind),
     batches: &[MicroBatch],
 ) -> (Named, Vec<Stepped>) {
-    let mut stepper = stepper(way, max_norm, master, state);
     let mut net = trainee::<Cpu>(true, recipe, master);
-    let steps = (1..=3).map(|number| step(&mut stepper, &mut net, batches, number).unwrap()).collect();
+    let steps = if way == Way::Whole {
+        let (mut optimizer, mut vram) = (optimizer(master, state), VramReport::new(None));
+        (1..=3)
+            .map(|step| {
+                let gathered = Gathered::new(DType::F32);
+                let (fate, kept) = (Fate::Gather, 0);
+                let mut pass = Pass { step, fate, gathered, kept, optimizer: &mut optimizer, vram: &mut vram };
+                let loss = sum_gradients(way, &mut net, (step, batches), &mut pass);
+                pass.gathered.measure();
+                let grad_norm = pass.gathered.norm().unwrap().unwrap();
+                let clipping = Clipping { clip: Clip::Exact, max_norm, last_norm: None };
+                let rate = Rate { lr: LR, clip_factor: clipping.clip_factor(Some(grad_norm)) };
+                pass.fate = Fate::Apply { rate, measured: true };
+                net.update(|model| pass.walk(GradientsParams::new()).model(model));
+                Stepped { loss, grad_norm }
+            })
+            .collect()
+    } else {
+        let mut stepper = stepper(way, max_norm, master, state);
+        (1..=3).map(|number| step(&mut stepper, &mut net, batches, number).unwrap()).collect()
+    };
     (values(&net), steps)
 }
 
 #[test]
-fn both_modes_give_the_same_update() {
+fn every_way_gives_the_same_update() {
     let one = batches(4);
     for (recipe, master, state) in [
         (Recipe::Bf16, MasterKind::F32, StateKind::F32),
@@ -261,7 +305,7 @@ fn both_modes_give_the_same_update() {
         // One micro-batch with and without clipping, and two, whose gradients are summed.
         for (max_norm, batches) in [(0.0, &one), (0.05, &one), (0.05, &batches(2))] {
             let of = |way| trained(way, max_norm, recipe, (master, state), batches);
-            let (whole, a) = of(WHOLE);
+            let (whole, a) = of(Way::Whole);
             for way in STREAMS {
                 let (streamed, b) = of(way);
                 let what = format!("{recipe:?}, {way:?}, {master:?}, {state:?}, clip {max_norm}");
@@ -333,7 +377,7 @@ fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Named, Vec<f64>) {
         let gathered = Gathered::new(DType::F32);
         let mut pass =
             Pass { step: number, fate: Fate::Gather, gathered, kept: 0, optimizer: &mut optimizer, vram: &mut vram };
-        sum_gradients(WHOLE, &mut net, (number, &batches), &mut pass);
+        sum_gradients(Way::Whole, &mut net, (number, &batches), &mut pass);
         let ids = fields(net.model()).into_iter().map(|(_, field)| field.id().unwrap());
         let grads = ids.flat_map(|id| flat::<Cpu>(pass.gathered.get(id).unwrap()));
         norms.push(grads.map(|g| f64::from(g).powi(2)).sum::<f64>().sqrt());
@@ -354,7 +398,7 @@ fn gradients_are_clipped_by_the_norm_that_was_asked_for() {
     let exact = |norms: &[f64]| by(norms[norms.len() - 1]);
     let by_hand = [(Clip::Exact, clipped_by_hand(exact)), (Clip::Previous, clipped_by_hand(previous))];
     for (clip, (expected, norms)) in by_hand {
-        for way in [WHOLE, STREAMS[0], STREAMS[1]] {
+        for way in STREAMS {
             let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
             stepper.clipping.clip = clip;
             let mut net = trainee::<Cpu>(true, Recipe::Bf16, MasterKind::F32);
@@ -386,7 +430,7 @@ fn frozen_below(blocks: usize, recipe: Recipe) -> Trainee<Autodiff<Cpu>> {
 }
 
 #[test]
-fn frozen_blocks_stay_and_the_others_train_alike_in_both_modes() {
+fn frozen_blocks_stay_and_the_others_train_alike_in_every_way() {
     for (recipe, batches) in [(Recipe::Bf16, batches(4)), (Recipe::W4a4, batches(2))] {
         let of = |way| {
             let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
@@ -401,14 +445,14 @@ fn frozen_blocks_stay_and_the_others_train_alike_in_both_modes() {
             assert_eq!(differing(&before, &after), expected, "{recipe:?}, {way:?}");
             after
         };
-        for way in STREAMS {
-            assert_eq!(differing(&of(WHOLE), &of(way)), [""; 0], "{recipe:?}, {way:?}");
+        for way in &STREAMS[1..] {
+            assert_eq!(differing(&of(STREAMING), &of(*way)), [""; 0], "{recipe:?}, {way:?}");
         }
     }
 }
 
 #[test]
-fn blocks_frozen_on_their_codes_keep_them_in_both_modes() {
+fn blocks_frozen_on_their_codes_keep_them_in_every_way() {
     let of = |way| {
         let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
         let mut net = trainee::<Cpu>(true, Recipe::W4, MasterKind::F32);
@@ -422,14 +466,14 @@ fn blocks_frozen_on_their_codes_keep_them_in_both_modes() {
         assert_eq!(differing(&before, &after), expected, "{way:?}");
         after
     };
-    for way in STREAMS {
-        assert_eq!(differing(&of(WHOLE), &of(way)), [""; 0], "{way:?}");
+    for way in &STREAMS[1..] {
+        assert_eq!(differing(&of(STREAMING), &of(*way)), [""; 0], "{way:?}");
     }
 }
 
 #[test]
 fn a_step_that_fails_before_its_update_changes_nothing() {
-    for way in [WHOLE, STREAMS[0], STREAMS[1]] {
+    for way in STREAMS {
         for clip in [Clip::Exact, Clip::Previous] {
             let fresh = || {
                 let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
@@ -468,7 +512,7 @@ fn with_a_steep_head() -> Trainee<Autodiff<Cpu>> {
 
 #[test]
 fn an_infinite_norm_stops_the_run_and_leaves_every_parameter_in_the_model() {
-    for way in [WHOLE, STREAMS[0], STREAMS[1]] {
+    for way in STREAMS {
         for (clip, undo) in [(Clip::Exact, false), (Clip::Previous, false), (Clip::Previous, true)] {
             let mut stepper = stepper(way, MAX_NORM, MasterKind::F32, StateKind::F32);
             (stepper.clipping.clip, stepper.undo) = (clip, undo);
@@ -476,8 +520,8 @@ fn an_infinite_norm_stops_the_run_and_leaves_every_parameter_in_the_model() {
             let before = values(&net);
             let error = step(&mut stepper, &mut net, &batches(4), 1).unwrap_err();
             assert!(matches!(error, CliError::Diverged { what: "gradient norm", .. }), "{error}");
-            // Only streaming by the previous norm learns the norm after the update, which a copy undoes.
-            let late = way != WHOLE && clip == Clip::Previous && !undo;
+            // A step that clips by the previous norm learns its own after the update, which a copy undoes.
+            let late = clip == Clip::Previous && !undo;
             assert_eq!(error.to_string().contains("nothing was updated"), !late, "{error}");
             let changed = differing(&before, &values(&net));
             assert_eq!(!late, changed.is_empty(), "{way:?}, {clip:?}, undo {undo}: {changed:?}");

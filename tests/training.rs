@@ -538,9 +538,9 @@ fn only_the_last_layers_move_if_only_they_are_trained() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let modes = ["streaming", "whole"];
+    let modes = ["always", "never"];
     for mode in modes {
-        fit(d, mode, &["--train-last-layers", "1", "--recipe", "w4a4", "--step-mode", mode]);
+        fit(d, mode, &["--train-last-layers", "1", "--recipe", "w4a4", "--recompute", mode]);
     }
     // Training every block still leaves the embedding as it was.
     fit(d, "all", &["--train-last-layers", "2"]);

@@ -36,7 +36,7 @@ def start(suite):
 
 
 def add(suite, name, flags, state="f32", master="f32", seeds=(1, 2, 3)):
-    stored = f"--step-mode whole --save-strategy no --optimizer-state-mode {state} --master-weights {master}"
+    stored = f"--clip exact --save-strategy no --optimizer-state-mode {state} --master-weights {master}"
     for seed in seeds:
         jobs.append((f"{name}-{seed}", [*start(suite), *stored.split(), "--seed", str(seed), *flags.split()]))
 

@@ -6,7 +6,7 @@ use crate::{
     model_files::{Companions, ModelFiles},
     outputs::{check_dat_name, check_output},
     settings::{
-        Clip, Nvfp4Part, SaveStrategy, Settings, StepMode, bytes,
+        Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
         fields::{RANGES, flag},
     },
 };
@@ -115,11 +115,10 @@ pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
     wanted.unwrap_or(2048).min(limit)
 }
 
-/// This step's norm costs nothing extra where all gradients exist before the first is applied. Elsewhere it needs a
-/// second pass, and the previous step's norm is used.
+/// This step's norm costs nothing extra where all gradients exist before the first is applied. Elsewhere it takes the memory
+/// of all gradients or a second pass, and the previous step's norm is used.
 fn default_clip(s: &Settings) -> Clip {
-    let all_at_once = s.memory.step_mode == StepMode::Whole || s.optimizer.gradient_accumulation_steps > 1;
-    if all_at_once { Clip::Exact } else { Clip::Previous }
+    if s.optimizer.gradient_accumulation_steps > 1 { Clip::Exact } else { Clip::Previous }
 }
 
 /// Refuses numbers outside [`RANGES`].
@@ -268,14 +267,11 @@ mod tests {
 
     #[test]
     fn clipping_uses_this_steps_norm_where_it_is_free() {
-        let clip = |accumulation, mode| {
+        let clip = |accumulation| {
             let mut s = Settings::default();
             s.optimizer.gradient_accumulation_steps = accumulation;
-            s.memory.step_mode = mode;
             default_clip(&s)
         };
-        assert_eq!(clip(1, StepMode::Streaming), Clip::Previous);
-        assert_eq!(clip(2, StepMode::Streaming), Clip::Exact);
-        assert_eq!(clip(1, StepMode::Whole), Clip::Exact);
+        assert_eq!([clip(1), clip(2)], [Clip::Previous, Clip::Exact]);
     }
 }

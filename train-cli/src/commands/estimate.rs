@@ -1,9 +1,6 @@
 //! `estimate`: predicts how much memory a run of `fit` with the same flags needs.
 
-use crate::{
-    CliError, args::FitArgs, commands::fit, device, report, run::inputs::Inputs, run::preflight::Forecast,
-    settings::StepMode,
-};
+use crate::{CliError, args::FitArgs, commands::fit, device, report, run::inputs::Inputs, run::preflight::Forecast};
 
 /// Runs the command.
 ///
@@ -20,11 +17,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     report::chosen_device(&device.to_string(), precision);
     let forecast = Forecast::of(&plan, &inputs, device, precision);
     report::label("rows", format!("the longest has {} tokens", inputs.longest_row()));
-    if plan.settings.memory.step_mode == StepMode::Streaming {
-        report::label("recompute", forecast.recompute_line());
-    }
-    report::label("memory", forecast.line());
-    report::label("guard", forecast.undo.line());
+    forecast.lines().into_iter().for_each(|(label, line)| report::label(label, line));
     forecast.estimate.table().into_iter().for_each(report::result);
     Ok(())
 }

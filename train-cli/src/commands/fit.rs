@@ -22,7 +22,7 @@ use crate::{
     run::sample::Samples,
     run::saving::Saver,
     run::summary,
-    settings::{DeviceChoice, Layer, SaveStrategy, StepMode},
+    settings::{DeviceChoice, Layer, SaveStrategy},
     train::clip::Clipping,
     train::damp::DampedFinish,
     train::guard::{self, Back, Guard},
@@ -137,11 +137,7 @@ impl Job for Fit {
             }
         }
         header::print(&ready.plan, &ready.inputs, ready.spec.scaling);
-        if ready.plan.settings.memory.step_mode == StepMode::Streaming {
-            report::label("recompute", ready.forecast.recompute_line());
-        }
-        report::label("memory", ready.forecast.line());
-        report::label("guard", ready.forecast.undo.line());
+        ready.forecast.lines().into_iter().for_each(|(label, line)| report::label(label, line));
         report::label("products", B::tiers(&device).join(" · "));
         if dry_run {
             report::result(ready.plan.settings.toml()?);
@@ -400,7 +396,7 @@ impl Ready {
             eval: self.inputs.eval_order(&self.plan),
             stepper: Stepper {
                 undo: matches!(self.forecast.undo, Undo::Copy { .. }),
-                mode: s.memory.step_mode,
+                gathers: self.forecast.gathers == Some(true),
                 kept: self.forecast.kept,
                 pool: self.forecast.pool(),
                 clipping: Clipping {

@@ -13,7 +13,7 @@ use crate::{
     model_files::ModelFiles,
     outputs::check_output,
     report,
-    settings::{Clip, LossKind, StepMode},
+    settings::{Clip, LossKind},
     train::clip::Clipping,
     train::objective::Trainee,
     train::optim::{AdamwConfig, ChunkedAdamw},
@@ -271,7 +271,7 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
     };
     let mut stepper = Stepper::<B> {
         undo: false,
-        mode: StepMode::Streaming,
+        gathers: false,
         kept: 0,
         pool: Pool::new(None, 0, None),
         clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },

@@ -3,11 +3,7 @@
 //! The prediction is the peak of the memory pool. The pool reuses a buffer only for buffers of the same size, so the
 //! phases of a step (head, block, optimizer) do not share memory.
 
-use crate::{
-    data::order,
-    plan::Plan,
-    settings::{Clip, StepMode},
-};
+use crate::{data::order, plan::Plan, settings::Clip};
 use backend_nvfp4::{MasterKind, Precision, StateKind};
 use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
@@ -21,6 +17,8 @@ pub struct Estimate {
     export: f64,
     /// The weights that are trained, and their states.
     trained: f64,
+    /// The gradients of all weights that are trained.
+    all_gradients: f64,
     /// The activations that a block keeps for its backward, over the longest batch.
     kept: f64,
     /// The tokens of the longest batch.
@@ -29,7 +27,9 @@ pub struct Estimate {
     trained_blocks: usize,
 }
 
-/// The part of an estimate that `--recompute` decides on.
+/// The parts of an estimate that a run has if there is memory for them: `--clip exact` decides on the first, `--recompute`
+/// on the second.
+const GATHERED: &str = "gradients of all blocks";
 const KEPT: &str = "activations of kept blocks";
 
 /// Numbers of parameters. Norms are too small to count.
@@ -76,7 +76,6 @@ impl Estimate {
             0 => (s.blocks, true),
             last => ((last as f64).min(s.blocks), false),
         };
-        let whole = memory.step_mode == StepMode::Whole;
         // Masters of bf16 take four bytes on a device that computes in f32.
         let dense = if master == MasterKind::F32 { 4.0 } else { value };
         let linear = if master == MasterKind::Nvfp4 { 0.5625 } else { dense };
@@ -87,12 +86,12 @@ impl Estimate {
         let residual = if master == MasterKind::Bf16Residual { trained_params } else { 0.0 };
 
         // The products give f32 gradients. Where they are gathered, they are stored in the buffer's type.
-        let gathers = whole || optimizer.gradient_accumulation_steps > 1;
+        let gathers = optimizer.gradient_accumulation_steps > 1;
         let buffer = if master == MasterKind::F32 { 4.0 } else { value };
         let both_passes =
             optimizer.gradient_accumulation_steps > 1 && !(plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0);
-        // When streaming makes the embedding's gradient, that of a separate head is no longer there.
-        let mut gradients = if whole { 4.0 * trained_params } else { 4.0 * (embedding + s.block) };
+        // When the embedding's gradient is made, that of a separate head is no longer there.
+        let mut gradients = 4.0 * (embedding + s.block);
         gradients += if gathers { buffer * trained_params } else { 0.0 };
         gradients += if both_passes { 4.0 * s.block } else { 0.0 };
 
@@ -108,8 +107,6 @@ impl Estimate {
         if precision.dtype() == DType::F32 {
             block += attention;
         }
-        let graph = if whole { block * trained } else { inputs + block };
-        let activations = if whole { "activations" } else { "block inputs and one block" };
         // What the graph alone holds: two residuals and two norms; q, k and attention's output before and after; gate, up and
         // their product.
         let mut kept = tokens * value * (4.0 * d + 3.0 * q + 3.0 * kv + 3.0 * f);
@@ -126,11 +123,13 @@ impl Estimate {
                 ("weights", linear * s.linear() + dense * dense_values + residual),
                 ("optimizer states", states * trained_params),
                 ("gradients", gradients),
-                (activations, graph + copies),
+                ("block inputs and one block", inputs + block + copies),
                 ("head", logits),
+                (GATHERED, 0.0),
                 (KEPT, 0.0),
             ],
             kept,
+            all_gradients: 4.0 * trained_params,
             tokens,
             trained_blocks: trained as usize,
             trained: linear * trained * s.block
@@ -143,8 +142,21 @@ impl Estimate {
 
     /// Keeps the activations of `blocks` blocks.
     pub fn keep(&mut self, blocks: usize) {
-        let kept = blocks as f64 * self.kept;
-        self.parts.iter_mut().filter(|(name, _)| *name == KEPT).for_each(|(_, bytes)| *bytes = kept);
+        self.set(KEPT, blocks as f64 * self.kept);
+    }
+
+    /// Holds the gradients of a step until their norm is known.
+    pub fn gather(&mut self) {
+        self.set(GATHERED, self.all_gradients);
+    }
+
+    fn set(&mut self, part: &str, bytes: f64) {
+        self.parts.iter_mut().filter(|(name, _)| *name == part).for_each(|(_, held)| *held = bytes);
+    }
+
+    /// The gradients of all weights that are trained, in bytes.
+    pub fn all_gradients(&self) -> u64 {
+        self.all_gradients as u64
     }
 
     /// The activations that a block keeps over the longest batch, in bytes.
@@ -185,7 +197,7 @@ impl Estimate {
     /// One line for each part, and the totals.
     pub fn table(&self) -> Vec<String> {
         let gib = |bytes: f64| format!("{:>9.2} GiB", bytes / f64::from(1 << 30));
-        let shown = self.parts.iter().filter(|(name, bytes)| *name != KEPT || *bytes > 0.0);
+        let shown = self.parts.iter().filter(|(name, bytes)| ![GATHERED, KEPT].contains(name) || *bytes > 0.0);
         let mut lines: Vec<String> = shown.map(|(name, b)| format!("{name:<28}{}", gib(*b))).collect();
         lines.push(format!("{:<28}{}", "peak of training", gib(self.peak() as f64)));
         lines.push(format!("{:<28}{}", "export (after training)", gib(self.parts[0].1 + self.export)));

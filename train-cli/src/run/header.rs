@@ -4,7 +4,7 @@ use crate::{
     plan::{ModelSource, Plan},
     report,
     run::inputs::Inputs,
-    settings::{Clip, StepMode},
+    settings::Clip,
 };
 use backend_nvfp4::Scaling;
 
@@ -57,7 +57,6 @@ fn data(plan: &Plan, inputs: &Inputs) -> String {
 
 fn step(plan: &Plan) -> String {
     let (memory, norm) = (&plan.settings.memory, plan.settings.optimizer.max_grad_norm);
-    let mode = if memory.step_mode == StepMode::Streaming { "streaming" } else { "whole graph" };
     let master = memory.master_weights.map_or("bf16 (f32 where activations are f32)", |master| master.name());
     let which = if plan.clip == Clip::Exact { "this step's" } else { "the previous step's" };
     let clipping = if norm > 0.0 {
@@ -65,5 +64,5 @@ fn step(plan: &Plan) -> String {
     } else {
         "no gradient clipping".to_owned()
     };
-    format!("{mode} · {master} master weights · {} optimizer states · {clipping}", memory.optimizer_state_mode.name())
+    format!("{master} master weights · {} optimizer states · {clipping}", memory.optimizer_state_mode.name())
 }

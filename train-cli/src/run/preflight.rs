@@ -13,7 +13,7 @@ use crate::{
     run::checkpoint,
     run::inputs::Inputs,
     run::saving::Room,
-    settings::{Clip, DeviceChoice, Recompute, SaveStrategy, StepMode},
+    settings::{Clip, DeviceChoice, Recompute, SaveStrategy},
 };
 use backend_nvfp4::Precision;
 use std::collections::BTreeMap;
@@ -30,6 +30,9 @@ pub struct Forecast {
     pub undo: Undo,
     /// Where a checkpoint waits until it is written.
     pub saving: Room,
+    /// Whether a step that clips by its own norm, and has one micro-batch, holds all gradients until the norm is known. It
+    /// measures them in a pass of its own otherwise.
+    pub gathers: Option<bool>,
     /// The number of blocks whose activations are kept from the forward pass to the backward pass.
     pub kept: usize,
 }
@@ -57,12 +60,10 @@ pub enum Undo {
 
 impl Undo {
     fn of(plan: &Plan, estimate: &Estimate, space: Space, device: DeviceChoice) -> Self {
-        let (advanced, optimizer) = (&plan.settings.advanced, &plan.settings.optimizer);
-        let exact = plan.clip == Clip::Exact && optimizer.max_grad_norm > 0.0;
-        let bytes = estimate.trained();
+        let (advanced, bytes) = (&plan.settings.advanced, estimate.trained());
         match () {
             () if !advanced.guard => Self::Never,
-            () if exact || plan.settings.memory.step_mode == StepMode::Whole => Self::NotNeeded,
+            () if clips_exactly(plan) => Self::NotNeeded,
             () if advanced.undo_copy && space.has(estimate.peak() + bytes) => Self::Copy { bytes },
             () if advanced.undo_copy && space == Space::default() && matches!(device, DeviceChoice::Cuda(_)) => {
                 Self::Unknown { bytes }
@@ -120,14 +121,19 @@ impl Space {
     }
 }
 
+/// Whether the norm that gradients are clipped by is that of their own step.
+fn clips_exactly(plan: &Plan) -> bool {
+    plan.clip == Clip::Exact && plan.settings.optimizer.max_grad_norm > 0.0
+}
+
 /// How many blocks keep their activations: as many as there is room for, unless the plan says all or none. Memory that
 /// belongs to the host is not for this program alone, which then takes half of what is free at most.
 fn kept_blocks(plan: &Plan, estimate: &Estimate, space: Space, of_the_host: bool) -> usize {
     let (memory, blocks) = (&plan.settings.memory, estimate.trained_blocks());
-    match (memory.step_mode, memory.recompute) {
-        (StepMode::Whole, _) | (_, Recompute::Always) => 0,
-        (_, Recompute::Never) => blocks,
-        (_, Recompute::Auto) => {
+    match memory.recompute {
+        Recompute::Always => 0,
+        Recompute::Never => blocks,
+        Recompute::Auto => {
             let space = Space { free: space.free.map(|free| if of_the_host { free / 2 } else { free }), ..space };
             let left = space.most().map_or(0, |most| most.saturating_sub(estimate.peak()));
             blocks.min((left / estimate.block().max(1)) as usize)
@@ -149,10 +155,15 @@ impl Forecast {
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
         let mut estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
         let space = Space { limit: plan.memory_limit, free: free::on_device(device) };
+        let one_batch = plan.settings.optimizer.gradient_accumulation_steps == 1;
+        let gathers = (clips_exactly(plan) && one_batch).then(|| space.has(estimate.peak() + estimate.all_gradients()));
+        if gathers == Some(true) {
+            estimate.gather();
+        }
         let kept = kept_blocks(plan, &estimate, space, is_of_the_host(device));
         estimate.keep(kept);
         let undo = Undo::of(plan, &estimate, space, device);
-        let mut forecast = Self { estimate, device, space, undo, saving: Room::Host, kept };
+        let mut forecast = Self { estimate, device, space, undo, saving: Room::Host, gathers, kept };
         if plan.settings.saving.save_strategy != SaveStrategy::No
             && space.has(forecast.peak() + forecast.estimate.trained())
         {
@@ -215,8 +226,8 @@ impl Forecast {
         self.estimate.peak() + self.undo.bytes()
     }
 
-    /// One line: what the run needs, and what is free.
-    pub fn line(&self) -> String {
+    /// What the run needs, and what is free.
+    fn memory(&self) -> String {
         let free = match self.space.free {
             Some(free) => format!("{} are free", report::gib(free)),
             None => "the device does not say how much is free".to_owned(),
@@ -236,8 +247,23 @@ impl Forecast {
         Pool::new(self.space.limit, self.kept as u64 * self.estimate.block_a_token(), self.space.most())
     }
 
-    /// One line of the plan, of a streaming step: which blocks run twice.
-    pub fn recompute_line(&self) -> String {
+    /// The lines of the plan about memory, each with its label.
+    pub fn lines(&self) -> Vec<(&'static str, String)> {
+        let held = report::gib(self.estimate.all_gradients());
+        let clip = match self.gathers {
+            Some(true) => Some(format!("the gradients of a step are held until their norm is known ({held})")),
+            Some(false) => {
+                Some(format!("a first backward pass measures the gradients: there is no room to hold them ({held})"))
+            }
+            None => None,
+        };
+        let mut lines: Vec<_> = clip.map(|line| ("clipping", line)).into_iter().collect();
+        lines.extend([("recompute", self.recompute()), ("memory", self.memory()), ("guard", self.undo.line())]);
+        lines
+    }
+
+    /// Which blocks run twice.
+    fn recompute(&self) -> String {
         let (kept, blocks) = (self.kept, self.estimate.trained_blocks());
         let bytes = report::gib(kept as u64 * self.estimate.block());
         match kept {

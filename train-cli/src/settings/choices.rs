@@ -258,17 +258,7 @@ pub enum Decay {
     Constant,
 }
 
-/// How the backward pass of a step runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
-pub enum StepMode {
-    /// Block by block: needs little memory and runs each block's forward pass twice
-    Streaming,
-    /// One graph over the whole model: keeps all activations and gradients in memory
-    Whole,
-}
-
-/// Which blocks are run a second time in the backward pass of a streaming step.
+/// Which blocks are run a second time in the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
@@ -290,15 +280,15 @@ pub enum Clip {
 }
 
 impl Choice for Clip {
-    const AUTO: &'static str = "exact where it needs no second backward pass, else previous";
+    const AUTO: &'static str = "exact with gradient accumulation, where it costs nothing, else previous";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
             named(
                 Self::Exact,
                 "exact",
-                "The norm of this step. With --step-mode streaming and no gradient accumulation it takes a second backward \
-                 pass, because blocks are updated before the norm of all gradients is known",
+                "The norm of this step. Without gradient accumulation, the gradients of the whole model are held until it is \
+                 known; where they do not fit, a first backward pass measures them",
             ),
             named(Self::Previous, "previous", "The norm of the step before; the first step is not clipped"),
         ]

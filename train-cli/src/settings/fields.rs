@@ -4,7 +4,7 @@ use crate::{
     CliError,
     settings::choices::{
         Auto, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, SaveStrategy,
-        StepMode, by_name, parser,
+        by_name, parser,
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
@@ -277,11 +277,8 @@ impl Default for OptimizerSettings {
 #[serde(default)]
 #[command(next_help_heading = "Memory")]
 pub struct MemorySettings {
-    /// How the backward pass runs
-    #[arg(long)]
-    pub step_mode: StepMode,
-    /// Which blocks run a second time in the backward pass of a streaming step, because their activations are not kept.
-    /// The numbers are the same
+    /// Which blocks run a second time in the backward pass, because their activations are not kept. The numbers are the
+    /// same
     #[arg(long)]
     pub recompute: Recompute,
     /// How the master weights are stored. They are the weights that the optimizer updates
@@ -301,7 +298,6 @@ pub struct MemorySettings {
 impl Default for MemorySettings {
     fn default() -> Self {
         Self {
-            step_mode: StepMode::Streaming,
             recompute: Recompute::Auto,
             master_weights: None,
             optimizer_state_mode: StateKind::Int8,

@@ -1,9 +1,8 @@
-//! One pass over a micro-batch, forward and backward: what it needs besides the model, and the pass in one graph.
-//! The pass block by block is in [`crate::train::streaming`].
+//! One pass over a micro-batch, forward and backward: what it needs besides the model. The pass itself is in
+//! [`crate::train::streaming`].
 
 use crate::{
     CliError,
-    data::order::MicroBatch,
     memory::vram::VramReport,
     train::gradients::{Fate, Gathered, Walk},
     train::objective::Trainee,
@@ -11,7 +10,7 @@ use crate::{
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{optim::GradientsParams, tensor::Tensor};
-use model_qwen3::weights::{Replace, to_host};
+use model_qwen3::weights::to_host;
 
 /// What the passes of one optimizer step share.
 pub struct Pass<'a, B: Nvfp4Kernels> {
@@ -21,7 +20,7 @@ pub struct Pass<'a, B: Nvfp4Kernels> {
     pub fate: Fate,
     /// The gradients that earlier passes of this step summed.
     pub gathered: Gathered<B>,
-    /// The number of blocks, the last ones, whose graphs a streaming pass keeps from the forward to the backward.
+    /// The number of blocks, the last ones, whose graphs are kept from the forward to the backward.
     pub kept: usize,
     /// The optimizer that gradients are given to.
     pub optimizer: &'a mut ChunkedAdamw<B>,
@@ -30,22 +29,6 @@ pub struct Pass<'a, B: Nvfp4Kernels> {
 }
 
 impl<B: Nvfp4Kernels> Pass<'_, B> {
-    /// Forward and backward in one graph. Returns the loss.
-    ///
-    /// # Errors
-    /// If the loss is not finite or the device fails.
-    pub fn whole<AB>(&mut self, net: &mut Trainee<AB>, batch: &MicroBatch) -> Result<f32, CliError>
-    where
-        AB: TrainingBackend<InnerBackend = B>,
-    {
-        let loss = net.batch_loss(batch);
-        let value = self.finite_loss(loss.clone().inner())?;
-        let grads = GradientsParams::from_grads(loss.backward(), &*net);
-        net.update(|model| self.walk(grads).model(model));
-        self.note(net, "backward_done")?;
-        Ok(value)
-    }
-
     /// Makes a walk over the tensors of a model that `grads` belong to.
     pub fn walk<AB>(&mut self, grads: GradientsParams) -> Walk<'_, AB>
     where

@@ -1,8 +1,6 @@
-//! One optimizer step: forward and backward of its micro-batches, clipping, update. Two modes lead to the same update.
-//!
-//! * `streaming` runs the backward block by block ([`crate::train::streaming`]), and the optimizer takes the gradients
-//!   of a block before those of the next block exist.
-//! * `whole` builds one graph from the embedding to the loss: every activation and every gradient lives at once.
+//! One optimizer step: forward and backward of its micro-batches, clipping, update. The backward runs block by block
+//! ([`crate::train::streaming`]), and the optimizer takes the gradients of a block before those of the next block exist,
+//! unless the norm of all must be known first.
 //!
 //! A step updates nothing if its loss is not finite, nor if its gradient norm is not finite and known in time. A step that
 //! learns its norm while it updates can hold an undo copy: the weights and states as they were, until the norm is known.
@@ -11,7 +9,6 @@ use crate::{
     CliError,
     data::order::MicroBatch,
     memory::{pool::Pool, vram::VramReport},
-    settings::StepMode,
     train::clip::Clipping,
     train::gradients::{Fate, Gathered},
     train::objective::Trainee,
@@ -24,9 +21,9 @@ use model_qwen3::weights::Replace;
 
 /// What makes optimizer steps, and what one step leaves for the next.
 pub struct Stepper<B: Nvfp4Kernels> {
-    /// How the backward runs.
-    pub mode: StepMode,
-    /// The number of blocks, the last ones, whose graphs a streaming step keeps.
+    /// Whether a step of one micro-batch that clips by its own norm holds all gradients until the norm is known.
+    pub gathers: bool,
+    /// The number of blocks, the last ones, whose graphs are kept from the forward to the backward.
     pub kept: usize,
     /// The device's memory pool.
     pub pool: Pool,
@@ -72,8 +69,10 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         let (last, earlier) = batches.split_last().expect("the data loader makes no empty step");
         let number = |i| micro_batch_number(step, self.accumulation, i);
         let exact = self.clipping.needs_the_norm_first();
-        let sums_all = self.mode == StepMode::Whole || exact && !earlier.is_empty();
-        let gathered = Gathered::new(self.buffer);
+        let sums_all = exact && (self.gathers || !earlier.is_empty());
+        // The gradients of one micro-batch are held as they are, so that the update is that of a step which measures them
+        // in a pass of its own.
+        let gathered = Gathered::new(if earlier.is_empty() { DType::F32 } else { self.buffer });
         let mut pass =
             Pass { step, fate: Fate::Gather, gathered, kept: self.kept, optimizer: &mut self.optimizer, vram };
 
@@ -83,7 +82,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         for (i, batch) in summed.iter().enumerate() {
             net.seed_rounding(self.seed, number(i));
             self.pool.before_batch::<AB>(&net.model().device(), batch.tokens());
-            loss += forward_backward(self.mode, net, batch, &mut pass)?;
+            loss += pass.streaming(net, batch)?;
         }
         net.seed_rounding(self.seed, number(earlier.len()));
         self.pool.before_batch::<AB>(&net.model().device(), last.tokens());
@@ -93,7 +92,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
             pass.gathered.measure();
         } else if exact {
             pass.fate = Fate::Measure;
-            forward_backward(self.mode, net, last, &mut pass)?;
+            pass.streaming(net, last)?;
         }
         let measured = pass.gathered.norm()?;
         if let Some(norm) = measured {
@@ -109,7 +108,7 @@ impl<B: Nvfp4Kernels> Stepper<B> {
         if sums_all {
             net.update(|model| pass.walk(GradientsParams::new()).model(model));
         } else {
-            loss += forward_backward(self.mode, net, last, &mut pass)?;
+            loss += pass.streaming(net, last)?;
         }
 
         // 4. The norm that the update measured on its way clips the next step.
@@ -129,22 +128,6 @@ impl<B: Nvfp4Kernels> Stepper<B> {
 /// The number of micro-batch `i` of step `step` among all of the run, which begins with 0.
 fn micro_batch_number(step: usize, accumulation: usize, i: usize) -> u32 {
     ((step - 1) * accumulation + i) as u32
-}
-
-/// Runs forward and backward of one micro-batch; `pass.fate` says what happens to the gradients. Returns the loss.
-///
-/// # Errors
-/// If the loss is not finite or the device fails.
-pub fn forward_backward<AB: TrainingBackend>(
-    mode: StepMode,
-    net: &mut Trainee<AB>,
-    batch: &MicroBatch,
-    pass: &mut Pass<'_, AB::InnerBackend>,
-) -> Result<f32, CliError> {
-    match mode {
-        StepMode::Streaming => pass.streaming(net, batch),
-        StepMode::Whole => pass.whole(net, batch),
-    }
 }
 
 #[cfg(test)]

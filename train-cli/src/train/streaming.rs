@@ -183,7 +183,7 @@ where
 
 /// The gradient of the embedding, f32 `[V, D]`: each token's row of `dy_MD` is added to the row of its id, on top of
 /// the gradient that the embedding has as the head. Tokens of one id are summed first, in order, as a whole graph sums
-/// them, so that both modes agree bit for bit.
+/// them, so that both agree bit for bit.
 fn embedding_gradient<B: Nvfp4Kernels>(
     batch: &MicroBatch,
     dy_MD: Tensor<B, 2>,
