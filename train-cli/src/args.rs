@@ -410,7 +410,7 @@ pub struct ChatArgs {
 #[derive(Debug, Args)]
 pub struct ModelArgs {
     /// Model to run: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
-    #[arg(short, long, value_name = "PATH", alias = "weight")]
+    #[arg(short, long, value_name = "PATH", aliases = ["weight", "model-dir"])]
     pub model: PathBuf,
     /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
     #[arg(long, value_name = "DIR")]

@@ -36,6 +36,7 @@ pub mod memory;
 pub mod model_files;
 pub mod outputs;
 pub mod plan;
+pub mod replaced;
 pub mod report;
 pub mod run;
 pub mod serve;

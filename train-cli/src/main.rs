@@ -4,10 +4,20 @@
 
 use clap::Parser;
 use std::process::ExitCode;
-use train_cli::{args, device, execute, report, watchdog};
+use train_cli::{CliError, args, device, execute, replaced, report, watchdog};
 
 fn main() -> ExitCode {
-    let cli = args::Cli::parse_from(args::with_dashes(std::env::args_os()));
+    let cli = match args::Cli::try_parse_from(args::with_dashes(std::env::args_os())) {
+        Ok(cli) => cli,
+        Err(error) => match replaced::answer(&error) {
+            Some(answer) => {
+                let error = CliError::Usage(answer);
+                report::error(&error);
+                return ExitCode::from(error.exit_code());
+            }
+            None => error.exit(),
+        },
+    };
     device::configure();
     match watchdog::run(|| execute(cli)) {
         Ok(()) => ExitCode::SUCCESS,

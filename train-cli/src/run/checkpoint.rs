@@ -4,7 +4,8 @@
 //! What a step computes depends on its number alone, so that these files are all that a resumed run needs.
 
 use crate::{
-    CliError, durable, report, run::optimizer_file, settings::Settings, train::guard, train::optim::ChunkedAdamw,
+    CliError, durable, replaced::STEP_MODE, report, run::optimizer_file, settings::Settings, train::guard,
+    train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
 use burn::tensor::backend::Backend;
@@ -291,6 +292,12 @@ fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
              it with the train-cli that wrote it, or start a new run from its weights: train-cli fit -m {0}",
             folder.display(),
             state["version"],
+        )));
+    }
+    if state["settings"]["step_mode"] == "whole" {
+        return Err(CliError::Usage(format!(
+            "{0}: the run was begun with --step-mode whole: {STEP_MODE}. Start a new run from its weights: train-cli fit -m {0}",
+            folder.display()
         )));
     }
     serde_json::from_value(state).map_err(|e| CliError::corrupt(&path, e))

@@ -117,7 +117,7 @@ impl Space {
     /// The most bytes that a forecast may have.
     fn most(self) -> Option<u64> {
         let room = [self.limit, self.free].into_iter().flatten().min();
-        room.map(|room| (room as f64 / 1.1) as u64)
+        room.map(|room| room / 11 * 10 + room % 11 * 10 / 11)
     }
 }
 

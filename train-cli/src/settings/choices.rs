@@ -118,17 +118,21 @@ impl Choice for MasterKind {
     const AUTO: &'static str = "bf16 where activations are bf16, else f32";
 
     fn all() -> Vec<(Self, PossibleValue)> {
+        let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
         vec![
-            named(Self::F32, "f32", "f32: 4 bytes per parameter"),
+            also(named(Self::F32, "f32", "f32: 4 bytes per parameter"), ["float32", "fp32"]),
             named(
                 Self::Bf16Residual,
                 "bf16-residual",
                 "24 bits: the layers compute with the upper 16, and the optimizer updates all; 3 bytes per parameter",
             ),
-            named(
-                Self::Bf16,
-                "bf16",
-                "bf16, rounded up or down at random so that small updates count on average: 2 bytes per parameter",
+            also(
+                named(
+                    Self::Bf16,
+                    "bf16",
+                    "bf16, rounded up or down at random so that small updates count on average: 2 bytes per parameter",
+                ),
+                ["bfloat16", "bf-16"],
             ),
             named(Self::Bf16Nearest, "bf16-nearest", "bf16 rounded to nearest, for comparison: small updates are lost"),
             named(
@@ -165,8 +169,8 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// Random Hadamard transform, in groups of 16 values, of the two matrices whose product is the weight gradient. It spreads a very large value
-    /// over its group. Without it, the group's scale would be too coarse for the other 15 values
+    /// Random Hadamard transform, in groups of 16 values, of the two matrices whose product is the weight gradient. It
+    /// spreads a very large value over its group. Without it, the group's scale would be too coarse for the other 15 values
     Hadamard,
     /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
     Stochastic,

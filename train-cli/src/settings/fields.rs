@@ -60,7 +60,7 @@ pub struct Settings {
 #[command(next_help_heading = "Model")]
 pub struct ModelSettings {
     /// Model to train: a Hugging Face folder, a checkpoint, a .dat file or a .safetensors file
-    #[arg(short, long, value_name = "PATH", alias = "model-name-or-path", alias = "input-dat", alias = "weight")]
+    #[arg(short, long, value_name = "PATH", aliases = ["model-name-or-path", "input-dat", "weight", "model-dir"])]
     #[arg(help_heading = COMMON)]
     pub model: Option<PathBuf>,
     /// Start from random weights in the shape of this config.json, instead of --model

@@ -3,6 +3,7 @@
 
 use crate::{
     CliError,
+    replaced::STEP_MODE,
     settings::fields::{Settings, flag},
 };
 use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueSource};
@@ -33,7 +34,14 @@ impl Layer {
         if let Some(share) = table.remove("quantise_from") {
             table.entry("quantize_from").or_insert(share);
         }
+        // A setting of older versions, of which one value is how every step is made today.
+        if table.get("step_mode").and_then(Value::as_str) == Some("streaming") {
+            table.remove("step_mode");
+        }
         for (key, value) in &table {
+            if key == "step_mode" {
+                return Err(format!("step_mode = {value}: {STEP_MODE}"));
+            }
             if !DEFAULTS.iter().any(|(name, _)| name == key) {
                 let hint = "settings are named as the long flags of `train-cli fit --help`, with `_` for `-`";
                 return Err(format!("unknown setting `{key}`; {hint}"));
@@ -147,8 +155,15 @@ mod tests {
     }
 
     #[test]
+    fn a_setting_that_older_runs_have_recorded_is_read() {
+        let layer = Layer::of_toml("step_mode = \"streaming\"\nseed = 5").unwrap();
+        assert_eq!(layer.0.keys().collect::<Vec<_>>(), ["seed"]);
+    }
+
+    #[test]
     fn an_unknown_key_and_a_value_of_the_wrong_kind_are_named() {
         for (text, said) in [
+            ("step_mode = \"whole\"", "there is one way to make a step"),
             ("learning_rat = 1.0", "unknown setting `learning_rat`"),
             ("batch_size = \"two\"", "batch_size = \"two\": invalid type"),
             ("recipe = \"w5\"", "expected one of: bf16, w4"),
