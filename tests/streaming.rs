@@ -98,7 +98,7 @@ fn stepper<B: Nvfp4Kernels + DeviceServices>(
     Stepper {
         gathers,
         kept,
-        pool: Pool::new(None, 0, None),
+        pool: Pool::new(None, 0, 0),
         undo: false,
         clipping: Clipping { clip: Clip::Exact, max_norm, last_norm: None },
         buffer: DType::F32,

@@ -601,7 +601,6 @@ fn the_run_folder_and_the_reports_hold_what_they_promise() {
             "model_loaded",
             "batch_ready",
             "zero_grad_done",
-            "norm_done",
             "head_done",
             "block_1_gradients",
             "block_1_done",

@@ -1,7 +1,7 @@
 //! Which field of a model holds which tensor: [`build`] fills the fields, [`fields`] lists them under the same names in
 //! the same order, [`Replace`] exchanges them.
 
-use super::host::{rows_to_data, to_data, to_host};
+use super::host::to_host;
 use crate::{
     ModelError,
     bytes::FloatType,
@@ -15,9 +15,8 @@ use crate::{
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
 use burn::{
     module::{Param, ParamId},
-    tensor::{DType, Tensor, TensorData, backend::Backend},
+    tensor::{DType, Tensor, backend::Backend},
 };
-use std::ops::Range;
 
 /// Gives the tensors of a model by name.
 pub(super) trait Source<B: Backend> {
@@ -162,20 +161,15 @@ impl<B: Nvfp4Kernels> Field<'_, B> {
         }
     }
 
-    /// The values of some rows on the host, in the type that they have on the device. A vector has one row. Packed weights
-    /// are dequantized to f32. It is one transfer of pieces of about `piece` bytes.
-    ///
-    /// # Errors
-    /// If the device failed.
-    pub(super) fn rows(&self, rows: Range<usize>, piece: usize) -> Result<TensorData, ModelError> {
-        let matrix = match *self {
-            Self::Vector(p) => return to_data(p.val()),
+    /// The values as a matrix on the device; a vector is one row. Packed weights are dequantized to f32.
+    pub(super) fn matrix(&self) -> Tensor<B, 2> {
+        match *self {
+            Self::Vector(p) => p.val().unsqueeze(),
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val(),
             Self::Linear(Nvfp4Linear::Packed(w) | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. })) => {
                 w.dequantize(DType::F32)
             }
-        };
-        rows_to_data(matrix, rows, piece)
+        }
     }
 }
 

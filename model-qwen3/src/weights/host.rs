@@ -35,29 +35,35 @@ pub(super) fn to_data<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<Ten
     x.try_into_data().map_err(failed)
 }
 
-/// Reads some rows of a matrix to the host, in one transfer of pieces of about `piece` bytes.
+/// Reads some rows of each matrix to the host, all in one transfer, in pieces of about `piece` bytes.
 ///
 /// # Errors
 /// If the device failed.
 pub(super) fn rows_to_data<B: Backend>(
-    matrix: Tensor<B, 2>,
-    rows: Range<usize>,
+    matrices: Vec<(Tensor<B, 2>, Range<usize>)>,
     piece: usize,
-) -> Result<TensorData, ModelError> {
-    let [all, width] = matrix.dims();
-    let step = (piece / (width * matrix.dtype().size()).max(1)).max(1);
-    if rows.len() <= step {
-        return to_data(if rows.len() == all { matrix } else { matrix.slice([rows]) });
+) -> Result<Vec<TensorData>, ModelError> {
+    let (mut transfer, mut parts) = (Transaction::<B>::default(), Vec::new());
+    for (matrix, rows) in matrices {
+        let ([all, width], dtype) = (matrix.dims(), matrix.dtype());
+        let step = (piece / (width * dtype.size()).max(1)).max(1);
+        parts.push(([rows.len(), width], dtype, rows.len().div_ceil(step)));
+        for start in rows.clone().step_by(step) {
+            let part = start..rows.end.min(start + step);
+            let matrix = matrix.clone();
+            transfer = transfer.register(if part == (0..all) { matrix } else { matrix.slice(part) });
+        }
     }
-    let (mut transfer, total) = (Transaction::<B>::default(), rows.len());
-    for start in rows.clone().step_by(step) {
-        let piece = start..rows.end.min(start + step);
-        transfer = transfer.register(matrix.clone().slice(piece));
-    }
-    let pieces = transfer.try_execute().map_err(failed)?;
-    let mut bytes = Vec::with_capacity(pieces.iter().map(|piece| piece.bytes.len()).sum());
-    pieces.iter().for_each(|piece| bytes.extend_from_slice(&piece.bytes));
-    Ok(TensorData::from_bytes_vec(bytes, [total, width], matrix.dtype()))
+    let mut read = transfer.try_execute().map_err(failed)?.into_iter();
+    let joined = parts.into_iter().map(|(shape, dtype, count)| {
+        if count == 1 {
+            return read.next().expect("a transfer gives what was registered");
+        }
+        let mut bytes = Vec::with_capacity(shape[0] * shape[1] * dtype.size());
+        read.by_ref().take(count).for_each(|part| bytes.extend_from_slice(&part.bytes));
+        TensorData::from_bytes_vec(bytes, shape, dtype)
+    });
+    Ok(joined.collect())
 }
 
 /// The first value that is not finite.

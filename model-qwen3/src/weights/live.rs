@@ -2,7 +2,7 @@
 
 use super::{
     Field, fields,
-    host::{PIECES, TRANSFER, as_in_files, not_finite},
+    host::{PIECES, TRANSFER, as_in_files, not_finite, rows_to_data},
 };
 use crate::{
     ModelError,
@@ -20,8 +20,9 @@ pub struct Live<'a, B: Backend> {
     fields: Vec<(String, Field<'a, B>)>,
     /// Bytes that are read from the device at a time, unless a reader asks for more.
     transfer: usize,
-    /// What was read last: writers read one range of rows after another, and one transfer serves many.
-    fetched: RefCell<Option<Fetched>>,
+    /// What was read last: writers read one range of rows after another and one tensor after another, and one transfer
+    /// serves many.
+    fetched: RefCell<Vec<Fetched>>,
 }
 
 /// Rows of a tensor on the host.
@@ -34,7 +35,7 @@ struct Fetched {
 impl<'a, B: Nvfp4Kernels> Live<'a, B> {
     /// Shows a model's tensors.
     pub fn new(model: &'a Qwen3<B>) -> Self {
-        Self { fields: fields(model), transfer: TRANSFER, fetched: RefCell::new(None) }
+        Self { fields: fields(model), transfer: TRANSFER, fetched: RefCell::default() }
     }
 
     /// Reads about so many bytes from the device at a time.
@@ -59,24 +60,46 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
         take: impl FnOnce(FloatType, &[u8]) -> Result<(), ModelError>,
     ) -> Result<(), ModelError> {
         let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
-        let shape = field.shape();
         let mut fetched = self.fetched.borrow_mut();
-        let holds = |f: &Fetched| f.name == name && f.rows.start <= rows.start && rows.end <= f.rows.end;
-        if !fetched.as_ref().is_some_and(holds) {
-            drop(fetched.take()); // The host never holds two of them.
-            let most = (self.transfer / (row_width(&shape) * field.float().size())).max(rows.len());
-            let wanted = rows.start..row_count(&shape).min(rows.start + most);
-            let data = field.rows(wanted.clone(), self.transfer / PIECES)?;
-            if let Some(value) = not_finite(&data) {
-                return Err(self.not_finite(name, value));
-            }
-            *fetched = Some(Fetched { name: name.to_owned(), rows: wanted, data });
+        let holds = |f: &&Fetched| f.name == name && f.rows.start <= rows.start && rows.end <= f.rows.end;
+        if fetched.iter().find(holds).is_none() {
+            let last = fetched.pop().map(|f| f.name);
+            fetched.clear(); // The host never holds two transfers.
+            *fetched = self.fetch(name, &rows, last.as_deref())?;
         }
-        let Fetched { rows: held, data, .. } = fetched.as_ref().expect("it was just fetched");
+        let Fetched { rows: held, data, .. } = fetched.iter().find(holds).expect("it was just fetched");
         let float = as_in_files(data.dtype)
             .ok_or_else(|| ModelError::Device(format!("{name:?} has values of type {:?}", data.dtype)))?;
-        let width = row_width(&shape) * float.size();
+        let width = row_width(&field.shape()) * float.size();
         take(float, &data.bytes[(rows.start - held.start) * width..(rows.end - held.start) * width])
+    }
+
+    /// Reads at least these rows of a tensor. Reads what follows it too, as much as one transfer takes, if tensors are read in
+    /// order so far: `last` is the one that was read before.
+    fn fetch(&self, name: &str, rows: &Range<usize>, last: Option<&str>) -> Result<Vec<Fetched>, ModelError> {
+        let place = |name: &str| self.fields.iter().position(|(n, _)| n == name);
+        let in_order = last.is_none_or(|last| last == name || place(last).map(|at| at + 1) == place(name));
+        let (mut wanted, mut size) = (Vec::new(), 0);
+        for (next, field) in self.fields.iter().skip_while(|(n, _)| n != name) {
+            let shape = field.shape();
+            let (all, width) = (row_count(&shape), row_width(&shape) * field.float().size());
+            let range = if next == name {
+                rows.start..all.min(rows.start + (self.transfer / width).max(rows.len()))
+            } else if in_order && field.packed().is_none() && size + all * width <= self.transfer {
+                0..all
+            } else {
+                break;
+            };
+            size += range.len() * width;
+            wanted.push((next, field, range));
+        }
+        let matrices = wanted.iter().map(|(_, field, rows)| (field.matrix(), rows.clone())).collect();
+        let fetched = wanted.iter().zip(rows_to_data(matrices, self.transfer / PIECES)?);
+        let checked = fetched.map(|((name, _, rows), data)| match not_finite(&data) {
+            Some(value) => Err(self.not_finite(name, value)),
+            None => Ok(Fetched { name: (*name).clone(), rows: rows.clone(), data }),
+        });
+        checked.collect()
     }
 }
 

@@ -273,7 +273,7 @@ fn train<B: Nvfp4Kernels + DeviceServices>(
         undo: false,
         gathers: false,
         kept: 0,
-        pool: Pool::new(None, 0, None),
+        pool: Pool::new(None, 0, 0),
         clipping: Clipping { clip: Clip::Exact, max_norm: 1.0, last_norm: None },
         buffer: DType::F32,
         optimizer: ChunkedAdamw::new(config, HashSet::new()),

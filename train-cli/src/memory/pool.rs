@@ -2,8 +2,8 @@
 //! the same size. A step over batches of another length cannot use it and allocates more, so free buffers are returned
 //! to the device when there are many. As long as all steps have one length, nothing is returned.
 //!
-//! Where the activations of blocks are kept, those of another length take more than a small step needs. The pool then
-//! keeps what there is room for, and returns it before it would hold more.
+//! Where the activations of blocks are kept, those of another length take more than that. The pool then holds what the
+//! forecast of the run says, and returns free buffers before it would hold more.
 
 use backend_nvfp4::DeviceServices;
 
@@ -18,17 +18,17 @@ pub struct Pool {
     stale: bool,
     /// Bytes that the kept activations of each token take.
     kept: u64,
-    /// The most that the pool may hold where activations are kept, if it is known.
-    most: Option<u64>,
+    /// What the pool may hold where activations are kept.
+    forecast: u64,
     /// Tokens of the last batch.
     tokens: usize,
 }
 
 impl Pool {
     /// A pool before the first step, without free buffers. The activations of each token of a batch that are kept take
-    /// `kept` bytes, and with them the pool may hold `most`.
-    pub fn new(limit: Option<u64>, kept: u64, most: Option<u64>) -> Self {
-        Self { limit, needed: 0, stale: false, kept, most, tokens: 0 }
+    /// `kept` bytes, and with them the pool may hold as much as `forecast`.
+    pub fn new(limit: Option<u64>, kept: u64, forecast: u64) -> Self {
+        Self { limit, needed: 0, stale: false, kept, forecast, tokens: 0 }
     }
 
     /// Returns free buffers to the device if they and the activations of a batch of `tokens` tokens would be too much.
@@ -37,21 +37,26 @@ impl Pool {
             return;
         }
         let Some(memory) = B::memory_in_use(device) else { return };
-        if self.most.is_none_or(|most| memory.reserved + self.kept * tokens as u64 > most) {
+        if memory.reserved + self.kept * tokens as u64 > self.most() {
             self.give_back::<B>(device);
         }
     }
 
-    /// Returns free buffers to the device if the pool is more than a tenth larger than a step needs, or if the run holds
-    /// more memory than the limit. Returns whether it did.
+    /// The most that the pool may hold: a tenth more than a step needs, or what was forecast.
+    fn most(&self) -> u64 {
+        let needed = self.needed + self.needed / 10;
+        if self.kept == 0 { needed } else { needed.max(self.forecast) }
+    }
+
+    /// Returns free buffers to the device if the pool holds more than it may, or if the run holds more memory than the
+    /// limit. Returns whether it did.
     pub fn after_step<B: DeviceServices>(&mut self, device: &B::Device, held: u64) -> bool {
         let Some(memory) = B::memory_in_use(device) else { return false };
         if !std::mem::replace(&mut self.stale, true) {
             self.needed = self.needed.max(memory.reserved);
             return false;
         }
-        let most = self.most.filter(|_| self.kept > 0).unwrap_or(self.needed + self.needed / 10);
-        let trims = memory.reserved > most || self.limit.is_some_and(|limit| held > limit);
+        let trims = memory.reserved > self.most() || self.limit.is_some_and(|limit| held > limit);
         if trims {
             self.give_back::<B>(device);
         }

@@ -244,7 +244,8 @@ impl Forecast {
 
     /// The device's memory pool before the first step.
     pub fn pool(&self) -> Pool {
-        Pool::new(self.space.limit, self.kept as u64 * self.estimate.block_a_token(), self.space.most())
+        let beside = if self.saving == Room::Device { self.estimate.trained() } else { 0 };
+        Pool::new(self.space.limit, self.kept as u64 * self.estimate.block_a_token(), self.peak() + beside)
     }
 
     /// The lines of the plan about memory, each with its label.
