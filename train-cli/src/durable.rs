@@ -483,7 +483,7 @@ fn joined<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
 const PIECE: usize = 1 << 20;
 /// Pieces that may wait for them: as much as is read from a device at a time, so that both have work while the next read
 /// waits for the device.
-const AHEAD: usize = 128;
+const AHEAD: usize = 256;
 
 /// Takes a content apart for the disk and for the hash.
 struct Pieces {

@@ -42,10 +42,11 @@ impl Pool {
         }
     }
 
-    /// The most that the pool may hold: a tenth more than a step needs, or what was forecast.
+    /// The most that the pool may hold: a tenth more than a step needs, or what was forecast, but never more than the limit.
     fn most(&self) -> u64 {
         let needed = self.needed + self.needed / 10;
-        if self.kept == 0 { needed } else { needed.max(self.forecast) }
+        let most = if self.kept == 0 { needed } else { needed.max(self.forecast) };
+        self.limit.map_or(most, |limit| most.min(limit))
     }
 
     /// Returns free buffers to the device if the pool holds more than it may, or if the run holds more memory than the
