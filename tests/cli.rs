@@ -198,6 +198,17 @@ fn flags_win_over_the_config_file_and_the_file_over_defaults() {
 }
 
 #[test]
+fn the_version_names_what_the_program_was_built_from() {
+    let out = ok(Path::new("."), &["--version"]);
+    let manifest = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../Cargo.toml")).unwrap();
+    for (name, pin) in [("Burn", "\nburn = "), ("CubeCL", "\ncubecl = ")] {
+        let pinned = manifest.split(pin).nth(1).unwrap().split('"').nth(1).unwrap().trim_start_matches('=');
+        assert!(out.contains(&format!("{name} {pinned}")), "{name} {pinned}: {out}");
+    }
+    assert!(out.contains("CUDA, Vulkan") && out.starts_with("train-cli "), "{out}");
+}
+
+#[test]
 fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     let dir = tempfile::tempdir().unwrap();
     let text = ok(dir.path(), &["doctor", "--json"]);

@@ -10,12 +10,24 @@ use std::{ffi::OsString, net::IpAddr, path::PathBuf};
 ///
 /// NVFP4 is a 4-bit number format: 16 values share one 8-bit scale, and a tensor has one more f32 scale.
 #[derive(Debug, Parser)]
-#[command(name = "train-cli", version, about, after_help = EXIT_CODES)]
+#[command(name = "train-cli", version, long_version = VERSION, about, after_help = EXIT_CODES)]
 pub struct Cli {
     /// The command to run.
     #[command(subcommand)]
     pub command: Command,
 }
+
+/// What `--version` prints.
+const VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    " (",
+    env!("BUILT_FROM"),
+    ")\nBurn ",
+    env!("BURN_VERSION"),
+    ", CubeCL ",
+    env!("CUBECL_VERSION"),
+    "\nbackends: CPU (NdArray), CUDA, Vulkan"
+);
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 system error, 2 wrong usage or configuration, 3 invalid data, \
 4 out of device memory, 5 training diverged, 6 corrupt file or failed check of an export, 7 device error, 101 a bug in train-cli, 128 plus the number of a signal that ended it.\n\
