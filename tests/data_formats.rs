@@ -148,6 +148,8 @@ fn folders_and_patterns_stand_for_their_files() {
     assert_eq!(rows("rows/*.tsv", &[]), "2 rows of tsv");
     let line = plan(d, "rows/*.tsv", &["-d", "rows/c.jsonl", "--data-weights", "3,1"]).unwrap();
     assert!(line.contains(" · 7 train / 0 eval"), "{line}");
+    let line = plan(d, "rows", &["--max-rows", "2"]).unwrap();
+    assert!(line.contains(" · 2 train / 0 eval") && line.contains("1 row left out by --max-rows"), "{line}");
     let out = run(d, &["fit", "-m", "m", "-d", "rows/*.txt", "-o", "out", "--device", "cpu", "--dry-run"]);
     let stderr = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.code() == Some(2) && stderr.contains("rows/*.txt: no file fits this pattern"), "{stderr}");

@@ -53,6 +53,9 @@ pub struct DataReport {
     pub packed: Option<(usize, f64)>,
     /// Whether a header line was skipped.
     pub header_skipped: bool,
+    /// Sequences that are not used, because there are more than `--max-rows`.
+    #[serde(skip)]
+    pub left_out: usize,
 }
 
 /// Reads training files.

@@ -3,7 +3,7 @@
 
 use crate::data::sample::Sample;
 use backend_nvfp4::{Stream, reference};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 /// Splits off evaluation rows: a share of all rows, but at most 200, and at least one of ten or more rows.
 pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
@@ -11,12 +11,20 @@ pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<S
     let wanted = (n as f64 * share).round() as usize;
     let count = if share <= 0.0 || n < 10 { 0 } else { wanted.clamp(1, 200) };
     let order = permutation(n, seed, u32::MAX);
-    let held: std::collections::HashSet<usize> = order[..count].iter().copied().collect();
+    let held: HashSet<usize> = order[..count].iter().copied().collect();
     let (mut train, mut eval) = (Vec::new(), Vec::new());
     for (i, sample) in samples.into_iter().enumerate() {
         if held.contains(&i) { eval.push(sample) } else { train.push(sample) }
     }
     (train, eval)
+}
+
+/// Chooses `most` samples at random. They keep their order.
+pub fn choose(samples: Vec<Sample>, most: usize, seed: u64) -> Vec<Sample> {
+    let order = permutation(samples.len(), seed, u32::MAX / 2);
+    let chosen: HashSet<usize> = order.into_iter().take(most).collect();
+    let numbered = samples.into_iter().enumerate();
+    numbered.filter(|(i, _)| chosen.contains(i)).map(|(_, sample)| sample).collect()
 }
 
 /// Packs samples into rows of at most `most` tokens. It takes the longest sample first and puts it into the fullest row
@@ -90,6 +98,18 @@ mod tests {
 
     fn samples(n: usize) -> Vec<Sample> {
         synthetic(n, 4, 100, 1)
+    }
+
+    #[test]
+    fn rows_are_chosen_by_the_seed_and_keep_their_order() {
+        let ids = |samples: &[Sample]| samples.iter().map(|s| s.ids.clone()).collect::<Vec<_>>();
+        let all = samples(40);
+        let chosen = ids(&choose(all.clone(), 10, 1));
+        let places: Vec<usize> = chosen.iter().map(|row| ids(&all).iter().position(|r| r == row).unwrap()).collect();
+        assert!(places.len() == 10 && places.is_sorted() && *places.last().unwrap() > 15, "{places:?}");
+        assert_eq!(chosen, ids(&choose(all.clone(), 10, 1)));
+        assert_ne!(chosen, ids(&choose(all.clone(), 10, 2)));
+        assert_eq!(ids(&choose(all.clone(), 50, 1)), ids(&all));
     }
 
     #[test]

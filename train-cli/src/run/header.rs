@@ -42,6 +42,9 @@ fn data(plan: &Plan, inputs: &Inputs) -> String {
         format!("{} train / {} eval", inputs.train.len(), inputs.eval.len()),
         format!("{tokens} tokens, {supervised} supervised"),
     ];
+    if found.left_out > 0 {
+        parts.push(format!("{} left out by --max-rows", report::count(found.left_out, "row")));
+    }
     if !found.dropped.is_empty() {
         let rows = report::count(found.dropped.len(), "row");
         parts.push(format!("{rows} dropped (longer than {limit} tokens, or nothing supervised)"));

@@ -165,7 +165,13 @@ fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Sample
     }
     let options = DataOptions { format: s.format, loss_on: s.loss_on, overlong: s.overlong, max_seq_length };
     let cache = s.token_cache.as_deref();
-    let (all, mut report) = token_cache::load(cache, &s.data, text, options)?;
+    let (mut all, mut report) = token_cache::load(cache, &s.data, text, options)?;
+    if let Some(most) = s.max_rows.filter(|most| *most < all.len()) {
+        report.left_out = all.len() - most;
+        all = rows::choose(all, most, seed);
+        report.tokens = all.iter().map(|s| s.ids.len()).sum();
+        report.supervised_tokens = all.iter().map(Sample::supervised_tokens).sum();
+    }
     let (mut train, mut eval) = match &s.eval_data {
         Some(path) => (all, token_cache::load(cache, std::slice::from_ref(path), text, options)?.0),
         None => rows::split(all, s.val_split, seed),

@@ -92,6 +92,9 @@ pub struct DataSettings {
     /// the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
+    /// Use at most this many rows of the training files, chosen at random by --seed
+    #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
+    pub max_rows: Option<usize>,
     /// Evaluation file, instead of held-out training rows
     #[arg(long, value_name = "FILE", alias = "valid-data")]
     pub eval_data: Option<PathBuf>,
@@ -126,6 +129,7 @@ impl Default for DataSettings {
             data: vec![],
             max_seq_length: None,
             data_weights: vec![],
+            max_rows: None,
             eval_data: None,
             val_split: 0.02,
             format: None,
@@ -415,10 +419,11 @@ impl Default for AdvancedSettings {
 
 /// The smallest and the largest value of each number. Counts end at 2^20, so that products of three of them
 /// cannot overflow.
-pub const RANGES: [(&str, f64, f64); 25] = [
+pub const RANGES: [(&str, f64, f64); 26] = [
     ("train_last_layers", 0.0, MOST),
     ("val_split", 0.0, 0.9),
     ("max_seq_length", 2.0, MOST),
+    ("max_rows", 1.0, f64::MAX),
     ("bf16_last_blocks", 0.0, MOST),
     ("quantize_from", 0.0, 0.99),
     ("damped_finish", 0.0, 0.9),
