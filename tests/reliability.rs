@@ -538,6 +538,29 @@ fn a_dry_run_refuses_what_a_run_refuses() {
     refused(d, &["estimate", "-m", "m", "-d", "absent.tsv"], 2);
 }
 
+/// A signal in the last step ends the run before its evaluation. The resumed run has no step left, and makes it.
+#[test]
+fn an_evaluation_that_a_signal_prevented_in_the_last_step_is_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let fit =
+        ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--max-steps", "2", "--eval-steps", "2", "-o", "r"];
+    ok(d, &fit);
+    let log = |name: &str| fs::read_to_string(d.join("r").join(name)).unwrap();
+    let (metrics, samples) = (log("metrics.jsonl"), log("samples.jsonl"));
+    // As if the signal had come: the checkpoint of the last step is there, and nothing that follows it.
+    let steps: String =
+        metrics.lines().filter(|line| !line.contains("eval_loss")).map(|line| line.to_owned() + "\n").collect();
+    assert_eq!(steps.lines().count(), 2);
+    fs::write(d.join("r/metrics.jsonl"), steps).unwrap();
+    fs::write(d.join("r/samples.jsonl"), "").unwrap();
+    fs::remove_dir_all(d.join("r/final")).unwrap();
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    ok(d, &["fit", "--resume-from-checkpoint", "r"]);
+    assert_eq!((log("metrics.jsonl"), log("samples.jsonl")), (metrics, samples));
+}
+
 /// The undo copy comes first, then the place where a checkpoint waits, and each only where it fits with a tenth to spare.
 #[test]
 fn a_run_takes_more_memory_where_there_is_room() {

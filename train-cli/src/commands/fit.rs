@@ -378,8 +378,8 @@ impl Ready {
     ) -> Result<Qwen3<B>, CliError> {
         let (s, steps) = (&self.plan.settings, order.steps);
         if state.global_step >= steps {
+            // But an evaluation may be missing, if a signal came in the last step.
             report::line(format!("step {} of {steps}: nothing is left to train", state.global_step));
-            return Ok(model.valid());
         }
         let warmup = s.optimizer.warmup_steps;
         let warmup = if warmup < 1.0 { (warmup * steps as f64).round() } else { warmup } as usize;
