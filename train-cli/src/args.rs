@@ -72,7 +72,7 @@ pub enum Command {
     Bench(BenchArgs),
     /// Print the script that completes commands and flags in a shell
     Completions(CompletionsArgs),
-    /// Print the manual page of the program, or of a command, for man -l
+    /// Print the manual page of the program, or of a command; read it with: train-cli man fit | man -l -
     Man(ManArgs),
 }
 
@@ -197,7 +197,7 @@ pub struct StatsArgs {
 /// What `eval` measures.
 #[derive(Debug, Subcommand)]
 pub enum EvalCommand {
-    /// The mean loss of the tokens of files, and its perplexity
+    /// Measure the mean loss per token of some files, and the perplexity
     Loss(EvalLossArgs),
 }
 
@@ -568,7 +568,7 @@ pub struct ParityArgs {
     /// Values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
     #[arg(long, value_name = "FILE")]
     pub expected: PathBuf,
-    /// Write the values of train-cli to this file, under the same names
+    /// Write the values that train-cli computed to this file, under the names of --expected
     #[arg(long, value_name = "FILE")]
     pub dump: Option<PathBuf>,
     /// Print one JSON object per line

@@ -86,7 +86,8 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "As in the model file; like `two` if that has no NVFP4 weights";
+    const AUTO: &'static str =
+        "The levels of the model file; `two` if it has no NVFP4 weights, like a downloaded model";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -169,10 +170,11 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// Random Hadamard transform, in groups of 16 values, of the two matrices whose product is the weight gradient. It
-    /// spreads a very large value over its group. Without it, the group's scale would be too coarse for the other 15 values
+    /// Before the product that gives the weight gradient, both matrices get a random Hadamard transform in groups of 16
+    /// values. It spreads a very large value over its group, whose scale would otherwise be too coarse for the other 15
     Hadamard,
-    /// Rounding of gradients up or down at random, so that the mean of many is exact; without it, to the nearest
+    /// Gradients are rounded up or down at random, so that the errors cancel on average; without it, they are rounded to
+    /// the nearest value
     Stochastic,
 }
 
@@ -240,7 +242,7 @@ pub enum Overlong {
 /// The loss function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum LossKind {
-    /// Cross-entropy over the supervised tokens
+    /// Cross-entropy over the tokens that --loss-on chooses
     #[value(name = "ce", alias = "cross-entropy", alias = "token-ce")]
     #[serde(rename = "ce")]
     CrossEntropy,
@@ -292,7 +294,7 @@ impl Choice for Clip {
                 Self::Exact,
                 "exact",
                 "The norm of this step. Without gradient accumulation, the gradients of the whole model are held until it is \
-                 known; where they do not fit, a first backward pass measures them",
+                 known; where they do not fit, a first backward pass computes the norm, and a second one updates the weights",
             ),
             named(Self::Previous, "previous", "The norm of the step before; the first step is not clipped"),
         ]

@@ -88,8 +88,8 @@ pub struct DataSettings {
     #[arg(long, value_name = "N", help_heading = COMMON)]
     #[arg(aliases = ["max-length", "seq-len", "cutoff-len", "max-seq-len"])]
     pub max_seq_length: Option<usize>,
-    /// How often an epoch uses each row, one number for each --data: 2,0.5 repeats the rows of the first and takes half of
-    /// the second [default: 1]
+    /// How often an epoch uses each row, one number for each --data: `2,0.5` uses each row of the first file twice, and half
+    /// of the rows of the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
     /// Use at most this many rows of the training files, chosen at random by --seed
@@ -281,8 +281,8 @@ impl Default for OptimizerSettings {
 #[serde(default)]
 #[command(next_help_heading = "Memory")]
 pub struct MemorySettings {
-    /// Which blocks run a second time in the backward pass, because their activations are not kept. The numbers are the
-    /// same
+    /// Which blocks run a second time in the backward pass, because their activations are not kept. This changes memory and
+    /// speed, but not the results
     #[arg(long)]
     pub recompute: Recompute,
     /// How the master weights are stored. They are the weights that the optimizer updates
@@ -396,7 +396,7 @@ pub struct AdvancedSettings {
     /// Loss function
     #[arg(long, alias = "loss-mode")]
     pub loss: LossKind,
-    /// The optimizer updates a matrix by several GPU kernel launches of N rows each; 0 updates it in one launch
+    /// For debugging: rows of a matrix that one kernel launch of the optimizer updates; 0 updates all of them in one launch
     #[arg(long, value_name = "N", alias = "optimizer-step-chunk-rows")]
     pub step_chunk_rows: usize,
     /// Random seed for shuffling, initial weights and stochastic rounding
