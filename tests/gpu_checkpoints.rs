@@ -30,7 +30,7 @@ fn a_checkpoint_holds_the_step_after_which_it_was_saved() {
         fs::copy(demo_file(name), d.join("m").join(name)).unwrap();
     }
     let mut config: Value = serde_json::from_str(&fs::read_to_string(demo_file("config.json")).unwrap()).unwrap();
-    // The embedding, and with it each of its moments in f32, is exactly what one transfer takes: 32 MiB.
+    // The embedding, and with it each of its moments in f32, is exactly one piece of a transfer: 32 MiB.
     for (key, value) in
         [("hidden_size", 64), ("vocab_size", 1 << 17), ("intermediate_size", 96), ("num_hidden_layers", 1)]
     {

@@ -554,3 +554,27 @@ fn codes_have_the_gradients_of_their_values() {
     let room = reference::quantize_master(&values, 2, 16);
     assert!((room.global * 2688.0 - 0.5 * MASTER_ROOM).abs() < 1e-6);
 }
+
+/// The graphs that a step keeps are gone when its loss is refused, or the next step would have theirs and its own.
+#[test]
+fn a_refused_loss_leaves_no_graph_behind() {
+    fn on_cube<R: CubeRuntime>() {
+        let mut net = trainee::<Cube<R>>(false, Recipe::Bf16, MasterKind::F32);
+        let mut held_after = |divisor: Option<usize>| {
+            let mut batch = batches(4).remove(0);
+            batch.divisor = divisor.unwrap_or(batch.divisor);
+            let (mut optimizer, mut vram) = (optimizer(MasterKind::F32, StateKind::F32), VramReport::new(None));
+            let (fate, gathered) = (Fate::Measure, Gathered::new(DType::F32));
+            let mut pass = Pass { step: 1, fate, gathered, kept: 3, optimizer: &mut optimizer, vram: &mut vram };
+            assert_eq!(pass.streaming(&mut net, &batch).is_ok(), divisor.is_none());
+            drop(pass);
+            Cube::<R>::memory_in_use(&net.model().device()).unwrap().in_use
+        };
+        held_after(None);
+        let good = held_after(None);
+        // A divisor of 0 makes the loss infinite.
+        let bad = held_after(Some(0));
+        assert!(bad <= good + 4096, "{good} bytes are held after a good step, {bad} after a bad one");
+    }
+    on_gpu!(on_cube);
+}

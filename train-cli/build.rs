@@ -24,11 +24,18 @@ fn version<'a>(lock: &'a str, name: &str) -> Option<&'a str> {
 
 /// The commit that is checked out, and whether files differ from it.
 fn commit() -> Option<String> {
-    println!("cargo:rerun-if-changed=../.git/logs/HEAD");
+    let sources =
+        ["src", "../backend-nvfp4", "../kernels-cubecl", "../model-qwen3", "../.git/logs/HEAD", "../.git/index"];
+    sources.iter().for_each(|path| println!("cargo:rerun-if-changed={path}"));
     let git = |args: &[&str]| {
         let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
         String::from_utf8(output.stdout).ok()
     };
+    // The sources may lie in the repository of something else.
+    let root = git(&["rev-parse", "--show-toplevel"])?;
+    if fs::canonicalize(root.trim()).ok()? != fs::canonicalize("..").ok()? {
+        return None;
+    }
     let commit = git(&["rev-parse", "--short=12", "HEAD"])?;
     let changed = git(&["status", "--porcelain", "--untracked-files=no"])?;
     let suffix = if changed.trim().is_empty() { "" } else { ", changed" };

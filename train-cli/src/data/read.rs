@@ -54,7 +54,7 @@ pub struct DataReport {
     /// Whether a header line was skipped.
     pub header_skipped: bool,
     /// Sequences that are not used, because there are more than `--max-rows`.
-    #[serde(skip)]
+    #[serde(default)]
     pub left_out: usize,
 }
 

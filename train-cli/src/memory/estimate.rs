@@ -21,6 +21,8 @@ pub struct Estimate {
     all_gradients: f64,
     /// The activations that a block keeps for its backward, over the longest batch.
     kept: f64,
+    /// The weights that it keeps besides.
+    kept_weights: f64,
     /// The tokens of the longest batch.
     tokens: f64,
     /// The blocks that are trained.
@@ -108,11 +110,20 @@ impl Estimate {
             block += attention;
         }
         // What the graph alone holds: two residuals and two norms; q, k and attention's output before and after; gate, up and
-        // their product.
-        let mut kept = tokens * value * (4.0 * d + 3.0 * q + 3.0 * kv + 3.0 * f);
-        if precision.dtype() == DType::F32 {
-            kept += attention;
-        }
+        // their product. Of these, the inputs of the linear layers may be packed.
+        let inputs_of_layers = 2.0 * d + q + f;
+        let packed = if plan.recipe.packs_activations() { (value - 0.5625) * inputs_of_layers } else { 0.0 };
+        let kept = tokens * (value * (4.0 * d + 3.0 * q + 3.0 * kv + 3.0 * f) - packed);
+        // And the weights as the products took them, where these are not the master weights.
+        let dense_blocks = !plan.recipe.packs_weights()
+            || plan.settings.recipe.bf16_last_blocks > 0
+            || plan.settings.recipe.quantize_from > 0.0;
+        let kept_weights = match master {
+            _ if dense != value && dense_blocks => s.block * value,
+            MasterKind::Nvfp4 => 0.0,
+            _ if plan.recipe.packs_weights() => s.block * 0.5625,
+            _ => 0.0,
+        };
         // The weights of a layer in the type of the products, and their codes.
         let copies =
             if plan.recipe.packs_weights() || dense != value { s.block * 0.5625 + 4.0 * d * f * value } else { 0.0 };
@@ -129,6 +140,7 @@ impl Estimate {
                 (KEPT, 0.0),
             ],
             kept,
+            kept_weights,
             all_gradients: 4.0 * trained_params,
             tokens,
             trained_blocks: trained as usize,
@@ -142,7 +154,7 @@ impl Estimate {
 
     /// Keeps the activations of `blocks` blocks.
     pub fn keep(&mut self, blocks: usize) {
-        self.set(KEPT, blocks as f64 * self.kept);
+        self.set(KEPT, blocks as f64 * (self.kept + self.kept_weights));
     }
 
     /// Holds the gradients of a step until their norm is known.
@@ -159,9 +171,9 @@ impl Estimate {
         self.all_gradients as u64
     }
 
-    /// The activations that a block keeps over the longest batch, in bytes.
+    /// What a block keeps over the longest batch, in bytes.
     pub fn block(&self) -> u64 {
-        self.kept as u64
+        (self.kept + self.kept_weights) as u64
     }
 
     /// The activations that a block keeps over one token, in bytes.

@@ -33,7 +33,7 @@ impl Pool {
 
     /// Returns free buffers to the device if they and the activations of a batch of `tokens` tokens would be too much.
     pub fn before_batch<B: DeviceServices>(&mut self, device: &B::Device, tokens: usize) {
-        if self.kept == 0 || std::mem::replace(&mut self.tokens, tokens) == tokens || !self.stale {
+        if self.kept == 0 || std::mem::replace(&mut self.tokens, tokens) == tokens {
             return;
         }
         let Some(memory) = B::memory_in_use(device) else { return };

@@ -180,7 +180,22 @@ pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resume>, C
         Some(folder) => (folder.to_owned(), open(folder)?),
         None => latest(run)?,
     };
+    refuse_whole_graphs(&folder)?;
     Ok(Some(Resume::At(Box::new(Resumed { run: run.to_owned(), folder, state }))))
+}
+
+/// Refuses the checkpoint of a run that made its steps in another way, which clipped by another norm.
+fn refuse_whole_graphs(folder: &Path) -> Result<(), CliError> {
+    let path = folder.join(STATE);
+    let text = std::fs::read_to_string(&path).map_err(CliError::io(&path))?;
+    let state: serde_json::Value = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    if state["settings"]["step_mode"] != "whole" {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "{0}: the run was begun with --step-mode whole: {STEP_MODE}. Start a new run from its weights: train-cli fit -m {0}",
+        folder.display()
+    )))
 }
 
 /// Whether a run folder holds no checkpoint because its process ended before the first one. It holds the settings of the
@@ -292,12 +307,6 @@ fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
              it with the train-cli that wrote it, or start a new run from its weights: train-cli fit -m {0}",
             folder.display(),
             state["version"],
-        )));
-    }
-    if state["settings"]["step_mode"] == "whole" {
-        return Err(CliError::Usage(format!(
-            "{0}: the run was begun with --step-mode whole: {STEP_MODE}. Start a new run from its weights: train-cli fit -m {0}",
-            folder.display()
         )));
     }
     serde_json::from_value(state).map_err(|e| CliError::corrupt(&path, e))

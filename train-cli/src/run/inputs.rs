@@ -169,6 +169,7 @@ fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Sample
     if let Some(most) = s.max_rows.filter(|most| *most < all.len()) {
         report.left_out = all.len() - most;
         all = rows::choose(all, most, seed);
+        report.samples = all.len();
         report.tokens = all.iter().map(|s| s.ids.len()).sum();
         report.supervised_tokens = all.iter().map(Sample::supervised_tokens).sum();
     }

@@ -253,6 +253,9 @@ impl Forecast {
         let held = report::gib(self.estimate.all_gradients());
         let clip = match self.gathers {
             Some(true) => Some(format!("the gradients of a step are held until their norm is known ({held})")),
+            Some(false) if self.space == Space::default() => Some(format!(
+                "a first backward pass measures the gradients, unless the device says that it has room to hold them ({held})"
+            )),
             Some(false) => {
                 Some(format!("a first backward pass measures the gradients: there is no room to hold them ({held})"))
             }
@@ -268,6 +271,10 @@ impl Forecast {
         let (kept, blocks) = (self.kept, self.estimate.trained_blocks());
         let bytes = report::gib(kept as u64 * self.estimate.block());
         match kept {
+            0 if self.space == Space::default() => format!(
+                "all {blocks} blocks run a second time in the backward pass, unless the device says that it has room for \
+                 their activations"
+            ),
             0 => format!("all {blocks} blocks run a second time in the backward pass"),
             all if all == blocks => format!("no block runs a second time; their activations take up to {bytes}"),
             _ => format!(

@@ -92,7 +92,7 @@ pub struct DataSettings {
     /// of the rows of the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
-    /// Use at most this many rows of the training files, chosen at random by --seed
+    /// Use at most this many rows of the training files (of a text: sequences), chosen at random by --seed
     #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
     pub max_rows: Option<usize>,
     /// Evaluation file, instead of held-out training rows
@@ -423,7 +423,7 @@ pub const RANGES: [(&str, f64, f64); 26] = [
     ("train_last_layers", 0.0, MOST),
     ("val_split", 0.0, 0.9),
     ("max_seq_length", 2.0, MOST),
-    ("max_rows", 1.0, f64::MAX),
+    ("max_rows", 1.0, 9.2e18),
     ("bf16_last_blocks", 0.0, MOST),
     ("quantize_from", 0.0, 0.99),
     ("damped_finish", 0.0, 0.9),

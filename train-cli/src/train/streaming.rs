@@ -32,7 +32,13 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         AB: TrainingBackend<InnerBackend = B>,
     {
         let (traces, h_MD) = forward(net, batch, self.kept);
-        let Head { loss, dy_MD, tied_VD } = self.head(net, batch, h_MD)?;
+        let Head { loss, dy_MD, tied_VD } = match self.head(net, batch, h_MD) {
+            Ok(head) => head,
+            Err(error) => {
+                release(net, traces);
+                return Err(error);
+            }
+        };
         let dx_MD = self.blocks(net, batch, traces, dy_MD)?;
         self.embedding(net, batch, dx_MD, tied_VD);
         self.note(net, "backward_done")?;
@@ -46,8 +52,10 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     {
         let h_MD = Tensor::<AB, 2>::from_inner(h_MD).require_grad();
         let loss_graph = net.head_loss(h_MD.clone(), batch);
-        let loss = self.finite_loss(loss_graph.clone().inner())?;
+        let loss = self.finite_loss(loss_graph.clone().inner());
+        // Also where the loss is refused: Burn frees what a graph holds in its backward only.
         let mut grads = loss_graph.backward();
+        let loss = loss?;
         let dy_MD = h_MD.grad_remove(&mut grads).expect("the loss depends on the last block's output");
         let mut grads = GradientsParams::from_grads(grads, &*net);
         let tied_VD = grads.remove(net.model().embed_tokens.id);
@@ -179,6 +187,17 @@ where
         traces.push(Trace::Graph(graph));
     }
     (traces, h_MD)
+}
+
+/// Frees the graphs of a pass that ends before its backward, which is the only thing that frees them.
+fn release<AB: TrainingBackend>(net: &Trainee<AB>, traces: Vec<Trace<AB>>) {
+    let blocks = &net.model().layers[net.first_trained()..];
+    for (trace, block) in traces.into_iter().zip(blocks) {
+        if let Trace::Graph(graph) = trace {
+            let none = graph.y_MD.clone().inner().zeros_like();
+            drop(graph.backward(block, none));
+        }
+    }
 }
 
 /// The gradient of the embedding, f32 `[V, D]`: each token's row of `dy_MD` is added to the row of its id, on top of

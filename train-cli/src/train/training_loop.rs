@@ -173,6 +173,8 @@ pub fn train<AB: TrainingBackend>(
         let interrupted = run.interruption.received();
         let evaluates = interrupted.is_none() && run.between.evaluates(step) && valid.num_items() > 0;
         if evaluates {
+            // An evaluation has buffers of other sizes than a step.
+            run.stepper.pool.give_back::<AB>(&device);
             let evaluation = evaluation::evaluate(&inner, valid, step)?;
             run.between.after_evaluation(inner.model(), &evaluation)?;
             tell(Event::Evaluation(evaluation));
