@@ -87,7 +87,7 @@ impl Choice for Recipe {
 
 impl Choice for Scaling {
     const AUTO: &'static str =
-        "The levels of the model file; `two` if it has no NVFP4 weights, like a downloaded model";
+        "As in the model file; `two` if its weights are not in NVFP4, like those of a downloaded model";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
