@@ -6,6 +6,7 @@
 mod support;
 
 mod architecture;
+mod best_model;
 mod blocks;
 mod cache;
 mod chat;

@@ -94,6 +94,11 @@ impl Plan {
         max_seq_length(self.settings.data.max_seq_length, limit)
     }
 
+    /// The first step, counted from 0, that uses the recipe, in a run of `steps` steps. At least the last one does.
+    pub fn quantize_from(&self, steps: usize) -> usize {
+        ((self.settings.recipe.quantize_from * steps as f64).round() as usize).min(steps.saturating_sub(1))
+    }
+
     /// Number of sequences in an optimizer step.
     pub fn sequences_per_step(&self) -> usize {
         self.settings.optimizer.batch_size * self.settings.optimizer.gradient_accumulation_steps
@@ -139,14 +144,27 @@ fn in_range(s: &Settings) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Refuses settings that exclude each other: each row is a rule that is broken, and what to say then.
+/// A combination of settings, whether a run has it, and why it is refused.
+type Rule = (bool, &'static str);
+
+/// Refuses settings that exclude each other.
 fn consistent(s: &Settings) -> Result<(), CliError> {
-    let (data, recipe) = (&s.data, &s.recipe);
-    let packed = s.memory.master_weights == Some(MasterKind::Nvfp4);
-    let float_states = matches!(s.memory.optimizer_state_mode, StateKind::F32 | StateKind::Bf16);
-    let plain = !recipe.recipe.packs_weights();
-    let (files, weights) = (data.data.len(), data.data_weights.len());
-    let rules = [
+    if let Some((_, text)) = files(s).into_iter().chain(number_formats(s)).find(|(broken, _)| *broken) {
+        return Err(CliError::Usage(text.to_owned()));
+    }
+    let (files, weights) = (s.data.data.len(), s.data.data_weights.len());
+    if weights > 0 && weights != files {
+        let text = "give one weight for each file";
+        return Err(CliError::Usage(format!("--data-weights has {weights} values for {files} --data files; {text}")));
+    }
+    Ok(())
+}
+
+/// The combinations that are refused of what a run reads and writes.
+fn files(s: &Settings) -> Vec<Rule> {
+    let (data, files) = (&s.data, s.data.data.len());
+    let chooses = s.logging.early_stopping_patience.is_some() || s.saving.load_best_model_at_end;
+    vec![
         (data.data.is_empty() && !data.synthetic, "there is no training data; give --data FILE, or --synthetic"),
         (data.synthetic && files > 0, "--synthetic takes no --data: it trains on random tokens; leave one of them out"),
         (data.synthetic && data.max_rows.is_some(), "--synthetic has no rows to choose from; leave out --max-rows"),
@@ -155,6 +173,34 @@ fn consistent(s: &Settings) -> Result<(), CliError> {
             s.saving.save_strategy == SaveStrategy::No && s.saving.output_dat.is_some(),
             "--save-strategy no writes no --output-dat; leave one of them out",
         ),
+        (
+            s.saving.save_strategy == SaveStrategy::No && s.saving.load_best_model_at_end,
+            "--save-strategy no saves no model that --load-best-model-at-end could load; leave one of them out",
+        ),
+        (
+            chooses && data.val_split == 0.0 && data.eval_data.is_none(),
+            "--early-stopping-patience and --load-best-model-at-end compare evaluation losses; give --eval-data FILE, or \
+             --val-split above 0",
+        ),
+        (
+            chooses && s.logging.eval_steps == Some(0),
+            "--early-stopping-patience and --load-best-model-at-end compare evaluations; give --eval-steps above 0",
+        ),
+        (
+            chooses && s.recipe.damped_finish > 0.0,
+            "--damped-finish changes the last part of a run, which --early-stopping-patience and \
+             --load-best-model-at-end may leave out; leave one of them out",
+        ),
+    ]
+}
+
+/// The combinations that are refused of the number formats in which it computes.
+fn number_formats(s: &Settings) -> Vec<Rule> {
+    let recipe = &s.recipe;
+    let packed = s.memory.master_weights == Some(MasterKind::Nvfp4);
+    let float_states = matches!(s.memory.optimizer_state_mode, StateKind::F32 | StateKind::Bf16);
+    let plain = !recipe.recipe.packs_weights();
+    vec![
         (
             plain && recipe.scales.is_some(),
             "--scales changes nothing: --recipe bf16 quantizes nothing; leave one of them out",
@@ -196,15 +242,7 @@ fn consistent(s: &Settings) -> Result<(), CliError> {
             recipe.compute_dtype == Some(Precision::F16),
             "--compute-dtype f16 cannot train: gradients underflow in f16; choose bf16 or f32",
         ),
-    ];
-    if let Some((_, text)) = rules.iter().find(|(broken, _)| *broken) {
-        return Err(CliError::Usage((*text).to_owned()));
-    }
-    if weights > 0 && weights != files {
-        let text = "give one weight for each file";
-        return Err(CliError::Usage(format!("--data-weights has {weights} values for {files} --data files; {text}")));
-    }
-    Ok(())
+    ]
 }
 
 fn source(s: &Settings) -> Result<ModelSource, CliError> {

@@ -52,12 +52,14 @@ const NOT_OFFLOADED: &str =
 const CACHE: &str = "the key-value cache is always used, and a prompt is always read at once";
 
 /// Values of a flag, and what replaced them.
-const VALUES: [(&str, &[&str], &str); 2] = [
+const VALUES: [(&str, &[&str], &str); 4] = [
     (
         "--optimizer-state-mode",
         &["fp4", "nvfp4"],
         "a 4-bit float has no code between 0 and a twelfth of the largest, where most moments lie; use int4",
     ),
+    ("--report-to", &["none"], "metrics.jsonl is always written, because a resumed run reads it; leave the flag out"),
+    ("--report-to", &["wandb", "mlflow", "all"], "use tensorboard, or read metrics.jsonl"),
     ("--master-weights", &["float16", "fp16", "half", "f16"], "f16 cannot hold small updates; use bf16 or f32"),
 ];
 

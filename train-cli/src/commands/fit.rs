@@ -14,6 +14,7 @@ use crate::{
     report,
     run::beginning::Beginning,
     run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
+    run::evaluations::Evaluations,
     run::folder::{self, FINAL},
     run::header,
     run::inputs::{Inputs, packed_scaling},
@@ -127,8 +128,7 @@ impl Job for Fit {
             Some(resumed) => {
                 let (plan, state) = (&ready.plan, &resumed.state);
                 folder::check_unchanged(plan, &ready.inputs, state, precision)?;
-                let done = state.global_step == state.max_steps && state.max_steps == ready.inputs.order(plan).steps;
-                if done && outputs_exist(plan) {
+                if is_complete(plan, state, ready.inputs.order(plan).steps)? {
                     summarize(&plan.output_dir);
                     report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
                     return Ok(());
@@ -191,6 +191,12 @@ impl Ready {
         if scaling == Scaling::Single && keeps_codes {
             let text = "--damped-finish and --master-weights nvfp4 keep NVFP4 codes with two-level scales, but the scale \
                         levels of this run are single; give --scales two";
+            return Err(CliError::Usage(text.into()));
+        }
+        let chooses = plan.settings.logging.early_stopping_patience.is_some();
+        if (chooses || plan.settings.saving.load_best_model_at_end) && inputs.eval.is_empty() {
+            let text = "there are no evaluation rows, whose losses --early-stopping-patience and \
+                        --load-best-model-at-end compare; give --eval-data FILE, or a larger --val-split";
             return Err(CliError::Usage(text.into()));
         }
         let spec = LinearSpec::new(plan.recipe, scaling, precision);
@@ -267,16 +273,10 @@ impl Ready {
         let order = Order { start: state.global_step, ..inputs.order(plan) };
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
         let (guard, interruption) = (guard.clone(), interruption.clone());
-        let keep = plan.settings.saving.save_total_limit;
-        let saver = Saver::new(
-            &plan.output_dir,
-            &plan.companions,
-            keep,
-            self.forecast.estimate.checkpoint(),
-            self.forecast.saving,
-        );
+        let bytes = self.forecast.estimate.checkpoint();
+        let saver = Saver::new(&plan.output_dir, &plan.companions, bytes, self.forecast.saving);
         let journal =
-            Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver);
+            Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver)?;
         let watchers = Watchers { guard, interruption, vram };
         let trained = self.train(model, optimizer, &state, order, journal.clone(), watchers);
         // A checkpoint may still be being written, however the training ended. It waits on a device that may have failed.
@@ -302,15 +302,42 @@ impl Ready {
         device: &B::Device,
     ) -> Result<(), CliError> {
         let Trained { model, beginning, samples, journal, head } = trained;
-        let runtime = journal.seconds();
+        let (runtime, last) = (journal.seconds(), self.inputs.order(&self.plan).steps);
+        let made = journal.ended_early().unwrap_or(last);
+        if made < last {
+            report::line(format!("the evaluation loss has stopped falling: the run ends after step {made} of {last}"));
+        }
+        let (model, step) = self.best_or_last(model, made, &journal, device)?;
         // The export is checked in the memory that the optimizer's states and the step's buffers had.
         B::memory_cleanup(device);
         let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
         let exported = self.export(&model, head)?;
         // The record of a complete run comes last: a resume of a run without it finishes the export.
-        journal.finish(runtime, changed)?;
+        journal.finish(made, step, runtime, changed)?;
         self.conclude(exported.as_deref(), runtime, samples.prompts.first());
         Ok(())
+    }
+
+    /// The model to export, and its step: that of the best checkpoint if it is wanted, else the last one.
+    fn best_or_last<B: Nvfp4Kernels>(
+        &self,
+        last: Qwen3<B>,
+        made: usize,
+        journal: &Journal,
+        device: &B::Device,
+    ) -> Result<(Qwen3<B>, usize), CliError> {
+        let kept = checkpoint::list(&self.plan.output_dir)?;
+        let is_kept = |step| kept.iter().any(|(saved, _)| *saved == step);
+        let Some((step, loss, is_lowest)) = journal.best(is_kept) else { return Ok((last, made)) };
+        let which = if is_lowest { "of the run" } else { "of the checkpoints that are kept" };
+        report::label("best", format!("step {step} · evaluation loss {loss:.4}, the lowest {which}"));
+        if step == made {
+            return Ok((last, made));
+        }
+        drop(last);
+        let folder = self.plan.output_dir.join(format!("checkpoint-{step}"));
+        let best = Resumed { run: self.plan.output_dir.clone(), state: checkpoint::open(&folder)?, folder };
+        Ok((self.model::<B>(Some(&best), device)?.valid(), step))
     }
 
     /// The model with the weights of the checkpoint, of its files, or random ones.
@@ -383,8 +410,8 @@ impl Ready {
         }
         let warmup = s.optimizer.warmup_steps;
         let warmup = if warmup < 1.0 { (warmup * steps as f64).round() } else { warmup } as usize;
-        // After rounding, at least the last step is quantized, and no block freezes before.
-        let quantize_from = ((s.recipe.quantize_from * steps as f64).round() as usize).min(steps.saturating_sub(1));
+        // No block freezes before the recipe begins.
+        let quantize_from = self.plan.quantize_from(steps);
         let mut damped = DampedFinish::new(s.recipe.damped_finish, steps);
         damped.start = damped.start.max(quantize_from);
         let fixed = match s.model.train_last_layers {
@@ -477,13 +504,20 @@ fn summarize(run: &Path) {
     }
 }
 
-/// Whether a run has its record and everything that it was to export.
-fn outputs_exist(plan: &Plan) -> bool {
+/// Whether a run whose newest checkpoint has this state has made its `steps` steps, or ended early, and has its record and
+/// everything that it was to export.
+fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, CliError> {
     let saving = &plan.settings.saving;
+    let done = state.global_step == state.max_steps && state.max_steps == steps;
+    let evaluations = Evaluations::logged(&plan.output_dir, plan.quantize_from(steps))?;
+    let patience = plan.settings.logging.early_stopping_patience;
+    let ended = patience.is_some_and(|patience| evaluations.have_stalled(patience))
+        && evaluations.last_step() == Some(state.global_step)
+        && state.max_steps == steps;
     let exported = saving.save_strategy == SaveStrategy::No
         || durable::verify(&plan.output_dir.join(FINAL)).is_ok()
             && saving.output_dat.as_ref().is_none_or(|file| file.exists());
-    exported && plan.output_dir.join(folder::RESULTS).exists()
+    Ok((done || ended) && exported && plan.output_dir.join(folder::RESULTS).exists())
 }
 
 fn next_steps(exported: &Path, prompt: Option<&String>) {

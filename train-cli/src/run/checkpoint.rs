@@ -334,9 +334,21 @@ pub(super) fn step_of(folder: &Path) -> Option<usize> {
     step.parse().ok().filter(|_| step.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// The checkpoints of a run beyond the newest `keep` are deleted.
-pub(super) fn delete_old(run: &Path, keep: usize) -> Result<(), CliError> {
-    for (_, old) in list(run)?.into_iter().skip(keep) {
+/// Which checkpoints of a run stay.
+#[derive(Debug, Clone, Copy)]
+pub struct Keep {
+    /// So many of the newest.
+    pub newest: usize,
+    /// Those of the steps that are multiples of this.
+    pub period: Option<usize>,
+    /// That of this step, which has the lowest evaluation loss.
+    pub best: Option<usize>,
+}
+
+/// Deletes the checkpoints of a run that are not to be kept.
+pub(super) fn delete_old(run: &Path, keep: Keep) -> Result<(), CliError> {
+    let stays = |step: usize| keep.best == Some(step) || keep.period.is_some_and(|period| step.is_multiple_of(period));
+    for (_, old) in list(run)?.into_iter().skip(keep.newest).filter(|(step, _)| !stays(*step)) {
         // The new checkpoint is safe: an old one too many does not end the run.
         if let Err(error) = durable::remove(&old) {
             report::line(format!("warning: an old checkpoint cannot be deleted: {error}"));

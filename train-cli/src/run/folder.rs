@@ -8,6 +8,7 @@ use crate::{
     run::beginning,
     run::checkpoint::{self, CONFIG, TrainerState},
     run::inputs::Inputs,
+    run::{log, tensorboard},
     settings::fields::Change,
 };
 use backend_nvfp4::Precision;
@@ -63,8 +64,8 @@ const OURS: [&str; 11] = [
     beginning::FILE,
     "run.json",
     "data_report.json",
-    "metrics.jsonl",
-    "samples.jsonl",
+    log::METRICS,
+    log::SAMPLES,
     RESULTS,
     SUMMARY,
     LOSS,
@@ -78,7 +79,8 @@ fn is_ours(name: &str) -> bool {
         None => name,
     };
     let temporary = durable::is_temporary(name) || name.starts_with(".old-");
-    OURS.contains(&name) || temporary || checkpoint::step_of(Path::new(checkpoint)).is_some()
+    let events = tensorboard::is_events(name);
+    OURS.contains(&name) || temporary || events || checkpoint::step_of(Path::new(checkpoint)).is_some()
 }
 
 /// The folder of a run, kept to this process. A folder that was made for a run that does not begin goes with it.
@@ -152,26 +154,8 @@ pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
     }
     durable::finish_replacement(&dir.join(FINAL))?;
     checkpoint::set_aside_newer(dir, step)?;
-    for name in ["metrics.jsonl", "samples.jsonl"] {
-        drop_lines_after(&dir.join(name), step)?;
-    }
+    log::drop_after(dir, step)?;
     durable::sweep(dir)
-}
-
-/// Removes the lines of steps after `step`, which the resumed run logs again.
-fn drop_lines_after(path: &Path, step: usize) -> Result<(), CliError> {
-    if !path.exists() {
-        return Ok(());
-    }
-    // A power failure may leave half a line, or zeros.
-    let bytes = fs::read(path).map_err(CliError::io(path))?;
-    let text = String::from_utf8_lossy(&bytes);
-    let kept = |line: &&str| {
-        serde_json::from_str::<serde_json::Value>(line)
-            .is_ok_and(|v| v["step"].as_u64().is_some_and(|s| s as usize <= step))
-    };
-    let text: String = text.lines().filter(kept).flat_map(|l| [l, "\n"]).collect();
-    durable::write_bytes(path, text.as_bytes()).map(|_| ())
 }
 
 /// Refuses to resume with other data, or with other settings that change what a step computes.

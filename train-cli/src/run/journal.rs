@@ -1,4 +1,4 @@
-//! The journal of a run: what the training loop writes between steps. Metrics and sample answers go to `.jsonl` files,
+//! The journal of a run: what the training loop writes between steps. Metrics and sample answers go to the logs of the run,
 //! checkpoints to their folders, and the result of the run to `train_results.json`.
 
 use crate::{
@@ -10,11 +10,14 @@ use crate::{
     plan::Plan,
     report,
     run::checkpoint::TrainerState,
+    run::evaluations::Evaluations,
     run::folder::RESULTS,
     run::inputs::Inputs,
+    run::log,
     run::sample::{Samples, beginning},
-    run::saving::Saver,
-    settings::SaveStrategy,
+    run::saving::{Keep, Saver},
+    run::tensorboard::Events,
+    settings::{ReportTo, SaveStrategy},
     train::codes::Codes,
     train::evaluation::Evaluation,
     train::guard::Guard,
@@ -26,8 +29,8 @@ use model_qwen3::model::Qwen3;
 use serde_json::json;
 use std::{
     collections::VecDeque,
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex},
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard},
     time::Instant,
 };
 
@@ -45,12 +48,17 @@ pub struct Journal {
     losses: Losses,
     /// Floating-point operations per token.
     flops: f64,
-    last_eval: Arc<Mutex<Option<f32>>>,
+    evaluations: Arc<Mutex<Evaluations>>,
+    /// The events for TensorBoard, if they are wanted.
+    events: Option<Events>,
     saver: Arc<Mutex<Saver>>,
 }
 
 impl Journal {
     /// The journal of a run that has done `state.global_step` steps of `order`.
+    ///
+    /// # Errors
+    /// If the logs of these steps cannot be read, or the events for TensorBoard not be written.
     pub fn new(
         plan: &Plan,
         inputs: &Inputs,
@@ -60,11 +68,15 @@ impl Journal {
         guard: Guard,
         codes: Option<Arc<Codes>>,
         saver: Saver,
-    ) -> Self {
+    ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
         let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
-        let last_eval = last_evaluation(&plan.output_dir);
-        Self {
+        let evaluations = Evaluations::logged(&plan.output_dir, plan.quantize_from(order.steps))?;
+        let events = match plan.settings.logging.report_to {
+            ReportTo::Jsonl => None,
+            ReportTo::Tensorboard => Some(Events::begin(&plan.output_dir)?),
+        };
+        Ok(Self {
             plan: Arc::new(plan.clone()),
             samples,
             order,
@@ -74,9 +86,30 @@ impl Journal {
             started: Instant::now(),
             losses: Losses::default(),
             flops,
-            last_eval: Arc::new(Mutex::new(last_eval)),
+            evaluations: Arc::new(Mutex::new(evaluations)),
+            events,
             saver: Arc::new(Mutex::new(saver)),
-        }
+        })
+    }
+
+    /// The evaluations so far.
+    fn evaluations(&self) -> MutexGuard<'_, Evaluations> {
+        self.evaluations.lock().expect("no thread panics while it holds the lock")
+    }
+
+    /// The step after which the run ended early. None if it is to make all its steps.
+    pub fn ended_early(&self) -> Option<usize> {
+        let patience = self.plan.settings.logging.early_stopping_patience?;
+        let evaluations = self.evaluations();
+        evaluations.last_step().filter(|_| evaluations.have_stalled(patience))
+    }
+
+    /// The evaluation of which the model is to be exported, of those whose step is `kept`: its step and its loss, and whether
+    /// no other loss of the run is lower. None if it is the last step's model that is exported.
+    pub fn best(&self, kept: impl Fn(usize) -> bool) -> Option<(usize, f32, bool)> {
+        let evaluations = self.evaluations();
+        let (step, loss) = evaluations.best_of(kept).filter(|_| self.plan.settings.saving.load_best_model_at_end)?;
+        Some((step, loss, evaluations.best() == Some((step, loss))))
     }
 
     /// Waits until the last checkpoint is complete. Returns its folder, the first time.
@@ -97,29 +130,35 @@ impl Journal {
         self.state.seconds + self.started.elapsed().as_secs_f64()
     }
 
-    /// Writes `train_results.json` after the last step; `codes_changed` is the share of NVFP4 codes that changed.
+    /// Writes `train_results.json` when `made` steps are made and the model after `exported` of them is exported;
+    /// `codes_changed` is the share of NVFP4 codes that changed.
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn finish(&self, runtime: f64, codes_changed: Option<f64>) -> Result<(), CliError> {
-        let (order, steps, samples) = (&self.order, self.order.steps as f64, self.order.limit as f64);
+    pub fn finish(&self, made: usize, exported: usize, runtime: f64, changed: Option<f64>) -> Result<(), CliError> {
+        let (order, steps) = (&self.order, made as f64);
+        let samples = order.limit.min(made * order.batch_size * order.accumulation) as f64;
+        let evaluations = self.evaluations();
         let result = json!({
-            "epoch": order.epochs(order.steps),
-            "global_step": order.steps,
+            "epoch": order.epochs(made),
+            "global_step": made,
             "train_runtime": runtime,
             "train_samples": samples,
             "train_samples_per_second": samples / runtime,
             "train_steps_per_second": steps / runtime,
-            "eval_loss": *self.last_eval.lock().expect("no thread panics while it holds the lock"),
-            "codes_changed_pct": codes_changed.map(|share| share * 100.0),
+            "eval_loss": evaluations.last(),
+            "exported_step": exported,
+            "codes_changed_pct": changed.map(|share| share * 100.0),
             "steps_left_out": self.guard.record().left_out.len(),
         });
         let text = serde_json::to_string_pretty(&result).expect("plain data is always valid JSON");
         durable::write_bytes(&self.plan.output_dir.join(RESULTS), text.as_bytes()).map(|_| ())
     }
 
-    fn log(&self, file: &str, line: serde_json::Value) -> Result<(), CliError> {
-        durable::append_line(&self.plan.output_dir.join(file), &line.to_string())
+    /// Logs the figures of a step or of an evaluation.
+    fn log(&self, line: serde_json::Value) -> Result<(), CliError> {
+        log::append(&self.plan.output_dir, log::METRICS, &line)?;
+        self.events.as_ref().map_or(Ok(()), |events| events.add(&line))
     }
 
     /// Whether something that happens every `every` steps happens after this one. Unset is a twentieth of the run, 0 is
@@ -136,16 +175,13 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if let Some(warning) = self.losses.add(r.step, r.loss) {
             report::line(format!("warning: {warning}"));
         }
-        self.log(
-            "metrics.jsonl",
-            json!({
-                "step": r.step, "epoch": self.order.epochs(r.step), "loss": r.loss, "grad_norm": r.grad_norm,
-                "learning_rate": r.lr, "tokens_per_second": r.tokens_per_second, "memory_mib": r.memory_mib,
-                "model_tflops": tflops,
-                "mfu": self.plan.settings.logging.peak_tflops.map(|peak| tflops / peak),
-                "frozen_blocks": r.frozen_blocks,
-            }),
-        )
+        self.log(json!({
+            "step": r.step, "epoch": self.order.epochs(r.step), "loss": r.loss, "grad_norm": r.grad_norm,
+            "learning_rate": r.lr, "tokens_per_second": r.tokens_per_second, "memory_mib": r.memory_mib,
+            "model_tflops": tflops,
+            "mfu": self.plan.settings.logging.peak_tflops.map(|peak| tflops / peak),
+            "frozen_blocks": r.frozen_blocks,
+        }))
     }
 
     fn left_out(&mut self, step: usize, reason: &str, batches: &[MicroBatch]) -> Result<(), CliError> {
@@ -158,7 +194,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let mut rows: Vec<String> = batches.iter().flat_map(|b| &b.origins).flatten().map(place).collect();
         rows.dedup();
         report::line(format!("warning: step {step} is left out: {reason}; its rows are {}", shortened(&rows)));
-        self.log("metrics.jsonl", json!({"step": step, "left_out": reason, "rows": rows}))
+        self.log(json!({"step": step, "left_out": reason, "rows": rows}))
     }
 
     fn evaluates(&self, step: usize) -> bool {
@@ -166,26 +202,27 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     }
 
     fn misses_evaluation(&self, step: usize) -> bool {
-        let made = |line: &serde_json::Value| line["step"] == step && line["eval_loss"].is_number();
-        Between::<B>::evaluates(self, step) && !lines(&self.plan.output_dir).iter().any(made)
+        Between::<B>::evaluates(self, step) && !self.evaluations().has(step)
+    }
+
+    fn ends_early(&self) -> bool {
+        self.ended_early().is_some()
     }
 
     fn after_evaluation(&mut self, model: &Qwen3<B>, r: &Evaluation) -> Result<(), CliError> {
-        *self.last_eval.lock().expect("no thread panics while it holds the lock") = Some(r.loss);
+        self.evaluations().add(r.step, r.loss);
         let changed = match &self.codes {
             Some(before) => before.changed_in(model)?,
             None => None,
         };
-        self.log(
-            "metrics.jsonl",
-            json!({
-                "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
-                "eval_loss_quantised": r.quantized_loss, "eval_loss_master": r.master_loss,
-                "codes_changed_pct": changed.map(|share| share * 100.0),
-            }),
-        )?;
+        self.log(json!({
+            "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
+            "eval_loss_quantised": r.quantized_loss, "eval_loss_master": r.master_loss,
+            "codes_changed_pct": changed.map(|share| share * 100.0),
+        }))?;
         for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
-            self.log("samples.jsonl", json!({"step": r.step, "prompt": prompt, "answer": answer}))?;
+            let line = json!({"step": r.step, "prompt": prompt, "answer": answer});
+            log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
         }
         Ok(())
@@ -202,34 +239,23 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
         saver.check()?;
         let saving = &self.plan.settings.saving;
-        if saving.save_strategy == SaveStrategy::No
-            || !(forced || self.due(Some(saving.save_every(self.order.steps)), step))
-        {
+        let best = self.best(|_| true).map(|(step, ..)| step);
+        let due = forced || best == Some(step) || self.due(Some(saving.save_every(self.order.steps)), step);
+        if saving.save_strategy == SaveStrategy::No || !due {
             return Ok(None);
         }
+        let keep = Keep { newest: saving.save_total_limit, period: saving.keep_period, best };
         self.state.global_step = step;
         self.state.epoch = self.order.epochs(step);
         self.state.last_norm = stepper.clipping.last_norm;
         self.state.guard = self.guard.record();
         self.state.seconds = self.seconds();
         self.started = Instant::now();
-        let run = &self.plan.output_dir;
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
-        ["metrics.jsonl", "samples.jsonl"].iter().try_for_each(|log| durable::sync_file(&run.join(log)))?;
-        saver.save(model, &stepper.optimizer, &self.state)?;
+        log::sync(&self.plan.output_dir)?;
+        saver.save(model, &stepper.optimizer, &self.state, keep)?;
         if forced { saver.wait() } else { Ok(None) }
     }
-}
-
-/// The last evaluation loss in the log of a run that is resumed.
-fn last_evaluation(run: &Path) -> Option<f32> {
-    lines(run).iter().rev().find_map(|line| line["eval_loss"].as_f64()).map(|loss| loss as f32)
-}
-
-/// The lines that a run has logged so far.
-fn lines(run: &Path) -> Vec<serde_json::Value> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap_or_default();
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
 /// The first of a list, and how many follow.

@@ -2,13 +2,16 @@
 
 pub mod beginning;
 pub mod checkpoint;
+pub mod evaluations;
 pub mod folder;
 pub mod header;
 pub mod inputs;
 pub mod journal;
+mod log;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;
 pub mod sample;
 pub mod saving;
 pub mod summary;
+mod tensorboard;

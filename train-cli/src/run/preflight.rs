@@ -204,8 +204,7 @@ impl Forecast {
         }
         let export = self.estimate.exported();
         let there = if plan.output_dir.exists() { checkpoint::list(&plan.output_dir)?.len() } else { 0 };
-        let most = (saving.save_total_limit + 1).saturating_sub(there).max(1);
-        let checkpoints = most.min(saving.checkpoints(steps));
+        let checkpoints = (saving.kept(steps) + 1).saturating_sub(there).max(1).min(saving.checkpoints(steps));
         let mut files = vec![(&plan.output_dir, checkpoints as u64 * self.estimate.checkpoint() + export)];
         files.extend(saving.output_dat.as_ref().map(|file| (file, export)));
         // Files on one disk share what is free there.

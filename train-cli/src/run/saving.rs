@@ -10,6 +10,7 @@
 //! is complete, so that a kill at any moment leaves the older checkpoints as they are. Nothing is committed that was read
 //! from a device that has failed meanwhile.
 
+pub use super::checkpoint::Keep;
 use super::{
     checkpoint::{self, MODEL, OPTIMIZER, STATE, TrainerState},
     optimizer_file,
@@ -67,7 +68,6 @@ pub enum Room {
 struct Place {
     run: PathBuf,
     companions: Companions,
-    keep: usize,
     /// Whether the device failed in training, while a checkpoint was being written.
     abandoned: Arc<AtomicBool>,
     /// Bytes that are read from the device at a time.
@@ -75,19 +75,19 @@ struct Place {
 }
 
 impl Saver {
-    /// For the run in a folder, of which the newest `keep` checkpoints stay. Each takes about `bytes`.
-    pub fn new(run: &Path, companions: &Companions, keep: usize, bytes: u64, room: Room) -> Self {
+    /// For the run in a folder. Each checkpoint takes about `bytes`.
+    pub fn new(run: &Path, companions: &Companions, bytes: u64, room: Room) -> Self {
         let place = Place {
             run: run.to_owned(),
             companions: companions.clone(),
-            keep,
             abandoned: Arc::default(),
             transfer: TRANSFER,
         };
         Self { place, bytes, pending: None, room, told: false }
     }
 
-    /// Saves a checkpoint. It may still be being written when this returns; [`Self::wait`] ends when it is complete.
+    /// Saves a checkpoint, and deletes those that are not to be kept. It may still be being written when this returns;
+    /// [`Self::wait`] ends when it is complete.
     ///
     /// # Errors
     /// If the device or the system fails, for this checkpoint or the one before. The older ones are unchanged.
@@ -96,6 +96,7 @@ impl Saver {
         model: &Qwen3<B>,
         optimizer: &ChunkedAdamw<B>,
         state: &TrainerState,
+        keep: Keep,
     ) -> Result<(), CliError> {
         self.wait()?;
         let place = self.place.clone();
@@ -106,10 +107,10 @@ impl Saver {
         // Its folder is begun before the next step, so that a disk that refuses it is noticed at once.
         let folder = PendingFolder::new(&content.target)?;
         if self.room == Room::Device {
-            return self.begin(move || place.commit(folder, |name, out| content.write(name, out)));
+            return self.begin(move || place.commit(folder, keep, |name, out| content.write(name, out)));
         }
         if !self.has_memory() {
-            return place.commit(folder, |name, out| content.write(name, out)).map(|_| ());
+            return place.commit(folder, keep, |name, out| content.write(name, out)).map(|_| ());
         }
         let mut files = Vec::with_capacity(FILES.len());
         for name in FILES {
@@ -119,7 +120,7 @@ impl Saver {
         }
         let (mut files, target) = (files.into_iter(), content.target);
         self.begin(move || {
-            place.commit(folder, |_, out| {
+            place.commit(folder, keep, |_, out| {
                 let bytes = files.next().expect("there is a content for each file");
                 out.write_all(&bytes).map_err(CliError::io(&target))
             })
@@ -221,10 +222,11 @@ impl Place {
         self.run.join(format!("checkpoint-{step}"))
     }
 
-    /// Writes the files of a checkpoint, commits it, and deletes the oldest.
+    /// Writes the files of a checkpoint, commits it, and deletes those that are not to be kept.
     fn commit(
         &self,
         mut folder: PendingFolder,
+        keep: Keep,
         mut write: impl FnMut(&str, &mut dyn Write) -> Result<(), CliError>,
     ) -> Result<PathBuf, CliError> {
         for name in FILES {
@@ -238,7 +240,7 @@ impl Place {
         }
         let committed = folder.commit()?;
         report::line(format!("{:>11}  {}", "saved", committed.display()));
-        checkpoint::delete_old(&self.run, self.keep)?;
+        checkpoint::delete_old(&self.run, keep)?;
         Ok(committed)
     }
 }
@@ -305,7 +307,8 @@ mod tests {
         /// Saves to a folder of its own.
         fn saved(&self, saver: &mut Saver) {
             fs::create_dir_all(&saver.place.run).unwrap();
-            saver.save(&self.model, &self.optimizer, &self.state).unwrap();
+            let keep = Keep { newest: 2, period: None, best: None };
+            saver.save(&self.model, &self.optimizer, &self.state, keep).unwrap();
         }
     }
 
@@ -315,7 +318,7 @@ mod tests {
     }
 
     fn saver(run: &Path, bytes: u64, room: Room) -> Saver {
-        Saver::new(run, &companions(), 2, bytes, room)
+        Saver::new(run, &companions(), bytes, room)
     }
 
     fn manifest(run: &Path) -> Vec<u8> {

@@ -2,8 +2,9 @@
 //! it ends, however it ends: `summary.md` and `loss.svg`. `runs` shows and compares the summaries of several runs.
 
 use super::{
-    checkpoint::CONFIG,
+    checkpoint::{self, CONFIG},
     folder::{FINAL, LOSS, RESULTS, SUMMARY},
+    log,
     plot::{self, Curve},
 };
 use crate::{CliError, durable, report, settings::Settings};
@@ -31,6 +32,8 @@ pub struct Summary {
     left_out: Vec<Value>,
     /// The last answer to each prompt.
     samples: Vec<(String, String)>,
+    /// The steps of the checkpoints that are there, in order.
+    checkpoints: Vec<usize>,
     /// The totals of a complete run.
     results: Option<Value>,
     /// Files of the export: name, bytes, SHA-256.
@@ -50,7 +53,7 @@ impl Summary {
         let text = file::read_text(&config, LONGEST, "")?;
         let settings: Value = toml::from_str(&text).map_err(|e| CliError::corrupt(&config, e))?;
         let (mut steps, mut evaluations, mut left_out) = (vec![], vec![], vec![]);
-        for line in lines(&run.join("metrics.jsonl"))? {
+        for line in log::lines(run, log::METRICS)? {
             match () {
                 () if line["loss"].is_number() => steps.push(line),
                 () if line["eval_loss"].is_number() => evaluations.push(line),
@@ -58,7 +61,7 @@ impl Summary {
                 () => {}
             }
         }
-        let answers = lines(&run.join("samples.jsonl"))?;
+        let answers = log::lines(run, log::SAMPLES)?;
         let last = answers.last().map(|line| line["step"].clone());
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let answers = answers.iter().filter(|line| Some(&line["step"]) == last.as_ref());
@@ -78,6 +81,7 @@ impl Summary {
             evaluations,
             left_out,
             samples: answers.map(|line| (text(&line["prompt"]), text(&line["answer"]))).collect(),
+            checkpoints: checkpoint::list(run)?.into_iter().rev().map(|(step, _)| step).collect(),
             results: json(&run.join(RESULTS))?,
             exported: exported
                 .map(|(name, file)| (name.clone(), file["bytes"].as_u64().unwrap_or(0), text(&file["sha256"])))
@@ -103,6 +107,7 @@ impl Summary {
         };
         let (speeds, memory) = (numbers("tokens_per_second"), numbers("memory_mib"));
         let seconds = self.results.as_ref().and_then(|results| results["train_runtime"].as_f64());
+        let lowest = self.lowest();
         let mut figures = vec![
             ("state", self.state()),
             ("loss of the first step", loss(self.steps.first(), "loss")),
@@ -110,11 +115,21 @@ impl Summary {
             ("evaluation loss", loss(self.evaluations.last(), "eval_loss")),
             ("evaluation loss, weights in 4 bits", loss(self.evaluations.last(), "eval_loss_quantised")),
             ("evaluation loss, master weights", loss(self.evaluations.last(), "eval_loss_master")),
-            ("lowest evaluation loss", self.best()),
+            (
+                "lowest evaluation loss",
+                lowest.map_or("–".to_owned(), |(step, loss)| format!("{loss:.4} after step {step}")),
+            ),
             ("tokens/s, median", speeds.get(speeds.len() / 2).map_or("–".to_owned(), |speed| format!("{speed:.0}"))),
             ("memory, largest", memory.last().map_or("–".to_owned(), |mib| format!("{mib:.0} MiB"))),
             ("time of the steps", seconds.map_or("–".to_owned(), report::duration)),
         ];
+        if !self.checkpoints.is_empty() {
+            figures.push(("checkpoints", self.checkpoints()));
+        }
+        // Older runs have no record of it: they exported their last step.
+        if let Some(step) = self.results.as_ref().and_then(|results| results["exported_step"].as_u64()) {
+            figures.push(("exported", format!("step {step}")));
+        }
         if !self.left_out.is_empty() {
             figures.push(("steps that were left out", self.left_out.len().to_string()));
         }
@@ -133,10 +148,21 @@ impl Summary {
         self.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0) as usize
     }
 
-    fn best(&self) -> String {
-        let loss = |line: &Value| line["eval_loss"].as_f64().unwrap_or(f64::INFINITY);
-        let best = self.evaluations.iter().min_by(|a, b| loss(a).total_cmp(&loss(b)));
-        best.map_or("–".to_owned(), |line| format!("{:.4} after step {}", loss(line), line["step"]))
+    /// The lowest evaluation loss, and its step.
+    fn lowest(&self) -> Option<(u64, f64)> {
+        let one = |line: &Value| Some((line["step"].as_u64()?, line["eval_loss"].as_f64()?));
+        self.evaluations.iter().filter_map(one).min_by(|(_, a), (_, b)| a.total_cmp(b))
+    }
+
+    /// The steps of the checkpoints, with a mark at the newest and at the best one.
+    fn checkpoints(&self) -> String {
+        let marked = |step: &usize| {
+            let best = self.lowest().is_some_and(|(lowest, _)| lowest as usize == *step);
+            let marks = [(self.checkpoints.last() == Some(step), "newest"), (best, "lowest evaluation loss")];
+            let marks: Vec<&str> = marks.into_iter().filter(|(is, _)| *is).map(|(_, mark)| mark).collect();
+            if marks.is_empty() { format!("step {step}") } else { format!("step {step} ({})", marks.join(", ")) }
+        };
+        self.checkpoints.iter().map(marked).collect::<Vec<_>>().join(", ")
     }
 
     /// When the run was started, as its folder records it.
@@ -234,15 +260,6 @@ pub fn table(heads: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Str
 /// A text as the cell of a table.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-/// The lines of a log that are JSON; none if there is no such file. A power failure may leave half a line.
-fn lines(path: &Path) -> Result<Vec<Value>, CliError> {
-    if !path.exists() {
-        return Ok(vec![]);
-    }
-    let bytes = std::fs::read(path).map_err(CliError::io(path))?;
-    Ok(String::from_utf8_lossy(&bytes).lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
 }
 
 fn json(path: &Path) -> Result<Option<Value>, CliError> {

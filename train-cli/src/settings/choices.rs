@@ -311,6 +311,16 @@ pub enum SaveStrategy {
     No,
 }
 
+/// Where the figures of a run go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum ReportTo {
+    /// The file metrics.jsonl, which every run writes
+    Jsonl,
+    /// Also a file of events for TensorBoard, in the run folder
+    Tensorboard,
+}
+
 /// A device as the user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `vulkan`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]

@@ -3,8 +3,8 @@
 use crate::{
     CliError,
     settings::choices::{
-        Auto, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, SaveStrategy,
-        by_name, parser,
+        Auto, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, ReportTo,
+        SaveStrategy, by_name, parser,
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
@@ -92,7 +92,8 @@ pub struct DataSettings {
     /// of the rows of the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
-    /// Use at most this many rows of the training files (of a text: sequences), chosen at random by --seed
+    /// Use at most this many rows of the training files, chosen at random by --seed. A text file has no rows: its sequences
+    /// are counted instead
     #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
     pub max_rows: Option<usize>,
     /// Evaluation file, instead of held-out training rows
@@ -328,6 +329,13 @@ pub struct SavingSettings {
     /// Number of checkpoints to keep, at least 2; older ones are deleted
     #[arg(long, value_name = "N")]
     pub save_total_limit: usize,
+    /// Also keep the checkpoints of all steps that are multiples of N
+    #[arg(long, value_name = "N")]
+    pub keep_period: Option<usize>,
+    /// Save a checkpoint whenever the evaluation loss is lower than ever before, keep it, and export it at the end instead of
+    /// the last step
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
+    pub load_best_model_at_end: bool,
     /// Whether to save checkpoints and export the trained model
     #[arg(long)]
     pub save_strategy: SaveStrategy,
@@ -339,12 +347,19 @@ impl SavingSettings {
         self.save_steps.unwrap_or_else(|| steps.div_ceil(20))
     }
 
-    /// Number of checkpoints that a run of so many steps saves.
+    /// Number of checkpoints that a run of so many steps saves, at most.
     pub fn checkpoints(&self, steps: usize) -> usize {
         match self.save_every(steps) {
+            _ if self.load_best_model_at_end => steps,
             0 => 1,
             every => steps.div_ceil(every),
         }
+    }
+
+    /// Number of checkpoints that it keeps, at most.
+    pub fn kept(&self, steps: usize) -> usize {
+        let periodic = self.keep_period.map_or(0, |period| steps / period);
+        self.save_total_limit + periodic + usize::from(self.load_best_model_at_end)
     }
 }
 
@@ -355,6 +370,8 @@ impl Default for SavingSettings {
             output_dat: None,
             save_steps: None,
             save_total_limit: 2,
+            keep_period: None,
+            load_best_model_at_end: false,
             save_strategy: SaveStrategy::Steps,
         }
     }
@@ -368,9 +385,15 @@ pub struct LoggingSettings {
     /// Number of steps between evaluations; 0 evaluates only after the last step [default: a twentieth of the run]
     #[arg(long, value_name = "N", alias = "steps-per-eval")]
     pub eval_steps: Option<usize>,
+    /// End the run after this many evaluations in a row whose loss is not lower than the lowest before
+    #[arg(long, value_name = "N")]
+    pub early_stopping_patience: Option<usize>,
     /// Number of steps between progress lines
     #[arg(long, value_name = "N", alias = "steps-per-report", alias = "log-every")]
     pub logging_steps: usize,
+    /// Where loss, gradient norm, speed and the other figures go
+    #[arg(long)]
+    pub report_to: ReportTo,
     /// Prompt to answer at each evaluation; give the flag once for each prompt [default: the first rows of the data]
     #[arg(long, value_name = "TEXT", alias = "prompt")]
     pub sample_prompt: Vec<String>,
@@ -384,7 +407,15 @@ pub struct LoggingSettings {
 
 impl Default for LoggingSettings {
     fn default() -> Self {
-        Self { eval_steps: None, logging_steps: 1, sample_prompt: vec![], vram_report: None, peak_tflops: None }
+        Self {
+            eval_steps: None,
+            early_stopping_patience: None,
+            logging_steps: 1,
+            report_to: ReportTo::Jsonl,
+            sample_prompt: vec![],
+            vram_report: None,
+            peak_tflops: None,
+        }
     }
 }
 
@@ -419,7 +450,7 @@ impl Default for AdvancedSettings {
 
 /// The smallest and the largest value of each number. Counts end at 2^20, so that products of three of them
 /// cannot overflow.
-pub const RANGES: [(&str, f64, f64); 26] = [
+pub const RANGES: [(&str, f64, f64); 28] = [
     ("train_last_layers", 0.0, MOST),
     ("val_split", 0.0, 0.9),
     ("max_seq_length", 2.0, MOST),
@@ -441,7 +472,9 @@ pub const RANGES: [(&str, f64, f64); 26] = [
     ("step_chunk_rows", 0.0, MOST),
     ("save_steps", 0.0, f64::MAX),
     ("save_total_limit", 2.0, MOST),
+    ("keep_period", 1.0, f64::MAX),
     ("eval_steps", 0.0, f64::MAX),
+    ("early_stopping_patience", 1.0, MOST),
     ("logging_steps", 1.0, MOST),
     ("peak_tflops", 1e-3, f64::MAX),
     ("seed", 0.0, 9.2e18),
@@ -452,7 +485,7 @@ const MOST: f64 = (1 << 20) as f64;
 
 /// Settings that a resumed run may change: they change no number that a step computes from the weights before it, or
 /// extend the run.
-const FREE: [&str; 16] = [
+const FREE: [&str; 20] = [
     "max_steps",
     "num_train_epochs",
     "guard",
@@ -463,6 +496,10 @@ const FREE: [&str; 16] = [
     "save_steps",
     "logging_steps",
     "save_total_limit",
+    "keep_period",
+    "load_best_model_at_end",
+    "early_stopping_patience",
+    "report_to",
     "sample_prompt",
     "vram_report",
     "memory_limit",

@@ -70,6 +70,9 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// Whether step `step` was followed by no evaluation, although one was due.
     fn misses_evaluation(&self, step: usize) -> bool;
 
+    /// Whether the run ends here, because the evaluation losses have stopped falling.
+    fn ends_early(&self) -> bool;
+
     /// Logs an evaluation.
     ///
     /// # Errors
@@ -145,7 +148,9 @@ pub fn train<AB: TrainingBackend>(
         run.between.after_evaluation(net.valid().model(), &evaluation)?;
         tell(Event::Evaluation(evaluation));
     }
-    while let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)? {
+    while !run.between.ends_early()
+        && let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)?
+    {
         let frozen_blocks = run.prepare(net, step);
         let lr = run.schedule.at(step);
         step += 1;
@@ -181,7 +186,7 @@ pub fn train<AB: TrainingBackend>(
         }
         // If the pool has just been trimmed, the step may have needed less than was held.
         let exceeded = run.memory_limit.filter(|limit| held > *limit && !trimmed);
-        let stops = exceeded.is_some() || interrupted.is_some();
+        let stops = exceeded.is_some() || interrupted.is_some() || run.between.ends_early();
         device::check()?;
         let saved = run.between.maybe_save(inner.model(), &run.stepper, step, stops)?;
         if evaluates {

@@ -1,0 +1,61 @@
+//! The logs of a run: files with one JSON object a line. `metrics.jsonl` has a line for each step and each evaluation,
+//! `samples.jsonl` one for each sample answer. Lines are appended without waiting for the disk.
+
+use crate::{CliError, durable};
+use serde_json::Value;
+use std::{fs, path::Path};
+
+/// The log of steps and evaluations.
+pub(super) const METRICS: &str = "metrics.jsonl";
+/// The log of sample answers.
+pub(super) const SAMPLES: &str = "samples.jsonl";
+
+/// Adds a line to a log of a run.
+///
+/// # Errors
+/// If the file cannot be written.
+pub(super) fn append(run: &Path, log: &str, line: &Value) -> Result<(), CliError> {
+    durable::append_line(&run.join(log), &line.to_string())
+}
+
+/// The lines of a log; none if there is no such file. A line that is not whole is left out: a power failure may leave half a
+/// line, or zeros.
+///
+/// # Errors
+/// If the file cannot be read.
+pub(super) fn lines(run: &Path, log: &str) -> Result<Vec<Value>, CliError> {
+    Ok(parsed(run, log)?.into_iter().map(|(_, value)| value).collect())
+}
+
+/// Removes the lines of steps after `step`, which the resumed run logs again.
+///
+/// # Errors
+/// If a file cannot be written.
+pub(super) fn drop_after(run: &Path, step: usize) -> Result<(), CliError> {
+    for log in [METRICS, SAMPLES].into_iter().filter(|log| run.join(log).exists()) {
+        let kept = |value: &Value| value["step"].as_u64().is_some_and(|made| made as usize <= step);
+        let kept = parsed(run, log)?.into_iter().filter(|(_, value)| kept(value));
+        let text: String = kept.flat_map(|(line, _)| [line, "\n".to_owned()]).collect();
+        durable::write_bytes(&run.join(log), text.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Waits until the lines so far are on the disk.
+///
+/// # Errors
+/// If the system refuses.
+pub(super) fn sync(run: &Path) -> Result<(), CliError> {
+    [METRICS, SAMPLES].iter().try_for_each(|log| durable::sync_file(&run.join(log)))
+}
+
+/// The whole lines of a log, and their values.
+fn parsed(run: &Path, log: &str) -> Result<Vec<(String, Value)>, CliError> {
+    let path = run.join(log);
+    if !path.exists() {
+        return Ok(vec![]);
+    }
+    let bytes = fs::read(&path).map_err(CliError::io(&path))?;
+    let text = String::from_utf8_lossy(&bytes);
+    Ok(text.lines().filter_map(|line| Some((line.to_owned(), serde_json::from_str(line).ok()?))).collect())
+}

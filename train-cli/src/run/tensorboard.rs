@@ -1,0 +1,148 @@
+//! The figures of a run as TensorBoard reads them: `--report-to tensorboard` writes a file of events beside `metrics.jsonl`.
+//!
+//! The file is a sequence of TFRecords. A record is the length of its data (u64), a checksum of the length (u32), the data,
+//! and a checksum of the data (u32), all little-endian. A checksum is the CRC-32C, rotated right by 15 bits, plus a constant
+//! (TensorFlow, `core/lib/hash/crc32c.h:Mask`). The data is a message `Event` in protobuf (TensorFlow,
+//! `core/util/event.proto`), of which three fields are written: `wall_time` (1), `step` (2) and `summary` (5), whose values
+//! have a `tag` (1) and a `simple_value` (2); the first event has a `file_version` (3) instead of a summary.
+
+use super::log;
+use crate::{CliError, durable};
+use crc::{CRC_32_ISCSI, Crc};
+use serde_json::Value;
+use std::{
+    fs::{self, OpenOptions},
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+/// How the name of a file of events begins. TensorBoard looks for it.
+const NAME: &str = "events.out.tfevents.";
+
+/// Whether a file of a run folder is one of events.
+pub(super) fn is_events(name: &str) -> bool {
+    name.starts_with(NAME)
+}
+
+/// The events of a run.
+#[derive(Debug, Clone)]
+pub(super) struct Events(PathBuf);
+
+impl Events {
+    /// Begins a new file with the figures that the run has logged so far. It replaces the file of an earlier process, which
+    /// may have events of steps that are made again.
+    ///
+    /// # Errors
+    /// If the folder cannot be read or written.
+    pub(super) fn begin(run: &Path) -> Result<Self, CliError> {
+        for entry in fs::read_dir(run).map_err(CliError::io(run))? {
+            let entry = entry.map_err(CliError::io(run))?;
+            if is_events(&entry.file_name().to_string_lossy()) {
+                durable::remove(&entry.path())?;
+            }
+        }
+        let now = jiff::Timestamp::now();
+        let events = Self(run.join(format!("{NAME}{}.train-cli", now.as_second())));
+        let mut first = event(0);
+        field(&mut first, 3, b"brain.Event:2");
+        let logged = log::lines(run, log::METRICS)?;
+        let bytes: Vec<u8> =
+            std::iter::once(record(&first)).chain(logged.iter().filter_map(of_line)).flatten().collect();
+        durable::write_bytes(&events.0, &bytes)?;
+        Ok(events)
+    }
+
+    /// Adds the figures of a line of the log.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub(super) fn add(&self, line: &Value) -> Result<(), CliError> {
+        let Some(bytes) = of_line(line) else { return Ok(()) };
+        let mut file = OpenOptions::new().append(true).open(&self.0).map_err(CliError::io(&self.0))?;
+        file.write_all(&bytes).map_err(CliError::io(&self.0))
+    }
+}
+
+/// The record of a line of the log. None if it has no figures, as that of a step that was left out.
+fn of_line(line: &Value) -> Option<Vec<u8>> {
+    let prefix = if line["eval_loss"].is_null() { "train" } else { "eval" };
+    let mut summary = vec![];
+    for (key, value) in line.as_object()?.iter().filter(|(key, _)| *key != "step") {
+        let Some(number) = value.as_f64() else { continue };
+        let mut one = vec![];
+        field(&mut one, 1, format!("{prefix}/{}", key.trim_start_matches("eval_")).as_bytes());
+        one.push(2 << 3 | FIXED_32);
+        one.extend((number as f32).to_le_bytes());
+        field(&mut summary, 1, &one);
+    }
+    let mut event = event(line["step"].as_u64()?);
+    field(&mut event, 5, &summary);
+    Some(record(&event)).filter(|_| !summary.is_empty())
+}
+
+const VARINT: u8 = 0;
+const FIXED_64: u8 = 1;
+const BYTES: u8 = 2;
+const FIXED_32: u8 = 5;
+
+/// An event of this moment without content.
+fn event(step: u64) -> Vec<u8> {
+    let seconds = jiff::Timestamp::now().as_millisecond() as f64 / 1e3;
+    let mut event = vec![1 << 3 | FIXED_64];
+    event.extend(seconds.to_le_bytes());
+    event.push(2 << 3 | VARINT);
+    varint(&mut event, step);
+    event
+}
+
+/// Adds a field of bytes to a message.
+fn field(message: &mut Vec<u8>, number: u8, bytes: &[u8]) {
+    message.push(number << 3 | BYTES);
+    varint(message, bytes.len() as u64);
+    message.extend(bytes);
+}
+
+fn varint(message: &mut Vec<u8>, mut value: u64) {
+    while value >= 128 {
+        message.push(value as u8 | 128);
+        value >>= 7;
+    }
+    message.push(value as u8);
+}
+
+fn record(data: &[u8]) -> Vec<u8> {
+    let length = (data.len() as u64).to_le_bytes();
+    [&length[..], &checksum(&length), data, &checksum(data)].concat()
+}
+
+fn checksum(bytes: &[u8]) -> [u8; 4] {
+    let crc = Crc::<u32>::new(&CRC_32_ISCSI).checksum(bytes);
+    crc.rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// The bytes after the time, by the rules of protobuf; `doc/notebook/tensorboard_check.py` reads files by TensorBoard.
+    #[test]
+    fn an_event_is_a_message_of_protobuf() {
+        let record = of_line(&json!({"step": 300, "loss": 1.5})).unwrap();
+        let data = &record[12..record.len() - 4];
+        assert_eq!(
+            data[9..],
+            [0x10, 0xac, 0x02, 0x2a, 0x13, 0x0a, 0x11, 0x0a, 0x0a]
+                .into_iter()
+                .chain(*b"train/loss")
+                .chain([0x15, 0x00, 0x00, 0xc0, 0x3f])
+                .collect::<Vec<u8>>()
+        );
+        assert_eq!(checksum(b"123456789"), 0xe306_9283u32.rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes());
+    }
+
+    #[test]
+    fn a_line_without_figures_is_no_event() {
+        assert!(of_line(&json!({"step": 3, "left_out": "the loss is NaN", "rows": []})).is_none());
+    }
+}
