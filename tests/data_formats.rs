@@ -90,13 +90,13 @@ fn one_conversation_is_the_same_in_every_format() {
     assert_eq!(of("d.jsonl"), of("e.jsonl"));
 }
 
-/// A Parquet table has the tokens of the same rows in JSON, in whatever compression (golden/parquet/make_parquet.py).
+/// A Parquet or Arrow table has the tokens of the same rows in JSON (golden/tables/make_tables.py).
 #[test]
-fn a_parquet_table_is_read_as_its_rows_in_json() {
+fn a_table_is_read_as_its_rows_in_json() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let table = |name: &str| golden(&format!("parquet/{name}.parquet")).display().to_string();
+    let table = |name: &str| golden(&format!("tables/{name}")).display().to_string();
     let messages = concat!(
         r#"{"messages": [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "I am tiny."}]}"#,
         "\n",
@@ -111,25 +111,97 @@ fn a_parquet_table_is_read_as_its_rows_in_json() {
         r#"{"instruction": "Add.", "input": "1 and 2", "output": "3"}"#,
     );
     let documents: String = (0..1000).map(|i| format!("{{\"text\": \"Text number {i}.\"}}\n")).collect();
-    for (name, rows) in [
-        ("messages", messages.to_owned()),
-        ("sharegpt", format!("{conversation}\n{conversation}")),
-        ("alpaca", alpaca.to_owned()),
-        ("completion", r#"{"prompt": "Who are you?", "completion": "I am tiny."}"#.to_owned()),
-        ("documents", documents),
+    for (name, arrow, rows) in [
+        ("messages", "arrow", messages.to_owned()),
+        ("sharegpt", "feather", format!("{conversation}\n{conversation}")),
+        ("alpaca", "arrow", alpaca.to_owned()),
+        ("completion", "feather", r#"{"prompt": "Who are you?", "completion": "I am tiny."}"#.to_owned()),
+        ("documents", "feather", documents),
     ] {
         std::fs::write(d.join("rows.jsonl"), rows).unwrap();
         let expected = plan(d, "rows.jsonl", &[]).unwrap();
-        assert_eq!(plan(d, &table(name), &[]).unwrap(), expected, "{name}");
-        assert_eq!(plan(d, &table(name), &["--format", name]).unwrap(), expected, "{name}");
+        for file in [format!("{name}.parquet"), format!("{name}.{arrow}")] {
+            assert_eq!(plan(d, &table(&file), &[]).unwrap(), expected, "{file}");
+            assert_eq!(plan(d, &table(&file), &["--format", name]).unwrap(), expected, "{file}");
+        }
     }
-    let error = plan(d, &table("nothing_known"), &[]).unwrap_err();
-    assert!(error.contains("nothing_known.parquet:1: a row with the keys [\"question\", \"reply\"]"), "{error}");
-    let error = plan(d, &table("alpaca"), &["--format", "tsv"]).unwrap_err();
+    for file in ["nothing_known.parquet", "nothing_known.feather"] {
+        let error = plan(d, &table(file), &[]).unwrap_err();
+        assert!(error.contains(&format!("{file}:1: a row with the keys [\"question\", \"reply\"]")), "{error}");
+    }
+    let error = plan(d, &table("alpaca.parquet"), &["--format", "tsv"]).unwrap_err();
     assert!(error.contains("--format tsv: a table has rows with named columns"), "{error}");
-    std::fs::write(d.join("x.parquet"), "no table").unwrap();
-    let error = plan(d, "x.parquet", &[]).unwrap_err();
-    assert!(error.contains("x.parquet: not a readable Parquet file"), "{error}");
+    let error = plan(d, &table("compressed.feather"), &[]).unwrap_err();
+    assert!(error.contains("compressed.feather:1: not a readable Arrow file") && error.contains("zstd"), "{error}");
+    for (file, kind) in [("x.parquet", "Parquet"), ("x.arrow", "Arrow")] {
+        std::fs::write(d.join(file), "no table").unwrap();
+        let error = plan(d, file, &[]).unwrap_err();
+        assert!(error.contains(&format!("not a readable {kind} file")), "{error}");
+    }
+    // Half a file is an error, and not the rows of its first half.
+    let whole = std::fs::read(table("documents.feather")).unwrap();
+    std::fs::write(d.join("half.arrow"), &whole[..whole.len() / 2]).unwrap();
+    let error = plan(d, "half.arrow", &[]).unwrap_err();
+    assert!(error.contains("half.arrow") && error.contains("not a readable Arrow file"), "{error}");
+}
+
+/// The texts between separators are documents of their own: each ends with the end-of-text token and begins a sequence.
+#[test]
+fn a_text_may_hold_several_documents() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    std::fs::write(d.join("all.txt"), "One text.\n---\nAnother one,\nof two lines.\n---\n").unwrap();
+    std::fs::write(d.join("rows.jsonl"), "{\"text\": \"One text.\"}\n{\"text\": \"Another one,\\nof two lines.\"}\n")
+        .unwrap();
+    let expected = plan(d, "rows.jsonl", &[]).unwrap().replace("documents", "text");
+    assert_eq!(plan(d, "all.txt", &["--document-separator", "---"]).unwrap(), expected);
+    assert_ne!(plan(d, "all.txt", &[]).unwrap(), expected);
+    let refused = |file: &str, separator: &str| {
+        let args = ["fit", "-m", "m", "-d", file, "--device", "cpu", "--document-separator", separator, "--dry-run"];
+        let out = run(d, &args);
+        assert_eq!(out.status.code(), Some(2));
+        String::from_utf8_lossy(&out.stderr).into_owned()
+    };
+    assert!(refused("rows.jsonl", "---").contains("no file is one (.txt or .md)"));
+    assert!(refused("all.txt", "").contains("--document-separator"));
+}
+
+/// A column says how often a row is used.
+#[test]
+fn rows_are_repeated_by_a_column() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let row = |prompt: &str, weight: &str| format!("{{\"prompt\": \"{prompt}\", \"completion\": \"b\"{weight}}}\n");
+    let rows = row("a", ", \"w\": 3") + &row("c", ", \"w\": 0") + &row("d", ", \"w\": 1");
+    std::fs::write(d.join("rows.jsonl"), rows).unwrap();
+    let losses = |more: &[&str]| {
+        let args = ["fit", "-m", "m", "--device", "cpu", "--val-split", "0", "--lr", "0", "--recipe", "bf16"];
+        let out = run(
+            d,
+            &[&args[..], &["-o", "r", "--overwrite", "--save-strategy", "no", "--eval-steps", "0"], more].concat(),
+        );
+        assert_eq!(out.status.code(), Some(0), "{}", String::from_utf8_lossy(&out.stderr));
+        let text = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
+        let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+        let mut losses: Vec<String> = lines.map(|line| line["loss"].to_string()).collect();
+        losses.sort();
+        losses
+    };
+    std::fs::write(d.join("by_hand.jsonl"), row("a", "").repeat(3) + &row("d", "")).unwrap();
+    assert_eq!(losses(&["-d", "rows.jsonl", "--weight-column", "w"]), losses(&["-d", "by_hand.jsonl"]));
+    // The cache keeps the weights.
+    let cached = ["-d", "rows.jsonl", "--weight-column", "w", "--token-cache", "cache"];
+    assert_eq!(
+        (losses(&cached), losses(&cached)),
+        (losses(&["-d", "by_hand.jsonl"]), losses(&["-d", "by_hand.jsonl"]))
+    );
+    let error = plan(d, "by_hand.jsonl", &["--weight-column", "w"]).unwrap_err();
+    assert!(error.contains("by_hand.jsonl:1: no \"w\", which --weight-column names"), "{error}");
+    std::fs::write(d.join("row.tsv"), "a\tb\n").unwrap();
+    let error = plan(d, "row.tsv", &["--weight-column", "w"]).unwrap_err();
+    assert!(error.contains("rows of the format tsv have no columns with names"), "{error}");
 }
 
 /// `--data` takes folders and patterns; a weight counts for all files that they stand for.

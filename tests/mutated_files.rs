@@ -28,6 +28,7 @@ use std::{
 };
 use train_cli::{
     data::{
+        format::RowOptions,
         read::{self, DataOptions},
         token_cache,
     },
@@ -283,8 +284,13 @@ fn text_readers(dir: &Path, m: &Path) -> [Reader; 5] {
     ]
 }
 
-const OPTIONS: DataOptions =
-    DataOptions { format: None, loss_on: LossOn::Assistant, max_seq_length: 64, overlong: Overlong::Split };
+const OPTIONS: DataOptions = DataOptions {
+    format: None,
+    loss_on: LossOn::Assistant,
+    max_seq_length: 64,
+    overlong: Overlong::Split,
+    rows: RowOptions { separator: None, weight: None },
+};
 
 /// Training files of every format.
 fn row_readers(dir: &Path, text: &TextFiles) -> Vec<Reader> {
@@ -309,15 +315,15 @@ fn row_readers(dir: &Path, text: &TextFiles) -> Vec<Reader> {
         let command = format!("data stats {file} -m m");
         let (file, text) = (dir.join(file), text.clone());
         fs::write(&file, content).unwrap();
-        Reader::new(name, file, command, move |path| read::load(&[path.to_owned()], &text, OPTIONS).is_ok())
+        Reader::new(name, file, command, move |path| read::load(&[path.to_owned()], &text, &OPTIONS).is_ok())
     };
     let mut all: Vec<Reader> = files.into_iter().map(reader).collect();
-    for name in ["messages", "alpaca"] {
-        let (file, text) = (dir.join(format!("{name}.parquet")), text.clone());
-        fs::copy(golden(&format!("parquet/{name}.parquet")), &file).unwrap();
-        let command = format!("data stats {name}.parquet -m m");
-        let read = move |path: &Path| read::load(&[path.to_owned()], &text, OPTIONS).is_ok();
-        all.push(Reader::new("Parquet", file, command, read));
+    for name in ["messages.parquet", "alpaca.parquet", "messages.arrow", "alpaca.arrow", "completion.feather"] {
+        let (file, text) = (dir.join(name), text.clone());
+        fs::copy(golden(&format!("tables/{name}")), &file).unwrap();
+        let command = format!("data stats {name} -m m");
+        let read = move |path: &Path| read::load(&[path.to_owned()], &text, &OPTIONS).is_ok();
+        all.push(Reader::new("table", file, command, read));
     }
     all
 }
@@ -326,12 +332,12 @@ fn row_readers(dir: &Path, text: &TextFiles) -> Vec<Reader> {
 fn token_cache_reader(dir: &Path, text: TextFiles) -> Reader {
     let (rows, cache) = ([dir.join("rows.tsv")], dir.join("cache"));
     fs::write(&rows[0], "a\tb\nc\td\n").unwrap();
-    let expected = token_cache::load(Some(&cache), &rows, &text, OPTIONS).unwrap().0;
+    let expected = token_cache::load(Some(&cache), &rows, &text, &OPTIONS).unwrap().0;
     let kept = fs::read_dir(&cache).unwrap().next().unwrap().unwrap().path();
     let command =
         "fit -m m -d rows.tsv --token-cache cache --max-seq-length 64 --overlong split --dry-run --device cpu -o r";
     Reader::new("token cache", kept, command, move |_| {
-        let found = token_cache::load(Some(&cache), &rows, &text, OPTIONS).unwrap().0;
+        let found = token_cache::load(Some(&cache), &rows, &text, &OPTIONS).unwrap().0;
         assert!(found == expected, "a broken token cache was believed");
         true
     })

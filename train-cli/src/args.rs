@@ -3,7 +3,7 @@
 
 use crate::settings::{Auto, DeviceChoice, Format, Layer, LossOn, fields::COMMON, parser, with_flags};
 use backend_nvfp4::{Precision, Recipe, Scaling};
-use clap::{ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum};
+use clap::{ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum, builder::NonEmptyStringValueParser};
 use std::{ffi::OsString, net::IpAddr, path::PathBuf};
 
 /// Train Qwen3 in NVFP4, export the result and talk to it.
@@ -167,6 +167,10 @@ pub struct RowsArgs {
     /// Format of the data files
     #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
     pub format: Auto<Format>,
+    /// What stands between the documents of a .txt or .md file, for example '<|endoftext|>'. Without it the file is one
+    /// document
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
+    pub document_separator: Option<String>,
     /// Which tokens the loss counts
     #[arg(long, default_value = "assistant")]
     pub loss_on: LossOn,

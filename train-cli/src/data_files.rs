@@ -8,7 +8,7 @@ use std::{
 };
 
 /// The extensions of training files.
-pub const EXTENSIONS: [&str; 6] = ["jsonl", "json", "parquet", "tsv", "txt", "md"];
+pub const EXTENSIONS: [&str; 8] = ["jsonl", "json", "parquet", "arrow", "feather", "tsv", "txt", "md"];
 
 /// The files that each of these paths names, in the order of their names. A folder stands for the files in it that have one
 /// of the [`EXTENSIONS`], but for `.md`. A pattern that is the name of a file stands for that file.

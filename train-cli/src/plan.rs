@@ -168,6 +168,10 @@ fn files(s: &Settings) -> Vec<Rule> {
         (data.data.is_empty() && !data.synthetic, "there is no training data; give --data FILE, or --synthetic"),
         (data.synthetic && files > 0, "--synthetic takes no --data: it trains on random tokens; leave one of them out"),
         (data.synthetic && data.max_rows.is_some(), "--synthetic has no rows to choose from; leave out --max-rows"),
+        (
+            data.synthetic && (data.weight_column.is_some() || data.document_separator.is_some()),
+            "--synthetic has no rows and no documents; leave out --weight-column and --document-separator",
+        ),
         (data.synthetic && data.token_cache.is_some(), "--synthetic has no rows to cache; leave out --token-cache"),
         (
             s.saving.save_strategy == SaveStrategy::No && s.saving.output_dat.is_some(),

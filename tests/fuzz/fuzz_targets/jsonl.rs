@@ -4,13 +4,14 @@
 use model_qwen3::config::Qwen3Config;
 use std::{path::Path, sync::OnceLock};
 use train_cli::{
+    data::format::RowOptions,
     data::read::{self, DataOptions},
     model_files::TextFiles,
     settings::{LossOn, Overlong},
 };
 
 const OPTIONS: DataOptions =
-    DataOptions { format: None, loss_on: LossOn::Assistant, max_seq_length: 64, overlong: Overlong::Split };
+    DataOptions { format: None, loss_on: LossOn::Assistant, max_seq_length: 64, overlong: Overlong::Split, rows: RowOptions { separator: None, weight: None } };
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     static TEXT: OnceLock<TextFiles> = OnceLock::new();
@@ -19,5 +20,5 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
         let config = Qwen3Config::from_file(&demo.join("config.json")).expect("the demo has a config");
         TextFiles::open(demo, &config).expect("the demo has a tokenizer")
     });
-    let _ = read::load(&[fuzz::file("a.jsonl", bytes)], text, OPTIONS);
+    let _ = read::load(&[fuzz::file("a.jsonl", bytes)], text, &OPTIONS);
 });

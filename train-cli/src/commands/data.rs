@@ -5,6 +5,7 @@ use crate::{
     CliError,
     args::{DataCommand, PreviewArgs, RowsArgs, StatsArgs},
     data::{
+        format::RowOptions,
         read::{self, DataOptions},
         rows,
         sample::Sample,
@@ -37,7 +38,7 @@ fn preview(args: &PreviewArgs) -> Result<(), CliError> {
     let (text, most) = opened(&args.rows)?;
     let options = DataOptions { max_seq_length: most, overlong: Overlong::Truncate, ..options(&args.rows) };
     let files = data_files::all_named_by(&args.rows.files)?;
-    let (samples, _) = read::first(&files, &text, options, args.count)?;
+    let (samples, _) = read::first(&files, &text, &options, args.count)?;
     let marks = Marks::for_stdout();
     report::result(marks.legend());
     for sample in samples.iter().take(args.count) {
@@ -94,7 +95,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     let (mut samples, mut found) = (Vec::new(), Stats { max_seq_length: most, ..Stats::default() });
     let files = data_files::all_named_by(&args.rows.files)?;
     for file in &files {
-        let (read, report) = read::load(std::slice::from_ref(file), &text, options)?;
+        let (read, report) = read::load(std::slice::from_ref(file), &text, &options)?;
         let place = |line: u32| format!("{}:{line}", file.display());
         found.formats.extend(report.formats);
         found.rows += report.rows;
@@ -242,7 +243,8 @@ fn opened(args: &RowsArgs) -> Result<(TextFiles, usize), CliError> {
 }
 
 fn options(args: &RowsArgs) -> DataOptions {
-    DataOptions { format: args.format, loss_on: args.loss_on, overlong: Overlong::Drop, max_seq_length: 0 }
+    let rows = RowOptions { separator: args.document_separator.clone(), weight: None };
+    DataOptions { format: args.format, loss_on: args.loss_on, overlong: Overlong::Drop, max_seq_length: 0, rows }
 }
 
 #[cfg(test)]

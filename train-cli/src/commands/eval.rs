@@ -5,6 +5,7 @@ use crate::{
     CliError,
     args::{EvalCommand, EvalLossArgs},
     data::{
+        format::RowOptions,
         order::MicroBatch,
         read::{self, DataOptions},
         sample::Sample,
@@ -76,8 +77,9 @@ fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Resul
     let wanted = args.max_seq_length.map(usize::from);
     let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings);
     let overlong = Overlong::Split;
-    let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong };
-    Ok(read::load(&data_files::all_named_by(&args.data)?, text, options)?.0)
+    let rows = RowOptions::default();
+    let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong, rows };
+    Ok(read::load(&data_files::all_named_by(&args.data)?, text, &options)?.0)
 }
 
 /// Measures one form of a model and prints what it found.

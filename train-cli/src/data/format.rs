@@ -21,8 +21,17 @@ pub(super) enum Row<'a> {
     Header,
 }
 
-/// A row with its line, counted from 1, or what is wrong there. The line of a file that is one document is 0.
-pub(super) type Found<'a> = (usize, Result<Row<'a>, String>);
+/// A row with its weight and its line, counted from 1, or what is wrong there. The line of a file that is one document is 0.
+pub(super) type Found<'a> = (usize, Result<(Row<'a>, f64), String>);
+
+/// What the settings say about rows, besides their format.
+#[derive(Debug, Clone, Default)]
+pub struct RowOptions {
+    /// What stands between the documents of a text file.
+    pub separator: Option<String>,
+    /// The key of a row's weight.
+    pub weight: Option<String>,
+}
 
 /// The format of a file by its name and, if it is JSON, by the keys of its first row.
 ///
@@ -45,12 +54,26 @@ pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Str
 }
 
 /// The rows of a file.
-pub(super) fn rows(format: Format, content: &str) -> Box<dyn Iterator<Item = Found<'_>> + '_> {
-    match (of_object(format), format) {
-        (Some(row), _) => Box::new(objects(content).map(move |(line, object)| (line, object.and_then(row)))),
-        (None, Format::Tsv) => Box::new(tsv(content)),
-        (None, _) => Box::new(std::iter::once((0, Ok(Row::Document(content.into()))))),
+///
+/// # Errors
+/// If its rows cannot have the weights that are wanted.
+pub(super) fn rows<'a>(
+    format: Format,
+    content: &'a str,
+    options: &'a RowOptions,
+) -> Result<Box<dyn Iterator<Item = Found<'a>> + 'a>, String> {
+    if let Some(row) = of_object(format) {
+        return Ok(Box::new(weighted(objects(content), row, options)));
     }
+    if let Some(key) = &options.weight {
+        return Err(format!("--weight-column {key}: rows of the format {} have no columns with names", format.name()));
+    }
+    let once = |(line, row): (usize, Result<Row<'a>, String>)| (line, row.map(|row| (row, 1.0)));
+    Ok(match (format, &options.separator) {
+        (Format::Tsv, _) => Box::new(tsv(content).map(once)),
+        (_, None) => Box::new(std::iter::once((0, Ok(Row::Document(content.into())))).map(once)),
+        (_, Some(separator)) => Box::new(documents(content, separator).map(once)),
+    })
 }
 
 /// The rows of a table whose rows are `objects`, and their format: the one that is given, or that of the first row.
@@ -60,6 +83,7 @@ pub(super) fn rows(format: Format, content: &str) -> Box<dyn Iterator<Item = Fou
 pub(super) fn table(
     format: Auto<Format>,
     objects: impl Iterator<Item = Object>,
+    options: &RowOptions,
 ) -> Result<(Format, impl Iterator<Item = Found<'static>>), (usize, String)> {
     let mut objects = objects.peekable();
     let format = match (format, objects.peek()) {
@@ -72,7 +96,44 @@ pub(super) fn table(
         let text = "a table has rows with named columns; use the format of its rows, or leave --format out";
         return Err((0, format!("--format {}: {text}", format.name())));
     };
-    Ok((format, objects.map(move |(line, object)| (line, object.and_then(row)))))
+    Ok((format, weighted(objects, row, options)))
+}
+
+/// The rows of objects with their weights.
+fn weighted<'r>(
+    objects: impl Iterator<Item = Object>,
+    row: OfObject,
+    options: &RowOptions,
+) -> impl Iterator<Item = Found<'r>> {
+    let of = move |object: Map<String, Value>| {
+        let weight = options.weight.as_deref().map_or(Ok(1.0), |key| weight(&object, key))?;
+        Ok((row(object)?, weight))
+    };
+    objects.map(move |(line, object)| (line, object.and_then(of)))
+}
+
+/// How often a run uses a row, as the row says.
+fn weight(row: &Map<String, Value>, key: &str) -> Result<f64, String> {
+    let given = row.get(key).ok_or_else(|| format!("no {key:?}, which --weight-column names"))?;
+    let number = given.as_f64().filter(|number| (0.0..=MOST_WEIGHT).contains(number));
+    number.ok_or_else(|| format!("{key:?} is {given}; a weight is a number from 0 to {MOST_WEIGHT}"))
+}
+
+/// Largest weight of a row, as of a file.
+pub(super) const MOST_WEIGHT: f64 = 1000.0;
+
+/// The documents of a text: what stands between separators. The line break around a separator belongs to it. A document of
+/// nothing but white space is none.
+fn documents<'a>(content: &'a str, separator: &'a str) -> impl Iterator<Item = (usize, Result<Row<'a>, String>)> {
+    let mut line = 1;
+    content.split(separator).filter_map(move |piece| {
+        let (first, breaks) = (line, piece.matches('\n').count() + separator.matches('\n').count());
+        line += breaks;
+        let text = piece.strip_prefix('\n').unwrap_or(piece);
+        let first = first + usize::from(text.len() < piece.len());
+        let text = text.strip_suffix('\n').unwrap_or(text);
+        (!text.trim().is_empty()).then(|| (first, Ok(Row::Document(text.into()))))
+    })
 }
 
 /// How a JSON object becomes a row of this format. None for formats whose rows are no objects.
@@ -179,7 +240,7 @@ fn document(row: Map<String, Value>) -> Result<Row<'static>, String> {
 
 /// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line `prompt<TAB>target` is
 /// a header.
-fn tsv(content: &str) -> impl Iterator<Item = Found<'_>> {
+fn tsv(content: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> {
     let mut first = true;
     lines(content).filter(|(_, line)| !line.starts_with('#')).map(move |(number, line)| {
         let Some((prompt, answer)) = line.split_once('\t') else {
@@ -267,6 +328,32 @@ fn tools(row: &mut Map<String, Value>) -> Result<Option<Value>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_has_the_documents_between_its_separators() {
+        let of = |text: &'static str| {
+            documents(text, "<|end|>")
+                .map(|(line, row)| match row {
+                    Ok(Row::Document(text)) => (line, text.into_owned()),
+                    _ => panic!("documents only"),
+                })
+                .collect::<Vec<_>>()
+        };
+        let expected =
+            |all: &[(usize, &str)]| all.iter().map(|(line, text)| (*line, (*text).to_owned())).collect::<Vec<_>>();
+        assert_eq!(of("a\nb<|end|>c"), expected(&[(1, "a\nb"), (2, "c")]));
+        assert_eq!(of("a\n<|end|>\nb\n\n<|end|>\n \n<|end|>\nc\n"), expected(&[(1, "a"), (3, "b\n"), (8, "c")]));
+        assert_eq!(of("no separator\n"), expected(&[(1, "no separator")]));
+    }
+
+    #[test]
+    fn a_weight_is_a_number_from_0_to_1000() {
+        let of = |row: Value| weight(row.as_object().unwrap(), "w");
+        assert_eq!((of(json!({"w": 0.5})), of(json!({"w": 1000}))), (Ok(0.5), Ok(1000.0)));
+        for row in [json!({}), json!({"w": "1"}), json!({"w": -1}), json!({"w": 1001}), json!({"w": null})] {
+            assert!(of(row.clone()).unwrap_err().contains("\"w\""), "{row}");
+        }
+    }
 
     #[test]
     fn an_array_has_the_lines_of_its_elements() {

@@ -1,6 +1,8 @@
-//! Training data: [`format`](mod@format) turns files into rows, those of Parquet tables too, [`chat`] conversations into [`sample`]s, and [`read`] does
-//! both for all files of a run; [`token_cache`] keeps the samples on disk; [`rows`] splits, repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order.
+//! Training data: [`format`](mod@format) turns files into rows, those of Parquet and Arrow tables too, [`chat`] conversations
+//! into [`sample`]s, and [`read`] does both for all files of a run; [`token_cache`] keeps the samples on disk; [`rows`] splits,
+//! repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order.
 
+mod arrow;
 pub mod chat;
 pub mod format;
 pub mod order;
@@ -8,4 +10,5 @@ mod parquet;
 pub mod read;
 pub mod rows;
 pub mod sample;
+mod table;
 pub mod token_cache;

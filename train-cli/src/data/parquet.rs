@@ -1,6 +1,6 @@
 //! The rows of a Parquet file, as the JSON objects that a `.jsonl` file of the same table would hold.
 
-use super::format::Object;
+use super::{format::Object, table};
 use crate::CliError;
 use model_qwen3::file;
 use parquet::{
@@ -8,10 +8,7 @@ use parquet::{
     record::{Field, Row},
 };
 use serde_json::Value;
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    path::Path,
-};
+use std::path::Path;
 
 /// Whether a file is read by [`objects`]: its name says so.
 pub(super) fn is_parquet(path: &Path) -> bool {
@@ -26,10 +23,7 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
     let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, reason };
     let (file, _) = file::open(path, "check the path")?;
     let reader = guarded(|| SerializedFileReader::new(file).map_err(|e| e.to_string())).map_err(bad)?;
-    let columns = reader.metadata().file_metadata().schema_descr().num_columns();
-    if columns > MOST_COLUMNS {
-        return Err(bad(format!("the table has {columns} columns; at most {MOST_COLUMNS} are read")));
-    }
+    table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;
     let mut rows = guarded(|| Ok(reader.into_iter())).map_err(bad)?;
     let (mut number, mut failed) = (0, false);
     Ok(std::iter::from_fn(move || {
@@ -44,9 +38,6 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
     }))
 }
 
-/// Columns of a table, those inside lists and structs included. Each has a buffer of its own.
-const MOST_COLUMNS: usize = 256;
-
 fn object(row: &Row) -> Result<serde_json::Map<String, Value>, String> {
     // The library would write bytes as base64, which nobody wants to train on.
     if let Some((name, _)) = row.get_column_iter().find(|(_, field)| matches!(field, Field::Bytes(_))) {
@@ -58,9 +49,6 @@ fn object(row: &Row) -> Result<serde_json::Map<String, Value>, String> {
     }
 }
 
-/// Runs a call of the library. A panic on a damaged file becomes an error.
 fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(call))
-        .unwrap_or_else(|_| Err("the Parquet library panicked on this file; it is damaged".into()))
-        .map_err(|e| format!("not a readable Parquet file: {e}"))
+    table::guarded("Parquet", call)
 }

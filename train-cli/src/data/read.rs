@@ -3,7 +3,8 @@
 use crate::{
     CliError,
     data::{
-        format::{self, Row},
+        arrow,
+        format::{self, Row, RowOptions},
         parquet,
         sample::Sample,
     },
@@ -20,7 +21,7 @@ use std::{
 };
 
 /// How files become samples.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct DataOptions {
     /// Format of the files; without one, each file tells its own.
     pub format: Auto<Format>,
@@ -30,6 +31,8 @@ pub struct DataOptions {
     pub max_seq_length: usize,
     /// What happens to a longer row.
     pub overlong: Overlong,
+    /// What else is said about the rows.
+    pub rows: RowOptions,
 }
 
 /// What was read from the files.
@@ -45,7 +48,7 @@ pub struct DataReport {
     pub tokens: usize,
     /// Supervised tokens in the sequences.
     pub supervised_tokens: usize,
-    /// Lines that were left out, because they are too long or nothing in them is supervised.
+    /// Lines that were left out, because they are too long, nothing in them is supervised, or their weight is 0.
     pub dropped: Vec<usize>,
     /// Lines that were cut because they are too long.
     pub truncated: Vec<usize>,
@@ -62,7 +65,7 @@ pub struct DataReport {
 ///
 /// # Errors
 /// If a row is malformed or too long, with its file and line; or if a file has no row to train on.
-pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<(Vec<Sample>, DataReport), CliError> {
+pub fn load(paths: &[PathBuf], text: &TextFiles, options: &DataOptions) -> Result<(Vec<Sample>, DataReport), CliError> {
     first(paths, text, options, usize::MAX)
 }
 
@@ -73,7 +76,7 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result
 pub fn first(
     paths: &[PathBuf],
     text: &TextFiles,
-    options: DataOptions,
+    options: &DataOptions,
     enough: usize,
 ) -> Result<(Vec<Sample>, DataReport), CliError> {
     let mut reader = Reader { text, options, enough, samples: vec![], report: DataReport::default() };
@@ -86,6 +89,11 @@ pub fn first(
         reader.samples[before..].iter_mut().for_each(|s| s.origins[0].file = file as u32);
     }
     let Reader { samples, mut report, .. } = reader;
+    if let Some(separator) = options.rows.separator.as_ref().filter(|_| !report.formats.contains(&Format::Text.name()))
+    {
+        let text = "it stands between the documents of a text, and no file is one (.txt or .md); leave it out";
+        return Err(CliError::Usage(format!("--document-separator {separator:?}: {text}")));
+    }
     report.samples = samples.len();
     report.tokens = samples.iter().map(|s| s.ids.len()).sum();
     report.supervised_tokens = samples.iter().map(Sample::supervised_tokens).sum();
@@ -94,7 +102,7 @@ pub fn first(
 
 struct Reader<'a> {
     text: &'a TextFiles,
-    options: DataOptions,
+    options: &'a DataOptions,
     /// Sequences after which no row is read.
     enough: usize,
     samples: Vec<Sample>,
@@ -104,16 +112,22 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
         let at = |(line, reason): (usize, String)| bad(path, Some(line).filter(|line| *line > 0), reason);
+        let options = self.options;
         if parquet::is_parquet(path) {
-            let (format, rows) = format::table(self.options.format, parquet::objects(path)?).map_err(at)?;
+            let (format, rows) = format::table(options.format, parquet::objects(path)?, &options.rows).map_err(at)?;
+            return self.rows(path, format, rows);
+        }
+        if arrow::is_arrow(path) {
+            let (format, rows) = format::table(options.format, arrow::objects(path)?, &options.rows).map_err(at)?;
             return self.rows(path, format, rows);
         }
         let content = text_of(path)?;
-        let format = match self.options.format {
+        let format = match options.format {
             Some(format) => format,
             None => format::inferred(path, &content).map_err(at)?,
         };
-        self.rows(path, format, format::rows(format, &content))
+        let rows = format::rows(format, &content, &options.rows).map_err(|reason| bad(path, None, reason))?;
+        self.rows(path, format, rows)
     }
 
     /// Makes samples of the rows of a file.
@@ -126,7 +140,12 @@ impl Reader<'_> {
         self.report.formats.insert(format.name());
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
         for (line, row) in rows {
-            let taken = row.and_then(|row| self.row(row, line));
+            let before = self.samples.len();
+            let taken = row.and_then(|(row, weight)| {
+                self.row(row, line)?;
+                self.weigh(before, weight, line);
+                Ok(())
+            });
             taken.map_err(|reason| bad(path, Some(line).filter(|line| *line > 0), reason))?;
             if self.samples.len() >= self.enough {
                 return Ok(());
@@ -143,7 +162,10 @@ impl Reader<'_> {
                 bad(
                     path,
                     None,
-                    format!("no row is left: {dropped} dropped, longer than --max-seq-length {most} or not supervised"),
+                    format!(
+                        "no row is left: {dropped} dropped, longer than --max-seq-length {most}, not supervised, or of \
+                         weight 0"
+                    ),
                 )
             }
         })
@@ -165,6 +187,15 @@ impl Reader<'_> {
             self.take(sample, line)?;
         }
         Ok(())
+    }
+
+    /// Gives the samples of the row of line `number`, those from `first` on, its weight.
+    fn weigh(&mut self, first: usize, weight: f64, number: usize) {
+        if weight == 0.0 && self.samples.len() > first {
+            self.samples.truncate(first);
+            self.report.dropped.push(number);
+        }
+        self.samples[first..].iter_mut().for_each(|sample| sample.weight = weight);
     }
 
     /// Cuts a document into sequences.

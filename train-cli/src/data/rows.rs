@@ -58,9 +58,12 @@ pub fn pack(samples: Vec<Sample>, most: usize) -> Vec<Sample> {
     rows
 }
 
-/// Repeats training samples by the weights of their files; without weights, each is there once. Call it after [`split`],
-/// so that a row that was held out has no copy in training.
+/// Repeats training samples by their own weights and those of their files; without weights, each is there once. Call it after
+/// [`split`], so that a row that was held out has no copy in training.
 pub fn weigh(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
+    if samples.iter().any(|sample| sample.weight != 1.0) {
+        return by_rows(samples, weights, seed);
+    }
     if weights.is_empty() {
         return samples;
     }
@@ -79,6 +82,23 @@ fn weighted(samples: Vec<Sample>, weight: f64, seed: u64, file: u32) -> Vec<Samp
     let wanted = ((n as f64 * weight).round() as usize).max(1);
     let order = permutation(n, seed, u32::MAX - 1 - file);
     (0..wanted).map(|i| samples[if i / n < wanted / n { i % n } else { order[i % n] }].clone()).collect()
+}
+
+/// Repeats each sample by its own weight times that of its file. The copies of all together are the sum of the weights; what
+/// is a fraction for one sample goes to some of them, by chance.
+fn by_rows(samples: Vec<Sample>, weights: &[f64], seed: u64) -> Vec<Sample> {
+    let own = |sample: &Sample| sample.weight * weights.get(sample.origins[0].file as usize).unwrap_or(&1.0);
+    // The samples lie one after another on a line, in a random order, each as long as its weight. It has a copy for each
+    // whole number that lies in it.
+    let mut copies = vec![0; samples.len()];
+    let mut end = 0.5f64;
+    for i in permutation(samples.len(), seed, u32::MAX - 1) {
+        let begin = end;
+        end += own(&samples[i]);
+        copies[i] = (end.floor() - begin.floor()) as usize;
+    }
+    let repeated = samples.into_iter().zip(copies);
+    repeated.flat_map(|(sample, copies)| std::iter::repeat_n(sample, copies)).collect()
 }
 
 /// The order of `n` samples in an epoch: Fisher and Yates's shuffle with counter-based random numbers.
@@ -144,6 +164,31 @@ mod tests {
         let of = |weight| weighted(all.clone(), weight, 3, 0);
         assert_eq!((of(1.0).len(), of(2.5).len(), of(0.3).len()), (10, 25, 3));
         assert!(all.iter().all(|s| (2..=3).contains(&of(2.5).iter().filter(|t| *t == s).count())));
+    }
+
+    #[test]
+    fn a_row_is_repeated_by_its_own_weight() {
+        let mut all = samples(400);
+        all.iter_mut().enumerate().for_each(|(i, sample)| {
+            sample.weight = [0.25, 1.0, 2.5, 4.0][i % 4];
+            sample.origins[0].file = u32::from(i >= 200);
+        });
+        let copies = |weights: &[f64]| {
+            let made = weigh(all.clone(), weights, 3);
+            all.iter().map(|s| made.iter().filter(|t| t.ids == s.ids).count()).collect::<Vec<_>>()
+        };
+        let alone = copies(&[]);
+        assert!(alone.iter().enumerate().all(|(i, n)| [0..=1, 1..=1, 2..=3, 4..=4][i % 4].contains(n)), "{alone:?}");
+        assert_eq!(alone.iter().sum::<usize>(), 775);
+        // The fractions fall on some of the rows, not on the first of them.
+        let quarter: Vec<usize> = alone.iter().step_by(4).copied().collect();
+        assert!(
+            (10..=40).contains(&quarter.iter().sum::<usize>()) && quarter[50..].iter().sum::<usize>() > 3,
+            "{quarter:?}"
+        );
+        let halved = copies(&[0.5, 1.0]);
+        assert!(halved[..200].iter().enumerate().all(|(i, n)| [0..=1, 0..=1, 1..=2, 2..=2][i % 4].contains(n)));
+        assert_eq!(halved[200..].iter().sum::<usize>() + halved[..200].iter().sum::<usize>(), 581);
     }
 
     #[test]

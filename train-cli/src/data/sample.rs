@@ -4,7 +4,7 @@ use backend_nvfp4::{Stream, reference};
 use std::ops::Range;
 
 /// A token sequence with its mask.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     /// Token ids.
     pub ids: Vec<u32>,
@@ -16,6 +16,8 @@ pub struct Sample {
     pub documents: Vec<usize>,
     /// Where each document came from.
     pub origins: Vec<Origin>,
+    /// How often an epoch uses it.
+    pub weight: f64,
 }
 
 /// Where a document came from.
@@ -33,7 +35,7 @@ impl Sample {
         // A run keeps all its samples.
         ids.shrink_to_fit();
         supervised.shrink_to_fit();
-        Self { ids, supervised, prompt, documents: vec![0], origins: vec![Origin::default()] }
+        Self { ids, supervised, prompt, documents: vec![0], origins: vec![Origin::default()], weight: 1.0 }
     }
 
     /// The tokens of a range as a sample of one document.

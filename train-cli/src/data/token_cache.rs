@@ -4,12 +4,13 @@
 //! The name of a cache file is a digest of everything that decides its content: the training files, the model's
 //! tokenizer and template, and the options. A damaged file is made again.
 //!
-//! A cache file is safetensors: `ids` u32 and `supervised` u8 for each token, `lengths`, `files` and `lines` u32 for each
-//! sample, `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the tensors.
+//! A cache file is safetensors: `ids` u32 and `supervised` u8 for each token, `lengths`, `files` and `lines` u32 and `weights`
+//! f64 for each sample, `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the tensors.
 
 use crate::{
     CliError,
     data::{
+        format::MOST_WEIGHT,
         read::{self, DataOptions, DataReport},
         sample::{Origin, Sample},
     },
@@ -27,7 +28,7 @@ use std::{
 
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Reads the samples of `paths`. With a cache folder, it takes them from there, or puts them there.
 ///
@@ -37,7 +38,7 @@ pub fn load(
     cache: Option<&Path>,
     paths: &[PathBuf],
     text: &TextFiles,
-    options: DataOptions,
+    options: &DataOptions,
 ) -> Result<(Vec<Sample>, DataReport), CliError> {
     // A pipe can be read only once, so there is no digest of it.
     let files = paths.iter().all(|path| path.is_file());
@@ -63,7 +64,7 @@ pub fn load(
 }
 
 /// The digest in the name of a cache file.
-fn key(paths: &[PathBuf], text: &TextFiles, options: DataOptions) -> Result<String, CliError> {
+fn key(paths: &[PathBuf], text: &TextFiles, options: &DataOptions) -> Result<String, CliError> {
     let stops = &text.stop_ids;
     let mut parts = format!("{VERSION} {} {options:?} {stops:?}", env!("CARGO_PKG_VERSION"));
     for path in paths {
@@ -84,6 +85,7 @@ fn write(file: &Path, (samples, found): &(Vec<Sample>, DataReport)) -> Result<()
         ("lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.ids.len() as u32))),
         ("files", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].file))),
         ("lines", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].line))),
+        ("weights", Dtype::F64, samples.iter().flat_map(|s| s.weight.to_le_bytes()).collect()),
         ("prompts", Dtype::U8, samples.iter().flat_map(|s| s.prompt.bytes()).collect()),
         ("prompt_lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.prompt.len() as u32))),
     ];
@@ -94,7 +96,7 @@ fn write(file: &Path, (samples, found): &(Vec<Sample>, DataReport)) -> Result<()
         ("sha256".to_owned(), durable::hex(&digest.finalize())),
     ]);
     let views = tensors.iter().map(|(name, dtype, bytes)| {
-        let width = if *dtype == Dtype::U32 { 4 } else { 1 };
+        let width = dtype.bitsize() / 8;
         (
             *name,
             TensorView::new(*dtype, vec![bytes.len() / width], bytes).expect("the data are as long as the shape says"),
@@ -122,7 +124,7 @@ fn parsed(file: &[u8], limits: Limits) -> Option<(Vec<Sample>, DataReport)> {
     let data = |name: &str| tensors.tensor(name).ok().map(|t| t.data());
     let words = |name: &str| data(name).map(bytes::to_u32s);
     let mut digest = Sha256::new();
-    for name in ["ids", "supervised", "lengths", "files", "lines", "prompts", "prompt_lengths"] {
+    for name in ["ids", "supervised", "lengths", "files", "lines", "weights", "prompts", "prompt_lengths"] {
         digest.update(data(name)?);
     }
     if *metadata.get("sha256")? != durable::hex(&digest.finalize()) {
@@ -131,19 +133,20 @@ fn parsed(file: &[u8], limits: Limits) -> Option<(Vec<Sample>, DataReport)> {
     let (ids, supervised, prompts) = (words("ids")?, data("supervised")?, data("prompts")?);
     let (mut at, mut prompt_at) = (0, 0);
     let (lengths, files, lines) = (words("lengths")?, words("files")?, words("lines")?);
-    let sizes = lengths.into_iter().zip(words("prompt_lengths")?).zip(files.into_iter().zip(lines));
+    let weights = data("weights")?.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes));
+    let sizes = lengths.into_iter().zip(words("prompt_lengths")?).zip(files.into_iter().zip(lines).zip(weights));
     let mut samples = Vec::new();
-    for ((len, prompt), (file, line)) in sizes {
+    for ((len, prompt), ((file, line), weight)) in sizes {
         let (end, prompt_end) = (at + len as usize, prompt_at + prompt as usize);
         let mask = supervised.get(at..end)?.iter().map(|&s| s == 1).collect();
         let prompt = String::from_utf8(prompts.get(prompt_at..prompt_end)?.to_vec()).ok()?;
         let sample = Sample::new(ids.get(at..end)?.to_vec(), mask, prompt);
         let known = sample.ids.iter().all(|id| (*id as usize) < limits.vocabulary);
         let fits = (2..=limits.tokens).contains(&sample.ids.len()) && sample.supervised_tokens() > 0;
-        if !known || !fits || file as usize >= limits.files {
+        if !known || !fits || file as usize >= limits.files || !(0.0..=MOST_WEIGHT).contains(&weight) {
             return None;
         }
-        samples.push(Sample { origins: vec![Origin { file, line }], ..sample });
+        samples.push(Sample { origins: vec![Origin { file, line }], weight, ..sample });
         (at, prompt_at) = (end, prompt_end);
     }
     let whole = at == ids.len() && at == supervised.len() && prompt_at == prompts.len();
@@ -165,6 +168,7 @@ mod tests {
         let mut samples = synthetic(5, 7, 100, 1);
         samples[1].prompt = "你是誰".into();
         samples[2].supervised[3] = false;
+        samples[3].weight = 2.5;
         samples[4].origins = vec![Origin { file: 2, line: 7 }];
         let report = DataReport { rows: 5, samples: 5, dropped: vec![3], ..DataReport::default() };
         let folder = tempfile::tempdir().unwrap();

@@ -3,6 +3,7 @@
 
 use crate::{
     CliError,
+    data::format::RowOptions,
     data::order::Order,
     data::read::{DataOptions, DataReport},
     data::rows,
@@ -163,9 +164,10 @@ fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Sample
         let report = DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));
     }
-    let options = DataOptions { format: s.format, loss_on: s.loss_on, overlong: s.overlong, max_seq_length };
+    let rows = RowOptions { separator: s.document_separator.clone(), weight: s.weight_column.clone() };
+    let options = DataOptions { format: s.format, loss_on: s.loss_on, overlong: s.overlong, max_seq_length, rows };
     let cache = s.token_cache.as_deref();
-    let (mut all, mut report) = token_cache::load(cache, &s.data, text, options)?;
+    let (mut all, mut report) = token_cache::load(cache, &s.data, text, &options)?;
     if let Some(most) = s.max_rows.filter(|most| *most < all.len()) {
         report.left_out = all.len() - most;
         all = rows::choose(all, most, seed);
@@ -174,7 +176,12 @@ fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Sample
         report.supervised_tokens = all.iter().map(Sample::supervised_tokens).sum();
     }
     let (mut train, mut eval) = match &s.eval_data {
-        Some(path) => (all, token_cache::load(cache, std::slice::from_ref(path), text, options)?.0),
+        // The weights of rows say how often they are trained on. Evaluation takes each once, and its file may be of another
+        // kind.
+        Some(path) => {
+            let options = DataOptions { rows: RowOptions::default(), ..options };
+            (all, token_cache::load(cache, std::slice::from_ref(path), text, &options)?.0)
+        }
         None => rows::split(all, s.val_split, seed),
     };
     train = rows::weigh(train, &s.data_weights, seed);

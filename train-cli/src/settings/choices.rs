@@ -207,7 +207,7 @@ impl Format {
 }
 
 impl Choice for Format {
-    const AUTO: &'static str = "by the file name, and for .jsonl, .json and .parquet by the keys of the first row";
+    const AUTO: &'static str = "by the file name, and for JSON and tables by the keys of the first row";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         Self::value_variants().iter().filter_map(|format| Some((*format, format.to_possible_value()?))).collect()
@@ -286,7 +286,8 @@ pub enum Clip {
 }
 
 impl Choice for Clip {
-    const AUTO: &'static str = "exact with gradient accumulation, where it costs nothing, else previous";
+    const AUTO: &'static str =
+        "`exact` if gradients are accumulated, because it then costs nothing; otherwise `previous`";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![

@@ -8,7 +8,7 @@ use crate::{
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
-use clap::{ArgAction::Set, Args};
+use clap::{ArgAction::Set, Args, builder::NonEmptyStringValueParser};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::path::PathBuf;
@@ -79,8 +79,8 @@ pub struct ModelSettings {
 #[serde(default)]
 #[command(next_help_heading = "Data")]
 pub struct DataSettings {
-    /// Training file (.jsonl, .json, .parquet, .tsv, .txt or .md), a folder of such files, or a pattern such as
-    /// 'rows/*.jsonl'; may be given several times
+    /// Training file (.jsonl, .json, .parquet, .arrow, .feather, .tsv, .txt or .md), a folder of such files, or a pattern such
+    /// as 'rows/*.jsonl'; may be given several times
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON)]
     pub data: Vec<PathBuf>,
@@ -92,6 +92,10 @@ pub struct DataSettings {
     /// of the rows of the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
+    /// Key of JSON rows, or column of a table, with a number that says how often an epoch uses the row: 2 is twice, 0.5 is
+    /// every second row of that weight, 0 is never
+    #[arg(long, value_name = "NAME")]
+    pub weight_column: Option<String>,
     /// Use at most this many rows of the training files, chosen at random by --seed. A text file has no rows: its sequences
     /// are counted instead
     #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
@@ -106,6 +110,10 @@ pub struct DataSettings {
     #[arg(long, alias = "format-type", value_parser = parser::<Auto<Format>>())]
     #[serde(with = "by_name")]
     pub format: Auto<Format>,
+    /// What stands between the documents of a .txt or .md file, for example '<|endoftext|>'. Without it the file is one
+    /// document
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
+    pub document_separator: Option<String>,
     /// Train on random tokens instead of files, for measurements
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub synthetic: bool,
@@ -130,10 +138,12 @@ impl Default for DataSettings {
             data: vec![],
             max_seq_length: None,
             data_weights: vec![],
+            weight_column: None,
             max_rows: None,
             eval_data: None,
             val_split: 0.02,
             format: None,
+            document_separator: None,
             synthetic: false,
             loss_on: LossOn::Assistant,
             overlong: Overlong::Drop,

@@ -1,0 +1,156 @@
+//! The rows of an Arrow file, as the JSON objects that a `.jsonl` file of the same table would hold.
+//!
+//! Arrow has two kinds of files. A stream is a sequence of messages, as the library `datasets` of Hugging Face saves them. The
+//! file format is a stream between the word `ARROW1` and a footer, which is not needed to read the rows in order (Arrow's
+//! columnar format, "IPC Streaming Format" and "IPC File Format").
+
+use super::{format::Object, table};
+use crate::CliError;
+use arrow_array::{
+    Array, RecordBatch,
+    cast::AsArray,
+    types::{
+        Float16Type, Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type, UInt16Type,
+        UInt32Type, UInt64Type,
+    },
+};
+use arrow_buffer::Buffer;
+use arrow_ipc::reader::StreamDecoder;
+use arrow_schema::{DataType, Field};
+use model_qwen3::file;
+use serde_json::{Map, Value, json};
+use std::{io::Read, path::Path};
+
+/// Whether a file is read by [`objects`]: its name says so.
+pub(super) fn is_arrow(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "arrow" || extension == "feather")
+}
+
+/// The rows of a file with their numbers, counted from 1. They are decoded one batch after another; after an error there are
+/// none.
+///
+/// # Errors
+/// If the file cannot be read.
+pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
+    let (mut file, size) = file::open(path, "check the path")?;
+    let mut bytes = Vec::with_capacity(size as usize);
+    file.read_to_end(&mut bytes).map_err(CliError::io(path))?;
+    let mut batches = Batches { rest: stream_of(bytes), decoder: StreamDecoder::new() };
+    let (mut batch, mut at, mut number, mut failed) = (None::<RecordBatch>, 0, 0, false);
+    Ok(std::iter::from_fn(move || {
+        if failed {
+            return None;
+        }
+        number += 1;
+        while batch.as_ref().is_none_or(|batch| at == batch.num_rows()) {
+            match table::guarded("Arrow", || batches.next()) {
+                Ok(None) => return None,
+                Ok(next) => (batch, at) = (next, 0),
+                Err(reason) => {
+                    failed = true;
+                    return Some((number, Err(reason)));
+                }
+            }
+        }
+        let row = table::guarded("Arrow", || object(batch.as_ref().expect("the loop ends with a batch"), at));
+        at += 1;
+        failed = row.is_err();
+        Some((number, row))
+    }))
+}
+
+/// The messages of a file of either kind.
+fn stream_of(bytes: Vec<u8>) -> Buffer {
+    const MAGIC: &[u8] = b"ARROW1";
+    let size = bytes.len();
+    let all = Buffer::from_vec(bytes);
+    if size < 18 || !all.starts_with(MAGIC) || !all.ends_with(MAGIC) {
+        return all;
+    }
+    let length: [u8; 4] = all[size - 10..size - 6].try_into().expect("four bytes");
+    // The magic word fills 8 bytes at the beginning.
+    let footer = (u32::from_le_bytes(length) as usize).min(size - 18);
+    all.slice_with_length(8, size - 18 - footer)
+}
+
+/// The batches of rows of a stream.
+struct Batches {
+    rest: Buffer,
+    decoder: StreamDecoder,
+}
+
+impl Batches {
+    fn next(&mut self) -> Result<Option<RecordBatch>, String> {
+        let Some(batch) = self.decoder.decode(&mut self.rest).map_err(|e| e.to_string())? else {
+            self.decoder.finish().map_err(|e| e.to_string())?;
+            return Ok(None);
+        };
+        table::check_columns(batch.schema().fields().iter().map(|field| columns(field)).sum())?;
+        Ok(Some(batch))
+    }
+}
+
+/// The columns of a field, those inside it included.
+fn columns(field: &Field) -> usize {
+    1 + match field.data_type() {
+        DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => columns(item),
+        DataType::Struct(fields) => fields.iter().map(|field| columns(field)).sum(),
+        _ => 0,
+    }
+}
+
+fn object(batch: &RecordBatch, row: usize) -> Result<Map<String, Value>, String> {
+    let schema = batch.schema();
+    let columns = schema.fields().iter().zip(batch.columns());
+    columns
+        .map(|(field, column)| {
+            let value = value(column, row).map_err(|reason| format!("column {:?} {reason}", field.name()))?;
+            Ok((field.name().clone(), value))
+        })
+        .collect()
+}
+
+/// One value of a column.
+fn value(column: &dyn Array, i: usize) -> Result<Value, String> {
+    if column.is_null(i) {
+        return Ok(Value::Null);
+    }
+    macro_rules! number {
+        ($kind:ty) => {
+            json!(column.as_primitive::<$kind>().value(i))
+        };
+    }
+    let list =
+        |items: &dyn Array| (0..items.len()).map(|i| value(items, i)).collect::<Result<Vec<_>, _>>().map(Value::Array);
+    Ok(match column.data_type() {
+        DataType::Null => Value::Null,
+        DataType::Boolean => json!(column.as_boolean().value(i)),
+        DataType::Int8 => number!(Int8Type),
+        DataType::Int16 => number!(Int16Type),
+        DataType::Int32 => number!(Int32Type),
+        DataType::Int64 => number!(Int64Type),
+        DataType::UInt8 => number!(UInt8Type),
+        DataType::UInt16 => number!(UInt16Type),
+        DataType::UInt32 => number!(UInt32Type),
+        DataType::UInt64 => number!(UInt64Type),
+        DataType::Float16 => json!(column.as_primitive::<Float16Type>().value(i).to_f32()),
+        DataType::Float32 => number!(Float32Type),
+        DataType::Float64 => number!(Float64Type),
+        DataType::Utf8 => json!(column.as_string::<i32>().value(i)),
+        DataType::LargeUtf8 => json!(column.as_string::<i64>().value(i)),
+        DataType::Utf8View => json!(column.as_string_view().value(i)),
+        DataType::List(_) => list(&column.as_list::<i32>().value(i))?,
+        DataType::LargeList(_) => list(&column.as_list::<i64>().value(i))?,
+        DataType::FixedSizeList(..) => list(&column.as_fixed_size_list().value(i))?,
+        DataType::Struct(fields) => {
+            let inner = fields.iter().zip(column.as_struct().columns());
+            inner.map(|(field, column)| Ok((field.name().clone(), value(column, i)?))).collect::<Result<_, String>>()?
+        }
+        DataType::Dictionary(..) => {
+            let dictionary = column.as_any_dictionary();
+            let key = value(dictionary.keys(), i)?.as_u64().ok_or("has a key below 0")?;
+            value(dictionary.values(), key as usize)?
+        }
+        other => return Err(format!("is of the type {other}; write it as text or numbers")),
+    })
+}

@@ -1,0 +1,27 @@
+//! What the readers of tables share, which call libraries over files that somebody else made.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// Columns of a table, those inside lists and structs included. Each has a buffer of its own.
+const MOST_COLUMNS: usize = 256;
+
+/// Refuses a table of too many columns.
+///
+/// # Errors
+/// If it has.
+pub(super) fn check_columns(columns: usize) -> Result<(), String> {
+    if columns > MOST_COLUMNS {
+        return Err(format!("the table has {columns} columns; at most {MOST_COLUMNS} are read"));
+    }
+    Ok(())
+}
+
+/// Runs a call of the library that reads files of a kind. A panic on a damaged file becomes an error.
+///
+/// # Errors
+/// If the call fails or panics.
+pub(super) fn guarded<T>(kind: &str, call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(call))
+        .unwrap_or_else(|_| Err(format!("the {kind} library panicked on this file; it is damaged")))
+        .map_err(|e| format!("not a readable {kind} file: {e}"))
+}
