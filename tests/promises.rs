@@ -36,6 +36,7 @@ mod optimizer;
 mod parity;
 mod power_loss;
 mod products;
+mod progress;
 mod quantizer;
 mod random_cases;
 mod random_products;

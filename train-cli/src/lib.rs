@@ -18,7 +18,7 @@
 //! | [`device`], [`kernel_cache`] | which backend runs a job; where compiled kernels are kept |
 //! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
 //! | [`outputs`] | the rule that no output replaces an input |
-//! | [`durable`], [`report`] | writing files; printing |
+//! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
 //! | [`interrupt`], [`watchdog`] | signals that ask a run to end; steps that never end |
 
 #![forbid(unsafe_code)]
@@ -36,6 +36,7 @@ pub mod memory;
 pub mod model_files;
 pub mod outputs;
 pub mod plan;
+pub mod progress;
 pub mod replaced;
 pub mod report;
 pub mod run;

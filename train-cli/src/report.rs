@@ -1,6 +1,7 @@
 //! All printing. Results go to standard output; progress and messages go to standard error, one plain line each, so
 //! that either can be kept in a file.
 
+use crate::progress;
 use backend_nvfp4::Precision;
 use std::{
     error::Error,
@@ -25,10 +26,12 @@ pub fn result(text: impl AsRef<str>) {
 
 /// Prints the next piece of an answer.
 pub fn stream(text: &str) {
-    let mut out = std::io::stdout().lock();
-    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        LOST.get_or_init(|| error);
-    }
+    progress::above(|| {
+        let mut out = std::io::stdout().lock();
+        if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+            LOST.get_or_init(|| error);
+        }
+    });
 }
 
 /// Why a result could not be printed, the first time.
@@ -106,5 +109,7 @@ pub fn quoted(text: &str) -> String {
 }
 
 fn to_stderr(text: &str) {
-    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+    progress::above(|| {
+        let _ = std::io::stderr().lock().write_all(text.as_bytes());
+    });
 }

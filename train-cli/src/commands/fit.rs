@@ -11,6 +11,7 @@ use crate::{
     interrupt::Interruption,
     memory::vram::VramReport,
     plan::Plan,
+    progress::{Line, Reading},
     report,
     run::beginning::Beginning,
     run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
@@ -349,7 +350,9 @@ impl Ready {
         let (config, spec, master) = (&self.inputs.config, self.spec, self.master);
         let model: Qwen3<B> = match (resumed, &self.inputs.source) {
             (Some(resumed), _) => resumed.model(config, spec, master, device)?,
-            (None, Some(source)) => weights::load(source, config, spec, Purpose::Train(master), device)?,
+            (None, Some(source)) => {
+                weights::load(&Reading::of(source, "loading"), config, spec, Purpose::Train(master), device)?
+            }
             (None, None) => weights::random(config, spec, master, self.plan.settings.advanced.seed, device)?,
         };
         let model = weights::trained(model, master);
@@ -466,6 +469,7 @@ impl Ready {
         let (scaling, recipe) = (self.spec.scaling, plan.recipe);
         let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
         let like = self.original();
+        let _line = Line::of("exporting");
         let exported =
             export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());

@@ -4,8 +4,8 @@
 //! What a step computes depends on its number alone, so that these files are all that a resumed run needs.
 
 use crate::{
-    CliError, durable, replaced::STEP_MODE, report, run::optimizer_file, settings::Settings, train::guard,
-    train::optim::ChunkedAdamw,
+    CliError, durable, progress::Reading, replaced::STEP_MODE, report, run::optimizer_file, settings::Settings,
+    train::guard, train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
 use burn::tensor::backend::Backend;
@@ -385,7 +385,7 @@ impl Resumed {
     ) -> Result<Qwen3<B>, CliError> {
         let tensors = &Container::open(&self.folder.join(MODEL))?;
         let saved = Masters { tensors, quantized_head: self.state.head == Head::Nvfp4 };
-        Ok(weights::load(&saved, config, spec, Purpose::Train(master), device)?)
+        Ok(weights::load(&Reading::of(&saved, "loading"), config, spec, Purpose::Train(master), device)?)
     }
 
     /// Puts the optimizer's states back.

@@ -8,7 +8,7 @@ use crate::{
     durable,
     memory::estimate,
     plan::Plan,
-    report,
+    progress, report,
     run::checkpoint::TrainerState,
     run::evaluations::Evaluations,
     run::folder::RESULTS,
@@ -220,6 +220,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             "eval_loss_quantised": r.quantized_loss, "eval_loss_master": r.master_loss,
             "codes_changed_pct": changed.map(|share| share * 100.0),
         }))?;
+        progress::doing("answering prompts");
         for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
             let line = json!({"step": r.step, "prompt": prompt, "answer": answer});
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
@@ -251,6 +252,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.guard = self.guard.record();
         self.state.seconds = self.seconds();
         self.started = Instant::now();
+        progress::doing("saving a checkpoint");
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
         saver.save(model, &stepper.optimizer, &self.state, keep)?;

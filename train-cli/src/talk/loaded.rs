@@ -6,6 +6,7 @@ use crate::{
     CliError,
     args::ModelArgs,
     model_files::{ModelFiles, TextFiles, Trained},
+    progress::Reading,
     report,
     run::{checkpoint, folder::FINAL},
 };
@@ -38,7 +39,7 @@ impl<B: Nvfp4Kernels> Loaded<B> {
         let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
         let weights = files.open_weights()?;
         let spec = LinearSpec::new(recipe(args, &files, &weights)?, Scaling::Two, precision);
-        let model = weights::load(&weights, &config, spec, Purpose::Infer, device)?;
+        let model = weights::load(&Reading::of(&weights, "loading"), &config, spec, Purpose::Infer, device)?;
         Ok(Self { model, text })
     }
 }

@@ -1,6 +1,6 @@
 //! The loss on the evaluation samples: as the run computes, with quantized weights, and with the master weights.
 
-use crate::{CliError, data::order::MicroBatch, train::objective::Trainee};
+use crate::{CliError, data::order::MicroBatch, progress, train::objective::Trainee};
 use backend_nvfp4::{Nvfp4Kernels, Recipe};
 use burn::data::dataloader::DataLoader;
 use model_qwen3::weights::to_host;
@@ -27,6 +27,7 @@ pub fn evaluate<B: Nvfp4Kernels>(
     samples: &dyn DataLoader<B, MicroBatch>,
     step: usize,
 ) -> Result<Evaluation, CliError> {
+    progress::doing("evaluating");
     let loss = mean_loss(net, samples)?;
     let loss_under = |recipe| {
         if net.model().spec().recipe == recipe {

@@ -5,6 +5,7 @@
 use crate::{
     CliError,
     data::order::MicroBatch,
+    progress::{self, Line},
     report,
     train::evaluation::Evaluation,
     train::objective::Trainee,
@@ -47,7 +48,15 @@ pub fn run<AB: TrainingBackend>(
 ) -> Result<Qwen3<AB::InnerBackend>, CliError> {
     let train: Arc<dyn DataLoader<AB, MicroBatch>> = Arc::new(run.train.clone());
     let valid: Arc<dyn DataLoader<AB::InnerBackend, MicroBatch>> = Arc::new(run.eval.clone());
-    let lines = Lines { every: run.logging_steps, ..Lines::default() };
+    let shown = Line::steps(run.train.start, run.train.steps);
+    progress::doing("the first step");
+    let lines = Lines {
+        every: run.logging_steps,
+        names: HashMap::new(),
+        shown: HashMap::new(),
+        has_header: false,
+        line: shown,
+    };
     let failure = Arc::new(Mutex::new(None));
     let strategy = LoopStrategy { run: Mutex::new(Some(run)), failure: failure.clone() };
     let training = figures().into_iter().fold(SupervisedTraining::new("", train, valid), |training, figure| {
@@ -230,7 +239,6 @@ impl Numeric for Figure {
 }
 
 /// Burn's renderer as plain lines.
-#[derive(Default)]
 struct Lines {
     /// Steps between lines.
     every: usize,
@@ -238,6 +246,8 @@ struct Lines {
     /// The latest text of each metric.
     shown: HashMap<String, String>,
     has_header: bool,
+    /// What a terminal shows below the lines.
+    line: Line,
 }
 
 impl Lines {
@@ -269,6 +279,8 @@ impl MetricsRendererTraining for Lines {
             let values: String = names.map(|n| format!("{:>10}", self.shown.get(n).map_or("", |v| v))).collect();
             report::line(format!("{:>11}{values}", format!("{step}/{total}")));
         }
+        self.line.set(step);
+        progress::doing(&format!("{} left", self.shown.get("eta").map_or("–", |eta| eta)));
     }
 
     fn render_valid(&mut self, item: TrainingProgress, _: Vec<ProgressType>) {
