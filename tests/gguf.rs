@@ -3,7 +3,8 @@
 //! with ggml's own decoder and asks llama.cpp.
 
 use crate::support::{
-    files::{demo_file, ok, run, tiny_model},
+    files::{demo_file, ok, real_tokenizer, run, tiny_model},
+    golden_bytes,
     spec::{E2M1, E4m3},
 };
 use backend_nvfp4::reference;
@@ -14,7 +15,9 @@ use gguf_rs_lib::{
 use half::{bf16, f16};
 use model_qwen3::{
     container::Container,
+    gguf::GgufFile,
     tensors::{Stored, Tensors},
+    tokenizer::Tokenizer,
 };
 use std::{collections::HashMap, path::Path};
 
@@ -116,6 +119,161 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
     let stderr = String::from_utf8_lossy(&out.stderr);
     assert!(!out.status.success() && stderr.contains("a multiple of 64"), "{stderr}");
     assert!(!dir.path().join("y.gguf").exists());
+}
+
+/// A model that went through GGUF has the same weights and answers the same.
+#[test]
+fn a_gguf_file_becomes_a_model_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let config = demo_file("config.json").display().to_string();
+    let demo = demo_file("").display().to_string();
+    let words =
+        ["fit", "--init-config", &config, "--tokenizer", &demo, "--synthetic", "--device", "cpu", "--max-steps", "1"];
+    for (recipe, scales) in [("w4", "two"), ("w4", "single"), ("bf16", "auto")] {
+        let more = ["--max-seq-length", "32", "--eval-steps", "0", "-o", "r", "--overwrite", "--recipe", recipe];
+        let scales = if recipe == "bf16" { vec![] } else { vec!["--scales", scales] };
+        ok(d, &[&words[..], &more, &scales].concat());
+        let dtypes: &[&str] = if recipe == "bf16" { &["f32", "bf16", "f16", "q8-0"] } else { &["nvfp4"] };
+        for dtype in dtypes {
+            let _ = std::fs::remove_dir_all(d.join("back"));
+            std::fs::create_dir(d.join("back")).unwrap();
+            ok(d, &["convert", "r", "x.gguf", "--dtype", dtype, "--overwrite"]);
+            let kept = if *dtype == "nvfp4" { "back/m.dat" } else { "back/m.safetensors" };
+            let number = if *dtype == "q8-0" { "f32" } else { dtype };
+            let levels = ["--scales", if scales.contains(&"single") { "single" } else { "two" }];
+            let said = ok(d, &[&["convert", "x.gguf", kept, "--dtype", number][..], &levels].concat());
+            assert!(said.contains(kept), "{said}");
+            let name = if *dtype == "nvfp4" { "r/final/model.dat" } else { "r/final/model.safetensors" };
+            let (ours, back) = (Container::open(&d.join(name)).unwrap(), Container::open(&d.join(kept)).unwrap());
+            let sorted = |container: &Container| {
+                let mut names = container.names();
+                names.sort();
+                names
+            };
+            assert_eq!(sorted(&ours), sorted(&back), "{dtype}");
+            for name in ours.names() {
+                match ours.stored(&name).unwrap() {
+                    Stored::Packed { .. } => {
+                        assert_eq!(ours.read_packed(&name).unwrap(), back.read_packed(&name).unwrap(), "{name}");
+                    }
+                    Stored::Dense { .. } => {
+                        let (a, b) = (ours.read_dense(&name).unwrap(), back.read_dense(&name).unwrap());
+                        let expected = |x: f32| match *dtype {
+                            "f16" => f16::from_f32(x).to_f32(),
+                            _ => x,
+                        };
+                        let close = |(x, y): (&f32, &f32)| match *dtype {
+                            "q8-0" => (x - y).abs() < 0.01,
+                            _ => expected(*x) == *y,
+                        };
+                        assert!(a.iter().zip(&b).all(close), "{dtype} {name}");
+                    }
+                }
+            }
+            // The folder is whole: it has the sizes, the tokenizer and the template.
+            let answer = |model: &str| {
+                let words =
+                    ["generate", "-m", model, "-p", "Who are you? 你好", "--max-tokens", "8", "--device", "cpu"];
+                ok(d, &[&words[..], &["--temperature", "0"]].concat())
+            };
+            if matches!(*dtype, "nvfp4" | "f32" | "bf16") {
+                assert_eq!(answer(kept), answer("r/final"), "{dtype}");
+            }
+        }
+    }
+}
+
+/// The tokenizer that a GGUF file describes is that of Qwen3.
+#[test]
+fn the_tokenizer_of_a_gguf_file_gives_the_same_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let path = real_tokenizer(&d.join("m"));
+    let real = Tokenizer::from_file(&path).unwrap();
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(d.join("m/config.json")).unwrap()).unwrap();
+    // The smallest model that has so many tokens.
+    let small = [("hidden_size", 16), ("intermediate_size", 16), ("num_hidden_layers", 1), ("vocab_size", 151_936)];
+    small.into_iter().for_each(|(key, size)| config[key] = size.into());
+    std::fs::write(d.join("big.json"), config.to_string()).unwrap();
+    let init =
+        ["fit", "--init-config", "big.json", "--tokenizer", "m", "--synthetic", "--device", "cpu", "--max-steps", "1"];
+    ok(d, &[&init[..], &["--max-seq-length", "16", "-o", "r", "--recipe", "bf16", "--eval-steps", "0"]].concat());
+    ok(d, &["convert", "r", "x.gguf", "--dtype", "f16"]);
+    std::fs::create_dir(d.join("back")).unwrap();
+    ok(d, &["convert", "x.gguf", "back/m.safetensors", "--dtype", "f16"]);
+    let back = Tokenizer::from_file(&d.join("back/tokenizer.json")).unwrap();
+    let texts: serde_json::Value = serde_json::from_slice(&golden_bytes("tokenizer/encodings.json")).unwrap();
+    let mut compared = 0;
+    for text in texts["encodings"].as_array().unwrap().iter().filter_map(|case| case["text"].as_str()) {
+        assert_eq!(real.encode(text).unwrap(), back.encode(text).unwrap(), "{text:?}");
+        let ids = real.encode(text).unwrap();
+        assert_eq!(
+            (real.decode(&ids).unwrap(), real.decode_all(&ids).unwrap()),
+            (back.decode(&ids).unwrap(), back.decode_all(&ids).unwrap())
+        );
+        compared += 1;
+    }
+    assert!(compared > 30, "{compared}");
+}
+
+#[test]
+fn broken_gguf_files_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    ok(d, &["convert", "m", "x.gguf", "--dtype", "q8-0"]);
+    let whole = std::fs::read(d.join("x.gguf")).unwrap();
+    let values = open_gguf_file(d.join("x.gguf")).unwrap().tensor_infos().len();
+    assert!(values > 20);
+    // Each prefix that ends in what stands before the values, and some that end among them.
+    let head = whole.windows(4).position(|w| w == b"blk.").unwrap();
+    let steps = (0..head).step_by(997).chain((head..whole.len()).step_by(whole.len() / 60));
+    let path = d.join("y.gguf");
+    for end in steps {
+        std::fs::write(&path, &whole[..end]).unwrap();
+        assert!(GgufFile::open(&path).is_err(), "a file of {end} of {} bytes is read", whole.len());
+    }
+    // A flipped bit gives an error or other values, but no panic and no large allocation.
+    for bit in (0..head * 8).step_by(509).chain((head * 8..(head + 4096) * 8).step_by(61)) {
+        let mut broken = whole.clone();
+        broken[bit / 8] ^= 1 << (bit % 8);
+        std::fs::write(&path, &broken).unwrap();
+        if let Ok(file) = GgufFile::open(&path) {
+            let _ = file.small_files();
+            file.names().iter().for_each(|name| drop(file.read_dense(name)));
+        }
+    }
+    for (args, said) in [
+        (&["convert", "x.gguf", "z.gguf", "--dtype", "f16"][..], "a GGUF file is not made from another"),
+        (&["generate", "-m", "x.gguf", "-p", "a"], "train-cli convert x.gguf"),
+        (&["fit", "-m", "x.gguf", "-d", "m/demo.tsv"], "train-cli convert x.gguf"),
+        (&["inspect", "x.gguf"], "train-cli convert IN.gguf"),
+    ] {
+        let out = run(d, args);
+        let error = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && error.contains(said), "{args:?}: {error}");
+    }
+}
+
+/// A converted file can be used as it is: the small files lie beside it.
+#[test]
+fn convert_puts_the_small_files_beside_its_output() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    std::fs::create_dir(d.join("n")).unwrap();
+    std::fs::write(d.join("n/tokenizer_config.json"), "{}").unwrap();
+    let out = run(d, &["convert", "m", "n/x.dat", "--dtype", "nvfp4"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && said.contains("tokenizer_config.json is kept"), "{said}");
+    for name in ["config.json", "tokenizer.json", "generation_config.json"] {
+        let of = |folder: &str| std::fs::read(d.join(folder).join(name)).unwrap();
+        assert!(of("n") == of("m") && said.contains(name), "{name}: {said}");
+    }
+    assert_eq!(std::fs::read(d.join("n/tokenizer_config.json")).unwrap(), b"{}");
 }
 
 #[test]

@@ -54,6 +54,11 @@ impl Container {
     /// If there is none or it is broken.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let file = weights_file(path)?;
+        if file.extension().is_some_and(|e| e == "gguf") {
+            let reason =
+                "a GGUF file is converted first: train-cli convert IN.gguf NEW-FOLDER/model.safetensors --dtype bf16";
+            return Err(ModelError::weights(&file, reason));
+        }
         let (path, dat, shards) = if file.extension().is_some_and(|e| e == "dat") {
             (file.as_path(), Some(DatFile::open(&file)?), vec![])
         } else if file.is_dir() {

@@ -58,32 +58,44 @@ pub(crate) fn multiplied_together(name: &str) -> Vec<String> {
     }
 }
 
+/// The parts of a block, and their names in a GGUF file.
+const GGUF_PARTS: [(&str, &str); 11] = [
+    (Q_PROJ, "attn_q"),
+    (K_PROJ, "attn_k"),
+    (V_PROJ, "attn_v"),
+    (O_PROJ, "attn_output"),
+    (Q_NORM, "attn_q_norm"),
+    (K_NORM, "attn_k_norm"),
+    (GATE_PROJ, "ffn_gate"),
+    (UP_PROJ, "ffn_up"),
+    (DOWN_PROJ, "ffn_down"),
+    (INPUT_LAYERNORM, "attn_norm"),
+    (POST_ATTENTION_LAYERNORM, "ffn_norm"),
+];
+
+/// The tensors outside blocks, and their names in a GGUF file.
+const GGUF_WHOLE: [(&str, &str); 3] = [(EMBEDDING, "token_embd"), (FINAL_NORM, "output_norm"), (HEAD, "output")];
+
 /// The name of a tensor in a GGUF file, if it has one there.
 pub(crate) fn in_gguf(name: &str) -> Option<String> {
-    let parts = [
-        (Q_PROJ, "attn_q"),
-        (K_PROJ, "attn_k"),
-        (V_PROJ, "attn_v"),
-        (O_PROJ, "attn_output"),
-        (Q_NORM, "attn_q_norm"),
-        (K_NORM, "attn_k_norm"),
-        (GATE_PROJ, "ffn_gate"),
-        (UP_PROJ, "ffn_up"),
-        (DOWN_PROJ, "ffn_down"),
-        (INPUT_LAYERNORM, "attn_norm"),
-        (POST_ATTENTION_LAYERNORM, "ffn_norm"),
-    ];
-    let plain = match name {
-        EMBEDDING => "token_embd".to_owned(),
-        FINAL_NORM => "output_norm".to_owned(),
-        HEAD => "output".to_owned(),
-        _ => {
-            let block = block_of(name)?;
-            let (_, part) = parts.into_iter().find(|(part, _)| in_block(block, part) == name)?;
-            format!("blk.{block}.{part}")
-        }
-    };
-    Some(plain + WEIGHT)
+    if let Some((_, plain)) = GGUF_WHOLE.into_iter().find(|(whole, _)| *whole == name) {
+        return Some(format!("{plain}{WEIGHT}"));
+    }
+    let block = block_of(name)?;
+    let (_, part) = GGUF_PARTS.into_iter().find(|(part, _)| in_block(block, part) == name)?;
+    Some(format!("blk.{block}.{part}{WEIGHT}"))
+}
+
+/// The name of the tensor that a GGUF file calls `name`, if a model has it.
+pub(crate) fn of_gguf(name: &str) -> Option<String> {
+    let plain = name.strip_suffix(WEIGHT)?;
+    if let Some((whole, _)) = GGUF_WHOLE.into_iter().find(|(_, theirs)| *theirs == plain) {
+        return Some(whole.to_owned());
+    }
+    let (block, theirs) = plain.strip_prefix("blk.")?.split_once('.')?;
+    let (part, _) = GGUF_PARTS.into_iter().find(|(_, part)| *part == theirs)?;
+    // A block has one spelling: 007 is none.
+    block.parse::<usize>().ok().filter(|index| index.to_string() == block).map(|index| in_block(index, part))
 }
 
 /// The name of the tensor scale of an NVFP4 tensor in a GGUF file.

@@ -322,9 +322,9 @@ pub enum WeightArg {
 /// Flags of `convert`.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    /// Model to read: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
+    /// Model to read: a model folder, a run folder, a checkpoint, or a .dat, .safetensors or .gguf file
     pub input: PathBuf,
-    /// File to write
+    /// File to write. config.json and the tokenizer's files are put beside it, unless such files are there
     pub output: PathBuf,
     /// With --to gguf: folder of the tokenizer and chat template, and of config.json if the model has none [default: the
     /// model's folder]

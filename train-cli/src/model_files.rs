@@ -1,7 +1,7 @@
 //! The files of a model. The user names a folder, or a `.dat` or `.safetensors` file with config.json and tokenizer
 //! beside it. A folder that a run exported also records how the model was trained.
 
-use crate::{CliError, durable::PendingFolder, settings::by_name};
+use crate::{CliError, durable::PendingFolder, report, settings::by_name};
 use backend_nvfp4::{Nvfp4Parts, Recipe};
 use model_qwen3::{
     ModelError,
@@ -68,6 +68,24 @@ impl ModelFiles {
             path.to_owned()
         };
         Self { weights: path.to_owned(), folder }
+    }
+
+    /// Whether the weights are a GGUF file, which `convert` reads.
+    pub fn is_gguf(&self) -> bool {
+        self.weights.extension().is_some_and(|extension| extension == "gguf")
+    }
+
+    /// Refuses a GGUF file.
+    ///
+    /// # Errors
+    /// If the weights are one.
+    pub fn refuse_gguf(self) -> Result<Self, CliError> {
+        if self.is_gguf() {
+            let file = report::quoted(&self.weights.display().to_string());
+            let text = format!("train-cli convert {file} NEW-FOLDER/model.safetensors --dtype bf16");
+            return Err(CliError::Usage(format!("{file}: a GGUF file is converted first: {text}")));
+        }
+        Ok(self)
     }
 
     /// The model's config.json, or the one in the tokenizer's folder if the model has none.

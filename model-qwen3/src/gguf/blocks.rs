@@ -31,6 +31,30 @@ pub(super) fn q8(values: &[f32]) -> Vec<u8> {
     out
 }
 
+/// The values of blocks of Q8_0.
+pub(super) fn of_q8(bytes: &[u8]) -> Vec<f32> {
+    let of_block = |block: &[u8]| {
+        let scale = FloatType::F16.decode(&block[..2])[0];
+        block[2..].iter().map(move |x| scale * f32::from(x.cast_signed())).collect::<Vec<_>>()
+    };
+    bytes.chunks_exact(Q8_BYTES).flat_map(of_block).collect()
+}
+
+/// The codes and scales of blocks of NVFP4. The tensor scale is stored elsewhere; here it is 1.
+pub(super) fn of_nvfp4(bytes: &[u8]) -> Packed {
+    const SCALES: usize = NVFP4_VALUES / BLOCK;
+    let (mut codes, mut scales) = (vec![], vec![]);
+    for block in bytes.chunks_exact(NVFP4_BYTES) {
+        scales.extend(&block[..SCALES]);
+        for halves in block[SCALES..].chunks_exact(BLOCK / 2) {
+            // Eight codes make a word, the first in its lowest bits.
+            let word = |shift: u8| (0..8).fold(0u32, |word, i| word | u32::from(halves[i] >> shift & 15) << (4 * i));
+            codes.extend([word(0), word(4)]);
+        }
+    }
+    Packed { codes, scales, global: 1.0 }
+}
+
 /// A packed matrix whose rows have a multiple of 64 columns. Its tensor scale is stored elsewhere.
 pub(super) fn nvfp4(packed: &Packed, rows: usize, cols: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(rows * cols / NVFP4_VALUES * NVFP4_BYTES);
@@ -61,6 +85,8 @@ mod tests {
         assert_eq!(bytes[..2], f16::from_f32(16.0 / 127.0).to_le_bytes());
         assert_eq!(bytes[2..6].iter().map(|b| b.cast_signed()).collect::<Vec<_>>(), [-127, -119, -111, -103]);
         assert_eq!(q8(&[0.0; 32]), [0; 34]);
+        let scale = f16::from_f32(16.0 / 127.0).to_f32();
+        assert_eq!(of_q8(&bytes)[..3], [-127.0 * scale, -119.0 * scale, -111.0 * scale]);
     }
 
     #[test]
@@ -72,5 +98,7 @@ mod tests {
         assert_eq!(bytes[..4], [0x30, 0x31, 0x32, 0x33]);
         assert_eq!(bytes[4..12], [0x80, 0x91, 0xA2, 0xB3, 0xC4, 0xD5, 0xE6, 0xF7]);
         assert_eq!(bytes.len(), NVFP4_BYTES);
+        let again = of_nvfp4(&bytes);
+        assert_eq!((again.codes, again.scales), (packed.codes, packed.scales));
     }
 }

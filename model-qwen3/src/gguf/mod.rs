@@ -1,4 +1,4 @@
-//! Writes a model as a GGUF file (version 3), which llama.cpp and the programs that are built on it load.
+//! Writes a model as a GGUF file (version 3), which llama.cpp and the programs that are built on it load, and reads such files.
 //!
 //! ```text
 //! "GGUF"   version   number of tensors   number of keys
@@ -10,9 +10,12 @@
 //! llama.cpp's own converter writes.
 
 mod blocks;
+mod described;
 mod header;
+mod read;
 mod vocabulary;
 
+pub use read::GgufFile;
 pub use vocabulary::Vocabulary;
 
 use crate::{

@@ -1,10 +1,11 @@
-//! `convert`: writes a model in another container or number format, one tensor at a time.
+//! `convert`: writes a model in another container or number format, one tensor at a time. The small files of the model go
+//! beside it, so that the new file can be used as it is; a GGUF file has them inside.
 
 use crate::{
     CliError,
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
-    model_files::{ModelFiles, TextFiles, Trained},
+    model_files::{Companions, ModelFiles, TextFiles, Trained},
     outputs::check_output,
     report,
     run::checkpoint,
@@ -16,22 +17,24 @@ use model_qwen3::{
     bytes::FloatType,
     chat_template::ChatTemplate,
     config::Qwen3Config,
-    gguf::{About, Matrices, Vocabulary, write_gguf},
+    container::Container,
+    gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
     repack::{Repacked, StoreAs},
     tensors::Tensors,
     write::{write_dat, write_safetensors},
 };
-use std::io::Write;
+use std::{io::Write, path::Path};
 
 /// Runs the command.
 ///
 /// # Errors
 /// If the input is broken, the output is an input, or writing fails.
 pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
-    let files = located(&args.input)?;
-    let source = files.open_weights()?;
+    let given = ModelFiles::new(&args.input);
+    let files = if given.is_gguf() { given } else { located(&args.input)? };
+    let source = Source::open(&files)?;
     let mut inputs = files.weight_files();
-    inputs.push(source.path().to_owned());
+    inputs.push(source.tensors().path().to_owned());
     check_output(&args.output, &inputs)?;
     if args.output.exists() && !args.overwrite {
         let text = "the file exists; choose another name, or give --overwrite";
@@ -44,16 +47,23 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("{} {text}", files.folder.display())));
     }
     let gguf = match container {
+        ContainerArg::Gguf if matches!(source, Source::Gguf(_)) => {
+            let text = "a GGUF file is not made from another; convert it to .safetensors, and that to .gguf";
+            return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
+        }
         ContainerArg::Gguf => Some(Gguf::read(args, &files)?),
         _ if args.tokenizer.is_some() => return Err(CliError::Usage("--tokenizer goes with --to gguf".into())),
         _ => None,
     };
-    let tensors = Repacked::new(&source, format(args, container)?);
+    let tensors = Repacked::new(source.tensors(), format(args, container)?);
+    if gguf.is_none() {
+        put_beside(&args.output, &source.small_files(&files)?)?;
+    }
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         match (container, &gguf) {
             (ContainerArg::Dat, _) => write_dat(&tensors, None, out, failed).map(|_| ())?,
-            (_, Some(gguf)) => gguf.write(&source, args.dtype, out, failed)?,
+            (_, Some(gguf)) => gguf.write(source.tensors(), args.dtype, out, failed)?,
             (_, None) => write_safetensors(&tensors, out, failed).map(|_| ())?,
         }
         Ok(())
@@ -61,6 +71,65 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let bytes = std::fs::metadata(&args.output).map_err(CliError::io(&args.output))?.len();
     let count = report::count(tensors.names().len(), "weight");
     report::result(format!("{} · {count} · {bytes} bytes · sha256 {sha256}", args.output.display()));
+    Ok(())
+}
+
+/// A model that is read.
+enum Source {
+    Files(Container),
+    Gguf(GgufFile),
+}
+
+impl Source {
+    fn open(files: &ModelFiles) -> Result<Self, CliError> {
+        if files.is_gguf() {
+            return Ok(Self::Gguf(GgufFile::open(&files.weights)?));
+        }
+        Ok(Self::Files(files.open_weights()?))
+    }
+
+    fn tensors(&self) -> &dyn Tensors {
+        match self {
+            Self::Files(container) => container,
+            Self::Gguf(file) => file,
+        }
+    }
+
+    /// The model's small files by name: those that lie beside its weights, or what a GGUF file says.
+    fn small_files(&self, files: &ModelFiles) -> Result<Vec<(String, Vec<u8>)>, CliError> {
+        if let Self::Gguf(file) = self {
+            let made = file.small_files()?.into_iter();
+            return Ok(made.map(|(name, text)| (name.to_owned(), text.into_bytes())).collect());
+        }
+        let companions = Companions { config: files.config_file(None), text: files.folder.clone() };
+        let there = companions.text_files().chain([companions.config.clone()]).filter(|path| path.exists());
+        there
+            .map(|path| {
+                let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                Ok((name, std::fs::read(&path).map_err(CliError::io(&path))?))
+            })
+            .collect()
+    }
+}
+
+/// Writes the small files of a model into the folder of `output`. A file that is there stays as it is.
+fn put_beside(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError> {
+    let folder = output.parent().unwrap_or(Path::new(""));
+    let mut written = vec![];
+    for (name, bytes) in files {
+        let path = folder.join(name);
+        match std::fs::read(&path) {
+            Ok(there) if there == *bytes => {}
+            Ok(_) => report::line(format!("note: {} is kept; that of the model is another", path.display())),
+            Err(_) => {
+                durable::write_bytes(&path, bytes)?;
+                written.push(name.as_str());
+            }
+        }
+    }
+    if !written.is_empty() {
+        report::label("beside it", written.join(", "));
+    }
     Ok(())
 }
 

@@ -57,7 +57,7 @@ pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
         let nothing = || CliError::Usage(format!("{}: the run has no checkpoint and no export yet", path.display()));
         newest.ok_or_else(nothing)?.folder
     } else {
-        return Ok(ModelFiles::new(path));
+        return ModelFiles::new(path).refuse_gguf();
     };
     report::label("model", found.display().to_string());
     Ok(ModelFiles::new(&found))

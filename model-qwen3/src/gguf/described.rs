@@ -1,0 +1,144 @@
+//! The small files of a model folder, made from what a GGUF file says: config.json, tokenizer.json and the chat template.
+
+use super::read::{GgufFile, Value};
+use crate::{
+    ModelError, names,
+    tensors::{Tensors, row_count},
+};
+use serde_json::{Map, json};
+
+/// Splits a text before byte-level BPE, as every Qwen since the second does (`tokenizer.ggml.pre` is `qwen2`).
+const SPLIT: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// GGUF's numbers for the kinds of tokens that become added tokens, which a text may spell out.
+const CONTROL: f64 = 3.0;
+const USER_DEFINED: f64 = 4.0;
+/// And for ids that stand for nothing.
+const UNUSED: f64 = 5.0;
+
+impl GgufFile {
+    /// The files by name.
+    ///
+    /// # Errors
+    /// If the file is no Qwen3, has no tokenizer, or another one than Qwen3 has.
+    pub fn small_files(&self) -> Result<Vec<(&'static str, String)>, ModelError> {
+        let pretty = |value: serde_json::Value| serde_json::to_string_pretty(&value).expect("plain data serializes");
+        let mut files =
+            vec![("config.json", pretty(self.config()?)), ("tokenizer.json", self.tokenizer()?.to_string())];
+        if let Some(Value::Text(template)) = self.key("tokenizer.chat_template") {
+            files.push(("chat_template.jinja", template.clone()));
+        }
+        Ok(files)
+    }
+
+    fn config(&self) -> Result<serde_json::Value, ModelError> {
+        let architecture = self.text("general.architecture")?;
+        if architecture != "qwen3" {
+            return Err(
+                self.bad(format!("its architecture is {architecture:?}; only dense Qwen3 models are supported"))
+            );
+        }
+        if let Some(kind) = self.key("qwen3.rope.scaling.type").filter(|kind| **kind != Value::Text("none".into())) {
+            return Err(self.bad(format!("rope.scaling.type is {kind:?}; scaled rotary angles are not supported")));
+        }
+        let mut config = Map::from_iter([("model_type".to_owned(), json!("qwen3"))]);
+        for (ours, theirs) in [
+            ("num_hidden_layers", "block_count"),
+            ("max_position_embeddings", "context_length"),
+            ("hidden_size", "embedding_length"),
+            ("intermediate_size", "feed_forward_length"),
+            ("num_attention_heads", "attention.head_count"),
+            ("num_key_value_heads", "attention.head_count_kv"),
+            ("head_dim", "attention.key_length"),
+            ("rope_theta", "rope.freq_base"),
+        ] {
+            config.insert(ours.into(), json!(self.number(&format!("qwen3.{theirs}"))? as u64));
+        }
+        // As its decimals say: 1e-6 is no f32.
+        let eps = self.number("qwen3.attention.layer_norm_rms_epsilon")? as f32;
+        config.insert("rms_norm_eps".into(), json!(eps.to_string().parse::<f64>().unwrap_or(f64::from(eps))));
+        let embedding =
+            self.stored(names::EMBEDDING).ok_or_else(|| ModelError::missing(self.path(), names::EMBEDDING))?;
+        config.insert("vocab_size".into(), json!(row_count(&embedding.shape())));
+        config.insert("tie_word_embeddings".into(), json!(self.stored(names::HEAD).is_none()));
+        if let Some(Value::Number(id)) = self.key("tokenizer.ggml.eos_token_id") {
+            config.insert("eos_token_id".into(), json!(*id as u64));
+        }
+        Ok(config.into())
+    }
+
+    fn tokenizer(&self) -> Result<serde_json::Value, ModelError> {
+        let (model, pre) = (self.text("tokenizer.ggml.model")?, self.text("tokenizer.ggml.pre")?);
+        if (model, pre) != ("gpt2", "qwen2") {
+            let reason = format!("its tokenizer is {model:?} with {pre:?}; that of Qwen3 is \"gpt2\" with \"qwen2\"");
+            return Err(self.bad(reason));
+        }
+        let (tokens, merges) = (self.texts("tokenizer.ggml.tokens")?, self.texts("tokenizer.ggml.merges")?);
+        let Some(Value::Numbers(kinds)) =
+            self.key("tokenizer.ggml.token_type").filter(|kinds| kinds.len() == tokens.len())
+        else {
+            return Err(self.bad("it does not have a kind for each token"));
+        };
+        let (mut vocab, mut added) = (Map::new(), vec![]);
+        for (id, (token, kind)) in tokens.iter().zip(kinds).enumerate() {
+            match *kind {
+                UNUSED => {}
+                CONTROL | USER_DEFINED => added.push(json!({
+                    "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": false, "special": *kind == CONTROL,
+                })),
+                _ => {
+                    vocab.insert(token.clone(), json!(id));
+                }
+            }
+        }
+        let pairs = merges.iter().map(|merge| merge.split_once(' ').map(|(a, b)| json!([a, b])));
+        let pairs: Option<Vec<_>> = pairs.collect();
+        let pairs = pairs.ok_or_else(|| self.bad("a merge is not two tokens with a space between"))?;
+        let byte_level =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+        let split = json!({"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": false});
+        Ok(json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+            "post_processor": byte_level, "decoder": byte_level,
+            "model": {
+                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+                "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": pairs,
+            },
+        }))
+    }
+
+    fn text(&self, key: &str) -> Result<&str, ModelError> {
+        match self.key(key) {
+            Some(Value::Text(text)) => Ok(text),
+            _ => Err(self.bad(format!("it has no text {key:?}"))),
+        }
+    }
+
+    fn texts(&self, key: &str) -> Result<&[String], ModelError> {
+        match self.key(key) {
+            Some(Value::Texts(texts)) => Ok(texts),
+            _ => Err(self.bad(format!("it has no list of texts {key:?}"))),
+        }
+    }
+
+    fn number(&self, key: &str) -> Result<f64, ModelError> {
+        match self.key(key) {
+            Some(Value::Number(number)) => Ok(*number),
+            _ => Err(self.bad(format!("it has no number {key:?}"))),
+        }
+    }
+}
+
+impl Value {
+    fn len(&self) -> usize {
+        match self {
+            Self::Numbers(all) => all.len(),
+            Self::Texts(all) => all.len(),
+            _ => 1,
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! Reads a GGUF file (version 2 or 3): its keys, and its tensors by their Hugging Face names.
+//!
+//! Opening reads what stands before the values, allocates no more than the file holds, and checks every declared size against
+//! the bytes that remain.
+
+use super::{
+    blocks::{self, NVFP4_BYTES, NVFP4_VALUES, Q8_BYTES, Q8_VALUES},
+    header::ALIGNMENT,
+};
+use crate::{
+    ModelError,
+    bytes::FloatType,
+    file::{self, read_at},
+    names,
+    tensors::{Stored, Tensors, row_count, row_width},
+};
+use backend_nvfp4::{Packed, Scaling};
+use std::{
+    collections::HashMap,
+    fs::File,
+    io::{BufReader, Read},
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+/// Most keys, tensors, and values of a list. A Qwen3-32B has some 40, 1,200 and 152,000.
+const MOST: u64 = 4 << 20;
+/// Highest rank of a tensor. ggml knows no higher one.
+const HIGHEST_RANK: u32 = 4;
+
+/// An open GGUF file. What stands before the values is in memory.
+#[derive(Debug)]
+pub struct GgufFile {
+    path: PathBuf,
+    file: File,
+    keys: HashMap<String, Value>,
+    tensors: Vec<Tensor>,
+}
+
+/// The value of a key.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Value {
+    /// A number, or whether something holds (0 or 1).
+    Number(f64),
+    Text(String),
+    Numbers(Vec<f64>),
+    Texts(Vec<String>),
+}
+
+/// A tensor of the file.
+#[derive(Debug)]
+struct Tensor {
+    /// Its Hugging Face name.
+    name: String,
+    shape: Vec<usize>,
+    kind: Kind,
+    /// Where its values begin in the file.
+    at: u64,
+    /// Where its tensor scale is, if it is NVFP4 and has one.
+    scale: Option<u64>,
+}
+
+/// How the values of a tensor lie in the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Float(FloatType),
+    Q8,
+    Nvfp4,
+}
+
+impl Kind {
+    /// By ggml's number for the type.
+    fn of(number: u32) -> Option<Self> {
+        Some(match number {
+            0 => Self::Float(FloatType::F32),
+            1 => Self::Float(FloatType::F16),
+            8 => Self::Q8,
+            30 => Self::Float(FloatType::Bf16),
+            40 => Self::Nvfp4,
+            _ => return None,
+        })
+    }
+
+    /// Values of a block, and its bytes.
+    fn block(self) -> (usize, usize) {
+        match self {
+            Self::Float(float) => (1, float.size()),
+            Self::Q8 => (Q8_VALUES, Q8_BYTES),
+            Self::Nvfp4 => (NVFP4_VALUES, NVFP4_BYTES),
+        }
+    }
+
+    /// The bytes of so many values, which fill whole blocks.
+    fn bytes(self, values: usize) -> u64 {
+        let (block, bytes) = self.block();
+        (values / block * bytes) as u64
+    }
+}
+
+impl GgufFile {
+    /// Opens a file and reads what stands before its values.
+    ///
+    /// # Errors
+    /// If the file cannot be read, is no GGUF file, or holds a tensor that a Qwen3 does not have or in a format that is not
+    /// read.
+    pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let (file, size) = file::open(path, "give a .gguf file")?;
+        let mut head = Head { path, input: BufReader::new(&file), at: 0, size };
+        if head.take::<4>()? != *b"GGUF" {
+            return Err(head.bad("it does not begin with \"GGUF\""));
+        }
+        let version = head.u32()?;
+        if !(2..=3).contains(&version) {
+            return Err(head.bad(format!("it has version {version}; versions 2 and 3 are read")));
+        }
+        let (tensors, keys) = (head.count()?, head.count()?);
+        let mut found = HashMap::new();
+        for _ in 0..keys {
+            let (key, value) = (head.text()?, head.value()?);
+            if found.insert(key.clone(), value).is_some() {
+                return Err(head.bad(format!("the key {key:?} stands twice")));
+            }
+        }
+        let declared = (0..tensors).map(|_| head.tensor()).collect::<Result<Vec<_>, _>>()?;
+        let alignment = match found.get("general.alignment") {
+            None => ALIGNMENT,
+            Some(Value::Number(n)) if *n >= 1.0 && *n <= 65536.0 => *n as u64,
+            Some(other) => return Err(head.bad(format!("general.alignment is {other:?}"))),
+        };
+        let values = head.at.next_multiple_of(alignment);
+        let tensors = placed(&head, declared, values)?;
+        drop(head);
+        Ok(Self { path: path.to_owned(), file, keys: found, tensors })
+    }
+
+    /// The value of a key.
+    pub(super) fn key(&self, name: &str) -> Option<&Value> {
+        self.keys.get(name)
+    }
+
+    fn tensor(&self, name: &str) -> Result<&Tensor, ModelError> {
+        self.tensors.iter().find(|tensor| tensor.name == name).ok_or_else(|| ModelError::missing(&self.path, name))
+    }
+
+    /// The bytes of some rows of a tensor.
+    fn rows(&self, tensor: &Tensor, rows: Range<usize>) -> Result<Vec<u8>, ModelError> {
+        let width = row_width(&tensor.shape);
+        let mut bytes = vec![0; tensor.kind.bytes(rows.len() * width) as usize];
+        read_at(&self.file, &self.path, tensor.at + tensor.kind.bytes(rows.start * width), &mut bytes)?;
+        Ok(bytes)
+    }
+
+    pub(super) fn bad(&self, reason: impl Into<String>) -> ModelError {
+        ModelError::weights(&self.path, reason.into())
+    }
+}
+
+/// A tensor as the file declares it: its name there, shape, ggml's number of its type, and where its values begin.
+struct Declared {
+    name: String,
+    shape: Vec<usize>,
+    kind: u32,
+    offset: u64,
+}
+
+/// The tensors of a model, whose values begin at byte `values` of the file. Tensor scales become parts of their tensors.
+fn placed(head: &Head<'_, impl Read>, declared: Vec<Declared>, values: u64) -> Result<Vec<Tensor>, ModelError> {
+    let mut scales = HashMap::new();
+    let mut tensors: Vec<(String, Tensor)> = vec![];
+    for Declared { name, shape, kind, offset } in declared {
+        let kind = Kind::of(kind).ok_or_else(|| {
+            head.bad(format!("{name:?} has ggml's type {kind}; F32, F16, BF16, Q8_0 and NVFP4 are read"))
+        })?;
+        let (block, _) = kind.block();
+        let count = shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size));
+        let whole = shape.last().is_some_and(|cols| cols.is_multiple_of(block)) && count.is_some_and(|count| count > 0);
+        let end = count.filter(|count| whole && *count as u64 <= head.size).map(|count| kind.bytes(count));
+        let at = values.checked_add(offset);
+        let fits = at.zip(end).and_then(|(at, bytes)| at.checked_add(bytes)).is_some_and(|end| end <= head.size);
+        let (Some(at), true) = (at, fits) else {
+            return Err(head.bad(format!("{name:?} of shape {shape:?} does not fit into the file")));
+        };
+        if let Some(base) = name.strip_suffix(".scale") {
+            if kind != Kind::Float(FloatType::F32) || count != Some(1) {
+                return Err(head.bad(format!("{name:?} has shape {shape:?}; a tensor scale is one f32")));
+            }
+            scales.insert(base.to_owned(), at);
+            continue;
+        }
+        let ours = names::of_gguf(&name)
+            .ok_or_else(|| head.bad(format!("it holds {name:?}, which a dense Qwen3 does not have")))?;
+        let base = name.strip_suffix(".weight").unwrap_or(&name).to_owned();
+        tensors.push((base, Tensor { name: ours, shape, kind, at, scale: None }));
+    }
+    for (base, tensor) in &mut tensors {
+        tensor.scale = scales.remove(base);
+        if tensor.scale.is_some() && tensor.kind != Kind::Nvfp4 {
+            return Err(head.bad(format!("{base:?} has a tensor scale, but is not NVFP4")));
+        }
+    }
+    if let Some(base) = scales.keys().next() {
+        return Err(head.bad(format!("{base:?} has a tensor scale and no tensor")));
+    }
+    let mut tensors: Vec<Tensor> = tensors.into_iter().map(|(_, tensor)| tensor).collect();
+    let mut names: Vec<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
+    names.sort_unstable();
+    if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(head.bad(format!("{:?} is stored twice", pair[0])));
+    }
+    if tensors.is_empty() {
+        return Err(head.bad("it holds no tensors"));
+    }
+    tensors.shrink_to_fit();
+    Ok(tensors)
+}
+
+impl Tensors for GgufFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.tensors.iter().map(|tensor| tensor.name.clone()).collect()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        let tensor = self.tensor(name).ok()?;
+        Some(match (tensor.kind, &tensor.shape[..]) {
+            (Kind::Float(float), shape) => Stored::Dense { float, shape: shape.to_vec() },
+            // An 8-bit integer times an f16 scale has more bits than f16 or bf16.
+            (Kind::Q8, shape) => Stored::Dense { float: FloatType::F32, shape: shape.to_vec() },
+            (Kind::Nvfp4, shape) => {
+                let scaling = if tensor.scale.is_some() { Scaling::Two } else { Scaling::Single };
+                Stored::Packed { rows: row_count(shape), cols: row_width(shape), scaling }
+            }
+        })
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.tensor(name)?;
+        let bytes = self.rows(tensor, rows)?;
+        let values = match tensor.kind {
+            Kind::Float(float) => float.decode(&bytes),
+            Kind::Q8 => blocks::of_q8(&bytes),
+            Kind::Nvfp4 => return Err(self.bad(format!("{name:?} is NVFP4; floats are needed"))),
+        };
+        match values.iter().find(|value| !value.is_finite()) {
+            Some(value) => Err(self.bad(format!("{name:?} holds the value {value}; weights must be finite"))),
+            None => Ok(values),
+        }
+    }
+
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        let rows = row_count(&self.tensor(name)?.shape);
+        self.read_packed_rows(name, 0..rows)
+    }
+
+    fn read_packed_rows(&self, name: &str, rows: Range<usize>) -> Result<Packed, ModelError> {
+        let tensor = self.tensor(name)?;
+        if tensor.kind != Kind::Nvfp4 {
+            return Err(self.bad(format!("{name:?} is dense; NVFP4 is needed")));
+        }
+        let mut global = 1.0;
+        if let Some(at) = tensor.scale {
+            let mut bytes = [0; 4];
+            read_at(&self.file, &self.path, at, &mut bytes)?;
+            global = f32::from_le_bytes(bytes);
+        }
+        Ok(Packed { global, ..blocks::of_nvfp4(&self.rows(tensor, rows)?) })
+    }
+}
+
+/// What stands before the values of a file, read from its beginning.
+struct Head<'a, R> {
+    path: &'a Path,
+    input: R,
+    at: u64,
+    size: u64,
+}
+
+impl<R: Read> Head<'_, R> {
+    fn bad(&self, reason: impl Into<String>) -> ModelError {
+        ModelError::weights(self.path, format!("{}, at byte {}", reason.into(), self.at))
+    }
+
+    /// Refuses a length that the rest of the file does not have.
+    fn left(&self, bytes: u64) -> Result<(), ModelError> {
+        if bytes > self.size - self.at {
+            return Err(self.bad(format!("{bytes} bytes are declared, and {} are left", self.size - self.at)));
+        }
+        Ok(())
+    }
+
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], ModelError> {
+        self.left(N as u64)?;
+        let mut bytes = [0; N];
+        self.input.read_exact(&mut bytes).map_err(ModelError::io(self.path, ""))?;
+        self.at += N as u64;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, ModelError> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, ModelError> {
+        self.take().map(u64::from_le_bytes)
+    }
+
+    /// A number of things, each of which takes at least a byte.
+    fn count(&mut self) -> Result<u64, ModelError> {
+        let count = self.u64()?;
+        if count > MOST {
+            return Err(self.bad(format!("{count} entries are declared; at most {MOST} are read")));
+        }
+        self.left(count)?;
+        Ok(count)
+    }
+
+    fn text(&mut self) -> Result<String, ModelError> {
+        let length = self.u64()?;
+        self.left(length)?;
+        let mut bytes = vec![0; length as usize];
+        self.input.read_exact(&mut bytes).map_err(ModelError::io(self.path, ""))?;
+        self.at += length;
+        String::from_utf8(bytes).map_err(|_| self.bad("a text is not UTF-8"))
+    }
+
+    fn value(&mut self) -> Result<Value, ModelError> {
+        match self.u32()? {
+            TEXT => self.text().map(Value::Text),
+            ARRAY => {
+                let (kind, count) = (self.u32()?, self.count()?);
+                match kind {
+                    TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(Value::Texts),
+                    kind => (0..count).map(|_| self.number(kind)).collect::<Result<_, _>>().map(Value::Numbers),
+                }
+            }
+            kind => self.number(kind).map(Value::Number),
+        }
+    }
+
+    /// A number of one of GGUF's types.
+    fn number(&mut self, kind: u32) -> Result<f64, ModelError> {
+        Ok(match kind {
+            0 | 7 => f64::from(u8::from_le_bytes(self.take()?)),
+            1 => f64::from(i8::from_le_bytes(self.take()?)),
+            2 => f64::from(u16::from_le_bytes(self.take()?)),
+            3 => f64::from(i16::from_le_bytes(self.take()?)),
+            4 => f64::from(self.u32()?),
+            5 => f64::from(i32::from_le_bytes(self.take()?)),
+            6 => f64::from(f32::from_le_bytes(self.take()?)),
+            10 => self.u64()? as f64,
+            11 => i64::from_le_bytes(self.take()?) as f64,
+            12 => f64::from_le_bytes(self.take()?),
+            kind => return Err(self.bad(format!("a value has the type {kind}, which is not known"))),
+        })
+    }
+
+    fn tensor(&mut self) -> Result<Declared, ModelError> {
+        let (name, rank) = (self.text()?, self.u32()?);
+        if !(1..=HIGHEST_RANK).contains(&rank) {
+            return Err(self.bad(format!("{name:?} has rank {rank}; ranks from 1 to {HIGHEST_RANK} are read")));
+        }
+        let sizes = (0..rank).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
+        // The dimension in which neighbors lie side by side comes first.
+        let shape = sizes.into_iter().rev().map(usize::try_from).collect::<Result<_, _>>();
+        let shape = shape.map_err(|_| self.bad(format!("{name:?} is too large")))?;
+        Ok(Declared { name, shape, kind: self.u32()?, offset: self.u64()? })
+    }
+}
+
+const TEXT: u32 = 8;
+const ARRAY: u32 = 9;
