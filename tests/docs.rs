@@ -75,7 +75,8 @@ fn every_document_that_the_code_names_exists() {
 
 #[test]
 fn lines_of_a_guide_have_at_most_100_characters() {
-    for page in pages(&root()).iter().filter(|p| p.starts_with("doc/guide")) {
+    let guides = ["doc/guide", "doc/zh-TW/guide"];
+    for page in pages(&root()).iter().filter(|p| guides.iter().any(|guide| p.starts_with(guide))) {
         for (i, line) in read(&root().join(page)).lines().enumerate() {
             let length = line.chars().count();
             assert!(length <= 100, "{}:{}: {length} characters", page.display(), i + 1);
@@ -100,6 +101,58 @@ fn the_readme_has_the_commands_that_ci_runs() {
     for command in ["cargo run --release -p train-cli -- fit --demo", "cargo test --workspace"] {
         assert!(readme.contains(command), "README.md does not show `{command}`");
     }
+}
+
+/// The Chinese pages are those of the guide and the README, with the same commands, headings, flags and figures.
+#[test]
+fn the_chinese_pages_say_what_the_english_ones_say() {
+    let translated = |page: &Path| page.starts_with("doc/guide") || page == Path::new("README.md");
+    let english: Vec<PathBuf> = pages(&root()).into_iter().filter(|page| translated(page)).collect();
+    let chinese: Vec<PathBuf> = pages(&root()).into_iter().filter(|page| page.starts_with("doc/zh-TW")).collect();
+    let expected = english.iter().map(|page| Path::new("doc/zh-TW").join(page.strip_prefix("doc").unwrap_or(page)));
+    assert_eq!(chinese, expected.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>());
+    for page in english {
+        let other = Path::new("doc/zh-TW").join(page.strip_prefix("doc").unwrap_or(&page));
+        let (text, translation) = (read(&root().join(&page)), read(&root().join(&other)));
+        for (what, of) in [
+            ("line of a code block", code_lines as fn(&str) -> Vec<String>),
+            ("level of a heading", heading_levels),
+            ("figures of a row of a table", table_figures),
+            ("flag in the text", named_flags),
+        ] {
+            let (a, b) = (of(&text), of(&translation));
+            let differing = (0..a.len().max(b.len())).find(|&i| a.get(i) != b.get(i));
+            assert_eq!(differing.map(|i| (a.get(i), b.get(i))), None, "{} and its translation: {what}", page.display());
+        }
+    }
+}
+
+fn code_lines(text: &str) -> Vec<String> {
+    text.lines().filter(|line| line.starts_with("    ")).map(str::to_owned).collect()
+}
+
+fn heading_levels(text: &str) -> Vec<String> {
+    let levels = text.lines().filter(|line| line.starts_with('#'));
+    levels.map(|line| line.chars().take_while(|c| *c == '#').collect()).collect()
+}
+
+fn table_figures(text: &str) -> Vec<String> {
+    let digits = |c: char| c.is_ascii_digit() || ".,".contains(c);
+    let figures = |line: &str| {
+        let numbers = line.split(|c| !digits(c)).map(|number| number.trim_matches(['.', ',']));
+        let mut numbers: Vec<&str> = numbers.filter(|number| !number.is_empty()).collect();
+        numbers.sort_unstable();
+        numbers.join(" ")
+    };
+    text.lines().filter(|line| line.starts_with('|')).map(figures).collect()
+}
+
+/// The flags that the text names, in the order of the alphabet: a sentence may be in another order.
+fn named_flags(text: &str) -> Vec<String> {
+    let text: Vec<String> = prose(text, true).into_iter().map(|(_, line)| line).collect();
+    let text = text.join(" ");
+    let flags = text.split('`').skip(1).step_by(2).filter_map(|span| span.split_whitespace().next());
+    flags.filter(|flag| flag.starts_with('-')).map(str::to_owned).collect::<BTreeSet<_>>().into_iter().collect()
 }
 
 /// Lines of a code block that begin with `train-cli` or run it through cargo; `...` stands for more flags.

@@ -3,7 +3,8 @@
 use crate::support::files::{program, run, tiny_model};
 use std::{path::Path, process::Command};
 
-const FIT: &str = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 3 --eval-steps 3 --logging-steps 3";
+const FIT: &str =
+    "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 3 --eval-steps 3 --logging-steps 3";
 
 /// What the program writes to a terminal of 100 columns, which util-linux's `script` makes.
 fn on_a_terminal(d: &Path, args: &str) -> Option<String> {

@@ -251,7 +251,7 @@ fn number_formats(s: &Settings) -> Vec<Rule> {
 
 fn source(s: &Settings) -> Result<ModelSource, CliError> {
     match (&s.model.model, &s.model.init_config) {
-        (Some(model), None) => Ok(ModelSource::Files(ModelFiles::new(model))),
+        (Some(model), None) => ModelFiles::new(model).refuse_gguf().map(ModelSource::Files),
         (None, Some(config)) => Ok(ModelSource::Random { config: config.clone() }),
         (Some(_), Some(_)) => {
             Err(CliError::Usage("--model and --init-config exclude each other; leave one of them out".into()))

@@ -9,12 +9,13 @@ use crate::{
     memory::estimate,
     plan::Plan,
     progress, report,
+    run::cadence,
     run::checkpoint::TrainerState,
     run::evaluations::Evaluations,
     run::folder::RESULTS,
     run::inputs::Inputs,
     run::log,
-    run::sample::{Samples, beginning},
+    run::sample::{MAX_TOKENS, Samples, beginning},
     run::saving::{Keep, Saver},
     run::tensorboard::Events,
     settings::{ReportTo, SaveStrategy},
@@ -49,9 +50,13 @@ pub struct Journal {
     /// Floating-point operations per token.
     flops: f64,
     evaluations: Arc<Mutex<Evaluations>>,
+    /// Steps from one evaluation to the next; 0 evaluates the last step only.
+    eval_steps: usize,
     /// The events for TensorBoard, if they are wanted.
     events: Option<Events>,
     saver: Arc<Mutex<Saver>>,
+    /// Whether it was said that a checkpoint is left out.
+    told: bool,
 }
 
 impl Journal {
@@ -71,6 +76,8 @@ impl Journal {
     ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
         let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
+        let answers = samples.prompts.len() * MAX_TOKENS;
+        let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| cadence::evaluation(plan, inputs, answers));
         let evaluations = Evaluations::logged(&plan.output_dir, plan.quantize_from(order.steps))?;
         let events = match plan.settings.logging.report_to {
             ReportTo::Jsonl => None,
@@ -87,8 +94,10 @@ impl Journal {
             losses: Losses::default(),
             flops,
             evaluations: Arc::new(Mutex::new(evaluations)),
+            eval_steps,
             events,
             saver: Arc::new(Mutex::new(saver)),
+            told: false,
         })
     }
 
@@ -161,10 +170,9 @@ impl Journal {
         self.events.as_ref().map_or(Ok(()), |events| events.add(&line))
     }
 
-    /// Whether something that happens every `every` steps happens after this one. Unset is a twentieth of the run, 0 is
-    /// never; it always happens after the last step.
-    fn due(&self, every: Option<usize>, step: usize) -> bool {
-        let every = every.unwrap_or_else(|| self.order.steps.div_ceil(20));
+    /// Whether something that happens every `every` steps happens after this one. It always happens after the last step, and
+    /// only there if `every` is 0.
+    fn due(&self, every: usize, step: usize) -> bool {
         step == self.order.steps || every > 0 && step.is_multiple_of(every)
     }
 }
@@ -198,7 +206,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     }
 
     fn evaluates(&self, step: usize) -> bool {
-        self.due(self.plan.settings.logging.eval_steps, step)
+        self.due(self.eval_steps, step)
     }
 
     fn misses_evaluation(&self, step: usize) -> bool {
@@ -219,10 +227,13 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
             "eval_loss_quantised": r.quantized_loss, "eval_loss_master": r.master_loss,
             "codes_changed_pct": changed.map(|share| share * 100.0),
-        }))?;
+        }))
+    }
+
+    fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError> {
         progress::doing("answering prompts");
         for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
-            let line = json!({"step": r.step, "prompt": prompt, "answer": answer});
+            let line = json!({"step": step, "prompt": prompt, "answer": answer});
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
         }
@@ -241,8 +252,19 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         saver.check()?;
         let saving = &self.plan.settings.saving;
         let best = self.best(|_| true).map(|(step, ..)| step);
-        let due = forced || best == Some(step) || self.due(Some(saving.save_every(self.order.steps)), step);
+        let wanted = forced || best == Some(step) || step == self.order.steps;
+        let due = wanted || self.due(saving.save_every(self.order.steps), step);
         if saving.save_strategy == SaveStrategy::No || !due {
+            return Ok(None);
+        }
+        // Nobody has asked for this one, and training would have to wait for the one before.
+        if !wanted && saving.save_steps.is_none() && saver.is_busy() {
+            if !std::mem::replace(&mut self.told, true) {
+                report::line(format!(
+                    "note: no checkpoint after step {step}: the one before is still being written. --save-steps N makes \
+                     training wait for it"
+                ));
+            }
             return Ok(None);
         }
         let keep = Keep { newest: saving.save_total_limit, period: saving.keep_period, best };

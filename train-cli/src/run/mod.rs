@@ -1,6 +1,7 @@
 //! A training run on disk: the inputs it reads, the folder it writes, its journal and its checkpoints.
 
 pub mod beginning;
+mod cadence;
 pub mod checkpoint;
 pub mod evaluations;
 pub mod folder;

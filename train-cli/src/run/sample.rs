@@ -12,7 +12,7 @@ use serde_json::json;
 use std::ops::ControlFlow;
 
 /// Maximum number of tokens in a sample answer.
-const MAX_TOKENS: usize = 48;
+pub(super) const MAX_TOKENS: usize = 48;
 
 /// Tokens that a chat template adds to a prompt, at most.
 const TEMPLATE_TOKENS: usize = 128;

@@ -151,6 +151,11 @@ impl Saver {
         self.place.abandoned.store(true, Ordering::Release);
     }
 
+    /// Whether the last checkpoint is still being written.
+    pub fn is_busy(&self) -> bool {
+        self.pending.as_ref().is_some_and(|writer| !writer.is_finished())
+    }
+
     /// Does not wait: tells whether the checkpoint that was being written could not be.
     ///
     /// # Errors

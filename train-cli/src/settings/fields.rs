@@ -333,7 +333,8 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
-    /// Number of steps between checkpoints; 0 saves only the last step [default: a twentieth of the run]
+    /// Number of steps between checkpoints; 0 saves only the last step [default: a twentieth of the run, but none while
+    /// another is still being written]
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps")]
     pub save_steps: Option<usize>,
     /// Number of checkpoints to keep, at least 2; older ones are deleted
@@ -392,7 +393,8 @@ impl Default for SavingSettings {
 #[serde(default)]
 #[command(next_help_heading = "Logging")]
 pub struct LoggingSettings {
-    /// Number of steps between evaluations; 0 evaluates only after the last step [default: a twentieth of the run]
+    /// Number of steps between evaluations; 0 evaluates only after the last step [default: so many that evaluations take a
+    /// tenth of the time, and at least a twentieth of the run]
     #[arg(long, value_name = "N", alias = "steps-per-eval")]
     pub eval_steps: Option<usize>,
     /// End the run after this many evaluations in a row whose loss is not lower than the lowest before

@@ -79,6 +79,12 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// If the device fails or a file cannot be written.
     fn after_evaluation(&mut self, model: &Qwen3<B>, evaluation: &Evaluation) -> Result<(), CliError>;
 
+    /// Logs sample answers of the model after step `step`.
+    ///
+    /// # Errors
+    /// If the device fails or a file cannot be written.
+    fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError>;
+
     /// Saves a checkpoint if one is due or `forced`, unless saving is off. A forced one is complete when this returns its
     /// folder; the next steps may be made while another is written.
     ///
@@ -144,9 +150,7 @@ pub fn train<AB: TrainingBackend>(
         // A signal or a limit had ended the run between this step and its evaluation.
         let recipe = run.recipe_of(step - 1);
         net.update(|model| model.with_recipe(recipe));
-        let evaluation = evaluation::evaluate(&net.valid(), valid, step)?;
-        run.between.after_evaluation(net.valid().model(), &evaluation)?;
-        tell(Event::Evaluation(evaluation));
+        run.evaluate(&net.valid(), valid, step, tell)?;
     }
     while !run.between.ends_early()
         && let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)?
@@ -176,13 +180,11 @@ pub fn train<AB: TrainingBackend>(
         // This second handle on every parameter must end with the iteration, or no update would be in place.
         let inner = net.valid();
         let interrupted = run.interruption.received();
-        let evaluates = interrupted.is_none() && run.between.evaluates(step) && valid.num_items() > 0;
+        let evaluates = interrupted.is_none() && run.between.evaluates(step);
         if evaluates {
             // An evaluation has buffers of other sizes than a step.
             run.stepper.pool.give_back::<AB>(&device);
-            let evaluation = evaluation::evaluate(&inner, valid, step)?;
-            run.between.after_evaluation(inner.model(), &evaluation)?;
-            tell(Event::Evaluation(evaluation));
+            run.evaluate(&inner, valid, step, tell)?;
         }
         // If the pool has just been trimmed, the step may have needed less than was held.
         let exceeded = run.memory_limit.filter(|limit| held > *limit && !trimmed);
@@ -251,6 +253,23 @@ impl<B: Nvfp4Kernels> Run<B> {
             }
             Err(error) => Err(error),
         }
+    }
+
+    /// Evaluates the model after step `step`, if there are samples to evaluate it on, and lets it answer prompts.
+    fn evaluate(
+        &mut self,
+        net: &Trainee<B>,
+        valid: &dyn DataLoader<B, MicroBatch>,
+        step: usize,
+        tell: &mut dyn FnMut(Event),
+    ) -> Result<(), CliError> {
+        let evaluation = (valid.num_items() > 0).then(|| evaluation::evaluate(net, valid, step)).transpose()?;
+        if let Some(evaluation) = &evaluation {
+            self.between.after_evaluation(net.model(), evaluation)?;
+        }
+        self.between.samples(net.model(), step)?;
+        evaluation.into_iter().for_each(|evaluation| tell(Event::Evaluation(evaluation)));
+        Ok(())
     }
 
     /// The recipe of step `step`, counted from 0.

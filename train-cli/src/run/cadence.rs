@@ -1,0 +1,46 @@
+//! How often a run evaluates if nobody says: so often that its evaluations and sample answers take at most about a tenth of its
+//! time, and at most twenty times. It is estimated from counts of tokens, so that a run evaluates after the same steps wherever
+//! it runs.
+
+use super::inputs::Inputs;
+use crate::plan::Plan;
+use backend_nvfp4::Recipe;
+
+/// Share of the time of the steps that evaluations may take.
+const SHARE: f64 = 0.1;
+
+/// A forward pass takes a third of the time of a step over the same tokens.
+const FORWARD: f64 = 1.0 / 3.0;
+
+/// An answer is made token by token, and each takes as long as so many tokens of a step: 7 ms of 83 µs a token for 4B on one
+/// H200.
+const DECODED: f64 = 84.0;
+
+/// The number of steps from one evaluation to the next. More than the steps of the run if only the last is evaluated.
+pub(super) fn evaluation(plan: &Plan, inputs: &Inputs, answers: usize) -> usize {
+    let order = inputs.order(plan);
+    let tokens = |samples: &[crate::data::sample::Sample]| samples.iter().map(|s| s.ids.len()).sum::<usize>() as f64;
+    // Each form of the weights is evaluated by itself: as in training, in 4 bits, and master weights.
+    let forms = if matches!(plan.recipe, Recipe::Bf16 | Recipe::W4) { 2.0 } else { 3.0 };
+    let step = tokens(&inputs.train) / inputs.train.len().max(1) as f64 * plan.sequences_per_step() as f64;
+    let one = forms * FORWARD * tokens(&inputs.eval) + DECODED * answers as f64;
+    between(order.steps, one / step.max(1.0))
+}
+
+/// The steps between evaluations of a run of `steps` steps, where one takes as long as `cost` steps.
+fn between(steps: usize, cost: f64) -> usize {
+    steps.div_ceil(20).max((cost / SHARE).ceil() as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::between;
+
+    #[test]
+    fn evaluations_take_a_tenth_of_the_time_at_most() {
+        // Cheap evaluations are made twenty times.
+        assert_eq!((between(1000, 0.5), between(1001, 0.0), between(20, 0.0)), (50, 51, 1));
+        // One that takes as long as seven steps is made every seventy.
+        assert_eq!((between(1000, 7.0), between(20, 7.0)), (70, 70));
+    }
+}
