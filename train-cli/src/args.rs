@@ -298,7 +298,7 @@ pub struct ExportHfArgs {
 pub enum ContainerArg {
     /// The .dat container
     Dat,
-    /// One safetensors file; put config.json and the tokenizer beside it to load it as a model
+    /// One safetensors file
     Safetensors,
     /// A GGUF file with config, tokenizer and chat template, for llama.cpp, Ollama and LM Studio
     Gguf,
@@ -324,7 +324,8 @@ pub enum WeightArg {
 pub struct ConvertArgs {
     /// Model to read: a model folder, a run folder, a checkpoint, or a .dat, .safetensors or .gguf file
     pub input: PathBuf,
-    /// File to write. config.json and the tokenizer's files are put beside it, unless such files are there
+    /// File to write. config.json and the tokenizer's files are put beside it, unless such files are there or it is a GGUF
+    /// file, which contains them
     pub output: PathBuf,
     /// With --to gguf: folder of the tokenizer and chat template, and of config.json if the model has none [default: the
     /// model's folder]

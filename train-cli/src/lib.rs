@@ -15,7 +15,7 @@
 //! | [`plan`] | settings to a checked plan |
 //! | [`args`] | the commands and their flags |
 //! | [`settings`] | every choice of a training run: its flag, key, default and range |
-//! | [`device`], [`kernel_cache`] | which backend runs a job; where compiled kernels are kept |
+//! | [`device`], [`peak`], [`kernel_cache`] | which backend runs a job; how fast cards are at most; where compiled kernels are kept |
 //! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
 //! | [`outputs`] | the rule that no output replaces an input |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
@@ -35,6 +35,7 @@ pub mod kernel_cache;
 pub mod memory;
 pub mod model_files;
 pub mod outputs;
+pub mod peak;
 pub mod plan;
 pub mod progress;
 pub mod replaced;

@@ -137,7 +137,7 @@ impl Job for Fit {
                 report::label("resume", format!("{} · step {}", resumed.folder.display(), state.global_step));
             }
         }
-        header::print(&ready.plan, &ready.inputs, ready.spec.scaling);
+        header::print(&ready.plan, &ready.inputs, ready.spec.scaling, precision);
         ready.forecast.lines().into_iter().for_each(|(label, line)| report::label(label, line));
         report::label("products", B::tiers(&device).join(" · "));
         if dry_run {

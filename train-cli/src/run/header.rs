@@ -1,15 +1,16 @@
 //! The lines that a run prints before it trains: what is trained, on what, and how.
 
 use crate::{
+    peak,
     plan::{ModelSource, Plan},
     report,
     run::inputs::Inputs,
     settings::Clip,
 };
-use backend_nvfp4::Scaling;
+use backend_nvfp4::{Precision, Scaling};
 
-/// Prints the header of a run.
-pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling) {
+/// Prints the header of a run that computes in `precision`.
+pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precision) {
     report::label("model", model(plan, inputs, scaling));
     report::label("data", data(plan, inputs));
     report::label("step", step(plan));
@@ -17,7 +18,20 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling) {
     let (rate, seed) = (plan.settings.optimizer.learning_rate, plan.settings.advanced.seed);
     let (steps, size) = (report::count(steps, "step"), report::count(size, "sequence"));
     report::label("plan", format!("{steps} of {size} · learning rate {rate:e} · seed {seed}"));
+    if let Some((source, peak)) = peak(plan, precision.name()) {
+        report::label("peak", format!("{peak} TFLOP/s {source} · the share that is reached is `mfu` in metrics.jsonl"));
+    }
     report::label("run", plan.output_dir.display().to_string());
+}
+
+/// The peak of the device in TFLOP/s, and where it is from. None if it is not known.
+pub(super) fn peak(plan: &Plan, precision: &str) -> Option<(String, f64)> {
+    if let Some(peak) = plan.settings.logging.peak_tflops {
+        return Some(("by --peak-tflops".to_owned(), peak));
+    }
+    // The table is one of bf16.
+    let (name, peak) = peak::of(plan.settings.recipe.device).filter(|_| precision == Precision::Bf16.name())?;
+    Some((format!("in bf16, by NVIDIA's data sheet of {name}"), peak))
 }
 
 fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {

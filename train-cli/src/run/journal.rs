@@ -13,6 +13,7 @@ use crate::{
     run::checkpoint::TrainerState,
     run::evaluations::Evaluations,
     run::folder::RESULTS,
+    run::header,
     run::inputs::Inputs,
     run::log,
     run::sample::{MAX_TOKENS, Samples, beginning},
@@ -49,6 +50,8 @@ pub struct Journal {
     losses: Losses,
     /// Floating-point operations per token.
     flops: f64,
+    /// The peak of the device in TFLOP/s, if it is known.
+    peak: Option<f64>,
     evaluations: Arc<Mutex<Evaluations>>,
     /// Steps from one evaluation to the next; 0 evaluates the last step only.
     eval_steps: usize,
@@ -76,6 +79,7 @@ impl Journal {
     ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
         let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
+        let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| cadence::evaluation(plan, inputs, answers));
         let evaluations = Evaluations::logged(&plan.output_dir, plan.quantize_from(order.steps))?;
@@ -93,6 +97,7 @@ impl Journal {
             started: Instant::now(),
             losses: Losses::default(),
             flops,
+            peak,
             evaluations: Arc::new(Mutex::new(evaluations)),
             eval_steps,
             events,
@@ -187,7 +192,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             "step": r.step, "epoch": self.order.epochs(r.step), "loss": r.loss, "grad_norm": r.grad_norm,
             "learning_rate": r.lr, "tokens_per_second": r.tokens_per_second, "memory_mib": r.memory_mib,
             "model_tflops": tflops,
-            "mfu": self.plan.settings.logging.peak_tflops.map(|peak| tflops / peak),
+            "mfu": self.peak.map(|peak| tflops / peak),
             "frozen_blocks": r.frozen_blocks,
         }))
     }

@@ -92,8 +92,8 @@ pub struct DataSettings {
     /// of the rows of the second [default: 1]
     #[arg(long, value_name = "N", value_delimiter = ',')]
     pub data_weights: Vec<f64>,
-    /// Key of JSON rows, or column of a table, with a number that says how often an epoch uses the row: 2 is twice, 0.5 is
-    /// every second row of that weight, 0 is never
+    /// Key of JSON rows, or column of a table, with a number that says how often an epoch uses the row. A row with 2 is used
+    /// twice, half of the rows with 0.5 are used, and a row with 0 is never used
     #[arg(long, value_name = "NAME")]
     pub weight_column: Option<String>,
     /// Use at most this many rows of the training files, chosen at random by --seed. A text file has no rows: its sequences
@@ -333,8 +333,8 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
-    /// Number of steps between checkpoints; 0 saves only the last step [default: a twentieth of the run, but none while
-    /// another is still being written]
+    /// Number of steps between checkpoints; 0 saves only the last step [default: a twentieth of the run; a
+    /// checkpoint is left out while the one before is still being written]
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps")]
     pub save_steps: Option<usize>,
     /// Number of checkpoints to keep, at least 2; older ones are deleted
@@ -393,8 +393,8 @@ impl Default for SavingSettings {
 #[serde(default)]
 #[command(next_help_heading = "Logging")]
 pub struct LoggingSettings {
-    /// Number of steps between evaluations; 0 evaluates only after the last step [default: so many that evaluations take a
-    /// tenth of the time, and at least a twentieth of the run]
+    /// Number of steps between evaluations; 0 evaluates only after the last step [default: a twentieth of the run, or more
+    /// if evaluations would otherwise take more than a tenth of the time]
     #[arg(long, value_name = "N", alias = "steps-per-eval")]
     pub eval_steps: Option<usize>,
     /// End the run after this many evaluations in a row whose loss is not lower than the lowest before
@@ -412,7 +412,8 @@ pub struct LoggingSettings {
     /// Write the memory in use in each phase of each step to this JSON file; this makes steps slower
     #[arg(long, value_name = "FILE", alias = "train-step-vram-report")]
     pub vram_report: Option<PathBuf>,
-    /// Peak speed of the device in TFLOP/s, to report model FLOPs utilization (MFU)
+    /// Peak speed of the device in TFLOP/s, to report model FLOPs utilization (MFU) [default: by the name of the card, if it
+    /// is known]
     #[arg(long, value_name = "TFLOPS")]
     pub peak_tflops: Option<f64>,
 }

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Builds the program and its tests for 64-bit ARM Linux (a DGX Spark, for example), and runs the demo and the tests that
+# compare with recorded values under QEMU, which emulates the processor. It needs Debian's cross compiler and QEMU:
+#
+#     apt-get install qemu-user-static gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+#     rustup target add aarch64-unknown-linux-gnu
+#     bash doc/notebook/aarch64.sh [TARGET_FOLDER]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export CARGO_TARGET_DIR=${1:-target}
+triple=aarch64-unknown-linux-gnu
+emulator="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
+export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=$emulator
+export CARGO_INCREMENTAL=0 RUST_MIN_STACK=16777216
+
+cargo build --locked --workspace --bins --target "$triple"
+built=$(realpath "$CARGO_TARGET_DIR/$triple/debug")
+file "$built/train-cli" 2>/dev/null || true
+
+# A file that starts the program under QEMU, for the demo and for tests that start the program.
+runs=$(mktemp -d)
+printf '#!/bin/sh\nexec %s %s "$@"\n' "$emulator" "$built/train-cli" > "$runs/train-cli"
+chmod +x "$runs/train-cli"
+(cd "$runs" && time ./train-cli fit --demo && sha256sum runs/*_demo/final/model.dat)
+
+TRAIN_CLI="$runs/train-cli" cargo test --locked --workspace --target "$triple" --test promises -- \
+  parity codec quantizer formats foreign optimizer
+rm -rf "$runs"
