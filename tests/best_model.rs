@@ -108,6 +108,92 @@ fn a_run_whose_evaluations_get_no_better_ends() {
     assert_eq!(results(&run)["global_step"], 14);
 }
 
+/// A resumed run may be told to end early or to choose its best step: what it says is what it exports.
+#[test]
+fn a_resumed_run_may_choose_another_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_rows(d);
+    let exported = |run: &str| results(&d.join(run))["exported_step"].as_u64().unwrap();
+    let model = |run: &str| fs::read(d.join(run).join("final/model.safetensors")).unwrap();
+    // The losses have stopped falling long before the checkpoint from which the run goes on.
+    fit(d, &["-o", "early", "--save-steps", "10"]);
+    fs::remove_dir_all(d.join("early/checkpoint-14")).unwrap();
+    ok(d, &["fit", "--resume-from-checkpoint", "early", "--early-stopping-patience", "1"]);
+    assert_eq!((results(&d.join("early"))["global_step"].as_u64(), exported("early")), (Some(10), 10));
+    let record = fs::read(d.join("early/train_results.json")).unwrap();
+    ok(d, &["fit", "--resume-from-checkpoint", "early", "--early-stopping-patience", "1"]);
+    assert!(fs::read(d.join("early/train_results.json")).unwrap() == record, "a complete run was finished again");
+
+    // A complete run exports another step if the choice changes, and the first one again if it changes back.
+    fit(d, &["-o", "r", "--save-steps", "1", "--save-total-limit", "20"]);
+    let (best, _) = lowest(&evaluations(&d.join("r")));
+    let last = model("r");
+    ok(d, &["fit", "--resume-from-checkpoint", "r", "--load-best-model-at-end"]);
+    assert_eq!(exported("r"), best);
+    let chosen = model("r");
+    ok(d, &["fit", "--resume-from-checkpoint", "r", "--load-best-model-at-end", "false"]);
+    assert!(exported("r") == 14 && model("r") == last && chosen != last);
+
+    // The best checkpoint is broken: the next best is exported, and the warning names both.
+    let file = d.join(format!("r/checkpoint-{best}/model.safetensors"));
+    let mut bytes = fs::read(&file).unwrap();
+    bytes.push(0);
+    fs::write(&file, bytes).unwrap();
+    let out = run(d, &["fit", "--resume-from-checkpoint", "r", "--load-best-model-at-end"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    let second = evaluations(&d.join("r")).into_iter().filter(|(step, _)| *step != best).collect::<Vec<_>>();
+    assert!(out.status.success() && said.contains(&format!("checkpoint-{best} has the lowest")), "{said}");
+    assert_eq!(exported("r"), lowest(&second).0);
+}
+
+/// Where the best evaluation has no checkpoint, the best of those after it is saved.
+#[test]
+fn a_best_model_that_is_gone_keeps_no_other_from_being_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_rows(d);
+    fit(d, &["-o", "r", "--save-steps", "0"]);
+    let (before, _) = lowest(&evaluations(&d.join("r")));
+    assert!(before < 14);
+    let more = ["--max-steps", "20", "--load-best-model-at-end", "--save-steps", "0"];
+    ok(d, &[&["fit", "--resume-from-checkpoint", "r"][..], &more].concat());
+    let late: Vec<_> = evaluations(&d.join("r")).into_iter().filter(|(step, _)| *step >= 14).collect();
+    assert_eq!(results(&d.join("r"))["exported_step"], lowest(&late).0);
+}
+
+/// Sample answers need no evaluation rows, and are made up for by a resumed run.
+#[test]
+fn prompts_are_answered_without_evaluation_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_rows(d);
+    let words = "fit -m m -d row.tsv --device cpu --val-split 0 --max-steps 3 --eval-steps 1 --sample-prompt x -o r";
+    ok(d, &words.split(' ').collect::<Vec<_>>());
+    let log = d.join("r/samples.jsonl");
+    let whole = fs::read_to_string(&log).unwrap();
+    assert_eq!(whole.lines().count(), 3, "{whole}");
+    let cut: String = whole.lines().take(2).flat_map(|line| [line, "\n"]).collect();
+    fs::write(&log, cut).unwrap();
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    ok(d, &["fit", "--resume-from-checkpoint", "r"]);
+    assert_eq!(fs::read_to_string(&log).unwrap(), whole);
+}
+
+/// A run that chooses a step evaluates often enough for a choice, also where evaluations take long beside steps.
+#[test]
+fn a_run_that_chooses_has_something_to_choose_from() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model_and_rows(d);
+    let words = "fit -m m -d row.tsv --eval-data other.tsv --device cpu --max-steps 20";
+    let count = |run: &str, more: &[&str]| {
+        ok(d, &words.split(' ').chain(["-o", run]).chain(more.iter().copied()).collect::<Vec<_>>());
+        evaluations(&d.join(run)).len()
+    };
+    assert_eq!((count("plain", &[]), count("chosen", &["--load-best-model-at-end"])), (1, 20));
+}
+
 #[test]
 fn best_models_need_evaluations() {
     let dir = tempfile::tempdir().unwrap();
@@ -135,8 +221,8 @@ fn checkpoints_of_a_period_are_kept() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     model_and_rows(d);
-    fit(d, &["-o", "r", "--save-steps", "2", "--keep-period", "4"]);
-    assert_eq!(checkpoints(&d.join("r")), [4, 8, 12, 14]);
+    fit(d, &["-o", "r", "--save-steps", "4", "--keep-period", "3"]);
+    assert_eq!(checkpoints(&d.join("r")), [3, 6, 9, 12, 14]);
 }
 
 /// The events of a run's file for TensorBoard: step, tag and value. Reads protobuf and TFRecords by their own rules.

@@ -138,6 +138,20 @@ fn a_table_is_read_as_its_rows_in_json() {
         let error = plan(d, file, &[]).unwrap_err();
         assert!(error.contains(&format!("not a readable {kind} file")), "{error}");
     }
+    // A column that JSON has no values for is left out, as every column that nobody asks for.
+    assert!(plan(d, &table("dated.arrow"), &[]).unwrap().contains("2 rows of documents"));
+    for (file, said) in [
+        ("many_values.arrow", "a row has more than 1048576 values"),
+        ("much_text.arrow", "texts of more than 64 MiB"),
+        ("twice.arrow", "two columns are named \"text\""),
+    ] {
+        let error = plan(d, &table(file), &[]).unwrap_err();
+        assert!(error.contains(said), "{error}");
+    }
+    let whole = std::fs::read(table("dated.arrow")).unwrap();
+    std::fs::write(d.join("no_end.arrow"), &whole[..whole.len() - 8]).unwrap();
+    let error = plan(d, "no_end.arrow", &[]).unwrap_err();
+    assert!(error.contains("the mark at its end is missing"), "{error}");
     // Half a file is an error, and not the rows of its first half.
     let whole = std::fs::read(table("documents.feather")).unwrap();
     std::fs::write(d.join("half.arrow"), &whole[..whole.len() / 2]).unwrap();
@@ -164,6 +178,13 @@ fn a_text_may_hold_several_documents() {
         String::from_utf8_lossy(&out.stderr).into_owned()
     };
     assert!(refused("rows.jsonl", "---").contains("no file is one (.txt or .md)"));
+    // It counts for every text of several files, and for the evaluation file.
+    let stats =
+        |files: &[&str]| run(d, &[&["data", "stats", "-m", "m", "--document-separator", "---"], files].concat());
+    assert!(stats(&["rows.jsonl", "all.txt"]).status.success());
+    assert_eq!(stats(&["rows.jsonl"]).status.code(), Some(2));
+    let both = plan(d, "rows.jsonl", &["--eval-data", "all.txt", "--document-separator", "---"]).unwrap();
+    assert!(both.contains("2 train / 2 eval"), "{both}");
     assert!(refused("all.txt", "").contains("--document-separator"));
 }
 
@@ -197,6 +218,11 @@ fn rows_are_repeated_by_a_column() {
         (losses(&cached), losses(&cached)),
         (losses(&["-d", "by_hand.jsonl"]), losses(&["-d", "by_hand.jsonl"]))
     );
+    std::fs::write(d.join("little.jsonl"), row("a", ", \"w\": 0.01").repeat(20)).unwrap();
+    let args = ["fit", "-m", "m", "-d", "little.jsonl", "--weight-column", "w", "--device", "cpu", "-o", "little"];
+    let out = run(d, &args);
+    let error = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && error.contains("less than one row"), "{error}");
     let error = plan(d, "by_hand.jsonl", &["--weight-column", "w"]).unwrap_err();
     assert!(error.contains("by_hand.jsonl:1: no \"w\", which --weight-column names"), "{error}");
     std::fs::write(d.join("row.tsv"), "a\tb\n").unwrap();

@@ -219,6 +219,32 @@ fn the_tokenizer_of_a_gguf_file_gives_the_same_tokens() {
     assert!(compared > 30, "{compared}");
 }
 
+/// An id that stands for nothing keeps its place, and so do the ids after it.
+#[test]
+fn a_tokenizer_with_a_hole_keeps_its_ids() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let path = d.join("m/tokenizer.json");
+    let mut tokenizer: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let merged: Vec<String> =
+        tokenizer["model"]["merges"].as_array().unwrap().iter().map(ToString::to_string).collect();
+    let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    let lonely =
+        |token: &&String| token.chars().count() == 1 && !merged.iter().any(|merge| merge.contains(token.as_str()));
+    let hole = vocab.keys().find(lonely).unwrap().clone();
+    vocab.remove(&hole);
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    ok(d, &["convert", "m", "x.gguf", "--dtype", "f16"]);
+    std::fs::create_dir(d.join("back")).unwrap();
+    ok(d, &["convert", "x.gguf", "back/m.safetensors", "--dtype", "f16"]);
+    let back = Tokenizer::from_file(&d.join("back/tokenizer.json")).unwrap();
+    for token in tokenizer["added_tokens"].as_array().unwrap() {
+        let (text, id) = (token["content"].as_str().unwrap(), token["id"].as_u64().unwrap());
+        assert_eq!(back.id(text), Some(id as u32), "{text}");
+    }
+}
+
 #[test]
 fn broken_gguf_files_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -274,6 +300,20 @@ fn convert_puts_the_small_files_beside_its_output() {
         assert!(of("n") == of("m") && said.contains(name), "{name}: {said}");
     }
     assert_eq!(std::fs::read(d.join("n/tokenizer_config.json")).unwrap(), b"{}");
+    // How an export was trained goes with its codes; a pipe of that name is the user's, and is not waited for.
+    let (config, demo) = (demo_file("config.json").display().to_string(), demo_file("").display().to_string());
+    let init =
+        ["fit", "--init-config", &config, "--tokenizer", &demo, "--synthetic", "--device", "cpu", "--max-steps", "1"];
+    ok(d, &[&init[..], &["--max-seq-length", "16", "--recipe", "w4a4", "--eval-steps", "0", "-o", "r"]].concat());
+    std::fs::create_dir(d.join("p")).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(d.join("p/config.json")).status().unwrap().success());
+    let out = run(d, &["convert", "r", "p/x.dat", "--dtype", "nvfp4"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && said.contains("config.json is kept"), "{said}");
+    assert_eq!(
+        std::fs::read(d.join("p/trained.json")).unwrap(),
+        std::fs::read(d.join("r/final/trained.json")).unwrap()
+    );
 }
 
 #[test]

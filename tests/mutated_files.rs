@@ -15,6 +15,7 @@ use model_qwen3::{
     chat_template::{ChatTemplate, RenderOptions},
     config::Qwen3Config,
     container::Container,
+    gguf::GgufFile,
     tensors::{Stored, Tensors, row_ranges},
     tokenizer::{GenerationConfig, Tokenizer},
 };
@@ -221,6 +222,7 @@ fn readers(dir: &Path) -> Vec<Reader> {
     all.extend(text_readers(dir, &m));
     all.extend(row_readers(dir, &text));
     all.push(token_cache_reader(dir, text));
+    all.push(gguf_reader(dir));
     all.extend(run_readers(dir));
     all
 }
@@ -326,6 +328,18 @@ fn row_readers(dir: &Path, text: &TextFiles) -> Vec<Reader> {
         all.push(Reader::new("table", file, command, read));
     }
     all
+}
+
+/// A GGUF file, of which `convert` makes a model.
+fn gguf_reader(dir: &Path) -> Reader {
+    let (file, out) = (dir.join("x.gguf"), dir.join("gguf"));
+    fs::create_dir(&out).unwrap();
+    ok(dir, &["convert", "m", "x.gguf", "--dtype", "q8-0"]);
+    let read = |path: &Path| {
+        let Ok(file) = GgufFile::open(path) else { return false };
+        file.small_files().is_ok() && file.names().iter().all(|name| file.read_dense(name).is_ok())
+    };
+    Reader::new("GGUF", file, "convert x.gguf gguf/x.safetensors --dtype bf16 --overwrite".to_owned(), read)
 }
 
 /// A broken token cache is made again.

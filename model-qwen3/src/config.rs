@@ -101,7 +101,7 @@ impl Qwen3Config {
     }
 
     /// Parses the text of a config.json. `path` is for error messages.
-    fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
+    pub(crate) fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
         let raw: Raw = serde_json::from_str(text).map_err(|e| ModelError::parse(path, e))?;
         let check = Checker(path.to_owned());
         check.only("model_type", &raw.model_type, "qwen3", "only dense Qwen3 models are supported")?;

@@ -27,7 +27,11 @@ impl Tokenizer {
     /// # Errors
     /// If the file is missing, too large or broken.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        let text = read_text(path, LARGEST, "a model folder needs a tokenizer.json")?;
+        Self::from_text(&read_text(path, LARGEST, "a model folder needs a tokenizer.json")?, path)
+    }
+
+    /// Parses the text of a tokenizer.json. `path` is for error messages.
+    pub(crate) fn from_text(text: &str, path: &Path) -> Result<Self, ModelError> {
         let load = || tokenizers::Tokenizer::from_bytes(text.as_bytes()).and_then(complete);
         match catch_unwind(AssertUnwindSafe(load)) {
             Ok(Ok(inner)) => Ok(Self { inner }),

@@ -69,7 +69,9 @@ fn one(path: &Path) -> Result<Vec<PathBuf>, CliError> {
 
 /// Whether a folder stands for this file, too. A `.md` file in a folder of data is about the data.
 fn has_known_extension(path: &Path) -> bool {
-    path.extension().and_then(|e| e.to_str()).is_some_and(|e| e != "md" && EXTENSIONS.contains(&e))
+    // Hugging Face's library `datasets` puts these two beside its tables.
+    let about = path.file_name().is_some_and(|name| name == "dataset_info.json" || name == "state.json");
+    !about && path.extension().and_then(|e| e.to_str()).is_some_and(|e| e != "md" && EXTENSIONS.contains(&e))
 }
 
 /// The extensions in words: `.jsonl, .json, … or .md`.
@@ -87,7 +89,7 @@ mod tests {
     fn folders_and_patterns_stand_for_their_files() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str| dir.path().join(name);
-        for name in ["b.jsonl", "a.tsv", "notes.pdf", "README.md", "c[1].txt"] {
+        for name in ["b.jsonl", "a.tsv", "notes.pdf", "README.md", "state.json", "dataset_info.json", "c[1].txt"] {
             fs::write(file(name), "").unwrap();
         }
         fs::create_dir(file("inner")).unwrap();

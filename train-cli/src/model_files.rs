@@ -127,7 +127,7 @@ pub struct Trained {
 }
 
 /// The file of [`Trained`].
-const TRAINED: &str = "trained.json";
+pub const TRAINED: &str = "trained.json";
 /// Most bytes of it. It has a hundred.
 const LONGEST_RECORD: u64 = 64 << 10;
 

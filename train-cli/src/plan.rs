@@ -163,7 +163,7 @@ fn consistent(s: &Settings) -> Result<(), CliError> {
 /// The combinations that are refused of what a run reads and writes.
 fn files(s: &Settings) -> Vec<Rule> {
     let (data, files) = (&s.data, s.data.data.len());
-    let chooses = s.logging.early_stopping_patience.is_some() || s.saving.load_best_model_at_end;
+    let chooses = s.compares_evaluations();
     vec![
         (data.data.is_empty() && !data.synthetic, "there is no training data; give --data FILE, or --synthetic"),
         (data.synthetic && files > 0, "--synthetic takes no --data: it trains on random tokens; leave one of them out"),

@@ -1,9 +1,12 @@
 //! The small files of a model folder, made from what a GGUF file says: config.json, tokenizer.json and the chat template.
 
-use super::read::{GgufFile, Value};
+use super::read::{GgufFile, KINDS, Value};
 use crate::{
-    ModelError, names,
+    ModelError,
+    config::Qwen3Config,
+    names,
     tensors::{Tensors, row_count},
+    tokenizer::Tokenizer,
 };
 use serde_json::{Map, json};
 
@@ -24,8 +27,10 @@ impl GgufFile {
     /// If the file is no Qwen3, has no tokenizer, or another one than Qwen3 has.
     pub fn small_files(&self) -> Result<Vec<(&'static str, String)>, ModelError> {
         let pretty = |value: serde_json::Value| serde_json::to_string_pretty(&value).expect("plain data serializes");
-        let mut files =
-            vec![("config.json", pretty(self.config()?)), ("tokenizer.json", self.tokenizer()?.to_string())];
+        let (config, tokenizer) = (pretty(self.config()?), self.tokenizer()?.to_string());
+        Qwen3Config::from_json(&config, self.path())?;
+        self.check_tokens(&tokenizer)?;
+        let mut files = vec![("config.json", config), ("tokenizer.json", tokenizer)];
         if let Some(Value::Text(template)) = self.key("tokenizer.chat_template") {
             files.push(("chat_template.jinja", template.clone()));
         }
@@ -53,7 +58,10 @@ impl GgufFile {
             ("head_dim", "attention.key_length"),
             ("rope_theta", "rope.freq_base"),
         ] {
-            config.insert(ours.into(), json!(self.number(&format!("qwen3.{theirs}"))? as u64));
+            let number = self.number(&format!("qwen3.{theirs}"))?;
+            // A size is written as one. What is none is refused with the whole.
+            let whole = number.fract() == 0.0 && (0.0..1e15).contains(&number);
+            config.insert(ours.into(), if whole { json!(number as u64) } else { json!(number) });
         }
         // As its decimals say: 1e-6 is no f32.
         let eps = self.number("qwen3.attention.layer_norm_rms_epsilon")? as f32;
@@ -75,15 +83,14 @@ impl GgufFile {
             return Err(self.bad(reason));
         }
         let (tokens, merges) = (self.texts("tokenizer.ggml.tokens")?, self.texts("tokenizer.ggml.merges")?);
-        let Some(Value::Numbers(kinds)) =
-            self.key("tokenizer.ggml.token_type").filter(|kinds| kinds.len() == tokens.len())
-        else {
+        let Some(Value::Numbers(kinds)) = self.key(KINDS).filter(|kinds| kinds.len() == tokens.len()) else {
             return Err(self.bad("it does not have a kind for each token"));
         };
         let (mut vocab, mut added) = (Map::new(), vec![]);
-        for (id, (token, kind)) in tokens.iter().zip(kinds).enumerate() {
+        // An id that stands for nothing between others keeps its place, or the library would give it to a token after it.
+        let used = kinds.iter().rposition(|kind| *kind != UNUSED).map_or(0, |last| last + 1);
+        for (id, (token, kind)) in tokens.iter().zip(kinds).enumerate().take(used) {
             match *kind {
-                UNUSED => {}
                 CONTROL | USER_DEFINED => added.push(json!({
                     "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
                     "normalized": false, "special": *kind == CONTROL,
@@ -109,6 +116,22 @@ impl GgufFile {
                 "fuse_unk": false, "byte_fallback": false, "ignore_merges": false, "vocab": vocab, "merges": pairs,
             },
         }))
+    }
+
+    /// Refuses a tokenizer in which a token has another id than in the file.
+    fn check_tokens(&self, tokenizer: &str) -> Result<(), ModelError> {
+        let made = Tokenizer::from_text(tokenizer, self.path())?;
+        let kinds = match self.key(KINDS) {
+            Some(Value::Numbers(kinds)) => kinds.as_slice(),
+            _ => &[],
+        };
+        let tokens = self.texts("tokenizer.ggml.tokens")?.iter().zip(kinds).enumerate();
+        for (id, (token, _)) in tokens.filter(|(_, (_, kind))| **kind != UNUSED) {
+            if made.id(token) != Some(id as u32) {
+                return Err(self.bad(format!("its token {id} is {token:?}, but that has the id {:?}", made.id(token))));
+            }
+        }
+        Ok(())
     }
 
     fn text(&self, key: &str) -> Result<&str, ModelError> {

@@ -32,8 +32,8 @@ const U32: u32 = 4;
 const I32: u32 = 5;
 const F32: u32 = 6;
 const BOOL: u32 = 7;
-const TEXT: u32 = 8;
-const ARRAY: u32 = 9;
+pub(super) const TEXT: u32 = 8;
+pub(super) const ARRAY: u32 = 9;
 
 /// Keys and tensors of a file.
 pub(super) struct Header {

@@ -102,6 +102,18 @@ enum Kind {
 }
 
 impl Kind {
+    /// The type of this number, if it is one that is read.
+    fn of(number: u32) -> Option<Self> {
+        let floats = [FloatType::F32, FloatType::F16, FloatType::Bf16].map(Self::Float);
+        floats.into_iter().chain([Self::Q8, Self::Nvfp4]).find(|kind| kind.number() == number)
+    }
+
+    /// The bytes of so many values, which fill whole blocks.
+    fn bytes(self, values: usize) -> u64 {
+        let (block, bytes) = self.block();
+        (values / block * bytes) as u64
+    }
+
     /// ggml's number for the type.
     fn number(self) -> u32 {
         match self {
@@ -136,8 +148,7 @@ struct Entry {
 
 impl Entry {
     fn bytes(&self) -> u64 {
-        let (values, bytes) = self.kind.block();
-        (self.shape.iter().product::<usize>() / values * bytes) as u64
+        self.kind.bytes(self.shape.iter().product())
     }
 }
 

@@ -1,11 +1,11 @@
 //! Reads a GGUF file (version 2 or 3): its keys, and its tensors by their Hugging Face names.
 //!
-//! Opening reads what stands before the values, allocates no more than the file holds, and checks every declared size against
-//! the bytes that remain.
+//! Opening reads what stands before the values and checks every declared size against the bytes that remain. Lists of numbers
+//! that nobody asks for are not kept.
 
 use super::{
-    blocks::{self, NVFP4_BYTES, NVFP4_VALUES, Q8_BYTES, Q8_VALUES},
-    header::ALIGNMENT,
+    Kind, blocks,
+    header::{ALIGNMENT, ARRAY, TEXT},
 };
 use crate::{
     ModelError,
@@ -25,6 +25,8 @@ use std::{
 
 /// Most keys, tensors, and values of a list. A Qwen3-32B has some 40, 1,200 and 152,000.
 const MOST: u64 = 4 << 20;
+/// The list of numbers that is wanted: the kinds of tokens.
+pub(super) const KINDS: &str = "tokenizer.ggml.token_type";
 /// Highest rank of a tensor. ggml knows no higher one.
 const HIGHEST_RANK: u32 = 4;
 
@@ -35,6 +37,7 @@ pub struct GgufFile {
     file: File,
     keys: HashMap<String, Value>,
     tensors: Vec<Tensor>,
+    by_name: HashMap<String, usize>,
 }
 
 /// The value of a key.
@@ -60,43 +63,6 @@ struct Tensor {
     scale: Option<u64>,
 }
 
-/// How the values of a tensor lie in the file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Float(FloatType),
-    Q8,
-    Nvfp4,
-}
-
-impl Kind {
-    /// By ggml's number for the type.
-    fn of(number: u32) -> Option<Self> {
-        Some(match number {
-            0 => Self::Float(FloatType::F32),
-            1 => Self::Float(FloatType::F16),
-            8 => Self::Q8,
-            30 => Self::Float(FloatType::Bf16),
-            40 => Self::Nvfp4,
-            _ => return None,
-        })
-    }
-
-    /// Values of a block, and its bytes.
-    fn block(self) -> (usize, usize) {
-        match self {
-            Self::Float(float) => (1, float.size()),
-            Self::Q8 => (Q8_VALUES, Q8_BYTES),
-            Self::Nvfp4 => (NVFP4_VALUES, NVFP4_BYTES),
-        }
-    }
-
-    /// The bytes of so many values, which fill whole blocks.
-    fn bytes(self, values: usize) -> u64 {
-        let (block, bytes) = self.block();
-        (values / block * bytes) as u64
-    }
-}
-
 impl GgufFile {
     /// Opens a file and reads what stands before its values.
     ///
@@ -116,7 +82,8 @@ impl GgufFile {
         let (tensors, keys) = (head.count()?, head.count()?);
         let mut found = HashMap::new();
         for _ in 0..keys {
-            let (key, value) = (head.text()?, head.value()?);
+            let key = head.text()?;
+            let value = head.value(key == KINDS)?;
             if found.insert(key.clone(), value).is_some() {
                 return Err(head.bad(format!("the key {key:?} stands twice")));
             }
@@ -130,7 +97,13 @@ impl GgufFile {
         let values = head.at.next_multiple_of(alignment);
         let tensors = placed(&head, declared, values)?;
         drop(head);
-        Ok(Self { path: path.to_owned(), file, keys: found, tensors })
+        let mut by_name = HashMap::new();
+        for (i, tensor) in tensors.iter().enumerate() {
+            if by_name.insert(tensor.name.clone(), i).is_some() {
+                return Err(ModelError::weights(path, format!("{:?} is stored twice", tensor.name)));
+            }
+        }
+        Ok(Self { path: path.to_owned(), file, keys: found, tensors, by_name })
     }
 
     /// The value of a key.
@@ -139,7 +112,8 @@ impl GgufFile {
     }
 
     fn tensor(&self, name: &str) -> Result<&Tensor, ModelError> {
-        self.tensors.iter().find(|tensor| tensor.name == name).ok_or_else(|| ModelError::missing(&self.path, name))
+        let index = self.by_name.get(name).ok_or_else(|| ModelError::missing(&self.path, name))?;
+        Ok(&self.tensors[*index])
     }
 
     /// The bytes of some rows of a tensor.
@@ -201,16 +175,15 @@ fn placed(head: &Head<'_, impl Read>, declared: Vec<Declared>, values: u64) -> R
     if let Some(base) = scales.keys().next() {
         return Err(head.bad(format!("{base:?} has a tensor scale and no tensor")));
     }
-    let mut tensors: Vec<Tensor> = tensors.into_iter().map(|(_, tensor)| tensor).collect();
-    let mut names: Vec<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
-    names.sort_unstable();
-    if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-        return Err(head.bad(format!("{:?} is stored twice", pair[0])));
+    let tensors: Vec<Tensor> = tensors.into_iter().map(|(_, tensor)| tensor).collect();
+    let mut places: Vec<(u64, u64)> = tensors.iter().map(|t| (t.at, t.kind.bytes(t.shape.iter().product()))).collect();
+    places.sort_unstable();
+    if places.windows(2).any(|pair| pair[0].0 + pair[0].1 > pair[1].0) {
+        return Err(head.bad("two tensors overlap"));
     }
     if tensors.is_empty() {
         return Err(head.bad("it holds no tensors"));
     }
-    tensors.shrink_to_fit();
     Ok(tensors)
 }
 
@@ -229,7 +202,7 @@ impl Tensors for GgufFile {
             (Kind::Float(float), shape) => Stored::Dense { float, shape: shape.to_vec() },
             // An 8-bit integer times an f16 scale has more bits than f16 or bf16.
             (Kind::Q8, shape) => Stored::Dense { float: FloatType::F32, shape: shape.to_vec() },
-            (Kind::Nvfp4, shape) => {
+            (Kind::Nvfp4 | Kind::TensorScale, shape) => {
                 let scaling = if tensor.scale.is_some() { Scaling::Two } else { Scaling::Single };
                 Stored::Packed { rows: row_count(shape), cols: row_width(shape), scaling }
             }
@@ -242,7 +215,9 @@ impl Tensors for GgufFile {
         let values = match tensor.kind {
             Kind::Float(float) => float.decode(&bytes),
             Kind::Q8 => blocks::of_q8(&bytes),
-            Kind::Nvfp4 => return Err(self.bad(format!("{name:?} is NVFP4; floats are needed"))),
+            Kind::Nvfp4 | Kind::TensorScale => {
+                return Err(self.bad(format!("{name:?} is NVFP4; floats are needed")));
+            }
         };
         match values.iter().find(|value| !value.is_finite()) {
             Some(value) => Err(self.bad(format!("{name:?} holds the value {value}; weights must be finite"))),
@@ -326,14 +301,22 @@ impl<R: Read> Head<'_, R> {
         String::from_utf8(bytes).map_err(|_| self.bad("a text is not UTF-8"))
     }
 
-    fn value(&mut self) -> Result<Value, ModelError> {
+    /// The value of a key. A list of numbers is empty unless `keeps` says that it is wanted.
+    fn value(&mut self, keeps: bool) -> Result<Value, ModelError> {
         match self.u32()? {
             TEXT => self.text().map(Value::Text),
             ARRAY => {
                 let (kind, count) = (self.u32()?, self.count()?);
                 match kind {
                     TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(Value::Texts),
-                    kind => (0..count).map(|_| self.number(kind)).collect::<Result<_, _>>().map(Value::Numbers),
+                    kind => {
+                        let mut all = vec![];
+                        for _ in 0..count {
+                            let number = self.number(kind)?;
+                            all.extend(keeps.then_some(number));
+                        }
+                        Ok(Value::Numbers(all))
+                    }
                 }
             }
             kind => self.number(kind).map(Value::Number),
@@ -369,6 +352,3 @@ impl<R: Read> Head<'_, R> {
         Ok(Declared { name, shape, kind: self.u32()?, offset: self.u64()? })
     }
 }
-
-const TEXT: u32 = 8;
-const ARRAY: u32 = 9;

@@ -46,3 +46,19 @@ for (name, compression), columns in tables.items():
         pyarrow.feather.write_feather(table, path.with_suffix(".feather"), compression="uncompressed", chunksize=400)
     pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), compression=compression, row_group_size=400)
 pyarrow.feather.write_feather(pyarrow.table({"text": ["a"]}), folder / "compressed.feather", compression="zstd")
+
+
+def stream(name, table):
+    with pyarrow.ipc.new_stream(folder / f"{name}.arrow", table.schema) as out:
+        out.write_table(table)
+
+
+# A few bytes that stand for 400 million values, and some KiB that stand for 160 MiB of text.
+nulls = pyarrow.nulls(400_000_000)
+many = pyarrow.FixedSizeListArray.from_arrays(nulls, 400_000_000)
+stream("many_values", pyarrow.table({"text": ["a"], "more": many}))
+codes = pyarrow.array([0] * 20_000, pyarrow.int8())
+texts = pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(["x" * 8192]))
+stream("much_text", pyarrow.table({"text": ["a"], "more": pyarrow.ListArray.from_arrays([0, 20_000], texts)}))
+stream("dated", pyarrow.table({"text": ["a", "b"], "made": pyarrow.array([1, 2], pyarrow.timestamp("s"))}))
+stream("twice", pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]))

@@ -5,7 +5,7 @@ use crate::{
     CliError,
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
-    model_files::{Companions, ModelFiles, TextFiles, Trained},
+    model_files::{Companions, ModelFiles, TRAINED, TextFiles, Trained},
     outputs::check_output,
     report,
     run::checkpoint,
@@ -18,12 +18,16 @@ use model_qwen3::{
     chat_template::ChatTemplate,
     config::Qwen3Config,
     container::Container,
+    file,
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
     repack::{Repacked, StoreAs},
     tensors::Tensors,
     write::{write_dat, write_safetensors},
 };
-use std::{io::Write, path::Path};
+use std::{
+    io::{ErrorKind, Read, Write},
+    path::{Path, PathBuf},
+};
 
 /// Runs the command.
 ///
@@ -56,9 +60,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         _ => None,
     };
     let tensors = Repacked::new(source.tensors(), format(args, container)?);
-    if gguf.is_none() {
-        put_beside(&args.output, &source.small_files(&files)?)?;
-    }
+    let small = if gguf.is_none() { source.small_files(&files, args.dtype == WeightArg::Nvfp4)? } else { vec![] };
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         match (container, &gguf) {
@@ -68,6 +70,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         }
         Ok(())
     })?;
+    put_beside(&args.output, &small)?;
     let bytes = std::fs::metadata(&args.output).map_err(CliError::io(&args.output))?.len();
     let count = report::count(tensors.names().len(), "weight");
     report::result(format!("{} · {count} · {bytes} bytes · sha256 {sha256}", args.output.display()));
@@ -95,20 +98,24 @@ impl Source {
         }
     }
 
-    /// The model's small files by name: those that lie beside its weights, or what a GGUF file says.
-    fn small_files(&self, files: &ModelFiles) -> Result<Vec<(String, Vec<u8>)>, CliError> {
+    /// The model's small files by name: those that lie beside its weights, or what a GGUF file says. How a model was trained
+    /// is said beside weights in NVFP4 only.
+    fn small_files(&self, files: &ModelFiles, nvfp4: bool) -> Result<Vec<(String, Vec<u8>)>, CliError> {
         if let Self::Gguf(file) = self {
             let made = file.small_files()?.into_iter();
             return Ok(made.map(|(name, text)| (name.to_owned(), text.into_bytes())).collect());
         }
         let companions = Companions { config: files.config_file(None), text: files.folder.clone() };
-        let there = companions.text_files().chain([companions.config.clone()]).filter(|path| path.exists());
-        there
-            .map(|path| {
-                let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                Ok((name, std::fs::read(&path).map_err(CliError::io(&path))?))
-            })
-            .collect()
+        let trained = nvfp4.then(|| files.folder.join(TRAINED));
+        let all = companions.text_files().chain([companions.config.clone()]).chain(trained);
+        let read = |path: PathBuf| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let (mut file, _) = file::open(&path, "")?;
+            let mut bytes = vec![];
+            file.read_to_end(&mut bytes).map_err(CliError::io(&path))?;
+            Ok((name, bytes))
+        };
+        all.filter(|path| path.exists()).map(read).collect()
     }
 }
 
@@ -118,13 +125,14 @@ fn put_beside(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError
     let mut written = vec![];
     for (name, bytes) in files {
         let path = folder.join(name);
-        match std::fs::read(&path) {
-            Ok(there) if there == *bytes => {}
-            Ok(_) => report::line(format!("note: {} is kept; that of the model is another", path.display())),
-            Err(_) => {
-                durable::write_bytes(&path, bytes)?;
-                written.push(name.as_str());
-            }
+        // A link that leads nowhere is something of the user's, too.
+        if path.symlink_metadata().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+            durable::write_bytes(&path, bytes)?;
+            written.push(name.as_str());
+        } else if !path.is_file()
+            || durable::digest(&path).map_or(true, |(_, found)| found != durable::digest_of(bytes))
+        {
+            report::line(format!("note: {} is kept; that of the model is another", path.display()));
         }
     }
     if !written.is_empty() {

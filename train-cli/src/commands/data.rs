@@ -21,6 +21,7 @@ use serde::Serialize;
 use std::{
     collections::{BTreeSet, HashSet},
     io::IsTerminal,
+    path::PathBuf,
 };
 
 /// Runs the command.
@@ -37,7 +38,7 @@ pub fn run(command: &DataCommand) -> Result<(), CliError> {
 fn preview(args: &PreviewArgs) -> Result<(), CliError> {
     let (text, most) = opened(&args.rows)?;
     let options = DataOptions { max_seq_length: most, overlong: Overlong::Truncate, ..options(&args.rows) };
-    let files = data_files::all_named_by(&args.rows.files)?;
+    let files = files(&args.rows)?;
     let (samples, _) = read::first(&files, &text, &options, args.count)?;
     let marks = Marks::for_stdout();
     report::result(marks.legend());
@@ -93,7 +94,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     // Whole rows, however long.
     let options = DataOptions { max_seq_length: usize::MAX, overlong: Overlong::Error, ..options(&args.rows) };
     let (mut samples, mut found) = (Vec::new(), Stats { max_seq_length: most, ..Stats::default() });
-    let files = data_files::all_named_by(&args.rows.files)?;
+    let files = files(&args.rows)?;
     for file in &files {
         let (read, report) = read::load(std::slice::from_ref(file), &text, &options)?;
         let place = |line: u32| format!("{}:{line}", file.display());
@@ -240,6 +241,13 @@ fn opened(args: &RowsArgs) -> Result<(TextFiles, usize), CliError> {
     let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
     let wanted = args.max_seq_length.map(usize::from);
     Ok((text, plan::max_seq_length(wanted, config.max_position_embeddings)))
+}
+
+/// The files that are named.
+fn files(args: &RowsArgs) -> Result<Vec<PathBuf>, CliError> {
+    let files = data_files::all_named_by(&args.files)?;
+    read::check_separator(&files, args.format, args.document_separator.as_deref())?;
+    Ok(files)
 }
 
 fn options(args: &RowsArgs) -> DataOptions {

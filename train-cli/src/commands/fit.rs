@@ -145,8 +145,9 @@ impl Job for Fit {
             return Ok(());
         }
         lock.iter_mut().for_each(folder::Lock::begins);
-        if resumed.is_none() {
-            folder::create(&ready.plan, &ready.inputs)?;
+        match resumed {
+            None => folder::create(&ready.plan, &ready.inputs)?,
+            Some(_) => folder::record_settings(&ready.plan)?,
         }
         let ended = ready.guarded::<B>(resumed, &device).and_then(|trained| ready.finish::<B>(trained, &device));
         // However the run has ended, its folder says so.
@@ -194,8 +195,7 @@ impl Ready {
                         levels of this run are single; give --scales two";
             return Err(CliError::Usage(text.into()));
         }
-        let chooses = plan.settings.logging.early_stopping_patience.is_some();
-        if (chooses || plan.settings.saving.load_best_model_at_end) && inputs.eval.is_empty() {
+        if plan.settings.compares_evaluations() && inputs.eval.is_empty() {
             let text = "there are no evaluation rows, whose losses --early-stopping-patience and \
                         --load-best-model-at-end compare; give --eval-data FILE, or a larger --val-split";
             return Err(CliError::Usage(text.into()));
@@ -304,17 +304,21 @@ impl Ready {
     ) -> Result<(), CliError> {
         let Trained { model, beginning, samples, journal, head } = trained;
         let (runtime, last) = (journal.seconds(), self.inputs.order(&self.plan).steps);
-        let made = journal.ended_early().unwrap_or(last);
+        let made = journal.made();
         if made < last {
-            report::line(format!("the evaluation loss has stopped falling: the run ends after step {made} of {last}"));
+            report::line(format!(
+                "the evaluation loss has stopped falling: the run ends after step {made} of {last}. To go on, resume it with a \
+                 larger --early-stopping-patience"
+            ));
         }
         let (model, step) = self.best_or_last(model, made, &journal, device)?;
         // The export is checked in the memory that the optimizer's states and the step's buffers had.
         B::memory_cleanup(device);
         let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
         let exported = self.export(&model, head)?;
+        let step = exported.as_ref().map(|_| step);
         // The record of a complete run comes last: a resume of a run without it finishes the export.
-        journal.finish(made, step, runtime, changed)?;
+        journal.finish(step, runtime, changed)?;
         self.conclude(exported.as_deref(), runtime, samples.prompts.first());
         Ok(())
     }
@@ -327,18 +331,33 @@ impl Ready {
         journal: &Journal,
         device: &B::Device,
     ) -> Result<(Qwen3<B>, usize), CliError> {
-        let kept = checkpoint::list(&self.plan.output_dir)?;
-        let is_kept = |step| kept.iter().any(|(saved, _)| *saved == step);
-        let Some((step, loss, is_lowest)) = journal.best(is_kept) else { return Ok((last, made)) };
-        let which = if is_lowest { "of the run" } else { "of the checkpoints that are kept" };
-        report::label("best", format!("step {step} · evaluation loss {loss:.4}, the lowest {which}"));
-        if step == made {
-            return Ok((last, made));
+        let run = &self.plan.output_dir;
+        let mut kept = checkpoint::list(run)?;
+        loop {
+            let is_kept = |step| step == made || kept.iter().any(|(saved, _)| *saved == step);
+            let Some((step, loss, is_lowest)) = journal.best(is_kept) else { return Ok((last, made)) };
+            let which = if is_lowest { "of the run" } else { "of the checkpoints that are kept" };
+            let state = match kept.iter().find(|(saved, _)| *saved == step && step != made) {
+                None => Ok(None),
+                Some((_, folder)) => checkpoint::open(folder).map(|state| Some((folder.clone(), state))),
+            };
+            match state {
+                Err(error) => {
+                    report::line(format!(
+                        "warning: checkpoint-{step} has the lowest evaluation loss, but is broken: {error}"
+                    ));
+                    kept.retain(|(saved, _)| *saved != step);
+                    continue;
+                }
+                Ok(best) => {
+                    report::label("best", format!("step {step} · evaluation loss {loss:.4}, the lowest {which}"));
+                    let Some((folder, state)) = best else { return Ok((last, made)) };
+                    drop(last);
+                    let best = Resumed { run: run.clone(), state, folder };
+                    return Ok((self.model::<B>(Some(&best), device)?.valid(), step));
+                }
+            }
         }
-        drop(last);
-        let folder = self.plan.output_dir.join(format!("checkpoint-{step}"));
-        let best = Resumed { run: self.plan.output_dir.clone(), state: checkpoint::open(&folder)?, folder };
-        Ok((self.model::<B>(Some(&best), device)?.valid(), step))
     }
 
     /// The model with the weights of the checkpoint, of its files, or random ones.
@@ -511,17 +530,22 @@ fn summarize(run: &Path) {
 /// Whether a run whose newest checkpoint has this state has made its `steps` steps, or ended early, and has its record and
 /// everything that it was to export.
 fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, CliError> {
-    let saving = &plan.settings.saving;
-    let done = state.global_step == state.max_steps && state.max_steps == steps;
-    let evaluations = Evaluations::logged(&plan.output_dir, plan.quantize_from(steps))?;
+    let (saving, run) = (&plan.settings.saving, &plan.output_dir);
+    let Some(results) = folder::results(run)? else { return Ok(false) };
+    let evaluations = Evaluations::logged(run, plan.quantize_from(steps))?;
     let patience = plan.settings.logging.early_stopping_patience;
-    let ended = patience.is_some_and(|patience| evaluations.have_stalled(patience))
-        && evaluations.last_step() == Some(state.global_step)
-        && state.max_steps == steps;
+    let stalled = patience.is_some_and(|patience| evaluations.have_stalled(patience));
+    let done = state.max_steps == steps && (state.global_step == steps || stalled);
+    let made = results["global_step"] == state.global_step;
+    // Which step is exported is a setting that a resumed run may change. Older records do not say.
+    let kept = checkpoint::list(run)?;
+    let best = evaluations.best_of(|step| kept.iter().any(|(saved, _)| *saved == step));
+    let wanted = best.filter(|_| saving.load_best_model_at_end).map_or(state.global_step, |(step, _)| step);
+    let is_wanted = results.get("exported_step").is_none_or(|step| step.is_null() || *step == wanted);
     let exported = saving.save_strategy == SaveStrategy::No
         || durable::verify(&plan.output_dir.join(FINAL)).is_ok()
             && saving.output_dat.as_ref().is_none_or(|file| file.exists());
-    Ok((done || ended) && exported && plan.output_dir.join(folder::RESULTS).exists())
+    Ok(done && made && is_wanted && exported)
 }
 
 fn next_steps(exported: &Path, prompt: Option<&String>) {

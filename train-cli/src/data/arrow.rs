@@ -19,7 +19,7 @@ use arrow_ipc::reader::StreamDecoder;
 use arrow_schema::{DataType, Field};
 use model_qwen3::file;
 use serde_json::{Map, Value, json};
-use std::{io::Read, path::Path};
+use std::{collections::BTreeSet, io::Read, path::Path};
 
 /// Whether a file is read by [`objects`]: its name says so.
 pub(super) fn is_arrow(path: &Path) -> bool {
@@ -35,27 +35,21 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
     let (mut file, size) = file::open(path, "check the path")?;
     let mut bytes = Vec::with_capacity(size as usize);
     file.read_to_end(&mut bytes).map_err(CliError::io(path))?;
-    let mut batches = Batches { rest: stream_of(bytes), decoder: StreamDecoder::new() };
-    let (mut batch, mut at, mut number, mut failed) = (None::<RecordBatch>, 0, 0, false);
-    Ok(std::iter::from_fn(move || {
-        if failed {
-            return None;
-        }
-        number += 1;
-        while batch.as_ref().is_none_or(|batch| at == batch.num_rows()) {
-            match table::guarded("Arrow", || batches.next()) {
-                Ok(None) => return None,
-                Ok(next) => (batch, at) = (next, 0),
-                Err(reason) => {
-                    failed = true;
-                    return Some((number, Err(reason)));
+    let mut batches = Batches { rest: stream_of(bytes), decoder: StreamDecoder::new(), ended: false };
+    let (mut batch, mut at) = (None::<RecordBatch>, 0);
+    Ok(table::rows("Arrow", move || {
+        loop {
+            match batch.as_ref().filter(|batch| at < batch.num_rows()) {
+                Some(batch) => {
+                    at += 1;
+                    return object(batch, at - 1).map(Some);
                 }
+                None => match batches.next()? {
+                    None => return Ok(None),
+                    next => (batch, at) = (next, 0),
+                },
             }
         }
-        let row = table::guarded("Arrow", || object(batch.as_ref().expect("the loop ends with a batch"), at));
-        at += 1;
-        failed = row.is_err();
-        Some((number, row))
     }))
 }
 
@@ -77,16 +71,28 @@ fn stream_of(bytes: Vec<u8>) -> Buffer {
 struct Batches {
     rest: Buffer,
     decoder: StreamDecoder,
+    ended: bool,
 }
+
+/// What ends a stream. One that is cut between two batches lacks it.
+const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
 
 impl Batches {
     fn next(&mut self) -> Result<Option<RecordBatch>, String> {
+        if self.rest.as_slice() == END {
+            self.ended = true;
+        }
         let Some(batch) = self.decoder.decode(&mut self.rest).map_err(|e| e.to_string())? else {
             self.decoder.finish().map_err(|e| e.to_string())?;
-            return Ok(None);
+            return if self.ended { Ok(None) } else { Err("it is cut: the mark at its end is missing".into()) };
         };
-        table::check_columns(batch.schema().fields().iter().map(|field| columns(field)).sum())?;
-        Ok(Some(batch))
+        let schema = batch.schema();
+        table::check_columns(schema.fields().iter().map(|field| columns(field)).sum())?;
+        let mut names = BTreeSet::new();
+        match schema.fields().iter().find(|field| !names.insert(field.name())) {
+            Some(field) => Err(format!("two columns are named {:?}", field.name())),
+            None => Ok(Some(batch)),
+        }
     }
 }
 
@@ -99,19 +105,36 @@ fn columns(field: &Field) -> usize {
     }
 }
 
+/// Values in a row, those inside lists included, and bytes of its texts. A few bytes of a file can stand for many of both.
+const MOST_VALUES: usize = 1 << 20;
+const MOST_TEXT: usize = 64 << 20;
+
 fn object(batch: &RecordBatch, row: usize) -> Result<Map<String, Value>, String> {
+    let mut left = Left { values: MOST_VALUES, text: MOST_TEXT };
     let schema = batch.schema();
     let columns = schema.fields().iter().zip(batch.columns());
-    columns
-        .map(|(field, column)| {
-            let value = value(column, row).map_err(|reason| format!("column {:?} {reason}", field.name()))?;
-            Ok((field.name().clone(), value))
-        })
-        .collect()
+    columns.map(|(field, column)| Ok((field.name().clone(), value(column, row, &mut left)?))).collect()
 }
 
-/// One value of a column.
-fn value(column: &dyn Array, i: usize) -> Result<Value, String> {
+/// What a row may still have.
+struct Left {
+    values: usize,
+    text: usize,
+}
+
+impl Left {
+    fn take(&mut self, values: usize, text: usize) -> Result<(), String> {
+        let left = self.values.checked_sub(values).zip(self.text.checked_sub(text));
+        (self.values, self.text) = left.ok_or_else(|| {
+            format!("a row has more than {MOST_VALUES} values, or texts of more than {} MiB", MOST_TEXT >> 20)
+        })?;
+        Ok(())
+    }
+}
+
+/// One value of a column. A value of a type that JSON has not, such as a date, is left out: it is null.
+fn value(column: &dyn Array, i: usize, left: &mut Left) -> Result<Value, String> {
+    left.take(1, 0)?;
     if column.is_null(i) {
         return Ok(Value::Null);
     }
@@ -120,10 +143,11 @@ fn value(column: &dyn Array, i: usize) -> Result<Value, String> {
             json!(column.as_primitive::<$kind>().value(i))
         };
     }
-    let list =
-        |items: &dyn Array| (0..items.len()).map(|i| value(items, i)).collect::<Result<Vec<_>, _>>().map(Value::Array);
+    let mut text = |text: &str| {
+        left.take(0, text.len())?;
+        Ok::<_, String>(json!(text))
+    };
     Ok(match column.data_type() {
-        DataType::Null => Value::Null,
         DataType::Boolean => json!(column.as_boolean().value(i)),
         DataType::Int8 => number!(Int8Type),
         DataType::Int16 => number!(Int16Type),
@@ -136,21 +160,28 @@ fn value(column: &dyn Array, i: usize) -> Result<Value, String> {
         DataType::Float16 => json!(column.as_primitive::<Float16Type>().value(i).to_f32()),
         DataType::Float32 => number!(Float32Type),
         DataType::Float64 => number!(Float64Type),
-        DataType::Utf8 => json!(column.as_string::<i32>().value(i)),
-        DataType::LargeUtf8 => json!(column.as_string::<i64>().value(i)),
-        DataType::Utf8View => json!(column.as_string_view().value(i)),
-        DataType::List(_) => list(&column.as_list::<i32>().value(i))?,
-        DataType::LargeList(_) => list(&column.as_list::<i64>().value(i))?,
-        DataType::FixedSizeList(..) => list(&column.as_fixed_size_list().value(i))?,
+        DataType::Utf8 => text(column.as_string::<i32>().value(i))?,
+        DataType::LargeUtf8 => text(column.as_string::<i64>().value(i))?,
+        DataType::Utf8View => text(column.as_string_view().value(i))?,
+        DataType::List(_) => list(&column.as_list::<i32>().value(i), left)?,
+        DataType::LargeList(_) => list(&column.as_list::<i64>().value(i), left)?,
+        DataType::FixedSizeList(..) => list(&column.as_fixed_size_list().value(i), left)?,
         DataType::Struct(fields) => {
             let inner = fields.iter().zip(column.as_struct().columns());
-            inner.map(|(field, column)| Ok((field.name().clone(), value(column, i)?))).collect::<Result<_, String>>()?
+            let inner = inner.map(|(field, column)| Ok((field.name().clone(), value(column, i, left)?)));
+            inner.collect::<Result<_, String>>()?
         }
         DataType::Dictionary(..) => {
             let dictionary = column.as_any_dictionary();
-            let key = value(dictionary.keys(), i)?.as_u64().ok_or("has a key below 0")?;
-            value(dictionary.values(), key as usize)?
+            let key = value(dictionary.keys(), i, left)?.as_u64().ok_or("a key of a dictionary is below 0")?;
+            value(dictionary.values(), key as usize, left)?
         }
-        other => return Err(format!("is of the type {other}; write it as text or numbers")),
+        _ => Value::Null,
     })
+}
+
+fn list(items: &dyn Array, left: &mut Left) -> Result<Value, String> {
+    // Before anything is collected.
+    left.take(items.len(), 0)?;
+    (0..items.len()).map(|i| value(items, i, left)).collect::<Result<Vec<_>, _>>().map(Value::Array)
 }

@@ -129,9 +129,9 @@ fn documents<'a>(content: &'a str, separator: &'a str) -> impl Iterator<Item = (
     content.split(separator).filter_map(move |piece| {
         let (first, breaks) = (line, piece.matches('\n').count() + separator.matches('\n').count());
         line += breaks;
-        let text = piece.strip_prefix('\n').unwrap_or(piece);
+        let text = piece.strip_prefix("\r\n").or(piece.strip_prefix('\n')).unwrap_or(piece);
         let first = first + usize::from(text.len() < piece.len());
-        let text = text.strip_suffix('\n').unwrap_or(text);
+        let text = text.strip_suffix("\r\n").or(text.strip_suffix('\n')).unwrap_or(text);
         (!text.trim().is_empty()).then(|| (first, Ok(Row::Document(text.into()))))
     })
 }
@@ -344,6 +344,7 @@ mod tests {
         assert_eq!(of("a\nb<|end|>c"), expected(&[(1, "a\nb"), (2, "c")]));
         assert_eq!(of("a\n<|end|>\nb\n\n<|end|>\n \n<|end|>\nc\n"), expected(&[(1, "a"), (3, "b\n"), (8, "c")]));
         assert_eq!(of("no separator\n"), expected(&[(1, "no separator")]));
+        assert_eq!(of("a\r\n<|end|>\r\nb\r\n"), expected(&[(1, "a"), (3, "b")]));
     }
 
     #[test]

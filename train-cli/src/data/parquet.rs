@@ -25,16 +25,9 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
     let reader = guarded(|| SerializedFileReader::new(file).map_err(|e| e.to_string())).map_err(bad)?;
     table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;
     let mut rows = guarded(|| Ok(reader.into_iter())).map_err(bad)?;
-    let (mut number, mut failed) = (0, false);
-    Ok(std::iter::from_fn(move || {
-        if failed {
-            return None;
-        }
-        number += 1;
-        let next = guarded(|| rows.next().map(|row| row.map_err(|e| e.to_string())).transpose()).transpose()?;
-        let object = next.and_then(|row| object(&row));
-        failed = object.is_err();
-        Some((number, object))
+    Ok(table::rows(KIND, move || match rows.next() {
+        None => Ok(None),
+        Some(row) => object(&row.map_err(|e| e.to_string())?).map(Some),
     }))
 }
 
@@ -43,12 +36,14 @@ fn object(row: &Row) -> Result<serde_json::Map<String, Value>, String> {
     if let Some((name, _)) = row.get_column_iter().find(|(_, field)| matches!(field, Field::Bytes(_))) {
         return Err(format!("column {name:?} holds bytes; write it as text (in pyarrow: cast it to string)"));
     }
-    match guarded(|| Ok(row.to_json_value()))? {
+    match row.to_json_value() {
         Value::Object(object) => Ok(object),
         _ => Err("a row must have columns with names".into()),
     }
 }
 
 fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    table::guarded("Parquet", call)
+    table::guarded(KIND, call)
 }
+
+const KIND: &str = "Parquet";

@@ -69,6 +69,22 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: &DataOptions) -> Resul
     first(paths, text, options, usize::MAX)
 }
 
+/// Refuses a separator of documents if none of the files is a text.
+///
+/// # Errors
+/// If so.
+pub fn check_separator(paths: &[PathBuf], format: Auto<Format>, separator: Option<&str>) -> Result<(), CliError> {
+    let by_name = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "txt" || extension == "md");
+    let is_text = |path| format.map_or_else(|| by_name(path), |format| format == Format::Text);
+    match separator.filter(|_| !paths.iter().any(is_text)) {
+        None => Ok(()),
+        Some(separator) => {
+            let text = "it stands between the documents of a text, and no file is one (.txt or .md); leave it out";
+            Err(CliError::Usage(format!("--document-separator {separator:?}: {text}")))
+        }
+    }
+}
+
 /// Reads training files until there are `enough` sequences, or more of them by one row.
 ///
 /// # Errors
@@ -89,11 +105,6 @@ pub fn first(
         reader.samples[before..].iter_mut().for_each(|s| s.origins[0].file = file as u32);
     }
     let Reader { samples, mut report, .. } = reader;
-    if let Some(separator) = options.rows.separator.as_ref().filter(|_| !report.formats.contains(&Format::Text.name()))
-    {
-        let text = "it stands between the documents of a text, and no file is one (.txt or .md); leave it out";
-        return Err(CliError::Usage(format!("--document-separator {separator:?}: {text}")));
-    }
     report.samples = samples.len();
     report.tokens = samples.iter().map(|s| s.ids.len()).sum();
     report.supervised_tokens = samples.iter().map(Sample::supervised_tokens).sum();

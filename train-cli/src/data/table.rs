@@ -1,5 +1,7 @@
 //! What the readers of tables share, which call libraries over files that somebody else made.
 
+use super::format::Object;
+use serde_json::{Map, Value};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Columns of a table, those inside lists and structs included. Each has a buffer of its own.
@@ -14,6 +16,24 @@ pub(super) fn check_columns(columns: usize) -> Result<(), String> {
         return Err(format!("the table has {columns} columns; at most {MOST_COLUMNS} are read"));
     }
     Ok(())
+}
+
+/// The rows that `next` reads by a library for files of a kind, with their numbers, counted from 1. After an error there are
+/// none.
+pub(super) fn rows(
+    kind: &'static str,
+    mut next: impl FnMut() -> Result<Option<Map<String, Value>>, String>,
+) -> impl Iterator<Item = Object> {
+    let (mut number, mut failed) = (0, false);
+    std::iter::from_fn(move || {
+        if failed {
+            return None;
+        }
+        number += 1;
+        let row = guarded(kind, &mut next).transpose()?;
+        failed = row.is_err();
+        Some((number, row))
+    })
 }
 
 /// Runs a call of the library that reads files of a kind. A panic on a damaged file becomes an error.

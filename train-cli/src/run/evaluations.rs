@@ -2,6 +2,7 @@
 
 use super::log;
 use crate::CliError;
+use serde_json::Value;
 use std::path::Path;
 
 /// The evaluations of a run.
@@ -19,8 +20,9 @@ impl Evaluations {
     /// # Errors
     /// If the log cannot be read.
     pub fn logged(run: &Path, before: usize) -> Result<Self, CliError> {
-        let one =
-            |line: &serde_json::Value| Some((line["step"].as_u64()? as usize, line["eval_loss"].as_f64()? as f32));
+        // JSON has no NaN; it is logged as null.
+        let loss = |value: &Value| value.as_f64().map_or(f32::NAN, |loss| loss as f32);
+        let one = |line: &Value| Some((line["step"].as_u64()? as usize, loss(line.get("eval_loss")?)));
         Ok(Self { all: log::lines(run, log::METRICS)?.iter().filter_map(one).collect(), before })
     }
 
@@ -32,11 +34,6 @@ impl Evaluations {
     /// Whether there was one after step `step`.
     pub fn has(&self, step: usize) -> bool {
         self.all.iter().any(|(made, _)| *made == step)
-    }
-
-    /// The step of the last one.
-    pub fn last_step(&self) -> Option<usize> {
-        self.all.last().map(|(step, _)| *step)
     }
 
     /// The last loss.
@@ -81,6 +78,12 @@ mod tests {
         assert_eq!(stalled, [false, false, false, true, false, false]);
         assert_eq!((all.best(), all.best_of(|step| step < 5)), (Some((5, 1.5)), Some((2, 2.0))));
         assert_eq!((all.last(), all.has(4), all.has(7)), (Some(1.6), true, false));
+        // A log has null for NaN, and gives the same evaluations again.
+        let run = tempfile::tempdir().unwrap();
+        let line = |(step, loss): &(usize, f32)| format!("{}\n", serde_json::json!({"step": step, "eval_loss": loss}));
+        std::fs::write(run.path().join(log::METRICS), all.all.iter().map(line).collect::<String>()).unwrap();
+        let again = Evaluations::logged(run.path(), 0).unwrap();
+        assert_eq!((again.all.len(), again.best(), again.has(4)), (6, all.best(), true));
         // Losses from before the recipe begins count for nothing.
         all.before = 5;
         assert!(all.best() == Some((6, 1.6)) && !all.have_stalled(1));

@@ -130,7 +130,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
             durable::remove(&path)?;
         }
     }
-    durable::write_bytes(&dir.join(CONFIG), plan.settings.absolute().toml()?.as_bytes())?;
+    record_settings(plan)?;
     let run = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "command": std::env::args().collect::<Vec<_>>(),
@@ -139,6 +139,29 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
     durable::write_bytes(&dir.join("run.json"), run.to_string().as_bytes())?;
     let found = serde_json::to_string_pretty(&inputs.report).expect("plain data is always valid JSON");
     durable::write_bytes(&dir.join("data_report.json"), found.as_bytes()).map(|_| ())
+}
+
+/// Writes the settings of a run into its folder. A resumed run may have others.
+///
+/// # Errors
+/// If the folder cannot be written.
+pub fn record_settings(plan: &Plan) -> Result<(), CliError> {
+    let text = plan.settings.absolute().toml()?;
+    durable::write_bytes(&plan.output_dir.join(CONFIG), text.as_bytes()).map(|_| ())
+}
+
+/// The record of a complete run; None if there is none.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn results(run: &Path) -> Result<Option<serde_json::Value>, CliError> {
+    let path = run.join(RESULTS);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let text = fs::read_to_string(&path).map_err(CliError::io(&path))?;
+    // A record that is broken is made again.
+    Ok(serde_json::from_str(&text).ok())
 }
 
 /// Removes from the folder of a run that resumes after `step` what it wrote after that step.
@@ -155,6 +178,7 @@ pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
     durable::finish_replacement(&dir.join(FINAL))?;
     checkpoint::set_aside_newer(dir, step)?;
     log::drop_after(dir, step)?;
+    tensorboard::remove(dir)?;
     durable::sweep(dir)
 }
 

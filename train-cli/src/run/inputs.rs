@@ -5,13 +5,14 @@ use crate::{
     CliError,
     data::format::RowOptions,
     data::order::Order,
-    data::read::{DataOptions, DataReport},
+    data::read::{self, DataOptions, DataReport},
     data::rows,
     data::sample::{Sample, synthetic},
     data::token_cache,
     durable,
     model_files::TextFiles,
     plan::{ModelSource, Plan},
+    report,
 };
 use backend_nvfp4::Scaling;
 use model_qwen3::{
@@ -19,7 +20,7 @@ use model_qwen3::{
     container::Container,
     tensors::{Stored, Tensors},
 };
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
 
 /// What a run reads.
 pub struct Inputs {
@@ -165,6 +166,8 @@ fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Sample
         return Ok((made, vec![], report));
     }
     let rows = RowOptions { separator: s.document_separator.clone(), weight: s.weight_column.clone() };
+    let files: Vec<PathBuf> = s.data.iter().chain(&s.eval_data).cloned().collect();
+    read::check_separator(&files, s.format, rows.separator.as_deref())?;
     let options = DataOptions { format: s.format, loss_on: s.loss_on, overlong: s.overlong, max_seq_length, rows };
     let cache = s.token_cache.as_deref();
     let (mut all, mut report) = token_cache::load(cache, &s.data, text, &options)?;
@@ -176,15 +179,20 @@ fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Sample
         report.supervised_tokens = all.iter().map(Sample::supervised_tokens).sum();
     }
     let (mut train, mut eval) = match &s.eval_data {
-        // The weights of rows say how often they are trained on. Evaluation takes each once, and its file may be of another
-        // kind.
+        // The weights of rows say how often they are trained on. Evaluation takes each once.
         Some(path) => {
-            let options = DataOptions { rows: RowOptions::default(), ..options };
+            let options = DataOptions { rows: RowOptions { weight: None, ..options.rows.clone() }, ..options };
             (all, token_cache::load(cache, std::slice::from_ref(path), text, &options)?.0)
         }
         None => rows::split(all, s.val_split, seed),
     };
+    let (count, sum) = (train.len(), train.iter().map(|sample| sample.weight).sum::<f64>());
     train = rows::weigh(train, &s.data_weights, seed);
+    if let Some(column) = s.weight_column.as_ref().filter(|_| train.is_empty()) {
+        let rows = report::count(count, "row");
+        let text = format!("the weights of {rows} are {sum:.3} together, which is less than one row; give larger ones");
+        return Err(CliError::Usage(format!("--weight-column {column}: {text}")));
+    }
     if s.packing {
         train = rows::pack(train, max_seq_length);
         eval = rows::pack(eval, max_seq_length);

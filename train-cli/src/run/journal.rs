@@ -10,7 +10,7 @@ use crate::{
     plan::Plan,
     progress, report,
     run::cadence,
-    run::checkpoint::TrainerState,
+    run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
     run::folder::RESULTS,
     run::header,
@@ -32,7 +32,10 @@ use serde_json::json;
 use std::{
     collections::VecDeque,
     path::PathBuf,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Instant,
 };
 
@@ -53,6 +56,9 @@ pub struct Journal {
     /// The peak of the device in TFLOP/s, if it is known.
     peak: Option<f64>,
     evaluations: Arc<Mutex<Evaluations>>,
+    made: Arc<AtomicUsize>,
+    /// The step of the checkpoint that was saved last. It may still be being written.
+    saved: Option<usize>,
     /// Steps from one evaluation to the next; 0 evaluates the last step only.
     eval_steps: usize,
     /// The events for TensorBoard, if they are wanted.
@@ -81,7 +87,14 @@ impl Journal {
         let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
-        let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| cadence::evaluation(plan, inputs, answers));
+        let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| {
+            let every = cadence::evaluation(plan, inputs, answers);
+            let steps =
+                if every < order.steps { format!("every {every} steps") } else { "after the last step".to_owned() };
+            report::label("evaluate", format!("{steps}; --eval-steps changes that"));
+            every
+        });
+        let made = state.global_step;
         let evaluations = Evaluations::logged(&plan.output_dir, plan.quantize_from(order.steps))?;
         let events = match plan.settings.logging.report_to {
             ReportTo::Jsonl => None,
@@ -99,6 +112,8 @@ impl Journal {
             flops,
             peak,
             evaluations: Arc::new(Mutex::new(evaluations)),
+            made: Arc::new(AtomicUsize::new(made)),
+            saved: None,
             eval_steps,
             events,
             saver: Arc::new(Mutex::new(saver)),
@@ -111,15 +126,13 @@ impl Journal {
         self.evaluations.lock().expect("no thread panics while it holds the lock")
     }
 
-    /// The step after which the run ended early. None if it is to make all its steps.
-    pub fn ended_early(&self) -> Option<usize> {
-        let patience = self.plan.settings.logging.early_stopping_patience?;
-        let evaluations = self.evaluations();
-        evaluations.last_step().filter(|_| evaluations.have_stalled(patience))
+    /// The steps that are made, with those of earlier processes and those that were left out.
+    pub fn made(&self) -> usize {
+        self.made.load(Ordering::Acquire)
     }
 
-    /// The evaluation of which the model is to be exported, of those whose step is `kept`: its step and its loss, and whether
-    /// no other loss of the run is lower. None if it is the last step's model that is exported.
+    /// The best evaluation of those whose step is `kept`: its step and its loss, and whether no other loss of the run is lower.
+    /// None if the run does not choose by losses.
     pub fn best(&self, kept: impl Fn(usize) -> bool) -> Option<(usize, f32, bool)> {
         let evaluations = self.evaluations();
         let (step, loss) = evaluations.best_of(kept).filter(|_| self.plan.settings.saving.load_best_model_at_end)?;
@@ -144,13 +157,14 @@ impl Journal {
         self.state.seconds + self.started.elapsed().as_secs_f64()
     }
 
-    /// Writes `train_results.json` when `made` steps are made and the model after `exported` of them is exported;
-    /// `codes_changed` is the share of NVFP4 codes that changed.
+    /// Writes `train_results.json` when the model after `exported` steps is exported; `changed` is the share of NVFP4 codes
+    /// that changed.
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn finish(&self, made: usize, exported: usize, runtime: f64, changed: Option<f64>) -> Result<(), CliError> {
-        let (order, steps) = (&self.order, made as f64);
+    pub fn finish(&self, exported: Option<usize>, runtime: f64, changed: Option<f64>) -> Result<(), CliError> {
+        let (order, made) = (&self.order, self.made());
+        let steps = made as f64;
         let samples = order.limit.min(made * order.batch_size * order.accumulation) as f64;
         let evaluations = self.evaluations();
         let result = json!({
@@ -184,6 +198,7 @@ impl Journal {
 
 impl<B: Nvfp4Kernels> Between<B> for Journal {
     fn after_step(&mut self, r: &StepReport) -> Result<(), CliError> {
+        self.made.store(r.step, Ordering::Release);
         let tflops = self.flops * r.tokens_per_second / 1e12;
         if let Some(warning) = self.losses.add(r.step, r.loss) {
             report::line(format!("warning: {warning}"));
@@ -198,6 +213,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     }
 
     fn left_out(&mut self, step: usize, reason: &str, batches: &[MicroBatch]) -> Result<(), CliError> {
+        self.made.store(step, Ordering::Release);
         let files = &self.plan.settings.data.data;
         let place = |origin: &Origin| match (files.get(origin.file as usize), origin.line) {
             (Some(file), 0) => file.display().to_string(),
@@ -214,12 +230,20 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.due(self.eval_steps, step)
     }
 
-    fn misses_evaluation(&self, step: usize) -> bool {
-        Between::<B>::evaluates(self, step) && !self.evaluations().has(step)
+    fn misses_evaluation(&self, step: usize, has_rows: bool) -> Result<bool, CliError> {
+        if !Between::<B>::evaluates(self, step) {
+            return Ok(false);
+        }
+        if has_rows {
+            return Ok(!self.evaluations().has(step));
+        }
+        let answered = log::lines(&self.plan.output_dir, log::SAMPLES)?.iter().any(|line| line["step"] == step);
+        Ok(!self.samples.prompts.is_empty() && !answered)
     }
 
     fn ends_early(&self) -> bool {
-        self.ended_early().is_some()
+        let patience = self.plan.settings.logging.early_stopping_patience;
+        patience.is_some_and(|patience| self.evaluations().have_stalled(patience))
     }
 
     fn after_evaluation(&mut self, model: &Qwen3<B>, r: &Evaluation) -> Result<(), CliError> {
@@ -256,8 +280,12 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
         saver.check()?;
         let saving = &self.plan.settings.saving;
-        let best = self.best(|_| true).map(|(step, ..)| step);
-        let wanted = forced || best == Some(step) || step == self.order.steps;
+        let there = if saving.load_best_model_at_end { checkpoint::list(&self.plan.output_dir)? } else { vec![] };
+        // Of an evaluation that is better, but has no checkpoint any more, nothing can be exported.
+        let kept = |one| one == step || Some(one) == self.saved || there.iter().any(|(saved, _)| *saved == one);
+        let best = self.best(kept).map(|(step, ..)| step);
+        let of_period = saving.keep_period.is_some_and(|period| step.is_multiple_of(period));
+        let wanted = forced || best == Some(step) || of_period || step == self.order.steps;
         let due = wanted || self.due(saving.save_every(self.order.steps), step);
         if saving.save_strategy == SaveStrategy::No || !due {
             return Ok(None);
@@ -283,6 +311,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
         saver.save(model, &stepper.optimizer, &self.state, keep)?;
+        self.saved = Some(step);
         if forced { saver.wait() } else { Ok(None) }
     }
 }

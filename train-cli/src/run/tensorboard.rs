@@ -24,23 +24,30 @@ pub(super) fn is_events(name: &str) -> bool {
     name.starts_with(NAME)
 }
 
+/// Removes the file of an earlier process, which may have events of steps that are made again.
+///
+/// # Errors
+/// If the folder cannot be read or written.
+pub(super) fn remove(run: &Path) -> Result<(), CliError> {
+    for entry in fs::read_dir(run).map_err(CliError::io(run))? {
+        let entry = entry.map_err(CliError::io(run))?;
+        if is_events(&entry.file_name().to_string_lossy()) {
+            durable::remove(&entry.path())?;
+        }
+    }
+    Ok(())
+}
+
 /// The events of a run.
 #[derive(Debug, Clone)]
 pub(super) struct Events(PathBuf);
 
 impl Events {
-    /// Begins a new file with the figures that the run has logged so far. It replaces the file of an earlier process, which
-    /// may have events of steps that are made again.
+    /// Begins a new file with the figures that the run has logged so far.
     ///
     /// # Errors
-    /// If the folder cannot be read or written.
+    /// If the log cannot be read, or the file not be written.
     pub(super) fn begin(run: &Path) -> Result<Self, CliError> {
-        for entry in fs::read_dir(run).map_err(CliError::io(run))? {
-            let entry = entry.map_err(CliError::io(run))?;
-            if is_events(&entry.file_name().to_string_lossy()) {
-                durable::remove(&entry.path())?;
-            }
-        }
         let now = jiff::Timestamp::now();
         let events = Self(run.join(format!("{NAME}{}.train-cli", now.as_second())));
         let mut first = event(0);
@@ -65,7 +72,7 @@ impl Events {
 
 /// The record of a line of the log. None if it has no figures, as that of a step that was left out.
 fn of_line(line: &Value) -> Option<Vec<u8>> {
-    let prefix = if line["eval_loss"].is_null() { "train" } else { "eval" };
+    let prefix = if line.get("eval_loss").is_some() { "eval" } else { "train" };
     let mut summary = vec![];
     for (key, value) in line.as_object()?.iter().filter(|(key, _)| *key != "step") {
         let Some(number) = value.as_f64() else { continue };

@@ -340,7 +340,7 @@ pub struct SavingSettings {
     /// Number of checkpoints to keep, at least 2; older ones are deleted
     #[arg(long, value_name = "N")]
     pub save_total_limit: usize,
-    /// Also keep the checkpoints of all steps that are multiples of N
+    /// Also save checkpoints after all steps that are multiples of N, and keep them
     #[arg(long, value_name = "N")]
     pub keep_period: Option<usize>,
     /// Save a checkpoint whenever the evaluation loss is lower than ever before, keep it, and export it at the end instead of
@@ -360,10 +360,11 @@ impl SavingSettings {
 
     /// Number of checkpoints that a run of so many steps saves, at most.
     pub fn checkpoints(&self, steps: usize) -> usize {
+        let periodic = self.keep_period.map_or(0, |period| steps / period);
         match self.save_every(steps) {
             _ if self.load_best_model_at_end => steps,
-            0 => 1,
-            every => steps.div_ceil(every),
+            0 => 1 + periodic,
+            every => steps.div_ceil(every) + periodic,
         }
     }
 
@@ -564,6 +565,11 @@ impl Settings {
         let given = |value: &Value| !value.is_null() && value.as_array().is_none_or(|list| !list.is_empty());
         let table: Map<String, Value> = self.table().into_iter().filter(|(_, value)| given(value)).collect();
         toml::to_string(&table).map_err(|e| CliError::Usage(format!("settings cannot be written as TOML: {e}")))
+    }
+
+    /// Whether a run chooses a step by comparing evaluations.
+    pub fn compares_evaluations(&self) -> bool {
+        self.logging.early_stopping_patience.is_some() || self.saving.load_best_model_at_end
     }
 
     /// The first setting that changes what a run computes and differs from `before`.

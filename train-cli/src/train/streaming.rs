@@ -35,7 +35,10 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         let Head { loss, dy_MD, tied_VD } = match self.head(net, batch, h_MD) {
             Ok(head) => head,
             Err(error) => {
-                release(net, traces);
+                // A device that has failed computes no backward.
+                if matches!(error, CliError::Diverged { .. }) {
+                    release(net, traces);
+                }
                 return Err(error);
             }
         };
@@ -52,10 +55,15 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     {
         let h_MD = Tensor::<AB, 2>::from_inner(h_MD).require_grad();
         let loss_graph = net.head_loss(h_MD.clone(), batch);
-        let loss = self.finite_loss(loss_graph.clone().inner());
-        // Also where the loss is refused: Burn frees what a graph holds in its backward only.
+        let loss = match self.finite_loss(loss_graph.clone().inner()) {
+            Err(error @ CliError::Diverged { .. }) => {
+                // Burn frees what a graph holds in its backward only.
+                drop(loss_graph.backward());
+                return Err(error);
+            }
+            loss => loss?,
+        };
         let mut grads = loss_graph.backward();
-        let loss = loss?;
         let dy_MD = h_MD.grad_remove(&mut grads).expect("the loss depends on the last block's output");
         let mut grads = GradientsParams::from_grads(grads, &*net);
         let tied_VD = grads.remove(net.model().embed_tokens.id);

@@ -67,8 +67,12 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// Whether step `step`, counted from 1, is followed by an evaluation.
     fn evaluates(&self, step: usize) -> bool;
 
-    /// Whether step `step` was followed by no evaluation, although one was due.
-    fn misses_evaluation(&self, step: usize) -> bool;
+    /// Whether step `step` was followed by no evaluation, or by no sample answers if there are no rows to evaluate, although
+    /// it should have been.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    fn misses_evaluation(&self, step: usize, has_rows: bool) -> Result<bool, CliError>;
 
     /// Whether the run ends here, because the evaluation losses have stopped falling.
     fn ends_early(&self) -> bool;
@@ -146,7 +150,7 @@ pub fn train<AB: TrainingBackend>(
     let mut clock = Clock::new(run.train.start, run.train.steps);
     let mut micro_batches = train.iter();
     let mut step = run.train.start;
-    if step > 0 && valid.num_items() > 0 && run.between.misses_evaluation(step) {
+    if step > 0 && run.between.misses_evaluation(step, valid.num_items() > 0)? {
         // A signal or a limit had ended the run between this step and its evaluation.
         let recipe = run.recipe_of(step - 1);
         net.update(|model| model.with_recipe(recipe));
