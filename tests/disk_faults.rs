@@ -11,6 +11,7 @@
 use crate::support::{
     Random,
     faulty_disk::{FIT, Fault, Machine, finish, outcome},
+    files::names,
 };
 use std::{
     fs,
@@ -102,7 +103,11 @@ fn fail(cases: impl FnOnce(usize) -> Vec<Case>) {
     let Some(machine) = Machine::new() else { return };
     let (operations, whole) = machine.whole();
     let mut failures = 0;
-    for (at, (text, number), for_good) in cases(operations) {
+    let cases = cases(operations);
+    for (i, (at, (text, number), for_good)) in cases.iter().copied().enumerate() {
+        if cases.len() > 100 && i % 50 == 0 {
+            eprintln!("case {i} of {}", cases.len());
+        }
         machine.empty();
         let out = machine.fit(&[], Fault::Error { at, number, for_good });
         let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -157,6 +162,10 @@ fn kill_writers(mut cases: impl FnMut(usize) -> Vec<usize>) {
         machine.empty();
         let operations = machine.operations(words);
         let whole = fs::read(d.join("x.dat")).unwrap();
+        // `convert` puts the model's small files beside its output.
+        let expected = names(&d);
+        assert!(!expected.iter().any(|name| name.starts_with('.')), "{expected:?}");
+        assert_eq!(expected.contains("config.json"), words[0] == "convert", "{expected:?}");
         for (i, at) in cases(operations).into_iter().enumerate() {
             let case = format!("{words:?}, killed in front of operation {at} of {operations}");
             machine.empty();
@@ -171,8 +180,8 @@ fn kill_writers(mut cases: impl FnMut(usize) -> Vec<usize>) {
                 Err(_) => assert!(!older, "{case}: the older file is gone"),
             }
             machine.operations(words);
-            let names: Vec<_> = fs::read_dir(&d).unwrap().map(|e| e.unwrap().file_name()).collect();
-            assert!(names == ["x.dat"] && fs::read(d.join("x.dat")).unwrap() == whole, "{case}: {names:?}");
+            let left = names(&d);
+            assert!(left == expected && fs::read(d.join("x.dat")).unwrap() == whole, "{case}: {left:?}");
         }
     }
 }

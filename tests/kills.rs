@@ -8,7 +8,7 @@
 
 use crate::support::{
     Random,
-    files::{command, ok, run, tiny_model},
+    files::{command, names, ok, run, tiny_model},
 };
 use serde_json::Value;
 use std::{
@@ -155,6 +155,10 @@ fn kill_writers(times: usize, seed: u64) {
         ok(d, &words);
         let length = started.elapsed();
         let whole = fs::read(d.join("out/x.dat")).unwrap();
+        // `convert` puts the model's small files beside its output.
+        let expected = names(&d.join("out"));
+        assert_eq!(expected.contains("config.json"), words[0] == "convert", "{expected:?}");
+        assert!(!expected.iter().any(|name| name.starts_with('.')), "{expected:?}");
         for kill in 0..times {
             // Every second call finds an older file.
             if kill % 2 == 0 {
@@ -170,8 +174,7 @@ fn kill_writers(times: usize, seed: u64) {
             }
         }
         ok(d, &words);
-        let names: Vec<_> = fs::read_dir(d.join("out")).unwrap().map(|e| e.unwrap().file_name()).collect();
-        assert_eq!(names, ["x.dat"], "{words:?}");
+        assert_eq!(names(&d.join("out")), expected, "{words:?}");
         assert!(fs::read(d.join("out/x.dat")).unwrap() == whole);
         fs::remove_dir_all(d.join("out")).unwrap();
     }

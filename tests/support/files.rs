@@ -4,6 +4,7 @@ use crate::support::{Cpu, golden, golden_bytes};
 use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling};
 use model_qwen3::{ModelError, config::Qwen3Config, weights, write::write_safetensors};
 use std::{
+    collections::BTreeSet,
     io::Read,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
@@ -131,6 +132,12 @@ pub(crate) fn cost(folder: &Path, args: &[&str]) -> Cost {
     }
     let used = child.wait4().unwrap();
     Cost { status: used.status, seconds: (used.rusage.utime + used.rusage.stime).as_secs_f64(), memory }
+}
+
+/// The names of what is in a folder.
+pub(crate) fn names(folder: &Path) -> BTreeSet<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
 
 /// The commands of the program with the words that call them: `fit`, `data preview`.
