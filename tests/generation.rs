@@ -380,3 +380,25 @@ fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
     assert!((losses[0] - expected).abs() < 1e-5, "{losses:?} {expected}");
     assert!(losses.windows(2).all(|pair| (pair[0] - pair[1]).abs() > 1e-5), "{losses:?}");
 }
+
+/// Weights that are finite and too large give NaN, which is no failure of the device.
+#[test]
+fn a_model_that_computes_nan_is_broken() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    // The logit of token 1 is 0 times a number beyond the largest.
+    scripted_model(&d.join("m"), |_| vec![(1, 0.0)]);
+    let file = d.join("m/model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let place = {
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let norm = tensors.tensor("model.norm.weight").unwrap().data().as_ptr_range();
+        let start = bytes.as_ptr() as usize;
+        norm.start as usize - start..norm.end as usize - start
+    };
+    bytes[place].chunks_mut(4).for_each(|value| value.copy_from_slice(&f32::MAX.to_le_bytes()));
+    std::fs::write(&file, bytes).unwrap();
+    let out = run(d, &["generate", "-m", "m", "-p", "a", "--device", "cpu"]);
+    let error = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(6) && error.contains("the model computed NaN"), "{error}");
+}

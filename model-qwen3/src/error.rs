@@ -80,6 +80,9 @@ pub enum ModelError {
     /// The device failed.
     #[error("device: {0}")]
     Device(String),
+    /// The model computed something that is no number.
+    #[error("the model computed NaN: its weights are broken, or the number format overflows; try --compute-dtype f32")]
+    NotANumber,
     /// A packed tensor is invalid, or a read from the device failed.
     #[error("{name}: {source}")]
     Nvfp4 {

@@ -131,7 +131,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     /// As [`Self::answer`].
     pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
         let logits = read(&mut [(self, ids)])?.remove(0);
-        if logits.iter().any(|x| x.is_nan()) { Err(not_a_number()) } else { Ok(logits) }
+        if logits.iter().any(|x| x.is_nan()) { Err(ModelError::NotANumber) } else { Ok(logits) }
     }
 
     /// Forgets all tokens.
@@ -208,7 +208,7 @@ impl Answering {
     /// # Errors
     /// If the model computed NaN.
     pub fn into_generation(self) -> Result<Generation, ModelError> {
-        if self.failed { Err(not_a_number()) } else { Ok(self.generation) }
+        if self.failed { Err(ModelError::NotANumber) } else { Ok(self.generation) }
     }
 
     /// At most `most` of the tokens to be read next.
@@ -274,10 +274,6 @@ pub fn step<B: Nvfp4Kernels>(
         if ids.is_empty() { None } else { answering.take(ids.len(), logits.next()?) }
     };
     Ok(answers.iter_mut().zip(&due).map(next).collect())
-}
-
-fn not_a_number() -> ModelError {
-    ModelError::Device("the model computed NaN: weights are broken or the format overflows".into())
 }
 
 /// Reads tokens of several sessions of one model in one forward, and returns the logits `[V]` of the last token of each.

@@ -183,6 +183,7 @@ impl CliError {
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
                 ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
+                ModelError::NotANumber => 6,
             },
         }
     }

@@ -137,6 +137,11 @@ impl Reader<'_> {
             Some(format) => format,
             None => format::inferred(path, &content).map_err(at)?,
         };
+        if let Some(separator) = options.rows.separator.as_ref().filter(|_| format == Format::Text)
+            && !content.contains(separator.as_str())
+        {
+            report::line(format!("note: {} does not contain {separator:?}: it is one document", path.display()));
+        }
         let rows = format::rows(format, &content, &options.rows).map_err(|reason| bad(path, None, reason))?;
         self.rows(path, format, rows)
     }

@@ -266,6 +266,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
         }
+        progress::doing("training");
         Ok(())
     }
 
@@ -312,6 +313,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         log::sync(&self.plan.output_dir)?;
         saver.save(model, &stepper.optimizer, &self.state, keep)?;
         self.saved = Some(step);
+        progress::doing("training");
         if forced { saver.wait() } else { Ok(None) }
     }
 }
