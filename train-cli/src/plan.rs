@@ -212,7 +212,7 @@ fn number_formats(s: &Settings) -> Vec<Rule> {
         (packed && float_states, "--master-weights nvfp4 needs --optimizer-state-mode int8 or int4"),
         (packed && plain, "--master-weights nvfp4 keeps no weights for --recipe bf16 to read; take --recipe w4"),
         (
-            packed && recipe.bf16_last_blocks > 0,
+            packed && recipe.bf16_last_blocks.is_some_and(|blocks| blocks > 0),
             "--bf16-last-blocks needs dense master weights; choose --master-weights other than nvfp4",
         ),
         (

@@ -55,14 +55,15 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let text = TextFiles::open(&args.checkpoint, &config)?;
     let source = Container::open(&args.checkpoint.join(checkpoint::MODEL))?;
     let like = args.like.as_deref().map(Container::open).transpose()?;
-    let (recipe, dense) = (state.settings.recipe.resolved(), state.settings.recipe.bf16_last_blocks);
+    let layers = config.num_hidden_layers;
+    let (recipe, dense) = (state.settings.recipe.resolved(), state.settings.bf16_last_blocks(layers));
     // A checkpoint of recipe bf16 is quantized as recipe w4 does it.
     let recipe = if recipe.packs_weights() { recipe } else { Recipe::W4 };
     let format = ExportFormat {
         scaling: args.scales.unwrap_or(state.scaling()),
         head: state.head == Head::Nvfp4,
         recipe,
-        dense_from: config.num_hidden_layers.saturating_sub(dense),
+        dense_from: layers.saturating_sub(dense),
     };
     if let Some(like) = &like {
         check_like(like, &format, dense)?;

@@ -61,8 +61,8 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
         HfFormat::CompressedTensors => Some(Library::CompressedTensors),
         HfFormat::Modelopt => Some(Library::ModelOpt),
     };
-    let dense_blocks = state.as_ref().map_or(0, |state| state.settings.recipe.bf16_last_blocks);
-    let dense_from = config.num_hidden_layers.saturating_sub(dense_blocks);
+    let layers = config.num_hidden_layers;
+    let dense_from = layers - state.as_ref().map_or(0, |state| state.settings.bf16_last_blocks(layers)).min(layers);
     let in_bf16 = Repacked::new(&source, StoreAs::Float(FloatType::Bf16));
     let in_nvfp4 = library.map(|library| Foreign::new(&source, library, dense_from));
     let tensors: &dyn Tensors = in_nvfp4.as_ref().map_or(&in_bf16 as &dyn Tensors, |foreign| foreign);

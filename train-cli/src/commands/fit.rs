@@ -376,7 +376,7 @@ impl Ready {
         };
         let model = weights::trained(model, master);
         let model = parameters::last_blocks(model, self.plan.settings.model.train_last_layers);
-        Ok(model.with_bf16_last_blocks(self.plan.settings.recipe.bf16_last_blocks))
+        Ok(model.with_bf16_last_blocks(self.plan.settings.bf16_last_blocks(config.num_hidden_layers)))
     }
 
     /// The optimizer, with its states after a resume.
@@ -484,7 +484,8 @@ impl Ready {
         if plan.settings.saving.save_strategy == SaveStrategy::No {
             return Ok(None);
         }
-        let dense_from = model.layers.len().saturating_sub(plan.settings.recipe.bf16_last_blocks);
+        let layers = model.layers.len();
+        let dense_from = layers.saturating_sub(plan.settings.bf16_last_blocks(layers));
         let (scaling, recipe) = (self.spec.scaling, plan.recipe);
         let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
         let like = self.original();
@@ -513,10 +514,10 @@ impl Ready {
     /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights, if
     /// the run quantizes every transformer block, with 1x16 scales.
     fn original(&self) -> Option<&Container> {
-        let s = &self.plan.settings.recipe;
-        let same_blocks = s.bf16_last_blocks == 0 && self.spec.weights().block == BlockShape::Row;
+        let dense = self.plan.settings.bf16_last_blocks(self.inputs.config.num_hidden_layers);
+        let same_blocks = dense == 0 && self.spec.weights().block == BlockShape::Row;
         let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
-        self.inputs.source.as_ref().filter(serves).filter(|_| s.scales.is_none() && same_blocks)
+        self.inputs.source.as_ref().filter(serves).filter(|_| self.plan.settings.recipe.scales.is_none() && same_blocks)
     }
 }
 

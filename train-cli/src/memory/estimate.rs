@@ -116,7 +116,7 @@ impl Estimate {
         let kept = tokens * (value * (4.0 * d + 3.0 * q + 3.0 * kv + 3.0 * f) - packed);
         // And the weights as the products took them, where these are not the master weights.
         let dense_blocks = !plan.recipe.packs_weights()
-            || plan.settings.recipe.bf16_last_blocks > 0
+            || plan.settings.bf16_last_blocks(c.num_hidden_layers) > 0
             || plan.settings.recipe.quantize_from > 0.0;
         let kept_weights = match master {
             _ if dense != value && dense_blocks => s.block * value,

@@ -4,7 +4,7 @@ use crate::{
     peak,
     plan::{ModelSource, Plan},
     report,
-    run::inputs::Inputs,
+    run::{cost, inputs::Inputs},
     settings::Clip,
 };
 use backend_nvfp4::{Precision, Scaling};
@@ -14,6 +14,10 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
     report::label("model", model(plan, inputs, scaling));
     report::label("data", data(plan, inputs));
     report::label("step", step(plan));
+    let (master, states) = (plan.master(precision), plan.settings.memory.optimizer_state_mode);
+    if let Some(cost) = cost::of(plan.recipe, master, states) {
+        report::label("cost", cost);
+    }
     let (steps, size) = (inputs.order(plan).steps, plan.sequences_per_step());
     let (rate, seed) = (plan.settings.optimizer.learning_rate, plan.settings.advanced.seed);
     let (steps, size) = (report::count(steps, "step"), report::count(size, "sequence"));
@@ -40,9 +44,14 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
         ModelSource::Random { config } => format!("{} (random weights)", config.display()),
     };
     let parameters = report::short(inputs.config.num_params() as f64);
-    let layers = report::count(inputs.config.num_hidden_layers, "layer");
+    let layers = inputs.config.num_hidden_layers;
     let levels = if scaling == Scaling::Two { "two-level" } else { "single-level" };
-    format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels} scales", plan.recipe.name())
+    let dense = match plan.settings.bf16_last_blocks(layers) {
+        0 => String::new(),
+        dense => format!(" · last {} not quantized", report::count(dense, "block")),
+    };
+    let layers = report::count(layers, "layer");
+    format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels} scales{dense}", plan.recipe.name())
 }
 
 fn data(plan: &Plan, inputs: &Inputs) -> String {

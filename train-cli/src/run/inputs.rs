@@ -123,7 +123,7 @@ fn fits(plan: &Plan, config: &Qwen3Config) -> Result<(), CliError> {
         let text = format!("--train-last-layers {last}: the model has {layers} layers; choose at most {layers}");
         return Err(CliError::Usage(text));
     }
-    let dense = plan.settings.recipe.bf16_last_blocks;
+    let dense = plan.settings.bf16_last_blocks(layers);
     if dense > layers {
         let text = format!("--bf16-last-blocks {dense}: the model has {layers} layers; choose at most {layers}");
         return Err(CliError::Usage(text));

@@ -3,6 +3,7 @@
 pub mod beginning;
 mod cadence;
 pub mod checkpoint;
+mod cost;
 pub mod evaluations;
 pub mod folder;
 pub mod header;
