@@ -36,6 +36,59 @@ fn rooms_of_train_cli_import_only_what_is_below_them() {
     assert!(upward.is_empty(), "imports that point upwards:\n{}", upward.join("\n"));
 }
 
+/// Only `bytes.rs` of the model's crate knows how numbers lie in files.
+#[test]
+fn one_file_converts_numbers_and_bytes() {
+    let found = calls("model-qwen3", &["_le_bytes", "_be_bytes", "_ne_bytes"]);
+    assert!(found.iter().any(|(file, _)| file == "bytes.rs"), "the owner has no conversions");
+    let others: Vec<_> = found.iter().filter(|(file, _)| file != "bytes.rs").collect();
+    assert!(others.is_empty(), "numbers become bytes outside of bytes.rs: {others:?}");
+}
+
+/// The ways of the standard library to change a file system, and that of rustyline to append to its history.
+const WRITES: [&str; 14] = [
+    "fs::write",
+    "fs::create_dir",
+    "fs::remove",
+    "fs::rename",
+    "fs::copy",
+    "fs::hard_link",
+    "fs::set_permissions",
+    "File::create",
+    "File::options",
+    "OpenOptions",
+    "DirBuilder",
+    "symlink(",
+    "set_len(",
+    "append_history",
+];
+
+#[test]
+fn one_file_of_train_cli_writes_files() {
+    let found = calls("train-cli", &WRITES);
+    assert!(found.iter().filter(|(file, _)| file == "durable.rs").count() > 5, "the owner writes nothing");
+    let allowed =
+        |(file, call): &(String, &str)| file == "durable.rs" || file == "talk/entry.rs" && *call == "append_history";
+    let others: Vec<_> = found.iter().filter(|found| !allowed(found)).collect();
+    assert!(others.is_empty(), "files are written outside of durable.rs: {others:?}");
+}
+
+/// Where the sources of a crate hold one of these texts, outside of comments and unit tests: the file and the text.
+fn calls<'a>(name: &str, wanted: &[&'a str]) -> Vec<(String, &'a str)> {
+    let mut found = Vec::new();
+    for (file, text) in texts(name) {
+        let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+        let code: Vec<&str> = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+        found.extend(
+            wanted
+                .iter()
+                .filter(|call| code.iter().any(|line| line.contains(**call)))
+                .map(|call| (file.clone(), *call)),
+        );
+    }
+    found
+}
+
 #[test]
 fn a_circle_is_found() {
     let imports = |pairs: &[(&str, &str)]| {
@@ -95,13 +148,7 @@ struct Crate {
 
 impl Crate {
     fn read(name: &str) -> Self {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src");
-        let mut files = Vec::new();
-        collect(&source, &mut files);
-        Self::of(files.into_iter().map(|path| {
-            let file = path.strip_prefix(&source).expect("below src").to_string_lossy().into_owned();
-            (file, fs::read_to_string(&path).expect("a readable source file"))
-        }))
+        Self::of(texts(name))
     }
 
     /// A crate of files, each with its path below `src` and its text.
@@ -184,6 +231,18 @@ impl Crate {
             _ => None,
         })
     }
+}
+
+/// The files of a crate, each with its path below `src` and its text.
+fn texts(name: &str) -> Vec<(String, String)> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src");
+    let mut files = Vec::new();
+    collect(&source, &mut files);
+    let read = |path: PathBuf| {
+        let file = path.strip_prefix(&source).expect("below src").to_string_lossy().into_owned();
+        (file, fs::read_to_string(&path).expect("a readable source file"))
+    };
+    files.into_iter().map(read).collect()
 }
 
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
