@@ -4,6 +4,7 @@ mod activations;
 mod adamw;
 mod attention;
 mod head;
+mod joint_products;
 mod launch;
 mod packed;
 mod products;
@@ -175,7 +176,7 @@ where
         precision: Precision,
         out: DType,
     ) -> Vec<FloatTensor<Self>> {
-        products::joint(product, &a, &b, precision.dtype(), out, false)
+        joint_products::joint(product, &a, &b, precision.dtype(), out, false)
             .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
     }
 
@@ -186,7 +187,7 @@ where
         precision: Precision,
         out: DType,
     ) -> FloatTensor<Self> {
-        products::joint(product, &a, &b, precision.dtype(), out, true)
+        joint_products::joint(product, &a, &b, precision.dtype(), out, true)
             .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
             .into_iter()
             .reduce(Self::float_add)
