@@ -36,6 +36,89 @@ fn rooms_of_train_cli_import_only_what_is_below_them() {
     assert!(upward.is_empty(), "imports that point upwards:\n{}", upward.join("\n"));
 }
 
+/// Each capital letter of a shape, and each type parameter of one letter, is in the table of letters of its crate once.
+#[test]
+fn letters_have_one_meaning_in_a_crate() {
+    for name in ["kernels-cubecl", "backend-nvfp4", "model-qwen3", "train-cli"] {
+        let texts = texts(name);
+        let lib = &texts.iter().find(|(file, _)| file == "lib.rs").expect("a crate has a lib.rs").1;
+        let table =
+            lib.split("//! # Letters").nth(1).unwrap_or_else(|| panic!("{name}: lib.rs has no table of letters"));
+        let (mut shapes, mut parameters) = (BTreeSet::new(), BTreeSet::new());
+        for row in table.lines().filter_map(|line| line.strip_prefix("//! | `")) {
+            let (letters, meaning) = row.split_once(" | ").expect("a row has two cells");
+            let letters = letters.chars().filter(char::is_ascii_uppercase);
+            let list = if meaning.starts_with("type parameter") { &mut parameters } else { &mut shapes };
+            letters.for_each(|letter| assert!(list.insert(letter), "{name}: `{letter}` is in the table twice"));
+        }
+        let both: Vec<_> = shapes.intersection(&parameters).collect();
+        assert!(both.is_empty(), "{name}: a shape and a type parameter are both called {both:?}");
+        let mut found = 0;
+        for (file, text) in &texts {
+            let mut generics = Generics(BTreeSet::new());
+            generics.visit_file(&syn::parse_file(text).expect("a source file parses"));
+            let unknown: Vec<_> = generics.0.difference(&parameters).collect();
+            assert!(unknown.is_empty(), "{name}/{file}: type parameters that the table lacks: {unknown:?}");
+            for (i, line) in text.lines().enumerate() {
+                for letter in shape_letters(line) {
+                    let place = format!("{name}/src/{file}:{}", i + 1);
+                    assert!(shapes.contains(&letter), "{place}: the table lacks the letter `{letter}`");
+                    found += 1;
+                }
+            }
+        }
+        assert!(found > 10, "{name}: only {found} letters were found");
+    }
+}
+
+#[test]
+fn letters_are_found_where_they_stand() {
+    let letters = |line: &str| shape_letters(line).into_iter().collect::<String>();
+    assert_eq!(letters("/// Maps `[M, H*E]` to `[rows, K/16]`, see [`Documents`] and `[1]`."), "MHEK");
+    assert_eq!(letters("let q_MHE = x_MD.clone(); // sm_80, CASES_A"), "MHEMD");
+    assert_eq!(letters("const MAX_LEN: usize = of_[0];"), "");
+}
+
+/// The letters of the shapes in a line: those of `[M, D]` in a comment, and those that end a name, as in `x_MD`.
+fn shape_letters(line: &str) -> Vec<char> {
+    let mut found = Vec::new();
+    if let Some((_, comment)) = line.split_once("//") {
+        for span in comment.split('`').skip(1).step_by(2) {
+            let Some(shape) = span.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) else { continue };
+            let words = shape.split(|c: char| !c.is_alphanumeric()).filter(|word| word.len() == 1);
+            found.extend(words.flat_map(str::chars).filter(char::is_ascii_uppercase));
+        }
+    }
+    for word in line.split("//").next().unwrap_or_default().split(|c: char| !(c.is_alphanumeric() || c == '_')) {
+        if let Some((name, letters)) = word.rsplit_once('_')
+            && name.chars().any(|c| c.is_ascii_lowercase())
+            && letters.chars().all(|c| c.is_ascii_uppercase())
+        {
+            found.extend(letters.chars());
+        }
+    }
+    found
+}
+
+/// The type and const parameters of one letter.
+struct Generics(BTreeSet<char>);
+
+impl<'ast> Visit<'ast> for Generics {
+    fn visit_generics(&mut self, generics: &'ast syn::Generics) {
+        for parameter in &generics.params {
+            let name = match parameter {
+                syn::GenericParam::Type(parameter) => parameter.ident.to_string(),
+                syn::GenericParam::Const(parameter) => parameter.ident.to_string(),
+                syn::GenericParam::Lifetime(_) => continue,
+            };
+            if let (Some(letter), 1) = (name.chars().next(), name.len()) {
+                self.0.insert(letter);
+            }
+        }
+        syn::visit::visit_generics(self, generics);
+    }
+}
+
 /// Clippy's thresholds hold: long functions are split, and only a kernel or its launch takes more parameters.
 #[test]
 fn no_function_is_excused_from_being_short() {
@@ -94,7 +177,7 @@ const WRITES: [&str; 14] = [
 #[test]
 fn one_file_of_train_cli_writes_files() {
     let found = calls("train-cli", &WRITES);
-    assert!(found.iter().filter(|(file, _)| file == "durable.rs").count() > 5, "the owner writes nothing");
+    assert!(found.iter().filter(|(file, _)| file == "durable.rs").count() > 3, "the owner writes nothing");
     let allowed =
         |(file, call): &(String, &str)| file == "durable.rs" || file == "talk/entry.rs" && *call == "append_history";
     let others: Vec<_> = found.iter().filter(|found| !allowed(found)).collect();

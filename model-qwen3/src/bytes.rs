@@ -83,10 +83,10 @@ pub(crate) fn of_u64(value: u64) -> [u8; 8] {
     value.to_le_bytes()
 }
 
-/// A number that takes `N` bytes in a file.
-pub(crate) trait Number<const N: usize> {
+/// A number that takes `SIZE` bytes in a file.
+pub(crate) trait Number<const SIZE: usize> {
     /// The number of these bytes.
-    fn of_bytes(bytes: [u8; N]) -> Self;
+    fn of_bytes(bytes: [u8; SIZE]) -> Self;
 }
 
 macro_rules! numbers {
@@ -101,9 +101,9 @@ macro_rules! numbers {
 
 numbers!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64);
 
-/// Reads one number from each `N` bytes.
-fn each<const N: usize, T>(bytes: &[u8], read: impl Fn([u8; N]) -> T) -> Vec<T> {
-    let (chunks, _) = bytes.as_chunks::<N>();
+/// Reads one number from each `SIZE` bytes.
+fn each<const SIZE: usize, Value>(bytes: &[u8], read: impl Fn([u8; SIZE]) -> Value) -> Vec<Value> {
+    let (chunks, _) = bytes.as_chunks::<SIZE>();
     chunks.iter().map(|chunk| read(*chunk)).collect()
 }
 

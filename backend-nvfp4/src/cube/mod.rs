@@ -48,14 +48,14 @@ use kernels_cubecl::{
     swiglu,
 };
 
-impl<R, F, I, BT> Nvfp4Backend for CubeBackend<R, F, I, BT>
+impl<R, Floats, Ints, Bools> Nvfp4Backend for CubeBackend<R, Floats, Ints, Bools>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
     R::Device: DeviceOps,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
+    Floats: FloatElement,
+    Ints: IntElement,
+    Bools: BoolElement,
 {
     fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
         straight_through::forward::<Self>(x, layers).0
@@ -112,14 +112,14 @@ where
     }
 }
 
-impl<R, F, I, BT> Nvfp4Kernels for CubeBackend<R, F, I, BT>
+impl<R, Floats, Ints, Bools> Nvfp4Kernels for CubeBackend<R, Floats, Ints, Bools>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
     R::Device: DeviceOps,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
+    Floats: FloatElement,
+    Ints: IntElement,
+    Bools: BoolElement,
 {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
         let x = into_contiguous(x);
@@ -345,14 +345,14 @@ where
     }
 }
 
-impl<R, F, I, BT> DeviceServices for CubeBackend<R, F, I, BT>
+impl<R, Floats, Ints, Bools> DeviceServices for CubeBackend<R, Floats, Ints, Bools>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
     R::Device: DeviceOps,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
+    Floats: FloatElement,
+    Ints: IntElement,
+    Bools: BoolElement,
 {
     fn tiers(device: &Self::Device) -> Vec<&'static str> {
         bench::tiers(&R::client(device))

@@ -53,7 +53,7 @@ pub(super) enum Value {
 /// A tensor of the file.
 #[derive(Debug)]
 struct Tensor {
-    /// Its Hugging Face name.
+    /// The Hugging Face name of the tensor.
     name: String,
     shape: Vec<usize>,
     kind: Kind,
@@ -246,14 +246,14 @@ impl Tensors for GgufFile {
 }
 
 /// What stands before the values of a file, read from its beginning.
-struct Head<'a, R> {
+struct Head<'a, Input> {
     path: &'a Path,
-    input: R,
+    input: Input,
     at: u64,
     size: u64,
 }
 
-impl<R: Read> Head<'_, R> {
+impl<Input: Read> Head<'_, Input> {
     fn bad(&self, reason: impl Into<String>) -> ModelError {
         ModelError::weights(self.path, format!("{}, at byte {}", reason.into(), self.at))
     }
@@ -266,17 +266,17 @@ impl<R: Read> Head<'_, R> {
         Ok(())
     }
 
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], ModelError> {
-        self.left(N as u64)?;
-        let mut bytes = [0; N];
+    fn take<const SIZE: usize>(&mut self) -> Result<[u8; SIZE], ModelError> {
+        self.left(SIZE as u64)?;
+        let mut bytes = [0; SIZE];
         self.input.read_exact(&mut bytes).map_err(ModelError::io(self.path, ""))?;
-        self.at += N as u64;
+        self.at += SIZE as u64;
         Ok(bytes)
     }
 
     /// Reads a number of the type that is wanted.
-    fn next<T: Number<N>, const N: usize>(&mut self) -> Result<T, ModelError> {
-        self.take().map(T::of_bytes)
+    fn next<Wanted: Number<SIZE>, const SIZE: usize>(&mut self) -> Result<Wanted, ModelError> {
+        self.take().map(Wanted::of_bytes)
     }
 
     /// A number of things, each of which takes at least a byte.

@@ -337,11 +337,11 @@ pub(super) fn step_of(folder: &Path) -> Option<usize> {
 /// Which checkpoints of a run stay.
 #[derive(Debug, Clone, Copy)]
 pub struct Keep {
-    /// So many of the newest.
+    /// The number of newest checkpoints that stay.
     pub newest: usize,
-    /// Those of the steps that are multiples of this.
+    /// Checkpoints stay whose steps are multiples of this.
     pub period: Option<usize>,
-    /// That of this step, which has the lowest evaluation loss.
+    /// The step whose checkpoint stays because it has the lowest evaluation loss.
     pub best: Option<usize>,
 }
 

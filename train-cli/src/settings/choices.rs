@@ -45,16 +45,16 @@ pub(crate) mod by_name {
     use super::{Choice, find};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(crate) fn serialize<T: Choice, S: Serializer>(value: &T, s: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<T: Choice, Out: Serializer>(value: &T, s: Out) -> Result<Out::Ok, Out::Error> {
         let (_, name) = T::all().into_iter().find(|(v, _)| v == value).expect("every value is in the list");
         s.serialize_str(name.get_name())
     }
 
-    pub(crate) fn deserialize<'de, T: Choice, D: Deserializer<'de>>(d: D) -> Result<T, D::Error> {
+    pub(crate) fn deserialize<'de, T: Choice, Source: Deserializer<'de>>(d: Source) -> Result<T, Source::Error> {
         let text = String::deserialize(d)?;
         find(&text).ok_or_else(|| {
             let names: Vec<String> = T::all().iter().map(|(_, name)| name.get_name().to_owned()).collect();
-            D::Error::custom(format!("unknown value {text:?}; expected one of: {}", names.join(", ")))
+            Source::Error::custom(format!("unknown value {text:?}; expected one of: {}", names.join(", ")))
         })
     }
 }
@@ -268,7 +268,7 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// Those whose activations do not fit into the memory that is free, or into --memory-limit
+    /// As many blocks as needed, if not all activations fit into the memory that is free, or into --memory-limit
     Auto,
     /// All: needs the least memory
     Always,

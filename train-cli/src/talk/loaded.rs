@@ -24,7 +24,7 @@ use std::path::Path;
 pub struct Loaded<B: Nvfp4Kernels> {
     /// The model.
     pub model: Qwen3<B>,
-    /// Its tokenizer, chat template and stop tokens.
+    /// The tokenizer, chat template and stop tokens of the model.
     pub text: TextFiles,
 }
 
