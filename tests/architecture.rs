@@ -200,6 +200,18 @@ fn calls<'a>(name: &str, wanted: &[&'a str]) -> Vec<(String, &'a str)> {
     found
 }
 
+/// Flags stay in the commands: other rooms take values.
+#[test]
+fn only_commands_read_flags() {
+    let imports = Crate::read("train-cli").imports();
+    let readers: Vec<&String> =
+        imports.iter().filter(|(_, targets)| targets.contains("args.rs")).map(|(file, _)| file).collect();
+    assert!(readers.len() > 10, "too few readers of flags were found: {readers:?}");
+    let others: Vec<_> =
+        readers.into_iter().filter(|f| !f.starts_with("commands/") && *f != "lib.rs" && *f != "main.rs").collect();
+    assert!(others.is_empty(), "flags are read outside of the commands: {others:?}");
+}
+
 #[test]
 fn a_circle_is_found() {
     let imports = |pairs: &[(&str, &str)]| {

@@ -9,7 +9,7 @@ use clap::{
     builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
 };
 use serde::{Deserialize, Serialize};
-use std::str::FromStr;
+use std::{convert::Infallible, path::PathBuf, str::FromStr};
 
 /// A choice that `auto` leaves to the program: `None`.
 pub type Auto<T> = Option<T>;
@@ -62,6 +62,29 @@ pub(crate) mod by_name {
 /// A [`Choice`] value with its name and help.
 fn named<T>(value: T, name: &'static str, help: &'static str) -> (T, PossibleValue) {
     (value, PossibleValue::new(name).help(help))
+}
+
+/// Where `--resume-from-checkpoint` finds the run or the checkpoint to resume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ResumeFrom {
+    /// Nothing is resumed.
+    Nothing,
+    /// The newest checkpoint of the run in `--output-dir`.
+    Latest,
+    /// A run folder, or one of its checkpoints.
+    Path(PathBuf),
+}
+
+impl FromStr for ResumeFrom {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(match text {
+            "false" => Self::Nothing,
+            "latest" | "true" => Self::Latest,
+            path => Self::Path(path.into()),
+        })
+    }
 }
 
 impl Choice for Recipe {
@@ -215,10 +238,11 @@ impl Choice for Format {
 }
 
 /// Which tokens are supervised.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossOn {
     /// Every assistant turn, with its end token
+    #[default]
     #[value(alias = "completion")]
     Assistant,
     /// Every token
