@@ -36,6 +36,182 @@ fn rooms_of_train_cli_import_only_what_is_below_them() {
     assert!(upward.is_empty(), "imports that point upwards:\n{}", upward.join("\n"));
 }
 
+/// Each capital letter of a shape, and each type parameter of one letter, is in the table of letters of its crate once.
+#[test]
+fn letters_have_one_meaning_in_a_crate() {
+    for name in ["kernels-cubecl", "backend-nvfp4", "model-qwen3", "train-cli"] {
+        let texts = texts(name);
+        let lib = &texts.iter().find(|(file, _)| file == "lib.rs").expect("a crate has a lib.rs").1;
+        let table =
+            lib.split("//! # Letters").nth(1).unwrap_or_else(|| panic!("{name}: lib.rs has no table of letters"));
+        let (mut shapes, mut parameters) = (BTreeSet::new(), BTreeSet::new());
+        for row in table.lines().filter_map(|line| line.strip_prefix("//! | `")) {
+            let (letters, meaning) = row.split_once(" | ").expect("a row has two cells");
+            let letters = letters.chars().filter(char::is_ascii_uppercase);
+            let list = if meaning.starts_with("type parameter") { &mut parameters } else { &mut shapes };
+            letters.for_each(|letter| assert!(list.insert(letter), "{name}: `{letter}` is in the table twice"));
+        }
+        let both: Vec<_> = shapes.intersection(&parameters).collect();
+        assert!(both.is_empty(), "{name}: a shape and a type parameter are both called {both:?}");
+        let mut found = 0;
+        for (file, text) in &texts {
+            let mut generics = Generics(BTreeSet::new());
+            generics.visit_file(&syn::parse_file(text).expect("a source file parses"));
+            let unknown: Vec<_> = generics.0.difference(&parameters).collect();
+            assert!(unknown.is_empty(), "{name}/{file}: type parameters that the table lacks: {unknown:?}");
+            for (i, line) in text.lines().enumerate() {
+                for letter in shape_letters(line) {
+                    let place = format!("{name}/src/{file}:{}", i + 1);
+                    assert!(shapes.contains(&letter), "{place}: the table lacks the letter `{letter}`");
+                    found += 1;
+                }
+            }
+        }
+        assert!(found > 10, "{name}: only {found} letters were found");
+    }
+}
+
+#[test]
+fn letters_are_found_where_they_stand() {
+    let letters = |line: &str| shape_letters(line).into_iter().collect::<String>();
+    assert_eq!(letters("/// Maps `[M, H*E]` to `[rows, K/16]`, see [`Documents`] and `[1]`."), "MHEK");
+    assert_eq!(letters("let q_MHE = x_MD.clone(); // sm_80, CASES_A"), "MHEMD");
+    assert_eq!(letters("const MAX_LEN: usize = of_[0];"), "");
+}
+
+/// The letters of the shapes in a line: those of `[M, D]` in a comment, and those that end a name, as in `x_MD`.
+fn shape_letters(line: &str) -> Vec<char> {
+    let mut found = Vec::new();
+    if let Some((_, comment)) = line.split_once("//") {
+        for span in comment.split('`').skip(1).step_by(2) {
+            let Some(shape) = span.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) else { continue };
+            let words = shape.split(|c: char| !c.is_alphanumeric()).filter(|word| word.len() == 1);
+            found.extend(words.flat_map(str::chars).filter(char::is_ascii_uppercase));
+        }
+    }
+    for word in line.split("//").next().unwrap_or_default().split(|c: char| !(c.is_alphanumeric() || c == '_')) {
+        if let Some((name, letters)) = word.rsplit_once('_')
+            && name.chars().any(|c| c.is_ascii_lowercase())
+            && letters.chars().all(|c| c.is_ascii_uppercase())
+        {
+            found.extend(letters.chars());
+        }
+    }
+    found
+}
+
+/// The type and const parameters of one letter.
+struct Generics(BTreeSet<char>);
+
+impl<'ast> Visit<'ast> for Generics {
+    fn visit_generics(&mut self, generics: &'ast syn::Generics) {
+        for parameter in &generics.params {
+            let name = match parameter {
+                syn::GenericParam::Type(parameter) => parameter.ident.to_string(),
+                syn::GenericParam::Const(parameter) => parameter.ident.to_string(),
+                syn::GenericParam::Lifetime(_) => continue,
+            };
+            if let (Some(letter), 1) = (name.chars().next(), name.len()) {
+                self.0.insert(letter);
+            }
+        }
+        syn::visit::visit_generics(self, generics);
+    }
+}
+
+/// Clippy's thresholds hold: long functions are split, and only a kernel or its launch takes more parameters.
+#[test]
+fn no_function_is_excused_from_being_short() {
+    let mut excused = 0;
+    for name in ["kernels-cubecl", "backend-nvfp4", "model-qwen3", "train-cli", "tests"] {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
+        let mut files = Vec::new();
+        collect(&root, &mut files);
+        for path in files {
+            let text = fs::read_to_string(&path).expect("a readable source file");
+            for (i, line) in text.lines().enumerate() {
+                let place = format!("{}:{}", path.display(), i + 1);
+                // Written so that this file does not contain what it looks for.
+                let excuses = |lint: &str| {
+                    ["allow", "expect"].iter().any(|level| line.contains(&format!("{level}(clippy::too_many_{lint}")))
+                };
+                assert!(!excuses("lines"), "{place}: split the function");
+                if excuses("arguments") {
+                    let launches = ["a launch takes", "a kernel takes"].iter().any(|reason| line.contains(reason));
+                    assert!(name == "kernels-cubecl" && launches, "{place}: give the function a struct");
+                    excused += 1;
+                }
+            }
+        }
+    }
+    assert!(excused > 5, "only {excused} excuses were found: is the text that is looked for still right?");
+}
+
+/// Only `bytes.rs` of the model's crate knows how numbers lie in files.
+#[test]
+fn one_file_converts_numbers_and_bytes() {
+    let found = calls("model-qwen3", &["_le_bytes", "_be_bytes", "_ne_bytes"]);
+    assert!(found.iter().any(|(file, _)| file == "bytes.rs"), "the owner has no conversions");
+    let others: Vec<_> = found.iter().filter(|(file, _)| file != "bytes.rs").collect();
+    assert!(others.is_empty(), "numbers become bytes outside of bytes.rs: {others:?}");
+}
+
+/// The ways of the standard library to change a file system, and that of rustyline to append to its history.
+const WRITES: [&str; 14] = [
+    "fs::write",
+    "fs::create_dir",
+    "fs::remove",
+    "fs::rename",
+    "fs::copy",
+    "fs::hard_link",
+    "fs::set_permissions",
+    "File::create",
+    "File::options",
+    "OpenOptions",
+    "DirBuilder",
+    "symlink(",
+    "set_len(",
+    "append_history",
+];
+
+#[test]
+fn one_file_of_train_cli_writes_files() {
+    let found = calls("train-cli", &WRITES);
+    assert!(found.iter().filter(|(file, _)| file == "durable.rs").count() > 3, "the owner writes nothing");
+    let allowed =
+        |(file, call): &(String, &str)| file == "durable.rs" || file == "talk/entry.rs" && *call == "append_history";
+    let others: Vec<_> = found.iter().filter(|found| !allowed(found)).collect();
+    assert!(others.is_empty(), "files are written outside of durable.rs: {others:?}");
+}
+
+/// Where the sources of a crate hold one of these texts, outside of comments and unit tests: the file and the text.
+fn calls<'a>(name: &str, wanted: &[&'a str]) -> Vec<(String, &'a str)> {
+    let mut found = Vec::new();
+    for (file, text) in texts(name) {
+        let code = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+        let code: Vec<&str> = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+        found.extend(
+            wanted
+                .iter()
+                .filter(|call| code.iter().any(|line| line.contains(**call)))
+                .map(|call| (file.clone(), *call)),
+        );
+    }
+    found
+}
+
+/// Flags stay in the commands: other rooms take values.
+#[test]
+fn only_commands_read_flags() {
+    let imports = Crate::read("train-cli").imports();
+    let readers: Vec<&String> =
+        imports.iter().filter(|(_, targets)| targets.contains("args.rs")).map(|(file, _)| file).collect();
+    assert!(readers.len() > 10, "too few readers of flags were found: {readers:?}");
+    let others: Vec<_> =
+        readers.into_iter().filter(|f| !f.starts_with("commands/") && *f != "lib.rs" && *f != "main.rs").collect();
+    assert!(others.is_empty(), "flags are read outside of the commands: {others:?}");
+}
+
 #[test]
 fn a_circle_is_found() {
     let imports = |pairs: &[(&str, &str)]| {
@@ -95,13 +271,7 @@ struct Crate {
 
 impl Crate {
     fn read(name: &str) -> Self {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src");
-        let mut files = Vec::new();
-        collect(&source, &mut files);
-        Self::of(files.into_iter().map(|path| {
-            let file = path.strip_prefix(&source).expect("below src").to_string_lossy().into_owned();
-            (file, fs::read_to_string(&path).expect("a readable source file"))
-        }))
+        Self::of(texts(name))
     }
 
     /// A crate of files, each with its path below `src` and its text.
@@ -184,6 +354,18 @@ impl Crate {
             _ => None,
         })
     }
+}
+
+/// The files of a crate, each with its path below `src` and its text.
+fn texts(name: &str) -> Vec<(String, String)> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name).join("src");
+    let mut files = Vec::new();
+    collect(&source, &mut files);
+    let read = |path: PathBuf| {
+        let file = path.strip_prefix(&source).expect("below src").to_string_lossy().into_owned();
+        (file, fs::read_to_string(&path).expect("a readable source file"))
+    };
+    files.into_iter().map(read).collect()
 }
 
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) {

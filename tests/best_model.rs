@@ -66,7 +66,7 @@ fn the_model_with_the_lowest_evaluation_loss_is_exported() {
     assert_eq!(results(&d.join("last"))["exported_step"], 14);
     let model = |run: &str| fs::read(d.join(run).join("final/model.safetensors")).unwrap();
     assert_ne!(model("last"), model("r"));
-    // Its export is lost and made again from the checkpoints that there are.
+    // The export of the run is lost and made again from the checkpoints that there are.
     fs::remove_dir_all(d.join("last/final")).unwrap();
     let again = ok(d, &["fit", "--resume-from-checkpoint", "last", "--load-best-model-at-end"]);
     assert_eq!(again, "", "results go to standard output");

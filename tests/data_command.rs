@@ -8,7 +8,7 @@ use model_qwen3::tokenizer::Tokenizer;
 use serde_json::Value;
 use std::{fs, path::Path};
 
-/// Rows of a question and an answer; an answer of weight 0 is not learnt.
+/// Rows of a question and an answer; an answer of weight 0 is not learned.
 fn rows(folder: &Path, rows: &[(&str, &str, f64)]) {
     let row = |(question, answer, weight): &(&str, &str, f64)| {
         serde_json::json!({"messages": [

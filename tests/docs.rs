@@ -56,6 +56,50 @@ fn every_named_file_and_function_exists() {
     assert!(missing.is_empty(), "named in a document and not found:\n{}", missing.join("\n"));
 }
 
+/// A reader of the walks through the code opens each file once.
+#[test]
+fn each_walk_names_a_file_once() {
+    let page = read(&root().join("doc/explain/architecture.md"));
+    for walk in ["## One training step", "## One decoded token"] {
+        let text = page.split(walk).nth(1).unwrap_or_else(|| panic!("the page has no heading {walk:?}"));
+        let text = text.split("\n## ").next().unwrap_or_default().split("\n[").next().unwrap_or_default();
+        let spans = text.split('`').skip(1).step_by(2);
+        let mut files: Vec<&str> =
+            spans.filter(|s| s.contains("/src/")).map(|s| s.split(':').next().unwrap_or_default()).collect();
+        assert!(files.len() > 10, "{walk}: only {} files were found", files.len());
+        files.sort_unstable();
+        let twice: Vec<_> = files.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect();
+        assert!(twice.is_empty(), "{walk}: named more than once: {twice:?}");
+    }
+}
+
+/// Each file and folder of a crate's sources stands in the tables of the page, whose first column names it.
+#[test]
+fn the_rooms_of_the_architecture_page_are_those_of_the_sources() {
+    let page = read(&root().join("doc/explain/architecture.md"));
+    let rooms = page.split("## Rooms of each crate").nth(1).expect("the heading of the rooms");
+    for name in ["backend-nvfp4", "model-qwen3", "train-cli"] {
+        let section = rooms.split(&format!("### {name}\n")).nth(1).unwrap_or_else(|| panic!("no section {name}"));
+        let section = section.split("\n##").next().unwrap_or_default();
+        let cells = section.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next());
+        let listed: BTreeSet<&str> = cells.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+        for entry in fs::read_dir(root().join(name).join("src")).unwrap() {
+            let entry = entry.unwrap();
+            let folder = if entry.path().is_dir() { "/" } else { "" };
+            let room = format!("{}{folder}", entry.file_name().to_string_lossy());
+            let door = ["lib.rs", "main.rs"].contains(&room.as_str());
+            assert!(door || listed.contains(room.as_str()), "{name}: the page does not list `{room}`");
+        }
+    }
+    for tree in ["README.md", "doc/zh-TW/README.md"] {
+        let text = read(&root().join(tree));
+        for entry in fs::read_dir(root().join("train-cli/src")).unwrap().map(Result::unwrap) {
+            let room = format!("\n      {}/ ", entry.file_name().to_string_lossy());
+            assert!(!entry.path().is_dir() || text.contains(&room), "{tree}: the folders lack {room}");
+        }
+    }
+}
+
 #[test]
 fn every_document_that_the_code_names_exists() {
     let mut missing = Vec::new();

@@ -9,10 +9,13 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, supports};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, BlockShape, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Tensor, Precision, Product,
-    QuantizeSpec, Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
+    AdamwState, AdamwStep, BlockShape, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor, Precision,
+    Product, QuantizeSpec, Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
 };
-use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive, ops::FloatTensor};
+use burn::tensor::{
+    DType, Int, Tensor, TensorData, TensorPrimitive,
+    ops::{FloatTensor, IntTensor},
+};
 use burn_cubecl::CubeRuntime;
 
 /// How many cases of each kind there are: together 10,000.
@@ -143,137 +146,214 @@ fn wild_values(random: &mut Random, len: usize) -> Vec<f32> {
 }
 
 /// Every result of the operations of a kind for the inputs of a case.
-#[allow(clippy::too_many_lines, reason = "a table with an arm for each kind")]
 fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Device) -> Vec<Vec<f32>> {
-    let mut random = Random::new(case * 31 + kind as u64);
-    let r = &mut random;
-    let of = |x: FloatTensor<B>| host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(x)));
-    let flat = |x: FloatTensor<B>| host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(x)));
-    let put = |v: &[f32], rows: usize, cols: usize| {
-        matrix::<B>(v, rows, cols, device).cast(types.own).into_primitive().tensor()
-    };
-    let floats = |v: &[f32], rows: usize, cols: usize| matrix::<B>(v, rows, cols, device).into_primitive().tensor();
-    let values = |random: &mut Random, len: usize| values(random, len, types.rounded);
-    let ints = |v: Vec<i32>| {
-        let len = v.len();
-        Tensor::<B, 1, Int>::from_data(TensorData::new(v, [len]), device).into_primitive()
-    };
+    let random = Random::new(case * 31 + kind as u64);
     let stream = Stream { seed: case, step: 3, stream: 9 };
-    let spec = |r: &mut Random, rows: usize| QuantizeSpec {
-        scaling: if r.below(3) == 0 { Scaling::Single } else { Scaling::Two },
-        block: if rows.is_multiple_of(16) && r.below(2) == 0 { BlockShape::Square } else { BlockShape::Row },
-        rounding: if r.below(2) == 0 { Rounding::Nearest } else { Rounding::Stochastic(stream) },
-    };
-    let bytes = |q: Nvfp4Tensor<B>| {
-        let packed = q.to_packed().unwrap();
-        let codes = packed.codes.iter().flat_map(|w| w.to_le_bytes()).chain(packed.scales);
-        vec![codes.map(f32::from).collect(), vec![packed.global]]
-    };
-    let plain = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
+    let mut case = Case::<B> { random, types, stream, device };
     match kind {
-        Kind::Quantize => {
-            let (rows, cols) = ([1, 16, 32, 1 + r.below(40)][r.below(4)], 16 * (1 + r.below(8)));
-            let spec = spec(r, rows);
-            let x = values(r, rows * cols);
-            let q = Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize(put(&x, rows, cols), spec));
-            let back = host(q.dequantize(DType::F32));
-            let mut out = bytes(q);
-            out.push(back);
-            out
-        }
-        Kind::Across => {
-            let (rows, cols) = (16 * (1 + r.below(4)), 1 + r.below(40));
-            let (spec, rotated) = (QuantizeSpec { block: BlockShape::Row, ..spec(r, 1) }, r.below(2) == 0);
-            // Rotated sums of extreme values may differ by a bit, and then in a code: they are left to the plain cases.
-            let short = types.rounded != DType::F32;
-            let x = if rotated && !short { r.normals(rows * cols, 0.1) } else { values(r, rows * cols) };
-            bytes(Nvfp4Tensor::from_primitive(B::nvfp4_quantize_across(put(&x, rows, cols), spec, rotated)))
-        }
-        Kind::Master => {
-            let (rows, cols) = (1 + r.below(30), 16 * (1 + r.below(8)));
-            bytes(Nvfp4Tensor::from_primitive(B::nvfp4_quantize_master(put(&values(r, rows * cols), rows, cols))))
-        }
-        Kind::Hadamard => {
-            let (rows, cols) = (1 + r.below(40), 16 * (1 + r.below(8)));
-            vec![of(B::hadamard(put(&values(r, rows * cols), rows, cols)))]
-        }
-        Kind::DensePacked | Kind::PackedPacked => {
-            let (m, n, k) = (1 + r.below(40), 1 + r.below(40), 16 * (1 + r.below(6)));
-            let rounding = Rounding::Nearest;
-            let spec = QuantizeSpec { scaling: spec(r, 1).scaling, block: BlockShape::Row, rounding };
-            let (x, w, dy) = (values(r, m * k), values(r, n * k), values(r, m * n));
-            let x = put(&x, m, k);
-            let (xq, wq) = (B::nvfp4_quantize(x.clone(), spec), B::nvfp4_quantize(put(&w, n, k), spec));
-            let (dy, f32) = (put(&dy, m, n), DType::F32);
-            if kind == Kind::PackedPacked {
-                return vec![of(B::nvfp4_matmul_packed(&xq, &wq, Product::Nt, f32, f32))];
-            }
-            vec![
-                of(B::nvfp4_matmul(x, &wq, Product::Nt, f32)),
-                of(B::nvfp4_matmul(dy.clone(), &wq, Product::Nn, f32)),
-                of(B::nvfp4_matmul(dy, &xq, Product::Tn, f32)),
-            ]
-        }
-        Kind::RmsNorm => {
-            let (rows, cols) = (1 + r.below(20), 1 + r.below(300));
-            let (x, w, dy) = (values(r, rows * cols), r.normals(cols, 1.0), values(r, rows * cols));
-            let w = Tensor::<B, 1>::from_data(TensorData::new(w, [cols]), device).into_primitive().tensor();
-            let (x, dy) = (put(&x, rows, cols), put(&dy, rows, cols));
-            let (_, y) = B::rms_norm(x.clone(), None, w.clone(), 1e-6, plain);
-            let (dx, dw) = B::rms_norm_backward(x, w, dy, None, 1e-6);
-            vec![of(y.values), of(dx), flat(dw)]
-        }
-        Kind::NormRope => {
-            // A unit of the kernel takes several heads from 64 tokens on.
-            let rows = if r.below(8) == 0 { 64 + r.below(3) } else { 1 + r.below(9) };
-            let (heads, e) = (1 + r.below(8), 16 << r.below(4));
-            let (x, w) = (values(r, rows * heads * e), r.normals(e, 1.0));
-            let dy = values(r, rows * heads * e);
-            let angles: Vec<f32> = (0..11 * e / 2).map(|i| (i / (e / 2)) as f32 / (1 + i % (e / 2)) as f32).collect();
-            let table = |f: fn(f32) -> f32| floats(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), 11, e / 2);
-            let positions = ints((0..rows).map(|_| r.below(11) as i32).collect());
-            let rotary = Rotary::<B> { cos: table(f32::cos), sin: table(f32::sin), positions };
-            let w = Tensor::<B, 1>::from_data(TensorData::new(w, [e]), device).into_primitive().tensor();
-            let (x, dy) = (put(&x, rows, heads * e), put(&dy, rows, heads * e));
-            let y = B::norm_rope(x.clone(), w.clone(), &rotary, 1e-6);
-            let (dx, dw) = B::norm_rope_backward(x, w, &rotary, dy, 1e-6);
-            vec![of(y), of(dx), flat(dw)]
-        }
-        Kind::Swiglu => {
-            let (rows, cols) = (1 + r.below(20), 1 + r.below(100));
-            let [gate, up, dy] = [0; 3].map(|_| put(&values(r, rows * cols), rows, cols));
-            let y = B::swiglu(gate.clone(), up.clone(), plain);
-            let (dgate, dup) = B::swiglu_backward(gate, up, dy);
-            vec![of(y.values), of(dgate), of(dup)]
-        }
-        Kind::Head => {
-            let (m, d, v) = (1 + r.below(20), 1 + r.below(40), 2 + r.below(200));
-            let (h, w) = (r.normals(m * d, 1.0), r.normals(v * d, 1.0));
-            let targets = ints((0..m).map(|_| r.below(v) as i32).collect());
-            let out = B::head_loss_saving(put(&h, m, d), put(&w, v, d), targets, Precision::F32, true);
-            let (dh, dw) = out.gradients.unwrap();
-            vec![flat(out.loss), of(dh), of(dw)]
-        }
-        Kind::Gradient => {
-            let (rows, cols) = (1 + r.below(30), 1 + r.below(100));
-            let (x, sum) = (values(r, rows * cols), values(r, rows * cols));
-            let (w, grad) = (r.normals(rows * cols, 0.1), r.normals(rows * cols, 1.0));
-            let (x, sum) = (put(&x, rows, cols), put(&sum, rows, cols));
-            let (w, form) = (put(&w, rows, cols), MasterKind::F32.dense());
-            let state = AdamwState::<B>::zeros(StateKind::F32, rows * cols, DType::F32, device);
-            let step = AdamwStep {
-                lr: 0.01,
-                beta1: 0.9,
-                beta2: 0.99,
-                eps: 1e-8,
-                weight_decay: 0.1,
-                bias1: 0.1,
-                bias2: 0.01,
-                clip_factor: 0.5,
-                stream,
-            };
-            let (w, _) = B::adamw(w, form, put(&grad, rows, cols), state, step, 256 * (1 + r.below(4)));
-            vec![flat(B::square_sum(x.clone())), of(B::accumulated(sum, x)), of(w)]
+        Kind::Quantize => case.quantized(),
+        Kind::Across => case.quantized_across(),
+        Kind::Master => case.quantized_master(),
+        Kind::Hadamard => case.hadamard(),
+        Kind::DensePacked => case.dense_times_packed(),
+        Kind::PackedPacked => case.packed_times_packed(),
+        Kind::RmsNorm => case.rms_norm(),
+        Kind::NormRope => case.norm_rope(),
+        Kind::Swiglu => case.swiglu(),
+        Kind::Head => case.head(),
+        Kind::Gradient => case.gradient(),
+    }
+}
+
+/// Draws the inputs of a case and puts them on a device.
+struct Case<'a, B: Nvfp4Kernels> {
+    random: Random,
+    types: Types,
+    stream: Stream,
+    device: &'a B::Device,
+}
+
+impl<B: Nvfp4Kernels> Case<'_, B> {
+    fn below(&mut self, n: usize) -> usize {
+        self.random.below(n)
+    }
+
+    fn values(&mut self, len: usize) -> Vec<f32> {
+        values(&mut self.random, len, self.types.rounded)
+    }
+
+    fn put(&self, v: &[f32], rows: usize, cols: usize) -> FloatTensor<B> {
+        matrix::<B>(v, rows, cols, self.device).cast(self.types.own).into_primitive().tensor()
+    }
+
+    /// Draws a matrix and puts it on the device.
+    fn matrix(&mut self, rows: usize, cols: usize) -> FloatTensor<B> {
+        let values = self.values(rows * cols);
+        self.put(&values, rows, cols)
+    }
+
+    /// A vector in f32.
+    fn vector(&self, v: Vec<f32>) -> FloatTensor<B> {
+        let len = v.len();
+        Tensor::<B, 1>::from_data(TensorData::new(v, [len]), self.device).into_primitive().tensor()
+    }
+
+    fn ints(&self, v: Vec<i32>) -> IntTensor<B> {
+        let len = v.len();
+        Tensor::<B, 1, Int>::from_data(TensorData::new(v, [len]), self.device).into_primitive()
+    }
+
+    fn spec(&mut self, rows: usize) -> QuantizeSpec {
+        QuantizeSpec {
+            scaling: if self.below(3) == 0 { Scaling::Single } else { Scaling::Two },
+            block: if rows.is_multiple_of(16) && self.below(2) == 0 { BlockShape::Square } else { BlockShape::Row },
+            rounding: if self.below(2) == 0 { Rounding::Nearest } else { Rounding::Stochastic(self.stream) },
         }
     }
+
+    fn quantized(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = ([1, 16, 32, 1 + self.below(40)][self.below(4)], 16 * (1 + self.below(8)));
+        let spec = self.spec(rows);
+        let x = self.matrix(rows, cols);
+        let q = Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize(x, spec));
+        let back = host(q.dequantize(DType::F32));
+        let mut out = bytes(&q);
+        out.push(back);
+        out
+    }
+
+    fn quantized_across(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = (16 * (1 + self.below(4)), 1 + self.below(40));
+        let spec = QuantizeSpec { block: BlockShape::Row, ..self.spec(1) };
+        let rotated = self.below(2) == 0;
+        // Rotated sums of extreme values may differ by a bit, and then in a code: they are left to the plain cases.
+        let short = self.types.rounded != DType::F32;
+        let x = if rotated && !short { self.random.normals(rows * cols, 0.1) } else { self.values(rows * cols) };
+        let x = self.put(&x, rows, cols);
+        bytes(&Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_across(x, spec, rotated)))
+    }
+
+    fn quantized_master(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = (1 + self.below(30), 16 * (1 + self.below(8)));
+        let x = self.matrix(rows, cols);
+        bytes(&Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_master(x)))
+    }
+
+    fn hadamard(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = (1 + self.below(40), 16 * (1 + self.below(8)));
+        let x = self.matrix(rows, cols);
+        vec![of::<B>(B::hadamard(x))]
+    }
+
+    /// Products of `x [m, k]`, `w [n, k]` and `dy [m, n]`: the three matrices, and `x` and `w` in NVFP4.
+    fn operands(&mut self) -> (FloatTensor<B>, FloatTensor<B>, [Nvfp4Primitive<B>; 2]) {
+        let (m, n, k) = (1 + self.below(40), 1 + self.below(40), 16 * (1 + self.below(6)));
+        let spec = QuantizeSpec { scaling: self.spec(1).scaling, block: BlockShape::Row, rounding: Rounding::Nearest };
+        let (x, w, dy) = (self.matrix(m, k), self.matrix(n, k), self.matrix(m, n));
+        let packed = [B::nvfp4_quantize(x.clone(), spec), B::nvfp4_quantize(w, spec)];
+        (x, dy, packed)
+    }
+
+    fn dense_times_packed(&mut self) -> Vec<Vec<f32>> {
+        let (x, dy, [xq, wq]) = self.operands();
+        vec![
+            of::<B>(B::nvfp4_matmul(x, &wq, Product::Nt, DType::F32)),
+            of::<B>(B::nvfp4_matmul(dy.clone(), &wq, Product::Nn, DType::F32)),
+            of::<B>(B::nvfp4_matmul(dy, &xq, Product::Tn, DType::F32)),
+        ]
+    }
+
+    fn packed_times_packed(&mut self) -> Vec<Vec<f32>> {
+        let (_, _, [xq, wq]) = self.operands();
+        vec![of::<B>(B::nvfp4_matmul_packed(&xq, &wq, Product::Nt, DType::F32, DType::F32))]
+    }
+
+    fn rms_norm(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = (1 + self.below(20), 1 + self.below(300));
+        let (x, w, dy) = (self.matrix(rows, cols), self.random.normals(cols, 1.0), self.matrix(rows, cols));
+        let w = self.vector(w);
+        let (_, y) = B::rms_norm(x.clone(), None, w.clone(), 1e-6, plain());
+        let (dx, dw) = B::rms_norm_backward(x, w, dy, None, 1e-6);
+        vec![of::<B>(y.values), of::<B>(dx), flat::<B>(dw)]
+    }
+
+    fn norm_rope(&mut self) -> Vec<Vec<f32>> {
+        // A unit of the kernel takes several heads from 64 tokens on.
+        let rows = if self.below(8) == 0 { 64 + self.below(3) } else { 1 + self.below(9) };
+        let (heads, e) = (1 + self.below(8), 16 << self.below(4));
+        let (x, w) = (self.matrix(rows, heads * e), self.random.normals(e, 1.0));
+        let dy = self.matrix(rows, heads * e);
+        let angles: Vec<f32> = (0..11 * e / 2).map(|i| (i / (e / 2)) as f32 / (1 + i % (e / 2)) as f32).collect();
+        let table = |f: fn(f32) -> f32| {
+            let values: Vec<f32> = angles.iter().map(|a| f(*a)).collect();
+            matrix::<B>(&values, 11, e / 2, self.device).into_primitive().tensor()
+        };
+        let (cos, sin) = (table(f32::cos), table(f32::sin));
+        let positions = (0..rows).map(|_| self.below(11) as i32).collect();
+        let rotary = Rotary::<B> { cos, sin, positions: self.ints(positions) };
+        let w = self.vector(w);
+        let y = B::norm_rope(x.clone(), w.clone(), &rotary, 1e-6);
+        let (dx, dw) = B::norm_rope_backward(x, w, &rotary, dy, 1e-6);
+        vec![of::<B>(y), of::<B>(dx), flat::<B>(dw)]
+    }
+
+    fn swiglu(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = (1 + self.below(20), 1 + self.below(100));
+        let [gate, up, dy] = [0; 3].map(|_| self.matrix(rows, cols));
+        let y = B::swiglu(gate.clone(), up.clone(), plain());
+        let (dgate, dup) = B::swiglu_backward(gate, up, dy);
+        vec![of::<B>(y.values), of::<B>(dgate), of::<B>(dup)]
+    }
+
+    fn head(&mut self) -> Vec<Vec<f32>> {
+        let (m, d, v) = (1 + self.below(20), 1 + self.below(40), 2 + self.below(200));
+        let (h, w) = (self.random.normals(m * d, 1.0), self.random.normals(v * d, 1.0));
+        let targets = (0..m).map(|_| self.below(v) as i32).collect();
+        let (h, w, targets) = (self.put(&h, m, d), self.put(&w, v, d), self.ints(targets));
+        let out = B::head_loss_saving(h, w, targets, Precision::F32, true);
+        let (dh, dw) = out.gradients.unwrap();
+        vec![flat::<B>(out.loss), of::<B>(dh), of::<B>(dw)]
+    }
+
+    /// A square sum, a sum of gradients, and a step of AdamW.
+    fn gradient(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = (1 + self.below(30), 1 + self.below(100));
+        let (x, sum) = (self.matrix(rows, cols), self.matrix(rows, cols));
+        let (w, grad) = (self.random.normals(rows * cols, 0.1), self.random.normals(rows * cols, 1.0));
+        let (w, grad) = (self.put(&w, rows, cols), self.put(&grad, rows, cols));
+        let state = AdamwState::<B>::zeros(StateKind::F32, rows * cols, DType::F32, self.device);
+        let step = AdamwStep {
+            lr: 0.01,
+            beta1: 0.9,
+            beta2: 0.99,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            bias1: 0.1,
+            bias2: 0.01,
+            clip_factor: 0.5,
+            stream: self.stream,
+        };
+        let chunk = 256 * (1 + self.below(4));
+        let (w, _) = B::adamw(w, MasterKind::F32.dense(), grad, state, step, chunk);
+        vec![flat::<B>(B::square_sum(x.clone())), of::<B>(B::accumulated(sum, x)), of::<B>(w)]
+    }
+}
+
+fn plain() -> LinearSpec {
+    LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32)
+}
+
+fn of<B: Nvfp4Kernels>(x: FloatTensor<B>) -> Vec<f32> {
+    host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(x)))
+}
+
+fn flat<B: Nvfp4Kernels>(x: FloatTensor<B>) -> Vec<f32> {
+    host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(x)))
+}
+
+/// The bytes of codes and block scales, and the tensor scale.
+fn bytes<B: Nvfp4Kernels>(q: &Nvfp4Tensor<B>) -> Vec<Vec<f32>> {
+    let packed = q.to_packed().unwrap();
+    let codes = packed.codes.iter().flat_map(|w| w.to_le_bytes()).chain(packed.scales);
+    vec![codes.map(f32::from).collect(), vec![packed.global]]
 }

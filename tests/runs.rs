@@ -46,7 +46,7 @@ fn a_run_is_summarized_in_its_folder() {
     assert_eq!(row(&text, "loss of the first step"), [loss(&steps[0], "loss")]);
     assert_eq!(row(&text, "loss of the last step"), [loss(&steps[3], "loss")]);
     for line in &evaluations {
-        let keys = ["eval_loss", "eval_loss_quantised", "eval_loss_master"];
+        let keys = ["eval_loss", "eval_loss_quantized", "eval_loss_master"];
         assert_eq!(row(&text, &line["step"].to_string()), keys.map(|key| loss(line, key)));
     }
     let model = fs::read(r.join("final/model.dat")).unwrap();
@@ -60,7 +60,7 @@ fn a_run_is_summarized_in_its_folder() {
     // One mark for each evaluation.
     let picture = fs::read_to_string(r.join("loss.svg")).unwrap();
     assert_eq!(picture.matches("<circle ").count(), evaluations.len(), "{picture}");
-    // They are parts of a run, which --overwrite removes.
+    // Summary and picture are parts of a run, which --overwrite removes.
     fit(d, &["--overwrite", "-o", "r"]);
 }
 

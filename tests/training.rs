@@ -375,7 +375,7 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     let metrics = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
     let lines: Vec<serde_json::Value> = metrics.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
     let eval = lines.iter().rev().find(|l| l["eval_loss"].is_number()).unwrap();
-    assert!(eval["eval_loss_quantised"].is_number() && eval["eval_loss_master"].is_number());
+    assert!(eval["eval_loss_quantized"].is_number() && eval["eval_loss_master"].is_number());
     assert!(eval["codes_changed_pct"].as_f64().unwrap() > 0.0);
     assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
 }
@@ -383,7 +383,7 @@ fn a_damped_finish_keeps_codes_to_the_export() {
 /// Up to the given share of the run nothing is quantized, so that each step equals that of a bf16 run. A resumed run
 /// quantizes from the same step on.
 #[test]
-fn a_late_start_of_quantisation_is_bf16_until_then() {
+fn a_late_start_of_quantization_is_bf16_until_then() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);

@@ -57,7 +57,7 @@ impl<B: Backend> Documents<B> {
     }
 
     /// The same documents for another backend that shares the Int tensors, as `Autodiff` and its inner backend do.
-    pub(crate) fn on<C: Backend<IntTensorPrimitive = IntTensor<B>>>(&self) -> Documents<C> {
+    pub(crate) fn on<Other: Backend<IntTensorPrimitive = IntTensor<B>>>(&self) -> Documents<Other> {
         Documents {
             rows: self.rows,
             past: self.past,

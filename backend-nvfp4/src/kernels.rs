@@ -25,18 +25,18 @@ use kernels_cubecl::{
 
 /// A backend that quantizes, multiplies, runs backward passes and steps weights.
 pub trait Nvfp4Kernels: Nvfp4Backend {
-    /// Quantizes a float matrix `[R, C]` along C.
+    /// Quantizes a float matrix `[rows, cols]` along its rows.
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self>;
 
-    /// Quantizes the transpose `[C, R]` of a float matrix `[R, C]` along R, a multiple of 16. If `rotated`, the random
+    /// Quantizes the transpose of a float matrix `[rows, cols]` along its columns; `rows` is a multiple of 16. If `rotated`, the random
     /// Hadamard transform rotates every 16 values first.
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self>;
 
-    /// Quantizes a float matrix `[R, C]` as a master weight: two-level, to nearest, with block scales that have room
+    /// Quantizes a float matrix `[rows, cols]` as a master weight: two-level, to nearest, with block scales that have room
     /// to grow by [`MASTER_ROOM`](crate::reference::MASTER_ROOM).
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self>;
 
-    /// The values `[R, C]` of a packed matrix as `dtype`.
+    /// The values `[rows, cols]` of a packed matrix as `dtype`.
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
 
     /// Multiplies a dense by a packed matrix (see [`Product`]) and stores the result as `out`, which is the dtype of
@@ -222,18 +222,18 @@ impl<B: Nvfp4Kernels> Nvfp4Tensor<B> {
         Self::from_primitive(B::nvfp4_quantize(primitive(x), spec))
     }
 
-    /// The values `[R, C]` as `dtype`.
+    /// The values `[rows, cols]` as `dtype`.
     pub fn dequantize(&self, dtype: DType) -> Tensor<B, 2> {
         tensor(B::nvfp4_dequantize(&self.primitive(), dtype))
     }
 }
 
 /// Multiplies dense batches of matrices in the given number format.
-pub(crate) fn matmul<B: Nvfp4Kernels, const D: usize>(
-    lhs: Tensor<B, D>,
-    rhs: Tensor<B, D>,
+pub(crate) fn matmul<B: Nvfp4Kernels, const RANK: usize>(
+    lhs: Tensor<B, RANK>,
+    rhs: Tensor<B, RANK>,
     precision: Precision,
-) -> Tensor<B, D> {
+) -> Tensor<B, RANK> {
     tensor(B::dense_matmul(primitive(lhs), primitive(rhs), precision, precision.dtype()))
 }
 

@@ -5,10 +5,26 @@
 //! `kernels-cubecl`) implement it, and so does `Autodiff` of either. [`Nvfp4Kernels`] has what only the inner backends
 //! compute, and [`DeviceServices`] has what a program asks of a device.
 //!
-//! Shape letters: `M` rows of activations (tokens), `N` output features, `K` input features of a linear layer, `R` rows
-//! and `C` columns of any matrix. In attention: `H` query heads, `G` key and value heads, `E` head size, `S` keys of all
-//! rows, `T` new tokens of a row, `Q = H / G` queries of a group. `D` is the hidden size, `V` the vocabulary, and `L` the
-//! rows of a table.
+//! # Letters
+//! A capital letter has one meaning in this crate. Matrices that no letter describes have `rows` and `cols`.
+//!
+//! | letter | meaning |
+//! |---|---|
+//! | `M` | tokens of all rows: rows of activations |
+//! | `K`, `N` | input and output features of a linear layer |
+//! | `D` | hidden size |
+//! | `F` | MLP size |
+//! | `V` | vocabulary |
+//! | `H` | query heads |
+//! | `G` | key and value heads |
+//! | `Q` | queries of a group, `H / G` |
+//! | `E` | head size |
+//! | `T` | new tokens of a row |
+//! | `S` | keys of all rows |
+//! | `L` | rows of a table |
+//! | `B`, `R` | type parameters: the backend, the CubeCL runtime |
+//!
+//! In formulas, `W` is the weight matrix of a linear layer.
 
 #![forbid(unsafe_code)]
 

@@ -35,11 +35,11 @@ pub struct PackedMaster<B: Backend> {
 }
 
 /// Computes the outputs `[M, N]` of activations `[M, K]`, each layer with its own specification.
-pub fn linears<B: Nvfp4Backend, const N: usize>(
-    layers: [&Nvfp4Linear<B>; N],
+pub fn linears<B: Nvfp4Backend, const COUNT: usize>(
+    layers: [&Nvfp4Linear<B>; COUNT],
     x: Activations<B>,
-    specs: [LinearSpec; N],
-) -> [Tensor<B, 2>; N] {
+    specs: [LinearSpec; COUNT],
+) -> [Tensor<B, 2>; COUNT] {
     let layers: Vec<_> = layers.into_iter().zip(specs).map(|(layer, spec)| layer.operands(spec)).collect();
     let recipe = layers[0].spec.recipe;
     let ys = if layers.iter().all(|layer| layer.spec.recipe == recipe) {

@@ -415,11 +415,11 @@ fn bytes(x: NdArrayTensor) -> Vec<u8> {
     storage.into_shared().iter().copied().collect()
 }
 
-fn from_floats<const D: usize>(values: Vec<f32>, shape: [usize; D]) -> FloatTensor<NdArray> {
+fn from_floats<const RANK: usize>(values: Vec<f32>, shape: [usize; RANK]) -> FloatTensor<NdArray> {
     <NdArray>::float_from_data(TensorData::new(values, Shape::new(shape)), &device())
 }
 
-fn ints<E: Element, const D: usize>(values: Vec<E>, shape: [usize; D]) -> IntTensor<NdArray> {
+fn ints<Value: Element, const RANK: usize>(values: Vec<Value>, shape: [usize; RANK]) -> IntTensor<NdArray> {
     <NdArray>::int_from_data(TensorData::new(values, Shape::new(shape)), &device())
 }
 

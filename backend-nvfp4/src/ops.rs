@@ -27,7 +27,7 @@ pub trait Nvfp4Backend: Backend {
     fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>>;
 
     /// Returns `h` and `h / rms(h) * w`, where `h` is `x`, or `x + added`. The norm runs over the columns of `h`
-    /// `[M, C]` in f32, is rounded to the dtype of `x`, and is then weighted by `w` f32 `[C]`. The result is ready
+    /// `[M, D]` in f32, is rounded to the dtype of `x`, and is then weighted by `w` f32 `[D]`. The result is ready
     /// for linear layers of the given specification.
     fn rms_norm(
         x: FloatTensor<Self>,
@@ -94,7 +94,7 @@ pub struct Layer<B: Backend> {
     /// The weight `[N, K]`: float values, which the recipe quantizes, or codes.
     pub weight: Operand<B>,
     /// The float tensor `[N, K]` that takes the gradient of codes, because autodiff knows no gradient of integers.
-    /// Its values are never read. `None` if the codes are not trained; the gradient of float values is their own.
+    /// The values of this tensor are never read. `None` if the codes are not trained; the gradient of float values is their own.
     pub gradient: Option<FloatTensor<B>>,
     /// The specification of the layer.
     pub spec: LinearSpec,

@@ -1,6 +1,6 @@
 //! A packed NVFP4 matrix: one type for host data, for the buffers of a device, and for what operations pass on.
 //!
-//! A matrix `[R, C]` has a 4-bit E2M1 code for each value, an E4M3 scale for 16 columns of a row, and an f32 tensor
+//! A matrix `[rows, cols]` has a 4-bit E2M1 code for each value, an E4M3 scale for 16 columns of a row, and an f32 tensor
 //! scale g. A value is `code * scale * g`. [`kernels_cubecl::layout`] says where codes and scales lie.
 
 use crate::error::Nvfp4Error;
@@ -16,21 +16,21 @@ use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
 
 /// A packed matrix over any kind of buffer. Without parameters it is host data.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Packed<C = Vec<u32>, S = Vec<u8>, G = f32> {
-    /// `[R, C/8]` words of 32 bits, eight codes each.
-    pub codes: C,
-    /// `[R, C/16]` E4M3 bytes.
-    pub scales: S,
+pub struct Packed<Codes = Vec<u32>, Scales = Vec<u8>, Global = f32> {
+    /// `[rows, cols / 8]` words of 32 bits, eight codes each.
+    pub codes: Codes,
+    /// `[rows, cols / 16]` E4M3 bytes.
+    pub scales: Scales,
     /// The tensor scale g, which is 1 in single-level tensors. A device holds the bits of the f32 in a U32 tensor `[1]`,
     /// because Int tensors pass through autodiff unchanged.
-    pub global: G,
+    pub global: Global,
 }
 
 /// A packed matrix on a device, as backend operations pass it: Int tensors of U32 codes, U8 scales and the U32 bits of
 /// the tensor scale.
 pub type Nvfp4Primitive<B> = Packed<IntTensor<B>, IntTensor<B>, IntTensor<B>>;
 
-impl<I: TensorMetadata> Packed<I, I, I> {
+impl<Buffer: TensorMetadata> Packed<Buffer, Buffer, Buffer> {
     /// Rows and columns.
     pub fn dims(&self) -> [usize; 2] {
         let shape = self.scales.shape();

@@ -47,7 +47,7 @@ def documents():
             for paragraph in re.split(r"\n\s*\n", prose(path)):
                 paragraph = paragraph.strip()
                 digest = hashlib.sha256(paragraph.encode()).digest()
-                # Generated bindings and repeated licences teach nothing.
+                # Generated bindings and repeated licenses teach nothing.
                 if len(paragraph) < 40 or digest in seen:
                     continue
                 seen.add(digest)

@@ -7,7 +7,7 @@ import csv
 import sys
 
 WIDTH, HEIGHT, LEFT, TOP, KEY = 820, 420, 60, 20, 250
-COLOURS = ["#000000", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#999999"]
+COLORS = ["#000000", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#56b4e9", "#999999"]
 
 table, plot, wanted = sys.argv[1], sys.argv[2], sys.argv[3:]
 curves = {name: collections.defaultdict(list) for name in wanted}
@@ -41,11 +41,11 @@ for step in steps:
     svg.append(f'<text x="{place(step, low)[0]:.0f}" y="{HEIGHT - 28}" text-anchor="middle">{step}</text>')
 svg.append(f'<text x="{(WIDTH - KEY + LEFT) / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">optimizer step</text>')
 for i, (name, points) in enumerate(curves.items()):
-    colour = COLOURS[i % len(COLOURS)]
+    color = COLORS[i % len(COLORS)]
     band = [place(s, min(points[s])) for s in sorted(points)] + [place(s, max(points[s])) for s in sorted(points, reverse=True)]
-    svg.append(f'<polygon points="{path(band)}" fill="{colour}" opacity="0.15"/>')
+    svg.append(f'<polygon points="{path(band)}" fill="{color}" opacity="0.15"/>')
     means = {s: sum(points[s]) / len(points[s]) for s in sorted(points)}
-    svg.append(f'<polyline points="{path(place(*p) for p in means.items())}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-    svg.append(f'<text x="{WIDTH - KEY + 15}" y="{TOP + 16 + 18 * i}" fill="{colour}">{name}: {means[max(means)]:.3f} ({len(points[max(means)])} seeds)</text>')
+    svg.append(f'<polyline points="{path(place(*p) for p in means.items())}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+    svg.append(f'<text x="{WIDTH - KEY + 15}" y="{TOP + 16 + 18 * i}" fill="{color}">{name}: {means[max(means)]:.3f} ({len(points[max(means)])} seeds)</text>')
 svg.append("</svg>")
 open(plot, "w").write("\n".join(svg) + "\n")

@@ -86,9 +86,9 @@ def fit(gpu, name, words):
     rows = [r for r in rows if "eval_loss" in r]
     with lock, open(out / "runs.csv", "a") as table:
         if table.tell() == 0:
-            print("run,step,eval_loss,eval_loss_quantised,eval_loss_master", file=table)
+            print("run,step,eval_loss,eval_loss_quantized,eval_loss_master", file=table)
         for r in rows:
-            print(name, r["step"], r["eval_loss"], r["eval_loss_quantised"], r["eval_loss_master"], sep=",", file=table)
+            print(name, r["step"], r["eval_loss"], r["eval_loss_quantized"], r["eval_loss_master"], sep=",", file=table)
     say(name, "exit code", code, [round(r["eval_loss"], 4) for r in rows])
 
 

@@ -40,9 +40,9 @@ pub(crate) fn flat_launch(len: usize) -> (CubeCount, CubeDim) {
 }
 
 /// The buffers of an `Option` (none or one) or of a list, as kernels take a buffer that may be missing or shared.
-pub(crate) fn sequence<R: Runtime, E: CubePrimitive>(
+pub(crate) fn sequence<R: Runtime, Element: CubePrimitive>(
     buffers: impl IntoIterator<Item = ArrayArg<R>>,
-) -> SequenceArg<R, Array<E>> {
+) -> SequenceArg<R, Array<Element>> {
     let mut sequence = SequenceArg::new();
     buffers.into_iter().for_each(|buffer| sequence.push(buffer));
     sequence

@@ -95,10 +95,10 @@ fn square_sum_kernel<F: Float, N: Size>(
 }
 
 #[cube(launch_unchecked)]
-fn accumulate_kernel<S: Float, F: Float, N: Size>(
-    sum: &mut Array<Vector<S, N>>,
+fn accumulate_kernel<Total: Float, F: Float, N: Size>(
+    sum: &mut Array<Vector<Total, N>>,
     x: &Array<Vector<F, N>>,
-    #[define(S)] _sum_dtype: StorageType,
+    #[define(Total)] _sum_dtype: StorageType,
     #[define(F)] _x_dtype: StorageType,
 ) {
     let at = ABSOLUTE_POS;

@@ -1,4 +1,4 @@
-//! Numbers as the little-endian bytes of containers. No other file converts between the two.
+//! Numbers as the little-endian bytes of containers. No other file of this crate converts between the two.
 
 use half::{bf16, f16};
 
@@ -68,19 +68,42 @@ pub fn to_i32s(bytes: &[u8]) -> Vec<i32> {
     each(bytes, i32::from_le_bytes)
 }
 
+/// The bytes of 64-bit floats.
+pub fn of_f64s(values: impl IntoIterator<Item = f64>) -> Vec<u8> {
+    values.into_iter().flat_map(f64::to_le_bytes).collect()
+}
+
+/// The 64-bit floats of bytes.
+pub fn to_f64s(bytes: &[u8]) -> Vec<f64> {
+    each(bytes, f64::from_le_bytes)
+}
+
 /// The bytes of an unsigned 64-bit number.
 pub(crate) fn of_u64(value: u64) -> [u8; 8] {
     value.to_le_bytes()
 }
 
-/// The unsigned 64-bit number of bytes.
-pub(crate) fn to_u64(bytes: [u8; 8]) -> u64 {
-    u64::from_le_bytes(bytes)
+/// A number that takes `SIZE` bytes in a file.
+pub(crate) trait Number<const SIZE: usize> {
+    /// The number of these bytes.
+    fn of_bytes(bytes: [u8; SIZE]) -> Self;
 }
 
-/// Reads one number from each `N` bytes.
-fn each<const N: usize, T>(bytes: &[u8], read: impl Fn([u8; N]) -> T) -> Vec<T> {
-    let (chunks, _) = bytes.as_chunks::<N>();
+macro_rules! numbers {
+    ($($number:ty),+) => { $(
+        impl Number<{ size_of::<$number>() }> for $number {
+            fn of_bytes(bytes: [u8; size_of::<$number>()]) -> Self {
+                Self::from_le_bytes(bytes)
+            }
+        }
+    )+ };
+}
+
+numbers!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64);
+
+/// Reads one number from each `SIZE` bytes.
+fn each<const SIZE: usize, Value>(bytes: &[u8], read: impl Fn([u8; SIZE]) -> Value) -> Vec<Value> {
+    let (chunks, _) = bytes.as_chunks::<SIZE>();
     chunks.iter().map(|chunk| read(*chunk)).collect()
 }
 
@@ -93,6 +116,9 @@ mod tests {
         assert_eq!(of_u32s([0x0102_0304]), [4, 3, 2, 1]);
         assert_eq!(to_u32s(&of_u32s([7, u32::MAX])), [7, u32::MAX]);
         assert_eq!(to_i32s(&of_i32s([-100, 3])), [-100, 3]);
+        assert_eq!(to_f64s(&of_f64s([0.1, -3.0])), [0.1, -3.0]);
+        assert_eq!(u64::of_bytes(of_u64(1 << 40)), 1 << 40);
+        assert_eq!(i16::of_bytes([0xFE, 0xFF]), -2);
         for float in [FloatType::F16, FloatType::Bf16, FloatType::F32] {
             let values = [1.0, -0.5, 0.0, 240.0];
             assert_eq!(float.encode(&values).len(), 4 * float.size());

@@ -152,9 +152,9 @@ pub const THREAD: &str = "chat template";
 
 /// Runs `work` on a thread of its own, with limits on its stack, its time and its memory. A panic of the template library
 /// becomes an error with its message. A thread cannot be ended: after an error by time or memory the program should end.
-fn on_a_large_stack<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, ModelError> + Send + 'static,
-) -> Result<T, ModelError> {
+fn on_a_large_stack<Value: Send + 'static>(
+    work: impl FnOnce() -> Result<Value, ModelError> + Send + 'static,
+) -> Result<Value, ModelError> {
     let (sender, done) = mpsc::channel();
     let thread = std::thread::Builder::new().name(THREAD.into()).stack_size(STACK);
     let (began, before) = (Instant::now(), resident());
@@ -219,15 +219,15 @@ fn tojson(value: Value, kwargs: Kwargs) -> Result<Value, Error> {
 struct Python;
 
 impl serde_json::ser::Formatter for Python {
-    fn begin_array_value<W: ?Sized + io::Write>(&mut self, w: &mut W, first: bool) -> io::Result<()> {
+    fn begin_array_value<Out: ?Sized + io::Write>(&mut self, w: &mut Out, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { w.write_all(b", ") }
     }
 
-    fn begin_object_key<W: ?Sized + io::Write>(&mut self, w: &mut W, first: bool) -> io::Result<()> {
+    fn begin_object_key<Out: ?Sized + io::Write>(&mut self, w: &mut Out, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { w.write_all(b", ") }
     }
 
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
+    fn begin_object_value<Out: ?Sized + io::Write>(&mut self, w: &mut Out) -> io::Result<()> {
         w.write_all(b": ")
     }
 }

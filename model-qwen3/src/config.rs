@@ -17,7 +17,7 @@ pub struct Qwen3Config {
     pub num_hidden_layers: usize,
     /// Number of query heads H.
     pub num_attention_heads: usize,
-    /// Number of key/value heads K. H is a multiple of K.
+    /// Number of key and value heads G. H is a multiple of G.
     pub num_key_value_heads: usize,
     /// Head size E, which is even.
     pub head_dim: usize,

@@ -162,14 +162,14 @@ impl DatFile {
     }
 }
 
-struct Walker<'a, R> {
+struct Walker<'a, Input> {
     path: &'a Path,
-    input: R,
+    input: Input,
     at: u64,
     size: u64,
 }
 
-impl<R: Read + Seek> Walker<'_, R> {
+impl<Input: Read + Seek> Walker<'_, Input> {
     fn entries(mut self) -> Result<Vec<DatEntry>, ModelError> {
         let count = self.leb128("header", "entry count")?;
         if count > MOST_ENTRIES {
@@ -273,18 +273,18 @@ fn name(i: u64, key: &str) -> String {
 
 /// Writes a `.dat` file from front to back, without keeping payloads.
 #[derive(Debug)]
-pub struct DatWriter<W> {
-    out: W,
+pub struct DatWriter<Out> {
+    out: Out,
     entries_left: usize,
     bytes_left: u64,
 }
 
-impl<W: Write> DatWriter<W> {
+impl<Out: Write> DatWriter<Out> {
     /// Starts a file with this number of entries.
     ///
     /// # Errors
     /// If the system fails.
-    pub fn new(mut out: W, entries: usize) -> std::io::Result<Self> {
+    pub fn new(mut out: Out, entries: usize) -> std::io::Result<Self> {
         write_leb128(&mut out, entries as u64)?;
         Ok(Self { out, entries_left: entries, bytes_left: 0 })
     }
@@ -323,7 +323,7 @@ impl<W: Write> DatWriter<W> {
     ///
     /// # Panics
     /// If entries or payload bytes are missing.
-    pub fn finish(self) -> W {
+    pub fn finish(self) -> Out {
         assert_eq!((self.entries_left, self.bytes_left), (0, 0), "the file is complete");
         self.out
     }

@@ -72,7 +72,7 @@ pub enum ModelError {
     TooLarge {
         /// What is too large.
         what: &'static str,
-        /// Its value.
+        /// The value that is too large.
         value: usize,
         /// The limit.
         limit: usize,

@@ -20,7 +20,7 @@ pub fn parse(text: &str) -> serde_json::Result<Value> {
 pub struct Unique(pub Value);
 
 impl<'de> Deserialize<'de> for Unique {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+    fn deserialize<Source: Deserializer<'de>>(deserializer: Source) -> Result<Self, Source::Error> {
         deserializer.deserialize_any(AnyValue).map(Unique)
     }
 }
@@ -34,35 +34,35 @@ impl<'de> Visitor<'de> for AnyValue {
         f.write_str("a JSON value")
     }
 
-    fn visit_unit<E>(self) -> Result<Value, E> {
+    fn visit_unit<Failure>(self) -> Result<Value, Failure> {
         Ok(Value::Null)
     }
 
-    fn visit_bool<E>(self, v: bool) -> Result<Value, E> {
+    fn visit_bool<Failure>(self, v: bool) -> Result<Value, Failure> {
         Ok(v.into())
     }
 
-    fn visit_i64<E>(self, v: i64) -> Result<Value, E> {
+    fn visit_i64<Failure>(self, v: i64) -> Result<Value, Failure> {
         Ok(v.into())
     }
 
-    fn visit_u64<E>(self, v: u64) -> Result<Value, E> {
+    fn visit_u64<Failure>(self, v: u64) -> Result<Value, Failure> {
         Ok(v.into())
     }
 
-    fn visit_f64<E>(self, v: f64) -> Result<Value, E> {
+    fn visit_f64<Failure>(self, v: f64) -> Result<Value, Failure> {
         Ok(Number::from_f64(v).map_or(Value::Null, Value::Number))
     }
 
-    fn visit_str<E>(self, v: &str) -> Result<Value, E> {
+    fn visit_str<Failure>(self, v: &str) -> Result<Value, Failure> {
         Ok(v.into())
     }
 
-    fn visit_string<E>(self, v: String) -> Result<Value, E> {
+    fn visit_string<Failure>(self, v: String) -> Result<Value, Failure> {
         Ok(v.into())
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+    fn visit_seq<Items: SeqAccess<'de>>(self, mut seq: Items) -> Result<Value, Items::Error> {
         let mut values = Vec::new();
         while let Some(Unique(value)) = seq.next_element()? {
             values.push(value);
@@ -70,11 +70,11 @@ impl<'de> Visitor<'de> for AnyValue {
         Ok(Value::Array(values))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+    fn visit_map<Items: MapAccess<'de>>(self, mut map: Items) -> Result<Value, Items::Error> {
         let mut object = Map::new();
         while let Some(key) = map.next_key::<String>()? {
             if object.contains_key(&key) {
-                return Err(A::Error::custom(format_args!("the key {key:?} stands twice in an object")));
+                return Err(Items::Error::custom(format_args!("the key {key:?} stands twice in an object")));
             }
             let Unique(value) = map.next_value()?;
             object.insert(key, value);

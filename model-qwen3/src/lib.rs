@@ -20,9 +20,25 @@
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
 //! | [`sample`], [`generate`] | choosing a token; prompt to answer |
 //!
-//! Shape letters: `B` rows of a batch, `T` new tokens of a row, `M = B * T` new tokens of all rows, `S` tokens of a row so
-//! far, `D` hidden size, `H` query heads, `G` key and value heads, `E` head size, `F` MLP size, `V` vocabulary. Heads lie
-//! side by side in the columns of a matrix: `q_MHE` is `[M, H*E]`.
+//! # Letters
+//! A capital letter has one meaning in this crate. Names of tensors end in the letters of their shape.
+//!
+//! | letter | meaning |
+//! |---|---|
+//! | `R` | rows of a batch |
+//! | `T` | new tokens of a row |
+//! | `M` | new tokens of all rows, `R * T` |
+//! | `S` | tokens of a row so far |
+//! | `D` | hidden size |
+//! | `H` | query heads |
+//! | `G` | key and value heads |
+//! | `E` | head size |
+//! | `F` | MLP size |
+//! | `V` | vocabulary |
+//! | `K`, `N` | input and output features of a linear layer, in files |
+//! | `B` | type parameter: the backend |
+//!
+//! Heads lie side by side in the columns of a matrix: `q_MHE` is `[M, H*E]`.
 
 #![forbid(unsafe_code)]
 // Names end in shape letters: `x_MD` is `[M, D]`.

@@ -107,7 +107,7 @@ pub struct Places {
 #[derive(Debug, Clone)]
 pub struct Context<B: Backend> {
     rotary: Rotary<B>,
-    /// Those of the rows of a batch; or those of each sequence that goes on after what its cache holds.
+    /// The documents of the rows of a batch; or, with a cache, those of each sequence that is continued.
     documents: Arc<[Documents<B>]>,
     spec: LinearSpec,
     attention: AttentionSpec,
@@ -164,11 +164,11 @@ impl<B: Nvfp4Backend> Block<B> {
 }
 
 impl<B: Nvfp4Backend> Qwen3<B> {
-    /// Maps token ids `[B, T]` to the final hidden states `[M, D]`, normalized. Shows `watch` the embedding, the output
+    /// Maps token ids `[R, T]` to the final hidden states `[M, D]`, normalized. Shows `watch` the embedding, the output
     /// of each block but the last, and the normalized last, which Hugging Face calls `hidden_states`, `[M, D]` each.
-    pub fn forward(&self, ids_BT: Tensor<B, 2, Int>, mut watch: impl FnMut(&Tensor<B, 2>)) -> Tensor<B, 2> {
-        let ctx = self.context(&[Places::of_rows(ids_BT.dims())]);
-        let mut h_MD = self.embed(ids_BT);
+    pub fn forward(&self, ids_RT: Tensor<B, 2, Int>, mut watch: impl FnMut(&Tensor<B, 2>)) -> Tensor<B, 2> {
+        let ctx = self.context(&[Places::of_rows(ids_RT.dims())]);
+        let mut h_MD = self.embed(ids_RT);
         for (i, block) in self.layers.iter().enumerate() {
             watch(&h_MD);
             h_MD = block.forward(h_MD, &self.of_block(&ctx, i));
@@ -178,9 +178,9 @@ impl<B: Nvfp4Backend> Qwen3<B> {
         h_MD
     }
 
-    /// Looks up the embeddings of token ids `[B, T]`, `[M, D]`.
-    pub fn embed(&self, ids_BT: Tensor<B, 2, Int>) -> Tensor<B, 2> {
-        let ids_M = ids_BT.flatten(0, 1);
+    /// Looks up the embeddings of token ids `[R, T]`, `[M, D]`.
+    pub fn embed(&self, ids_RT: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+        let ids_M = ids_RT.flatten(0, 1);
         ops::token_rows(self.embed_tokens.val(), ids_M, self.info.spec.precision.dtype())
     }
 
@@ -250,13 +250,13 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
     /// holds, and are appended to it.
     pub fn forward_cached(
         &self,
-        ids_BT: Tensor<B, 2, Int>,
+        ids_RT: Tensor<B, 2, Int>,
         sequences: &mut [(&mut KvCache<B>, usize)],
     ) -> Tensor<B, 2> {
         let places: Vec<Places> =
             sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.len())).collect();
         let ctx = self.context(&places);
-        let mut h_MD = self.embed(ids_BT);
+        let mut h_MD = self.embed(ids_RT);
         for (i, block) in self.layers.iter().enumerate() {
             let mut caches: Vec<_> = sequences.iter_mut().map(|(cache, _)| cache.layer(i)).collect();
             h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), &mut caches);
@@ -369,7 +369,7 @@ pub(crate) fn below_each_other<B: Backend>(mut parts: Vec<Tensor<B, 2>>) -> Tens
     if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 0) }
 }
 
-/// Makes an Int tensor `[B, T]` of ids. Shorter rows are padded with 0.
+/// Makes an Int tensor `[R, T]` of ids. Shorter rows are padded with 0.
 ///
 /// # Errors
 /// If an id is outside the vocabulary.

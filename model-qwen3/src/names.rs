@@ -117,11 +117,11 @@ pub(crate) enum Part {
 /// How a container spells the keys of an NVFP4 tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spelling {
-    /// That of `.dat` files.
+    /// The spelling of `.dat` files.
     Dat,
-    /// That of nvidia-modelopt.
+    /// The spelling of nvidia-modelopt.
     ModelOpt,
-    /// That of compressed-tensors, which stores the reciprocal of the tensor scale.
+    /// The spelling of compressed-tensors, which stores the reciprocal of the tensor scale.
     CompressedTensors,
 }
 

@@ -3,7 +3,7 @@
 
 use crate::{
     ModelError,
-    bytes::{FloatType, of_u64, to_u64},
+    bytes::{FloatType, Number, of_u64},
     file::{self, read_at, read_text},
     json,
 };
@@ -76,7 +76,7 @@ impl SafeFile {
             return Err(ModelError::parse(path, format!("the file has {size} bytes, fewer than a header")));
         }
         file.read_exact(&mut length).map_err(ModelError::io(path, ""))?;
-        let header = to_u64(length);
+        let header = u64::of_bytes(length);
         if header > LARGEST_HEADER.min(size - 8) {
             let left = size - 8;
             let reason = format!(

@@ -30,14 +30,14 @@ impl Sampling {
 /// Logarithms of probabilities (base e) at one position: those of the model, before penalty and temperature.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Logprobs {
-    /// That of the chosen token.
+    /// The logarithm of the chosen token's probability.
     pub chosen: f32,
     /// The most likely tokens, the likeliest first.
     pub top: Vec<(u32, f32)>,
 }
 
 impl Logprobs {
-    /// Those of the token `chosen` and of the `count` most likely ones.
+    /// The logarithms for the token `chosen` and for the `count` most likely ones.
     pub fn of(logits: &[f32], chosen: u32, count: usize) -> Self {
         let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();

@@ -19,12 +19,12 @@ const CHUNK: usize = 2 << 20;
 ///
 /// # Errors
 /// If a tensor of `like` is missing or has another shape, or reading or writing fails.
-pub fn write_dat<W: Write>(
+pub fn write_dat<Out: Write>(
     tensors: &dyn Tensors,
     like: Option<&DatFile>,
-    out: W,
+    out: Out,
     write_error: impl Fn(std::io::Error) -> ModelError,
-) -> Result<W, ModelError> {
+) -> Result<Out, ModelError> {
     let plan = match like {
         Some(original) => plan_like(tensors, original)?,
         None => plan_default(tensors),
@@ -116,11 +116,11 @@ fn plan_like(tensors: &dyn Tensors, original: &DatFile) -> Result<Vec<Planned>, 
 ///
 /// # Errors
 /// If reading or writing fails.
-pub fn write_safetensors<W: Write>(
+pub fn write_safetensors<Out: Write>(
     tensors: &dyn Tensors,
-    out: W,
+    out: Out,
     write_error: impl Fn(std::io::Error) -> ModelError,
-) -> Result<W, ModelError> {
+) -> Result<Out, ModelError> {
     write_shard(tensors, &tensors.names(), Spelling::ModelOpt, out, write_error)
 }
 
@@ -128,13 +128,13 @@ pub fn write_safetensors<W: Write>(
 ///
 /// # Errors
 /// If reading or writing fails.
-pub fn write_shard<W: Write>(
+pub fn write_shard<Out: Write>(
     tensors: &dyn Tensors,
     names: &[String],
     spelling: Spelling,
-    mut out: W,
+    mut out: Out,
     write_error: impl Fn(std::io::Error) -> ModelError,
-) -> Result<W, ModelError> {
+) -> Result<Out, ModelError> {
     let layout: Vec<_> = names.iter().flat_map(|name| entries(tensors, name, spelling)).collect();
     let mut put = |bytes: &[u8]| out.write_all(bytes).map_err(&write_error);
     put(&safetensors::header(&layout))?;

@@ -175,7 +175,7 @@ impl Exact {
     }
 }
 
-/// Half of the relative distance of neighbouring numbers, a little more.
+/// Half of the relative distance of neighboring numbers, a little more.
 pub(super) fn rounding(ty: StorageType) -> f64 {
     match ty {
         BF16 => 1.01 / 256.0,

@@ -1,7 +1,11 @@
 //! The command line: commands and their flags. Plain data; the settings of a training run, with their
 //! flags, are in [`crate::settings`].
 
-use crate::settings::{Auto, DeviceChoice, Format, Layer, LossOn, fields::COMMON, parser, with_flags};
+use crate::settings::{
+    Auto, DeviceChoice, Format, Layer, LossOn, ResumeFrom,
+    fields::{COMMON, longest},
+    parser, with_flags,
+};
 use backend_nvfp4::{Precision, Recipe, Scaling};
 use clap::{ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum, builder::NonEmptyStringValueParser};
 use std::{ffi::OsString, net::IpAddr, path::PathBuf};
@@ -127,7 +131,7 @@ pub struct Launch {
     /// Resume an interrupted run: its run folder, or one of its checkpoints; without a value, the run of --output-dir
     #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "latest", alias = "resume")]
     #[arg(help_heading = "Saving")]
-    pub resume_from_checkpoint: Option<String>,
+    pub resume_from_checkpoint: Option<ResumeFrom>,
     /// Delete the older run in the run folder first
     #[arg(long, help_heading = "Saving")]
     pub overwrite: bool,
@@ -161,8 +165,8 @@ pub struct RowsArgs {
     /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
-    /// Maximum length of a training sequence, in tokens [default: 2048, or the model's limit if that is lower]
-    #[arg(long, value_name = "N")]
+    /// Maximum length of a training sequence, in tokens.
+    #[arg(long, value_name = "N", help = longest("Maximum length of a training sequence, in tokens"))]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
     /// Format of the data files
     #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
@@ -172,7 +176,7 @@ pub struct RowsArgs {
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
     pub document_separator: Option<String>,
     /// Which tokens the loss counts
-    #[arg(long, default_value = "assistant")]
+    #[arg(long, value_enum, default_value_t)]
     pub loss_on: LossOn,
 }
 
@@ -211,17 +215,18 @@ pub struct EvalLossArgs {
     /// Which model predicts.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Files to measure, folders of such files, or patterns such as 'rows/*.jsonl'; the formats are those of training files
+    /// Files to measure, folders of such files, or patterns such as 'rows/*.jsonl'; training files have the same formats
     #[arg(short, long, value_name = "PATH", num_args = 1.., required = true)]
     pub data: Vec<PathBuf>,
     /// Format of the files
     #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
     pub format: Auto<Format>,
     /// Which tokens the loss counts
-    #[arg(long, default_value = "assistant")]
+    #[arg(long, value_enum, default_value_t)]
     pub loss_on: LossOn,
-    /// Longest sequence, in tokens; what is longer is cut into several [default: 2048, or the model's limit if that is lower]
+    /// Maximum length of a sequence, in tokens.
     #[arg(long, value_name = "N")]
+    #[arg(help = longest("Maximum length of a sequence, in tokens; longer ones are cut into several"))]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
     /// Round an unquantized model as this recipe does in a forward pass, and then measure it: bf16 rounds nothing, w4 the
     /// weights, w4a4 and nvfp4 the weights and activations. Give the flag several times to compare recipes
@@ -248,7 +253,7 @@ pub struct ExportArgs {
     /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: those of the run]
+    /// Which scales NVFP4 weights have [default: the scales of the run]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
@@ -390,11 +395,14 @@ pub struct GenerateArgs {
     /// Print one JSON object at the end instead of streaming the text
     #[arg(long)]
     pub json: bool,
-    /// With --json or --prompts: also print, for each token of the answer, its log probability and those of the N tokens that
-    /// were most likely at that position
+    /// With --json or --prompts: also print, for each token of the answer, its log probability and the log probabilities of
+    /// the N tokens that were most likely at that position
     #[arg(long, value_name = "N")]
     pub logprobs: Option<usize>,
 }
+
+/// Tokens of a conversation, if nobody says how many.
+pub(crate) const CONTEXT: usize = 8192;
 
 /// Flags of `chat`.
 #[derive(Debug, Args)]
@@ -409,7 +417,7 @@ pub struct ChatArgs {
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// Maximum length of the conversation, in tokens; its memory is allocated at the start
-    #[arg(long, value_name = "N", default_value_t = 8192)]
+    #[arg(long, value_name = "N", default_value_t = CONTEXT)]
     pub context: usize,
     /// Read messages, and commands such as /reset, from this file instead of the terminal. From a .jsonl file that /save
     /// wrote, send its system and user messages again
@@ -462,8 +470,11 @@ pub struct ServeArgs {
     /// The model's name in replies [default: the name of its file or folder]
     #[arg(long, value_name = "NAME")]
     pub model_name: Option<String>,
-    /// Maximum length of a prompt and its answer, in tokens; its memory is allocated at the start [default: 8192, or the model's limit if that is lower]
-    #[arg(long, value_name = "N")]
+    /// Maximum length of a prompt and its answer, in tokens.
+    #[arg(long, value_name = "N", help = format!(
+        "Maximum length of a prompt and its answer, in tokens; its memory is allocated at the start [default: {CONTEXT}, or \
+         the model's limit if that is lower]"
+    ))]
     pub context: Option<std::num::NonZeroUsize>,
     /// Number of answers that are made at once, each with --context tokens; others wait
     #[arg(long, value_name = "N", default_value_t = 4)]

@@ -1,5 +1,6 @@
 //! All writing of files, so that a crash or a full disk leaves no half-written one. No other file of this crate writes,
-//! renames or removes. (CubeCL writes compiled kernels itself.)
+//! renames or removes, and none but this one makes a folder. (Two libraries write files of their own: CubeCL writes compiled
+//! kernels, and rustyline the history of `chat`.)
 //!
 //! A file appears under its name complete or not at all: it is written under a temporary name beside it, synced and
 //! renamed, and its folder is synced. A folder of files appears the same way. It ends with `manifest.json`, which is
@@ -64,17 +65,25 @@ pub fn write_bytes(path: &Path, bytes: &[u8]) -> Result<String, CliError> {
     write_file(path, |out| out.write_all(bytes).map_err(CliError::io(path)))
 }
 
-/// Appends one line to a file. The line is not synced: a crash of the machine may lose the lines since [`sync_file`].
+/// Appends one line to a file, which is made if it does not exist. The line is not synced: a crash of the machine may lose
+/// the lines since [`sync_file`].
 ///
 /// # Errors
 /// If writing fails.
 pub fn append_line(path: &Path, line: &str) -> Result<(), CliError> {
-    OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(path)
-        .and_then(|mut f| f.write_all(format!("{line}\n").as_bytes()))
-        .map_err(CliError::io(path))
+    append_by(OpenOptions::new().create(true), path, format!("{line}\n").as_bytes())
+}
+
+/// Appends bytes to a file that exists. They are not synced.
+///
+/// # Errors
+/// If there is no such file, or writing fails.
+pub fn append_bytes(path: &Path, bytes: &[u8]) -> Result<(), CliError> {
+    append_by(&mut OpenOptions::new(), path, bytes)
+}
+
+fn append_by(options: &mut OpenOptions, path: &Path, bytes: &[u8]) -> Result<(), CliError> {
+    options.append(true).open(path).and_then(|mut file| file.write_all(bytes)).map_err(CliError::io(path))
 }
 
 /// Syncs a file that lines were appended to, if it exists, and its name.

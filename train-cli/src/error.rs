@@ -34,7 +34,7 @@ pub enum CliError {
         step: usize,
         /// `loss` or `gradient norm`.
         what: &'static str,
-        /// Its value.
+        /// The value of the loss or norm.
         value: f32,
         /// Whether the step has updated weights.
         updated: bool,

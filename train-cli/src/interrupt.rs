@@ -15,7 +15,7 @@ use std::sync::{
 pub struct Signal(i32);
 
 impl Signal {
-    /// Its name.
+    /// The name of the signal.
     pub fn name(self) -> &'static str {
         match self.0 {
             SIGINT => "SIGINT",

@@ -20,6 +20,18 @@
 //! | [`outputs`] | the rule that no output replaces an input |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
 //! | [`interrupt`], [`watchdog`] | signals that ask a run to end; steps that never end |
+//!
+//! # Letters
+//! A capital letter has one meaning in this crate. Names of tensors end in the letters of their shape, as in [`model_qwen3`].
+//!
+//! | letter | meaning |
+//! |---|---|
+//! | `M` | tokens of a micro-batch |
+//! | `D` | hidden size |
+//! | `V` | vocabulary |
+//! | `B`, `R` | type parameters: the backend, the CubeCL runtime |
+//! | `J`, `L` | type parameters: a job of a device, who listens to an answer |
+//! | `T` | type parameter: any type |
 
 #![forbid(unsafe_code)]
 

@@ -150,7 +150,7 @@ impl Trained {
     /// # Errors
     /// If it cannot be written.
     pub fn write(recipe: Recipe, folder: &mut PendingFolder) -> Result<(), CliError> {
-        // Its parts concern training only.
+        // Which parts of the recipe are left out concerns training only.
         let recipe = if let Recipe::Nvfp4(_) = recipe { Recipe::Nvfp4(Nvfp4Parts::ALL) } else { recipe };
         let text = serde_json::to_string_pretty(&Self { recipe }).expect("plain data serializes");
         folder.file(TRAINED, |out| out.write_all(text.as_bytes()).map_err(CliError::io(Path::new(TRAINED))))

@@ -7,7 +7,7 @@ use crate::{
     outputs::{check_dat_name, check_output},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        fields::{RANGES, flag},
+        fields::{MAX_SEQ_LENGTH, RANGES, flag},
     },
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
@@ -115,9 +115,9 @@ fn with_files(mut settings: Settings) -> Result<Settings, CliError> {
     Ok(settings)
 }
 
-/// Maximum length of a training sequence, for a model that takes `limit` tokens: as wanted, else 2,048.
+/// Maximum length of a training sequence, for a model that takes `limit` tokens: as wanted, else [`MAX_SEQ_LENGTH`].
 pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
-    wanted.unwrap_or(2048).min(limit)
+    wanted.unwrap_or(MAX_SEQ_LENGTH).min(limit)
 }
 
 /// This step's norm costs nothing extra where all gradients exist before the first is applied. Elsewhere it takes the memory

@@ -79,12 +79,12 @@ impl Line {
         Self(Some(bar))
     }
 
-    /// So much is done now.
+    /// Shows that `done` is done.
     pub fn set(&self, done: usize) {
         self.0.iter().for_each(|bar| bar.set_position(done as u64));
     }
 
-    /// So much more is done.
+    /// Shows that `more` is done besides.
     fn add(&self, more: usize) {
         self.0.iter().for_each(|bar| bar.inc(more as u64));
     }

@@ -25,7 +25,7 @@ const STACK: usize = 64 << 20;
 /// caller ends the process.
 ///
 /// # Errors
-/// Those of the work, and a step that takes too long.
+/// The errors of the work, and a step that takes too long.
 pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Result<(), CliError> {
     let (sender, ended) = channel();
     let work = move || {

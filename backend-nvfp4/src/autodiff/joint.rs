@@ -27,21 +27,21 @@ use burn::{
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Puts the outputs `ys` of layers into the graph. Their `parents` are the activations and the weight of each layer.
-pub(super) fn outputs<B: Nvfp4Kernels, C: CheckpointStrategy>(
-    parents: Vec<FloatTensor<Autodiff<B, C>>>,
+pub(super) fn outputs<B: Nvfp4Kernels, Strategy: CheckpointStrategy>(
+    parents: Vec<FloatTensor<Autodiff<B, Strategy>>>,
     state: (Saved<B>, Vec<LinearSpec>),
     ys: Vec<FloatTensor<B>>,
-) -> Vec<FloatTensor<Autodiff<B, C>>> {
+) -> Vec<FloatTensor<Autodiff<B, Strategy>>> {
     let arrived = Arrived(Arc::new(Mutex::new(ys.iter().map(|_| None).collect())));
     let state = (state.0, state.1, arrived.clone());
     // The graph needs the number of parents at compile time.
     let operation = match parents.len() {
-        2 => operation::<B, C, 2>(parents, state),
-        3 => operation::<B, C, 3>(parents, state),
-        4 => operation::<B, C, 4>(parents, state),
+        2 => operation::<B, Strategy, 2>(parents, state),
+        3 => operation::<B, Strategy, 3>(parents, state),
+        4 => operation::<B, Strategy, 4>(parents, state),
         n => panic!("{} layers read the same activations, one to three are expected", n - 1),
     };
-    let output = |(i, y)| match Output.prepare::<C>([operation.node.clone()]).compute_bound().stateful() {
+    let output = |(i, y)| match Output.prepare::<Strategy>([operation.node.clone()]).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish((arrived.clone(), i), y),
         OpsKind::UnTracked(prep) => prep.finish(y),
     };
@@ -68,13 +68,13 @@ impl<B: Backend> Arrived<B> {
 
 type State<B> = (Saved<B>, Vec<LinearSpec>, Arrived<B>);
 
-fn operation<B: Nvfp4Kernels, C: CheckpointStrategy, const P: usize>(
-    parents: Vec<FloatTensor<Autodiff<B, C>>>,
+fn operation<B: Nvfp4Kernels, Strategy: CheckpointStrategy, const PARENTS: usize>(
+    parents: Vec<FloatTensor<Autodiff<B, Strategy>>>,
     state: State<B>,
-) -> FloatTensor<Autodiff<B, C>> {
-    let parents: [FloatTensor<Autodiff<B, C>>; P] = parents.try_into().expect("their number was matched");
+) -> FloatTensor<Autodiff<B, Strategy>> {
+    let parents: [FloatTensor<Autodiff<B, Strategy>>; PARENTS] = parents.try_into().expect("their number was matched");
     let stand_in = parents[0].primitive.clone();
-    match Linears.prepare::<C>(parents.map(|parent| parent.node)).compute_bound().stateful() {
+    match Linears.prepare::<Strategy>(parents.map(|parent| parent.node)).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish(state, stand_in),
         OpsKind::UnTracked(prep) => prep.finish(stand_in),
     }
@@ -83,9 +83,9 @@ fn operation<B: Nvfp4Kernels, C: CheckpointStrategy, const P: usize>(
 #[derive(Debug)]
 struct Linears;
 
-impl<B: Nvfp4Kernels, const P: usize> Backward<B, P> for Linears {
+impl<B: Nvfp4Kernels, const PARENTS: usize> Backward<B, PARENTS> for Linears {
     type State = State<B>;
-    fn backward(self, ops: Ops<Self::State, P>, grads: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Self::State, PARENTS>, grads: &mut Gradients, _: &mut Checkpointer) {
         drop(grads.consume::<B>(&ops.node));
         let (saved, specs, arrived) = ops.state;
         let wanted = ops.parents.each_ref().map(Option::is_some);

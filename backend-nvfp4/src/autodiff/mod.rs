@@ -33,7 +33,7 @@ use burn::{
 };
 use kernels_cubecl::bench;
 
-impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
+impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B, Strategy> {
     fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
         let (mut parents, mut inner, mut specs) = (vec![x.values.clone()], Vec::new(), Vec::new());
         for Layer { weight, gradient, spec } in layers {
@@ -48,7 +48,7 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
         let x = Activations { values: x.values.primitive, codes: x.codes };
         let (ys, saved) = straight_through::forward::<B>(x, inner);
-        joint::outputs::<B, C>(parents, (saved, specs), ys)
+        joint::outputs::<B, Strategy>(parents, (saved, specs), ys)
     }
 
     fn rms_norm(
@@ -73,14 +73,14 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             }
             Some(added) => {
                 let (sum, y) = B::rms_norm(x.primitive, Some(added.primitive), w.primitive.clone(), eps, spec);
-                let sum = match Sum.prepare::<C>([x.node, added.node]).compute_bound().stateful() {
+                let sum = match Sum.prepare::<Strategy>([x.node, added.node]).compute_bound().stateful() {
                     OpsKind::Tracked(prep) => prep.finish((), sum),
                     OpsKind::UnTracked(prep) => prep.finish(sum),
                 };
                 (sum, y)
             }
         };
-        let values = normed::<B, C>(h.clone(), w, eps, y.values);
+        let values = normed::<B, Strategy>(h.clone(), w, eps, y.values);
         (h, Activations { values, codes: y.codes })
     }
 
@@ -101,7 +101,7 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             positions: rotary.positions.clone(),
         };
         let y = B::norm_rope(x.primitive.clone(), w.primitive.clone(), &rotary, eps);
-        match NormRope.prepare::<C>([x.node, w.node]).compute_bound().stateful() {
+        match NormRope.prepare::<Strategy>([x.node, w.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((x.primitive, w.primitive, rotary, eps), y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
@@ -117,7 +117,7 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             }
         }
         let y = B::swiglu(gate.primitive.clone(), up.primitive.clone(), spec);
-        let values = match Swiglu.prepare::<C>([gate.node, up.node]).compute_bound().stateful() {
+        let values = match Swiglu.prepare::<Strategy>([gate.node, up.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((gate.primitive, up.primitive), y.values),
             OpsKind::UnTracked(prep) => prep.finish(y.values),
         };
@@ -144,7 +144,7 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         let docs = docs.on::<B>();
         let [q_in, k_in, v_in] = [&q, &k, &v].map(|x| x.primitive.clone());
         let (y, lse) = B::attention_saving(q_in, k_in, v_in, &docs, spec);
-        match Attention.prepare::<C>([q.node, k.node, v.node]).compute_bound().stateful() {
+        match Attention.prepare::<Strategy>([q.node, k.node, v.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
                 let (q, k, v) = (q.primitive, k.primitive, v.primitive);
                 prep.finish((AttentionSaved { q, k, v, y: y.clone(), lse }, docs, spec), y)
@@ -176,7 +176,7 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
             }
         }
         let (h_in, w_in) = (h.primitive, w.primitive);
-        match Head.prepare::<C>([h.node, w.node]).compute_bound().stateful() {
+        match Head.prepare::<Strategy>([h.node, w.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => {
                 let out = B::head_loss_saving(h_in, w_in, targets, precision, true);
                 prep.finish(out.gradients.expect("asked for"), out.loss)
@@ -201,7 +201,7 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
         }
         let shape = w.primitive.shape();
         let y = B::token_rows(w.primitive, ids.clone(), dtype);
-        match TokenRows.prepare::<C>([w.node]).compute_bound().stateful() {
+        match TokenRows.prepare::<Strategy>([w.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish((shape, ids), y),
             OpsKind::UnTracked(prep) => prep.finish(y),
         }
@@ -209,7 +209,7 @@ impl<B: Nvfp4Kernels, C: CheckpointStrategy> Nvfp4Backend for Autodiff<B, C> {
 }
 
 // A device answers the same whether its operations are recorded or not.
-impl<B: Nvfp4Kernels + DeviceServices, C: CheckpointStrategy> DeviceServices for Autodiff<B, C> {
+impl<B: Nvfp4Kernels + DeviceServices, Strategy: CheckpointStrategy> DeviceServices for Autodiff<B, Strategy> {
     fn tiers(device: &Self::Device) -> Vec<&'static str> {
         B::tiers(device)
     }
@@ -225,12 +225,12 @@ impl<B: Nvfp4Kernels + DeviceServices, C: CheckpointStrategy> DeviceServices for
 
 /// Puts `y`, the norm of x, into the graph. Its backward adds `dx` to the gradient that x has already, which came
 /// through the residual connection, in the same pass.
-fn normed<B: Nvfp4Kernels, C: CheckpointStrategy>(
-    x: FloatTensor<Autodiff<B, C>>,
-    w: FloatTensor<Autodiff<B, C>>,
+fn normed<B: Nvfp4Kernels, Strategy: CheckpointStrategy>(
+    x: FloatTensor<Autodiff<B, Strategy>>,
+    w: FloatTensor<Autodiff<B, Strategy>>,
     eps: f64,
     y: FloatTensor<B>,
-) -> FloatTensor<Autodiff<B, C>> {
+) -> FloatTensor<Autodiff<B, Strategy>> {
     #[derive(Debug)]
     struct RmsNorm;
     impl<B: Nvfp4Kernels> Backward<B, 2> for RmsNorm {
@@ -245,17 +245,17 @@ fn normed<B: Nvfp4Kernels, C: CheckpointStrategy>(
             gradients::<B, _, 2>(ops, grads, |(x, w, eps), dy| B::rms_norm_backward(x, w, dy, so_far, eps).into());
         }
     }
-    match RmsNorm.prepare::<C>([x.node, w.node]).compute_bound().stateful() {
+    match RmsNorm.prepare::<Strategy>([x.node, w.node]).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish((x.primitive, w.primitive, eps), y),
         OpsKind::UnTracked(prep) => prep.finish(y),
     }
 }
 
 /// Registers a gradient for each parent that is tracked. `backward` computes all of them from the state and dy.
-fn gradients<B: Backend, S, const N: usize>(
-    ops: Ops<S, N>,
+fn gradients<B: Backend, State, const COUNT: usize>(
+    ops: Ops<State, COUNT>,
     grads: &mut Gradients,
-    backward: impl FnOnce(S, FloatTensor<B>) -> [FloatTensor<B>; N],
+    backward: impl FnOnce(State, FloatTensor<B>) -> [FloatTensor<B>; COUNT],
 ) {
     let dy = grads.consume::<B>(&ops.node);
     let computed = backward(ops.state, dy);

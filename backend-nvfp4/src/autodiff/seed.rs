@@ -16,15 +16,16 @@ use burn::{
 /// The backend that a training step runs on: it records the operations of an inner backend in a graph.
 pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels> + Nvfp4Backend + DeviceServices {
     /// Runs the backward of everything that `y` depends on, beginning with the gradient `dy` of `y`.
-    fn backward_from<const D: usize>(y: Tensor<Self, D>, dy: Tensor<Self::InnerBackend, D>) -> Self::Gradients;
+    fn backward_from<const RANK: usize>(y: Tensor<Self, RANK>, dy: Tensor<Self::InnerBackend, RANK>)
+    -> Self::Gradients;
 }
 
-impl<B: Nvfp4Kernels + DeviceServices, C: CheckpointStrategy> TrainingBackend for Autodiff<B, C> {
-    fn backward_from<const D: usize>(y: Tensor<Self, D>, dy: Tensor<B, D>) -> Self::Gradients {
+impl<B: Nvfp4Kernels + DeviceServices, Strategy: CheckpointStrategy> TrainingBackend for Autodiff<B, Strategy> {
+    fn backward_from<const RANK: usize>(y: Tensor<Self, RANK>, dy: Tensor<B, RANK>) -> Self::Gradients {
         let (y, dy) = (y.into_primitive().tensor(), dy.into_primitive().tensor());
         // A graph ends in a scalar. This one is zero, and its backward hands `dy` to `y`.
         let zero = B::float_zeros(Shape::new([1]), &B::float_device(&dy), DType::F32.into());
-        let root = match Seeded.prepare::<C>([y.node]).compute_bound().stateful() {
+        let root = match Seeded.prepare::<Strategy>([y.node]).compute_bound().stateful() {
             OpsKind::Tracked(prep) => prep.finish(dy, zero),
             OpsKind::UnTracked(prep) => prep.finish(zero),
         };

@@ -83,6 +83,6 @@ fn keyed<B: Backend>(x: FloatTensor<B>, docs: &Documents<B>, spec: AttentionSpec
     tensor::<B, 2>(x).reshape([docs.rows, s, spec.kv_heads, spec.head_dim]).swap_dims(1, 2)
 }
 
-fn dims<T: TensorMetadata>(x: &T) -> [usize; 2] {
+fn dims<Value: TensorMetadata>(x: &Value) -> [usize; 2] {
     x.shape().dims()
 }

@@ -1,5 +1,5 @@
-//! The norm, the rotated heads, the gate and the embedding of a transformer block. Matrices are `[M, C]`, where M counts
-//! the tokens of all rows.
+//! The norm, the rotated heads, the gate and the embedding of a transformer block. Matrices have a row for each of
+//! the M tokens of all rows.
 
 use crate::{
     attention::Rotary,
@@ -122,6 +122,6 @@ fn angles<B: Backend>(rotary: &Rotary<B>) -> (Tensor<B, 3>, Tensor<B, 3>) {
     (rows(&rotary.cos), rows(&rotary.sin))
 }
 
-fn dims<T: TensorMetadata>(x: &T) -> [usize; 2] {
+fn dims<Value: TensorMetadata>(x: &Value) -> [usize; 2] {
     x.shape().dims()
 }

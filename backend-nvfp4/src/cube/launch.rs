@@ -23,9 +23,9 @@ pub(super) fn dims<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
 }
 
 /// Allocates a contiguous tensor on the device of `like`. Burn's ordinary constructor pads rows on CUDA.
-pub(super) fn empty<R: CubeRuntime, const D: usize>(
+pub(super) fn empty<R: CubeRuntime, const RANK: usize>(
     like: &CubeTensor<R>,
-    shape: [usize; D],
+    shape: [usize; RANK],
     dtype: DType,
 ) -> CubeTensor<R> {
     empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), Shape::new(shape), dtype)

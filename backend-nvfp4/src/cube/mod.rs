@@ -4,6 +4,7 @@ mod activations;
 mod adamw;
 mod attention;
 mod head;
+mod joint_products;
 mod launch;
 mod packed;
 mod products;
@@ -47,14 +48,14 @@ use kernels_cubecl::{
     swiglu,
 };
 
-impl<R, F, I, BT> Nvfp4Backend for CubeBackend<R, F, I, BT>
+impl<R, Floats, Ints, Bools> Nvfp4Backend for CubeBackend<R, Floats, Ints, Bools>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
     R::Device: DeviceOps,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
+    Floats: FloatElement,
+    Ints: IntElement,
+    Bools: BoolElement,
 {
     fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
         straight_through::forward::<Self>(x, layers).0
@@ -111,14 +112,14 @@ where
     }
 }
 
-impl<R, F, I, BT> Nvfp4Kernels for CubeBackend<R, F, I, BT>
+impl<R, Floats, Ints, Bools> Nvfp4Kernels for CubeBackend<R, Floats, Ints, Bools>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
     R::Device: DeviceOps,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
+    Floats: FloatElement,
+    Ints: IntElement,
+    Bools: BoolElement,
 {
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
         let x = into_contiguous(x);
@@ -175,7 +176,7 @@ where
         precision: Precision,
         out: DType,
     ) -> Vec<FloatTensor<Self>> {
-        products::joint(product, &a, &b, precision.dtype(), out, false)
+        joint_products::joint(product, &a, &b, precision.dtype(), out, false)
             .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
     }
 
@@ -186,7 +187,7 @@ where
         precision: Precision,
         out: DType,
     ) -> FloatTensor<Self> {
-        products::joint(product, &a, &b, precision.dtype(), out, true)
+        joint_products::joint(product, &a, &b, precision.dtype(), out, true)
             .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
             .into_iter()
             .reduce(Self::float_add)
@@ -344,14 +345,14 @@ where
     }
 }
 
-impl<R, F, I, BT> DeviceServices for CubeBackend<R, F, I, BT>
+impl<R, Floats, Ints, Bools> DeviceServices for CubeBackend<R, Floats, Ints, Bools>
 where
     R: CubeRuntime,
     R::Server: ComputeServer,
     R::Device: DeviceOps,
-    F: FloatElement,
-    I: IntElement,
-    BT: BoolElement,
+    Floats: FloatElement,
+    Ints: IntElement,
+    Bools: BoolElement,
 {
     fn tiers(device: &Self::Device) -> Vec<&'static str> {
         bench::tiers(&R::client(device))

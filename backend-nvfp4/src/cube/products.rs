@@ -1,4 +1,4 @@
-//! Which kernel makes a product on a CubeCL device, and which copies of operands it needs.
+//! Which kernel makes a single product on a CubeCL device, and which copies of operands it needs. `joint_products.rs` makes several at once.
 //!
 //! | operands | kernel |
 //! |---|---|
@@ -9,16 +9,12 @@
 //! | f32 matrices | cubek, one unit a tile |
 //! | batched products, f32 matrices in TF32 | cubek's own choice |
 //! | a packed operand where activations are f32 or TF32, or on any other device | the portable kernel |
-//!
-//! Layers that read the same activations can make their products in one launch in the first two rows and in the
-//! fourth.
 
 use super::{
     launch::{arg, dims, empty, launched},
     packed::PackedCube,
 };
-use crate::packed::Operand;
-use burn::tensor::{DType, Shape, TensorMetadata, backend::Backend};
+use burn::tensor::{DType, Shape, TensorMetadata};
 use burn_cubecl::{
     CubeRuntime,
     kernel::{
@@ -37,114 +33,11 @@ use cubek::{
 };
 use kernels_cubecl::{
     block_scaled::{self, block_scaled},
-    gemm::{self, Gemm, GemmShape, gemm},
+    gemm::{Gemm, GemmShape, gemm},
     gemv::{self, Gemv, gemv},
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     mma,
 };
-
-/// Makes several products on values of type `dtype` in one launch and stores them, or their sum if `summed`, as `out`.
-/// A list of one operand is paired with every operand of the other list. Returns `None` if the products have to be made
-/// one by one.
-pub(super) fn joint<B, R>(
-    product: Product,
-    a: &[Operand<B>],
-    b: &[Operand<B>],
-    dtype: DType,
-    out: DType,
-    summed: bool,
-) -> Option<Vec<CubeTensor<R>>>
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    let count = a.len().max(b.len());
-    let of = |list: &[Operand<B>], i: usize| i.min(list.len() - 1);
-    let shape = |i: usize| GemmShape::of(product, dims_of(&a[of(a, i)]), dims_of(&b[of(b, i)]));
-    let shapes: Vec<_> = (0..count).map(shape).collect();
-    let like = match &b[0] {
-        Operand::Dense(x) => x.clone(),
-        Operand::Packed(w) => w.codes.clone(),
-    };
-    let client = &like.client;
-    let alike = |list: &[Operand<B>]| list.iter().all(|x| packed_of(x).is_some() == packed_of(&list[0]).is_some());
-    if count == 1 || dtype == DType::F32 || !mma::supported(client, dtype.into()) || !(alike(a) && alike(b)) {
-        return None;
-    }
-    let globals =
-        |i: usize| [packed_of(&a[of(a, i)]), packed_of(&b[of(b, i)])].into_iter().flatten().map(|w| arg(&w.global));
-    if let ([x], Some(w)) = (a, b.iter().map(packed_of).collect::<Option<Vec<_>>>())
-        && product == Product::Nt
-        && out == dtype
-        && gemv::fits(shapes[0].i, shapes[0].r)
-    {
-        let x_values = values(x, dtype);
-        let ys: Vec<_> = shapes.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
-        let weights = w.into_iter().map(PackedCube::args).collect();
-        let (scales, results) =
-            (packed_of(x).map(|x| arg(&x.global)).into_iter().collect(), ys.iter().map(arg).collect());
-        let (x, rows) = (arg(&x_values), shapes[0].i);
-        launched(gemv(client, Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() }));
-        return Some(ys);
-    }
-    let native = product == Product::Nt && packed_of(&a[0]).is_some() && block_scaled::trusted(client);
-    let whole = shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0);
-    if native || !whole || !gemm::gains_together(client, &shapes, summed) {
-        return None;
-    }
-    let results = if summed { &shapes[..1] } else { &shapes };
-    let ys: Vec<_> = results.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
-    let dense = |list: &[Operand<B>]| list.iter().map(|x| values(x, dtype)).collect::<Vec<_>>();
-    let args = |list: &[CubeTensor<R>]| list.iter().map(arg).collect();
-    launched(gemm(
-        client,
-        Gemm {
-            a: args(&dense(a)),
-            b: args(&dense(b)),
-            scales: (0..count).flat_map(globals).collect(),
-            out: args(&ys),
-            types: (dtype.into(), out.into()),
-            shapes,
-            product,
-            accumulate: false,
-        },
-    ));
-    Some(ys)
-}
-
-fn dims_of<B, R>(x: &Operand<B>) -> [usize; 2]
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    match x {
-        Operand::Dense(x) => dims(x),
-        Operand::Packed(w) => w.dims(),
-    }
-}
-
-fn packed_of<B, R>(x: &Operand<B>) -> Option<&PackedCube<R>>
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    match x {
-        Operand::Dense(_) => None,
-        Operand::Packed(w) => Some(w),
-    }
-}
-
-/// The operand as a dense matrix, without its tensor scale.
-fn values<B, R>(x: &Operand<B>, dtype: DType) -> CubeTensor<R>
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    match x {
-        Operand::Dense(x) => into_contiguous(x.clone()),
-        Operand::Packed(w) => w.values(dtype, false),
-    }
-}
 
 /// Multiplies dense batches of matrices and stores the result as `out`. If `f32_only`, no tensor cores take part. The
 /// batch dimensions of both operands are equal.

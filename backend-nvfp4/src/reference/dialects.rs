@@ -3,10 +3,10 @@
 //!
 //! | | tensor scale g | block scale | code |
 //! |---|---|---|---|
-//! | compressed-tensors | `1 / G`, `G = (1 / amax) * 2688` | `e4m3(G * (amax_b / 6))`, 0.125 for 0 | `e2m1(x / (s / G))` |
+//! | compressed-tensors | `1 / d`, `d = (1 / amax) * 2688` | `e4m3(d * (amax_b / 6))`, 0.125 for 0 | `e2m1(x / (s / d))` |
 //! | ModelOpt | `amax / 2688` | `e4m3(amax_b / (6 * g))`, 1 for 0 | `e2m1(x / (s * g))` |
 //!
-//! compressed-tensors 0.20.0 computes `G` and `amax_b / 6` in the type of the weights; everything else is f32.
+//! compressed-tensors 0.20.0 computes `d` and `amax_b / 6` in the type of the weights; everything else is f32.
 
 use super::codec::{E4M3_MAX, e2m1_encode, e4m3_decode, e4m3_encode, set_code};
 use crate::packed::Packed;
@@ -59,7 +59,7 @@ impl Dialect {
         Packed { codes, scales, global }
     }
 
-    /// `G`, the reciprocal of the tensor scale, for the largest magnitude of the matrices that share it.
+    /// `d`, the reciprocal of the tensor scale, for the largest magnitude of the matrices that share it.
     pub fn divisor(self, amax: f32) -> f32 {
         // PyTorch divides a number by a tensor in two roundings.
         let rounded =

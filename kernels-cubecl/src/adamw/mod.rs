@@ -105,16 +105,16 @@ impl<R: Runtime> Updated<R> {
     }
 
     /// The buffers as a kernel takes them.
-    fn launch<T: CubePrimitive>(self) -> BuffersLaunch<T, R> {
+    fn launch<Value: CubePrimitive>(self) -> BuffersLaunch<Value, R> {
         BuffersLaunch::new(self.old, self.new)
     }
 }
 
 /// [`Updated`] on the device.
 #[derive(CubeType, CubeLaunch)]
-struct Buffers<T: CubePrimitive> {
-    old: Array<T>,
-    new: Array<T>,
+struct Buffers<Value: CubePrimitive> {
+    old: Array<Value>,
+    new: Array<Value>,
 }
 
 /// A dense master weight.

@@ -14,7 +14,7 @@ use std::{cell::OnceCell, time::Instant};
 pub struct Row {
     /// Kernel and variant.
     pub name: String,
-    /// Its sizes.
+    /// The sizes that the kernel was timed at.
     pub shape: String,
     /// Seconds of a call, the median.
     pub seconds: f64,

@@ -51,9 +51,9 @@ pub struct About<'a> {
     pub name: &'a str,
     /// The sizes of the model.
     pub config: &'a Qwen3Config,
-    /// Its tokens.
+    /// The tokens of the model.
     pub vocabulary: &'a Vocabulary,
-    /// The source of its chat template.
+    /// The source of the model's chat template.
     pub template: &'a str,
     /// The token that ends an answer.
     pub eos: u32,
@@ -65,13 +65,13 @@ pub struct About<'a> {
 ///
 /// # Errors
 /// If rows of a matrix do not fill whole blocks of the format, or reading or writing fails.
-pub fn write_gguf<W: Write>(
+pub fn write_gguf<Out: Write>(
     tensors: &dyn Tensors,
     matrices: Matrices,
     about: &About<'_>,
-    mut out: W,
+    mut out: Out,
     write_error: impl Fn(std::io::Error) -> ModelError,
-) -> Result<W, ModelError> {
+) -> Result<Out, ModelError> {
     let file = File::new(tensors, matrices);
     let entries = file.entries(about.config)?;
     let mut header = Header::new();
@@ -138,7 +138,7 @@ impl Kind {
 
 /// A tensor of the file.
 struct Entry {
-    /// Its name there.
+    /// The name of the tensor in the file.
     name: String,
     /// The tensor of the model that it holds.
     source: String,

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{
     ModelError,
-    bytes::FloatType,
+    bytes::{FloatType, Number},
     file::{self, read_at},
     names,
     tensors::{Stored, Tensors, row_count, row_width},
@@ -53,7 +53,7 @@ pub(super) enum Value {
 /// A tensor of the file.
 #[derive(Debug)]
 struct Tensor {
-    /// Its Hugging Face name.
+    /// The Hugging Face name of the tensor.
     name: String,
     shape: Vec<usize>,
     kind: Kind,
@@ -75,7 +75,7 @@ impl GgufFile {
         if head.take::<4>()? != *b"GGUF" {
             return Err(head.bad("it does not begin with \"GGUF\""));
         }
-        let version = head.u32()?;
+        let version: u32 = head.next()?;
         if !(2..=3).contains(&version) {
             return Err(head.bad(format!("it has version {version}; versions 2 and 3 are read")));
         }
@@ -239,21 +239,21 @@ impl Tensors for GgufFile {
         if let Some(at) = tensor.scale {
             let mut bytes = [0; 4];
             read_at(&self.file, &self.path, at, &mut bytes)?;
-            global = f32::from_le_bytes(bytes);
+            global = f32::of_bytes(bytes);
         }
         Ok(Packed { global, ..blocks::of_nvfp4(&self.rows(tensor, rows)?) })
     }
 }
 
 /// What stands before the values of a file, read from its beginning.
-struct Head<'a, R> {
+struct Head<'a, Input> {
     path: &'a Path,
-    input: R,
+    input: Input,
     at: u64,
     size: u64,
 }
 
-impl<R: Read> Head<'_, R> {
+impl<Input: Read> Head<'_, Input> {
     fn bad(&self, reason: impl Into<String>) -> ModelError {
         ModelError::weights(self.path, format!("{}, at byte {}", reason.into(), self.at))
     }
@@ -266,25 +266,22 @@ impl<R: Read> Head<'_, R> {
         Ok(())
     }
 
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], ModelError> {
-        self.left(N as u64)?;
-        let mut bytes = [0; N];
+    fn take<const SIZE: usize>(&mut self) -> Result<[u8; SIZE], ModelError> {
+        self.left(SIZE as u64)?;
+        let mut bytes = [0; SIZE];
         self.input.read_exact(&mut bytes).map_err(ModelError::io(self.path, ""))?;
-        self.at += N as u64;
+        self.at += SIZE as u64;
         Ok(bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, ModelError> {
-        self.take().map(u32::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Result<u64, ModelError> {
-        self.take().map(u64::from_le_bytes)
+    /// Reads a number of the type that is wanted.
+    fn next<Wanted: Number<SIZE>, const SIZE: usize>(&mut self) -> Result<Wanted, ModelError> {
+        self.take().map(Wanted::of_bytes)
     }
 
     /// A number of things, each of which takes at least a byte.
     fn count(&mut self) -> Result<u64, ModelError> {
-        let count = self.u64()?;
+        let count: u64 = self.next()?;
         if count > MOST {
             return Err(self.bad(format!("{count} entries are declared; at most {MOST} are read")));
         }
@@ -293,7 +290,7 @@ impl<R: Read> Head<'_, R> {
     }
 
     fn text(&mut self) -> Result<String, ModelError> {
-        let length = self.u64()?;
+        let length: u64 = self.next()?;
         self.left(length)?;
         let mut bytes = vec![0; length as usize];
         self.input.read_exact(&mut bytes).map_err(ModelError::io(self.path, ""))?;
@@ -303,10 +300,10 @@ impl<R: Read> Head<'_, R> {
 
     /// The value of a key. A list of numbers is empty unless `keeps` says that it is wanted.
     fn value(&mut self, keeps: bool) -> Result<Value, ModelError> {
-        match self.u32()? {
+        match self.next()? {
             TEXT => self.text().map(Value::Text),
             ARRAY => {
-                let (kind, count) = (self.u32()?, self.count()?);
+                let (kind, count) = (self.next()?, self.count()?);
                 match kind {
                     TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(Value::Texts),
                     kind => {
@@ -326,29 +323,29 @@ impl<R: Read> Head<'_, R> {
     /// A number of one of GGUF's types.
     fn number(&mut self, kind: u32) -> Result<f64, ModelError> {
         Ok(match kind {
-            0 | 7 => f64::from(u8::from_le_bytes(self.take()?)),
-            1 => f64::from(i8::from_le_bytes(self.take()?)),
-            2 => f64::from(u16::from_le_bytes(self.take()?)),
-            3 => f64::from(i16::from_le_bytes(self.take()?)),
-            4 => f64::from(self.u32()?),
-            5 => f64::from(i32::from_le_bytes(self.take()?)),
-            6 => f64::from(f32::from_le_bytes(self.take()?)),
-            10 => self.u64()? as f64,
-            11 => i64::from_le_bytes(self.take()?) as f64,
-            12 => f64::from_le_bytes(self.take()?),
+            0 | 7 => f64::from(self.next::<u8, _>()?),
+            1 => f64::from(self.next::<i8, _>()?),
+            2 => f64::from(self.next::<u16, _>()?),
+            3 => f64::from(self.next::<i16, _>()?),
+            4 => f64::from(self.next::<u32, _>()?),
+            5 => f64::from(self.next::<i32, _>()?),
+            6 => f64::from(self.next::<f32, _>()?),
+            10 => self.next::<u64, _>()? as f64,
+            11 => self.next::<i64, _>()? as f64,
+            12 => self.next()?,
             kind => return Err(self.bad(format!("a value has the type {kind}, which is not known"))),
         })
     }
 
     fn tensor(&mut self) -> Result<Declared, ModelError> {
-        let (name, rank) = (self.text()?, self.u32()?);
+        let (name, rank): (_, u32) = (self.text()?, self.next()?);
         if !(1..=HIGHEST_RANK).contains(&rank) {
             return Err(self.bad(format!("{name:?} has rank {rank}; ranks from 1 to {HIGHEST_RANK} are read")));
         }
-        let sizes = (0..rank).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
+        let sizes = (0..rank).map(|_| self.next()).collect::<Result<Vec<u64>, _>>()?;
         // The dimension in which neighbors lie side by side comes first.
         let shape = sizes.into_iter().rev().map(usize::try_from).collect::<Result<_, _>>();
         let shape = shape.map_err(|_| self.bad(format!("{name:?} is too large")))?;
-        Ok(Declared { name, shape, kind: self.u32()?, offset: self.u64()? })
+        Ok(Declared { name, shape, kind: self.next()?, offset: self.next()? })
     }
 }

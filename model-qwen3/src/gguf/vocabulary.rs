@@ -21,7 +21,7 @@ pub struct Vocabulary {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Normal = 1,
-    /// It steers the model and is not shown.
+    /// The token steers the model and is not shown.
     Control = 3,
     UserDefined = 4,
     /// The id stands for nothing.

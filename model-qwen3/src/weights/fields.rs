@@ -29,11 +29,11 @@ pub(super) trait Source<B: Backend> {
 }
 
 /// Builds a model from the tensors of a source.
-pub(super) fn build<B: Nvfp4Kernels, S: Source<B>>(
+pub(super) fn build<B: Nvfp4Kernels, Origin: Source<B>>(
     config: &Qwen3Config,
     spec: LinearSpec,
     has_head: bool,
-    source: &mut S,
+    source: &mut Origin,
 ) -> Result<Qwen3<B>, ModelError> {
     let (d, e, f) = (config.hidden_size, config.head_dim, config.intermediate_size);
     let (q, kv) = (config.num_attention_heads * e, config.num_key_value_heads * e);

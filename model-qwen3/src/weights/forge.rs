@@ -97,7 +97,7 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
     }
 
     /// Makes a parameter with the next id.
-    pub(super) fn param<const D: usize>(&mut self, tensor: Tensor<B, D>) -> Param<Tensor<B, D>> {
+    pub(super) fn param<const RANK: usize>(&mut self, tensor: Tensor<B, RANK>) -> Param<Tensor<B, RANK>> {
         self.next_id += 1;
         Param::initialized(ParamId::from(self.next_id), tensor)
     }

@@ -17,7 +17,7 @@ pub const PIECES: usize = 8;
 ///
 /// # Errors
 /// If the device failed.
-pub fn to_host<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<Vec<f32>, ModelError> {
+pub fn to_host<B: Backend, const RANK: usize>(x: Tensor<B, RANK>) -> Result<Vec<f32>, ModelError> {
     let data = to_data(x)?;
     // `iter` goes value by value through a boxed iterator, and each generated token reads a whole vocabulary of logits.
     Ok(match data.dtype {
@@ -31,7 +31,7 @@ pub fn to_host<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<Vec<f32>, 
 ///
 /// # Errors
 /// If the device failed.
-pub(super) fn to_data<B: Backend, const D: usize>(x: Tensor<B, D>) -> Result<TensorData, ModelError> {
+pub(super) fn to_data<B: Backend, const RANK: usize>(x: Tensor<B, RANK>) -> Result<TensorData, ModelError> {
     x.try_into_data().map_err(failed)
 }
 
@@ -76,8 +76,8 @@ pub(super) fn not_finite(data: &TensorData) -> Option<f32> {
 }
 
 /// The first value that is not good. Whole pieces are looked at without a branch, many values at a time.
-fn first<T>(values: &[T], good: impl Fn(&T) -> bool) -> Option<&T> {
-    let bad = |piece: &&[T]| !piece.iter().fold(true, |all, x| all & good(x));
+fn first<Value>(values: &[Value], good: impl Fn(&Value) -> bool) -> Option<&Value> {
+    let bad = |piece: &&[Value]| !piece.iter().fold(true, |all, x| all & good(x));
     values.chunks(4096).find(bad)?.iter().find(|x| !good(x))
 }
 

@@ -1,5 +1,6 @@
 //! `chat`: a conversation. All turns share one cache: each reads only what is new since the one before.
 
+use super::flags;
 use crate::{
     CliError,
     args::{ChatArgs, SamplingArgs},
@@ -7,7 +8,7 @@ use crate::{
     interrupt::CtrlC,
     report,
     talk::{
-        answer::{self, Answer, INTERRUPTED, LENGTH},
+        answer::{Answer, INTERRUPTED, LENGTH},
         dialog::Dialog,
         entry::{Entry, HELP, Source},
         loaded::Loaded,
@@ -22,7 +23,7 @@ use std::path::Path;
 /// # Errors
 /// If a flag is out of range, the model cannot be loaded or run, or a script has a wrong line.
 pub fn run(args: ChatArgs) -> Result<(), CliError> {
-    answer::check(&args.sampling)?;
+    flags::check(&args.sampling)?;
     device::run(args.model.device, args.model.compute_dtype, Chat(args))
         .map_err(|error| error.with_remedy("give a smaller --context"))
 }
@@ -36,7 +37,7 @@ impl Job for Chat {
         let args = self.0;
         // The script is read before the model, which takes longer.
         let mut source = Source::new(args.script.as_deref())?;
-        let loaded = Loaded::<B>::new(&args.model, precision, &device)?;
+        let loaded = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
         let context = args.context.min(loaded.model.config().max_position_embeddings);
         let ctrl_c = CtrlC::new().map_err(CliError::io(Path::new("signals")))?;
         let mut talk = Talk {
@@ -104,7 +105,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             Entry::Set(name, value) => {
                 let mut changed = self.sampling.clone();
                 set(&mut changed, &name, &value)?;
-                answer::check(&changed)?;
+                flags::check(&changed)?;
                 self.sampling = changed;
             }
             Entry::Think(thinking) => self.dialog.thinking = thinking,
@@ -140,7 +141,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
                 self.context
             )));
         }
-        let mut options = answer::options(&self.sampling, text);
+        let mut options = flags::options(&self.sampling, text);
         options.max_tokens = options.max_tokens.min(room);
         let (session, ends) = (&mut self.session, &self.sampling.stop);
         let answer =
@@ -166,7 +167,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         if let Some(last) = &self.last {
             report::line(format!("last answer: {last}"));
         }
-        let s = answer::options(&self.sampling, &self.loaded.text).sampling;
+        let s = flags::options(&self.sampling, &self.loaded.text).sampling;
         report::line(format!(
             "temperature {} · top-p {} · top-k {} · min-p {} · repetition-penalty {} · max-tokens {} · seed {}",
             s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, self.sampling.max_tokens, s.seed

@@ -76,7 +76,7 @@ fn marked(sample: &Sample, tokenizer: &Tokenizer, marks: Marks) -> Result<String
 struct Marks([&'static str; 2]);
 
 impl Marks {
-    /// Green on a terminal, unless the user wants no colours (<https://no-color.org>).
+    /// Green on a terminal, unless the user wants no colors (<https://no-color.org>).
     fn for_stdout() -> Self {
         let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         let colored = std::io::stdout().is_terminal() && !plain;

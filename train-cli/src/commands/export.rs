@@ -214,9 +214,9 @@ pub(super) struct CheckFile<'a> {
     pub(super) path: &'a Path,
     /// The model's config.
     pub(super) config: &'a Qwen3Config,
-    /// Its tokenizer and chat template.
+    /// The model's tokenizer and chat template.
     pub(super) text: &'a TextFiles,
-    /// How its linear layers compute.
+    /// How the model's linear layers compute.
     pub(super) spec: &'a dyn Fn(Precision) -> LinearSpec,
 }
 

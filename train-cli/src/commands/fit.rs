@@ -76,7 +76,7 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
     let launch = &args.launch;
     let output_dir = args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new);
     let resume = match &launch.resume_from_checkpoint {
-        Some(text) => checkpoint::resume(text, output_dir)?,
+        Some(from) => checkpoint::resume(from, output_dir)?,
         None => None,
     };
     let begun = match &resume {

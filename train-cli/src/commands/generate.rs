@@ -1,5 +1,6 @@
 //! `generate`: answers a prompt with text that streams to standard output, or every prompt of a file.
 
+use super::flags;
 use crate::{
     CliError,
     args::GenerateArgs,
@@ -7,7 +8,7 @@ use crate::{
     model_files::TextFiles,
     report,
     talk::{
-        answer::{self, Answer},
+        answer::Answer,
         batch::{Batch, Job, Listener},
         loaded::Loaded,
     },
@@ -30,7 +31,7 @@ const LONGEST_FILE: u64 = 1 << 30;
 /// # Errors
 /// If a flag is out of range, or the model cannot be loaded or run.
 pub fn run(args: GenerateArgs) -> Result<(), CliError> {
-    answer::check(&args.sampling)?;
+    flags::check(&args.sampling)?;
     if args.logprobs.is_some() && !args.json && args.prompts.is_none() {
         return Err(CliError::Usage("--logprobs: text has no place for them; add --json".into()));
     }
@@ -67,9 +68,9 @@ impl DeviceJob for Generate {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let loaded = Loaded::<B>::new(&self.args.model, precision, &device)?;
+        let loaded = Loaded::<B>::new(flags::wanted(&self.args.model), precision, &device)?;
         let options =
-            GenerateOptions { logprobs: self.args.logprobs, ..answer::options(&self.args.sampling, &loaded.text) };
+            GenerateOptions { logprobs: self.args.logprobs, ..flags::options(&self.args.sampling, &loaded.text) };
         match self.questions {
             Questions::One(question) => one(&self.args, &loaded, &options, &question),
             Questions::All(questions) => all(&self.args, &loaded, &options, &questions),

@@ -1,4 +1,4 @@
-//! One file for each command of the program.
+//! One file for each command of the program, and [`flags`], which several of them share.
 
 pub mod bench;
 pub mod chat;
@@ -11,6 +11,7 @@ pub mod eval;
 pub mod export;
 pub mod export_hf;
 pub mod fit;
+mod flags;
 pub mod generate;
 pub mod inspect;
 pub mod parity;

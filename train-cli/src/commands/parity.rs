@@ -388,7 +388,7 @@ impl Fixture {
         Ok(self.ids(key)?.swap_remove(0))
     }
 
-    /// The batches of `[steps, B, T]`.
+    /// The batches of `[steps, batch, tokens]`.
     fn ids_of_steps(&self, key: &str) -> Result<Vec<Vec<Vec<u32>>>, CliError> {
         let shape = self.read(key, Dtype::I32)?.0;
         let batch = match *shape.as_slice() {

@@ -1,8 +1,9 @@
 //! `serve`: answers over HTTP, as OpenAI's interface does.
 
+use super::flags;
 use crate::{
     CliError,
-    args::ServeArgs,
+    args::{CONTEXT, ServeArgs},
     device::{self, Job},
     model_files::ModelFiles,
     report,
@@ -13,8 +14,6 @@ use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::file;
 use std::path::Path;
 
-/// Tokens of a prompt and its answer, at most, unless --context says otherwise.
-const CONTEXT: usize = 8192;
 /// Least bytes of a key.
 const SHORTEST_KEY: usize = 32;
 
@@ -43,7 +42,7 @@ impl Job for Serve {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
-        let Loaded { model, text } = Loaded::<B>::new(&args.model, precision, &device)?;
+        let Loaded { model, text } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
         let limit = model.config().max_position_embeddings;
         let context = args.context.map_or(CONTEXT.min(limit), usize::from);
         if context > limit {

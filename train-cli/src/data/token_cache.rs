@@ -85,7 +85,7 @@ fn write(file: &Path, (samples, found): &(Vec<Sample>, DataReport)) -> Result<()
         ("lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.ids.len() as u32))),
         ("files", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].file))),
         ("lines", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].line))),
-        ("weights", Dtype::F64, samples.iter().flat_map(|s| s.weight.to_le_bytes()).collect()),
+        ("weights", Dtype::F64, bytes::of_f64s(samples.iter().map(|s| s.weight))),
         ("prompts", Dtype::U8, samples.iter().flat_map(|s| s.prompt.bytes()).collect()),
         ("prompt_lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.prompt.len() as u32))),
     ];
@@ -133,7 +133,7 @@ fn parsed(file: &[u8], limits: Limits) -> Option<(Vec<Sample>, DataReport)> {
     let (ids, supervised, prompts) = (words("ids")?, data("supervised")?, data("prompts")?);
     let (mut at, mut prompt_at) = (0, 0);
     let (lengths, files, lines) = (words("lengths")?, words("files")?, words("lines")?);
-    let weights = data("weights")?.as_chunks().0.iter().map(|bytes| f64::from_le_bytes(*bytes));
+    let weights = bytes::to_f64s(data("weights")?);
     let sizes = lengths.into_iter().zip(words("prompt_lengths")?).zip(files.into_iter().zip(lines).zip(weights));
     let mut samples = Vec::new();
     for ((len, prompt), ((file, line), weight)) in sizes {

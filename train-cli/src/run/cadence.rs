@@ -3,7 +3,7 @@
 //! it runs.
 
 use super::inputs::Inputs;
-use crate::plan::Plan;
+use crate::{plan::Plan, settings::fields::part_of_the_run};
 use backend_nvfp4::Recipe;
 
 /// Share of the time of the steps that evaluations may take.
@@ -31,7 +31,7 @@ pub(super) fn evaluation(plan: &Plan, inputs: &Inputs, answers: usize) -> usize 
 
 /// The steps between evaluations of a run of `steps` steps, where one takes as long as `cost` steps.
 fn between(steps: usize, cost: f64) -> usize {
-    steps.div_ceil(20).max((cost / SHARE).ceil() as usize)
+    part_of_the_run(steps).max((cost / SHARE).ceil() as usize)
 }
 
 #[cfg(test)]

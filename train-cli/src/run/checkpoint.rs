@@ -4,8 +4,14 @@
 //! What a step computes depends on its number alone, so that these files are all that a resumed run needs.
 
 use crate::{
-    CliError, durable, progress::Reading, replaced::STEP_MODE, report, run::optimizer_file, settings::Settings,
-    train::guard, train::optim::ChunkedAdamw,
+    CliError, durable,
+    progress::Reading,
+    replaced::STEP_MODE,
+    report,
+    run::optimizer_file,
+    settings::{ResumeFrom, Settings},
+    train::guard,
+    train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
 use burn::tensor::backend::Backend;
@@ -144,27 +150,25 @@ pub enum Resume {
     Beginning(PathBuf),
 }
 
-/// Finds the checkpoint that `text` names: `latest` (of `output_dir`), a run folder, or a checkpoint's folder. None if
-/// `text` is `false`.
+/// Finds the checkpoint that is to be resumed; the latest is one of `output_dir`. None if nothing is to be resumed.
 ///
 /// # Errors
 /// If there is no such checkpoint or run, the checkpoint is broken, or it has another layout.
-pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resume>, CliError> {
+pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resume>, CliError> {
     let usage = |text: String| CliError::Usage(text);
-    let given = Path::new(text);
-    let (run, folder) = match (text, output_dir) {
-        ("false", _) => return Ok(None),
-        ("latest" | "true", None) => {
+    let (run, folder) = match (from, output_dir) {
+        (ResumeFrom::Nothing, _) => return Ok(None),
+        (ResumeFrom::Latest, None) => {
             return Err(usage("--resume-from-checkpoint needs the run folder; give --output-dir RUN".into()));
         }
-        ("latest" | "true", Some(run)) => (run, None),
-        _ if given.join(STATE).exists() || step_of(given).is_some() => {
+        (ResumeFrom::Latest, Some(run)) => (run, None),
+        (ResumeFrom::Path(given), _) if given.join(STATE).exists() || step_of(given).is_some() => {
             let parent = given.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            (parent, Some(given))
+            (parent, Some(given.as_path()))
         }
-        _ => (given, None),
+        (ResumeFrom::Path(given), _) => (given.as_path(), None),
     };
-    if folder.is_none() && has_not_begun(run, text)? {
+    if folder.is_none() && has_not_begun(run, from)? {
         return Ok(Some(Resume::Beginning(run.to_owned())));
     }
     if !run.is_dir() {
@@ -200,9 +204,9 @@ fn refuse_whole_graphs(folder: &Path) -> Result<(), CliError> {
 
 /// Whether a run folder holds no checkpoint because its process ended before the first one. It holds the settings of the
 /// run, or nothing of it; a process that ended still earlier has not made the folder.
-fn has_not_begun(run: &Path, text: &str) -> Result<bool, CliError> {
+fn has_not_begun(run: &Path, from: &ResumeFrom) -> Result<bool, CliError> {
     if !run.exists() {
-        return Ok(matches!(text, "latest" | "true"));
+        return Ok(*from == ResumeFrom::Latest);
     }
     if !run.is_dir() || !list(run)?.is_empty() {
         return Ok(false);
@@ -337,11 +341,11 @@ pub(super) fn step_of(folder: &Path) -> Option<usize> {
 /// Which checkpoints of a run stay.
 #[derive(Debug, Clone, Copy)]
 pub struct Keep {
-    /// So many of the newest.
+    /// The number of newest checkpoints that stay.
     pub newest: usize,
-    /// Those of the steps that are multiples of this.
+    /// Checkpoints stay whose steps are multiples of this.
     pub period: Option<usize>,
-    /// That of this step, which has the lowest evaluation loss.
+    /// The step whose checkpoint stays because it has the lowest evaluation loss.
     pub best: Option<usize>,
 }
 

@@ -15,7 +15,7 @@ pub struct Evaluations {
 }
 
 impl Evaluations {
-    /// Those that the log of a run holds, whose recipe begins after `before` steps.
+    /// Reads the evaluations from the log of a run, whose recipe begins after `before` steps.
     ///
     /// # Errors
     /// If the log cannot be read.

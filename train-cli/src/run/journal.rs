@@ -254,7 +254,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         };
         self.log(json!({
             "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
-            "eval_loss_quantised": r.quantized_loss, "eval_loss_master": r.master_loss,
+            "eval_loss_quantized": r.quantized_loss, "eval_loss_master": r.master_loss,
             "codes_changed_pct": changed.map(|share| share * 100.0),
         }))
     }

@@ -19,12 +19,22 @@ pub(super) fn append(run: &Path, log: &str, line: &Value) -> Result<(), CliError
 }
 
 /// The lines of a log; none if there is no such file. A line that is not whole is left out: a power failure may leave half a
-/// line, or zeros.
+/// line, or zeros. A key that was renamed has its new name.
 ///
 /// # Errors
 /// If the file cannot be read.
 pub(super) fn lines(run: &Path, log: &str) -> Result<Vec<Value>, CliError> {
-    Ok(parsed(run, log)?.into_iter().map(|(_, value)| value).collect())
+    Ok(parsed(run, log)?.into_iter().map(|(_, value)| renamed(value)).collect())
+}
+
+/// A line of an older version with the keys of this one.
+fn renamed(mut line: Value) -> Value {
+    if let Some(keys) = line.as_object_mut()
+        && let Some(loss) = keys.remove("eval_loss_quantised")
+    {
+        keys.insert("eval_loss_quantized".into(), loss);
+    }
+    line
 }
 
 /// Removes the lines of steps after `step`, which the resumed run logs again.
@@ -58,4 +68,18 @@ fn parsed(run: &Path, log: &str) -> Result<Vec<(String, Value)>, CliError> {
     let bytes = fs::read(&path).map_err(CliError::io(&path))?;
     let text = String::from_utf8_lossy(&bytes);
     Ok(text.lines().filter_map(|line| Some((line.to_owned(), serde_json::from_str(line).ok()?))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_of_an_older_version_is_read() {
+        let run = tempfile::tempdir().unwrap();
+        let text = "{\"step\": 3, \"eval_loss\": 2.5, \"eval_loss_quantised\": 2.75}\nhalf a li";
+        fs::write(run.path().join(METRICS), text).unwrap();
+        let expected = serde_json::json!({"step": 3, "eval_loss": 2.5, "eval_loss_quantized": 2.75});
+        assert_eq!(lines(run.path(), METRICS).unwrap(), [expected]);
+    }
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 pub struct Curve {
     /// What it is called in the legend.
     pub name: String,
-    /// Its points, from left to right.
+    /// The points of the curve, from left to right.
     pub points: Vec<(f64, f64)>,
     /// Whether each point is marked.
     pub marked: bool,

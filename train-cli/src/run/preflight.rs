@@ -42,7 +42,7 @@ pub struct Forecast {
 pub enum Undo {
     /// The run ends: the guard is off.
     Never,
-    /// It knows its norm before it changes anything.
+    /// The step knows its norm before it changes anything.
     NotNeeded,
     /// Weights and states of before the step are held until its norm is known.
     Copy {

@@ -55,9 +55,9 @@ pub struct Saver {
 /// What memory a checkpoint may take until it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Room {
-    /// That of the device, which has it.
+    /// Memory of the device, which has enough.
     Device,
-    /// That of the host, if it has twice as much when the checkpoint is saved.
+    /// Memory of the host, if it has twice as much when the checkpoint is saved.
     Host,
     /// None: the run has a memory limit that counts the host's memory.
     Limited,
@@ -104,7 +104,7 @@ impl Saver {
         // Handles, not copies.
         let (model, optimizer, state) = (model.clone(), optimizer.clone(), state.clone());
         let content = Content { model, optimizer, state, target, transfer: place.transfer };
-        // Its folder is begun before the next step, so that a disk that refuses it is noticed at once.
+        // The checkpoint's folder is begun before the next step, so that a disk that refuses it is noticed at once.
         let folder = PendingFolder::new(&content.target)?;
         if self.room == Room::Device {
             return self.begin(move || place.commit(folder, keep, |name, out| content.write(name, out)));

@@ -20,7 +20,7 @@ const LONGEST: u64 = 1 << 30;
 pub struct Summary {
     /// The run folder.
     pub folder: PathBuf,
-    /// Its settings by name, those that are not given left out.
+    /// The settings of the run by name, without those that are not given.
     pub settings: Map<String, Value>,
     /// When it was started, and the words of the command.
     started: Option<(String, String)>,
@@ -113,7 +113,7 @@ impl Summary {
             ("loss of the first step", loss(self.steps.first(), "loss")),
             ("loss of the last step", loss(self.steps.last(), "loss")),
             ("evaluation loss", loss(self.evaluations.last(), "eval_loss")),
-            ("evaluation loss, weights in 4 bits", loss(self.evaluations.last(), "eval_loss_quantised")),
+            ("evaluation loss, weights in 4 bits", loss(self.evaluations.last(), "eval_loss_quantized")),
             ("evaluation loss, master weights", loss(self.evaluations.last(), "eval_loss_master")),
             (
                 "lowest evaluation loss",
@@ -208,7 +208,7 @@ impl Summary {
         out += &format!("{} rows, {tokens} tokens, of which the loss counts {counted}.\n", count("rows"));
         let evaluations = self.evaluations.iter().map(|line| {
             let loss = |key: &str| line[key].as_f64().map_or("–".to_owned(), |loss| format!("{loss:.4}"));
-            let keys = ["eval_loss", "eval_loss_quantised", "eval_loss_master"];
+            let keys = ["eval_loss", "eval_loss_quantized", "eval_loss_master"];
             std::iter::once(line["step"].to_string()).chain(keys.map(loss)).collect()
         });
         out += "\n## Evaluations\n";

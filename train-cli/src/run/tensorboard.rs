@@ -11,8 +11,7 @@ use crate::{CliError, durable};
 use crc::{CRC_32_ISCSI, Crc};
 use serde_json::Value;
 use std::{
-    fs::{self, OpenOptions},
-    io::Write,
+    fs,
     path::{Path, PathBuf},
 };
 
@@ -65,8 +64,7 @@ impl Events {
     /// If the file cannot be written.
     pub(super) fn add(&self, line: &Value) -> Result<(), CliError> {
         let Some(bytes) = of_line(line) else { return Ok(()) };
-        let mut file = OpenOptions::new().append(true).open(&self.0).map_err(CliError::io(&self.0))?;
-        file.write_all(&bytes).map_err(CliError::io(&self.0))
+        durable::append_bytes(&self.0, &bytes)
     }
 }
 

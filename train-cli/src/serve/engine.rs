@@ -29,7 +29,7 @@ pub(super) struct Question {
     pub(super) index: usize,
     /// Where its pieces go.
     pub(super) heard_by: mpsc::UnboundedSender<(usize, Piece)>,
-    /// Its place in the queue, which is free when it begins or nobody waits for it any more.
+    /// The question's place in the queue, which is free when it begins or nobody waits for it any more.
     pub(super) place: OwnedSemaphorePermit,
 }
 

@@ -244,7 +244,7 @@ struct Waiting {
     reply: Reply,
     pieces: Pieces,
     deadline: Instant,
-    /// Those that are complete.
+    /// The answers that are complete; `None` for the others.
     answers: Vec<Option<Answer>>,
 }
 

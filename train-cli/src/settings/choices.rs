@@ -9,7 +9,7 @@ use clap::{
     builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
 };
 use serde::{Deserialize, Serialize};
-use std::str::FromStr;
+use std::{convert::Infallible, path::PathBuf, str::FromStr};
 
 /// A choice that `auto` leaves to the program: `None`.
 pub type Auto<T> = Option<T>;
@@ -45,16 +45,16 @@ pub(crate) mod by_name {
     use super::{Choice, find};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub(crate) fn serialize<T: Choice, S: Serializer>(value: &T, s: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<T: Choice, Out: Serializer>(value: &T, s: Out) -> Result<Out::Ok, Out::Error> {
         let (_, name) = T::all().into_iter().find(|(v, _)| v == value).expect("every value is in the list");
         s.serialize_str(name.get_name())
     }
 
-    pub(crate) fn deserialize<'de, T: Choice, D: Deserializer<'de>>(d: D) -> Result<T, D::Error> {
+    pub(crate) fn deserialize<'de, T: Choice, Source: Deserializer<'de>>(d: Source) -> Result<T, Source::Error> {
         let text = String::deserialize(d)?;
         find(&text).ok_or_else(|| {
             let names: Vec<String> = T::all().iter().map(|(_, name)| name.get_name().to_owned()).collect();
-            D::Error::custom(format!("unknown value {text:?}; expected one of: {}", names.join(", ")))
+            Source::Error::custom(format!("unknown value {text:?}; expected one of: {}", names.join(", ")))
         })
     }
 }
@@ -62,6 +62,29 @@ pub(crate) mod by_name {
 /// A [`Choice`] value with its name and help.
 fn named<T>(value: T, name: &'static str, help: &'static str) -> (T, PossibleValue) {
     (value, PossibleValue::new(name).help(help))
+}
+
+/// Where `--resume-from-checkpoint` finds the run or the checkpoint to resume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ResumeFrom {
+    /// Nothing is resumed.
+    Nothing,
+    /// The newest checkpoint of the run in `--output-dir`.
+    Latest,
+    /// A run folder, or one of its checkpoints.
+    Path(PathBuf),
+}
+
+impl FromStr for ResumeFrom {
+    type Err = Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Infallible> {
+        Ok(match text {
+            "false" => Self::Nothing,
+            "latest" | "true" => Self::Latest,
+            path => Self::Path(path.into()),
+        })
+    }
 }
 
 impl Choice for Recipe {
@@ -215,10 +238,11 @@ impl Choice for Format {
 }
 
 /// Which tokens are supervised.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossOn {
     /// Every assistant turn, with its end token
+    #[default]
     #[value(alias = "completion")]
     Assistant,
     /// Every token
@@ -268,7 +292,7 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// Those whose activations do not fit into the memory that is free, or into --memory-limit
+    /// As many blocks as needed, if not all activations fit into the memory that is free, or into --memory-limit
     Auto,
     /// All: needs the least memory
     Always,

@@ -84,8 +84,8 @@ pub struct DataSettings {
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON)]
     pub data: Vec<PathBuf>,
-    /// Maximum length of a training sequence, in tokens [default: 2048, or the model's limit if that is lower]
-    #[arg(long, value_name = "N", help_heading = COMMON)]
+    /// Maximum length of a training sequence, in tokens. [`longest`] has the default.
+    #[arg(long, value_name = "N", help_heading = COMMON, help = longest("Maximum length of a training sequence, in tokens"))]
     #[arg(aliases = ["max-length", "seq-len", "cutoff-len", "max-seq-len"])]
     pub max_seq_length: Option<usize>,
     /// How often an epoch uses each row, one number for each --data: `2,0.5` uses each row of the first file twice, and half
@@ -145,7 +145,7 @@ impl Default for DataSettings {
             format: None,
             document_separator: None,
             synthetic: false,
-            loss_on: LossOn::Assistant,
+            loss_on: LossOn::default(),
             overlong: Overlong::Drop,
             packing: false,
             token_cache: None,
@@ -250,7 +250,7 @@ pub struct OptimizerSettings {
     /// Global gradient norm above which gradients are scaled down; 0 turns clipping off
     #[arg(long, value_name = "NORM", alias = "grad-clip")]
     pub max_grad_norm: f64,
-    /// The norm that gradients are clipped by: that of this step, or that of the step before
+    /// The norm that gradients are clipped by: the norm of this step, or of the step before
     #[arg(long, value_parser = parser::<Auto<Clip>>())]
     #[serde(with = "by_name")]
     pub clip: Auto<Clip>,
@@ -334,9 +334,11 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
-    /// Number of steps between checkpoints; 0 saves only the last step [default: a twentieth of the run; a
-    /// checkpoint is left out while the one before is still being written]
-    #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps")]
+    /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
+    #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps", help = parts_of_the_run(
+        "Number of steps between checkpoints; 0 saves only the last step",
+        "; a checkpoint is left out while the one before is still being written",
+    ))]
     pub save_steps: Option<usize>,
     /// Number of checkpoints to keep, at least 2; older ones are deleted
     #[arg(long, value_name = "N")]
@@ -356,7 +358,7 @@ pub struct SavingSettings {
 impl SavingSettings {
     /// Number of steps between checkpoints, in a run of so many steps; 0 if only the last is saved.
     pub fn save_every(&self, steps: usize) -> usize {
-        self.save_steps.unwrap_or_else(|| steps.div_ceil(20))
+        self.save_steps.unwrap_or_else(|| part_of_the_run(steps))
     }
 
     /// Number of checkpoints that a run of so many steps saves, at most.
@@ -395,9 +397,12 @@ impl Default for SavingSettings {
 #[serde(default)]
 #[command(next_help_heading = "Logging")]
 pub struct LoggingSettings {
-    /// Number of steps between evaluations; 0 evaluates only after the last step [default: a twentieth of the run, or more
-    /// if evaluations would otherwise take more than a tenth of the time]
-    #[arg(long, value_name = "N", alias = "steps-per-eval")]
+    /// Number of steps between evaluations; 0 evaluates only after the last step. The default is that of checkpoints, or more
+    /// if evaluations take long.
+    #[arg(long, value_name = "N", alias = "steps-per-eval", help = parts_of_the_run(
+        "Number of steps between evaluations; 0 evaluates only after the last step",
+        ", or more if evaluations would otherwise take more than a tenth of the time",
+    ))]
     pub eval_steps: Option<usize>,
     /// End the run after this many evaluations in a row whose loss is not lower than the lowest before
     #[arg(long, value_name = "N")]
@@ -461,6 +466,27 @@ impl Default for AdvancedSettings {
     fn default() -> Self {
         Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42, guard: true, undo_copy: true }
     }
+}
+
+/// Maximum length of a training sequence in tokens, if none is given and the model takes as many.
+pub const MAX_SEQ_LENGTH: usize = 2048;
+
+/// The help of a flag for the maximum length of a sequence.
+pub(crate) fn longest(what: &str) -> String {
+    format!("{what} [default: {MAX_SEQ_LENGTH}, or the model's limit if that is lower]")
+}
+
+/// Parts of a run after which it saves and evaluates, if nobody says how often.
+const PARTS: usize = 20;
+
+/// Number of steps of such a part, in a run of so many steps.
+pub(crate) fn part_of_the_run(steps: usize) -> usize {
+    steps.div_ceil(PARTS)
+}
+
+/// The help of a flag whose default is a part of the run.
+fn parts_of_the_run(what: &str, but: &str) -> String {
+    format!("{what} [default: the steps of the run divided by {PARTS}{but}]")
 }
 
 /// The smallest and the largest value of each number. Counts end at 2^20, so that products of three of them

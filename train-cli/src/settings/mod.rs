@@ -17,7 +17,7 @@ pub(crate) use amount::bytes;
 pub(crate) use choices::by_name;
 pub use choices::{
     Auto, Choice, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, ReportTo,
-    SaveStrategy, parser,
+    ResumeFrom, SaveStrategy, parser,
 };
 pub use fields::Settings;
 pub use layer::Layer;

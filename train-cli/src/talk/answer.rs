@@ -1,10 +1,10 @@
 //! An answer: its text as it grows, and its figures.
 
-use crate::{CliError, args::SamplingArgs, model_files::TextFiles, report, talk::stop_text::StopText};
+use crate::{CliError, model_files::TextFiles, report, talk::stop_text::StopText};
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
     generate::{GenerateOptions, Generation, Progress, Session, StopReason},
-    sample::{Logprobs, Sampling},
+    sample::Logprobs,
     tokenizer::{TextStream, Tokenizer},
 };
 use serde_json::{Value, json};
@@ -97,7 +97,7 @@ pub struct Answer {
     pub prompt_tokens: usize,
     /// Number of tokens of the prompt that an earlier turn had read.
     pub cached_tokens: usize,
-    /// Whether it was ended by a text of `--stop`.
+    /// Whether a text of `ends` ended the answer.
     ended_by_text: bool,
     /// Seconds until the first token was made.
     pub seconds_to_first_token: f64,
@@ -204,40 +204,4 @@ impl Answer {
             self.stop()
         )
     }
-}
-
-/// Checks that the sampling flags are in range.
-///
-/// # Errors
-/// If one is not.
-pub fn check(args: &SamplingArgs) -> Result<(), CliError> {
-    let ranges = [
-        ("temperature", args.temperature, 0.0, 100.0),
-        ("top-p", args.top_p, 0.0, 1.0),
-        ("min-p", Some(args.min_p), 0.0, 1.0),
-        ("repetition-penalty", args.repetition_penalty, 0.01, 100.0),
-    ];
-    if args.stop.iter().any(String::is_empty) {
-        return Err(CliError::Usage("--stop \"\": the text is empty; leave --stop out".into()));
-    }
-    for (flag, value, low, high) in ranges {
-        if let Some(value) = value.filter(|value| !(low..=high).contains(value)) {
-            return Err(CliError::Usage(format!("--{flag} {value}: the value must be between {low} and {high}")));
-        }
-    }
-    Ok(())
-}
-
-/// Options by the flags, or by the model's generation_config.json where a flag is missing.
-pub fn options(args: &SamplingArgs, text: &TextFiles) -> GenerateOptions {
-    let model = &text.generation;
-    let sampling = Sampling {
-        temperature: args.temperature.or(model.temperature).unwrap_or(0.0),
-        top_k: args.top_k.or(model.top_k).unwrap_or(0),
-        top_p: args.top_p.or(model.top_p).unwrap_or(1.0),
-        min_p: args.min_p,
-        repetition_penalty: args.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
-        seed: args.seed,
-    };
-    GenerateOptions { max_tokens: args.max_tokens, sampling, stop_ids: text.stop_ids.clone(), logprobs: None }
 }

@@ -47,7 +47,7 @@ pub struct Batch<'a, B: Nvfp4Kernels, L> {
     capacity: usize,
     /// Answers that are made at once, at most.
     most: usize,
-    /// Those that were used longest ago come first.
+    /// Sessions that answer nothing now. The one that was used longest ago comes first.
     waiting: Vec<Session<'a, B>>,
     running: Vec<Running<'a, B, L>>,
     /// Parts of prompts that were read since freed buffers were given back.

@@ -1,7 +1,7 @@
 //! What a person enters in a conversation: something to say, or a command that begins with a slash. It is typed, or read from
 //! a script.
 
-use crate::CliError;
+use crate::{CliError, durable};
 use model_qwen3::{file, json};
 use rustyline::{DefaultEditor, error::ReadlineError};
 use serde_json::Value;
@@ -185,7 +185,7 @@ impl Source {
                         // A history that cannot be kept is no reason to end a conversation.
                         let _ = editor.add_history_entry(&line);
                         if let Some(file) = history {
-                            let _ = file.parent().map(std::fs::create_dir_all);
+                            let _ = file.parent().map(durable::make_folder);
                             let _ = editor.append_history(file);
                         }
                         return Ok(Some(line));

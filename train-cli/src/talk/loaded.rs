@@ -4,7 +4,6 @@
 
 use crate::{
     CliError,
-    args::ModelArgs,
     model_files::{ModelFiles, TextFiles, Trained},
     progress::Reading,
     report,
@@ -20,25 +19,36 @@ use model_qwen3::{
 };
 use std::path::Path;
 
+/// Which model is wanted, and how it computes.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted<'a> {
+    /// The path of the model.
+    pub model: &'a Path,
+    /// The folder of tokenizer and chat template. If there is none, the model's own is taken.
+    pub tokenizer: Option<&'a Path>,
+    /// Whether activations are quantized. If nobody says, they are as the model was trained.
+    pub w4a4: Option<bool>,
+}
+
 /// A model with what turns text into its tokens.
 pub struct Loaded<B: Nvfp4Kernels> {
     /// The model.
     pub model: Qwen3<B>,
-    /// Its tokenizer, chat template and stop tokens.
+    /// The tokenizer, chat template and stop tokens of the model.
     pub text: TextFiles,
 }
 
 impl<B: Nvfp4Kernels> Loaded<B> {
-    /// Loads the model that the flags name, and prints what was chosen.
+    /// Loads the model that is wanted, and prints what was chosen.
     ///
     /// # Errors
     /// If its files are missing or broken, or `--w4a4` does not fit them.
-    pub fn new(args: &ModelArgs, precision: Precision, device: &B::Device) -> Result<Self, CliError> {
-        let files = located(&args.model)?;
-        let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
-        let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
+    pub fn new(wanted: Wanted<'_>, precision: Precision, device: &B::Device) -> Result<Self, CliError> {
+        let files = located(wanted.model)?;
+        let config = Qwen3Config::from_file(&files.config_file(wanted.tokenizer))?;
+        let text = TextFiles::open(wanted.tokenizer.unwrap_or(&files.folder), &config)?;
         let weights = files.open_weights()?;
-        let spec = LinearSpec::new(recipe(args, &files, &weights)?, Scaling::Two, precision);
+        let spec = LinearSpec::new(recipe(wanted, &files, &weights)?, Scaling::Two, precision);
         let model = weights::load(&Reading::of(&weights, "loading"), &config, spec, Purpose::Infer, device)?;
         Ok(Self { model, text })
     }
@@ -64,11 +74,11 @@ pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
 }
 
 /// The recipe by which NVFP4 weights are multiplied. Dense weights stay dense under any recipe.
-fn recipe(args: &ModelArgs, files: &ModelFiles, weights: &Container) -> Result<Recipe, CliError> {
+fn recipe(wanted: Wanted<'_>, files: &ModelFiles, weights: &Container) -> Result<Recipe, CliError> {
     let packed = weights.names().iter().any(|n| matches!(weights.stored(n), Some(Stored::Packed { .. })));
     if !packed {
         report::label("weights", "dense");
-        return match args.w4a4 {
+        return match wanted.w4a4 {
             Some(true) => {
                 let text = "--w4a4: the model has no NVFP4 weights; leave --w4a4 out, or convert the model to nvfp4";
                 Err(CliError::Usage(text.into()))
@@ -77,7 +87,7 @@ fn recipe(args: &ModelArgs, files: &ModelFiles, weights: &Container) -> Result<R
         };
     }
     let trained = Trained::of(files)?.map(|trained| trained.recipe);
-    let packs = args.w4a4.or(trained.map(Recipe::packs_activations)).unwrap_or(false);
+    let packs = wanted.w4a4.or(trained.map(Recipe::packs_activations)).unwrap_or(false);
     let activations = if packs { "nvfp4, activations nvfp4" } else { "nvfp4, activations not quantized" };
     let why = match trained {
         Some(recipe) if recipe.packs_activations() == packs => format!(", as in training ({})", recipe.name()),

@@ -14,11 +14,11 @@ use std::collections::HashMap;
 /// What happens to the gradients of a pass.
 #[derive(Debug, Clone, Copy)]
 pub enum Fate {
-    /// They are added to the sums.
+    /// Gradients are added to the sums.
     Gather,
-    /// Their squares are added up for the norm, and they are dropped.
+    /// The squares of gradients are added up for the norm, and the gradients are dropped.
     Measure,
-    /// They are added to the sums, and each sum goes to the optimizer at once.
+    /// Gradients are added to the sums, and each sum goes to the optimizer at once.
     Apply {
         /// Learning rate and clipping factor.
         rate: Rate,
@@ -112,13 +112,13 @@ pub struct Walk<'a, AB: TrainingBackend> {
 }
 
 impl<AB: TrainingBackend> Walk<'_, AB> {
-    fn settle<const D: usize>(&mut self, id: ParamId) -> Option<(FloatTensor<AB::InnerBackend>, Rate)> {
-        let grad = self.grads.remove::<AB::InnerBackend, D>(id).map(|grad| grad.into_primitive().tensor());
+    fn settle<const RANK: usize>(&mut self, id: ParamId) -> Option<(FloatTensor<AB::InnerBackend>, Rate)> {
+        let grad = self.grads.remove::<AB::InnerBackend, RANK>(id).map(|grad| grad.into_primitive().tensor());
         self.gathered.settle(id, grad, self.fate)
     }
 
-    fn param<const D: usize>(&mut self, param: Param<Tensor<AB, D>>) -> Param<Tensor<AB, D>> {
-        let Some((grad, rate)) = self.settle::<D>(param.id) else { return param };
+    fn param<const RANK: usize>(&mut self, param: Param<Tensor<AB, RANK>>) -> Param<Tensor<AB, RANK>> {
+        let Some((grad, rate)) = self.settle::<RANK>(param.id) else { return param };
         let (id, weight, mapper) = param.consume();
         let weight = self.optimizer.step(id, weight.inner(), grad, rate);
         Param::from_mapped_value(id, Tensor::from_inner(weight).require_grad(), mapper)

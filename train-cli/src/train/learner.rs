@@ -78,22 +78,22 @@ struct LoopStrategy<B: Nvfp4Kernels> {
     failure: Arc<Mutex<Option<CliError>>>,
 }
 
-type Components<AB, LR, O> = LearningComponentsMarker<AB, LR, Trainee<AB>, O>;
+type Components<AB, LR, Inner> = LearningComponentsMarker<AB, LR, Trainee<AB>, Inner>;
 
-impl<AB, LR, O> SupervisedLearningStrategy<Components<AB, LR, O>> for LoopStrategy<AB::InnerBackend>
+impl<AB, LR, Inner> SupervisedLearningStrategy<Components<AB, LR, Inner>> for LoopStrategy<AB::InnerBackend>
 where
     AB: TrainingBackend,
     LR: LrScheduler + 'static,
-    O: Optimizer<Trainee<AB>, AB> + 'static,
+    Inner: Optimizer<Trainee<AB>, AB> + 'static,
 {
     fn fit(
         &self,
-        components: TrainingComponents<Components<AB, LR, O>>,
-        learner: Learner<Components<AB, LR, O>>,
-        train: TrainLoader<Components<AB, LR, O>>,
-        valid: ValidLoader<Components<AB, LR, O>>,
+        components: TrainingComponents<Components<AB, LR, Inner>>,
+        learner: Learner<Components<AB, LR, Inner>>,
+        train: TrainLoader<Components<AB, LR, Inner>>,
+        valid: ValidLoader<Components<AB, LR, Inner>>,
         _starting_epoch: usize,
-    ) -> (Trainee<AB>, SupervisedTrainingEventProcessor<Components<AB, LR, O>>) {
+    ) -> (Trainee<AB>, SupervisedTrainingEventProcessor<Components<AB, LR, Inner>>) {
         let mut events = components.event_processor;
         let mut trainee = learner.model();
         // The Learner has a second handle on every parameter, and with it no update would be in place.
@@ -157,14 +157,14 @@ impl ItemLazy for Evaluation {
 #[derive(Clone)]
 struct Idle;
 
-impl<M: AutodiffModule<AB>, AB: AutodiffBackend> Optimizer<M, AB> for Idle {
+impl<Net: AutodiffModule<AB>, AB: AutodiffBackend> Optimizer<Net, AB> for Idle {
     type Record = ();
 
-    fn step(&mut self, _: LearningRate, module: M, _: GradientsParams) -> M {
+    fn step(&mut self, _: LearningRate, module: Net, _: GradientsParams) -> Net {
         module
     }
 
-    fn step_multi(&mut self, _: LearningRate, module: M, _: MultiGradientsParams) -> M {
+    fn step_multi(&mut self, _: LearningRate, module: Net, _: MultiGradientsParams) -> Net {
         module
     }
 

@@ -5,6 +5,8 @@
 //! The model lies in a slot that it can be taken from: an update consumes a parameter and puts the new one back, so
 //! that no second handle on its buffer keeps the update from being in place. An update cannot fail, so a step that
 //! fails leaves the model in the slot.
+//!
+//! Shape letters are those of [`crate`].
 
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 

@@ -85,16 +85,16 @@ impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
     }
 
     /// Updates a norm's weight or a dense matrix.
-    pub fn step<const D: usize>(
+    pub fn step<const RANK: usize>(
         &mut self,
         id: ParamId,
-        weight: Tensor<B, D>,
+        weight: Tensor<B, RANK>,
         grad: FloatTensor<B>,
         rate: Rate,
-    ) -> Tensor<B, D> {
+    ) -> Tensor<B, RANK> {
         let w = weight.into_primitive().tensor();
-        let form = if D == 1 { Master::Exact } else { self.config.master.dense() };
-        let kind = if D == 1 { StateKind::F32 } else { self.config.state };
+        let form = if RANK == 1 { Master::Exact } else { self.config.master.dense() };
+        let kind = if RANK == 1 { StateKind::F32 } else { self.config.state };
         let mut state = self.take(id, grad.shape(), kind, form, &B::float_device(&w));
         let (step, chunk) = self.next_step(id, &mut state, grad.shape(), rate);
         let (w, moments) = B::adamw(w, form, grad, state.moments, step, chunk);

@@ -5,7 +5,7 @@
 //! Where there is memory, the forward keeps the graphs of the last blocks too, which then need not run again. The numbers
 //! are the same.
 //!
-//! Shapes: M tokens, D features, V token ids.
+//! Shape letters are those of [`crate`].
 
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 
@@ -141,7 +141,7 @@ struct Head<B: Nvfp4Kernels> {
 enum Trace<AB: TrainingBackend> {
     /// The block's input, from which the block is run again.
     Input(Tensor<AB::InnerBackend, 2>),
-    /// Its graph.
+    /// The graph of the block.
     Graph(Graph<AB>),
 }
 

@@ -37,9 +37,9 @@ pub struct Saved<R: Runtime> {
 
 /// The buffers of a backward kernel that have a row for each query.
 #[derive(CubeType, CubeLaunch)]
-struct QueryBuffers<V: CubePrimitive> {
-    q: Array<V>,
-    dy: Array<V>,
+struct QueryBuffers<Element: CubePrimitive> {
+    q: Array<Element>,
+    dy: Array<Element>,
     lse: Array<f32>,
     delta: Array<f32>,
     starts: Array<u32>,

@@ -117,7 +117,7 @@ struct LaneRows {
 }
 
 #[cube]
-fn own_rows<V: CubePrimitive>(queries: &QueryBuffers<V>, first: u32, head: u32, len: u32) -> LaneRows {
+fn own_rows<Element: CubePrimitive>(queries: &QueryBuffers<Element>, first: u32, head: u32, len: u32) -> LaneRows {
     let mut start = Array::<u32>::new(2usize);
     let mut lse = Array::<f32>::new(2usize);
     let mut delta = Array::<f32>::new(2usize);

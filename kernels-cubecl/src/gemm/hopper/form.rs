@@ -45,7 +45,7 @@ impl Number {
         }
     }
 
-    /// Its name in an instruction that knows 16-bit numbers only. Results in f32 are not converted.
+    /// The name of the type in an instruction that knows 16-bit numbers only. Results in f32 are not converted.
     pub(super) fn ptx(self) -> &'static str {
         if self == Self::F16 { "f16" } else { "bf16" }
     }
@@ -61,7 +61,7 @@ pub(super) enum Operand {
 }
 
 impl Operand {
-    /// Its name in the kernel's text.
+    /// The name of the operand in the kernel's text.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::A => "a",

@@ -32,15 +32,15 @@ impl KernelMetadata for Task {
     }
 }
 
-impl<C: Compiler> CubeTask<C> for Task {
+impl<Target: Compiler> CubeTask<Target> for Task {
     fn compile(
         &self,
-        compiler: &mut C,
-        options: &C::CompilationOptions,
+        compiler: &mut Target,
+        options: &Target::CompilationOptions,
         mode: ExecutionMode,
         address_type: StorageType,
-    ) -> Result<CompiledKernel<C>, CompilationError> {
-        let shell = KernelTask::<C, Shell>::new(Shell { shared: self.0.shared() });
+    ) -> Result<CompiledKernel<Target>, CompilationError> {
+        let shell = KernelTask::<Target, Shell>::new(Shell { shared: self.0.shared() });
         let compiled = shell.compile(compiler, options, mode, address_type)?;
         Ok(CompiledKernel { entrypoint_name: ENTRY.into(), source: text(&self.0), ..compiled })
     }

@@ -48,7 +48,7 @@ struct Unit {
   const char* waits_for;
   int line;
   bool finished;
-  // Its thread of execution.
+  // The unit's thread of execution.
   jmp_buf place;
   ucontext_t beginning;
   unsigned char* stack;

@@ -1,0 +1,50 @@
+//! What the flags mean that several commands share: which model answers, and how its tokens are chosen.
+
+use crate::{
+    CliError,
+    args::{ModelArgs, SamplingArgs},
+    model_files::TextFiles,
+    talk::loaded::Wanted,
+};
+use model_qwen3::{generate::GenerateOptions, sample::Sampling};
+
+/// The model that the flags name.
+pub(super) fn wanted(args: &ModelArgs) -> Wanted<'_> {
+    Wanted { model: &args.model, tokenizer: args.tokenizer.as_deref(), w4a4: args.w4a4 }
+}
+
+/// Checks that the sampling flags are in range.
+///
+/// # Errors
+/// If one is not.
+pub(super) fn check(args: &SamplingArgs) -> Result<(), CliError> {
+    let ranges = [
+        ("temperature", args.temperature, 0.0, 100.0),
+        ("top-p", args.top_p, 0.0, 1.0),
+        ("min-p", Some(args.min_p), 0.0, 1.0),
+        ("repetition-penalty", args.repetition_penalty, 0.01, 100.0),
+    ];
+    if args.stop.iter().any(String::is_empty) {
+        return Err(CliError::Usage("--stop \"\": the text is empty; leave --stop out".into()));
+    }
+    for (flag, value, low, high) in ranges {
+        if let Some(value) = value.filter(|value| !(low..=high).contains(value)) {
+            return Err(CliError::Usage(format!("--{flag} {value}: the value must be between {low} and {high}")));
+        }
+    }
+    Ok(())
+}
+
+/// Options by the flags, or by the model's generation_config.json where a flag is missing.
+pub(super) fn options(args: &SamplingArgs, text: &TextFiles) -> GenerateOptions {
+    let model = &text.generation;
+    let sampling = Sampling {
+        temperature: args.temperature.or(model.temperature).unwrap_or(0.0),
+        top_k: args.top_k.or(model.top_k).unwrap_or(0),
+        top_p: args.top_p.or(model.top_p).unwrap_or(1.0),
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
+        seed: args.seed,
+    };
+    GenerateOptions { max_tokens: args.max_tokens, sampling, stop_ids: text.stop_ids.clone(), logprobs: None }
+}
