@@ -41,8 +41,15 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
     };
     let parameters = report::short(inputs.config.num_params() as f64);
     let layers = report::count(inputs.config.num_hidden_layers, "layer");
-    let levels = if scaling == Scaling::Two { "two-level" } else { "single-level" };
-    format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels} scales", plan.recipe.name())
+    let shared = if plan.settings.recipe.share_scales { ", shared by q, k and v, and by gate and up" } else { "" };
+    let levels = match (scaling, inputs.stored_scaling()) {
+        (Scaling::Two, Some(Scaling::Single)) => {
+            "two-level scales (those of the file are single-level; --scales single keeps them)"
+        }
+        (Scaling::Two, _) => "two-level scales",
+        (Scaling::Single, _) => "single-level scales",
+    };
+    format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels}{shared}", plan.recipe.name())
 }
 
 fn data(plan: &Plan, inputs: &Inputs) -> String {
