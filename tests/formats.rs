@@ -2,6 +2,7 @@
 //! of 0 changes nothing.
 
 use crate::support::files::{ok, run, tiny_model};
+use backend_nvfp4::Scaling;
 use model_qwen3::{
     ModelError,
     container::Container,
@@ -79,56 +80,58 @@ fn rate_zero_then_export_like_is_the_identity() {
     for (tied, scales) in [(true, "two"), (true, "single"), (false, "two"), (false, "single")] {
         let folder = dir.path().join(format!("{tied}-{scales}"));
         tiny_model(&folder, tied);
-        ok(
-            &folder,
-            &["convert", "model.safetensors", "model.dat", "--to", "dat", "--dtype", "nvfp4", "--scales", scales],
-        );
-        ok(
-            &folder,
-            &[
-                "fit",
-                "-m",
-                "model.dat",
-                "-d",
-                "demo.tsv",
-                "-o",
-                "run",
-                "--learning-rate",
-                "0",
-                "--weight-decay",
-                "0.1",
-                "--max-steps",
-                "2",
-                "--batch-size",
-                "2",
-                "--grad-accum",
-                "1",
-                "--device",
-                "cpu",
-                "--eval-steps",
-                "0",
-                "--val-split",
-                "0",
-            ],
-        );
-        let args = [
-            "export-dat",
-            "--checkpoint",
-            "run/checkpoint-2",
-            "--output-dat",
-            "out.dat",
-            "--like",
-            "model.dat",
-            "--device",
-            "cpu",
-        ];
-        ok(&folder, &args);
-        let original = std::fs::read(folder.join("model.dat")).unwrap();
-        assert!(original == std::fs::read(folder.join("out.dat")).unwrap(), "tied {tied}, {scales}: bytes differ");
-        assert!(
-            original == std::fs::read(folder.join("run/final/model.dat")).unwrap(),
-            "tied {tied}, {scales}: final differs"
-        );
+        let convert = ["convert", "model.safetensors", "model.dat", "--dtype", "nvfp4", "--scales", scales];
+        ok(&folder, &convert);
+        // Without a flag the scales become two-level.
+        for flags in [&[][..], &["--scales", scales]] {
+            let run = fit_at_rate_zero(&folder, flags);
+            let like = ["--output-dat", "out.dat", "--like", "model.dat", "--device", "cpu"];
+            ok(&folder, &[&["export-dat", "--checkpoint", "run/checkpoint-2"][..], &like].concat());
+            let original = std::fs::read(folder.join("model.dat")).unwrap();
+            assert!(original == std::fs::read(folder.join("out.dat")).unwrap(), "tied {tied}, {scales}: bytes differ");
+            let exported = std::fs::read(folder.join("run/final/model.dat")).unwrap();
+            let keeps = scales == "two" || !flags.is_empty();
+            assert!((original == exported) == keeps, "tied {tied}, {scales}, {flags:?}: the export of the run");
+            let says =
+                run.contains("two-level scales (those of the file are single-level; --scales single keeps them)");
+            assert_eq!(says, !keeps, "{run}");
+        }
+    }
+}
+
+/// Trains `model.dat` of a folder at a rate of 0, and returns what the run says.
+fn fit_at_rate_zero(folder: &Path, flags: &[&str]) -> String {
+    let fit = ["fit", "-m", "model.dat", "-d", "demo.tsv", "-o", "run", "--overwrite", "--device", "cpu"];
+    let rate = ["--learning-rate", "0", "--weight-decay", "0.1", "--max-steps", "2", "--batch-size", "2"];
+    let out = run(folder, &[&fit[..], &rate, &["--eval-steps", "0", "--val-split", "0"], flags].concat());
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{said}");
+    said
+}
+
+/// The smallest scale of single-level files loses small blocks. Trained, they get two-level scales, which keep them.
+#[test]
+fn training_a_single_level_file_exports_two_levels() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path();
+    tiny_model(folder, true);
+    ok(folder, &["convert", "model.safetensors", "model.dat", "--dtype", "nvfp4", "--scales", "single"]);
+    let levels = |path: &str| {
+        let file = Container::open(&folder.join(path)).unwrap();
+        let scaling = |name: &String| match file.stored(name) {
+            Some(Stored::Packed { scaling, .. }) => Some(scaling),
+            _ => None,
+        };
+        let all: Vec<Scaling> = file.names().iter().filter_map(scaling).collect();
+        assert!(all.len() == 14 && all.iter().all(|one| *one == all[0]), "{path}: {all:?}");
+        all[0]
+    };
+    assert_eq!(levels("model.dat"), Scaling::Single);
+    for (flags, expected) in [(&[][..], Scaling::Two), (&["--scales", "single"], Scaling::Single)] {
+        fit_at_rate_zero(folder, flags);
+        assert_eq!(levels("run/final/model.dat"), expected, "{flags:?}");
+        ok(folder, &["export-dat", "--checkpoint", "run/checkpoint-2", "--output-dat", "out.dat", "--device", "cpu"]);
+        assert_eq!(levels("out.dat"), expected, "{flags:?}");
     }
 }
 

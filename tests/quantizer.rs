@@ -76,6 +76,7 @@ fn the_reference_gives_the_bytes_of_transformer_engine_and_torchao() {
 fn the_cpu_quantizes_as_specified() {
     quantizes_as_specified::<Cpu>(Default::default());
     across_as_specified::<Cpu>(Default::default());
+    together_as_specified::<Cpu>(Default::default());
 }
 
 #[test]
@@ -83,6 +84,7 @@ fn the_gpu_quantizes_as_specified() {
     fn on_cube<R: CubeRuntime>() {
         quantizes_as_specified::<Cube<R>>(R::Device::default());
         across_as_specified::<Cube<R>>(R::Device::default());
+        together_as_specified::<Cube<R>>(R::Device::default());
         hadamard_as_specified::<R>();
         across_in_16_bits::<R>();
     }
@@ -135,6 +137,30 @@ fn quantizes_as_specified<B: Nvfp4Kernels>(device: B::Device) {
             let magnitude = spec::E2M1[code as usize & 7] * spec::E4m3::value(expected.scales[i / 16]) as f32;
             let expected = if code & 8 == 0 { magnitude } else { -magnitude } * expected.global;
             assert_eq!(value.to_bits(), expected.to_bits(), "{name} {spec:?}: {value:e}, expected {expected:e}");
+        }
+    }
+}
+
+/// Matrices that share a tensor scale get the bytes of the matrix in which they stand one below the other.
+fn together_as_specified<B: Nvfp4Kernels>(device: B::Device) {
+    let mut random = Random::new(17);
+    let (rows, cols) = ([1200, 16, 640], 48);
+    for spreads in [[0.02, 3.0, 0.4], [1.0, 1e-3, 0.0], [0.0, 0.0, 0.0]] {
+        let parts = [0, 1, 2].map(|i| random.normals(rows[i] * cols, spreads[i]));
+        for (scaling, block) in
+            [(Scaling::Two, BlockShape::Row), (Scaling::Two, BlockShape::Square), (Scaling::Single, BlockShape::Row)]
+        {
+            let spec = QuantizeSpec { scaling, block, rounding: NEAREST };
+            let expected = specified(&parts.concat(), rows.iter().sum(), cols, spec);
+            let matrices = parts.iter().zip(rows).map(|(part, rows)| matrix::<B>(part, rows, cols, &device)).collect();
+            let ours = Nvfp4Tensor::quantize_together(matrices, spec);
+            let ours: Vec<Packed> = ours.iter().map(|tensor| tensor.to_packed().unwrap()).collect();
+            let globals: Vec<u32> = ours.iter().map(|part| part.global.to_bits()).collect();
+            assert_eq!(globals, [expected.global.to_bits(); 3], "{spreads:?} {spec:?}");
+            let scales: Vec<u8> = ours.iter().flat_map(|part| part.scales.clone()).collect();
+            assert_eq!(scales, expected.scales, "{spreads:?} {spec:?}");
+            let codes: Vec<u32> = ours.iter().flat_map(|part| part.codes.clone()).collect();
+            assert_eq!(codes, expected.codes, "{spreads:?} {spec:?}");
         }
     }
 }

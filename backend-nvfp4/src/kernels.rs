@@ -28,6 +28,9 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// Quantizes a float matrix `[rows, cols]` along its rows.
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self>;
 
+    /// Quantizes float matrices of one dtype with one tensor scale: that of a matrix with all of their values.
+    fn nvfp4_quantize_together(xs: Vec<FloatTensor<Self>>, spec: QuantizeSpec) -> Vec<Nvfp4Primitive<Self>>;
+
     /// Quantizes the transpose of a float matrix `[rows, cols]` along its columns; `rows` is a multiple of 16. If `rotated`, the random
     /// Hadamard transform rotates every 16 values first.
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self>;
@@ -220,6 +223,12 @@ impl<B: Nvfp4Kernels> Nvfp4Tensor<B> {
     /// Quantizes a float matrix on its device.
     pub fn quantize(x: Tensor<B, 2>, spec: QuantizeSpec) -> Self {
         Self::from_primitive(B::nvfp4_quantize(primitive(x), spec))
+    }
+
+    /// Quantizes float matrices of one dtype on their device with one tensor scale.
+    pub fn quantize_together(xs: Vec<Tensor<B, 2>>, spec: QuantizeSpec) -> Vec<Self> {
+        let xs = xs.into_iter().map(primitive).collect();
+        B::nvfp4_quantize_together(xs, spec).into_iter().map(Self::from_primitive).collect()
     }
 
     /// The values `[rows, cols]` as `dtype`.

@@ -88,6 +88,15 @@ impl Nvfp4Kernels for NdArray {
         device_packed(reference::quantize(&floats(x), View::row_major(rows, cols), spec), rows)
     }
 
+    fn nvfp4_quantize_together(xs: Vec<FloatTensor<Self>>, spec: QuantizeSpec) -> Vec<Nvfp4Primitive<Self>> {
+        let xs: Vec<_> = xs.into_iter().map(|x| ([x.shape()[0], x.shape()[1]], floats(x))).collect();
+        let amax = xs.iter().flat_map(|(_, values)| values).fold(0.0f32, |amax, v| amax.max(v.abs()));
+        let quantized = |([rows, cols], values): ([usize; 2], Vec<f32>)| {
+            device_packed(reference::quantize_sharing(&values, View::row_major(rows, cols), spec, amax), rows)
+        };
+        xs.into_iter().map(quantized).collect()
+    }
+
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {
         let across = Self::float_transpose(x);
         Self::nvfp4_quantize(if rotated { Self::hadamard(across) } else { across }, spec)

@@ -95,18 +95,22 @@ pub struct LinearSpec {
     pub precision: Precision,
     /// Which values of a weight share a scale.
     pub block: BlockShape,
+    /// Whether the weights of layers that read the same activations share one tensor scale. Inference engines multiply
+    /// such weights as one matrix.
+    pub shares_scale: bool,
     /// The random numbers for rounding gradients: this stream for dgrad and the next one for wgrad.
     pub stream: Stream,
 }
 
 impl LinearSpec {
-    /// A specification with the weight blocks of its recipe and stream 0.
+    /// A specification with the weight blocks of its recipe, a tensor scale for each weight, and stream 0.
     pub const fn new(recipe: Recipe, scaling: Scaling, precision: Precision) -> Self {
         Self {
             recipe,
             scaling,
             precision,
             block: recipe.weight_blocks(),
+            shares_scale: false,
             stream: Stream { seed: 0, step: 0, stream: 0 },
         }
     }

@@ -29,12 +29,7 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
     let spec = layers[0].spec;
     let (dtype, recipe) = (spec.precision.dtype(), spec.recipe);
     debug_assert_eq!(x.values.dtype(), dtype, "the model casts activations where they enter");
-    let weight = |layer: Layer<B>| match layer.weight {
-        Operand::Dense(w) if !recipe.packs_weights() => Operand::Dense(cast::<B>(w, dtype)),
-        Operand::Dense(w) => Operand::Packed(B::nvfp4_quantize(w, spec.weights())),
-        codes @ Operand::Packed(_) => codes,
-    };
-    let w: Vec<_> = layers.into_iter().map(weight).collect();
+    let w = weights(layers, spec);
     let read = if recipe.packs_activations() {
         let codes = x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations()));
         Operand::Packed(codes)
@@ -44,6 +39,26 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
     let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
     let x = if recipe.packs_gradients().is_some() { Operand::Dense(x.values) } else { read };
     (ys, Saved { x, w, recipe })
+}
+
+/// The weight of each layer as the products read it.
+fn weights<B: Nvfp4Kernels>(layers: Vec<Layer<B>>, spec: LinearSpec) -> Vec<Operand<B>> {
+    let packs = spec.recipe.packs_weights();
+    let mut together = vec![];
+    if packs && spec.shares_scale {
+        let dense = |layer: &Layer<B>| match &layer.weight {
+            Operand::Dense(w) => Some(w.clone()),
+            Operand::Packed(_) => None,
+        };
+        together = B::nvfp4_quantize_together(layers.iter().filter_map(dense).collect(), spec.weights());
+    }
+    let mut together = together.into_iter();
+    let weight = |layer: Layer<B>| match layer.weight {
+        Operand::Dense(w) if !packs => Operand::Dense(cast::<B>(w, spec.precision.dtype())),
+        Operand::Dense(w) => Operand::Packed(together.next().unwrap_or_else(|| B::nvfp4_quantize(w, spec.weights()))),
+        codes @ Operand::Packed(_) => codes,
+    };
+    layers.into_iter().map(weight).collect()
 }
 
 /// Returns `dx`, the sum over layers of `dy · W`, and for each layer `dW = dyᵀ · x` in f32, computed with the operands

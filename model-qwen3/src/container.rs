@@ -13,6 +13,7 @@ use ::safetensors::Dtype;
 use backend_nvfp4::{
     Packed, Scaling,
     layout::{BLOCK, scales_per_row},
+    reference,
 };
 use std::{
     collections::HashMap,
@@ -170,6 +171,14 @@ impl Container {
         Ok(&self.slots[*index])
     }
 
+    /// The tensor scale of an NVFP4 tensor as the file holds it: 1 in single-level files.
+    fn stored_scale(&self, slot: &Slot) -> Result<f32, ModelError> {
+        let Some(entry) = slot.entries.get(2) else { return Ok(1.0) };
+        let mut buffer = [0; 4];
+        self.read(entry, 0, &mut buffer)?;
+        Ok(FloatType::F32.decode(&buffer)[0])
+    }
+
     fn read(&self, entry: &Entry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
         match (entry, &self.dat) {
             (Entry::Dat(entry), Some(dat)) => dat.read(entry, start, buffer),
@@ -230,14 +239,25 @@ impl Tensors for Container {
         let mut scales = vec![0; rows.len() * scales_per_row(cols)];
         self.read(&slot.entries[0], (rows.start * cols / 2) as u64, &mut codes)?;
         self.read(&slot.entries[1], (rows.start * scales_per_row(cols)) as u64, &mut scales)?;
-        let mut global = 1.0;
-        if let Some(entry) = slot.entries.get(2) {
-            let mut buffer = [0; 4];
-            self.read(entry, 0, &mut buffer)?;
-            let stored = FloatType::F32.decode(&buffer)[0];
-            global = if slot.reciprocal { 1.0 / stored } else { stored };
-        }
+        let stored = self.stored_scale(slot)?;
+        let global = if slot.reciprocal { 1.0 / stored } else { stored };
         Ok(Packed { codes: bytes::to_u32s(&codes), scales, global })
+    }
+
+    fn dequantize_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let slot = self.slot(name)?;
+        let (cols, packed) = (row_width(&slot.stored.shape()), self.read_packed_rows(name, rows.clone())?);
+        Ok(if slot.reciprocal {
+            reference::dequantize_divided(&packed, rows.len(), cols, self.stored_scale(slot)?)
+        } else {
+            reference::dequantize(&packed, rows.len(), cols)
+        })
+    }
+
+    fn reciprocal_scale(&self, name: &str, packed: &Packed) -> Result<f32, ModelError> {
+        let slot = self.slot(name)?;
+        // The file's own value, which a reciprocal of the reciprocal may miss.
+        if slot.reciprocal { self.stored_scale(slot) } else { Ok(1.0 / packed.global) }
     }
 }
 

@@ -3,24 +3,22 @@
 //!
 //! NVFP4 weights keep their codes and block scales. Inference engines multiply q, k and v as one matrix, and gate and up as
 //! another, which needs one tensor scale for each of the two: matrices that have a smaller one are rescaled, and
-//! [`Foreign::rounded`] counts the block scales that this rounds. Dense weights are quantized by the library's own formula.
+//! [`Foreign::changed`] counts the codes and block scales that this changes. Dense weights are quantized by the library's own formula.
 
 use crate::{
     ModelError,
     bytes::FloatType,
+    maxima::Maxima,
     names::{self, Spelling},
     repack::{Repacked, StoreAs},
-    tensors::{Stored, Tensors, row_ranges},
+    tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
     Packed, Scaling,
     layout::BLOCK,
     reference::{self, Dialect},
 };
-use std::{collections::HashMap, ops::Range, path::Path, sync::Mutex};
-
-/// Values of a dense tensor that are read at a time.
-const CHUNK: usize = 1 << 22;
+use std::{ops::Range, path::Path};
 
 /// A library that stores NVFP4.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,6 +44,19 @@ impl Library {
     }
 }
 
+/// How many codes and block scales of NVFP4 weights an export changes, and of how many.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Changed {
+    /// Codes that differ.
+    pub codes: usize,
+    /// All codes.
+    pub of_codes: usize,
+    /// Block scales that were rounded.
+    pub scales: usize,
+    /// All block scales.
+    pub of_scales: usize,
+}
+
 /// A model's tensors as another library stores them.
 pub struct Foreign<'a> {
     source: &'a dyn Tensors,
@@ -54,8 +65,7 @@ pub struct Foreign<'a> {
     library: Library,
     /// The first block whose dense linear layers stay dense.
     dense_from: usize,
-    /// The largest magnitudes of dense matrices, which each matrix of a group asks for.
-    amax: Mutex<HashMap<String, f32>>,
+    maxima: Maxima<'a>,
 }
 
 impl<'a> Foreign<'a> {
@@ -66,44 +76,32 @@ impl<'a> Foreign<'a> {
         // What a file with NVFP4 keeps dense stays dense.
         let dense_from = if source.names().iter().any(is_packed) { 0 } else { dense_from };
         let dense = Repacked::new(source, StoreAs::Float(FloatType::Bf16));
-        Self { source, dense, library, dense_from, amax: Mutex::default() }
+        Self { source, dense, library, dense_from, maxima: Maxima::new(source) }
     }
 
-    /// The block scales that a shared tensor scale rounds.
+    /// What a shared tensor scale changes in weights that are NVFP4 already.
     ///
     /// # Errors
     /// If a tensor cannot be read.
-    pub fn rounded(&self) -> Result<usize, ModelError> {
-        let mut rounded = 0;
+    pub fn changed(&self) -> Result<Changed, ModelError> {
+        let mut changed = Changed::default();
         for name in self.names() {
-            let Some(Stored::Packed { .. }) = self.source.stored(&name) else { continue };
+            let Some(Stored::Packed { rows, cols, .. }) = self.source.stored(&name) else { continue };
+            if !matches!(self.stored(&name), Some(Stored::Packed { .. })) {
+                continue;
+            }
+            changed.of_codes += rows * cols;
+            changed.of_scales += rows * cols / BLOCK;
             if self.shared_scale(&name)? == self.source.read_packed_rows(&name, 0..0)?.global {
                 continue;
             }
             let (own, ours) = (self.source.read_packed(&name)?, self.read_packed(&name)?);
             let value = |scale: &u8, packed: &Packed| reference::e4m3_decode(*scale) * packed.global;
-            rounded += own.scales.iter().zip(&ours.scales).filter(|(a, b)| value(a, &own) != value(b, &ours)).count();
+            changed.scales +=
+                own.scales.iter().zip(&ours.scales).filter(|(a, b)| value(a, &own) != value(b, &ours)).count();
+            changed.codes += own.codes.iter().zip(&ours.codes).map(|(a, b)| different_codes(*a, *b)).sum::<usize>();
         }
-        Ok(rounded)
-    }
-
-    /// The largest magnitude of the dense matrices that share a tensor scale with this one.
-    fn shared_amax(&self, name: &str) -> Result<f32, ModelError> {
-        names::multiplied_together(name).iter().try_fold(0.0f32, |amax, name| Ok(amax.max(self.amax(name)?)))
-    }
-
-    fn amax(&self, name: &str) -> Result<f32, ModelError> {
-        let mut known = self.amax.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        if let Some(amax) = known.get(name) {
-            return Ok(*amax);
-        }
-        let shape = self.source.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?.shape();
-        let mut amax = 0.0f32;
-        for rows in row_ranges(&shape, CHUNK) {
-            amax = self.source.read_rows(name, rows)?.iter().fold(amax, |a, v| a.max(v.abs()));
-        }
-        known.insert(name.to_owned(), amax);
-        Ok(amax)
+        Ok(changed)
     }
 
     /// The largest tensor scale of the NVFP4 matrices that share one with this one.
@@ -148,7 +146,10 @@ impl Tensors for Foreign<'_> {
     fn reciprocal_scale(&self, name: &str, packed: &Packed) -> Result<f32, ModelError> {
         match self.source.stored(name) {
             // The library's own value, which a reciprocal of the reciprocal may miss.
-            Some(Stored::Dense { float, .. }) => Ok(self.library.dialect(float).divisor(self.shared_amax(name)?)),
+            Some(Stored::Dense { float, .. }) => Ok(self.library.dialect(float).divisor(self.maxima.together(name)?)),
+            Some(Stored::Packed { .. }) if self.source.read_packed_rows(name, 0..0)?.global == packed.global => {
+                self.source.reciprocal_scale(name, packed)
+            }
             _ => Ok(1.0 / packed.global),
         }
     }
@@ -161,7 +162,7 @@ impl Tensors for Foreign<'_> {
             }
             Some(Stored::Dense { float, shape }) => {
                 let values = self.source.read_dense(name)?;
-                self.library.dialect(float).quantize(&values, shape[1], self.shared_amax(name)?)
+                self.library.dialect(float).quantize(&values, shape[1], self.maxima.together(name)?)
             }
             None => return Err(ModelError::missing(self.path(), name)),
         };
@@ -171,4 +172,10 @@ impl Tensors for Foreign<'_> {
         }
         Ok(packed)
     }
+}
+
+/// How many of the eight codes of two words differ.
+fn different_codes(a: u32, b: u32) -> usize {
+    let different = a ^ b;
+    (0..8).filter(|i| different >> (4 * i) & 15 != 0).count()
 }

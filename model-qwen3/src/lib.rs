@@ -57,6 +57,7 @@ pub mod gguf;
 pub mod json;
 pub mod kv_cache;
 pub mod loss;
+mod maxima;
 pub mod model;
 pub mod names;
 pub mod repack;

@@ -49,7 +49,7 @@ pub fn is_projection(name: &str) -> bool {
 }
 
 /// The linear layers that engines multiply as one matrix with this one, itself included.
-pub(crate) fn multiplied_together(name: &str) -> Vec<String> {
+pub fn multiplied_together(name: &str) -> Vec<String> {
     let groups: [&[&str]; 2] = [&[Q_PROJ, K_PROJ, V_PROJ], &[GATE_PROJ, UP_PROJ]];
     let own = |block: usize| groups.iter().find(|group| group.iter().any(|part| in_block(block, part) == name));
     match block_of(name).and_then(|block| Some((block, own(block)?))) {
@@ -58,7 +58,7 @@ pub(crate) fn multiplied_together(name: &str) -> Vec<String> {
     }
 }
 
-/// The parts of a block, and their names in a GGUF file.
+/// The parts of a block in the order in which Hugging Face's model lists them, and their names in a GGUF file.
 const GGUF_PARTS: [(&str, &str); 11] = [
     (Q_PROJ, "attn_q"),
     (K_PROJ, "attn_k"),
@@ -75,6 +75,20 @@ const GGUF_PARTS: [(&str, &str); 11] = [
 
 /// The tensors outside blocks, and their names in a GGUF file.
 const GGUF_WHOLE: [(&str, &str); 3] = [(EMBEDDING, "token_embd"), (FINAL_NORM, "output_norm"), (HEAD, "output")];
+
+/// Names in the order in which Hugging Face's model lists its tensors: the embedding, the blocks, the final norm, the head.
+/// Names that a model does not have stand behind.
+pub(crate) fn in_model_order(mut names: Vec<String>) -> Vec<String> {
+    let whole = |name: &str| [EMBEDDING, "", FINAL_NORM, HEAD].iter().position(|known| *known == name).unwrap_or(4);
+    names.sort_by_cached_key(|name| match block_of(name) {
+        Some(block) => {
+            let part = GGUF_PARTS.iter().position(|(part, _)| in_block(block, part) == *name);
+            (1, block, part.unwrap_or(GGUF_PARTS.len()))
+        }
+        None => (whole(name), 0, 0),
+    });
+    names
+}
 
 /// The name of a tensor in a GGUF file, if it has one there.
 pub(crate) fn in_gguf(name: &str) -> Option<String> {

@@ -5,6 +5,7 @@ use crate::{
     ModelError,
     bytes::FloatType,
     container::Container,
+    maxima::Maxima,
     names,
     tensors::{Stored, Tensors},
 };
@@ -20,10 +21,12 @@ pub enum StoreAs<'a> {
     Nvfp4 {
         /// Whether a tensor has a scale of its own.
         scaling: Scaling,
-        /// Whether a head that is not the embedding is NVFP4, too.
-        head: bool,
+        /// How the head is stored.
+        head: HeadAs,
         /// Which values share a block scale.
         block: BlockShape,
+        /// Whether matrices that are multiplied together (q, k and v; gate and up) share one tensor scale.
+        shares_scale: bool,
         /// The first transformer block whose linear layers stay dense.
         dense_from: usize,
     },
@@ -31,17 +34,28 @@ pub enum StoreAs<'a> {
     Like(&'a Container),
 }
 
+/// How the head is stored beside linear layers in NVFP4.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HeadAs {
+    /// Dense, with values of this type. A head that is the embedding is not stored.
+    Float(FloatType),
+    /// In NVFP4, if it is not the embedding. A head that is the embedding is not stored.
+    OwnNvfp4,
+    /// In NVFP4. If the head is the embedding, its NVFP4 copy becomes a tensor of its own.
+    Nvfp4,
+}
+
 /// Tensors as they will be stored.
-#[derive(Clone, Copy)]
 pub struct Repacked<'a> {
     source: &'a dyn Tensors,
     format: StoreAs<'a>,
+    maxima: Maxima<'a>,
 }
 
 impl<'a> Repacked<'a> {
     /// Shows `source` in another format.
     pub fn new(source: &'a dyn Tensors, format: StoreAs<'a>) -> Self {
-        Self { source, format }
+        Self { source, format, maxima: Maxima::new(source) }
     }
 
     /// Names of the source for which the format has no place.
@@ -57,10 +71,10 @@ impl<'a> Repacked<'a> {
     }
 
     fn source_values(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
-        let Some(Stored::Packed { cols, .. }) = self.source.stored(name) else {
-            return self.source.read_rows(name, rows);
-        };
-        Ok(reference::dequantize(&self.source.read_packed_rows(name, rows.clone())?, rows.len(), cols))
+        match self.source.stored(name) {
+            Some(Stored::Packed { .. }) => self.source.dequantize_rows(name, rows),
+            _ => self.source.read_rows(name, rows),
+        }
     }
 
     fn bad(&self, reason: String) -> ModelError {
@@ -74,10 +88,15 @@ impl Tensors for Repacked<'_> {
     }
 
     fn names(&self) -> Vec<String> {
-        match self.format {
-            StoreAs::Like(original) => original.names(),
-            _ => self.source.names(),
+        let mut names = match self.format {
+            StoreAs::Like(original) => return original.names(),
+            StoreAs::Float(_) | StoreAs::Nvfp4 { .. } => self.source.names(),
+        };
+        if matches!(self.format, StoreAs::Nvfp4 { head: HeadAs::Nvfp4, .. }) && !names.iter().any(|n| n == names::HEAD)
+        {
+            names.push(names::HEAD.to_owned());
         }
+        names::in_model_order(names)
     }
 
     fn stored(&self, name: &str) -> Option<Stored> {
@@ -90,6 +109,7 @@ impl Tensors for Repacked<'_> {
             {
                 Stored::Packed { rows: shape[0], cols: shape[1], scaling }
             }
+            StoreAs::Nvfp4 { head: HeadAs::Float(float), .. } if name == names::HEAD => Stored::Dense { float, shape },
             StoreAs::Nvfp4 { .. } => Stored::Dense { float: FloatType::F16, shape },
         })
     }
@@ -121,16 +141,17 @@ impl Tensors for Repacked<'_> {
             StoreAs::Like(original) => {
                 reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling)
             }
-            StoreAs::Nvfp4 { block, .. } => {
+            StoreAs::Nvfp4 { block, shares_scale, .. } => {
                 let spec = QuantizeSpec { scaling, block, rounding: Rounding::Nearest };
-                reference::quantize(&values, View::row_major(rows, cols), spec)
+                let shared_amax = if shares_scale { self.maxima.together(origin)? } else { 0.0 };
+                reference::quantize_sharing(&values, View::row_major(rows, cols), spec, shared_amax)
             }
             StoreAs::Float(_) => unreachable!("StoreAs::Float stores no tensor as NVFP4"),
         })
     }
 }
 
-fn becomes_nvfp4(name: &str, head: bool, dense_from: usize) -> bool {
+fn becomes_nvfp4(name: &str, head: HeadAs, dense_from: usize) -> bool {
     let quantized = names::block_of(name).is_none_or(|block| block < dense_from);
-    names::is_projection(name) && quantized || head && name == names::HEAD
+    names::is_projection(name) && quantized || name == names::HEAD && !matches!(head, HeadAs::Float(_))
 }

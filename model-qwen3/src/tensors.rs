@@ -5,6 +5,7 @@ use crate::{ModelError, bytes::FloatType};
 use backend_nvfp4::{
     Packed, Scaling,
     layout::{scales_per_row, words_per_row},
+    reference,
 };
 use std::{ops::Range, path::Path};
 
@@ -102,6 +103,15 @@ pub trait Tensors {
             scales: packed.scales[rows.start * scales..rows.end * scales].to_vec(),
             global: packed.global,
         })
+    }
+
+    /// The values of the rows `rows` of an NVFP4 tensor, with the arithmetic of the library whose format the file has.
+    ///
+    /// # Errors
+    /// As [`Self::read_packed`].
+    fn dequantize_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let cols = row_width(&self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?.shape());
+        Ok(reference::dequantize(&self.read_packed_rows(name, rows.clone())?, rows.len(), cols))
     }
 
     /// The reciprocal of an NVFP4 tensor's scale, for files that hold that.

@@ -9,7 +9,7 @@ use model_qwen3::{
     bytes::FloatType,
     config::Qwen3Config,
     container::Container,
-    repack::{Repacked, StoreAs},
+    repack::{HeadAs, Repacked, StoreAs},
     weights::{self, Live, Purpose},
     write::write_dat,
 };
@@ -32,7 +32,13 @@ fn only_a_range_of_rows_is_in_memory_at_a_time() {
     let config = Qwen3Config::from_file(&config_file).unwrap();
     let device = Default::default();
     let spec = |recipe| LinearSpec::new(recipe, Scaling::Two, Precision::F32);
-    let nvfp4 = StoreAs::Nvfp4 { scaling: Scaling::Two, head: false, block: BlockShape::Row, dense_from: usize::MAX };
+    let nvfp4 = StoreAs::Nvfp4 {
+        scaling: Scaling::Two,
+        head: HeadAs::Float(FloatType::F16),
+        block: BlockShape::Row,
+        shares_scale: false,
+        dense_from: usize::MAX,
+    };
     let files = [("bf16.dat", StoreAs::Float(FloatType::Bf16)), ("nvfp4.dat", nvfp4)].map(|(name, target)| {
         let path = folder.path().join(name);
         let model = weights::random::<NdArray>(&config, spec(Recipe::Bf16), MasterKind::F32, 3, &device).unwrap();

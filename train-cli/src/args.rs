@@ -2,7 +2,7 @@
 //! flags, are in [`crate::settings`].
 
 use crate::settings::{
-    Auto, DeviceChoice, Format, Layer, LossOn, ResumeFrom,
+    Auto, DeviceChoice, Format, HeadFormat, Layer, LossOn, ResumeFrom,
     fields::{COMMON, longest},
     parser, with_flags,
 };
@@ -256,6 +256,10 @@ pub struct ExportArgs {
     /// Which scales NVFP4 weights have [default: the scales of the run]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
+    /// How the output head is stored [default: in NVFP4 if the model file of the run stored it so; otherwise in f16, or not at
+    /// all if the model uses its embedding as head]
+    #[arg(long, conflicts_with = "like")]
+    pub head: Option<HeadFormat>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
@@ -345,6 +349,10 @@ pub struct ConvertArgs {
     /// Which scales NVFP4 weights have
     #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
     pub scales: Scaling,
+    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: in NVFP4, or not at all if
+    /// the model uses its embedding as head]
+    #[arg(long)]
+    pub head: Option<HeadFormat>,
     /// Replace an older file
     #[arg(long)]
     pub overwrite: bool,

@@ -8,10 +8,13 @@ use model_qwen3::{
     chat_template::ChatTemplate,
     config::Qwen3Config,
     container::Container,
-    file,
+    file, names,
+    tensors::Tensors,
     tokenizer::{GenerationConfig, Tokenizer},
+    weights::head_is_a_copy,
 };
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
 /// The files that turn text into tokens and back.
@@ -48,6 +51,21 @@ impl Companions {
 
 fn text_files(folder: &Path) -> impl Iterator<Item = PathBuf> {
     TEXT.iter().map(|name| folder.join(name)).filter(|p| p.exists())
+}
+
+/// Makes a config.json say that the head is not the embedding, if these tensors have a head of their own. Hugging Face's loader
+/// goes by config.json alone. Returns whether it said something else before.
+///
+/// # Errors
+/// If the head cannot be read.
+pub fn untie(config: &mut Map<String, Value>, tensors: &dyn Tensors) -> Result<bool, CliError> {
+    const TIED: &str = "tie_word_embeddings";
+    let has_head = tensors.names().iter().any(|name| name == names::HEAD);
+    if config.get(TIED) != Some(&Value::Bool(true)) || !has_head || head_is_a_copy(tensors)? {
+        return Ok(false);
+    }
+    config.insert(TIED.to_owned(), false.into());
+    Ok(true)
 }
 
 /// Where a model's files are.

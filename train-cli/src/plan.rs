@@ -209,6 +209,23 @@ fn number_formats(s: &Settings) -> Vec<Rule> {
             plain && recipe.scales.is_some(),
             "--scales changes nothing: --recipe bf16 quantizes nothing; leave one of them out",
         ),
+        (
+            plain && recipe.share_scales,
+            "--share-scales changes nothing: --recipe bf16 quantizes nothing; leave one of them out",
+        ),
+        (
+            recipe.share_scales && recipe.scales == Some(Scaling::Single),
+            "--share-scales changes nothing: with --scales single no matrix has an f32 scale; leave one of them out",
+        ),
+        (
+            recipe.share_scales && packed,
+            "--share-scales needs dense master weights, because each NVFP4 master weight keeps its own f32 scale; choose \
+             --master-weights other than nvfp4",
+        ),
+        (
+            plain && s.saving.head.is_some(),
+            "--head changes nothing: --recipe bf16 exports no NVFP4 weights; leave one of them out",
+        ),
         (packed && float_states, "--master-weights nvfp4 needs --optimizer-state-mode int8 or int4"),
         (packed && plain, "--master-weights nvfp4 keeps no weights for --recipe bf16 to read; take --recipe w4"),
         (

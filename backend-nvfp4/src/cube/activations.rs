@@ -1,4 +1,4 @@
-//! The quantizer, and the norm and the gate, whose launches also measure the maximum that the quantizer needs.
+//! The quantizer, of one matrix or of several with one tensor scale, and the norm and the gate, whose launches also measure the maximum that the quantizer needs.
 
 use super::{
     launch::{arg, dims, empty, launched},
@@ -96,6 +96,22 @@ pub(super) fn quantized<R: CubeRuntime>(
         });
     }
     coded(x, amax, view, spec, rotated)
+}
+
+/// Quantizes matrices of one dtype with one tensor scale.
+pub(super) fn quantized_together<R: CubeRuntime>(xs: Vec<CubeTensor<R>>, spec: QuantizeSpec) -> Vec<PackedCube<R>> {
+    let xs: Vec<_> = xs.into_iter().map(into_contiguous).collect();
+    let Some(first) = xs.first() else { return vec![] };
+    let amax = empty(first, [quantize::AMAX_LEN], DType::F32);
+    if spec.scaling == Scaling::Two {
+        let (client, all) = (&first.client, xs.iter().map(arg).collect());
+        launched(quantize::amax_together(client, all, first.dtype.into(), 1.0, arg(&amax)));
+    }
+    let quantized = |x: &CubeTensor<R>| {
+        let [rows, cols] = dims(x);
+        coded(x, amax.clone(), View::row_major(rows, cols), spec, false)
+    };
+    xs.iter().map(quantized).collect()
 }
 
 /// Quantizes the matrix that `view` sees in `x`, whose largest magnitude is `amax`.

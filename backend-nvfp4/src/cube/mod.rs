@@ -10,7 +10,7 @@ mod packed;
 mod products;
 
 use self::{
-    activations::{Normed, activations, coded, gated, normed, quantized},
+    activations::{Normed, activations, coded, gated, normed, quantized, quantized_together},
     launch::{arg, dims, empty, launched, writable},
 };
 use crate::{
@@ -125,6 +125,10 @@ where
         let x = into_contiguous(x);
         let [rows, cols] = dims(&x);
         quantized(&x, View::row_major(rows, cols), spec, false)
+    }
+
+    fn nvfp4_quantize_together(xs: Vec<FloatTensor<Self>>, spec: QuantizeSpec) -> Vec<Nvfp4Primitive<Self>> {
+        quantized_together(xs, spec)
     }
 
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self> {

@@ -8,7 +8,7 @@
 //!
 //! compressed-tensors 0.20.0 computes `d` and `amax_b / 6` in the type of the weights; everything else is f32.
 
-use super::codec::{E4M3_MAX, e2m1_encode, e4m3_decode, e4m3_encode, set_code};
+use super::codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode, e4m3_decode, e4m3_encode, set_code};
 use crate::packed::Packed;
 use half::bf16;
 use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
@@ -26,6 +26,19 @@ pub enum Dialect {
     },
     /// nvidia-modelopt.
     ModelOpt,
+}
+
+/// The values of a packed matrix as compressed-tensors decodes it, row-major: `code * (scale / G)`, where the quotient and the
+/// product are rounded to f32. The tensor scale of the matrix, `1 / G`, is not read.
+pub fn dequantize_divided(packed: &Packed, rows: usize, cols: usize, divisor: f32) -> Vec<f32> {
+    let mut out = Vec::with_capacity(rows * cols);
+    for r in 0..rows {
+        for b in 0..scales_per_row(cols) {
+            let step = e4m3_decode(packed.scales[r * scales_per_row(cols) + b]) / divisor;
+            out.extend((b * BLOCK..(b + 1) * BLOCK).map(|c| e2m1_decode(code(&packed.codes, r, c, cols)) * step));
+        }
+    }
+    out
 }
 
 impl Dialect {

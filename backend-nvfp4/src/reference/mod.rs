@@ -17,9 +17,11 @@ mod threads;
 pub use adamw::{adamw, repack, round};
 pub(crate) use adamw::{round_states, unpacked, unrounded};
 pub use codec::{E2M1, E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode};
-pub use dialects::Dialect;
+pub use dialects::{Dialect, dequantize_divided};
 pub use hadamard::hadamard;
 pub(crate) use moments::{decode_moment, encode_moment, table};
-pub use quantize::{FULL_SCALE, MASTER_ROOM, SINGLE_LEVEL_FLOOR, dequantize, quantize, quantize_master};
+pub use quantize::{
+    FULL_SCALE, MASTER_ROOM, SINGLE_LEVEL_FLOOR, dequantize, quantize, quantize_master, quantize_sharing,
+};
 pub use random::{draw_of, normals, philox};
 pub use requantize::{requantize, rescale, with_room};

@@ -23,6 +23,15 @@ pub const MASTER_ROOM: f32 = 8.0;
 /// # Panics
 /// If `view` reaches outside `x`, or if its columns (with 16x16 blocks also its rows) are not a multiple of 16.
 pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
+    quantize_sharing(x, view, spec, 0.0)
+}
+
+/// Quantizes a matrix as [`quantize()`] does, with the tensor scale of several matrices whose largest magnitude together is
+/// `shared_amax`.
+///
+/// # Panics
+/// As [`quantize()`].
+pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: f32) -> Packed {
     let View { rows, cols, row_stride, col_stride } = view;
     assert!(cols.is_multiple_of(BLOCK), "{cols} columns: not a multiple of 16");
     let at = |r: usize, c: usize| x[r * row_stride + c * col_stride];
@@ -34,7 +43,7 @@ pub fn quantize(x: &[f32], view: View, spec: QuantizeSpec) -> Packed {
             amax[r * blocks + b] = (0..BLOCK).fold(0.0, |a: f32, i| a.max(at(r, b * BLOCK + i).abs()));
         }
     }
-    let tensor_amax = amax.iter().fold(0.0, |a: f32, &b| a.max(b));
+    let tensor_amax = amax.iter().fold(shared_amax, |a: f32, &b| a.max(b));
     if spec.block == BlockShape::Square {
         assert!(rows.is_multiple_of(BLOCK), "{rows} rows: not a multiple of 16");
         for r in (0..rows).step_by(BLOCK) {

@@ -32,15 +32,37 @@ pub fn amax<R: Runtime>(
     room: f32,
     out: ArrayArg<R>,
 ) -> Result<(), KernelError> {
+    amax_together(client, vec![x], dtype, room, out)
+}
+
+/// The same as [`amax()`] for the largest magnitude of several matrices. One launch for each, and one more.
+///
+/// # Errors
+/// If `out` does not hold three elements.
+pub fn amax_together<R: Runtime>(
+    client: &ComputeClient<R>,
+    xs: Vec<ArrayArg<R>>,
+    dtype: StorageType,
+    room: f32,
+    out: ArrayArg<R>,
+) -> Result<(), KernelError> {
     expect_len("amax", "out", out.size(), AMAX_LEN)?;
-    let vector = vector_size(client, dtype, x.size());
-    let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
-    let scratch = client.empty(cubes * 4);
-    // SAFETY: `scratch` holds one f32 a cube; the kernel stops at the end of what it reads.
+    let cubes = |x: &ArrayArg<R>| {
+        let vector = vector_size(client, dtype, x.size());
+        (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024)
+    };
+    let all: usize = xs.iter().map(cubes).sum();
+    let scratch = client.empty(all * 4);
+    // SAFETY: `scratch` holds one f32 for each cube of all launches; the kernel stops at the end of what it reads.
     unsafe {
-        let maxima = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
-        let (count, dim) = (CubeCount::Static(cubes as u32, 1, 1), CubeDim::new_1d(256));
-        amax_kernel::launch_unchecked(client, count, dim, vector, x, maxima(), 1.0, false, dtype);
+        let maxima = || ArrayArg::from_raw_parts(scratch.clone(), all);
+        let mut first = 0;
+        for x in xs {
+            let (cubes, vector) = (cubes(&x), vector_size(client, dtype, x.size()));
+            let (count, dim) = (CubeCount::Static(cubes as u32, 1, 1), CubeDim::new_1d(256));
+            amax_kernel::launch_unchecked(client, count, dim, vector, x, maxima(), 1.0, first, false, dtype);
+            first += cubes as u32;
+        }
         amax_of_maxima(client, maxima(), room, out)
     }
 }
@@ -61,7 +83,7 @@ pub fn amax_of_maxima<R: Runtime>(
     let units = client.properties().hardware.max_units_per_cube.min(1024);
     let (one, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(units));
     // SAFETY: `out` holds three f32; the kernel stops at the end of what it reads.
-    unsafe { amax_kernel::launch_unchecked(client, one, dim, vector, maxima, out, room, true, float) };
+    unsafe { amax_kernel::launch_unchecked(client, one, dim, vector, maxima, out, room, 0, true, float) };
     Ok(())
 }
 
@@ -131,6 +153,7 @@ fn amax_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     out: &mut Array<f32>,
     room: f32,
+    first: u32,
     #[comptime] last: bool,
     #[define(F)] _dtype: StorageType,
 ) {
@@ -150,7 +173,7 @@ fn amax_kernel<F: Float, N: Size>(
             out[1] = full * (1.0f32 / 6.0f32);
             out[2] = 1.0f32 / full;
         } else {
-            out[CUBE_POS_X as usize] = amax;
+            out[(first + CUBE_POS_X) as usize] = amax;
         }
     }
 }

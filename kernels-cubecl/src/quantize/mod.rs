@@ -33,14 +33,15 @@ mod amax;
 mod spec;
 mod tile;
 
-pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated};
+pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated, amax_together};
 pub use spec::{BlockShape, QuantizeSpec, Rounding, Scaling};
 pub use tile::View;
 use tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row, store_across, units};
 
 /// Quantizes `x` (float of type `dtype`, laid out as `view`) into `codes` (u32, `rows x cols/8`), `scales` (u8, `rows
 /// x cols/16`) and `global` (f32, 1). If `rotated`, every 16 columns are Hadamard-transformed first. `amax` (f32, 3)
-/// comes from [`amax()`], or from [`amax_rotated`] if `rotated`; single-level scaling ignores it.
+/// comes from [`amax()`], from [`amax_together`] if matrices share a tensor scale, or from [`amax_rotated`] if `rotated`;
+/// single-level scaling ignores it.
 ///
 /// # Errors
 /// If the columns (and for 16x16 blocks the rows) are not a multiple of 16, or a buffer does not fit the shape.

@@ -23,8 +23,9 @@ use crate::{
     bytes::FloatType,
     config::Qwen3Config,
     names,
-    repack::{Repacked, StoreAs},
+    repack::{HeadAs, Repacked, StoreAs},
     tensors::{Stored, Tensors, row_ranges},
+    weights::head_is_a_copy,
 };
 use backend_nvfp4::{BlockShape, Packed, Scaling};
 use header::{Header, Value};
@@ -170,8 +171,13 @@ impl<'a> File<'a> {
             Matrices::Q8 => FloatType::F32,
             Matrices::Nvfp4 => FloatType::F16,
         };
-        let nvfp4 =
-            StoreAs::Nvfp4 { scaling: Scaling::Two, head: false, block: BlockShape::Row, dense_from: usize::MAX };
+        let nvfp4 = StoreAs::Nvfp4 {
+            scaling: Scaling::Two,
+            head: HeadAs::Float(FloatType::F16),
+            block: BlockShape::Row,
+            shares_scale: false,
+            dense_from: usize::MAX,
+        };
         let has_codes = source.names().iter().any(|name| matches!(source.stored(name), Some(Stored::Packed { .. })));
         let dense = Repacked::new(source, StoreAs::Float(float));
         Self { source, matrices, dense, packed: Repacked::new(source, nvfp4), has_codes }
@@ -182,7 +188,7 @@ impl<'a> File<'a> {
         let mut entries = Vec::new();
         for source in self.source.names() {
             // A file may spell out a tied head.
-            if source == names::HEAD && config.tie_word_embeddings {
+            if source == names::HEAD && config.tie_word_embeddings && head_is_a_copy(self.source)? {
                 continue;
             }
             let name = names::in_gguf(&source)
@@ -191,9 +197,10 @@ impl<'a> File<'a> {
             let (shape, kind) = (stored.shape(), self.kind(&source, &stored));
             let (values, _) = kind.block();
             if shape.last().is_none_or(|cols| !cols.is_multiple_of(values)) {
+                let cols = shape.last().copied().unwrap_or_default();
                 let reason = format!(
-                    "{source:?} has shape {shape:?}, but rows must be a multiple of {values} values in this format; \
-                     use --dtype bf16"
+                    "{source:?} has shape {shape:?}: its K = {cols} is not a multiple of {values}, as blocks of this number \
+                     format in GGUF files need; use --dtype bf16"
                 );
                 return Err(ModelError::weights(self.source.path(), reason));
             }
@@ -237,7 +244,8 @@ impl<'a> File<'a> {
             }
             // Norms are f32 whatever the matrices are.
             Kind::Float(float) => {
-                let values = if entry.shape.len() < 2 { Repacked::new(self.source, F32) } else { self.dense };
+                let in_f32 = Repacked::new(self.source, F32);
+                let values = if entry.shape.len() < 2 { &in_f32 } else { &self.dense };
                 let mut rows = row_ranges(&entry.shape, CHUNK);
                 rows.try_for_each(|rows| put(&float.encode(&values.read_rows(name, rows)?)))
             }

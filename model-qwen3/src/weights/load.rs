@@ -64,8 +64,12 @@ pub fn load<B: Nvfp4Kernels>(
     Ok(model)
 }
 
-/// Whether the file spells out a tied head. A head with the embedding's values is the embedding.
-fn head_is_a_copy(tensors: &dyn Tensors) -> Result<bool, ModelError> {
+/// Whether the file of a model whose config.json ties the head spells out the head all the same. A head with the embedding's
+/// values is the embedding.
+///
+/// # Errors
+/// If either cannot be read.
+pub fn head_is_a_copy(tensors: &dyn Tensors) -> Result<bool, ModelError> {
     let (Some(head @ Stored::Dense { .. }), Some(embedding)) = (tensors.stored(HEAD), tensors.stored(EMBEDDING)) else {
         return Ok(false);
     };

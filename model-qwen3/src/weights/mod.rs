@@ -15,6 +15,6 @@ mod trained;
 pub use fields::{Field, Replace, fields};
 pub use host::{PIECES, TRANSFER, to_host};
 pub use live::Live;
-pub use load::{Purpose, load};
+pub use load::{Purpose, head_is_a_copy, load};
 pub use random::random;
 pub use trained::trained;

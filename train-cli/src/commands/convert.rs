@@ -5,10 +5,11 @@ use crate::{
     CliError,
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
-    model_files::{Companions, ModelFiles, TRAINED, TextFiles, Trained},
+    model_files::{Companions, ModelFiles, TRAINED, TextFiles, Trained, untie},
     outputs::check_output,
     report,
     run::checkpoint,
+    settings::HeadFormat,
     talk::loaded::located,
 };
 use backend_nvfp4::BlockShape;
@@ -20,7 +21,7 @@ use model_qwen3::{
     container::Container,
     file,
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
-    repack::{Repacked, StoreAs},
+    repack::{HeadAs, Repacked, StoreAs},
     tensors::Tensors,
     write::{write_dat, write_safetensors},
 };
@@ -60,7 +61,13 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         _ => None,
     };
     let tensors = Repacked::new(source.tensors(), format(args, container)?);
-    let small = if gguf.is_none() { source.small_files(&files, args.dtype == WeightArg::Nvfp4)? } else { vec![] };
+    let mut small = if gguf.is_none() { source.small_files(&files, args.dtype == WeightArg::Nvfp4)? } else { vec![] };
+    if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
+        small
+            .iter_mut()
+            .filter(|(name, _)| name == "config.json")
+            .try_for_each(|(_, bytes)| untied(bytes, &tensors))?;
+    }
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         match (container, &gguf) {
@@ -119,6 +126,15 @@ impl Source {
     }
 }
 
+/// The bytes of a config.json, which says whether the head is the embedding, for these tensors.
+fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
+    let Ok(mut config) = serde_json::from_slice(bytes) else { return Ok(()) };
+    if untie(&mut config, tensors)? {
+        *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
+    }
+    Ok(())
+}
+
 /// Writes the small files of a model into the folder of `output`. A file that is there stays as it is.
 fn put_beside(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError> {
     let folder = output.parent().unwrap_or(Path::new(""));
@@ -157,10 +173,21 @@ fn container(args: &ConvertArgs) -> Result<ContainerArg, CliError> {
 
 /// How tensors are stored in containers that are not GGUF.
 fn format(args: &ConvertArgs, container: ContainerArg) -> Result<StoreAs<'static>, CliError> {
+    if args.head.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
+        return Err(CliError::Usage("--head goes with --dtype nvfp4, in .dat and .safetensors files".into()));
+    }
     Ok(match args.dtype {
-        WeightArg::Nvfp4 => {
-            StoreAs::Nvfp4 { scaling: args.scales, head: true, block: BlockShape::Row, dense_from: usize::MAX }
-        }
+        WeightArg::Nvfp4 => StoreAs::Nvfp4 {
+            scaling: args.scales,
+            head: match args.head {
+                None => HeadAs::OwnNvfp4,
+                Some(HeadFormat::Nvfp4) => HeadAs::Nvfp4,
+                Some(HeadFormat::Bf16) => HeadAs::Float(FloatType::Bf16),
+            },
+            block: BlockShape::Row,
+            shares_scale: false,
+            dense_from: usize::MAX,
+        },
         WeightArg::F16 => StoreAs::Float(FloatType::F16),
         WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),
         WeightArg::F32 => StoreAs::Float(FloatType::F32),

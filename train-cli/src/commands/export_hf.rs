@@ -10,7 +10,7 @@ use crate::{
     args::{ExportHfArgs, HfFormat},
     device,
     durable::{self, PendingFolder},
-    model_files::{Companions, ModelFiles, TextFiles},
+    model_files::{Companions, ModelFiles, TextFiles, untie},
     report,
     run::{
         checkpoint::{self, TrainerState},
@@ -19,13 +19,13 @@ use crate::{
     settings::bytes,
     talk::loaded::located,
 };
-use backend_nvfp4::{LinearSpec, Recipe, Scaling, layout::BLOCK};
+use backend_nvfp4::{LinearSpec, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
     config::Qwen3Config,
     file,
-    foreign::{Foreign, Library},
+    foreign::{Changed, Foreign, Library},
     names::{self, Spelling},
     repack::{Repacked, StoreAs},
     tensors::{Stored, Tensors},
@@ -165,6 +165,7 @@ fn config_json(path: &Path, tensors: &dyn Tensors, library: Option<Library>) -> 
     if let Some(dtype) = config.get_mut("dtype") {
         *dtype = "bfloat16".into();
     }
+    untie(&mut config, tensors)?;
     if let Some(library) = library {
         config.insert("quantization_config".into(), quantization_config(tensors, library));
     }
@@ -187,13 +188,13 @@ fn quantization_config(tensors: &dyn Tensors, library: Library) -> Value {
             json!({
                 "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
                 "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": not_quantized(tensors),
-                "kv_cache_scheme": null, "global_compression_ratio": null, "sparsity_config": {}, "transform_config": {},
-                "version": "0.20.0",
+                "kv_cache_scheme": null, "global_compression_ratio": null, "moe_sparsity_config": null,
+                "sparsity_config": {}, "transform_config": {}, "version": "0.20.0",
             })
         }
         Library::ModelOpt => json!({
             "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "producer": producer(),
-            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}, "ignore": not_quantized(tensors),
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}, "ignore": excluded(tensors),
         }),
     }
 }
@@ -204,9 +205,16 @@ fn quant_config_file(tensors: &dyn Tensors) -> Value {
         "producer": producer(),
         "quantization": {
             "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": null, "group_size": 16,
-            "exclude_modules": not_quantized(tensors),
+            "exclude_modules": excluded(tensors),
         },
     })
+}
+
+/// The modules with weights that stay in bf16, as ModelOpt lists them: the embedding is one of them.
+fn excluded(tensors: &dyn Tensors) -> Vec<String> {
+    let mut modules = not_quantized(tensors);
+    modules.insert(1, names::EMBEDDING.trim_end_matches(".weight").to_owned());
+    modules
 }
 
 fn producer() -> Value {
@@ -221,21 +229,22 @@ fn not_quantized(tensors: &dyn Tensors) -> Vec<String> {
     std::iter::once(module(names::HEAD)).chain(layers.map(|name| module(&name))).collect()
 }
 
-/// Says how many block scales differ from those of the model, because matrices that are multiplied together share a tensor
-/// scale.
+/// Says how many codes and block scales of NVFP4 weights differ from those of the model, because matrices that are multiplied
+/// together share a tensor scale.
 fn say_what_changed(tensors: &Foreign) -> Result<(), CliError> {
-    let rounded = tensors.rounded()?;
-    if rounded == 0 {
+    let Changed { codes, of_codes, scales, of_scales } = tensors.changed()?;
+    if of_codes == 0 {
         return Ok(());
     }
-    let scales = |name: &String| match tensors.stored(name) {
-        Some(Stored::Packed { rows, cols, .. }) => rows * cols / BLOCK,
-        _ => 0,
-    };
-    let all: usize = tensors.names().iter().map(scales).sum();
-    let share = rounded as f64 / all as f64 * 100.0;
-    let text = format!("{rounded} of {all} block scales were rounded ({share:.1}%)");
-    report::label("scales", format!("q, k and v share a tensor scale, and so do gate and up: {text}"));
+    let share = |part: usize, all: usize| format!("{part} of {all} ({:.2}%)", part as f64 / all as f64 * 100.0);
+    report::label(
+        "scales",
+        format!(
+            "q, k and v share an f32 scale, and so do gate and up. This changed {} 4-bit codes and {} 8-bit scales",
+            share(codes, of_codes),
+            share(scales, of_scales)
+        ),
+    );
     Ok(())
 }
 

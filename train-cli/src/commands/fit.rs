@@ -18,7 +18,7 @@ use crate::{
     run::evaluations::Evaluations,
     run::folder::{self, FINAL},
     run::header,
-    run::inputs::{Inputs, packed_scaling},
+    run::inputs::Inputs,
     run::journal::Journal,
     run::preflight::{Forecast, Undo},
     run::sample::Samples,
@@ -123,7 +123,7 @@ impl Job for Fit {
         }
         // The lock ends with the run.
         let mut lock = if dry_run { None } else { Some(folder::Lock::of(&plan.output_dir)?) };
-        let ready = Ready::new(plan, choice, precision)?;
+        let ready = Ready::new(plan, choice, precision, resumed.as_ref())?;
         match &resumed {
             None => folder::check_free(&ready.plan, overwrite)?,
             Some(resumed) => {
@@ -183,12 +183,19 @@ struct Ready {
 
 impl Ready {
     /// Reads the inputs, and refuses what needs more memory or disk than there is, or other scale levels.
-    fn new(plan: Plan, device: DeviceChoice, precision: Precision) -> Result<Self, CliError> {
+    fn new(
+        plan: Plan,
+        device: DeviceChoice,
+        precision: Precision,
+        resumed: Option<&Resumed>,
+    ) -> Result<Self, CliError> {
         let inputs = Inputs::read(&plan)?;
         let forecast = Forecast::of(&plan, &inputs, device, precision);
         forecast.check_memory()?;
         forecast.check_disk(&plan, inputs.order(&plan).steps)?;
-        let (scaling, master) = (inputs.scaling(&plan), plan.master(precision));
+        // A resumed run keeps its scale levels: older versions took those of the model file.
+        let default = resumed.map_or(Scaling::Two, |resumed| resumed.state.scaling());
+        let (scaling, master) = (plan.settings.recipe.scales.unwrap_or(default), plan.master(precision));
         let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
         if scaling == Scaling::Single && keeps_codes {
             let text = "--damped-finish and --master-weights nvfp4 keep NVFP4 codes with two-level scales, but the scale \
@@ -200,7 +207,8 @@ impl Ready {
                         --load-best-model-at-end compare; give --eval-data FILE, or a larger --val-split";
             return Err(CliError::Usage(text.into()));
         }
-        let spec = LinearSpec::new(plan.recipe, scaling, precision);
+        let shares_scale = plan.settings.recipe.share_scales;
+        let spec = LinearSpec { shares_scale, ..LinearSpec::new(plan.recipe, scaling, precision) };
         Ok(Self { plan, inputs, forecast, spec, master })
     }
 
@@ -487,7 +495,13 @@ impl Ready {
         let layers = model.layers.len();
         let dense_from = layers.saturating_sub(plan.settings.bf16_last_blocks(layers));
         let (scaling, recipe) = (self.spec.scaling, plan.recipe);
-        let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
+        let format = export::ExportFormat {
+            scaling,
+            head: export::head_as(plan.settings.saving.head, head),
+            recipe,
+            dense_from,
+            shares_scale: self.spec.shares_scale,
+        };
         let like = self.original();
         let _line = Line::of("exporting");
         let exported =
@@ -511,13 +525,15 @@ impl Ready {
         }
     }
 
-    /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights, if
-    /// the run quantizes every transformer block, with 1x16 scales.
+    /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights and the scale levels of the
+    /// run, if the run quantizes every transformer block, with 1x16 scales and a tensor scale for each matrix.
     fn original(&self) -> Option<&Container> {
-        let dense = self.plan.settings.bf16_last_blocks(self.inputs.config.num_hidden_layers);
-        let same_blocks = dense == 0 && self.spec.weights().block == BlockShape::Row;
-        let serves = |file: &&Container| file.dat().is_some() && packed_scaling(file).is_some();
-        self.inputs.source.as_ref().filter(serves).filter(|_| self.plan.settings.recipe.scales.is_none() && same_blocks)
+        let (s, spec) = (&self.plan.settings, self.spec);
+        let dense = s.bf16_last_blocks(self.inputs.config.num_hidden_layers);
+        let same_blocks = dense == 0 && spec.weights().block == BlockShape::Row;
+        let same_scales = self.inputs.stored_scaling() == Some(spec.scaling) && !spec.shares_scale;
+        let serves = same_blocks && same_scales && s.saving.head.is_none();
+        self.inputs.source.as_ref().filter(|file| serves && file.dat().is_some())
     }
 }
 

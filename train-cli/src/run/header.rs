@@ -45,13 +45,21 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
     };
     let parameters = report::short(inputs.config.num_params() as f64);
     let layers = inputs.config.num_hidden_layers;
-    let levels = if scaling == Scaling::Two { "two-level" } else { "single-level" };
+    let shared = if plan.settings.recipe.share_scales { ", shared by q, k and v, and by gate and up" } else { "" };
+    let levels = match (scaling, inputs.stored_scaling()) {
+        (Scaling::Two, Some(Scaling::Single)) => {
+            "two-level scales (those of the file are single-level; --scales single keeps them)"
+        }
+        (Scaling::Two, _) => "two-level scales",
+        (Scaling::Single, _) => "single-level scales",
+    };
     let dense = match plan.settings.bf16_last_blocks(layers) {
         0 => String::new(),
         dense => format!(" · last {} not quantized", report::count(dense, "block")),
     };
     let layers = report::count(layers, "layer");
-    format!("{name} · {parameters} parameters · {layers} · recipe {} · {levels} scales{dense}", plan.recipe.name())
+    let recipe = plan.recipe.name();
+    format!("{name} · {parameters} parameters · {layers} · recipe {recipe} · {levels}{shared}{dense}")
 }
 
 fn data(plan: &Plan, inputs: &Inputs) -> String {

@@ -64,10 +64,13 @@ impl Inputs {
         Ok(Self { config, text, source, train: Arc::new(train), eval, report, sha256 })
     }
 
-    /// Scale levels of NVFP4 weights: those of `--scales`, else those of the model file, else two.
-    pub fn scaling(&self, plan: &Plan) -> Scaling {
-        let stored = || self.source.as_ref().and_then(packed_scaling);
-        plan.settings.recipe.scales.or_else(stored).unwrap_or(Scaling::Two)
+    /// Scale levels of the model file's NVFP4 tensors, if it has any.
+    pub fn stored_scaling(&self) -> Option<Scaling> {
+        let source = self.source.as_ref()?;
+        source.names().iter().find_map(|name| match source.stored(name) {
+            Some(Stored::Packed { scaling, .. }) => Some(scaling),
+            _ => None,
+        })
     }
 
     /// Tokens of the longest row, of training or evaluation.
@@ -106,14 +109,6 @@ impl Inputs {
             start: 0,
         }
     }
-}
-
-/// The scale levels of a file's NVFP4 tensors, if it has any.
-pub fn packed_scaling(source: &Container) -> Option<Scaling> {
-    source.names().iter().find_map(|name| match source.stored(name) {
-        Some(Stored::Packed { scaling, .. }) => Some(scaling),
-        _ => None,
-    })
 }
 
 /// Refuses a plan that the model's shape does not allow.

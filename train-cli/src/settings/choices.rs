@@ -109,8 +109,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str =
-        "As in the model file; `two` if its weights are not in NVFP4, like those of a downloaded model";
+    const AUTO: &'static str = "`two`, also where the model file has single-level scales";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -324,6 +323,16 @@ impl Choice for Clip {
             named(Self::Previous, "previous", "The norm of the step before; the first step is not clipped"),
         ]
     }
+}
+
+/// How an export with NVFP4 weights stores the output head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum HeadFormat {
+    /// In NVFP4. If the model uses its embedding as head, the file gets an NVFP4 copy of it, and decoding reads fewer bytes
+    Nvfp4,
+    /// In bf16. If the model uses its embedding as head, the file has no head
+    Bf16,
 }
 
 /// Whether a run saves anything.

@@ -3,8 +3,8 @@
 use crate::{
     CliError,
     settings::choices::{
-        Auto, Clip, Decay, DeviceChoice, Format, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, ReportTo,
-        SaveStrategy, by_name, parser,
+        Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
+        ReportTo, SaveStrategy, by_name, parser,
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
@@ -184,6 +184,10 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
+    /// Give the q, k and v weights of a block one f32 scale together, and its gate and up weights another. Engines that
+    /// multiply them as one matrix need that, and export-hf then changes no code and no 8-bit scale
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
+    pub share_scales: bool,
     /// Number format in which the model computes
     #[arg(long, alias = "dtype", alias = "precision", value_parser = parser::<Auto<Precision>>())]
     #[serde(with = "by_name")]
@@ -200,6 +204,7 @@ impl Default for RecipeSettings {
             quantize_from: 0.0,
             damped_finish: 0.0,
             scales: None,
+            share_scales: false,
             compute_dtype: None,
         }
     }
@@ -334,6 +339,10 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
+    /// How the export stores the output head [default: in NVFP4 if the model file stores it so; otherwise in f16, or not at
+    /// all if the model uses its embedding as head]
+    #[arg(long)]
+    pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps", help = parts_of_the_run(
         "Number of steps between checkpoints; 0 saves only the last step",
@@ -383,6 +392,7 @@ impl Default for SavingSettings {
         Self {
             output_dir: None,
             output_dat: None,
+            head: None,
             save_steps: None,
             save_total_limit: 2,
             keep_period: None,

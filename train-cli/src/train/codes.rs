@@ -6,6 +6,7 @@ use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor};
 use model_qwen3::{
     ModelError,
     model::Qwen3,
+    names,
     weights::{Field, fields},
 };
 
@@ -35,7 +36,10 @@ impl Codes {
         let step = all.div_ceil(WORDS).max(1);
         for (name, field) in &fields {
             let weight = match field {
-                Field::Linear(Nvfp4Linear::Master(w)) => Nvfp4Tensor::quantize(w.val(), spec.weights()),
+                Field::Linear(Nvfp4Linear::Master(w)) if !spec.shares_scale => {
+                    Nvfp4Tensor::quantize(w.val(), spec.weights())
+                }
+                Field::Linear(Nvfp4Linear::Master(_)) => quantized_in_its_group(name, &fields, spec),
                 Field::Linear(Nvfp4Linear::PackedMaster(w)) => w.weight.clone(),
                 _ => continue,
             };
@@ -62,6 +66,21 @@ impl Codes {
     pub fn changed_in<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Option<f64>, CliError> {
         Ok(changed(&self.words, &Self::of(model, self.spec)?.words))
     }
+}
+
+/// The codes of a master weight that shares its tensor scale with those that are multiplied with it.
+fn quantized_in_its_group<B: Nvfp4Kernels>(
+    name: &str,
+    fields: &[(String, Field<'_, B>)],
+    spec: LinearSpec,
+) -> Nvfp4Tensor<B> {
+    let group = names::multiplied_together(name);
+    let master = |member: &String| match fields.iter().find(|(name, _)| name == member) {
+        Some((_, Field::Linear(Nvfp4Linear::Master(w)))) => w.val(),
+        _ => unreachable!("the linear layers of a block are masters of one form"),
+    };
+    let place = group.iter().position(|member| member == name).expect("a weight is in its group");
+    Nvfp4Tensor::quantize_together(group.iter().map(master).collect(), spec.weights()).remove(place)
 }
 
 fn changed(before: &[Vec<u32>], after: &[Vec<u32>]) -> Option<f64> {

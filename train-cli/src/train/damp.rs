@@ -9,7 +9,7 @@ use burn::{
     module::{AutodiffModule, Module, Param},
     tensor::{DType, Tensor},
 };
-use model_qwen3::{model::Qwen3, weights::Replace};
+use model_qwen3::model::{Attention, Block, Mlp, Qwen3};
 
 /// When blocks freeze.
 #[derive(Debug, Clone, Copy)]
@@ -59,21 +59,46 @@ struct OnCodes<'a, B: Nvfp4Kernels> {
     optimizer: &'a mut ChunkedAdamw<B>,
 }
 
-impl<AB: TrainingBackend> Replace<AB> for OnCodes<'_, AB::InnerBackend> {
-    fn vector(&mut self, p: Param<Tensor<AB, 1>>) -> Param<Tensor<AB, 1>> {
-        p
+impl<B: Nvfp4Kernels> OnCodes<'_, B> {
+    fn block<AB: TrainingBackend<InnerBackend = B>>(&mut self, block: Block<AB>) -> Block<AB> {
+        let Block { self_attn: a, mlp: m, input_layernorm, post_attention_layernorm } = block;
+        let [q_proj, k_proj, v_proj] = self.together([a.q_proj, a.k_proj, a.v_proj]);
+        let [gate_proj, up_proj] = self.together([m.gate_proj, m.up_proj]);
+        let ([o_proj], [down_proj]) = (self.together([a.o_proj]), self.together([m.down_proj]));
+        let self_attn = Attention { q_proj, k_proj, v_proj, o_proj, q_norm: a.q_norm, k_norm: a.k_norm };
+        Block { self_attn, mlp: Mlp { gate_proj, up_proj, down_proj }, input_layernorm, post_attention_layernorm }
     }
 
-    fn matrix(&mut self, p: Param<Tensor<AB, 2>>) -> Param<Tensor<AB, 2>> {
-        p
+    /// Freezes layers that read the same activations, and may share a tensor scale.
+    fn together<AB: TrainingBackend<InnerBackend = B>, const N: usize>(
+        &mut self,
+        layers: [Nvfp4Linear<AB>; N],
+    ) -> [Nvfp4Linear<AB>; N] {
+        let master = |layer: &Nvfp4Linear<AB>| match layer {
+            Nvfp4Linear::Master(p) => Some(p.val().inner()),
+            _ => None,
+        };
+        let (masters, spec) = (layers.iter().filter_map(master), self.spec.weights());
+        let codes: Vec<_> = if self.spec.shares_scale {
+            Nvfp4Tensor::quantize_together(masters.collect(), spec)
+        } else {
+            masters.map(|master| Nvfp4Tensor::quantize(master, spec)).collect()
+        };
+        let mut codes = codes.into_iter();
+        layers.map(|layer| match layer {
+            Nvfp4Linear::Master(p) => self.frozen(&p, codes.next().expect("each master has codes")),
+            other => other,
+        })
     }
 
-    fn linear(&mut self, linear: Nvfp4Linear<AB>) -> Nvfp4Linear<AB> {
-        let Nvfp4Linear::Master(p) = linear else { return linear };
-        let device = p.device();
-        let weight = AutodiffModule::from_inner(Nvfp4Tensor::quantize(p.val().inner(), self.spec.weights()));
+    fn frozen<AB: TrainingBackend<InnerBackend = B>>(
+        &mut self,
+        p: &Param<Tensor<AB, 2>>,
+        codes: Nvfp4Tensor<B>,
+    ) -> Nvfp4Linear<AB> {
+        let weight = AutodiffModule::from_inner(codes);
         // The gradient's parameter keeps the id of the weight; its value is never read.
-        let gradient = Param::initialized(p.id, Tensor::zeros([1, 1], (&device, DType::F32)));
+        let gradient = Param::initialized(p.id, Tensor::zeros([1, 1], (&p.device(), DType::F32)));
         self.optimizer.forget(p.id);
         Nvfp4Linear::PackedMaster(PackedMaster::new(weight, gradient)).no_grad()
     }
