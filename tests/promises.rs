@@ -47,6 +47,7 @@ mod round_trips;
 mod runs;
 mod serve;
 mod shared_scales;
+mod stored_models;
 mod streaming;
 mod text;
 mod training;

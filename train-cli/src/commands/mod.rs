@@ -14,6 +14,7 @@ pub mod fit;
 mod flags;
 pub mod generate;
 pub mod inspect;
+mod needle;
 pub mod parity;
 pub mod runs;
 pub mod serve;

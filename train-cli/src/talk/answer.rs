@@ -205,3 +205,15 @@ impl Answer {
         )
     }
 }
+
+/// Says how tokens are chosen unless a flag or a request says otherwise, and where these defaults come from.
+pub fn say_defaults(text: &TextFiles) {
+    let (s, source) = text.sampling();
+    report::label(
+        "sampling",
+        format!(
+            "temperature {}, top-p {}, top-k {}, min-p {}, repetition-penalty {} by default, from {source}",
+            s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty
+        ),
+    );
+}
