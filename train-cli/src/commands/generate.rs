@@ -84,7 +84,7 @@ fn one<B: Nvfp4Kernels>(
     options: &GenerateOptions,
     question: &str,
 ) -> Result<(), CliError> {
-    let Loaded { model, text } = loaded;
+    let Loaded { model, text, .. } = loaded;
     let prompt = prompt_ids(&question.into(), args, text)?;
     let capacity = capacity(&prompt, options, model.config().max_position_embeddings)?;
     let mut session = Session::new(model, capacity)?;
@@ -105,7 +105,7 @@ fn all<B: Nvfp4Kernels>(
     options: &GenerateOptions,
     questions: &[Question],
 ) -> Result<(), CliError> {
-    let Loaded { model, text } = loaded;
+    let Loaded { model, text, .. } = loaded;
     let limit = model.config().max_position_embeddings;
     let (mut prompts, mut most) = (Vec::new(), 0);
     for question in questions {

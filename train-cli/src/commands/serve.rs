@@ -43,7 +43,7 @@ impl Job for Serve {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
-        let Loaded { model, text } = Loaded::<B>::new(&args.model, precision, &device)?;
+        let Loaded { model, text, .. } = Loaded::<B>::new(&args.model, precision, &device)?;
         let limit = model.config().max_position_embeddings;
         let context = args.context.map_or(CONTEXT.min(limit), usize::from);
         if context > limit {

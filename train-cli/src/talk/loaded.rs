@@ -18,7 +18,7 @@ use model_qwen3::{
     tensors::{Stored, Tensors},
     weights::{self, Purpose},
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// A model with what turns text into its tokens.
 pub struct Loaded<B: Nvfp4Kernels> {
@@ -26,6 +26,8 @@ pub struct Loaded<B: Nvfp4Kernels> {
     pub model: Qwen3<B>,
     /// Its tokenizer, chat template and stop tokens.
     pub text: TextFiles,
+    /// The files that were read, and those beside them. None of them may be overwritten.
+    pub inputs: Vec<PathBuf>,
 }
 
 impl<B: Nvfp4Kernels> Loaded<B> {
@@ -35,12 +37,14 @@ impl<B: Nvfp4Kernels> Loaded<B> {
     /// If its files are missing or broken, or `--w4a4` does not fit them.
     pub fn new(args: &ModelArgs, precision: Precision, device: &B::Device) -> Result<Self, CliError> {
         let files = located(&args.model)?;
-        let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
+        let config_file = files.config_file(args.tokenizer.as_deref());
+        let config = Qwen3Config::from_file(&config_file)?;
         let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
         let weights = files.open_weights()?;
         let spec = LinearSpec::new(recipe(args, &files, &weights)?, Scaling::Two, precision);
         let model = weights::load(&Reading::of(&weights, "loading"), &config, spec, Purpose::Infer, device)?;
-        Ok(Self { model, text })
+        let inputs = files.weight_files().into_iter().chain([config_file]).chain(text.files()).collect();
+        Ok(Self { model, text, inputs })
     }
 }
 
