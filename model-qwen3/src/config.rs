@@ -81,6 +81,8 @@ struct RopeParameters {
     rope_type: Option<String>,
 }
 
+/// Largest config.json that is read. That of Qwen3 has less than 1 KB.
+const LARGEST: u64 = 1 << 20;
 /// Most tokens of a vocabulary or a context. Qwen3 has 151,936 and 262,144.
 const MOST_TOKENS: f64 = 16_777_216.0;
 /// Largest hidden size and MLP size. Qwen3-32B has 5,120 and 25,600; no product of three sizes overflows.
@@ -96,7 +98,7 @@ impl Qwen3Config {
     /// # Errors
     /// If the file is missing, is not JSON, or does not describe a dense Qwen3.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        let text = read_text(path, 1 << 20, "a model folder needs a config.json")?;
+        let text = read_text(path, LARGEST, "a model folder needs a config.json")?;
         Self::from_json(&text, path)
     }
 

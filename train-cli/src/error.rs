@@ -15,12 +15,14 @@ pub enum CliError {
     #[error("{0}")]
     Usage(String),
     /// Training data is invalid.
-    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    #[error("{}{}: {reason}", path.display(), [*line, *column].iter().flatten().map(|n| format!(":{n}")).collect::<String>())]
     Data {
         /// The file.
         path: PathBuf,
         /// The line, counted from 1.
         line: Option<usize>,
+        /// The byte of the line, counted from 1.
+        column: Option<usize>,
         /// What is wrong.
         reason: String,
     },

@@ -4,7 +4,7 @@ use crate::{
     CliError,
     data::{
         arrow,
-        format::{self, Row, RowOptions},
+        format::{self, Row, RowOptions, Wrong},
         parquet,
         sample::Sample,
     },
@@ -122,7 +122,7 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
-        let at = |(line, reason): (usize, String)| bad(path, Some(line).filter(|line| *line > 0), reason);
+        let at = |(line, wrong): (usize, Wrong)| bad_row(path, line, wrong);
         let options = self.options;
         if parquet::is_parquet(path) {
             let (format, rows) = format::table(options.format, parquet::objects(path)?, &options.rows).map_err(at)?;
@@ -162,7 +162,7 @@ impl Reader<'_> {
                 self.weigh(before, weight, line);
                 Ok(())
             });
-            taken.map_err(|reason| bad(path, Some(line).filter(|line| *line > 0), reason))?;
+            taken.map_err(|wrong| bad_row(path, line, wrong))?;
             if self.samples.len() >= self.enough {
                 return Ok(());
             }
@@ -306,5 +306,11 @@ fn pieces(mut content: &str) -> impl Iterator<Item = &str> {
 const PIECE: usize = 64 << 10;
 
 fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
-    CliError::Data { path: path.to_owned(), line, reason: reason.to_string() }
+    CliError::Data { path: path.to_owned(), line, column: None, reason: reason.to_string() }
+}
+
+/// What is wrong with the row of a line, which is 0 where a file has no lines.
+fn bad_row(path: &Path, line: usize, Wrong { below, column, reason }: Wrong) -> CliError {
+    let line = Some(line).filter(|line| *line > 0).map(|line| line + below);
+    CliError::Data { path: path.to_owned(), line, column: column.filter(|_| line.is_some()), reason }
 }
