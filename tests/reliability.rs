@@ -2,7 +2,7 @@
 //! inputs that are no files. Every test runs the program as a process of its own.
 
 use crate::support::{
-    files::{command, demo_file, ok, run, tiny_model},
+    files::{command, demo_file, ok, program, run, tiny_model},
     golden,
 };
 use std::{
@@ -580,6 +580,103 @@ fn a_run_takes_more_memory_where_there_is_room() {
         let text = String::from_utf8_lossy(&out.stderr).into_owned();
         let copy = text.contains("is undone from a copy of weights and states (0.1 GiB)\n");
         (copy, text.contains("more from the first checkpoint on"), text)
+/// A limit is compared with what the rows need that there are, not with what rows of --max-seq-length would need.
+#[test]
+fn a_memory_limit_is_judged_by_the_real_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(d.join("m/config.json")).unwrap()).unwrap();
+    config["vocab_size"] = (1 << 17).into();
+    config["max_position_embeddings"] = 4096.into();
+    fs::write(d.join("m/config.json"), config.to_string()).unwrap();
+    fs::write(d.join("short.tsv"), "question\tanswer\n".repeat(20)).unwrap();
+    fs::write(d.join("long.tsv"), format!("question\t{}\n", "answer ".repeat(8000))).unwrap();
+    let words = |data: &'static str| {
+        let words =
+            ["fit", "--init-config", "m/config.json", "--tokenizer", "m", "-d", data, "--device", "cpu", "-o", "r"];
+        [&words[..], &["--dry-run", "--overlong", "truncate", "--memory-limit", "400MiB"]].concat()
+    };
+    ok(d, &words("short.tsv"));
+    let stderr = refused(d, &words("long.tsv"), 4);
+    assert!(stderr.contains("the run would need") && stderr.contains("--memory-limit is 0.4 GiB"), "{stderr}");
+}
+
+/// A training file that no memory holds is an error, not the end of the process. The files are sparse: they take no disk.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_file_that_is_larger_than_the_memory_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for name in ["huge.txt", "huge.arrow"] {
+        let file = fs::File::create(d.join(name)).unwrap();
+        let words = ["fit", "-m", "m", "-d", name, "--device", "cpu", "--dry-run"];
+        file.set_len(1 << 40).unwrap();
+        let stderr = refused(d, &words, 3);
+        assert!(stderr.contains(name) && stderr.contains("1024.0 GiB") && stderr.contains("split it"), "{stderr}");
+        // With the limit on this process there is not so much memory, however much the machine has.
+        file.set_len(16 << 30).unwrap();
+        let mut limited = Command::new("sh");
+        limited.args(["-c", "ulimit -v 8000000; exec \"$0\" \"$@\""]).arg(program()).args(words).current_dir(d);
+        let out = limited.output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(4), "{stderr}");
+        assert!(
+            stderr.contains(name) && stderr.contains("17179869184 bytes") && stderr.contains("smaller file"),
+            "{stderr}"
+        );
+    }
+}
+
+/// A learning rate of which no model learns is warned of within the first steps, and the warning stays: in the summary, in the
+/// record of the run, and after a resume.
+#[test]
+fn a_run_that_diverges_at_once_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = |output, rate, steps| {
+        let words =
+            ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--max-seq-length", "64", "--eval-steps", "0"];
+        let run = [
+            "--warmup-steps",
+            "0",
+            "--max-grad-norm",
+            "0",
+            "--learning-rate",
+            rate,
+            "--max-steps",
+            steps,
+            "-o",
+            output,
+        ];
+        [&words[..], &run].concat()
+    };
+    let results = |name: &str| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(d.join(name).join("train_results.json")).unwrap()).unwrap()
+    };
+    let summary = |name: &str| fs::read_to_string(d.join(name).join("summary.md")).unwrap();
+    let out = run(d, &words("wild", "3", "6"));
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{stderr}");
+    let warned = "warning: the loss has risen from ";
+    let at = |text: &str| stderr.find(text).unwrap_or_else(|| panic!("{text:?} is not said: {stderr}"));
+    assert!(at(warned) < at("the run ends with 1 warning about its loss"), "{stderr}");
+    let recorded = results("wild")["loss_warnings"].clone();
+    assert_eq!(recorded.as_array().unwrap().len(), 1, "{recorded}");
+    assert!(summary("wild").contains(recorded[0].as_str().unwrap()) && stderr.contains(recorded[0].as_str().unwrap()));
+    let out = run(d, &["fit", "--resume-from-checkpoint", "wild", "--max-steps", "8"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && !stderr.contains(warned), "it is warned of again: {stderr}");
+    assert_eq!(results("wild")["loss_warnings"][0], recorded[0]);
+    assert!(summary("wild").contains("has risen from"));
+    // A good one has no warning.
+    ok(d, &words("good", "1e-3", "6"));
+    assert_eq!(results("good")["loss_warnings"], serde_json::json!([]));
+    assert!(!summary("good").contains("Warnings about the loss"));
+}
+
     };
     // The peak is 131 MiB, and a copy of weights and states 82 MiB.
     for (limit, copy, beside) in [

@@ -6,6 +6,7 @@
 //! written last and lists size and SHA-256 of every other file.
 
 use crate::CliError;
+use model_qwen3::{ModelError, file, json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -22,6 +23,10 @@ use std::{
 
 /// The list of a folder's files, which is written last.
 pub const MANIFEST: &str = "manifest.json";
+/// Largest manifest that is read. A checkpoint has ten files, and each takes a hundred and fifty bytes.
+const LARGEST_MANIFEST: u64 = 1 << 20;
+/// Most bytes of what a lock says about its holder. It says about sixty.
+const LONGEST_HOLDER: u64 = 4096;
 
 /// Writes a file that appears complete or not at all, replacing an old one. Returns its SHA-256.
 ///
@@ -155,8 +160,8 @@ impl PendingFolder {
     /// # Errors
     /// If reading or writing fails.
     pub fn copy(&mut self, from: &Path, name: &str) -> Result<(), CliError> {
-        let bytes = fs::read(from).map_err(CliError::io(from))?;
-        self.file(name, |out| out.write_all(&bytes).map_err(CliError::io(from)))
+        let (mut source, _) = file::open(from, "")?;
+        self.file(name, |out| std::io::copy(&mut source, out).map(|_| ()).map_err(CliError::io(from)))
     }
 
     /// Writes the manifest, syncs, and gives the folder its name, which must be free. Returns the path.
@@ -359,8 +364,9 @@ pub fn rename(from: &Path, to: &Path) -> Result<(), CliError> {
 /// If anything differs.
 pub fn verify(folder: &Path) -> Result<(), CliError> {
     let path = folder.join(MANIFEST);
-    let text = fs::read_to_string(&path).map_err(|e| CliError::corrupt(&path, e))?;
-    let manifest: Manifest = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    let text = file::read_text(&path, LARGEST_MANIFEST, "").map_err(CliError::damaged(&path))?;
+    let manifest = json::parse(&text).and_then(serde_json::from_value::<Manifest>);
+    let manifest = manifest.map_err(|e| CliError::corrupt(&path, e))?;
     if manifest.version != 1 {
         return Err(CliError::corrupt(
             &path,
@@ -372,6 +378,23 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
         if name != MANIFEST && !manifest.files.contains_key(&name) {
             return Err(CliError::corrupt(folder, format!("{name} is not in the manifest")));
         }
+    compare(folder, u64::MAX)
+}
+
+/// Checks a folder that has just been written, before anything is given up for it: its manifest, the names and the sizes of
+/// its files, and the digests of those that are quickly read.
+///
+/// # Errors
+/// If anything differs.
+pub fn read_back(folder: &Path) -> Result<(), CliError> {
+    compare(folder, QUICK)
+}
+
+/// Largest file whose digest [`read_back`] compares. The weights of a checkpoint would take as long again as to write them.
+const QUICK: u64 = 16 << 20;
+
+/// Compares a folder with its manifest, and the digests of files of at most `largest` bytes.
+fn compare(folder: &Path, largest: u64) -> Result<(), CliError> {
     }
     for (name, record) in &manifest.files {
         let path = folder.join(name);
@@ -410,7 +433,7 @@ pub fn lock(folder: &Path) -> Result<File, CliError> {
         Err(fs::TryLockError::WouldBlock) => {
             let mut holder = String::new();
             // The holder may be writing its name just now.
-            let _ = file.read_to_string(&mut holder);
+            let _ = file.take(LONGEST_HOLDER).read_to_string(&mut holder);
             let holder = if holder.is_empty() { "another train-cli".to_owned() } else { holder };
             let text = "is training here; wait for its end, or choose another --output-dir";
             Err(CliError::Usage(format!("{}: {holder} {text}", folder.display())))
@@ -427,14 +450,14 @@ pub fn digest_of(bytes: &[u8]) -> String {
 /// The size and the SHA-256 of a file.
 ///
 /// # Errors
-/// If it cannot be read.
-pub fn digest(path: &Path) -> std::io::Result<(u64, String)> {
-    let mut file = File::open(path)?;
+/// If it is no regular file or cannot be read.
+pub fn digest(path: &Path) -> Result<(u64, String), ModelError> {
+    let (mut file, _) = file::open(path, "")?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     let mut bytes = 0;
     loop {
-        let n = file.read(&mut buffer)?;
+        let n = file.read(&mut buffer).map_err(ModelError::io(path, ""))?;
         if n == 0 {
             return Ok((bytes, hex(&hash.finalize())));
         }

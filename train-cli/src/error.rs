@@ -167,7 +167,7 @@ pub enum CliError {
 }
 
 impl CliError {
-    /// The exit code: 1 system, 2 usage and settings, 3 training data, 4 out of device memory, 5 diverged, 6 damaged file
+    /// The exit code: 1 system, 2 usage and settings, 3 training data, 4 out of memory, 5 diverged, 6 damaged file
     /// or failed check, 7 device, 128 and its number for a signal.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -183,6 +183,7 @@ impl CliError {
                 ModelError::Io { .. } => 1,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
+                ModelError::Memory { .. } => 4,
                 ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
                 ModelError::NotANumber => 6,
@@ -214,5 +215,21 @@ impl CliError {
 
     pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.to_owned(), reason: reason.to_string() }
+    /// A file of a checked folder could not be read: whatever the reason, the folder is damaged.
+    pub(crate) fn damaged(path: &Path) -> impl Fn(ModelError) -> Self {
+        move |error| match error {
+            ModelError::Io { source, .. } => Self::corrupt(path, source),
+            ModelError::Missing { .. } => Self::corrupt(path, "there is no such file"),
+            ModelError::Parse { reason, .. } => Self::corrupt(path, reason),
+            other => other.into(),
+        }
+    }
+
+    /// A line of a file is not JSON.
+    pub(crate) fn not_json(path: &Path, line: usize, error: &serde_json::Error) -> Self {
+        let (below, column, reason) = place_of(error);
+        Self::Data { path: path.to_owned(), line: Some(line + below), column, reason }
+    }
+
     }
 }

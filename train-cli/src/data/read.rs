@@ -8,15 +8,14 @@ use crate::{
         parquet,
         sample::Sample,
     },
+    data_files,
     model_files::TextFiles,
     report,
     settings::{Auto, Format, LossOn, Overlong},
 };
-use model_qwen3::file;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeSet,
-    io::Read,
     path::{Path, PathBuf},
 };
 
@@ -275,9 +274,7 @@ impl Reader<'_> {
 
 /// The text of a file, without a byte-order mark.
 fn text_of(path: &Path) -> Result<String, CliError> {
-    let (mut file, size) = file::open(path, "check the path")?;
-    let mut bytes = Vec::with_capacity(size as usize);
-    file.read_to_end(&mut bytes).map_err(CliError::io(path))?;
+    let mut bytes = data_files::read_whole(path)?;
     if bytes.starts_with(b"\xEF\xBB\xBF") {
         bytes.drain(..3);
     }

@@ -13,6 +13,7 @@ use model_qwen3::{
     ModelError,
     config::Qwen3Config,
     container::Container,
+    file, json,
     model::Qwen3,
     names,
     tensors::{Stored, Tensors, row_ranges},
@@ -33,6 +34,8 @@ pub const MODEL: &str = "model.safetensors";
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 /// The file of a [`TrainerState`].
 pub(super) const STATE: &str = "trainer_state.json";
+/// Largest file of a state that is read. It has about 4 KB, and a hundred bytes for each step that is left out.
+const LARGEST_STATE: u64 = 64 << 20;
 
 /// The settings of a run, in its folder.
 pub const CONFIG: &str = "config.toml";
@@ -186,9 +189,7 @@ pub fn resume(text: &str, output_dir: Option<&Path>) -> Result<Option<Resume>, C
 
 /// Refuses the checkpoint of a run that made its steps in another way, which clipped by another norm.
 fn refuse_whole_graphs(folder: &Path) -> Result<(), CliError> {
-    let path = folder.join(STATE);
-    let text = std::fs::read_to_string(&path).map_err(CliError::io(&path))?;
-    let state: serde_json::Value = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    let (_, state) = recorded(folder)?;
     if state["settings"]["step_mode"] != "whole" {
         return Ok(());
     }
@@ -292,10 +293,16 @@ fn all_finite(tensors: &Container) -> Result<(), CliError> {
     Ok(())
 }
 
-fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
+/// The file of a checkpoint's state, and what it holds.
+fn recorded(folder: &Path) -> Result<(PathBuf, serde_json::Value), CliError> {
     let path = folder.join(STATE);
-    let text = std::fs::read_to_string(&path).map_err(CliError::io(&path))?;
-    let state: serde_json::Value = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    let text = file::read_text(&path, LARGEST_STATE, "").map_err(CliError::damaged(&path))?;
+    let state = json::parse(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    Ok((path, state))
+}
+
+fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
+    let (path, state) = recorded(folder)?;
     // Another layout has other fields: the version is checked before they are read.
     if state["version"].as_u64() != Some(VERSION) {
         let moments = match state["settings"]["optimizer_state_mode"].as_str() {

@@ -12,6 +12,7 @@ use crate::{
     settings::fields::Change,
 };
 use backend_nvfp4::Precision;
+use model_qwen3::{ModelError, file, json};
 use serde_json::json;
 use std::{
     fs,
@@ -23,6 +24,8 @@ pub const FINAL: &str = "final";
 
 /// The record of a complete run in its folder.
 pub const RESULTS: &str = "train_results.json";
+/// Largest record that is read. It has less than 10 KB.
+const LARGEST_RESULTS: u64 = 1 << 20;
 
 /// The summary of a run in its folder.
 pub const SUMMARY: &str = "summary.md";
