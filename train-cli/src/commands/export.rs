@@ -9,7 +9,7 @@ use crate::{
     CliError,
     args::ExportArgs,
     device::{self, Job},
-    durable::{self, PendingFolder},
+    durable::{self, FileRecord, PendingFolder},
     model_files::{Companions, TextFiles, Trained},
     outputs::{check_dat_name, check_output},
     report,
@@ -78,6 +78,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
         let spec = |precision| LinearSpec::new(Recipe::W4, format.scaling, precision);
         device::run(args.device, None, CheckFile { tensors: &tensors, path, config: &config, text: &text, spec: &spec })
     })
+    .map(|_| ())
 }
 
 /// Refuses a file that cannot be the model of an export.
@@ -157,7 +158,7 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
     pending.replace()
 }
 
-/// Writes a model as a `.dat` file and checks it.
+/// Writes a model as a `.dat` file and checks it. Returns its size and digest.
 ///
 /// # Errors
 /// As [`model_to_folder`].
@@ -167,7 +168,7 @@ pub fn model_to_dat<B: Nvfp4Kernels>(
     format: ExportFormat,
     like: Option<&Container>,
     path: &Path,
-) -> Result<(), CliError> {
+) -> Result<FileRecord, CliError> {
     let live = Live::new(model);
     let tensors = Repacked::new(&live, format.store_as(like));
     write_and_check(&tensors, like.filter(|_| format.recipe.packs_weights()), path, |written| {
@@ -176,17 +177,17 @@ pub fn model_to_dat<B: Nvfp4Kernels>(
     })
 }
 
-/// Writes a `.dat` file that gets its name only after `check` has read it, and prints its size and digest.
+/// Writes a `.dat` file that gets its name only after `check` has read it, and prints and returns its size and digest.
 fn write_and_check(
     tensors: &dyn Tensors,
     like: Option<&Container>,
     path: &Path,
     check: impl FnOnce(&Path) -> Result<(), CliError>,
-) -> Result<(), CliError> {
+) -> Result<FileRecord, CliError> {
     let sha256 = durable::write_checked(path, |out| write(tensors, like, true, out, path), check)?;
     let bytes = std::fs::metadata(path).map_err(CliError::io(path))?.len();
     report::result(format!("{} · {bytes} bytes · sha256 {sha256}", path.display()));
-    Ok(())
+    Ok(FileRecord { bytes, sha256 })
 }
 
 fn write(

@@ -7,7 +7,7 @@ use crate::{
     commands::{demo, export},
     data::order::Order,
     device::{self, Job},
-    durable,
+    durable::{self, FileRecord},
     interrupt::Interruption,
     memory::vram::VramReport,
     plan::Plan,
@@ -43,6 +43,7 @@ use model_qwen3::{
     model::Qwen3,
     weights::{self, Purpose},
 };
+use serde::Deserialize;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -310,6 +311,7 @@ impl Ready {
                 "the evaluation loss has stopped falling: the run ends after step {made} of {last}. To go on, resume it with a \
                  larger --early-stopping-patience"
             ));
+        let (folder, extra) = exported.unzip();
         }
         let (model, step) = self.best_or_last(model, made, &journal, device)?;
         // The export is checked in the memory that the optimizer's states and the step's buffers had.
@@ -318,8 +320,8 @@ impl Ready {
         let exported = self.export(&model, head)?;
         let step = exported.as_ref().map(|_| step);
         // The record of a complete run comes last: a resume of a run without it finishes the export.
-        journal.finish(step, runtime, changed)?;
-        self.conclude(exported.as_deref(), runtime, samples.prompts.first());
+        journal.finish(step, runtime, changed, extra.flatten().as_ref())?;
+        self.conclude(folder.as_deref(), runtime, samples.prompts.first());
         Ok(())
     }
 
@@ -477,9 +479,13 @@ impl Ready {
         learner::run(Trainee::new(model, s.advanced.loss, fixed), run)
     }
 
-    /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, or `None` if nothing
-    /// is saved.
-    fn export<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, head: Head) -> Result<Option<PathBuf>, CliError> {
+    /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, and the size and digest
+    /// of the file; `None` if nothing is saved.
+    fn export<B: Nvfp4Kernels>(
+        &self,
+        model: &Qwen3<B>,
+        head: Head,
+    ) -> Result<Option<(PathBuf, Option<FileRecord>)>, CliError> {
         let (plan, text) = (&self.plan, &self.inputs.text);
         if plan.settings.saving.save_strategy == SaveStrategy::No {
             return Ok(None);
@@ -492,10 +498,9 @@ impl Ready {
         let exported =
             export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());
-        if let Some(extra) = &plan.settings.saving.output_dat {
-            export::model_to_dat(model, text, format, like, extra)?;
-        }
-        Ok(Some(exported))
+        let extra = plan.settings.saving.output_dat.as_ref();
+        let extra = extra.map(|file| export::model_to_dat(model, text, format, like, file)).transpose()?;
+        Ok(Some((exported, extra)))
     }
 
     /// Says that the run is done, and what to do with its export.
@@ -528,7 +533,7 @@ fn summarize(run: &Path) {
 }
 
 /// Whether a run whose newest checkpoint has this state has made its `steps` steps, or ended early, and has its record and
-/// everything that it was to export.
+/// everything that it was to export, undamaged.
 fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, CliError> {
     let (saving, run) = (&plan.settings.saving, &plan.output_dir);
     let Some(results) = folder::results(run)? else { return Ok(false) };
@@ -541,10 +546,16 @@ fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, 
     let kept = checkpoint::list(run)?;
     let best = evaluations.best_of(|step| kept.iter().any(|(saved, _)| *saved == step));
     let wanted = best.filter(|_| saving.load_best_model_at_end).map_or(state.global_step, |(step, _)| step);
+/// Whether a file is there as the record of a run describes it.
+fn is_recorded(file: &Path, record: &serde_json::Value) -> bool {
+    let expected = FileRecord::deserialize(record);
+    FileRecord::of(file).is_ok_and(|found| expected.is_ok_and(|expected| expected == found))
+}
+
     let is_wanted = results.get("exported_step").is_none_or(|step| step.is_null() || *step == wanted);
     let exported = saving.save_strategy == SaveStrategy::No
         || durable::verify(&plan.output_dir.join(FINAL)).is_ok()
-            && saving.output_dat.as_ref().is_none_or(|file| file.exists());
+            && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, &results["output_dat"]));
     Ok(done && made && is_wanted && exported)
 }
 

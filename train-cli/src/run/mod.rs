@@ -9,6 +9,7 @@ pub mod header;
 pub mod inputs;
 pub mod journal;
 mod log;
+mod losses;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;
