@@ -245,15 +245,40 @@ pub fn newest(run: &Path, most: usize) -> Result<Option<Resumed>, CliError> {
 /// Verifies a checkpoint and reads its state.
 ///
 /// # Errors
-/// If the checkpoint is missing or broken, holds weights that are not finite, or has another layout.
+/// If the checkpoint is missing or broken, holds weights or optimizer states that are not finite or do not belong together,
+/// or has another layout.
 pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     if !folder.is_dir() {
         return Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())));
     }
     durable::verify(folder)?;
     let state = read_state(folder)?;
-    all_finite(&Container::open(&folder.join(MODEL))?)?;
+    plausible(folder, &state)?;
+    let weights = Container::open(&folder.join(MODEL))?;
+    all_finite(&weights)?;
+    let form = optimizer_file::Form::of(&state.settings, &state.precision);
+    optimizer_file::judge(&folder.join(OPTIMIZER), &weights, form, state.global_step)?;
     Ok(state)
+}
+
+/// Refuses numbers that no run writes.
+fn plausible(folder: &Path, state: &TrainerState) -> Result<(), CliError> {
+    let bad = |text: String| Err(CliError::corrupt(&folder.join(STATE), text));
+    let (done, steps) = (state.global_step, state.max_steps);
+    if done > steps {
+        return bad(format!("global_step is {done}, and max_steps {steps}"));
+    }
+    if let Some(named) = step_of(folder).filter(|named| *named != done) {
+        return bad(format!("global_step is {done}, but the folder is that of step {named}"));
+    }
+    let numbers =
+        [("epoch", Some(state.epoch)), ("seconds", Some(state.seconds)), ("last_norm", state.last_norm.map(f64::from))];
+    for (key, value) in numbers {
+        if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
+            return bad(format!("{key} is {value}"));
+        }
+    }
+    Ok(())
 }
 
 /// The state that a checkpoint keeps beside its weights. None if the folder is no checkpoint; one that is gets verified.
