@@ -8,7 +8,7 @@ use crate::support::{
 use std::{
     fs,
     io::{BufRead, BufReader},
-    os::unix::process::ExitStatusExt,
+    os::unix::{fs::PermissionsExt, process::ExitStatusExt},
     path::Path,
     process::{Child, Command, Stdio},
 };
@@ -148,7 +148,16 @@ fn a_run_folder_belongs_to_one_process_and_the_other_is_told_which() {
     let stderr = refused(d, &fit("r"), 2);
     let own = format!("process {} on ", std::process::id());
     assert!(stderr.contains(&own) && stderr.contains("since 20"), "{stderr}");
+    // A dry run is refused as the run is, and so is one whose folder cannot be made.
+    let stderr = refused(d, &[&fit("r")[..], &["--dry-run"]].concat(), 2);
+    assert!(stderr.contains(&own), "{stderr}");
     drop(lock);
+    for (output, said) in [("m/config.json/r", "m/config.json: "), ("/proc/r", "/proc/r: ")] {
+        let stderr = refused(d, &[&fit(output)[..], &["--dry-run"]].concat(), 1);
+        assert!(stderr.contains(said), "{stderr}");
+    }
+    ok(d, &[&fit("new/deep/r")[..], &["--dry-run"]].concat());
+    assert!(!d.join("new").exists(), "a dry run leaves something");
     // Of two that start together one trains.
     let mut children =
         [(); 2].map(|()| command(d, &fit("r")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
@@ -182,12 +191,14 @@ fn outputs_are_refused_before_the_training() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     fs::create_dir(d.join("sealed")).unwrap();
+    fs::set_permissions(d.join("sealed"), fs::Permissions::from_mode(0o555)).unwrap();
     assert!(Command::new("mkfifo").arg(d.join("pipe.dat")).status().unwrap().success());
     for (more, said) in [
         (&["--output-dat", "model.bin"][..], "must end in .dat"),
         (&["--output-dat", "/dev/null"], "a pipe or a device"),
         (&["--output-dat", "pipe.dat"], "a pipe or a device"),
         (&["--output-dat", "nowhere/model.dat"], "there is no folder nowhere"),
+        (&["--output-dat", "m/config.json/model.dat"], "there is no folder m/config.json"),
         (&["--output-dat", "model.dat", "--save-strategy", "no"], "--save-strategy no"),
         (&["--recipe", "bf16", "--scales", "two"], "--scales changes nothing"),
         (&["--bf16-last-blocks", "99"], "--bf16-last-blocks 99: the model has"),
@@ -196,6 +207,13 @@ fn outputs_are_refused_before_the_training() {
         let stderr = refused(d, &[&fit("r")[..], more].concat(), 2);
         assert!(stderr.contains(said), "{more:?}: {stderr}");
         assert!(!d.join("r/config.toml").exists(), "{more:?}");
+    }
+    // Nobody writes to /proc. To whom no folder is sealed (root) the other one is none.
+    let is_root = fs::write(d.join("sealed/probe"), "").is_ok();
+    for folder in ["/proc", "sealed"].iter().filter(|folder| **folder != "sealed" || !is_root) {
+        let output = format!("{folder}/model.dat");
+        let stderr = refused(d, &[&fit("r")[..], &["--output-dat", &output]].concat(), 1);
+        assert!(stderr.contains(folder) && !d.join("r/config.toml").exists(), "{stderr}");
     }
     let stderr = refused(d, &["parity", "-m", "m", "--expected", "m/model.safetensors", "--dump", "/dev/null"], 2);
     assert!(stderr.contains("a pipe or a device"), "{stderr}");
@@ -306,6 +324,8 @@ fn hostile_templates_are_errors() {
         format!("{{{{ {}1 }}}}", many("1 if 1 else ", 5_000)),
         format!("{}{}", many("{%if 1%}", 3_500), many("{%endif%}", 3_500)),
         format!("{{%if 0%}}{}{{%endif%}}", many("{%elif 0%}", 6_000)),
+        "{{ 'abc'[::-9223372036854775808] }}{{ [1, 2][::-9223372036854775808] }}".to_owned(),
+        "{% for i in [-9223372036854775807] %}{{ 'abc'[::i - 1] }}{{ 'abc'[i - 1:] }}{% endfor %}".to_owned(),
     ] {
         let _ = ChatTemplate::new(source).and_then(|t| t.render(&[], RenderOptions::default()));
     }
@@ -523,6 +543,24 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         assert!(with(&["-m", "m", "--device", "cpu", "--memory-limit", "1MiB"], 4).contains("--memory-limit"));
         assert!(with(&["-m", "m", "--device", "cpu", "--data", "absent.tsv"], 2).contains("absent.tsv"));
     }
+    // What makes no sense is refused by `estimate`, too. A run for which there is too little memory is predicted.
+    fs::write(d.join("nine.tsv"), "question\tanswer\n".repeat(9)).unwrap();
+    for (words, said) in [
+        (&["-d", "m/demo.tsv", "--device", "vulkan", "--compute-dtype", "tf32"][..], "only CUDA has TF32"),
+        (&["-d", "m/demo.tsv", "--device", "cpu", "--compute-dtype", "bf16"], "the CPU computes in f32"),
+        (
+            &["-d", "nine.tsv", "--device", "cpu", "--early-stopping-patience", "2", "--val-split", "0.5"],
+            "there are no evaluation rows",
+        ),
+    ] {
+        for command in [&["estimate", "-m", "m"][..], &["fit", "--dry-run", "-o", "r", "-m", "m"]] {
+            let stderr = refused(d, &[command, words].concat(), 2);
+            assert!(stderr.contains(said), "{command:?} {words:?}: {stderr}");
+        }
+    }
+    let out = run(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--memory-limit", "1MiB"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && stderr.contains("fit would refuse this run: the run would need"), "{stderr}");
     // The same forecast, from the rows that there are.
     let line = |words: &[&str]| {
         let out = run(d, &[words, &["-m", "m", "-d", "m/demo.tsv", "--device", "cpu"][..]].concat());
@@ -532,54 +570,16 @@ fn a_dry_run_refuses_what_a_run_refuses() {
     };
     assert_eq!(line(&["estimate"]), line(&["fit", "--dry-run"]));
     // A forecast needs neither the card nor its driver.
-    let out = run(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cuda"]);
-    let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success() && stderr.contains("at the peak") && !stderr.contains("panicked"), "{stderr}");
+    for device in ["cuda", "cuda:99"] {
+        let out = run(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", device]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && stderr.contains("at the peak") && !stderr.contains("panicked"), "{stderr}");
+        let absent = "cuda:99 is not there; this is a forecast without a device";
+        assert!(device != "cuda:99" || stderr.contains(absent), "{stderr}");
+    }
     refused(d, &["estimate", "-m", "m", "-d", "absent.tsv"], 2);
 }
 
-/// A signal in the last step ends the run before its evaluation. The resumed run has no step left, and makes it.
-#[test]
-fn an_evaluation_that_a_signal_prevented_in_the_last_step_is_made() {
-    let dir = tempfile::tempdir().unwrap();
-    let d = dir.path();
-    tiny_model(&d.join("m"), true);
-    let fit =
-        ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--max-steps", "2", "--eval-steps", "2", "-o", "r"];
-    ok(d, &fit);
-    let log = |name: &str| fs::read_to_string(d.join("r").join(name)).unwrap();
-    let (metrics, samples) = (log("metrics.jsonl"), log("samples.jsonl"));
-    // As if the signal had come: the checkpoint of the last step is there, and nothing that follows it.
-    let steps: String =
-        metrics.lines().filter(|line| !line.contains("eval_loss")).map(|line| line.to_owned() + "\n").collect();
-    assert_eq!(steps.lines().count(), 2);
-    fs::write(d.join("r/metrics.jsonl"), steps).unwrap();
-    fs::write(d.join("r/samples.jsonl"), "").unwrap();
-    fs::remove_dir_all(d.join("r/final")).unwrap();
-    fs::remove_file(d.join("r/train_results.json")).unwrap();
-    ok(d, &["fit", "--resume-from-checkpoint", "r"]);
-    assert_eq!((log("metrics.jsonl"), log("samples.jsonl")), (metrics, samples));
-}
-
-/// The undo copy comes first, then the place where a checkpoint waits, and each only where it fits with a tenth to spare.
-#[test]
-fn a_run_takes_more_memory_where_there_is_room() {
-    let dir = tempfile::tempdir().unwrap();
-    let d = dir.path();
-    tiny_model(&d.join("m"), true);
-    let mut config: serde_json::Value =
-        serde_json::from_str(&fs::read_to_string(d.join("m/config.json")).unwrap()).unwrap();
-    config["vocab_size"] = (1 << 17).into();
-    fs::write(d.join("m/config.json"), config.to_string()).unwrap();
-    let estimate = |more: &[&str]| {
-        let mut words = vec!["estimate", "--init-config", "m/config.json", "--tokenizer", "m", "-d", "m/demo.tsv"];
-        words.extend(["--device", "cuda", "--optimizer-state-mode", "f32", "--max-seq-length", "32"]);
-        words.extend(more);
-        let out = run(d, &words);
-        assert!(out.status.success());
-        let text = String::from_utf8_lossy(&out.stderr).into_owned();
-        let copy = text.contains("is undone from a copy of weights and states (0.1 GiB)\n");
-        (copy, text.contains("more from the first checkpoint on"), text)
 /// A limit is compared with what the rows need that there are, not with what rows of --max-seq-length would need.
 #[test]
 fn a_memory_limit_is_judged_by_the_real_rows() {
@@ -677,6 +677,48 @@ fn a_run_that_diverges_at_once_says_so() {
     assert!(!summary("good").contains("Warnings about the loss"));
 }
 
+/// A signal in the last step ends the run before its evaluation. The resumed run has no step left, and makes it.
+#[test]
+fn an_evaluation_that_a_signal_prevented_in_the_last_step_is_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let fit =
+        ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--max-steps", "2", "--eval-steps", "2", "-o", "r"];
+    ok(d, &fit);
+    let log = |name: &str| fs::read_to_string(d.join("r").join(name)).unwrap();
+    let (metrics, samples) = (log("metrics.jsonl"), log("samples.jsonl"));
+    // As if the signal had come: the checkpoint of the last step is there, and nothing that follows it.
+    let steps: String =
+        metrics.lines().filter(|line| !line.contains("eval_loss")).map(|line| line.to_owned() + "\n").collect();
+    assert_eq!(steps.lines().count(), 2);
+    fs::write(d.join("r/metrics.jsonl"), steps).unwrap();
+    fs::write(d.join("r/samples.jsonl"), "").unwrap();
+    fs::remove_dir_all(d.join("r/final")).unwrap();
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    ok(d, &["fit", "--resume-from-checkpoint", "r"]);
+    assert_eq!((log("metrics.jsonl"), log("samples.jsonl")), (metrics, samples));
+}
+
+/// The undo copy comes first, then the place where a checkpoint waits, and each only where it fits with a tenth to spare.
+#[test]
+fn a_run_takes_more_memory_where_there_is_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut config: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(d.join("m/config.json")).unwrap()).unwrap();
+    config["vocab_size"] = (1 << 17).into();
+    fs::write(d.join("m/config.json"), config.to_string()).unwrap();
+    let estimate = |more: &[&str]| {
+        let mut words = vec!["estimate", "--init-config", "m/config.json", "--tokenizer", "m", "-d", "m/demo.tsv"];
+        words.extend(["--device", "cuda", "--optimizer-state-mode", "f32", "--max-seq-length", "32"]);
+        words.extend(more);
+        let out = run(d, &words);
+        assert!(out.status.success());
+        let text = String::from_utf8_lossy(&out.stderr).into_owned();
+        let copy = text.contains("is undone from a copy of weights and states (0.1 GiB)\n");
+        (copy, text.contains("more from the first checkpoint on"), text)
     };
     // The peak is 131 MiB, and a copy of weights and states 82 MiB.
     for (limit, copy, beside) in [

@@ -449,6 +449,8 @@ pub fn lock(folder: &Path) -> Result<File, CliError> {
     let open = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
     let mut file = open.map_err(CliError::io(&path))?;
     match file.try_lock() {
+        // Whoever held it has just removed it: a lock on a file without a name keeps nobody out.
+        Ok(()) if !is_at(&file, &path) => lock(folder),
         Ok(()) => {
             let host = gethostname::gethostname();
             let (pid, host, now) = (std::process::id(), host.to_string_lossy(), jiff::Timestamp::now());
@@ -466,6 +468,20 @@ pub fn lock(folder: &Path) -> Result<File, CliError> {
         }
         Err(fs::TryLockError::Error(e)) => Err(CliError::io(&path)(e)),
     }
+}
+
+/// Whether a path is that of an open file.
+#[cfg(unix)]
+fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+    file.metadata().is_ok_and(|file| path.metadata().is_ok_and(|found| same(file, found)))
+}
+
+/// Elsewhere an open file cannot be removed.
+#[cfg(not(unix))]
+fn is_at(_: &File, _: &Path) -> bool {
+    true
 }
 
 /// The SHA-256 of bytes.

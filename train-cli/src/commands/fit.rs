@@ -20,7 +20,7 @@ use crate::{
     run::header,
     run::inputs::{Inputs, packed_scaling},
     run::journal::Journal,
-    run::preflight::{Forecast, Undo},
+    run::preflight::{self, Forecast, Undo},
     run::sample::Samples,
     run::saving::Saver,
     run::summary,
@@ -36,7 +36,7 @@ use crate::{
     train::step::Stepper,
     train::training_loop::Run,
 };
-use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Scaling};
+use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision};
 use burn::{backend::Autodiff, module::AutodiffModule, tensor::DType};
 use model_qwen3::{
     container::Container,
@@ -123,7 +123,7 @@ impl Job for Fit {
             folder::check_free(&plan, overwrite)?;
         }
         // The lock ends with the run.
-        let mut lock = if dry_run { None } else { Some(folder::Lock::of(&plan.output_dir)?) };
+        let mut lock = folder::Lock::of(&plan.output_dir)?;
         let ready = Ready::new(plan, choice, precision)?;
         match &resumed {
             None => folder::check_free(&ready.plan, overwrite)?,
@@ -145,7 +145,7 @@ impl Job for Fit {
             report::result(ready.plan.settings.toml()?);
             return Ok(());
         }
-        lock.iter_mut().for_each(folder::Lock::begins);
+        lock.begins();
         match resumed {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(_) => folder::record_settings(&ready.plan)?,
@@ -186,21 +186,14 @@ impl Ready {
     /// Reads the inputs, and refuses what needs more memory or disk than there is, or other scale levels.
     fn new(plan: Plan, device: DeviceChoice, precision: Precision) -> Result<Self, CliError> {
         let inputs = Inputs::read(&plan)?;
-        let forecast = Forecast::of(&plan, &inputs, device, precision);
-        forecast.check_memory()?;
-        forecast.check_disk(&plan, inputs.order(&plan).steps)?;
         let (scaling, master) = (inputs.scaling(&plan), plan.master(precision));
-        let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
-        if scaling == Scaling::Single && keeps_codes {
-            let text = "--damped-finish and --master-weights nvfp4 keep NVFP4 codes with two-level scales, but the scale \
-                        levels of this run are single; give --scales two";
-            return Err(CliError::Usage(text.into()));
-        }
-        if plan.settings.compares_evaluations() && inputs.eval.is_empty() {
-            let text = "there are no evaluation rows, whose losses --early-stopping-patience and \
-                        --load-best-model-at-end compare; give --eval-data FILE, or a larger --val-split";
-            return Err(CliError::Usage(text.into()));
-        }
+        preflight::check_settings(&plan, &inputs, master)?;
+        let forecast = Forecast::of(&plan, &inputs, device, precision);
+        forecast.check(&plan, &inputs).inspect_err(|error| {
+            if error.exit_code() == 4 {
+                forecast.estimate.table().iter().for_each(report::line);
+            }
+        })?;
         let spec = LinearSpec::new(plan.recipe, scaling, precision);
         Ok(Self { plan, inputs, forecast, spec, master })
     }
@@ -311,7 +304,6 @@ impl Ready {
                 "the evaluation loss has stopped falling: the run ends after step {made} of {last}. To go on, resume it with a \
                  larger --early-stopping-patience"
             ));
-        let (folder, extra) = exported.unzip();
         }
         let (model, step) = self.best_or_last(model, made, &journal, device)?;
         // The export is checked in the memory that the optimizer's states and the step's buffers had.
@@ -319,6 +311,7 @@ impl Ready {
         let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
         let exported = self.export(&model, head)?;
         let step = exported.as_ref().map(|_| step);
+        let (folder, extra) = exported.unzip();
         // The record of a complete run comes last: a resume of a run without it finishes the export.
         journal.finish(step, runtime, changed, extra.flatten().as_ref())?;
         self.conclude(folder.as_deref(), runtime, samples.prompts.first());
@@ -546,17 +539,17 @@ fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, 
     let kept = checkpoint::list(run)?;
     let best = evaluations.best_of(|step| kept.iter().any(|(saved, _)| *saved == step));
     let wanted = best.filter(|_| saving.load_best_model_at_end).map_or(state.global_step, |(step, _)| step);
-/// Whether a file is there as the record of a run describes it.
-fn is_recorded(file: &Path, record: &serde_json::Value) -> bool {
-    let expected = FileRecord::deserialize(record);
-    FileRecord::of(file).is_ok_and(|found| expected.is_ok_and(|expected| expected == found))
-}
-
     let is_wanted = results.get("exported_step").is_none_or(|step| step.is_null() || *step == wanted);
     let exported = saving.save_strategy == SaveStrategy::No
         || durable::verify(&plan.output_dir.join(FINAL)).is_ok()
             && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, &results["output_dat"]));
     Ok(done && made && is_wanted && exported)
+}
+
+/// Whether a file is there as the record of a run describes it.
+fn is_recorded(file: &Path, record: &serde_json::Value) -> bool {
+    let expected = FileRecord::deserialize(record);
+    FileRecord::of(file).is_ok_and(|found| expected.is_ok_and(|expected| expected == found))
 }
 
 fn next_steps(exported: &Path, prompt: Option<&String>) {
