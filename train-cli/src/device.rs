@@ -97,7 +97,12 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
         }
         DeviceChoice::Vulkan => on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job),
     };
-    ran.map_err(named)
+    ran.map_err(|error| match (named(error), choice) {
+        (CliError::OutOfMemory { reason, remedy, .. }, DeviceChoice::Cuda(index)) => {
+            CliError::OutOfMemory { reason, free: free_on_cuda(index), remedy }
+        }
+        (error, _) => error,
+    })
 }
 
 /// Unit tests of this crate run no job on a GPU, and the code for GPUs is most of what there is to compile.
@@ -254,6 +259,10 @@ mod tests {
         {
             assert_eq!(failure(reason).exit_code(), code, "{reason}");
         }
+        // What was asked for is a number for people, and so is what is free, where the device tells.
+        let CliError::OutOfMemory { reason, remedy, .. } = failure(full) else { panic!("an error of memory") };
+        let text = CliError::OutOfMemory { reason, free: Some(3 << 30), remedy }.to_string();
+        assert!(text.contains("40 MiB were asked for in one piece, and 3072 MiB are free now"), "{text}");
     }
 
     #[test]
@@ -263,9 +272,9 @@ mod tests {
         let memory = named(ModelError::Device(reason.to_owned()).into());
         assert_eq!(memory.exit_code(), 4);
         let text = memory.to_string();
+        assert!(text.starts_with("the device is out of memory (") && text.contains("end other programs"), "{text}");
         assert!(text.contains("Unable to load the PTX") && !text.contains("Backtrace"), "{text}");
         let other = "an illegal memory access was encountered".to_owned();
         assert_eq!(named(CliError::Device { device: "cuda:0".into(), reason: other }).exit_code(), 7);
     }
 }
-        assert!(text.starts_with("the device is out of memory (") && text.contains("end other programs"), "{text}");
