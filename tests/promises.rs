@@ -42,6 +42,8 @@ mod random_cases;
 mod random_products;
 mod recipe;
 mod reliability;
+mod resume;
+mod run_folders;
 mod runs;
 mod serve;
 mod streaming;
