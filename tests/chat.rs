@@ -104,6 +104,23 @@ fn what_cannot_be_done_is_said() {
     assert!(said(d, "/set top-p 7\n", &[], 2).contains("--top-p 7: the value must be between 0 and 1"));
     assert!(said(d, "/set color 7\n", &[], 2).contains("there is no such setting"));
     assert!(said(d, "/load none.jsonl\n", &[], 2).contains("none.jsonl"));
+    let weights = std::fs::read(d.join("m/model.safetensors")).unwrap();
+    std::fs::create_dir(d.join("folder")).unwrap();
+    std::os::unix::fs::symlink(d.join("m/model.safetensors"), d.join("link.txt")).unwrap();
+    for (path, reason) in [
+        ("/dev/null", "a pipe or a device"),
+        ("folder", "a folder"),
+        ("nowhere/talk.txt", "there is no folder nowhere"),
+        ("m/model.safetensors", "is an input of this command"),
+        ("m/tokenizer.json", "is an input of this command"),
+        ("link.txt", "is an input of this command"),
+        ("script.txt", "is an input of this command"),
+    ] {
+        let stderr = said(d, &format!("/save {path}\n"), &[], 2);
+        assert!(stderr.contains(reason), "{path}: {stderr}");
+    }
+    assert!(!Path::new("/dev/null").is_file(), "/dev/null was replaced by a file");
+    assert!(std::fs::read(d.join("m/model.safetensors")).unwrap() == weights);
     std::fs::write(d.join("bad.jsonl"), "{\"role\": \"user\", \"content\": \"a\"}\n{}\n").unwrap();
     assert!(said(d, "/load bad.jsonl\n", &[], 3).contains("bad.jsonl:2: a message needs"));
     let full = said(d, "Hello\nHello\nHello\nHello\n", &["--context", "40"], 2);

@@ -63,7 +63,7 @@ fn cases() -> Vec<Case> {
         (fit(&["-d", "empty-target.tsv"]), 3, "empty-target.tsv:1: prompt or answer is empty"),
         (fit(&["-d", "empty.tsv"]), 3, "empty.tsv: no rows in it"),
         (fit(&["-d", "bad.jsonl"]), 3, "bad.jsonl:1: no assistant message"),
-        (fit(&["-d", "broken.jsonl"]), 3, "broken.jsonl:1: not JSON"),
+        (fit(&["-d", "broken.jsonl"]), 3, "broken.jsonl:1:14: not JSON: EOF"),
         (fit(&["-d", "norole.jsonl"]), 3, "norole.jsonl:1: message 1: no \"role\""),
         (fit(&["-d", "role.jsonl"]), 3, "message 1: role \"bot\""),
         (fit(&["-d", "parts.jsonl"]), 3, "a part that is not text"),

@@ -312,7 +312,7 @@ fn a_broken_row_is_named_by_its_file_and_line() {
     let cases = [
         ("x.jsonl", format!("{good}\n{{\"messages\": 3}}\n"), ":2: the row has no \"messages\" list"),
         ("x.jsonl", format!("{good}\n{{\"text\": \"a\"}}\n"), ":2: the row has no \"messages\" list"),
-        ("x.json", format!("[{good},\n{good},\n{{\"messages\": }}]"), ":3: not JSON"),
+        ("x.json", format!("[{good},\n{good},\n{{\"messages\": }}]"), ":3:14: not JSON: expected value"),
         ("x.json", format!("[{good},\n\n 7]"), ":3: a row must be a JSON object"),
         ("x.json", "[]".to_owned(), ": no rows in it"),
         (
@@ -341,7 +341,7 @@ fn a_broken_row_is_named_by_its_file_and_line() {
         ("x.jsonl", "{\"prompt\": 1, \"completion\": \"b\"}".to_owned(), ":1: no \"prompt\"; it must be text"),
         ("x.jsonl", "{\"text\": 5}".to_owned(), ":1: no \"text\"; it must be text"),
         ("x.jsonl", "{\"text\": \"a\"}\n{\"text\": \"\"}".to_owned(), ":2: \"text\" is empty"),
-        ("x.jsonl", "{\"text\": \"a\"}\nplain".to_owned(), ":2: not JSON"),
+        ("x.jsonl", "{\"text\": \"a\"}\nplain".to_owned(), ":2:1: not JSON: expected value"),
         ("x.tsv", "a\tb\nc\n".to_owned(), ":2: no tab"),
         ("x.tsv", "a\t\n".to_owned(), ":1: prompt or answer is empty"),
         ("x.txt", String::new(), ": no rows in it"),

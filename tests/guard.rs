@@ -7,9 +7,10 @@ use crate::{
     support::files::{run, tiny_model},
 };
 use model_qwen3::{config::Qwen3Config, container::Container, tensors::Tensors, tokenizer::Tokenizer};
-use safetensors::{Dtype, tensor::TensorView};
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
-use std::{fs, path::Path};
+use std::{fs, path::Path, sync::Arc};
+use train_cli::data::{order::Order, sample::synthetic};
 
 /// What overflows for the token `~`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -202,4 +203,113 @@ fn many_bad_steps_take_the_run_back_and_then_end_it() {
     let out = run(d, &[&FIT[..], &["-o", "unguarded", "--recipe", "bf16", "--guard", "false"]].concat());
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(5) && stderr.contains("diverged at step 1"), "{stderr}");
+}
+
+/// The line of the row that is micro-batch `number`, counted from 0, of a run over `rows` rows with seed 1.
+fn line_of(rows: usize, number: usize) -> usize {
+    let mut samples = synthetic(rows, 2, 10, 0);
+    samples.iter_mut().zip(1..).for_each(|(sample, line)| sample.origins[0].line = line);
+    let samples = Arc::new(samples);
+    let order = Order { samples, batch_size: 1, accumulation: 1, steps: rows, limit: rows, seed: 1, start: 0 };
+    order.step(number)[0].origins[0][0].line as usize
+}
+
+/// A run of [`FIT`] with seed 1 and these words, which must succeed. Returns what it printed.
+fn guarded(d: &Path, words: &[&str]) -> String {
+    let fixed = ["-o", "run", "--overwrite", "--seed", "1", "--eval-steps", "0", "--recipe", "bf16"];
+    let out = run(d, &[&FIT[..], &fixed, words].concat());
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{words:?}: {said}");
+    said
+}
+
+/// The numbers of updates that the optimizer's states of a checkpoint count.
+fn updates(checkpoint: &Path) -> Vec<i32> {
+    let file = fs::read(checkpoint.join("optimizer.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let steps = tensors.iter().filter(|(name, _)| name.ends_with(".steps"));
+    steps.map(|(_, view)| i32::from_le_bytes(view.data().try_into().unwrap())).collect()
+}
+
+/// Every step of the first six and a later one, in every way to clip, with one micro-batch and with two, of which either is
+/// the bad one. The run that goes back to a checkpoint never makes the bad step again: weights and states of the others must
+/// be the same bits. The largest norm is so large that nothing is clipped.
+#[test]
+fn a_bad_step_leaves_no_trace_wherever_it_is() {
+    const STEPS: usize = 10;
+    const WAYS: [&[&str]; 4] = [
+        &["--max-grad-norm", "0", "--undo-copy", "false"],
+        &["--max-grad-norm", "0"],
+        &["--clip", "previous", "--max-grad-norm", "1000000"],
+        &["--clip", "exact", "--max-grad-norm", "1000000"],
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let check = |accumulation: usize, step: usize, ways: &[&[&str]]| {
+        let mut expected = None;
+        for way in ways {
+            let (accumulated, steps) = (accumulation.to_string(), STEPS.to_string());
+            let words = ["--gradient-accumulation-steps", &accumulated, "--max-steps", &steps];
+            let said = guarded(d, &[&words[..], way].concat());
+            let case = format!("step {step}, {accumulation} micro-batches, {way:?}: {said}");
+            let left_out: Vec<u64> =
+                lines(&d.join("run"), "left_out").iter().map(|line| line["step"].as_u64().unwrap()).collect();
+            assert_eq!(left_out, [step as u64], "{case}");
+            let folder = d.join(format!("run/checkpoint-{STEPS}"));
+            let found = updates(&folder);
+            assert!(!found.is_empty() && found.iter().all(|n| *n == STEPS as i32 - 1), "{found:?}: {case}");
+            let files = ["model.safetensors", "optimizer.safetensors"].map(|f| fs::read(folder.join(f)).unwrap());
+            assert!(*expected.get_or_insert(files.clone()) == files, "the state differs: {case}");
+        }
+    };
+    for accumulation in [1, 2] {
+        for step in [1, 2, 3, 4, 5, 6, 9] {
+            let rows = STEPS * accumulation;
+            let bad = line_of(rows, (step - 1) * accumulation + step % accumulation);
+            weak_model(&d.join("m"), Overflow::Gradient, rows, &[bad]);
+            check(accumulation, step, &WAYS);
+            // A loss that is NaN is noticed before the update, in whatever way gradients are clipped.
+            weak_model(&d.join("m"), Overflow::Activation, rows, &[bad]);
+            check(accumulation, step, &WAYS[2..]);
+        }
+    }
+}
+
+/// Three bad steps in a row take a run to a checkpoint that is at least a hundred steps older, or to the oldest one. The
+/// steps between are left out with their rows, and the run completes.
+#[test]
+fn a_run_that_goes_far_back_completes() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    for (rows, bad, save, to) in [(24, 10..=12, "4", 4), (140, 125..=127, "10", 20)] {
+        let lines_of_bad: Vec<usize> = bad.clone().map(|step| line_of(rows, step - 1)).collect();
+        weak_model(&d.join("m"), Overflow::Gradient, rows, &lines_of_bad);
+        let mut words: Vec<&str> = FIT.to_vec();
+        let at = words.iter().position(|word| *word == "--save-steps").unwrap();
+        words[at + 1] = save;
+        words.extend(["-o", "run", "--overwrite", "--seed", "1", "--eval-steps", "0", "--recipe", "bf16"]);
+        words.extend(["--clip", "exact", "--save-total-limit", "50"]);
+        let out = run(d, &words);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{said}");
+        let last = *bad.end();
+        let line = format!("up to step {last}: the run goes back to checkpoint-{to} and leaves out all steps between");
+        assert!(said.matches(&line).count() == 1, "{line}: {said}");
+        let left_out = lines(&d.join("run"), "left_out");
+        let steps: Vec<usize> = left_out.iter().map(|line| line["step"].as_u64().unwrap() as usize).collect();
+        assert_eq!(steps, (to + 1..=last).collect::<Vec<_>>());
+        for (step, line) in steps.iter().zip(&left_out) {
+            let row = line["rows"][0].as_str().unwrap();
+            assert!(row.ends_with(&format!("m/rows.tsv:{}", line_of(rows, step - 1))), "{line}");
+            let reason = line["left_out"].as_str().unwrap();
+            let expected = if bad.contains(step) { "the gradient norm is inf" } else { "the run went back from step" };
+            assert!(reason.contains(expected), "{line}");
+        }
+        let made = rows - left_out.len();
+        assert_eq!(lines(&d.join("run"), "grad_norm").len(), made);
+        let results: Value = serde_json::from_slice(&fs::read(d.join("run/train_results.json")).unwrap()).unwrap();
+        assert_eq!((&results["global_step"], &results["steps_left_out"]), (&rows.into(), &left_out.len().into()));
+        let found = updates(&d.join(format!("run/checkpoint-{rows}")));
+        assert!(!found.is_empty() && found.iter().all(|n| *n == made as i32), "{found:?}");
+    }
 }

@@ -5,6 +5,10 @@
 //! CI stops a few. These stop hundreds:
 //!
 //!     cargo test --workspace --test promises -- --ignored hundred
+//!
+//! This one kills training runs as often as `KILLS` says, a thousand times without it. A thousand take about two hours:
+//!
+//!     KILLS=1000 cargo test --workspace --test promises -- --ignored a_thousand_kills
 
 use crate::support::{
     Random,
@@ -27,6 +31,13 @@ fn killed_runs_end_with_the_same_bits() {
 #[ignore = "it takes about twenty minutes; killed_runs_end_with_the_same_bits makes six kills"]
 fn two_hundred_kills_end_with_the_same_bits() {
     stop(200, 2, "-KILL");
+}
+
+#[test]
+#[ignore = "it takes about two hours; killed_runs_end_with_the_same_bits makes six kills"]
+fn a_thousand_kills_end_with_the_same_bits() {
+    let kills = std::env::var("KILLS").map_or(1000, |kills| kills.parse().expect("KILLS is a number"));
+    stop(kills, 9, "-KILL");
 }
 
 #[test]

@@ -8,7 +8,7 @@
 
 use crate::support::{
     Random,
-    files::{Cost, cost, demo_file, ok, tiny_model},
+    files::{Cost, cost, demo_file, forge, ok, tiny_model},
     golden,
 };
 use model_qwen3::{
@@ -19,6 +19,7 @@ use model_qwen3::{
     tensors::{Stored, Tensors, row_ranges},
     tokenizer::{GenerationConfig, Tokenizer},
 };
+use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
 use std::{
     fs,
@@ -28,14 +29,16 @@ use std::{
     time::{Duration, Instant},
 };
 use train_cli::{
+    commands::parity::Parity,
     data::{
         format::RowOptions,
         read::{self, DataOptions},
         token_cache,
     },
-    durable,
+    device, durable,
     model_files::TextFiles,
-    settings::{Layer, LossOn, Overlong},
+    run::checkpoint,
+    settings::{DeviceChoice, Layer, LossOn, Overlong},
 };
 
 /// A reader, the file that is broken for it, and how it reads. What it returns says whether the file was accepted.
@@ -45,6 +48,8 @@ struct Reader {
     read: Box<dyn Fn(&Path) -> bool>,
     /// A command of the program that reads the file.
     command: String,
+    /// Whether the manifest of the file's folder is made to fit the broken file. Its digest would be the first to be refused.
+    forged: bool,
 }
 
 #[test]
@@ -63,7 +68,7 @@ fn broken_files_make_no_reader_panic() {
         for cut in (0..valid.len()).step_by(valid.len().div_ceil(100)) {
             read_bytes(&reader, &valid[..cut], &format!("the first {cut} bytes"));
         }
-        fs::write(&reader.file, &valid).unwrap();
+        reader.write(&valid);
     }
     assert!(accepted > 20 && refused > 200, "{accepted} broken files were accepted and {refused} refused");
 }
@@ -108,7 +113,7 @@ fn broken_files_cost_the_program_little_time_and_memory() {
         for (kind, seed) in (0..CHANGES).flat_map(|kind| [(kind, 1), (kind, 2)]) {
             let mut bytes = valid.clone();
             apply(&mut bytes, &mut Random::new(seed), kind);
-            fs::write(&reader.file, &bytes).unwrap();
+            reader.write(&bytes);
             let Cost { status, seconds, memory } = cost(dir.path(), &words);
             let mib = [memory >> 20, whole >> 20];
             let case = format!(
@@ -121,7 +126,7 @@ fn broken_files_cost_the_program_little_time_and_memory() {
             // What the program holds without the file is in both.
             assert!(memory <= whole + (64 << 20) + 2 * bytes.len() as u64, "{case}");
         }
-        fs::write(&reader.file, &valid).unwrap();
+        reader.write(&valid);
     }
 }
 
@@ -139,7 +144,7 @@ fn a_minute_for_each_reader() {
             slowest = slowest.max(one.elapsed());
             seed += 1;
         }
-        fs::write(&reader.file, &valid).unwrap();
+        reader.write(&valid);
         eprintln!("{}: {} files, the slowest took {slowest:.1?}", reader.name, seed - 1000);
     }
 }
@@ -154,7 +159,7 @@ fn read_broken(reader: &Reader, valid: &[u8], seed: u64) -> bool {
 }
 
 fn read_bytes(reader: &Reader, bytes: &[u8], what: &str) -> bool {
-    fs::write(&reader.file, bytes).unwrap();
+    reader.write(bytes);
     let read = catch_unwind(AssertUnwindSafe(|| (reader.read)(&reader.file)));
     read.unwrap_or_else(|_| panic!("{} panicked on {what}", reader.name))
 }
@@ -224,6 +229,8 @@ fn readers(dir: &Path) -> Vec<Reader> {
     all.push(token_cache_reader(dir, text));
     all.push(gguf_reader(dir));
     all.extend(run_readers(dir));
+    all.extend(checkpoint_readers(dir));
+    all.push(parity_reader(dir));
     all
 }
 
@@ -234,7 +241,14 @@ impl Reader {
         command: impl Into<String>,
         read: impl Fn(&Path) -> bool + 'static,
     ) -> Self {
-        Self { name, file, read: Box::new(read), command: command.into() }
+        Self { name, file, read: Box::new(read), command: command.into(), forged: false }
+    }
+
+    fn write(&self, bytes: &[u8]) {
+        fs::write(&self.file, bytes).unwrap();
+        if self.forged {
+            forge(self.file.parent().unwrap(), self.file.file_name().unwrap().to_str().unwrap());
+        }
     }
 }
 
@@ -372,6 +386,41 @@ fn run_readers(dir: &Path) -> [Reader; 2] {
         Reader::new("settings", settings, "fit -c settings.toml -m m --dry-run --device cpu -o r", layered),
         Reader::new("manifest.json", folder.join("manifest.json"), "inspect folder --verify", verifies),
     ]
+}
+
+/// Files of a checkpoint besides its weights. `export-dat` opens a checkpoint as a resumed run does.
+fn checkpoint_readers(dir: &Path) -> [Reader; 2] {
+    let fit = "fit -m m -d rows.tsv --device cpu --max-seq-length 32 --max-steps 2 --eval-steps 0 -o r";
+    ok(dir, &fit.split(' ').collect::<Vec<_>>());
+    let checkpoint = dir.join("r/checkpoint-2");
+    let opens = |path: &Path| checkpoint::open(path.parent().unwrap()).is_ok();
+    let command = "export-dat --checkpoint r/checkpoint-2 --output-dat exported.dat --device cpu";
+    ["optimizer.safetensors", "trainer_state.json"]
+        .map(|name| Reader { forged: true, ..Reader::new(name, checkpoint.join(name), command, opens) })
+}
+
+/// A fixture of `parity` that takes little time to compare.
+fn parity_reader(dir: &Path) -> Reader {
+    let file = dir.join("fixture.safetensors");
+    let ids = |ids: &[i32]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+    let tensors = [
+        ("input_ids", Dtype::I32, vec![1, 4], ids(&[1, 2, 3, 4])),
+        ("labels", Dtype::I32, vec![1, 4], ids(&[-100, 2, 3, 4])),
+        ("generate.prompt", Dtype::I32, vec![1, 2], ids(&[1, 2])),
+        ("generate.ids", Dtype::I32, vec![1, 4], ids(&[1, 2, 3, 4])),
+        ("train.data", Dtype::I32, vec![1, 1, 4], ids(&[1, 2, 3, 4])),
+        ("loss", Dtype::F32, vec![1], 6.0f32.to_le_bytes().to_vec()),
+        ("train.losses", Dtype::F32, vec![1], 6.0f32.to_le_bytes().to_vec()),
+    ];
+    let views =
+        tensors.iter().map(|(name, dtype, shape, data)| (*name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+    fs::write(&file, safetensors::serialize(views, None).unwrap()).unwrap();
+    let model = dir.join("m");
+    let read = move |path: &Path| {
+        let job = Parity { model: &model, expected: path, dump: None };
+        device::run(DeviceChoice::Cpu, None, job).is_ok()
+    };
+    Reader::new("parity fixture", file, "parity -m m --expected fixture.safetensors --device cpu", read)
 }
 
 /// Reads every value of a file of tensors.

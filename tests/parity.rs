@@ -9,6 +9,7 @@ use crate::support::{
     skipped,
 };
 use backend_nvfp4::Precision;
+use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 use std::path::Path;
 use train_cli::{
@@ -158,4 +159,42 @@ fn packed_weights_compute_what_dequantized_ones_compute_and_recipes_stand_side_b
     ] {
         assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }
+}
+
+/// What a fixture says must be comparable: a value that is no number would agree with everything.
+#[test]
+fn a_fixture_that_compares_nothing_is_refused() {
+    let folder = golden("hf-qwen3/tiny-tied");
+    let file = std::fs::read(folder.join("expected.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("fixture.safetensors");
+    let error = |keep: &dyn Fn(&str, Dtype) -> bool, logit: f32| {
+        let tensors: Vec<_> = tensors
+            .iter()
+            .filter(|(name, view)| keep(name, view.dtype()))
+            .map(|(name, view)| {
+                let mut data = view.data().to_vec();
+                if name == "logits" {
+                    data[40..44].copy_from_slice(&logit.to_le_bytes());
+                }
+                (name, view.dtype(), view.shape().to_vec(), data)
+            })
+            .collect();
+        let views = tensors
+            .iter()
+            .map(|(name, dtype, shape, data)| (*name, TensorView::new(*dtype, shape.clone(), data).unwrap()));
+        std::fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+        let job = Parity { model: &folder, expected: &path, dump: None };
+        let error =
+            device::run(DeviceChoice::Cpu, Some(Precision::F32), job).err().map(|e| (e.exit_code(), e.to_string()));
+        error.unwrap_or_else(|| panic!("the fixture is taken"))
+    };
+    let without_training = |name: &str, _: Dtype| !name.starts_with("train.");
+    for value in [f32::NAN, f32::INFINITY] {
+        let (code, text) = error(&without_training, value);
+        assert!(code == 6 && text.contains(&format!("\"logits\" holds the value {value}")), "{text}");
+    }
+    let (code, text) = error(&|name, dtype| without_training(name, dtype) && dtype != Dtype::F32, 0.0);
+    assert!(code == 6 && text.contains("there is no float tensor in it"), "{text}");
 }

@@ -2,13 +2,13 @@
 //! inputs that are no files. Every test runs the program as a process of its own.
 
 use crate::support::{
-    files::{command, demo_file, ok, run, tiny_model},
+    files::{command, demo_file, ok, program, run, tiny_model},
     golden,
 };
 use std::{
     fs,
     io::{BufRead, BufReader},
-    os::unix::process::ExitStatusExt,
+    os::unix::{fs::PermissionsExt, process::ExitStatusExt},
     path::Path,
     process::{Child, Command, Stdio},
 };
@@ -148,7 +148,16 @@ fn a_run_folder_belongs_to_one_process_and_the_other_is_told_which() {
     let stderr = refused(d, &fit("r"), 2);
     let own = format!("process {} on ", std::process::id());
     assert!(stderr.contains(&own) && stderr.contains("since 20"), "{stderr}");
+    // A dry run is refused as the run is, and so is one whose folder cannot be made.
+    let stderr = refused(d, &[&fit("r")[..], &["--dry-run"]].concat(), 2);
+    assert!(stderr.contains(&own), "{stderr}");
     drop(lock);
+    for (output, said) in [("m/config.json/r", "m/config.json: "), ("/proc/r", "/proc/r: ")] {
+        let stderr = refused(d, &[&fit(output)[..], &["--dry-run"]].concat(), 1);
+        assert!(stderr.contains(said), "{stderr}");
+    }
+    ok(d, &[&fit("new/deep/r")[..], &["--dry-run"]].concat());
+    assert!(!d.join("new").exists(), "a dry run leaves something");
     // Of two that start together one trains.
     let mut children =
         [(); 2].map(|()| command(d, &fit("r")).stderr(Stdio::null()).stdout(Stdio::null()).spawn().unwrap());
@@ -182,12 +191,14 @@ fn outputs_are_refused_before_the_training() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     fs::create_dir(d.join("sealed")).unwrap();
+    fs::set_permissions(d.join("sealed"), fs::Permissions::from_mode(0o555)).unwrap();
     assert!(Command::new("mkfifo").arg(d.join("pipe.dat")).status().unwrap().success());
     for (more, said) in [
         (&["--output-dat", "model.bin"][..], "must end in .dat"),
         (&["--output-dat", "/dev/null"], "a pipe or a device"),
         (&["--output-dat", "pipe.dat"], "a pipe or a device"),
         (&["--output-dat", "nowhere/model.dat"], "there is no folder nowhere"),
+        (&["--output-dat", "m/config.json/model.dat"], "there is no folder m/config.json"),
         (&["--output-dat", "model.dat", "--save-strategy", "no"], "--save-strategy no"),
         (&["--recipe", "bf16", "--scales", "two"], "--scales changes nothing"),
         (&["--bf16-last-blocks", "99"], "--bf16-last-blocks 99: the model has"),
@@ -196,6 +207,13 @@ fn outputs_are_refused_before_the_training() {
         let stderr = refused(d, &[&fit("r")[..], more].concat(), 2);
         assert!(stderr.contains(said), "{more:?}: {stderr}");
         assert!(!d.join("r/config.toml").exists(), "{more:?}");
+    }
+    // Nobody writes to /proc. To whom no folder is sealed (root) the other one is none.
+    let is_root = fs::write(d.join("sealed/probe"), "").is_ok();
+    for folder in ["/proc", "sealed"].iter().filter(|folder| **folder != "sealed" || !is_root) {
+        let output = format!("{folder}/model.dat");
+        let stderr = refused(d, &[&fit("r")[..], &["--output-dat", &output]].concat(), 1);
+        assert!(stderr.contains(folder) && !d.join("r/config.toml").exists(), "{stderr}");
     }
     let stderr = refused(d, &["parity", "-m", "m", "--expected", "m/model.safetensors", "--dump", "/dev/null"], 2);
     assert!(stderr.contains("a pipe or a device"), "{stderr}");
@@ -306,6 +324,8 @@ fn hostile_templates_are_errors() {
         format!("{{{{ {}1 }}}}", many("1 if 1 else ", 5_000)),
         format!("{}{}", many("{%if 1%}", 3_500), many("{%endif%}", 3_500)),
         format!("{{%if 0%}}{}{{%endif%}}", many("{%elif 0%}", 6_000)),
+        "{{ 'abc'[::-9223372036854775808] }}{{ [1, 2][::-9223372036854775808] }}".to_owned(),
+        "{% for i in [-9223372036854775807] %}{{ 'abc'[::i - 1] }}{{ 'abc'[i - 1:] }}{% endfor %}".to_owned(),
     ] {
         let _ = ChatTemplate::new(source).and_then(|t| t.render(&[], RenderOptions::default()));
     }
@@ -523,6 +543,24 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         assert!(with(&["-m", "m", "--device", "cpu", "--memory-limit", "1MiB"], 4).contains("--memory-limit"));
         assert!(with(&["-m", "m", "--device", "cpu", "--data", "absent.tsv"], 2).contains("absent.tsv"));
     }
+    // What makes no sense is refused by `estimate`, too. A run for which there is too little memory is predicted.
+    fs::write(d.join("nine.tsv"), "question\tanswer\n".repeat(9)).unwrap();
+    for (words, said) in [
+        (&["-d", "m/demo.tsv", "--device", "vulkan", "--compute-dtype", "tf32"][..], "only CUDA has TF32"),
+        (&["-d", "m/demo.tsv", "--device", "cpu", "--compute-dtype", "bf16"], "the CPU computes in f32"),
+        (
+            &["-d", "nine.tsv", "--device", "cpu", "--early-stopping-patience", "2", "--val-split", "0.5"],
+            "there are no evaluation rows",
+        ),
+    ] {
+        for command in [&["estimate", "-m", "m"][..], &["fit", "--dry-run", "-o", "r", "-m", "m"]] {
+            let stderr = refused(d, &[command, words].concat(), 2);
+            assert!(stderr.contains(said), "{command:?} {words:?}: {stderr}");
+        }
+    }
+    let out = run(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--memory-limit", "1MiB"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && stderr.contains("fit would refuse this run: the run would need"), "{stderr}");
     // The same forecast, from the rows that there are.
     let line = |words: &[&str]| {
         let out = run(d, &[words, &["-m", "m", "-d", "m/demo.tsv", "--device", "cpu"][..]].concat());
@@ -532,10 +570,111 @@ fn a_dry_run_refuses_what_a_run_refuses() {
     };
     assert_eq!(line(&["estimate"]), line(&["fit", "--dry-run"]));
     // A forecast needs neither the card nor its driver.
-    let out = run(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cuda"]);
-    let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success() && stderr.contains("at the peak") && !stderr.contains("panicked"), "{stderr}");
+    for device in ["cuda", "cuda:99"] {
+        let out = run(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", device]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && stderr.contains("at the peak") && !stderr.contains("panicked"), "{stderr}");
+        let absent = "cuda:99 is not there; this is a forecast without a device";
+        assert!(device != "cuda:99" || stderr.contains(absent), "{stderr}");
+    }
     refused(d, &["estimate", "-m", "m", "-d", "absent.tsv"], 2);
+}
+
+/// A limit is compared with what the rows need that there are, not with what rows of --max-seq-length would need.
+#[test]
+fn a_memory_limit_is_judged_by_the_real_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(d.join("m/config.json")).unwrap()).unwrap();
+    config["vocab_size"] = (1 << 17).into();
+    config["max_position_embeddings"] = 4096.into();
+    fs::write(d.join("m/config.json"), config.to_string()).unwrap();
+    fs::write(d.join("short.tsv"), "question\tanswer\n".repeat(20)).unwrap();
+    fs::write(d.join("long.tsv"), format!("question\t{}\n", "answer ".repeat(8000))).unwrap();
+    let words = |data: &'static str| {
+        let words =
+            ["fit", "--init-config", "m/config.json", "--tokenizer", "m", "-d", data, "--device", "cpu", "-o", "r"];
+        [&words[..], &["--dry-run", "--overlong", "truncate", "--memory-limit", "400MiB"]].concat()
+    };
+    ok(d, &words("short.tsv"));
+    let stderr = refused(d, &words("long.tsv"), 4);
+    assert!(stderr.contains("the run would need") && stderr.contains("--memory-limit is 0.4 GiB"), "{stderr}");
+}
+
+/// A training file that no memory holds is an error, not the end of the process. The files are sparse: they take no disk.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_file_that_is_larger_than_the_memory_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for name in ["huge.txt", "huge.arrow"] {
+        let file = fs::File::create(d.join(name)).unwrap();
+        let words = ["fit", "-m", "m", "-d", name, "--device", "cpu", "--dry-run"];
+        file.set_len(1 << 40).unwrap();
+        let stderr = refused(d, &words, 3);
+        assert!(stderr.contains(name) && stderr.contains("1024.0 GiB") && stderr.contains("split it"), "{stderr}");
+        // With the limit on this process there is not so much memory, however much the machine has.
+        file.set_len(16 << 30).unwrap();
+        let mut limited = Command::new("sh");
+        limited.args(["-c", "ulimit -v 8000000; exec \"$0\" \"$@\""]).arg(program()).args(words).current_dir(d);
+        let out = limited.output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(4), "{stderr}");
+        assert!(
+            stderr.contains(name) && stderr.contains("17179869184 bytes") && stderr.contains("smaller file"),
+            "{stderr}"
+        );
+    }
+}
+
+/// A learning rate of which no model learns is warned of within the first steps, and the warning stays: in the summary, in the
+/// record of the run, and after a resume.
+#[test]
+fn a_run_that_diverges_at_once_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = |output, rate, steps| {
+        let words =
+            ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--max-seq-length", "64", "--eval-steps", "0"];
+        let run = [
+            "--warmup-steps",
+            "0",
+            "--max-grad-norm",
+            "0",
+            "--learning-rate",
+            rate,
+            "--max-steps",
+            steps,
+            "-o",
+            output,
+        ];
+        [&words[..], &run].concat()
+    };
+    let results = |name: &str| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(d.join(name).join("train_results.json")).unwrap()).unwrap()
+    };
+    let summary = |name: &str| fs::read_to_string(d.join(name).join("summary.md")).unwrap();
+    let out = run(d, &words("wild", "3", "6"));
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{stderr}");
+    let warned = "warning: the loss has risen from ";
+    let at = |text: &str| stderr.find(text).unwrap_or_else(|| panic!("{text:?} is not said: {stderr}"));
+    assert!(at(warned) < at("the run ends with 1 warning about its loss"), "{stderr}");
+    let recorded = results("wild")["loss_warnings"].clone();
+    assert_eq!(recorded.as_array().unwrap().len(), 1, "{recorded}");
+    assert!(summary("wild").contains(recorded[0].as_str().unwrap()) && stderr.contains(recorded[0].as_str().unwrap()));
+    let out = run(d, &["fit", "--resume-from-checkpoint", "wild", "--max-steps", "8"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && !stderr.contains(warned), "it is warned of again: {stderr}");
+    assert_eq!(results("wild")["loss_warnings"][0], recorded[0]);
+    assert!(summary("wild").contains("has risen from"));
+    // A good one has no warning.
+    ok(d, &words("good", "1e-3", "6"));
+    assert_eq!(results("good")["loss_warnings"], serde_json::json!([]));
+    assert!(!summary("good").contains("Warnings about the loss"));
 }
 
 /// A signal in the last step ends the run before its evaluation. The resumed run has no step left, and makes it.

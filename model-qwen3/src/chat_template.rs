@@ -22,6 +22,8 @@ const LONGEST: usize = 16 << 20;
 const FUEL: u64 = 50_000_000;
 /// Longest source of a template. That of Qwen3 has 4 KiB. A longer one could nest deeper than [`STACK`].
 const LONGEST_SOURCE: usize = 64 << 10;
+/// Largest tokenizer_config.json that is read. That of Qwen3 has 10 KB; a model with thousands of added tokens lists each.
+const LARGEST_CONFIG: u64 = 16 << 20;
 /// Stack of the thread in which templates are compiled and rendered: 4 KiB for each byte of the longest source.
 const STACK: usize = 256 << 20;
 /// Longest time that compiling or rendering may take.
@@ -66,12 +68,12 @@ impl ChatTemplate {
     pub fn source(folder: &Path) -> Result<String, ModelError> {
         let file = folder.join("chat_template.jinja");
         if file.exists() {
-            return read_text(&file, 1 << 20, "");
+            return read_text(&file, LONGEST_SOURCE as u64, "");
         }
         let path = folder.join("tokenizer_config.json");
         let text = read_text(
             &path,
-            16 << 20,
+            LARGEST_CONFIG,
             "a chat template is read from it or from chat_template.jinja; give --tokenizer FOLDER if they are in another folder",
         )?;
         let config = json::parse(&text).map_err(|e| ModelError::parse(&path, e))?;

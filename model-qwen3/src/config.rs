@@ -87,6 +87,8 @@ struct RopeParameters {
     rest: std::collections::BTreeMap<String, serde_json::Value>,
 }
 
+/// Largest config.json that is read. That of Qwen3 has less than 1 KB.
+const LARGEST: u64 = 1 << 20;
 /// Most tokens of a vocabulary or a context. Qwen3 has 151,936 and 262,144.
 const MOST_TOKENS: f64 = 16_777_216.0;
 /// Largest hidden size and MLP size. Qwen3-32B has 5,120 and 25,600; no product of three sizes overflows.
@@ -103,7 +105,7 @@ impl Qwen3Config {
     /// If the file is missing, is not JSON, or does not describe a dense Qwen3.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
         let text =
-            read_text(path, 1 << 20, "give --tokenizer FOLDER if config.json and tokenizer are in another folder")?;
+            read_text(path, LARGEST, "give --tokenizer FOLDER if config.json and tokenizer are in another folder")?;
         Self::from_json(&text, path)
     }
 

@@ -21,6 +21,18 @@ pub enum ModelError {
         /// What to do. May be empty.
         hint: String,
     },
+    /// The machine has not the memory for what a file holds.
+    #[error(
+        "{}: {bytes} bytes of this file must be in memory at once, and this machine does not have so much free; end other \
+         programs, or use a smaller file",
+        path.display()
+    )]
+    Memory {
+        /// The file.
+        path: PathBuf,
+        /// The bytes that were asked for.
+        bytes: u64,
+    },
     /// config.json has a value that no dense Qwen3 has.
     #[error("{}: {field} is {value}: {reason}", path.display())]
     Config {

@@ -1,4 +1,5 @@
-//! Reading files: only regular ones, small text files within a limit, and ranges of large ones.
+//! Reading files: only regular ones, small files whole and within a limit, and ranges of large ones. No size that a file
+//! declares, its own length included, ends the process: memory that the machine has not is an error.
 
 use crate::ModelError;
 use std::{
@@ -28,16 +29,39 @@ pub fn open(path: &Path, hint: &str) -> Result<(File, u64), ModelError> {
 /// # Errors
 /// If there is no such file, or it is too large or not UTF-8.
 pub fn read_text(path: &Path, limit: u64, hint: &str) -> Result<String, ModelError> {
+    let bytes = read_bytes(path, limit, hint)?;
+    String::from_utf8(bytes).map_err(|e| ModelError::parse(path, format!("the file is not UTF-8: {e}")))
+}
+
+/// Reads a file of at most `limit` bytes. `hint` says what to do if there is no such file.
+///
+/// # Errors
+/// If there is no such file, it is too large, or the machine has not the memory.
+pub fn read_bytes(path: &Path, limit: u64, hint: &str) -> Result<Vec<u8>, ModelError> {
     let (file, size) = open(path, hint)?;
     if size > limit {
         return Err(ModelError::parse(path, format!("the file has {size} bytes; at most {limit} are read")));
     }
-    let mut bytes = Vec::with_capacity(size as usize);
+    let mut bytes = room(path, size)?;
     file.take(limit).read_to_end(&mut bytes).map_err(ModelError::io(path, hint))?;
-    String::from_utf8(bytes).map_err(|e| ModelError::parse(path, format!("the file is not UTF-8: {e}")))
+    Ok(bytes)
 }
 
 /// Fills `buffer` from byte `offset` of a file.
 pub(crate) fn read_at(mut file: &File, path: &Path, offset: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
     file.seek(SeekFrom::Start(offset)).and_then(|_| file.read_exact(buffer)).map_err(ModelError::io(path, ""))
+}
+
+/// As many zeros, to be filled from a file.
+pub(crate) fn zeros(path: &Path, bytes: u64) -> Result<Vec<u8>, ModelError> {
+    let mut buffer = room(path, bytes)?;
+    buffer.resize(bytes as usize, 0);
+    Ok(buffer)
+}
+
+/// An empty buffer for so many bytes of a file.
+fn room(path: &Path, bytes: u64) -> Result<Vec<u8>, ModelError> {
+    let mut buffer = Vec::new();
+    let reserved = usize::try_from(bytes).is_ok_and(|bytes| buffer.try_reserve_exact(bytes).is_ok());
+    if reserved { Ok(buffer) } else { Err(ModelError::Memory { path: path.to_owned(), bytes }) }
 }

@@ -137,7 +137,7 @@ impl SafeFile {
     /// # Errors
     /// If the system fails.
     pub fn read_all(&self, entry: &SafeEntry) -> Result<Vec<u8>, ModelError> {
-        let mut buffer = vec![0; entry.bytes as usize];
+        let mut buffer = file::zeros(&self.path, entry.bytes)?;
         self.read(entry, 0, &mut buffer)?;
         Ok(buffer)
     }

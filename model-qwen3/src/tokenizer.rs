@@ -14,6 +14,8 @@ use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper};
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 pub(crate) const LARGEST: u64 = 64 << 20;
+/// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
+const LARGEST_GENERATION: u64 = 1 << 20;
 
 /// Turns text into token ids and back.
 #[derive(Debug, Clone)]
@@ -190,7 +192,7 @@ impl GenerationConfig {
         if !path.exists() {
             return Ok(None);
         }
-        let text = read_text(&path, 1 << 20, "")?;
+        let text = read_text(&path, LARGEST_GENERATION, "")?;
         let raw: Raw = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
         // What transformers accepts; top-p 0 leaves the most likely token.
         for (name, value, least, most) in [

@@ -3,7 +3,8 @@
 // FAULT_SIGNAL the process gets that signal instead, in front of the operation. At its end the program writes the number of
 // operations to the file FAULT_COUNT. With FAULT_LOG each operation that was made, the opening of files and folders too, is
 // appended to that file: a line `name|file descriptor|path|other path|size`, and the bytes that were written. As long as the
-// file FAULT_HOLD exists, no file of a checkpoint is synced: the disk is slow.
+// file FAULT_HOLD exists, no file of a checkpoint is synced: the disk is slow. A file or folder whose path ends with
+// FAULT_KEEPS cannot be deleted.
 
 #include <atomic>
 #include <cerrno>
@@ -85,6 +86,14 @@ std::string whole(int at, const char* path) {
     return folder + "/" + path;
 }
 
+// Whether a path is one that cannot be deleted.
+bool keeps(const char* path) {
+    static const std::string end = text("FAULT_KEEPS");
+    if (end.empty() || !std::string(path).ends_with(end)) return false;
+    errno = EACCES;
+    return true;
+}
+
 // Appends an operation to the log.
 void note(const char* name, int fd, const std::string& path, const std::string& to, const void* data, size_t size) {
     static const char* file = text("FAULT_LOG");
@@ -159,10 +168,10 @@ mode_t mode_of(int flags, va_list arguments) {
         return done(call ARGUMENTS, NOTE, fd, DATA, static_cast<size_t>(SIZE));                                          \
     }
 
-#define ON_PATH(NAME, PARAMETERS, ARGUMENTS, AT, TO)                                                                     \
+#define ON_PATH(NAME, PARAMETERS, ARGUMENTS, AT, TO, FAILS)                                                                   \
     int NAME PARAMETERS {                                                                                                \
         const bool ours = below(path);                                                                                   \
-        if (ours && fails()) return -1;                                                                                  \
+        if (ours && (fails() || FAILS)) return -1;                                                                       \
         const std::string place = ours ? whole(AT, path) : "";                                                           \
         static auto call = real<int(*) PARAMETERS>(#NAME);                                                               \
         const int result = call ARGUMENTS, error = errno;                                                                \
@@ -182,11 +191,11 @@ ON_FD(ssize_t, writev, (int fd, const struct iovec* data, int count), (fd, data,
 ON_FD(int, fsync, (int fd), (fd), "fsync", nullptr, 0, fails_to_sync)
 ON_FD(int, fdatasync, (int fd), (fd), "fsync", nullptr, 0, fails_to_sync)
 ON_FD(int, ftruncate64, (int fd, off64_t size), (fd, size), "ftruncate64", nullptr, size, fails_on)
-ON_PATH(mkdir, (const char* path, mode_t mode), (path, mode), AT_FDCWD, "")
-ON_PATH(rmdir, (const char* path), (path), AT_FDCWD, "")
-ON_PATH(unlink, (const char* path), (path), AT_FDCWD, "")
-ON_PATH(unlinkat, (int at, const char* path, int flags), (at, path, flags), at, "")
-ON_PATH(rename, (const char* path, const char* to), (path, to), AT_FDCWD, whole(AT_FDCWD, to))
+ON_PATH(mkdir, (const char* path, mode_t mode), (path, mode), AT_FDCWD, "", false)
+ON_PATH(rmdir, (const char* path), (path), AT_FDCWD, "", keeps(path))
+ON_PATH(unlink, (const char* path), (path), AT_FDCWD, "", keeps(path))
+ON_PATH(unlinkat, (int at, const char* path, int flags), (at, path, flags), at, "", keeps(path))
+ON_PATH(rename, (const char* path, const char* to), (path, to), AT_FDCWD, whole(AT_FDCWD, to), false)
 
 ssize_t copy_file_range(int in, off64_t* from, int fd, off64_t* to, size_t size, unsigned flags) {
     if (fails_on(fd)) return -1;

@@ -34,6 +34,8 @@ pub(crate) enum Fault {
     },
     /// No file of a checkpoint is synced as long as [`Machine::hold`] exists.
     Slow,
+    /// Nothing is deleted whose path ends so.
+    Keeps(&'static str),
 }
 
 /// A run of four steps that saves twice.
@@ -78,7 +80,7 @@ impl Machine {
     /// The program, not started yet.
     pub(crate) fn command(&self, words: &[&str], fault: Fault) -> Command {
         let (at, error, for_good, signal) = match fault {
-            Fault::Nothing | Fault::Recorded | Fault::Slow => (0, 0, false, 0),
+            Fault::Nothing | Fault::Recorded | Fault::Slow | Fault::Keeps(_) => (0, 0, false, 0),
             Fault::Error { at, number, for_good } => (at, number, for_good, 0),
             Fault::Signal { at, number } => (at, 0, false, number),
         };
@@ -90,6 +92,7 @@ impl Machine {
         match fault {
             Fault::Recorded => command.env("FAULT_LOG", self.log()),
             Fault::Slow => command.env("FAULT_HOLD", self.hold()),
+            Fault::Keeps(end) => command.env("FAULT_KEEPS", end),
             _ => &mut command,
         };
         command

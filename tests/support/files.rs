@@ -10,6 +10,7 @@ use std::{
     process::{Command, Output, Stdio},
     sync::OnceLock,
 };
+use train_cli::durable::FileRecord;
 
 pub(crate) const F32: LinearSpec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32);
 
@@ -132,6 +133,14 @@ pub(crate) fn cost(folder: &Path, args: &[&str]) -> Cost {
     }
     let used = child.wait4().unwrap();
     Cost { status: used.status, seconds: (used.rusage.utime + used.rusage.stime).as_secs_f64(), memory }
+}
+
+/// Puts the size and the digest of a changed file into the manifest of its folder, as someone does who forges it.
+pub(crate) fn forge(folder: &Path, name: &str) {
+    let manifest = folder.join("manifest.json");
+    let mut value: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
+    value["files"][name] = serde_json::to_value(FileRecord::of(&folder.join(name)).unwrap()).unwrap();
+    std::fs::write(manifest, value.to_string()).unwrap();
 }
 
 /// The names of what is in a folder.

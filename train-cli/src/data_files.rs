@@ -1,6 +1,7 @@
 //! The files that `--data` names: a file itself, the files of a folder, or those that fit a pattern such as `rows/*.jsonl`.
 
-use crate::CliError;
+use crate::{CliError, report};
+use model_qwen3::file;
 use std::{
     collections::BTreeSet,
     fs,
@@ -9,6 +10,26 @@ use std::{
 
 /// The extensions of training files.
 pub const EXTENSIONS: [&str; 8] = ["jsonl", "json", "parquet", "arrow", "feather", "tsv", "txt", "md"];
+
+/// Largest training file that is read whole. What is made of its rows takes several times as much memory.
+const LARGEST: u64 = 64 << 30;
+
+/// The bytes of a training file whose format needs the whole file in memory.
+///
+/// # Errors
+/// If it is no regular file, is too large, or cannot be read.
+pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
+    let (_, size) = file::open(path, "check the path")?;
+    if size > LARGEST {
+        let (size, most) = (report::gib(size), report::gib(LARGEST));
+        let reason = format!(
+            "the file has {size}, and at most {most} are read at once; split it, or write it as Parquet, which is read row \
+             by row"
+        );
+        return Err(CliError::Data { path: path.to_owned(), line: None, column: None, reason });
+    }
+    Ok(file::read_bytes(path, LARGEST, "check the path")?)
+}
 
 /// The files that each of these paths names, in the order of their names. A folder stands for the files in it that have one
 /// of the [`EXTENSIONS`], but for `.md`. A pattern that is the name of a file stands for that file.

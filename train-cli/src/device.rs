@@ -10,6 +10,7 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
+use cudarc::driver::CudaContext;
 use model_qwen3::{ModelError, chat_template};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -47,6 +48,37 @@ pub fn precision(choice: DeviceChoice, asked: Option<Precision>) -> Precision {
     asked.unwrap_or(if matches!(choice, DeviceChoice::Cuda(_)) { Precision::Bf16 } else { Precision::F32 })
 }
 
+/// Refuses a number format that a kind of device never computes in.
+///
+/// # Errors
+/// If this one does not.
+pub fn check_precision(choice: DeviceChoice, precision: Precision) -> Result<(), CliError> {
+    match choice {
+        DeviceChoice::Cpu | DeviceChoice::Auto if precision != Precision::F32 => {
+            Err(unsupported("cpu", precision, "the CPU computes in f32; use f32 or auto"))
+        }
+        DeviceChoice::Vulkan if precision == Precision::Tf32 => {
+            Err(unsupported("vulkan", precision, "only CUDA has TF32; use f32"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether a device can be opened on this machine.
+pub fn is_there(choice: DeviceChoice) -> bool {
+    match choice {
+        DeviceChoice::Cpu | DeviceChoice::Auto => true,
+        DeviceChoice::Cuda(index) => probe::<CudaRuntime>(&CudaDevice { index }).is_ok(),
+        DeviceChoice::Vulkan => probe::<WgpuRuntime>(&WgpuDevice::DefaultDevice).is_ok(),
+    }
+}
+
+/// Bytes that are free on a CUDA device; None if it does not say.
+pub fn free_on_cuda(index: usize) -> Option<u64> {
+    let ask = || CudaContext::new(index).and_then(|context| context.mem_get_info()).ok();
+    quietly(ask).flatten().map(|(free, _total)| free as u64)
+}
+
 /// Runs a job on the chosen device and prints which one it is. `asked` is the number format that the user chose.
 ///
 /// # Errors
@@ -54,23 +86,23 @@ pub fn precision(choice: DeviceChoice, asked: Option<Precision>) -> Precision {
 pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Result<J::Output, CliError> {
     let choice = resolved(choice);
     let precision = precision(choice, asked);
+    check_precision(choice, precision)?;
     let ran = match choice {
         DeviceChoice::Cpu | DeviceChoice::Auto => {
-            if precision != Precision::F32 {
-                return Err(unsupported("cpu", precision, "the CPU computes in f32; use f32 or auto"));
-            }
             report::chosen_device("cpu", precision);
             job.run::<NdArray>(Default::default(), precision)
         }
         DeviceChoice::Cuda(index) => {
             on_cube::<CudaRuntime, J>(&choice.to_string(), CudaDevice { index }, precision, job)
         }
-        DeviceChoice::Vulkan if precision == Precision::Tf32 => {
-            Err(unsupported("vulkan", precision, "only CUDA has TF32; use f32"))
-        }
         DeviceChoice::Vulkan => on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job),
     };
-    ran.map_err(named)
+    ran.map_err(|error| match (named(error), choice) {
+        (CliError::OutOfMemory { reason, remedy, .. }, DeviceChoice::Cuda(index)) => {
+            CliError::OutOfMemory { reason, free: free_on_cuda(index), remedy }
+        }
+        (error, _) => error,
+    })
 }
 
 /// Unit tests of this crate run no job on a GPU, and the code for GPUs is most of what there is to compile.
@@ -227,6 +259,10 @@ mod tests {
         {
             assert_eq!(failure(reason).exit_code(), code, "{reason}");
         }
+        // What was asked for is a number for people, and so is what is free, where the device tells.
+        let CliError::OutOfMemory { reason, remedy, .. } = failure(full) else { panic!("an error of memory") };
+        let text = CliError::OutOfMemory { reason, free: Some(3 << 30), remedy }.to_string();
+        assert!(text.contains("40 MiB were asked for in one piece, and 3072 MiB are free now"), "{text}");
     }
 
     #[test]
@@ -236,6 +272,7 @@ mod tests {
         let memory = named(ModelError::Device(reason.to_owned()).into());
         assert_eq!(memory.exit_code(), 4);
         let text = memory.to_string();
+        assert!(text.starts_with("the device is out of memory (") && text.contains("end other programs"), "{text}");
         assert!(text.contains("Unable to load the PTX") && !text.contains("Backtrace"), "{text}");
         let other = "an illegal memory access was encountered".to_owned();
         assert_eq!(named(CliError::Device { device: "cuda:0".into(), reason: other }).exit_code(), 7);

@@ -7,6 +7,7 @@
 //! written last and lists size and SHA-256 of every other file.
 
 use crate::CliError;
+use model_qwen3::{ModelError, file, json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -23,6 +24,10 @@ use std::{
 
 /// The list of a folder's files, which is written last.
 pub const MANIFEST: &str = "manifest.json";
+/// Largest manifest that is read. A checkpoint has ten files, and each takes a hundred and fifty bytes.
+const LARGEST_MANIFEST: u64 = 1 << 20;
+/// Most bytes of what a lock says about its holder. It says about sixty.
+const LONGEST_HOLDER: u64 = 4096;
 
 /// Writes a file that appears complete or not at all, replacing an old one. Returns its SHA-256.
 ///
@@ -108,10 +113,24 @@ pub struct PendingFolder {
     _lock: Option<File>,
 }
 
+/// What is recorded of a file, so that damage to it is found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct FileRecord {
-    bytes: u64,
-    sha256: String,
+pub struct FileRecord {
+    /// Its size.
+    pub bytes: u64,
+    /// Its SHA-256.
+    pub sha256: String,
+}
+
+impl FileRecord {
+    /// The record of a file.
+    ///
+    /// # Errors
+    /// If it is no regular file or cannot be read.
+    pub fn of(path: &Path) -> Result<Self, ModelError> {
+        let (bytes, sha256) = digest(path)?;
+        Ok(Self { bytes, sha256 })
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -164,8 +183,8 @@ impl PendingFolder {
     /// # Errors
     /// If reading or writing fails.
     pub fn copy(&mut self, from: &Path, name: &str) -> Result<(), CliError> {
-        let bytes = fs::read(from).map_err(CliError::io(from))?;
-        self.file(name, |out| out.write_all(&bytes).map_err(CliError::io(from)))
+        let (mut source, _) = file::open(from, "")?;
+        self.file(name, |out| std::io::copy(&mut source, out).map(|_| ()).map_err(CliError::io(from)))
     }
 
     /// Writes the manifest, syncs, and gives the folder its name, which must be free. Returns the path.
@@ -367,9 +386,27 @@ pub fn rename(from: &Path, to: &Path) -> Result<(), CliError> {
 /// # Errors
 /// If anything differs.
 pub fn verify(folder: &Path) -> Result<(), CliError> {
+    compare(folder, u64::MAX)
+}
+
+/// Checks a folder that has just been written, before anything is given up for it: its manifest, the names and the sizes of
+/// its files, and the digests of those that are quickly read.
+///
+/// # Errors
+/// If anything differs.
+pub fn read_back(folder: &Path) -> Result<(), CliError> {
+    compare(folder, QUICK)
+}
+
+/// Largest file whose digest [`read_back`] compares. The weights of a checkpoint would take as long again as to write them.
+const QUICK: u64 = 16 << 20;
+
+/// Compares a folder with its manifest, and the digests of files of at most `largest` bytes.
+fn compare(folder: &Path, largest: u64) -> Result<(), CliError> {
     let path = folder.join(MANIFEST);
-    let text = fs::read_to_string(&path).map_err(|e| CliError::corrupt(&path, e))?;
-    let manifest: Manifest = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    let text = file::read_text(&path, LARGEST_MANIFEST, "").map_err(CliError::damaged(&path))?;
+    let manifest = json::parse(&text).and_then(serde_json::from_value::<Manifest>);
+    let manifest = manifest.map_err(|e| CliError::corrupt(&path, e))?;
     if manifest.version != 1 {
         return Err(CliError::corrupt(
             &path,
@@ -387,12 +424,24 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
         if Path::new(name).file_name().is_none_or(|n| n != name.as_str()) {
             return Err(CliError::corrupt(folder, format!("{name:?} in manifest.json is not a plain file name")));
         }
-        let (bytes, sha256) = digest(&path).map_err(|e| CliError::corrupt(&path, e))?;
-        if (bytes, &sha256) != (record.bytes, &record.sha256) {
-            let reason =
-                format!("{bytes} bytes, SHA-256 {sha256}; manifest.json says {} and {}", record.bytes, record.sha256);
-            return Err(CliError::corrupt(&path, reason));
-        }
+        compare_file(&path, record, largest)?;
+    }
+    Ok(())
+}
+
+/// Compares a file with its record.
+fn compare_file(path: &Path, record: &FileRecord, largest: u64) -> Result<(), CliError> {
+    let (_, bytes) = file::open(path, "").map_err(CliError::damaged(path))?;
+    // A file of another size need not be read.
+    if bytes != record.bytes {
+        return Err(CliError::corrupt(path, format!("{bytes} bytes; manifest.json says {}", record.bytes)));
+    }
+    if bytes > largest {
+        return Ok(());
+    }
+    let (_, sha256) = digest(path).map_err(CliError::damaged(path))?;
+    if sha256 != record.sha256 {
+        return Err(CliError::corrupt(path, format!("SHA-256 {sha256}; manifest.json says {}", record.sha256)));
     }
     Ok(())
 }
@@ -409,6 +458,8 @@ pub fn lock(folder: &Path) -> Result<File, CliError> {
     let open = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
     let mut file = open.map_err(CliError::io(&path))?;
     match file.try_lock() {
+        // Whoever held it has just removed it: a lock on a file without a name keeps nobody out.
+        Ok(()) if !is_at(&file, &path) => lock(folder),
         Ok(()) => {
             let host = gethostname::gethostname();
             let (pid, host, now) = (std::process::id(), host.to_string_lossy(), jiff::Timestamp::now());
@@ -419,13 +470,27 @@ pub fn lock(folder: &Path) -> Result<File, CliError> {
         Err(fs::TryLockError::WouldBlock) => {
             let mut holder = String::new();
             // The holder may be writing its name just now.
-            let _ = file.read_to_string(&mut holder);
+            let _ = file.take(LONGEST_HOLDER).read_to_string(&mut holder);
             let holder = if holder.is_empty() { "another train-cli".to_owned() } else { holder };
             let text = "is training here; wait for its end, or choose another --output-dir";
             Err(CliError::Usage(format!("{}: {holder} {text}", folder.display())))
         }
         Err(fs::TryLockError::Error(e)) => Err(CliError::io(&path)(e)),
     }
+}
+
+/// Whether a path is that of an open file.
+#[cfg(unix)]
+fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+    file.metadata().is_ok_and(|file| path.metadata().is_ok_and(|found| same(file, found)))
+}
+
+/// Elsewhere an open file cannot be removed.
+#[cfg(not(unix))]
+fn is_at(_: &File, _: &Path) -> bool {
+    true
 }
 
 /// The SHA-256 of bytes.
@@ -436,14 +501,14 @@ pub fn digest_of(bytes: &[u8]) -> String {
 /// The size and the SHA-256 of a file.
 ///
 /// # Errors
-/// If it cannot be read.
-pub fn digest(path: &Path) -> std::io::Result<(u64, String)> {
-    let mut file = File::open(path)?;
+/// If it is no regular file or cannot be read.
+pub fn digest(path: &Path) -> Result<(u64, String), ModelError> {
+    let (mut file, _) = file::open(path, "")?;
     let mut hash = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
     let mut bytes = 0;
     loop {
-        let n = file.read(&mut buffer)?;
+        let n = file.read(&mut buffer).map_err(ModelError::io(path, ""))?;
         if n == 0 {
             return Ok((bytes, hex(&hash.finalize())));
         }

@@ -15,12 +15,14 @@ pub enum CliError {
     #[error("{0}")]
     Usage(String),
     /// Training data is invalid.
-    #[error("{}{}: {reason}", path.display(), line.map(|l| format!(":{l}")).unwrap_or_default())]
+    #[error("{}{}: {reason}", path.display(), [*line, *column].iter().flatten().map(|n| format!(":{n}")).collect::<String>())]
     Data {
         /// The file.
         path: PathBuf,
         /// The line, counted from 1.
         line: Option<usize>,
+        /// The byte of the line, counted from 1.
+        column: Option<usize>,
         /// What is wrong.
         reason: String,
     },
@@ -75,10 +77,12 @@ pub enum CliError {
         free: u64,
     },
     /// An allocation on the device failed.
-    #[error("the device is out of memory ({reason}); {remedy}")]
+    #[error("the device is out of memory{} ({reason}); {remedy}", amounts(reason, *free))]
     OutOfMemory {
         /// What the device said.
         reason: String,
+        /// Bytes that are free on it after the failure, if it says so.
+        free: Option<u64>,
         /// What to do.
         remedy: &'static str,
     },
@@ -165,7 +169,7 @@ pub enum CliError {
 }
 
 impl CliError {
-    /// The exit code: 1 system, 2 usage and settings, 3 training data, 4 out of device memory, 5 diverged, 6 damaged file
+    /// The exit code: 1 system, 2 usage and settings, 3 training data, 4 out of memory, 5 diverged, 6 damaged file
     /// or failed check, 7 device, 128 and its number for a signal.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -179,6 +183,7 @@ impl CliError {
             Self::DeviceFailed(_) | Self::Device { .. } | Self::Stuck { .. } => 7,
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,
+                ModelError::Memory { .. } => 4,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
                 ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,
@@ -190,13 +195,13 @@ impl CliError {
 
     /// An allocation on the device failed.
     pub(crate) fn out_of_memory(reason: &str) -> Self {
-        Self::OutOfMemory { reason: reason.to_owned(), remedy: "end other programs that use it" }
+        Self::OutOfMemory { reason: reason.to_owned(), free: None, remedy: "end other programs that use it" }
     }
 
     /// The same error, with what a command can do about memory that the device has not.
     pub(crate) fn with_remedy(self, remedy: &'static str) -> Self {
         match self {
-            Self::OutOfMemory { reason, .. } => Self::OutOfMemory { reason, remedy },
+            Self::OutOfMemory { reason, free, .. } => Self::OutOfMemory { reason, free, remedy },
             other => other,
         }
     }
@@ -210,7 +215,45 @@ impl CliError {
         move |source| Self::Io { path: path.to_owned(), source }
     }
 
+    /// A file of a checked folder could not be read: whatever the reason, the folder is damaged.
+    pub(crate) fn damaged(path: &Path) -> impl Fn(ModelError) -> Self {
+        move |error| match error {
+            ModelError::Io { source, .. } => Self::corrupt(path, source),
+            ModelError::Missing { .. } => Self::corrupt(path, "there is no such file"),
+            ModelError::Parse { reason, .. } => Self::corrupt(path, reason),
+            other => other.into(),
+        }
+    }
+
+    /// A line of a file is not JSON.
+    pub(crate) fn not_json(path: &Path, line: usize, error: &serde_json::Error) -> Self {
+        let (below, column, reason) = place_of(error);
+        Self::Data { path: path.to_owned(), line: Some(line + below), column, reason }
+    }
+
     pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.to_owned(), reason: reason.to_string() }
+    }
+}
+
+/// Where a JSON text is broken, and how: lines below its first, the byte of the line, counted from 1, and the reason.
+pub(crate) fn place_of(error: &serde_json::Error) -> (usize, Option<usize>, String) {
+    let (line, column, text) = (error.line(), error.column(), error.to_string());
+    let said = text.strip_suffix(&format!(" at line {line} column {column}")).unwrap_or(&text);
+    // An error without a place says line 0.
+    (line.saturating_sub(1), (line > 0).then_some(column), format!("not JSON: {said}"))
+}
+
+/// What was asked for and what is free, as far as the device says. It names the size of a buffer in its message only.
+fn amounts(reason: &str, free: Option<u64>) -> String {
+    let digits = reason.split_once("size: ").map(|(_, rest)| rest.split(|c: char| !c.is_ascii_digit()).next());
+    let asked: Option<u64> = digits.flatten().and_then(|digits| digits.parse().ok());
+    let mib = |bytes: u64| format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20));
+    let asked = asked.map(|bytes| format!("{} were asked for in one piece", mib(bytes)));
+    let free = free.map(|bytes| format!("{} are free now", mib(bytes)));
+    match (asked, free) {
+        (None, None) => String::new(),
+        (Some(one), None) | (None, Some(one)) => format!(": {one}"),
+        (Some(asked), Some(free)) => format!(": {asked}, and {free}"),
     }
 }

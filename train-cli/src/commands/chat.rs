@@ -37,7 +37,8 @@ impl Job for Chat {
         let args = self.0;
         // The script is read before the model, which takes longer.
         let mut source = Source::new(args.script.as_deref())?;
-        let loaded = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
+        let mut loaded = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
+        loaded.inputs.extend(args.script);
         let context = args.context.min(loaded.model.config().max_position_embeddings);
         let ctrl_c = CtrlC::new().map_err(CliError::io(Path::new("signals")))?;
         let mut talk = Talk {
@@ -96,7 +97,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             Entry::Undo if self.dialog.undo() => {}
             Entry::Undo => return Err(CliError::Usage("/undo: nothing was said yet".into())),
             Entry::Save(path) => {
-                self.dialog.save(&path)?;
+                self.dialog.save(&path, &self.loaded.inputs)?;
                 report::line(format!("saved {}", path.display()));
             }
             Entry::Load(path) => {

@@ -1,6 +1,15 @@
-//! `estimate`: predicts how much memory a run of `fit` with the same flags needs.
+//! `estimate`: predicts how much memory a run of `fit` with the same flags needs. It refuses the settings that `fit`
+//! refuses. It needs no device: a run for which there is too little memory or disk is predicted, too.
 
-use crate::{CliError, args::FitArgs, commands::fit, device, report, run::inputs::Inputs, run::preflight::Forecast};
+use crate::{
+    CliError,
+    args::FitArgs,
+    commands::fit,
+    device, report,
+    run::inputs::Inputs,
+    run::preflight::{self, Forecast},
+};
+use backend_nvfp4::Scaling;
 
 /// Runs the command.
 ///
@@ -11,13 +20,22 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
         return Err(CliError::Usage("--demo is for fit only; its run needs 0.1 GiB".into()));
     }
     let (plan, ..) = fit::planned(args)?;
-    let inputs = Inputs::read(&plan)?;
     let device = device::resolved(plan.settings.recipe.device);
     let precision = device::precision(device, plan.settings.recipe.compute_dtype);
+    device::check_precision(device, precision)?;
+    let inputs = Inputs::read(&plan)?;
+    let scaling = plan.settings.recipe.scales.unwrap_or(Scaling::Two);
+    preflight::check_settings(&plan, &inputs, scaling, plan.master(precision))?;
     report::chosen_device(&device.to_string(), precision);
+    if !device::is_there(device) {
+        report::label("", format!("{device} is not there; this is a forecast without a device"));
+    }
     let forecast = Forecast::of(&plan, &inputs, device, precision);
     report::label("rows", format!("the longest has {} tokens", inputs.longest_row()));
     forecast.lines().into_iter().for_each(|(label, line)| report::label(label, line));
     forecast.estimate.table().into_iter().for_each(report::result);
+    if let Err(error) = forecast.check(&plan, &inputs) {
+        report::line(format!("warning: fit would refuse this run: {error}"));
+    }
     Ok(())
 }

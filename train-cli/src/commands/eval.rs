@@ -50,7 +50,7 @@ impl Job for EvalLoss {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
         if args.recipes.is_empty() {
-            let Loaded { model, text } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
+            let Loaded { model, text, .. } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
             let samples = samples(&args, &text, model.config())?;
             return measure(&args, model, &samples, "as it runs");
         }

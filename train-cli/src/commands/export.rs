@@ -9,7 +9,7 @@ use crate::{
     CliError,
     args::ExportArgs,
     device::{self, Job},
-    durable::{self, PendingFolder},
+    durable::{self, FileRecord, PendingFolder},
     model_files::{Companions, TextFiles},
     outputs::{check_dat_name, check_output},
     report,
@@ -159,7 +159,7 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
     pending.replace()
 }
 
-/// Writes a model as a `.dat` file and checks it.
+/// Writes a model as a `.dat` file and checks it. Returns its size and digest.
 ///
 /// # Errors
 /// As [`model_to_folder`].
@@ -168,27 +168,28 @@ pub fn model_to_dat<B: Nvfp4Kernels>(
     text: &TextFiles,
     form: &Form,
     path: &Path,
-) -> Result<(), CliError> {
+) -> Result<FileRecord, CliError> {
     let (live, Form { format, like, trained }) = (Live::new(model), *form);
     let tensors = Repacked::new(&live, format.store_as(like));
-    write_and_check(&tensors, like.filter(|_| format.recipe.packs_weights()), path, |written| {
+    let record = write_and_check(&tensors, like.filter(|_| format.recipe.packs_weights()), path, |written| {
         let check = Check { tensors: &tensors, path: written, config: model.config(), text };
         check.against(model, format, like.is_some())
     })?;
-    Trained::put_beside(Some(trained), path)
+    Trained::put_beside(Some(trained), path)?;
+    Ok(record)
 }
 
-/// Writes a `.dat` file that gets its name only after `check` has read it, and prints its size and digest.
+/// Writes a `.dat` file that gets its name only after `check` has read it, and prints and returns its size and digest.
 fn write_and_check(
     tensors: &dyn Tensors,
     like: Option<&Container>,
     path: &Path,
     check: impl FnOnce(&Path) -> Result<(), CliError>,
-) -> Result<(), CliError> {
+) -> Result<FileRecord, CliError> {
     let sha256 = durable::write_checked(path, |out| write(tensors, like, true, out, path), check)?;
     let bytes = std::fs::metadata(path).map_err(CliError::io(path))?.len();
     report::result(format!("{} · {bytes} bytes · sha256 {sha256}", path.display()));
-    Ok(())
+    Ok(FileRecord { bytes, sha256 })
 }
 
 fn write(

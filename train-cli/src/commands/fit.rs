@@ -7,7 +7,7 @@ use crate::{
     commands::{demo, export},
     data::order::Order,
     device::{self, Job},
-    durable,
+    durable::{self, FileRecord},
     interrupt::Interruption,
     memory::vram::VramReport,
     plan::Plan,
@@ -22,7 +22,7 @@ use crate::{
     run::inputs::Inputs,
     run::journal::Journal,
     run::located::located,
-    run::preflight::{Forecast, Undo},
+    run::preflight::{self, Forecast, Undo},
     run::sample::Samples,
     run::saving::Saver,
     run::summary,
@@ -46,6 +46,7 @@ use model_qwen3::{
     model::Qwen3,
     weights::{self, Purpose},
 };
+use serde::Deserialize;
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -129,7 +130,7 @@ impl Job for Fit {
             folder::check_free(&plan, overwrite)?;
         }
         // The lock ends with the run.
-        let mut lock = if dry_run { None } else { Some(folder::Lock::of(&plan.output_dir)?) };
+        let mut lock = folder::Lock::of(&plan.output_dir)?;
         let ready = Ready::new(plan, choice, precision, resumed.as_ref())?;
         match &resumed {
             None => folder::check_free(&ready.plan, overwrite)?,
@@ -151,7 +152,7 @@ impl Job for Fit {
             report::result(ready.plan.settings.toml()?);
             return Ok(());
         }
-        lock.iter_mut().for_each(folder::Lock::begins);
+        lock.begins();
         match resumed {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(_) => folder::record_settings(&ready.plan)?,
@@ -197,23 +198,16 @@ impl Ready {
         resumed: Option<&Resumed>,
     ) -> Result<Self, CliError> {
         let inputs = Inputs::read(&plan)?;
-        let forecast = Forecast::of(&plan, &inputs, device, precision);
-        forecast.check_memory()?;
-        forecast.check_disk(&plan, inputs.order(&plan).steps)?;
         // A resumed run keeps its scale levels: older versions took those of the model file.
         let default = resumed.map_or(Scaling::Two, |resumed| resumed.state.scaling());
         let (scaling, master) = (plan.settings.recipe.scales.unwrap_or(default), plan.master(precision));
-        let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
-        if scaling == Scaling::Single && keeps_codes {
-            let text = "--damped-finish and --master-weights nvfp4 keep NVFP4 codes with two-level scales, but the scale \
-                        levels of this run are single; give --scales two";
-            return Err(CliError::Usage(text.into()));
-        }
-        if plan.settings.compares_evaluations() && inputs.eval.is_empty() {
-            let text = "there are no evaluation rows, whose losses --early-stopping-patience and \
-                        --load-best-model-at-end compare; give --eval-data FILE, or a larger --val-split";
-            return Err(CliError::Usage(text.into()));
-        }
+        preflight::check_settings(&plan, &inputs, scaling, master)?;
+        let forecast = Forecast::of(&plan, &inputs, device, precision);
+        forecast.check(&plan, &inputs).inspect_err(|error| {
+            if error.exit_code() == 4 {
+                forecast.estimate.table().iter().for_each(report::line);
+            }
+        })?;
         let shares_scale = plan.settings.recipe.share_scales;
         let spec = LinearSpec { shares_scale, ..LinearSpec::new(plan.recipe, scaling, precision) };
         Ok(Self { plan, inputs, forecast, spec, master })
@@ -332,9 +326,10 @@ impl Ready {
         let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
         let exported = self.export(&model, head)?;
         let step = exported.as_ref().map(|_| step);
+        let (folder, extra) = exported.unzip();
         // The record of a complete run comes last: a resume of a run without it finishes the export.
-        journal.finish(step, runtime, changed)?;
-        self.conclude(exported.as_deref(), runtime, samples.prompts.first());
+        journal.finish(step, runtime, changed, extra.flatten().as_ref())?;
+        self.conclude(folder.as_deref(), runtime, samples.prompts.first());
         Ok(())
     }
 
@@ -493,9 +488,13 @@ impl Ready {
         learner::run(Trainee::new(model, s.advanced.loss, fixed), run)
     }
 
-    /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, or `None` if nothing
-    /// is saved.
-    fn export<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, head: Head) -> Result<Option<PathBuf>, CliError> {
+    /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, and the size and digest
+    /// of the file; `None` if nothing is saved.
+    fn export<B: Nvfp4Kernels>(
+        &self,
+        model: &Qwen3<B>,
+        head: Head,
+    ) -> Result<Option<(PathBuf, Option<FileRecord>)>, CliError> {
         let (plan, text) = (&self.plan, &self.inputs.text);
         if plan.settings.saving.save_strategy == SaveStrategy::No {
             return Ok(None);
@@ -512,10 +511,9 @@ impl Ready {
         let _line = Line::of("exporting");
         let exported = export::model_to_folder(model, text, &plan.companions, &form, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());
-        if let Some(extra) = &plan.settings.saving.output_dat {
-            export::model_to_dat(model, text, &form, extra)?;
-        }
-        Ok(Some(exported))
+        let extra = plan.settings.saving.output_dat.as_ref();
+        let extra = extra.map(|file| export::model_to_dat(model, text, &form, file)).transpose()?;
+        Ok(Some((exported, extra)))
     }
 
     /// Says that the run is done, and what to do with its export.
@@ -550,7 +548,7 @@ fn summarize(run: &Path) {
 }
 
 /// Whether a run whose newest checkpoint has this state has made its `steps` steps, or ended early, and has its record and
-/// everything that it was to export.
+/// everything that it was to export, undamaged.
 fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, CliError> {
     let (saving, run) = (&plan.settings.saving, &plan.output_dir);
     let Some(results) = folder::results(run)? else { return Ok(false) };
@@ -566,8 +564,14 @@ fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, 
     let is_wanted = results.get("exported_step").is_none_or(|step| step.is_null() || *step == wanted);
     let exported = saving.save_strategy == SaveStrategy::No
         || durable::verify(&plan.output_dir.join(FINAL)).is_ok()
-            && saving.output_dat.as_ref().is_none_or(|file| file.exists());
+            && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, &results["output_dat"]));
     Ok(done && made && is_wanted && exported)
+}
+
+/// Whether a file is there as the record of a run describes it.
+fn is_recorded(file: &Path, record: &serde_json::Value) -> bool {
+    let expected = FileRecord::deserialize(record);
+    FileRecord::of(file).is_ok_and(|found| expected.is_ok_and(|expected| expected == found))
 }
 
 fn next_steps(exported: &Path, prompt: Option<&String>) {

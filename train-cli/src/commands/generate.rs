@@ -93,7 +93,7 @@ fn one<B: Nvfp4Kernels>(
     options: &GenerateOptions,
     question: &str,
 ) -> Result<(), CliError> {
-    let Loaded { model, text } = loaded;
+    let Loaded { model, text, .. } = loaded;
     let prompt = prompt_ids(&question.into(), args, text)?;
     let capacity = capacity(&prompt, options, model.config().max_position_embeddings)?;
     let mut session = Session::new(model, capacity)?;
@@ -118,7 +118,7 @@ fn all<B: Nvfp4Kernels>(
     options: &GenerateOptions,
     questions: &[Question],
 ) -> Result<(), CliError> {
-    let Loaded { model, text } = loaded;
+    let Loaded { model, text, .. } = loaded;
     let limit = model.config().max_position_embeddings;
     let (mut prompts, mut most) = (Vec::new(), 0);
     for question in questions {
@@ -220,9 +220,9 @@ fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
     let mut questions = Vec::new();
     let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
-        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(line), reason };
+        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(line), column: None, reason };
         let asked = if rows {
-            let row = json::parse(text).map_err(|e| bad(format!("not JSON: {e}")))?;
+            let row = json::parse(text).map_err(|e| CliError::not_json(path, line, &e))?;
             match (row.get("prompt"), row.get("messages")) {
                 (Some(asked @ Value::String(_)), None) | (None, Some(asked @ Value::Array(_))) => asked.clone(),
                 _ => return Err(bad("a row needs a text \"prompt\", or a list \"messages\"".into())),
@@ -233,7 +233,8 @@ fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
         questions.push(Question { asked, line });
     }
     if questions.is_empty() {
-        return Err(CliError::Data { path: path.to_owned(), line: None, reason: "there is no prompt in it".into() });
+        let reason = "there is no prompt in it".into();
+        return Err(CliError::Data { path: path.to_owned(), line: None, column: None, reason });
     }
     Ok(questions)
 }

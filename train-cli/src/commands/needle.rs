@@ -132,7 +132,7 @@ impl Job for Needle {
 
 /// Whether the model's answer holds the number.
 fn finds<B: Nvfp4Kernels>(loaded: &Loaded<B>, haystack: &Haystack) -> Result<bool, CliError> {
-    let Loaded { model, text } = loaded;
+    let Loaded { model, text, .. } = loaded;
     let room = model.config().max_position_embeddings - haystack.prompt.len();
     let max_tokens = (text.tokenizer.encode(&haystack.answer)?.len() + WORDS).min(room);
     let options =

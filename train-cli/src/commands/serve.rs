@@ -42,7 +42,7 @@ impl Job for Serve {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
-        let Loaded { model, text } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
+        let Loaded { model, text, .. } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
         let limit = model.config().max_position_embeddings;
         let context = args.context.map_or(CONTEXT.min(limit), usize::from);
         if context > limit {
@@ -63,10 +63,13 @@ impl Job for Serve {
     }
 }
 
+/// Most bytes of a file with a key. A key has some dozens, and every request is compared with it.
+const LONGEST_KEY: u64 = 4096;
+
 /// The key in a file that nobody else may read.
 fn key_of(path: &Path) -> Result<String, CliError> {
     let bad = |reason: String| CliError::Usage(format!("--api-key-file {}: {reason}", path.display()));
-    let text = file::read_text(path, 4096, "check the path")?;
+    let text = file::read_text(path, LONGEST_KEY, "check the path")?;
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt;

@@ -5,7 +5,7 @@
 //! columnar format, "IPC Streaming Format" and "IPC File Format").
 
 use super::{format::Object, table};
-use crate::CliError;
+use crate::{CliError, data_files};
 use arrow_array::{
     Array, RecordBatch,
     cast::AsArray,
@@ -17,9 +17,8 @@ use arrow_array::{
 use arrow_buffer::Buffer;
 use arrow_ipc::reader::StreamDecoder;
 use arrow_schema::{DataType, Field};
-use model_qwen3::file;
 use serde_json::{Map, Value, json};
-use std::{collections::BTreeSet, io::Read, path::Path};
+use std::{collections::BTreeSet, path::Path};
 
 /// Whether a file is read by [`objects`]: its name says so.
 pub(super) fn is_arrow(path: &Path) -> bool {
@@ -32,9 +31,7 @@ pub(super) fn is_arrow(path: &Path) -> bool {
 /// # Errors
 /// If the file cannot be read.
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
-    let (mut file, size) = file::open(path, "check the path")?;
-    let mut bytes = Vec::with_capacity(size as usize);
-    file.read_to_end(&mut bytes).map_err(CliError::io(path))?;
+    let bytes = data_files::read_whole(path)?;
     let mut batches = Batches { rest: stream_of(bytes), decoder: StreamDecoder::new(), ended: false };
     let (mut batch, mut at) = (None::<RecordBatch>, 0);
     Ok(table::rows("Arrow", move || {

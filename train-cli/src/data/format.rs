@@ -6,6 +6,7 @@
 use crate::{
     data::chat::Conversation,
     data_files,
+    error::place_of,
     settings::{Auto, Format},
 };
 use model_qwen3::json::{self, Unique};
@@ -22,7 +23,31 @@ pub(super) enum Row<'a> {
 }
 
 /// A row with its weight and its line, counted from 1, or what is wrong there. The line of a file that is one document is 0.
-pub(super) type Found<'a> = (usize, Result<(Row<'a>, f64), String>);
+pub(super) type Found<'a> = (usize, Result<(Row<'a>, f64), Wrong>);
+
+/// What is wrong with a row.
+#[derive(Debug, Clone)]
+pub(super) struct Wrong {
+    /// Lines below the first line of the row.
+    pub(super) below: usize,
+    /// The byte of the line, counted from 1, if it is known.
+    pub(super) column: Option<usize>,
+    /// What is wrong.
+    pub(super) reason: String,
+}
+
+impl From<String> for Wrong {
+    fn from(reason: String) -> Self {
+        Self { below: 0, column: None, reason }
+    }
+}
+
+impl From<serde_json::Error> for Wrong {
+    fn from(error: serde_json::Error) -> Self {
+        let (below, column, reason) = place_of(&error);
+        Self { below, column, reason }
+    }
+}
 
 /// What the settings say about rows, besides their format.
 #[derive(Debug, Clone, Default)]
@@ -37,14 +62,14 @@ pub struct RowOptions {
 ///
 /// # Errors
 /// If neither tells: the line, counted from 1, or 0, and what is wrong.
-pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, String)> {
-    let nowhere = |reason: &str| (0, reason.to_owned());
+pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Wrong)> {
+    let nowhere = |reason: &str| (0, reason.to_owned().into());
     match path.extension().and_then(|e| e.to_str()) {
         Some("tsv") => Ok(Format::Tsv),
         Some("txt" | "md") => Ok(Format::Text),
         Some("jsonl" | "json") => match objects(content).next() {
             None => Err(nowhere(NO_ROWS)),
-            Some((line, row)) => row.and_then(|row| by_keys(&row)).map_err(|reason| (line, reason)),
+            Some((line, row)) => row.and_then(|row| Ok(by_keys(&row)?)).map_err(|wrong| (line, wrong)),
         },
         _ => Err(nowhere(&format!(
             "the file name does not tell the data format ({} do); give --format",
@@ -68,7 +93,7 @@ pub(super) fn rows<'a>(
     if let Some(key) = &options.weight {
         return Err(format!("--weight-column {key}: rows of the format {} have no columns with names", format.name()));
     }
-    let once = |(line, row): (usize, Result<Row<'a>, String>)| (line, row.map(|row| (row, 1.0)));
+    let once = |(line, row): (usize, Result<Row<'a>, String>)| (line, row.map(|row| (row, 1.0)).map_err(Wrong::from));
     Ok(match (format, &options.separator) {
         (Format::Tsv, _) => Box::new(tsv(content).map(once)),
         (_, None) => Box::new(std::iter::once((0, Ok(Row::Document(content.into())))).map(once)),
@@ -84,17 +109,17 @@ pub(super) fn table(
     format: Auto<Format>,
     objects: impl Iterator<Item = Object>,
     options: &RowOptions,
-) -> Result<(Format, impl Iterator<Item = Found<'static>>), (usize, String)> {
+) -> Result<(Format, impl Iterator<Item = Found<'static>>), (usize, Wrong)> {
     let mut objects = objects.peekable();
     let format = match (format, objects.peek()) {
         (Some(format), _) => format,
-        (None, Some((line, Ok(row)))) => by_keys(row).map_err(|reason| (*line, reason))?,
-        (None, Some((line, Err(reason)))) => return Err((*line, reason.clone())),
-        (None, None) => return Err((0, NO_ROWS.to_owned())),
+        (None, Some((line, Ok(row)))) => by_keys(row).map_err(|reason| (*line, reason.into()))?,
+        (None, Some((line, Err(wrong)))) => return Err((*line, wrong.clone())),
+        (None, None) => return Err((0, NO_ROWS.to_owned().into())),
     };
     let Some(row) = of_object(format) else {
         let text = "a table has rows with named columns; use the format of its rows, or leave --format out";
-        return Err((0, format!("--format {}: {text}", format.name())));
+        return Err((0, format!("--format {}: {text}", format.name()).into()));
     };
     Ok((format, weighted(objects, row, options)))
 }
@@ -107,9 +132,9 @@ fn weighted<'r>(
 ) -> impl Iterator<Item = Found<'r>> {
     let of = move |object: Map<String, Value>| {
         let weight = options.weight.as_deref().map_or(Ok(1.0), |key| weight(&object, key))?;
-        Ok((row(object)?, weight))
+        Ok::<_, String>((row(object)?, weight))
     };
-    objects.map(move |(line, object)| (line, object.and_then(of)))
+    objects.map(move |(line, object)| (line, object.and_then(|object| Ok(of(object)?))))
 }
 
 /// How often a run uses a row, as the row says.
@@ -254,23 +279,23 @@ fn tsv(content: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> 
 }
 
 /// A JSON object with its line, or what is wrong there.
-pub(super) type Object = (usize, Result<Map<String, Value>, String>);
+pub(super) type Object = (usize, Result<Map<String, Value>, Wrong>);
 
 /// The JSON objects of a file: one in each line, or those of one array.
 fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {
-    let object = |value: serde_json::Result<Value>| match value {
+    let object = |value: Result<Value, Wrong>| match value {
         Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err("a row must be a JSON object".to_owned()),
-        Err(e) => Err(format!("not JSON: {e}")),
+        Ok(_) => Err("a row must be a JSON object".to_owned().into()),
+        Err(wrong) => Err(wrong),
     };
     if content.trim_start().starts_with('[') {
         return Box::new(elements(content).map(move |(line, value)| (line, object(value))));
     }
-    Box::new(lines(content).map(move |(number, line)| (number, object(json::parse(line)))))
+    Box::new(lines(content).map(move |(number, line)| (number, object(json::parse(line).map_err(Wrong::from)))))
 }
 
 /// The elements of a JSON array, each with its line. After an error there are none.
-fn elements(content: &str) -> impl Iterator<Item = (usize, serde_json::Result<Value>)> {
+fn elements(content: &str) -> impl Iterator<Item = (usize, Result<Value, Wrong>)> {
     let (mut line, mut at, mut failed) = (1, 0, false);
     std::iter::from_fn(move || {
         // The bracket that opens the array, or the comma after an element.
@@ -286,7 +311,12 @@ fn elements(content: &str) -> impl Iterator<Item = (usize, serde_json::Result<Va
         }
         line += content[at..to].matches('\n').count();
         let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<Unique>();
-        let value = values.next()?.map(|Unique(value)| value);
+        let value = values.next()?.map(|Unique(value)| value).map_err(|error| {
+            let wrong = Wrong::from(error);
+            // Columns are counted from the element: it may stand behind others in its line.
+            let before = if wrong.below == 0 { to - content[..to].rfind('\n').map_or(0, |end| end + 1) } else { 0 };
+            Wrong { column: wrong.column.map(|column| column + before), ..wrong }
+        });
         failed = value.is_err();
         let (found, end) = (line, to + values.byte_offset());
         line += content[to..end].matches('\n').count();
@@ -363,5 +393,14 @@ mod tests {
         assert_eq!(rows("\n[{\"a\": \"]\"},\n2,\n\n [3]\n ]\n"), expected);
         assert_eq!(rows("[]"), []);
         assert_eq!(rows("[1,\n{\"a\"}, 2]"), [(1, Some(json!(1))), (2, None)]);
+        // An error has its own place in the file.
+        let places = |text| {
+            let wrong =
+                elements(text).find_map(|(line, value)| value.err().map(|wrong| (line + wrong.below, wrong.column)));
+            wrong.unwrap()
+        };
+        assert_eq!(places("[1,\n{\"a\"}, 2]"), (2, Some(5)));
+        assert_eq!(places("[1, {\"a\"}, 2]"), (1, Some(9)));
+        assert_eq!(places("[1,\n{\"a\":\n {\"b\":: 3}}]"), (3, Some(7)));
     }
 }

@@ -20,7 +20,7 @@ pub(super) fn is_parquet(path: &Path) -> bool {
 /// # Errors
 /// If the file is missing or its metadata are broken.
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
-    let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, reason };
+    let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, column: None, reason };
     let (file, _) = file::open(path, "check the path")?;
     let reader = guarded(|| SerializedFileReader::new(file).map_err(|e| e.to_string())).map_err(bad)?;
     table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;

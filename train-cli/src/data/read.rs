@@ -4,19 +4,18 @@ use crate::{
     CliError,
     data::{
         arrow,
-        format::{self, Row, RowOptions},
+        format::{self, Row, RowOptions, Wrong},
         parquet,
         sample::Sample,
     },
+    data_files,
     model_files::TextFiles,
     report,
     settings::{Auto, Format, LossOn, Overlong},
 };
-use model_qwen3::file;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeSet,
-    io::Read,
     path::{Path, PathBuf},
 };
 
@@ -122,7 +121,7 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
-        let at = |(line, reason): (usize, String)| bad(path, Some(line).filter(|line| *line > 0), reason);
+        let at = |(line, wrong): (usize, Wrong)| bad_row(path, line, wrong);
         let options = self.options;
         if parquet::is_parquet(path) {
             let (format, rows) = format::table(options.format, parquet::objects(path)?, &options.rows).map_err(at)?;
@@ -162,7 +161,7 @@ impl Reader<'_> {
                 self.weigh(before, weight, line);
                 Ok(())
             });
-            taken.map_err(|reason| bad(path, Some(line).filter(|line| *line > 0), reason))?;
+            taken.map_err(|wrong| bad_row(path, line, wrong))?;
             if self.samples.len() >= self.enough {
                 return Ok(());
             }
@@ -275,9 +274,7 @@ impl Reader<'_> {
 
 /// The text of a file, without a byte-order mark.
 fn text_of(path: &Path) -> Result<String, CliError> {
-    let (mut file, size) = file::open(path, "check the path")?;
-    let mut bytes = Vec::with_capacity(size as usize);
-    file.read_to_end(&mut bytes).map_err(CliError::io(path))?;
+    let mut bytes = data_files::read_whole(path)?;
     if bytes.starts_with(b"\xEF\xBB\xBF") {
         bytes.drain(..3);
     }
@@ -306,5 +303,11 @@ fn pieces(mut content: &str) -> impl Iterator<Item = &str> {
 const PIECE: usize = 64 << 10;
 
 fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
-    CliError::Data { path: path.to_owned(), line, reason: reason.to_string() }
+    CliError::Data { path: path.to_owned(), line, column: None, reason: reason.to_string() }
+}
+
+/// What is wrong with the row of a line, which is 0 where a file has no lines.
+fn bad_row(path: &Path, line: usize, Wrong { below, column, reason }: Wrong) -> CliError {
+    let line = Some(line).filter(|line| *line > 0).map(|line| line + below);
+    CliError::Data { path: path.to_owned(), line, column: column.filter(|_| line.is_some()), reason }
 }

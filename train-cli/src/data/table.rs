@@ -1,6 +1,6 @@
 //! What the readers of tables share, which call libraries over files that somebody else made.
 
-use super::format::Object;
+use super::format::{Object, Wrong};
 use serde_json::{Map, Value};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -32,7 +32,7 @@ pub(super) fn rows(
         number += 1;
         let row = guarded(kind, &mut next).transpose()?;
         failed = row.is_err();
-        Some((number, row))
+        Some((number, row.map_err(Wrong::from)))
     })
 }
 

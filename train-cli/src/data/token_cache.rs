@@ -18,7 +18,7 @@ use crate::{
     model_files::TextFiles,
     report,
 };
-use model_qwen3::bytes;
+use model_qwen3::{ModelError, bytes, file};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use sha2::{Digest, Sha256};
 use std::{
@@ -29,6 +29,8 @@ use std::{
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
 const VERSION: u32 = 4;
+/// Largest cache file that is read, which is read whole. A token takes five bytes, and its sample as much again in memory.
+const LARGEST: u64 = 64 << 30;
 
 /// Reads the samples of `paths`. With a cache folder, it takes them from there, or puts them there.
 ///
@@ -43,23 +45,23 @@ pub fn load(
     // A pipe can be read only once, so there is no digest of it.
     let files = paths.iter().all(|path| path.is_file());
     let Some(folder) = cache.filter(|_| files) else { return read::load(paths, text, options) };
-    let file = folder.join(format!("tokens-{}.safetensors", key(paths, text, options)?));
+    let kept = folder.join(format!("tokens-{}.safetensors", key(paths, text, options)?));
     let limits = Limits { files: paths.len(), vocabulary: text.tokenizer.vocab_size(), tokens: options.max_seq_length };
-    match std::fs::read(&file) {
+    match file::read_bytes(&kept, LARGEST, "") {
         Ok(bytes) => match parsed(&bytes, limits) {
             Some(found) => {
-                report::line(format!("{:>11}  from {}", "tokens", file.display()));
+                report::line(format!("{:>11}  from {}", "tokens", kept.display()));
                 return Ok(found);
             }
-            None => report::line(format!("{:>11}  {} is damaged; it is made again", "tokens", file.display())),
+            None => report::line(format!("{:>11}  {} is damaged; it is made again", "tokens", kept.display())),
         },
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-        Err(e) => return Err(CliError::io(&file)(e)),
+        Err(ModelError::Missing { .. }) => {}
+        Err(e) => return Err(e.into()),
     }
     let made = read::load(paths, text, options)?;
     durable::make_folder(folder)?;
-    write(&file, &made)?;
-    report::line(format!("{:>11}  kept in {}", "tokens", file.display()));
+    write(&kept, &made)?;
+    report::line(format!("{:>11}  kept in {}", "tokens", kept.display()));
     Ok(made)
 }
 
@@ -73,7 +75,7 @@ fn key(paths: &[PathBuf], text: &TextFiles, options: &DataOptions) -> Result<Str
         parts += &format!("\n{:?} {digest}", path.extension());
     }
     for path in text.files() {
-        parts += &format!("\n{}", durable::digest(&path).map_err(CliError::io(&path))?.1);
+        parts += &format!("\n{}", durable::digest(&path)?.1);
     }
     Ok(durable::digest_of(parts.as_bytes())[..16].to_owned())
 }

@@ -1,7 +1,6 @@
 //! How much memory is free: on a device before a run takes any, and on the disk of a folder.
 
 use crate::{CliError, device, kernel_cache, memory::host, settings::DeviceChoice};
-use cudarc::driver::CudaContext;
 use std::path::Path;
 
 /// Bytes that are free on a device; None if it does not say. The CPU's memory is the host's, and so is that of a card
@@ -9,10 +8,7 @@ use std::path::Path;
 pub fn on_device(device: DeviceChoice) -> Option<u64> {
     match device {
         DeviceChoice::Cuda(_) if kernel_cache::memory_is_the_hosts() => host::available(),
-        DeviceChoice::Cuda(index) => {
-            let ask = || CudaContext::new(index).and_then(|context| context.mem_get_info()).ok();
-            device::quietly(ask).flatten().map(|(free, _total)| free as u64)
-        }
+        DeviceChoice::Cuda(index) => device::free_on_cuda(index),
         DeviceChoice::Cpu => host::available(),
         DeviceChoice::Vulkan | DeviceChoice::Auto => None,
     }

@@ -9,12 +9,14 @@ use crate::{
     train::codes::Codes,
 };
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels};
-use model_qwen3::{bytes, model::Qwen3};
+use model_qwen3::{bytes, file, model::Qwen3};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{collections::HashMap, path::Path, sync::Arc};
 
 /// The file in the run folder.
 pub const FILE: &str = "beginning.safetensors";
+/// Largest file that is read, which is read whole. That of Qwen3-32B has 16 GB of codes.
+const LARGEST: u64 = 64 << 30;
 
 /// What a model was before its first step.
 pub struct Beginning {
@@ -44,7 +46,7 @@ impl Beginning {
     /// Reads the file of a run. None, and a warning, if it is missing or damaged: it serves comparisons only.
     pub fn read(run: &Path, spec: LinearSpec) -> Option<Self> {
         let path = run.join(FILE);
-        let found = std::fs::read(&path).ok().and_then(|file| Self::from_bytes(&file, spec));
+        let found = file::read_bytes(&path, LARGEST, "").ok().and_then(|bytes| Self::from_bytes(&bytes, spec));
         if found.is_none() {
             let text = "is missing or damaged; the run cannot say what it changed";
             report::line(format!("warning: {} {text}", path.display()));

@@ -19,6 +19,7 @@ use model_qwen3::{
     ModelError,
     config::Qwen3Config,
     container::Container,
+    file, json,
     model::Qwen3,
     names,
     tensors::{Stored, Tensors, row_ranges},
@@ -39,6 +40,8 @@ pub const MODEL: &str = "model.safetensors";
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 /// The file of a [`TrainerState`].
 pub(super) const STATE: &str = "trainer_state.json";
+/// Largest file of a state that is read. It has about 4 KB, and a hundred bytes for each step that is left out.
+const LARGEST_STATE: u64 = 64 << 20;
 
 /// The settings of a run, in its folder.
 pub const CONFIG: &str = "config.toml";
@@ -194,9 +197,7 @@ pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Res
 
 /// Refuses the checkpoint of a run that made its steps in another way, which clipped by another norm.
 fn refuse_whole_graphs(folder: &Path) -> Result<(), CliError> {
-    let path = folder.join(STATE);
-    let text = std::fs::read_to_string(&path).map_err(CliError::io(&path))?;
-    let state: serde_json::Value = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    let (_, state) = recorded(folder)?;
     if state["settings"]["step_mode"] != "whole" {
         return Ok(());
     }
@@ -252,15 +253,40 @@ pub fn newest(run: &Path, most: usize) -> Result<Option<Resumed>, CliError> {
 /// Verifies a checkpoint and reads its state.
 ///
 /// # Errors
-/// If the checkpoint is missing or broken, holds weights that are not finite, or has another layout.
+/// If the checkpoint is missing or broken, holds weights or optimizer states that are not finite or do not belong together,
+/// or has another layout.
 pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     if !folder.is_dir() {
         return Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())));
     }
     durable::verify(folder)?;
     let state = read_state(folder)?;
-    all_finite(&Container::open(&folder.join(MODEL))?)?;
+    plausible(folder, &state)?;
+    let weights = Container::open(&folder.join(MODEL))?;
+    all_finite(&weights)?;
+    let form = optimizer_file::Form::of(&state.settings, &state.precision);
+    optimizer_file::judge(&folder.join(OPTIMIZER), &weights, form, state.global_step)?;
     Ok(state)
+}
+
+/// Refuses numbers that no run writes.
+fn plausible(folder: &Path, state: &TrainerState) -> Result<(), CliError> {
+    let bad = |text: String| Err(CliError::corrupt(&folder.join(STATE), text));
+    let (done, steps) = (state.global_step, state.max_steps);
+    if done > steps {
+        return bad(format!("global_step is {done}, and max_steps {steps}"));
+    }
+    if let Some(named) = step_of(folder).filter(|named| *named != done) {
+        return bad(format!("global_step is {done}, but the folder is that of step {named}"));
+    }
+    let numbers =
+        [("epoch", Some(state.epoch)), ("seconds", Some(state.seconds)), ("last_norm", state.last_norm.map(f64::from))];
+    for (key, value) in numbers {
+        if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
+            return bad(format!("{key} is {value}"));
+        }
+    }
+    Ok(())
 }
 
 /// The state that a checkpoint keeps beside its weights. None if the folder is no checkpoint; one that is gets verified.
@@ -300,14 +326,20 @@ fn all_finite(tensors: &Container) -> Result<(), CliError> {
     Ok(())
 }
 
+/// The file of a checkpoint's state, and what it holds.
+fn recorded(folder: &Path) -> Result<(PathBuf, serde_json::Value), CliError> {
+    let path = folder.join(STATE);
+    let text = file::read_text(&path, LARGEST_STATE, "").map_err(CliError::damaged(&path))?;
+    let state = json::parse(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    Ok((path, state))
+}
+
 /// Reads the state of a checkpoint without verifying its files.
 ///
 /// # Errors
 /// If it is missing or broken, or has another layout.
 pub(super) fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
-    let path = folder.join(STATE);
-    let text = std::fs::read_to_string(&path).map_err(CliError::io(&path))?;
-    let state: serde_json::Value = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;
+    let (path, state) = recorded(folder)?;
     // Another layout has other fields: the version is checked before they are read.
     if state["version"].as_u64() != Some(VERSION) {
         let moments = match state["settings"]["optimizer_state_mode"].as_str() {

@@ -12,6 +12,7 @@ use crate::{
     settings::fields::Change,
 };
 use backend_nvfp4::Precision;
+use model_qwen3::{ModelError, file, json};
 use serde_json::json;
 use std::{
     fs,
@@ -23,6 +24,8 @@ pub const FINAL: &str = "final";
 
 /// The record of a complete run in its folder.
 pub const RESULTS: &str = "train_results.json";
+/// Largest record that is read. It has less than 10 KB.
+const LARGEST_RESULTS: u64 = 1 << 20;
 
 /// The summary of a run in its folder.
 pub const SUMMARY: &str = "summary.md";
@@ -83,10 +86,12 @@ fn is_ours(name: &str) -> bool {
     OURS.contains(&name) || temporary || events || checkpoint::step_of(Path::new(checkpoint)).is_some()
 }
 
-/// The folder of a run, kept to this process. A folder that was made for a run that does not begin goes with it.
+/// The folder of a run, kept to this process. What was made for a run that does not begin goes with it: the lock's file, the
+/// folder, and the folders above it.
 pub struct Lock {
     _file: fs::File,
-    made: Option<PathBuf>,
+    /// The files and folders that did not exist, the innermost first.
+    made: Vec<PathBuf>,
 }
 
 impl Lock {
@@ -95,7 +100,9 @@ impl Lock {
     /// # Errors
     /// If another process uses the folder, or it cannot be written.
     pub fn of(dir: &Path) -> Result<Self, CliError> {
-        let made = (!dir.exists()).then(|| dir.to_owned());
+        let file = dir.join(durable::LOCK);
+        let made = file.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+        let made = made.map(Path::to_owned).collect();
         durable::make_folder(dir)?;
         let lock = Self { _file: durable::lock(dir)?, made };
         durable::probe(dir)?;
@@ -104,16 +111,17 @@ impl Lock {
 
     /// The run begins: its folder stays.
     pub fn begins(&mut self) {
-        self.made = None;
+        self.made.clear();
     }
 }
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        if let Some(dir) = &self.made {
-            // An empty folder more does no harm.
-            let _ = durable::remove(&dir.join(durable::LOCK)).and_then(|()| durable::remove_empty(dir));
-        }
+        // An empty folder more does no harm.
+        let _ = self.made.iter().try_for_each(|path| match path.is_dir() {
+            true => durable::remove_empty(path),
+            false => durable::remove(path),
+        });
     }
 }
 
@@ -155,13 +163,12 @@ pub fn record_settings(plan: &Plan) -> Result<(), CliError> {
 /// # Errors
 /// If it cannot be read.
 pub fn results(run: &Path) -> Result<Option<serde_json::Value>, CliError> {
-    let path = run.join(RESULTS);
-    if !path.exists() {
-        return Ok(None);
+    match file::read_text(&run.join(RESULTS), LARGEST_RESULTS, "") {
+        // A record that is broken is made again.
+        Ok(text) => Ok(json::parse(&text).ok()),
+        Err(error @ ModelError::Io { .. }) => Err(error.into()),
+        Err(_) => Ok(None),
     }
-    let text = fs::read_to_string(&path).map_err(CliError::io(&path))?;
-    // A record that is broken is made again.
-    Ok(serde_json::from_str(&text).ok())
 }
 
 /// Removes from the folder of a run that resumes after `step` what it wrote after that step.

@@ -61,7 +61,7 @@ impl Inputs {
         let files = chosen.data.iter().chain(&chosen.eval_data).chain([&plan.companions.config]).cloned();
         let mut digests = String::new();
         for path in files.chain(plan.companions.text_files()) {
-            digests += &durable::digest(&path).map_err(CliError::io(&path))?.1;
+            digests += &durable::digest(&path)?.1;
         }
         let sha256 = durable::digest_of(digests.as_bytes());
         // Random tokens say nothing about thoughts.

@@ -5,17 +5,18 @@ use crate::{
     CliError,
     data::order::{MicroBatch, Order},
     data::sample::Origin,
-    durable,
+    durable::{self, FileRecord},
     memory::estimate,
     plan::Plan,
     progress, report,
     run::cadence,
     run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
-    run::folder::RESULTS,
+    run::folder::{RESULTS, SUMMARY},
     run::header,
     run::inputs::Inputs,
     run::log,
+    run::losses::Losses,
     run::sample::{MAX_TOKENS, Samples, beginning},
     run::saving::{Keep, Saver},
     run::tensorboard::Events,
@@ -30,7 +31,6 @@ use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
 use serde_json::json;
 use std::{
-    collections::VecDeque,
     path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard,
@@ -108,7 +108,7 @@ impl Journal {
             guard,
             codes,
             started: Instant::now(),
-            losses: Losses::default(),
+            losses: Losses::of(&log::lines(&plan.output_dir, log::METRICS)?),
             flops,
             peak,
             evaluations: Arc::new(Mutex::new(evaluations)),
@@ -158,11 +158,17 @@ impl Journal {
     }
 
     /// Writes `train_results.json` when the model after `exported` steps is exported; `changed` is the share of NVFP4 codes
-    /// that changed.
+    /// that changed, and `extra` describes the file of `--output-dat`. Says once more if the losses were warned of.
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub fn finish(&self, exported: Option<usize>, runtime: f64, changed: Option<f64>) -> Result<(), CliError> {
+    pub fn finish(
+        &self,
+        exported: Option<usize>,
+        runtime: f64,
+        changed: Option<f64>,
+        extra: Option<&FileRecord>,
+    ) -> Result<(), CliError> {
         let (order, made) = (&self.order, self.made());
         let steps = made as f64;
         let samples = order.limit.min(made * order.batch_size * order.accumulation) as f64;
@@ -178,7 +184,13 @@ impl Journal {
             "exported_step": exported,
             "codes_changed_pct": changed.map(|share| share * 100.0),
             "steps_left_out": self.guard.record().left_out.len(),
+            "output_dat": extra,
+            "loss_warnings": self.losses.warnings(),
         });
+        if !self.losses.warnings().is_empty() {
+            let warnings = report::count(self.losses.warnings().len(), "warning");
+            report::line(format!("warning: the run ends with {warnings} about its loss; {SUMMARY} lists them"));
+        }
         let text = serde_json::to_string_pretty(&result).expect("plain data is always valid JSON");
         durable::write_bytes(&self.plan.output_dir.join(RESULTS), text.as_bytes()).map(|_| ())
     }
@@ -325,68 +337,5 @@ fn shortened(rows: &[String]) -> String {
     match rows.len().saturating_sub(SHOWN) {
         0 => first,
         more => format!("{first} and {more} more"),
-    }
-}
-
-/// The losses of the last steps, which tell whether one stands out.
-#[derive(Debug, Clone, Default)]
-struct Losses {
-    last: VecDeque<f32>,
-    /// The median of the first losses.
-    first: Option<f32>,
-    warned: bool,
-}
-
-/// Losses whose median is compared with the next loss.
-const RECENT: usize = 20;
-/// A loss that is so many times the median stands out.
-const SPIKE: f32 = 3.0;
-
-impl Losses {
-    /// Adds a loss. Returns a warning if it stands out, or if losses have risen above those at the beginning.
-    fn add(&mut self, step: usize, loss: f32) -> Option<String> {
-        let median = (self.last.len() >= RECENT).then(|| median(&self.last));
-        self.last.push_back(loss);
-        if self.last.len() > RECENT {
-            self.last.pop_front();
-        }
-        let median = median?;
-        let first = *self.first.get_or_insert(median);
-        if loss > SPIKE * median {
-            return Some(format!(
-                "the loss of step {step} is {loss:.3}, the median of the {RECENT} before is {median:.3}"
-            ));
-        }
-        if median > 1.5 * first && !std::mem::replace(&mut self.warned, true) {
-            return Some(format!(
-                "the loss has risen from {first:.3} to {median:.3} (medians of {RECENT} steps): the run diverges; stop it, \
-                 and start again with a lower --learning-rate"
-            ));
-        }
-        None
-    }
-}
-
-fn median(losses: &VecDeque<f32>) -> f32 {
-    let mut sorted: Vec<f32> = losses.iter().copied().collect();
-    sorted.sort_by(f32::total_cmp);
-    sorted[sorted.len() / 2]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_loss_that_stands_out_or_rises_is_warned_of() {
-        let mut losses = Losses::default();
-        let warnings = |losses: &mut Losses, values: &[f32]| -> Vec<String> {
-            values.iter().enumerate().filter_map(|(step, loss)| losses.add(step, *loss)).collect()
-        };
-        assert!(warnings(&mut losses, &[2.0; 30]).is_empty());
-        let spike = warnings(&mut losses, &[7.0, 2.0]);
-        assert!(spike.len() == 1 && spike[0].contains("7.000") && spike[0].contains("2.000"), "{spike:?}");
-        let risen = warnings(&mut losses, &[4.0; 60]);
-        assert!(risen.len() == 1 && risen[0].contains("from 2.000 to 4.000"), "{risen:?}");
     }
 }

@@ -2,13 +2,16 @@
 //! `samples.jsonl` one for each sample answer. Lines are appended without waiting for the disk.
 
 use crate::{CliError, durable};
+use model_qwen3::file;
 use serde_json::Value;
-use std::{fs, path::Path};
+use std::path::Path;
 
 /// The log of steps and evaluations.
 pub(super) const METRICS: &str = "metrics.jsonl";
 /// The log of sample answers.
 pub(super) const SAMPLES: &str = "samples.jsonl";
+/// Largest log that is read. The metrics of a million steps have about 250 MB.
+const LARGEST: u64 = 4 << 30;
 
 /// Adds a line to a log of a run.
 ///
@@ -65,7 +68,7 @@ fn parsed(run: &Path, log: &str) -> Result<Vec<(String, Value)>, CliError> {
     if !path.exists() {
         return Ok(vec![]);
     }
-    let bytes = fs::read(&path).map_err(CliError::io(&path))?;
+    let bytes = file::read_bytes(&path, LARGEST, "")?;
     let text = String::from_utf8_lossy(&bytes);
     Ok(text.lines().filter_map(|line| Some((line.to_owned(), serde_json::from_str(line).ok()?))).collect())
 }

@@ -13,6 +13,7 @@ pub mod inputs;
 pub mod journal;
 pub mod located;
 mod log;
+mod losses;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;

@@ -10,9 +10,10 @@
 
 use crate::{
     CliError,
+    settings::Settings,
     train::optim::{AdamwConfig, ChunkedAdamw, TensorState},
 };
-use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, STATE_BLOCK, StateKind};
+use backend_nvfp4::{AdamwState, MasterKind, Moment, Nvfp4Kernels, Precision, STATE_BLOCK, StateKind};
 use burn::tensor::{
     DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive, Transaction,
     ops::{FloatTensor, IntTensor},
@@ -20,12 +21,14 @@ use burn::tensor::{
 use model_qwen3::{
     ModelError,
     bytes::{self, FloatType},
+    container::Container,
     model::Qwen3,
-    safetensors::{SafeFile, header},
+    safetensors::{SafeEntry, SafeFile, header},
+    tensors::Tensors,
     weights::{PIECES, fields},
 };
 use safetensors::Dtype;
-use std::{io::Write, path::Path};
+use std::{collections::BTreeMap, io::Write, path::Path};
 
 /// What one entry of the file holds.
 enum Content<'a, B: Nvfp4Kernels> {
@@ -58,15 +61,17 @@ pub(super) fn write<B: Nvfp4Kernels>(
     put(&header(&layout))?;
     // A transfer waits for what the device has been given to do, so that several pieces share one.
     let (mut pieces, mut size) = (vec![], 0);
-    for piece in contents.iter().flat_map(|content| pieces_of(content, transfer)) {
-        size += piece.size();
-        pieces.push(piece);
-        if size >= transfer {
-            put_all(std::mem::take(&mut pieces), &mut put)?;
-            size = 0;
+    for ((name, ..), content) in layout.iter().zip(&contents) {
+        for piece in pieces_of(content, transfer) {
+            size += piece.size();
+            pieces.push((name.as_str(), piece));
+            if size >= transfer {
+                put_all(std::mem::take(&mut pieces), path, &mut put)?;
+                size = 0;
+            }
         }
     }
-    put_all(pieces, put)
+    put_all(pieces, path, put)
 }
 
 /// A part of the file that is not read from the device yet.
@@ -111,13 +116,15 @@ fn pieces_of<'a, B: Nvfp4Kernels>(
     }
 }
 
-/// Writes pieces, which are read in one transfer.
+/// Writes pieces, each with the name of its entry. They are read in one transfer. Refuses values that are not finite: a run
+/// that resumed with them would be lost.
 fn put_all<B: Nvfp4Kernels>(
-    pieces: Vec<Piece<B>>,
+    pieces: Vec<(&str, Piece<B>)>,
+    path: &Path,
     mut put: impl FnMut(&[u8]) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     let (mut transfer, mut reads) = (Transaction::<B>::default(), false);
-    for piece in &pieces {
+    for (_, piece) in &pieces {
         transfer = match piece {
             Piece::Steps(_) => continue,
             Piece::Floats(x) => transfer.register(x.clone()),
@@ -129,15 +136,26 @@ fn put_all<B: Nvfp4Kernels>(
     let data = if reads { transfer.try_execute() } else { Ok(vec![]) };
     let mut data = data.map_err(|e| ModelError::Device(format!("optimizer state: {e:?}")))?.into_iter();
     let mut next = || data.next().expect("a transfer gives what was registered");
-    pieces.iter().try_for_each(|piece| match piece {
+    pieces.iter().try_for_each(|(name, piece)| match piece {
         Piece::Steps(steps) => put(&bytes::of_i32s([*steps])),
-        Piece::Floats(_) => put(&next().bytes),
+        Piece::Floats(_) => match next() {
+            data if is_finite(&data) => put(&data.bytes),
+            _ => Err(CliError::corrupt(path, format!("{name:?} holds values that are not finite; it is not saved"))),
+        },
         Piece::Bytes(_) => match next() {
             data if data.dtype == DType::U8 => put(&data.bytes),
             // The CPU holds bytes in wider numbers.
             data => put(&data.iter().collect::<Vec<u8>>()),
         },
     })
+}
+
+/// Whether all of these floats, which are bf16 or f32, are finite: the exponents of the others have all bits.
+fn is_finite(data: &TensorData) -> bool {
+    match data.dtype {
+        DType::BF16 => data.bytes.as_chunks().0.iter().all(|bytes| u16::from_le_bytes(*bytes) & 0x7f80 != 0x7f80),
+        _ => data.bytes.as_chunks().0.iter().all(|bytes| u32::from_le_bytes(*bytes) & 0x7f80_0000 != 0x7f80_0000),
+    }
 }
 
 type Entry<'a, B> = (String, Dtype, Vec<usize>, Content<'a, B>);
@@ -159,6 +177,113 @@ fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_,
         entries.push(("residual".to_owned(), Dtype::U8, vec![len], Content::Bytes(residual)));
     }
     entries
+}
+
+/// How the states of a run's tensors are stored.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Form {
+    /// The form of the moments of matrices.
+    kind: StateKind,
+    /// The type of float moments in [`StateKind::Bf16`].
+    float: Dtype,
+    /// Whether a matrix has a residual.
+    residual: bool,
+}
+
+/// An entry that the state of a tensor has.
+struct Wanted {
+    suffix: &'static str,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    /// Whether its floats are at least 0.
+    positive: bool,
+}
+
+impl Form {
+    /// The form in a run with these settings, whose activations have this number format.
+    pub(super) fn of(settings: &Settings, precision: &str) -> Self {
+        let float = if precision == Precision::Bf16.name() { Dtype::BF16 } else { Dtype::F32 };
+        let residual = settings.memory.master_weights == Some(MasterKind::Bf16Residual);
+        Self { kind: settings.memory.optimizer_state_mode, float, residual }
+    }
+
+    /// The entries of a tensor of this shape.
+    fn entries(&self, shape: &[usize]) -> Vec<Wanted> {
+        let len: usize = shape.iter().product();
+        let wanted = |suffix, dtype, shape, positive| Wanted { suffix, dtype, shape, positive };
+        let norm = shape.len() == 1;
+        let mut all = vec![wanted("steps", Dtype::I32, vec![], true)];
+        match self.kind.coding().filter(|_| !norm) {
+            Some(coding) => {
+                let (codes, scales) = (vec![len * coding.bits() / 8], vec![len.div_ceil(STATE_BLOCK)]);
+                for (suffix, scale) in [("m.codes", "m.absmax"), ("v.codes", "v.absmax")] {
+                    all.push(wanted(suffix, Dtype::U8, codes.clone(), true));
+                    all.push(wanted(scale, Dtype::F32, scales.clone(), true));
+                }
+            }
+            None => {
+                let float = if norm || self.kind == StateKind::F32 { Dtype::F32 } else { self.float };
+                all.extend([wanted("m", float, vec![len], false), wanted("v", float, vec![len], true)]);
+            }
+        }
+        all.extend((self.residual && !norm).then(|| wanted("residual", Dtype::U8, vec![len], true)));
+        all
+    }
+}
+
+/// Judges a file without a device: it holds whole states of the tensors of `weights` and nothing else, its floats are
+/// finite, and no state counts more updates than the `done` steps of the run.
+///
+/// # Errors
+/// If something of that is not so, or the file cannot be read.
+pub(super) fn judge(path: &Path, weights: &Container, form: Form, done: usize) -> Result<(), CliError> {
+    let bad = |text: String| CliError::corrupt(path, text);
+    let file = SafeFile::open(path)?;
+    let mut left: BTreeMap<&str, &SafeEntry> = file.entries().iter().map(|e| (e.name.as_str(), e)).collect();
+    for name in weights.names() {
+        let Some(stored) = weights.stored(&name).filter(|_| left.contains_key(format!("{name}.steps").as_str())) else {
+            continue;
+        };
+        for Wanted { suffix, dtype, shape, positive } in form.entries(&stored.shape()) {
+            let key = format!("{name}.{suffix}");
+            let entry = left.remove(key.as_str()).ok_or_else(|| bad(format!("there is no {key:?}")))?;
+            if (entry.dtype, &entry.shape) != (dtype, &shape) {
+                let (found, found_shape) = (entry.dtype, &entry.shape);
+                return Err(bad(format!("{key:?} is {found:?} {found_shape:?}; it must be {dtype:?} {shape:?}")));
+            }
+            match dtype {
+                Dtype::I32 => drop(counted(bytes::to_i32s(&file.read_all(entry)?)[0], &key, done).map_err(bad)?),
+                Dtype::U8 => {}
+                _ => values(&file, entry, positive)?,
+            }
+        }
+    }
+    match left.first_key_value() {
+        None => Ok(()),
+        Some((key, _)) => Err(bad(format!("{key:?} is no state of a tensor of this checkpoint"))),
+    }
+}
+
+/// A number of updates, if a run of `done` steps can have made it.
+fn counted(steps: i32, key: &str, done: usize) -> Result<i32, String> {
+    let possible = usize::try_from(steps).is_ok_and(|steps| steps <= done);
+    if possible { Ok(steps) } else { Err(format!("{key:?} counts {steps} updates in a run of {done} steps")) }
+}
+
+/// Refuses floats that are not finite, or below 0 where they must not be.
+fn values(file: &SafeFile, entry: &SafeEntry, positive: bool) -> Result<(), CliError> {
+    const AT_A_TIME: u64 = 4 << 20;
+    let float = if entry.dtype == Dtype::BF16 { FloatType::Bf16 } else { FloatType::F32 };
+    let mut buffer = Vec::new();
+    for start in (0..entry.bytes).step_by(AT_A_TIME as usize) {
+        buffer.resize(AT_A_TIME.min(entry.bytes - start) as usize, 0);
+        file.read(entry, start, &mut buffer)?;
+        let bad = |value: &&f32| !value.is_finite() || positive && **value < 0.0;
+        if let Some(value) = float.decode(&buffer).iter().find(bad) {
+            return Err(CliError::corrupt(file.path(), format!("{:?} holds the value {value}", entry.name)));
+        }
+    }
+    Ok(())
 }
 
 /// Puts the states of a file back into an optimizer, after `done` steps.
@@ -207,11 +332,9 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
     fn state(&self, name: &str, shape: &[usize]) -> Result<TensorState<B>, CliError> {
         let len = shape.iter().product();
         let kind = if shape.len() == 1 { StateKind::F32 } else { self.config.state };
-        let steps = bytes::to_i32s(&self.bytes(&format!("{name}.steps"), 4)?)[0];
-        if usize::try_from(steps).map_or(true, |steps| steps > self.done) {
-            let text = format!("\"{name}.steps\" counts {steps} updates in a run of {} steps", self.done);
-            return Err(CliError::corrupt(self.path, text));
-        }
+        let key = format!("{name}.steps");
+        let steps = bytes::to_i32s(&self.bytes(&key, 4)?)[0];
+        let steps = counted(steps, &key, self.done).map_err(|text| CliError::corrupt(self.path, text))?;
         let (m, v) = (format!("{name}.m"), format!("{name}.v"));
         let residual = format!("{name}.residual");
         let residual = self.has(&residual).then(|| self.bytes(&residual, len)).transpose()?.map(|bytes| {

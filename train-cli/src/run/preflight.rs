@@ -15,7 +15,7 @@ use crate::{
     run::saving::Room,
     settings::{Clip, DeviceChoice, Recompute, SaveStrategy},
 };
-use backend_nvfp4::Precision;
+use backend_nvfp4::{MasterKind, Precision, Scaling};
 use std::collections::BTreeMap;
 
 /// The forecast of a run on a device.
@@ -150,6 +150,26 @@ fn is_of_the_host(device: DeviceChoice) -> bool {
     }
 }
 
+/// Refuses settings that do not fit what the run has read. `scaling` is how many levels of scales its NVFP4 weights have, and
+/// `master` how it stores master weights.
+///
+/// # Errors
+/// If the scale levels of the run are not those that its weights need, or evaluations are compared and there are none.
+pub fn check_settings(plan: &Plan, inputs: &Inputs, scaling: Scaling, master: MasterKind) -> Result<(), CliError> {
+    let keeps_codes = plan.settings.recipe.damped_finish > 0.0 || master == MasterKind::Nvfp4;
+    if scaling == Scaling::Single && keeps_codes {
+        let text = "--damped-finish and --master-weights nvfp4 keep NVFP4 codes with two-level scales, but the scale levels \
+                    of this run are single; give --scales two";
+        return Err(CliError::Usage(text.into()));
+    }
+    if plan.settings.compares_evaluations() && inputs.eval.is_empty() {
+        let text = "there are no evaluation rows, whose losses --early-stopping-patience and --load-best-model-at-end \
+                    compare; give --eval-data FILE, or a larger --val-split";
+        return Err(CliError::Usage(text.into()));
+    }
+    Ok(())
+}
+
 impl Forecast {
     /// Predicts the run of a plan over its inputs on a device that computes in `precision`.
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
@@ -174,30 +194,29 @@ impl Forecast {
         forecast
     }
 
-    /// Refuses a run that needs more memory than `--memory-limit`, or without it more than is free.
+    /// Refuses a run for which there is not enough memory or disk.
     ///
     /// # Errors
-    /// If it does.
-    pub fn check_memory(&self) -> Result<(), CliError> {
+    /// If it needs more memory than `--memory-limit`, or without it more than is free, or more of the disk than is free.
+    pub fn check(&self, plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
+        self.check_memory()?;
+        self.check_disk(plan, inputs.order(plan).steps)
+    }
+
+    fn check_memory(&self) -> Result<(), CliError> {
         let needed = self.estimate.peak();
-        if let Some(limit) = self.space.limit {
-            if needed > limit {
-                return Err(self.refused(CliError::Memory { needed, limit, saved: None }));
+        match (self.space.limit, self.space.free) {
+            (Some(limit), _) if needed > limit => Err(CliError::Memory { needed, limit, saved: None }),
+            (None, Some(free)) if needed > free => {
+                Err(CliError::Full { device: self.device.to_string(), needed, free })
             }
-        } else if let Some(free) = self.space.free
-            && needed > free
-        {
-            return Err(self.refused(CliError::Full { device: self.device.to_string(), needed, free }));
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Refuses a run whose files do not fit onto the disk: the checkpoints that it will have beside those that are there,
     /// and the export. A new checkpoint is complete before the oldest is deleted.
-    ///
-    /// # Errors
-    /// If they do not.
-    pub fn check_disk(&self, plan: &Plan, steps: usize) -> Result<(), CliError> {
+    fn check_disk(&self, plan: &Plan, steps: usize) -> Result<(), CliError> {
         let saving = &plan.settings.saving;
         if saving.save_strategy == SaveStrategy::No {
             return Ok(());
@@ -282,11 +301,6 @@ impl Forecast {
                 blocks - kept
             ),
         }
-    }
-
-    fn refused(&self, error: CliError) -> CliError {
-        self.estimate.table().iter().for_each(report::line);
-        error
     }
 }
 

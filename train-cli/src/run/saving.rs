@@ -16,7 +16,12 @@ use super::{
     optimizer_file,
 };
 use crate::{
-    CliError, device, durable::PendingFolder, memory::host, model_files::Companions, report, train::optim::ChunkedAdamw,
+    CliError, device,
+    durable::{self, PendingFolder},
+    memory::host,
+    model_files::Companions,
+    report,
+    train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
@@ -244,6 +249,8 @@ impl Place {
             return Err(ModelError::Device(reason).into());
         }
         let committed = folder.commit()?;
+        // The older checkpoints are given up only for one that can be read.
+        durable::read_back(&committed)?;
         report::line(format!("{:>11}  {}", "saved", committed.display()));
         checkpoint::delete_old(&self.run, keep)?;
         Ok(committed)
@@ -254,11 +261,10 @@ impl Place {
 mod tests {
     use super::*;
     use crate::{
-        durable,
         settings::Settings,
-        train::optim::{AdamwConfig, ChunkedAdamw, Rate},
+        train::optim::{AdamwConfig, ChunkedAdamw, Rate, TensorState},
     };
-    use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling, StateKind};
+    use backend_nvfp4::{AdamwState, LinearSpec, MasterKind, Moment, Precision, Recipe, Scaling, StateKind};
     use burn::{
         backend::NdArray,
         module::Param,
@@ -370,6 +376,55 @@ mod tests {
         for transfer in [shape[1] * 6, shape[0] * shape[1] - 1, shape[0] * shape[1]] {
             assert_eq!(saved(transfer), whole, "{transfer} bytes at a time");
         }
+    }
+
+    #[test]
+    fn the_older_checkpoint_stays_if_the_new_one_cannot_be_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let saver = saver(dir.path(), 1, Room::Host);
+        let keep = Keep { newest: 1, period: None, best: None };
+        let commit = |step: usize, damages: bool| {
+            let folder = PendingFolder::new(&saver.place.target(step)).unwrap();
+            let weights = folder.path_of(MODEL);
+            saver.place.commit(folder, keep, |name, out| {
+                // The disk loses the end of the weights after they were written.
+                if damages && name == STATE {
+                    fs::OpenOptions::new().write(true).open(&weights).unwrap().set_len(5).unwrap();
+                }
+                out.write_all(b"the content of the file").map_err(CliError::io(&weights))
+            })
+        };
+        commit(1, false).unwrap();
+        let error = commit(2, true).unwrap_err().to_string();
+        assert!(error.contains(MODEL) && error.contains("5 bytes"), "{error}");
+        assert!(dir.path().join("checkpoint-1").exists(), "the good checkpoint is gone");
+        commit(3, false).unwrap();
+        assert!(!dir.path().join("checkpoint-1").exists(), "the limit on checkpoints is not kept");
+    }
+
+    #[test]
+    fn an_optimizer_state_that_is_not_finite_is_not_saved() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut trained = Trained::new();
+        let width = trained.model.norm.val().dims()[0];
+        let float = |value: f32| {
+            let moment = Tensor::<NdArray, 1>::full([width], value, &Default::default());
+            Moment::Float(moment.into_primitive().tensor())
+        };
+        for (m, v) in [(f32::NAN, 1.0), (0.0, f32::INFINITY), (0.0, 1.0)] {
+            let moments = AdamwState { kind: StateKind::F32, m: float(m), v: float(v), residual: None };
+            trained.optimizer.restore(trained.model.norm.id, TensorState { steps: 1, moments });
+            let mut saver = saver(dir.path(), 1, Room::Device);
+            trained.saved(&mut saver);
+            match saver.wait() {
+                Ok(_) => assert_eq!((m, v), (0.0, 1.0)),
+                Err(error) => {
+                    assert!(error.to_string().contains("model.norm.weight"), "{error}");
+                    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "something is left");
+                }
+            }
+        }
+        assert!(dir.path().join("checkpoint-0").exists());
     }
 
     #[test]

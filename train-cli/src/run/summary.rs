@@ -5,6 +5,7 @@ use super::{
     checkpoint::{self, CONFIG},
     folder::{FINAL, LOSS, RESULTS, SUMMARY},
     log,
+    losses::Losses,
     plot::{self, Curve},
 };
 use crate::{CliError, durable, report, settings::Settings};
@@ -12,7 +13,7 @@ use model_qwen3::file;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 
-/// Most bytes of a run's small files that are read. The metrics of a million steps have about 250 MB.
+/// Most bytes of a small file of a run that is read. `data_report.json` lists every line of the data that was left out.
 const LONGEST: u64 = 1 << 30;
 
 /// A run, as its files tell it.
@@ -133,6 +134,10 @@ impl Summary {
         if !self.left_out.is_empty() {
             figures.push(("steps that were left out", self.left_out.len().to_string()));
         }
+        let warnings = Losses::of(&self.steps).warnings().len();
+        if warnings > 0 {
+            figures.push(("warnings about the loss", warnings.to_string()));
+        }
         figures
     }
 
@@ -224,6 +229,11 @@ impl Summary {
                 &["step", "reason"],
                 self.left_out.iter().map(|line| vec![line["step"].to_string(), text(&line["left_out"])]),
             );
+        }
+        let warnings = Losses::of(&self.steps);
+        if !warnings.warnings().is_empty() {
+            out += "\n## Warnings about the loss\n";
+            out += &warnings.warnings().iter().map(|text| format!("- {text}\n")).collect::<String>();
         }
         if !self.exported.is_empty() {
             out += "\n## Exported files\n";

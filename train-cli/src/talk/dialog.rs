@@ -1,9 +1,9 @@
 //! A conversation: its messages, how the template renders them, and its files.
 
-use crate::{CliError, durable, model_files::TextFiles, talk::entry};
+use crate::{CliError, durable, model_files::TextFiles, outputs::check_output, talk::entry};
 use model_qwen3::{chat_template::RenderOptions, file};
 use serde_json::{Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The messages of a conversation.
 #[derive(Debug, Clone, Default)]
@@ -65,11 +65,13 @@ impl Dialog {
         Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
     }
 
-    /// Writes the conversation: messages as JSON if the name ends in .jsonl, else as plain text.
+    /// Writes the conversation: messages as JSON if the name ends in .jsonl, else as plain text. `inputs` are the files that
+    /// the command reads.
     ///
     /// # Errors
-    /// If the file cannot be written.
-    pub fn save(&self, path: &Path) -> Result<(), CliError> {
+    /// If the file is one of the inputs or no regular file, or cannot be written.
+    pub fn save(&self, path: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
+        check_output(path, inputs)?;
         let json = path.extension().is_some_and(|extension| extension == "jsonl");
         let line = |message: Value| match json {
             true => format!("{message}\n"),
@@ -114,8 +116,8 @@ mod tests {
         let mut dialog = Dialog { system: Some("Be short.".into()), ..Dialog::default() };
         dialog.ask("你好\nHi");
         dialog.reply("Hello.");
-        dialog.save(&file).unwrap();
-        dialog.save(&plain).unwrap();
+        dialog.save(&file, &[]).unwrap();
+        dialog.save(&plain, &[]).unwrap();
         assert_eq!(
             std::fs::read_to_string(&plain).unwrap(),
             "system: Be short.\n\nuser: 你好\nHi\n\nassistant: Hello.\n\n"

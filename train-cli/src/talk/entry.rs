@@ -215,8 +215,8 @@ pub(super) const LONGEST: u64 = 64 << 20;
 pub(super) fn messages(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
     let mut messages = Vec::new();
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(i + 1), reason };
-        let message = json::parse(line).map_err(|e| bad(format!("not JSON: {e}")))?;
+        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(i + 1), column: None, reason };
+        let message = json::parse(line).map_err(|e| CliError::not_json(path, i + 1, &e))?;
         let known = matches!(message["role"].as_str(), Some("system" | "user" | "assistant"));
         if !known || !message["content"].is_string() {
             return Err(

@@ -3,7 +3,7 @@
 use crate::{CliError, model_files::TextFiles, report, run::stored_model::StoredModel};
 use backend_nvfp4::{Nvfp4Kernels, Precision};
 use model_qwen3::model::Qwen3;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Which model is wanted, and how it computes.
 #[derive(Debug, Clone, Copy)]
@@ -22,6 +22,8 @@ pub struct Loaded<B: Nvfp4Kernels> {
     pub model: Qwen3<B>,
     /// The tokenizer, chat template and stop tokens of the model.
     pub text: TextFiles,
+    /// The files that were read, and those beside them. None of them may be overwritten.
+    pub inputs: Vec<PathBuf>,
 }
 
 impl<B: Nvfp4Kernels> Loaded<B> {
@@ -32,7 +34,9 @@ impl<B: Nvfp4Kernels> Loaded<B> {
     pub fn new(wanted: Wanted<'_>, precision: Precision, device: &B::Device) -> Result<Self, CliError> {
         let stored = StoredModel::open(wanted.model, wanted.tokenizer)?;
         let model = stored.load(stored.recipe(wanted.w4a4)?, precision, device)?;
-        Ok(Self { model, text: stored.text })
+        let config = stored.files.config_file(wanted.tokenizer);
+        let inputs = stored.files.weight_files().into_iter().chain([config]).chain(stored.text.files()).collect();
+        Ok(Self { model, text: stored.text, inputs })
     }
 }
 

@@ -193,6 +193,11 @@ impl Job for Parity<'_> {
             let bound = bound(&entry.name, precision, config.num_hidden_layers);
             comparison.differences.push(difference(&entry.name, &found.values, &expected, bound, self.expected)?);
         }
+        if comparison.differences.is_empty() {
+            let text = "there is no float tensor in it, so that nothing can be compared; make a fixture with \
+                        tests/golden/make_parity_fixture.py";
+            return Err(CliError::corrupt(self.expected, text));
+        }
         if let Some(path) = self.dump {
             let ids: Vec<u32> = prompt.iter().chain(&answer).copied().collect();
             dump(path, &ours, &ids, &fixture)?;
@@ -299,6 +304,9 @@ fn difference(key: &str, ours: &[f32], expected: &[f32], bound: f64, path: &Path
     let (mut worst, mut largest, mut squares, mut norm) = (0.0f64, 0.0f64, 0.0, 0.0);
     for (a, b) in ours.iter().zip(expected) {
         let (a, b) = (f64::from(*a), f64::from(*b));
+        if !b.is_finite() {
+            return Err(CliError::corrupt(path, format!("{key:?} holds the value {b}; a fixture has finite values")));
+        }
         let d = if a.is_nan() { f64::INFINITY } else { (a - b).abs() };
         worst = worst.max(d);
         largest = largest.max(b.abs());

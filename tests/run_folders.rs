@@ -1,0 +1,222 @@
+//! What a run finds in its own folder is not believed: files that are pipes, checkpoints that someone has changed together
+//! with their manifest, exports that were damaged. The newest good checkpoint is resumed, and what is missing is made again.
+
+use crate::support::{
+    faulty_disk::{self, Fault, Machine},
+    files::{command, forge, ok, tiny_model},
+};
+use safetensors::{SafeTensors, tensor::TensorView};
+use serde_json::Value;
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+/// A run of six steps that keeps the checkpoints of its second, fourth and sixth.
+const FIT: &str = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --learning-rate 1e-3 --max-steps 6 \
+                   --save-steps 2 --save-total-limit 3 --eval-steps 0 --output-dat r.dat -o r";
+
+/// A folder in which that run is complete, and the bytes of its export.
+fn complete(d: &Path) -> Vec<u8> {
+    tiny_model(&d.join("m"), true);
+    ok(d, &FIT.split_whitespace().collect::<Vec<_>>());
+    fs::read(d.join("r/final/model.dat")).unwrap()
+}
+
+/// The exit code of a command, and what it says. It must end within a minute.
+fn ended(d: &Path, words: &[&str]) -> (Option<i32>, String) {
+    let said = d.join("said");
+    let mut child = command(d, words).stdout(Stdio::null()).stderr(fs::File::create(&said).unwrap()).spawn().unwrap();
+    let started = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if started.elapsed() > Duration::from_secs(60) {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            panic!("{words:?} hangs: {}", fs::read_to_string(&said).unwrap());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    (status.code(), fs::read_to_string(&said).unwrap())
+}
+
+/// Replaces a file by a pipe that nobody writes to.
+fn pipe(file: &Path) {
+    fs::remove_file(file).unwrap();
+    assert!(Command::new("mkfifo").arg(file).status().unwrap().success());
+}
+
+const RESUME: [&str; 3] = ["fit", "--resume-from-checkpoint", "r"];
+
+#[test]
+fn a_pipe_in_a_run_folder_hangs_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let exported = complete(d);
+    pipe(&d.join("r/final/manifest.json"));
+    let (code, said) = ended(d, &["inspect", "r/final", "--verify"]);
+    assert!(code == Some(6) && said.contains("a regular file is needed"), "{code:?}: {said}");
+    // A broken export, record or checkpoint is made again.
+    for name in
+        ["train_results.json", "final/model.dat", "checkpoint-6/manifest.json", "checkpoint-6/trainer_state.json"]
+    {
+        pipe(&d.join("r").join(name));
+        let (code, said) = ended(d, &RESUME);
+        assert!(code == Some(0) && !said.contains("is complete"), "{name}: {code:?}: {said}");
+        let skipped = said.contains("skipping r/checkpoint-6") && said.contains("a regular file is needed");
+        assert_eq!(skipped, name.starts_with("checkpoint"), "{name}: {said}");
+        assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported, "{name}");
+        assert_eq!(ended(d, &["inspect", "r/final", "--verify"]).0, Some(0), "{name}");
+    }
+    // What only serves a comparison is left out; logs are not.
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    pipe(&d.join("r/beginning.safetensors"));
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(0) && said.contains("beginning.safetensors is missing or damaged"), "{code:?}: {said}");
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    pipe(&d.join("r/metrics.jsonl"));
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(2) && said.contains("metrics.jsonl: this is a pipe"), "{code:?}: {said}");
+}
+
+/// Changes an entry of a safetensors file: its bytes, or its name.
+fn edit(path: &Path, name: &str, new_name: &str, change: impl Fn(&mut Vec<u8>)) {
+    let file = fs::read(path).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let edited: Vec<_> = tensors
+        .iter()
+        .map(|(key, view)| {
+            let mut bytes = view.data().to_vec();
+            if key == name {
+                change(&mut bytes);
+            }
+            (if key == name { new_name } else { key }, view.dtype(), view.shape().to_vec(), bytes)
+        })
+        .collect();
+    assert!(edited.iter().any(|(key, ..)| *key == new_name), "there is no {name}");
+    let views = edited.iter().map(|(key, dtype, shape, bytes)| {
+        // An entry that became shorter has one dimension.
+        let whole = shape.iter().product::<usize>() * dtype.bitsize() / 8 == bytes.len();
+        let shape = if whole { shape.clone() } else { vec![bytes.len() * 8 / dtype.bitsize()] };
+        (*key, TensorView::new(*dtype, shape, bytes).unwrap())
+    });
+    let new = safetensors::serialize(views, None).unwrap();
+    fs::write(path, new).unwrap();
+}
+
+/// The manifest of these checkpoints is right, as if a broken program had written them.
+#[test]
+fn a_checkpoint_whose_content_is_wrong_is_skipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let exported = complete(d);
+    let folder = d.join("r/checkpoint-6");
+    let (optimizer, state) = (folder.join("optimizer.safetensors"), folder.join("trainer_state.json"));
+    let good = [&optimizer, &state].map(|file| fs::read(file).unwrap());
+    let norm = "model.norm.weight";
+    let first = |bytes: [u8; 4]| move |all: &mut Vec<u8>| all[..4].copy_from_slice(&bytes);
+    let key = |part: &str| format!("{norm}.{part}");
+    let refused = |name: &str, reason: &str| {
+        forge(&folder, name);
+        let words = ["export-dat", "--checkpoint", "r/checkpoint-6", "--output-dat", "x.dat", "--device", "cpu"];
+        let (code, said) = ended(d, &words);
+        assert!(code == Some(6) && said.contains(reason), "{name}, {reason}: {code:?}: {said}");
+        fs::write(&optimizer, &good[0]).unwrap();
+        fs::write(&state, &good[1]).unwrap();
+        forge(&folder, name);
+    };
+    let steps = (i32::MAX).to_le_bytes();
+    for (part, value, reason) in [
+        ("steps", steps, "counts 2147483647 updates in a run of 6 steps"),
+        ("steps", (-1i32).to_le_bytes(), "counts -1 updates"),
+        ("m", f32::NAN.to_le_bytes(), "holds the value NaN"),
+        ("v", f32::INFINITY.to_le_bytes(), "holds the value inf"),
+        ("v", (-1.0f32).to_le_bytes(), "holds the value -1"),
+    ] {
+        edit(&optimizer, &key(part), &key(part), first(value));
+        refused("optimizer.safetensors", reason);
+    }
+    let scales = "model.layers.0.mlp.up_proj.weight.v.absmax";
+    edit(&optimizer, scales, scales, first(f32::NAN.to_le_bytes()));
+    refused("optimizer.safetensors", "holds the value NaN");
+    edit(&optimizer, &key("m"), &key("m"), |bytes| bytes.truncate(bytes.len() - 4));
+    refused("optimizer.safetensors", "it must be F32 [64]");
+    edit(&optimizer, &key("v"), &key("w"), |_| {});
+    refused("optimizer.safetensors", "there is no \"model.norm.weight.v\"");
+    edit(&optimizer, &key("steps"), "elsewhere.steps", |_| {});
+    refused("optimizer.safetensors", "is no state of a tensor of this checkpoint");
+    for (field, value, reason) in [
+        ("global_step", 5.into(), "that of step 6"),
+        ("max_steps", 4.into(), "global_step is 6, and max_steps 4"),
+        ("seconds", (-1.0).into(), "seconds is -1"),
+        ("last_norm", 1e300.into(), "last_norm is inf"),
+    ] as [(&str, Value, &str); 4]
+    {
+        let mut changed: Value = serde_json::from_slice(&good[1]).unwrap();
+        changed[field] = value;
+        fs::write(&state, changed.to_string()).unwrap();
+        refused("trainer_state.json", reason);
+    }
+    let twice = String::from_utf8(good[1].clone()).unwrap().replacen('{', "{\"global_step\": 6,", 1);
+    fs::write(&state, twice).unwrap();
+    refused("trainer_state.json", "\"global_step\" stands twice");
+    let manifest = fs::read_to_string(folder.join("manifest.json")).unwrap();
+    fs::write(folder.join("manifest.json"), manifest.replacen('{', "{\"version\": 1,", 1)).unwrap();
+    let (code, said) = ended(d, &["inspect", "r/checkpoint-6", "--verify"]);
+    assert!(code == Some(6) && said.contains("\"version\" stands twice"), "{code:?}: {said}");
+    fs::write(folder.join("manifest.json"), manifest).unwrap();
+    // The run goes on from the checkpoint before.
+    edit(&optimizer, &key("m"), &key("m"), first(f32::NAN.to_le_bytes()));
+    forge(&folder, "optimizer.safetensors");
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    let (code, said) = ended(d, &RESUME);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("skipping r/checkpoint-6") && said.contains("checkpoint-4 · step 4"), "{said}");
+    assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
+}
+
+/// A run is complete if its outputs are what they were when they were written.
+#[test]
+fn a_damaged_output_is_made_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    complete(d);
+    let exported = fs::read(d.join("r.dat")).unwrap();
+    let results: Value = serde_json::from_slice(&fs::read(d.join("r/train_results.json")).unwrap()).unwrap();
+    assert_eq!(results["output_dat"]["bytes"], exported.len(), "{results}");
+    assert!(ended(d, &RESUME).1.contains("is complete at step 6"));
+    let mut flipped = exported.clone();
+    flipped[exported.len() / 2] ^= 1;
+    for damaged in [&flipped[..], &exported[..exported.len() - 1], b""] {
+        fs::write(d.join("r.dat"), damaged).unwrap();
+        let (code, said) = ended(d, &RESUME);
+        assert!(code == Some(0) && !said.contains("is complete"), "{code:?}: {said}");
+        assert!(fs::read(d.join("r.dat")).unwrap() == exported);
+    }
+    pipe(&d.join("r.dat"));
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(2) && said.contains("a pipe or a device"), "{code:?}: {said}");
+    fs::remove_file(d.join("r.dat")).unwrap();
+    assert_eq!(ended(d, &RESUME).0, Some(0));
+    // Another name is another output.
+    let (code, said) = ended(d, &[&RESUME[..], &["--output-dat", "other.dat"]].concat());
+    assert!(code == Some(0) && !said.contains("is complete"), "{code:?}: {said}");
+    assert!(fs::read(d.join("other.dat")).unwrap() == exported);
+    assert!(ended(d, &[&RESUME[..], &["--output-dat", "other.dat"]].concat()).1.contains("is complete at step 6"));
+}
+
+#[test]
+fn an_old_checkpoint_that_cannot_be_deleted_is_warned_of() {
+    let Some(machine) = Machine::new() else { return };
+    let words = faulty_disk::FIT.replace("--save-steps 2", "--save-steps 1");
+    let out = machine.run(&words.split_whitespace().collect::<Vec<_>>(), Fault::Keeps("checkpoint-1"));
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{said}");
+    assert!(said.contains("warning: an old checkpoint cannot be deleted") && said.contains("checkpoint-1"), "{said}");
+    assert!(machine.folder().join("r/checkpoint-4").exists() && !machine.folder().join("r/checkpoint-2").exists());
+    assert!(machine.folder().join("r/final/model.dat").exists());
+}
