@@ -84,6 +84,16 @@ impl Recipe {
     }
 }
 
+/// Which rows of quantized activations share a tensor scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ActivationScale {
+    /// All rows of a call, as in training.
+    AllRows,
+    /// Each row has its own, so that the result for a token does not depend on the other tokens of the call. Inference
+    /// does this.
+    EachRow,
+}
+
 /// The specification of a linear layer: everything but its weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearSpec {
@@ -95,18 +105,21 @@ pub struct LinearSpec {
     pub precision: Precision,
     /// Which values of a weight share a scale.
     pub block: BlockShape,
+    /// Which rows of quantized activations share a tensor scale.
+    pub activation_scale: ActivationScale,
     /// The random numbers for rounding gradients: this stream for dgrad and the next one for wgrad.
     pub stream: Stream,
 }
 
 impl LinearSpec {
-    /// A specification with the weight blocks of its recipe and stream 0.
+    /// A specification for training, with the weight blocks of its recipe and stream 0.
     pub const fn new(recipe: Recipe, scaling: Scaling, precision: Precision) -> Self {
         Self {
             recipe,
             scaling,
             precision,
             block: recipe.weight_blocks(),
+            activation_scale: ActivationScale::AllRows,
             stream: Stream { seed: 0, step: 0, stream: 0 },
         }
     }
@@ -116,6 +129,12 @@ impl LinearSpec {
     pub fn slot(self, index: u32) -> Self {
         let stream = Stream { stream: self.stream.stream + 2 * index, ..self.stream };
         Self { stream, ..self }
+    }
+
+    /// The same specification for inference: see [`ActivationScale::EachRow`].
+    #[must_use]
+    pub fn each_row(self) -> Self {
+        Self { activation_scale: ActivationScale::EachRow, ..self }
     }
 
     /// The same specification without quantization.
@@ -134,6 +153,11 @@ impl LinearSpec {
         let stream = Stream { stream: self.stream.stream + u32::from(wgrad), ..self.stream };
         let rounding = if parts.stochastic { Rounding::Stochastic(stream) } else { Rounding::Nearest };
         QuantizeSpec { rounding, ..self.activations() }
+    }
+
+    /// Whether the operation that makes activations also makes the codes that layers multiply.
+    pub(crate) fn codes_activations(&self) -> bool {
+        self.recipe.packs_activations() && self.activation_scale == ActivationScale::AllRows
     }
 
     /// How activations are quantized: 1x16 blocks along the features, to nearest, two-level.

@@ -20,6 +20,6 @@ pub use codec::{E2M1, E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stoc
 pub use dialects::Dialect;
 pub use hadamard::hadamard;
 pub(crate) use moments::{decode_moment, encode_moment, table};
-pub use quantize::{FULL_SCALE, MASTER_ROOM, SINGLE_LEVEL_FLOOR, dequantize, quantize, quantize_master};
+pub use quantize::{FULL_SCALE, MASTER_ROOM, SINGLE_LEVEL_FLOOR, dequantize, quantize, quantize_master, rounded_rows};
 pub use random::{draw_of, normals, philox};
 pub use requantize::{requantize, rescale, with_room};
