@@ -34,6 +34,7 @@ mod loading;
 mod mutated_files;
 mod optimizer;
 mod parity;
+mod paths;
 mod power_loss;
 mod products;
 mod progress;

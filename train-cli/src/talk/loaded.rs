@@ -38,7 +38,7 @@ impl<B: Nvfp4Kernels> Loaded<B> {
         let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
         let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
         let weights = files.open_weights()?;
-        let spec = LinearSpec::new(recipe(args, &files, &weights)?, Scaling::Two, precision);
+        let spec = LinearSpec::new(recipe(args, &files, &weights)?, Scaling::Two, precision).each_row();
         let model = weights::load(&Reading::of(&weights, "loading"), &config, spec, Purpose::Infer, device)?;
         Ok(Self { model, text })
     }
