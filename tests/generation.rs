@@ -7,6 +7,7 @@ use crate::support::{
     golden,
     scripted::{STOP, scripted_model},
 };
+use backend_nvfp4::{LinearSpec, Recipe};
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
@@ -437,6 +438,21 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
     }
 }
 
+/// The loss of sequences of 24 tokens, each token read by itself, and how many tokens were predicted.
+fn token_by_token(model: &Qwen3<Cpu>, ids: &[u32]) -> (f64, u32) {
+    let (mut sum, mut count) = (0.0, 0);
+    for sequence in ids.chunks(24) {
+        let mut session = Session::new(model, 24).unwrap();
+        for pair in sequence.windows(2) {
+            let logits = session.read(&pair[..1]).unwrap();
+            let all: f64 = logits.iter().map(|x| f64::from(*x).exp()).sum();
+            sum -= f64::from(logits[pair[1] as usize]) - all.ln();
+            count += 1;
+        }
+    }
+    (sum, count)
+}
+
 /// The loss of a text is the mean of the negative logarithms of its tokens' probabilities, each after those before it.
 #[test]
 fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
@@ -451,16 +467,7 @@ fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
     let config = Qwen3Config::from_file(&d.join("m/config.json")).unwrap();
     let weights = Container::open(&d.join("m")).unwrap();
     let model: Qwen3<Cpu> = weights::load(&weights, &config, F32, Purpose::Infer, &Default::default()).unwrap();
-    let (mut sum, mut count) = (0.0, 0);
-    for sequence in ids.chunks(24) {
-        let mut session = Session::new(&model, 24).unwrap();
-        for pair in sequence.windows(2) {
-            let logits = session.read(&pair[..1]).unwrap();
-            let all: f64 = logits.iter().map(|x| f64::from(*x).exp()).sum();
-            sum -= f64::from(logits[pair[1] as usize]) - all.ln();
-            count += 1;
-        }
-    }
+    let (sum, count) = token_by_token(&model, &ids);
     let eval = ["eval", "loss", "-m", "m", "-d", "t.txt", "--max-seq-length", "24", "--json", "--device", "cpu"];
     let found: Value = serde_json::from_str(&ok(d, &eval)).unwrap();
     let (loss, expected) = (found["loss"].as_f64().unwrap(), sum / f64::from(count));
@@ -479,6 +486,21 @@ fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
     let losses: Vec<f64> = lines.iter().map(|line| line["loss"].as_f64().unwrap()).collect();
     assert!((losses[0] - expected).abs() < 1e-5, "{losses:?} {expected}");
     assert!(losses.windows(2).all(|pair| (pair[0] - pair[1]).abs() > 1e-5), "{losses:?}");
+
+    // With quantized activations `eval loss` measures what `generate` runs, however many sequences are computed at once.
+    std::fs::create_dir(d.join("p")).unwrap();
+    ok(d, &["convert", "m", "p/model.dat", "--to", "dat", "--dtype", "nvfp4"]);
+    let weights = Container::open(&d.join("p/model.dat")).unwrap();
+    let spec = LinearSpec { recipe: Recipe::W4a4, ..F32 };
+    let model: Qwen3<Cpu> = weights::load(&weights, &config, spec, Purpose::Infer, &Default::default()).unwrap();
+    let (sum, count) = token_by_token(&model, &ids);
+    for rows in ["1", "4"] {
+        let words = ["eval", "loss", "-m", "p", "-d", "t.txt", "--max-seq-length", "24", "--json", "--device", "cpu"];
+        let line = ok(d, &[&words[..], &["--w4a4", "--batch-size", rows]].concat());
+        let found = serde_json::from_str::<Value>(&line).unwrap()["loss"].as_f64().unwrap();
+        let expected = sum / f64::from(count);
+        assert!((found - expected).abs() < 1e-4, "{rows} at a time: {found} {expected}");
+    }
 }
 
 /// Weights that are finite and too large give NaN, which is no failure of the device.

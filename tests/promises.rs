@@ -35,6 +35,7 @@ mod loading;
 mod mutated_files;
 mod optimizer;
 mod parity;
+mod paths;
 mod power_loss;
 mod products;
 mod progress;

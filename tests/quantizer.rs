@@ -75,6 +75,7 @@ fn the_reference_gives_the_bytes_of_transformer_engine_and_torchao() {
 #[test]
 fn the_cpu_quantizes_as_specified() {
     quantizes_as_specified::<Cpu>(Default::default());
+    rows_rounded_as_specified::<Cpu>(Default::default());
     across_as_specified::<Cpu>(Default::default());
     together_as_specified::<Cpu>(Default::default());
 }
@@ -83,6 +84,7 @@ fn the_cpu_quantizes_as_specified() {
 fn the_gpu_quantizes_as_specified() {
     fn on_cube<R: CubeRuntime>() {
         quantizes_as_specified::<Cube<R>>(R::Device::default());
+        rows_rounded_as_specified::<Cube<R>>(R::Device::default());
         across_as_specified::<Cube<R>>(R::Device::default());
         together_as_specified::<Cube<R>>(R::Device::default());
         hadamard_as_specified::<R>();
@@ -161,6 +163,40 @@ fn together_as_specified<B: Nvfp4Kernels>(device: B::Device) {
             assert_eq!(scales, expected.scales, "{spreads:?} {spec:?}");
             let codes: Vec<u32> = ours.iter().flat_map(|part| part.codes.clone()).collect();
             assert_eq!(codes, expected.codes, "{spreads:?} {spec:?}");
+        }
+    }
+}
+
+/// Rows of one matrix that differ in scale by many powers of ten, rows longer than a cube has units, all magnitudes of
+/// bf16, and maxima at and beside the borders between two tensor scales.
+fn rows_rounded_as_specified<B: Nvfp4Kernels>(device: B::Device) {
+    let mut random = Random::new(61);
+    let mut cases = Vec::new();
+    for (rows, cols) in [(1, 16), (7, 48), (40, 4112), (3, 16_384)] {
+        let mut row = || {
+            let spread = 10f32.powi(random.below(12) as i32 - 8);
+            random.normals(cols, spread)
+        };
+        cases.push((rows, cols, (0..rows).flat_map(|_| row()).collect::<Vec<f32>>()));
+    }
+    let all_bf16: Vec<f32> = (0..65_536u32).map(|b| f32::from_bits(b << 16)).filter(|x| x.abs() < 1e37).collect();
+    cases.push((all_bf16.len() / 16, 16, all_bf16[..all_bf16.len() / 16 * 16].to_vec()));
+    let border = |k: i32, ulps: i32| f32::from_bits(((2688.0 * 2f32.powi(k)).to_bits() as i32 + ulps) as u32);
+    let maxima = (-9..9).flat_map(|k| [-1, 0, 1].map(|ulps| border(k, ulps)));
+    let borders: Vec<f32> =
+        maxima.flat_map(|m| (0..16).map(move |i| if i == 3 { -m } else { m / (i + 1) as f32 })).collect();
+    cases.push((borders.len() / 16, 16, borders));
+    for (rows, cols, x) in cases {
+        let expected = spec::rounded_rows(&x, cols);
+        let ours = B::nvfp4_rounded_rows(matrix::<B>(&x, rows, cols, &device).into_primitive().tensor());
+        let ours = host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(ours)));
+        for (i, (a, b)) in ours.iter().zip(&expected).enumerate() {
+            assert_eq!(
+                a.to_bits(),
+                (*b as f32).to_bits(),
+                "{rows}x{cols}, value {i}, {:e}: {a:e}, expected {b:e}",
+                x[i]
+            );
         }
     }
 }

@@ -19,8 +19,8 @@ use burn::tensor::{
 use burn_cubecl::CubeRuntime;
 
 /// How many cases of each kind there are: together 10,000.
-const CASES: [(Kind, usize); 11] = [
-    (Kind::Quantize, 2600),
+const CASES: [(Kind, usize); 12] = [
+    (Kind::Quantize, 2200),
     (Kind::Across, 800),
     (Kind::Master, 600),
     (Kind::Hadamard, 500),
@@ -31,6 +31,7 @@ const CASES: [(Kind, usize); 11] = [
     (Kind::Swiglu, 600),
     (Kind::Head, 200),
     (Kind::Gradient, 700),
+    (Kind::Rows, 400),
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -46,6 +47,7 @@ enum Kind {
     Swiglu,
     Head,
     Gradient,
+    Rows,
 }
 
 #[test]
@@ -87,7 +89,7 @@ fn compare_case<R: CubeRuntime>(kind: Kind, case: u64, dtype: DType) {
     let inputs = |own: DType| Types { own, rounded: dtype };
     let expected = outputs::<Cpu>(kind, case, inputs(DType::F32), &Default::default());
     let ours = outputs::<Cube<R>>(kind, case, inputs(dtype), &R::Device::default());
-    let exact = matches!(kind, Kind::Quantize | Kind::Across | Kind::Master);
+    let exact = matches!(kind, Kind::Quantize | Kind::Across | Kind::Master | Kind::Rows);
     // In f32, sums of some hundred terms in another order; in 16 bits, a few roundings to 8 or 11 significant bits.
     let share = match dtype {
         DType::F16 => 4e-3,
@@ -109,8 +111,8 @@ fn compare_case<R: CubeRuntime>(kind: Kind, case: u64, dtype: DType) {
 
 impl Kind {
     fn reads_16_bits(self) -> bool {
-        use Kind::{Across, Hadamard, NormRope, Quantize, RmsNorm, Swiglu};
-        matches!(self, Quantize | Across | Hadamard | RmsNorm | NormRope | Swiglu)
+        use Kind::{Across, Hadamard, NormRope, Quantize, RmsNorm, Rows, Swiglu};
+        matches!(self, Quantize | Across | Hadamard | RmsNorm | NormRope | Swiglu | Rows)
     }
 }
 
@@ -152,6 +154,7 @@ fn outputs<B: Nvfp4Kernels>(kind: Kind, case: u64, types: Types, device: &B::Dev
     let mut case = Case::<B> { random, types, stream, device };
     match kind {
         Kind::Quantize => case.quantized(),
+        Kind::Rows => case.rounded_rows(),
         Kind::Across => case.quantized_across(),
         Kind::Master => case.quantized_master(),
         Kind::Hadamard => case.hadamard(),
@@ -220,6 +223,12 @@ impl<B: Nvfp4Kernels> Case<'_, B> {
         let mut out = bytes(&q);
         out.push(back);
         out
+    }
+
+    fn rounded_rows(&mut self) -> Vec<Vec<f32>> {
+        let (rows, cols) = (1 + self.below(40), 16 * (1 + self.below(40)));
+        let x = self.matrix(rows, cols);
+        vec![of::<B>(B::nvfp4_rounded_rows(x))]
     }
 
     fn quantized_across(&mut self) -> Vec<Vec<f32>> {

@@ -6,9 +6,11 @@
 
 use crate::support::{
     Cpu, Cube, Random, host, matrix, on_gpu, relative,
-    spec::{nearest, product, quantize, rotated, stochastic, transposed, wide},
+    spec::{nearest, product, quantize, rotated, rounded_rows, stochastic, transposed, wide},
 };
-use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Precision, Recipe, Scaling, Stream};
+use backend_nvfp4::{
+    BlockShape, LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Precision, Recipe, Scaling, Stream,
+};
 use burn::{backend::Autodiff, module::Param};
 use burn_cubecl::CubeRuntime;
 
@@ -120,15 +122,35 @@ fn every_recipe_is_its_formula<B: Nvfp4Kernels>(device: B::Device) {
     }
 }
 
+/// In inference the activations of each row have a scale of their own. Nothing else of a forward changes.
+fn inference_is_its_formula<B: Nvfp4Kernels>(device: B::Device) {
+    let inputs = Inputs::new();
+    for recipe in recipes() {
+        let spec = LinearSpec { stream: STREAM, ..LinearSpec::new(recipe, Scaling::Two, Precision::F32) };
+        let w = quantize(&inputs.w, N, K, true, spec.block == BlockShape::Square, nearest).values();
+        let [training, ..] = expected(&inputs, spec);
+        let rows = product(&rounded_rows(&inputs.x, K), &w, [M, N, K]);
+        let quantized = recipe.packs_activations();
+        let exact = if quantized { rows } else { training.clone() };
+        let layer = Nvfp4Linear::Master(Param::from_tensor(matrix::<B>(&inputs.w, N, K, &device)));
+        let ours = host(layer.forward(matrix::<B>(&inputs.x, M, K, &device), spec.each_row()));
+        let error = relative(&ours, exact);
+        assert!(error < 2e-6, "y of {recipe:?} differs by {error:e}");
+        assert!(!quantized || relative(&ours, training) > 1e-3, "{recipe:?}: the scales of rows make no difference");
+    }
+}
+
 #[test]
 fn every_recipe_is_its_formula_on_the_cpu() {
     every_recipe_is_its_formula::<Cpu>(Default::default());
+    inference_is_its_formula::<Cpu>(Default::default());
 }
 
 #[test]
 fn every_recipe_is_its_formula_on_the_gpu() {
     fn on_cube<R: CubeRuntime>() {
         every_recipe_is_its_formula::<Cube<R>>(R::Device::default());
+        inference_is_its_formula::<Cube<R>>(R::Device::default());
     }
     on_gpu!(on_cube);
 }

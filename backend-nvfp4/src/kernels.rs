@@ -39,6 +39,10 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// to grow by [`MASTER_ROOM`](crate::reference::MASTER_ROOM).
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self>;
 
+    /// Quantizes each row of a float matrix `[M, K]` along K with a tensor scale of its own, and returns the values of the
+    /// codes in the dtype of `x`. See [`rounded_rows`](crate::reference::rounded_rows).
+    fn nvfp4_rounded_rows(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// The values `[rows, cols]` of a packed matrix as `dtype`.
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;
 
@@ -212,9 +216,9 @@ pub struct HeadLoss<B: Backend> {
 }
 
 impl<B: Nvfp4Kernels> Activations<B> {
-    /// Quantizes `values` if layers of this specification multiply codes.
+    /// Quantizes `values` if layers of this specification multiply codes, and all rows share a tensor scale.
     pub(crate) fn quantized(values: FloatTensor<B>, spec: LinearSpec) -> Self {
-        let codes = spec.recipe.packs_activations().then(|| B::nvfp4_quantize(values.clone(), spec.activations()));
+        let codes = spec.codes_activations().then(|| B::nvfp4_quantize(values.clone(), spec.activations()));
         Self { values, codes }
     }
 }

@@ -107,6 +107,11 @@ impl Nvfp4Kernels for NdArray {
         device_packed(reference::quantize_master(&floats(x), rows, cols), rows)
     }
 
+    fn nvfp4_rounded_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (rows, cols) = (x.shape()[0], x.shape()[1]);
+        from_floats(reference::rounded_rows(&floats(x), cols), [rows, cols])
+    }
+
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {
         assert_eq!(dtype, DType::F32, "the CPU backend computes in f32");
         let [rows, cols] = w.dims();

@@ -84,6 +84,16 @@ impl Recipe {
     }
 }
 
+/// Which rows of quantized activations share a tensor scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ActivationScale {
+    /// All rows of a call, as in training.
+    AllRows,
+    /// Each row has its own, so that the result for a token does not depend on the other tokens of the call. Inference
+    /// does this.
+    EachRow,
+}
+
 /// The specification of a linear layer: everything but its weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LinearSpec {
@@ -98,12 +108,14 @@ pub struct LinearSpec {
     /// Whether the weights of layers that read the same activations share one tensor scale. Inference engines multiply
     /// such weights as one matrix.
     pub shares_scale: bool,
+    /// Which rows of quantized activations share a tensor scale.
+    pub activation_scale: ActivationScale,
     /// The random numbers for rounding gradients: this stream for dgrad and the next one for wgrad.
     pub stream: Stream,
 }
 
 impl LinearSpec {
-    /// A specification with the weight blocks of its recipe, a tensor scale for each weight, and stream 0.
+    /// A specification for training, with the weight blocks of its recipe, a tensor scale for each weight, and stream 0.
     pub const fn new(recipe: Recipe, scaling: Scaling, precision: Precision) -> Self {
         Self {
             recipe,
@@ -111,6 +123,7 @@ impl LinearSpec {
             precision,
             block: recipe.weight_blocks(),
             shares_scale: false,
+            activation_scale: ActivationScale::AllRows,
             stream: Stream { seed: 0, step: 0, stream: 0 },
         }
     }
@@ -120,6 +133,12 @@ impl LinearSpec {
     pub fn slot(self, index: u32) -> Self {
         let stream = Stream { stream: self.stream.stream + 2 * index, ..self.stream };
         Self { stream, ..self }
+    }
+
+    /// The same specification for inference: see [`ActivationScale::EachRow`].
+    #[must_use]
+    pub fn each_row(self) -> Self {
+        Self { activation_scale: ActivationScale::EachRow, ..self }
     }
 
     /// The same specification without quantization.
@@ -138,6 +157,11 @@ impl LinearSpec {
         let stream = Stream { stream: self.stream.stream + u32::from(wgrad), ..self.stream };
         let rounding = if parts.stochastic { Rounding::Stochastic(stream) } else { Rounding::Nearest };
         QuantizeSpec { rounding, ..self.activations() }
+    }
+
+    /// Whether the operation that makes activations also makes the codes that layers multiply.
+    pub(crate) fn codes_activations(&self) -> bool {
+        self.recipe.packs_activations() && self.activation_scale == ActivationScale::AllRows
     }
 
     /// How activations are quantized: 1x16 blocks along the features, to nearest, two-level.

@@ -9,7 +9,7 @@ use crate::{
     kernels::Nvfp4Kernels,
     ops::{Activations, Layer},
     packed::Operand,
-    recipe::{LinearSpec, Recipe},
+    recipe::{ActivationScale, LinearSpec, Recipe},
 };
 use burn::tensor::{DType, FloatDType, Shape, TensorMetadata, backend::Backend, ops::FloatTensor};
 use kernels_cubecl::matmul::Product;
@@ -30,11 +30,13 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
     let (dtype, recipe) = (spec.precision.dtype(), spec.recipe);
     debug_assert_eq!(x.values.dtype(), dtype, "the model casts activations where they enter");
     let w = weights(layers, spec);
-    let read = if recipe.packs_activations() {
-        let codes = x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations()));
-        Operand::Packed(codes)
-    } else {
-        Operand::Dense(x.values.clone())
+    let read = match spec.activation_scale {
+        _ if !recipe.packs_activations() => Operand::Dense(x.values.clone()),
+        // A packed matrix has one tensor scale. Rows that have one each stay dense.
+        ActivationScale::EachRow => Operand::Dense(B::nvfp4_rounded_rows(x.values.clone())),
+        ActivationScale::AllRows => {
+            Operand::Packed(x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations())))
+        }
     };
     let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
     let x = if recipe.packs_gradients().is_some() { Operand::Dense(x.values) } else { read };

@@ -12,8 +12,8 @@ use crate::{
 use backend_nvfp4::Nvfp4Kernels;
 use std::ops::ControlFlow;
 
-/// Number of prompt tokens in one forward. Chunks bound the attention scores `[H, T, S]`, and how long answers wait for the
-/// prompts of others.
+/// Number of prompt tokens in one forward, at most. Chunks bound the attention scores `[H, T, S]`, and how long answers wait
+/// for the prompts of others. A chunk ends where its prompt does, or at a multiple of this number.
 const PREFILL_CHUNK: usize = 512;
 
 /// Limits of a generation.
@@ -216,9 +216,11 @@ impl Answering {
         if self.failed { Err(ModelError::NotANumber) } else { Ok(self.generation) }
     }
 
-    /// At most `most` of the tokens to be read next.
-    fn due(&self, most: usize) -> &[u32] {
-        &self.ids[self.read..self.ids.len().min(self.read + most)]
+    /// The tokens to be read next: the rest of a chunk of the prompt, or the newest token of the answer. Which ones depends
+    /// on this answer alone, because the shape of a chunk decides in which order attention sums.
+    fn due(&self) -> &[u32] {
+        let chunk_end = (self.read / PREFILL_CHUNK + 1) * PREFILL_CHUNK;
+        &self.ids[self.read..self.ids.len().min(chunk_end)]
     }
 
     /// Takes the logits of the last of `tokens` tokens that were read. Returns the token that follows, unless the prompt goes
@@ -256,9 +258,9 @@ impl Answering {
     }
 }
 
-/// Makes a step of several answers that have not ended: the next token of each, or a part of its prompt. One forward reads
-/// what is due of all of them, but not more than `PREFILL_CHUNK` tokens of prompts; the first ones come first. Returns the
-/// token of each that has a new one.
+/// Makes a step of several answers that have not ended: the next token of each, or a chunk of its prompt. One forward reads
+/// what is due of all of them, but not more than `PREFILL_CHUNK` tokens of prompts: a chunk for which there is no room waits
+/// for a later step, and the first prompt never waits. Returns the token of each that has a new one.
 ///
 /// # Errors
 /// As [`Session::answer`].
@@ -268,9 +270,11 @@ pub fn step<B: Nvfp4Kernels>(
     let mut room = PREFILL_CHUNK;
     let mut due: Vec<Vec<u32>> = Vec::new();
     for (_, answering) in answers.iter() {
-        let ids = answering.due(if answering.reads_prompt() { room } else { 1 });
-        room -= if answering.reads_prompt() { ids.len() } else { 0 };
-        due.push(ids.to_vec());
+        let ids = answering.due();
+        let share = if answering.reads_prompt() { ids.len() } else { 0 };
+        let waits = share > room;
+        room -= if waits { 0 } else { share };
+        due.push(if waits { vec![] } else { ids.to_vec() });
     }
     let mut parts: Vec<_> = answers.iter_mut().zip(&due).filter(|(_, ids)| !ids.is_empty()).collect();
     let mut reads: Vec<_> = parts.iter_mut().map(|((session, _), ids)| (&mut **session, ids.as_slice())).collect();
@@ -296,7 +300,7 @@ fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<
         end += ids.len();
         hidden.clone().slice(end - 1..end)
     });
-    let logits = to_host(model.logits(below_each_other(lasts.collect())))?;
+    let logits = to_host(model.logits_cached(below_each_other(lasts.collect())))?;
     for (session, ids) in parts.iter_mut() {
         session.ids.extend_from_slice(ids);
     }

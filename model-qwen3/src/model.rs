@@ -193,9 +193,13 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 
     /// Maps normalized hidden states `[M, D]` to logits `[M, V]` in f32.
     pub fn logits(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.logits_by(h_MD, self.info.spec)
+    }
+
+    fn logits_by(&self, h_MD: Tensor<B, 2>, spec: LinearSpec) -> Tensor<B, 2> {
         let logits_MV = match &self.lm_head {
-            Some(head) => head.forward(h_MD, self.info.spec.slot(self.layers.len() as u32 * LINEARS)),
-            None => Nvfp4Linear::Dense(self.embed_tokens.clone()).forward(h_MD, self.info.spec),
+            Some(head) => head.forward(h_MD, spec.slot(self.layers.len() as u32 * LINEARS)),
+            None => Nvfp4Linear::Dense(self.embed_tokens.clone()).forward(h_MD, spec),
         };
         logits_MV.cast(DType::F32)
     }
@@ -247,7 +251,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 impl<B: Nvfp4Kernels> Qwen3<B> {
     /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
     /// normalized. Each sequence is its cache and the number of its new tokens. These also see the tokens that the cache
-    /// holds, and are appended to it.
+    /// holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence alone.
     pub fn forward_cached(
         &self,
         ids_RT: Tensor<B, 2, Int>,
@@ -256,6 +260,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         let places: Vec<Places> =
             sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.len())).collect();
         let ctx = self.context(&places);
+        let ctx = Context { spec: ctx.spec.each_row(), ..ctx };
         let mut h_MD = self.embed(ids_RT);
         for (i, block) in self.layers.iter().enumerate() {
             let mut caches: Vec<_> = sequences.iter_mut().map(|(cache, _)| cache.layer(i)).collect();
@@ -263,6 +268,11 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         }
         sequences.iter_mut().for_each(|(cache, tokens)| cache.advance(*tokens));
         self.final_norm(h_MD)
+    }
+
+    /// Maps the results `[M, D]` of [`Self::forward_cached`] to logits `[M, V]` in f32, each row by itself.
+    pub fn logits_cached(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.logits_by(h_MD, self.info.spec.each_row())
     }
 }
 

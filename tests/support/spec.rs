@@ -147,6 +147,26 @@ fn two_level_scale(amax: f32, tensor: f32) -> (u8, f32) {
     (scale, (1.0 / (E4m3::value(scale) as f32 * (1.0 / tensor))).min(f32::MAX))
 }
 
+/// Each row quantized by itself, and read back: as [`quantize`] with two levels, and with the smallest power of two for the
+/// tensor scale with which no block scale has to be larger than 448.
+pub(crate) fn rounded_rows(x: &[f32], cols: usize) -> Vec<f64> {
+    let rounded = |row: &[f32]| {
+        let amax = row.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+        let mut top = 2688.0 * 2f64.powi(-100);
+        while top < f64::from(amax) {
+            top *= 2.0;
+        }
+        // The largest value of a second row makes the tensor scale.
+        let mut two_rows = row.to_vec();
+        two_rows.push(top as f32);
+        two_rows.resize(2 * cols, 0.0);
+        let mut values = quantize(&two_rows, 2, cols, true, false, nearest).values();
+        values.truncate(cols);
+        values
+    };
+    x.chunks(cols).flat_map(rounded).collect()
+}
+
 /// Quantizes a weight that training will move: as [`quantize`] with two levels, and with a tensor scale 8 times as large,
 /// so that block scales have room to grow.
 pub(crate) fn quantize_master(x: &[f32]) -> Quantized {

@@ -68,7 +68,7 @@ where
         eps: f64,
         spec: LinearSpec,
     ) -> (FloatTensor<Self>, Activations<Self>) {
-        let Normed { x, y, maxima } = normed(x, added, w, eps, spec.recipe.packs_activations());
+        let Normed { x, y, maxima } = normed(x, added, w, eps, spec.codes_activations());
         (x, activations(y, maxima, spec))
     }
 
@@ -84,7 +84,7 @@ where
     }
 
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
-        let (y, maxima) = gated(gate, up, spec.recipe.packs_activations());
+        let (y, maxima) = gated(gate, up, spec.codes_activations());
         activations(y, maxima, spec)
     }
 
@@ -144,6 +144,13 @@ where
         let amax = empty(&x, [quantize::AMAX_LEN], DType::F32);
         launched(quantize::amax(&x.client, arg(&x), x.dtype.into(), MASTER_ROOM, arg(&amax)));
         coded(&x, amax, View::row_major(rows, cols), spec, false)
+    }
+
+    fn nvfp4_rounded_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
+        let x = into_contiguous(x);
+        let y = empty(&x, dims(&x), x.dtype);
+        launched(quantize::rounded_rows(&x.client, arg(&x), arg(&y), x.dtype.into(), dims(&x)));
+        y
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {

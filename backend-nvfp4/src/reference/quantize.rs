@@ -123,6 +123,36 @@ pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
     Packed { codes: codes.concat(), scales: scales.concat(), global: scaler.global }
 }
 
+/// The rows of a row-major matrix, each quantized by itself and read back: two-level, 1x16, to nearest. The tensor scale
+/// of a row is a power of two ([`row_scale`]), so that every value has at most six significant bits, which 16-bit floats
+/// hold exactly.
+///
+/// # Panics
+/// If the columns are not a multiple of 16.
+pub fn rounded_rows(x: &[f32], cols: usize) -> Vec<f32> {
+    assert!(cols.is_multiple_of(BLOCK), "{cols} columns: not a multiple of 16");
+    let amax = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
+    let mut out = Vec::with_capacity(x.len());
+    for row in x.chunks_exact(cols.max(1)) {
+        let scaler = Scaler::with_global(row_scale(amax(row)));
+        for block in row.chunks_exact(BLOCK) {
+            let (byte, encode) = scaler.block(amax(block));
+            let scale = e4m3_decode(byte);
+            out.extend(block.iter().map(|v| (e2m1_decode(e2m1_encode(v * encode)) * scale) * scaler.global));
+        }
+    }
+    out
+}
+
+/// The tensor scale of a row that is quantized by itself: the smallest power of two that is at least `amax / 2688`, but
+/// not below 2^-100.
+fn row_scale(amax: f32) -> f32 {
+    // Integer operations, because a division may be rounded differently on a device. 2688 is 1.3125 * 2^11: the exponent
+    // of `amax` goes up by one if its significand is above 1.3125.
+    let exponent = (amax.to_bits() + 0x0057_FFFF) >> 23;
+    f32::from_bits((exponent.max(27 + 11) - 11) << 23)
+}
+
 /// The values of a packed matrix, row-major: `(code * scale) * g`, where each product is rounded to f32.
 pub fn dequantize(packed: &Packed, rows: usize, cols: usize) -> Vec<f32> {
     let mut out = Vec::with_capacity(rows * cols);
@@ -153,6 +183,11 @@ impl Scaler {
             Scaling::Two => tensor_amax / FULL_SCALE,
         };
         Self { scaling, full, global }
+    }
+
+    /// For a tensor scale that is a power of two.
+    fn with_global(global: f32) -> Self {
+        Self { scaling: Scaling::Two, full: 1.0 / global, global }
     }
 
     /// The scale byte of a block and the factor that brings its values onto the E2M1 grid.

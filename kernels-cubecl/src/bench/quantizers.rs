@@ -55,6 +55,9 @@ impl<'a, R: Runtime> Bench<'a, R> {
         self.row(show, "amax", shape.clone(), moved(n as f64 * 2.0), |_| {
             quantize::amax(client, self.arg(&x, n), BF16, 1.0, self.arg(&amax, 3))
         })?;
+        self.row(show, "round each row by itself", shape.clone(), moved(n as f64 * 4.0), |_| {
+            quantize::rounded_rows(client, self.arg(&x, n), self.arg(&y, n), BF16, [rows, cols])
+        })?;
         self.row(show, "dequantize", shape.clone(), moved(n as f64 * 2.5625), |_| {
             let packed = (self.arg(&codes, n / 8), self.arg(&scales, n / 16));
             dequantize(client, packed.0, packed.1, None, self.arg(&y, n), BF16, rows, cols)

@@ -30,10 +30,12 @@ use crate::{
 use cubecl::prelude::*;
 
 mod amax;
+mod rows;
 mod spec;
 mod tile;
 
 pub use amax::{AMAX_LEN, amax, amax_of_maxima, amax_rotated, amax_together};
+pub use rows::rounded_rows;
 pub use spec::{BlockShape, QuantizeSpec, Rounding, Scaling};
 pub use tile::View;
 use tile::{DeviceView, QuantizeGrid, RowBlock, gap, load_rows, own, rotate_row, store_across, units};
@@ -194,12 +196,18 @@ fn amax_of_square(rows: &Sequence<RowBlock>, #[comptime] along: bool, #[comptime
 #[cube]
 fn scale_of(block_amax: f32, amax: &Array<f32>, #[comptime] two_level: bool) -> (u32, f32) {
     if comptime!(two_level) {
-        let (byte, value) = e4m3_scale(min(block_amax * amax[1], 448.0f32));
-        (byte, min(1.0f32 / (value * amax[2]), 3.402_823_5e38f32))
+        two_level_scale(block_amax, amax[1], amax[2])
     } else {
         let (byte, value) = e4m3_scale(clamp(block_amax / 6.0f32, 0.015625f32, 448.0f32));
         (byte, 1.0f32 / value)
     }
+}
+
+/// The same for two levels, where the tensor scale gives `sixth = full / 6` and `inverse = 1 / full`.
+#[cube]
+fn two_level_scale(block_amax: f32, sixth: f32, inverse: f32) -> (u32, f32) {
+    let (byte, value) = e4m3_scale(min(block_amax * sixth, 448.0f32));
+    (byte, min(1.0f32 / (value * inverse), 3.402_823_5e38f32))
 }
 
 /// Encodes the values of a row times `encode`; `amax` is the largest magnitude of their block.

@@ -81,7 +81,7 @@ mod tests {
     fn a_log_of_an_older_version_is_read() {
         let run = tempfile::tempdir().unwrap();
         let text = "{\"step\": 3, \"eval_loss\": 2.5, \"eval_loss_quantised\": 2.75}\nhalf a li";
-        fs::write(run.path().join(METRICS), text).unwrap();
+        std::fs::write(run.path().join(METRICS), text).unwrap();
         let expected = serde_json::json!({"step": 3, "eval_loss": 2.5, "eval_loss_quantized": 2.75});
         assert_eq!(lines(run.path(), METRICS).unwrap(), [expected]);
     }

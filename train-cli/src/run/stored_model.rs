@@ -140,7 +140,7 @@ impl StoredModel {
         precision: Precision,
         device: &B::Device,
     ) -> Result<Qwen3<B>, CliError> {
-        let spec = LinearSpec::new(recipe, Scaling::Two, precision);
+        let spec = LinearSpec::new(recipe, Scaling::Two, precision).each_row();
         let load = |tensors: &dyn Tensors| {
             weights::load(&Reading::of(tensors, "loading"), &self.config, spec, Purpose::Infer, device)
         };

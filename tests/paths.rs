@@ -1,0 +1,256 @@
+//! An answer does not depend on the path to it: on what shares its forwards, on how its prompt is divided, on what the
+//! session has read before. With quantized activations, too, where a scale over all rows would let others change it.
+
+use crate::support::{
+    Cpu,
+    files::{F32, demo_file, ok, tiny_model_with_spread},
+    golden,
+    http::Server,
+};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Parts, Recipe};
+use model_qwen3::{
+    config::Qwen3Config,
+    container::Container,
+    generate::{Answering, GenerateOptions, Generation, Session, generate, step},
+    model::{Qwen3, ids_tensor},
+    sample::Sampling,
+    weights::{self, Purpose, to_host},
+};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+use std::{ops::ControlFlow, path::Path, thread};
+
+type Request = (Vec<u32>, GenerateOptions);
+
+fn load(folder: &Path, spec: LinearSpec, purpose: Purpose) -> Qwen3<Cpu> {
+    let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+    weights::load(&Container::open(folder).unwrap(), &config, spec, purpose, &Default::default()).unwrap()
+}
+
+fn alone(model: &Qwen3<Cpu>, (prompt, options): &Request) -> Generation {
+    generate(model, prompt, options, |_| ControlFlow::Continue(())).unwrap()
+}
+
+/// Answers requests together. One more joins at each step.
+fn together(model: &Qwen3<Cpu>, requests: &[Request]) -> Vec<Generation> {
+    let mut sessions: Vec<_> = requests.iter().map(|_| Session::new(model, 800).unwrap()).collect();
+    let begin = |(session, (prompt, options)): (&mut Session<'_, Cpu>, &Request)| {
+        Answering::new(session, prompt, options).unwrap()
+    };
+    let mut answers: Vec<_> = sessions.iter_mut().zip(requests).map(begin).collect();
+    let mut steps = 0;
+    while answers.iter().any(|answer| !answer.has_ended()) {
+        steps += 1;
+        assert!(steps < 1000, "an answer waits forever");
+        let joined = sessions.iter_mut().zip(&mut answers).take(steps);
+        step(&mut joined.filter(|(_, answer)| !answer.has_ended()).collect::<Vec<_>>()).unwrap();
+    }
+    answers.into_iter().map(|answer| answer.into_generation().unwrap()).collect()
+}
+
+/// Requests with 16 neighbors: prompts shorter than a chunk of 512 tokens, as long, longer, greedy and with seeds.
+fn requests() -> Vec<Request> {
+    let lengths = [3, 600, 17, 512, 1, 513, 40, 5, 90, 2, 700, 31, 8, 64, 511, 4, 250];
+    let request = |(i, &length): (usize, &usize)| {
+        let prompt = (0..length).map(|t| ((t * 37 + i * 101 + t * t * 7) % 500) as u32).collect();
+        let drawn = Sampling { temperature: 1.2, top_k: 40, top_p: 0.95, seed: i as u64, ..Sampling::GREEDY };
+        let sampling = if i % 3 == 0 { Sampling::GREEDY } else { drawn };
+        (prompt, GenerateOptions { max_tokens: 3 + i % 5, sampling, stop_ids: vec![], logprobs: Some(5) })
+    };
+    lengths.iter().enumerate().map(request).collect()
+}
+
+/// Under every recipe, tokens and logarithms of probabilities are equal to the bit.
+#[test]
+fn neighbors_do_not_change_an_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("m");
+    tiny_model_with_spread(&folder, false, 0.3);
+    let requests = requests();
+    for recipe in [Recipe::W4a4, Recipe::W4, Recipe::Nvfp4(Nvfp4Parts::ALL)] {
+        // Masters are quantized by each forward, the head too.
+        let spec = LinearSpec { recipe, block: recipe.weight_blocks(), ..F32 };
+        let model = load(&folder, spec, Purpose::Train(MasterKind::F32));
+        for (i, (found, request)) in together(&model, &requests).iter().zip(&requests).enumerate() {
+            let expected = alone(&model, request);
+            assert_eq!(found.ids, expected.ids, "request {i} of {recipe:?}");
+            assert_eq!(found.logprobs, expected.logprobs, "request {i} of {recipe:?}");
+        }
+        // What the test would see: the scale that training takes over all rows lets one row change another.
+        let first = |rows: &[Vec<u32>]| {
+            let ids = ids_tensor(rows, model.config(), &model.device()).unwrap();
+            to_host(model.forward(ids, |_| {}).slice(0..rows[0].len())).unwrap()
+        };
+        let rows = [vec![1, 2, 3, 4], vec![50, 60, 70, 80]];
+        let apart = first(&rows[..1]).iter().zip(first(&rows)).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
+        assert!(!recipe.packs_activations() || apart > 1e-4, "{recipe:?}: {apart}");
+    }
+}
+
+/// Prompts that begin differently, so that no session reuses a long beginning.
+fn prompts() -> Vec<String> {
+    (0..17).map(|i| format!("{} {}", 17 * i, "word ".repeat(1 + i * 5 % 23))).collect()
+}
+
+/// A folder `p` with an NVFP4 model.
+fn packed_folder(d: &Path) {
+    tiny_model_with_spread(&d.join("m"), true, 0.3);
+    std::fs::create_dir(d.join("p")).unwrap();
+    ok(d, &["convert", "m", "p/model.dat", "--to", "dat", "--dtype", "nvfp4"]);
+}
+
+#[test]
+fn prompts_of_a_file_do_not_change_each_other_with_quantized_activations() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    packed_folder(d);
+    let prompts = prompts();
+    let row = |p: &String| json!({ "prompt": p }).to_string();
+    std::fs::write(d.join("p.jsonl"), prompts.iter().map(row).collect::<Vec<_>>().join("\n")).unwrap();
+    let fixed = ["generate", "-m", "p", "--w4a4", "--device", "cpu", "--temp", "1.2", "--seed", "9"];
+    let fixed = [&fixed[..], &["--max-tokens", "12", "--logprobs", "3", "--raw", "--json"]].concat();
+    let lines = ok(d, &[&fixed[..], &["--prompts", "p.jsonl", "--batch-size", "17"]].concat());
+    let found: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(found.len(), prompts.len());
+    for i in [0, 3, 8, 16] {
+        let alone: Value = serde_json::from_str(&ok(d, &[&fixed[..], &["-p", &prompts[i]]].concat())).unwrap();
+        for key in ["ids", "logprobs", "text"] {
+            assert_eq!(found[i][key], alone[key], "{key} of {:?}", prompts[i]);
+        }
+    }
+}
+
+#[test]
+fn served_neighbors_do_not_change_an_answer_with_quantized_activations() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    packed_folder(d);
+    let server = Server::start(d, &["-m", "p", "--w4a4", "--context", "192", "--parallel", "17"]);
+    let body = |(i, prompt): (usize, &String)| json!({"prompt": prompt, "temperature": 1.2, "seed": i, "max_tokens": 12, "logprobs": 3, "ignore_eos": true});
+    let bodies: Vec<Value> = prompts().iter().enumerate().map(body).collect();
+    let asked = |body: &Value| server.ask("/v1/completions", body)["choices"].clone();
+    let together: Vec<Value> = thread::scope(|scope| {
+        let asking: Vec<_> = bodies.iter().map(|body| scope.spawn(|| asked(body))).collect();
+        asking.into_iter().map(|asking| asking.join().unwrap()).collect()
+    });
+    // One after another, on a new server with a fresh session for each.
+    let server = Server::start(d, &["-m", "p", "--w4a4", "--context", "192", "--parallel", "17"]);
+    for (body, together) in bodies.iter().zip(&together) {
+        assert_eq!(&server.ask("/v1/completions", body)["choices"], together, "{body}");
+    }
+}
+
+const FIXTURES: [&str; 2] = ["tiny-tied", "tiny-untied"];
+
+/// The prompt of a fixture, and the greedy answer that Hugging Face gave to it.
+fn expected_answer(fixture: &str) -> (Vec<u32>, Vec<u32>) {
+    let bytes = std::fs::read(golden(&format!("hf-qwen3/{fixture}/expected.safetensors"))).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let ids = |name: &str| -> Vec<u32> {
+        file.tensor(name).unwrap().data().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    let (prompt, all) = (ids("generate.prompt"), ids("generate.ids"));
+    let answer = all[prompt.len()..].to_vec();
+    (prompt, answer)
+}
+
+fn greedy(max_tokens: usize) -> GenerateOptions {
+    GenerateOptions { max_tokens, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None }
+}
+
+/// In f32 with an f32 cache, the tokens of Hugging Face come out of every path.
+#[test]
+fn every_path_gives_the_answer_of_hugging_face() {
+    for fixture in FIXTURES {
+        let (prompt, expected) = expected_answer(fixture);
+        let model = load(&golden(&format!("hf-qwen3/{fixture}")), F32, Purpose::Infer);
+        let options = greedy(expected.len());
+        let request = (prompt.clone(), options.clone());
+        let answer = |session: &mut Session<'_, Cpu>| {
+            session.answer(&prompt, &options, |_| ControlFlow::Continue(())).unwrap().ids
+        };
+        assert_eq!(alone(&model, &request).ids, expected, "{fixture}: in one piece");
+        for chunk in [1, 2, 4, 7] {
+            let mut session = Session::new(&model, 64).unwrap();
+            prompt[..prompt.len() - 1].chunks(chunk).for_each(|part| drop(session.read(part).unwrap()));
+            assert_eq!(answer(&mut session), expected, "{fixture}: in chunks of {chunk}");
+            assert_eq!(answer(&mut session), expected, "{fixture}: of a session that has read it");
+            let other = [&prompt[..4], &expected[..9]].concat();
+            session.answer(&other, &greedy(20), |_| ControlFlow::Continue(())).unwrap();
+            assert_eq!(session.cached(&prompt), 4);
+            assert_eq!(answer(&mut session), expected, "{fixture}: after a rewind to the fourth token");
+        }
+        let mut batch = vec![request];
+        batch.extend(requests().into_iter().map(|(p, o)| (p.iter().map(|id| id % 300).collect(), o)));
+        batch.swap(0, 8);
+        assert_eq!(together(&model, &batch)[8].ids, expected, "{fixture}: with 17 others");
+        // Without a cache: the whole text again for each token.
+        let mut ids = prompt.clone();
+        for next in &expected {
+            let h = model.forward(ids_tensor(&[ids.clone()], model.config(), &model.device()).unwrap(), |_| {});
+            let logits = to_host(model.logits(h.slice(ids.len() - 1..ids.len()))).unwrap();
+            let best = (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap();
+            assert_eq!(best as u32, *next, "{fixture}: without a cache, token {}", ids.len());
+            ids.push(*next);
+        }
+    }
+}
+
+/// A tokenizer whose texts spell the ids: `<7><12>`.
+fn numbers_tokenizer(vocabulary: usize) -> Value {
+    let vocab: serde_json::Map<String, Value> = (0..vocabulary).map(|id| (format!("<{id}>"), id.into())).collect();
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "<[0-9]+>"}, "behavior": "Isolated", "invert": false},
+        "post_processor": null,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<0>"},
+    })
+}
+
+#[test]
+fn the_program_and_its_server_give_the_answer_of_hugging_face() {
+    let spelled = |ids: &[u32]| ids.iter().map(|id| format!("<{id}>")).collect::<String>();
+    for fixture in FIXTURES {
+        let dir = tempfile::tempdir().unwrap();
+        let d = dir.path();
+        let (prompt, expected) = expected_answer(fixture);
+        let m = d.join("m");
+        std::fs::create_dir(&m).unwrap();
+        for name in ["config.json", "model.safetensors"] {
+            std::fs::copy(golden(&format!("hf-qwen3/{fixture}/{name}")), m.join(name)).unwrap();
+        }
+        std::fs::copy(demo_file("tokenizer_config.json"), m.join("tokenizer_config.json")).unwrap();
+        let vocabulary = Qwen3Config::from_file(&m.join("config.json")).unwrap().vocab_size;
+        std::fs::write(m.join("tokenizer.json"), numbers_tokenizer(vocabulary).to_string()).unwrap();
+        let stop = (0..vocabulary as u32).find(|id| !expected.contains(id)).unwrap();
+        std::fs::write(m.join("generation_config.json"), json!({ "eos_token_id": stop }).to_string()).unwrap();
+
+        let others = (0..5).map(|i| spelled(&(0..3 + i * 4).map(|t| (t * 17 + i * 5) % 300).collect::<Vec<_>>()));
+        let mut prompts: Vec<String> = others.collect();
+        prompts.insert(2, spelled(&prompt));
+        let row = |p: &String| json!({ "prompt": p }).to_string();
+        std::fs::write(d.join("p.jsonl"), prompts.iter().map(row).collect::<Vec<_>>().join("\n")).unwrap();
+        let tokens = expected.len().to_string();
+        let fixed = ["generate", "-m", "m", "--device", "cpu", "--compute-dtype", "f32", "--temp", "0", "--raw"];
+        let fixed = [&fixed[..], &["--json", "--max-tokens", &tokens]].concat();
+        let alone: Value = serde_json::from_str(&ok(d, &[&fixed[..], &["-p", &prompts[2]]].concat())).unwrap();
+        assert_eq!(alone["ids"], json!(expected), "{fixture}: generate");
+        let lines = ok(d, &[&fixed[..], &["--prompts", "p.jsonl", "--batch-size", "4"]].concat());
+        let batched: Value = serde_json::from_str(lines.lines().nth(2).unwrap()).unwrap();
+        assert_eq!(batched["ids"], json!(expected), "{fixture}: generate --prompts");
+
+        let server = Server::start(d, &["-m", "m", "--compute-dtype", "f32", "--context", "128", "--parallel", "4"]);
+        let ask = |prompt: &String| {
+            let body = json!({"prompt": prompt, "temperature": 0, "max_tokens": expected.len(), "ignore_eos": true});
+            server.ask("/v1/completions", &body)["choices"][0]["text"].clone()
+        };
+        assert_eq!(ask(&prompts[2]), spelled(&expected), "{fixture}: served");
+        assert_eq!(ask(&prompts[2]), spelled(&expected), "{fixture}: served from what was read before");
+        let together: Vec<Value> = thread::scope(|scope| {
+            let asking: Vec<_> = prompts.iter().map(|prompt| scope.spawn(|| ask(prompt))).collect();
+            asking.into_iter().map(|asking| asking.join().unwrap()).collect()
+        });
+        assert_eq!(together[2], spelled(&expected), "{fixture}: served with others");
+    }
+}
