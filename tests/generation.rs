@@ -10,8 +10,8 @@ use crate::support::{
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
-    generate::Session,
     model::Qwen3,
+    session::Session,
     tokenizer::Tokenizer,
     weights::{self, Purpose},
 };

@@ -7,7 +7,7 @@
 
 use crate::{
     kernels::Nvfp4Kernels,
-    ops::{Activations, Layer},
+    ops::{Activations, LinearLayer},
     packed::Operand,
     recipe::{LinearSpec, Recipe},
 };
@@ -16,7 +16,7 @@ use kernels_cubecl::matmul::Product;
 
 /// What the backward of linear layers reads: the operands that the forward multiplied.
 #[derive(Debug, Clone)]
-pub(crate) struct Saved<B: Backend> {
+pub(crate) struct SavedLinears<B: Backend> {
     /// Activations before quantization where the backward packs them in its own way ([`Recipe::packs_gradients`]).
     x: Operand<B>,
     /// The weight of each layer.
@@ -25,11 +25,14 @@ pub(crate) struct Saved<B: Backend> {
 }
 
 /// Returns the output of each layer, and what the backward needs. All layers have the same recipe.
-pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>) -> (Vec<FloatTensor<B>>, Saved<B>) {
+pub(crate) fn forward<B: Nvfp4Kernels>(
+    x: Activations<B>,
+    layers: Vec<LinearLayer<B>>,
+) -> (Vec<FloatTensor<B>>, SavedLinears<B>) {
     let spec = layers[0].spec;
     let (dtype, recipe) = (spec.precision.dtype(), spec.recipe);
     debug_assert_eq!(x.values.dtype(), dtype, "the model casts activations where they enter");
-    let weight = |layer: Layer<B>| match layer.weight {
+    let weight = |layer: LinearLayer<B>| match layer.weight {
         Operand::Dense(w) if !recipe.packs_weights() => Operand::Dense(cast::<B>(w, dtype)),
         Operand::Dense(w) => Operand::Packed(B::nvfp4_quantize(w, spec.weights())),
         codes @ Operand::Packed(_) => codes,
@@ -43,7 +46,7 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
     };
     let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
     let x = if recipe.packs_gradients().is_some() { Operand::Dense(x.values) } else { read };
-    (ys, Saved { x, w, recipe })
+    (ys, SavedLinears { x, w, recipe })
 }
 
 /// Returns `dx`, the sum over layers of `dy · W`, and for each layer `dW = dyᵀ · x` in f32, computed with the operands
@@ -52,7 +55,7 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
 /// the activations can be freed before `dx` takes their place.
 pub(crate) fn backward<B: Nvfp4Kernels>(
     dys: Vec<Option<FloatTensor<B>>>,
-    Saved { x, w, recipe }: Saved<B>,
+    SavedLinears { x, w, recipe }: SavedLinears<B>,
     specs: &[LinearSpec],
     wanted: &[bool],
 ) -> (Option<FloatTensor<B>>, Vec<Option<FloatTensor<B>>>) {

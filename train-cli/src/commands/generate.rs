@@ -4,21 +4,20 @@ use super::flags;
 use crate::{
     CliError,
     args::GenerateArgs,
-    device::{self, Job as DeviceJob},
+    device::{self, Job},
     model_files::TextFiles,
     report,
     talk::{
         answer::Answer,
-        batch::{Batch, Job, Listener},
+        batch::{Asked, Batch, Listener},
         loaded::Loaded,
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
     chat_template::RenderOptions,
-    file,
-    generate::{GenerateOptions, Session},
-    json,
+    file, json,
+    session::{GenerateOptions, Session},
 };
 use serde_json::{Value, json};
 use std::{cell::RefCell, collections::BTreeMap, io::Read, path::Path, time::Instant};
@@ -64,7 +63,7 @@ struct Generate {
     questions: Questions,
 }
 
-impl DeviceJob for Generate {
+impl Job for Generate {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
@@ -125,7 +124,7 @@ fn all<B: Nvfp4Kernels>(
             && let Some((number, prompt)) = next.next()
         {
             let (options, ends) = (options.clone(), args.sampling.stop.clone());
-            batch.begin(Job { prompt, options, ends, listener: Place { number, complete: &complete } })?;
+            batch.begin(Asked { prompt, options, ends, listener: Place { number, complete: &complete } })?;
         }
         batch.step()?;
         while let Some(answer) = complete.borrow_mut().remove(&printed) {

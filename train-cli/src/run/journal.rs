@@ -16,7 +16,7 @@ use crate::{
     run::header,
     run::inputs::Inputs,
     run::log,
-    run::sample::{MAX_TOKENS, Samples, beginning},
+    run::sample_answers::{MAX_TOKENS, Samples, beginning},
     run::saving::{Keep, Saver},
     run::tensorboard::Events,
     settings::{ReportTo, SaveStrategy},

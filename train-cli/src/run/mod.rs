@@ -12,7 +12,7 @@ mod log;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;
-pub mod sample;
+pub mod sample_answers;
 pub mod saving;
 pub mod summary;
 mod tensorboard;

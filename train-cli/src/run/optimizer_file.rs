@@ -10,7 +10,7 @@
 
 use crate::{
     CliError,
-    train::optim::{AdamwConfig, ChunkedAdamw, TensorState},
+    train::chunked_adamw::{AdamwConfig, ChunkedAdamw, TensorState},
 };
 use backend_nvfp4::{AdamwState, Moment, Nvfp4Kernels, STATE_BLOCK, StateKind};
 use burn::tensor::{

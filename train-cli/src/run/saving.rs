@@ -16,7 +16,8 @@ use super::{
     optimizer_file,
 };
 use crate::{
-    CliError, device, durable::PendingFolder, memory::host, model_files::Companions, report, train::optim::ChunkedAdamw,
+    CliError, device, durable::PendingFolder, memory::host, model_files::Companions, report,
+    train::chunked_adamw::ChunkedAdamw,
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
@@ -256,7 +257,7 @@ mod tests {
     use crate::{
         durable,
         settings::Settings,
-        train::optim::{AdamwConfig, ChunkedAdamw, Rate},
+        train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate},
     };
     use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling, StateKind};
     use burn::{
