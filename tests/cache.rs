@@ -8,8 +8,8 @@ use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
-    generate::Session,
     model::{Qwen3, ids_tensor},
+    session::Session,
     weights::{self, Purpose, to_host},
 };
 use std::path::{Path, PathBuf};

@@ -9,9 +9,9 @@ use crate::support::{
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
-    generate::{GenerateOptions, Progress, Session},
     model::Qwen3,
     sample::Sampling,
+    session::{GenerateOptions, Progress, Session},
     weights::{self, Purpose},
 };
 use serde_json::{Value, json};

@@ -56,6 +56,25 @@ fn every_named_file_and_function_exists() {
     assert!(missing.is_empty(), "named in a document and not found:\n{}", missing.join("\n"));
 }
 
+/// A mutant that a person wrote names a text that stands once in its file, and so does what the copy leaves out.
+#[test]
+fn the_texts_of_mutants_match_the_sources() {
+    let list: Vec<serde_json::Value> =
+        serde_json::from_str(&read(&root().join("doc/notebook/mutations-by-hand.json"))).unwrap();
+    let text = |mutant: &serde_json::Value, key: &str| mutant[key].as_str().unwrap().to_owned();
+    let mut places: Vec<(String, String)> = list.iter().map(|m| (text(m, "file"), text(m, "find"))).collect();
+    assert!(places.len() >= 16, "only {} mutants were found", places.len());
+    let script = read(&root().join("doc/notebook/mutations.py"));
+    let trimmed = script.split("TRIM = [\n").nth(1).and_then(|rest| rest.split("\n]").next()).expect("the list TRIM");
+    places.extend(trimmed.lines().map(|line| {
+        let (file, text) = line.trim().trim_matches(['(', ')', ',']).split_once(", ").expect("a file and a text");
+        (file.trim_matches('"').to_owned(), text.trim_matches(['"', '\'']).to_owned())
+    }));
+    let counts = places.into_iter().map(|(file, text)| (read(&root().join(&file)).matches(&text).count(), file, text));
+    let wrong: Vec<_> = counts.filter(|(count, ..)| *count != 1).collect();
+    assert!(wrong.is_empty(), "texts that do not stand once in their file: {wrong:?}");
+}
+
 /// A reader of the walks through the code opens each file once.
 #[test]
 fn each_walk_names_a_file_once() {

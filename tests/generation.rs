@@ -11,8 +11,8 @@ use backend_nvfp4::{LinearSpec, Recipe};
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
-    generate::Session,
     model::Qwen3,
+    session::Session,
     tokenizer::Tokenizer,
     weights::{self, Purpose},
 };

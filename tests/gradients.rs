@@ -3,7 +3,7 @@
 
 use crate::support::{Cpu, Cube, RECIPES, Random, host, matrix, on_gpu, relative, supports};
 use backend_nvfp4::{
-    Activations, Layer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Operand, Precision, Recipe, Scaling,
+    Activations, LinearLayer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Operand, Precision, Recipe, Scaling,
 };
 use burn::{
     backend::Autodiff,
@@ -117,7 +117,7 @@ fn sharing<B: Nvfp4Kernels>(device: B::Device) {
                         } else {
                             Operand::Dense(w.clone().into_primitive().tensor())
                         };
-                        Layer { weight, gradient: None, spec: spec.slot(i as u32) }
+                        LinearLayer { weight, gradient: None, spec: spec.slot(i as u32) }
                     });
                     let ys = Autodiff::<B>::nvfp4_linears(Activations::from(x.clone()), given.collect());
                     let ys: Vec<_> = ys

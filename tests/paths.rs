@@ -11,9 +11,9 @@ use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Parts, Recipe};
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
-    generate::{Answering, GenerateOptions, Generation, Session, generate, step},
     model::{Qwen3, ids_tensor},
     sample::Sampling,
+    session::{Answering, GenerateOptions, Generation, Session, generate, step},
     weights::{self, Purpose, to_host},
 };
 use safetensors::SafeTensors;

@@ -31,11 +31,11 @@ use train_cli::{
     memory::pool::Pool,
     memory::vram::VramReport,
     settings::{Clip, LossKind},
+    train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate},
     train::clip::Clipping,
     train::damp,
     train::gradients::{Fate, Gathered},
     train::objective::Trainee,
-    train::optim::{AdamwConfig, ChunkedAdamw, Rate},
     train::pass::Pass,
     train::step::{Stepped, Stepper},
 };

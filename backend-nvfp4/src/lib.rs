@@ -57,7 +57,7 @@ pub use kernels_cubecl::{
     rng::Stream,
 };
 pub use linear::{Nvfp4Linear, PackedMaster, linears};
-pub use ops::{Activations, Layer, Nvfp4Backend};
+pub use ops::{Activations, LinearLayer, Nvfp4Backend};
 pub use optim::{AdamwState, MasterKind, Moment, StateKind};
 pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, Packed, read_bytes, read_words};
 pub use recipe::{ActivationScale, LinearSpec, Nvfp4Parts, Precision, Recipe};

@@ -1,7 +1,7 @@
 //! Linear layers without bias as modules, and the call of one layer or of several that read the same activations.
 
 use crate::{
-    ops::{Activations, Layer, Nvfp4Backend},
+    ops::{Activations, LinearLayer, Nvfp4Backend},
     packed::{Nvfp4Tensor, Operand},
     primitive::{primitive, tensor},
     recipe::LinearSpec,
@@ -59,15 +59,15 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
     }
 
     /// The layer as an operation takes it. No recipe quantizes a [`Self::Dense`] weight.
-    fn operands(&self, spec: LinearSpec) -> Layer<B> {
+    fn operands(&self, spec: LinearSpec) -> LinearLayer<B> {
         let dense = |w: &Param<Tensor<B, 2>>| Operand::Dense(primitive(w.val()));
         match self {
-            Self::Master(w) => Layer { weight: dense(w), gradient: None, spec },
-            Self::Dense(w) => Layer { weight: dense(w), gradient: None, spec: spec.unquantized() },
-            Self::Packed(w) => Layer { weight: Operand::Packed(w.primitive()), gradient: None, spec },
+            Self::Master(w) => LinearLayer { weight: dense(w), gradient: None, spec },
+            Self::Dense(w) => LinearLayer { weight: dense(w), gradient: None, spec: spec.unquantized() },
+            Self::Packed(w) => LinearLayer { weight: Operand::Packed(w.primitive()), gradient: None, spec },
             Self::PackedMaster(w) => {
                 let gradient = Some(primitive(w.gradient.val()));
-                Layer { weight: Operand::Packed(w.weight.primitive()), gradient, spec }
+                LinearLayer { weight: Operand::Packed(w.weight.primitive()), gradient, spec }
             }
         }
     }

@@ -6,7 +6,7 @@ use crate::{
     burn_ops,
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
-    ops::{Activations, Layer, Nvfp4Backend},
+    ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::{AdamwState, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
     recipe::{LinearSpec, Precision},
@@ -32,7 +32,7 @@ use kernels_cubecl::{
 use ndarray::{Array2, Ix2, linalg::general_mat_mul};
 
 impl Nvfp4Backend for NdArray {
-    fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<LinearLayer<Self>>) -> Vec<FloatTensor<Self>> {
         straight_through::forward::<Self>(x, layers).0
     }
 

@@ -24,7 +24,7 @@ pub trait Nvfp4Backend: Backend {
     /// Computes `y = x · Wᵀ` for layers that read the same activations `[M, K]`. Weights are `[N, K]`, and the
     /// specifications of the layers differ in their random streams only. Operands are quantized as the recipe says.
     /// Gradients pass through the quantization unchanged; the gradients of weights are f32.
-    fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>>;
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<LinearLayer<Self>>) -> Vec<FloatTensor<Self>>;
 
     /// Returns `h` and `h / rms(h) * w`, where `h` is `x`, or `x + added`. The norm runs over the columns of `h`
     /// `[M, D]` in f32, is rounded to the dtype of `x`, and is then weighted by `w` f32 `[D]`. The result is ready
@@ -90,7 +90,7 @@ impl<B: Backend> From<Tensor<B, 2>> for Activations<B> {
 
 /// A linear layer as [`Nvfp4Backend::nvfp4_linears`] takes it.
 #[derive(Debug, Clone)]
-pub struct Layer<B: Backend> {
+pub struct LinearLayer<B: Backend> {
     /// The weight `[N, K]`: float values, which the recipe quantizes, or codes.
     pub weight: Operand<B>,
     /// The float tensor `[N, K]` that takes the gradient of codes, because autodiff knows no gradient of integers.

@@ -7,7 +7,7 @@
 
 use crate::{
     kernels::Nvfp4Kernels,
-    ops::{Activations, Layer},
+    ops::{Activations, LinearLayer},
     packed::Operand,
     recipe::{ActivationScale, LinearSpec, Recipe},
 };
@@ -16,7 +16,7 @@ use kernels_cubecl::matmul::Product;
 
 /// What the backward of linear layers reads: the operands that the forward multiplied.
 #[derive(Debug, Clone)]
-pub(crate) struct Saved<B: Backend> {
+pub(crate) struct SavedLinears<B: Backend> {
     /// Activations before quantization where the backward packs them in its own way ([`Recipe::packs_gradients`]).
     x: Operand<B>,
     /// The weight of each layer.
@@ -25,7 +25,10 @@ pub(crate) struct Saved<B: Backend> {
 }
 
 /// Returns the output of each layer, and what the backward needs. All layers have the same recipe.
-pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>) -> (Vec<FloatTensor<B>>, Saved<B>) {
+pub(crate) fn forward<B: Nvfp4Kernels>(
+    x: Activations<B>,
+    layers: Vec<LinearLayer<B>>,
+) -> (Vec<FloatTensor<B>>, SavedLinears<B>) {
     let spec = layers[0].spec;
     let (dtype, recipe) = (spec.precision.dtype(), spec.recipe);
     debug_assert_eq!(x.values.dtype(), dtype, "the model casts activations where they enter");
@@ -40,22 +43,22 @@ pub(crate) fn forward<B: Nvfp4Kernels>(x: Activations<B>, layers: Vec<Layer<B>>)
     };
     let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
     let x = if recipe.packs_gradients().is_some() { Operand::Dense(x.values) } else { read };
-    (ys, Saved { x, w, recipe })
+    (ys, SavedLinears { x, w, recipe })
 }
 
 /// The weight of each layer as the products read it.
-fn weights<B: Nvfp4Kernels>(layers: Vec<Layer<B>>, spec: LinearSpec) -> Vec<Operand<B>> {
+fn weights<B: Nvfp4Kernels>(layers: Vec<LinearLayer<B>>, spec: LinearSpec) -> Vec<Operand<B>> {
     let packs = spec.recipe.packs_weights();
     let mut together = vec![];
     if packs && spec.shares_scale {
-        let dense = |layer: &Layer<B>| match &layer.weight {
+        let dense = |layer: &LinearLayer<B>| match &layer.weight {
             Operand::Dense(w) => Some(w.clone()),
             Operand::Packed(_) => None,
         };
         together = B::nvfp4_quantize_together(layers.iter().filter_map(dense).collect(), spec.weights());
     }
     let mut together = together.into_iter();
-    let weight = |layer: Layer<B>| match layer.weight {
+    let weight = |layer: LinearLayer<B>| match layer.weight {
         Operand::Dense(w) if !packs => Operand::Dense(cast::<B>(w, spec.precision.dtype())),
         Operand::Dense(w) => Operand::Packed(together.next().unwrap_or_else(|| B::nvfp4_quantize(w, spec.weights()))),
         codes @ Operand::Packed(_) => codes,
@@ -69,7 +72,7 @@ fn weights<B: Nvfp4Kernels>(layers: Vec<Layer<B>>, spec: LinearSpec) -> Vec<Oper
 /// the activations can be freed before `dx` takes their place.
 pub(crate) fn backward<B: Nvfp4Kernels>(
     dys: Vec<Option<FloatTensor<B>>>,
-    Saved { x, w, recipe }: Saved<B>,
+    SavedLinears { x, w, recipe }: SavedLinears<B>,
     specs: &[LinearSpec],
     wanted: &[bool],
 ) -> (Option<FloatTensor<B>>, Vec<Option<FloatTensor<B>>>) {

@@ -18,7 +18,7 @@
 //! | [`bytes`], [`json`] | numbers as bytes; JSON whose keys stand once |
 //! | [`tokenizer`], [`chat_template`] | text to token ids, by the model's own files |
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
-//! | [`sample`], [`generate`] | choosing a token; prompt to answer |
+//! | [`sample`], [`session`] | choosing a token; prompt to answer |
 //!
 //! # Letters
 //! A capital letter has one meaning in this crate. Names of tensors end in the letters of their shape.
@@ -52,7 +52,6 @@ pub mod dat;
 mod error;
 pub mod file;
 pub mod foreign;
-pub mod generate;
 pub mod gguf;
 pub mod json;
 pub mod kv_cache;
@@ -64,6 +63,7 @@ pub mod repack;
 pub mod rope;
 pub mod safetensors;
 pub mod sample;
+pub mod session;
 pub mod tensors;
 pub mod tokenizer;
 pub mod weights;

@@ -148,15 +148,10 @@ pub(super) fn launch_and_compare(
 
 /// Every case of one tile width, where the device has it.
 pub(super) fn every(gpu: &Gpu, cols: usize) {
-    some(gpu, cols, 0, 1);
-}
-
-/// Every `step`th case of one tile width, from number `first` on.
-pub(super) fn some(gpu: &Gpu, cols: usize, first: usize, step: usize) {
     if !gemm::tile_columns(&gpu.client).contains(&cols) {
         return;
     }
-    for case in cases(cols).into_iter().skip(first).step_by(step) {
+    for case in cases(cols) {
         run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
     }
     if cols == 128 {

@@ -6,7 +6,7 @@ use cubecl::ir::StorageType;
 use kernels_cubecl::gemv::{Gemv, GemvPlan, gemv_in};
 
 /// Rows and columns of the layers of Qwen3-0.6B and Qwen3-4B: of one launch together, and summed.
-const LAYERS: [(usize, usize); 10] = [
+pub(super) const SMALL: [(usize, usize); 10] = [
     (4096, 1024),
     (6144, 1024),
     (1024, 2048),
@@ -19,10 +19,33 @@ const LAYERS: [(usize, usize); 10] = [
     (151_936, 2560),
 ];
 
-/// The plans that differ, with the number of tokens they are for.
-pub(super) fn plans(gpu: &Gpu, ty: StorageType) -> Vec<(GemvPlan, usize, usize)> {
+/// The layers of Qwen3-1.7B, 8B, 14B and 32B.
+pub(super) const LARGE: [(usize, usize); 19] = [
+    (4096, 2048),
+    (12_288, 2048),
+    (2048, 2048),
+    (2048, 6144),
+    (151_936, 2048),
+    (6144, 4096),
+    (24_576, 4096),
+    (4096, 4096),
+    (4096, 12_288),
+    (151_936, 4096),
+    (7168, 5120),
+    (34_816, 5120),
+    (5120, 5120),
+    (5120, 17_408),
+    (151_936, 5120),
+    (10_240, 5120),
+    (51_200, 5120),
+    (5120, 8192),
+    (5120, 25_600),
+];
+
+/// The plans for these layers that differ, with the number of tokens they are for and the columns of the weights.
+fn plans(gpu: &Gpu, layers: &[(usize, usize)], ty: StorageType) -> Vec<(GemvPlan, usize, usize)> {
     let mut plans: Vec<(GemvPlan, usize, usize)> = Vec::new();
-    for (n, k) in LAYERS {
+    for &(n, k) in layers {
         // Tokens are rounded up to a power of two: 3 and 11 leave rows free.
         for rows in [1, 2, 3, 8, 11] {
             let plan = GemvPlan::new(&gpu.client, rows, n, k, ty);
@@ -34,12 +57,15 @@ pub(super) fn plans(gpu: &Gpu, ty: StorageType) -> Vec<(GemvPlan, usize, usize)>
     plans
 }
 
-/// Every plan, or one of `step`, on few rows of weights: they are not part of the plan.
-fn each(gpu: &Gpu, ty: StorageType, step: usize) {
-    for (number, (plan, rows, k)) in plans(gpu, ty).into_iter().enumerate().step_by(step) {
-        let weights: &[usize] = [&[21usize][..], &[21, 8], &[8, 16, 5]][number % 3];
-        let label = format!("gemv of {rows} x {k} with {weights:?} by {plan:?}");
-        run(gpu, plan, rows, k, weights, ty).unwrap_or_else(|e| panic!("sm_{} {label}: {e}", gpu.arch));
+/// Every plan for these layers in bf16, and every eighth in f16: the type changes how values are converted, and nothing else.
+/// Few rows of weights are multiplied: they are not part of the plan.
+pub(super) fn every(gpu: &Gpu, layers: &[(usize, usize)]) {
+    for (ty, step) in [(BF16, 1), (F16, 8)] {
+        for (number, (plan, rows, k)) in plans(gpu, layers, ty).into_iter().enumerate().step_by(step) {
+            let weights: &[usize] = [&[21usize][..], &[21, 8], &[8, 16, 5]][number % 3];
+            let label = format!("gemv of {rows} x {k} with {weights:?} by {plan:?}");
+            run(gpu, plan, rows, k, weights, ty).unwrap_or_else(|e| panic!("sm_{} {label}: {e}", gpu.arch));
+        }
     }
 }
 
@@ -73,16 +99,4 @@ pub(super) fn run(
         })?;
     }
     Ok(())
-}
-
-/// Every plan in bf16, and every eighth in f16: the type changes how values are converted, and nothing else.
-pub(super) fn every(gpu: &Gpu) {
-    each(gpu, BF16, 1);
-    each(gpu, F16, 8);
-}
-
-/// A third of them. Three has no factor in common with the five numbers of tokens, so that each of them comes.
-pub(super) fn some(gpu: &Gpu) {
-    each(gpu, BF16, 3);
-    each(gpu, F16, 24);
 }

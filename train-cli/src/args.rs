@@ -96,14 +96,14 @@ pub fn with_dashes(args: impl Iterator<Item = OsString>) -> impl Iterator<Item =
 #[derive(Debug, Clone)]
 pub struct FitArgs {
     /// How to start.
-    pub launch: Launch,
+    pub launch: StartArgs,
     /// The settings that were typed; they win over a config file and over defaults.
     pub typed: Layer,
 }
 
 impl FromArgMatches for FitArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        Ok(Self { launch: Launch::from_arg_matches(matches)?, typed: Layer::of_flags(matches)? })
+        Ok(Self { launch: StartArgs::from_arg_matches(matches)?, typed: Layer::of_flags(matches)? })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -114,7 +114,7 @@ impl FromArgMatches for FitArgs {
 
 impl Args for FitArgs {
     fn augment_args(command: clap::Command) -> clap::Command {
-        Launch::augment_args(with_flags(command))
+        StartArgs::augment_args(with_flags(command))
     }
 
     fn augment_args_for_update(command: clap::Command) -> clap::Command {
@@ -124,7 +124,7 @@ impl Args for FitArgs {
 
 /// Flags of `fit` that are no settings of the run: a config file and a checkpoint do not hold them.
 #[derive(Debug, Clone, Default, Args)]
-pub struct Launch {
+pub struct StartArgs {
     /// Train a tiny built-in model on built-in data, on the CPU unless --device says otherwise; needs no files
     #[arg(long, conflicts_with = "config", display_order = 0, help_heading = COMMON)]
     pub demo: bool,

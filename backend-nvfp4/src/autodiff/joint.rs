@@ -11,7 +11,7 @@
 use crate::{
     kernels::Nvfp4Kernels,
     recipe::LinearSpec,
-    straight_through::{self, Saved},
+    straight_through::{self, SavedLinears},
 };
 use burn::{
     backend::{
@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Puts the outputs `ys` of layers into the graph. Their `parents` are the activations and the weight of each layer.
 pub(super) fn outputs<B: Nvfp4Kernels, Strategy: CheckpointStrategy>(
     parents: Vec<FloatTensor<Autodiff<B, Strategy>>>,
-    state: (Saved<B>, Vec<LinearSpec>),
+    state: (SavedLinears<B>, Vec<LinearSpec>),
     ys: Vec<FloatTensor<B>>,
 ) -> Vec<FloatTensor<Autodiff<B, Strategy>>> {
     let arrived = Arrived(Arc::new(Mutex::new(ys.iter().map(|_| None).collect())));
@@ -66,7 +66,7 @@ impl<B: Backend> Arrived<B> {
     }
 }
 
-type State<B> = (Saved<B>, Vec<LinearSpec>, Arrived<B>);
+type State<B> = (SavedLinears<B>, Vec<LinearSpec>, Arrived<B>);
 
 fn operation<B: Nvfp4Kernels, Strategy: CheckpointStrategy, const PARENTS: usize>(
     parents: Vec<FloatTensor<Autodiff<B, Strategy>>>,

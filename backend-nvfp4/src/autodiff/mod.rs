@@ -10,7 +10,7 @@ use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     error::Nvfp4Error,
     kernels::{AttentionSaved, Nvfp4Kernels},
-    ops::{Activations, Layer, Nvfp4Backend},
+    ops::{Activations, LinearLayer, Nvfp4Backend},
     packed::Operand,
     recipe::{LinearSpec, Precision},
     services::{DeviceServices, MemoryUse},
@@ -34,16 +34,16 @@ use burn::{
 use kernels_cubecl::bench;
 
 impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B, Strategy> {
-    fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<LinearLayer<Self>>) -> Vec<FloatTensor<Self>> {
         let (mut parents, mut inner, mut specs) = (vec![x.values.clone()], Vec::new(), Vec::new());
-        for Layer { weight, gradient, spec } in layers {
+        for LinearLayer { weight, gradient, spec } in layers {
             let (weight, parent) = match weight {
                 Operand::Dense(w) => (Operand::Dense(w.primitive.clone()), Some(w)),
                 Operand::Packed(codes) => (Operand::Packed(codes), gradient),
             };
             // A weight that is not trained stands in the graph as a leaf without gradient.
             parents.push(parent.unwrap_or_else(|| Self::from_inner(x.values.primitive.clone())));
-            inner.push(Layer { weight, gradient: None, spec });
+            inner.push(LinearLayer { weight, gradient: None, spec });
             specs.push(spec);
         }
         let x = Activations { values: x.values.primitive, codes: x.codes };

@@ -2,7 +2,7 @@
 
 use super::{
     launch::{arg, dims, empty, launched},
-    packed::PackedCube,
+    packed_cube::PackedCube,
 };
 use crate::{ops::Activations, packed::Packed, recipe::LinearSpec};
 use burn::tensor::{DType, backend::Backend};

@@ -3,7 +3,7 @@
 
 use super::{
     launch::{arg, launched},
-    packed::PackedCube,
+    packed_cube::PackedCube,
 };
 use crate::{
     optim::{AdamwState, Moment, StateKind},
@@ -28,10 +28,10 @@ where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    let (w, grad, state) = (Updated::of(w), into_contiguous(grad), UpdatedState::of(state));
+    let (w, grad, state) = (UpdatedTensor::of(w), into_contiguous(grad), UpdatedState::of(state));
     let client = grad.client.clone();
     for chunk in chunks(grad.meta.num_elements(), chunk) {
-        let residual = state.residual.as_ref().map(Updated::args);
+        let residual = state.residual.as_ref().map(UpdatedTensor::args);
         let args = DenseArgs { w: w.args(), dtype: w.new.dtype.into(), residual, master: form };
         let gradient = (arg(&grad), grad.dtype.into());
         launched(match state.kind.coding() {
@@ -59,7 +59,7 @@ where
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let [rows, cols] = w.dims();
-    let (codes, scales) = (Updated::of(w.codes), Updated::of(w.scales));
+    let (codes, scales) = (UpdatedTensor::of(w.codes), UpdatedTensor::of(w.scales));
     let (grad, state) = (into_contiguous(grad), UpdatedState::of(state));
     let client = grad.client.clone();
     let coding = state.kind.coding().expect("an NVFP4 master has quantized moments");
@@ -76,12 +76,12 @@ fn chunks(len: usize, chunk: usize) -> impl Iterator<Item = Chunk> {
 }
 
 /// The tensor that a step reads, and the one that it writes. All chunks together write the whole of it.
-struct Updated<R: CubeRuntime> {
+struct UpdatedTensor<R: CubeRuntime> {
     old: CubeTensor<R>,
     new: CubeTensor<R>,
 }
 
-impl<R: CubeRuntime> Updated<R> {
+impl<R: CubeRuntime> UpdatedTensor<R> {
     fn of(x: CubeTensor<R>) -> Self {
         let old = into_contiguous(x);
         let new = if old.can_mut() {
@@ -102,14 +102,14 @@ impl<R: CubeRuntime> Updated<R> {
 struct UpdatedState<R: CubeRuntime> {
     kind: StateKind,
     moments: [UpdatedMoment<R>; 2],
-    residual: Option<Updated<R>>,
+    residual: Option<UpdatedTensor<R>>,
 }
 
 struct UpdatedMoment<R: CubeRuntime> {
     /// Floats or codes.
-    values: Updated<R>,
+    values: UpdatedTensor<R>,
     /// What codes are scaled by, and the table that they index.
-    scales: Option<(Updated<R>, CubeTensor<R>)>,
+    scales: Option<(UpdatedTensor<R>, CubeTensor<R>)>,
 }
 
 impl<R: CubeRuntime> UpdatedState<R> {
@@ -118,12 +118,12 @@ impl<R: CubeRuntime> UpdatedState<R> {
         B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
     {
         let moments = [state.m, state.v].map(|moment| match moment {
-            Moment::Float(x) => UpdatedMoment { values: Updated::of(x), scales: None },
+            Moment::Float(x) => UpdatedMoment { values: UpdatedTensor::of(x), scales: None },
             Moment::Quantized { codes, absmax, table } => {
-                UpdatedMoment { values: Updated::of(codes), scales: Some((Updated::of(absmax), table)) }
+                UpdatedMoment { values: UpdatedTensor::of(codes), scales: Some((UpdatedTensor::of(absmax), table)) }
             }
         });
-        Self { kind: state.kind, moments, residual: state.residual.map(Updated::of) }
+        Self { kind: state.kind, moments, residual: state.residual.map(UpdatedTensor::of) }
     }
 
     /// The buffers of quantized moments.

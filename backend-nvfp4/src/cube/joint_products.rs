@@ -3,7 +3,7 @@
 
 use super::{
     launch::{arg, dims, empty, launched},
-    packed::PackedCube,
+    packed_cube::PackedCube,
 };
 use crate::packed::Operand;
 use burn::tensor::{DType, backend::Backend};

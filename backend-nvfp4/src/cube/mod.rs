@@ -6,7 +6,7 @@ mod attention;
 mod head;
 mod joint_products;
 mod launch;
-mod packed;
+mod packed_cube;
 mod products;
 
 use self::{
@@ -18,7 +18,7 @@ use crate::{
     burn_ops,
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
-    ops::{Activations, Layer, Nvfp4Backend},
+    ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::AdamwState,
     packed::{Nvfp4Primitive, Operand},
     recipe::{LinearSpec, Precision},
@@ -57,7 +57,7 @@ where
     Ints: IntElement,
     Bools: BoolElement,
 {
-    fn nvfp4_linears(x: Activations<Self>, layers: Vec<Layer<Self>>) -> Vec<FloatTensor<Self>> {
+    fn nvfp4_linears(x: Activations<Self>, layers: Vec<LinearLayer<Self>>) -> Vec<FloatTensor<Self>> {
         straight_through::forward::<Self>(x, layers).0
     }
 

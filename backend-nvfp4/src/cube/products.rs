@@ -12,7 +12,7 @@
 
 use super::{
     launch::{arg, dims, empty, launched},
-    packed::PackedCube,
+    packed_cube::PackedCube,
 };
 use burn::tensor::{DType, Shape, TensorMetadata};
 use burn_cubecl::{

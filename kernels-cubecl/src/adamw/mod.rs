@@ -34,13 +34,13 @@ use cubecl::prelude::*;
 
 mod float;
 mod moments;
-mod packed;
+mod nvfp4_master;
 mod quantized;
 mod table;
 
 pub use float::adamw_float;
 pub use moments::{STATE_BLOCK, StateArgs};
-pub use packed::{PackedWeight, adamw_packed};
+pub use nvfp4_master::{PackedWeight, adamw_packed};
 pub use quantized::adamw_quantized;
 pub use table::Coding;
 

@@ -1,6 +1,6 @@
 //! The small files of a model folder, made from what a GGUF file says: config.json, tokenizer.json and the chat template.
 
-use super::read::{GgufFile, KINDS, Value};
+use super::gguf_file::{GgufFile, KINDS, Value};
 use crate::{
     ModelError,
     config::Qwen3Config,

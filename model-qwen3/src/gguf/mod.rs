@@ -11,11 +11,11 @@
 
 mod blocks;
 mod described;
-mod header;
-mod read;
+mod file_header;
+mod gguf_file;
 mod vocabulary;
 
-pub use read::GgufFile;
+pub use gguf_file::GgufFile;
 pub use vocabulary::Vocabulary;
 
 use crate::{
@@ -28,7 +28,7 @@ use crate::{
     weights::head_is_a_copy,
 };
 use backend_nvfp4::{BlockShape, Packed, Scaling};
-use header::{Header, Value};
+use file_header::{Header, Value};
 use std::io::Write;
 
 /// Values of a dense tensor that are read at a time.
@@ -87,7 +87,7 @@ pub fn write_gguf<Out: Write>(
     for entry in &entries {
         file.put(entry, &mut put)?;
         let end = entry.bytes();
-        put(&vec![0; (end.next_multiple_of(header::ALIGNMENT) - end) as usize])?;
+        put(&vec![0; (end.next_multiple_of(file_header::ALIGNMENT) - end) as usize])?;
     }
     Ok(out)
 }

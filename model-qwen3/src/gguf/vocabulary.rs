@@ -1,6 +1,6 @@
 //! The tokens of a tokenizer.json, as a GGUF file lists them.
 
-use super::header::Value;
+use super::file_header::Value;
 use crate::{ModelError, file::read_text, json, tokenizer::LARGEST};
 use serde_json::Value as Json;
 use std::path::Path;

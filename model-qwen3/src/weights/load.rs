@@ -1,8 +1,8 @@
 //! Loads a model from the tensors of a file.
 
 use super::{
-    fields::{Source, build},
     forge::{Forge, Form},
+    structure::{Source, build},
 };
 use crate::{
     ModelError,

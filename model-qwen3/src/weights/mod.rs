@@ -4,17 +4,17 @@
 //! [`trained`](fn@trained) moves the model to the backend that records gradients.
 //! [`fields()`] lists a model's tensors, [`Live`] shows them to whoever writes a file, and [`Replace`] exchanges them.
 
-mod fields;
 mod forge;
 mod host;
 mod live;
 mod load;
 mod random;
+mod structure;
 mod trained;
 
-pub use fields::{Field, Replace, fields};
 pub use host::{PIECES, TRANSFER, to_host};
 pub use live::Live;
 pub use load::{Purpose, head_is_a_copy, load};
 pub use random::random;
+pub use structure::{Field, Replace, fields};
 pub use trained::trained;

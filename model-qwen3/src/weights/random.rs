@@ -1,8 +1,8 @@
 //! A model with random weights, to train from nothing.
 
 use super::{
-    fields::{Source, build},
     forge::Forge,
+    structure::{Source, build},
 };
 use crate::{ModelError, config::Qwen3Config, model::Qwen3, names::HEAD};
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Stream};

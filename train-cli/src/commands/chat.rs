@@ -15,7 +15,7 @@ use crate::{
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use model_qwen3::generate::Session;
+use model_qwen3::session::Session;
 use std::path::Path;
 
 /// Runs the command.

@@ -129,7 +129,7 @@ struct Stats {
     max_seq_length: usize,
     /// Sequences that are longer.
     overlong: Vec<String>,
-    packed: Packed,
+    packed: Packing,
 }
 
 /// Lengths of sequences, in tokens.
@@ -147,7 +147,7 @@ struct Lengths {
 
 /// What `--packing` would make.
 #[derive(Debug, Default, Serialize)]
-struct Packed {
+struct Packing {
     rows: usize,
     /// The share of their tokens that is not padding.
     filled: f64,
@@ -165,7 +165,7 @@ impl Stats {
         let fitting: Vec<Sample> = samples.into_iter().filter(|s| s.ids.len() <= most).collect();
         let tokens: usize = fitting.iter().map(|s| s.ids.len()).sum();
         let rows = rows::pack(fitting, most).len();
-        self.packed = Packed { rows, filled: tokens as f64 / (rows * most).max(1) as f64 };
+        self.packed = Packing { rows, filled: tokens as f64 / (rows * most).max(1) as f64 };
     }
 
     fn table(&self, files: usize) -> String {

@@ -23,17 +23,17 @@ use crate::{
     run::journal::Journal,
     run::located::located,
     run::preflight::{self, Forecast, Undo},
-    run::sample::Samples,
+    run::sample_answers::Samples,
     run::saving::Saver,
     run::summary,
     run::trained,
     settings::{DeviceChoice, Layer, SaveStrategy},
+    train::chunked_adamw::{AdamwConfig, ChunkedAdamw},
     train::clip::Clipping,
     train::damp::DampedFinish,
     train::guard::{self, Back, Guard},
     train::learner,
     train::objective::Trainee,
-    train::optim::{AdamwConfig, ChunkedAdamw},
     train::parameters,
     train::schedule::Schedule,
     train::step::Stepper,
@@ -172,7 +172,7 @@ struct Watchers {
 }
 
 /// What a run has when its last step is made.
-struct Trained<B: Nvfp4Kernels> {
+struct Outcome<B: Nvfp4Kernels> {
     model: Qwen3<B>,
     beginning: Option<Beginning>,
     samples: Samples,
@@ -218,7 +218,7 @@ impl Ready {
         &self,
         mut from: Option<Resumed>,
         device: &B::Device,
-    ) -> Result<Trained<B>, CliError> {
+    ) -> Result<Outcome<B>, CliError> {
         let record = from.as_ref().map(|resumed| resumed.state.guard.clone()).unwrap_or_default();
         let guard = Guard::new(self.plan.settings.advanced.guard, record);
         let interruption = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
@@ -266,7 +266,7 @@ impl Ready {
         guard: &Guard,
         interruption: &Arc<Interruption>,
         device: &B::Device,
-    ) -> Result<Trained<B>, CliError> {
+    ) -> Result<Outcome<B>, CliError> {
         let (plan, inputs) = (&self.plan, &self.inputs);
         let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
         vram.note::<B>(device, 0, "start")?;
@@ -294,7 +294,7 @@ impl Ready {
             journal.abandon_checkpoint();
         }
         match (trained, journal.wait_for_checkpoint()) {
-            (Ok(model), Ok(_)) => Ok(Trained { model, beginning, samples, journal, head: state.head }),
+            (Ok(model), Ok(_)) => Ok(Outcome { model, beginning, samples, journal, head: state.head }),
             (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
             // Training and writing share the device, which reports a failed launch once, to either of them.
             (Err(_), Err(unsaved)) if unsaved.is_of_the_device() => Err(unsaved),
@@ -308,10 +308,10 @@ impl Ready {
     /// Compares, exports and records a trained model.
     fn finish<B: Nvfp4Kernels + DeviceServices>(
         &self,
-        trained: Trained<B>,
+        trained: Outcome<B>,
         device: &B::Device,
     ) -> Result<(), CliError> {
-        let Trained { model, beginning, samples, journal, head } = trained;
+        let Outcome { model, beginning, samples, journal, head } = trained;
         let (runtime, last) = (journal.seconds(), self.inputs.order(&self.plan).steps);
         let made = journal.made();
         if made < last {

@@ -6,7 +6,7 @@ use crate::{
     model_files::TextFiles,
     talk::loaded::Wanted,
 };
-use model_qwen3::{generate::GenerateOptions, sample::Sampling};
+use model_qwen3::{sample::Sampling, session::GenerateOptions};
 
 /// The model that the flags name.
 pub(super) fn wanted(args: &ModelArgs) -> Wanted<'_> {

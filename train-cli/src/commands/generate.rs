@@ -4,21 +4,20 @@ use super::flags;
 use crate::{
     CliError,
     args::GenerateArgs,
-    device::{self, Job as DeviceJob},
+    device::{self, Job},
     model_files::TextFiles,
     report,
     talk::{
         answer::{self, Answer},
-        batch::{Batch, Job, Listener},
+        batch::{Asked, Batch, Listener},
         loaded::{Loaded, thinking},
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
     chat_template::RenderOptions,
-    file,
-    generate::{GenerateOptions, Generation, Session},
-    json,
+    file, json,
+    session::{GenerateOptions, Generation, Session},
 };
 use serde_json::{Value, json};
 use std::{cell::RefCell, collections::BTreeMap, io::Read, path::Path, time::Instant};
@@ -67,7 +66,7 @@ struct Generate {
     questions: Questions,
 }
 
-impl DeviceJob for Generate {
+impl Job for Generate {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
@@ -141,7 +140,7 @@ fn all<B: Nvfp4Kernels>(
             options.sampling.seed = options.sampling.seed.wrapping_add((begun % args.answers) as u64);
             let (prompt, ends) = (prompts[begun / args.answers].clone(), args.sampling.stop.clone());
             let listener = Place { number: begun, complete: &complete };
-            batch.begin(Job { prompt, options, ends, listener })?;
+            batch.begin(Asked { prompt, options, ends, listener })?;
             begun += 1;
         }
         batch.step()?;

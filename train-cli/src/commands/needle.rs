@@ -15,8 +15,8 @@ use crate::{
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
-    generate::{GenerateOptions, Session},
     sample::Sampling,
+    session::{GenerateOptions, Session},
 };
 use serde_json::json;
 use std::{ops::ControlFlow, path::Path, time::Instant};

@@ -5,7 +5,7 @@
 
 use crate::{
     CliError, durable, report,
-    run::sample::{Samples, beginning},
+    run::sample_answers::{Samples, beginning},
     train::codes::Codes,
 };
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels};

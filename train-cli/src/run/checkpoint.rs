@@ -10,8 +10,8 @@ use crate::{
     report,
     run::optimizer_file,
     settings::{ResumeFrom, Settings},
+    train::chunked_adamw::ChunkedAdamw,
     train::guard,
-    train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
 use burn::tensor::backend::Backend;

@@ -17,7 +17,7 @@ use crate::{
     run::inputs::Inputs,
     run::log,
     run::losses::Losses,
-    run::sample::{MAX_TOKENS, Samples, beginning},
+    run::sample_answers::{MAX_TOKENS, Samples, beginning},
     run::saving::{Keep, Saver},
     run::tensorboard::Events,
     settings::{ReportTo, SaveStrategy},

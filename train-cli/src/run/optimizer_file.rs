@@ -11,7 +11,7 @@
 use crate::{
     CliError,
     settings::Settings,
-    train::optim::{AdamwConfig, ChunkedAdamw, TensorState},
+    train::chunked_adamw::{AdamwConfig, ChunkedAdamw, TensorState},
 };
 use backend_nvfp4::{AdamwState, MasterKind, Moment, Nvfp4Kernels, Precision, STATE_BLOCK, StateKind};
 use burn::tensor::{

@@ -21,7 +21,7 @@ use crate::{
     memory::host,
     model_files::Companions,
     report,
-    train::optim::ChunkedAdamw,
+    train::chunked_adamw::ChunkedAdamw,
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
@@ -262,7 +262,7 @@ mod tests {
     use super::*;
     use crate::{
         settings::Settings,
-        train::optim::{AdamwConfig, ChunkedAdamw, Rate, TensorState},
+        train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate, TensorState},
     };
     use backend_nvfp4::{AdamwState, LinearSpec, MasterKind, Moment, Precision, Recipe, Scaling, StateKind};
     use burn::{

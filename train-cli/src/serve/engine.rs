@@ -7,15 +7,15 @@ use crate::{
     model_files::TextFiles,
     talk::{
         answer::Answer,
-        batch::{Batch, Job, Listener},
+        batch::{Asked, Batch, Listener},
     },
 };
 use axum::http::StatusCode;
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
-    generate::{GenerateOptions, Generation},
     model::Qwen3,
     sample::Logprobs,
+    session::{GenerateOptions, Generation},
 };
 use std::{collections::VecDeque, sync::Arc, thread::JoinHandle};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
@@ -111,7 +111,7 @@ impl Engine {
         let Question { prompt, options, ends, index, heard_by, place } = question;
         drop(place);
         let ear = Ear { index, told: 0, heard_by: heard_by.clone(), metrics: self.metrics.clone() };
-        if let Err(error) = batch.begin(Job { prompt, options, ends, listener: ear }) {
+        if let Err(error) = batch.begin(Asked { prompt, options, ends, listener: ear }) {
             let refusal = Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string());
             // A client that has disconnected needs no refusal.
             let _ = heard_by.send((index, Piece::Refused(refusal)));

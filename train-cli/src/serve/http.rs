@@ -122,8 +122,8 @@ impl Server {
             began,
             replies: Default::default(),
         };
-        let guard = Arc::new(Guard { key: self.key, metrics: metrics.clone() });
-        let router = routes(Arc::new(app)).layer(middleware::from_fn_with_state(guard, guarded));
+        let gate = Arc::new(Gate { key: self.key, metrics: metrics.clone() });
+        let router = routes(Arc::new(app)).layer(middleware::from_fn_with_state(gate, passed));
         let serve = move || {
             let ended = runtime.block_on(accept(self.listener, router, interruption));
             // Answers that are still being made are ended.
@@ -223,12 +223,12 @@ impl Silent {
 }
 
 /// Who may ask.
-struct Guard {
+struct Gate {
     key: Option<String>,
     metrics: Arc<Metrics>,
 }
 
-impl Guard {
+impl Gate {
     fn check(&self, request: &Request) -> Result<(), Refusal> {
         let text = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
         match &self.key {
@@ -263,14 +263,14 @@ fn is_this_machine(host: &str) -> bool {
     name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
 }
 
-async fn guarded(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+async fn passed(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Response {
     let address = named(request.uri().path());
-    let mut response = match guard.check(&request) {
+    let mut response = match gate.check(&request) {
         Ok(()) => next.run(request).await,
         Err(refusal) => refusal.into_response(),
     };
     response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, header::HeaderValue::from_static("nosniff"));
-    guard.metrics.replied(address, response.status().as_u16());
+    gate.metrics.replied(address, response.status().as_u16());
     response
 }
 

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `http` | the listener: its limits, who may ask, how it ends |
 //! | `routes` | one function for each address |
-//! | `request`, `fields` | the JSON of a question, checked field by field |
+//! | `request`, `json_fields` | the JSON of a question, checked field by field |
 //! | `reply` | the JSON of an answer, whole or in pieces |
 //! | `refusal` | an error as OpenAI's clients read it |
 //! | `engine` | the thread that owns the model and makes all answers together |
@@ -14,8 +14,8 @@
 //! through a channel. If the client disconnects, the channel is dropped, and the engine ends the answer.
 
 mod engine;
-mod fields;
 mod http;
+mod json_fields;
 mod metrics;
 mod refusal;
 mod reply;

@@ -1,8 +1,8 @@
 //! The questions of OpenAI's interface, checked. What a field would change and this server does not have is refused.
 
-use super::{fields::Fields, refusal::Refusal};
+use super::{json_fields::Fields, refusal::Refusal};
 use crate::model_files::TextFiles;
-use model_qwen3::{chat_template::RenderOptions, generate::GenerateOptions, sample::Sampling};
+use model_qwen3::{chat_template::RenderOptions, sample::Sampling, session::GenerateOptions};
 use serde_json::{Map, Value, json};
 
 /// Most choices of a request.

@@ -3,8 +3,8 @@
 use crate::{CliError, model_files::TextFiles, report, talk::stop_text::StopText};
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
-    generate::{GenerateOptions, Generation, Progress, Session, StopReason},
     sample::Logprobs,
+    session::{GenerateOptions, Generation, Progress, Session, StopReason},
     tokenizer::{TextStream, Tokenizer},
 };
 use serde_json::{Value, json};

@@ -9,12 +9,12 @@ use crate::{
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
-    generate::{Answering, GenerateOptions, Generation, Session, StopReason, step},
     model::Qwen3,
+    session::{Answering, GenerateOptions, Generation, Session, StopReason, step},
 };
 
 /// A prompt to answer, and who hears the answer.
-pub struct Job<L> {
+pub struct Asked<L> {
     /// The tokens of the prompt.
     pub prompt: Vec<u32>,
     /// How to answer it.
@@ -98,8 +98,8 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
     ///
     /// # Errors
     /// If the prompt is empty or longer than the capacity, or the device has no memory for another session.
-    pub fn begin(&mut self, job: Job<L>) -> Result<(), CliError> {
-        let Job { prompt, options, ends, listener } = job;
+    pub fn begin(&mut self, asked: Asked<L>) -> Result<(), CliError> {
+        let Asked { prompt, options, ends, listener } = asked;
         let mut session = self.session(&prompt)?;
         let growing = Growing::new(prompt.len(), session.cached(&prompt), &ends);
         let answering = Answering::new(&mut session, &prompt, &options)?;

@@ -3,7 +3,7 @@
 //! thresholds to the last step. Whatever is not frozen yet trains on and makes up for the blocks that are. A frozen
 //! linear layer keeps its codes up to the export, byte for byte.
 
-use crate::train::optim::ChunkedAdamw;
+use crate::train::chunked_adamw::ChunkedAdamw;
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster, TrainingBackend};
 use burn::{
     module::{AutodiffModule, Module, Param},

@@ -1,7 +1,7 @@
 //! What happens to gradients after the backward: they are summed over micro-batches, measured for the global norm, or
 //! given to the optimizer.
 
-use crate::train::optim::{ChunkedAdamw, Rate};
+use crate::train::chunked_adamw::{ChunkedAdamw, Rate};
 use backend_nvfp4::{Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
 use burn::{
     module::{AutodiffModule, Param, ParamId},

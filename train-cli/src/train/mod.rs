@@ -15,7 +15,7 @@
 //! | [`objective`] | the model with its loss |
 //! | [`pass`] | what a pass over a micro-batch needs besides the model |
 //! | [`gradients`] | gradients are summed, measured, or given to the optimizer |
-//! | [`optim`] | AdamW, tensor by tensor |
+//! | [`chunked_adamw`] | AdamW, tensor by tensor |
 //!
 //! These serve the run around the step:
 //!
@@ -25,6 +25,7 @@
 //! | [`evaluation`] | the loss on the evaluation samples |
 //! | [`codes`] | how many NVFP4 codes a run changed |
 
+pub mod chunked_adamw;
 pub mod clip;
 pub mod codes;
 pub mod damp;
@@ -33,7 +34,6 @@ pub mod gradients;
 pub mod guard;
 pub mod learner;
 pub mod objective;
-pub mod optim;
 pub mod parameters;
 pub mod pass;
 pub mod schedule;

@@ -4,9 +4,9 @@
 use crate::{
     CliError,
     memory::vram::VramReport,
+    train::chunked_adamw::ChunkedAdamw,
     train::gradients::{Fate, Gathered, Walk},
     train::objective::Trainee,
-    train::optim::ChunkedAdamw,
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{optim::GradientsParams, tensor::Tensor};

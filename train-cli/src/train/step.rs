@@ -9,10 +9,10 @@ use crate::{
     CliError,
     data::order::MicroBatch,
     memory::{pool::Pool, vram::VramReport},
+    train::chunked_adamw::{ChunkedAdamw, Rate},
     train::clip::Clipping,
     train::gradients::{Fate, Gathered},
     train::objective::Trainee,
-    train::optim::{ChunkedAdamw, Rate},
     train::pass::{Pass, check_finite},
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};

@@ -53,14 +53,14 @@ impl Number {
 
 /// What a tensor map leads to. The last columns of a tile's result may have a map of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Operand {
+pub(super) enum Mapped {
     A,
     B,
     Out,
     Edge,
 }
 
-impl Operand {
+impl Mapped {
     /// The name of the operand in the kernel's text.
     pub(super) fn name(self) -> &'static str {
         match self {
@@ -134,14 +134,10 @@ impl Form {
     }
 
     /// Every tensor map, in the order of the kernel's parameters: the operand and its number.
-    pub(super) fn maps(&self) -> Vec<(Operand, usize)> {
+    pub(super) fn maps(&self) -> Vec<(Mapped, usize)> {
         let edges = if self.has_edge() { self.results() } else { 0 };
-        let groups = [
-            (Operand::A, self.lefts),
-            (Operand::B, self.rights),
-            (Operand::Out, self.results()),
-            (Operand::Edge, edges),
-        ];
+        let groups =
+            [(Mapped::A, self.lefts), (Mapped::B, self.rights), (Mapped::Out, self.results()), (Mapped::Edge, edges)];
         groups.into_iter().flat_map(|(of, count)| (0..count).map(move |n| (of, n))).collect()
     }
 

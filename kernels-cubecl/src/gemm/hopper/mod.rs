@@ -29,7 +29,7 @@ use cubecl::{
 use cubecl_runtime::tma::{
     OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
 };
-use form::{Form, Number, Operand, PIECE, SHARED, STAGE_DEPTH, TILE_ROWS};
+use form::{Form, Mapped, Number, PIECE, SHARED, STAGE_DEPTH, TILE_ROWS};
 use task::Task;
 pub use tiles::hopper_columns;
 use tiles::{columns, tiles};
@@ -81,21 +81,21 @@ fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usi
     let info = lengths(&products.shapes)?;
     let Gemm { a, b, scales, out, types, shapes, .. } = products;
     let [a, b, scales, out] = [a, b, scales, out].map(|list| list.into_iter().map(binding).collect::<Vec<Binding>>());
-    let map_of = |(of, n): (Operand, usize)| {
+    let map_of = |(of, n): (Mapped, usize)| {
         let GemmShape { i, j, r } = shapes[n];
         let (buffer, ty) = match of {
-            Operand::A => (&a[n], types.0),
-            Operand::B => (&b[n], types.0),
-            Operand::Out | Operand::Edge => (&out[n], types.1),
+            Mapped::A => (&a[n], types.0),
+            Mapped::B => (&b[n], types.0),
+            Mapped::Out | Mapped::Edge => (&out[n], types.1),
         };
         let (dims, tile) = match of {
-            Operand::A if form.a_across => ([r, i], [STAGE_DEPTH, PIECE]),
-            Operand::A => ([i, r], [TILE_ROWS, STAGE_DEPTH]),
-            Operand::B if form.b_across => ([r, j], [STAGE_DEPTH, PIECE]),
-            Operand::B => ([j, r], [cols, STAGE_DEPTH]),
-            Operand::Out if form.result == Number::F32 => ([i, j], [PIECE, PIECE / 2]),
-            Operand::Out => ([i, j], [PIECE, PIECE]),
-            Operand::Edge => ([i, j], [PIECE, cols % PIECE]),
+            Mapped::A if form.a_across => ([r, i], [STAGE_DEPTH, PIECE]),
+            Mapped::A => ([i, r], [TILE_ROWS, STAGE_DEPTH]),
+            Mapped::B if form.b_across => ([r, j], [STAGE_DEPTH, PIECE]),
+            Mapped::B => ([j, r], [cols, STAGE_DEPTH]),
+            Mapped::Out if form.result == Number::F32 => ([i, j], [PIECE, PIECE / 2]),
+            Mapped::Out => ([i, j], [PIECE, PIECE]),
+            Mapped::Edge => ([i, j], [PIECE, cols % PIECE]),
         };
         tensor_map(buffer.clone(), ty, dims, tile)
     };

@@ -1,6 +1,6 @@
 //! The CUDA C++ of one form: definitions, the products' instruction, and the two texts beside this file.
 
-use super::form::{Form, Number, Operand, STAGE_DEPTH};
+use super::form::{Form, Mapped, Number, STAGE_DEPTH};
 use std::fmt::Write;
 
 /// The name of the kernel in its text.
@@ -31,7 +31,7 @@ fn definitions(form: &Form) -> String {
     }
     out.push_str("struct Part {\n    long long i_len, j_len, r_len;\n};\nstruct Info {\n    Part parts[PARTS];\n};\n");
     define(&mut out, "PARAMETERS", &parameters(form));
-    for (name, of) in [("A", Operand::A), ("B", Operand::B), ("OUT", Operand::Out), ("EDGE", Operand::Edge)] {
+    for (name, of) in [("A", Mapped::A), ("B", Mapped::B), ("OUT", Mapped::Out), ("EDGE", Mapped::Edge)] {
         let count = form.maps().iter().filter(|(other, _)| *other == of).count();
         let map = if count == 0 { "nullptr".into() } else { choice(count, |n| format!("&{}{n}", of.name())) };
         define(&mut out, &format!("{name}_MAP(p)"), &map);

@@ -14,9 +14,9 @@ use crate::{
     report,
     run::located::located,
     settings::{Clip, LossKind},
+    train::chunked_adamw::{AdamwConfig, ChunkedAdamw},
     train::clip::Clipping,
     train::objective::Trainee,
-    train::optim::{AdamwConfig, ChunkedAdamw},
     train::step::Stepper,
 };
 use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling, StateKind};
@@ -24,11 +24,11 @@ use burn::{backend::Autodiff, module::AutodiffModule, optim::GradientsParams, te
 use model_qwen3::{
     bytes::{self, FloatType},
     config::Qwen3Config,
-    generate::{GenerateOptions, generate},
     loss::IGNORE,
     model::{Qwen3, ids_tensor},
     safetensors::{SafeFile, header},
     sample::Sampling,
+    session::{GenerateOptions, generate},
     weights::{self, Field, Purpose, fields, to_host},
 };
 use safetensors::Dtype;

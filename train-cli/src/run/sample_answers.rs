@@ -4,9 +4,9 @@ use crate::{CliError, model_files::TextFiles, plan::Plan, report, run::inputs::I
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
     chat_template::RenderOptions,
-    generate::{GenerateOptions, StopReason, generate},
     model::Qwen3,
     sample::Sampling,
+    session::{GenerateOptions, StopReason, generate},
 };
 use serde_json::json;
 use std::ops::ControlFlow;

@@ -5,7 +5,7 @@
 
 use super::{
     Kind, blocks,
-    header::{ALIGNMENT, ARRAY, TEXT},
+    file_header::{ALIGNMENT, ARRAY, TEXT},
 };
 use crate::{
     ModelError,
