@@ -524,3 +524,25 @@ fn a_model_that_computes_nan_is_broken() {
     let error = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.code() == Some(6) && error.contains("the model computed NaN"), "{error}");
 }
+
+/// From the start of the program to the first byte of the answer, on the CPU. The fastest of some runs counts: other tests take
+/// time on the same cores.
+#[test]
+fn the_first_token_of_the_demo_model_comes_within_half_a_second() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    ok(d, &["fit", "--demo", "--max-steps", "1", "--device", "cpu", "-o", "r"]);
+    let args = ["generate", "-m", "r", "-p", "Who are you?", "--temp", "0", "--max-tokens", "4", "--device", "cpu"];
+    let once = || {
+        let began = std::time::Instant::now();
+        let mut child = command(d, &args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        child.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+        let took = began.elapsed();
+        // What comes behind the first byte has no reader any more.
+        let _ = child.wait();
+        took
+    };
+    let fastest = (0..8).map(|_| once()).min().unwrap();
+    eprintln!("first byte after {fastest:?}");
+    assert!(fastest.as_secs_f64() <= 0.5, "{fastest:?}");
+}

@@ -445,7 +445,7 @@ fn slow_heads_do_not_keep_good_clients_out() {
     let dir = folder();
     let server = Server::start(dir.path(), &["-m", "m", "--context", "64"]);
     let mut slow = Vec::new();
-    for n in 0..700 {
+    for n in 0..600 {
         let Ok(mut stream) = TcpStream::connect(server.address) else { continue };
         let _ = stream.write_all(b"GET /health HTTP/1.1\r\nHost: loc");
         slow.push(stream);
@@ -461,7 +461,7 @@ fn slow_heads_do_not_keep_good_clients_out() {
             assert!(began.elapsed() < Duration::from_secs(5), "behind {n} slow heads: {:?}", began.elapsed());
         }
     }
-    assert!(slow.len() > 600, "{}", slow.len());
+    assert!(slow.len() > 560, "{}", slow.len());
 }
 
 /// 32 streams at once, for some seconds: no error, no wrong answer, no long gap between two tokens, and no growing memory.

@@ -71,7 +71,7 @@ fn every_command_takes_every_form_of_a_model() {
         for words in [
             [&["generate", "-m", form, "-p", "a", "--max-tokens", "1"][..], &cpu, tokenizer].concat(),
             [&["eval", "loss", "-m", form, "-d", "m/demo.tsv", "--batch-size", "8"][..], &cpu, tokenizer].concat(),
-            [&["eval", "needle", "-m", form, "--lengths", "128", "--depths", "1", "--tries", "1"], &cpu[..], tokenizer]
+            [&["eval", "needle", "-m", form, "--lengths", "192", "--depths", "1", "--tries", "1"], &cpu[..], tokenizer]
                 .concat(),
             [&["export-dat", "-m", form, "--output-dat", &dat][..], &cpu, tokenizer].concat(),
             [&["fit", "-m", form, "--dry-run"][..], &plan, &cpu, tokenizer].concat(),
