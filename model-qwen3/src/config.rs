@@ -66,6 +66,7 @@ struct Raw {
     rope_theta: Option<f64>,
     rope_scaling: Option<serde_json::Value>,
     rope_parameters: Option<RopeParameters>,
+    partial_rotary_factor: Option<f64>,
     max_position_embeddings: Option<f64>,
     tie_word_embeddings: Option<bool>,
     hidden_act: Option<String>,
@@ -75,10 +76,15 @@ struct Raw {
     initializer_range: Option<f64>,
 }
 
-#[derive(Deserialize)]
+/// Rotary angles as newer files describe them.
+#[derive(Default, Deserialize)]
 struct RopeParameters {
     rope_theta: Option<f64>,
+    #[serde(alias = "type")]
     rope_type: Option<String>,
+    partial_rotary_factor: Option<f64>,
+    #[serde(flatten)]
+    rest: std::collections::BTreeMap<String, serde_json::Value>,
 }
 
 /// Most tokens of a vocabulary or a context. Qwen3 has 151,936 and 262,144.
@@ -96,7 +102,8 @@ impl Qwen3Config {
     /// # Errors
     /// If the file is missing, is not JSON, or does not describe a dense Qwen3.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        let text = read_text(path, 1 << 20, "a model folder needs a config.json")?;
+        let text =
+            read_text(path, 1 << 20, "give --tokenizer FOLDER if config.json and tokenizer are in another folder")?;
         Self::from_json(&text, path)
     }
 
@@ -118,9 +125,18 @@ impl Qwen3Config {
                 "scaled rotary angles are not supported; use the model without rope_scaling",
             ));
         }
-        let parameters = raw.rope_parameters.unwrap_or(RopeParameters { rope_theta: None, rope_type: None });
+        let parameters = raw.rope_parameters.unwrap_or_default();
         if let Some(kind) = &parameters.rope_type {
             check.only("rope_type", kind, "default", "scaled rotary angles are not supported")?;
+        }
+        if let Some((kind, value)) = parameters.rest.iter().find(|(_, value)| value.is_object()) {
+            let reason = format!("{kind:?} has angles of its own; all layers of a dense Qwen3 have the same");
+            return Err(check.bad("rope_parameters", value, reason));
+        }
+        for part in [raw.partial_rotary_factor, parameters.partial_rotary_factor].into_iter().flatten() {
+            if part != 1.0 {
+                return Err(check.bad("partial_rotary_factor", part, "Qwen3 rotates whole heads; it must be 1"));
+            }
         }
         let theta = match (raw.rope_theta, parameters.rope_theta) {
             (Some(a), Some(b)) if a != b => {
@@ -259,6 +275,44 @@ mod tests {
         }
         assert!(parse(&GOOD.replace("\"vocab_size\":512", "\"vocab_size\":512,\"vocab_size\":3")).is_err());
         assert!(parse("{").is_err());
+    }
+
+    /// Every type of `ROPE_INIT_FUNCTIONS` in transformers but "default", in each spelling that its versions have written.
+    #[test]
+    fn scaled_rotary_angles_are_refused_by_name() {
+        let with = |field: &str| parse(&GOOD.replace("\"vocab_size\":512", &format!("\"vocab_size\":512,{field}")));
+        for kind in ["linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "su", "mrope", "unheard-of"] {
+            for field in [
+                format!(r#""rope_scaling":{{"rope_type":"{kind}","factor":4.0}}"#),
+                format!(r#""rope_scaling":{{"type":"{kind}","factor":4.0}}"#),
+            ] {
+                let error = with(&field).unwrap_err().to_string();
+                assert!(error.contains("rope_scaling") && error.contains(kind), "{field}: {error}");
+            }
+            for key in ["rope_type", "type"] {
+                let field = format!(r#""rope_parameters":{{"{key}":"{kind}","factor":4.0,"rope_theta":1000000}}"#);
+                let error = with(&field).unwrap_err().to_string();
+                assert!(error.contains("rope_type") && error.contains(kind), "{field}: {error}");
+            }
+        }
+        for (field, name) in [
+            (r#""rope_scaling":"yarn""#, "rope_scaling"),
+            (r#""rope_scaling":{"factor":2.0}"#, "rope_scaling"),
+            (r#""rope_parameters":{"full_attention":{"rope_type":"yarn"}}"#, "full_attention"),
+            (r#""partial_rotary_factor":0.5"#, "partial_rotary_factor"),
+            (r#""rope_parameters":{"partial_rotary_factor":0.25}"#, "partial_rotary_factor"),
+        ] {
+            let error = with(field).unwrap_err().to_string();
+            assert!(error.contains(name), "{field}: {error}");
+        }
+        for field in [
+            r#""rope_scaling":null"#,
+            r#""rope_scaling":{"rope_type":"default"}"#,
+            r#""rope_parameters":{"rope_type":"default","rope_theta":1000000,"partial_rotary_factor":1.0}"#,
+            r#""partial_rotary_factor":1.0"#,
+        ] {
+            assert_eq!(with(field).unwrap(), parse(GOOD).unwrap(), "{field}");
+        }
     }
 
     #[test]
