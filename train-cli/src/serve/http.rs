@@ -24,12 +24,16 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use std::{
+    collections::VecDeque,
     net::{IpAddr, SocketAddr, TcpListener},
-    sync::Arc,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 use subtle::ConstantTimeEq;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 
 /// Questions that wait, at most.
 const LONGEST_QUEUE: usize = 64;
@@ -138,7 +142,7 @@ async fn accept(listener: TcpListener, router: Router, interruption: Interruptio
     let open = GracefulShutdown::new();
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(LONGEST_HEAD);
-    let mut look = tokio::time::interval(LOOK);
+    let (mut look, mut silent) = (tokio::time::interval(LOOK), Silent::default());
     let signal = loop {
         let stream = tokio::select! {
             _ = look.tick() => match interruption.received() {
@@ -154,21 +158,68 @@ async fn accept(listener: TcpListener, router: Router, interruption: Interruptio
                 }
             },
         };
-        // One connection too many is closed at once.
-        let Ok(place) = places.clone().try_acquire_owned() else { continue };
+        // Where no place is free, the oldest connection without a question makes room.
+        let Some(place) = silent.place(&places).await else { continue };
+        let asked = silent.add();
         // Each token is sent when it is made. A connection that cannot be set so works all the same.
         let _ = stream.set_nodelay(true);
-        let connection = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router.clone()));
+        let heard = asked.clone();
+        let router = router.clone().layer(middleware::from_fn(move |request: Request, next: Next| {
+            heard.asks.store(true, Ordering::Relaxed);
+            next.run(request)
+        }));
+        let connection = server.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
         let connection = open.watch(connection);
         tokio::spawn(async move {
-            // What fails here is the client's network.
-            let _ = tokio::time::timeout(LONGEST_CONNECTION, connection).await;
+            tokio::select! {
+                // What fails here is the client's network.
+                _ = tokio::time::timeout(LONGEST_CONNECTION, connection) => {}
+                () = asked.leave.notified() => {}
+            }
             drop(place);
         });
     };
     report::line(format!("{}: no more questions are taken; the last answers are being made", signal.name()));
     let _ = tokio::time::timeout(LAST_ANSWERS, open.shutdown()).await;
     Ok(())
+}
+
+/// A connection that may have asked nothing yet.
+#[derive(Debug, Default)]
+struct Caller {
+    /// Whether the head of a request has arrived.
+    asks: AtomicBool,
+    /// Tells it to close.
+    leave: Notify,
+}
+
+/// The connections that have asked nothing yet, the oldest first: a client that sends heads slowly or not at all must not keep
+/// others out.
+#[derive(Debug, Default)]
+struct Silent(VecDeque<Weak<Caller>>);
+
+impl Silent {
+    fn add(&mut self) -> Arc<Caller> {
+        // Those that have asked, or are closed, are forgotten before the list grows beyond all connections.
+        if self.0.len() >= 2 * MOST_CONNECTIONS {
+            self.0.retain(|caller| caller.upgrade().is_some_and(|caller| !caller.asks.load(Ordering::Relaxed)));
+        }
+        let caller = Arc::new(Caller::default());
+        self.0.push_back(Arc::downgrade(&caller));
+        caller
+    }
+
+    /// A place for a connection. If all are taken, the oldest connection that has asked nothing is closed for it. None if all
+    /// have asked: then the new one is too many.
+    async fn place(&mut self, places: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
+        if let Ok(place) = places.clone().try_acquire_owned() {
+            return Some(place);
+        }
+        let silent = |caller: &Arc<Caller>| !caller.asks.load(Ordering::Relaxed);
+        let oldest = std::iter::from_fn(|| self.0.pop_front()).find_map(|caller| caller.upgrade().filter(silent))?;
+        oldest.leave.notify_one();
+        tokio::time::timeout(PAUSE, places.clone().acquire_owned()).await.ok()?.ok()
+    }
 }
 
 /// Who may ask.
