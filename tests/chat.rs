@@ -166,10 +166,11 @@ fn a_run_folder_answers_as_it_was_trained() {
     let (other, said) = answer("r", &["--w4a4", "false"]);
     assert!(said.contains("activations not quantized, unlike in training (w4a4)"), "{said}");
     assert_ne!(other, trained);
-    // Without an export, the newest checkpoint answers.
+    // Without an export, the newest checkpoint answers, as the export did.
     std::fs::remove_dir_all(d.join("r/final")).unwrap();
-    let (_, said) = answer("r", &[]);
-    assert!(said.contains("r/checkpoint-2") && said.contains("dense"), "{said}");
+    let (found, said) = answer("r", &[]);
+    assert!(said.contains("r/checkpoint-2") && said.contains("as in training (w4a4)"), "{said}");
+    assert_eq!(found, trained);
 }
 
 /// Ten turns, read by a session that keeps its cache, token by token, and all anew for each turn: three times, with the same

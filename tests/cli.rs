@@ -89,8 +89,8 @@ fn cases() -> Vec<Case> {
         (words("generate -m bad-shape -p hi --device cpu"), 6, "config.json asks for [112, 64]"),
         (words("inspect none.dat"), 2, "none.dat"),
         (words("convert m out.dat --to dat --dtype nvfp3"), 2, "possible values"),
-        (words("export-dat --checkpoint nothing --output-dat x.dat"), 6, "manifest.json"),
-        (words("export-dat --checkpoint none --output-dat x.dat"), 2, "no such checkpoint folder"),
+        (words("export-dat --checkpoint nothing --output-dat x.dat"), 2, "config.json: no such file"),
+        (words("export-dat -m none --output-dat x.dat"), 2, "none: no such file"),
         (words("parity -m m --expected m/model.safetensors --device cpu"), 6, "no \"input_ids\""),
     ]
 }

@@ -276,7 +276,7 @@ fn broken_gguf_files_are_refused() {
         (&["convert", "x.gguf", "z.gguf", "--dtype", "f16"][..], "a GGUF file is not made from another"),
         (&["generate", "-m", "x.gguf", "-p", "a"], "train-cli convert x.gguf"),
         (&["fit", "-m", "x.gguf", "-d", "m/demo.tsv"], "train-cli convert x.gguf"),
-        (&["inspect", "x.gguf"], "train-cli convert IN.gguf"),
+        (&["inspect", "x.gguf"], "train-cli convert x.gguf"),
     ] {
         let out = run(d, args);
         let error = String::from_utf8_lossy(&out.stderr);
@@ -311,7 +311,7 @@ fn convert_puts_the_small_files_beside_its_output() {
     let said = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success() && said.contains("config.json is kept"), "{said}");
     assert_eq!(
-        std::fs::read(d.join("p/trained.json")).unwrap(),
+        std::fs::read(d.join("p/x.dat.trained.json")).unwrap(),
         std::fs::read(d.join("r/final/trained.json")).unwrap()
     );
 }

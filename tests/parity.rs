@@ -1,8 +1,16 @@
 //! The model computes what Hugging Face's computes, in f32 on the CPU and on the GPU: logits, hidden states, loss, every
 //! gradient, greedy tokens, and 20 steps of AdamW.
 
-use crate::support::{Gpu, golden, gpu, skipped};
+use crate::support::{
+    Gpu,
+    files::{ok, run, tiny_model_with_spread},
+    golden, gpu,
+    scripted::{read_tensors, write_tensors},
+    skipped,
+};
 use backend_nvfp4::Precision;
+use serde_json::Value;
+use std::path::Path;
 use train_cli::{
     commands::parity::{Comparison, Parity},
     device,
@@ -72,5 +80,82 @@ fn tensor_cores(device: DeviceChoice) {
                 assert!(value < bound, "{precision:?} {fixture}: {} differs by {value:e}, bound {bound:e}", d.key);
             }
         }
+    }
+}
+
+/// The lines of `parity --json` on one prompt, and the exit code.
+fn compared(d: &Path, more: &[&str]) -> (Vec<Value>, Option<i32>) {
+    let out = run(d, &[&["parity", "-m", "m", "-p", "Hello", "--json", "--device", "cpu"], more].concat());
+    let said = String::from_utf8_lossy(&out.stderr);
+    let lines = String::from_utf8_lossy(&out.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!([Some(0), Some(6)].contains(&out.status.code()), "{said}");
+    (lines, out.status.code())
+}
+
+#[test]
+fn a_damaged_tensor_is_named_with_the_first_layer_that_differs() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.1);
+    tiny_model_with_spread(&d.join("n"), true, 0.1);
+    let (same, code) = compared(d, &["--against", "n"]);
+    assert_eq!(code, Some(0));
+    assert_eq!(same.last().unwrap()["verdict"], "PASS");
+    let layers: Vec<&str> = same.iter().filter_map(|row| row["layer"].as_str()).collect();
+    assert_eq!(layers, ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "logits"]);
+    assert!(same.iter().filter(|row| row["layer"].is_string()).all(|row| row["max"] == 0.0), "the models are equal");
+    assert_eq!(same.iter().filter(|row| row["rank"].is_u64()).count(), 10);
+
+    let file = d.join("n/model.safetensors");
+    let whole = read_tensors(&file);
+    for (tensor, layer) in [
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1"),
+        ("model.layers.0.self_attn.k_norm.weight", "model.layers.0"),
+        ("model.norm.weight", "model.norm"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+    ] {
+        let mut damaged = whole.clone();
+        damaged.get_mut(tensor).unwrap().1.iter_mut().for_each(|value| *value *= 1.01);
+        write_tensors(&file, &damaged);
+        let (found, code) = compared(d, &["--against", "n"]);
+        let verdict = found.last().unwrap();
+        assert_eq!((code, &verdict["verdict"]), (Some(6), &"FAIL".into()), "{tensor}");
+        assert_eq!((&verdict["first_divergent"], &verdict["weight"]), (&layer.into(), &tensor.into()), "{tensor}");
+        // A larger tolerance lets it pass.
+        assert_eq!(compared(d, &["--against", "n", "--tolerance", "0.5"]).1, Some(0), "{tensor}");
+        let text = run(d, &["parity", "-m", "m", "--against", "n", "-p", "Hello", "--device", "cpu"]);
+        let said = String::from_utf8_lossy(&text.stderr);
+        assert!(said.contains(&format!("the first layer that differs is {layer}")) && said.contains(tensor), "{said}");
+    }
+}
+
+#[test]
+fn packed_weights_compute_what_dequantized_ones_compute_and_recipes_stand_side_by_side() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.1);
+    std::fs::create_dir(d.join("packed")).unwrap();
+    ok(d, &["convert", "m", "packed/model.dat", "--dtype", "nvfp4"]);
+    let words =
+        ["parity", "-m", "packed", "--recipe", "w4", "--against-recipe", "bf16", "-p", "Hello", "--device", "cpu"];
+    let refused = run(d, &[&words[..], &["--tolerance", "-1"]].concat());
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(ok(d, &words).contains("PASS · nearest to its bound of 1.0e-4"));
+    // A recipe that rounds differs from one that does not, within the tolerance of NVFP4.
+    let largest = |rows: &[Value]| rows.iter().filter_map(|row| row["relative"].as_f64()).fold(0.0, f64::max);
+    let (w4, code) = compared(d, &["--recipe", "w4", "--against-recipe", "bf16"]);
+    assert!(code == Some(0) && (0.01..0.5).contains(&largest(&w4)), "{w4:?}");
+    assert_eq!(w4.last().unwrap()["limit"], 0.5);
+    let (same, _) = compared(d, &["--recipe", "w4", "--against-recipe", "w4"]);
+    assert_eq!(largest(&same), 0.0);
+    // The packed file and its origin under the recipe by which it was packed.
+    let (equal, code) = compared(d, &["--recipe", "w4", "--against", "packed"]);
+    assert!(code == Some(0) || largest(&equal) < 0.01, "{equal:?}");
+    for words in [
+        &["parity", "-m", "m"][..],
+        &["parity", "-m", "m", "--recipe", "w4"],
+        &["parity", "-m", "m", "--against", "m", "--expected", "x"],
+    ] {
+        assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }
 }

@@ -44,6 +44,7 @@ mod recipe;
 mod reliability;
 mod runs;
 mod serve;
+mod stored_models;
 mod streaming;
 mod text;
 mod training;

@@ -405,3 +405,125 @@ fn many_streams_at_once_get_their_own_answers() {
     let after = server.resident();
     assert!(after < before + (1 << 20), "1,024 questions made the memory grow from {before} to {after} bytes");
 }
+
+/// Logarithms of probabilities come with the text of their tokens, and joined they are those of a whole reply.
+#[test]
+fn streamed_logarithms_come_with_each_piece() {
+    let dir = folder();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "128"]);
+    let chat =
+        json!({"messages": user("Hello"), "temperature": 0, "max_tokens": 16, "logprobs": true, "top_logprobs": 2});
+    let completion = json!({"prompt": "Once upon", "temperature": 0, "max_tokens": 16, "logprobs": 2});
+    for (address, body, content) in [(CHAT, chat, "content"), (COMPLETION, completion, "tokens")] {
+        let whole = server.ask(address, &body)["choices"][0]["logprobs"].clone();
+        let mut streamed = body.clone();
+        streamed["stream"] = true.into();
+        let mut joined = json!({});
+        let mut pieces = 0;
+        for event in server.events(address, &streamed).iter().filter(|event| *event != "[DONE]") {
+            let event: Value = serde_json::from_str(event).unwrap();
+            let choice = &event["choices"][0];
+            let text = choice["delta"]["content"].as_str().or(choice["text"].as_str()).unwrap_or_default();
+            let Some(found) = choice["logprobs"].as_object() else {
+                assert!(text.is_empty(), "a piece without logarithms: {event}");
+                continue;
+            };
+            pieces += usize::from(choice["finish_reason"].is_null());
+            for (key, list) in found {
+                let all = joined.as_object_mut().unwrap().entry(key).or_insert_with(|| json!([]));
+                all.as_array_mut().unwrap().extend(list.as_array().unwrap().iter().cloned());
+            }
+        }
+        assert_eq!(joined, whole, "{address}");
+        assert!(pieces > 3 && joined[content].as_array().unwrap().len() == 16, "{pieces} pieces: {joined}");
+    }
+}
+
+/// More connections than there are places send a head and never end it. Whoever asks is answered at once.
+#[test]
+fn slow_heads_do_not_keep_good_clients_out() {
+    let dir = folder();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "64"]);
+    let mut slow = Vec::new();
+    for n in 0..600 {
+        let Ok(mut stream) = TcpStream::connect(server.address) else { continue };
+        let _ = stream.write_all(b"GET /health HTTP/1.1\r\nHost: loc");
+        slow.push(stream);
+        if n % 100 == 99 {
+            for stream in &mut slow {
+                // The server has closed some of them.
+                let _ = stream.write_all(b"a");
+            }
+            let began = Instant::now();
+            assert_eq!(server.send("GET", "/health", &[], b"").0, 200, "behind {n} slow heads");
+            let reply = server.ask(COMPLETION, &json!({"prompt": "a", "max_tokens": 2}));
+            assert_eq!(reply["usage"]["completion_tokens"].as_u64().map(|n| n > 0), Some(true));
+            assert!(began.elapsed() < Duration::from_secs(5), "behind {n} slow heads: {:?}", began.elapsed());
+        }
+    }
+    assert!(slow.len() > 560, "{}", slow.len());
+}
+
+/// 32 streams at once, for some seconds: no error, no wrong answer, no long gap between two tokens, and no growing memory.
+#[test]
+fn streams_at_once_are_even_and_right() {
+    let dir = folder();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "96", "--parallel", "32"]);
+    let prompts: Vec<String> = (0..16).map(|i| format!("question {i}: {}", "x".repeat(i % 5))).collect();
+    let body = |prompt: &str| json!({"prompt": prompt, "temperature": 0, "max_tokens": 48, "ignore_eos": true, "stream": true});
+    let told =
+        |events: &[Value]| -> String { events.iter().filter_map(|e| e["choices"][0]["text"].as_str()).collect() };
+    let expected: Vec<String> = prompts
+        .iter()
+        .map(|prompt| {
+            let events = server.events(COMPLETION, &body(prompt));
+            told(&events.iter().filter_map(|event| serde_json::from_str(event).ok()).collect::<Vec<_>>())
+        })
+        .collect();
+    let round = |rounds: usize| -> Vec<f64> {
+        let client = |client: usize| {
+            let mut gaps = Vec::new();
+            for n in 0..rounds {
+                let i = (client * 7 + n) % prompts.len();
+                let bytes = body(&prompts[i]).to_string();
+                let mut stream = server.open("POST", COMPLETION, &[JSON], bytes.as_bytes());
+                let mut line = String::new();
+                while line != "\r\n" {
+                    line.clear();
+                    assert!(stream.read_line(&mut line).unwrap() > 0);
+                    assert!(!line.starts_with("HTTP/") || line.contains(" 200 "), "{line}");
+                }
+                let (mut events, mut last) = (Vec::new(), None::<Instant>);
+                while let Some(piece) = chunk(&mut stream) {
+                    let now = Instant::now();
+                    let text = String::from_utf8(piece).unwrap();
+                    let found = text.split("\n\n").filter_map(|event| event.strip_prefix("data: "));
+                    events.extend(found.filter_map(|event| serde_json::from_str::<Value>(event).ok()));
+                    gaps.extend(last.map(|last| (now - last).as_secs_f64()));
+                    last = Some(now);
+                }
+                assert!(events.iter().all(|event| event["error"].is_null()), "{events:?}");
+                assert_eq!(told(&events), expected[i], "{}", prompts[i]);
+            }
+            gaps
+        };
+        thread::scope(|scope| {
+            let clients: Vec<_> = (0..32).map(|n| scope.spawn(move || client(n))).collect();
+            clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
+        })
+    };
+    round(4);
+    let before = server.resident();
+    let mut gaps = round(6);
+    let after = server.resident();
+    gaps.sort_by(f64::total_cmp);
+    let at = |share: f64| gaps[((gaps.len() - 1) as f64 * share) as usize];
+    let (p50, p99) = (at(0.5), at(0.99));
+    eprintln!("{} gaps: p50 {:.1} ms, p99 {:.1} ms; memory {before} to {after}", gaps.len(), p50 * 1e3, p99 * 1e3);
+    // A machine that runs other tests at the same time pauses a thread for some time slices.
+    assert!(p99 <= 4.0 * p50 + 0.1, "p50 {p50} s, p99 {p99} s");
+    assert!(
+        after <= before + before / 100 + (1 << 19),
+        "192 streams made the memory grow from {before} to {after} bytes"
+    );
+}

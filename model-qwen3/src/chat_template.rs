@@ -69,7 +69,11 @@ impl ChatTemplate {
             return read_text(&file, 1 << 20, "");
         }
         let path = folder.join("tokenizer_config.json");
-        let text = read_text(&path, 16 << 20, "a model folder needs it or chat_template.jinja for its chat template")?;
+        let text = read_text(
+            &path,
+            16 << 20,
+            "a chat template is read from it or from chat_template.jinja; give --tokenizer FOLDER if they are in another folder",
+        )?;
         let config = json::parse(&text).map_err(|e| ModelError::parse(&path, e))?;
         match config.get("chat_template").and_then(Json::as_str) {
             Some(source) => Ok(source.to_owned()),

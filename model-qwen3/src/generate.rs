@@ -197,6 +197,11 @@ impl Answering {
         self.ended
     }
 
+    /// The tokens of the answer so far.
+    pub fn generated(&self) -> &Generation {
+        &self.generation
+    }
+
     /// Ends the answer.
     pub fn end(&mut self, reason: StopReason) {
         self.generation.stop = reason;

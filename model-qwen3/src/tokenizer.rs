@@ -27,7 +27,10 @@ impl Tokenizer {
     /// # Errors
     /// If the file is missing, too large or broken.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        Self::from_text(&read_text(path, LARGEST, "a model folder needs a tokenizer.json")?, path)
+        Self::from_text(
+            &read_text(path, LARGEST, "give --tokenizer FOLDER if the tokenizer.json is in another folder")?,
+            path,
+        )
     }
 
     /// Parses the text of a tokenizer.json. `path` is for error messages.
@@ -151,7 +154,7 @@ impl TextStream {
 }
 
 /// generation_config.json, which says how the model's authors sample and which tokens end an answer.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct GenerationConfig {
     /// Ids that end an answer.
     pub eos_token_ids: Vec<u32>,
@@ -161,16 +164,18 @@ pub struct GenerationConfig {
     pub top_p: Option<f32>,
     /// Number of candidates (top-k), if the file names it.
     pub top_k: Option<usize>,
+    /// Minimum probability relative to the most likely token (min-p), if the file names it.
+    pub min_p: Option<f32>,
     /// Repetition penalty, if the file names it.
     pub repetition_penalty: Option<f32>,
 }
 
 impl GenerationConfig {
-    /// Reads a folder's generation_config.json. Without the file, all fields are empty.
+    /// Reads a folder's generation_config.json. None without the file.
     ///
     /// # Errors
     /// If the file is broken.
-    pub fn from_folder(folder: &Path) -> Result<Self, ModelError> {
+    pub fn from_folder(folder: &Path) -> Result<Option<Self>, ModelError> {
         #[derive(Deserialize)]
         struct Raw {
             eos_token_id: Option<OneOrMany>,
@@ -178,11 +183,12 @@ impl GenerationConfig {
             temperature: Option<f32>,
             top_p: Option<f32>,
             top_k: Option<usize>,
+            min_p: Option<f32>,
             repetition_penalty: Option<f32>,
         }
         let path = folder.join("generation_config.json");
         if !path.exists() {
-            return Ok(Self::default());
+            return Ok(None);
         }
         let text = read_text(&path, 1 << 20, "")?;
         let raw: Raw = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
@@ -190,6 +196,7 @@ impl GenerationConfig {
         for (name, value, least, most) in [
             ("temperature", raw.temperature, 0.0, 100.0),
             ("top_p", raw.top_p, 0.0, 1.0),
+            ("min_p", raw.min_p, 0.0, 1.0),
             ("repetition_penalty", raw.repetition_penalty, 0.01, 100.0),
         ] {
             if let Some(value) = value.filter(|value| !(least..=most).contains(value)) {
@@ -197,12 +204,13 @@ impl GenerationConfig {
                 return Err(ModelError::parse(&path, text));
             }
         }
-        Ok(Self {
+        Ok(Some(Self {
             eos_token_ids: raw.eos_token_id.map_or_else(Vec::new, OneOrMany::into_vec),
             temperature: raw.temperature.filter(|_| raw.do_sample != Some(false)),
             top_p: raw.top_p,
             top_k: raw.top_k,
+            min_p: raw.min_p,
             repetition_penalty: raw.repetition_penalty,
-        })
+        }))
     }
 }

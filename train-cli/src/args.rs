@@ -44,13 +44,13 @@ pub enum Command {
     /// Look at training data before a run: rows as the model sees them, and what a run would leave out
     #[command(subcommand)]
     Data(DataCommand),
-    /// Write a trained checkpoint as a .dat file, and check that the file works
+    /// Write a trained model as a .dat file with 4-bit weights, and check that the file works
     ExportDat(ExportArgs),
     /// Write a model as a Hugging Face folder for other programs: in bf16, or in NVFP4 as compressed-tensors or ModelOpt
     ExportHf(ExportHfArgs),
     /// Convert a model to a .dat, safetensors or GGUF file
     Convert(ConvertArgs),
-    /// List the tensors of a .dat file, a safetensors file or a model folder
+    /// List the tensors of a model
     Inspect(InspectArgs),
     /// Answer a prompt
     Generate(GenerateArgs),
@@ -64,7 +64,7 @@ pub enum Command {
     /// Look at training runs: list them, show one, compare several
     #[command(subcommand)]
     Runs(RunsCommand),
-    /// Compare the model's results with values that Hugging Face computed
+    /// Compare a model's results with values that Hugging Face computed, or with those of another model or recipe
     Parity(ParityArgs),
     /// Check whether this machine has what the program needs, say how to install what is missing, and test its GPUs
     Doctor(DoctorArgs),
@@ -203,6 +203,37 @@ pub struct StatsArgs {
 pub enum EvalCommand {
     /// Measure the mean loss per token of some files, and the perplexity
     Loss(EvalLossArgs),
+    /// Hide a number in long texts, and count how often the model finds it
+    Needle(NeedleArgs),
+}
+
+/// Flags of `eval needle`.
+#[derive(Debug, Args)]
+pub struct NeedleArgs {
+    /// Which model is asked.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Lengths of the texts with question and answer, in tokens, separated by commas
+    #[arg(long, value_name = "N", value_delimiter = ',', required = true)]
+    pub lengths: Vec<usize>,
+    /// Number of places of the number in a text, from its beginning to its end
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub depths: usize,
+    /// Number of texts of each length with the number at each place
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub tries: usize,
+    /// Number of digits of the hidden number, which are all different
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub digits: usize,
+    /// Random seed for texts and numbers
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub seed: u64,
+    /// Write the texts as training rows to this .jsonl file, and ask nothing. Take another --seed than for measuring
+    #[arg(long, value_name = "FILE")]
+    pub write_rows: Option<PathBuf>,
+    /// Print one JSON object for each length
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Flags of `eval loss`.
@@ -239,16 +270,19 @@ pub struct EvalLossArgs {
 /// Flags of `export-dat`.
 #[derive(Debug, Args)]
 pub struct ExportArgs {
-    /// Checkpoint folder that fit saved
+    /// Model to export: a checkpoint, a run folder, a model folder, a .dat file or a .safetensors file
+    #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
+    pub model: PathBuf,
+    /// Folder of tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
     #[arg(long, value_name = "DIR")]
-    pub checkpoint: PathBuf,
+    pub tokenizer: Option<PathBuf>,
     /// .dat file to write
     #[arg(long, value_name = "FILE")]
     pub output_dat: PathBuf,
     /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: those of the run]
+    /// Which scales NVFP4 weights have [default: those of the run, or of the model's NVFP4 weights]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
@@ -348,7 +382,7 @@ pub struct ConvertArgs {
 /// Flags of `inspect`.
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// .dat file, safetensors file or model folder to read
+    /// Model to read: a .dat file, a .safetensors file, a model folder, a run folder or a checkpoint
     pub path: PathBuf,
     /// Print one JSON object per line
     #[arg(long)]
@@ -372,8 +406,8 @@ pub struct GenerateArgs {
     /// prompt in each line. Answers are printed in the file's order, each as one JSON object
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
-    /// With --prompts: number of prompts that are answered together
-    #[arg(long, value_name = "N", default_value_t = 8, requires = "prompts")]
+    /// With --prompts or --answers: number of answers that are made together
+    #[arg(long, value_name = "N", default_value_t = 8)]
     pub batch_size: usize,
     /// System message
     #[arg(long, alias = "system")]
@@ -381,12 +415,18 @@ pub struct GenerateArgs {
     /// Send the prompt without the chat template
     #[arg(long, conflicts_with = "system_prompt")]
     pub raw: bool,
-    /// Turn thinking before the answer on or off, for models that can think [default: the chat template's choice]
+    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// How tokens are chosen.
     #[command(flatten)]
     pub sampling: SamplingArgs,
+    /// Number of answers to each prompt. The first one draws with --seed, the next one with the number after it
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 1)]
+    pub answers: usize,
+    /// Print the answer when it is complete, instead of piece by piece
+    #[arg(long)]
+    pub no_stream: bool,
     /// Print one JSON object at the end instead of streaming the text
     #[arg(long)]
     pub json: bool,
@@ -405,7 +445,7 @@ pub struct ChatArgs {
     /// System message
     #[arg(long, alias = "system")]
     pub system_prompt: Option<String>,
-    /// Turn thinking before the answer on or off, for models that can think [default: the chat template's choice]
+    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
     /// Maximum length of the conversation, in tokens; its memory is allocated at the start
@@ -477,18 +517,18 @@ pub struct SamplingArgs {
     /// Maximum number of tokens in an answer
     #[arg(long, value_name = "N", alias = "max-new-tokens", default_value_t = 256)]
     pub max_tokens: usize,
-    /// Sampling temperature; 0 always takes the most likely token [default: the model's, else 0]
+    /// Sampling temperature; 0 always takes the most likely token [default: the model's, else 0.7, or 0.6 if it thinks]
     #[arg(long, alias = "temp")]
     pub temperature: Option<f32>,
-    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: the model's, else 1]
+    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: the model's, else 0.8, or 0.95 if it thinks]
     #[arg(long, value_name = "P", alias = "topp")]
     pub top_p: Option<f32>,
-    /// Number of most likely tokens to sample from; 0 takes all [default: the model's, else 0]
+    /// Number of most likely tokens to sample from; 0 takes all [default: the model's, else 20]
     #[arg(long, value_name = "N")]
     pub top_k: Option<usize>,
-    /// Minimum probability, relative to the most likely token (min-p)
-    #[arg(long, value_name = "P", default_value_t = 0.0)]
-    pub min_p: f32,
+    /// Minimum probability, relative to the most likely token (min-p) [default: the model's, else 0]
+    #[arg(long, value_name = "P")]
+    pub min_p: Option<f32>,
     /// Penalty on tokens that already occurred; 1 turns it off [default: the model's, else 1]
     #[arg(long, value_name = "FACTOR")]
     pub repetition_penalty: Option<f32>,
@@ -567,14 +607,39 @@ pub struct ManArgs {
 /// Flags of `parity`.
 #[derive(Debug, Args)]
 pub struct ParityArgs {
-    /// Model folder
-    #[arg(short, long, value_name = "DIR")]
+    /// Model to check: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
+    #[arg(short, long, value_name = "PATH")]
     pub model: PathBuf,
-    /// Values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
-    #[arg(long, value_name = "FILE")]
-    pub expected: PathBuf,
+    /// Compare with values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "recipe", "against_recipe"])]
+    pub expected: Option<PathBuf>,
+    /// Compare with this model, layer by layer [default: the same model, under another recipe]
+    #[arg(long, value_name = "PATH", conflicts_with = "expected")]
+    pub against: Option<PathBuf>,
+    /// Round the model as this recipe does in a forward pass; bf16 rounds nothing and dequantizes NVFP4 weights [default: as
+    /// the model runs]
+    #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
+    #[arg(hide_possible_values = true)]
+    pub recipe: Option<Recipe>,
+    /// Round the other model as this recipe does [default: as that model runs]
+    #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
+    #[arg(hide_possible_values = true)]
+    pub against_recipe: Option<Recipe>,
+    /// Prompt on which two models are compared
+    #[arg(short, long, value_name = "TEXT", conflicts_with = "expected")]
+    pub prompt: Option<String>,
+    /// Take the prompt without the chat template
+    #[arg(long, requires = "prompt")]
+    pub raw: bool,
+    /// Folder of tokenizer and chat template, and of config.json if a model has none [default: each model's folder]
+    #[arg(long, value_name = "DIR", conflicts_with = "expected")]
+    pub tokenizer: Option<PathBuf>,
+    /// Largest relative difference of a layer that passes [default: some roundings of --compute-dtype; 0.5 if NVFP4 rounds only
+    /// one of the two]
+    #[arg(long, value_name = "SHARE", conflicts_with = "expected")]
+    pub tolerance: Option<f64>,
     /// Write the values that train-cli computed to this file, under the names of --expected
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "expected")]
     pub dump: Option<PathBuf>,
     /// Print one JSON object per line
     #[arg(long)]

@@ -1,17 +1,19 @@
 //! The files of a model. The user names a folder, or a `.dat` or `.safetensors` file with config.json and tokenizer
-//! beside it. A folder that a run exported also records how the model was trained.
+//! beside it.
 
-use crate::{CliError, durable::PendingFolder, report, settings::by_name};
-use backend_nvfp4::{Nvfp4Parts, Recipe};
+use crate::{
+    CliError,
+    durable::{self, PendingFolder},
+    report,
+};
 use model_qwen3::{
     ModelError,
     chat_template::ChatTemplate,
     config::Qwen3Config,
     container::Container,
-    file,
+    sample::Sampling,
     tokenizer::{GenerationConfig, Tokenizer},
 };
-use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// The files that turn text into tokens and back.
@@ -118,45 +120,6 @@ impl ModelFiles {
     }
 }
 
-/// How an exported model was trained. Its folder records it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Trained {
-    /// The recipe.
-    #[serde(with = "by_name")]
-    pub recipe: Recipe,
-}
-
-/// The file of [`Trained`].
-pub const TRAINED: &str = "trained.json";
-/// Most bytes of it. It has a hundred.
-const LONGEST_RECORD: u64 = 64 << 10;
-
-impl Trained {
-    /// The record beside a model's weights, if there is one.
-    ///
-    /// # Errors
-    /// If it is broken.
-    pub fn of(files: &ModelFiles) -> Result<Option<Self>, CliError> {
-        let path = files.folder.join(TRAINED);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let text = file::read_text(&path, LONGEST_RECORD, "export the model again")?;
-        serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(&path, e))
-    }
-
-    /// Writes the record of a recipe into a folder.
-    ///
-    /// # Errors
-    /// If it cannot be written.
-    pub fn write(recipe: Recipe, folder: &mut PendingFolder) -> Result<(), CliError> {
-        // Its parts concern training only.
-        let recipe = if let Recipe::Nvfp4(_) = recipe { Recipe::Nvfp4(Nvfp4Parts::ALL) } else { recipe };
-        let text = serde_json::to_string_pretty(&Self { recipe }).expect("plain data serializes");
-        folder.file(TRAINED, |out| out.write_all(text.as_bytes()).map_err(CliError::io(Path::new(TRAINED))))
-    }
-}
-
 /// A model's tokenizer, chat template and stop tokens.
 #[derive(Debug, Clone)]
 pub struct TextFiles {
@@ -166,8 +129,14 @@ pub struct TextFiles {
     pub tokenizer: Tokenizer,
     /// Renders conversations as text.
     pub template: ChatTemplate,
-    /// How the model's authors sample.
-    pub generation: GenerationConfig,
+    /// SHA-256 of the template's text.
+    pub template_sha256: String,
+    /// Whether answers think unless somebody asks for it: as in training, if that is known. None leaves it to the template.
+    pub thinking: Option<bool>,
+    /// How the model's authors sample, if a file says so.
+    generation: Option<GenerationConfig>,
+    /// Whether the template knows thoughts. Such a model thinks unless it is told not to.
+    knows_thoughts: bool,
     /// Ids that end an answer.
     pub stop_ids: Vec<u32>,
 }
@@ -188,7 +157,7 @@ impl TextFiles {
             )));
         }
         let generation = GenerationConfig::from_folder(folder)?;
-        let mut stop_ids = generation.eos_token_ids.clone();
+        let mut stop_ids = generation.as_ref().map_or_else(Vec::new, |file| file.eos_token_ids.clone());
         stop_ids.extend(&config.eos_token_ids);
         stop_ids.extend(["<|im_end|>", "<|endoftext|>"].iter().filter_map(|t| tokenizer.id(t)));
         stop_ids.sort_unstable();
@@ -199,8 +168,53 @@ impl TextFiles {
                 folder.display()
             )));
         }
-        let template = ChatTemplate::from_folder(folder)?;
-        Ok(Self { folder: folder.to_owned(), tokenizer, template, generation, stop_ids })
+        let source = ChatTemplate::source(folder)?;
+        let template_sha256 = durable::digest_of(source.as_bytes());
+        let knows_thoughts = source.contains("<think>");
+        let template = ChatTemplate::new(source)?;
+        Ok(Self {
+            folder: folder.to_owned(),
+            tokenizer,
+            template,
+            template_sha256,
+            thinking: None,
+            generation,
+            knows_thoughts,
+            stop_ids,
+        })
+    }
+
+    /// How tokens are chosen where nobody asks for anything else, and who says so: generation_config.json, or Qwen3's model
+    /// card, which has other values for a model that thinks.
+    pub fn sampling(&self) -> (Sampling, &'static str) {
+        let thinks = self.thinking.unwrap_or(self.knows_thoughts);
+        let neutral = Sampling::GREEDY;
+        match &self.generation {
+            Some(file) => {
+                let found = Sampling {
+                    temperature: file.temperature.unwrap_or(neutral.temperature),
+                    top_p: file.top_p.unwrap_or(neutral.top_p),
+                    top_k: file.top_k.unwrap_or(neutral.top_k),
+                    min_p: file.min_p.unwrap_or(neutral.min_p),
+                    repetition_penalty: file.repetition_penalty.unwrap_or(neutral.repetition_penalty),
+                    ..neutral
+                };
+                (found, "generation_config.json")
+            }
+            None if thinks => {
+                let card = Sampling { temperature: 0.6, top_p: 0.95, top_k: 20, ..neutral };
+                (card, "the model card of Qwen3, thinking; there is no generation_config.json")
+            }
+            None => {
+                let card = Sampling { temperature: 0.7, top_p: 0.8, top_k: 20, ..neutral };
+                (card, "the model card of Qwen3; there is no generation_config.json")
+            }
+        }
+    }
+
+    /// The ids that end an answer, as generation_config.json has them.
+    pub fn eos_token_ids(&self) -> &[u32] {
+        self.generation.as_ref().map_or(&[], |file| &file.eos_token_ids)
     }
 
     /// The files that they were read from.

@@ -10,7 +10,7 @@ use crate::{
         answer::{self, Answer, INTERRUPTED, LENGTH},
         dialog::Dialog,
         entry::{Entry, HELP, Source},
-        loaded::Loaded,
+        loaded::{Loaded, thinking},
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
@@ -43,12 +43,13 @@ impl Job for Chat {
             session: Session::new(&loaded.model, context)?,
             loaded: &loaded,
             context,
-            dialog: Dialog::new(args.system_prompt, args.thinking),
+            dialog: Dialog::new(args.system_prompt, thinking(args.thinking, &loaded.text)),
             sampling: args.sampling,
             json: args.json,
             ctrl_c,
             last: None,
         };
+        answer::say_defaults(&loaded.text);
         report::label("context", format!("{context} tokens"));
         if source.is_terminal() {
             report::line("/help shows the commands; Ctrl-D ends.");
@@ -107,7 +108,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
                 answer::check(&changed)?;
                 self.sampling = changed;
             }
-            Entry::Think(thinking) => self.dialog.thinking = thinking,
+            Entry::Think(asked) => self.dialog.thinking = thinking(asked, &self.loaded.text),
             Entry::Stats => self.stats(),
             Entry::Help => report::line(HELP),
             Entry::Exit => return Ok(false),
@@ -183,7 +184,7 @@ fn set(sampling: &mut SamplingArgs, name: &str, value: &str) -> Result<(), CliEr
         "temperature" | "temp" => sampling.temperature = Some(parsed(name, value)?),
         "top-p" => sampling.top_p = Some(parsed(name, value)?),
         "top-k" => sampling.top_k = Some(parsed(name, value)?),
-        "min-p" => sampling.min_p = parsed(name, value)?,
+        "min-p" => sampling.min_p = Some(parsed(name, value)?),
         "repetition-penalty" => sampling.repetition_penalty = Some(parsed(name, value)?),
         "max-tokens" => sampling.max_tokens = parsed(name, value)?,
         "seed" => sampling.seed = parsed(name, value)?,

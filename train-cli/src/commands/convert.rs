@@ -5,11 +5,10 @@ use crate::{
     CliError,
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
-    model_files::{Companions, ModelFiles, TRAINED, TextFiles, Trained},
+    model_files::{Companions, ModelFiles, TextFiles},
     outputs::check_output,
     report,
-    run::checkpoint,
-    talk::loaded::located,
+    run::{checkpoint, located::located, trained::Trained},
 };
 use backend_nvfp4::BlockShape;
 use model_qwen3::{
@@ -60,7 +59,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         _ => None,
     };
     let tensors = Repacked::new(source.tensors(), format(args, container)?);
-    let small = if gguf.is_none() { source.small_files(&files, args.dtype == WeightArg::Nvfp4)? } else { vec![] };
+    let small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
+    let trained = source.trained(&files, args)?;
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         match (container, &gguf) {
@@ -71,6 +71,9 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         Ok(())
     })?;
     put_beside(&args.output, &small)?;
+    if gguf.is_none() {
+        Trained::put_beside(trained.as_ref(), &args.output)?;
+    }
     let bytes = std::fs::metadata(&args.output).map_err(CliError::io(&args.output))?.len();
     let count = report::count(tensors.names().len(), "weight");
     report::result(format!("{} · {count} · {bytes} bytes · sha256 {sha256}", args.output.display()));
@@ -98,16 +101,21 @@ impl Source {
         }
     }
 
-    /// The model's small files by name: those that lie beside its weights, or what a GGUF file says. How a model was trained
-    /// is said beside weights in NVFP4 only.
-    fn small_files(&self, files: &ModelFiles, nvfp4: bool) -> Result<Vec<(String, Vec<u8>)>, CliError> {
+    /// What the model was trained for, if it is known. Its NVFP4 weights have the scales that they are written with.
+    fn trained(&self, files: &ModelFiles, args: &ConvertArgs) -> Result<Option<Trained>, CliError> {
+        let Self::Files(_) = self else { return Ok(None) };
+        let scales = |of_run| if args.dtype == WeightArg::Nvfp4 { args.scales } else { of_run };
+        Ok(Trained::of(files)?.map(|trained| Trained { scales: scales(trained.scales), ..trained }))
+    }
+
+    /// The model's small files by name: those that lie beside its weights, or what a GGUF file says.
+    fn small_files(&self, files: &ModelFiles) -> Result<Vec<(String, Vec<u8>)>, CliError> {
         if let Self::Gguf(file) = self {
             let made = file.small_files()?.into_iter();
             return Ok(made.map(|(name, text)| (name.to_owned(), text.into_bytes())).collect());
         }
         let companions = Companions { config: files.config_file(None), text: files.folder.clone() };
-        let trained = nvfp4.then(|| files.folder.join(TRAINED));
-        let all = companions.text_files().chain([companions.config.clone()]).chain(trained);
+        let all = companions.text_files().chain([companions.config.clone()]);
         let read = |path: PathBuf| {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let (mut file, _) = file::open(&path, "")?;
@@ -189,7 +197,7 @@ impl Gguf {
         let text = TextFiles::open(folder, &config)?;
         let first = |ids: &[u32]| ids.first().copied();
         // The end of a turn, where the model has one.
-        let named = text.tokenizer.id("<|im_end|>").or_else(|| first(&text.generation.eos_token_ids));
+        let named = text.tokenizer.id("<|im_end|>").or_else(|| first(text.eos_token_ids()));
         let eos = named.or_else(|| first(&text.stop_ids)).unwrap_or_default();
         Ok(Self {
             name: ModelFiles::new(&args.input).name(),

@@ -13,8 +13,8 @@ use crate::{
     data_files,
     model_files::TextFiles,
     plan, report,
+    run::located::located,
     settings::Overlong,
-    talk::loaded,
 };
 use model_qwen3::{config::Qwen3Config, tokenizer::Tokenizer};
 use serde::Serialize;
@@ -236,7 +236,7 @@ fn listed(places: &[String]) -> String {
 
 /// The model's tokenizer and template, and the longest sequence.
 fn opened(args: &RowsArgs) -> Result<(TextFiles, usize), CliError> {
-    let files = loaded::located(&args.model)?;
+    let files = located(&args.model)?;
     let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
     let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
     let wanted = args.max_seq_length.map(usize::from);

@@ -4,6 +4,7 @@
 use crate::{
     CliError,
     args::{EvalCommand, EvalLossArgs},
+    commands::needle,
     data::{
         format::RowOptions,
         order::MicroBatch,
@@ -14,17 +15,13 @@ use crate::{
     device::{self, Job},
     model_files::TextFiles,
     plan, report,
+    run::stored_model::StoredModel,
     settings::{LossKind, Overlong},
-    talk::loaded::{self, Loaded},
+    talk::loaded::Loaded,
     train::objective::Trainee,
 };
-use backend_nvfp4::{DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Scaling};
-use model_qwen3::{
-    config::Qwen3Config,
-    model::Qwen3,
-    tensors::{Stored, Tensors},
-    weights::{self, Purpose, to_host},
-};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use model_qwen3::{config::Qwen3Config, model::Qwen3, weights::to_host};
 use serde_json::json;
 use std::time::Instant;
 
@@ -33,7 +30,10 @@ use std::time::Instant;
 /// # Errors
 /// If a file or the model cannot be read or run.
 pub fn run(command: EvalCommand) -> Result<(), CliError> {
-    let EvalCommand::Loss(args) = command;
+    let args = match command {
+        EvalCommand::Loss(args) => args,
+        EvalCommand::Needle(args) => return needle::run(args),
+    };
     if args.batch_size == 0 {
         return Err(CliError::Usage("--batch-size 0: at least one row must be computed at a time".into()));
     }
@@ -53,21 +53,14 @@ impl Job for EvalLoss {
             let samples = samples(&args, &text, model.config())?;
             return measure(&args, model, &samples, "as it runs");
         }
-        let files = loaded::located(&args.model.model)?;
-        let config = Qwen3Config::from_file(&files.config_file(args.model.tokenizer.as_deref()))?;
-        let text = TextFiles::open(args.model.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
-        let source = files.open_weights()?;
-        if source.names().iter().any(|name| matches!(source.stored(name), Some(Stored::Packed { .. }))) {
+        let stored = StoredModel::open(&args.model.model, args.model.tokenizer.as_deref())?;
+        if stored.is_stored_packed() {
             let text = "--recipe: the model's weights are NVFP4 already; leave it out, or give --w4a4";
             return Err(CliError::Usage(text.into()));
         }
-        let samples = samples(&args, &text, &config)?;
-        let master = if precision == Precision::F32 { MasterKind::F32 } else { MasterKind::Bf16 };
+        let samples = samples(&args, &stored.text, &stored.config)?;
         for recipe in &args.recipes {
-            // A recipe also says which weights share a scale.
-            let spec = LinearSpec::new(*recipe, Scaling::Two, precision);
-            let model = weights::load::<B>(&source, &config, spec, Purpose::Train(master), &device)?;
-            measure(&args, model, &samples, recipe.name())?;
+            measure(&args, stored.load_under::<B>(*recipe, precision, &device)?, &samples, recipe.name())?;
         }
         Ok(())
     }

@@ -10,21 +10,24 @@ use crate::{
     args::ExportArgs,
     device::{self, Job},
     durable::{self, PendingFolder},
-    model_files::{Companions, TextFiles, Trained},
+    model_files::{Companions, TextFiles},
     outputs::{check_dat_name, check_output},
     report,
-    run::checkpoint::{self, Head},
+    run::{
+        checkpoint, export_format::ExportFormat, inputs::packed_scaling, located::located, stored_model::StoredModel,
+        trained::Trained,
+    },
 };
 use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
-    bytes::FloatType,
     chat_template::RenderOptions,
     config::Qwen3Config,
     container::Container,
     generate::{GenerateOptions, Session, generate},
     model::Qwen3,
-    repack::{Repacked, StoreAs},
+    names,
+    repack::Repacked,
     sample::Sampling,
     tensors::{Stored, Tensors, row_ranges},
     weights::{self, Live, Purpose},
@@ -40,34 +43,33 @@ use std::{
 /// Runs `export-dat`.
 ///
 /// # Errors
-/// If the checkpoint is broken, the output is an input, or the written file does not work.
+/// If the model is broken, the output is an input, or the written file does not work.
 pub fn run(args: ExportArgs) -> Result<(), CliError> {
-    let state = checkpoint::open(&args.checkpoint)?;
-    let entries = std::fs::read_dir(&args.checkpoint).map_err(CliError::io(&args.checkpoint))?;
-    let mut inputs: Vec<PathBuf> = entries.filter_map(|e| e.ok().map(|e| e.path())).collect();
+    let found = located(&args.model)?;
+    let state = checkpoint::state_beside(&found.folder)?;
+    if state.is_none() && found.weights.join(durable::MANIFEST).exists() {
+        durable::verify(&found.weights)?;
+    }
+    let stored = StoredModel::open(&found.weights, args.tokenizer.as_deref())?;
+    let mut inputs = stored.files.weight_files();
+    inputs.push(stored.weights.path().to_owned());
     inputs.extend(args.like.clone());
     check_output(&args.output_dat, &inputs)?;
     check_dat_name("--output-dat", &args.output_dat)?;
-    if !state.settings.recipe.recipe.packs_weights() {
+    let StoredModel { config, text, weights: source, trained, .. } = &stored;
+    if trained.as_ref().is_some_and(|trained| !trained.recipe.packs_weights()) {
         report::line("note: the run used recipe bf16; this export quantizes its weights for the first time");
     }
-    let config = Qwen3Config::from_file(&args.checkpoint.join("config.json"))?;
-    let text = TextFiles::open(&args.checkpoint, &config)?;
-    let source = Container::open(&args.checkpoint.join(checkpoint::MODEL))?;
     let like = args.like.as_deref().map(Container::open).transpose()?;
-    let (recipe, dense) = (state.settings.recipe.resolved(), state.settings.recipe.bf16_last_blocks);
-    // A checkpoint of recipe bf16 is quantized as recipe w4 does it.
-    let recipe = if recipe.packs_weights() { recipe } else { Recipe::W4 };
-    let format = ExportFormat {
-        scaling: args.scales.unwrap_or(state.scaling()),
-        head: state.head == Head::Nvfp4,
-        recipe,
-        dense_from: config.num_hidden_layers.saturating_sub(dense),
+    let format = match &state {
+        Some(state) => ExportFormat::of_checkpoint(state, config),
+        None => stored_format(&stored),
     };
+    let format = ExportFormat { scaling: args.scales.unwrap_or(format.scaling), ..format.quantized() };
     if let Some(like) = &like {
-        check_like(like, &format, dense)?;
+        check_like(like, &format, config.num_hidden_layers - format.dense_from)?;
     }
-    let tensors = Repacked::new(&source, format.store_as(like.as_ref()));
+    let tensors = Repacked::new(source, format.store_as(like.as_ref()));
     let left_out = tensors.left_out();
     if let Some(like) = like.as_ref().filter(|_| !left_out.is_empty()) {
         let names = left_out[..left_out.len().min(10)].join(", ");
@@ -76,8 +78,24 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     }
     write_and_check(&tensors, like.as_ref(), &args.output_dat, |path| {
         let spec = |precision| LinearSpec::new(Recipe::W4, format.scaling, precision);
-        device::run(args.device, None, CheckFile { tensors: &tensors, path, config: &config, text: &text, spec: &spec })
-    })
+        device::run(args.device, None, CheckFile { tensors: &tensors, path, config, text, spec: &spec })
+    })?;
+    let trained = trained.as_ref().map(|trained| Trained { scales: format.scaling, ..trained.clone() });
+    Trained::put_beside(trained.as_ref(), &args.output_dat)
+}
+
+/// How a model that is no checkpoint is exported: what is NVFP4 stays so, and other linear layers become NVFP4 as the model's
+/// training quantized them, if it did.
+fn stored_format(stored: &StoredModel) -> ExportFormat {
+    let trained = stored.trained.as_ref();
+    let head = matches!(stored.weights.stored(names::HEAD), Some(Stored::Packed { .. }));
+    let dense = trained.map_or(0, |trained| trained.bf16_last_blocks);
+    ExportFormat {
+        scaling: packed_scaling(&stored.weights).or(trained.map(|trained| trained.scales)).unwrap_or(Scaling::Two),
+        head,
+        recipe: trained.map_or(Recipe::W4, |trained| trained.recipe),
+        dense_from: stored.config.num_hidden_layers.saturating_sub(dense),
+    }
 }
 
 /// Refuses a file that cannot be the model of an export.
@@ -92,42 +110,15 @@ fn check_like(like: &Container, format: &ExportFormat, dense: usize) -> Result<(
     Ok(())
 }
 
-/// How a trained model is exported.
-#[derive(Debug, Clone, Copy)]
-pub struct ExportFormat {
-    /// Whether NVFP4 tensors have a scale of their own.
-    pub scaling: Scaling,
-    /// Whether a head that is not the embedding is NVFP4.
-    pub head: bool,
-    /// The recipe of the run. A run with recipe bf16 exports no NVFP4.
-    pub recipe: Recipe,
-    /// The first block that the recipe does not quantize.
-    pub dense_from: usize,
-}
-
-impl ExportFormat {
-    /// How tensors are stored: as in `like`, or in NVFP4 with the blocks by which training quantized.
-    fn store_as<'a>(&self, like: Option<&'a Container>) -> StoreAs<'a> {
-        match (self.recipe.packs_weights(), like) {
-            (false, _) => StoreAs::Float(FloatType::Bf16),
-            (true, Some(like)) => StoreAs::Like(like),
-            (true, None) => StoreAs::Nvfp4 {
-                scaling: self.scaling,
-                head: self.head,
-                block: self.block(),
-                dense_from: self.dense_from,
-            },
-        }
-    }
-
-    /// Which values share a block scale.
-    fn block(&self) -> BlockShape {
-        self.spec(Precision::F32).weights().block
-    }
-
-    fn spec(&self, precision: Precision) -> LinearSpec {
-        LinearSpec::new(self.recipe, self.scaling, precision)
-    }
+/// What a run exports its model as.
+#[derive(Clone, Copy)]
+pub struct Form<'a> {
+    /// How weights are stored.
+    pub format: ExportFormat,
+    /// The file whose layout the export has.
+    pub like: Option<&'a Container>,
+    /// What the model was trained for.
+    pub trained: &'a Trained,
 }
 
 /// Writes a model folder that can be loaded by itself, in place of an older one: an NVFP4 `.dat`, or bf16 safetensors for
@@ -139,17 +130,16 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
     companions: &Companions,
-    format: ExportFormat,
-    like: Option<&Container>,
+    form: &Form,
     folder: &Path,
 ) -> Result<PathBuf, CliError> {
-    let live = Live::new(model);
+    let (live, Form { format, like, trained }) = (Live::new(model), *form);
     let tensors = Repacked::new(&live, format.store_as(like));
     let mut pending = PendingFolder::new(folder)?;
     let name = if format.recipe.packs_weights() { "model.dat" } else { "model.safetensors" };
     pending.file(name, |out| write(&tensors, like, name.ends_with(".dat"), out, folder))?;
     companions.copy_into(&mut pending)?;
-    Trained::write(format.recipe, &mut pending)?;
+    trained.write(&mut pending)?;
     // The check loads the folder as users will, with its own config.json.
     let config = Qwen3Config::from_file(&pending.path_of("config.json"))?;
     let check = Check { tensors: &tensors, path: &pending.path_of(name), config: &config, text };
@@ -164,16 +154,16 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
 pub fn model_to_dat<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
-    format: ExportFormat,
-    like: Option<&Container>,
+    form: &Form,
     path: &Path,
 ) -> Result<(), CliError> {
-    let live = Live::new(model);
+    let (live, Form { format, like, trained }) = (Live::new(model), *form);
     let tensors = Repacked::new(&live, format.store_as(like));
     write_and_check(&tensors, like.filter(|_| format.recipe.packs_weights()), path, |written| {
         let check = Check { tensors: &tensors, path: written, config: model.config(), text };
         check.against(model, format, like.is_some())
-    })
+    })?;
+    Trained::put_beside(Some(trained), path)
 }
 
 /// Writes a `.dat` file that gets its name only after `check` has read it, and prints its size and digest.

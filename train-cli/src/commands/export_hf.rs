@@ -15,9 +15,9 @@ use crate::{
     run::{
         checkpoint::{self, TrainerState},
         folder::RESULTS,
+        located::located,
     },
     settings::bytes,
-    talk::loaded::located,
 };
 use backend_nvfp4::{LinearSpec, Recipe, Scaling, layout::BLOCK};
 use model_qwen3::{

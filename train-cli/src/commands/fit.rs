@@ -16,14 +16,17 @@ use crate::{
     run::beginning::Beginning,
     run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
     run::evaluations::Evaluations,
+    run::export_format::ExportFormat,
     run::folder::{self, FINAL},
     run::header,
     run::inputs::{Inputs, packed_scaling},
     run::journal::Journal,
+    run::located::located,
     run::preflight::{Forecast, Undo},
     run::sample::Samples,
     run::saving::Saver,
     run::summary,
+    run::trained,
     settings::{DeviceChoice, Layer, SaveStrategy},
     train::clip::Clipping,
     train::damp::DampedFinish,
@@ -101,6 +104,10 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
     }
     if let Some(run) = &restarted {
         report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
+    }
+    // The settings that are recorded name the model itself, not the run that it was found in.
+    if let Some(model) = &mut settings.model.model {
+        *model = located(model)?.weights;
     }
     Ok((Plan::new(settings)?, resumed, restarted.is_some()))
 }
@@ -408,7 +415,8 @@ impl Ready {
     /// The state of the run before its next step.
     fn state<B: Nvfp4Kernels>(&self, resumed: Option<&Resumed>, model: &Qwen3<Autodiff<B>>) -> TrainerState {
         let (steps, head) = (self.inputs.order(&self.plan).steps, Head::of(model));
-        let new = TrainerState::new(self.plan.settings.clone(), steps, &self.inputs.sha256, self.spec, head);
+        let mut new = TrainerState::new(self.plan.settings.clone(), steps, &self.inputs.sha256, self.spec, head);
+        new.thinking = self.inputs.thinking;
         match resumed {
             None => new,
             Some(resumed) => new.after(&resumed.state),
@@ -486,14 +494,15 @@ impl Ready {
         }
         let dense_from = model.layers.len().saturating_sub(plan.settings.recipe.bf16_last_blocks);
         let (scaling, recipe) = (self.spec.scaling, plan.recipe);
-        let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
-        let like = self.original();
+        let format = ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
+        let template = text.template_sha256.clone();
+        let trained = trained::Trained::by(&plan.settings.recipe, scaling, template, self.inputs.thinking);
+        let form = export::Form { format, like: self.original(), trained: &trained };
         let _line = Line::of("exporting");
-        let exported =
-            export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join(FINAL))?;
+        let exported = export::model_to_folder(model, text, &plan.companions, &form, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());
         if let Some(extra) = &plan.settings.saving.output_dat {
-            export::model_to_dat(model, text, format, like, extra)?;
+            export::model_to_dat(model, text, &form, extra)?;
         }
         Ok(Some(exported))
     }

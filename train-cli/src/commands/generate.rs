@@ -9,14 +9,14 @@ use crate::{
     talk::{
         answer::{self, Answer},
         batch::{Batch, Job, Listener},
-        loaded::Loaded,
+        loaded::{Loaded, thinking},
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
     chat_template::RenderOptions,
     file,
-    generate::{GenerateOptions, Session},
+    generate::{GenerateOptions, Generation, Session},
     json,
 };
 use serde_json::{Value, json};
@@ -35,7 +35,10 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
         return Err(CliError::Usage("--logprobs: text has no place for them; add --json".into()));
     }
     if args.batch_size == 0 {
-        return Err(CliError::Usage("--batch-size 0: at least one prompt must be answered at a time".into()));
+        return Err(CliError::Usage("--batch-size 0: at least one answer must be made at a time".into()));
+    }
+    if args.answers == 0 {
+        return Err(CliError::Usage("--answers 0: ask for at least one answer".into()));
     }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => Questions::All(questions_of(file)?),
@@ -67,11 +70,16 @@ impl DeviceJob for Generate {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let loaded = Loaded::<B>::new(&self.args.model, precision, &device)?;
+        let mut loaded = Loaded::<B>::new(&self.args.model, precision, &device)?;
+        loaded.text.thinking = thinking(self.args.thinking, &loaded.text);
+        answer::say_defaults(&loaded.text);
         let options =
             GenerateOptions { logprobs: self.args.logprobs, ..answer::options(&self.args.sampling, &loaded.text) };
         match self.questions {
-            Questions::One(question) => one(&self.args, &loaded, &options, &question),
+            Questions::One(question) if self.args.answers == 1 => one(&self.args, &loaded, &options, &question),
+            Questions::One(question) => {
+                all(&self.args, &loaded, &options, &[Question { asked: question.into(), line: 0 }])
+            }
             Questions::All(questions) => all(&self.args, &loaded, &options, &questions),
         }
     }
@@ -88,17 +96,21 @@ fn one<B: Nvfp4Kernels>(
     let prompt = prompt_ids(&question.into(), args, text)?;
     let capacity = capacity(&prompt, options, model.config().max_position_embeddings)?;
     let mut session = Session::new(model, capacity)?;
-    let answer = Answer::of(&mut session, text, &prompt, options, &args.sampling.stop, !args.json, || false)?;
-    if args.json {
-        print_json(&answer, question.into(), args, text)?;
-    } else {
+    let streams = !args.json && !args.no_stream;
+    let answer = Answer::of(&mut session, text, &prompt, options, &args.sampling.stop, streams, || false)?;
+    if streams {
         report::stream("\n");
+        report::line(answer.figures());
+        return Ok(());
+    }
+    print_answer(&answer, question.into(), args, text)?;
+    if !args.json {
         report::line(answer.figures());
     }
     Ok(())
 }
 
-/// Answers every prompt, some at a time, and prints the answers in order.
+/// Answers every prompt as often as the flags say, some at a time, and prints the answers in order.
 fn all<B: Nvfp4Kernels>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
@@ -109,7 +121,10 @@ fn all<B: Nvfp4Kernels>(
     let limit = model.config().max_position_embeddings;
     let (mut prompts, mut most) = (Vec::new(), 0);
     for question in questions {
-        let at = |e: CliError| CliError::Usage(format!("--prompts, line {}: {e}", question.line));
+        let at = |e: CliError| match question.line {
+            0 => e,
+            line => CliError::Usage(format!("--prompts, line {line}: {e}")),
+        };
         let prompt = prompt_ids(&question.asked, args, text).map_err(at)?;
         most = most.max(capacity(&prompt, options, limit).map_err(at)?);
         prompts.push(prompt);
@@ -117,19 +132,21 @@ fn all<B: Nvfp4Kernels>(
     let started = Instant::now();
     let complete = RefCell::new(BTreeMap::new());
     let mut batch = Batch::new(model, text, most, args.batch_size);
-    let mut next = prompts.into_iter().enumerate();
-    let (mut printed, mut tokens) = (0, 0);
-    while printed < questions.len() {
-        while batch.has_room()
-            && let Some((number, prompt)) = next.next()
-        {
-            let (options, ends) = (options.clone(), args.sampling.stop.clone());
-            batch.begin(Job { prompt, options, ends, listener: Place { number, complete: &complete } })?;
+    let wanted = questions.len() * args.answers;
+    let (mut begun, mut printed, mut tokens) = (0, 0, 0);
+    while printed < wanted {
+        while batch.has_room() && begun < wanted {
+            let mut options = options.clone();
+            options.sampling.seed = options.sampling.seed.wrapping_add((begun % args.answers) as u64);
+            let (prompt, ends) = (prompts[begun / args.answers].clone(), args.sampling.stop.clone());
+            let listener = Place { number: begun, complete: &complete };
+            batch.begin(Job { prompt, options, ends, listener })?;
+            begun += 1;
         }
         batch.step()?;
         while let Some(answer) = complete.borrow_mut().remove(&printed) {
             let answer = answer?;
-            print_json(&answer, questions[printed].asked.clone(), args, text)?;
+            print_answer(&answer, questions[printed / args.answers].asked.clone(), args, text)?;
             tokens += answer.generation.ids.len();
             printed += 1;
         }
@@ -150,14 +167,20 @@ struct Place<'a> {
 }
 
 impl Listener for Place<'_> {
-    fn hear(&mut self, _piece: &str) {}
+    fn hear(&mut self, _piece: &str, _generation: &Generation) {}
 
     fn complete(self, answer: Result<Answer, CliError>) {
         self.complete.borrow_mut().insert(self.number, answer);
     }
 }
 
-fn print_json(answer: &Answer, asked: Value, args: &GenerateArgs, text: &TextFiles) -> Result<(), CliError> {
+/// Prints a complete answer. Those of a file of prompts are JSON; several answers to one prompt have an empty line in between.
+fn print_answer(answer: &Answer, asked: Value, args: &GenerateArgs, text: &TextFiles) -> Result<(), CliError> {
+    if !args.json && args.prompts.is_none() {
+        let end = if args.answers > 1 { "\n" } else { "" };
+        report::result(format!("{}{end}", answer.text));
+        return Ok(());
+    }
     let mut found = answer.json(asked);
     if args.logprobs.is_some() {
         found["logprobs"] = answer.logprobs(&text.tokenizer)?;
@@ -227,6 +250,6 @@ fn prompt_ids(asked: &Value, args: &GenerateArgs, text: &TextFiles) -> Result<Ve
         asked if args.raw => return Ok(text.tokenizer.encode(asked.as_str().unwrap_or_default())?),
         asked => messages.push(json!({"role": "user", "content": asked})),
     }
-    let options = RenderOptions { add_generation_prompt: true, enable_thinking: args.thinking, ..Default::default() };
+    let options = RenderOptions { add_generation_prompt: true, enable_thinking: text.thinking, ..Default::default() };
     Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
 }

@@ -1,6 +1,6 @@
 //! `inspect`: lists what a model's file holds. With `--verify` it also reads every byte and checks that it can be used.
 
-use crate::{CliError, args::InspectArgs, durable, model_files::ModelFiles, report};
+use crate::{CliError, args::InspectArgs, durable, report, run::located::located};
 use backend_nvfp4::{Packed, Scaling, reference};
 use model_qwen3::{
     ModelError,
@@ -16,10 +16,11 @@ use serde_json::{Value, json};
 /// # Errors
 /// If the file is broken.
 pub fn run(args: &InspectArgs) -> Result<(), CliError> {
-    if args.verify && args.path.join(durable::MANIFEST).exists() {
-        durable::verify(&args.path)?;
+    let files = located(&args.path)?;
+    if args.verify && files.weights.join(durable::MANIFEST).exists() {
+        durable::verify(&files.weights)?;
     }
-    let container = ModelFiles::new(&args.path).open_weights()?;
+    let container = files.open_weights()?;
     list(&container, args.json);
     let (mut values, mut packed) = (0, 0);
     for name in container.names() {

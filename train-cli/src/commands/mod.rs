@@ -13,6 +13,7 @@ pub mod export_hf;
 pub mod fit;
 pub mod generate;
 pub mod inspect;
+mod needle;
 pub mod parity;
 pub mod runs;
 pub mod serve;

@@ -7,7 +7,7 @@ use crate::{
     model_files::ModelFiles,
     report,
     serve::{Address, Server},
-    talk::loaded::Loaded,
+    talk::{answer, loaded::Loaded},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::file;
@@ -58,6 +58,7 @@ impl Job for Serve {
         let address = server.address()?;
         let engine = server.start(text.clone(), name.clone(), model.config().vocab_size, context)?;
         report::label("serves", format!("{name} · {} answers at once, {context} tokens each", args.parallel));
+        answer::say_defaults(&text);
         let ready = || report::line(format!("listening at http://{address}"));
         engine.run(&model, &text, context, args.parallel, ready)
     }

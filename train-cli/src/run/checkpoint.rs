@@ -88,6 +88,9 @@ pub struct TrainerState {
     /// Steps that are left out.
     #[serde(default)]
     pub guard: guard::Record,
+    /// Whether the answers of the training rows think, if their chat template knows thoughts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub thinking: Option<bool>,
     /// The settings of the run, with absolute paths.
     pub settings: Settings,
 }
@@ -107,6 +110,7 @@ impl TrainerState {
             last_norm: None,
             seconds: 0.0,
             guard: guard::Record::default(),
+            thinking: None,
             settings: settings.absolute(),
         }
     }
@@ -292,7 +296,11 @@ fn all_finite(tensors: &Container) -> Result<(), CliError> {
     Ok(())
 }
 
-fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
+/// Reads the state of a checkpoint without verifying its files.
+///
+/// # Errors
+/// If it is missing or broken, or has another layout.
+pub(super) fn read_state(folder: &Path) -> Result<TrainerState, CliError> {
     let path = folder.join(STATE);
     let text = std::fs::read_to_string(&path).map_err(CliError::io(&path))?;
     let state: serde_json::Value = serde_json::from_str(&text).map_err(|e| CliError::corrupt(&path, e))?;

@@ -19,6 +19,7 @@ use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     tensors::{Stored, Tensors},
+    tokenizer::Tokenizer,
 };
 use std::{path::PathBuf, sync::Arc};
 
@@ -36,6 +37,8 @@ pub struct Inputs {
     pub eval: Vec<Sample>,
     /// Counts of rows and tokens.
     pub report: DataReport,
+    /// Whether the answers of training rows think, if they come from a chat template that knows thoughts.
+    pub thinking: Option<bool>,
     /// SHA-256 of all files that decide what a step computes.
     pub sha256: String,
 }
@@ -61,7 +64,9 @@ impl Inputs {
             digests += &durable::digest(&path).map_err(CliError::io(&path))?.1;
         }
         let sha256 = durable::digest_of(digests.as_bytes());
-        Ok(Self { config, text, source, train: Arc::new(train), eval, report, sha256 })
+        // Random tokens say nothing about thoughts.
+        let thinking = if chosen.synthetic { None } else { thinks(&train, &text.tokenizer)? };
+        Ok(Self { config, text, source, train: Arc::new(train), eval, report, thinking, sha256 })
     }
 
     /// Scale levels of NVFP4 weights: those of `--scales`, else those of the model file, else two.
@@ -106,6 +111,28 @@ impl Inputs {
             start: 0,
         }
     }
+}
+
+/// Whether a learned answer holds a thought; None if no answer holds the marks of one. Templates put empty marks in front of
+/// an answer that does not think.
+fn thinks(samples: &[Sample], tokenizer: &Tokenizer) -> Result<Option<bool>, CliError> {
+    let (Some(open), Some(close)) = (tokenizer.id("<think>"), tokenizer.id("</think>")) else { return Ok(None) };
+    let mut found = None;
+    for sample in samples {
+        let mut opened = None;
+        for (i, id) in sample.ids.iter().enumerate() {
+            if *id == open {
+                opened = Some(i);
+            }
+            if let Some(from) = opened.filter(|_| *id == close && sample.supervised[i]) {
+                if !tokenizer.decode(&sample.ids[from + 1..i])?.trim().is_empty() {
+                    return Ok(Some(true));
+                }
+                found = Some(false);
+            }
+        }
+    }
+    Ok(found)
 }
 
 /// The scale levels of a file's NVFP4 tensors, if it has any.

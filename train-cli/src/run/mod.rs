@@ -1,18 +1,23 @@
-//! A training run on disk: the inputs it reads, the folder it writes, its journal and its checkpoints.
+//! A training run on disk: the inputs it reads, the folder it writes, its journal its checkpoints, and the models that it
+//! leaves: found, read as they were trained, and recorded.
 
 pub mod beginning;
 mod cadence;
 pub mod checkpoint;
 pub mod evaluations;
+pub mod export_format;
 pub mod folder;
 pub mod header;
 pub mod inputs;
 pub mod journal;
+pub mod located;
 mod log;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;
 pub mod sample;
 pub mod saving;
+pub mod stored_model;
 pub mod summary;
 mod tensorboard;
+pub mod trained;

@@ -12,7 +12,11 @@ use crate::{
 };
 use axum::http::StatusCode;
 use backend_nvfp4::Nvfp4Kernels;
-use model_qwen3::{generate::GenerateOptions, model::Qwen3};
+use model_qwen3::{
+    generate::{GenerateOptions, Generation},
+    model::Qwen3,
+    sample::Logprobs,
+};
 use std::{collections::VecDeque, sync::Arc, thread::JoinHandle};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
@@ -36,8 +40,8 @@ pub(super) struct Question {
 /// A piece of an answer.
 #[derive(Debug)]
 pub(super) enum Piece {
-    /// More text.
-    Text(String),
+    /// More text, and the logarithms of probabilities of the tokens since the piece before, if they are wanted.
+    Text(String, Vec<(u32, Logprobs)>),
     /// The whole answer.
     Complete(Box<Answer>),
     /// There is no answer.
@@ -106,7 +110,7 @@ impl Engine {
     fn begin<B: Nvfp4Kernels>(&self, batch: &mut Batch<'_, B, Ear>, question: Question) {
         let Question { prompt, options, ends, index, heard_by, place } = question;
         drop(place);
-        let ear = Ear { index, heard_by: heard_by.clone(), metrics: self.metrics.clone() };
+        let ear = Ear { index, told: 0, heard_by: heard_by.clone(), metrics: self.metrics.clone() };
         if let Err(error) = batch.begin(Job { prompt, options, ends, listener: ear }) {
             let refusal = Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string());
             // A client that has disconnected needs no refusal.
@@ -118,6 +122,8 @@ impl Engine {
 /// The end of a channel through which an answer is heard.
 struct Ear {
     index: usize,
+    /// Number of tokens whose logarithms were sent.
+    told: usize,
     heard_by: mpsc::UnboundedSender<(usize, Piece)>,
     metrics: Arc<Metrics>,
 }
@@ -127,9 +133,12 @@ impl Listener for Ear {
         !self.heard_by.is_closed()
     }
 
-    fn hear(&mut self, piece: &str) {
+    fn hear(&mut self, piece: &str, generation: &Generation) {
+        let tokens = generation.ids.iter().copied().zip(generation.logprobs.iter().cloned());
+        let fresh: Vec<_> = tokens.skip(self.told).collect();
+        self.told += fresh.len();
         // Nobody hears it any more: `listens` ends the answer.
-        let _ = self.heard_by.send((self.index, Piece::Text(piece.to_owned())));
+        let _ = self.heard_by.send((self.index, Piece::Text(piece.to_owned(), fresh)));
     }
 
     fn complete(self, answer: Result<Answer, CliError>) {

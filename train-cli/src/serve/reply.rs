@@ -6,7 +6,7 @@ use crate::{
     talk::answer::{Answer, LENGTH},
 };
 use axum::http::StatusCode;
-use model_qwen3::{json, sample::Logprobs, tokenizer::Tokenizer};
+use model_qwen3::{generate::Generation, json, sample::Logprobs, tokenizer::Tokenizer};
 use serde_json::{Value, json};
 
 /// Which of the two interfaces a reply belongs to.
@@ -50,7 +50,7 @@ impl Reply {
         tokenizer: &Tokenizer,
     ) -> Result<Value, Refusal> {
         let choice = |(index, answer): (usize, &&Answer)| -> Result<Value, Refusal> {
-            let logprobs = self.logprobs(answer, tokenizer)?;
+            let logprobs = self.logprobs(&tokens_of(answer, 0), 0, tokenizer)?.0;
             let (content, calls) = self.content_and_calls(index, &answer.text);
             let mut choice = json!({"index": index, "logprobs": logprobs, "finish_reason": reason(answer, &calls)});
             match self.interface {
@@ -75,17 +75,35 @@ impl Reply {
         (self.interface == Interface::Chat).then(|| self.chunk(index, delta, Value::Null, Value::Null))
     }
 
-    /// A piece with text.
-    pub(super) fn text(&self, index: usize, text: &str) -> Value {
-        let delta = if self.interface == Interface::Chat { json!({"content": text}) } else { text.into() };
-        self.chunk(index, delta, Value::Null, Value::Null)
-    }
-
-    /// The last pieces of a choice.
+    /// A piece with text and its tokens, if logarithms are wanted. `sent` says what the pieces before it held.
     ///
     /// # Errors
     /// If the tokenizer fails.
-    pub(super) fn closing(&self, index: usize, answer: &Answer, tokenizer: &Tokenizer) -> Result<Vec<Value>, Refusal> {
+    pub(super) fn text(
+        &self,
+        index: usize,
+        text: &str,
+        tokens: &[(u32, Logprobs)],
+        sent: &mut Sent,
+        tokenizer: &Tokenizer,
+    ) -> Result<Value, Refusal> {
+        let delta = if self.interface == Interface::Chat { json!({"content": text}) } else { text.into() };
+        let (logprobs, end) = self.logprobs(tokens, sent.characters, tokenizer)?;
+        *sent = Sent { tokens: sent.tokens + tokens.len(), characters: end };
+        Ok(self.chunk(index, delta, logprobs, Value::Null))
+    }
+
+    /// The last pieces of a choice, behind those of `sent`.
+    ///
+    /// # Errors
+    /// If the tokenizer fails.
+    pub(super) fn closing(
+        &self,
+        index: usize,
+        answer: &Answer,
+        sent: Sent,
+        tokenizer: &Tokenizer,
+    ) -> Result<Vec<Value>, Refusal> {
         let (content, calls) = self.content_and_calls(index, &answer.text);
         let mut pieces = Vec::new();
         if self.calls_tools {
@@ -98,7 +116,8 @@ impl Reply {
             pieces.push(self.chunk(index, delta, Value::Null, Value::Null));
         }
         let delta = if self.interface == Interface::Chat { json!({}) } else { "".into() };
-        pieces.push(self.chunk(index, delta, self.logprobs(answer, tokenizer)?, reason(answer, &calls).into()));
+        let rest = self.logprobs(&tokens_of(answer, sent.tokens), sent.characters, tokenizer)?.0;
+        pieces.push(self.chunk(index, delta, rest, reason(answer, &calls).into()));
         Ok(pieces)
     }
 
@@ -149,12 +168,18 @@ impl Reply {
         (if content.is_empty() { Value::Null } else { content.into() }, Some(calls.into()))
     }
 
-    /// The logarithms of probabilities as the interface writes them, or null.
-    fn logprobs(&self, answer: &Answer, tokenizer: &Tokenizer) -> Result<Value, Refusal> {
-        let tokens = || answer.generation.ids.iter().zip(&answer.generation.logprobs);
-        if answer.generation.logprobs.is_empty() {
-            return Ok(Value::Null);
+    /// The logarithms of probabilities of tokens as the interface writes them, or null if there are none. The text of the
+    /// tokens begins at character `offset`; where it ends comes second.
+    fn logprobs(
+        &self,
+        found: &[(u32, Logprobs)],
+        mut offset: usize,
+        tokenizer: &Tokenizer,
+    ) -> Result<(Value, usize), Refusal> {
+        if found.is_empty() {
+            return Ok((Value::Null, offset));
         }
+        let tokens = || found.iter().map(|(id, found)| (id, found));
         let text = |id: &u32| -> Result<String, Refusal> {
             tokenizer.decode_all(&[*id]).map_err(|e| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))
         };
@@ -171,9 +196,9 @@ impl Reply {
                 token["top_logprobs"] = top.collect::<Result<Vec<_>, _>>()?.into();
                 Ok(token)
             };
-            return Ok(json!({"content": tokens().map(one).collect::<Result<Vec<_>, _>>()?}));
+            return Ok((json!({"content": tokens().map(one).collect::<Result<Vec<_>, _>>()?}), offset));
         }
-        let (mut texts, mut tops, mut offsets, mut offset) = (vec![], vec![], vec![], 0);
+        let (mut texts, mut tops, mut offsets) = (vec![], vec![], vec![]);
         for (id, found) in tokens() {
             let token = text(id)?;
             offsets.push(offset);
@@ -186,8 +211,22 @@ impl Reply {
             tops.push(top);
         }
         let chosen: Vec<f32> = tokens().map(|(_, found)| found.chosen).collect();
-        Ok(json!({"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}))
+        let found = json!({"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets});
+        Ok((found, offset))
     }
+}
+
+/// What the pieces of a choice have held so far: tokens with logarithms, and characters of their text.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Sent {
+    tokens: usize,
+    characters: usize,
+}
+
+/// The tokens of an answer with their logarithms, without the first `sent`.
+fn tokens_of(answer: &Answer, sent: usize) -> Vec<(u32, Logprobs)> {
+    let Generation { ids, logprobs, .. } = &answer.generation;
+    ids.iter().copied().zip(logprobs.iter().cloned()).skip(sent).collect()
 }
 
 /// The function that a call names, with its arguments as JSON text.

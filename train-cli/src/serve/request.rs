@@ -59,7 +59,7 @@ impl Request {
         let logprobs = wanted.then_some(top.unwrap_or(0) as usize);
         let messages = messages(fields.take("messages"))?;
         let tools = tools(&mut fields)?;
-        let thinking = thinking(&mut fields)?;
+        let thinking = thinking(&mut fields)?.or(text.thinking);
         fields.only("response_format", &[json!({"type": "text"})])?;
         fields.only("modalities", &[json!(["text"])])?;
         let mut request = Self::common(fields, text, fresh_seed)?;
@@ -94,7 +94,7 @@ impl Request {
 
     /// The fields that both have. Nothing may be left.
     fn common(mut fields: Fields, text: &TextFiles, fresh_seed: u64) -> Result<Self, Refusal> {
-        let model = &text.generation;
+        let (model, _) = text.sampling();
         let seed = match fields.take("seed") {
             None => fresh_seed,
             Some(value) => value
@@ -103,14 +103,11 @@ impl Request {
                 .ok_or_else(|| Refusal::field("seed", "a whole number is needed"))?,
         };
         let sampling = Sampling {
-            temperature: fields.number("temperature", 0.0..=2.0)?.or(model.temperature).unwrap_or(0.0),
-            top_p: fields.number("top_p", 0.0..=1.0)?.or(model.top_p).unwrap_or(1.0),
-            top_k: fields.whole("top_k", 0..=1 << 20)?.map(|k| k as usize).or(model.top_k).unwrap_or(0),
-            min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(0.0),
-            repetition_penalty: fields
-                .number("repetition_penalty", 0.01..=100.0)?
-                .or(model.repetition_penalty)
-                .unwrap_or(1.0),
+            temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.temperature),
+            top_p: fields.number("top_p", 0.0..=1.0)?.unwrap_or(model.top_p),
+            top_k: fields.whole("top_k", 0..=1 << 20)?.map_or(model.top_k, |k| k as usize),
+            min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(model.min_p),
+            repetition_penalty: fields.number("repetition_penalty", 0.01..=100.0)?.unwrap_or(model.repetition_penalty),
             seed,
         };
         let streams = fields.flag("stream")?.unwrap_or(false);
@@ -217,7 +214,7 @@ fn tools(fields: &mut Fields) -> Result<Option<Value>, Refusal> {
     }
 }
 
-/// Whether the model thinks before its answer; None leaves it to the template.
+/// Whether the model thinks before its answer; None leaves it to its training, and that to the template.
 fn thinking(fields: &mut Fields) -> Result<Option<bool>, Refusal> {
     let bad = |reason: &str| Refusal::field("chat_template_kwargs", reason);
     match fields.take("chat_template_kwargs") {

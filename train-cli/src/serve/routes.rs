@@ -4,7 +4,7 @@ use super::{
     engine::{Piece, Question},
     metrics::Metrics,
     refusal::Refusal,
-    reply::{Interface, Reply},
+    reply::{Interface, Reply, Sent},
     request::Request,
 };
 use crate::{CliError, model_files::TextFiles, talk::answer::Answer};
@@ -282,7 +282,8 @@ impl Waiting {
     /// The reply in pieces, as server-sent events.
     fn stream(self) -> Response {
         let openings = (0..self.answers.len()).filter_map(|index| self.reply.opening(index)).collect();
-        let state = Streaming { waiting: self, ready: openings, ended: false };
+        let sent = vec![Sent::default(); self.answers.len()];
+        let state = Streaming { waiting: self, ready: openings, sent, ended: false };
         let events = stream::unfold(state, async |mut state| {
             let event = state.next().await?;
             Some((Ok::<_, Infallible>(event), state))
@@ -294,6 +295,8 @@ impl Waiting {
 struct Streaming {
     waiting: Waiting,
     ready: VecDeque<Value>,
+    /// What of each answer was put into pieces.
+    sent: Vec<Sent>,
     ended: bool,
 }
 
@@ -323,11 +326,13 @@ impl Streaming {
     fn pieces(&mut self, index: usize, piece: Piece) -> Result<Vec<Value>, Refusal> {
         let Waiting { app, request, reply, answers, .. } = &mut self.waiting;
         match piece {
-            Piece::Text(_) if request.calls_tools => Ok(vec![]),
-            Piece::Text(text) => Ok(vec![reply.text(index, &text)]),
+            Piece::Text(..) if request.calls_tools => Ok(vec![]),
+            Piece::Text(text, tokens) => {
+                Ok(vec![reply.text(index, &text, &tokens, &mut self.sent[index], &app.text.tokenizer)?])
+            }
             Piece::Refused(refusal) => Err(refusal),
             Piece::Complete(answer) => {
-                let mut pieces = reply.closing(index, &answer, &app.text.tokenizer)?;
+                let mut pieces = reply.closing(index, &answer, self.sent[index], &app.text.tokenizer)?;
                 answers[index] = Some(*answer);
                 if let Some(all) = self.waiting.complete().filter(|_| self.waiting.request.streams_usage) {
                     pieces.push(self.waiting.reply.usage(&all, &self.waiting.request));

@@ -214,7 +214,7 @@ pub fn check(args: &SamplingArgs) -> Result<(), CliError> {
     let ranges = [
         ("temperature", args.temperature, 0.0, 100.0),
         ("top-p", args.top_p, 0.0, 1.0),
-        ("min-p", Some(args.min_p), 0.0, 1.0),
+        ("min-p", args.min_p, 0.0, 1.0),
         ("repetition-penalty", args.repetition_penalty, 0.01, 100.0),
     ];
     if args.stop.iter().any(String::is_empty) {
@@ -228,16 +228,28 @@ pub fn check(args: &SamplingArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Options by the flags, or by the model's generation_config.json where a flag is missing.
+/// Options by the flags, or by the defaults of the model where a flag is missing.
 pub fn options(args: &SamplingArgs, text: &TextFiles) -> GenerateOptions {
-    let model = &text.generation;
+    let (model, _) = text.sampling();
     let sampling = Sampling {
-        temperature: args.temperature.or(model.temperature).unwrap_or(0.0),
-        top_k: args.top_k.or(model.top_k).unwrap_or(0),
-        top_p: args.top_p.or(model.top_p).unwrap_or(1.0),
-        min_p: args.min_p,
-        repetition_penalty: args.repetition_penalty.or(model.repetition_penalty).unwrap_or(1.0),
+        temperature: args.temperature.unwrap_or(model.temperature),
+        top_k: args.top_k.unwrap_or(model.top_k),
+        top_p: args.top_p.unwrap_or(model.top_p),
+        min_p: args.min_p.unwrap_or(model.min_p),
+        repetition_penalty: args.repetition_penalty.unwrap_or(model.repetition_penalty),
         seed: args.seed,
     };
     GenerateOptions { max_tokens: args.max_tokens, sampling, stop_ids: text.stop_ids.clone(), logprobs: None }
+}
+
+/// Says how tokens are chosen unless a flag or a request says otherwise, and where these defaults come from.
+pub fn say_defaults(text: &TextFiles) {
+    let (s, source) = text.sampling();
+    report::label(
+        "sampling",
+        format!(
+            "temperature {}, top-p {}, top-k {}, min-p {}, repetition-penalty {} by default, from {source}",
+            s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty
+        ),
+    );
 }

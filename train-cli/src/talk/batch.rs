@@ -9,7 +9,7 @@ use crate::{
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
-    generate::{Answering, GenerateOptions, Session, StopReason, step},
+    generate::{Answering, GenerateOptions, Generation, Session, StopReason, step},
     model::Qwen3,
 };
 
@@ -32,8 +32,8 @@ pub trait Listener {
         true
     }
 
-    /// Hears text of the answer.
-    fn hear(&mut self, piece: &str);
+    /// Hears text of the answer. `generation` holds the tokens so far, those of the text among them.
+    fn hear(&mut self, piece: &str, generation: &Generation);
 
     /// Hears that the answer is complete, or why there is none.
     fn complete(self, answer: Result<Answer, CliError>);
@@ -117,7 +117,7 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         let tokens = step(&mut answers)?;
         for (running, token) in self.running.iter_mut().zip(tokens) {
             match token.map(|id| running.growing.push(id, &self.text.tokenizer)).transpose() {
-                Ok(Some(piece)) if !piece.is_empty() => running.listener.hear(&piece),
+                Ok(Some(piece)) if !piece.is_empty() => running.listener.hear(&piece, running.answering.generated()),
                 Ok(_) => {}
                 Err(error) => running.failure = Some(error),
             }
@@ -145,7 +145,7 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         }
         let answer = answer.map(|(answer, rest)| {
             if !rest.is_empty() {
-                listener.hear(&rest);
+                listener.hear(&rest, &answer.generation);
             }
             answer
         });

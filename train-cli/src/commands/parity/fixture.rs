@@ -1,6 +1,6 @@
-//! `parity`: computes what Hugging Face computed for a fixture, prints each difference, and says whether all of them are
-//! within their bounds. A fixture has logits, hidden states, the loss, every gradient, greedy ids and a 20-step AdamW run. tests/golden/make_parity_fixture.py makes one from
-//! any Qwen3 of Hugging Face.
+//! `parity --expected`: computes what Hugging Face computed for a fixture, prints each difference, and says whether all of
+//! them are within their bounds. A fixture has logits, hidden states, the loss, every gradient, greedy ids and a 20-step AdamW
+//! run. tests/golden/make_parity_fixture.py makes one from any Qwen3 of Hugging Face.
 
 use crate::{
     CliError,
@@ -10,9 +10,9 @@ use crate::{
     durable,
     memory::pool::Pool,
     memory::vram::VramReport,
-    model_files::ModelFiles,
     outputs::check_output,
     report,
+    run::located::located,
     settings::{Clip, LossKind},
     train::clip::Clipping,
     train::objective::Trainee,
@@ -77,7 +77,7 @@ impl Comparison {
 
 /// The largest difference that passes. In f32 it is a few times what the tests see. Elsewhere it is ten roundings of the
 /// format (thirty in a gradient, twenty after the 20 steps), which add like a random walk over the blocks of the model.
-fn bound(key: &str, precision: Precision, blocks: usize) -> f64 {
+pub(super) fn bound(key: &str, precision: Precision, blocks: usize) -> f64 {
     let rounding = match precision {
         Precision::F32 if key.starts_with("grad.") || key.starts_with("train.") => 1e-3,
         Precision::F32 => 1e-4,
@@ -93,21 +93,19 @@ fn bound(key: &str, precision: Precision, blocks: usize) -> f64 {
     rounding * roundings * (blocks as f64 / 3.0).sqrt().max(1.0)
 }
 
-/// Runs the command.
+/// Compares a model with a fixture and prints what was found.
 ///
 /// # Errors
 /// If the model or the fixture is broken, or a difference is larger than rounding explains.
-pub fn run(args: ParityArgs) -> Result<(), CliError> {
+pub(super) fn run(args: &ParityArgs, expected: &Path) -> Result<(), CliError> {
+    let files = located(&args.model)?;
     if let Some(path) = &args.dump {
-        let mut inputs = ModelFiles::new(&args.model).weight_files();
-        inputs.push(args.expected.clone());
+        let mut inputs = files.weight_files();
+        inputs.push(expected.to_owned());
         check_output(path, &inputs)?;
     }
-    let comparison = device::run(
-        args.device,
-        args.compute_dtype,
-        Parity { model: &args.model, expected: &args.expected, dump: args.dump.as_deref() },
-    )?;
+    let parity = Parity { model: &files.weights, expected, dump: args.dump.as_deref() };
+    let comparison = device::run(args.device, args.compute_dtype, parity)?;
     for d in &comparison.differences {
         if args.json {
             let row = json!({"key": d.key, "max": d.max, "frobenius": d.frobenius, "of_bound": d.of_bound});
@@ -139,7 +137,7 @@ pub fn run(args: ParityArgs) -> Result<(), CliError> {
 
 /// The comparison as a job.
 pub struct Parity<'a> {
-    /// The model folder.
+    /// The model.
     pub model: &'a Path,
     /// The fixture.
     pub expected: &'a Path,
@@ -155,7 +153,7 @@ impl Job for Parity<'_> {
         device: B::Device,
         precision: Precision,
     ) -> Result<Comparison, CliError> {
-        let files = ModelFiles::new(self.model);
+        let files = located(self.model)?;
         let config = Qwen3Config::from_file(&files.config_file(None))?;
         let fixture = Fixture { file: SafeFile::open(self.expected)?, config: config.clone() };
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);

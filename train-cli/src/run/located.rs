@@ -1,0 +1,32 @@
+//! The one way from a path to a model's files. The path is a model folder, a `.dat` or `.safetensors` file, a run folder (its
+//! export, or its newest checkpoint), or a checkpoint. Every command that takes a model finds it here.
+
+use super::{
+    checkpoint::{self, CONFIG},
+    folder::FINAL,
+};
+use crate::{CliError, model_files::ModelFiles, report};
+use model_qwen3::ModelError;
+use std::path::Path;
+
+/// The files of the model at a path. Says which model of a run folder was chosen.
+///
+/// # Errors
+/// If nothing is there, or it is a run folder that has nothing yet, or whose checkpoints cannot be read, or if it is a GGUF file.
+pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
+    let exported = path.join(FINAL);
+    let found = if exported.is_dir() {
+        exported
+    } else if path.join(CONFIG).exists() {
+        let newest = checkpoint::newest(path, usize::MAX)?;
+        let nothing = || CliError::Usage(format!("{}: the run has no checkpoint and no export yet", path.display()));
+        newest.ok_or_else(nothing)?.folder
+    } else if path.exists() {
+        return ModelFiles::new(path).refuse_gguf();
+    } else {
+        let hint = "give a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file".to_owned();
+        return Err(ModelError::Missing { path: path.to_owned(), hint }.into());
+    };
+    report::label("model", found.display().to_string());
+    Ok(ModelFiles::new(&found))
+}

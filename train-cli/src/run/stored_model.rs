@@ -1,0 +1,179 @@
+//! A model on disk: its shape, its text files, its weights, and what it was trained for. [`StoredModel::load`] puts it on a
+//! device so that it computes what it was trained to compute. A checkpoint's master weights are quantized while they are read,
+//! exactly as its export quantizes them.
+
+use super::{
+    checkpoint::{self, STATE},
+    export_format::ExportFormat,
+    located::located,
+    trained::Trained,
+};
+use crate::{
+    CliError,
+    model_files::{ModelFiles, TextFiles},
+    progress::Reading,
+    report,
+};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use model_qwen3::{
+    bytes::FloatType,
+    config::Qwen3Config,
+    container::Container,
+    model::Qwen3,
+    repack::{Repacked, StoreAs},
+    tensors::{Stored, Tensors},
+    weights::{self, Purpose},
+};
+use std::path::Path;
+
+/// A model on disk.
+pub struct StoredModel {
+    /// Where its files are.
+    pub files: ModelFiles,
+    /// Its shape.
+    pub config: Qwen3Config,
+    /// Its tokenizer, chat template and stop tokens.
+    pub text: TextFiles,
+    /// Its weights as they are stored: the master weights of a checkpoint.
+    pub weights: Container,
+    /// What it was trained for, if that is recorded.
+    pub trained: Option<Trained>,
+    /// How the master weights of a checkpoint would be exported.
+    export: Option<ExportFormat>,
+}
+
+impl StoredModel {
+    /// Opens the model at a path. `tokenizer` is the folder of its text files, if they are not beside the weights.
+    ///
+    /// # Errors
+    /// If a file is missing or broken.
+    pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self, CliError> {
+        let files = located(path)?;
+        let config = Qwen3Config::from_file(&files.config_file(tokenizer))?;
+        let mut text = TextFiles::open(tokenizer.unwrap_or(&files.folder), &config)?;
+        // A file of another name in a checkpoint's folder is not the checkpoint.
+        let of_checkpoint = files.weights.is_dir() || files.weights.file_name().is_some_and(|n| n == checkpoint::MODEL);
+        let state = if of_checkpoint && files.folder.join(STATE).exists() {
+            Some(checkpoint::read_state(&files.folder)?)
+        } else {
+            None
+        };
+        let trained = match &state {
+            Some(state) => Some(Trained::of_checkpoint(state, &files.folder)?),
+            None => Trained::beside(&files)?,
+        };
+        if let Some(trained) = &trained {
+            text.thinking = trained.thinking;
+            if trained.has_another_template(&text) {
+                let text = "it is not the one that the model was trained with; --tokenizer names the folder of another";
+                report::label("template", text);
+            }
+        }
+        let weights = match &state {
+            Some(_) => Container::open(&files.folder.join(checkpoint::MODEL))?,
+            None => files.open_weights()?,
+        };
+        let export = state.as_ref().map(|state| ExportFormat::of_checkpoint(state, &config));
+        Ok(Self { files, config, text, weights, trained, export })
+    }
+
+    /// Shows the weights as the model runs with them: those of a checkpoint as its export would have them.
+    pub fn with_tensors<T>(&self, read: impl FnOnce(&dyn Tensors) -> T) -> T {
+        match &self.export {
+            Some(format) => read(&Repacked::new(&self.weights, format.store_as(None))),
+            None => read(&self.weights),
+        }
+    }
+
+    /// Whether the model runs with NVFP4 weights.
+    pub fn is_packed(&self) -> bool {
+        self.with_tensors(holds_nvfp4)
+    }
+
+    /// Whether its files hold NVFP4 weights, and no others from which a recipe could quantize.
+    pub fn is_stored_packed(&self) -> bool {
+        holds_nvfp4(&self.weights)
+    }
+
+    /// How the model was trained to be run. Dense weights stay dense under any recipe. `w4a4` overrides whether activations
+    /// are quantized. Says what was chosen, and whether it is what the model was trained for.
+    ///
+    /// # Errors
+    /// If `w4a4` asks for quantized activations and there are no NVFP4 weights.
+    pub fn recipe(&self, w4a4: Option<bool>) -> Result<Recipe, CliError> {
+        let trained = self.trained.as_ref().map(|trained| trained.recipe);
+        if !self.is_packed() {
+            let why = match trained {
+                Some(recipe) if recipe.packs_weights() => format!(", unlike in training ({})", recipe.name()),
+                _ => String::new(),
+            };
+            report::label("weights", format!("dense{why}"));
+            return match w4a4 {
+                Some(true) => {
+                    let text =
+                        "--w4a4: the model has no NVFP4 weights; leave --w4a4 out, or convert the model to nvfp4";
+                    Err(CliError::Usage(text.into()))
+                }
+                _ => Ok(Recipe::W4),
+            };
+        }
+        let packs = w4a4.or(trained.map(Recipe::packs_activations)).unwrap_or(false);
+        let activations = if packs { "nvfp4, activations nvfp4" } else { "nvfp4, activations not quantized" };
+        let why = match trained {
+            Some(recipe) if recipe.packs_activations() == packs && recipe.packs_weights() => {
+                format!(", as in training ({})", recipe.name())
+            }
+            Some(recipe) => format!(", unlike in training ({})", recipe.name()),
+            None => String::new(),
+        };
+        report::label("weights", format!("{activations}{why}"));
+        Ok(if packs { Recipe::W4a4 } else { Recipe::W4 })
+    }
+
+    /// Loads the model for inference under a recipe of [`Self::recipe`].
+    ///
+    /// # Errors
+    /// If the weights are broken or do not fit the config.
+    pub fn load<B: Nvfp4Kernels>(
+        &self,
+        recipe: Recipe,
+        precision: Precision,
+        device: &B::Device,
+    ) -> Result<Qwen3<B>, CliError> {
+        let spec = LinearSpec::new(recipe, Scaling::Two, precision);
+        let load = |tensors: &dyn Tensors| {
+            weights::load(&Reading::of(tensors, "loading"), &self.config, spec, Purpose::Infer, device)
+        };
+        Ok(self.with_tensors(load)?)
+    }
+
+    /// Loads the model so that a forward rounds as a recipe does. Under bf16 nothing is rounded, and NVFP4 weights are
+    /// dequantized. Under the others NVFP4 weights keep their codes, and dense weights are quantized in each forward, except in
+    /// the blocks that training left unquantized.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn load_under<B: Nvfp4Kernels>(
+        &self,
+        recipe: Recipe,
+        precision: Precision,
+        device: &B::Device,
+    ) -> Result<Qwen3<B>, CliError> {
+        if self.is_stored_packed() && recipe.packs_weights() {
+            let recipe = if recipe.packs_activations() { Recipe::W4a4 } else { Recipe::W4 };
+            return self.load(recipe, precision, device);
+        }
+        let scaling = self.trained.as_ref().map_or(Scaling::Two, |trained| trained.scales);
+        let spec = LinearSpec::new(recipe, scaling, precision);
+        let dequantized = Repacked::new(&self.weights, StoreAs::Float(FloatType::F32));
+        let tensors: &dyn Tensors = if self.is_stored_packed() { &dequantized } else { &self.weights };
+        let master = if precision == Precision::F32 { MasterKind::F32 } else { MasterKind::Bf16 };
+        let reading = Reading::of(tensors, "loading");
+        let model = weights::load(&reading, &self.config, spec, Purpose::Train(master), device)?;
+        Ok(model.with_bf16_last_blocks(self.trained.as_ref().map_or(0, |trained| trained.bf16_last_blocks)))
+    }
+}
+
+fn holds_nvfp4(tensors: &dyn Tensors) -> bool {
+    tensors.names().iter().any(|name| matches!(tensors.stored(name), Some(Stored::Packed { .. })))
+}

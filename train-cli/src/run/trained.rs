@@ -1,0 +1,142 @@
+//! What a model was trained for: its recipe, the blocks that stayed unquantized, its scale levels, its chat template, and
+//! whether its answers think. An export records this in `trained.json`, and a single file in `NAME.trained.json` beside it. A
+//! checkpoint needs no such file, because it has the settings of its run.
+
+use super::checkpoint::{self, STATE, TrainerState};
+use crate::{
+    CliError,
+    durable::{self, PendingFolder},
+    model_files::{ModelFiles, TextFiles},
+    settings::{by_name, fields::RecipeSettings},
+};
+use backend_nvfp4::{Nvfp4Parts, Recipe, Scaling};
+use model_qwen3::{chat_template::ChatTemplate, file};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// The record of an export folder. That of a single file has the file's name and a point in front.
+pub const TRAINED: &str = "trained.json";
+/// Most bytes of a record. It has some hundred.
+const LONGEST_RECORD: u64 = 64 << 10;
+
+/// What a model was trained for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trained {
+    /// The recipe.
+    #[serde(with = "by_name")]
+    pub recipe: Recipe,
+    /// Number of blocks at the end of the model that the recipe did not quantize.
+    #[serde(default)]
+    pub bf16_last_blocks: usize,
+    /// Scale levels of NVFP4 weights.
+    #[serde(default = "two_levels", with = "by_name")]
+    pub scales: Scaling,
+    /// SHA-256 of the chat template's text, if it is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chat_template_sha256: Option<String>,
+    /// Whether the answers of the training rows think, if their chat template knows thoughts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub thinking: Option<bool>,
+}
+
+fn two_levels() -> Scaling {
+    Scaling::Two
+}
+
+impl Trained {
+    /// What a run with these settings trains its model for.
+    pub fn by(chosen: &RecipeSettings, scales: Scaling, template_sha256: String, thinking: Option<bool>) -> Self {
+        // The parts of recipe nvfp4 concern training only.
+        let recipe = match chosen.recipe {
+            Recipe::Nvfp4(_) => Recipe::Nvfp4(Nvfp4Parts::ALL),
+            other => other,
+        };
+        let bf16_last_blocks = chosen.bf16_last_blocks;
+        Self { recipe, bf16_last_blocks, scales, chat_template_sha256: Some(template_sha256), thinking }
+    }
+
+    /// What the model of a checkpoint is being trained for.
+    ///
+    /// # Errors
+    /// If the checkpoint's chat template cannot be read.
+    pub(super) fn of_checkpoint(state: &TrainerState, folder: &Path) -> Result<Self, CliError> {
+        let template = durable::digest_of(ChatTemplate::source(folder)?.as_bytes());
+        Ok(Self::by(&state.settings.recipe, state.scaling(), template, state.thinking))
+    }
+
+    /// What the model of these files was trained for, if they say so.
+    ///
+    /// # Errors
+    /// If the record is broken.
+    pub fn of(files: &ModelFiles) -> Result<Option<Self>, CliError> {
+        if !files.folder.join(STATE).exists() {
+            return Self::beside(files);
+        }
+        Self::of_checkpoint(&checkpoint::read_state(&files.folder)?, &files.folder).map(Some)
+    }
+
+    /// The record beside a model's weights, if there is one: that of the file, else that of its folder.
+    ///
+    /// # Errors
+    /// If it is broken.
+    pub(super) fn beside(files: &ModelFiles) -> Result<Option<Self>, CliError> {
+        let of_file = weights_file(files).map(|file| record_of(&file));
+        let Some(path) = of_file.into_iter().chain([files.folder.join(TRAINED)]).find(|path| path.exists()) else {
+            return Ok(None);
+        };
+        let text = file::read_text(&path, LONGEST_RECORD, "export the model again")?;
+        serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(&path, e))
+    }
+
+    /// Writes the record into a folder of an export.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write(&self, folder: &mut PendingFolder) -> Result<(), CliError> {
+        folder.file(TRAINED, |out| out.write_all(&self.bytes()).map_err(CliError::io(Path::new(TRAINED))))
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        serde_json::to_vec_pretty(self).expect("plain data serializes")
+    }
+
+    /// Writes the record beside a single file of weights that was just written. One that knows nothing of its training must
+    /// not have the record of an older file of that name.
+    ///
+    /// # Errors
+    /// If it cannot be written or removed.
+    pub fn put_beside(known: Option<&Self>, weights: &Path) -> Result<(), CliError> {
+        let path = record_of(weights);
+        match known {
+            Some(trained) => durable::write_bytes(&path, &trained.bytes()).map(|_| ()),
+            None if path.exists() => durable::remove(&path),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a chat template is another than that of the training.
+    pub fn has_another_template(&self, text: &TextFiles) -> bool {
+        self.chat_template_sha256.as_ref().is_some_and(|sha256| *sha256 != text.template_sha256)
+    }
+}
+
+/// The record of a single file of weights.
+fn record_of(weights: &Path) -> PathBuf {
+    let name = weights.file_name().unwrap_or_default().to_string_lossy();
+    weights.with_file_name(format!("{name}.{TRAINED}"))
+}
+
+/// The file of the weights. Of a folder it is the only one, which may be in shards and then has no record of its own.
+fn weights_file(files: &ModelFiles) -> Option<PathBuf> {
+    if !files.weights.is_dir() {
+        return Some(files.weights.clone());
+    }
+    let single = files.weights.join("model.safetensors");
+    if single.exists() {
+        return Some(single);
+    }
+    let entries = std::fs::read_dir(&files.weights).ok()?;
+    let paths = entries.filter_map(|e| e.ok().map(|e| e.path()));
+    let mut dats = paths.filter(|path| path.extension().is_some_and(|e| e == "dat"));
+    dats.next().filter(|_| dats.next().is_none())
+}
