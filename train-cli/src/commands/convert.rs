@@ -7,6 +7,7 @@ use crate::{
     durable,
     model_files::{Companions, ModelFiles, TRAINED, TextFiles, Trained},
     outputs::check_output,
+    progress::{self, Writing},
     report,
     run::checkpoint,
     talk::loaded::located,
@@ -63,10 +64,13 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let small = if gguf.is_none() { source.small_files(&files, args.dtype == WeightArg::Nvfp4)? } else { vec![] };
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
+        // Of f32, in which they stand here, 8-bit weights with their scales take this share.
+        let share = if args.dtype == WeightArg::Q8_0 { 34.0 / 128.0 } else { 1.0 };
+        let mut out = Writing::of(out, (progress::size(&tensors) as f64 * share) as u64, "converting");
         match (container, &gguf) {
-            (ContainerArg::Dat, _) => write_dat(&tensors, None, out, failed).map(|_| ())?,
-            (_, Some(gguf)) => gguf.write(source.tensors(), args.dtype, out, failed)?,
-            (_, None) => write_safetensors(&tensors, out, failed).map(|_| ())?,
+            (ContainerArg::Dat, _) => write_dat(&tensors, None, &mut out, failed).map(|_| ())?,
+            (_, Some(gguf)) => gguf.write(source.tensors(), args.dtype, &mut out, failed)?,
+            (_, None) => write_safetensors(&tensors, &mut out, failed).map(|_| ())?,
         }
         Ok(())
     })?;

@@ -11,7 +11,7 @@ use crate::{
     interrupt::Interruption,
     memory::vram::VramReport,
     plan::Plan,
-    progress::{Line, Reading},
+    progress::Reading,
     report,
     run::beginning::Beginning,
     run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
@@ -61,12 +61,16 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
         demo::unpack()?;
     }
     let (plan, resumed, restarts) = planned(args)?;
+    // Nobody has named the run folder, and its name may be taken by the time the run begins.
+    let named =
+        args.typed.get("output_dir").is_some() || !args.launch.demo && plan.settings.saving.output_dir.is_some();
+    let unnamed = !named && resumed.is_none() && !restarts;
     let overwrite = args.launch.overwrite || restarts;
     if !args.launch.dry_run {
         report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
-    let fit = Fit { plan, device, resumed, overwrite, dry_run: args.launch.dry_run };
+    let fit = Fit { plan, device, resumed, unnamed, overwrite, dry_run: args.launch.dry_run };
     device::run(device, precision, fit).map_err(|error| error.with_remedy(REMEDY))
 }
 
@@ -75,9 +79,11 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
 pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let launch = &args.launch;
     let output_dir = args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new);
-    let resume = match &launch.resume_from_checkpoint {
+    let resume = match launch.resume_from_checkpoint.as_deref() {
+        // As a flag that takes true or false, which it was in the program before this one.
+        Some("true") => checkpoint::resume("latest", output_dir)?,
+        Some("false") | None => None,
         Some(text) => checkpoint::resume(text, output_dir)?,
-        None => None,
     };
     let begun = match &resume {
         Some(Resume::Beginning(run)) => Some(run.join(CONFIG)).filter(|file| file.exists()),
@@ -109,6 +115,8 @@ struct Fit {
     plan: Plan,
     device: DeviceChoice,
     resumed: Option<Resumed>,
+    /// Whether the program chooses the name of the run folder.
+    unnamed: bool,
     overwrite: bool,
     dry_run: bool,
 }
@@ -117,14 +125,25 @@ impl Job for Fit {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { plan, device: choice, resumed, overwrite, dry_run } = self;
-        if resumed.is_none() {
+        let Self { plan, device: choice, resumed, unnamed, overwrite, dry_run } = self;
+        if resumed.is_none() && !unnamed {
             folder::check_free(&plan, overwrite)?;
         }
         // The lock ends with the run.
-        let mut lock = if dry_run { None } else { Some(folder::Lock::of(&plan.output_dir)?) };
+        let (plan, mut lock) = match (dry_run, unnamed) {
+            (true, _) => (plan, None),
+            (false, false) => {
+                let lock = folder::Lock::of(&plan.output_dir)?;
+                (plan, Some(lock))
+            }
+            (false, true) => {
+                let (lock, folder) = folder::Lock::of_new(&plan.output_dir)?;
+                (plan.in_folder(folder), Some(lock))
+            }
+        };
         let ready = Ready::new(plan, choice, precision)?;
         match &resumed {
+            None if dry_run && unnamed => {}
             None => folder::check_free(&ready.plan, overwrite)?,
             Some(resumed) => {
                 let (plan, state) = (&ready.plan, &resumed.state);
@@ -265,7 +284,9 @@ impl Ready {
         vram.note::<B>(device, 0, "model_loaded")?;
         folder::reopen(&plan.output_dir, from.map_or(0, |resumed| resumed.state.global_step))?;
         let optimizer = self.optimizer(from, &model)?;
-        let samples = Samples::of(plan, inputs)?;
+        // The memory of a device with a pool is planned for training. The host has some to spare.
+        let packs = B::memory_in_use(device).is_none();
+        let samples = Samples::of(plan, inputs, packs)?;
         let beginning = match from {
             None => Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, self.spec)?),
             Some(_) => Beginning::read(&plan.output_dir, self.spec),
@@ -488,7 +509,6 @@ impl Ready {
         let (scaling, recipe) = (self.spec.scaling, plan.recipe);
         let format = export::ExportFormat { scaling, head: head == Head::Nvfp4, recipe, dense_from };
         let like = self.original();
-        let _line = Line::of("exporting");
         let exported =
             export::model_to_folder(model, text, &plan.companions, format, like, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());

@@ -1,10 +1,11 @@
 //! Training data: [`format`](mod@format) turns files into rows, those of Parquet and Arrow tables too, [`chat`] conversations
 //! into [`sample`]s, and [`read`] does both for all files of a run; [`token_cache`] keeps the samples on disk; [`rows`] splits,
-//! repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order.
+//! repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order. [`make`] makes rows from a recipe.
 
 mod arrow;
 pub mod chat;
 pub mod format;
+pub mod make;
 pub mod order;
 mod parquet;
 pub mod read;

@@ -28,7 +28,7 @@ use std::{
 
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 /// Reads the samples of `paths`. With a cache folder, it takes them from there, or puts them there.
 ///
