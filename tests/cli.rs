@@ -166,6 +166,10 @@ fn names_that_other_tools_use_work() {
             "--seq_len",
             "64",
             "--synthetic=false",
+            "--report-to",
+            "none",
+            "--resume",
+            "false",
         ],
     );
     for line in [
@@ -176,6 +180,7 @@ fn names_that_other_tools_use_work() {
         "max_grad_norm = 0.5",
         "max_seq_length = 64",
         "synthetic = false",
+        "report_to = \"jsonl\"",
         "seed = 42",
         "recipe = \"w4\"",
     ] {
@@ -221,9 +226,27 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     for line in ["card", "vulkan"].map(named) {
         assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|remedy| remedy.len() > 20), "{line}");
     }
-    if std::env::var_os("REQUIRE_GPU").is_some() {
-        let found = named("vulkan")["found"].as_str().unwrap_or_default().to_owned();
-        assert!(found.starts_with("agrees with the CPU"), "{text}");
+    // Each tier of each device that is there is compared by itself, and timed.
+    let agrees = |name: &str| {
+        let line = named(name);
+        let found = line["found"].as_str().unwrap_or_default();
+        assert!(
+            line["good"] == true && found.starts_with("agrees with the reference · ") && found.ends_with(" s"),
+            "{line}"
+        );
+    };
+    ["cpu quantizer", "cpu portable product"].iter().for_each(|name| agrees(name));
+    let vulkan = named("vulkan");
+    assert!(vulkan["good"] == true || std::env::var_os("REQUIRE_GPU").is_none(), "{text}");
+    if vulkan["good"] == true {
+        ["vulkan quantizer", "vulkan portable product"].iter().for_each(|name| agrees(name));
+        assert!(vulkan["found"].as_str().is_some_and(|adapters| adapters.contains('(')), "{vulkan}");
+    }
+    if named("card")["good"] == true {
+        assert!(named("driver")["good"] == true, "{text}");
+        for tier in ["quantizer", "portable product", "tensor cores", "few rows (decode)", "both in NVFP4"] {
+            agrees(&format!("cuda:0 {tier}"));
+        }
     }
     assert!(ok(dir.path(), &["doctor"]).contains("ok  memory"));
 }

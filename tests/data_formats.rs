@@ -2,7 +2,7 @@
 //! is broken.
 
 use crate::support::{
-    files::{run, tiny_model},
+    files::{ok, run, tiny_model},
     golden,
 };
 use std::path::Path;
@@ -124,6 +124,11 @@ fn a_table_is_read_as_its_rows_in_json() {
             assert_eq!(plan(d, &table(&file), &[]).unwrap(), expected, "{file}");
             assert_eq!(plan(d, &table(&file), &["--format", name]).unwrap(), expected, "{file}");
         }
+    }
+    // The row that is broken is named by its number, also where it is in a later part of the file.
+    for file in ["broken_row.parquet", "broken_row.feather"] {
+        let error = plan(d, &table(file), &[]).unwrap_err();
+        assert!(error.contains(&format!("{file}:3: no \"text\"; it must be text")), "{error}");
     }
     for file in ["nothing_known.parquet", "nothing_known.feather"] {
         let error = plan(d, &table(file), &[]).unwrap_err();
@@ -278,6 +283,81 @@ fn a_message_of_weight_0_is_not_supervised() {
     assert!(first.1 > second.1 && first.1 + second.1 == both, "{first:?} {second:?} {both}");
 }
 
+/// The rows of a file as `data preview` marks them, without the lines that say where they come from.
+fn marked(d: &Path, row: &str) -> String {
+    std::fs::write(d.join("row.jsonl"), row).unwrap();
+    let shown = ok(d, &["data", "preview", "row.jsonl", "-m", "m"]);
+    let rows = shown.split("\n\nrow.jsonl:1 · ").skip(1);
+    rows.map(|row| row.split_once('\n').unwrap().1).collect::<Vec<_>>().join("\n--\n").trim_end().to_owned()
+}
+
+/// An assistant's turn at the beginning of a conversation, before which no message stands or only a system message, is
+/// learned like every other one. A template that refuses it is named with file, line and reason.
+#[test]
+fn a_conversation_may_begin_with_the_assistant() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let row = |first: &str| {
+        let turn = |role: &str, text: &str| format!(r#"{{"role": "{role}", "content": "{text}"}}"#);
+        let (greets, asks, answers) = (turn("assistant", "Hello."), turn("user", "Hi."), turn("assistant", "Bye."));
+        format!(r#"{{"messages": [{first}{greets}, {asks}, {answers}]}}"#)
+    };
+    let turns = "<|im_start|>assistant\n⟦Hello.<|im_end|>⟧\n<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n\
+                 ⟦Bye.<|im_end|>⟧";
+    let system = r#"{"role": "system", "content": "Be brief."}, "#;
+    let check = || {
+        assert_eq!(marked(d, &row("")), turns);
+        assert_eq!(marked(d, &row(system)), format!("<|im_start|>system\nBe brief.<|im_end|>\n{turns}"));
+        // Tools stand before the first turn.
+        let tools = r#"{"tools": [{"name": "<|im_start|>assistant"}], "messages""#;
+        let shown = marked(d, &row("").replace("{\"messages\"", tools));
+        assert!(shown.starts_with("<|im_start|>system\n# Tools") && shown.ends_with(turns), "{shown}");
+    };
+    check();
+    // A template that can think opens an answer as the other one does.
+    std::fs::copy(golden("chat/qwen3-thinking.jinja"), d.join("m/chat_template.jinja")).unwrap();
+    let alone = r#"{"messages": [{"role": "assistant", "content": "Hello."}]}"#;
+    assert_eq!(marked(d, alone), "<|im_start|>assistant\n⟦Hello.<|im_end|>⟧");
+    let refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}\
+                    {% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    std::fs::write(d.join("m/chat_template.jinja"), refusing).unwrap();
+    std::fs::write(
+        d.join("row.jsonl"),
+        format!("{}\n{alone}\n", row("").replace("[", "[{\"role\": \"user\", \"content\": \"a\"}, ")),
+    )
+    .unwrap();
+    let error = plan(d, "row.jsonl", &[]).unwrap_err();
+    let reason =
+        "row.jsonl:2: the conversation begins with a message of role \"assistant\", and the chat template fails";
+    assert!(error.contains(reason) && error.contains("roles must alternate"), "{error}");
+    assert!(error.contains("begin it with a user message"), "{error}");
+}
+
+/// What an assistant thinks, in a field of its own, is learned where the template renders it, as it is in the text.
+#[test]
+fn reasoning_is_learned_where_the_template_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let user = r#"{"role": "user", "content": "Why?"}"#;
+    let fields = r#"{"role": "assistant", "reasoning_content": "So.", "content": "Because."}"#;
+    let inline = r#"{"role": "assistant", "content": "<think>\nSo.\n</think>\n\nBecause."}"#;
+    let row = |answer: &str| format!(r#"{{"messages": [{user}, {answer}]}}"#);
+    let opening = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n";
+    // The template of an instruct model has no place for it.
+    assert_eq!(marked(d, &row(fields)), format!("{opening}⟦Because.<|im_end|>⟧"));
+    std::fs::copy(golden("chat/qwen3-thinking.jinja"), d.join("m/chat_template.jinja")).unwrap();
+    let thought = format!("{opening}⟦<think>\nSo.\n</think>\n\nBecause.<|im_end|>⟧");
+    assert_eq!(marked(d, &row(fields)), thought);
+    assert_eq!(marked(d, &row(inline)), thought);
+    // The template drops the thoughts of earlier turns, so that each turn is a sequence of its own.
+    let two = format!(r#"{{"messages": [{user}, {fields}, {user}, {fields}]}}"#);
+    let second = format!("{opening}Because.<|im_end|>\n{opening}⟦<think>\nSo.\n</think>\n\nBecause.<|im_end|>⟧");
+    assert_eq!(marked(d, &two), format!("{thought}\n--\n{second}"));
+}
+
 /// Documents are sequences of their own, all of whose tokens are supervised.
 #[test]
 fn each_text_is_a_document() {
@@ -300,6 +380,26 @@ fn each_text_is_a_document() {
         let tokens = |line: &str| line.rsplit_once(" · ").unwrap().1.split(' ').next().unwrap().parse::<u32>().unwrap();
         assert_eq!(tokens(&line), rows * tokens(&one), "{line}");
     }
+}
+
+/// Comments, blank lines, a header and the ends of lines of other systems are no part of the rows, and an answer may hold tabs.
+#[test]
+fn tab_separated_rows_are_read_as_people_write_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let expected = marked(d, r#"{"prompt": "Who?", "completion": "I."}"#);
+    let of = |text: &str| {
+        std::fs::write(d.join("row.tsv"), text).unwrap();
+        let shown = ok(d, &["data", "preview", "row.tsv", "-m", "m"]);
+        let (_, row) = shown.split_once("\n\nrow.tsv:").unwrap();
+        let (place, row) = row.split_once('\n').unwrap();
+        (place.split(' ').next().unwrap().to_owned(), row.trim_end().to_owned())
+    };
+    assert_eq!(of("# a comment\n\nWho?\tI.\n\n"), ("3".to_owned(), expected.clone()));
+    assert_eq!(of("prompt\ttarget\nWho?\tI."), ("2".to_owned(), expected.clone()));
+    assert_eq!(of("\u{feff}Who?\tI.\r\n"), ("1".to_owned(), expected.clone()));
+    assert_eq!(of("Who?\tI.\tYou.\n"), ("1".to_owned(), expected.replace("I.", "I.\tYou.")));
 }
 
 /// What is broken is refused with file, line and reason.
@@ -344,7 +444,10 @@ fn a_broken_row_is_named_by_its_file_and_line() {
         ("x.jsonl", "{\"text\": \"a\"}\nplain".to_owned(), ":2:1: not JSON: expected value"),
         ("x.tsv", "a\tb\nc\n".to_owned(), ":2: no tab"),
         ("x.tsv", "a\t\n".to_owned(), ":1: prompt or answer is empty"),
+        ("x.tsv", "a\tb\n\n\tc\n".to_owned(), ":3: prompt or answer is empty"),
+        ("x.tsv", "a\tb\nc\td\0\n".to_owned(), ":2: a byte that is 0"),
         ("x.txt", String::new(), ": no rows in it"),
+        ("x.txt", "one\ntwo\0".to_owned(), ":2: a byte that is 0"),
         ("x.xyz", "a,b".to_owned(), ": the file name does not tell the data format"),
     ];
     for (name, text, expected) in cases {
@@ -352,5 +455,10 @@ fn a_broken_row_is_named_by_its_file_and_line() {
         let error = plan(d, name, &[]).unwrap_err();
         assert!(error.contains(&format!("{name}{expected}")), "{text}: {error}");
         assert!(!d.join("out").exists());
+    }
+    for name in ["x.txt", "x.tsv", "x.jsonl"] {
+        std::fs::write(d.join(name), b"one\n\ntwo \xFF\xFE three\n").unwrap();
+        let error = plan(d, name, &[]).unwrap_err();
+        assert!(error.contains(&format!("{name}:3: not UTF-8")), "{error}");
     }
 }

@@ -2,7 +2,7 @@
 //! model keeps.
 
 use crate::support::{
-    files::{demo_file, ok, tiny_model},
+    files::{demo_file, ok, run, tiny_model},
     spec,
 };
 use model_qwen3::{
@@ -137,4 +137,33 @@ fn epochs_are_the_rows_that_were_seen() {
     let samples = Arc::new(synthetic(4, 8, 100, 1));
     let order = Order { samples, batch_size: 1, accumulation: 2, steps: 5, limit: 9, seed: 1, start: 0 };
     assert_eq!([0, 1, 2, 4, 5].map(|steps| order.epochs(steps)), [0.0, 0.5, 1.0, 2.0, 2.25]);
+}
+
+/// Before a run trains, it says that --max-seq-length does not fit the rows, and which value does.
+#[test]
+fn a_limit_on_length_that_does_not_fit_the_rows_is_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let rows: String =
+        (1..=40).map(|i| format!("Who is {i}?\t{}\n", "I am. ".repeat(if i > 30 { 60 } else { 2 }))).collect();
+    std::fs::write(d.join("rows.tsv"), rows).unwrap();
+    let told = |more: &[&str]| {
+        let args = ["fit", "-m", "m", "-d", "rows.tsv", "-o", "r", "--device", "cpu", "--dry-run"];
+        let out = run(d, &[&args[..], more].concat());
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{stderr}");
+        stderr.lines().find_map(|line| line.trim().strip_prefix("lengths ")).map(|text| text.trim().to_owned())
+    };
+    for overlong in ["drop", "truncate", "split"] {
+        let text = told(&["--max-seq-length", "64", "--overlong", overlong]).unwrap();
+        assert!(text.starts_with("10 of 40 rows are longer than 64 tokens; --max-seq-length "), "{text}");
+        // The limit that it names leaves out nothing.
+        let fits = text.rsplit_once("--max-seq-length ").unwrap().1.split(' ').next().unwrap();
+        assert!(fits.parse::<usize>().unwrap() % 128 == 0, "{text}");
+        assert_eq!(told(&["--max-seq-length", fits]), None);
+    }
+    let far = told(&["--max-seq-length", "2048"]).unwrap();
+    assert!(far.starts_with("--max-seq-length 2048 is more than 4 times the longest row"), "{far}");
+    assert_eq!((told(&[]), told(&["--max-seq-length", "2048", "--packing"])), (None, None));
 }

@@ -456,8 +456,23 @@ fn cli_reference() -> String {
         let about = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
         write!(page, "\n## {name}\n\n{}\n", sentence(&about)).unwrap();
         let flags = flags(command);
-        match written.iter().find(|(_, others)| *others == flags) {
-            Some((same, _)) => write!(page, "\nThe flags are those of [{same}](#{same}).\n").unwrap(),
+        // `estimate` has the rows of `fit`, and one more.
+        let rows = |flags: &str| flags.lines().map(str::to_owned).collect::<Vec<_>>();
+        let more = |others: &str| {
+            let (own, others) = (rows(&flags), rows(others));
+            let more: Vec<String> = own.iter().filter(|row| !others.contains(row)).cloned().collect();
+            (own.len() == others.len() + more.len() && more.len() <= 1).then_some(more)
+        };
+        match written.iter().find_map(|(same, others)| Some((same, more(others)?))) {
+            Some((same, more)) => {
+                write!(page, "\nThe flags are those of [{same}](#{same})").unwrap();
+                page += if more.is_empty() {
+                    ".\n"
+                } else {
+                    ", and:\n\n| flag | default | what it does |\n|---|---|---|\n"
+                };
+                more.iter().for_each(|row| writeln!(page, "{row}").unwrap());
+            }
             None => page += &flags,
         }
         written.push((name.clone(), flags));

@@ -25,8 +25,24 @@ fn a_terminal_shows_how_far_a_run_has_come() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     let Some(text) = on_a_terminal(d, &format!("{FIT} -o r")) else { return };
-    for part in ["0/3 steps", "the first step", "3/3 steps", "100 %", "evaluating", "exporting", "loading"] {
+    for part in ["0/3 steps", "the first step", "3/3 steps", "100 %", "evaluating", "exporting · ", "loading"] {
         assert!(text.contains(part), "no {part:?} in {text}");
+    }
+    // What is written has bytes and a rate, and the line of memory says what it counts.
+    let rates = |text: &str, what: &str| {
+        let lines = text.split(['\r', '\n']).filter(|line| line.contains(what));
+        assert!(lines.clone().any(|line| line.contains(" of ") && line.contains("B/s")), "{what} in {text}");
+    };
+    rates(&text, "exporting · ");
+    assert!(text.contains("  held MiB"), "{text}");
+    // Other commands that write models show it, too.
+    for (args, what) in [
+        ("convert m m.dat --dtype nvfp4", "converting · "),
+        ("convert m m.gguf --dtype q8-0", "converting · "),
+        ("export-hf -m r -o hf", "exporting · "),
+        ("export-dat --checkpoint r/checkpoint-3 --output-dat e.dat --device cpu", "exporting · "),
+    ] {
+        rates(&on_a_terminal(d, args).unwrap_or_default(), what);
     }
     // The line is gone when the run ends: what follows the last erased line is words.
     let last = text.rsplit("\u{1b}[2K").next().unwrap();

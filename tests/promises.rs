@@ -16,6 +16,7 @@ mod codec;
 mod compile_cuda;
 mod data_command;
 mod data_formats;
+mod data_make;
 mod data_options;
 mod disk_faults;
 mod docs;

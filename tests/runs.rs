@@ -3,11 +3,11 @@
 
 use crate::support::{
     faulty_disk::{Fault, Machine},
-    files::{ok, run, tiny_model},
+    files::{command, names, ok, run, tiny_model},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::{fs, path::Path};
+use std::{fs, path::Path, process::Stdio};
 
 fn fit(d: &Path, more: &[&str]) {
     let words =
@@ -103,6 +103,26 @@ fn runs_are_listed_and_compared() {
         lines[1].contains(" w4 ") && lines[2].contains(" w4a4 ") && lines[2].contains("complete, 4 steps"),
         "{list}"
     );
+    let objects = |words: &[&str]| -> Vec<Value> {
+        ok(d, words).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let logged_loss = |run: &str| logged(&d.join(run), "loss")[3]["loss"].clone();
+    let listed = objects(&["runs", "list", "--json"]);
+    assert_eq!(listed.len(), 2);
+    assert_eq!((&listed[0]["run"], &listed[1]["run"]), (&"one".into(), &"two".into()));
+    assert_eq!((&listed[1]["complete"], &listed[1]["steps"]), (&true.into(), &4.into()));
+    assert_eq!((&listed[0]["loss"], &listed[1]["loss"]), (&logged_loss("runs/one"), &logged_loss("runs/two")));
+    let [shown] = &objects(&["runs", "show", "runs/two", "--json"])[..] else { panic!("one object") };
+    assert_eq!((&shown["settings"]["recipe"], &shown["settings"]["batch_size"]), (&"w4a4".into(), &1.into()));
+    assert_eq!(shown["eval_loss"], logged(&d.join("runs/two"), "eval_loss")[1]["eval_loss"]);
+    assert_eq!(shown["evaluations"].as_array().unwrap().len(), 2);
+    assert!(shown["samples"][0]["prompt"] == "who|you?" && shown["data"]["rows"] == 64, "{shown}");
+    assert!(shown["exported"].as_array().unwrap().iter().any(|file| file["file"] == "model.dat"), "{shown}");
+    let differ = objects(&["runs", "compare", "runs/one", "runs/two", "--json"]);
+    let settings: Vec<&Value> = differ.iter().map(|run| &run["settings"]).collect();
+    assert_eq!(settings[0], &json!({"learning_rate": 1e-3, "recipe": "w4"}));
+    assert_eq!(settings[1], &json!({"learning_rate": 1e-4, "recipe": "w4a4"}));
+    assert_eq!(differ[1]["loss"], logged_loss("runs/two"));
     let compared = ok(d, &["runs", "compare", "runs/one", "runs/two", "--markdown", "--plot", "both.svg"]);
     assert_eq!(row(&compared, "learning_rate"), ["0.001", "0.0001"]);
     assert_eq!(row(&compared, "recipe"), ["w4", "w4a4"]);
@@ -128,6 +148,74 @@ fn runs_are_listed_and_compared() {
     for words in [&["runs", "show", "m"][..], &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
         assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }
+}
+
+/// Runs that begin in the same second, as those of a sweep do, each get a folder of their own.
+#[test]
+fn runs_that_begin_at_once_have_folders_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words: Vec<&str> =
+        "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 1 --sample-prompt a".split(' ').collect();
+    let demo = ["fit", "--demo", "--max-steps", "1", "--sample-prompt", "a"];
+    for (words, name, runs) in [(&words[..], "_m", 6), (&demo, "_demo", 3)] {
+        let begun: Vec<_> = (0..runs)
+            .map(|_| command(d, words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap())
+            .collect();
+        for run in begun {
+            let out = run.wait_with_output().unwrap();
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success(), "{stderr}");
+            // The folder that the run names is its own, and complete.
+            let folder = stderr.lines().find_map(|line| line.trim().strip_prefix("run ")).unwrap().trim().to_owned();
+            assert!(d.join(&folder).join("train_results.json").exists(), "{folder}: {stderr}");
+            let text = fs::read_to_string(d.join(&folder).join("config.toml")).unwrap();
+            let recorded = text.lines().find(|line| line.starts_with("output_dir = "));
+            assert!(recorded.is_none_or(|line| line.ends_with(&format!("{folder}\""))), "{folder}: {recorded:?}");
+        }
+        let made: Vec<String> = names(&d.join("runs")).into_iter().filter(|folder| folder.contains(name)).collect();
+        assert_eq!(made.len(), runs, "{made:?}");
+        assert!(
+            made.iter().any(|folder| folder.ends_with(&format!("{name}-2"))),
+            "no two began in one second: {made:?}"
+        );
+    }
+}
+
+/// A run that is complete goes on if it is resumed with more passes over its data, and ends as a run of that length would, but
+/// for the learning rate of the steps that it had made.
+#[test]
+fn a_complete_run_goes_on_with_more_epochs() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --batch-size 16 --val-split 0 --sample-prompt a --lr 1e-3 \
+                 --lr-scheduler-type constant --warmup-steps 0";
+    let words: Vec<&str> = words.split_whitespace().collect();
+    let with = |more: &[&str]| ok(d, &[&words[..], more].concat());
+    with(&["-o", "r"]);
+    let results = |run: &str| -> Value {
+        serde_json::from_slice(&fs::read(d.join(run).join("train_results.json")).unwrap()).unwrap()
+    };
+    let first = results("r");
+    let steps = first["global_step"].as_u64().unwrap();
+    assert!(steps > 1 && first["epoch"] == 1.0, "{first}");
+    // Without more to do, it is complete.
+    let out = run(d, &["fit", "--resume-from-checkpoint", "r"]);
+    assert!(out.status.success() && String::from_utf8_lossy(&out.stderr).contains("is complete at step"));
+    let before = fs::read(d.join("r/final/model.dat")).unwrap();
+    ok(d, &["fit", "--resume", "r", "--num-train-epochs", "3"]);
+    let longer = results("r");
+    assert!(longer["global_step"] == 3 * steps && longer["epoch"] == 3.0, "{longer}");
+    let logged_steps: Vec<u64> =
+        logged(&d.join("r"), "loss").iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(logged_steps, (1..=3 * steps).collect::<Vec<_>>());
+    let after = fs::read(d.join("r/final/model.dat")).unwrap();
+    assert!(after != before, "the export is that of the longer run");
+    // With a constant learning rate, it is the run of three passes.
+    with(&["-o", "whole", "--num-train-epochs", "3"]);
+    assert!(fs::read(d.join("whole/final/model.dat")).unwrap() == after);
 }
 
 #[test]

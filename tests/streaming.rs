@@ -8,7 +8,7 @@ use crate::support::{
     host, on_gpu,
 };
 use backend_nvfp4::{
-    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Parts, Recipe, StateKind,
+    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Recipe, StateKind,
     reference::{self, MASTER_ROOM},
 };
 use burn::{
@@ -20,6 +20,7 @@ use burn::{
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
+    model::{Qwen3, ids_tensor},
     weights::{self, Replace, fields},
 };
 use std::{collections::HashSet, sync::Arc};
@@ -30,6 +31,7 @@ use train_cli::{
     data::sample::{Sample, synthetic},
     memory::pool::Pool,
     memory::vram::VramReport,
+    run::sample_answers::packed,
     settings::{Clip, LossKind},
     train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate},
     train::clip::Clipping,
@@ -49,6 +51,25 @@ fn config(tied: bool) -> Qwen3Config {
     let path = folder.path().join("config.json");
     std::fs::write(&path, json.to_string()).unwrap();
     Qwen3Config::from_file(&path).unwrap()
+}
+
+/// The sample answers of a run come from codes that are made once. They are those of the model as it trains.
+#[test]
+fn a_model_with_packed_weights_computes_what_the_trained_one_does() {
+    for recipe in RECIPES {
+        let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
+        let model = weights::random::<Cpu>(&config(false), spec, MasterKind::F32, 5, &Default::default()).unwrap();
+        let model = model.with_bf16_last_blocks(1);
+        let packed = packed(&model);
+        let kinds = |model: &Qwen3<Cpu>| -> Vec<bool> {
+            model.layers.iter().map(|block| matches!(block.mlp.up_proj, Nvfp4Linear::Packed(_))).collect()
+        };
+        let packs = recipe.packs_weights();
+        assert_eq!((kinds(&model), kinds(&packed)), (vec![false; 3], vec![packs, packs, false]), "{recipe:?}");
+        let ids = || ids_tensor::<Cpu>(&[vec![3, 1, 4, 1, 5, 9, 2, 6]], model.config(), &Default::default()).unwrap();
+        let logits = |model: &Qwen3<Cpu>| host(model.forward(ids(), |_| {}));
+        assert_eq!(logits(&packed), logits(&model), "{recipe:?}");
+    }
 }
 
 fn trainee<B: Nvfp4Kernels + DeviceServices>(tied: bool, recipe: Recipe, master: MasterKind) -> Trainee<Autodiff<B>> {

@@ -44,8 +44,8 @@ pub enum Command {
     Fit(Box<FitArgs>),
     /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo and --dry-run, and trains nothing
     #[command(mut_arg("demo", |demo| demo.hide(true)), mut_arg("dry_run", |it| it.hide(true)))]
-    Estimate(Box<FitArgs>),
-    /// Look at training data before a run: rows as the model sees them, and what a run would leave out
+    Estimate(Box<EstimateArgs>),
+    /// Look at training data before a run: rows as the model sees them, and what a run would leave out; make rows from a recipe
     #[command(subcommand)]
     Data(DataCommand),
     /// Write a trained model as a .dat file with 4-bit weights, and check that the file works
@@ -144,6 +144,17 @@ pub struct StartArgs {
     pub dry_run: bool,
 }
 
+/// Flags of `estimate`.
+#[derive(Debug, Args)]
+pub struct EstimateArgs {
+    /// Those of the run.
+    #[command(flatten)]
+    pub fit: FitArgs,
+    /// Print one JSON object, with all memory in bytes
+    #[arg(long, help_heading = "Advanced")]
+    pub json: bool,
+}
+
 /// What `data` shows.
 #[derive(Debug, Subcommand)]
 pub enum DataCommand {
@@ -151,6 +162,30 @@ pub enum DataCommand {
     Preview(PreviewArgs),
     /// Count rows and tokens, and name the rows that a run would leave out
     Stats(StatsArgs),
+    /// Make rows from a recipe: templates whose slots are filled from pools of texts; and show how often each text occurs
+    Make(MakeArgs),
+}
+
+/// Flags of `data make`.
+#[derive(Debug, Args)]
+pub struct MakeArgs {
+    /// Recipe: a TOML file with templates and pools
+    pub recipe: PathBuf,
+    /// File to write: .tsv, or .jsonl with a list of messages in each row
+    #[arg(short, long, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Number of rows, divided among the templates as their own counts are to each other [default: the recipe's]
+    #[arg(long, value_name = "N")]
+    pub count: Option<usize>,
+    /// Random seed for what is drawn, and for the order of the rows if the recipe shuffles them [default: the recipe's, else 0]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Replace an older file
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Print one JSON object with all counts
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Training files, and how they become tokens.
@@ -355,8 +390,10 @@ pub enum WeightArg {
     /// 8-bit integers with a scale for each 32 weights; GGUF only
     Q8_0,
     /// f16
+    #[value(alias = "float16")]
     F16,
     /// bf16
+    #[value(alias = "bfloat16")]
     Bf16,
     /// f32
     F32,
@@ -576,6 +613,9 @@ pub struct ListArgs {
     /// Folder that holds run folders
     #[arg(default_value = "runs", value_name = "DIR")]
     pub folder: PathBuf,
+    /// Print one JSON object for each run
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Flags of `runs show`.
@@ -584,6 +624,9 @@ pub struct ShowArgs {
     /// Run folder
     #[arg(value_name = "RUN")]
     pub run: PathBuf,
+    /// Print one JSON object
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Flags of `runs compare`.
@@ -598,6 +641,9 @@ pub struct CompareArgs {
     /// Print the table as Markdown
     #[arg(long)]
     pub markdown: bool,
+    /// Print one JSON object for each run, with its figures and the settings that differ between the runs
+    #[arg(long, conflicts_with = "markdown")]
+    pub json: bool,
 }
 
 /// Flags of `doctor`.

@@ -355,6 +355,20 @@ pub fn make_folder(path: &Path) -> Result<(), CliError> {
     }
 }
 
+/// Makes a folder, and the folders above it where they do not exist. Returns whether the folder is new: of several processes
+/// that make it at once, one gets `true`.
+///
+/// # Errors
+/// If the system fails.
+pub fn make_new_folder(path: &Path) -> Result<bool, CliError> {
+    make_folder(parent(path))?;
+    match fs::create_dir(path) {
+        Ok(()) => sync_folder(parent(path)).map(|()| true),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
+        Err(error) => Err(CliError::io(path)(error)),
+    }
+}
+
 /// Removes a file, or a folder with everything in it.
 ///
 /// # Errors

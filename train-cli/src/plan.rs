@@ -83,6 +83,14 @@ impl Plan {
         })
     }
 
+    /// The same plan in another run folder.
+    #[must_use]
+    pub fn in_folder(mut self, folder: PathBuf) -> Self {
+        self.settings.saving.output_dir = self.settings.saving.output_dir.map(|_| folder.clone());
+        self.output_dir = folder;
+        self
+    }
+
     /// How master weights are stored on a device that computes in `precision`.
     pub fn master(&self, precision: Precision) -> MasterKind {
         let auto = if precision == Precision::Bf16 { MasterKind::Bf16 } else { MasterKind::F32 };
@@ -293,6 +301,12 @@ fn new_run_folder(source: &ModelSource) -> PathBuf {
         ModelSource::Files(files) => files.name(),
         ModelSource::Random { config } => ModelFiles::new(config).name(),
     };
+    dated_folder(&name)
+}
+
+/// The folder of a run that begins now, if nobody names one. Runs that begin in the same second get the same name, and the
+/// later ones a number behind it (`train-cli/src/run/folder.rs:Lock::of_new`).
+pub(crate) fn dated_folder(name: &str) -> PathBuf {
     PathBuf::from("runs").join(format!("{}_{name}", jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ")))
 }
 

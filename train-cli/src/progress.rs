@@ -8,7 +8,7 @@ use model_qwen3::{
     tensors::{Put, Stored, Tensors},
 };
 use std::{
-    io::IsTerminal,
+    io::{IsTerminal, Write},
     ops::Range,
     path::Path,
     sync::{Mutex, MutexGuard, PoisonError},
@@ -51,7 +51,7 @@ impl Line {
         bar
     }
 
-    /// Shows how many of `total` bytes are read.
+    /// Shows how many of `total` bytes are read or written.
     fn bytes(what: &str, total: u64) -> Self {
         let bar = Self::begin("{spinner} {bar:24} {msg} · {bytes} of {total_bytes} · {bytes_per_sec}", total);
         doing(what);
@@ -99,6 +99,38 @@ impl Drop for Line {
     }
 }
 
+/// A file whose writing is shown.
+pub struct Writing<'a> {
+    out: &'a mut dyn Write,
+    line: Line,
+}
+
+impl<'a> Writing<'a> {
+    /// Shows how much of `total` bytes is written to `out`, and what for.
+    pub fn of(out: &'a mut dyn Write, total: u64, what: &str) -> Self {
+        Self { out, line: Line::bytes(what, total) }
+    }
+}
+
+impl Write for Writing<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let written = self.out.write(bytes)?;
+        self.line.add(written);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.out.flush()
+    }
+}
+
+/// The bytes of all tensors.
+pub fn size(tensors: &dyn Tensors) -> u64 {
+    let bytes =
+        |name: String| tensors.stored(&name).map_or(0, |stored| bytes(&stored, stored.shape().iter().product()));
+    tensors.names().into_iter().map(bytes).sum::<usize>() as u64
+}
+
 /// Tensors whose reading is shown.
 pub struct Reading<'a> {
     tensors: &'a dyn Tensors,
@@ -108,10 +140,7 @@ pub struct Reading<'a> {
 impl<'a> Reading<'a> {
     /// Shows how much of `tensors` is read, and what for.
     pub fn of(tensors: &'a dyn Tensors, what: &str) -> Self {
-        let bytes =
-            |name: String| tensors.stored(&name).map_or(0, |stored| bytes(&stored, stored.shape().iter().product()));
-        let total = tensors.names().into_iter().map(bytes).sum::<usize>();
-        Self { tensors, line: Line::bytes(what, total as u64) }
+        Self { tensors, line: Line::bytes(what, size(tensors)) }
     }
 
     fn read(&self, name: &str, rows: Range<usize>) {

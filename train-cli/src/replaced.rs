@@ -1,34 +1,50 @@
-//! Flags that this program had once, and those of the F# program before it which have another form here. Whoever types one
-//! is told what to use instead.
+//! Flags that this program had once, and those of the F# programs and scripts before it which have another form here. Whoever
+//! types one is told what to use instead.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-/// A flag, and what replaced it.
-const FLAGS: [(&str, &str); 35] = [
+/// Flags, each with what replaced it. A command that has a flag of such a name never asks here.
+const FLAGS: &[(&str, &str)] = &[
     ("--step-mode", STEP_MODE),
+    // The shape of a model.
     ("--in-features", SHAPE),
     ("--out-features", SHAPE),
     ("--max-layers", SHAPE),
+    ("--path", "use --model"),
+    ("--strict-load", "a file is always refused that does not fit the model's shape"),
+    ("--restrict-load", "a file is always refused that does not fit the model's shape"),
+    ("--quant", "use --recipe for training; a model runs in the format of its file"),
+    // Training.
     ("--steps-per-epoch", "use --max-steps"),
     ("--use-packed-optimizer", "use --optimizer-state-mode int8 or int4"),
     ("--grad-ckpt-chunk", "use --recompute"),
-    ("--offload-mv-to-cpu", NOT_OFFLOADED),
-    ("--offload-w-to-cpu", NOT_OFFLOADED),
-    ("--offload-grad-to-cpu", NOT_OFFLOADED),
     ("--step-flush-each-param", "every step does this"),
-    ("--compact-each-step", "free memory is given back by itself; --memory-limit limits it"),
-    ("--compact-after-model-load", "free memory is given back by itself; --memory-limit limits it"),
-    ("--profile-train-step-vram", "use --vram-report FILE"),
-    ("--profile-vram", "use --vram-report FILE"),
-    ("--strict-load", "a file is always refused that does not fit the model's shape"),
-    ("--restrict-load", "a file is always refused that does not fit the model's shape"),
+    ("--compute-grad-norm", "metrics.jsonl has the `grad_norm` of each step"),
     ("--sample-index", "rows are shuffled by --seed; give a file with the rows that you want"),
     ("--sample-mode", "rows are shuffled by --seed"),
     ("--test-max-tokens", "use --sample-prompt for the prompts; `train-cli generate` has --max-tokens"),
+    ("--stop-after", "use --max-steps; --vram-report FILE has the memory of each phase of a step"),
+    // Memory.
+    ("--offload-mv-to-cpu", NOT_OFFLOADED),
+    ("--offload-w-to-cpu", NOT_OFFLOADED),
+    ("--offload-grad-to-cpu", NOT_OFFLOADED),
+    ("--compact-each-step", RETURNED),
+    ("--compact-after-model-load", RETURNED),
+    ("--dispose-session-after-load", RETURNED),
+    ("--materialize-from-packed", "use --master-weights: nvfp4 keeps the codes of the file, bf16 and f32 their values"),
+    ("--profile-train-step-vram", "use --vram-report FILE"),
+    ("--profile-vram", "use --vram-report FILE"),
+    ("--print-tensor-byte-report", "use `train-cli estimate` for the memory of a run, `train-cli inspect` for tensors"),
+    ("--cuda-mem-report", "use `train-cli fit --vram-report FILE`"),
     ("--gpu-limit-gb", "use --memory-limit, for example 20GiB"),
-    ("--gpu-over-secs", "use --memory-limit: it is checked after every step"),
-    ("--gpu-poll-secs", "use --memory-limit: it is checked after every step"),
-    ("--quant", "use --recipe"),
+    ("--gpu-over-secs", CHECKED),
+    ("--gpu-poll-secs", CHECKED),
+    ("-l", "use --memory-limit, for example 20GiB"),
+    (
+        "-p",
+        "a limit on memory is --memory-limit, and is checked after every step; a prompt is for `train-cli generate`",
+    ),
+    // The cache of keys and values, and how a prompt is read.
     ("--use-kvc", CACHE),
     ("--kvc-input-mode", CACHE),
     ("--kvc-backend", CACHE),
@@ -36,20 +52,76 @@ const FLAGS: [(&str, &str); 35] = [
     ("--kv-cache-out", CACHE),
     ("--tokenbytokenorpromptbyprompt", CACHE),
     ("--nokvcomputemode", CACHE),
+    ("--no-kvc-mode", CACHE),
+    ("--chunk-size", CACHE),
+    ("--debug-kvc", "`train-cli parity` compares the results of a model with those of Hugging Face"),
+    ("--target-tokens", "`train-cli generate -p - < FILE` reads a prompt of any length"),
+    ("--secret", "`train-cli generate -p - < FILE` reads a prompt of any length"),
+    // Kernels.
+    ("--mode", KERNELS),
+    ("--q4-kernel", KERNELS),
+    ("--q4-cache", KERNELS),
+    ("--fp4-ab", TESTED),
+    ("--fp4-ab-max-calls", TESTED),
+    ("--fp4-ab-explosion-rel", TESTED),
+    ("--fp4-scale-check", TESTED),
     (
         "--check-logits",
         "logits that are not finite always end the command; `train-cli parity` compares them with another program's",
     ),
+    // Answers and conversations.
+    ("--prompt", "use `train-cli generate --prompt TEXT`"),
+    ("--prompts", "use `train-cli generate --prompts FILE`"),
+    ("--system", "use `train-cli chat --system-prompt TEXT`"),
+    ("--max-tokens", GENERATED),
+    ("--temp", GENERATED),
+    ("--temperature", GENERATED),
+    ("--top-p", GENERATED),
+    ("--topp", GENERATED),
+    ("--ignore-eos", "an answer ends at the model's stop token, or after --max-tokens"),
+    ("--timing", "every answer is followed by its tokens per second; --json has them as numbers"),
     ("--ifinteractive", "use `train-cli chat`"),
-    ("--turns", "use `train-cli chat --script FILE`"),
+    ("--stop-here", "`train-cli generate` ends after its answer, and `train-cli chat` after its script"),
+    ("--turns", "use `train-cli chat --script FILE`, with a message in each line"),
+    ("--followup-prompt", "use `train-cli chat --script FILE`, with a message in each line"),
+    ("--interactive-reset-history", "use /reset in `train-cli chat`, also in the file of --script"),
+    ("--empty-cache-each-turn", "use /reset in `train-cli chat`, also in the file of --script"),
+    ("--historymode", "a conversation is always kept as messages; each turn reads only the tokens that are new"),
+    ("--history-mode", "a conversation is always kept as messages; each turn reads only the tokens that are new"),
+    ("--tee-object-chat-session", SAVED),
+    ("--tee-object-chat-session-json", SAVED),
+    ("--prompt-from-chat-session", "use `train-cli chat --script FILE.jsonl`, with a file that /save wrote"),
     ("--timeout-ms", "Ctrl-C ends an answer, and --max-tokens limits it"),
+    // Files that are written.
+    ("--out", WRITTEN),
+    ("--output", WRITTEN),
+    ("--output-dir", WRITTEN),
+    ("--output-dat", WRITTEN),
+    ("--input-dat", "use --model; `train-cli convert IN OUT` takes the file as its first argument"),
+    ("--weight", "`train-cli convert IN OUT` and `train-cli inspect FILE` take the file without a flag"),
+    // Made rows.
+    ("--target", "the answers of rows stand in the recipe of `train-cli data make`"),
+    ("--count", "use `train-cli data make --count N`"),
+    ("--train-data", "use `train-cli fit --data FILE`"),
+    ("--train-last-layers", "use `train-cli fit --train-last-layers N`"),
+    ("--loss", "use `train-cli fit --loss NAME`, or `train-cli eval loss` for the loss of a file"),
+    ("--save-every-steps", "use `train-cli fit --save-steps N`"),
 ];
 
 const SHAPE: &str =
     "the shape of a model is that of its config.json; --init-config starts from one with random weights";
 const NOT_OFFLOADED: &str =
     "nothing is offloaded; --optimizer-state-mode int4 and --master-weights nvfp4 take less memory";
+const RETURNED: &str = "free memory is given back by itself; --memory-limit limits it";
+const CHECKED: &str = "use --memory-limit: it is checked after every step";
 const CACHE: &str = "the key-value cache is always used, and a prompt is always read at once";
+const KERNELS: &str =
+    "a model runs in one way, with kernels that are chosen by themselves; `train-cli doctor` tests them";
+const TESTED: &str = "`train-cli doctor` compares the kernels with the CPU, and `train-cli parity` whole models";
+const GENERATED: &str = "`train-cli generate` and `train-cli chat` have this flag";
+const SAVED: &str = "use /save FILE in `train-cli chat`; --json prints each turn as JSON";
+const WRITTEN: &str = "use --output-dir for `train-cli fit` and `export-hf`, --output-dat for `export-dat`; `train-cli convert IN \
+                       OUT` takes the file as its second argument";
 
 /// Values of a flag, and what replaced them.
 const VALUES: [(&str, &[&str], &str); 4] = [
@@ -58,9 +130,9 @@ const VALUES: [(&str, &[&str], &str); 4] = [
         &["fp4", "nvfp4"],
         "a 4-bit float has no code between 0 and a twelfth of the largest, where most moments lie; use int4",
     ),
-    ("--report-to", &["none"], "metrics.jsonl is always written, because a resumed run reads it; leave the flag out"),
     ("--report-to", &["wandb", "mlflow", "all"], "use tensorboard, or read metrics.jsonl"),
     ("--master-weights", &["float16", "fp16", "half", "f16"], "f16 cannot hold small updates; use bf16 or f32"),
+    ("--train-last-layers", &["-1"], "use 0 to train all parameters"),
 ];
 
 /// What replaced `--step-mode`, which older runs have recorded.
@@ -79,7 +151,7 @@ pub fn answer(error: &clap::Error) -> Option<String> {
             let (_, answer) = FLAGS.iter().find(|(name, _)| name.eq_ignore_ascii_case(flag))?;
             Some(format!("{flag}: {answer}"))
         }
-        ErrorKind::InvalidValue => {
+        ErrorKind::InvalidValue | ErrorKind::ValueValidation => {
             let value = text(ContextKind::InvalidValue)?;
             let (.., answer) = VALUES.iter().find(|(name, values, _)| *name == flag && values.contains(&value))?;
             Some(format!("{flag} {value}: {answer}"))
@@ -92,15 +164,14 @@ pub fn answer(error: &clap::Error) -> Option<String> {
 mod tests {
     use super::{FLAGS, VALUES, answer};
     use crate::args::Cli;
-    use clap::Parser;
+    use clap::{Parser, error::ErrorKind};
 
     #[test]
     fn every_flag_and_value_that_was_replaced_is_answered() {
-        for command in ["fit", "generate"] {
-            for (flag, text) in FLAGS {
-                let error = Cli::try_parse_from(["train-cli", command, flag, "true"]).unwrap_err();
-                assert_eq!(answer(&error), Some(format!("{flag}: {text}")), "{error}");
-            }
+        for (flag, text) in FLAGS {
+            // Flags that no command but `completions` lacks are asked for there.
+            let error = Cli::try_parse_from(["train-cli", "completions", "bash", flag, "true"]).unwrap_err();
+            assert_eq!(answer(&error), Some(format!("{flag}: {text}")), "{error}");
         }
         for (flag, values, text) in VALUES {
             for value in values {
@@ -111,4 +182,69 @@ mod tests {
         let error = Cli::try_parse_from(["train-cli", "fit", "--no-such-flag"]).unwrap_err();
         assert_eq!(answer(&error), None);
     }
+
+    /// Every flag of the F# programs and scripts is taken by the command that does their work, or answered there.
+    #[test]
+    fn every_flag_of_the_origin_is_taken_or_answered() {
+        const FIT: &str = "fit";
+        const TALK: [&str; 2] = ["generate -m m -p x", "chat -m m"];
+        let asked = |command: &str, flag: &str, value: &str| {
+            let words = command.split(' ').chain([flag, value]).filter(|word| !word.is_empty());
+            let Err(error) = Cli::try_parse_from(std::iter::once("train-cli").chain(words)) else { return };
+            assert!(
+                error.kind() == ErrorKind::ArgumentConflict || answer(&error).is_some(),
+                "{command} {flag} {value}: {error}"
+            );
+        };
+        for line in TRAINING.lines().map(str::trim).filter(|line| !line.is_empty()) {
+            for (flag, value) in line.split(" · ").map(|flag| flag.split_once(' ').unwrap_or((flag, ""))) {
+                asked(FIT, flag, value);
+            }
+        }
+        for (flag, value) in TALKING.lines().flat_map(|line| line.trim().split(" · ")).filter_map(|f| f.split_once(' '))
+        {
+            TALK.iter().for_each(|command| asked(command, flag, value));
+        }
+        for (flag, value) in [("--output", "x.tsv"), ("--target", "x"), ("--count", "100"), ("--seed", "1")] {
+            asked("data make recipe.toml -o x.tsv", flag, value);
+        }
+        for (flag, value) in [("--model", "m"), ("--dtype", "float16"), ("--quant", "none"), ("--out", "x.dat")] {
+            asked(if flag == "--model" { FIT } else { "convert a b.dat" }, flag, value);
+        }
+    }
+
+    /// The main program, `Train.OneStep`, `Train.WhoAmI.AndExportDat`, the guard (but its -o, which names the run folder here),
+    /// and `run-train-step-full-nvfp4`.
+    const TRAINING: &str = "
+        --model-dir m · --config c.toml · --tokenizer t · --weight w.dat · --device cuda · --epochs 1 · --steps-per-epoch 10
+        --batch-size 2 · --in-features 1024 · --out-features 1024 · --max-layers 2 · --synthetic true · --use-kvc false
+        --seq-len 8 · --lr 1e-3 · --loss-mode scalar · --loss ce · --loss l1 · --loss scalar-l1 · --loss cross-entropy
+        --loss token-ce · --master-dtype bfloat16 · --master-dtype float16 · --master-dtype fp16 · --master-dtype half
+        --master-dtype bf16 · --master-dtype float32 · --master-dtype fp32 · --use-packed-optimizer true
+        --optimizer-state-mode int8 · --optimizer-state-mode nvfp4 · --optimizer-state-mode fp4 · --optimizer-state-mode 8bit
+        --optimizer-state-mode 8-bit · --grad-ckpt-chunk 0 · --optimizer-step-chunk-rows 32 · --offload-mv-to-cpu false
+        --offload-w-to-cpu false · --offload-grad-to-cpu false · --step-flush-each-param true
+        --profile-train-step-vram false · --train-step-vram-report r.json · --checkpoint-dir ./checkpoints
+        --save-every-steps 0 · --resume false · --strict-load true · --restrict-load true
+        --train-data t.txt · --vram-report r.json · --sample-index 0 · --step-chunk-rows 16
+        --input-dat m.dat · --output-dat o.dat · --steps 6 · --train-last-layers 0 · --train-last-layers -1
+        --test-max-tokens 12 · --compute-dtype float16 · --compute-dtype float32 · --sample-mode random · --seed 20260226
+        --grad-clip 0.5 · --compact-each-step true · --log-every 10
+        --gpu-limit-gb 108 · -l 108 · --gpu-over-secs 0 · --gpu-poll-secs 0.5 · -p 0.5
+        --dtype bfloat16 · --beta1 .9 · --beta2 .999 · --eps 1e-8 · --weight-decay .01 · --materialize-from-packed false
+        --compute-grad-norm false · --dispose-session-after-load true · --compact-after-model-load true
+        --print-tensor-byte-report true · --stop-after none · --profile-vram true";
+
+    /// `check-stageE`, `run-training` and its variants, `run-long-context`, and `run2`.
+    const TALKING: &str = "
+        --model-dir m · --weight w.dat · --device cuda · --dtype float16 · --dtype Float16 · --quant fp4 · --mode bridge
+        --use-kvc true · --kvc-input-mode pbp · --max-tokens 32 · --temp 0 · --top-p 1 · --topp 1 · --seed 123 · --prompt x
+        --ifInteractive true · --check-logits true · --timing false · --ignore-eos false · --stop-here true
+        --interactive-reset-history true · --timeout-ms 60000 · --KVCacheOut true · --kv-cache-out true · --kvcacheout true
+        --empty-cache-each-turn true · --TokenByTokenOrPromptByPrompt pbp · --NoKVComputeMode ephemeral-kvc
+        --no-kvc-mode full-replay · --tee-object-chat-session s.txt · --tee-object-chat-session-json s.jsonl
+        --kvc-backend fp2-model · --turns 1 · --followup-prompt continue. · --target-tokens 64000 · --chunk-size 4000
+        --secret x · --path m · --system x · --q4-kernel x · --q4-cache x · --HistoryMode tokens · --debug-kvc true
+        --cuda-mem-report true · --fp4-ab true · --fp4-scale-check true · --fp4-ab-max-calls 64
+        --fp4-ab-explosion-rel 0.5 · --prompt-from-chat-session s.jsonl";
 }

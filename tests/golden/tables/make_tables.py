@@ -62,3 +62,8 @@ texts = pyarrow.DictionaryArray.from_arrays(codes, pyarrow.array(["x" * 8192]))
 stream("much_text", pyarrow.table({"text": ["a"], "more": pyarrow.ListArray.from_arrays([0, 20_000], texts)}))
 stream("dated", pyarrow.table({"text": ["a", "b"], "made": pyarrow.array([1, 2], pyarrow.timestamp("s"))}))
 stream("twice", pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]))
+
+# The third row has no text.
+broken = pyarrow.table({"text": ["a", "b", None, "d"]})
+pyarrow.parquet.write_table(broken, folder / "broken_row.parquet", compression="snappy", row_group_size=2)
+pyarrow.feather.write_feather(broken, folder / "broken_row.feather", compression="uncompressed", chunksize=2)

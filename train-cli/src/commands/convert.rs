@@ -7,6 +7,7 @@ use crate::{
     durable,
     model_files::{Companions, ModelFiles, TextFiles, untie},
     outputs::check_output,
+    progress::{self, Writing},
     report,
     run::{checkpoint, located::located, trained::Trained},
     settings::HeadFormat,
@@ -70,10 +71,13 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let trained = source.trained(&files, args)?;
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
+        // Of f32, in which they stand here, 8-bit weights with their scales take this share.
+        let share = if args.dtype == WeightArg::Q8_0 { 34.0 / 128.0 } else { 1.0 };
+        let mut out = Writing::of(out, (progress::size(&tensors) as f64 * share) as u64, "converting");
         match (container, &gguf) {
-            (ContainerArg::Dat, _) => write_dat(&tensors, None, out, failed).map(|_| ())?,
-            (_, Some(gguf)) => gguf.write(source.tensors(), args.dtype, out, failed)?,
-            (_, None) => write_safetensors(&tensors, out, failed).map(|_| ())?,
+            (ContainerArg::Dat, _) => write_dat(&tensors, None, &mut out, failed).map(|_| ())?,
+            (_, Some(gguf)) => gguf.write(source.tensors(), args.dtype, &mut out, failed)?,
+            (_, None) => write_safetensors(&tensors, &mut out, failed).map(|_| ())?,
         }
         Ok(())
     })?;

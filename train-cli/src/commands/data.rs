@@ -4,6 +4,7 @@
 use crate::{
     CliError,
     args::{DataCommand, PreviewArgs, RowsArgs, StatsArgs},
+    commands::data_make,
     data::{
         format::RowOptions,
         read::{self, DataOptions},
@@ -32,6 +33,7 @@ pub fn run(command: &DataCommand) -> Result<(), CliError> {
     match command {
         DataCommand::Preview(args) => preview(args),
         DataCommand::Stats(args) => stats(args),
+        DataCommand::Make(args) => data_make::run(args),
     }
 }
 

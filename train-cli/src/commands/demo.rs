@@ -1,7 +1,7 @@
 //! `fit --demo`: the ordinary `fit` on files inside the program: a tiny Qwen3 shape, a byte-level BPE tokenizer with
 //! Qwen's chat template, and 64 English and Chinese rows that teach it who it is. assets/demo/make_demo.py makes them.
 
-use crate::{CliError, durable, settings::Layer};
+use crate::{CliError, durable, plan::dated_folder, settings::Layer};
 use std::path::Path;
 
 const FILES: [(&str, &[u8]); 5] = [
@@ -33,7 +33,7 @@ pub fn unpack() -> Result<(), CliError> {
 /// The demo's settings, with a new run folder.
 pub fn settings() -> Layer {
     let mut settings = Layer::of_toml(SETTINGS).expect("the demo's settings are valid; a test reads them");
-    settings.set("output_dir", format!("runs/{}_demo", jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ")));
+    settings.set("output_dir", dated_folder("demo").display().to_string());
     settings
 }
 

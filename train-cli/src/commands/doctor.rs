@@ -1,5 +1,5 @@
 //! `doctor`: checks whether this machine has what the program needs, and names the command that installs what is missing. A short test on
-//! each GPU compares a quantization and a matrix product with the CPU's code.
+//! each device compares its quantizer and the products of each of its tiers with the reference.
 
 use crate::{
     CliError,
@@ -19,9 +19,10 @@ use cudarc::{
     driver::{CudaContext, sys::CUdevice_attribute},
     nvrtc::{CompileOptions, compile_ptx, compile_ptx_with_opts},
 };
+use futures_util::FutureExt;
 use model_qwen3::weights::to_host;
 use serde::Serialize;
-use std::path::Path;
+use std::{path::Path, time::Instant};
 
 /// Runs the command.
 ///
@@ -29,14 +30,20 @@ use std::path::Path;
 /// None: a missing part is a result of this command, not an error.
 pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
     let mut checks = vec![program(), memory(), disk()];
-    let driver = driver();
-    let has_card = driver.good;
-    checks.push(driver);
-    if has_card {
+    checks.extend(tested(DeviceChoice::Cpu));
+    let cards = device::quietly(|| CudaContext::device_count().unwrap_or(0)).unwrap_or(0).max(0) as usize;
+    checks.extend(driver(cards > 0));
+    checks.extend((0..cards).map(card));
+    if cards > 0 {
         checks.extend([compiler(), headers(), cache()]);
-        checks.push(tested("cuda", DeviceChoice::Cuda(0)));
     }
-    checks.push(tested("vulkan", DeviceChoice::Vulkan));
+    checks.extend((0..cards).flat_map(|index| tested(DeviceChoice::Cuda(index))));
+    let adapters = adapters();
+    let has_vulkan = adapters.good;
+    checks.push(adapters);
+    if has_vulkan {
+        checks.extend(tested(DeviceChoice::Vulkan));
+    }
     for check in &checks {
         report::result(if args.json {
             serde_json::to_string(check).expect("plain data serializes")
@@ -50,7 +57,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
 /// One thing that was looked at.
 #[derive(Debug, Serialize)]
 struct Check {
-    name: &'static str,
+    name: String,
     good: bool,
     found: String,
     /// What to do, if it is not good.
@@ -59,18 +66,18 @@ struct Check {
 }
 
 impl Check {
-    fn good(name: &'static str, found: impl Into<String>) -> Self {
-        Self { name, good: true, found: found.into(), remedy: None }
+    fn good(name: impl Into<String>, found: impl Into<String>) -> Self {
+        Self { name: name.into(), good: true, found: found.into(), remedy: None }
     }
 
-    fn missing(name: &'static str, found: impl Into<String>, remedy: &'static str) -> Self {
-        Self { name, good: false, found: found.into(), remedy: Some(remedy) }
+    fn missing(name: impl Into<String>, found: impl Into<String>, remedy: &'static str) -> Self {
+        Self { name: name.into(), good: false, found: found.into(), remedy: Some(remedy) }
     }
 
     fn lines(&self) -> String {
         let mark = if self.good { "ok" } else { "–" };
-        let first = format!("{mark:<3} {:<10} {}", self.name, self.found);
-        self.remedy.map_or(first.clone(), |remedy| format!("{first}\n               {remedy}"))
+        let first = format!("{mark:<3} {:<22} {}", self.name, self.found);
+        self.remedy.map_or(first.clone(), |remedy| format!("{first}\n                           {remedy}"))
     }
 }
 
@@ -101,21 +108,80 @@ fn disk() -> Check {
 
 const DRIVER: &str = "without an NVIDIA card with driver 580 or newer, use --device cpu or --device vulkan";
 
-/// The first NVIDIA card.
-fn driver() -> Check {
+/// The version of NVIDIA's driver, as the kernel's module says. None if there is no card and no driver, which the line of the
+/// cards says.
+fn driver(has_card: bool) -> Option<Check> {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let module = read("/sys/module/nvidia/version").map(|text| text.trim().to_owned());
+    // NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue ...
+    let proc = || {
+        let text = read("/proc/driver/nvidia/version")?;
+        let numbers = |word: &&str| word.contains('.') && word.chars().all(|c| c.is_ascii_digit() || c == '.');
+        text.lines().next()?.split_whitespace().find(numbers).map(str::to_owned)
+    };
+    let version = module.or_else(proc);
+    match (version, has_card) {
+        (Some(version), true) => {
+            let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+            match major {
+                Some(major) if major < OLDEST => Some(Check::missing("driver", version, "install driver 580 or newer")),
+                _ => Some(Check::good("driver", version)),
+            }
+        }
+        (Some(version), false) => Some(Check::missing("card", format!("driver {version} shows no card"), DRIVER)),
+        (None, true) => Some(Check::good("driver", "it answers; the system does not say its version")),
+        (None, false) => Some(Check::missing("card", "no NVIDIA card, or no driver that answers", DRIVER)),
+    }
+}
+
+/// The oldest driver that is known to work.
+const OLDEST: u32 = 580;
+
+/// An NVIDIA card.
+fn card(index: usize) -> Check {
+    let name = if index == 0 { "card".to_owned() } else { format!("card {index}") };
     let ask = || -> Option<String> {
-        let card = CudaContext::new(0).ok()?;
+        let card = CudaContext::new(index).ok()?;
         let number = |attribute| card.attribute(attribute).unwrap_or(0);
         let major = number(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
         let minor = number(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-        let free = free::on_device(DeviceChoice::Cuda(0)).map_or("?".to_owned(), report::gib);
+        let free = free::on_device(DeviceChoice::Cuda(index)).map_or("?".to_owned(), report::gib);
         Some(format!("{} · compute capability {major}.{minor} · {free} are free", card.name().ok()?))
     };
     match device::quietly(ask).flatten() {
-        Some(card) => Check::good("card", card),
-        None => Check::missing("card", "no NVIDIA card, or no driver that answers", DRIVER),
+        Some(card) => Check::good(name, card),
+        None => Check::missing(name, "it does not answer", DRIVER),
     }
 }
+
+/// The adapters that Vulkan's drivers offer. The first is the one that --device vulkan takes, unless another is faster.
+fn adapters() -> Check {
+    let ask = || {
+        let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
+            backends: wgpu::Backends::VULKAN,
+            ..wgpu::InstanceDescriptor::new_without_display_handle()
+        });
+        let found = instance.enumerate_adapters(wgpu::Backends::VULKAN).now_or_never().unwrap_or_default();
+        found.into_iter().map(|adapter| shown(&adapter.get_info())).collect::<Vec<String>>()
+    };
+    match device::quietly(ask).unwrap_or_default() {
+        found if found.is_empty() => Check::missing("vulkan", "no driver for Vulkan is found", VULKAN),
+        found => Check::good("vulkan", found.join(" · ")),
+    }
+}
+
+fn shown(adapter: &wgpu::AdapterInfo) -> String {
+    let kind = match adapter.device_type {
+        wgpu::DeviceType::DiscreteGpu => "a card",
+        wgpu::DeviceType::IntegratedGpu => "integrated",
+        wgpu::DeviceType::VirtualGpu => "virtual",
+        wgpu::DeviceType::Cpu => "it computes on the CPU",
+        wgpu::DeviceType::Other => "of another kind",
+    };
+    format!("{} ({kind}, {} {})", adapter.name, adapter.driver, adapter.driver_info).replace(" )", ")")
+}
+
+const VULKAN: &str = "a Vulkan driver is optional: apt-get install mesa-vulkan-drivers";
 
 const NVRTC: &str = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' \
                      'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*', then set CUDA_PATH and LD_LIBRARY_PATH as \
@@ -155,59 +221,134 @@ fn cache() -> Check {
     }
 }
 
-/// Runs the test on a device.
-fn tested(name: &'static str, choice: DeviceChoice) -> Check {
-    let remedy = match choice {
-        DeviceChoice::Vulkan => "a Vulkan driver is optional: apt-get install mesa-vulkan-drivers",
-        _ => "please report this with the output of train-cli bench kernels",
+/// Runs the tests on a device: those in f32 everywhere, and on a card with tensor cores those in bf16.
+fn tested(device: DeviceChoice) -> Vec<Check> {
+    let formats: &[Precision] = match device {
+        DeviceChoice::Cuda(_) => &[Precision::F32, Precision::Bf16],
+        _ => &[Precision::F32],
     };
-    match device::run(choice, None, Test) {
-        Ok(Ok(tiers)) => Check::good(name, format!("agrees with the CPU · {tiers}")),
-        Ok(Err(wrong)) => Check::missing(name, wrong, remedy),
-        Err(error) => Check::missing(name, error.to_string(), remedy),
+    let one = |format: &Precision| match device::run(device, Some(*format), Test) {
+        Ok(tests) => tests.into_iter().map(|test| test.check(device)).collect(),
+        Err(error) => vec![Check::missing(device.to_string(), error.to_string(), REPORT)],
+    };
+    formats.iter().flat_map(one).collect()
+}
+
+const REPORT: &str = "do not train on this device; report this, with the output of train-cli doctor --json";
+
+/// The result of one test.
+struct Tested {
+    what: &'static str,
+    wrong: Option<String>,
+    seconds: f64,
+}
+
+impl Tested {
+    /// Runs a test, which says what is wrong.
+    fn of(what: &'static str, test: impl FnOnce() -> Result<Option<String>, CliError>) -> Result<Self, CliError> {
+        let begun = Instant::now();
+        let wrong = test()?;
+        Ok(Self { what, wrong, seconds: begun.elapsed().as_secs_f64() })
+    }
+
+    fn check(self, device: DeviceChoice) -> Check {
+        let (name, time) = (format!("{device} {}", self.what), format!("{:.2} s", self.seconds));
+        match self.wrong {
+            None => Check::good(name, format!("agrees with the reference · {time}")),
+            Some(wrong) => Check::missing(name, format!("{wrong} · {time}"), REPORT),
+        }
     }
 }
 
-/// Compares a quantization and a product with the CPU's code. The result names the device's tiers, or what is wrong.
+/// Compares the quantizer of a device with the reference byte by byte, and its products with sums in f64. Which kernel makes a
+/// product follows from the number format and from the number of rows, so that each tier is tested by itself.
 struct Test;
 
-/// Rows of both matrices, and their columns.
-const SHAPE: [usize; 3] = [32, 64, 256];
+/// Output features, and input features.
+const SHAPE: [usize; 2] = [64, 256];
 
 impl Job for Test {
-    type Output = Result<String, String>;
+    type Output = Vec<Tested>;
 
     fn run<B: Nvfp4Kernels + DeviceServices>(
         self,
         device: B::Device,
         precision: Precision,
-    ) -> Result<Self::Output, CliError> {
-        let [m, n, k] = SHAPE;
-        let values = |len: usize, seed: f32| -> Vec<f32> { (0..len).map(|i| (i as f32 * 0.37 + seed).sin()).collect() };
-        let (x, w) = (values(m * k, 0.0), values(n * k, 1.0));
-        let tensor = |values: &[f32], dims: [usize; 2], dtype| {
-            Tensor::<B, 2>::from_data(TensorData::new(values.to_vec(), dims), (&device, dtype))
-        };
-        let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
-        let packed = Nvfp4Tensor::quantize(tensor(&w, [n, k], DType::F32), spec);
-        let expected = reference::quantize(&w, View::row_major(n, k), spec);
-        let failed = |e: backend_nvfp4::Nvfp4Error| CliError::DeviceFailed(e.to_string());
-        if packed.to_packed().map_err(failed)? != expected {
-            return Ok(Err("quantizes to other bytes than the CPU".into()));
+    ) -> Result<Vec<Tested>, CliError> {
+        let tests = Tests::<B> { device: &device, precision };
+        if precision == Precision::F32 {
+            let quantizer = Tested::of("quantizer", || tests.quantizer())?;
+            return Ok(vec![quantizer, Tested::of("portable product", || tests.product(32, false, DType::F32))?]);
         }
-        let x = tensor(&x, [m, k], precision.dtype());
-        let left = to_host(x.clone())?;
-        let product = B::nvfp4_matmul(x.into_primitive().tensor(), &packed.primitive(), Product::Nt, DType::F32);
-        let product = to_host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(product)))?;
-        let right = reference::dequantize(&expected, n, k);
-        for (i, y) in product.iter().enumerate() {
+        if !B::tiers(&device).iter().any(|tier| tier.contains("tensor cores")) {
+            return Ok(vec![]);
+        }
+        Ok(vec![
+            Tested::of("tensor cores", || tests.product(32, false, DType::F32))?,
+            Tested::of("few rows (decode)", || tests.product(8, false, precision.dtype()))?,
+            Tested::of("both in NVFP4", || tests.product(32, true, DType::F32))?,
+        ])
+    }
+}
+
+/// The tests of a device that computes in a number format.
+struct Tests<'a, B: Nvfp4Kernels> {
+    device: &'a B::Device,
+    precision: Precision,
+}
+
+/// Values between -1 and 1 that repeat nowhere.
+fn values(len: usize, seed: f32) -> Vec<f32> {
+    (0..len).map(|i| (i as f32 * 0.37 + seed).sin()).collect()
+}
+
+const SPEC: QuantizeSpec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
+
+impl<B: Nvfp4Kernels> Tests<'_, B> {
+    fn tensor(&self, values: &[f32], dims: [usize; 2], dtype: DType) -> Tensor<B, 2> {
+        Tensor::from_data(TensorData::new(values.to_vec(), dims), (self.device, dtype))
+    }
+
+    fn quantizer(&self) -> Result<Option<String>, CliError> {
+        let [n, k] = SHAPE;
+        let w = values(n * k, 1.0);
+        let packed = Nvfp4Tensor::quantize(self.tensor(&w, [n, k], DType::F32), SPEC);
+        let expected = reference::quantize(&w, View::row_major(n, k), SPEC);
+        Ok((packed.to_packed().map_err(failed)? != expected).then(|| "it gives other bytes than the reference".into()))
+    }
+
+    /// Multiplies a matrix of `m` rows, which is packed too if `both`, by a packed weight, with a result of type `out`.
+    fn product(&self, m: usize, both: bool, out: DType) -> Result<Option<String>, CliError> {
+        let [n, k] = SHAPE;
+        let weight = Nvfp4Tensor::quantize(self.tensor(&values(n * k, 1.0), [n, k], DType::F32), SPEC);
+        let x = self.tensor(&values(m * k, 0.0), [m, k], self.precision.dtype());
+        let packed = both.then(|| Nvfp4Tensor::quantize(x.clone(), SPEC));
+        let made = match &packed {
+            None => B::nvfp4_matmul(x.clone().into_primitive().tensor(), &weight.primitive(), Product::Nt, out),
+            Some(x) => {
+                B::nvfp4_matmul_packed(&x.primitive(), &weight.primitive(), Product::Nt, self.precision.dtype(), out)
+            }
+        };
+        let made = to_host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(made)))?;
+        let dense = |packed: &Nvfp4Tensor<B>, rows: usize| {
+            Ok::<_, CliError>(reference::dequantize(&packed.to_packed().map_err(failed)?, rows, k))
+        };
+        let left = packed.as_ref().map_or_else(|| Ok(to_host(x.clone())?), |x| dense(x, m))?;
+        let right = dense(&weight, n)?;
+        for (i, y) in made.iter().enumerate() {
             let (row, column) = (&left[i / n * k..][..k], &right[i % n * k..][..k]);
             let terms = || row.iter().zip(column).map(|(a, b)| f64::from(*a) * f64::from(*b));
             let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
-            if (f64::from(*y) - sum).abs() > 1e-5 * size {
-                return Ok(Err(format!("multiplies wrongly: {y} instead of {sum}")));
+            // A result of 16 bits is rounded to 8 bits.
+            let rounding = if out == DType::F32 { 0.0 } else { sum.abs() / 256.0 };
+            if (f64::from(*y) - sum).abs() > 1e-5 * size + rounding {
+                return Ok(Some(format!("it multiplies wrongly: {y} instead of {sum}")));
             }
         }
-        Ok(Ok(B::tiers(&device).join(" · ")))
+        Ok(None)
     }
+}
+
+fn failed(error: backend_nvfp4::Nvfp4Error) -> CliError {
+    CliError::DeviceFailed(error.to_string())
 }

@@ -3,34 +3,45 @@
 
 use crate::{
     CliError,
-    args::FitArgs,
+    args::EstimateArgs,
     commands::fit,
     device, report,
     run::inputs::Inputs,
     run::preflight::{self, Forecast},
 };
 use backend_nvfp4::Scaling;
+use serde_json::json;
 
 /// Runs the command.
 ///
 /// # Errors
 /// If the flags are not those of a run, or its inputs cannot be read.
-pub fn run(args: &FitArgs) -> Result<(), CliError> {
-    if args.launch.demo {
+pub fn run(args: &EstimateArgs) -> Result<(), CliError> {
+    if args.fit.launch.demo {
         return Err(CliError::Usage("--demo is for fit only; its run needs 0.1 GiB".into()));
     }
-    let (plan, ..) = fit::planned(args)?;
+    let (plan, ..) = fit::planned(&args.fit)?;
     let device = device::resolved(plan.settings.recipe.device);
     let precision = device::precision(device, plan.settings.recipe.compute_dtype);
     device::check_precision(device, precision)?;
     let inputs = Inputs::read(&plan)?;
     let scaling = plan.settings.recipe.scales.unwrap_or(Scaling::Two);
     preflight::check_settings(&plan, &inputs, scaling, plan.master(precision))?;
+    let forecast = Forecast::of(&plan, &inputs, device, precision);
+    if args.json {
+        let mut line = forecast.json();
+        line["device"] = json!(device.to_string());
+        line["compute_dtype"] = json!(precision.name());
+        line["device_is_there"] = json!(device::is_there(device));
+        line["longest_row"] = json!(inputs.longest_row());
+        line["refused"] = json!(forecast.check(&plan, &inputs).err().map(|error| error.to_string()));
+        report::result(line.to_string());
+        return Ok(());
+    }
     report::chosen_device(&device.to_string(), precision);
     if !device::is_there(device) {
         report::label("", format!("{device} is not there; this is a forecast without a device"));
     }
-    let forecast = Forecast::of(&plan, &inputs, device, precision);
     report::label("rows", format!("the longest has {} tokens", inputs.longest_row()));
     forecast.lines().into_iter().for_each(|(label, line)| report::label(label, line));
     forecast.estimate.table().into_iter().for_each(report::result);

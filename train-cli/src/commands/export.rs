@@ -12,6 +12,7 @@ use crate::{
     durable::{self, FileRecord, PendingFolder},
     model_files::{Companions, TextFiles},
     outputs::{check_dat_name, check_output},
+    progress::{self, Writing},
     report,
     run::{
         checkpoint::{self, Head},
@@ -200,10 +201,11 @@ fn write(
     path: &Path,
 ) -> Result<(), CliError> {
     let failed = |e| ModelError::Io { path: path.to_owned(), source: e };
+    let mut out = Writing::of(out, progress::size(tensors), "exporting");
     if dat {
-        write_dat(tensors, like.and_then(Container::dat), out, failed)?;
+        write_dat(tensors, like.and_then(Container::dat), &mut out, failed)?;
     } else {
-        write_safetensors(tensors, out, failed)?;
+        write_safetensors(tensors, &mut out, failed)?;
     }
     Ok(())
 }

@@ -11,6 +11,7 @@ use crate::{
     device,
     durable::{self, PendingFolder},
     model_files::{Companions, ModelFiles, TextFiles, untie},
+    progress::Writing,
     report,
     run::{
         checkpoint::{self, TrainerState},
@@ -136,7 +137,10 @@ fn write_weights(
         let path = pending.path_of(&file);
         pending.file(&file, |out| {
             let failed = |e| ModelError::Io { path: path.clone(), source: e };
-            write_shard(tensors, names, spelling, out, failed).map(|_| ()).map_err(CliError::from)
+            let bytes = names.iter().map(|name| bytes_of(tensors, name, spelling)).sum();
+            let part = if shards.len() > 1 { format!(" {}/{}", n + 1, shards.len()) } else { String::new() };
+            let mut out = Writing::of(out, bytes, &format!("exporting{part}"));
+            write_shard(tensors, names, spelling, &mut out, failed).map(|_| ()).map_err(CliError::from)
         })?;
         for name in names {
             total += bytes_of(tensors, name, spelling);

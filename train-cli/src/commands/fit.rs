@@ -11,7 +11,7 @@ use crate::{
     interrupt::Interruption,
     memory::vram::VramReport,
     plan::Plan,
-    progress::{Line, Reading},
+    progress::Reading,
     report,
     run::beginning::Beginning,
     run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
@@ -65,12 +65,16 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
         demo::unpack()?;
     }
     let (plan, resumed, restarts) = planned(args)?;
+    // Nobody has named the run folder, and its name may be taken by the time the run begins.
+    let named =
+        args.typed.get("output_dir").is_some() || !args.launch.demo && plan.settings.saving.output_dir.is_some();
+    let unnamed = !named && resumed.is_none() && !restarts;
     let overwrite = args.launch.overwrite || restarts;
     if !args.launch.dry_run {
         report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
-    let fit = Fit { plan, device, resumed, overwrite, dry_run: args.launch.dry_run };
+    let fit = Fit { plan, device, resumed, unnamed, overwrite, dry_run: args.launch.dry_run };
     device::run(device, precision, fit).map_err(|error| error.with_remedy(REMEDY))
 }
 
@@ -117,6 +121,8 @@ struct Fit {
     plan: Plan,
     device: DeviceChoice,
     resumed: Option<Resumed>,
+    /// Whether the program chooses the name of the run folder.
+    unnamed: bool,
     overwrite: bool,
     dry_run: bool,
 }
@@ -125,14 +131,25 @@ impl Job for Fit {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { plan, device: choice, resumed, overwrite, dry_run } = self;
-        if resumed.is_none() {
+        let Self { plan, device: choice, resumed, unnamed, overwrite, dry_run } = self;
+        if resumed.is_none() && !unnamed {
             folder::check_free(&plan, overwrite)?;
         }
         // The lock ends with the run.
-        let mut lock = folder::Lock::of(&plan.output_dir)?;
+        let (plan, mut lock) = match (unnamed, dry_run) {
+            (true, true) => (plan, None),
+            (true, false) => {
+                let (lock, folder) = folder::Lock::of_new(&plan.output_dir)?;
+                (plan.in_folder(folder), Some(lock))
+            }
+            (false, _) => {
+                let lock = folder::Lock::of(&plan.output_dir)?;
+                (plan, Some(lock))
+            }
+        };
         let ready = Ready::new(plan, choice, precision, resumed.as_ref())?;
         match &resumed {
+            None if dry_run && unnamed => {}
             None => folder::check_free(&ready.plan, overwrite)?,
             Some(resumed) => {
                 let (plan, state) = (&ready.plan, &resumed.state);
@@ -152,7 +169,7 @@ impl Job for Fit {
             report::result(ready.plan.settings.toml()?);
             return Ok(());
         }
-        lock.begins();
+        lock.iter_mut().for_each(folder::Lock::begins);
         match resumed {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(_) => folder::record_settings(&ready.plan)?,
@@ -274,7 +291,9 @@ impl Ready {
         vram.note::<B>(device, 0, "model_loaded")?;
         folder::reopen(&plan.output_dir, from.map_or(0, |resumed| resumed.state.global_step))?;
         let optimizer = self.optimizer(from, &model)?;
-        let samples = Samples::of(plan, inputs)?;
+        // The memory of a device with a pool is planned for training. The host has some to spare.
+        let packs = B::memory_in_use(device).is_none();
+        let samples = Samples::of(plan, inputs, packs)?;
         let beginning = match from {
             None => Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, self.spec)?),
             Some(_) => Beginning::read(&plan.output_dir, self.spec),
@@ -508,7 +527,6 @@ impl Ready {
         let template = text.template_sha256.clone();
         let trained = trained::Trained::by(&plan.settings, layers, scaling, template, self.inputs.thinking);
         let form = export::Form { format, like: self.original(), trained: &trained };
-        let _line = Line::of("exporting");
         let exported = export::model_to_folder(model, text, &plan.companions, &form, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());
         let extra = plan.settings.saving.output_dat.as_ref();

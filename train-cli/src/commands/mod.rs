@@ -4,6 +4,7 @@ pub mod bench;
 pub mod chat;
 pub mod convert;
 pub mod data;
+mod data_make;
 pub mod demo;
 pub mod doctor;
 pub mod estimate;

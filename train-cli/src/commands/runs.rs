@@ -9,11 +9,12 @@ use crate::{
     report,
     run::{
         checkpoint::CONFIG,
-        plot::{self, Curve},
+        plot::{self as picture, Curve},
         summary::{Summary, table},
     },
 };
-use std::{collections::BTreeSet, fs};
+use serde_json::Value;
+use std::{collections::BTreeSet, fs, path::Path};
 
 /// Runs the command.
 ///
@@ -42,6 +43,10 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("{} holds no run folder", args.folder.display())));
     }
     runs.sort_by(|a, b| a.started().cmp(b.started()));
+    if args.json {
+        runs.iter().for_each(|run| report::result(Value::from(run.numbers()).to_string()));
+        return Ok(());
+    }
     let rows = runs.iter().map(|run| {
         let figure = |name: &str| run.figures().into_iter().find(|(n, _)| *n == name).map_or_else(String::new, |f| f.1);
         vec![
@@ -60,12 +65,37 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
 }
 
 fn show(args: &ShowArgs) -> Result<(), CliError> {
-    report::result(Summary::read(&args.run)?.markdown().trim_end());
+    let run = Summary::read(&args.run)?;
+    report::result(if args.json { run.json().to_string() } else { run.markdown().trim_end().to_owned() });
     Ok(())
 }
 
 fn compare(args: &CompareArgs) -> Result<(), CliError> {
     let runs = args.runs.iter().map(|run| Summary::read(run)).collect::<Result<Vec<_>, _>>()?;
+    if args.json {
+        runs.iter().for_each(|run| report::result(compared(run, &differing(&runs))));
+    } else {
+        report::result(compared_table(&runs, args.markdown));
+    }
+    args.plot.as_ref().map_or(Ok(()), |path| plot(&runs, path))
+}
+
+/// The settings that differ between runs. The folder of a run is its own.
+fn differing(runs: &[Summary]) -> BTreeSet<&String> {
+    let keys = runs.iter().flat_map(|run| run.settings.keys()).filter(|key| *key != "output_dir");
+    keys.filter(|key| runs.windows(2).any(|pair| pair[0].setting(key) != pair[1].setting(key))).collect()
+}
+
+/// The figures of a run and some of its settings, as one JSON object.
+fn compared(run: &Summary, keys: &BTreeSet<&String>) -> String {
+    let mut line = run.numbers();
+    let settings = keys.iter().map(|key| ((*key).clone(), run.settings.get(*key).cloned().unwrap_or_default()));
+    line.insert("settings".to_owned(), Value::Object(settings.collect()));
+    Value::from(line).to_string()
+}
+
+/// The figures of runs side by side, and the settings that differ.
+fn compared_table(runs: &[Summary], markdown: bool) -> String {
     let heads: Vec<String> = std::iter::once(String::new()).chain(runs.iter().map(Summary::name)).collect();
     let heads: Vec<&str> = heads.iter().map(String::as_str).collect();
     let mut names: Vec<&str> = runs.iter().flat_map(|run| run.figures()).map(|(name, _)| name).collect();
@@ -76,32 +106,24 @@ fn compare(args: &CompareArgs) -> Result<(), CliError> {
     };
     let mut rows: Vec<Vec<String>> =
         names.iter().map(|name| row(name, runs.iter().map(|run| figure(run, name)))).collect();
-    // The folder of a run is its own.
-    let keys: BTreeSet<&String> =
-        runs.iter().flat_map(|run| run.settings.keys()).filter(|key| *key != "output_dir").collect();
-    for key in keys {
-        let values: Vec<String> = runs.iter().map(|run| run.setting(key)).collect();
-        if values.windows(2).any(|pair| pair[0] != pair[1]) {
-            rows.push(row(key, values.into_iter()));
-        }
+    rows.extend(differing(runs).into_iter().map(|key| row(key, runs.iter().map(|run| run.setting(key)))));
+    if markdown { table(&heads, rows).trim_end().to_owned() } else { aligned(&heads, rows) }
+}
+
+/// Draws the losses of runs.
+fn plot(runs: &[Summary], path: &Path) -> Result<(), CliError> {
+    if path.extension().is_none_or(|extension| extension != "svg") || path.exists() {
+        let text = "the name must end in .svg, and be that of no file that exists";
+        return Err(CliError::Usage(format!("--plot {}: {text}", path.display())));
     }
-    report::result(if args.markdown { table(&heads, rows).trim_end().to_owned() } else { aligned(&heads, rows) });
-    if let Some(path) = &args.plot {
-        if path.extension().is_none_or(|extension| extension != "svg") || path.exists() {
-            let text = "the name must end in .svg, and be that of no file that exists";
-            return Err(CliError::Usage(format!("--plot {}: {text}", path.display())));
-        }
-        check_output(path, &[])?;
-        let curves: Vec<Curve> = runs
-            .iter()
-            .flat_map(|run| {
-                run.curves().map(|curve| Curve { name: format!("{}, {}", run.name(), curve.name), ..curve })
-            })
-            .filter(|curve| !curve.points.is_empty())
-            .collect();
-        durable::write_bytes(path, plot::svg("loss", &curves).as_bytes())?;
-        report::label("plot", path.display().to_string());
-    }
+    check_output(path, &[])?;
+    let curves: Vec<Curve> = runs
+        .iter()
+        .flat_map(|run| run.curves().map(|curve| Curve { name: format!("{}, {}", run.name(), curve.name), ..curve }))
+        .filter(|curve| !curve.points.is_empty())
+        .collect();
+    durable::write_bytes(path, picture::svg("loss", &curves).as_bytes())?;
+    report::label("plot", path.display().to_string());
     Ok(())
 }
 

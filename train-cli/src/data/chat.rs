@@ -61,7 +61,7 @@ impl Conversation {
     pub(super) fn samples(&self, text: &TextFiles, loss_on: LossOn) -> Result<Vec<Sample>, CliError> {
         let user = self.messages.iter().find(|m| m["role"] == "user");
         let prompt = user.and_then(|m| m["content"].as_str()).unwrap_or_default().to_owned();
-        let full = self.render(text, self.messages.len(), false)?;
+        let full = self.render(text, self.messages.len(), false).map_err(|e| self.explained(e))?;
         if loss_on == LossOn::All {
             let ids = text.tokenizer.encode(&full)?;
             let supervised = vec![true; ids.len()];
@@ -71,21 +71,45 @@ impl Conversation {
         let mut turns = Vec::new();
         let learned = |i: &usize| self.messages[*i]["role"] == "assistant" && !self.unsupervised.contains(i);
         for i in (0..self.messages.len()).filter(learned) {
-            let opened = self.render(text, i, true)?;
             let closed = self.render(text, i + 1, false)?;
-            if !closed.starts_with(&opened) {
+            let begin = self.begin_of(text, i, &closed)?.ok_or_else(|| {
                 let reason =
                     "the chat template renders an answer in another way than it opens one; use another template";
-                return Err(CliError::Usage(reason.into()));
-            }
+                CliError::Usage(reason.into())
+            })?;
             let end = closed.trim_end().len();
-            turns.push((closed, opened.len()..end));
+            turns.push((closed, begin..end));
         }
         if turns.iter().all(|(closed, turn)| full.starts_with(&closed[..turn.end])) {
             let turns: Vec<_> = turns.into_iter().map(|(_, turn)| turn).collect();
             return Ok(vec![encode(&full, &turns, prompt, text)?]);
         }
         turns.iter().map(|(closed, turn)| encode(closed, std::slice::from_ref(turn), prompt.clone(), text)).collect()
+    }
+
+    /// Where the answer of assistant turn `i` begins in `closed`, the text up to the end of that turn. None if `closed` does not
+    /// contain the text with which the template opens an answer.
+    fn begin_of(&self, text: &TextFiles, i: usize, closed: &str) -> Result<Option<usize>, CliError> {
+        if i > 0 {
+            let opened = self.render(text, i, true)?;
+            return Ok(closed.starts_with(&opened).then_some(opened.len()));
+        }
+        // No message stands before the first turn, and templates read a first message. So the opening is taken from the answer
+        // that would follow; only tools, as JSON, may stand before the first turn.
+        let next = self.render(text, 1, true)?;
+        let opening = next.strip_prefix(closed).filter(|opening| !opening.is_empty());
+        Ok(opening.and_then(|opening| Some(closed.find(opening)? + opening.len())))
+    }
+
+    /// The error of a template that does not render the conversation, with the likely cause if no user message begins it.
+    fn explained(&self, error: CliError) -> CliError {
+        match self.messages.iter().map(|m| m["role"].as_str().unwrap_or_default()).find(|role| *role != "system") {
+            Some(role) if role != "user" => CliError::Usage(format!(
+                "the conversation begins with a message of role {role:?}, and the chat template fails ({error}); begin it with \
+                 a user message"
+            )),
+            _ => error,
+        }
     }
 
     /// The first `count` messages as text, and the beginning of an answer if `opens_answer`.

@@ -15,7 +15,7 @@ use crate::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
 };
 
@@ -55,9 +55,35 @@ pub struct DataReport {
     pub packed: Option<(usize, f64)>,
     /// Whether a header line was skipped.
     pub header_skipped: bool,
+    /// Number of sequences by their length before any is dropped or cut: the key is the length, rounded up to a multiple of
+    /// [`STEP`]. Documents are cut in any case, and are not counted.
+    #[serde(default)]
+    pub lengths: BTreeMap<usize, usize>,
+    /// Tokens of the longest of these sequences.
+    #[serde(default)]
+    pub longest: usize,
+    /// Number of these sequences that are longer than the limit.
+    #[serde(default)]
+    pub overlong: usize,
     /// Sequences that are not used, because there are more than `--max-rows`.
     #[serde(default)]
     pub left_out: usize,
+}
+
+/// What lengths are rounded to.
+pub const STEP: usize = 128;
+
+impl DataReport {
+    /// The shortest multiple of [`STEP`] that a share of the sequences fits into.
+    pub fn fitting(&self, share: f64) -> usize {
+        let wanted = (self.lengths.values().sum::<usize>() as f64 * share).ceil() as usize;
+        let mut counted = 0;
+        let fits = self.lengths.iter().find(|(_, count)| {
+            counted += **count;
+            counted >= wanted
+        });
+        fits.map_or(0, |(length, _)| *length)
+    }
 }
 
 /// Reads training files.
@@ -252,6 +278,9 @@ impl Reader<'_> {
     /// Adds a sample of line `number`, or as much of it as the limit on its length allows.
     fn take(&mut self, sample: Sample, number: usize) -> Result<(), String> {
         let (len, most) = (sample.ids.len(), self.options.max_seq_length);
+        *self.report.lengths.entry(len.next_multiple_of(STEP)).or_default() += 1;
+        self.report.longest = self.report.longest.max(len);
+        self.report.overlong += usize::from(len > most);
         let mut pieces = match self.options.overlong {
             _ if len <= most => vec![sample],
             Overlong::Error => {
@@ -278,10 +307,13 @@ fn text_of(path: &Path) -> Result<String, CliError> {
     if bytes.starts_with(b"\xEF\xBB\xBF") {
         bytes.drain(..3);
     }
+    let line = |before: &[u8]| Some(before.iter().filter(|byte| **byte == b'\n').count() + 1);
+    if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
+        return Err(bad(path, line(&bytes[..at]), "a byte that is 0, which no text has; save the file as UTF-8"));
+    }
     String::from_utf8(bytes).map_err(|e| {
         let valid = &e.as_bytes()[..e.utf8_error().valid_up_to()];
-        let line = valid.iter().filter(|b| **b == b'\n').count() + 1;
-        bad(path, Some(line), "not UTF-8; save the file as UTF-8")
+        bad(path, line(valid), "not UTF-8; save the file as UTF-8")
     })
 }
 
@@ -310,4 +342,19 @@ fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
 fn bad_row(path: &Path, line: usize, Wrong { below, column, reason }: Wrong) -> CliError {
     let line = Some(line).filter(|line| *line > 0).map(|line| line + below);
     CliError::Data { path: path.to_owned(), line, column: column.filter(|_| line.is_some()), reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::DataReport;
+
+    #[test]
+    fn a_share_of_the_sequences_fits_into_a_length() {
+        let report = DataReport { lengths: [(128, 90), (256, 5), (1024, 5)].into(), ..DataReport::default() };
+        assert_eq!(
+            [0.5, 0.9, 0.901, 0.95, 0.951, 1.0].map(|share| report.fitting(share)),
+            [128, 128, 256, 256, 1024, 1024]
+        );
+        assert_eq!(DataReport::default().fitting(1.0), 0);
+    }
 }

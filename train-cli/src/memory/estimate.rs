@@ -206,6 +206,11 @@ impl Estimate {
         self.export as u64
     }
 
+    /// Each part in bytes, by its name.
+    pub fn parts(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.parts.iter().map(|(name, bytes)| (*name, *bytes as u64))
+    }
+
     /// One line for each part, and the totals.
     pub fn table(&self) -> Vec<String> {
         let gib = |bytes: f64| format!("{:>9.2} GiB", bytes / f64::from(1 << 30));

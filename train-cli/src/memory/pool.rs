@@ -22,13 +22,15 @@ pub struct Pool {
     forecast: u64,
     /// Tokens of the last batch.
     tokens: usize,
+    /// The most that the pool held before it gave something back since the last step ended, in bytes.
+    highest: u64,
 }
 
 impl Pool {
     /// A pool before the first step, without free buffers. The activations of each token of a batch that are kept take
     /// `kept` bytes, and with them the pool may hold as much as `forecast`.
     pub fn new(limit: Option<u64>, kept: u64, forecast: u64) -> Self {
-        Self { limit, needed: 0, stale: false, kept, forecast, tokens: 0 }
+        Self { limit, needed: 0, stale: false, kept, forecast, tokens: 0, highest: 0 }
     }
 
     /// Returns free buffers to the device if they and the activations of a batch of `tokens` tokens would be too much.
@@ -38,8 +40,16 @@ impl Pool {
         }
         let Some(memory) = B::memory_in_use(device) else { return };
         if memory.reserved + self.kept * tokens as u64 > self.most() {
+            self.highest = self.highest.max(memory.reserved);
             self.give_back::<B>(device);
         }
+    }
+
+    /// The most memory that a step took which has just ended, in bytes, if the device has a pool. The pool keeps what a step
+    /// frees, so that it holds this peak until it gives something back.
+    pub fn peak_of_step<B: DeviceServices>(&mut self, device: &B::Device) -> Option<u64> {
+        let highest = std::mem::take(&mut self.highest);
+        B::memory_in_use(device).map(|memory| memory.reserved.max(highest))
     }
 
     /// The most that the pool may hold: a tenth more than a step needs, or what was forecast, but never more than the limit.

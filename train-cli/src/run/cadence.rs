@@ -16,17 +16,21 @@ const FORWARD: f64 = 1.0 / 3.0;
 /// H200.
 const DECODED: f64 = 84.0;
 
-/// The number of steps from one evaluation to the next. More than the steps of the run if only the last is evaluated. A run
-/// that chooses a step by its evaluation makes twenty, whatever they take.
-pub(super) fn evaluation(plan: &Plan, inputs: &Inputs, answers: usize) -> usize {
-    let order = inputs.order(plan);
+/// The number of steps from one evaluation to the next, where one takes as long as `cost` steps. More than the steps of the run
+/// if only the last is evaluated. A run that chooses a step by its evaluation makes twenty, whatever they take.
+pub(super) fn evaluation(plan: &Plan, inputs: &Inputs, cost: f64) -> usize {
+    let cost = if plan.settings.compares_evaluations() { 0.0 } else { cost };
+    between(inputs.order(plan).steps, cost)
+}
+
+/// How long an evaluation and `answers` tokens of sample answers take, in steps.
+pub(super) fn cost(plan: &Plan, inputs: &Inputs, answers: usize) -> f64 {
     let tokens = |samples: &[crate::data::sample::Sample]| samples.iter().map(|s| s.ids.len()).sum::<usize>() as f64;
     // Each form of the weights is evaluated by itself: as in training, in 4 bits, and master weights.
     let forms = if matches!(plan.recipe, Recipe::Bf16 | Recipe::W4) { 2.0 } else { 3.0 };
     let step = tokens(&inputs.train) / inputs.train.len().max(1) as f64 * plan.sequences_per_step() as f64;
     let one = forms * FORWARD * tokens(&inputs.eval) + DECODED * answers as f64;
-    let cost = if plan.settings.compares_evaluations() { 0.0 } else { one / step.max(1.0) };
-    between(order.steps, cost)
+    one / step.max(1.0)
 }
 
 /// The steps between evaluations of a run of `steps` steps, where one takes as long as `cost` steps.

@@ -109,6 +109,22 @@ impl Lock {
         Ok(lock)
     }
 
+    /// As [`Lock::of`], in a folder that is new: `dir`, or if that exists `dir-2`, `dir-3` and so on. Returns which one it is.
+    ///
+    /// # Errors
+    /// If a folder cannot be made or written.
+    pub fn of_new(dir: &Path) -> Result<(Self, PathBuf), CliError> {
+        let name = dir.file_name().unwrap_or_default().to_string_lossy();
+        let (mut free, mut number) = (dir.to_owned(), 1);
+        while !durable::make_new_folder(&free)? {
+            number += 1;
+            free = dir.with_file_name(format!("{name}-{number}"));
+        }
+        let mut lock = Self::of(&free)?;
+        lock.made.push(free.clone());
+        Ok((lock, free))
+    }
+
     /// The run begins: its folder stays.
     pub fn begins(&mut self) {
         self.made.clear();
@@ -227,4 +243,26 @@ pub fn check_unchanged(
         report::line(format!("note: the run now has {steps} steps, {} before; {text}", state.max_steps));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Lock;
+
+    #[test]
+    fn folders_that_nobody_named_get_numbers() {
+        let dir = tempfile::tempdir().unwrap();
+        let wanted = dir.path().join("runs/now_m");
+        let (first, one) = Lock::of_new(&wanted).unwrap();
+        let (mut second, two) = Lock::of_new(&wanted).unwrap();
+        assert_eq!((&one, &two), (&wanted, &dir.path().join("runs/now_m-2")));
+        // The folder of a run that does not begin goes, and its name is free again.
+        second.begins();
+        drop((first, second));
+        assert!(!one.exists() && two.exists());
+        let (_third, three) = Lock::of_new(&wanted).unwrap();
+        assert_eq!(three, wanted);
+        let (_fourth, four) = Lock::of_new(&wanted).unwrap();
+        assert_eq!(four, dir.path().join("runs/now_m-3"));
+    }
 }

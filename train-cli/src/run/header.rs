@@ -1,6 +1,7 @@
 //! The lines that a run prints before it trains: what is trained, on what, and how.
 
 use crate::{
+    data::read::DataReport,
     peak,
     plan::{ModelSource, Plan},
     report,
@@ -13,6 +14,11 @@ use backend_nvfp4::{Precision, Scaling};
 pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precision) {
     report::label("model", model(plan, inputs, scaling));
     report::label("data", data(plan, inputs));
+    let (takes, rows) = (inputs.config.max_position_embeddings, &plan.settings.data);
+    let wanted = rows.max_seq_length.is_some() && !rows.packing;
+    if let Some(text) = misfit(&inputs.report, plan.max_seq_length(takes), takes, wanted) {
+        report::label("lengths", text);
+    }
     report::label("step", step(plan));
     let (master, states) = (plan.master(precision), plan.settings.memory.optimizer_state_mode);
     if let Some(cost) = cost::of(plan.recipe, master, states) {
@@ -89,6 +95,37 @@ fn data(plan: &Plan, inputs: &Inputs) -> String {
     parts.join(" · ")
 }
 
+/// Share of the rows that may be longer than the limit before a person is told.
+const MANY: f64 = 0.1;
+
+/// The limit may be so many times as long as the longest row before a person is told.
+const FAR: usize = 4;
+
+/// What to say if the limit on the length of sequences does not fit the lengths of the rows. `takes` is the most that the model
+/// takes, and `wanted` says whether a person has set the limit, to have one row in each sequence.
+fn misfit(found: &DataReport, limit: usize, takes: usize, wanted: bool) -> Option<String> {
+    let (rows, longest) = (found.lengths.values().sum::<usize>(), found.longest);
+    let (most, all) = (found.fitting(0.95), found.fitting(1.0));
+    if found.overlong as f64 > MANY * rows as f64 {
+        let mut text = format!("{} of {} are longer than {limit} tokens", found.overlong, report::count(rows, "row"));
+        if most < all && most > limit && most <= takes {
+            text += &format!("; --max-seq-length {most} has room for 95 % of them");
+        }
+        if all <= takes {
+            text += &format!("; --max-seq-length {all} has room for all");
+        } else {
+            text += &format!("; the longest has {longest}, and the model takes at most {takes}");
+        }
+        return Some(text);
+    }
+    (wanted && longest > 0 && limit > FAR * longest).then(|| {
+        format!(
+            "--max-seq-length {limit} is more than {FAR} times the longest row, which has {longest} tokens; {all} is enough, or \
+             --packing puts several rows into one sequence"
+        )
+    })
+}
+
 fn step(plan: &Plan) -> String {
     let (memory, norm) = (&plan.settings.memory, plan.settings.optimizer.max_grad_norm);
     let master = memory.master_weights.map_or("bf16 (f32 where activations are f32)", |master| master.name());
@@ -99,4 +136,36 @@ fn step(plan: &Plan) -> String {
         "no gradient clipping".to_owned()
     };
     format!("{master} master weights · {} optimizer states · {clipping}", memory.optimizer_state_mode.name())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::misfit;
+    use crate::data::read::DataReport;
+
+    #[test]
+    fn a_limit_that_does_not_fit_the_rows_is_told_with_one_that_does() {
+        let of = |overlong| DataReport {
+            lengths: [(128, 80), (256, 17), (1024, 3)].into(),
+            longest: 1000,
+            overlong,
+            ..DataReport::default()
+        };
+        assert_eq!(misfit(&of(10), 100, 40960, true), None);
+        let told = |limit, takes| misfit(&of(11), limit, takes, false).unwrap();
+        let fits = "11 of 100 rows are longer than 100 tokens; --max-seq-length 256 has room for 95 % of them; \
+                    --max-seq-length 1024 has room for all";
+        assert_eq!(told(100, 40960), fits);
+        assert_eq!(
+            told(100, 512),
+            "11 of 100 rows are longer than 100 tokens; --max-seq-length 256 has room for 95 % of them; the longest has 1000, \
+             and the model takes at most 512"
+        );
+        assert!(!told(300, 40960).contains("95 %"));
+        // The limit is far too long.
+        let long = |limit, wanted| misfit(&of(0), limit, 40960, wanted);
+        assert_eq!((long(4000, true), long(4001, false)), (None, None));
+        assert!(long(4001, true).unwrap().contains("1000 tokens; 1024 is enough"));
+        assert_eq!(misfit(&DataReport::default(), 4001, 40960, true), None);
+    }
 }

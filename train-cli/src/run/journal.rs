@@ -25,7 +25,7 @@ use crate::{
     train::evaluation::Evaluation,
     train::guard::Guard,
     train::step::Stepper,
-    train::training_loop::{Between, StepReport},
+    train::training_loop::{Ahead, Between, StepReport},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -61,6 +61,8 @@ pub struct Journal {
     saved: Option<usize>,
     /// Steps from one evaluation to the next; 0 evaluates the last step only.
     eval_steps: usize,
+    /// How long an evaluation is expected to take, in steps.
+    evaluation_cost: f64,
     /// The events for TensorBoard, if they are wanted.
     events: Option<Events>,
     saver: Arc<Mutex<Saver>>,
@@ -87,8 +89,9 @@ impl Journal {
         let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
+        let evaluation_cost = cadence::cost(plan, inputs, answers);
         let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| {
-            let every = cadence::evaluation(plan, inputs, answers);
+            let every = cadence::evaluation(plan, inputs, evaluation_cost);
             let steps =
                 if every < order.steps { format!("every {every} steps") } else { "after the last step".to_owned() };
             report::label("evaluate", format!("{steps}; --eval-steps changes that"));
@@ -115,6 +118,7 @@ impl Journal {
             made: Arc::new(AtomicUsize::new(made)),
             saved: None,
             eval_steps,
+            evaluation_cost,
             events,
             saver: Arc::new(Mutex::new(saver)),
             told: false,
@@ -218,6 +222,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.log(json!({
             "step": r.step, "epoch": self.order.epochs(r.step), "loss": r.loss, "grad_norm": r.grad_norm,
             "learning_rate": r.lr, "tokens_per_second": r.tokens_per_second, "memory_mib": r.memory_mib,
+            "peak_memory_mib": r.peak_memory_mib,
             "model_tflops": tflops,
             "mfu": self.peak.map(|peak| tflops / peak),
             "frozen_blocks": r.frozen_blocks,
@@ -251,6 +256,16 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         }
         let answered = log::lines(&self.plan.output_dir, log::SAMPLES)?.iter().any(|line| line["step"] == step);
         Ok(!self.samples.prompts.is_empty() && !answered)
+    }
+
+    fn ahead(&self, step: usize) -> Ahead {
+        let (steps, saving) = (self.order.steps, &self.plan.settings.saving);
+        let saves = match saving.save_strategy {
+            SaveStrategy::No => 0,
+            SaveStrategy::Steps => due_after(saving.save_every(steps), step, steps),
+        };
+        let evaluations = due_after(self.eval_steps, step, steps);
+        Ahead { evaluations, saves, evaluation_cost: self.evaluation_cost }
     }
 
     fn ends_early(&self) -> bool {
@@ -330,6 +345,17 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     }
 }
 
+/// How often something still happens after step `step` that happens every `every` steps, and after the last one.
+fn due_after(every: usize, step: usize, last: usize) -> usize {
+    if step >= last {
+        return 0;
+    }
+    match every {
+        0 => 1,
+        every => last.div_ceil(every) - step / every,
+    }
+}
+
 /// The first of a list, and how many follow.
 fn shortened(rows: &[String]) -> String {
     const SHOWN: usize = 4;
@@ -337,5 +363,22 @@ fn shortened(rows: &[String]) -> String {
     match rows.len().saturating_sub(SHOWN) {
         0 => first,
         more => format!("{first} and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_still_due_is_counted() {
+        let by_hand = |every: usize, step: usize, last: usize| {
+            (step + 1..=last).filter(|step| *step == last || every > 0 && step.is_multiple_of(every)).count()
+        };
+        for (every, last) in [(0, 7), (1, 7), (2, 7), (3, 7), (7, 7), (9, 7), (4, 8), (5, 1)] {
+            for step in 0..=last {
+                assert_eq!(due_after(every, step, last), by_hand(every, step, last), "{every} {step} {last}");
+            }
+        }
     }
 }

@@ -51,8 +51,28 @@ pub fn svg(what: &str, curves: &[Curve]) -> String {
     let drawn = draw(&mut out, what, &curves, steps, values);
     // The picture is a text in memory, which takes everything.
     drawn.expect("a text has room for a picture");
-    out
+    match out.find('\n') {
+        Some(end) => format!("{}\n{DARK}{}", &out[..end], &out[end..]),
+        None => out,
+    }
 }
+
+/// Colors for people whose system is dark. A rule of a style wins over the attributes of the picture's parts.
+const DARK: &str = r##"<style>
+@media (prefers-color-scheme: dark) {
+  [fill="#FFFFFF"] { fill: #15181c }
+  [fill="#000000"] { fill: #dde2e8 }
+  [stroke="#000000"] { stroke: #dde2e8 }
+  [stroke="#C8C8C8"] { stroke: #4a5058 }
+  [fill="#0072B2"] { fill: #4db2ee }
+  [stroke="#0072B2"] { stroke: #4db2ee }
+  [fill="#D55E00"] { fill: #f08a3c }
+  [stroke="#D55E00"] { stroke: #f08a3c }
+}
+</style>"##;
+
+/// Height of letters in pixels.
+const LETTERS: u32 = 14;
 
 fn draw(
     out: &mut String,
@@ -66,12 +86,14 @@ fn draw(
     let mut chart = ChartBuilder::on(&area)
         .margin(16)
         .set_label_area_size(LabelAreaPosition::Left, 64)
-        .set_label_area_size(LabelAreaPosition::Bottom, 44)
+        .set_label_area_size(LabelAreaPosition::Bottom, 52)
         .build_cartesian_2d(steps, values)?;
     chart
         .configure_mesh()
         .x_desc("step")
         .y_desc(what)
+        .label_style(("sans-serif", LETTERS))
+        .axis_desc_style(("sans-serif", LETTERS))
         .x_label_formatter(&|x| format!("{x:.0}"))
         .light_line_style(WHITE.mix(0.0))
         .draw()?;
@@ -90,6 +112,8 @@ fn draw(
     chart
         .configure_series_labels()
         .position(SeriesLabelPosition::UpperRight)
+        .label_font(("sans-serif", LETTERS))
+        .margin(10)
         .background_style(WHITE.mix(0.8))
         .border_style(RGBColor(200, 200, 200))
         .draw()?;
@@ -130,6 +154,21 @@ mod tests {
         let [a, b, c] = centers[..] else { panic!("{centers:?}") };
         assert!(a.0 < b.0 && a.1 < b.1, "{centers:?}");
         assert!((b.0 - a.0 - (c.0 - b.0)).abs() <= 1.0 && (b.1 - a.1 - (c.1 - b.1)).abs() <= 1.0, "{centers:?}");
+    }
+
+    /// On a dark screen no part keeps a color of paper or ink.
+    #[test]
+    fn a_picture_has_colors_for_dark_screens() {
+        let curve = |n: u8| Curve { name: "x".into(), points: vec![(0.0, f64::from(n)), (1.0, 2.0)], marked: true };
+        let picture = svg("loss", &(0..8).map(curve).collect::<Vec<_>>());
+        let (style, parts) = picture.split_once("</style>").unwrap();
+        assert!(style.starts_with("<svg ") && style.contains("@media (prefers-color-scheme: dark)"), "{style}");
+        for kind in ["fill", "stroke"] {
+            for color in ["#FFFFFF", "#000000", "#C8C8C8"] {
+                let part = format!("{kind}=\"{color}\"");
+                assert!(!parts.contains(&part) || style.contains(&format!("[{part}] {{ {kind}: ")), "{part}");
+            }
+        }
     }
 
     #[test]

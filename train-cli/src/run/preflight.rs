@@ -16,6 +16,7 @@ use crate::{
     settings::{Clip, DeviceChoice, Recompute, SaveStrategy},
 };
 use backend_nvfp4::{MasterKind, Precision, Scaling};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
 /// The forecast of a run on a device.
@@ -264,6 +265,26 @@ impl Forecast {
     pub fn pool(&self) -> Pool {
         let beside = if self.saving == Room::Device { self.estimate.trained() } else { 0 };
         Pool::new(self.space.limit, self.kept as u64 * self.estimate.block_a_token(), self.peak() + beside)
+    }
+
+    /// The forecast with its numbers, in bytes.
+    pub fn json(&self) -> Value {
+        let parts: Map<String, Value> =
+            self.estimate.parts().map(|(name, bytes)| (name.replace(' ', "_"), bytes.into())).collect();
+        let needed = self.estimate.peak();
+        json!({
+            "parts": parts,
+            "training_peak": needed,
+            "undo_copy": self.undo.bytes(),
+            "peak": self.peak(),
+            "checkpoint": self.estimate.checkpoint(),
+            "exported": self.estimate.exported(),
+            "kept_blocks": self.kept,
+            "trained_blocks": self.estimate.trained_blocks(),
+            "memory_limit": self.space.limit,
+            "free": self.space.free,
+            "fits": self.space.limit.or(self.space.free).map(|room| needed <= room),
+        })
     }
 
     /// The lines of the plan about memory, each with its label.

@@ -1,12 +1,14 @@
 //! Sample answers: greedy answers to a few prompts, which show a person what a run has learned so far.
 
 use crate::{CliError, model_files::TextFiles, plan::Plan, report, run::inputs::Inputs};
-use backend_nvfp4::Nvfp4Kernels;
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor};
+use burn::{module::Param, tensor::Tensor};
 use model_qwen3::{
     chat_template::RenderOptions,
     model::Qwen3,
     sample::Sampling,
     session::{GenerateOptions, StopReason, generate},
+    weights::Replace,
 };
 use serde_json::json;
 use std::ops::ControlFlow;
@@ -23,15 +25,18 @@ pub struct Samples {
     /// The prompts.
     pub prompts: Vec<String>,
     text: TextFiles,
+    /// Whether the weights are quantized once for all tokens of the answers, which takes memory for their codes. Otherwise each
+    /// token quantizes them anew.
+    packs: bool,
 }
 
 impl Samples {
     /// The prompts of `--sample-prompt`, or the first of the training and of the evaluation rows. Prompts that the model
-    /// has no room to answer are left out.
+    /// has no room to answer are left out. `packs` says that there is memory for the codes of all weights.
     ///
     /// # Errors
     /// If a prompt cannot be tokenized.
-    pub fn of(plan: &Plan, inputs: &Inputs) -> Result<Self, CliError> {
+    pub fn of(plan: &Plan, inputs: &Inputs, packs: bool) -> Result<Self, CliError> {
         let mut prompts = plan.settings.logging.sample_prompt.clone();
         if prompts.is_empty() {
             let first = [inputs.train.first(), inputs.eval.first()].into_iter().flatten();
@@ -46,7 +51,7 @@ impl Samples {
                 report::line(format!("note: a sample prompt of {tokens} tokens is too long to answer; it is left out"));
             }
         }
-        Ok(Self { prompts: kept, text: inputs.text.clone() })
+        Ok(Self { prompts: kept, text: inputs.text.clone(), packs })
     }
 
     /// One answer for each prompt, each on one line. An answer that was cut off ends in an ellipsis.
@@ -54,6 +59,8 @@ impl Samples {
     /// # Errors
     /// If the model cannot be run.
     pub fn answers<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Vec<String>, CliError> {
+        let packed = (self.packs && !self.prompts.is_empty()).then(|| packed(model));
+        let model = packed.as_ref().unwrap_or(model);
         self.prompts.iter().map(|prompt| self.answer(model, prompt)).collect()
     }
 
@@ -68,6 +75,37 @@ impl Samples {
         let answer = text.tokenizer.decode(&generation.ids)?;
         let unfinished = if generation.stop == StopReason::MaxTokens { " …" } else { "" };
         Ok(answer.replace('\n', "\\n") + unfinished)
+    }
+}
+
+/// A model whose linear layers have the codes that its forward pass would make of their weights. It computes the same.
+pub fn packed<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Qwen3<B> {
+    let mut packed = model.clone();
+    if model.spec().recipe.packs_weights() {
+        let mut packing = Packing(model.spec());
+        let blocks = std::mem::take(&mut packed.layers).into_iter().enumerate();
+        packed.layers = blocks.map(|(i, block)| if model.is_bf16(i) { block } else { packing.block(block) }).collect();
+    }
+    packed
+}
+
+/// Quantizes the weights of linear layers.
+struct Packing(LinearSpec);
+
+impl<B: Nvfp4Kernels> Replace<B> for Packing {
+    fn vector(&mut self, p: Param<Tensor<B, 1>>) -> Param<Tensor<B, 1>> {
+        p
+    }
+
+    fn matrix(&mut self, p: Param<Tensor<B, 2>>) -> Param<Tensor<B, 2>> {
+        p
+    }
+
+    fn linear(&mut self, linear: Nvfp4Linear<B>) -> Nvfp4Linear<B> {
+        match linear {
+            Nvfp4Linear::Master(weight) => Nvfp4Linear::Packed(Nvfp4Tensor::quantize(weight.val(), self.0.weights())),
+            other => other,
+        }
     }
 }
 

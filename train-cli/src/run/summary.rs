@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{CliError, durable, report, settings::Settings};
 use model_qwen3::file;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
 /// Most bytes of a small file of a run that is read. `data_report.json` lists every line of the data that was left out.
@@ -101,12 +101,7 @@ impl Summary {
         let loss = |line: Option<&Value>, key: &str| {
             line.and_then(|line| line[key].as_f64()).map_or("–".to_owned(), |loss| format!("{loss:.4}"))
         };
-        let numbers = |key: &str| {
-            let mut all: Vec<f64> = self.steps.iter().filter_map(|line| line[key].as_f64()).collect();
-            all.sort_by(f64::total_cmp);
-            all
-        };
-        let (speeds, memory) = (numbers("tokens_per_second"), numbers("memory_mib"));
+        let (speeds, memory) = (self.sorted("tokens_per_second"), self.memory());
         let seconds = self.results.as_ref().and_then(|results| results["train_runtime"].as_f64());
         let lowest = self.lowest();
         let mut figures = vec![
@@ -141,11 +136,74 @@ impl Summary {
         figures
     }
 
+    /// The figures of the run as numbers, by their names in its files. What there is not is null.
+    pub fn numbers(&self) -> Map<String, Value> {
+        let of = |line: Option<&Value>, key: &str| line.map_or(Value::Null, |line| line[key].clone());
+        let (last, lowest) = (self.evaluations.last(), self.lowest());
+        let speeds = self.sorted("tokens_per_second");
+        let numbers = json!({
+            "run": self.name(),
+            "folder": self.folder.display().to_string(),
+            "started": self.started.as_ref().map(|(time, _)| time),
+            "complete": self.results.is_some(),
+            "steps": self.made(),
+            "first_loss": of(self.steps.first(), "loss"),
+            "loss": of(self.steps.last(), "loss"),
+            "eval_loss": of(last, "eval_loss"),
+            "eval_loss_quantised": of(last, "eval_loss_quantised"),
+            "eval_loss_master": of(last, "eval_loss_master"),
+            "lowest_eval_loss": lowest.map(|(_, loss)| loss),
+            "lowest_eval_step": lowest.map(|(step, _)| step),
+            "tokens_per_second": speeds.get(speeds.len() / 2),
+            "memory_mib": self.memory().last(),
+            "train_runtime": of(self.results.as_ref(), "train_runtime"),
+            "checkpoints": self.checkpoints,
+            "exported_step": of(self.results.as_ref(), "exported_step"),
+            "steps_left_out": self.left_out.len(),
+        });
+        numbers.as_object().cloned().unwrap_or_default()
+    }
+
+    /// Everything that the summary shows, as one JSON object.
+    pub fn json(&self) -> Value {
+        let mut all = self.numbers();
+        let pairs = self.samples.iter().map(|(prompt, answer)| json!({"prompt": prompt, "answer": answer}));
+        let files = self.exported.iter();
+        let files = files.map(|(file, bytes, sha256)| json!({"file": file, "bytes": bytes, "sha256": sha256}));
+        all.extend([
+            ("command".to_owned(), json!(self.started.as_ref().map(|(_, command)| command))),
+            ("settings".to_owned(), self.settings.clone().into()),
+            ("data".to_owned(), self.data.clone()),
+            ("evaluations".to_owned(), self.evaluations.clone().into()),
+            ("samples".to_owned(), pairs.collect::<Vec<_>>().into()),
+            ("left_out".to_owned(), self.left_out.clone().into()),
+            ("exported".to_owned(), files.collect::<Vec<_>>().into()),
+        ]);
+        all.into()
+    }
+
+    /// The memory of the steps: their peaks if these are known, else what was held after each.
+    fn memory(&self) -> Vec<f64> {
+        let peaks = self.sorted("peak_memory_mib");
+        if peaks.is_empty() { self.sorted("memory_mib") } else { peaks }
+    }
+
+    /// A figure of all steps, from the smallest to the largest.
+    fn sorted(&self, key: &str) -> Vec<f64> {
+        let mut all: Vec<f64> = self.steps.iter().filter_map(|line| line[key].as_f64()).collect();
+        all.sort_by(f64::total_cmp);
+        all
+    }
+
+    /// The number of steps that are made. The last one may have been left out, and has no line then.
+    fn made(&self) -> usize {
+        let made = self.results.as_ref().and_then(|results| results["global_step"].as_u64());
+        made.map_or_else(|| self.last_step(), |made| made as usize)
+    }
+
     /// Whether the run is complete, and how many steps it has made.
     fn state(&self) -> String {
-        // The last step may have been left out, and has no line then.
-        let made = self.results.as_ref().and_then(|results| results["global_step"].as_u64());
-        let steps = report::count(made.map_or_else(|| self.last_step(), |made| made as usize), "step");
+        let steps = report::count(self.made(), "step");
         if self.results.is_some() { format!("complete, {steps}") } else { format!("not complete, {steps}") }
     }
 

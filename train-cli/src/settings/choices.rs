@@ -123,16 +123,16 @@ impl Choice for Precision {
     const AUTO: &'static str = "bf16 on CUDA, f32 elsewhere";
 
     fn all() -> Vec<(Self, PossibleValue)> {
-        let also = |(value, name): (Self, PossibleValue), alias: &'static str| (value, name.alias(alias));
+        let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
         vec![
-            also(named(Self::F32, "f32", "f32 without tensor cores"), "float32"),
+            also(named(Self::F32, "f32", "f32 without tensor cores"), ["float32", "Float32"]),
             named(
                 Self::Tf32,
                 "tf32",
                 "as f32, but matrix products without an NVFP4 operand use TF32 tensor cores, which are faster and less exact; CUDA only",
             ),
-            also(named(Self::F16, "f16", "f16; not for training"), "float16"),
-            also(named(Self::Bf16, "bf16", "bf16; CUDA only"), "bfloat16"),
+            also(named(Self::F16, "f16", "f16; not for training"), ["float16", "Float16"]),
+            also(named(Self::Bf16, "bf16", "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
         ]
     }
 }
@@ -349,7 +349,9 @@ pub enum SaveStrategy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
-    /// The file metrics.jsonl, which every run writes
+    /// The file metrics.jsonl, which every run writes, because a resumed run reads it; `none` means the same
+    #[value(alias = "none")]
+    #[serde(alias = "none")]
     Jsonl,
     /// Also a file of events for TensorBoard, in the run folder
     Tensorboard,

@@ -70,7 +70,7 @@ pub struct ModelSettings {
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// Train only the last N blocks (transformer layers) and the final norm; 0 trains all parameters
-    #[arg(long, value_name = "N", alias = "num-layers")]
+    #[arg(long, value_name = "N", alias = "num-layers", allow_negative_numbers = true)]
     pub train_last_layers: usize,
 }
 

@@ -50,8 +50,12 @@ pub fn run<AB: TrainingBackend>(
     let valid: Arc<dyn DataLoader<AB::InnerBackend, MicroBatch>> = Arc::new(run.eval.clone());
     let shown = Line::steps(run.train.start, run.train.steps);
     progress::doing("the first step");
+    // Only a device with a pool knows the peak of a step.
+    let has_peak = AB::memory_in_use(&trainee.model().device()).is_some();
+    let memory = if has_peak { "peak MiB" } else { "held MiB" };
     let lines = Lines {
         every: run.logging_steps,
+        memory,
         names: HashMap::new(),
         shown: HashMap::new(),
         has_header: false,
@@ -59,7 +63,7 @@ pub fn run<AB: TrainingBackend>(
     };
     let failure = Arc::new(Mutex::new(None));
     let strategy = LoopStrategy { run: Mutex::new(Some(run)), failure: failure.clone() };
-    let training = figures().into_iter().fold(SupervisedTraining::new("", train, valid), |training, figure| {
+    let training = figures(memory).into_iter().fold(SupervisedTraining::new("", train, valid), |training, figure| {
         training.metric_train_numeric(figure.clone()).metric_valid_numeric(figure)
     });
     let result = training
@@ -184,14 +188,15 @@ struct Figure {
     value: f64,
 }
 
-fn figures() -> Vec<Figure> {
+/// The columns; `memory` is the title of that of memory.
+fn figures(memory: &'static str) -> Vec<Figure> {
     let figure = |name, pick, show| Figure { name, pick, show, value: 0.0 };
     vec![
         figure("loss", |r| f64::from(r.loss), |v| format!("{v:.4}")),
         figure("grad", |r| f64::from(r.grad_norm), |v| format!("{v:.3}")),
         figure("lr", |r| r.lr, |v| format!("{v:.2e}")),
         figure("tok/s", |r| r.tokens_per_second, report::short),
-        figure("MiB", |r| r.memory_mib as f64, |v| format!("{v:.0}")),
+        figure(memory, |r| r.peak_memory_mib.unwrap_or(r.memory_mib) as f64, |v| format!("{v:.0}")),
         figure("eta", |r| r.eta, report::duration),
     ]
 }
@@ -242,6 +247,8 @@ impl Numeric for Figure {
 struct Lines {
     /// Steps between lines.
     every: usize,
+    /// The title of the column of memory.
+    memory: &'static str,
     names: HashMap<MetricId, String>,
     /// The latest text of each metric.
     shown: HashMap<String, String>,
@@ -270,7 +277,7 @@ impl MetricsRendererTraining for Lines {
 
     fn render_train(&mut self, item: TrainingProgress, _: Vec<ProgressType>) {
         let (step, total) = (item.global_progress.items_processed, item.global_progress.items_total);
-        let names = figures().into_iter().map(|f| f.name);
+        let names = figures(self.memory).into_iter().map(|f| f.name);
         if !std::mem::replace(&mut self.has_header, true) {
             let titles: String = names.clone().map(|n| format!("{n:>10}")).collect();
             report::line(format!("{:>11}{titles}", "step"));

@@ -74,6 +74,9 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// If a file cannot be read.
     fn misses_evaluation(&self, step: usize, has_rows: bool) -> Result<bool, CliError>;
 
+    /// What the run still does besides the steps after step `step`, counted from 1.
+    fn ahead(&self, step: usize) -> Ahead;
+
     /// Whether the run ends here, because the evaluation losses have stopped falling.
     fn ends_early(&self) -> bool;
 
@@ -103,6 +106,17 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     ) -> Result<Option<PathBuf>, CliError>;
 }
 
+/// What is still to be done between steps, if the run makes all its steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Ahead {
+    /// Number of evaluations, with their sample answers.
+    pub evaluations: usize,
+    /// Number of checkpoints.
+    pub saves: usize,
+    /// How long an evaluation takes as long as none was made, in steps.
+    pub evaluation_cost: f64,
+}
+
 /// The figures of a step.
 #[derive(Debug, Clone, Default)]
 pub struct StepReport {
@@ -116,8 +130,10 @@ pub struct StepReport {
     pub lr: f64,
     /// Tokens per second, without padding.
     pub tokens_per_second: f64,
-    /// Device memory in MiB.
+    /// Device memory in MiB that the run holds after the step.
     pub memory_mib: u64,
+    /// The most device memory in MiB that the step took, if the device has a pool that tells.
+    pub peak_memory_mib: Option<u64>,
     /// Seconds until the end of the run, estimated.
     pub eta: f64,
     /// Blocks that are frozen on their codes.
@@ -147,7 +163,6 @@ pub fn train<AB: TrainingBackend>(
     let device = net.model().device();
     // Loading leaves freed buffers behind.
     AB::memory_cleanup(&device);
-    let mut clock = Clock::new(run.train.start, run.train.steps);
     let mut micro_batches = train.iter();
     let mut step = run.train.start;
     if step > 0 && run.between.misses_evaluation(step, valid.num_items() > 0)? {
@@ -156,6 +171,7 @@ pub fn train<AB: TrainingBackend>(
         net.update(|model| model.with_recipe(recipe));
         run.evaluate(&net.valid(), valid, step, tell)?;
     }
+    let (mut clock, mut pace, total) = (Clock::new(), Pace::default(), run.train.steps);
     while !run.between.ends_early()
         && let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)?
     {
@@ -167,14 +183,28 @@ pub fn train<AB: TrainingBackend>(
         run.vram.note::<AB>(&device, step, "optimizer_step_done")?;
         run.vram.write()?;
         let held = run.vram.held::<AB>(&device);
+        let peak_memory_mib = run.stepper.pool.peak_of_step::<AB>(&device).map(|bytes| bytes >> 20);
         let trimmed = run.stepper.pool.after_step::<AB>(&device, held);
 
-        let (tokens_per_second, eta) = clock.after_step(step, &batches);
-        let memory_mib = held >> 20;
+        let seconds = clock.lap();
+        let tokens_per_second =
+            batches.iter().flat_map(|batch| &batch.ids).map(Vec::len).sum::<usize>() as f64 / seconds;
+        pace.steps.add(seconds);
+        let (memory_mib, ahead) = (held >> 20, run.between.ahead(step));
         match made {
             Guarded::Made(Stepped { loss, grad_norm }) => {
-                let report =
-                    StepReport { step, loss, grad_norm, lr, tokens_per_second, memory_mib, eta, frozen_blocks };
+                let eta = pace.left(total - step, ahead);
+                let report = StepReport {
+                    step,
+                    loss,
+                    grad_norm,
+                    lr,
+                    tokens_per_second,
+                    memory_mib,
+                    peak_memory_mib,
+                    eta,
+                    frozen_blocks,
+                };
                 run.between.after_step(&report)?;
                 tell(Event::Step(report));
             }
@@ -188,13 +218,19 @@ pub fn train<AB: TrainingBackend>(
         if evaluates {
             // An evaluation has buffers of other sizes than a step.
             run.stepper.pool.give_back::<AB>(&device);
+            clock.lap();
             run.evaluate(&inner, valid, step, tell)?;
+            pace.evaluations.add(clock.lap());
         }
         // If the pool has just been trimmed, the step may have needed less than was held.
         let exceeded = run.memory_limit.filter(|limit| held > *limit && !trimmed);
         let stops = exceeded.is_some() || interrupted.is_some() || run.between.ends_early();
         device::check()?;
+        clock.lap();
         let saved = run.between.maybe_save(inner.model(), &run.stepper, step, stops)?;
+        if run.between.ahead(step - 1).saves > ahead.saves {
+            pace.saves.add(clock.lap());
+        }
         if evaluates {
             // Evaluation, samples and a checkpoint leave freed buffers of other sizes behind.
             run.stepper.pool.give_back::<AB>(&device);
@@ -205,7 +241,7 @@ pub fn train<AB: TrainingBackend>(
         if let Some(signal) = interrupted {
             return Err(CliError::Interrupted { signal, step, saved });
         }
-        clock.start_step();
+        clock.lap();
     }
     Ok(())
 }
@@ -311,30 +347,86 @@ fn stopped(step: usize, saved: Option<PathBuf>) -> String {
     }
 }
 
-/// Times the steps of a run.
-struct Clock {
-    first: usize,
-    total: usize,
-    run_started: Instant,
-    step_started: Instant,
-}
+/// A stopwatch.
+struct Clock(Instant);
 
 impl Clock {
-    /// Starts a run, and its first step.
-    fn new(first: usize, total: usize) -> Self {
+    fn new() -> Self {
+        Self(Instant::now())
+    }
+
+    /// Seconds since the last lap.
+    fn lap(&mut self) -> f64 {
         let now = Instant::now();
-        Self { first, total, run_started: now, step_started: now }
+        (now - std::mem::replace(&mut self.0, now)).as_secs_f64()
+    }
+}
+
+/// How long things took so far.
+#[derive(Debug, Clone, Default)]
+struct Mean {
+    /// Seconds of the first, in which kernels are compiled and buffers allocated.
+    first: Option<f64>,
+    /// Seconds of the others.
+    others: f64,
+    count: usize,
+}
+
+impl Mean {
+    fn add(&mut self, seconds: f64) {
+        if self.first.is_none() {
+            self.first = Some(seconds);
+        } else {
+            self.others += seconds;
+            self.count += 1;
+        }
     }
 
-    fn start_step(&mut self) {
-        self.step_started = Instant::now();
+    /// Seconds of the next one: the mean without the first, if there were others.
+    fn next(&self) -> Option<f64> {
+        if self.count > 0 { Some(self.others / self.count as f64) } else { self.first }
     }
+}
 
-    /// Tokens per second of the step that made `step` steps done, and the seconds that the run still takes.
-    fn after_step(&self, step: usize, batches: &[MicroBatch]) -> (f64, f64) {
-        let tokens: usize = batches.iter().flat_map(|batch| &batch.ids).map(Vec::len).sum();
-        let seconds_a_step = self.run_started.elapsed().as_secs_f64() / (step - self.first) as f64;
-        let tokens_per_second = tokens as f64 / self.step_started.elapsed().as_secs_f64();
-        (tokens_per_second, seconds_a_step * (self.total - step) as f64)
+/// How long the parts of a run take, from those that were made.
+#[derive(Debug, Clone, Default)]
+struct Pace {
+    steps: Mean,
+    evaluations: Mean,
+    saves: Mean,
+}
+
+impl Pace {
+    /// Seconds until the end of a run that still makes so many steps, and what is `ahead` between them.
+    fn left(&self, steps: usize, ahead: Ahead) -> f64 {
+        let step = self.steps.next().unwrap_or(0.0);
+        let evaluation = self.evaluations.next().unwrap_or(ahead.evaluation_cost * step);
+        let save = self.saves.next().unwrap_or(0.0);
+        steps as f64 * step + ahead.evaluations as f64 * evaluation + ahead.saves as f64 * save
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Ahead, Pace};
+
+    #[test]
+    fn the_time_left_counts_evaluations_and_checkpoints_to_come() {
+        let mut pace = Pace::default();
+        let ahead = Ahead { evaluations: 3, saves: 2, evaluation_cost: 4.0 };
+        assert_eq!(pace.left(10, ahead), 0.0);
+        // The first step is all that is known. An evaluation is expected to take as long as four steps.
+        pace.steps.add(5.0);
+        assert_eq!(pace.left(10, ahead), 10.0 * 5.0 + 3.0 * 4.0 * 5.0);
+        // Then it counts no more: kernels were compiled in it.
+        pace.steps.add(1.0);
+        pace.steps.add(3.0);
+        assert_eq!(pace.left(10, ahead), 10.0 * 2.0 + 3.0 * 4.0 * 2.0);
+        // What was measured replaces what was expected.
+        pace.evaluations.add(7.0);
+        pace.saves.add(11.0);
+        assert_eq!(pace.left(10, ahead), 20.0 + 3.0 * 7.0 + 2.0 * 11.0);
+        assert_eq!(pace.left(0, Ahead { evaluations: 1, saves: 1, ..ahead }), 18.0);
+        assert_eq!(pace.left(0, Ahead::default()), 0.0);
     }
 }
