@@ -144,7 +144,7 @@ fn wrong_values(arg: &Arg) -> &'static [&'static str] {
     match arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str()) {
         "N" | "SHARE" | "RATE" | "NORM" | "VALUE" => &["many", "-1", "1e999"],
         // Their range is checked once the other flags are there.
-        "P" | "FACTOR" | "TEMPERATURE" | "TFLOPS" => &["many"],
+        "P" | "FACTOR" | "TEMPERATURE" | "TFLOPS" | "DIFFERENCE" => &["many"],
         "DEVICE" => &["gpu", "cuda:x"],
         _ => &[],
     }

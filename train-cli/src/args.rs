@@ -701,7 +701,7 @@ pub struct ParityArgs {
     pub tokenizer: Option<PathBuf>,
     /// Largest relative difference of a layer that passes [default: some roundings of --compute-dtype; 0.5 if NVFP4 rounds only
     /// one of the two]
-    #[arg(long, value_name = "SHARE", conflicts_with = "expected")]
+    #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
     pub tolerance: Option<f64>,
     /// Write the values that train-cli computed to this file, under the names of --expected
     #[arg(long, value_name = "FILE", requires = "expected")]

@@ -38,8 +38,8 @@ pub(super) fn run(args: &ParityArgs) -> Result<(), CliError> {
             "--prompt is missing: two models are compared on a prompt; give --prompt TEXT".into(),
         ));
     };
-    if args.tolerance.is_some_and(|tolerance| !(0.0..=10.0).contains(&tolerance)) {
-        return Err(CliError::Usage("--tolerance: the value must be between 0 and 10".into()));
+    if let Some(tolerance) = args.tolerance.filter(|tolerance| !(0.0..=10.0).contains(tolerance)) {
+        return Err(CliError::Usage(format!("--tolerance {tolerance}: the value must be between 0 and 10")));
     }
     let tokenizer = args.tokenizer.as_deref();
     let left = Side { stored: StoredModel::open(&args.model, tokenizer)?, recipe: args.recipe };
