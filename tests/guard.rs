@@ -285,8 +285,10 @@ fn a_run_that_goes_far_back_completes() {
         let lines_of_bad: Vec<usize> = bad.clone().map(|step| line_of(rows, step - 1)).collect();
         weak_model(&d.join("m"), Overflow::Gradient, rows, &lines_of_bad);
         let mut words: Vec<&str> = FIT.to_vec();
-        let at = words.iter().position(|word| *word == "--save-steps").unwrap();
-        words[at + 1] = save;
+        let at = |flag: &str| FIT.iter().position(|word| *word == flag).unwrap() + 1;
+        words[at("--save-steps")] = save;
+        // So many steps at a larger rate would move a hidden feature so far that every row has the gradient of a bad one.
+        words[at("--learning-rate")] = "1e-6";
         words.extend(["-o", "run", "--overwrite", "--seed", "1", "--eval-steps", "0", "--recipe", "bf16"]);
         words.extend(["--clip", "exact", "--save-total-limit", "50"]);
         let out = run(d, &words);

@@ -70,10 +70,10 @@ impl<B: Nvfp4Kernels> OnCodes<'_, B> {
     }
 
     /// Freezes layers that read the same activations, and may share a tensor scale.
-    fn together<AB: TrainingBackend<InnerBackend = B>, const N: usize>(
+    fn together<AB: TrainingBackend<InnerBackend = B>, const LAYERS: usize>(
         &mut self,
-        layers: [Nvfp4Linear<AB>; N],
-    ) -> [Nvfp4Linear<AB>; N] {
+        layers: [Nvfp4Linear<AB>; LAYERS],
+    ) -> [Nvfp4Linear<AB>; LAYERS] {
         let master = |layer: &Nvfp4Linear<AB>| match layer {
             Nvfp4Linear::Master(p) => Some(p.val().inner()),
             _ => None,
