@@ -59,6 +59,6 @@ fn a_file_has_plain_lines_only() {
     tiny_model(&d.join("m"), true);
     let out = run(d, &format!("{FIT} -o r").split(' ').collect::<Vec<_>>());
     let text = String::from_utf8(out.stderr).unwrap();
-    assert!(text.contains("3/3  ") && !text.contains(['\r', '\u{1b}', '━']) && !text.contains("% ·"), "{text}");
+    assert!(text.contains("3/3  ") && !text.contains(['\r', '\u{1b}', '━']) && !text.contains("steps ·"), "{text}");
     assert!(run(d, &["runs", "show", "r"]).stderr.is_empty());
 }
