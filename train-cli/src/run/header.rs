@@ -8,10 +8,16 @@ use crate::{
     settings::Clip,
 };
 use backend_nvfp4::{Precision, Scaling};
+use model_qwen3::container::Container;
 
 /// Prints the header of a run that computes in `precision`.
 pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precision) {
     report::label("model", model(plan, inputs, scaling));
+    if inputs.source.as_ref().is_some_and(Container::has_input_scales) {
+        let text =
+            "the model's files give the scales of activations; training measures them anew, and the export has none";
+        report::label("inputs", text);
+    }
     report::label("data", data(plan, inputs));
     report::label("step", step(plan));
     let (master, states) = (plan.master(precision), plan.settings.memory.optimizer_state_mode);
