@@ -6,7 +6,7 @@ use crate::support::{
     files::{ok, run, tiny_model},
     golden, golden_bytes,
 };
-use backend_nvfp4::{LinearSpec, Precision, Recipe, Scaling};
+use backend_nvfp4::{LinearSpec, Precision, Recipe, Scaling, reference};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -276,6 +276,7 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
+    let golden: Value = serde_json::from_slice(&golden_bytes("foreign/activations.json")).unwrap();
     let mut of_libraries = vec![];
     for library in ["compressed-tensors", "modelopt"] {
         ok(d, &["export-hf", "-m", "m", "-o", library, "--format", library, "--device", "cpu"]);
@@ -287,6 +288,14 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
             folder
         });
         assert_eq!(Container::open(&wide).unwrap().names(), Container::open(&plain).unwrap().names());
+        // The library itself gives its tensors these keys, types and shapes.
+        let mut given = tensors_of(&fs::read(wide.join("model.safetensors")).unwrap());
+        given.retain(|key, _| key.contains(".input_scale") || key.contains(".input_global"));
+        assert_eq!(given.len(), 14, "{library}: {given:?}");
+        for (key, ours) in given {
+            let theirs = &golden["keys"][library][&key];
+            assert_eq!([&ours[0], &ours[1]], [&theirs[0], &theirs[1]], "{library}: {key}");
+        }
 
         // Without quantized activations the scales have no effect.
         let exact = logits(&plain, Recipe::W4);
@@ -318,4 +327,24 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
         assert!(message.contains(name) && message.contains("is 0; a positive number is needed"), "{message}");
     }
     assert_eq!(of_libraries[0], of_libraries[1]);
+}
+
+#[test]
+fn a_given_scale_quantizes_as_compressed_tensors_does() {
+    let golden: Value = serde_json::from_slice(&golden_bytes("foreign/activations.json")).unwrap();
+    let floats = |hex: &Value| -> Vec<f32> {
+        let hex = hex.as_str().unwrap();
+        let float = |at| f32::from_bits(u32::from_str_radix(&hex[at..at + 8], 16).unwrap().swap_bytes());
+        (0..hex.len()).step_by(8).map(float).collect()
+    };
+    let (x, cols) = (floats(&golden["values"]), usize::try_from(golden["columns"].as_u64().unwrap()).unwrap());
+    let rounded = golden["rounded"].as_object().unwrap();
+    assert_eq!((rounded.len(), x.len()), (3, 8 * cols));
+    for (reciprocal, expected) in rounded {
+        let ours = reference::rounded_by(&x, cols, reciprocal.parse().unwrap());
+        for (i, (a, b)) in ours.iter().zip(floats(expected)).enumerate() {
+            // Products are rounded in another order.
+            assert!((a - b).abs() <= 3e-7 * b.abs(), "{reciprocal}, value {i}, {}: {a}, expected {b}", x[i]);
+        }
+    }
 }
