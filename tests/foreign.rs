@@ -319,6 +319,16 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
             assert!(out.status.success() && stderr.contains(label), "{library} {flags:?}: {stderr}");
         }
 
+        // What is made of such a folder has no scales, and the program says so.
+        let back = format!("{library}-back");
+        let fit = ["fit", "-d", "m/demo.tsv", "--max-seq-length", "64", "--max-steps", "1", "--device", "cpu"];
+        for command in [&["export-hf", "--format", library, "--device", "cpu"][..], &fit] {
+            let out = run(d, &[command, &["-m", wide, "-o", &format!("{back}-{}", command[0])]].concat());
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success() && stderr.contains("give the scales of activations"), "{library}: {stderr}");
+        }
+        assert!(!Container::open(&d.join(format!("{back}-export-hf"))).unwrap().has_input_scales());
+
         let zero = d.join(format!("{library}-zero"));
         with_input_scales(&plain, &zero, library, if library == "modelopt" { f32::INFINITY } else { 0.0 });
         let refused = Container::open(&zero).unwrap();

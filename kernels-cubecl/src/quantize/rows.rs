@@ -9,7 +9,7 @@
 //! 16-bit types round the values.
 //!
 //! A cube takes one row after another, and reads it twice: for the largest magnitude, then for the values, which mostly
-//! lie in a cache by then. A unit takes a block of 16 columns at a time. Reads and writes one value each: bound by
+//! lie in a cache by then. With a given scale it reads a row once. A unit takes a block of 16 columns at a time. Reads and writes one value each: bound by
 //! memory, and for a few rows by the latency of a launch.
 
 use super::{
