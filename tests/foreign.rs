@@ -2,16 +2,21 @@
 //! themselves write (`golden/foreign`); bf16 weights are the model's own, rounded; every folder is read back.
 
 use crate::support::{
+    Cpu,
     files::{ok, run, tiny_model},
     golden, golden_bytes,
 };
+use backend_nvfp4::{LinearSpec, Precision, Recipe, Scaling, reference};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
+    config::Qwen3Config,
     container::Container,
     foreign::{Foreign, Library},
+    model::{Qwen3, ids_tensor},
     repack::{Repacked, StoreAs},
     tensors::{Stored, Tensors},
+    weights::{self, Purpose, to_host},
     write::{write_safetensors, write_shard},
 };
 use serde_json::Value;
@@ -218,4 +223,138 @@ fn a_folder_with_anything_else_in_it_is_never_replaced() {
     ok(d, &[&export[..], &["out"]].concat());
     assert_eq!(run(d, &[&export[..], &["out"]].concat()).status.code(), Some(2));
     ok(d, &[&export[..], &["out", "--overwrite"]].concat());
+}
+
+/// Copies a folder that `export-hf` wrote in a library's format, and gives the input of each NVFP4 layer the tensor scale
+/// `1 / reciprocal`, as the library does for W4A4.
+fn with_input_scales(from: &Path, to: &Path, library: &str, reciprocal: f32) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+    let path = to.join("model.safetensors");
+    let file = fs::read(&path).unwrap();
+    let length = usize::try_from(u64::from_le_bytes(file[..8].try_into().unwrap())).unwrap();
+    let mut header: serde_json::Map<String, Value> = serde_json::from_slice(&file[8..8 + length]).unwrap();
+    let mut payload = file[8 + length..].to_vec();
+    let layers: Vec<String> =
+        header.keys().filter_map(|key| Some(key.strip_suffix(".weight_scale")?.to_owned())).collect();
+    assert_eq!(layers.len(), 14, "{layers:?}");
+    for layer in layers {
+        let (key, shape, value) = match library {
+            "modelopt" => ("input_scale", serde_json::json!([]), 1.0 / reciprocal),
+            _ => ("input_global_scale", serde_json::json!([1]), reciprocal),
+        };
+        let offsets = [payload.len(), payload.len() + 4];
+        let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": offsets});
+        header.insert(format!("{layer}.{key}"), entry);
+        payload.extend(value.to_le_bytes());
+    }
+    let header = Value::Object(header).to_string();
+    fs::write(path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &payload].concat()).unwrap();
+}
+
+/// The logits of a folder's model for a few tokens.
+fn logits(folder: &Path, recipe: Recipe) -> Vec<f32> {
+    let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+    let spec = LinearSpec::new(recipe, Scaling::Two, Precision::F32).each_row();
+    let device = Default::default();
+    let tensors = Container::open(folder).unwrap();
+    let model: Qwen3<Cpu> = weights::load(&tensors, &config, spec, Purpose::Infer, &device).unwrap();
+    let ids = ids_tensor(&[(1..25).collect()], &config, &device).unwrap();
+    to_host(model.logits(model.forward(ids, |_| {}))).unwrap()
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
+}
+
+#[test]
+fn activations_have_the_scales_that_a_folder_gives_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let golden: Value = serde_json::from_slice(&golden_bytes("foreign/activations.json")).unwrap();
+    let mut of_libraries = vec![];
+    for library in ["compressed-tensors", "modelopt"] {
+        ok(d, &["export-hf", "-m", "m", "-o", library, "--format", library, "--device", "cpu"]);
+        let plain = d.join(library);
+        // 2^-8 scales magnitudes up to 10.5, and 2^-14 only those up to 0.16.
+        let [wide, narrow] = [256.0, 16384.0].map(|reciprocal| {
+            let folder = d.join(format!("{library}-{reciprocal}"));
+            with_input_scales(&plain, &folder, library, reciprocal);
+            folder
+        });
+        assert_eq!(Container::open(&wide).unwrap().names(), Container::open(&plain).unwrap().names());
+        // The library itself gives its tensors these keys, types and shapes.
+        let mut given = tensors_of(&fs::read(wide.join("model.safetensors")).unwrap());
+        given.retain(|key, _| key.contains(".input_scale") || key.contains(".input_global"));
+        assert_eq!(given.len(), 14, "{library}: {given:?}");
+        for (key, ours) in given {
+            let theirs = &golden["keys"][library][&key];
+            assert_eq!([&ours[0], &ours[1]], [&theirs[0], &theirs[1]], "{library}: {key}");
+        }
+
+        // Without quantized activations the scales have no effect.
+        let exact = logits(&plain, Recipe::W4);
+        assert_eq!(logits(&wide, Recipe::W4), exact);
+        // A scale that all values fit rounds about as much as a scale of each row; one that clips rounds more.
+        let rows = distance(&logits(&plain, Recipe::W4a4), &exact);
+        let (fits, clips) = (logits(&wide, Recipe::W4a4), logits(&narrow, Recipe::W4a4));
+        let (fitting, clipping) = (distance(&fits, &exact), distance(&clips, &exact));
+        assert!(fitting > 0.5 * rows && fitting < 2.0 * rows, "{library}: {fitting}, a scale of each row {rows}");
+        assert!(clipping > 2.0 * fitting, "{library}: {clipping} and {fitting}");
+        of_libraries.push(fits);
+
+        // The program uses them unless it is told otherwise.
+        let wide = wide.file_name().unwrap().to_str().unwrap();
+        let generate = ["generate", "-m", wide, "-p", "Who?", "--raw", "--max-new-tokens", "2", "--device", "cpu"];
+        for (flags, label) in
+            [(&[][..], "activations nvfp4 with the scales of the file"), (&["--w4a4", "false"], "not quantized")]
+        {
+            let out = run(d, &[&generate[..], flags].concat());
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success() && stderr.contains(label), "{library} {flags:?}: {stderr}");
+        }
+
+        // What is made of such a folder has no scales, and the program says so.
+        let back = format!("{library}-back");
+        let fit = ["fit", "-d", "m/demo.tsv", "--max-seq-length", "64", "--max-steps", "1", "--device", "cpu"];
+        for command in [&["export-hf", "--format", library, "--device", "cpu"][..], &fit] {
+            let out = run(d, &[command, &["-m", wide, "-o", &format!("{back}-{}", command[0])]].concat());
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success() && stderr.contains("give the scales of activations"), "{library}: {stderr}");
+        }
+        assert!(!Container::open(&d.join(format!("{back}-export-hf"))).unwrap().has_input_scales());
+
+        let zero = d.join(format!("{library}-zero"));
+        with_input_scales(&plain, &zero, library, if library == "modelopt" { f32::INFINITY } else { 0.0 });
+        let refused = Container::open(&zero).unwrap();
+        let name = "model.layers.0.self_attn.q_proj.weight";
+        let message = refused.input_scale(name).unwrap_err().to_string();
+        assert!(message.contains(name) && message.contains("is 0; a positive number is needed"), "{message}");
+    }
+    assert_eq!(of_libraries[0], of_libraries[1]);
+}
+
+#[test]
+fn a_given_scale_quantizes_as_compressed_tensors_does() {
+    let golden: Value = serde_json::from_slice(&golden_bytes("foreign/activations.json")).unwrap();
+    let floats = |hex: &Value| -> Vec<f32> {
+        let hex = hex.as_str().unwrap();
+        let float = |at| f32::from_bits(u32::from_str_radix(&hex[at..at + 8], 16).unwrap().swap_bytes());
+        (0..hex.len()).step_by(8).map(float).collect()
+    };
+    let (x, cols) = (floats(&golden["values"]), usize::try_from(golden["columns"].as_u64().unwrap()).unwrap());
+    let rounded = golden["rounded"].as_object().unwrap();
+    assert_eq!((rounded.len(), x.len()), (3, 8 * cols));
+    for (reciprocal, expected) in rounded {
+        let ours = reference::rounded_by(&x, cols, reciprocal.parse().unwrap());
+        for (i, (a, b)) in ours.iter().zip(floats(expected)).enumerate() {
+            // Products are rounded in another order.
+            assert!((a - b).abs() <= 3e-7 * b.abs(), "{reciprocal}, value {i}, {}: {a}, expected {b}", x[i]);
+        }
+    }
 }

@@ -7,8 +7,8 @@ use crate::support::{
     supports,
 };
 use backend_nvfp4::{
-    BlockShape, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Packed, Precision, QuantizeSpec, Recipe, Rounding,
-    Scaling, Stream, View, reference,
+    BlockShape, GivenScale, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Tensor, Packed, Precision, QuantizeSpec,
+    Recipe, Rounding, Scaling, Stream, View, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous};
@@ -197,6 +197,16 @@ fn rows_rounded_as_specified<B: Nvfp4Kernels>(device: B::Device) {
                 "{rows}x{cols}, value {i}, {:e}: {a:e}, expected {b:e}",
                 x[i]
             );
+        }
+        // A given scale, which the values of some cases exceed.
+        for full in [0.7f32, 256.0, 3000.0] {
+            let expected = spec::rounded_by(&x, full);
+            let scale = GivenScale::of_reciprocal(full).unwrap();
+            let ours = B::nvfp4_rounded_by(matrix::<B>(&x, rows, cols, &device).into_primitive().tensor(), scale);
+            let ours = host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(ours)));
+            for (i, (a, b)) in ours.iter().zip(&expected).enumerate() {
+                assert_eq!(*a, *b as f32, "{rows}x{cols}, {full}, value {i}, {:e}", x[i]);
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     optim::AdamwState,
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
     primitive::{primitive, tensor},
-    recipe::{LinearSpec, Precision},
+    recipe::{GivenScale, LinearSpec, Precision},
 };
 use burn::tensor::{
     DType, Tensor,
@@ -42,6 +42,10 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// Quantizes each row of a float matrix `[M, K]` along K with a tensor scale of its own, and returns the values of the
     /// codes in the dtype of `x`. See [`rounded_rows`](crate::reference::rounded_rows).
     fn nvfp4_rounded_rows(x: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Quantizes a float matrix `[M, K]` along K with this tensor scale, and returns the values of the codes in the dtype of
+    /// `x`. See [`rounded_by`](crate::reference::rounded_by).
+    fn nvfp4_rounded_by(x: FloatTensor<Self>, scale: GivenScale) -> FloatTensor<Self>;
 
     /// The values `[rows, cols]` of a packed matrix as `dtype`.
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self>;

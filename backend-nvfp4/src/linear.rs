@@ -4,7 +4,7 @@ use crate::{
     ops::{Activations, LinearLayer, Nvfp4Backend},
     packed::{Nvfp4Tensor, Operand},
     primitive::{primitive, tensor},
-    recipe::LinearSpec,
+    recipe::{ActivationScale, GivenScale, LinearSpec},
 };
 use burn::{
     module::{Module, Param},
@@ -20,8 +20,20 @@ pub enum Nvfp4Linear<B: Backend> {
     Dense(Param<Tensor<B, 2>>),
     /// NVFP4 codes for inference.
     Packed(Nvfp4Tensor<B>),
+    /// The same, from a file that also says how the layer's activations are scaled.
+    Calibrated(Calibrated<B>),
     /// NVFP4 codes that training moves.
     PackedMaster(PackedMaster<B>),
+}
+
+/// An NVFP4 weight for inference with the tensor scale that its file gives the activations of the layer.
+#[derive(Module, Debug)]
+pub struct Calibrated<B: Backend> {
+    /// The codes.
+    pub weight: Nvfp4Tensor<B>,
+    /// The tensor scale of the activations, wherever the recipe quantizes them.
+    #[module(skip)]
+    pub input: GivenScale,
 }
 
 /// An NVFP4 master weight.
@@ -41,8 +53,9 @@ pub fn linears<B: Nvfp4Backend, const COUNT: usize>(
     specs: [LinearSpec; COUNT],
 ) -> [Tensor<B, 2>; COUNT] {
     let layers: Vec<_> = layers.into_iter().zip(specs).map(|(layer, spec)| layer.operands(spec)).collect();
-    let recipe = layers[0].spec.recipe;
-    let ys = if layers.iter().all(|layer| layer.spec.recipe == recipe) {
+    let reads = |layer: &LinearLayer<B>| (layer.spec.recipe, layer.spec.activation_scale);
+    let first = reads(&layers[0]);
+    let ys = if layers.iter().all(|layer| reads(layer) == first) {
         B::nvfp4_linears(x, layers)
     } else {
         layers.into_iter().flat_map(|layer| B::nvfp4_linears(x.clone(), vec![layer])).collect()
@@ -65,6 +78,10 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
             Self::Master(w) => LinearLayer { weight: dense(w), gradient: None, spec },
             Self::Dense(w) => LinearLayer { weight: dense(w), gradient: None, spec: spec.unquantized() },
             Self::Packed(w) => LinearLayer { weight: Operand::Packed(w.primitive()), gradient: None, spec },
+            Self::Calibrated(Calibrated { weight, input }) => {
+                let spec = LinearSpec { activation_scale: ActivationScale::Given(*input), ..spec };
+                LinearLayer { weight: Operand::Packed(weight.primitive()), gradient: None, spec }
+            }
             Self::PackedMaster(w) => {
                 let gradient = Some(primitive(w.gradient.val()));
                 LinearLayer { weight: Operand::Packed(w.weight.primitive()), gradient, spec }
@@ -79,6 +96,7 @@ impl<B: Backend> Nvfp4Linear<B> {
         match self {
             Self::Master(weight) | Self::Dense(weight) => weight.dims(),
             Self::Packed(weight) => weight.dims(),
+            Self::Calibrated(calibrated) => calibrated.weight.dims(),
             Self::PackedMaster(weight) => weight.weight.dims(),
         }
     }

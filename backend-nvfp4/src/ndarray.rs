@@ -9,7 +9,7 @@ use crate::{
     ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::{AdamwState, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
-    recipe::{LinearSpec, Precision},
+    recipe::{GivenScale, LinearSpec, Precision},
     reference,
     services::{DeviceServices, MemoryUse},
     straight_through,
@@ -110,6 +110,11 @@ impl Nvfp4Kernels for NdArray {
     fn nvfp4_rounded_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
         let (rows, cols) = (x.shape()[0], x.shape()[1]);
         from_floats(reference::rounded_rows(&floats(x), cols), [rows, cols])
+    }
+
+    fn nvfp4_rounded_by(x: FloatTensor<Self>, scale: GivenScale) -> FloatTensor<Self> {
+        let (rows, cols) = (x.shape()[0], x.shape()[1]);
+        from_floats(reference::rounded_by(&floats(x), cols, scale.reciprocal()), [rows, cols])
     }
 
     fn nvfp4_dequantize(w: &Nvfp4Primitive<Self>, dtype: DType) -> FloatTensor<Self> {

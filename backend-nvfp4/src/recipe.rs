@@ -92,6 +92,28 @@ pub enum ActivationScale {
     /// Each row has its own, so that the result for a token does not depend on the other tokens of the call. Inference
     /// does this.
     EachRow,
+    /// All rows have one that the layer's file gives, so that the result for a token does not depend on other tokens either.
+    Given(GivenScale),
+}
+
+/// A tensor scale that does not come from the values that it scales, by its reciprocal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GivenScale {
+    /// The bits of the reciprocal, because specifications are compared.
+    reciprocal: u32,
+}
+
+impl GivenScale {
+    /// The scale `1 / reciprocal`. `None` if either is not a positive finite number.
+    pub fn of_reciprocal(reciprocal: f32) -> Option<Self> {
+        let positive = |x: f32| x > 0.0 && x.is_finite();
+        (positive(reciprocal) && positive(1.0 / reciprocal)).then(|| Self { reciprocal: reciprocal.to_bits() })
+    }
+
+    /// The reciprocal of the scale: 2688 over the largest magnitude that has a code.
+    pub fn reciprocal(self) -> f32 {
+        f32::from_bits(self.reciprocal)
+    }
 }
 
 /// The specification of a linear layer: everything but its weight.

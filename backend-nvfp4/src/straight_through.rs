@@ -37,6 +37,7 @@ pub(crate) fn forward<B: Nvfp4Kernels>(
         _ if !recipe.packs_activations() => Operand::Dense(x.values.clone()),
         // A packed matrix has one tensor scale. Rows that have one each stay dense.
         ActivationScale::EachRow => Operand::Dense(B::nvfp4_rounded_rows(x.values.clone())),
+        ActivationScale::Given(scale) => Operand::Dense(B::nvfp4_rounded_by(x.values.clone(), scale)),
         ActivationScale::AllRows => {
             Operand::Packed(x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations())))
         }

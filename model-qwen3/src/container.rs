@@ -11,12 +11,12 @@ use crate::{
 };
 use ::safetensors::Dtype;
 use backend_nvfp4::{
-    Packed, Scaling,
+    GivenScale, Packed, Scaling,
     layout::{BLOCK, scales_per_row},
     reference,
 };
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     ops::Range,
     path::{Path, PathBuf},
 };
@@ -37,7 +37,9 @@ struct Slot {
     stored: Stored,
     /// The floats; or the codes, the scales and, in two-level files, the tensor scale.
     entries: Vec<Entry>,
-    /// Whether the file holds the reciprocal of the tensor scale.
+    /// The tensor scale of the activations that an NVFP4 weight multiplies, if the file gives one.
+    input: Option<Entry>,
+    /// Whether the file holds the reciprocals of tensor scales.
     reciprocal: bool,
 }
 
@@ -82,7 +84,11 @@ impl Container {
     /// Makes a slot for each tensor of the entries.
     fn find_tensors(&mut self, entries: &[(String, Entry)]) -> Result<(), ModelError> {
         let by_key: HashMap<&str, &Entry> = entries.iter().map(|(key, entry)| (key.as_str(), entry)).collect();
+        let inputs: HashSet<String> = entries.iter().filter_map(|(key, entry)| entry.input_scale(key)).collect();
         for (key, entry) in entries {
+            if inputs.contains(key) {
+                continue; // The entry of the codes takes it in.
+            }
             let slot = match entry.part(key) {
                 None => self.dense(key, entry)?,
                 Some((spelling, base, Part::Codes)) => {
@@ -93,7 +99,8 @@ impl Container {
                     let global = by_key.get(spelling.key(base, Part::TensorScale).as_str());
                     let parts = [entry, scales].into_iter().chain(global.copied()).cloned().collect();
                     let reciprocal = spelling == Spelling::CompressedTensors;
-                    Slot { reciprocal, ..self.packed(names::of_base(base), parts)? }
+                    let input = entry.input_scale(key).and_then(|key| by_key.get(key.as_str()).copied().cloned());
+                    Slot { input, reciprocal, ..self.packed(names::of_base(base), parts)? }
                 }
                 Some((spelling, base, Part::Scales | Part::TensorScale)) => {
                     // Two spellings have the same key for block scales.
@@ -119,7 +126,7 @@ impl Container {
         match entry.content() {
             Content::Floats(float) => {
                 let stored = Stored::Dense { float, shape: entry.shape().to_vec() };
-                Ok(Slot { name: name.to_owned(), stored, entries: vec![entry.clone()], reciprocal: false })
+                Ok(Slot { name: name.to_owned(), stored, entries: vec![entry.clone()], input: None, reciprocal: false })
             }
             Content::Other(kind) => Err(self.bad(format!("{name:?} is {kind}; weights are f16, bf16, f32 or NVFP4"))),
             Content::Bytes | Content::Scales => Err(self.bad(format!("{name:?} holds bytes, not floats"))),
@@ -153,7 +160,12 @@ impl Container {
             }
             Some(e) => return Err(bad(format!("its tensor scale has shape {:?}; one f32 is needed", e.shape()))),
         };
-        Ok(Slot { name, stored: Stored::Packed { rows, cols, scaling }, entries, reciprocal: false })
+        Ok(Slot { name, stored: Stored::Packed { rows, cols, scaling }, entries, input: None, reciprocal: false })
+    }
+
+    /// Whether the file gives the tensor scale of the activations of a layer.
+    pub fn has_input_scales(&self) -> bool {
+        self.slots.iter().any(|slot| slot.input.is_some())
     }
 
     /// The safetensors files, if the tensors come from such.
@@ -259,6 +271,22 @@ impl Tensors for Container {
         // The file's own value, which a reciprocal of the reciprocal may miss.
         if slot.reciprocal { self.stored_scale(slot) } else { Ok(1.0 / packed.global) }
     }
+
+    fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
+        let slot = self.slot(name)?;
+        let Some(entry) = &slot.input else { return Ok(None) };
+        if !matches!(entry.content(), Content::Floats(FloatType::F32)) || entry.shape().iter().any(|&d| d != 1) {
+            let shape = entry.shape();
+            return Err(self.bad(format!("{name:?}: the scale of its input has shape {shape:?}; one f32 is needed")));
+        }
+        let mut buffer = [0; 4];
+        self.read(entry, 0, &mut buffer)?;
+        let stored = FloatType::F32.decode(&buffer)[0];
+        match GivenScale::of_reciprocal(if slot.reciprocal { stored } else { 1.0 / stored }) {
+            Some(scale) => Ok(Some(scale)),
+            None => Err(self.bad(format!("{name:?}: the scale of its input is {stored}; a positive number is needed"))),
+        }
+    }
 }
 
 /// What an entry's type says about its content.
@@ -292,6 +320,14 @@ impl Entry {
         match self {
             Self::Dat(entry) => &entry.dims,
             Self::Safe(_, entry) => &entry.shape,
+        }
+    }
+
+    /// If the entry with this key holds codes: the key of the tensor scale of the activations that these multiply.
+    fn input_scale(&self, key: &str) -> Option<String> {
+        match self.part(key)? {
+            (spelling, base, Part::Codes) => spelling.input_scale(base),
+            _ => None,
         }
     }
 

@@ -9,6 +9,9 @@
 //! | ModelOpt, in safetensors | `NAME` | `NAME_scale` | `NAME_scale_2` |
 //! | compressed-tensors, in safetensors | `NAME_packed` | `NAME_scale` | `NAME_global_scale`, its reciprocal |
 //!
+//! Where activations are NVFP4 too, safetensors give the tensor scale of a layer's activations beside its weight:
+//! `LAYER.input_scale` in ModelOpt's spelling, and `LAYER.input_global_scale`, its reciprocal, in that of compressed-tensors.
+//!
 //! Some `.dat` files leave `.weight` out of the keys of NVFP4 tensors (`….q_proj.qdata`). They are read, too.
 
 /// The embedding.
@@ -160,6 +163,16 @@ impl Spelling {
     /// The key of a part. `base` is the tensor's name, or what [`Self::split`] returned.
     pub(crate) fn key(self, base: &str, part: Part) -> String {
         format!("{base}{}", self.suffix(part))
+    }
+
+    /// The key of the tensor scale of the activations that the weight `name` multiplies. `.dat` files have none.
+    pub(crate) fn input_scale(self, name: &str) -> Option<String> {
+        let suffix = match self {
+            Self::Dat => return None,
+            Self::ModelOpt => ".input_scale",
+            Self::CompressedTensors => ".input_global_scale",
+        };
+        Some(format!("{}{suffix}", name.strip_suffix(WEIGHT)?))
     }
 
     /// Splits a key into its base and the part that its suffix names.

@@ -3,7 +3,7 @@
 
 use crate::{ModelError, bytes::FloatType};
 use backend_nvfp4::{
-    Packed, Scaling,
+    GivenScale, Packed, Scaling,
     layout::{scales_per_row, words_per_row},
     reference,
 };
@@ -120,6 +120,14 @@ pub trait Tensors {
     /// As [`Self::read_packed`].
     fn reciprocal_scale(&self, _name: &str, packed: &Packed) -> Result<f32, ModelError> {
         Ok(1.0 / packed.global)
+    }
+
+    /// The reciprocal of the tensor scale that the file gives the activations of this layer, if it gives one.
+    ///
+    /// # Errors
+    /// If it is not a positive number, or the system fails.
+    fn input_scale(&self, _name: &str) -> Result<Option<GivenScale>, ModelError> {
+        Ok(None)
     }
 
     /// Reads a whole dense tensor as f32.

@@ -167,6 +167,17 @@ pub(crate) fn rounded_rows(x: &[f32], cols: usize) -> Vec<f64> {
     x.chunks(cols).flat_map(rounded).collect()
 }
 
+/// Each block quantized with the tensor scale `1 / full`, and read back.
+pub(crate) fn rounded_by(x: &[f32], full: f32) -> Vec<f64> {
+    let (mut codes, mut scales) = (Vec::with_capacity(x.len()), Vec::new());
+    for block in x.chunks(16) {
+        let (scale, factor) = two_level_scale(block.iter().fold(0.0f32, |a, v| a.max(v.abs())), full);
+        scales.push(scale);
+        codes.extend(block.iter().map(|v| nearest(0, v * factor)));
+    }
+    Quantized { codes, scales, global: 1.0 / full }.values()
+}
+
 /// Quantizes a weight that training will move: as [`quantize`] with two levels, and with a tensor scale 8 times as large,
 /// so that block scales have room to grow.
 pub(crate) fn quantize_master(x: &[f32]) -> Quantized {

@@ -1,7 +1,7 @@
 //! The line at the bottom of a terminal that shows how far long work has come: a bar, numbers, and the time that is left. Where
 //! standard error is no terminal there is no such line, and plain lines alone tell what happens.
 
-use backend_nvfp4::Packed;
+use backend_nvfp4::{GivenScale, Packed};
 use indicatif::{ProgressBar, ProgressStyle};
 use model_qwen3::{
     ModelError,
@@ -189,6 +189,10 @@ impl Tensors for Reading<'_> {
     fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
         self.read(name, rows.clone());
         self.tensors.put_rows(name, rows, put)
+    }
+
+    fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
+        self.tensors.input_scale(name)
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {

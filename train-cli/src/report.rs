@@ -19,6 +19,13 @@ pub fn label(name: &str, text: impl AsRef<str>) {
     to_stderr(&format!("  {name:<9} {}\n", text.as_ref()));
 }
 
+/// Says that what is written leaves out the tensor scales that the files read give activations, if they give any.
+pub fn unscaled_inputs(given: bool) {
+    if given {
+        label("inputs", "the model's files give the scales of activations; what is written has none");
+    }
+}
+
 /// Prints a line of result.
 pub fn result(text: impl AsRef<str>) {
     stream(&format!("{}\n", text.as_ref()));

@@ -21,7 +21,7 @@ use crate::{
     ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::AdamwState,
     packed::{Nvfp4Primitive, Operand},
-    recipe::{LinearSpec, Precision},
+    recipe::{GivenScale, LinearSpec, Precision},
     reference::MASTER_ROOM,
     services::{DeviceServices, MemoryUse},
     straight_through,
@@ -149,7 +149,15 @@ where
     fn nvfp4_rounded_rows(x: FloatTensor<Self>) -> FloatTensor<Self> {
         let x = into_contiguous(x);
         let y = empty(&x, dims(&x), x.dtype);
-        launched(quantize::rounded_rows(&x.client, arg(&x), arg(&y), x.dtype.into(), dims(&x)));
+        launched(quantize::rounded_rows(&x.client, arg(&x), arg(&y), x.dtype.into(), dims(&x), None));
+        y
+    }
+
+    fn nvfp4_rounded_by(x: FloatTensor<Self>, scale: GivenScale) -> FloatTensor<Self> {
+        let x = into_contiguous(x);
+        let y = empty(&x, dims(&x), x.dtype);
+        let full = Some(scale.reciprocal());
+        launched(quantize::rounded_rows(&x.client, arg(&x), arg(&y), x.dtype.into(), dims(&x), full));
         y
     }
 

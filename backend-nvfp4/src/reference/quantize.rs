@@ -96,7 +96,6 @@ pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: 
 /// scales room to grow by [`MASTER_ROOM`].
 pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
     let part = (rows.div_ceil(threads()) * cols).max(1);
-    let amax = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
     let tensor_amax = amax(x);
     let scaler = Scaler::new(Scaling::Two, tensor_amax * MASTER_ROOM);
     let quantized = |x: &[f32]| {
@@ -131,17 +130,33 @@ pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
 /// If the columns are not a multiple of 16.
 pub fn rounded_rows(x: &[f32], cols: usize) -> Vec<f32> {
     assert!(cols.is_multiple_of(BLOCK), "{cols} columns: not a multiple of 16");
-    let amax = |x: &[f32]| x.iter().fold(0.0f32, |a, v| a.max(v.abs()));
-    let mut out = Vec::with_capacity(x.len());
-    for row in x.chunks_exact(cols.max(1)) {
-        let scaler = Scaler::with_global(row_scale(amax(row)));
-        for block in row.chunks_exact(BLOCK) {
-            let (byte, encode) = scaler.block(amax(block));
-            let scale = e4m3_decode(byte);
-            out.extend(block.iter().map(|v| (e2m1_decode(e2m1_encode(v * encode)) * scale) * scaler.global));
-        }
-    }
-    out
+    let rows = x.chunks_exact(cols.max(1));
+    rows.flat_map(|row| rounded(row, &Scaler::with_full(1.0 / row_scale(amax(row))))).collect()
+}
+
+/// A row-major matrix, quantized with a given tensor scale `1 / full` and read back: two-level, 1x16, to nearest. Where a
+/// magnitude is above `2688 / full`, block scales stay at 448 and codes at 6.
+///
+/// # Panics
+/// If the columns are not a multiple of 16.
+pub fn rounded_by(x: &[f32], cols: usize, full: f32) -> Vec<f32> {
+    assert!(cols.is_multiple_of(BLOCK), "{cols} columns: not a multiple of 16");
+    rounded(x, &Scaler::with_full(full))
+}
+
+/// Blocks of 16 values, quantized and read back.
+fn rounded(x: &[f32], scaler: &Scaler) -> Vec<f32> {
+    let of_block = |block: &[f32]| {
+        let (byte, encode) = scaler.block(amax(block));
+        let scale = e4m3_decode(byte);
+        let value = |v: &f32| (e2m1_decode(e2m1_encode(v * encode)) * scale) * scaler.global;
+        block.iter().map(value).collect::<Vec<f32>>()
+    };
+    x.chunks_exact(BLOCK).flat_map(of_block).collect()
+}
+
+fn amax(x: &[f32]) -> f32 {
+    x.iter().fold(0.0, |a, v| a.max(v.abs()))
 }
 
 /// The tensor scale of a row that is quantized by itself: the smallest power of two that is at least `amax / 2688`, but
@@ -185,9 +200,9 @@ impl Scaler {
         Self { scaling, full, global }
     }
 
-    /// For a tensor scale that is a power of two.
-    fn with_global(global: f32) -> Self {
-        Self { scaling: Scaling::Two, full: 1.0 / global, global }
+    /// For a tensor scale with this reciprocal.
+    fn with_full(full: f32) -> Self {
+        Self { scaling: Scaling::Two, full, global: 1.0 / full }
     }
 
     /// The scale byte of a block and the factor that brings its values onto the E2M1 grid.

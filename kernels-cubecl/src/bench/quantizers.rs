@@ -56,7 +56,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
             quantize::amax(client, self.arg(&x, n), BF16, 1.0, self.arg(&amax, 3))
         })?;
         self.row(show, "round each row by itself", shape.clone(), moved(n as f64 * 4.0), |_| {
-            quantize::rounded_rows(client, self.arg(&x, n), self.arg(&y, n), BF16, [rows, cols])
+            quantize::rounded_rows(client, self.arg(&x, n), self.arg(&y, n), BF16, [rows, cols], None)
         })?;
         self.row(show, "dequantize", shape.clone(), moved(n as f64 * 2.5625), |_| {
             let packed = (self.arg(&codes, n / 8), self.arg(&scales, n / 16));

@@ -44,7 +44,9 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
     let n = rows * COLS;
     normal::normal(client, zeros.values(n), dtype, 0.02, STREAM)?;
     quantize::amax(client, zeros.values(n), dtype, 1.0, zeros.floats(AMAX_LEN))?;
-    quantize::rounded_rows(client, zeros.values(n), zeros.values(n), dtype, [rows, COLS])?;
+    for full in [None, Some(1.0)] {
+        quantize::rounded_rows(client, zeros.values(n), zeros.values(n), dtype, [rows, COLS], full)?;
+    }
     for global in [None, Some(zeros.floats(1))] {
         let (codes, scales) = (zeros.floats(n / 8), zeros.bytes(n / 16));
         dequantize(client, codes, scales, global, zeros.values(n), dtype, rows, COLS)?;

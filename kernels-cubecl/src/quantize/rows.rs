@@ -1,14 +1,15 @@
-//! Each row quantized by itself, and read back: `y[row, c] = (code[row, c] * scale[row, c / 16]) * g[row]`.
+//! Each row quantized by itself, or with a given tensor scale, and read back: `y[row, c] = (code[row, c] * scale[row, c / 16]) * g[row]`.
 //! ```text
 //! for row { amax of the row; g; for block of 16 columns { scale; for c in block { code; y } } }    // the plain loop
 //! ```
 //! Scales and codes are those of [`crate::quantize`] with two levels and `full = 1 / g`, where `g` is the smallest power
 //! of two that is at least `amax / 2688`, but not below 2^-100. A value then has at most six significant bits, so that
 //! 16-bit types store it exactly. In f16 this holds for multiples of 2^-24, which all values of a row are if its `amax` is
-//! at least 0.17; other values round to such a multiple.
+//! at least 0.17; other values round to such a multiple. A given `full` replaces that of every row; then `g = 1 / full`, and
+//! 16-bit types round the values.
 //!
 //! A cube takes one row after another, and reads it twice: for the largest magnitude, then for the values, which mostly
-//! lie in a cache by then. A unit takes a block of 16 columns at a time. Reads and writes one value each: bound by
+//! lie in a cache by then. With a given scale it reads a row once. A unit takes a block of 16 columns at a time. Reads and writes one value each: bound by
 //! memory, and for a few rows by the latency of a launch.
 
 use super::{
@@ -24,7 +25,7 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// Writes the rounded rows of `x` (`rows` x `cols`, type `dtype`) to `y`.
+/// Writes the rounded rows of `x` (`rows` x `cols`, type `dtype`) to `y`, with the tensor scale `1 / full` if `full` is given.
 ///
 /// # Errors
 /// If the columns are not a multiple of 16 or a buffer does not fit the shape.
@@ -34,6 +35,7 @@ pub fn rounded_rows<R: Runtime>(
     y: ArrayArg<R>,
     dtype: StorageType,
     [rows, cols]: [usize; 2],
+    full: Option<f32>,
 ) -> Result<(), KernelError> {
     const NAME: &str = "rounded rows";
     expect_blocks(NAME, "columns", cols)?;
@@ -49,7 +51,21 @@ pub fn rounded_rows<R: Runtime>(
     // SAFETY: buffer lengths were checked against the shape; cubes step over rows up to the last, and units over blocks.
     unsafe {
         let dim = CubeDim::new_1d(units);
-        rounded_rows_kernel::launch_unchecked(client, cubes, dim, grid.vector, x, y, grid.place, dtype);
+        let given = full.unwrap_or(1.0);
+        let (inverse, is_given) = (1.0 / given, full.is_some());
+        rounded_rows_kernel::launch_unchecked(
+            client,
+            cubes,
+            dim,
+            grid.vector,
+            x,
+            y,
+            grid.place,
+            given,
+            inverse,
+            is_given,
+            dtype,
+        );
     }
     Ok(())
 }
@@ -59,22 +75,31 @@ fn rounded_rows_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
     y: &mut Array<Vector<F, N>>,
     place: DeviceView,
+    given: f32,
+    inverse: f32,
+    #[comptime] is_given: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let n = N::value();
     let random = Array::<u32>::new(4usize);
     let mut row = CUBE_POS_X;
     while row < place.rows {
-        let mut amax = 0.0f32;
-        let mut col = UNIT_POS * 16u32;
-        while col < place.cols {
-            let rows = load_rows::<F, N>(x, row, col, place, true, 1usize);
-            let block_amax = rows.index(0usize).amax;
-            // What `max` returns for a block of NaN depends on the device.
-            amax = select(block_amax > amax, block_amax, amax);
-            col += CUBE_DIM * 16u32;
+        let mut g = inverse;
+        let mut full = given;
+        if comptime!(!is_given) {
+            let mut amax = 0.0f32;
+            let mut col = UNIT_POS * 16u32;
+            while col < place.cols {
+                let rows = load_rows::<F, N>(x, row, col, place, true, 1usize);
+                let block_amax = rows.index(0usize).amax;
+                // What `max` returns for a block of NaN depends on the device.
+                amax = select(block_amax > amax, block_amax, amax);
+                col += CUBE_DIM * 16u32;
+            }
+            let (of_row, reciprocal) = row_scale(cube_max(amax));
+            g = of_row;
+            full = reciprocal;
         }
-        let (g, full) = row_scale(cube_max(amax));
         let mut col = UNIT_POS * 16u32;
         while col < place.cols {
             let rows = load_rows::<F, N>(x, row, col, place, true, 1usize);

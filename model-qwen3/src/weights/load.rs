@@ -11,7 +11,9 @@ use crate::{
     names::{EMBEDDING, HEAD},
     tensors::{Stored, Tensors, row_ranges},
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, layout, reference};
+use backend_nvfp4::{
+    Calibrated, LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, layout, reference,
+};
 use burn::{
     module::Param,
     tensor::{DType, Tensor, backend::Backend},
@@ -142,7 +144,11 @@ impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
         match (self.forge.master, stored) {
             (None, Stored::Packed { .. }) => {
                 self.forge.next_id += 1;
-                Ok(Nvfp4Linear::Packed(self.packed(name, shape)?))
+                let weight = self.packed(name, shape)?;
+                Ok(match self.tensors.input_scale(name)? {
+                    Some(input) => Nvfp4Linear::Calibrated(Calibrated { weight, input }),
+                    None => Nvfp4Linear::Packed(weight),
+                })
             }
             // Without training, a weight is what its file holds. A head that its file keeps dense is never quantized.
             (None, Stored::Dense { .. }) => Ok(Nvfp4Linear::Dense(self.matrix(name, shape)?)),

@@ -1,6 +1,7 @@
 """Writes foreign.json: what compressed-tensors and nvidia-modelopt make of the tiny models of ../hf-qwen3, in f32 and in bf16.
 
 Each tensor of their folders by name: type, shape, and the SHA-256 of its bytes. See ../README.md for the versions.
+Writes activations.json: how they spell the scales of activations, and how compressed-tensors quantizes with a given scale.
 
     pip install torch transformers compressed-tensors nvidia-modelopt safetensors
     python3 make_foreign.py
@@ -20,7 +21,8 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
     preset_name_to_scheme,
 )
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp, generate_gparam
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -52,9 +54,9 @@ def groups(model):
         yield from ([a.q_proj, a.k_proj, a.v_proj], [a.o_proj], [m.gate_proj, m.up_proj], [m.down_proj])
 
 
-def compressed_tensors(source, dtype, out):
+def compressed_tensors(source, dtype, out, preset="NVFP4A16"):
     model = load(source, dtype)
-    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    scheme = preset_name_to_scheme(preset, ["Linear"])
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         ignore=["lm_head"],
@@ -70,23 +72,52 @@ def compressed_tensors(source, dtype, out):
             scales, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights, global_scale=scale)
             x.weight_global_scale.data = scale
             x.weight_scale.data = scales.to(x.weight_scale.dtype)
+            if scheme.input_activations is not None:
+                x.input_global_scale.data = torch.tensor([256.0])
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(out)
     compressor.update_config(out)
 
 
-def modelopt(source, dtype, out):
+def modelopt(source, dtype, out, config="W4A16_NVFP4_CFG"):
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
     model = load(source, dtype)
     ids = torch.arange(1, 17).reshape(1, -1)
-    model = mtq.quantize(model, mtq.W4A16_NVFP4_CFG, lambda m: m(ids))
+    model = mtq.quantize(model, getattr(mtq, config), lambda m: m(ids))
     export_hf_checkpoint(model, export_dir=out)
 
 
+def activations():
+    """The keys of input scales, with type and shape, and values that compressed-tensors quantized and read back."""
+    keys = {}
+    writers = {
+        "compressed-tensors": lambda out: compressed_tensors(source, torch.bfloat16, out, "NVFP4"),
+        "modelopt": lambda out: modelopt(source, torch.bfloat16, out, "NVFP4_DEFAULT_CFG"),
+    }
+    source = HERE.parent / "hf-qwen3" / "tiny-tied"
+    for library, write in writers.items():
+        with tempfile.TemporaryDirectory() as out:
+            write(out)
+            found = {name: entry[:2] for name, entry in tensors_of(out).items() if ".input_scale" in name or ".input_global" in name}
+            keys[library] = found
+    torch.manual_seed(5)
+    x = torch.randn(8, 48) * torch.logspace(-4, 1, 8).unsqueeze(1)
+    x[3, 16:32] = 0
+    text = lambda values: values.numpy().astype("<f4").tobytes().hex()
+    args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
+    rounded = {}
+    for reciprocal in [256.0, 700.0, 31.5]:
+        scale = torch.tensor([reciprocal])
+        scales, zeros = compute_dynamic_scales_and_zp(x, args, None, global_scale=scale)
+        rounded[str(reciprocal)] = text(fake_quantize(x, scales, zeros, args, scale))
+    return {"keys": keys, "columns": 48, "values": text(x), "rounded": rounded}
+
+
 def main():
+    (HERE / "activations.json").write_text(json.dumps(activations(), indent=0, sort_keys=True) + "\n")
     result = {}
     for name in ["tiny-tied", "tiny-untied"]:
         for kind, write in [("compressed-tensors", compressed_tensors), ("modelopt", modelopt)]:

@@ -102,7 +102,9 @@ impl Source {
         if files.is_gguf() {
             return Ok(Self::Gguf(GgufFile::open(&files.weights)?));
         }
-        Ok(Self::Files(files.open_weights()?))
+        let weights = files.open_weights()?;
+        report::unscaled_inputs(weights.has_input_scales());
+        Ok(Self::Files(weights))
     }
 
     fn tensors(&self) -> &dyn Tensors {

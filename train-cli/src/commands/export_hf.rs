@@ -57,6 +57,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let text = TextFiles::open(&companions.text, &config)?;
     let state = checkpoint::state_beside(&files.folder)?;
     let source = files.open_weights()?;
+    report::unscaled_inputs(source.has_input_scales());
     let library = match args.format {
         HfFormat::Bf16 => None,
         HfFormat::CompressedTensors => Some(Library::CompressedTensors),

@@ -9,10 +9,16 @@ use crate::{
     settings::Clip,
 };
 use backend_nvfp4::{Precision, Scaling};
+use model_qwen3::container::Container;
 
 /// Prints the header of a run that computes in `precision`.
 pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precision) {
     report::label("model", model(plan, inputs, scaling));
+    if inputs.source.as_ref().is_some_and(Container::has_input_scales) {
+        let text =
+            "the model's files give the scales of activations; training measures them anew, and the export has none";
+        report::label("inputs", text);
+    }
     report::label("data", data(plan, inputs));
     let (takes, rows) = (inputs.config.max_position_embeddings, &plan.settings.data);
     let wanted = rows.max_seq_length.is_some() && !rows.packing;

@@ -117,8 +117,13 @@ impl StoredModel {
                 _ => Ok(Recipe::W4),
             };
         }
-        let packs = w4a4.or(trained.map(Recipe::packs_activations)).unwrap_or(false);
-        let activations = if packs { "nvfp4, activations nvfp4" } else { "nvfp4, activations not quantized" };
+        let given = self.weights.has_input_scales();
+        let packs = w4a4.unwrap_or(given || trained.is_some_and(Recipe::packs_activations));
+        let activations = match (packs, given) {
+            (true, true) => "nvfp4, activations nvfp4 with the scales of the file",
+            (true, false) => "nvfp4, activations nvfp4",
+            (false, _) => "nvfp4, activations not quantized",
+        };
         let why = match trained {
             Some(recipe) if recipe.packs_activations() == packs && recipe.packs_weights() => {
                 format!(", as in training ({})", recipe.name())
