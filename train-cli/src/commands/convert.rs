@@ -60,7 +60,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         _ if args.tokenizer.is_some() => return Err(CliError::Usage("--tokenizer goes with --to gguf".into())),
         _ => None,
     };
-    let tensors = Repacked::new(source.tensors(), format(args, container)?);
+    let trained = source.trained(&files, args)?;
+    let tensors = Repacked::new(source.tensors(), format(args, container, dense_from(trained.as_ref(), &files)?)?);
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
         small
@@ -68,7 +69,6 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
             .filter(|(name, _)| name == "config.json")
             .try_for_each(|(_, bytes)| untied(bytes, &tensors))?;
     }
-    let trained = source.trained(&files, args)?;
     let sha256 = durable::write_file(&args.output, |out| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         // Of f32, in which they stand here, 8-bit weights with their scales take this share.
@@ -185,8 +185,17 @@ fn container(args: &ConvertArgs) -> Result<ContainerArg, CliError> {
     }
 }
 
-/// How tensors are stored in containers that are not GGUF.
-fn format(args: &ConvertArgs, container: ContainerArg) -> Result<StoreAs<'static>, CliError> {
+/// The first block whose linear layers stay dense in NVFP4: those that the model's training left unquantized.
+fn dense_from(trained: Option<&Trained>, files: &ModelFiles) -> Result<usize, CliError> {
+    let blocks = trained.map_or(0, |trained| trained.bf16_last_blocks);
+    if blocks == 0 {
+        return Ok(usize::MAX);
+    }
+    Ok(Qwen3Config::from_file(&files.config_file(None))?.num_hidden_layers.saturating_sub(blocks))
+}
+
+/// How tensors are stored in containers that are not GGUF. The blocks from `dense_from` on are not quantized.
+fn format(args: &ConvertArgs, container: ContainerArg, dense_from: usize) -> Result<StoreAs<'static>, CliError> {
     if args.head.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
         return Err(CliError::Usage("--head goes with --dtype nvfp4, in .dat and .safetensors files".into()));
     }
@@ -200,7 +209,7 @@ fn format(args: &ConvertArgs, container: ContainerArg) -> Result<StoreAs<'static
             },
             block: BlockShape::Row,
             shares_scale: false,
-            dense_from: usize::MAX,
+            dense_from,
         },
         WeightArg::F16 => StoreAs::Float(FloatType::F16),
         WeightArg::Bf16 => StoreAs::Float(FloatType::Bf16),
