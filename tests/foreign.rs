@@ -336,7 +336,9 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
         let message = refused.input_scale(name).unwrap_err().to_string();
         assert!(message.contains(name) && message.contains("is 0; a positive number is needed"), "{message}");
     }
-    assert_eq!(of_libraries[0], of_libraries[1]);
+    // Both give the same scales; their weights differ in their last bits.
+    let size = distance(&of_libraries[0], &vec![0.0; of_libraries[0].len()]);
+    assert!(distance(&of_libraries[0], &of_libraries[1]) < 1e-5 * size);
 }
 
 #[test]

@@ -177,6 +177,8 @@ impl Journal {
         let steps = made as f64;
         let samples = order.limit.min(made * order.batch_size * order.accumulation) as f64;
         let evaluations = self.evaluations();
+        // The log knows the losses of all processes of the run.
+        let losses = Losses::of(&log::lines(&self.plan.output_dir, log::METRICS)?);
         let result = json!({
             "epoch": order.epochs(made),
             "global_step": made,
@@ -189,10 +191,10 @@ impl Journal {
             "codes_changed_pct": changed.map(|share| share * 100.0),
             "steps_left_out": self.guard.record().left_out.len(),
             "output_dat": extra,
-            "loss_warnings": self.losses.warnings(),
+            "loss_warnings": losses.warnings(),
         });
-        if !self.losses.warnings().is_empty() {
-            let warnings = report::count(self.losses.warnings().len(), "warning");
+        if !losses.warnings().is_empty() {
+            let warnings = report::count(losses.warnings().len(), "warning");
             report::line(format!("warning: the run ends with {warnings} about its loss; {SUMMARY} lists them"));
         }
         let text = serde_json::to_string_pretty(&result).expect("plain data is always valid JSON");
