@@ -275,7 +275,7 @@ fn broken_gguf_files_are_refused() {
         }
     }
     for (args, said) in [
-        (&["convert", "x.gguf", "z.gguf", "--dtype", "f16"][..], "a GGUF file is not made from another"),
+        (&["convert", "x.gguf", "z.gguf", "--dtype", "f16"][..], "a GGUF file cannot be converted to GGUF"),
         (&["generate", "-m", "x.gguf", "-p", "a"], "train-cli convert x.gguf"),
         (&["fit", "-m", "x.gguf", "-d", "m/demo.tsv"], "train-cli convert x.gguf"),
         (&["inspect", "x.gguf"], "train-cli convert x.gguf"),

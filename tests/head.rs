@@ -152,7 +152,7 @@ fn convert_writes_the_head_that_is_asked_for() {
     for words in [&["x.dat", "--dtype", "bf16"][..], &["x.gguf", "--dtype", "nvfp4"]] {
         let out = run(d, &[&["convert", "m-true"], words, &["--head", "nvfp4", "--overwrite"]].concat());
         let stderr = String::from_utf8_lossy(&out.stderr);
-        assert!(out.status.code() == Some(2) && stderr.contains("--head goes with --dtype nvfp4"), "{stderr}");
+        assert!(out.status.code() == Some(2) && stderr.contains("--head works only with --dtype nvfp4"), "{stderr}");
     }
 }
 

@@ -96,8 +96,10 @@ fn the_printed_command_resumes_the_run() {
     assert_eq!(child.wait().unwrap().code(), Some(130), "{said:?}");
     let printed = said.iter().find_map(|line| line.split_once("Resume it with: ")).expect("a command").1;
     assert!(printed.starts_with("train-cli fit "), "{printed}");
-    let path = std::env::var("PATH").unwrap();
-    let path = format!("{}:{path}", program().parent().unwrap().display());
+    // A folder where the program has the name that the command calls it by.
+    fs::create_dir(d.join("bin")).unwrap();
+    std::os::unix::fs::symlink(program(), d.join("bin/train-cli")).unwrap();
+    let path = format!("{}:{}", d.join("bin").display(), std::env::var("PATH").unwrap());
     let out = Command::new("sh").args(["-c", printed]).current_dir(d).env("PATH", path).output().unwrap();
     let stderr = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success() && stderr.contains("my $run/checkpoint-"), "{printed}: {stderr}");

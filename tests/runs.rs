@@ -115,6 +115,7 @@ fn runs_are_listed_and_compared() {
     let [shown] = &objects(&["runs", "show", "runs/two", "--json"])[..] else { panic!("one object") };
     assert_eq!((&shown["settings"]["recipe"], &shown["settings"]["batch_size"]), (&"w4a4".into(), &1.into()));
     assert_eq!(shown["eval_loss"], logged(&d.join("runs/two"), "eval_loss")[1]["eval_loss"]);
+    assert!(shown["eval_loss_quantized"].is_f64() && shown["eval_loss_master"].is_f64(), "{shown}");
     assert_eq!(shown["evaluations"].as_array().unwrap().len(), 2);
     assert!(shown["samples"][0]["prompt"] == "who|you?" && shown["data"]["rows"] == 64, "{shown}");
     assert!(shown["exported"].as_array().unwrap().iter().any(|file| file["file"] == "model.dat"), "{shown}");

@@ -80,8 +80,10 @@ struct Raw {
 #[derive(Default, Deserialize)]
 struct RopeParameters {
     rope_theta: Option<f64>,
-    #[serde(alias = "type")]
     rope_type: Option<String>,
+    /// The same, in older files.
+    #[serde(rename = "type")]
+    older_type: Option<String>,
     partial_rotary_factor: Option<f64>,
     #[serde(flatten)]
     rest: std::collections::BTreeMap<String, serde_json::Value>,
@@ -128,7 +130,7 @@ impl Qwen3Config {
             ));
         }
         let parameters = raw.rope_parameters.unwrap_or_default();
-        if let Some(kind) = &parameters.rope_type {
+        for kind in [&parameters.rope_type, &parameters.older_type].into_iter().flatten() {
             check.only("rope_type", kind, "default", "scaled rotary angles are not supported")?;
         }
         if let Some((kind, value)) = parameters.rest.iter().find(|(_, value)| value.is_object()) {
@@ -310,6 +312,7 @@ mod tests {
         for field in [
             r#""rope_scaling":null"#,
             r#""rope_scaling":{"rope_type":"default"}"#,
+            r#""rope_parameters":{"rope_type":"default","type":"default"}"#,
             r#""rope_parameters":{"rope_type":"default","rope_theta":1000000,"partial_rotary_factor":1.0}"#,
             r#""partial_rotary_factor":1.0"#,
         ] {

@@ -142,6 +142,8 @@ impl Tensors for Repacked<'_> {
                 reference::requantize(&values, rows, cols, &original.read_packed(name)?, scaling)
             }
             StoreAs::Nvfp4 { block, shares_scale, .. } => {
+                // A vocabulary need not be a number of squares.
+                let block = if rows.is_multiple_of(BLOCK) { block } else { BlockShape::Row };
                 let spec = QuantizeSpec { scaling, block, rounding: Rounding::Nearest };
                 let shared_amax = if shares_scale { self.maxima.together(origin)? } else { 0.0 };
                 reference::quantize_sharing(&values, View::row_major(rows, cols), spec, shared_amax)

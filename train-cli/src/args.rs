@@ -147,7 +147,7 @@ pub struct StartArgs {
 /// Flags of `estimate`.
 #[derive(Debug, Args)]
 pub struct EstimateArgs {
-    /// Those of the run.
+    /// Flags of the run.
     #[command(flatten)]
     pub fit: FitArgs,
     /// Print one JSON object, with all memory in bytes
@@ -573,19 +573,19 @@ pub struct SamplingArgs {
     /// Maximum number of tokens in an answer
     #[arg(long, value_name = "N", alias = "max-new-tokens", default_value_t = 256)]
     pub max_tokens: usize,
-    /// Sampling temperature; 0 always takes the most likely token [default: the model's, else 0.7, or 0.6 if it thinks]
+    /// Sampling temperature; 0 always takes the most likely token [default: that of generation_config.json; without this file 0.7, or 0.6 if the model thinks]
     #[arg(long, alias = "temp")]
     pub temperature: Option<f32>,
-    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: the model's, else 0.8, or 0.95 if it thinks]
+    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: that of generation_config.json; without this file 0.8, or 0.95 if the model thinks]
     #[arg(long, value_name = "P", alias = "topp")]
     pub top_p: Option<f32>,
-    /// Number of most likely tokens to sample from; 0 takes all [default: the model's, else 20]
+    /// Number of most likely tokens to sample from; 0 takes all [default: that of generation_config.json; without this file 20]
     #[arg(long, value_name = "N")]
     pub top_k: Option<usize>,
-    /// Minimum probability, relative to the most likely token (min-p) [default: the model's, else 0]
+    /// Minimum probability, relative to the most likely token (min-p) [default: that of generation_config.json, or 0]
     #[arg(long, value_name = "P")]
     pub min_p: Option<f32>,
-    /// Penalty on tokens that already occurred; 1 turns it off [default: the model's, else 1]
+    /// Penalty on tokens that already occurred; 1 turns it off [default: that of generation_config.json, or 1]
     #[arg(long, value_name = "FACTOR")]
     pub repetition_penalty: Option<f32>,
     /// End the answer in front of this text; may be given several times

@@ -25,6 +25,7 @@ use model_qwen3::{
     tensors::Tensors,
     write::{write_dat, write_safetensors},
 };
+use serde_json::{Map, Value};
 use std::{
     io::{ErrorKind, Read, Write},
     path::{Path, PathBuf},
@@ -53,11 +54,13 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     }
     let gguf = match container {
         ContainerArg::Gguf if matches!(source, Source::Gguf(_)) => {
-            let text = "a GGUF file is not made from another; convert it to .safetensors, and that to .gguf";
+            let text = "a GGUF file cannot be converted to GGUF; convert it to .safetensors, and that to .gguf";
             return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
         }
         ContainerArg::Gguf => Some(Gguf::read(args, &files)?),
-        _ if args.tokenizer.is_some() => return Err(CliError::Usage("--tokenizer goes with --to gguf".into())),
+        _ if args.tokenizer.is_some() => {
+            return Err(CliError::Usage("--tokenizer works only with --to gguf; leave it out".into()));
+        }
         _ => None,
     };
     let trained = source.trained(&files, args)?;
@@ -140,10 +143,12 @@ impl Source {
     }
 }
 
-/// The bytes of a config.json, which says whether the head is the embedding, for these tensors.
+/// The bytes of a config.json for these tensors: it says whether the head is the embedding, and that nothing is quantized.
 fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
-    let Ok(mut config) = serde_json::from_slice(bytes) else { return Ok(()) };
-    if untie(&mut config, tensors)? {
+    let Ok(mut config) = serde_json::from_slice::<Map<String, Value>>(bytes) else { return Ok(()) };
+    // The weights are not in the format of another library any more.
+    let described = config.remove("quantization_config").is_some();
+    if untie(&mut config, tensors)? || described {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
     Ok(())
@@ -162,7 +167,7 @@ fn put_beside(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError
         } else if !path.is_file()
             || durable::digest(&path).map_or(true, |(_, found)| found != durable::digest_of(bytes))
         {
-            report::line(format!("note: {} is kept; that of the model is another", path.display()));
+            report::line(format!("note: kept {}; the model's file of that name differs", path.display()));
         }
     }
     if !written.is_empty() {
@@ -197,7 +202,9 @@ fn dense_from(trained: Option<&Trained>, files: &ModelFiles) -> Result<usize, Cl
 /// How tensors are stored in containers that are not GGUF. The blocks from `dense_from` on are not quantized.
 fn format(args: &ConvertArgs, container: ContainerArg, dense_from: usize) -> Result<StoreAs<'static>, CliError> {
     if args.head.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
-        return Err(CliError::Usage("--head goes with --dtype nvfp4, in .dat and .safetensors files".into()));
+        return Err(CliError::Usage(
+            "--head works only with --dtype nvfp4, in .dat and .safetensors files; leave it out".into(),
+        ));
     }
     Ok(match args.dtype {
         WeightArg::Nvfp4 => StoreAs::Nvfp4 {

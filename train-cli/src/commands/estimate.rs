@@ -9,7 +9,6 @@ use crate::{
     run::inputs::Inputs,
     run::preflight::{self, Forecast},
 };
-use backend_nvfp4::Scaling;
 use serde_json::json;
 
 /// Runs the command.
@@ -20,12 +19,12 @@ pub fn run(args: &EstimateArgs) -> Result<(), CliError> {
     if args.fit.launch.demo {
         return Err(CliError::Usage("--demo is for fit only; its run needs 0.1 GiB".into()));
     }
-    let (plan, ..) = fit::planned(&args.fit)?;
+    let (plan, resumed, _) = fit::planned(&args.fit)?;
     let device = device::resolved(plan.settings.recipe.device);
     let precision = device::precision(device, plan.settings.recipe.compute_dtype);
     device::check_precision(device, precision)?;
     let inputs = Inputs::read(&plan)?;
-    let scaling = plan.settings.recipe.scales.unwrap_or(Scaling::Two);
+    let scaling = fit::scaling(&plan, resumed.as_ref());
     preflight::check_settings(&plan, &inputs, scaling, plan.master(precision))?;
     let forecast = Forecast::of(&plan, &inputs, device, precision);
     if args.json {

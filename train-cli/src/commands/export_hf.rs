@@ -17,6 +17,7 @@ use crate::{
         checkpoint::{self, TrainerState},
         folder::RESULTS,
         located::located,
+        trained::Trained,
     },
     settings::bytes,
 };
@@ -64,7 +65,8 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
         HfFormat::Modelopt => Some(Library::ModelOpt),
     };
     let layers = config.num_hidden_layers;
-    let dense_from = layers - state.as_ref().map_or(0, |state| state.settings.bf16_last_blocks(layers)).min(layers);
+    let dense = Trained::of(&files)?.map_or(0, |trained| trained.bf16_last_blocks);
+    let dense_from = layers.saturating_sub(dense);
     let in_bf16 = Repacked::new(&source, StoreAs::Float(FloatType::Bf16));
     let in_nvfp4 = library.map(|library| Foreign::new(&source, library, dense_from));
     let tensors: &dyn Tensors = in_nvfp4.as_ref().map_or(&in_bf16 as &dyn Tensors, |foreign| foreign);
@@ -115,7 +117,7 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
         return refuse("it is not empty; choose another, or --overwrite");
     }
     if !folder.join("manifest.json").exists() {
-        return refuse("it is no export of train-cli, which has a manifest.json; nothing was removed");
+        return refuse("it has no manifest.json, so train-cli did not export it; choose another folder");
     }
     durable::probe(parent)
 }

@@ -215,9 +215,7 @@ impl Ready {
         resumed: Option<&Resumed>,
     ) -> Result<Self, CliError> {
         let inputs = Inputs::read(&plan)?;
-        // A resumed run keeps its scale levels: older versions took those of the model file.
-        let default = resumed.map_or(Scaling::Two, |resumed| resumed.state.scaling());
-        let (scaling, master) = (plan.settings.recipe.scales.unwrap_or(default), plan.master(precision));
+        let (scaling, master) = (scaling(&plan, resumed), plan.master(precision));
         preflight::check_settings(&plan, &inputs, scaling, master)?;
         let forecast = Forecast::of(&plan, &inputs, device, precision);
         forecast.check(&plan, &inputs).inspect_err(|error| {
@@ -556,6 +554,12 @@ impl Ready {
         let serves = same_blocks && same_scales && s.saving.head.is_none();
         self.inputs.source.as_ref().filter(|file| serves && file.dat().is_some())
     }
+}
+
+/// The scale levels of a run's NVFP4 weights. A resumed run keeps its own: older versions took those of the model file.
+pub(crate) fn scaling(plan: &Plan, resumed: Option<&Resumed>) -> Scaling {
+    let default = resumed.map_or(Scaling::Two, |resumed| resumed.state.scaling());
+    plan.settings.recipe.scales.unwrap_or(default)
 }
 
 /// Writes the summary of a run. The run is what it is without one.

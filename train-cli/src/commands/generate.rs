@@ -45,8 +45,9 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
         (None, Some(prompt)) => Questions::One(prompt_text(prompt)?),
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
-    device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
-        .map_err(|error| error.with_remedy("give a smaller --max-new-tokens, or with --prompts a smaller --batch-size"))
+    device::run(args.model.device, args.model.compute_dtype, Generate { args, questions }).map_err(|error| {
+        error.with_remedy("give a smaller --max-tokens, or for several answers a smaller --batch-size")
+    })
 }
 
 enum Questions {

@@ -36,7 +36,7 @@ pub(super) fn run(args: NeedleArgs) -> Result<(), CliError> {
     }
     if args.digits > 10 {
         return Err(CliError::Usage(format!(
-            "--digits {}: the digits of a number differ; give at most 10",
+            "--digits {}: all digits of a number are different; give at most 10",
             args.digits
         )));
     }

@@ -113,7 +113,7 @@ fn compared_table(runs: &[Summary], markdown: bool) -> String {
 /// Draws the losses of runs.
 fn plot(runs: &[Summary], path: &Path) -> Result<(), CliError> {
     if path.extension().is_none_or(|extension| extension != "svg") || path.exists() {
-        let text = "the name must end in .svg, and be that of no file that exists";
+        let text = "the name must end in .svg, and the file must not exist yet";
         return Err(CliError::Usage(format!("--plot {}: {text}", path.display())));
     }
     check_output(path, &[])?;

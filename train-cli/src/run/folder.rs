@@ -116,12 +116,15 @@ impl Lock {
     pub fn of_new(dir: &Path) -> Result<(Self, PathBuf), CliError> {
         let name = dir.file_name().unwrap_or_default().to_string_lossy();
         let (mut free, mut number) = (dir.to_owned(), 1);
+        let above = dir.ancestors().skip(1).take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+        let above: Vec<_> = above.map(Path::to_owned).collect();
         while !durable::make_new_folder(&free)? {
             number += 1;
             free = dir.with_file_name(format!("{name}-{number}"));
         }
         let mut lock = Self::of(&free)?;
         lock.made.push(free.clone());
+        lock.made.extend(above);
         Ok((lock, free))
     }
 

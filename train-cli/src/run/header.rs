@@ -117,8 +117,8 @@ fn misfit(found: &DataReport, limit: usize, takes: usize, wanted: bool) -> Optio
         if most < all && most > limit && most <= takes {
             text += &format!("; --max-seq-length {most} has room for 95 % of them");
         }
-        if all <= takes {
-            text += &format!("; --max-seq-length {all} has room for all");
+        if longest <= takes {
+            text += &format!("; --max-seq-length {} has room for all", all.min(takes));
         } else {
             text += &format!("; the longest has {longest}, and the model takes at most {takes}");
         }

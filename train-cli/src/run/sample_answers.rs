@@ -78,10 +78,11 @@ impl Samples {
     }
 }
 
-/// A model whose linear layers have the codes that its forward pass would make of their weights. It computes the same.
+/// A model whose linear layers have the codes that its forward pass would make of their weights. It computes the same. A
+/// model whose layers share tensor scales stays as it is.
 pub fn packed<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Qwen3<B> {
     let mut packed = model.clone();
-    if model.spec().recipe.packs_weights() {
+    if model.spec().recipe.packs_weights() && !model.spec().shares_scale {
         let mut packing = Packing(model.spec());
         let blocks = std::mem::take(&mut packed.layers).into_iter().enumerate();
         packed.layers = blocks.map(|(i, block)| if model.is_bf16(i) { block } else { packing.block(block) }).collect();

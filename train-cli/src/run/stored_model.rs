@@ -65,7 +65,7 @@ impl StoredModel {
         if let Some(trained) = &trained {
             text.thinking = trained.thinking;
             if trained.has_another_template(&text) {
-                let text = "it is not the one that the model was trained with; --tokenizer names the folder of another";
+                let text = "it differs from the one in training; --tokenizer FOLDER takes that of another folder";
                 report::label("template", text);
             }
         }
@@ -169,7 +169,8 @@ impl StoredModel {
             return self.load(recipe, precision, device);
         }
         let scaling = self.trained.as_ref().map_or(Scaling::Two, |trained| trained.scales);
-        let spec = LinearSpec::new(recipe, scaling, precision);
+        let shares_scale = self.export.is_some_and(|export| export.shares_scale);
+        let spec = LinearSpec { shares_scale, ..LinearSpec::new(recipe, scaling, precision) };
         let dequantized = Repacked::new(&self.weights, StoreAs::Float(FloatType::F32));
         let tensors: &dyn Tensors = if self.is_stored_packed() { &dequantized } else { &self.weights };
         let master = if precision == Precision::F32 { MasterKind::F32 } else { MasterKind::Bf16 };

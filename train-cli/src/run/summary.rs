@@ -150,7 +150,7 @@ impl Summary {
             "first_loss": of(self.steps.first(), "loss"),
             "loss": of(self.steps.last(), "loss"),
             "eval_loss": of(last, "eval_loss"),
-            "eval_loss_quantised": of(last, "eval_loss_quantised"),
+            "eval_loss_quantized": of(last, "eval_loss_quantized"),
             "eval_loss_master": of(last, "eval_loss_master"),
             "lowest_eval_loss": lowest.map(|(_, loss)| loss),
             "lowest_eval_step": lowest.map(|(step, _)| step),

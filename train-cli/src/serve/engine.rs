@@ -134,8 +134,8 @@ impl Listener for Ear {
     }
 
     fn hear(&mut self, piece: &str, generation: &Generation) {
-        let tokens = generation.ids.iter().copied().zip(generation.logprobs.iter().cloned());
-        let fresh: Vec<_> = tokens.skip(self.told).collect();
+        let tokens = generation.ids.iter().zip(&generation.logprobs).skip(self.told);
+        let fresh: Vec<_> = tokens.map(|(id, logprobs)| (*id, logprobs.clone())).collect();
         self.told += fresh.len();
         // Nobody hears it any more: `listens` ends the answer.
         let _ = self.heard_by.send((self.index, Piece::Text(piece.to_owned(), fresh)));
