@@ -209,7 +209,7 @@ fn a_folder_with_anything_else_in_it_is_never_replaced() {
     fs::write(d.join("file"), "mine").unwrap();
     for (out, flags, reason) in [
         ("mine", &[][..], "is not empty"),
-        ("mine", &["--overwrite"], "no export of train-cli"),
+        ("mine", &["--overwrite"], "train-cli did not export it"),
         ("m", &["--overwrite"], "the model is read from there"),
         ("file", &[], "not a folder"),
         ("none/out", &[], "there is no folder none"),

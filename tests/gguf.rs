@@ -296,7 +296,7 @@ fn convert_puts_the_small_files_beside_its_output() {
     std::fs::write(d.join("n/tokenizer_config.json"), "{}").unwrap();
     let out = run(d, &["convert", "m", "n/x.dat", "--dtype", "nvfp4"]);
     let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success() && said.contains("tokenizer_config.json is kept"), "{said}");
+    assert!(out.status.success() && said.contains("tokenizer_config.json; the model's file"), "{said}");
     for name in ["config.json", "tokenizer.json", "generation_config.json"] {
         let of = |folder: &str| std::fs::read(d.join(folder).join(name)).unwrap();
         assert!(of("n") == of("m") && said.contains(name), "{name}: {said}");
@@ -311,7 +311,7 @@ fn convert_puts_the_small_files_beside_its_output() {
     assert!(std::process::Command::new("mkfifo").arg(d.join("p/config.json")).status().unwrap().success());
     let out = run(d, &["convert", "r", "p/x.dat", "--dtype", "nvfp4"]);
     let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success() && said.contains("config.json is kept"), "{said}");
+    assert!(out.status.success() && said.contains("config.json; the model's file"), "{said}");
     assert_eq!(
         std::fs::read(d.join("p/x.dat.trained.json")).unwrap(),
         std::fs::read(d.join("r/final/trained.json")).unwrap()

@@ -174,7 +174,7 @@ pub struct MakeArgs {
     /// File to write: .tsv, or .jsonl with a list of messages in each row
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
-    /// Number of rows, divided among the templates as their own counts are to each other [default: the recipe's]
+    /// Total number of rows, shared among the templates in proportion to their own counts [default: the recipe's]
     #[arg(long, value_name = "N")]
     pub count: Option<usize>,
     /// Random seed for what is drawn, and for the order of the rows if the recipe shuffles them [default: the recipe's, else 0]
@@ -255,13 +255,13 @@ pub struct NeedleArgs {
     /// Lengths of the texts with question and answer, in tokens, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', required = true)]
     pub lengths: Vec<usize>,
-    /// Number of places of the number in a text, from its beginning to its end
+    /// At how many positions the number is hidden, spread from the beginning of the text to its end
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub depths: usize,
     /// Number of texts of each length with the number at each place
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub tries: usize,
-    /// Number of digits of the hidden number, which are all different
+    /// Digits of the hidden number; no digit occurs twice
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub digits: usize,
     /// Random seed for texts and numbers

@@ -123,7 +123,7 @@ pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
 }
 
 /// The rows of a row-major matrix, each quantized by itself and read back: two-level, 1x16, to nearest. The tensor scale
-/// of a row is a power of two ([`row_scale`]), so that every value has at most six significant bits, which 16-bit floats
+/// of a row is a power of two (`row_scale`), so that every value has at most six significant bits, which 16-bit floats
 /// hold exactly.
 ///
 /// # Panics

@@ -59,7 +59,7 @@ pub struct Settings {
 #[serde(default)]
 #[command(next_help_heading = "Model")]
 pub struct ModelSettings {
-    /// Model to train: a Hugging Face folder, a checkpoint, a .dat file or a .safetensors file
+    /// Model to train: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
     #[arg(short, long, value_name = "PATH", aliases = ["model-name-or-path", "input-dat", "weight", "model-dir"])]
     #[arg(help_heading = COMMON)]
     pub model: Option<PathBuf>,
@@ -84,7 +84,7 @@ pub struct DataSettings {
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON)]
     pub data: Vec<PathBuf>,
-    /// Maximum length of a training sequence, in tokens. [`longest`] has the default.
+    /// Maximum length of a training sequence, in tokens. `longest` has the default.
     #[arg(long, value_name = "N", help_heading = COMMON, help = longest("Maximum length of a training sequence, in tokens"))]
     #[arg(aliases = ["max-length", "seq-len", "cutoff-len", "max-seq-len"])]
     pub max_seq_length: Option<usize>,
@@ -170,7 +170,7 @@ pub struct RecipeSettings {
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     pub nvfp4_without: Vec<Nvfp4Part>,
     /// Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0; a
-    /// sixth of the blocks for recipe nvfp4]
+    /// sixth of the blocks for recipe nvfp4, unless the master weights are nvfp4]
     #[arg(long, value_name = "N")]
     pub bf16_last_blocks: Option<usize>,
     /// Share of the run that trains without quantization before the recipe starts
@@ -339,7 +339,7 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
-    /// How the export stores the output head [default: in NVFP4 if the model file stores it so; otherwise in f16, or not at
+    /// How the export of a 4-bit recipe stores the output head [default: in NVFP4 if the model file stores it so; otherwise in f16, or not at
     /// all if the model uses its embedding as head]
     #[arg(long)]
     pub head: Option<HeadFormat>,

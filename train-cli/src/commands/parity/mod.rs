@@ -1,4 +1,4 @@
-//! `parity`: whether a model computes what it should. [`fixture`] compares it with values of Hugging Face, [`compare`] with
+//! `parity`: whether a model computes what it should. `fixture` compares it with values of Hugging Face, `compare` with
 //! another model or another recipe, layer by layer. Both end with PASS or FAIL, and FAIL is exit code 6.
 
 mod compare;
