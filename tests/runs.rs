@@ -159,23 +159,29 @@ fn runs_that_begin_at_once_have_folders_of_their_own() {
     tiny_model(&d.join("m"), true);
     let words: Vec<&str> =
         "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 1 --sample-prompt a".split(' ').collect();
-    let (name, runs) = ("_m", 6);
-    let begun: Vec<_> =
-        (0..runs).map(|_| command(d, &words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()).collect();
-    for run in begun {
-        let out = run.wait_with_output().unwrap();
-        let stderr = String::from_utf8_lossy(&out.stderr);
-        assert!(out.status.success(), "{stderr}");
-        // The folder that the run names is its own, and complete.
-        let folder = stderr.lines().find_map(|line| line.trim().strip_prefix("run ")).unwrap().trim().to_owned();
-        assert!(d.join(&folder).join("train_results.json").exists(), "{folder}: {stderr}");
-        let text = fs::read_to_string(d.join(&folder).join("config.toml")).unwrap();
-        let recorded = text.lines().find(|line| line.starts_with("output_dir = "));
-        assert!(recorded.is_none_or(|line| line.ends_with(&format!("{folder}\""))), "{folder}: {recorded:?}");
+    let demo = ["fit", "--demo", "--max-steps", "1", "--sample-prompt", "a"];
+    for (words, name, runs) in [(&words[..], "_m", 6), (&demo, "_demo", 3)] {
+        let begun: Vec<_> = (0..runs)
+            .map(|_| command(d, words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap())
+            .collect();
+        for run in begun {
+            let out = run.wait_with_output().unwrap();
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success(), "{stderr}");
+            // The folder that the run names is its own, and complete.
+            let folder = stderr.lines().find_map(|line| line.trim().strip_prefix("run ")).unwrap().trim().to_owned();
+            assert!(d.join(&folder).join("train_results.json").exists(), "{folder}: {stderr}");
+            let text = fs::read_to_string(d.join(&folder).join("config.toml")).unwrap();
+            let recorded = text.lines().find(|line| line.starts_with("output_dir = "));
+            assert!(recorded.is_none_or(|line| line.ends_with(&format!("{folder}\""))), "{folder}: {recorded:?}");
+        }
+        let made: Vec<String> = names(&d.join("runs")).into_iter().filter(|folder| folder.contains(name)).collect();
+        assert_eq!(made.len(), runs, "{made:?}");
+        assert!(
+            made.iter().any(|folder| folder.ends_with(&format!("{name}-2"))),
+            "no two began in one second: {made:?}"
+        );
     }
-    let made: Vec<String> = names(&d.join("runs")).into_iter().filter(|folder| folder.contains(name)).collect();
-    assert_eq!(made.len(), runs, "{made:?}");
-    assert!(made.iter().any(|folder| folder.ends_with(&format!("{name}-2"))), "no two began in one second: {made:?}");
 }
 
 /// A run that is complete goes on if it is resumed with more passes over its data, and ends as a run of that length would, but

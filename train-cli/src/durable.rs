@@ -310,7 +310,8 @@ fn sweep_abandoned(target: &Path) -> Result<(), CliError> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let process = name.strip_prefix(".tmp-").and_then(|rest| rest.strip_suffix(&end)?.parse::<u32>().ok());
         // The lock is held here until the file is gone, so that nobody else removes it.
-        if let Some(_lock) = process.and_then(|_| File::open(&path).ok()).filter(claim) {
+        let abandoned = process.and_then(|_| File::open(&path).ok()).filter(claim).filter(|file| is_at(file, &path));
+        if let Some(_lock) = abandoned {
             remove(&path)?;
         }
     }
@@ -321,6 +322,19 @@ fn sweep_abandoned(target: &Path) -> Result<(), CliError> {
 /// system locks no such file, which then stays.
 fn claim(file: &File) -> bool {
     file.try_lock().is_ok()
+}
+
+/// Makes a temporary file and locks it. Until it is locked, another process may take it for abandoned and remove it; it is
+/// made again then.
+fn claimed(path: &Path) -> Result<File, CliError> {
+    loop {
+        // `create_new` does not follow a link that someone planted.
+        let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
+        // Waits for whoever removes it. Where the system locks no such file, nobody does.
+        if file.lock().is_err() || is_at(&file, path) {
+            return Ok(file);
+        }
+    }
 }
 
 /// Checks that a file can be written, synced and renamed in a folder.
@@ -536,9 +550,7 @@ fn write_synced(
     path: &Path,
     write: impl FnOnce(&mut dyn Write) -> Result<(), CliError>,
 ) -> Result<(String, File), CliError> {
-    // `create_new` does not follow a link that someone planted.
-    let file = OpenOptions::new().write(true).create_new(true).open(path).map_err(CliError::io(path))?;
-    claim(&file);
+    let file = claimed(path)?;
     thread::scope(|scope| {
         // To make a large content, to write it and to hash it take similar times: each has a thread.
         let (to_disk, pieces) = mpsc::sync_channel::<Arc<[u8]>>(AHEAD);
