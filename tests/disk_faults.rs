@@ -7,6 +7,8 @@
 //! one of them fail, or all from one on, or sends a signal. CI tries some; every operation with every error and signal is
 //!
 //!     cargo test --workspace --test promises -- --ignored every_disk_operation
+//!
+//! Several processes share them: with `PART=3/12`, this is the third of twelve.
 
 use crate::support::{
     Random,
@@ -47,7 +49,7 @@ fn a_failed_disk_operation_loses_nothing() {
 fn every_disk_operation_may_fail() {
     fail(|operations| {
         let all = (1..=operations).flat_map(|at| ERRORS.map(|error| (at, error)));
-        all.flat_map(|(at, error)| [(at, error, false), (at, error, true)]).collect()
+        part(all.flat_map(|(at, error)| [(at, error, false), (at, error, true)]).collect())
     });
 }
 
@@ -64,8 +66,8 @@ fn a_signal_in_front_of_a_disk_operation_loses_nothing() {
 #[test]
 #[ignore = "three signals for each operation; a_signal_in_front_of_a_disk_operation_loses_nothing sends ten"]
 fn every_disk_operation_may_be_the_last() {
-    stop(|operations| (1..=operations).flat_map(|at| SIGNALS.map(|signal| (at, signal))).collect());
-    kill_writers(|operations| (1..=operations).collect());
+    stop(|operations| part((1..=operations).flat_map(|at| SIGNALS.map(|signal| (at, signal))).collect()));
+    kill_writers(|operations| part((1..=operations).collect()));
 }
 
 #[test]
@@ -94,6 +96,16 @@ fn steps_are_made_while_a_checkpoint_is_written() {
 fn spread(random: &mut Random, operations: usize, count: usize) -> Vec<usize> {
     let at = |part: usize, uniform: f32| 1 + ((part as f32 + uniform) / count as f32 * operations as f32) as usize;
     (0..count).map(|part| at(part, random.uniform())).collect()
+}
+
+/// The cases of this process: all, or those that `PART` gives it.
+fn part<T>(cases: Vec<T>) -> Vec<T> {
+    let Ok(text) = std::env::var("PART") else { return cases };
+    let part =
+        text.split_once('/').and_then(|(part, of)| Some((part.parse::<usize>().ok()?, of.parse::<usize>().ok()?)));
+    let (part, of) =
+        part.filter(|(part, of)| (1..=*of).contains(part)).expect("PART is a number, a slash and a number");
+    cases.into_iter().enumerate().filter(|(i, _)| i % of == part - 1).map(|(_, case)| case).collect()
 }
 
 /// The number of the operation that fails, how, and whether all later ones do, too.

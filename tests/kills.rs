@@ -6,9 +6,10 @@
 //!
 //!     cargo test --workspace --test promises -- --ignored hundred
 //!
-//! This one kills training runs as often as `KILLS` says, a thousand times without it. A thousand take about two hours:
+//! This one kills training runs as often as `KILLS` says, a thousand times without it, at moments that follow from `SEED`. A
+//! thousand take about two hours; several processes with seeds of their own share them:
 //!
-//!     KILLS=1000 cargo test --workspace --test promises -- --ignored a_thousand_kills
+//!     SEED=9 KILLS=1000 cargo test --workspace --test promises -- --ignored a_thousand_kills
 
 use crate::support::{
     Random,
@@ -36,8 +37,11 @@ fn two_hundred_kills_end_with_the_same_bits() {
 #[test]
 #[ignore = "it takes about two hours; killed_runs_end_with_the_same_bits makes six kills"]
 fn a_thousand_kills_end_with_the_same_bits() {
-    let kills = std::env::var("KILLS").map_or(1000, |kills| kills.parse().expect("KILLS is a number"));
-    stop(kills, 9, "-KILL");
+    let number = |name: &str, default: usize| {
+        std::env::var(name)
+            .map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{name} is no number: {text}")))
+    };
+    stop(number("KILLS", 1000), number("SEED", 9) as u64, "-KILL");
 }
 
 #[test]

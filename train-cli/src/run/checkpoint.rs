@@ -407,12 +407,23 @@ pub(super) fn delete_old(run: &Path, keep: Keep) -> Result<(), CliError> {
 /// If the system fails.
 pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
     for (newer, path) in list(run)?.into_iter().filter(|(s, _)| *s > step) {
-        let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
-        let aside = run.join(format!("stale-{time}-checkpoint-{newer}"));
+        let aside = free_name_aside(run, newer);
         durable::rename(&path, &aside)?;
         report::line(format!("renamed {} to {}", path.display(), aside.display()));
     }
     Ok(())
+}
+
+/// A name in the run's folder that no older checkpoint of this step has: a run that is resumed twice within a second sets
+/// aside two.
+fn free_name_aside(run: &Path, step: usize) -> PathBuf {
+    let time = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
+    let numbered = (2..).map(|number| format!("{time}.{number}"));
+    std::iter::once(time.clone())
+        .chain(numbered)
+        .map(|time| run.join(format!("stale-{time}-checkpoint-{step}")))
+        .find(|aside| !aside.exists())
+        .expect("a folder holds finitely many names")
 }
 
 impl Resumed {
@@ -479,5 +490,26 @@ impl Tensors for Masters<'_> {
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
         self.tensors.read_packed(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::set_aside_newer;
+    use std::fs;
+
+    #[test]
+    fn checkpoints_that_are_set_aside_within_a_second_keep_names_of_their_own() {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoint = dir.path().join("checkpoint-7");
+        for content in ["first", "second", "third"] {
+            fs::create_dir(&checkpoint).unwrap();
+            fs::write(checkpoint.join("content"), content).unwrap();
+            set_aside_newer(dir.path(), 5).unwrap();
+        }
+        let aside = fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+        let mut contents: Vec<_> = aside.map(|path| fs::read_to_string(path.join("content")).unwrap()).collect();
+        contents.sort();
+        assert_eq!(contents, ["first", "second", "third"]);
     }
 }
