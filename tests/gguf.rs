@@ -110,6 +110,16 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
         let kept = keys.get("general.tensor_extra.prec_a4").map(|value| array(value).len());
         assert_eq!(kept, (recipe == "w4").then_some(21), "{recipe}");
     }
+    // A dense copy is quantized where its training quantized: the last of three blocks is not.
+    ok(dir.path(), &[&["fit", "--overwrite", "--bf16-last-blocks", "1"][..], &words, &more].concat());
+    ok(dir.path(), &["convert", "r", "copy.safetensors", "--dtype", "bf16"]);
+    ok(dir.path(), &["convert", "copy.safetensors", "x.gguf", "--dtype", "nvfp4", "--overwrite"]);
+    let file = read(&dir.path().join("x.gguf"));
+    for (block, kind) in [GGUFTensorType::NVFP4, GGUFTensorType::NVFP4, GGUFTensorType::F16].into_iter().enumerate() {
+        for layer in ["attn_q", "attn_output", "ffn_down"] {
+            assert_eq!(file[&format!("blk.{block}.{layer}.weight")].0, kind, "block {block}, {layer}");
+        }
+    }
     // How a checkpoint is quantized is the business of its run.
     let out = run(dir.path(), &["convert", "r/checkpoint-1", "y.gguf", "--dtype", "nvfp4"]);
     let stderr = String::from_utf8_lossy(&out.stderr);

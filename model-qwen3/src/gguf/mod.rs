@@ -42,7 +42,10 @@ pub enum Matrices {
     /// As 8-bit integers with an f16 scale for each 32.
     Q8,
     /// Linear layers as NVFP4, the embedding and a head of its own as f16. Weights that are NVFP4 keep their codes.
-    Nvfp4,
+    Nvfp4 {
+        /// The first block whose linear layers are f16 too, unless they are NVFP4 already.
+        dense_from: usize,
+    },
 }
 
 /// What a GGUF file says about a model besides its tensors.
@@ -166,17 +169,17 @@ struct File<'a> {
 
 impl<'a> File<'a> {
     fn new(source: &'a dyn Tensors, matrices: Matrices) -> Self {
-        let float = match matrices {
-            Matrices::Float(float) => float,
-            Matrices::Q8 => FloatType::F32,
-            Matrices::Nvfp4 => FloatType::F16,
+        let (float, dense_from) = match matrices {
+            Matrices::Float(float) => (float, 0),
+            Matrices::Q8 => (FloatType::F32, 0),
+            Matrices::Nvfp4 { dense_from } => (FloatType::F16, dense_from),
         };
         let nvfp4 = StoreAs::Nvfp4 {
             scaling: Scaling::Two,
             head: HeadAs::Float(FloatType::F16),
             block: BlockShape::Row,
             shares_scale: false,
-            dense_from: usize::MAX,
+            dense_from,
         };
         let has_codes = source.names().iter().any(|name| matches!(source.stored(name), Some(Stored::Packed { .. })));
         let dense = Repacked::new(source, StoreAs::Float(float));
@@ -215,12 +218,17 @@ impl<'a> File<'a> {
 
     fn kind(&self, name: &str, stored: &Stored) -> Kind {
         let is_packed = matches!(stored, Stored::Packed { .. });
+        let becomes_packed = |dense_from| !self.has_codes && names::block_of(name).is_some_and(|b| b < dense_from);
         match self.matrices {
             _ if stored.shape().len() < 2 => Kind::Float(FloatType::F32),
             Matrices::Float(float) => Kind::Float(float),
             Matrices::Q8 => Kind::Q8,
-            Matrices::Nvfp4 if names::is_projection(name) && (is_packed || !self.has_codes) => Kind::Nvfp4,
-            Matrices::Nvfp4 => Kind::Float(FloatType::F16),
+            Matrices::Nvfp4 { dense_from }
+                if names::is_projection(name) && (is_packed || becomes_packed(dense_from)) =>
+            {
+                Kind::Nvfp4
+            }
+            Matrices::Nvfp4 { .. } => Kind::Float(FloatType::F16),
         }
     }
 
@@ -263,7 +271,7 @@ fn keys(about: &About<'_>, matrices: Matrices, entries: &[Entry]) -> Vec<(String
         Matrices::Float(FloatType::F16) => 1,
         Matrices::Q8 => 7,
         Matrices::Float(FloatType::Bf16) => 32,
-        Matrices::Nvfp4 => 39,
+        Matrices::Nvfp4 { .. } => 39,
     };
     let text = |text: &str| Value::Text(text.to_owned());
     let mut keys = vec![

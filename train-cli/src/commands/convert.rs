@@ -64,7 +64,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         _ => None,
     };
     let trained = source.trained(&files, args)?;
-    let tensors = Repacked::new(source.tensors(), format(args, container, dense_from(trained.as_ref(), &files)?)?);
+    let dense_from = dense_from(trained.as_ref(), &files)?;
+    let tensors = Repacked::new(source.tensors(), format(args, container, dense_from)?);
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
         small
@@ -72,18 +73,19 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
             .filter(|(name, _)| name == "config.json")
             .try_for_each(|(_, bytes)| untied(bytes, &tensors))?;
     }
-    let sha256 = durable::write_file(&args.output, |out| {
+    let written = |out: &mut dyn Write| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         // Of f32, in which they stand here, 8-bit weights with their scales take this share.
         let share = if args.dtype == WeightArg::Q8_0 { 34.0 / 128.0 } else { 1.0 };
         let mut out = Writing::of(out, (progress::size(&tensors) as f64 * share) as u64, "converting");
         match (container, &gguf) {
             (ContainerArg::Dat, _) => write_dat(&tensors, None, &mut out, failed).map(|_| ())?,
-            (_, Some(gguf)) => gguf.write(source.tensors(), args.dtype, &mut out, failed)?,
+            (_, Some(gguf)) => gguf.write(source.tensors(), gguf_matrices(args.dtype, dense_from), &mut out, failed)?,
             (_, None) => write_safetensors(&tensors, &mut out, failed).map(|_| ())?,
         }
         Ok(())
-    })?;
+    };
+    let sha256 = durable::write_checked(&args.output, written, |_| Trained::forget(&args.output))?;
     put_beside(&args.output, &small)?;
     if gguf.is_none() {
         Trained::put_beside(trained.as_ref(), &args.output)?;
@@ -228,6 +230,17 @@ fn format(args: &ConvertArgs, container: ContainerArg, dense_from: usize) -> Res
     })
 }
 
+/// How matrices are stored in a GGUF file. The blocks from `dense_from` on are not quantized to NVFP4.
+fn gguf_matrices(dtype: WeightArg, dense_from: usize) -> Matrices {
+    match dtype {
+        WeightArg::Nvfp4 => Matrices::Nvfp4 { dense_from },
+        WeightArg::Q8_0 => Matrices::Q8,
+        WeightArg::F16 => Matrices::Float(FloatType::F16),
+        WeightArg::Bf16 => Matrices::Float(FloatType::Bf16),
+        WeightArg::F32 => Matrices::Float(FloatType::F32),
+    }
+}
+
 /// What a GGUF file holds besides the weights.
 struct Gguf {
     name: String,
@@ -261,17 +274,10 @@ impl Gguf {
     fn write(
         &self,
         source: &dyn Tensors,
-        dtype: WeightArg,
+        matrices: Matrices,
         out: &mut dyn Write,
         failed: impl Fn(std::io::Error) -> ModelError,
     ) -> Result<(), ModelError> {
-        let matrices = match dtype {
-            WeightArg::Nvfp4 => Matrices::Nvfp4,
-            WeightArg::Q8_0 => Matrices::Q8,
-            WeightArg::F16 => Matrices::Float(FloatType::F16),
-            WeightArg::Bf16 => Matrices::Float(FloatType::Bf16),
-            WeightArg::F32 => Matrices::Float(FloatType::F32),
-        };
         let about = About {
             name: &self.name,
             config: &self.config,
