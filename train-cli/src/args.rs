@@ -258,7 +258,7 @@ pub struct NeedleArgs {
     /// At how many positions the number is hidden, spread from the beginning of the text to its end
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub depths: usize,
-    /// Number of texts of each length with the number at each place
+    /// Number of texts for each length and each position of the number
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub tries: usize,
     /// Digits of the hidden number; no digit occurs twice
@@ -474,10 +474,10 @@ pub struct GenerateArgs {
     /// Number of answers to each prompt. The first one draws with --seed, the next one with the number after it
     #[arg(short = 'n', long, value_name = "N", default_value_t = 1)]
     pub answers: usize,
-    /// Print the answer when it is complete, instead of piece by piece
+    /// Print an answer when it is complete, instead of piece by piece
     #[arg(long)]
     pub no_stream: bool,
-    /// Print one JSON object at the end instead of streaming the text
+    /// Print one JSON object for each answer instead of its text
     #[arg(long)]
     pub json: bool,
     /// With --json or --prompts: also print, for each token of the answer, its log probability and the log probabilities of
@@ -699,11 +699,12 @@ pub struct ParityArgs {
     /// Folder of tokenizer and chat template, and of config.json if a model has none [default: each model's folder]
     #[arg(long, value_name = "DIR", conflicts_with = "expected")]
     pub tokenizer: Option<PathBuf>,
-    /// Largest relative difference of a layer that passes [default: some roundings of --compute-dtype; 0.5 if NVFP4 rounds only
-    /// one of the two]
+    /// Largest relative difference of a layer that passes [default: 0.0001 in f32, 0.04 in bf16, 0.005 in f16 and TF32, and
+    /// more for a model of more than three blocks; 0.5 if NVFP4 rounds only one of the two models]
     #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
     pub tolerance: Option<f64>,
-    /// Write the values that train-cli computed to this file, under the names of --expected
+    /// Write the values that train-cli computed to this safetensors file. They have the names that they have in the file of
+    /// --expected
     #[arg(long, value_name = "FILE", requires = "expected")]
     pub dump: Option<PathBuf>,
     /// Print one JSON object per line

@@ -184,8 +184,8 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
-    /// Give the q, k and v weights of a block one f32 scale together, and its gate and up weights another. Engines that
-    /// multiply them as one matrix need that, and export-hf then changes no code and no 8-bit scale
+    /// Let the q, k and v weights of a block have the same f32 scale, and its gate and up weights another one. Other engines
+    /// join these weights into one matrix, which has one f32 scale. Without this flag, export-hf has to change codes for them
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,
     /// Number format in which the model computes
