@@ -17,8 +17,9 @@ use crate::support::{
 };
 use std::{
     fs,
+    os::unix::process::ExitStatusExt,
     path::Path,
-    process::Stdio,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -90,6 +91,41 @@ fn steps_are_made_while_a_checkpoint_is_written() {
     assert!(run.wait().unwrap().success());
     assert!(made && !saved, "step 3 is made: {made}; the checkpoint before it is complete: {saved}");
     assert!(outcome(&machine.folder()) == whole, "the outcome differs");
+}
+
+/// The first signal waits for the checkpoint that is being written. The second one does not wait.
+#[test]
+fn a_second_signal_ends_the_run_at_once() {
+    let Some(machine) = Machine::new() else { return };
+    let (_, whole) = machine.whole();
+    machine.empty();
+    fs::write(machine.hold(), "").unwrap();
+    let words: Vec<&str> = FIT.split_whitespace().collect();
+    let mut command = machine.command(&words, Fault::Slow);
+    let mut run = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let r = machine.folder().join("r");
+    let is_begun = || {
+        fs::read_dir(&r).is_ok_and(|mut all| {
+            all.any(|entry| entry.is_ok_and(|entry| entry.file_name().to_string_lossy().contains("-checkpoint-2")))
+        })
+    };
+    let started = Instant::now();
+    while !is_begun() && started.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(is_begun(), "no checkpoint is being written");
+    let id = run.id().to_string();
+    let interrupt = || Command::new("kill").args(["-INT", &id]).status().unwrap().success();
+    assert!(interrupt());
+    // It takes a while until the first one has arrived; two that wait together count as one.
+    while run.try_wait().unwrap().is_none() && started.elapsed() < Duration::from_secs(120) {
+        std::thread::sleep(Duration::from_millis(20));
+        assert!(run.try_wait().unwrap().is_some() || interrupt());
+    }
+    let status = run.wait().unwrap();
+    assert!(machine.hold().exists() && status.signal() == Some(2), "{status}");
+    fs::remove_file(machine.hold()).unwrap();
+    finish(&machine, &whole, "after two signals");
 }
 
 /// One random operation in each of `count` parts of a run.
@@ -183,12 +219,19 @@ fn kill_writers(mut cases: impl FnMut(usize) -> Vec<usize>) {
             machine.empty();
             // Every second call finds an older file.
             let older = i % 2 == 1;
+            let record = d.join("x.dat.trained.json");
             if older {
                 fs::write(d.join("x.dat"), b"older").unwrap();
+                fs::write(&record, b"older").unwrap();
             }
             machine.run(words, Fault::Signal { at, number: 9 });
             match fs::read(d.join("x.dat")) {
-                Ok(found) => assert!(found == whole || older && found == b"older", "{case}: another file"),
+                Ok(found) => {
+                    assert!(found == whole || older && found == b"older", "{case}: another file");
+                    // The new weights would run as the older ones were trained.
+                    let of_older = fs::read(&record).is_ok_and(|record| record == b"older");
+                    assert!(found == b"older" || !of_older, "{case}: the older record is beside the new file");
+                }
                 Err(_) => assert!(!older, "{case}: the older file is gone"),
             }
             machine.operations(words);

@@ -199,6 +199,8 @@ fn many_bad_steps_take_the_run_back_and_then_end_it() {
     assert_eq!(out.status.code(), Some(5), "{stderr}");
     assert_eq!(stderr.matches("leaves out all steps between").count(), 2, "{stderr}");
     assert!(stderr.contains("9 steps were left out") && !d.join("r/final").exists(), "{stderr}");
+    let summary = fs::read_to_string(d.join("r/summary.md")).unwrap();
+    assert!(summary.contains("left out") && summary.contains("m/rows.tsv:"), "{summary}");
 
     let out = run(d, &[&FIT[..], &["-o", "unguarded", "--recipe", "bf16", "--guard", "false"]].concat());
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -216,7 +218,7 @@ fn line_of(rows: usize, number: usize) -> usize {
 
 /// A run of [`FIT`] with seed 1 and these words, which must succeed. Returns what it printed.
 fn guarded(d: &Path, words: &[&str]) -> String {
-    let fixed = ["-o", "run", "--overwrite", "--seed", "1", "--eval-steps", "0", "--recipe", "bf16"];
+    let fixed = ["-o", "run", "--overwrite", "--seed", "1", "--eval-steps", "0"];
     let out = run(d, &[&FIT[..], &fixed, words].concat());
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.success(), "{words:?}: {said}");
@@ -245,13 +247,13 @@ fn a_bad_step_leaves_no_trace_wherever_it_is() {
     ];
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    let check = |accumulation: usize, step: usize, ways: &[&[&str]]| {
+    let check = |recipe: &str, accumulation: usize, step: usize, ways: &[&[&str]]| {
         let mut expected = None;
         for way in ways {
             let (accumulated, steps) = (accumulation.to_string(), STEPS.to_string());
             let words = ["--gradient-accumulation-steps", &accumulated, "--max-steps", &steps];
-            let said = guarded(d, &[&words[..], way].concat());
-            let case = format!("step {step}, {accumulation} micro-batches, {way:?}: {said}");
+            let said = guarded(d, &[&words[..], &["--recipe", recipe], way].concat());
+            let case = format!("step {step}, {recipe}, {accumulation} micro-batches, {way:?}: {said}");
             let left_out: Vec<u64> =
                 lines(&d.join("run"), "left_out").iter().map(|line| line["step"].as_u64().unwrap()).collect();
             assert_eq!(left_out, [step as u64], "{case}");
@@ -267,10 +269,16 @@ fn a_bad_step_leaves_no_trace_wherever_it_is() {
             let rows = STEPS * accumulation;
             let bad = line_of(rows, (step - 1) * accumulation + step % accumulation);
             weak_model(&d.join("m"), Overflow::Gradient, rows, &[bad]);
-            check(accumulation, step, &WAYS);
+            check("bf16", accumulation, step, &WAYS);
             // A loss that is NaN is noticed before the update, in whatever way gradients are clipped.
             weak_model(&d.join("m"), Overflow::Activation, rows, &[bad]);
-            check(accumulation, step, &WAYS[2..]);
+            check("bf16", accumulation, step, &WAYS[2..]);
+            // So is one that is infinite, and one whose activations have scales that are not finite.
+            if accumulation == 1 && [1, 3, 6].contains(&step) {
+                check("nvfp4", accumulation, step, &WAYS[2..]);
+                weak_model(&d.join("m"), Overflow::Loss, rows, &[bad]);
+                check("bf16", accumulation, step, &WAYS[2..]);
+            }
         }
     }
 }

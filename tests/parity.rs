@@ -9,6 +9,7 @@ use crate::support::{
     skipped,
 };
 use backend_nvfp4::Precision;
+use model_qwen3::config::Qwen3Config;
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 use std::path::Path;
@@ -197,4 +198,61 @@ fn a_fixture_that_compares_nothing_is_refused() {
     }
     let (code, text) = error(&|name, dtype| without_training(name, dtype) && dtype != Dtype::F32, 0.0);
     assert!(code == 6 && text.contains("there is no float tensor in it"), "{text}");
+}
+
+/// Fixtures of the right names whose ids and shapes are those of no batch.
+#[test]
+fn forged_fixtures_are_refused() {
+    let folder = golden("hf-qwen3/tiny-tied");
+    let file = std::fs::read(folder.join("expected.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("fixture.safetensors");
+    let beyond = (config.vocab_size as i32).to_le_bytes();
+    type Change<'a> = &'a dyn Fn(&mut Vec<usize>, &mut Vec<u8>);
+    let first = |value: [u8; 4]| move |_: &mut Vec<usize>, data: &mut Vec<u8>| data[..4].copy_from_slice(&value);
+    let reshaped = |of: fn(&[usize]) -> Vec<usize>| {
+        move |shape: &mut Vec<usize>, data: &mut Vec<u8>| {
+            *shape = of(shape);
+            data.truncate(shape.iter().product::<usize>() * 4);
+        }
+    };
+    let unsupervised = |_: &mut Vec<usize>, data: &mut Vec<u8>| {
+        data.chunks_mut(4).for_each(|label| label.copy_from_slice(&(-100i32).to_le_bytes()));
+    };
+    let cases: [(&str, Change, &str); 10] = [
+        ("input_ids", &first(beyond), "each an id below"),
+        ("input_ids", &first((-1i32).to_le_bytes()), "each an id below"),
+        ("input_ids", &reshaped(|shape| vec![0, shape[1]]), "\"input_ids\" must hold 1 to"),
+        ("labels", &reshaped(|shape| vec![shape[0], shape[1] - 1]), "must have the shape of \"input_ids\""),
+        ("labels", &unsupervised, "supervise at least one token"),
+        ("generate.prompt", &reshaped(|_| vec![0]), "\"generate.prompt\" must hold 1 to"),
+        ("generate.ids", &first(beyond), "each an id below"),
+        ("train.data", &reshaped(|shape| vec![shape[1], shape[2]]), "it must be [steps, batch, 2 or more tokens]"),
+        ("train.data", &reshaped(|shape| vec![shape[0], 0, shape[2]]), "it must be [steps, batch, 2 or more tokens]"),
+        ("train.data", &reshaped(|shape| vec![shape[0], shape[1], 1]), "it must be [steps, batch, 2 or more tokens]"),
+    ];
+    for (name, change, reason) in cases {
+        let forged: Vec<_> = tensors
+            .iter()
+            .map(|(key, view)| {
+                let (mut shape, mut data) = (view.shape().to_vec(), view.data().to_vec());
+                if key == name {
+                    change(&mut shape, &mut data);
+                }
+                (key, view.dtype(), shape, data)
+            })
+            .collect();
+        assert!(forged.iter().any(|(key, ..)| *key == name), "there is no {name}");
+        let views = forged.iter().map(|(key, dtype, shape, data)| {
+            (*key, TensorView::new(*dtype, shape.clone(), data).unwrap_or_else(|e| panic!("{key}: {e}")))
+        });
+        std::fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
+        let job = Parity { model: &folder, expected: &path, dump: None };
+        let error =
+            device::run(DeviceChoice::Cpu, Some(Precision::F32), job).err().map(|e| (e.exit_code(), e.to_string()));
+        let (code, said) = error.unwrap_or_else(|| panic!("{name}, {reason}: the fixture is taken"));
+        assert!(code == 6 && said.contains(reason), "{name}: {code}: {said}");
+    }
 }

@@ -3,12 +3,13 @@
 
 use crate::support::{
     faulty_disk::{self, Fault, Machine},
-    files::{command, forge, ok, tiny_model},
+    files::{command, forge, ok, program, tiny_model},
 };
 use safetensors::{SafeTensors, tensor::TensorView};
 use serde_json::Value;
 use std::{
     fs,
+    io::{BufRead, BufReader},
     path::Path,
     process::{Command, Stdio},
     time::{Duration, Instant},
@@ -207,6 +208,71 @@ fn a_damaged_output_is_made_again() {
     assert!(code == Some(0) && !said.contains("is complete"), "{code:?}: {said}");
     assert!(fs::read(d.join("other.dat")).unwrap() == exported);
     assert!(ended(d, &[&RESUME[..], &["--output-dat", "other.dat"]].concat()).1.contains("is complete at step 6"));
+}
+
+/// A complete run whose checkpoints somebody has deleted, to free the disk, is not begun again: that would delete its export.
+#[test]
+fn a_complete_run_without_checkpoints_is_not_begun_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let exported = complete(d);
+    for step in [2, 4, 6] {
+        fs::remove_dir_all(d.join(format!("r/checkpoint-{step}"))).unwrap();
+    }
+    for left in ["final", "train_results.json"] {
+        let (code, said) = ended(d, &RESUME);
+        assert!(code == Some(2) && said.contains("has no checkpoint to resume from"), "{code:?}: {said}");
+        assert!(fs::read(d.join("r.dat")).unwrap() == exported && d.join("r/metrics.jsonl").exists(), "{left}");
+        if left == "final" {
+            assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
+            fs::remove_dir_all(d.join("r/final")).unwrap();
+        }
+    }
+}
+
+/// Somebody has put a file into an export. It stays when the run is resumed, and when the export is made again.
+#[test]
+fn a_file_that_lies_in_an_export_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let exported = complete(d);
+    let (notes, summary) = (d.join("r/final/notes.txt"), d.join("r/summary.md"));
+    fs::write(&notes, "mine").unwrap();
+    fs::remove_file(&summary).unwrap();
+    // A dry run writes nothing.
+    for (dry, summarized) in [(&["--dry-run"][..], false), (&[], true)] {
+        let (code, said) = ended(d, &[&RESUME[..], dry].concat());
+        assert!(code == Some(0) && said.contains("is complete at step 6"), "{code:?}: {said}");
+        assert_eq!(summary.exists(), summarized, "{dry:?}");
+    }
+    fs::write(d.join("r/final/model.dat"), "damaged").unwrap();
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(0) && !said.contains("is complete"), "{code:?}: {said}");
+    assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
+    assert_eq!(fs::read_to_string(&notes).unwrap(), "mine");
+}
+
+/// A run that was started so that a closed terminal does not end it, as by nohup.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_run_that_ignores_a_closed_terminal_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let script = format!("trap '' HUP; exec {} {FIT}", program().display());
+    let mut child = Command::new("sh")
+        .args(["-c", &script])
+        .current_dir(d)
+        .stderr(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.contains("tok/s")), "the run printed no step");
+    assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());
+    let said: Vec<String> = lines.collect();
+    assert_eq!(child.wait().unwrap().code(), Some(0), "{said:?}");
+    assert!(d.join("r/checkpoint-6").exists() && d.join("r/final/model.dat").exists());
 }
 
 #[test]

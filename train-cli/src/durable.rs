@@ -147,9 +147,14 @@ impl PendingFolder {
     pub fn new(target: &Path) -> Result<Self, CliError> {
         let temporary = sibling(target);
         sweep_abandoned(target)?;
-        fs::create_dir_all(&temporary).map_err(CliError::io(&temporary))?;
-        let lock = File::open(&temporary).ok().filter(claim);
-        Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new(), _lock: lock })
+        loop {
+            fs::create_dir_all(&temporary).map_err(CliError::io(&temporary))?;
+            // Until it is locked, another process may take it for abandoned and remove it.
+            let lock = File::open(&temporary).ok().filter(|folder| folder.lock().is_ok());
+            if lock.as_ref().is_none_or(|folder| is_at(folder, &temporary)) && temporary.is_dir() {
+                return Ok(Self { target: target.to_owned(), temporary, files: BTreeMap::new(), _lock: lock });
+            }
+        }
     }
 
     /// Writes one file into the folder.
@@ -220,7 +225,12 @@ impl PendingFolder {
 
 /// Where an older folder waits while a new one takes its name.
 fn aside_of(target: &Path) -> PathBuf {
-    parent(target).join(format!(".old-{}", target.file_name().unwrap_or_default().to_string_lossy()))
+    parent(target).join(aside_name(&target.file_name().unwrap_or_default().to_string_lossy()))
+}
+
+/// The name of an older folder that waits while a new one takes the name `target`.
+pub fn aside_name(target: &str) -> String {
+    format!(".old-{target}")
 }
 
 /// Ends the replacement of `target` that a killed process left unfinished: the older folder gets its name back if the
@@ -232,7 +242,7 @@ pub fn finish_replacement(target: &Path) -> Result<(), CliError> {
     let aside = aside_of(target);
     match (aside.exists(), target.exists()) {
         (false, _) => Ok(()),
-        (true, true) => remove(&aside),
+        (true, true) => give_up(&aside, target),
         (true, false) => fs::rename(&aside, target).map_err(CliError::io(&aside)),
     }
 }
@@ -254,9 +264,26 @@ fn swap(new: &Path, target: &Path) -> Result<(), CliError> {
     sync_folder(parent(target))?;
     if replaces {
         // The new folder is in place, whatever happens to the old one now.
-        let _ = fs::remove_dir_all(&aside);
+        let _ = give_up(&aside, target);
     }
     Ok(())
+}
+
+/// Removes a folder that another one has replaced. Files that somebody has put into it, which its manifest does not list, go
+/// into the new folder, unless it has files of these names.
+fn give_up(old: &Path, new: &Path) -> Result<(), CliError> {
+    if let Ok(manifest) = manifest_of(old) {
+        for entry in fs::read_dir(old).map_err(CliError::io(old))? {
+            let path = entry.map_err(CliError::io(old))?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let kept = new.join(&name);
+            if name != MANIFEST && !manifest.files.contains_key(&name) && kept.symlink_metadata().is_err() {
+                fs::rename(&path, &kept).map_err(CliError::io(&path))?;
+            }
+        }
+        sync_folder(new)?;
+    }
+    remove(old)
 }
 
 impl Drop for PendingFolder {
@@ -268,8 +295,14 @@ impl Drop for PendingFolder {
 
 /// Whether a file or folder of this name is temporary.
 pub fn is_temporary(name: &str) -> bool {
-    name.starts_with(".tmp-")
+    let process = name.strip_prefix(TEMPORARY).and_then(|rest| rest.split_once('-'));
+    name == PROBE || process.is_some_and(|(id, _)| !id.is_empty() && id.bytes().all(|b| b.is_ascii_digit()))
 }
+
+/// The start of a temporary name. The number of the process follows, a hyphen, and the name that the file will get.
+const TEMPORARY: &str = ".tmp-";
+/// The file of [`probe`].
+const PROBE: &str = ".tmp-probe";
 
 /// Whether a folder holds nothing but what a process leaves that ends before it writes its first file: a lock, temporary
 /// files.
@@ -294,10 +327,27 @@ pub fn sweep(folder: &Path) -> Result<(), CliError> {
     for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
         let path = entry.map_err(CliError::io(folder))?.path();
         if path.file_name().is_some_and(|n| is_temporary(&n.to_string_lossy())) {
-            remove(&path)?;
+            remove_unless_held(&path)?;
         }
     }
     Ok(())
+}
+
+/// Removes a file, or a folder with everything in it, unless it is temporary and a process that lives writes it.
+///
+/// # Errors
+/// If the system fails.
+pub fn remove_unless_held(path: &Path) -> Result<(), CliError> {
+    if !path.file_name().is_some_and(|name| is_temporary(&name.to_string_lossy())) {
+        return remove(path);
+    }
+    match File::open(path) {
+        // The lock is held here until the file is gone, so that nobody else removes it.
+        Ok(file) if file.try_lock().is_ok() => remove(path),
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(_) => remove(path),
+    }
 }
 
 /// Removes the temporary files of this target that processes left when they died: whoever writes one holds a lock on it,
@@ -308,7 +358,7 @@ fn sweep_abandoned(target: &Path) -> Result<(), CliError> {
     let Ok(entries) = fs::read_dir(folder) else { return Ok(()) };
     for path in entries.filter_map(|entry| entry.ok().map(|entry| entry.path())) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let process = name.strip_prefix(".tmp-").and_then(|rest| rest.strip_suffix(&end)?.parse::<u32>().ok());
+        let process = name.strip_prefix(TEMPORARY).and_then(|rest| rest.strip_suffix(&end)?.parse::<u32>().ok());
         // The lock is held here until the file is gone, so that nobody else removes it.
         let abandoned = process.and_then(|_| File::open(&path).ok()).filter(claim).filter(|file| is_at(file, &path));
         if let Some(_lock) = abandoned {
@@ -343,7 +393,7 @@ fn claimed(path: &Path) -> Result<File, CliError> {
 /// If the system refuses.
 pub fn probe(folder: &Path) -> Result<(), CliError> {
     // The name is the same for every process, so that the next probe removes what a kill leaves of this one.
-    let path = folder.join(".tmp-probe");
+    let path = folder.join(PROBE);
     write_bytes(&path, b"")?;
     match fs::remove_file(&path) {
         // Another process that probes the folder has removed it.
@@ -429,8 +479,17 @@ pub fn read_back(folder: &Path) -> Result<(), CliError> {
 /// Largest file whose digest [`read_back`] compares. The weights of a checkpoint would take as long again as to write them.
 const QUICK: u64 = 16 << 20;
 
-/// Compares a folder with its manifest, and the digests of files of at most `largest` bytes.
-fn compare(folder: &Path, largest: u64) -> Result<(), CliError> {
+/// Checks the files of a folder that its manifest lists. Other files may lie beside them.
+///
+/// # Errors
+/// If one of them is missing or differs.
+pub fn verify_listed(folder: &Path) -> Result<(), CliError> {
+    let manifest = manifest_of(folder)?;
+    manifest.files.iter().try_for_each(|(name, record)| compare_named(folder, name, record, u64::MAX))
+}
+
+/// The manifest of a folder.
+fn manifest_of(folder: &Path) -> Result<Manifest, CliError> {
     let path = folder.join(MANIFEST);
     let text = file::read_text(&path, LARGEST_MANIFEST, "").map_err(CliError::damaged(&path))?;
     let manifest = json::parse(&text).and_then(serde_json::from_value::<Manifest>);
@@ -441,20 +500,27 @@ fn compare(folder: &Path, largest: u64) -> Result<(), CliError> {
             format!("manifest version {}; this program reads version 1", manifest.version),
         ));
     }
+    Ok(manifest)
+}
+
+/// Compares a folder with its manifest, and the digests of files of at most `largest` bytes.
+fn compare(folder: &Path, largest: u64) -> Result<(), CliError> {
+    let manifest = manifest_of(folder)?;
     for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
         let name = entry.map_err(CliError::io(folder))?.file_name().to_string_lossy().into_owned();
         if name != MANIFEST && !manifest.files.contains_key(&name) {
             return Err(CliError::corrupt(folder, format!("{name} is not in the manifest")));
         }
     }
-    for (name, record) in &manifest.files {
-        let path = folder.join(name);
-        if Path::new(name).file_name().is_none_or(|n| n != name.as_str()) {
-            return Err(CliError::corrupt(folder, format!("{name:?} in manifest.json is not a plain file name")));
-        }
-        compare_file(&path, record, largest)?;
+    manifest.files.iter().try_for_each(|(name, record)| compare_named(folder, name, record, largest))
+}
+
+/// Compares a file of a folder with its record.
+fn compare_named(folder: &Path, name: &str, record: &FileRecord, largest: u64) -> Result<(), CliError> {
+    if Path::new(name).file_name().is_none_or(|n| n != name) {
+        return Err(CliError::corrupt(folder, format!("{name:?} in manifest.json is not a plain file name")));
     }
-    Ok(())
+    compare_file(&folder.join(name), record, largest)
 }
 
 /// Compares a file with its record.
@@ -612,7 +678,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 
 fn sibling(path: &Path) -> PathBuf {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    parent(path).join(format!(".tmp-{}-{name}", std::process::id()))
+    parent(path).join(format!("{TEMPORARY}{}-{name}", std::process::id()))
 }
 
 fn parent(path: &Path) -> &Path {
@@ -683,6 +749,42 @@ mod tests {
         fs::create_dir(aside_of(&target)).unwrap();
         folder_with(&target, "new").replace().unwrap();
         assert_eq!(content(), "new");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn only_temporary_files_that_nobody_writes_are_swept() {
+        let dir = folder();
+        let at = |name: &str| dir.path().join(name);
+        let names = [".tmp-x", ".tmp-7", ".tmp-7-model.dat", ".tmp-8-held", ".tmp-probe", ".old-mine", "notes"];
+        names.iter().for_each(|name| fs::write(at(name), b"").unwrap());
+        let held = File::open(at(".tmp-8-held")).unwrap();
+        held.lock().unwrap();
+        sweep(dir.path()).unwrap();
+        let left: Vec<_> = names.into_iter().filter(|name| at(name).exists()).collect();
+        assert_eq!(left, [".tmp-x", ".tmp-7", ".tmp-8-held", ".old-mine", "notes"]);
+        drop(held);
+        sweep(dir.path()).unwrap();
+        assert!(!at(".tmp-8-held").exists());
+    }
+
+    #[test]
+    fn a_file_that_lies_in_a_replaced_folder_goes_into_the_new_one() {
+        let dir = folder();
+        let target = dir.path().join("final");
+        folder_with(&target, "old").replace().unwrap();
+        fs::write(target.join("notes"), b"mine").unwrap();
+        assert!(verify(&target).is_err());
+        verify_listed(&target).unwrap();
+        folder_with(&target, "new").replace().unwrap();
+        let content = |name: &str| fs::read_to_string(target.join(name)).unwrap();
+        assert_eq!((content("x").as_str(), content("notes").as_str()), ("new", "mine"));
+        // So it is if a kill came before the file was moved.
+        fs::create_dir(aside_of(&target)).unwrap();
+        fs::write(aside_of(&target).join("more"), b"too").unwrap();
+        fs::copy(target.join(MANIFEST), aside_of(&target).join(MANIFEST)).unwrap();
+        finish_replacement(&target).unwrap();
+        assert_eq!(content("more"), "too");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
     }
 

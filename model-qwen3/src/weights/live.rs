@@ -140,7 +140,13 @@ impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
         match self.field(name).and_then(Field::packed) {
             Some(w) => {
                 let packed = w.to_packed().map_err(ModelError::nvfp4(name))?;
-                if packed.global.is_finite() { Ok(packed) } else { Err(self.not_finite(name, packed.global)) }
+                // E4M3 has no infinity, and its NaN has all bits but the sign.
+                let scales_are_finite = packed.scales.iter().all(|scale| scale & 0x7f != 0x7f);
+                match packed.global.is_finite() {
+                    true if scales_are_finite => Ok(packed),
+                    true => Err(self.not_finite(name, f32::NAN)),
+                    false => Err(self.not_finite(name, packed.global)),
+                }
             }
             _ => Err(ModelError::weights(self.path(), format!("{name:?} is dense; NVFP4 is needed"))),
         }

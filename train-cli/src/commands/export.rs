@@ -187,7 +187,8 @@ fn write_and_check(
     path: &Path,
     check: impl FnOnce(&Path) -> Result<(), CliError>,
 ) -> Result<FileRecord, CliError> {
-    let sha256 = durable::write_checked(path, |out| write(tensors, like, true, out, path), check)?;
+    let checked = |temporary: &Path| check(temporary).and_then(|()| Trained::forget(path));
+    let sha256 = durable::write_checked(path, |out| write(tensors, like, true, out, path), checked)?;
     let bytes = std::fs::metadata(path).map_err(CliError::io(path))?.len();
     report::result(format!("{} · {bytes} bytes · sha256 {sha256}", path.display()));
     Ok(FileRecord { bytes, sha256 })

@@ -14,8 +14,7 @@ use crate::{
     progress::Writing,
     report,
     run::{
-        checkpoint::{self, TrainerState},
-        folder::RESULTS,
+        checkpoint::{self, RESULTS, TrainerState},
         located::located,
         trained::Trained,
     },

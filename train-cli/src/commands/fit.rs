@@ -14,10 +14,10 @@ use crate::{
     progress::Reading,
     report,
     run::beginning::Beginning,
-    run::checkpoint::{self, CONFIG, Head, Resume, Resumed, TrainerState},
+    run::checkpoint::{self, CONFIG, FINAL, Head, Resume, Resumed, TrainerState},
     run::evaluations::Evaluations,
     run::export_format::ExportFormat,
-    run::folder::{self, FINAL},
+    run::folder,
     run::header,
     run::inputs::Inputs,
     run::journal::Journal,
@@ -64,6 +64,13 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     if args.launch.demo {
         demo::unpack()?;
     }
+    // No other process may change a run while its checkpoint is read.
+    let lock = match &args.launch.resume_from_checkpoint {
+        Some(from) => {
+            checkpoint::resumed_run(from, typed_folder(args))?.map(|run| folder::Lock::of(&run)).transpose()?
+        }
+        None => None,
+    };
     let (plan, resumed, restarts) = planned(args)?;
     // Nobody has named the run folder, and its name may be taken by the time the run begins.
     let named =
@@ -74,17 +81,21 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
         report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
-    let fit = Fit { plan, device, resumed, unnamed, overwrite, dry_run: args.launch.dry_run };
+    let fit = Fit { plan, device, lock, resumed, restarts, unnamed, overwrite, dry_run: args.launch.dry_run };
     device::run(device, precision, fit).map_err(|error| error.with_remedy(REMEDY))
+}
+
+/// The run folder that was typed.
+fn typed_folder(args: &FitArgs) -> Option<&Path> {
+    args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new)
 }
 
 /// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint
 /// yet. Typed settings win over those of the config file, of the checkpoint or of the demo, and these over defaults.
 pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let launch = &args.launch;
-    let output_dir = args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new);
     let resume = match &launch.resume_from_checkpoint {
-        Some(from) => checkpoint::resume(from, output_dir)?,
+        Some(from) => checkpoint::resume(from, typed_folder(args))?,
         None => None,
     };
     let begun = match &resume {
@@ -120,7 +131,11 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
 struct Fit {
     plan: Plan,
     device: DeviceChoice,
+    /// Keeps the folder of a run that is resumed to this process.
+    lock: Option<folder::Lock>,
     resumed: Option<Resumed>,
+    /// Whether a run that ended before its first checkpoint begins again.
+    restarts: bool,
     /// Whether the program chooses the name of the run folder.
     unnamed: bool,
     overwrite: bool,
@@ -131,18 +146,19 @@ impl Job for Fit {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { plan, device: choice, resumed, unnamed, overwrite, dry_run } = self;
+        let Self { plan, device: choice, lock, resumed, restarts, unnamed, overwrite, dry_run } = self;
         if resumed.is_none() && !unnamed {
             folder::check_free(&plan, overwrite)?;
         }
         // The lock ends with the run.
-        let (plan, mut lock) = match (unnamed, dry_run) {
-            (true, true) => (plan, None),
-            (true, false) => {
+        let (plan, mut lock) = match (lock, unnamed, dry_run) {
+            (Some(lock), ..) => (plan, Some(lock)),
+            (None, true, true) => (plan, None),
+            (None, true, false) => {
                 let (lock, folder) = folder::Lock::of_new(&plan.output_dir)?;
                 (plan.in_folder(folder), Some(lock))
             }
-            (false, _) => {
+            (None, false, _) => {
                 let lock = folder::Lock::of(&plan.output_dir)?;
                 (plan, Some(lock))
             }
@@ -150,12 +166,19 @@ impl Job for Fit {
         let ready = Ready::new(plan, choice, precision, resumed.as_ref())?;
         match &resumed {
             None if dry_run && unnamed => {}
-            None => folder::check_free(&ready.plan, overwrite)?,
+            None => {
+                folder::check_free(&ready.plan, overwrite)?;
+                if restarts {
+                    folder::check_not_begun(&ready.plan.output_dir)?;
+                }
+            }
             Some(resumed) => {
                 let (plan, state) = (&ready.plan, &resumed.state);
                 folder::check_unchanged(plan, &ready.inputs, state, precision)?;
                 if is_complete(plan, state, ready.inputs.order(plan).steps)? {
-                    summarize(&plan.output_dir);
+                    if !dry_run {
+                        summarize(&plan.output_dir);
+                    }
                     report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
                     return Ok(());
                 }
@@ -585,7 +608,7 @@ fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, 
     let wanted = best.filter(|_| saving.load_best_model_at_end).map_or(state.global_step, |(step, _)| step);
     let is_wanted = results.get("exported_step").is_none_or(|step| step.is_null() || *step == wanted);
     let exported = saving.save_strategy == SaveStrategy::No
-        || durable::verify(&plan.output_dir.join(FINAL)).is_ok()
+        || durable::verify_listed(&plan.output_dir.join(FINAL)).is_ok()
             && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, &results["output_dat"]));
     Ok(done && made && is_wanted && exported)
 }

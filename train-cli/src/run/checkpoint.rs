@@ -45,6 +45,12 @@ const LARGEST_STATE: u64 = 64 << 20;
 
 /// The settings of a run, in its folder.
 pub const CONFIG: &str = "config.toml";
+/// The folder in a run folder that holds the exported model.
+pub const FINAL: &str = "final";
+/// The record of a complete run in its folder.
+pub const RESULTS: &str = "train_results.json";
+/// The start of the name of a checkpoint that was set aside.
+pub(super) const STALE: &str = "stale-";
 
 /// How files store the output head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -163,18 +169,7 @@ pub enum Resume {
 /// If there is no such checkpoint or run, the checkpoint is broken, or it has another layout.
 pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resume>, CliError> {
     let usage = |text: String| CliError::Usage(text);
-    let (run, folder) = match (from, output_dir) {
-        (ResumeFrom::Nothing, _) => return Ok(None),
-        (ResumeFrom::Latest, None) => {
-            return Err(usage("--resume-from-checkpoint needs the run folder; give --output-dir RUN".into()));
-        }
-        (ResumeFrom::Latest, Some(run)) => (run, None),
-        (ResumeFrom::Path(given), _) if given.join(STATE).exists() || step_of(given).is_some() => {
-            let parent = given.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            (parent, Some(given.as_path()))
-        }
-        (ResumeFrom::Path(given), _) => (given.as_path(), None),
-    };
+    let Some((run, folder)) = named(from, output_dir)? else { return Ok(None) };
     if folder.is_none() && has_not_begun(run, from)? {
         return Ok(Some(Resume::Beginning(run.to_owned())));
     }
@@ -195,6 +190,34 @@ pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Res
     Ok(Some(Resume::At(Box::new(Resumed { run: run.to_owned(), folder, state }))))
 }
 
+/// The folder of the run that is to be resumed, if it exists.
+///
+/// # Errors
+/// If nothing says which run that is.
+pub fn resumed_run(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<PathBuf>, CliError> {
+    Ok(named(from, output_dir)?.map(|(run, _)| run.to_owned()).filter(|run| run.is_dir()))
+}
+
+/// The run that is to be resumed, and its checkpoint, if one is named. None if nothing is to be resumed.
+fn named<'a>(
+    from: &'a ResumeFrom,
+    output_dir: Option<&'a Path>,
+) -> Result<Option<(&'a Path, Option<&'a Path>)>, CliError> {
+    Ok(match (from, output_dir) {
+        (ResumeFrom::Nothing, _) => None,
+        (ResumeFrom::Latest, None) => {
+            let text = "--resume-from-checkpoint needs the run folder; give --output-dir RUN";
+            return Err(CliError::Usage(text.into()));
+        }
+        (ResumeFrom::Latest, Some(run)) => Some((run, None)),
+        (ResumeFrom::Path(given), _) if given.join(STATE).exists() || step_of(given).is_some() => {
+            let parent = given.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            Some((parent, Some(given.as_path())))
+        }
+        (ResumeFrom::Path(given), _) => Some((given.as_path(), None)),
+    })
+}
+
 /// Refuses the checkpoint of a run that made its steps in another way, which clipped by another norm.
 fn refuse_whole_graphs(folder: &Path) -> Result<(), CliError> {
     let (_, state) = recorded(folder)?;
@@ -213,17 +236,40 @@ fn has_not_begun(run: &Path, from: &ResumeFrom) -> Result<bool, CliError> {
     if !run.exists() {
         return Ok(*from == ResumeFrom::Latest);
     }
-    if !run.is_dir() || !list(run)?.is_empty() {
+    if !run.is_dir() || !list(run)?.is_empty() || has_results(run)? {
         return Ok(false);
     }
     Ok(run.join(CONFIG).exists() || durable::is_untouched(run)?)
+}
+
+/// Whether a run folder holds what a run that begins again would delete.
+pub(super) fn has_results(run: &Path) -> Result<bool, CliError> {
+    for entry in std::fs::read_dir(run).map_err(CliError::io(run))? {
+        if is_result(&entry.map_err(CliError::io(run))?.file_name().to_string_lossy()) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Whether an entry of a run folder is there only after the run has trained: its export, its record, a checkpoint that was
+/// set aside.
+pub(super) fn is_result(name: &str) -> bool {
+    [FINAL, RESULTS].contains(&name) || name == durable::aside_name(FINAL) || name.starts_with(STALE)
 }
 
 /// The newest good checkpoint of a run. Names the broken checkpoints that it skips.
 fn latest(run: &Path) -> Result<(PathBuf, TrainerState), CliError> {
     match newest(run, usize::MAX)? {
         Some(Resumed { folder, state, .. }) => Ok((folder, state)),
-        None => Err(CliError::Usage(format!("{} has no checkpoint to resume from; start a new run", run.display()))),
+        None if list(run)?.is_empty() => Err(CliError::Usage(format!(
+            "{} has no checkpoint to resume from, and holds what a run has left; start a new run in another folder",
+            run.display()
+        ))),
+        None => Err(CliError::corrupt(
+            run,
+            "every checkpoint is damaged, so that there is nothing to resume from; start a new run in another folder",
+        )),
     }
 }
 
@@ -414,6 +460,16 @@ pub fn set_aside_newer(run: &Path, step: usize) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Says which folders of a run may be deleted where the disk is full: no run reads a checkpoint that was set aside.
+pub(super) fn note_stale(run: &Path) {
+    let entries = std::fs::read_dir(run).into_iter().flatten().flatten();
+    let stale = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(STALE)).count();
+    if stale > 0 {
+        let (count, folder) = (report::count(stale, "checkpoint"), run.join(format!("{STALE}*")));
+        report::line(format!("note: {count} of older attempts can be deleted: {}", folder.display()));
+    }
+}
+
 /// A name in the run's folder that no older checkpoint of this step has: a run that is resumed twice within a second sets
 /// aside two.
 fn free_name_aside(run: &Path, step: usize) -> PathBuf {
@@ -421,7 +477,7 @@ fn free_name_aside(run: &Path, step: usize) -> PathBuf {
     let numbered = (2..).map(|number| format!("{time}.{number}"));
     std::iter::once(time.clone())
         .chain(numbered)
-        .map(|time| run.join(format!("stale-{time}-checkpoint-{step}")))
+        .map(|time| run.join(format!("{STALE}{time}-checkpoint-{step}")))
         .find(|aside| !aside.exists())
         .expect("a folder holds finitely many names")
 }

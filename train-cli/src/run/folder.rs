@@ -6,7 +6,7 @@ use crate::{
     plan::Plan,
     report,
     run::beginning,
-    run::checkpoint::{self, CONFIG, TrainerState},
+    run::checkpoint::{self, CONFIG, FINAL, RESULTS, STALE, TrainerState},
     run::inputs::Inputs,
     run::{log, tensorboard},
     settings::fields::Change,
@@ -19,11 +19,6 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The folder in a run folder that holds the exported model.
-pub const FINAL: &str = "final";
-
-/// The record of a complete run in its folder.
-pub const RESULTS: &str = "train_results.json";
 /// Largest record that is read. It has less than 10 KB.
 const LARGEST_RESULTS: u64 = 1 << 20;
 
@@ -61,6 +56,18 @@ pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Refuses the folder of a run that was to begin again, if another process has trained in it since that was decided.
+///
+/// # Errors
+/// If the folder holds a checkpoint or an export.
+pub fn check_not_begun(dir: &Path) -> Result<(), CliError> {
+    if checkpoint::list(dir)?.is_empty() && !checkpoint::has_results(dir)? {
+        return Ok(());
+    }
+    let text = "another train-cli has trained here just now; give the command again to resume its run";
+    Err(CliError::Usage(format!("{}: {text}", dir.display())))
+}
+
 /// What a run writes into its folder; `--overwrite` removes these files and folders only.
 const OURS: [&str; 11] = [
     CONFIG,
@@ -77,11 +84,11 @@ const OURS: [&str; 11] = [
 ];
 
 fn is_ours(name: &str) -> bool {
-    let checkpoint = match name.strip_prefix("stale-") {
+    let checkpoint = match name.strip_prefix(STALE) {
         Some(aside) => aside.split_once('-').map_or("", |(_time, checkpoint)| checkpoint),
         None => name,
     };
-    let temporary = durable::is_temporary(name) || name.starts_with(".old-");
+    let temporary = durable::is_temporary(name) || name == durable::aside_name(FINAL);
     let events = tensorboard::is_events(name);
     OURS.contains(&name) || temporary || events || checkpoint::step_of(Path::new(checkpoint)).is_some()
 }
@@ -151,12 +158,16 @@ impl Drop for Lock {
 pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
     let dir = &plan.output_dir;
     check_free(plan, true)?;
+    let mut names = vec![];
     for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
-        let path = entry.map_err(CliError::io(dir))?.path();
-        if path.file_name().is_some_and(|n| n != durable::LOCK) {
-            durable::remove(&path)?;
-        }
+        names.push(entry.map_err(CliError::io(dir))?.file_name().to_string_lossy().into_owned());
     }
+    // Should the process be killed meanwhile, the rest must not look like what a complete run leaves.
+    names.sort_by_key(|name| !checkpoint::is_result(name));
+    names
+        .iter()
+        .filter(|name| *name != durable::LOCK)
+        .try_for_each(|name| durable::remove_unless_held(&dir.join(name)))?;
     record_settings(plan)?;
     let run = json!({
         "version": env!("CARGO_PKG_VERSION"),

@@ -10,9 +10,9 @@ use crate::{
     plan::Plan,
     progress, report,
     run::cadence,
-    run::checkpoint::{self, TrainerState},
+    run::checkpoint::{self, RESULTS, TrainerState},
     run::evaluations::Evaluations,
-    run::folder::{RESULTS, SUMMARY},
+    run::folder::SUMMARY,
     run::header,
     run::inputs::Inputs,
     run::log,
@@ -340,10 +340,10 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         progress::doing("saving a checkpoint");
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
-        saver.save(model, &stepper.optimizer, &self.state, keep)?;
+        let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
         self.saved = Some(step);
         progress::doing("training");
-        if forced { saver.wait() } else { Ok(None) }
+        if forced && written.is_none() { saver.wait() } else { Ok(written) }
     }
 }
 

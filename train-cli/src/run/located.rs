@@ -1,10 +1,7 @@
 //! The one way from a path to a model's files. The path is a model folder, a `.dat` or `.safetensors` file, a run folder (its
 //! export, or its newest checkpoint), or a checkpoint. Every command that takes a model finds it here.
 
-use super::{
-    checkpoint::{self, CONFIG},
-    folder::FINAL,
-};
+use super::checkpoint::{self, CONFIG, FINAL};
 use crate::{CliError, model_files::ModelFiles, report};
 use model_qwen3::ModelError;
 use std::path::Path;

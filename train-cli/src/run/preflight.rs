@@ -211,6 +211,15 @@ impl Forecast {
             (None, Some(free)) if needed > free => {
                 Err(CliError::Full { device: self.device.to_string(), needed, free })
             }
+            // Whoever gives a limit may know of memory that will be free.
+            (Some(_), Some(free)) if needed > free => {
+                let (needed, free) = (report::gib(needed), report::gib(free));
+                report::line(format!(
+                    "warning: the run would need {needed}, and {free} are free on {} now",
+                    self.device
+                ));
+                Ok(())
+            }
             _ => Ok(()),
         }
     }
@@ -234,6 +243,7 @@ impl Forecast {
             let needed = wanted.entry(disk.id).or_insert(0);
             *needed += bytes;
             if *needed > disk.free {
+                checkpoint::note_stale(&plan.output_dir);
                 return Err(CliError::Disk { path: path.clone(), checkpoints, needed: *needed, free: disk.free });
             }
         }

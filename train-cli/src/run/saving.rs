@@ -91,8 +91,8 @@ impl Saver {
         Self { place, bytes, pending: None, room, told: false }
     }
 
-    /// Saves a checkpoint, and deletes those that are not to be kept. It may still be being written when this returns;
-    /// [`Self::wait`] ends when it is complete.
+    /// Saves a checkpoint, and deletes those that are not to be kept. Returns its folder, or None if it is still being
+    /// written; [`Self::wait`] ends when it is complete.
     ///
     /// # Errors
     /// If the device or the system fails, for this checkpoint or the one before. The older ones are unchanged.
@@ -102,7 +102,7 @@ impl Saver {
         optimizer: &ChunkedAdamw<B>,
         state: &TrainerState,
         keep: Keep,
-    ) -> Result<(), CliError> {
+    ) -> Result<Option<PathBuf>, CliError> {
         self.wait()?;
         let place = self.place.clone();
         let target = place.target(state.global_step);
@@ -115,13 +115,13 @@ impl Saver {
             return self.begin(move || place.commit(folder, keep, |name, out| content.write(name, out)));
         }
         if !self.has_memory() {
-            return place.commit(folder, keep, |name, out| content.write(name, out)).map(|_| ());
+            return place.commit(folder, keep, |name, out| content.write(name, out)).map(Some);
         }
         let mut files = Vec::with_capacity(FILES.len());
         for name in FILES {
-            let mut bytes = Vec::new();
+            let mut bytes = InMemory(Vec::new());
             content.write(name, &mut bytes)?;
-            files.push(bytes);
+            files.push(bytes.0);
         }
         let (mut files, target) = (files.into_iter(), content.target);
         self.begin(move || {
@@ -133,10 +133,13 @@ impl Saver {
     }
 
     /// Lets a thread write a checkpoint.
-    fn begin(&mut self, write: impl FnOnce() -> Result<PathBuf, CliError> + Send + 'static) -> Result<(), CliError> {
+    fn begin(
+        &mut self,
+        write: impl FnOnce() -> Result<PathBuf, CliError> + Send + 'static,
+    ) -> Result<Option<PathBuf>, CliError> {
         let writer = thread::Builder::new().name("checkpoint".into()).spawn(write);
         self.pending = Some(writer.map_err(CliError::io(&self.place.run))?);
-        Ok(())
+        Ok(None)
     }
 
     /// Waits until the last checkpoint is complete. Returns its folder, the first time.
@@ -194,6 +197,21 @@ impl Drop for Saver {
         if let Some(Ok(Err(error))) = self.pending.take().map(JoinHandle::join) {
             report::line(format!("warning: the last checkpoint could not be written: {error}"));
         }
+    }
+}
+
+/// A file that is made in the host's memory. If there is not enough, writing fails, and the process goes on.
+struct InMemory(Vec<u8>);
+
+impl Write for InMemory {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.try_reserve(bytes.len()).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }
 
@@ -316,10 +334,10 @@ mod tests {
         }
 
         /// Saves to a folder of its own.
-        fn saved(&self, saver: &mut Saver) {
+        fn saved(&self, saver: &mut Saver) -> Option<PathBuf> {
             fs::create_dir_all(&saver.place.run).unwrap();
             let keep = Keep { newest: 2, period: None, best: None };
-            saver.save(&self.model, &self.optimizer, &self.state, keep).unwrap();
+            saver.save(&self.model, &self.optimizer, &self.state, keep).unwrap()
         }
     }
 
@@ -344,12 +362,14 @@ mod tests {
         let saved = |name: &str, bytes: u64, room: Room| {
             let run = dir.path().join(name);
             let (mut trained, mut saver) = (Trained::new(), saver(&run, bytes, room));
-            trained.saved(&mut saver);
+            let direct = trained.saved(&mut saver);
             // The next step must not change what is being written.
             trained.step();
-            let beside = saver.wait().unwrap().is_some();
+            let beside = saver.wait().unwrap();
+            // One of the two says where the checkpoint is.
+            assert_eq!([&direct, &beside].into_iter().flatten().collect::<Vec<_>>(), [&run.join("checkpoint-0")]);
             assert!(fs::metadata(run.join("checkpoint-0").join(OPTIMIZER)).unwrap().len() > 10_000, "it has no state");
-            (beside, manifest(&run))
+            (beside.is_some(), manifest(&run))
         };
         // No host has memory for a checkpoint of so many bytes.
         let [direct, limited] = [saved("direct", u64::MAX, Room::Host), saved("limited", 1, Room::Limited)];

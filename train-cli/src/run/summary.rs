@@ -2,8 +2,8 @@
 //! it ends, however it ends: `summary.md` and `loss.svg`. `runs` shows and compares the summaries of several runs.
 
 use super::{
-    checkpoint::{self, CONFIG},
-    folder::{FINAL, LOSS, RESULTS, SUMMARY},
+    checkpoint::{self, CONFIG, FINAL, RESULTS},
+    folder::{LOSS, SUMMARY},
     log,
     losses::Losses,
     plot::{self, Curve},
@@ -283,9 +283,13 @@ impl Summary {
         if !self.left_out.is_empty() {
             out += "\n## Steps that were left out\n";
             let text = |value: &Value| cell(value.as_str().unwrap_or_default());
+            let rows = |line: &Value| {
+                let rows = line["rows"].as_array().into_iter().flatten().filter_map(Value::as_str);
+                cell(&rows.collect::<Vec<_>>().join(", "))
+            };
             out += &table(
-                &["step", "reason"],
-                self.left_out.iter().map(|line| vec![line["step"].to_string(), text(&line["left_out"])]),
+                &["step", "reason", "rows"],
+                self.left_out.iter().map(|line| vec![line["step"].to_string(), text(&line["left_out"]), rows(line)]),
             );
         }
         let warnings = Losses::of(&self.steps);

@@ -107,18 +107,25 @@ impl Trained {
         serde_json::to_vec_pretty(self).expect("plain data serializes")
     }
 
-    /// Writes the record beside a single file of weights that was just written. One that knows nothing of its training must
-    /// not have the record of an older file of that name.
+    /// Writes the record beside a single file of weights that was just written, if something is known of its training.
     ///
     /// # Errors
-    /// If it cannot be written or removed.
+    /// If it cannot be written.
     pub fn put_beside(known: Option<&Self>, weights: &Path) -> Result<(), CliError> {
-        let path = record_of(weights);
         match known {
-            Some(trained) => durable::write_bytes(&path, &trained.bytes()).map(|_| ()),
-            None if path.exists() => durable::remove(&path),
+            Some(trained) => durable::write_bytes(&record_of(weights), &trained.bytes()).map(|_| ()),
             None => Ok(()),
         }
+    }
+
+    /// Removes the record beside a single file of weights that is about to be replaced. A process that is killed between the
+    /// two files leaves the new weights without a record, and never beside that of the older ones.
+    ///
+    /// # Errors
+    /// If it cannot be removed.
+    pub fn forget(weights: &Path) -> Result<(), CliError> {
+        let path = record_of(weights);
+        if path.exists() { durable::remove(&path) } else { Ok(()) }
     }
 
     /// Whether a chat template is another than that of the training.
