@@ -12,7 +12,7 @@
 
 use crate::support::{
     Random,
-    faulty_disk::{FIT, Fault, Machine, finish, outcome},
+    faulty_disk::{FIT, Fault, Machine, finish, outcome, part},
     files::names,
 };
 use std::{
@@ -132,16 +132,6 @@ fn a_second_signal_ends_the_run_at_once() {
 fn spread(random: &mut Random, operations: usize, count: usize) -> Vec<usize> {
     let at = |part: usize, uniform: f32| 1 + ((part as f32 + uniform) / count as f32 * operations as f32) as usize;
     (0..count).map(|part| at(part, random.uniform())).collect()
-}
-
-/// The cases of this process: all, or those that `PART` gives it.
-fn part<T>(cases: Vec<T>) -> Vec<T> {
-    let Ok(text) = std::env::var("PART") else { return cases };
-    let part =
-        text.split_once('/').and_then(|(part, of)| Some((part.parse::<usize>().ok()?, of.parse::<usize>().ok()?)));
-    let (part, of) =
-        part.filter(|(part, of)| (1..=*of).contains(part)).expect("PART is a number, a slash and a number");
-    cases.into_iter().enumerate().filter(|(i, _)| i % of == part - 1).map(|(_, case)| case).collect()
 }
 
 /// The number of the operation that fails, how, and whether all later ones do, too.

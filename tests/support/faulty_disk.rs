@@ -127,6 +127,16 @@ pub(crate) fn finish(machine: &Machine, whole: &Outcome, case: &str) {
     assert!(outcome(&machine.folder()) == *whole, "the finished run differs: {case}\nresumed: {stderr}");
 }
 
+/// The cases of this process: all, or those that `PART` gives it.
+pub(crate) fn part<T>(cases: Vec<T>) -> Vec<T> {
+    let Ok(text) = std::env::var("PART") else { return cases };
+    let part =
+        text.split_once('/').and_then(|(part, of)| Some((part.parse::<usize>().ok()?, of.parse::<usize>().ok()?)));
+    let (part, of) =
+        part.filter(|(part, of)| (1..=*of).contains(part)).expect("PART is a number, a slash and a number");
+    cases.into_iter().enumerate().filter(|(i, _)| i % of == part - 1).map(|(_, case)| case).collect()
+}
+
 pub(crate) type Outcome = Vec<(PathBuf, Option<Vec<u8>>)>;
 
 /// The names and contents of what a run leaves behind that has the same bytes each time.
