@@ -385,7 +385,7 @@ pub enum ContainerArg {
 /// The number format that `convert` writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum WeightArg {
-    /// NVFP4 for linear layers, f16 for all other weights
+    /// NVFP4 for linear layers, and for a head of its own unless --head says otherwise; f16 for embedding and norms
     Nvfp4,
     /// 8-bit integers with a scale for each 32 weights; GGUF only
     Q8_0,
@@ -700,7 +700,7 @@ pub struct ParityArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "expected")]
     pub tokenizer: Option<PathBuf>,
     /// Largest relative difference of a layer that passes [default: 0.0001 in f32, 0.04 in bf16, 0.005 in f16 and TF32, and
-    /// more for a model of more than three blocks; 0.5 if NVFP4 rounds only one of the two models]
+    /// more for a model of more than three blocks; 0.5 if only one of the two models has 4-bit values]
     #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
     pub tolerance: Option<f64>,
     /// Write the values that train-cli computed to this safetensors file. They have the names that they have in the file of

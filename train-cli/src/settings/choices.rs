@@ -192,8 +192,9 @@ pub enum Nvfp4Part {
     /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
     /// 16 weights of a row
     SquareBlocks,
-    /// Before the product that gives the weight gradient, both matrices get a random Hadamard transform in groups of 16
-    /// values. It spreads a very large value over its group, whose scale would otherwise be too coarse for the other 15
+    /// Before the product that gives the weight gradient, both matrices are multiplied by a random Hadamard matrix in groups of
+    /// 16 values. It spreads a very large value over its group. Otherwise such a value would make the scale of the group too
+    /// coarse for the other 15
     Hadamard,
     /// Gradients are rounded up or down at random, so that the errors cancel on average; without it, they are rounded to
     /// the nearest value
@@ -349,7 +350,7 @@ pub enum SaveStrategy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
-    /// The file metrics.jsonl, which every run writes, because a resumed run reads it; `none` means the same
+    /// Only the file metrics.jsonl. Every run writes it, because a resumed run reads it, so that `none` means the same
     #[value(alias = "none")]
     #[serde(alias = "none")]
     Jsonl,

@@ -185,7 +185,8 @@ pub struct RecipeSettings {
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
     /// Let the q, k and v weights of a block have the same f32 scale, and its gate and up weights another one. Other engines
-    /// join these weights into one matrix, which has one f32 scale. Without this flag, export-hf has to change codes for them
+    /// join these weights into one matrix, which has one f32 scale. Without this flag, an export in their NVFP4 formats has to
+    /// round 8-bit scales, and some codes, anew
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,
     /// Number format in which the model computes
@@ -346,7 +347,7 @@ pub struct SavingSettings {
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps", help = parts_of_the_run(
         "Number of steps between checkpoints; 0 saves only the last step",
-        "; a checkpoint is left out while the one before is still being written",
+        "; then a checkpoint is left out if the one before is still being written",
     ))]
     pub save_steps: Option<usize>,
     /// Number of checkpoints to keep, at least 2; older ones are deleted
