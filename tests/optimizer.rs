@@ -3,7 +3,7 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, packed, relative, spec};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, MasterKind, Moment, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor, StateKind, Stream,
+    AdamwState, AdamwStep, Judged, MasterKind, Moment, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor, StateKind, Stream,
     reference::philox,
 };
 use burn::tensor::{
@@ -51,7 +51,7 @@ fn trained_beside<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: Sta
     let [rows, cols] = run.shape;
     let half = if B::supports_dtype(&device, DType::BF16) { DType::BF16 } else { DType::F32 };
     let mut moments = AdamwState::<B>::zeros(state, rows * cols, half, &device);
-    let gradient = |grad: &[f32]| matrix::<B>(grad, rows, cols, &device).into_primitive().tensor();
+    let gradient = |grad: &[f32]| judged::<B>(matrix::<B>(grad, rows, cols, &device).into_primitive().tensor(), 0.0);
     let steps = || (1..).map(|t| step(t, run.lr, run.seed)).zip(run.grads);
     if master == MasterKind::Nvfp4 {
         let codes = packed(&spec::quantize_master(run.start));
@@ -85,6 +85,12 @@ fn trained_beside<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: Sta
         }
     }
     values
+}
+
+/// A gradient with a verdict on its step.
+fn judged<B: Nvfp4Kernels>(gradient: FloatTensor<B>, verdict: f32) -> Judged<B> {
+    let verdict = Tensor::<B, 1>::full([1], verdict, (&B::float_device(&gradient), DType::F32));
+    Judged { gradient, verdict: verdict.into_primitive().tensor() }
 }
 
 /// A weight in one of its forms.
@@ -361,4 +367,69 @@ fn quantized_moments_move_the_weights_nearly_as_f32_moments() {
         eprintln!("{state:?} moved the weights {error}");
         assert!(error < bound, "{state:?} moved the weights {error} away from f32 moments");
     }
+}
+
+/// Once a gradient of a step was not finite, the verdict is not 0, and a step leaves weights and states as they are, in every
+/// form.
+#[test]
+fn a_step_with_a_verdict_changes_nothing() {
+    fn check<B: Nvfp4Kernels>() {
+        let device: B::Device = Default::default();
+        let zero = || Tensor::<B, 1>::zeros([1], (&device, DType::F32)).into_primitive().tensor();
+        for (value, expected) in [(1.0f32, 0.0f32), (f32::INFINITY, 1.0), (f32::NAN, 1.0), (1e30, 1.0)] {
+            let mut grad = vec![0.5f32; 3 * 600];
+            grad[777] = value;
+            let x = matrix::<B>(&grad, 3, 600, &device).into_primitive().tensor();
+            let (_, verdict) = B::square_sum(x, zero());
+            let read =
+                |verdict: FloatTensor<B>| host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(verdict)))[0];
+            assert_eq!(read(verdict.clone()), expected, "a gradient with {value}");
+            // A verdict stays, whatever comes after.
+            let fine = matrix::<B>(&[1.0; 16], 1, 16, &device).into_primitive().tensor();
+            assert_eq!(read(B::square_sum(fine, verdict).1), expected, "after a gradient with {value}");
+        }
+        let (rows, cols) = (4, 272);
+        let values: Vec<f32> = Random::new(5).normals(rows * cols, 0.1);
+        let gradient =
+            |verdict: f32| judged::<B>(matrix::<B>(&values, rows, cols, &device).into_primitive().tensor(), verdict);
+        let half = if B::supports_dtype(&device, DType::BF16) { DType::BF16 } else { DType::F32 };
+        for state in STATES {
+            for master in MASTERS {
+                let float = matches!(state, StateKind::F32 | StateKind::Bf16);
+                if master == MasterKind::Nvfp4 && float {
+                    continue;
+                }
+                let mut moments = AdamwState::<B>::zeros(state, rows * cols, half, &device);
+                if master == MasterKind::Bf16Residual {
+                    moments = moments.with_residual(rows * cols, &device);
+                }
+                let bytes = |w: Weight<B>, m: &AdamwState<B>| Held::of(w, m).bytes;
+                let [before, after, allowed] = if master == MasterKind::Nvfp4 {
+                    let codes = packed(&spec::quantize_master(&values));
+                    let w = Nvfp4Tensor::<B>::new(codes, rows, cols, &device).unwrap().into_primitive();
+                    let before = bytes(Weight::Codes(w.clone()), &moments);
+                    let (w, moments) = B::adamw_packed(w, gradient(1.0), moments, step(1, 0.1, 3), 512);
+                    let after = bytes(Weight::Codes(w.clone()), &moments);
+                    let (w, moments) = B::adamw_packed(w, gradient(0.0), moments, step(1, 0.1, 3), 512);
+                    [before, after, bytes(Weight::Codes(w), &moments)]
+                } else {
+                    let dtype = if master == MasterKind::F32 { DType::F32 } else { half };
+                    let data = TensorData::new(values.clone(), [rows * cols]);
+                    let w = Tensor::<B, 1>::from_data(data, (&device, dtype)).into_primitive().tensor();
+                    let before = bytes(Weight::Floats(w.clone()), &moments);
+                    let (w, moments) = B::adamw(w, master.dense(), gradient(1.0), moments, step(1, 0.1, 3), 512);
+                    let after = bytes(Weight::Floats(w.clone()), &moments);
+                    let (w, moments) = B::adamw(w, master.dense(), gradient(0.0), moments, step(1, 0.1, 3), 512);
+                    [before, after, bytes(Weight::Floats(w), &moments)]
+                };
+                assert!(before == after, "{master:?}, {state:?}: a step with a verdict has changed something");
+                assert!(before != allowed, "{master:?}, {state:?}: a step without one has changed nothing");
+            }
+        }
+    }
+    check::<Cpu>();
+    fn on_cube<R: CubeRuntime>() {
+        check::<Cube<R>>();
+    }
+    on_gpu!(on_cube);
 }

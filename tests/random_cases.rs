@@ -9,8 +9,8 @@
 
 use crate::support::{Cpu, Cube, Random, host, matrix, on_gpu, supports};
 use backend_nvfp4::{
-    AdamwState, AdamwStep, BlockShape, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor, Precision,
-    Product, QuantizeSpec, Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
+    AdamwState, AdamwStep, BlockShape, Judged, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Primitive, Nvfp4Tensor,
+    Precision, Product, QuantizeSpec, Recipe, Rotary, Rounding, Scaling, StateKind, Stream,
 };
 use burn::tensor::{
     DType, Int, Tensor, TensorData, TensorPrimitive,
@@ -343,8 +343,11 @@ impl<B: Nvfp4Kernels> Case<'_, B> {
             stream: self.stream,
         };
         let chunk = 256 * (1 + self.below(4));
+        let none = Tensor::<B, 1>::zeros([1], (self.device, DType::F32)).into_primitive().tensor();
+        let (squares, verdict) = B::square_sum(x.clone(), none);
+        let grad = Judged { gradient: grad, verdict: verdict.clone() };
         let (w, _) = B::adamw(w, MasterKind::F32.dense(), grad, state, step, chunk);
-        vec![flat::<B>(B::square_sum(x.clone())), of::<B>(B::accumulated(sum, x)), of::<B>(w)]
+        vec![flat::<B>(squares), flat::<B>(verdict), of::<B>(B::accumulated(sum, x)), of::<B>(w)]
     }
 }
 

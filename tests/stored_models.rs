@@ -219,4 +219,13 @@ fn a_model_thinks_if_its_rows_did() {
             assert!(said.contains("unlike in training"), "{said}");
         }
     }
+    // Without a file that says more, a model that is asked to think draws as one that thinks.
+    fs::remove_file(d.join("r/final/generation_config.json")).unwrap();
+    fs::write(d.join("script"), "/exit").unwrap();
+    for (asked, temperature) in [("true", "temperature 0.6"), ("false", "temperature 0.7")] {
+        let words = ["chat", "-m", "r/final", "--device", "cpu", "--thinking", asked, "--script", "script"];
+        let out = run(d, &words);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && said.contains(temperature), "{asked}: {said}");
+    }
 }

@@ -6,7 +6,7 @@
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     ops::{Activations, Nvfp4Backend},
-    optim::AdamwState,
+    optim::{AdamwState, Judged},
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
     primitive::{primitive, tensor},
     recipe::{GivenScale, LinearSpec, Precision},
@@ -162,10 +162,13 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// Makes one AdamW step on a float master weight of any shape, `chunk` elements (a multiple of 256) a launch. The
     /// weight is f32, or bf16 for a bf16 form (f32 if the device has no bf16). `grad` is f32 or bf16 and has the shape of
     /// the weight. The weight and the state are updated in place when nothing else holds them.
+    ///
+    /// A step whose verdict is not 0 writes nothing: what is updated in place stays as it was, and what is not has no
+    /// defined values.
     fn adamw(
         w: FloatTensor<Self>,
         form: Master,
-        grad: FloatTensor<Self>,
+        grad: Judged<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
@@ -174,14 +177,15 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// Makes one AdamW step on an NVFP4 master weight, whose moments are quantized. The rest is as in [`Self::adamw`].
     fn adamw_packed(
         w: Nvfp4Primitive<Self>,
-        grad: FloatTensor<Self>,
+        grad: Judged<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
     ) -> (Nvfp4Primitive<Self>, AdamwState<Self>);
 
-    /// The sum of the squares of a gradient of any shape, f32 `[1]`.
-    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// The sum of the squares of a gradient of any shape, f32 `[1]`, and the verdict on the gradients of a step, f32 `[1]`,
+    /// which grows by 1 if the sum is not finite.
+    fn square_sum(x: FloatTensor<Self>, verdict: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>);
 
     /// Returns `sum + x` in the dtype of `sum`, which is updated in place when nothing else holds it.
     fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self>;

@@ -7,7 +7,7 @@ use crate::{
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
-    optim::{AdamwState, Moment, StateKind},
+    optim::{AdamwState, Judged, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
     recipe::{GivenScale, LinearSpec, Precision},
     reference,
@@ -259,18 +259,21 @@ impl Nvfp4Kernels for NdArray {
     fn adamw(
         w: FloatTensor<Self>,
         form: Master,
-        grad: FloatTensor<Self>,
+        grad: Judged<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         _chunk: usize,
     ) -> (FloatTensor<Self>, AdamwState<Self>) {
+        if floats(grad.verdict)[0] != 0.0 {
+            return (w, state);
+        }
         let mut w = array(w);
         let values = slice(&mut w);
         let mut state = HostState::new(state, values.len());
         if let Some(residual) = &state.residual {
             values.iter_mut().zip(residual).for_each(|(w, r)| *w = reference::unrounded(*w, *r));
         }
-        state.step(values, &floats(grad), step);
+        state.step(values, &floats(grad.gradient), step);
         for (i, w) in values.iter_mut().enumerate() {
             let (value, rest) = reference::round(*w, i, form, step.stream);
             *w = value;
@@ -283,22 +286,27 @@ impl Nvfp4Kernels for NdArray {
 
     fn adamw_packed(
         w: Nvfp4Primitive<Self>,
-        grad: FloatTensor<Self>,
+        grad: Judged<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         _chunk: usize,
     ) -> (Nvfp4Primitive<Self>, AdamwState<Self>) {
+        if floats(grad.verdict)[0] != 0.0 {
+            return (w, state);
+        }
         let [rows, cols] = w.dims();
         let mut packed = host_packed(&w);
         let mut values = reference::unpacked(&packed, rows, cols);
         let mut state = HostState::new(state, values.len());
-        state.step(&mut values, &floats(grad), step);
+        state.step(&mut values, &floats(grad.gradient), step);
         reference::repack(&mut packed, cols, &values, step.stream);
         (device_packed(packed, rows), state.packed())
     }
 
-    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        burn_ops::square_sum::<Self>(x)
+    fn square_sum(x: FloatTensor<Self>, verdict: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let sum = burn_ops::square_sum::<Self>(x);
+        let finite = floats(sum.clone()).iter().all(|sum| sum.is_finite());
+        (sum, if finite { verdict } else { Self::float_add_scalar(verdict, 1.0.into()) })
     }
 
     fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {

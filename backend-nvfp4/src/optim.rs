@@ -90,6 +90,16 @@ impl MasterKind {
     }
 }
 
+/// A gradient, and the verdict on the gradients of its step.
+#[derive(Debug, Clone)]
+pub struct Judged<B: Backend> {
+    /// The gradient, f32 or bf16, of any shape.
+    pub gradient: FloatTensor<B>,
+    /// f32 `[1]`: 0 as long as every gradient of the step was finite. [`square_sum`](crate::Nvfp4Kernels::square_sum) counts
+    /// those that are not.
+    pub verdict: FloatTensor<B>,
+}
+
 /// What the optimizer keeps of one tensor besides the weight that the model reads.
 #[derive(Debug, Clone)]
 pub struct AdamwState<B: Backend> {

@@ -4,7 +4,11 @@
 //! ```text
 //! out = sum_i x[i]^2                  sum[i] = sum[i] + x[i]
 //! for i { out += x[i] * x[i] }        for i { sum[i] += x[i] }                     // the plain loops
+//! if out is not finite { verdict += 1 }
 //! ```
+//! The verdict on the gradients of a step stays 0 as long as all are finite. The optimizer reads it on the device and changes
+//! nothing once it is not 0.
+//!
 //! Sums are f32 and added in a fixed order. Each value is read once (and for the second operation written once):
 //! bound by memory.
 
@@ -15,29 +19,30 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// `out[0] = sum_i x[i]^2`, with `out` in f32. Two launches: up to 1,024 cubes write one sum each, then one cube adds
-/// these.
+/// `out[0] = sum_i x[i]^2`, and `verdict[0] += 1` if that is not finite; both f32. Two launches: up to 1,024 cubes write one
+/// sum each, then one cube adds these.
 ///
 /// # Errors
-/// If `out` does not hold one element.
+/// If `out` or `verdict` does not hold one element.
 pub fn square_sum<R: Runtime>(
     client: &ComputeClient<R>,
     x: ArrayArg<R>,
     dtype: StorageType,
     out: ArrayArg<R>,
+    verdict: ArrayArg<R>,
 ) -> Result<(), KernelError> {
     expect_len("square_sum", "out", out.size(), 1)?;
+    expect_len("square_sum", "verdict", verdict.size(), 1)?;
     let vector = vector_size(client, dtype, x.size());
     let cubes = (x.size() / vector).div_ceil(256 * 8).clamp(1, 1024);
     let scratch = client.empty(cubes * 4);
-    let float = f32::as_type_native_unchecked().storage_type();
     let (dim, one) = (CubeDim::new_1d(256), CubeCount::Static(1, 1, 1));
-    // SAFETY: `scratch` holds one f32 a cube, `out` one; both kernels stop at the end of what they read.
+    // SAFETY: `scratch` holds one f32 a cube, `out` and `verdict` one; both kernels stop at the end of what they read.
     unsafe {
         let partial = || ArrayArg::from_raw_parts(scratch.clone(), cubes);
         let count = CubeCount::Static(cubes as u32, 1, 1);
         square_sum_kernel::launch_unchecked(client, count, dim, vector, x, partial(), true, dtype);
-        square_sum_kernel::launch_unchecked(client, one, dim, 1, partial(), out, false, float);
+        judged_sum_kernel::launch_unchecked(client, one, dim, partial(), out, verdict);
     }
     Ok(())
 }
@@ -80,6 +85,26 @@ fn square_sum_kernel<F: Float, N: Size>(
     #[comptime] square: bool,
     #[define(F)] _dtype: StorageType,
 ) {
+    let total = sum_of_turns(x, square);
+    if UNIT_POS == 0u32 {
+        out[CUBE_POS_X as usize] = total;
+    }
+}
+
+#[cube(launch_unchecked)]
+fn judged_sum_kernel(partial: &Array<Vector<f32, Const<1>>>, out: &mut Array<f32>, verdict: &mut Array<f32>) {
+    let total = sum_of_turns(partial, false);
+    if UNIT_POS == 0u32 {
+        out[0usize] = total;
+        if u32::reinterpret(total) & 0x7F80_0000u32 == 0x7F80_0000u32 {
+            verdict[0usize] += 1.0f32;
+        }
+    }
+}
+
+/// The sum of the values, or of their squares, that fall to this cube: its units take turns with those of all other cubes.
+#[cube]
+fn sum_of_turns<F: Float, N: Size>(x: &Array<Vector<F, N>>, #[comptime] square: bool) -> f32 {
     let mut sum = Vector::<f32, N>::new(0.0f32);
     let mut at = ABSOLUTE_POS;
     let step = (CUBE_COUNT_X * 256u32) as usize;
@@ -88,10 +113,7 @@ fn square_sum_kernel<F: Float, N: Size>(
         sum += if comptime!(square) { value * value } else { value };
         at += step;
     }
-    let total = cube_sum(lanes(sum));
-    if UNIT_POS == 0u32 {
-        out[CUBE_POS_X as usize] = total;
-    }
+    cube_sum(lanes(sum))
 }
 
 #[cube(launch_unchecked)]

@@ -204,9 +204,10 @@ impl TextFiles {
     }
 
     /// How tokens are chosen where nobody asks for anything else, and who says so: generation_config.json, or Qwen3's model
-    /// card, which has other values for a model that thinks.
-    pub fn sampling(&self) -> (Sampling, &'static str) {
-        let thinks = self.thinking.unwrap_or(self.knows_thoughts);
+    /// card, which has other values for a model that thinks. `thinking` says whether it is asked to; None leaves that to its
+    /// training.
+    pub fn sampling(&self, thinking: Option<bool>) -> (Sampling, &'static str) {
+        let thinks = thinking.or(self.thinking).unwrap_or(self.knows_thoughts);
         let neutral = Sampling::GREEDY;
         match &self.generation {
             Some(file) => {

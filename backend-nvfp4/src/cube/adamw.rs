@@ -6,20 +6,20 @@ use super::{
     packed_cube::PackedCube,
 };
 use crate::{
-    optim::{AdamwState, Moment, StateKind},
+    optim::{AdamwState, Judged, Moment, StateKind},
     packed::Packed,
 };
 use burn::tensor::{TensorMetadata, backend::Backend};
 use burn_cubecl::{
     CubeRuntime, kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
 };
-use kernels_cubecl::adamw::{self, AdamwStep, Chunk, DenseArgs, Master, PackedWeight, StateArgs};
+use kernels_cubecl::adamw::{self, AdamwStep, Chunk, DenseArgs, JudgedArgs, Master, PackedWeight, StateArgs};
 
 /// See [`Nvfp4Kernels::adamw`](crate::Nvfp4Kernels::adamw).
 pub(super) fn dense<B, R>(
     w: CubeTensor<R>,
     form: Master,
-    grad: CubeTensor<R>,
+    grad: Judged<B>,
     state: AdamwState<B>,
     step: AdamwStep,
     chunk: usize,
@@ -28,12 +28,12 @@ where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
-    let (w, grad, state) = (UpdatedTensor::of(w), into_contiguous(grad), UpdatedState::of(state));
-    let client = grad.client.clone();
-    for chunk in chunks(grad.meta.num_elements(), chunk) {
+    let (w, grad, state) = (UpdatedTensor::of(w), contiguous(grad), UpdatedState::of(state));
+    let client = grad.gradient.client.clone();
+    for chunk in chunks(grad.gradient.meta.num_elements(), chunk) {
         let residual = state.residual.as_ref().map(UpdatedTensor::args);
         let args = DenseArgs { w: w.args(), dtype: w.new.dtype.into(), residual, master: form };
-        let gradient = (arg(&grad), grad.dtype.into());
+        let gradient = judged(&grad);
         launched(match state.kind.coding() {
             None => {
                 let [m, v] = &state.moments;
@@ -49,7 +49,7 @@ where
 /// See [`Nvfp4Kernels::adamw_packed`](crate::Nvfp4Kernels::adamw_packed).
 pub(super) fn packed<B, R>(
     w: PackedCube<R>,
-    grad: CubeTensor<R>,
+    grad: Judged<B>,
     state: AdamwState<B>,
     step: AdamwStep,
     chunk: usize,
@@ -60,15 +60,32 @@ where
 {
     let [rows, cols] = w.dims();
     let (codes, scales) = (UpdatedTensor::of(w.codes), UpdatedTensor::of(w.scales));
-    let (grad, state) = (into_contiguous(grad), UpdatedState::of(state));
-    let client = grad.client.clone();
+    let (grad, state) = (contiguous(grad), UpdatedState::of(state));
+    let client = grad.gradient.client.clone();
     let coding = state.kind.coding().expect("an NVFP4 master has quantized moments");
-    for chunk in chunks(grad.meta.num_elements(), chunk) {
+    for chunk in chunks(grad.gradient.meta.num_elements(), chunk) {
         let w = PackedWeight { codes: codes.args(), scales: scales.args(), global: arg(&w.global), rows, cols };
-        let gradient = (arg(&grad), grad.dtype.into());
+        let gradient = judged(&grad);
         launched(adamw::adamw_packed(&client, w, gradient, state.quantized(), coding, step, chunk));
     }
     (Packed { codes: codes.new, scales: scales.new, global: w.global }, state.into_new())
+}
+
+fn contiguous<B, R>(grad: Judged<B>) -> Judged<B>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>>,
+{
+    Judged { gradient: into_contiguous(grad.gradient), verdict: grad.verdict }
+}
+
+/// The gradient and the verdict as a kernel takes them.
+fn judged<B, R>(grad: &Judged<B>) -> JudgedArgs<R>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>>,
+{
+    JudgedArgs { values: arg(&grad.gradient), dtype: grad.gradient.dtype.into(), verdict: arg(&grad.verdict) }
 }
 
 fn chunks(len: usize, chunk: usize) -> impl Iterator<Item = Chunk> {

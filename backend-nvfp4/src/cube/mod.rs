@@ -19,7 +19,7 @@ use crate::{
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
-    optim::AdamwState,
+    optim::{AdamwState, Judged},
     packed::{Nvfp4Primitive, Operand},
     recipe::{GivenScale, LinearSpec, Precision},
     reference::MASTER_ROOM,
@@ -322,7 +322,7 @@ where
     fn adamw(
         w: FloatTensor<Self>,
         form: Master,
-        grad: FloatTensor<Self>,
+        grad: Judged<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
@@ -332,7 +332,7 @@ where
 
     fn adamw_packed(
         w: Nvfp4Primitive<Self>,
-        grad: FloatTensor<Self>,
+        grad: Judged<Self>,
         state: AdamwState<Self>,
         step: AdamwStep,
         chunk: usize,
@@ -340,11 +340,11 @@ where
         adamw::packed(w, grad, state, step, chunk)
     }
 
-    fn square_sum(x: FloatTensor<Self>) -> FloatTensor<Self> {
-        let x = into_contiguous(x);
+    fn square_sum(x: FloatTensor<Self>, verdict: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (x, verdict) = (into_contiguous(x), writable(verdict));
         let out = empty(&x, [1], DType::F32);
-        launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), arg(&out)));
-        out
+        launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), arg(&out), arg(&verdict)));
+        (out, verdict)
     }
 
     fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -5,8 +5,9 @@
 //! A unit takes eight values, or four, or one, as the lengths allow.
 
 use super::{
-    AdamwStep, Buffers, Chunk, ChunkOnDevice, ChunkOnDeviceLaunch, DenseArgs, DenseBuffers, Master, Scalars, Updated,
-    check_chunk, draw_of_eight, loaded, rounded, scalars, stepped, stored_residual, stored_weight, vectors_of_unit,
+    AdamwStep, Buffers, Chunk, ChunkOnDevice, ChunkOnDeviceLaunch, DenseArgs, DenseBuffers, JudgedArgs, Master,
+    Scalars, Updated, check_chunk, draw_of_eight, loaded, rounded, scalars, stepped, stored_residual, stored_weight,
+    vectors_of_unit,
 };
 use crate::{
     device::flat_launch,
@@ -15,22 +16,23 @@ use crate::{
 };
 use cubecl::prelude::*;
 
-/// Makes a step of `w`, `m` and `v` over `chunk`. The moments are float of type `states.0` and rounded to bf16 values if
-/// `states.1`; the gradient is of type `grad.1`.
+/// Makes a step of `w`, `m` and `v` over `chunk`, or none if the verdict on the gradients of the step is not 0. The moments are
+/// float of type `states.0` and rounded to bf16 values if `states.1`.
 ///
 /// # Errors
 /// If the buffers differ in length or the chunk lies outside them.
 pub fn adamw_float<R: Runtime>(
     client: &ComputeClient<R>,
     w: DenseArgs<R>,
-    grad: (ArrayArg<R>, StorageType),
+    grad: JudgedArgs<R>,
     [m, v]: [Updated<R>; 2],
     states: (StorageType, bool),
     step: AdamwStep,
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw";
-    let len = grad.0.size();
+    let len = grad.len();
+    grad.check(NAME)?;
     w.check(NAME, len)?;
     m.check(NAME, "m", len)?;
     v.check(NAME, "v", len)?;
@@ -46,7 +48,8 @@ pub fn adamw_float<R: Runtime>(
             dim,
             vector,
             w.launch(),
-            grad.0,
+            grad.values,
+            grad.verdict,
             m.launch(),
             v.launch(),
             ChunkOnDeviceLaunch::new(index(NAME, "chunk start", chunk.start)?, index(NAME, "chunk end", chunk.end)?),
@@ -56,7 +59,7 @@ pub fn adamw_float<R: Runtime>(
             states.1,
             parts,
             dtype,
-            grad.1,
+            grad.dtype,
             states.0,
         );
     }
@@ -68,6 +71,7 @@ pub fn adamw_float<R: Runtime>(
 fn adamw_float_kernel<Weight: Float, Grad: Float, State: Float, N: Size>(
     dense: &mut DenseBuffers<Vector<Weight, N>, Vector<u8, N>>,
     grad: &Array<Vector<Grad, N>>,
+    verdict: &Array<f32>,
     m: &mut Buffers<Vector<State, N>>,
     v: &mut Buffers<Vector<State, N>>,
     chunk: ChunkOnDevice,
@@ -82,7 +86,7 @@ fn adamw_float_kernel<Weight: Float, Grad: Float, State: Float, N: Size>(
 ) {
     let n = N::value();
     let first = chunk.start + (ABSOLUTE_POS as u32) * comptime!((n * parts) as u32);
-    if first < chunk.end {
+    if first < chunk.end && verdict[0usize] == 0.0f32 {
         let mut words = Array::<u32>::new(4usize);
         if comptime!(master == Master::Stochastic) {
             philox(first / 8u32, cipher, 0u32, &mut words);

@@ -4,6 +4,7 @@
 //! w = w (1 - lr * decay) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! for each element of the chunk { decode m, v, w; step; round and store w; encode m, v }     // the plain loop
 //! ```
+//! Nothing is written if a gradient of the step was not finite, which the device knows ([`JudgedArgs`]).
 //! `clip_factor` is at most 1 and the same for all gradients of a step. Arithmetic is f32. A step of exactly zero leaves the bits of `w` alone, so
 //! that a learning rate of 0 is the identity, also on -0. Every buffer is read once and written once: bound by memory. A step
 //! writes over what it reads, or into other buffers ([`Updated`]), which takes no longer and leaves what it has read as it is.
@@ -87,6 +88,28 @@ pub struct Chunk {
     pub start: usize,
     /// One past the last element.
     pub end: usize,
+}
+
+/// A gradient, and the verdict on the gradients of its step ([`crate::gradient::square_sum()`]).
+pub struct JudgedArgs<R: Runtime> {
+    /// The gradient, float of type `dtype`.
+    pub values: ArrayArg<R>,
+    /// The type of the gradient.
+    pub dtype: StorageType,
+    /// f32, one value. A step changes nothing if it is not 0.
+    pub verdict: ArrayArg<R>,
+}
+
+impl<R: Runtime> JudgedArgs<R> {
+    /// The number of values.
+    fn len(&self) -> usize {
+        self.values.size()
+    }
+
+    /// Refuses a verdict that has not one value.
+    fn check(&self, kernel: &'static str) -> Result<(), KernelError> {
+        expect_len(kernel, "verdict", self.verdict.size(), 1)
+    }
 }
 
 /// A buffer that a step reads, and the one of the same length that it writes: the same one twice, or another.

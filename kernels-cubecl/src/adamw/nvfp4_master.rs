@@ -9,7 +9,7 @@
 //! A unit takes a word of eight codes; two units share 16 values and their scale.
 
 use super::{
-    AdamwStep, Buffers, Chunk, Scalars, Updated,
+    AdamwStep, Buffers, Chunk, JudgedArgs, Scalars, Updated,
     moments::{
         Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
         blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
@@ -49,7 +49,7 @@ pub struct PackedWeight<R: Runtime> {
 pub fn adamw_packed<R: Runtime>(
     client: &ComputeClient<R>,
     w: PackedWeight<R>,
-    grad: (ArrayArg<R>, StorageType),
+    grad: JudgedArgs<R>,
     moments: [StateArgs<R>; 2],
     coding: Coding,
     step: AdamwStep,
@@ -61,7 +61,8 @@ pub fn adamw_packed<R: Runtime>(
     w.codes.check(NAME, "codes", w.rows * words_per_row(w.cols))?;
     w.scales.check(NAME, "scales", w.rows * scales_per_row(w.cols))?;
     expect_len(NAME, "tensor scale", w.global.size(), 1)?;
-    check(NAME, &grad.0, moments.each_ref(), coding, len, chunk)?;
+    grad.check(NAME)?;
+    check(NAME, &grad.values, moments.each_ref(), coding, len, chunk)?;
     expect_blocks(NAME, "end of the chunk", chunk.end)?;
     let (count, dim) = block_launch(chunk, 8);
     let (m, v, tables) = StateArgs::launch(moments);
@@ -76,7 +77,8 @@ pub fn adamw_packed<R: Runtime>(
             w.codes.launch(),
             w.scales.launch(),
             w.global,
-            grad.0,
+            grad.values,
+            grad.verdict,
             m,
             v,
             tables,
@@ -89,7 +91,7 @@ pub fn adamw_packed<R: Runtime>(
             cipher(step.stream),
             coding,
             bit_casts(client),
-            grad.1,
+            grad.dtype,
         );
     }
     Ok(())
@@ -102,6 +104,7 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
     scales: &mut Buffers<u8>,
     global: &Array<f32>,
     grad: &Array<Vector<Grad, N>>,
+    verdict: &Array<f32>,
     m: &mut MomentBuffers<Vector<u8, Lanes>>,
     v: &mut MomentBuffers<Vector<u8, Lanes>>,
     tables: &Tables,
@@ -119,13 +122,14 @@ fn adamw_packed_kernel<Grad: Float, N: Size, Lanes: Size>(
     // that reads late still finds its own.
     let mut w_tops = SharedMemory::<f32>::new(64usize);
     let g_scale = global[0];
+    let allowed = verdict[0usize] == 0.0f32;
     let blocks = (range.end - range.start).div_ceil(comptime!(STATE_BLOCK as u32));
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
     for turn in 0..range.per_cube {
         let own = cube * range.per_cube + turn;
         if own < blocks {
             let first = range.start + own * comptime!(STATE_BLOCK as u32) + UNIT_POS * 8u32;
-            let live = first < range.end;
+            let live = first < range.end && allowed;
             let at = (first as usize) / n;
             // The matrix is contiguous, so its words and scales are those of one long row.
             let (word, scale) = (word_index(0u32, first, 8u32), scale_index(0u32, first, 16u32));

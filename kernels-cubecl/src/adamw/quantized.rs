@@ -9,7 +9,7 @@
 //! A cube takes a block at a time, because it needs the block's new maxima before it encodes.
 
 use super::{
-    AdamwStep, Chunk, DenseArgs, DenseBuffers, Master, Scalars, draw_of_eight, loaded,
+    AdamwStep, Chunk, DenseArgs, DenseBuffers, JudgedArgs, Master, Scalars, draw_of_eight, loaded,
     moments::{
         Blocks, BlocksLaunch, MomentBuffers, STATE_BLOCK, StateArgs, Tables, block_absmax, block_launch,
         blocks_per_cube, check, codes_at_once, decoded, loaded_tables, read, store,
@@ -33,16 +33,17 @@ use cubecl::prelude::*;
 pub fn adamw_quantized<R: Runtime>(
     client: &ComputeClient<R>,
     w: DenseArgs<R>,
-    grad: (ArrayArg<R>, StorageType),
+    grad: JudgedArgs<R>,
     moments: [StateArgs<R>; 2],
     coding: Coding,
     step: AdamwStep,
     chunk: Chunk,
 ) -> Result<(), KernelError> {
     const NAME: &str = "adamw quantized";
-    let len = grad.0.size();
+    let len = grad.len();
+    grad.check(NAME)?;
     w.check(NAME, len)?;
-    check(NAME, &grad.0, moments.each_ref(), coding, len, chunk)?;
+    check(NAME, &grad.values, moments.each_ref(), coding, len, chunk)?;
     let (vector, parts) = vectors_of_unit(len, chunk);
     let (count, dim) = block_launch(chunk, vector * parts);
     let (m, v, tables) = StateArgs::launch(moments);
@@ -56,7 +57,8 @@ pub fn adamw_quantized<R: Runtime>(
             vector,
             codes_at_once(coding, vector, vector * parts),
             w.launch(),
-            grad.0,
+            grad.values,
+            grad.verdict,
             m,
             v,
             tables,
@@ -70,7 +72,7 @@ pub fn adamw_quantized<R: Runtime>(
             form,
             bit_casts(client),
             dtype,
-            grad.1,
+            grad.dtype,
         );
     }
     Ok(())
@@ -89,6 +91,7 @@ struct Form {
 fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
     dense: &mut DenseBuffers<Vector<Weight, N>, Vector<u8, N>>,
     grad: &Array<Vector<Grad, N>>,
+    verdict: &Array<f32>,
     m: &mut MomentBuffers<Vector<u8, Codes>>,
     v: &mut MomentBuffers<Vector<u8, Codes>>,
     tables: &Tables,
@@ -104,6 +107,7 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
     let n = N::value();
     let width = comptime!(n * parts);
     let (m_table, v_table) = loaded_tables(tables, coding);
+    let allowed = verdict[0usize] == 0.0f32;
     let blocks = (range.end - range.start).div_ceil(comptime!(STATE_BLOCK as u32));
     let cube = CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X;
     for turn in 0..range.per_cube {
@@ -111,7 +115,7 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
         // All units agree: a cube takes one block at a time.
         if own < blocks {
             let first = range.start + own * comptime!(STATE_BLOCK as u32) + UNIT_POS * comptime!(width as u32);
-            let live = first < range.end;
+            let live = first < range.end && allowed;
             let at = (first as usize) / n;
             let mut new_m = Array::<f32>::new(width);
             let mut root = Array::<f32>::new(width);

@@ -20,7 +20,9 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let [w, g, m, v, absmax, table] = [1, 2, 3, 4, 5, 6].map(|seed| self.bytes(n * 4, seed));
         let shape = format!("{n}");
         let chunk = adamw::Chunk { start: 0, end: n };
-        let grad = || (self.arg(&g, n), F32);
+        // The verdict is a value of its own, which is 0.
+        let [verdict, other] = [self.words(vec![0]), self.words(vec![0])];
+        let grad = || adamw::JudgedArgs { values: self.arg(&g, n), dtype: F32, verdict: self.arg(&verdict, 1) };
         // In place: a step into other buffers moves as many bytes.
         let updated =
             |data: &Data<'a>, len: usize| adamw::Updated { old: self.arg(data, len), new: self.arg(data, len) };
@@ -67,7 +69,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
             })?;
         }
         self.row(show, "square_sum", shape.clone(), moved(n as f64 * 4.0), |_| {
-            gradient::square_sum(client, self.arg(&g, n), F32, self.arg(&table, 1))
+            gradient::square_sum(client, self.arg(&g, n), F32, self.arg(&table, 1), self.arg(&other, 1))
         })?;
         self.row(show, "accumulate bf16 += f32", shape, moved(n as f64 * 8.0), |_| {
             gradient::accumulate(client, (self.arg(&w, n), BF16), (self.arg(&g, n), F32))

@@ -23,6 +23,11 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
             table: zeros.floats(1 << coding.bits()),
         };
         let grad = |ty: StorageType| (zeros.sized(len, ty.size()), ty);
+        let judged = |ty: StorageType| adamw::JudgedArgs {
+            values: zeros.sized(len, ty.size()),
+            dtype: ty,
+            verdict: zeros.floats(1),
+        };
         for &master in masters {
             let ty = if master == Master::Exact { F32 } else { dtype };
             let dense = || adamw::DenseArgs {
@@ -33,11 +38,11 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
             };
             for states in [F32, dtype] {
                 let moments = [zeros.updated(len, states.size()), zeros.updated(len, states.size())];
-                adamw::adamw_float(client, dense(), grad(F32), moments, (states, states != F32), SOME_STEP, chunk)?;
+                adamw::adamw_float(client, dense(), judged(F32), moments, (states, states != F32), SOME_STEP, chunk)?;
             }
             for coding in if len % 16 == 0 { &CODINGS[..] } else { &CODINGS[..1] } {
                 let moments = [state(*coding), state(*coding)];
-                adamw::adamw_quantized(client, dense(), grad(dtype), moments, *coding, SOME_STEP, chunk)?;
+                adamw::adamw_quantized(client, dense(), judged(dtype), moments, *coding, SOME_STEP, chunk)?;
             }
         }
         if len % 16 == 0 {
@@ -50,10 +55,10 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
                     rows: 1,
                     cols: len,
                 };
-                adamw::adamw_packed(client, w, grad(F32), moments, coding, SOME_STEP, chunk)?;
+                adamw::adamw_packed(client, w, judged(F32), moments, coding, SOME_STEP, chunk)?;
             }
         }
-        gradient::square_sum(client, zeros.floats(len), F32, zeros.floats(1))?;
+        gradient::square_sum(client, zeros.floats(len), F32, zeros.floats(1), zeros.floats(1))?;
         gradient::accumulate(client, grad(dtype), grad(F32))?;
     }
     Ok(())

@@ -51,7 +51,7 @@ impl Job for Chat {
             ctrl_c,
             last: None,
         };
-        answer::say_defaults(&loaded.text);
+        answer::say_defaults(&loaded.text, talk.dialog.thinking);
         report::label("context", format!("{context} tokens"));
         if source.is_terminal() {
             report::line("/help shows the commands; Ctrl-D ends.");
@@ -143,7 +143,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
                 self.context
             )));
         }
-        let mut options = flags::options(&self.sampling, text);
+        let mut options = flags::options(&self.sampling, text, self.dialog.thinking);
         options.max_tokens = options.max_tokens.min(room);
         let (session, ends) = (&mut self.session, &self.sampling.stop);
         let answer =
@@ -169,7 +169,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         if let Some(last) = &self.last {
             report::line(format!("last answer: {last}"));
         }
-        let s = flags::options(&self.sampling, &self.loaded.text).sampling;
+        let s = flags::options(&self.sampling, &self.loaded.text, self.dialog.thinking).sampling;
         report::line(format!(
             "temperature {} · top-p {} · top-k {} · min-p {} · repetition-penalty {} · max-tokens {} · seed {}",
             s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, self.sampling.max_tokens, s.seed

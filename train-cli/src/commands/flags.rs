@@ -35,9 +35,9 @@ pub(super) fn check(args: &SamplingArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Options by the flags, or by the defaults of the model where a flag is missing.
-pub(super) fn options(args: &SamplingArgs, text: &TextFiles) -> GenerateOptions {
-    let (model, _) = text.sampling();
+/// Options by the flags, or by the defaults of the model where a flag is missing. `thinking` says whether it is asked to think.
+pub(super) fn options(args: &SamplingArgs, text: &TextFiles, thinking: Option<bool>) -> GenerateOptions {
+    let (model, _) = text.sampling(thinking);
     let sampling = Sampling {
         temperature: args.temperature.unwrap_or(model.temperature),
         top_k: args.top_k.unwrap_or(model.top_k),

@@ -73,9 +73,9 @@ impl Job for Generate {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let mut loaded = Loaded::<B>::new(flags::wanted(&self.args.model), precision, &device)?;
         loaded.text.thinking = thinking(self.args.thinking, &loaded.text);
-        answer::say_defaults(&loaded.text);
+        answer::say_defaults(&loaded.text, None);
         let options =
-            GenerateOptions { logprobs: self.args.logprobs, ..flags::options(&self.args.sampling, &loaded.text) };
+            GenerateOptions { logprobs: self.args.logprobs, ..flags::options(&self.args.sampling, &loaded.text, None) };
         match self.questions {
             Questions::One(question) if self.args.answers == 1 => one(&self.args, &loaded, &options, &question),
             Questions::One(question) => {

@@ -57,7 +57,7 @@ impl Job for Serve {
         let address = server.address()?;
         let engine = server.start(text.clone(), name.clone(), model.config().vocab_size, context)?;
         report::label("serves", format!("{name} · {} answers at once, {context} tokens each", args.parallel));
-        answer::say_defaults(&text);
+        answer::say_defaults(&text, None);
         let ready = || report::line(format!("listening at http://{address}"));
         engine.run(&model, &text, context, args.parallel, ready)
     }

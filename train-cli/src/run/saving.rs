@@ -121,13 +121,14 @@ impl Saver {
         for name in FILES {
             let mut bytes = InMemory(Vec::new());
             content.write(name, &mut bytes)?;
-            files.push(bytes.0);
+            files.push((name, bytes.0));
         }
-        let (mut files, target) = (files.into_iter(), content.target);
+        let target = content.target;
         self.begin(move || {
-            place.commit(folder, keep, |_, out| {
-                let bytes = files.next().expect("there is a content for each file");
-                out.write_all(&bytes).map_err(CliError::io(&target))
+            place.commit(folder, keep, |name, out| {
+                let (_, bytes) =
+                    files.iter().find(|(made, _)| *made == name).expect("there is a content for each file");
+                out.write_all(bytes).map_err(CliError::io(&target))
             })
         })
     }
@@ -255,11 +256,11 @@ impl Place {
         &self,
         mut folder: PendingFolder,
         keep: Keep,
-        mut write: impl FnMut(&str, &mut dyn Write) -> Result<(), CliError>,
+        write: impl Fn(&str, &mut dyn Write) -> Result<(), CliError> + Sync,
     ) -> Result<PathBuf, CliError> {
-        for name in FILES {
-            folder.file(name, |out| write(name, out))?;
-        }
+        // Each of the large ones waits for the device, while the other keeps the disk busy.
+        folder.files(&[MODEL, OPTIMIZER], &write)?;
+        folder.file(STATE, |out| write(STATE, out))?;
         self.companions.copy_into(&mut folder)?;
         device::check()?;
         if self.abandoned.load(Ordering::Acquire) {
@@ -282,7 +283,7 @@ mod tests {
         settings::Settings,
         train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate, TensorState},
     };
-    use backend_nvfp4::{AdamwState, LinearSpec, MasterKind, Moment, Precision, Recipe, Scaling, StateKind};
+    use backend_nvfp4::{AdamwState, Judged, LinearSpec, MasterKind, Moment, Precision, Recipe, Scaling, StateKind};
     use burn::{
         backend::NdArray,
         module::Param,
@@ -329,7 +330,11 @@ mod tests {
             let (id, weight, mapper) = std::mem::replace(&mut model.embed_tokens, none).consume();
             let gradient = Tensor::<NdArray, 2>::from_data(weight.to_data(), &Default::default());
             let rate = Rate { lr: 1e-3, clip_factor: 1.0 };
-            let updated = optimizer.step(id, weight, gradient.into_primitive().tensor(), rate);
+            let gradient = Judged {
+                gradient: gradient.into_primitive().tensor(),
+                verdict: Tensor::<NdArray, 1>::zeros([1], &Default::default()).into_primitive().tensor(),
+            };
+            let updated = optimizer.step(id, weight, gradient, rate);
             model.embed_tokens = Param::from_mapped_value(id, updated, mapper);
         }
 

@@ -62,7 +62,7 @@ impl Request {
         let thinking = thinking(&mut fields)?.or(text.thinking);
         fields.only("response_format", &[json!({"type": "text"})])?;
         fields.only("modalities", &[json!(["text"])])?;
-        let mut request = Self::common(fields, text, fresh_seed)?;
+        let mut request = Self::common(fields, text, thinking, fresh_seed)?;
         let options = RenderOptions { tools: tools.as_ref(), add_generation_prompt: true, enable_thinking: thinking };
         let rendered = text.template.render(&messages, options);
         let prompt = rendered.and_then(|prompt| text.tokenizer.encode(&prompt));
@@ -84,7 +84,7 @@ impl Request {
         fields.only("echo", &[json!(false)])?;
         fields.only("suffix", &[json!("")])?;
         fields.only("best_of", &[json!(1)])?;
-        let mut request = Self::common(fields, text, fresh_seed)?;
+        let mut request = Self::common(fields, text, None, fresh_seed)?;
         // As OpenAI has it.
         request.max_tokens.get_or_insert(16);
         request.logprobs = logprobs;
@@ -92,9 +92,9 @@ impl Request {
         Ok(request)
     }
 
-    /// The fields that both have. Nothing may be left.
-    fn common(mut fields: Fields, text: &TextFiles, fresh_seed: u64) -> Result<Self, Refusal> {
-        let (model, _) = text.sampling();
+    /// The fields that both have. Nothing may be left. `thinking` says whether the model is asked to think.
+    fn common(mut fields: Fields, text: &TextFiles, thinking: Option<bool>, fresh_seed: u64) -> Result<Self, Refusal> {
+        let (model, _) = text.sampling(thinking);
         let seed = match fields.take("seed") {
             None => fresh_seed,
             Some(value) => value

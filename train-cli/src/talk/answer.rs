@@ -207,8 +207,8 @@ impl Answer {
 }
 
 /// Says how tokens are chosen unless a flag or a request says otherwise, and where these defaults come from.
-pub fn say_defaults(text: &TextFiles) {
-    let (s, source) = text.sampling();
+pub fn say_defaults(text: &TextFiles, thinking: Option<bool>) {
+    let (s, source) = text.sampling(thinking);
     report::label(
         "sampling",
         format!(

@@ -1,11 +1,12 @@
 //! AdamW, tensor by tensor: each tensor is updated as soon as its gradient is there, a chunk of rows per launch. The update
 //! is in place, unless someone else holds the tensor: a checkpoint that is being written, or the copy that a bad step is
-//! undone from. The arithmetic is in f32, whatever weights and moments are stored in.
+//! undone from. The arithmetic is in f32, whatever weights and moments are stored in. Once a gradient of a step was not finite,
+//! the device changes no tensor any more in that step.
 
-use backend_nvfp4::{AdamwState, AdamwStep, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
+use backend_nvfp4::{AdamwState, AdamwStep, Judged, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
 use burn::{
     module::ParamId,
-    tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
+    tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive},
 };
 use std::collections::{HashMap, HashSet};
 
@@ -89,30 +90,26 @@ impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
         &mut self,
         id: ParamId,
         weight: Tensor<B, RANK>,
-        grad: FloatTensor<B>,
+        grad: Judged<B>,
         rate: Rate,
     ) -> Tensor<B, RANK> {
         let w = weight.into_primitive().tensor();
         let form = if RANK == 1 { Master::Exact } else { self.config.master.dense() };
         let kind = if RANK == 1 { StateKind::F32 } else { self.config.state };
-        let mut state = self.take(id, grad.shape(), kind, form, &B::float_device(&w));
-        let (step, chunk) = self.next_step(id, &mut state, grad.shape(), rate);
+        let shape = grad.gradient.shape();
+        let mut state = self.take(id, shape.clone(), kind, form, &B::float_device(&w));
+        let (step, chunk) = self.next_step(id, &mut state, shape, rate);
         let (w, moments) = B::adamw(w, form, grad, state.moments, step, chunk);
         self.states.insert(id, TensorState { moments, ..state });
         Tensor::from_primitive(TensorPrimitive::Float(w))
     }
 
     /// Updates an NVFP4 master weight.
-    pub fn step_packed(
-        &mut self,
-        id: ParamId,
-        weight: Nvfp4Tensor<B>,
-        grad: FloatTensor<B>,
-        rate: Rate,
-    ) -> Nvfp4Tensor<B> {
+    pub fn step_packed(&mut self, id: ParamId, weight: Nvfp4Tensor<B>, grad: Judged<B>, rate: Rate) -> Nvfp4Tensor<B> {
         let form = self.config.master.dense();
-        let mut state = self.take(id, grad.shape(), self.config.state, form, &B::float_device(&grad));
-        let (step, chunk) = self.next_step(id, &mut state, grad.shape(), rate);
+        let shape = grad.gradient.shape();
+        let mut state = self.take(id, shape.clone(), self.config.state, form, &B::float_device(&grad.gradient));
+        let (step, chunk) = self.next_step(id, &mut state, shape, rate);
         let (w, moments) = B::adamw_packed(weight.into_primitive(), grad, state.moments, step, chunk);
         self.states.insert(id, TensorState { moments, ..state });
         Nvfp4Tensor::from_primitive(w)

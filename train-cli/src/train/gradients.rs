@@ -2,11 +2,11 @@
 //! given to the optimizer.
 
 use crate::train::chunked_adamw::{ChunkedAdamw, Rate};
-use backend_nvfp4::{Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
+use backend_nvfp4::{Judged, Nvfp4Kernels, Nvfp4Linear, PackedMaster, TrainingBackend};
 use burn::{
     module::{AutodiffModule, Param, ParamId},
     optim::GradientsParams,
-    tensor::{DType, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
+    tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
 use model_qwen3::{ModelError, weights::Replace, weights::to_host};
 use std::collections::HashMap;
@@ -32,13 +32,15 @@ pub enum Fate {
 pub struct Gathered<B: Nvfp4Kernels> {
     sums: HashMap<ParamId, FloatTensor<B>>,
     squares: Vec<Tensor<B, 1>>,
+    /// The device's verdict on the gradients that were measured ([`Judged`]).
+    verdict: Option<FloatTensor<B>>,
     dtype: DType,
 }
 
 impl<B: Nvfp4Kernels> Gathered<B> {
     /// No gradients yet. Sums of matrices are stored as `dtype`.
     pub fn new(dtype: DType) -> Self {
-        Self { sums: HashMap::new(), squares: vec![], dtype }
+        Self { sums: HashMap::new(), squares: vec![], verdict: None, dtype }
     }
 
     /// The sum of a parameter's gradients.
@@ -67,11 +69,22 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     }
 
     fn add_squares(&mut self, grad: &FloatTensor<B>) {
-        self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(B::square_sum(grad.clone()))));
+        let verdict = self.verdict(grad);
+        // The optimizer has given its handle back, so that the device writes over the old verdict.
+        self.verdict = None;
+        let (squares, verdict) = B::square_sum(grad.clone(), verdict);
+        self.squares.push(Tensor::from_primitive(TensorPrimitive::Float(squares)));
+        self.verdict = Some(verdict);
+    }
+
+    /// The verdict so far, on the device of a gradient.
+    fn verdict(&mut self, grad: &FloatTensor<B>) -> FloatTensor<B> {
+        let fine = || B::float_zeros(Shape::new([1]), &B::float_device(grad), DType::F32.into());
+        self.verdict.get_or_insert_with(fine).clone()
     }
 
     /// Handles the gradient of a parameter as `fate` says. Returns the gradient to apply now, if any.
-    fn settle(&mut self, id: ParamId, grad: Option<FloatTensor<B>>, fate: Fate) -> Option<(FloatTensor<B>, Rate)> {
+    fn settle(&mut self, id: ParamId, grad: Option<FloatTensor<B>>, fate: Fate) -> Option<(Judged<B>, Rate)> {
         let (sum, first) = match (self.sums.remove(&id), grad) {
             (None, None) => return None,
             (Some(sum), None) => (sum, false),
@@ -93,7 +106,8 @@ impl<B: Nvfp4Kernels> Gathered<B> {
                 if !measured {
                     self.add_squares(&sum);
                 }
-                Some((sum, rate))
+                let verdict = self.verdict(&sum);
+                Some((Judged { gradient: sum, verdict }, rate))
             }
         }
     }
@@ -112,7 +126,7 @@ pub struct Walk<'a, AB: TrainingBackend> {
 }
 
 impl<AB: TrainingBackend> Walk<'_, AB> {
-    fn settle<const RANK: usize>(&mut self, id: ParamId) -> Option<(FloatTensor<AB::InnerBackend>, Rate)> {
+    fn settle<const RANK: usize>(&mut self, id: ParamId) -> Option<(Judged<AB::InnerBackend>, Rate)> {
         let grad = self.grads.remove::<AB::InnerBackend, RANK>(id).map(|grad| grad.into_primitive().tensor());
         self.gathered.settle(id, grad, self.fate)
     }
