@@ -48,7 +48,7 @@ impl Library {
     /// The tensor scale of activations with this largest magnitude, as the library computes it in f32.
     fn input_scale(self, amax: f32) -> Option<GivenScale> {
         match self {
-            _ if amax == 0.0 || !amax.is_finite() => None,
+            _ if amax == 0.0 => None,
             Self::CompressedTensors => GivenScale::of_reciprocal(self.dialect(FloatType::F32).divisor(amax)),
             Self::ModelOpt => GivenScale::of_scale(amax / reference::FULL_SCALE),
         }
@@ -104,7 +104,8 @@ impl<'a> Foreign<'a> {
                 continue;
             }
             let together = names::multiplied_together(&name);
-            let magnitudes: Option<Vec<f32>> = together.iter().map(|name| amax.get(name).copied()).collect();
+            let finite = |name: &String| amax.get(name).copied().filter(|amax| amax.is_finite());
+            let magnitudes: Option<Vec<f32>> = together.iter().map(finite).collect();
             let largest = magnitudes.and_then(|all| all.into_iter().reduce(f32::max));
             match largest.and_then(|amax| self.library.input_scale(amax)) {
                 Some(scale) => inputs.insert(name, scale),
