@@ -143,7 +143,7 @@ fn layers_that_are_multiplied_together_share_the_largest_scale() {
 fn rows_of(model: &Path, data: &str, count: usize) -> Vec<Vec<u32>> {
     let config = Qwen3Config::from_file(&model.join("config.json")).unwrap();
     let text = TextFiles::open(model, &config).unwrap();
-    let (loss_on, overlong, rows) = (LossOn::All, Overlong::Split, RowOptions::default());
+    let (loss_on, overlong, rows) = (LossOn::default(), Overlong::Split, RowOptions::default());
     let options = DataOptions { format: None, loss_on, max_seq_length: 2048, overlong, rows };
     let (samples, _) = read::load(&[model.join(data)], &text, &options).unwrap();
     samples.into_iter().take(count).map(|sample| sample.ids).collect()
@@ -272,6 +272,27 @@ fn a_run_is_calibrated_as_it_runs_and_its_dense_blocks_get_no_scales() {
         let prompt = text.tokenizer.encode("Who are you?").unwrap();
         assert!(Session::new(&model, prompt.len()).unwrap().read(&prompt).unwrap().iter().all(|x| x.is_finite()));
     }
+}
+
+#[test]
+fn no_more_sequences_are_read_than_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut config = read(&d.join("m/config.json"));
+    config["max_position_embeddings"] = 128.into();
+    fs::write(d.join("m/config.json"), config.to_string()).unwrap();
+    // One document, which is cut into more sequences than the model is to read.
+    fs::write(d.join("long.txt"), "What a row makes, and no more: 1, 2, 3. ".repeat(40)).unwrap();
+    let export = ["export-hf", "--overwrite", "-m", "m", "-o", "out", "--format", "modelopt", "--device", "cpu"];
+    let calibrate = ["--activations", "nvfp4", "--calibration-data", "long.txt", "--calibration-rows", "2"];
+    let done = run(d, &[&export[..], &calibrate].concat());
+    let stderr = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success() && stderr.contains("measured on 2 sequences, 256 tokens"), "{stderr}");
+    // By default there are more.
+    let done = run(d, &[&export[..], &calibrate[..4]].concat());
+    let stderr = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success() && !stderr.contains("measured on 2 sequences"), "{stderr}");
 }
 
 #[test]

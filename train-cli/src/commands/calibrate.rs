@@ -1,6 +1,7 @@
 //! The calibration of `export-hf --activations nvfp4`: the model reads rows of files, and what its linear layers read is measured.
 //!
-//! The forward is that of `eval loss`: NVFP4 weights stay NVFP4, dense weights stay dense, and activations are not quantized.
+//! Rows become sequences as in `eval loss`. The weights are those with which `generate` runs the model, and activations are not
+//! quantized.
 
 use crate::{
     CliError,
@@ -108,7 +109,7 @@ impl Job for Measure<'_> {
         let Self { stored, files, rows } = self;
         let options = DataOptions {
             format: None,
-            loss_on: LossOn::All,
+            loss_on: LossOn::default(),
             max_seq_length: plan::max_seq_length(None, stored.config.max_position_embeddings),
             overlong: Overlong::Split,
             rows: RowOptions::default(),
