@@ -3,7 +3,7 @@
 
 use crate::support::{
     Cpu,
-    files::{ok, run, tiny_model},
+    files::{ok, run, tensors_of, tiny_model},
     golden, golden_bytes,
 };
 use backend_nvfp4::{LinearSpec, Precision, Recipe, Scaling, reference};
@@ -20,22 +20,7 @@ use model_qwen3::{
     write::{write_safetensors, write_shard},
 };
 use serde_json::Value;
-use sha2::{Digest, Sha256};
 use std::{collections::BTreeMap, fs, path::Path};
-
-/// The tensors of a safetensors file: type, shape, SHA-256 of the bytes.
-fn tensors_of(file: &[u8]) -> BTreeMap<String, Value> {
-    let length = usize::try_from(u64::from_le_bytes(file[..8].try_into().unwrap())).unwrap();
-    let header: BTreeMap<String, Value> = serde_json::from_slice(&file[8..8 + length]).unwrap();
-    let described = |entry: Value| {
-        let at = |n: usize| 8 + length + usize::try_from(entry["data_offsets"][n].as_u64().unwrap()).unwrap();
-        let hash = Sha256::digest(&file[at(0)..at(1)]);
-        let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
-        serde_json::json!([entry["dtype"], entry["shape"], hash])
-    };
-    let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
-    tensors.map(|(name, entry)| (name, described(entry))).collect()
-}
 
 #[test]
 fn nvfp4_has_the_bytes_of_compressed_tensors_and_of_modelopt() {
@@ -258,11 +243,15 @@ fn with_input_scales(from: &Path, to: &Path, library: &str, reciprocal: f32) {
 /// The logits of a folder's model for a few tokens.
 fn logits(folder: &Path, recipe: Recipe) -> Vec<f32> {
     let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+    logits_of(&Container::open(folder).unwrap(), &config, recipe)
+}
+
+/// The logits of a model of these tensors for a few tokens.
+pub(crate) fn logits_of(tensors: &dyn Tensors, config: &Qwen3Config, recipe: Recipe) -> Vec<f32> {
     let spec = LinearSpec::new(recipe, Scaling::Two, Precision::F32).each_row();
     let device = Default::default();
-    let tensors = Container::open(folder).unwrap();
-    let model: Qwen3<Cpu> = weights::load(&tensors, &config, spec, Purpose::Infer, &device).unwrap();
-    let ids = ids_tensor(&[(1..25).collect()], &config, &device).unwrap();
+    let model: Qwen3<Cpu> = weights::load(tensors, config, spec, Purpose::Infer, &device).unwrap();
+    let ids = ids_tensor(&[(1..25).collect()], config, &device).unwrap();
     to_host(model.logits(model.forward(ids, |_| {}))).unwrap()
 }
 

@@ -133,6 +133,49 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
     assert!(!dir.path().join("y.gguf").exists());
 }
 
+/// A folder for 4-bit activations becomes a file with the scales of activations, as llama.cpp's converter writes them: one f32
+/// beside the weight, and nothing that forbids 4-bit activations. The file can be read again.
+#[test]
+fn the_scales_of_activations_are_in_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let (config, demo) = (demo_file("config.json").display().to_string(), demo_file("").display().to_string());
+    let rows = demo_file("demo.tsv").display().to_string();
+    let words = ["--init-config", &config, "--tokenizer", &demo, "--synthetic", "--device", "cpu", "--max-steps", "1"];
+    ok(d, &[&["fit", "--max-seq-length", "32", "--eval-steps", "0", "-o", "r"][..], &words].concat());
+    for format in ["compressed-tensors", "modelopt"] {
+        let export = ["export-hf", "-m", "r", "-o", format, "--format", format, "--device", "cpu"];
+        let calibrate = ["--activations", "nvfp4", "--calibration-data", &rows, "--calibration-rows", "2"];
+        ok(d, &[&export[..], &calibrate].concat());
+        let out = run(d, &["convert", format, "x.gguf", "--dtype", "nvfp4", "--overwrite"]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && !stderr.contains("what is written has none"), "{stderr}");
+        let (file, folder) = (read(&d.join("x.gguf")), Container::open(&d.join(format)).unwrap());
+        let back = GgufFile::open(&d.join("x.gguf")).unwrap();
+        assert_eq!(file.len(), 3 * (11 + 7 + 7) + 2, "{format}");
+        let mut scales = 0;
+        for (name, theirs) in NAMES {
+            let Some(given) = folder.input_scale(name).unwrap() else { continue };
+            let (kind, dims, found) = &file[&theirs.replace(".weight", ".input_scale")];
+            assert_eq!(
+                (*kind, &dims[..], &found[..]),
+                (GGUFTensorType::F32, &[1][..], &[given.scale()][..]),
+                "{theirs}"
+            );
+            assert_eq!(back.input_scale(name).unwrap().unwrap().scale(), given.scale(), "{theirs}");
+            scales += 1;
+        }
+        assert_eq!(scales, 7, "{format}");
+        assert!(!keys(&d.join("x.gguf")).contains_key("general.tensor_extra.prec_a4"), "{format}");
+        // Other number formats have no such scales, and the program says so.
+        for (input, output, dtype) in [(format, "y.gguf", "q8-0"), ("x.gguf", "y.safetensors", "bf16")] {
+            let out = run(d, &["convert", input, output, "--dtype", dtype, "--overwrite"]);
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert!(out.status.success() && stderr.contains("what is written has none"), "{input} {dtype}: {stderr}");
+        }
+    }
+}
+
 /// A model that went through GGUF has the same weights and answers the same.
 #[test]
 fn a_gguf_file_becomes_a_model_again() {

@@ -9,6 +9,7 @@ mod architecture;
 mod best_model;
 mod blocks;
 mod cache;
+mod calibration;
 mod chat;
 mod cli;
 mod cli_flags;

@@ -96,18 +96,35 @@ pub enum ActivationScale {
     Given(GivenScale),
 }
 
-/// A tensor scale that does not come from the values that it scales, by its reciprocal.
+/// A tensor scale that does not come from the values that it scales, with its reciprocal: a file holds one of them, and the
+/// other is rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GivenScale {
-    /// The bits of the reciprocal, because specifications are compared.
+    /// The bits, because specifications are compared.
+    scale: u32,
     reciprocal: u32,
 }
 
 impl GivenScale {
     /// The scale `1 / reciprocal`. `None` if either is not a positive finite number.
     pub fn of_reciprocal(reciprocal: f32) -> Option<Self> {
+        Self::of_both(1.0 / reciprocal, reciprocal)
+    }
+
+    /// This scale. `None` if it or its reciprocal is not a positive finite number.
+    pub fn of_scale(scale: f32) -> Option<Self> {
+        Self::of_both(scale, 1.0 / scale)
+    }
+
+    fn of_both(scale: f32, reciprocal: f32) -> Option<Self> {
         let positive = |x: f32| x > 0.0 && x.is_finite();
-        (positive(reciprocal) && positive(1.0 / reciprocal)).then(|| Self { reciprocal: reciprocal.to_bits() })
+        (positive(scale) && positive(reciprocal))
+            .then(|| Self { scale: scale.to_bits(), reciprocal: reciprocal.to_bits() })
+    }
+
+    /// The scale.
+    pub fn scale(self) -> f32 {
+        f32::from_bits(self.scale)
     }
 
     /// The reciprocal of the scale: 2688 over the largest magnitude that has a code.

@@ -163,11 +163,6 @@ impl Container {
         Ok(Slot { name, stored: Stored::Packed { rows, cols, scaling }, entries, input: None, reciprocal: false })
     }
 
-    /// Whether the file gives the tensor scale of the activations of a layer.
-    pub fn has_input_scales(&self) -> bool {
-        self.slots.iter().any(|slot| slot.input.is_some())
-    }
-
     /// The safetensors files, if the tensors come from such.
     pub fn shards(&self) -> &[SafeFile] {
         &self.shards
@@ -272,6 +267,10 @@ impl Tensors for Container {
         if slot.reciprocal { self.stored_scale(slot) } else { Ok(1.0 / packed.global) }
     }
 
+    fn gives_input_scale(&self, name: &str) -> bool {
+        self.slot(name).is_ok_and(|slot| slot.input.is_some())
+    }
+
     fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
         let slot = self.slot(name)?;
         let Some(entry) = &slot.input else { return Ok(None) };
@@ -282,7 +281,7 @@ impl Tensors for Container {
         let mut buffer = [0; 4];
         self.read(entry, 0, &mut buffer)?;
         let stored = FloatType::F32.decode(&buffer)[0];
-        match GivenScale::of_reciprocal(if slot.reciprocal { stored } else { 1.0 / stored }) {
+        match if slot.reciprocal { GivenScale::of_reciprocal(stored) } else { GivenScale::of_scale(stored) } {
             Some(scale) => Ok(Some(scale)),
             None => Err(self.bad(format!("{name:?}: the scale of its input is {stored}; a positive number is needed"))),
         }

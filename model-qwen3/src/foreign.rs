@@ -4,6 +4,8 @@
 //! NVFP4 weights keep their codes and block scales. Inference engines multiply q, k and v as one matrix, and gate and up as
 //! another, which needs one tensor scale for each of the two: matrices that have a smaller one are rescaled, and
 //! [`Foreign::changed`] counts the codes and block scales that this changes. Dense weights are quantized by the library's own formula.
+//!
+//! If [`Foreign::with_inputs`] knows the largest magnitudes of what layers read, these get tensor scales for 4-bit activations.
 
 use crate::{
     ModelError,
@@ -14,18 +16,18 @@ use crate::{
     tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
-    Packed, Scaling,
+    GivenScale, Packed, Scaling,
     layout::BLOCK,
     reference::{self, Dialect},
 };
-use std::{ops::Range, path::Path};
+use std::{collections::BTreeMap, ops::Range, path::Path};
 
 /// A library that stores NVFP4.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Library {
     /// compressed-tensors, whose format vLLM calls `nvfp4-pack-quantized`.
     CompressedTensors,
-    /// nvidia-modelopt, which exports `W4A16_NVFP4`.
+    /// nvidia-modelopt, which exports `W4A16_NVFP4` and `NVFP4`.
     ModelOpt,
 }
 
@@ -40,6 +42,15 @@ impl Library {
         match self {
             Self::CompressedTensors => Dialect::CompressedTensors { bf16: float == FloatType::Bf16 },
             Self::ModelOpt => Dialect::ModelOpt,
+        }
+    }
+
+    /// The tensor scale of activations with this largest magnitude, as the library computes it in f32.
+    fn input_scale(self, amax: f32) -> Option<GivenScale> {
+        match self {
+            _ if amax == 0.0 => None,
+            Self::CompressedTensors => GivenScale::of_reciprocal(self.dialect(FloatType::F32).divisor(amax)),
+            Self::ModelOpt => GivenScale::of_scale(amax / reference::FULL_SCALE),
         }
     }
 }
@@ -66,6 +77,8 @@ pub struct Foreign<'a> {
     /// The first block whose dense linear layers stay dense.
     dense_from: usize,
     maxima: Maxima<'a>,
+    /// The tensor scale of what each linear layer reads, where activations are NVFP4 too.
+    inputs: BTreeMap<String, GivenScale>,
 }
 
 impl<'a> Foreign<'a> {
@@ -76,7 +89,31 @@ impl<'a> Foreign<'a> {
         // What a file with NVFP4 keeps dense stays dense.
         let dense_from = if source.names().iter().any(is_packed) { 0 } else { dense_from };
         let dense = Repacked::new(source, StoreAs::Float(FloatType::Bf16));
-        Self { source, dense, library, dense_from, maxima: Maxima::new(source) }
+        Self { source, dense, library, dense_from, maxima: Maxima::new(source), inputs: BTreeMap::new() }
+    }
+
+    /// Gives the activations of each NVFP4 layer a tensor scale. `amax` has the largest magnitude of what a layer reads, by the
+    /// name of its weight. Layers that engines multiply together get one scale, that of the largest.
+    ///
+    /// # Errors
+    /// The name of a layer without a magnitude, or with one that has no scale because it is zero, too small or not finite.
+    pub fn with_inputs(mut self, amax: &BTreeMap<String, f32>) -> Result<Self, String> {
+        let mut inputs = BTreeMap::new();
+        for name in self.names() {
+            if !matches!(self.stored(&name), Some(Stored::Packed { .. })) {
+                continue;
+            }
+            let together = names::multiplied_together(&name);
+            let finite = |name: &String| amax.get(name).copied().filter(|amax| amax.is_finite());
+            let magnitudes: Option<Vec<f32>> = together.iter().map(finite).collect();
+            let largest = magnitudes.and_then(|all| all.into_iter().reduce(f32::max));
+            match largest.and_then(|amax| self.library.input_scale(amax)) {
+                Some(scale) => inputs.insert(name, scale),
+                None => return Err(name),
+            };
+        }
+        self.inputs = inputs;
+        Ok(self)
     }
 
     /// What a shared tensor scale changes in weights that are NVFP4 already.
@@ -152,6 +189,14 @@ impl Tensors for Foreign<'_> {
             }
             _ => Ok(1.0 / packed.global),
         }
+    }
+
+    fn gives_input_scale(&self, name: &str) -> bool {
+        self.inputs.contains_key(name)
+    }
+
+    fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
+        Ok(self.inputs.get(name).copied())
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {

@@ -7,6 +7,7 @@
 //! | [`model`] | attention, MLP, block, model |
 //! | [`rope`] | rotary position angles |
 //! | [`kv_cache`] | keys and values of past tokens |
+//! | [`calibration`] | the largest magnitudes of what linear layers read |
 //! | [`weights`] | a model's tensors: loaded, drawn at random, listed, replaced |
 //! | [`names`] | how checkpoints spell the names of tensors |
 //! | [`tensors`] | tensors by name, wherever they are |
@@ -45,6 +46,7 @@
 #![allow(non_snake_case)]
 
 pub mod bytes;
+pub mod calibration;
 pub mod chat_template;
 pub mod config;
 pub mod container;

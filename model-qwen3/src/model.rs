@@ -6,9 +6,11 @@
 
 use crate::{
     ModelError,
+    calibration::InputMaxima,
     config::Qwen3Config,
     kv_cache::{KvCache, LayerCache},
     loss::cross_entropy_sum,
+    names,
     rope::rotary,
 };
 use backend_nvfp4::{
@@ -112,6 +114,27 @@ pub struct Context<B: Backend> {
     spec: LinearSpec,
     attention: AttentionSpec,
     eps: f64,
+    /// The block that computes.
+    block: usize,
+    /// What takes in the inputs of linear layers, in a calibration.
+    inputs: Option<Arc<InputMaxima<B>>>,
+}
+
+impl<B: Nvfp4Backend> Context<B> {
+    /// Shows the input of the linear layer `part`, and of those that read the same, to a calibration.
+    fn show(&self, part: &str, x: &Activations<B>) {
+        if let Some(inputs) = &self.inputs {
+            inputs.take_in(self.block, part, x.clone().tensor());
+        }
+    }
+
+    /// The output projection of attention.
+    fn projected(&self, o_proj: &Nvfp4Linear<B>, y_MHE: Tensor<B, 2>) -> Tensor<B, 2> {
+        let y_MHE = Activations::from(y_MHE);
+        self.show(names::O_PROJ, &y_MHE);
+        let [y_MD] = linears([o_proj], y_MHE, [self.spec.slot(3)]);
+        y_MD
+    }
 }
 
 impl<B: Nvfp4Backend> Attention<B> {
@@ -119,11 +142,12 @@ impl<B: Nvfp4Backend> Attention<B> {
     pub fn forward(&self, x_MD: Activations<B>, ctx: &Context<B>) -> Tensor<B, 2> {
         let [q_MHE, k_MGE, v_MGE] = self.project(x_MD, ctx);
         let y_MHE = ops::attention(q_MHE, k_MGE, v_MGE, &ctx.documents[0], ctx.attention);
-        self.o_proj.forward(y_MHE, ctx.spec.slot(3))
+        ctx.projected(&self.o_proj, y_MHE)
     }
 
     /// Queries, keys and values. Queries and keys are normalized and rotated head by head.
     fn project(&self, x_MD: Activations<B>, ctx: &Context<B>) -> [Tensor<B, 2>; 3] {
+        ctx.show(names::Q_PROJ, &x_MD);
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj];
         let [q_MHE, k_MGE, v_MGE] = linears(layers, x_MD, [0, 1, 2].map(|i| ctx.spec.slot(i)));
         let q_MHE = ops::norm_rope(q_MHE, self.q_norm.val(), &ctx.rotary, ctx.eps);
@@ -134,11 +158,13 @@ impl<B: Nvfp4Backend> Attention<B> {
 
 impl<B: Nvfp4Backend> Mlp<B> {
     /// Maps normalized hidden states `[M, D]` to `[M, D]`.
-    pub fn forward(&self, x_MD: Activations<B>, spec: LinearSpec) -> Tensor<B, 2> {
+    pub fn forward(&self, x_MD: Activations<B>, ctx: &Context<B>) -> Tensor<B, 2> {
+        ctx.show(names::GATE_PROJ, &x_MD);
         let layers = [&self.gate_proj, &self.up_proj];
-        let [gate_MF, up_MF] = linears(layers, x_MD, [4, 5].map(|i| spec.slot(i)));
-        let y_MF = ops::swiglu(gate_MF, up_MF, spec);
-        let [y_MD] = linears([&self.down_proj], y_MF, [spec.slot(6)]);
+        let [gate_MF, up_MF] = linears(layers, x_MD, [4, 5].map(|i| ctx.spec.slot(i)));
+        let y_MF = ops::swiglu(gate_MF, up_MF, ctx.spec);
+        ctx.show(names::DOWN_PROJ, &y_MF);
+        let [y_MD] = linears([&self.down_proj], y_MF, [ctx.spec.slot(6)]);
         y_MD
     }
 }
@@ -159,19 +185,34 @@ impl<B: Nvfp4Backend> Block<B> {
         let (x_MD, n_MD) = ops::rms_norm(x_MD, None, self.input_layernorm.val(), ctx.eps, ctx.spec);
         let a_MD = attention(n_MD);
         let (h_MD, n_MD) = ops::rms_norm(x_MD, Some(a_MD), self.post_attention_layernorm.val(), ctx.eps, ctx.spec);
-        h_MD + self.mlp.forward(n_MD, ctx.spec)
+        h_MD + self.mlp.forward(n_MD, ctx)
     }
 }
 
 impl<B: Nvfp4Backend> Qwen3<B> {
     /// Maps token ids `[R, T]` to the final hidden states `[M, D]`, normalized. Shows `watch` the embedding, the output
     /// of each block but the last, and the normalized last, which Hugging Face calls `hidden_states`, `[M, D]` each.
-    pub fn forward(&self, ids_RT: Tensor<B, 2, Int>, mut watch: impl FnMut(&Tensor<B, 2>)) -> Tensor<B, 2> {
+    pub fn forward(&self, ids_RT: Tensor<B, 2, Int>, watch: impl FnMut(&Tensor<B, 2>)) -> Tensor<B, 2> {
         let ctx = self.context(&[Places::of_rows(ids_RT.dims())]);
+        self.forward_in(&ctx, ids_RT, watch)
+    }
+
+    /// The same as [`Self::forward`]. Shows `inputs` what each linear layer of the blocks reads.
+    pub fn calibrate(&self, ids_RT: Tensor<B, 2, Int>, inputs: Arc<InputMaxima<B>>) -> Tensor<B, 2> {
+        let ctx = self.context(&[Places::of_rows(ids_RT.dims())]);
+        self.forward_in(&Context { inputs: Some(inputs), ..ctx }, ids_RT, |_| {})
+    }
+
+    fn forward_in(
+        &self,
+        ctx: &Context<B>,
+        ids_RT: Tensor<B, 2, Int>,
+        mut watch: impl FnMut(&Tensor<B, 2>),
+    ) -> Tensor<B, 2> {
         let mut h_MD = self.embed(ids_RT);
         for (i, block) in self.layers.iter().enumerate() {
             watch(&h_MD);
-            h_MD = block.forward(h_MD, &self.of_block(&ctx, i));
+            h_MD = block.forward(h_MD, &self.of_block(ctx, i));
         }
         let h_MD = self.final_norm(h_MD);
         watch(&h_MD);
@@ -238,13 +279,15 @@ impl<B: Nvfp4Backend> Qwen3<B> {
                 precision: spec.precision,
             },
             eps: config.rms_norm_eps,
+            block: 0,
+            inputs: None,
         }
     }
 
     /// The context of block `i`, with the random numbers and the recipe of that block.
     pub fn of_block(&self, ctx: &Context<B>, i: usize) -> Context<B> {
         let spec = ctx.spec.slot(i as u32 * LINEARS);
-        Context { spec: if self.is_bf16(i) { spec.unquantized() } else { spec }, ..ctx.clone() }
+        Context { spec: if self.is_bf16(i) { spec.unquantized() } else { spec }, block: i, ..ctx.clone() }
     }
 }
 
@@ -300,8 +343,7 @@ impl<B: Nvfp4Kernels> Attention<B> {
             cached_attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
         };
         let y: Vec<_> = caches.iter_mut().zip(ctx.documents.iter()).map(&mut attend).collect();
-        let y_MHE = below_each_other(y);
-        self.o_proj.forward(y_MHE, ctx.spec.slot(3))
+        ctx.projected(&self.o_proj, below_each_other(y))
     }
 }
 

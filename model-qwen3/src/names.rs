@@ -120,6 +120,11 @@ pub(crate) fn scale_in_gguf(name: &str) -> String {
     format!("{}.scale", name.strip_suffix(WEIGHT).unwrap_or(name))
 }
 
+/// The name of the tensor scale of the activations that an NVFP4 tensor multiplies, in a GGUF file.
+pub(crate) fn input_scale_in_gguf(name: &str) -> String {
+    format!("{}.input_scale", name.strip_suffix(WEIGHT).unwrap_or(name))
+}
+
 /// What one entry of an NVFP4 tensor holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Part {

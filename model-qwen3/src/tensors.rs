@@ -122,7 +122,17 @@ pub trait Tensors {
         Ok(1.0 / packed.global)
     }
 
-    /// The reciprocal of the tensor scale that the file gives the activations of this layer, if it gives one.
+    /// Whether the file gives a tensor scale for the activations of this layer.
+    fn gives_input_scale(&self, _name: &str) -> bool {
+        false
+    }
+
+    /// Whether the file gives a tensor scale for the activations of any layer.
+    fn has_input_scales(&self) -> bool {
+        self.names().iter().any(|name| self.gives_input_scale(name))
+    }
+
+    /// The tensor scale that the file gives the activations of this layer, if it gives one.
     ///
     /// # Errors
     /// If it is not a positive number, or the system fails.

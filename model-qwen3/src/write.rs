@@ -147,6 +147,7 @@ pub fn write_shard<Out: Write>(
                     q.global = tensors.reciprocal_scale(name, &q)?;
                 }
                 SAFE_PARTS.into_iter().try_for_each(|part| put_part(&q, part, &mut put))?;
+                put(&input_scale(tensors, name, spelling)?)?;
             }
             None => {}
         }
@@ -194,14 +195,26 @@ fn entries(tensors: &dyn Tensors, name: &str, spelling: Spelling) -> Vec<(String
             let [codes, scales, global] = SAFE_PARTS.map(|part| spelling.key(name, part));
             // compressed-tensors writes a vector of one value.
             let one = if spelling == Spelling::CompressedTensors { vec![1] } else { vec![] };
-            vec![
+            let input = spelling.input_scale(name).filter(|_| tensors.gives_input_scale(name));
+            let parts = [
                 (codes, Dtype::U8, vec![rows, cols / 2]),
                 (scales, Dtype::F8_E4M3, vec![rows, scales_per_row(cols)]),
-                (global, Dtype::F32, one),
-            ]
+                (global, Dtype::F32, one.clone()),
+            ];
+            parts.into_iter().chain(input.map(|input| (input, Dtype::F32, one))).collect()
         }
         None => vec![],
     }
+}
+
+/// The bytes of the tensor scale of the activations that an NVFP4 tensor multiplies. There are none if none is given.
+fn input_scale(tensors: &dyn Tensors, name: &str, spelling: Spelling) -> Result<Vec<u8>, ModelError> {
+    if !tensors.gives_input_scale(name) {
+        return Ok(vec![]);
+    }
+    let given = tensors.input_scale(name)?.ok_or_else(|| ModelError::missing(tensors.path(), name))?;
+    let stored = if spelling == Spelling::CompressedTensors { given.reciprocal() } else { given.scale() };
+    Ok(FloatType::F32.encode(&[stored]))
 }
 
 /// Writes the values of a dense tensor, some rows at a time.

@@ -3,8 +3,10 @@
 use crate::support::{Cpu, golden, golden_bytes};
 use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling};
 use model_qwen3::{ModelError, config::Qwen3Config, weights, write::write_safetensors};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     io::Read,
     path::{Path, PathBuf},
     process::{Command, Output, Stdio},
@@ -31,7 +33,7 @@ pub(crate) fn tiny_model_with_spread(folder: &Path, tied: bool, spread: f64) {
         std::fs::copy(demo_file(name), folder.join(name)).unwrap();
     }
     let text = std::fs::read_to_string(demo_file("config.json")).unwrap();
-    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut config: Value = serde_json::from_str(&text).unwrap();
     for (key, value) in [("hidden_size", 64), ("intermediate_size", 96), ("num_hidden_layers", 2)] {
         config[key] = value.into();
     }
@@ -138,7 +140,7 @@ pub(crate) fn cost(folder: &Path, args: &[&str]) -> Cost {
 /// Puts the size and the digest of a changed file into the manifest of its folder, as someone does who forges it.
 pub(crate) fn forge(folder: &Path, name: &str) {
     let manifest = folder.join("manifest.json");
-    let mut value: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
+    let mut value: Value = serde_json::from_slice(&std::fs::read(&manifest).unwrap()).unwrap();
     value["files"][name] = serde_json::to_value(FileRecord::of(&folder.join(name)).unwrap()).unwrap();
     std::fs::write(manifest, value.to_string()).unwrap();
 }
@@ -163,4 +165,18 @@ pub(crate) fn commands(program: &clap::Command) -> Vec<(String, clap::Command)> 
         }
     }
     all
+}
+
+/// The tensors of a safetensors file: type, shape, SHA-256 of the bytes.
+pub(crate) fn tensors_of(file: &[u8]) -> BTreeMap<String, Value> {
+    let length = usize::try_from(u64::from_le_bytes(file[..8].try_into().unwrap())).unwrap();
+    let header: BTreeMap<String, Value> = serde_json::from_slice(&file[8..8 + length]).unwrap();
+    let described = |entry: Value| {
+        let at = |n: usize| 8 + length + usize::try_from(entry["data_offsets"][n].as_u64().unwrap()).unwrap();
+        let hash = Sha256::digest(&file[at(0)..at(1)]);
+        let hash: String = hash.iter().map(|byte| format!("{byte:02x}")).collect();
+        serde_json::json!([entry["dtype"], entry["shape"], hash])
+    };
+    let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
+    tensors.map(|(name, entry)| (name, described(entry))).collect()
 }

@@ -345,6 +345,15 @@ pub enum HfFormat {
     Modelopt,
 }
 
+/// How the folder of `export-hf` tells other programs to compute with activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ActivationsArg {
+    /// Activations are not quantized
+    Bf16,
+    /// The activations that linear layers read are NVFP4, with tensor scales that --calibration-data gives
+    Nvfp4,
+}
+
 /// Flags of `export-hf`.
 #[derive(Debug, Args)]
 pub struct ExportHfArgs {
@@ -360,13 +369,24 @@ pub struct ExportHfArgs {
     /// Format of the weights
     #[arg(long, default_value = "bf16")]
     pub format: HfFormat,
+    /// How programs that load the folder compute with activations; nvfp4 needs --calibration-data, and a --format with NVFP4
+    #[arg(long, default_value = "bf16")]
+    pub activations: ActivationsArg,
+    /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
+    /// patterns such as 'rows/*.jsonl'. Training files have the same formats
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub calibration_data: Vec<PathBuf>,
+    /// Number of sequences of --calibration-data that the model reads, from the beginning of the files. Longer rows make
+    /// several sequences of up to 2048 tokens [default: 64]
+    #[arg(long, value_name = "N")]
+    pub calibration_rows: Option<std::num::NonZeroUsize>,
     /// Largest size of one file of weights
     #[arg(long, default_value = "5GB", alias = "shard", value_name = "SIZE")]
     pub max_shard_size: String,
     /// Replace an older export in the folder
     #[arg(long)]
     pub overwrite: bool,
-    /// Device that checks the written folder: auto, cpu, cuda, cuda:N or vulkan
+    /// Device that measures activations and checks the written folder: auto, cpu, cuda, cuda:N or vulkan
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
 }

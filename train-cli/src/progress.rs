@@ -191,6 +191,10 @@ impl Tensors for Reading<'_> {
         self.tensors.put_rows(name, rows, put)
     }
 
+    fn gives_input_scale(&self, name: &str) -> bool {
+        self.tensors.gives_input_scale(name)
+    }
+
     fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
         self.tensors.input_scale(name)
     }

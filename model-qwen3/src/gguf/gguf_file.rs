@@ -14,7 +14,7 @@ use crate::{
     names,
     tensors::{Stored, Tensors, row_count, row_width},
 };
-use backend_nvfp4::{Packed, Scaling};
+use backend_nvfp4::{GivenScale, Packed, Scaling};
 use std::{
     collections::HashMap,
     fs::File,
@@ -61,6 +61,8 @@ struct Tensor {
     at: u64,
     /// Where its tensor scale is, if it is NVFP4 and has one.
     scale: Option<u64>,
+    /// Where the tensor scale of its activations is, if it is NVFP4 and the file gives one.
+    input: Option<u64>,
 }
 
 impl GgufFile {
@@ -139,7 +141,7 @@ struct Declared {
 
 /// The tensors of a model, whose values begin at byte `values` of the file. Tensor scales become parts of their tensors.
 fn placed(head: &Head<'_, impl Read>, declared: Vec<Declared>, values: u64) -> Result<Vec<Tensor>, ModelError> {
-    let mut scales = HashMap::new();
+    let (mut scales, mut inputs) = (HashMap::new(), HashMap::new());
     let mut tensors: Vec<(String, Tensor)> = vec![];
     for Declared { name, shape, kind, offset } in declared {
         let kind = Kind::of(kind).ok_or_else(|| {
@@ -154,25 +156,26 @@ fn placed(head: &Head<'_, impl Read>, declared: Vec<Declared>, values: u64) -> R
         let (Some(at), true) = (at, fits) else {
             return Err(head.bad(format!("{name:?} of shape {shape:?} does not fit into the file")));
         };
-        if let Some(base) = name.strip_suffix(".scale") {
+        let of_tensor = name.strip_suffix(".scale");
+        if let Some(base) = of_tensor.or(name.strip_suffix(".input_scale")) {
             if kind != Kind::Float(FloatType::F32) || count != Some(1) {
                 return Err(head.bad(format!("{name:?} has shape {shape:?}; a tensor scale is one f32")));
             }
-            scales.insert(base.to_owned(), at);
+            if of_tensor.is_some() { &mut scales } else { &mut inputs }.insert(base.to_owned(), at);
             continue;
         }
         let ours = names::of_gguf(&name)
             .ok_or_else(|| head.bad(format!("it holds {name:?}, which a dense Qwen3 does not have")))?;
         let base = name.strip_suffix(".weight").unwrap_or(&name).to_owned();
-        tensors.push((base, Tensor { name: ours, shape, kind, at, scale: None }));
+        tensors.push((base, Tensor { name: ours, shape, kind, at, scale: None, input: None }));
     }
     for (base, tensor) in &mut tensors {
-        tensor.scale = scales.remove(base);
-        if tensor.scale.is_some() && tensor.kind != Kind::Nvfp4 {
+        (tensor.scale, tensor.input) = (scales.remove(base), inputs.remove(base));
+        if (tensor.scale.is_some() || tensor.input.is_some()) && tensor.kind != Kind::Nvfp4 {
             return Err(head.bad(format!("{base:?} has a tensor scale, but is not NVFP4")));
         }
     }
-    if let Some(base) = scales.keys().next() {
+    if let Some(base) = scales.keys().chain(inputs.keys()).next() {
         return Err(head.bad(format!("{base:?} has a tensor scale and no tensor")));
     }
     let tensors: Vec<Tensor> = tensors.into_iter().map(|(_, tensor)| tensor).collect();
@@ -202,7 +205,7 @@ impl Tensors for GgufFile {
             (Kind::Float(float), shape) => Stored::Dense { float, shape: shape.to_vec() },
             // An 8-bit integer times an f16 scale has more bits than f16 or bf16.
             (Kind::Q8, shape) => Stored::Dense { float: FloatType::F32, shape: shape.to_vec() },
-            (Kind::Nvfp4 | Kind::TensorScale, shape) => {
+            (Kind::Nvfp4 | Kind::TensorScale | Kind::InputScale, shape) => {
                 let scaling = if tensor.scale.is_some() { Scaling::Two } else { Scaling::Single };
                 Stored::Packed { rows: row_count(shape), cols: row_width(shape), scaling }
             }
@@ -215,13 +218,28 @@ impl Tensors for GgufFile {
         let values = match tensor.kind {
             Kind::Float(float) => float.decode(&bytes),
             Kind::Q8 => blocks::of_q8(&bytes),
-            Kind::Nvfp4 | Kind::TensorScale => {
+            Kind::Nvfp4 | Kind::TensorScale | Kind::InputScale => {
                 return Err(self.bad(format!("{name:?} is NVFP4; floats are needed")));
             }
         };
         match values.iter().find(|value| !value.is_finite()) {
             Some(value) => Err(self.bad(format!("{name:?} holds the value {value}; weights must be finite"))),
             None => Ok(values),
+        }
+    }
+
+    fn gives_input_scale(&self, name: &str) -> bool {
+        self.tensor(name).is_ok_and(|tensor| tensor.input.is_some())
+    }
+
+    fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
+        let Some(at) = self.tensor(name)?.input else { return Ok(None) };
+        let mut bytes = [0; 4];
+        read_at(&self.file, &self.path, at, &mut bytes)?;
+        let stored = f32::of_bytes(bytes);
+        match GivenScale::of_scale(stored) {
+            Some(given) => Ok(Some(given)),
+            None => Err(self.bad(format!("{name:?}: the scale of its input is {stored}; a positive number is needed"))),
         }
     }
 

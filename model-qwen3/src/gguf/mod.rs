@@ -103,6 +103,8 @@ enum Kind {
     Nvfp4,
     /// The tensor scale of the NVFP4 tensor that stands before.
     TensorScale,
+    /// The tensor scale of the activations that this NVFP4 tensor multiplies.
+    InputScale,
 }
 
 impl Kind {
@@ -121,7 +123,7 @@ impl Kind {
     /// ggml's number for the type.
     fn number(self) -> u32 {
         match self {
-            Self::Float(FloatType::F32) | Self::TensorScale => 0,
+            Self::Float(FloatType::F32) | Self::TensorScale | Self::InputScale => 0,
             Self::Float(FloatType::F16) => 1,
             Self::Q8 => 8,
             Self::Float(FloatType::Bf16) => 30,
@@ -133,7 +135,7 @@ impl Kind {
     fn block(self) -> (usize, usize) {
         match self {
             Self::Float(float) => (1, float.size()),
-            Self::TensorScale => (1, 4),
+            Self::TensorScale | Self::InputScale => (1, 4),
             Self::Q8 => (blocks::Q8_VALUES, blocks::Q8_BYTES),
             Self::Nvfp4 => (blocks::NVFP4_VALUES, blocks::NVFP4_BYTES),
         }
@@ -186,7 +188,8 @@ impl<'a> File<'a> {
         Self { source, matrices, dense, packed: Repacked::new(source, nvfp4), has_codes }
     }
 
-    /// The tensors of the file in order. Each NVFP4 tensor is followed by its tensor scale.
+    /// The tensors of the file in order. Each NVFP4 tensor is followed by its tensor scale, and by that of its activations if
+    /// the source gives one.
     fn entries(&self, config: &Qwen3Config) -> Result<Vec<Entry>, ModelError> {
         let mut entries = Vec::new();
         for source in self.source.names() {
@@ -207,10 +210,14 @@ impl<'a> File<'a> {
                 );
                 return Err(ModelError::weights(self.source.path(), reason));
             }
-            let scale = names::scale_in_gguf(&name);
+            let (scale, input) = (names::scale_in_gguf(&name), names::input_scale_in_gguf(&name));
+            let beside = |name, kind| Entry { name, source: source.clone(), shape: vec![1], kind };
             entries.push(Entry { name, source: source.clone(), shape, kind });
             if kind == Kind::Nvfp4 {
-                entries.push(Entry { name: scale, source, shape: vec![1], kind: Kind::TensorScale });
+                entries.push(beside(scale, Kind::TensorScale));
+                if self.source.gives_input_scale(&source) {
+                    entries.push(beside(input, Kind::InputScale));
+                }
             }
         }
         Ok(entries)
@@ -246,6 +253,10 @@ impl<'a> File<'a> {
         match entry.kind {
             Kind::Nvfp4 => put(&blocks::nvfp4(&self.nvfp4(name)?, entry.shape[0], entry.shape[1])),
             Kind::TensorScale => put(&FloatType::F32.encode(&[self.nvfp4(name)?.global])),
+            Kind::InputScale => match self.source.input_scale(name)? {
+                Some(given) => put(&FloatType::F32.encode(&[given.scale()])),
+                None => Err(ModelError::missing(self.source.path(), name)),
+            },
             Kind::Q8 => {
                 let mut rows = row_ranges(&entry.shape, CHUNK);
                 rows.try_for_each(|rows| put(&blocks::q8(&self.dense.read_rows(name, rows)?)))

@@ -2,6 +2,7 @@
 
 Each tensor of their folders by name: type, shape, and the SHA-256 of its bytes. See ../README.md for the versions.
 Writes activations.json: how they spell the scales of activations, and how compressed-tensors quantizes with a given scale.
+Writes w4a4.json: what they make of the same models in bf16 for 4-bit activations, calibrated on the rows of tokens ROWS.
 
     pip install torch transformers compressed-tensors nvidia-modelopt safetensors
     python3 make_foreign.py
@@ -26,6 +27,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
+ROWS = [list(range(1, 17)), [250, 7, 7, 99, 3, 180, 42, 0, 211, 64, 5], [13]]
 
 
 def tensors_of(folder):
@@ -54,8 +56,41 @@ def groups(model):
         yield from ([a.q_proj, a.k_proj, a.v_proj], [a.o_proj], [m.gate_proj, m.up_proj], [m.down_proj])
 
 
-def compressed_tensors(source, dtype, out, preset="NVFP4A16"):
+def in_bf16(source):
+    """The model with weights that are rounded to bf16 and stored in f32, so that its forward computes in f32."""
+    model = load(source, torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return model
+
+
+def run_rows(model):
+    for row in ROWS:
+        model(torch.tensor([row]))
+
+
+def input_maxima(source):
+    """The largest magnitude of the input of each linear layer over ROWS, by the name of the layer."""
+    model, found = in_bf16(source), {}
+
+    def watch(name):
+        def hook(_, inputs):
+            amax = inputs[0].detach().abs().max()
+            found[name] = torch.maximum(found[name], amax) if name in found else amax
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(watch(name))
+    with torch.no_grad():
+        run_rows(model)
+    return found
+
+
+def compressed_tensors(source, dtype, out, preset="NVFP4A16", inputs=None):
     model = load(source, dtype)
+    names = {module: name for name, module in model.named_modules()}
     scheme = preset_name_to_scheme(preset, ["Linear"])
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
@@ -73,7 +108,8 @@ def compressed_tensors(source, dtype, out, preset="NVFP4A16"):
             x.weight_global_scale.data = scale
             x.weight_scale.data = scales.to(x.weight_scale.dtype)
             if scheme.input_activations is not None:
-                x.input_global_scale.data = torch.tensor([256.0])
+                seen = torch.tensor(10.5) if inputs is None else inputs[names[x]]
+                x.input_global_scale.data = generate_gparam(-seen, seen)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(out)
@@ -88,6 +124,41 @@ def modelopt(source, dtype, out, config="W4A16_NVFP4_CFG"):
     ids = torch.arange(1, 17).reshape(1, -1)
     model = mtq.quantize(model, getattr(mtq, config), lambda m: m(ids))
     export_hf_checkpoint(model, export_dir=out)
+
+
+def modelopt_w4a4(source, out):
+    """ModelOpt calibrates in f32, and exports its model with the weights in bf16."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+
+    model = mtq.quantize(in_bf16(source), mtq.NVFP4_DEFAULT_CFG, run_rows)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    model.config.dtype = torch.bfloat16
+    export_hf_checkpoint(model, export_dir=out)
+
+
+def w4a4():
+    """Both libraries' folders of both models: rows, largest magnitudes of inputs, tensors, and the configs."""
+    result = {"rows": ROWS}
+    for name in ["tiny-tied", "tiny-untied"]:
+        source = HERE.parent / "hf-qwen3" / name
+        inputs = input_maxima(source)
+        text = {key: amax.numpy().astype("<f4").tobytes().hex() for key, amax in inputs.items()}
+        result[name] = {"maxima": text}
+        writers = {
+            "compressed-tensors": lambda out: compressed_tensors(source, torch.bfloat16, out, "NVFP4", inputs),
+            "modelopt": lambda out: modelopt_w4a4(source, out),
+        }
+        for library, write in writers.items():
+            with tempfile.TemporaryDirectory() as out:
+                write(out)
+                read = lambda file: json.loads((Path(out) / file).read_text())
+                found = {"tensors": tensors_of(out), "quantization_config": read("config.json")["quantization_config"]}
+                if library == "modelopt":
+                    found["hf_quant_config"] = read("hf_quant_config.json")
+                result[name][library] = found
+    return result
 
 
 def activations():
@@ -118,6 +189,7 @@ def activations():
 
 def main():
     (HERE / "activations.json").write_text(json.dumps(activations(), indent=0, sort_keys=True) + "\n")
+    (HERE / "w4a4.json").write_text(json.dumps(w4a4(), indent=0, sort_keys=True) + "\n")
     result = {}
     for name in ["tiny-tied", "tiny-untied"]:
         for kind, write in [("compressed-tensors", compressed_tensors), ("modelopt", modelopt)]:

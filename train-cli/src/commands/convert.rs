@@ -57,12 +57,15 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
             let text = "a GGUF file cannot be converted to GGUF; convert it to .safetensors, and that to .gguf";
             return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
         }
-        ContainerArg::Gguf => Some(Gguf::read(args, &files)?),
+        ContainerArg::Gguf => Some(Gguf::read(args, &files, source.tensors())?),
         _ if args.tokenizer.is_some() => {
             return Err(CliError::Usage("--tokenizer works only with --to gguf; leave it out".into()));
         }
         _ => None,
     };
+    // A GGUF file with NVFP4 holds the scales of activations too.
+    let keeps_inputs = gguf.is_some() && args.dtype == WeightArg::Nvfp4;
+    report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
     let trained = source.trained(&files, args)?;
     let dense_from = dense_from(trained.as_ref(), &files)?;
     let tensors = Repacked::new(source.tensors(), format(args, container, dense_from)?);
@@ -107,9 +110,7 @@ impl Source {
         if files.is_gguf() {
             return Ok(Self::Gguf(GgufFile::open(&files.weights)?));
         }
-        let weights = files.open_weights()?;
-        report::unscaled_inputs(weights.has_input_scales());
-        Ok(Self::Files(weights))
+        Ok(Self::Files(files.open_weights()?))
     }
 
     fn tensors(&self) -> &dyn Tensors {
@@ -252,7 +253,7 @@ struct Gguf {
 }
 
 impl Gguf {
-    fn read(args: &ConvertArgs, files: &ModelFiles) -> Result<Self, CliError> {
+    fn read(args: &ConvertArgs, files: &ModelFiles, tensors: &dyn Tensors) -> Result<Self, CliError> {
         let folder = args.tokenizer.as_ref().unwrap_or(&files.folder);
         let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
         let vocabulary = Vocabulary::from_file(&folder.join("tokenizer.json"))?;
@@ -261,13 +262,15 @@ impl Gguf {
         // The end of a turn, where the model has one.
         let named = text.tokenizer.id("<|im_end|>").or_else(|| first(text.eos_token_ids()));
         let eos = named.or_else(|| first(&text.stop_ids)).unwrap_or_default();
+        let trained = Trained::of(files)?;
         Ok(Self {
             name: ModelFiles::new(&args.input).name(),
             config,
             vocabulary,
             template: ChatTemplate::source(folder)?,
             eos,
-            packs_activations: Trained::of(files)?.is_some_and(|trained| trained.recipe.packs_activations()),
+            packs_activations: tensors.has_input_scales()
+                || trained.is_some_and(|trained| trained.recipe.packs_activations()),
         })
     }
 

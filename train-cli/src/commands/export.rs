@@ -289,6 +289,7 @@ impl Check<'_> {
         for name in &names {
             let stored = self.tensors.stored(name);
             let equal = stored == file.stored(name)
+                && self.tensors.input_scale(name)? == file.input_scale(name)?
                 && match stored {
                     None => false,
                     Some(Stored::Packed { .. }) => self.tensors.read_packed(name)? == file.read_packed(name)?,

@@ -1,10 +1,14 @@
 //! `export-hf`: a model as a Hugging Face folder that other programs load. The weights are sharded safetensors, in bf16 or in
 //! NVFP4 as compressed-tensors or nvidia-modelopt spell and scale it; config.json says which. Config, tokenizer and chat
-//! template come along, and a model card.
+//! template come along, and a model card. With `--activations nvfp4` the folder also gives the scales of activations.
 //!
 //! Before the folder gets its name, every tensor is read back and compared, and the folder is loaded and answers a prompt.
 
-use super::export::CheckFile;
+use super::{
+    calibrate::{self, Calibration},
+    export::CheckFile,
+    quantization_config,
+};
 use crate::{
     CliError,
     args::{ExportHfArgs, HfFormat},
@@ -27,9 +31,9 @@ use model_qwen3::{
     config::Qwen3Config,
     file,
     foreign::{Changed, Foreign, Library},
-    names::{self, Spelling},
+    names::Spelling,
     repack::{Repacked, StoreAs},
-    tensors::{Stored, Tensors},
+    tensors::Tensors,
     write::{bytes_of, keys, shards, write_shard},
 };
 use serde_json::{Map, Value, json};
@@ -46,6 +50,7 @@ const LONGEST_JSON: u64 = 1 << 20;
 /// # Errors
 /// If the model cannot be read, the folder cannot be written, or what was written does not work.
 pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
+    calibrate::check_flags(args)?;
     let files = located(&args.model)?;
     check_folder(&args.output_dir, args.overwrite, &files)?;
     let limit = bytes("--max-shard-size", &args.max_shard_size)?;
@@ -57,7 +62,8 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let text = TextFiles::open(&companions.text, &config)?;
     let state = checkpoint::state_beside(&files.folder)?;
     let source = files.open_weights()?;
-    report::unscaled_inputs(source.has_input_scales());
+    let calibration = calibrate::of_model(args)?;
+    report::unscaled_inputs(source.has_input_scales() && calibration.is_none());
     let library = match args.format {
         HfFormat::Bf16 => None,
         HfFormat::CompressedTensors => Some(Library::CompressedTensors),
@@ -68,25 +74,32 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let dense_from = layers.saturating_sub(dense);
     let in_bf16 = Repacked::new(&source, StoreAs::Float(FloatType::Bf16));
     let in_nvfp4 = library.map(|library| Foreign::new(&source, library, dense_from));
+    let in_nvfp4 = match (in_nvfp4, &calibration) {
+        (Some(foreign), Some(Calibration { amax, .. })) => {
+            Some(foreign.with_inputs(amax).map_err(|layer| calibrate::no_scale(args, &layer))?)
+        }
+        (foreign, _) => foreign,
+    };
     let tensors: &dyn Tensors = in_nvfp4.as_ref().map_or(&in_bf16 as &dyn Tensors, |foreign| foreign);
 
     let mut pending = PendingFolder::new(&args.output_dir)?;
     let written = write_weights(tensors, library.map_or(Spelling::ModelOpt, Library::spelling), limit, &mut pending)?;
     write_json(&mut pending, "config.json", &config_json(&companions.config, tensors, library)?)?;
     if library == Some(Library::ModelOpt) {
-        write_json(&mut pending, "hf_quant_config.json", &quant_config_file(tensors))?;
+        write_json(&mut pending, "hf_quant_config.json", &quantization_config::of_modelopt(tensors))?;
     }
     for path in companions.text_files() {
         pending.copy(&path, &path.file_name().unwrap_or_default().to_string_lossy())?;
     }
-    let card = model_card(&files, args.format, state.as_ref())?;
+    let card = model_card(&files, &what_it_holds(args.format, calibration.as_ref()), state.as_ref())?;
     pending.file("README.md", |out| out.write_all(card.as_bytes()).map_err(CliError::io(&args.output_dir)))?;
 
     if let Some(foreign) = &in_nvfp4 {
         say_what_changed(foreign)?;
     }
     let config = Qwen3Config::from_file(&pending.path_of("config.json"))?;
-    let spec = |precision| LinearSpec::new(Recipe::W4, Scaling::Two, precision);
+    let recipe = if calibration.is_some() { Recipe::W4a4 } else { Recipe::W4 };
+    let spec = |precision| LinearSpec::new(recipe, Scaling::Two, precision);
     let check = CheckFile { tensors, path: pending.path(), config: &config, text: &text, spec: &spec };
     device::run(args.device, None, check)?;
     let folder = pending.replace()?;
@@ -173,66 +186,9 @@ fn config_json(path: &Path, tensors: &dyn Tensors, library: Option<Library>) -> 
     }
     untie(&mut config, tensors)?;
     if let Some(library) = library {
-        config.insert("quantization_config".into(), quantization_config(tensors, library));
+        config.insert("quantization_config".into(), quantization_config::of_config(tensors, library));
     }
     Ok(Value::Object(config))
-}
-
-/// The `quantization_config` that loaders of the library's format read.
-fn quantization_config(tensors: &dyn Tensors, library: Library) -> Value {
-    let weights = json!({"dynamic": false, "num_bits": 4, "type": "float", "group_size": 16});
-    match library {
-        Library::CompressedTensors => {
-            let mut weights = weights;
-            weights["strategy"] = "tensor_group".into();
-            weights["symmetric"] = true.into();
-            weights["scale_dtype"] = "torch.float8_e4m3fn".into();
-            let group = json!({
-                "format": "nvfp4-pack-quantized", "targets": ["Linear"], "weights": weights,
-                "input_activations": null, "output_activations": null,
-            });
-            json!({
-                "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-                "quantization_status": "compressed", "config_groups": {"group_0": group}, "ignore": not_quantized(tensors),
-                "kv_cache_scheme": null, "global_compression_ratio": null, "moe_sparsity_config": null,
-                "sparsity_config": {}, "transform_config": {}, "version": "0.20.0",
-            })
-        }
-        Library::ModelOpt => json!({
-            "quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "producer": producer(),
-            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}}, "ignore": excluded(tensors),
-        }),
-    }
-}
-
-/// ModelOpt's own file beside config.json.
-fn quant_config_file(tensors: &dyn Tensors) -> Value {
-    json!({
-        "producer": producer(),
-        "quantization": {
-            "quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": null, "group_size": 16,
-            "exclude_modules": excluded(tensors),
-        },
-    })
-}
-
-/// The modules with weights that stay in bf16, as ModelOpt lists them: the embedding is one of them.
-fn excluded(tensors: &dyn Tensors) -> Vec<String> {
-    let mut modules = not_quantized(tensors);
-    modules.insert(1, names::EMBEDDING.trim_end_matches(".weight").to_owned());
-    modules
-}
-
-fn producer() -> Value {
-    json!({"name": "train-cli", "version": env!("CARGO_PKG_VERSION")})
-}
-
-/// The modules of linear layers that stay in bf16. A head that is the embedding is named too.
-fn not_quantized(tensors: &dyn Tensors) -> Vec<String> {
-    let module = |name: &str| name.trim_end_matches(".weight").to_owned();
-    let dense = |name: &String| matches!(tensors.stored(name), Some(Stored::Dense { .. }));
-    let layers = tensors.names().into_iter().filter(|name| names::is_projection(name) && dense(name));
-    std::iter::once(module(names::HEAD)).chain(layers.map(|name| module(&name))).collect()
 }
 
 /// Says how many codes and block scales of NVFP4 weights differ from those of the model, because matrices that are multiplied
@@ -254,16 +210,29 @@ fn say_what_changed(tensors: &Foreign) -> Result<(), CliError> {
     Ok(())
 }
 
-/// The model card: what the folder is, how it was made, and how to load it.
-fn model_card(files: &ModelFiles, format: HfFormat, state: Option<&TrainerState>) -> Result<String, CliError> {
-    let name = files.name();
-    let nvfp4 = "Linear layers are NVFP4 (4-bit codes, an 8-bit scale for 16 values), other weights bf16; activations are not \
-                 quantized. The layout is that of";
-    let what = match format {
+/// What the model card says about the numbers in the folder.
+fn what_it_holds(format: HfFormat, calibration: Option<&Calibration>) -> String {
+    let (activations, algorithm) = match calibration {
+        None => ("activations are not quantized".to_owned(), "W4A16_NVFP4"),
+        Some(Calibration { sequences, tokens, .. }) => {
+            let (sequences, tokens) = (report::count(*sequences, "sequence"), report::count(*tokens, "token"));
+            (format!("activations are NVFP4 too, with tensor scales that {sequences} ({tokens}) gave"), "NVFP4")
+        }
+    };
+    let nvfp4 = format!(
+        "Linear layers are NVFP4 (4-bit codes, an 8-bit scale for 16 values), other weights bf16; {activations}. The layout is \
+         that of"
+    );
+    match format {
         HfFormat::Bf16 => "All weights are bf16.".to_owned(),
         HfFormat::CompressedTensors => format!("{nvfp4} compressed-tensors (`nvfp4-pack-quantized`)."),
-        HfFormat::Modelopt => format!("{nvfp4} nvidia-modelopt (`W4A16_NVFP4`)."),
-    };
+        HfFormat::Modelopt => format!("{nvfp4} nvidia-modelopt (`{algorithm}`)."),
+    }
+}
+
+/// The model card: what the folder is, how it was made, and how to load it.
+fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> Result<String, CliError> {
+    let name = files.name();
     let mut card = format!(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
     );

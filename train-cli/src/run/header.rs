@@ -9,12 +9,12 @@ use crate::{
     settings::Clip,
 };
 use backend_nvfp4::{Precision, Scaling};
-use model_qwen3::container::Container;
+use model_qwen3::tensors::Tensors;
 
 /// Prints the header of a run that computes in `precision`.
 pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precision) {
     report::label("model", model(plan, inputs, scaling));
-    if inputs.source.as_ref().is_some_and(Container::has_input_scales) {
+    if inputs.source.as_ref().is_some_and(Tensors::has_input_scales) {
         let text =
             "the model's files give the scales of activations; training measures them anew, and the export has none";
         report::label("inputs", text);
