@@ -322,10 +322,10 @@ pub struct ExportArgs {
     /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: the scales of the run, or of the model's NVFP4 weights]
+    /// Which scales NVFP4 weights have [default: those that the NVFP4 weights of the model have, else those of its run, else two]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: in NVFP4 if the model file of the run stored it so; otherwise in f16, or not at
+    /// How the output head is stored [default: in NVFP4 if the model that was trained had it so; otherwise in f16, or not at
     /// all if the model uses its embedding as head]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
@@ -350,7 +350,8 @@ pub enum HfFormat {
 pub enum ActivationsArg {
     /// Activations are not quantized
     Bf16,
-    /// The activations that linear layers read are NVFP4, with tensor scales that --calibration-data gives
+    /// The activations that linear layers read are NVFP4. Each layer has one f32 scale for them, which --calibration-data
+    /// gives
     Nvfp4,
 }
 
@@ -405,7 +406,8 @@ pub enum ContainerArg {
 /// The number format that `convert` writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum WeightArg {
-    /// NVFP4 for linear layers, and for a head of its own unless --head says otherwise; f16 for embedding and norms
+    /// NVFP4 for linear layers, and for the head if the model has a separate one and --head does not say otherwise; f16 for
+    /// embedding and norms
     Nvfp4,
     /// 8-bit integers with a scale for each 32 weights; GGUF only
     Q8_0,

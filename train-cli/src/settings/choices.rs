@@ -350,7 +350,8 @@ pub enum SaveStrategy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum ReportTo {
-    /// Only the file metrics.jsonl. Every run writes it, because a resumed run reads it, so that `none` means the same
+    /// Only the file metrics.jsonl, which every run writes, because a resumed run reads it. The value `none` is accepted, too,
+    /// and means the same
     #[value(alias = "none")]
     #[serde(alias = "none")]
     Jsonl,

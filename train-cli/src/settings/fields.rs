@@ -347,7 +347,7 @@ pub struct SavingSettings {
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps", help = parts_of_the_run(
         "Number of steps between checkpoints; 0 saves only the last step",
-        "; then a checkpoint is left out if the one before is still being written",
+        "; with this default, a checkpoint is left out if the one before is still being written",
     ))]
     pub save_steps: Option<usize>,
     /// Number of checkpoints to keep, at least 2; older ones are deleted
@@ -458,7 +458,7 @@ pub struct AdvancedSettings {
     /// Loss function
     #[arg(long, alias = "loss-mode")]
     pub loss: LossKind,
-    /// For debugging: rows of a matrix that one kernel launch of the optimizer updates; 0 updates all of them in one launch
+    /// For debugging: how many rows of a matrix the optimizer updates in one kernel launch; 0 means all
     #[arg(long, value_name = "N", alias = "optimizer-step-chunk-rows")]
     pub step_chunk_rows: usize,
     /// Random seed for shuffling, initial weights and stochastic rounding
