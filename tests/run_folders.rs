@@ -270,6 +270,7 @@ fn a_run_that_ignores_a_closed_terminal_goes_on() {
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
     assert!(lines.any(|line| line.contains("tok/s")), "the run printed no step");
     assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());
+    assert!(child.try_wait().unwrap().is_none(), "the run had ended before the signal");
     let said: Vec<String> = lines.collect();
     assert_eq!(child.wait().unwrap().code(), Some(0), "{said:?}");
     assert!(d.join("r/checkpoint-6").exists() && d.join("r/final/model.dat").exists());

@@ -145,7 +145,8 @@ def memory():
             newest = max((int(p.name.split("-")[1]) for p in pathlib.Path(f"{folder}/memory").glob("checkpoint-*")), default=0)
             whole = newest == 0 or subprocess.run([program, "inspect", f"{folder}/memory/checkpoint-{newest}", "--verify"],
                                                   capture_output=True, text=True).returncode == 0
-            say(newest >= saved - 2 and whole, f"  newest checkpoint {newest}, verified: {whole}")
+            given_up = "could not be written" in text or "nothing was saved" in text
+            say(newest >= saved - 2 * given_up and whole, f"  newest checkpoint {newest}, verified: {whole}, one given up: {given_up}")
         code, text, _ = fit("memory", "--resume-from-checkpoint")
         say(code == 0, f"  resumed when the memory is free again: exit code {code}{'' if code == 0 else ': ' + text[-300:]}")
         shutil.rmtree(f"{folder}/memory", ignore_errors=True)

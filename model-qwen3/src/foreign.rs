@@ -48,7 +48,8 @@ impl Library {
     /// The tensor scale of activations with this largest magnitude, as the library computes it in f32.
     fn input_scale(self, amax: f32) -> Option<GivenScale> {
         match self {
-            _ if amax == 0.0 => None,
+            // The factor that the library computes of it would be infinite.
+            _ if !(reference::FULL_SCALE / amax).is_finite() => None,
             Self::CompressedTensors => GivenScale::of_reciprocal(self.dialect(FloatType::F32).divisor(amax)),
             Self::ModelOpt => GivenScale::of_scale(amax / reference::FULL_SCALE),
         }

@@ -293,13 +293,15 @@ fn swap(new: &Path, target: &Path) -> Result<(), CliError> {
 }
 
 /// Removes a folder that another one has replaced. Files that somebody has put into it, which its manifest does not list, go
-/// into the new folder, unless it has files of these names.
+/// into the new folder, unless it has files of these names. Weights get a name by which no command takes them for those of the
+/// new folder.
 fn give_up(old: &Path, new: &Path) -> Result<(), CliError> {
     if let Ok(manifest) = manifest_of(old) {
         for entry in fs::read_dir(old).map_err(CliError::io(old))? {
             let path = entry.map_err(CliError::io(old))?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let kept = new.join(&name);
+            let holds_weights = WEIGHTS.iter().any(|end| name.ends_with(end));
+            let kept = new.join(if holds_weights { format!("{name}.older") } else { name.clone() });
             if name != MANIFEST && !manifest.files.contains_key(&name) && kept.symlink_metadata().is_err() {
                 fs::rename(&path, &kept).map_err(CliError::io(&path))?;
             }
@@ -308,6 +310,9 @@ fn give_up(old: &Path, new: &Path) -> Result<(), CliError> {
     }
     remove(old)
 }
+
+/// The ends of the names of files that a command takes for weights, or for what belongs to them.
+const WEIGHTS: [&str; 5] = [".safetensors", ".safetensors.index.json", ".dat", ".gguf", ".trained.json"];
 
 impl Drop for PendingFolder {
     fn drop(&mut self) {
@@ -365,9 +370,12 @@ pub fn remove_unless_held(path: &Path) -> Result<(), CliError> {
         return remove(path);
     }
     match File::open(path) {
-        // The lock is held here until the file is gone, so that nobody else removes it.
-        Ok(file) if file.try_lock().is_ok() => remove(path),
-        Ok(_) => Ok(()),
+        // The lock is held here until the file is gone, so that nobody else removes it. A system that locks no such file
+        // does not keep it either.
+        Ok(file) => match file.try_lock() {
+            Err(fs::TryLockError::WouldBlock) => Ok(()),
+            Ok(()) | Err(fs::TryLockError::Error(_)) => remove(path),
+        },
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(_) => remove(path),
     }
@@ -804,11 +812,15 @@ mod tests {
         let target = dir.path().join("final");
         folder_with(&target, "old").replace().unwrap();
         fs::write(target.join("notes"), b"mine").unwrap();
+        fs::write(target.join("model.safetensors"), b"of the older run").unwrap();
         assert!(verify(&target).is_err());
         verify_listed(&target).unwrap();
         folder_with(&target, "new").replace().unwrap();
         let content = |name: &str| fs::read_to_string(target.join(name)).unwrap();
         assert_eq!((content("x").as_str(), content("notes").as_str()), ("new", "mine"));
+        // Somebody else's weights must not be taken for those of the new folder.
+        assert!(!target.join("model.safetensors").exists());
+        assert_eq!(content("model.safetensors.older"), "of the older run");
         // So it is if a kill came before the file was moved.
         fs::create_dir(aside_of(&target)).unwrap();
         fs::write(aside_of(&target).join("more"), b"too").unwrap();

@@ -98,6 +98,9 @@ struct Measure<'a> {
     rows: usize,
 }
 
+/// Rows after which freed buffers are given back to the device: each length leaves some of its own.
+const ROWS_BETWEEN: usize = 16;
+
 impl Job for Measure<'_> {
     type Output = Calibration;
 
@@ -129,9 +132,16 @@ impl Job for Measure<'_> {
                               broken, or the number format overflows; try --device cpu, which computes in f32";
                 return Err(CliError::corrupt(stored.weights.path(), reason));
             }
+            if (i + 1).is_multiple_of(ROWS_BETWEEN) {
+                B::memory_cleanup(&device);
+            }
             line.set(i + 1);
         }
         let tokens = samples.iter().map(|sample| sample.ids.len()).sum();
-        Ok(Calibration { amax: inputs.by_weight()?, sequences: samples.len(), tokens })
+        let amax = inputs.by_weight()?;
+        // The model that the check of the export loads needs this memory.
+        drop((model, inputs));
+        B::memory_cleanup(&device);
+        Ok(Calibration { amax, sequences: samples.len(), tokens })
     }
 }

@@ -70,11 +70,11 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let dense_from = dense_from(trained.as_ref(), &files)?;
     let tensors = Repacked::new(source.tensors(), format(args, container, dense_from)?);
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
-    if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
-        small
-            .iter_mut()
-            .filter(|(name, _)| name == "config.json")
-            .try_for_each(|(_, bytes)| untied(bytes, &tensors))?;
+    for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
+        undescribed(bytes);
+        if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
+            untied(bytes, &tensors)?;
+        }
     }
     let written = |out: &mut dyn Write| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
@@ -146,15 +146,21 @@ impl Source {
     }
 }
 
-/// The bytes of a config.json for these tensors: it says whether the head is the embedding, and that nothing is quantized.
+/// The bytes of a config.json for these tensors: it says whether the head is the embedding.
 fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
     let Ok(mut config) = serde_json::from_slice::<Map<String, Value>>(bytes) else { return Ok(()) };
-    // The weights are not in the format of another library any more.
-    let described = config.remove("quantization_config").is_some();
-    if untie(&mut config, tensors)? || described {
+    if untie(&mut config, tensors)? {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
     Ok(())
+}
+
+/// The bytes of a config.json that describes no format of another library: the weights are not in it any more.
+fn undescribed(bytes: &mut Vec<u8>) {
+    let Ok(mut config) = serde_json::from_slice::<Map<String, Value>>(bytes) else { return };
+    if config.remove("quantization_config").is_some() {
+        *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
+    }
 }
 
 /// Writes the small files of a model into the folder of `output`. A file that is there stays as it is.

@@ -54,7 +54,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let found = located(&args.model)?;
     let state = checkpoint::state_beside(&found.folder)?;
     if state.is_none() && found.weights.join(durable::MANIFEST).exists() {
-        durable::verify(&found.weights)?;
+        durable::verify_listed(&found.weights)?;
     }
     let stored = StoredModel::open(&found.weights, args.tokenizer.as_deref())?;
     let mut inputs = stored.files.weight_files();

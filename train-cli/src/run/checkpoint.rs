@@ -190,12 +190,16 @@ pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Res
     Ok(Some(Resume::At(Box::new(Resumed { run: run.to_owned(), folder, state }))))
 }
 
-/// The folder of the run that is to be resumed, if it exists.
+/// The folder of the run that is to be resumed, if there is one.
 ///
 /// # Errors
 /// If nothing says which run that is.
 pub fn resumed_run(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<PathBuf>, CliError> {
-    Ok(named(from, output_dir)?.map(|(run, _)| run.to_owned()).filter(|run| run.is_dir()))
+    let Some((run, _)) = named(from, output_dir)?.filter(|(run, _)| run.is_dir()) else { return Ok(None) };
+    // Nothing is written into a folder that is no run.
+    let is_run =
+        run.join(CONFIG).exists() || !list(run)?.is_empty() || has_results(run)? || durable::is_untouched(run)?;
+    Ok(is_run.then(|| run.to_owned()))
 }
 
 /// The run that is to be resumed, and its checkpoint, if one is named. None if nothing is to be resumed.
@@ -262,10 +266,13 @@ pub(super) fn is_result(name: &str) -> bool {
 fn latest(run: &Path) -> Result<(PathBuf, TrainerState), CliError> {
     match newest(run, usize::MAX)? {
         Some(Resumed { folder, state, .. }) => Ok((folder, state)),
-        None if list(run)?.is_empty() => Err(CliError::Usage(format!(
+        None if has_results(run)? && list(run)?.is_empty() => Err(CliError::Usage(format!(
             "{} has no checkpoint to resume from, and holds what a run has left; start a new run in another folder",
             run.display()
         ))),
+        None if list(run)?.is_empty() => {
+            Err(CliError::Usage(format!("{} has no checkpoint to resume from; start a new run", run.display())))
+        }
         None => Err(CliError::corrupt(
             run,
             "every checkpoint is damaged, so that there is nothing to resume from; start a new run in another folder",

@@ -1,7 +1,7 @@
 //! AdamW, tensor by tensor: each tensor is updated as soon as its gradient is there, a chunk of rows per launch. The update
 //! is in place, unless someone else holds the tensor: a checkpoint that is being written, or the copy that a bad step is
 //! undone from. The arithmetic is in f32, whatever weights and moments are stored in. Once a gradient of a step was not finite,
-//! the device changes no tensor any more in that step.
+//! the device writes no tensor any more in that step, so that one which somebody else holds has no defined values then.
 
 use backend_nvfp4::{AdamwState, AdamwStep, Judged, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
 use burn::{
