@@ -37,9 +37,11 @@ fn fit(output: &'static str) -> Vec<&'static str> {
     [&FIT[..], &["0", "-o", output]].concat()
 }
 
-/// Starts a run and waits until it has made a step.
+/// Starts a run and waits until it has made a step. Whoever runs the tests may ignore SIGHUP, as nohup does; the run does not.
 fn after_its_first_step(folder: &Path, args: &[&str]) -> Child {
-    let mut child = command(folder, args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut command = Command::new("env");
+    command.arg("--default-signal=HUP").arg(program()).args(args).current_dir(folder).stdin(Stdio::null());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     let step = lines.by_ref().map(|line| line.unwrap()).find(|line| line.contains("tok/s"));
     assert!(step.is_some(), "the run printed no step");

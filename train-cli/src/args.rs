@@ -322,10 +322,10 @@ pub struct ExportArgs {
     /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: those that the NVFP4 weights of the model have, else those of its run, else two]
+    /// Which scales NVFP4 weights have [default: as the model has them, if its weights are NVFP4; otherwise as its run says; without a run, two]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: in NVFP4 if the model that was trained had it so; otherwise in f16, or not at
+    /// How the output head is stored [default: in NVFP4 if the file with which training began has it so; otherwise in f16, or not at
     /// all if the model uses its embedding as head]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
@@ -377,8 +377,8 @@ pub struct ExportHfArgs {
     /// patterns such as 'rows/*.jsonl'. Training files have the same formats
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
-    /// Number of sequences of --calibration-data that the model reads, from the beginning of the files. Longer rows make
-    /// several sequences of up to 2048 tokens [default: 64]
+    /// Number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than 2048
+    /// tokens is cut into several sequences [default: 64]
     #[arg(long, value_name = "N")]
     pub calibration_rows: Option<std::num::NonZeroUsize>,
     /// Largest size of one file of weights
@@ -407,7 +407,7 @@ pub enum ContainerArg {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum WeightArg {
     /// NVFP4 for linear layers, and for the head if the model has a separate one and --head does not say otherwise; f16 for
-    /// embedding and norms
+    /// embedding and norms. (In a GGUF file the head is f16, and norms are f32)
     Nvfp4,
     /// 8-bit integers with a scale for each 32 weights; GGUF only
     Q8_0,
@@ -429,7 +429,7 @@ pub struct ConvertArgs {
     /// File to write. config.json and the tokenizer's files are put beside it, unless such files are there or it is a GGUF
     /// file, which contains them
     pub output: PathBuf,
-    /// With --to gguf: folder of the tokenizer and chat template, and of config.json if the model has none [default: the
+    /// For a GGUF output: folder of the tokenizer and chat template, and of config.json if the model has none [default: the
     /// model's folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
@@ -725,8 +725,7 @@ pub struct ParityArgs {
     /// more for a model of more than three blocks; 0.5 if only one of the two models has 4-bit values]
     #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
     pub tolerance: Option<f64>,
-    /// Write the values that train-cli computed to this safetensors file. They have the names that they have in the file of
-    /// --expected
+    /// Write the values that train-cli computed to this safetensors file, with the names of the file that --expected takes
     #[arg(long, value_name = "FILE", requires = "expected")]
     pub dump: Option<PathBuf>,
     /// Print one JSON object per line
@@ -746,7 +745,7 @@ pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
     pub what: BenchWhat,
-    /// Measure only the rows whose name contains this text
+    /// Measure only kernels whose name in the output contains this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub filter: String,
     /// Print one JSON object per line

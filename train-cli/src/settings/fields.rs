@@ -184,9 +184,9 @@ pub struct RecipeSettings {
     #[arg(long, value_parser = parser::<Auto<Scaling>>())]
     #[serde(with = "by_name")]
     pub scales: Auto<Scaling>,
-    /// Let the q, k and v weights of a block have the same f32 scale, and its gate and up weights another one. Other engines
-    /// join these weights into one matrix, which has one f32 scale. Without this flag, an export in their NVFP4 formats has to
-    /// round 8-bit scales, and some codes, anew
+    /// Give the q, k and v weights of a block one common f32 scale, and its gate and up weights another. Other engines join q, k
+    /// and v into one matrix, and gate and up into a second, and each joined matrix has one f32 scale. Without this flag,
+    /// export-hf to an NVFP4 format has to round 8-bit scales again, and to change some codes
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,
     /// Number format in which the model computes
