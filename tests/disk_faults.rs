@@ -19,7 +19,7 @@ use std::{
     fs,
     os::unix::process::ExitStatusExt,
     path::Path,
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -75,17 +75,9 @@ fn every_disk_operation_may_be_the_last() {
 fn steps_are_made_while_a_checkpoint_is_written() {
     let Some(machine) = Machine::new() else { return };
     let (_, whole) = machine.whole();
-    machine.empty();
-    fs::write(machine.hold(), "").unwrap();
-    let words: Vec<&str> = FIT.split_whitespace().collect();
-    let mut command = machine.command(&words, Fault::Slow);
-    let mut run = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let r = machine.folder().join("r");
     let third = || fs::read_to_string(r.join("metrics.jsonl")).is_ok_and(|log| log.contains("\"step\":3"));
-    let started = Instant::now();
-    while !third() && started.elapsed() < Duration::from_secs(60) {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    let mut run = held_run(&machine, third);
     let (made, saved) = (third(), r.join("checkpoint-2").exists());
     fs::remove_file(machine.hold()).unwrap();
     assert!(run.wait().unwrap().success());
@@ -98,34 +90,40 @@ fn steps_are_made_while_a_checkpoint_is_written() {
 fn a_second_signal_ends_the_run_at_once() {
     let Some(machine) = Machine::new() else { return };
     let (_, whole) = machine.whole();
+    let r = machine.folder().join("r");
+    let is_begun = || r.exists() && names(&r).iter().any(|name| name.contains("-checkpoint-2"));
+    let mut run = held_run(&machine, is_begun);
+    assert!(is_begun(), "no checkpoint is being written");
+    let id = run.id().to_string();
+    // Signals that wait together count as one, so that it may take more than two.
+    let (mut sent, started) = (0, Instant::now());
+    while run.try_wait().unwrap().is_none() && started.elapsed() < Duration::from_secs(60) {
+        assert!(Command::new("kill").args(["-INT", &id]).status().unwrap().success());
+        sent += 1;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let status = run.try_wait().unwrap();
+    if status.is_none() {
+        run.kill().unwrap();
+        run.wait().unwrap();
+    }
+    assert!(sent > 1 && status.is_some_and(|status| status.signal() == Some(2)), "{sent} signals: {status:?}");
+    fs::remove_file(machine.hold()).unwrap();
+    finish(&machine, &whole, "after two signals");
+}
+
+/// A run whose checkpoints cannot be completed until [`Machine::hold`] is removed, when it has got so far, or after a minute.
+fn held_run(machine: &Machine, so_far: impl Fn() -> bool) -> Child {
     machine.empty();
     fs::write(machine.hold(), "").unwrap();
     let words: Vec<&str> = FIT.split_whitespace().collect();
     let mut command = machine.command(&words, Fault::Slow);
-    let mut run = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let r = machine.folder().join("r");
-    let is_begun = || {
-        fs::read_dir(&r).is_ok_and(|mut all| {
-            all.any(|entry| entry.is_ok_and(|entry| entry.file_name().to_string_lossy().contains("-checkpoint-2")))
-        })
-    };
+    let run = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let started = Instant::now();
-    while !is_begun() && started.elapsed() < Duration::from_secs(60) {
+    while !so_far() && started.elapsed() < Duration::from_secs(60) {
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert!(is_begun(), "no checkpoint is being written");
-    let id = run.id().to_string();
-    let interrupt = || Command::new("kill").args(["-INT", &id]).status().unwrap().success();
-    assert!(interrupt());
-    // It takes a while until the first one has arrived; two that wait together count as one.
-    while run.try_wait().unwrap().is_none() && started.elapsed() < Duration::from_secs(120) {
-        std::thread::sleep(Duration::from_millis(20));
-        assert!(run.try_wait().unwrap().is_some() || interrupt());
-    }
-    let status = run.wait().unwrap();
-    assert!(machine.hold().exists() && status.signal() == Some(2), "{status}");
-    fs::remove_file(machine.hold()).unwrap();
-    finish(&machine, &whole, "after two signals");
+    run
 }
 
 /// One random operation in each of `count` parts of a run.

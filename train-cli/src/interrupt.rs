@@ -44,7 +44,7 @@ impl Interruption {
     /// If the system refuses.
     pub fn listen() -> std::io::Result<Self> {
         let (number, ends_at_once) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
-        for signal in SIGNALS.into_iter().filter(|signal| !is_ignored(*signal)) {
+        for signal in SIGNALS.into_iter().filter(|signal| *signal != HANGUP || !ignores_hangup()) {
             // The actions of a signal run in this order: only a second signal finds the flag set.
             flag::register_conditional_default(signal, ends_at_once.clone())
                 .and_then(|_| flag::register(signal, ends_at_once.clone()))
@@ -95,23 +95,29 @@ impl CtrlC {
     }
 }
 
-/// Whether the program was started so that it does not notice a signal, as `nohup` does with SIGHUP. Shells do so with SIGINT
-/// for what they run in the background; a run that somebody interrupts all the same is to be saved.
+/// Whether the program was started so that a closed terminal does not end it: `nohup` lets it ignore SIGHUP. (Shells let what
+/// runs in the background ignore SIGINT, but a run that somebody interrupts all the same is to be saved.)
 #[cfg(target_os = "linux")]
-fn is_ignored(signal: i32) -> bool {
+fn ignores_hangup() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    signal == signal_hook::consts::SIGHUP && ignored >> (signal - 1) & 1 == 1
+    ignored >> (HANGUP - 1) & 1 == 1
 }
 
-/// Elsewhere nothing tells.
+/// Other systems do not say what a process ignores.
 #[cfg(not(target_os = "linux"))]
-fn is_ignored(_: i32) -> bool {
+fn ignores_hangup() -> bool {
     false
 }
 
 #[cfg(unix)]
-const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, signal_hook::consts::SIGHUP];
+const HANGUP: i32 = signal_hook::consts::SIGHUP;
+/// No signal has this number: Windows knows none for a closed terminal.
+#[cfg(not(unix))]
+const HANGUP: i32 = 0;
+
+#[cfg(unix)]
+const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, HANGUP];
 #[cfg(not(unix))]
 const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];

@@ -1,7 +1,6 @@
 //! One file for each command of the program, and `flags`, which several of them share.
 
 pub mod bench;
-mod calibrate;
 pub mod chat;
 pub mod convert;
 pub mod data;
@@ -18,7 +17,6 @@ pub mod generate;
 pub mod inspect;
 mod needle;
 pub mod parity;
-mod quantization_config;
 pub mod runs;
 pub mod serve;
 pub mod shell;

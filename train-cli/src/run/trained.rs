@@ -118,8 +118,9 @@ impl Trained {
         }
     }
 
-    /// Removes the record beside a single file of weights that is about to be replaced. A process that is killed between the
-    /// two files leaves the new weights without a record, and never beside that of the older ones.
+    /// Removes the record beside a single file of weights that is about to be replaced. A process that is killed before it
+    /// writes the new record leaves weights without one, the older or the new ones, but never new weights beside the older
+    /// record.
     ///
     /// # Errors
     /// If it cannot be removed.

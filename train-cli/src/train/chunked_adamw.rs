@@ -1,7 +1,8 @@
 //! AdamW, tensor by tensor: each tensor is updated as soon as its gradient is there, a chunk of rows per launch. The update
 //! is in place, unless someone else holds the tensor: a checkpoint that is being written, or the copy that a bad step is
 //! undone from. The arithmetic is in f32, whatever weights and moments are stored in. Once a gradient of a step was not finite,
-//! the device writes no tensor any more in that step, so that one which somebody else holds has no defined values then.
+//! the device writes nothing more in that step. A new buffer, which an update needs if someone else holds the tensor, then has
+//! no defined values.
 
 use backend_nvfp4::{AdamwState, AdamwStep, Judged, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
 use burn::{

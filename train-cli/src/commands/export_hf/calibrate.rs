@@ -99,7 +99,7 @@ struct Measure<'a> {
 }
 
 /// Rows after which freed buffers are given back to the device: each length leaves some of its own.
-const ROWS_BETWEEN: usize = 16;
+const ROWS_BETWEEN_CLEANUPS: usize = 16;
 
 impl Job for Measure<'_> {
     type Output = Calibration;
@@ -132,7 +132,7 @@ impl Job for Measure<'_> {
                               broken, or the number format overflows; try --device cpu, which computes in f32";
                 return Err(CliError::corrupt(stored.weights.path(), reason));
             }
-            if (i + 1).is_multiple_of(ROWS_BETWEEN) {
+            if (i + 1).is_multiple_of(ROWS_BETWEEN_CLEANUPS) {
                 B::memory_cleanup(&device);
             }
             line.set(i + 1);

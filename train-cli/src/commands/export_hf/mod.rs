@@ -4,11 +4,11 @@
 //!
 //! Before the folder gets its name, every tensor is read back and compared, and the folder is loaded and answers a prompt.
 
-use super::{
-    calibrate::{self, Calibration},
-    export::CheckFile,
-    quantization_config,
-};
+mod calibrate;
+mod quantization_config;
+
+use self::calibrate::Calibration;
+use super::export::CheckFile;
 use crate::{
     CliError,
     args::{ExportHfArgs, HfFormat},
