@@ -3,16 +3,20 @@
 //! with quantized activations.
 
 use crate::support::{Cpu, Cube, files::ok, golden, on_gpu, supports};
-use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     model::{Qwen3, ids_tensor},
-    session::Session,
+    sample::Sampling,
+    session::{Answering, GenerateOptions, Generation, Session, step},
     weights::{self, Purpose, to_host},
 };
-use std::path::{Path, PathBuf};
+use std::{
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+};
 
 #[test]
 fn a_prompt_in_chunks_has_the_same_logits_on_the_cpu() {
@@ -26,6 +30,75 @@ fn a_prompt_in_chunks_has_the_same_logits_on_the_gpu() {
 
 fn on_cube<R: CubeRuntime>() {
     same_logits::<Cube<R>>(R::Device::default());
+}
+
+/// Where the device has the kernel, a block of this model is one launch while tokens are decoded. Token by token it gives the
+/// logits of a prompt in one piece, and answers that are made together are those that are made alone, bit for bit.
+#[test]
+fn a_decoded_block_has_the_logits_of_a_prompt_in_one_piece_on_the_gpu() {
+    on_gpu!(decoded_blocks);
+}
+
+fn decoded_blocks<R: CubeRuntime>() {
+    let device = R::Device::default();
+    let config = Qwen3Config {
+        vocab_size: 320,
+        hidden_size: 256,
+        intermediate_size: 512,
+        num_hidden_layers: 3,
+        num_attention_heads: 8,
+        num_key_value_heads: 2,
+        head_dim: 64,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1e6,
+        max_position_embeddings: 1024,
+        tie_word_embeddings: true,
+        eos_token_ids: vec![],
+        initializer_range: 0.05,
+    };
+    if !supports::<Cube<R>>(&device, Precision::Bf16.dtype()) {
+        return;
+    }
+    for (recipe, bf16_blocks) in [(Recipe::W4, 0), (Recipe::W4a4, 0), (Recipe::Bf16, 0), (Recipe::W4a4, 1)] {
+        let spec = LinearSpec::new(recipe, Scaling::Two, Precision::Bf16).each_row();
+        let model = weights::random::<Cube<R>>(&config, spec, MasterKind::Nvfp4, 3, &device).unwrap();
+        let model = model.with_bf16_last_blocks(bf16_blocks);
+        let ids: Vec<u32> = (0..131).map(|i| (i * 37 + 5) % 320).collect();
+        let whole = Session::new(&model, 200).unwrap().read(&ids).unwrap();
+        let mut session = Session::new(&model, 200).unwrap();
+        let logits = ids.iter().map(|id| session.read(&[*id]).unwrap()).last().unwrap();
+        let largest = whole.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+        let difference = logits.iter().zip(&whole).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
+        let bound = if recipe.packs_activations() { quantized_bound(Precision::Bf16) } else { 4e-2 };
+        assert!(difference <= bound * largest, "{recipe:?}: {difference} of {largest}");
+        eprintln!("{recipe:?}: {difference} of {largest}");
+
+        let options =
+            GenerateOptions { max_tokens: 9, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: Some(1) };
+        let prompts: Vec<Vec<u32>> = (0..18).map(|n| ids[n..n + 1 + 7 * n % 90].to_vec()).collect();
+        let alone: Vec<Generation> = prompts
+            .iter()
+            .map(|prompt| {
+                let mut session = Session::new(&model, 200).unwrap();
+                session.answer(prompt, &options, |_| ControlFlow::Continue(())).unwrap()
+            })
+            .collect();
+        let mut sessions: Vec<_> = prompts.iter().map(|_| Session::new(&model, 200).unwrap()).collect();
+        let mut answers: Vec<_> = sessions
+            .iter_mut()
+            .zip(&prompts)
+            .map(|(session, prompt)| Answering::new(session, prompt, &options).unwrap())
+            .collect();
+        while answers.iter().any(|answer| !answer.has_ended()) {
+            let mut open: Vec<_> =
+                sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended()).collect();
+            step(&mut open).unwrap();
+        }
+        for (together, alone) in answers.into_iter().zip(alone) {
+            let together = together.into_generation().unwrap();
+            assert_eq!((together.ids, together.logprobs), (alone.ids, alone.logprobs), "{recipe:?}");
+        }
+    }
 }
 
 /// The dense file of a fixture and an NVFP4 one that the program made of it.

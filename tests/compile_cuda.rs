@@ -25,7 +25,9 @@ use std::{
     },
 };
 
+/// The kernels that are written in CUDA C++.
 const HOPPER: &str = "hopper_gemm";
+const DECODER: &str = "decoder_block";
 const ARCHITECTURES: [(u32, &str); 3] = [(80, "sm_80"), (90, "sm_90a"), (121, "sm_121a")];
 
 #[test]
@@ -67,7 +69,7 @@ fn chosen(mut launches: Vec<Launch>) -> Vec<Launch> {
     launches.sort_by_key(|launch| launch.text.len());
     let (mut entries, mut seen) = (BTreeSet::new(), BTreeSet::new());
     launches.retain(|launch| {
-        let names = kernels().iter().map(String::as_str).chain([HOPPER]);
+        let names = kernels().iter().map(String::as_str).chain([HOPPER, DECODER]);
         let name = names.filter(|name| launch.entry.starts_with(*name)).max_by_key(|name| name.len());
         let kernel = entries.insert(name);
         let instructions = instructions(&launch.text);
@@ -116,8 +118,10 @@ fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
         let expected = arch == 121 || kernel != "block_scaled_kernel";
         assert_eq!(launched, expected, "whether `once` launches {kernel} on sm_{arch} for {kind:?}");
     }
-    // The one kernel that is written in CUDA C++.
-    assert_eq!(all.iter().any(|launch| launch.entry == HOPPER), arch == 90, "whether sm_{arch} has {HOPPER}");
+    for (written, expected) in [(HOPPER, arch == 90), (DECODER, kind == FloatKind::BF16)] {
+        let launched = all.iter().any(|launch| launch.entry == written);
+        assert_eq!(launched, expected, "whether `once` launches {written} on sm_{arch} for {kind:?}");
+    }
     all
 }
 

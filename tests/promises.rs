@@ -33,6 +33,7 @@ mod guard;
 mod head;
 mod hostile;
 mod kills;
+mod likeliest;
 mod loading;
 mod mutated_files;
 mod optimizer;

@@ -5,9 +5,11 @@
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
+    decode::{DecodeBlock, DecodeTokens},
+    error::Nvfp4Error,
     ops::{Activations, Nvfp4Backend},
     optim::{AdamwState, Judged},
-    packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
+    packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, read_words},
     primitive::{primitive, tensor},
     recipe::{GivenScale, LinearSpec, Precision},
 };
@@ -150,6 +152,24 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         spec: AttentionSpec,
     ) -> FloatTensor<Self>;
 
+    /// Computes the blocks of a model for one new token of each sequence: hidden states `[M, D]` to hidden states. Returns
+    /// `None`, and changes nothing, where the backend has no kernel for these blocks; the caller then computes them by the
+    /// other operations. Both compute the same up to the order of sums.
+    fn decode_blocks(
+        _x: FloatTensor<Self>,
+        _blocks: &mut [DecodeBlock<Self>],
+        _tokens: &DecodeTokens<Self>,
+    ) -> Option<FloatTensor<Self>> {
+        None
+    }
+
+    /// The `count` largest of each row of logits `[M, V]` in f32, as words: see
+    /// [`likeliest`](kernels_cubecl::likeliest::likeliest). `None` where the host reads all logits as fast, or `count` is more
+    /// than the kernel takes.
+    fn likeliest(_logits: FloatTensor<Self>, _count: usize) -> Option<IntTensor<Self>> {
+        None
+    }
+
     /// Computes [`Nvfp4Backend::head_loss`] and, if `gradients`, both gradients in the same pass.
     fn head_loss_saving(
         h: FloatTensor<Self>,
@@ -256,6 +276,39 @@ pub(crate) fn matmul<B: Nvfp4Kernels, const RANK: usize>(
     precision: Precision,
 ) -> Tensor<B, RANK> {
     tensor(B::dense_matmul(primitive(lhs), primitive(rhs), precision, precision.dtype()))
+}
+
+/// The largest logits of a row, the largest first.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Likeliest {
+    /// Tokens and their logits.
+    pub tokens: Vec<(u32, f32)>,
+    /// Whether a logit of the row is NaN.
+    pub has_nan: bool,
+}
+
+/// The `count` largest of each row of logits `[M, V]` in f32, if the backend finds them ([`Nvfp4Kernels::likeliest`]).
+///
+/// # Errors
+/// If the device failed.
+pub fn likeliest<B: Nvfp4Kernels>(logits: &Tensor<B, 2>, count: usize) -> Result<Option<Vec<Likeliest>>, Nvfp4Error> {
+    let Some(found) = B::likeliest(primitive(logits.clone()), count) else { return Ok(None) };
+    let of_row = |row: &[u32]| {
+        let (columns, values) = row[1..].split_at(count);
+        let tokens = columns.iter().zip(values).map(|(id, bits)| (*id, f32::from_bits(*bits))).collect();
+        Likeliest { tokens, has_nan: row[0] != 0 }
+    };
+    let words = read_words::<B>(found)?;
+    Ok(Some(words.chunks_exact(kernels_cubecl::likeliest::words(count)).map(of_row).collect()))
+}
+
+/// See [`Nvfp4Kernels::decode_blocks`].
+pub fn decode_blocks<B: Nvfp4Kernels>(
+    x: Tensor<B, 2>,
+    blocks: &mut [DecodeBlock<B>],
+    tokens: &DecodeTokens<B>,
+) -> Option<Tensor<B, 2>> {
+    B::decode_blocks(primitive(x), blocks, tokens).map(tensor)
 }
 
 /// See [`Nvfp4Kernels::cached_attention`].

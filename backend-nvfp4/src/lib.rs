@@ -32,6 +32,7 @@ mod attention;
 mod autodiff;
 mod burn_ops;
 mod cube;
+mod decode;
 mod error;
 mod kernels;
 mod linear;
@@ -47,8 +48,9 @@ mod straight_through;
 
 pub use attention::{AttentionSpec, Documents, Rotary};
 pub use autodiff::TrainingBackend;
+pub use decode::{DecodeBlock, DecodeTokens};
 pub use error::Nvfp4Error;
-pub use kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention};
+pub use kernels::{AttentionSaved, HeadLoss, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest};
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},
     bench, layout,

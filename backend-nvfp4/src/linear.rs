@@ -52,7 +52,7 @@ pub fn linears<B: Nvfp4Backend, const COUNT: usize>(
     x: Activations<B>,
     specs: [LinearSpec; COUNT],
 ) -> [Tensor<B, 2>; COUNT] {
-    let layers: Vec<_> = layers.into_iter().zip(specs).map(|(layer, spec)| layer.operands(spec)).collect();
+    let layers: Vec<_> = layers.into_iter().zip(specs).map(|(layer, spec)| layer.operation(spec)).collect();
     let reads = |layer: &LinearLayer<B>| (layer.spec.recipe, layer.spec.activation_scale);
     let first = reads(&layers[0]);
     let ys = if layers.iter().all(|layer| reads(layer) == first) {
@@ -72,7 +72,7 @@ impl<B: Nvfp4Backend> Nvfp4Linear<B> {
     }
 
     /// The layer as an operation takes it. No recipe quantizes a [`Self::Dense`] weight.
-    fn operands(&self, spec: LinearSpec) -> LinearLayer<B> {
+    pub fn operation(&self, spec: LinearSpec) -> LinearLayer<B> {
         let dense = |w: &Param<Tensor<B, 2>>| Operand::Dense(primitive(w.val()));
         match self {
             Self::Master(w) => LinearLayer { weight: dense(w), gradient: None, spec },

@@ -17,9 +17,11 @@
 //! | [`mod@block_scaled`] | two packed matrices on tensor cores that read NVFP4 |
 //! | [`matmul`] | products with packed operands on devices without tensor cores |
 //! | [`attention`], [`decode_attention`] | causal grouped-query attention: forward, backward, and over a long cache |
+//! | [`decoder`] | a whole transformer block for a few tokens, in one launch |
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
+//! | [`mod@likeliest`] | the largest logits of each row |
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
@@ -73,7 +75,9 @@ pub mod column_sums;
 pub mod cross_entropy;
 #[cfg(feature = "cuda-source")]
 pub mod cuda_source;
+mod cuda_text;
 pub mod decode_attention;
+pub mod decoder;
 pub mod dequantize;
 mod device;
 mod error;
@@ -82,6 +86,7 @@ pub mod gemv;
 pub mod gradient;
 pub mod hadamard;
 pub mod layout;
+pub mod likeliest;
 pub mod matmul;
 pub mod mma;
 pub mod normal;

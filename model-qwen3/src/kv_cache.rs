@@ -67,6 +67,16 @@ impl<B: Backend> KvCache<B> {
 }
 
 impl<B: Backend> LayerCache<B> {
+    /// Takes keys and values out, for an operation that updates them in place. [`Self::put`] brings them back.
+    pub(crate) fn take(&mut self) -> [Tensor<B, 2>; 2] {
+        [&mut self.k, &mut self.v].map(|slot| slot.take().expect("put back before it is taken again"))
+    }
+
+    /// Puts keys and values back.
+    pub(crate) fn put(&mut self, [k, v]: [Tensor<B, 2>; 2]) {
+        (self.k, self.v) = (Some(k), Some(v));
+    }
+
     /// Writes `k` and `v` `[T, G*E]` behind the first `past` tokens and returns the keys and values of all tokens,
     /// `[S, G*E]`.
     pub fn append(&mut self, k: Tensor<B, 2>, v: Tensor<B, 2>, past: usize) -> (Tensor<B, 2>, Tensor<B, 2>) {

@@ -50,7 +50,9 @@ pub mod calibration;
 pub mod chat_template;
 pub mod config;
 pub mod container;
+
 pub mod dat;
+mod decode;
 mod error;
 pub mod file;
 pub mod foreign;

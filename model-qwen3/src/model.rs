@@ -272,12 +272,7 @@ impl<B: Nvfp4Backend> Qwen3<B> {
             rotary: rotary::<B>(positions, config.head_dim, config.rope_theta, &device),
             documents: documents.collect(),
             spec: *spec,
-            attention: AttentionSpec {
-                heads: config.num_attention_heads,
-                kv_heads: config.num_key_value_heads,
-                head_dim: config.head_dim,
-                precision: spec.precision,
-            },
+            attention: self.attention_spec(),
             eps: config.rms_norm_eps,
             block: 0,
             inputs: None,
@@ -286,8 +281,24 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 
     /// The context of block `i`, with the random numbers and the recipe of that block.
     pub fn of_block(&self, ctx: &Context<B>, i: usize) -> Context<B> {
-        let spec = ctx.spec.slot(i as u32 * LINEARS);
-        Context { spec: if self.is_bf16(i) { spec.unquantized() } else { spec }, block: i, ..ctx.clone() }
+        Context { spec: self.spec_of_block(ctx.spec, i), block: i, ..ctx.clone() }
+    }
+
+    /// The specification of block `i`.
+    pub(crate) fn spec_of_block(&self, spec: LinearSpec, i: usize) -> LinearSpec {
+        let spec = spec.slot(i as u32 * LINEARS);
+        if self.is_bf16(i) { spec.unquantized() } else { spec }
+    }
+
+    /// The sizes of attention.
+    pub(crate) fn attention_spec(&self) -> AttentionSpec {
+        let Info { config, spec, .. } = &self.info;
+        AttentionSpec {
+            heads: config.num_attention_heads,
+            kv_heads: config.num_key_value_heads,
+            head_dim: config.head_dim,
+            precision: spec.precision,
+        }
     }
 }
 
@@ -300,17 +311,47 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         ids_RT: Tensor<B, 2, Int>,
         sequences: &mut [(&mut KvCache<B>, usize)],
     ) -> Tensor<B, 2> {
+        let h_MD = self.embed(ids_RT);
+        let h_MD = self.blocks_cached(h_MD, sequences);
+        sequences.iter_mut().for_each(|(cache, tokens)| cache.advance(*tokens));
+        self.final_norm(h_MD)
+    }
+
+    /// Sequences with one new token are decoded by themselves where the backend can, so that a token's numbers do not depend on
+    /// whether others read prompts.
+    fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
+        let counts: Vec<usize> = sequences.iter().map(|(_, tokens)| *tokens).collect();
+        if !counts.contains(&1) {
+            return self.block_by_block(h_MD, sequences);
+        }
+        let (singles, others): (Vec<_>, Vec<_>) =
+            rows_of_each(&h_MD, &counts).into_iter().partition(|rows| rows.dims()[0] == 1);
+        let (mut one, mut many): (Vec<_>, Vec<_>) =
+            sequences.iter_mut().map(|(cache, tokens)| (&mut **cache, *tokens)).partition(|(_, tokens)| *tokens == 1);
+        let Some(decoded) = self.decode(&below_each_other(singles), &mut one) else {
+            return self.block_by_block(h_MD, sequences);
+        };
+        if many.is_empty() {
+            return decoded;
+        }
+        let others = self.block_by_block(below_each_other(others), &mut many);
+        let other_counts: Vec<usize> = counts.iter().copied().filter(|tokens| *tokens != 1).collect();
+        let mut others = rows_of_each(&others, &other_counts).into_iter();
+        let mut decoded = rows_of_each(&decoded, &vec![1; counts.len() - other_counts.len()]).into_iter();
+        let in_order = counts.iter().filter_map(|tokens| if *tokens == 1 { decoded.next() } else { others.next() });
+        below_each_other(in_order.collect())
+    }
+
+    fn block_by_block(&self, mut h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
         let places: Vec<Places> =
             sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.len())).collect();
         let ctx = self.context(&places);
         let ctx = Context { spec: ctx.spec.each_row(), ..ctx };
-        let mut h_MD = self.embed(ids_RT);
         for (i, block) in self.layers.iter().enumerate() {
             let mut caches: Vec<_> = sequences.iter_mut().map(|(cache, _)| cache.layer(i)).collect();
             h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), &mut caches);
         }
-        sequences.iter_mut().for_each(|(cache, tokens)| cache.advance(*tokens));
-        self.final_norm(h_MD)
+        h_MD
     }
 
     /// Maps the results `[M, D]` of [`Self::forward_cached`] to logits `[M, V]` in f32, each row by itself.
@@ -419,6 +460,16 @@ impl Places {
 /// Matrices one below the other. One alone is not copied.
 pub(crate) fn below_each_other<B: Backend>(mut parts: Vec<Tensor<B, 2>>) -> Tensor<B, 2> {
     if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 0) }
+}
+
+/// The rows of each sequence, which has so many of them.
+fn rows_of_each<B: Backend>(x: &Tensor<B, 2>, counts: &[usize]) -> Vec<Tensor<B, 2>> {
+    let mut end = 0;
+    let rows = |count: &usize| {
+        end += count;
+        x.clone().slice(end - count..end)
+    };
+    counts.iter().map(rows).collect()
 }
 
 /// Makes an Int tensor `[R, T]` of ids. Shorter rows are padded with 0.

@@ -47,6 +47,17 @@ impl Logprobs {
     }
 }
 
+impl Sampling {
+    /// How many of the most likely tokens decide the next one. `None` if all do, or if seen tokens are penalized.
+    pub fn candidates(&self) -> Option<usize> {
+        match self {
+            Self { repetition_penalty, .. } if *repetition_penalty != 1.0 => None,
+            Self { temperature, .. } if *temperature <= 0.0 => Some(1),
+            Self { top_k, .. } => (*top_k > 0).then_some(*top_k),
+        }
+    }
+}
+
 /// Chooses the token at `position` of an answer. `seen` holds the ids of the prompt and of the answer so far.
 pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32) -> u32 {
     penalize(logits, seen, sampling.repetition_penalty);
@@ -54,9 +65,18 @@ pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32
         return argmax(logits);
     }
     let order = likeliest(logits, if sampling.top_k > 0 { sampling.top_k } else { logits.len() });
-    let top = logits[order[0] as usize];
-    let weight = |id: &u32| f64::from((logits[*id as usize] - top) / sampling.temperature).exp();
-    let mut weights: Vec<f64> = order.iter().map(weight).collect();
+    let candidates: Vec<(u32, f32)> = order.into_iter().map(|id| (id, logits[id as usize])).collect();
+    next_of(&candidates, sampling, position)
+}
+
+/// The same from the most likely tokens and their logits, the likeliest first: as many as [`Sampling::candidates`] says, or all.
+pub fn next_of(candidates: &[(u32, f32)], sampling: &Sampling, position: u32) -> u32 {
+    let (first, top) = candidates[0];
+    if sampling.temperature <= 0.0 {
+        return first;
+    }
+    let weight = |(_, logit): &(u32, f32)| f64::from((logit - top) / sampling.temperature).exp();
+    let mut weights: Vec<f64> = candidates.iter().map(weight).collect();
     let total: f64 = weights.iter().sum();
     let mut sum = 0.0;
     let crossing = weights.iter().position(|w| {
@@ -71,13 +91,13 @@ pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32
     let [high, low, ..] = reference::philox(0, stream);
     let uniform = (f64::from(high) + f64::from(low) / 4_294_967_296.0) / 4_294_967_296.0;
     let mut left = uniform * weights.iter().sum::<f64>();
-    for (id, w) in order.iter().zip(&weights) {
+    for ((id, _), w) in candidates.iter().zip(&weights) {
         left -= w;
         if left < 0.0 {
             return *id;
         }
     }
-    order[weights.len() - 1]
+    candidates[weights.len() - 1].0
 }
 
 /// The `count` tokens with the largest logits, the largest first; of equal ones the first.

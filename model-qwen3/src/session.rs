@@ -9,7 +9,8 @@ use crate::{
     sample::{self, Logprobs, Sampling},
     weights::to_host,
 };
-use backend_nvfp4::Nvfp4Kernels;
+use backend_nvfp4::{Likeliest, Nvfp4Kernels, likeliest};
+use burn::tensor::Tensor;
 use std::ops::ControlFlow;
 
 /// Number of prompt tokens in one forward, at most. Chunks bound the attention scores `[H, T, S]`, and how long answers wait
@@ -130,7 +131,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     /// # Errors
     /// As [`Self::answer`].
     pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        let logits = read(&mut [(self, ids)])?.remove(0);
+        let logits = to_host(read(&mut [(self, ids)])?)?;
         if logits.iter().any(|x| x.is_nan()) { Err(ModelError::NotANumber) } else { Ok(logits) }
     }
 
@@ -223,11 +224,17 @@ impl Answering {
         &self.ids[self.read..self.ids.len().min(chunk_end)]
     }
 
-    /// Takes the logits of the last of `tokens` tokens that were read. Returns the token that follows, unless the prompt goes
-    /// on or the answer ends.
-    fn take(&mut self, tokens: usize, mut logits: Vec<f32>) -> Option<u32> {
+    /// How many of the most likely tokens decide the next one, if not all do. Whoever wants logarithms of probabilities needs
+    /// all logits.
+    fn candidates(&self) -> Option<usize> {
+        self.options.sampling.candidates().filter(|_| self.options.logprobs.is_none())
+    }
+
+    /// Takes the scores of the last of `tokens` tokens that were read. Returns the token that follows, unless the prompt goes on
+    /// or the answer ends.
+    fn take(&mut self, tokens: usize, scores: Scores) -> Option<u32> {
         self.read += tokens;
-        self.failed = logits.iter().any(|x| x.is_nan());
+        self.failed = scores.has_nan();
         if self.failed {
             self.end(StopReason::Caller);
         }
@@ -239,22 +246,45 @@ impl Answering {
             self.end(StopReason::MaxTokens);
             return None;
         }
-        // Sampling changes the logits of tokens that were seen.
-        let own = options.logprobs.map(|_| logits.clone());
-        let id = sample::next(&mut logits, &self.ids, &options.sampling, answer.ids.len() as u32);
+        let position = answer.ids.len() as u32;
+        let (id, logprobs) = match scores {
+            Scores::Likeliest(found) => (sample::next_of(&found.tokens, &options.sampling, position), None),
+            Scores::All(mut logits) => {
+                // Sampling changes the logits of tokens that were seen.
+                let own = options.logprobs.map(|count| (logits.clone(), count));
+                let id = sample::next(&mut logits, &self.ids, &options.sampling, position);
+                (id, own.map(|(own, count)| Logprobs::of(&own, id, count)))
+            }
+        };
         if options.stop_ids.contains(&id) {
             self.end(StopReason::StopToken(id));
             return None;
         }
-        if let (Some(own), Some(count)) = (own, options.logprobs) {
-            answer.logprobs.push(Logprobs::of(&own, id, count));
-        }
+        answer.logprobs.extend(logprobs);
         answer.ids.push(id);
         self.ids.push(id);
         if answer.ids.len() == options.max_tokens {
             self.end(StopReason::MaxTokens);
         }
         Some(id)
+    }
+}
+
+/// What decides the next token of an answer.
+#[derive(Debug)]
+enum Scores {
+    /// The logits of all tokens.
+    All(Vec<f32>),
+    /// The most likely tokens.
+    Likeliest(Likeliest),
+}
+
+impl Scores {
+    fn has_nan(&self) -> bool {
+        match self {
+            Self::All(logits) => logits.iter().any(|x| x.is_nan()),
+            Self::Likeliest(found) => found.has_nan,
+        }
     }
 }
 
@@ -278,16 +308,29 @@ pub fn step<B: Nvfp4Kernels>(
     }
     let mut parts: Vec<_> = answers.iter_mut().zip(&due).filter(|(_, ids)| !ids.is_empty()).collect();
     let mut reads: Vec<_> = parts.iter_mut().map(|((session, _), ids)| (&mut **session, ids.as_slice())).collect();
-    let mut logits = read(&mut reads)?.into_iter();
+    let logits = (!reads.is_empty()).then(|| read(&mut reads)).transpose()?;
+    let asked = parts.iter().map(|((_, answering), _)| answering.candidates());
+    let count = asked.collect::<Option<Vec<_>>>().and_then(|counts| counts.into_iter().max());
+    let mut scores = logits.map_or(Ok(vec![]), |logits| scores(logits, count))?.into_iter();
     let next = |((_, answering), ids): (&mut (&mut Session<'_, B>, &mut Answering), &Vec<u32>)| {
-        if ids.is_empty() { None } else { answering.take(ids.len(), logits.next()?) }
+        if ids.is_empty() { None } else { answering.take(ids.len(), scores.next()?) }
     };
     Ok(answers.iter_mut().zip(&due).map(next).collect())
 }
 
-/// Reads tokens of several sessions of one model in one forward, and returns the logits `[V]` of the last token of each.
-fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<Vec<Vec<f32>>, ModelError> {
-    let Some(model) = parts.first().map(|(session, _)| session.model) else { return Ok(vec![]) };
+/// The scores of each row of logits `[M, V]`: of the `count` most likely tokens, if the backend finds them.
+fn scores<B: Nvfp4Kernels>(logits: Tensor<B, 2>, count: Option<usize>) -> Result<Vec<Scores>, ModelError> {
+    let found = count.map(|count| likeliest(&logits, count)).transpose();
+    if let Some(found) = found.map_err(|e| ModelError::Device(e.to_string()))?.flatten() {
+        return Ok(found.into_iter().map(Scores::Likeliest).collect());
+    }
+    let vocabulary = logits.dims()[1];
+    Ok(to_host(logits)?.chunks(vocabulary).map(|row| Scores::All(row.to_vec())).collect())
+}
+
+/// Reads tokens of several sessions of one model in one forward, and returns the logits `[M, V]` of the last token of each.
+fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<Tensor<B, 2>, ModelError> {
+    let model = parts[0].0.model;
     for (session, ids) in parts.iter() {
         session.cache.reserve(ids.len())?;
     }
@@ -300,11 +343,11 @@ fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<
         end += ids.len();
         hidden.clone().slice(end - 1..end)
     });
-    let logits = to_host(model.logits_cached(below_each_other(lasts.collect())))?;
+    let logits = model.logits_cached(below_each_other(lasts.collect()));
     for (session, ids) in parts.iter_mut() {
         session.ids.extend_from_slice(ids);
     }
-    Ok(logits.chunks(model.config().vocab_size).map(<[f32]>::to_vec).collect())
+    Ok(logits)
 }
 
 /// Answers one prompt and shows each token of the answer to `on_token`.

@@ -2,14 +2,14 @@
 //! index outside its buffer, a wrong register of a fragment.
 
 use super::{
-    attention, block_scaled, gemm,
+    attention, block_scaled, decoder, gemm,
     gemm::Form,
     gemv,
     gpu::{BF16, F32, Gpu},
     hopper, on_the_cpu,
 };
 use crate::support::emulator::{self, NOT_COMPILED};
-use kernels_cubecl::{cuda_source::Launch, gemv::GemvPlan, matmul::Product};
+use kernels_cubecl::{cuda_source::Launch, decoder::Rounded, gemv::GemvPlan, matmul::Product};
 use std::sync::Arc;
 
 /// A small launch, and how the name of its kernel begins.
@@ -25,6 +25,8 @@ const FORWARD: Subject = ("forward", attention::forward_of_one_head);
 const BACKWARD_KV: Subject = ("backward_kv", attention::backward_of_one_head);
 const BACKWARD_Q: Subject = ("backward_q", attention::backward_of_one_head);
 const DECODE: Subject = ("split", attention::decode_in_one_split);
+/// One token over two shares of keys.
+const DECODER: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::one(true, Rounded::EachRow)));
 const BLOCK_SCALED: Subject = ("block_scaled", |gpu| block_scaled::run(gpu, BF16));
 
 /// Planes that add up their sums in shared memory.
@@ -152,6 +154,38 @@ fn whatever_is_missing_in_the_hopper_kernel_is_found() {
     on_the_cpu(|| {
         for (subject, old, new, expected) in cases {
             let error = changed(subject, move |text| replaced(text, old, new, 0)).expect_err(old);
+            assert!(error.contains(expected) && !error.contains(NOT_COMPILED), "without {old:?}: {error}");
+        }
+    });
+}
+
+/// The same in the kernel of a whole block: barriers of all cubes, of a cube and of a team, waits for copies, and places in shared
+/// memory.
+#[test]
+fn whatever_is_missing_in_the_decoder_block_is_found() {
+    let cases = [
+        ("    grid_wait(barrier, arrived);\n\n    // Attention.", "\n    // Attention.", "race"),
+        ("        grid_wait(barrier, grid_arrive(barrier));\n", "", "race"),
+        ("    grid_wait(barrier, arrived);\n\n    // a =", "\n    // a =", "race"),
+        ("    grid_wait(barrier, arrived);\n\n    // y =", "\n    // y =", "race"),
+        ("                    copies_wait<DEPTH - 2>();\n", "", "race"),
+        ("                    __syncwarp();\n", "", "race"),
+        (
+            "        quantize_all<P>(shared, (end - first) / 8, scale);\n        __syncthreads();",
+            "        quantize_all<P>(shared, (end - first) / 8, scale);",
+            "race",
+        ),
+        ("    team_barrier();\n    const int own", "    const int own", "race"),
+        ("    join_lanes(mix);\n", "", "wrong"),
+        ("c.z, c.w, b[2], b[3]", "c.z, c.w, b[3], b[2]", "wrong"),
+        ("at * 32 + n * 4 + lane % 4", "at * 32 + n * 4 + lane / 4 % 4", "wrong"),
+        ("__shfl_xor_sync(0xFFFFFFFFu, own, 4)", "__shfl_xor_sync(0xFFFFFFFFu, own, 1)", "wrong"),
+        ("min(first + each, count)", "min(first + each, count - 1)", "wrong"),
+        ("    const u32 half_way = 0x76807680u;", "    const u32 half_way = 0x76007600u;", "wrong"),
+    ];
+    on_the_cpu(|| {
+        for (old, new, expected) in cases {
+            let error = changed(DECODER, move |text| replaced(text, old, new, 0)).expect_err(old);
             assert!(error.contains(expected) && !error.contains(NOT_COMPILED), "without {old:?}: {error}");
         }
     });

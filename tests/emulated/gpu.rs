@@ -93,11 +93,16 @@ impl Gpu {
         Ok(())
     }
 
-    /// A matrix of random codes and scales around 1.
+    /// A matrix of random codes, scales around 1, and the tensor scale 0.75.
     pub(super) fn packed(&self, random: &mut Random, rows: usize, cols: usize) -> Packed {
+        self.packed_by(random, rows, cols, 0.75)
+    }
+
+    /// The same with the tensor scale `global`.
+    pub(super) fn packed_by(&self, random: &mut Random, rows: usize, cols: usize, global: f64) -> Packed {
         let codes: Vec<u8> = (0..rows * cols / 2).map(|_| random.bits() as u8).collect();
         let scales: Vec<u8> = (0..rows * cols / 16).map(|_| 0x30 + random.below(24) as u8).collect();
-        let global = self.put(&[0.75], F32);
+        let global = self.put(&[global], F32);
         let value = |at: usize| {
             let code = codes[at / 2] >> (4 * (at % 2)) & 15;
             let size = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];

@@ -5,6 +5,7 @@
 
 mod attention;
 mod block_scaled;
+mod decoder;
 mod defects;
 mod gemm;
 mod gemv;
@@ -73,6 +74,11 @@ fn attention_backward() {
 #[test]
 fn decode_attention() {
     on_each(attention::decode);
+}
+
+#[test]
+fn a_block_in_one_launch() {
+    on_each(decoder::every);
 }
 
 #[test]

@@ -745,9 +745,26 @@ pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
     pub what: BenchWhat,
-    /// Measure only kernels whose name in the output contains this text
+    /// Measure only kernels whose name in the output contains this text (bench kernels)
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub filter: String,
+    /// Measure a model of these sizes, with random weights: a config.json [default: the sizes of Qwen3-4B] (bench decode and
+    /// prefill)
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Number of tokens that an answer follows, or that a prompt has [default: 1024 for decode, 4096 for prefill]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub context: Option<u32>,
+    /// Number of answers that are made together (bench decode). Give the flag several times to compare numbers [default: 1 and
+    /// 16]
+    #[arg(long = "batch-size", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub batch_sizes: Vec<u16>,
+    /// Round weights and activations as this recipe does [default: w4a4] (bench decode and prefill)
+    #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>())]
+    pub recipe: Option<Recipe>,
+    /// The format of the head: nvfp4 or bf16 [default: nvfp4] (bench decode and prefill)
+    #[arg(long)]
+    pub head: Option<HeadFormat>,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
@@ -765,4 +782,8 @@ pub struct BenchArgs {
 pub enum BenchWhat {
     /// Every kernel, at the shapes of Qwen3-4B
     Kernels,
+    /// Tokens a second of answers, by a model with random weights
+    Decode,
+    /// Tokens a second while a prompt is read, by a model with random weights
+    Prefill,
 }

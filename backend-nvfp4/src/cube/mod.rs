@@ -3,6 +3,7 @@
 mod activations;
 mod adamw;
 mod attention;
+mod decode;
 mod head;
 mod joint_products;
 mod launch;
@@ -16,6 +17,7 @@ use self::{
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     burn_ops,
+    decode::{DecodeBlock, DecodeTokens},
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
@@ -38,7 +40,7 @@ use burn_cubecl::{
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
-    bench, column_sums, gradient, hadamard,
+    bench, column_sums, gradient, hadamard, likeliest,
     matmul::Product,
     normal,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
@@ -307,6 +309,25 @@ where
         spec: AttentionSpec,
     ) -> FloatTensor<Self> {
         attention::cached_attention(q, k, v, docs, spec)
+    }
+
+    fn decode_blocks(
+        x: FloatTensor<Self>,
+        blocks: &mut [DecodeBlock<Self>],
+        tokens: &DecodeTokens<Self>,
+    ) -> Option<FloatTensor<Self>> {
+        decode::decode_blocks(x, blocks, tokens)
+    }
+
+    fn likeliest(logits: FloatTensor<Self>, count: usize) -> Option<IntTensor<Self>> {
+        let logits = into_contiguous(logits);
+        let [rows, cols] = dims(&logits);
+        if !(1..=likeliest::MOST.min(cols)).contains(&count) {
+            return None;
+        }
+        let out = empty(&logits, [rows * likeliest::words(count)], DType::U32);
+        launched(likeliest::likeliest(&logits.client, arg(&logits), arg(&out), [rows, cols], count));
+        Some(out)
     }
 
     fn head_loss_saving(

@@ -28,5 +28,6 @@ pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usi
     tensor_cores::gemms(&zeros, rows)?;
     tensor_cores::block_scaled_products(&zeros, rows)?;
     tensor_cores::gemvs(&zeros, rows)?;
-    tensor_cores::attention(&zeros, rows)
+    tensor_cores::attention(&zeros, rows)?;
+    tensor_cores::decoder_blocks(&zeros)
 }

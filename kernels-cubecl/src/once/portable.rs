@@ -7,7 +7,7 @@ use crate::{
     column_sums::column_sums,
     cross_entropy::cross_entropy,
     dequantize::dequantize,
-    hadamard,
+    hadamard, likeliest,
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     normal,
     quantize::{self, AMAX_LEN, BlockShape, QuantizeSpec, Rounding, Scaling, View},
@@ -75,6 +75,10 @@ pub(super) fn products<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), 
 pub(super) fn small_operations<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
     let Zeros { client, dtype } = *zeros;
     let (n, shape) = (rows * COLS, [rows, COLS]);
+    for count in [1, 20] {
+        let out = zeros.floats(rows * likeliest::words(count));
+        likeliest::likeliest(client, zeros.floats(n), out, shape, count)?;
+    }
     for fused in [false, true] {
         let more = rms_norm::Fused {
             residual: fused.then(|| [zeros.values(n), zeros.values(n)]),

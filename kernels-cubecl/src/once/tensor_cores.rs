@@ -6,11 +6,17 @@ use crate::{
     attention::{self, AttentionShape},
     block_scaled::{self, block_scaled},
     decode_attention,
+    decoder::{self, Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight},
     gemm::{self, Gemm, GemmShape, hopper},
     gemv::{Gemv, gemv},
     matmul::Product,
 };
-use cubecl::prelude::*;
+use cubecl::{
+    ir::{ElemType, FloatKind},
+    prelude::*,
+};
+
+const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
 
 /// Every kind of product, in tiles of every width, on `mma.sync` and on Hopper's own instructions.
 pub(super) fn gemms<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), KernelError> {
@@ -145,6 +151,49 @@ pub(super) fn attention<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(),
         let (queries, keys) = (2 * 4 * head_dim, shape.keys * 2 * head_dim);
         let qkv = [zeros.values(queries), zeros.values(keys), zeros.values(keys)];
         decode_attention::decode_attention(client, qkv, zeros.floats(2), zeros.values(queries), dtype, shape)?;
+    }
+    Ok(())
+}
+
+/// Packed weights with activations of each kind, and dense ones; a token, and three; the second time over a past of two shares.
+pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelError> {
+    const SHAPE: DecoderShape =
+        DecoderShape { hidden: 256, intermediate: 512, heads: 4, kv_heads: 2, head_dim: 64, eps: 1e-6 };
+    let Zeros { client, dtype } = *zeros;
+    if dtype != BF16 || !decoder::fits(client, SHAPE, 3) {
+        return Ok(());
+    }
+    let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = SHAPE;
+    let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
+    for (packed, rounded, tokens, past) in
+        [(true, Rounded::EachRow, 1, 5), (true, Rounded::By { full: 1.0 }, 3, 70), (false, Rounded::Not, 3, 70)]
+    {
+        let weight = |rows, cols| {
+            if packed { Weight::Packed(zeros.packed(rows, cols)) } else { Weight::Dense(zeros.values(rows * cols)) }
+        };
+        let cache = |_| {
+            let room = || zeros.values((past + 1) * keys);
+            Cache { keys: room(), values: room(), past }
+        };
+        let block = DecoderBlock {
+            shape: SHAPE,
+            x: zeros.values(tokens * hidden),
+            y: zeros.values(tokens * hidden),
+            norms: [hidden, head_dim, head_dim, hidden].map(|len| zeros.floats(len)),
+            rotary: [tokens * head_dim / 2, tokens * head_dim / 2, tokens].map(|len| zeros.floats(len)),
+            weights: [
+                weight(queries, hidden),
+                weight(keys, hidden),
+                weight(keys, hidden),
+                weight(hidden, queries),
+                weight(intermediate, hidden),
+                weight(intermediate, hidden),
+                weight(hidden, intermediate),
+            ],
+            rounded: [rounded; 4],
+            caches: (0..tokens).map(cache).collect(),
+        };
+        decoder::decoder_block(client, block, &Room::new(client, SHAPE, tokens))?;
     }
     Ok(())
 }

@@ -25,9 +25,10 @@ fn numbered_barriers(text: &str) -> String {
     parts.enumerate().fold(first, |out, (n, part)| format!("{out}machine::sync_threads({n}, __LINE__);{part}"))
 }
 
-/// Replaces each `asm volatile("name operands;" : outputs : inputs);` by `ptx::name(operands);`.
+/// Replaces each `asm volatile("name operands;" : outputs : inputs);` by `ptx::name(operands);`, and `asm(...);` likewise.
 fn assembly_as_calls(text: &str) -> String {
     const START: &str = "asm volatile(";
+    let text: &str = &text.replace("asm(\"", "asm volatile(\"");
     let mut out = String::new();
     let mut rest = text;
     while let Some(at) = rest.find(START) {

@@ -3,6 +3,7 @@
 use crate::{
     CliError,
     args::{BenchArgs, BenchWhat},
+    commands::bench_model,
     device::{self, Job},
     report,
 };
@@ -14,8 +15,10 @@ use serde_json::json;
 /// # Errors
 /// If the device is missing, has no bf16 tensor cores, or fails.
 pub fn run(args: BenchArgs) -> Result<(), CliError> {
-    let BenchWhat::Kernels = args.what;
-    device::run(args.device, None, Kernels(args))
+    match args.what {
+        BenchWhat::Kernels => device::run(args.device, None, Kernels(args)),
+        BenchWhat::Decode | BenchWhat::Prefill => bench_model::run(args),
+    }
 }
 
 struct Kernels(BenchArgs);

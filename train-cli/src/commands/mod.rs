@@ -1,6 +1,7 @@
 //! One file for each command of the program, and `flags`, which several of them share.
 
 pub mod bench;
+mod bench_model;
 pub mod chat;
 pub mod convert;
 pub mod data;

@@ -147,7 +147,7 @@ impl Form {
     }
 
     /// Bytes of shared memory.
-    pub(super) fn shared(&self) -> usize {
+    pub(super) fn shared_bytes(&self) -> usize {
         ALIGNMENT + BARRIERS + self.results_bytes() + self.stages() * self.stage_bytes()
     }
 

@@ -9,7 +9,6 @@
 //! |---|---|
 //! | `mod.rs` | for which device and products, and the launch |
 //! | `form.rs`, `tiles.rs` | what is compiled into a kernel; the choice of a tile's width |
-//! | `task.rs` | a kernel whose text is given |
 //! | `text.rs`, `instructions.cuh`, `gemm.cuh` | the text |
 
 use super::{
@@ -17,6 +16,7 @@ use super::{
     shape::{GemmShape, NAME},
 };
 use crate::{
+    cuda_text::{WrittenKernel, binding},
     device::processors,
     error::{KernelError, index, require},
 };
@@ -30,12 +30,10 @@ use cubecl_runtime::tma::{
     OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
 };
 use form::{Form, Mapped, Number, PIECE, SHARED, STAGE_DEPTH, TILE_ROWS};
-use task::Task;
 pub use tiles::hopper_columns;
 use tiles::{columns, tiles};
 
 mod form;
-mod task;
 mod text;
 mod tiles;
 
@@ -106,7 +104,7 @@ fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usi
     // SAFETY: buffer lengths were checked against the shapes; the copy engine stays inside the matrices of its maps, whose
     // dimensions are the shapes; the values that results begin with are read inside them too; every loop is bounded by
     // the shapes.
-    unsafe { client.launch_unchecked(Box::new(Task(form)), CubeCount::Static(cubes, 1, 1), arguments) };
+    unsafe { client.launch_unchecked(Box::new(WrittenKernel(form)), CubeCount::Static(cubes, 1, 1), arguments) };
     Ok(())
 }
 
@@ -120,13 +118,6 @@ fn lengths(shapes: &[GemmShape]) -> Result<Vec<u64>, KernelError> {
         all.push(len as u64);
     }
     Ok(all)
-}
-
-fn binding<R: Runtime>(arg: ArrayArg<R>) -> Binding {
-    match arg {
-        ArrayArg::Handle { handle } => handle.handle,
-        ArrayArg::Alias { .. } => unreachable!("launches of this crate pass buffers"),
-    }
 }
 
 /// The map by which the copy engine finds boxes of `tile` in a row-major matrix.

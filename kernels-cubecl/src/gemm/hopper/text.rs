@@ -1,15 +1,22 @@
 //! The CUDA C++ of one form: definitions, the products' instruction, and the two texts beside this file.
 
 use super::form::{Form, Mapped, Number, STAGE_DEPTH};
+use crate::cuda_text::Written;
 use std::fmt::Write;
 
-/// The name of the kernel in its text.
-pub(super) const ENTRY: &str = "hopper_gemm";
+impl Written for Form {
+    const ENTRY: &'static str = "hopper_gemm";
+    /// Three warpgroups.
+    const UNITS: u32 = 384;
 
-/// The text of the kernel that makes products of this form.
-pub(super) fn text(form: &Form) -> String {
-    let instructions = include_str!("instructions.cuh").replace("@RESULT@", form.result.ptx());
-    [&definitions(form), &instructions, &multiply_add(form), include_str!("gemm.cuh")].join("\n")
+    fn shared(&self) -> usize {
+        self.shared_bytes()
+    }
+
+    fn text(&self) -> String {
+        let instructions = include_str!("instructions.cuh").replace("@RESULT@", self.result.ptx());
+        [&definitions(self), &instructions, &multiply_add(self), include_str!("gemm.cuh")].join("\n")
+    }
 }
 
 fn definitions(form: &Form) -> String {

@@ -28,6 +28,41 @@ struct uint3 {
 };
 inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
 
+// CUDA's vectors that kernels load at once.
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+
+// Loads that differ in which caches they use.
+template <class T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+template <class T>
+T __ldcg(const T* pointer) {
+  return *pointer;
+}
+// Barriers order what is written here.
+inline void __threadfence() {}
+
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+// A word of four of the eight bytes of b:a, chosen by the hexadecimal digits of `places`.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned places) {
+  uint64_t bytes = uint64_t(b) << 32 | a;
+  unsigned out = 0;
+  for (int i = 0; i < 4; ++i) out |= unsigned(bytes >> (places >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return out;
+}
+
 // Barriers and exchange within a warp: all lanes take part.
 #define __syncwarp() machine::sync_warp(__LINE__)
 #define __shfl_sync(mask, value, lane) emulated_shuffle(value, unsigned(lane) % 32, __LINE__)
@@ -90,6 +125,7 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float __frsqrt_rn(float x) { return 1.0f / std::sqrt(x); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }

@@ -10,7 +10,9 @@
 #include <ucontext.h>
 
 #include <cstdint>
+#include <deque>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "machine.h"
@@ -44,6 +46,8 @@ struct Unit {
   /// Copies since the unit's last cp.async.mbarrier.arrive, and their time.
   std::vector<Copy> copies;
   uint32_t copies_time;
+  /// Groups of copies that have not ended, the oldest first, with their times.
+  std::deque<std::pair<uint32_t, std::vector<Copy>>> groups;
   /// What the unit waits for, or null.
   const char* waits_for;
   int line;
@@ -73,12 +77,20 @@ void wait(const char* what, int line);
 void wake(Unit& other);
 
 // units.cpp
-void run_cube(Index position, Index cubes, Index shape, void (*kernel)());
+void run_cubes(Index cubes, Index shape, size_t shared, void (*kernel)());
 
 // memory.cpp
 void add_buffer(unsigned number, void* start, size_t size);
 void reset_shared(size_t size);
 void reset_barriers();
+/// The shared memory of a cube that waits for other cubes, while these have their turn.
+struct SharedMemory;
+std::shared_ptr<SharedMemory> take_shared();
+void put_shared(SharedMemory& memory);
+/// Lets every cube see what was written to global memory until now.
+void show_writes();
+/// Fails unless a buffer holds these bytes.
+void expect_in_buffer(const void* pointer, size_t size);
 /// Lets asynchronous copies end. False if there are none.
 bool complete_copies();
 /// Bytes of shared memory that the running unit reads, or its copies or products do, whose clock is `reader`.

@@ -25,6 +25,10 @@ enum class Operand { f16, bf16 };
 void sync_threads(int number, int line);
 void sync_warp(int line);
 
+// The barrier of all cubes: adds to a word of global memory and answers what it held; waits until its highest bit has changed.
+uint32_t arrive_at_grid(void* word, uint32_t arrival);
+void wait_for_grid(void* word, uint32_t before);
+
 // Exchange between the lanes of a warp.
 uint32_t shuffle(uint32_t value, unsigned source_lane, int line);
 uint32_t ballot(bool value, int line);
@@ -39,6 +43,9 @@ Sums mma_m16n8k64_nvfp4(Words a, uint32_t b0, uint32_t b1, Sums c, uint32_t scal
 uint32_t shared_address(const void* pointer);
 void copy_async(uint32_t to, const void* from, unsigned size, unsigned source_size);
 void copy_async_arrive(uint32_t barrier);
+// The copies since the last group are one group. A unit waits until at most `groups` of its newest groups have not ended.
+void copies_end_group();
+void copies_wait(unsigned groups);
 void barrier_init(const void* barrier, unsigned count);
 unsigned barrier_arrive(const void* barrier, unsigned count);
 void barrier_wait_parity(const void* barrier, unsigned parity);

@@ -96,12 +96,7 @@ int main(int count_of_names, char** names) {
   if (taken != int(count) && taken != int(count) - 1)
     machine::fail("the kernel takes %d arguments and the launch has %zu", taken, count);
 
-  for (unsigned z = 0; z < cubes.z; ++z)
-    for (unsigned y = 0; y < cubes.y; ++y)
-      for (unsigned x = 0; x < cubes.x; ++x, ++machine::cube) {
-        machine::reset_shared(shared);
-        machine::run_cube({x, y, z}, cubes, shape, kernel);
-      }
+  machine::run_cubes(cubes, shape, shared, kernel);
 
   std::ofstream out(std::string(names[1]) + ".out", std::ios::binary);
   for (size_t i = 0; i < sizes.size(); ++i)

@@ -203,6 +203,34 @@ void reset_barriers() {
   arrivals.clear();
 }
 
+struct SharedMemory {
+  std::vector<unsigned char> bytes;
+  std::vector<Cell> cells;
+  std::map<uint32_t, Barrier> barriers;
+};
+
+std::shared_ptr<SharedMemory> take_shared() {
+  return std::make_shared<SharedMemory>(SharedMemory{
+      {dynamic_shared_mem, dynamic_shared_mem + shared_size}, std::move(cells), std::move(barriers)});
+}
+
+void put_shared(SharedMemory& memory) {
+  memcpy(dynamic_shared_mem, memory.bytes.data(), memory.bytes.size());
+  cells = std::move(memory.cells);
+  barriers = std::move(memory.barriers);
+}
+
+void show_writes() {
+  for (Buffer& buffer : buffers) std::fill(buffer.writers.begin(), buffer.writers.end(), 0);
+}
+
+void expect_in_buffer(const void* pointer, size_t size) {
+  for (Buffer& buffer : buffers)
+    if (inside(pointer, buffer.start, buffer.size) && inside(static_cast<const char*>(pointer) + size - 1, buffer.start, buffer.size))
+      return;
+  fail("out of bounds: %zu bytes at %p are in no buffer", size, pointer);
+}
+
 const unsigned char* read_shared(uint32_t address, size_t size) {
   read_cells(address, size);
   return dynamic_shared_mem + address;
@@ -233,6 +261,20 @@ void copy_async_arrive(uint32_t address) {
   ++barrier_at(address).pending;
   arrivals.push_back({address, unit->number, unit->copies_time++, std::move(unit->copies), 0});
   unit->copies.clear();
+}
+
+// "cp.async.commit_group", "cp.async.wait_group": groups end in their order. Whoever waits sees them.
+void copies_end_group() {
+  unit->groups.push_back({unit->copies_time++, std::move(unit->copies)});
+  unit->copies.clear();
+}
+
+void copies_wait(unsigned groups) {
+  for (; unit->groups.size() > groups; unit->groups.pop_front()) {
+    auto& [time, copies] = unit->groups.front();
+    for (Copy& copy : copies) memcpy(dynamic_shared_mem + copy.to, copy.bytes, copy.size);
+    unit->seen[units + unit->number] = time;
+  }
 }
 
 bool complete_copies() {

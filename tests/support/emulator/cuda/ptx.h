@@ -57,6 +57,17 @@ inline void cp_async_ca_shared_cta_global(uint32_t to, uint64_t from, unsigned s
   machine::copy_async(to, reinterpret_cast<const void*>(from), size, source_size);
 }
 
+inline void cp_async_cg_shared_cta_global(uint32_t to, const void* from, unsigned size, unsigned source_size) {
+  machine::copy_async(to, from, size, source_size);
+}
+
+inline void cp_async_ca_shared_cta_global(uint32_t to, const void* from, unsigned size, unsigned source_size) {
+  machine::copy_async(to, from, size, source_size);
+}
+
+inline void cp_async_commit_group() { machine::copies_end_group(); }
+inline void cp_async_wait_group(unsigned groups) { machine::copies_wait(groups); }
+
 inline void cp_async_mbarrier_arrive_shared_cta_b64(uint32_t barrier) { machine::copy_async_arrive(barrier); }
 
 inline void cvt_rn_bf16x2_f32(uint32_t& word, float high, float low) {
@@ -66,6 +77,23 @@ inline void cvt_rn_bf16x2_f32(uint32_t& word, float high, float low) {
 inline void cvt_rn_f16x2_f32(uint32_t& word, float high, float low) {
   word = numbers::f16_of(low) | uint32_t(numbers::f16_of(high)) << 16;
 }
+
+// c is -0: the product alone, rounded once.
+inline void fma_rn_bf16x2(uint32_t& d, uint32_t a, uint32_t b, uint32_t c) {
+  if (c != 0x80008000u) __builtin_trap();
+  auto product = [&](int shift) {
+    return uint32_t(numbers::bf16_of(numbers::of_bf16(uint16_t(a >> shift)) * numbers::of_bf16(uint16_t(b >> shift)))) << shift;
+  };
+  d = product(0) | product(16);
+}
+
+inline void prefetch_global_L2(const void*) {}
+
+// The barrier of all cubes: an arrival adds to the word, and a block of statements waits for its highest bit to change.
+inline void atom_add_acq_rel_gpu_global_u32(uint32_t& before, void* word, uint32_t arrival) {
+  before = machine::arrive_at_grid(word, arrival);
+}
+inline void ld_acquire_gpu_global_u32(void* word, uint32_t before) { machine::wait_for_grid(word, before); }
 
 // Hopper (sm_90a).
 

@@ -1,6 +1,6 @@
 // Units of a cube as coroutines on one processor. A unit runs until it waits for others: at a barrier, or where the lanes
 // of a warp exchange values. Copies end as late as possible: when every unit waits. Units begin in another order in each
-// cube.
+// cube. One cube runs after another; at a barrier of all cubes it rests until the others are there.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -69,6 +69,7 @@ void prepare(Unit& u, unsigned number, Index shape) {
   u.seen[number] = 1;
   u.copies.clear();
   u.copies_time = 1;
+  u.groups.clear();
   u.waits_for = nullptr;
   u.finished = u.begun = false;
   if (!u.stack) {
@@ -163,17 +164,28 @@ void wake(Unit& other) {
   ready.push_back(&other);
 }
 
-void run_cube(Index position, Index cubes, Index shape, void (*kernel)()) {
-  blockIdx = position, gridDim = cubes, blockDim = shape;
-  body = kernel;
-  units = shape.x * shape.y * shape.z;
-  all.resize(units);
-  for (unsigned i = 0; i < units; ++i) prepare(all[i], i, shape);
-  warps.assign((units + 31) / 32, {});
-  cube_barrier = {};
-  reset_hopper();
-  reset_barriers();
-  queue_all();
+namespace {
+
+/// The unit of the running cube that waits at the barrier of all cubes, the word of the barrier, and what it held before.
+struct AtGrid {
+  Unit* unit = nullptr;
+  uint32_t* word = nullptr;
+  uint32_t before = 0;
+} at_grid;
+
+/// A cube that waits for others.
+struct Resting {
+  Index position;
+  unsigned number;
+  std::vector<Unit> units;
+  unsigned arrived;
+  int line;
+  AtGrid at_grid;
+  std::shared_ptr<SharedMemory> shared;
+};
+
+/// Runs the units that are ready until the cube has ended, or rests.
+void run_ready() {
   for (;;) {
     while (!ready.empty()) {
       Unit* next = ready.front();
@@ -181,11 +193,81 @@ void run_cube(Index position, Index cubes, Index shape, void (*kernel)()) {
       resume(*next);
     }
     if (complete_copies()) continue;
-    if (std::all_of(all.begin(), all.end(), [](auto& u) { return u.finished; })) break;
+    if (std::all_of(all.begin(), all.end(), [](auto& u) { return u.finished; }) || at_grid.unit) break;
     // A barrier of the cube waits for the units that have not finished.
     deadlock();
   }
   unit = nullptr;
+}
+
+}  // namespace
+
+void run_cubes(Index cubes, Index shape, size_t shared, void (*kernel)()) {
+  gridDim = cubes, blockDim = shape;
+  body = kernel;
+  units = shape.x * shape.y * shape.z;
+  std::vector<Resting> resting, next;
+  std::vector<Unit> ended;
+  auto rest = [&](std::vector<Resting>& cubes_that_rest) {
+    if (!at_grid.unit) {
+      ended = std::move(all);
+      return;
+    }
+    cubes_that_rest.push_back({blockIdx, cube, std::move(all), cube_barrier.arrived, cube_barrier.line, at_grid, take_shared()});
+    all.clear();
+  };
+  unsigned number = 0;
+  for (unsigned z = 0; z < cubes.z; ++z)
+    for (unsigned y = 0; y < cubes.y; ++y)
+      for (unsigned x = 0; x < cubes.x; ++x, ++number) {
+        cube = number, blockIdx = {x, y, z};
+        // The stacks of a cube that has ended serve the next one.
+        all = std::move(ended);
+        all.resize(units);
+        reset_shared(shared);
+        for (unsigned i = 0; i < units; ++i) prepare(all[i], i, shape);
+        warps.assign((units + 31) / 32, {});
+        cube_barrier = {};
+        at_grid = {};
+        reset_hopper();
+        reset_barriers();
+        queue_all();
+        run_ready();
+        rest(resting);
+      }
+  while (!resting.empty()) {
+    if (resting.size() < number)
+      fail("%zu of %u cubes wait for all, and the others have ended", resting.size(), number);
+    show_writes();
+    for (Resting& own : resting) {
+      cube = own.number, blockIdx = own.position;
+      all = std::move(own.units);
+      put_shared(*own.shared);
+      cube_barrier = {own.arrived, own.line};
+      AtGrid barrier = own.at_grid;
+      if (!((*barrier.word ^ barrier.before) >> 31)) fail("deadlock: all cubes wait, and the barrier does not open");
+      at_grid = {};
+      wake(*barrier.unit);
+      run_ready();
+      rest(next);
+    }
+    resting.swap(next);
+    next.clear();
+  }
+}
+
+uint32_t arrive_at_grid(void* word, uint32_t arrival) {
+  expect_in_buffer(word, 4);
+  auto place = static_cast<uint32_t*>(word);
+  uint32_t before = *place;
+  *place += arrival;
+  return before;
+}
+
+void wait_for_grid(void* word, uint32_t before) {
+  if (at_grid.unit) fail("two units of a cube wait for all cubes");
+  at_grid = {unit, static_cast<uint32_t*>(word), before};
+  wait("all cubes", 0);
 }
 
 void sync_threads(int number, int line) {

@@ -1,0 +1,138 @@
+//! The blocks of a model for one new token of each sequence: one launch a block, where the kernel takes it.
+
+use super::launch::{arg, dims, empty, launched, writable};
+use crate::{
+    decode::{DecodeBlock, DecodeTokens},
+    kernels::Nvfp4Kernels,
+    ops::LinearLayer,
+    packed::Operand,
+    recipe::ActivationScale,
+};
+use burn::tensor::{DType, backend::Backend, ops::IntTensor};
+use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
+use kernels_cubecl::decoder::{self, Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight};
+use std::ops::Range;
+
+/// See [`Nvfp4Kernels::decode_blocks`].
+pub(super) fn decode_blocks<B, R>(
+    x: CubeTensor<R>,
+    blocks: &mut [DecodeBlock<B>],
+    tokens: &DecodeTokens<B>,
+) -> Option<CubeTensor<R>>
+where
+    R: CubeRuntime,
+    B: Nvfp4Kernels + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let shape = shape(&x, blocks.first()?, tokens)?;
+    let count = tokens.pasts.len();
+    let most = (1..=count.min(decoder::MAX_TOKENS)).rev().find(|most| decoder::fits(&x.client, shape, *most))?;
+    if !blocks.iter().all(|block| rounded(block).is_some()) {
+        return None;
+    }
+    // More tokens than a launch takes go through the blocks one group after another.
+    let groups = (0..count).step_by(most).map(|first| first..count.min(first + most));
+    let of_group = |group: Range<usize>| {
+        let rows = |x: CubeTensor<R>| if group.len() == count { x } else { B::float_slice(x, &[group.clone().into()]) };
+        let lines = tokens.rotary.positions.clone();
+        let lines = if group.len() == count { lines } else { B::int_slice(lines, &[group.clone().into()]) };
+        let room = Room::new(&x.client, shape, group.len());
+        let x = into_contiguous(rows(x.clone()));
+        blocks
+            .iter_mut()
+            .fold(x, |x, block| launch(x, block, tokens, &into_contiguous(lines.clone()), group.clone(), &room, shape))
+    };
+    let mut parts: Vec<_> = groups.map(of_group).collect();
+    Some(if parts.len() == 1 { parts.remove(0) } else { B::float_cat(parts, 0) })
+}
+
+/// Launches a block for the tokens of a group.
+fn launch<B, R>(
+    x: CubeTensor<R>,
+    block: &mut DecodeBlock<B>,
+    tokens: &DecodeTokens<B>,
+    lines: &IntTensor<B>,
+    group: Range<usize>,
+    room: &Room,
+    shape: DecoderShape,
+) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    B: Nvfp4Kernels + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let rounded = rounded(block).expect("checked before the first launch");
+    let weights = block.layers.each_ref().map(|layer| match &layer.weight {
+        Operand::Packed(w) => Weight::Packed(w.args()),
+        Operand::Dense(w) => Weight::Dense(arg(w)),
+    });
+    let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
+    let y = empty(&x, dims(&x), x.dtype);
+    let mut caches = Vec::new();
+    for (cache, past) in block.caches[group.clone()].iter_mut().zip(&tokens.pasts[group]) {
+        let [keys, values] = cache.each_mut().map(|x| {
+            let taken = std::mem::replace(x, y.clone());
+            *x = writable(taken);
+            arg(x)
+        });
+        caches.push(Cache { keys, values, past: *past });
+    }
+    let rotary = [contiguous(&tokens.rotary.cos), contiguous(&tokens.rotary.sin), arg(lines)];
+    let norms = block.norms.each_ref().map(contiguous);
+    let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches };
+    launched(decoder::decoder_block(&x.client, own, room));
+    y
+}
+
+/// The sizes of a block, or `None` if the numbers are not bf16.
+fn shape<B, R>(x: &CubeTensor<R>, block: &DecodeBlock<B>, tokens: &DecodeTokens<B>) -> Option<DecoderShape>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let of_bf16 = |x: &CubeTensor<R>| x.dtype == DType::BF16;
+    let [intermediate, _] = match &block.layers[4].weight {
+        Operand::Dense(w) => dims(w),
+        Operand::Packed(w) => w.dims(),
+    };
+    (of_bf16(x) && block.caches.iter().flatten().all(of_bf16)).then(|| DecoderShape {
+        hidden: dims(x)[1],
+        intermediate,
+        heads: tokens.attention.heads,
+        kv_heads: tokens.attention.kv_heads,
+        head_dim: tokens.attention.head_dim,
+        eps: tokens.eps as f32,
+    })
+}
+
+/// How the activations of each product are rounded. `None` where the kernel does not take the block: a weight that is quantized
+/// in the forward, 16-bit values of another type, layers that read the same activations in two ways.
+fn rounded<B, R>(block: &DecodeBlock<B>) -> Option<[Rounded; 4]>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let of_layer = |layer: &LinearLayer<B>| {
+        let packed = match &layer.weight {
+            Operand::Packed(_) => true,
+            Operand::Dense(w) if layer.spec.recipe.packs_weights() || w.dtype != DType::BF16 => return None,
+            Operand::Dense(w) if !w.is_contiguous() => return None,
+            Operand::Dense(_) => false,
+        };
+        let rounded = match layer.spec.activation_scale {
+            _ if !layer.spec.recipe.packs_activations() => Rounded::Not,
+            ActivationScale::EachRow => Rounded::EachRow,
+            ActivationScale::Given(scale) => Rounded::By { full: scale.reciprocal() },
+            ActivationScale::AllRows => return None,
+        };
+        Some((packed, rounded))
+    };
+    let of_group = |layers: &[LinearLayer<B>]| {
+        let first = of_layer(&layers[0])?;
+        layers.iter().all(|layer| of_layer(layer) == Some(first)).then_some(first.1)
+    };
+    Some([
+        of_group(&block.layers[..3])?,
+        of_group(&block.layers[3..4])?,
+        of_group(&block.layers[4..6])?,
+        of_group(&block.layers[6..])?,
+    ])
+}

@@ -1,0 +1,100 @@
+//! The CUDA C++ of one form: definitions, and the texts beside this file.
+
+use super::form::{EVEN, Form, SHARED_FOUND, UNITS};
+use crate::cuda_text::Written;
+use std::fmt::Write;
+
+/// The weights of each product, as the text names them.
+const WEIGHTS: [(&str, &[&str]); 4] =
+    [("QKV", &["q", "k", "v"]), ("O", &["o"]), ("GATE_UP", &["gate", "up"]), ("DOWN", &["down"])];
+
+impl Written for Form {
+    const ENTRY: &'static str = "decoder_block";
+    const UNITS: u32 = UNITS as u32;
+
+    fn shared(&self) -> usize {
+        self.shared_bytes()
+    }
+
+    fn text(&self) -> String {
+        let texts = [
+            include_str!("numbers.cuh"),
+            include_str!("products.cuh"),
+            include_str!("attention.cuh"),
+            include_str!("block.cuh"),
+        ];
+        definitions(self) + &texts.join("\n")
+    }
+}
+
+fn definitions(form: &Form) -> String {
+    let mut out = String::new();
+    let (eps, scale) = (f32::from_bits(form.eps), std::f32::consts::LOG2_E / (form.head_dim as f32).sqrt());
+    let numbers = [
+        ("UNITS", UNITS),
+        ("CUBES", form.cubes),
+        ("TOKENS", form.tokens),
+        ("D", form.hidden),
+        ("F", form.intermediate),
+        ("H", form.heads),
+        ("G", form.kv_heads),
+        ("E", form.head_dim),
+        ("GROUP_PART", form.heads_together),
+        ("CHUNK", form.chunk),
+        ("DEPTH", form.depth),
+        ("EVEN", EVEN),
+        ("SHARED_SUMS", form.sums_bytes()),
+        ("SHARED_FOUND", SHARED_FOUND),
+    ];
+    // Constants, not macros: a macro `D` or `E` would also replace the names of template parameters.
+    for (name, number) in numbers {
+        writeln!(out, "constexpr int {name} = {number};").expect(WRITES);
+    }
+    writeln!(out, "constexpr float EPS = {eps:e}f, SCORE_SCALE = {scale:e}f;").expect(WRITES);
+    for (product, (name, weights)) in form.products.iter().zip(WEIGHTS) {
+        let (codes, split, scales) = (product.codes, product.split, product.scales);
+        writeln!(out, "constexpr bool {name}_CODES = {codes};").expect(WRITES);
+        writeln!(out, "constexpr int {name}_SPLIT = {split}, {name}_SCALES = {scales};").expect(WRITES);
+        for weight in weights {
+            let upper = weight.to_uppercase();
+            let [numbers, scales, tensor_scale] = if codes {
+                [format!("{weight}_codes"), format!("{weight}_scales"), format!("{weight}_global[0]")]
+            } else {
+                [format!("{weight}_values"), "nullptr".into(), "1.0f".into()]
+            };
+            writeln!(out, "#define {upper}_NUMBERS {numbers}\n#define {upper}_BLOCK_SCALES {scales}").expect(WRITES);
+            writeln!(out, "#define {upper}_SCALE {tensor_scale}").expect(WRITES);
+        }
+    }
+    let list = |name: &str| (0..form.tokens).map(|n| format!("{name}{n}")).collect::<Vec<_>>().join(", ");
+    writeln!(out, "#define ALL_KEYS {}\n#define ALL_VALUES {}", list("keys"), list("values")).expect(WRITES);
+    out.push_str("struct Info {\n    long long tokens, past[TOKENS], scales[4][2];\n};\n");
+    writeln!(out, "#define PARAMETERS {}", parameters(form)).expect(WRITES);
+    out
+}
+
+/// The parameters, in the order in which the launch passes buffers; numbers are the last.
+fn parameters(form: &Form) -> String {
+    let mut all: Vec<String> = ["const u16* x", "u16* y"].map(String::from).into();
+    all.extend(
+        ["input_norm", "q_norm", "k_norm", "post_norm", "cosines", "sines"].map(|n| format!("const float* {n}")),
+    );
+    all.push("const u32* lines".into());
+    for (product, (_, weights)) in form.products.iter().zip(WEIGHTS) {
+        for weight in weights {
+            if product.codes {
+                all.push(format!(
+                    "const void* {weight}_codes, const void* {weight}_scales, const float* {weight}_global"
+                ));
+            } else {
+                all.push(format!("const void* {weight}_values"));
+            }
+        }
+    }
+    all.extend((0..form.tokens).map(|n| format!("u16* keys{n}, u16* values{n}")));
+    all.extend(["u32* barrier", "u16* qkv", "u16* mixed", "u16* h", "u16* gated", "float* shares"].map(String::from));
+    all.push("const __grid_constant__ Info info".into());
+    all.join(", ")
+}
+
+const WRITES: &str = "a string can be written to";

@@ -1,0 +1,232 @@
+//! A transformer block in one launch, against the same steps one by one in f64. Numbers are rounded to 16 and 4 bits at the same
+//! places, and sums that differ in their last bits may round to neighbors there: results agree within a share of their size.
+
+use super::gpu::{BF16, Data, F32, Gpu, Packed};
+use crate::support::Random;
+use backend_nvfp4::reference;
+use half::bf16;
+use kernels_cubecl::decoder::{Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight, decoder_block_in};
+
+/// Everything about a launch that its text depends on, and the pasts of its tokens.
+#[derive(Debug, Clone)]
+pub(super) struct Case {
+    shape: DecoderShape,
+    pasts: Vec<usize>,
+    packed: bool,
+    rounded: Rounded,
+    cubes: usize,
+}
+
+const SHAPE: DecoderShape =
+    DecoderShape { hidden: 256, intermediate: 512, heads: 4, kv_heads: 2, head_dim: 64, eps: 1e-6 };
+
+/// One token whose keys are in two shares.
+pub(super) fn one(packed: bool, rounded: Rounded) -> Case {
+    Case { shape: SHAPE, pasts: vec![70], packed, rounded, cubes: 3 }
+}
+
+/// Every number of places for tokens, short and long pasts, every way to round activations, packed and dense weights, and
+/// activations that do not fit into shared memory at once.
+pub(super) fn every(gpu: &Gpu) {
+    for rounded in [Rounded::Not, Rounded::EachRow, Rounded::By { full: 700.0 }] {
+        expect(gpu, &one(true, rounded));
+    }
+    expect(gpu, &one(false, Rounded::Not));
+    let wide = DecoderShape { heads: 6, kv_heads: 1, head_dim: 128, ..SHAPE };
+    expect(gpu, &Case { shape: wide, pasts: vec![0, 131], packed: true, rounded: Rounded::Not, cubes: 5 });
+    let small = DecoderShape { heads: 16, kv_heads: 8, head_dim: 16, ..SHAPE };
+    expect(gpu, &Case { shape: small, pasts: vec![3, 0, 40], packed: true, rounded: Rounded::EachRow, cubes: 2 });
+    if gpu.arch != 121 {
+        let long = DecoderShape { intermediate: 4352, ..SHAPE };
+        let pasts = (0..9).map(|n| n * 9).collect();
+        expect(gpu, &Case { shape: long, pasts, packed: true, rounded: Rounded::EachRow, cubes: 4 });
+    }
+}
+
+fn expect(gpu: &Gpu, case: &Case) {
+    run(gpu, case).unwrap_or_else(|e| panic!("{case:?}: {e}"));
+}
+
+/// Launches the case, and compares the result, and what is written to the caches.
+pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
+    let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = case.shape;
+    let (tokens, queries, keys) = (case.pasts.len(), heads * head_dim, kv_heads * head_dim);
+    let mut random = Random::new(11);
+    let x = gpu.normal(&mut random, tokens * hidden, BF16);
+    let norms = [hidden, head_dim, head_dim, hidden].map(|len| {
+        let values: Vec<f64> = (0..len).map(|_| 1.0 + 0.2 * f64::from(random.normal())).collect();
+        gpu.put(&values, F32)
+    });
+    let matrices = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+        .into_iter()
+        .chain([(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)])
+        .map(|(rows, cols)| Matrix::new(gpu, &mut random, rows, cols, case.packed))
+        .collect::<Vec<_>>();
+    let lines: Vec<u32> = (0..tokens as u32).rev().collect();
+    let angles: Vec<f64> = (0..tokens * head_dim / 2).map(|_| f64::from(random.normal())).collect();
+    let table = |f: fn(f64) -> f64| gpu.put(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), F32);
+    let (cosines, sines) = (table(f64::cos), table(f64::sin));
+    let mut cache = |past: usize| {
+        let mut values: Vec<f64> = (0..past * keys).map(|_| f64::from(random.normal())).collect();
+        // What is behind the past must not be read.
+        values.resize((past + 2) * keys, f64::NAN);
+        gpu.put(&values, BF16)
+    };
+    let caches: Vec<[Data; 2]> = case.pasts.iter().map(|past| [cache(*past), cache(*past)]).collect();
+    let y = gpu.room(tokens * hidden, BF16);
+    let weight = |m: &Matrix| match m {
+        Matrix::Packed(w) => Weight::Packed(w.args()),
+        Matrix::Dense(w) => Weight::Dense(w.arg()),
+    };
+    let block = DecoderBlock {
+        shape: case.shape,
+        x: x.arg(),
+        y: y.arg(),
+        norms: norms.each_ref().map(Data::arg),
+        rotary: [cosines.arg(), sines.arg(), gpu.indices(&lines)],
+        weights: std::array::from_fn(|n| weight(&matrices[n])),
+        rounded: [case.rounded; 4],
+        caches: (caches.iter().zip(&case.pasts))
+            .map(|([k, v], past)| Cache { keys: k.arg(), values: v.arg(), past: *past })
+            .collect(),
+    };
+    let room = Room::new(&gpu.client, case.shape, tokens);
+    decoder_block_in(&gpu.client, block, &room, case.cubes).map_err(|e| e.to_string())?;
+    let model = Model { case, norms: &norms, matrices: &matrices };
+    let result = gpu.read(&y)?;
+    for (token, past) in case.pasts.iter().enumerate() {
+        let line = lines[token] as usize * head_dim / 2;
+        let angle = |table: &Data| table.values[line..line + head_dim / 2].to_vec();
+        let exact = model.token(
+            &x.values[token * hidden..(token + 1) * hidden],
+            [angle(&cosines), angle(&sines)],
+            caches[token].each_ref().map(|c| &c.values[..past * keys]),
+        );
+        near(&format!("token {token}"), &result[token * hidden..(token + 1) * hidden], &exact.y)?;
+        for (name, data, new) in [("key", &caches[token][0], &exact.key), ("value", &caches[token][1], &exact.value)] {
+            let stored = gpu.read(data)?;
+            near(&format!("new {name} of token {token}"), &stored[past * keys..(past + 1) * keys], new)?;
+            let others = stored.iter().zip(&data.values).enumerate().filter(|(n, _)| n / keys != *past);
+            for (n, (now, before)) in others {
+                if now.to_bits() != before.to_bits() {
+                    return Err(format!("{name} {n} of token {token} was {before} and is {now}"));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// An error unless each value is near its exact one, measured by the size of all.
+fn near(what: &str, got: &[f64], exact: &[f64]) -> Result<(), String> {
+    let rms = (exact.iter().map(|x| x * x).sum::<f64>() / exact.len() as f64).sqrt();
+    let worst = got
+        .iter()
+        .zip(exact)
+        .map(|(a, b)| (a - b).abs() / rms)
+        .fold(0.0, |worst: f64, x| if x.is_nan() { f64::INFINITY } else { worst.max(x) });
+    if worst > 0.02 { Err(format!("{what}: value is wrong by {worst} of the usual size")) } else { Ok(()) }
+}
+
+enum Matrix {
+    Packed(Packed),
+    Dense(Data),
+}
+
+impl Matrix {
+    /// A matrix whose products with normal numbers have about the size of a normal number.
+    fn new(gpu: &Gpu, random: &mut Random, rows: usize, cols: usize, packed: bool) -> Self {
+        let size = (cols as f64).sqrt().recip();
+        if packed {
+            return Self::Packed(gpu.packed_by(random, rows, cols, size / 4.0));
+        }
+        let values: Vec<f64> = (0..rows * cols).map(|_| f64::from(random.normal()) * size).collect();
+        Self::Dense(gpu.put(&values, BF16))
+    }
+
+    /// The product with activations, rounded.
+    fn times(&self, x: &[f64]) -> Vec<f64> {
+        let (values, scale) = match self {
+            Self::Packed(w) => (&w.values, w.global.values[0]),
+            Self::Dense(w) => (&w.values, 1.0),
+        };
+        let row = |row: &[f64]| round(row.iter().zip(x).map(|(a, b)| a * b).sum::<f64>() * scale);
+        values.chunks_exact(x.len()).map(row).collect()
+    }
+}
+
+struct Model<'a> {
+    case: &'a Case,
+    norms: &'a [Data; 4],
+    matrices: &'a [Matrix],
+}
+
+/// What a token leaves.
+struct Exact {
+    y: Vec<f64>,
+    key: Vec<f64>,
+    value: Vec<f64>,
+}
+
+impl Model<'_> {
+    fn token(&self, x: &[f64], [cosines, sines]: [Vec<f64>; 2], [keys, values]: [&[f64]; 2]) -> Exact {
+        let DecoderShape { heads, kv_heads, head_dim, .. } = self.case.shape;
+        let n = self.activations(&self.normed(x, 0));
+        let [q, k, value] = [0, 1, 2].map(|m: usize| self.matrices[m].times(&n));
+        let rotated = |x: &[f64], norm: usize| -> Vec<f64> {
+            let head = |head: &[f64]| {
+                let n = self.normed(head, norm);
+                let half = head_dim / 2;
+                let (a, b) = n.split_at(half);
+                let first = (0..half).map(|c| round(a[c] * cosines[c] - b[c] * sines[c]));
+                first.chain((0..half).map(|c| round(b[c] * cosines[c] + a[c] * sines[c]))).collect::<Vec<_>>()
+            };
+            x.chunks_exact(head_dim).flat_map(head).collect()
+        };
+        let (q, key) = (rotated(&q, 1), rotated(&k, 2));
+        let (keys, values) = ([keys, &key[..]].concat(), [values, &value[..]].concat());
+        let width = kv_heads * head_dim;
+        let head = |h: usize| {
+            let own = h / (heads / kv_heads) * head_dim;
+            let q = &q[h * head_dim..(h + 1) * head_dim];
+            let dot = |k: &[f64]| k[own..own + head_dim].iter().zip(q).map(|(a, b)| a * b).sum::<f64>();
+            let scores: Vec<f64> = keys.chunks_exact(width).map(|k| dot(k) / (head_dim as f64).sqrt()).collect();
+            let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let weights: Vec<f64> = scores.iter().map(|s| (s - most).exp()).collect();
+            let total: f64 = weights.iter().sum();
+            let mixed = |e: usize| {
+                let terms = weights.iter().zip(values.chunks_exact(width)).map(|(w, v)| w * v[own + e]);
+                round(terms.sum::<f64>() / total)
+            };
+            (0..head_dim).map(mixed).collect::<Vec<_>>()
+        };
+        let mixed: Vec<f64> = (0..heads).flat_map(head).collect();
+        let o = self.matrices[3].times(&self.activations(&mixed));
+        let h: Vec<f64> = x.iter().zip(&o).map(|(x, o)| round(x + o)).collect();
+        let n = self.activations(&self.normed(&h, 3));
+        let [gate, up] = [4, 5].map(|m: usize| self.matrices[m].times(&n));
+        let gated: Vec<f64> = gate.iter().zip(&up).map(|(g, u)| round(g / (1.0 + (-g).exp()) * u)).collect();
+        let down = self.matrices[6].times(&self.activations(&gated));
+        Exact { y: h.iter().zip(&down).map(|(h, d)| round(h + d)).collect(), key, value }
+    }
+
+    fn normed(&self, x: &[f64], norm: usize) -> Vec<f64> {
+        let mean = x.iter().map(|x| x * x).sum::<f64>() / x.len() as f64;
+        let scale = 1.0 / (mean + f64::from(self.case.shape.eps)).sqrt();
+        x.iter().zip(&self.norms[norm].values).map(|(x, w)| round(round(x * scale) * round(*w))).collect()
+    }
+
+    fn activations(&self, x: &[f64]) -> Vec<f64> {
+        let values: Vec<f32> = x.iter().map(|x| *x as f32).collect();
+        let values = match self.case.rounded {
+            Rounded::Not => values,
+            Rounded::EachRow => reference::rounded_rows(&values, values.len()),
+            Rounded::By { full } => reference::rounded_by(&values, values.len(), full),
+        };
+        values.into_iter().map(|x| round(f64::from(x))).collect()
+    }
+}
+
+fn round(x: f64) -> f64 {
+    bf16::from_f32(x as f32).to_f64()
+}

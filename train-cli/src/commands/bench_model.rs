@@ -1,0 +1,246 @@
+//! `bench decode` and `bench prefill`: tokens a second of a whole model with random weights, by the path that `generate`,
+//! `chat` and `serve` take.
+
+use crate::{
+    CliError,
+    args::{BenchArgs, BenchWhat},
+    device::{self, Job},
+    report,
+    settings::HeadFormat,
+};
+use backend_nvfp4::{
+    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Precision, Recipe, Scaling,
+    bench::Row,
+};
+use model_qwen3::{
+    config::Qwen3Config,
+    model::Qwen3,
+    sample::Sampling,
+    session::{Answering, GenerateOptions, Session, step},
+    weights,
+};
+use serde_json::json;
+use std::time::Instant;
+
+/// Tokens of an answer that is measured.
+const ANSWER: usize = 256;
+/// Each row is the median of this many measurements. One more comes first, which compiles kernels.
+const RUNS: usize = 5;
+
+/// Runs the command.
+///
+/// # Errors
+/// If config.json cannot be read, or the device is missing or fails.
+pub(super) fn run(args: BenchArgs) -> Result<(), CliError> {
+    let config = match &args.config {
+        Some(path) => Qwen3Config::from_file(path)?,
+        None => qwen3_4b(),
+    };
+    device::run(args.device, None, Measured { args, config })
+}
+
+struct Measured {
+    args: BenchArgs,
+    config: Qwen3Config,
+}
+
+impl Job for Measured {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let Self { args, config } = self;
+        let (recipe, head) = (args.recipe.unwrap_or(Recipe::W4a4), args.head.unwrap_or(HeadFormat::Nvfp4));
+        let head_name = if head == HeadFormat::Nvfp4 { "nvfp4" } else { "bf16" };
+        report::label("recipe", format!("{} · the head in {head_name}", recipe.name()));
+        let model = random_model::<B>(&config, recipe, head, precision, &device)?;
+        if args.what == BenchWhat::Prefill {
+            return prefill(&model, &args);
+        }
+        let rate = copy_rate::<B>(&device);
+        let batches = if args.batch_sizes.is_empty() { vec![1, 16] } else { args.batch_sizes.clone() };
+        for batch in batches.into_iter().map(usize::from) {
+            for (name, sampling) in [("greedy", Sampling::GREEDY), ("sampled", SAMPLED)] {
+                decode(&model, &args, batch, name, sampling, rate)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What Qwen3's model card says for answers without thinking.
+const SAMPLED: Sampling =
+    Sampling { temperature: 0.7, top_k: 20, top_p: 0.8, min_p: 0.0, repetition_penalty: 1.0, seed: 1 };
+
+/// Measures answers that are made together, each after a prompt of its own.
+fn decode<B: Nvfp4Kernels>(
+    model: &Qwen3<B>,
+    args: &BenchArgs,
+    batch: usize,
+    name: &str,
+    sampling: Sampling,
+    rate: Option<f64>,
+) -> Result<(), CliError> {
+    let context = args.context.unwrap_or(1024) as usize;
+    let prompts: Vec<Vec<u32>> = (0..batch).map(|n| ids(model, context, n)).collect();
+    let options = GenerateOptions { max_tokens: ANSWER, sampling, stop_ids: vec![], logprobs: None };
+    let mut sessions = (0..batch).map(|_| Session::new(model, context + ANSWER)).collect::<Result<Vec<_>, _>>()?;
+    let mut seconds = Vec::new();
+    for _ in 0..=RUNS {
+        let mut answers = sessions
+            .iter_mut()
+            .zip(&prompts)
+            .map(|(session, prompt)| Answering::new(session, prompt, &options))
+            .collect::<Result<Vec<_>, _>>()?;
+        // Until every answer has its first token, steps also read prompts.
+        let (mut start, mut before) = (None, 0);
+        while answers.iter().any(|answer| !answer.has_ended()) {
+            let mut open: Vec<_> =
+                sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended()).collect();
+            step(&mut open)?;
+            if start.is_none() && answers.iter().all(|answer| !answer.reads_prompt()) {
+                (start, before) = (Some(Instant::now()), made(&answers));
+            }
+        }
+        let elapsed = start.map_or(f64::NAN, |start| start.elapsed().as_secs_f64());
+        seconds.push(elapsed / (made(&answers) - before) as f64);
+    }
+    let token = median(&mut seconds);
+    // Each step reads all weights once, and the keys and values of each answer up to its middle.
+    let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, context + ANSWER / 2);
+    let share = rate.map(|rate| bytes / token / rate);
+    show(
+        args,
+        &[
+            ("what", json!("decode")),
+            ("answers", json!(batch)),
+            ("context", json!(context)),
+            ("choice", json!(name)),
+            ("tokens_per_second", json!(1.0 / token)),
+            ("share_of_memory_rate", json!(share)),
+        ],
+    );
+    Ok(())
+}
+
+/// Measures how fast a prompt is read, up to the first token of the answer.
+fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs) -> Result<(), CliError> {
+    let context = args.context.unwrap_or(4096) as usize;
+    let options = GenerateOptions { max_tokens: 1, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
+    let mut session = Session::new(model, context + 1)?;
+    let mut seconds = Vec::new();
+    for run in 0..=RUNS {
+        session.forget();
+        let prompt = ids(model, context, run);
+        let start = Instant::now();
+        session.answer(&prompt, &options, |_| std::ops::ControlFlow::Continue(()))?;
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    show(
+        args,
+        &[
+            ("what", json!("prefill")),
+            ("context", json!(context)),
+            ("tokens_per_second", json!(context as f64 / median(&mut seconds))),
+        ],
+    );
+    Ok(())
+}
+
+/// Prints a row.
+fn show(args: &BenchArgs, fields: &[(&str, serde_json::Value)]) {
+    if args.json {
+        let object: serde_json::Map<_, _> =
+            fields.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        return report::result(serde_json::Value::Object(object).to_string());
+    }
+    let text = |(name, value): &(&str, serde_json::Value)| match (*name, value.as_f64()) {
+        ("what", _) => value.as_str().unwrap_or_default().to_owned(),
+        ("choice", _) => value.as_str().unwrap_or_default().to_owned(),
+        ("answers", Some(n)) => format!("{n:.0} at a time"),
+        ("context", Some(n)) => format!("context {n:.0}"),
+        ("tokens_per_second", Some(rate)) => format!("{rate:.0} tokens/s"),
+        (_, Some(share)) => format!("{:.0} % of the memory's rate", share * 100.0),
+        (_, None) => String::new(),
+    };
+    let parts: Vec<String> = fields.iter().map(text).filter(|text| !text.is_empty()).collect();
+    report::result(parts.join(" · "));
+}
+
+fn made(answers: &[Answering]) -> usize {
+    answers.iter().map(|answer| answer.generated().ids.len()).sum()
+}
+
+/// The median without the first measurement, which compiled kernels.
+fn median(seconds: &mut [f64]) -> f64 {
+    let measured = &mut seconds[1..];
+    measured.sort_by(f64::total_cmp);
+    measured[measured.len() / 2]
+}
+
+/// Tokens of a prompt.
+fn ids<B: Nvfp4Kernels>(model: &Qwen3<B>, count: usize, number: usize) -> Vec<u32> {
+    let vocabulary = model.config().vocab_size;
+    (0..count).map(|i| ((i * 7919 + number * 104_729 + 11) % vocabulary) as u32).collect()
+}
+
+fn random_model<B: Nvfp4Kernels>(
+    config: &Qwen3Config,
+    recipe: Recipe,
+    head: HeadFormat,
+    precision: Precision,
+    device: &B::Device,
+) -> Result<Qwen3<B>, CliError> {
+    let spec = LinearSpec::new(recipe, Scaling::Two, precision);
+    let mut model = weights::random::<B>(config, spec, MasterKind::Nvfp4, 1, device)?;
+    if head == HeadFormat::Nvfp4 {
+        let values = model.embed_tokens.val().into_primitive().tensor();
+        let codes = B::nvfp4_quantize(values, spec.weights());
+        model.lm_head = Some(Nvfp4Linear::Packed(Nvfp4Tensor::from_primitive(codes)));
+    }
+    Ok(model)
+}
+
+/// Bytes of weights that a token reads: those of the blocks in NVFP4, and the head.
+fn weight_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>) -> f64 {
+    let c = model.config();
+    let (d, f) = (c.hidden_size, c.intermediate_size);
+    let (queries, keys) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
+    let blocks = c.num_hidden_layers * d * (2 * queries + 2 * keys + 3 * f);
+    let head = if matches!(model.lm_head, Some(Nvfp4Linear::Packed(_))) { 0.5625 } else { 2.0 };
+    blocks as f64 * 0.5625 + (c.vocab_size * d) as f64 * head
+}
+
+/// Bytes of keys and values of `tokens` tokens.
+fn cache_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>, tokens: usize) -> f64 {
+    let c = model.config();
+    let size = model.spec().precision.dtype().size();
+    (2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens) as f64
+}
+
+/// Bytes a second of a plain copy, where the backend measures it.
+fn copy_rate<B: DeviceServices>(device: &B::Device) -> Option<f64> {
+    let mut rate = None;
+    let mut take = |row: Row| rate = rate.or(row.bytes.map(|bytes| bytes / row.seconds));
+    // No kernel has this name: the copy alone is measured.
+    let measured = B::bench_kernels(device, "the copy alone", &mut take);
+    measured.ok().and(rate)
+}
+
+/// The sizes of Qwen3-4B.
+fn qwen3_4b() -> Qwen3Config {
+    Qwen3Config {
+        vocab_size: 151_936,
+        hidden_size: 2560,
+        intermediate_size: 9728,
+        num_hidden_layers: 36,
+        num_attention_heads: 32,
+        num_key_value_heads: 8,
+        head_dim: 128,
+        rms_norm_eps: 1e-6,
+        rope_theta: 1_000_000.0,
+        max_position_embeddings: 262_144,
+        tie_word_embeddings: true,
+        eos_token_ids: vec![],
+        initializer_range: 0.02,
+    }
+}
