@@ -20,6 +20,8 @@ const UNITS: usize = 256;
 const PART: usize = 2048;
 /// The most values that are taken from a row.
 pub const MOST: usize = 64;
+/// Below every logit. It is a kernel's argument, because CubeCL cannot write it in a kernel.
+const LOWEST: f32 = f32::NEG_INFINITY;
 /// The most columns: a column is exact as f32.
 const MOST_COLUMNS: usize = 1 << 24;
 
@@ -60,16 +62,16 @@ pub fn likeliest<R: Runtime>(
     let (cols, count) = (index(NAME, "columns", cols)?, count as u32);
     // SAFETY: buffer lengths were checked; a cube reads columns below the end of its row, and writes its own words.
     unsafe {
-        parts_kernel::launch_unchecked(client, cubes(parts)?, units, x, part(found.clone()), cols, count);
+        parts_kernel::launch_unchecked(client, cubes(parts)?, units, x, part(found.clone()), cols, LOWEST, count);
         let each = (parts * count as usize).div_ceil(UNITS);
-        join_kernel::launch_unchecked(client, cubes(1)?, units, part(found), out, parts as u32, count, each);
+        join_kernel::launch_unchecked(client, cubes(1)?, units, part(found), out, parts as u32, LOWEST, count, each);
     }
     Ok(())
 }
 
 /// Takes `count` values of each part.
 #[cube(launch_unchecked)]
-fn parts_kernel(x: &Array<f32>, out: &mut Array<u32>, cols: u32, #[comptime] count: u32) {
+fn parts_kernel(x: &Array<f32>, out: &mut Array<u32>, cols: u32, lowest: f32, #[comptime] count: u32) {
     let each = comptime!(PART / UNITS);
     let mut values = Array::<f32>::new(each);
     let mut columns = Array::<f32>::new(each);
@@ -77,7 +79,7 @@ fn parts_kernel(x: &Array<f32>, out: &mut Array<u32>, cols: u32, #[comptime] cou
     #[unroll]
     for i in 0..each {
         let column = CUBE_POS_X * comptime!(PART as u32) + comptime!((i * UNITS) as u32) + UNIT_POS;
-        values[i] = f32::reinterpret(LOWEST);
+        values[i] = lowest;
         columns[i] = f32::cast_from(column);
         if column < cols {
             let value = x[(CUBE_POS_Y as usize) * (cols as usize) + (column as usize)];
@@ -89,12 +91,19 @@ fn parts_kernel(x: &Array<f32>, out: &mut Array<u32>, cols: u32, #[comptime] cou
         }
     }
     let first = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) * comptime!(words(count as usize) as u32);
-    take(out, first, &mut values, &columns, nan, count, each);
+    take(out, first, &mut values, &columns, nan, lowest, count, each);
 }
 
 /// Takes `count` values of what was taken from the parts of a row.
 #[cube(launch_unchecked)]
-fn join_kernel(found: &Array<u32>, out: &mut Array<u32>, parts: u32, #[comptime] count: u32, #[comptime] each: usize) {
+fn join_kernel(
+    found: &Array<u32>,
+    out: &mut Array<u32>,
+    parts: u32,
+    lowest: f32,
+    #[comptime] count: u32,
+    #[comptime] each: usize,
+) {
     let size = comptime!(words(count as usize) as u32);
     let first = CUBE_POS_Y * parts * size;
     let mut values = Array::<f32>::new(each);
@@ -103,7 +112,7 @@ fn join_kernel(found: &Array<u32>, out: &mut Array<u32>, parts: u32, #[comptime]
     #[unroll]
     for i in 0..each {
         let n = comptime!((i * UNITS) as u32) + UNIT_POS;
-        values[i] = f32::reinterpret(LOWEST);
+        values[i] = lowest;
         columns[i] = 0.0f32;
         if n < parts * count {
             let at = first + n / count * size;
@@ -113,11 +122,8 @@ fn join_kernel(found: &Array<u32>, out: &mut Array<u32>, parts: u32, #[comptime]
             nan = max(nan, f32::cast_from(found[at as usize]));
         }
     }
-    take(out, CUBE_POS_Y * size, &mut values, &columns, nan, count, each);
+    take(out, CUBE_POS_Y * size, &mut values, &columns, nan, lowest, count, each);
 }
-
-/// The bits of minus infinity, which CubeCL cannot write as a number.
-const LOWEST: u32 = 0xFF80_0000;
 
 /// Takes the `count` largest values of the cube, and writes them and their columns from `first` on.
 #[cube]
@@ -127,6 +133,7 @@ fn take(
     values: &mut Array<f32>,
     columns: &Array<f32>,
     nan: f32,
+    lowest: f32,
     #[comptime] count: u32,
     #[comptime] each: usize,
 ) {
@@ -153,7 +160,7 @@ fn take(
         #[unroll]
         for i in 0..each {
             if values[i] == best && columns[i] == column {
-                values[i] = f32::reinterpret(LOWEST);
+                values[i] = lowest;
             }
         }
         if UNIT_POS == 0u32 {

@@ -170,11 +170,8 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
         ("    grid_wait(barrier, arrived);\n\n    // y =", "\n    // y =", "race"),
         ("                    copies_wait<DEPTH - 2>();\n", "", "race"),
         ("                    __syncwarp();\n", "", "race"),
-        (
-            "        quantize_all<P>(shared, (end - first) / 8, scale);\n        __syncthreads();",
-            "        quantize_all<P>(shared, (end - first) / 8, scale);",
-            "race",
-        ),
+        ("        __syncthreads();\n        const int steps", "        const int steps", "race"),
+        ("    __syncthreads();\n    return amax;\n", "    return amax;\n", "race"),
         ("    team_barrier();\n    const int own", "    const int own", "race"),
         ("    join_lanes(mix);\n", "", "wrong"),
         ("c.z, c.w, b[2], b[3]", "c.z, c.w, b[3], b[2]", "wrong"),

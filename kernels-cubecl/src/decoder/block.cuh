@@ -32,6 +32,16 @@ __device__ __forceinline__ float2 given_scale(const Info& info, int product) {
     return make_float2(of_bits(info.scales[product][0]), of_bits(info.scales[product][1]));
 }
 
+// The activations as a product takes them: as they are, or prepared.
+template <class P>
+__device__ __forceinline__ const u16* prepared_by(const u16* x, const float* norm, u16* prepared, u32* barrier, const Shared& shared,
+                                                  int tokens, float2 given) {
+    if (!PREPARED) return x;
+    prepare<P>(x, norm, prepared, shared, tokens, given);
+    grid_wait(barrier, grid_arrive(barrier));
+    return prepared;
+}
+
 extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char dynamic_shared_mem[];
     unsigned char* ring = dynamic_shared_mem + SHARED_SUMS + SHARED_FOUND;
@@ -53,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
         return row_of<Qkv>(V_NUMBERS, V_BLOCK_SCALES, at - (H + G) * E + row);
     };
     Ahead qkv_ahead = request_first<Qkv>(qkv_rows, shared);
-    product<Qkv>(qkv_ahead, x, input_norm, qkv_rows, shared, tokens, given_scale(info, 0),
+    const u16* qkv_x = prepared_by<Qkv>(x, input_norm, prepared, barrier, shared, tokens, given_scale(info, 0));
+    product<Qkv>(qkv_ahead, qkv_x, input_norm, qkv_rows, shared, tokens, given_scale(info, 0),
             [&](int token, int tile, int row, const float (&sums)[1]) {
                 const int at = tile * 8;
                 const float scale = scales[at < H * E ? 0 : at < (H + G) * E ? 1 : 2];
@@ -81,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     }
 
     // h = x + w_o y
-    product<Out>(o_ahead, mixed, nullptr, o_rows, shared, tokens, given_scale(info, 1),
+    const u16* o_x = prepared_by<Out>(mixed, nullptr, prepared, barrier, shared, tokens, given_scale(info, 1));
+    product<Out>(o_ahead, o_x, nullptr, o_rows, shared, tokens, given_scale(info, 1),
             [&](int token, int tile, int row, const float (&sums)[1]) {
                 const int at = token * D + tile * 8 + row;
                 h[at] = to_bf16(fresh(x + at) + rounded(sums[0] * scales[3]));
@@ -95,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     grid_wait(barrier, arrived);
 
     // a = silu(gate) * up
-    product<GateUp>(gate_up_ahead, h, post_norm, gate_up_rows, shared, tokens, given_scale(info, 2),
+    const u16* gate_up_x = prepared_by<GateUp>(h, post_norm, prepared, barrier, shared, tokens, given_scale(info, 2));
+    product<GateUp>(gate_up_ahead, gate_up_x, post_norm, gate_up_rows, shared, tokens, given_scale(info, 2),
             [&](int token, int tile, int row, const float (&sums)[2]) {
                 const float gate = rounded(sums[0] * scales[4]), up = rounded(sums[1] * scales[5]);
                 gated[token * F + tile * 8 + row] = to_bf16(gate * (1.0f / (1.0f + __expf(-gate))) * up);
@@ -106,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     grid_wait(barrier, arrived);
 
     // y = h + w_down a
-    product<Down>(down_ahead, gated, nullptr, down_rows, shared, tokens, given_scale(info, 3),
+    const u16* down_x = prepared_by<Down>(gated, nullptr, prepared, barrier, shared, tokens, given_scale(info, 3));
+    product<Down>(down_ahead, down_x, nullptr, down_rows, shared, tokens, given_scale(info, 3),
             [&](int token, int tile, int row, const float (&sums)[1]) {
                 const int at = token * D + tile * 8 + row;
                 y[at] = to_bf16(fresh(h + at) + rounded(sums[0] * scales[6]));

@@ -1,6 +1,6 @@
 //! What is compiled into a kernel: sizes, how the columns of each product are shared out, and what lies in shared memory.
 
-use super::{DecoderShape, MAX_TOKENS, NAME, Rounded, Weight};
+use super::args::{DecoderShape, MAX_TOKENS, NAME, Rounded, Weight};
 use crate::error::{KernelError, require};
 use cubecl::prelude::*;
 
@@ -85,7 +85,9 @@ impl Form {
         require(NAME, [hidden, intermediate, queries].iter().all(|n| *n > 0 && n.is_multiple_of(SPAN)), || {
             format!("{hidden}, {intermediate} and {queries} columns; it takes multiples of {SPAN}")
         })?;
-        require(NAME, hidden <= MOST_HIDDEN, || format!("D = {hidden}; it takes at most {MOST_HIDDEN}"))?;
+        require(NAME, hidden <= MOST_HIDDEN, || {
+            format!("hidden states of {hidden} values; it takes at most {MOST_HIDDEN}")
+        })?;
         require(NAME, matches!(head_dim, 16 | 32 | 64 | 128), || {
             format!("E = {head_dim}; it must be 16, 32, 64 or 128")
         })?;
@@ -129,7 +131,9 @@ impl Form {
         };
         let fits = |form: &Self| {
             let pieces = form.chunk == longest || form.chunk >= EVEN;
-            form.chunk >= hidden && pieces && form.shared_bytes() <= most
+            // One cube prepares all columns of a token.
+            let row = form.rows() * (form.chunk * 4 + 64) >= longest * 4;
+            pieces && row && form.shared_bytes() <= most
         };
         let form = [3, 2].into_iter().map(form).find(fits);
         let reason = || format!("{most} bytes of shared memory are not enough for {tokens} tokens");
@@ -174,6 +178,11 @@ impl Form {
         let rounds = |p: &Product| if p.cols > self.chunk { p.rounds(self.cubes) } else { p.rounds(self.cubes).min(2) };
         let most = self.products.iter().map(|p| rounds(p) * p.parts).max().unwrap_or(2);
         most * WARPS * self.tokens * TILE * 4
+    }
+
+    /// Whether activations are rounded by one cube for all: with several tokens, or if they come in pieces.
+    pub(super) fn prepares(&self) -> bool {
+        self.tokens > 2 || self.chunk < self.intermediate.max(self.hidden).max(self.heads * self.head_dim)
     }
 
     /// Rows of activations in shared memory: each serves two tokens.

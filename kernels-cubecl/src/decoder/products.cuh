@@ -244,47 +244,55 @@ __device__ __forceinline__ void join(const Shared& shared, int round, int tokens
 
 // ---- Activations ----
 
-constexpr int UNITS_OF_TOKEN = WARPS_OF_TOKEN * 32;
+// Who rounds the activations of a token: the units of a cube, or their share of it, and where they lie.
+template <int UNITS_>
+struct Crew {
+    static constexpr int UNITS = UNITS_, WARPS = UNITS / 32;
+    int token, place;
+    uint4* row;
 
-// The token whose activations this unit rounds, and its place among those who do.
-__device__ __forceinline__ int own_token() { return threadIdx.x / UNITS_OF_TOKEN; }
-__device__ __forceinline__ int own_place() { return threadIdx.x % UNITS_OF_TOKEN; }
-
-// Eight activations in shared memory, in the order of codes. Neighboring units take neighboring places: these are in different
-// banks, and whole warps have places, because columns come in multiples of 256.
-struct Eight {
-    uint4* at;
-
-    __device__ __forceinline__ Eight(const Shared& shared, int place) {
-        at = reinterpret_cast<uint4*>(shared.x + own_token() % 8 * X_STRIDE) + 2 * place;
-    }
-    __device__ __forceinline__ uint4 get() const {
-        const uint4 low = at[0], high = at[1];
-        const bool second = TOKENS > 8 && own_token() >= 8;
-        return second ? make_uint4(low.y, low.w, high.y, high.w) : make_uint4(low.x, low.z, high.x, high.z);
-    }
-    __device__ __forceinline__ void put(u32 a, u32 b, u32 c, u32 d) const {
-        if (TOKENS <= 8) {
-            // No other token has the second places, and what they hold must be numbers.
-            at[0] = make_uint4(a, a, b, b), at[1] = make_uint4(c, c, d, d);
-        } else {
-            u32* words = reinterpret_cast<u32*>(at) + own_token() / 8;
-            words[0] = a, words[2] = b, words[4] = c, words[6] = d;
-        }
-    }
+    __device__ __forceinline__ Crew(const Shared& shared)
+        : token(threadIdx.x / UNITS), place(threadIdx.x % UNITS), row(reinterpret_cast<uint4*>(shared.x + token * X_STRIDE)) {}
 };
 
+// A store of its own, because the emulator does not see the store of what a function has just returned.
+__device__ __forceinline__ void store(uint4* at, const uint4& v) { *at = v; }
+
+// Eight activations of one token, in the order of codes. Neighboring units take neighboring places: these are in different banks,
+// and whole warps have places, because columns come in multiples of 256. No other token has the second words, and what they hold
+// must be numbers.
+__device__ __forceinline__ uint4 get(const uint4* row, int place) {
+    const uint4 low = row[2 * place], high = row[2 * place + 1];
+    return make_uint4(low.x, low.z, high.x, high.z);
+}
+
+__device__ __forceinline__ void put(uint4* row, int place, uint4 v) {
+    store(row + 2 * place, make_uint4(v.x, v.x, v.y, v.y));
+    store(row + 2 * place + 1, make_uint4(v.z, v.z, v.w, v.w));
+}
+
+// Eight neighboring numbers in the order of codes.
+__device__ __forceinline__ uint4 in_code_order(uint4 w) {
+    return make_uint4(__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632), __byte_perm(w.y, w.w, 0x5410),
+                      __byte_perm(w.y, w.w, 0x7632));
+}
+
+// And back.
+__device__ __forceinline__ uint4 in_order(uint4 v) {
+    return make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                      __byte_perm(v.z, v.w, 0x7632));
+}
+
 // Calls f(v, place) for the eights that this unit has put into shared memory, and puts back what it makes of v.
-template <class F>
-__device__ __forceinline__ void for_own_eights(const Shared& shared, int count, F f) {
+template <class C, class F>
+__device__ __forceinline__ void for_own_eights(const C& crew, int count, F f) {
 #pragma unroll 1
-    for (int place = own_place(); place < count; place += UNITS_OF_TOKEN) {
-        const Eight own(shared, place);
+    for (int place = crew.place; place < count; place += C::UNITS) {
         float p[8];
-        values_of(own.get(), p);
+        values_of(get(crew.row, place), p);
         float v[8] = {p[0], p[2], p[4], p[6], p[1], p[3], p[5], p[7]};
         f(v, place);
-        own.put(pair_of(v[0], v[4]), pair_of(v[1], v[5]), pair_of(v[2], v[6]), pair_of(v[3], v[7]));
+        put(crew.row, place, make_uint4(pair_of(v[0], v[4]), pair_of(v[1], v[5]), pair_of(v[2], v[6]), pair_of(v[3], v[7])));
     }
 }
 
@@ -295,56 +303,40 @@ __device__ __forceinline__ float largest(const float (&v)[8]) {
     return most;
 }
 
-// Puts the columns from `first` up to `end` of x into shared memory. Returns the largest magnitude that this unit has seen.
-template <int COLS>
-__device__ __forceinline__ float load(const u16* x, const Shared& shared, int tokens, int first, int end) {
-    const int token = own_token();
-    float amax = 0.0f;
-#pragma unroll 2
-    for (int place = own_place(); place < (end - first) / 8; place += UNITS_OF_TOKEN) {
-        uint4 w = {};
-        if (token < tokens) w = __ldcg(reinterpret_cast<const uint4*>(x + token * COLS + first) + eight_of_place(place));
-        Eight(shared, place).put(__byte_perm(w.x, w.z, 0x5410), __byte_perm(w.x, w.z, 0x7632), __byte_perm(w.y, w.w, 0x5410),
-                                 __byte_perm(w.y, w.w, 0x7632));
-        float v[8];
-        values_of(w, v);
-        amax = fmaxf(amax, largest(v));
-    }
-    return amax;
-}
-
 // The largest of a token's numbers that its units give; every unit of the cube takes part, and gets that of its token.
-__device__ __forceinline__ float token_max(float x, const Shared& shared) {
+template <class C>
+__device__ __forceinline__ float token_max(const C& crew, float x, const Shared& shared) {
     x = warp_max(x);
     if (threadIdx.x % 32 == 0) shared.found[threadIdx.x / 32] = x;
     __syncthreads();
     float most = 0.0f;
 #pragma unroll 4
-    for (int w = 0; w < WARPS_OF_TOKEN; w++) most = fmaxf(most, shared.found[own_token() * WARPS_OF_TOKEN + w]);
+    for (int w = 0; w < C::WARPS; w++) most = fmaxf(most, shared.found[crew.token * C::WARPS + w]);
     __syncthreads();
     return most;
 }
 
 // Normalizes the activations in shared memory: round(round(x / rms) * round(w)). Squares are added by 32 neighboring places
 // first: the order does not depend on the number of tokens. Returns the largest magnitude of this unit's results.
-__device__ __forceinline__ float normalize(const float* w, const Shared& shared) {
+template <class C>
+__device__ __forceinline__ float normalize(const C& crew, const float* w, const Shared& shared) {
     constexpr int EIGHTS = D / 8, FULL = EIGHTS / 32;
 #pragma unroll 1
-    for (int part = own_place() / 32; part < FULL; part += WARPS_OF_TOKEN) {
+    for (int part = crew.place / 32; part < FULL; part += C::WARPS) {
         float squares = 0.0f, v[8];
-        values_of(Eight(shared, part * 32 + threadIdx.x % 32).get(), v);
+        values_of(get(crew.row, part * 32 + threadIdx.x % 32), v);
 #pragma unroll
         for (int i = 0; i < 8; i++) squares += v[i] * v[i];
         squares = warp_sum(squares);
-        if (threadIdx.x % 32 == 0) shared.found[own_token() * 32 + part] = squares;
+        if (threadIdx.x % 32 == 0) shared.found[crew.token * 32 + part] = squares;
     }
     __syncthreads();
     float sum = 0.0f;
 #pragma unroll 4
-    for (int part = 0; part < FULL; part++) sum += shared.found[own_token() * 32 + part];
+    for (int part = 0; part < FULL; part++) sum += shared.found[crew.token * 32 + part];
     const float inverse = rsqrtf(sum / D + EPS);
     float amax = 0.0f;
-    for_own_eights(shared, EIGHTS, [&](float (&v)[8], int place) {
+    for_own_eights(crew, EIGHTS, [&](float (&v)[8], int place) {
         const float4* weights = reinterpret_cast<const float4*>(w) + 2 * eight_of_place(place);
         const float4 low = __ldg(weights), high = __ldg(weights + 1);
         const float own[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -352,49 +344,80 @@ __device__ __forceinline__ float normalize(const float* w, const Shared& shared)
         for (int i = 0; i < 8; i++) v[i] = rounded(rounded(v[i] * inverse) * rounded(own[i]));
         amax = fmaxf(amax, largest(v));
     });
+    __syncthreads();
     return amax;
 }
 
-// The largest magnitude that this unit finds among all columns of its token.
-template <int COLS>
-__device__ __forceinline__ float largest_of_all(const u16* x, int tokens) {
+// Puts a token's activations x into shared memory, normalized if there are weights of a norm, and rounded as the product wants.
+template <class P, class C>
+__device__ __forceinline__ void round_row(const C& crew, const u16* x, bool live, const float* norm, const Shared& shared,
+                                          float2 given) {
     float amax = 0.0f;
-    for (int eight = own_place(); eight < COLS / 8 && own_token() < tokens; eight += UNITS_OF_TOKEN) {
+#pragma unroll 2
+    for (int place = crew.place; place < P::COLS / 8; place += C::UNITS) {
+        uint4 w = {};
+        if (live) w = __ldcg(reinterpret_cast<const uint4*>(x) + eight_of_place(place));
+        put(crew.row, place, in_code_order(w));
         float v[8];
-        values_of(__ldcg(reinterpret_cast<const uint4*>(x + own_token() * COLS) + eight), v);
+        values_of(w, v);
         amax = fmaxf(amax, largest(v));
     }
-    return amax;
-}
-
-// Quantizes the first `count` eights in shared memory. The two eights of a block are four places apart.
-template <class P>
-__device__ __forceinline__ void quantize_all(const Shared& shared, int count, float2 scale) {
+    if (norm) amax = normalize(crew, norm, shared);
     if (P::SCALES == 0) return;
-    for_own_eights(shared, count, [&](float (&v)[8], int) {
+    const float2 scale = P::SCALES == 1 ? row_scale(token_max(crew, amax, shared)) : given;
+    // The two eights of a block are four places apart.
+    for_own_eights(crew, P::COLS / 8, [&](float (&v)[8], int) {
         const float own = largest(v);
         quantize(v, fmaxf(own, __shfl_xor_sync(0xFFFFFFFFu, own, 4)), scale);
     });
 }
 
-// The whole product of the activations x, normalized if there are weights of a norm. `ahead` is what request_first() gave.
+// Rounds each token's activations in one cube, for all cubes, where every cube for itself would take longer.
+template <class P>
+__device__ __forceinline__ void prepare(const u16* x, const float* norm, u16* prepared, const Shared& shared, int tokens, float2 given) {
+    for (int token = blockIdx.x; token < tokens; token += CUBES) {
+        const Crew<UNITS> crew(shared);
+        round_row<P>(crew, x + token * P::COLS, true, norm, shared, given);
+        for (int place = crew.place; place < P::COLS / 8; place += UNITS)
+            store(reinterpret_cast<uint4*>(prepared + token * P::COLS) + eight_of_place(place), in_order(get(crew.row, place)));
+        __syncthreads();
+    }
+}
+
+// Puts the columns from `first` on of prepared activations into shared memory: a piece, of two tokens a row.
+template <class P>
+__device__ __forceinline__ void load_piece(const u16* x, const Shared& shared, int tokens, int first) {
+    constexpr int EIGHTS = P::PIECE / 8;
+#pragma unroll 2
+    for (int n = threadIdx.x; n < X_ROWS * EIGHTS; n += UNITS) {
+        const int row = n / EIGHTS, place = n % EIGHTS, col = first + eight_of_place(place) * 8;
+        if (col >= P::COLS) continue;
+        const auto eight = [&](int token) {
+            return token < tokens ? in_code_order(__ldcg(reinterpret_cast<const uint4*>(x + token * P::COLS + col))) : make_uint4(0, 0, 0, 0);
+        };
+        const uint4 a = eight(row), b = TOKENS > 8 ? eight(row + 8) : a;
+        uint4* at = reinterpret_cast<uint4*>(shared.x + row * X_STRIDE) + 2 * place;
+        store(at, make_uint4(a.x, b.x, a.y, b.y));
+        store(at + 1, make_uint4(a.z, b.z, a.w, b.w));
+    }
+}
+
+// The whole product of the activations x, which are prepared, or else are normalized, if there are weights of a norm, and rounded
+// here. `ahead` is what request_first() gave.
 template <class P, class Rows, class Store>
 __device__ __forceinline__ void product(Ahead& ahead, const u16* x, const float* norm, const Rows& rows, const Shared& shared,
                                         int tokens, float2 given, const Store& store) {
-    float2 scale = given;
     unsigned char* slot = first_slot(shared);
     const uint4* own_x = own_activations(shared);
 #pragma unroll 1
     for (int piece = 0; piece < P::PIECES; piece++) {
-        const int first = piece * P::PIECE, end = min(first + P::PIECE, P::COLS);
         if (piece > 0) __syncthreads();
-        float amax = load<P::COLS>(x, shared, tokens, first, end);
-        if (norm) amax = normalize(norm, shared);
-        if (P::SCALES == 1 && piece == 0) {
-            if (P::PIECES > 1) amax = largest_of_all<P::COLS>(x, tokens);
-            scale = row_scale(token_max(amax, shared));
+        if constexpr (PREPARED) {
+            load_piece<P>(x, shared, tokens, piece * P::PIECE);
+        } else {
+            const Crew<WARPS_OF_TOKEN * 32> crew(shared);
+            round_row<P>(crew, x + crew.token * P::COLS, crew.token < tokens, norm, shared, given);
         }
-        quantize_all<P>(shared, (end - first) / 8, scale);
         __syncthreads();
         const int steps = steps_of<P>(piece), own = threadIdx.x / 32 % P::SPLIT;
 #pragma unroll 1

@@ -50,6 +50,7 @@ fn definitions(form: &Form) -> String {
     for (name, number) in numbers {
         writeln!(out, "constexpr int {name} = {number};").expect(WRITES);
     }
+    writeln!(out, "constexpr bool PREPARED = {};", form.prepares()).expect(WRITES);
     writeln!(out, "constexpr float EPS = {eps:e}f, SCORE_SCALE = {scale:e}f;").expect(WRITES);
     for (product, (name, weights)) in form.products.iter().zip(WEIGHTS) {
         let (codes, split, scales) = (product.codes, product.split, product.scales);
@@ -92,7 +93,10 @@ fn parameters(form: &Form) -> String {
         }
     }
     all.extend((0..form.tokens).map(|n| format!("u16* keys{n}, u16* values{n}")));
-    all.extend(["u32* barrier", "u16* qkv", "u16* mixed", "u16* h", "u16* gated", "float* shares"].map(String::from));
+    all.extend(
+        ["u32* barrier", "u16* qkv", "u16* mixed", "u16* h", "u16* gated", "u16* prepared", "float* shares"]
+            .map(String::from),
+    );
     all.push("const __grid_constant__ Info info".into());
     all.join(", ")
 }

@@ -1,0 +1,119 @@
+//! What a launch takes, and the checks of its buffers.
+
+use crate::{
+    error::{KernelError, expect_len, require},
+    matmul::PackedArgs,
+};
+use cubecl::prelude::*;
+
+pub(super) const NAME: &str = "decoder block";
+/// The most tokens of a launch.
+pub const MAX_TOKENS: usize = 16;
+
+/// The sizes of a block.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DecoderShape {
+    /// Values of a hidden state.
+    pub hidden: usize,
+    /// Values inside the MLP.
+    pub intermediate: usize,
+    /// Query heads, H.
+    pub heads: usize,
+    /// Key heads, G.
+    pub kv_heads: usize,
+    /// Values of a head, E.
+    pub head_dim: usize,
+    /// The epsilon of the norms.
+    pub eps: f32,
+}
+
+/// A weight: codes, or 16-bit values (`[rows, cols]`, bf16).
+pub enum Weight<R: Runtime> {
+    /// NVFP4 codes.
+    Packed(PackedArgs<R>),
+    /// bf16.
+    Dense(ArrayArg<R>),
+}
+
+/// How the activations of a product are rounded.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rounded {
+    /// To bf16 alone.
+    Not,
+    /// To NVFP4, each token with a tensor scale of its own ([`crate::quantize::rounded_rows`]).
+    EachRow,
+    /// To NVFP4 with the tensor scale `1 / full`.
+    By {
+        /// The reciprocal of the scale.
+        full: f32,
+    },
+}
+
+/// Keys and values of one sequence, `[capacity, G, E]` in bf16 each.
+pub struct Cache<R: Runtime> {
+    /// The keys.
+    pub keys: ArrayArg<R>,
+    /// The values.
+    pub values: ArrayArg<R>,
+    /// Number of tokens that they hold. The new token is written behind them.
+    pub past: usize,
+}
+
+/// A block and its tokens.
+pub struct DecoderBlock<R: Runtime> {
+    /// The sizes.
+    pub shape: DecoderShape,
+    /// Hidden states `[tokens, hidden]`, bf16.
+    pub x: ArrayArg<R>,
+    /// The result, likewise.
+    pub y: ArrayArg<R>,
+    /// The weights of the norms, f32: before attention (`hidden` values), of queries and of keys (E), before the MLP (`hidden`).
+    pub norms: [ArrayArg<R>; 4],
+    /// Cosines and sines, f32, lines of E/2; the line of each token, u32.
+    pub rotary: [ArrayArg<R>; 3],
+    /// q, k, v, o, gate, up and down. Weights that read the same activations are all packed, or all dense.
+    pub weights: [Weight<R>; 7],
+    /// How the activations of q, k and v, of o, of gate and up, and of down are rounded.
+    pub rounded: [Rounded; 4],
+    /// One cache a token.
+    pub caches: Vec<Cache<R>>,
+}
+
+impl<R: Runtime> DecoderBlock<R> {
+    /// Checks the lengths of all buffers.
+    pub(super) fn check(&self) -> Result<(), KernelError> {
+        let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = self.shape;
+        let tokens = self.caches.len();
+        let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
+        for (name, arg, len) in [
+            ("x", &self.x, tokens * hidden),
+            ("y", &self.y, tokens * hidden),
+            ("norm before attention", &self.norms[0], hidden),
+            ("norm of queries", &self.norms[1], head_dim),
+            ("norm of keys", &self.norms[2], head_dim),
+            ("norm before the MLP", &self.norms[3], hidden),
+            ("lines", &self.rotary[2], tokens),
+        ] {
+            expect_len(NAME, name, arg.size(), len)?;
+        }
+        let rows = [queries, keys, keys, hidden, intermediate, intermediate, hidden];
+        let cols = [hidden, hidden, hidden, queries, hidden, hidden, intermediate];
+        for (weight, (rows, cols)) in self.weights.iter().zip(rows.into_iter().zip(cols)) {
+            match weight {
+                Weight::Packed(w) => {
+                    w.check(NAME)?;
+                    require(NAME, (w.rows, w.cols) == (rows, cols), || {
+                        format!("a weight is {} x {}, the shape needs {rows} x {cols}", w.rows, w.cols)
+                    })?;
+                }
+                Weight::Dense(w) => expect_len(NAME, "a weight", w.size(), rows * cols)?,
+            }
+        }
+        for Cache { keys: k, values: v, past } in &self.caches {
+            require(NAME, k.size() == v.size() && k.size() / keys > *past, || {
+                format!("a cache with room for {} tokens holds {past} already", k.size() / keys)
+            })?;
+        }
+        Ok(())
+    }
+}
