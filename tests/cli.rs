@@ -57,6 +57,9 @@ fn cases() -> Vec<Case> {
         (words("fit -d m/demo.tsv"), 2, "no model"),
         (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p 3: the value must be between 0 and 1"),
         (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
+        (words("bench kernels --context 9"), 2, "--context is a flag of bench decode and bench prefill"),
+        (words("bench prefill --batch-size 2"), 2, "--batch-size is a flag of bench decode"),
+        (words("bench decode --filter gemm"), 2, "--filter is a flag of bench kernels"),
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
         (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),

@@ -1,10 +1,20 @@
 //! The largest logits that a device finds are those of a sort on the host: over one part of a row and several, with equal
-//! logits, infinities and NaN.
+//! logits, infinities and NaN. Answers that are made together from them are those that are made alone, however many candidates
+//! each of them asks for.
 
-use crate::support::{Cube, Random, on_gpu};
-use backend_nvfp4::{Likeliest, likeliest};
+use crate::support::{Cube, Random, golden, on_gpu};
+use backend_nvfp4::{Likeliest, LinearSpec, Precision, Recipe, Scaling, likeliest};
 use burn::tensor::{Tensor, TensorData};
 use burn_cubecl::CubeRuntime;
+use model_qwen3::{
+    config::Qwen3Config,
+    container::Container,
+    model::Qwen3,
+    sample::Sampling,
+    session::{Answering, GenerateOptions, Session, step},
+    weights::{self, Purpose},
+};
+use std::ops::ControlFlow;
 
 #[test]
 fn the_likeliest_tokens_are_those_of_a_sort_on_the_gpu() {
@@ -41,4 +51,38 @@ fn on_cube<R: CubeRuntime>() {
             }
         }
     }
+}
+
+#[test]
+fn answers_with_other_candidates_beside_them_are_the_same_on_the_gpu() {
+    on_gpu!(other_candidates);
+}
+
+fn other_candidates<R: CubeRuntime>() {
+    let folder = golden("hf-qwen3/tiny-tied").canonicalize().unwrap();
+    let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+    let (container, device) = (Container::open(&folder).unwrap(), R::Device::default());
+    let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32).each_row();
+    let model: Qwen3<Cube<R>> = weights::load(&container, &config, spec, Purpose::Infer, &device).unwrap();
+    let with = |temperature: f32, top_k: usize, seed: u64| {
+        let sampling = Sampling { temperature, top_k, seed, ..Sampling::GREEDY };
+        GenerateOptions { max_tokens: 12, sampling, stop_ids: vec![], logprobs: None }
+    };
+    let all = [with(0.0, 0, 0), with(2.0, 2, 1), with(3.0, 60, 2), with(2.0, 5, 3)];
+    let prompt = [5, 17, 200, 31];
+    let alone = all.each_ref().map(|options| {
+        let mut session = Session::new(&model, 20).unwrap();
+        session.answer(&prompt, options, |_| ControlFlow::Continue(())).unwrap().ids
+    });
+    let mut sessions = all.each_ref().map(|_| Session::new(&model, 20).unwrap());
+    let mut answers: Vec<Answering> = sessions
+        .iter_mut()
+        .zip(&all)
+        .map(|(session, options)| Answering::new(session, &prompt, options).unwrap())
+        .collect();
+    while answers.iter().any(|answer| !answer.has_ended()) {
+        step(&mut sessions.iter_mut().zip(&mut answers).collect::<Vec<_>>()).unwrap();
+    }
+    let together: Vec<Vec<u32>> = answers.into_iter().map(|answer| answer.into_generation().unwrap().ids).collect();
+    assert_eq!(together, alone);
 }

@@ -1,5 +1,5 @@
-//! Decoding: the blocks of a model for one new token of each of several sequences, as one operation. The host needs longer to
-//! launch the kernels of a block one by one than a large GPU needs to run them.
+//! Decoding: the blocks of a model, for one new token of each of several sequences, are one operation. A backend can then make a
+//! block in one launch. The host needs longer to launch its kernels one by one than a large GPU needs to run them.
 
 use crate::{
     attention::{AttentionSpec, Rotary},

@@ -1,4 +1,4 @@
-//! What only an inner backend computes: quantization, products, backward passes, the optimizer.
+//! What only an inner backend computes: quantization, products, decoding, backward passes, the optimizer.
 //!
 //! `Autodiff` does not implement [`Nvfp4Kernels`]: nothing here has a gradient, and code that is generic over
 //! [`Nvfp4Backend`] alone, as the forward of a model is, cannot reach it.

@@ -69,12 +69,15 @@ pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32
     next_of(&candidates, sampling, position)
 }
 
-/// The same from the most likely tokens and their logits, the likeliest first: as many as [`Sampling::candidates`] says, or all.
+/// The same from the most likely tokens and their logits, the likeliest first: at least as many as [`Sampling::candidates`] says,
+/// or all.
 pub fn next_of(candidates: &[(u32, f32)], sampling: &Sampling, position: u32) -> u32 {
     let (first, top) = candidates[0];
     if sampling.temperature <= 0.0 {
         return first;
     }
+    // There are more if another answer of the same step asked for more.
+    let candidates = if sampling.top_k > 0 { &candidates[..candidates.len().min(sampling.top_k)] } else { candidates };
     let weight = |(_, logit): &(u32, f32)| f64::from((logit - top) / sampling.temperature).exp();
     let mut weights: Vec<f64> = candidates.iter().map(weight).collect();
     let total: f64 = weights.iter().sum();
@@ -168,6 +171,15 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.1, ..ONE }), [true, false, false, false]);
         assert_eq!(kept(Sampling { min_p: 0.2, ..ONE }), [true, true, true, false]);
         assert_eq!(kept(Sampling { temperature: 0.01, ..ONE }), [true, false, false, false]);
+    }
+
+    #[test]
+    fn more_candidates_than_top_k_change_nothing() {
+        let candidates: Vec<(u32, f32)> = [0.4f32, 0.3, 0.2, 0.1].iter().zip(7..).map(|(p, id)| (id, p.ln())).collect();
+        let two = Sampling { top_k: 2, ..ONE };
+        for position in 0..200 {
+            assert_eq!(next_of(&candidates, &two, position), next_of(&candidates[..2], &two, position));
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub(super) fn one(packed: bool, rounded: Rounded) -> Case {
     Case { shape: SHAPE, pasts: vec![70], packed, rounded, cubes: 3 }
 }
 
-/// Every number of places for tokens, short and long pasts, every way to round activations, packed and dense weights, and
+/// 1, 2, 4, 8 and 16 places for tokens, short and long pasts, every way to round activations, packed and dense weights, and
 /// activations that do not fit into shared memory at once.
 pub(super) fn every(gpu: &Gpu) {
     for rounded in [Rounded::Not, Rounded::EachRow, Rounded::By { full: 700.0 }] {
@@ -36,6 +36,10 @@ pub(super) fn every(gpu: &Gpu) {
     expect(gpu, &Case { shape: wide, pasts: vec![0, 131], packed: true, rounded: Rounded::Not, cubes: 5 });
     let small = DecoderShape { heads: 16, kv_heads: 8, head_dim: 16, ..SHAPE };
     expect(gpu, &Case { shape: small, pasts: vec![3, 0, 40], packed: true, rounded: Rounded::EachRow, cubes: 2 });
+    for (packed, rounded) in [(false, Rounded::Not), (true, Rounded::By { full: 700.0 })] {
+        expect(gpu, &Case { shape: SHAPE, pasts: vec![9, 0, 66, 1, 64], packed, rounded, cubes: 3 });
+    }
+    // The shared memory of a smaller GPU has no room for the columns of nine tokens.
     if gpu.arch != 121 {
         let long = DecoderShape { intermediate: 4352, ..SHAPE };
         let pasts = (0..9).map(|n| n * 9).collect();

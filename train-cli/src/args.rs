@@ -759,7 +759,7 @@ pub struct BenchArgs {
     /// 16]
     #[arg(long = "batch-size", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub batch_sizes: Vec<u16>,
-    /// Round weights and activations as this recipe does [default: w4a4] (bench decode and prefill)
+    /// Round activations as this recipe does; the weights are in NVFP4 [default: w4a4] (bench decode and prefill)
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>())]
     pub recipe: Option<Recipe>,
     /// The format of the head: nvfp4 or bf16 [default: nvfp4] (bench decode and prefill)
@@ -769,7 +769,8 @@ pub struct BenchArgs {
     #[arg(long)]
     pub json: bool,
     /// The speed in TFLOP/s of the fastest matrix product that your card makes in practice, which doc/notebook/bench_torch.py
-    /// measures. The last column of the output then shows the speed of each matrix product as a share of this speed
+    /// measures. The last column of the output then shows the speed of each matrix product as a share of this speed (bench
+    /// kernels)
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
     /// Device to measure: auto, cuda, cuda:N or vulkan

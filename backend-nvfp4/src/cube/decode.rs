@@ -8,7 +8,7 @@ use crate::{
     packed::Operand,
     recipe::ActivationScale,
 };
-use burn::tensor::{DType, backend::Backend, ops::IntTensor};
+use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::decoder::{self, Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight};
 use std::ops::Range;
@@ -26,60 +26,66 @@ where
     let shape = shape(&x, blocks.first()?, tokens)?;
     let count = tokens.pasts.len();
     let most = (1..=count.min(decoder::MAX_TOKENS)).rev().find(|most| decoder::fits(&x.client, shape, *most))?;
-    if !blocks.iter().all(|block| rounded(block).is_some()) {
-        return None;
-    }
+    let roundings: Vec<[Rounded; 4]> = blocks.iter().map(rounded).collect::<Option<_>>()?;
     // More tokens than a launch takes go through the blocks one group after another.
     let groups = (0..count).step_by(most).map(|first| first..count.min(first + most));
-    let of_group = |group: Range<usize>| {
-        let rows = |x: CubeTensor<R>| if group.len() == count { x } else { B::float_slice(x, &[group.clone().into()]) };
+    let of_group = |rows: Range<usize>| {
+        let whole = rows.len() == count;
         let lines = tokens.rotary.positions.clone();
-        let lines = if group.len() == count { lines } else { B::int_slice(lines, &[group.clone().into()]) };
-        let room = Room::new(&x.client, shape, group.len());
-        let x = into_contiguous(rows(x.clone()));
-        blocks
-            .iter_mut()
-            .fold(x, |x, block| launch(x, block, tokens, &into_contiguous(lines.clone()), group.clone(), &room, shape))
+        let lines = if whole { lines } else { B::int_slice(lines, &[rows.clone().into()]) };
+        let own = if whole { x.clone() } else { B::float_slice(x.clone(), &[rows.clone().into()]) };
+        let room = Room::new(&x.client, shape, rows.len());
+        let group = Group { rows, lines: into_contiguous(lines), room };
+        let launch = |x, (block, rounded)| group.launch(x, block, rounded, tokens, shape);
+        blocks.iter_mut().zip(roundings.iter().copied()).fold(into_contiguous(own), launch)
     };
     let mut parts: Vec<_> = groups.map(of_group).collect();
     Some(if parts.len() == 1 { parts.remove(0) } else { B::float_cat(parts, 0) })
 }
 
-/// Launches a block for the tokens of a group.
-fn launch<B, R>(
-    x: CubeTensor<R>,
-    block: &mut DecodeBlock<B>,
-    tokens: &DecodeTokens<B>,
-    lines: &IntTensor<B>,
-    group: Range<usize>,
-    room: &Room,
-    shape: DecoderShape,
-) -> CubeTensor<R>
-where
-    R: CubeRuntime,
-    B: Nvfp4Kernels + Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    let rounded = rounded(block).expect("checked before the first launch");
-    let weights = block.layers.each_ref().map(|layer| match &layer.weight {
-        Operand::Packed(w) => Weight::Packed(w.args()),
-        Operand::Dense(w) => Weight::Dense(arg(w)),
-    });
-    let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
-    let y = empty(&x, dims(&x), x.dtype);
-    let mut caches = Vec::new();
-    for (cache, past) in block.caches[group.clone()].iter_mut().zip(&tokens.pasts[group]) {
-        let [keys, values] = cache.each_mut().map(|x| {
-            let taken = std::mem::replace(x, y.clone());
-            *x = writable(taken);
-            arg(x)
+/// Tokens that go through the blocks together.
+struct Group<R: CubeRuntime> {
+    rows: Range<usize>,
+    /// The line of each token in the tables of angles.
+    lines: CubeTensor<R>,
+    room: Room,
+}
+
+impl<R: CubeRuntime> Group<R> {
+    /// Launches a block.
+    fn launch<B>(
+        &self,
+        x: CubeTensor<R>,
+        block: &mut DecodeBlock<B>,
+        rounded: [Rounded; 4],
+        tokens: &DecodeTokens<B>,
+        shape: DecoderShape,
+    ) -> CubeTensor<R>
+    where
+        B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+    {
+        let weights = block.layers.each_ref().map(|layer| match &layer.weight {
+            Operand::Packed(w) => Weight::Packed(w.args()),
+            Operand::Dense(w) => Weight::Dense(arg(w)),
         });
-        caches.push(Cache { keys, values, past: *past });
+        let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
+        let y = empty(&x, dims(&x), x.dtype);
+        let mut caches = Vec::new();
+        for (cache, past) in block.caches[self.rows.clone()].iter_mut().zip(&tokens.pasts[self.rows.clone()]) {
+            let [keys, values] = cache.each_mut().map(|x| {
+                // Nothing else may hold the buffer, so that it is written in place: the result takes its place meanwhile.
+                let taken = std::mem::replace(x, y.clone());
+                *x = writable(taken);
+                arg(x)
+            });
+            caches.push(Cache { keys, values, past: *past });
+        }
+        let rotary = [contiguous(&tokens.rotary.cos), contiguous(&tokens.rotary.sin), arg(&self.lines)];
+        let norms = block.norms.each_ref().map(contiguous);
+        let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches };
+        launched(decoder::decoder_block(&x.client, own, &self.room));
+        y
     }
-    let rotary = [contiguous(&tokens.rotary.cos), contiguous(&tokens.rotary.sin), arg(lines)];
-    let norms = block.norms.each_ref().map(contiguous);
-    let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches };
-    launched(decoder::decoder_block(&x.client, own, room));
-    y
 }
 
 /// The sizes of a block, or `None` if the numbers are not bf16.

@@ -13,6 +13,7 @@
 //! | `products.rs` | matrix products of layers and head |
 //! | `attention.rs` | attention, and attention over a cache |
 //! | `decode.rs` | products of a few tokens |
+//! | `decoder.rs` | a whole block of a few tokens; the most likely tokens |
 
 use crate::{KernelError, block_scaled, gemm::hopper, mma};
 use cubecl::{
@@ -23,6 +24,7 @@ use timing::Bench;
 
 mod attention;
 mod decode;
+mod decoder;
 mod optimizer;
 mod products;
 mod quantizers;
@@ -64,5 +66,6 @@ pub fn run<R: Runtime>(client: &ComputeClient<R>, filter: &str, show: &mut dyn F
     bench.products(show)?;
     bench.attention(show)?;
     bench.decode(show)?;
-    bench.decode_attention(show)
+    bench.decode_attention(show)?;
+    bench.decoder(show)
 }

@@ -8,10 +8,9 @@
 // length of the sequence alone. The new key and value come from shared memory, and the team that has the last share writes them
 // to the cache.
 
-constexpr int SPLITS = 64, KEYS_OF_SPLIT = 64, TEAM = 4, TEAMS = WARPS / TEAM;
-constexpr int GROUP = H / G, PART = GROUP_PART, LANES = E / 8, KEYS = 32 / LANES;
-// Bytes of shared memory of a team: queries, the new key and value, and the results of its warps.
-constexpr int TEAM_BYTES = (PART + 2) * E * 2 + TEAM * PART * (E + 2) * 4;
+constexpr int KEYS_OF_SPLIT = 64, TEAMS = WARPS / TEAM, GROUP = H / G, LANES = E / 8, KEYS = 32 / LANES;
+// A team's shared memory holds queries, the new key and value, and the results of its warps.
+static_assert((PART + 2) * E * 2 + TEAM * PART * (E + 2) * 4 == TEAM_BYTES, "form.rs reserves what a team takes");
 // Scores below all others. A difference of two of them is 0.
 constexpr float LOWEST = -1e30f;
 

@@ -2,8 +2,8 @@
 //
 //   q, k, v = w norm(x)   |  y = attention over the caches  |  h = x + w_o y  |  a = silu(w_gate norm(h)) * w_up norm(h)  |  h + w_down a
 //
-// There is one cube a multiprocessor. At each | all cubes wait for each other. What the next product reads of its weight does
-// not depend on other cubes: its first part is requested before the wait.
+// There is one cube per multiprocessor. At each | all cubes wait for each other. The codes of the next weight do not depend on
+// other cubes, so the first of them are requested before the wait.
 
 using Qkv = Product<QKV_CODES, D, 1, QKV_SPLIT, (H + 2 * G) * E / 8, QKV_SCALES>;
 using Out = Product<O_CODES, H * E, 1, O_SPLIT, D / 8, O_SCALES>;
@@ -32,23 +32,14 @@ __device__ __forceinline__ float2 given_scale(const Info& info, int product) {
     return make_float2(of_bits(info.scales[product][0]), of_bits(info.scales[product][1]));
 }
 
-// The activations as a product takes them: as they are, or prepared.
-template <class P>
-__device__ __forceinline__ const u16* prepared_by(const u16* x, const float* norm, u16* prepared, u32* barrier, const Shared& shared,
-                                                  int tokens, float2 given) {
-    if (!PREPARED) return x;
-    prepare<P>(x, norm, prepared, shared, tokens, given);
-    grid_wait(barrier, grid_arrive(barrier));
-    return prepared;
-}
-
 extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS) {
     extern __shared__ __align__(1024) unsigned char dynamic_shared_mem[];
     unsigned char* ring = dynamic_shared_mem + SHARED_SUMS + SHARED_FOUND;
     const Shared shared = {ring + WARPS * DEPTH * SLOT, ring, reinterpret_cast<float*>(dynamic_shared_mem),
                            reinterpret_cast<float*>(dynamic_shared_mem + SHARED_SUMS)};
     const int tokens = info.tokens;
-    // The tensor scales of the weights. Where they are needed, a unit would wait for memory.
+    const Launch launch = {shared, tokens, prepared, barrier};
+    // The tensor scales of the weights are loaded before they are needed, when a unit would wait for memory.
     float* scales = shared.found + 16 * 32;
     if (threadIdx.x == 0) {
         const float all[7] = {Q_SCALE, K_SCALE, V_SCALE, O_SCALE, GATE_SCALE, UP_SCALE, DOWN_SCALE};
@@ -63,8 +54,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
         return row_of<Qkv>(V_NUMBERS, V_BLOCK_SCALES, at - (H + G) * E + row);
     };
     Ahead qkv_ahead = request_first<Qkv>(qkv_rows, shared);
-    const u16* qkv_x = prepared_by<Qkv>(x, input_norm, prepared, barrier, shared, tokens, given_scale(info, 0));
-    product<Qkv>(qkv_ahead, qkv_x, input_norm, qkv_rows, shared, tokens, given_scale(info, 0),
+    product<Qkv>(qkv_ahead, x, input_norm, qkv_rows, launch, given_scale(info, 0),
             [&](int token, int tile, int row, const float (&sums)[1]) {
                 const int at = tile * 8;
                 const float scale = scales[at < H * E ? 0 : at < (H + G) * E ? 1 : 2];
@@ -92,8 +82,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     }
 
     // h = x + w_o y
-    const u16* o_x = prepared_by<Out>(mixed, nullptr, prepared, barrier, shared, tokens, given_scale(info, 1));
-    product<Out>(o_ahead, o_x, nullptr, o_rows, shared, tokens, given_scale(info, 1),
+    product<Out>(o_ahead, mixed, nullptr, o_rows, launch, given_scale(info, 1),
             [&](int token, int tile, int row, const float (&sums)[1]) {
                 const int at = token * D + tile * 8 + row;
                 h[at] = to_bf16(fresh(x + at) + rounded(sums[0] * scales[3]));
@@ -107,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     grid_wait(barrier, arrived);
 
     // a = silu(gate) * up
-    const u16* gate_up_x = prepared_by<GateUp>(h, post_norm, prepared, barrier, shared, tokens, given_scale(info, 2));
-    product<GateUp>(gate_up_ahead, gate_up_x, post_norm, gate_up_rows, shared, tokens, given_scale(info, 2),
+    product<GateUp>(gate_up_ahead, h, post_norm, gate_up_rows, launch, given_scale(info, 2),
             [&](int token, int tile, int row, const float (&sums)[2]) {
                 const float gate = rounded(sums[0] * scales[4]), up = rounded(sums[1] * scales[5]);
                 gated[token * F + tile * 8 + row] = to_bf16(gate * (1.0f / (1.0f + __expf(-gate))) * up);
@@ -119,8 +107,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     grid_wait(barrier, arrived);
 
     // y = h + w_down a
-    const u16* down_x = prepared_by<Down>(gated, nullptr, prepared, barrier, shared, tokens, given_scale(info, 3));
-    product<Down>(down_ahead, down_x, nullptr, down_rows, shared, tokens, given_scale(info, 3),
+    product<Down>(down_ahead, gated, nullptr, down_rows, launch, given_scale(info, 3),
             [&](int token, int tile, int row, const float (&sums)[1]) {
                 const int at = token * D + tile * 8 + row;
                 y[at] = to_bf16(fresh(h + at) + rounded(sums[0] * scales[6]));

@@ -10,14 +10,16 @@ const WARPS: usize = UNITS / 32;
 /// The most shares of a sequence's keys.
 pub(super) const SPLITS: usize = 64;
 /// Warps of a team, which takes a share of the keys.
-const TEAM: usize = 4;
+pub(super) const TEAM: usize = 4;
 /// Columns that a warp multiplies at a time, and rows of a tile.
 const SPAN: usize = 256;
 const TILE: usize = 8;
 /// Bytes for 32 numbers of each token, and the tensor scales of the weights.
 pub(super) const SHARED_FOUND: usize = MAX_TOKENS * 32 * 4 + 32;
 /// Bytes of a span of codes with their scales, in the ring of a warp.
-const SLOT: usize = 1280;
+pub(super) const SLOT: usize = 1280;
+/// Bytes behind a row of activations.
+const PADDING: usize = 64;
 /// Columns of activations that all warps of a tile share evenly.
 pub(super) const EVEN: usize = MOST_SPLIT * SPAN;
 /// The most warps that share a tile.
@@ -108,7 +110,6 @@ impl Form {
             product(hidden, intermediate, 2),
             product(intermediate, hidden, 1),
         ];
-        let longest = hidden.max(intermediate).max(queries);
         let most = client.properties().hardware.max_shared_memory_size;
         let form = |depth| {
             let form = Self {
@@ -121,31 +122,30 @@ impl Form {
                 head_dim,
                 heads_together: together,
                 eps: eps.to_bits(),
-                chunk: longest,
+                chunk: 0,
                 depth,
                 products,
             };
+            let whole = Self { chunk: form.longest(), ..form };
             // Where activations come in pieces, the sums of all rounds are kept, and the pieces are smaller.
-            let form = form.fitted(most);
-            form.fitted(most)
+            whole.fitted(most).fitted(most)
         };
         let fits = |form: &Self| {
+            let longest = form.longest();
             let pieces = form.chunk == longest || form.chunk >= EVEN;
             // One cube prepares all columns of a token.
-            let row = form.rows() * (form.chunk * 4 + 64) >= longest * 4;
+            let row = form.activations_bytes() >= longest * 4;
             pieces && row && form.shared_bytes() <= most
         };
         let form = [3, 2].into_iter().map(form).find(fits);
         let reason = || format!("{most} bytes of shared memory are not enough for {tokens} tokens");
-        let form = form.ok_or_else(|| KernelError::Shape { kernel: NAME, reason: reason() })?;
-        Ok(form)
+        form.ok_or_else(|| KernelError::Shape { kernel: NAME, reason: reason() })
     }
 
     /// The form with as many columns of activations as `most` bytes of shared memory hold.
     fn fitted(self, most: usize) -> Self {
-        let longest = self.hidden.max(self.intermediate).max(self.heads * self.head_dim);
         let bytes = most.saturating_sub(self.other_bytes()) / self.rows();
-        let chunk = longest.min(bytes.saturating_sub(64) / 4 / SPAN * SPAN);
+        let chunk = self.longest().min(bytes.saturating_sub(PADDING) / 4 / SPAN * SPAN);
         Self { chunk, ..self }
     }
 
@@ -180,14 +180,28 @@ impl Form {
         most * WARPS * self.tokens * TILE * 4
     }
 
-    /// Whether activations are rounded by one cube for all: with several tokens, or if they come in pieces.
+    /// Columns of the widest activations.
+    fn longest(&self) -> usize {
+        self.products.iter().map(|p| p.cols).max().unwrap_or(0)
+    }
+
+    /// Whether activations are rounded by one cube for all: with more than two tokens, or if they come in pieces.
     pub(super) fn prepares(&self) -> bool {
-        self.tokens > 2 || self.chunk < self.intermediate.max(self.hidden).max(self.heads * self.head_dim)
+        self.tokens > 2 || self.chunk < self.longest()
     }
 
     /// Rows of activations in shared memory: each serves two tokens.
-    fn rows(&self) -> usize {
+    pub(super) fn rows(&self) -> usize {
         self.tokens.min(8)
+    }
+
+    /// Bytes from a row of activations to the next: four a column, and as many more as keep two rows in different banks.
+    pub(super) fn stride(&self) -> usize {
+        self.chunk * 4 + PADDING
+    }
+
+    fn activations_bytes(&self) -> usize {
+        self.rows() * self.stride()
     }
 
     /// Bytes of shared memory besides activations.
@@ -197,13 +211,13 @@ impl Form {
 
     /// Bytes of shared memory.
     pub(super) fn shared_bytes(&self) -> usize {
-        self.other_bytes() + (self.rows() * (self.chunk * 4 + 64)).max(self.attention_bytes())
+        self.other_bytes() + self.activations_bytes().max(WARPS / TEAM * self.team_bytes())
     }
 
-    /// Bytes that attention uses in the place of activations.
-    fn attention_bytes(&self) -> usize {
+    /// Bytes of a team of attention, which has its memory in the place of activations.
+    pub(super) fn team_bytes(&self) -> usize {
         let (heads, dim) = (self.heads_together, self.head_dim);
-        WARPS / TEAM * ((heads + 2) * dim * 2 + TEAM * heads * (dim + 2) * 4)
+        (heads + 2) * dim * 2 + TEAM * heads * (dim + 2) * 4
     }
 }
 

@@ -9,21 +9,31 @@
 // code_pair finds them in a word.
 //
 // Activations lie in shared memory in that order, as the left operand's registers: four columns of tokens g and g + 8 are the four
-// words (0, 4 of g), (0, 4 of g + 8), (1, 5 of g), (1, 5 of g + 8), or the same with columns 2, 6 and 3, 7. Up to eight tokens fill
-// both places. A lane reads them with one load and moves nothing: the number of instructions is what bounds these loops.
+// words (0, 4 of g), (0, 4 of g + 8), (1, 5 of g), (1, 5 of g + 8), or the same with columns 2, 6 and 3, 7. With at most eight
+// tokens, the words of g stand in both places: nobody reads what the second ones give. A lane reads four words with one load and
+// moves nothing, because the number of instructions bounds these loops.
 //
 // Codes come through a ring of DEPTH spans in shared memory, which each warp fills for itself with cp.async, across tiles and
 // across the barrier of all cubes. Loops are not unrolled: a launch runs through its instructions a few times only.
 
-constexpr int WARPS = UNITS / 32, WARPS_OF_TOKEN = WARPS / TOKENS, X_ROWS = TOKENS < 8 ? TOKENS : 8, X_STRIDE = CHUNK * 4 + 64;
-// Bytes of a row of codes in the ring, whose last 16 keep rows in different banks, and of a span with its scales.
-constexpr int ROW_BYTES = 144, SCALES_AT = 8 * ROW_BYTES, SLOT = SCALES_AT + 128;
+constexpr int WARPS = UNITS / 32, WARPS_OF_TOKEN = WARPS / TOKENS;
+// Bytes of a row of codes in the ring, whose last 16 keep rows in different banks. The scales of a span stand behind its rows.
+constexpr int ROW_BYTES = 144, SCALES_AT = 8 * ROW_BYTES;
+static_assert(SCALES_AT + 128 == SLOT, "form.rs reserves what a span takes");
 
 struct Shared {
     unsigned char* x;      // X_ROWS rows of X_STRIDE bytes
     unsigned char* ring;   // [warp][DEPTH][SLOT]
     float* sums;           // [round][warp][part][token][row of the tile]
     float* found;          // 32 numbers of each token
+};
+
+// What all products of a launch use.
+struct Launch {
+    Shared shared;
+    int tokens;
+    u16* prepared;         // activations that one cube has rounded for all
+    u32* barrier;
 };
 
 // What a product is, at compile time. Parts are matrices that one unit's sums need together: gate and up.
@@ -259,8 +269,7 @@ struct Crew {
 __device__ __forceinline__ void store(uint4* at, const uint4& v) { *at = v; }
 
 // Eight activations of one token, in the order of codes. Neighboring units take neighboring places: these are in different banks,
-// and whole warps have places, because columns come in multiples of 256. No other token has the second words, and what they hold
-// must be numbers.
+// and whole warps have places, because columns come in multiples of 256.
 __device__ __forceinline__ uint4 get(const uint4* row, int place) {
     const uint4 low = row[2 * place], high = row[2 * place + 1];
     return make_uint4(low.x, low.z, high.x, high.z);
@@ -402,18 +411,24 @@ __device__ __forceinline__ void load_piece(const u16* x, const Shared& shared, i
     }
 }
 
-// The whole product of the activations x, which are prepared, or else are normalized, if there are weights of a norm, and rounded
-// here. `ahead` is what request_first() gave.
+// The whole product of the activations x, which are normalized if there are weights of a norm, and rounded. `ahead` is what
+// request_first() gave.
 template <class P, class Rows, class Store>
-__device__ __forceinline__ void product(Ahead& ahead, const u16* x, const float* norm, const Rows& rows, const Shared& shared,
-                                        int tokens, float2 given, const Store& store) {
+__device__ __forceinline__ void product(Ahead& ahead, const u16* x, const float* norm, const Rows& rows, const Launch& launch,
+                                        float2 given, const Store& store) {
+    const Shared& shared = launch.shared;
+    const int tokens = launch.tokens;
+    if constexpr (PREPARED) {
+        prepare<P>(x, norm, launch.prepared, shared, tokens, given);
+        grid_wait(launch.barrier, grid_arrive(launch.barrier));
+    }
     unsigned char* slot = first_slot(shared);
     const uint4* own_x = own_activations(shared);
 #pragma unroll 1
     for (int piece = 0; piece < P::PIECES; piece++) {
         if (piece > 0) __syncthreads();
         if constexpr (PREPARED) {
-            load_piece<P>(x, shared, tokens, piece * P::PIECE);
+            load_piece<P>(launch.prepared, shared, tokens, piece * P::PIECE);
         } else {
             const Crew<WARPS_OF_TOKEN * 32> crew(shared);
             round_row<P>(crew, x + crew.token * P::COLS, crew.token < tokens, norm, shared, given);

@@ -1,6 +1,6 @@
 //! The CUDA C++ of one form: definitions, and the texts beside this file.
 
-use super::form::{EVEN, Form, SHARED_FOUND, UNITS};
+use super::form::{EVEN, Form, SHARED_FOUND, SLOT, SPLITS, TEAM, UNITS};
 use crate::cuda_text::Written;
 use std::fmt::Write;
 
@@ -39,8 +39,14 @@ fn definitions(form: &Form) -> String {
         ("H", form.heads),
         ("G", form.kv_heads),
         ("E", form.head_dim),
-        ("GROUP_PART", form.heads_together),
+        ("PART", form.heads_together),
+        ("SPLITS", SPLITS),
+        ("TEAM", TEAM),
+        ("TEAM_BYTES", form.team_bytes()),
         ("CHUNK", form.chunk),
+        ("X_ROWS", form.rows()),
+        ("X_STRIDE", form.stride()),
+        ("SLOT", SLOT),
         ("DEPTH", form.depth),
         ("EVEN", EVEN),
         ("SHARED_SUMS", form.sums_bytes()),

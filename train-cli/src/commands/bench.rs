@@ -1,4 +1,5 @@
-//! `bench kernels`: measures the time of every kernel, and which share of the device's own limit it reaches.
+//! `bench`: which measurement is asked for; and `bench kernels`, which measures the time of every kernel, and which share of the
+//! device's own limit it reaches.
 
 use crate::{
     CliError,
@@ -13,11 +14,30 @@ use serde_json::json;
 /// Runs the command.
 ///
 /// # Errors
-/// If the device is missing, has no bf16 tensor cores, or fails.
+/// If a flag belongs to another measurement, or the device is missing, has no bf16 tensor cores, or fails.
 pub fn run(args: BenchArgs) -> Result<(), CliError> {
+    refuse_flags_of_others(&args)?;
     match args.what {
         BenchWhat::Kernels => device::run(args.device, None, Kernels(args)),
         BenchWhat::Decode | BenchWhat::Prefill => bench_model::run(args),
+    }
+}
+
+/// Refuses flags that would change nothing.
+fn refuse_flags_of_others(args: &BenchArgs) -> Result<(), CliError> {
+    let (kernels, decode) = (args.what == BenchWhat::Kernels, args.what == BenchWhat::Decode);
+    let flags = [
+        ("--filter", !args.filter.is_empty(), kernels, "bench kernels"),
+        ("--matrix-ceiling", args.matrix_ceiling.is_some(), kernels, "bench kernels"),
+        ("--config", args.config.is_some(), !kernels, "bench decode and bench prefill"),
+        ("--context", args.context.is_some(), !kernels, "bench decode and bench prefill"),
+        ("--recipe", args.recipe.is_some(), !kernels, "bench decode and bench prefill"),
+        ("--head", args.head.is_some(), !kernels, "bench decode and bench prefill"),
+        ("--batch-size", !args.batch_sizes.is_empty(), decode, "bench decode"),
+    ];
+    match flags.into_iter().find(|(_, given, taken, _)| *given && !taken) {
+        Some((flag, _, _, of)) => Err(CliError::Usage(format!("{flag} is a flag of {of}; leave it out"))),
+        None => Ok(()),
     }
 }
 

@@ -108,16 +108,14 @@ fn decode<B: Nvfp4Kernels>(
     // Each step reads all weights once, and the keys and values of each answer up to its middle.
     let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, context + ANSWER / 2);
     let share = rate.map(|rate| bytes / token / rate);
+    let of_rate = share.map_or(String::new(), |share| format!(" · {:.0} % of the memory's rate", share * 100.0));
     show(
         args,
-        &[
-            ("what", json!("decode")),
-            ("answers", json!(batch)),
-            ("context", json!(context)),
-            ("choice", json!(name)),
-            ("tokens_per_second", json!(1.0 / token)),
-            ("share_of_memory_rate", json!(share)),
-        ],
+        format!("decode · {batch} at a time · context {context} · {name} · {:.0} tokens/s{of_rate}", 1.0 / token),
+        json!({
+            "what": "decode", "answers": batch, "context": context, "choice": name, "tokens_per_second": 1.0 / token,
+            "share_of_memory_rate": share,
+        }),
     );
     Ok(())
 }
@@ -135,37 +133,21 @@ fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs) -> Result<(), Cl
         session.answer(&prompt, &options, |_| std::ops::ControlFlow::Continue(()))?;
         seconds.push(start.elapsed().as_secs_f64());
     }
+    let rate = context as f64 / median(&mut seconds);
     show(
         args,
-        &[
-            ("what", json!("prefill")),
-            ("context", json!(context)),
-            ("tokens_per_second", json!(context as f64 / median(&mut seconds))),
-        ],
+        format!("prefill · context {context} · {rate:.0} tokens/s"),
+        json!({ "what": "prefill", "context": context, "tokens_per_second": rate }),
     );
     Ok(())
 }
 
-/// Prints a row.
-fn show(args: &BenchArgs, fields: &[(&str, serde_json::Value)]) {
-    if args.json {
-        let object: serde_json::Map<_, _> =
-            fields.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
-        return report::result(serde_json::Value::Object(object).to_string());
-    }
-    let text = |(name, value): &(&str, serde_json::Value)| match (*name, value.as_f64()) {
-        ("what", _) => value.as_str().unwrap_or_default().to_owned(),
-        ("choice", _) => value.as_str().unwrap_or_default().to_owned(),
-        ("answers", Some(n)) => format!("{n:.0} at a time"),
-        ("context", Some(n)) => format!("context {n:.0}"),
-        ("tokens_per_second", Some(rate)) => format!("{rate:.0} tokens/s"),
-        (_, Some(share)) => format!("{:.0} % of the memory's rate", share * 100.0),
-        (_, None) => String::new(),
-    };
-    let parts: Vec<String> = fields.iter().map(text).filter(|text| !text.is_empty()).collect();
-    report::result(parts.join(" · "));
+/// Prints a row in the form that was asked for.
+fn show(args: &BenchArgs, text: String, row: serde_json::Value) {
+    report::result(if args.json { row.to_string() } else { text });
 }
 
+/// Number of tokens that were generated so far.
 fn made(answers: &[Answering]) -> usize {
     answers.iter().map(|answer| answer.generated().ids.len()).sum()
 }
