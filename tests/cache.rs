@@ -72,8 +72,8 @@ fn decoded_blocks<R: CubeRuntime>() {
     }
 }
 
-/// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit. The copies of the caches that
-/// decode alone do not change those that are left.
+/// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit, also if another sequence in their
+/// midst reads a prompt. The copies of the caches that decode alone do not change those that are left.
 fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
     let (config, device) = (model.config(), model.device());
     let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, usize)]| {
@@ -90,8 +90,18 @@ fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], lab
         let new: Vec<u32> = (0..18).map(|n| (n * 13 + step * 7) % 320).collect();
         let alone: Vec<Vec<f32>> =
             caches.iter().zip(&new).map(|(cache, id)| hidden(vec![*id], &mut [(&mut cache.clone(), 1)])).collect();
+        let mut reader = KvCache::new(config, 120, model.spec().precision.dtype(), &device);
         let mut sequences: Vec<_> = caches.iter_mut().map(|cache| (cache, 1)).collect();
-        let together = hidden(new, &mut sequences);
+        let mut together = if step == 1 {
+            let prompt = &ids[..5];
+            sequences.insert(7, (&mut reader, prompt.len()));
+            hidden([&new[..7], prompt, &new[7..]].concat(), &mut sequences)
+        } else {
+            hidden(new, &mut sequences)
+        };
+        if step == 1 {
+            together.drain(7 * config.hidden_size..12 * config.hidden_size);
+        }
         for (n, (together, alone)) in together.chunks(config.hidden_size).zip(&alone).enumerate() {
             assert!(together == alone, "{label}: sequence {n} of step {step} is another one beside others");
         }

@@ -1,17 +1,43 @@
-//! The blocks for one new token of each sequence, where the backend computes them as one operation.
+//! The blocks over caches: sequences with one new token as one operation, where the backend has it, and all others block by block.
 
-use crate::{kv_cache::KvCache, model::Qwen3, rope::rotary};
+use crate::{
+    kv_cache::KvCache,
+    model::{Qwen3, below_each_other},
+    rope::rotary,
+};
 use backend_nvfp4::{DecodeBlock, DecodeTokens, Nvfp4Kernels, decode_blocks};
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::{Tensor, TensorPrimitive, backend::Backend};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
+    /// Maps the embeddings `[M, D]` of the new tokens of several sequences to hidden states `[M, D]`. Sequences with one new token
+    /// are computed by themselves, so that their numbers do not depend on whether others read prompts.
+    pub(crate) fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
+        if let Some(decoded) = self.decode(&h_MD, sequences) {
+            return decoded;
+        }
+        let counts: Vec<usize> = sequences.iter().map(|(_, tokens)| *tokens).collect();
+        let is_single = |tokens: &usize| *tokens == 1;
+        if !counts.iter().any(is_single) || counts.iter().all(is_single) {
+            return self.block_by_block(h_MD, sequences);
+        }
+        let (singles, others): (Vec<_>, Vec<_>) =
+            rows_of_each(&h_MD, &counts).into_iter().partition(|rows| is_single(&rows.dims()[0]));
+        let (mut one, mut several): (Vec<_>, Vec<_>) =
+            sequences.iter_mut().map(|(cache, tokens)| (&mut **cache, *tokens)).partition(|(_, tokens)| *tokens == 1);
+        let Some(decoded) = self.decode(&below_each_other(singles), &mut one) else {
+            return self.block_by_block(h_MD, sequences);
+        };
+        let read = self.block_by_block(below_each_other(others), &mut several);
+        let counts_read: Vec<usize> = several.iter().map(|(_, tokens)| *tokens).collect();
+        let mut read = rows_of_each(&read, &counts_read).into_iter();
+        let mut decoded = rows_of_each(&decoded, &vec![1; one.len()]).into_iter();
+        let in_order = counts.iter().filter_map(|tokens| if is_single(tokens) { decoded.next() } else { read.next() });
+        below_each_other(in_order.collect())
+    }
+
     /// Maps the embeddings `[M, D]` of one new token of each sequence to hidden states `[M, D]`, and appends keys and values to
     /// the caches. `None` if a sequence has more than one new token, or the backend has no such operation for this model.
-    pub(crate) fn decode(
-        &self,
-        h_MD: &Tensor<B, 2>,
-        sequences: &mut [(&mut KvCache<B>, usize)],
-    ) -> Option<Tensor<B, 2>> {
+    fn decode(&self, h_MD: &Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Option<Tensor<B, 2>> {
         if sequences.iter().any(|(_, tokens)| *tokens != 1) {
             return None;
         }
@@ -58,4 +84,14 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
                 .collect(),
         }
     }
+}
+
+/// The rows of each sequence, if these have so many of them.
+fn rows_of_each<B: Backend>(x: &Tensor<B, 2>, counts: &[usize]) -> Vec<Tensor<B, 2>> {
+    let mut end = 0;
+    let rows = |count: &usize| {
+        end += count;
+        x.clone().slice(end - count..end)
+    };
+    counts.iter().map(rows).collect()
 }

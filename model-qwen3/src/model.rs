@@ -317,32 +317,12 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         self.final_norm(h_MD)
     }
 
-    /// Sequences with one new token are decoded by themselves where the backend can, so that a token's numbers do not depend on
-    /// whether others read prompts.
-    fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
-        let counts: Vec<usize> = sequences.iter().map(|(_, tokens)| *tokens).collect();
-        if !counts.contains(&1) {
-            return self.block_by_block(h_MD, sequences);
-        }
-        let (singles, others): (Vec<_>, Vec<_>) =
-            rows_of_each(&h_MD, &counts).into_iter().partition(|rows| rows.dims()[0] == 1);
-        let (mut one, mut many): (Vec<_>, Vec<_>) =
-            sequences.iter_mut().map(|(cache, tokens)| (&mut **cache, *tokens)).partition(|(_, tokens)| *tokens == 1);
-        let Some(decoded) = self.decode(&below_each_other(singles), &mut one) else {
-            return self.block_by_block(h_MD, sequences);
-        };
-        if many.is_empty() {
-            return decoded;
-        }
-        let others = self.block_by_block(below_each_other(others), &mut many);
-        let other_counts: Vec<usize> = counts.iter().copied().filter(|tokens| *tokens != 1).collect();
-        let mut others = rows_of_each(&others, &other_counts).into_iter();
-        let mut decoded = rows_of_each(&decoded, &vec![1; counts.len() - other_counts.len()]).into_iter();
-        let in_order = counts.iter().filter_map(|tokens| if *tokens == 1 { decoded.next() } else { others.next() });
-        below_each_other(in_order.collect())
-    }
-
-    fn block_by_block(&self, mut h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
+    /// Computes the blocks one after another, each by separate operations.
+    pub(crate) fn block_by_block(
+        &self,
+        mut h_MD: Tensor<B, 2>,
+        sequences: &mut [(&mut KvCache<B>, usize)],
+    ) -> Tensor<B, 2> {
         let places: Vec<Places> =
             sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.len())).collect();
         let ctx = self.context(&places);
@@ -460,16 +440,6 @@ impl Places {
 /// Matrices one below the other. One alone is not copied.
 pub(crate) fn below_each_other<B: Backend>(mut parts: Vec<Tensor<B, 2>>) -> Tensor<B, 2> {
     if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 0) }
-}
-
-/// The rows of each sequence, which has so many of them.
-fn rows_of_each<B: Backend>(x: &Tensor<B, 2>, counts: &[usize]) -> Vec<Tensor<B, 2>> {
-    let mut end = 0;
-    let rows = |count: &usize| {
-        end += count;
-        x.clone().slice(end - count..end)
-    };
-    counts.iter().map(rows).collect()
 }
 
 /// Makes an Int tensor `[R, T]` of ids. Shorter rows are padded with 0.

@@ -28,6 +28,18 @@ struct Caches {
     __device__ __forceinline__ u16* values(int token) const { return all_values[token]; }
 };
 
+// Stores what a product gives, times the tensor scale of its weight, plus the residual: both [tokens, D].
+struct Added {
+    const u16* residual;
+    u16* out;
+    const float* scale;
+
+    __device__ __forceinline__ void operator()(int token, int tile, int row, const float (&sums)[1]) const {
+        const int at = token * D + tile * 8 + row;
+        out[at] = to_bf16(fresh(residual + at) + rounded(sums[0] * *scale));
+    }
+};
+
 __device__ __forceinline__ float2 given_scale(const Info& info, int product) {
     return make_float2(of_bits(info.scales[product][0]), of_bits(info.scales[product][1]));
 }
@@ -82,11 +94,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     }
 
     // h = x + w_o y
-    product<Out>(o_ahead, mixed, nullptr, o_rows, launch, given_scale(info, 1),
-            [&](int token, int tile, int row, const float (&sums)[1]) {
-                const int at = token * D + tile * 8 + row;
-                h[at] = to_bf16(fresh(x + at) + rounded(sums[0] * scales[3]));
-            });
+    product<Out>(o_ahead, mixed, nullptr, o_rows, launch, given_scale(info, 1), Added{x, h, scales + 3});
     const auto gate_up_rows = [&](int tile, int part, int row) {
         return part == 0 ? row_of<GateUp>(GATE_NUMBERS, GATE_BLOCK_SCALES, tile * 8 + row)
                          : row_of<GateUp>(UP_NUMBERS, UP_BLOCK_SCALES, tile * 8 + row);
@@ -107,9 +115,5 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
     grid_wait(barrier, arrived);
 
     // y = h + w_down a
-    product<Down>(down_ahead, gated, nullptr, down_rows, launch, given_scale(info, 3),
-            [&](int token, int tile, int row, const float (&sums)[1]) {
-                const int at = token * D + tile * 8 + row;
-                y[at] = to_bf16(fresh(h + at) + rounded(sums[0] * scales[6]));
-            });
+    product<Down>(down_ahead, gated, nullptr, down_rows, launch, given_scale(info, 3), Added{h, y, scales + 6});
 }
