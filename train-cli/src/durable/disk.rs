@@ -1,0 +1,88 @@
+//! Operations on folders and names. What they change is synced.
+
+use crate::CliError;
+use std::{
+    fs::{self, File},
+    path::Path,
+};
+
+/// Makes a folder and the folders above it, where they do not exist, and syncs the names of what it makes.
+///
+/// # Errors
+/// If the system fails.
+pub fn make_folder(path: &Path) -> Result<(), CliError> {
+    if path.is_dir() {
+        return Ok(());
+    }
+    make_folder(parent(path))?;
+    match fs::create_dir(path) {
+        // Another process has just made it.
+        Err(_) if path.is_dir() => Ok(()),
+        Err(error) => Err(CliError::io(path)(error)),
+        Ok(()) => sync_folder(parent(path)),
+    }
+}
+
+/// Makes a folder, and the folders above it where they do not exist. Returns whether the folder is new: of several processes
+/// that make it at once, one gets `true`.
+///
+/// # Errors
+/// If the system fails.
+pub fn make_new_folder(path: &Path) -> Result<bool, CliError> {
+    make_folder(parent(path))?;
+    match fs::create_dir(path) {
+        Ok(()) => sync_folder(parent(path)).map(|()| true),
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(false),
+        Err(error) => Err(CliError::io(path)(error)),
+    }
+}
+
+/// Removes a file, or a folder with everything in it.
+///
+/// # Errors
+/// If the system fails.
+pub fn remove(path: &Path) -> Result<(), CliError> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    removed.map_err(CliError::io(path))
+}
+
+/// Removes a folder that holds nothing.
+///
+/// # Errors
+/// If it holds something, or the system fails.
+pub fn remove_empty(folder: &Path) -> Result<(), CliError> {
+    fs::remove_dir(folder).map_err(CliError::io(folder))
+}
+
+/// Renames a file or a folder.
+///
+/// # Errors
+/// If the system fails.
+pub fn rename(from: &Path, to: &Path) -> Result<(), CliError> {
+    fs::rename(from, to).map_err(CliError::io(from))?;
+    sync_folder(parent(to))
+}
+
+/// Whether a path is that of an open file.
+#[cfg(unix)]
+pub(super) fn is_at(file: &File, path: &Path) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+    file.metadata().is_ok_and(|file| path.metadata().is_ok_and(|found| same(file, found)))
+}
+
+/// Elsewhere an open file cannot be removed.
+#[cfg(not(unix))]
+pub(super) fn is_at(_: &File, _: &Path) -> bool {
+    true
+}
+
+/// The folder that holds a file or folder.
+pub(super) fn parent(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Syncs the names in a folder.
+pub(super) fn sync_folder(folder: &Path) -> Result<(), CliError> {
+    File::open(folder).and_then(|f| f.sync_all()).map_err(CliError::io(folder))
+}

@@ -1,0 +1,150 @@
+//! The manifest of a folder: which files it holds, with size and SHA-256.
+
+use crate::CliError;
+use model_qwen3::{ModelError, file, json};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{collections::BTreeMap, fs, io::Read, path::Path};
+
+/// The list of a folder's files, which is written last.
+pub const MANIFEST: &str = "manifest.json";
+
+/// Largest manifest that is read. A checkpoint has ten files, and each takes a hundred and fifty bytes.
+const LARGEST_MANIFEST: u64 = 1 << 20;
+
+/// Checks a folder against its manifest: it holds every file listed, unchanged, and no other.
+///
+/// # Errors
+/// If anything differs.
+pub fn verify(folder: &Path) -> Result<(), CliError> {
+    compare(folder, u64::MAX)
+}
+
+/// Checks a folder that has just been written, before anything is given up for it: its manifest, the names and the sizes of
+/// its files, and the digests of those that are quickly read.
+///
+/// # Errors
+/// If anything differs.
+pub fn read_back(folder: &Path) -> Result<(), CliError> {
+    compare(folder, QUICK)
+}
+
+/// Largest file whose digest [`read_back`] compares. The weights of a checkpoint would take as long again as to write them.
+const QUICK: u64 = 16 << 20;
+
+/// Checks the files of a folder that its manifest lists. Other files may lie beside them.
+///
+/// # Errors
+/// If one of them is missing or differs.
+pub fn verify_listed(folder: &Path) -> Result<(), CliError> {
+    let manifest = manifest_of(folder)?;
+    manifest.files.iter().try_for_each(|(name, record)| compare_named(folder, name, record, u64::MAX))
+}
+
+/// What is recorded of a file, so that damage to it is found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// Its size.
+    pub bytes: u64,
+    /// Its SHA-256.
+    pub sha256: String,
+}
+
+impl FileRecord {
+    /// The record of a file.
+    ///
+    /// # Errors
+    /// If it is no regular file or cannot be read.
+    pub fn of(path: &Path) -> Result<Self, ModelError> {
+        let (bytes, sha256) = digest(path)?;
+        Ok(Self { bytes, sha256 })
+    }
+}
+
+/// The list of files.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Manifest {
+    pub(super) version: u32,
+    pub(super) files: BTreeMap<String, FileRecord>,
+}
+
+/// The manifest of a folder.
+pub(super) fn manifest_of(folder: &Path) -> Result<Manifest, CliError> {
+    let path = folder.join(MANIFEST);
+    let text = file::read_text(&path, LARGEST_MANIFEST, "").map_err(CliError::damaged(&path))?;
+    let manifest = json::parse(&text).and_then(serde_json::from_value::<Manifest>);
+    let manifest = manifest.map_err(|e| CliError::corrupt(&path, e))?;
+    if manifest.version != 1 {
+        return Err(CliError::corrupt(
+            &path,
+            format!("manifest version {}; this program reads version 1", manifest.version),
+        ));
+    }
+    Ok(manifest)
+}
+
+/// Compares a folder with its manifest, and the digests of files of at most `largest` bytes.
+fn compare(folder: &Path, largest: u64) -> Result<(), CliError> {
+    let manifest = manifest_of(folder)?;
+    for entry in fs::read_dir(folder).map_err(CliError::io(folder))? {
+        let name = entry.map_err(CliError::io(folder))?.file_name().to_string_lossy().into_owned();
+        if name != MANIFEST && !manifest.files.contains_key(&name) {
+            return Err(CliError::corrupt(folder, format!("{name} is not in the manifest")));
+        }
+    }
+    manifest.files.iter().try_for_each(|(name, record)| compare_named(folder, name, record, largest))
+}
+
+/// Compares a file of a folder with its record.
+fn compare_named(folder: &Path, name: &str, record: &FileRecord, largest: u64) -> Result<(), CliError> {
+    if Path::new(name).file_name().is_none_or(|n| n != name) {
+        return Err(CliError::corrupt(folder, format!("{name:?} in manifest.json is not a plain file name")));
+    }
+    compare_file(&folder.join(name), record, largest)
+}
+
+/// Compares a file with its record.
+fn compare_file(path: &Path, record: &FileRecord, largest: u64) -> Result<(), CliError> {
+    let (_, bytes) = file::open(path, "").map_err(CliError::damaged(path))?;
+    // A file of another size need not be read.
+    if bytes != record.bytes {
+        return Err(CliError::corrupt(path, format!("{bytes} bytes; manifest.json says {}", record.bytes)));
+    }
+    if bytes > largest {
+        return Ok(());
+    }
+    let (_, sha256) = digest(path).map_err(CliError::damaged(path))?;
+    if sha256 != record.sha256 {
+        return Err(CliError::corrupt(path, format!("SHA-256 {sha256}; manifest.json says {}", record.sha256)));
+    }
+    Ok(())
+}
+
+/// The SHA-256 of bytes.
+pub fn digest_of(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
+
+/// The size and the SHA-256 of a file.
+///
+/// # Errors
+/// If it is no regular file or cannot be read.
+pub fn digest(path: &Path) -> Result<(u64, String), ModelError> {
+    let (mut file, _) = file::open(path, "")?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    let mut bytes = 0;
+    loop {
+        let n = file.read(&mut buffer).map_err(ModelError::io(path, ""))?;
+        if n == 0 {
+            return Ok((bytes, hex(&hash.finalize())));
+        }
+        hash.update(&buffer[..n]);
+        bytes += n as u64;
+    }
+}
+
+/// Bytes in hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
