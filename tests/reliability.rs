@@ -2,6 +2,7 @@
 //! inputs that are no files. Every test runs the program as a process of its own.
 
 use crate::support::{
+    faulty_disk::preloaded,
     files::{command, demo_file, ok, program, run, tiny_model},
     golden,
 };
@@ -628,6 +629,42 @@ fn a_file_that_is_larger_than_the_memory_is_an_error() {
             stderr.contains(name) && stderr.contains("17179869184 bytes") && stderr.contains("smaller file"),
             "{stderr}"
         );
+    }
+}
+
+/// A host that refuses memory in the middle of a run ends it with a message and not by an abort, and its checkpoints are whole.
+/// After the first checkpoint the process gets no more memory in large pieces: in a step, and while a checkpoint is written.
+#[test]
+fn a_run_to_which_the_host_gives_no_memory_says_so_and_can_be_resumed() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let Some(library) = preloaded(d, "refused_memory", include_str!("support/refused_memory.cpp")) else { return };
+    tiny_model(&d.join("m"), true);
+    let words = |output: &'static str| {
+        let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 8 --save-steps 1 --eval-steps 0 \
+                     --learning-rate 1e-3 -o";
+        words.split_whitespace().chain([output]).collect::<Vec<_>>()
+    };
+    ok(d, &words("whole"));
+    for (output, largest) in [("in-a-step", 100_000), ("in-a-checkpoint", 1 << 20)] {
+        let mut refused = command(d, &words(output));
+        refused.env("LD_PRELOAD", &library).env("REFUSE_FROM", largest.to_string());
+        let out = refused.env("REFUSE_WHEN", d.join(output).join("checkpoint-1")).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(4), "{stderr}");
+        let message = stderr.lines().last().unwrap();
+        assert!(message.starts_with("error: the host is out of memory: "), "{stderr}");
+        let flags = ["--max-seq-length", "--batch-size", "--optimizer-state-mode"];
+        let parts = ["MiB were asked for in one piece", "MiB are free now"].into_iter().chain(flags);
+        assert!(parts.into_iter().all(|part| message.contains(part)), "{stderr}");
+
+        let mut resumed = words(output);
+        resumed.push("--resume-from-checkpoint");
+        ok(d, &resumed);
+        for name in ["final/model.dat", "checkpoint-8/model.safetensors", "checkpoint-8/optimizer.safetensors"] {
+            let read = |run: &str| fs::read(d.join(run).join(name)).unwrap();
+            assert!(read(output) == read("whole"), "{name} differs");
+        }
     }
 }
 

@@ -53,7 +53,7 @@ pub use error::Nvfp4Error;
 pub use kernels::{AttentionSaved, HeadLoss, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest};
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},
-    bench, layout,
+    bench, host_memory, layout,
     matmul::Product,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rng::Stream,

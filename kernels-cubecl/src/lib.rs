@@ -25,6 +25,7 @@
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
+//! | [`host_memory`] | how a program ends to which the host gives no more memory |
 //! | [`mod@once`] | launches every kernel once, for compile checks and memory checkers |
 //! | `cuda_source` (a feature) | a runtime that records kernels as CUDA C++ instead of running them |
 //!
@@ -85,6 +86,7 @@ pub mod gemm;
 pub mod gemv;
 pub mod gradient;
 pub mod hadamard;
+pub mod host_memory;
 pub mod layout;
 pub mod likeliest;
 pub mod matmul;

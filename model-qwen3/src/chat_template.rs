@@ -168,7 +168,7 @@ fn on_a_large_stack<Value: Send + 'static>(
     // Nobody listens any more if a limit was reached.
     let thread = match thread.spawn(move || drop(sender.send(work()))) {
         Ok(thread) => thread,
-        Err(error) => return failed(format!("no thread: {error}")),
+        Err(error) => return Err(ModelError::io("a thread for the chat template".as_ref(), "")(error)),
     };
     loop {
         match done.recv_timeout(LOOK) {

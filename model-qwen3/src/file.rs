@@ -2,6 +2,7 @@
 //! declares, its own length included, ends the process: memory that the machine has not is an error.
 
 use crate::ModelError;
+use backend_nvfp4::host_memory;
 use std::{
     fs::File,
     io::{Read, Seek, SeekFrom},
@@ -62,6 +63,7 @@ pub(crate) fn zeros(path: &Path, bytes: u64) -> Result<Vec<u8>, ModelError> {
 /// An empty buffer for so many bytes of a file.
 fn room(path: &Path, bytes: u64) -> Result<Vec<u8>, ModelError> {
     let mut buffer = Vec::new();
-    let reserved = usize::try_from(bytes).is_ok_and(|bytes| buffer.try_reserve_exact(bytes).is_ok());
+    let mut reserves = |bytes| host_memory::may_be_refused(|| buffer.try_reserve_exact(bytes).is_ok());
+    let reserved = usize::try_from(bytes).is_ok_and(&mut reserves);
     if reserved { Ok(buffer) } else { Err(ModelError::Memory { path: path.to_owned(), bytes }) }
 }

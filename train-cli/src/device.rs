@@ -14,13 +14,18 @@ use cudarc::driver::CudaContext;
 use model_qwen3::{ModelError, chat_template};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::OnceLock,
+    sync::{Mutex, OnceLock, PoisonError},
 };
 
 /// Work that runs on any backend.
 pub trait Job {
     /// The job's result.
     type Output;
+
+    /// What helps if there is not enough memory for it.
+    fn remedy(&self) -> &'static str {
+        END_OTHERS
+    }
 
     /// Runs on `device`, which computes in `precision`.
     ///
@@ -87,6 +92,8 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
     let choice = resolved(choice);
     let precision = precision(choice, asked);
     check_precision(choice, precision)?;
+    let remedy = job.remedy();
+    *REMEDY.lock().unwrap_or_else(PoisonError::into_inner) = remedy;
     let ran = match choice {
         DeviceChoice::Cpu | DeviceChoice::Auto => {
             report::chosen_device("cpu", precision);
@@ -98,11 +105,22 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
         DeviceChoice::Vulkan => on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job),
     };
     ran.map_err(|error| match (named(error), choice) {
-        (CliError::OutOfMemory { reason, remedy, .. }, DeviceChoice::Cuda(index)) => {
+        (CliError::OutOfMemory { reason, .. }, DeviceChoice::Cuda(index)) => {
             CliError::OutOfMemory { reason, free: free_on_cuda(index), remedy }
         }
+        (CliError::OutOfMemory { reason, .. }, _) => CliError::OutOfMemory { reason, free: None, remedy },
         (error, _) => error,
     })
+}
+
+/// The remedy of the last job that was begun.
+static REMEDY: Mutex<&str> = Mutex::new(END_OTHERS);
+/// What helps any job.
+const END_OTHERS: &str = "end other programs that use it";
+
+/// What helps the job that runs, if there is not enough memory for it.
+pub fn remedy() -> &'static str {
+    *REMEDY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Unit tests of this crate run no job on a GPU, and the code for GPUs is most of what there is to compile.
@@ -172,7 +190,12 @@ pub fn check() -> Result<(), CliError> {
 fn failure(reason: &str) -> CliError {
     // Rust's words about the panic say nothing about the device.
     let reason = reason.rsplit_once("`Err` value: ").map_or(reason, |(_, cause)| cause);
-    if of_memory(reason) { CliError::out_of_memory(reason) } else { CliError::DeviceFailed(reason.to_owned()) }
+    if of_memory(reason) { out_of_memory(reason) } else { CliError::DeviceFailed(reason.to_owned()) }
+}
+
+/// An allocation on the device failed. [`run`] adds what is known besides.
+fn out_of_memory(reason: &str) -> CliError {
+    CliError::OutOfMemory { reason: reason.to_owned(), free: None, remedy: END_OTHERS }
 }
 
 /// An error of a device that is one of memory gets that name. A kernel that is loaded when no memory is free ends so.
@@ -182,7 +205,7 @@ fn named(error: CliError) -> CliError {
         | CliError::Model(ModelError::Device(reason) | ModelError::Nvfp4 { source: Nvfp4Error::Device(reason), .. })
             if of_memory(reason) =>
         {
-            CliError::out_of_memory(cause(reason))
+            out_of_memory(cause(reason))
         }
         _ => error,
     }

@@ -86,6 +86,20 @@ pub enum CliError {
         /// What to do.
         remedy: &'static str,
     },
+    /// The host refused memory.
+    #[error(
+        "the host is out of memory: {} were asked for in one piece{}; {remedy}",
+        mib(*bytes),
+        free.map(|bytes| format!(", and {} are free now", mib(bytes))).unwrap_or_default()
+    )]
+    HostIsFull {
+        /// Bytes that were asked for.
+        bytes: u64,
+        /// Bytes that are free, if the system says so.
+        free: Option<u64>,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// The files of a run do not fit onto the disk.
     #[error(
         "{}: {} and the export need {}, but {} are free on this disk; free some, choose another folder, or keep fewer \
@@ -176,7 +190,7 @@ impl CliError {
             Self::Io { .. } | Self::Disk { .. } => 1,
             Self::Usage(_) => 2,
             Self::Data { .. } => 3,
-            Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory { .. } => 4,
+            Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory { .. } | Self::HostIsFull { .. } => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
             Self::Interrupted { signal, .. } => signal.exit_code(),
@@ -190,19 +204,6 @@ impl CliError {
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
                 ModelError::NotANumber => 6,
             },
-        }
-    }
-
-    /// An allocation on the device failed.
-    pub(crate) fn out_of_memory(reason: &str) -> Self {
-        Self::OutOfMemory { reason: reason.to_owned(), free: None, remedy: "end other programs that use it" }
-    }
-
-    /// The same error, with what a command can do about memory that the device has not.
-    pub(crate) fn with_remedy(self, remedy: &'static str) -> Self {
-        match self {
-            Self::OutOfMemory { reason, free, .. } => Self::OutOfMemory { reason, free, remedy },
-            other => other,
         }
     }
 
@@ -244,11 +245,15 @@ pub(crate) fn place_of(error: &serde_json::Error) -> (usize, Option<usize>, Stri
     (line.saturating_sub(1), (line > 0).then_some(column), format!("not JSON: {said}"))
 }
 
+fn mib(bytes: u64) -> String {
+    let mib = bytes as f64 / f64::from(1 << 20);
+    if mib < 10.0 { format!("{mib:.1} MiB") } else { format!("{mib:.0} MiB") }
+}
+
 /// What was asked for and what is free, as far as the device says. It names the size of a buffer in its message only.
 fn amounts(reason: &str, free: Option<u64>) -> String {
     let digits = reason.split_once("size: ").map(|(_, rest)| rest.split(|c: char| !c.is_ascii_digit()).next());
     let asked: Option<u64> = digits.flatten().and_then(|digits| digits.parse().ok());
-    let mib = |bytes: u64| format!("{:.0} MiB", bytes as f64 / f64::from(1 << 20));
     let asked = asked.map(|bytes| format!("{} were asked for in one piece", mib(bytes)));
     let free = free.map(|bytes| format!("{} are free now", mib(bytes)));
     match (asked, free) {

@@ -59,6 +59,7 @@ pub mod talk;
 pub mod train;
 pub mod watchdog;
 
+pub use backend_nvfp4::host_memory;
 pub use error::CliError;
 
 use args::{Cli, Command};

@@ -4,9 +4,17 @@
 
 use clap::Parser;
 use std::process::ExitCode;
-use train_cli::{CliError, args, device, execute, replaced, report, watchdog};
+use train_cli::{CliError, args, device, execute, host_memory, memory::host, replaced, report, watchdog};
+
+#[global_allocator]
+static ALLOCATOR: host_memory::Allocator = host_memory::Allocator;
 
 fn main() -> ExitCode {
+    host_memory::on_exhausted(|bytes| {
+        let error = host::is_full(bytes);
+        report::last_error(&error);
+        std::process::exit(i32::from(error.exit_code()))
+    });
     let cli = match args::Cli::try_parse_from(args::with_dashes(std::env::args_os())) {
         Ok(cli) => cli,
         Err(error) => match replaced::answer(&error) {

@@ -89,6 +89,11 @@ pub fn error(error: &dyn Error) {
     }
 }
 
+/// Prints the error of a program that ends at once, whatever another part of it was printing.
+pub fn last_error(error: &dyn Error) {
+    let _ = writeln!(std::io::stderr(), "error: {error}");
+}
+
 /// A number of things: `0 rows`, `1 row`, `2 rows`.
 pub fn count(n: usize, thing: &str) -> String {
     if n == 1 { format!("1 {thing}") } else { format!("{n} {thing}s") }

@@ -31,7 +31,7 @@ fn refuse_flags_of_others(args: &BenchArgs) -> Result<(), CliError> {
         ("--matrix-ceiling", args.matrix_ceiling.is_some(), kernels, "bench kernels"),
         ("--config", args.config.is_some(), !kernels, "bench decode and bench prefill"),
         ("--context", args.context.is_some(), !kernels, "bench decode and bench prefill"),
-        ("--recipe", args.recipe.is_some(), !kernels, "bench decode and bench prefill"),
+        ("--w4a4", args.w4a4.is_some(), !kernels, "bench decode and bench prefill"),
         ("--head", args.head.is_some(), !kernels, "bench decode and bench prefill"),
         ("--batch-size", !args.batch_sizes.is_empty(), decode, "bench decode"),
     ];

@@ -49,7 +49,8 @@ impl Job for Measured {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, config } = self;
-        let (recipe, head) = (args.recipe.unwrap_or(Recipe::W4a4), args.head.unwrap_or(HeadFormat::Nvfp4));
+        let recipe = if args.w4a4.unwrap_or(true) { Recipe::W4a4 } else { Recipe::W4 };
+        let head = args.head.unwrap_or(HeadFormat::Nvfp4);
         let head_name = if head == HeadFormat::Nvfp4 { "nvfp4" } else { "bf16" };
         report::label("recipe", format!("{} · the head in {head_name}", recipe.name()));
         let model = random_model::<B>(&config, recipe, head, precision, &device)?;

@@ -25,13 +25,16 @@ use std::path::Path;
 pub fn run(args: ChatArgs) -> Result<(), CliError> {
     flags::check(&args.sampling)?;
     device::run(args.model.device, args.model.compute_dtype, Chat(args))
-        .map_err(|error| error.with_remedy("give a smaller --context"))
 }
 
 struct Chat(ChatArgs);
 
 impl Job for Chat {
     type Output = ();
+
+    fn remedy(&self) -> &'static str {
+        "give a smaller --context"
+    }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;

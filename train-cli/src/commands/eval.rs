@@ -39,13 +39,16 @@ pub fn run(command: EvalCommand) -> Result<(), CliError> {
         return Err(CliError::Usage("--batch-size 0: at least one row must be computed at a time".into()));
     }
     device::run(args.model.device, args.model.compute_dtype, EvalLoss(args))
-        .map_err(|error| error.with_remedy("give a smaller --max-seq-length or --batch-size"))
 }
 
 struct EvalLoss(EvalLossArgs);
 
 impl Job for EvalLoss {
     type Output = ();
+
+    fn remedy(&self) -> &'static str {
+        "give a smaller --max-seq-length or --batch-size"
+    }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;

@@ -82,7 +82,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
     let fit = Fit { plan, device, lock, resumed, restarts, unnamed, overwrite, dry_run: args.launch.dry_run };
-    device::run(device, precision, fit).map_err(|error| error.with_remedy(REMEDY))
+    device::run(device, precision, fit)
 }
 
 /// The run folder that was typed.
@@ -144,6 +144,10 @@ struct Fit {
 
 impl Job for Fit {
     type Output = ();
+
+    fn remedy(&self) -> &'static str {
+        REMEDY
+    }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { plan, device: choice, lock, resumed, restarts, unnamed, overwrite, dry_run } = self;

@@ -45,9 +45,7 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
         (None, Some(prompt)) => Questions::One(prompt_text(prompt)?),
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
-    device::run(args.model.device, args.model.compute_dtype, Generate { args, questions }).map_err(|error| {
-        error.with_remedy("give a smaller --max-tokens, or for several answers a smaller --batch-size")
-    })
+    device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
 }
 
 enum Questions {
@@ -69,6 +67,10 @@ struct Generate {
 
 impl Job for Generate {
     type Output = ();
+
+    fn remedy(&self) -> &'static str {
+        "give a smaller --max-tokens, or for several answers a smaller --batch-size"
+    }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let mut loaded = Loaded::<B>::new(flags::wanted(&self.args.model), precision, &device)?;

@@ -44,8 +44,7 @@ pub(super) fn run(args: NeedleArgs) -> Result<(), CliError> {
         Some(path) => write_rows(&args, path),
         None => {
             let (device, precision) = (args.model.device, args.model.compute_dtype);
-            let remedy = "give smaller --lengths";
-            device::run(device, precision, Needle(args)).map_err(|error| error.with_remedy(remedy))
+            device::run(device, precision, Needle(args))
         }
     }
 }
@@ -107,6 +106,10 @@ struct Needle(NeedleArgs);
 
 impl Job for Needle {
     type Output = ();
+
+    fn remedy(&self) -> &'static str {
+        "give smaller --lengths"
+    }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;

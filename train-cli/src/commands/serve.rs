@@ -29,7 +29,6 @@ pub fn run(args: ServeArgs) -> Result<(), CliError> {
     // An address that is taken is known before a model is loaded.
     let server = Server::listen(Address { host: args.host, port: args.port, key })?;
     device::run(args.model.device, args.model.compute_dtype, Serve { args, server })
-        .map_err(|error| error.with_remedy("give a smaller --context or --parallel"))
 }
 
 struct Serve {
@@ -39,6 +38,10 @@ struct Serve {
 
 impl Job for Serve {
     type Output = ();
+
+    fn remedy(&self) -> &'static str {
+        "give a smaller --context or --parallel"
+    }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;

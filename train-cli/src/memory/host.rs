@@ -1,11 +1,27 @@
 //! The host's memory, by Linux's count. Other systems do not say.
 
+use crate::{CliError, device};
 use std::path::Path;
 
-/// Bytes that a process can take without swapping, and without exceeding the limit of its container.
+/// Bytes that this process can take without swapping, and without exceeding the limit of its container or its own.
 pub fn available() -> Option<u64> {
     let free = bytes_of(&meminfo()?, "MemAvailable:")?;
-    Some(in_container(Path::new("/sys/fs/cgroup")).map_or(free, |left| left.min(free)))
+    [in_container(Path::new("/sys/fs/cgroup")), in_address_space()].into_iter().flatten().chain([free]).min()
+}
+
+/// The error of a host that refuses `bytes` bytes of memory.
+pub fn is_full(bytes: usize) -> CliError {
+    CliError::HostIsFull { bytes: bytes as u64, free: available(), remedy: device::remedy() }
+}
+
+/// What the limit on the addresses of this process (`ulimit -v`) leaves.
+fn in_address_space() -> Option<u64> {
+    let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
+    // "unlimited" is no number.
+    let limit: u64 = limit.split_whitespace().next()?.parse().ok()?;
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    Some(limit.saturating_sub(bytes_of(&status, "VmSize:")?))
 }
 
 /// What the control group of a container leaves: its limit less what is used, in version 2 or 1 of Linux's control groups.

@@ -23,7 +23,7 @@ use crate::{
     report,
     train::chunked_adamw::ChunkedAdamw,
 };
-use backend_nvfp4::Nvfp4Kernels;
+use backend_nvfp4::{Nvfp4Kernels, host_memory};
 use model_qwen3::{
     ModelError,
     model::Qwen3,
@@ -206,7 +206,8 @@ struct InMemory(Vec<u8>);
 
 impl Write for InMemory {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.try_reserve(bytes.len()).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
+        let reserved = host_memory::may_be_refused(|| self.0.try_reserve(bytes.len()));
+        reserved.map_err(|_| std::io::ErrorKind::OutOfMemory)?;
         self.0.extend_from_slice(bytes);
         Ok(bytes.len())
     }

@@ -66,8 +66,7 @@ pub(super) fn of_model(args: &ExportHfArgs) -> Result<Option<Calibration>, CliEr
     let files = data_files::all_named_by(&args.calibration_data)?;
     let stored = StoredModel::open(&args.model, args.tokenizer.as_deref())?;
     let rows = args.calibration_rows.map_or(ROWS, usize::from);
-    let found = device::run(args.device, None, Measure { stored: &stored, files: &files, rows });
-    let found = found.map_err(|error| error.with_remedy("use --device cpu, or end other programs"))?;
+    let found = device::run(args.device, None, Measure { stored: &stored, files: &files, rows })?;
     let largest = found.amax.iter().max_by(|a, b| a.1.total_cmp(b.1));
     report::label(
         "inputs",
@@ -103,6 +102,10 @@ const ROWS_BETWEEN_CLEANUPS: usize = 16;
 
 impl Job for Measure<'_> {
     type Output = Calibration;
+
+    fn remedy(&self) -> &'static str {
+        "use --device cpu, or end other programs"
+    }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(
         self,
