@@ -55,5 +55,6 @@ mod serve;
 mod shared_scales;
 mod stored_models;
 mod streaming;
+mod stuck_steps;
 mod text;
 mod training;

@@ -53,6 +53,24 @@ fn pipe(file: &Path) {
 
 const RESUME: [&str; 3] = ["fit", "--resume-from-checkpoint", "r"];
 
+/// Another process may be writing a checkpoint just now, so that what lies in the folder says nothing before the lock is held.
+#[test]
+fn a_run_that_another_process_holds_is_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    complete(d);
+    let checkpoints: Vec<_> =
+        (2..=6).step_by(2).map(|step| d.join(format!("r/checkpoint-{step}/manifest.json"))).collect();
+    checkpoints.iter().for_each(|manifest| fs::write(manifest, "half of a mani").unwrap());
+    let held = train_cli::durable::lock(&d.join("r")).unwrap();
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(2) && said.contains(&format!("process {} on", std::process::id())), "{said}");
+    assert!(!said.contains("checkpoint-"), "{said}");
+    drop(held);
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(6) && said.contains("checkpoint-6"), "{said}");
+}
+
 #[test]
 fn a_pipe_in_a_run_folder_hangs_nothing() {
     let dir = tempfile::tempdir().unwrap();

@@ -46,7 +46,7 @@ impl Machine {
     /// None, with a message, where there can be none.
     pub(crate) fn new() -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
-        let library = library(dir.path())?;
+        let library = preloaded(dir.path(), "disk_faults", include_str!("disk_faults.cpp"))?;
         tiny_model(&dir.path().join("m"), true);
         let machine = Self { dir, library };
         fs::create_dir(machine.folder()).unwrap();
@@ -146,14 +146,14 @@ pub(crate) fn outcome(d: &Path) -> Outcome {
     exported.iter().chain(&saved).map(|name| (name.into(), fs::read(d.join(name)).ok())).collect()
 }
 
-/// The library, compiled into `folder`; None, with a message, where that is not possible.
-fn library(folder: &Path) -> Option<PathBuf> {
+/// A library for LD_PRELOAD, compiled from `text` into `folder`; None, with a message, where that is not possible.
+pub(crate) fn preloaded(folder: &Path, name: &str, text: &str) -> Option<PathBuf> {
     let Some(compiler) = emulator::compiler().filter(|_| cfg!(target_os = "linux")) else {
-        eprintln!("SKIPPED: disk faults need Linux and a C++ compiler");
+        eprintln!("SKIPPED: the faults of {name}.cpp need Linux and a C++ compiler");
         return None;
     };
-    let (source, library) = (folder.join("disk_faults.cpp"), folder.join("disk_faults.so"));
-    fs::write(&source, include_str!("disk_faults.cpp")).unwrap();
+    let (source, library) = (folder.join(format!("{name}.cpp")), folder.join(format!("{name}.so")));
+    fs::write(&source, text).unwrap();
     let mut compile = Command::new(compiler);
     compile.args(["-std=c++20", "-shared", "-fPIC", "-O1"]).arg(&source).arg("-o").arg(&library).arg("-ldl");
     let out = compile.output().unwrap();
