@@ -180,7 +180,7 @@ def resume():
 
 
 def saving():
-    """A run that is killed 30 steps after it saved the second time; and small runs that show what was saved meanwhile."""
+    """A run that is killed 99 steps after it saved the second time; and small runs that show what was saved meanwhile."""
     flags = (f"--init-config {config} --synthetic --recipe w4a4 --batch-size 1 --max-seq-length 2048 --eval-steps 0 "
              "--clip previous --overwrite --max-steps 1000 --save-steps 100")
     stamps, saved = {}, []
@@ -194,19 +194,22 @@ def saving():
             print("    ", line.strip(), flush=True)
         if first == "saved":
             saved.append(time.time())
-        if len(saved) >= 2 and len(stamps) >= 230:
+        if len(saved) >= 2 and max(stamps) >= 299:
             break
     child.kill()
     child.wait()
     size = sum(p.stat().st_size for p in pathlib.Path(f"{folder}/saving/checkpoint-100").iterdir())
     waits = {step: stamps[step] - stamps[step - 1] for step in range(3, max(stamps) + 1)}
-    median = sorted(waits[step] for step in range(3, 100))[48]
+    before = sum(waits[step] for step in range(20, 101)) / 81
     for number, at in enumerate([100, 200]):
-        stall = waits[at + 1] - median
-        later = sum(waits[step] - median for step in range(at + 2, at + 31))
-        print(f"saving {size / 2**30:.1f} GiB after step {at}: the median step {median:.3f} s; the next step waited {stall:.2f} s "
-              f"more, the next 29 together {later:.2f} s; written {saved[number] - stamps[at]:.1f} s later; cost for 100 steps "
-              f"{(stall + max(later, 0)) / median:.1f} %", flush=True)
+        # The pass that waits for the checkpoint's memory is the first one behind it; the mean of the steps before counts the
+        # same noise as these steps have.
+        stall = waits[at + 1] - before
+        later = sum(waits[step] - before for step in range(at + 2, at + 101) if step in waits)
+        counted = sum(step in waits for step in range(at + 1, at + 101))
+        print(f"saving {size / 2**30:.1f} GiB after step {at}: the mean step before {before:.4f} s; the next step waited "
+              f"{stall:.2f} s more, the {counted - 1} after it together {later:.2f} s; written {saved[number] - stamps[at]:.1f} s "
+              f"later; cost of a checkpoint in 100 steps {(stall + later) / before:.1f} %", flush=True)
     shutil.rmtree(f"{folder}/saving", ignore_errors=True)
     flags = (f"--init-config {tokenizer}/config.json -d {tokenizer}/demo.tsv --recipe w4a4 --max-seq-length 64 --eval-steps 0 "
              "--lr-scheduler-type constant --warmup-steps 0 --learning-rate 1e-3 --overwrite --save-total-limit 10")
