@@ -10,7 +10,7 @@ use backend_nvfp4::{Precision, Recipe, Scaling};
 use clap::{ArgMatches, Args, FromArgMatches, Parser, Subcommand, ValueEnum, builder::NonEmptyStringValueParser};
 use std::{ffi::OsString, net::IpAddr, path::PathBuf};
 
-/// Train Qwen3 in NVFP4, export the result and talk to it.
+/// Train Qwen3 to work with weights in NVFP4, export the result and talk to it.
 ///
 /// NVFP4 is a 4-bit number format: 16 values share one 8-bit scale, and a tensor has one more f32 scale.
 #[derive(Debug, Parser)]
@@ -34,7 +34,7 @@ const VERSION: &str = concat!(
 );
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 system error, 2 wrong usage or configuration, 3 invalid data, \
-4 out of device memory, 5 training diverged, 6 corrupt file or failed check of an export, 7 device error, 101 a bug in train-cli, 128 plus the number of a signal that ended it.\n\
+4 too little memory on the device or the machine, 5 training diverged, 6 corrupt file, failed check of an export or difference found by parity, 7 device error, 101 a bug in train-cli, 128 plus the number of a signal that ended it (serve ends with 0).\n\
 Try it without any file: train-cli fit --demo";
 
 /// The commands.
@@ -45,10 +45,10 @@ pub enum Command {
     /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo and --dry-run, and trains nothing
     #[command(mut_arg("demo", |demo| demo.hide(true)), mut_arg("dry_run", |it| it.hide(true)))]
     Estimate(Box<EstimateArgs>),
-    /// Look at training data before a run: rows as the model sees them, and what a run would leave out; make rows from a recipe
+    /// Look at training data before a run: rows as the model sees them, and what a run would leave out; make rows from templates
     #[command(subcommand)]
     Data(DataCommand),
-    /// Write a trained model as a .dat file with 4-bit weights, and check that the file works
+    /// Write a model as a .dat file with 4-bit weights, and check that the file works
     ExportDat(ExportArgs),
     /// Write a model as a Hugging Face folder for other programs: in bf16, or in NVFP4 as compressed-tensors or ModelOpt
     ExportHf(ExportHfArgs),
@@ -62,13 +62,13 @@ pub enum Command {
     Chat(ChatArgs),
     /// Answer over HTTP, as OpenAI's interface does, and show a page to talk to the model
     Serve(ServeArgs),
-    /// Measure how well a model predicts text
+    /// Measure how well a model predicts text, and how far back it finds a number in it
     #[command(subcommand)]
     Eval(EvalCommand),
     /// Look at training runs: list them, show one, compare several
     #[command(subcommand)]
     Runs(RunsCommand),
-    /// Compare a model's results with values that Hugging Face computed, or with those of another model or recipe
+    /// Compare a model's results with values that Hugging Face computed, or compare two models, or one model with two kinds of rounding
     Parity(ParityArgs),
     /// Check whether this machine has what the program needs, say how to install what is missing, and test its GPUs
     Doctor(DoctorArgs),
@@ -197,7 +197,8 @@ pub struct RowsArgs {
     /// Model whose tokenizer and chat template make the tokens: a model folder, a run folder, a checkpoint or a model file
     #[arg(short, long, value_name = "PATH")]
     pub model: PathBuf,
-    /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
+    /// folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// Maximum length of a training sequence, in tokens.
@@ -322,11 +323,11 @@ pub struct ExportArgs {
     /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: as the model has them, if its weights are NVFP4; otherwise as its run says; without a run, two]
+    /// Which scales NVFP4 weights have [default: as the model has them, if its weights are NVFP4; otherwise as --scales of its training run; without a run, two]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: in NVFP4 if the file with which training began has it so; otherwise in f16, or not at
-    /// all if the model uses its embedding as head]
+    /// How the output head is stored [default: in NVFP4 if the file with which training began holds a head in NVFP4. Otherwise a
+    /// separate head is stored in f16, and a head that is the embedding gets no copy of its own]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
@@ -374,7 +375,7 @@ pub struct ExportHfArgs {
     #[arg(long, default_value = "bf16")]
     pub activations: ActivationsArg,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. Training files have the same formats
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than 2048
@@ -426,11 +427,11 @@ pub enum WeightArg {
 pub struct ConvertArgs {
     /// Model to read: a model folder, a run folder, a checkpoint, or a .dat, .safetensors or .gguf file
     pub input: PathBuf,
-    /// File to write. config.json and the tokenizer's files are put beside it, unless such files are there or it is a GGUF
-    /// file, which contains them
+    /// File to write. A GGUF file contains config and tokenizer. For a .dat or .safetensors file, convert puts config.json and the
+    /// tokenizer's files into the same folder, unless they are there already
     pub output: PathBuf,
-    /// For a GGUF output: folder of the tokenizer and chat template, and of config.json if the model has none [default: the
-    /// model's folder]
+    /// For a GGUF output: folder that holds tokenizer and chat template, and config.json too if there is none beside the model
+    /// [default: the model's folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// Container to write [default: by the extension of the output]
@@ -442,8 +443,8 @@ pub struct ConvertArgs {
     /// Which scales NVFP4 weights have
     #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
     pub scales: Scaling,
-    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: in NVFP4, or not at all if
-    /// the model uses its embedding as head]
+    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: a separate head in NVFP4;
+    /// a head that is the embedding gets no copy of its own]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Replace an older file
@@ -544,7 +545,8 @@ pub struct ModelArgs {
     /// Model to run: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
     #[arg(short, long, value_name = "PATH", aliases = ["weight", "model-dir"])]
     pub model: PathBuf,
-    /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
+    /// folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// Quantize activations to NVFP4 too, as 4-bit inference (W4A4) does [default: as the model was trained]
@@ -700,7 +702,7 @@ pub struct ParityArgs {
     /// Compare with values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
     #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "recipe", "against_recipe"])]
     pub expected: Option<PathBuf>,
-    /// Compare with this model, layer by layer [default: the same model, under another recipe]
+    /// Compare with this model, layer by layer [default: the same model, with --against-recipe]
     #[arg(long, value_name = "PATH", conflicts_with = "expected")]
     pub against: Option<PathBuf>,
     /// Round the model as this recipe does in a forward pass; bf16 rounds nothing and dequantizes NVFP4 weights [default: as
@@ -718,14 +720,17 @@ pub struct ParityArgs {
     /// Take the prompt without the chat template
     #[arg(long, requires = "prompt")]
     pub raw: bool,
-    /// Folder of tokenizer and chat template, and of config.json if a model has none [default: each model's folder]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model [default: each model's
+    /// folder]
     #[arg(long, value_name = "DIR", conflicts_with = "expected")]
     pub tokenizer: Option<PathBuf>,
-    /// Largest relative difference of a layer that passes [default: 0.0001 in f32, 0.04 in bf16, 0.005 in f16 and TF32, and
-    /// more for a model of more than three blocks; 0.5 if only one of the two models has 4-bit values]
+    /// A layer passes if its relative difference is at most this [default: 0.0001 in f32, 0.04 in bf16, 0.005 in f16 and TF32, and
+    /// more for a model of more than three blocks; 0.5 if the weights, or the activations, of only one of the
+    /// two models are rounded to 4 bits]
     #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
     pub tolerance: Option<f64>,
-    /// Write the values that train-cli computed to this safetensors file, with the names of the file that --expected takes
+    /// Write the values that train-cli computed to this safetensors file; its tensors have the same names as those of
+    /// the file for --expected
     #[arg(long, value_name = "FILE", requires = "expected")]
     pub dump: Option<PathBuf>,
     /// Print one JSON object per line
@@ -745,35 +750,35 @@ pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
     pub what: BenchWhat,
-    /// Measure only kernels whose name in the output contains this text (bench kernels)
+    /// bench kernels: measure only kernels whose name in the output contains this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub filter: String,
-    /// Measure a model of these sizes, with random weights: a config.json [default: the sizes of Qwen3-4B] (bench decode and
-    /// prefill)
+    /// bench decode and prefill: measure a model of these sizes, with random weights: a config.json [default: the sizes of
+    /// Qwen3-4B]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Number of tokens that an answer follows, or that a prompt has [default: 1024 for decode, 4096 for prefill]
+    /// bench decode: number of tokens in the context when an answer begins. bench prefill: number of tokens of the prompt [default:
+    /// 1024 for decode, 4096 for prefill]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
-    /// Number of answers that are made together (bench decode). Give the flag several times to compare numbers [default: 1 and
-    /// 16]
+    /// bench decode: number of answers that are made together. Give the flag several times to compare numbers [default: 1 and 16]
     #[arg(long = "batch-size", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub batch_sizes: Vec<u16>,
-    /// Round activations as this recipe does; the weights are in NVFP4 [default: w4a4] (bench decode and prefill)
-    #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>())]
-    pub recipe: Option<Recipe>,
-    /// The format of the head: nvfp4 or bf16 [default: nvfp4] (bench decode and prefill)
-    #[arg(long)]
+    /// bench decode and prefill: whether activations are rounded to NVFP4; the weights always are [default: true]
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub w4a4: Option<bool>,
+    /// bench decode and prefill: number format in which the head is read: nvfp4 or bf16 [default: nvfp4]
+    #[arg(long, hide_possible_values = true)]
     pub head: Option<HeadFormat>,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
-    /// The speed in TFLOP/s of the fastest matrix product that your card makes in practice, which doc/notebook/bench_torch.py
-    /// measures. The last column of the output then shows the speed of each matrix product as a share of this speed (bench
-    /// kernels)
+    /// bench kernels: the speed in TFLOP/s of the fastest matrix product that your card makes in practice, which
+    /// doc/notebook/bench_torch.py measures. The last column of the output then shows the speed of each matrix product as a
+    /// share of this speed
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
-    /// Device to measure: auto, cuda, cuda:N or vulkan
+    /// GPU to measure: auto, cuda, cuda:N or vulkan. The CPU is not measured
     #[arg(long, default_value = "auto")]
     pub device: DeviceChoice,
 }

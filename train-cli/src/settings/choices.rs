@@ -95,7 +95,7 @@ impl Choice for Recipe {
                 Self::W4,
                 "w4",
                 "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. The resulting \
-                 gradient is applied to the master weights, which keep their own format",
+                 gradient updates the master weights, which this rounding does not change",
             ),
             named(Self::W4a4, "w4a4", "Weights and activations are rounded"),
             named(
@@ -109,7 +109,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "`two`, also where the model file has single-level scales";
+    const AUTO: &'static str = "`two`, even if the model file has `single` scales";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -330,9 +330,9 @@ impl Choice for Clip {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum HeadFormat {
-    /// In NVFP4. If the model uses its embedding as head, the file gets an NVFP4 copy of it, and decoding reads fewer bytes
+    /// In NVFP4. If the head is the embedding, the file gets an NVFP4 copy of it besides, so that answers are faster
     Nvfp4,
-    /// In bf16. If the model uses its embedding as head, the file has no head
+    /// In bf16. If the head is the embedding, the file has only the embedding
     Bf16,
 }
 
@@ -342,7 +342,7 @@ pub enum HeadFormat {
 pub enum SaveStrategy {
     /// Save checkpoints and export the trained model
     Steps,
-    /// Save nothing, for measurements
+    /// Save no checkpoint and no export, for measurements
     No,
 }
 

@@ -66,7 +66,8 @@ pub struct ModelSettings {
     /// Start from random weights in the shape of this config.json, instead of --model
     #[arg(long, value_name = "FILE", conflicts_with = "model")]
     pub init_config: Option<PathBuf>,
-    /// Folder of the tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
+    /// folder]
     #[arg(long, value_name = "DIR")]
     pub tokenizer: Option<PathBuf>,
     /// Train only the last N blocks (transformer layers) and the final norm; 0 trains all parameters
@@ -340,8 +341,8 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
-    /// How the export of a 4-bit recipe stores the output head [default: in NVFP4 if the model file stores it so; otherwise in f16, or not at
-    /// all if the model uses its embedding as head]
+    /// How the export of a 4-bit recipe stores the output head [default: in NVFP4 if the model's file holds a head in NVFP4. Otherwise a
+    /// separate head is stored in f16, and a head that is the embedding gets no copy of its own]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
@@ -412,7 +413,7 @@ pub struct LoggingSettings {
     /// if evaluations take long.
     #[arg(long, value_name = "N", alias = "steps-per-eval", help = parts_of_the_run(
         "Number of steps between evaluations; 0 evaluates only after the last step",
-        ", or more if evaluations would otherwise take more than a tenth of the time",
+        ", or a larger number if evaluations would otherwise take more than a tenth of the time",
     ))]
     pub eval_steps: Option<usize>,
     /// End the run after this many evaluations in a row whose loss is not lower than the lowest before
@@ -467,8 +468,9 @@ pub struct AdvancedSettings {
     /// Leave out a step whose loss or gradient is not finite; false ends the run at the first one
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub guard: bool,
-    /// During each step, keep a copy of weights and optimizer state if memory allows, so that a bad step can be undone; with
-    /// false there is no copy: if a bad step has already changed weights, the run goes back to a checkpoint
+    /// During each step, keep a copy of weights and optimizer state if memory allows. The weights of a block are updated before
+    /// the gradients of all blocks are known, so a step may turn out bad when some weights have changed already. They are restored
+    /// from the copy; without it, the run goes back to a checkpoint
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub undo_copy: bool,
 }
