@@ -55,6 +55,16 @@ const RESUME: [&str; 3] = ["fit", "--resume-from-checkpoint", "r"];
 
 /// Another process may be writing a checkpoint just now, so that what lies in the folder says nothing before the lock is held.
 #[test]
+fn a_model_folder_that_has_a_file_of_settings_is_a_model() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fs::write(d.join("m/config.toml"), "learning_rate = 1e-4\n").unwrap();
+    let (code, said) = ended(d, &["generate", "-m", "m", "-p", "Hi", "--max-tokens", "2", "--device", "cpu"]);
+    assert_eq!(code, Some(0), "{said}");
+}
+
+#[test]
 fn a_run_that_another_process_holds_is_not_read() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();

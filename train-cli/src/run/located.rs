@@ -14,7 +14,7 @@ pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
     let exported = path.join(FINAL);
     let found = if exported.is_dir() {
         exported
-    } else if path.join(CONFIG).exists() {
+    } else if path.join(CONFIG).exists() && !path.join("config.json").exists() {
         let newest = checkpoint::newest(path, usize::MAX)?;
         let nothing = || CliError::Usage(format!("{}: the run has no checkpoint and no export yet", path.display()));
         newest.ok_or_else(nothing)?.folder
