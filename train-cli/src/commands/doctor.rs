@@ -35,9 +35,13 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
     checks.extend(driver(cards > 0));
     checks.extend((0..cards).map(card));
     if cards > 0 {
-        checks.extend([compiler(), headers(), cache()]);
+        let tools = [compiler(), headers()];
+        // Without them every test on a card would fail for the same reason, which their lines name.
+        let compiles = tools.iter().all(|tool| tool.good);
+        checks.extend(tools);
+        checks.push(cache());
+        checks.extend((0..cards).filter(|_| compiles).flat_map(|index| tested(DeviceChoice::Cuda(index))));
     }
-    checks.extend((0..cards).flat_map(|index| tested(DeviceChoice::Cuda(index))));
     let adapters = adapters();
     let has_vulkan = adapters.good;
     checks.push(adapters);
