@@ -150,6 +150,11 @@ impl Recipe {
         }
         if let Some(total) = count.or(self.count) {
             let parts: Vec<usize> = templates.iter().map(|t| t.count).collect();
+            if parts.iter().all(|part| *part == 0) {
+                return Err(format!(
+                    "every count is 0, so that no template has a share of the {total} rows; give counts"
+                ));
+            }
             templates.iter_mut().zip(allotted(&parts, total)).for_each(|(t, count)| t.count = count);
         }
         let total = templates.iter().map(|t| t.count as u128).sum::<u128>();
@@ -527,6 +532,7 @@ mod tests {
             ("[[rows]]\nprompt = ' '\nanswer = 'b'", "row 1 has an empty prompt or answer"),
             ("[[rows]]\nprompt = 'a'\nanswer = 'b'\nevery = { a = 1 }", "is no slot of this template"),
             ("[[rows]]\nprompt = 'a'\nanswer = 'b'\ncount = 10000001", "it must make between 1 and 10000000"),
+            ("count = 9\n[[rows]]\nprompt = 'a'\nanswer = 'b'\ncount = 0", "every count is 0"),
             ("[[rows]]\nprompt = 'a'\nanswer = 'b'\nshare = 1", "unknown field `share`"),
         ] {
             let found = refused(text);
