@@ -125,6 +125,8 @@ fn what_cannot_be_done_is_said() {
     assert!(said(d, "/load bad.jsonl\n", &[], 3).contains("bad.jsonl:2: a message needs"));
     let full = said(d, "Hello\nHello\nHello\nHello\n", &["--context", "40"], 2);
     assert!(full.contains("the context ends at 40; take messages back with /undo"), "{full}");
+    let refused = said(d, "Hello\n", &["--context", "100000000"], 2);
+    assert!(refused.contains("--context 100000000: the model takes at most"), "{refused}");
     // An answer ends where the context does.
     let cut = said(d, "Hello\n", &["--context", "24", "--max-tokens", "100"], 0);
     assert!(cut.contains("context 24 of 24") && cut.contains("cut because the context is full"), "{cut}");

@@ -512,6 +512,14 @@ pub struct GenerateArgs {
 /// Tokens of a conversation, if nobody says how many.
 pub(crate) const CONTEXT: usize = 8192;
 
+/// The help of `--context`, which is the longest `what`.
+fn context_help(what: &str) -> String {
+    format!(
+        "Maximum length of {what}, in tokens; its memory is allocated at the start [default: {CONTEXT}, or the model's limit \
+         if that is lower]"
+    )
+}
+
 /// Flags of `chat`.
 #[derive(Debug, Args)]
 pub struct ChatArgs {
@@ -524,9 +532,9 @@ pub struct ChatArgs {
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
-    /// Maximum length of the conversation, in tokens; its memory is allocated at the start
-    #[arg(long, value_name = "N", default_value_t = CONTEXT)]
-    pub context: usize,
+    /// Maximum length of the conversation, in tokens.
+    #[arg(long, value_name = "N", help = context_help("the conversation"))]
+    pub context: Option<std::num::NonZeroUsize>,
     /// Read messages, and commands such as /reset, from this file instead of the terminal. From a .jsonl file that /save
     /// wrote, send its system and user messages again
     #[arg(long, value_name = "FILE")]
@@ -580,10 +588,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "NAME")]
     pub model_name: Option<String>,
     /// Maximum length of a prompt and its answer, in tokens.
-    #[arg(long, value_name = "N", help = format!(
-        "Maximum length of a prompt and its answer, in tokens; its memory is allocated at the start [default: {CONTEXT}, or \
-         the model's limit if that is lower]"
-    ))]
+    #[arg(long, value_name = "N", help = context_help("a prompt and its answer"))]
     pub context: Option<std::num::NonZeroUsize>,
     /// Number of answers that are made at once, each with --context tokens; others wait
     #[arg(long, value_name = "N", default_value_t = 4)]

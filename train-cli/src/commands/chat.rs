@@ -42,7 +42,7 @@ impl Job for Chat {
         let mut source = Source::new(args.script.as_deref())?;
         let mut loaded = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
         loaded.inputs.extend(args.script);
-        let context = args.context.min(loaded.model.config().max_position_embeddings);
+        let context = flags::context(args.context, loaded.model.config().max_position_embeddings)?;
         let ctrl_c = CtrlC::new().map_err(CliError::io(Path::new("signals")))?;
         let mut talk = Talk {
             session: Session::new(&loaded.model, context)?,

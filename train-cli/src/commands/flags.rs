@@ -1,16 +1,31 @@
-//! What the flags mean that several commands share: which model answers, and how its tokens are chosen.
+//! What the flags mean that several commands share: which model answers, how long its context is, and how its tokens are chosen.
 
 use crate::{
     CliError,
-    args::{ModelArgs, SamplingArgs},
+    args::{CONTEXT, ModelArgs, SamplingArgs},
     model_files::TextFiles,
     talk::loaded::Wanted,
 };
 use model_qwen3::{sample::Sampling, session::GenerateOptions};
+use std::num::NonZeroUsize;
 
 /// The model that the flags name.
 pub(super) fn wanted(args: &ModelArgs) -> Wanted<'_> {
     Wanted { model: &args.model, tokenizer: args.tokenizer.as_deref(), w4a4: args.w4a4 }
+}
+
+/// The tokens of a context by `--context`, for a model that takes at most `limit`.
+///
+/// # Errors
+/// If more are asked for.
+pub(super) fn context(asked: Option<NonZeroUsize>, limit: usize) -> Result<usize, CliError> {
+    let context = asked.map_or(CONTEXT.min(limit), usize::from);
+    if context > limit {
+        return Err(CliError::Usage(format!(
+            "--context {context}: the model takes at most {limit} tokens; give --context {limit} or less"
+        )));
+    }
+    Ok(context)
 }
 
 /// Checks that the sampling flags are in range.

@@ -3,7 +3,7 @@
 use super::flags;
 use crate::{
     CliError,
-    args::{CONTEXT, ServeArgs},
+    args::ServeArgs,
     device::{self, Job},
     model_files::ModelFiles,
     report,
@@ -46,13 +46,7 @@ impl Job for Serve {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
         let Loaded { model, text, .. } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
-        let limit = model.config().max_position_embeddings;
-        let context = args.context.map_or(CONTEXT.min(limit), usize::from);
-        if context > limit {
-            return Err(CliError::Usage(format!(
-                "--context {context}: the model takes at most {limit} tokens; give --context {limit} or less"
-            )));
-        }
+        let context = flags::context(args.context, model.config().max_position_embeddings)?;
         let name = match args.model_name {
             Some(name) => name,
             None => ModelFiles::new(&args.model.model).name(),
