@@ -1,0 +1,164 @@
+//! Flags of the commands that write a model in another form, and of `inspect`, which lists what a file holds.
+
+use crate::settings::{DeviceChoice, HeadFormat, parser};
+use backend_nvfp4::Scaling;
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+/// Flags of `export-dat`.
+#[derive(Debug, Args)]
+pub struct ExportArgs {
+    /// Model to export: a checkpoint, a run folder, a model folder, a .dat file or a .safetensors file
+    #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
+    pub model: PathBuf,
+    /// Folder of tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// .dat file to write
+    #[arg(long, value_name = "FILE")]
+    pub output_dat: PathBuf,
+    /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
+    #[arg(long, value_name = "FILE")]
+    pub like: Option<PathBuf>,
+    /// Which scales NVFP4 weights have [default: as the model has them, if its weights are NVFP4; otherwise as --scales of its training run; without a run, two]
+    #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
+    pub scales: Option<Scaling>,
+    /// How the output head is stored [default: in NVFP4 if the file with which training began holds a head in NVFP4. Otherwise a
+    /// separate head is stored in f16, and a head that is the embedding gets no copy of its own]
+    #[arg(long, conflicts_with = "like")]
+    pub head: Option<HeadFormat>,
+    /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+}
+
+/// The format that `export-hf` writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum HfFormat {
+    /// Every weight in bf16
+    Bf16,
+    /// Linear layers in NVFP4, in the layout of compressed-tensors
+    CompressedTensors,
+    /// Linear layers in NVFP4, in the layout of nvidia-modelopt
+    Modelopt,
+}
+
+/// How the folder of `export-hf` tells other programs to compute with activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ActivationsArg {
+    /// Activations are not quantized
+    Bf16,
+    /// The activations that linear layers read are NVFP4. Each layer has one f32 scale for them, which --calibration-data
+    /// gives
+    Nvfp4,
+}
+
+/// Flags of `export-hf`.
+#[derive(Debug, Args)]
+pub struct ExportHfArgs {
+    /// Model to export: a run folder, a checkpoint, a model folder, or a .dat or .safetensors file
+    #[arg(short, long, alias = "checkpoint", value_name = "PATH")]
+    pub model: PathBuf,
+    /// Folder of tokenizer and chat template, and of config.json if the model has none [default: the model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Folder to write
+    #[arg(short, long, value_name = "DIR")]
+    pub output_dir: PathBuf,
+    /// Format of the weights
+    #[arg(long, default_value = "bf16")]
+    pub format: HfFormat,
+    /// How programs that load the folder compute with activations; nvfp4 needs --calibration-data, and a --format with NVFP4
+    #[arg(long, default_value = "bf16")]
+    pub activations: ActivationsArg,
+    /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data
+    #[arg(long, value_name = "PATH", num_args = 1..)]
+    pub calibration_data: Vec<PathBuf>,
+    /// Number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than 2048
+    /// tokens is cut into several sequences [default: 64]
+    #[arg(long, value_name = "N")]
+    pub calibration_rows: Option<std::num::NonZeroUsize>,
+    /// Largest size of one file of weights
+    #[arg(long, default_value = "5GB", alias = "shard", value_name = "SIZE")]
+    pub max_shard_size: String,
+    /// Replace an older export in the folder
+    #[arg(long)]
+    pub overwrite: bool,
+    /// Device that measures activations and checks the written folder: auto, cpu, cuda, cuda:N or vulkan
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+}
+
+/// The container that `convert` writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ContainerArg {
+    /// The .dat container
+    Dat,
+    /// One safetensors file
+    Safetensors,
+    /// A GGUF file with config, tokenizer and chat template, for llama.cpp, Ollama and LM Studio
+    Gguf,
+}
+
+/// The number format that `convert` writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum WeightArg {
+    /// NVFP4 for linear layers, and for the head if the model has a separate one and --head does not say otherwise; f16 for
+    /// embedding and norms. (In a GGUF file the head is f16, and norms are f32)
+    Nvfp4,
+    /// 8-bit integers with a scale for each 32 weights; GGUF only
+    Q8_0,
+    /// f16
+    #[value(alias = "float16")]
+    F16,
+    /// bf16
+    #[value(alias = "bfloat16")]
+    Bf16,
+    /// f32
+    F32,
+}
+
+/// Flags of `convert`.
+#[derive(Debug, Args)]
+pub struct ConvertArgs {
+    /// Model to read: a model folder, a run folder, a checkpoint, or a .dat, .safetensors or .gguf file
+    pub input: PathBuf,
+    /// File to write. A GGUF file contains config and tokenizer. For a .dat or .safetensors file, convert puts config.json and the
+    /// tokenizer's files into the same folder, unless they are there already
+    pub output: PathBuf,
+    /// For a GGUF output: folder that holds tokenizer and chat template, and config.json too if there is none beside the model
+    /// [default: the model's folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Container to write [default: by the extension of the output]
+    #[arg(long)]
+    pub to: Option<ContainerArg>,
+    /// Number format of the written weights
+    #[arg(long)]
+    pub dtype: WeightArg,
+    /// Which scales NVFP4 weights have
+    #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
+    pub scales: Scaling,
+    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: a separate head in NVFP4;
+    /// a head that is the embedding gets no copy of its own]
+    #[arg(long)]
+    pub head: Option<HeadFormat>,
+    /// Replace an older file
+    #[arg(long)]
+    pub overwrite: bool,
+}
+
+/// Flags of `inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Model to read: a .dat file, a .safetensors file, a model folder, a run folder or a checkpoint
+    pub path: PathBuf,
+    /// Print one JSON object per line
+    #[arg(long)]
+    pub json: bool,
+    /// Read every byte: check that scales are valid, that values are finite, and that the files match the folder's
+    /// manifest.json if it has one
+    #[arg(long)]
+    pub verify: bool,
+}

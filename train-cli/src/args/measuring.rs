@@ -1,0 +1,178 @@
+//! Flags of the commands that measure a model or a device: `eval`, `parity` and `bench`.
+
+use super::talking::ModelArgs;
+use crate::settings::{Auto, DeviceChoice, Format, HeadFormat, LossOn, fields::longest, parser};
+use backend_nvfp4::{Precision, Recipe};
+use clap::{Args, Subcommand, ValueEnum};
+use std::path::PathBuf;
+
+/// What `eval` measures.
+#[derive(Debug, Subcommand)]
+pub enum EvalCommand {
+    /// Measure the mean loss per token of some files, and the perplexity
+    Loss(EvalLossArgs),
+    /// Hide a number in long texts, and count how often the model finds it
+    Needle(NeedleArgs),
+}
+
+/// Flags of `eval needle`.
+#[derive(Debug, Args)]
+pub struct NeedleArgs {
+    /// Which model is asked.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Lengths of the texts with question and answer, in tokens, separated by commas
+    #[arg(long, value_name = "N", value_delimiter = ',', required = true)]
+    pub lengths: Vec<usize>,
+    /// At how many positions the number is hidden, spread from the beginning of the text to its end
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub depths: usize,
+    /// Number of texts for each length and each position of the number
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub tries: usize,
+    /// Digits of the hidden number; no digit occurs twice
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub digits: usize,
+    /// Random seed for texts and numbers
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub seed: u64,
+    /// Write the texts as training rows to this .jsonl file, and ask nothing. Take another --seed than for measuring
+    #[arg(long, value_name = "FILE")]
+    pub write_rows: Option<PathBuf>,
+    /// Print one JSON object for each length
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Flags of `eval loss`.
+#[derive(Debug, Args)]
+pub struct EvalLossArgs {
+    /// Which model predicts.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Files to measure, folders of such files, or patterns such as 'rows/*.jsonl'; training files have the same formats
+    #[arg(short, long, value_name = "PATH", num_args = 1.., required = true)]
+    pub data: Vec<PathBuf>,
+    /// Format of the files
+    #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
+    pub format: Auto<Format>,
+    /// Which tokens the loss counts
+    #[arg(long, value_enum, default_value_t)]
+    pub loss_on: LossOn,
+    /// Maximum length of a sequence, in tokens.
+    #[arg(long, value_name = "N")]
+    #[arg(help = longest("Maximum length of a sequence, in tokens; longer ones are cut into several"))]
+    pub max_seq_length: Option<std::num::NonZeroUsize>,
+    /// Round an unquantized model as this recipe does in a forward pass, and then measure it: bf16 rounds nothing, w4 the
+    /// weights, w4a4 and nvfp4 the weights and activations. Give the flag several times to compare recipes
+    #[arg(hide_possible_values = true)]
+    #[arg(long = "recipe", value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "w4a4")]
+    pub recipes: Vec<Recipe>,
+    /// Number of sequences that are computed together
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub batch_size: usize,
+    /// Print one JSON object for each --recipe
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Flags of `parity`.
+#[derive(Debug, Args)]
+pub struct ParityArgs {
+    /// Model to check: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
+    #[arg(short, long, value_name = "PATH")]
+    pub model: PathBuf,
+    /// Compare with values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
+    #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "recipe", "against_recipe"])]
+    pub expected: Option<PathBuf>,
+    /// Compare with this model, layer by layer [default: the same model, with --against-recipe]
+    #[arg(long, value_name = "PATH", conflicts_with = "expected")]
+    pub against: Option<PathBuf>,
+    /// Round the model as this recipe does in a forward pass; bf16 rounds nothing and dequantizes NVFP4 weights [default: as
+    /// the model runs]
+    #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
+    #[arg(hide_possible_values = true)]
+    pub recipe: Option<Recipe>,
+    /// Round the other model as this recipe does [default: as that model runs]
+    #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
+    #[arg(hide_possible_values = true)]
+    pub against_recipe: Option<Recipe>,
+    /// Prompt on which two models are compared
+    #[arg(short, long, value_name = "TEXT", conflicts_with = "expected")]
+    pub prompt: Option<String>,
+    /// Take the prompt without the chat template
+    #[arg(long, requires = "prompt")]
+    pub raw: bool,
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside a model [default: each model's
+    /// folder]
+    #[arg(long, value_name = "DIR", conflicts_with = "expected")]
+    pub tokenizer: Option<PathBuf>,
+    /// A layer passes if its relative difference is at most this [default: 0.0001 in f32, 0.04 in bf16, 0.005 in f16 and TF32, and
+    /// more for a model of more than three blocks; 0.5 if the weights, or the activations, of only one of the
+    /// two models are rounded to 4 bits]
+    #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
+    pub tolerance: Option<f64>,
+    /// Write the values that train-cli computed to this safetensors file; its tensors have the same names as those of
+    /// the file for --expected
+    #[arg(long, value_name = "FILE", requires = "expected")]
+    pub dump: Option<PathBuf>,
+    /// Print one JSON object per line
+    #[arg(long)]
+    pub json: bool,
+    /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+    /// Number format of activations and matrix products
+    #[arg(long, alias = "dtype", default_value = "f32", value_parser = parser::<Auto<Precision>>())]
+    pub compute_dtype: Auto<Precision>,
+}
+
+/// Flags of `bench`.
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// What to measure
+    #[arg(value_enum)]
+    pub what: BenchWhat,
+    /// bench kernels: measure only kernels whose name in the output contains this text
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub filter: String,
+    /// bench decode and prefill: a config.json; the model that is measured has its sizes, and random weights [default: the sizes
+    /// of Qwen3-4B]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// bench decode: number of tokens in the context when an answer begins. bench prefill: number of tokens of the prompt [default:
+    /// 1024 for decode, 4096 for prefill]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub context: Option<u32>,
+    /// bench decode: number of answers that are made together. Give the flag several times to compare numbers [default: 1 and 16]
+    #[arg(long = "batch-size", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub batch_sizes: Vec<u16>,
+    /// bench decode and prefill: whether activations are rounded to NVFP4; the weights always are [default: true]
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub w4a4: Option<bool>,
+    /// bench decode and prefill: number format in which the head is read: nvfp4 or bf16 [default: nvfp4]
+    #[arg(long, hide_possible_values = true)]
+    pub head: Option<HeadFormat>,
+    /// Print one JSON object per line
+    #[arg(long)]
+    pub json: bool,
+    /// bench kernels: the speed in TFLOP/s of the fastest matrix product that your card makes in practice, which
+    /// doc/notebook/bench_torch.py measures. The last column of the output then shows the speed of each matrix product as a
+    /// share of this speed
+    #[arg(long, value_name = "TFLOPS")]
+    pub matrix_ceiling: Option<f64>,
+    /// GPU to measure: auto, cuda, cuda:N or vulkan. The CPU is not measured
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+}
+
+/// What `bench` measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BenchWhat {
+    /// Every kernel, at the shapes of Qwen3-4B
+    Kernels,
+    /// Tokens a second of answers, by a model with random weights
+    Decode,
+    /// Tokens a second while a prompt is read, by a model with random weights
+    Prefill,
+}

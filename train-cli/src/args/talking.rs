@@ -1,0 +1,165 @@
+//! Flags of the commands that answer: `generate`, `chat` and `serve`.
+
+use crate::settings::{Auto, DeviceChoice, parser};
+use backend_nvfp4::Precision;
+use clap::Args;
+use std::{net::IpAddr, path::PathBuf};
+
+/// Flags of `generate`.
+#[derive(Debug, Args)]
+pub struct GenerateArgs {
+    /// Which model answers.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Prompt to answer; `-` reads it from standard input
+    #[arg(short, long, required_unless_present = "prompts", conflicts_with = "prompts")]
+    pub prompt: Option<String>,
+    /// Answer every prompt of a file: of a .jsonl file with a `prompt` or `messages` in each row, or of a text file with a
+    /// prompt in each line. Answers are printed in the file's order, each as one JSON object
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// With --prompts or --answers: number of answers that are made together
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub batch_size: usize,
+    /// System message
+    #[arg(long, alias = "system")]
+    pub system_prompt: Option<String>,
+    /// Send the prompt without the chat template
+    #[arg(long, conflicts_with = "system_prompt")]
+    pub raw: bool,
+    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub thinking: Option<bool>,
+    /// How tokens are chosen.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Number of answers to each prompt. The first one draws with --seed, the next one with the number after it
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 1)]
+    pub answers: usize,
+    /// Print an answer when it is complete, instead of piece by piece
+    #[arg(long)]
+    pub no_stream: bool,
+    /// Print one JSON object for each answer instead of its text
+    #[arg(long)]
+    pub json: bool,
+    /// With --json or --prompts: also print, for each token of the answer, its log probability and the log probabilities of
+    /// the N tokens that were most likely at that position
+    #[arg(long, value_name = "N")]
+    pub logprobs: Option<usize>,
+}
+
+/// Tokens of a conversation, if nobody says how many.
+pub(crate) const CONTEXT: usize = 8192;
+
+/// The help of `--context`, which is the longest `what`.
+fn context_help(what: &str) -> String {
+    format!(
+        "Maximum length of {what}, in tokens; its memory is allocated at the start [default: {CONTEXT}, or the model's limit \
+         if that is lower]"
+    )
+}
+
+/// Flags of `chat`.
+#[derive(Debug, Args)]
+pub struct ChatArgs {
+    /// Which model answers.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// System message
+    #[arg(long, alias = "system")]
+    pub system_prompt: Option<String>,
+    /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub thinking: Option<bool>,
+    /// Maximum length of the conversation, in tokens.
+    #[arg(long, value_name = "N", help = context_help("the conversation"))]
+    pub context: Option<std::num::NonZeroUsize>,
+    /// Read messages, and commands such as /reset, from this file instead of the terminal. From a .jsonl file that /save
+    /// wrote, send its system and user messages again
+    #[arg(long, value_name = "FILE")]
+    pub script: Option<PathBuf>,
+    /// How tokens are chosen.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    /// Print one JSON object for each turn instead of streaming the text
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Which model answers, and where.
+#[derive(Debug, Args)]
+pub struct ModelArgs {
+    /// Model to run: a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file
+    #[arg(short, long, value_name = "PATH", aliases = ["weight", "model-dir"])]
+    pub model: PathBuf,
+    /// Folder that holds tokenizer and chat template, and config.json too if there is none beside the model [default: the model's
+    /// folder]
+    #[arg(long, value_name = "DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Quantize activations to NVFP4 too, as 4-bit inference (W4A4) does [default: as the model was trained]
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    pub w4a4: Option<bool>,
+    /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
+    #[arg(long, default_value = "auto")]
+    pub device: DeviceChoice,
+    /// Number format in which the model computes
+    #[arg(long, alias = "dtype", default_value = "auto", value_parser = parser::<Auto<Precision>>())]
+    pub compute_dtype: Auto<Precision>,
+}
+
+/// Flags of `serve`.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// Which model answers.
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Address to listen at: 127.0.0.1 serves this machine only, 0.0.0.0 also other machines, and then --api-key-file is
+    /// required
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    pub host: IpAddr,
+    /// Port to listen at; 0 lets the system choose one
+    #[arg(long, value_name = "N", default_value_t = 8080)]
+    pub port: u16,
+    /// File with a key that requests must hold (Authorization: Bearer KEY). A file that other users can read is refused
+    #[arg(long, value_name = "FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// The model's name in replies [default: the name of its file or folder]
+    #[arg(long, value_name = "NAME")]
+    pub model_name: Option<String>,
+    /// Maximum length of a prompt and its answer, in tokens.
+    #[arg(long, value_name = "N", help = context_help("a prompt and its answer"))]
+    pub context: Option<std::num::NonZeroUsize>,
+    /// Number of answers that are made at once, each with --context tokens; others wait
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub parallel: usize,
+}
+
+/// How tokens are chosen.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// Maximum number of tokens in an answer
+    #[arg(long, value_name = "N", alias = "max-new-tokens", default_value_t = 256)]
+    pub max_tokens: usize,
+    /// Sampling temperature; 0 always takes the most likely token [default: that of generation_config.json; without this file 0.7, or 0.6 if the model thinks]
+    #[arg(long, alias = "temp")]
+    pub temperature: Option<f32>,
+    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: that of generation_config.json; without this file 0.8, or 0.95 if the model thinks]
+    #[arg(long, value_name = "P", alias = "topp")]
+    pub top_p: Option<f32>,
+    /// Number of most likely tokens to sample from; 0 takes all [default: that of generation_config.json; without this file 20]
+    #[arg(long, value_name = "N")]
+    pub top_k: Option<usize>,
+    /// Minimum probability, relative to the most likely token (min-p) [default: that of generation_config.json, or 0]
+    #[arg(long, value_name = "P")]
+    pub min_p: Option<f32>,
+    /// Penalty on tokens that already occurred; 1 turns it off [default: that of generation_config.json, or 1]
+    #[arg(long, value_name = "FACTOR")]
+    pub repetition_penalty: Option<f32>,
+    /// End the answer in front of this text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub stop: Vec<String>,
+    /// Random seed for sampling
+    #[arg(long, value_name = "N", default_value_t = 42)]
+    pub seed: u64,
+}
