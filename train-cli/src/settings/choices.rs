@@ -292,7 +292,8 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// As many blocks as needed, if not all activations fit into the memory that is free, or into --memory-limit
+    /// None, if the activations of all blocks fit into the memory that is free, and into --memory-limit; otherwise as many
+    /// as needed
     Auto,
     /// All: needs the least memory
     Always,
@@ -332,7 +333,7 @@ impl Choice for Clip {
 pub enum HeadFormat {
     /// In NVFP4. If the head is the embedding, the file gets an NVFP4 copy of it besides, so that answers are faster
     Nvfp4,
-    /// In bf16. If the head is the embedding, the file has only the embedding
+    /// A separate head in bf16. If the head is the embedding, the file gets no copy of it, and keeps the embedding in f16
     Bf16,
 }
 
