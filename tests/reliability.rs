@@ -179,6 +179,8 @@ fn results_that_could_not_be_written_are_an_error() {
         &["generate", "-m", "m", "-p", "hi", "--max-tokens", "3", "--device", "cpu"],
         &["generate", "-m", "m", "-p", "hi", "--max-tokens", "3", "--device", "cpu", "--json"],
         &["fit", "-m", "m", "-d", "m/demo.tsv", "--dry-run", "-o", "r"],
+        &["fit", "--help"],
+        &["--version"],
     ] {
         let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let out = command(d, args).stdout(full).output().unwrap();
@@ -196,6 +198,9 @@ fn outputs_are_refused_before_the_training() {
     fs::create_dir(d.join("sealed")).unwrap();
     fs::set_permissions(d.join("sealed"), fs::Permissions::from_mode(0o555)).unwrap();
     assert!(Command::new("mkfifo").arg(d.join("pipe.dat")).status().unwrap().success());
+    fs::create_dir(d.join("listed")).unwrap();
+    fs::write(d.join("listed/manifest.json"), r#"{"version": 1, "files": {}}"#).unwrap();
+    let long = "n".repeat(246) + ".dat";
     for (more, said) in [
         (&["--output-dat", "model.bin"][..], "must end in .dat"),
         (&["--output-dat", "/dev/null"], "a pipe or a device"),
@@ -203,6 +208,9 @@ fn outputs_are_refused_before_the_training() {
         (&["--output-dat", "nowhere/model.dat"], "there is no folder nowhere"),
         (&["--output-dat", "m/config.json/model.dat"], "there is no folder m/config.json"),
         (&["--output-dat", "model.dat", "--save-strategy", "no"], "--save-strategy no"),
+        (&["--output-dat", &long], "the name has 250 bytes"),
+        (&["--output-dat", "listed/model.dat"], "holds only the files that its manifest lists"),
+        (&["--output-dat", "model.dat", "--vram-report", "model.dat"], "this is the file of --output-dat"),
         (&["--recipe", "bf16", "--scales", "two"], "--scales changes nothing"),
         (&["--bf16-last-blocks", "99"], "--bf16-last-blocks 99: the model has"),
         (&["--peak-tflops=-1"], "--peak-tflops"),
@@ -873,6 +881,13 @@ fn hostile_small_files_are_refused() {
     let doubling = serde_json::json!({"type": "Replace", "pattern": {"String": "l"}, "content": "ll"});
     let many = serde_json::json!({"type": "Sequence", "normalizers": vec![doubling; 40]});
     change("tokenizer.json", &|t| t["normalizer"] = many.clone(), "normalizer");
+    let bytes =
+        serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    let often = serde_json::json!({"type": "Sequence", "pretokenizers": vec![bytes; 30]});
+    change("tokenizer.json", &|t| t["pre_tokenizer"] = often.clone(), "pre-tokenizer");
+    let forms =
+        serde_json::json!({"type": "Sequence", "normalizers": vec![serde_json::json!({"type": "NFKD"}); 20_000]});
+    change("tokenizer.json", &|t| t["normalizer"] = forms.clone(), "normalizer");
     change("tokenizer.json", &|t| t["decoder"] = serde_json::json!({"type": "BPEDecoder", "suffix": ""}), "decoder");
     change("generation_config.json", &|c| c["temperature"] = serde_json::json!(-1.0), "temperature is -1");
     change("generation_config.json", &|c| c["top_p"] = serde_json::json!(7.0), "top_p is 7");
@@ -884,9 +899,38 @@ fn hostile_small_files_are_refused() {
     fs::write(d.join("long.jsonl"), row(2) + "\n" + &row(501)).unwrap();
     let stderr = refused(d, &["fit", "-m", "m", "-d", "long.jsonl", "--device", "cpu", "--dry-run"], 3);
     assert!(stderr.contains("long.jsonl:2") && stderr.contains("1002 messages"), "{stderr}");
+    // A download that was cut, and arrays that are none.
+    let rows = [r#"{"text": "one"}"#, r#"{"text": "two"}"#];
+    for (text, message) in [
+        (format!("[{},\n{},", rows[0], rows[1]), "the array does not end"),
+        (format!("[{},\n{}", rows[0], rows[1]), "the array does not end"),
+        (format!("[{}\n{}]", rows[0], rows[1]), "no comma stands between two rows"),
+        (format!("[{}]\nx", rows[0]), "text follows the end of the array"),
+    ] {
+        fs::write(d.join("cut.json"), &text).unwrap();
+        let stderr = refused(d, &["fit", "-m", "m", "-d", "cut.json", "--device", "cpu", "--dry-run"], 3);
+        assert!(stderr.contains("cut.json:") && stderr.contains(message), "{text}: {stderr}");
+    }
+    fs::write(d.join("whole.json"), format!(" [ {} ,\n{}\n] \n", rows[0], rows[1])).unwrap();
+    ok(d, &["fit", "-m", "m", "-d", "whole.json", "--device", "cpu", "--dry-run"]);
+    // Templates whose text does not depend on the messages.
+    let template = fs::read(d.join("m/chat_template.jinja")).ok();
+    for text in [" ", "x ", "{{ 'a ' }}", "{{ messages | length }} "] {
+        fs::write(d.join("m/chat_template.jinja"), text).unwrap();
+        let stderr = refused(d, &["data", "stats", "-m", "m", "m/demo.tsv"], 3);
+        assert!(stderr.contains("another way than it opens one") && !stderr.contains("panicked"), "{text:?}: {stderr}");
+    }
+    match template {
+        Some(text) => fs::write(d.join("m/chat_template.jinja"), text).unwrap(),
+        None => fs::remove_file(d.join("m/chat_template.jinja")).unwrap(),
+    }
     // One of two values would be lost.
     fs::write(d.join("twice.jsonl"), row(1) + "\n{\"prompt\": \"a\", \"completion\": \"b\", \"prompt\": \"c\"}")
         .unwrap();
     let stderr = refused(d, &["fit", "-m", "m", "-d", "twice.jsonl", "--device", "cpu", "--dry-run"], 3);
     assert!(stderr.contains("twice.jsonl:2") && stderr.contains("\"prompt\" stands twice"), "{stderr}");
+    // No small file of a model is large.
+    fs::File::create(d.join("m/generation_config.json")).unwrap().set_len(3 << 30).unwrap();
+    let stderr = refused(d, &["convert", "m/model.safetensors", "x.dat", "--to", "dat", "--dtype", "nvfp4"], 2);
+    assert!(stderr.contains("generation_config.json") && stderr.contains("at most"), "{stderr}");
 }

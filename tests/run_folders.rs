@@ -101,6 +101,28 @@ fn a_pipe_in_a_run_folder_hangs_nothing() {
         assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported, "{name}");
         assert_eq!(ended(d, &["inspect", "r/final", "--verify"]).0, Some(0), "{name}");
     }
+    // Names that somebody else has taken.
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    for name in [".tmp-77-notes", ".tmp-78-final", "checkpoint-9"] {
+        fs::write(d.join("r").join(name), "").unwrap();
+        pipe(&d.join("r").join(name));
+    }
+    fs::write(d.join("r/checkpoint-8"), "notes").unwrap();
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(0) && said.contains("resume") && said.contains("checkpoint-6"), "{code:?}: {said}");
+    assert_eq!(fs::read(d.join("r/checkpoint-8")).unwrap(), b"notes");
+    for name in ["checkpoint-8", "checkpoint-9"] {
+        fs::remove_file(d.join("r").join(name)).unwrap();
+    }
+    // A file of the lock's name that no process of ours has written.
+    fs::create_dir(d.join("other")).unwrap();
+    fs::write(d.join("other/lock"), "the key is under the mat").unwrap();
+    for more in [&["--dry-run"][..], &[]] {
+        let words = [&["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "-o", "other"][..], more].concat();
+        let (code, said) = ended(d, &words);
+        assert!(code == Some(2) && said.contains("no lock of train-cli"), "{code:?}: {said}");
+        assert_eq!(fs::read(d.join("other/lock")).unwrap(), b"the key is under the mat");
+    }
     // What only serves a comparison is left out; logs are not.
     fs::remove_file(d.join("r/train_results.json")).unwrap();
     pipe(&d.join("r/beginning.safetensors"));

@@ -1,8 +1,8 @@
 //! The tokenizer of tokenizer.json. The file's size is limited, and a panic of the tokenizer library on a hostile file
 //! becomes an error. The file may ask for truncation, padding and BPE dropout: these are settings of the program that
 //! wrote it, and are not obeyed, because every text must give all of its tokens and always the same ones. A normalizer
-//! that makes text longer, or a decoder that is not byte-level, is refused: no tokenizer of Qwen3 has one, and a few lines
-//! of them take all memory.
+//! or pre-tokenizer that makes text longer and longer, or a decoder that is not byte-level, is refused: no tokenizer of Qwen3 has
+//! one, and a few lines of them take all memory.
 
 use crate::{ModelError, config::OneOrMany, file::read_text};
 use serde::Deserialize;
@@ -10,10 +10,12 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     path::Path,
 };
-use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper};
+use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper, PreTokenizerWrapper};
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
-pub(crate) const LARGEST: u64 = 64 << 20;
+pub const LARGEST: u64 = 64 << 20;
+/// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
+const MOST_PARTS: usize = 8;
 /// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
 const LARGEST_GENERATION: u64 = 1 << 20;
 
@@ -89,6 +91,9 @@ fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::
     if let Some(normalizer) = inner.get_normalizer().filter(|normalizer| !keeps_length(normalizer)) {
         return Err(format!("the normalizer {normalizer:?} is not one of Qwen3, which has NFC").into());
     }
+    if inner.get_pre_tokenizer().is_some_and(|splitter| !splits_once(splitter)) {
+        return Err("its pre-tokenizer is not one of Qwen3, which splits text and then takes its bytes once".into());
+    }
     if !matches!(inner.get_decoder(), Some(DecoderWrapper::ByteLevel(_))) {
         return Err("its decoder is not byte-level, as that of Qwen3 is".into());
     }
@@ -103,12 +108,31 @@ fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::
     Ok(inner)
 }
 
+/// Whether a pre-tokenizer makes characters of bytes at most once, and has few parts. Each time that it does, text grows: thirty
+/// times take all memory.
+fn splits_once(splitter: &PreTokenizerWrapper) -> bool {
+    use PreTokenizerWrapper::{ByteLevel, Sequence, Split};
+    match splitter {
+        ByteLevel(_) | Split(_) => true,
+        Sequence(all) => {
+            let parts: &[PreTokenizerWrapper] = all.as_ref();
+            let known = parts.iter().all(|part| matches!(part, ByteLevel(_) | Split(_)));
+            let bytes = parts.iter().filter(|part| matches!(part, ByteLevel(_))).count();
+            known && bytes <= 1 && parts.len() <= MOST_PARTS
+        }
+        _ => false,
+    }
+}
+
 /// Whether a normalizer rewrites characters in Unicode's normal forms only.
 fn keeps_length(normalizer: &NormalizerWrapper) -> bool {
     use NormalizerWrapper::{NFC, NFD, NFKC, NFKD, Sequence};
     match normalizer {
         NFC(_) | NFD(_) | NFKC(_) | NFKD(_) => true,
-        Sequence(all) => all.as_ref().iter().all(|one| matches!(one, NFC(_) | NFD(_) | NFKC(_) | NFKD(_))),
+        Sequence(all) => {
+            let parts: &[NormalizerWrapper] = all.as_ref();
+            parts.len() <= MOST_PARTS && parts.iter().all(|one| matches!(one, NFC(_) | NFD(_) | NFKC(_) | NFKD(_)))
+        }
         _ => false,
     }
 }

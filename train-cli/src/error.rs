@@ -211,6 +211,10 @@ impl CliError {
     pub(crate) fn is_of_the_device(&self) -> bool {
         matches!(self, Self::OutOfMemory { .. }) || self.exit_code() == 7
     }
+    /// Results that standard output did not take.
+    pub fn unwritten(error: std::io::Error) -> Self {
+        Self::io("standard output".as_ref())(error)
+    }
 
     pub(crate) fn io(path: &Path) -> impl Fn(std::io::Error) -> Self {
         move |source| Self::Io { path: path.to_owned(), source }

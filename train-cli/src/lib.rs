@@ -91,5 +91,5 @@ pub fn execute(cli: Cli) -> Result<(), CliError> {
         }
         Command::Man(args) => commands::shell::man(&args.command),
     }?;
-    report::all_printed().map_err(CliError::io("standard output".as_ref()))
+    report::all_printed().map_err(CliError::unwritten)
 }

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use clap::Parser;
-use std::process::ExitCode;
+use std::{io::Write, process::ExitCode};
 use train_cli::{CliError, args, device, execute, host_memory, memory::host, replaced, report, watchdog};
 
 #[global_allocator]
@@ -23,7 +23,18 @@ fn main() -> ExitCode {
                 report::error(&error);
                 return ExitCode::from(error.exit_code());
             }
-            None => error.exit(),
+            // Help and the version are results. What could not be written is an error.
+            None => {
+                let code = u8::try_from(error.exit_code()).unwrap_or(2);
+                return match error.print().and_then(|()| std::io::stdout().flush()) {
+                    Ok(()) => ExitCode::from(code),
+                    Err(failure) => {
+                        let failure = CliError::unwritten(failure);
+                        report::error(&failure);
+                        ExitCode::from(failure.exit_code())
+                    }
+                };
+            }
         },
     };
     device::configure();

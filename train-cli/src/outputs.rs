@@ -3,10 +3,15 @@
 use crate::{CliError, durable};
 use std::path::{Path, PathBuf};
 
+/// Most bytes of an output's name. A name may have 255; the file's name before it is complete (`.tmp-1234567-name`) and that of
+/// the record of its training (`name.trained.json`) are longer.
+const LONGEST_NAME: usize = 225;
+
 /// Refuses an output that is an input, or that could not be written after hours of work.
 ///
 /// # Errors
-/// If `output` is one of `inputs`, is no regular file, or lies in a folder that does not exist or cannot be written.
+/// If `output` is one of `inputs`, is no regular file, has too long a name, or lies in a folder that does not exist, cannot be
+/// written, or is a checkpoint or an export.
 pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
     let shown = output.display();
     let refuse = |text: String| Err(CliError::Usage(text));
@@ -18,6 +23,21 @@ pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
     let folder = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if !folder.is_dir() {
         return refuse(format!("{shown} cannot be written: there is no folder {}; create it first", folder.display()));
+    }
+    if durable::is_listed_folder(folder) {
+        return refuse(format!(
+            "{shown}: {} is a checkpoint or an export, and holds only the files that its manifest lists; choose another \
+             folder",
+            folder.display()
+        ));
+    }
+    let name = output.file_name().unwrap_or_default();
+    if name.len() > LONGEST_NAME {
+        return refuse(format!(
+            "{shown}: the name has {} bytes; at most {LONGEST_NAME} leave room for the names of the file before it is complete \
+             and of its record; choose a shorter one",
+            name.len()
+        ));
     }
     if let Ok(found) = output.metadata()
         && !found.is_file()

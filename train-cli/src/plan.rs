@@ -70,6 +70,12 @@ impl Plan {
         }
         if let Some(output) = &s.saving.output_dat {
             check_dat_name("--output-dat", output)?;
+            if s.logging.vram_report.as_ref() == Some(output) {
+                let shown = output.display();
+                return Err(CliError::Usage(format!(
+                    "--vram-report {shown}: this is the file of --output-dat; choose another"
+                )));
+            }
         }
         Ok(Self {
             recipe: s.recipe.resolved(),

@@ -23,11 +23,12 @@ use model_qwen3::{
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
     repack::{HeadAs, Repacked, StoreAs},
     tensors::Tensors,
+    tokenizer,
     write::{write_dat, write_safetensors},
 };
 use serde_json::{Map, Value};
 use std::{
-    io::{ErrorKind, Read, Write},
+    io::{ErrorKind, Write},
     path::{Path, PathBuf},
 };
 
@@ -137,10 +138,7 @@ impl Source {
         let all = companions.text_files().chain([companions.config.clone()]);
         let read = |path: PathBuf| {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            let (mut file, _) = file::open(&path, "")?;
-            let mut bytes = vec![];
-            file.read_to_end(&mut bytes).map_err(CliError::io(&path))?;
-            Ok((name, bytes))
+            Ok((name, file::read_bytes(&path, tokenizer::LARGEST, "")?))
         };
         all.filter(|path| path.exists()).map(read).collect()
     }

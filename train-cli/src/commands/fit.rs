@@ -201,7 +201,10 @@ impl Job for Fit {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(_) => folder::record_settings(&ready.plan)?,
         }
-        let ended = ready.guarded::<B>(resumed, &device).and_then(|trained| ready.finish::<B>(trained, &device));
+        // From here to the end of the export, a first signal ends the run where it can be resumed.
+        let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
+        let trained = ready.guarded::<B>(resumed, &signals, &device);
+        let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
         // However the run has ended, its folder says so.
         summarize(&ready.plan.output_dir);
         ended
@@ -259,13 +262,13 @@ impl Ready {
     fn guarded<B: Nvfp4Kernels + DeviceServices>(
         &self,
         mut from: Option<Resumed>,
+        signals: &Arc<Interruption>,
         device: &B::Device,
     ) -> Result<Outcome<B>, CliError> {
         let record = from.as_ref().map(|resumed| resumed.state.guard.clone()).unwrap_or_default();
         let guard = Guard::new(self.plan.settings.advanced.guard, record);
-        let interruption = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
         loop {
-            let error = match self.attempt(from.as_ref(), &guard, &interruption, device) {
+            let error = match self.attempt(from.as_ref(), &guard, signals, device) {
                 Ok(trained) => return Ok(trained),
                 Err(error) => error,
             };
@@ -353,6 +356,7 @@ impl Ready {
     fn finish<B: Nvfp4Kernels + DeviceServices>(
         &self,
         trained: Outcome<B>,
+        signals: &Interruption,
         device: &B::Device,
     ) -> Result<(), CliError> {
         let Outcome { model, beginning, samples, journal, head } = trained;
@@ -364,17 +368,27 @@ impl Ready {
                  larger --early-stopping-patience"
             ));
         }
+        let go_on = || self.unless_interrupted(signals, made);
+        go_on()?;
         let (model, step) = self.best_or_last(model, made, &journal, device)?;
         // The export is checked in the memory that the optimizer's states and the step's buffers had.
         B::memory_cleanup(device);
         let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
-        let exported = self.export(&model, head)?;
+        let exported = self.export(&model, head, &go_on)?;
         let step = exported.as_ref().map(|_| step);
         let (folder, extra) = exported.unzip();
         // The record of a complete run comes last: a resume of a run without it finishes the export.
         journal.finish(step, runtime, changed, extra.flatten().as_ref())?;
         self.conclude(folder.as_deref(), runtime, samples.prompts.first());
         Ok(())
+    }
+
+    /// Ends a run whose steps are made, if a signal asks for it. Its last checkpoint is complete, and a resumed run makes what is
+    /// missing.
+    fn unless_interrupted(&self, signals: &Interruption, step: usize) -> Result<(), CliError> {
+        let Some(signal) = signals.received() else { return Ok(()) };
+        let saved = checkpoint::list(&self.plan.output_dir)?.into_iter().next().map(|(_, folder)| folder);
+        Err(CliError::Interrupted { signal, step, saved })
     }
 
     /// The model to export, and its step: that of the best checkpoint if it is wanted, else the last one.
@@ -538,6 +552,7 @@ impl Ready {
         &self,
         model: &Qwen3<B>,
         head: Head,
+        go_on: &dyn Fn() -> Result<(), CliError>,
     ) -> Result<Option<(PathBuf, Option<FileRecord>)>, CliError> {
         let (plan, text) = (&self.plan, &self.inputs.text);
         if plan.settings.saving.save_strategy == SaveStrategy::No {
@@ -554,6 +569,7 @@ impl Ready {
         let form = export::Form { format, like: self.original(), trained: &trained };
         let exported = export::model_to_folder(model, text, &plan.companions, &form, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());
+        go_on()?;
         let extra = plan.settings.saving.output_dat.as_ref();
         let extra = extra.map(|file| export::model_to_dat(model, text, &form, file)).transpose()?;
         Ok(Some((exported, extra)))

@@ -25,7 +25,7 @@ pub fn man(words: &[String]) -> Result<(), CliError> {
     }
     let mut page = Vec::new();
     let written = clap_mangen::Man::new(found.clone()).render(&mut page);
-    written.map_err(CliError::io("standard output".as_ref()))?;
+    written.map_err(CliError::unwritten)?;
     report::stream(&String::from_utf8_lossy(&page));
     Ok(())
 }

@@ -67,24 +67,32 @@ impl Conversation {
             let supervised = vec![true; ids.len()];
             return Ok(vec![Sample::new(ids, supervised, prompt)]);
         }
-        // The text up to the end of each assistant turn, and the range of that turn in it.
-        let mut turns = Vec::new();
+        // The range of each assistant turn in the text up to its end. That text is a part of the whole conversation, unless the
+        // template renders earlier turns differently once later turns follow.
+        let mut turns: Vec<(usize, Range<usize>)> = Vec::new();
+        let mut grows = true;
         let learned = |i: &usize| self.messages[*i]["role"] == "assistant" && !self.unsupervised.contains(i);
         for i in (0..self.messages.len()).filter(learned) {
             let closed = self.render(text, i + 1, false)?;
-            let begin = self.begin_of(text, i, &closed)?.ok_or_else(|| {
+            let end = closed.trim_end().len();
+            // A template may render anything: an opening that is longer than the whole turn, too.
+            let begin = self.begin_of(text, i, &closed)?.filter(|begin| *begin <= end).ok_or_else(|| {
                 let reason =
                     "the chat template renders an answer in another way than it opens one; use another template";
                 CliError::Usage(reason.into())
             })?;
-            let end = closed.trim_end().len();
-            turns.push((closed, begin..end));
+            let before = turns.last().map_or(0, |(_, turn)| turn.end);
+            grows &= before <= begin && full.starts_with(&closed[..end]);
+            turns.push((i, begin..end));
         }
-        if turns.iter().all(|(closed, turn)| full.starts_with(&closed[..turn.end])) {
+        if grows {
             let turns: Vec<_> = turns.into_iter().map(|(_, turn)| turn).collect();
             return Ok(vec![encode(&full, &turns, prompt, text)?]);
         }
-        turns.iter().map(|(closed, turn)| encode(closed, std::slice::from_ref(turn), prompt.clone(), text)).collect()
+        let alone = |(i, turn): &(usize, Range<usize>)| {
+            encode(&self.render(text, i + 1, false)?, std::slice::from_ref(turn), prompt.clone(), text)
+        };
+        turns.iter().map(alone).collect()
     }
 
     /// Where the answer of assistant turn `i` begins in `closed`, the text up to the end of that turn. None if `closed` does not

@@ -294,30 +294,46 @@ fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {
     Box::new(lines(content).map(move |(number, line)| (number, object(json::parse(line).map_err(Wrong::from)))))
 }
 
-/// The elements of a JSON array, each with its line. After an error there are none.
+/// The elements of a JSON array, each with its line. After an error there are none. An array that does not end is an error: what
+/// is missing may be the larger part of it.
 fn elements(content: &str) -> impl Iterator<Item = (usize, Result<Value, Wrong>)> {
-    let (mut line, mut at, mut failed) = (1, 0, false);
+    let (mut line, mut at, mut ended) = (1, 0, false);
     std::iter::from_fn(move || {
-        // The bracket that opens the array, or the comma after an element.
         let skipped = |rest: &str| rest.len() - rest.trim_start().len();
         let mut to = at + skipped(&content[at..]);
-        if failed || content[to..].starts_with(']') {
+        if ended {
             return None;
         }
-        to += usize::from(content[to..].starts_with(['[', ',']));
+        // The bracket that opens the array, or what follows an element.
+        let (first, mark) = (at == 0, content[to..].chars().next());
+        let closes = |at: usize| content[at..].starts_with(']');
+        to += usize::from(first || mark == Some(','));
         to += skipped(&content[to..]);
-        if content[to..].starts_with(']') {
-            return None;
-        }
         line += content[at..to].matches('\n').count();
+        let closed = closes(to) && (first || mark == Some(']'));
+        if closed || !first && mark != Some(',') {
+            ended = true;
+            let rest = content[to + usize::from(closed)..].trim_start();
+            let wrong = match (closed, rest.is_empty()) {
+                (true, true) => return None,
+                (true, false) => "text follows the end of the array",
+                (false, true) => "the array does not end; the file may have been cut",
+                (false, false) => "no comma stands between two rows of the array",
+            };
+            return Some((line, Err(wrong.to_owned().into())));
+        }
         let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<Unique>();
-        let value = values.next()?.map(|Unique(value)| value).map_err(|error| {
+        let Some(value) = values.next() else {
+            ended = true;
+            return Some((line, Err("the array does not end; the file may have been cut".to_owned().into())));
+        };
+        let value = value.map(|Unique(value)| value).map_err(|error| {
             let wrong = Wrong::from(error);
             // Columns are counted from the element: it may stand behind others in its line.
             let before = if wrong.below == 0 { to - content[..to].rfind('\n').map_or(0, |end| end + 1) } else { 0 };
             Wrong { column: wrong.column.map(|column| column + before), ..wrong }
         });
-        failed = value.is_err();
+        ended = value.is_err();
         let (found, end) = (line, to + values.byte_offset());
         line += content[to..end].matches('\n').count();
         at = end;

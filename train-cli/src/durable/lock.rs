@@ -4,12 +4,15 @@ use super::{disk::is_at, temporary::is_temporary};
 use crate::CliError;
 use std::{
     fs::{self, File, OpenOptions},
-    io::{Read, Write},
+    io::{Read, Seek, Write},
     path::Path,
 };
 
 /// The file in a folder that a process locks. It says who has locked it.
 pub const LOCK: &str = "lock";
+
+/// How what a lock says begins.
+const HOLDER: &str = "process ";
 
 /// Most bytes of what a lock says about its holder. It says about sixty.
 const LONGEST_HOLDER: u64 = 4096;
@@ -17,18 +20,33 @@ const LONGEST_HOLDER: u64 = 4096;
 /// Locks a folder for this process until the handle is dropped or the process ends.
 ///
 /// # Errors
-/// If another process holds it; the message names that process.
+/// If another process holds it; the message names that process. If somebody else has made something of the lock's name.
 pub fn lock(folder: &Path) -> Result<File, CliError> {
     let path = folder.join(LOCK);
+    let foreign = || {
+        let text = "this is no lock of train-cli; move it away, or choose another --output-dir";
+        Err(CliError::Usage(format!("{}: {text}", path.display())))
+    };
+    if path.symlink_metadata().is_ok_and(|found| !found.is_file()) {
+        return foreign();
+    }
     let open = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path);
     let mut file = open.map_err(CliError::io(&path))?;
     match file.try_lock() {
         // Whoever held it has just removed it: a lock on a file without a name keeps nobody out.
         Ok(()) if !is_at(&file, &path) => lock(folder),
         Ok(()) => {
+            let mut said = Vec::new();
+            (&file).take(LONGEST_HOLDER).read_to_end(&mut said).map_err(CliError::io(&path))?;
+            // A process that dies may leave its name, or a part of it.
+            let ours = said.len().min(HOLDER.len());
+            if said[..ours] != HOLDER.as_bytes()[..ours] {
+                return foreign();
+            }
+            file.rewind().map_err(CliError::io(&path))?;
             let host = gethostname::gethostname();
             let (pid, host, now) = (std::process::id(), host.to_string_lossy(), jiff::Timestamp::now());
-            let holder = format!("process {pid} on {host}, since {now:.0}");
+            let holder = format!("{HOLDER}{pid} on {host}, since {now:.0}");
             file.set_len(0).and_then(|()| file.write_all(holder.as_bytes())).map_err(CliError::io(&path))?;
             Ok(file)
         }

@@ -68,6 +68,11 @@ pub(super) struct Manifest {
     pub(super) files: BTreeMap<String, FileRecord>,
 }
 
+/// Whether a folder has a manifest: a file that it does not list does not belong there.
+pub fn is_listed_folder(folder: &Path) -> bool {
+    manifest_of(folder).is_ok()
+}
+
 /// The manifest of a folder.
 pub(super) fn manifest_of(folder: &Path) -> Result<Manifest, CliError> {
     let path = folder.join(MANIFEST);

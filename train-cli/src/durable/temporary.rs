@@ -4,6 +4,7 @@ use super::disk::{is_at, parent, remove};
 use crate::CliError;
 use std::{
     fs::{self, File, OpenOptions},
+    io,
     path::{Path, PathBuf},
 };
 
@@ -40,7 +41,7 @@ pub fn remove_unless_held(path: &Path) -> Result<(), CliError> {
     if !path.file_name().is_some_and(|name| is_temporary(&name.to_string_lossy())) {
         return remove(path);
     }
-    match File::open(path) {
+    match opened(path) {
         // The lock is held here until the file is gone, so that nobody else removes it. A system that locks no such file
         // does not keep it either.
         Ok(file) => match file.try_lock() {
@@ -62,12 +63,18 @@ pub(super) fn sweep_abandoned(target: &Path) -> Result<(), CliError> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let process = name.strip_prefix(TEMPORARY).and_then(|rest| rest.strip_suffix(&end)?.parse::<u32>().ok());
         // The lock is held here until the file is gone, so that nobody else removes it.
-        let abandoned = process.and_then(|_| File::open(&path).ok()).filter(claim).filter(|file| is_at(file, &path));
+        let abandoned = process.and_then(|_| opened(&path).ok()).filter(claim).filter(|file| is_at(file, &path));
         if let Some(_lock) = abandoned {
             remove(&path)?;
         }
     }
     Ok(())
+}
+
+/// Opens a temporary file or folder. What is neither has been made by somebody else: to open a pipe would wait for ever.
+fn opened(path: &Path) -> io::Result<File> {
+    let kind = fs::symlink_metadata(path)?.file_type();
+    if kind.is_file() || kind.is_dir() { File::open(path) } else { Err(io::ErrorKind::InvalidInput.into()) }
 }
 
 /// Locks a temporary file or folder. Returns whether that was possible: not if its writer still lives, and not where the
