@@ -45,7 +45,7 @@ pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
         let what = if found.is_dir() { "a folder" } else { "a pipe or a device" };
         return refuse(format!("{shown} is {what}; give the name of a file"));
     }
-    durable::probe(folder)
+    durable::probe(folder, output)
 }
 
 /// Refuses a `.dat` output whose name does not end in `.dat`: other commands tell a file's format by its name.

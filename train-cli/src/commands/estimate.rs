@@ -8,6 +8,7 @@ use crate::{
     device, report,
     run::inputs::Inputs,
     run::preflight::{self, Forecast},
+    settings::DeviceChoice,
 };
 use serde_json::json;
 
@@ -23,6 +24,11 @@ pub fn run(args: &EstimateArgs) -> Result<(), CliError> {
     let device = device::resolved(plan.settings.recipe.device);
     let precision = device::precision(device, plan.settings.recipe.compute_dtype);
     device::check_precision(device, precision)?;
+    // `cuda` describes a card that may be elsewhere. A number means one of this machine.
+    if matches!(device, DeviceChoice::Cuda(index) if index > 0) && !device::is_there(device) {
+        let reason = "not found; give --device cuda for a forecast without a card".to_owned();
+        return Err(CliError::Device { device: device.to_string(), reason });
+    }
     let inputs = Inputs::read(&plan)?;
     let scaling = fit::scaling(&plan, resumed.as_ref());
     preflight::check_settings(&plan, &inputs, scaling, plan.master(precision))?;

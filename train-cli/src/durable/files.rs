@@ -92,18 +92,21 @@ pub fn sync_file(path: &Path) -> Result<(), CliError> {
     sync_folder(parent(path))
 }
 
-/// Checks that a file can be written, synced and renamed in a folder.
+/// Checks that a file can be written, synced and renamed in a folder, where `output` will be made.
 ///
 /// # Errors
-/// If the system refuses.
-pub fn probe(folder: &Path) -> Result<(), CliError> {
+/// If the system refuses. The error names the output.
+pub fn probe(folder: &Path, output: &Path) -> Result<(), CliError> {
     // The name is the same for every process, so that the next probe removes what a kill leaves of this one.
     let path = folder.join(PROBE);
-    write_bytes(&path, b"")?;
+    write_bytes(&path, b"").map_err(|error| match error {
+        CliError::Io { source, .. } => CliError::io(output)(source),
+        other => other,
+    })?;
     match fs::remove_file(&path) {
         // Another process that probes the folder has removed it.
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        removed => removed.map_err(CliError::io(folder)),
+        removed => removed.map_err(CliError::io(output)),
     }
 }
 

@@ -112,7 +112,7 @@ impl Lock {
         let made = made.map(Path::to_owned).collect();
         durable::make_folder(dir)?;
         let lock = Self { _file: durable::lock(dir)?, made };
-        durable::probe(dir)?;
+        durable::probe(dir, dir)?;
         Ok(lock)
     }
 

@@ -123,7 +123,7 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
         return refuse("it is not a folder");
     }
     if !folder.exists() || durable::is_untouched(folder)? {
-        return durable::probe(parent);
+        return durable::probe(parent, folder);
     }
     if !overwrite {
         return refuse("it is not empty; choose another, or --overwrite");
@@ -131,7 +131,7 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
     if !folder.join("manifest.json").exists() {
         return refuse("it has no manifest.json, so train-cli did not export it; choose another folder");
     }
-    durable::probe(parent)
+    durable::probe(parent, folder)
 }
 
 /// Writes the weights in as many files as `limit` asks for, with an index if there are several. Returns their bytes.
