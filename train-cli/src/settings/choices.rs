@@ -129,7 +129,7 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 "tf32",
-                "as f32, but matrix products without an NVFP4 operand use TF32 tensor cores, which are faster and less exact; CUDA only",
+                "matrix products that read no NVFP4 matrix use TF32 tensor cores, which are faster and less exact; everything else as with f32; CUDA only",
             ),
             also(named(Self::F16, "f16", "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, "bf16", "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
@@ -292,12 +292,12 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// None, if the activations of all blocks fit into the memory that is free, and into --memory-limit; otherwise as many
-    /// as needed
+    /// No block, if the activations of all blocks fit into the memory that is free, and into --memory-limit; otherwise as many
+    /// blocks as needed
     Auto,
-    /// All: needs the least memory
+    /// Every block: this needs the least memory
     Always,
-    /// None: keeps the activations of all blocks
+    /// No block: all activations are kept
     Never,
 }
 
@@ -333,7 +333,7 @@ impl Choice for Clip {
 pub enum HeadFormat {
     /// In NVFP4. If the head is the embedding, the file gets an NVFP4 copy of it besides, so that answers are faster
     Nvfp4,
-    /// A separate head in bf16. If the head is the embedding, the file gets no copy of it, and keeps the embedding in f16
+    /// Not in NVFP4: a separate head is stored in bf16. A head that is the embedding gets no copy; the embedding is in f16
     Bf16,
 }
 

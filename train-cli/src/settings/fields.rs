@@ -357,8 +357,8 @@ pub struct SavingSettings {
     /// Also save checkpoints after all steps that are multiples of N, and keep them
     #[arg(long, value_name = "N")]
     pub keep_period: Option<usize>,
-    /// Save a checkpoint whenever the evaluation loss is lower than ever before, keep it, and export it at the end instead of
-    /// the last step
+    /// Save a checkpoint whenever the evaluation loss is lower than ever before. The best checkpoint so far is not deleted; at the
+    /// end it is exported, and not the last step
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub load_best_model_at_end: bool,
     /// Whether to save checkpoints and export the trained model
