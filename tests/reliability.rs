@@ -209,6 +209,9 @@ fn outputs_are_refused_before_the_training() {
         (&["--output-dat", "m/config.json/model.dat"], "there is no folder m/config.json"),
         (&["--output-dat", "model.dat", "--save-strategy", "no"], "--save-strategy no"),
         (&["--output-dat", &long], "the name has 250 bytes"),
+        (&["--token-cache", "m/config.json"], "--token-cache m/config.json: this is a file"),
+        (&["--tokenizer", "m/config.json"], "--tokenizer m/config.json: this is a file"),
+        (&["--memory-limit", "99999999999999999999GiB"], "--memory-limit 99999999999999999999GiB"),
         (&["--output-dat", "listed/model.dat"], "holds only the files that its manifest lists"),
         (&["--output-dat", "model.dat", "--vram-report", "model.dat"], "this is the file of --output-dat"),
         (&["--recipe", "bf16", "--scales", "two"], "--scales changes nothing"),
@@ -219,6 +222,7 @@ fn outputs_are_refused_before_the_training() {
         assert!(stderr.contains(said), "{more:?}: {stderr}");
         assert!(!d.join("r/config.toml").exists(), "{more:?}");
     }
+    assert!(refused(d, &fit("m/config.json"), 2).contains("--output-dir m/config.json: this is a file"));
     // Nobody writes to /proc. To whom no folder is sealed (root) the other one is none.
     let is_root = fs::write(d.join("sealed/probe"), "").is_ok();
     for folder in ["/proc", "sealed"].iter().filter(|folder| **folder != "sealed" || !is_root) {

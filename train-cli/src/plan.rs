@@ -60,6 +60,16 @@ impl Plan {
         let source = source(s)?;
         let companions = companions(s, &source);
         let output_dir = s.saving.output_dir.clone().unwrap_or_else(|| new_run_folder(&source));
+        let folders = [
+            ("--output-dir", Some(&output_dir)),
+            ("--token-cache", s.data.token_cache.as_ref()),
+            ("--tokenizer", s.model.tokenizer.as_ref()),
+        ];
+        if let Some((flag, file)) =
+            folders.into_iter().find_map(|(flag, path)| Some((flag, path.filter(|p| p.is_file())?)))
+        {
+            return Err(CliError::Usage(format!("{flag} {}: this is a file; give a folder", file.display())));
+        }
         if let Some(cache) = s.data.token_cache.as_ref().filter(|cache| cache.starts_with(&output_dir)) {
             let text = "the folder must be outside the run folder";
             return Err(CliError::Usage(format!("--token-cache {}: {text}", cache.display())));

@@ -17,8 +17,12 @@ pub(crate) fn bytes(flag: &str, text: &str) -> Result<u64, CliError> {
         "gb" => 1_000_000_000,
         _ => return Err(bad("the unit is unknown")),
     };
-    Ok((number * unit as f64) as u64)
+    let bytes = number * unit as f64;
+    if bytes > LARGEST { Err(bad("no machine has as much")) } else { Ok(bytes as u64) }
 }
+
+/// More bytes than any machine has: 2^60.
+const LARGEST: f64 = (1_u64 << 60) as f64;
 
 #[cfg(test)]
 mod tests {
@@ -29,7 +33,7 @@ mod tests {
         for (text, expected) in [("20GiB", 20 << 30), ("500 MB", 500_000_000), ("1.5g", 3 << 29), ("64m", 64 << 20)] {
             assert_eq!(bytes("--memory-limit", text).unwrap(), expected, "{text}");
         }
-        for text in ["20", "GiB", "20 kB", "1.2.3GiB"] {
+        for text in ["20", "GiB", "20 kB", "1.2.3GiB", "99999999999999999999GiB"] {
             assert!(bytes("--memory-limit", text).unwrap_err().to_string().contains("write 20GiB"), "{text}");
         }
     }
