@@ -928,6 +928,11 @@ fn hostile_small_files_are_refused() {
         None => fs::remove_file(d.join("m/chat_template.jinja")).unwrap(),
     }
     // One of two values would be lost.
+    let header = r#"{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}"#;
+    let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 4]].concat();
+    fs::write(d.join("twice.safetensors"), bytes).unwrap();
+    let stderr = refused(d, &["inspect", "twice.safetensors"], 2);
+    assert!(stderr.contains("twice.safetensors") && stderr.contains("\"a\" stands twice"), "{stderr}");
     fs::write(d.join("twice.jsonl"), row(1) + "\n{\"prompt\": \"a\", \"completion\": \"b\", \"prompt\": \"c\"}")
         .unwrap();
     let stderr = refused(d, &["fit", "-m", "m", "-d", "twice.jsonl", "--device", "cpu", "--dry-run"], 3);
