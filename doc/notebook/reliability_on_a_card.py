@@ -202,8 +202,8 @@ def saving():
     waits = {step: stamps[step] - stamps[step - 1] for step in range(3, max(stamps) + 1)}
     before = sum(waits[step] for step in range(20, 101)) / 81
     for number, at in enumerate([100, 200]):
-        # The pass that waits for the checkpoint's memory is the first one behind it; the mean of the steps before counts the
-        # same noise as these steps have.
+        # The first step after a checkpoint waits for the memory of its copy. The mean of the steps before it has the same noise
+        # as the steps after it; their median has not.
         stall = waits[at + 1] - before
         later = sum(waits[step] - before for step in range(at + 2, at + 101) if step in waits)
         counted = sum(step in waits for step in range(at + 1, at + 101))

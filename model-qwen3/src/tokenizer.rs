@@ -108,8 +108,8 @@ fn complete(mut inner: tokenizers::Tokenizer) -> tokenizers::Result<tokenizers::
     Ok(inner)
 }
 
-/// Whether a pre-tokenizer makes characters of bytes at most once, and has few parts. Each time that it does, text grows: thirty
-/// times take all memory.
+/// Whether a pre-tokenizer converts text to byte-level characters at most once, and has few parts. Each conversion makes text
+/// longer that is not ASCII, and thirty of them take all memory.
 fn splits_once(splitter: &PreTokenizerWrapper) -> bool {
     use PreTokenizerWrapper::{ByteLevel, Sequence, Split};
     match splitter {

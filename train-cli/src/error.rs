@@ -211,7 +211,8 @@ impl CliError {
     pub(crate) fn is_of_the_device(&self) -> bool {
         matches!(self, Self::OutOfMemory { .. }) || self.exit_code() == 7
     }
-    /// Results that standard output did not take.
+
+    /// The error of results that standard output did not take.
     pub fn unwritten(error: std::io::Error) -> Self {
         Self::io("standard output".as_ref())(error)
     }

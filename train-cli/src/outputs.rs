@@ -1,4 +1,4 @@
-//! Files that a command writes: an output never replaces an input.
+//! Checks of the files that a command will write: none of them is an input, and all of them can be written.
 
 use crate::{CliError, durable};
 use std::path::{Path, PathBuf};

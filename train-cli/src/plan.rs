@@ -12,7 +12,7 @@ use crate::{
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A training run, checked.
 #[derive(Debug, Clone)]
@@ -60,16 +60,9 @@ impl Plan {
         let source = source(s)?;
         let companions = companions(s, &source);
         let output_dir = s.saving.output_dir.clone().unwrap_or_else(|| new_run_folder(&source));
-        let folders = [
-            ("--output-dir", Some(&output_dir)),
-            ("--token-cache", s.data.token_cache.as_ref()),
-            ("--tokenizer", s.model.tokenizer.as_ref()),
-        ];
-        if let Some((flag, file)) =
-            folders.into_iter().find_map(|(flag, path)| Some((flag, path.filter(|p| p.is_file())?)))
-        {
-            return Err(CliError::Usage(format!("{flag} {}: this is a file; give a folder", file.display())));
-        }
+        check_folder("--output-dir", Some(&output_dir))?;
+        check_folder("--token-cache", s.data.token_cache.as_deref())?;
+        check_folder("--tokenizer", s.model.tokenizer.as_deref())?;
         if let Some(cache) = s.data.token_cache.as_ref().filter(|cache| cache.starts_with(&output_dir)) {
             let text = "the folder must be outside the run folder";
             return Err(CliError::Usage(format!("--token-cache {}: {text}", cache.display())));
@@ -148,6 +141,14 @@ pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
 /// of all gradients or a second pass, and the previous step's norm is used.
 fn default_clip(s: &Settings) -> Clip {
     if s.optimizer.gradient_accumulation_steps > 1 { Clip::Exact } else { Clip::Previous }
+}
+
+/// Refuses a file where a flag takes a folder.
+fn check_folder(flag: &str, path: Option<&Path>) -> Result<(), CliError> {
+    match path.filter(|path| path.is_file()) {
+        Some(file) => Err(CliError::Usage(format!("{flag} {}: this is a file; give a folder", file.display()))),
+        None => Ok(()),
+    }
 }
 
 /// Refuses numbers outside [`RANGES`].

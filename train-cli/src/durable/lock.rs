@@ -11,16 +11,16 @@ use std::{
 /// The file in a folder that a process locks. It says who has locked it.
 pub const LOCK: &str = "lock";
 
-/// How what a lock says begins.
+/// The first word of a lock's text.
 const HOLDER: &str = "process ";
 
-/// Most bytes of what a lock says about its holder. It says about sixty.
+/// Most bytes of a lock's text that are read. The text has about sixty.
 const LONGEST_HOLDER: u64 = 4096;
 
 /// Locks a folder for this process until the handle is dropped or the process ends.
 ///
 /// # Errors
-/// If another process holds it; the message names that process. If somebody else has made something of the lock's name.
+/// If another process holds it (the message names that process), or if the folder has another file called `lock`.
 pub fn lock(folder: &Path) -> Result<File, CliError> {
     let path = folder.join(LOCK);
     let foreign = || {

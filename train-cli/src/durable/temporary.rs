@@ -71,7 +71,8 @@ pub(super) fn sweep_abandoned(target: &Path) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Opens a temporary file or folder. What is neither has been made by somebody else: to open a pipe would wait for ever.
+/// Opens a temporary file or folder. Refuses anything else of such a name, which this program has not made: opening a pipe would
+/// block forever.
 fn opened(path: &Path) -> io::Result<File> {
     let kind = fs::symlink_metadata(path)?.file_type();
     if kind.is_file() || kind.is_dir() { File::open(path) } else { Err(io::ErrorKind::InvalidInput.into()) }

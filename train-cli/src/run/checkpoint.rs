@@ -417,7 +417,7 @@ pub fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
     let mut found: Vec<(usize, PathBuf)> = Vec::new();
     for entry in std::fs::read_dir(run).map_err(CliError::io(run))? {
         let path = entry.map_err(CliError::io(run))?.path();
-        // What is no folder is no checkpoint, whatever its name is.
+        // A file or a pipe of such a name is no checkpoint.
         if let Some(step) = step_of(&path).filter(|_| path.is_dir()) {
             found.push((step, path));
         }

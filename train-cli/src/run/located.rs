@@ -14,6 +14,7 @@ pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
     let exported = path.join(FINAL);
     let found = if exported.is_dir() {
         exported
+    // A model folder may have a config.toml of its own. A run folder has no config.json.
     } else if path.join(CONFIG).exists() && !path.join("config.json").exists() {
         let newest = checkpoint::newest(path, usize::MAX)?;
         let nothing = || CliError::Usage(format!("{}: the run has no checkpoint and no export yet", path.display()));
