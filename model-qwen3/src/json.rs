@@ -5,7 +5,7 @@ use serde::{
     de::{Error, MapAccess, SeqAccess, Visitor},
 };
 use serde_json::{Map, Number, Value};
-use std::fmt;
+use std::{collections::HashSet, fmt};
 
 /// Reads a JSON text.
 ///
@@ -13,6 +13,14 @@ use std::fmt;
 /// If it is no JSON, or an object in it has a key twice.
 pub fn parse(text: &str) -> serde_json::Result<Value> {
     serde_json::from_str(text).map(|Unique(value)| value)
+}
+
+/// Checks a JSON text as [`parse`] does, and keeps nothing of it.
+///
+/// # Errors
+/// As [`parse`].
+pub fn check(text: &str) -> serde_json::Result<()> {
+    serde_json::from_str(text).map(|Checked| ())
 }
 
 /// A value in which no object has a key twice.
@@ -74,13 +82,76 @@ impl<'de> Visitor<'de> for AnyValue {
         let mut object = Map::new();
         while let Some(key) = map.next_key::<String>()? {
             if object.contains_key(&key) {
-                return Err(Items::Error::custom(format_args!("the key {key:?} stands twice in an object")));
+                return Err(twice(&key));
             }
             let Unique(value) = map.next_value()?;
             object.insert(key, value);
         }
         Ok(Value::Object(object))
     }
+}
+
+/// A value that was read and forgotten.
+struct Checked;
+
+impl<'de> Deserialize<'de> for Checked {
+    fn deserialize<Source: Deserializer<'de>>(deserializer: Source) -> Result<Self, Source::Error> {
+        deserializer.deserialize_any(Forgotten)
+    }
+}
+
+struct Forgotten;
+
+impl<'de> Visitor<'de> for Forgotten {
+    type Value = Checked;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        AnyValue.expecting(f)
+    }
+
+    fn visit_unit<Failure>(self) -> Result<Checked, Failure> {
+        Ok(Checked)
+    }
+
+    fn visit_bool<Failure>(self, _: bool) -> Result<Checked, Failure> {
+        Ok(Checked)
+    }
+
+    fn visit_i64<Failure>(self, _: i64) -> Result<Checked, Failure> {
+        Ok(Checked)
+    }
+
+    fn visit_u64<Failure>(self, _: u64) -> Result<Checked, Failure> {
+        Ok(Checked)
+    }
+
+    fn visit_f64<Failure>(self, _: f64) -> Result<Checked, Failure> {
+        Ok(Checked)
+    }
+
+    fn visit_str<Failure>(self, _: &str) -> Result<Checked, Failure> {
+        Ok(Checked)
+    }
+
+    fn visit_seq<Items: SeqAccess<'de>>(self, mut seq: Items) -> Result<Checked, Items::Error> {
+        while seq.next_element::<Checked>()?.is_some() {}
+        Ok(Checked)
+    }
+
+    fn visit_map<Items: MapAccess<'de>>(self, mut map: Items) -> Result<Checked, Items::Error> {
+        let mut keys = HashSet::new();
+        while let Some(key) = map.next_key::<String>()? {
+            map.next_value::<Checked>()?;
+            if let Some(key) = keys.replace(key) {
+                return Err(twice(&key));
+            }
+        }
+        Ok(Checked)
+    }
+}
+
+fn twice<Failure: Error>(key: &str) -> Failure {
+    Failure::custom(format_args!("the key {key:?} stands twice in an object"))
 }
 
 #[cfg(test)]
@@ -94,5 +165,9 @@ mod tests {
         let twice = parse("{\"a\": 1,\n \"b\": [{\"c\": 1, \"c\": 2}]}").unwrap_err().to_string();
         assert!(twice.contains("\"c\" stands twice") && twice.contains("line 2"), "{twice}");
         assert!(parse("{} x").is_err() && parse("[1,").is_err());
+        check(text).unwrap();
+        let twice = check("{\"a\": 1,\n \"b\": [{\"c\": 1, \"c\": 2}]}").unwrap_err().to_string();
+        assert!(twice.contains("\"c\" stands twice") && twice.contains("line 2"), "{twice}");
+        assert!(check("{} x").is_err() && check("[1,").is_err());
     }
 }

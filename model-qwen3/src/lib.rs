@@ -17,7 +17,7 @@
 //! | [`dat`] | the `.dat` format, byte for byte |
 //! | [`safetensors`] | Hugging Face files, also in shards |
 //! | [`bytes`], [`json`] | numbers as bytes; JSON whose keys stand once |
-//! | [`tokenizer`], [`chat_template`] | text to token ids, by the model's own files |
+//! | [`tokenizer`], `pieces`, [`chat_template`] | text to token ids, by the model's own files, and a piece at a time |
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
 //! | [`sample`], [`session`] | choosing a token; prompt to answer |
 //!
@@ -63,6 +63,7 @@ pub mod loss;
 mod maxima;
 pub mod model;
 pub mod names;
+mod pieces;
 pub mod repack;
 pub mod rope;
 pub mod safetensors;

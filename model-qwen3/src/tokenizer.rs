@@ -4,7 +4,13 @@
 //! or pre-tokenizer that makes text longer and longer, or a decoder that is not byte-level, is refused: no tokenizer of Qwen3 has
 //! one, and a few lines of them take all memory.
 
-use crate::{ModelError, config::OneOrMany, file::read_text};
+use crate::{
+    ModelError,
+    config::OneOrMany,
+    file::read_text,
+    json,
+    pieces::{LONGEST, Pieces},
+};
 use serde::Deserialize;
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -23,6 +29,8 @@ const LARGEST_GENERATION: u64 = 1 << 20;
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
+    /// Where a long text is cut, if that is known.
+    pieces: Option<Pieces>,
 }
 
 impl Tokenizer {
@@ -39,9 +47,10 @@ impl Tokenizer {
 
     /// Parses the text of a tokenizer.json. `path` is for error messages.
     pub(crate) fn from_text(text: &str, path: &Path) -> Result<Self, ModelError> {
+        json::check(text).map_err(|e| ModelError::parse(path, e))?;
         let load = || tokenizers::Tokenizer::from_bytes(text.as_bytes()).and_then(complete);
         match catch_unwind(AssertUnwindSafe(load)) {
-            Ok(Ok(inner)) => Ok(Self { inner }),
+            Ok(Ok(inner)) => Ok(Self { pieces: Pieces::of(&inner), inner }),
             Ok(Err(e)) => Err(ModelError::parse(path, e)),
             Err(_) => Err(ModelError::parse(path, "the tokenizer library panicked on this file; it is damaged")),
         }
@@ -50,8 +59,36 @@ impl Tokenizer {
     /// The ids of a text. Special tokens that the text spells out (`<|im_end|>`) become their ids; none is added.
     ///
     /// # Errors
-    /// If the tokenizer fails.
+    /// If the tokenizer fails, or a piece of the text that cannot be cut is too long.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        let mut ids = Vec::new();
+        self.encode_onto(text, &mut ids)?;
+        Ok(ids)
+    }
+
+    /// Puts the ids of a text behind others.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    pub fn encode_onto(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), ModelError> {
+        self.pieces(text).try_for_each(|piece| self.encode_piece(piece).map(|more| ids.extend(more)))
+    }
+
+    /// The pieces of a text, in order, whose ids together are those of the text.
+    pub fn pieces<'a>(&'a self, text: &'a str) -> impl Iterator<Item = &'a str> {
+        let cut = self.pieces.as_ref().map(|pieces| pieces.split(text));
+        let whole = if cut.is_none() { Some(text) } else { None };
+        cut.into_iter().flatten().chain(whole)
+    }
+
+    fn encode_piece(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        if text.len() > LONGEST {
+            let reason = match &self.pieces {
+                Some(_) => "without a place to cut it: it needs a space or a punctuation mark somewhere",
+                None => "in one text: it may not be cut, because the tokenizer does not find words as Qwen3's does",
+            };
+            return Err(ModelError::Tokenizer(format!("{} bytes {reason}; at most {LONGEST} are allowed", text.len())));
+        }
         match catch_unwind(AssertUnwindSafe(|| self.inner.encode_fast(text, false))) {
             Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
             Ok(Err(e)) => Err(ModelError::Tokenizer(e.to_string())),
