@@ -1,5 +1,6 @@
-//! The end of the host's memory. Rust ends a program by an abort where the host gives it no more memory. A program that
-//! allocates with [`Allocator`] says by [`on_exhausted`] how it ends instead.
+//! The end of the host's memory, and of what a thread may take of it. Rust ends a program by an abort where the host gives it
+//! no more memory. A program that allocates with [`Allocator`] says by [`on_exhausted`] how it ends instead, and by
+//! [`limit_thread`] what happens to a thread that takes too much.
 //!
 //! It has nothing to do with kernels, and is here because an allocator is unsafe code, all of which is in this crate.
 
@@ -32,6 +33,18 @@ pub fn may_be_refused<Answer>(ask: impl FnOnce() -> Answer) -> Answer {
     answer
 }
 
+/// Lets this thread take at most `bytes` more than it gives back. A request for more calls `exceeded`, without a limit, and
+/// is never answered. It works only in a program that allocates with [`Allocator`].
+pub fn limit_thread(bytes: usize, exceeded: fn() -> !) {
+    EXCEEDED.set(exceeded);
+    LEFT.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+}
+
+/// What happens to a thread without a limit, if it takes 2^63 bytes.
+fn unlimited() -> ! {
+    std::process::abort()
+}
+
 static END: OnceLock<fn(usize) -> !> = OnceLock::new();
 /// Whether a thread is ending the program.
 static ENDING: AtomicBool = AtomicBool::new(false);
@@ -40,6 +53,20 @@ thread_local! {
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
     /// Whether it is this thread that is ending the program.
     static ENDS: Cell<bool> = const { Cell::new(false) };
+    /// Bytes that this thread may still take.
+    static LEFT: Cell<i64> = const { Cell::new(i64::MAX) };
+    static EXCEEDED: Cell<fn() -> !> = const { Cell::new(unlimited) };
+}
+
+/// Counts bytes that this thread takes, or gives back where they are negative.
+fn count(bytes: i64) {
+    let left = LEFT.get().saturating_sub(bytes);
+    LEFT.set(left);
+    if left < 0 {
+        // What is called may take memory.
+        LEFT.set(i64::MAX);
+        EXCEEDED.get()()
+    }
 }
 
 /// Looks at what the system gave.
@@ -65,28 +92,32 @@ fn refused(bytes: usize) {
 }
 
 // SAFETY: every call is the system's allocator's, with the caller's arguments; what it gives is handed on unchanged. `checked`
-// never unwinds: it returns, or ends the program.
+// and `count` never unwind: they return, end the program, or never come back.
 unsafe impl GlobalAlloc for Allocator {
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as i64);
         // SAFETY: the contract is the system's too.
         checked(unsafe { System.alloc(layout) }, layout.size())
     }
 
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as i64);
         // SAFETY: the contract is the system's too.
         checked(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
 
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        count(bytes as i64 - layout.size() as i64);
         // SAFETY: the contract is the system's too, and `memory` came from it.
         checked(unsafe { System.realloc(memory, layout, bytes) }, bytes)
     }
 
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        count(-(layout.size() as i64));
         // SAFETY: the contract is the system's too, and `memory` came from it.
         unsafe { System.dealloc(memory, layout) }
     }

@@ -2,6 +2,7 @@
 //! `tojson` with Python's separators and without escapes.
 
 use crate::{ModelError, file::read_text, json};
+use backend_nvfp4::host_memory;
 use minijinja::{
     Environment, Error, ErrorKind, Value,
     syntax::SyntaxConfig,
@@ -10,8 +11,9 @@ use minijinja::{
 use serde::Serialize;
 use serde_json::Value as Json;
 use std::{
+    cell::OnceCell,
     io,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
@@ -26,11 +28,13 @@ const LONGEST_SOURCE: usize = 64 << 10;
 const LARGEST_CONFIG: u64 = 16 << 20;
 /// Stack of the thread in which templates are compiled and rendered: 4 KiB for each byte of the longest source.
 const STACK: usize = 256 << 20;
-/// Longest time that compiling or rendering may take.
-const LONGEST_TIME: Duration = Duration::from_secs(20);
-/// Memory by which the process may grow meanwhile: a text that is doubled needs few steps.
-const MOST_GROWTH: u64 = 256 << 20;
-/// How often time and memory are looked at.
+/// Longest time of a processor that compiling or rendering may take. A conversation of a thousand messages takes milliseconds.
+const LONGEST_TIME: Duration = Duration::from_secs(2);
+/// Memory that compiling or rendering may take, besides [`TIMES`] what it is given: a text that is doubled needs few steps.
+const MOST_MEMORY: usize = 48 << 20;
+/// How many times the bytes of the messages rendering may take: what a template sets, and the text twice while it grows.
+const TIMES: usize = 4;
+/// How often the time is looked at.
 const LOOK: Duration = Duration::from_millis(2);
 /// Widest indentation of `tojson`, and longest width of a format. Both multiply the text.
 const WIDEST: usize = 256;
@@ -95,7 +99,7 @@ impl ChatTemplate {
             let text = format!("its source has {} bytes; at most {LONGEST_SOURCE} are allowed", source.len());
             return Err(ModelError::Template(text));
         }
-        on_a_large_stack(move || Self::compiled(source))
+        within_limits(0, move || Self::compiled(source))
     }
 
     fn compiled(source: String) -> Result<Self, ModelError> {
@@ -122,18 +126,12 @@ impl ChatTemplate {
     /// # Errors
     /// If the template refuses the messages.
     pub fn render(&self, messages: &[Json], options: RenderOptions<'_>) -> Result<String, ModelError> {
-        let mut context = serde_json::Map::new();
-        context.insert("messages".into(), Json::Array(messages.to_vec()));
-        if let Some(tools) = options.tools {
-            context.insert("tools".into(), tools.clone());
-        }
-        context.insert("add_generation_prompt".into(), options.add_generation_prompt.into());
-        if let Some(thinking) = options.enable_thinking {
-            context.insert("enable_thinking".into(), thinking.into());
-        }
+        let RenderOptions { tools, add_generation_prompt, enable_thinking } = options;
+        let given = messages.iter().chain(tools).map(bytes_of).sum();
+        let context = Value::from(Serde(&Context { messages, tools, add_generation_prompt, enable_thinking }));
         let env = self.env.clone();
-        let render = move || env.get_template("chat").and_then(|t| t.render(Value::from(Serde(&context))));
-        let text = on_a_large_stack(move || render().map_err(template))?;
+        let render = move || env.get_template("chat").and_then(|t| t.render(context));
+        let text = within_limits(given, move || render().map_err(template))?;
         if text.len() > LONGEST {
             return Err(ModelError::Template(format!(
                 "it rendered {} bytes; at most {LONGEST} are allowed",
@@ -142,6 +140,17 @@ impl ChatTemplate {
         }
         Ok(text)
     }
+}
+
+/// The variables of a template. What is None is undefined.
+#[derive(Serialize)]
+struct Context<'a> {
+    messages: &'a [Json],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tools: Option<&'a Json>,
+    add_generation_prompt: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    enable_thinking: Option<bool>,
 }
 
 /// Refuses a format whose numbers would make a huge text.
@@ -156,30 +165,56 @@ fn check_widths(format: &str) -> Result<(), Error> {
 /// The name of the thread in which a template is compiled and rendered. A panic there becomes an error.
 pub const THREAD: &str = "chat template";
 
-/// Runs `work` on a thread of its own, with limits on its stack, its time and its memory. A panic of the template library
-/// becomes an error with its message. A thread cannot be ended: after an error by time or memory the program should end.
-fn on_a_large_stack<Value: Send + 'static>(
-    work: impl FnOnce() -> Result<Value, ModelError> + Send + 'static,
-) -> Result<Value, ModelError> {
-    let (sender, done) = mpsc::channel();
+/// What a thread says that renders a template.
+enum Said<Answer> {
+    /// The folder in which the system tells of the thread.
+    Begins(PathBuf),
+    Ends(Result<Answer, ModelError>),
+    TakesTooMuch,
+}
+
+thread_local! {
+    /// How this thread says that it takes too much memory.
+    static TAKES_TOO_MUCH: OnceCell<Box<dyn Fn()>> = const { OnceCell::new() };
+}
+
+/// Runs `work`, which was given so many bytes, on a thread of its own, with limits on its stack, its time and its memory. A
+/// panic of the template library becomes an error with its message. A thread cannot be ended: after an error by time or memory
+/// it keeps what it has, so that the program should end.
+fn within_limits<Answer: Send + 'static>(
+    given: usize,
+    work: impl FnOnce() -> Result<Answer, ModelError> + Send + 'static,
+) -> Result<Answer, ModelError> {
+    let (sender, said) = mpsc::channel();
     let thread = std::thread::Builder::new().name(THREAD.into()).stack_size(STACK);
-    let (began, before) = (Instant::now(), resident());
-    let failed = |text: String| Err(ModelError::Template(text));
+    let most = MOST_MEMORY + TIMES * given;
     // Nobody listens any more if a limit was reached.
-    let thread = match thread.spawn(move || drop(sender.send(work()))) {
-        Ok(thread) => thread,
-        Err(error) => return Err(ModelError::io("a thread for the chat template".as_ref(), "")(error)),
+    let limited = move || {
+        if let Ok(name) = std::fs::read_link("/proc/thread-self") {
+            let _ = sender.send(Said::Begins(Path::new("/proc").join(name)));
+        }
+        let too_much = sender.clone();
+        let _ = TAKES_TOO_MUCH.with(|tell| tell.set(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
+        host_memory::limit_thread(most, || {
+            TAKES_TOO_MUCH.with(|tell| tell.get().map(|tell| tell()));
+            loop {
+                std::thread::park();
+            }
+        });
+        let _ = sender.send(Said::Ends(work()));
     };
+    let thread = thread.spawn(limited).map_err(|source| ModelError::Thread { what: THREAD, source })?;
+    let failed = |text: String| Err(ModelError::Template(text));
+    let (began, mut told) = (Instant::now(), None);
     loop {
-        match done.recv_timeout(LOOK) {
-            Ok(result) => return result,
+        match said.recv_timeout(LOOK) {
+            Ok(Said::Begins(folder)) => told = Some(folder),
+            Ok(Said::Ends(result)) => return result,
+            Ok(Said::TakesTooMuch) => return failed(format!("it took more than {} MiB of memory", most >> 20)),
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
-        if resident() > before + MOST_GROWTH {
-            return failed(format!("it took more than {} MiB of memory", MOST_GROWTH >> 20));
-        }
-        if began.elapsed() > LONGEST_TIME {
+        if told.as_deref().and_then(processor_time).unwrap_or(began.elapsed()) > LONGEST_TIME {
             return failed(format!("it took more than {} seconds", LONGEST_TIME.as_secs()));
         }
     }
@@ -190,10 +225,20 @@ fn on_a_large_stack<Value: Send + 'static>(
     failed(format!("the template library panicked on it: {}", text.unwrap_or("without a message")))
 }
 
-/// Bytes of memory that the process holds; 0 where the system does not say.
-fn resident() -> u64 {
-    let pages = || std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse::<u64>().ok();
-    pages().unwrap_or(0) * 4096
+/// How long the thread of a folder in /proc has had a processor; None where the system does not say.
+fn processor_time(thread: &Path) -> Option<Duration> {
+    let text = std::fs::read_to_string(thread.join("schedstat")).ok()?;
+    text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+}
+
+/// Bytes of the texts of a JSON value, and some for each value.
+fn bytes_of(value: &Json) -> usize {
+    64 + match value {
+        Json::String(text) => text.len(),
+        Json::Array(values) => values.iter().map(bytes_of).sum(),
+        Json::Object(fields) => fields.iter().map(|(key, value)| key.len() + bytes_of(value)).sum(),
+        Json::Null | Json::Bool(_) | Json::Number(_) => 0,
+    }
 }
 
 fn template(e: Error) -> ModelError {

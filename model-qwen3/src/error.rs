@@ -73,6 +73,16 @@ pub enum ModelError {
         /// What is wrong, with up to ten names.
         reason: String,
     },
+    /// The operating system gave no thread.
+    #[error(
+        "the system gives no thread for the {what}: {source}; it is out of memory, or of threads (ulimit -v, ulimit -u)"
+    )]
+    Thread {
+        /// What the thread was for.
+        what: &'static str,
+        /// The system's reason.
+        source: std::io::Error,
+    },
     /// The chat template failed.
     #[error("chat template: {0}")]
     Template(String),

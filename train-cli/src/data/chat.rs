@@ -167,9 +167,8 @@ fn encode(rendered: &str, answers: &[Range<usize>], prompt: String, text: &TextF
     let mut at = 0;
     for answer in answers {
         for (piece, supervised) in [(&rendered[at..answer.start], false), (&rendered[answer.clone()], true)] {
-            let ids = text.tokenizer.encode(piece)?;
-            sample.supervised.extend(std::iter::repeat_n(supervised, ids.len()));
-            sample.ids.extend(ids);
+            text.tokenizer.encode_onto(piece, &mut sample.ids)?;
+            sample.supervised.resize(sample.ids.len(), supervised);
         }
         if sample.ids.last().is_none_or(|id| !text.stop_ids.contains(id)) {
             let reason = "the chat template does not end an answer with a stop token, so the model would never learn \

@@ -182,12 +182,9 @@ impl Reader<'_> {
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
         for (line, row) in rows {
             let before = self.samples.len();
-            let taken = row.and_then(|(row, weight)| {
-                self.row(row, line)?;
-                self.weigh(before, weight, line);
-                Ok(())
-            });
-            taken.map_err(|wrong| bad_row(path, line, wrong))?;
+            let (row, weight) = row.map_err(|wrong| bad_row(path, line, wrong))?;
+            self.row(row, line).map_err(|error| of_row(path, line, error))?;
+            self.weigh(before, weight, line);
             if self.samples.len() >= self.enough {
                 return Ok(());
             }
@@ -213,17 +210,17 @@ impl Reader<'_> {
     }
 
     /// Makes samples of a row.
-    fn row(&mut self, row: Row, line: usize) -> Result<(), String> {
+    fn row(&mut self, row: Row, line: usize) -> Result<(), CliError> {
         let samples = match row {
             Row::Header => {
                 self.report.header_skipped = true;
                 return Ok(());
             }
-            Row::Document(content) => return self.document(&content, line).map_err(|e| e.to_string()),
+            Row::Document(content) => return self.document(&content, line),
             Row::Conversation(conversation) => conversation.samples(self.text, self.options.loss_on),
         };
         self.report.rows += 1;
-        for mut sample in samples.map_err(|e| e.to_string())? {
+        for mut sample in samples? {
             sample.origins[0].line = line as u32;
             self.take(sample, line)?;
         }
@@ -244,7 +241,8 @@ impl Reader<'_> {
         self.report.rows += 1;
         let most = self.options.max_seq_length;
         let mut ids = Vec::new();
-        let mut pieces = pieces(content);
+        // Pieces, because the ids of a whole book take memory.
+        let mut pieces = self.text.tokenizer.pieces(content);
         // The rest of a long document is read only if its sequences are wanted.
         while self.samples.len() < self.enough {
             let Some(piece) = pieces.next() else {
@@ -276,7 +274,7 @@ impl Reader<'_> {
     }
 
     /// Adds a sample of line `number`, or as much of it as the limit on its length allows.
-    fn take(&mut self, sample: Sample, number: usize) -> Result<(), String> {
+    fn take(&mut self, sample: Sample, number: usize) -> Result<(), CliError> {
         let (len, most) = (sample.ids.len(), self.options.max_seq_length);
         *self.report.lengths.entry(len.next_multiple_of(STEP)).or_default() += 1;
         self.report.longest = self.report.longest.max(len);
@@ -284,7 +282,8 @@ impl Reader<'_> {
         let mut pieces = match self.options.overlong {
             _ if len <= most => vec![sample],
             Overlong::Error => {
-                return Err(format!("{len} tokens exceed --max-seq-length {most}; raise it, or use --overlong drop"));
+                let text = format!("{len} tokens exceed --max-seq-length {most}; raise it, or use --overlong drop");
+                return Err(CliError::Usage(text));
             }
             Overlong::Drop => vec![],
             Overlong::Truncate => vec![sample.piece(0..most)],
@@ -317,23 +316,6 @@ fn text_of(path: &Path) -> Result<String, CliError> {
     })
 }
 
-/// The pieces in which a document is tokenized: of about [`PIECE`] bytes, because the tokenizer takes a hundred times the
-/// memory of its text. A piece ends with a line, in front of a character that is no white space: there no token of Qwen3
-/// crosses the border, so that the pieces have the tokens of the whole.
-fn pieces(mut content: &str) -> impl Iterator<Item = &str> {
-    std::iter::from_fn(move || {
-        let from = content.ceil_char_boundary(PIECE.min(content.len()));
-        let ends = content[from..].match_indices('\n').map(|(at, _)| from + at + 1);
-        let border = |end: &usize| content[*end..].chars().next().is_some_and(|c| !c.is_whitespace());
-        let (piece, rest) = content.split_at(ends.into_iter().find(border).unwrap_or(content.len()));
-        content = rest;
-        (!piece.is_empty()).then_some(piece)
-    })
-}
-
-/// Bytes of a document that are tokenized at once.
-const PIECE: usize = 64 << 10;
-
 fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
     CliError::Data { path: path.to_owned(), line, column: None, reason: reason.to_string() }
 }
@@ -342,6 +324,14 @@ fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
 fn bad_row(path: &Path, line: usize, Wrong { below, column, reason }: Wrong) -> CliError {
     let line = Some(line).filter(|line| *line > 0).map(|line| line + below);
     CliError::Data { path: path.to_owned(), line, column: column.filter(|_| line.is_some()), reason }
+}
+
+/// The error of the row of a line. A machine that has no memory is not the row's fault.
+fn of_row(path: &Path, line: usize, error: CliError) -> CliError {
+    match error.exit_code() {
+        2 | 3 => bad_row(path, line, error.to_string().into()),
+        _ => error,
+    }
 }
 
 #[cfg(test)]
