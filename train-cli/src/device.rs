@@ -178,19 +178,28 @@ pub fn quietly<T>(ask: impl FnOnce() -> T) -> Option<T> {
 }
 
 /// The first failure of a device in this process, if there was one: CubeCL's threads panic where an allocation or a launch
-/// fails, and later results are meaningless.
+/// fails, and later results are meaningless. Burn's Learner panics where the system gives it no thread.
 ///
 /// # Errors
-/// If a device has failed.
+/// If a device has failed, or a library got no thread.
 pub fn check() -> Result<(), CliError> {
     FAILURE.get().map_or(Ok(()), |reason| Err(failure(reason)))
 }
 
-/// What a panic on a thread of CubeCL means.
+/// What a panic of a library means.
 fn failure(reason: &str) -> CliError {
     // Rust's words about the panic say nothing about the device.
     let reason = reason.rsplit_once("`Err` value: ").map_or(reason, |(_, cause)| cause);
-    if of_memory(reason) { out_of_memory(reason) } else { CliError::DeviceFailed(reason.to_owned()) }
+    match reason {
+        reason if of_threads(reason) => CliError::no_thread("work of a library")(std::io::Error::other(reason)),
+        reason if of_memory(reason) => out_of_memory(reason),
+        reason => CliError::DeviceFailed(reason.to_owned()),
+    }
+}
+
+/// Whether a library has panicked because the system gave it no thread.
+fn of_threads(reason: &str) -> bool {
+    reason.contains("failed to spawn thread") || reason.contains("Os {") && reason.contains("WouldBlock")
 }
 
 /// An allocation on the device failed. [`run`] adds what is known besides.
@@ -238,15 +247,15 @@ fn cause(reason: &str) -> &str {
 
 static FAILURE: OnceLock<String> = OnceLock::new();
 
-/// Keeps the message of a panic on a thread of CubeCL for [`check`], and is silent about the panics that follow from it,
-/// and about those of chat templates, which become errors. Every other panic is printed as always.
+/// Keeps the message of a panic on a thread of CubeCL, or for want of a thread, for [`check`], and is silent about the panics
+/// that follow from it, and about those of chat templates, which become errors. Every other panic is printed as always.
 fn watch_devices() {
     let printed = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
-        if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) {
-            let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
+        let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
+        if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) || of_threads(text) {
             // Later ones follow from the first.
             let _ = FAILURE.set(text.to_owned());
         } else if FAILURE.get().is_none() && name != chat_template::THREAD {

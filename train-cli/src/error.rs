@@ -197,7 +197,7 @@ impl CliError {
             Self::DeviceFailed(_) | Self::Device { .. } | Self::Stuck { .. } => 7,
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,
-                ModelError::Memory { .. } => 4,
+                ModelError::Memory { .. } | ModelError::Thread { .. } => 4,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
                 ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,
@@ -215,6 +215,11 @@ impl CliError {
     /// The error of results that standard output did not take.
     pub fn unwritten(error: std::io::Error) -> Self {
         Self::io("standard output".as_ref())(error)
+    }
+
+    /// The system gave no thread for `what`.
+    pub(crate) fn no_thread(what: &'static str) -> impl Fn(std::io::Error) -> Self {
+        move |source| ModelError::Thread { what, source }.into()
     }
 
     pub(crate) fn io(path: &Path) -> impl Fn(std::io::Error) -> Self {

@@ -1,7 +1,7 @@
 //! Ends a program whose device no longer answers. A step that waits for such a device never returns, so the work runs on a
 //! thread of its own, and the main thread counts the time that the step takes.
 
-use crate::CliError;
+use crate::{CliError, device};
 use std::{
     sync::{
         Mutex, MutexGuard,
@@ -34,7 +34,7 @@ pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Resu
         let _ = sender.send(result);
     };
     let thread = thread::Builder::new().name("main".into()).stack_size(STACK).spawn(work);
-    let thread = thread.map_err(CliError::io("thread".as_ref()))?;
+    let thread = thread.map_err(CliError::no_thread("work"))?;
     loop {
         match ended.recv_timeout(TURN) {
             Ok(result) => return result,
@@ -42,7 +42,7 @@ pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Resu
             // The work has panicked, and says so.
             Err(RecvTimeoutError::Disconnected) => match thread.join() {
                 Ok(()) => return Ok(()),
-                Err(panic) => std::panic::resume_unwind(panic),
+                Err(panic) => return device::check().and_then(|()| std::panic::resume_unwind(panic)),
             },
         }
     }

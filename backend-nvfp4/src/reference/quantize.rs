@@ -3,7 +3,7 @@
 use super::{
     codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code},
     random::{draw_of, philox},
-    threads::threads,
+    threads::{share, threads},
 };
 use crate::packed::Packed;
 use kernels_cubecl::{
@@ -82,12 +82,7 @@ pub fn quantize_sharing(x: &[f32], view: View, spec: QuantizeSpec, shared_amax: 
         encode(0, &mut codes, &mut scales);
     } else {
         let parts = codes.chunks_mut(part * words_per_row(cols)).zip(scales.chunks_mut(part * blocks));
-        std::thread::scope(|scope| {
-            for (first, (codes, scales)) in (0..rows).step_by(part).zip(parts) {
-                let encode = &encode;
-                scope.spawn(move || encode(first, codes, scales));
-            }
-        });
+        share((0..rows).step_by(part).zip(parts), |(first, (codes, scales))| encode(first, codes, scales));
     }
     Packed { codes, scales, global: scaler.global }
 }
@@ -114,10 +109,8 @@ pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
         }
         (codes, scales)
     };
-    let parts: Vec<_> = std::thread::scope(|scope| {
-        let running: Vec<_> = x.chunks(part).map(|x| scope.spawn(move || quantized(x))).collect();
-        running.into_iter().map(|t| t.join().expect("quantizing does not panic")).collect()
-    });
+    let mut parts = vec![(vec![], vec![]); x.len().div_ceil(part)];
+    share(x.chunks(part).zip(&mut parts), |(x, quantized_part)| *quantized_part = quantized(x));
     let (codes, scales): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
     Packed { codes: codes.concat(), scales: scales.concat(), global: scaler.global }
 }

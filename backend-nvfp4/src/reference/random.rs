@@ -1,6 +1,6 @@
 //! Random numbers that depend on a counter and a stream only, so that every backend draws the same ones.
 
-use super::threads::threads;
+use super::threads::{share, threads};
 use kernels_cubecl::rng::Stream;
 
 /// Four random words for `index` of `stream`: Philox4x32-10 (Salmon et al., SC 2011).
@@ -36,13 +36,9 @@ pub fn normals(len: usize, std: f32, stream: Stream) -> Vec<f32> {
     };
     let mut out = vec![0.0; len];
     let part = len.div_ceil(threads()).next_multiple_of(4).max(4);
-    std::thread::scope(|scope| {
-        for (t, values) in out.chunks_mut(part).enumerate() {
-            scope.spawn(move || {
-                for (i, values) in values.chunks_mut(4).enumerate() {
-                    values.copy_from_slice(&four((t * part / 4 + i) as u32)[..values.len()]);
-                }
-            });
+    share(out.chunks_mut(part).enumerate(), |(t, values)| {
+        for (i, values) in values.chunks_mut(4).enumerate() {
+            values.copy_from_slice(&four((t * part / 4 + i) as u32)[..values.len()]);
         }
     });
     out

@@ -1,6 +1,26 @@
-//! How many threads the reference uses for large matrices.
+//! The threads that share the work on a large matrix.
+
+use std::{
+    sync::{Mutex, PoisonError},
+    thread,
+};
 
 /// The number of cores.
 pub(super) fn threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Does the work on each part by a thread of its own. Where the system gives no thread, this one does it.
+pub(super) fn share<Part: Send>(parts: impl Iterator<Item = Part>, work: impl Fn(Part) + Sync) {
+    let work = &work;
+    let parts: Vec<_> = parts.map(|part| Mutex::new(Some(part))).collect();
+    thread::scope(|scope| {
+        for part in &parts {
+            let take = || part.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let run = move || take().map_or((), work);
+            if thread::Builder::new().spawn_scoped(scope, run).is_err() {
+                run();
+            }
+        }
+    });
 }

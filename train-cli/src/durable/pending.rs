@@ -72,7 +72,7 @@ impl PendingFolder {
             let begin = |name: &&str| {
                 let (name, path) = ((*name).to_owned(), folder.join(name));
                 let one = move || written(&path, |out| write(&name, out));
-                thread::Builder::new().spawn_scoped(scope, one).map_err(CliError::io(folder))
+                thread::Builder::new().spawn_scoped(scope, one).map_err(CliError::no_thread("file"))
             };
             let threads: Vec<_> = names.iter().map(begin).collect();
             // All have ended when the first error is returned.

@@ -139,7 +139,7 @@ impl Saver {
         write: impl FnOnce() -> Result<PathBuf, CliError> + Send + 'static,
     ) -> Result<Option<PathBuf>, CliError> {
         let writer = thread::Builder::new().name("checkpoint".into()).spawn(write);
-        self.pending = Some(writer.map_err(CliError::io(&self.place.run))?);
+        self.pending = Some(writer.map_err(CliError::no_thread("checkpoint"))?);
         Ok(None)
     }
 

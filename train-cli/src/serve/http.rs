@@ -131,7 +131,7 @@ impl Server {
             ended
         };
         let listener = std::thread::Builder::new().name("http".into()).spawn(serve);
-        Ok(Engine { queue, metrics, listener: listener.map_err(CliError::io("a thread".as_ref()))? })
+        Ok(Engine { queue, metrics, listener: listener.map_err(CliError::no_thread("server"))? })
     }
 }
 

@@ -5,6 +5,7 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Response},
 };
+use model_qwen3::ModelError;
 use serde_json::{Value, json};
 
 /// Why a request gets no answer.
@@ -31,6 +32,14 @@ impl Refusal {
     /// A field that is wrong.
     pub(super) fn field(name: &str, reason: impl std::fmt::Display) -> Self {
         Self { param: Some(name.to_owned()), ..Self::bad(format!("{name}: {reason}")) }
+    }
+
+    /// The text of a field does not become tokens. That the system gives no thread for it is not the client's fault.
+    pub(super) fn of_text(name: &str, error: ModelError) -> Self {
+        match error {
+            ModelError::Thread { .. } => Self::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string()),
+            error => Self::field(name, error),
+        }
     }
 
     /// The body of the reply.

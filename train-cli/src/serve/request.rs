@@ -66,7 +66,7 @@ impl Request {
         let options = RenderOptions { tools: tools.as_ref(), add_generation_prompt: true, enable_thinking: thinking };
         let rendered = text.template.render(&messages, options);
         let prompt = rendered.and_then(|prompt| text.tokenizer.encode(&prompt));
-        request.prompts = vec![prompt.map_err(|e| Refusal::field("messages", e))?];
+        request.prompts = vec![prompt.map_err(|e| Refusal::of_text("messages", e))?];
         request.max_tokens = longest.map(|most| most as usize).or(request.max_tokens);
         request.calls_tools = tools.is_some();
         request.logprobs = logprobs;
@@ -261,7 +261,7 @@ fn usage(options: Option<Value>, streams: bool) -> Result<bool, Refusal> {
 /// The prompts of a completion: a text, several texts, tokens, or several lists of tokens.
 fn prompts(prompt: Value, text: &TextFiles) -> Result<Vec<Vec<u32>>, Refusal> {
     let bad = |reason: String| Refusal::field("prompt", reason);
-    let encoded = |prompt: &str| text.tokenizer.encode(prompt).map_err(|e| bad(e.to_string()));
+    let encoded = |prompt: &str| text.tokenizer.encode(prompt).map_err(|e| Refusal::of_text("prompt", e));
     let ids = |list: &[Value]| -> Option<Vec<u32>> {
         list.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
     };
