@@ -3,7 +3,7 @@
 
 use crate::support::{
     faulty_disk::preloaded,
-    files::{command, demo_file, ok, program, run, tiny_model},
+    files::{Cost, command, cost, demo_file, ok, program, run, tiny_model},
     golden,
 };
 use std::{
@@ -354,16 +354,20 @@ fn hostile_templates_are_errors() {
     );
 }
 
-/// Texts that double, in each way that templates have. Rendering cannot be stopped, so that the program ends.
+/// Texts that double, in each way that templates have, and one whose time no count of steps limits. Rendering cannot be stopped,
+/// so that the program ends.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_template_that_takes_all_memory_ends_the_program_with_an_error() {
+fn a_template_that_takes_memory_or_time_without_end_ends_the_program_with_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
+    let words = ["generate", "-m", "m", "--device", "cpu", "-p", "hello", "--max-tokens", "1"];
+    let usual = cost(d, &words).memory;
     let looped = |change: &str| {
         format!("{{% set n = namespace(x='aaaaaaaa') %}}{{% for i in range(60) %}}{change}{{% endfor %}}")
     };
+    let limits = ["more than 48 MiB", "bytes; at most", "recursion", "too large"];
     for template in [
         looped("{% set n.x = n.x ~ n.x %}"),
         looped("{% set n.x = n.x + n.x %}"),
@@ -373,12 +377,15 @@ fn a_template_that_takes_all_memory_ends_the_program_with_an_error() {
         "{% macro m(n) %}{% if n %}{% set x = m(n - 1) %}{{ x }}{{ x }}{% else %}aaaaaaaa{% endif %}{% endmacro %}{{ m(60) }}".into(),
     ] {
         fs::write(d.join("m/chat_template.jinja"), &template).unwrap();
-        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "-p", "hello", "--max-tokens", "1"]);
-        let stderr = String::from_utf8_lossy(&out.stderr);
-        let expected = out.status.code() == Some(2) && !stderr.contains("panicked");
-        assert!(expected, "{template}: {}: {stderr}", out.status);
-        assert!(["more than 256 MiB", "bytes; at most", "recursion", "too large"].iter().any(|t| stderr.contains(t)), "{template}: {stderr}");
+        let stderr = refused(d, &words, 2);
+        assert!(limits.iter().any(|limit| stderr.contains(limit)), "{template}: {stderr}");
+        let Cost { seconds, memory, .. } = cost(d, &words);
+        assert!(seconds <= 2.0 && memory <= usual + (64 << 20), "{template}: {seconds} s, {} MiB", memory >> 20);
     }
+    let searched = "{% set x = 'a' * 4000000 %}{% for i in range(100000) %}{% if 'b' in x %}{% endif %}{% endfor %}";
+    fs::write(d.join("m/chat_template.jinja"), searched).unwrap();
+    let stderr = refused(d, &words, 2);
+    assert!(stderr.contains("more than 2 seconds"), "{stderr}");
 }
 
 #[test]
@@ -679,6 +686,44 @@ fn a_run_to_which_the_host_gives_no_memory_says_so_and_can_be_resumed() {
     }
 }
 
+/// A system that gives a program some threads and no more ends it with a message, whoever asked for the thread: the program or
+/// a library. What was saved is whole.
+#[test]
+fn a_program_to_which_the_system_gives_no_thread_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let Some(library) = preloaded(d, "refused_threads", include_str!("support/refused_threads.cpp")) else { return };
+    tiny_model(&d.join("m"), true);
+    let rows = fs::read_to_string(d.join("m/demo.tsv")).unwrap();
+    fs::write(d.join("few.tsv"), rows.split_inclusive('\n').take(3).collect::<String>()).unwrap();
+    let fit = "fit -m m -d few.tsv --device cpu --max-seq-length 64 --max-steps 1 --val-split 0 --save-steps 1 -o r";
+    let generate = "generate -m m --device cpu -p hello --max-tokens 1";
+    for (words, least) in [(fit, 30), (generate, 3)] {
+        let words: Vec<&str> = words.split(' ').collect();
+        let mut given = 0;
+        loop {
+            let _ = fs::remove_dir_all(d.join("r"));
+            let mut refused = command(d, &words);
+            refused.env("LD_PRELOAD", &library).env("GIVE_THREADS", given.to_string());
+            let out = refused.output().unwrap();
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            if out.status.success() {
+                break;
+            }
+            let message = stderr.lines().last().unwrap_or_default();
+            let expected =
+                out.status.code() == Some(4) && message.starts_with("error: the system gives no thread for the ");
+            assert!(
+                expected && !stderr.contains("panicked"),
+                "after {given} threads, {words:?}: {}: {stderr}",
+                out.status
+            );
+            given += 1;
+        }
+        assert!(given >= least, "{words:?} needs {given} threads");
+    }
+}
+
 /// A learning rate of which no model learns is warned of within the first steps, and the warning stays: in the summary, in the
 /// record of the run, and after a resume.
 #[test]
@@ -928,6 +973,13 @@ fn hostile_small_files_are_refused() {
         None => fs::remove_file(d.join("m/chat_template.jinja")).unwrap(),
     }
     // One of two values would be lost.
+    let good = fs::read_to_string(d.join("m/tokenizer.json")).unwrap();
+    let twice = good.replacen("\"vocab\":", "\"vocab\": {\"a\": 0, \"a\": 1}, \"old\":", 1);
+    assert!(twice != good);
+    fs::write(d.join("m/tokenizer.json"), twice).unwrap();
+    let stderr = refused(d, &["data", "stats", "-m", "m", "m/demo.tsv"], 2);
+    assert!(stderr.contains("tokenizer.json") && stderr.contains("\"a\" stands twice"), "{stderr}");
+    fs::write(d.join("m/tokenizer.json"), good).unwrap();
     let header = r#"{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}"#;
     let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 4]].concat();
     fs::write(d.join("twice.safetensors"), bytes).unwrap();

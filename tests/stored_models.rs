@@ -229,3 +229,33 @@ fn a_model_thinks_if_its_rows_did() {
         assert!(out.status.success() && said.contains(temperature), "{asked}: {said}");
     }
 }
+
+/// A changed bit in an export's weights is found before another file is made of them.
+#[test]
+fn no_file_is_made_of_an_export_that_has_changed() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.1);
+    fit(d, &["-o", "r"]);
+    let path = d.join("r/final/model.dat");
+    let mut bytes = fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    let cpu = ["--device", "cpu"];
+    for model in ["r", "r/final", "r/final/model.dat"] {
+        for words in [
+            [&["export-dat", "-m", model, "--output-dat", "x.dat"][..], &cpu].concat(),
+            [&["export-hf", "-m", model, "--output-dir", "x"][..], &cpu].concat(),
+            vec!["convert", model, "x.safetensors", "--dtype", "bf16"],
+        ] {
+            let out = run(d, &words);
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            let expected = stderr.contains("model.dat: SHA-256") && stderr.contains("delete manifest.json");
+            assert!(out.status.code() == Some(6) && expected, "{words:?}: {}: {stderr}", out.status);
+        }
+    }
+    assert!(!["x", "x.dat", "x.safetensors"].iter().any(|name| d.join(name).exists()));
+    fs::remove_file(d.join("r/final/manifest.json")).unwrap();
+    ok(d, &["export-dat", "-m", "r/final", "--output-dat", "x.dat", "--device", "cpu"]);
+}

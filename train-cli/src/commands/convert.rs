@@ -9,7 +9,11 @@ use crate::{
     outputs::check_output,
     progress::{self, Writing},
     report,
-    run::{checkpoint, located::located, trained::Trained},
+    run::{
+        checkpoint,
+        located::{check_unchanged, located},
+        trained::Trained,
+    },
     settings::HeadFormat,
 };
 use backend_nvfp4::BlockShape;
@@ -48,6 +52,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
     }
     let container = container(args)?;
+    check_unchanged(&files)?;
     if args.dtype == WeightArg::Nvfp4 && checkpoint::state_beside(&files.folder)?.is_some() {
         let text = "is a checkpoint, whose recipe decides how its weights are quantized; write a .dat file by export-dat, and \
                     convert that";

@@ -18,7 +18,7 @@ use crate::{
         checkpoint::{self, Head},
         export_format::ExportFormat,
         inputs::packed_scaling,
-        located::located,
+        located::{check_unchanged, located},
         stored_model::StoredModel,
         trained::Trained,
     },
@@ -53,9 +53,7 @@ use std::{
 pub fn run(args: ExportArgs) -> Result<(), CliError> {
     let found = located(&args.model)?;
     let state = checkpoint::state_beside(&found.folder)?;
-    if state.is_none() && found.weights.join(durable::MANIFEST).exists() {
-        durable::verify_listed(&found.weights)?;
-    }
+    check_unchanged(&found)?;
     let stored = StoredModel::open(&found.weights, args.tokenizer.as_deref())?;
     let mut inputs = stored.files.weight_files();
     inputs.push(stored.weights.path().to_owned());

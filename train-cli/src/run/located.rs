@@ -1,8 +1,13 @@
 //! The one way from a path to a model's files. The path is a model folder, a `.dat` or `.safetensors` file, a run folder (its
 //! export, or its newest checkpoint), or a checkpoint. Every command that takes a model finds it here.
 
-use super::checkpoint::{self, CONFIG, FINAL};
-use crate::{CliError, model_files::ModelFiles, report};
+use super::checkpoint::{self, CONFIG, FINAL, STATE};
+use crate::{
+    CliError,
+    durable::{self, MANIFEST},
+    model_files::ModelFiles,
+    report,
+};
 use model_qwen3::ModelError;
 use std::path::Path;
 
@@ -27,4 +32,21 @@ pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
     };
     report::label("model", found.display().to_string());
     Ok(ModelFiles::new(&found))
+}
+
+/// Checks the files of an export, before another file is made of them. (A checkpoint is checked when its state is read.)
+///
+/// # Errors
+/// If a file is not what the export's manifest says.
+pub fn check_unchanged(files: &ModelFiles) -> Result<(), CliError> {
+    if !files.folder.join(MANIFEST).exists() || files.folder.join(STATE).exists() {
+        return Ok(());
+    }
+    durable::verify_listed(&files.folder).map_err(|error| match error {
+        CliError::Corrupt { path, reason } => {
+            let remedy = format!("if you changed the file yourself, delete {MANIFEST} and try again");
+            CliError::corrupt(&path, format!("{reason}; {remedy}"))
+        }
+        other => other,
+    })
 }

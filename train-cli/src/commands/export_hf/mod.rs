@@ -19,7 +19,7 @@ use crate::{
     report,
     run::{
         checkpoint::{self, RESULTS, TrainerState},
-        located::located,
+        located::{check_unchanged, located},
         trained::Trained,
     },
     settings::bytes,
@@ -61,6 +61,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let config = Qwen3Config::from_file(&companions.config)?;
     let text = TextFiles::open(&companions.text, &config)?;
     let state = checkpoint::state_beside(&files.folder)?;
+    check_unchanged(&files)?;
     let source = files.open_weights()?;
     let calibration = calibrate::of_model(args)?;
     report::unscaled_inputs(source.has_input_scales() && calibration.is_none());
