@@ -23,7 +23,8 @@ pub use training::{EstimateArgs, FitArgs, StartArgs};
 
 /// Train Qwen3 to work with weights in NVFP4, export the result and talk to it.
 ///
-/// NVFP4 is a 4-bit number format: 16 values share one 8-bit scale, and a tensor has one more f32 scale.
+/// NVFP4 is a 4-bit number format: 16 values share one 8-bit scale, and the whole tensor has a
+/// further scale, in f32.
 #[derive(Debug, Parser)]
 #[command(name = "train-cli", version, long_version = VERSION, about, after_help = EXIT_CODES)]
 pub struct Cli {
@@ -73,7 +74,7 @@ pub enum Command {
     Chat(ChatArgs),
     /// Answer over HTTP, as OpenAI's interface does, and show a page to talk to the model
     Serve(ServeArgs),
-    /// Measure how well a model predicts text, and how far back it finds a number in it
+    /// Measure how well a model predicts text, and whether it finds a number that is hidden far back in a long text
     #[command(subcommand)]
     Eval(EvalCommand),
     /// Look at training runs: list them, show one, compare several

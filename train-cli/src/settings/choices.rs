@@ -331,9 +331,11 @@ impl Choice for Clip {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum HeadFormat {
-    /// In NVFP4. If the head is the embedding, the file gets an NVFP4 copy of it besides, so that answers are faster
+    /// In NVFP4. If the model uses its embedding as head, the file holds the embedding in f16 and an NVFP4 copy of it as head, and
+    /// answers are faster
     Nvfp4,
-    /// Not in NVFP4: a separate head is stored in bf16. A head that is the embedding gets no copy; the embedding is in f16
+    /// Not in NVFP4. If the model has a head of its own, that is stored in bf16. If it uses its embedding as head, the file holds
+    /// only the embedding, in f16
     Bf16,
 }
 

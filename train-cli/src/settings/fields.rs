@@ -342,7 +342,7 @@ pub struct SavingSettings {
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
     /// How the export of a 4-bit recipe stores the output head [default: in NVFP4 if the model's file holds a head in NVFP4. Otherwise a
-    /// separate head is stored in f16, and a head that is the embedding gets no copy of its own]
+    /// head of its own is stored in f16, and a head that is the embedding is not stored a second time]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
@@ -416,7 +416,7 @@ pub struct LoggingSettings {
         ", or a larger number if evaluations would otherwise take more than a tenth of the time",
     ))]
     pub eval_steps: Option<usize>,
-    /// End the run after this many evaluations in a row whose loss is not lower than the lowest before
+    /// End the run after this many evaluations in a row without a new lowest loss
     #[arg(long, value_name = "N")]
     pub early_stopping_patience: Option<usize>,
     /// Number of steps between progress lines
@@ -468,9 +468,9 @@ pub struct AdvancedSettings {
     /// Leave out a step whose loss or gradient is not finite; false ends the run at the first one
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub guard: bool,
-    /// During each step, keep a copy of weights and optimizer state if memory allows. The weights of a block are updated before
-    /// the gradients of all blocks are known, so a step may turn out bad when some weights have changed already. They are restored
-    /// from the copy; without it, the run goes back to a checkpoint
+    /// During each step, keep a copy of weights and optimizer state if memory allows. Blocks are updated one by one, so that
+    /// some have been updated already when a gradient of a later block proves not to be finite. They are then restored from the
+    /// copy; without it, the run goes back to a checkpoint
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub undo_copy: bool,
 }
