@@ -15,6 +15,8 @@ pub(super) struct Case {
     packed: bool,
     rounded: Rounded,
     cubes: usize,
+    /// The size of keys in the caches. Of large ones, a few have nearly all the weight.
+    keys: f64,
 }
 
 const SHAPE: DecoderShape =
@@ -22,7 +24,13 @@ const SHAPE: DecoderShape =
 
 /// One token whose keys are in two shares.
 pub(super) fn one(packed: bool, rounded: Rounded) -> Case {
-    Case { shape: SHAPE, pasts: vec![70], packed, rounded, cubes: 3 }
+    Case { shape: SHAPE, pasts: vec![70], packed, rounded, cubes: 3, keys: 1.0 }
+}
+
+/// One token with so many keys that a warp takes several times 16 of them.
+pub(super) fn long() -> Case {
+    let shape = DecoderShape { heads: 4, kv_heads: 1, ..SHAPE };
+    Case { shape, pasts: vec![5000], packed: false, rounded: Rounded::Not, cubes: 3, keys: 5.0 }
 }
 
 /// 1, 2, 4, 8 and 16 places for tokens, short and long pasts, every way to round activations, packed and dense weights, and
@@ -32,18 +40,28 @@ pub(super) fn every(gpu: &Gpu) {
         expect(gpu, &one(true, rounded));
     }
     expect(gpu, &one(false, Rounded::Not));
+    expect(gpu, &long());
     let wide = DecoderShape { heads: 6, kv_heads: 1, head_dim: 128, ..SHAPE };
-    expect(gpu, &Case { shape: wide, pasts: vec![0, 131], packed: true, rounded: Rounded::Not, cubes: 5 });
-    let small = DecoderShape { heads: 16, kv_heads: 8, head_dim: 16, ..SHAPE };
-    expect(gpu, &Case { shape: small, pasts: vec![3, 0, 40], packed: true, rounded: Rounded::EachRow, cubes: 2 });
+    expect(gpu, &Case { shape: wide, pasts: vec![0, 131], packed: true, rounded: Rounded::Not, cubes: 5, keys: 1.0 });
+    let small = DecoderShape { heads: 4, kv_heads: 4, ..SHAPE };
+    expect(
+        gpu,
+        &Case { shape: small, pasts: vec![3, 0, 40], packed: true, rounded: Rounded::Not, cubes: 2, keys: 1.0 },
+    );
+    let many = DecoderShape { heads: 16, kv_heads: 1, ..SHAPE };
+    expect(gpu, &Case { shape: many, pasts: vec![83], packed: true, rounded: Rounded::Not, cubes: 3, keys: 1.0 });
+    expect(
+        gpu,
+        &Case { shape: small, pasts: vec![3, 0, 40], packed: true, rounded: Rounded::EachRow, cubes: 2, keys: 1.0 },
+    );
     for (packed, rounded) in [(false, Rounded::Not), (true, Rounded::By { full: 700.0 })] {
-        expect(gpu, &Case { shape: SHAPE, pasts: vec![9, 0, 66, 1, 64], packed, rounded, cubes: 3 });
+        expect(gpu, &Case { shape: SHAPE, pasts: vec![9, 0, 66, 1, 64], packed, rounded, cubes: 3, keys: 1.0 });
     }
     // The shared memory of a smaller GPU has no room for the columns of nine tokens.
     if gpu.arch != 121 {
         let long = DecoderShape { intermediate: 4352, ..SHAPE };
         let pasts = (0..9).map(|n| n * 9).collect();
-        expect(gpu, &Case { shape: long, pasts, packed: true, rounded: Rounded::EachRow, cubes: 4 });
+        expect(gpu, &Case { shape: long, pasts, packed: true, rounded: Rounded::EachRow, cubes: 4, keys: 1.0 });
     }
 }
 
@@ -70,13 +88,13 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let angles: Vec<f64> = (0..tokens * head_dim / 2).map(|_| f64::from(random.normal())).collect();
     let table = |f: fn(f64) -> f64| gpu.put(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), F32);
     let (cosines, sines) = (table(f64::cos), table(f64::sin));
-    let mut cache = |past: usize| {
-        let mut values: Vec<f64> = (0..past * keys).map(|_| f64::from(random.normal())).collect();
+    let mut cache = |past: usize, size: f64| {
+        let mut values: Vec<f64> = (0..past * keys).map(|_| f64::from(random.normal()) * size).collect();
         // What is behind the past must not be read.
         values.resize((past + 2) * keys, f64::NAN);
         gpu.put(&values, BF16)
     };
-    let caches: Vec<[Data; 2]> = case.pasts.iter().map(|past| [cache(*past), cache(*past)]).collect();
+    let caches: Vec<[Data; 2]> = case.pasts.iter().map(|past| [cache(*past, case.keys), cache(*past, 1.0)]).collect();
     let y = gpu.room(tokens * hidden, BF16);
     let weight = |m: &Matrix| match m {
         Matrix::Packed(w) => Weight::Packed(w.args()),

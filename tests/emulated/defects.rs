@@ -27,6 +27,7 @@ const BACKWARD_Q: Subject = ("backward_q", attention::backward_of_one_head);
 const DECODE: Subject = ("split", attention::decode_in_one_split);
 /// One token over two shares of keys.
 const DECODER: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::one(true, Rounded::EachRow)));
+const DECODER_LONG: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::long()));
 const BLOCK_SCALED: Subject = ("block_scaled", |gpu| block_scaled::run(gpu, BF16));
 
 /// Planes that add up their sums in shared memory.
@@ -172,8 +173,12 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
         ("                    __syncwarp();\n", "", "race"),
         ("        __syncthreads();\n        const int steps", "        const int steps", "race"),
         ("    __syncthreads();\n    return amax;\n", "    return amax;\n", "race"),
-        ("    team_barrier();\n    const int own", "    const int own", "race"),
-        ("    join_lanes(mix);\n", "", "wrong"),
+        ("    team_barrier();\n    const int g", "    const int g", "race"),
+        ("large[half] = transposed(pair_of(a, b))", "large[half] = pair_of(a, b)", "wrong"),
+        ("upper(c, d), small[0], small[1]", "upper(c, d), small[1], small[0]", "wrong"),
+        ("lower(c, d), upper(c, d), large", "upper(c, d), lower(c, d), large", "wrong"),
+        ("k[j][0].z, k[j][1].z", "k[j][1].z, k[j][0].z", "wrong"),
+        ("g + 8 < valid ? ", "true ? ", "wrong"),
         ("c.z, c.w, b[2], b[3]", "c.z, c.w, b[3], b[2]", "wrong"),
         ("at * 32 + n * 4 + lane % 4", "at * 32 + n * 4 + lane / 4 % 4", "wrong"),
         ("__shfl_xor_sync(0xFFFFFFFFu, own, 4)", "__shfl_xor_sync(0xFFFFFFFFu, own, 1)", "wrong"),
@@ -184,6 +189,14 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
         for (old, new, expected) in cases {
             let error = changed(DECODER, move |text| replaced(text, old, new, 0)).expect_err(old);
             assert!(error.contains(expected) && !error.contains(NOT_COMPILED), "without {old:?}: {error}");
+        }
+        for (old, new) in [
+            ("mix.sums[i][h] *= before, ", ""),
+            ("mix.totals[h] * before + ", "mix.totals[h] + "),
+            ("base += TEAM * KEYS", "base += 2 * TEAM * KEYS"),
+        ] {
+            let error = changed(DECODER_LONG, move |text| replaced(text, old, new, 0)).expect_err(old);
+            assert!(error.contains("wrong") && !error.contains(NOT_COMPILED), "without {old:?}: {error}");
         }
     });
 }

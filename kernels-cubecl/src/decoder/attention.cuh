@@ -3,12 +3,19 @@
 //   for each token, key head, share { queries and new key = rotate(norm(.)); online softmax over the keys of the share }
 //   y = sum of the shares, each times exp(its largest score - the largest of all)
 //
-// A team of four warps takes a share of the keys and PART of the query heads that read them; a cube has four teams. A key is
-// taken by E / 8 lanes, each with eight of its values; a warp takes 32 * 8 / E keys at once. The number of shares depends on the
-// length of the sequence alone. The new key and value come from shared memory, and the team that has the last share writes them
-// to the cache.
+// A team of four warps takes a share of the keys and PART of the query heads that read them; a cube has four teams. A warp takes
+// 16 keys at once: scores are keys times queries by mma.sync m16n8k16 (the keys are its rows, the heads its columns), and the
+// result is values times weights (the values' dimensions are its rows, the summed index is the key). Heads from PART to 7 are
+// zeros, and nobody reads what they give. The number of shares depends on the length of the sequence alone. The new key and value
+// come from shared memory, and the team that has the last share writes them to the cache.
+//
+// Both sums may take their terms in any order, as long as both operands use the same one, and so may the rows of the result:
+// every lane reads 16 neighboring bytes. For scores, lane t of four has the dimensions 32 j + 8 t to 32 j + 8 t + 7 of the keys
+// g and g + 8. For the result, lane (g, t) has the dimensions 64 j + 8 g to 64 j + 8 g + 7 of the keys 2 t, 2 t + 1, 8 + 2 t and
+// 9 + 2 t; two neighboring dimensions are the rows g and g + 8.
 
-constexpr int KEYS_OF_SPLIT = 64, TEAMS = WARPS / TEAM, GROUP = H / G, LANES = E / 8, KEYS = 32 / LANES;
+constexpr int KEYS_OF_SPLIT = 64, TEAMS = WARPS / TEAM, GROUP = H / G, KEYS = 16;
+static_assert(E % 64 == 0 && PART <= 8, "form.rs takes these sizes only");
 // A team's shared memory holds queries, the new key and value, and the results of its warps.
 static_assert((PART + 2) * E * 2 + TEAM * PART * (E + 2) * 4 == TEAM_BYTES, "form.rs reserves what a team takes");
 // Scores below all others. A difference of two of them is 0.
@@ -75,48 +82,81 @@ __device__ __forceinline__ void team_barrier() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / 32 / TEAM + 1), "r"(TEAM * 32) : "memory");
 }
 
-// The online softmax of a lane: PART heads, eight values of each.
+// The online softmax of a lane: the heads 2 (lane % 4) and the next one, and the lane's dimensions of the result.
 struct Mix {
-    float top[PART], total[PART], sums[PART][8];
+    float tops[2], totals[2], sums[E / 16][4];
 };
 
-// Takes in a key and its value. Lanes of a key past the last one take part in the shuffles.
-__device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[PART], uint4 key, uint4 value, bool valid) {
-    float k[8], v[8];
-    values_of(key, k);
-    values_of(value, v);
-#pragma unroll
-    for (int h = 0; h < PART; h++) {
-        float own[8], score = 0.0f;
-        values_of(q[h], own);
-#pragma unroll
-        for (int i = 0; i < 8; i++) score += own[i] * k[i];
-#pragma unroll
-        for (int lanes = LANES / 2; lanes > 0; lanes /= 2) score += __shfl_xor_sync(0xFFFFFFFFu, score, lanes);
-        score = valid ? score * SCORE_SCALE : LOWEST;
-        const float top = fmaxf(mix.top[h], score), before = exp2f(mix.top[h] - top);
-        const float weight = valid ? exp2f(score - top) : 0.0f;
-        mix.top[h] = top;
-        mix.total[h] = mix.total[h] * before + weight;
-#pragma unroll
-        for (int i = 0; i < 8; i++) mix.sums[h][i] = mix.sums[h][i] * before + weight * v[i];
-    }
+// The transpose of a matrix of 8x8 16-bit numbers, of which lane (g, t) holds the columns 2 t and 2 t + 1 of row g.
+__device__ __forceinline__ u32 transposed(u32 pair) {
+    u32 out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    return out;
 }
 
-// Joins the keys of a warp.
-__device__ __forceinline__ void join_lanes(Mix& mix) {
+// The words of a uint4 by number.
+__device__ __forceinline__ u32 word_of(const uint4& words, int n) { return n == 0 ? words.x : n == 1 ? words.y : n == 2 ? words.z : words.w; }
+
+// The lower halves of two words, and the upper ones.
+__device__ __forceinline__ u32 lower(u32 a, u32 b) { return (a & 0xFFFFu) | b << 16; }
+__device__ __forceinline__ u32 upper(u32 a, u32 b) { return a >> 16 | (b & 0xFFFF0000u); }
+
+// Takes in 16 keys, of which the first `valid` count, and their values: key n lies at key_of(n), its value at value_of(n).
+template <class Place>
+__device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[E / 32], int valid, Place key_of, Place value_of) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const u16 *low = key_of(g) + t * 8, *high = key_of(g + 8) + t * 8;
+    uint4 k[E / 32][2], v[E / 64][4];
 #pragma unroll
-    for (int lanes = LANES; lanes < 32; lanes *= 2) {
+    for (int j = 0; j < E / 32; j++) {
+        k[j][0] = *reinterpret_cast<const uint4*>(low + j * 32);
+        k[j][1] = *reinterpret_cast<const uint4*>(high + j * 32);
+    }
 #pragma unroll
-        for (int h = 0; h < PART; h++) {
-            const float other = __shfl_xor_sync(0xFFFFFFFFu, mix.top[h], lanes), top = fmaxf(mix.top[h], other);
-            const float own = exp2f(mix.top[h] - top), its = exp2f(other - top);
-            mix.top[h] = top;
-            mix.total[h] = mix.total[h] * own + __shfl_xor_sync(0xFFFFFFFFu, mix.total[h], lanes) * its;
+    for (int n = 0; n < 4; n++) {
+        const u16* own = value_of(n / 2 * 8 + 2 * t + n % 2) + g * 8;
 #pragma unroll
-            for (int i = 0; i < 8; i++)
-                mix.sums[h][i] = mix.sums[h][i] * own + __shfl_xor_sync(0xFFFFFFFFu, mix.sums[h][i], lanes) * its;
-        }
+        for (int j = 0; j < E / 64; j++) v[j][n] = *reinterpret_cast<const uint4*>(own + j * 64);
+    }
+    // Two sums that take turns: a product waits for the one before into the same sum.
+    float turns[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < E / 32; j++) {
+        multiply_add(turns[0], k[j][0].x, k[j][1].x, k[j][0].y, k[j][1].y, q[j].x, q[j].y);
+        multiply_add(turns[1], k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w, q[j].z, q[j].w);
+    }
+    float weights[4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const float first = g < valid ? (turns[0][h] + turns[1][h]) * SCORE_SCALE : LOWEST;
+        const float second = g + 8 < valid ? (turns[0][2 + h] + turns[1][2 + h]) * SCORE_SCALE : LOWEST;
+        float top = fmaxf(first, second);
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, lanes));
+        top = fmaxf(mix.tops[h], top);
+        const float before = exp2f(mix.tops[h] - top);
+        // One key at least counts, so that the weight of a LOWEST score is 0.
+        weights[h] = exp2f(first - top), weights[2 + h] = exp2f(second - top);
+        mix.tops[h] = top;
+        mix.totals[h] = mix.totals[h] * before + weights[h] + weights[2 + h];
+#pragma unroll
+        for (int i = 0; i < E / 16; i++) mix.sums[i][h] *= before, mix.sums[i][2 + h] *= before;
+    }
+    // Two 16-bit numbers hold a weight: one would add an error as large as that of rounding the result.
+    u32 large[2], small[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float a = weights[2 * half], b = weights[2 * half + 1];
+        // Rows are keys; as the right operand, columns are heads.
+        large[half] = transposed(pair_of(a, b));
+        small[half] = transposed(pair_of(a - rounded(a), b - rounded(b)));
+    }
+#pragma unroll
+    for (int i = 0; i < E / 16; i++) {
+        const u32 a = word_of(v[i / 4][0], i % 4), b = word_of(v[i / 4][1], i % 4);
+        const u32 c = word_of(v[i / 4][2], i % 4), d = word_of(v[i / 4][3], i % 4);
+        multiply_add(mix.sums[i], lower(a, b), upper(a, b), lower(c, d), upper(c, d), large[0], large[1]);
+        multiply_add(mix.sums[i], lower(a, b), upper(a, b), lower(c, d), upper(c, d), small[0], small[1]);
     }
 }
 
@@ -150,30 +190,34 @@ __device__ __forceinline__ void share(const Attention& a, const Joint& joint, u1
         }
     }
     team_barrier();
-    const int own = lane % LANES * 8;
-    uint4 q[PART];
-    Mix mix;
+    const int g = lane / 4, t = lane % 4;
+    uint4 q[E / 32];
 #pragma unroll
-    for (int h = 0; h < PART; h++) {
-        q[h] = *reinterpret_cast<const uint4*>(joint.q + h * E + own);
-        mix.top[h] = LOWEST, mix.total[h] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; i++) mix.sums[h][i] = 0.0f;
-    }
-#pragma unroll 2
+    for (int j = 0; j < E / 32; j++)
+        q[j] = g < PART ? *reinterpret_cast<const uint4*>(joint.q + g * E + j * 32 + t * 8) : make_uint4(0, 0, 0, 0);
+    Mix mix = {{LOWEST, LOWEST}, {}, {}};
+#pragma unroll 1
     for (int base = first + warp * KEYS; base < end; base += TEAM * KEYS) {
-        const int key = min(base + lane / LANES, end - 1);
-        const long long at = ((long long)key * G + key_head) * E + own;
-        const u16* k = key == past ? joint.k + own : keys + at;
-        const u16* v = key == past ? joint.v + own : values + at;
-        take_in(mix, q, *reinterpret_cast<const uint4*>(k), *reinterpret_cast<const uint4*>(v), base + lane / LANES < end);
+        // The rows behind the last key are those of the last key: they are read, and do not count.
+        const auto place_of = [&](const u16* cache, const u16* fresh) {
+            return [=](int n) {
+                const int key = min(base + n, end - 1);
+                return key == past ? fresh : cache + ((long long)key * G + key_head) * E;
+            };
+        };
+        take_in(mix, q, end - base, place_of(keys, joint.k), place_of(values, joint.v));
     }
-    join_lanes(mix);
-    if (lane < LANES) {
 #pragma unroll
-        for (int h = 0; h < PART; h++) {
-            if (lane == 0) joint.tops[warp * PART + h] = mix.top[h], joint.totals[warp * PART + h] = mix.total[h];
-            for (int i = 0; i < 8; i++) joint.parts[(warp * PART + h) * E + own + i] = mix.sums[h][i];
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+        for (int lanes = 4; lanes < 32; lanes *= 2) mix.totals[h] += __shfl_xor_sync(0xFFFFFFFFu, mix.totals[h], lanes);
+        const int head = warp * PART + 2 * t + h;
+        if (2 * t + h >= PART) continue;
+        if (g == 0) joint.tops[head] = mix.tops[h], joint.totals[head] = mix.totals[h];
+#pragma unroll
+        for (int i = 0; i < E / 16; i++) {
+            float* two = joint.parts + head * E + i / 4 * 64 + g * 8 + i % 4 * 2;
+            two[0] = mix.sums[i][h], two[1] = mix.sums[i][2 + h];
         }
     }
     team_barrier();
@@ -202,7 +246,8 @@ __device__ __forceinline__ void prefetch(const void* line) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-// Asks for the keys and values of the first share that this team takes, and for what the norms of heads read.
+// Asks for the first keys and values of the first share that this team takes, and for what the norms of heads read. More than the
+// first KEYS_OF_SPLIT keys of every share would not stay in L2.
 template <class Cache>
 __device__ __forceinline__ void prefetch_share(const Attention& a, const Cache& cache, int tokens) {
     constexpr int HEADS = H / PART;
@@ -215,7 +260,7 @@ __device__ __forceinline__ void prefetch_share(const Attention& a, const Cache& 
     if (token == tokens) return;
     const int past = cache.past(token), each = (past + splits) / splits, first = item / HEADS * each;
     const int key_head = item % HEADS * PART / GROUP;
-    for (int key = first + unit; key < min(first + each, past); key += TEAM * 32) {
+    for (int key = first + unit; key < min(first + min(each, KEYS_OF_SPLIT), past); key += TEAM * 32) {
         const long long at = ((long long)key * G + key_head) * E;
         for (int e = 0; e < E; e += 64) prefetch(cache.keys(token) + at + e), prefetch(cache.values(token) + at + e);
     }

@@ -26,8 +26,8 @@ pub(super) const EVEN: usize = MOST_SPLIT * SPAN;
 const MOST_SPLIT: usize = 8;
 /// The most values of a hidden state: a norm adds 32 sums of 256 squares.
 const MOST_HIDDEN: usize = 8192;
-/// The most query heads of a key head that a cube takes together: their sums lie in registers.
-const MOST_HEADS: usize = 5;
+/// The most query heads of a key head that a team takes together: the columns of a product of tensor cores.
+const MOST_HEADS: usize = 8;
 
 /// One of the four products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -57,7 +57,7 @@ pub(super) struct Form {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     pub(super) head_dim: usize,
-    /// Query heads that a cube takes together.
+    /// Query heads that a team takes together.
     pub(super) heads_together: usize,
     /// The bits of the norms' epsilon.
     pub(super) eps: u32,
@@ -90,14 +90,11 @@ impl Form {
         require(NAME, hidden <= MOST_HIDDEN, || {
             format!("hidden states of {hidden} values; it takes at most {MOST_HIDDEN}")
         })?;
-        require(NAME, matches!(head_dim, 16 | 32 | 64 | 128), || {
-            format!("E = {head_dim}; it must be 16, 32, 64 or 128")
-        })?;
+        require(NAME, matches!(head_dim, 64 | 128), || format!("E = {head_dim}; it must be 64 or 128"))?;
         require(NAME, kv_heads > 0 && heads.is_multiple_of(kv_heads), || {
             format!("{heads} query heads for {kv_heads} key heads")
         })?;
         let group = heads / kv_heads;
-        let together = (1..=group.min(MOST_HEADS)).rev().find(|n| group.is_multiple_of(*n)).unwrap_or(1);
         let places = places(tokens);
         let product = |cols: usize, rows: usize, parts: usize| {
             let (tiles, spans) = (rows / TILE, cols / SPAN);
@@ -111,7 +108,7 @@ impl Form {
             product(intermediate, hidden, 1),
         ];
         let most = client.properties().hardware.max_shared_memory_size;
-        let form = |depth| {
+        let form = |(together, depth)| {
             let form = Self {
                 tokens: places,
                 cubes,
@@ -137,7 +134,9 @@ impl Form {
             let row = form.activations_bytes() >= longest * 4;
             pieces && row && form.shared_bytes() <= most
         };
-        let form = [3, 2].into_iter().map(form).find(fits);
+        // As many heads together as their share of the shared memory allows.
+        let together = (1..=group.min(MOST_HEADS)).rev().filter(|n| group.is_multiple_of(*n));
+        let form = together.flat_map(|together| [(together, 3), (together, 2)]).map(form).find(fits);
         let reason = || format!("{most} bytes of shared memory are not enough for {tokens} tokens");
         form.ok_or_else(|| KernelError::Shape { kernel: NAME, reason: reason() })
     }

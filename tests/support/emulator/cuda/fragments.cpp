@@ -65,6 +65,20 @@ void ldmatrix_of_warp(const uint32_t (*addresses)[12], bool transposed, uint32_t
   }
 }
 
+/// "Matrix transpose instruction: movmatrix". A lane gives elements 2 * (lane % 4) and the next of row lane / 4, and receives
+/// those of the transpose.
+void movmatrix_of_warp(const uint32_t (*in)[12], uint32_t (*out)[4]) {
+  uint16_t rows[8][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    rows[lane / 4][lane % 4 * 2] = uint16_t(in[lane][0]);
+    rows[lane / 4][lane % 4 * 2 + 1] = uint16_t(in[lane][0] >> 16);
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    int row = lane / 4, column = lane % 4 * 2;
+    out[lane][0] = rows[column][row] | uint32_t(rows[column + 1][row]) << 16;
+  }
+}
+
 /// "Matrix fragments for mma.m16n8k16 with floating point type". Element i of A (two in a register) is in row group for
 /// i < 2 or 4 <= i < 6, else group + 8; column 2 * (lane % 4) + (i & 1), and 8 more for i >= 4. Element i of B is in row
 /// 2 * (lane % 4) + (i & 1), and 8 more for i >= 2; column group.

@@ -36,6 +36,7 @@ unsigned lane();
 
 // Fragments.
 Words ldmatrix(uint32_t address, bool transposed);
+uint32_t movmatrix(uint32_t pair);
 Sums mma_m16n8k16(Operand type, Words a, uint32_t b0, uint32_t b1, Sums c);
 Sums mma_m16n8k64_nvfp4(Words a, uint32_t b0, uint32_t b1, Sums c, uint32_t scales_a, uint32_t scales_b);
 

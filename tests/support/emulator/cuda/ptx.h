@@ -25,6 +25,8 @@ inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_cta_b16(uint32_t& r0, uin
   ldmatrix(r0, r1, r2, r3, address, true);
 }
 
+inline void movmatrix_sync_aligned_m8n8_trans_b16(uint32_t& out, uint32_t pair) { out = machine::movmatrix(pair); }
+
 inline void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(float& d0, float& d1, float& d2, float& d3, uint32_t a0,
                                                               uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                                               uint32_t b1, float c0, float c1, float c2, float c3) {

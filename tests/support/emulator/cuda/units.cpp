@@ -328,6 +328,7 @@ uint32_t ballot(bool value, int line) {
 
 // The fragments of a warp: fragments.cpp says what becomes of the words of its lanes.
 void ldmatrix_of_warp(const uint32_t (*addresses)[12], bool transposed, uint32_t (*out)[4]);
+void movmatrix_of_warp(const uint32_t (*in)[12], uint32_t (*out)[4]);
 void mma_m16n8k16_of_warp(Operand type, const uint32_t (*in)[12], uint32_t (*out)[4]);
 void mma_m16n8k64_of_warp(const uint32_t (*in)[12], uint32_t (*out)[4]);
 
@@ -337,6 +338,10 @@ Words ldmatrix(uint32_t address, bool transposed) {
   auto out = exchange(transposed ? "ldmatrix.trans" : "ldmatrix", 0, {address},
                       [&](Warp& warp) { ldmatrix_of_warp(warp.in, transposed, warp.out); });
   return {out[0], out[1], out[2], out[3]};
+}
+
+uint32_t movmatrix(uint32_t pair) {
+  return *exchange("movmatrix", 0, {pair}, [](Warp& warp) { movmatrix_of_warp(warp.in, warp.out); });
 }
 
 static uint32_t bits(float x) {
