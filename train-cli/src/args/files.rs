@@ -24,7 +24,7 @@ pub struct ExportArgs {
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
     /// How the output head is stored [default: in NVFP4 if the file with which training began holds a head in NVFP4. Otherwise a
-    /// head of its own is stored in f16, and a head that is the embedding is not stored a second time]
+    /// separate head is stored in f16, and a head that is the embedding is not stored a second time]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
@@ -140,8 +140,8 @@ pub struct ConvertArgs {
     /// Which scales NVFP4 weights have
     #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
     pub scales: Scaling,
-    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: a head of its own in NVFP4;
-    /// a head that is the embedding is not stored a second time]
+    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: a separate head is stored in
+    /// NVFP4; a head that is the embedding is not stored a second time]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Replace an older file

@@ -94,8 +94,8 @@ impl Choice for Recipe {
             named(
                 Self::W4,
                 "w4",
-                "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. The resulting \
-                 gradient updates the master weights, which this rounding does not change",
+                "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. They are made \
+                 for this computation only: the gradient updates the weights as they are stored (master weights)",
             ),
             named(Self::W4a4, "w4a4", "Weights and activations are rounded"),
             named(
@@ -109,7 +109,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "`two`, even if the model file has `single` scales";
+    const AUTO: &'static str = "Two levels of scales, as by `two`, even if the model file has one level";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -334,8 +334,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the model uses its embedding as head, the file holds the embedding in f16 and an NVFP4 copy of it as head, and
     /// answers are faster
     Nvfp4,
-    /// Not in NVFP4. If the model has a head of its own, that is stored in bf16. If it uses its embedding as head, the file holds
-    /// only the embedding, in f16
+    /// Not in NVFP4. A separate head is stored in bf16. If the model uses its embedding as head, there is no head besides it, and
+    /// the embedding is stored in f16, in spite of the flag's value
     Bf16,
 }
 

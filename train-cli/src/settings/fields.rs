@@ -342,7 +342,7 @@ pub struct SavingSettings {
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
     /// How the export of a 4-bit recipe stores the output head [default: in NVFP4 if the model's file holds a head in NVFP4. Otherwise a
-    /// head of its own is stored in f16, and a head that is the embedding is not stored a second time]
+    /// separate head is stored in f16, and a head that is the embedding is not stored a second time]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
@@ -468,9 +468,9 @@ pub struct AdvancedSettings {
     /// Leave out a step whose loss or gradient is not finite; false ends the run at the first one
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub guard: bool,
-    /// During each step, keep a copy of weights and optimizer state if memory allows. Blocks are updated one by one, so that
-    /// some have been updated already when a gradient of a later block proves not to be finite. They are then restored from the
-    /// copy; without it, the run goes back to a checkpoint
+    /// During each step, keep a copy of weights and optimizer state if memory allows. Blocks are updated one by one. If a
+    /// gradient turns out not to be finite, some blocks may already be updated. The run then restores them from the copy; without a
+    /// copy, it goes back to a checkpoint
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub undo_copy: bool,
 }
