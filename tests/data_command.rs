@@ -105,13 +105,8 @@ fn reading_takes_at_most_eight_bytes_for_a_byte_of_text() {
     let row = |text: &str| serde_json::json!({"prompt": "Go on.", "completion": text}).to_string() + "\n";
     let rows: String = license.split_inclusive("\n\n").map(row).collect();
     let line = license.replace('\n', " ");
-    let row_of_a_line = |size: usize| row(&line.repeat(size / line.len()));
-    for (name, text) in
-        [("a.txt", license), ("a.jsonl", rows), ("line.txt", line.clone()), ("line.jsonl", line.clone())]
-    {
-        let whole = |size: usize| text.repeat(size / text.len());
-        let sizes =
-            [300_000, 1_800_000].map(|size| if name == "line.jsonl" { row_of_a_line(size) } else { whole(size) });
+    for (name, text) in [("a.txt", license), ("a.jsonl", rows), ("line.txt", line)] {
+        let sizes = [300_000, 1_800_000].map(|size| text.repeat(size / text.len()));
         let [(small, least), (large, most)] = sizes.map(|text| {
             fs::write(d.join(name), &text).unwrap();
             let words = ["fit", "-m", "m", "-d", name, "--overlong", "split", "--device", "cpu", "--dry-run"];

@@ -255,6 +255,26 @@ fn no_file_is_made_of_an_export_that_has_changed() {
             assert!(out.status.code() == Some(6) && expected, "{words:?}: {}: {stderr}", out.status);
         }
     }
+    // A checkpoint, too.
+    let path = d.join("r/checkpoint-2/model.safetensors");
+    let mut bytes = fs::read(&path).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    let out = run(d, &["convert", "r/checkpoint-2", "x.safetensors", "--dtype", "bf16"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(6) && stderr.contains("model.safetensors"), "{}: {stderr}", out.status);
+    // A manifest of another program says nothing, nor does that of an export about a file that it does not list.
+    fs::create_dir(d.join("others")).unwrap();
+    for name in
+        ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"]
+    {
+        fs::copy(d.join("m").join(name), d.join("others").join(name)).unwrap();
+    }
+    fs::write(d.join("others/manifest.json"), "{\"name\": \"a web page\"}").unwrap();
+    ok(d, &["convert", "others", "y.safetensors", "--dtype", "bf16"]);
+    fs::copy(d.join("m/model.safetensors"), d.join("r/final/other.safetensors")).unwrap();
+    ok(d, &["convert", "r/final/other.safetensors", "z.safetensors", "--dtype", "bf16"]);
     assert!(!["x", "x.dat", "x.safetensors"].iter().any(|name| d.join(name).exists()));
     fs::remove_file(d.join("r/final/manifest.json")).unwrap();
     ok(d, &["export-dat", "-m", "r/final", "--output-dat", "x.dat", "--device", "cpu"]);

@@ -33,8 +33,8 @@ pub fn may_be_refused<Answer>(ask: impl FnOnce() -> Answer) -> Answer {
     answer
 }
 
-/// Lets this thread take at most `bytes` more than it gives back. A request for more calls `exceeded`, without a limit, and
-/// is never answered. It works only in a program that allocates with [`Allocator`].
+/// Lets this thread take at most `bytes` more than it gives back, whoever took that. At a request for more the limit is lifted,
+/// and `exceeded` is called; the request is never answered. It works only in a program that allocates with [`Allocator`].
 pub fn limit_thread(bytes: usize, exceeded: fn() -> !) {
     EXCEEDED.set(exceeded);
     LEFT.set(i64::try_from(bytes).unwrap_or(i64::MAX));
@@ -65,7 +65,17 @@ fn count(bytes: i64) {
     if left < 0 {
         // What is called may take memory.
         LEFT.set(i64::MAX);
+        let _unwinds = AbortsOnUnwinding;
         EXCEEDED.get()()
+    }
+}
+
+/// Ends the program if a function panics that the allocator calls.
+struct AbortsOnUnwinding;
+
+impl Drop for AbortsOnUnwinding {
+    fn drop(&mut self) {
+        std::process::abort()
     }
 }
 
@@ -88,11 +98,12 @@ fn refused(bytes: usize) {
         }
     }
     ENDS.set(true);
+    let _unwinds = AbortsOnUnwinding;
     end(bytes)
 }
 
 // SAFETY: every call is the system's allocator's, with the caller's arguments; what it gives is handed on unchanged. `checked`
-// and `count` never unwind: they return, end the program, or never come back.
+// and `count` never unwind: they return, end the program, or never come back. A panic in what they call ends the program.
 unsafe impl GlobalAlloc for Allocator {
     // SAFETY: the caller keeps the contract of `GlobalAlloc`.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {

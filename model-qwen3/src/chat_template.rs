@@ -30,6 +30,8 @@ const LARGEST_CONFIG: u64 = 16 << 20;
 const STACK: usize = 256 << 20;
 /// Longest time of a processor that compiling or rendering may take. A conversation of a thousand messages takes milliseconds.
 const LONGEST_TIME: Duration = Duration::from_secs(2);
+/// Longest time that the caller waits for it, on a machine that is busy otherwise.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// Memory that compiling or rendering may take, besides [`TIMES`] what it is given: a text that is doubled needs few steps.
 const MOST_MEMORY: usize = 48 << 20;
 /// How many times the bytes of the messages rendering may take: what a template sets, and the text twice while it grows.
@@ -196,7 +198,7 @@ fn within_limits<Answer: Send + 'static>(
         let too_much = sender.clone();
         let _ = TAKES_TOO_MUCH.with(|tell| tell.set(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
         host_memory::limit_thread(most, || {
-            TAKES_TOO_MUCH.with(|tell| tell.get().map(|tell| tell()));
+            let _ = TAKES_TOO_MUCH.try_with(|tell| tell.get().map(|tell| tell()));
             loop {
                 std::thread::park();
             }
@@ -214,8 +216,11 @@ fn within_limits<Answer: Send + 'static>(
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
-        if told.as_deref().and_then(processor_time).unwrap_or(began.elapsed()) > LONGEST_TIME {
+        if told.as_deref().and_then(processor_time).is_some_and(|time| time > LONGEST_TIME) {
             return failed(format!("it took more than {} seconds", LONGEST_TIME.as_secs()));
+        }
+        if began.elapsed() > LONGEST_WAIT {
+            return failed(format!("it did not end within {} seconds", LONGEST_WAIT.as_secs()));
         }
     }
     let panic = thread.join().err();

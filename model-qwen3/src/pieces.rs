@@ -2,16 +2,19 @@
 //! for each byte of a text, so that it gets a piece at a time.
 
 use serde_json::json;
-use tokenizers::{NormalizerWrapper, Tokenizer};
+use tokenizers::{AddedToken, NormalizerWrapper, Tokenizer};
 
 /// Bytes after which a piece ends at the next place where it may.
 const PIECE: usize = 64 << 10;
-/// Longest piece: with it the library takes 64 MiB. No text that was written by people goes on for so long without a space
-/// or a punctuation mark.
+/// Longest piece: with it the library takes 64 MiB. Texts that people write have a space, a punctuation mark or another place to
+/// cut them much earlier.
 pub(crate) const LONGEST: usize = 192 << 10;
 /// How Qwen3 splits a text into words before it makes tokens of each.
 const WORDS: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// ASCII that normalization makes of other characters: of the Kelvin sign, the Greek question mark and the Greek varia.
+const MADE_BY_NFC: [char; 3] = ['K', ';', '`'];
 
 /// Where a tokenizer's texts may be cut.
 #[derive(Debug, Clone)]
@@ -32,8 +35,10 @@ impl Pieces {
             && bytes["use_regex"] == false;
         let normalizes = tokenizer.get_normalizer().is_none_or(|one| matches!(one, NormalizerWrapper::NFC(_)));
         let added = tokenizer.get_added_tokens_decoder();
-        // The others change text beside them, or are looked for after normalization.
-        let plain = added.values().all(|t| !(t.lstrip || t.rstrip || t.single_word || t.normalized));
+        // The others change text beside them, or are looked for where normalization may have made them of other characters.
+        let stays = |text: &str| text.is_ascii() && !text.contains(MADE_BY_NFC);
+        let plain = |t: &AddedToken| !(t.lstrip || t.rstrip || t.single_word) && (!t.normalized || stays(&t.content));
+        let plain = added.values().all(plain);
         let added = added.into_values().map(|token| token.content).collect();
         (splits && normalizes && plain).then_some(Self { added })
     }
@@ -191,5 +196,11 @@ mod tests {
         assert!(!known(&|value| value["pre_tokenizer"]["pretokenizers"][0]["pattern"] = json!({"Regex": "a b"})));
         assert!(!known(&|value| value["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = true.into()));
         assert!(!known(&|value| value["added_tokens"][0]["rstrip"] = true.into()));
+        assert!(known(&|value| value["added_tokens"][0]["normalized"] = true.into()));
+        let kelvin = |value: &mut serde_json::Value| {
+            value["added_tokens"][0]["normalized"] = true.into();
+            value["added_tokens"][0]["content"] = "<K>".into();
+        };
+        assert!(!known(&kelvin));
     }
 }

@@ -85,7 +85,9 @@ impl Tokenizer {
         if text.len() > LONGEST {
             let reason = match &self.pieces {
                 Some(_) => "without a place to cut it: it needs a space or a punctuation mark somewhere",
-                None => "in one text: it may not be cut, because the tokenizer does not find words as Qwen3's does",
+                None => {
+                    "in one text: it may not be cut, because the tokenizer does not find words or added tokens as Qwen3's does"
+                }
             };
             return Err(ModelError::Tokenizer(format!("{} bytes {reason}; at most {LONGEST} are allowed", text.len())));
         }

@@ -197,9 +197,13 @@ fn failure(reason: &str) -> CliError {
     }
 }
 
-/// Whether a library has panicked because the system gave it no thread.
+/// Whether a library has panicked because the system gave it no thread: the words of Rust's standard library, of an error that
+/// was unwrapped, and of tokio.
 fn of_threads(reason: &str) -> bool {
-    reason.contains("failed to spawn thread") || reason.contains("Os {") && reason.contains("WouldBlock")
+    let unwrapped = reason.strip_prefix("called `Result::unwrap()` on an `Err` value: ").unwrap_or(reason);
+    reason.starts_with("failed to spawn thread")
+        || reason.starts_with("OS can't spawn worker thread")
+        || unwrapped.starts_with("Os {") && unwrapped.contains("WouldBlock")
 }
 
 /// An allocation on the device failed. [`run`] adds what is known besides.
@@ -255,10 +259,13 @@ fn watch_devices() {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
+        if name == chat_template::THREAD {
+            return;
+        }
         if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) || of_threads(text) {
             // Later ones follow from the first.
             let _ = FAILURE.set(text.to_owned());
-        } else if FAILURE.get().is_none() && name != chat_template::THREAD {
+        } else if FAILURE.get().is_none() {
             printed(panic);
         }
     }));

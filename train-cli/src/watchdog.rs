@@ -34,7 +34,7 @@ pub fn run(work: impl FnOnce() -> Result<(), CliError> + Send + 'static) -> Resu
         let _ = sender.send(result);
     };
     let thread = thread::Builder::new().name("main".into()).stack_size(STACK).spawn(work);
-    let thread = thread.map_err(CliError::no_thread("work"))?;
+    let thread = thread.map_err(CliError::no_thread("command"))?;
     loop {
         match ended.recv_timeout(TURN) {
             Ok(result) => return result,

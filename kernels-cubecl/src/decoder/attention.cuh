@@ -18,7 +18,7 @@ constexpr int KEYS_OF_SPLIT = 64, TEAMS = WARPS / TEAM, GROUP = H / G, KEYS = 16
 static_assert(E % 64 == 0 && PART <= 8, "form.rs takes these sizes only");
 // A team's shared memory holds queries, the new key and value, and the results of its warps.
 static_assert((PART + 2) * E * 2 + TEAM * PART * (E + 2) * 4 == TEAM_BYTES, "form.rs reserves what a team takes");
-// Scores below all others. A difference of two of them is 0.
+// A score below all others. The difference of two such is 0.
 constexpr float LOWEST = -1e30f;
 
 __device__ __forceinline__ int splits_of(int keys) { return min((keys + KEYS_OF_SPLIT - 1) / KEYS_OF_SPLIT, SPLITS); }
@@ -285,14 +285,14 @@ __device__ __forceinline__ void attend(const Attention& a, const Joint& joint, c
     }
 }
 
-// The sum of the shares, where there are several. A warp takes up to 32 values of a head.
+// The sum of the shares, where there are several. A warp takes 32 values of a head.
 template <class Cache>
 __device__ __forceinline__ void join_shares(const Attention& a, const Cache& cache, int tokens) {
-    constexpr int WIDTH = E < 32 ? E : 32, PIECES = E / WIDTH;
+    constexpr int PIECES = E / 32;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int item = blockIdx.x + threadIdx.x / 32 * CUBES; item < tokens * H * PIECES; item += CUBES * WARPS) {
-        const int n = item / PIECES, e = item % PIECES * WIDTH + lane % WIDTH, splits = splits_of(cache.past(n / H) + 1);
+        const int n = item / PIECES, e = item % PIECES * 32 + lane, splits = splits_of(cache.past(n / H) + 1);
         if (splits == 1) continue;
         // A lane has the weights of two shares.
         float tops[2], weights[2], total = 0.0f, sum = 0.0f;
@@ -313,6 +313,6 @@ __device__ __forceinline__ void join_shares(const Attention& a, const Cache& cac
 #pragma unroll 16
         for (int s = 0; s < splits; s++)
             sum += __ldcg(a.parts + (n * SPLITS + s) * E + e) * __shfl_sync(0xFFFFFFFFu, s < 32 ? weights[0] : weights[1], s % 32);
-        if (lane < WIDTH) a.mixed[n * E + e] = to_bf16(sum / total);
+        a.mixed[n * E + e] = to_bf16(sum / total);
     }
 }

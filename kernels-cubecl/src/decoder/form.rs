@@ -134,7 +134,7 @@ impl Form {
             let row = form.activations_bytes() >= longest * 4;
             pieces && row && form.shared_bytes() <= most
         };
-        // As many heads together as their share of the shared memory allows.
+        // More heads together go before a deeper ring: keys are then read fewer times.
         let together = (1..=group.min(MOST_HEADS)).rev().filter(|n| group.is_multiple_of(*n));
         let form = together.flat_map(|together| [(together, 3), (together, 2)]).map(form).find(fits);
         let reason = || format!("{most} bytes of shared memory are not enough for {tokens} tokens");

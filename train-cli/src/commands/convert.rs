@@ -52,8 +52,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
     }
     let container = container(args)?;
-    check_unchanged(&files)?;
-    if args.dtype == WeightArg::Nvfp4 && checkpoint::state_beside(&files.folder)?.is_some() {
+    if checkpoint::state_beside(&files.folder)?.is_some() && args.dtype == WeightArg::Nvfp4 {
         let text = "is a checkpoint, whose recipe decides how its weights are quantized; write a .dat file by export-dat, and \
                     convert that";
         return Err(CliError::Usage(format!("{} {text}", files.folder.display())));
@@ -69,6 +68,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         }
         _ => None,
     };
+    check_unchanged(&files)?;
     // A GGUF file with NVFP4 holds the scales of activations too.
     let keeps_inputs = gguf.is_some() && args.dtype == WeightArg::Nvfp4;
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);

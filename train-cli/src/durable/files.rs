@@ -134,10 +134,12 @@ pub(super) fn write_synced(
             pieces.into_iter().try_for_each(|piece| file.write_all(&piece))?;
             file.sync_all().map(|()| file)
         };
-        let disk = thread::Builder::new().spawn_scoped(scope, disk).map_err(CliError::no_thread("disk"))?;
+        let disk =
+            thread::Builder::new().spawn_scoped(scope, disk).map_err(CliError::no_thread("writing of a file"))?;
         let (to_hash, pieces) = mpsc::sync_channel::<Arc<[u8]>>(AHEAD);
         let hash = move || pieces.into_iter().fold(Sha256::new(), |hash, piece| hash.chain_update(piece)).finalize();
-        let hash = thread::Builder::new().spawn_scoped(scope, hash).map_err(CliError::no_thread("hash"))?;
+        let hash =
+            thread::Builder::new().spawn_scoped(scope, hash).map_err(CliError::no_thread("checksum of a file"))?;
 
         let mut out = BufWriter::with_capacity(PIECE, Pieces { to_disk, to_hash });
         let made = write(&mut out).and_then(|()| out.flush().map_err(CliError::io(path)));

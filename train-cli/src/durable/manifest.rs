@@ -32,13 +32,14 @@ pub fn read_back(folder: &Path) -> Result<(), CliError> {
 /// Largest file whose digest [`read_back`] compares. The weights of a checkpoint would take as long again as to write them.
 const QUICK: u64 = 16 << 20;
 
-/// Checks the files of a folder that its manifest lists. Other files may lie beside them.
+/// Checks those files of a folder that its manifest lists and `read` names. Other files may lie beside them.
 ///
 /// # Errors
 /// If one of them is missing or differs.
-pub fn verify_listed(folder: &Path) -> Result<(), CliError> {
+pub fn verify_listed(folder: &Path, read: impl Fn(&str) -> bool) -> Result<(), CliError> {
     let manifest = manifest_of(folder)?;
-    manifest.files.iter().try_for_each(|(name, record)| compare_named(folder, name, record, u64::MAX))
+    let mut wanted = manifest.files.iter().filter(|(name, _)| read(name));
+    wanted.try_for_each(|(name, record)| compare_named(folder, name, record, u64::MAX))
 }
 
 /// What is recorded of a file, so that damage to it is found.

@@ -72,7 +72,7 @@ impl PendingFolder {
             let begin = |name: &&str| {
                 let (name, path) = ((*name).to_owned(), folder.join(name));
                 let one = move || written(&path, |out| write(&name, out));
-                thread::Builder::new().spawn_scoped(scope, one).map_err(CliError::no_thread("file"))
+                thread::Builder::new().spawn_scoped(scope, one).map_err(CliError::no_thread("writing of a file"))
             };
             let threads: Vec<_> = names.iter().map(begin).collect();
             // All have ended when the first error is returned.
@@ -289,7 +289,7 @@ mod tests {
         fs::write(target.join("notes"), b"mine").unwrap();
         fs::write(target.join("model.safetensors"), b"of the older run").unwrap();
         assert!(verify(&target).is_err());
-        verify_listed(&target).unwrap();
+        verify_listed(&target, |_| true).unwrap();
         folder_with(&target, "new").replace().unwrap();
         let content = |name: &str| fs::read_to_string(target.join(name)).unwrap();
         assert_eq!((content("x").as_str(), content("notes").as_str()), ("new", "mine"));

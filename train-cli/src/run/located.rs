@@ -34,17 +34,20 @@ pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
     Ok(ModelFiles::new(&found))
 }
 
-/// Checks the files of an export, before another file is made of them. (A checkpoint is checked when its state is read.)
+/// Checks the files of an export, before another file is made of them: all of a folder's but README.md, which people edit, or
+/// the one that was named. (A checkpoint is checked when its state is read.)
 ///
 /// # Errors
 /// If a file is not what the export's manifest says.
 pub fn check_unchanged(files: &ModelFiles) -> Result<(), CliError> {
-    if !files.folder.join(MANIFEST).exists() || files.folder.join(STATE).exists() {
+    if files.folder.join(STATE).exists() || !durable::is_listed_folder(&files.folder) {
         return Ok(());
     }
-    durable::verify_listed(&files.folder).map_err(|error| match error {
+    let one = (!files.weights.is_dir()).then(|| files.weights.file_name()).flatten().map(|name| name.to_string_lossy());
+    let read = |name: &str| one.as_ref().map_or(name != "README.md", |one| name == one);
+    durable::verify_listed(&files.folder, read).map_err(|error| match error {
         CliError::Corrupt { path, reason } => {
-            let remedy = format!("if you changed the file yourself, delete {MANIFEST} and try again");
+            let remedy = format!("if you changed or removed the file yourself, delete {MANIFEST} and try again");
             CliError::corrupt(&path, format!("{reason}; {remedy}"))
         }
         other => other,

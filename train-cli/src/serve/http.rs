@@ -106,7 +106,7 @@ impl Server {
     pub fn start(self, text: TextFiles, model: String, vocabulary: usize, context: usize) -> Result<Engine, CliError> {
         let interruption = Interruption::listen().map_err(CliError::io("signals".as_ref()))?;
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-        let runtime = runtime.map_err(CliError::io("threads".as_ref()))?;
+        let runtime = runtime.map_err(CliError::no_thread("server"))?;
         let (sender, queue) = mpsc::unbounded_channel::<Question>();
         let metrics = Arc::new(Metrics::default());
         let began = jiff::Timestamp::now().as_second();
