@@ -85,7 +85,8 @@ pub struct ParityArgs {
     /// Compare with values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
     #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "recipe", "against_recipe"])]
     pub expected: Option<PathBuf>,
-    /// Compare with this model, layer by layer [default: the same model, with --against-recipe]
+    /// Compare with this model, layer by layer. Without this flag, --against-recipe compares the model with itself under
+    /// another recipe
     #[arg(long, value_name = "PATH", conflicts_with = "expected")]
     pub against: Option<PathBuf>,
     /// Round the model as this recipe does in a forward pass; bf16 rounds nothing and dequantizes NVFP4 weights [default: as
@@ -108,8 +109,8 @@ pub struct ParityArgs {
     #[arg(long, value_name = "DIR", conflicts_with = "expected")]
     pub tokenizer: Option<PathBuf>,
     /// A layer passes if its relative difference is at most this [default: 0.0001 in f32, 0.04 in bf16, 0.005 in f16 and TF32, and
-    /// more for a model of more than three blocks; 0.5 if the weights, or the activations, of only one of the
-    /// two models are rounded to 4 bits]
+    /// more for a model of more than three blocks; 0.5 if only one of the two models has 4-bit weights, or
+    /// only one has 4-bit activations]
     #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
     pub tolerance: Option<f64>,
     /// Write the values that train-cli computed to this safetensors file; its tensors have the same names as those of

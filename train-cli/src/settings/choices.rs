@@ -94,15 +94,15 @@ impl Choice for Recipe {
             named(
                 Self::W4,
                 "w4",
-                "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. They are made \
-                 for this computation only: the gradient updates the weights as they are stored (master weights)",
+                "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. The rounded \
+                 weights are temporary: the gradient updates the stored weights (master weights)",
             ),
             named(Self::W4a4, "w4a4", "Weights and activations are rounded"),
             named(
                 Self::Nvfp4(Nvfp4Parts::ALL),
                 "nvfp4",
-                "Weights, activations and gradients are rounded, so that a linear layer computes its forward product and its \
-                 two backward products with 4-bit numbers",
+                "Weights, activations and gradients are rounded, so that both matrices of the forward product and of the two \
+                 backward products hold NVFP4 values only",
             ),
         ]
     }
@@ -334,8 +334,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the model uses its embedding as head, the file holds the embedding in f16 and an NVFP4 copy of it as head, and
     /// answers are faster
     Nvfp4,
-    /// Not in NVFP4. A separate head is stored in bf16. If the model uses its embedding as head, there is no head besides it, and
-    /// the embedding is stored in f16, in spite of the flag's value
+    /// Not in NVFP4. A separate head is stored in bf16. If the model uses its embedding as head, no separate head is
+    /// written, and the embedding is stored in f16, which this value does not change
     Bf16,
 }
 
