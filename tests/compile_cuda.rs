@@ -25,9 +25,12 @@ use std::{
     },
 };
 
-/// The kernels that are written in CUDA C++.
-const HOPPER: &str = "hopper_gemm";
+/// The kernels that are written in CUDA C++: those for Hopper, and one for every architecture.
+const HOPPER: [&str; 4] =
+    ["hopper_gemm", "hopper_attention_forward", "hopper_attention_keys", "hopper_attention_queries"];
 const DECODER: &str = "decoder_block";
+/// Kernels in whose place Hopper has its own.
+const NOT_ON_HOPPER: [&str; 3] = ["forward_kernel", "backward_kv_kernel", "backward_q_kernel"];
 const ARCHITECTURES: [(u32, &str); 3] = [(80, "sm_80"), (90, "sm_90a"), (121, "sm_121a")];
 
 #[test]
@@ -69,7 +72,7 @@ fn chosen(mut launches: Vec<Launch>) -> Vec<Launch> {
     launches.sort_by_key(|launch| launch.text.len());
     let (mut entries, mut seen) = (BTreeSet::new(), BTreeSet::new());
     launches.retain(|launch| {
-        let names = kernels().iter().map(String::as_str).chain([HOPPER, DECODER]);
+        let names = kernels().iter().map(String::as_str).chain(HOPPER).chain([DECODER]);
         let name = names.filter(|name| launch.entry.starts_with(*name)).max_by_key(|name| name.len());
         let kernel = entries.insert(name);
         let instructions = instructions(&launch.text);
@@ -115,10 +118,14 @@ fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
     }
     for kernel in kernels() {
         let launched = all.iter().any(|launch| launch.entry.starts_with(kernel));
-        let expected = arch == 121 || kernel != "block_scaled_kernel";
+        let expected = match kernel.as_str() {
+            "block_scaled_kernel" => arch == 121,
+            kernel => arch != 90 || !NOT_ON_HOPPER.contains(&kernel),
+        };
         assert_eq!(launched, expected, "whether `once` launches {kernel} on sm_{arch} for {kind:?}");
     }
-    for (written, expected) in [(HOPPER, arch == 90), (DECODER, kind == FloatKind::BF16)] {
+    let written = HOPPER.map(|name| (name, arch == 90)).into_iter().chain([(DECODER, kind == FloatKind::BF16)]);
+    for (written, expected) in written {
         let launched = all.iter().any(|launch| launch.entry == written);
         assert_eq!(launched, expected, "whether `once` launches {written} on sm_{arch} for {kind:?}");
     }

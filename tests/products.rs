@@ -9,7 +9,8 @@ use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use cubecl::ir::{ElemType, FloatKind, StorageType};
 use kernels_cubecl::{
     KernelError,
-    gemm::{self, Gemm, GemmShape, hopper},
+    gemm::{self, Gemm, GemmShape},
+    hopper,
     gemv::{self, Gemv},
     matmul::PackedArgs,
     mma,

@@ -16,10 +16,11 @@ use std::{fmt::Debug, hash::Hash};
 
 /// What is compiled into a written kernel. Its text depends on nothing else.
 pub(crate) trait Written: Clone + Debug + Eq + Hash + Send + Sync + 'static {
-    /// The name of the kernel in its text.
-    const ENTRY: &'static str;
     /// Units of a cube.
     const UNITS: u32;
+
+    /// The name of the kernel in its text.
+    fn entry(&self) -> &'static str;
 
     /// Bytes of shared memory.
     fn shared(&self) -> usize;
@@ -51,7 +52,7 @@ impl<Form: Written, Target: Compiler> CubeTask<Target> for WrittenKernel<Form> {
     ) -> Result<CompiledKernel<Target>, CompilationError> {
         let shell = KernelTask::<Target, Shell>::new(Shell { units: Form::UNITS, shared: self.0.shared() });
         let compiled = shell.compile(compiler, options, mode, address_type)?;
-        Ok(CompiledKernel { entrypoint_name: Form::ENTRY.into(), source: self.0.text(), ..compiled })
+        Ok(CompiledKernel { entrypoint_name: self.0.entry().into(), source: self.0.text(), ..compiled })
     }
 }
 

@@ -17,6 +17,7 @@
 //! | [`mod@block_scaled`] | two packed matrices on tensor cores that read NVFP4 |
 //! | [`matmul`] | products with packed operands on devices without tensor cores |
 //! | [`attention`], [`decode_attention`] | causal grouped-query attention: forward, backward, and over a long cache |
+//! | [`hopper`] | products and attention on Hopper's own instructions |
 //! | [`decoder`] | a whole transformer block for a few tokens, in one launch |
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
@@ -31,7 +32,7 @@
 //!
 //! # Which device runs what
 //! [`mod@gemm`], [`mod@gemv`], [`attention`] and [`decode_attention`] need 16-bit tensor cores, `ldmatrix` and
-//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`gemm::hopper`] needs sm_90,
+//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`hopper`] needs sm_90,
 //! [`mod@block_scaled`] sm_120 or sm_121. All other kernels are portable.
 //!
 //! # Letters
@@ -86,6 +87,7 @@ pub mod gemm;
 pub mod gemv;
 pub mod gradient;
 pub mod hadamard;
+pub mod hopper;
 pub mod host_memory;
 pub mod layout;
 pub mod likeliest;

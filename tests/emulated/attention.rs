@@ -115,6 +115,11 @@ pub(super) fn forward_of_one_head(gpu: &Gpu) -> Result<(), String> {
     forward_of(gpu, shape(310, 0, [1, 1, 64]), BF16, vec![0; 310])
 }
 
+/// Two documents of more blocks than the ring of the Hopper kernel has stages, for one head.
+pub(super) fn forward_of_many_blocks(gpu: &Gpu) -> Result<(), String> {
+    forward_of(gpu, shape(650, 0, [1, 1, 64]), BF16, documents(&[70, 580]).0)
+}
+
 fn forward_of(gpu: &Gpu, shape: AttentionShape, ty: StorageType, starts: Vec<u32>) -> Result<(), String> {
     let inputs = Inputs::new(gpu, shape, ty, starts);
     let AttentionShape { queries, heads, head_dim, .. } = inputs.shape;
@@ -141,6 +146,11 @@ pub(super) fn backward(gpu: &Gpu) {
 /// Gradients of one document of five blocks, for one head.
 pub(super) fn backward_of_one_head(gpu: &Gpu) -> Result<(), String> {
     backward_of(gpu, shape(268, 0, [1, 1, 64]), BF16, documents(&[268]))
+}
+
+/// Gradients of two documents of more blocks than the rings of the Hopper kernels have stages, for one head.
+pub(super) fn backward_of_many_blocks(gpu: &Gpu) -> Result<(), String> {
+    backward_of(gpu, shape(650, 0, [1, 1, 64]), BF16, documents(&[70, 580]))
 }
 
 fn backward_of(

@@ -24,6 +24,9 @@ const GEMV_WINDOWS: Subject = ("gemv", gemv_in_windows);
 const FORWARD: Subject = ("forward", attention::forward_of_one_head);
 const BACKWARD_KV: Subject = ("backward_kv", attention::backward_of_one_head);
 const BACKWARD_Q: Subject = ("backward_q", attention::backward_of_one_head);
+const HOPPER_FORWARD: Subject = ("hopper_attention_forward", attention::forward_of_many_blocks);
+const HOPPER_KEYS: Subject = ("hopper_attention_keys", attention::backward_of_many_blocks);
+const HOPPER_QUERIES: Subject = ("hopper_attention_queries", attention::backward_of_many_blocks);
 const DECODE: Subject = ("split", attention::decode_in_one_split);
 /// One token over two shares of keys.
 const DECODER: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::one(true, Rounded::EachRow)));
@@ -42,8 +45,13 @@ fn gemv_in_windows(gpu: &Gpu) -> Result<(), String> {
     gemv::run(gpu, plan, 11, 9728, &[45], BF16)
 }
 
+/// An architecture that has the kernel: attention is another kernel on Hopper.
 fn arch(entry: &str) -> u32 {
-    if entry == BLOCK_SCALED.0 { 121 } else { 90 }
+    match entry {
+        entry if entry == BLOCK_SCALED.0 => 121,
+        "forward" | "backward_kv" | "backward_q" => 80,
+        _ => 90,
+    }
 }
 
 /// The result of a subject whose kernel's text is changed.
@@ -79,6 +87,13 @@ fn text((entry, run): Subject) -> String {
 fn replaced(text: &str, old: &str, new: &str, number: usize) -> String {
     let (at, _) = text.match_indices(old).nth(number).expect("there are as many");
     format!("{}{new}{}", &text[..at], &text[at + old.len()..])
+}
+
+/// Replaces the first `old` of a subject's text. The emulator must find that, with an error that has `expected` in it.
+fn expect_found(subject: Subject, old: &'static str, new: &'static str, expected: &str) {
+    assert!(text(subject).contains(old), "{} has no {old:?}", subject.0);
+    let error = changed(subject, move |text| replaced(text, old, new, 0)).expect_err(old);
+    assert!(error.contains(expected) && !error.contains(NOT_COMPILED), "{}, {new:?} for {old:?}: {error}", subject.0);
 }
 
 /// Takes out each barrier of a kernel in turn. The emulator must find it missing, unless nothing depends on it: a barrier
@@ -150,13 +165,66 @@ fn whatever_is_missing_in_the_hopper_kernel_is_found() {
         (HOPPER_F32, "    writes_for_copies();", "", "without fence.proxy"),
         (HOPPER_F32, "    if (first_unit) stores_have_read();", "", ": value "),
         (HOPPER_F32, "(A_ACROSS ? 128 : 2) * q", "128 * (q ^ 1)", ": value "),
-        (HOPPER_F32, "boxes = ACROSS ? BOX : 16", "boxes = ACROSS ? 16 : BOX", ""),
+        (HOPPER_F32, "B_ACROSS ? BOX : 0", "0", ": value "),
+    ];
+    on_the_cpu(|| cases.map(|(subject, old, new, expected)| expect_found(subject, old, new, expected)));
+}
+
+/// The same in attention on Hopper, and wrong terms of its formulas.
+#[test]
+fn whatever_is_missing_in_attention_on_hopper_is_found() {
+    let forward = [
+        ("            barrier_wait(k_empty + 8 * at.stage, at.parity ^ 1);\n", "", "barrier that expects 0 more"),
+        ("            barrier_wait(v_empty + 8 * at.stage, at.parity ^ 1);\n", "", "barrier that expects 0 more"),
+        ("    barrier_wait(q_full, 0);\n", "", "race"),
+        ("        barrier_wait(k_full + 8 * k_at.stage, k_at.parity);\n", "", "race"),
+        ("        barrier_wait(v_full + 8 * v_at.stage, v_at.parity);\n", "", "race"),
+        ("        products_wait<1>();\n", "", ""),
+        ("        products_wait<0>();\n", "", ""),
+        ("sums[i] *= shrink[i / 2 % 2];", ";", ": value "),
+        ("rows.total[half] * shrink[half] + sum", "rows.total[half] + sum", ": value "),
+        ("own > rows.position[half]", "own >= rows.position[half]", ": value "),
+        (" || own < rows.start[half]", "", ": value "),
+        (" || key < full_from", "", ": value "),
+        ("key + BLOCK - 1 > own + past", "key > own + past", ": value "),
+        ("b + part * 2048", "b + part * 1024", ": value "),
+        ("part % 4 * 32, 0),", "part % 4 * 32 ^ 32, 0),", ": value "),
+        ("rounded(scores[2 * i], scores[2 * i + 1])", "rounded(scores[2 * i + 1], scores[2 * i])", ": value "),
+        ("    writes_for_copies();\n", "", "without fence.proxy"),
+        ("        stores_have_ended();\n", "", "does not wait for its stores"),
+        ("chunk = c % 64 / 8;", "chunk = c % 64 / 8 ^ r / 4 % 2;", ": value "),
+    ];
+    let keys = [
+        ("            barrier_wait(empty + 8 * at.stage, at.parity ^ 1);\n", "", "barrier that expects 0 more"),
+        ("    barrier_wait(kv_full, 0);\n", "", "race"),
+        ("barrier_wait(full + 8 * next.stage, next.parity);", ";", "race"),
+        ("        __syncwarp();\n", "", "race"),
+        ("                barrier_arrive(ready);\n", "", ""),
+        ("row < tokens ? lse[from] * LOG2_E", "true ? lse[from] * LOG2_E", "out of bounds"),
+        ("own > row ||", "own >= row ||", ": value "),
+        (" || own < (int)starts[min(row, tokens - 1)]", "", ": value "),
+        ("query < own + 63 ||", "query < own ||", ": value "),
+        ("        products_wait<0>();\n        products_begin();\n        mix(dv", "        products_begin();\n        mix(dv", ""),
+        ("is_last ? q : stages + next.stage * STAGE", "q", ": value "),
+        ("mix(dk, ds_weights, q)", "mix(dk, p_weights, q)", ": value "),
+        ("score_gradients(ds, p, own_values + BLOCK * 4)", "score_gradients(ds, p, own_values)", ": value "),
+        ("store_rows(dk, SCALE, SCALE", "store_rows(dk, 1.0f, SCALE", ": value "),
+    ];
+    let queries = [
+        ("            barrier_wait(empty + 8 * at.stage, at.parity ^ 1);\n", "", "barrier that expects 0 more"),
+        ("        barrier_wait(full + 8 * at.stage, at.parity);\n", "", "race"),
+        ("        products_wait<1>();\n", "", ""),
+        ("        products_wait<0>();\n", "", ""),
+        ("mean[i / 2 % 2]", "mean[0]", ": value "),
+        ("shift[i / 2 % 2]", "shift[0]", ": value "),
+        ("other > row + 8 * half", "other > row", ": value "),
+        (" || other < start[half]", "", ": value "),
+        ("mix(dq, weights, k)", "mix(dq, weights, v)", ": value "),
     ];
     on_the_cpu(|| {
-        for (subject, old, new, expected) in cases {
-            let error = changed(subject, move |text| replaced(text, old, new, 0)).expect_err(old);
-            assert!(error.contains(expected) && !error.contains(NOT_COMPILED), "without {old:?}: {error}");
-        }
+        forward.map(|(old, new, expected)| expect_found(HOPPER_FORWARD, old, new, expected));
+        keys.map(|(old, new, expected)| expect_found(HOPPER_KEYS, old, new, expected));
+        queries.map(|(old, new, expected)| expect_found(HOPPER_QUERIES, old, new, expected));
     });
 }
 
@@ -186,17 +254,13 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
         ("    const u32 half_way = 0x76807680u;", "    const u32 half_way = 0x76007600u;", "wrong"),
     ];
     on_the_cpu(|| {
-        for (old, new, expected) in cases {
-            let error = changed(DECODER, move |text| replaced(text, old, new, 0)).expect_err(old);
-            assert!(error.contains(expected) && !error.contains(NOT_COMPILED), "without {old:?}: {error}");
-        }
+        cases.map(|(old, new, expected)| expect_found(DECODER, old, new, expected));
         for (old, new) in [
             ("mix.sums[i][h] *= before, ", ""),
             ("mix.totals[h] * before + ", "mix.totals[h] + "),
             ("base += TEAM * KEYS", "base += 2 * TEAM * KEYS"),
         ] {
-            let error = changed(DECODER_LONG, move |text| replaced(text, old, new, 0)).expect_err(old);
-            assert!(error.contains("wrong") && !error.contains(NOT_COMPILED), "without {old:?}: {error}");
+            expect_found(DECODER_LONG, old, new, "wrong");
         }
     });
 }

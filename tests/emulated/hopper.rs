@@ -5,7 +5,8 @@ use super::{
     gpu::{BF16, F16, F32, Gpu},
 };
 use kernels_cubecl::{
-    gemm::{GemmShape, hopper},
+    gemm::GemmShape,
+    hopper,
     matmul::Product::{Nn, Nt, Tn},
 };
 

@@ -11,6 +11,7 @@ use super::{
 };
 use crate::{
     error::{KernelError, expect_len, index},
+    hopper::attention as hopper,
     mma::{Octet, Pair, UNITS, fill, lane_col, lane_row, row_max, row_sum, whole_rows, zero_sums},
 };
 use cubecl::prelude::*;
@@ -42,6 +43,9 @@ pub fn forward<R: Runtime>(
     expect_len(NAME, "out", out.size(), shape.query_len())?;
     expect_len(NAME, "starts", starts.size(), shape.queries)?;
     expect_len(NAME, "lse", lse.size(), shape.queries * shape.heads)?;
+    if hopper::takes(client, dtype) {
+        return hopper::forward(client, [q, k, v], starts, out, lse, dtype, shape);
+    }
     let tiles = index(NAME, "T", shape.queries)?.div_ceil(ROWS);
     // SAFETY: buffer lengths were checked; rows outside are neither loaded nor stored.
     unsafe {

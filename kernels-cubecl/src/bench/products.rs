@@ -9,7 +9,8 @@ use crate::{
     block_scaled::{self, block_scaled},
     cross_entropy::cross_entropy,
     dequantize::dequantize,
-    gemm::{self, Gemm, GemmShape, gemm, hopper},
+    gemm::{self, Gemm, GemmShape, gemm},
+    hopper,
     matmul::{PackedArgs, Product},
 };
 use cubecl::prelude::*;

@@ -9,8 +9,11 @@ const WEIGHTS: [(&str, &[&str]); 4] =
     [("QKV", &["q", "k", "v"]), ("O", &["o"]), ("GATE_UP", &["gate", "up"]), ("DOWN", &["down"])];
 
 impl Written for Form {
-    const ENTRY: &'static str = "decoder_block";
     const UNITS: u32 = UNITS as u32;
+
+    fn entry(&self) -> &'static str {
+        "decoder_block"
+    }
 
     fn shared(&self) -> usize {
         self.shared_bytes()

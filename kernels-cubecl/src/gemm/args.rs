@@ -45,17 +45,17 @@ impl<R: Runtime> Gemm<R> {
     }
 
     /// Whether several products become one sum.
-    pub(super) fn summed(&self) -> bool {
+    pub(crate) fn summed(&self) -> bool {
         self.shapes.len() > 1 && self.out.len() == 1
     }
 
     /// The shapes of the results: of one product if all become one sum.
-    pub(super) fn tiled(&self) -> &[GemmShape] {
+    pub(crate) fn tiled(&self) -> &[GemmShape] {
         if self.summed() { &self.shapes[..1] } else { &self.shapes }
     }
 
     /// Refuses arguments that do not fit together.
-    pub(super) fn check(&self) -> Result<(), KernelError> {
+    pub(crate) fn check(&self) -> Result<(), KernelError> {
         self.check_counts()?;
         let (parts, first) = (self.shapes.len(), self.shapes[0]);
         for (p, shape @ GemmShape { i, j, r }) in self.shapes.iter().copied().enumerate() {

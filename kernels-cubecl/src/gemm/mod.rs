@@ -21,23 +21,24 @@
 //! | `tiles.rs` | the choice of a tile's width, and of joint launches |
 //! | `kernel.rs` | the kernel: which cube makes which tile, and where the result goes |
 //! | `stages.rs` | the sum of one tile: copies into shared memory, and `mma.sync` |
-//! | `hopper/` | the same products on Hopper's own matrix instructions |
+//!
+//! [`crate::hopper`] makes the same products on Hopper's own matrix instructions.
 //!
 //! Moves `i*r + j*r + i*j` values and computes `2*i*j*r` operations: bound by the tensor cores from about 300 rows on.
 
 use crate::{
     device::{processors, sequence},
     error::{KernelError, index, require},
+    hopper::gemm as hopper,
     matmul::Product,
     mma::UNITS,
 };
 use cubecl::prelude::*;
 
-mod args;
+pub(crate) mod args;
 mod form;
-pub mod hopper;
 mod kernel;
-mod shape;
+pub(crate) mod shape;
 mod stages;
 mod tiles;
 

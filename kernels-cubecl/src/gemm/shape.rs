@@ -6,7 +6,7 @@ use crate::{
 };
 
 /// The name of the kernel in messages.
-pub(super) const NAME: &str = "gemm";
+pub(crate) const NAME: &str = "gemm";
 
 /// The shape of a product `y[i, j]`.
 #[derive(Debug, Clone, Copy)]

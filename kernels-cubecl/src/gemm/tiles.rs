@@ -1,8 +1,8 @@
 //! The choice of the width of tiles. A cube makes 128 rows of y, and 128, 160 or 64 columns: the width whose last wave
 //! of tiles leaves least of the device idle.
 
-use super::{hopper::is_hopper, shape::GemmShape};
-use crate::device::processors;
+use super::shape::GemmShape;
+use crate::{device::processors, hopper::is_hopper};
 use cubecl::prelude::*;
 
 /// Rows of y that a cube makes. Columns after the first 128 lie in a separate region of shared memory.

@@ -7,8 +7,9 @@ use crate::{
     block_scaled::{self, block_scaled},
     decode_attention,
     decoder::{self, Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight},
-    gemm::{self, Gemm, GemmShape, hopper},
+    gemm::{self, Gemm, GemmShape},
     gemv::{Gemv, gemv},
+    hopper,
     matmul::Product,
 };
 use cubecl::{

@@ -50,7 +50,7 @@ pub struct EvalLossArgs {
     /// Which model predicts.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Files to measure, folders of such files, or patterns such as 'rows/*.jsonl'; training files have the same formats
+    /// Files to measure, folders of such files, or patterns such as 'rows/*.jsonl'; the formats are those of training files
     #[arg(short, long, value_name = "PATH", num_args = 1.., required = true)]
     pub data: Vec<PathBuf>,
     /// Format of the files

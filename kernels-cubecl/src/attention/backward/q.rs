@@ -8,6 +8,7 @@ use super::{AttentionShape, QueryBuffers, QueryBuffersLaunch, Saved, check, own_
 use crate::{
     attention::{BLOCK_ROWS, Call, Heads, key_blocks, product_across, product_along, send_block, turn_block},
     error::{KernelError, expect_len, index},
+    hopper::attention as hopper,
     mma::{Octet, Pair, UNITS, fill, lane_col, whole_rows, zero_sums},
 };
 use cubecl::prelude::*;
@@ -29,6 +30,9 @@ pub fn backward_q<R: Runtime>(
     const NAME: &str = "attention backward q";
     check(NAME, &saved, &dy, &delta, &starts, shape)?;
     expect_len(NAME, "dq", dq.size(), shape.query_len())?;
+    if hopper::takes(client, dtype) {
+        return hopper::backward_q(client, saved, dy, delta, starts, dq, dtype, shape);
+    }
     let tiles = index(NAME, "T", shape.queries)?.div_ceil(BLOCK_ROWS);
     // SAFETY: buffer lengths were checked; rows outside are neither loaded nor stored.
     unsafe {

@@ -22,8 +22,9 @@ struct Store {
 struct Product {
   unsigned cols;
   Operand type;
-  uint64_t a, b;
-  bool a_across, b_across;
+  Left a;
+  uint64_t b;
+  bool adds, a_across, b_across;
   float* sums;
 };
 
@@ -42,7 +43,13 @@ struct Warpgroup {
 };
 std::vector<Warpgroup> groups_of_warps;
 
-std::map<unsigned, std::vector<Unit*>> named_barriers;
+/// A barrier of some units: how many have arrived, which of them wait, and what all of them have seen.
+struct NamedBarrier {
+  unsigned arrived = 0;
+  std::vector<Unit*> waiting;
+  Clock seen = new_clock();
+};
+std::map<unsigned, NamedBarrier> named_barriers;
 /// The time of a unit's last proxy fence.
 std::map<unsigned, uint32_t> fenced;
 
@@ -76,6 +83,8 @@ uint32_t address_of(uint64_t descriptor, bool across, unsigned outer, unsigned k
   return swizzled(start + at);
 }
 
+float value_of(uint16_t bits, Operand type) { return type == Operand::bf16 ? numbers::of_bf16(bits) : numbers::of_f16(bits); }
+
 /// 16 summed values of each of `count` rows of a or columns of b.
 std::vector<float> operand(const Product& product, uint64_t descriptor, bool across, unsigned count, unsigned warpgroup) {
   std::vector<float> values(count * 16);
@@ -84,8 +93,21 @@ std::vector<float> operand(const Product& product, uint64_t descriptor, bool acr
       uint16_t bits;
       auto bytes = read_shared_as(2 * units + warpgroup, groups_of_warps[warpgroup].time, address_of(descriptor, across, outer, k), 2);
       memcpy(&bits, bytes, 2);
-      values[outer * 16 + k] = product.type == Operand::bf16 ? numbers::of_bf16(bits) : numbers::of_f16(bits);
+      values[outer * 16 + k] = value_of(bits, product.type);
     }
+  return values;
+}
+
+/// 64 rows of a that the lanes hold in registers as they are now: a lane's words have rows 16 * warp + lane / 4 and 8 more, each
+/// in two neighboring summed values, and then the same rows 8 summed values later.
+std::vector<float> operand_in_registers(const std::vector<Product>& of_lanes) {
+  std::vector<float> values(64 * 16);
+  for (unsigned lane = 0; lane < 128; ++lane)
+    for (unsigned word = 0; word < 4; ++word)
+      for (unsigned half = 0; half < 2; ++half) {
+        unsigned row = lane / 32 * 16 + lane % 32 / 4 + word % 2 * 8, k = lane % 4 * 2 + word / 2 * 8 + half;
+        values[row * 16 + k] = value_of(uint16_t(*of_lanes[lane].a.words[word] >> 16 * half), of_lanes[lane].type);
+      }
   return values;
 }
 
@@ -94,14 +116,14 @@ std::vector<float> operand(const Product& product, uint64_t descriptor, bool acr
 void make(const std::vector<Product>& of_lanes, unsigned warpgroup) {
   const Product& first = of_lanes[0];
   for (const Product& other : of_lanes)
-    if (other.a != first.a || other.b != first.b || other.cols != first.cols)
+    if (other.a.descriptor != first.a.descriptor || other.b != first.b || other.cols != first.cols)
       fail("units of a warpgroup begin different products");
-  auto a = operand(first, first.a, first.a_across, 64, warpgroup);
+  auto a = first.a.words[0] ? operand_in_registers(of_lanes) : operand(first, first.a.descriptor, first.a_across, 64, warpgroup);
   auto b = operand(first, first.b, first.b_across, first.cols, warpgroup);
   for (unsigned lane = 0; lane < 128; ++lane)
     for (unsigned i = 0; i < first.cols / 2; ++i) {
       unsigned row = lane / 32 * 16 + lane % 32 / 4 + (i & 2 ? 8 : 0), col = i / 4 * 8 + lane % 4 * 2 + (i & 1);
-      double sum = of_lanes[lane].sums[i];
+      double sum = first.adds ? of_lanes[lane].sums[i] : 0.0f;
       for (unsigned k = 0; k < 16; ++k) sum += double(a[row * 16 + k]) * double(b[col * 16 + k]);
       of_lanes[lane].sums[i] = float(sum);
     }
@@ -156,15 +178,21 @@ void expect_stores_ended() {
 
 void fence_proxy() { fenced[unit->number] = unit->seen[unit->number]; }
 
-void sync_named(unsigned number, unsigned count) {
-  auto& here = named_barriers[number];
-  here.push_back(unit);
-  if (here.size() < count) return wait("a named barrier", int(number));
-  auto all_here = std::move(here);
-  here.clear();
-  synchronize_units(all_here);
-  for (Unit* other : all_here)
+void sync_named(unsigned number, unsigned count, bool waits) {
+  NamedBarrier& barrier = named_barriers[number];
+  join(barrier.seen, unit->seen);
+  ++unit->seen[unit->number];
+  if (waits) barrier.waiting.push_back(unit);
+  if (++barrier.arrived < count) {
+    if (waits) wait("a named barrier", int(number));
+    return;
+  }
+  NamedBarrier complete = std::move(barrier);
+  barrier = {};
+  for (Unit* other : complete.waiting) {
+    join(other->seen, complete.seen);
     if (other != unit) wake(*other);
+  }
 }
 
 void store_floats(uint32_t address, float a, float b) {
@@ -173,8 +201,15 @@ void store_floats(uint32_t address, float a, float b) {
   write_shared(address, both, 8);
 }
 
-void product(unsigned cols, Operand type, float* sums, uint64_t a, uint64_t b, bool a_across, bool b_across) {
-  begun[unit->number].products.push_back({cols, type, a, b, a_across, b_across, sums});
+void load_floats(uint32_t address, float& a, float& b) {
+  if (address % 8) fail("misaligned: reads two floats at %u of shared memory", address);
+  float both[2];
+  memcpy(both, read_shared(address, 8), 8);
+  a = both[0], b = both[1];
+}
+
+void product(unsigned cols, Operand type, float* sums, Left a, uint64_t b, bool adds, bool a_across, bool b_across) {
+  begun[unit->number].products.push_back({cols, type, a, b, adds, a_across, b_across, sums});
 }
 
 void products_end_group() {

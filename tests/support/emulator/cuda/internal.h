@@ -105,7 +105,6 @@ void access_global(const void* pointer, size_t size, bool write);
 void copies_bring_bytes(uint32_t barrier, std::vector<Copy> copies);
 
 // units.cpp
-void synchronize_units(const std::vector<Unit*>& units);
 Unit& unit_number(unsigned number);
 
 // hopper.cpp

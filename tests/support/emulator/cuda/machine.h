@@ -62,10 +62,17 @@ void load_box(uint32_t to, const void* map, uint32_t barrier, int x, int y);
 void store_box(const void* map, uint32_t from, int x, int y);
 void stores_wait();
 void fence_proxy();
-void sync_named(unsigned number, unsigned count);
+// A barrier of `count` units. Those that do not wait for the others only let them see their work.
+void sync_named(unsigned number, unsigned count, bool waits);
 void stmatrix(uint32_t address, Words words);
 void store_floats(uint32_t address, float a, float b);
-void product(unsigned cols, Operand type, float* sums, uint64_t a, uint64_t b, bool a_across, bool b_across);
+void load_floats(uint32_t address, float& a, float& b);
+// The left operand of a product: a descriptor of shared memory, or else the addresses of a lane's four words.
+struct Left {
+  uint64_t descriptor;
+  const uint32_t* words[4];
+};
+void product(unsigned cols, Operand type, float* sums, Left a, uint64_t b, bool adds, bool a_across, bool b_across);
 void products_end_group();
 void products_wait(unsigned groups);
 

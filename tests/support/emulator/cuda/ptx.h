@@ -2,7 +2,7 @@
 // `_` for every dot, and whose arguments are the operands in the order in which the assembly lists them. An instruction
 // that is missing here is a compile error that names it.
 #pragma once
-#include <cstdarg>
+#include <cmath>
 #include <cstdint>
 
 #include "machine.h"
@@ -121,7 +121,8 @@ inline void cp_async_bulk_wait_group_read(int) { machine::stores_wait(); }
 inline void cp_async_bulk_wait_group(int) { machine::stores_wait(); }
 inline void fence_proxy_async_shared_cta() { machine::fence_proxy(); }
 
-inline void bar_sync(unsigned number, unsigned count) { machine::sync_named(number, count); }
+inline void bar_sync(unsigned number, unsigned count) { machine::sync_named(number, count, true); }
+inline void bar_arrive(unsigned number, unsigned count) { machine::sync_named(number, count, false); }
 // Registers are not counted.
 inline void setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void setmaxnreg_inc_sync_aligned_u32(int) {}
@@ -130,31 +131,54 @@ inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(uint32_t address, uint32_t 
   machine::stmatrix(address, {a, b, c, d});
 }
 inline void st_shared_v2_f32(uint32_t address, float a, float b) { machine::store_floats(address, a, b); }
+inline void ld_shared_v2_f32(float& a, float& b, uint32_t address) { machine::load_floats(address, a, b); }
+
+inline void ex2_approx_ftz_f32(float& y, float x) { y = std::exp2(x); }
 
 // Sums may be read and written by the products that run, from the first product of a group to the wait for it.
 inline void wgmma_fence_sync_aligned() {}
 inline void wgmma_commit_group_sync_aligned() { machine::products_end_group(); }
 inline void wgmma_wait_group_sync_aligned(unsigned groups) { machine::products_wait(groups); }
 
-// The sums of a lane are an array: its first element stands for all. Then come two descriptors and five literals.
-inline void wgmma(unsigned cols, machine::Operand type, float* sums, ...) {
-  va_list rest;
-  va_start(rest, sums);
-  for (unsigned i = 1; i < cols / 2; ++i) va_arg(rest, double);
-  uint64_t a = va_arg(rest, unsigned long long), b = va_arg(rest, unsigned long long);
-  int add = va_arg(rest, int), sign_a = va_arg(rest, int), sign_b = va_arg(rest, int);
-  int a_across = va_arg(rest, int), b_across = va_arg(rest, int);
-  va_end(rest);
-  if (add != 1 || sign_a != 1 || sign_b != 1) __builtin_trap();
-  machine::product(cols, type, sums, a, b, a_across, b_across);
+// The sums of a lane are an array: its first element stands for all. Then come the left operand, which is a descriptor or four
+// words in registers, the descriptor of the right one, whether the product adds to the sums, two signs, and for each operand in
+// shared memory whether it lies across.
+struct Argument {
+  uint64_t value = 0;
+  const uint32_t* word = nullptr;
+
+  Argument(const float&) {}
+  Argument(const uint32_t& word) : word(&word) {}
+  Argument(unsigned long long descriptor) : value(descriptor) {}
+  Argument(int literal) : value(literal) {}
+};
+
+template <class... Rest>
+void wgmma(unsigned cols, machine::Operand type, float& sums, const Rest&... rest) {
+  Argument all[] = {Argument(rest)...};
+  const Argument* operands = all + cols / 2 - 1;
+  bool is_in_registers = sizeof...(rest) - (cols / 2 - 1) == 9;
+  machine::Left left = {operands[0].value, {}};
+  if (is_in_registers) left = {0, {operands[0].word, operands[1].word, operands[2].word, operands[3].word}};
+  operands += is_in_registers ? 4 : 1;
+  uint64_t right = operands[0].value, add = operands[1].value;
+  if (add > 1 || operands[2].value != 1 || operands[3].value != 1) __builtin_trap();
+  machine::product(cols, type, &sums, left, right, add, !is_in_registers && operands[4].value,
+                   operands[is_in_registers ? 4 : 5].value);
 }
-#define wgmma_mma_async_sync_aligned_m64n128k16_f32_bf16_bf16(sums, ...) wgmma(128, machine::Operand::bf16, &(sums), __VA_ARGS__)
-#define wgmma_mma_async_sync_aligned_m64n160k16_f32_bf16_bf16(sums, ...) wgmma(160, machine::Operand::bf16, &(sums), __VA_ARGS__)
-#define wgmma_mma_async_sync_aligned_m64n192k16_f32_bf16_bf16(sums, ...) wgmma(192, machine::Operand::bf16, &(sums), __VA_ARGS__)
-#define wgmma_mma_async_sync_aligned_m64n256k16_f32_bf16_bf16(sums, ...) wgmma(256, machine::Operand::bf16, &(sums), __VA_ARGS__)
-#define wgmma_mma_async_sync_aligned_m64n128k16_f32_f16_f16(sums, ...) wgmma(128, machine::Operand::f16, &(sums), __VA_ARGS__)
-#define wgmma_mma_async_sync_aligned_m64n160k16_f32_f16_f16(sums, ...) wgmma(160, machine::Operand::f16, &(sums), __VA_ARGS__)
-#define wgmma_mma_async_sync_aligned_m64n192k16_f32_f16_f16(sums, ...) wgmma(192, machine::Operand::f16, &(sums), __VA_ARGS__)
-#define wgmma_mma_async_sync_aligned_m64n256k16_f32_f16_f16(sums, ...) wgmma(256, machine::Operand::f16, &(sums), __VA_ARGS__)
+#define WGMMA(cols)                                                                              \
+  template <class... Rest>                                                                       \
+  void wgmma_mma_async_sync_aligned_m64n##cols##k16_f32_bf16_bf16(float& sums, Rest&&... rest) { \
+    wgmma(cols, machine::Operand::bf16, sums, rest...);                                          \
+  }                                                                                              \
+  template <class... Rest>                                                                       \
+  void wgmma_mma_async_sync_aligned_m64n##cols##k16_f32_f16_f16(float& sums, Rest&&... rest) {   \
+    wgmma(cols, machine::Operand::f16, sums, rest...);                                           \
+  }
+WGMMA(64)
+WGMMA(128)
+WGMMA(160)
+WGMMA(192)
+WGMMA(256)
 
 }  // namespace ptx

@@ -299,12 +299,6 @@ uint32_t shuffle(uint32_t value, unsigned source_lane, int line) {
   });
 }
 
-void synchronize_units(const std::vector<Unit*>& those) {
-  Clock joint = new_clock();
-  for (Unit* u : those) join(joint, u->seen);
-  for (Unit* u : those) u->seen = joint, ++u->seen[u->number];
-}
-
 Unit& unit_number(unsigned number) { return all[number]; }
 
 // "Warp-level matrix store instruction: stmatrix". Lanes 8i to 8i + 7 give the addresses of the rows of matrix i; a lane holds

@@ -14,7 +14,7 @@
 //                                  j follow behind them
 //
 // text.rs writes the definitions in front of this text: COLS, A_ACROSS, B_ACROSS, PARTS, SUMMED, SCALED, ACCUMULATE, RESULT_F32,
-// the parameters, A_MAP(p), B_MAP(p), OUT_MAP(p), EDGE_MAP(p) and FACTOR(p) for product p, and multiply_add.
+// the parameters, A_MAP(p), B_MAP(p), OUT_MAP(p), EDGE_MAP(p) and FACTOR(p) for product p, and multiply.
 
 constexpr int ROWS = 128, DEPTH = 64, GROUP = 8, BOX = 64 * DEPTH * 2;
 constexpr int BOXES = (COLS + 63) / 64;
@@ -39,13 +39,6 @@ __device__ __forceinline__ Tile tile_at(int place, const Info& info) {
     const int rows = (info.parts[part].i_len + ROWS - 1) / ROWS, cols = (info.parts[part].j_len + COLS - 1) / COLS;
     const int first = place / (GROUP * cols) * GROUP, height = min(rows - first, GROUP), within = place % (GROUP * cols);
     return {part, (first + within % height) * ROWS, within / height * COLS};
-}
-
-// The descriptor of an operand in shared memory: address, distance of boxes across, distance of eight rows, 128-byte swizzle.
-template <bool ACROSS>
-__device__ __forceinline__ unsigned long long descriptor(unsigned at) {
-    const unsigned long long boxes = ACROSS ? BOX : 16, rows = 1024;
-    return (at & 0x3FFFF) >> 4 | boxes >> 4 << 16 | rows >> 4 << 32 | 1ull << 62;
 }
 
 // Calls `f(first row, lane's column of block j, index of the first of its two sums)` for the pairs of sums that a lane holds.
@@ -126,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_gemm(PARAMETERS) {
     int stage = 0, parity = 0;
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 0) {
-        few_registers();
+        fewer_registers<40>();
         if (threadIdx.x != 0) return;
         for (int place = blockIdx.x; place < tiles; place += gridDim.x) {
             const Tile tile = tile_at(place, info);
@@ -153,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_gemm(PARAMETERS) {
         }
         return;
     }
-    many_registers();
+    more_registers<232>();
     const int consumer = warpgroup - 1;
     const bool first_unit = threadIdx.x % 128 == 0;
     for (int place = blockIdx.x; place < tiles; place += gridDim.x) {
@@ -182,11 +175,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_gemm(PARAMETERS) {
             for (int r = 0; r < info.parts[p].r_len; r += DEPTH) {
                 barrier_wait(full + 8 * stage, parity);
                 const unsigned at = stages + stage * STAGE;
-                const unsigned long long a = descriptor<A_ACROSS>(at + consumer * BOX), b = descriptor<B_ACROSS>(at + A_BYTES);
+                const unsigned long long a = descriptor(at + consumer * BOX, A_ACROSS ? BOX : 0),
+                                         b = descriptor(at + A_BYTES, B_ACROSS ? BOX : 0);
                 products_begin();
 #pragma unroll
                 // 16 values of r are 32 bytes of a row, or 16 rows; a descriptor counts 16 bytes.
-                for (int q = 0; q < DEPTH / 16; q++) multiply_add(sums, a + (A_ACROSS ? 128 : 2) * q, b + (B_ACROSS ? 128 : 2) * q);
+                for (int q = 0; q < DEPTH / 16; q++) multiply<1>(sums, a + (A_ACROSS ? 128 : 2) * q, b + (B_ACROSS ? 128 : 2) * q);
                 products_end_group();
                 // One group may still run: the stage of the group before it is free.
                 products_wait<1>();

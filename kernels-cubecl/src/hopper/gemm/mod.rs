@@ -1,35 +1,28 @@
-//! The products of [`super::gemm()`] on Hopper's own matrix instructions, which CubeCL 0.10 does not have: CUDA C++ with
-//! inline assembly, launched in the same stream as every other kernel. gemm.cuh says how it works.
+//! The products of [`crate::gemm::gemm()`] on Hopper's own matrix instructions. gemm.cuh says how the kernel works.
 //! ```text
 //! for i { for j { for r { y[i][j] += a[i][r] * b[j][r] } } }      // the plain loop, Nt
 //! ```
-//! A CubeCL that has these instructions replaces this folder.
-//!
 //! | file | what it holds |
 //! |---|---|
 //! | `mod.rs` | for which device and products, and the launch |
 //! | `form.rs`, `tiles.rs` | what is compiled into a kernel; the choice of a tile's width |
-//! | `text.rs`, `instructions.cuh`, `gemm.cuh` | the text |
+//! | `text.rs`, `gemm.cuh` | the text |
 
-use super::{
-    args::Gemm,
-    shape::{GemmShape, NAME},
-};
+use super::{Number, PIECE, is_hopper, tensor_map};
 use crate::{
     cuda_text::{WrittenKernel, binding},
     device::processors,
     error::{KernelError, index, require},
+    gemm::{
+        args::Gemm,
+        shape::{GemmShape, NAME},
+    },
 };
 use cubecl::{
-    ir::{ElemType, FloatKind, StorageType, features::Tma},
     prelude::*,
-    server::{Binding, KernelArguments, MetadataBindingInfo, TensorMapBinding, TensorMapMeta},
-    zspace::metadata::Metadata,
+    server::{Binding, KernelArguments, MetadataBindingInfo},
 };
-use cubecl_runtime::tma::{
-    OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
-};
-use form::{Form, Mapped, Number, PIECE, SHARED, STAGE_DEPTH, TILE_ROWS};
+use form::{Form, Mapped, STAGE_DEPTH, TILE_ROWS};
 pub use tiles::hopper_columns;
 use tiles::{columns, tiles};
 
@@ -37,22 +30,13 @@ mod form;
 mod text;
 mod tiles;
 
-/// Whether the device is a Hopper GPU: it has the copy engine and no 4-bit floats, which came with Blackwell.
-pub fn is_hopper<R: Runtime>(client: &ComputeClient<R>) -> bool {
-    let e2m1 = StorageType::Scalar(ElemType::Float(FloatKind::E2M1));
-    let properties = client.properties();
-    client.features().tma.contains(Tma::Base)
-        && properties.type_usage(e2m1).is_empty()
-        && properties.hardware.max_shared_memory_size >= SHARED
-}
-
 /// Whether there is a kernel for these products on this device.
-pub(super) fn takes<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> bool {
+pub(crate) fn takes<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> bool {
     is_hopper(client) && Form::of(products, TILE_ROWS).is_ok()
 }
 
 /// Launches the products with the width of tiles that lets the device finish soonest.
-pub(super) fn launch<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<(), KernelError> {
+pub(crate) fn launch<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>) -> Result<(), KernelError> {
     let cols = columns(products.tiled(), products.product, processors(client));
     launch_in(client, products, cols)
 }
@@ -118,19 +102,4 @@ fn lengths(shapes: &[GemmShape]) -> Result<Vec<u64>, KernelError> {
         all.push(len as u64);
     }
     Ok(all)
-}
-
-/// The map by which the copy engine finds boxes of `tile` in a row-major matrix.
-fn tensor_map(buffer: Binding, ty: StorageType, dims: [usize; 2], tile: [usize; 2]) -> TensorMapBinding {
-    let map = TensorMapMeta {
-        format: TensorMapFormat::Tiled(TiledArgs { tile_size: tile.into() }),
-        metadata: Metadata::new(dims, [dims[1], 1]),
-        elem_stride: [1, 1].into(),
-        interleave: TensorMapInterleave::None,
-        swizzle: TensorMapSwizzle::B128,
-        prefetch: TensorMapPrefetch::B256,
-        oob_fill: OobFill::Zero,
-        storage_ty: ty,
-    };
-    TensorMapBinding { binding: buffer, map }
 }

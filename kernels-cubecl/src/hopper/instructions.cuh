@@ -66,17 +66,29 @@ __device__ __forceinline__ void writes_for_copies() {
 
 // ---- Warpgroups of 128 units ----
 
-// A barrier of one warpgroup. Barrier 0 is that of the cube.
+// A barrier of one warpgroup, 1 or 2. Barrier 0 is that of the cube.
 __device__ __forceinline__ void warpgroup_sync(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(128) : "memory");
 }
 
-__device__ __forceinline__ void few_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(40));
+// Two warpgroups take turns: each waits for its own turn, which the other one gives.
+__device__ __forceinline__ void turn_wait(int warpgroup) {
+    asm volatile("bar.sync %0, %1;" ::"r"(2 + warpgroup), "n"(256) : "memory");
 }
 
-__device__ __forceinline__ void many_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(232));
+__device__ __forceinline__ void turn_give(int warpgroup) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(2 + warpgroup), "n"(256) : "memory");
+}
+
+// Registers of a unit. A multiprocessor has 65,536, and a kernel begins with 168 for each of 384 units.
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // ---- Products of a warpgroup ----
@@ -96,12 +108,20 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
 }
 
+// The descriptor of an operand in shared memory, whose rows of 128 bytes are swizzled. An operand that lies along has its
+// summed values in a row. One that lies across has 64 values of its other index in a row, and the next 64 in another box, that
+// many bytes behind.
+__device__ __forceinline__ unsigned long long descriptor(unsigned at, unsigned boxes) {
+    const unsigned long long distance = boxes ? boxes : 16, eight_rows = 1024;
+    return (at & 0x3FFFF) >> 4 | distance >> 4 << 16 | eight_rows >> 4 << 32 | 1ull << 62;
+}
+
 // ---- Results ----
 
 // Two numbers of 16 bits, `low` first in memory.
 __device__ __forceinline__ unsigned rounded(float low, float high) {
     unsigned word;
-    asm volatile("cvt.rn.@RESULT@x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    asm("cvt.rn.@RESULT@x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     return word;
 }
 
@@ -113,4 +133,18 @@ __device__ __forceinline__ void store_matrices(unsigned to, unsigned a, unsigned
 
 __device__ __forceinline__ void store_pair(unsigned to, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ float2 load_pair(unsigned from) {
+    float2 pair;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from) : "memory");
+    return pair;
+}
+
+// ---- Arithmetic ----
+
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }

@@ -1,26 +1,34 @@
 //! The CUDA C++ of one form: definitions, the products' instruction, and the two texts beside this file.
 
-use super::form::{Form, Mapped, Number, STAGE_DEPTH};
-use crate::cuda_text::Written;
-use std::fmt::Write;
+use super::form::{Form, Mapped};
+use crate::{
+    cuda_text::Written,
+    hopper::{
+        Number,
+        text::{define, from_shared, instructions},
+    },
+};
 
 impl Written for Form {
-    const ENTRY: &'static str = "hopper_gemm";
     /// Three warpgroups.
     const UNITS: u32 = 384;
+
+    fn entry(&self) -> &'static str {
+        "hopper_gemm"
+    }
 
     fn shared(&self) -> usize {
         self.shared_bytes()
     }
 
     fn text(&self) -> String {
-        let instructions = include_str!("instructions.cuh").replace("@RESULT@", self.result.ptx());
-        [&definitions(self), &instructions, &multiply_add(self), include_str!("gemm.cuh")].join("\n")
+        let multiply = from_shared("multiply", self.cols, self.operand, [self.a_across, self.b_across]);
+        [&instructions(self.result), &definitions(self), &multiply, include_str!("gemm.cuh")].join("\n")
     }
 }
 
 fn definitions(form: &Form) -> String {
-    let mut out = String::from("struct __align__(64) CUtensorMap {\n    unsigned long long words[16];\n};\n");
+    let mut out = String::new();
     let parts = form.parts;
     let numbers = [
         ("COLS", form.cols),
@@ -69,26 +77,4 @@ fn choice(count: usize, of: impl Fn(usize) -> String) -> String {
     let last = of(count - 1);
     let cases = (0..count - 1).map(|n| format!("(p) == {n} ? {} : ", of(n)));
     format!("({}{last})", cases.collect::<String>())
-}
-
-fn define(out: &mut String, name: &str, value: &str) {
-    writeln!(out, "#define {name} {value}").expect("a string can be written to");
-}
-
-/// The function `sums += a b` for 64 rows, all columns of a tile and 16 values of r. `a` and `b` are descriptors.
-fn multiply_add(form: &Form) -> String {
-    let (cols, count) = (form.cols, form.cols / 2);
-    let list = |one: &dyn Fn(usize) -> String| (0..count).map(one).collect::<Vec<_>>().join(", ");
-    let registers = list(&|n| format!("%{n}"));
-    let sums = list(&|n| format!("\"+f\"(sums[{n}])"));
-    let others = (count..count + 7).map(|n| format!("%{n}")).collect::<Vec<_>>().join(", ");
-    let kind = form.operand.ptx();
-    format!(
-        "// {STAGE_DEPTH} values of r are four of these. Literals: add to the sums; the signs of a and b; a and b lie across.\n\
-         __device__ __forceinline__ void multiply_add(float (&sums)[{count}], unsigned long long a, unsigned long long b) {{\n\
-         \x20   asm volatile(\"wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{kind}.{kind} {{{registers}}}, {others};\"\n\
-         \x20                : {sums}\n\
-         \x20                : \"l\"(a), \"l\"(b), \"n\"(1), \"n\"(1), \"n\"(1), \"n\"(A_ACROSS), \"n\"(B_ACROSS));\n\
-         }}\n"
-    )
 }

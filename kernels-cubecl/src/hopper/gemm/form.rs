@@ -3,53 +3,19 @@
 use crate::{
     error::{KernelError, require},
     gemm::{args::Gemm, shape::NAME},
+    hopper::{ALIGNMENT, BARRIERS, Number, PIECE, SHARED},
     matmul::Product,
 };
-use cubecl::{
-    ir::{ElemType, FloatKind, StorageType},
-    prelude::*,
-};
+use cubecl::prelude::*;
 
 /// Rows of a tile.
 pub(super) const TILE_ROWS: usize = 128;
 /// Values of `r` in a stage.
 pub(super) const STAGE_DEPTH: usize = 64;
-/// Bytes of shared memory that a cube of these GPUs can have.
-pub(super) const SHARED: usize = 227 << 10;
-/// Columns in which 16-bit results, and operands that lie across, are copied.
-pub(super) const PIECE: usize = 64;
 /// The most products of one launch: a kernel's parameters may take 4 KiB, and a tensor map takes 128 bytes.
 const MOST: usize = 4;
 /// Bytes of 64 rows of a stage.
 const BOX: usize = 64 * STAGE_DEPTH * 2;
-/// Bytes for barriers, and for the alignment of the stages.
-const BARRIERS: usize = 256;
-const ALIGNMENT: usize = 1024;
-
-/// A number's type, as these kernels know it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Number {
-    F16,
-    Bf16,
-    F32,
-}
-
-impl Number {
-    /// The number of this storage type, if there is one.
-    pub(super) fn of(storage: StorageType) -> Option<Self> {
-        match storage {
-            StorageType::Scalar(ElemType::Float(FloatKind::F16)) => Some(Self::F16),
-            StorageType::Scalar(ElemType::Float(FloatKind::BF16)) => Some(Self::Bf16),
-            StorageType::Scalar(ElemType::Float(FloatKind::F32)) => Some(Self::F32),
-            _ => None,
-        }
-    }
-
-    /// The name of the type in an instruction that knows 16-bit numbers only. Results in f32 are not converted.
-    pub(super) fn ptx(self) -> &'static str {
-        if self == Self::F16 { "f16" } else { "bf16" }
-    }
-}
 
 /// What a tensor map leads to. The last columns of a tile's result may have a map of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
