@@ -254,3 +254,59 @@ fn shards_together_are_the_model() {
         assert_eq!(read.read_dense(&name).unwrap(), source.read_dense(&name).unwrap(), "{name}");
     }
 }
+
+/// Another dimension may be any number, because no bytes stand for it: a loop over rows would not end, and a product overflow.
+#[test]
+fn shapes_with_a_dimension_of_zero_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let many = 1u64 << 62;
+    let one = |name: &str, dtype: &str, shape: [u64; 2]| {
+        format!("{name:?}:{{\"dtype\":{dtype:?},\"shape\":{shape:?},\"data_offsets\":[0,0]}}")
+    };
+    let packed = format!("{},{}", one("x.qdata", "U8", [0, 1 << 63]), one("x.scale", "F8_E4M3", [0, 1 << 60]));
+    for header in [one("a", "F16", [many, 0]), one("a", "F16", [0, many]), packed] {
+        let header = format!("{{{header}}}");
+        let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        std::fs::write(dir.path().join("x.safetensors"), file).unwrap();
+        let convert = ["convert", "x.safetensors", "o.dat", "--dtype", "bf16"];
+        for words in [&["inspect", "x.safetensors", "--verify"][..], &convert] {
+            let output = run(dir.path(), words);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(output.status.code() == Some(2) && said.contains("no dimension may be 0"), "{words:?}: {said}");
+        }
+    }
+}
+
+/// What the metadata of a Parquet file say of its rows, in Thrift's compact protocol.
+#[test]
+fn hostile_metadata_of_parquet_are_refused() {
+    fn number(n: u64) -> Vec<u8> {
+        let byte = n as u8 & 127;
+        if n < 128 { vec![byte] } else { [vec![byte | 128], number(n >> 7)].concat() }
+    }
+    fn list(items: &[Vec<u8>]) -> Vec<u8> {
+        [vec![0x19, 0xfc], number(items.len() as u64), items.concat()].concat()
+    }
+    let i64_of = |n: u64| [vec![0x16], number(2 * n)].concat();
+    let root = b"\x48\x01s\x15\x02\x00".to_vec();
+    let leaf = b"\x15\x0c\x25\x00\x18\x04text\x25\x00\x00".to_vec();
+    // One column of so many values and bytes.
+    let groups = |values: u64, bytes: u64| {
+        let start = b"\x26\x08\x1c\x15\x0c\x19\x15\x00\x19\x18\x04text\x15\x00".to_vec();
+        let chunk = [start, i64_of(values), i64_of(bytes), i64_of(100), b"\x26\x08\x00\x00".to_vec()].concat();
+        vec![[list(&[chunk]), i64_of(bytes), i64_of(1), vec![0]].concat()]
+    };
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(&dir.path().join("m"), true);
+    for (schema, groups, expected) in [
+        (vec![root.clone(), leaf.clone()], groups(20_000_000, 100), "more than 1048576 values"),
+        (vec![root, leaf], groups(1, 300 << 20), "texts of more than 64 MiB"),
+    ] {
+        let meta = [b"\x15\x02".to_vec(), list(&schema), i64_of(1), list(&groups), vec![0]].concat();
+        let file = [&b"PAR1"[..], &meta, &(meta.len() as u32).to_le_bytes(), b"PAR1"].concat();
+        std::fs::write(dir.path().join("x.parquet"), file).unwrap();
+        let output = run(dir.path(), &["data", "stats", "-m", "m", "x.parquet"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(3) && said.contains(expected), "{expected}: {output:?}");
+    }
+}

@@ -10,8 +10,8 @@ use cubecl::ir::{ElemType, FloatKind, StorageType};
 use kernels_cubecl::{
     KernelError,
     gemm::{self, Gemm, GemmShape},
-    hopper,
     gemv::{self, Gemv},
+    hopper,
     matmul::PackedArgs,
     mma,
 };

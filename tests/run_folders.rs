@@ -337,3 +337,35 @@ fn an_old_checkpoint_that_cannot_be_deleted_is_warned_of() {
     assert!(machine.folder().join("r/checkpoint-4").exists() && !machine.folder().join("r/checkpoint-2").exists());
     assert!(machine.folder().join("r/final/model.dat").exists());
 }
+
+/// Whoever made a run folder chose the outputs that its record names.
+#[test]
+fn outputs_that_only_a_received_run_names_replace_no_file_of_the_user() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    complete(d);
+    let settings = fs::read_to_string(d.join("r/config.toml")).unwrap();
+    let received = |report: &str| {
+        fs::create_dir_all(d.join("x")).unwrap();
+        let own = d.join("own.dat");
+        let lines = settings.lines().filter(|line| !line.starts_with("output_d") && !line.starts_with("vram_report"));
+        let lines: Vec<&str> = lines.collect();
+        let text = format!("{report}output_dat = {own:?}\n{}\n", lines.join("\n"));
+        fs::write(d.join("x/config.toml"), text).unwrap();
+    };
+    fs::write(d.join("own.dat"), "the user's model").unwrap();
+    fs::write(d.join("own.txt"), "the user's text").unwrap();
+    received(&format!("vram_report = {:?}\n", d.join("own.txt")));
+    let resume = ["fit", "--resume-from-checkpoint", "x"];
+    let (code, said) = ended(d, &resume);
+    assert!(code == Some(2) && said.contains("no memory report"), "{code:?}: {said}");
+    assert_eq!(fs::read_to_string(d.join("own.txt")).unwrap(), "the user's text");
+    received("");
+    let (code, said) = ended(d, &resume);
+    assert!(code == Some(0) && said.contains("own.dat.kept-1"), "{code:?}: {said}");
+    assert_eq!(fs::read_to_string(d.join("own.dat.kept-1")).unwrap(), "the user's model");
+    assert!(fs::read(d.join("own.dat")).unwrap().len() > 1000);
+    // What the run has exported itself is replaced.
+    let (code, said) = ended(d, &[&resume[..], &["--max-steps", "8"]].concat());
+    assert!(code == Some(0) && !said.contains(".kept-"), "{code:?}: {said}");
+}

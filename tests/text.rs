@@ -54,3 +54,26 @@ fn the_real_tokenizer_gives_hugging_faces_ids() {
         assert_eq!(shown, tokenizer.decode(&ids).unwrap(), "{text:?}");
     }
 }
+
+/// A byte that begins or continues a character, again and again, ends none. The stream shows it all the same: otherwise it would
+/// decode all tokens for each one.
+#[test]
+fn bytes_of_characters_that_never_end_are_shown() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = Tokenizer::from_file(&real_tokenizer(dir.path())).unwrap();
+    let unfinished = |id: &u32| tokenizer.decode(&[*id]).is_ok_and(|text| text == "\u{FFFD}");
+    let ids: Vec<u32> = (0..256).filter(unfinished).collect();
+    assert!(ids.len() > 100, "{ids:?}");
+    for id in ids {
+        let mut stream = TextStream::default();
+        let mut shown = Vec::new();
+        for _ in 0..1000 {
+            shown.push(stream.push(id, &tokenizer).unwrap());
+        }
+        assert!(shown.iter().filter(|piece| !piece.is_empty()).count() >= 5, "token {id}");
+        // A text that goes on is shown again.
+        stream.push(9707, &tokenizer).unwrap();
+        let piece = stream.push(1879, &tokenizer).unwrap();
+        assert_eq!(piece, tokenizer.decode(&[1879]).unwrap(), "token {id}");
+    }
+}

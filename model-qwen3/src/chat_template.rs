@@ -1,8 +1,12 @@
 //! Renders the model's own chat template (Jinja) as Hugging Face does: with trimmed blocks, Python's string methods, and
 //! `tojson` with Python's separators and without escapes.
 
-use crate::{ModelError, file::read_text, json};
-use backend_nvfp4::host_memory;
+use crate::{
+    ModelError,
+    file::read_text,
+    json,
+    limits::{self, Limit},
+};
 use minijinja::{
     Environment, Error, ErrorKind, Value,
     syntax::SyntaxConfig,
@@ -10,34 +14,20 @@ use minijinja::{
 };
 use serde::Serialize;
 use serde_json::Value as Json;
-use std::{
-    cell::OnceCell,
-    io,
-    path::{Path, PathBuf},
-    sync::{Arc, mpsc},
-    time::{Duration, Instant},
-};
+use std::{io, path::Path, sync::Arc};
 
 /// Longest text that a template may render. The longest context of Qwen3 has about 1 M tokens.
 const LONGEST: usize = 16 << 20;
 /// Steps that a template may take, so that none runs forever.
 const FUEL: u64 = 50_000_000;
-/// Longest source of a template. That of Qwen3 has 4 KiB. A longer one could nest deeper than [`STACK`].
+/// Longest source of a template. That of Qwen3 has 4 KiB.
 const LONGEST_SOURCE: usize = 64 << 10;
 /// Largest tokenizer_config.json that is read. That of Qwen3 has 10 KB; a model with thousands of added tokens lists each.
 const LARGEST_CONFIG: u64 = 16 << 20;
-/// Stack of the thread in which templates are compiled and rendered: 4 KiB for each byte of the longest source.
-const STACK: usize = 256 << 20;
-/// Longest time of a processor that compiling or rendering may take. A conversation of a thousand messages takes milliseconds.
-const LONGEST_TIME: Duration = Duration::from_secs(2);
-/// Longest time that the caller waits for it, on a machine that is busy otherwise.
-const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// Memory that compiling or rendering may take, besides [`TIMES`] what it is given: a text that is doubled needs few steps.
 const MOST_MEMORY: usize = 48 << 20;
 /// How many times the bytes of the messages rendering may take: what a template sets, and the text twice while it grows.
 const TIMES: usize = 4;
-/// How often the time is looked at.
-const LOOK: Duration = Duration::from_millis(2);
 /// Widest indentation of `tojson`, and longest width of a format. Both multiply the text.
 const WIDEST: usize = 256;
 
@@ -164,76 +154,15 @@ fn check_widths(format: &str) -> Result<(), Error> {
     }
 }
 
-/// The name of the thread in which a template is compiled and rendered. A panic there becomes an error.
-pub const THREAD: &str = "chat template";
-
-/// What a thread says that renders a template.
-enum Said<Answer> {
-    /// The folder in which the system tells of the thread.
-    Begins(PathBuf),
-    Ends(Result<Answer, ModelError>),
-    TakesTooMuch,
-}
-
-thread_local! {
-    /// How this thread says that it takes too much memory.
-    static TAKES_TOO_MUCH: OnceCell<Box<dyn Fn()>> = const { OnceCell::new() };
-}
-
-/// Runs `work`, which was given so many bytes, on a thread of its own, with limits on its stack, its time and its memory. A
-/// panic of the template library becomes an error with its message. A thread cannot be ended: after an error by time or memory
-/// it keeps what it has, so that the program should end.
+/// Runs `work`, which was given so many bytes, within limits.
 fn within_limits<Answer: Send + 'static>(
     given: usize,
     work: impl FnOnce() -> Result<Answer, ModelError> + Send + 'static,
 ) -> Result<Answer, ModelError> {
-    let (sender, said) = mpsc::channel();
-    let thread = std::thread::Builder::new().name(THREAD.into()).stack_size(STACK);
-    let most = MOST_MEMORY + TIMES * given;
-    // Nobody listens any more if a limit was reached.
-    let limited = move || {
-        if let Ok(name) = std::fs::read_link("/proc/thread-self") {
-            let _ = sender.send(Said::Begins(Path::new("/proc").join(name)));
-        }
-        let too_much = sender.clone();
-        let _ = TAKES_TOO_MUCH.with(|tell| tell.set(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
-        host_memory::limit_thread(most, || {
-            let _ = TAKES_TOO_MUCH.try_with(|tell| tell.get().map(|tell| tell()));
-            loop {
-                std::thread::park();
-            }
-        });
-        let _ = sender.send(Said::Ends(work()));
-    };
-    let thread = thread.spawn(limited).map_err(|source| ModelError::Thread { what: THREAD, source })?;
-    let failed = |text: String| Err(ModelError::Template(text));
-    let (began, mut told) = (Instant::now(), None);
-    loop {
-        match said.recv_timeout(LOOK) {
-            Ok(Said::Begins(folder)) => told = Some(folder),
-            Ok(Said::Ends(result)) => return result,
-            Ok(Said::TakesTooMuch) => return failed(format!("it took more than {} MiB of memory", most >> 20)),
-            Err(mpsc::RecvTimeoutError::Disconnected) => break,
-            Err(mpsc::RecvTimeoutError::Timeout) => {}
-        }
-        if told.as_deref().and_then(processor_time).is_some_and(|time| time > LONGEST_TIME) {
-            return failed(format!("it took more than {} seconds", LONGEST_TIME.as_secs()));
-        }
-        if began.elapsed() > LONGEST_WAIT {
-            return failed(format!("it did not end within {} seconds", LONGEST_WAIT.as_secs()));
-        }
-    }
-    let panic = thread.join().err();
-    let text = panic
-        .as_ref()
-        .and_then(|panic| panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied()));
-    failed(format!("the template library panicked on it: {}", text.unwrap_or("without a message")))
-}
-
-/// How long the thread of a folder in /proc has had a processor; None where the system does not say.
-fn processor_time(thread: &Path) -> Option<Duration> {
-    let text = std::fs::read_to_string(thread.join("schedstat")).ok()?;
-    text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
+    limits::within("chat template", MOST_MEMORY + TIMES * given, work).map_err(|limit| match limit {
+        Limit::Thread(source) => ModelError::Thread { what: "chat template", source },
+        limit => ModelError::Template(limit.to_string()),
+    })?
 }
 
 /// Bytes of the texts of a JSON value, and some for each value.

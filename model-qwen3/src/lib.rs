@@ -18,6 +18,7 @@
 //! | [`safetensors`] | Hugging Face files, also in shards |
 //! | [`bytes`], [`json`] | numbers as bytes; JSON whose keys stand once |
 //! | [`tokenizer`], `pieces`, [`chat_template`] | text to token ids, by the model's own files, and a piece at a time |
+//! | [`limits`] | a library over a file that somebody else made, with bounds on time and memory |
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
 //! | [`sample`], [`session`] | choosing a token; prompt to answer |
 //!
@@ -59,6 +60,7 @@ pub mod foreign;
 pub mod gguf;
 pub mod json;
 pub mod kv_cache;
+pub mod limits;
 pub mod loss;
 mod maxima;
 pub mod model;

@@ -102,6 +102,11 @@ impl SafeFile {
                 bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
             })
             .collect();
+        // Another dimension of such a shape may be any number, because no bytes stand for it.
+        if let Some(SafeEntry { name, shape, .. }) = entries.iter().find(|e| e.shape.len() > 1 && e.shape.contains(&0))
+        {
+            return Err(ModelError::parse(path, format!("{name:?} has the shape {shape:?}; no dimension may be 0")));
+        }
         entries.sort_by_key(|e| e.offset);
         let end = entries.last().map_or(start, |e| e.offset + e.bytes);
         if end != size {

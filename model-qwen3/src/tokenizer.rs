@@ -176,6 +176,9 @@ fn keeps_length(normalizer: &NormalizerWrapper) -> bool {
     }
 }
 
+/// Tokens that a text stream decodes together, at most: an unfinished character has 4 bytes.
+const LONGEST_UNSETTLED: usize = 128;
+
 /// Text that grows token by token and never shows a part of a character.
 #[derive(Debug, Default)]
 pub struct TextStream {
@@ -194,14 +197,16 @@ impl TextStream {
     pub fn push(&mut self, id: u32, tokenizer: &Tokenizer) -> Result<String, ModelError> {
         self.ids.push(id);
         let text = tokenizer.decode(&self.ids[self.settled..])?;
-        // An unfinished character decodes to the replacement character.
-        if text.ends_with('\u{FFFD}') || text.len() <= self.shown {
+        // An unfinished character decodes to the replacement character. What does not end after so many tokens is none.
+        let may_end = self.ids.len() - self.settled <= LONGEST_UNSETTLED;
+        if may_end && text.ends_with('\u{FFFD}') || text.len() <= self.shown {
             return Ok(String::new());
         }
-        let new = text[self.shown..].to_owned();
+        // After a character that did not end in time, the text may be another one.
+        let new = text.get(self.shown..).unwrap_or_default().to_owned();
         self.shown = text.len();
         // Decoding only the last tokens keeps the time of a long text linear.
-        if self.ids.len() - self.settled > 64 {
+        if self.ids.len() - self.settled > LONGEST_UNSETTLED / 2 {
             self.settled = self.ids.len() - 1;
             self.shown = tokenizer.decode(&self.ids[self.settled..])?.len();
         }

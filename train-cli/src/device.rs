@@ -11,7 +11,7 @@ use cubecl::{
     wgpu::{WgpuDevice, WgpuRuntime},
 };
 use cudarc::driver::CudaContext;
-use model_qwen3::{ModelError, chat_template};
+use model_qwen3::{ModelError, limits};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Mutex, OnceLock, PoisonError},
@@ -259,7 +259,7 @@ fn watch_devices() {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
-        if name == chat_template::THREAD {
+        if name.starts_with(limits::THREAD) {
             return;
         }
         if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) || of_threads(text) {

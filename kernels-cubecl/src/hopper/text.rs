@@ -33,7 +33,8 @@ pub(super) fn from_registers(name: &str, cols: usize, kind: Number) -> String {
 /// operands in shared memory lie across.
 fn product(name: &str, cols: usize, kind: Number, a: &str, a_operands: &[&str], across: &str) -> String {
     let count = cols / 2;
-    let list = |range: std::ops::Range<usize>, one: &dyn Fn(usize) -> String| range.map(one).collect::<Vec<_>>().join(", ");
+    let list =
+        |range: std::ops::Range<usize>, one: &dyn Fn(usize) -> String| range.map(one).collect::<Vec<_>>().join(", ");
     let place = |n: usize| format!("%{n}");
     let (registers, sums) = (list(0..count, &place), list(0..count, &|n| format!("\"+f\"(sums[{n}])")));
     let left = match a_operands.len() {

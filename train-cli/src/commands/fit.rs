@@ -23,6 +23,7 @@ use crate::{
     run::journal::Journal,
     run::located::located,
     run::preflight::{self, Forecast, Undo},
+    run::received,
     run::sample_answers::Samples,
     run::saving::Saver,
     run::summary,
@@ -81,7 +82,10 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
         report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
-    let fit = Fit { plan, device, lock, resumed, restarts, unnamed, overwrite, dry_run: args.launch.dry_run };
+    let names_output = args.launch.config.is_some() || args.typed.get("output_dat").is_some();
+    let is_received = (resumed.is_some() || restarts) && !names_output;
+    let dry_run = args.launch.dry_run;
+    let fit = Fit { plan, device, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run };
     device::run(device, precision, fit)
 }
 
@@ -117,6 +121,9 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
     };
     if let Some(run) = resumed.as_ref().map(|resumed| &resumed.run).or(restarted.as_ref()) {
         settings.saving.output_dir = Some(run.clone());
+        if launch.config.is_none() {
+            received::check_memory_report(&settings, &args.typed, run)?;
+        }
     }
     if let Some(run) = &restarted {
         report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
@@ -138,6 +145,8 @@ struct Fit {
     restarts: bool,
     /// Whether the program chooses the name of the run folder.
     unnamed: bool,
+    /// Whether only the record of a run names the file of `--output-dat`.
+    is_received: bool,
     overwrite: bool,
     dry_run: bool,
 }
@@ -150,7 +159,7 @@ impl Job for Fit {
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { plan, device: choice, lock, resumed, restarts, unnamed, overwrite, dry_run } = self;
+        let Self { plan, device: choice, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run } = self;
         if resumed.is_none() && !unnamed {
             folder::check_free(&plan, overwrite)?;
         }
@@ -200,6 +209,9 @@ impl Job for Fit {
         match resumed {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(_) => folder::record_settings(&ready.plan)?,
+        }
+        if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_received) {
+            received::set_aside(file, &ready.plan.output_dir)?;
         }
         // From here to the end of the export, a first signal ends the run where it can be resumed.
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);

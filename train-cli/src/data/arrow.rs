@@ -102,36 +102,29 @@ fn columns(field: &Field) -> usize {
     }
 }
 
-/// Values in a row, those inside lists included, and bytes of its texts. A few bytes of a file can stand for many of both.
-const MOST_VALUES: usize = 1 << 20;
-const MOST_TEXT: usize = 64 << 20;
-
 fn object(batch: &RecordBatch, row: usize) -> Result<Map<String, Value>, String> {
-    let mut left = Left { values: MOST_VALUES, text: MOST_TEXT };
+    let mut taken = Taken { values: 0, text: 0 };
     let schema = batch.schema();
     let columns = schema.fields().iter().zip(batch.columns());
-    columns.map(|(field, column)| Ok((field.name().clone(), value(column, row, &mut left)?))).collect()
+    columns.map(|(field, column)| Ok((field.name().clone(), value(column, row, &mut taken)?))).collect()
 }
 
-/// What a row may still have.
-struct Left {
+/// What a row has so far.
+struct Taken {
     values: usize,
     text: usize,
 }
 
-impl Left {
+impl Taken {
     fn take(&mut self, values: usize, text: usize) -> Result<(), String> {
-        let left = self.values.checked_sub(values).zip(self.text.checked_sub(text));
-        (self.values, self.text) = left.ok_or_else(|| {
-            format!("a row has more than {MOST_VALUES} values, or texts of more than {} MiB", MOST_TEXT >> 20)
-        })?;
-        Ok(())
+        (self.values, self.text) = (self.values.saturating_add(values), self.text.saturating_add(text));
+        table::check_row(self.values, self.text)
     }
 }
 
 /// One value of a column. A value of a type that JSON has not, such as a date, is left out: it is null.
-fn value(column: &dyn Array, i: usize, left: &mut Left) -> Result<Value, String> {
-    left.take(1, 0)?;
+fn value(column: &dyn Array, i: usize, taken: &mut Taken) -> Result<Value, String> {
+    taken.take(1, 0)?;
     if column.is_null(i) {
         return Ok(Value::Null);
     }
@@ -141,7 +134,7 @@ fn value(column: &dyn Array, i: usize, left: &mut Left) -> Result<Value, String>
         };
     }
     let mut text = |text: &str| {
-        left.take(0, text.len())?;
+        taken.take(0, text.len())?;
         Ok::<_, String>(json!(text))
     };
     Ok(match column.data_type() {
@@ -160,25 +153,25 @@ fn value(column: &dyn Array, i: usize, left: &mut Left) -> Result<Value, String>
         DataType::Utf8 => text(column.as_string::<i32>().value(i))?,
         DataType::LargeUtf8 => text(column.as_string::<i64>().value(i))?,
         DataType::Utf8View => text(column.as_string_view().value(i))?,
-        DataType::List(_) => list(&column.as_list::<i32>().value(i), left)?,
-        DataType::LargeList(_) => list(&column.as_list::<i64>().value(i), left)?,
-        DataType::FixedSizeList(..) => list(&column.as_fixed_size_list().value(i), left)?,
+        DataType::List(_) => list(&column.as_list::<i32>().value(i), taken)?,
+        DataType::LargeList(_) => list(&column.as_list::<i64>().value(i), taken)?,
+        DataType::FixedSizeList(..) => list(&column.as_fixed_size_list().value(i), taken)?,
         DataType::Struct(fields) => {
             let inner = fields.iter().zip(column.as_struct().columns());
-            let inner = inner.map(|(field, column)| Ok((field.name().clone(), value(column, i, left)?)));
+            let inner = inner.map(|(field, column)| Ok((field.name().clone(), value(column, i, taken)?)));
             inner.collect::<Result<_, String>>()?
         }
         DataType::Dictionary(..) => {
             let dictionary = column.as_any_dictionary();
-            let key = value(dictionary.keys(), i, left)?.as_u64().ok_or("a key of a dictionary is below 0")?;
-            value(dictionary.values(), key as usize, left)?
+            let key = value(dictionary.keys(), i, taken)?.as_u64().ok_or("a key of a dictionary is below 0")?;
+            value(dictionary.values(), key as usize, taken)?
         }
         _ => Value::Null,
     })
 }
 
-fn list(items: &dyn Array, left: &mut Left) -> Result<Value, String> {
+fn list(items: &dyn Array, taken: &mut Taken) -> Result<Value, String> {
     // Before anything is collected.
-    left.take(items.len(), 0)?;
-    (0..items.len()).map(|i| value(items, i, left)).collect::<Result<Vec<_>, _>>().map(Value::Array)
+    taken.take(items.len(), 0)?;
+    (0..items.len()).map(|i| value(items, i, taken)).collect::<Result<Vec<_>, _>>().map(Value::Array)
 }

@@ -56,16 +56,21 @@ impl Conversation {
         Ok(Self { messages, tools, unsupervised })
     }
 
-    /// The samples of the conversation. There is one, unless the template renders earlier turns differently once later
-    /// turns follow, as templates do that drop old thinking: then there is one for each assistant turn.
-    pub(super) fn samples(&self, text: &TextFiles, loss_on: LossOn) -> Result<Vec<Sample>, CliError> {
+    /// Gives the samples of the conversation to `take`. There is one, unless the template renders earlier turns differently
+    /// once later turns follow, as templates do that drop old thinking: then there is one for each assistant turn.
+    pub(super) fn samples(
+        &self,
+        text: &TextFiles,
+        loss_on: LossOn,
+        mut take: impl FnMut(Sample) -> Result<(), CliError>,
+    ) -> Result<(), CliError> {
         let user = self.messages.iter().find(|m| m["role"] == "user");
         let prompt = user.and_then(|m| m["content"].as_str()).unwrap_or_default().to_owned();
         let full = self.render(text, self.messages.len(), false).map_err(|e| self.explained(e))?;
         if loss_on == LossOn::All {
             let ids = text.tokenizer.encode(&full)?;
             let supervised = vec![true; ids.len()];
-            return Ok(vec![Sample::new(ids, supervised, prompt)]);
+            return take(Sample::new(ids, supervised, prompt));
         }
         // The range of each assistant turn in the text up to its end. That text is a part of the whole conversation, unless the
         // template renders earlier turns differently once later turns follow.
@@ -87,12 +92,13 @@ impl Conversation {
         }
         if grows {
             let turns: Vec<_> = turns.into_iter().map(|(_, turn)| turn).collect();
-            return Ok(vec![encode(&full, &turns, prompt, text)?]);
+            return take(encode(&full, &turns, prompt, text)?);
         }
-        let alone = |(i, turn): &(usize, Range<usize>)| {
-            encode(&self.render(text, i + 1, false)?, std::slice::from_ref(turn), prompt.clone(), text)
-        };
-        turns.iter().map(alone).collect()
+        // Each has all turns before its own, so that no two are kept that are too long.
+        turns.iter().try_for_each(|(i, turn)| {
+            let rendered = self.render(text, i + 1, false)?;
+            take(encode(&rendered, std::slice::from_ref(turn), prompt.clone(), text)?)
+        })
     }
 
     /// Where the answer of assistant turn `i` begins in `closed`, the text up to the end of that turn. None if `closed` does not

@@ -2,7 +2,7 @@
 
 use super::{format::Object, table};
 use crate::CliError;
-use model_qwen3::file;
+use model_qwen3::{file, limits};
 use parquet::{
     file::reader::{FileReader, SerializedFileReader},
     record::{Field, Row},
@@ -22,8 +22,19 @@ pub(super) fn is_parquet(path: &Path) -> bool {
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
     let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, column: None, reason };
     let (file, _) = file::open(path, "check the path")?;
-    let reader = guarded(|| SerializedFileReader::new(file).map_err(|e| e.to_string())).map_err(bad)?;
+    let open = move || SerializedFileReader::new(file).map_err(|e| e.to_string());
+    let opened = limits::within("Parquet", MOST_METADATA, open).map_err(|e| e.to_string());
+    let reader = guarded(|| opened?).map_err(bad)?;
     table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;
+    // The library reads a row whole.
+    for group in reader.metadata().row_groups() {
+        let rows = usize::try_from(group.num_rows()).map_or(1, |rows| rows.max(1));
+        let (values, bytes) = group.columns().iter().fold((0usize, 0usize), |(values, bytes), column| {
+            let of = |count: i64| usize::try_from(count).unwrap_or(usize::MAX);
+            (values.saturating_add(of(column.num_values())), bytes.saturating_add(of(column.uncompressed_size())))
+        });
+        table::check_row(values / rows, bytes / rows).map_err(bad)?;
+    }
     let mut rows = guarded(|| Ok(reader.into_iter())).map_err(bad)?;
     Ok(table::rows(KIND, move || match rows.next() {
         None => Ok(None),
@@ -47,3 +58,5 @@ fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
 }
 
 const KIND: &str = "Parquet";
+/// Bytes that a file's metadata may take: a schema of 256 columns, and a description of each group of rows.
+const MOST_METADATA: usize = 64 << 20;

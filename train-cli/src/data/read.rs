@@ -211,20 +211,21 @@ impl Reader<'_> {
 
     /// Makes samples of a row.
     fn row(&mut self, row: Row, line: usize) -> Result<(), CliError> {
-        let samples = match row {
+        match row {
             Row::Header => {
                 self.report.header_skipped = true;
-                return Ok(());
+                Ok(())
             }
-            Row::Document(content) => return self.document(&content, line),
-            Row::Conversation(conversation) => conversation.samples(self.text, self.options.loss_on),
-        };
-        self.report.rows += 1;
-        for mut sample in samples? {
-            sample.origins[0].line = line as u32;
-            self.take(sample, line)?;
+            Row::Document(content) => self.document(&content, line),
+            Row::Conversation(conversation) => {
+                self.report.rows += 1;
+                let (text, loss_on) = (self.text, self.options.loss_on);
+                conversation.samples(text, loss_on, |mut sample| {
+                    sample.origins[0].line = line as u32;
+                    self.take(sample, line)
+                })
+            }
         }
-        Ok(())
     }
 
     /// Gives the samples of the row of line `number`, those from `first` on, its weight.

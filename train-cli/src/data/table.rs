@@ -7,6 +7,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Columns of a table, those inside lists and structs included. Each has a buffer of its own.
 const MOST_COLUMNS: usize = 256;
 
+/// Values in a row, those inside lists included, and bytes of its texts. A few bytes of a file can stand for many of both.
+pub(super) const MOST_VALUES: usize = 1 << 20;
+pub(super) const MOST_TEXT: usize = 64 << 20;
+
 /// Refuses a table of too many columns.
 ///
 /// # Errors
@@ -14,6 +18,17 @@ const MOST_COLUMNS: usize = 256;
 pub(super) fn check_columns(columns: usize) -> Result<(), String> {
     if columns > MOST_COLUMNS {
         return Err(format!("the table has {columns} columns; at most {MOST_COLUMNS} are read"));
+    }
+    Ok(())
+}
+
+/// Refuses a row that has more than so much of both.
+///
+/// # Errors
+/// If it has.
+pub(super) fn check_row(values: usize, text: usize) -> Result<(), String> {
+    if values > MOST_VALUES || text > MOST_TEXT {
+        return Err(format!("a row has more than {MOST_VALUES} values, or texts of more than {} MiB", MOST_TEXT >> 20));
     }
     Ok(())
 }

@@ -42,6 +42,11 @@ pub fn verify_listed(folder: &Path, read: impl Fn(&str) -> bool) -> Result<(), C
     wanted.try_for_each(|(name, record)| compare_named(folder, name, record, u64::MAX))
 }
 
+/// Whether a folder has a manifest that lists a file of this content.
+pub fn lists(folder: &Path, content: &FileRecord) -> bool {
+    manifest_of(folder).is_ok_and(|manifest| manifest.files.values().any(|record| record == content))
+}
+
 /// What is recorded of a file, so that damage to it is found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {

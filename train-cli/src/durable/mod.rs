@@ -26,6 +26,8 @@ pub use disk::{make_folder, make_new_folder, remove, remove_empty, rename};
 pub use files::{append_bytes, append_line, probe, sync_file, write_bytes, write_checked, write_file};
 pub use lock::{LOCK, is_untouched, lock};
 pub(crate) use manifest::hex;
-pub use manifest::{FileRecord, MANIFEST, digest, digest_of, is_listed_folder, read_back, verify, verify_listed};
+pub use manifest::{
+    FileRecord, MANIFEST, digest, digest_of, is_listed_folder, lists, read_back, verify, verify_listed,
+};
 pub use pending::{PendingFolder, aside_name, finish_replacement};
 pub use temporary::{is_temporary, remove_unless_held, sweep};

@@ -17,6 +17,7 @@ mod losses;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;
+pub mod received;
 pub mod sample_answers;
 pub mod saving;
 pub mod stored_model;

@@ -20,9 +20,7 @@ impl Kernel {
     fn buffers(self) -> &'static [&'static str] {
         match self {
             Self::Forward => &["const unsigned* starts", "float* lse"],
-            Self::Keys => {
-                &["const float* lse", "const float* delta", "const unsigned* starts", "const unsigned* ends"]
-            }
+            Self::Keys => &["const float* lse", "const float* delta", "const unsigned* starts", "const unsigned* ends"],
             Self::Queries => &["const float* lse", "const float* delta", "const unsigned* starts"],
         }
     }

@@ -1,0 +1,77 @@
+//! The outputs that only the record of a run names. Whoever made a run folder chose the paths in its record, so that a resumed
+//! run replaces no file outside the folder that the user has not named and the run has not written.
+
+use super::{checkpoint::FINAL, folder};
+use crate::{
+    CliError,
+    durable::{self, FileRecord},
+    report,
+    settings::{Layer, Settings},
+};
+use model_qwen3::{file, json};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+/// Largest memory report that is looked at: a sample has 250 bytes.
+const LARGEST_REPORT: u64 = 256 << 20;
+
+/// Refuses to resume `run` if it would replace a file by its memory report. `typed` are the settings of the command line.
+///
+/// # Errors
+/// If it would.
+pub fn check_memory_report(settings: &Settings, typed: &Layer, run: &Path) -> Result<(), CliError> {
+    let named = settings.logging.vram_report.as_deref().filter(|_| typed.get("vram_report").is_none());
+    match named.filter(|file| is_other(file, run) && !is_memory_report(file)) {
+        Some(file) => {
+            let shown = file.display();
+            let text = "only the run's record names this file, and it is no memory report; give the flag to replace it";
+            Err(CliError::Usage(format!("--vram-report {shown}: {text}, or give another file")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Renames what lies where `run` is to export `file`, unless the run has exported it.
+///
+/// # Errors
+/// If the record of the run cannot be read, or the file cannot be renamed.
+pub fn set_aside(file: &Path, run: &Path) -> Result<(), CliError> {
+    if !is_other(file, run) || is_export(file, run)? {
+        return Ok(());
+    }
+    let aside = free_name_aside(file);
+    durable::rename(file, &aside)?;
+    report::line(format!("renamed {}, which this run has not written, to {}", file.display(), aside.display()));
+    Ok(())
+}
+
+/// Whether a file is there, and outside the run.
+fn is_other(file: &Path, run: &Path) -> bool {
+    let outside = || match (file.canonicalize(), run.canonicalize()) {
+        (Ok(file), Ok(run)) => !file.starts_with(run),
+        _ => true,
+    };
+    file.exists() && outside()
+}
+
+/// Whether a file is what the run has exported: as its record says, or, if it was killed before it wrote that, as in `final`.
+fn is_export(file: &Path, run: &Path) -> Result<bool, CliError> {
+    let Ok(found) = FileRecord::of(file) else { return Ok(false) };
+    let recorded = folder::results(run)?.and_then(|results| FileRecord::deserialize(&results["output_dat"]).ok());
+    Ok(recorded.as_ref() == Some(&found) || durable::lists(&run.join(FINAL), &found))
+}
+
+/// Whether a file is a memory report, which a run writes anew.
+fn is_memory_report(file: &Path) -> bool {
+    let parsed = file::read_text(file, LARGEST_REPORT, "").ok().and_then(|text| json::parse(&text).ok());
+    parsed.is_some_and(|report| ["Pid", "CreatedUtc", "Samples"].iter().all(|key| report.get(key).is_some()))
+}
+
+/// A name beside a file that no other one has.
+fn free_name_aside(file: &Path) -> PathBuf {
+    let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    (1..)
+        .map(|number| file.with_file_name(format!("{name}.kept-{number}")))
+        .find(|aside| !aside.exists())
+        .expect("a folder holds finitely many names")
+}
