@@ -257,7 +257,7 @@ fn shards_together_are_the_model() {
 
 /// Another dimension may be any number, because no bytes stand for it: a loop over rows would not end, and a product overflow.
 #[test]
-fn shapes_with_a_dimension_of_zero_are_refused() {
+fn huge_shapes_of_nothing_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let many = 1u64 << 62;
     let one = |name: &str, dtype: &str, shape: [u64; 2]| {
@@ -272,7 +272,7 @@ fn shapes_with_a_dimension_of_zero_are_refused() {
         for words in [&["inspect", "x.safetensors", "--verify"][..], &convert] {
             let output = run(dir.path(), words);
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(output.status.code() == Some(2) && said.contains("no dimension may be 0"), "{words:?}: {said}");
+            assert!(output.status.code() == Some(2) && said.contains("more rows or columns"), "{words:?}: {said}");
         }
     }
 }

@@ -102,10 +102,13 @@ impl SafeFile {
                 bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
             })
             .collect();
-        // Another dimension of such a shape may be any number, because no bytes stand for it.
-        if let Some(SafeEntry { name, shape, .. }) = entries.iter().find(|e| e.shape.len() > 1 && e.shape.contains(&0))
-        {
-            return Err(ModelError::parse(path, format!("{name:?} has the shape {shape:?}; no dimension may be 0")));
+        // No bytes stand for the other dimensions of a shape with a 0, so that they may be any number.
+        let others = |e: &SafeEntry| e.shape.iter().filter(|d| **d > 0).fold(1u64, |n, d| n.saturating_mul(*d as u64));
+        if let Some(entry) = entries.iter().find(|e| e.shape.contains(&0) && others(e) > size) {
+            let SafeEntry { name, shape, .. } = entry;
+            let reason =
+                format!("{name:?} has the shape {shape:?}, which has more rows or columns than the file bytes");
+            return Err(ModelError::parse(path, reason));
         }
         entries.sort_by_key(|e| e.offset);
         let end = entries.last().map_or(start, |e| e.offset + e.bytes);
