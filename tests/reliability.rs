@@ -698,7 +698,9 @@ fn a_program_to_which_the_system_gives_no_thread_says_so() {
     fs::write(d.join("few.tsv"), rows.split_inclusive('\n').take(3).collect::<String>()).unwrap();
     let fit = "fit -m m -d few.tsv --device cpu --max-seq-length 64 --max-steps 1 --val-split 0 --save-steps 1 -o r";
     let generate = "generate -m m --device cpu -p hello --max-tokens 1";
-    for (words, least) in [(fit, 30), (generate, 3)] {
+    let table = golden("tables/messages.parquet").display().to_string();
+    let stats = format!("data stats -m m {table}");
+    for (words, least) in [(fit, 30), (generate, 3), (&stats, 2)] {
         let words: Vec<&str> = words.split(' ').collect();
         let mut given = 0;
         loop {

@@ -176,7 +176,7 @@ fn keeps_length(normalizer: &NormalizerWrapper) -> bool {
     }
 }
 
-/// Tokens that a text stream decodes together, at most: an unfinished character has 4 bytes.
+/// Tokens that a text stream decodes together, at most. A character has at most 4 bytes, and a token at least one.
 const LONGEST_UNSETTLED: usize = 128;
 
 /// Text that grows token by token and never shows a part of a character.
@@ -197,7 +197,8 @@ impl TextStream {
     pub fn push(&mut self, id: u32, tokenizer: &Tokenizer) -> Result<String, ModelError> {
         self.ids.push(id);
         let text = tokenizer.decode(&self.ids[self.settled..])?;
-        // An unfinished character decodes to the replacement character. What does not end after so many tokens is none.
+        // An unfinished character decodes to the replacement character. After so many tokens there is none
+        // that could still be finished.
         let may_end = self.ids.len() - self.settled <= LONGEST_UNSETTLED;
         if may_end && text.ends_with('\u{FFFD}') || text.len() <= self.shown {
             return Ok(String::new());

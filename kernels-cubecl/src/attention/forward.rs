@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     error::{KernelError, expect_len, index},
-    hopper::attention as hopper,
+    hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, lane_row, row_max, row_sum, whole_rows, zero_sums},
 };
 use cubecl::prelude::*;
@@ -44,7 +44,7 @@ pub fn forward<R: Runtime>(
     expect_len(NAME, "starts", starts.size(), shape.queries)?;
     expect_len(NAME, "lse", lse.size(), shape.queries * shape.heads)?;
     if hopper::takes(client, dtype) {
-        return hopper::forward(client, [q, k, v], starts, out, lse, dtype, shape);
+        return hopper::launch(client, Kernel::Forward, vec![q, k, v, out], vec![starts, lse], dtype, shape);
     }
     let tiles = index(NAME, "T", shape.queries)?.div_ceil(ROWS);
     // SAFETY: buffer lengths were checked; rows outside are neither loaded nor stored.

@@ -94,7 +94,8 @@ impl Conversation {
             let turns: Vec<_> = turns.into_iter().map(|(_, turn)| turn).collect();
             return take(encode(&full, &turns, prompt, text)?);
         }
-        // Each has all turns before its own, so that no two are kept that are too long.
+        // Each sample repeats all earlier turns. It is made after the one before it was taken, so that memory holds one that is
+        // too long, and not all of them.
         turns.iter().try_for_each(|(i, turn)| {
             let rendered = self.render(text, i + 1, false)?;
             take(encode(&rendered, std::slice::from_ref(turn), prompt.clone(), text)?)

@@ -2,7 +2,10 @@
 
 use super::{format::Object, table};
 use crate::CliError;
-use model_qwen3::{file, limits};
+use model_qwen3::{
+    ModelError, file,
+    limits::{self, Limit},
+};
 use parquet::{
     file::reader::{FileReader, SerializedFileReader},
     record::{Field, Row},
@@ -21,12 +24,16 @@ pub(super) fn is_parquet(path: &Path) -> bool {
 /// If the file is missing or its metadata are broken.
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
     let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, column: None, reason };
-    let (file, _) = file::open(path, "check the path")?;
+    let (file, size) = file::open(path, "check the path")?;
     let open = move || SerializedFileReader::new(file).map_err(|e| e.to_string());
-    let opened = limits::within("Parquet", MOST_METADATA, open).map_err(|e| e.to_string());
-    let reader = guarded(|| opened?).map_err(bad)?;
+    let memory = MOST_METADATA + 2 * usize::try_from(size).unwrap_or(usize::MAX / 4);
+    let opened = limits::within(KIND, memory, open).map_err(|limit| match limit {
+        Limit::Thread(source) => ModelError::Thread { what: KIND, source }.into(),
+        limit => bad(unreadable(limit)),
+    })?;
+    let reader = opened.map_err(|e| bad(unreadable(e)))?;
     table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;
-    // The library reads a row whole.
+    // The library reads a row whole, however large, so that this is what can be known before: what the rows have on average.
     for group in reader.metadata().row_groups() {
         let rows = usize::try_from(group.num_rows()).map_or(1, |rows| rows.max(1));
         let (values, bytes) = group.columns().iter().fold((0usize, 0usize), |(values, bytes), column| {
@@ -53,10 +60,14 @@ fn object(row: &Row) -> Result<serde_json::Map<String, Value>, String> {
     }
 }
 
+fn unreadable(reason: impl std::fmt::Display) -> String {
+    table::unreadable(KIND, reason)
+}
+
 fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     table::guarded(KIND, call)
 }
 
 const KIND: &str = "Parquet";
-/// Bytes that a file's metadata may take: a schema of 256 columns, and a description of each group of rows.
+/// Bytes that the metadata may take, besides twice the size of the file.
 const MOST_METADATA: usize = 64 << 20;

@@ -8,8 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 const MOST_COLUMNS: usize = 256;
 
 /// Values in a row, those inside lists included, and bytes of its texts. A few bytes of a file can stand for many of both.
-pub(super) const MOST_VALUES: usize = 1 << 20;
-pub(super) const MOST_TEXT: usize = 64 << 20;
+const MOST_VALUES: usize = 1 << 20;
+const MOST_TEXT: usize = 64 << 20;
 
 /// Refuses a table of too many columns.
 ///
@@ -22,7 +22,7 @@ pub(super) fn check_columns(columns: usize) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses a row that has more than so much of both.
+/// Refuses a row of too many values, or of too long texts.
 ///
 /// # Errors
 /// If it has.
@@ -58,5 +58,10 @@ pub(super) fn rows(
 pub(super) fn guarded<T>(kind: &str, call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(call))
         .unwrap_or_else(|_| Err(format!("the {kind} library panicked on this file; it is damaged")))
-        .map_err(|e| format!("not a readable {kind} file: {e}"))
+        .map_err(|e| unreadable(kind, e))
+}
+
+/// What is said of a file that the library does not read.
+pub(super) fn unreadable(kind: &str, reason: impl std::fmt::Display) -> String {
+    format!("not a readable {kind} file: {reason}")
 }

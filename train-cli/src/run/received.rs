@@ -1,5 +1,5 @@
-//! The outputs that only the record of a run names. Whoever made a run folder chose the paths in its record, so that a resumed
-//! run replaces no file outside the folder that the user has not named and the run has not written.
+//! The outputs that only the record of a run names. Whoever made a run folder chose the paths in its record. So a resumed run
+//! replaces a file outside its folder only if the user has named the file, or the run has written it.
 
 use super::{checkpoint::FINAL, folder};
 use crate::{
@@ -31,7 +31,7 @@ pub fn check_memory_report(settings: &Settings, typed: &Layer, run: &Path) -> Re
     }
 }
 
-/// Renames what lies where `run` is to export `file`, unless the run has exported it.
+/// Renames a file in whose place `run` will export its model, unless the run has exported that file.
 ///
 /// # Errors
 /// If the record of the run cannot be read, or the file cannot be renamed.
@@ -41,7 +41,7 @@ pub fn set_aside(file: &Path, run: &Path) -> Result<(), CliError> {
     }
     let aside = free_name_aside(file);
     durable::rename(file, &aside)?;
-    report::line(format!("renamed {}, which this run has not written, to {}", file.display(), aside.display()));
+    report::line(format!("renamed {} to {}: it is not what this run exported", file.display(), aside.display()));
     Ok(())
 }
 

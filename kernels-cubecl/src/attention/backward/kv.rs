@@ -11,7 +11,7 @@ use super::{AttentionShape, QueryBuffers, QueryBuffersLaunch, Saved, check, own_
 use crate::{
     attention::{BLOCK_ROWS, Call, Heads, product_across, product_along},
     error::{KernelError, expect_len, index},
-    hopper::attention as hopper,
+    hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, ring, sent, whole_rows, zero_sums},
 };
 use cubecl::prelude::{barrier::Barrier, *};
@@ -38,7 +38,9 @@ pub fn backward_kv<R: Runtime>(
     expect_len(NAME, "dk", dk.size(), shape.key_len())?;
     expect_len(NAME, "dv", dv.size(), shape.key_len())?;
     if hopper::takes(client, dtype) {
-        return hopper::backward_kv(client, saved, dy, delta, starts, ends, [dk, dv], dtype, shape);
+        let Saved { q, k, v, lse } = saved;
+        let (matrices, buffers) = (vec![q, k, v, dy, dk, dv], vec![lse, delta, starts, ends]);
+        return hopper::launch(client, Kernel::Keys, matrices, buffers, dtype, shape);
     }
     let tiles = index(NAME, "S", shape.keys)?.div_ceil(BLOCK_ROWS);
     // SAFETY: buffer lengths were checked; rows outside are neither loaded nor stored.

@@ -8,7 +8,7 @@ use super::{AttentionShape, QueryBuffers, QueryBuffersLaunch, Saved, check, own_
 use crate::{
     attention::{BLOCK_ROWS, Call, Heads, key_blocks, product_across, product_along, send_block, turn_block},
     error::{KernelError, expect_len, index},
-    hopper::attention as hopper,
+    hopper::attention::{self as hopper, Kernel},
     mma::{Octet, Pair, UNITS, fill, lane_col, whole_rows, zero_sums},
 };
 use cubecl::prelude::*;
@@ -31,7 +31,9 @@ pub fn backward_q<R: Runtime>(
     check(NAME, &saved, &dy, &delta, &starts, shape)?;
     expect_len(NAME, "dq", dq.size(), shape.query_len())?;
     if hopper::takes(client, dtype) {
-        return hopper::backward_q(client, saved, dy, delta, starts, dq, dtype, shape);
+        let Saved { q, k, v, lse } = saved;
+        let (matrices, buffers) = (vec![q, k, v, dy, dq], vec![lse, delta, starts]);
+        return hopper::launch(client, Kernel::Queries, matrices, buffers, dtype, shape);
     }
     let tiles = index(NAME, "T", shape.queries)?.div_ceil(BLOCK_ROWS);
     // SAFETY: buffer lengths were checked; rows outside are neither loaded nor stored.

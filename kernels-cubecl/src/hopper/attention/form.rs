@@ -12,7 +12,7 @@ pub(super) const OWN_ROWS: usize = 64;
 
 /// Which kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Kernel {
+pub(crate) enum Kernel {
     Forward,
     /// The gradients of keys and values.
     Keys,
@@ -53,8 +53,8 @@ impl Form {
         }
     }
 
-    /// Boxes of a row.
-    pub(super) fn row_bytes(&self) -> usize {
+    /// Bytes of a row of a head in shared memory, in all its boxes.
+    fn row_bytes(&self) -> usize {
         self.heads.dim as usize / PIECE * 128
     }
 

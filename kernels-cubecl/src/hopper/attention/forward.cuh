@@ -2,8 +2,8 @@
 //
 //   for block of keys { scores = q kᵀ; hide; online softmax; y += p v }      y /= total
 //
-// A cube takes 128 queries of one head. The products q kᵀ of a block run while the block before it is mixed, and its softmax
-// runs under that mixing.
+// A cube owns ROWS queries of one head. While the values of a block are mixed, the tensor cores first make the scores of the next
+// block, and then its softmax is computed.
 
 constexpr int BLOCK_BYTES = BLOCK * DIM * 2;
 // The score of a key that is hidden: finite, so that differences are numbers.
@@ -68,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_attention_forward(PA
     }
     __syncthreads();
     // The longest rows come first.
-    const int queries = (int)info.queries, past = (int)info.past, first = ((int)gridDim.y - 1 - (int)blockIdx.y) * 128;
-    const int head = blockIdx.x, last = min(first + 128, queries) - 1;
+    const int queries = (int)info.queries, past = (int)info.past, first = ((int)gridDim.y - 1 - (int)blockIdx.y) * ROWS;
+    const int head = blockIdx.x, last = min(first + ROWS, queries) - 1;
     const int begin = (int)starts[first] / BLOCK, end = (last + past) / BLOCK + 1;
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 0) {

@@ -4,7 +4,7 @@
 //       p = exp(scale * k qᵀ - lse)       dv += p dy       dk += (p * (v dyᵀ - delta)) q
 //   } }
 //
-// A cube owns 128 keys of one key head. Products are transposed, with keys as rows, so that sums over queries stay in one
+// A cube owns ROWS keys of one key head. Products are transposed, with keys as rows, so that sums over queries stay in one
 // warpgroup and p is the left operand of the next product without leaving the registers. The product k qᵀ of the next block
 // runs with the last product of a block. The two warpgroups take turns, so that the products of one run under the exponential
 // functions of the other.
@@ -59,8 +59,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_attention_keys(PARAM
     }
     __syncthreads();
     // The keys that most queries see come first.
-    const int tokens = (int)info.queries, first = blockIdx.y * 128, kv_head = blockIdx.x;
-    const int first_block = first / BLOCK, each = ((int)ends[min(first + 128, tokens) - 1] - 1) / BLOCK + 1 - first_block;
+    const int tokens = (int)info.queries, first = blockIdx.y * ROWS, kv_head = blockIdx.x;
+    const int first_block = first / BLOCK, each = ((int)ends[min(first + ROWS, tokens) - 1] - 1) / BLOCK + 1 - first_block;
     const int steps = each * GROUP, warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
     if (warpgroup == 0) {
         fewer_registers<24>();

@@ -13,7 +13,7 @@
 
 use super::{Number, PIECE, is_hopper, tensor_map};
 use crate::{
-    attention::{AttentionShape, Saved},
+    attention::AttentionShape,
     cuda_text::{WrittenKernel, binding},
     error::{KernelError, index, require},
 };
@@ -21,7 +21,8 @@ use cubecl::{
     prelude::*,
     server::{KernelArguments, MetadataBindingInfo},
 };
-use form::{Form, Kernel, ROWS};
+pub(crate) use form::Kernel;
+use form::{Form, ROWS};
 
 mod form;
 mod text;
@@ -31,54 +32,9 @@ pub(crate) fn takes<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType) -
     is_hopper(client) && Number::of(dtype).is_some_and(|number| number != Number::F32)
 }
 
-/// See [`crate::attention::forward`], which has checked the buffers.
-pub(crate) fn forward<R: Runtime>(
-    client: &ComputeClient<R>,
-    [q, k, v]: [ArrayArg<R>; 3],
-    starts: ArrayArg<R>,
-    out: ArrayArg<R>,
-    lse: ArrayArg<R>,
-    dtype: StorageType,
-    shape: AttentionShape,
-) -> Result<(), KernelError> {
-    launch(client, Kernel::Forward, vec![q, k, v, out], vec![starts, lse], dtype, shape)
-}
-
-/// See [`crate::attention::backward_kv`], which has checked the buffers.
-#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
-pub(crate) fn backward_kv<R: Runtime>(
-    client: &ComputeClient<R>,
-    saved: Saved<R>,
-    dy: ArrayArg<R>,
-    delta: ArrayArg<R>,
-    starts: ArrayArg<R>,
-    ends: ArrayArg<R>,
-    [dk, dv]: [ArrayArg<R>; 2],
-    dtype: StorageType,
-    shape: AttentionShape,
-) -> Result<(), KernelError> {
-    let Saved { q, k, v, lse } = saved;
-    launch(client, Kernel::Keys, vec![q, k, v, dy, dk, dv], vec![lse, delta, starts, ends], dtype, shape)
-}
-
-/// See [`crate::attention::backward_q`], which has checked the buffers.
-#[allow(clippy::too_many_arguments, reason = "a launch takes its buffers one by one")]
-pub(crate) fn backward_q<R: Runtime>(
-    client: &ComputeClient<R>,
-    saved: Saved<R>,
-    dy: ArrayArg<R>,
-    delta: ArrayArg<R>,
-    starts: ArrayArg<R>,
-    dq: ArrayArg<R>,
-    dtype: StorageType,
-    shape: AttentionShape,
-) -> Result<(), KernelError> {
-    let Saved { q, k, v, lse } = saved;
-    launch(client, Kernel::Queries, vec![q, k, v, dy, dq], vec![lse, delta, starts], dtype, shape)
-}
-
-/// Launches a kernel. `matrices` are those of [`Kernel::maps`], in its order.
-fn launch<R: Runtime>(
+/// Launches a kernel, whose buffers [`crate::attention`] has checked: `matrices` in the order of [`Kernel::maps`], the others in
+/// that of [`Kernel::buffers`].
+pub(crate) fn launch<R: Runtime>(
     client: &ComputeClient<R>,
     kernel: Kernel,
     matrices: Vec<ArrayArg<R>>,

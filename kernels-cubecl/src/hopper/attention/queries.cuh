@@ -2,7 +2,7 @@
 //
 //   for block of keys { p = exp(scale * q kᵀ - lse); ds = p * (dy vᵀ - delta); dq += ds k }
 //
-// A cube owns 128 queries of one head.
+// A cube owns ROWS queries of one head.
 
 constexpr int BLOCK_BYTES = BLOCK * DIM * 2, STAGE = 2 * BLOCK_BYTES;
 
@@ -20,8 +20,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) hopper_attention_queries(PA
     }
     __syncthreads();
     // The longest rows come first.
-    const int tokens = (int)info.queries, first = ((int)gridDim.y - 1 - (int)blockIdx.y) * 128;
-    const int head = blockIdx.x, last = min(first + 128, tokens) - 1;
+    const int tokens = (int)info.queries, first = ((int)gridDim.y - 1 - (int)blockIdx.y) * ROWS;
+    const int head = blockIdx.x, last = min(first + ROWS, tokens) - 1;
     const int begin = (int)starts[first] / BLOCK, end = last / BLOCK + 1;
     const int warpgroup = threadIdx.x / 128;
     if (warpgroup == 0) {

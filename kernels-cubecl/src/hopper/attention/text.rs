@@ -1,6 +1,6 @@
 //! The CUDA C++ of one form: instructions, definitions, and the texts beside this file.
 
-use super::form::{Form, Kernel};
+use super::form::{Form, Kernel, ROWS};
 use crate::{
     cuda_text::Written,
     hopper::text::{define, from_registers, from_shared, instructions},
@@ -16,7 +16,7 @@ impl Kernel {
         }
     }
 
-    /// The other buffers.
+    /// The other buffers, as parameters.
     fn buffers(self) -> &'static [&'static str] {
         match self {
             Self::Forward => &["const unsigned* starts", "float* lse"],
@@ -63,6 +63,7 @@ fn definitions(form: &Form) -> String {
     let numbers = [
         ("DIM", form.heads.dim as usize),
         ("GROUP", form.heads.group() as usize),
+        ("ROWS", ROWS),
         ("BLOCK", form.block()),
         ("STAGES", form.stages()),
     ];

@@ -1,10 +1,11 @@
 // What the kernels of attention share. A cube has three warpgroups of 128 units. The first one copies (TMA): its units ask for
-// the next block as soon as a stage of shared memory is free. Each of the other two multiplies for 64 rows of the cube's own.
+// the next block as soon as a stage of shared memory is free. The cube owns ROWS rows, and each of the other
+// two multiplies for 64 of them.
 //
-// A tile of rows x E values lies in E / 64 boxes, each of which has 128 bytes of every row. TMA and wgmma swap the eight
+// A block of rows of one head lies in E / 64 boxes, each of which has 128 bytes of every row. TMA and wgmma swap the eight
 // chunks of 16 bytes of a row: chunk c of row n is at c ^ n % 8.
 //
-// text.rs writes the definitions in front of this text: the shape of heads (DIM is E, GROUP is H / G), KEYS, STAGES, SCALE, the
+// text.rs writes the definitions in front of this text: the shape of heads (DIM is E, GROUP is H / G), ROWS, BLOCK, STAGES, SCALE, the
 // parameters, and the functions multiply_scores (64 rows, BLOCK columns; both operands lie along) and multiply_mixing (64 rows
 // in registers, DIM columns; b lies across).
 
@@ -28,10 +29,10 @@ __device__ __forceinline__ int lane_row() { return threadIdx.x % 128 / 32 * 16 +
 // The first of the two neighboring columns whose values a lane holds in each eight columns.
 __device__ __forceinline__ int lane_col() { return threadIdx.x % 4 * 2; }
 
-// Loads all values of one head of the ROWS rows from `row` on.
-template <int ROWS>
+// Loads all values of one head of the COUNT rows from `row` on.
+template <int COUNT>
 __device__ __forceinline__ void load_rows(unsigned to, const CUtensorMap* map, unsigned barrier, int head, int row) {
-    for (int box = 0; box < BOXES; box++) load(to + box * ROWS * 128, map, barrier, head * DIM + box * 64, row);
+    for (int box = 0; box < BOXES; box++) load(to + box * COUNT * 128, map, barrier, head * DIM + box * 64, row);
 }
 
 // scores = a bᵀ, summed over the values of a head: 64 rows of a, BLOCK rows of b.

@@ -1,4 +1,4 @@
-//! The CUDA C++ of one form: definitions, the products' instruction, and the two texts beside this file.
+//! The CUDA C++ of one form: instructions, definitions, and the text beside this file.
 
 use super::form::{Form, Mapped};
 use crate::{
