@@ -46,6 +46,7 @@ mod quantizer;
 mod random_cases;
 mod random_products;
 mod recipe;
+mod rehearsal;
 mod reliability;
 mod resume;
 mod round_trips;

@@ -232,13 +232,19 @@ impl<B: Nvfp4Kernels> Case<'_, B> {
     }
 
     fn quantized_across(&mut self) -> Vec<Vec<f32>> {
-        let (rows, cols) = (16 * (1 + self.below(4)), 1 + self.below(40));
+        let (rows, both) = (16 * (1 + self.below(4)), self.below(2) == 0);
+        let cols = if both { 16 * (1 + self.below(3)) } else { 1 + self.below(40) };
         let spec = QuantizeSpec { block: BlockShape::Row, ..self.spec(1) };
         let rotated = self.below(2) == 0;
         // Rotated sums of extreme values may differ by a bit, and then in a code: they are left to the plain cases.
         let short = self.types.rounded != DType::F32;
         let x = if rotated && !short { self.random.normals(rows * cols, 0.1) } else { self.values(rows * cols) };
         let x = self.put(&x, rows, cols);
+        if both {
+            let along = self.spec(rows);
+            let both = B::nvfp4_quantize_both(x, along, spec, rotated);
+            return both.into_iter().flat_map(|q| bytes(&Nvfp4Tensor::<B>::from_primitive(q))).collect();
+        }
         bytes(&Nvfp4Tensor::<B>::from_primitive(B::nvfp4_quantize_across(x, spec, rotated)))
     }
 

@@ -14,8 +14,10 @@ use backend_nvfp4::{
 use burn::{backend::Autodiff, module::Param};
 use burn_cubecl::CubeRuntime;
 
-/// Tokens, a number that is padded to 32 for wgrad; output features; input features.
-const M: usize = 21;
+/// Numbers of tokens: one that is padded to 32 for wgrad, and one of whole blocks, whose gradients are quantized for dgrad and
+/// wgrad at once.
+const M: [usize; 2] = [21, 32];
+/// Output features; input features.
 const N: usize = 32;
 const K: usize = 48;
 
@@ -23,18 +25,19 @@ const STREAM: Stream = Stream { seed: 0x0123_4567_89AB_CDEF, step: 3, stream: 4 
 
 /// Activations `[M, K]`, weight `[N, K]` and output gradient `[M, N]`.
 struct Inputs {
+    m: usize,
     x: Vec<f32>,
     w: Vec<f32>,
     dy: Vec<f32>,
 }
 
 impl Inputs {
-    fn new() -> Self {
+    fn new(m: usize) -> Self {
         let mut random = Random::new(53);
         let mut draw = |len: usize, spread: f32| -> Vec<f32> {
             random.normals(len, spread).iter().map(|v| (v.clamp(-3.9, 3.9) * 64.0).round() / 64.0).collect()
         };
-        Self { x: draw(M * K, 1.0), w: draw(N * K, 0.5), dy: draw(M * N, 0.7) }
+        Self { m, x: draw(m * K, 1.0), w: draw(N * K, 0.5), dy: draw(m * N, 0.7) }
     }
 }
 
@@ -43,25 +46,26 @@ type Results = [Vec<f64>; 3];
 
 /// What a recipe computes by its definition.
 fn expected(inputs: &Inputs, spec: LinearSpec) -> Results {
-    let Inputs { x, w, dy } = inputs;
+    let Inputs { m, x, w, dy } = inputs;
+    let m = *m;
     let two_level = spec.scaling == Scaling::Two;
     let square = match spec.recipe {
         Recipe::Bf16 | Recipe::W4 | Recipe::W4a4 => false,
         Recipe::Nvfp4(parts) => parts.square_blocks,
     };
     let quantized_w = quantize(w, N, K, two_level, square, nearest).values();
-    let quantized_x = quantize(x, M, K, true, false, nearest).values();
+    let quantized_x = quantize(x, m, K, true, false, nearest).values();
     let (used_x, used_w) = match spec.recipe {
         Recipe::Bf16 => (wide(x), wide(w)),
         Recipe::W4 => (wide(x), quantized_w),
         Recipe::W4a4 | Recipe::Nvfp4(_) => (quantized_x, quantized_w),
     };
-    let y = product(&used_x, &used_w, [M, N, K]);
+    let y = product(&used_x, &used_w, [m, N, K]);
     let columns_of_w = transposed(&used_w, N, K);
     let parts = match spec.recipe {
         Recipe::Bf16 | Recipe::W4 | Recipe::W4a4 => {
-            let dx = product(&wide(dy), &columns_of_w, [M, K, N]);
-            let dw = product(&transposed(&wide(dy), M, N), &transposed(&used_x, M, K), [N, K, M]);
+            let dx = product(&wide(dy), &columns_of_w, [m, K, N]);
+            let dw = product(&transposed(&wide(dy), m, N), &transposed(&used_x, m, K), [N, K, m]);
             return [y, dx, dw];
         }
         Recipe::Nvfp4(parts) => parts,
@@ -74,11 +78,11 @@ fn expected(inputs: &Inputs, spec: LinearSpec) -> Results {
             quantize(values, rows, cols, true, false, nearest).values()
         }
     };
-    let dx = product(&gradient(dy, M, N, STREAM), &columns_of_w, [M, K, N]);
+    let dx = product(&gradient(dy, m, N, STREAM), &columns_of_w, [m, K, N]);
 
     // wgrad sums over the tokens: both operands are transposed, padded with zeros to blocks of 16 tokens, rotated along
     // the tokens, and quantized along them.
-    let padded = M.next_multiple_of(16);
+    let padded = m.next_multiple_of(16);
     let across = |values: &[f32], cols: usize| -> Vec<f32> {
         let mut rows = values.to_vec();
         rows.resize(padded * cols, 0.0);
@@ -92,11 +96,11 @@ fn expected(inputs: &Inputs, spec: LinearSpec) -> Results {
 
 /// What a backend computes.
 fn computed<B: Nvfp4Kernels>(inputs: &Inputs, spec: LinearSpec, device: &B::Device) -> [Vec<f32>; 3] {
-    let x = matrix::<Autodiff<B>>(&inputs.x, M, K, device).require_grad();
+    let x = matrix::<Autodiff<B>>(&inputs.x, inputs.m, K, device).require_grad();
     let w = matrix::<Autodiff<B>>(&inputs.w, N, K, device).require_grad();
     let y = Nvfp4Linear::Master(Param::from_tensor(w.clone())).forward(x.clone(), spec);
     let values = host(y.clone().inner());
-    let mut grads = (y * matrix::<Autodiff<B>>(&inputs.dy, M, N, device)).sum().backward();
+    let mut grads = (y * matrix::<Autodiff<B>>(&inputs.dy, inputs.m, N, device)).sum().backward();
     [values, host(x.grad_remove(&mut grads).unwrap()), host(w.grad_remove(&mut grads).unwrap())]
 }
 
@@ -111,29 +115,36 @@ fn recipes() -> Vec<Recipe> {
 }
 
 fn every_recipe_is_its_formula<B: Nvfp4Kernels>(device: B::Device) {
-    let inputs = Inputs::new();
+    M.into_iter().for_each(|m| recipes_are_their_formulas::<B>(&Inputs::new(m), &device));
+}
+
+fn recipes_are_their_formulas<B: Nvfp4Kernels>(inputs: &Inputs, device: &B::Device) {
     for (recipe, scaling) in recipes().into_iter().flat_map(|r| [(r, Scaling::Two), (r, Scaling::Single)]) {
         let spec = LinearSpec { stream: STREAM, ..LinearSpec::new(recipe, scaling, Precision::F32) };
-        let (ours, exact) = (computed::<B>(&inputs, spec, &device), expected(&inputs, spec));
+        let (ours, exact) = (computed::<B>(inputs, spec, device), expected(inputs, spec));
         for ((name, ours), exact) in ["y", "dx", "dW"].into_iter().zip(&ours).zip(exact) {
             let error = relative(ours, exact);
-            assert!(error < 2e-6, "{name} of {recipe:?} with {scaling:?} scales differs by {error:e}");
+            assert!(
+                error < 2e-6,
+                "{name} of {recipe:?} with {scaling:?} scales and {} tokens differs by {error:e}",
+                inputs.m
+            );
         }
     }
 }
 
 /// In inference the activations of each row have a scale of their own. Nothing else of a forward changes.
 fn inference_is_its_formula<B: Nvfp4Kernels>(device: B::Device) {
-    let inputs = Inputs::new();
+    let inputs = Inputs::new(M[0]);
     for recipe in recipes() {
         let spec = LinearSpec { stream: STREAM, ..LinearSpec::new(recipe, Scaling::Two, Precision::F32) };
         let w = quantize(&inputs.w, N, K, true, spec.block == BlockShape::Square, nearest).values();
         let [training, ..] = expected(&inputs, spec);
-        let rows = product(&rounded_rows(&inputs.x, K), &w, [M, N, K]);
+        let rows = product(&rounded_rows(&inputs.x, K), &w, [inputs.m, N, K]);
         let quantized = recipe.packs_activations();
         let exact = if quantized { rows } else { training.clone() };
         let layer = Nvfp4Linear::Master(Param::from_tensor(matrix::<B>(&inputs.w, N, K, &device)));
-        let ours = host(layer.forward(matrix::<B>(&inputs.x, M, K, &device), spec.each_row()));
+        let ours = host(layer.forward(matrix::<B>(&inputs.x, inputs.m, K, &device), spec.each_row()));
         let error = relative(&ours, exact);
         assert!(error < 2e-6, "y of {recipe:?} differs by {error:e}");
         assert!(!quantized || relative(&ours, training) > 1e-3, "{recipe:?}: the scales of rows make no difference");
@@ -159,7 +170,7 @@ fn every_recipe_is_its_formula_on_the_gpu() {
 /// cannot pass.
 #[test]
 fn the_formulas_tell_the_recipes_apart() {
-    let inputs = Inputs::new();
+    let inputs = Inputs::new(M[0]);
     let results = recipes().into_iter().map(|recipe| {
         let spec = LinearSpec { stream: STREAM, ..LinearSpec::new(recipe, Scaling::Two, Precision::F32) };
         expected(&inputs, spec).concat()
@@ -172,10 +183,11 @@ fn the_formulas_tell_the_recipes_apart() {
         }
     }
     // The transform cancels in the exact product: rotating one operand of two changes it, rotating both does not.
-    let (dy, x) = (transposed(&inputs.dy, M, N), transposed(&inputs.x, M, K));
+    let m = inputs.m;
+    let (dy, x) = (transposed(&inputs.dy, m, N), transposed(&inputs.x, m, K));
     let tokens = 16;
     let first =
-        |v: &[f32], rows: usize| -> Vec<f32> { (0..rows).flat_map(|r| v[r * M..][..tokens].to_vec()).collect() };
+        |v: &[f32], rows: usize| -> Vec<f32> { (0..rows).flat_map(|r| v[r * m..][..tokens].to_vec()).collect() };
     let (dy, x) = (first(&dy, N), first(&x, K));
     let exact = product(&wide(&dy), &wide(&x), [N, K, tokens]);
     let error = |a: &[f64], b: &[f64]| {

@@ -37,6 +37,17 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// Hadamard transform rotates every 16 values first.
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self>;
 
+    /// Quantizes a float matrix `[rows, cols]` along its rows as `along` says, and its transpose as
+    /// [`Self::nvfp4_quantize_across`] does.
+    fn nvfp4_quantize_both(
+        x: FloatTensor<Self>,
+        along: QuantizeSpec,
+        across: QuantizeSpec,
+        rotated: bool,
+    ) -> [Nvfp4Primitive<Self>; 2] {
+        [Self::nvfp4_quantize(x.clone(), along), Self::nvfp4_quantize_across(x, across, rotated)]
+    }
+
     /// Quantizes a float matrix `[rows, cols]` as a master weight: two-level, to nearest, with block scales that have room
     /// to grow by [`MASTER_ROOM`](crate::reference::MASTER_ROOM).
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self>;

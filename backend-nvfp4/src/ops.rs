@@ -1,7 +1,7 @@
 //! The differentiable operations of a training forward, which [`Nvfp4Backend`] collects.
 //!
-//! A model calls the functions of this module, which take and return `Tensor`s. Each function calls the trait method
-//! of the same name. A backend may fuse what it likes inside a method: the norm of a sum is one operation, because a
+//! A model calls the functions of this module, which take and return `Tensor`s. Each function calls a method of the
+//! trait. A backend may fuse what it likes inside a method: the norm of a sum is one operation, because a
 //! kernel adds, normalizes and measures the result in a single pass.
 
 use crate::{

@@ -77,57 +77,73 @@ pub(crate) fn backward<B: Nvfp4Kernels>(
     specs: &[LinearSpec],
     wanted: &[bool],
 ) -> (Option<FloatTensor<B>>, Vec<Option<FloatTensor<B>>>) {
-    let dws = weight_gradients::<B>(&dys, x, recipe, specs, &wanted[1..]);
-    let dx = if wanted[0] { input_gradient::<B>(dys, w, recipe, specs) } else { None };
-    (dx, dws)
+    let (mut of_dw, mut of_dx) = (Vec::new(), Vec::new());
+    for (i, dy) in dys.into_iter().enumerate() {
+        let operands = dy.map(|dy| gradient_operands::<B>(dy, recipe, &specs[i], wanted[1 + i], wanted[0]));
+        let (dw, dx) = operands.unwrap_or_default();
+        of_dw.push(dw);
+        of_dx.push(dx);
+    }
+    let dws = weight_gradients::<B>(of_dw, x, recipe, specs);
+    (input_gradient::<B>(of_dx, w, specs), dws)
 }
 
-/// `dW = dyᵀ · x` of each layer that has a `dy` and is `wanted`.
+/// What `dy` is in the product of `dW` and in that of `dx`, where each is wanted. A recipe that packs gradients packs them
+/// along what a product sums over: the tokens for `dW`, and for both a `dy` is read once.
+fn gradient_operands<B: Nvfp4Kernels>(
+    dy: FloatTensor<B>,
+    recipe: Recipe,
+    spec: &LinearSpec,
+    of_dw: bool,
+    of_dx: bool,
+) -> (Option<Operand<B>>, Option<Operand<B>>) {
+    let Some(parts) = recipe.packs_gradients() else {
+        return (of_dw.then(|| Operand::Dense(dy.clone())), of_dx.then_some(Operand::Dense(dy)));
+    };
+    let (along, across) = (spec.gradients(parts, false), spec.gradients(parts, true));
+    let [rows, _] = dy.shape().dims();
+    if of_dw && of_dx && rows.is_multiple_of(16) {
+        let [along, across] = B::nvfp4_quantize_both(dy, along, across, parts.hadamard);
+        return (Some(Operand::Packed(across)), Some(Operand::Packed(along)));
+    }
+    let packed_across = |dy| B::nvfp4_quantize_across(in_blocks_of_16::<B>(dy), across, parts.hadamard);
+    let dw = of_dw.then(|| Operand::Packed(packed_across(dy.clone())));
+    (dw, of_dx.then(|| Operand::Packed(B::nvfp4_quantize(dy, along))))
+}
+
+/// `dW = dyᵀ · x` of each layer that has an operand.
 fn weight_gradients<B: Nvfp4Kernels>(
-    dys: &[Option<FloatTensor<B>>],
+    dys: Vec<Option<Operand<B>>>,
     x: Operand<B>,
     recipe: Recipe,
     specs: &[LinearSpec],
-    wanted: &[bool],
 ) -> Vec<Option<FloatTensor<B>>> {
     let mut dws: Vec<Option<FloatTensor<B>>> = dys.iter().map(|_| None).collect();
-    let trained = |(i, dy): (usize, &Option<FloatTensor<B>>)| Some((i, dy.clone().filter(|_| wanted[i])?));
-    let (trained, dys): (Vec<_>, Vec<_>) = dys.iter().enumerate().filter_map(trained).unzip();
+    let (trained, dys): (Vec<_>, Vec<_>) = dys.into_iter().enumerate().filter_map(|(i, dy)| Some((i, dy?))).unzip();
     if trained.is_empty() {
         return dws;
     }
-    let (product, dys, x) = match (recipe.packs_gradients(), x) {
+    let (product, x) = match (recipe.packs_gradients(), x) {
+        // Blocks of both operands run along the tokens. Their rotations cancel.
         (Some(parts), Operand::Dense(x)) => {
-            // Blocks run along the tokens, over which the product sums. The rotation of both operands cancels.
-            let across =
-                |x, spec| Operand::Packed(B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard));
-            let of_layer = |(dy, &i): (_, &usize)| across(dy, specs[i].gradients(parts, true));
-            let dys = dys.into_iter().zip(&trained).map(of_layer).collect();
-            (Product::Nt, dys, across(x, specs[0].activations()))
+            let spec = specs[0].activations();
+            let x = B::nvfp4_quantize_across(in_blocks_of_16::<B>(x), spec, parts.hadamard);
+            (Product::Nt, Operand::Packed(x))
         }
-        (_, x) => (Product::Tn, dys.into_iter().map(Operand::Dense).collect(), x),
+        (_, x) => (Product::Tn, x),
     };
     let computed = B::products(product, dys, vec![x], specs[0].precision, DType::F32);
     trained.into_iter().zip(computed).for_each(|(i, dw)| dws[i] = Some(dw));
     dws
 }
 
-/// `dx`, the sum of `dy · W` over the layers that have a `dy`.
+/// `dx`, the sum of `dy · W` over the layers that have an operand.
 fn input_gradient<B: Nvfp4Kernels>(
-    dys: Vec<Option<FloatTensor<B>>>,
+    dys: Vec<Option<Operand<B>>>,
     w: Vec<Operand<B>>,
-    recipe: Recipe,
     specs: &[LinearSpec],
 ) -> Option<FloatTensor<B>> {
-    let (mut left, mut right) = (Vec::new(), Vec::new());
-    for ((dy, w), spec) in dys.into_iter().zip(w).zip(specs) {
-        let Some(dy) = dy else { continue };
-        left.push(match recipe.packs_gradients() {
-            Some(parts) => Operand::Packed(B::nvfp4_quantize(dy, spec.gradients(parts, false))),
-            None => Operand::Dense(dy),
-        });
-        right.push(w);
-    }
+    let (left, right): (Vec<_>, Vec<_>) = dys.into_iter().zip(w).filter_map(|(dy, w)| Some((dy?, w))).unzip();
     let precision = specs[0].precision;
     (!left.is_empty()).then(|| B::product_sum(Product::Nn, left, right, precision, precision.dtype()))
 }

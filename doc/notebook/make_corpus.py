@@ -69,7 +69,7 @@ def main(out):
         (out / name).write_text("\n\n".join(kept), encoding="utf-8")
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json")).pre_tokenizer  # Qwen3's words
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=special, initial_alphabet=alphabet)

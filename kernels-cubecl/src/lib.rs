@@ -1,5 +1,5 @@
-//! NVFP4 device kernels, each written once in CubeCL, which compiles them for CUDA, for Vulkan and for its other
-//! targets.
+//! NVFP4 device kernels. They are written once in CubeCL, which compiles them for CUDA, for Vulkan and for its other
+//! targets; those in [`hopper`] and [`decoder`] are CUDA C++, because they use instructions that CubeCL does not have.
 //!
 //! NVFP4 is a 4-bit float format: a value is a 4-bit code times a scale that 16 values share. [`layout`] says where
 //! codes and scales lie in memory. A *packed* matrix is stored that way; a *dense* one holds plain floats.
@@ -28,12 +28,13 @@
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
 //! | [`host_memory`] | how a program ends to which the host gives no more memory |
 //! | [`mod@once`] | launches every kernel once, for compile checks and memory checkers |
-//! | `cuda_source` (a feature) | a runtime that records kernels as CUDA C++ instead of running them |
+//! | [`cuda_source`] | a runtime that records kernels as CUDA C++ instead of running them |
+//! | [`compile_ahead`] | compiles recorded kernels on all processors, before a device needs them |
 //!
 //! # Which device runs what
 //! [`mod@gemm`], [`mod@gemv`], [`attention`] and [`decode_attention`] need 16-bit tensor cores, `ldmatrix` and
-//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`hopper`] needs sm_90,
-//! [`mod@block_scaled`] sm_120 or sm_121. All other kernels are portable.
+//! `cp.async` ([`mma::supported`]), which CubeCL offers on CUDA from sm_80 on and not on Vulkan. [`decoder`] needs
+//! CUDA and bf16 tensor cores, [`hopper`] sm_90, [`mod@block_scaled`] sm_120 or sm_121. All other kernels are portable.
 //!
 //! # Letters
 //! A letter has one meaning in this crate. Matrices that no letter describes have `rows` and `cols`.
@@ -60,7 +61,8 @@
 //! sums of 16 products.
 //!
 //! # Launches
-//! This crate knows no tensor library, no model and no file. A launch function takes buffers as
+//! This crate knows no model and no file, and of the tensor library only the mark of a device, which
+//! [`cuda_source`] needs. A launch function takes buffers as
 //! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes ([`KernelError`]) and queues the kernel.
 //! Errors of the device, such as out of memory, surface at the next synchronization. A kernel takes a buffer that may
 //! be missing, or of which there may be several, as a `Sequence`: none, one, or one for each item.
@@ -74,8 +76,8 @@ pub mod bench;
 pub mod block_scaled;
 pub mod codec;
 pub mod column_sums;
+pub mod compile_ahead;
 pub mod cross_entropy;
-#[cfg(feature = "cuda-source")]
 pub mod cuda_source;
 mod cuda_text;
 pub mod decode_attention;

@@ -4,17 +4,24 @@
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{DeviceServices, Nvfp4Error, Nvfp4Kernels, Precision};
 use burn::backend::NdArray;
-use burn_cubecl::CubeRuntime;
+use burn_cubecl::{CubeBackend, CubeRuntime};
 use cubecl::{
+    Runtime,
     config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig, memory::PersistentMemory},
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
 use cudarc::driver::CudaContext;
+use kernels_cubecl::{
+    compile_ahead,
+    cuda_source::{Launch, SourceDevice, SourceRuntime},
+};
 use model_qwen3::{ModelError, limits};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
     sync::{Mutex, OnceLock, PoisonError},
+    time::Instant,
 };
 
 /// Work that runs on any backend.
@@ -76,6 +83,56 @@ pub fn is_there(choice: DeviceChoice) -> bool {
         DeviceChoice::Cuda(index) => probe::<CudaRuntime>(&CudaDevice { index }).is_ok(),
         DeviceChoice::Vulkan => probe::<WgpuRuntime>(&WgpuDevice::DefaultDevice).is_ok(),
     }
+}
+
+/// Compiles the kernels that `rehearsal` launches, on all processors, before the device is asked for them. Only a CUDA device
+/// whose compiled kernels are kept on disk can be helped; a rehearsal that fails leaves each kernel to its first launch.
+pub fn compile_ahead<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehearsal: J) {
+    let (DeviceChoice::Cuda(index), Some(folder)) = (choice, kernel_cache::directory()) else { return };
+    let begun = Instant::now();
+    match quietly(|| kernels_ahead(index, precision, rehearsal, &folder)) {
+        Some(Ok(0)) => {}
+        Some(Ok(count)) => {
+            let seconds = begun.elapsed().as_secs_f64();
+            report::label("kernels", format!("{count} compiled ahead in {seconds:.1} s"));
+        }
+        Some(Err(error)) => {
+            report::line(format!("warning: kernels are compiled one by one, as they are needed: {error}"))
+        }
+        None => report::line(
+            "warning: kernels are compiled one by one, as they are needed: the rehearsal of the run panicked",
+        ),
+    }
+}
+
+fn kernels_ahead<J: Job<Output = ()>>(
+    index: usize,
+    precision: Precision,
+    rehearsal: J,
+    folder: &Path,
+) -> Result<usize, CliError> {
+    let failed = |reason: String| CliError::Device { device: format!("cuda:{index}"), reason };
+    let (major, minor) = CudaContext::new(index)
+        .and_then(|context| context.compute_capability())
+        .map_err(|error| failed(error.to_string()))?;
+    let arch = (10 * major + minor) as u32;
+    let properties = CudaRuntime::client(&CudaDevice { index }).properties().clone();
+    let launches = rehearsed(SourceDevice::rehearsing(arch, properties), precision, rehearsal)?;
+    compile_ahead::compile_ahead(&launches, arch, folder).map_err(|error| failed(error.to_string()))
+}
+
+/// The kernels that a job launches on a device that only records them.
+///
+/// # Errors
+/// If the job fails.
+pub fn rehearsed<J: Job>(device: SourceDevice, precision: Precision, job: J) -> Result<Vec<Launch>, CliError> {
+    let done = job.run::<CubeBackend<SourceRuntime, f32, i32, u8>>(device.clone(), precision);
+    let synced = cubecl::future::block_on(SourceRuntime::client(&device).sync());
+    let launches = device.take_launches();
+    device.give_back();
+    done?;
+    synced.map_err(|error| CliError::Device { device: "of the rehearsal".into(), reason: format!("{error:?}") })?;
+    Ok(launches)
 }
 
 /// Bytes that are free on a CUDA device; None if it does not say.

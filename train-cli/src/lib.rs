@@ -1,11 +1,12 @@
 //! Train Qwen3 in NVFP4, export the result and talk to it.
 //!
 //! `main` parses the command line, calls [`execute`] and maps errors to exit codes. Everything else is in this library, so
-//! that tests can call it. Imports point downwards: a room uses only the rooms below it in this table.
+//! that tests can call it. Imports point downwards: the folders from [`commands`] to [`data`] use only those below them, and
+//! the files that follow.
 //!
 //! | room | what it holds |
 //! |---|---|
-//! | [`commands`] | one file for each command |
+//! | [`commands`] | one file or folder for each command |
 //! | [`serve`] | answers over HTTP |
 //! | [`talk`] | a model that answers: loading it, an answer, a conversation |
 //! | [`run`] | a training run on disk: its inputs, folder, journal and checkpoints |

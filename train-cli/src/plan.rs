@@ -1,5 +1,6 @@
 //! Settings to a checked plan. What can be refused without reading data or loading a model is refused here, and
-//! every value that depends on several settings is decided here. A plan does not change afterwards.
+//! every value that depends on several settings is decided here. Only the run folder may get another name afterwards
+//! ([`Plan::in_folder`]), if several runs begin at once.
 
 use crate::{
     CliError, data_files,

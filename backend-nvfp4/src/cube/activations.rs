@@ -90,12 +90,26 @@ pub(super) fn quantized<R: CubeRuntime>(
     let amax = empty(x, [quantize::AMAX_LEN], DType::F32);
     if spec.scaling == Scaling::Two {
         launched(if rotated {
-            quantize::amax_rotated(client, arg(x), dtype, view, arg(&amax))
+            quantize::amax_rotated(client, arg(x), dtype, view, arg(&amax), None)
         } else {
             quantize::amax(client, arg(x), dtype, 1.0, arg(&amax))
         });
     }
     coded(x, amax, view, spec, rotated)
+}
+
+/// Quantizes `x` `[rows, cols]` along its rows as `along` says, and its rotated transpose as `across` says. Both have tensor
+/// scales, whose maxima are found in one reading.
+pub(super) fn quantized_both<R: CubeRuntime>(
+    x: &CubeTensor<R>,
+    [along, across]: [QuantizeSpec; 2],
+) -> [PackedCube<R>; 2] {
+    let [rows, cols] = dims(x);
+    let view = View::transposed(rows, cols);
+    let [plain, rotated] = [(); 2].map(|()| empty(x, [quantize::AMAX_LEN], DType::F32));
+    let dtype = x.dtype.into();
+    launched(quantize::amax_rotated(&x.client, arg(x), dtype, view, arg(&rotated), Some(arg(&plain))));
+    [coded(x, plain, View::row_major(rows, cols), along, false), coded(x, rotated, view, across, true)]
 }
 
 /// Quantizes matrices of one dtype with one tensor scale.

@@ -11,7 +11,7 @@ mod packed_cube;
 mod products;
 
 use self::{
-    activations::{Normed, activations, coded, gated, normed, quantized, quantized_together},
+    activations::{Normed, activations, coded, gated, normed, quantized, quantized_both, quantized_together},
     launch::{arg, dims, empty, launched, writable},
 };
 use crate::{
@@ -137,6 +137,20 @@ where
         let x = into_contiguous(x);
         let [rows, cols] = dims(&x);
         quantized(&x, View::transposed(rows, cols), spec, rotated)
+    }
+
+    fn nvfp4_quantize_both(
+        x: FloatTensor<Self>,
+        along: QuantizeSpec,
+        across: QuantizeSpec,
+        rotated: bool,
+    ) -> [Nvfp4Primitive<Self>; 2] {
+        let x = into_contiguous(x);
+        let specs = [along, across];
+        if rotated && specs.iter().all(|spec| spec.scaling == Scaling::Two) {
+            return quantized_both(&x, specs);
+        }
+        [Self::nvfp4_quantize(x.clone(), along), Self::nvfp4_quantize_across(x, across, rotated)]
     }
 
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {

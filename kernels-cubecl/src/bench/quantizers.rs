@@ -19,7 +19,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let (rows, cols) = (8192usize, 9728usize);
         let n = rows * cols;
         let x = self.values(n);
-        let [codes, scales, global, amax] = [n / 2, n / 16, 4, 12].map(|len| self.bytes(len, 3));
+        let [codes, scales, global, amax, plain] = [n / 2, n / 16, 4, 12, 12].map(|len| self.bytes(len, 3));
         let y = self.bytes(n * 2, 4);
         let stochastic = Rounding::Stochastic(Stream { seed: 1, step: 2, stream: 3 });
         let shape = format!("{rows}x{cols}");
@@ -38,7 +38,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 // The maximum of these very values: with another one blocks would saturate and take a slower path.
                 let (x, amax) = (self.arg(&x, n), self.arg(&amax, 3));
                 if rotated {
-                    quantize::amax_rotated(client, x, BF16, view, amax)?;
+                    quantize::amax_rotated(client, x, BF16, view, amax, None)?;
                 } else {
                     quantize::amax(client, x, BF16, 1.0, amax)?;
                 }
@@ -50,7 +50,11 @@ impl<'a, R: Runtime> Bench<'a, R> {
             })?;
         }
         self.row(show, "amax transposed, Hadamard", shape.clone(), moved(n as f64 * 2.0), |_| {
-            quantize::amax_rotated(client, self.arg(&x, n), BF16, across, self.arg(&amax, 3))
+            quantize::amax_rotated(client, self.arg(&x, n), BF16, across, self.arg(&amax, 3), None)
+        })?;
+        self.row(show, "amax, and transposed, Hadamard", shape.clone(), moved(n as f64 * 2.0), |_| {
+            let plain = Some(self.arg(&plain, 3));
+            quantize::amax_rotated(client, self.arg(&x, n), BF16, across, self.arg(&amax, 3), plain)
         })?;
         self.row(show, "amax", shape.clone(), moved(n as f64 * 2.0), |_| {
             quantize::amax(client, self.arg(&x, n), BF16, 1.0, self.arg(&amax, 3))

@@ -1,11 +1,13 @@
 //! What a launch consists of, and the list of devices that record or execute launches.
 
+use cubecl::ir::DeviceProperties;
+use cubecl_common::hash::StableHash;
 use cubecl_cpp::{
     cuda::{CudaDialect, mma::CudaWmmaCompiler},
     shared::CppCompiler,
 };
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{Arc, Mutex, MutexGuard},
 };
 
@@ -14,6 +16,8 @@ pub(super) type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
 /// One launch: the text of its kernel, and the arguments that the CUDA runtime would pass to it.
 #[derive(Debug, Clone)]
 pub struct Launch {
+    /// The key under which CubeCL keeps the compiled kernel. That of a kernel in CUDA C++ is the same on every runtime.
+    pub key: StableHash,
     /// Name of the kernel's entry point.
     pub entry: String,
     /// CUDA C++.
@@ -52,6 +56,10 @@ pub struct TensorMap {
     pub size: usize,
 }
 
+/// The runtime of the devices that record or execute launches.
+#[derive(Debug, Clone)]
+pub struct SourceRuntime;
+
 /// Runs a launch on its buffers. The error text says what the kernel did wrong.
 pub type Executor = Arc<dyn Fn(&Launch, &mut [Vec<u8>]) -> Result<(), String> + Send + Sync>;
 
@@ -61,10 +69,24 @@ pub(super) struct Entry {
     pub(super) arch: u32,
     pub(super) executor: Option<Executor>,
     pub(super) launches: Vec<Launch>,
+    /// What a device knows that stands for another.
+    pub(super) rehearsed: Option<Rehearsed>,
     /// The first error since the last synchronization.
     pub(super) error: Option<String>,
     /// Whether the device was given back, so that the next one of its architecture may take its place.
     pub(super) idle: bool,
+}
+
+/// What a device knows that stands for another: the properties of the other, and the kernels that it has recorded.
+pub(super) struct Rehearsed {
+    pub(super) properties: DeviceProperties,
+    pub(super) kernels: HashSet<StableHash>,
+}
+
+impl Rehearsed {
+    pub(super) fn of(properties: DeviceProperties) -> Self {
+        Self { properties, kernels: HashSet::new() }
+    }
 }
 
 static DEVICES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());

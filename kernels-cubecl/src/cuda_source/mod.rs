@@ -1,32 +1,41 @@
 //! A CubeCL runtime without a GPU. A launch becomes CUDA C++ text together with its grid, buffers and scalars, which the
 //! device either records or hands to an executor. Tests compile the recorded text for GPUs that the machine does not
-//! have, and run it on the CPU.
+//! have, and run it on the CPU. A program that is about to use a GPU rehearses its work here, so that kernels can be compiled
+//! ahead ([`crate::compile_ahead`]).
 
 mod launch;
 mod properties;
 mod server;
 
+use burn_backend::DeviceOps;
 use cubecl::{
     Runtime,
     client::ComputeClient,
     device::DeviceId,
+    ir::DeviceProperties,
     prelude::ArrayArg,
     server::Handle,
     zspace::{Shape, Strides},
 };
 use cubecl_common::device::Device;
-use launch::{Compiler, Entry, devices};
-pub use launch::{Executor, Launch, TensorMap};
+use launch::{Compiler, Entry, Rehearsed, devices};
+pub use launch::{Executor, Launch, SourceRuntime, TensorMap};
 use server::SourceServer;
 
 /// A device that is known by its compute capability only. The number is its place in the list of devices.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SourceDevice(u16);
 
 impl SourceDevice {
     /// A new device of compute capability `arch` (90 is 9.0) that records launches and computes nothing.
     pub fn recording(arch: u32) -> Self {
         Self::add(Entry { arch, ..Entry::default() })
+    }
+
+    /// A new device that stands for a GPU of compute capability `arch` with these properties. It records each kernel
+    /// that is written in CUDA C++ once, keeps no values, and every value that is read from it is 0.
+    pub fn rehearsing(arch: u32, properties: DeviceProperties) -> Self {
+        Self::add(Entry { arch, rehearsed: Some(Rehearsed::of(properties)), ..Entry::default() })
     }
 
     /// A new device of compute capability `arch` that runs each launch by `executor`. An error of the executor is the
@@ -44,13 +53,16 @@ impl SourceDevice {
     /// ends, which looks for work many thousand times a second: a hundred of them take half of the processor.
     pub fn give_back(&self) {
         if let Some(entry) = devices().get_mut(usize::from(self.0)) {
-            *entry = Entry { arch: entry.arch, idle: true, ..Entry::default() };
+            let reusable = entry.rehearsed.is_none();
+            *entry = Entry { arch: entry.arch, idle: reusable, ..Entry::default() };
         }
     }
 
     fn add(entry: Entry) -> Self {
         let mut devices = devices();
-        let place = devices.iter().position(|other| other.idle && other.arch == entry.arch).unwrap_or(devices.len());
+        // The server of a device has its properties for good.
+        let fits = |other: &Entry| other.idle && other.arch == entry.arch && entry.rehearsed.is_none();
+        let place = devices.iter().position(fits).unwrap_or(devices.len());
         match devices.get_mut(place) {
             Some(idle) => *idle = entry,
             None => devices.push(entry),
@@ -69,15 +81,13 @@ impl Device for SourceDevice {
     }
 }
 
+impl DeviceOps for SourceDevice {}
+
 /// The whole buffer as an argument of values of `size` bytes each.
 pub fn array(handle: &Handle, size: usize) -> ArrayArg<SourceRuntime> {
     // SAFETY: the length is the buffer's own.
     unsafe { ArrayArg::from_raw_parts(handle.clone(), handle.size_in_used() as usize / size) }
 }
-
-/// The runtime of these devices.
-#[derive(Debug, Clone)]
-pub struct SourceRuntime;
 
 impl Runtime for SourceRuntime {
     type Compiler = Compiler;

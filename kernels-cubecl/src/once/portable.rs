@@ -36,7 +36,9 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
             let (x, amax) = (zeros.values(n), zeros.floats(AMAX_LEN));
             let (codes, scales, global) = (zeros.floats(n / 8), zeros.bytes(n / 16), zeros.floats(1));
             if rotated {
-                quantize::amax_rotated(client, zeros.values(n), dtype, view, zeros.floats(AMAX_LEN))?;
+                for plain in [None, Some(zeros.floats(AMAX_LEN))] {
+                    quantize::amax_rotated(client, zeros.values(n), dtype, view, zeros.floats(AMAX_LEN), plain)?;
+                }
             }
             quantize::quantize(client, x, dtype, amax, codes, scales, global, view, spec, rotated)?;
         }

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     device::vector_size,
     error::{KernelError, expect_blocks, expect_len},
-    reduce::{cube_max, largest},
+    reduce::{cube_max, cube_maxima, largest},
 };
 use cubecl::prelude::*;
 
@@ -87,7 +87,8 @@ pub fn amax_of_maxima<R: Runtime>(
     Ok(())
 }
 
-/// The same as [`amax()`] for the matrix with every 16 columns Hadamard-transformed. Two launches.
+/// The same as [`amax()`] for the matrix with every 16 columns Hadamard-transformed; with `plain`, which has as many
+/// elements as `out`, for the matrix as it is too. Two launches.
 ///
 /// # Errors
 /// If the columns are not a multiple of 16 or a buffer does not fit.
@@ -97,16 +98,23 @@ pub fn amax_rotated<R: Runtime>(
     dtype: StorageType,
     view: View,
     out: ArrayArg<R>,
+    plain: Option<ArrayArg<R>>,
 ) -> Result<(), KernelError> {
     const NAME: &str = "amax rotated";
     expect_blocks(NAME, "columns", view.cols)?;
     expect_len(NAME, "x", x.size(), view.rows * view.cols)?;
     expect_len(NAME, "out", out.size(), AMAX_LEN)?;
+    if let Some(plain) = &plain {
+        expect_len(NAME, "plain", plain.size(), AMAX_LEN)?;
+    }
     let grid = QuantizeGrid::new(client, dtype, view, BlockShape::Row)?;
-    let scratch = client.empty(grid.cubes * 4);
-    // SAFETY: `scratch` holds one f32 a cube; units outside the matrix contribute 0.
+    let both = plain.is_some();
+    let len = if both { 2 * grid.cubes } else { grid.cubes };
+    let scratch = client.empty(len * 4);
+    // SAFETY: `scratch` holds one f32 a cube, and with `plain` two; units outside the matrix contribute 0. `out` and `plain`
+    // hold three f32.
     unsafe {
-        let partial = || ArrayArg::from_raw_parts(scratch.clone(), grid.cubes);
+        let partial = || ArrayArg::from_raw_parts(scratch.clone(), len);
         amax_rotated_kernel::launch_unchecked(
             client,
             grid.count,
@@ -117,12 +125,17 @@ pub fn amax_rotated<R: Runtime>(
             grid.place,
             grid.along,
             grid.lines,
+            both,
             dtype,
         );
-        amax_of_maxima(client, partial(), 1.0, out)
+        let Some(plain) = plain else { return amax_of_maxima(client, partial(), 1.0, out) };
+        let (two, dim) = (CubeCount::Static(2, 1, 1), CubeDim::new_1d(256));
+        amax_of_both_kernel::launch_unchecked(client, two, dim, partial(), out, plain);
     }
+    Ok(())
 }
 
+/// Every cube writes its maximum of the rotated matrix, and if `both` that of the matrix behind the first of all cubes.
 #[cube(launch_unchecked)]
 fn amax_rotated_kernel<F: Float, N: Size>(
     x: &Array<Vector<F, N>>,
@@ -130,22 +143,66 @@ fn amax_rotated_kernel<F: Float, N: Size>(
     place: DeviceView,
     #[comptime] along: bool,
     #[comptime] lines: usize,
+    #[comptime] both: bool,
     #[define(F)] _dtype: StorageType,
 ) {
     let (row, col) = own(along, lines);
     let mut rows = load_rows::<F, N>(x, row, col, place, along, lines);
+    let mut plain = 0.0f32;
     let mut amax = 0.0f32;
     #[unroll]
     for line in 0..lines {
+        let inside = row + comptime!(line as u32 * gap(along)) < place.rows && col < place.cols;
+        if comptime!(both) && inside {
+            plain = max(plain, rows.index(line).amax);
+        }
         rotate_row(rows.index_mut(line));
-        if row + comptime!(line as u32 * gap(along)) < place.rows && col < place.cols {
+        if inside {
             amax = max(amax, rows.index(line).amax);
         }
     }
+    let cube = (CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize;
+    if comptime!(both) {
+        let (amax, plain) = cube_maxima(amax, plain);
+        if UNIT_POS == 0u32 {
+            out[cube] = amax;
+            out[cube + (CUBE_COUNT_X * CUBE_COUNT_Y) as usize] = plain;
+        }
+    } else {
+        let amax = cube_max(amax);
+        if UNIT_POS == 0u32 {
+            out[cube] = amax;
+        }
+    }
+}
+
+/// The first of two cubes reduces the first half of the maxima, the second the second.
+#[cube(launch_unchecked)]
+fn amax_of_both_kernel(maxima: &Array<f32>, rotated: &mut Array<f32>, plain: &mut Array<f32>) {
+    let half = maxima.len() / 2usize;
+    let mut amax = 0.0f32;
+    let mut at = UNIT_POS as usize;
+    while at < half {
+        amax = max(amax, maxima[CUBE_POS_X as usize * half + at]);
+        at += CUBE_DIM as usize;
+    }
     let amax = cube_max(amax);
     if UNIT_POS == 0u32 {
-        out[(CUBE_POS_Y * CUBE_COUNT_X + CUBE_POS_X) as usize] = amax;
+        if CUBE_POS_X == 0u32 {
+            write_factors(rotated, amax);
+        } else {
+            write_factors(plain, amax);
+        }
     }
+}
+
+/// Writes the largest magnitude and the factors that follow from it.
+#[cube]
+fn write_factors(out: &mut Array<f32>, amax: f32) {
+    out[0usize] = amax;
+    let full = select(amax == 0.0f32, 1.0f32, min(2688.0f32 / amax, 3.402_823_5e38f32));
+    out[1] = full * (1.0f32 / 6.0f32);
+    out[2] = 1.0f32 / full;
 }
 
 #[cube(launch_unchecked)]
@@ -167,11 +224,7 @@ fn amax_kernel<F: Float, N: Size>(
     let amax = cube_max(amax);
     if UNIT_POS == 0u32 {
         if comptime!(last) {
-            let amax = amax * room;
-            out[0usize] = amax;
-            let full = select(amax == 0.0f32, 1.0f32, min(2688.0f32 / amax, 3.402_823_5e38f32));
-            out[1] = full * (1.0f32 / 6.0f32);
-            out[2] = 1.0f32 / full;
+            write_factors(out, amax * room);
         } else {
             out[(first + CUBE_POS_X) as usize] = amax;
         }

@@ -1,4 +1,4 @@
-//! One file for each command of the program, and `flags`, which several of them share.
+//! One file or folder for each command of the program, and `flags`, which several of them share.
 
 pub mod bench;
 mod bench_model;

@@ -1,0 +1,112 @@
+//! Compiles kernels before a device needs them, on all processors at once. CubeCL compiles a kernel at its first launch, one
+//! after another, and each twice: NVRTC compiles the text for the card, and the driver compiles NVRTC's PTX once more.
+//! Here NVRTC's machine code goes into CubeCL's cache on disk, under CubeCL's own key:
+//! ```text
+//! launches recorded by a rehearsal → NVRTC, a thread a processor → the cache → the device
+//! ```
+//! A device reads what others have written to the cache whenever it adds a kernel of its own. Kernels that are written in
+//! CUDA C++ take most of the time and can be compiled ahead: the key of every other one depends on the type of the runtime
+//! that launches it, which a rehearsal has not. Those are compiled at their first launch.
+
+use crate::{cuda_source::Launch, error::KernelError};
+use cubecl::cuda::install;
+use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache, hash::StableHash};
+use cudarc::nvrtc::{result, sys};
+use serde::{Deserialize, Serialize};
+use std::{
+    ffi::{CString, c_char},
+    path::Path,
+    sync::{Mutex, PoisonError},
+    thread,
+};
+
+/// Compiles what `launches` has and the cache in `folder` lacks, for compute capability `arch` (90 is 9.0). Returns the
+/// number of compiled kernels. `folder` is the one that CubeCL was configured with. NVRTC must be installed: without it
+/// this panics, as CubeCL does.
+///
+/// # Errors
+/// If a kernel does not compile, the system gives no thread, or the cache cannot be written.
+pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path) -> Result<usize, KernelError> {
+    let mut cache = cache(folder);
+    let mut missing: Vec<&Launch> = launches.iter().filter(|launch| cache.get(&launch.key).is_none()).collect();
+    // The longest take longest, and begin first. They are taken from the end.
+    missing.sort_by_key(|launch| launch.text.len());
+    let (count, options) = (missing.len(), options(arch));
+    let (missing, compiled) = (Mutex::new(missing), Mutex::new(Vec::new()));
+    let work = || {
+        let next = || missing.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        while let Some(launch) = next() {
+            let code = machine_code(&launch.text, &options).map_err(|reason| failed(&launch.entry, &reason));
+            compiled.lock().unwrap_or_else(PoisonError::into_inner).push((launch, code));
+        }
+    };
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(count);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            thread::Builder::new().spawn_scoped(scope, work).map_err(|e| failed("a thread", &e.to_string()))?;
+        }
+        Ok(())
+    })?;
+    for (launch, code) in compiled.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        let kernel = Kernel { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx: code? };
+        cache.insert(launch.key, kernel).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))?;
+    }
+    Ok(count)
+}
+
+/// CubeCL's cache of CUDA kernels.
+fn cache(folder: &Path) -> CompilationCache<StableHash, Kernel> {
+    CompilationCache::new("ptx", CacheOption::default().name("cuda").root(folder))
+}
+
+/// An entry of CubeCL's cache, with CubeCL's names. The driver takes machine code in place of PTX.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Kernel {
+    entrypoint_name: String,
+    shared_mem_bytes: usize,
+    ptx: Vec<c_char>,
+}
+
+/// The options that CubeCL gives NVRTC.
+fn options(arch: u32) -> Vec<String> {
+    let suffix = if arch >= 90 { "a" } else { "" };
+    let mut options = vec![format!("--gpu-architecture=sm_{arch}{suffix}"), "-lineinfo".to_owned()];
+    // Without headers CubeCL panics, but kernels that are written in CUDA C++ include none.
+    if let Some(include) = install::cuda_path().map(|folder| folder.join("include")) {
+        options.extend([include.clone(), include.join("cccl")].map(|at| format!("--include-path={}", at.display())));
+    }
+    options
+}
+
+/// The machine code of a text, or what NVRTC says is wrong with it.
+fn machine_code(text: &str, options: &[String]) -> Result<Vec<c_char>, String> {
+    let words = |e: result::NvrtcError| e.to_string();
+    let text = CString::new(text).map_err(|e| e.to_string())?;
+    let program = result::create_program(&text, None).map_err(words)?;
+    // SAFETY: the program was created above and is destroyed once, after its last use. NVRTC writes as many bytes of machine
+    // code as it has just said that there are.
+    unsafe {
+        let log = |error| result::get_program_log(program).map_or_else(|_| words(error), |log| text_of(&log));
+        let size = || {
+            let mut size = 0;
+            sys::nvrtcGetCUBINSize(program, &raw mut size).result().map(|()| size)
+        };
+        let read = |size| {
+            let mut code = vec![0; size];
+            sys::nvrtcGetCUBIN(program, code.as_mut_ptr()).result().map(|()| code)
+        };
+        let compiled = result::compile_program(program, options).map_err(log);
+        let code = compiled.and_then(|()| size().and_then(read).map_err(words));
+        result::destroy_program(program).map_err(words)?;
+        code
+    }
+}
+
+/// A text of C, which ends with a zero.
+fn text_of(text: &[c_char]) -> String {
+    text.iter().take_while(|byte| **byte != 0).map(|byte| char::from(*byte as u8)).collect()
+}
+
+fn failed(what: &str, reason: &str) -> KernelError {
+    KernelError::Device { reason: format!("{what}: {reason}") }
+}

@@ -1,0 +1,104 @@
+//! A run compiles kernels before it needs them: it rehearses its first steps on a device that only records which kernels
+//! they launch, and NVRTC compiles those that are written in CUDA C++ into the cache that CubeCL reads.
+
+use crate::support::{files::demo_file, skipped_for};
+use backend_nvfp4::Precision;
+use clap::Parser;
+use cubecl::{Runtime, ir::DeviceProperties};
+use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache};
+use kernels_cubecl::{
+    compile_ahead::compile_ahead,
+    cuda_source::{Launch, SourceDevice, SourceRuntime},
+};
+use std::{collections::BTreeSet, fs, path::Path};
+use train_cli::{
+    args::{Cli, Command},
+    commands::fit,
+};
+
+/// A shape that Hopper's kernels take, with the demo's tokenizer.
+const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256,
+  "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+  "vocab_size": 912, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu",
+  "tie_word_embeddings": true, "attention_bias": false, "initializer_range": 0.02}"#;
+
+fn properties(arch: u32) -> DeviceProperties {
+    SourceRuntime::client(&SourceDevice::recording(arch)).properties().clone()
+}
+
+/// What `fit` compiles ahead for a card of compute capability `arch`.
+fn rehearsed(dir: &Path, arch: u32, flags: &[&str]) -> Vec<Launch> {
+    let config = dir.join("config.json");
+    fs::write(&config, CONFIG).unwrap();
+    let demo = demo_file("tokenizer.json");
+    let (config, tokenizer) = (config.to_str().unwrap(), demo.parent().unwrap().to_str().unwrap());
+    let begin = ["train-cli", "fit", "--synthetic", "--max-seq-length", "256", "--init-config", config];
+    let line = [&begin[..], &["--tokenizer", tokenizer], flags].concat();
+    let Command::Fit(args) = Cli::parse_from(line).command else { panic!("this is fit") };
+    fit::rehearsed(&args, SourceDevice::rehearsing(arch, properties(arch)), Precision::Bf16).unwrap()
+}
+
+#[test]
+fn every_recipe_is_rehearsed() {
+    let dir = tempfile::tempdir().unwrap();
+    let all = ["hopper_attention_forward", "hopper_attention_keys", "hopper_attention_queries", "hopper_gemm"];
+    let mut gemms = Vec::new();
+    for flags in [
+        &["--recipe", "bf16"][..],
+        &["--recipe", "w4a4", "--gradient-accumulation-steps", "2"],
+        &["--recipe", "nvfp4"],
+        &["--recipe", "w4", "--master-weights", "nvfp4", "--optimizer-state-mode", "int4"],
+        &["--recipe", "w4", "--train-last-layers", "3"],
+    ] {
+        let launches = rehearsed(dir.path(), 90, flags);
+        let names: BTreeSet<&str> = launches.iter().map(|launch| launch.entry.as_str()).collect();
+        assert_eq!(names.into_iter().collect::<Vec<_>>(), all, "{flags:?}");
+        let keys: BTreeSet<u128> = launches.iter().map(|launch| launch.key).collect();
+        assert_eq!(keys.len(), launches.len(), "{flags:?}: a kernel was recorded twice");
+        gemms.push(launches.len() - 3);
+    }
+    // The forward of each of q + k + v, o, gate + up, down and the head has other operands than its gradients.
+    assert!(gemms.iter().all(|count| *count >= 8), "{gemms:?} forms of the product");
+    // No other card has kernels in CUDA C++ for training.
+    assert!(rehearsed(dir.path(), 80, &["--recipe", "w4a4"]).is_empty());
+}
+
+/// CubeCL has opened its cache long before kernels are compiled ahead.
+#[test]
+fn an_open_cache_finds_what_was_compiled_ahead() {
+    let Some(home) = std::env::var_os("NVRTC_HOME") else {
+        assert!(std::env::var_os("REQUIRE_NVRTC").is_none(), "REQUIRE_NVRTC is set and NVRTC_HOME is not");
+        return skipped_for("NVRTC_HOME is not set");
+    };
+    assert!(Path::new(&home).is_dir());
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("cache");
+    let option = || CacheOption::default().name("cuda").root(&folder);
+    let mut launches = rehearsed(dir.path(), 90, &["--recipe", "w4a4"]);
+    // NVRTC takes a second for each.
+    launches.truncate(2);
+    launches.push(Launch {
+        entry: "three".into(),
+        text: "extern \"C\" __global__ void three() {}".into(),
+        ..launches[0].clone()
+    });
+    launches[2].key = 3;
+    let mut open = CompilationCache::<u128, serde_json::Value>::new("ptx", option());
+    assert_eq!(compile_ahead(&launches, 90, &folder).unwrap(), 3);
+    // The device adds a kernel of its own, and sees the others from then on.
+    open.insert(7, serde_json::json!({"entrypoint_name": "own", "shared_mem_bytes": 0, "ptx": []})).unwrap();
+    for launch in &launches {
+        let kernel = open.get(&launch.key).expect("the kernel that was compiled ahead");
+        assert_eq!(
+            (&kernel["entrypoint_name"], &kernel["shared_mem_bytes"]),
+            (&launch.entry.clone().into(), &launch.shared.into())
+        );
+        let code = kernel["ptx"].as_array().unwrap();
+        let magic: Vec<i64> = code.iter().take(4).filter_map(serde_json::Value::as_i64).collect();
+        assert_eq!(magic, [0x7f, b'E'.into(), b'L'.into(), b'F'.into()], "machine code is an ELF file");
+    }
+    assert_eq!(compile_ahead(&launches, 90, &folder).unwrap(), 0, "nothing is compiled twice");
+    launches[2] = Launch { key: 4, text: "this is no C++".into(), ..launches[2].clone() };
+    let error = compile_ahead(&launches, 90, &folder).unwrap_err().to_string();
+    assert!(error.contains("three") && error.contains("this"), "{error}");
+}

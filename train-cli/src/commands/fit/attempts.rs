@@ -1,0 +1,183 @@
+//! Trains a run that can begin to its last step. Where a bad step has changed weights, the run goes back to a checkpoint, or to
+//! its beginning, and is trained from there again.
+
+use super::ready::Ready;
+use crate::{
+    CliError,
+    data::order::Order,
+    interrupt::Interruption,
+    memory::vram::VramReport,
+    report,
+    run::beginning::Beginning,
+    run::checkpoint::{self, Head, Resumed, TrainerState},
+    run::folder,
+    run::journal::Journal,
+    run::sample_answers::Samples,
+    run::saving::Saver,
+    train::chunked_adamw::ChunkedAdamw,
+    train::damp::DampedFinish,
+    train::guard::{self, Back, Guard},
+    train::learner,
+    train::schedule::Schedule,
+    train::training_loop::Run,
+};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels};
+use burn::{backend::Autodiff, module::AutodiffModule};
+use model_qwen3::model::Qwen3;
+use std::sync::Arc;
+
+/// What watches the steps of a run: for bad ones, for signals, and for the memory that they take.
+struct Watchers {
+    guard: Guard,
+    interruption: Arc<Interruption>,
+    vram: VramReport,
+}
+
+/// What a run has when its last step is made.
+pub(super) struct Outcome<B: Nvfp4Kernels> {
+    pub(super) model: Qwen3<B>,
+    pub(super) beginning: Option<Beginning>,
+    pub(super) samples: Samples,
+    pub(super) journal: Journal,
+    pub(super) head: Head,
+}
+
+impl Ready {
+    /// Trains to the last step. Where the guard finds that a bad step has changed weights, the run goes back.
+    pub(super) fn guarded<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        mut from: Option<Resumed>,
+        signals: &Arc<Interruption>,
+        device: &B::Device,
+    ) -> Result<Outcome<B>, CliError> {
+        let record = from.as_ref().map(|resumed| resumed.state.guard.clone()).unwrap_or_default();
+        let guard = Guard::new(self.plan.settings.advanced.guard, record);
+        loop {
+            let error = match self.attempt(from.as_ref(), &guard, signals, device) {
+                Ok(trained) => return Ok(trained),
+                Err(error) => error,
+            };
+            // What a device computed that has failed says nothing about a step.
+            let Some(back) = guard.back().filter(|_| !error.is_of_the_device()) else {
+                let left_out = guard.record().left_out.len();
+                if left_out > 0 {
+                    let steps = report::count(left_out, "step");
+                    report::line(format!("{steps} were left out before the run ended; metrics.jsonl lists them"));
+                }
+                return Err(error);
+            };
+            let run = &self.plan.output_dir;
+            from = match back {
+                Back::Newest { .. } => checkpoint::newest(run, usize::MAX)?,
+                Back::Older { bad } => checkpoint::newest(run, bad.saturating_sub(guard::FAR))?,
+            };
+            let to = from.as_ref().map_or(0, |resumed| resumed.state.global_step);
+            let place = if to == 0 { "its beginning".to_owned() } else { format!("checkpoint-{to}") };
+            match back {
+                Back::Newest { bad } => report::line(format!(
+                    "warning: step {bad} changed weights before its gradient was found to be not finite: the run goes back \
+                     to {place} and leaves it out"
+                )),
+                Back::Older { bad } => {
+                    guard.leave_out(to + 1..=bad, &format!("the run went back from step {bad} to {place}"));
+                    report::line(format!(
+                        "warning: too many steps were not finite, up to step {bad}: the run goes back to {place} and leaves \
+                         out all steps between"
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Loads the model of a checkpoint, or that of the run's beginning, and trains it to the last step.
+    fn attempt<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        from: Option<&Resumed>,
+        guard: &Guard,
+        interruption: &Arc<Interruption>,
+        device: &B::Device,
+    ) -> Result<Outcome<B>, CliError> {
+        let (plan, inputs) = (&self.plan, &self.inputs);
+        let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
+        vram.note::<B>(device, 0, "start")?;
+        let model = self.model::<B>(from, device)?;
+        vram.note::<B>(device, 0, "model_loaded")?;
+        folder::reopen(&plan.output_dir, from.map_or(0, |resumed| resumed.state.global_step))?;
+        let optimizer = self.optimizer(from, &model)?;
+        // The memory of a device with a pool is planned for training. The host has some to spare.
+        let packs = B::memory_in_use(device).is_none();
+        let samples = Samples::of(plan, inputs, packs)?;
+        let beginning = match from {
+            None => Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, self.spec)?),
+            Some(_) => Beginning::read(&plan.output_dir, self.spec),
+        };
+        let state = self.state(from, &model);
+        let order = Order { start: state.global_step, ..inputs.order(plan) };
+        let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
+        let (guard, interruption) = (guard.clone(), interruption.clone());
+        let bytes = self.forecast.estimate.checkpoint();
+        let saver = Saver::new(&plan.output_dir, &plan.companions, bytes, self.forecast.saving);
+        let journal =
+            Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver)?;
+        let watchers = Watchers { guard, interruption, vram };
+        let trained = self.train(model, optimizer, &state, order, journal.clone(), watchers);
+        // A checkpoint may still be being written, however the training ended. It waits on a device that may have failed.
+        if trained.as_ref().is_err_and(CliError::is_of_the_device) {
+            journal.abandon_checkpoint();
+        }
+        match (trained, journal.wait_for_checkpoint()) {
+            (Ok(model), Ok(_)) => Ok(Outcome { model, beginning, samples, journal, head: state.head }),
+            (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
+            // Training and writing share the device, which reports a failed launch once, to either of them.
+            (Err(_), Err(unsaved)) if unsaved.is_of_the_device() => Err(unsaved),
+            (Err(error), Err(unsaved)) => {
+                report::line(format!("warning: the last checkpoint could not be written: {unsaved}"));
+                Err(error)
+            }
+        }
+    }
+
+    /// Trains from the step after `state` to the last.
+    fn train<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        model: Qwen3<Autodiff<B>>,
+        optimizer: ChunkedAdamw<B>,
+        state: &TrainerState,
+        order: Order,
+        journal: Journal,
+        watchers: Watchers,
+    ) -> Result<Qwen3<B>, CliError> {
+        let (s, steps) = (&self.plan.settings, order.steps);
+        if state.global_step >= steps {
+            // But an evaluation may be missing, if a signal came in the last step.
+            report::line(format!("step {} of {steps}: nothing is left to train", state.global_step));
+        }
+        let warmup = s.optimizer.warmup_steps;
+        let warmup = if warmup < 1.0 { (warmup * steps as f64).round() } else { warmup } as usize;
+        // No block freezes before the recipe begins.
+        let quantize_from = self.plan.quantize_from(steps);
+        let mut damped = DampedFinish::new(s.recipe.damped_finish, steps);
+        damped.start = damped.start.max(quantize_from);
+        let run = Run {
+            train: order,
+            eval: self.inputs.eval_order(&self.plan),
+            stepper: self.stepper(optimizer, state.last_norm),
+            schedule: Schedule {
+                peak: s.optimizer.learning_rate,
+                warmup: warmup.min(steps),
+                total: steps,
+                decay: s.optimizer.lr_scheduler_type,
+            },
+            recipe: self.plan.recipe,
+            quantize_from,
+            damped,
+            guard: watchers.guard,
+            memory_limit: self.plan.memory_limit,
+            logging_steps: s.logging.logging_steps,
+            vram: watchers.vram,
+            interruption: watchers.interruption,
+            between: Box::new(journal),
+        };
+        learner::run(self.trainee(model, s.model.train_last_layers), run)
+    }
+}

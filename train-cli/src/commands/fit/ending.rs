@@ -1,0 +1,191 @@
+//! The end of a run: it exports the model and says what to do with it, unless a signal asks for the end. And whether a run that
+//! is resumed has ended already.
+
+use super::{attempts::Outcome, ready::Ready};
+use crate::{
+    CliError,
+    commands::export,
+    durable::{self, FileRecord},
+    interrupt::Interruption,
+    plan::Plan,
+    report,
+    run::checkpoint::{self, FINAL, Head, Resumed, TrainerState},
+    run::evaluations::Evaluations,
+    run::export_format::ExportFormat,
+    run::folder,
+    run::journal::Journal,
+    run::trained,
+    settings::SaveStrategy,
+};
+use backend_nvfp4::{BlockShape, DeviceServices, Nvfp4Kernels};
+use burn::module::AutodiffModule;
+use model_qwen3::{container::Container, model::Qwen3};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+impl Ready {
+    /// Compares, exports and records a trained model.
+    pub(super) fn finish<B: Nvfp4Kernels + DeviceServices>(
+        &self,
+        trained: Outcome<B>,
+        signals: &Interruption,
+        device: &B::Device,
+    ) -> Result<(), CliError> {
+        let Outcome { model, beginning, samples, journal, head } = trained;
+        let (runtime, last) = (journal.seconds(), self.inputs.order(&self.plan).steps);
+        let made = journal.made();
+        if made < last {
+            report::line(format!(
+                "the evaluation loss has stopped falling: the run ends after step {made} of {last}. To go on, resume it with a \
+                 larger --early-stopping-patience"
+            ));
+        }
+        let go_on = || self.unless_interrupted(signals, made);
+        go_on()?;
+        let (model, step) = self.best_or_last(model, made, &journal, device)?;
+        // The export is checked in the memory that the optimizer's states and the step's buffers had.
+        B::memory_cleanup(device);
+        let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
+        let exported = self.export(&model, head, &go_on)?;
+        let step = exported.as_ref().map(|_| step);
+        let (folder, extra) = exported.unzip();
+        // The record of a complete run comes last: a resume of a run without it finishes the export.
+        journal.finish(step, runtime, changed, extra.flatten().as_ref())?;
+        self.conclude(folder.as_deref(), runtime, samples.prompts.first());
+        Ok(())
+    }
+
+    /// Ends a run whose steps are made, if a signal asks for it. Its last checkpoint is complete, and a resumed run makes what is
+    /// missing.
+    fn unless_interrupted(&self, signals: &Interruption, step: usize) -> Result<(), CliError> {
+        let Some(signal) = signals.received() else { return Ok(()) };
+        let saved = checkpoint::list(&self.plan.output_dir)?.into_iter().next().map(|(_, folder)| folder);
+        Err(CliError::Interrupted { signal, step, saved })
+    }
+
+    /// The model to export, and its step: that of the best checkpoint if it is wanted, else the last one.
+    fn best_or_last<B: Nvfp4Kernels>(
+        &self,
+        last: Qwen3<B>,
+        made: usize,
+        journal: &Journal,
+        device: &B::Device,
+    ) -> Result<(Qwen3<B>, usize), CliError> {
+        let run = &self.plan.output_dir;
+        let mut kept = checkpoint::list(run)?;
+        loop {
+            let is_kept = |step| step == made || kept.iter().any(|(saved, _)| *saved == step);
+            let Some((step, loss, is_lowest)) = journal.best(is_kept) else { return Ok((last, made)) };
+            let which = if is_lowest { "of the run" } else { "of the checkpoints that are kept" };
+            let state = match kept.iter().find(|(saved, _)| *saved == step && step != made) {
+                None => Ok(None),
+                Some((_, folder)) => checkpoint::open(folder).map(|state| Some((folder.clone(), state))),
+            };
+            match state {
+                Err(error) => {
+                    report::line(format!(
+                        "warning: checkpoint-{step} has the lowest evaluation loss, but is broken: {error}"
+                    ));
+                    kept.retain(|(saved, _)| *saved != step);
+                    continue;
+                }
+                Ok(best) => {
+                    report::label("best", format!("step {step} · evaluation loss {loss:.4}, the lowest {which}"));
+                    let Some((folder, state)) = best else { return Ok((last, made)) };
+                    drop(last);
+                    let best = Resumed { run: run.clone(), state, folder };
+                    return Ok((self.model::<B>(Some(&best), device)?.valid(), step));
+                }
+            }
+        }
+    }
+
+    /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, and the size and digest
+    /// of the file; `None` if nothing is saved.
+    fn export<B: Nvfp4Kernels>(
+        &self,
+        model: &Qwen3<B>,
+        head: Head,
+        go_on: &dyn Fn() -> Result<(), CliError>,
+    ) -> Result<Option<(PathBuf, Option<FileRecord>)>, CliError> {
+        let (plan, text) = (&self.plan, &self.inputs.text);
+        if plan.settings.saving.save_strategy == SaveStrategy::No {
+            return Ok(None);
+        }
+        let layers = model.layers.len();
+        let dense_from = layers.saturating_sub(plan.settings.bf16_last_blocks(layers));
+        let (scaling, recipe) = (self.spec.scaling, plan.recipe);
+        let shares_scale = self.spec.shares_scale;
+        let format = ExportFormat { scaling, head: head.into(), recipe, dense_from, shares_scale };
+        let format = format.with_head(plan.settings.saving.head);
+        let template = text.template_sha256.clone();
+        let trained = trained::Trained::by(&plan.settings, layers, scaling, template, self.inputs.thinking);
+        let form = export::Form { format, like: self.original(), trained: &trained };
+        let exported = export::model_to_folder(model, text, &plan.companions, &form, &plan.output_dir.join(FINAL))?;
+        report::label("export", exported.display().to_string());
+        go_on()?;
+        let extra = plan.settings.saving.output_dat.as_ref();
+        let extra = extra.map(|file| export::model_to_dat(model, text, &form, file)).transpose()?;
+        Ok(Some((exported, extra)))
+    }
+
+    /// Says that the run is done, and what to do with its export.
+    fn conclude(&self, exported: Option<&Path>, runtime: f64, prompt: Option<&String>) {
+        let done = report::duration(runtime);
+        match exported {
+            Some(exported) => {
+                report::line(format!("done in {done} · {}", self.plan.output_dir.display()));
+                next_steps(exported, prompt);
+            }
+            None => report::line(format!("done in {done} · nothing was saved, because of --save-strategy no")),
+        }
+    }
+
+    /// The model's own file if its layout serves for the export: a .dat file with NVFP4 weights and the scale levels of the
+    /// run, if the run quantizes every transformer block, with 1x16 scales and a tensor scale for each matrix.
+    fn original(&self) -> Option<&Container> {
+        let (s, spec) = (&self.plan.settings, self.spec);
+        let dense = s.bf16_last_blocks(self.inputs.config.num_hidden_layers);
+        let same_blocks = dense == 0 && spec.weights().block == BlockShape::Row;
+        let same_scales = self.inputs.stored_scaling() == Some(spec.scaling) && !spec.shares_scale;
+        let serves = same_blocks && same_scales && s.saving.head.is_none();
+        self.inputs.source.as_ref().filter(|file| serves && file.dat().is_some())
+    }
+}
+
+/// Whether a run whose newest checkpoint has this state has made its `steps` steps, or ended early, and has its record and
+/// everything that it was to export, undamaged.
+pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, CliError> {
+    let (saving, run) = (&plan.settings.saving, &plan.output_dir);
+    let Some(results) = folder::results(run)? else { return Ok(false) };
+    let evaluations = Evaluations::logged(run, plan.quantize_from(steps))?;
+    let patience = plan.settings.logging.early_stopping_patience;
+    let stalled = patience.is_some_and(|patience| evaluations.have_stalled(patience));
+    let done = state.max_steps == steps && (state.global_step == steps || stalled);
+    let made = results["global_step"] == state.global_step;
+    // Which step is exported is a setting that a resumed run may change. Older records do not say.
+    let kept = checkpoint::list(run)?;
+    let best = evaluations.best_of(|step| kept.iter().any(|(saved, _)| *saved == step));
+    let wanted = best.filter(|_| saving.load_best_model_at_end).map_or(state.global_step, |(step, _)| step);
+    let is_wanted = results.get("exported_step").is_none_or(|step| step.is_null() || *step == wanted);
+    let exported = saving.save_strategy == SaveStrategy::No
+        || durable::verify_listed(&plan.output_dir.join(FINAL), |_| true).is_ok()
+            && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, &results["output_dat"]));
+    Ok(done && made && is_wanted && exported)
+}
+
+/// Whether a file is there as the record of a run describes it.
+fn is_recorded(file: &Path, record: &serde_json::Value) -> bool {
+    let expected = FileRecord::deserialize(record);
+    FileRecord::of(file).is_ok_and(|found| expected.is_ok_and(|expected| expected == found))
+}
+
+fn next_steps(exported: &Path, prompt: Option<&String>) {
+    let prompt = report::quoted(prompt.map_or("hello", |p| p));
+    let folder = report::quoted(&exported.display().to_string());
+    report::line("next:");
+    report::line(format!("  train-cli generate -m {folder} -p {prompt}"));
+    report::line(format!("  train-cli chat -m {folder}"));
+    report::line(format!("  train-cli inspect {folder} --verify"));
+    report::line("  train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
+}

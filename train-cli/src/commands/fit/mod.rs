@@ -1,0 +1,226 @@
+//! `fit`: trains a model and exports it. The page to read first: a command line becomes a plan, and a run folder is opened for
+//! it. The other pages, in the order of a run:
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `ready.rs` | reads and checks the inputs; makes model, optimizer and state |
+//! | `rehearsal.rs` | makes the first steps on a device that only records kernels, so that they are compiled ahead |
+//! | `attempts.rs` | trains to the last step, from a checkpoint again after a bad step |
+//! | `ending.rs` | compares, exports and records the trained model |
+
+mod attempts;
+mod ending;
+mod ready;
+mod rehearsal;
+
+use crate::{
+    CliError,
+    args::FitArgs,
+    commands::demo,
+    device::{self, Job},
+    interrupt::Interruption,
+    plan::Plan,
+    report,
+    run::checkpoint::{self, CONFIG, Resume, Resumed},
+    run::folder,
+    run::header,
+    run::located::located,
+    run::received,
+    run::summary,
+    settings::{DeviceChoice, Layer},
+};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use ending::is_complete;
+use kernels_cubecl::cuda_source::{Launch, SourceDevice};
+use ready::Ready;
+pub(crate) use ready::scaling;
+use rehearsal::Rehearsal;
+use std::{path::Path, sync::Arc};
+
+/// What a user can do whose device has not enough memory.
+const REMEDY: &str = "use a smaller --max-seq-length or --batch-size, --optimizer-state-mode int4, or --master-weights \
+                      nvfp4. Checkpoints that were saved are intact";
+
+/// Runs the command.
+///
+/// # Errors
+/// Every error of a run, with its exit code.
+pub fn run(args: &FitArgs) -> Result<(), CliError> {
+    if args.launch.demo {
+        demo::unpack()?;
+    }
+    // No other process may change a run while its checkpoint is read.
+    let lock = match &args.launch.resume_from_checkpoint {
+        Some(from) => {
+            checkpoint::resumed_run(from, typed_folder(args))?.map(|run| folder::Lock::of(&run)).transpose()?
+        }
+        None => None,
+    };
+    let (plan, resumed, restarts) = planned(args)?;
+    // Nobody has named the run folder, and its name may be taken by the time the run begins.
+    let named =
+        args.typed.get("output_dir").is_some() || !args.launch.demo && plan.settings.saving.output_dir.is_some();
+    let unnamed = !named && resumed.is_none() && !restarts;
+    let overwrite = args.launch.overwrite || restarts;
+    if !args.launch.dry_run {
+        report::line(format!("train-cli {} · fit", env!("CARGO_PKG_VERSION")));
+    }
+    let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
+    let names_output = args.launch.config.is_some() || args.typed.get("output_dat").is_some();
+    let is_received = (resumed.is_some() || restarts) && !names_output;
+    let dry_run = args.launch.dry_run;
+    let fit = Fit { plan, device, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run };
+    device::run(device, precision, fit)
+}
+
+/// The kernels that the run of a command line compiles ahead, if `device` stands for the GPU that it will use.
+///
+/// # Errors
+/// If the run cannot begin, or its rehearsal fails.
+pub fn rehearsed(args: &FitArgs, device: SourceDevice, precision: Precision) -> Result<Vec<Launch>, CliError> {
+    let (plan, resumed, _) = planned(args)?;
+    let ready = Ready::new(plan, DeviceChoice::Cpu, precision, resumed.as_ref())?;
+    device::rehearsed(device, precision, Rehearsal(&ready))
+}
+
+/// The run folder that was typed.
+fn typed_folder(args: &FitArgs) -> Option<&Path> {
+    args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new)
+}
+
+/// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint
+/// yet. Typed settings win over those of the config file, of the checkpoint or of the demo, and these over defaults.
+pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
+    let launch = &args.launch;
+    let resume = match &launch.resume_from_checkpoint {
+        Some(from) => checkpoint::resume(from, typed_folder(args))?,
+        None => None,
+    };
+    let begun = match &resume {
+        Some(Resume::Beginning(run)) => Some(run.join(CONFIG)).filter(|file| file.exists()),
+        _ => None,
+    };
+    let base = match (&launch.config, &resume, begun) {
+        (Some(file), ..) => Layer::of_file(file)?,
+        (None, Some(Resume::At(resumed)), _) => Layer::from(&resumed.state.settings),
+        (None, _, Some(file)) => Layer::of_file(&file)?,
+        (None, _, None) if launch.demo => demo::settings(),
+        (None, ..) => Layer::default(),
+    };
+    let mut settings = base.under(args.typed.clone()).over_defaults()?;
+    let (resumed, restarted) = match resume {
+        Some(Resume::At(resumed)) => (Some(*resumed), None),
+        Some(Resume::Beginning(run)) => (None, Some(run)),
+        None => (None, None),
+    };
+    if let Some(run) = resumed.as_ref().map(|resumed| &resumed.run).or(restarted.as_ref()) {
+        settings.saving.output_dir = Some(run.clone());
+        if launch.config.is_none() {
+            received::check_memory_report(&settings, &args.typed, run)?;
+        }
+    }
+    if let Some(run) = &restarted {
+        report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
+    }
+    // The settings that are recorded name the model itself, not the run that it was found in.
+    if let Some(model) = &mut settings.model.model {
+        *model = located(model)?.weights;
+    }
+    Ok((Plan::new(settings)?, resumed, restarted.is_some()))
+}
+
+struct Fit {
+    plan: Plan,
+    device: DeviceChoice,
+    /// Keeps the folder of a run that is resumed to this process.
+    lock: Option<folder::Lock>,
+    resumed: Option<Resumed>,
+    /// Whether a run that ended before its first checkpoint begins again.
+    restarts: bool,
+    /// Whether the program chooses the name of the run folder.
+    unnamed: bool,
+    /// Whether only the record of a run names the file of `--output-dat`.
+    is_received: bool,
+    overwrite: bool,
+    dry_run: bool,
+}
+
+impl Job for Fit {
+    type Output = ();
+
+    fn remedy(&self) -> &'static str {
+        REMEDY
+    }
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let Self { plan, device: choice, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run } = self;
+        if resumed.is_none() && !unnamed {
+            folder::check_free(&plan, overwrite)?;
+        }
+        // The lock ends with the run.
+        let (plan, mut lock) = match (lock, unnamed, dry_run) {
+            (Some(lock), ..) => (plan, Some(lock)),
+            (None, true, true) => (plan, None),
+            (None, true, false) => {
+                let (lock, folder) = folder::Lock::of_new(&plan.output_dir)?;
+                (plan.in_folder(folder), Some(lock))
+            }
+            (None, false, _) => {
+                let lock = folder::Lock::of(&plan.output_dir)?;
+                (plan, Some(lock))
+            }
+        };
+        let ready = Ready::new(plan, choice, precision, resumed.as_ref())?;
+        match &resumed {
+            None if dry_run && unnamed => {}
+            None => {
+                folder::check_free(&ready.plan, overwrite)?;
+                if restarts {
+                    folder::check_not_begun(&ready.plan.output_dir)?;
+                }
+            }
+            Some(resumed) => {
+                let (plan, state) = (&ready.plan, &resumed.state);
+                folder::check_unchanged(plan, &ready.inputs, state, precision)?;
+                if is_complete(plan, state, ready.inputs.order(plan).steps)? {
+                    if !dry_run {
+                        summarize(&plan.output_dir);
+                    }
+                    report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
+                    return Ok(());
+                }
+                report::label("resume", format!("{} · step {}", resumed.folder.display(), state.global_step));
+            }
+        }
+        header::print(&ready.plan, &ready.inputs, ready.spec.scaling, precision);
+        ready.forecast.lines().into_iter().for_each(|(label, line)| report::label(label, line));
+        report::label("products", B::tiers(&device).join(" · "));
+        if dry_run {
+            report::result(ready.plan.settings.toml()?);
+            return Ok(());
+        }
+        lock.iter_mut().for_each(folder::Lock::begins);
+        match resumed {
+            None => folder::create(&ready.plan, &ready.inputs)?,
+            Some(_) => folder::record_settings(&ready.plan)?,
+        }
+        if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_received) {
+            received::set_aside(file, &ready.plan.output_dir)?;
+        }
+        device::compile_ahead(choice, precision, Rehearsal(&ready));
+        // From here to the end of the export, a first signal ends the run where it can be resumed.
+        let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
+        let trained = ready.guarded::<B>(resumed, &signals, &device);
+        let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
+        // However the run has ended, its folder says so.
+        summarize(&ready.plan.output_dir);
+        ended
+    }
+}
+
+/// Writes the summary of a run. The run is what it is without one.
+fn summarize(run: &Path) {
+    if let Err(error) = summary::write(run) {
+        report::line(format!("warning: the summary of the run could not be written: {error}"));
+    }
+}
