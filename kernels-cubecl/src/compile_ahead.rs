@@ -48,20 +48,20 @@ pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path) -> Result<us
         Ok(())
     })?;
     for (launch, code) in compiled.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        let kernel = Kernel { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx: code? };
-        cache.insert(launch.key, kernel).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))?;
+        let entry = CacheEntry { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx: code? };
+        cache.insert(launch.key, entry).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))?;
     }
     Ok(count)
 }
 
 /// CubeCL's cache of CUDA kernels.
-fn cache(folder: &Path) -> CompilationCache<StableHash, Kernel> {
+fn cache(folder: &Path) -> CompilationCache<StableHash, CacheEntry> {
     CompilationCache::new("ptx", CacheOption::default().name("cuda").root(folder))
 }
 
 /// An entry of CubeCL's cache, with CubeCL's names. The driver takes machine code in place of PTX.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Kernel {
+struct CacheEntry {
     entrypoint_name: String,
     shared_mem_bytes: usize,
     ptx: Vec<c_char>,

@@ -115,9 +115,10 @@ pub(super) fn forward_of_one_head(gpu: &Gpu) -> Result<(), String> {
     forward_of(gpu, shape(310, 0, [1, 1, 64]), BF16, vec![0; 310])
 }
 
-/// Two documents of more blocks than the ring of the Hopper kernel has stages, for one head.
+/// Two documents of more blocks than the ring of the Hopper kernel has stages, for one head. Some queries of the second see no key
+/// of their cube's first block.
 pub(super) fn forward_of_many_blocks(gpu: &Gpu) -> Result<(), String> {
-    forward_of(gpu, shape(650, 0, [1, 1, 64]), BF16, documents(&[70, 580]).0)
+    forward_of(gpu, shape(650, 0, [1, 1, 64]), BF16, documents(&[200, 450]).0)
 }
 
 fn forward_of(gpu: &Gpu, shape: AttentionShape, ty: StorageType, starts: Vec<u32>) -> Result<(), String> {

@@ -189,6 +189,7 @@ fn whatever_is_missing_in_attention_on_hopper_is_found() {
         ("        products_wait<0>();\n", "", "race"),
         ("sums[i] *= shrink[i / 2 % 2];", ";", ": value "),
         ("rows.total[half] * shrink[half] + sum", "rows.total[half] + sum", ": value "),
+        ("best == HIDDEN ? 0.0f : best * POWER", "best * POWER", ": value "),
         ("own > rows.position[half]", "own >= rows.position[half]", ": value "),
         (" || own < rows.start[half]", "", ": value "),
         (" || key < full_from", "", ": value "),

@@ -204,7 +204,9 @@ fn soften(
             }
             rows.top[n] = best;
         }
-        let shift = best * scale;
+        // A row of which all keys so far are hidden has no weights yet. A compiler may fuse the product and the difference below,
+        // and what the rounding of HIDDEN * scale leaves there is a large number.
+        let shift = select(best == HIDDEN, 0.0f32, best * scale);
         let mut sum = 0.0f32;
         #[unroll]
         for g in 0..8usize {

@@ -36,14 +36,16 @@ __device__ __forceinline__ void soften(float (&scores)[BLOCK / 2], Rows& rows, f
         best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 2));
         shrink[half] = power_of_two((rows.top[half] - best) * POWER);
         rows.top[half] = best;
-        const float shift = best * POWER;
+        // A row of which all keys so far are hidden has no weights yet: what the rounding of HIDDEN * POWER leaves in the fused
+        // product below is a large number.
+        const float shift = best == HIDDEN ? 0.0f : best * POWER;
         float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < BLOCK / 8; j++) {
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 float& weight = scores[4 * j + 2 * half + c];
-                weight = power_of_two(weight * POWER - shift);
+                weight = power_of_two(fmaf(weight, POWER, -shift));
                 sum += weight;
             }
         }
