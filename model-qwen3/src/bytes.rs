@@ -46,6 +46,16 @@ impl FloatType {
             Self::F32 => each(bytes, f32::from_le_bytes),
         }
     }
+
+    /// Whether all values of bytes are finite: the exponents of the others have all bits.
+    pub fn are_finite(self, bytes: &[u8]) -> bool {
+        let of_two = |exponent: u16| bytes.as_chunks().0.iter().all(|b| u16::from_le_bytes(*b) & exponent != exponent);
+        match self {
+            Self::F16 => of_two(0x7c00),
+            Self::Bf16 => of_two(0x7f80),
+            Self::F32 => bytes.as_chunks().0.iter().all(|b| u32::from_le_bytes(*b) & 0x7f80_0000 != 0x7f80_0000),
+        }
+    }
 }
 
 /// The bytes of unsigned 32-bit numbers.

@@ -41,6 +41,16 @@ pub(crate) fn in_block(block: usize, part: &str) -> String {
     format!("{BLOCKS}{block}.{part}{WEIGHT}")
 }
 
+/// What a layer is called whose output is compared: the embedding, the final norm, or a block.
+pub fn layer(weight: &str) -> &str {
+    weight.strip_suffix(WEIGHT).unwrap_or(weight)
+}
+
+/// The name of a transformer block.
+pub fn block(index: usize) -> String {
+    format!("{BLOCKS}{index}")
+}
+
 /// The index of the transformer block that a tensor belongs to, if it belongs to one.
 pub(crate) fn block_of(name: &str) -> Option<usize> {
     name.strip_prefix(BLOCKS)?.split('.').next()?.parse().ok()

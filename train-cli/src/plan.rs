@@ -55,6 +55,7 @@ impl Plan {
     /// If they are incomplete, contradictory or out of range, or an output is an input.
     pub fn new(settings: Settings) -> Result<Self, CliError> {
         in_range(&settings)?;
+        no_path_is_empty(&settings)?;
         consistent(&settings)?;
         let settings = with_files(settings)?;
         let s = &settings;
@@ -142,6 +143,29 @@ pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
 /// of all gradients or a second pass, and the previous step's norm is used.
 fn default_clip(s: &Settings) -> Clip {
     if s.optimizer.gradient_accumulation_steps > 1 { Clip::Exact } else { Clip::Previous }
+}
+
+/// Refuses a path without a character. A command line has none, but a config file or the record of a run may.
+fn no_path_is_empty(s: &Settings) -> Result<(), CliError> {
+    let (data, model, saving) = (&s.data, &s.model, &s.saving);
+    let single = [
+        ("--model", &model.model),
+        ("--init-config", &model.init_config),
+        ("--tokenizer", &model.tokenizer),
+        ("--eval-data", &data.eval_data),
+        ("--token-cache", &data.token_cache),
+        ("--output-dir", &saving.output_dir),
+        ("--output-dat", &saving.output_dat),
+        ("--vram-report", &s.logging.vram_report),
+    ];
+    let single = single.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
+    let all = single.chain(data.data.iter().map(|path| ("--data", path)));
+    match all.into_iter().find(|(_, path)| path.as_os_str().is_empty()) {
+        Some((flag, _)) => {
+            Err(CliError::Usage(format!("{flag}: the path is empty; give one, or leave the setting out")))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Refuses a file where a flag takes a folder.
@@ -355,6 +379,25 @@ mod tests {
             assert!(RANGES.iter().any(|(name, ..)| *name == key), "{key} has no range");
         }
         assert!(RANGES.iter().all(|(key, ..)| table.contains_key(*key)));
+    }
+
+    #[test]
+    fn an_empty_path_is_refused_by_its_flag() {
+        for key in
+            ["model", "init_config", "tokenizer", "eval_data", "token_cache", "output_dir", "output_dat", "vram_report"]
+        {
+            let mut layer = Layer::of_toml("synthetic = true").unwrap();
+            layer.set(key, String::new());
+            let error = Plan::new(layer.over_defaults().unwrap()).unwrap_err();
+            assert!(
+                error.exit_code() == 2 && error.to_string().starts_with(&format!("{}: the path is empty", flag(key))),
+                "{error}"
+            );
+        }
+        let layer = Layer::of_toml("data = [\"\"]").unwrap();
+        assert!(
+            Plan::new(layer.over_defaults().unwrap()).unwrap_err().to_string().starts_with("--data: the path is empty")
+        );
     }
 
     #[test]

@@ -18,11 +18,11 @@ pub fn line(text: impl AsRef<str>) {
 /// Prints a line that begins with a label, as the header of a run does. A terminal gets lines that fit it.
 pub fn label(name: &str, text: impl AsRef<str>) {
     let width = terminal_size_of(std::io::stderr()).map(|(width, _)| usize::from(width.0));
-    to_stderr(&labelled(name, text.as_ref(), width));
+    to_stderr(&labeled(name, text.as_ref(), width));
 }
 
 /// A line that begins with a label. If a width is given, it is broken between words: a terminal breaks within them.
-fn labelled(name: &str, text: &str, width: Option<usize>) -> String {
+fn labeled(name: &str, text: &str, width: Option<usize>) -> String {
     let first = format!("  {name:<9} ");
     let Some(width) = width else { return format!("{first}{text}\n") };
     let options = textwrap::Options::new(width)
@@ -142,13 +142,13 @@ fn to_stderr(text: &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::labelled;
+    use super::labeled;
 
     #[test]
     fn a_label_fits_the_terminal_and_keeps_words_whole() {
         let text = "bf16 (f32 where activations are f32) master weights · int8 optimizer states · runs/a-long-path/of-a-run-folder";
-        assert_eq!(labelled("step", text, None), format!("  step      {text}\n"), "a file gets one line");
-        let narrow = labelled("step", text, Some(40));
+        assert_eq!(labeled("step", text, None), format!("  step      {text}\n"), "a file gets one line");
+        let narrow = labeled("step", text, Some(40));
         assert!(narrow.starts_with("  step      bf16 (f32 where"), "{narrow}");
         assert!(narrow.lines().skip(1).all(|line| line.starts_with("            ")), "{narrow}");
         let long = |line: &&str| line.chars().count() > 40 && !line.contains("runs/a-long-path/of-a-run-folder");

@@ -150,12 +150,10 @@ fn put_all<B: Nvfp4Kernels>(
     })
 }
 
-/// Whether all of these floats, which are bf16 or f32, are finite: the exponents of the others have all bits.
+/// Whether all of these floats, which are bf16 or f32, are finite.
 fn is_finite(data: &TensorData) -> bool {
-    match data.dtype {
-        DType::BF16 => data.bytes.as_chunks().0.iter().all(|bytes| u16::from_le_bytes(*bytes) & 0x7f80 != 0x7f80),
-        _ => data.bytes.as_chunks().0.iter().all(|bytes| u32::from_le_bytes(*bytes) & 0x7f80_0000 != 0x7f80_0000),
-    }
+    let ty = if data.dtype == DType::BF16 { FloatType::Bf16 } else { FloatType::F32 };
+    ty.are_finite(&data.bytes)
 }
 
 type Entry<'a, B> = (String, Dtype, Vec<usize>, Content<'a, B>);

@@ -15,6 +15,7 @@ use model_qwen3::{
     bytes::FloatType,
     chat_template::RenderOptions,
     model::{Places, Qwen3, ids_tensor},
+    names,
     repack::{Repacked, StoreAs},
     sample::Logprobs,
     tensors::Tensors,
@@ -161,13 +162,13 @@ fn values<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32]) -> Result<Vec<(String,
     let input = ids_tensor(&[ids.to_vec()], model.config(), &model.device())?;
     let ctx = model.context(&[Places::of_rows([1, ids.len()])]);
     let mut h = model.embed(input);
-    let mut found = vec![("model.embed_tokens".to_owned(), to_host(h.clone())?)];
+    let mut found = vec![(names::layer(names::EMBEDDING).to_owned(), to_host(h.clone())?)];
     for (i, block) in model.layers.iter().enumerate() {
         h = block.forward(h, &model.of_block(&ctx, i));
-        found.push((format!("model.layers.{i}"), to_host(h.clone())?));
+        found.push((names::block(i), to_host(h.clone())?));
     }
     let h = model.final_norm(h);
-    found.push(("model.norm".to_owned(), to_host(h.clone())?));
+    found.push((names::layer(names::FINAL_NORM).to_owned(), to_host(h.clone())?));
     let last = h.slice(ids.len() - 1..ids.len());
     found.push(("logits".to_owned(), to_host(model.logits(last))?));
     Ok(found)
@@ -218,7 +219,7 @@ impl Layer {
 /// equal, or the two models store other tensors.
 fn worst_weight(left: &StoredModel, right: &StoredModel, layer: &str) -> Result<Option<(String, f64)>, CliError> {
     let of = |name: &str| match layer {
-        "logits" => name == model_qwen3::names::HEAD,
+        "logits" => name == names::HEAD,
         layer => name.strip_prefix(layer).is_some_and(|rest| rest.starts_with('.')),
     };
     let read = |stored: &StoredModel, name: &str| {
