@@ -1,4 +1,4 @@
-//! Runs a job on the backend of the chosen device. One binary holds three backends. A job is written once over
+//! Runs a job on the backend of the chosen device. One binary holds three backends, and one that only records kernels. A job is written once over
 //! `B: Nvfp4Kernels + DeviceServices`, and only this file names the types.
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
@@ -15,6 +15,7 @@ use cudarc::driver::CudaContext;
 use kernels_cubecl::{
     compile_ahead,
     cuda_source::{Launch, SourceDevice, SourceRuntime},
+    hopper,
 };
 use model_qwen3::{ModelError, limits};
 use std::{
@@ -85,8 +86,9 @@ pub fn is_there(choice: DeviceChoice) -> bool {
     }
 }
 
-/// Compiles the kernels that `rehearsal` launches, on all processors, before the device is asked for them. Only a CUDA device
-/// whose compiled kernels are kept on disk can be helped; a rehearsal that fails leaves each kernel to its first launch.
+/// Compiles the kernels in CUDA C++ that `rehearsal` launches, on all processors, before the device is asked for them. Only a
+/// Hopper GPU whose compiled kernels are kept on disk can be helped; a rehearsal that fails leaves each kernel to its first
+/// launch.
 pub fn compile_ahead<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehearsal: J) {
     let (DeviceChoice::Cuda(index), Some(folder)) = (choice, kernel_cache::directory()) else { return };
     let begun = Instant::now();
@@ -116,7 +118,12 @@ fn kernels_ahead<J: Job<Output = ()>>(
         .and_then(|context| context.compute_capability())
         .map_err(|error| failed(error.to_string()))?;
     let arch = (10 * major + minor) as u32;
-    let properties = CudaRuntime::client(&CudaDevice { index }).properties().clone();
+    let client = CudaRuntime::client(&CudaDevice { index });
+    // No other device has kernels in CUDA C++ for training.
+    if precision.dtype().size() != 2 || !hopper::is_hopper(&client) {
+        return Ok(0);
+    }
+    let properties = client.properties().clone();
     let launches = rehearsed(SourceDevice::rehearsing(arch, properties), precision, rehearsal)?;
     compile_ahead::compile_ahead(&launches, arch, folder).map_err(|error| failed(error.to_string()))
 }
@@ -127,7 +134,9 @@ fn kernels_ahead<J: Job<Output = ()>>(
 /// If the job fails.
 pub fn rehearsed<J: Job>(device: SourceDevice, precision: Precision, job: J) -> Result<Vec<Launch>, CliError> {
     let done = job.run::<CubeBackend<SourceRuntime, f32, i32, u8>>(device.clone(), precision);
-    let synced = cubecl::future::block_on(SourceRuntime::client(&device).sync());
+    let client = SourceRuntime::client(&device);
+    let synced = cubecl::future::block_on(client.sync());
+    client.memory_cleanup();
     let launches = device.take_launches();
     device.give_back();
     done?;

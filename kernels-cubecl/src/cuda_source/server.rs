@@ -5,6 +5,7 @@ use super::{
     launch::{Compiler, Launch, SourceRuntime, TensorMap, devices},
     properties,
 };
+use crate::host_memory;
 use cubecl::{
     CubeCount,
     device::{DeviceId, ServerUtilitiesHandle},
@@ -212,7 +213,8 @@ impl ComputeServer for SourceServer {
     type Storage = BytesStorage;
 
     fn initialize_memory(&mut self, memory: ManagedMemoryHandle, size: u64, _: StreamId) {
-        let bound = self.memory.reserve(size).and_then(|reserved| self.memory.bind(reserved, memory, 0));
+        let reserved = host_memory::may_be_refused(|| self.memory.reserve(size));
+        let bound = reserved.and_then(|reserved| self.memory.bind(reserved, memory, 0));
         if let Err(e) = bound {
             self.remember(format!("{e}"));
         }

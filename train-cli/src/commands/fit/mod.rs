@@ -123,7 +123,7 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
         report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
     }
     // The settings that are recorded name the model itself, not the run that it was found in.
-    if let Some(model) = &mut settings.model.model {
+    if let Some(model) = settings.model.model.as_mut().filter(|model| !model.as_os_str().is_empty()) {
         *model = located(model)?.weights;
     }
     Ok((Plan::new(settings)?, resumed, restarted.is_some()))
@@ -199,6 +199,8 @@ impl Job for Fit {
             report::result(ready.plan.settings.toml()?);
             return Ok(());
         }
+        // Nothing is lost if a signal ends the program meanwhile.
+        device::compile_ahead(choice, precision, Rehearsal(&ready));
         lock.iter_mut().for_each(folder::Lock::begins);
         match resumed {
             None => folder::create(&ready.plan, &ready.inputs)?,
@@ -207,7 +209,6 @@ impl Job for Fit {
         if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_received) {
             received::set_aside(file, &ready.plan.output_dir)?;
         }
-        device::compile_ahead(choice, precision, Rehearsal(&ready));
         // From here to the end of the export, a first signal ends the run where it can be resumed.
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
         let trained = ready.guarded::<B>(resumed, &signals, &device);

@@ -68,15 +68,15 @@ impl Ready {
             }
             (None, None) => weights::random(config, spec, master, self.plan.settings.advanced.seed, device)?,
         };
-        Ok(self.to_train(model, self.plan.settings.model.train_last_layers))
+        let dense = self.plan.settings.bf16_last_blocks(config.num_hidden_layers);
+        Ok(self.to_train(model, self.plan.settings.model.train_last_layers, dense))
     }
 
-    /// A model as the run trains it: its master weights, of them those of the last `last` blocks (0 is all), and the blocks
-    /// that compute without quantization.
-    pub(super) fn to_train<B: Nvfp4Kernels>(&self, model: Qwen3<B>, last: usize) -> Qwen3<Autodiff<B>> {
-        let model = parameters::last_blocks(weights::trained(model, self.master), last);
-        let dense = self.plan.settings.bf16_last_blocks(self.inputs.config.num_hidden_layers);
-        model.with_bf16_last_blocks(dense)
+    /// A model as the run trains it: its master weights, of them those of the last `last` blocks (0 is all). The last `dense`
+    /// blocks compute without quantization.
+    pub(super) fn to_train<B: Nvfp4Kernels>(&self, model: Qwen3<B>, last: usize, dense: usize) -> Qwen3<Autodiff<B>> {
+        let model = weights::trained(model, self.master);
+        parameters::last_blocks(model, last).with_bf16_last_blocks(dense)
     }
 
     /// The optimizer, with its states after a resume.

@@ -5,7 +5,7 @@
 use super::ready::Ready;
 use crate::{CliError, device::Job, memory::vram::VramReport};
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use model_qwen3::{config::Qwen3Config, weights};
+use model_qwen3::weights;
 
 /// The run.
 pub(super) struct Rehearsal<'a>(pub(super) &'a Ready);
@@ -16,9 +16,13 @@ impl Job for Rehearsal<'_> {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, _: Precision) -> Result<(), CliError> {
         let Self(ready) = self;
         let order = ready.inputs.order(&ready.plan);
-        let model = weights::random::<B>(&few_blocks(ready), ready.spec, ready.master, 0, &device)?;
-        let last = ready.plan.settings.model.train_last_layers.min(model.layers.len());
-        let model = ready.to_train(model, last);
+        // One block of each kind: one that is quantized, and one that computes in bf16, if there are both.
+        let mut config = ready.inputs.config.clone();
+        let (all, dense) = (config.num_hidden_layers, ready.plan.settings.bf16_last_blocks(config.num_hidden_layers));
+        config.num_hidden_layers = if dense == 0 || dense >= all { 1 } else { 2 };
+        let model = weights::random::<B>(&config, ready.spec, ready.master, 0, &device)?;
+        let last = ready.plan.settings.model.train_last_layers.min(config.num_hidden_layers);
+        let model = ready.to_train(model, last, dense.min(1));
         let optimizer = ready.optimizer(None, &model)?;
         let mut stepper = ready.stepper(optimizer, None);
         // A block that is run again in the backward launches what a kept one does, and the forward without a graph.
@@ -26,17 +30,12 @@ impl Job for Rehearsal<'_> {
         let mut net = ready.trainee(model, last);
         // The second step clips by the norm of the first.
         for step in 1..=order.steps.min(2) {
-            stepper.step(&mut net, &order.step(step - 1), step, 0.0, &mut VramReport::new(None))?;
+            let mut batches = order.step(step - 1);
+            // Micro-batches in between launch what the second one does.
+            let count = batches.len();
+            batches.drain(2.min(count)..count.saturating_sub(1).max(2.min(count)));
+            stepper.step(&mut net, &batches, step, 0.0, &mut VramReport::new(None))?;
         }
         Ok(())
     }
-}
-
-/// The model's shape with one block of each kind: one that is quantized, and one that computes in bf16 if there is any.
-fn few_blocks(ready: &Ready) -> Qwen3Config {
-    let mut config = ready.inputs.config.clone();
-    let all = config.num_hidden_layers;
-    let dense = ready.plan.settings.bf16_last_blocks(all);
-    config.num_hidden_layers = all.min(if dense == 0 { 1 } else { dense + 1 });
-    config
 }
