@@ -253,3 +253,15 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     }
     assert!(ok(dir.path(), &["doctor"]).contains("ok  memory"));
 }
+
+/// A command line cannot give an empty path, but a config file can.
+#[test]
+fn an_empty_path_in_a_config_file_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for (key, flag) in [("model", "--model"), ("token_cache", "--token-cache")] {
+        std::fs::write(dir.path().join("c.toml"), format!("synthetic = true\n{key} = \"\"\n")).unwrap();
+        let out = run(dir.path(), &["fit", "--config", "c.toml"]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && said.contains(&format!("{flag}: the path is empty")), "{key}: {said}");
+    }
+}

@@ -41,8 +41,7 @@ fn hopper_attention<R: CubeRuntime>() {
     let mut random = Random::new(67);
     for case in 0..500 {
         let precision = if case % 5 == 0 { Precision::F16 } else { Precision::Bf16 };
-        // Of few keys the two terms of a score's gradient may cancel, and what is left has the rounding of both. Rounding
-        // alone reached 1.6 times the bound in a simulation of 500 such cases.
+        // With few keys the two terms of a score's gradient may cancel, and the difference has the rounding errors of both.
         attention::<Cube<R>>(case, precision, &mut random, &device, |tokens| if tokens < 8 { 4.0 } else { 1.0 });
     }
 }

@@ -23,7 +23,10 @@ const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "q
   "tie_word_embeddings": true, "attention_bias": false, "initializer_range": 0.02}"#;
 
 fn properties(arch: u32) -> DeviceProperties {
-    SourceRuntime::client(&SourceDevice::recording(arch)).properties().clone()
+    let device = SourceDevice::recording(arch);
+    let properties = SourceRuntime::client(&device).properties().clone();
+    device.give_back();
+    properties
 }
 
 /// What `fit` compiles ahead for a card of compute capability `arch`.
@@ -98,7 +101,14 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
         assert_eq!(magic, [0x7f, b'E'.into(), b'L'.into(), b'F'.into()], "machine code is an ELF file");
     }
     assert_eq!(compile_ahead(&launches, 90, &folder).unwrap(), 0, "nothing is compiled twice");
-    launches[2] = Launch { key: 4, text: "this is no C++".into(), ..launches[2].clone() };
+    launches[2] = Launch { key: 4, text: "this is no C++ ".repeat(20), ..launches[2].clone() };
+    launches.push(Launch { key: 5, text: "extern \"C\" __global__ void three() {}".into(), ..launches[2].clone() });
     let error = compile_ahead(&launches, 90, &folder).unwrap_err().to_string();
     assert!(error.contains("three") && error.contains("this"), "{error}");
+    launches.remove(2);
+    assert_eq!(
+        compile_ahead(&launches, 90, &folder).unwrap(),
+        0,
+        "a kernel that compiles is kept beside one that does not"
+    );
 }

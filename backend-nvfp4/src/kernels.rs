@@ -38,7 +38,7 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     fn nvfp4_quantize_across(x: FloatTensor<Self>, spec: QuantizeSpec, rotated: bool) -> Nvfp4Primitive<Self>;
 
     /// Quantizes a float matrix `[rows, cols]` along its rows as `along` says, and its transpose as
-    /// [`Self::nvfp4_quantize_across`] does.
+    /// [`Self::nvfp4_quantize_across`] does with `across` and `rotated`.
     fn nvfp4_quantize_both(
         x: FloatTensor<Self>,
         along: QuantizeSpec,

@@ -1,8 +1,8 @@
 //! The differentiable operations of a training forward, which [`Nvfp4Backend`] collects.
 //!
 //! A model calls the functions of this module, which take and return `Tensor`s. Each function calls a method of the
-//! trait. A backend may fuse what it likes inside a method: the norm of a sum is one operation, because a
-//! kernel adds, normalizes and measures the result in a single pass.
+//! trait. A backend may fuse what it likes inside a method: the norm of a sum is one operation, because a kernel adds,
+//! normalizes and measures the result in a single pass.
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},

@@ -88,8 +88,9 @@ pub(crate) fn backward<B: Nvfp4Kernels>(
     (input_gradient::<B>(of_dx, w, specs), dws)
 }
 
-/// What `dy` is in the product of `dW` and in that of `dx`, where each is wanted. A recipe that packs gradients packs them
-/// along what a product sums over: the tokens for `dW`, and for both a `dy` is read once.
+/// Returns the operand that `dy` becomes in the product for `dW`, and the one for `dx`, where they are wanted. A recipe that
+/// packs gradients packs them along the dimension that a product sums over: the tokens for `dW`, the output features for
+/// `dx`.
 fn gradient_operands<B: Nvfp4Kernels>(
     dy: FloatTensor<B>,
     recipe: Recipe,

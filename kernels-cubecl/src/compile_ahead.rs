@@ -5,8 +5,8 @@
 //! launches recorded by a rehearsal → NVRTC, a thread a processor → the cache → the device
 //! ```
 //! A device reads what others have written to the cache whenever it adds a kernel of its own. Kernels that are written in
-//! CUDA C++ take most of the time and can be compiled ahead: the key of every other one depends on the type of the runtime
-//! that launches it, which a rehearsal has not. Those are compiled at their first launch.
+//! CUDA C++ take most of the time and can be compiled ahead: the key of every other kernel depends on the type of the
+//! runtime that launches it, and a rehearsal runs on another runtime. CubeCL compiles the other kernels at their first launch.
 
 use crate::{cuda_source::Launch, error::KernelError};
 use cubecl::cuda::install;
@@ -20,12 +20,14 @@ use std::{
     thread,
 };
 
-/// Compiles what `launches` has and the cache in `folder` lacks, for compute capability `arch` (90 is 9.0). Returns the
-/// number of compiled kernels. `folder` is the one that CubeCL was configured with. NVRTC must be installed: without it
-/// this panics, as CubeCL does.
+/// Compiles the kernels of `launches` that the cache in `folder` lacks, for compute capability `arch` (90 is 9.0). Returns the
+/// number of compiled kernels. `folder` is the one that CubeCL was configured with.
 ///
 /// # Errors
-/// If a kernel does not compile, the system gives no thread, or the cache cannot be written.
+/// If a kernel does not compile, or the system gives no thread. The kernels that did compile are in the cache all the same.
+///
+/// # Panics
+/// If NVRTC is not installed, or the cache cannot be written: cudarc and CubeCL panic there.
 pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path) -> Result<usize, KernelError> {
     let mut cache = cache(folder);
     let mut missing: Vec<&Launch> = launches.iter().filter(|launch| cache.get(&launch.key).is_none()).collect();
@@ -47,11 +49,15 @@ pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path) -> Result<us
         }
         Ok(())
     })?;
+    let mut result = Ok(count);
     for (launch, code) in compiled.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        let entry = CacheEntry { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx: code? };
-        cache.insert(launch.key, entry).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))?;
+        let entry = |ptx| CacheEntry { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx };
+        let kept = code.and_then(|code| {
+            cache.insert(launch.key, entry(code)).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))
+        });
+        result = result.and_then(|count| kept.map(|()| count));
     }
-    Ok(count)
+    result
 }
 
 /// CubeCL's cache of CUDA kernels.

@@ -41,12 +41,12 @@ pub(crate) fn in_block(block: usize, part: &str) -> String {
     format!("{BLOCKS}{block}.{part}{WEIGHT}")
 }
 
-/// What a layer is called whose output is compared: the embedding, the final norm, or a block.
+/// The name of the layer that has this weight, for example `model.norm`.
 pub fn layer(weight: &str) -> &str {
     weight.strip_suffix(WEIGHT).unwrap_or(weight)
 }
 
-/// The name of a transformer block.
+/// The name of a transformer block, for example `model.layers.3`.
 pub fn block(index: usize) -> String {
     format!("{BLOCKS}{index}")
 }

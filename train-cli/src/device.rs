@@ -90,9 +90,11 @@ pub fn is_there(choice: DeviceChoice) -> bool {
 /// Hopper GPU whose compiled kernels are kept on disk can be helped; a rehearsal that fails leaves each kernel to its first
 /// launch.
 pub fn compile_ahead<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehearsal: J) {
-    let (DeviceChoice::Cuda(index), Some(folder)) = (choice, kernel_cache::directory()) else { return };
+    let (DeviceChoice::Cuda(index), Some(cache)) = (choice, &CubeClRuntimeConfig::get().compilation.cache) else {
+        return;
+    };
     let begun = Instant::now();
-    match quietly(|| kernels_ahead(index, precision, rehearsal, &folder)) {
+    match quietly(|| kernels_ahead(index, precision, rehearsal, &cache.root())) {
         Some(Ok(0)) => {}
         Some(Ok(count)) => {
             let seconds = begun.elapsed().as_secs_f64();
@@ -140,7 +142,7 @@ pub fn rehearsed<J: Job>(device: SourceDevice, precision: Precision, job: J) -> 
     let launches = device.take_launches();
     device.give_back();
     done?;
-    synced.map_err(|error| CliError::Device { device: "of the rehearsal".into(), reason: format!("{error:?}") })?;
+    synced.map_err(|error| CliError::Device { device: "for the rehearsal".into(), reason: format!("{error:?}") })?;
     Ok(launches)
 }
 

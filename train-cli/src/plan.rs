@@ -1,6 +1,6 @@
 //! Settings to a checked plan. What can be refused without reading data or loading a model is refused here, and
-//! every value that depends on several settings is decided here. Only the run folder may get another name afterwards
-//! ([`Plan::in_folder`]), if several runs begin at once.
+//! every value that depends on several settings is decided here. Only the run folder may get another name afterwards,
+//! if several runs begin at once ([`Plan::in_folder`]).
 
 use crate::{
     CliError, data_files,
@@ -145,7 +145,7 @@ fn default_clip(s: &Settings) -> Clip {
     if s.optimizer.gradient_accumulation_steps > 1 { Clip::Exact } else { Clip::Previous }
 }
 
-/// Refuses a path without a character. A command line has none, but a config file or the record of a run may.
+/// Refuses an empty path. The command line refuses it before, but a config file or the record of a run may have one.
 fn no_path_is_empty(s: &Settings) -> Result<(), CliError> {
     let (data, model, saving) = (&s.data, &s.model, &s.saving);
     let single = [

@@ -98,18 +98,24 @@ pub(super) fn quantized<R: CubeRuntime>(
     coded(x, amax, view, spec, rotated)
 }
 
-/// Quantizes `x` `[rows, cols]` along its rows as `along` says, and its rotated transpose as `across` says. Both have tensor
-/// scales, whose maxima are found in one reading.
+/// Quantizes `x` `[rows, cols]` along its rows as `along` says, and its transpose, which is `rotated` first, as `across` says.
+/// One reading of `x` finds the largest magnitudes of both.
 pub(super) fn quantized_both<R: CubeRuntime>(
     x: &CubeTensor<R>,
     [along, across]: [QuantizeSpec; 2],
+    rotated: bool,
 ) -> [PackedCube<R>; 2] {
-    let [rows, cols] = dims(x);
+    let ([rows, cols], client, dtype) = (dims(x), &x.client, x.dtype.into());
     let view = View::transposed(rows, cols);
-    let [plain, rotated] = [(); 2].map(|()| empty(x, [quantize::AMAX_LEN], DType::F32));
-    let dtype = x.dtype.into();
-    launched(quantize::amax_rotated(&x.client, arg(x), dtype, view, arg(&rotated), Some(arg(&plain))));
-    [coded(x, plain, View::row_major(rows, cols), along, false), coded(x, rotated, view, across, true)]
+    let plain = empty(x, [quantize::AMAX_LEN], DType::F32);
+    // Without a rotation both have the same magnitudes.
+    let turned = if rotated { empty(x, [quantize::AMAX_LEN], DType::F32) } else { plain.clone() };
+    launched(if rotated {
+        quantize::amax_rotated(client, arg(x), dtype, view, arg(&turned), Some(arg(&plain)))
+    } else {
+        quantize::amax(client, arg(x), dtype, 1.0, arg(&plain))
+    });
+    [coded(x, plain, View::row_major(rows, cols), along, false), coded(x, turned, view, across, rotated)]
 }
 
 /// Quantizes matrices of one dtype with one tensor scale.

@@ -145,12 +145,7 @@ where
         across: QuantizeSpec,
         rotated: bool,
     ) -> [Nvfp4Primitive<Self>; 2] {
-        let x = into_contiguous(x);
-        let specs = [along, across];
-        if rotated && specs.iter().all(|spec| spec.scaling == Scaling::Two) {
-            return quantized_both(&x, specs);
-        }
-        [Self::nvfp4_quantize(x.clone(), along), Self::nvfp4_quantize_across(x, across, rotated)]
+        quantized_both(&into_contiguous(x), [along, across], rotated)
     }
 
     fn nvfp4_quantize_master(x: FloatTensor<Self>) -> Nvfp4Primitive<Self> {

@@ -204,8 +204,8 @@ fn soften(
             }
             rows.top[n] = best;
         }
-        // A row of which all keys so far are hidden has no weights yet. A compiler may fuse the product and the difference below,
-        // and what the rounding of HIDDEN * scale leaves there is a large number.
+        // While all keys of a row are hidden, `best` is HIDDEN. A compiler may fuse the product and the difference below, and the
+        // rounding error of HIDDEN * scale, which is a large number, would then be the exponent.
         let shift = select(best == HIDDEN, 0.0f32, best * scale);
         let mut sum = 0.0f32;
         #[unroll]

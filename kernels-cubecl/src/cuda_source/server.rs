@@ -106,8 +106,8 @@ impl SourceServer {
         devices().get(self.device).is_some_and(|entry| entry.rehearsed.is_some())
     }
 
-    /// Whether the device need not record a kernel: it stands for another and has recorded this one, or the other has another
-    /// key for it. The key of a kernel that CubeCL generates depends on the runtime's type.
+    /// Whether the device does not record a kernel. A device that stands for a GPU records each kernel once, and only kernels that
+    /// have the same key on that GPU: the key of a kernel that CubeCL generates depends on the runtime's type.
     fn leaves_out(&self, id: &KernelId) -> bool {
         let mut devices = devices();
         let Some(rehearsed) = devices.get_mut(self.device).and_then(|entry| entry.rehearsed.as_mut()) else {

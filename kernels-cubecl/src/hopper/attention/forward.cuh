@@ -36,8 +36,8 @@ __device__ __forceinline__ void soften(float (&scores)[BLOCK / 2], Rows& rows, f
         best = fmaxf(best, __shfl_xor_sync(0xFFFFFFFFu, best, 2));
         shrink[half] = power_of_two((rows.top[half] - best) * POWER);
         rows.top[half] = best;
-        // A row of which all keys so far are hidden has no weights yet: what the rounding of HIDDEN * POWER leaves in the fused
-        // product below is a large number.
+        // While all keys of a row are hidden, `best` is HIDDEN. The fused product below would then leave the rounding error of
+        // HIDDEN * POWER, which is a large number, as the exponent.
         const float shift = best == HIDDEN ? 0.0f : best * POWER;
         float sum = 0.0f;
 #pragma unroll

@@ -1,5 +1,5 @@
-//! The end of a run: it exports the model and says what to do with it, unless a signal asks for the end. And whether a run that
-//! is resumed has ended already.
+//! The end of a run: it exports the model and says what to do with it, unless a signal asks for the end. It also tells
+//! whether a run that is resumed has ended already.
 
 use super::{attempts::Outcome, ready::Ready};
 use crate::{

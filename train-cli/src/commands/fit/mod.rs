@@ -123,6 +123,7 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
         report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
     }
     // The settings that are recorded name the model itself, not the run that it was found in.
+    // The plan refuses an empty path.
     if let Some(model) = settings.model.model.as_mut().filter(|model| !model.as_os_str().is_empty()) {
         *model = located(model)?.weights;
     }
@@ -199,7 +200,7 @@ impl Job for Fit {
             report::result(ready.plan.settings.toml()?);
             return Ok(());
         }
-        // Nothing is lost if a signal ends the program meanwhile.
+        // The run folder is not made yet, so that a signal which ends the program here leaves nothing behind.
         device::compile_ahead(choice, precision, Rehearsal(&ready));
         lock.iter_mut().for_each(folder::Lock::begins);
         match resumed {

@@ -1,5 +1,5 @@
-//! A run that can begin: its plan, its inputs, and what the device has room for; and what is made of them, the model, the
-//! optimizer and the state of the run.
+//! A run that can begin: its plan, its inputs, and the forecast of its memory. From these it makes the model, the optimizer and
+//! the state of the run.
 
 use crate::{
     CliError,

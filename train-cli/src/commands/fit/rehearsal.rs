@@ -7,7 +7,7 @@ use crate::{CliError, device::Job, memory::vram::VramReport};
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::weights;
 
-/// The run.
+/// The rehearsal of this run.
 pub(super) struct Rehearsal<'a>(pub(super) &'a Ready);
 
 impl Job for Rehearsal<'_> {
@@ -31,9 +31,10 @@ impl Job for Rehearsal<'_> {
         // The second step clips by the norm of the first.
         for step in 1..=order.steps.min(2) {
             let mut batches = order.step(step - 1);
-            // Micro-batches in between launch what the second one does.
-            let count = batches.len();
-            batches.drain(2.min(count)..count.saturating_sub(1).max(2.min(count)));
+            // Those between the second micro-batch and the last launch the kernels of the second.
+            if batches.len() > 3 {
+                batches.drain(2..batches.len() - 1);
+            }
             stepper.step(&mut net, &batches, step, 0.0, &mut VramReport::new(None))?;
         }
         Ok(())
