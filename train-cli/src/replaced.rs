@@ -13,7 +13,7 @@ const FLAGS: &[(&str, &str)] = &[
     ("--path", "use --model"),
     ("--strict-load", "a file is always refused that does not fit the model's shape"),
     ("--restrict-load", "a file is always refused that does not fit the model's shape"),
-    ("--quant", "use --recipe for training; a model runs in the format of its file"),
+    ("--quant", "use --recipe for training, --dtype for `train-cli convert`; a model runs in the format of its file"),
     // Training.
     ("--steps-per-epoch", "use --max-steps"),
     ("--use-packed-optimizer", "use --optimizer-state-mode int8 or int4"),
@@ -132,8 +132,14 @@ const VALUES: [(&str, &[&str], &str); 4] = [
     ),
     ("--report-to", &["wandb", "mlflow", "all"], "use tensorboard, or read metrics.jsonl"),
     ("--master-weights", &["float16", "fp16", "half", "f16"], "f16 cannot hold small updates; use bf16 or f32"),
-    ("--train-last-layers", &["-1"], "use 0 to train all parameters"),
+    ("--train-last-layers", &["-1", "-2"], "use 0 to train all parameters"),
 ];
+
+/// Flags of which the origin took two, where one says the same here.
+const TWICE: [(&str, &str); 1] = [(
+    "--model",
+    "the model is named once, by its folder or its file; --tokenizer FOLDER names its tokenizer if that lies elsewhere",
+)];
 
 /// What replaced `--step-mode`, which older runs have recorded.
 pub const STEP_MODE: &str = "there is one way to make a step; --recompute decides which blocks run twice, and --clip exact \
@@ -155,6 +161,13 @@ pub fn answer(error: &clap::Error) -> Option<String> {
             let value = text(ContextKind::InvalidValue)?;
             let (.., answer) = VALUES.iter().find(|(name, values, _)| *name == flag && values.contains(&value))?;
             Some(format!("{flag} {value}: {answer}"))
+        }
+        // A flag that is given twice conflicts with itself.
+        ErrorKind::ArgumentConflict
+            if error.get(ContextKind::PriorArg).is_none_or(|prior| prior.to_string().starts_with(flag)) =>
+        {
+            let (_, answer) = TWICE.iter().find(|(name, _)| *name == flag)?;
+            Some(format!("{flag}: {answer}"))
         }
         _ => None,
     }
@@ -181,6 +194,14 @@ mod tests {
         }
         let error = Cli::try_parse_from(["train-cli", "fit", "--no-such-flag"]).unwrap_err();
         assert_eq!(answer(&error), None);
+        // The origin named the folder of a model and its file; both name the model here.
+        for file in ["--weight", "--input-dat"] {
+            let line = ["train-cli", "fit", "--model-dir", "m", file, "w.dat", "--seed", "1"];
+            let answer = answer(&Cli::try_parse_from(line).unwrap_err()).expect("an answer");
+            assert!(answer.starts_with("--model: the model is named once"), "{file}: {answer}");
+        }
+        let error = Cli::try_parse_from(["train-cli", "fit", "--seed", "1", "--seed", "2"]).unwrap_err();
+        assert_eq!(answer(&error), None, "{error}");
     }
 
     /// Every flag of the F# programs and scripts is taken by the command that does their work, or answered there.

@@ -23,6 +23,11 @@ impl Layer {
     /// # Errors
     /// If the file cannot be read, or a key is unknown or has a value of the wrong kind.
     pub fn of_file(path: &Path) -> Result<Self, CliError> {
+        if path.extension().is_some_and(|extension| extension == "json") {
+            let text = "--config names a TOML file with the settings of a run; a model's config.json is found beside the model, \
+                        and --init-config starts from one with random weights";
+            return Err(CliError::Usage(format!("{}: {text}", path.display())));
+        }
         let text = model_qwen3::file::read_text(path, LARGEST, "--config names the file")?;
         Self::of_toml(&text).map_err(|reason| CliError::Usage(format!("{}: {reason}", path.display())))
     }
