@@ -3,21 +3,24 @@
 
 use backend_nvfp4::{MasterKind, Recipe, StateKind};
 
-/// The measured costs of a recipe and of what is stored; `None` for a run that costs nothing.
-pub(super) fn of(recipe: Recipe, master: MasterKind, states: StateKind) -> Option<String> {
-    let parts: Vec<&str> = [of_recipe(recipe), of_master(master), of_states(states)].into_iter().flatten().collect();
+/// The measured costs of a recipe and of what is stored; `None` for a run that costs nothing. `dense` are the blocks that compute
+/// in bf16, of how many.
+pub(super) fn of(recipe: Recipe, dense: (usize, usize), master: MasterKind, states: StateKind) -> Option<String> {
+    let (master, states) = (of_master(master).map(str::to_owned), of_states(states).map(str::to_owned));
+    let parts: Vec<String> = [of_recipe(recipe, dense), master, states].into_iter().flatten().collect();
     (!parts.is_empty())
         .then(|| format!("loss of a small model, against f32 storage and no quantization: {}", parts.join(" · ")))
 }
 
 /// The mean of three seeds, 2,048 steps.
-fn of_recipe(recipe: Recipe) -> Option<&'static str> {
-    match recipe {
-        Recipe::Bf16 => None,
-        Recipe::W4 => Some("recipe w4 +0.04 %"),
-        Recipe::W4a4 => Some("recipe w4a4 +0.6 % with 2 of 8 blocks in bf16"),
-        Recipe::Nvfp4(_) => Some("recipe nvfp4 +1.1 % with 2 of 8 blocks in bf16"),
-    }
+fn of_recipe(recipe: Recipe, (dense, all): (usize, usize)) -> Option<String> {
+    let measured = match recipe {
+        Recipe::Bf16 => return None,
+        Recipe::W4 => return Some("recipe w4 +0.04 %".to_owned()),
+        Recipe::W4a4 => "recipe w4a4 +0.6 %",
+        Recipe::Nvfp4(_) => "recipe nvfp4 +1.1 %",
+    };
+    Some(format!("{measured} with 2 of 8 blocks in bf16 (here {dense} of {all})"))
 }
 
 /// 1,280 steps; bf16 and bf16-nearest are means of three seeds, the others are one seed.
@@ -47,8 +50,11 @@ mod tests {
 
     #[test]
     fn each_choice_that_costs_something_is_named() {
-        assert_eq!(of(Recipe::Bf16, MasterKind::F32, StateKind::F32), None);
-        let text = of(Recipe::W4, MasterKind::Nvfp4, StateKind::Int4).unwrap_or_default();
+        assert_eq!(of(Recipe::Bf16, (0, 8), MasterKind::F32, StateKind::F32), None);
+        // What was measured is one thing, and what this run does another.
+        let text = of(Recipe::W4a4, (0, 36), MasterKind::F32, StateKind::F32).unwrap_or_default();
+        assert!(text.ends_with("recipe w4a4 +0.6 % with 2 of 8 blocks in bf16 (here 0 of 36)"), "{text}");
+        let text = of(Recipe::W4, (0, 8), MasterKind::Nvfp4, StateKind::Int4).unwrap_or_default();
         assert!(["w4 +0.04 %", "NVFP4 master weights", "int4"].iter().all(|part| text.contains(part)), "{text}");
     }
 }

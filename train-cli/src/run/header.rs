@@ -27,7 +27,9 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
     }
     report::label("step", step(plan));
     let (master, states) = (plan.master(precision), plan.settings.memory.optimizer_state_mode);
-    if let Some(cost) = cost::of(plan.recipe, master, states) {
+    let layers = inputs.config.num_hidden_layers;
+    let dense = (plan.settings.bf16_last_blocks(layers), layers);
+    if let Some(cost) = cost::of(plan.recipe, dense, master, states) {
         report::label("cost", cost);
     }
     let (steps, size) = (inputs.order(plan).steps, plan.sequences_per_step());
