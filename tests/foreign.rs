@@ -181,6 +181,18 @@ fn an_export_of_a_run_says_how_it_was_trained_and_leaves_its_last_blocks_dense()
     assert_eq!(ignored.len(), 8, "{ignored:?}");
     assert!(ignored.iter().skip(1).all(|name| name.as_str().unwrap().starts_with("model.layers.1.")), "{ignored:?}");
     ok(d, &["export-hf", "-m", "r", "-o", "b", "--device", "cpu"]);
+    // The card of a run's export says what that of its checkpoint says, and has the name of the run.
+    let of_run = fs::read_to_string(d.join("b/README.md")).unwrap();
+    for text in ["\n# r\n", "All parameters were trained with", "recipe w4, 2 steps", "| eval_loss |"] {
+        assert!(card.contains(text) && of_run.contains(text), "{text}: {card}\n{of_run}");
+    }
+    ok(d, &[&fit[..9], &["--recipe", "bf16", "-o", "s", "--train-last-layers", "1", "--device", "cpu"]].concat());
+    ok(d, &["export-hf", "-m", "s/final/model.safetensors", "-o", "c", "--device", "cpu"]);
+    let of_last = fs::read_to_string(d.join("c/README.md")).unwrap();
+    assert!(
+        of_last.contains("# s\n") && of_last.contains("The last 1 block and the final norm were trained"),
+        "{of_last}"
+    );
 }
 
 #[test]

@@ -18,11 +18,12 @@ use crate::{
     progress::Writing,
     report,
     run::{
-        checkpoint::{self, RESULTS, TrainerState},
+        checkpoint::{self, CONFIG, TrainerState},
         located::{check_unchanged, located},
+        summary::Summary,
         trained::Trained,
     },
-    settings::bytes,
+    settings::{Layer, bytes},
 };
 use backend_nvfp4::{LinearSpec, Recipe, Scaling};
 use model_qwen3::{
@@ -37,12 +38,9 @@ use model_qwen3::{
     write::{bytes_of, keys, shards, write_shard},
 };
 use serde_json::{Map, Value, json};
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, path::Path};
 
-/// Most bytes of a config.json or of a run's results, which have some thousand.
+/// Most bytes of a config.json, which has some thousand.
 const LONGEST_JSON: u64 = 1 << 20;
 
 /// Runs the command.
@@ -233,20 +231,30 @@ fn what_it_holds(format: HfFormat, calibration: Option<&Calibration>) -> String 
 
 /// The model card: what the folder is, how it was made, and how to load it.
 fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> Result<String, CliError> {
-    let name = files.name();
+    let run = run_of(&files.folder)?;
+    let name = run.as_ref().map_or_else(|| files.name(), Summary::name);
     let mut card = format!(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
     );
-    if let Some(state) = state {
-        let recipe = state.settings.recipe.resolved().name();
+    let settings = match (state, &run) {
+        (Some(state), _) => Some(state.settings.clone()),
+        (None, Some(run)) => Some(Layer::of_file(&run.folder.join(CONFIG))?.over_defaults()?),
+        (None, None) => None,
+    };
+    if let Some(settings) = settings {
+        let trained = match settings.model.train_last_layers {
+            0 => "All parameters".to_owned(),
+            count => format!("The last {} and the final norm", report::count(count, "block")),
+        };
+        let made = state.map(|state| state.global_step).or_else(|| run.as_ref()?.exported_step());
+        let steps = made.map_or_else(String::new, |steps| format!(", {}", report::count(steps, "step")));
         card += &format!(
-            "\n## Training\nAll parameters were trained with train-cli {}: recipe {recipe}, {} steps, {:.2} epochs.\n",
+            "\n## Training\n{trained} were trained with train-cli {}: recipe {}{steps}.\n",
             env!("CARGO_PKG_VERSION"),
-            state.global_step,
-            state.epoch
+            settings.recipe.resolved().name(),
         );
     }
-    if let Some(results) = results_of(&files.folder)? {
+    if let Some(results) = run.as_ref().and_then(Summary::results) {
         card += "\n| result | value |\n|---|---|\n";
         for (key, value) in results.iter().filter(|(_, value)| value.is_number()) {
             card += &format!("| {key} | {value} |\n");
@@ -255,12 +263,8 @@ fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> R
     Ok(card)
 }
 
-/// The results of the run whose folder this one lies in, if there are any.
-fn results_of(folder: &Path) -> Result<Option<Map<String, Value>>, CliError> {
-    let path: PathBuf = folder.parent().unwrap_or(folder).join(RESULTS);
-    if !path.is_file() {
-        return Ok(None);
-    }
-    let text = file::read_text(&path, LONGEST_JSON, "")?;
-    serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(&path, e))
+/// The run whose folder this one lies in, if it lies in one.
+fn run_of(folder: &Path) -> Result<Option<Summary>, CliError> {
+    let folder = folder.canonicalize().map_err(CliError::io(folder))?;
+    folder.parent().filter(|run| run.join(CONFIG).is_file()).map(Summary::read).transpose()
 }
