@@ -10,7 +10,7 @@ use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     model::Qwen3,
-    sample::Sampling,
+    sampling::Sampling,
     session::{Answering, GenerateOptions, Session, step},
     weights::{self, Purpose},
 };

@@ -435,5 +435,7 @@ fn reads_all(file: &Container) -> bool {
 fn renders(path: &Path) -> bool {
     let messages = [json!({"role": "user", "content": "a"}), json!({"role": "assistant", "content": "b"})];
     let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
-    ChatTemplate::from_folder(path.parent().unwrap()).is_ok_and(|template| template.render(&messages, options).is_ok())
+    ChatTemplate::source(path.parent().unwrap())
+        .and_then(ChatTemplate::new)
+        .is_ok_and(|template| template.render(&messages, options).is_ok())
 }

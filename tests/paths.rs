@@ -12,7 +12,7 @@ use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     model::{Qwen3, ids_tensor},
-    sample::Sampling,
+    sampling::Sampling,
     session::{Answering, GenerateOptions, Generation, Session, generate, step},
     weights::{self, Purpose, to_host},
 };

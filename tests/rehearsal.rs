@@ -1,8 +1,13 @@
 //! A run compiles kernels before it needs them: it rehearses its first steps on a device that only records which kernels
-//! they launch, and NVRTC compiles those that are written in CUDA C++ into the cache that CubeCL reads.
+//! they launch, and NVRTC compiles those that are written in CUDA C++ into the cache that CubeCL reads. Who asks a model
+//! rehearses its first answers.
 
-use crate::support::{files::demo_file, skipped_for};
-use backend_nvfp4::Precision;
+use crate::support::{
+    Cpu,
+    files::{F32, demo_file, ok},
+    skipped_for,
+};
+use backend_nvfp4::{DeviceServices, MasterKind, Nvfp4Kernels, Precision, Recipe};
 use clap::Parser;
 use cubecl::{Runtime, ir::DeviceProperties};
 use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache};
@@ -10,10 +15,21 @@ use kernels_cubecl::{
     compile_ahead::compile_ahead,
     cuda_source::{Launch, SourceDevice, SourceRuntime},
 };
-use std::{collections::BTreeSet, fs, path::Path};
+use model_qwen3::{
+    config::Qwen3Config,
+    sampling::Sampling,
+    session::{GenerateOptions, Session},
+    weights,
+    write::write_safetensors,
+};
+use std::{collections::BTreeSet, fs, ops::ControlFlow, path::Path};
 use train_cli::{
+    CliError, ahead,
     args::{Cli, Command},
     commands::fit,
+    device::Job,
+    run::stored_model::StoredModel,
+    talk::first_answers::{Expected, FirstAnswers},
 };
 
 /// A shape that Hopper's kernels take, with the demo's tokenizer.
@@ -64,6 +80,67 @@ fn every_recipe_is_rehearsed() {
     assert!(gemms.iter().all(|count| *count >= 8), "{gemms:?} forms of the product");
     // No other card has kernels in CUDA C++ for training.
     assert!(rehearsed(dir.path(), 80, &["--recipe", "w4a4"]).is_empty());
+}
+
+/// One answer of a model as it is, of all its blocks.
+struct Answered<'a> {
+    stored: &'a StoredModel,
+    recipe: Recipe,
+    prompt: usize,
+}
+
+impl Job for Answered<'_> {
+    type Output = ();
+
+    fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
+        let model = self.stored.load::<B>(self.recipe, precision, &device)?;
+        let options = GenerateOptions { max_tokens: 3, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
+        let mut session = Session::new(&model, self.prompt + 3)?;
+        session.answer(&vec![0; self.prompt], &options, |_| ControlFlow::Continue(()))?;
+        Ok(())
+    }
+}
+
+/// A small model of zeros stands for the model: both launch the same kernels.
+#[test]
+fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    fs::write(d.join("config.json"), CONFIG).unwrap();
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+        fs::copy(demo_file(name), d.join(name)).unwrap();
+    }
+    let config = Qwen3Config::from_file(&d.join("config.json")).unwrap();
+    let model = weights::random::<Cpu>(&config, F32, MasterKind::F32, 11, &Default::default()).unwrap();
+    let out = fs::File::create(d.join("model.safetensors")).unwrap();
+    write_safetensors(&weights::Live::new(&model), out, |e| panic!("{e}")).unwrap();
+    ok(d, &["convert", "model.safetensors", "x.dat", "--dtype", "nvfp4"]);
+    let keys = |launches: &[Launch]| launches.iter().map(|launch| launch.key).collect::<BTreeSet<_>>();
+    let count = |launches: &[Launch], part: &str| launches.iter().filter(|l| l.entry.contains(part)).count();
+    for (file, recipe, arch) in [
+        ("x.dat", Recipe::W4, 90),
+        ("x.dat", Recipe::W4a4, 90),
+        ("x.dat", Recipe::W4a4, 80),
+        ("model.safetensors", Recipe::W4, 90),
+    ] {
+        let stored = StoredModel::open(&d.join(file), Some(d)).unwrap();
+        let device = || SourceDevice::rehearsing(arch, properties(arch));
+        for prompt in [1, 20, 700, 1024 - 3] {
+            let expected = Expected { prompt, together: 1 };
+            let job = FirstAnswers { stored: &stored, recipe, expected };
+            let rehearsed = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
+            let job = Answered { stored: &stored, recipe, prompt };
+            let answered = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
+            let names = rehearsed.iter().map(|l| l.entry.as_str()).collect::<Vec<_>>();
+            eprintln!("{file} {} {arch} {prompt}: {names:?}", recipe.name());
+            assert!(!answered.is_empty());
+            assert_eq!(keys(&rehearsed), keys(&answered), "{file}, {}, {prompt} tokens: {names:?}", recipe.name());
+        }
+        // Five answers end one after another: there are forms for one, two, four and eight tokens.
+        let job = FirstAnswers { stored: &stored, recipe, expected: Expected { prompt: 1, together: 5 } };
+        let together = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
+        assert_eq!(count(&together, "decoder_block"), 4, "{file}, {}", recipe.name());
+    }
 }
 
 /// CubeCL has opened its cache long before kernels are compiled ahead.

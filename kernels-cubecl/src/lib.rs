@@ -61,7 +61,7 @@
 //! sums of 16 products.
 //!
 //! # Launches
-//! This crate knows no model and no file, and of the tensor library only the mark of a device, which
+//! This crate knows no model, no file but the cache of compiled kernels ([`compile_ahead`]), and of the tensor library only the mark of a device, which
 //! [`cuda_source`] needs. A launch function takes buffers as
 //! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes ([`KernelError`]) and queues the kernel.
 //! Errors of the device, such as out of memory, surface at the next synchronization. A kernel takes a buffer that may

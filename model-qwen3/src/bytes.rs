@@ -63,6 +63,19 @@ pub fn of_u32s(values: impl IntoIterator<Item = u32>) -> Vec<u8> {
     values.into_iter().flat_map(u32::to_le_bytes).collect()
 }
 
+/// Unsigned 32-bit numbers, `count` of them, of the bytes that `fill` writes.
+///
+/// # Errors
+/// If `fill` fails.
+pub(crate) fn filled_u32s<Error>(
+    count: usize,
+    fill: impl FnOnce(&mut [u8]) -> Result<(), Error>,
+) -> Result<Vec<u32>, Error> {
+    let mut values = vec![0; count];
+    fill(bytemuck::cast_slice_mut(&mut values))?;
+    Ok(values)
+}
+
 /// The unsigned 32-bit numbers of bytes.
 pub fn to_u32s(bytes: &[u8]) -> Vec<u32> {
     each(bytes, u32::from_le_bytes)

@@ -49,14 +49,6 @@ pub struct RenderOptions<'a> {
 }
 
 impl ChatTemplate {
-    /// Compiles a folder's template.
-    ///
-    /// # Errors
-    /// If there is no template or it does not compile.
-    pub fn from_folder(folder: &Path) -> Result<Self, ModelError> {
-        Self::new(Self::source(folder)?)
-    }
-
     /// Reads the text of a folder's template from chat_template.jinja or from the field in tokenizer_config.json.
     ///
     /// # Errors

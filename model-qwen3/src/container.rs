@@ -7,12 +7,12 @@ use crate::{
     dat::{DatEntry, DatFile, ElementType},
     names::{self, Part, Spelling},
     safetensors::{self, SafeEntry, SafeFile, open_folder},
-    tensors::{Stored, Tensors, row_count, row_width},
+    tensors::{Put, Stored, Tensors, row_count, row_width},
 };
 use ::safetensors::Dtype;
 use backend_nvfp4::{
     GivenScale, Packed, Scaling,
-    layout::{BLOCK, scales_per_row},
+    layout::{BLOCK, scales_per_row, words_per_row},
     reference,
 };
 use std::{
@@ -178,6 +178,14 @@ impl Container {
         Ok(&self.slots[*index])
     }
 
+    /// The type of the values of a dense tensor.
+    fn float(&self, name: &str) -> Result<FloatType, ModelError> {
+        match self.slot(name)?.stored {
+            Stored::Dense { float, .. } => Ok(float),
+            Stored::Packed { .. } => Err(self.bad(format!("{name:?} is NVFP4; floats are needed"))),
+        }
+    }
+
     /// The tensor scale of an NVFP4 tensor as the file holds it: 1 in single-level files.
     fn stored_scale(&self, slot: &Slot) -> Result<f32, ModelError> {
         let Some(entry) = slot.entries.get(2) else { return Ok(1.0) };
@@ -217,19 +225,27 @@ impl Tensors for Container {
     }
 
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
-        let slot = self.slot(name)?;
-        let Stored::Dense { float, shape } = &slot.stored else {
-            return Err(self.bad(format!("{name:?} is NVFP4; floats are needed")));
-        };
-        let width = row_width(shape);
-        let mut buffer = vec![0; rows.len() * width * float.size()];
-        self.read(&slot.entries[0], (rows.start * width * float.size()) as u64, &mut buffer)?;
-        let values = float.decode(&buffer);
-        if let Some(at) = values.iter().position(|v| !v.is_finite()) {
+        let mut values = vec![];
+        let float = self.float(name)?;
+        self.put_rows(name, rows, &mut |bytes| {
+            values = float.decode(bytes);
+            Ok(())
+        })?;
+        Ok(values)
+    }
+
+    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
+        let (slot, float) = (self.slot(name)?, self.float(name)?);
+        let width = row_width(&slot.stored.shape());
+        let mut bytes = vec![0; rows.len() * width * float.size()];
+        self.read(&slot.entries[0], (rows.start * width * float.size()) as u64, &mut bytes)?;
+        if !float.are_finite(&bytes) {
+            let values = float.decode(&bytes);
+            let at = values.iter().position(|v| !v.is_finite()).unwrap_or_default();
             let index = rows.start * width + at;
             return Err(self.bad(format!("{name:?}: {} at value {index}; weights must be finite", values[at])));
         }
-        Ok(values)
+        put(&bytes)
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
@@ -242,13 +258,14 @@ impl Tensors for Container {
         let Stored::Packed { cols, .. } = slot.stored else {
             return Err(self.bad(format!("{name:?} is dense; NVFP4 is needed")));
         };
-        let mut codes = vec![0; rows.len() * cols / 2];
+        let start = (rows.start * cols / 2) as u64;
+        let codes =
+            bytes::filled_u32s(rows.len() * words_per_row(cols), |codes| self.read(&slot.entries[0], start, codes))?;
         let mut scales = vec![0; rows.len() * scales_per_row(cols)];
-        self.read(&slot.entries[0], (rows.start * cols / 2) as u64, &mut codes)?;
         self.read(&slot.entries[1], (rows.start * scales_per_row(cols)) as u64, &mut scales)?;
         let stored = self.stored_scale(slot)?;
         let global = if slot.reciprocal { 1.0 / stored } else { stored };
-        Ok(Packed { codes: bytes::to_u32s(&codes), scales, global })
+        Ok(Packed { codes, scales, global })
     }
 
     fn dequantize_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {

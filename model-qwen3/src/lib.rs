@@ -20,7 +20,7 @@
 //! | [`tokenizer`], `pieces`, [`chat_template`] | text to token ids, by the model's own files, and a piece at a time |
 //! | [`limits`] | a library over a file that somebody else made, with bounds on time and memory |
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
-//! | [`sample`], [`session`] | choosing a token; prompt to answer |
+//! | [`sampling`], [`session`] | choosing a token; prompt to answer |
 //!
 //! # Letters
 //! A capital letter has one meaning in this crate. Names of tensors end in the letters of their shape.
@@ -69,7 +69,7 @@ mod pieces;
 pub mod repack;
 pub mod rope;
 pub mod safetensors;
-pub mod sample;
+pub mod sampling;
 pub mod session;
 pub mod tensors;
 pub mod tokenizer;

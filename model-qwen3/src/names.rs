@@ -56,6 +56,12 @@ pub(crate) fn block_of(name: &str) -> Option<usize> {
     name.strip_prefix(BLOCKS)?.split('.').next()?.parse().ok()
 }
 
+/// The name of the same part of another block. A name outside blocks stays.
+pub(crate) fn with_block(name: &str, block: usize) -> String {
+    let part = name.strip_prefix(BLOCKS).and_then(|rest| rest.split_once('.'));
+    part.map_or_else(|| name.to_owned(), |(_, part)| format!("{BLOCKS}{block}.{part}"))
+}
+
 /// Whether a tensor is the weight of a linear layer inside a transformer block.
 pub fn is_projection(name: &str) -> bool {
     name.contains("_proj.")
@@ -219,6 +225,7 @@ mod tests {
         let name = in_block(12, Q_PROJ);
         assert_eq!(name, "model.layers.12.self_attn.q_proj.weight");
         assert_eq!((block_of(&name), block_of(HEAD)), (Some(12), None));
+        assert_eq!((with_block(&name, 3), with_block(HEAD, 3)), (in_block(3, Q_PROJ), HEAD.to_owned()));
         for part in [Part::Codes, Part::Scales, Part::TensorScale] {
             let key = Spelling::Dat.key(&name, part);
             assert_eq!(Spelling::Dat.split(&key), Some((name.as_str(), part)), "{key}");

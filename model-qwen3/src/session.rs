@@ -6,7 +6,7 @@ use crate::{
     ModelError,
     kv_cache::KvCache,
     model::{Qwen3, below_each_other, ids_tensor},
-    sample::{self, Logprobs, Sampling},
+    sampling::{self, Logprobs, Sampling},
     weights::to_host,
 };
 use backend_nvfp4::{Likeliest, Nvfp4Kernels, likeliest};
@@ -15,7 +15,7 @@ use std::ops::ControlFlow;
 
 /// Number of prompt tokens in one forward, at most. Chunks bound the attention scores `[H, T, S]`, and how long answers wait
 /// for the prompts of others. A chunk ends where its prompt does, or at a multiple of this number.
-const PREFILL_CHUNK: usize = 512;
+pub const PREFILL_CHUNK: usize = 512;
 
 /// Limits of a generation.
 #[derive(Debug, Clone)]
@@ -248,11 +248,11 @@ impl Answering {
         }
         let position = answer.ids.len() as u32;
         let (id, logprobs) = match scores {
-            Scores::Likeliest(found) => (sample::next_of(&found.tokens, &options.sampling, position), None),
+            Scores::Likeliest(found) => (sampling::next_of(&found.tokens, &options.sampling, position), None),
             Scores::All(mut logits) => {
                 // Sampling changes the logits of tokens that were seen.
                 let own = options.logprobs.map(|count| (logits.clone(), count));
-                let id = sample::next(&mut logits, &self.ids, &options.sampling, position);
+                let id = sampling::next(&mut logits, &self.ids, &options.sampling, position);
                 (id, own.map(|(own, count)| Logprobs::of(&own, id, count)))
             }
         };

@@ -31,6 +31,14 @@ pub enum Stored {
 }
 
 impl Stored {
+    /// The type of its values, if they are floats.
+    pub fn float(&self) -> Option<FloatType> {
+        match self {
+            Self::Dense { float, .. } => Some(*float),
+            Self::Packed { .. } => None,
+        }
+    }
+
     /// The tensor's logical shape.
     pub fn shape(&self) -> Vec<usize> {
         match self {

@@ -1,28 +1,21 @@
-//! Runs a job on the backend of the chosen device. One binary holds three backends, and one that only records kernels. A job is written once over
-//! `B: Nvfp4Kernels + DeviceServices`, and only this file names the types.
+//! Runs a job on the backend of the chosen device. One binary holds three backends. A job is written once over
+//! `B: Nvfp4Kernels + DeviceServices`. This file names their types, and [`crate::ahead`] that of a backend which only records
+//! kernels.
 
-use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
+use crate::{CliError, ahead, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{DeviceServices, Nvfp4Error, Nvfp4Kernels, Precision};
 use burn::backend::NdArray;
-use burn_cubecl::{CubeBackend, CubeRuntime};
+use burn_cubecl::CubeRuntime;
 use cubecl::{
-    Runtime,
     config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig, memory::PersistentMemory},
     cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
 use cudarc::driver::CudaContext;
-use kernels_cubecl::{
-    compile_ahead,
-    cuda_source::{Launch, SourceDevice, SourceRuntime},
-    hopper,
-};
 use model_qwen3::{ModelError, limits};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    path::Path,
     sync::{Mutex, OnceLock, PoisonError},
-    time::Instant,
 };
 
 /// Work that runs on any backend.
@@ -84,66 +77,6 @@ pub fn is_there(choice: DeviceChoice) -> bool {
         DeviceChoice::Cuda(index) => probe::<CudaRuntime>(&CudaDevice { index }).is_ok(),
         DeviceChoice::Vulkan => probe::<WgpuRuntime>(&WgpuDevice::DefaultDevice).is_ok(),
     }
-}
-
-/// Compiles the kernels in CUDA C++ that `rehearsal` launches, on all processors, before the device is asked for them. Only a
-/// Hopper GPU whose compiled kernels are kept on disk can be helped; a rehearsal that fails leaves each kernel to its first
-/// launch.
-pub fn compile_ahead<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehearsal: J) {
-    let (DeviceChoice::Cuda(index), Some(cache)) = (choice, &CubeClRuntimeConfig::get().compilation.cache) else {
-        return;
-    };
-    let begun = Instant::now();
-    match quietly(|| kernels_ahead(index, precision, rehearsal, &cache.root())) {
-        Some(Ok(0)) => {}
-        Some(Ok(count)) => {
-            let seconds = begun.elapsed().as_secs_f64();
-            report::label("kernels", format!("{count} compiled ahead in {seconds:.1} s"));
-        }
-        Some(Err(error)) => {
-            report::line(format!("warning: kernels are compiled one by one, as they are needed: {error}"))
-        }
-        None => report::line(
-            "warning: kernels are compiled one by one, as they are needed: the rehearsal of the run panicked",
-        ),
-    }
-}
-
-fn kernels_ahead<J: Job<Output = ()>>(
-    index: usize,
-    precision: Precision,
-    rehearsal: J,
-    folder: &Path,
-) -> Result<usize, CliError> {
-    let failed = |reason: String| CliError::Device { device: format!("cuda:{index}"), reason };
-    let (major, minor) = CudaContext::new(index)
-        .and_then(|context| context.compute_capability())
-        .map_err(|error| failed(error.to_string()))?;
-    let arch = (10 * major + minor) as u32;
-    let client = CudaRuntime::client(&CudaDevice { index });
-    // No other device has kernels in CUDA C++ for training.
-    if precision.dtype().size() != 2 || !hopper::is_hopper(&client) {
-        return Ok(0);
-    }
-    let properties = client.properties().clone();
-    let launches = rehearsed(SourceDevice::rehearsing(arch, properties), precision, rehearsal)?;
-    compile_ahead::compile_ahead(&launches, arch, folder).map_err(|error| failed(error.to_string()))
-}
-
-/// The kernels that a job launches on a device that only records them.
-///
-/// # Errors
-/// If the job fails.
-pub fn rehearsed<J: Job>(device: SourceDevice, precision: Precision, job: J) -> Result<Vec<Launch>, CliError> {
-    let done = job.run::<CubeBackend<SourceRuntime, f32, i32, u8>>(device.clone(), precision);
-    let client = SourceRuntime::client(&device);
-    let synced = cubecl::future::block_on(client.sync());
-    client.memory_cleanup();
-    let launches = device.take_launches();
-    device.give_back();
-    done?;
-    synced.map_err(|error| CliError::Device { device: "for the rehearsal".into(), reason: format!("{error:?}") })?;
-    Ok(launches)
 }
 
 /// Bytes that are free on a CUDA device; None if it does not say.
@@ -320,14 +253,14 @@ fn cause(reason: &str) -> &str {
 static FAILURE: OnceLock<String> = OnceLock::new();
 
 /// Keeps the message of a panic on a thread of CubeCL, or for want of a thread, for [`check`], and is silent about the panics
-/// that follow from it, and about those of chat templates, which become errors. Every other panic is printed as always.
+/// that follow from it, and about those of chat templates and of compiling ahead, which become errors. Every other panic is printed as always.
 fn watch_devices() {
     let printed = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
-        if name.starts_with(limits::THREAD) {
+        if name.starts_with(limits::THREAD) || name == ahead::THREAD {
             return;
         }
         if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) || of_threads(text) {

@@ -16,7 +16,8 @@
 //! | [`plan`] | settings to a checked plan |
 //! | [`args`] | the commands and their flags |
 //! | [`settings`] | every choice of a training run: its flag, key, default and range |
-//! | [`device`], [`peak`], [`kernel_cache`] | which backend runs a job; how fast cards are at most; where compiled kernels are kept |
+//! | [`device`], [`peak`] | which backend runs a job; how fast cards are at most |
+//! | [`ahead`], [`kernel_cache`] | kernels that are compiled before they are needed; where compiled kernels are kept |
 //! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
 //! | [`outputs`] | the rule that no output replaces an input |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
@@ -36,6 +37,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod ahead;
 pub mod args;
 pub mod commands;
 pub mod data;

@@ -12,7 +12,7 @@ use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     names,
-    sample::Sampling,
+    sampling::Sampling,
     tensors::Tensors,
     tokenizer::{GenerationConfig, Tokenizer},
     weights::head_is_a_copy,
@@ -222,13 +222,9 @@ impl TextFiles {
                 (found, "generation_config.json")
             }
             None if thinks => {
-                let card = Sampling { temperature: 0.6, top_p: 0.95, top_k: 20, ..neutral };
-                (card, "the model card of Qwen3, thinking; there is no generation_config.json")
+                (Sampling::CARD_THINKING, "the model card of Qwen3, thinking; there is no generation_config.json")
             }
-            None => {
-                let card = Sampling { temperature: 0.7, top_p: 0.8, top_k: 20, ..neutral };
-                (card, "the model card of Qwen3; there is no generation_config.json")
-            }
+            None => (Sampling::CARD, "the model card of Qwen3; there is no generation_config.json"),
         }
     }
 

@@ -53,9 +53,9 @@ impl Plan {
     ///
     /// # Errors
     /// If they are incomplete, contradictory or out of range, or an output is an input.
-    pub fn new(settings: Settings) -> Result<Self, CliError> {
+    pub fn new(mut settings: Settings) -> Result<Self, CliError> {
         in_range(&settings)?;
-        no_path_is_empty(&settings)?;
+        no_path_is_empty(&mut settings)?;
         consistent(&settings)?;
         let settings = with_files(settings)?;
         let s = &settings;
@@ -146,21 +146,8 @@ fn default_clip(s: &Settings) -> Clip {
 }
 
 /// Refuses an empty path. The command line refuses it before, but a config file or the record of a run may have one.
-fn no_path_is_empty(s: &Settings) -> Result<(), CliError> {
-    let (data, model, saving) = (&s.data, &s.model, &s.saving);
-    let single = [
-        ("--model", &model.model),
-        ("--init-config", &model.init_config),
-        ("--tokenizer", &model.tokenizer),
-        ("--eval-data", &data.eval_data),
-        ("--token-cache", &data.token_cache),
-        ("--output-dir", &saving.output_dir),
-        ("--output-dat", &saving.output_dat),
-        ("--vram-report", &s.logging.vram_report),
-    ];
-    let single = single.into_iter().filter_map(|(flag, path)| Some((flag, path.as_ref()?)));
-    let all = single.chain(data.data.iter().map(|path| ("--data", path)));
-    match all.into_iter().find(|(_, path)| path.as_os_str().is_empty()) {
+fn no_path_is_empty(settings: &mut Settings) -> Result<(), CliError> {
+    match settings.paths().find(|(_, path)| path.as_os_str().is_empty()) {
         Some((flag, _)) => {
             Err(CliError::Usage(format!("{flag}: the path is empty; give one, or leave the setting out")))
         }

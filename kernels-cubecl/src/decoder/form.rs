@@ -31,7 +31,7 @@ const MOST_HEADS: usize = 8;
 
 /// One of the four products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Product {
+pub(super) struct ProductForm {
     /// Columns of the weights.
     cols: usize,
     /// Tiles of eight rows.
@@ -66,7 +66,7 @@ pub(super) struct Form {
     /// Places of the ring.
     pub(super) depth: usize,
     /// q, k and v; o; gate and up; down.
-    pub(super) products: [Product; 4],
+    pub(super) products: [ProductForm; 4],
 }
 
 impl Form {
@@ -99,7 +99,7 @@ impl Form {
         let product = |cols: usize, rows: usize, parts: usize| {
             let (tiles, spans) = (rows / TILE, cols / SPAN);
             let split = split(tiles, spans, parts, cubes);
-            Product { cols, tiles, parts, split, codes: true, scales: 0 }
+            ProductForm { cols, tiles, parts, split, codes: true, scales: 0 }
         };
         let products = [
             product(hidden, (heads + 2 * kv_heads) * head_dim, 1),
@@ -174,7 +174,8 @@ impl Form {
 
     /// Bytes of the sums that warps exchange: of two rounds, or of all where activations come in pieces.
     pub(super) fn sums_bytes(&self) -> usize {
-        let rounds = |p: &Product| if p.cols > self.chunk { p.rounds(self.cubes) } else { p.rounds(self.cubes).min(2) };
+        let rounds =
+            |p: &ProductForm| if p.cols > self.chunk { p.rounds(self.cubes) } else { p.rounds(self.cubes).min(2) };
         let most = self.products.iter().map(|p| rounds(p) * p.parts).max().unwrap_or(2);
         most * WARPS * self.tokens * TILE * 4
     }
@@ -220,7 +221,7 @@ impl Form {
     }
 }
 
-impl Product {
+impl ProductForm {
     /// Rounds in which the cubes take all tiles.
     fn rounds(&self, cubes: usize) -> usize {
         rounds(self.tiles, self.split, cubes)

@@ -1,6 +1,6 @@
 //! The small files of a model folder, made from what a GGUF file says: config.json, tokenizer.json and the chat template.
 
-use super::gguf_file::{GgufFile, KINDS, Value};
+use super::gguf_file::{GgufFile, KINDS, ReadValue};
 use crate::{
     ModelError,
     config::Qwen3Config,
@@ -31,7 +31,7 @@ impl GgufFile {
         Qwen3Config::from_json(&config, self.path())?;
         self.check_tokens(&tokenizer)?;
         let mut files = vec![("config.json", config), ("tokenizer.json", tokenizer)];
-        if let Some(Value::Text(template)) = self.key("tokenizer.chat_template") {
+        if let Some(ReadValue::Text(template)) = self.key("tokenizer.chat_template") {
             files.push(("chat_template.jinja", template.clone()));
         }
         Ok(files)
@@ -44,7 +44,8 @@ impl GgufFile {
                 self.bad(format!("its architecture is {architecture:?}; only dense Qwen3 models are supported"))
             );
         }
-        if let Some(kind) = self.key("qwen3.rope.scaling.type").filter(|kind| **kind != Value::Text("none".into())) {
+        if let Some(kind) = self.key("qwen3.rope.scaling.type").filter(|kind| **kind != ReadValue::Text("none".into()))
+        {
             return Err(self.bad(format!("rope.scaling.type is {kind:?}; scaled rotary angles are not supported")));
         }
         let mut config = Map::from_iter([("model_type".to_owned(), json!("qwen3"))]);
@@ -70,7 +71,7 @@ impl GgufFile {
             self.stored(names::EMBEDDING).ok_or_else(|| ModelError::missing(self.path(), names::EMBEDDING))?;
         config.insert("vocab_size".into(), json!(row_count(&embedding.shape())));
         config.insert("tie_word_embeddings".into(), json!(self.stored(names::HEAD).is_none()));
-        if let Some(Value::Number(id)) = self.key("tokenizer.ggml.eos_token_id") {
+        if let Some(ReadValue::Number(id)) = self.key("tokenizer.ggml.eos_token_id") {
             config.insert("eos_token_id".into(), json!(*id as u64));
         }
         Ok(config.into())
@@ -83,7 +84,7 @@ impl GgufFile {
             return Err(self.bad(reason));
         }
         let (tokens, merges) = (self.texts("tokenizer.ggml.tokens")?, self.texts("tokenizer.ggml.merges")?);
-        let Some(Value::Numbers(kinds)) = self.key(KINDS).filter(|kinds| kinds.len() == tokens.len()) else {
+        let Some(ReadValue::Numbers(kinds)) = self.key(KINDS).filter(|kinds| kinds.len() == tokens.len()) else {
             return Err(self.bad("it does not have a kind for each token"));
         };
         let (mut vocab, mut added) = (Map::new(), vec![]);
@@ -122,7 +123,7 @@ impl GgufFile {
     fn check_tokens(&self, tokenizer: &str) -> Result<(), ModelError> {
         let made = Tokenizer::from_text(tokenizer, self.path())?;
         let kinds = match self.key(KINDS) {
-            Some(Value::Numbers(kinds)) => kinds.as_slice(),
+            Some(ReadValue::Numbers(kinds)) => kinds.as_slice(),
             _ => &[],
         };
         let tokens = self.texts("tokenizer.ggml.tokens")?.iter().zip(kinds).enumerate();
@@ -136,27 +137,27 @@ impl GgufFile {
 
     fn text(&self, key: &str) -> Result<&str, ModelError> {
         match self.key(key) {
-            Some(Value::Text(text)) => Ok(text),
+            Some(ReadValue::Text(text)) => Ok(text),
             _ => Err(self.bad(format!("it has no text {key:?}"))),
         }
     }
 
     fn texts(&self, key: &str) -> Result<&[String], ModelError> {
         match self.key(key) {
-            Some(Value::Texts(texts)) => Ok(texts),
+            Some(ReadValue::Texts(texts)) => Ok(texts),
             _ => Err(self.bad(format!("it has no list of texts {key:?}"))),
         }
     }
 
     fn number(&self, key: &str) -> Result<f64, ModelError> {
         match self.key(key) {
-            Some(Value::Number(number)) => Ok(*number),
+            Some(ReadValue::Number(number)) => Ok(*number),
             _ => Err(self.bad(format!("it has no number {key:?}"))),
         }
     }
 }
 
-impl Value {
+impl ReadValue {
     fn len(&self) -> usize {
         match self {
             Self::Numbers(all) => all.len(),

@@ -10,7 +10,7 @@ const VERSION: u32 = 3;
 
 /// The value of a key.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Value {
+pub(super) enum MetadataValue {
     /// An unsigned number.
     U32(u32),
     /// A float.
@@ -48,27 +48,27 @@ impl Header {
         Self { keys: (0, vec![]), tensors: (0, vec![]), offset: 0 }
     }
 
-    pub(super) fn key(&mut self, name: &str, value: &Value) {
+    pub(super) fn key(&mut self, name: &str, value: &MetadataValue) {
         let (count, out) = &mut self.keys;
         *count += 1;
         text(out, name);
         match value {
-            Value::U32(x) => tagged(out, U32, &bytes::of_u32s([*x])),
-            Value::F32(x) => tagged(out, F32, &FloatType::F32.encode(&[*x])),
-            Value::Bool(x) => tagged(out, BOOL, &[u8::from(*x)]),
-            Value::Text(x) => {
+            MetadataValue::U32(x) => tagged(out, U32, &bytes::of_u32s([*x])),
+            MetadataValue::F32(x) => tagged(out, F32, &FloatType::F32.encode(&[*x])),
+            MetadataValue::Bool(x) => tagged(out, BOOL, &[u8::from(*x)]),
+            MetadataValue::Text(x) => {
                 tagged(out, TEXT, &[]);
                 text(out, x);
             }
-            Value::Texts(all) => {
+            MetadataValue::Texts(all) => {
                 array(out, TEXT, all.len());
                 all.iter().for_each(|x| text(out, x));
             }
-            Value::I32s(all) => {
+            MetadataValue::I32s(all) => {
                 array(out, I32, all.len());
                 out.extend(bytes::of_i32s(all.iter().copied()));
             }
-            Value::Bools(all) => {
+            MetadataValue::Bools(all) => {
                 array(out, BOOL, all.len());
                 out.extend(all.iter().map(|x| u8::from(*x)));
             }

@@ -35,14 +35,14 @@ const HIGHEST_RANK: u32 = 4;
 pub struct GgufFile {
     path: PathBuf,
     file: File,
-    keys: HashMap<String, Value>,
+    keys: HashMap<String, ReadValue>,
     tensors: Vec<Tensor>,
     by_name: HashMap<String, usize>,
 }
 
 /// The value of a key.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Value {
+pub(super) enum ReadValue {
     /// A number, or whether something holds (0 or 1).
     Number(f64),
     Text(String),
@@ -73,7 +73,7 @@ impl GgufFile {
     /// read.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let (file, size) = file::open(path, "give a .gguf file")?;
-        let mut head = Head { path, input: BufReader::new(&file), at: 0, size };
+        let mut head = Preamble { path, input: BufReader::new(&file), at: 0, size };
         if head.take::<4>()? != *b"GGUF" {
             return Err(head.bad("it does not begin with \"GGUF\""));
         }
@@ -93,7 +93,7 @@ impl GgufFile {
         let declared = (0..tensors).map(|_| head.tensor()).collect::<Result<Vec<_>, _>>()?;
         let alignment = match found.get("general.alignment") {
             None => ALIGNMENT,
-            Some(Value::Number(n)) if *n >= 1.0 && *n <= 65536.0 => *n as u64,
+            Some(ReadValue::Number(n)) if *n >= 1.0 && *n <= 65536.0 => *n as u64,
             Some(other) => return Err(head.bad(format!("general.alignment is {other:?}"))),
         };
         let values = head.at.next_multiple_of(alignment);
@@ -109,7 +109,7 @@ impl GgufFile {
     }
 
     /// The value of a key.
-    pub(super) fn key(&self, name: &str) -> Option<&Value> {
+    pub(super) fn key(&self, name: &str) -> Option<&ReadValue> {
         self.keys.get(name)
     }
 
@@ -140,7 +140,7 @@ struct Declared {
 }
 
 /// The tensors of a model, whose values begin at byte `values` of the file. Tensor scales become parts of their tensors.
-fn placed(head: &Head<'_, impl Read>, declared: Vec<Declared>, values: u64) -> Result<Vec<Tensor>, ModelError> {
+fn placed(head: &Preamble<'_, impl Read>, declared: Vec<Declared>, values: u64) -> Result<Vec<Tensor>, ModelError> {
     let (mut scales, mut inputs) = (HashMap::new(), HashMap::new());
     let mut tensors: Vec<(String, Tensor)> = vec![];
     for Declared { name, shape, kind, offset } in declared {
@@ -264,14 +264,14 @@ impl Tensors for GgufFile {
 }
 
 /// What stands before the values of a file, read from its beginning.
-struct Head<'a, Input> {
+struct Preamble<'a, Input> {
     path: &'a Path,
     input: Input,
     at: u64,
     size: u64,
 }
 
-impl<Input: Read> Head<'_, Input> {
+impl<Input: Read> Preamble<'_, Input> {
     fn bad(&self, reason: impl Into<String>) -> ModelError {
         ModelError::weights(self.path, format!("{}, at byte {}", reason.into(), self.at))
     }
@@ -317,24 +317,24 @@ impl<Input: Read> Head<'_, Input> {
     }
 
     /// The value of a key. A list of numbers is empty unless `keeps` says that it is wanted.
-    fn value(&mut self, keeps: bool) -> Result<Value, ModelError> {
+    fn value(&mut self, keeps: bool) -> Result<ReadValue, ModelError> {
         match self.next()? {
-            TEXT => self.text().map(Value::Text),
+            TEXT => self.text().map(ReadValue::Text),
             ARRAY => {
                 let (kind, count) = (self.next()?, self.count()?);
                 match kind {
-                    TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(Value::Texts),
+                    TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(ReadValue::Texts),
                     kind => {
                         let mut all = vec![];
                         for _ in 0..count {
                             let number = self.number(kind)?;
                             all.extend(keeps.then_some(number));
                         }
-                        Ok(Value::Numbers(all))
+                        Ok(ReadValue::Numbers(all))
                     }
                 }
             }
-            kind => self.number(kind).map(Value::Number),
+            kind => self.number(kind).map(ReadValue::Number),
         }
     }
 

@@ -28,7 +28,7 @@ use crate::{
     weights::head_is_a_copy,
 };
 use backend_nvfp4::{BlockShape, Packed, Scaling};
-use file_header::{Header, Value};
+use file_header::{Header, MetadataValue};
 use std::io::Write;
 
 /// Values of a dense tensor that are read at a time.
@@ -275,7 +275,7 @@ impl<'a> File<'a> {
 const F32: StoreAs<'static> = StoreAs::Float(FloatType::F32);
 
 /// The keys of the file.
-fn keys(about: &About<'_>, matrices: Matrices, entries: &[Entry]) -> Vec<(String, Value)> {
+fn keys(about: &About<'_>, matrices: Matrices, entries: &[Entry]) -> Vec<(String, MetadataValue)> {
     let c = about.config;
     let file_type = match matrices {
         Matrices::Float(FloatType::F32) => 0,
@@ -284,13 +284,13 @@ fn keys(about: &About<'_>, matrices: Matrices, entries: &[Entry]) -> Vec<(String
         Matrices::Float(FloatType::Bf16) => 32,
         Matrices::Nvfp4 { .. } => 39,
     };
-    let text = |text: &str| Value::Text(text.to_owned());
+    let text = |text: &str| MetadataValue::Text(text.to_owned());
     let mut keys = vec![
         ("general.architecture".to_owned(), text("qwen3")),
         ("general.type".to_owned(), text("model")),
         ("general.name".to_owned(), text(about.name)),
-        ("general.file_type".to_owned(), Value::U32(file_type)),
-        ("general.quantization_version".to_owned(), Value::U32(2)),
+        ("general.file_type".to_owned(), MetadataValue::U32(file_type)),
+        ("general.quantization_version".to_owned(), MetadataValue::U32(2)),
     ];
     let sizes = [
         ("block_count", c.num_hidden_layers),
@@ -302,17 +302,17 @@ fn keys(about: &About<'_>, matrices: Matrices, entries: &[Entry]) -> Vec<(String
         ("attention.key_length", c.head_dim),
         ("attention.value_length", c.head_dim),
     ];
-    keys.extend(sizes.into_iter().map(|(key, size)| (format!("qwen3.{key}"), Value::U32(size as u32))));
-    keys.push(("qwen3.rope.freq_base".into(), Value::F32(c.rope_theta as f32)));
-    keys.push(("qwen3.attention.layer_norm_rms_epsilon".into(), Value::F32(c.rms_norm_eps as f32)));
+    keys.extend(sizes.into_iter().map(|(key, size)| (format!("qwen3.{key}"), MetadataValue::U32(size as u32))));
+    keys.push(("qwen3.rope.freq_base".into(), MetadataValue::F32(c.rope_theta as f32)));
+    keys.push(("qwen3.attention.layer_norm_rms_epsilon".into(), MetadataValue::F32(c.rms_norm_eps as f32)));
     let packed: Vec<String> = entries.iter().filter(|e| e.kind == Kind::Nvfp4).map(|e| e.name.clone()).collect();
     if !packed.is_empty() && !about.packs_activations {
         // Cards that multiply NVFP4 would quantize activations to 4 bits, which these weights were not trained for.
-        keys.push(("general.tensor_extra.prec_a4".into(), Value::Bools(vec![false; packed.len()])));
-        keys.push(("general.tensor_extra.name".into(), Value::Texts(packed)));
+        keys.push(("general.tensor_extra.prec_a4".into(), MetadataValue::Bools(vec![false; packed.len()])));
+        keys.push(("general.tensor_extra.name".into(), MetadataValue::Texts(packed)));
     }
     keys.extend(about.vocabulary.keys(c.vocab_size));
-    keys.push(("tokenizer.ggml.eos_token_id".into(), Value::U32(about.eos)));
+    keys.push(("tokenizer.ggml.eos_token_id".into(), MetadataValue::U32(about.eos)));
     keys.push(("tokenizer.chat_template".into(), text(about.template)));
     keys
 }

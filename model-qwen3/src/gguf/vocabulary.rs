@@ -1,6 +1,6 @@
 //! The tokens of a tokenizer.json, as a GGUF file lists them.
 
-use super::file_header::Value;
+use super::file_header::MetadataValue;
 use crate::{ModelError, file::read_text, json, tokenizer::LARGEST};
 use serde_json::Value as Json;
 use std::path::Path;
@@ -71,7 +71,7 @@ impl Vocabulary {
     }
 
     /// The keys that describe the tokenizer of a model with `size` ids.
-    pub(super) fn keys(&self, size: usize) -> Vec<(String, Value)> {
+    pub(super) fn keys(&self, size: usize) -> Vec<(String, MetadataValue)> {
         let all = (0..size.max(self.tokens.len())).map(|id| {
             let token = self.tokens.get(id).cloned().flatten();
             token.unwrap_or_else(|| (format!("[PAD{id}]"), Kind::Unused))
@@ -79,15 +79,15 @@ impl Vocabulary {
         let (tokens, kinds): (Vec<String>, Vec<Kind>) = all.unzip();
         let kinds = kinds.into_iter().map(|kind| kind as i32).collect();
         let mut keys = vec![
-            ("model", Value::Text("gpt2".into())),
-            ("pre", Value::Text("qwen2".into())),
-            ("tokens", Value::Texts(tokens)),
-            ("token_type", Value::I32s(kinds)),
-            ("merges", Value::Texts(self.merges.clone())),
-            ("add_bos_token", Value::Bool(false)),
+            ("model", MetadataValue::Text("gpt2".into())),
+            ("pre", MetadataValue::Text("qwen2".into())),
+            ("tokens", MetadataValue::Texts(tokens)),
+            ("token_type", MetadataValue::I32s(kinds)),
+            ("merges", MetadataValue::Texts(self.merges.clone())),
+            ("add_bos_token", MetadataValue::Bool(false)),
         ];
         if let Some(id) = self.padding {
-            keys.extend([("padding_token_id", Value::U32(id)), ("bos_token_id", Value::U32(id))]);
+            keys.extend([("padding_token_id", MetadataValue::U32(id)), ("bos_token_id", MetadataValue::U32(id))]);
         }
         keys.into_iter().map(|(key, value)| (format!("tokenizer.ggml.{key}"), value)).collect()
     }

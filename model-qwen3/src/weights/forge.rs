@@ -1,14 +1,16 @@
 //! Makes the parameters of a model: their ids, the types in which they lie on the device, and the forms of masters.
 
-use super::host::to_host;
-use crate::{ModelError, tensors::row_ranges};
+use super::host::{to_host, type_on_device};
+use crate::{
+    ModelError,
+    tensors::{Tensors, row_ranges},
+};
 use backend_nvfp4::{LinearSpec, Master, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PackedMaster};
 use burn::{
     module::{Param, ParamId},
     tensor::{DType, Tensor, TensorData, TensorPrimitive, backend::Backend},
 };
 use half::bf16;
-use std::ops::Range;
 
 /// Values of a tensor that go to the device at once. The host holds this many of it in f32.
 const CHUNK: usize = 1 << 20;
@@ -25,7 +27,7 @@ pub(super) struct Forge<'a, B: Backend> {
 
 /// How a dense matrix lies on the device.
 #[derive(Clone, Copy)]
-pub(super) struct Form {
+pub(super) struct DenseForm {
     pub(super) dtype: DType,
     /// Whether values are rounded to bf16 first. Masters of bf16 are, even on a device that computes in f32.
     pub(super) through_bf16: bool,
@@ -33,39 +35,67 @@ pub(super) struct Form {
 
 impl<B: Nvfp4Kernels> Forge<'_, B> {
     /// The form of dense matrices. A matrix that is not trained has the type in which it is multiplied.
-    pub(super) fn dense(&self) -> Form {
+    pub(super) fn dense(&self) -> DenseForm {
         let computed = self.spec.precision.dtype();
         match self.master.map(MasterKind::dense) {
-            None => Form { dtype: computed, through_bf16: false },
-            Some(Master::Exact) => Form { dtype: DType::F32, through_bf16: false },
-            Some(_) => Form { dtype: computed, through_bf16: true },
+            None => DenseForm { dtype: computed, through_bf16: false },
+            Some(Master::Exact) => DenseForm { dtype: DType::F32, through_bf16: false },
+            Some(_) => DenseForm { dtype: computed, through_bf16: true },
         }
     }
 
-    /// Uploads a matrix, one range of rows after another, so that the host never holds all of it.
+    /// Uploads a matrix, one range of rows after another, so that the host never holds all of it. `tensors` has it in a type
+    /// that a file may hold.
     pub(super) fn upload(
         &self,
+        tensors: &dyn Tensors,
+        name: &str,
         shape: [usize; 2],
-        form: Form,
-        mut rows: impl FnMut(Range<usize>) -> Result<Vec<f32>, ModelError>,
+        form: DenseForm,
     ) -> Result<Tensor<B, 2>, ModelError> {
-        let [_, width] = shape;
-        let Form { dtype, through_bf16 } = form;
+        let ([_, width], DenseForm { dtype, .. }) = (shape, form);
+        let stored = tensors.stored(name).and_then(|stored| stored.float()).map(type_on_device);
+        let as_stored = stored.filter(|stored| self.converts(*stored, form));
         let mut tensor = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(B::unfilled(shape, dtype, self.device)));
         for range in row_ranges(&shape, CHUNK) {
-            let mut values = rows(range.clone())?;
             let part = [range.len(), width];
-            let data = if through_bf16 && dtype == DType::BF16 {
-                TensorData::new(values.into_iter().map(bf16::from_f32).collect(), part)
-            } else {
-                if through_bf16 {
-                    values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+            let rows = match as_stored {
+                Some(stored) => {
+                    let mut data = None;
+                    tensors.put_rows(name, range.clone(), &mut |bytes| {
+                        data = Some(TensorData::from_bytes_vec(bytes.to_vec(), part, stored));
+                        Ok(())
+                    })?;
+                    let data = data.ok_or_else(|| ModelError::missing(tensors.path(), name))?;
+                    Tensor::<B, 2>::from_data(data, (self.device, stored)).cast(dtype)
                 }
-                TensorData::new(values, part)
+                None => self.converted(tensors.read_rows(name, range.clone())?, part, form),
             };
-            tensor = tensor.slice_assign([range, 0..width], Tensor::from_data(data, (self.device, dtype)));
+            tensor = tensor.slice_assign([range, 0..width], rows);
         }
         Ok(tensor)
+    }
+
+    /// Whether the device makes values of `form` of 16-bit values as a file holds them, and makes what the host would: exactly
+    /// these, or bf16 of f16, rounded once. The host converts value by value, and the embedding of a 4B has 389 million.
+    fn converts(&self, stored: DType, form: DenseForm) -> bool {
+        let takes = |from, to| stored == from && form.dtype == to;
+        let exact = takes(DType::BF16, DType::BF16) || takes(DType::F16, DType::F16) && !form.through_bf16;
+        (exact || takes(DType::F16, DType::BF16)) && B::supports_dtype(self.device, stored)
+    }
+
+    /// Uploads values in a form.
+    fn converted(&self, mut values: Vec<f32>, part: [usize; 2], form: DenseForm) -> Tensor<B, 2> {
+        let DenseForm { dtype, through_bf16 } = form;
+        let data = if through_bf16 && dtype == DType::BF16 {
+            TensorData::new(values.into_iter().map(bf16::from_f32).collect(), part)
+        } else {
+            if through_bf16 {
+                values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
+            }
+            TensorData::new(values, part)
+        };
+        Tensor::from_data(data, (self.device, dtype))
     }
 
     /// Makes the weight of a norm.
@@ -76,7 +106,7 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
 
     /// Makes a dense matrix of values that are on the device.
     pub(super) fn matrix(&mut self, values: Tensor<B, 2>) -> Result<Param<Tensor<B, 2>>, ModelError> {
-        let Form { dtype, through_bf16 } = self.dense();
+        let DenseForm { dtype, through_bf16 } = self.dense();
         let rounded = if through_bf16 && dtype == DType::F32 { rounded_to_bf16(values)? } else { values.cast(dtype) };
         Ok(self.param(rounded))
     }

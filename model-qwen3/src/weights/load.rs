@@ -1,7 +1,7 @@
 //! Loads a model from the tensors of a file.
 
 use super::{
-    forge::{Forge, Form},
+    forge::{DenseForm, Forge},
     structure::{Source, build},
 };
 use crate::{
@@ -108,8 +108,8 @@ impl<B: Nvfp4Kernels> Loader<'_, B> {
     }
 
     /// Uploads a dense matrix of the file.
-    fn dense(&self, name: &str, shape: [usize; 2], form: Form) -> Result<Tensor<B, 2>, ModelError> {
-        self.forge.upload(shape, form, |rows| self.tensors.read_rows(name, rows))
+    fn dense(&self, name: &str, shape: [usize; 2], form: DenseForm) -> Result<Tensor<B, 2>, ModelError> {
+        self.forge.upload(self.tensors, name, shape, form)
     }
 
     /// Uploads an NVFP4 matrix of the file and checks its scales.
@@ -174,7 +174,7 @@ impl<B: Nvfp4Kernels> Source<B> for Loader<'_, B> {
                 if !cols.is_multiple_of(layout::BLOCK) {
                     return Err(ModelError::nvfp4(name)(Nvfp4Error::Columns { cols }));
                 }
-                let values = self.dense(name, shape, Form { dtype: DType::F32, through_bf16: false })?;
+                let values = self.dense(name, shape, DenseForm { dtype: DType::F32, through_bf16: false })?;
                 self.forge.linear(values)
             }
             (Some(_), Stored::Dense { .. }) => {

@@ -1,20 +1,23 @@
 //! The tensors of a model by checkpoint name.
 //!
 //! [`load()`] reads a model from a container and [`random()`] draws one; both ask a source for each tensor in turn.
+//! [`outline()`] makes a small model of zeros that launches the kernels of a large one.
 //! [`trained`](fn@trained) moves the model to the backend that records gradients.
 //! [`fields()`] lists a model's tensors, [`Live`] shows them to whoever writes a file, and [`Replace`] exchanges them.
 
+mod autodiff;
 mod forge;
 mod host;
 mod live;
 mod load;
+mod outline;
 mod random;
 mod structure;
-mod trained;
 
+pub use autodiff::trained;
 pub use host::{PIECES, TRANSFER, to_host};
 pub use live::Live;
 pub use load::{Purpose, head_is_a_copy, load};
+pub use outline::outline;
 pub use random::random;
 pub use structure::{Field, Replace, fields};
-pub use trained::trained;

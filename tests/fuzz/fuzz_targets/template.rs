@@ -20,7 +20,7 @@ libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     let path = fuzz::file("chat_template.jinja", bytes);
     let messages = [json!({"role": "user", "content": "a"}), json!({"role": "assistant", "content": "b"})];
     let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
-    if let Ok(template) = ChatTemplate::from_folder(path.parent().expect("the file is in a folder")) {
+    if let Ok(template) = ChatTemplate::source(path.parent().expect("the file is in a folder")).and_then(ChatTemplate::new) {
         let _ = template.render(&messages, options);
     }
 });

@@ -1,6 +1,6 @@
 //! Flags of the commands that write a model in another form, and of `inspect`, which lists what a file holds.
 
-use crate::settings::{DeviceChoice, HeadFormat, parser};
+use crate::settings::{DeviceChoice, HeadFormat, fields::MAX_SEQ_LENGTH, parser};
 use backend_nvfp4::Scaling;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ pub struct ExportArgs {
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
-    #[arg(long, default_value = "auto")]
+    #[arg(long, default_value_t)]
     pub device: DeviceChoice,
 }
 
@@ -53,6 +53,9 @@ pub enum ActivationsArg {
     Nvfp4,
 }
 
+/// Sequences that a model reads to measure its activations, if nobody says how many.
+pub(crate) const CALIBRATION_ROWS: usize = 64;
+
 /// Flags of `export-hf`.
 #[derive(Debug, Args)]
 pub struct ExportHfArgs {
@@ -75,9 +78,11 @@ pub struct ExportHfArgs {
     /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
-    /// Number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than 2048
-    /// tokens is cut into several sequences [default: 64]
-    #[arg(long, value_name = "N")]
+    /// Sequences that the model reads.
+    #[arg(long, value_name = "N", help = format!(
+        "Number of sequences of --calibration-data that the model reads, from the beginning of the files. A row of more than \
+         {MAX_SEQ_LENGTH} tokens is cut into several sequences [default: {CALIBRATION_ROWS}]"
+    ))]
     pub calibration_rows: Option<std::num::NonZeroUsize>,
     /// Largest size of one file of weights
     #[arg(long, default_value = "5GB", alias = "shard", value_name = "SIZE")]
@@ -86,7 +91,7 @@ pub struct ExportHfArgs {
     #[arg(long)]
     pub overwrite: bool,
     /// Device that measures activations and checks the written folder: auto, cpu, cuda, cuda:N or vulkan
-    #[arg(long, default_value = "auto")]
+    #[arg(long, default_value_t)]
     pub device: DeviceChoice,
 }
 

@@ -108,10 +108,8 @@ pub struct ParityArgs {
     /// folder]
     #[arg(long, value_name = "DIR", conflicts_with = "expected")]
     pub tokenizer: Option<PathBuf>,
-    /// A layer passes if its relative difference is at most this [default: 0.0001 in f32, 0.04 in bf16, 0.005 in f16 and TF32, and
-    /// more for a model of more than three blocks; 0.5 if only one of the two models has 4-bit weights, or
-    /// only one has 4-bit activations]
-    #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected")]
+    /// The largest relative difference of a layer that passes. `tolerance_help` has the default.
+    #[arg(long, value_name = "DIFFERENCE", conflicts_with = "expected", help = tolerance_help())]
     pub tolerance: Option<f64>,
     /// Write the values that train-cli computed to this safetensors file; its tensors have the same names as those of
     /// the file for --expected
@@ -121,11 +119,48 @@ pub struct ParityArgs {
     #[arg(long)]
     pub json: bool,
     /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
-    #[arg(long, default_value = "auto")]
+    #[arg(long, default_value_t)]
     pub device: DeviceChoice,
     /// Number format of activations and matrix products
     #[arg(long, alias = "dtype", default_value = "f32", value_parser = parser::<Auto<Precision>>())]
     pub compute_dtype: Auto<Precision>,
+}
+
+/// What `bench decode` and `bench prefill` measure, if nobody says otherwise: tokens of the context and of the prompt,
+pub(crate) const DECODE_CONTEXT: u32 = 1024;
+pub(crate) const PREFILL_CONTEXT: u32 = 4096;
+/// answers that are made together,
+pub(crate) const BATCH_SIZES: [u16; 2] = [1, 16];
+/// whether activations are rounded to NVFP4, and how the head is stored.
+pub(crate) const W4A4: bool = true;
+pub(crate) const HEAD: HeadFormat = HeadFormat::Nvfp4;
+
+/// How far two models may differ in their hidden states if only one of them is rounded to NVFP4, relative to their norm. Two
+/// unrelated models differ by 1.4.
+pub(crate) const NVFP4_TOLERANCE: f64 = 0.5;
+
+/// The help of `parity --tolerance`.
+fn tolerance_help() -> String {
+    let of = |precision| hidden_tolerance(precision, 3);
+    format!(
+        "A layer passes if its relative difference is at most this [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and \
+         more for a model of more than three blocks; {NVFP4_TOLERANCE} if only one of the two models has 4-bit weights, or \
+         only one has 4-bit activations]",
+        of(Precision::F32),
+        of(Precision::Bf16),
+        of(Precision::F16),
+    )
+}
+
+/// How far hidden states may differ that were computed in `precision` by a model of so many blocks: in f32 a few times what the
+/// tests see, elsewhere ten roundings of the format, which add like a random walk over the blocks of the model.
+pub(crate) fn hidden_tolerance(precision: Precision, blocks: usize) -> f64 {
+    let three = match precision {
+        Precision::F32 => 1e-4,
+        Precision::Tf32 | Precision::F16 => 10.0 * 2.0f64.powi(-11),
+        Precision::Bf16 => 10.0 * 2.0f64.powi(-8),
+    };
+    three * (blocks as f64 / 3.0).sqrt().max(1.0)
 }
 
 /// Flags of `bench`.
@@ -141,18 +176,29 @@ pub struct BenchArgs {
     /// of Qwen3-4B]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// bench decode: number of tokens in the context when an answer begins. bench prefill: number of tokens of the prompt [default:
-    /// 1024 for decode, 4096 for prefill]
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Tokens in front of what is measured.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..), help = format!(
+        "bench decode: number of tokens in the context when an answer begins. bench prefill: number of tokens of the prompt \
+         [default: {DECODE_CONTEXT} for decode, {PREFILL_CONTEXT} for prefill]"
+    ))]
     pub context: Option<u32>,
-    /// bench decode: number of answers that are made together. Give the flag several times to compare numbers [default: 1 and 16]
-    #[arg(long = "batch-size", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    /// Answers that are made together.
+    #[arg(long = "batch-size", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help = format!(
+        "bench decode: number of answers that are made together. Give the flag several times to compare numbers [default: {} \
+         and {}]",
+        BATCH_SIZES[0], BATCH_SIZES[1]
+    ))]
     pub batch_sizes: Vec<u16>,
-    /// bench decode and prefill: whether activations are rounded to NVFP4; the weights always are [default: true]
-    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
+    /// Whether activations are rounded.
+    #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL", help = format!(
+        "bench decode and prefill: whether activations are rounded to NVFP4; the weights always are [default: {W4A4}]"
+    ))]
     pub w4a4: Option<bool>,
-    /// bench decode and prefill: number format in which the head is read: nvfp4 or bf16 [default: nvfp4]
-    #[arg(long, hide_possible_values = true)]
+    /// The number format of the head.
+    #[arg(long, hide_possible_values = true, help = format!(
+        "bench decode and prefill: number format in which the head is read: nvfp4 or bf16 [default: {}]",
+        HEAD.name()
+    ))]
     pub head: Option<HeadFormat>,
     /// Print one JSON object per line
     #[arg(long)]
@@ -163,7 +209,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
     /// GPU to measure: auto, cuda, cuda:N or vulkan. The CPU is not measured
-    #[arg(long, default_value = "auto")]
+    #[arg(long, default_value_t)]
     pub device: DeviceChoice,
 }
 

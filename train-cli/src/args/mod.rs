@@ -1,9 +1,9 @@
 //! The command line: the commands, each with the flags of a file of this folder. Plain data; the settings of a training run,
 //! with their flags, are in [`crate::settings`].
 
-mod files;
+pub(crate) mod files;
 mod looking;
-mod measuring;
+pub(crate) mod measuring;
 mod rows;
 mod talking;
 mod training;

@@ -3,6 +3,7 @@
 use crate::settings::{Auto, DeviceChoice, parser};
 use backend_nvfp4::Precision;
 use clap::Args;
+use model_qwen3::sampling::Sampling;
 use std::{net::IpAddr, path::PathBuf};
 
 /// Flags of `generate`.
@@ -100,7 +101,7 @@ pub struct ModelArgs {
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub w4a4: Option<bool>,
     /// Device to run on: auto, cpu, cuda, cuda:N or vulkan
-    #[arg(long, default_value = "auto")]
+    #[arg(long, default_value_t)]
     pub device: DeviceChoice,
     /// Number format in which the model computes
     #[arg(long, alias = "dtype", default_value = "auto", value_parser = parser::<Auto<Precision>>())]
@@ -134,6 +135,18 @@ pub struct ServeArgs {
     pub parallel: usize,
 }
 
+/// The help of a flag whose default the model card of Qwen3 gives where generation_config.json is missing.
+fn of_card(what: &str, value: impl Fn(Sampling) -> f32) -> String {
+    let (answers, thinks) = (value(Sampling::CARD), value(Sampling::CARD_THINKING));
+    let or = if answers == thinks { String::new() } else { format!(", or {thinks} if the model thinks") };
+    format!("{what} [default: that of generation_config.json; without this file {answers}{or}]")
+}
+
+/// The help of a flag that changes nothing unless generation_config.json says so.
+fn or_neutral(what: &str, value: impl Fn(Sampling) -> f32) -> String {
+    format!("{what} [default: that of generation_config.json, or {}]", value(Sampling::GREEDY))
+}
+
 /// How tokens are chosen.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Sampling")]
@@ -141,20 +154,26 @@ pub struct SamplingArgs {
     /// Maximum number of tokens in an answer
     #[arg(long, value_name = "N", alias = "max-new-tokens", default_value_t = 256)]
     pub max_tokens: usize,
-    /// Sampling temperature; 0 always takes the most likely token [default: that of generation_config.json; without this file 0.7, or 0.6 if the model thinks]
-    #[arg(long, alias = "temp")]
+    /// Divides the logits.
+    #[arg(long, alias = "temp", help = of_card("Sampling temperature; 0 always takes the most likely token", |s| s.temperature))]
     pub temperature: Option<f32>,
-    /// Sample from the most likely tokens whose probabilities sum to this (nucleus) [default: that of generation_config.json; without this file 0.8, or 0.95 if the model thinks]
-    #[arg(long, value_name = "P", alias = "topp")]
+    /// The probability of the tokens that are kept.
+    #[arg(long, value_name = "P", alias = "topp", help = of_card(
+        "Sample from the most likely tokens whose probabilities sum to this (nucleus)",
+        |s| s.top_p,
+    ))]
     pub top_p: Option<f32>,
-    /// Number of most likely tokens to sample from; 0 takes all [default: that of generation_config.json; without this file 20]
-    #[arg(long, value_name = "N")]
+    /// The number of the tokens that are kept.
+    #[arg(long, value_name = "N", help = of_card("Number of most likely tokens to sample from; 0 takes all", |s| s.top_k as f32))]
     pub top_k: Option<usize>,
-    /// Minimum probability, relative to the most likely token (min-p) [default: that of generation_config.json, or 0]
-    #[arg(long, value_name = "P")]
+    /// The least probability of the tokens that are kept.
+    #[arg(long, value_name = "P", help = or_neutral("Minimum probability, relative to the most likely token (min-p)", |s| s.min_p))]
     pub min_p: Option<f32>,
-    /// Penalty on tokens that already occurred; 1 turns it off [default: that of generation_config.json, or 1]
-    #[arg(long, value_name = "FACTOR")]
+    /// The penalty on tokens that already occurred.
+    #[arg(long, value_name = "FACTOR", help = or_neutral(
+        "Penalty on tokens that already occurred; 1 turns it off",
+        |s| s.repetition_penalty,
+    ))]
     pub repetition_penalty: Option<f32>,
     /// End the answer in front of this text; may be given several times
     #[arg(long, value_name = "TEXT")]

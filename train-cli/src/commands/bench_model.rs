@@ -3,7 +3,10 @@
 
 use crate::{
     CliError,
-    args::{BenchArgs, BenchWhat},
+    args::{
+        BenchArgs, BenchWhat,
+        measuring::{BATCH_SIZES, DECODE_CONTEXT, HEAD, PREFILL_CONTEXT, W4A4},
+    },
     device::{self, Job},
     report,
     settings::HeadFormat,
@@ -15,7 +18,7 @@ use backend_nvfp4::{
 use model_qwen3::{
     config::Qwen3Config,
     model::Qwen3,
-    sample::Sampling,
+    sampling::Sampling,
     session::{Answering, GenerateOptions, Session, step},
     weights,
 };
@@ -49,28 +52,24 @@ impl Job for Measured {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, config } = self;
-        let recipe = if args.w4a4.unwrap_or(true) { Recipe::W4a4 } else { Recipe::W4 };
-        let head = args.head.unwrap_or(HeadFormat::Nvfp4);
-        let head_name = if head == HeadFormat::Nvfp4 { "nvfp4" } else { "bf16" };
-        report::label("recipe", format!("{} · the head in {head_name}", recipe.name()));
+        let recipe = if args.w4a4.unwrap_or(W4A4) { Recipe::W4a4 } else { Recipe::W4 };
+        let head = args.head.unwrap_or(HEAD);
+        report::label("recipe", format!("{} · the head in {}", recipe.name(), head.name()));
         let model = random_model::<B>(&config, recipe, head, precision, &device)?;
         if args.what == BenchWhat::Prefill {
             return prefill(&model, &args);
         }
         let rate = copy_rate::<B>(&device);
-        let batches = if args.batch_sizes.is_empty() { vec![1, 16] } else { args.batch_sizes.clone() };
+        let batches = if args.batch_sizes.is_empty() { BATCH_SIZES.to_vec() } else { args.batch_sizes.clone() };
         for batch in batches.into_iter().map(usize::from) {
-            for (name, sampling) in [("greedy", Sampling::GREEDY), ("sampled", SAMPLED)] {
+            for (name, sampling) in [("greedy", Sampling::GREEDY), ("sampled", Sampling { seed: 1, ..Sampling::CARD })]
+            {
                 decode(&model, &args, batch, name, sampling, rate)?;
             }
         }
         Ok(())
     }
 }
-
-/// What Qwen3's model card says for answers without thinking.
-const SAMPLED: Sampling =
-    Sampling { temperature: 0.7, top_k: 20, top_p: 0.8, min_p: 0.0, repetition_penalty: 1.0, seed: 1 };
 
 /// Measures answers that are made together, each after a prompt of its own.
 fn decode<B: Nvfp4Kernels>(
@@ -81,7 +80,7 @@ fn decode<B: Nvfp4Kernels>(
     sampling: Sampling,
     rate: Option<f64>,
 ) -> Result<(), CliError> {
-    let context = args.context.unwrap_or(1024) as usize;
+    let context = args.context.unwrap_or(DECODE_CONTEXT) as usize;
     let prompts: Vec<Vec<u32>> = (0..batch).map(|n| ids(model, context, n)).collect();
     let options = GenerateOptions { max_tokens: ANSWER, sampling, stop_ids: vec![], logprobs: None };
     let mut sessions = (0..batch).map(|_| Session::new(model, context + ANSWER)).collect::<Result<Vec<_>, _>>()?;
@@ -123,7 +122,7 @@ fn decode<B: Nvfp4Kernels>(
 
 /// Measures how fast a prompt is read, up to the first token of the answer.
 fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs) -> Result<(), CliError> {
-    let context = args.context.unwrap_or(4096) as usize;
+    let context = args.context.unwrap_or(PREFILL_CONTEXT) as usize;
     let options = GenerateOptions { max_tokens: 1, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
     let mut session = Session::new(model, context + 1)?;
     let mut seconds = Vec::new();

@@ -11,11 +11,12 @@ use crate::{
         answer::{self, Answer, INTERRUPTED, LENGTH},
         dialog::Dialog,
         entry::{Entry, HELP, Source},
-        loaded::{Loaded, thinking},
+        first_answers::Expected,
+        loaded::{Loaded, Opened, thinking},
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use model_qwen3::session::Session;
+use model_qwen3::session::{PREFILL_CHUNK, Session};
 use std::path::Path;
 
 /// Runs the command.
@@ -40,9 +41,11 @@ impl Job for Chat {
         let args = self.0;
         // The script is read before the model, which takes longer.
         let mut source = Source::new(args.script.as_deref())?;
-        let mut loaded = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
+        let opened = Opened::new(flags::wanted(&args.model))?;
+        let context = flags::context(args.context, opened.config().max_position_embeddings)?;
+        let expected = Expected { prompt: context.min(PREFILL_CHUNK), together: 1 };
+        let mut loaded = opened.load::<B>(Some(expected), precision, &device)?;
         loaded.inputs.extend(args.script);
-        let context = flags::context(args.context, loaded.model.config().max_position_embeddings)?;
         let ctrl_c = CtrlC::new().map_err(CliError::io(Path::new("signals")))?;
         let mut talk = Talk {
             session: Session::new(&loaded.model, context)?,

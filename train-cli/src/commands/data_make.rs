@@ -3,7 +3,7 @@
 use crate::{
     CliError,
     args::MakeArgs,
-    data::make::{Balance, Counted, MadeRow, Recipe},
+    data::make::{Balance, Counted, MadeRow, RowRecipe},
     durable,
     outputs::check_output,
     report,
@@ -22,7 +22,7 @@ const LARGEST: u64 = 64 << 20;
 pub(super) fn run(args: &MakeArgs) -> Result<(), CliError> {
     let text = file::read_text(&args.recipe, LARGEST, "give the TOML file of a recipe")?;
     let wrong = |reason: String| CliError::Usage(format!("{}: {reason}", args.recipe.display()));
-    let recipe = Recipe::parse(&text).map_err(wrong)?;
+    let recipe = RowRecipe::parse(&text).map_err(wrong)?;
     let written = Written::of(&args.output)?;
     check_output(&args.output, std::slice::from_ref(&args.recipe))?;
     if args.output.exists() && !args.overwrite {

@@ -18,7 +18,7 @@ use crate::{
     plan, report,
     run::stored_model::StoredModel,
     settings::{LossKind, Overlong},
-    talk::loaded::Loaded,
+    talk::loaded::Opened,
     train::objective::Trainee,
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
@@ -53,8 +53,10 @@ impl Job for EvalLoss {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
         if args.recipes.is_empty() {
-            let Loaded { model, text, .. } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
-            let samples = samples(&args, &text, model.config())?;
+            let mut opened = Opened::new(flags::wanted(&args.model))?;
+            let config = opened.config().clone();
+            let samples = samples(&args, opened.text(), &config)?;
+            let model = opened.load::<B>(None, precision, &device)?.model;
             return measure(&args, model, &samples, "as it runs");
         }
         let stored = StoredModel::open(&args.model.model, args.model.tokenizer.as_deref())?;

@@ -15,7 +15,7 @@ use crate::{
     progress::{self, Writing},
     report,
     run::{
-        checkpoint::{self, Head},
+        checkpoint::{self, HeadStorage},
         export_format::ExportFormat,
         inputs::packed_scaling,
         located::{check_unchanged, located},
@@ -33,7 +33,7 @@ use model_qwen3::{
     model::Qwen3,
     names,
     repack::{HeadAs, Repacked},
-    sample::Sampling,
+    sampling::Sampling,
     session::{GenerateOptions, Session, generate},
     tensors::{Stored, Tensors, row_ranges},
     weights::{self, Live, Purpose},
@@ -123,7 +123,7 @@ fn check_like(like: &Container, format: &ExportFormat, dense: usize) -> Result<(
 
 /// What a run exports its model as.
 #[derive(Clone, Copy)]
-pub struct Form<'a> {
+pub struct Target<'a> {
     /// How weights are stored.
     pub format: ExportFormat,
     /// The file whose layout the export has.
@@ -141,10 +141,10 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
     companions: &Companions,
-    form: &Form,
+    form: &Target,
     folder: &Path,
 ) -> Result<PathBuf, CliError> {
-    let (live, Form { format, like, trained }) = (Live::new(model), *form);
+    let (live, Target { format, like, trained }) = (Live::new(model), *form);
     let tensors = Repacked::new(&live, format.store_as(like));
     let mut pending = PendingFolder::new(folder)?;
     let name = if format.recipe.packs_weights() { "model.dat" } else { "model.safetensors" };
@@ -165,10 +165,10 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
 pub fn model_to_dat<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     text: &TextFiles,
-    form: &Form,
+    form: &Target,
     path: &Path,
 ) -> Result<FileRecord, CliError> {
-    let (live, Form { format, like, trained }) = (Live::new(model), *form);
+    let (live, Target { format, like, trained }) = (Live::new(model), *form);
     let tensors = Repacked::new(&live, format.store_as(like));
     let record = write_and_check(&tensors, like.filter(|_| format.recipe.packs_weights()), path, |written| {
         let check = Check { tensors: &tensors, path: written, config: model.config(), text };
@@ -246,7 +246,7 @@ struct Check<'a> {
 }
 
 /// What a model says to the prompt of the check.
-struct Answer {
+struct Probe {
     /// The logits of the first token, of activations that are not quantized: a step of their codes is larger than what is
     /// to be found.
     logits: Vec<f32>,
@@ -262,7 +262,8 @@ impl Check<'_> {
         let spec = format.spec(model.spec().precision);
         let exported = self.answer_of_file::<B>(spec, &model.device())?;
         let difference = relative_difference(&exported.logits, &trained.logits);
-        let head_moved = !like && matches!(format.head, HeadAs::Float(_)) == (Head::of(model) == Head::Nvfp4);
+        let head_moved =
+            !like && matches!(format.head, HeadAs::Float(_)) == (HeadStorage::of(model) == HeadStorage::Nvfp4);
         let limit = differs_by_at_most(format, spec.precision, like, head_moved);
         let equal = exported.ids.iter().zip(&trained.ids).take_while(|(a, b)| a == b).count();
         let found = format!(
@@ -308,12 +309,12 @@ impl Check<'_> {
     }
 
     /// Loads the file for inference and asks its model.
-    fn answer_of_file<B: Nvfp4Kernels>(&self, spec: LinearSpec, device: &B::Device) -> Result<Answer, CliError> {
+    fn answer_of_file<B: Nvfp4Kernels>(&self, spec: LinearSpec, device: &B::Device) -> Result<Probe, CliError> {
         let file = Container::open(self.path)?;
         self.answer::<B>(&weights::load(&file, self.config, spec, Purpose::Infer, device)?)
     }
 
-    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Answer, CliError> {
+    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Probe, CliError> {
         let prompt = self.text.template.render(
             &[json!({"role": "user", "content": "Who are you? 你是誰？"})],
             RenderOptions { add_generation_prompt: true, ..Default::default() },
@@ -324,7 +325,7 @@ impl Check<'_> {
         let logits = Session::new(&model.clone().with_recipe(plain), prompt.len())?.read(&prompt)?;
         let options = GenerateOptions { max_tokens: 16, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         let ids = generate(model, &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
-        Ok(Answer { logits, ids })
+        Ok(Probe { logits, ids })
     }
 }
 

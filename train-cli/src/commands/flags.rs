@@ -6,12 +6,12 @@ use crate::{
     model_files::TextFiles,
     talk::loaded::Wanted,
 };
-use model_qwen3::{sample::Sampling, session::GenerateOptions};
+use model_qwen3::{sampling::Sampling, session::GenerateOptions};
 use std::num::NonZeroUsize;
 
 /// The model that the flags name.
 pub(super) fn wanted(args: &ModelArgs) -> Wanted<'_> {
-    Wanted { model: &args.model, tokenizer: args.tokenizer.as_deref(), w4a4: args.w4a4 }
+    Wanted { model: &args.model, tokenizer: args.tokenizer.as_deref(), w4a4: args.w4a4, device: args.device }
 }
 
 /// The tokens of a context by `--context`, for a model that takes at most `limit`.

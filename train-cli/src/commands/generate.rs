@@ -10,7 +10,8 @@ use crate::{
     talk::{
         answer::{self, Answer},
         batch::{Asked, Batch, Listener},
-        loaded::{Loaded, thinking},
+        first_answers::Expected,
+        loaded::{Loaded, Opened, thinking},
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
@@ -41,28 +42,23 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
         return Err(CliError::Usage("--answers 0: ask for at least one answer".into()));
     }
     let questions = match (&args.prompts, &args.prompt) {
-        (Some(file), _) => Questions::All(questions_of(file)?),
-        (None, Some(prompt)) => Questions::One(prompt_text(prompt)?),
+        (Some(file), _) => questions_of(file)?,
+        (None, Some(prompt)) => vec![Question { asked: prompt_text(prompt)?.into(), line: None }],
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
     device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
 }
 
-enum Questions {
-    One(String),
-    All(Vec<Question>),
-}
-
 /// What is asked: a text, or the messages of a conversation.
 struct Question {
     asked: Value,
-    /// Line of the file.
-    line: usize,
+    /// Line of the file of prompts.
+    line: Option<usize>,
 }
 
 struct Generate {
     args: GenerateArgs,
-    questions: Questions,
+    questions: Vec<Question>,
 }
 
 impl Job for Generate {
@@ -73,19 +69,49 @@ impl Job for Generate {
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let mut loaded = Loaded::<B>::new(flags::wanted(&self.args.model), precision, &device)?;
-        loaded.text.thinking = thinking(self.args.thinking, &loaded.text);
+        let Self { args, questions } = self;
+        let mut opened = Opened::new(flags::wanted(&args.model))?;
+        let limit = opened.config().max_position_embeddings;
+        let text = opened.text();
+        text.thinking = thinking(args.thinking, text);
+        let options = GenerateOptions { logprobs: args.logprobs, ..flags::options(&args.sampling, text, None) };
+        let prompts = prompts(&questions, &args, text, &options, limit)?;
+        let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
+        let answers = prompts.len() * args.answers;
+        let expected = Expected { prompt: longest.max(1), together: answers.min(args.batch_size) };
+        let loaded = opened.load::<B>(Some(expected), precision, &device)?;
         answer::say_defaults(&loaded.text, None);
-        let options =
-            GenerateOptions { logprobs: self.args.logprobs, ..flags::options(&self.args.sampling, &loaded.text, None) };
-        match self.questions {
-            Questions::One(question) if self.args.answers == 1 => one(&self.args, &loaded, &options, &question),
-            Questions::One(question) => {
-                all(&self.args, &loaded, &options, &[Question { asked: question.into(), line: 0 }])
-            }
-            Questions::All(questions) => all(&self.args, &loaded, &options, &questions),
+        match prompts.as_slice() {
+            [prompt] if args.prompts.is_none() && args.answers == 1 => one(&args, &loaded, &options, prompt),
+            prompts => all(&args, &loaded, &options, prompts, longest + options.max_tokens),
         }
     }
+}
+
+/// What is asked, as the model reads it.
+struct Prompt<'a> {
+    asked: &'a Value,
+    ids: Vec<u32>,
+}
+
+/// The prompts of all questions. Each must fit into the model together with its answer.
+fn prompts<'a>(
+    questions: &'a [Question],
+    args: &GenerateArgs,
+    text: &TextFiles,
+    options: &GenerateOptions,
+    limit: usize,
+) -> Result<Vec<Prompt<'a>>, CliError> {
+    let prompt = |question: &'a Question| {
+        let at = |e: CliError| match question.line {
+            None => e,
+            Some(line) => CliError::Usage(format!("--prompts, line {line}: {e}")),
+        };
+        let ids = prompt_ids(&question.asked, args, text).map_err(at)?;
+        check_length(&ids, options, limit).map_err(at)?;
+        Ok(Prompt { asked: &question.asked, ids })
+    };
+    questions.iter().map(prompt).collect()
 }
 
 /// Answers one prompt.
@@ -93,55 +119,44 @@ fn one<B: Nvfp4Kernels>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
     options: &GenerateOptions,
-    question: &str,
+    prompt: &Prompt,
 ) -> Result<(), CliError> {
     let Loaded { model, text, .. } = loaded;
-    let prompt = prompt_ids(&question.into(), args, text)?;
-    let capacity = capacity(&prompt, options, model.config().max_position_embeddings)?;
-    let mut session = Session::new(model, capacity)?;
+    let mut session = Session::new(model, prompt.ids.len() + options.max_tokens)?;
     let streams = !args.json && !args.no_stream;
-    let answer = Answer::of(&mut session, text, &prompt, options, &args.sampling.stop, streams, || false)?;
+    let answer = Answer::of(&mut session, text, &prompt.ids, options, &args.sampling.stop, streams, || false)?;
     if streams {
         report::stream("\n");
         report::line(answer.figures());
         return Ok(());
     }
-    print_answer(&answer, question.into(), args, text)?;
+    print_answer(&answer, prompt.asked.clone(), args, text)?;
     if !args.json {
         report::line(answer.figures());
     }
     Ok(())
 }
 
-/// Answers every prompt as often as the flags say, some at a time, and prints the answers in order.
+/// Answers every prompt as often as the flags say, some at a time, and prints the answers in order. Prompt and answer together
+/// have at most `capacity` tokens.
 fn all<B: Nvfp4Kernels>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
     options: &GenerateOptions,
-    questions: &[Question],
+    prompts: &[Prompt],
+    capacity: usize,
 ) -> Result<(), CliError> {
     let Loaded { model, text, .. } = loaded;
-    let limit = model.config().max_position_embeddings;
-    let (mut prompts, mut most) = (Vec::new(), 0);
-    for question in questions {
-        let at = |e: CliError| match question.line {
-            0 => e,
-            line => CliError::Usage(format!("--prompts, line {line}: {e}")),
-        };
-        let prompt = prompt_ids(&question.asked, args, text).map_err(at)?;
-        most = most.max(capacity(&prompt, options, limit).map_err(at)?);
-        prompts.push(prompt);
-    }
     let started = Instant::now();
     let complete = RefCell::new(BTreeMap::new());
-    let mut batch = Batch::new(model, text, most, args.batch_size);
-    let wanted = questions.len() * args.answers;
+    let mut batch = Batch::new(model, text, capacity, args.batch_size);
+    let wanted = prompts.len() * args.answers;
     let (mut begun, mut printed, mut tokens) = (0, 0, 0);
     while printed < wanted {
         while batch.has_room() && begun < wanted {
             let mut options = options.clone();
             options.sampling.seed = options.sampling.seed.wrapping_add((begun % args.answers) as u64);
-            let (prompt, ends) = (prompts[begun / args.answers].clone(), args.sampling.stop.clone());
+            let (prompt, ends) = (prompts[begun / args.answers].ids.clone(), args.sampling.stop.clone());
             let listener = Place { number: begun, complete: &complete };
             batch.begin(Asked { prompt, options, ends, listener })?;
             begun += 1;
@@ -149,7 +164,7 @@ fn all<B: Nvfp4Kernels>(
         batch.step()?;
         while let Some(answer) = complete.borrow_mut().remove(&printed) {
             let answer = answer?;
-            print_answer(&answer, questions[printed / args.answers].asked.clone(), args, text)?;
+            print_answer(&answer, prompts[printed / args.answers].asked.clone(), args, text)?;
             tokens += answer.generation.ids.len();
             printed += 1;
         }
@@ -192,17 +207,16 @@ fn print_answer(answer: &Answer, asked: Value, args: &GenerateArgs, text: &TextF
     Ok(())
 }
 
-/// Tokens of a prompt and its answer together.
-fn capacity(prompt: &[u32], options: &GenerateOptions, limit: usize) -> Result<usize, CliError> {
-    let capacity = prompt.len().saturating_add(options.max_tokens);
-    if capacity > limit {
+/// Checks that a prompt and its answer fit into the model.
+fn check_length(prompt: &[u32], options: &GenerateOptions, limit: usize) -> Result<(), CliError> {
+    if prompt.len().saturating_add(options.max_tokens) > limit {
         return Err(CliError::Usage(format!(
             "the prompt ({}) plus --max-tokens {} is too long: the model takes at most {limit} tokens; lower --max-tokens",
             report::count(prompt.len(), "token"),
             options.max_tokens,
         )));
     }
-    Ok(capacity)
+    Ok(())
 }
 
 fn prompt_text(prompt: &str) -> Result<String, CliError> {
@@ -232,7 +246,7 @@ fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
         } else {
             text.into()
         };
-        questions.push(Question { asked, line });
+        questions.push(Question { asked, line: Some(line) });
     }
     if questions.is_empty() {
         let reason = "there is no prompt in it".into();

@@ -11,11 +11,11 @@ use crate::{
     outputs::check_output,
     report,
     run::stored_model::StoredModel,
-    talk::loaded::Loaded,
+    talk::loaded::{Loaded, Opened},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{
-    sample::Sampling,
+    sampling::Sampling,
     session::{GenerateOptions, Session},
 };
 use serde_json::json;
@@ -113,8 +113,9 @@ impl Job for Needle {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
-        let loaded = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
-        args.check(loaded.model.config().max_position_embeddings)?;
+        let opened = Opened::new(flags::wanted(&args.model))?;
+        args.check(opened.config().max_position_embeddings)?;
+        let loaded = opened.load::<B>(None, precision, &device)?;
         for (l, length) in args.lengths.iter().enumerate() {
             let started = Instant::now();
             let mut found = Vec::new();

@@ -8,10 +8,14 @@ use crate::{
     model_files::ModelFiles,
     report,
     serve::{Address, Server},
-    talk::{answer, loaded::Loaded},
+    talk::{
+        answer,
+        first_answers::Expected,
+        loaded::{Loaded, Opened},
+    },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use model_qwen3::file;
+use model_qwen3::{file, session::PREFILL_CHUNK};
 use std::path::Path;
 
 /// Least bytes of a key.
@@ -45,8 +49,10 @@ impl Job for Serve {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
-        let Loaded { model, text, .. } = Loaded::<B>::new(flags::wanted(&args.model), precision, &device)?;
-        let context = flags::context(args.context, model.config().max_position_embeddings)?;
+        let opened = Opened::new(flags::wanted(&args.model))?;
+        let context = flags::context(args.context, opened.config().max_position_embeddings)?;
+        let expected = Expected { prompt: context.min(PREFILL_CHUNK), together: args.parallel };
+        let Loaded { model, text, .. } = opened.load::<B>(Some(expected), precision, &device)?;
         let name = match args.model_name {
             Some(name) => name,
             None => ModelFiles::new(&args.model.model).name(),

@@ -19,7 +19,7 @@ const VAIN_DRAWS: usize = 10_000;
 /// A recipe.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Recipe {
+pub struct RowRecipe {
     /// First line of a tab-separated file.
     pub header: Option<String>,
     /// Seed of what is drawn and of the order.
@@ -29,7 +29,7 @@ pub struct Recipe {
     pub count: Option<usize>,
     /// The order of the rows.
     #[serde(default)]
-    order: Order,
+    order: RowOrder,
     /// Which rows are left out because an earlier one is like them.
     #[serde(default)]
     dedupe: Dedupe,
@@ -42,7 +42,7 @@ pub struct Recipe {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Order {
+enum RowOrder {
     /// As the recipe lists the templates.
     #[default]
     Listed,
@@ -129,7 +129,7 @@ pub struct Balance {
     pub pools: BTreeMap<String, Vec<Counted>>,
 }
 
-impl Recipe {
+impl RowRecipe {
     /// Reads a recipe.
     ///
     /// # Errors
@@ -170,8 +170,8 @@ impl Recipe {
         }
         self.count_texts(&templates, &made, &mut balance);
         let order = match self.order {
-            Order::Listed => (0..made.len()).collect(),
-            Order::Shuffled => permutation(made.len(), seed, ORDER),
+            RowOrder::Listed => (0..made.len()).collect(),
+            RowOrder::Shuffled => permutation(made.len(), seed, ORDER),
         };
         let mut made: Vec<Option<MadeRow>> = made.into_iter().map(|(row, ..)| Some(row)).collect();
         let rows: Vec<MadeRow> = order.into_iter().filter_map(|i| made[i].take()).collect();
@@ -251,7 +251,7 @@ struct Filled<'a> {
 }
 
 impl<'a> Filled<'a> {
-    fn new(name: String, template: &'a Template, recipe: &'a Recipe) -> Result<Self, String> {
+    fn new(name: String, template: &'a Template, recipe: &'a RowRecipe) -> Result<Self, String> {
         let mut slots = Vec::new();
         let (prompt, answer) = match (&template.prompt, &template.answer, &template.pairs[..]) {
             (Some(prompt), Some(answer), []) => {
@@ -437,13 +437,13 @@ mod tests {
     const POOLS: &str = "pools.a = ['x', 'y', 'z']\npools.b = ['1', '2']\npools.yes = ['ja', 'oui']\n";
 
     fn made(text: &str) -> (Vec<String>, Balance) {
-        let recipe = Recipe::parse(text).unwrap();
+        let recipe = RowRecipe::parse(text).unwrap();
         let (rows, balance) = recipe.rows(recipe.seed, None).unwrap();
         (rows.into_iter().map(|row| format!("{}={}", row.prompt, row.answer)).collect(), balance)
     }
 
     fn refused(text: &str) -> String {
-        Recipe::parse(text).and_then(|recipe| recipe.rows(0, None).map(|_| ())).unwrap_err()
+        RowRecipe::parse(text).and_then(|recipe| recipe.rows(0, None).map(|_| ())).unwrap_err()
     }
 
     #[test]

@@ -1,15 +1,15 @@
 //! Which samples a run trains on, and in which rows: some are held out, files are repeated, samples are packed and
 //! shuffled. Every choice is a function of the seed.
 
-use crate::data::sample::Sample;
+use crate::{data::sample::Sample, settings::fields::MOST_EVALUATED};
 use backend_nvfp4::{Stream, reference};
 use std::collections::{BTreeSet, HashSet};
 
-/// Splits off evaluation rows: a share of all rows, but at most 200, and at least one of ten or more rows.
+/// Splits off evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of ten or more rows.
 pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
     let n = samples.len();
     let wanted = (n as f64 * share).round() as usize;
-    let count = if share <= 0.0 || n < 10 { 0 } else { wanted.clamp(1, 200) };
+    let count = if share <= 0.0 || n < 10 { 0 } else { wanted.clamp(1, MOST_EVALUATED) };
     let order = permutation(n, seed, u32::MAX);
     let held: HashSet<usize> = order[..count].iter().copied().collect();
     let (mut train, mut eval) = (Vec::new(), Vec::new());

@@ -55,7 +55,7 @@ pub(super) const STALE: &str = "stale-";
 /// How files store the output head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Head {
+pub enum HeadStorage {
     /// The head is the embedding.
     Tied,
     /// The head is a tensor of its own and is not quantized.
@@ -64,7 +64,7 @@ pub enum Head {
     Nvfp4,
 }
 
-impl Head {
+impl HeadStorage {
     /// The head of a model.
     pub fn of<B: Backend>(model: &Qwen3<B>) -> Self {
         match &model.lm_head {
@@ -91,7 +91,7 @@ pub struct TrainerState {
     /// Number format of activations.
     pub precision: String,
     /// How files store the output head.
-    pub head: Head,
+    pub head: HeadStorage,
     /// Whether exported NVFP4 weights have a tensor scale.
     pub two_level: bool,
     /// Gradient norm of the last step, which the next step may use for clipping.
@@ -112,7 +112,7 @@ pub struct TrainerState {
 
 impl TrainerState {
     /// The state of a run of `max_steps` steps before its first step.
-    pub fn new(settings: Settings, max_steps: usize, inputs_sha256: &str, spec: LinearSpec, head: Head) -> Self {
+    pub fn new(settings: Settings, max_steps: usize, inputs_sha256: &str, spec: LinearSpec, head: HeadStorage) -> Self {
         Self {
             version: VERSION,
             global_step: 0,
@@ -317,7 +317,7 @@ pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     plausible(folder, &state)?;
     let weights = Container::open(&folder.join(MODEL))?;
     all_finite(&weights)?;
-    let form = optimizer_file::Form::of(&state.settings, &state.precision);
+    let form = optimizer_file::StateLayout::of(&state.settings, &state.precision);
     optimizer_file::judge(&folder.join(OPTIMIZER), &weights, form, state.global_step)?;
     Ok(state)
 }
@@ -503,7 +503,7 @@ impl Resumed {
         device: &B::Device,
     ) -> Result<Qwen3<B>, CliError> {
         let tensors = &Container::open(&self.folder.join(MODEL))?;
-        let saved = Masters { tensors, quantized_head: self.state.head == Head::Nvfp4 };
+        let saved = Masters { tensors, quantized_head: self.state.head == HeadStorage::Nvfp4 };
         Ok(weights::load(&Reading::of(&saved, "loading"), config, spec, Purpose::Train(master), device)?)
     }
 

@@ -1,7 +1,7 @@
 //! How trained weights are exported: which tensors become NVFP4, with which scales. A checkpoint that answers is read through
 //! the same format, so that it answers as its export would.
 
-use super::checkpoint::{Head, TrainerState};
+use super::checkpoint::{HeadStorage, TrainerState};
 use crate::settings::HeadFormat;
 use backend_nvfp4::{BlockShape, LinearSpec, Precision, Recipe, Scaling};
 use model_qwen3::{
@@ -26,12 +26,12 @@ pub struct ExportFormat {
     pub shares_scale: bool,
 }
 
-impl From<Head> for HeadAs {
+impl From<HeadStorage> for HeadAs {
     /// How a head is exported that was trained so.
-    fn from(trained: Head) -> Self {
+    fn from(trained: HeadStorage) -> Self {
         match trained {
-            Head::Nvfp4 => Self::OwnNvfp4,
-            Head::Tied | Head::Dense => Self::Float(FloatType::F16),
+            HeadStorage::Nvfp4 => Self::OwnNvfp4,
+            HeadStorage::Tied | HeadStorage::Dense => Self::Float(FloatType::F16),
         }
     }
 }

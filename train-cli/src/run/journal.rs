@@ -25,7 +25,7 @@ use crate::{
     train::evaluation::Evaluation,
     train::guard::Guard,
     train::step::Stepper,
-    train::training_loop::{Ahead, Between, StepReport},
+    train::training_loop::{Between, StepReport, StillToDo},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -260,14 +260,14 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         Ok(!self.samples.prompts.is_empty() && !answered)
     }
 
-    fn ahead(&self, step: usize) -> Ahead {
+    fn ahead(&self, step: usize) -> StillToDo {
         let (steps, saving) = (self.order.steps, &self.plan.settings.saving);
         let saves = match saving.save_strategy {
             SaveStrategy::No => 0,
             SaveStrategy::Steps => due_after(saving.save_every(steps), step, steps),
         };
         let evaluations = due_after(self.eval_steps, step, steps);
-        Ahead { evaluations, saves, evaluation_cost: self.evaluation_cost }
+        StillToDo { evaluations, saves, evaluation_cost: self.evaluation_cost }
     }
 
     fn ends_early(&self) -> bool {

@@ -1,4 +1,4 @@
-//! A training run on disk: the inputs it reads, the folder it writes, its journal its checkpoints, and the models that it
+//! A training run on disk: the inputs it reads, the folder it writes, its journal, its checkpoints, and the models that it
 //! leaves: found, read as they were trained, and recorded.
 
 pub mod beginning;

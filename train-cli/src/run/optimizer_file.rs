@@ -179,7 +179,7 @@ fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_,
 
 /// How the states of a run's tensors are stored.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Form {
+pub(super) struct StateLayout {
     /// The form of the moments of matrices.
     kind: StateKind,
     /// The type of float moments in [`StateKind::Bf16`].
@@ -197,7 +197,7 @@ struct Wanted {
     positive: bool,
 }
 
-impl Form {
+impl StateLayout {
     /// The form in a run with these settings, whose activations have this number format.
     pub(super) fn of(settings: &Settings, precision: &str) -> Self {
         let float = if precision == Precision::Bf16.name() { Dtype::BF16 } else { Dtype::F32 };
@@ -234,7 +234,7 @@ impl Form {
 ///
 /// # Errors
 /// If something of that is not so, or the file cannot be read.
-pub(super) fn judge(path: &Path, weights: &Container, form: Form, done: usize) -> Result<(), CliError> {
+pub(super) fn judge(path: &Path, weights: &Container, form: StateLayout, done: usize) -> Result<(), CliError> {
     let bad = |text: String| CliError::corrupt(path, text);
     let file = SafeFile::open(path)?;
     let mut left: BTreeMap<&str, &SafeEntry> = file.entries().iter().map(|e| (e.name.as_str(), e)).collect();

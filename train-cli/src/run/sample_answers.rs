@@ -6,7 +6,7 @@ use burn::{module::Param, tensor::Tensor};
 use model_qwen3::{
     chat_template::RenderOptions,
     model::Qwen3,
-    sample::Sampling,
+    sampling::Sampling,
     session::{GenerateOptions, StopReason, generate},
     weights::Replace,
 };

@@ -318,7 +318,7 @@ mod tests {
                 float: DType::F32,
             };
             let optimizer = ChunkedAdamw::new(adamw, Default::default());
-            let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::Head::of(&model));
+            let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::HeadStorage::of(&model));
             let mut trained = Self { model, optimizer, state };
             trained.step();
             trained

@@ -145,11 +145,25 @@ impl StoredModel {
         precision: Precision,
         device: &B::Device,
     ) -> Result<Qwen3<B>, CliError> {
-        let spec = LinearSpec::new(recipe, Scaling::Two, precision).each_row();
+        let spec = answering(recipe, precision);
         let load = |tensors: &dyn Tensors| {
             weights::load(&Reading::of(tensors, "loading"), &self.config, spec, Purpose::Infer, device)
         };
         Ok(self.with_tensors(load)?)
+    }
+
+    /// Makes a small model of zeros that launches the kernels of the one that [`Self::load`] loads.
+    ///
+    /// # Errors
+    /// If the weights do not fit the config.
+    pub fn outline<B: Nvfp4Kernels>(
+        &self,
+        recipe: Recipe,
+        precision: Precision,
+        device: &B::Device,
+    ) -> Result<Qwen3<B>, CliError> {
+        let spec = answering(recipe, precision);
+        Ok(self.with_tensors(|tensors| weights::outline(tensors, &self.config, spec, device))?)
     }
 
     /// Loads the model so that a forward rounds as a recipe does. Under bf16 nothing is rounded, and NVFP4 weights are
@@ -178,6 +192,11 @@ impl StoredModel {
         let model = weights::load(&reading, &self.config, spec, Purpose::Train(master), device)?;
         Ok(model.with_bf16_last_blocks(self.trained.as_ref().map_or(0, |trained| trained.bf16_last_blocks)))
     }
+}
+
+/// How a model that answers computes: with an activation scale for each token, so that tokens do not depend on each other's.
+fn answering(recipe: Recipe, precision: Precision) -> LinearSpec {
+    LinearSpec::new(recipe, Scaling::Two, precision).each_row()
 }
 
 fn holds_nvfp4(tensors: &dyn Tensors) -> bool {

@@ -14,7 +14,7 @@ use axum::http::StatusCode;
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
     model::Qwen3,
-    sample::Logprobs,
+    sampling::Logprobs,
     session::{GenerateOptions, Generation},
 };
 use std::{collections::VecDeque, sync::Arc, thread::JoinHandle};

@@ -6,7 +6,7 @@ use crate::{
     talk::answer::{Answer, LENGTH},
 };
 use axum::http::StatusCode;
-use model_qwen3::{json, sample::Logprobs, session::Generation, tokenizer::Tokenizer};
+use model_qwen3::{json, sampling::Logprobs, session::Generation, tokenizer::Tokenizer};
 use serde_json::{Value, json};
 
 /// Which of the two interfaces a reply belongs to.

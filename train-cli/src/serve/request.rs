@@ -2,7 +2,7 @@
 
 use super::{json_fields::Fields, refusal::Refusal};
 use crate::model_files::TextFiles;
-use model_qwen3::{chat_template::RenderOptions, sample::Sampling, session::GenerateOptions};
+use model_qwen3::{chat_template::RenderOptions, sampling::Sampling, session::GenerateOptions};
 use serde_json::{Map, Value, json};
 
 /// Most choices of a request.

@@ -339,6 +339,16 @@ pub enum HeadFormat {
     Bf16,
 }
 
+impl HeadFormat {
+    /// Its name in flags and on the screen.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nvfp4 => "nvfp4",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
 /// Whether a run saves anything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
@@ -363,10 +373,11 @@ pub enum ReportTo {
 }
 
 /// A device as the user names it: `auto`, `cpu`, `cuda`, `cuda:1`, `vulkan`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum DeviceChoice {
     /// The first CUDA device if there is one, else the CPU.
+    #[default]
     Auto,
     /// The CPU.
     Cpu,

@@ -104,8 +104,10 @@ pub struct DataSettings {
     /// Evaluation file, instead of held-out training rows
     #[arg(long, value_name = "FILE", alias = "valid-data")]
     pub eval_data: Option<PathBuf>,
-    /// Share of the training rows held out for evaluation, at most 200 rows
-    #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size")]
+    /// Share of the training rows that are held out.
+    #[arg(long, value_name = "SHARE", alias = "val-size", alias = "val-set-size", help = format!(
+        "Share of the training rows held out for evaluation, at most {MOST_EVALUATED} rows"
+    ))]
     pub val_split: f64,
     /// Format of the data files
     #[arg(long, alias = "format-type", value_parser = parser::<Auto<Format>>())]
@@ -481,6 +483,9 @@ impl Default for AdvancedSettings {
     }
 }
 
+/// Most training rows that are held out for evaluation.
+pub const MOST_EVALUATED: usize = 200;
+
 /// Maximum length of a training sequence in tokens, if none is given and the model takes as many.
 pub const MAX_SEQ_LENGTH: usize = 2048;
 
@@ -587,14 +592,26 @@ impl Settings {
     #[must_use]
     pub fn absolute(&self) -> Self {
         let mut all = self.clone();
-        let (data, saving) = (&mut all.data, &mut all.saving);
-        let single = [&mut all.model.model, &mut all.model.init_config, &mut all.model.tokenizer, &mut data.eval_data];
-        let others =
-            [&mut data.token_cache, &mut saving.output_dir, &mut saving.output_dat, &mut all.logging.vram_report];
-        let paths = single.into_iter().chain(others).flatten().chain(&mut data.data);
         // Only an empty path or an unknown working directory has no absolute form.
-        paths.for_each(|path| *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone()));
+        all.paths().for_each(|(_, path)| *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone()));
         all
+    }
+
+    /// Every path that is given, with its flag.
+    pub fn paths(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {
+        let Self { model, data, saving, logging, .. } = self;
+        let single = [
+            ("--model", &mut model.model),
+            ("--init-config", &mut model.init_config),
+            ("--tokenizer", &mut model.tokenizer),
+            ("--eval-data", &mut data.eval_data),
+            ("--token-cache", &mut data.token_cache),
+            ("--output-dir", &mut saving.output_dir),
+            ("--output-dat", &mut saving.output_dat),
+            ("--vram-report", &mut logging.vram_report),
+        ];
+        let single = single.into_iter().filter_map(|(flag, path)| Some((flag, path.as_mut()?)));
+        single.chain(data.data.iter_mut().map(|path| ("--data", path)))
     }
 
     /// The settings as a config file.

@@ -3,7 +3,7 @@
 use crate::{CliError, model_files::TextFiles, report, talk::stop_text::StopText};
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
-    sample::Logprobs,
+    sampling::Logprobs,
     session::{GenerateOptions, Generation, Progress, Session, StopReason},
     tokenizer::{TextStream, Tokenizer},
 };

@@ -1,8 +1,12 @@
 //! A model that answers, on a device: what [`crate::run::stored_model`] finds and loads, with the text files that it needs.
 
-use crate::{CliError, model_files::TextFiles, report, run::stored_model::StoredModel};
+use super::first_answers::{Expected, FirstAnswers};
+use crate::{
+    CliError, ahead::Ahead, device, model_files::TextFiles, report, run::stored_model::StoredModel,
+    settings::DeviceChoice,
+};
 use backend_nvfp4::{Nvfp4Kernels, Precision};
-use model_qwen3::model::Qwen3;
+use model_qwen3::{config::Qwen3Config, model::Qwen3};
 use std::path::{Path, PathBuf};
 
 /// Which model is wanted, and how it computes.
@@ -14,6 +18,59 @@ pub struct Wanted<'a> {
     pub tokenizer: Option<&'a Path>,
     /// Whether activations are quantized. If nobody says, they are as the model was trained.
     pub w4a4: Option<bool>,
+    /// Where it computes.
+    pub device: DeviceChoice,
+}
+
+/// A model whose files are open.
+pub struct Opened<'a> {
+    wanted: Wanted<'a>,
+    stored: StoredModel,
+}
+
+impl<'a> Opened<'a> {
+    /// Opens the model that is wanted.
+    ///
+    /// # Errors
+    /// If its files are missing or broken.
+    pub fn new(wanted: Wanted<'a>) -> Result<Self, CliError> {
+        Ok(Self { wanted, stored: StoredModel::open(wanted.model, wanted.tokenizer)? })
+    }
+
+    /// The tokenizer, chat template and stop tokens of the model.
+    pub fn text(&mut self) -> &mut TextFiles {
+        &mut self.stored.text
+    }
+
+    /// The shape of the model.
+    pub fn config(&self) -> &Qwen3Config {
+        &self.stored.config
+    }
+
+    /// Loads the model, and prints what was chosen. Where answers are `expected`, the kernels that they need are compiled
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// If the weights are broken, or `--w4a4` does not fit them.
+    pub fn load<B: Nvfp4Kernels>(
+        self,
+        expected: Option<Expected>,
+        precision: Precision,
+        device: &B::Device,
+    ) -> Result<Loaded<B>, CliError> {
+        let Self { wanted, stored } = self;
+        let recipe = stored.recipe(wanted.w4a4)?;
+        let choice = device::resolved(wanted.device);
+        let first = |expected| FirstAnswers { stored: &stored, recipe, expected };
+        let ahead = expected.map(|expected| Ahead::compile(choice, precision, first(expected)));
+        let model = stored.load(recipe, precision, device)?;
+        if let Some(ahead) = ahead {
+            ahead.finish();
+        }
+        let config = stored.files.config_file(wanted.tokenizer);
+        let inputs = stored.files.weight_files().into_iter().chain([config]).chain(stored.text.files()).collect();
+        Ok(Loaded { model, text: stored.text, inputs })
+    }
 }
 
 /// A model with what turns text into its tokens.
@@ -24,20 +81,6 @@ pub struct Loaded<B: Nvfp4Kernels> {
     pub text: TextFiles,
     /// The files that were read, and those beside them. None of them may be overwritten.
     pub inputs: Vec<PathBuf>,
-}
-
-impl<B: Nvfp4Kernels> Loaded<B> {
-    /// Loads the model that is wanted, and prints what was chosen.
-    ///
-    /// # Errors
-    /// If its files are missing or broken, or `--w4a4` does not fit them.
-    pub fn new(wanted: Wanted<'_>, precision: Precision, device: &B::Device) -> Result<Self, CliError> {
-        let stored = StoredModel::open(wanted.model, wanted.tokenizer)?;
-        let model = stored.load(stored.recipe(wanted.w4a4)?, precision, device)?;
-        let config = stored.files.config_file(wanted.tokenizer);
-        let inputs = stored.files.weight_files().into_iter().chain([config]).chain(stored.text.files()).collect();
-        Ok(Self { model, text: stored.text, inputs })
-    }
 }
 
 /// Whether answers think: as somebody asked, else as in training. Says if the two differ.

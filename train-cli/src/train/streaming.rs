@@ -32,7 +32,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         AB: TrainingBackend<InnerBackend = B>,
     {
         let (traces, h_MD) = forward(net, batch, self.kept);
-        let Head { loss, dy_MD, tied_VD } = match self.head(net, batch, h_MD) {
+        let HeadPass { loss, dy_MD, tied_VD } = match self.head(net, batch, h_MD) {
             Ok(head) => head,
             Err(error) => {
                 // A device that has failed computes no backward.
@@ -49,7 +49,12 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     }
 
     /// The loss and the backward of final norm and head.
-    fn head<AB>(&mut self, net: &mut Trainee<AB>, batch: &MicroBatch, h_MD: Tensor<B, 2>) -> Result<Head<B>, CliError>
+    fn head<AB>(
+        &mut self,
+        net: &mut Trainee<AB>,
+        batch: &MicroBatch,
+        h_MD: Tensor<B, 2>,
+    ) -> Result<HeadPass<B>, CliError>
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
@@ -74,7 +79,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
             model
         });
         self.note(net, "head_done")?;
-        Ok(Head { loss, dy_MD, tied_VD })
+        Ok(HeadPass { loss, dy_MD, tied_VD })
     }
 
     /// The backward of the trained blocks, last to first. Returns the gradient of the first one's input.
@@ -129,7 +134,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
 }
 
 /// What the backward of the head gives.
-struct Head<B: Nvfp4Kernels> {
+struct HeadPass<B: Nvfp4Kernels> {
     loss: f32,
     /// The gradient of the last block's output.
     dy_MD: Tensor<B, 2>,

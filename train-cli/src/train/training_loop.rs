@@ -75,7 +75,7 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     fn misses_evaluation(&self, step: usize, has_rows: bool) -> Result<bool, CliError>;
 
     /// What the run still does besides the steps after step `step`, counted from 1.
-    fn ahead(&self, step: usize) -> Ahead;
+    fn ahead(&self, step: usize) -> StillToDo;
 
     /// Whether the run ends here, because the evaluation losses have stopped falling.
     fn ends_early(&self) -> bool;
@@ -108,7 +108,7 @@ pub trait Between<B: Nvfp4Kernels>: Send {
 
 /// What is still to be done between steps, if the run makes all its steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Ahead {
+pub struct StillToDo {
     /// Number of evaluations, with their sample answers.
     pub evaluations: usize,
     /// Number of checkpoints.
@@ -398,7 +398,7 @@ struct Pace {
 
 impl Pace {
     /// Seconds until the end of a run that still makes so many steps, and what is `ahead` between them.
-    fn left(&self, steps: usize, ahead: Ahead) -> f64 {
+    fn left(&self, steps: usize, ahead: StillToDo) -> f64 {
         let step = self.steps.next().unwrap_or(0.0);
         let evaluation = self.evaluations.next().unwrap_or(ahead.evaluation_cost * step);
         let save = self.saves.next().unwrap_or(0.0);
@@ -408,12 +408,12 @@ impl Pace {
 
 #[cfg(test)]
 mod tests {
-    use super::{Ahead, Pace};
+    use super::{Pace, StillToDo};
 
     #[test]
     fn the_time_left_counts_evaluations_and_checkpoints_to_come() {
         let mut pace = Pace::default();
-        let ahead = Ahead { evaluations: 3, saves: 2, evaluation_cost: 4.0 };
+        let ahead = StillToDo { evaluations: 3, saves: 2, evaluation_cost: 4.0 };
         assert_eq!(pace.left(10, ahead), 0.0);
         // The first step is all that is known. An evaluation is expected to take as long as four steps.
         pace.steps.add(5.0);
@@ -426,7 +426,7 @@ mod tests {
         pace.evaluations.add(7.0);
         pace.saves.add(11.0);
         assert_eq!(pace.left(10, ahead), 20.0 + 3.0 * 7.0 + 2.0 * 11.0);
-        assert_eq!(pace.left(0, Ahead { evaluations: 1, saves: 1, ..ahead }), 18.0);
-        assert_eq!(pace.left(0, Ahead::default()), 0.0);
+        assert_eq!(pace.left(0, StillToDo { evaluations: 1, saves: 1, ..ahead }), 18.0);
+        assert_eq!(pace.left(0, StillToDo::default()), 0.0);
     }
 }

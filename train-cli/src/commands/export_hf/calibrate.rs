@@ -5,7 +5,7 @@
 
 use crate::{
     CliError,
-    args::{ActivationsArg, ExportHfArgs, HfFormat},
+    args::{ActivationsArg, ExportHfArgs, HfFormat, files::CALIBRATION_ROWS},
     data::{
         format::RowOptions,
         read::{self, DataOptions},
@@ -21,9 +21,6 @@ use crate::{
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{calibration::InputMaxima, model::ids_tensor, tensors::Tensors, weights::to_host};
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
-
-/// Number of sequences that are read without `--calibration-rows`.
-const ROWS: usize = 64;
 
 /// What was measured.
 pub(super) struct Calibration {
@@ -65,7 +62,7 @@ pub(super) fn of_model(args: &ExportHfArgs) -> Result<Option<Calibration>, CliEr
     }
     let files = data_files::all_named_by(&args.calibration_data)?;
     let stored = StoredModel::open(&args.model, args.tokenizer.as_deref())?;
-    let rows = args.calibration_rows.map_or(ROWS, usize::from);
+    let rows = args.calibration_rows.map_or(CALIBRATION_ROWS, usize::from);
     let found = device::run(args.device, None, Measure { stored: &stored, files: &files, rows })?;
     let largest = found.amax.iter().max_by(|a, b| a.1.total_cmp(b.1));
     report::label(

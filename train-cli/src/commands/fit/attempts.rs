@@ -9,7 +9,7 @@ use crate::{
     memory::vram::VramReport,
     report,
     run::beginning::Beginning,
-    run::checkpoint::{self, Head, Resumed, TrainerState},
+    run::checkpoint::{self, HeadStorage, Resumed, TrainerState},
     run::folder,
     run::journal::Journal,
     run::sample_answers::Samples,
@@ -39,7 +39,7 @@ pub(super) struct Outcome<B: Nvfp4Kernels> {
     pub(super) beginning: Option<Beginning>,
     pub(super) samples: Samples,
     pub(super) journal: Journal,
-    pub(super) head: Head,
+    pub(super) head: HeadStorage,
 }
 
 impl Ready {

@@ -9,7 +9,7 @@ use crate::{
     interrupt::Interruption,
     plan::Plan,
     report,
-    run::checkpoint::{self, FINAL, Head, Resumed, TrainerState},
+    run::checkpoint::{self, FINAL, HeadStorage, Resumed, TrainerState},
     run::evaluations::Evaluations,
     run::export_format::ExportFormat,
     run::folder,
@@ -105,7 +105,7 @@ impl Ready {
     fn export<B: Nvfp4Kernels>(
         &self,
         model: &Qwen3<B>,
-        head: Head,
+        head: HeadStorage,
         go_on: &dyn Fn() -> Result<(), CliError>,
     ) -> Result<Option<(PathBuf, Option<FileRecord>)>, CliError> {
         let (plan, text) = (&self.plan, &self.inputs.text);
@@ -120,7 +120,7 @@ impl Ready {
         let format = format.with_head(plan.settings.saving.head);
         let template = text.template_sha256.clone();
         let trained = trained::Trained::by(&plan.settings, layers, scaling, template, self.inputs.thinking);
-        let form = export::Form { format, like: self.original(), trained: &trained };
+        let form = export::Target { format, like: self.original(), trained: &trained };
         let exported = export::model_to_folder(model, text, &plan.companions, &form, &plan.output_dir.join(FINAL))?;
         report::label("export", exported.display().to_string());
         go_on()?;

@@ -4,17 +4,18 @@
 //! | file | what it does |
 //! |---|---|
 //! | `ready.rs` | reads and checks the inputs; makes model, optimizer and state |
-//! | `rehearsal.rs` | makes the first steps on a device that only records kernels, so that they are compiled ahead |
+//! | `first_steps.rs` | makes the first steps on a device that only records kernels, so that they are compiled ahead |
 //! | `attempts.rs` | trains to the last step, from a checkpoint again after a bad step |
 //! | `ending.rs` | compares, exports and records the trained model |
 
 mod attempts;
 mod ending;
+mod first_steps;
 mod ready;
-mod rehearsal;
 
 use crate::{
     CliError,
+    ahead::{self, Ahead},
     args::FitArgs,
     commands::demo,
     device::{self, Job},
@@ -31,10 +32,10 @@ use crate::{
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::is_complete;
+use first_steps::FirstSteps;
 use kernels_cubecl::cuda_source::{Launch, SourceDevice};
 use ready::Ready;
 pub(crate) use ready::scaling;
-use rehearsal::Rehearsal;
 use std::{path::Path, sync::Arc};
 
 /// What a user can do whose device has not enough memory.
@@ -80,7 +81,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
 pub fn rehearsed(args: &FitArgs, device: SourceDevice, precision: Precision) -> Result<Vec<Launch>, CliError> {
     let (plan, resumed, _) = planned(args)?;
     let ready = Ready::new(plan, DeviceChoice::Cpu, precision, resumed.as_ref())?;
-    device::rehearsed(device, precision, Rehearsal(&ready))
+    ahead::rehearsed(device, precision, FirstSteps(&ready))
 }
 
 /// The run folder that was typed.
@@ -201,7 +202,7 @@ impl Job for Fit {
             return Ok(());
         }
         // The run folder is not made yet, so that a signal which ends the program here leaves nothing behind.
-        device::compile_ahead(choice, precision, Rehearsal(&ready));
+        Ahead::compile(choice, precision, FirstSteps(&ready)).finish();
         lock.iter_mut().for_each(folder::Lock::begins);
         match resumed {
             None => folder::create(&ready.plan, &ready.inputs)?,

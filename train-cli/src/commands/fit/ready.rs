@@ -6,7 +6,7 @@ use crate::{
     plan::Plan,
     progress::Reading,
     report,
-    run::checkpoint::{Head, Resumed, TrainerState},
+    run::checkpoint::{HeadStorage, Resumed, TrainerState},
     run::inputs::Inputs,
     run::preflight::{self, Forecast, Undo},
     settings::DeviceChoice,
@@ -107,7 +107,7 @@ impl Ready {
 
     /// The state of the run before its next step.
     pub(super) fn state<B: Nvfp4Kernels>(&self, resumed: Option<&Resumed>, model: &Qwen3<Autodiff<B>>) -> TrainerState {
-        let (steps, head) = (self.inputs.order(&self.plan).steps, Head::of(model));
+        let (steps, head) = (self.inputs.order(&self.plan).steps, HeadStorage::of(model));
         let mut new = TrainerState::new(self.plan.settings.clone(), steps, &self.inputs.sha256, self.spec, head);
         new.thinking = self.inputs.thinking;
         match resumed {

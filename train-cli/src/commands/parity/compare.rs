@@ -2,10 +2,12 @@
 //! the final norm and the logits it prints how far the two are apart, and it names the first layer in which they differ by more
 //! than rounding. For that layer it names the weight that differs most. The likeliest first tokens of both come last.
 
-use super::fixture::bound;
 use crate::{
     CliError,
-    args::ParityArgs,
+    args::{
+        ParityArgs,
+        measuring::{NVFP4_TOLERANCE, hidden_tolerance},
+    },
     device::{self, Job},
     report,
     run::stored_model::StoredModel,
@@ -17,7 +19,7 @@ use model_qwen3::{
     model::{Places, Qwen3, ids_tensor},
     names,
     repack::{Repacked, StoreAs},
-    sample::Logprobs,
+    sampling::Logprobs,
     tensors::Tensors,
     weights::to_host,
 };
@@ -25,9 +27,6 @@ use serde_json::json;
 
 /// Number of first tokens that are shown.
 const TOP: usize = 10;
-/// How far hidden states may differ if one model is rounded to NVFP4 and the other is not, relative to their norm. Two
-/// unrelated models differ by 1.4.
-const NVFP4: f64 = 0.5;
 
 /// Compares what the flags name and prints what was found.
 ///
@@ -63,18 +62,22 @@ struct Side {
 }
 
 impl Side {
-    fn load<B: Nvfp4Kernels>(&self, precision: Precision, device: &B::Device) -> Result<(Qwen3<B>, Form), CliError> {
+    fn load<B: Nvfp4Kernels>(
+        &self,
+        precision: Precision,
+        device: &B::Device,
+    ) -> Result<(Qwen3<B>, Rounding), CliError> {
         let stored = &self.stored;
         match self.recipe {
             Some(recipe) => {
                 let weights = recipe.packs_weights() || stored.is_stored_packed();
-                let form = Form { weights, activations: recipe.packs_activations() };
+                let form = Rounding { weights, activations: recipe.packs_activations() };
                 Ok((stored.load_under(recipe, precision, device)?, form))
             }
             None => {
                 let recipe = stored.recipe(None)?;
                 let packed = stored.is_packed();
-                let form = Form { weights: packed, activations: packed && recipe.packs_activations() };
+                let form = Rounding { weights: packed, activations: packed && recipe.packs_activations() };
                 Ok((stored.load(recipe, precision, device)?, form))
             }
         }
@@ -83,7 +86,7 @@ impl Side {
 
 /// What of a model is rounded to NVFP4.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Form {
+struct Rounding {
     weights: bool,
     activations: bool,
 }
@@ -140,7 +143,7 @@ impl Job for Compare<'_> {
         };
         let ((left, a), (right, b)) = (computed(self.left)?, computed(self.right)?);
         let blocks = self.left.stored.config.num_hidden_layers;
-        let rounding = if a == b { bound("hidden", precision, blocks) } else { NVFP4 };
+        let rounding = if a == b { hidden_tolerance(precision, blocks) } else { NVFP4_TOLERANCE };
         let limit = self.args.tolerance.unwrap_or(rounding);
         let layers: Vec<Layer> =
             left.iter().zip(&right).map(|((name, ours), (_, theirs))| Layer::of(name, ours, theirs, limit)).collect();

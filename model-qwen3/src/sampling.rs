@@ -25,6 +25,10 @@ impl Sampling {
     /// Always takes the most likely token.
     pub const GREEDY: Self =
         Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };
+    /// What the model card of Qwen3 says for answers without thinking.
+    pub const CARD: Self = Self { temperature: 0.7, top_p: 0.8, top_k: 20, ..Self::GREEDY };
+    /// What it says for answers with thinking.
+    pub const CARD_THINKING: Self = Self { temperature: 0.6, top_p: 0.95, ..Self::CARD };
 }
 
 /// Logarithms of probabilities (base e) at one position: those of the model, before penalty and temperature.

@@ -1,0 +1,124 @@
+//! A model that stands for another in a rehearsal: it launches the same kernels, with little memory.
+
+use super::load::{Purpose, load};
+use crate::{
+    ModelError,
+    config::Qwen3Config,
+    model::Qwen3,
+    names::{EMBEDDING, HEAD, block_of, is_projection, with_block},
+    tensors::{Stored, Tensors, row_width},
+};
+use backend_nvfp4::{
+    GivenScale, LinearSpec, Nvfp4Kernels, Packed,
+    layout::{scales_per_row, words_per_row},
+};
+use std::{collections::HashMap, ops::Range, path::Path};
+
+/// Entries of the vocabulary. What a kernel of a block does depends on no vocabulary.
+const VOCABULARY: usize = 1024;
+
+/// Makes a model for inference whose weights are zeros: it has one block of each kind that the model in `tensors` has, and a
+/// small vocabulary. A kind is which layers of a block are NVFP4, and which of them have a scale for their activations.
+///
+/// # Errors
+/// As [`load()`].
+pub fn outline<B: Nvfp4Kernels>(
+    tensors: &dyn Tensors,
+    config: &Qwen3Config,
+    spec: LinearSpec,
+    device: &B::Device,
+) -> Result<Qwen3<B>, ModelError> {
+    let blocks = one_of_each_kind(tensors);
+    let config = Qwen3Config {
+        num_hidden_layers: blocks.len(),
+        vocab_size: VOCABULARY.min(config.vocab_size),
+        ..config.clone()
+    };
+    let outline = Outline { tensors, blocks, vocabulary: config.vocab_size };
+    load(&outline, &config, spec, Purpose::Infer, device)
+}
+
+/// The first block of each kind, in order.
+fn one_of_each_kind(tensors: &dyn Tensors) -> Vec<usize> {
+    let mut kinds: HashMap<usize, Vec<(String, bool, bool)>> = HashMap::new();
+    for name in tensors.names().into_iter().filter(|name| is_projection(name)) {
+        if let Some(block) = block_of(&name) {
+            let packed = matches!(tensors.stored(&name), Some(Stored::Packed { .. }));
+            kinds.entry(block).or_default().push((with_block(&name, 0), packed, tensors.gives_input_scale(&name)));
+        }
+    }
+    let mut kinds: Vec<(usize, Vec<(String, bool, bool)>)> = kinds.into_iter().collect();
+    kinds.iter_mut().for_each(|(_, layers)| layers.sort());
+    kinds.sort();
+    let mut firsts: Vec<(usize, Vec<(String, bool, bool)>)> = Vec::new();
+    for (block, layers) in kinds {
+        if firsts.iter().all(|(_, others)| *others != layers) {
+            firsts.push((block, layers));
+        }
+    }
+    firsts.into_iter().map(|(block, _)| block).collect()
+}
+
+/// Tensors of zeros, in the types and shapes of a model's tensors.
+struct Outline<'a> {
+    tensors: &'a dyn Tensors,
+    /// The blocks of the model that this one has.
+    blocks: Vec<usize>,
+    vocabulary: usize,
+}
+
+impl Outline<'_> {
+    /// The name that a tensor has in the model.
+    fn origin(&self, name: &str) -> String {
+        match block_of(name).and_then(|block| self.blocks.get(block)) {
+            Some(block) => with_block(name, *block),
+            None => name.to_owned(),
+        }
+    }
+}
+
+impl Tensors for Outline<'_> {
+    fn path(&self) -> &Path {
+        self.tensors.path()
+    }
+
+    /// None: who loads this model asks for all that it has.
+    fn names(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn stored(&self, name: &str) -> Option<Stored> {
+        let mut stored = self.tensors.stored(&self.origin(name))?;
+        if [EMBEDDING, HEAD].contains(&name) {
+            match &mut stored {
+                Stored::Dense { shape, .. } => shape.iter_mut().take(1).for_each(|rows| *rows = self.vocabulary),
+                Stored::Packed { rows, .. } => *rows = self.vocabulary,
+            }
+        }
+        Some(stored)
+    }
+
+    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
+        let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        Ok(vec![0.0; rows.len() * row_width(&stored.shape())])
+    }
+
+    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
+        match self.stored(name) {
+            Some(Stored::Packed { rows, cols, .. }) => Ok(Packed {
+                codes: vec![0; rows * words_per_row(cols)],
+                scales: vec![0; rows * scales_per_row(cols)],
+                global: 1.0,
+            }),
+            _ => Err(ModelError::missing(self.path(), name)),
+        }
+    }
+
+    fn gives_input_scale(&self, name: &str) -> bool {
+        self.tensors.gives_input_scale(&self.origin(name))
+    }
+
+    fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
+        self.tensors.input_scale(&self.origin(name))
+    }
+}
