@@ -30,11 +30,19 @@ source, target = torch.empty(1 << 30, dtype=torch.uint8, device="cuda"), torch.e
 print(f"copy 1 GiB: {2 * (1 << 30) / median(lambda: target.copy_(source)) / 1e9:.0f} GB/s")
 
 for m in (2048, 4096, 8192):
-    for name, n, k in (("q", 4096, 2560), ("k, v", 1024, 2560), ("o", 2560, 4096), ("gate, up", 9728, 2560), ("down", 2560, 9728)):
+    for name, n, k in (
+        ("q", 4096, 2560), ("k, v", 1024, 2560), ("q + k + v", 6144, 2560), ("o", 2560, 4096), ("gate, up", 9728, 2560),
+        ("gate + up", 19456, 2560), ("down", 2560, 9728),
+    ):
         x, w, dy = bf16(m, k), bf16(n, k), bf16(m, n)
         work = 2 * m * n * k / 1e12
         forward, dgrad, wgrad = (work / median(c) for c in (lambda: x @ w.t(), lambda: dy @ w, lambda: dy.t() @ x))
         print(f"cuBLAS {name} {m}x{n}x{k}: forward {forward:.0f}, dgrad {dgrad:.0f}, wgrad {wgrad:.0f} TFLOP/s")
+
+# The head in a chunk of 1,024 tokens, as `bench kernels` has it: logits, dgrad and wgrad, one after another.
+h, w, logits = bf16(1024, 2560), bf16(151_936, 2560), bf16(1024, 151_936)
+three = median(lambda: (h @ w.t(), logits @ w, logits.t() @ h))
+print(f"cuBLAS head, its three products alone 1024x151936x2560: {6 * 1024 * 151_936 * 2560 / 1e12 / three:.0f} TFLOP/s")
 
 for t in (2048, 4096, 8192):
     q, k, v = (bf16(1, 32, t, 128).requires_grad_() for _ in range(3))

@@ -2,6 +2,8 @@
 AdamW, random weights and tokens, batch 1. The rows that `train-cli fit --synthetic` is compared with.
 
     python3 doc/notebook/train_torch.py CONFIG.json
+
+The last row is compiled by torch.compile, which takes a minute.
 """
 import json
 import sys
@@ -12,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 config = Qwen3Config(**json.load(open(sys.argv[1])))
 print(torch.cuda.get_device_name(), "torch", torch.__version__)
-for tokens, checkpointing in [(2048, False), (4096, True)]:
+for tokens, checkpointing, compiled in [(2048, False, False), (4096, True, False), (2048, False, True)]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
@@ -21,19 +23,20 @@ for tokens, checkpointing in [(2048, False), (4096, True)]:
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    call = torch.compile(model) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(0, config.vocab_size, (1, tokens), device="cuda")
     times = []
     for _ in range(8):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        call(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     step = sorted(times[2:])[3]
     peak = torch.cuda.max_memory_allocated() / 2**30
-    mode = "gradient checkpointing" if checkpointing else "plain"
+    mode = "gradient checkpointing" if checkpointing else "compiled" if compiled else "plain"
     print(f"{tokens} tokens, {mode}: {step * 1e3:.0f} ms, {tokens / step:.0f} tokens/s, {peak:.1f} GiB peak")
-    del model, optimizer
+    del model, call, optimizer

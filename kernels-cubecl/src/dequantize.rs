@@ -10,8 +10,9 @@
 use crate::{
     codec::{e2m1_decode, e2m1_pairs, e4m3_decode, e4m3_pair, pair_unit, scale_unit},
     device::{bit_casts, flat_launch, sequence, vector_size},
-    error::{KernelError, expect_blocks, expect_len},
-    layout::{code_of, scales_per_row, words_per_row},
+    error::{KernelError, expect_len},
+    layout::{code_of, words_per_row},
+    matmul::PackedArgs,
 };
 use cubecl::{
     ir::{ElemType, FloatKind},
@@ -21,31 +22,24 @@ use cubecl::{
 /// Words that a unit loads at once on CUDA.
 const WORDS: usize = 4;
 
-/// Writes the `rows` x `cols` matrix to `y` (float of type `dtype`). Without `global` it writes `code * scale`.
+/// Writes the matrix `w` to `y` (float of type `dtype`). It writes `code * scale`, times the tensor scale if `scaled`.
 ///
 /// # Errors
 /// If the columns are not a multiple of 16 or a buffer does not fit the shape.
 pub fn dequantize<R: Runtime>(
     client: &ComputeClient<R>,
-    codes: ArrayArg<R>,
-    scales: ArrayArg<R>,
-    global: Option<ArrayArg<R>>,
+    w: PackedArgs<R>,
+    scaled: bool,
     y: ArrayArg<R>,
     dtype: StorageType,
-    rows: usize,
-    cols: usize,
 ) -> Result<(), KernelError> {
     const NAME: &str = "dequantize";
-    expect_blocks(NAME, "columns", cols)?;
-    expect_len(NAME, "codes", codes.size(), rows * words_per_row(cols))?;
-    expect_len(NAME, "scales", scales.size(), rows * scales_per_row(cols))?;
+    w.check(NAME)?;
+    let PackedArgs { codes, scales, global, rows, cols } = w;
     expect_len(NAME, "y", y.size(), rows * cols)?;
-    if let Some(global) = &global {
-        expect_len(NAME, "global", global.size(), 1)?;
-    }
     let words = rows * words_per_row(cols);
     let vector = vector_size(client, dtype, 8);
-    let pairs = bit_casts(client) && dtype.size() == 2 && global.is_none();
+    let pairs = bit_casts(client) && dtype.size() == 2 && !scaled;
     // SAFETY: buffer lengths were checked against the shape; the kernels stop at the last word.
     unsafe {
         if pairs {
@@ -54,7 +48,7 @@ pub fn dequantize<R: Runtime>(
             dequantize_pairs_kernel::launch_unchecked(client, count, dim, codes, scales, y, bf16, dtype);
         } else {
             let (count, dim) = flat_launch(words);
-            let globals = sequence(global);
+            let globals = sequence(scaled.then_some(global));
             dequantize_kernel::launch_unchecked(client, count, dim, vector, codes, scales, globals, y, dtype);
         }
     }

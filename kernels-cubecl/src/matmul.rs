@@ -32,12 +32,13 @@ pub enum Product {
     Tn,
 }
 
-/// The buffers of a packed `rows` x `cols` matrix.
-pub struct PackedArgs<R: Runtime> {
+/// The buffers of a packed `rows` x `cols` matrix. Those of a master weight that a step updates are
+/// [`Updated`](crate::adamw::Updated).
+pub struct PackedArgs<R: Runtime, Buffer = ArrayArg<R>> {
     /// u32, `rows` x `cols / 8`.
-    pub codes: ArrayArg<R>,
+    pub codes: Buffer,
     /// u8, `rows` x `cols / 16`.
-    pub scales: ArrayArg<R>,
+    pub scales: Buffer,
     /// f32, 1.
     pub global: ArrayArg<R>,
     /// Number of rows.

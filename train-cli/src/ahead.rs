@@ -4,7 +4,7 @@
 
 use crate::{
     CliError,
-    device::{Job, quietly},
+    device::{COMPILING, Job, quietly},
     report,
     settings::DeviceChoice,
 };
@@ -25,9 +25,6 @@ use std::{
     thread::{self, JoinHandle},
     time::Instant,
 };
-
-/// The name of the thread that compiles. Its panics become warnings.
-pub const THREAD: &str = "compiling ahead";
 
 /// Work that launches the kernels that are needed soon.
 pub trait Rehearsal: Job<Output = ()> {
@@ -113,7 +110,7 @@ fn begin<J: Rehearsal>(
     let launches = rehearsed(SourceDevice::rehearsing(arch, properties), precision, rehearsal)?;
     let folder = cache.root();
     let compile = move || compile_ahead(&launches, arch, &folder).map_err(|error| failed(error.to_string()));
-    let started = thread::Builder::new().name(THREAD.to_owned()).spawn(compile);
+    let started = thread::Builder::new().name(COMPILING.to_owned()).spawn(compile);
     started.map(Some).map_err(CliError::no_thread("compiling kernels"))
 }
 

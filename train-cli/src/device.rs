@@ -2,7 +2,7 @@
 //! `B: Nvfp4Kernels + DeviceServices`. This file names their types, and [`crate::ahead`] that of a backend which only records
 //! kernels.
 
-use crate::{CliError, ahead, kernel_cache, report, settings::DeviceChoice};
+use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{DeviceServices, Nvfp4Error, Nvfp4Kernels, Precision};
 use burn::backend::NdArray;
 use burn_cubecl::CubeRuntime;
@@ -260,7 +260,7 @@ fn watch_devices() {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
-        if name.starts_with(limits::THREAD) || name == ahead::THREAD {
+        if name.starts_with(limits::THREAD) || name == COMPILING {
             return;
         }
         if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) || of_threads(text) {
@@ -271,6 +271,9 @@ fn watch_devices() {
         }
     }));
 }
+
+/// The name of the thread in which [`crate::ahead`] compiles. Its panics become warnings.
+pub const COMPILING: &str = "compiling ahead";
 
 /// How the names of the threads begin in which CubeCL serves a device.
 const DEVICE_THREADS: [&str; 2] = ["DSD-", "DSU-"];

@@ -147,7 +147,7 @@ pub(super) fn coded<R: CubeRuntime>(
     let codes = empty(x, [rows, words_per_row(cols)], DType::U32);
     let scales = empty(x, [rows, scales_per_row(cols)], DType::U8);
     let global = empty(x, [1], DType::U32);
-    let out = (arg(&codes), arg(&scales), arg(&global));
-    launched(quantize::quantize(client, arg(x), dtype, arg(&amax), out.0, out.1, out.2, view, spec, rotated));
-    Packed { codes, scales, global }
+    let packed = Packed { codes, scales, global };
+    launched(quantize::quantize(client, arg(x), dtype, arg(&amax), packed.args(), view, spec, rotated));
+    packed
 }

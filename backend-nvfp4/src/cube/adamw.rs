@@ -13,7 +13,10 @@ use burn::tensor::{TensorMetadata, backend::Backend};
 use burn_cubecl::{
     CubeRuntime, kernel::into_contiguous, ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
 };
-use kernels_cubecl::adamw::{self, AdamwStep, Chunk, DenseArgs, JudgedArgs, Master, PackedWeight, StateArgs};
+use kernels_cubecl::{
+    adamw::{self, AdamwStep, Chunk, DenseArgs, JudgedArgs, Master, StateArgs},
+    matmul::PackedArgs,
+};
 
 /// See [`Nvfp4Kernels::adamw`](crate::Nvfp4Kernels::adamw).
 pub(super) fn dense<B, R>(
@@ -64,7 +67,7 @@ where
     let client = grad.gradient.client.clone();
     let coding = state.kind.coding().expect("an NVFP4 master has quantized moments");
     for chunk in chunks(grad.gradient.meta.num_elements(), chunk) {
-        let w = PackedWeight { codes: codes.args(), scales: scales.args(), global: arg(&w.global), rows, cols };
+        let w = PackedArgs { codes: codes.args(), scales: scales.args(), global: arg(&w.global), rows, cols };
         let gradient = judged(&grad);
         launched(adamw::adamw_packed(&client, w, gradient, state.quantized(), coding, step, chunk));
     }

@@ -20,9 +20,7 @@ impl<R: CubeRuntime> Packed<CubeTensor<R>, CubeTensor<R>, CubeTensor<R>> {
     pub(super) fn values(&self, dtype: DType, scaled: bool) -> CubeTensor<R> {
         let [rows, cols] = self.dims();
         let y = empty(&self.codes, [rows, cols], dtype);
-        let global = scaled.then(|| arg(&self.global));
-        let client = &self.codes.client;
-        launched(dequantize(client, arg(&self.codes), arg(&self.scales), global, arg(&y), dtype.into(), rows, cols));
+        launched(dequantize(&self.codes.client, self.args(), scaled, arg(&y), dtype.into()));
         y
     }
 }

@@ -41,7 +41,7 @@ mod table;
 
 pub use float::adamw_float;
 pub use moments::{STATE_BLOCK, StateArgs};
-pub use nvfp4_master::{PackedWeight, adamw_packed};
+pub use nvfp4_master::adamw_packed;
 pub use quantized::adamw_quantized;
 pub use table::Coding;
 

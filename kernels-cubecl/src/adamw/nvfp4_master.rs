@@ -22,23 +22,10 @@ use crate::{
     device::{bit_casts, quick_division},
     error::{KernelError, expect_blocks, expect_len, index},
     layout::{code_of, scale_index, scales_per_row, word_index, words_per_row},
+    matmul::PackedArgs,
     rng::{Cipher, cipher, philox},
 };
 use cubecl::prelude::*;
-
-/// An NVFP4 master weight `[rows, cols]`.
-pub struct PackedWeight<R: Runtime> {
-    /// Codes, eight in a u32.
-    pub codes: Updated<R>,
-    /// E4M3 block scales, u8.
-    pub scales: Updated<R>,
-    /// The tensor scale, f32, which a step leaves as it is.
-    pub global: ArrayArg<R>,
-    /// Rows.
-    pub rows: usize,
-    /// Columns, a multiple of 16.
-    pub cols: usize,
-}
 
 /// The same as [`super::adamw_quantized()`] for an NVFP4 master weight. A new value is rounded stochastically to a
 /// code on the scale of its 16 values. They keep their scale while their largest magnitude lies in the upper half of
@@ -48,7 +35,7 @@ pub struct PackedWeight<R: Runtime> {
 /// If the buffers do not fit, the chunk does not start at a block of 256 values, or its end is not a multiple of 16.
 pub fn adamw_packed<R: Runtime>(
     client: &ComputeClient<R>,
-    w: PackedWeight<R>,
+    w: PackedArgs<R, Updated<R>>,
     grad: JudgedArgs<R>,
     moments: [StateArgs<R>; 2],
     coding: Coding,

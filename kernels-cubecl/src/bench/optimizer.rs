@@ -8,6 +8,7 @@ use crate::{
     KernelError,
     adamw::{self, Coding, Master},
     gradient,
+    matmul::PackedArgs,
     once::SOME_STEP,
 };
 use cubecl::prelude::*;
@@ -64,7 +65,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         {
             self.row(show, name, shape.clone(), moved(n as f64 * bytes), |_| {
                 let (codes, scales, global) = (updated(&w, n / 8), updated(&absmax, n / 16), self.arg(&table, 1));
-                let w = adamw::PackedWeight { codes, scales, global, rows: n / 2560, cols: 2560 };
+                let w = PackedArgs { codes, scales, global, rows: n / 2560, cols: 2560 };
                 adamw::adamw_packed(client, w, grad(), [state(&m, coding), state(&v, coding)], coding, SOME_STEP, chunk)
             })?;
         }

@@ -11,7 +11,7 @@ use crate::{
     dequantize::dequantize,
     gemm::{self, Gemm, GemmShape, gemm},
     hopper,
-    matmul::{PackedArgs, Product},
+    matmul::Product,
 };
 use cubecl::prelude::*;
 
@@ -112,13 +112,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
         if !block_scaled::supported(self.client) {
             return Ok(());
         }
-        let packed = |rows: usize| PackedArgs {
-            codes: self.arg(&layers.codes[0], rows * inputs / 8),
-            scales: self.arg(&layers.scales[0], rows * inputs / 16),
-            global: self.arg(&layers.one, 1),
-            rows,
-            cols: inputs,
-        };
+        let packed = |rows| self.packed([&layers.codes[0], &layers.scales[0], &layers.one], rows, inputs);
         // The left operand is the first rows of the weight, so it has at most as many.
         let rows = layers.tokens.min(outputs);
         let work = (None, Some(2.0 * (rows * outputs * inputs) as f64));
@@ -164,8 +158,8 @@ impl<'a, R: Runtime> Bench<'a, R> {
     fn dense(&self, layers: &Layers<'a>) -> Result<(), KernelError> {
         layers.outputs.iter().enumerate().try_for_each(|(p, &rows)| {
             let n = rows * layers.inputs;
-            let (codes, scales) = (self.arg(&layers.codes[p], n / 8), self.arg(&layers.scales[p], n / 16));
-            dequantize(self.client, codes, scales, None, self.arg(&layers.w[p], n), BF16, rows, layers.inputs)
+            let w = self.packed([&layers.codes[p], &layers.scales[p], &layers.one], rows, layers.inputs);
+            dequantize(self.client, w, false, self.arg(&layers.w[p], n), BF16)
         })
     }
 

@@ -44,9 +44,8 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 }
             }
             self.row(show, name, shape.clone(), moved(n as f64 * 2.5625), |_| {
-                let out = (self.arg(&codes, n / 8), self.arg(&scales, n / 16), self.arg(&global, 1));
-                let (x, amax) = (self.arg(&x, n), self.arg(&amax, 3));
-                quantize::quantize(client, x, BF16, amax, out.0, out.1, out.2, view, spec, rotated)
+                let out = self.packed([&codes, &scales, &global], view.rows, view.cols);
+                quantize::quantize(client, self.arg(&x, n), BF16, self.arg(&amax, 3), out, view, spec, rotated)
             })?;
         }
         self.row(show, "amax transposed, Hadamard", shape.clone(), moved(n as f64 * 2.0), |_| {
@@ -63,8 +62,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
             quantize::rounded_rows(client, self.arg(&x, n), self.arg(&y, n), BF16, [rows, cols], None)
         })?;
         self.row(show, "dequantize", shape.clone(), moved(n as f64 * 2.5625), |_| {
-            let packed = (self.arg(&codes, n / 8), self.arg(&scales, n / 16));
-            dequantize(client, packed.0, packed.1, None, self.arg(&y, n), BF16, rows, cols)
+            dequantize(client, self.packed([&codes, &scales, &global], rows, cols), false, self.arg(&y, n), BF16)
         })?;
         Ok(())
     }
@@ -81,8 +79,8 @@ impl<'a, R: Runtime> Bench<'a, R> {
         let n = rows * cols;
         quantize::amax_of_maxima(self.client, self.arg(maxima, len), 1.0, self.arg(amax, 3))?;
         let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
-        let out = (self.arg(codes, n / 8), self.arg(scales, n / 16), self.arg(global, 1));
+        let out = self.packed([codes, scales, global], rows, cols);
         let (x, view) = (self.arg(made, n), View::row_major(rows, cols));
-        quantize::quantize(self.client, x, BF16, self.arg(amax, 3), out.0, out.1, out.2, view, spec, false)
+        quantize::quantize(self.client, x, BF16, self.arg(amax, 3), out, view, spec, false)
     }
 }

@@ -5,7 +5,7 @@
 //! product, which heats the device, short kernels would read 5 to 10 % slower.) A figure is the median of seven
 //! measurements.
 
-use crate::{KernelError, device};
+use crate::{KernelError, device, matmul::PackedArgs};
 use cubecl::{prelude::*, server::Handle};
 use std::{cell::OnceCell, time::Instant};
 
@@ -67,6 +67,13 @@ pub(super) struct Bench<'a, R: Runtime> {
 impl<'a, R: Runtime> Bench<'a, R> {
     pub(super) fn new(client: &'a ComputeClient<R>, filter: &'a str) -> Self {
         Self { client, filter, counted: Data::new(client, || vec![0; 4]) }
+    }
+
+    /// A packed matrix in buffers of codes, scales and a tensor scale.
+    pub(super) fn packed(&self, [codes, scales, one]: [&Data<'a>; 3], rows: usize, cols: usize) -> PackedArgs<R> {
+        let n = rows * cols;
+        let (codes, scales, global) = (self.arg(codes, n / 8), self.arg(scales, n / 16), self.arg(one, 1));
+        PackedArgs { codes, scales, global, rows, cols }
     }
 
     /// bf16 values in [-1, 1).

@@ -5,6 +5,7 @@ use crate::{
     KernelError,
     adamw::{self, Coding, Master},
     gradient,
+    matmul::PackedArgs,
 };
 use cubecl::prelude::*;
 
@@ -48,7 +49,7 @@ pub(super) fn optimizer<R: Runtime>(zeros: &Zeros<R>, n: usize) -> Result<(), Ke
         if len % 16 == 0 {
             for coding in CODINGS {
                 let moments = [state(coding), state(coding)];
-                let w = adamw::PackedWeight {
+                let w = PackedArgs {
                     codes: zeros.updated(len / 8, 4),
                     scales: zeros.updated(len / 16, 1),
                     global: zeros.floats(1),

@@ -34,13 +34,12 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
             let n = square * COLS;
             let rotated = block == BlockShape::Row && scaling == Scaling::Two;
             let (x, amax) = (zeros.values(n), zeros.floats(AMAX_LEN));
-            let (codes, scales, global) = (zeros.floats(n / 8), zeros.bytes(n / 16), zeros.floats(1));
             if rotated {
                 for plain in [None, Some(zeros.floats(AMAX_LEN))] {
                     quantize::amax_rotated(client, zeros.values(n), dtype, view, zeros.floats(AMAX_LEN), plain)?;
                 }
             }
-            quantize::quantize(client, x, dtype, amax, codes, scales, global, view, spec, rotated)?;
+            quantize::quantize(client, x, dtype, amax, zeros.packed(square, COLS), view, spec, rotated)?;
         }
     }
     let n = rows * COLS;
@@ -49,9 +48,8 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
     for full in [None, Some(1.0)] {
         quantize::rounded_rows(client, zeros.values(n), zeros.values(n), dtype, [rows, COLS], full)?;
     }
-    for global in [None, Some(zeros.floats(1))] {
-        let (codes, scales) = (zeros.floats(n / 8), zeros.bytes(n / 16));
-        dequantize(client, codes, scales, global, zeros.values(n), dtype, rows, COLS)?;
+    for scaled in [false, true] {
+        dequantize(client, zeros.packed(rows, COLS), scaled, zeros.values(n), dtype)?;
     }
     hadamard::hadamard(client, zeros.values(n), zeros.values(n), dtype, hadamard::SIGNS)?;
     for conversion in [Conversion::EncodeE2m1, Conversion::EncodeE4m3, Conversion::DecodeE2m1, Conversion::DecodeE4m3] {

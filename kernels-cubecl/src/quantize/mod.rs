@@ -23,8 +23,9 @@
 
 use crate::{
     codec::{e2m1_bounded, e2m1_word, e4m3_scale},
-    error::{KernelError, expect_blocks, expect_len},
-    layout::{scale_index, scales_per_row, words_per_row},
+    error::{KernelError, expect_blocks, expect_len, require},
+    layout::scale_index,
+    matmul::PackedArgs,
     rng::{Cipher, Stream, cipher, philox},
 };
 use cubecl::prelude::*;
@@ -53,23 +54,21 @@ pub fn quantize<R: Runtime>(
     x: ArrayArg<R>,
     dtype: StorageType,
     amax: ArrayArg<R>,
-    codes: ArrayArg<R>,
-    scales: ArrayArg<R>,
-    global: ArrayArg<R>,
+    out: PackedArgs<R>,
     view: View,
     spec: QuantizeSpec,
     rotated: bool,
 ) -> Result<(), KernelError> {
     const NAME: &str = "quantize";
     let View { rows, cols, .. } = view;
-    expect_blocks(NAME, "columns", cols)?;
+    out.check(NAME)?;
+    require(NAME, [out.rows, out.cols] == [rows, cols], || {
+        format!("codes of {}x{} for a matrix of {rows}x{cols}", out.rows, out.cols)
+    })?;
     if spec.block == BlockShape::Square {
         expect_blocks(NAME, "rows", rows)?;
     }
     expect_len(NAME, "x", x.size(), rows * cols)?;
-    expect_len(NAME, "codes", codes.size(), rows * words_per_row(cols))?;
-    expect_len(NAME, "scales", scales.size(), rows * scales_per_row(cols))?;
-    expect_len(NAME, "global", global.size(), 1)?;
     expect_len(NAME, "amax", amax.size(), AMAX_LEN)?;
     if rows == 0 || cols == 0 {
         return Ok(());
@@ -89,9 +88,9 @@ pub fn quantize<R: Runtime>(
             grid.vector,
             x,
             amax,
-            codes,
-            scales,
-            global,
+            out.codes,
+            out.scales,
+            out.global,
             grid.place,
             cipher(stream),
             spec.scaling == Scaling::Two,
