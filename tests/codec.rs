@@ -1,9 +1,11 @@
 //! The scalar casts to and from E2M1 and E4M3 equal those of ml_dtypes for every code, every bf16 value and every tie,
 //! and the casts of kernels equal the scalar ones, bit for bit.
 
-use crate::support::{Cube, Random, floats, golden_bytes, on_gpu, words};
+use crate::support::{Cube, Random, floats, golden_bytes, on_gpu, supports, words};
 use backend_nvfp4::reference;
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_cubecl::CubeRuntime;
+use half::{bf16, f16};
 use kernels_cubecl::codec::{Conversion, convert};
 use safetensors::SafeTensors;
 
@@ -79,4 +81,24 @@ fn check<R: CubeRuntime>() {
         let value = reference::e4m3_decode(x as u8);
         if value.is_nan() { 0x7FC0_0000 | (x & 0x80) << 24 } else { value.to_bits() }
     });
+}
+
+/// Weights that a file holds in f16 become bf16 on the device.
+#[test]
+fn a_device_makes_bf16_of_f16_as_the_host_does() {
+    fn check<R: CubeRuntime>() {
+        let device = R::Device::default();
+        if ![DType::F16, DType::BF16].into_iter().all(|dtype| supports::<Cube<R>>(&device, dtype)) {
+            return;
+        }
+        let all: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).filter(|x| x.is_finite()).collect();
+        let bytes = all.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let data = TensorData::from_bytes_vec(bytes, [all.len()], DType::F16);
+        let cast = Tensor::<Cube<R>, 1>::from_data(data, (&device, DType::F16)).cast(DType::BF16);
+        let found: Vec<bf16> = cast.into_data().into_vec().unwrap();
+        for (x, found) in all.into_iter().zip(found) {
+            assert_eq!(found.to_bits(), bf16::from_f32(x.to_f32()).to_bits(), "{x} is {found}");
+        }
+    }
+    on_gpu!(check);
 }

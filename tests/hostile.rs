@@ -298,9 +298,14 @@ fn hostile_metadata_of_parquet_are_refused() {
     };
     let dir = tempfile::tempdir().unwrap();
     tiny_model(&dir.path().join("m"), true);
+    // Groups in groups: the library would need a stack of so many levels.
+    let deep = |levels: usize| {
+        [vec![root.clone()], vec![b"\x35\x00\x18\x01g\x15\x02\x00".to_vec(); levels], vec![leaf.clone()]]
+    };
     for (schema, groups, expected) in [
         (vec![root.clone(), leaf.clone()], groups(20_000_000, 100), "more than 1048576 values"),
-        (vec![root, leaf], groups(1, 300 << 20), "texts of more than 64 MiB"),
+        (vec![root.clone(), leaf.clone()], groups(1, 300 << 20), "texts of more than 64 MiB"),
+        (deep(100_000).concat(), groups(1, 100), "nests groups 100001 levels deep; at most 64"),
     ] {
         let meta = [b"\x15\x02".to_vec(), list(&schema), i64_of(1), list(&groups), vec![0]].concat();
         let file = [&b"PAR1"[..], &meta, &(meta.len() as u32).to_le_bytes(), b"PAR1"].concat();
@@ -308,5 +313,22 @@ fn hostile_metadata_of_parquet_are_refused() {
         let output = run(dir.path(), &["data", "stats", "-m", "m", "x.parquet"]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(3) && said.contains(expected), "{expected}: {output:?}");
+    }
+}
+
+/// A namespace that holds itself would overflow the stack wherever it is printed or compared.
+#[test]
+fn a_template_whose_namespace_could_hold_itself_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for template in [
+        "{% set ns = namespace() %}\n{% set ns.a = ns %}{{ ns }}",
+        "{% set ns = namespace() %}\n{% set ns.a = [ns] %}{{ [ns, ns] | sort }}",
+    ] {
+        std::fs::write(d.join("m/chat_template.jinja"), template).unwrap();
+        let output = run(d, &["generate", "-m", "m", "-p", "a", "--max-tokens", "1", "--device", "cpu"]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && said.contains("line 2 may store a namespace"), "{output:?}");
     }
 }

@@ -1,6 +1,6 @@
 //! A run compiles kernels before it needs them: it rehearses its first steps on a device that only records which kernels
-//! they launch, and NVRTC compiles those that are written in CUDA C++ into the cache that CubeCL reads. Who asks a model
-//! rehearses its first answers.
+//! they launch, and NVRTC compiles those that are written in CUDA C++ into the cache that CubeCL reads. Before a
+//! model answers, its first answers are rehearsed.
 
 use crate::support::{
     Cpu,
@@ -22,7 +22,7 @@ use model_qwen3::{
     weights,
     write::write_safetensors,
 };
-use std::{collections::BTreeSet, fs, ops::ControlFlow, path::Path};
+use std::{collections::BTreeSet, fs, ops::ControlFlow, path::Path, sync::atomic::AtomicBool};
 use train_cli::{
     CliError, ahead,
     args::{Cli, Command},
@@ -35,7 +35,7 @@ use train_cli::{
 /// A shape that Hopper's kernels take, with the demo's tokenizer.
 const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256,
   "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
-  "vocab_size": 912, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu",
+  "vocab_size": 6144, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "hidden_act": "silu",
   "tie_word_embeddings": true, "attention_bias": false, "initializer_range": 0.02}"#;
 
 fn properties(arch: u32) -> DeviceProperties {
@@ -131,7 +131,7 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         let stored = StoredModel::open(&d.join(file), Some(d)).unwrap();
         let device = || SourceDevice::rehearsing(arch, properties(arch));
         for prompt in [1, 20, 700, 1024 - 3] {
-            let expected = Expected { prompt, together: 1 };
+            let expected = Expected { steps: vec![vec![prompt]], together: 1 };
             let job = FirstAnswers { stored: &stored, recipe, expected };
             let rehearsed = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
             let job = Answered { stored: &stored, recipe, prompt };
@@ -141,7 +141,7 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
             assert_eq!(keys(&rehearsed), keys(&answered), "{file}, {}, {prompt} tokens: {names:?}", recipe.name());
         }
         // Five answers end one after another: there are forms for one, two, four and eight tokens.
-        let job = FirstAnswers { stored: &stored, recipe, expected: Expected { prompt: 1, together: 5 } };
+        let job = FirstAnswers { stored: &stored, recipe, expected: Expected { steps: vec![], together: 5 } };
         let together = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
         let kinds = if file == "r/final" { 2 } else { 1 };
         assert_eq!(count(&together, "decoder_block"), 4 * kinds, "{file}, {}", recipe.name());
@@ -169,7 +169,7 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
     });
     launches[2].key = 3;
     let mut open = CompilationCache::<u128, serde_json::Value>::new("ptx", option());
-    assert_eq!(compile_ahead(&launches, 90, &folder).unwrap(), 3);
+    assert_eq!(compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap(), 3);
     // The device adds a kernel of its own, and sees the others from then on.
     open.insert(7, serde_json::json!({"entrypoint_name": "own", "shared_mem_bytes": 0, "ptx": []})).unwrap();
     for launch in &launches {
@@ -182,14 +182,14 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
         let magic: Vec<i64> = code.iter().take(4).filter_map(serde_json::Value::as_i64).collect();
         assert_eq!(magic, [0x7f, b'E'.into(), b'L'.into(), b'F'.into()], "machine code is an ELF file");
     }
-    assert_eq!(compile_ahead(&launches, 90, &folder).unwrap(), 0, "nothing is compiled twice");
+    assert_eq!(compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap(), 0, "nothing is compiled twice");
     launches[2] = Launch { key: 4, text: "this is no C++ ".repeat(20), ..launches[2].clone() };
     launches.push(Launch { key: 5, text: "extern \"C\" __global__ void three() {}".into(), ..launches[2].clone() });
-    let error = compile_ahead(&launches, 90, &folder).unwrap_err().to_string();
+    let error = compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap_err().to_string();
     assert!(error.contains("three") && error.contains("this"), "{error}");
     launches.remove(2);
     assert_eq!(
-        compile_ahead(&launches, 90, &folder).unwrap(),
+        compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap(),
         0,
         "a kernel that compiles is kept beside one that does not"
     );

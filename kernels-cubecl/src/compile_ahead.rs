@@ -16,46 +16,57 @@ use serde::{Deserialize, Serialize};
 use std::{
     ffi::{CString, c_char},
     path::Path,
-    sync::{Mutex, PoisonError},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
 };
 
-/// Compiles the kernels of `launches` that the cache in `folder` lacks, for compute capability `arch` (90 is 9.0). Returns the
-/// number of compiled kernels. `folder` is the one that CubeCL was configured with.
+/// The name of the threads that compile.
+pub const THREAD: &str = "compiling ahead";
+
+/// Compiles the kernels of `launches` that the cache in `folder` lacks, for compute capability `arch` (90 is 9.0), until `stop` is
+/// set. Returns the number of compiled kernels. `folder` is the one that CubeCL was configured with.
 ///
 /// # Errors
 /// If a kernel does not compile, or the system gives no thread. The kernels that did compile are in the cache all the same.
 ///
 /// # Panics
 /// If NVRTC is not installed, or the cache cannot be written: cudarc and CubeCL panic there.
-pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path) -> Result<usize, KernelError> {
+pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path, stop: &AtomicBool) -> Result<usize, KernelError> {
     let mut cache = cache(folder);
     let mut missing: Vec<&Launch> = launches.iter().filter(|launch| cache.get(&launch.key).is_none()).collect();
     // The longest take longest, and begin first. They are taken from the end.
     missing.sort_by_key(|launch| launch.text.len());
-    let (count, options) = (missing.len(), options(arch));
+    let options = options(arch);
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(missing.len());
     let (missing, compiled) = (Mutex::new(missing), Mutex::new(Vec::new()));
     let work = || {
         let next = || missing.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        while let Some(launch) = next() {
+        while !stop.load(Ordering::Relaxed)
+            && let Some(launch) = next()
+        {
             let code = machine_code(&launch.text, &options).map_err(|reason| failed(&launch.entry, &reason));
             compiled.lock().unwrap_or_else(PoisonError::into_inner).push((launch, code));
         }
     };
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(count);
     thread::scope(|scope| {
         for _ in 0..threads {
-            thread::Builder::new().spawn_scoped(scope, work).map_err(|e| failed("a thread", &e.to_string()))?;
+            thread::Builder::new()
+                .name(THREAD.to_owned())
+                .spawn_scoped(scope, work)
+                .map_err(|e| failed("a thread", &e.to_string()))?;
         }
         Ok(())
     })?;
-    let mut result = Ok(count);
+    let mut result = Ok(0);
     for (launch, code) in compiled.into_inner().unwrap_or_else(PoisonError::into_inner) {
         let entry = |ptx| CacheEntry { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx };
         let kept = code.and_then(|code| {
             cache.insert(launch.key, entry(code)).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))
         });
-        result = result.and_then(|count| kept.map(|()| count));
+        result = result.and_then(|count| kept.map(|()| count + 1));
     }
     result
 }

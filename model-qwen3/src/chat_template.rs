@@ -6,9 +6,11 @@ use crate::{
     file::read_text,
     json,
     limits::{self, Limit},
+    template_cycles::line_of_cycle,
 };
 use minijinja::{
     Environment, Error, ErrorKind, Value,
+    machinery::parse,
     syntax::SyntaxConfig,
     value::{Kwargs, Serde},
 };
@@ -16,6 +18,8 @@ use serde::Serialize;
 use serde_json::Value as Json;
 use std::{io, path::Path, sync::Arc};
 
+/// The name of the template in messages of the library.
+const NAME: &str = "chat";
 /// Longest text that a template may render. The longest context of Qwen3 has about 1 M tokens.
 const LONGEST: usize = 16 << 20;
 /// Steps that a template may take, so that none runs forever.
@@ -89,6 +93,11 @@ impl ChatTemplate {
     fn compiled(source: String) -> Result<Self, ModelError> {
         let mut env = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(template)?;
+        if let Some(line) = line_of_cycle(&parse(&source, NAME, syntax.clone()).map_err(template)?) {
+            let text =
+                format!("line {line} may store a namespace in a namespace, and one that holds itself has no end");
+            return Err(ModelError::Template(text));
+        }
         env.set_syntax(syntax);
         env.set_fuel(Some(FUEL));
         env.set_unknown_method_callback(|state, value, method, args| {
@@ -101,7 +110,7 @@ impl ChatTemplate {
         env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        env.add_template_owned("chat", source).map_err(template)?;
+        env.add_template_owned(NAME, source).map_err(template)?;
         Ok(Self { env: Arc::new(env) })
     }
 
@@ -114,7 +123,7 @@ impl ChatTemplate {
         let given = messages.iter().chain(tools).map(bytes_of).sum();
         let context = Value::from(Serde(&Context { messages, tools, add_generation_prompt, enable_thinking }));
         let env = self.env.clone();
-        let render = move || env.get_template("chat").and_then(|t| t.render(context));
+        let render = move || env.get_template(NAME).and_then(|t| t.render(context));
         let text = within_limits(given, move || render().map_err(template))?;
         if text.len() > LONGEST {
             return Err(ModelError::Template(format!(

@@ -17,7 +17,7 @@
 //! | [`dat`] | the `.dat` format, byte for byte |
 //! | [`safetensors`] | Hugging Face files, also in shards |
 //! | [`bytes`], [`json`] | numbers as bytes; JSON whose keys stand once |
-//! | [`tokenizer`], `pieces`, [`chat_template`] | text to token ids, by the model's own files, and a piece at a time |
+//! | [`tokenizer`], `pieces`, [`chat_template`], `template_cycles` | text to token ids, by the model's own files, and a piece at a time |
 //! | [`limits`] | a library over a file that somebody else made, with bounds on time and memory |
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
 //! | [`sampling`], [`session`] | choosing a token; prompt to answer |
@@ -71,6 +71,7 @@ pub mod rope;
 pub mod safetensors;
 pub mod sampling;
 pub mod session;
+mod template_cycles;
 pub mod tensors;
 pub mod tokenizer;
 pub mod weights;

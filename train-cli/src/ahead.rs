@@ -4,7 +4,7 @@
 
 use crate::{
     CliError,
-    device::{COMPILING, Job, quietly},
+    device::{Job, quietly},
     report,
     settings::DeviceChoice,
 };
@@ -17,11 +17,15 @@ use cubecl::{
 };
 use cudarc::driver::CudaContext;
 use kernels_cubecl::{
-    compile_ahead::compile_ahead,
+    compile_ahead::{THREAD, compile_ahead},
     cuda_source::{Launch, SourceDevice, SourceRuntime},
     hopper,
 };
 use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, JoinHandle},
     time::Instant,
 };
@@ -41,40 +45,44 @@ pub enum Gpus {
     Hopper,
 }
 
-/// Kernels that are being compiled.
-#[must_use = "they are needed only after `finish`"]
+/// Kernels that are being compiled. If this is dropped, no further one is begun, and those that were are waited for: the program
+/// must not end while a library compiles.
+#[derive(Default)]
 pub struct Ahead {
-    begun: Instant,
+    stop: Arc<AtomicBool>,
     /// `None` if there is nothing to compile.
-    thread: Option<JoinHandle<Result<usize, CliError>>>,
+    thread: Option<JoinHandle<Result<Compiled, CliError>>>,
+}
+
+/// What was compiled.
+struct Compiled {
+    count: usize,
+    seconds: f64,
 }
 
 impl Ahead {
     /// Begins to compile the kernels in CUDA C++ that `rehearsal` launches. Only a GPU whose compiled kernels are kept on disk can
     /// be helped; a rehearsal that fails leaves each kernel to its first launch.
     pub fn compile<J: Rehearsal>(choice: DeviceChoice, precision: Precision, rehearsal: J) -> Self {
-        let begun = Instant::now();
-        let thread = match quietly(|| begin(choice, precision, rehearsal)) {
-            Some(Ok(thread)) => thread,
-            Some(Err(error)) => {
-                warn(&error.to_string());
-                None
-            }
-            None => {
-                warn("the rehearsal panicked");
-                None
-            }
-        };
-        Self { begun, thread }
+        match quietly(|| begin(choice, precision, rehearsal)) {
+            Some(Ok(ahead)) => ahead,
+            // The work itself will say what is wrong with a model.
+            Some(Err(CliError::Model(_))) => Self::default(),
+            Some(Err(error)) => Self::failed(&error.to_string()),
+            None => Self::failed("the rehearsal panicked"),
+        }
+    }
+
+    fn failed(reason: &str) -> Self {
+        warn(reason);
+        Self::default()
     }
 
     /// Waits until they are compiled, and says how many there were.
-    pub fn finish(self) {
-        let Self { begun, thread } = self;
-        match thread.map(JoinHandle::join) {
-            None | Some(Ok(Ok(0))) => {}
-            Some(Ok(Ok(count))) => {
-                let seconds = begun.elapsed().as_secs_f64();
+    pub fn finish(mut self) {
+        match self.thread.take().map(JoinHandle::join) {
+            None | Some(Ok(Ok(Compiled { count: 0, .. }))) => {}
+            Some(Ok(Ok(Compiled { count, seconds }))) => {
                 report::label("kernels", format!("{count} compiled ahead in {seconds:.1} s"));
             }
             Some(Ok(Err(error))) => warn(&error.to_string()),
@@ -83,19 +91,24 @@ impl Ahead {
     }
 }
 
+impl Drop for Ahead {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // What it would say is of no use any more.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
 fn warn(reason: &str) {
     report::line(format!("warning: kernels are compiled one by one, as they are needed: {reason}"));
 }
 
 /// Rehearses, and starts the thread that compiles.
-fn begin<J: Rehearsal>(
-    choice: DeviceChoice,
-    precision: Precision,
-    rehearsal: J,
-) -> Result<Option<JoinHandle<Result<usize, CliError>>>, CliError> {
+fn begin<J: Rehearsal>(choice: DeviceChoice, precision: Precision, rehearsal: J) -> Result<Ahead, CliError> {
     let (DeviceChoice::Cuda(index), Some(cache)) = (choice, &CubeClRuntimeConfig::get().compilation.cache) else {
-        return Ok(None);
+        return Ok(Ahead::default());
     };
+    let begun = Instant::now();
     let failed = move |reason: String| CliError::Device { device: format!("cuda:{index}"), reason };
     let (major, minor) = CudaContext::new(index)
         .and_then(|context| context.compute_capability())
@@ -104,14 +117,18 @@ fn begin<J: Rehearsal>(
     let client = CudaRuntime::client(&CudaDevice { index });
     // Kernels in CUDA C++ compute in 16 bits.
     if precision.dtype().size() != 2 || J::ON == Gpus::Hopper && !hopper::is_hopper(&client) {
-        return Ok(None);
+        return Ok(Ahead::default());
     }
     let properties = client.properties().clone();
     let launches = rehearsed(SourceDevice::rehearsing(arch, properties), precision, rehearsal)?;
-    let folder = cache.root();
-    let compile = move || compile_ahead(&launches, arch, &folder).map_err(|error| failed(error.to_string()));
-    let started = thread::Builder::new().name(COMPILING.to_owned()).spawn(compile);
-    started.map(Some).map_err(CliError::no_thread("compiling kernels"))
+    let (folder, stop) = (cache.root(), Arc::<AtomicBool>::default());
+    let stopped = stop.clone();
+    let compile = move || {
+        let count = compile_ahead(&launches, arch, &folder, &stopped).map_err(|error| failed(error.to_string()))?;
+        Ok(Compiled { count, seconds: begun.elapsed().as_secs_f64() })
+    };
+    let thread = thread::Builder::new().name(THREAD.to_owned()).spawn(compile);
+    Ok(Ahead { stop, thread: Some(thread.map_err(CliError::no_thread("compiling kernels"))?) })
 }
 
 /// The kernels that a job launches on a device that only records them.

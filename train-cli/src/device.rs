@@ -12,6 +12,7 @@ use cubecl::{
     wgpu::{WgpuDevice, WgpuRuntime},
 };
 use cudarc::driver::CudaContext;
+use kernels_cubecl::compile_ahead;
 use model_qwen3::{ModelError, limits};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -253,14 +254,14 @@ fn cause(reason: &str) -> &str {
 static FAILURE: OnceLock<String> = OnceLock::new();
 
 /// Keeps the message of a panic on a thread of CubeCL, or for want of a thread, for [`check`], and is silent about the panics
-/// that follow from it, and about those of chat templates and of compiling ahead, which become errors. Every other panic is printed as always.
+/// that follow from it, and about those of chat templates and of compiling ahead, which become errors and warnings. Every other panic is printed as always.
 fn watch_devices() {
     let printed = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or_default();
         let text = panic.payload_as_str().unwrap_or("it panicked").lines().next().unwrap_or_default();
-        if name.starts_with(limits::THREAD) || name == COMPILING {
+        if name.starts_with(limits::THREAD) || name == compile_ahead::THREAD {
             return;
         }
         if DEVICE_THREADS.iter().any(|start| name.starts_with(start)) || of_threads(text) {
@@ -271,9 +272,6 @@ fn watch_devices() {
         }
     }));
 }
-
-/// The name of the thread in which [`crate::ahead`] compiles. Its panics become warnings.
-pub const COMPILING: &str = "compiling ahead";
 
 /// How the names of the threads begin in which CubeCL serves a device.
 const DEVICE_THREADS: [&str; 2] = ["DSD-", "DSU-"];

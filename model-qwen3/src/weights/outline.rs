@@ -1,12 +1,13 @@
-//! A model that stands for another in a rehearsal: it launches the same kernels, with little memory.
+//! A model that stands for another in a rehearsal: it launches the same kernels in less time and memory.
 
 use super::load::{Purpose, load};
 use crate::{
     ModelError,
+    bytes::FloatType,
     config::Qwen3Config,
     model::Qwen3,
-    names::{EMBEDDING, HEAD, block_of, is_projection, with_block},
-    tensors::{Stored, Tensors, row_width},
+    names::{block_of, is_projection, with_block},
+    tensors::{Put, Stored, Tensors, row_width},
 };
 use backend_nvfp4::{
     GivenScale, LinearSpec, Nvfp4Kernels, Packed,
@@ -14,11 +15,8 @@ use backend_nvfp4::{
 };
 use std::{collections::HashMap, ops::Range, path::Path};
 
-/// Entries of the vocabulary. What a kernel of a block does depends on no vocabulary.
-const VOCABULARY: usize = 1024;
-
-/// Makes a model for inference whose weights are zeros: it has one block of each kind that the model in `tensors` has, and a
-/// small vocabulary. A kind is which layers of a block are NVFP4, and which of them have a scale for their activations.
+/// Makes a model for inference whose weights are zeros: it has one block of each kind that the model in `tensors` has. A kind is
+/// which layers of a block are NVFP4, and which of them have a scale for their activations.
 ///
 /// # Errors
 /// As [`load()`].
@@ -29,12 +27,8 @@ pub fn outline<B: Nvfp4Kernels>(
     device: &B::Device,
 ) -> Result<Qwen3<B>, ModelError> {
     let blocks = one_of_each_kind(tensors);
-    let config = Qwen3Config {
-        num_hidden_layers: blocks.len(),
-        vocab_size: VOCABULARY.min(config.vocab_size),
-        ..config.clone()
-    };
-    let outline = Outline { tensors, blocks, vocabulary: config.vocab_size };
+    let config = Qwen3Config { num_hidden_layers: blocks.len(), ..config.clone() };
+    let outline = Outline { tensors, blocks };
     load(&outline, &config, spec, Purpose::Infer, device)
 }
 
@@ -64,7 +58,6 @@ struct Outline<'a> {
     tensors: &'a dyn Tensors,
     /// The blocks of the model that this one has.
     blocks: Vec<usize>,
-    vocabulary: usize,
 }
 
 impl Outline<'_> {
@@ -88,19 +81,17 @@ impl Tensors for Outline<'_> {
     }
 
     fn stored(&self, name: &str) -> Option<Stored> {
-        let mut stored = self.tensors.stored(&self.origin(name))?;
-        if [EMBEDDING, HEAD].contains(&name) {
-            match &mut stored {
-                Stored::Dense { shape, .. } => shape.iter_mut().take(1).for_each(|rows| *rows = self.vocabulary),
-                Stored::Packed { rows, .. } => *rows = self.vocabulary,
-            }
-        }
-        Some(stored)
+        self.tensors.stored(&self.origin(name))
     }
 
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
         let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
         Ok(vec![0.0; rows.len() * row_width(&stored.shape())])
+    }
+
+    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
+        let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
+        put(&vec![0; rows.len() * row_width(&stored.shape()) * stored.float().map_or(0, FloatType::size)])
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {

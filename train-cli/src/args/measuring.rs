@@ -126,13 +126,15 @@ pub struct ParityArgs {
     pub compute_dtype: Auto<Precision>,
 }
 
-/// What `bench decode` and `bench prefill` measure, if nobody says otherwise: tokens of the context and of the prompt,
+/// Tokens of the context of `bench decode`, if nobody says otherwise, as for the following four.
 pub(crate) const DECODE_CONTEXT: u32 = 1024;
+/// Tokens of the prompt of `bench prefill`.
 pub(crate) const PREFILL_CONTEXT: u32 = 4096;
-/// answers that are made together,
+/// Answers that `bench decode` makes together.
 pub(crate) const BATCH_SIZES: [u16; 2] = [1, 16];
-/// whether activations are rounded to NVFP4, and how the head is stored.
+/// Whether activations are rounded to NVFP4.
 pub(crate) const W4A4: bool = true;
+/// How the head is stored.
 pub(crate) const HEAD: HeadFormat = HeadFormat::Nvfp4;
 
 /// How far two models may differ in their hidden states if only one of them is rounded to NVFP4, relative to their norm. Two

@@ -16,7 +16,7 @@ use crate::{
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use model_qwen3::session::{PREFILL_CHUNK, Session};
+use model_qwen3::session::Session;
 use std::path::Path;
 
 /// Runs the command.
@@ -43,8 +43,7 @@ impl Job for Chat {
         let mut source = Source::new(args.script.as_deref())?;
         let opened = Opened::new(flags::wanted(&args.model))?;
         let context = flags::context(args.context, opened.config().max_position_embeddings)?;
-        let expected = Expected { prompt: context.min(PREFILL_CHUNK), together: 1 };
-        let mut loaded = opened.load::<B>(Some(expected), precision, &device)?;
+        let mut loaded = opened.load::<B>(Some(Expected::unknown(1)), precision, &device)?;
         loaded.inputs.extend(args.script);
         let ctrl_c = CtrlC::new().map_err(CliError::io(Path::new("signals")))?;
         let mut talk = Talk {

@@ -77,8 +77,9 @@ impl Job for Generate {
         let options = GenerateOptions { logprobs: args.logprobs, ..flags::options(&args.sampling, text, None) };
         let prompts = prompts(&questions, &args, text, &options, limit)?;
         let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
-        let answers = prompts.len() * args.answers;
-        let expected = Expected { prompt: longest.max(1), together: answers.min(args.batch_size) };
+        let together = args.batch_size.min(prompts.len() * args.answers);
+        let first = (0..together).map(|n| prompts[n / args.answers].ids.len()).collect();
+        let expected = Expected { steps: vec![first], together };
         let loaded = opened.load::<B>(Some(expected), precision, &device)?;
         answer::say_defaults(&loaded.text, None);
         match prompts.as_slice() {

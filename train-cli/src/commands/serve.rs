@@ -15,7 +15,7 @@ use crate::{
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use model_qwen3::{file, session::PREFILL_CHUNK};
+use model_qwen3::file;
 use std::path::Path;
 
 /// Least bytes of a key.
@@ -51,7 +51,7 @@ impl Job for Serve {
         let Self { args, server } = self;
         let opened = Opened::new(flags::wanted(&args.model))?;
         let context = flags::context(args.context, opened.config().max_position_embeddings)?;
-        let expected = Expected { prompt: context.min(PREFILL_CHUNK), together: args.parallel };
+        let expected = Expected::unknown(args.parallel);
         let Loaded { model, text, .. } = opened.load::<B>(Some(expected), precision, &device)?;
         let name = match args.model_name {
             Some(name) => name,

@@ -10,6 +10,7 @@ pub mod make;
 pub mod needle;
 pub mod order;
 mod parquet;
+mod parquet_schema;
 pub mod read;
 pub mod rows;
 pub mod sample;

@@ -1,6 +1,6 @@
 //! The rows of a Parquet file, as the JSON objects that a `.jsonl` file of the same table would hold.
 
-use super::{format::Object, table};
+use super::{format::Object, parquet_schema, table};
 use crate::CliError;
 use model_qwen3::{
     ModelError, file,
@@ -25,7 +25,10 @@ pub(super) fn is_parquet(path: &Path) -> bool {
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
     let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, column: None, reason };
     let (file, size) = file::open(path, "check the path")?;
-    let open = move || SerializedFileReader::new(file).map_err(|e| e.to_string());
+    let open = move || {
+        parquet_schema::check_levels(&file, size)?;
+        SerializedFileReader::new(file).map_err(|e| e.to_string())
+    };
     let memory = MOST_METADATA + 2 * usize::try_from(size).unwrap_or(usize::MAX / 4);
     let opened = limits::within(KIND, memory, open).map_err(|limit| match limit {
         Limit::Thread(source) => ModelError::Thread { what: KIND, source }.into(),

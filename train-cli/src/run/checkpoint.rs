@@ -22,7 +22,7 @@ use model_qwen3::{
     file, json,
     model::Qwen3,
     names,
-    tensors::{Stored, Tensors, row_ranges},
+    tensors::{Put, Stored, Tensors, row_ranges},
     weights::{self, Purpose},
 };
 use serde::{Deserialize, Serialize};
@@ -550,6 +550,10 @@ impl Tensors for Masters<'_> {
 
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
         self.tensors.read_rows(name, rows)
+    }
+
+    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
+        self.tensors.put_rows(name, rows, put)
     }
 
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {

@@ -19,6 +19,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+/// When and how a run was started.
+pub const RECORD: &str = "run.json";
+
 /// Largest record that is read. It has less than 10 KB.
 const LARGEST_RESULTS: u64 = 1 << 20;
 
@@ -72,7 +75,7 @@ pub fn check_not_begun(dir: &Path) -> Result<(), CliError> {
 const OURS: [&str; 11] = [
     CONFIG,
     beginning::FILE,
-    "run.json",
+    RECORD,
     "data_report.json",
     log::METRICS,
     log::SAMPLES,
@@ -174,7 +177,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
         "command": std::env::args().collect::<Vec<_>>(),
         "started": jiff::Timestamp::now().to_string(),
     });
-    durable::write_bytes(&dir.join("run.json"), run.to_string().as_bytes())?;
+    durable::write_bytes(&dir.join(RECORD), run.to_string().as_bytes())?;
     let found = serde_json::to_string_pretty(&inputs.report).expect("plain data is always valid JSON");
     durable::write_bytes(&dir.join("data_report.json"), found.as_bytes()).map(|_| ())
 }

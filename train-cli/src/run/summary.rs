@@ -3,7 +3,7 @@
 
 use super::{
     checkpoint::{self, CONFIG, FINAL, RESULTS},
-    folder::{LOSS, SUMMARY},
+    folder::{LOSS, RECORD, SUMMARY},
     log,
     losses::Losses,
     plot::{self, Curve},
@@ -66,7 +66,7 @@ impl Summary {
         let last = answers.last().map(|line| line["step"].clone());
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let answers = answers.iter().filter(|line| Some(&line["step"]) == last.as_ref());
-        let started = json(&run.join("run.json"))?.map(|run| {
+        let started = json(&run.join(RECORD))?.map(|run| {
             let words = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
             let words: Vec<String> = words.iter().skip(1).map(|word| report::quoted(&text(word))).collect();
             (text(&run["started"]), format!("train-cli {}", words.join(" ")))
@@ -105,7 +105,7 @@ impl Summary {
     pub fn exported_step(&self) -> Option<usize> {
         let results = self.results()?;
         // Older runs have no record of it: they exported their last step.
-        let step = [&results["exported_step"], &results["global_step"]].into_iter().find_map(Value::as_u64)?;
+        let step = ["exported_step", "global_step"].iter().find_map(|key| results.get(*key)?.as_u64())?;
         usize::try_from(step).ok()
     }
 

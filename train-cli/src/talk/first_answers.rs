@@ -14,13 +14,23 @@ use model_qwen3::{
 };
 
 /// The answers that are expected, as far as kernels depend on them.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Expected {
-    /// Tokens of a prompt.
-    pub prompt: usize,
+    /// Tokens of the prompts that are read together, for each such step.
+    pub steps: Vec<Vec<usize>>,
     /// Answers that are made together, at most.
     pub together: usize,
 }
+
+impl Expected {
+    /// Prompts that nobody knows yet: a short one, and one that fills a chunk.
+    pub fn unknown(together: usize) -> Self {
+        Self { steps: vec![vec![SHORT], vec![PREFILL_CHUNK]], together }
+    }
+}
+
+/// Tokens of a first message, with what the chat template puts around it.
+const SHORT: usize = 32;
 
 /// The first answers of a model.
 pub struct FirstAnswers<'a> {
@@ -47,22 +57,24 @@ impl Job for FirstAnswers<'_> {
         let model = stored.outline::<B>(recipe, precision, &device)?;
         let options =
             GenerateOptions { max_tokens: TOKENS, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
-        // Kernels have places for a power of two tokens.
-        let mut together = 1;
-        while together < 2 * expected.together {
-            let count = together.min(expected.together);
-            // One prompt is read: of several equal chunks, one is enough. The other prompts have one token, whose forward is
-            // that of an answer.
-            let (chunks, rest) = (expected.prompt / PREFILL_CHUNK, expected.prompt % PREFILL_CHUNK);
-            let prompt = vec![0; if together == 1 { chunks.min(1) * PREFILL_CHUNK + rest } else { 1 }];
-            let new = |_| Session::new(&model, prompt.len() + TOKENS);
-            let mut sessions = (0..count).map(new).collect::<Result<Vec<_>, _>>()?;
-            let answers = sessions.iter_mut().map(|session| Answering::new(session, &prompt, &options));
+        // Kernels have places for a power of two tokens. A prompt of one token is read as an answer goes on.
+        let doubled =
+            std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
+        let answers = doubled.map(|count| vec![1; count.min(expected.together)]);
+        let longest = stored.config.max_position_embeddings.saturating_sub(TOKENS);
+        for lengths in expected.steps.into_iter().chain(answers) {
+            // Of several equal chunks one is enough.
+            let chunks = |length: usize| (length / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + length % PREFILL_CHUNK;
+            let prompts: Vec<Vec<u32>> = lengths.into_iter().map(|n| vec![0; chunks(n).min(longest).max(1)]).collect();
+            let new = |prompt: &Vec<u32>| Session::new(&model, prompt.len() + TOKENS);
+            let mut sessions = prompts.iter().map(new).collect::<Result<Vec<_>, _>>()?;
+            let begun = sessions.iter_mut().zip(&prompts);
+            let answers = begun.map(|(session, prompt)| Answering::new(session, prompt, &options));
             let mut answers = answers.collect::<Result<Vec<_>, _>>()?;
             while answers.iter().any(|answer| !answer.has_ended()) {
-                step(&mut sessions.iter_mut().zip(&mut answers).collect::<Vec<_>>())?;
+                let open = sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended());
+                step(&mut open.collect::<Vec<_>>())?;
             }
-            together *= 2;
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use crate::{
     CliError, ahead::Ahead, device, model_files::TextFiles, report, run::stored_model::StoredModel,
     settings::DeviceChoice,
 };
-use backend_nvfp4::{Nvfp4Kernels, Precision};
+use backend_nvfp4::{Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{config::Qwen3Config, model::Qwen3};
 use std::path::{Path, PathBuf};
 
@@ -26,15 +26,18 @@ pub struct Wanted<'a> {
 pub struct Opened<'a> {
     wanted: Wanted<'a>,
     stored: StoredModel,
+    recipe: Recipe,
 }
 
 impl<'a> Opened<'a> {
-    /// Opens the model that is wanted.
+    /// Opens the model that is wanted, and prints what was chosen.
     ///
     /// # Errors
-    /// If its files are missing or broken.
+    /// If its files are missing or broken, or `--w4a4` does not fit them.
     pub fn new(wanted: Wanted<'a>) -> Result<Self, CliError> {
-        Ok(Self { wanted, stored: StoredModel::open(wanted.model, wanted.tokenizer)? })
+        let stored = StoredModel::open(wanted.model, wanted.tokenizer)?;
+        let recipe = stored.recipe(wanted.w4a4)?;
+        Ok(Self { wanted, stored, recipe })
     }
 
     /// The tokenizer, chat template and stop tokens of the model.
@@ -47,19 +50,17 @@ impl<'a> Opened<'a> {
         &self.stored.config
     }
 
-    /// Loads the model, and prints what was chosen. Where answers are `expected`, the kernels that they need are compiled
-    /// meanwhile.
+    /// Loads the model. Where answers are `expected`, the kernels that they need are compiled meanwhile.
     ///
     /// # Errors
-    /// If the weights are broken, or `--w4a4` does not fit them.
+    /// If the weights are broken.
     pub fn load<B: Nvfp4Kernels>(
         self,
         expected: Option<Expected>,
         precision: Precision,
         device: &B::Device,
     ) -> Result<Loaded<B>, CliError> {
-        let Self { wanted, stored } = self;
-        let recipe = stored.recipe(wanted.w4a4)?;
+        let Self { wanted, stored, recipe } = self;
         let choice = device::resolved(wanted.device);
         let first = |expected| FirstAnswers { stored: &stored, recipe, expected };
         let ahead = expected.map(|expected| Ahead::compile(choice, precision, first(expected)));

@@ -18,7 +18,8 @@ use crate::{
     progress::Writing,
     report,
     run::{
-        checkpoint::{self, CONFIG, TrainerState},
+        checkpoint::{self, CONFIG, FINAL, TrainerState},
+        folder::RECORD,
         located::{check_unchanged, located},
         summary::Summary,
         trained::Trained,
@@ -81,6 +82,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     };
     let tensors: &dyn Tensors = in_nvfp4.as_ref().map_or(&in_bf16 as &dyn Tensors, |foreign| foreign);
 
+    let card = model_card(&files, &what_it_holds(args.format, calibration.as_ref()), state.as_ref())?;
     let mut pending = PendingFolder::new(&args.output_dir)?;
     let written = write_weights(tensors, library.map_or(Spelling::ModelOpt, Library::spelling), limit, &mut pending)?;
     write_json(&mut pending, "config.json", &config_json(&companions.config, tensors, library)?)?;
@@ -90,7 +92,6 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     for path in companions.text_files() {
         pending.copy(&path, &path.file_name().unwrap_or_default().to_string_lossy())?;
     }
-    let card = model_card(&files, &what_it_holds(args.format, calibration.as_ref()), state.as_ref())?;
     pending.file("README.md", |out| out.write_all(card.as_bytes()).map_err(CliError::io(&args.output_dir)))?;
 
     if let Some(foreign) = &in_nvfp4 {
@@ -231,7 +232,7 @@ fn what_it_holds(format: HfFormat, calibration: Option<&Calibration>) -> String 
 
 /// The model card: what the folder is, how it was made, and how to load it.
 fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> Result<String, CliError> {
-    let run = run_of(&files.folder)?;
+    let run = run_of(&files.folder, state.is_some())?;
     let name = run.as_ref().map_or_else(|| files.name(), Summary::name);
     let mut card = format!(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
@@ -263,8 +264,10 @@ fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> R
     Ok(card)
 }
 
-/// The run whose folder this one lies in, if it lies in one.
-fn run_of(folder: &Path) -> Result<Option<Summary>, CliError> {
+/// The run whose export or checkpoint a folder is, if it is one. Other folders may have a config.toml in the one above them.
+fn run_of(folder: &Path, is_checkpoint: bool) -> Result<Option<Summary>, CliError> {
     let folder = folder.canonicalize().map_err(CliError::io(folder))?;
-    folder.parent().filter(|run| run.join(CONFIG).is_file()).map(Summary::read).transpose()
+    let of_run = is_checkpoint || folder.file_name().is_some_and(|name| name == FINAL);
+    let is_run = |run: &&Path| of_run && [CONFIG, RECORD].iter().all(|file| run.join(file).is_file());
+    folder.parent().filter(is_run).map(Summary::read).transpose()
 }
