@@ -8,7 +8,7 @@ use crate::{
     outputs::{check_dat_name, check_output},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        fields::{MAX_SEQ_LENGTH, RANGES, flag},
+        fields::{MAX_SEQ_LENGTH, RANGES, RUNS, flag},
     },
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
@@ -336,7 +336,7 @@ fn new_run_folder(source: &ModelSource) -> PathBuf {
 /// The folder of a run that begins now, if nobody names one. Runs that begin in the same second get the same name, and the
 /// later ones a number behind it (`train-cli/src/run/folder.rs:Lock::of_new`).
 pub(crate) fn dated_folder(name: &str) -> PathBuf {
-    PathBuf::from("runs").join(format!("{}_{name}", jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ")))
+    PathBuf::from(RUNS).join(format!("{}_{name}", jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ")))
 }
 
 fn inputs(s: &Settings, source: &ModelSource, companions: &Companions) -> Vec<PathBuf> {

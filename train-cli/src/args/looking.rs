@@ -1,5 +1,6 @@
 //! Flags of the commands that show runs, the machine, and the program itself.
 
+use crate::settings::fields::RUNS;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 
@@ -18,7 +19,7 @@ pub enum RunsCommand {
 #[derive(Debug, Args)]
 pub struct ListArgs {
     /// Folder that holds run folders
-    #[arg(default_value = "runs", value_name = "DIR")]
+    #[arg(default_value = RUNS, value_name = "DIR")]
     pub folder: PathBuf,
     /// Print one JSON object for each run
     #[arg(long)]

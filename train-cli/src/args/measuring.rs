@@ -1,7 +1,7 @@
 //! Flags of the commands that measure a model or a device: `eval`, `parity` and `bench`.
 
 use super::talking::ModelArgs;
-use crate::settings::{Auto, DeviceChoice, Format, HeadFormat, LossOn, fields::longest, parser};
+use crate::settings::{AUTO, Auto, DeviceChoice, Format, HeadFormat, LossOn, fields::longest, parser};
 use backend_nvfp4::{Precision, Recipe};
 use clap::{Args, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -54,7 +54,7 @@ pub struct EvalLossArgs {
     #[arg(short, long, value_name = "PATH", num_args = 1.., required = true)]
     pub data: Vec<PathBuf>,
     /// Format of the files
-    #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
+    #[arg(long, default_value = AUTO, value_parser = parser::<Auto<Format>>())]
     pub format: Auto<Format>,
     /// Which tokens the loss counts
     #[arg(long, value_enum, default_value_t)]

@@ -1,6 +1,6 @@
 //! Flags of `data`, which looks at training rows and makes them.
 
-use crate::settings::{Auto, Format, LossOn, fields::longest, parser};
+use crate::settings::{AUTO, Auto, Format, LossOn, fields::longest, parser};
 use clap::{Args, Subcommand, builder::NonEmptyStringValueParser};
 use std::path::PathBuf;
 
@@ -54,7 +54,7 @@ pub struct RowsArgs {
     #[arg(long, value_name = "N", help = longest("Maximum length of a training sequence, in tokens"))]
     pub max_seq_length: Option<std::num::NonZeroUsize>,
     /// Format of the data files
-    #[arg(long, default_value = "auto", value_parser = parser::<Auto<Format>>())]
+    #[arg(long, default_value = AUTO, value_parser = parser::<Auto<Format>>())]
     pub format: Auto<Format>,
     /// What stands between the documents of a .txt or .md file, for example '<|endoftext|>'. Without it the file is one
     /// document

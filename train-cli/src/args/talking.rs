@@ -1,6 +1,6 @@
 //! Flags of the commands that answer: `generate`, `chat` and `serve`.
 
-use crate::settings::{Auto, DeviceChoice, parser};
+use crate::settings::{AUTO, Auto, DeviceChoice, parser};
 use backend_nvfp4::Precision;
 use clap::Args;
 use model_qwen3::sampling::Sampling;
@@ -104,7 +104,7 @@ pub struct ModelArgs {
     #[arg(long, default_value_t)]
     pub device: DeviceChoice,
     /// Number format in which the model computes
-    #[arg(long, alias = "dtype", default_value = "auto", value_parser = parser::<Auto<Precision>>())]
+    #[arg(long, alias = "dtype", default_value = AUTO, value_parser = parser::<Auto<Precision>>())]
     pub compute_dtype: Auto<Precision>,
 }
 

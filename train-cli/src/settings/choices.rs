@@ -23,9 +23,12 @@ pub trait Choice: Copy + PartialEq + Send + Sync + 'static {
     fn all() -> Vec<(Self, PossibleValue)>;
 }
 
+/// The name of the choice that the program makes.
+pub const AUTO: &str = "auto";
+
 impl<T: Choice> Choice for Auto<T> {
     fn all() -> Vec<(Self, PossibleValue)> {
-        let auto = (None, PossibleValue::new("auto").help(T::AUTO));
+        let auto = (None, PossibleValue::new(AUTO).help(T::AUTO));
         std::iter::once(auto).chain(T::all().into_iter().map(|(value, name)| (Some(value), name))).collect()
     }
 }
@@ -393,7 +396,7 @@ impl FromStr for DeviceChoice {
     fn from_str(text: &str) -> Result<Self, String> {
         let index = || text.strip_prefix("cuda:").and_then(|index| index.parse().ok());
         match text {
-            "auto" => Ok(Self::Auto),
+            AUTO => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda(0)),
             "vulkan" => Ok(Self::Vulkan),
@@ -419,7 +422,7 @@ impl From<DeviceChoice> for String {
 impl std::fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Auto => f.write_str("auto"),
+            Self::Auto => f.write_str(AUTO),
             Self::Cpu => f.write_str("cpu"),
             Self::Cuda(index) => write!(f, "cuda:{index}"),
             Self::Vulkan => f.write_str("vulkan"),

@@ -336,9 +336,11 @@ impl Default for MemorySettings {
 #[serde(default)]
 #[command(next_help_heading = "Saving")]
 pub struct SavingSettings {
-    /// Run folder: receives the settings, logs, checkpoints and the exported model [default: runs/TIME_MODEL]
+    /// The run folder.
     #[arg(short, long, value_name = "DIR", alias = "out-dir", alias = "output", alias = "checkpoint-dir")]
-    #[arg(help_heading = COMMON)]
+    #[arg(help_heading = COMMON, help = format!(
+        "Run folder: receives the settings, logs, checkpoints and the exported model [default: {RUNS}/TIME_MODEL]"
+    ))]
     pub output_dir: Option<PathBuf>,
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
@@ -482,6 +484,9 @@ impl Default for AdvancedSettings {
         Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42, guard: true, undo_copy: true }
     }
 }
+
+/// The folder of run folders, if nobody names one.
+pub const RUNS: &str = "runs";
 
 /// Most training rows that are held out for evaluation.
 pub const MOST_EVALUATED: usize = 200;

@@ -16,8 +16,8 @@ mod layer;
 pub(crate) use amount::bytes;
 pub(crate) use choices::by_name;
 pub use choices::{
-    Auto, Choice, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
-    ReportTo, ResumeFrom, SaveStrategy, parser,
+    AUTO, Auto, Choice, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong,
+    Recompute, ReportTo, ResumeFrom, SaveStrategy, parser,
 };
 pub use fields::Settings;
 pub use layer::Layer;
