@@ -13,7 +13,11 @@ use backend_nvfp4::{
     GivenScale, LinearSpec, Nvfp4Kernels, Packed,
     layout::{scales_per_row, words_per_row},
 };
-use std::{collections::HashMap, ops::Range, path::Path};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    ops::Range,
+    path::Path,
+};
 
 /// Makes a model for inference whose weights are zeros: it has one block of each kind that the model in `tensors` has. A kind is
 /// which layers of a block are NVFP4, and which of them have a scale for their activations.
@@ -34,24 +38,20 @@ pub fn outline<B: Nvfp4Kernels>(
 
 /// The first block of each kind, in order.
 fn one_of_each_kind(tensors: &dyn Tensors) -> Vec<usize> {
-    let mut kinds: HashMap<usize, Vec<(String, bool, bool)>> = HashMap::new();
+    let mut kinds: BTreeMap<usize, Kind> = BTreeMap::new();
     for name in tensors.names().into_iter().filter(|name| is_projection(name)) {
         if let Some(block) = block_of(&name) {
             let packed = matches!(tensors.stored(&name), Some(Stored::Packed { .. }));
-            kinds.entry(block).or_default().push((with_block(&name, 0), packed, tensors.gives_input_scale(&name)));
+            let layer = (with_block(&name, 0), packed, tensors.gives_input_scale(&name));
+            kinds.entry(block).or_default().insert(layer);
         }
     }
-    let mut kinds: Vec<(usize, Vec<(String, bool, bool)>)> = kinds.into_iter().collect();
-    kinds.iter_mut().for_each(|(_, layers)| layers.sort());
-    kinds.sort();
-    let mut firsts: Vec<(usize, Vec<(String, bool, bool)>)> = Vec::new();
-    for (block, layers) in kinds {
-        if firsts.iter().all(|(_, others)| *others != layers) {
-            firsts.push((block, layers));
-        }
-    }
-    firsts.into_iter().map(|(block, _)| block).collect()
+    let mut known = HashSet::new();
+    kinds.into_iter().filter(|(_, kind)| known.insert(kind.clone())).map(|(block, _)| block).collect()
 }
+
+/// For each layer of a block its name, whether it is NVFP4, and whether it has a scale for its activations.
+type Kind = BTreeSet<(String, bool, bool)>;
 
 /// Tensors of zeros, in the types and shapes of a model's tensors.
 struct Outline<'a> {
