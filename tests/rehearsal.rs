@@ -101,7 +101,7 @@ impl Job for Answered<'_> {
     }
 }
 
-/// A small model of zeros stands for the model: both launch the same kernels.
+/// A small model without values stands for the model: both launch the same kernels.
 #[test]
 fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
     let dir = tempfile::tempdir().unwrap();

@@ -74,6 +74,17 @@ impl<B: Backend> Nvfp4Tensor<B> {
         })
     }
 
+    /// A packed matrix of zeros, which is made on the device.
+    pub fn zeros(rows: usize, cols: usize, device: &B::Device) -> Self {
+        let flat = |len: usize, dtype| Tensor::<B, 1, Int>::zeros([len], (device, dtype));
+        let (words, scales) = (words_per_row(cols), scales_per_row(cols));
+        Self {
+            codes: flat(rows * words, DType::U32).reshape([rows, words]),
+            scales: flat(rows * scales, DType::U8).reshape([rows, scales]),
+            global: flat(1, DType::U32),
+        }
+    }
+
     /// Rows and columns.
     pub fn dims(&self) -> [usize; 2] {
         let [rows, blocks] = self.scales.dims();

@@ -72,6 +72,11 @@ pub trait Tensors {
         false
     }
 
+    /// Whether these stand for others in a rehearsal, so that nobody looks at the values of matrices. They are not read then.
+    fn is_outline(&self) -> bool {
+        false
+    }
+
     /// Reads the rows `rows` of a dense tensor as f32. A vector has one row.
     ///
     /// # Errors

@@ -54,9 +54,12 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
         form: DenseForm,
     ) -> Result<Tensor<B, 2>, ModelError> {
         let ([_, width], DenseForm { dtype, .. }) = (shape, form);
+        let mut tensor = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(B::unfilled(shape, dtype, self.device)));
+        if tensors.is_outline() {
+            return Ok(tensor);
+        }
         let stored = tensors.stored(name).and_then(|stored| stored.float()).map(type_on_device);
         let as_stored = stored.filter(|stored| self.converts(*stored, form));
-        let mut tensor = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(B::unfilled(shape, dtype, self.device)));
         for range in row_ranges(&shape, CHUNK) {
             let part = [range.len(), width];
             let rows = match as_stored {

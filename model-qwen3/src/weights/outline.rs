@@ -3,23 +3,19 @@
 use super::load::{Purpose, load};
 use crate::{
     ModelError,
-    bytes::FloatType,
     config::Qwen3Config,
     model::Qwen3,
     names::{block_of, is_projection, with_block},
-    tensors::{Put, Stored, Tensors, row_width},
+    tensors::{Stored, Tensors, row_width},
 };
-use backend_nvfp4::{
-    GivenScale, LinearSpec, Nvfp4Kernels, Packed,
-    layout::{scales_per_row, words_per_row},
-};
+use backend_nvfp4::{GivenScale, LinearSpec, Nvfp4Kernels, Packed};
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
     ops::Range,
     path::Path,
 };
 
-/// Makes a model for inference whose weights are zeros: it has one block of each kind that the model in `tensors` has. A kind is
+/// Makes a model for inference whose matrices have no values: it has one block of each kind that the model in `tensors` has. A kind is
 /// which layers of a block are NVFP4, and which of them have a scale for their activations.
 ///
 /// # Errors
@@ -53,7 +49,7 @@ fn one_of_each_kind(tensors: &dyn Tensors) -> Vec<usize> {
 /// For each layer of a block its name, whether it is NVFP4, and whether it has a scale for its activations.
 type Kind = BTreeSet<(String, bool, bool)>;
 
-/// Tensors of zeros, in the types and shapes of a model's tensors.
+/// Tensors without values, in the types and shapes of a model's tensors.
 struct Outline<'a> {
     tensors: &'a dyn Tensors,
     /// The blocks of the model that this one has.
@@ -84,25 +80,18 @@ impl Tensors for Outline<'_> {
         self.tensors.stored(&self.origin(name))
     }
 
+    fn is_outline(&self) -> bool {
+        true
+    }
+
+    /// Vectors are zeros.
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
         let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
         Ok(vec![0.0; rows.len() * row_width(&stored.shape())])
     }
 
-    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
-        let stored = self.stored(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
-        put(&vec![0; rows.len() * row_width(&stored.shape()) * stored.float().map_or(0, FloatType::size)])
-    }
-
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
-        match self.stored(name) {
-            Some(Stored::Packed { rows, cols, .. }) => Ok(Packed {
-                codes: vec![0; rows * words_per_row(cols)],
-                scales: vec![0; rows * scales_per_row(cols)],
-                global: 1.0,
-            }),
-            _ => Err(ModelError::missing(self.path(), name)),
-        }
+        Err(ModelError::missing(self.path(), name))
     }
 
     fn gives_input_scale(&self, name: &str) -> bool {

@@ -1,4 +1,4 @@
-//! The rehearsal of answers: a prompt and two tokens after it, with a small model of zeros, on a device that only records which
+//! The rehearsal of answers: a prompt and two tokens after it, with a small model without values, on a device that only records which
 //! kernels are launched. Those that are written in CUDA C++ are compiled while the model is loaded ([`crate::ahead`]).
 
 use crate::{
