@@ -39,7 +39,7 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
                     quantize::amax_rotated(client, zeros.values(n), dtype, view, zeros.floats(AMAX_LEN), plain)?;
                 }
             }
-            quantize::quantize(client, x, dtype, amax, zeros.packed(square, COLS), view, spec, rotated)?;
+            quantize::quantize(client, x, dtype, amax, zeros.packed(view.rows, view.cols), view, spec, rotated)?;
         }
     }
     let n = rows * COLS;
