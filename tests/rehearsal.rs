@@ -101,7 +101,7 @@ impl Job for Answered<'_> {
     }
 }
 
-/// A small model without values stands for the model: both launch the same kernels.
+/// An outline of a model launches the kernels of the model.
 #[test]
 fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
     let dir = tempfile::tempdir().unwrap();

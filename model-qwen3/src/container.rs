@@ -180,10 +180,8 @@ impl Container {
 
     /// The type of the values of a dense tensor.
     fn float(&self, name: &str) -> Result<FloatType, ModelError> {
-        match self.slot(name)?.stored {
-            Stored::Dense { float, .. } => Ok(float),
-            Stored::Packed { .. } => Err(self.bad(format!("{name:?} is NVFP4; floats are needed"))),
-        }
+        let float = self.slot(name)?.stored.float();
+        float.ok_or_else(|| self.bad(format!("{name:?} is NVFP4; floats are needed")))
     }
 
     /// The tensor scale of an NVFP4 tensor as the file holds it: 1 in single-level files.

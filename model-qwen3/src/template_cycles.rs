@@ -2,9 +2,9 @@
 //! or sort it overflows the stack, which nothing can catch. The template library has no other values that can be changed, so
 //! without such an assignment no value holds itself.
 //!
-//! The check looks at names, not at the order in which a template runs. What a name is at most, over all its assignments:
-//! nothing that matters, a namespace, or something that may hold one. An attribute of a namespace never holds one, because just
-//! that is refused.
+//! The check reads the syntax tree. It ignores the order in which a template runs, and finds for each name what its values can be:
+//! only values without a namespace, namespaces themselves, or also values that may hold a namespace. An attribute of a namespace
+//! never holds a namespace, because the check refuses such an assignment.
 
 use minijinja::machinery::ast::{BinOpKind, Call, CallArg, Expr, Macro, Stmt};
 use std::collections::{HashMap, HashSet};

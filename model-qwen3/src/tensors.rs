@@ -72,7 +72,7 @@ pub trait Tensors {
         false
     }
 
-    /// Whether these stand for others in a rehearsal, so that nobody looks at the values of matrices. They are not read then.
+    /// Whether these tensors are an outline ([`crate::weights::outline()`]), whose matrices have no values and are not read.
     fn is_outline(&self) -> bool {
         false
     }

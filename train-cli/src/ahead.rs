@@ -1,6 +1,6 @@
 //! Kernels that are compiled before they are needed, on all processors. A job rehearses the work on a device that only records
-//! which kernels it launches; those that are written in CUDA C++ are then compiled while the program goes on, for example while
-//! a model is loaded.
+//! which kernels it launches. The kernels in CUDA C++ are then compiled on threads, and the program does other work meanwhile, for
+//! example loads a model.
 
 use crate::{
     CliError,
@@ -45,8 +45,8 @@ pub enum Gpus {
     Hopper,
 }
 
-/// Kernels that are being compiled. If this is dropped, no further one is begun, and those that were are waited for: the program
-/// must not end while a library compiles.
+/// Kernels that are being compiled. Dropping this begins no further kernel and waits for those in progress: the program must not
+/// end while a library compiles.
 #[derive(Default)]
 pub struct Ahead {
     stop: Arc<AtomicBool>,

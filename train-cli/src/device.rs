@@ -253,8 +253,9 @@ fn cause(reason: &str) -> &str {
 
 static FAILURE: OnceLock<String> = OnceLock::new();
 
-/// Keeps the message of a panic on a thread of CubeCL, or for want of a thread, for [`check`], and is silent about the panics
-/// that follow from it, and about those of chat templates and of compiling ahead, which become errors and warnings. Every other panic is printed as always.
+/// Keeps the message of a panic on a thread of CubeCL, or for want of a thread, for [`check`], and does not print the panics that
+/// follow from it. It does not print panics of a chat template, which become errors, nor panics of compiling ahead, which become
+/// warnings. Every other panic is printed as always.
 fn watch_devices() {
     let printed = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

@@ -19,6 +19,7 @@
 //! | [`device`], [`peak`] | which backend runs a job; how fast cards are at most |
 //! | [`ahead`], [`kernel_cache`] | kernels that are compiled before they are needed; where compiled kernels are kept |
 //! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
+//! | [`tolerance`] | how far two computations of the same values may differ |
 //! | [`outputs`] | the rule that no output replaces an input |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
 //! | [`interrupt`], [`watchdog`] | signals that ask a run to end; steps that never end |
@@ -59,6 +60,7 @@ pub mod run;
 pub mod serve;
 pub mod settings;
 pub mod talk;
+pub mod tolerance;
 pub mod train;
 pub mod watchdog;
 

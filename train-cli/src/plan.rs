@@ -8,7 +8,8 @@ use crate::{
     outputs::{check_dat_name, check_output},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        fields::{MAX_SEQ_LENGTH, RANGES, RUNS, flag},
+        fields::{MAX_SEQ_LENGTH, RANGES, RUNS},
+        flag,
     },
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};

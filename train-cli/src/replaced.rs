@@ -135,11 +135,9 @@ const VALUES: [(&str, &[&str], &str); 4] = [
     ("--train-last-layers", &["-1", "-2"], "use 0 to train all parameters"),
 ];
 
-/// Flags of which the origin took two, where one says the same here.
-const TWICE: [(&str, &str); 1] = [(
-    "--model",
-    "the model is named once, by its folder or its file; --tokenizer FOLDER names its tokenizer if that lies elsewhere",
-)];
+/// What to do with a second path of a model: the origin took its folder and its file.
+const MODEL: &str =
+    "name the model once, by its folder or its file; --tokenizer FOLDER names its tokenizer if that lies elsewhere";
 
 /// What replaced `--step-mode`, which older runs have recorded.
 pub const STEP_MODE: &str = "there is one way to make a step; --recompute decides which blocks run twice, and --clip exact \
@@ -163,11 +161,9 @@ pub fn answer(error: &clap::Error) -> Option<String> {
             Some(format!("{flag} {value}: {answer}"))
         }
         // A flag that is given twice conflicts with itself.
-        ErrorKind::ArgumentConflict
-            if error.get(ContextKind::PriorArg).is_none_or(|prior| prior.to_string().starts_with(flag)) =>
-        {
-            let (_, answer) = TWICE.iter().find(|(name, _)| *name == flag)?;
-            Some(format!("{flag}: {answer}"))
+        ErrorKind::ArgumentConflict if flag == "--model" => {
+            let prior = error.get(ContextKind::PriorArg);
+            prior.is_none_or(|prior| prior.to_string().starts_with(flag)).then(|| format!("{flag}: {MODEL}"))
         }
         _ => None,
     }
@@ -198,7 +194,7 @@ mod tests {
         for file in ["--weight", "--input-dat"] {
             let line = ["train-cli", "fit", "--model-dir", "m", file, "w.dat", "--seed", "1"];
             let answer = answer(&Cli::try_parse_from(line).unwrap_err()).expect("an answer");
-            assert!(answer.starts_with("--model: the model is named once"), "{file}: {answer}");
+            assert!(answer.starts_with("--model: name the model once"), "{file}: {answer}");
         }
         let error = Cli::try_parse_from(["train-cli", "fit", "--seed", "1", "--seed", "2"]).unwrap_err();
         assert_eq!(answer(&error), None, "{error}");

@@ -44,8 +44,7 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
         }
     }
 
-    /// Uploads a matrix, one range of rows after another, so that the host never holds all of it. `tensors` has it in a type
-    /// that a file may hold.
+    /// Uploads a matrix, one range of rows after another, so that the host never holds all of it.
     pub(super) fn upload(
         &self,
         tensors: &dyn Tensors,
@@ -79,8 +78,8 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
         Ok(tensor)
     }
 
-    /// Whether the device makes values of `form` of 16-bit values as a file holds them, and makes what the host would: exactly
-    /// these, or bf16 of f16, rounded once. The host converts value by value, and the embedding of a 4B has 389 million.
+    /// Whether the device itself converts 16-bit values of a file to `form`, with the bits that the host would compute: it keeps
+    /// them, or rounds f16 to bf16 once. The host converts value by value, and the embedding of a 4B has 389 million values.
     fn converts(&self, stored: DType, form: DenseForm) -> bool {
         let takes = |from, to| stored == from && form.dtype == to;
         let exact = takes(DType::BF16, DType::BF16) || takes(DType::F16, DType::F16) && !form.through_bf16;

@@ -1,7 +1,7 @@
 //! The tensors of a model by checkpoint name.
 //!
 //! [`load()`] reads a model from a container and [`random()`] draws one; both ask a source for each tensor in turn.
-//! [`outline()`] makes a small model without values that launches the kernels of a large one.
+//! [`outline()`] makes an outline of a model, which launches the model's kernels.
 //! [`trained`](fn@trained) moves the model to the backend that records gradients.
 //! [`fields()`] lists a model's tensors, [`Live`] shows them to whoever writes a file, and [`Replace`] exchanges them.
 

@@ -1,4 +1,5 @@
-//! A model that stands for another in a rehearsal: it launches the same kernels in less time and memory.
+//! An outline of a model: few blocks, and no values. A rehearsal with it launches the kernels of the model, in less time and with
+//! less memory.
 
 use super::load::{Purpose, load};
 use crate::{
@@ -15,8 +16,8 @@ use std::{
     path::Path,
 };
 
-/// Makes a model for inference whose matrices have no values: it has one block of each kind that the model in `tensors` has. A kind is
-/// which layers of a block are NVFP4, and which of them have a scale for their activations.
+/// Makes the outline, for inference, of the model that `tensors` hold: one block of each kind, with matrices that have no values. Two
+/// blocks are of one kind if the same layers are NVFP4, and the same layers have a scale for their activations.
 ///
 /// # Errors
 /// As [`load()`].

@@ -1,7 +1,10 @@
 //! Flags of the commands that measure a model or a device: `eval`, `parity` and `bench`.
 
 use super::talking::ModelArgs;
-use crate::settings::{AUTO, Auto, DeviceChoice, Format, HeadFormat, LossOn, fields::longest, parser};
+use crate::{
+    settings::{AUTO, Auto, DeviceChoice, Format, HeadFormat, LossOn, fields::longest, parser},
+    tolerance,
+};
 use backend_nvfp4::{Precision, Recipe};
 use clap::{Args, Subcommand, ValueEnum};
 use std::path::PathBuf;
@@ -126,43 +129,29 @@ pub struct ParityArgs {
     pub compute_dtype: Auto<Precision>,
 }
 
-/// Tokens of the context of `bench decode`, if nobody says otherwise, as for the following four.
+/// Tokens of the context of `bench decode` without `--context`.
 pub(crate) const DECODE_CONTEXT: u32 = 1024;
-/// Tokens of the prompt of `bench prefill`.
+/// Tokens of the prompt of `bench prefill` without `--context`.
 pub(crate) const PREFILL_CONTEXT: u32 = 4096;
-/// Answers that `bench decode` makes together.
+/// Answers that `bench decode` makes together without `--batch-size`.
 pub(crate) const BATCH_SIZES: [u16; 2] = [1, 16];
-/// Whether activations are rounded to NVFP4.
+/// Whether `bench` rounds activations to NVFP4 without `--w4a4`.
 pub(crate) const W4A4: bool = true;
-/// How the head is stored.
+/// How `bench` stores the head without `--head`.
 pub(crate) const HEAD: HeadFormat = HeadFormat::Nvfp4;
-
-/// How far two models may differ in their hidden states if only one of them is rounded to NVFP4, relative to their norm. Two
-/// unrelated models differ by 1.4.
-pub(crate) const NVFP4_TOLERANCE: f64 = 0.5;
 
 /// The help of `parity --tolerance`.
 fn tolerance_help() -> String {
-    let of = |precision| hidden_tolerance(precision, 3);
+    let of = |precision| tolerance::hidden(precision, 3);
     format!(
         "A layer passes if its relative difference is at most this [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and \
-         more for a model of more than three blocks; {NVFP4_TOLERANCE} if only one of the two models has 4-bit weights, or \
+         more for a model of more than three blocks; {} if only one of the two models has 4-bit weights, or \
          only one has 4-bit activations]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),
+        tolerance::NVFP4,
     )
-}
-
-/// How far hidden states may differ that were computed in `precision` by a model of so many blocks: in f32 a few times what the
-/// tests see, elsewhere ten roundings of the format, which add like a random walk over the blocks of the model.
-pub(crate) fn hidden_tolerance(precision: Precision, blocks: usize) -> f64 {
-    let three = match precision {
-        Precision::F32 => 1e-4,
-        Precision::Tf32 | Precision::F16 => 10.0 * 2.0f64.powi(-11),
-        Precision::Bf16 => 10.0 * 2.0f64.powi(-8),
-    };
-    three * (blocks as f64 / 3.0).sqrt().max(1.0)
 }
 
 /// Flags of `bench`.

@@ -9,7 +9,7 @@ use crate::{
     run::checkpoint::{self, CONFIG, FINAL, RESULTS, STALE, TrainerState},
     run::inputs::Inputs,
     run::{log, tensorboard},
-    settings::fields::Change,
+    settings::Change,
 };
 use backend_nvfp4::Precision;
 use model_qwen3::{ModelError, file, json};

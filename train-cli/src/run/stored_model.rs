@@ -152,7 +152,7 @@ impl StoredModel {
         Ok(self.with_tensors(load)?)
     }
 
-    /// Makes a small model without values that launches the kernels of the one that [`Self::load`] loads.
+    /// Makes an outline of the model that [`Self::load`] loads.
     ///
     /// # Errors
     /// If the weights do not fit the config.

@@ -96,19 +96,6 @@ impl Summary {
         path.file_name().map_or_else(|| path.display().to_string(), |name| name.to_string_lossy().into_owned())
     }
 
-    /// The totals of the run, if it is complete.
-    pub fn results(&self) -> Option<&Map<String, Value>> {
-        self.results.as_ref().and_then(Value::as_object)
-    }
-
-    /// The step whose model was exported, if the run is complete.
-    pub fn exported_step(&self) -> Option<usize> {
-        let results = self.results()?;
-        // Older runs have no record of it: they exported their last step.
-        let step = ["exported_step", "global_step"].iter().find_map(|key| results.get(*key)?.as_u64())?;
-        usize::try_from(step).ok()
-    }
-
     /// The figures of the run, with their names.
     pub fn figures(&self) -> Vec<(&'static str, String)> {
         let loss = |line: Option<&Value>, key: &str| {

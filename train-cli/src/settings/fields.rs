@@ -1,16 +1,12 @@
 //! The settings themselves, in groups that are the headings of `--help`. A field's doc comment is its help text.
 
-use crate::{
-    CliError,
-    settings::choices::{
-        Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
-        ReportTo, SaveStrategy, by_name, parser,
-    },
+use crate::settings::choices::{
+    Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, ReportTo,
+    SaveStrategy, by_name, parser,
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
 use clap::{ArgAction::Set, Args, builder::NonEmptyStringValueParser};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 use std::path::PathBuf;
 
 /// The heading of the ten flags that most people need: none, so that `--help` shows them first.
@@ -549,7 +545,7 @@ const MOST: f64 = (1 << 20) as f64;
 
 /// Settings that a resumed run may change: they change no number that a step computes from the weights before it, or
 /// extend the run.
-const FREE: [&str; 20] = [
+pub(super) const FREE: [&str; 20] = [
     "max_steps",
     "num_train_epochs",
     "guard",
@@ -572,36 +568,7 @@ const FREE: [&str; 20] = [
     "token_cache",
 ];
 
-/// A setting that two records disagree about: its flag, and its value in each, if it has one.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Change {
-    /// The flag, for example `--learning-rate`.
-    pub flag: String,
-    /// The value before.
-    pub before: Option<String>,
-    /// The value now.
-    pub now: Option<String>,
-}
-
 impl Settings {
-    /// All settings by name, in the order of `--help`; null and empty lists are settings that are not given.
-    pub(crate) fn table(&self) -> Map<String, Value> {
-        self.try_table().expect("settings that came through a layer hold no path that is not UTF-8")
-    }
-
-    pub(super) fn try_table(&self) -> Result<Map<String, Value>, serde_json::Error> {
-        serde_json::from_value(serde_json::to_value(self)?)
-    }
-
-    /// These settings with paths that mean the same from every working directory.
-    #[must_use]
-    pub fn absolute(&self) -> Self {
-        let mut all = self.clone();
-        // Only an empty path or an unknown working directory has no absolute form.
-        all.paths().for_each(|(_, path)| *path = std::path::absolute(&*path).unwrap_or_else(|_| path.clone()));
-        all
-    }
-
     /// Every path that is given, with its flag.
     pub fn paths(&mut self) -> impl Iterator<Item = (&'static str, &mut PathBuf)> {
         let Self { model, data, saving, logging, .. } = self;
@@ -619,16 +586,6 @@ impl Settings {
         single.chain(data.data.iter_mut().map(|path| ("--data", path)))
     }
 
-    /// The settings as a config file.
-    ///
-    /// # Errors
-    /// If TOML cannot hold a value.
-    pub fn toml(&self) -> Result<String, CliError> {
-        let given = |value: &Value| !value.is_null() && value.as_array().is_none_or(|list| !list.is_empty());
-        let table: Map<String, Value> = self.table().into_iter().filter(|(_, value)| given(value)).collect();
-        toml::to_string(&table).map_err(|e| CliError::Usage(format!("settings cannot be written as TOML: {e}")))
-    }
-
     /// Number of blocks at the end of a model of `layers` blocks whose linear layers are not quantized: as wanted, else a
     /// sixth of them, rounded up, for recipe nvfp4. Its authors advise that, and without such blocks the loss is about 1 %
     /// higher (doc/notebook/training.md). NVFP4 master weights exclude them.
@@ -642,19 +599,4 @@ impl Settings {
     pub fn compares_evaluations(&self) -> bool {
         self.logging.early_stopping_patience.is_some() || self.saving.load_best_model_at_end
     }
-
-    /// The first setting that changes what a run computes and differs from `before`.
-    pub fn changed_since(&self, before: &Self) -> Option<Change> {
-        let (before, now) = (before.table(), self.table());
-        let shown = |table: &Map<String, Value>, key| {
-            table.get(key).filter(|value: &&Value| !value.is_null()).map(ToString::to_string)
-        };
-        let key = now.keys().find(|key| !FREE.contains(&key.as_str()) && now.get(*key) != before.get(*key))?;
-        Some(Change { flag: flag(key), before: shown(&before, key), now: shown(&now, key) })
-    }
-}
-
-/// The flag of a setting.
-pub fn flag(key: &str) -> String {
-    format!("--{}", key.replace('_', "-"))
 }

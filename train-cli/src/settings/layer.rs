@@ -4,7 +4,7 @@
 use crate::{
     CliError,
     replaced::STEP_MODE,
-    settings::fields::{Settings, flag},
+    settings::{fields::Settings, record::flag},
 };
 use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueSource};
 use serde_json::{Map, Value};

@@ -12,6 +12,7 @@ mod amount;
 mod choices;
 pub mod fields;
 mod layer;
+mod record;
 
 pub(crate) use amount::bytes;
 pub(crate) use choices::by_name;
@@ -22,3 +23,4 @@ pub use choices::{
 pub use fields::Settings;
 pub use layer::Layer;
 pub(crate) use layer::with_flags;
+pub use record::{Change, flag};

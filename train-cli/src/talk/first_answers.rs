@@ -1,5 +1,6 @@
-//! The rehearsal of answers: a prompt and two tokens after it, with a small model without values, on a device that only records which
-//! kernels are launched. Those that are written in CUDA C++ are compiled while the model is loaded ([`crate::ahead`]).
+//! The rehearsal of answers: prompts and two tokens after each of them, computed with an outline of the model
+//! ([`model_qwen3::weights::outline()`]) on a device that only records which kernels are launched. The kernels in CUDA C++ are then
+//! compiled while the model is loaded ([`crate::ahead`]).
 
 use crate::{
     CliError,
@@ -23,7 +24,7 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Prompts that nobody knows yet: a short one, and one that fills a chunk.
+    /// Stands for prompts that are not known yet: a short one, and one that fills a chunk.
     pub fn unknown(together: usize) -> Self {
         Self { steps: vec![vec![SHORT], vec![PREFILL_CHUNK]], together }
     }
@@ -42,7 +43,7 @@ pub struct FirstAnswers<'a> {
     pub expected: Expected,
 }
 
-/// The token that follows a prompt is made of its last token, and only the next one by a step of its own.
+/// The step that reads the prompt makes the first token; the second one takes a step of its own.
 const TOKENS: usize = 2;
 
 impl Rehearsal for FirstAnswers<'_> {
@@ -57,7 +58,7 @@ impl Job for FirstAnswers<'_> {
         let model = stored.outline::<B>(recipe, precision, &device)?;
         let options =
             GenerateOptions { max_tokens: TOKENS, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
-        // Kernels have places for a power of two tokens. A prompt of one token is read as an answer goes on.
+        // Kernels have places for a power of two tokens. Reading one token launches the same kernels, in a prompt or in an answer.
         let doubled =
             std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
         let answers = doubled.map(|count| vec![1; count.min(expected.together)]);

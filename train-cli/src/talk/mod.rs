@@ -1,5 +1,6 @@
-//! A model that answers: [`loaded`] finds and loads it, [`first_answers`] says which kernels its first answers need, [`answer`] streams what it says, [`stop_text`] ends that at a text,
-//! [`batch`] makes several answers at once, [`dialog`] keeps a conversation, [`entry`] reads what a person types.
+//! A model that answers: [`loaded`] finds and loads it, [`first_answers`] rehearses its first answers so that their kernels are
+//! compiled, [`answer`] streams an answer, [`stop_text`] ends an answer at a text, [`batch`] makes several answers at once,
+//! [`dialog`] keeps a conversation, [`entry`] reads what a person types.
 
 pub mod answer;
 pub mod batch;

@@ -19,9 +19,8 @@ use crate::{
     report,
     run::{
         checkpoint::{self, CONFIG, FINAL, TrainerState},
-        folder::RECORD,
+        folder::{self, RECORD},
         located::{check_unchanged, located},
-        summary::Summary,
         trained::Trained,
     },
     settings::{Layer, bytes},
@@ -39,7 +38,10 @@ use model_qwen3::{
     write::{bytes_of, keys, shards, write_shard},
 };
 use serde_json::{Map, Value, json};
-use std::{collections::BTreeMap, path::Path};
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+};
 
 /// Most bytes of a config.json, which has some thousand.
 const LONGEST_JSON: u64 = 1 << 20;
@@ -233,13 +235,15 @@ fn what_it_holds(format: HfFormat, calibration: Option<&Calibration>) -> String 
 /// The model card: what the folder is, how it was made, and how to load it.
 fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> Result<String, CliError> {
     let run = run_of(&files.folder, state.is_some())?;
-    let name = run.as_ref().map_or_else(|| files.name(), Summary::name);
+    let name = run.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+    let name = name.unwrap_or_else(|| files.name());
+    let results = run.as_deref().map(folder::results).transpose()?.flatten();
     let mut card = format!(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
     );
     let settings = match (state, &run) {
         (Some(state), _) => Some(state.settings.clone()),
-        (None, Some(run)) => Some(Layer::of_file(&run.folder.join(CONFIG))?.over_defaults()?),
+        (None, Some(run)) => Some(Layer::of_file(&run.join(CONFIG))?.over_defaults()?),
         (None, None) => None,
     };
     if let Some(settings) = settings {
@@ -247,15 +251,17 @@ fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> R
             0 => "All parameters".to_owned(),
             count => format!("The last {} and the final norm", report::count(count, "block")),
         };
-        let made = state.map(|state| state.global_step).or_else(|| run.as_ref()?.exported_step());
-        let steps = made.map_or_else(String::new, |steps| format!(", {}", report::count(steps, "step")));
+        // Older runs do not record which step they exported: it was their last.
+        let exported = |results: &Value| results["exported_step"].as_u64().or_else(|| results["global_step"].as_u64());
+        let made = state.map(|state| state.global_step as u64).or_else(|| exported(results.as_ref()?));
+        let steps = made.map_or_else(String::new, |steps| format!(", {}", report::count(steps as usize, "step")));
         card += &format!(
             "\n## Training\n{trained} were trained with train-cli {}: recipe {}{steps}.\n",
             env!("CARGO_PKG_VERSION"),
             settings.recipe.resolved().name(),
         );
     }
-    if let Some(results) = run.as_ref().and_then(Summary::results) {
+    if let Some(results) = results.as_ref().and_then(Value::as_object) {
         card += "\n| result | value |\n|---|---|\n";
         for (key, value) in results.iter().filter(|(_, value)| value.is_number()) {
             card += &format!("| {key} | {value} |\n");
@@ -264,10 +270,11 @@ fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> R
     Ok(card)
 }
 
-/// The run whose export or checkpoint a folder is, if it is one. Other folders may have a config.toml in the one above them.
-fn run_of(folder: &Path, is_checkpoint: bool) -> Result<Option<Summary>, CliError> {
+/// The folder of the run that exported a folder or saved it as a checkpoint, if a run did. A folder that is neither may also lie
+/// beside a config.toml.
+fn run_of(folder: &Path, is_checkpoint: bool) -> Result<Option<PathBuf>, CliError> {
     let folder = folder.canonicalize().map_err(CliError::io(folder))?;
     let of_run = is_checkpoint || folder.file_name().is_some_and(|name| name == FINAL);
     let is_run = |run: &&Path| of_run && [CONFIG, RECORD].iter().all(|file| run.join(file).is_file());
-    folder.parent().filter(is_run).map(Summary::read).transpose()
+    Ok(folder.parent().filter(is_run).map(Path::to_owned))
 }

@@ -4,13 +4,11 @@
 
 use crate::{
     CliError,
-    args::{
-        ParityArgs,
-        measuring::{NVFP4_TOLERANCE, hidden_tolerance},
-    },
+    args::ParityArgs,
     device::{self, Job},
     report,
     run::stored_model::StoredModel,
+    tolerance,
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{
@@ -143,7 +141,7 @@ impl Job for Compare<'_> {
         };
         let ((left, a), (right, b)) = (computed(self.left)?, computed(self.right)?);
         let blocks = self.left.stored.config.num_hidden_layers;
-        let rounding = if a == b { hidden_tolerance(precision, blocks) } else { NVFP4_TOLERANCE };
+        let rounding = if a == b { tolerance::hidden(precision, blocks) } else { tolerance::NVFP4 };
         let limit = self.args.tolerance.unwrap_or(rounding);
         let layers: Vec<Layer> =
             left.iter().zip(&right).map(|((name, ours), (_, theirs))| Layer::of(name, ours, theirs, limit)).collect();

@@ -4,7 +4,7 @@
 
 use crate::{
     CliError,
-    args::{ParityArgs, measuring::hidden_tolerance},
+    args::ParityArgs,
     data::order::MicroBatch,
     device::{self, Job},
     durable,
@@ -14,6 +14,7 @@ use crate::{
     report,
     run::located::located,
     settings::{Clip, LossKind},
+    tolerance,
     train::chunked_adamw::{AdamwConfig, ChunkedAdamw},
     train::clip::Clipping,
     train::objective::Trainee,
@@ -84,7 +85,7 @@ fn bound(key: &str, precision: Precision, blocks: usize) -> f64 {
         (_, true, _) => 2.0,
         _ => 1.0,
     };
-    times * hidden_tolerance(precision, blocks)
+    times * tolerance::hidden(precision, blocks)
 }
 
 /// Compares a model with a fixture and prints what was found.

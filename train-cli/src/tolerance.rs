@@ -1,0 +1,18 @@
+//! How far two computations of the same hidden states may differ, relative to their norm. `parity` judges by these bounds, and its
+//! help states them.
+
+use backend_nvfp4::Precision;
+
+/// The bound if only one of two models is rounded to NVFP4. Two unrelated models differ by 1.4.
+pub const NVFP4: f64 = 0.5;
+
+/// The bound for a model of so many blocks that computes in `precision`. In f32 it is a few times what the tests see. In the other
+/// formats it is ten roundings of the format, which add like a random walk over the blocks of the model.
+pub fn hidden(precision: Precision, blocks: usize) -> f64 {
+    let three = match precision {
+        Precision::F32 => 1e-4,
+        Precision::Tf32 | Precision::F16 => 10.0 * 2.0f64.powi(-11),
+        Precision::Bf16 => 10.0 * 2.0f64.powi(-8),
+    };
+    three * (blocks as f64 / 3.0).sqrt().max(1.0)
+}
