@@ -30,13 +30,6 @@ use model_qwen3::{
 use safetensors::Dtype;
 use std::{collections::BTreeMap, io::Write, path::Path};
 
-/// What one entry of the file holds.
-enum Content<'a, B: Nvfp4Kernels> {
-    Steps(i32),
-    Float(&'a FloatTensor<B>),
-    Bytes(&'a IntTensor<B>),
-}
-
 /// Writes the states of all parameters that were updated. About `transfer` bytes are read from the device at a time.
 ///
 /// # Errors
@@ -62,7 +55,7 @@ pub(super) fn write<B: Nvfp4Kernels>(
     // A transfer waits for what the device has been given to do, so that several pieces share one.
     let (mut pieces, mut size) = (vec![], 0);
     for ((name, ..), content) in layout.iter().zip(&contents) {
-        for piece in pieces_of(content, transfer) {
+        for piece in content.pieces(transfer) {
             size += piece.size();
             pieces.push((name.as_str(), piece));
             if size >= transfer {
@@ -74,14 +67,24 @@ pub(super) fn write<B: Nvfp4Kernels>(
     put_all(pieces, path, put)
 }
 
-/// A part of the file that is not read from the device yet.
-enum Piece<B: Nvfp4Kernels> {
+/// The values of an entry, or a piece of them, which are not read from the device yet.
+enum Values<B: Nvfp4Kernels> {
     Steps(i32),
     Floats(Tensor<B, 1>),
     Bytes(Tensor<B, 1, Int>),
 }
 
-impl<B: Nvfp4Kernels> Piece<B> {
+impl<B: Nvfp4Kernels> Values<B> {
+    fn floats(x: &FloatTensor<B>) -> Self {
+        let flat = B::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
+        Self::Floats(Tensor::from_primitive(TensorPrimitive::Float(flat)))
+    }
+
+    fn bytes(x: &IntTensor<B>) -> Self {
+        Self::Bytes(Tensor::from_primitive(B::int_reshape(x.clone(), Shape::new([x.shape().num_elements()]))))
+    }
+
+    /// Bytes in the file.
     fn size(&self) -> usize {
         match self {
             Self::Steps(_) => 4,
@@ -89,29 +92,23 @@ impl<B: Nvfp4Kernels> Piece<B> {
             Self::Bytes(x) => x.shape().num_elements(),
         }
     }
-}
 
-/// The content in order, in the pieces of transfers.
-fn pieces_of<'a, B: Nvfp4Kernels>(
-    content: &'a Content<'_, B>,
-    transfer: usize,
-) -> Box<dyn Iterator<Item = Piece<B>> + 'a> {
-    let ranges = |len: usize, size: usize| {
-        let step = (transfer / PIECES / size).max(1);
-        (0..len).step_by(step).map(move |start| start..len.min(start + step))
-    };
-    match content {
-        Content::Steps(steps) => Box::new(std::iter::once(Piece::Steps(*steps))),
-        Content::Float(x) => {
-            let len = x.shape().num_elements();
-            let flat = B::float_reshape((*x).clone(), Shape::new([len]));
-            let flat = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat));
-            Box::new(ranges(len, x.dtype().size()).map(move |range| Piece::Floats(flat.clone().slice([range]))))
-        }
-        Content::Bytes(x) => {
-            let len = x.shape().num_elements();
-            let flat = Tensor::<B, 1, Int>::from_primitive(B::int_reshape((*x).clone(), Shape::new([len])));
-            Box::new(ranges(len, 1).map(move |range| Piece::Bytes(flat.clone().slice([range]))))
+    /// The same in pieces, of which several fit into a transfer of so many bytes.
+    fn pieces(&self, transfer: usize) -> Box<dyn Iterator<Item = Self> + '_> {
+        let ranges = |len: usize, size: usize| {
+            let step = (transfer / PIECES / size).max(1);
+            (0..len).step_by(step).map(move |start| start..len.min(start + step))
+        };
+        match self {
+            Self::Steps(steps) => Box::new(std::iter::once(Self::Steps(*steps))),
+            Self::Floats(x) => {
+                let ranges = ranges(x.shape().num_elements(), x.dtype().size());
+                Box::new(ranges.map(|range| Self::Floats(x.clone().slice([range]))))
+            }
+            Self::Bytes(x) => {
+                let ranges = ranges(x.shape().num_elements(), 1);
+                Box::new(ranges.map(|range| Self::Bytes(x.clone().slice([range]))))
+            }
         }
     }
 }
@@ -119,16 +116,16 @@ fn pieces_of<'a, B: Nvfp4Kernels>(
 /// Writes pieces, each with the name of its entry. They are read in one transfer. Refuses values that are not finite: a run
 /// that resumed with them would be lost.
 fn put_all<B: Nvfp4Kernels>(
-    pieces: Vec<(&str, Piece<B>)>,
+    pieces: Vec<(&str, Values<B>)>,
     path: &Path,
     mut put: impl FnMut(&[u8]) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     let (mut transfer, mut reads) = (Transaction::<B>::default(), false);
     for (_, piece) in &pieces {
         transfer = match piece {
-            Piece::Steps(_) => continue,
-            Piece::Floats(x) => transfer.register(x.clone()),
-            Piece::Bytes(x) => transfer.register(x.clone()),
+            Values::Steps(_) => continue,
+            Values::Floats(x) => transfer.register(x.clone()),
+            Values::Bytes(x) => transfer.register(x.clone()),
         };
         reads = true;
     }
@@ -137,12 +134,12 @@ fn put_all<B: Nvfp4Kernels>(
     let mut data = data.map_err(|e| ModelError::Device(format!("optimizer state: {e:?}")))?.into_iter();
     let mut next = || data.next().expect("a transfer gives what was registered");
     pieces.iter().try_for_each(|(name, piece)| match piece {
-        Piece::Steps(steps) => put(&bytes::of_i32s([*steps])),
-        Piece::Floats(_) => match next() {
+        Values::Steps(steps) => put(&bytes::of_i32s([*steps])),
+        Values::Floats(_) => match next() {
             data if is_finite(&data) => put(&data.bytes),
             _ => Err(CliError::corrupt(path, format!("{name:?} holds values that are not finite; it is not saved"))),
         },
-        Piece::Bytes(_) => match next() {
+        Values::Bytes(_) => match next() {
             data if data.dtype == DType::U8 => put(&data.bytes),
             // The CPU holds bytes in wider numbers.
             data => put(&data.iter().collect::<Vec<u8>>()),
@@ -156,23 +153,23 @@ fn is_finite(data: &TensorData) -> bool {
     ty.are_finite(&data.bytes)
 }
 
-type Entry<'a, B> = (String, Dtype, Vec<usize>, Content<'a, B>);
+type Entry<B> = (String, Dtype, Vec<usize>, Values<B>);
 
 /// The entries of a tensor of `len` values, in file order.
-fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<'_, B>> {
-    let mut entries = vec![("steps".to_owned(), Dtype::I32, vec![], Content::Steps(state.steps))];
+fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<B>> {
+    let mut entries = vec![("steps".to_owned(), Dtype::I32, vec![], Values::Steps(state.steps))];
     for (part, moment) in [("m", &state.moments.m), ("v", &state.moments.v)] {
         match moment {
-            Moment::Float(x) => entries.push((part.to_owned(), float_of(x.dtype()).1, vec![len], Content::Float(x))),
+            Moment::Float(x) => entries.push((part.to_owned(), float_of(x.dtype()).1, vec![len], Values::floats(x))),
             Moment::Quantized { codes, absmax, .. } => {
-                entries.push((format!("{part}.codes"), Dtype::U8, codes.shape().to_vec(), Content::Bytes(codes)));
+                entries.push((format!("{part}.codes"), Dtype::U8, codes.shape().to_vec(), Values::bytes(codes)));
                 let scales = vec![len.div_ceil(STATE_BLOCK)];
-                entries.push((format!("{part}.absmax"), Dtype::F32, scales, Content::Float(absmax)));
+                entries.push((format!("{part}.absmax"), Dtype::F32, scales, Values::floats(absmax)));
             }
         }
     }
     if let Some(residual) = &state.moments.residual {
-        entries.push(("residual".to_owned(), Dtype::U8, vec![len], Content::Bytes(residual)));
+        entries.push(("residual".to_owned(), Dtype::U8, vec![len], Values::bytes(residual)));
     }
     entries
 }
