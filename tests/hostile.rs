@@ -292,7 +292,8 @@ fn hostile_metadata_of_parquet_are_refused() {
     let leaf = b"\x15\x0c\x25\x00\x18\x04text\x25\x00\x00".to_vec();
     // One column of so many values and bytes.
     let groups = |values: u64, bytes: u64| {
-        let start = b"\x26\x08\x1c\x15\x0c\x19\x15\x00\x19\x18\x04text\x15\x00".to_vec();
+        // Compressed by gzip, from byte 4 of the file on.
+        let start = b"\x26\x08\x1c\x15\x0c\x19\x15\x00\x19\x18\x04text\x15\x04".to_vec();
         let chunk = [start, i64_of(values), i64_of(bytes), i64_of(100), b"\x26\x08\x00\x00".to_vec()].concat();
         vec![[list(&[chunk]), i64_of(bytes), i64_of(1), vec![0]].concat()]
     };
@@ -306,9 +307,13 @@ fn hostile_metadata_of_parquet_are_refused() {
         (vec![root.clone(), leaf.clone()], groups(20_000_000, 100), "more than 1048576 values"),
         (vec![root.clone(), leaf.clone()], groups(1, 300 << 20), "texts of more than 64 MiB"),
         (deep(100_000).concat(), groups(1, 100), "nests groups 100001 levels deep; at most 64"),
+        // A page of 100 bytes that says it has 2 GiB.
+        (vec![root.clone(), leaf.clone()], groups(1, 100), "MiB of memory"),
     ] {
         let meta = [b"\x15\x02".to_vec(), list(&schema), i64_of(1), list(&groups), vec![0]].concat();
-        let file = [&b"PAR1"[..], &meta, &(meta.len() as u32).to_le_bytes(), b"PAR1"].concat();
+        let sizes = [b"\x15\x00\x15".to_vec(), number((1 << 32) - 2), b"\x15".to_vec(), number(200)].concat();
+        let page = [&sizes[..], b"\x2c\x15\x02\x15\x00\x15\x06\x15\x06\x00\x00", &[0x78; 100]].concat();
+        let file = [&b"PAR1"[..], &page, &meta, &(meta.len() as u32).to_le_bytes(), b"PAR1"].concat();
         std::fs::write(dir.path().join("x.parquet"), file).unwrap();
         let output = run(dir.path(), &["data", "stats", "-m", "m", "x.parquet"]);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -14,7 +14,6 @@ mod chat;
 mod cli;
 mod cli_flags;
 mod codec;
-mod compile_cuda;
 mod data_command;
 mod data_formats;
 mod data_make;

@@ -255,6 +255,12 @@ fn inputs_that_may_never_end_are_refused() {
         let stderr = refused(d, args, 2);
         assert!(stderr.contains("a regular file is needed"), "{args:?}: {stderr}");
     }
+    for args in [&["generate", "-m", "m", "-p", "-"][..], &["chat", "-m", "m"]] {
+        let endless = fs::File::open("/dev/zero").unwrap();
+        let ended = command(d, &[args, &["--device", "cpu"]].concat()).stdin(endless).output().unwrap();
+        let stderr = String::from_utf8_lossy(&ended.stderr);
+        assert!(ended.status.code() == Some(2) && stderr.contains("more than 64 MiB"), "{args:?}: {stderr}");
+    }
 }
 
 #[test]

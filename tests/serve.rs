@@ -247,6 +247,25 @@ fn malformed_requests_are_refused_and_the_server_stays() {
     server.ask(CHAT, &good);
 }
 
+/// Rendering cannot be ended, so that each such request keeps its memory.
+#[test]
+#[cfg(target_os = "linux")]
+fn requests_that_take_too_much_memory_are_few() {
+    let dir = folder();
+    let grows = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}";
+    let template = format!("{{% if messages[0].content == 'grow' %}}{grows}{{% endif %}}{{{{ messages[0].content }}}}");
+    fs::write(dir.path().join("m/chat_template.jinja"), template).unwrap();
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "192"]);
+    let ask = |text: &str| server.post(CHAT, &json!({"messages": user(text), "max_tokens": 2}));
+    assert_eq!(ask("hello").0, 200);
+    for _ in 0..4 {
+        let (status, text) = ask("grow");
+        assert!(status == 400 && text.contains("more than 48 MiB"), "{status}: {text}");
+    }
+    let (status, text) = ask("hello");
+    assert!(status == 503 && text.contains("4 earlier texts") && text.contains("restart"), "{status}: {text}");
+}
+
 #[test]
 fn only_who_may_ask_is_answered() {
     let dir = folder();

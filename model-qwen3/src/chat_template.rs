@@ -22,8 +22,8 @@ use std::{io, path::Path, sync::Arc};
 const NAME: &str = "chat";
 /// Longest text that a template may render. The longest context of Qwen3 has about 1 M tokens.
 const LONGEST: usize = 16 << 20;
-/// Steps that a template may take, so that none runs forever.
-const FUEL: u64 = 50_000_000;
+/// Steps that a template may take, so that none runs forever. That of Qwen3 takes some hundred for each message.
+const FUEL: u64 = 10_000_000;
 /// Longest source of a template. That of Qwen3 has 4 KiB.
 const LONGEST_SOURCE: usize = 64 << 10;
 /// Largest tokenizer_config.json that is read. That of Qwen3 has 10 KB; a model with thousands of added tokens lists each.
@@ -162,6 +162,7 @@ fn within_limits<Answer: Send + 'static>(
 ) -> Result<Answer, ModelError> {
     limits::within("chat template", MOST_MEMORY + TIMES * given, work).map_err(|limit| match limit {
         Limit::Thread(source) => ModelError::Thread { what: "chat template", source },
+        limit @ Limit::GivenUp(_) => ModelError::GivenUp { what: "chat template", limit },
         limit => ModelError::Template(limit.to_string()),
     })?
 }

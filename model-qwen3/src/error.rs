@@ -1,5 +1,6 @@
 //! Everything that can be wrong with a model's files, or with what a caller wants from the model.
 
+use crate::limits::Limit;
 use std::path::{Path, PathBuf};
 
 /// Why a model could not be read, built or run.
@@ -82,6 +83,14 @@ pub enum ModelError {
         what: &'static str,
         /// The system's reason.
         source: std::io::Error,
+    },
+    /// Earlier work of the kind keeps threads.
+    #[error("{what}: {limit}")]
+    GivenUp {
+        /// What is not tried.
+        what: &'static str,
+        /// Why.
+        limit: Limit,
     },
     /// The chat template failed.
     #[error("chat template: {0}")]

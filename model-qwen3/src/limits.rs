@@ -3,10 +3,15 @@
 
 use backend_nvfp4::host_memory;
 use std::{
+    any::Any,
     cell::OnceCell,
     io,
     path::{Path, PathBuf},
-    sync::mpsc,
+    sync::{
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -18,6 +23,12 @@ const LONGEST_TIME: Duration = Duration::from_secs(2);
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 /// How often the time is looked at.
 const LOOK: Duration = Duration::from_millis(2);
+
+/// Most threads at a time that were given up and have not ended. Each keeps a processor or its memory.
+const MOST_GIVEN_UP: usize = 4;
+
+/// The threads that were given up and have not ended.
+static GIVEN_UP: AtomicUsize = AtomicUsize::new(0);
 
 /// How the name of a thread begins that works within limits. A panic there becomes an error.
 pub const THREAD: &str = "limited: ";
@@ -37,6 +48,9 @@ pub enum Limit {
     /// The caller has waited long enough.
     #[error("it did not end within {} seconds", LONGEST_WAIT.as_secs())]
     Wait,
+    /// Earlier work keeps threads.
+    #[error("{0} earlier texts took too much memory or time and have not ended; restart the program")]
+    GivenUp(usize),
     /// The library panicked.
     #[error("the library panicked on it: {0}")]
     Panic(String),
@@ -56,52 +70,134 @@ thread_local! {
 }
 
 /// Runs `work` with at most `memory` bytes. `what` names it. A thread cannot be ended: after an error by time or memory it
-/// keeps what it has, so that the program should end.
+/// keeps what it has, so that the program should end. One that goes on refuses all work while [`MOST_GIVEN_UP`] such threads
+/// are left.
 ///
 /// # Errors
-/// If the work reaches a limit or panics.
+/// If the work reaches a limit or panics, or earlier work has.
 pub fn within<Answer: Send + 'static>(
     what: &str,
     memory: usize,
     work: impl FnOnce() -> Answer + Send + 'static,
 ) -> Result<Answer, Limit> {
+    check_given_up()?;
     let (sender, said) = mpsc::channel();
-    // Nobody listens any more if a limit was reached.
     let limited = move || {
         if let Ok(name) = std::fs::read_link("/proc/thread-self") {
+            // Nobody listens if the system gave this thread no time at all.
             let _ = sender.send(Said::Begins(Path::new("/proc").join(name)));
         }
         let too_much = sender.clone();
         let _ = TAKES_TOO_MUCH.with(|tell| tell.set(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
-        host_memory::limit_thread(memory, || {
-            let _ = TAKES_TOO_MUCH.try_with(|tell| tell.get().map(|tell| tell()));
-            wait()
-        });
-        let _ = sender.send(Said::Ends(work()));
+        limit_this_thread(memory);
+        if sender.send(Said::Ends(work())).is_err() {
+            // Nobody listens any more, because a limit was reached.
+            GIVEN_UP.fetch_sub(1, Ordering::Relaxed);
+        }
     };
-    let thread = std::thread::Builder::new().name(format!("{THREAD}{what}")).stack_size(STACK);
-    let thread = thread.spawn(limited).map_err(Limit::Thread)?;
+    let thread = start(what, limited)?;
     let (began, mut told) = (Instant::now(), None);
     loop {
         match said.recv_timeout(LOOK) {
             Ok(Said::Begins(folder)) => told = Some(folder),
             Ok(Said::Ends(answer)) => return Ok(answer),
-            Ok(Said::TakesTooMuch) => return Err(Limit::Memory(memory)),
+            Ok(Said::TakesTooMuch) => return Err(give_up(Limit::Memory(memory))),
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
         if told.as_deref().and_then(processor_time).is_some_and(|time| time > LONGEST_TIME) {
-            return Err(Limit::Time);
+            return Err(give_up(Limit::Time));
         }
         if began.elapsed() > LONGEST_WAIT {
-            return Err(Limit::Wait);
+            return Err(give_up(Limit::Wait));
         }
     }
-    let panic = thread.join().err();
+    Err(panicked(thread.join().err()))
+}
+
+/// The items that `make` gives on a thread of its own, one after another. Each may take at most `memory` bytes, those before it
+/// not counted. `what` names the work. After an error there are no items.
+///
+/// # Errors
+/// If the system gives no thread, or earlier work keeps too many.
+pub fn each_within<Item, Items>(
+    what: &str,
+    memory: usize,
+    make: impl FnOnce() -> Items + Send + 'static,
+) -> Result<impl Iterator<Item = Result<Item, Limit>>, Limit>
+where
+    Item: Send + 'static,
+    Items: Iterator<Item = Item>,
+{
+    check_given_up()?;
+    let (sender, made) = mpsc::sync_channel(1);
+    let limited = move || {
+        let too_much = sender.clone();
+        let tell = move || {
+            GIVEN_UP.fetch_add(1, Ordering::Relaxed);
+            drop(too_much.send(Err(Limit::Memory(memory))));
+        };
+        let _ = TAKES_TOO_MUCH.with(|cell| cell.set(Box::new(tell)));
+        limit_this_thread(memory);
+        for item in make() {
+            if sender.send(Ok(item)).is_err() {
+                // Nobody wants more.
+                break;
+            }
+            limit_this_thread(memory);
+        }
+    };
+    let mut thread = Some(start(what, limited)?);
+    Ok(std::iter::from_fn(move || {
+        thread.as_ref()?;
+        match made.recv() {
+            Ok(Ok(item)) => Some(Ok(item)),
+            Ok(Err(limit)) => {
+                thread = None;
+                Some(Err(limit))
+            }
+            Err(mpsc::RecvError) => {
+                let thread = thread.take()?;
+                thread.join().err().map(|panic| Err(panicked(Some(panic))))
+            }
+        }
+    }))
+}
+
+/// Refuses work while too many threads are left that were given up.
+fn check_given_up() -> Result<(), Limit> {
+    match GIVEN_UP.load(Ordering::Relaxed) {
+        count if count >= MOST_GIVEN_UP => Err(Limit::GivenUp(count)),
+        _ => Ok(()),
+    }
+}
+
+/// Starts a thread for the work that `what` names.
+fn start(what: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, Limit> {
+    let thread = std::thread::Builder::new().name(format!("{THREAD}{what}")).stack_size(STACK);
+    thread.spawn(work).map_err(Limit::Thread)
+}
+
+/// Lets this thread take `memory` bytes from now on. It says so when it takes more, and is never given them.
+fn limit_this_thread(memory: usize) {
+    host_memory::limit_thread(memory, || {
+        let _ = TAKES_TOO_MUCH.try_with(|tell| tell.get().map(|tell| tell()));
+        wait()
+    });
+}
+
+/// What a thread said when it panicked.
+fn panicked(panic: Option<Box<dyn Any + Send>>) -> Limit {
     let text = panic
         .as_ref()
         .and_then(|panic| panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied()));
-    Err(Limit::Panic(text.unwrap_or("without a message").to_owned()))
+    Limit::Panic(text.unwrap_or("without a message").to_owned())
+}
+
+/// Counts a thread that has reached a limit.
+fn give_up(limit: Limit) -> Limit {
+    GIVEN_UP.fetch_add(1, Ordering::Relaxed);
+    limit
 }
 
 /// Waits for the end of the program.

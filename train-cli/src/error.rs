@@ -197,7 +197,7 @@ impl CliError {
             Self::DeviceFailed(_) | Self::Device { .. } | Self::Stuck { .. } => 7,
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,
-                ModelError::Memory { .. } | ModelError::Thread { .. } => 4,
+                ModelError::Memory { .. } | ModelError::Thread { .. } | ModelError::GivenUp { .. } => 4,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
                 ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,

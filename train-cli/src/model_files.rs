@@ -190,7 +190,10 @@ impl TextFiles {
         let source = ChatTemplate::source(folder)?;
         let template_sha256 = durable::digest_of(source.as_bytes());
         let knows_thoughts = source.contains("<think>");
-        let template = ChatTemplate::new(source)?;
+        let template = ChatTemplate::new(source).map_err(|error| match error {
+            ModelError::Template(reason) => ModelError::Template(format!("of {}: {reason}", folder.display())),
+            error => error,
+        })?;
         Ok(Self {
             folder: folder.to_owned(),
             tokenizer,

@@ -10,6 +10,7 @@ use crate::{
     talk::{
         answer::{self, Answer},
         batch::{Asked, Batch, Listener},
+        entry::LONGEST,
         first_answers::Expected,
         loaded::{Loaded, Opened, thinking},
     },
@@ -225,8 +226,11 @@ fn prompt_text(prompt: &str) -> Result<String, CliError> {
         return Ok(prompt.to_owned());
     }
     let mut prompt = String::new();
-    let read = std::io::stdin().read_to_string(&mut prompt);
+    let read = std::io::stdin().take(LONGEST + 1).read_to_string(&mut prompt);
     read.map_err(|e| CliError::Usage(format!("--prompt -: cannot read standard input: {e}")))?;
+    if prompt.len() as u64 > LONGEST {
+        return Err(CliError::Usage(format!("--prompt -: standard input has more than {} MiB", LONGEST >> 20)));
+    }
     Ok(prompt.trim_start_matches('\u{FEFF}').trim_end_matches(['\r', '\n']).to_owned())
 }
 

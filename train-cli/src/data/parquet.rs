@@ -29,11 +29,12 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
         parquet_schema::check_levels(&file, size)?;
         SerializedFileReader::new(file).map_err(|e| e.to_string())
     };
-    let memory = MOST_METADATA + 2 * usize::try_from(size).unwrap_or(usize::MAX / 4);
-    let opened = limits::within(KIND, memory, open).map_err(|limit| match limit {
+    let memory = MEMORY + 2 * usize::try_from(size).unwrap_or(usize::MAX / 4);
+    let refused = |limit| match limit {
         Limit::Thread(source) => ModelError::Thread { what: KIND, source }.into(),
         limit => bad(unreadable(limit)),
-    })?;
+    };
+    let opened = limits::within(KIND, memory, open).map_err(refused)?;
     let reader = opened.map_err(|e| bad(unreadable(e)))?;
     table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;
     // The library reads a row whole, however large, so that this is what can be known before: what the rows have on average.
@@ -45,10 +46,14 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
         });
         table::check_row(values / rows, bytes / rows).map_err(bad)?;
     }
-    let mut rows = guarded(|| Ok(reader.into_iter())).map_err(bad)?;
+    let make = move || {
+        let rows = reader.into_iter();
+        rows.map(|row| object(&row.map_err(|e| e.to_string())?))
+    };
+    let mut rows = limits::each_within(KIND, memory + table::MOST_TEXT, make).map_err(refused)?;
     Ok(table::rows(KIND, move || match rows.next() {
         None => Ok(None),
-        Some(row) => object(&row.map_err(|e| e.to_string())?).map(Some),
+        Some(row) => row.map_err(|limit| limit.to_string())?.map(Some),
     }))
 }
 
@@ -67,10 +72,7 @@ fn unreadable(reason: impl std::fmt::Display) -> String {
     table::unreadable(KIND, reason)
 }
 
-fn guarded<T>(call: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    table::guarded(KIND, call)
-}
-
 const KIND: &str = "Parquet";
-/// Bytes that the metadata may take, besides twice the size of the file.
-const MOST_METADATA: usize = 64 << 20;
+/// Bytes that the metadata may take, or a page besides the text of a row, and twice the size of the file more. A page has
+/// about a megabyte, but may say that it has gigabytes.
+const MEMORY: usize = 64 << 20;

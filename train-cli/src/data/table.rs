@@ -7,9 +7,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 /// Columns of a table, those inside lists and structs included. Each has a buffer of its own.
 const MOST_COLUMNS: usize = 256;
 
-/// Values in a row, those inside lists included, and bytes of its texts. A few bytes of a file can stand for many of both.
+/// Values in a row, those inside lists included. A few bytes of a file can stand for many.
 const MOST_VALUES: usize = 1 << 20;
-const MOST_TEXT: usize = 64 << 20;
+/// Bytes of the texts of a row.
+pub(super) const MOST_TEXT: usize = 64 << 20;
 
 /// Refuses a table of too many columns.
 ///

@@ -2,7 +2,7 @@
 //! `samples.jsonl` one for each sample answer. Lines are appended without waiting for the disk.
 
 use crate::{CliError, durable};
-use model_qwen3::file;
+use model_qwen3::{file, json};
 use serde_json::Value;
 use std::path::Path;
 
@@ -70,7 +70,7 @@ fn parsed(run: &Path, log: &str) -> Result<Vec<(String, Value)>, CliError> {
     }
     let bytes = file::read_bytes(&path, LARGEST, "")?;
     let text = String::from_utf8_lossy(&bytes);
-    Ok(text.lines().filter_map(|line| Some((line.to_owned(), serde_json::from_str(line).ok()?))).collect())
+    Ok(text.lines().filter_map(|line| Some((line.to_owned(), json::parse(line).ok()?))).collect())
 }
 
 #[cfg(test)]

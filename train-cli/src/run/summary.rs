@@ -66,24 +66,24 @@ impl Summary {
         let last = answers.last().map(|line| line["step"].clone());
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let answers = answers.iter().filter(|line| Some(&line["step"]) == last.as_ref());
-        let started = json(&run.join(RECORD))?.map(|run| {
+        let started = read(&run.join(RECORD))?.map(|run| {
             let words = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
             let words: Vec<String> = words.iter().skip(1).map(|word| report::quoted(&text(word))).collect();
             (text(&run["started"]), format!("train-cli {}", words.join(" ")))
         });
-        let files = json(&run.join(FINAL).join(durable::MANIFEST))?.map(|manifest| manifest["files"].clone());
+        let files = read(&run.join(FINAL).join(durable::MANIFEST))?.map(|manifest| manifest["files"].clone());
         let exported = files.iter().filter_map(Value::as_object).flatten();
         Ok(Self {
             folder: run.to_owned(),
             settings: settings.as_object().cloned().unwrap_or_default(),
             started,
-            data: json(&run.join("data_report.json"))?.unwrap_or_default(),
+            data: read(&run.join("data_report.json"))?.unwrap_or_default(),
             steps,
             evaluations,
             left_out,
             samples: answers.map(|line| (text(&line["prompt"]), text(&line["answer"]))).collect(),
             checkpoints: checkpoint::list(run)?.into_iter().rev().map(|(step, _)| step).collect(),
-            results: json(&run.join(RESULTS))?,
+            results: read(&run.join(RESULTS))?,
             exported: exported
                 .map(|(name, file)| (name.clone(), file["bytes"].as_u64().unwrap_or(0), text(&file["sha256"])))
                 .collect(),
@@ -334,10 +334,11 @@ fn cell(text: &str) -> String {
     text.replace('|', "\\|").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-fn json(path: &Path) -> Result<Option<Value>, CliError> {
+/// The JSON of a file, if there is one.
+fn read(path: &Path) -> Result<Option<Value>, CliError> {
     if !path.exists() {
         return Ok(None);
     }
     let text = file::read_text(path, LONGEST, "")?;
-    serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(path, e))
+    model_qwen3::json::parse(&text).map(Some).map_err(|e| CliError::corrupt(path, e))
 }

@@ -37,7 +37,9 @@ impl Refusal {
     /// The text of a field does not become tokens. That the system gives no thread for it is not the client's fault.
     pub(super) fn of_text(name: &str, error: ModelError) -> Self {
         match error {
-            ModelError::Thread { .. } => Self::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string()),
+            ModelError::Thread { .. } | ModelError::GivenUp { .. } => {
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+            }
             error => Self::field(name, error),
         }
     }

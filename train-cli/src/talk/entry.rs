@@ -6,7 +6,7 @@ use model_qwen3::{file, json};
 use rustyline::{DefaultEditor, error::ReadlineError};
 use serde_json::Value;
 use std::{
-    io::{BufRead, IsTerminal},
+    io::{self, BufRead, IsTerminal, Read},
     path::{Path, PathBuf},
 };
 
@@ -109,7 +109,7 @@ impl Source {
             return Self::of_file(script);
         }
         if !std::io::stdin().is_terminal() {
-            return Ok(Self::Lines(Box::new(std::io::stdin().lock().lines())));
+            return Ok(Self::Lines(Box::new(lines_of(std::io::stdin().lock()))));
         }
         let unusable = |e: ReadlineError| CliError::Usage(format!("the terminal cannot be used: {e}; give --script"));
         let mut editor = DefaultEditor::new().map_err(unusable)?;
@@ -169,6 +169,9 @@ impl Source {
                 Some(line) => text = text + line + "\n",
                 None => text += &line,
             }
+            if text.len() as u64 > LONGEST {
+                return Err(CliError::Usage(format!("a message has more than {} MiB", LONGEST >> 20)));
+            }
             if !quoted && !line.ends_with('\\') && !text.trim().is_empty() {
                 return Ok(Some(Entry::parse(&text)));
             }
@@ -205,8 +208,24 @@ impl Source {
 /// What begins and ends a message of several lines.
 const QUOTES: &str = "\"\"\"";
 
-/// Most bytes of a script or of a saved conversation.
-pub(super) const LONGEST: u64 = 64 << 20;
+/// Most bytes of a script, of a saved conversation, and of a text on standard input.
+pub(crate) const LONGEST: u64 = 64 << 20;
+
+/// The lines of a text that may never end.
+fn lines_of(mut text: impl BufRead) -> impl Iterator<Item = io::Result<String>> {
+    std::iter::from_fn(move || {
+        let mut line = String::new();
+        match text.by_ref().take(LONGEST).read_line(&mut line) {
+            Ok(0) => None,
+            Ok(_) if line.len() as u64 == LONGEST && !line.ends_with('\n') => {
+                let reason = format!("a line has more than {} MiB", LONGEST >> 20);
+                Some(Err(io::Error::new(io::ErrorKind::InvalidData, reason)))
+            }
+            Ok(_) => Some(Ok(line.trim_end_matches('\n').trim_end_matches('\r').to_owned())),
+            Err(error) => Some(Err(error)),
+        }
+    })
+}
 
 /// The messages of a saved conversation, one JSON object a line.
 ///

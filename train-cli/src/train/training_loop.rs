@@ -222,6 +222,8 @@ pub fn train<AB: TrainingBackend>(
             run.evaluate(&inner, valid, step, tell)?;
             pace.evaluations.add(clock.lap());
         }
+        // A signal may have come during the evaluation.
+        let interrupted = interrupted.or_else(|| run.interruption.received());
         // If the pool has just been trimmed, the step may have needed less than was held.
         let exceeded = run.memory_limit.filter(|limit| held > *limit && !trimmed);
         let stops = exceeded.is_some() || interrupted.is_some() || run.between.ends_early();
