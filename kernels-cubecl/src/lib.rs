@@ -27,7 +27,7 @@
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
 //! | [`host_memory`] | how a program ends to which the host gives no more memory |
-//! | [`mod@once`] | launches every kernel once, for compile checks and memory checkers |
+//! | `once` | tests only: launches every kernel once, and compiles it for cards that the machine does not have |
 //! | [`cuda_source`] | a runtime that records kernels as CUDA C++ instead of running them |
 //! | [`compile_ahead`] | compiles recorded kernels on all processors, before a device needs them |
 //!
@@ -96,7 +96,8 @@ pub mod likeliest;
 pub mod matmul;
 pub mod mma;
 pub mod normal;
-pub mod once;
+#[cfg(test)]
+mod once;
 pub mod quantize;
 mod reduce;
 pub mod rms_norm;

@@ -25,7 +25,7 @@ use timing::Bench;
 mod attention;
 mod decode;
 mod decoder;
-mod optimizer;
+pub(crate) mod optimizer;
 mod products;
 mod quantizers;
 mod small_operations;

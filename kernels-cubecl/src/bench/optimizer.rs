@@ -6,12 +6,25 @@ use super::{
 };
 use crate::{
     KernelError,
-    adamw::{self, Coding, Master},
+    adamw::{self, AdamwStep, Coding, Master},
     gradient,
     matmul::PackedArgs,
-    once::SOME_STEP,
+    rng::Stream,
 };
 use cubecl::prelude::*;
+
+/// An arbitrary step of the optimizer.
+pub(crate) const SOME_STEP: AdamwStep = AdamwStep {
+    lr: 1e-4,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    bias1: 0.1,
+    bias2: 0.05,
+    clip_factor: 1.0,
+    stream: Stream { seed: 1, step: 2, stream: 3 },
+};
 
 impl<'a, R: Runtime> Bench<'a, R> {
     pub(super) fn optimizer(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {

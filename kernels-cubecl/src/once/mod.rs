@@ -1,14 +1,15 @@
-//! Launches every kernel once, on zeros of a small shape, for compile checks and memory checkers. No result is checked.
+//! Launches every kernel once, on zeros of a small shape, and compiles the recorded texts. Only tests are here, and no result
+//! is checked.
 
 use crate::{KernelError, mma};
 use cubecl::prelude::*;
 
+mod compiled;
 mod optimizer;
 mod portable;
 mod tensor_cores;
 mod zeros;
 
-pub(crate) use zeros::SOME_STEP;
 use zeros::{F32, Zeros};
 
 /// Launches every kernel that the device can run for values of type `dtype`, with `rows` tokens: the portable kernels
@@ -16,7 +17,7 @@ use zeros::{F32, Zeros};
 ///
 /// # Errors
 /// If a launch is refused, which is a bug.
-pub fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usize) -> Result<(), KernelError> {
+fn once<R: Runtime>(client: &ComputeClient<R>, dtype: StorageType, rows: usize) -> Result<(), KernelError> {
     let zeros = Zeros { client, dtype };
     portable::quantizers(&zeros, rows)?;
     portable::products(&zeros, rows)?;

@@ -1,9 +1,10 @@
 //! The optimizer with every form of master weights and moments.
 
-use super::zeros::{F32, SOME_STEP, Zeros};
+use super::zeros::{F32, Zeros};
 use crate::{
     KernelError,
     adamw::{self, Coding, Master},
+    bench::optimizer::SOME_STEP,
     gradient,
     matmul::PackedArgs,
 };

@@ -1,10 +1,6 @@
 //! Buffers of zeros, and arbitrary scalars, for launches whose results nobody reads.
 
-use crate::{
-    adamw::{AdamwStep, Updated},
-    matmul::PackedArgs,
-    rng::Stream,
-};
+use crate::{adamw::Updated, matmul::PackedArgs, rng::Stream};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
@@ -55,16 +51,3 @@ impl<R: Runtime> Zeros<'_, R> {
 
 /// An arbitrary stream of random numbers.
 pub(super) const STREAM: Stream = Stream { seed: 1, step: 2, stream: 3 };
-
-/// An arbitrary step of the optimizer.
-pub(crate) const SOME_STEP: AdamwStep = AdamwStep {
-    lr: 1e-4,
-    beta1: 0.9,
-    beta2: 0.95,
-    eps: 1e-8,
-    weight_decay: 0.1,
-    bias1: 0.1,
-    bias2: 0.05,
-    clip_factor: 1.0,
-    stream: STREAM,
-};
