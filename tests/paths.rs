@@ -69,7 +69,7 @@ fn neighbors_do_not_change_an_answer() {
     let requests = requests();
     for recipe in [Recipe::W4a4, Recipe::W4, Recipe::Nvfp4(Nvfp4Parts::ALL)] {
         // Masters are quantized by each forward, the head too.
-        let spec = LinearSpec { recipe, block: recipe.weight_blocks(), ..F32 };
+        let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
         let model = load(&folder, spec, Purpose::Train(MasterKind::F32));
         for (i, (found, request)) in together(&model, &requests).iter().zip(&requests).enumerate() {
             let expected = alone(&model, request);

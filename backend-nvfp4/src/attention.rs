@@ -27,9 +27,10 @@ pub struct Documents<B: Backend> {
     pub rows: usize,
     /// Number of tokens of each row that earlier calls have put into the cache.
     pub past: usize,
-    /// The first key of each token's document, counted over all rows, `[M]`.
+    /// The first key of each token's document, counted over the new tokens of the rows before and the keys of its own row, `[M]`.
+    /// Without a past this is the number of the key in all rows.
     pub starts: IntTensor<B>,
-    /// One past the last key of each token's document, counted over all rows, `[M]`.
+    /// One past the last new token of each token's document, counted over the new tokens of all rows, `[M]`.
     pub ends: IntTensor<B>,
     /// The first key of each token's document, counted within its row.
     row_starts: Arc<[u32]>,
@@ -67,7 +68,7 @@ impl<B: Backend> Documents<B> {
         }
     }
 
-    /// A mask `[rows, 1, T, S]` that is true where a query must not look, or `None` if every query sees every key.
+    /// A mask `[rows, 1, T, S/rows]` that is true where a query must not look, or `None` if every query sees every key.
     pub(crate) fn hidden(&self, device: &B::Device) -> Option<Tensor<B, 4, Bool>> {
         let t = self.tokens() / self.rows.max(1);
         let s = self.past + t;

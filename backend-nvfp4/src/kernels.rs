@@ -245,6 +245,9 @@ pub struct AttentionSaved<B: Backend> {
     pub lse: Option<FloatTensor<B>>,
 }
 
+/// Most bytes of the logits that a GPU computes at a time, in [`Nvfp4Kernels::head_loss`].
+pub const LOGITS_CHUNK: usize = 300 << 20;
+
 /// A loss with what its backward needs.
 #[derive(Debug, Clone)]
 pub struct HeadLoss<B: Backend> {

@@ -50,7 +50,9 @@ pub use attention::{AttentionSpec, Documents, Rotary};
 pub use autodiff::TrainingBackend;
 pub use decode::{DecodeBlock, DecodeTokens};
 pub use error::Nvfp4Error;
-pub use kernels::{AttentionSaved, HeadLoss, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest};
+pub use kernels::{
+    AttentionSaved, HeadLoss, LOGITS_CHUNK, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest,
+};
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},
     bench, host_memory, layout,
@@ -61,6 +63,6 @@ pub use kernels_cubecl::{
 pub use linear::{Calibrated, Nvfp4Linear, PackedMaster, linears};
 pub use ops::{Activations, LinearLayer, Nvfp4Backend};
 pub use optim::{AdamwState, Judged, MasterKind, Moment, StateKind};
-pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, Packed, read_bytes, read_words};
+pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed, read_bytes, read_words};
 pub use recipe::{ActivationScale, GivenScale, LinearSpec, Nvfp4Parts, Precision, Recipe};
 pub use services::{DeviceServices, MemoryUse};

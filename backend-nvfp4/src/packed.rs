@@ -14,6 +14,9 @@ use burn::{
 };
 use kernels_cubecl::layout::{BLOCK, scales_per_row, words_per_row};
 
+/// Bytes of a value of a packed matrix: its code, and its share of a block scale.
+pub const PACKED_BYTES: f64 = 0.5 + 1.0 / BLOCK as f64;
+
 /// A packed matrix over any kind of buffer. Without parameters it is host data.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Packed<Codes = Vec<u32>, Scales = Vec<u8>, Global = f32> {

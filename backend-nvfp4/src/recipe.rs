@@ -50,7 +50,7 @@ impl Recipe {
     }
 
     /// Which values of a weight share a scale.
-    pub const fn weight_blocks(self) -> BlockShape {
+    pub(crate) const fn weight_blocks(self) -> BlockShape {
         match self {
             Self::Nvfp4(Nvfp4Parts { square_blocks: true, .. }) => BlockShape::Square,
             Self::Bf16 | Self::W4 | Self::W4a4 | Self::Nvfp4(_) => BlockShape::Row,

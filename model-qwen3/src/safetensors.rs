@@ -16,9 +16,9 @@ use std::{
 };
 
 /// The weights of a folder that has one safetensors file.
-const WHOLE: &str = "model.safetensors";
+pub const WHOLE: &str = "model.safetensors";
 /// The list of a folder's shards.
-const INDEX: &str = "model.safetensors.index.json";
+pub const INDEX: &str = "model.safetensors.index.json";
 /// Largest header that is read. Qwen3-32B needs 80 KiB; 16 MiB leaves room and bounds memory.
 const LARGEST_HEADER: u64 = 16 << 20;
 

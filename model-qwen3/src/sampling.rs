@@ -2,6 +2,7 @@
 //! top-k, top-p and min-p in Hugging Face's order, and one draw from a counter-based generator.
 
 use backend_nvfp4::{Stream, reference};
+use std::ops::RangeInclusive;
 
 /// How to choose a token.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -22,6 +23,13 @@ pub struct Sampling {
 }
 
 impl Sampling {
+    /// The values of [`Self::top_p`].
+    pub const TOP_P: RangeInclusive<f32> = 0.0..=1.0;
+    /// The values of [`Self::min_p`].
+    pub const MIN_P: RangeInclusive<f32> = 0.0..=1.0;
+    /// The values of [`Self::repetition_penalty`].
+    pub const REPETITION_PENALTY: RangeInclusive<f32> = 0.01..=100.0;
+
     /// Always takes the most likely token.
     pub const GREEDY: Self =
         Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, repetition_penalty: 1.0, seed: 0 };

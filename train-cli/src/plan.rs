@@ -109,11 +109,6 @@ impl Plan {
         self.settings.memory.master_weights.unwrap_or(auto)
     }
 
-    /// Maximum length of a training sequence for a model that takes `limit` tokens.
-    pub fn max_seq_length(&self, limit: usize) -> usize {
-        max_seq_length(self.settings.data.max_seq_length, limit)
-    }
-
     /// The first step, counted from 0, that uses the recipe, in a run of `steps` steps. At least the last one does.
     pub fn quantize_from(&self, steps: usize) -> usize {
         ((self.settings.recipe.quantize_from * steps as f64).round() as usize).min(steps.saturating_sub(1))

@@ -45,7 +45,7 @@ pub(crate) fn attention_backward<B: Nvfp4Kernels>(
     [primitive(ungrouped(dq, docs, spec).reshape(q_dims)), flat(dk), flat(dv)]
 }
 
-/// The softmax of the visible scores in f32, `[rows, G, Q*T, S]`. The `Q = H / G` queries of a group stand in rows.
+/// The softmax of the visible scores in f32, `[rows, G, Q*T, S/rows]`. The `Q = H / G` queries of a group stand in rows.
 fn weights<B: Nvfp4Kernels>(
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,

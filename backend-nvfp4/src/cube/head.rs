@@ -8,7 +8,10 @@ use super::{
     launch::{arg, dims, empty, launched},
     products,
 };
-use crate::{kernels::HeadLoss, recipe::Precision};
+use crate::{
+    kernels::{HeadLoss, LOGITS_CHUNK},
+    recipe::Precision,
+};
 use burn::tensor::{DType, Shape, Slice, backend::Backend};
 use burn_cubecl::{
     CubeRuntime,
@@ -16,9 +19,6 @@ use burn_cubecl::{
     tensor::CubeTensor,
 };
 use kernels_cubecl::{cross_entropy::cross_entropy, gradient};
-
-/// Number of bytes that the logits of a chunk may take.
-const CHUNK_BYTES: usize = 300 << 20;
 
 /// Computes the loss and, if `gradients`, both gradients.
 pub(super) fn head_loss<B, R>(
@@ -62,7 +62,7 @@ where
     HeadLoss { loss, gradients }
 }
 
-/// Number of rows in a chunk: a multiple of 128 that keeps the logits within [`CHUNK_BYTES`].
+/// Number of rows in a chunk: a multiple of 128 that keeps the logits within [`LOGITS_CHUNK`].
 fn chunk_rows(vocabulary: usize, value_bytes: usize) -> usize {
-    (CHUNK_BYTES / (vocabulary * value_bytes) / 128 * 128).max(128)
+    (LOGITS_CHUNK / (vocabulary * value_bytes) / 128 * 128).max(128)
 }

@@ -20,11 +20,12 @@ pub struct ExportArgs {
     /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
-    /// Which scales NVFP4 weights have [default: as the model has them, if its weights are NVFP4; otherwise as --scales of its training run; without a run, two]
+    /// Which scales NVFP4 weights have [default: those of the model, if its weights
+    /// are NVFP4; otherwise those of its training run; `two` if there is no run]
     #[arg(long, conflicts_with = "like", value_parser = parser::<Scaling>())]
     pub scales: Option<Scaling>,
-    /// How the output head is stored [default: in NVFP4 if the file with which training began holds a head in NVFP4. Otherwise a
-    /// separate head is stored in f16, and a head that is the embedding is not stored a second time]
+    /// How the output head is stored [default: NVFP4 if the file with which training began has an NVFP4 head. Otherwise f16 for a
+    /// separate head; a tied head (one that is the embedding) is not stored a second time]
     #[arg(long, conflicts_with = "like")]
     pub head: Option<HeadFormat>,
     /// Device that checks the written file: auto, cpu, cuda, cuda:N or vulkan
@@ -145,8 +146,8 @@ pub struct ConvertArgs {
     /// Which scales NVFP4 weights have
     #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
     pub scales: Scaling,
-    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: a separate head is stored in
-    /// NVFP4; a head that is the embedding is not stored a second time]
+    /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: NVFP4 for a separate
+    /// head; a tied head (one that is the embedding) is not stored a second time]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Replace an older file

@@ -7,11 +7,11 @@ use std::path::PathBuf;
 /// What `runs` shows.
 #[derive(Debug, Subcommand)]
 pub enum RunsCommand {
-    /// One line for each run in a folder
+    /// List the runs of a folder, one line each
     List(ListArgs),
-    /// The summary of a run: figures, evaluations, answers, exported files, settings
+    /// Show the summary of a run: figures, evaluations, answers, exported files, settings
     Show(ShowArgs),
-    /// The figures of several runs side by side, and the settings that differ
+    /// Compare the figures of several runs side by side, and the settings that differ
     Compare(CompareArgs),
 }
 

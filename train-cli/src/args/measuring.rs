@@ -27,19 +27,19 @@ pub struct NeedleArgs {
     /// Lengths of the texts with question and answer, in tokens, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', required = true)]
     pub lengths: Vec<usize>,
-    /// At how many positions the number is hidden, spread from the beginning of the text to its end
+    /// Number of positions at which the number is hidden, from the beginning of the text to its end
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub depths: usize,
     /// Number of texts for each length and each position of the number
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub tries: usize,
-    /// Digits of the hidden number; no digit occurs twice
+    /// Number of digits of the hidden number; no digit occurs twice
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub digits: usize,
     /// Random seed for texts and numbers
     #[arg(long, value_name = "N", default_value_t = 42)]
     pub seed: u64,
-    /// Write the texts as training rows to this .jsonl file, and ask nothing. Take another --seed than for measuring
+    /// Write the texts as training rows to this .jsonl file, and do not ask the model. Use a different --seed for measuring
     #[arg(long, value_name = "FILE")]
     pub write_rows: Option<PathBuf>,
     /// Print one JSON object for each length
@@ -97,7 +97,7 @@ pub struct ParityArgs {
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub recipe: Option<Recipe>,
-    /// Round the other model as this recipe does [default: as that model runs]
+    /// Round the other model as this recipe does [default: that model's own recipe]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub against_recipe: Option<Recipe>,
@@ -194,9 +194,8 @@ pub struct BenchArgs {
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,
-    /// bench kernels: the speed in TFLOP/s of the fastest matrix product that your card makes in practice, which
-    /// doc/notebook/bench_torch.py measures. The last column of the output then shows the speed of each matrix product as a
-    /// share of this speed
+    /// bench kernels: the highest speed of a matrix product that was measured on your card, in TFLOP/s
+    /// (doc/notebook/bench_torch.py measures it). The last column then shows the speed of each product as a share of it
     #[arg(long, value_name = "TFLOPS")]
     pub matrix_ceiling: Option<f64>,
     /// GPU to measure: auto, cuda, cuda:N or vulkan. The CPU is not measured

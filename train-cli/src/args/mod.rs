@@ -54,7 +54,7 @@ Try it without any file: train-cli fit --demo";
 pub enum Command {
     /// Train all parameters of a Qwen3 model
     Fit(Box<FitArgs>),
-    /// Estimate the memory that a training run with these flags needs; takes the flags of fit except --demo and --dry-run, and trains nothing
+    /// Estimate the memory that fit needs. It accepts the flags of fit except --demo and --dry-run, and trains nothing
     #[command(mut_arg("demo", |demo| demo.hide(true)), mut_arg("dry_run", |it| it.hide(true)))]
     Estimate(Box<EstimateArgs>),
     /// Look at training data before a run: rows as the model sees them, and what a run would leave out; make rows from templates

@@ -114,14 +114,14 @@ pub struct ServeArgs {
     /// Which model answers.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Address to listen at: 127.0.0.1 serves this machine only, 0.0.0.0 also other machines, and then --api-key-file is
+    /// Address to listen on: 127.0.0.1 serves this machine only, 0.0.0.0 also other machines, and then --api-key-file is
     /// required
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
     pub host: IpAddr,
-    /// Port to listen at; 0 lets the system choose one
+    /// Port to listen on; 0 lets the system choose one
     #[arg(long, value_name = "N", default_value_t = 8080)]
     pub port: u16,
-    /// File with a key that requests must hold (Authorization: Bearer KEY). A file that other users can read is refused
+    /// File with a key that requests must send (Authorization: Bearer KEY). A file that other users can read is refused
     #[arg(long, value_name = "FILE")]
     pub api_key_file: Option<PathBuf>,
     /// The model's name in replies [default: the name of its file or folder]

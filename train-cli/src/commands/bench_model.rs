@@ -12,8 +12,8 @@ use crate::{
     settings::HeadFormat,
 };
 use backend_nvfp4::{
-    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, Precision, Recipe, Scaling,
-    bench::Row,
+    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PACKED_BYTES, Precision, Recipe,
+    Scaling, bench::Row,
 };
 use model_qwen3::{
     config::Qwen3Config,
@@ -188,8 +188,8 @@ fn weight_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>) -> f64 {
     let (d, f) = (c.hidden_size, c.intermediate_size);
     let (queries, keys) = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim);
     let blocks = c.num_hidden_layers * d * (2 * queries + 2 * keys + 3 * f);
-    let head = if matches!(model.lm_head, Some(Nvfp4Linear::Packed(_))) { 0.5625 } else { 2.0 };
-    blocks as f64 * 0.5625 + (c.vocab_size * d) as f64 * head
+    let head = if matches!(model.lm_head, Some(Nvfp4Linear::Packed(_))) { PACKED_BYTES } else { 2.0 };
+    blocks as f64 * PACKED_BYTES + (c.vocab_size * d) as f64 * head
 }
 
 /// Bytes of keys and values of `tokens` tokens.

@@ -66,7 +66,7 @@ struct Check {
     found: String,
     /// What to do, if it is not good.
     #[serde(skip_serializing_if = "Option::is_none")]
-    remedy: Option<&'static str>,
+    remedy: Option<String>,
 }
 
 impl Check {
@@ -74,14 +74,14 @@ impl Check {
         Self { name: name.into(), good: true, found: found.into(), remedy: None }
     }
 
-    fn missing(name: impl Into<String>, found: impl Into<String>, remedy: &'static str) -> Self {
-        Self { name: name.into(), good: false, found: found.into(), remedy: Some(remedy) }
+    fn missing(name: impl Into<String>, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name: name.into(), good: false, found: found.into(), remedy: Some(remedy.into()) }
     }
 
     fn lines(&self) -> String {
         let mark = if self.good { "ok" } else { "–" };
         let first = format!("{mark:<3} {:<22} {}", self.name, self.found);
-        self.remedy.map_or(first.clone(), |remedy| format!("{first}\n                           {remedy}"))
+        self.remedy.as_ref().map_or(first.clone(), |remedy| format!("{first}\n                           {remedy}"))
     }
 }
 
@@ -110,7 +110,9 @@ fn disk() -> Check {
     }
 }
 
-const DRIVER: &str = "without an NVIDIA card with driver 580 or newer, use --device cpu or --device vulkan";
+fn no_driver() -> String {
+    format!("without an NVIDIA card with driver {OLDEST} or newer, use --device cpu or --device vulkan")
+}
 
 /// The version of NVIDIA's driver, as the kernel's module says. None if there is no card and no driver, which the line of the
 /// cards says.
@@ -128,13 +130,15 @@ fn driver(has_card: bool) -> Option<Check> {
         (Some(version), true) => {
             let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
             match major {
-                Some(major) if major < OLDEST => Some(Check::missing("driver", version, "install driver 580 or newer")),
+                Some(major) if major < OLDEST => {
+                    Some(Check::missing("driver", version, format!("install driver {OLDEST} or newer")))
+                }
                 _ => Some(Check::good("driver", version)),
             }
         }
-        (Some(version), false) => Some(Check::missing("card", format!("driver {version} shows no card"), DRIVER)),
+        (Some(version), false) => Some(Check::missing("card", format!("driver {version} shows no card"), no_driver())),
         (None, true) => Some(Check::good("driver", "it answers; the system does not say its version")),
-        (None, false) => Some(Check::missing("card", "no NVIDIA card, or no driver that answers", DRIVER)),
+        (None, false) => Some(Check::missing("card", "no NVIDIA card, or no driver that answers", no_driver())),
     }
 }
 
@@ -154,7 +158,7 @@ fn card(index: usize) -> Check {
     };
     match device::quietly(ask).flatten() {
         Some(card) => Check::good(name, card),
-        None => Check::missing(name, "it does not answer", DRIVER),
+        None => Check::missing(name, "it does not answer", no_driver()),
     }
 }
 

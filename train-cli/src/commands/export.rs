@@ -33,6 +33,7 @@ use model_qwen3::{
     model::Qwen3,
     names,
     repack::{HeadAs, Repacked},
+    safetensors::WHOLE,
     sampling::Sampling,
     session::{GenerateOptions, Session, generate},
     tensors::{Stored, Tensors, row_ranges},
@@ -147,7 +148,7 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
     let (live, Target { format, like, trained }) = (Live::new(model), *form);
     let tensors = Repacked::new(&live, format.store_as(like));
     let mut pending = PendingFolder::new(folder)?;
-    let name = if format.recipe.packs_weights() { "model.dat" } else { "model.safetensors" };
+    let name = if format.recipe.packs_weights() { "model.dat" } else { WHOLE };
     pending.file(name, |out| write(&tensors, like, name.ends_with(".dat"), out, folder))?;
     companions.copy_into(&mut pending)?;
     trained.write(&mut pending)?;

@@ -34,16 +34,17 @@ pub(super) fn context(asked: Option<NonZeroUsize>, limit: usize) -> Result<usize
 /// If one is not.
 pub(super) fn check(args: &SamplingArgs) -> Result<(), CliError> {
     let ranges = [
-        ("temperature", args.temperature, 0.0, 100.0),
-        ("top-p", args.top_p, 0.0, 1.0),
-        ("min-p", args.min_p, 0.0, 1.0),
-        ("repetition-penalty", args.repetition_penalty, 0.01, 100.0),
+        ("temperature", args.temperature, 0.0..=100.0),
+        ("top-p", args.top_p, Sampling::TOP_P),
+        ("min-p", args.min_p, Sampling::MIN_P),
+        ("repetition-penalty", args.repetition_penalty, Sampling::REPETITION_PENALTY),
     ];
     if args.stop.iter().any(String::is_empty) {
         return Err(CliError::Usage("--stop \"\": the text is empty; leave --stop out".into()));
     }
-    for (flag, value, low, high) in ranges {
-        if let Some(value) = value.filter(|value| !(low..=high).contains(value)) {
+    for (flag, value, range) in ranges {
+        if let Some(value) = value.filter(|value| !range.contains(value)) {
+            let (low, high) = range.into_inner();
             return Err(CliError::Usage(format!("--{flag} {value}: the value must be between {low} and {high}")));
         }
     }

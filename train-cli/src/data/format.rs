@@ -7,7 +7,7 @@ use crate::{
     data::chat::Conversation,
     data_files,
     error::place_of,
-    settings::{Auto, Format},
+    settings::{Auto, Format, MOST_WEIGHT},
 };
 use model_qwen3::json::{self, Unique};
 use serde_json::{Map, Value, json};
@@ -143,9 +143,6 @@ fn weight(row: &Map<String, Value>, key: &str) -> Result<f64, String> {
     let number = given.as_f64().filter(|number| (0.0..=MOST_WEIGHT).contains(number));
     number.ok_or_else(|| format!("{key:?} is {given}; a weight is a number from 0 to {MOST_WEIGHT}"))
 }
-
-/// Largest weight of a row, as of a file.
-pub(super) const MOST_WEIGHT: f64 = 1000.0;
 
 /// The documents of a text: what stands between separators. The line break around a separator belongs to it. A document of
 /// nothing but white space is none.

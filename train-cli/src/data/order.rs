@@ -27,11 +27,13 @@ pub struct MicroBatch {
     pub ends_step: bool,
 }
 
+/// Rows of one tile of a GPU's matrix products.
+pub const TILE: usize = 128;
+
 /// The tokens of a row of `len` tokens with its padding. A row that is longer than one tile of a GPU's matrix products
 /// fills whole tiles: the products read them anyway, and buffers then have few sizes. Quantization of activations sees
 /// the padding, too.
 pub fn padded_len(len: usize) -> usize {
-    const TILE: usize = 128;
     if len > TILE { len.next_multiple_of(TILE) } else { len }
 }
 

@@ -5,6 +5,7 @@ use crate::{
     data::{
         arrow,
         format::{self, Row, RowOptions, Wrong},
+        order::TILE,
         parquet,
         sample::Sample,
     },
@@ -56,7 +57,7 @@ pub struct DataReport {
     /// Whether a header line was skipped.
     pub header_skipped: bool,
     /// Number of sequences by their length before any is dropped or cut: the key is the length, rounded up to a multiple of
-    /// [`STEP`]. Documents are cut in any case, and are not counted.
+    /// [`TILE`]. Documents are cut in any case, and are not counted.
     #[serde(default)]
     pub lengths: BTreeMap<usize, usize>,
     /// Tokens of the longest of these sequences.
@@ -70,11 +71,8 @@ pub struct DataReport {
     pub left_out: usize,
 }
 
-/// What lengths are rounded to.
-pub const STEP: usize = 128;
-
 impl DataReport {
-    /// The shortest multiple of [`STEP`] that a share of the sequences fits into.
+    /// The shortest multiple of [`TILE`] that a share of the sequences fits into.
     pub fn fitting(&self, share: f64) -> usize {
         let wanted = (self.lengths.values().sum::<usize>() as f64 * share).ceil() as usize;
         let mut counted = 0;
@@ -277,7 +275,7 @@ impl Reader<'_> {
     /// Adds a sample of line `number`, or as much of it as the limit on its length allows.
     fn take(&mut self, sample: Sample, number: usize) -> Result<(), CliError> {
         let (len, most) = (sample.ids.len(), self.options.max_seq_length);
-        *self.report.lengths.entry(len.next_multiple_of(STEP)).or_default() += 1;
+        *self.report.lengths.entry(len.next_multiple_of(TILE)).or_default() += 1;
         self.report.longest = self.report.longest.max(len);
         self.report.overlong += usize::from(len > most);
         let mut pieces = match self.options.overlong {

@@ -10,13 +10,13 @@
 use crate::{
     CliError,
     data::{
-        format::MOST_WEIGHT,
         read::{self, DataOptions, DataReport},
         sample::{Origin, Sample},
     },
     durable,
     model_files::TextFiles,
     report,
+    settings::MOST_WEIGHT,
 };
 use model_qwen3::{ModelError, bytes, file};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};

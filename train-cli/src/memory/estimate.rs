@@ -4,7 +4,7 @@
 //! phases of a step (head, block, optimizer) do not share memory.
 
 use crate::{data::order, plan::Plan, settings::Clip};
-use backend_nvfp4::{MasterKind, Precision, StateKind};
+use backend_nvfp4::{LOGITS_CHUNK, MasterKind, PACKED_BYTES, Precision, StateKind};
 use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
 
@@ -80,7 +80,7 @@ impl Estimate {
         };
         // Masters of bf16 take four bytes on a device that computes in f32.
         let dense = if master == MasterKind::F32 { 4.0 } else { value };
-        let linear = if master == MasterKind::Nvfp4 { 0.5625 } else { dense };
+        let linear = if master == MasterKind::Nvfp4 { PACKED_BYTES } else { dense };
         let dense_values = s.embedding * s.embeddings;
         let params = s.linear() + dense_values;
         let embedding = if all { s.embedding } else { 0.0 };
@@ -112,7 +112,7 @@ impl Estimate {
         // What the graph alone holds: two residuals and two norms; q, k and attention's output before and after; gate, up and
         // their product. Of these, the inputs of the linear layers may be packed.
         let inputs_of_layers = 2.0 * d + q + f;
-        let packed = if plan.recipe.packs_activations() { (value - 0.5625) * inputs_of_layers } else { 0.0 };
+        let packed = if plan.recipe.packs_activations() { (value - PACKED_BYTES) * inputs_of_layers } else { 0.0 };
         let kept = tokens * (value * (4.0 * d + 3.0 * q + 3.0 * kv + 3.0 * f) - packed);
         // And the weights as the products took them, where these are not the master weights.
         let dense_blocks = !plan.recipe.packs_weights()
@@ -121,14 +121,17 @@ impl Estimate {
         let kept_weights = match master {
             _ if dense != value && dense_blocks => s.block * value,
             MasterKind::Nvfp4 => 0.0,
-            _ if plan.recipe.packs_weights() => s.block * 0.5625,
+            _ if plan.recipe.packs_weights() => s.block * PACKED_BYTES,
             _ => 0.0,
         };
         // The weights of a layer in the type of the products, and their codes.
-        let copies =
-            if plan.recipe.packs_weights() || dense != value { s.block * 0.5625 + 4.0 * d * f * value } else { 0.0 };
+        let copies = if plan.recipe.packs_weights() || dense != value {
+            s.block * PACKED_BYTES + 4.0 * d * f * value
+        } else {
+            0.0
+        };
         let cast = if dense == value { 0.0 } else { s.embedding * value };
-        let logits = ((300 << 20) as f64).min(tokens * c.vocab_size as f64 * value * 3.0) + cast + 4.0 * tokens * d;
+        let logits = (LOGITS_CHUNK as f64).min(tokens * c.vocab_size as f64 * value * 3.0) + cast + 4.0 * tokens * d;
         Self {
             parts: vec![
                 ("weights", linear * s.linear() + dense * dense_values + residual),
@@ -148,7 +151,11 @@ impl Estimate {
                 + if all { dense * dense_values } else { 0.0 }
                 + residual
                 + states * trained_params,
-            export: if plan.recipe.packs_weights() { 0.5625 * s.linear() + 4.0 * dense_values } else { 2.0 * params },
+            export: if plan.recipe.packs_weights() {
+                PACKED_BYTES * s.linear() + 4.0 * dense_values
+            } else {
+                2.0 * params
+            },
         }
     }
 

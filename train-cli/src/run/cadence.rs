@@ -1,13 +1,13 @@
-//! How often a run evaluates if nobody says: so often that its evaluations and sample answers take at most about a tenth of its
+//! How often a run evaluates if nobody says: so often that its evaluations and sample answers take at most about [`EVALUATION_SHARE`] of its
 //! time, and at most twenty times. It is estimated from counts of tokens, so that a run evaluates after the same steps wherever
 //! it runs.
 
 use super::inputs::Inputs;
-use crate::{plan::Plan, settings::fields::part_of_the_run};
+use crate::{
+    plan::Plan,
+    settings::fields::{EVALUATION_SHARE, part_of_the_run},
+};
 use backend_nvfp4::Recipe;
-
-/// Share of the time of the steps that evaluations may take.
-const SHARE: f64 = 0.1;
 
 /// A forward pass takes a third of the time of a step over the same tokens.
 const FORWARD: f64 = 1.0 / 3.0;
@@ -35,7 +35,7 @@ pub(super) fn cost(plan: &Plan, inputs: &Inputs, answers: usize) -> f64 {
 
 /// The steps between evaluations of a run of `steps` steps, where one takes as long as `cost` steps.
 fn between(steps: usize, cost: f64) -> usize {
-    part_of_the_run(steps).max((cost / SHARE).ceil() as usize)
+    part_of_the_run(steps).max((cost / EVALUATION_SHARE).ceil() as usize)
 }
 
 #[cfg(test)]

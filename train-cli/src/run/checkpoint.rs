@@ -22,6 +22,7 @@ use model_qwen3::{
     file, json,
     model::Qwen3,
     names,
+    safetensors::WHOLE,
     tensors::{Put, Stored, Tensors, row_ranges},
     weights::{self, Purpose},
 };
@@ -35,7 +36,7 @@ use std::{
 const VERSION: u64 = 2;
 
 /// The file of master weights in a checkpoint.
-pub const MODEL: &str = "model.safetensors";
+pub const MODEL: &str = WHOLE;
 /// The file of the optimizer's states.
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 /// The file of a [`TrainerState`].

@@ -71,12 +71,15 @@ pub fn check_not_begun(dir: &Path) -> Result<(), CliError> {
     Err(CliError::Usage(format!("{}: {text}", dir.display())))
 }
 
+/// What the rows of the data are, in JSON.
+pub(super) const DATA_REPORT: &str = "data_report.json";
+
 /// What a run writes into its folder; `--overwrite` removes these files and folders only.
 const OURS: [&str; 11] = [
     CONFIG,
     beginning::FILE,
     RECORD,
-    "data_report.json",
+    DATA_REPORT,
     log::METRICS,
     log::SAMPLES,
     RESULTS,
@@ -179,7 +182,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
     });
     durable::write_bytes(&dir.join(RECORD), run.to_string().as_bytes())?;
     let found = serde_json::to_string_pretty(&inputs.report).expect("plain data is always valid JSON");
-    durable::write_bytes(&dir.join("data_report.json"), found.as_bytes()).map(|_| ())
+    durable::write_bytes(&dir.join(DATA_REPORT), found.as_bytes()).map(|_| ())
 }
 
 /// Writes the settings of a run into its folder. A resumed run may have others.

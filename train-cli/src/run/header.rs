@@ -3,12 +3,12 @@
 use crate::{
     data::read::DataReport,
     peak,
-    plan::{ModelSource, Plan},
+    plan::{self, ModelSource, Plan},
     report,
     run::{cost, inputs::Inputs},
     settings::Clip,
 };
-use backend_nvfp4::{Precision, Scaling};
+use backend_nvfp4::{MasterKind, Precision, Scaling};
 use model_qwen3::tensors::Tensors;
 
 /// Prints the header of a run that computes in `precision`.
@@ -22,11 +22,13 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
     report::label("data", data(plan, inputs));
     let (takes, rows) = (inputs.config.max_position_embeddings, &plan.settings.data);
     let wanted = rows.max_seq_length.is_some() && !rows.packing;
-    if let Some(text) = misfit(&inputs.report, plan.max_seq_length(takes), takes, wanted) {
+    if let Some(text) =
+        misfit(&inputs.report, plan::max_seq_length(plan.settings.data.max_seq_length, takes), takes, wanted)
+    {
         report::label("lengths", text);
     }
-    report::label("step", step(plan));
     let (master, states) = (plan.master(precision), plan.settings.memory.optimizer_state_mode);
+    report::label("step", step(plan, master));
     let layers = inputs.config.num_hidden_layers;
     let dense = (plan.settings.bf16_last_blocks(layers), layers);
     if let Some(cost) = cost::of(plan.recipe, dense, master, states) {
@@ -77,7 +79,7 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
 }
 
 fn data(plan: &Plan, inputs: &Inputs) -> String {
-    let limit = plan.max_seq_length(inputs.config.max_position_embeddings);
+    let limit = plan::max_seq_length(plan.settings.data.max_seq_length, inputs.config.max_position_embeddings);
     let found = &inputs.report;
     let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
     let formats = found.formats.iter().cloned().collect::<Vec<_>>().join(" and ");
@@ -134,16 +136,16 @@ fn misfit(found: &DataReport, limit: usize, takes: usize, wanted: bool) -> Optio
     })
 }
 
-fn step(plan: &Plan) -> String {
-    let (memory, norm) = (&plan.settings.memory, plan.settings.optimizer.max_grad_norm);
-    let master = memory.master_weights.map_or("bf16 (f32 where activations are f32)", |master| master.name());
+fn step(plan: &Plan, master: MasterKind) -> String {
+    let norm = plan.settings.optimizer.max_grad_norm;
     let which = if plan.clip == Clip::Exact { "this step's" } else { "the previous step's" };
     let clipping = if norm > 0.0 {
         format!("gradient clipping {norm:?}, using {which} norm")
     } else {
         "no gradient clipping".to_owned()
     };
-    format!("{master} master weights · {} optimizer states · {clipping}", memory.optimizer_state_mode.name())
+    let states = plan.settings.memory.optimizer_state_mode.name();
+    format!("{} master weights · {states} optimizer states · {clipping}", master.name())
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::{
     data::token_cache,
     durable,
     model_files::TextFiles,
-    plan::{ModelSource, Plan},
+    plan::{self, ModelSource, Plan},
     report,
 };
 use backend_nvfp4::Scaling;
@@ -183,7 +183,7 @@ type Samples = (Vec<Sample>, Vec<Sample>, DataReport);
 
 fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Samples, CliError> {
     let (s, seed) = (&plan.settings.data, plan.settings.advanced.seed);
-    let max_seq_length = plan.max_seq_length(config.max_position_embeddings);
+    let max_seq_length = plan::max_seq_length(plan.settings.data.max_seq_length, config.max_position_embeddings);
     if s.synthetic {
         let rows = plan.settings.optimizer.max_steps.unwrap_or(SYNTHETIC_STEPS) * plan.sequences_per_step();
         let made = synthetic(rows, max_seq_length, config.vocab_size, seed);

@@ -7,7 +7,7 @@ use crate::{
     data::sample::Origin,
     durable::{self, FileRecord},
     memory::estimate,
-    plan::Plan,
+    plan::{self, Plan},
     progress, report,
     run::cadence,
     run::checkpoint::{self, RESULTS, TrainerState},
@@ -86,7 +86,8 @@ impl Journal {
         saver: Saver,
     ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
-        let flops = estimate::flops_a_token(&inputs.config, plan.max_seq_length(limit));
+        let flops =
+            estimate::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);

@@ -30,6 +30,18 @@ use model_qwen3::{
 use safetensors::Dtype;
 use std::{collections::BTreeMap, io::Write, path::Path};
 
+/// The names of the first and of the second moment.
+const MOMENTS: [&str; 2] = ["m", "v"];
+const STEPS: &str = "steps";
+const CODES: &str = "codes";
+const ABSMAX: &str = "absmax";
+const RESIDUAL: &str = "residual";
+
+/// The name of a part of a tensor's state, or of a moment.
+fn part(of: &str, name: &str) -> String {
+    format!("{of}.{name}")
+}
+
 /// Writes the states of all parameters that were updated. About `transfer` bytes are read from the device at a time.
 ///
 /// # Errors
@@ -46,7 +58,7 @@ pub(super) fn write<B: Nvfp4Kernels>(
     let (mut layout, mut contents) = (Vec::new(), Vec::new());
     for (name, shape, state) in states {
         for (suffix, dtype, shape, content) in entries(shape.iter().product(), state) {
-            layout.push((format!("{name}.{suffix}"), dtype, shape));
+            layout.push((part(name, &suffix), dtype, shape));
             contents.push(content);
         }
     }
@@ -157,19 +169,19 @@ type Entry<B> = (String, Dtype, Vec<usize>, Values<B>);
 
 /// The entries of a tensor of `len` values, in file order.
 fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<B>> {
-    let mut entries = vec![("steps".to_owned(), Dtype::I32, vec![], Values::Steps(state.steps))];
-    for (part, moment) in [("m", &state.moments.m), ("v", &state.moments.v)] {
+    let mut entries = vec![(STEPS.to_owned(), Dtype::I32, vec![], Values::Steps(state.steps))];
+    for (name, moment) in MOMENTS.into_iter().zip([&state.moments.m, &state.moments.v]) {
         match moment {
-            Moment::Float(x) => entries.push((part.to_owned(), float_of(x.dtype()).1, vec![len], Values::floats(x))),
+            Moment::Float(x) => entries.push((name.to_owned(), float_of(x.dtype()).1, vec![len], Values::floats(x))),
             Moment::Quantized { codes, absmax, .. } => {
-                entries.push((format!("{part}.codes"), Dtype::U8, codes.shape().to_vec(), Values::bytes(codes)));
+                entries.push((part(name, CODES), Dtype::U8, codes.shape().to_vec(), Values::bytes(codes)));
                 let scales = vec![len.div_ceil(STATE_BLOCK)];
-                entries.push((format!("{part}.absmax"), Dtype::F32, scales, Values::floats(absmax)));
+                entries.push((part(name, ABSMAX), Dtype::F32, scales, Values::floats(absmax)));
             }
         }
     }
     if let Some(residual) = &state.moments.residual {
-        entries.push(("residual".to_owned(), Dtype::U8, vec![len], Values::bytes(residual)));
+        entries.push((RESIDUAL.to_owned(), Dtype::U8, vec![len], Values::bytes(residual)));
     }
     entries
 }
@@ -186,8 +198,8 @@ pub(super) struct StateLayout {
 }
 
 /// An entry that the state of a tensor has.
-struct Wanted {
-    suffix: &'static str,
+struct StateEntry {
+    suffix: String,
     dtype: Dtype,
     shape: Vec<usize>,
     /// Whether its floats are at least 0.
@@ -203,25 +215,27 @@ impl StateLayout {
     }
 
     /// The entries of a tensor of this shape.
-    fn entries(&self, shape: &[usize]) -> Vec<Wanted> {
+    fn entries(&self, shape: &[usize]) -> Vec<StateEntry> {
         let len: usize = shape.iter().product();
-        let wanted = |suffix, dtype, shape, positive| Wanted { suffix, dtype, shape, positive };
+        let wanted = |suffix, dtype, shape, positive| StateEntry { suffix, dtype, shape, positive };
         let norm = shape.len() == 1;
-        let mut all = vec![wanted("steps", Dtype::I32, vec![], true)];
+        let mut all = vec![wanted(STEPS.to_owned(), Dtype::I32, vec![], true)];
         match self.kind.coding().filter(|_| !norm) {
             Some(coding) => {
                 let (codes, scales) = (vec![len * coding.bits() / 8], vec![len.div_ceil(STATE_BLOCK)]);
-                for (suffix, scale) in [("m.codes", "m.absmax"), ("v.codes", "v.absmax")] {
-                    all.push(wanted(suffix, Dtype::U8, codes.clone(), true));
-                    all.push(wanted(scale, Dtype::F32, scales.clone(), true));
+                for moment in MOMENTS {
+                    all.push(wanted(part(moment, CODES), Dtype::U8, codes.clone(), true));
+                    all.push(wanted(part(moment, ABSMAX), Dtype::F32, scales.clone(), true));
                 }
             }
             None => {
                 let float = if norm || self.kind == StateKind::F32 { Dtype::F32 } else { self.float };
-                all.extend([wanted("m", float, vec![len], false), wanted("v", float, vec![len], true)]);
+                // The second moment is a mean of squares.
+                let moments = MOMENTS.into_iter().zip([false, true]);
+                all.extend(moments.map(|(name, positive)| wanted(name.to_owned(), float, vec![len], positive)));
             }
         }
-        all.extend((self.residual && !norm).then(|| wanted("residual", Dtype::U8, vec![len], true)));
+        all.extend((self.residual && !norm).then(|| wanted(RESIDUAL.to_owned(), Dtype::U8, vec![len], true)));
         all
     }
 }
@@ -239,7 +253,7 @@ pub(super) fn judge(path: &Path, weights: &Container, form: StateLayout, done: u
         let Some(stored) = weights.stored(&name).filter(|_| left.contains_key(format!("{name}.steps").as_str())) else {
             continue;
         };
-        for Wanted { suffix, dtype, shape, positive } in form.entries(&stored.shape()) {
+        for StateEntry { suffix, dtype, shape, positive } in form.entries(&stored.shape()) {
             let key = format!("{name}.{suffix}");
             let entry = left.remove(key.as_str()).ok_or_else(|| bad(format!("there is no {key:?}")))?;
             if (entry.dtype, &entry.shape) != (dtype, &shape) {
@@ -327,11 +341,11 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
     fn state(&self, name: &str, shape: &[usize]) -> Result<TensorState<B>, CliError> {
         let len = shape.iter().product();
         let kind = if shape.len() == 1 { StateKind::F32 } else { self.config.state };
-        let key = format!("{name}.steps");
+        let key = part(name, STEPS);
         let steps = bytes::to_i32s(&self.bytes(&key, 4)?)[0];
         let steps = counted(steps, &key, self.done).map_err(|text| CliError::corrupt(self.path, text))?;
-        let (m, v) = (format!("{name}.m"), format!("{name}.v"));
-        let residual = format!("{name}.residual");
+        let [m, v] = MOMENTS.map(|moment| part(name, moment));
+        let residual = part(name, RESIDUAL);
         let residual = self.has(&residual).then(|| self.bytes(&residual, len)).transpose()?.map(|bytes| {
             let data = TensorData::new(bytes, [len]);
             let residual = Tensor::<B, 1, Int>::from_data(data, (&self.device, DType::U8)).into_primitive();
@@ -345,8 +359,8 @@ impl<B: Nvfp4Kernels> Reader<'_, B> {
     /// A moment of `len` values; the codes of the first moment and of the second have different tables.
     fn moment(&self, name: &str, kind: StateKind, first: bool, len: usize) -> Result<Moment<B>, CliError> {
         if let Some(coding) = kind.coding() {
-            let codes = self.bytes(&format!("{name}.codes"), len * coding.bits() / 8)?;
-            let absmax = self.bytes(&format!("{name}.absmax"), len.div_ceil(STATE_BLOCK) * 4)?;
+            let codes = self.bytes(&part(name, CODES), len * coding.bits() / 8)?;
+            let absmax = self.bytes(&part(name, ABSMAX), len.div_ceil(STATE_BLOCK) * 4)?;
             let absmax = FloatType::F32.decode(&absmax);
             return Ok(Moment::from_bytes(kind, first, codes, absmax, &self.device));
         }

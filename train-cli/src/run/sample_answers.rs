@@ -83,7 +83,7 @@ impl Samples {
 pub fn packed<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Qwen3<B> {
     let mut packed = model.clone();
     if model.spec().recipe.packs_weights() && !model.spec().shares_scale {
-        let mut packing = Packing(model.spec());
+        let mut packing = Quantizing(model.spec());
         let blocks = std::mem::take(&mut packed.layers).into_iter().enumerate();
         packed.layers = blocks.map(|(i, block)| if model.is_bf16(i) { block } else { packing.block(block) }).collect();
     }
@@ -91,9 +91,9 @@ pub fn packed<B: Nvfp4Kernels>(model: &Qwen3<B>) -> Qwen3<B> {
 }
 
 /// Quantizes the weights of linear layers.
-struct Packing(LinearSpec);
+struct Quantizing(LinearSpec);
 
-impl<B: Nvfp4Kernels> Replace<B> for Packing {
+impl<B: Nvfp4Kernels> Replace<B> for Quantizing {
     fn vector(&mut self, p: Param<Tensor<B, 1>>) -> Param<Tensor<B, 1>> {
         p
     }

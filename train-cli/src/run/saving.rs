@@ -294,13 +294,13 @@ mod tests {
     use std::fs;
 
     /// What a run has between two steps.
-    struct Trained {
+    struct AfterAStep {
         model: Qwen3<NdArray>,
         optimizer: ChunkedAdamw<NdArray>,
         state: TrainerState,
     }
 
-    impl Trained {
+    impl AfterAStep {
         /// After one step, so that there is a state to write.
         fn new() -> Self {
             let config = Qwen3Config::from_file(&companions().config).unwrap();
@@ -367,7 +367,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let saved = |name: &str, bytes: u64, room: Room| {
             let run = dir.path().join(name);
-            let (mut trained, mut saver) = (Trained::new(), saver(&run, bytes, room));
+            let (mut trained, mut saver) = (AfterAStep::new(), saver(&run, bytes, room));
             let direct = trained.saved(&mut saver);
             // The next step must not change what is being written.
             trained.step();
@@ -387,7 +387,7 @@ mod tests {
     #[test]
     fn a_checkpoint_is_the_same_in_however_many_transfers_it_is_read() {
         let dir = tempfile::tempdir().unwrap();
-        let trained = Trained::new();
+        let trained = AfterAStep::new();
         let saved = |transfer: usize| {
             let run = dir.path().join(transfer.to_string());
             let mut saver = saver(&run, 1, Room::Device);
@@ -431,7 +431,7 @@ mod tests {
     #[test]
     fn an_optimizer_state_that_is_not_finite_is_not_saved() {
         let dir = tempfile::tempdir().unwrap();
-        let mut trained = Trained::new();
+        let mut trained = AfterAStep::new();
         let width = trained.model.norm.val().dims()[0];
         let float = |value: f32| {
             let moment = Tensor::<NdArray, 1>::full([width], value, &Default::default());
@@ -458,7 +458,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut saver = saver(dir.path(), 1, Room::Device);
         saver.abandon();
-        Trained::new().saved(&mut saver);
+        AfterAStep::new().saved(&mut saver);
         let error = saver.wait().unwrap_err();
         assert!(error.is_of_the_device(), "{error}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "something is left");

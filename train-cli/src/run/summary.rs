@@ -3,7 +3,7 @@
 
 use super::{
     checkpoint::{self, CONFIG, FINAL, RESULTS},
-    folder::{LOSS, RECORD, SUMMARY},
+    folder::{DATA_REPORT, LOSS, RECORD, SUMMARY},
     log,
     losses::Losses,
     plot::{self, Curve},
@@ -77,7 +77,7 @@ impl Summary {
             folder: run.to_owned(),
             settings: settings.as_object().cloned().unwrap_or_default(),
             started,
-            data: read(&run.join("data_report.json"))?.unwrap_or_default(),
+            data: read(&run.join(DATA_REPORT))?.unwrap_or_default(),
             steps,
             evaluations,
             left_out,

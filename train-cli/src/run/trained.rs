@@ -10,7 +10,7 @@ use crate::{
     settings::{Settings, by_name},
 };
 use backend_nvfp4::{Nvfp4Parts, Recipe, Scaling};
-use model_qwen3::{chat_template::ChatTemplate, config::Qwen3Config, file};
+use model_qwen3::{chat_template::ChatTemplate, config::Qwen3Config, file, safetensors::WHOLE};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -146,7 +146,7 @@ fn weights_file(files: &ModelFiles) -> Option<PathBuf> {
     if !files.weights.is_dir() {
         return Some(files.weights.clone());
     }
-    let single = files.weights.join("model.safetensors");
+    let single = files.weights.join(WHOLE);
     if single.exists() {
         return Some(single);
     }

@@ -61,7 +61,7 @@ pub struct Address {
     pub host: IpAddr,
     /// The port; 0 lets the system choose one.
     pub port: u16,
-    /// The key that every request must hold.
+    /// The key that every request must send.
     pub key: Option<String>,
 }
 

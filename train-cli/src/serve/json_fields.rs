@@ -33,10 +33,10 @@ impl Fields {
     ///
     /// # Errors
     /// If it is no number, or out of range.
-    pub(super) fn number(&mut self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f32>, Refusal> {
+    pub(super) fn number(&mut self, name: &str, range: RangeInclusive<f32>) -> Result<Option<f32>, Refusal> {
         let Some(value) = self.take(name) else { return Ok(None) };
-        match value.as_f64().filter(|number| range.contains(number)) {
-            Some(number) => Ok(Some(number as f32)),
+        match value.as_f64().map(|number| number as f32).filter(|number| range.contains(number)) {
+            Some(number) => Ok(Some(number)),
             None => Err(Refusal::field(
                 name,
                 format_args!("{value} is not a number from {} to {}", range.start(), range.end()),

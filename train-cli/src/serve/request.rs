@@ -104,10 +104,12 @@ impl Request {
         };
         let sampling = Sampling {
             temperature: fields.number("temperature", 0.0..=2.0)?.unwrap_or(model.temperature),
-            top_p: fields.number("top_p", 0.0..=1.0)?.unwrap_or(model.top_p),
+            top_p: fields.number("top_p", Sampling::TOP_P)?.unwrap_or(model.top_p),
             top_k: fields.whole("top_k", 0..=1 << 20)?.map_or(model.top_k, |k| k as usize),
-            min_p: fields.number("min_p", 0.0..=1.0)?.unwrap_or(model.min_p),
-            repetition_penalty: fields.number("repetition_penalty", 0.01..=100.0)?.unwrap_or(model.repetition_penalty),
+            min_p: fields.number("min_p", Sampling::MIN_P)?.unwrap_or(model.min_p),
+            repetition_penalty: fields
+                .number("repetition_penalty", Sampling::REPETITION_PENALTY)?
+                .unwrap_or(model.repetition_penalty),
             seed,
         };
         let streams = fields.flag("stream")?.unwrap_or(false);

@@ -93,17 +93,17 @@ impl FromStr for ResumeFrom {
 impl Choice for Recipe {
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
-            named(Self::Bf16, "bf16", "Nothing is quantized"),
+            named(Self::Bf16, Self::Bf16.name(), "Nothing is quantized"),
             named(
                 Self::W4,
-                "w4",
+                Self::W4.name(),
                 "Each time a linear layer computes, forward or backward, it uses weights rounded to NVFP4. The rounded \
                  weights are temporary: the gradient updates the stored weights (master weights)",
             ),
-            named(Self::W4a4, "w4a4", "Weights and activations are rounded"),
+            named(Self::W4a4, Self::W4a4.name(), "Weights and activations are rounded"),
             named(
                 Self::Nvfp4(Nvfp4Parts::ALL),
-                "nvfp4",
+                Self::Nvfp4(Nvfp4Parts::ALL).name(),
                 "Weights, activations and gradients are rounded, so that both matrices of the forward product and of the two \
                  backward products hold NVFP4 values only",
             ),
@@ -112,7 +112,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "Two levels of scales, as by `two`, even if the model file has one level";
+    const AUTO: &'static str = "The same as `two`, even if the model file has one level; a resumed run keeps its own";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -128,14 +128,14 @@ impl Choice for Precision {
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
         vec![
-            also(named(Self::F32, "f32", "f32 without tensor cores"), ["float32", "Float32"]),
+            also(named(Self::F32, Self::F32.name(), "f32 without tensor cores"), ["float32", "Float32"]),
             named(
                 Self::Tf32,
-                "tf32",
+                Self::Tf32.name(),
                 "matrix products that read no NVFP4 matrix use TF32 tensor cores, which are faster and less exact; everything else as with f32; CUDA only",
             ),
-            also(named(Self::F16, "f16", "f16; not for training"), ["float16", "Float16"]),
-            also(named(Self::Bf16, "bf16", "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
+            also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
+            also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
         ]
     }
 }
@@ -146,24 +146,28 @@ impl Choice for MasterKind {
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
         vec![
-            also(named(Self::F32, "f32", "f32: 4 bytes per parameter"), ["float32", "fp32"]),
+            also(named(Self::F32, Self::F32.name(), "f32: 4 bytes per parameter"), ["float32", "fp32"]),
             named(
                 Self::Bf16Residual,
-                "bf16-residual",
+                Self::Bf16Residual.name(),
                 "24 bits: the layers compute with the upper 16, and the optimizer updates all; 3 bytes per parameter",
             ),
             also(
                 named(
                     Self::Bf16,
-                    "bf16",
+                    Self::Bf16.name(),
                     "bf16, rounded up or down at random so that small updates count on average: 2 bytes per parameter",
                 ),
                 ["bfloat16", "bf-16"],
             ),
-            named(Self::Bf16Nearest, "bf16-nearest", "bf16 rounded to nearest, for comparison: small updates are lost"),
+            named(
+                Self::Bf16Nearest,
+                Self::Bf16Nearest.name(),
+                "bf16 rounded to nearest, for comparison: small updates are lost",
+            ),
             named(
                 Self::Nvfp4,
-                "nvfp4",
+                Self::Nvfp4.name(),
                 "NVFP4, rounded up or down at random: 0.56 bytes per parameter; the embedding stays bf16",
             ),
         ]
@@ -174,14 +178,22 @@ impl Choice for StateKind {
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
         vec![
-            named(Self::F32, "f32", "f32: 8 bytes per parameter for both moments"),
+            named(Self::F32, Self::F32.name(), "f32: 8 bytes per parameter for both moments"),
             also(
-                named(Self::Int8, "int8", "8-bit codes, and a scale for each 256 values: 2.03 bytes per parameter"),
+                named(
+                    Self::Int8,
+                    Self::Int8.name(),
+                    "8-bit codes, and a scale for each 256 values: 2.03 bytes per parameter",
+                ),
                 ["8bit", "8-bit"],
             ),
-            named(Self::Bf16, "bf16", "bf16, rounded up or down at random: 4 bytes per parameter"),
+            named(Self::Bf16, Self::Bf16.name(), "bf16, rounded up or down at random: 4 bytes per parameter"),
             also(
-                named(Self::Int4, "int4", "4-bit codes, and a scale for each 256 values: 1.03 bytes per parameter"),
+                named(
+                    Self::Int4,
+                    Self::Int4.name(),
+                    "4-bit codes, and a scale for each 256 values: 1.03 bytes per parameter",
+                ),
                 ["4bit", "4-bit"],
             ),
         ]
@@ -334,11 +346,11 @@ impl Choice for Clip {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum HeadFormat {
-    /// In NVFP4. If the model uses its embedding as head, the file holds the embedding in f16 and an NVFP4 copy of it as head, and
-    /// answers are faster
+    /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
+    /// head, which makes answers faster
     Nvfp4,
-    /// Not in NVFP4. A separate head is stored in bf16. If the model uses its embedding as head, no separate head is
-    /// written, and the embedding is stored in f16, which this value does not change
+    /// A separate head is stored in bf16. A tied head (one that is the embedding) is not stored a second time, and the embedding
+    /// stays in f16
     Bf16,
 }
 

@@ -168,9 +168,8 @@ pub struct RecipeSettings {
     /// off, separated by commas
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     pub nvfp4_without: Vec<Nvfp4Part>,
-    /// Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0; a
-    /// sixth of the blocks for recipe nvfp4, unless the master weights are nvfp4]
-    #[arg(long, value_name = "N")]
+    /// Number of blocks at the end of the model whose linear layers are not quantized. [`advised_blocks`] has the default.
+    #[arg(long, value_name = "N", help = advised_blocks())]
     pub bf16_last_blocks: Option<usize>,
     /// Share of the run that trains without quantization before the recipe starts
     #[arg(long, value_name = "SHARE", alias = "quantise-from")]
@@ -255,7 +254,7 @@ pub struct OptimizerSettings {
     /// Global gradient norm above which gradients are scaled down; 0 turns clipping off
     #[arg(long, value_name = "NORM", alias = "grad-clip")]
     pub max_grad_norm: f64,
-    /// The norm that gradients are clipped by: the norm of this step, or of the step before
+    /// Which gradient norm clipping uses: that of this step, or that of the previous step
     #[arg(long, value_parser = parser::<Auto<Clip>>())]
     #[serde(with = "by_name")]
     pub clip: Auto<Clip>,
@@ -341,8 +340,8 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
-    /// How the export of a 4-bit recipe stores the output head [default: in NVFP4 if the model's file holds a head in NVFP4. Otherwise a
-    /// separate head is stored in f16, and a head that is the embedding is not stored a second time]
+    /// How the export of a 4-bit recipe stores the output head [default: NVFP4 if the model's file has an NVFP4 head. Otherwise f16 for a
+    /// separate head; a tied head (one that is the embedding) is not stored a second time]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
@@ -357,8 +356,8 @@ pub struct SavingSettings {
     /// Also save checkpoints after all steps that are multiples of N, and keep them
     #[arg(long, value_name = "N")]
     pub keep_period: Option<usize>,
-    /// Save a checkpoint whenever the evaluation loss is lower than ever before. The best checkpoint so far is not deleted; at the
-    /// end it is exported, and not the last step
+    /// Save a checkpoint whenever the evaluation loss is lower than ever before. The best checkpoint so far is not deleted, and at the
+    /// end the run exports it instead of the last step
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub load_best_model_at_end: bool,
     /// Whether to save checkpoints and export the trained model
@@ -413,7 +412,7 @@ pub struct LoggingSettings {
     /// if evaluations take long.
     #[arg(long, value_name = "N", alias = "steps-per-eval", help = parts_of_the_run(
         "Number of steps between evaluations; 0 evaluates only after the last step",
-        ", or a larger number if evaluations would otherwise take more than a tenth of the time",
+        &format!(", or more if evaluations would otherwise take over {:.0} % of the time", 100.0 * EVALUATION_SHARE),
     ))]
     pub eval_steps: Option<usize>,
     /// End the run after this many evaluations in a row without a new lowest loss
@@ -503,10 +502,28 @@ pub(crate) fn part_of_the_run(steps: usize) -> usize {
     steps.div_ceil(PARTS)
 }
 
+/// For recipe nvfp4, one block in so many is not quantized, at the end of the model. Its authors advise that, and without such
+/// blocks the loss is about 1 % higher (doc/notebook/training.md).
+const BF16_BLOCK_IN: usize = 6;
+
+/// The help of `--bf16-last-blocks`.
+fn advised_blocks() -> String {
+    format!(
+        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0; \
+         for recipe nvfp4, the number of blocks divided by {BF16_BLOCK_IN}, rounded up, unless the master weights are nvfp4]"
+    )
+}
+
+/// Share of the time of the steps that evaluations may take if nobody says how often a run evaluates.
+pub const EVALUATION_SHARE: f64 = 0.1;
+
 /// The help of a flag whose default is a part of the run.
 fn parts_of_the_run(what: &str, but: &str) -> String {
     format!("{what} [default: the steps of the run divided by {PARTS}{but}]")
 }
+
+/// Largest weight of a file, and of a row.
+pub const MOST_WEIGHT: f64 = 1000.0;
 
 /// The smallest and the largest value of each number. Counts end at 2^20, so that products of three of them
 /// cannot overflow.
@@ -538,7 +555,7 @@ pub const RANGES: [(&str, f64, f64); 28] = [
     ("logging_steps", 1.0, MOST),
     ("peak_tflops", 1e-3, f64::MAX),
     ("seed", 0.0, 9.2e18),
-    ("data_weights", 0.001, 1000.0),
+    ("data_weights", 0.001, MOST_WEIGHT),
 ];
 
 const MOST: f64 = (1 << 20) as f64;
@@ -586,13 +603,12 @@ impl Settings {
         single.chain(data.data.iter_mut().map(|path| ("--data", path)))
     }
 
-    /// Number of blocks at the end of a model of `layers` blocks whose linear layers are not quantized: as wanted, else a
-    /// sixth of them, rounded up, for recipe nvfp4. Its authors advise that, and without such blocks the loss is about 1 %
-    /// higher (doc/notebook/training.md). NVFP4 master weights exclude them.
+    /// Number of blocks at the end of a model of `layers` blocks whose linear layers are not quantized: as wanted, else
+    /// those that are advised for recipe nvfp4. NVFP4 master weights exclude them.
     pub fn bf16_last_blocks(&self, layers: usize) -> usize {
         let packed = self.memory.master_weights == Some(MasterKind::Nvfp4);
         let advised = matches!(self.recipe.recipe, Recipe::Nvfp4(_)) && !packed;
-        self.recipe.bf16_last_blocks.unwrap_or(if advised { layers.div_ceil(6) } else { 0 })
+        self.recipe.bf16_last_blocks.unwrap_or(if advised { layers.div_ceil(BF16_BLOCK_IN) } else { 0 })
     }
 
     /// Whether a run chooses a step by comparing evaluations.

@@ -20,7 +20,7 @@ pub use choices::{
     AUTO, Auto, Choice, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong,
     Recompute, ReportTo, ResumeFrom, SaveStrategy, parser,
 };
-pub use fields::Settings;
+pub use fields::{MOST_WEIGHT, Settings};
 pub use layer::Layer;
 pub(crate) use layer::with_flags;
 pub use record::{Change, flag};

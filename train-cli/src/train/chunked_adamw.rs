@@ -4,7 +4,9 @@
 //! the device writes nothing more in that step. A new buffer, which an update needs if someone else holds the tensor, then has
 //! no defined values.
 
-use backend_nvfp4::{AdamwState, AdamwStep, Judged, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, StateKind, Stream};
+use backend_nvfp4::{
+    AdamwState, AdamwStep, Judged, Master, MasterKind, Nvfp4Kernels, Nvfp4Tensor, STATE_BLOCK, StateKind, Stream,
+};
 use burn::{
     module::ParamId,
     tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive},
@@ -142,10 +144,10 @@ impl<B: Nvfp4Kernels> ChunkedAdamw<B> {
             stream: Stream { seed: c.seed, step: state.steps as u32, stream: id.val() as u32 },
         };
         let elements = shape.num_elements();
-        // Quantized moments share a scale over 256 elements, so a chunk is a multiple of that.
+        // The quantized moments of a block share a scale, so a chunk has whole blocks.
         let chunk = match c.chunk_rows {
-            0 => elements.next_multiple_of(256),
-            rows => (rows * (elements / shape[0])).next_multiple_of(256),
+            0 => elements.next_multiple_of(STATE_BLOCK),
+            rows => (rows * (elements / shape[0])).next_multiple_of(STATE_BLOCK),
         };
         (step, chunk)
     }

@@ -34,6 +34,7 @@ use model_qwen3::{
     foreign::{Changed, Foreign, Library},
     names::Spelling,
     repack::{Repacked, StoreAs},
+    safetensors::{INDEX, WHOLE},
     tensors::Tensors,
     write::{bytes_of, keys, shards, write_shard},
 };
@@ -130,7 +131,7 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
     if !overwrite {
         return refuse("it is not empty; choose another, or --overwrite");
     }
-    if !folder.join("manifest.json").exists() {
+    if !folder.join(durable::MANIFEST).exists() {
         return refuse("it has no manifest.json, so train-cli did not export it; choose another folder");
     }
     durable::probe(parent, folder)
@@ -148,7 +149,7 @@ fn write_weights(
     let mut total = 0;
     for (n, names) in shards.iter().enumerate() {
         let file = match shards.len() {
-            1 => "model.safetensors".to_owned(),
+            1 => WHOLE.to_owned(),
             all => format!("model-{:05}-of-{all:05}.safetensors", n + 1),
         };
         let path = pending.path_of(&file);
@@ -166,7 +167,7 @@ fn write_weights(
     }
     if shards.len() > 1 {
         let index = json!({"metadata": {"total_size": total}, "weight_map": weight_map});
-        write_json(pending, "model.safetensors.index.json", &index)?;
+        write_json(pending, INDEX, &index)?;
     }
     Ok(total)
 }

@@ -60,22 +60,18 @@ struct Side {
 }
 
 impl Side {
-    fn load<B: Nvfp4Kernels>(
-        &self,
-        precision: Precision,
-        device: &B::Device,
-    ) -> Result<(Qwen3<B>, Rounding), CliError> {
+    fn load<B: Nvfp4Kernels>(&self, precision: Precision, device: &B::Device) -> Result<(Qwen3<B>, Rounded), CliError> {
         let stored = &self.stored;
         match self.recipe {
             Some(recipe) => {
                 let weights = recipe.packs_weights() || stored.is_stored_packed();
-                let form = Rounding { weights, activations: recipe.packs_activations() };
+                let form = Rounded { weights, activations: recipe.packs_activations() };
                 Ok((stored.load_under(recipe, precision, device)?, form))
             }
             None => {
                 let recipe = stored.recipe(None)?;
                 let packed = stored.is_packed();
-                let form = Rounding { weights: packed, activations: packed && recipe.packs_activations() };
+                let form = Rounded { weights: packed, activations: packed && recipe.packs_activations() };
                 Ok((stored.load(recipe, precision, device)?, form))
             }
         }
@@ -84,7 +80,7 @@ impl Side {
 
 /// What of a model is rounded to NVFP4.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Rounding {
+struct Rounded {
     weights: bool,
     activations: bool,
 }
