@@ -307,12 +307,12 @@ fn hostile_metadata_of_parquet_are_refused() {
         (vec![root.clone(), leaf.clone()], groups(20_000_000, 100), "more than 1048576 values"),
         (vec![root.clone(), leaf.clone()], groups(1, 300 << 20), "texts of more than 64 MiB"),
         (deep(100_000).concat(), groups(1, 100), "nests groups 100001 levels deep; at most 64"),
-        // A page of 100 bytes that says it has 2 GiB.
+        // A page of 60 bytes that says it has 2 GiB.
         (vec![root.clone(), leaf.clone()], groups(1, 100), "MiB of memory"),
     ] {
         let meta = [b"\x15\x02".to_vec(), list(&schema), i64_of(1), list(&groups), vec![0]].concat();
-        let sizes = [b"\x15\x00\x15".to_vec(), number((1 << 32) - 2), b"\x15".to_vec(), number(200)].concat();
-        let page = [&sizes[..], b"\x2c\x15\x02\x15\x00\x15\x06\x15\x06\x00\x00", &[0x78; 100]].concat();
+        let sizes = [b"\x15\x00\x15".to_vec(), number((1 << 32) - 2), b"\x15".to_vec(), number(120)].concat();
+        let page = [&sizes[..], b"\x2c\x15\x02\x15\x00\x15\x06\x15\x06\x00\x00", &[0x78; 60]].concat();
         let file = [&b"PAR1"[..], &page, &meta, &(meta.len() as u32).to_le_bytes(), b"PAR1"].concat();
         std::fs::write(dir.path().join("x.parquet"), file).unwrap();
         let output = run(dir.path(), &["data", "stats", "-m", "m", "x.parquet"]);

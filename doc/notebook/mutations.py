@@ -31,9 +31,9 @@ EXCLUDED = re.compile(r"/bench|/once/|/main\.rs|/commands/bench\.rs")
 LIKELY = [
     (r"kernels-cubecl/src/decode_attention", "emulated::attention cache random_cases"),
     (r"kernels-cubecl/src/attention", "emulated::attention blocks random_cases"),
-    (r"kernels-cubecl/src/gemm", "emulated::gemm random_products compile_cuda"),
-    (r"kernels-cubecl/src/(gemv|block_scaled|mma)", "emulated random_products compile_cuda"),
-    (r"kernels-cubecl/src/cuda_source", "emulated compile_cuda"),
+    (r"kernels-cubecl/src/gemm", "emulated::gemm random_products"),
+    (r"kernels-cubecl/src/(gemv|block_scaled|mma)", "emulated random_products"),
+    (r"kernels-cubecl/src/cuda_source", "emulated"),
     (r"kernels-cubecl/src/(quantize|codec|layout|hadamard|rng|dequantize)", "quantizer codec recipe random_cases"),
     (r"kernels-cubecl/src/(adamw|gradient)", "optimizer random_cases"),
     (r"kernels-cubecl/", "random_cases blocks products quantizer optimizer"),
