@@ -31,17 +31,16 @@ pub(super) enum Form {
     Summed,
 }
 
-/// The forms that the backend launches, in tiles of `cols` columns. Types change how values are converted, and nothing
-/// else: f16 and other types of the output are tried in tiles of 128 columns only.
-fn cases(cols: usize) -> Vec<Case> {
+/// The forms that the backend launches, in tiles of `cols` columns, for bf16 values or for every type.
+pub(super) fn cases(cols: usize, every_type: bool) -> Vec<Case> {
     let mut all = Vec::new();
     for (product, most) in [(Nt, 2), (Nn, 2), (Tn, 1)] {
         for scales in 0..=most {
-            let types = if cols == 128 { &[(BF16, BF16), (BF16, F32), (F16, F16)][..] } else { &[(BF16, BF16)] };
+            let types = if every_type { &[(BF16, BF16), (BF16, F32), (F16, F16)][..] } else { &[(BF16, BF16)] };
             all.extend(types.iter().map(|types| one(product, cols, scales, *types, Form::One)));
         }
     }
-    let types = if cols == 128 { &[BF16, F16][..] } else { &[BF16] };
+    let types = if every_type { &[BF16, F16][..] } else { &[BF16] };
     all.extend(types.iter().map(|ty| one(Tn, cols, 0, (*ty, F32), Form::Accumulate)));
     for (product, scales, form, parts) in [
         (Nt, 0, Form::SharedLeft, 2),
@@ -146,12 +145,22 @@ pub(super) fn launch_and_compare(
     Ok(())
 }
 
-/// Every case of one tile width, where the device has it.
+/// Every case in every type and tile width that the device has.
+pub(super) fn all(gpu: &Gpu) {
+    for cols in gemm::tile_columns(&gpu.client) {
+        for case in cases(cols, true) {
+            run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
+        }
+    }
+}
+
+/// Every case of one tile width, where the device has it. Types change how values are converted, and nothing else: f16 and other
+/// types of the output are tried in tiles of 128 columns only.
 pub(super) fn every(gpu: &Gpu, cols: usize) {
     if !gemm::tile_columns(&gpu.client).contains(&cols) {
         return;
     }
-    for case in cases(cols) {
+    for case in cases(cols, cols == 128) {
         run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
     }
     if cols == 128 {

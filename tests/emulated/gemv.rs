@@ -58,9 +58,18 @@ fn plans(gpu: &Gpu, layers: &[(usize, usize)], ty: StorageType) -> Vec<(GemvPlan
 }
 
 /// Every plan for these layers in bf16, and every eighth in f16: the type changes how values are converted, and nothing else.
-/// Few rows of weights are multiplied: they are not part of the plan.
 pub(super) fn every(gpu: &Gpu, layers: &[(usize, usize)]) {
-    for (ty, step) in [(BF16, 1), (F16, 8)] {
+    by_plans(gpu, layers, [(BF16, 1), (F16, 8)]);
+}
+
+/// Every plan for all layers in f16.
+pub(super) fn all_in_f16(gpu: &Gpu) {
+    by_plans(gpu, &[&SMALL[..], &LARGE].concat(), [(F16, 1)]);
+}
+
+/// Multiplies few rows of weights: they are not part of the plan. Takes one plan of so many for each type.
+fn by_plans<const N: usize>(gpu: &Gpu, layers: &[(usize, usize)], types: [(StorageType, usize); N]) {
+    for (ty, step) in types {
         for (number, (plan, rows, k)) in plans(gpu, layers, ty).into_iter().enumerate().step_by(step) {
             let weights: &[usize] = [&[21usize][..], &[21, 8], &[8, 16, 5]][number % 3];
             let label = format!("gemv of {rows} x {k} with {weights:?} by {plan:?}");

@@ -1,7 +1,7 @@
 //! `gemm` on Hopper's own instructions: every form that the backend launches, in each width of tiles, against f64.
 
 use super::{
-    gemm::{Case, Form, joint, launch_and_compare, one},
+    gemm::{Case, Form, cases, joint, launch_and_compare, one},
     gpu::{BF16, F16, F32, Gpu},
 };
 use kernels_cubecl::{
@@ -34,6 +34,14 @@ pub(super) fn every(gpu: &Gpu) {
     // More tiles than multiprocessors, and more rows of tiles than are walked together.
     let shapes = vec![GemmShape { i: 1030, j: 1544, r: 24 }];
     expect(gpu, &Case { product: Nt, shapes, cols: 128, scales: 0, types: (BF16, BF16), form: Form::One });
+}
+
+/// Every form in every type and width.
+pub(super) fn all(gpu: &Gpu) {
+    for cols in [256, 192, 160, 128] {
+        let fits = |case: &Case| hopper::hopper_columns(case.product).contains(&cols);
+        cases(cols, true).into_iter().filter(fits).for_each(|case| expect(gpu, &case));
+    }
 }
 
 fn expect(gpu: &Gpu, case: &Case) {

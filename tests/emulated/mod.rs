@@ -52,6 +52,14 @@ fn gemm_on_hopper() {
 }
 
 #[test]
+#[ignore = "it takes long; the other tests run every form and every width, but not each form in every width and type"]
+fn every_form_of_products_in_every_width_and_type() {
+    on_each(gemm::all);
+    on_the_cpu(|| hopper::all(&Gpu::emulated(90)));
+    on_each(gemv::all_in_f16);
+}
+
+#[test]
 fn gemv_by_each_plan_for_qwen3_600m_and_4b() {
     on_each(|gpu| gemv::every(gpu, &gemv::SMALL));
 }

@@ -181,7 +181,10 @@ impl Source {
     fn line(&mut self, prompt: &str) -> Result<Option<String>, CliError> {
         match self {
             Self::Saved(_) => Ok(None),
-            Self::Lines(lines) => lines.next().transpose().map_err(CliError::io(Path::new("standard input"))),
+            Self::Lines(lines) => lines.next().transpose().map_err(|error| match error.kind() {
+                io::ErrorKind::InvalidData => CliError::Usage(format!("standard input: {error}")),
+                _ => CliError::io(Path::new("standard input"))(error),
+            }),
             Self::Terminal(editor, history) => loop {
                 match editor.readline(prompt) {
                     Ok(line) => {
