@@ -7,7 +7,6 @@ use crate::{
     plan::Plan,
     settings::fields::{EVALUATION_SHARE, part_of_the_run},
 };
-use backend_nvfp4::Recipe;
 
 /// A forward pass takes a third of the time of a step over the same tokens.
 const FORWARD: f64 = 1.0 / 3.0;
@@ -26,8 +25,9 @@ pub(super) fn evaluation(plan: &Plan, inputs: &Inputs, cost: f64) -> usize {
 /// How long an evaluation and `answers` tokens of sample answers take, in steps.
 pub(super) fn cost(plan: &Plan, inputs: &Inputs, answers: usize) -> f64 {
     let tokens = |samples: &[crate::data::sample::Sample]| samples.iter().map(|s| s.ids.len()).sum::<usize>() as f64;
-    // Each form of the weights is evaluated by itself: as in training, in 4 bits, and master weights.
-    let forms = if matches!(plan.recipe, Recipe::Bf16 | Recipe::W4) { 2.0 } else { 3.0 };
+    // Weights are evaluated in 4 bits and as master weights, without quantized activations. A recipe that quantizes activations is
+    // evaluated as in training, too.
+    let forms = if plan.recipe.packs_activations() { 3.0 } else { 2.0 };
     let step = tokens(&inputs.train) / inputs.train.len().max(1) as f64 * plan.sequences_per_step() as f64;
     let one = forms * FORWARD * tokens(&inputs.eval) + DECODED * answers as f64;
     one / step.max(1.0)
