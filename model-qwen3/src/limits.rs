@@ -8,7 +8,8 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::{
-        atomic::{AtomicUsize, Ordering},
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
     thread::JoinHandle,
@@ -82,7 +83,10 @@ pub fn within<Answer: Send + 'static>(
 ) -> Result<Answer, Limit> {
     check_given_up()?;
     let (sender, said) = mpsc::channel();
+    let ended = Arc::new(AtomicBool::new(false));
+    let at_end = AtEnd(ended.clone());
     let limited = move || {
+        let _at_end = at_end;
         if let Ok(name) = std::fs::read_link("/proc/thread-self") {
             // Nobody listens if the system gave this thread no time at all.
             let _ = sender.send(Said::Begins(Path::new("/proc").join(name)));
@@ -90,10 +94,8 @@ pub fn within<Answer: Send + 'static>(
         let too_much = sender.clone();
         let _ = TAKES_TOO_MUCH.with(|tell| tell.set(Box::new(move || drop(too_much.send(Said::TakesTooMuch)))));
         limit_this_thread(memory);
-        if sender.send(Said::Ends(work())).is_err() {
-            // Nobody listens any more, because a limit was reached.
-            GIVEN_UP.fetch_sub(1, Ordering::Relaxed);
-        }
+        // Nobody listens any more if a limit was reached.
+        let _ = sender.send(Said::Ends(work()));
     };
     let thread = start(what, limited)?;
     let (began, mut told) = (Instant::now(), None);
@@ -101,15 +103,15 @@ pub fn within<Answer: Send + 'static>(
         match said.recv_timeout(LOOK) {
             Ok(Said::Begins(folder)) => told = Some(folder),
             Ok(Said::Ends(answer)) => return Ok(answer),
-            Ok(Said::TakesTooMuch) => return Err(give_up(Limit::Memory(memory))),
+            Ok(Said::TakesTooMuch) => return Err(give_up(&ended, Limit::Memory(memory))),
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
         if told.as_deref().and_then(processor_time).is_some_and(|time| time > LONGEST_TIME) {
-            return Err(give_up(Limit::Time));
+            return Err(give_up(&ended, Limit::Time));
         }
         if began.elapsed() > LONGEST_WAIT {
-            return Err(give_up(Limit::Wait));
+            return Err(give_up(&ended, Limit::Wait));
         }
     }
     Err(panicked(thread.join().err()))
@@ -194,10 +196,24 @@ fn panicked(panic: Option<Box<dyn Any + Send>>) -> Limit {
     Limit::Panic(text.unwrap_or("without a message").to_owned())
 }
 
-/// Counts a thread that has reached a limit.
-fn give_up(limit: Limit) -> Limit {
-    GIVEN_UP.fetch_add(1, Ordering::Relaxed);
+/// Counts a thread that has reached a limit, unless it has ended meanwhile.
+fn give_up(ended: &AtomicBool, limit: Limit) -> Limit {
+    GIVEN_UP.fetch_add(1, Ordering::AcqRel);
+    if ended.swap(true, Ordering::AcqRel) {
+        GIVEN_UP.fetch_sub(1, Ordering::AcqRel);
+    }
     limit
+}
+
+/// Says at the end of a thread, after a panic too, that it has ended. One that was given up does not count any more.
+struct AtEnd(Arc<AtomicBool>);
+
+impl Drop for AtEnd {
+    fn drop(&mut self) {
+        if self.0.swap(true, Ordering::AcqRel) {
+            GIVEN_UP.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
 }
 
 /// Waits for the end of the program.

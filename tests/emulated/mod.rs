@@ -52,7 +52,7 @@ fn gemm_on_hopper() {
 }
 
 #[test]
-#[ignore = "it takes long; the other tests run every form and every width, but not each form in every width and type"]
+#[ignore = "it takes ten minutes; the other tests run every form and every width, but not each form in every width and type"]
 fn every_form_of_products_in_every_width_and_type() {
     on_each(gemm::all);
     on_the_cpu(|| hopper::all(&Gpu::emulated(90)));

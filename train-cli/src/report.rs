@@ -146,10 +146,11 @@ mod tests {
 
     #[test]
     fn a_label_fits_the_terminal_and_keeps_words_whole() {
-        let text = "bf16 (f32 where activations are f32) master weights · int8 optimizer states · runs/a-long-path/of-a-run-folder";
+        let text =
+            "bf16 master weights · int8 optimizer states · no gradient clipping · runs/a-long-path/of-a-run-folder";
         assert_eq!(labeled("step", text, None), format!("  step      {text}\n"), "a file gets one line");
         let narrow = labeled("step", text, Some(40));
-        assert!(narrow.starts_with("  step      bf16 (f32 where"), "{narrow}");
+        assert!(narrow.starts_with("  step      bf16 master weights"), "{narrow}");
         assert!(narrow.lines().skip(1).all(|line| line.starts_with("            ")), "{narrow}");
         let long = |line: &&str| line.chars().count() > 40 && !line.contains("runs/a-long-path/of-a-run-folder");
         assert_eq!(narrow.lines().find(long), None);

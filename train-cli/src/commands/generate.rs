@@ -225,12 +225,13 @@ fn prompt_text(prompt: &str) -> Result<String, CliError> {
     if prompt != "-" {
         return Ok(prompt.to_owned());
     }
-    let mut prompt = String::new();
-    let read = std::io::stdin().take(LONGEST + 1).read_to_string(&mut prompt);
-    read.map_err(|e| CliError::Usage(format!("--prompt -: cannot read standard input: {e}")))?;
+    let (mut prompt, bad) = (Vec::new(), |reason: String| CliError::Usage(format!("--prompt -: {reason}")));
+    let read = std::io::stdin().take(LONGEST + 1).read_to_end(&mut prompt);
+    read.map_err(|e| bad(format!("cannot read standard input: {e}")))?;
     if prompt.len() as u64 > LONGEST {
-        return Err(CliError::Usage(format!("--prompt -: standard input has more than {} MiB", LONGEST >> 20)));
+        return Err(bad(format!("standard input has more than {} MiB", LONGEST >> 20)));
     }
+    let prompt = String::from_utf8(prompt).map_err(|e| bad(format!("cannot read standard input: {e}")))?;
     Ok(prompt.trim_start_matches('\u{FEFF}').trim_end_matches(['\r', '\n']).to_owned())
 }
 

@@ -29,15 +29,18 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
         parquet_schema::check_levels(&file, size)?;
         SerializedFileReader::new(file).map_err(|e| e.to_string())
     };
-    let memory = MEMORY + 2 * usize::try_from(size).unwrap_or(usize::MAX / 4);
+    let size_of_file = usize::try_from(size).unwrap_or(usize::MAX / (4 * MOST_COMPRESSED));
+    let memory = MEMORY + 2 * size_of_file;
     let refused = |limit| match limit {
         Limit::Thread(source) => ModelError::Thread { what: KIND, source }.into(),
+        limit @ Limit::GivenUp(_) => ModelError::GivenUp { what: KIND, limit }.into(),
         limit => bad(unreadable(limit)),
     };
     let opened = limits::within(KIND, memory, open).map_err(refused)?;
     let reader = opened.map_err(|e| bad(unreadable(e)))?;
     table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;
     // The library reads a row whole, however large, so that this is what can be known before: what the rows have on average.
+    let mut largest = 0;
     for group in reader.metadata().row_groups() {
         let rows = usize::try_from(group.num_rows()).map_or(1, |rows| rows.max(1));
         let (values, bytes) = group.columns().iter().fold((0usize, 0usize), |(values, bytes), column| {
@@ -45,12 +48,15 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
             (values.saturating_add(of(column.num_values())), bytes.saturating_add(of(column.uncompressed_size())))
         });
         table::check_row(values / rows, bytes / rows).map_err(bad)?;
+        largest = largest.max(bytes);
     }
     let make = move || {
-        let rows = reader.into_iter();
+        let rows = reader.into_iter().with_batch_size(ROWS_AT_A_TIME);
         rows.map(|row| object(&row.map_err(|e| e.to_string())?))
     };
-    let mut rows = limits::each_within(KIND, memory + table::MOST_TEXT, make).map_err(refused)?;
+    // Pages stay in memory while one of their rows is read, and those of two row groups at a change of the group.
+    let pages = 2 * largest.min(MOST_COMPRESSED * size_of_file);
+    let mut rows = limits::each_within(KIND, memory + table::MOST_TEXT + pages, make).map_err(refused)?;
     Ok(table::rows(KIND, move || match rows.next() {
         None => Ok(None),
         Some(row) => row.map_err(|limit| limit.to_string())?.map(Some),
@@ -73,6 +79,10 @@ fn unreadable(reason: impl std::fmt::Display) -> String {
 }
 
 const KIND: &str = "Parquet";
-/// Bytes that the metadata may take, or a page besides the text of a row, and twice the size of the file more. A page has
-/// about a megabyte, but may say that it has gigabytes.
+/// Bytes that the metadata may take besides twice the size of the file, and reading besides its pages.
 const MEMORY: usize = 64 << 20;
+/// How many times smaller a file may be than what it says that its pages hold; pages of more count as this. Compressed text is
+/// three to ten times smaller. A page of some bytes may say that it has gigabytes.
+const MOST_COMPRESSED: usize = 32;
+/// Rows whose values the library decodes together.
+const ROWS_AT_A_TIME: usize = 16;

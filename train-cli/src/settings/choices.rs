@@ -112,7 +112,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "The same as `two`, even if the model file has one level; a resumed run keeps its own";
+    const AUTO: &'static str = "The same as `two`, even if the model file has one level of scales; a resumed run keeps the levels with which it began";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -132,7 +132,7 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 Self::Tf32.name(),
-                "matrix products that read no NVFP4 matrix use TF32 tensor cores, which are faster and less exact; everything else as with f32; CUDA only",
+                "as f32, but products of two unquantized matrices use TF32 tensor cores, which are faster and less exact; CUDA only",
             ),
             also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),

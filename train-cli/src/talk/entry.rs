@@ -217,14 +217,19 @@ pub(crate) const LONGEST: u64 = 64 << 20;
 /// The lines of a text that may never end.
 fn lines_of(mut text: impl BufRead) -> impl Iterator<Item = io::Result<String>> {
     std::iter::from_fn(move || {
-        let mut line = String::new();
-        match text.by_ref().take(LONGEST).read_line(&mut line) {
+        let mut line = Vec::new();
+        match text.by_ref().take(LONGEST + 1).read_until(b'\n', &mut line) {
             Ok(0) => None,
-            Ok(_) if line.len() as u64 == LONGEST && !line.ends_with('\n') => {
+            Ok(_) if line.len() as u64 > LONGEST => {
                 let reason = format!("a line has more than {} MiB", LONGEST >> 20);
                 Some(Err(io::Error::new(io::ErrorKind::InvalidData, reason)))
             }
-            Ok(_) => Some(Ok(line.trim_end_matches('\n').trim_end_matches('\r').to_owned())),
+            Ok(_) => {
+                let line = line.strip_suffix(b"\n").unwrap_or(&line);
+                let line = line.strip_suffix(b"\r").unwrap_or(line);
+                let line = String::from_utf8(line.to_vec());
+                Some(line.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error)))
+            }
             Err(error) => Some(Err(error)),
         }
     })
