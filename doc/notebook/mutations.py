@@ -249,7 +249,7 @@ def binaries(root):
     """The test programs: the unit tests of each crate, and the promises."""
     command = ["cargo", "test", "--workspace", "--no-run", "--message-format=json"]
     output = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
-    subprocess.run(["cargo", "build", "--package", "train-cli"], cwd=root, check=True, capture_output=True)
+    subprocess.run(["cargo", "build", "--workspace", "--bins"], cwd=root, check=True, capture_output=True)
     found = {}
     for line in output.splitlines():
         message = json.loads(line) if line.startswith("{") else {}

@@ -48,7 +48,7 @@ pub(super) fn rows_to_data<B: Backend>(
     let (mut transfer, mut parts) = (Transaction::<B>::default(), Vec::new());
     for (matrix, rows) in matrices {
         let ([all, width], dtype) = (matrix.dims(), matrix.dtype());
-        let step = (piece / (width * dtype.size()).max(1)).max(1);
+        let step = rows_of(piece, width * dtype.size());
         parts.push(([rows.len(), width], dtype, rows.len().div_ceil(step)));
         for start in rows.clone().step_by(step) {
             let part = start..rows.end.min(start + step);
@@ -66,6 +66,11 @@ pub(super) fn rows_to_data<B: Backend>(
         TensorData::from_bytes_vec(bytes, shape, dtype)
     });
     Ok(joined.collect())
+}
+
+/// How many rows of so many bytes a piece has: as many as fit, but at least one.
+fn rows_of(piece: usize, row: usize) -> usize {
+    (piece / row.max(1)).max(1)
 }
 
 /// The first value that is not finite.
@@ -103,4 +108,16 @@ pub(super) fn type_on_device(float: FloatType) -> DType {
 
 fn failed(e: impl std::fmt::Debug) -> ModelError {
     ModelError::Device(format!("{e:?}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rows_of;
+
+    #[test]
+    fn a_piece_has_as_many_rows_as_fit() {
+        assert_eq!(rows_of(1000, 90), 11);
+        assert_eq!(rows_of(99, 100), 1, "a row that is larger than a piece is read whole");
+        assert_eq!(rows_of(1000, 0), 1000, "rows may be empty");
+    }
 }
