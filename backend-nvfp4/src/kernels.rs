@@ -245,7 +245,7 @@ pub struct AttentionSaved<B: Backend> {
     pub lse: Option<FloatTensor<B>>,
 }
 
-/// Most bytes of the logits that a GPU computes at a time, in [`Nvfp4Kernels::head_loss`].
+/// Most bytes of the logits that a GPU computes at a time for the loss of the head.
 pub const LOGITS_CHUNK: usize = 300 << 20;
 
 /// A loss with what its backward needs.

@@ -71,7 +71,7 @@ thread_local! {
 }
 
 /// Runs `work` with at most `memory` bytes. `what` names it. A thread cannot be ended: after an error by time or memory it
-/// keeps what it has, so that the program should end. One that goes on refuses all work while [`MOST_GIVEN_UP`] such threads
+/// keeps what it has, so that the program should end. One that goes on refuses all work while `MOST_GIVEN_UP` such threads
 /// are left.
 ///
 /// # Errors

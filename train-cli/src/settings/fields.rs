@@ -168,7 +168,7 @@ pub struct RecipeSettings {
     /// off, separated by commas
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     pub nvfp4_without: Vec<Nvfp4Part>,
-    /// Number of blocks at the end of the model whose linear layers are not quantized. [`advised_blocks`] has the default.
+    /// Number of blocks at the end of the model whose linear layers are not quantized. `advised_blocks` has the default.
     #[arg(long, value_name = "N", help = advised_blocks())]
     pub bf16_last_blocks: Option<usize>,
     /// Share of the run that trains without quantization before the recipe starts
