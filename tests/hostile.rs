@@ -1,14 +1,26 @@
 //! A broken file gives an error that names the entry and the offset. It causes no panic, and no allocation that is larger
 //! than the file.
 
-use crate::support::files::{ok, run, tiny_model};
+use crate::support::{
+    Random,
+    files::{ok, run, tiny_model},
+};
 use model_qwen3::{
     ModelError,
     container::Container,
     dat::{DatFile, DatWriter, ElementType},
     tensors::Tensors,
 };
-use std::path::{Path, PathBuf};
+use parquet::{
+    basic::{Compression, ZstdLevel},
+    data_type::{ByteArray, ByteArrayType},
+    file::{properties::WriterProperties, writer::SerializedFileWriter},
+    schema::parser::parse_message_type,
+};
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 /// A small NVFP4 file with every kind of entry.
 fn small_dat() -> Vec<u8> {
@@ -319,6 +331,38 @@ fn hostile_metadata_of_parquet_are_refused() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(3) && said.contains(expected), "{expected}: {output:?}");
     }
+}
+
+/// A page of 200 MB in a file of 6 MB is ordinary: texts that repeat themselves compress so well.
+#[test]
+fn a_large_page_of_parquet_is_read() {
+    const ROWS: usize = 1024;
+    let dir = tempfile::tempdir().unwrap();
+    tiny_model(&dir.path().join("m"), true);
+    let path = dir.path().join("x.parquet");
+    let schema = Arc::new(parse_message_type("message rows { required binary text (UTF8); }").unwrap());
+    let level = Compression::ZSTD(ZstdLevel::try_new(1).unwrap());
+    let properties = WriterProperties::builder().set_compression(level).set_dictionary_enabled(false);
+    let properties = Arc::new(properties.set_data_page_size_limit(1 << 30).build());
+    let file = std::fs::File::create(&path).unwrap();
+    let mut writer = SerializedFileWriter::new(file, schema, properties).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    let mut random = Random::new(3);
+    let texts: Vec<ByteArray> = (0..ROWS)
+        .map(|_| {
+            (0..10_000).map(|_| char::from(b'a' + random.below(16) as u8)).collect::<String>().repeat(20).into_bytes()
+        })
+        .map(ByteArray::from)
+        .collect();
+    column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+    let size = std::fs::metadata(&path).unwrap().len();
+    // Twice the size of the file, and what a row may take, would not be enough for the page.
+    assert!((4 << 20..16 << 20).contains(&size), "{size} bytes");
+    ok(dir.path(), &["data", "preview", "-m", "m", "-n", "1", "x.parquet"]);
 }
 
 /// A namespace that holds itself would overflow the stack wherever it is printed or compared.

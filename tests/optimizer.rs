@@ -44,9 +44,9 @@ fn trained<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind)
     trained_beside::<B>(run, master, state, false)
 }
 
-/// The same. If `held`, weights and states of before each step are held
-/// while it is made, as an undo copy holds them, and must stay as they are; and a step is made in chunks of two blocks of moments,
-/// and not at once in several cubes.
+/// The same. If `held`, the weights and states before each step are held while it is made, as an undo copy holds them, and must
+/// stay as they are. Such a step is made in chunks of two blocks of moments, so that each launch has one cube; another step is one
+/// launch of several cubes.
 fn trained_beside<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: StateKind, held: bool) -> Vec<f32> {
     let device: B::Device = Default::default();
     let [rows, cols] = run.shape;

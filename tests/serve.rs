@@ -263,7 +263,7 @@ fn requests_that_take_too_much_memory_are_few() {
         assert!(status == 400 && text.contains("more than 48 MiB"), "{status}: {text}");
     }
     let (status, text) = ask("hello");
-    assert!(status == 503 && text.contains("4 earlier texts") && text.contains("restart"), "{status}: {text}");
+    assert!(status == 503 && text.contains("4 times") && text.contains("restart"), "{status}: {text}");
 }
 
 #[test]

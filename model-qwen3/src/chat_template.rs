@@ -22,7 +22,7 @@ use std::{io, path::Path, sync::Arc};
 const NAME: &str = "chat";
 /// Longest text that a template may render. The longest context of Qwen3 has about 1 M tokens.
 const LONGEST: usize = 16 << 20;
-/// Steps that a template may take, so that none runs forever. That of Qwen3 takes some hundred for each message.
+/// Steps that a template may take, so that none runs forever. That of Qwen3 takes about 40 for each message.
 const FUEL: u64 = 10_000_000;
 /// Longest source of a template. That of Qwen3 has 4 KiB.
 const LONGEST_SOURCE: usize = 64 << 10;

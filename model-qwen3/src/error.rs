@@ -84,7 +84,7 @@ pub enum ModelError {
         /// The system's reason.
         source: std::io::Error,
     },
-    /// Earlier work of the kind keeps threads.
+    /// Earlier work took too much and still keeps its threads.
     #[error("{what}: {limit}")]
     GivenUp {
         /// What is not tried.

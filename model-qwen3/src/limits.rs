@@ -1,5 +1,5 @@
-//! Work of a library over a file that somebody else made, within limits: on a thread of its own, with bounds on its
-//! time and its memory.
+//! Work of a library over a file that somebody else made, within limits: on a thread of its own, with bounds on its memory and,
+//! where it gives one answer, on its time.
 
 use backend_nvfp4::host_memory;
 use std::{
@@ -49,8 +49,8 @@ pub enum Limit {
     /// The caller has waited long enough.
     #[error("it did not end within {} seconds", LONGEST_WAIT.as_secs())]
     Wait,
-    /// Earlier work keeps threads.
-    #[error("{0} earlier texts took too much memory or time and have not ended; restart the program")]
+    /// Earlier work took too much and still keeps its threads.
+    #[error("earlier work took too much memory or time, {0} times, and still keeps its threads; restart the program")]
     GivenUp(usize),
     /// The library panicked.
     #[error("the library panicked on it: {0}")]
@@ -71,11 +71,11 @@ thread_local! {
 }
 
 /// Runs `work` with at most `memory` bytes. `what` names it. A thread cannot be ended: after an error by time or memory it
-/// keeps what it has, so that the program should end. One that goes on refuses all work while `MOST_GIVEN_UP` such threads
-/// are left.
+/// keeps what it has, so the program should end. A program that does not end refuses further work while `MOST_GIVEN_UP` such
+/// threads are left.
 ///
 /// # Errors
-/// If the work reaches a limit or panics, or earlier work has.
+/// If the work reaches a limit or panics, or if earlier work has left too many threads.
 pub fn within<Answer: Send + 'static>(
     what: &str,
     memory: usize,
@@ -117,11 +117,12 @@ pub fn within<Answer: Send + 'static>(
     Err(panicked(thread.join().err()))
 }
 
-/// The items that `make` gives on a thread of its own, one after another. Each may take at most `memory` bytes, those before it
-/// not counted. `what` names the work. After an error there are no items.
+/// The items that `make` gives on a thread of its own, one after another. Making an item may take at most `memory` bytes; the
+/// memory of earlier items does not count. There is no limit of time, because the caller sees each item as it comes. `what`
+/// names the work. After an error there are no items.
 ///
 /// # Errors
-/// If the system gives no thread, or earlier work keeps too many.
+/// If the system gives no thread, or if earlier work has left too many threads.
 pub fn each_within<Item, Items>(
     what: &str,
     memory: usize,

@@ -191,7 +191,7 @@ impl TextFiles {
         let template_sha256 = durable::digest_of(source.as_bytes());
         let knows_thoughts = source.contains("<think>");
         let template = ChatTemplate::new(source).map_err(|error| match error {
-            ModelError::Template(reason) => ModelError::Template(format!("of {}: {reason}", folder.display())),
+            ModelError::Template(reason) => ModelError::Template(format!("{}: {reason}", folder.display())),
             error => error,
         })?;
         Ok(Self {

@@ -8,7 +8,8 @@ use crate::{
     outputs::{check_dat_name, check_output},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        fields::{MAX_SEQ_LENGTH, RANGES, RUNS},
+        defaults::{MAX_SEQ_LENGTH, RUNS},
+        fields::RANGES,
         flag,
     },
 };

@@ -28,8 +28,8 @@ pub enum Dialect {
     ModelOpt,
 }
 
-/// The values of a packed matrix as compressed-tensors decodes it, row-major: `code * (scale / divisor)`, where the quotient and the
-/// product are rounded to f32. The tensor scale of the matrix, `1 / divisor`, is not read.
+/// The values of a packed matrix as compressed-tensors decodes it, row-major: `code * (scale / divisor)`, where the quotient and
+/// the product are rounded to f32. The tensor scale of the matrix, `1 / divisor`, is not read.
 pub fn dequantize_divided(packed: &Packed, rows: usize, cols: usize, divisor: f32) -> Vec<f32> {
     let mut out = Vec::with_capacity(rows * cols);
     for r in 0..rows {

@@ -1,6 +1,6 @@
 //! Flags of the commands that write a model in another form, and of `inspect`, which lists what a file holds.
 
-use crate::settings::{DeviceChoice, HeadFormat, fields::MAX_SEQ_LENGTH, parser};
+use crate::settings::{DeviceChoice, HeadFormat, defaults::MAX_SEQ_LENGTH, parser};
 use backend_nvfp4::Scaling;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;

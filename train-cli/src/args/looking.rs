@@ -1,6 +1,6 @@
 //! Flags of the commands that show runs, the machine, and the program itself.
 
-use crate::settings::fields::RUNS;
+use crate::settings::defaults::RUNS;
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 

@@ -2,7 +2,7 @@
 
 use super::talking::ModelArgs;
 use crate::{
-    settings::{AUTO, Auto, DeviceChoice, Format, HeadFormat, LossOn, fields::longest, parser},
+    settings::{AUTO, Auto, DeviceChoice, Format, HeadFormat, LossOn, defaults::longest, parser},
     tolerance,
 };
 use backend_nvfp4::{Precision, Recipe};

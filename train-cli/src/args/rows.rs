@@ -1,6 +1,6 @@
 //! Flags of `data`, which looks at training rows and makes them.
 
-use crate::settings::{AUTO, Auto, Format, LossOn, fields::longest, parser};
+use crate::settings::{AUTO, Auto, Format, LossOn, defaults::longest, parser};
 use clap::{Args, Subcommand, builder::NonEmptyStringValueParser};
 use std::path::PathBuf;
 

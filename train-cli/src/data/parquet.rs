@@ -79,10 +79,10 @@ fn unreadable(reason: impl std::fmt::Display) -> String {
 }
 
 const KIND: &str = "Parquet";
-/// Bytes that the metadata may take besides twice the size of the file, and reading besides its pages.
+/// Bytes that opening a file may take, and reading a row of it, besides twice the size of the file and the pages of the row.
 const MEMORY: usize = 64 << 20;
-/// How many times smaller a file may be than what it says that its pages hold; pages of more count as this. Compressed text is
-/// three to ten times smaller. A page of some bytes may say that it has gigabytes.
+/// What a file says of the size of its pages counts up to this many times the size of the file, because a few bytes can say that
+/// they stand for gigabytes.
 const MOST_COMPRESSED: usize = 32;
 /// Rows whose values the library decodes together.
 const ROWS_AT_A_TIME: usize = 16;

@@ -1,7 +1,7 @@
 //! Which samples a run trains on, and in which rows: some are held out, files are repeated, samples are packed and
 //! shuffled. Every choice is a function of the seed.
 
-use crate::{data::sample::Sample, settings::fields::MOST_EVALUATED};
+use crate::{data::sample::Sample, settings::defaults::MOST_EVALUATED};
 use backend_nvfp4::{Stream, reference};
 use std::collections::{BTreeSet, HashSet};
 

@@ -1,11 +1,11 @@
-//! How often a run evaluates if nobody says: so often that its evaluations and sample answers take at most about [`EVALUATION_SHARE`] of its
-//! time, and at most twenty times. It is estimated from counts of tokens, so that a run evaluates after the same steps wherever
+//! How often a run evaluates if nobody says: so often that its evaluations and sample answers take at most about
+//! [`EVALUATION_SHARE`] of its time, and at most twenty times. It is estimated from counts of tokens, so that a run evaluates after the same steps wherever
 //! it runs.
 
 use super::inputs::Inputs;
 use crate::{
     plan::Plan,
-    settings::fields::{EVALUATION_SHARE, part_of_the_run},
+    settings::defaults::{EVALUATION_SHARE, part_of_the_run},
 };
 
 /// A forward pass takes a third of the time of a step over the same tokens.

@@ -1,8 +1,14 @@
 //! The settings themselves, in groups that are the headings of `--help`. A field's doc comment is its help text.
 
-use crate::settings::choices::{
-    Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute, ReportTo,
-    SaveStrategy, by_name, parser,
+use crate::settings::{
+    choices::{
+        Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
+        ReportTo, SaveStrategy, by_name, parser,
+    },
+    defaults::{
+        BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, advised_blocks, longest, part_of_the_run,
+        parts_of_the_run,
+    },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
 use clap::{ArgAction::Set, Args, builder::NonEmptyStringValueParser};
@@ -340,8 +346,8 @@ pub struct SavingSettings {
     /// Also write the trained model to this .dat file
     #[arg(long, value_name = "FILE")]
     pub output_dat: Option<PathBuf>,
-    /// How the export of a 4-bit recipe stores the output head [default: NVFP4 if the model's file has an NVFP4 head. Otherwise f16 for a
-    /// separate head; a tied head (one that is the embedding) is not stored a second time]
+    /// How the export of a 4-bit recipe stores the output head [default: NVFP4 if the model's file has an NVFP4 head.
+    /// Otherwise f16 for a separate head; a tied head (one that is the embedding) is not stored a second time]
     #[arg(long)]
     pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
@@ -478,48 +484,6 @@ impl Default for AdvancedSettings {
     fn default() -> Self {
         Self { loss: LossKind::CrossEntropy, step_chunk_rows: 0, seed: 42, guard: true, undo_copy: true }
     }
-}
-
-/// The folder of run folders, if nobody names one.
-pub const RUNS: &str = "runs";
-
-/// Most training rows that are held out for evaluation.
-pub const MOST_EVALUATED: usize = 200;
-
-/// Maximum length of a training sequence in tokens, if none is given and the model takes as many.
-pub const MAX_SEQ_LENGTH: usize = 2048;
-
-/// The help of a flag for the maximum length of a sequence.
-pub(crate) fn longest(what: &str) -> String {
-    format!("{what} [default: {MAX_SEQ_LENGTH}, or the model's limit if that is lower]")
-}
-
-/// Parts of a run after which it saves and evaluates, if nobody says how often.
-const PARTS: usize = 20;
-
-/// Number of steps of such a part, in a run of so many steps.
-pub(crate) fn part_of_the_run(steps: usize) -> usize {
-    steps.div_ceil(PARTS)
-}
-
-/// For recipe nvfp4, one block in so many is not quantized, at the end of the model. Its authors advise that, and without such
-/// blocks the loss is about 1 % higher (doc/notebook/training.md).
-const BF16_BLOCK_IN: usize = 6;
-
-/// The help of `--bf16-last-blocks`.
-fn advised_blocks() -> String {
-    format!(
-        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0; \
-         for recipe nvfp4, the number of blocks divided by {BF16_BLOCK_IN}, rounded up, unless the master weights are nvfp4]"
-    )
-}
-
-/// Share of the time of the steps that evaluations may take if nobody says how often a run evaluates.
-pub const EVALUATION_SHARE: f64 = 0.1;
-
-/// The help of a flag whose default is a part of the run.
-fn parts_of_the_run(what: &str, but: &str) -> String {
-    format!("{what} [default: the steps of the run divided by {PARTS}{but}]")
 }
 
 /// Largest weight of a file, and of a row.

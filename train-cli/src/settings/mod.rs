@@ -5,11 +5,12 @@
 //! [`Settings`].
 //!
 //! To add a setting, add a field with its help text to [`fields`], its default to the `Default` below the
-//! struct, and its range to [`fields::RANGES`] if it is a number. A setting that a resumed run may change also goes into
+//! struct (to [`defaults`] if it depends on the model or on the run), and its range to [`fields::RANGES`] if it is a number. A setting that a resumed run may change also goes into
 //! `FREE`.
 
 mod amount;
 mod choices;
+pub mod defaults;
 pub mod fields;
 mod layer;
 mod record;

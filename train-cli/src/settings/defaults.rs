@@ -1,0 +1,43 @@
+//! Defaults that depend on the model or on the run, or that several commands share, beside the help that states them.
+
+/// The folder of run folders, if nobody names one.
+pub const RUNS: &str = "runs";
+
+/// Most training rows that are held out for evaluation.
+pub const MOST_EVALUATED: usize = 200;
+
+/// Maximum length of a training sequence in tokens, if none is given and the model takes as many.
+pub const MAX_SEQ_LENGTH: usize = 2048;
+
+/// The help of a flag for the maximum length of a sequence.
+pub(crate) fn longest(what: &str) -> String {
+    format!("{what} [default: {MAX_SEQ_LENGTH}, or the model's limit if that is lower]")
+}
+
+/// Parts of a run after which it saves and evaluates, if nobody says how often.
+const PARTS: usize = 20;
+
+/// Number of steps of such a part, in a run of so many steps.
+pub(crate) fn part_of_the_run(steps: usize) -> usize {
+    steps.div_ceil(PARTS)
+}
+
+/// For recipe nvfp4, one block in so many is not quantized, at the end of the model. Its authors advise that, and without such
+/// blocks the loss is about 1 % higher (doc/notebook/training.md).
+pub(super) const BF16_BLOCK_IN: usize = 6;
+
+/// The help of `--bf16-last-blocks`.
+pub(super) fn advised_blocks() -> String {
+    format!(
+        "Number of blocks (transformer layers) at the end of the model whose linear layers are not quantized [default: 0; \
+         for recipe nvfp4, the number of blocks divided by {BF16_BLOCK_IN}, rounded up, unless the master weights are nvfp4]"
+    )
+}
+
+/// Share of the time of the steps that evaluations may take if nobody says how often a run evaluates.
+pub const EVALUATION_SHARE: f64 = 0.1;
+
+/// The help of a flag whose default is a part of the run.
+pub(super) fn parts_of_the_run(what: &str, but: &str) -> String {
+    format!("{what} [default: the steps of the run divided by {PARTS}{but}]")
+}
