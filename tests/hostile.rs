@@ -351,7 +351,11 @@ fn a_large_page_of_parquet_is_read() {
     let mut random = Random::new(3);
     let texts: Vec<ByteArray> = (0..ROWS)
         .map(|_| {
-            (0..10_000).map(|_| char::from(b'a' + random.below(16) as u8)).collect::<String>().repeat(20).into_bytes()
+            (0..10_000)
+                .map(|_| char::from(b" abcdefghijklmno"[random.below(16)]))
+                .collect::<String>()
+                .repeat(20)
+                .into_bytes()
         })
         .map(ByteArray::from)
         .collect();
