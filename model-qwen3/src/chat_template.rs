@@ -160,11 +160,10 @@ fn within_limits<Answer: Send + 'static>(
     given: usize,
     work: impl FnOnce() -> Result<Answer, ModelError> + Send + 'static,
 ) -> Result<Answer, ModelError> {
-    limits::within("chat template", MOST_MEMORY + TIMES * given, work).map_err(|limit| match limit {
-        Limit::Thread(source) => ModelError::Thread { what: "chat template", source },
-        limit @ Limit::GivenUp(_) => ModelError::GivenUp { what: "chat template", limit },
-        limit => ModelError::Template(limit.to_string()),
-    })?
+    const WHAT: &str = "chat template";
+    let reached = |limit: Limit| ModelError::Template(limit.to_string());
+    limits::within(WHAT, MOST_MEMORY + TIMES * given, work)
+        .map_err(|limit| ModelError::limited(WHAT, limit, reached))?
 }
 
 /// Bytes of the texts of a JSON value, and some for each value.

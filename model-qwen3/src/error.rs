@@ -125,6 +125,19 @@ pub enum ModelError {
 }
 
 impl ModelError {
+    /// Makes an error of a limit that the work named `what` reached. `otherwise` makes it of one that the file is the reason for.
+    pub fn limited<Failure: From<Self>>(
+        what: &'static str,
+        limit: Limit,
+        otherwise: impl FnOnce(Limit) -> Failure,
+    ) -> Failure {
+        match limit {
+            Limit::Thread(source) => Self::Thread { what, source }.into(),
+            limit @ Limit::GivenUp(_) => Self::GivenUp { what, limit }.into(),
+            limit => otherwise(limit),
+        }
+    }
+
     /// Makes an I/O error of a file. `hint` says what to do if the file does not exist.
     pub fn io(path: &Path, hint: &str) -> impl FnOnce(std::io::Error) -> Self {
         move |source| match source.kind() {

@@ -1,41 +1,71 @@
-//! JSON in which no object has a key twice. serde_json keeps the second of two values, and what the first said is lost.
+//! JSON in which no object has a key twice, and which has not more values than the memory should hold. serde_json keeps the
+//! second of two values, and what the first said is lost.
 
 use serde::{
-    Deserialize, Deserializer,
-    de::{Error, MapAccess, SeqAccess, Visitor},
+    Deserializer,
+    de::{DeserializeSeed, Error, MapAccess, SeqAccess, Visitor},
 };
 use serde_json::{Map, Number, Value};
-use std::{collections::HashSet, fmt};
+use std::{cell::Cell, collections::HashSet, fmt};
 
-/// Reads a JSON text.
+/// Most bytes of memory for the values of a text, besides as many as the text has. A header of 20,000 tensors needs 30 MB.
+const MOST_MEMORY: usize = 32 << 20;
+
+/// Bytes of an element of an array.
+const ELEMENT: usize = size_of::<Value>();
+/// Bytes of a key and its value in an object, with the key's hash and its place in the table.
+const ENTRY: usize = size_of::<(String, Value)>() + 2 * size_of::<usize>();
+/// An array or an object has room for so many at first.
+const FIRST: usize = 4;
+/// It doubles its room when it is full.
+const NEXT: usize = 2;
+/// Bytes that the allocator adds to those of a text.
+const TEXT: usize = 32;
+
+/// Reads a JSON text. Its values may take 32 MiB of memory and as many bytes as the text has: two bytes of a hostile text
+/// would take a hundred.
 ///
 /// # Errors
-/// If it is no JSON, or an object in it has a key twice.
+/// If it is no JSON, an object in it has a key twice, or it has too many values.
 pub fn parse(text: &str) -> serde_json::Result<Value> {
-    serde_json::from_str(text).map(|Unique(value)| value)
+    let left = Cell::new(MOST_MEMORY + text.len());
+    let mut source = serde_json::Deserializer::from_str(text);
+    let value = Tree { left: &left }.deserialize(&mut source)?;
+    source.end().map(|()| value)
 }
 
-/// Checks a JSON text as [`parse`] does, and keeps nothing of it.
+/// Checks that a text is JSON in which no object has a key twice, and keeps nothing of it but the keys of open objects.
 ///
 /// # Errors
-/// As [`parse`].
+/// If it is not.
 pub fn check(text: &str) -> serde_json::Result<()> {
-    serde_json::from_str(text).map(|Checked| ())
+    let mut source = serde_json::Deserializer::from_str(text);
+    Checked.deserialize(&mut source)?;
+    source.end()
 }
 
-/// A value in which no object has a key twice.
-#[derive(Debug)]
-pub struct Unique(pub Value);
+/// Takes `count` of what is left.
+fn take<Failure: Error>(left: &Cell<usize>, count: usize) -> Result<(), Failure> {
+    let rest = left.get().checked_sub(count);
+    left.set(rest.ok_or_else(|| Failure::custom("it has more values than are read"))?);
+    Ok(())
+}
 
-impl<'de> Deserialize<'de> for Unique {
-    fn deserialize<Source: Deserializer<'de>>(deserializer: Source) -> Result<Self, Source::Error> {
-        deserializer.deserialize_any(AnyValue).map(Unique)
+/// Reads a value for which so many bytes of memory are left.
+#[derive(Clone, Copy)]
+struct Tree<'a> {
+    left: &'a Cell<usize>,
+}
+
+impl<'de> DeserializeSeed<'de> for Tree<'_> {
+    type Value = Value;
+
+    fn deserialize<Source: Deserializer<'de>>(self, deserializer: Source) -> Result<Value, Source::Error> {
+        deserializer.deserialize_any(self)
     }
 }
 
-struct AnyValue;
-
-impl<'de> Visitor<'de> for AnyValue {
+impl<'de> Visitor<'de> for Tree<'_> {
     type Value = Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -62,17 +92,15 @@ impl<'de> Visitor<'de> for AnyValue {
         Ok(Number::from_f64(v).map_or(Value::Null, Value::Number))
     }
 
-    fn visit_str<Failure>(self, v: &str) -> Result<Value, Failure> {
-        Ok(v.into())
-    }
-
-    fn visit_string<Failure>(self, v: String) -> Result<Value, Failure> {
+    fn visit_str<Failure: Error>(self, v: &str) -> Result<Value, Failure> {
+        take(self.left, v.len() + TEXT)?;
         Ok(v.into())
     }
 
     fn visit_seq<Items: SeqAccess<'de>>(self, mut seq: Items) -> Result<Value, Items::Error> {
         let mut values = Vec::new();
-        while let Some(Unique(value)) = seq.next_element()? {
+        while let Some(value) = seq.next_element_seed(self)? {
+            take(self.left, ELEMENT * if values.is_empty() { FIRST } else { NEXT })?;
             values.push(value);
         }
         Ok(Value::Array(values))
@@ -84,69 +112,70 @@ impl<'de> Visitor<'de> for AnyValue {
             if object.contains_key(&key) {
                 return Err(twice(&key));
             }
-            let Unique(value) = map.next_value()?;
-            object.insert(key, value);
+            take(self.left, ENTRY * if object.is_empty() { FIRST } else { NEXT } + key.len() + TEXT)?;
+            object.insert(key, map.next_value_seed(self)?);
         }
         Ok(Value::Object(object))
     }
 }
 
-/// A value that was read and forgotten.
+/// Reads a value and forgets it.
+#[derive(Clone, Copy)]
 struct Checked;
 
-impl<'de> Deserialize<'de> for Checked {
-    fn deserialize<Source: Deserializer<'de>>(deserializer: Source) -> Result<Self, Source::Error> {
-        deserializer.deserialize_any(Forgotten)
+impl<'de> DeserializeSeed<'de> for Checked {
+    type Value = ();
+
+    fn deserialize<Source: Deserializer<'de>>(self, deserializer: Source) -> Result<(), Source::Error> {
+        deserializer.deserialize_any(self)
     }
 }
 
-struct Forgotten;
-
-impl<'de> Visitor<'de> for Forgotten {
-    type Value = Checked;
+impl<'de> Visitor<'de> for Checked {
+    type Value = ();
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        AnyValue.expecting(f)
+        f.write_str("a JSON value")
     }
 
-    fn visit_unit<Failure>(self) -> Result<Checked, Failure> {
-        Ok(Checked)
+    fn visit_unit<Failure>(self) -> Result<(), Failure> {
+        Ok(())
     }
 
-    fn visit_bool<Failure>(self, _: bool) -> Result<Checked, Failure> {
-        Ok(Checked)
+    fn visit_bool<Failure>(self, _: bool) -> Result<(), Failure> {
+        Ok(())
     }
 
-    fn visit_i64<Failure>(self, _: i64) -> Result<Checked, Failure> {
-        Ok(Checked)
+    fn visit_i64<Failure>(self, _: i64) -> Result<(), Failure> {
+        Ok(())
     }
 
-    fn visit_u64<Failure>(self, _: u64) -> Result<Checked, Failure> {
-        Ok(Checked)
+    fn visit_u64<Failure>(self, _: u64) -> Result<(), Failure> {
+        Ok(())
     }
 
-    fn visit_f64<Failure>(self, _: f64) -> Result<Checked, Failure> {
-        Ok(Checked)
+    fn visit_f64<Failure>(self, _: f64) -> Result<(), Failure> {
+        Ok(())
     }
 
-    fn visit_str<Failure>(self, _: &str) -> Result<Checked, Failure> {
-        Ok(Checked)
+    fn visit_str<Failure>(self, _: &str) -> Result<(), Failure> {
+        Ok(())
     }
 
-    fn visit_seq<Items: SeqAccess<'de>>(self, mut seq: Items) -> Result<Checked, Items::Error> {
-        while seq.next_element::<Checked>()?.is_some() {}
-        Ok(Checked)
+    fn visit_seq<Items: SeqAccess<'de>>(self, mut seq: Items) -> Result<(), Items::Error> {
+        while seq.next_element_seed(self)?.is_some() {}
+        Ok(())
     }
 
-    fn visit_map<Items: MapAccess<'de>>(self, mut map: Items) -> Result<Checked, Items::Error> {
+    fn visit_map<Items: MapAccess<'de>>(self, mut map: Items) -> Result<(), Items::Error> {
         let mut keys = HashSet::new();
         while let Some(key) = map.next_key::<String>()? {
-            map.next_value::<Checked>()?;
+            map.next_value_seed(self)?;
             if let Some(key) = keys.replace(key) {
                 return Err(twice(&key));
             }
         }
-        Ok(Checked)
+        Ok(())
     }
 }
 

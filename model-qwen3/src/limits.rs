@@ -167,6 +167,19 @@ where
     }))
 }
 
+/// The answer that `work` gives on a thread of its own, with at most `memory` bytes and without a limit of time. `what` names it.
+///
+/// # Errors
+/// As [`each_within`].
+pub fn memory_within<Answer: Send + 'static>(
+    what: &str,
+    memory: usize,
+    work: impl FnOnce() -> Answer + Send + 'static,
+) -> Result<Answer, Limit> {
+    let answer = each_within(what, memory, move || std::iter::once(work()))?.next();
+    answer.unwrap_or_else(|| Err(panicked(None)))
+}
+
 /// Refuses work while too many threads are left that were given up.
 fn check_given_up() -> Result<(), Limit> {
     match GIVEN_UP.load(Ordering::Relaxed) {

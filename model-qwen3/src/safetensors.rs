@@ -5,7 +5,7 @@ use crate::{
     ModelError,
     bytes::{FloatType, Number, of_u64},
     file::{self, read_at, read_text},
-    json::{self, Unique},
+    json,
 };
 use ::safetensors::{Dtype, tensor::Metadata};
 use std::{
@@ -86,10 +86,10 @@ impl SafeFile {
         }
         let mut buffer = vec![0; header as usize];
         file.read_exact(&mut buffer).map_err(ModelError::io(path, ""))?;
+        let text = std::str::from_utf8(&buffer).map_err(|e| ModelError::parse(path, format!("header: {e}")))?;
         // Parsing checks that offsets follow each other without holes and that they fit the shapes.
-        let wrong = |e| ModelError::parse(path, e);
-        let Unique(header_value) = serde_json::from_slice(&buffer).map_err(wrong)?;
-        let metadata: Metadata = serde_json::from_value(header_value).map_err(wrong)?;
+        let metadata: Metadata =
+            json::parse(text).and_then(serde_json::from_value).map_err(|e| ModelError::parse(path, e))?;
         let start = 8 + header;
         let mut entries: Vec<SafeEntry> = metadata
             .tensors()

@@ -8,7 +8,7 @@ use crate::{
     ModelError,
     config::OneOrMany,
     file::read_text,
-    json,
+    json, limits,
     pieces::{LONGEST, Pieces},
 };
 use serde::Deserialize;
@@ -20,6 +20,9 @@ use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper, PreTokenizerWr
 
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 pub const LARGEST: u64 = 64 << 20;
+/// Most memory that reading may take: this, and some bytes for each byte of the file. The file of Qwen3 takes 150 MB.
+const MEMORY: usize = 128 << 20;
+const MEMORY_PER_BYTE: usize = 8;
 /// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
 const MOST_PARTS: usize = 8;
 /// Largest generation_config.json that is read. That of Qwen3 has 200 bytes.
@@ -39,21 +42,23 @@ impl Tokenizer {
     /// # Errors
     /// If the file is missing, too large or broken.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        Self::from_text(
-            &read_text(path, LARGEST, "give --tokenizer FOLDER if the tokenizer.json is in another folder")?,
-            path,
-        )
+        let hint = "give --tokenizer FOLDER if the tokenizer.json is in another folder";
+        Self::from_text(read_text(path, LARGEST, hint)?, path)
     }
 
     /// Parses the text of a tokenizer.json. `path` is for error messages.
-    pub(crate) fn from_text(text: &str, path: &Path) -> Result<Self, ModelError> {
-        json::check(text).map_err(|e| ModelError::parse(path, e))?;
-        let load = || tokenizers::Tokenizer::from_bytes(text.as_bytes()).and_then(complete);
-        match catch_unwind(AssertUnwindSafe(load)) {
-            Ok(Ok(inner)) => Ok(Self { pieces: Pieces::of(&inner), inner }),
-            Ok(Err(e)) => Err(ModelError::parse(path, e)),
-            Err(_) => Err(ModelError::parse(path, "the tokenizer library panicked on this file; it is damaged")),
-        }
+    pub(crate) fn from_text(text: String, path: &Path) -> Result<Self, ModelError> {
+        const WHAT: &str = "tokenizer";
+        let memory = MEMORY + MEMORY_PER_BYTE * text.len();
+        let load = move || {
+            json::check(&text)?;
+            let inner = tokenizers::Tokenizer::from_bytes(text.as_bytes()).and_then(complete)?;
+            Ok::<_, tokenizers::Error>(Self { pieces: Pieces::of(&inner), inner })
+        };
+        let reached = |limit| ModelError::parse(path, limit);
+        let loaded =
+            limits::memory_within(WHAT, memory, load).map_err(|limit| ModelError::limited(WHAT, limit, reached))?;
+        loaded.map_err(|e| ModelError::parse(path, e))
     }
 
     /// The ids of a text. Special tokens that the text spells out (`<|im_end|>`) become their ids; none is added.

@@ -121,7 +121,7 @@ impl GgufFile {
 
     /// Refuses a tokenizer in which a token has another id than in the file.
     fn check_tokens(&self, tokenizer: &str) -> Result<(), ModelError> {
-        let made = Tokenizer::from_text(tokenizer, self.path())?;
+        let made = Tokenizer::from_text(tokenizer.to_owned(), self.path())?;
         let kinds = match self.key(KINDS) {
             Some(ReadValue::Numbers(kinds)) => kinds.as_slice(),
             _ => &[],

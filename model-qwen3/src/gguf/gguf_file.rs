@@ -23,8 +23,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Most keys, tensors, and values of a list. A Qwen3-32B has some 40, 1,200 and 152,000.
-const MOST: u64 = 4 << 20;
+/// Most keys, and most tensors. A Qwen3-32B has some 40 and 1,200.
+const MOST_ENTRIES: u64 = 65_536;
+/// Most values of all lists together. A Qwen3 has 460,000.
+const MOST_VALUES: u64 = 1 << 20;
 /// The list of numbers that is wanted: the kinds of tokens.
 pub(super) const KINDS: &str = "tokenizer.ggml.token_type";
 /// Highest rank of a tensor. ggml knows no higher one.
@@ -73,7 +75,7 @@ impl GgufFile {
     /// read.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let (file, size) = file::open(path, "give a .gguf file")?;
-        let mut head = Preamble { path, input: BufReader::new(&file), at: 0, size };
+        let mut head = Preamble { path, input: BufReader::new(&file), at: 0, size, values_left: MOST_VALUES };
         if head.take::<4>()? != *b"GGUF" {
             return Err(head.bad("it does not begin with \"GGUF\""));
         }
@@ -81,7 +83,7 @@ impl GgufFile {
         if !(2..=3).contains(&version) {
             return Err(head.bad(format!("it has version {version}; versions 2 and 3 are read")));
         }
-        let (tensors, keys) = (head.count()?, head.count()?);
+        let (tensors, keys) = (head.count(MOST_ENTRIES)?, head.count(MOST_ENTRIES)?);
         let mut found = HashMap::new();
         for _ in 0..keys {
             let key = head.text()?;
@@ -269,6 +271,8 @@ struct Preamble<'a, Input> {
     input: Input,
     at: u64,
     size: u64,
+    /// How many values the lists that follow may have.
+    values_left: u64,
 }
 
 impl<Input: Read> Preamble<'_, Input> {
@@ -297,11 +301,11 @@ impl<Input: Read> Preamble<'_, Input> {
         self.take().map(Wanted::of_bytes)
     }
 
-    /// A number of things, each of which takes at least a byte.
-    fn count(&mut self) -> Result<u64, ModelError> {
+    /// A number of things, at most `most`, each of which takes at least a byte.
+    fn count(&mut self, most: u64) -> Result<u64, ModelError> {
         let count: u64 = self.next()?;
-        if count > MOST {
-            return Err(self.bad(format!("{count} entries are declared; at most {MOST} are read")));
+        if count > most {
+            return Err(self.bad(format!("{count} entries are declared; at most {most} are read")));
         }
         self.left(count)?;
         Ok(count)
@@ -321,7 +325,8 @@ impl<Input: Read> Preamble<'_, Input> {
         match self.next()? {
             TEXT => self.text().map(ReadValue::Text),
             ARRAY => {
-                let (kind, count) = (self.next()?, self.count()?);
+                let (kind, count) = (self.next()?, self.count(self.values_left)?);
+                self.values_left -= count;
                 match kind {
                     TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(ReadValue::Texts),
                     kind => {

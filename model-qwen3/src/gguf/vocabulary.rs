@@ -2,11 +2,11 @@
 
 use super::file_header::MetadataValue;
 use crate::{ModelError, file::read_text, json, tokenizer::LARGEST};
-use serde_json::Value as Json;
-use std::path::Path;
+use serde::Deserialize;
+use std::{collections::BTreeMap, path::Path};
 
-/// Most tokens. Qwen3 has 151,669.
-const MOST: u64 = 16 << 20;
+/// The largest id of a token. That of Qwen3 is 151,668.
+const MOST: usize = 1 << 20;
 
 /// The tokens by id, and the merges that make them.
 #[derive(Debug, Clone)]
@@ -28,6 +28,36 @@ enum Kind {
     Unused = 5,
 }
 
+/// What is needed of a tokenizer.json.
+#[derive(Deserialize)]
+struct File {
+    model: Model,
+    #[serde(default)]
+    added_tokens: Vec<Added>,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    vocab: BTreeMap<String, u64>,
+    merges: Vec<Merge>,
+}
+
+/// Two tokens that become one: `"a b"` or `["a", "b"]`.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Merge {
+    Both(String),
+    Pair(String, String),
+}
+
+#[derive(Deserialize)]
+struct Added {
+    id: u64,
+    content: String,
+    #[serde(default)]
+    special: bool,
+}
+
 impl Vocabulary {
     /// Reads a tokenizer.json.
     ///
@@ -35,36 +65,34 @@ impl Vocabulary {
     /// If the file is missing or broken, or is not of the kind of Qwen3's (byte-level BPE).
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
         let text = read_text(path, LARGEST, "a GGUF file holds the tokenizer; name its folder by --tokenizer")?;
-        let file = json::parse(&text).map_err(|e| ModelError::parse(path, e))?;
-        Self::of(&file).ok_or_else(|| {
-            ModelError::parse(path, "it is not a byte-level BPE tokenizer as Qwen3 has it; GGUF needs vocab and merges")
-        })
+        json::check(&text).map_err(|e| ModelError::parse(path, e))?;
+        let bad = |e| {
+            let text = "it is not a byte-level BPE tokenizer as Qwen3 has it; GGUF needs vocab and merges";
+            ModelError::parse(path, format!("{text}: {e}"))
+        };
+        let file: File = serde_json::from_str(&text).map_err(bad)?;
+        Self::of(file).ok_or_else(|| ModelError::parse(path, format!("a token has an id over {MOST}")))
     }
 
-    fn of(file: &Json) -> Option<Self> {
-        let model = file.get("model")?;
+    fn of(file: File) -> Option<Self> {
         let mut tokens: Vec<Option<(String, Kind)>> = vec![];
-        let mut set = |id: &Json, text: &str, kind: Kind| {
-            let id = usize::try_from(id.as_u64().filter(|id| *id < MOST)?).ok()?;
+        let mut set = |id: u64, text: String, kind: Kind| {
+            let id = usize::try_from(id).ok().filter(|id| *id <= MOST)?;
             tokens.resize(tokens.len().max(id + 1), None);
-            tokens[id] = Some((text.to_owned(), kind));
+            tokens[id] = Some((text, kind));
             Some(())
         };
-        for (text, id) in model.get("vocab")?.as_object()? {
+        for (text, id) in file.model.vocab {
             set(id, text, Kind::Normal)?;
         }
-        for token in file.get("added_tokens").and_then(Json::as_array).into_iter().flatten() {
-            let special = token.get("special").and_then(Json::as_bool).unwrap_or(false);
-            let kind = if special { Kind::Control } else { Kind::UserDefined };
-            set(token.get("id")?, token.get("content")?.as_str()?, kind)?;
+        for Added { id, content, special } in file.added_tokens {
+            set(id, content, if special { Kind::Control } else { Kind::UserDefined })?;
         }
-        // Either "a b" or ["a", "b"].
-        let merge = |merge: &Json| match merge {
-            Json::String(both) => Some(both.clone()),
-            Json::Array(parts) => Some(format!("{} {}", parts.first()?.as_str()?, parts.get(1)?.as_str()?)),
-            _ => None,
+        let merge = |merge| match merge {
+            Merge::Both(both) => both,
+            Merge::Pair(left, right) => format!("{left} {right}"),
         };
-        let merges = model.get("merges")?.as_array()?.iter().map(merge).collect::<Option<_>>()?;
+        let merges = file.model.merges.into_iter().map(merge).collect();
         let is_padding = |token: &Option<(String, Kind)>| token.as_ref().is_some_and(|(t, _)| t == "<|endoftext|>");
         let padding = tokens.iter().position(is_padding).map(|id| id as u32);
         Some(Self { tokens, merges, padding })

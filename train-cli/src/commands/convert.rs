@@ -25,6 +25,7 @@ use model_qwen3::{
     container::Container,
     file,
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
+    json,
     repack::{HeadAs, Repacked, StoreAs},
     tensors::Tensors,
     tokenizer,
@@ -151,7 +152,7 @@ impl Source {
 
 /// The bytes of a config.json for these tensors: it says whether the head is the embedding.
 fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
-    let Ok(mut config) = serde_json::from_slice::<Map<String, Value>>(bytes) else { return Ok(()) };
+    let Some(mut config) = object(bytes) else { return Ok(()) };
     if untie(&mut config, tensors)? {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
@@ -160,9 +161,17 @@ fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
 
 /// The bytes of a config.json that describes no format of another library: the weights are not in it any more.
 fn undescribed(bytes: &mut Vec<u8>) {
-    let Ok(mut config) = serde_json::from_slice::<Map<String, Value>>(bytes) else { return };
+    let Some(mut config) = object(bytes) else { return };
     if config.remove("quantization_config").is_some() {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
+    }
+}
+
+/// The JSON object of a file, if it is one.
+fn object(bytes: &[u8]) -> Option<Map<String, Value>> {
+    match json::parse(std::str::from_utf8(bytes).ok()?).ok()? {
+        Value::Object(object) => Some(object),
+        _ => None,
     }
 }
 

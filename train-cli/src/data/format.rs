@@ -9,8 +9,8 @@ use crate::{
     error::place_of,
     settings::{Auto, Format, MOST_WEIGHT},
 };
-use model_qwen3::json::{self, Unique};
-use serde_json::{Map, Value, json};
+use model_qwen3::json;
+use serde_json::{Map, Value, json, value::RawValue};
 use std::{borrow::Cow, path::Path};
 
 /// A row, before the chat template and the tokenizer.
@@ -319,12 +319,12 @@ fn elements(content: &str) -> impl Iterator<Item = (usize, Result<Value, Wrong>)
             };
             return Some((line, Err(wrong.to_owned().into())));
         }
-        let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<Unique>();
+        let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<&RawValue>();
         let Some(value) = values.next() else {
             ended = true;
             return Some((line, Err("the array does not end; the file may have been cut".to_owned().into())));
         };
-        let value = value.map(|Unique(value)| value).map_err(|error| {
+        let value = value.and_then(|text| json::parse(text.get())).map_err(|error| {
             let wrong = Wrong::from(error);
             // Columns are counted from the element: it may stand behind others in its line.
             let before = if wrong.below == 0 { to - content[..to].rfind('\n').map_or(0, |end| end + 1) } else { 0 };

@@ -2,10 +2,7 @@
 
 use super::{format::Object, parquet_schema, table};
 use crate::CliError;
-use model_qwen3::{
-    ModelError, file,
-    limits::{self, Limit},
-};
+use model_qwen3::{ModelError, file, limits};
 use parquet::{
     file::reader::{FileReader, SerializedFileReader},
     record::{Field, Row},
@@ -31,11 +28,7 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
     };
     let size_of_file = usize::try_from(size).unwrap_or(usize::MAX / (4 * MOST_COMPRESSED));
     let memory = MEMORY + 2 * size_of_file;
-    let refused = |limit| match limit {
-        Limit::Thread(source) => ModelError::Thread { what: KIND, source }.into(),
-        limit @ Limit::GivenUp(_) => ModelError::GivenUp { what: KIND, limit }.into(),
-        limit => bad(unreadable(limit)),
-    };
+    let refused = |limit| ModelError::limited(KIND, limit, |limit| bad(unreadable(limit)));
     let opened = limits::within(KIND, memory, open).map_err(refused)?;
     let reader = opened.map_err(|e| bad(unreadable(e)))?;
     table::check_columns(reader.metadata().file_metadata().schema_descr().num_columns()).map_err(bad)?;

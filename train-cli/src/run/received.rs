@@ -1,15 +1,15 @@
 //! The outputs that only the record of a run names. Whoever made a run folder chose the paths in its record. So a resumed run
 //! replaces a file outside its folder only if the user has named the file, or the run has written it.
 
-use super::{checkpoint::FINAL, folder};
+use super::{checkpoint::FINAL, results::Results};
 use crate::{
     CliError,
     durable::{self, FileRecord},
     report,
     settings::{Layer, Settings},
 };
-use model_qwen3::{file, json};
-use serde::Deserialize;
+use model_qwen3::file;
+use serde::{Deserialize, de::IgnoredAny};
 use std::path::{Path, PathBuf};
 
 /// Largest memory report that is looked at: a sample has 250 bytes.
@@ -57,14 +57,23 @@ fn is_other(file: &Path, run: &Path) -> bool {
 /// Whether a file is what the run has exported: as its record says, or, if it was killed before it wrote that, as in `final`.
 fn is_export(file: &Path, run: &Path) -> Result<bool, CliError> {
     let Ok(found) = FileRecord::of(file) else { return Ok(false) };
-    let recorded = folder::results(run)?.and_then(|results| FileRecord::deserialize(&results["output_dat"]).ok());
+    let recorded = Results::whole(run)?.and_then(|results| results.output_dat);
     Ok(recorded.as_ref() == Some(&found) || durable::lists(&run.join(FINAL), &found))
 }
 
 /// Whether a file is a memory report, which a run writes anew.
 fn is_memory_report(file: &Path) -> bool {
-    let parsed = file::read_text(file, LARGEST_REPORT, "").ok().and_then(|text| json::parse(&text).ok());
-    parsed.is_some_and(|report| ["Pid", "CreatedUtc", "Samples"].iter().all(|key| report.get(key).is_some()))
+    #[derive(Deserialize)]
+    struct Report {
+        #[serde(rename = "Pid")]
+        _pid: IgnoredAny,
+        #[serde(rename = "CreatedUtc")]
+        _created: IgnoredAny,
+        #[serde(rename = "Samples")]
+        _samples: IgnoredAny,
+    }
+    let text = file::read_text(file, LARGEST_REPORT, "");
+    text.is_ok_and(|text| serde_json::from_str::<Report>(&text).is_ok())
 }
 
 /// A name beside a file that no other one has.

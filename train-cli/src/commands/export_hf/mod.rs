@@ -19,8 +19,9 @@ use crate::{
     report,
     run::{
         checkpoint::{self, CONFIG, FINAL, TrainerState},
-        folder::{self, RECORD},
+        folder::RECORD,
         located::{check_unchanged, located},
+        results::Results,
         trained::Trained,
     },
     settings::{Layer, bytes},
@@ -29,9 +30,10 @@ use backend_nvfp4::{LinearSpec, Recipe, Scaling};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
-    config::Qwen3Config,
+    config::{self, Qwen3Config},
     file,
     foreign::{Changed, Foreign, Library},
+    json,
     names::Spelling,
     repack::{Repacked, StoreAs},
     safetensors::{INDEX, WHOLE},
@@ -43,9 +45,6 @@ use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
 };
-
-/// Most bytes of a config.json, which has some thousand.
-const LONGEST_JSON: u64 = 1 << 20;
 
 /// Runs the command.
 ///
@@ -180,8 +179,9 @@ fn write_json(pending: &mut PendingFolder, name: &str, value: &Value) -> Result<
 
 /// The model's config.json with the type of its weights and how they are quantized.
 fn config_json(path: &Path, tensors: &dyn Tensors, library: Option<Library>) -> Result<Value, CliError> {
-    let text = file::read_text(path, LONGEST_JSON, "give a model with a config.json")?;
-    let mut config: Map<String, Value> = serde_json::from_str(&text).map_err(|e| CliError::corrupt(path, e))?;
+    let text = file::read_text(path, config::LARGEST, "give a model with a config.json")?;
+    let mut config: Map<String, Value> =
+        json::parse(&text).and_then(serde_json::from_value).map_err(|e| CliError::corrupt(path, e))?;
     config.remove("quantization_config");
     config.insert("torch_dtype".into(), "bfloat16".into());
     if let Some(dtype) = config.get_mut("dtype") {
@@ -238,7 +238,7 @@ fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> R
     let run = run_of(&files.folder, state.is_some())?;
     let name = run.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     let name = name.unwrap_or_else(|| files.name());
-    let results = run.as_deref().map(folder::results).transpose()?.flatten();
+    let results = run.as_deref().map(Results::whole).transpose()?.flatten();
     let mut card = format!(
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
     );
@@ -252,19 +252,19 @@ fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> R
             0 => "All parameters".to_owned(),
             count => format!("The last {} and the final norm", report::count(count, "block")),
         };
-        // Older runs do not record which step they exported: it was their last.
-        let exported = |results: &Value| results["exported_step"].as_u64().or_else(|| results["global_step"].as_u64());
-        let made = state.map(|state| state.global_step as u64).or_else(|| exported(results.as_ref()?));
-        let steps = made.map_or_else(String::new, |steps| format!(", {}", report::count(steps as usize, "step")));
+        let exported = |results: &Results| results.exported_step.unwrap_or(results.global_step);
+        let made = state.map(|state| state.global_step).or_else(|| results.as_ref().map(exported));
+        let steps = made.map_or_else(String::new, |steps| format!(", {}", report::count(steps, "step")));
         card += &format!(
             "\n## Training\n{trained} were trained with train-cli {}: recipe {}{steps}.\n",
             env!("CARGO_PKG_VERSION"),
             settings.recipe.resolved().name(),
         );
     }
-    if let Some(results) = results.as_ref().and_then(Value::as_object) {
+    if let Some(results) = results {
         card += "\n| result | value |\n|---|---|\n";
-        for (key, value) in results.iter().filter(|(_, value)| value.is_number()) {
+        let all = serde_json::to_value(results).expect("plain data is always valid JSON");
+        for (key, value) in all.as_object().into_iter().flatten().filter(|(_, value)| value.is_number()) {
             card += &format!("| {key} | {value} |\n");
         }
     }
