@@ -9,6 +9,7 @@ use crate::{
     replaced::STEP_MODE,
     report,
     run::optimizer_file,
+    run::results::RESULTS,
     settings::{ResumeFrom, Settings},
     train::chunked_adamw::ChunkedAdamw,
     train::guard,
@@ -48,8 +49,6 @@ const LARGEST_STATE: u64 = 64 << 20;
 pub const CONFIG: &str = "config.toml";
 /// The folder in a run folder that holds the exported model.
 pub const FINAL: &str = "final";
-/// The record of a complete run in its folder.
-pub const RESULTS: &str = "train_results.json";
 /// The start of the name of a checkpoint that was set aside.
 pub(super) const STALE: &str = "stale-";
 

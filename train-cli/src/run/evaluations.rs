@@ -1,8 +1,7 @@
 //! The evaluation losses of a run: which evaluation is the best, and whether the losses have stopped falling.
 
-use super::log;
+use super::log::{self, Line};
 use crate::CliError;
-use serde_json::Value;
 use std::path::Path;
 
 /// The evaluations of a run.
@@ -20,10 +19,11 @@ impl Evaluations {
     /// # Errors
     /// If the log cannot be read.
     pub fn logged(run: &Path, before: usize) -> Result<Self, CliError> {
-        // JSON has no NaN; it is logged as null.
-        let loss = |value: &Value| value.as_f64().map_or(f32::NAN, |loss| loss as f32);
-        let one = |line: &Value| Some((line["step"].as_u64()? as usize, loss(line.get("eval_loss")?)));
-        Ok(Self { all: log::lines(run, log::METRICS)?.iter().filter_map(one).collect(), before })
+        let one = |line| match line {
+            Line::Evaluation(made) => Some((made.step, made.eval_loss as f32)),
+            Line::Step(_) | Line::LeftOut(_) => None,
+        };
+        Ok(Self { all: log::lines(run, log::METRICS)?.into_iter().filter_map(one).collect(), before })
     }
 
     /// Adds the evaluation after a step.

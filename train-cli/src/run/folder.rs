@@ -6,13 +6,13 @@ use crate::{
     plan::Plan,
     report,
     run::beginning,
-    run::checkpoint::{self, CONFIG, FINAL, RESULTS, STALE, TrainerState},
+    run::checkpoint::{self, CONFIG, FINAL, STALE, TrainerState},
     run::inputs::Inputs,
+    run::results::RESULTS,
     run::{log, tensorboard},
     settings::Change,
 };
 use backend_nvfp4::Precision;
-use model_qwen3::{ModelError, file, json};
 use serde_json::json;
 use std::{
     fs,
@@ -21,9 +21,6 @@ use std::{
 
 /// When and how a run was started.
 pub const RECORD: &str = "run.json";
-
-/// Largest record that is read. It has less than 10 KB.
-const LARGEST_RESULTS: u64 = 1 << 20;
 
 /// The summary of a run in its folder.
 pub const SUMMARY: &str = "summary.md";
@@ -192,19 +189,6 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
 pub fn record_settings(plan: &Plan) -> Result<(), CliError> {
     let text = plan.settings.absolute().toml()?;
     durable::write_bytes(&plan.output_dir.join(CONFIG), text.as_bytes()).map(|_| ())
-}
-
-/// The record of a complete run; None if there is none.
-///
-/// # Errors
-/// If it cannot be read.
-pub fn results(run: &Path) -> Result<Option<serde_json::Value>, CliError> {
-    match file::read_text(&run.join(RESULTS), LARGEST_RESULTS, "") {
-        // A record that is broken is made again.
-        Ok(text) => Ok(json::parse(&text).ok()),
-        Err(error @ ModelError::Io { .. }) => Err(error.into()),
-        Err(_) => Ok(None),
-    }
 }
 
 /// Removes from the folder of a run that resumes after `step` what it wrote after that step.

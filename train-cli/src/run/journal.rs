@@ -5,18 +5,19 @@ use crate::{
     CliError,
     data::order::{MicroBatch, Order},
     data::sample::Origin,
-    durable::{self, FileRecord},
+    durable::FileRecord,
     memory::estimate,
     plan::{self, Plan},
     progress, report,
     run::cadence,
-    run::checkpoint::{self, RESULTS, TrainerState},
+    run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
     run::folder::SUMMARY,
     run::header,
     run::inputs::Inputs,
-    run::log,
+    run::log::{self, Answer, Evaluated, LeftOut, Line, Step},
     run::losses::Losses,
+    run::results::Results,
     run::sample_answers::{MAX_TOKENS, Samples, beginning},
     run::saving::{Keep, Saver},
     run::tensorboard::Events,
@@ -29,7 +30,6 @@ use crate::{
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
-use serde_json::json;
 use std::{
     path::PathBuf,
     sync::{
@@ -180,30 +180,29 @@ impl Journal {
         let evaluations = self.evaluations();
         // The log knows the losses of all processes of the run.
         let losses = Losses::of(&log::lines(&self.plan.output_dir, log::METRICS)?);
-        let result = json!({
-            "epoch": order.epochs(made),
-            "global_step": made,
-            "train_runtime": runtime,
-            "train_samples": samples,
-            "train_samples_per_second": samples / runtime,
-            "train_steps_per_second": steps / runtime,
-            "eval_loss": evaluations.last(),
-            "exported_step": exported,
-            "codes_changed_pct": changed.map(|share| share * 100.0),
-            "steps_left_out": self.guard.record().left_out.len(),
-            "output_dat": extra,
-            "loss_warnings": losses.warnings(),
-        });
+        let results = Results {
+            epoch: order.epochs(made),
+            global_step: made,
+            train_runtime: runtime,
+            train_samples: samples,
+            train_samples_per_second: samples / runtime,
+            train_steps_per_second: steps / runtime,
+            eval_loss: evaluations.last().map(f64::from),
+            exported_step: exported,
+            codes_changed_pct: changed.map(|share| share * 100.0),
+            steps_left_out: self.guard.record().left_out.len(),
+            output_dat: extra.cloned(),
+            loss_warnings: losses.warnings().to_vec(),
+        };
         if !losses.warnings().is_empty() {
             let warnings = report::count(losses.warnings().len(), "warning");
             report::line(format!("warning: the run ends with {warnings} about its loss; {SUMMARY} lists them"));
         }
-        let text = serde_json::to_string_pretty(&result).expect("plain data is always valid JSON");
-        durable::write_bytes(&self.plan.output_dir.join(RESULTS), text.as_bytes()).map(|_| ())
+        results.write(&self.plan.output_dir)
     }
 
     /// Logs the figures of a step or of an evaluation.
-    fn log(&self, line: serde_json::Value) -> Result<(), CliError> {
+    fn log(&self, line: Line) -> Result<(), CliError> {
         log::append(&self.plan.output_dir, log::METRICS, &line)?;
         self.events.as_ref().map_or(Ok(()), |events| events.add(&line))
     }
@@ -222,13 +221,18 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if let Some(warning) = self.losses.add(r.step, r.loss) {
             report::line(format!("warning: {warning}"));
         }
-        self.log(json!({
-            "step": r.step, "epoch": self.order.epochs(r.step), "loss": r.loss, "grad_norm": r.grad_norm,
-            "learning_rate": r.lr, "tokens_per_second": r.tokens_per_second, "memory_mib": r.memory_mib,
-            "peak_memory_mib": r.peak_memory_mib,
-            "model_tflops": tflops,
-            "mfu": self.peak.map(|peak| tflops / peak),
-            "frozen_blocks": r.frozen_blocks,
+        self.log(Line::Step(Step {
+            step: r.step,
+            epoch: Some(self.order.epochs(r.step)),
+            loss: r.loss.into(),
+            grad_norm: Some(r.grad_norm.into()),
+            learning_rate: Some(r.lr),
+            tokens_per_second: Some(r.tokens_per_second),
+            memory_mib: Some(r.memory_mib),
+            peak_memory_mib: r.peak_memory_mib,
+            model_tflops: Some(tflops),
+            mfu: self.peak.map(|peak| tflops / peak),
+            frozen_blocks: Some(r.frozen_blocks),
         }))
     }
 
@@ -243,7 +247,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let mut rows: Vec<String> = batches.iter().flat_map(|b| &b.origins).flatten().map(place).collect();
         rows.dedup();
         report::line(format!("warning: step {step} is left out: {reason}; its rows are {}", shortened(&rows)));
-        self.log(json!({"step": step, "left_out": reason, "rows": rows}))
+        self.log(Line::LeftOut(LeftOut { step, left_out: reason.to_owned(), rows }))
     }
 
     fn evaluates(&self, step: usize) -> bool {
@@ -257,8 +261,8 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if has_rows {
             return Ok(!self.evaluations().has(step));
         }
-        let answered = log::lines(&self.plan.output_dir, log::SAMPLES)?.iter().any(|line| line["step"] == step);
-        Ok(!self.samples.prompts.is_empty() && !answered)
+        let answers: Vec<Answer> = log::lines(&self.plan.output_dir, log::SAMPLES)?;
+        Ok(!self.samples.prompts.is_empty() && answers.iter().all(|answer| answer.step != step))
     }
 
     fn ahead(&self, step: usize) -> StillToDo {
@@ -282,19 +286,22 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             Some(before) => before.changed_in(model)?,
             None => None,
         };
-        self.log(json!({
-            "step": r.step, "eval_loss": r.loss, "eval_perplexity": r.loss.exp(),
-            "eval_loss_quantized": r.quantized_loss, "eval_loss_master": r.master_loss,
-            "codes_changed_pct": changed.map(|share| share * 100.0),
+        self.log(Line::Evaluation(Evaluated {
+            step: r.step,
+            eval_loss: r.loss.into(),
+            eval_perplexity: Some(r.loss.exp().into()),
+            eval_loss_quantized: Some(r.quantized_loss.into()),
+            eval_loss_master: Some(r.master_loss.into()),
+            codes_changed_pct: changed.map(|share| share * 100.0),
         }))
     }
 
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError> {
         progress::doing("answering prompts");
         for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
-            let line = json!({"step": step, "prompt": prompt, "answer": answer});
-            log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
+            let line = Answer { step, prompt: prompt.clone(), answer };
+            log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
         }
         progress::doing("training");
         Ok(())

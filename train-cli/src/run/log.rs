@@ -1,8 +1,9 @@
-//! The logs of a run: files with one JSON object a line. `metrics.jsonl` has a line for each step and each evaluation,
-//! `samples.jsonl` one for each sample answer. Lines are appended without waiting for the disk.
+//! The logs of a run: files with one JSON object a line. `metrics.jsonl` has a line for each step, each evaluation and each step
+//! that was left out, `samples.jsonl` one for each sample answer. Lines are appended without waiting for the disk.
 
 use crate::{CliError, durable};
 use model_qwen3::{file, json};
+use serde::{Deserialize, Deserializer, Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::path::Path;
 
@@ -13,31 +14,99 @@ pub(super) const SAMPLES: &str = "samples.jsonl";
 /// Largest log that is read. The metrics of a million steps have about 250 MB.
 const LARGEST: u64 = 4 << 30;
 
+/// A line of the log of steps and evaluations.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Line {
+    Step(Step),
+    Evaluation(Evaluated),
+    LeftOut(LeftOut),
+}
+
+/// The figures of a step. A log of an older version may not have all.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct Step {
+    /// Counted from 1.
+    pub(super) step: usize,
+    /// Passes over the data.
+    pub(super) epoch: Option<f64>,
+    /// Mean loss of a supervised token.
+    pub(super) loss: f64,
+    /// Global gradient norm before clipping.
+    pub(super) grad_norm: Option<f64>,
+    pub(super) learning_rate: Option<f64>,
+    /// Without padding.
+    pub(super) tokens_per_second: Option<f64>,
+    /// Device memory after the step.
+    pub(super) memory_mib: Option<u64>,
+    /// The most device memory during the step.
+    pub(super) peak_memory_mib: Option<u64>,
+    /// What the model computes in a second, in TFLOP.
+    pub(super) model_tflops: Option<f64>,
+    /// Of the peak of the device.
+    pub(super) mfu: Option<f64>,
+    /// Blocks that are frozen on their codes.
+    pub(super) frozen_blocks: Option<usize>,
+}
+
+/// The figures of an evaluation.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Evaluated {
+    /// The step before.
+    pub(super) step: usize,
+    /// Mean loss of a supervised token under the run's recipe. JSON has no NaN: it is null.
+    #[serde(deserialize_with = "or_nan")]
+    pub(super) eval_loss: f64,
+    pub(super) eval_perplexity: Option<f64>,
+    /// With quantized weights and nothing else quantized.
+    #[serde(alias = "eval_loss_quantised")]
+    pub(super) eval_loss_quantized: Option<f64>,
+    /// With nothing quantized.
+    pub(super) eval_loss_master: Option<f64>,
+    /// Percentage of the NVFP4 codes that are others than before the first step.
+    pub(super) codes_changed_pct: Option<f64>,
+}
+
+/// A step that was left out.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct LeftOut {
+    pub(super) step: usize,
+    /// Why.
+    pub(super) left_out: String,
+    /// The places of its rows.
+    #[serde(default)]
+    pub(super) rows: Vec<String>,
+}
+
+/// An answer to a sample prompt.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Answer {
+    /// The step before.
+    pub(super) step: usize,
+    pub(super) prompt: String,
+    pub(super) answer: String,
+}
+
+fn or_nan<'de, Source: Deserializer<'de>>(source: Source) -> Result<f64, Source::Error> {
+    Option::deserialize(source).map(|number| number.unwrap_or(f64::NAN))
+}
+
 /// Adds a line to a log of a run.
 ///
 /// # Errors
 /// If the file cannot be written.
-pub(super) fn append(run: &Path, log: &str, line: &Value) -> Result<(), CliError> {
-    durable::append_line(&run.join(log), &line.to_string())
+pub(super) fn append(run: &Path, log: &str, line: &impl Serialize) -> Result<(), CliError> {
+    let text = serde_json::to_string(line).expect("plain data is always valid JSON");
+    durable::append_line(&run.join(log), &text)
 }
 
 /// The lines of a log; none if there is no such file. A line that is not whole is left out: a power failure may leave half a
-/// line, or zeros. A key that was renamed has its new name.
+/// line, or zeros.
 ///
 /// # Errors
 /// If the file cannot be read.
-pub(super) fn lines(run: &Path, log: &str) -> Result<Vec<Value>, CliError> {
-    Ok(parsed(run, log)?.into_iter().map(|(_, value)| renamed(value)).collect())
-}
-
-/// A line of an older version with the keys of this one.
-fn renamed(mut line: Value) -> Value {
-    if let Some(keys) = line.as_object_mut()
-        && let Some(loss) = keys.remove("eval_loss_quantised")
-    {
-        keys.insert("eval_loss_quantized".into(), loss);
-    }
-    line
+pub(super) fn lines<Line: DeserializeOwned>(run: &Path, log: &str) -> Result<Vec<Line>, CliError> {
+    Ok(parsed(run, log)?.into_iter().filter_map(|(_, value)| serde_json::from_value(value).ok()).collect())
 }
 
 /// Removes the lines of steps after `step`, which the resumed run logs again.
@@ -76,13 +145,30 @@ fn parsed(run: &Path, log: &str) -> Result<Vec<(String, Value)>, CliError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn a_log_of_an_older_version_is_read() {
         let run = tempfile::tempdir().unwrap();
-        let text = "{\"step\": 3, \"eval_loss\": 2.5, \"eval_loss_quantised\": 2.75}\nhalf a li";
+        let text = "{\"step\": 2, \"loss\": 3.5}\n\
+                    {\"step\": 3, \"eval_loss\": 2.5, \"eval_loss_quantised\": 2.75}\n\
+                    {\"step\": 4, \"eval_loss\": null}\n\
+                    {\"step\": 5, \"left_out\": \"the loss is NaN\", \"rows\": [\"a.tsv:1\"]}\n\
+                    {\"step\": 6}\nhalf a li";
         std::fs::write(run.path().join(METRICS), text).unwrap();
-        let expected = serde_json::json!({"step": 3, "eval_loss": 2.5, "eval_loss_quantized": 2.75});
-        assert_eq!(lines(run.path(), METRICS).unwrap(), [expected]);
+        let found: Vec<Line> = lines(run.path(), METRICS).unwrap();
+        let [Line::Step(step), Line::Evaluation(evaluated), Line::Evaluation(no_number), Line::LeftOut(left_out)] =
+            &found[..]
+        else {
+            panic!("{found:?}")
+        };
+        assert_eq!((step.step, step.loss, step.grad_norm), (2, 3.5, None));
+        assert_eq!((evaluated.eval_loss, evaluated.eval_loss_quantized), (2.5, Some(2.75)));
+        assert!(no_number.eval_loss.is_nan());
+        assert_eq!(left_out.rows, ["a.tsv:1"]);
+        // What is written anew has the names of this version, and null for what is no number.
+        let written = serde_json::to_value(evaluated).unwrap();
+        assert_eq!((&written["eval_loss_quantized"], &written["eval_loss_master"]), (&json!(2.75), &Value::Null));
+        assert_eq!(serde_json::to_value(no_number).unwrap()["eval_loss"], Value::Null);
     }
 }

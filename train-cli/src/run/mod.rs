@@ -18,6 +18,7 @@ mod optimizer_file;
 pub mod plot;
 pub mod preflight;
 pub mod received;
+pub mod results;
 pub mod sample_answers;
 pub mod saving;
 pub mod stored_model;

@@ -2,11 +2,12 @@
 //! it ends, however it ends: `summary.md` and `loss.svg`. `runs` shows and compares the summaries of several runs.
 
 use super::{
-    checkpoint::{self, CONFIG, FINAL, RESULTS},
+    checkpoint::{self, CONFIG, FINAL},
     folder::{DATA_REPORT, LOSS, RECORD, SUMMARY},
-    log,
+    log::{self, Answer, Evaluated, LeftOut, Line, Step},
     losses::Losses,
     plot::{self, Curve},
+    results::Results,
 };
 use crate::{CliError, durable, report, settings::Settings};
 use model_qwen3::file;
@@ -27,16 +28,15 @@ pub struct Summary {
     started: Option<(String, String)>,
     /// Rows and tokens of its data.
     data: Value,
-    steps: Vec<Value>,
-    evaluations: Vec<Value>,
-    /// Steps that were left out.
-    left_out: Vec<Value>,
+    steps: Vec<Step>,
+    evaluations: Vec<Evaluated>,
+    left_out: Vec<LeftOut>,
     /// The last answer to each prompt.
-    samples: Vec<(String, String)>,
+    samples: Vec<Answer>,
     /// The steps of the checkpoints that are there, in order.
     checkpoints: Vec<usize>,
     /// The totals of a complete run.
-    results: Option<Value>,
+    results: Option<Results>,
     /// Files of the export: name, bytes, SHA-256.
     exported: Vec<(String, u64, String)>,
 }
@@ -55,17 +55,17 @@ impl Summary {
         let settings: Value = toml::from_str(&text).map_err(|e| CliError::corrupt(&config, e))?;
         let (mut steps, mut evaluations, mut left_out) = (vec![], vec![], vec![]);
         for line in log::lines(run, log::METRICS)? {
-            match () {
-                () if line["loss"].is_number() => steps.push(line),
-                () if line["eval_loss"].is_number() => evaluations.push(line),
-                () if line["left_out"].is_string() => left_out.push(line),
-                () => {}
+            match line {
+                Line::Step(line) => steps.push(line),
+                Line::Evaluation(line) if line.eval_loss.is_nan() => {}
+                Line::Evaluation(line) => evaluations.push(line),
+                Line::LeftOut(line) => left_out.push(line),
             }
         }
-        let answers = log::lines(run, log::SAMPLES)?;
-        let last = answers.last().map(|line| line["step"].clone());
+        let mut samples: Vec<Answer> = log::lines(run, log::SAMPLES)?;
+        let last = samples.last().map(|answer| answer.step);
+        samples.retain(|answer| Some(answer.step) == last);
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let answers = answers.iter().filter(|line| Some(&line["step"]) == last.as_ref());
         let started = read(&run.join(RECORD))?.map(|run| {
             let words = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
             let words: Vec<String> = words.iter().skip(1).map(|word| report::quoted(&text(word))).collect();
@@ -81,9 +81,9 @@ impl Summary {
             steps,
             evaluations,
             left_out,
-            samples: answers.map(|line| (text(&line["prompt"]), text(&line["answer"]))).collect(),
+            samples,
             checkpoints: checkpoint::list(run)?.into_iter().rev().map(|(step, _)| step).collect(),
-            results: read(&run.join(RESULTS))?,
+            results: Results::read(run)?,
             exported: exported
                 .map(|(name, file)| (name.clone(), file["bytes"].as_u64().unwrap_or(0), text(&file["sha256"])))
                 .collect(),
@@ -98,19 +98,16 @@ impl Summary {
 
     /// The figures of the run, with their names.
     pub fn figures(&self) -> Vec<(&'static str, String)> {
-        let loss = |line: Option<&Value>, key: &str| {
-            line.and_then(|line| line[key].as_f64()).map_or("–".to_owned(), |loss| format!("{loss:.4}"))
-        };
-        let (speeds, memory) = (self.sorted("tokens_per_second"), self.memory());
-        let seconds = self.results.as_ref().and_then(|results| results["train_runtime"].as_f64());
-        let lowest = self.lowest();
+        let (speeds, memory) = (self.sorted(|step| step.tokens_per_second), self.memory());
+        let seconds = self.results.as_ref().map(|results| results.train_runtime);
+        let (lowest, last) = (self.lowest(), self.evaluations.last());
         let mut figures = vec![
             ("state", self.state()),
-            ("loss of the first step", loss(self.steps.first(), "loss")),
-            ("loss of the last step", loss(self.steps.last(), "loss")),
-            ("evaluation loss", loss(self.evaluations.last(), "eval_loss")),
-            ("evaluation loss, weights in 4 bits", loss(self.evaluations.last(), "eval_loss_quantized")),
-            ("evaluation loss, master weights", loss(self.evaluations.last(), "eval_loss_master")),
+            ("loss of the first step", shown(self.steps.first().map(|line| line.loss))),
+            ("loss of the last step", shown(self.steps.last().map(|line| line.loss))),
+            ("evaluation loss", shown(last.map(|line| line.eval_loss))),
+            ("evaluation loss, weights in 4 bits", shown(last.and_then(|line| line.eval_loss_quantized))),
+            ("evaluation loss, master weights", shown(last.and_then(|line| line.eval_loss_master))),
             (
                 "lowest evaluation loss",
                 lowest.map_or("–".to_owned(), |(step, loss)| format!("{loss:.4} after step {step}")),
@@ -122,14 +119,13 @@ impl Summary {
         if !self.checkpoints.is_empty() {
             figures.push(("checkpoints", self.checkpoints()));
         }
-        // Older runs have no record of it: they exported their last step.
-        if let Some(step) = self.results.as_ref().and_then(|results| results["exported_step"].as_u64()) {
+        if let Some(step) = self.results.as_ref().and_then(|results| results.exported_step) {
             figures.push(("exported", format!("step {step}")));
         }
         if !self.left_out.is_empty() {
             figures.push(("steps that were left out", self.left_out.len().to_string()));
         }
-        let warnings = Losses::of(&self.steps).warnings().len();
+        let warnings = Losses::of_steps(&self.steps).warnings().len();
         if warnings > 0 {
             figures.push(("warnings about the loss", warnings.to_string()));
         }
@@ -138,27 +134,26 @@ impl Summary {
 
     /// The figures of the run as numbers, by their names in its files. What there is not is null.
     pub fn numbers(&self) -> Map<String, Value> {
-        let of = |line: Option<&Value>, key: &str| line.map_or(Value::Null, |line| line[key].clone());
-        let (last, lowest) = (self.evaluations.last(), self.lowest());
-        let speeds = self.sorted("tokens_per_second");
+        let (last, lowest, results) = (self.evaluations.last(), self.lowest(), self.results.as_ref());
+        let speeds = self.sorted(|step| step.tokens_per_second);
         let numbers = json!({
             "run": self.name(),
             "folder": self.folder.display().to_string(),
             "started": self.started.as_ref().map(|(time, _)| time),
-            "complete": self.results.is_some(),
+            "complete": results.is_some(),
             "steps": self.made(),
-            "first_loss": of(self.steps.first(), "loss"),
-            "loss": of(self.steps.last(), "loss"),
-            "eval_loss": of(last, "eval_loss"),
-            "eval_loss_quantized": of(last, "eval_loss_quantized"),
-            "eval_loss_master": of(last, "eval_loss_master"),
+            "first_loss": self.steps.first().map(|line| line.loss),
+            "loss": self.steps.last().map(|line| line.loss),
+            "eval_loss": last.map(|line| line.eval_loss),
+            "eval_loss_quantized": last.and_then(|line| line.eval_loss_quantized),
+            "eval_loss_master": last.and_then(|line| line.eval_loss_master),
             "lowest_eval_loss": lowest.map(|(_, loss)| loss),
             "lowest_eval_step": lowest.map(|(step, _)| step),
             "tokens_per_second": speeds.get(speeds.len() / 2),
             "memory_mib": self.memory().last(),
-            "train_runtime": of(self.results.as_ref(), "train_runtime"),
+            "train_runtime": results.map(|results| results.train_runtime),
             "checkpoints": self.checkpoints,
-            "exported_step": of(self.results.as_ref(), "exported_step"),
+            "exported_step": results.and_then(|results| results.exported_step),
             "steps_left_out": self.left_out.len(),
         });
         numbers.as_object().cloned().unwrap_or_default()
@@ -167,16 +162,17 @@ impl Summary {
     /// Everything that the summary shows, as one JSON object.
     pub fn json(&self) -> Value {
         let mut all = self.numbers();
-        let pairs = self.samples.iter().map(|(prompt, answer)| json!({"prompt": prompt, "answer": answer}));
+        let pairs =
+            self.samples.iter().map(|Answer { prompt, answer, .. }| json!({"prompt": prompt, "answer": answer}));
         let files = self.exported.iter();
         let files = files.map(|(file, bytes, sha256)| json!({"file": file, "bytes": bytes, "sha256": sha256}));
         all.extend([
             ("command".to_owned(), json!(self.started.as_ref().map(|(_, command)| command))),
             ("settings".to_owned(), self.settings.clone().into()),
             ("data".to_owned(), self.data.clone()),
-            ("evaluations".to_owned(), self.evaluations.clone().into()),
+            ("evaluations".to_owned(), json!(self.evaluations)),
             ("samples".to_owned(), pairs.collect::<Vec<_>>().into()),
-            ("left_out".to_owned(), self.left_out.clone().into()),
+            ("left_out".to_owned(), json!(self.left_out)),
             ("exported".to_owned(), files.collect::<Vec<_>>().into()),
         ]);
         all.into()
@@ -184,21 +180,21 @@ impl Summary {
 
     /// The memory of the steps: their peaks if these are known, else what was held after each.
     fn memory(&self) -> Vec<f64> {
-        let peaks = self.sorted("peak_memory_mib");
-        if peaks.is_empty() { self.sorted("memory_mib") } else { peaks }
+        let peaks = self.sorted(|step| step.peak_memory_mib.map(|mib| mib as f64));
+        if peaks.is_empty() { self.sorted(|step| step.memory_mib.map(|mib| mib as f64)) } else { peaks }
     }
 
     /// A figure of all steps, from the smallest to the largest.
-    fn sorted(&self, key: &str) -> Vec<f64> {
-        let mut all: Vec<f64> = self.steps.iter().filter_map(|line| line[key].as_f64()).collect();
+    fn sorted(&self, figure: impl Fn(&Step) -> Option<f64>) -> Vec<f64> {
+        let mut all: Vec<f64> = self.steps.iter().filter_map(figure).collect();
         all.sort_by(f64::total_cmp);
         all
     }
 
     /// The number of steps that are made. The last one may have been left out, and has no line then.
     fn made(&self) -> usize {
-        let made = self.results.as_ref().and_then(|results| results["global_step"].as_u64());
-        made.map_or_else(|| self.last_step(), |made| made as usize)
+        let last = || self.steps.last().map_or(0, |line| line.step);
+        self.results.as_ref().map_or_else(last, |results| results.global_step)
     }
 
     /// Whether the run is complete, and how many steps it has made.
@@ -207,20 +203,16 @@ impl Summary {
         if self.results.is_some() { format!("complete, {steps}") } else { format!("not complete, {steps}") }
     }
 
-    fn last_step(&self) -> usize {
-        self.steps.last().and_then(|line| line["step"].as_u64()).unwrap_or(0) as usize
-    }
-
     /// The lowest evaluation loss, and its step.
-    fn lowest(&self) -> Option<(u64, f64)> {
-        let one = |line: &Value| Some((line["step"].as_u64()?, line["eval_loss"].as_f64()?));
-        self.evaluations.iter().filter_map(one).min_by(|(_, a), (_, b)| a.total_cmp(b))
+    fn lowest(&self) -> Option<(usize, f64)> {
+        let all = self.evaluations.iter().map(|line| (line.step, line.eval_loss));
+        all.min_by(|(_, a), (_, b)| a.total_cmp(b))
     }
 
     /// The steps of the checkpoints, with a mark at the newest and at the best one.
     fn checkpoints(&self) -> String {
         let marked = |step: &usize| {
-            let best = self.lowest().is_some_and(|(lowest, _)| lowest as usize == *step);
+            let best = self.lowest().is_some_and(|(lowest, _)| lowest == *step);
             let marks = [(self.checkpoints.last() == Some(step), "newest"), (best, "lowest evaluation loss")];
             let marks: Vec<&str> = marks.into_iter().filter(|(is, _)| *is).map(|(_, mark)| mark).collect();
             if marks.is_empty() { format!("step {step}") } else { format!("step {step} ({})", marks.join(", ")) }
@@ -248,12 +240,11 @@ impl Summary {
 
     /// The losses of the steps and of the evaluations.
     pub fn curves(&self) -> [Curve; 2] {
-        let points = |lines: &[Value], key: &str| {
-            lines.iter().filter_map(|line| Some((line["step"].as_f64()?, line[key].as_f64()?))).collect()
-        };
+        let training = self.steps.iter().map(|line| (line.step as f64, line.loss)).collect();
+        let evaluation = self.evaluations.iter().map(|line| (line.step as f64, line.eval_loss)).collect();
         [
-            Curve { name: "training".into(), points: points(&self.steps, "loss"), marked: false },
-            Curve { name: "evaluation".into(), points: points(&self.evaluations, "eval_loss"), marked: true },
+            Curve { name: "training".into(), points: training, marked: false },
+            Curve { name: "evaluation".into(), points: evaluation, marked: true },
         ]
     }
 
@@ -270,29 +261,24 @@ impl Summary {
         let (tokens, counted) = (count("tokens"), count("supervised_tokens"));
         out += &format!("{} rows, {tokens} tokens, of which the loss counts {counted}.\n", count("rows"));
         let evaluations = self.evaluations.iter().map(|line| {
-            let loss = |key: &str| line[key].as_f64().map_or("–".to_owned(), |loss| format!("{loss:.4}"));
-            let keys = ["eval_loss", "eval_loss_quantized", "eval_loss_master"];
-            std::iter::once(line["step"].to_string()).chain(keys.map(loss)).collect()
+            let losses = [Some(line.eval_loss), line.eval_loss_quantized, line.eval_loss_master];
+            std::iter::once(line.step.to_string()).chain(losses.map(shown)).collect()
         });
         out += "\n## Evaluations\n";
         out += &table(&["step", "as in training", "weights in 4 bits", "master weights"], evaluations);
         if !self.samples.is_empty() {
             out += "\n## Last answers\n";
-            out += &table(&["prompt", "answer"], self.samples.iter().map(|(p, a)| vec![cell(p), cell(a)]));
+            out += &table(
+                &["prompt", "answer"],
+                self.samples.iter().map(|line| vec![cell(&line.prompt), cell(&line.answer)]),
+            );
         }
         if !self.left_out.is_empty() {
             out += "\n## Steps that were left out\n";
-            let text = |value: &Value| cell(value.as_str().unwrap_or_default());
-            let rows = |line: &Value| {
-                let rows = line["rows"].as_array().into_iter().flatten().filter_map(Value::as_str);
-                cell(&rows.collect::<Vec<_>>().join(", "))
-            };
-            out += &table(
-                &["step", "reason", "rows"],
-                self.left_out.iter().map(|line| vec![line["step"].to_string(), text(&line["left_out"]), rows(line)]),
-            );
+            let row = |line: &LeftOut| vec![line.step.to_string(), cell(&line.left_out), cell(&line.rows.join(", "))];
+            out += &table(&["step", "reason", "rows"], self.left_out.iter().map(row));
         }
-        let warnings = Losses::of(&self.steps);
+        let warnings = Losses::of_steps(&self.steps);
         if !warnings.warnings().is_empty() {
             out += "\n## Warnings about the loss\n";
             out += &warnings.warnings().iter().map(|text| format!("- {text}\n")).collect::<String>();
@@ -327,6 +313,11 @@ pub fn table(heads: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Str
     let rule = format!("|{}\n", "---|".repeat(heads.len()));
     let rows: String = rows.into_iter().map(|row| line(&row)).collect();
     line(&heads) + &rule + &rows
+}
+
+/// A loss, if there is one.
+fn shown(loss: Option<f64>) -> String {
+    loss.map_or("–".to_owned(), |loss| format!("{loss:.4}"))
 }
 
 /// A text as the cell of a table.

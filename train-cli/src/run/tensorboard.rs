@@ -6,10 +6,9 @@
 //! `core/util/event.proto`), of which three fields are written: `wall_time` (1), `step` (2) and `summary` (5), whose values
 //! have a `tag` (1) and a `simple_value` (2); the first event has a `file_version` (3) instead of a summary.
 
-use super::log;
+use super::log::{self, Line};
 use crate::{CliError, durable};
 use crc::{CRC_32_ISCSI, Crc};
-use serde_json::Value;
 use std::{
     fs,
     path::{Path, PathBuf},
@@ -62,17 +61,22 @@ impl Events {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub(super) fn add(&self, line: &Value) -> Result<(), CliError> {
+    pub(super) fn add(&self, line: &Line) -> Result<(), CliError> {
         let Some(bytes) = of_line(line) else { return Ok(()) };
         durable::append_bytes(&self.0, &bytes)
     }
 }
 
-/// The record of a line of the log. None if it has no figures, as that of a step that was left out.
-fn of_line(line: &Value) -> Option<Vec<u8>> {
-    let prefix = if line.get("eval_loss").is_some() { "eval" } else { "train" };
+/// The record of a line of the log. None if it is that of a step that was left out.
+fn of_line(line: &Line) -> Option<Vec<u8>> {
+    let (prefix, step) = match line {
+        Line::Step(made) => ("train", made.step),
+        Line::Evaluation(made) => ("eval", made.step),
+        Line::LeftOut(_) => return None,
+    };
+    let figures = serde_json::to_value(line).expect("plain data is always valid JSON");
     let mut summary = vec![];
-    for (key, value) in line.as_object()?.iter().filter(|(key, _)| *key != "step") {
+    for (key, value) in figures.as_object()?.iter().filter(|(key, _)| *key != "step") {
         let Some(number) = value.as_f64() else { continue };
         let mut one = vec![];
         field(&mut one, 1, format!("{prefix}/{}", key.trim_start_matches("eval_")).as_bytes());
@@ -80,7 +84,7 @@ fn of_line(line: &Value) -> Option<Vec<u8>> {
         one.extend((number as f32).to_le_bytes());
         field(&mut summary, 1, &one);
     }
-    let mut event = event(line["step"].as_u64()?);
+    let mut event = event(step as u64);
     field(&mut event, 5, &summary);
     Some(record(&event)).filter(|_| !summary.is_empty())
 }
@@ -127,13 +131,15 @@ fn checksum(bytes: &[u8]) -> [u8; 4] {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use serde_json::json;
+    use super::{
+        super::log::{LeftOut, Step},
+        *,
+    };
 
     /// The bytes after the time, by the rules of protobuf; `doc/notebook/tensorboard_check.py` reads files by TensorBoard.
     #[test]
     fn an_event_is_a_message_of_protobuf() {
-        let record = of_line(&json!({"step": 300, "loss": 1.5})).unwrap();
+        let record = of_line(&Line::Step(Step { step: 300, loss: 1.5, ..Step::default() })).unwrap();
         let data = &record[12..record.len() - 4];
         assert_eq!(
             data[9..],
@@ -148,6 +154,7 @@ mod tests {
 
     #[test]
     fn a_line_without_figures_is_no_event() {
-        assert!(of_line(&json!({"step": 3, "left_out": "the loss is NaN", "rows": []})).is_none());
+        let line = LeftOut { step: 3, left_out: "the loss is NaN".into(), rows: vec![] };
+        assert!(of_line(&Line::LeftOut(line)).is_none());
     }
 }

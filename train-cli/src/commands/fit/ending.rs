@@ -12,15 +12,14 @@ use crate::{
     run::checkpoint::{self, FINAL, HeadStorage, Resumed, TrainerState},
     run::evaluations::Evaluations,
     run::export_format::ExportFormat,
-    run::folder,
     run::journal::Journal,
+    run::results::Results,
     run::trained,
     settings::SaveStrategy,
 };
 use backend_nvfp4::{BlockShape, DeviceServices, Nvfp4Kernels};
 use burn::module::AutodiffModule;
 use model_qwen3::{container::Container, model::Qwen3};
-use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
 impl Ready {
@@ -157,27 +156,26 @@ impl Ready {
 /// everything that it was to export, undamaged.
 pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Result<bool, CliError> {
     let (saving, run) = (&plan.settings.saving, &plan.output_dir);
-    let Some(results) = folder::results(run)? else { return Ok(false) };
+    let Some(results) = Results::whole(run)? else { return Ok(false) };
     let evaluations = Evaluations::logged(run, plan.quantize_from(steps))?;
     let patience = plan.settings.logging.early_stopping_patience;
     let stalled = patience.is_some_and(|patience| evaluations.have_stalled(patience));
     let done = state.max_steps == steps && (state.global_step == steps || stalled);
-    let made = results["global_step"] == state.global_step;
-    // Which step is exported is a setting that a resumed run may change. Older records do not say.
+    let made = results.global_step == state.global_step;
+    // Which step is exported is a setting that a resumed run may change.
     let kept = checkpoint::list(run)?;
     let best = evaluations.best_of(|step| kept.iter().any(|(saved, _)| *saved == step));
     let wanted = best.filter(|_| saving.load_best_model_at_end).map_or(state.global_step, |(step, _)| step);
-    let is_wanted = results.get("exported_step").is_none_or(|step| step.is_null() || *step == wanted);
+    let is_wanted = results.exported_step.is_none_or(|step| step == wanted);
     let exported = saving.save_strategy == SaveStrategy::No
         || durable::verify_listed(&plan.output_dir.join(FINAL), |_| true).is_ok()
-            && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, &results["output_dat"]));
+            && saving.output_dat.as_ref().is_none_or(|file| is_recorded(file, results.output_dat.as_ref()));
     Ok(done && made && is_wanted && exported)
 }
 
 /// Whether a file is there as the record of a run describes it.
-fn is_recorded(file: &Path, record: &serde_json::Value) -> bool {
-    let expected = FileRecord::deserialize(record);
-    FileRecord::of(file).is_ok_and(|found| expected.is_ok_and(|expected| expected == found))
+fn is_recorded(file: &Path, record: Option<&FileRecord>) -> bool {
+    record.is_some_and(|expected| FileRecord::of(file).is_ok_and(|found| found == *expected))
 }
 
 fn next_steps(exported: &Path, prompt: Option<&String>) {
