@@ -1,6 +1,7 @@
 //! The real server as a process, and requests to it.
 
 use super::files::command;
+use nix::{time::ClockId, unistd::Pid};
 use serde_json::Value;
 use std::{
     fs,
@@ -49,7 +50,15 @@ impl Server {
         (self.child.wait().unwrap(), said)
     }
 
-    /// Most bytes of memory that the server has held so far.
+    /// Processor time of the server since its start, of all of its threads, in seconds. What other programs make the server wait
+    /// is no part of it.
+    pub(crate) fn processor_seconds(&self) -> f64 {
+        let pid = Pid::from_raw(self.child.id().try_into().unwrap());
+        let now = ClockId::pid_cpu_clock_id(pid).unwrap().now().unwrap();
+        Duration::from(now).as_secs_f64()
+    }
+
+    /// Bytes of memory that the server holds.
     pub(crate) fn resident(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
         let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
