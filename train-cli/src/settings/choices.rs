@@ -204,8 +204,8 @@ impl Choice for StateKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nvfp4Part {
-    /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without it, one for
-    /// 16 weights of a row
+    /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without this
+    /// technique, one scale for each 16 weights of a row
     SquareBlocks,
     /// Before the product that gives the weight gradient, both matrices are multiplied by a random Hadamard matrix in groups of
     /// 16 values. It spreads a very large value over its group. Otherwise such a value would make the scale of the group too
