@@ -12,6 +12,7 @@ use std::{
     io::{BufRead, Write},
     net::TcpStream,
     path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -483,54 +484,68 @@ fn slow_heads_do_not_keep_good_clients_out() {
     assert!(slow.len() > 560, "{}", slow.len());
 }
 
+/// The events of a stream, and of each token but those of the first piece the gap in front of it, in seconds: of the server's
+/// processor time, and of real time. A piece may have several tokens, which only together are text.
+fn heard(server: &Server, body: &Value, open: &[AtomicUsize; 2]) -> (Vec<Value>, Vec<[f64; 2]>) {
+    let mut stream = server.open("POST", COMPLETION, &[JSON], body.to_string().as_bytes());
+    let mut line = String::new();
+    while line != "\r\n" {
+        line.clear();
+        assert!(stream.read_line(&mut line).unwrap() > 0);
+        assert!(!line.starts_with("HTTP/") || line.contains(" 200 "), "{line}");
+    }
+    let (mut events, mut gaps, mut last) = (Vec::new(), Vec::new(), None::<(f64, Instant)>);
+    while let Some(piece) = chunk(&mut stream) {
+        let now = (server.processor_seconds(), Instant::now());
+        let text = String::from_utf8(piece).unwrap();
+        let found = text.split("\n\n").filter_map(|event| event.strip_prefix("data: "));
+        let found: Vec<Value> = found.filter_map(|event| serde_json::from_str(event).ok()).collect();
+        let tokens = found.iter().filter_map(|event| event["choices"][0]["logprobs"]["tokens"].as_array());
+        let tokens: usize = tokens.map(Vec::len).sum();
+        let gap =
+            |last: (f64, Instant)| [now.0 - last.0, (now.1 - last.1).as_secs_f64()].map(|gap| gap / tokens as f64);
+        gaps.extend(last.filter(|_| tokens > 0).map(gap));
+        if last.replace(now).is_none() {
+            let count = open[0].fetch_add(1, Ordering::Relaxed) + 1;
+            open[1].fetch_max(count, Ordering::Relaxed);
+        }
+        events.extend(found);
+    }
+    open[0].fetch_sub(1, Ordering::Relaxed);
+    (events, gaps)
+}
+
 /// 32 streams at once, for some seconds: no error, no wrong answer, no long gap between two tokens, and no growing memory. The
-/// gaps are measured in processor time of the server, because other tests take time on the same cores. A thread of this test
-/// that waits for a core still sees its tokens late, so the most even of some rounds counts: a server that serves some streams
-/// before others does so in each. A piece may have several tokens, which only together are text.
+/// gaps are measured in processor time of the server, because other tests take time on the same cores; a server that waits
+/// takes none, and for that there is a wide limit of real time. A thread of this test that waits for a core still sees its
+/// tokens late, so it is enough that one of some rounds is even.
 #[test]
 fn streams_at_once_are_even_and_right() {
     let dir = folder();
     let server = Server::start(dir.path(), &["-m", "m", "--context", "96", "--parallel", "32"]);
-    let prompts: Vec<String> = (0..16).map(|i| format!("question {i}: {}", "x".repeat(i % 5))).collect();
-    let body = |prompt: &str| json!({"prompt": prompt, "temperature": 0, "max_tokens": 48, "ignore_eos": true, "stream": true, "logprobs": 0});
-    let told =
-        |events: &[Value]| -> String { events.iter().filter_map(|e| e["choices"][0]["text"].as_str()).collect() };
-    let expected: Vec<String> = prompts
-        .iter()
-        .map(|prompt| {
-            let events = server.events(COMPLETION, &body(prompt));
-            told(&events.iter().filter_map(|event| serde_json::from_str(event).ok()).collect::<Vec<_>>())
+    let bodies: Vec<Value> = (0..16)
+        .map(|i| {
+            let prompt = format!("question {i}: {}", "x".repeat(i % 5));
+            let mut body =
+                json!({"temperature": 0, "max_tokens": 48, "ignore_eos": true, "stream": true, "logprobs": 0});
+            body["prompt"] = prompt.into();
+            body
         })
         .collect();
-    let round = |rounds: usize| -> Vec<f64> {
+    let told =
+        |events: &[Value]| -> String { events.iter().filter_map(|e| e["choices"][0]["text"].as_str()).collect() };
+    let open = [const { AtomicUsize::new(0) }; 2];
+    let expected: Vec<String> = bodies.iter().map(|body| told(&heard(&server, body, &open).0)).collect();
+    let round = |rounds: usize| -> Vec<[f64; 2]> {
         let client = |client: usize| {
-            let mut gaps = Vec::new();
-            for n in 0..rounds {
-                let i = (client * 7 + n) % prompts.len();
-                let bytes = body(&prompts[i]).to_string();
-                let mut stream = server.open("POST", COMPLETION, &[JSON], bytes.as_bytes());
-                let mut line = String::new();
-                while line != "\r\n" {
-                    line.clear();
-                    assert!(stream.read_line(&mut line).unwrap() > 0);
-                    assert!(!line.starts_with("HTTP/") || line.contains(" 200 "), "{line}");
-                }
-                let (mut events, mut last) = (Vec::new(), None::<f64>);
-                while let Some(piece) = chunk(&mut stream) {
-                    let now = server.processor_seconds();
-                    let text = String::from_utf8(piece).unwrap();
-                    let found = text.split("\n\n").filter_map(|event| event.strip_prefix("data: "));
-                    let found: Vec<Value> = found.filter_map(|event| serde_json::from_str(event).ok()).collect();
-                    let tokens = found.iter().filter_map(|event| event["choices"][0]["logprobs"]["tokens"].as_array());
-                    let tokens: usize = tokens.map(Vec::len).sum();
-                    gaps.extend(last.filter(|_| tokens > 0).map(|last| (now - last) / tokens as f64));
-                    last = Some(now);
-                    events.extend(found);
-                }
+            let one = |n| {
+                let i = (client * 7 + n) % bodies.len();
+                let (events, gaps) = heard(&server, &bodies[i], &open);
                 assert!(events.iter().all(|event| event["error"].is_null()), "{events:?}");
-                assert_eq!(told(&events), expected[i], "{}", prompts[i]);
-            }
-            gaps
+                assert_eq!(told(&events), expected[i], "{}", bodies[i]);
+                gaps
+            };
+            (0..rounds).flat_map(one).collect::<Vec<_>>()
         };
         thread::scope(|scope| {
             let clients: Vec<_> = (0..32).map(|n| scope.spawn(move || client(n))).collect();
@@ -539,21 +554,22 @@ fn streams_at_once_are_even_and_right() {
     };
     round(4);
     let before = server.resident();
-    let mut evenness = f64::INFINITY;
-    for _ in 0..5 {
-        let mut gaps = round(6);
-        gaps.sort_by(f64::total_cmp);
-        let at = |share: f64| gaps[((gaps.len() - 1) as f64 * share) as usize];
-        let (p50, p99) = (at(0.5), at(0.99));
-        eprintln!("{} gaps: p50 {:.1} ms, p99 {:.1} ms of processor time", gaps.len(), p50 * 1e3, p99 * 1e3);
-        evenness = evenness.min(p99 / p50);
-        if evenness <= 4.0 {
-            break;
-        }
-    }
+    let is_even = (0..5).any(|_| {
+        let gaps = round(6);
+        let [processor, real] = [0, 1].map(|clock| {
+            let mut gaps: Vec<f64> = gaps.iter().map(|gap| gap[clock]).collect();
+            gaps.sort_by(f64::total_cmp);
+            [0.5, 0.99].map(|share| gaps[((gaps.len() - 1) as f64 * share) as usize])
+        });
+        eprintln!("{} gaps, half of them and 99 %: {processor:?} s of processor time, {real:?} s", gaps.len());
+        // The clock of a process goes on when the system looks at it, some hundred times a second.
+        processor[1] <= 4.0 * processor[0] + 0.01 && real[1] <= 20.0 * real[0] + 0.5
+    });
     let after = server.resident();
     eprintln!("memory {before} to {after}");
-    assert!(evenness <= 4.0, "p99 is {evenness} times p50");
+    assert!(is_even, "1 % of the gaps are more than four times as long as half of them");
+    let most = open[1].load(Ordering::Relaxed);
+    assert!(most >= 24, "at most {most} of 32 streams had begun and not ended");
     assert!(
         after <= before + before / 100 + (1 << 19),
         "some hundred streams made the memory grow from {before} to {after} bytes"

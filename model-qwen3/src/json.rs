@@ -8,7 +8,8 @@ use serde::{
 use serde_json::{Map, Number, Value};
 use std::{cell::Cell, collections::HashSet, fmt};
 
-/// Most bytes of memory for the values of a text, besides as many as the text has. A header of 20,000 tensors needs 30 MB.
+/// Most bytes of memory for the values of a text, besides as many as the text has. The header of a safetensors file is counted
+/// with 2,200 bytes for a tensor; a Qwen3-32B in NVFP4 has some 2,000.
 const MOST_MEMORY: usize = 32 << 20;
 
 /// Bytes of an element of an array.
@@ -28,10 +29,30 @@ const TEXT: usize = 32;
 /// # Errors
 /// If it is no JSON, an object in it has a key twice, or it has too many values.
 pub fn parse(text: &str) -> serde_json::Result<Value> {
-    let left = Cell::new(MOST_MEMORY + text.len());
-    let mut source = serde_json::Deserializer::from_str(text);
-    let value = Tree { left: &left }.deserialize(&mut source)?;
-    source.end().map(|()| value)
+    Budget::of(text.len()).parse(text)
+}
+
+/// The memory that the values of several texts may take together: 32 MiB, and as many bytes as the texts have.
+#[derive(Debug)]
+pub struct Budget {
+    left: Cell<usize>,
+}
+
+impl Budget {
+    /// The budget of texts that have so many bytes together.
+    pub fn of(bytes: usize) -> Self {
+        Self { left: Cell::new(MOST_MEMORY.saturating_add(bytes)) }
+    }
+
+    /// Reads one of the texts.
+    ///
+    /// # Errors
+    /// As [`parse`].
+    pub fn parse(&self, text: &str) -> serde_json::Result<Value> {
+        let mut source = serde_json::Deserializer::from_str(text);
+        let value = Tree { left: &self.left }.deserialize(&mut source)?;
+        source.end().map(|()| value)
+    }
 }
 
 /// Checks that a text is JSON in which no object has a key twice, and keeps nothing of it but the keys of open objects.
@@ -198,5 +219,23 @@ mod tests {
         let twice = check("{\"a\": 1,\n \"b\": [{\"c\": 1, \"c\": 2}]}").unwrap_err().to_string();
         assert!(twice.contains("\"c\" stands twice") && twice.contains("line 2"), "{twice}");
         assert!(check("{} x").is_err() && check("[1,").is_err());
+    }
+
+    #[test]
+    fn values_take_the_memory_of_their_budget_and_no_more() {
+        // What honest files have: the header of a safetensors file with 15,000 tensors, and a thousand messages.
+        let shape = r#""dtype":"BF16","shape":[5120,25600],"data_offsets":[1234567890,1234567890]"#;
+        let tensors: Vec<String> =
+            (0..15_000).map(|i| format!("\"model.layers.{i}.mlp.down_proj.weight\":{{{shape}}}")).collect();
+        parse(&format!("{{{}}}", tensors.join(","))).unwrap();
+        let message = r#"{"role": "user", "content": "hi"}"#;
+        parse(&format!("[{}]", vec![message; 1000].join(","))).unwrap();
+        // Lists in a list take 432 bytes each.
+        let lists = |count: usize| format!("[{}[0]]", "[0],".repeat(count - 1));
+        let most = MOST_MEMORY / (432 - 4);
+        assert!(parse(&lists(most - 10)).is_ok() && parse(&lists(most + 10)).is_err());
+        // Several texts share what is there.
+        let (half, budget) = (lists(most / 2 - 10), Budget::of(0));
+        assert!(budget.parse(&half).is_ok() && budget.parse("{}").is_ok() && budget.parse(&half).is_err());
     }
 }

@@ -21,7 +21,7 @@ use tokenizers::{DecoderWrapper, ModelWrapper, NormalizerWrapper, PreTokenizerWr
 /// Largest tokenizer.json that is read. That of Qwen3 has 11 MB.
 pub const LARGEST: u64 = 64 << 20;
 /// Most memory that reading may take: this, and some bytes for each byte of the file. The file of Qwen3 takes 150 MB.
-const MEMORY: usize = 128 << 20;
+const MEMORY: usize = 192 << 20;
 const MEMORY_PER_BYTE: usize = 8;
 /// Most parts of a normalizer or a pre-tokenizer. Those of Qwen3 have one and two; each part takes time.
 const MOST_PARTS: usize = 8;
@@ -48,17 +48,10 @@ impl Tokenizer {
 
     /// Parses the text of a tokenizer.json. `path` is for error messages.
     pub(crate) fn from_text(text: String, path: &Path) -> Result<Self, ModelError> {
-        const WHAT: &str = "tokenizer";
-        let memory = MEMORY + MEMORY_PER_BYTE * text.len();
-        let load = move || {
-            json::check(&text)?;
+        read(text, path, |text| {
             let inner = tokenizers::Tokenizer::from_bytes(text.as_bytes()).and_then(complete)?;
-            Ok::<_, tokenizers::Error>(Self { pieces: Pieces::of(&inner), inner })
-        };
-        let reached = |limit| ModelError::parse(path, limit);
-        let loaded =
-            limits::memory_within(WHAT, memory, load).map_err(|limit| ModelError::limited(WHAT, limit, reached))?;
-        loaded.map_err(|e| ModelError::parse(path, e))
+            Ok(Self { pieces: Pieces::of(&inner), inner })
+        })
     }
 
     /// The ids of a text. Special tokens that the text spells out (`<|im_end|>`) become their ids; none is added.
@@ -128,6 +121,25 @@ impl Tokenizer {
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
+}
+
+/// What `work` makes of the text of a tokenizer.json, in which no key may stand twice. The memory for it is limited. `path` is
+/// for error messages.
+pub(crate) fn read<Answer: Send + 'static>(
+    text: String,
+    path: &Path,
+    work: impl FnOnce(&str) -> tokenizers::Result<Answer> + Send + 'static,
+) -> Result<Answer, ModelError> {
+    const WHAT: &str = "tokenizer";
+    let memory = MEMORY + MEMORY_PER_BYTE * text.len();
+    let checked = move || {
+        json::check(&text)?;
+        work(&text)
+    };
+    let reached = |limit| ModelError::parse(path, limit);
+    let made =
+        limits::memory_within(WHAT, memory, checked).map_err(|limit| ModelError::limited(WHAT, limit, reached))?;
+    made.map_err(|e| ModelError::parse(path, e))
 }
 
 /// The tokenizer without truncation, padding and dropout, if it is of the kind of Qwen3's.

@@ -1,7 +1,11 @@
 //! The tokens of a tokenizer.json, as a GGUF file lists them.
 
 use super::file_header::MetadataValue;
-use crate::{ModelError, file::read_text, json, tokenizer::LARGEST};
+use crate::{
+    ModelError,
+    file::read_text,
+    tokenizer::{self, LARGEST},
+};
 use serde::Deserialize;
 use std::{collections::BTreeMap, path::Path};
 
@@ -65,13 +69,14 @@ impl Vocabulary {
     /// If the file is missing or broken, or is not of the kind of Qwen3's (byte-level BPE).
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
         let text = read_text(path, LARGEST, "a GGUF file holds the tokenizer; name its folder by --tokenizer")?;
-        json::check(&text).map_err(|e| ModelError::parse(path, e))?;
-        let bad = |e| {
-            let text = "it is not a byte-level BPE tokenizer as Qwen3 has it; GGUF needs vocab and merges";
-            ModelError::parse(path, format!("{text}: {e}"))
-        };
-        let file: File = serde_json::from_str(&text).map_err(bad)?;
-        Self::of(file).ok_or_else(|| ModelError::parse(path, format!("a token has an id over {MOST}")))
+        tokenizer::read(text, path, |text| {
+            let bad = |e| {
+                let text = "it is not a byte-level BPE tokenizer as Qwen3 has it; GGUF needs vocab and merges";
+                format!("{text}: {e}")
+            };
+            let file: File = serde_json::from_str(text).map_err(bad)?;
+            Self::of(file).ok_or_else(|| format!("a token has an id over {MOST}").into())
+        })
     }
 
     fn of(file: File) -> Option<Self> {

@@ -78,7 +78,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let tensors = Repacked::new(source.tensors(), format(args, container, dense_from)?);
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
-        undescribed(bytes);
+        undescribed(bytes)?;
         if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
             untied(bytes, &tensors)?;
         }
@@ -152,7 +152,7 @@ impl Source {
 
 /// The bytes of a config.json for these tensors: it says whether the head is the embedding.
 fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
-    let Some(mut config) = object(bytes) else { return Ok(()) };
+    let mut config = object(bytes)?;
     if untie(&mut config, tensors)? {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
@@ -160,19 +160,19 @@ fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
 }
 
 /// The bytes of a config.json that describes no format of another library: the weights are not in it any more.
-fn undescribed(bytes: &mut Vec<u8>) {
-    let Some(mut config) = object(bytes) else { return };
+fn undescribed(bytes: &mut Vec<u8>) -> Result<(), CliError> {
+    let mut config = object(bytes)?;
     if config.remove("quantization_config").is_some() {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
+    Ok(())
 }
 
-/// The JSON object of a file, if it is one.
-fn object(bytes: &[u8]) -> Option<Map<String, Value>> {
-    match json::parse(std::str::from_utf8(bytes).ok()?).ok()? {
-        Value::Object(object) => Some(object),
-        _ => None,
-    }
+/// The JSON object of a config.json.
+fn object(bytes: &[u8]) -> Result<Map<String, Value>, CliError> {
+    let bad = |reason: String| CliError::corrupt("config.json".as_ref(), reason);
+    let text = std::str::from_utf8(bytes).map_err(|e| bad(e.to_string()))?;
+    json::parse(text).and_then(serde_json::from_value).map_err(|e| bad(e.to_string()))
 }
 
 /// Writes the small files of a model into the folder of `output`. A file that is there stays as it is.

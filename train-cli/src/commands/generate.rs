@@ -44,7 +44,7 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => questions_of(file)?,
-        (None, Some(prompt)) => vec![Question { asked: prompt_text(prompt)?.into(), line: None }],
+        (None, Some(prompt)) => vec![Question::new(&prompt_text(prompt)?.into(), None)],
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
     device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
@@ -52,9 +52,20 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
 
 /// What is asked: a text, or the messages of a conversation.
 struct Question {
-    asked: Value,
+    /// Its JSON text. The values of it take many times as much memory.
+    asked: String,
     /// Line of the file of prompts.
     line: Option<usize>,
+}
+
+impl Question {
+    fn new(asked: &Value, line: Option<usize>) -> Self {
+        Self { asked: asked.to_string(), line }
+    }
+
+    fn asked(&self) -> Value {
+        serde_json::from_str(&self.asked).expect("it was written from a value")
+    }
 }
 
 struct Generate {
@@ -92,7 +103,7 @@ impl Job for Generate {
 
 /// What is asked, as the model reads it.
 struct Prompt<'a> {
-    asked: &'a Value,
+    question: &'a Question,
     ids: Vec<u32>,
 }
 
@@ -109,9 +120,9 @@ fn prompts<'a>(
             None => e,
             Some(line) => CliError::Usage(format!("--prompts, line {line}: {e}")),
         };
-        let ids = prompt_ids(&question.asked, args, text).map_err(at)?;
+        let ids = prompt_ids(&question.asked(), args, text).map_err(at)?;
         check_length(&ids, options, limit).map_err(at)?;
-        Ok(Prompt { asked: &question.asked, ids })
+        Ok(Prompt { question, ids })
     };
     questions.iter().map(prompt).collect()
 }
@@ -132,7 +143,7 @@ fn one<B: Nvfp4Kernels>(
         report::line(answer.figures());
         return Ok(());
     }
-    print_answer(&answer, prompt.asked.clone(), args, text)?;
+    print_answer(&answer, prompt.question, args, text)?;
     if !args.json {
         report::line(answer.figures());
     }
@@ -166,7 +177,7 @@ fn all<B: Nvfp4Kernels>(
         batch.step()?;
         while let Some(answer) = complete.borrow_mut().remove(&printed) {
             let answer = answer?;
-            print_answer(&answer, prompts[printed / args.answers].asked.clone(), args, text)?;
+            print_answer(&answer, prompts[printed / args.answers].question, args, text)?;
             tokens += answer.generation.ids.len();
             printed += 1;
         }
@@ -195,13 +206,13 @@ impl Listener for Place<'_> {
 }
 
 /// Prints a complete answer. Those of a file of prompts are JSON; several answers to one prompt have an empty line in between.
-fn print_answer(answer: &Answer, asked: Value, args: &GenerateArgs, text: &TextFiles) -> Result<(), CliError> {
+fn print_answer(answer: &Answer, question: &Question, args: &GenerateArgs, text: &TextFiles) -> Result<(), CliError> {
     if !args.json && args.prompts.is_none() {
         let end = if args.answers > 1 { "\n" } else { "" };
         report::result(format!("{}{end}", answer.text));
         return Ok(());
     }
-    let mut found = answer.json(asked);
+    let mut found = answer.json(question.asked());
     if args.logprobs.is_some() {
         found["logprobs"] = answer.logprobs(&text.tokenizer)?;
     }
@@ -246,13 +257,15 @@ fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
         let asked = if rows {
             let row = json::parse(text).map_err(|e| CliError::not_json(path, line, &e))?;
             match (row.get("prompt"), row.get("messages")) {
-                (Some(asked @ Value::String(_)), None) | (None, Some(asked @ Value::Array(_))) => asked.clone(),
+                (Some(asked @ Value::String(_)), None) | (None, Some(asked @ Value::Array(_))) => {
+                    Question::new(asked, Some(line))
+                }
                 _ => return Err(bad("a row needs a text \"prompt\", or a list \"messages\"".into())),
             }
         } else {
-            text.into()
+            Question::new(&text.into(), Some(line))
         };
-        questions.push(Question { asked, line: Some(line) });
+        questions.push(asked);
     }
     if questions.is_empty() {
         let reason = "there is no prompt in it".into();

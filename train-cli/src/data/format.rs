@@ -10,7 +10,8 @@ use crate::{
     settings::{Auto, Format, MOST_WEIGHT},
 };
 use model_qwen3::json;
-use serde_json::{Map, Value, json, value::RawValue};
+use serde::de::IgnoredAny;
+use serde_json::{Map, Value, json};
 use std::{borrow::Cow, path::Path};
 
 /// A row, before the chat template and the tokenizer.
@@ -204,6 +205,7 @@ fn messages(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
 fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     let mut messages: Vec<Value> =
         row.get("system").and_then(Value::as_str).filter(|s| !s.is_empty()).map(system).into_iter().collect();
+    let calls = json::Budget::of(0);
     for (i, turn) in list(&mut row, "conversations")?.into_iter().enumerate() {
         let at = |what: &str| format!("turn {}: {what}", i + 1);
         let text = |key: &str| {
@@ -216,7 +218,7 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
             "system" => system(value),
             "observation" | "tool" => json!({"role": "tool", "content": value}),
             "function_call" => {
-                let call = json::parse(value).map_err(|e| at(&format!("the call is not JSON: {e}")))?;
+                let call = calls.parse(value).map_err(|e| at(&format!("the call is not JSON: {e}")))?;
                 let call = json!({"type": "function", "function": call});
                 json!({"role": "assistant", "content": "", "tool_calls": [call]})
             }
@@ -319,19 +321,20 @@ fn elements(content: &str) -> impl Iterator<Item = (usize, Result<Value, Wrong>)
             };
             return Some((line, Err(wrong.to_owned().into())));
         }
-        let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<&RawValue>();
+        let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<IgnoredAny>();
         let Some(value) = values.next() else {
             ended = true;
             return Some((line, Err("the array does not end; the file may have been cut".to_owned().into())));
         };
-        let value = value.and_then(|text| json::parse(text.get())).map_err(|error| {
+        let end = to + values.byte_offset();
+        let value = value.and_then(|_| json::parse(&content[to..end])).map_err(|error| {
             let wrong = Wrong::from(error);
             // Columns are counted from the element: it may stand behind others in its line.
             let before = if wrong.below == 0 { to - content[..to].rfind('\n').map_or(0, |end| end + 1) } else { 0 };
             Wrong { column: wrong.column.map(|column| column + before), ..wrong }
         });
         ended = value.is_err();
-        let (found, end) = (line, to + values.byte_offset());
+        let found = line;
         line += content[to..end].matches('\n').count();
         at = end;
         Some((found, value))

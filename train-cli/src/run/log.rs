@@ -4,7 +4,6 @@
 use crate::{CliError, durable};
 use model_qwen3::{file, json};
 use serde::{Deserialize, Deserializer, Serialize, de::DeserializeOwned};
-use serde_json::Value;
 use std::path::Path;
 
 /// The log of steps and evaluations.
@@ -105,8 +104,8 @@ pub(super) fn append(run: &Path, log: &str, line: &impl Serialize) -> Result<(),
 ///
 /// # Errors
 /// If the file cannot be read.
-pub(super) fn lines<Line: DeserializeOwned>(run: &Path, log: &str) -> Result<Vec<Line>, CliError> {
-    Ok(parsed(run, log)?.into_iter().filter_map(|(_, value)| serde_json::from_value(value).ok()).collect())
+pub(super) fn lines<Wanted: DeserializeOwned>(run: &Path, log: &str) -> Result<Vec<Wanted>, CliError> {
+    Ok(parsed(run, log)?.into_iter().map(|(_, line)| line).collect())
 }
 
 /// Removes the lines of steps after `step`, which the resumed run logs again.
@@ -115,8 +114,7 @@ pub(super) fn lines<Line: DeserializeOwned>(run: &Path, log: &str) -> Result<Vec
 /// If a file cannot be written.
 pub(super) fn drop_after(run: &Path, step: usize) -> Result<(), CliError> {
     for log in [METRICS, SAMPLES].into_iter().filter(|log| run.join(log).exists()) {
-        let kept = |value: &Value| value["step"].as_u64().is_some_and(|made| made as usize <= step);
-        let kept = parsed(run, log)?.into_iter().filter(|(_, value)| kept(value));
+        let kept = parsed(run, log)?.into_iter().filter(|(_, after): &(_, After)| after.step <= step);
         let text: String = kept.flat_map(|(line, _)| [line, "\n".to_owned()]).collect();
         durable::write_bytes(&run.join(log), text.as_bytes())?;
     }
@@ -131,21 +129,28 @@ pub(super) fn sync(run: &Path) -> Result<(), CliError> {
     [METRICS, SAMPLES].iter().try_for_each(|log| durable::sync_file(&run.join(log)))
 }
 
-/// The whole lines of a log, and their values.
-fn parsed(run: &Path, log: &str) -> Result<Vec<(String, Value)>, CliError> {
+/// What every line says.
+#[derive(Deserialize)]
+struct After {
+    step: usize,
+}
+
+/// The whole lines of a log, and what they say.
+fn parsed<Wanted: DeserializeOwned>(run: &Path, log: &str) -> Result<Vec<(String, Wanted)>, CliError> {
     let path = run.join(log);
     if !path.exists() {
         return Ok(vec![]);
     }
     let bytes = file::read_bytes(&path, LARGEST, "")?;
     let text = String::from_utf8_lossy(&bytes);
-    Ok(text.lines().filter_map(|line| Some((line.to_owned(), json::parse(line).ok()?))).collect())
+    let wanted = |line: &str| json::parse(line).and_then(serde_json::from_value).ok();
+    Ok(text.lines().filter_map(|line| Some((line.to_owned(), wanted(line)?))).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     #[test]
     fn a_log_of_an_older_version_is_read() {

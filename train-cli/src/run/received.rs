@@ -73,7 +73,9 @@ fn is_memory_report(file: &Path) -> bool {
         _samples: IgnoredAny,
     }
     let text = file::read_text(file, LARGEST_REPORT, "");
-    text.is_ok_and(|text| serde_json::from_str::<Report>(&text).is_ok())
+    // A list of three values would also be read as a report.
+    let is_report = |text: &str| text.trim_start().starts_with('{') && serde_json::from_str::<Report>(text).is_ok();
+    text.is_ok_and(|text| is_report(&text))
 }
 
 /// A name beside a file that no other one has.

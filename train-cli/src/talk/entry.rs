@@ -2,7 +2,7 @@
 //! a script.
 
 use crate::{CliError, durable};
-use model_qwen3::{file, json};
+use model_qwen3::{file, json::Budget};
 use rustyline::{DefaultEditor, error::ReadlineError};
 use serde_json::Value;
 use std::{
@@ -240,10 +240,10 @@ fn lines_of(mut text: impl BufRead) -> impl Iterator<Item = io::Result<String>> 
 /// # Errors
 /// If a line is not a message, with its number.
 pub(super) fn messages(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
-    let mut messages = Vec::new();
+    let (mut messages, budget) = (Vec::new(), Budget::of(text.len()));
     for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(i + 1), column: None, reason };
-        let message = json::parse(line).map_err(|e| CliError::not_json(path, i + 1, &e))?;
+        let message = budget.parse(line).map_err(|e| CliError::not_json(path, i + 1, &e))?;
         let known = matches!(message["role"].as_str(), Some("system" | "user" | "assistant"));
         if !known || !message["content"].is_string() {
             return Err(
