@@ -88,7 +88,7 @@ pub struct ParityArgs {
     /// Compare with values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
     #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "recipe", "against_recipe"])]
     pub expected: Option<PathBuf>,
-    /// Compare with this model, layer by layer. Without this flag, --against-recipe compares the model with itself under
+    /// Compare with this model, block by block. Without this flag, --against-recipe compares the model with itself under
     /// another recipe
     #[arg(long, value_name = "PATH", conflicts_with = "expected")]
     pub against: Option<PathBuf>,
@@ -144,7 +144,7 @@ pub(crate) const HEAD: HeadFormat = HeadFormat::Nvfp4;
 fn tolerance_help() -> String {
     let of = |precision| tolerance::hidden(precision, 3);
     format!(
-        "A layer passes if its relative difference is at most this [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and \
+        "A block passes if its relative difference is at most this [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and \
          more for a model of more than three blocks; {} if only one of the two models has 4-bit weights, or \
          only one has 4-bit activations]",
         of(Precision::F32),
