@@ -34,7 +34,7 @@ enum Kind {
 
 /// What is needed of a tokenizer.json.
 #[derive(Deserialize)]
-struct File {
+struct TokenizerJson {
     model: Model,
     #[serde(default)]
     added_tokens: Vec<Added>,
@@ -74,12 +74,12 @@ impl Vocabulary {
                 let text = "it is not a byte-level BPE tokenizer as Qwen3 has it; GGUF needs vocab and merges";
                 format!("{text}: {e}")
             };
-            let file: File = serde_json::from_str(text).map_err(bad)?;
+            let file: TokenizerJson = serde_json::from_str(text).map_err(bad)?;
             Self::of(file).ok_or_else(|| format!("a token has an id over {MOST}").into())
         })
     }
 
-    fn of(file: File) -> Option<Self> {
+    fn of(file: TokenizerJson) -> Option<Self> {
         let mut tokens: Vec<Option<(String, Kind)>> = vec![];
         let mut set = |id: u64, text: String, kind: Kind| {
             let id = usize::try_from(id).ok().filter(|id| *id <= MOST)?;

@@ -1,6 +1,6 @@
 //! The evaluation losses of a run: which evaluation is the best, and whether the losses have stopped falling.
 
-use super::log::{self, Line};
+use super::log::{self, Logged};
 use crate::CliError;
 use std::path::Path;
 
@@ -20,8 +20,8 @@ impl Evaluations {
     /// If the log cannot be read.
     pub fn logged(run: &Path, before: usize) -> Result<Self, CliError> {
         let one = |line| match line {
-            Line::Evaluation(made) => Some((made.step, made.eval_loss as f32)),
-            Line::Step(_) | Line::LeftOut(_) => None,
+            Logged::Evaluation(made) => Some((made.step, made.eval_loss as f32)),
+            Logged::Step(_) | Logged::LeftOut(_) => None,
         };
         Ok(Self { all: log::lines(run, log::METRICS)?.into_iter().filter_map(one).collect(), before })
     }

@@ -15,7 +15,7 @@ use crate::{
     run::folder::SUMMARY,
     run::header,
     run::inputs::Inputs,
-    run::log::{self, Answer, Evaluated, LeftOut, Line, Step},
+    run::log::{self, EvaluationFigures, LeftOut, Logged, SampleAnswer, StepFigures},
     run::losses::Losses,
     run::results::Results,
     run::sample_answers::{MAX_TOKENS, Samples, beginning},
@@ -202,7 +202,7 @@ impl Journal {
     }
 
     /// Logs the figures of a step or of an evaluation.
-    fn log(&self, line: Line) -> Result<(), CliError> {
+    fn log(&self, line: Logged) -> Result<(), CliError> {
         log::append(&self.plan.output_dir, log::METRICS, &line)?;
         self.events.as_ref().map_or(Ok(()), |events| events.add(&line))
     }
@@ -221,7 +221,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if let Some(warning) = self.losses.add(r.step, r.loss) {
             report::line(format!("warning: {warning}"));
         }
-        self.log(Line::Step(Step {
+        self.log(Logged::Step(StepFigures {
             step: r.step,
             epoch: Some(self.order.epochs(r.step)),
             loss: r.loss.into(),
@@ -247,7 +247,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let mut rows: Vec<String> = batches.iter().flat_map(|b| &b.origins).flatten().map(place).collect();
         rows.dedup();
         report::line(format!("warning: step {step} is left out: {reason}; its rows are {}", shortened(&rows)));
-        self.log(Line::LeftOut(LeftOut { step, left_out: reason.to_owned(), rows }))
+        self.log(Logged::LeftOut(LeftOut { step, left_out: reason.to_owned(), rows }))
     }
 
     fn evaluates(&self, step: usize) -> bool {
@@ -261,7 +261,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if has_rows {
             return Ok(!self.evaluations().has(step));
         }
-        let answers: Vec<Answer> = log::lines(&self.plan.output_dir, log::SAMPLES)?;
+        let answers: Vec<SampleAnswer> = log::lines(&self.plan.output_dir, log::SAMPLES)?;
         Ok(!self.samples.prompts.is_empty() && answers.iter().all(|answer| answer.step != step))
     }
 
@@ -286,7 +286,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             Some(before) => before.changed_in(model)?,
             None => None,
         };
-        self.log(Line::Evaluation(Evaluated {
+        self.log(Logged::Evaluation(EvaluationFigures {
             step: r.step,
             eval_loss: r.loss.into(),
             eval_perplexity: Some(r.loss.exp().into()),
@@ -300,7 +300,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         progress::doing("answering prompts");
         for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
-            let line = Answer { step, prompt: prompt.clone(), answer };
+            let line = SampleAnswer { step, prompt: prompt.clone(), answer };
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
         }
         progress::doing("training");

@@ -16,15 +16,15 @@ const LARGEST: u64 = 4 << 30;
 /// A line of the log of steps and evaluations.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(untagged)]
-pub(super) enum Line {
-    Step(Step),
-    Evaluation(Evaluated),
+pub(super) enum Logged {
+    Step(StepFigures),
+    Evaluation(EvaluationFigures),
     LeftOut(LeftOut),
 }
 
 /// The figures of a step. A log of an older version may not have all.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(super) struct Step {
+pub(super) struct StepFigures {
     /// Counted from 1.
     pub(super) step: usize,
     /// Passes over the data.
@@ -50,7 +50,7 @@ pub(super) struct Step {
 
 /// The figures of an evaluation.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Evaluated {
+pub(super) struct EvaluationFigures {
     /// The step before.
     pub(super) step: usize,
     /// Mean loss of a supervised token under the run's recipe. JSON has no NaN: it is null.
@@ -79,7 +79,7 @@ pub(super) struct LeftOut {
 
 /// An answer to a sample prompt.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(super) struct Answer {
+pub(super) struct SampleAnswer {
     /// The step before.
     pub(super) step: usize,
     pub(super) prompt: String,
@@ -161,9 +161,13 @@ mod tests {
                     {\"step\": 5, \"left_out\": \"the loss is NaN\", \"rows\": [\"a.tsv:1\"]}\n\
                     {\"step\": 6}\nhalf a li";
         std::fs::write(run.path().join(METRICS), text).unwrap();
-        let found: Vec<Line> = lines(run.path(), METRICS).unwrap();
-        let [Line::Step(step), Line::Evaluation(evaluated), Line::Evaluation(no_number), Line::LeftOut(left_out)] =
-            &found[..]
+        let found: Vec<Logged> = lines(run.path(), METRICS).unwrap();
+        let [
+            Logged::Step(step),
+            Logged::Evaluation(evaluated),
+            Logged::Evaluation(no_number),
+            Logged::LeftOut(left_out),
+        ] = &found[..]
         else {
             panic!("{found:?}")
         };

@@ -3,7 +3,7 @@
 //! The loss of the first step is that of the model before any update. So a run that diverges within its first steps is
 //! noticed, too.
 
-use super::log::{Line, Step};
+use super::log::{Logged, StepFigures};
 use std::collections::VecDeque;
 
 /// The losses so far.
@@ -34,12 +34,12 @@ const MOST: usize = 20;
 
 impl Losses {
     /// The losses that the lines of a run's log hold.
-    pub(super) fn of(lines: &[Line]) -> Self {
-        Self::of_steps(lines.iter().filter_map(|line| if let Line::Step(step) = line { Some(step) } else { None }))
+    pub(super) fn of(lines: &[Logged]) -> Self {
+        Self::of_steps(lines.iter().filter_map(|line| if let Logged::Step(step) = line { Some(step) } else { None }))
     }
 
     /// The losses of steps.
-    pub(super) fn of_steps<'a>(steps: impl IntoIterator<Item = &'a Step>) -> Self {
+    pub(super) fn of_steps<'a>(steps: impl IntoIterator<Item = &'a StepFigures>) -> Self {
         let mut losses = Self::default();
         for step in steps {
             losses.add(step.step, step.loss as f32);
@@ -143,9 +143,10 @@ mod tests {
         // Rows differ.
         assert!(warnings(&mut Losses::default(), &[0.2, 1.1, 0.4, 0.3]).is_empty());
         // A resumed run knows the losses of before.
-        let line =
-            |(i, loss): (usize, &f32)| Line::Step(Step { step: i + 1, loss: f64::from(*loss), ..Step::default() });
-        let mut lines: Vec<Line> = all.iter().enumerate().map(line).collect();
+        let line = |(i, loss): (usize, &f32)| {
+            Logged::Step(StepFigures { step: i + 1, loss: f64::from(*loss), ..StepFigures::default() })
+        };
+        let mut lines: Vec<Logged> = all.iter().enumerate().map(line).collect();
         lines.insert(3, serde_json::from_str(r#"{"step": 3, "eval_loss": 0.1}"#).unwrap());
         assert_eq!(Losses::of(&lines).warnings(), found);
         assert!(warnings(&mut Losses::of(&lines[..10]), &[189.0; 5]).is_empty(), "a warning came again");

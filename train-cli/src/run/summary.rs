@@ -4,7 +4,7 @@
 use super::{
     checkpoint::{self, CONFIG, FINAL},
     folder::{DATA_REPORT, LOSS, RECORD, SUMMARY},
-    log::{self, Answer, Evaluated, LeftOut, Line, Step},
+    log::{self, EvaluationFigures, LeftOut, Logged, SampleAnswer, StepFigures},
     losses::Losses,
     plot::{self, Curve},
     results::Results,
@@ -28,11 +28,11 @@ pub struct Summary {
     started: Option<(String, String)>,
     /// Rows and tokens of its data.
     data: Value,
-    steps: Vec<Step>,
-    evaluations: Vec<Evaluated>,
+    steps: Vec<StepFigures>,
+    evaluations: Vec<EvaluationFigures>,
     left_out: Vec<LeftOut>,
     /// The last answer to each prompt.
-    samples: Vec<Answer>,
+    samples: Vec<SampleAnswer>,
     /// The steps of the checkpoints that are there, in order.
     checkpoints: Vec<usize>,
     /// The totals of a complete run.
@@ -56,13 +56,13 @@ impl Summary {
         let (mut steps, mut evaluations, mut left_out) = (vec![], vec![], vec![]);
         for line in log::lines(run, log::METRICS)? {
             match line {
-                Line::Step(line) => steps.push(line),
-                Line::Evaluation(line) if line.eval_loss.is_nan() => {}
-                Line::Evaluation(line) => evaluations.push(line),
-                Line::LeftOut(line) => left_out.push(line),
+                Logged::Step(line) => steps.push(line),
+                Logged::Evaluation(line) if line.eval_loss.is_nan() => {}
+                Logged::Evaluation(line) => evaluations.push(line),
+                Logged::LeftOut(line) => left_out.push(line),
             }
         }
-        let mut samples: Vec<Answer> = log::lines(run, log::SAMPLES)?;
+        let mut samples: Vec<SampleAnswer> = log::lines(run, log::SAMPLES)?;
         let last = samples.last().map(|answer| answer.step);
         samples.retain(|answer| Some(answer.step) == last);
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -163,7 +163,7 @@ impl Summary {
     pub fn json(&self) -> Value {
         let mut all = self.numbers();
         let pairs =
-            self.samples.iter().map(|Answer { prompt, answer, .. }| json!({"prompt": prompt, "answer": answer}));
+            self.samples.iter().map(|SampleAnswer { prompt, answer, .. }| json!({"prompt": prompt, "answer": answer}));
         let files = self.exported.iter();
         let files = files.map(|(file, bytes, sha256)| json!({"file": file, "bytes": bytes, "sha256": sha256}));
         all.extend([
@@ -185,7 +185,7 @@ impl Summary {
     }
 
     /// A figure of all steps, from the smallest to the largest.
-    fn sorted(&self, figure: impl Fn(&Step) -> Option<f64>) -> Vec<f64> {
+    fn sorted(&self, figure: impl Fn(&StepFigures) -> Option<f64>) -> Vec<f64> {
         let mut all: Vec<f64> = self.steps.iter().filter_map(figure).collect();
         all.sort_by(f64::total_cmp);
         all

@@ -6,7 +6,7 @@
 //! `core/util/event.proto`), of which three fields are written: `wall_time` (1), `step` (2) and `summary` (5), whose values
 //! have a `tag` (1) and a `simple_value` (2); the first event has a `file_version` (3) instead of a summary.
 
-use super::log::{self, Line};
+use super::log::{self, Logged};
 use crate::{CliError, durable};
 use crc::{CRC_32_ISCSI, Crc};
 use std::{
@@ -61,18 +61,18 @@ impl Events {
     ///
     /// # Errors
     /// If the file cannot be written.
-    pub(super) fn add(&self, line: &Line) -> Result<(), CliError> {
+    pub(super) fn add(&self, line: &Logged) -> Result<(), CliError> {
         let Some(bytes) = of_line(line) else { return Ok(()) };
         durable::append_bytes(&self.0, &bytes)
     }
 }
 
 /// The record of a line of the log. None if it is that of a step that was left out.
-fn of_line(line: &Line) -> Option<Vec<u8>> {
+fn of_line(line: &Logged) -> Option<Vec<u8>> {
     let (prefix, step) = match line {
-        Line::Step(made) => ("train", made.step),
-        Line::Evaluation(made) => ("eval", made.step),
-        Line::LeftOut(_) => return None,
+        Logged::Step(made) => ("train", made.step),
+        Logged::Evaluation(made) => ("eval", made.step),
+        Logged::LeftOut(_) => return None,
     };
     let figures = serde_json::to_value(line).expect("plain data is always valid JSON");
     let mut summary = vec![];
@@ -132,14 +132,14 @@ fn checksum(bytes: &[u8]) -> [u8; 4] {
 #[cfg(test)]
 mod tests {
     use super::{
-        super::log::{LeftOut, Step},
+        super::log::{LeftOut, StepFigures},
         *,
     };
 
     /// The bytes after the time, by the rules of protobuf; `doc/notebook/tensorboard_check.py` reads files by TensorBoard.
     #[test]
     fn an_event_is_a_message_of_protobuf() {
-        let record = of_line(&Line::Step(Step { step: 300, loss: 1.5, ..Step::default() })).unwrap();
+        let record = of_line(&Logged::Step(StepFigures { step: 300, loss: 1.5, ..StepFigures::default() })).unwrap();
         let data = &record[12..record.len() - 4];
         assert_eq!(
             data[9..],
@@ -155,6 +155,6 @@ mod tests {
     #[test]
     fn a_line_without_figures_is_no_event() {
         let line = LeftOut { step: 3, left_out: "the loss is NaN".into(), rows: vec![] };
-        assert!(of_line(&Line::LeftOut(line)).is_none());
+        assert!(of_line(&Logged::LeftOut(line)).is_none());
     }
 }
