@@ -321,7 +321,10 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
     let lists = format!("{{\"prompt\": [{}[0]]}}", "[0],".repeat(1 << 20));
     let objects = format!("{{\"prompt\": [{}{{}}]}}", "{\"a\":0},".repeat(1 << 19));
     // Values of each line that are not too many, and are too many together.
-    let lines = |line: &str| format!("{{{line}, \"x\": [{}[0]]}}\n", "[0],".repeat(50_000)).repeat(20);
+    let lines = |line: &str, end: &str| {
+        let inner = if end.is_empty() { "" } else { "}" };
+        format!("{{{line}, \"x\": [{}[0]]{inner}{end}}}\n", "[0],".repeat(50_000)).repeat(20)
+    };
     let header = |json: &str| [&(json.len() as u64).to_le_bytes()[..], json.as_bytes()].concat();
     // A list of four million texts of one character, and a million keys.
     let key =
@@ -357,11 +360,16 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
         ("rows.jsonl", objects.into(), "data stats rows.jsonl -m m", many),
         ("rows.json", format!("[{lists}]").into(), "data stats rows.json -m m", many),
         ("p.jsonl", lists.clone().into(), generate, many),
-        ("p.jsonl", (lines("\"prompt\": \"a\"") + "{\"prompt\": 1}\n").into(), generate, "a row needs"),
-        ("chat.jsonl", lines("\"role\": \"user\", \"content\": \"a\"").into(), chat, many),
+        (
+            "p.jsonl",
+            (lines("\"messages\": [{\"role\": \"user\"", "]") + "{\"prompt\": 1}\n").into(),
+            generate,
+            "a row needs",
+        ),
+        ("chat.jsonl", lines("\"role\": \"user\", \"content\": \"a\"", "").into(), chat, many),
         ("x.gguf", gguf(1, texts), convert, "values together"),
         ("x.gguf", gguf(1 << 20, keys), convert, "keys are declared"),
-        ("ids/tokenizer.json", ids.into(), "convert ids ids.gguf --dtype q8-0 --overwrite", "ids"),
+        ("ids/tokenizer.json", ids.into(), "convert ids ids.gguf --dtype q8-0 --overwrite", "has an id over"),
         ("r/checkpoint-1/trainer_state.json", lists.into(), export, many),
     ]
 }

@@ -90,7 +90,7 @@ struct RopeParameters {
 }
 
 /// Largest config.json that is read. That of Qwen3 has less than 1 KB; one that lists quantized layers has some 20 KB.
-pub const LARGEST: u64 = 512 << 10;
+pub const LARGEST: u64 = 384 << 10;
 /// Most tokens of a vocabulary or a context. Qwen3 has 151,936 and 262,144.
 const MOST_TOKENS: f64 = 16_777_216.0;
 /// Largest hidden size and MLP size. Qwen3-32B has 5,120 and 25,600; no product of three sizes overflows.

@@ -68,7 +68,7 @@ pub fn check(text: &str) -> serde_json::Result<()> {
 /// Takes `count` of what is left.
 fn take<Failure: Error>(left: &Cell<usize>, count: usize) -> Result<(), Failure> {
     let rest = left.get().checked_sub(count);
-    left.set(rest.ok_or_else(|| Failure::custom("it has more values than are read"))?);
+    left.set(rest.ok_or_else(|| Failure::custom("there are more values than are read"))?);
     Ok(())
 }
 

@@ -83,12 +83,9 @@ impl GgufFile {
         if !(2..=3).contains(&version) {
             return Err(head.bad(format!("it has version {version}; versions 2 and 3 are read")));
         }
-        let (tensors, keys) = (head.count()?, head.count()?);
-        for (what, count) in [("tensors", tensors), ("keys", keys)] {
-            if count > MOST_ENTRIES {
-                return Err(head.bad(format!("{count} {what} are declared; at most {MOST_ENTRIES} are read")));
-            }
-        }
+        let few = |what: &str| format!("{what}; at most {MOST_ENTRIES} are read");
+        let tensors = head.count(MOST_ENTRIES, || few("too many tensors are declared"))?;
+        let keys = head.count(MOST_ENTRIES, || few("too many keys are declared"))?;
         let mut found = HashMap::new();
         for _ in 0..keys {
             let key = head.text()?;
@@ -306,9 +303,12 @@ impl<Input: Read> Preamble<'_, Input> {
         self.take().map(Wanted::of_bytes)
     }
 
-    /// A number of things, each of which takes at least a byte.
-    fn count(&mut self) -> Result<u64, ModelError> {
+    /// A number of things, at most `most`, each of which takes at least a byte.
+    fn count(&mut self, most: u64, too_many: impl FnOnce() -> String) -> Result<u64, ModelError> {
         let count: u64 = self.next()?;
+        if count > most {
+            return Err(self.bad(format!("{count}: {}", too_many())));
+        }
         self.left(count)?;
         Ok(count)
     }
@@ -327,10 +327,9 @@ impl<Input: Read> Preamble<'_, Input> {
         match self.next()? {
             TEXT => self.text().map(ReadValue::Text),
             ARRAY => {
-                let (kind, count) = (self.next()?, self.count()?);
-                if count > self.values_left {
-                    return Err(self.bad(format!("the lists have more than {MOST_VALUES} values together")));
-                }
+                let kind = self.next()?;
+                let too_many = || format!("the lists have more than {MOST_VALUES} values together");
+                let count = self.count(self.values_left, too_many)?;
                 self.values_left -= count;
                 match kind {
                     TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(ReadValue::Texts),

@@ -77,10 +77,11 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let dense_from = dense_from(trained.as_ref(), &files)?;
     let tensors = Repacked::new(source.tensors(), format(args, container, dense_from)?);
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
+    let config = files.config_file(None);
     for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
-        undescribed(bytes)?;
+        undescribed(&config, bytes)?;
         if container == ContainerArg::Safetensors && args.dtype != WeightArg::Nvfp4 {
-            untied(bytes, &tensors)?;
+            untied(&config, bytes, &tensors)?;
         }
     }
     let written = |out: &mut dyn Write| {
@@ -150,9 +151,9 @@ impl Source {
     }
 }
 
-/// The bytes of a config.json for these tensors: it says whether the head is the embedding.
-fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
-    let mut config = object(bytes)?;
+/// The bytes of a config.json, which was read from `path`, for these tensors: it says whether the head is the embedding.
+fn untied(path: &Path, bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
+    let mut config = object(path, bytes)?;
     if untie(&mut config, tensors)? {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
@@ -160,17 +161,17 @@ fn untied(bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
 }
 
 /// The bytes of a config.json that describes no format of another library: the weights are not in it any more.
-fn undescribed(bytes: &mut Vec<u8>) -> Result<(), CliError> {
-    let mut config = object(bytes)?;
+fn undescribed(path: &Path, bytes: &mut Vec<u8>) -> Result<(), CliError> {
+    let mut config = object(path, bytes)?;
     if config.remove("quantization_config").is_some() {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
     Ok(())
 }
 
-/// The JSON object of a config.json.
-fn object(bytes: &[u8]) -> Result<Map<String, Value>, CliError> {
-    let bad = |reason: String| CliError::corrupt("config.json".as_ref(), reason);
+/// The JSON object of a config.json, which was read from `path`.
+fn object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, CliError> {
+    let bad = |reason: String| CliError::corrupt(path, reason);
     let text = std::str::from_utf8(bytes).map_err(|e| bad(e.to_string()))?;
     json::parse(text).and_then(serde_json::from_value).map_err(|e| bad(e.to_string()))
 }

@@ -44,7 +44,9 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => questions_of(file)?,
-        (None, Some(prompt)) => vec![Question::new(&prompt_text(prompt)?.into(), None)],
+        (None, Some(prompt)) => {
+            vec![Question { text: prompt_text(prompt)?, is_row: false, line: None }]
+        }
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
     device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
@@ -52,19 +54,22 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
 
 /// What is asked: a text, or the messages of a conversation.
 struct Question {
-    /// Its JSON text. The values of it take many times as much memory.
-    asked: String,
+    /// The text, or the JSON row that holds it. The values of a row take many times as much memory.
+    text: String,
+    is_row: bool,
     /// Line of the file of prompts.
     line: Option<usize>,
 }
 
 impl Question {
-    fn new(asked: &Value, line: Option<usize>) -> Self {
-        Self { asked: asked.to_string(), line }
-    }
-
+    /// The text, or the list of messages.
     fn asked(&self) -> Value {
-        serde_json::from_str(&self.asked).expect("it was written from a value")
+        if !self.is_row {
+            return self.text.clone().into();
+        }
+        let mut row: Value = serde_json::from_str(&self.text).expect("the row was read before");
+        let key = if row.get("prompt").is_some() { "prompt" } else { "messages" };
+        row[key].take()
     }
 }
 
@@ -254,18 +259,14 @@ fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
     let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
         let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(line), column: None, reason };
-        let asked = if rows {
+        if rows {
             let row = json::parse(text).map_err(|e| CliError::not_json(path, line, &e))?;
             match (row.get("prompt"), row.get("messages")) {
-                (Some(asked @ Value::String(_)), None) | (None, Some(asked @ Value::Array(_))) => {
-                    Question::new(asked, Some(line))
-                }
+                (Some(Value::String(_)), None) | (None, Some(Value::Array(_))) => {}
                 _ => return Err(bad("a row needs a text \"prompt\", or a list \"messages\"".into())),
             }
-        } else {
-            Question::new(&text.into(), Some(line))
-        };
-        questions.push(asked);
+        }
+        questions.push(Question { text: text.to_owned(), is_row: rows, line: Some(line) });
     }
     if questions.is_empty() {
         let reason = "there is no prompt in it".into();

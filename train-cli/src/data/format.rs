@@ -205,8 +205,9 @@ fn messages(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
 fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     let mut messages: Vec<Value> =
         row.get("system").and_then(Value::as_str).filter(|s| !s.is_empty()).map(system).into_iter().collect();
-    let calls = json::Budget::of(0);
-    for (i, turn) in list(&mut row, "conversations")?.into_iter().enumerate() {
+    let turns = list(&mut row, "conversations")?;
+    let calls = json::Budget::of(turns.iter().filter_map(|turn| turn["value"].as_str()).map(str::len).sum());
+    for (i, turn) in turns.into_iter().enumerate() {
         let at = |what: &str| format!("turn {}: {what}", i + 1);
         let text = |key: &str| {
             turn.get(key).and_then(Value::as_str).ok_or_else(|| at(&format!("no {key:?}; it must be text")))

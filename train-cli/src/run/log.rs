@@ -144,7 +144,12 @@ fn parsed<Wanted: DeserializeOwned>(run: &Path, log: &str) -> Result<Vec<(String
     let bytes = file::read_bytes(&path, LARGEST, "")?;
     let text = String::from_utf8_lossy(&bytes);
     let wanted = |line: &str| json::parse(line).and_then(serde_json::from_value).ok();
-    Ok(text.lines().filter_map(|line| Some((line.to_owned(), wanted(line)?))).collect())
+    // A list would also be read as a type with so many fields.
+    Ok(text
+        .lines()
+        .filter(|line| line.starts_with('{'))
+        .filter_map(|line| Some((line.to_owned(), wanted(line)?)))
+        .collect())
 }
 
 #[cfg(test)]
