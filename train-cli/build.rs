@@ -28,7 +28,12 @@ fn commit() -> Option<String> {
     let sources = ["src", "../backend-nvfp4", "../kernels-cubecl", "../model-qwen3", "../.git/logs/HEAD"];
     sources.iter().for_each(|path| println!("cargo:rerun-if-changed={path}"));
     let git = |args: &[&str]| {
-        let output = Command::new("git").arg("--no-optional-locks").args(args).output().ok().filter(|output| output.status.success())?;
+        let output = Command::new("git")
+            .arg("--no-optional-locks")
+            .args(args)
+            .output()
+            .ok()
+            .filter(|output| output.status.success())?;
         String::from_utf8(output.stdout).ok()
     };
     // The sources may lie in the repository of something else.
