@@ -1,5 +1,5 @@
-//! A broken file gives an error that names the entry and the offset. It causes no panic, and no allocation that is larger
-//! than the file.
+//! A broken file gives an error that names the entry and the offset. It causes no panic, and its memory has a bound
+//! that grows with the file.
 
 use crate::support::{
     Random,
@@ -367,7 +367,7 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
             "a row needs",
         ),
         ("chat.jsonl", lines("\"role\": \"user\", \"content\": \"a\"", "").into(), chat, many),
-        ("x.gguf", gguf(1, texts), convert, "values together"),
+        ("x.gguf", gguf(1, texts), convert, "values of a list are declared"),
         ("x.gguf", gguf(1 << 20, keys), convert, "keys are declared"),
         ("ids/tokenizer.json", ids.into(), "convert ids ids.gguf --dtype q8-0 --overwrite", "has an id over"),
         ("r/checkpoint-1/trainer_state.json", lists.into(), export, many),

@@ -485,7 +485,8 @@ fn slow_heads_do_not_keep_good_clients_out() {
 }
 
 /// The events of a stream, and of each token but those of the first piece the gap in front of it, in seconds: of the server's
-/// processor time, and of real time. A piece may have several tokens, which only together are text.
+/// processor time, and of real time. A piece may have several tokens, which only together are text. `open` counts the streams
+/// that have begun and not ended: how many there are now, and how many there have been at most.
 fn heard(server: &Server, body: &Value, open: &[AtomicUsize; 2]) -> (Vec<Value>, Vec<[f64; 2]>) {
     let mut stream = server.open("POST", COMPLETION, &[JSON], body.to_string().as_bytes());
     let mut line = String::new();

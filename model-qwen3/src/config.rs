@@ -89,7 +89,8 @@ struct RopeParameters {
     rest: std::collections::BTreeMap<String, serde_json::Value>,
 }
 
-/// Largest config.json that is read. That of Qwen3 has less than 1 KB; one that lists quantized layers has some 20 KB.
+/// Largest config.json that is read. That of Qwen3 has less than 1 KB; lists of quantized layers make it longer. Two bytes of it
+/// may take two hundred in memory.
 pub const LARGEST: u64 = 384 << 10;
 /// Most tokens of a vocabulary or a context. Qwen3 has 151,936 and 262,144.
 const MOST_TOKENS: f64 = 16_777_216.0;

@@ -230,9 +230,9 @@ mod tests {
         parse(&format!("{{{}}}", tensors.join(","))).unwrap();
         let message = r#"{"role": "user", "content": "hi"}"#;
         parse(&format!("[{}]", vec![message; 1000].join(","))).unwrap();
-        // Lists in a list take 432 bytes each.
+        // A list with one value, in a list: four bytes of text.
         let lists = |count: usize| format!("[{}[0]]", "[0],".repeat(count - 1));
-        let most = MOST_MEMORY / (432 - 4);
+        let most = MOST_MEMORY / (ELEMENT * (FIRST + NEXT) - 4);
         assert!(parse(&lists(most - 10)).is_ok() && parse(&lists(most + 10)).is_err());
         // Several texts share what is there.
         let (half, budget) = (lists(most / 2 - 10), Budget::of(0));

@@ -1,4 +1,4 @@
-//! The tokenizer of tokenizer.json. The file's size is limited, and a panic of the tokenizer library on a hostile file
+//! The tokenizer of tokenizer.json. The file's size and the memory for reading it are limited, and a panic of the tokenizer library on a hostile file
 //! becomes an error. The file may ask for truncation, padding and BPE dropout: these are settings of the program that
 //! wrote it, and are not obeyed, because every text must give all of its tokens and always the same ones. A normalizer
 //! or pre-tokenizer that makes text longer and longer, or a decoder that is not byte-level, is refused: no tokenizer of Qwen3 has

@@ -83,9 +83,7 @@ impl GgufFile {
         if !(2..=3).contains(&version) {
             return Err(head.bad(format!("it has version {version}; versions 2 and 3 are read")));
         }
-        let few = |what: &str| format!("{what}; at most {MOST_ENTRIES} are read");
-        let tensors = head.count(MOST_ENTRIES, || few("too many tensors are declared"))?;
-        let keys = head.count(MOST_ENTRIES, || few("too many keys are declared"))?;
+        let (tensors, keys) = (head.count("tensors", MOST_ENTRIES)?, head.count("keys", MOST_ENTRIES)?);
         let mut found = HashMap::new();
         for _ in 0..keys {
             let key = head.text()?;
@@ -303,11 +301,14 @@ impl<Input: Read> Preamble<'_, Input> {
         self.take().map(Wanted::of_bytes)
     }
 
-    /// A number of things, at most `most`, each of which takes at least a byte.
-    fn count(&mut self, most: u64, too_many: impl FnOnce() -> String) -> Result<u64, ModelError> {
+    /// A number of things, at most `most`, each of which takes at least a byte. `what` names them.
+    fn count(&mut self, what: &str, most: u64) -> Result<u64, ModelError> {
         let count: u64 = self.next()?;
         if count > most {
-            return Err(self.bad(format!("{count}: {}", too_many())));
+            return Err(self.bad(format!(
+                "{count} {what} are declared; at most {MOST_ENTRIES} keys, as many tensors, and {MOST_VALUES} values in all \
+                 lists together are read"
+            )));
         }
         self.left(count)?;
         Ok(count)
@@ -327,9 +328,7 @@ impl<Input: Read> Preamble<'_, Input> {
         match self.next()? {
             TEXT => self.text().map(ReadValue::Text),
             ARRAY => {
-                let kind = self.next()?;
-                let too_many = || format!("the lists have more than {MOST_VALUES} values together");
-                let count = self.count(self.values_left, too_many)?;
+                let (kind, count) = (self.next()?, self.count("values of a list", self.values_left)?);
                 self.values_left -= count;
                 match kind {
                     TEXT => (0..count).map(|_| self.text()).collect::<Result<_, _>>().map(ReadValue::Texts),

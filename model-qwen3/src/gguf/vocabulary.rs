@@ -10,7 +10,7 @@ use serde::Deserialize;
 use std::{collections::BTreeMap, path::Path};
 
 /// The largest id of a token. That of Qwen3 is 151,668.
-const MOST: usize = 1 << 20;
+const LARGEST_ID: usize = 1 << 20;
 
 /// The tokens by id, and the merges that make them.
 #[derive(Debug, Clone)]
@@ -75,14 +75,14 @@ impl Vocabulary {
                 format!("{text}: {e}")
             };
             let file: TokenizerJson = serde_json::from_str(text).map_err(bad)?;
-            Self::of(file).ok_or_else(|| format!("a token has an id over {MOST}").into())
+            Self::of(file).ok_or_else(|| format!("a token has an id over {LARGEST_ID}").into())
         })
     }
 
     fn of(file: TokenizerJson) -> Option<Self> {
         let mut tokens: Vec<Option<(String, Kind)>> = vec![];
         let mut set = |id: u64, text: String, kind: Kind| {
-            let id = usize::try_from(id).ok().filter(|id| *id <= MOST)?;
+            let id = usize::try_from(id).ok().filter(|id| *id <= LARGEST_ID)?;
             tokens.resize(tokens.len().max(id + 1), None);
             tokens[id] = Some((text, kind));
             Some(())

@@ -144,9 +144,9 @@ pub(crate) const HEAD: HeadFormat = HeadFormat::Nvfp4;
 fn tolerance_help() -> String {
     let of = |precision| tolerance::hidden(precision, 3);
     format!(
-        "The embedding, each block, the final norm and the logits pass if their relative difference is at most this [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and \
-         more for a model of more than three blocks; {} if only one of the two models has 4-bit weights, or \
-         only one has 4-bit activations]",
+        "The embedding, each block, the final norm and the logits pass if their relative difference is at most this \
+         [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and more for a model \
+         of more than three blocks; {} if only one of the two models has 4-bit weights, or only one has 4-bit activations]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),

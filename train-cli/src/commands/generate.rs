@@ -44,9 +44,7 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => questions_of(file)?,
-        (None, Some(prompt)) => {
-            vec![Question { text: prompt_text(prompt)?, is_row: false, line: None }]
-        }
+        (None, Some(prompt)) => vec![Question { text: prompt_text(prompt)?, is_row: false, line: None }],
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
     device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })

@@ -42,7 +42,7 @@ pub(super) struct StepFigures {
     pub(super) peak_memory_mib: Option<u64>,
     /// What the model computes in a second, in TFLOP.
     pub(super) model_tflops: Option<f64>,
-    /// Of the peak of the device.
+    /// The share of the device's peak that this is.
     pub(super) mfu: Option<f64>,
     /// Blocks that are frozen on their codes.
     pub(super) frozen_blocks: Option<usize>,
@@ -62,7 +62,7 @@ pub(super) struct EvaluationFigures {
     pub(super) eval_loss_quantized: Option<f64>,
     /// With nothing quantized.
     pub(super) eval_loss_master: Option<f64>,
-    /// Percentage of the NVFP4 codes that are others than before the first step.
+    /// Percentage of the NVFP4 codes that differ from those before the first step.
     pub(super) codes_changed_pct: Option<f64>,
 }
 

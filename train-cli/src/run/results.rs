@@ -24,7 +24,7 @@ pub struct Results {
     pub train_runtime: f64,
     /// Rows that were read, counted each time.
     pub train_samples: f64,
-    /// Of them in a second.
+    /// Rows in a second.
     pub train_samples_per_second: f64,
     /// Steps in a second.
     pub train_steps_per_second: f64,
@@ -32,7 +32,7 @@ pub struct Results {
     pub eval_loss: Option<f64>,
     /// The step whose model is exported. Older records do not say: it was the last one.
     pub exported_step: Option<usize>,
-    /// Percentage of the NVFP4 codes that are others than before the first step.
+    /// Percentage of the NVFP4 codes that differ from those before the first step.
     pub codes_changed_pct: Option<f64>,
     /// Steps that were left out.
     #[serde(default)]
