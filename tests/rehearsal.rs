@@ -1,6 +1,6 @@
 //! A run compiles kernels before it needs them: it rehearses its first steps on a device that only records which kernels
-//! they launch, and NVRTC compiles those that are written in CUDA C++ into the cache that CubeCL reads. Before a
-//! model answers, its first answers are rehearsed.
+//! they launch, and NVRTC compiles these into the cache that CubeCL reads. Before a model answers, its first answers are
+//! rehearsed.
 
 use crate::support::{
     Cpu,
@@ -12,8 +12,9 @@ use clap::Parser;
 use cubecl::{Runtime, ir::DeviceProperties};
 use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache};
 use kernels_cubecl::{
-    compile_ahead::compile_ahead,
-    cuda_source::{Launch, SourceDevice, SourceRuntime},
+    any_cuda::{AnyCudaDevice, AnyCudaRuntime},
+    compile_ahead::{KernelCache, compile_ahead},
+    cuda_source::{Launch, SourceDevice},
 };
 use model_qwen3::{
     config::Qwen3Config,
@@ -22,7 +23,13 @@ use model_qwen3::{
     weights,
     write::write_safetensors,
 };
-use std::{collections::BTreeSet, fs, ops::ControlFlow, path::Path, sync::atomic::AtomicBool};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    ops::ControlFlow,
+    path::Path,
+    sync::atomic::AtomicBool,
+};
 use train_cli::{
     CliError, ahead,
     args::{Cli, Command},
@@ -40,9 +47,14 @@ const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "q
 
 fn properties(arch: u32) -> DeviceProperties {
     let device = SourceDevice::recording(arch);
-    let properties = SourceRuntime::client(&device).properties().clone();
+    let properties = AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone())).properties().clone();
     device.give_back();
     properties
+}
+
+/// A device that stands for a GPU of compute capability `arch`, for which nothing is compiled.
+fn rehearsing(arch: u32) -> SourceDevice {
+    SourceDevice::rehearsing(arch, properties(arch), Box::new(|_| false))
 }
 
 /// What `fit` compiles ahead for a card of compute capability `arch`.
@@ -54,13 +66,13 @@ fn rehearsed(dir: &Path, arch: u32, flags: &[&str]) -> Vec<Launch> {
     let begin = ["train-cli", "fit", "--synthetic", "--max-seq-length", "256", "--init-config", config];
     let line = [&begin[..], &["--tokenizer", tokenizer], flags].concat();
     let Command::Fit(args) = Cli::parse_from(line).command else { panic!("this is fit") };
-    fit::rehearsed(&args, SourceDevice::rehearsing(arch, properties(arch)), Precision::Bf16).unwrap()
+    fit::rehearsed(&args, rehearsing(arch), Precision::Bf16).unwrap()
 }
 
 #[test]
 fn every_recipe_is_rehearsed() {
     let dir = tempfile::tempdir().unwrap();
-    let all = ["hopper_attention_forward", "hopper_attention_keys", "hopper_attention_queries", "hopper_gemm"];
+    let written = ["hopper_attention_forward", "hopper_attention_keys", "hopper_attention_queries", "hopper_gemm"];
     let mut gemms = Vec::new();
     for flags in [
         &["--recipe", "bf16"][..],
@@ -71,37 +83,46 @@ fn every_recipe_is_rehearsed() {
     ] {
         let launches = rehearsed(dir.path(), 90, flags);
         let names: BTreeSet<&str> = launches.iter().map(|launch| launch.entry.as_str()).collect();
-        assert_eq!(names.into_iter().collect::<Vec<_>>(), all, "{flags:?}");
+        let hopper = names.iter().filter(|name| name.starts_with("hopper")).copied().collect::<Vec<_>>();
+        assert_eq!(hopper, written, "{flags:?}");
         let keys: BTreeSet<u128> = launches.iter().map(|launch| launch.key).collect();
         assert_eq!(keys.len(), launches.len(), "{flags:?}: a kernel was recorded twice");
-        gemms.push(launches.len() - 3);
+        gemms.push(launches.iter().filter(|launch| launch.entry == "hopper_gemm").count());
     }
     // The forward of each of q + k + v, o, gate + up, down and the head has other operands than its gradients.
     assert!(gemms.iter().all(|count| *count >= 8), "{gemms:?} forms of the product");
     // No other card has kernels in CUDA C++ for training.
-    assert!(rehearsed(dir.path(), 80, &["--recipe", "w4a4"]).is_empty());
+    let others = rehearsed(dir.path(), 80, &["--recipe", "w4a4"]);
+    assert!(others.len() > 40 && others.iter().all(|launch| !launch.entry.starts_with("hopper")), "{}", others.len());
 }
 
-/// One answer of a model as it is, of all its blocks.
+/// A model that is made and answers no prompt or one.
 struct Answered<'a> {
     stored: &'a StoredModel,
     recipe: Recipe,
-    prompt: usize,
+    /// Whether the model is an outline, and not loaded with all its blocks.
+    outline: bool,
+    prompt: Option<usize>,
 }
 
 impl Job for Answered<'_> {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let model = self.stored.load::<B>(self.recipe, precision, &device)?;
-        let options = GenerateOptions { max_tokens: 3, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
-        let mut session = Session::new(&model, self.prompt + 3)?;
-        session.answer(&vec![0; self.prompt], &options, |_| ControlFlow::Continue(()))?;
+        let Self { stored, recipe, outline, prompt } = self;
+        let model = match outline {
+            true => stored.outline::<B>(recipe, precision, &device)?,
+            false => stored.load::<B>(recipe, precision, &device)?,
+        };
+        let Some(prompt) = prompt else { return Ok(()) };
+        let options = GenerateOptions { max_tokens: 2, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
+        let mut session = Session::new(&model, prompt + 2)?;
+        session.answer(&vec![0; prompt], &options, |_| ControlFlow::Continue(()))?;
         Ok(())
     }
 }
 
-/// An outline of a model launches the kernels of the model.
+/// An outline of a model launches the kernels of the model. Making the outline and loading the model launch others.
 #[test]
 fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
     let dir = tempfile::tempdir().unwrap();
@@ -129,20 +150,30 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         ("r/final", Recipe::W4a4, 90),
     ] {
         let stored = StoredModel::open(&d.join(file), Some(d)).unwrap();
-        let device = || SourceDevice::rehearsing(arch, properties(arch));
+        let launches = |outline, prompt| {
+            let job = Answered { stored: &stored, recipe, outline, prompt };
+            ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap()
+        };
+        let (outline, loaded) = (launches(true, None), launches(false, None));
+        let made: BTreeSet<u128> = keys(&outline).union(&keys(&loaded)).copied().collect();
         for prompt in [1, 20, 700, 1024 - 3] {
             let expected = Expected { steps: vec![vec![prompt]], together: 1 };
             let job = FirstAnswers { stored: &stored, recipe, expected };
-            let rehearsed = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
-            let job = Answered { stored: &stored, recipe, prompt };
-            let answered = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
-            let names = rehearsed.iter().map(|l| l.entry.as_str()).collect::<Vec<_>>();
-            assert!(!answered.is_empty());
-            assert_eq!(keys(&rehearsed), keys(&answered), "{file}, {}, {prompt} tokens: {names:?}", recipe.name());
+            let rehearsed = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
+            let answered = launches(false, Some(prompt));
+            // How many units fill a buffer depends on its length, and a rehearsal has a short answer besides.
+            let fills = |launch: &Launch| launch.entry.starts_with("full_kernel");
+            let of_answers = |launches: &[Launch]| {
+                let kept = launches.iter().filter(|launch| !made.contains(&launch.key) && !fills(launch));
+                kept.map(|launch| (launch.key, launch.entry.clone())).collect::<BTreeMap<_, _>>()
+            };
+            let (rehearsed, answered) = (of_answers(&rehearsed), of_answers(&answered));
+            assert!(answered.len() > 5, "{answered:?}");
+            assert_eq!(rehearsed, answered, "{file}, {}, {prompt} tokens", recipe.name());
         }
         // Five answers end one after another: there are forms for one, two, four and eight tokens.
         let job = FirstAnswers { stored: &stored, recipe, expected: Expected { steps: vec![], together: 5 } };
-        let together = ahead::rehearsed(device(), Precision::Bf16, job).unwrap();
+        let together = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
         let kinds = if file == "r/final" { 2 } else { 1 };
         assert_eq!(count(&together, "decoder_block"), 4 * kinds, "{file}, {}", recipe.name());
     }
@@ -160,7 +191,8 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
     let folder = dir.path().join("cache");
     let option = || CacheOption::default().name("cuda").root(&folder);
     let mut launches = rehearsed(dir.path(), 90, &["--recipe", "w4a4"]);
-    // NVRTC takes a second for each.
+    // Kernels that are written in CUDA C++ include no headers of CUDA. NVRTC takes a second for each.
+    launches.retain(|launch| launch.entry.starts_with("hopper"));
     launches.truncate(2);
     launches.push(Launch {
         entry: "three".into(),
@@ -168,8 +200,11 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
         ..launches[0].clone()
     });
     launches[2].key = 3;
+    let mut cache = KernelCache::open(&folder);
     let mut open = CompilationCache::<u128, serde_json::Value>::new("ptx", option());
-    assert_eq!(compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap(), 3);
+    let compiled =
+        |cache: &mut KernelCache, launches: &[Launch]| compile_ahead(launches, 90, cache, &AtomicBool::new(false));
+    assert_eq!(compiled(&mut cache, &launches).unwrap(), 3);
     // The device adds a kernel of its own, and sees the others from then on.
     open.insert(7, serde_json::json!({"entrypoint_name": "own", "shared_mem_bytes": 0, "ptx": []})).unwrap();
     for launch in &launches {
@@ -182,15 +217,17 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
         let magic: Vec<i64> = code.iter().take(4).filter_map(serde_json::Value::as_i64).collect();
         assert_eq!(magic, [0x7f, b'E'.into(), b'L'.into(), b'F'.into()], "machine code is an ELF file");
     }
-    assert_eq!(compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap(), 0, "nothing is compiled twice");
+    assert_eq!(compiled(&mut cache, &launches).unwrap(), 0, "nothing is compiled twice");
+    let mut later = KernelCache::open(&folder);
+    assert!(
+        launches.iter().all(|launch| later.has(launch.key)) && !later.has(4),
+        "a later process knows what is compiled"
+    );
+    assert_eq!(compiled(&mut later, &launches).unwrap(), 0, "nor by a later process");
     launches[2] = Launch { key: 4, text: "this is no C++ ".repeat(20), ..launches[2].clone() };
     launches.push(Launch { key: 5, text: "extern \"C\" __global__ void three() {}".into(), ..launches[2].clone() });
-    let error = compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap_err().to_string();
+    let error = compiled(&mut cache, &launches).unwrap_err().to_string();
     assert!(error.contains("three") && error.contains("this"), "{error}");
     launches.remove(2);
-    assert_eq!(
-        compile_ahead(&launches, 90, &folder, &AtomicBool::new(false)).unwrap(),
-        0,
-        "a kernel that compiles is kept beside one that does not"
-    );
+    assert_eq!(compiled(&mut cache, &launches).unwrap(), 0, "a kernel that compiles is kept beside one that does not");
 }

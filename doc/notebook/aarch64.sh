@@ -12,6 +12,8 @@ triple=aarch64-unknown-linux-gnu
 emulator="qemu-aarch64-static -L /usr/aarch64-linux-gnu"
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=$emulator
+# No GPU is emulated: tests that need one are skipped, and their NVRTC is for another processor.
+unset REQUIRE_GPU REQUIRE_NVRTC NVRTC_HOME
 export CARGO_INCREMENTAL=0 RUST_MIN_STACK=16777216
 
 cargo build --locked --workspace --bins --target "$triple"

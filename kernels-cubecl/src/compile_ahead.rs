@@ -4,9 +4,8 @@
 //! ```text
 //! launches recorded by a rehearsal → NVRTC, a thread a processor → the cache → the device
 //! ```
-//! A device reads what others have written to the cache whenever it adds a kernel of its own. Kernels that are written in
-//! CUDA C++ take most of the time and can be compiled ahead: the key of every other kernel depends on the type of the
-//! runtime that launches it, and a rehearsal runs on another runtime. CubeCL compiles the other kernels at their first launch.
+//! A device reads what others have written to the cache whenever it adds a kernel of its own. CubeCL compiles a kernel that no
+//! rehearsal has launched at its first launch.
 
 use crate::{cuda_source::Launch, error::KernelError};
 use cubecl::cuda::install;
@@ -15,6 +14,7 @@ use cudarc::nvrtc::{result, sys};
 use serde::{Deserialize, Serialize};
 use std::{
     ffi::{CString, c_char},
+    fmt,
     path::Path,
     sync::{
         Mutex, PoisonError,
@@ -26,17 +26,50 @@ use std::{
 /// The name of the threads that compile.
 pub const THREAD: &str = "compiling ahead";
 
-/// Compiles the kernels of `launches` that the cache in `folder` lacks, for compute capability `arch` (90 is 9.0), until `stop` is
-/// set. Returns the number of compiled kernels. `folder` is the one that CubeCL was configured with.
+/// CubeCL's cache of CUDA kernels on disk.
+pub struct KernelCache(CompilationCache<StableHash, CacheEntry>);
+
+impl KernelCache {
+    /// Opens the cache in `folder`, which is the one that CubeCL was configured with.
+    ///
+    /// # Panics
+    /// If it cannot be read or made: CubeCL panics there.
+    pub fn open(folder: &Path) -> Self {
+        Self(CompilationCache::new("ptx", CacheOption::default().name("cuda").root(folder)))
+    }
+
+    /// Whether the kernel of this key was in the cache when it was opened, or was compiled by [`compile_ahead`] since then.
+    pub fn has(&self, key: StableHash) -> bool {
+        self.0.get(&key).is_some()
+    }
+
+    fn insert(&mut self, launch: &Launch, ptx: Vec<c_char>) -> Result<(), KernelError> {
+        let entry = CacheEntry { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx };
+        self.0.insert(launch.key, entry).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))
+    }
+}
+
+impl fmt::Debug for KernelCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("KernelCache").finish_non_exhaustive()
+    }
+}
+
+/// Compiles the kernels of `launches` that `cache` lacks, for compute capability `arch` (90 is 9.0), until `stop` is set.
+/// Returns the number of compiled kernels.
 ///
 /// # Errors
 /// If a kernel does not compile, or the system gives no thread. The kernels that did compile are in the cache all the same.
 ///
 /// # Panics
 /// If NVRTC is not installed, or the cache cannot be written: cudarc and CubeCL panic there.
-pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path, stop: &AtomicBool) -> Result<usize, KernelError> {
-    let mut cache = cache(folder);
-    let mut missing: Vec<&Launch> = launches.iter().filter(|launch| cache.get(&launch.key).is_none()).collect();
+pub fn compile_ahead(
+    launches: &[Launch],
+    arch: u32,
+    cache: &mut KernelCache,
+    stop: &AtomicBool,
+) -> Result<usize, KernelError> {
+    let mut missing: Vec<&Launch> = launches.iter().filter(|launch| !cache.has(launch.key)).collect();
     // The longest take longest, and begin first. They are taken from the end.
     missing.sort_by_key(|launch| launch.text.len());
     let options = options(arch);
@@ -62,18 +95,10 @@ pub fn compile_ahead(launches: &[Launch], arch: u32, folder: &Path, stop: &Atomi
     })?;
     let mut result = Ok(0);
     for (launch, code) in compiled.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        let entry = |ptx| CacheEntry { entrypoint_name: launch.entry.clone(), shared_mem_bytes: launch.shared, ptx };
-        let kept = code.and_then(|code| {
-            cache.insert(launch.key, entry(code)).map_err(|e| failed("the cache of kernels", &format!("{e:?}")))
-        });
+        let kept = code.and_then(|code| cache.insert(launch, code));
         result = result.and_then(|count| kept.map(|()| count + 1));
     }
     result
-}
-
-/// CubeCL's cache of CUDA kernels.
-fn cache(folder: &Path) -> CompilationCache<StableHash, CacheEntry> {
-    CompilationCache::new("ptx", CacheOption::default().name("cuda").root(folder))
 }
 
 /// An entry of CubeCL's cache, with CubeCL's names. The driver takes machine code in place of PTX.
@@ -88,7 +113,7 @@ struct CacheEntry {
 fn options(arch: u32) -> Vec<String> {
     let suffix = if arch >= 90 { "a" } else { "" };
     let mut options = vec![format!("--gpu-architecture=sm_{arch}{suffix}"), "-lineinfo".to_owned()];
-    // Without headers CubeCL panics, but kernels that are written in CUDA C++ include none.
+    // Without headers a kernel that includes one does not compile. Those that are written in CUDA C++ include none.
     if let Some(include) = install::cuda_path().map(|folder| folder.join("include")) {
         options.extend([include.clone(), include.join("cccl")].map(|at| format!("--include-path={}", at.display())));
     }

@@ -28,7 +28,8 @@
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
 //! | [`host_memory`] | how a program ends to which the host gives no more memory |
 //! | `once` | tests only: launches every kernel once, and compiles it for cards that the machine does not have |
-//! | [`cuda_source`] | a runtime that records kernels as CUDA C++ instead of running them |
+//! | [`any_cuda`] | the CUDA runtime, whose devices are GPUs or those of [`cuda_source`] |
+//! | [`cuda_source`] | devices that record kernels as CUDA C++ instead of running them |
 //! | [`compile_ahead`] | compiles recorded kernels on all processors, before a device needs them |
 //!
 //! # Which device runs what
@@ -62,7 +63,7 @@
 //!
 //! # Launches
 //! This crate knows no model, no file but the cache of compiled kernels ([`compile_ahead`]), and of the tensor library only the mark of a device, which
-//! [`cuda_source`] needs. A launch function takes buffers as
+//! [`any_cuda`] needs. A launch function takes buffers as
 //! [`cubecl::prelude::ArrayArg`], checks their lengths against the shapes ([`KernelError`]) and queues the kernel.
 //! Errors of the device, such as out of memory, surface at the next synchronization. A kernel takes a buffer that may
 //! be missing, or of which there may be several, as a `Sequence`: none, one, or one for each item.
@@ -71,6 +72,7 @@
 #![allow(unsafe_code)]
 
 pub mod adamw;
+pub mod any_cuda;
 pub mod attention;
 pub mod bench;
 pub mod block_scaled;

@@ -5,7 +5,7 @@ use crate::support::Random;
 use cubecl::{client::ComputeClient, ir::StorageType};
 use kernels_cubecl::{
     KernelError,
-    cuda_source::SourceRuntime,
+    any_cuda::AnyCudaRuntime,
     gemm::{self, Gemm, GemmShape},
     matmul::Product::{self, Nn, Nt, Tn},
 };
@@ -86,7 +86,7 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
 pub(super) fn launch_and_compare(
     gpu: &Gpu,
     case: &Case,
-    launch: impl Fn(&ComputeClient<SourceRuntime>, Gemm<SourceRuntime>) -> Result<(), KernelError>,
+    launch: impl Fn(&ComputeClient<AnyCudaRuntime>, Gemm<AnyCudaRuntime>) -> Result<(), KernelError>,
 ) -> Result<(), String> {
     let mut random = Random::new(5);
     let Case { product, shapes, scales, types, form, .. } = case.clone();

@@ -10,7 +10,8 @@ use cubecl::{
 };
 use half::{bf16, f16};
 use kernels_cubecl::{
-    cuda_source::{Executor, SourceDevice, SourceRuntime, array},
+    any_cuda::{AnyCudaDevice, AnyCudaRuntime, array},
+    cuda_source::{Executor, SourceDevice},
     matmul::PackedArgs,
 };
 
@@ -22,7 +23,7 @@ pub(super) const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKi
 pub(super) const ARCHITECTURES: [u32; 3] = [80, 90, 121];
 
 pub(super) struct Gpu {
-    pub(super) client: ComputeClient<SourceRuntime>,
+    pub(super) client: ComputeClient<AnyCudaRuntime>,
     pub(super) device: SourceDevice,
     pub(super) arch: u32,
     computes: bool,
@@ -45,7 +46,7 @@ impl Gpu {
     }
 
     fn new(arch: u32, device: SourceDevice, computes: bool) -> Self {
-        Self { client: SourceRuntime::client(&device), device, arch, computes }
+        Self { client: AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone())), device, arch, computes }
     }
 
     /// A buffer of `values`, rounded to `ty`.
@@ -61,7 +62,7 @@ impl Gpu {
     }
 
     /// A buffer of indices.
-    pub(super) fn indices(&self, values: &[u32]) -> ArrayArg<SourceRuntime> {
+    pub(super) fn indices(&self, values: &[u32]) -> ArrayArg<AnyCudaRuntime> {
         let bytes: Vec<u8> = values.iter().flat_map(|n| n.to_le_bytes()).collect();
         array(&self.client.create_from_slice(&bytes), 4)
     }
@@ -135,7 +136,7 @@ pub(super) struct Data {
 }
 
 impl Data {
-    pub(super) fn arg(&self) -> ArrayArg<SourceRuntime> {
+    pub(super) fn arg(&self) -> ArrayArg<AnyCudaRuntime> {
         array(&self.handle, self.ty.size())
     }
 }
@@ -151,7 +152,7 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    pub(super) fn args(&self) -> PackedArgs<SourceRuntime> {
+    pub(super) fn args(&self) -> PackedArgs<AnyCudaRuntime> {
         PackedArgs {
             codes: array(&self.codes, 4),
             scales: array(&self.scales, 1),

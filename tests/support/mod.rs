@@ -10,7 +10,7 @@ pub(crate) mod spec;
 use backend_nvfp4::{Nvfp4Parts, Recipe};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 use burn_cubecl::CubeBackend;
-use cubecl::{cuda::CudaRuntime, wgpu::WgpuRuntime};
+use cubecl::wgpu::WgpuRuntime;
 use safetensors::SafeTensors;
 use std::{
     any::TypeId,
@@ -70,14 +70,12 @@ macro_rules! on_gpu {
     ($f:ident) => {
         match crate::support::gpu() {
             crate::support::Gpu::Vulkan => $f::<cubecl::wgpu::WgpuRuntime>(),
-            crate::support::Gpu::Cuda => $f::<cubecl::cuda::CudaRuntime>(),
+            crate::support::Gpu::Cuda => $f::<kernels_cubecl::any_cuda::AnyCudaRuntime>(),
             crate::support::Gpu::Missing => crate::support::skipped(),
         }
     };
 }
 pub(crate) use on_gpu;
-
-const _: Option<CudaRuntime> = None;
 
 /// What a GPU can lack. This alone excuses a test, or a part of one, from running where `REQUIRE_GPU` is set.
 #[derive(Debug, Clone, Copy)]

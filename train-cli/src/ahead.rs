@@ -1,49 +1,32 @@
 //! Kernels that are compiled before they are needed, on all processors. A job rehearses the work on a device that only records
-//! which kernels it launches. The kernels in CUDA C++ are then compiled on threads, and the program does other work meanwhile, for
-//! example loads a model.
+//! which kernels it launches. They are then compiled on threads, and the program does other work meanwhile, for example loads a
+//! model.
 
 use crate::{
     CliError,
-    device::{Job, quietly},
+    device::{CudaBackend, Job, quietly},
     report,
     settings::DeviceChoice,
 };
 use backend_nvfp4::Precision;
-use burn_cubecl::CubeBackend;
 use cubecl::{
     Runtime,
     config::{CubeClRuntimeConfig, RuntimeConfig},
-    cuda::{CudaDevice, CudaRuntime},
 };
 use cudarc::driver::CudaContext;
 use kernels_cubecl::{
-    compile_ahead::{THREAD, compile_ahead},
-    cuda_source::{Launch, SourceDevice, SourceRuntime},
-    hopper,
+    any_cuda::{AnyCudaDevice, AnyCudaRuntime},
+    compile_ahead::{KernelCache, THREAD, compile_ahead},
+    cuda_source::{Launch, SourceDevice},
 };
 use std::{
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
     time::Instant,
 };
-
-/// Work that launches the kernels that are needed soon.
-pub trait Rehearsal: Job<Output = ()> {
-    /// The GPUs that have kernels in CUDA C++ for this work.
-    const ON: Gpus;
-}
-
-/// Kinds of GPUs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Gpus {
-    /// Those that CUDA knows.
-    All,
-    /// Those with Hopper's matrix instructions.
-    Hopper,
-}
 
 /// Kernels that are being compiled. Dropping this begins no further kernel and waits for those in progress: the program must not
 /// end while a library compiles.
@@ -61,9 +44,9 @@ struct Compiled {
 }
 
 impl Ahead {
-    /// Begins to compile the kernels in CUDA C++ that `rehearsal` launches. Only a GPU whose compiled kernels are kept on disk can
-    /// be helped; a rehearsal that fails leaves each kernel to its first launch.
-    pub fn compile<J: Rehearsal>(choice: DeviceChoice, precision: Precision, rehearsal: J) -> Self {
+    /// Begins to compile the kernels that `rehearsal` launches. Only a CUDA GPU whose compiled kernels are kept on disk can be
+    /// helped; a rehearsal that fails leaves each kernel to its first launch.
+    pub fn compile<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehearsal: J) -> Self {
         match quietly(|| begin(choice, precision, rehearsal)) {
             Some(Ok(ahead)) => ahead,
             // The work itself will say what is wrong with a model.
@@ -104,7 +87,7 @@ fn warn(reason: &str) {
 }
 
 /// Rehearses, and starts the thread that compiles.
-fn begin<J: Rehearsal>(choice: DeviceChoice, precision: Precision, rehearsal: J) -> Result<Ahead, CliError> {
+fn begin<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehearsal: J) -> Result<Ahead, CliError> {
     let (DeviceChoice::Cuda(index), Some(cache)) = (choice, &CubeClRuntimeConfig::get().compilation.cache) else {
         return Ok(Ahead::default());
     };
@@ -114,17 +97,16 @@ fn begin<J: Rehearsal>(choice: DeviceChoice, precision: Precision, rehearsal: J)
         .and_then(|context| context.compute_capability())
         .map_err(|error| failed(error.to_string()))?;
     let arch = (10 * major + minor) as u32;
-    let client = CudaRuntime::client(&CudaDevice { index });
-    // Kernels in CUDA C++ compute in 16 bits.
-    if precision.dtype().size() != 2 || J::ON == Gpus::Hopper && !hopper::is_hopper(&client) {
-        return Ok(Ahead::default());
-    }
-    let properties = client.properties().clone();
-    let launches = rehearsed(SourceDevice::rehearsing(arch, properties), precision, rehearsal)?;
-    let (folder, stop) = (cache.root(), Arc::<AtomicBool>::default());
+    let properties = AnyCudaRuntime::client(&AnyCudaDevice::Gpu(index)).properties().clone();
+    let cache = Arc::new(Mutex::new(KernelCache::open(&cache.root())));
+    let asked = cache.clone();
+    let is_compiled = Box::new(move |key| asked.lock().unwrap_or_else(PoisonError::into_inner).has(key));
+    let launches = rehearsed(SourceDevice::rehearsing(arch, properties, is_compiled), precision, rehearsal)?;
+    let stop = Arc::<AtomicBool>::default();
     let stopped = stop.clone();
     let compile = move || {
-        let count = compile_ahead(&launches, arch, &folder, &stopped).map_err(|error| failed(error.to_string()))?;
+        let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = compile_ahead(&launches, arch, &mut cache, &stopped).map_err(|error| failed(error.to_string()))?;
         Ok(Compiled { count, seconds: begun.elapsed().as_secs_f64() })
     };
     let thread = thread::Builder::new().name(THREAD.to_owned()).spawn(compile);
@@ -136,8 +118,9 @@ fn begin<J: Rehearsal>(choice: DeviceChoice, precision: Precision, rehearsal: J)
 /// # Errors
 /// If the job fails.
 pub fn rehearsed<J: Job>(device: SourceDevice, precision: Precision, job: J) -> Result<Vec<Launch>, CliError> {
-    let done = job.run::<CubeBackend<SourceRuntime, f32, i32, u8>>(device.clone(), precision);
-    let client = SourceRuntime::client(&device);
+    let source = AnyCudaDevice::Source(device.clone());
+    let client = AnyCudaRuntime::client(&source);
+    let done = job.run::<CudaBackend>(source, precision);
     let synced = cubecl::future::block_on(client.sync());
     client.memory_cleanup();
     let launches = device.take_launches();

@@ -1,23 +1,27 @@
 //! Runs a job on the backend of the chosen device. One binary holds three backends. A job is written once over
-//! `B: Nvfp4Kernels + DeviceServices`. This file names their types, and [`crate::ahead`] that of a backend which only records
-//! kernels.
+//! `B: Nvfp4Kernels + DeviceServices`. No other file names their types.
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{DeviceServices, Nvfp4Error, Nvfp4Kernels, Precision};
 use burn::backend::NdArray;
-use burn_cubecl::CubeRuntime;
+use burn_cubecl::{CubeBackend, CubeRuntime};
 use cubecl::{
     config::{CubeClRuntimeConfig, RuntimeConfig, cache::CacheConfig, memory::PersistentMemory},
-    cuda::{CudaDevice, CudaRuntime},
     wgpu::{WgpuDevice, WgpuRuntime},
 };
 use cudarc::driver::CudaContext;
-use kernels_cubecl::compile_ahead;
+use kernels_cubecl::{
+    any_cuda::{AnyCudaDevice, AnyCudaRuntime},
+    compile_ahead,
+};
 use model_qwen3::{ModelError, limits};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{Mutex, OnceLock, PoisonError},
 };
+
+/// The backend of CUDA devices.
+pub type CudaBackend = CubeBackend<AnyCudaRuntime, f32, i32, u8>;
 
 /// Work that runs on any backend.
 pub trait Job {
@@ -43,7 +47,7 @@ pub trait Job {
 /// The device that a choice means on this machine: `auto` is CUDA where there is a card, and else the CPU.
 pub fn resolved(choice: DeviceChoice) -> DeviceChoice {
     match choice {
-        DeviceChoice::Auto if probe::<CudaRuntime>(&CudaDevice { index: 0 }).is_ok() => DeviceChoice::Cuda(0),
+        DeviceChoice::Auto if probe::<AnyCudaRuntime>(&AnyCudaDevice::Gpu(0)).is_ok() => DeviceChoice::Cuda(0),
         DeviceChoice::Auto => DeviceChoice::Cpu,
         chosen => chosen,
     }
@@ -75,7 +79,7 @@ pub fn check_precision(choice: DeviceChoice, precision: Precision) -> Result<(),
 pub fn is_there(choice: DeviceChoice) -> bool {
     match choice {
         DeviceChoice::Cpu | DeviceChoice::Auto => true,
-        DeviceChoice::Cuda(index) => probe::<CudaRuntime>(&CudaDevice { index }).is_ok(),
+        DeviceChoice::Cuda(index) => probe::<AnyCudaRuntime>(&AnyCudaDevice::Gpu(index)).is_ok(),
         DeviceChoice::Vulkan => probe::<WgpuRuntime>(&WgpuDevice::DefaultDevice).is_ok(),
     }
 }
@@ -102,7 +106,7 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
             job.run::<NdArray>(Default::default(), precision)
         }
         DeviceChoice::Cuda(index) => {
-            on_cube::<CudaRuntime, J>(&choice.to_string(), CudaDevice { index }, precision, job)
+            on_cube::<AnyCudaRuntime, J>(&choice.to_string(), AnyCudaDevice::Gpu(index), precision, job)
         }
         DeviceChoice::Vulkan => on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job),
     };
@@ -145,7 +149,7 @@ fn on_cube<R: CubeRuntime, J: Job>(
 ) -> Result<J::Output, CliError> {
     probe::<R>(&device).map_err(|reason| CliError::Device { device: name.to_owned(), reason })?;
     use burn::tensor::{DType, backend::Backend};
-    type B<R> = burn_cubecl::CubeBackend<R, f32, i32, u8>;
+    type B<R> = CubeBackend<R, f32, i32, u8>;
     if precision.dtype() != DType::F32 && !B::<R>::supports_dtype(&device, precision.dtype()) {
         return Err(unsupported(name, precision, "the device does not have this type; use --compute-dtype f32"));
     }

@@ -11,12 +11,12 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
-pub(super) type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
+pub(crate) type Compiler = CppCompiler<CudaDialect<CudaWmmaCompiler>>;
 
 /// One launch: the text of its kernel, and the arguments that the CUDA runtime would pass to it.
 #[derive(Debug, Clone)]
 pub struct Launch {
-    /// The key under which CubeCL keeps the compiled kernel. That of a kernel in CUDA C++ is the same on every runtime.
+    /// The key under which CubeCL keeps the compiled kernel.
     pub key: StableHash,
     /// Name of the kernel's entry point.
     pub entry: String,
@@ -56,10 +56,6 @@ pub struct TensorMap {
     pub size: usize,
 }
 
-/// The runtime of the devices that record or execute launches.
-#[derive(Debug, Clone)]
-pub struct SourceRuntime;
-
 /// Runs a launch on its buffers. The error text says what the kernel did wrong.
 pub type Executor = Arc<dyn Fn(&Launch, &mut [Vec<u8>]) -> Result<(), String> + Send + Sync>;
 
@@ -77,16 +73,15 @@ pub(super) struct Entry {
     pub(super) idle: bool,
 }
 
-/// What a device knows that stands for another: the properties of the other, and the kernels that it has recorded.
+/// Says of a kernel's key whether the kernel is compiled.
+pub type IsCompiled = Box<dyn Fn(StableHash) -> bool + Send>;
+
+/// What a device knows that stands for another: the properties of the other, which kernels are compiled for it, and the keys of
+/// those that were launched.
 pub(super) struct Rehearsed {
     pub(super) properties: DeviceProperties,
-    pub(super) kernels: HashSet<StableHash>,
-}
-
-impl Rehearsed {
-    pub(super) fn of(properties: DeviceProperties) -> Self {
-        Self { properties, kernels: HashSet::new() }
-    }
+    pub(super) is_compiled: IsCompiled,
+    pub(super) seen: HashSet<StableHash>,
 }
 
 static DEVICES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());

@@ -1,26 +1,17 @@
-//! A CubeCL runtime without a GPU. A launch becomes CUDA C++ text together with its grid, buffers and scalars, which the
-//! device either records or hands to an executor. Tests compile the recorded text for GPUs that the machine does not
-//! have, and run it on the CPU. A program that is about to use a GPU rehearses its work here, so that kernels can be compiled
-//! ahead ([`crate::compile_ahead`]).
+//! Devices without a GPU, for the runtime of [`crate::any_cuda`]. A launch becomes CUDA C++ text together with its grid,
+//! buffers and scalars, which the device either records or hands to an executor. Tests compile the recorded text for GPUs
+//! that the machine does not have, and run it on the CPU. A program that is about to use a GPU rehearses its work here, so
+//! that kernels can be compiled ahead ([`crate::compile_ahead`]).
 
 mod launch;
 mod properties;
 mod server;
 
-use burn_backend::DeviceOps;
-use cubecl::{
-    Runtime,
-    client::ComputeClient,
-    device::DeviceId,
-    ir::DeviceProperties,
-    prelude::ArrayArg,
-    server::Handle,
-    zspace::{Shape, Strides},
-};
-use cubecl_common::device::Device;
-use launch::{Compiler, Entry, Rehearsed, devices};
-pub use launch::{Executor, Launch, SourceRuntime, TensorMap};
-use server::SourceServer;
+use cubecl::ir::DeviceProperties;
+use launch::{Entry, Rehearsed, devices};
+pub use launch::{Executor, IsCompiled, Launch, TensorMap};
+use std::collections::HashSet;
+pub(crate) use {launch::Compiler, server::SourceServer};
 
 /// A device that is known by its compute capability only. The number is its place in the list of devices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -33,9 +24,11 @@ impl SourceDevice {
     }
 
     /// A new device that stands for a GPU of compute capability `arch` with these properties. It records each kernel
-    /// that is written in CUDA C++ once, keeps no values, and every value that is read from it is 0.
-    pub fn rehearsing(arch: u32, properties: DeviceProperties) -> Self {
-        Self::add(Entry { arch, rehearsed: Some(Rehearsed::of(properties)), ..Entry::default() })
+    /// once, except those of which `is_compiled` says by their key that they are compiled. It keeps no values, and every
+    /// value that is read from it is 0.
+    pub fn rehearsing(arch: u32, properties: DeviceProperties, is_compiled: IsCompiled) -> Self {
+        let rehearsed = Rehearsed { properties, is_compiled, seen: HashSet::new() };
+        Self::add(Entry { arch, rehearsed: Some(rehearsed), ..Entry::default() })
     }
 
     /// A new device of compute capability `arch` that runs each launch by `executor`. An error of the executor is the
@@ -58,6 +51,16 @@ impl SourceDevice {
         }
     }
 
+    /// The device with this place in the list of devices.
+    pub(crate) fn numbered(number: u16) -> Self {
+        Self(number)
+    }
+
+    /// Its place in the list of devices.
+    pub(crate) fn number(&self) -> u16 {
+        self.0
+    }
+
     fn add(entry: Entry) -> Self {
         let mut devices = devices();
         // The server of a device has its properties for good.
@@ -68,57 +71,5 @@ impl SourceDevice {
             None => devices.push(entry),
         }
         Self(u16::try_from(place).expect("fewer than 65,536 devices"))
-    }
-}
-
-impl Device for SourceDevice {
-    fn from_id(id: DeviceId) -> Self {
-        Self(id.index_id)
-    }
-
-    fn to_id(&self) -> DeviceId {
-        DeviceId { type_id: 0, index_id: self.0 }
-    }
-}
-
-impl DeviceOps for SourceDevice {}
-
-/// The whole buffer as an argument of values of `size` bytes each.
-pub fn array(handle: &Handle, size: usize) -> ArrayArg<SourceRuntime> {
-    // SAFETY: the length is the buffer's own.
-    unsafe { ArrayArg::from_raw_parts(handle.clone(), handle.size_in_used() as usize / size) }
-}
-
-impl Runtime for SourceRuntime {
-    type Compiler = Compiler;
-    type Server = SourceServer;
-    type Device = SourceDevice;
-
-    fn client(device: &SourceDevice) -> ComputeClient<Self> {
-        ComputeClient::load(device)
-    }
-
-    fn name(_: &ComputeClient<Self>) -> &'static str {
-        "cuda source"
-    }
-
-    fn require_array_lengths() -> bool {
-        true
-    }
-
-    fn max_cube_count() -> (u32, u32, u32) {
-        (i32::MAX as u32, 65535, 65535)
-    }
-
-    fn can_read_tensor(_: &Shape, _: &Strides) -> bool {
-        true
-    }
-
-    fn target_properties() -> cubecl::ir::TargetProperties {
-        cubecl::cuda::CudaRuntime::target_properties()
-    }
-
-    fn enumerate_devices(_: u16, _: &()) -> Vec<DeviceId> {
-        Vec::new()
     }
 }

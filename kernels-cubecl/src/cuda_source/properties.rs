@@ -14,6 +14,7 @@ use cubecl_cpp::{
         register_scaled_mma_features, register_wmma_features,
     },
 };
+use cudarc::driver::sys::CUDA_VERSION;
 
 /// Bytes to which the CUDA runtime aligns buffers.
 pub(super) const ALIGNMENT: usize = 512;
@@ -30,6 +31,7 @@ pub(super) fn options(arch: u32) -> CompilationOptions {
         grid_constants: true,
         clusters: arch >= 90,
         elect_sync: arch >= 90,
+        fast_tanh: CUDA_VERSION >= 12080,
         ..Default::default()
     };
     CompilationOptions { warp_size: 32, supports_features }

@@ -2,7 +2,7 @@
 //! launch or hands it to the device's executor.
 
 use super::{
-    launch::{Compiler, Launch, SourceRuntime, TensorMap, devices},
+    launch::{Compiler, Launch, TensorMap, devices},
     properties,
 };
 use crate::host_memory;
@@ -31,18 +31,16 @@ use cubecl_runtime::{
     },
     storage::{BytesResource, BytesStorage, ManagedResource},
     tma::{OobFill, TensorMapFormat, TensorMapInterleave, TensorMapSwizzle},
+    validation::{validate_cube_dim, validate_units},
 };
-use std::{
-    any::type_name,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// CubeCL numbers temporaries with one counter for the whole process, which begins at 0 for each kernel: of two that are
 /// compiled at once, one may have a number twice.
 static COMPILING: Mutex<()> = Mutex::new(());
 
 /// Compiles and records, or runs by the device's executor.
-pub struct SourceServer {
+pub(crate) struct SourceServer {
     device: usize,
     options: CompilationOptions,
     utilities: Arc<ServerUtilities<Self>>,
@@ -106,14 +104,17 @@ impl SourceServer {
         devices().get(self.device).is_some_and(|entry| entry.rehearsed.is_some())
     }
 
-    /// Whether the device does not record a kernel. A device that stands for a GPU records each kernel once, and only kernels that
-    /// have the same key on that GPU: the key of a kernel that CubeCL generates depends on the runtime's type.
+    /// Whether the device does not record a kernel. A device that stands for a GPU records each kernel once, none that is
+    /// compiled, and none that the GPU will refuse.
     fn leaves_out(&self, id: &KernelId) -> bool {
         let mut devices = devices();
         let Some(rehearsed) = devices.get_mut(self.device).and_then(|entry| entry.rehearsed.as_mut()) else {
             return false;
         };
-        id.stable_format().contains(type_name::<SourceRuntime>()) || !rehearsed.kernels.insert(id.stable_hash())
+        let key = id.stable_hash();
+        let properties = &rehearsed.properties;
+        let fits = validate_cube_dim(properties, id).is_ok() && validate_units(properties, id).is_ok();
+        !fits || !rehearsed.seen.insert(key) || (rehearsed.is_compiled)(key)
     }
 
     /// The launch, and the memory of its buffers.
@@ -167,7 +168,10 @@ impl SourceServer {
             Some(entry) => match &entry.executor {
                 Some(executor) => executor.clone(),
                 None => {
-                    entry.launches.push(launch);
+                    let memory = entry.rehearsed.as_ref().map(|r| r.properties.hardware.max_shared_memory_size);
+                    if memory.is_none_or(|most| launch.shared <= most) {
+                        entry.launches.push(launch);
+                    }
                     return Ok(());
                 }
             },

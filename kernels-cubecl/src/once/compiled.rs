@@ -9,7 +9,10 @@
 //!     cargo test --workspace --lib -- --ignored every_text_compiles
 
 use super::once;
-use crate::cuda_source::{Launch, SourceDevice, SourceRuntime};
+use crate::{
+    any_cuda::{AnyCudaDevice, AnyCudaRuntime},
+    cuda_source::{Launch, SourceDevice},
+};
 use cubecl::{
     Runtime,
     ir::{ElemType, FloatKind, StorageType},
@@ -112,7 +115,7 @@ fn texts(arch: u32) -> Vec<Launch> {
 /// What `once` launches on a device for one type, which must be every kernel.
 fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
     let device = SourceDevice::recording(arch);
-    let client = SourceRuntime::client(&device);
+    let client = AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone()));
     once(&client, StorageType::Scalar(ElemType::Float(kind)), 17).unwrap();
     cubecl::future::block_on(client.sync()).unwrap();
     let all = device.take_launches();

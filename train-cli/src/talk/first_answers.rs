@@ -1,13 +1,8 @@
 //! The rehearsal of answers: prompts and two tokens after each of them, computed with an outline of the model
-//! ([`model_qwen3::weights::outline()`]) on a device that only records which kernels are launched. The kernels in CUDA C++ are then
+//! ([`model_qwen3::weights::outline()`]) on a device that only records which kernels are launched. They are then
 //! compiled while the model is loaded ([`crate::ahead`]).
 
-use crate::{
-    CliError,
-    ahead::{Gpus, Rehearsal},
-    device::Job,
-    run::stored_model::StoredModel,
-};
+use crate::{CliError, device::Job, run::stored_model::StoredModel};
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{
     sampling::Sampling,
@@ -45,10 +40,6 @@ pub struct FirstAnswers<'a> {
 
 /// The step that reads the prompt makes the first token; the second one takes a step of its own.
 const TOKENS: usize = 2;
-
-impl Rehearsal for FirstAnswers<'_> {
-    const ON: Gpus = Gpus::All;
-}
 
 impl Job for FirstAnswers<'_> {
     type Output = ();

@@ -1,23 +1,13 @@
 //! The rehearsal of a run: its first steps, for a model of the run's shapes but of few blocks, on a device that only records
-//! which kernels they launch. Those that are written in CUDA C++ are compiled before the run needs them
-//! ([`crate::ahead`]).
+//! which kernels they launch. These are compiled before the run needs them ([`crate::ahead`]).
 
 use super::ready::Ready;
-use crate::{
-    CliError,
-    ahead::{Gpus, Rehearsal},
-    device::Job,
-    memory::vram::VramReport,
-};
+use crate::{CliError, device::Job, memory::vram::VramReport};
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::weights;
 
 /// The first steps of this run.
 pub(super) struct FirstSteps<'a>(pub(super) &'a Ready);
-
-impl Rehearsal for FirstSteps<'_> {
-    const ON: Gpus = Gpus::Hopper;
-}
 
 impl Job for FirstSteps<'_> {
     type Output = ();
