@@ -245,8 +245,12 @@ pub struct AttentionSaved<B: Backend> {
     pub lse: Option<FloatTensor<B>>,
 }
 
-/// Most bytes of the logits that a GPU computes at a time for the loss of the head.
-pub const LOGITS_CHUNK: usize = 300 << 20;
+/// How many of `tokens` rows of logits a GPU computes at a time for the loss of the head: half of them, but at least 300 MiB
+/// and at most 600 MiB, and a multiple of 128. The gradient of the head's weight is read and written once for each time.
+pub fn logits_rows(tokens: usize, vocabulary: usize, value_bytes: usize) -> usize {
+    let rows = |mib: usize| ((mib << 20) / (vocabulary * value_bytes) / 128 * 128).max(128);
+    (tokens / 2).next_multiple_of(128).clamp(rows(300), rows(600))
+}
 
 /// A loss with what its backward needs.
 #[derive(Debug, Clone)]

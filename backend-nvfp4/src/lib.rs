@@ -51,7 +51,7 @@ pub use autodiff::TrainingBackend;
 pub use decode::{DecodeBlock, DecodeTokens};
 pub use error::Nvfp4Error;
 pub use kernels::{
-    AttentionSaved, HeadLoss, LOGITS_CHUNK, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest,
+    AttentionSaved, HeadLoss, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest, logits_rows,
 };
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},

@@ -39,10 +39,12 @@ for m in (2048, 4096, 8192):
         forward, dgrad, wgrad = (work / median(c) for c in (lambda: x @ w.t(), lambda: dy @ w, lambda: dy.t() @ x))
         print(f"cuBLAS {name} {m}x{n}x{k}: forward {forward:.0f}, dgrad {dgrad:.0f}, wgrad {wgrad:.0f} TFLOP/s")
 
-# The head in a chunk of 1,024 tokens, as `bench kernels` has it: logits, dgrad and wgrad, one after another.
-h, w, logits = bf16(1024, 2560), bf16(151_936, 2560), bf16(1024, 151_936)
-three = median(lambda: (h @ w.t(), logits @ w, logits.t() @ h))
-print(f"cuBLAS head, its three products alone 1024x151936x2560: {6 * 1024 * 151_936 * 2560 / 1e12 / three:.0f} TFLOP/s")
+# The head in chunks of tokens, as `bench kernels` has it, and of all tokens: logits, dgrad and wgrad, one after another.
+for m in (1024, 2048, 4096, 8192):
+    h, w, logits = bf16(m, 2560), bf16(151_936, 2560), bf16(m, 151_936)
+    three = median(lambda: (h @ w.t(), logits @ w, logits.t() @ h))
+    print(f"cuBLAS head, its three products alone {m}x151936x2560: {6 * m * 151_936 * 2560 / 1e12 / three:.0f} TFLOP/s")
+    del h, w, logits
 
 for t in (2048, 4096, 8192):
     q, k, v = (bf16(1, 32, t, 128).requires_grad_() for _ in range(3))

@@ -9,7 +9,7 @@ use super::{
     products,
 };
 use crate::{
-    kernels::{HeadLoss, LOGITS_CHUNK},
+    kernels::{HeadLoss, logits_rows},
     recipe::Precision,
 };
 use burn::tensor::{DType, Shape, Slice, backend::Backend};
@@ -36,7 +36,7 @@ where
     let ([m, _], [v, _], dtype) = (dims(&h), dims(&w), h.dtype);
     let w = if w.dtype == dtype { w } else { cast(w, dtype) };
     let f32_only = precision == Precision::F32;
-    let rows = chunk_rows(v, dtype.size());
+    let rows = logits_rows(m, v, dtype.size());
     let (mut loss, mut dh, mut dw) = (None, Vec::new(), None);
     for start in (0..m).step_by(rows) {
         let end = (start + rows).min(m);
@@ -60,9 +60,4 @@ where
     let loss = loss.unwrap_or_else(|| B::float_zeros(Shape::new([1]), &B::float_device(&h), DType::F32.into()));
     let gradients = dw.map(|dw| (if dh.len() == 1 { dh.remove(0) } else { B::float_cat(dh, 0) }, dw));
     HeadLoss { loss, gradients }
-}
-
-/// Number of rows in a chunk: a multiple of 128 that keeps the logits within [`LOGITS_CHUNK`].
-fn chunk_rows(vocabulary: usize, value_bytes: usize) -> usize {
-    (LOGITS_CHUNK / (vocabulary * value_bytes) / 128 * 128).max(128)
 }

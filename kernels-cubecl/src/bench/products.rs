@@ -53,7 +53,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
                 self.backward(show, &layers)?;
             }
         }
-        self.head(show)
+        [1024, 2048].iter().try_for_each(|tokens| self.head(show, *tokens))
     }
 
     fn layers(&self, name: &str, tokens: usize, outputs: &'static [usize], inputs: usize) -> Layers<'a> {
@@ -173,9 +173,9 @@ impl<'a, R: Runtime> Bench<'a, R> {
     }
 
     /// A chunk of tokens through head, cross-entropy and back.
-    fn head(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+    fn head(&self, show: &mut dyn FnMut(Row), tokens: usize) -> Result<(), KernelError> {
         let client = self.client;
-        let (tokens, words, width) = (1024usize, 151_936usize, 2560usize);
+        let (words, width) = (151_936usize, 2560usize);
         let (h, w) = (self.values(tokens * width), self.values(words * width));
         let logits = self.bytes(tokens * words * 2, 1);
         let (dh, dw) = (self.bytes(tokens * width * 2, 2), self.bytes(words * width * 4, 3));

@@ -4,7 +4,7 @@
 //! phases of a step (head, block, optimizer) do not share memory.
 
 use crate::{data::order, plan::Plan, settings::Clip};
-use backend_nvfp4::{LOGITS_CHUNK, MasterKind, PACKED_BYTES, Precision, StateKind};
+use backend_nvfp4::{MasterKind, PACKED_BYTES, Precision, StateKind, logits_rows};
 use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
 
@@ -131,7 +131,8 @@ impl Estimate {
             0.0
         };
         let cast = if dense == value { 0.0 } else { s.embedding * value };
-        let logits = (LOGITS_CHUNK as f64).min(tokens * c.vocab_size as f64 * value * 3.0) + cast + 4.0 * tokens * d;
+        let rows = logits_rows(tokens as usize, c.vocab_size, precision.dtype().size()) as f64;
+        let logits = rows.min(3.0 * tokens) * c.vocab_size as f64 * value + cast + 4.0 * tokens * d;
         Self {
             parts: vec![
                 ("weights", linear * s.linear() + dense * dense_values + residual),
