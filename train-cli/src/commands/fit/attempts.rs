@@ -129,7 +129,10 @@ impl Ready {
             (Ok(model), Ok(_)) => Ok(Outcome { model, beginning, samples, journal, head: state.head }),
             (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
             // Training and writing share the device, which reports a failed launch once, to either of them.
-            (Err(_), Err(unsaved)) if unsaved.is_of_the_device() => Err(unsaved),
+            (Err(_), Err(unsaved)) if unsaved.is_of_the_device() => {
+                report::line("warning: the last checkpoint could not be written: the device failed meanwhile");
+                Err(unsaved)
+            }
             (Err(error), Err(unsaved)) => {
                 report::line(format!("warning: the last checkpoint could not be written: {unsaved}"));
                 Err(error)
