@@ -245,11 +245,12 @@ pub struct AttentionSaved<B: Backend> {
     pub lse: Option<FloatTensor<B>>,
 }
 
-/// How many of `tokens` rows of logits a GPU computes at a time for the loss of the head: half of them, but at least 300 MiB
-/// and at most 600 MiB, and a multiple of 128. The gradient of the head's weight is read and written once for each time.
+/// How many of `tokens` rows of logits a GPU computes at a time for the loss of the head: as many as 300 MiB hold, or, where
+/// there are enough tokens for three times as many, twice as many. The gradient of the head's weight is read and written each
+/// time. There are two numbers only, because a pool of buffers of exact sizes keeps one buffer for each.
 pub fn logits_rows(tokens: usize, vocabulary: usize, value_bytes: usize) -> usize {
-    let rows = |mib: usize| ((mib << 20) / (vocabulary * value_bytes) / 128 * 128).max(128);
-    (tokens / 2).next_multiple_of(128).clamp(rows(300), rows(600))
+    let few = ((300 << 20) / (vocabulary * value_bytes) / 128 * 128).max(128);
+    if tokens >= 3 * few { 2 * few } else { few }
 }
 
 /// A loss with what its backward needs.
@@ -338,4 +339,19 @@ pub fn cached_attention<B: Nvfp4Kernels>(
     spec: AttentionSpec,
 ) -> Tensor<B, 2> {
     tensor(B::cached_attention(primitive(q), primitive(k), primitive(v), docs, spec))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::logits_rows;
+
+    #[test]
+    fn longer_batches_take_twice_as_many_logits_at_a_time() {
+        let rows = |tokens| logits_rows(tokens, 151_936, 2);
+        for (tokens, expected) in [(1, 1024), (2047, 1024), (3071, 1024), (3072, 2048), (4095, 2048), (16_383, 2048)] {
+            assert_eq!(rows(tokens), expected, "{tokens} tokens");
+        }
+        assert_eq!(logits_rows(4095, 151_936, 4), 1024, "300 MiB hold 512 rows in f32");
+        assert_eq!(logits_rows(4095, 10_000_000, 4), 256, "a large vocabulary has at least 128 rows at a time");
+    }
 }

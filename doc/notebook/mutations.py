@@ -56,9 +56,9 @@ LIKELY = [
 ]
 # What the copy does without, so that it builds in half the time: the program on GPUs, and kernel tests on CUDA.
 TRIM = [
-    ("train-cli/src/device.rs", "on_cube::<CudaRuntime, J>(&choice.to_string(), CudaDevice { index }, precision, job)"),
+    ("train-cli/src/device.rs", "on_cube::<AnyCudaRuntime, J>(&choice.to_string(), AnyCudaDevice::Gpu(index), precision, job)"),
     ("train-cli/src/device.rs", 'on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job)'),
-    ("tests/support/mod.rs", "$f::<cubecl::cuda::CudaRuntime>()"),
+    ("tests/support/mod.rs", "$f::<kernels_cubecl::any_cuda::AnyCudaRuntime>()"),
 ]
 HELPER = """
 /// Whether the environment variable MUTANT names this mutant.

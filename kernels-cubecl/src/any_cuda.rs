@@ -7,7 +7,7 @@
 //! same type, a kernel has the same key on both, and one that a rehearsal recorded can be compiled before a GPU needs it
 //! ([`crate::compile_ahead`]).
 
-use crate::cuda_source::{Compiler, SourceDevice, SourceServer};
+use crate::cuda_source::{Compiler, SourceDevice, SourceServer, one_at_a_time};
 use burn_backend::DeviceOps;
 use cubecl::{
     CubeCount, Runtime,
@@ -138,6 +138,7 @@ where
     Arc::new(ServerUtilities::new(of.properties.clone(), of.logger.clone(), (), layout))
 }
 
+/// Devices do not exchange data: this program uses one.
 impl ServerCommunication for AnyCudaServer {
     const SERVER_COMM_ENABLED: bool = false;
 }
@@ -188,8 +189,8 @@ impl ComputeServer for AnyCudaServer {
         }
     }
 
-    // SAFETY: CubeCL declares a launch unsafe because a kernel may access memory that is not its own. The caller's promise
-    // is handed on as it is.
+    // SAFETY: CubeCL declares a launch unsafe because a kernel may access memory that is not its own. The caller promises
+    // that it does not.
     unsafe fn launch(
         &mut self,
         kernel: Self::Kernel,
@@ -198,8 +199,16 @@ impl ComputeServer for AnyCudaServer {
         mode: ExecutionMode,
         stream: StreamId,
     ) {
-        // SAFETY: see above.
-        unsafe { delegate!(self.launch(kernel, count, arguments, mode, stream)) }
+        match &mut self.kind {
+            Kind::Gpu(server) => {
+                // CubeCL compiles a kernel at its first launch.
+                let _one_at_a_time = one_at_a_time();
+                // SAFETY: the caller's promise is handed on.
+                unsafe { server.launch(kernel, count, arguments, mode, stream) }
+            }
+            // SAFETY: the caller's promise is handed on.
+            Kind::Source(server) => unsafe { server.launch(kernel, count, arguments, mode, stream) },
+        }
     }
 
     fn flush(&mut self, stream: StreamId) -> Result<(), ServerError> {

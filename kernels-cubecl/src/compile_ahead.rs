@@ -8,7 +8,6 @@
 //! rehearsal has launched at its first launch.
 
 use crate::{cuda_source::Launch, error::KernelError};
-use cubecl::cuda::install;
 use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache, hash::StableHash};
 use cudarc::nvrtc::{result, sys};
 use serde::{Deserialize, Serialize};
@@ -38,7 +37,7 @@ impl KernelCache {
         Self(CompilationCache::new("ptx", CacheOption::default().name("cuda").root(folder)))
     }
 
-    /// Whether the kernel of this key was in the cache when it was opened, or was compiled by [`compile_ahead`] since then.
+    /// Whether the kernel of this key was in the cache when it was last read or written.
     pub fn has(&self, key: StableHash) -> bool {
         self.0.get(&key).is_some()
     }
@@ -56,7 +55,7 @@ impl fmt::Debug for KernelCache {
 }
 
 /// Compiles the kernels of `launches` that `cache` lacks, for compute capability `arch` (90 is 9.0), until `stop` is set.
-/// Returns the number of compiled kernels.
+/// `cuda` is the folder of CUDA, in which the headers are. Returns the number of compiled kernels.
 ///
 /// # Errors
 /// If a kernel does not compile, or the system gives no thread. The kernels that did compile are in the cache all the same.
@@ -66,13 +65,14 @@ impl fmt::Debug for KernelCache {
 pub fn compile_ahead(
     launches: &[Launch],
     arch: u32,
+    cuda: Option<&Path>,
     cache: &mut KernelCache,
     stop: &AtomicBool,
 ) -> Result<usize, KernelError> {
     let mut missing: Vec<&Launch> = launches.iter().filter(|launch| !cache.has(launch.key)).collect();
     // The longest take longest, and begin first. They are taken from the end.
     missing.sort_by_key(|launch| launch.text.len());
-    let options = options(arch);
+    let options = options(arch, cuda);
     let threads = thread::available_parallelism().map_or(1, usize::from).min(missing.len());
     let (missing, compiled) = (Mutex::new(missing), Mutex::new(Vec::new()));
     let work = || {
@@ -84,16 +84,13 @@ pub fn compile_ahead(
             compiled.lock().unwrap_or_else(PoisonError::into_inner).push((launch, code));
         }
     };
-    thread::scope(|scope| {
+    let mut result = thread::scope(|scope| {
         for _ in 0..threads {
-            thread::Builder::new()
-                .name(THREAD.to_owned())
-                .spawn_scoped(scope, work)
-                .map_err(|e| failed("a thread", &e.to_string()))?;
+            let thread = thread::Builder::new().name(THREAD.to_owned());
+            thread.spawn_scoped(scope, work).map_err(|e| failed("a thread", &e.to_string()))?;
         }
-        Ok(())
-    })?;
-    let mut result = Ok(0);
+        Ok(0)
+    });
     for (launch, code) in compiled.into_inner().unwrap_or_else(PoisonError::into_inner) {
         let kept = code.and_then(|code| cache.insert(launch, code));
         result = result.and_then(|count| kept.map(|()| count + 1));
@@ -110,11 +107,11 @@ struct CacheEntry {
 }
 
 /// The options that CubeCL gives NVRTC.
-fn options(arch: u32) -> Vec<String> {
+fn options(arch: u32, cuda: Option<&Path>) -> Vec<String> {
     let suffix = if arch >= 90 { "a" } else { "" };
     let mut options = vec![format!("--gpu-architecture=sm_{arch}{suffix}"), "-lineinfo".to_owned()];
     // Without headers a kernel that includes one does not compile. Those that are written in CUDA C++ include none.
-    if let Some(include) = install::cuda_path().map(|folder| folder.join("include")) {
+    if let Some(include) = cuda.map(|folder| folder.join("include")) {
         options.extend([include.clone(), include.join("cccl")].map(|at| format!("--include-path={}", at.display())));
     }
     options

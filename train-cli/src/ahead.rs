@@ -12,10 +12,12 @@ use backend_nvfp4::Precision;
 use cubecl::{
     Runtime,
     config::{CubeClRuntimeConfig, RuntimeConfig},
+    cuda::install,
 };
 use cudarc::driver::CudaContext;
 use kernels_cubecl::{
     any_cuda::{AnyCudaDevice, AnyCudaRuntime},
+    block_scaled,
     compile_ahead::{KernelCache, THREAD, compile_ahead},
     cuda_source::{Launch, SourceDevice},
 };
@@ -91,13 +93,20 @@ fn begin<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehear
     let (DeviceChoice::Cuda(index), Some(cache)) = (choice, &CubeClRuntimeConfig::get().compilation.cache) else {
         return Ok(Ahead::default());
     };
+    // In f32 a rehearsal would make every value of the embedding on the host.
+    if precision.dtype().size() != 2 {
+        return Ok(Ahead::default());
+    }
     let begun = Instant::now();
     let failed = move |reason: String| CliError::Device { device: format!("cuda:{index}"), reason };
     let (major, minor) = CudaContext::new(index)
         .and_then(|context| context.compute_capability())
         .map_err(|error| failed(error.to_string()))?;
     let arch = (10 * major + minor) as u32;
-    let properties = AnyCudaRuntime::client(&AnyCudaDevice::Gpu(index)).properties().clone();
+    let client = AnyCudaRuntime::client(&AnyCudaDevice::Gpu(index));
+    // A process asks once whether NVFP4 tensor cores are right, and a device that computes nothing would say no.
+    block_scaled::trusted(&client);
+    let properties = client.properties().clone();
     let cache = Arc::new(Mutex::new(KernelCache::open(&cache.root())));
     let asked = cache.clone();
     let is_compiled = Box::new(move |key| asked.lock().unwrap_or_else(PoisonError::into_inner).has(key));
@@ -106,7 +115,9 @@ fn begin<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehear
     let stopped = stop.clone();
     let compile = move || {
         let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = compile_ahead(&launches, arch, &mut cache, &stopped).map_err(|error| failed(error.to_string()))?;
+        let headers = install::cuda_path();
+        let count = compile_ahead(&launches, arch, headers.as_deref(), &mut cache, &stopped)
+            .map_err(|error| failed(error.to_string()))?;
         Ok(Compiled { count, seconds: begun.elapsed().as_secs_f64() })
     };
     let thread = thread::Builder::new().name(THREAD.to_owned()).spawn(compile);
@@ -118,14 +129,24 @@ fn begin<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehear
 /// # Errors
 /// If the job fails.
 pub fn rehearsed<J: Job>(device: SourceDevice, precision: Precision, job: J) -> Result<Vec<Launch>, CliError> {
-    let source = AnyCudaDevice::Source(device.clone());
+    let device = GivenBack(device);
+    let source = AnyCudaDevice::Source(device.0.clone());
     let client = AnyCudaRuntime::client(&source);
     let done = job.run::<CudaBackend>(source, precision);
     let synced = cubecl::future::block_on(client.sync());
     client.memory_cleanup();
-    let launches = device.take_launches();
-    device.give_back();
+    let launches = device.0.take_launches();
+    drop(device);
     done?;
     synced.map_err(|error| CliError::Device { device: "for the rehearsal".into(), reason: format!("{error:?}") })?;
     Ok(launches)
+}
+
+/// A device that is given back however its job ends.
+struct GivenBack(SourceDevice);
+
+impl Drop for GivenBack {
+    fn drop(&mut self) {
+        self.0.give_back();
+    }
 }

@@ -1,5 +1,6 @@
 //! Runs a job on the backend of the chosen device. One binary holds three backends. A job is written once over
-//! `B: Nvfp4Kernels + DeviceServices`. No other file names their types.
+//! `B: Nvfp4Kernels + DeviceServices`. This file says which types these are; [`crate::ahead`] uses the one of CUDA for a device
+//! that only records kernels.
 
 use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
 use backend_nvfp4::{DeviceServices, Nvfp4Error, Nvfp4Kernels, Precision};

@@ -1,4 +1,4 @@
-//! The directory of compiled kernels. The first run of a build compiles them for ten seconds or more; later runs read
+//! The directory of compiled kernels. The first run of a build compiles them for some seconds; later runs read
 //! them.
 //!
 //! CubeCL finds a CUDA kernel by its name and constants, not by its source. Therefore a directory serves one build of this

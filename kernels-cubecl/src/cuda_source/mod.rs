@@ -11,7 +11,10 @@ use cubecl::ir::DeviceProperties;
 use launch::{Entry, Rehearsed, devices};
 pub use launch::{Executor, IsCompiled, Launch, TensorMap};
 use std::collections::HashSet;
-pub(crate) use {launch::Compiler, server::SourceServer};
+pub(crate) use {
+    launch::Compiler,
+    server::{SourceServer, one_at_a_time},
+};
 
 /// A device that is known by its compute capability only. The number is its place in the list of devices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -24,8 +27,8 @@ impl SourceDevice {
     }
 
     /// A new device that stands for a GPU of compute capability `arch` with these properties. It records each kernel
-    /// once, except those of which `is_compiled` says by their key that they are compiled. It keeps no values, and every
-    /// value that is read from it is 0.
+    /// once, except those that the GPU would refuse, and those of which `is_compiled` says by their key that they are
+    /// compiled. It keeps no values, and every value that is read from it is 0.
     pub fn rehearsing(arch: u32, properties: DeviceProperties, is_compiled: IsCompiled) -> Self {
         let rehearsed = Rehearsed { properties, is_compiled, seen: HashSet::new() };
         Self::add(Entry { arch, rehearsed: Some(rehearsed), ..Entry::default() })

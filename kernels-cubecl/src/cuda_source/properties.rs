@@ -31,7 +31,7 @@ pub(super) fn options(arch: u32) -> CompilationOptions {
         grid_constants: true,
         clusters: arch >= 90,
         elect_sync: arch >= 90,
-        fast_tanh: CUDA_VERSION >= 12080,
+        fast_tanh: arch >= 75 && CUDA_VERSION >= 12080,
         ..Default::default()
     };
     CompilationOptions { warp_size: 32, supports_features }

@@ -33,11 +33,15 @@ use cubecl_runtime::{
     tma::{OobFill, TensorMapFormat, TensorMapInterleave, TensorMapSwizzle},
     validation::{validate_cube_dim, validate_units},
 };
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// CubeCL numbers temporaries with one counter for the whole process, which begins at 0 for each kernel: of two that are
-/// compiled at once, one may have a number twice.
-static COMPILING: Mutex<()> = Mutex::new(());
+/// To be held while a kernel is compiled to CUDA C++. CubeCL numbers temporaries with one counter for the whole process, which
+/// begins at 0 for each kernel: of two that are compiled at once, one may have a number twice.
+pub(crate) fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static COMPILING: Mutex<()> = Mutex::new(());
+    // A kernel that panicked as it was compiled has left nothing behind.
+    COMPILING.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Compiles and records, or runs by the device's executor.
 pub(crate) struct SourceServer {
@@ -126,11 +130,10 @@ impl SourceServer {
         mode: ExecutionMode,
     ) -> Result<(Launch, Vec<BytesResource>), String> {
         let CubeCount::Static(x, y, z) = count else {
-            return Err("the number of cubes is in a buffer, which this runtime does not read".into());
+            return Err("the number of cubes is in a buffer, which a device without a GPU does not read".into());
         };
         let compiled = {
-            // A kernel that panicked as it was compiled has left nothing behind.
-            let _one_at_a_time = COMPILING.lock().unwrap_or_else(PoisonError::into_inner);
+            let _one_at_a_time = one_at_a_time();
             kernel.compile(&mut Default::default(), &self.options, mode, kernel.address_type())
         };
         let compiled = compiled.map_err(|e| format!("a kernel does not compile to CUDA C++: {e:?}"))?;
@@ -186,7 +189,7 @@ impl SourceServer {
     }
 }
 
-/// The map, if it is of the only kind that this runtime knows.
+/// The map, if it is of the only kind that these devices know.
 fn tensor_map(map: &TensorMapMeta) -> Result<TensorMap, String> {
     let (shape, strides) = (map.metadata.shape(), map.metadata.strides());
     let known = match (&map.format, &shape[..], &strides[..]) {
@@ -202,7 +205,7 @@ fn tensor_map(map: &TensorMapMeta) -> Result<TensorMap, String> {
         && map.elem_stride.iter().all(|stride| *stride == 1);
     match known {
         Some((dims, tile)) if plain => Ok(TensorMap { dims, tile, size: map.storage_ty.size() }),
-        _ => Err(format!("this runtime does not know the tensor map {map:?}")),
+        _ => Err(format!("a device without a GPU does not know the tensor map {map:?}")),
     }
 }
 
@@ -305,7 +308,7 @@ impl ComputeServer for SourceServer {
     }
 
     fn start_profile(&mut self, _: StreamId) -> Result<ProfilingToken, ServerError> {
-        Err(failed("this runtime does not measure time".into()))
+        Err(failed("a device without a GPU does not measure time".into()))
     }
 
     fn end_profile(&mut self, _: StreamId, _: ProfilingToken) -> Result<ProfileDuration, ProfileError> {

@@ -131,7 +131,9 @@ impl Estimate {
             0.0
         };
         let cast = if dense == value { 0.0 } else { s.embedding * value };
-        let rows = logits_rows(tokens as usize, c.vocab_size, precision.dtype().size()) as f64;
+        // The last rows have a buffer of their own if they are fewer: another one as large, where they are many.
+        let rows = |tokens: f64| logits_rows(tokens as usize, c.vocab_size, precision.dtype().size()) as f64;
+        let rows = 2.0 * rows(tokens) - rows(0.0);
         let logits = rows.min(3.0 * tokens) * c.vocab_size as f64 * value + cast + 4.0 * tokens * d;
         Self {
             parts: vec![

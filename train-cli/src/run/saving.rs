@@ -150,6 +150,9 @@ impl Saver {
     pub fn wait(&mut self) -> Result<Option<PathBuf>, CliError> {
         let Some(writer) = self.pending.take() else { return Ok(None) };
         let written = writer.join();
+        if let Ok(Ok(folder)) = written {
+            return Ok(Some(folder));
+        }
         // It is the cause of a panic that followed from it.
         device::check()?;
         written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(Some)

@@ -112,7 +112,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "The same as `two`, even if the model file has one level of scales; a resumed run keeps the levels with which it began";
+    const AUTO: &'static str = "A new run uses `two`, even if its model file has no scale for the whole matrix; a resumed run keeps what it began with";
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
