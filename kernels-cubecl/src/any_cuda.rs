@@ -96,8 +96,8 @@ pub struct AnyCudaServer {
 
 #[derive(Debug)]
 enum Kind {
-    Gpu(GpuServer),
-    Source(SourceServer),
+    Gpu(Box<GpuServer>),
+    Source(Box<SourceServer>),
 }
 
 /// Calls a method of the server that this one stands for.
@@ -115,11 +115,11 @@ impl DeviceService for AnyCudaServer {
         match id.type_id {
             SOURCE => {
                 let server = SourceServer::init(id);
-                Self { utilities: utilities(&ComputeServer::utilities(&server)), kind: Kind::Source(server) }
+                Self { utilities: utilities(&ComputeServer::utilities(&server)), kind: Kind::Source(Box::new(server)) }
             }
             _ => {
                 let server = GpuServer::init(id);
-                Self { utilities: utilities(&ComputeServer::utilities(&server)), kind: Kind::Gpu(server) }
+                Self { utilities: utilities(&ComputeServer::utilities(&server)), kind: Kind::Gpu(Box::new(server)) }
             }
         }
     }

@@ -32,7 +32,6 @@ pub(super) fn options(arch: u32) -> CompilationOptions {
         clusters: arch >= 90,
         elect_sync: arch >= 90,
         fast_tanh: arch >= 75 && CUDA_VERSION >= 12080,
-        ..Default::default()
     };
     CompilationOptions { warp_size: 32, supports_features }
 }
