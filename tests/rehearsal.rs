@@ -57,8 +57,8 @@ fn rehearsing(arch: u32) -> SourceDevice {
     SourceDevice::rehearsing(arch, properties(arch), Box::new(|_| false))
 }
 
-/// What `fit` compiles ahead for a card of compute capability `arch`.
-fn rehearsed(dir: &Path, arch: u32, flags: &[&str]) -> Vec<Launch> {
+/// What `fit` compiles ahead for the card that `device` stands for.
+fn rehearsed(dir: &Path, device: SourceDevice, flags: &[&str]) -> Vec<Launch> {
     let config = dir.join("config.json");
     fs::write(&config, CONFIG).unwrap();
     let demo = demo_file("tokenizer.json");
@@ -66,14 +66,7 @@ fn rehearsed(dir: &Path, arch: u32, flags: &[&str]) -> Vec<Launch> {
     let begin = ["train-cli", "fit", "--synthetic", "--max-seq-length", "256", "--init-config", config];
     let line = [&begin[..], &["--tokenizer", tokenizer], flags].concat();
     let Command::Fit(args) = Cli::parse_from(line).command else { panic!("this is fit") };
-    let launches = fit::rehearsed(&args, rehearsing(arch), Precision::Bf16).unwrap();
-    // What is compiled is not recorded again.
-    let (known, left): (BTreeSet<u128>, u128) = (launches.iter().map(|launch| launch.key).collect(), launches[7].key);
-    let is_compiled = Box::new(move |key| key != left && known.contains(&key));
-    let others = SourceDevice::rehearsing(arch, properties(arch), is_compiled);
-    let others = fit::rehearsed(&args, others, Precision::Bf16).unwrap();
-    assert_eq!(others.iter().map(|launch| launch.key).collect::<Vec<_>>(), [left]);
-    launches
+    fit::rehearsed(&args, device, Precision::Bf16).unwrap()
 }
 
 #[test]
@@ -88,7 +81,7 @@ fn every_recipe_is_rehearsed() {
         &["--recipe", "w4", "--master-weights", "nvfp4", "--optimizer-state-mode", "int4"],
         &["--recipe", "w4", "--train-last-layers", "3"],
     ] {
-        let launches = rehearsed(dir.path(), 90, flags);
+        let launches = rehearsed(dir.path(), rehearsing(90), flags);
         let names: BTreeSet<&str> = launches.iter().map(|launch| launch.entry.as_str()).collect();
         let hopper = names.iter().filter(|name| name.starts_with("hopper")).copied().collect::<Vec<_>>();
         assert_eq!(hopper, written, "{flags:?}");
@@ -99,8 +92,20 @@ fn every_recipe_is_rehearsed() {
     // The forward of each of q + k + v, o, gate + up, down and the head has other operands than its gradients.
     assert!(gemms.iter().all(|count| *count >= 8), "{gemms:?} forms of the product");
     // No other card has kernels in CUDA C++ for training.
-    let others = rehearsed(dir.path(), 80, &["--recipe", "w4a4"]);
+    let others = rehearsed(dir.path(), rehearsing(80), &["--recipe", "w4a4"]);
     assert!(others.len() > 40 && others.iter().all(|launch| !launch.entry.starts_with("hopper")), "{}", others.len());
+}
+
+#[test]
+fn what_is_compiled_is_not_recorded() {
+    let dir = tempfile::tempdir().unwrap();
+    let launches = rehearsed(dir.path(), rehearsing(90), &["--recipe", "w4"]);
+    let (mut compiled, left): (BTreeSet<u128>, _) =
+        (launches.iter().map(|launch| launch.key).collect(), launches[7].key);
+    compiled.remove(&left);
+    let device = SourceDevice::rehearsing(90, properties(90), Box::new(move |key| compiled.contains(&key)));
+    let recorded = rehearsed(dir.path(), device, &["--recipe", "w4"]);
+    assert_eq!(recorded.iter().map(|launch| launch.key).collect::<Vec<_>>(), [left]);
 }
 
 /// A model that is made and answers no prompt or one.
@@ -197,7 +202,7 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("cache");
     let option = || CacheOption::default().name("cuda").root(&folder);
-    let launches = rehearsed(dir.path(), 90, &["--recipe", "w4a4"]);
+    let launches = rehearsed(dir.path(), rehearsing(90), &["--recipe", "w4a4"]);
     // One that is written in CUDA C++, and one that CubeCL generates, which includes headers of CUDA.
     let of = |name| launches.iter().find(|launch| launch.entry.starts_with(name)).unwrap().clone();
     let mut launches = vec![of("hopper_gemm"), of("swiglu_kernel")];

@@ -245,12 +245,16 @@ pub struct AttentionSaved<B: Backend> {
     pub lse: Option<FloatTensor<B>>,
 }
 
-/// How many of `tokens` rows of logits a GPU computes at a time for the loss of the head: as many as 300 MiB hold, or, where
-/// there are enough tokens for three times as many, twice as many. The gradient of the head's weight is read and written each
-/// time. There are two numbers only, because a pool of buffers of exact sizes keeps one buffer for each.
+/// Bytes of logits that a GPU computes at a time for the loss of a short batch. A long batch gets twice as many.
+const LOGITS: usize = 300 << 20;
+
+/// Rows of logits that a GPU computes at a time for the loss of `tokens` tokens: those that 300 MiB hold, and twice as many for a
+/// batch of at least three times as many tokens. Larger chunks are faster, because the gradient of the head's weight is read
+/// and written once for each chunk. There are only two sizes of chunks, because the memory pool keeps a buffer for each size
+/// that it has seen.
 pub fn logits_rows(tokens: usize, vocabulary: usize, value_bytes: usize) -> usize {
-    let few = ((300 << 20) / (vocabulary * value_bytes) / 128 * 128).max(128);
-    if tokens >= 3 * few { 2 * few } else { few }
+    let short = (LOGITS / (vocabulary * value_bytes) / 128 * 128).max(128);
+    if tokens >= 3 * short { 2 * short } else { short }
 }
 
 /// A loss with what its backward needs.
@@ -346,12 +350,12 @@ mod tests {
     use super::logits_rows;
 
     #[test]
-    fn longer_batches_take_twice_as_many_logits_at_a_time() {
+    fn a_long_batch_takes_twice_as_many_logits_at_a_time() {
         let rows = |tokens| logits_rows(tokens, 151_936, 2);
         for (tokens, expected) in [(1, 1024), (2047, 1024), (3071, 1024), (3072, 2048), (4095, 2048), (16_383, 2048)] {
             assert_eq!(rows(tokens), expected, "{tokens} tokens");
         }
-        assert_eq!(logits_rows(4095, 151_936, 4), 1024, "300 MiB hold 512 rows in f32");
-        assert_eq!(logits_rows(4095, 10_000_000, 4), 256, "a large vocabulary has at least 128 rows at a time");
+        assert_eq!(logits_rows(4095, 151_936, 4), 1024, "in f32 a chunk of a short batch has 512 rows");
+        assert_eq!(logits_rows(100, 10_000_000, 4), 128, "a chunk has at least 128 rows, however large they are");
     }
 }

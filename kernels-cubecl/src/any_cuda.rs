@@ -3,9 +3,9 @@
 //! AnyCudaDevice::Gpu(index)     → CubeCL's CUDA runtime
 //! AnyCudaDevice::Source(device) → kernels as CUDA C++, recorded or run by the host (crate::cuda_source)
 //! ```
-//! CubeCL finds a compiled kernel by a key in which the type of the runtime stands. Because both kinds of devices have the
-//! same type, a kernel has the same key on both, and one that a rehearsal recorded can be compiled before a GPU needs it
-//! ([`crate::compile_ahead`]).
+//! CubeCL finds a compiled kernel by a key that depends on the type of the runtime. Both kinds of devices have the same
+//! runtime, so that a kernel has the same key on both. Therefore a kernel that a rehearsal recorded can be compiled before a
+//! GPU needs it ([`crate::compile_ahead`]).
 
 use crate::cuda_source::{Compiler, SourceDevice, SourceServer, one_at_a_time};
 use burn_backend::DeviceOps;
@@ -58,7 +58,7 @@ impl Default for AnyCudaDevice {
     }
 }
 
-/// What the numbers of devices without a GPU belong to. Those of GPUs belong to 0, as in CubeCL's own runtime.
+/// The type in the identifiers of devices without a GPU. GPUs have type 0, as in CubeCL's own runtime.
 const SOURCE: u16 = 1;
 
 impl Device for AnyCudaDevice {
@@ -177,7 +177,7 @@ impl ComputeServer for AnyCudaServer {
         delegate!(self.sync(stream))
     }
 
-    /// The memory of a device without a GPU. That of a GPU is of another type, and nobody asks for it.
+    /// The memory of a device without a GPU. The memory of a GPU has another type; nobody asks for it.
     fn get_resource(
         &mut self,
         binding: Binding,
@@ -201,7 +201,7 @@ impl ComputeServer for AnyCudaServer {
     ) {
         match &mut self.kind {
             Kind::Gpu(server) => {
-                // CubeCL compiles a kernel at its first launch.
+                // CubeCL compiles a kernel at its first launch, which may be this one.
                 let _one_at_a_time = one_at_a_time();
                 // SAFETY: the caller's promise is handed on.
                 unsafe { server.launch(kernel, count, arguments, mode, stream) }

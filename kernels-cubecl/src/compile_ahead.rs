@@ -4,8 +4,8 @@
 //! ```text
 //! launches recorded by a rehearsal → NVRTC, a thread a processor → the cache → the device
 //! ```
-//! A device reads what others have written to the cache whenever it adds a kernel of its own. CubeCL compiles a kernel that no
-//! rehearsal has launched at its first launch.
+//! A device reads what others have written to the cache whenever it adds a kernel of its own. A kernel that no
+//! rehearsal has launched is compiled by CubeCL at its first launch.
 
 use crate::{cuda_source::Launch, error::KernelError};
 use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache, hash::StableHash};

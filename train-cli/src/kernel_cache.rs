@@ -1,5 +1,4 @@
-//! The directory of compiled kernels. The first run of a build compiles them for some seconds; later runs read
-//! them.
+//! The directory of compiled kernels. The first run of a build compiles them, which takes some seconds; later runs read them.
 //!
 //! CubeCL finds a CUDA kernel by its name and constants, not by its source. Therefore a directory serves one build of this
 //! program on one model of card: its name is a hash of the executable, the model of the cards and the driver's version.

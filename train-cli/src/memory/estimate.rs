@@ -131,17 +131,14 @@ impl Estimate {
             0.0
         };
         let cast = if dense == value { 0.0 } else { s.embedding * value };
-        // The last rows have a buffer of their own if they are fewer: another one as large, where they are many.
-        let rows = |tokens: f64| logits_rows(tokens as usize, c.vocab_size, precision.dtype().size()) as f64;
-        let rows = 2.0 * rows(tokens) - rows(0.0);
-        let logits = rows.min(3.0 * tokens) * c.vocab_size as f64 * value + cast + 4.0 * tokens * d;
+        let head = logits(c, tokens, precision) + cast + 4.0 * tokens * d;
         Self {
             parts: vec![
                 ("weights", linear * s.linear() + dense * dense_values + residual),
                 ("optimizer states", states * trained_params),
                 ("gradients", gradients),
                 ("block inputs and one block", inputs + block + copies),
-                ("head", logits),
+                ("head", head),
                 (GATHERED, 0.0),
                 (KEPT, 0.0),
             ],
@@ -239,4 +236,14 @@ pub fn flops_a_token(c: &Qwen3Config, t: usize) -> f64 {
     let s = Sizes::of(c);
     let attention = (c.num_attention_heads * c.head_dim * c.num_hidden_layers * t) as f64;
     6.0 * (s.linear() + s.embedding) + 6.0 * attention
+}
+
+/// Bytes of the logits that the head of a step holds.
+fn logits(c: &Qwen3Config, tokens: f64, precision: Precision) -> f64 {
+    let value = precision.dtype().size();
+    let rows = |tokens: f64| logits_rows(tokens as usize, c.vocab_size, value) as f64;
+    let (chunk, short) = (rows(tokens), rows(0.0));
+    // The rows that remain after the last full chunk have a second buffer, of up to the same size. For short chunks the other
+    // parts, which are estimated too high, have room for it. What a long chunk has more is counted for both buffers.
+    (short + 2.0 * (chunk - short)).min(3.0 * tokens) * (c.vocab_size * value) as f64
 }

@@ -150,6 +150,7 @@ impl Saver {
     pub fn wait(&mut self) -> Result<Option<PathBuf>, CliError> {
         let Some(writer) = self.pending.take() else { return Ok(None) };
         let written = writer.join();
+        // A checkpoint that was committed is whole, even if the device failed afterwards.
         if let Ok(Ok(folder)) = written {
             return Ok(Some(folder));
         }

@@ -128,14 +128,12 @@ impl Ready {
         match (trained, journal.wait_for_checkpoint()) {
             (Ok(model), Ok(_)) => Ok(Outcome { model, beginning, samples, journal, head: state.head }),
             (Ok(_), Err(error)) | (Err(error), Ok(_)) => Err(error),
-            // Training and writing share the device, which reports a failed launch once, to either of them.
-            (Err(_), Err(unsaved)) if unsaved.is_of_the_device() => {
-                report::line("warning: the last checkpoint could not be written: the device failed meanwhile");
-                Err(unsaved)
-            }
             (Err(error), Err(unsaved)) => {
-                report::line(format!("warning: the last checkpoint could not be written: {unsaved}"));
-                Err(error)
+                // Training and writing share the device, which reports a failed launch once, to either of them.
+                let shared = unsaved.is_of_the_device();
+                let reason = if shared { "the device failed meanwhile".to_owned() } else { unsaved.to_string() };
+                report::line(format!("warning: the last checkpoint could not be written: {reason}"));
+                Err(if shared { unsaved } else { error })
             }
         }
     }
