@@ -3,6 +3,7 @@
 use crate::{ModelError, bytes::FloatType};
 use burn::tensor::{DType, Tensor, TensorData, Transaction, backend::Backend};
 use half::bf16;
+use rayon::{iter::ParallelIterator, slice::ParallelSlice};
 use std::ops::Range;
 
 /// Bytes that are read from a device at a time. Each read waits for whatever the device has been given to do, which beside a
@@ -37,35 +38,35 @@ pub(super) fn to_data<B: Backend, const RANK: usize>(x: Tensor<B, RANK>) -> Resu
     x.try_into_data().map_err(failed)
 }
 
-/// Reads some rows of each matrix to the host, all in one transfer, in pieces of about `piece` bytes.
+/// Some rows of a matrix on the host.
+pub(super) struct Piece {
+    /// The number of the matrix among those that were asked for.
+    pub matrix: usize,
+    pub rows: Range<usize>,
+    pub data: TensorData,
+}
+
+/// Reads some rows of each matrix to the host, all in one transfer, in pieces of about `piece` bytes, in order.
 ///
 /// # Errors
 /// If the device failed.
 pub(super) fn rows_to_data<B: Backend>(
     matrices: Vec<(Tensor<B, 2>, Range<usize>)>,
     piece: usize,
-) -> Result<Vec<TensorData>, ModelError> {
+) -> Result<Vec<Piece>, ModelError> {
     let (mut transfer, mut parts) = (Transaction::<B>::default(), Vec::new());
-    for (matrix, rows) in matrices {
-        let ([all, width], dtype) = (matrix.dims(), matrix.dtype());
-        let step = rows_of(piece, width * dtype.size());
-        parts.push(([rows.len(), width], dtype, rows.len().div_ceil(step)));
+    for (number, (matrix, rows)) in matrices.into_iter().enumerate() {
+        let [all, width] = matrix.dims();
+        let step = rows_of(piece, width * matrix.dtype().size());
         for start in rows.clone().step_by(step) {
             let part = start..rows.end.min(start + step);
             let matrix = matrix.clone();
-            transfer = transfer.register(if part == (0..all) { matrix } else { matrix.slice(part) });
+            transfer = transfer.register(if part == (0..all) { matrix } else { matrix.slice(part.clone()) });
+            parts.push((number, part));
         }
     }
-    let mut read = transfer.try_execute().map_err(failed)?.into_iter();
-    let joined = parts.into_iter().map(|(shape, dtype, count)| {
-        if count == 1 {
-            return read.next().expect("a transfer gives what was registered");
-        }
-        let mut bytes = Vec::with_capacity(shape[0] * shape[1] * dtype.size());
-        read.by_ref().take(count).for_each(|part| bytes.extend_from_slice(&part.bytes));
-        TensorData::from_bytes_vec(bytes, shape, dtype)
-    });
-    Ok(joined.collect())
+    let read = transfer.try_execute().map_err(failed)?;
+    Ok(parts.into_iter().zip(read).map(|((matrix, rows), data)| Piece { matrix, rows, data }).collect())
 }
 
 /// How many rows of so many bytes a piece has: as many as fit, but at least one.
@@ -82,10 +83,10 @@ pub(super) fn not_finite(data: &TensorData) -> Option<f32> {
     }
 }
 
-/// The first value that is not good. Whole pieces are looked at without a branch, many values at a time.
-fn first<Value>(values: &[Value], good: impl Fn(&Value) -> bool) -> Option<&Value> {
+/// The first value that is not good. Every thread looks at whole pieces without a branch, many values at a time.
+fn first<Value: Sync>(values: &[Value], good: impl Fn(&Value) -> bool + Sync) -> Option<&Value> {
     let bad = |piece: &&[Value]| !piece.iter().fold(true, |all, x| all & good(x));
-    values.chunks(4096).find(bad)?.iter().find(|x| !good(x))
+    values.par_chunks(1 << 16).find_first(bad)?.iter().find(|x| !good(x))
 }
 
 /// The type of values in a file, if a device hands values of this type over as the file holds them.

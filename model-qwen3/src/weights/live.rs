@@ -2,7 +2,7 @@
 
 use super::{
     Field, fields,
-    host::{PIECES, TRANSFER, as_in_files, not_finite, rows_to_data},
+    host::{PIECES, Piece, TRANSFER, as_in_files, not_finite, rows_to_data},
 };
 use crate::{
     ModelError,
@@ -52,26 +52,30 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
         self.fields.iter().find(|(n, _)| n == name).map(|(_, f)| f)
     }
 
-    /// Gives the bytes of some rows, and the type of their values, to `take`.
+    /// Gives the bytes of some rows, piece by piece, and the type of their values to `take`.
     fn with_rows(
         &self,
         name: &str,
-        rows: Range<usize>,
-        take: impl FnOnce(FloatType, &[u8]) -> Result<(), ModelError>,
+        mut rows: Range<usize>,
+        mut take: impl FnMut(FloatType, &[u8]) -> Result<(), ModelError>,
     ) -> Result<(), ModelError> {
         let field = self.field(name).ok_or_else(|| ModelError::missing(self.path(), name))?;
         let mut fetched = self.fetched.borrow_mut();
-        let holds = |f: &&Fetched| f.name == name && f.rows.start <= rows.start && rows.end <= f.rows.end;
-        if fetched.iter().find(holds).is_none() {
-            let last = fetched.pop().map(|f| f.name);
-            fetched.clear(); // The host never holds two transfers.
-            *fetched = self.fetch(name, &rows, last.as_deref())?;
+        while !rows.is_empty() {
+            let holds = |f: &&Fetched| f.name == name && f.rows.contains(&rows.start);
+            if fetched.iter().find(holds).is_none() {
+                let last = fetched.pop().map(|f| f.name);
+                fetched.clear(); // The host never holds two transfers.
+                *fetched = self.fetch(name, &rows, last.as_deref())?;
+            }
+            let Fetched { rows: held, data, .. } = fetched.iter().find(holds).expect("it was just fetched");
+            let float = as_in_files(data.dtype)
+                .ok_or_else(|| ModelError::Device(format!("{name:?} has values of type {:?}", data.dtype)))?;
+            let (width, end) = (row_width(&field.shape()) * float.size(), rows.end.min(held.end));
+            take(float, &data.bytes[(rows.start - held.start) * width..(end - held.start) * width])?;
+            rows.start = end;
         }
-        let Fetched { rows: held, data, .. } = fetched.iter().find(holds).expect("it was just fetched");
-        let float = as_in_files(data.dtype)
-            .ok_or_else(|| ModelError::Device(format!("{name:?} has values of type {:?}", data.dtype)))?;
-        let width = row_width(&field.shape()) * float.size();
-        take(float, &data.bytes[(rows.start - held.start) * width..(rows.end - held.start) * width])
+        Ok(())
     }
 
     /// Reads at least these rows of a tensor. Reads what follows it too, as much as one transfer takes, if tensors are read in
@@ -94,10 +98,13 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
             wanted.push((next, field, range));
         }
         let matrices = wanted.iter().map(|(_, field, rows)| (field.matrix(), rows.clone())).collect();
-        let fetched = wanted.iter().zip(rows_to_data(matrices, self.transfer / PIECES)?);
-        let checked = fetched.map(|((name, _, rows), data)| match not_finite(&data) {
-            Some(value) => Err(self.not_finite(name, value)),
-            None => Ok(Fetched { name: (*name).clone(), rows: rows.clone(), data }),
+        let pieces = rows_to_data(matrices, self.transfer / PIECES)?.into_iter();
+        let checked = pieces.map(|Piece { matrix, rows, data }| {
+            let name = wanted[matrix].0;
+            match not_finite(&data) {
+                Some(value) => Err(self.not_finite(name, value)),
+                None => Ok(Fetched { name: name.clone(), rows, data }),
+            }
         });
         checked.collect()
     }
@@ -126,7 +133,7 @@ impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
         let mut values = vec![];
         self.with_rows(name, rows, |float, bytes| {
-            values = float.decode(bytes);
+            values.extend(float.decode(bytes));
             Ok(())
         })?;
         Ok(values)

@@ -25,3 +25,4 @@ pub mod stored_model;
 pub mod summary;
 mod tensorboard;
 pub mod trained;
+mod waiting;

@@ -3,7 +3,7 @@
 //!
 //! * on the device: the thread holds weights and states as they were after the step. The optimizer leaves what is held as it
 //!   is, and writes into other buffers;
-//! * in the host's memory: training waits until the files are made there;
+//! * in the host's memory ([`super::waiting`]): training waits until the files are made there;
 //! * nowhere: training waits until they are written.
 //!
 //! At most one checkpoint is being written: the next one waits for it. [`crate::durable`] commits a folder only when it
@@ -14,6 +14,7 @@ pub use super::checkpoint::Keep;
 use super::{
     checkpoint::{self, MODEL, OPTIMIZER, STATE, TrainerState},
     optimizer_file,
+    waiting::{Blocks, WaitingFile},
 };
 use crate::{
     CliError, device,
@@ -23,7 +24,7 @@ use crate::{
     report,
     train::chunked_adamw::ChunkedAdamw,
 };
-use backend_nvfp4::{Nvfp4Kernels, host_memory};
+use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
     ModelError,
     model::Qwen3,
@@ -40,21 +41,24 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-/// The files of a checkpoint that are made from the run, in the order in which they are written.
-const FILES: [&str; 3] = [MODEL, OPTIMIZER, STATE];
+/// The large files of a checkpoint, which are made at the same time.
+const LARGE: [&str; 2] = [MODEL, OPTIMIZER];
 
 /// Saves the checkpoints of a run.
 #[derive(Debug)]
 pub struct Saver {
     place: Place,
-    /// Bytes of a checkpoint, as forecast.
-    bytes: u64,
     /// The checkpoint that is being written.
     pending: Option<JoinHandle<Result<PathBuf, CliError>>>,
-    /// What is known of the memory before the run.
-    room: Room,
-    /// Whether it was said that training waits.
-    told: bool,
+    waits: Waits,
+}
+
+/// Where a checkpoint waits until it is written.
+#[derive(Debug)]
+enum Waits {
+    OnTheDevice,
+    InTheHost(Blocks),
+    Nowhere,
 }
 
 /// What memory a checkpoint may take until it is written.
@@ -62,7 +66,7 @@ pub struct Saver {
 pub enum Room {
     /// Memory of the device, which has enough.
     Device,
-    /// Memory of the host, if it has twice as much when the checkpoint is saved.
+    /// Memory of the host, if it has twice as much before the training.
     Host,
     /// None: the run has a memory limit that counts the host's memory.
     Limited,
@@ -80,15 +84,19 @@ struct Place {
 }
 
 impl Saver {
-    /// For the run in a folder. Each checkpoint takes about `bytes`.
-    pub fn new(run: &Path, companions: &Companions, bytes: u64, room: Room) -> Self {
+    /// For the run in a folder. Each checkpoint takes about `bytes`. In [`Room::Host`], so much memory is taken before the
+    /// training, while the program goes on.
+    ///
+    /// # Errors
+    /// If there is no thread for that.
+    pub fn new(run: &Path, companions: &Companions, bytes: u64, room: Room) -> Result<Self, CliError> {
         let place = Place {
             run: run.to_owned(),
             companions: companions.clone(),
             abandoned: Arc::default(),
             transfer: TRANSFER,
         };
-        Self { place, bytes, pending: None, room, told: false }
+        Ok(Self { place, pending: None, waits: Waits::of(bytes, room)? })
     }
 
     /// Saves a checkpoint, and deletes those that are not to be kept. Returns its folder, or None if it is still being
@@ -111,26 +119,20 @@ impl Saver {
         let content = Content { model, optimizer, state, target, transfer: place.transfer };
         // The checkpoint's folder is begun before the next step, so that a disk that refuses it is noticed at once.
         let folder = PendingFolder::new(&content.target)?;
-        if self.room == Room::Device {
-            return self.begin(move || place.commit(folder, keep, |name, out| content.write(name, out)));
+        match &self.waits {
+            Waits::OnTheDevice => self.begin(move || place.commit(folder, keep, |name, out| content.write(name, out))),
+            Waits::Nowhere => place.commit(folder, keep, |name, out| content.write(name, out)).map(Some),
+            Waits::InTheHost(blocks) => {
+                let files = content.in_memory(blocks)?;
+                let Content { state, target, .. } = content;
+                self.begin(move || {
+                    place.commit(folder, keep, |name, out| match LARGE.iter().position(|large| *large == name) {
+                        Some(at) => files[at].write_to(out).map_err(CliError::io(&target)),
+                        None => write_state(&state, out, &target),
+                    })
+                })
+            }
         }
-        if !self.has_memory() {
-            return place.commit(folder, keep, |name, out| content.write(name, out)).map(Some);
-        }
-        let mut files = Vec::with_capacity(FILES.len());
-        for name in FILES {
-            let mut bytes = InMemory(Vec::new());
-            content.write(name, &mut bytes)?;
-            files.push((name, bytes.0));
-        }
-        let target = content.target;
-        self.begin(move || {
-            place.commit(folder, keep, |name, out| {
-                let (_, bytes) =
-                    files.iter().find(|(made, _)| *made == name).expect("there is a content for each file");
-                out.write_all(bytes).map_err(CliError::io(&target))
-            })
-        })
     }
 
     /// Lets a thread write a checkpoint.
@@ -176,22 +178,23 @@ impl Saver {
     pub fn check(&mut self) -> Result<(), CliError> {
         if self.pending.as_ref().is_some_and(JoinHandle::is_finished) { self.wait().map(|_| ()) } else { Ok(()) }
     }
+}
 
-    /// Whether the host has memory for a checkpoint, and as much again for whatever else happens meanwhile.
-    fn has_memory(&mut self) -> bool {
+impl Waits {
+    /// Where checkpoints of so many bytes wait. A warning says if it is nowhere.
+    fn of(bytes: u64, room: Room) -> Result<Self, CliError> {
         let free = host::available();
-        let limited = self.room == Room::Limited;
-        let enough = !limited && free.is_some_and(|free| free / 2 >= self.bytes);
-        if !enough && !std::mem::replace(&mut self.told, true) {
-            let reason = match free {
-                _ if limited => "--memory-limit counts the memory in which it would wait".to_owned(),
-                Some(free) => format!("the host has {} of free memory", report::gib(free)),
-                None => "the host does not say how much memory is free".to_owned(),
-            };
-            let bytes = report::gib(self.bytes);
-            report::line(format!("warning: training waits while a checkpoint of {bytes} is written: {reason}"));
-        }
-        enough
+        let reason = match (room, free) {
+            (Room::Device, _) => return Ok(Self::OnTheDevice),
+            (Room::Limited, _) => "--memory-limit counts the memory in which it would wait".to_owned(),
+            // As much again is left for whatever else happens meanwhile.
+            (Room::Host, Some(free)) if free / 2 >= bytes => return Ok(Self::InTheHost(Blocks::taking(bytes)?)),
+            (Room::Host, Some(free)) => format!("the host has {} of free memory", report::gib(free)),
+            (Room::Host, None) => "the host does not say how much memory is free".to_owned(),
+        };
+        let bytes = report::gib(bytes);
+        report::line(format!("warning: training waits while a checkpoint of {bytes} is written: {reason}"));
+        Ok(Self::Nowhere)
     }
 }
 
@@ -202,22 +205,6 @@ impl Drop for Saver {
         if let Some(Ok(Err(error))) = self.pending.take().map(JoinHandle::join) {
             report::line(format!("warning: the last checkpoint could not be written: {error}"));
         }
-    }
-}
-
-/// A file that is made in the host's memory. If there is not enough, writing fails, and the process goes on.
-struct InMemory(Vec<u8>);
-
-impl Write for InMemory {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        let reserved = host_memory::may_be_refused(|| self.0.try_reserve(bytes.len()));
-        reserved.map_err(|_| std::io::ErrorKind::OutOfMemory)?;
-        self.0.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
     }
 }
 
@@ -242,12 +229,29 @@ impl<B: Nvfp4Kernels> Content<B> {
                 Ok(())
             }
             OPTIMIZER => optimizer_file::write(&self.model, &self.optimizer, self.transfer, out, &self.target),
-            _ => {
-                let text = serde_json::to_string_pretty(&self.state).expect("plain data is always valid JSON");
-                out.write_all(text.as_bytes()).map_err(CliError::io(&self.target))
-            }
+            _ => write_state(&self.state, out, &self.target),
         }
     }
+
+    /// The [`LARGE`] files, made in the host's memory. While one waits for the device, the other is copied.
+    fn in_memory(&self, blocks: &Blocks) -> Result<[WaitingFile; 2], CliError> {
+        let made = |name: &str| {
+            let mut file = blocks.file();
+            self.write(name, &mut file).map(|()| file)
+        };
+        thread::scope(|scope| {
+            let first = thread::Builder::new().spawn_scoped(scope, || made(LARGE[0]));
+            let first = first.map_err(CliError::no_thread("checkpoint"))?;
+            let second = made(LARGE[1]);
+            Ok([first.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?, second?])
+        })
+    }
+}
+
+/// Writes the state of a run besides its tensors.
+fn write_state(state: &TrainerState, out: &mut dyn Write, target: &Path) -> Result<(), CliError> {
+    let text = serde_json::to_string_pretty(state).expect("plain data is always valid JSON");
+    out.write_all(text.as_bytes()).map_err(CliError::io(target))
 }
 
 impl Place {
@@ -264,7 +268,7 @@ impl Place {
         write: impl Fn(&str, &mut dyn Write) -> Result<(), CliError> + Sync,
     ) -> Result<PathBuf, CliError> {
         // Each of the large ones waits for the device, while the other keeps the disk busy.
-        folder.files(&[MODEL, OPTIMIZER], &write)?;
+        folder.files(&LARGE, &write)?;
         folder.file(STATE, |out| write(STATE, out))?;
         self.companions.copy_into(&mut folder)?;
         device::check()?;
@@ -357,7 +361,7 @@ mod tests {
     }
 
     fn saver(run: &Path, bytes: u64, room: Room) -> Saver {
-        Saver::new(run, &companions(), bytes, room)
+        Saver::new(run, &companions(), bytes, room).unwrap()
     }
 
     fn manifest(run: &Path) -> Vec<u8> {

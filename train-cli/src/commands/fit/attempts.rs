@@ -116,7 +116,7 @@ impl Ready {
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
         let (guard, interruption) = (guard.clone(), interruption.clone());
         let bytes = self.forecast.estimate.checkpoint();
-        let saver = Saver::new(&plan.output_dir, &plan.companions, bytes, self.forecast.saving);
+        let saver = Saver::new(&plan.output_dir, &plan.companions, bytes, self.forecast.saving)?;
         let journal =
             Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver)?;
         let watchers = Watchers { guard, interruption, vram };
