@@ -215,7 +215,7 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens() {
                 }
                 if mode == "token by token" {
                     let nothing = GenerateOptions { max_tokens: 0, ..options.clone() };
-                    for read in session.len() + 1..conversation.len() {
+                    for read in session.tokens() + 1..conversation.len() {
                         session.answer(&conversation[..read], &nothing, go).unwrap();
                     }
                 }

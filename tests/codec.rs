@@ -1,12 +1,16 @@
 //! The scalar casts to and from E2M1 and E4M3 equal those of ml_dtypes for every code, every bf16 value and every tie,
 //! and the casts of kernels equal the scalar ones, bit for bit.
 
-use crate::support::{Cube, Random, floats, golden_bytes, on_gpu, supports, words};
+use crate::support::{Cube, Random, floats, golden_bytes, host, on_gpu, supports, words};
 use backend_nvfp4::reference;
-use burn::tensor::{DType, Tensor, TensorData};
-use burn_cubecl::CubeRuntime;
+use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use half::{bf16, f16};
-use kernels_cubecl::codec::{Conversion, convert};
+use kernels_cubecl::{
+    dequantize::dequantize,
+    matmul::PackedArgs,
+    quantize::{BlockShape, QuantizeSpec, Rounding, Scaling, View, quantize},
+};
 use safetensors::SafeTensors;
 
 /// The f32 bits of every bf16 value, of the golden ties, and of random patterns.
@@ -56,31 +60,79 @@ fn kernel_casts_equal_the_scalar_ones() {
 
 fn check<R: CubeRuntime>() {
     let inputs = encoder_inputs();
-    let run = |input: Vec<u32>, conversion| -> Vec<u32> {
-        let device = R::Device::default();
-        let x = words::<Cube<R>>(input, &device).into_primitive();
-        let y = words::<Cube<R>>(vec![0xDEAD_BEEF; x.meta.num_elements()], &device).into_primitive();
-        let client = x.client.clone();
-        convert(&client, x.into_array_arg(), y.clone().into_array_arg(), conversion).unwrap();
-        burn::tensor::Tensor::<Cube<R>, 1, burn::tensor::Int>::from_primitive(y).into_data().iter().collect()
+    // A block that holds a 6 has the scale 448 here, and 448 times the second factor is 1: values are encoded as they are.
+    let block = |inputs: &[u32]| -> Vec<f32> {
+        inputs.iter().map(|bits| f32::from_bits(*bits)).chain(std::iter::repeat(6.0)).take(16).collect()
     };
-    let same = |got: Vec<u32>, of: &[u32], expected: &dyn Fn(u32) -> u32| {
-        for (x, y) in of.iter().zip(got) {
-            assert_eq!(y, expected(*x), "input bits {x:#010x} = {:e}", f32::from_bits(*x));
-        }
-    };
-    let f = f32::from_bits;
-    same(run(inputs.clone(), Conversion::EncodeE2m1), &inputs, &|x| reference::e2m1_encode(f(x)).into());
-    let scales: Vec<u32> = inputs.into_iter().filter(|&x| (0.0..=448.0).contains(&f(x)) && x >> 31 == 0).collect();
+    let (codes, _) = quantized::<R>(inputs.chunks(15).flat_map(block).collect(), [448.0, 1.0 / 448.0]);
+    for (at, bits) in inputs.iter().enumerate() {
+        let (code, x) = (reference::code(&codes, at / 15, at % 15, 16), f32::from_bits(*bits));
+        assert_eq!(code, reference::e2m1_encode(x), "e2m1 of the bits {bits:#010x} = {x:e}");
+    }
+    // The scale of a block is its largest value here.
+    let encoded = |x: &f32| x.is_sign_positive() && *x <= 448.0;
+    let scales: Vec<f32> = inputs.into_iter().map(f32::from_bits).filter(encoded).collect();
     assert!(scales.len() > 20_000);
-    same(run(scales.clone(), Conversion::EncodeE4m3), &scales, &|x| reference::e4m3_encode(f(x)).into());
-    let codes: Vec<u32> = (0..16).collect();
-    same(run(codes.clone(), Conversion::DecodeE2m1), &codes, &|x| reference::e2m1_decode(x as u8).to_bits());
-    let bytes: Vec<u32> = (0..256).collect();
-    same(run(bytes.clone(), Conversion::DecodeE4m3), &bytes, &|x| {
-        let value = reference::e4m3_decode(x as u8);
-        if value.is_nan() { 0x7FC0_0000 | (x & 0x80) << 24 } else { value.to_bits() }
-    });
+    let block = |x: &f32| -> Vec<f32> { std::iter::once(*x).chain(std::iter::repeat_n(0.0, 15)).collect() };
+    let (_, bytes) = quantized::<R>(scales.iter().flat_map(block).collect(), [1.0; 2]);
+    for (x, byte) in scales.iter().zip(bytes) {
+        assert_eq!(byte, reference::e4m3_encode(*x), "e4m3 of the bits {:#010x} = {x:e}", x.to_bits());
+    }
+    // Code 2 and scale 0x38 are 1, so that every code and every scale is there alone, too.
+    for (at, y) in dequantized::<R>().into_iter().enumerate() {
+        let (scale, code) = ((at / 16) as u8, (at % 16) as u8);
+        let expected = reference::e2m1_decode(code) * reference::e4m3_decode(scale);
+        let same = y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan();
+        assert!(same, "code {code} with scale {scale:#04x} is {y:e}, expected {expected:e}");
+    }
+}
+
+/// Codes and scales of rows of 16 values. A kernel finds two factors from the largest value of a tensor: the first makes a
+/// scale of the largest value of a block, and values are divided by the second and by the scale. Here they are given.
+fn quantized<R: CubeRuntime>(values: Vec<f32>, [scale_factor, inverse]: [f32; 2]) -> (Vec<u32>, Vec<u8>) {
+    let device = R::Device::default();
+    let rows = values.len() / 16;
+    let (x, amax) = (put::<R>(values).into_primitive(), put::<R>(vec![0.0, scale_factor, inverse]).into_primitive());
+    // Other numbers than the kernel writes.
+    let codes = words::<Cube<R>>(vec![0xDEAD_BEEF; rows * 2], &device).into_primitive();
+    let scales = bytes::<R>(vec![0xEE; rows]);
+    let out = packed_args(&codes, &scales, rows);
+    let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
+    let (x, amax, view) = (x.tensor(), amax.tensor().into_array_arg(), View::row_major(rows, 16));
+    let client = x.client.clone();
+    quantize(&client, x.into_array_arg(), DType::F32.into(), amax, out, view, spec, false).unwrap();
+    let read = |x: CubeTensor<R>| Tensor::<Cube<R>, 1, Int>::from_primitive(x).into_data();
+    (read(codes).iter().collect(), read(scales).iter().collect())
+}
+
+/// Every code with every scale: 16 codes for each of 256 scales.
+fn dequantized<R: CubeRuntime>() -> Vec<f32> {
+    let codes = words::<Cube<R>>([0x7654_3210, 0xFEDC_BA98].repeat(256), &R::Device::default()).into_primitive();
+    let scales = bytes::<R>((0..=255).collect());
+    // No product is 1e9.
+    let y = put::<R>(vec![1e9; 256 * 16]);
+    let out = y.clone().into_primitive().tensor().into_array_arg();
+    let client = codes.client.clone();
+    dequantize(&client, packed_args(&codes, &scales, 256), false, out, DType::F32.into()).unwrap();
+    host(y)
+}
+
+fn put<R: CubeRuntime>(values: Vec<f32>) -> Tensor<Cube<R>, 1> {
+    let len = values.len();
+    Tensor::from_data(TensorData::new(values, [len]), (&R::Device::default(), DType::F32))
+}
+
+fn bytes<R: CubeRuntime>(values: Vec<u8>) -> CubeTensor<R> {
+    let len = values.len();
+    let data = TensorData::new(values, [len]);
+    Tensor::<Cube<R>, 1, Int>::from_data(data, (&R::Device::default(), DType::U8)).into_primitive()
+}
+
+/// The arguments for a matrix of 16 columns.
+fn packed_args<R: CubeRuntime>(codes: &CubeTensor<R>, scales: &CubeTensor<R>, rows: usize) -> PackedArgs<R> {
+    let arg = |x: &CubeTensor<R>| x.clone().into_array_arg();
+    let global = words::<Cube<R>>(vec![0], &R::Device::default()).into_primitive();
+    PackedArgs { codes: arg(codes), scales: arg(scales), global: arg(&global), rows, cols: 16 }
 }
 
 /// Weights that a file holds in f16 become bf16 on the device.

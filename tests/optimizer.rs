@@ -7,7 +7,7 @@ use backend_nvfp4::{
     StateKind, Stream, reference::philox,
 };
 use burn::tensor::{
-    DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
+    DType, Int, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive,
     ops::{FloatTensor, IntTensor},
 };
 use burn_cubecl::CubeRuntime;
@@ -81,12 +81,17 @@ fn trained_beside<B: Nvfp4Kernels>(run: &Run<'_>, master: MasterKind, state: Sta
     }
     let mut values = host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(w)));
     if let Some(residual) = moments.residual {
-        let bytes = backend_nvfp4::read_bytes::<B>(residual).unwrap().bytes;
-        for (w, r) in values.iter_mut().zip(bytes.iter()) {
-            *w = f32::from_bits((w.to_bits() + (u32::from(*r) << 8)).wrapping_sub(0x8000));
+        for (w, r) in values.iter_mut().zip(bytes_of::<B>(residual)) {
+            *w = f32::from_bits((w.to_bits() + (u32::from(r) << 8)).wrapping_sub(0x8000));
         }
     }
     values
+}
+
+/// The values of a tensor of bytes.
+fn bytes_of<B: Nvfp4Kernels>(x: IntTensor<B>) -> Vec<u8> {
+    let flat = Shape::new([x.shape().num_elements()]);
+    Tensor::<B, 1, Int>::from_primitive(B::int_reshape(x, flat)).into_data().iter().collect()
 }
 
 /// A gradient with a verdict on its step.
@@ -124,7 +129,7 @@ impl<B: Nvfp4Kernels> Held<B> {
             let flat = B::float_reshape(x.clone(), Shape::new([x.shape().num_elements()]));
             Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data().bytes.to_vec()
         };
-        let ints = |x: &IntTensor<B>| backend_nvfp4::read_bytes::<B>(x.clone()).unwrap().bytes.to_vec();
+        let ints = |x: &IntTensor<B>| bytes_of::<B>(x.clone());
         let mut all = match &self.weight {
             Weight::Floats(w) => vec![floats(w)],
             Weight::Codes(w) => {

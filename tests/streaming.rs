@@ -8,7 +8,8 @@ use crate::support::{
     host, on_gpu,
 };
 use backend_nvfp4::{
-    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Recipe, StateKind, TrainingBackend,
+    DeviceMemory, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Parts, Recipe, StateKind,
+    TrainingBackend,
     reference::{self, MASTER_ROOM},
 };
 use burn::{
@@ -185,7 +186,7 @@ fn values(net: &Trainee<Autodiff<Cpu>>) -> Named {
 
 fn values_of<B: Nvfp4Kernels>(net: &Trainee<Autodiff<B>>) -> Named {
     let inner = net.valid();
-    fields(inner.model()).into_iter().map(|(name, field)| (name, field.to_host().unwrap())).collect()
+    fields(inner.model()).into_iter().map(|(name, field)| (name, weights::to_host(field.matrix()).unwrap())).collect()
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {

@@ -63,6 +63,6 @@ pub use kernels_cubecl::{
 pub use linear::{Calibrated, Nvfp4Linear, PackedMaster, linears};
 pub use ops::{Activations, LinearLayer, Nvfp4Backend};
 pub use optim::{AdamwState, Judged, MasterKind, Moment, StateKind};
-pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed, read_bytes, read_words};
+pub use packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, PACKED_BYTES, Packed};
 pub use recipe::{ActivationScale, GivenScale, LinearSpec, Nvfp4Parts, Precision, Recipe};
-pub use services::{DeviceServices, MemoryUse};
+pub use services::{DeviceMemory, DeviceServices, MemoryUse};

@@ -11,7 +11,7 @@ use crate::{
     packed::{Nvfp4Primitive, Operand, Packed},
     recipe::{GivenScale, LinearSpec, Precision},
     reference,
-    services::{DeviceServices, MemoryUse},
+    services::{DeviceMemory, DeviceServices, MemoryUse},
     straight_through,
 };
 use burn::{
@@ -322,6 +322,12 @@ impl Nvfp4Kernels for NdArray {
     }
 }
 
+impl DeviceMemory for NdArray {
+    fn memory_in_use(_: &Self::Device) -> Option<MemoryUse> {
+        None
+    }
+}
+
 impl DeviceServices for NdArray {
     fn tiers(_: &Self::Device) -> Vec<&'static str> {
         vec!["scalar reference"]
@@ -329,10 +335,6 @@ impl DeviceServices for NdArray {
 
     fn bench_kernels(_: &Self::Device, _: &str, _: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
         Err(Nvfp4Error::Device("the CPU backend has no kernels to time".into()))
-    }
-
-    fn memory_in_use(_: &Self::Device) -> Option<MemoryUse> {
-        None
     }
 }
 

@@ -146,7 +146,7 @@ impl<B: Backend> Nvfp4Tensor<B> {
 ///
 /// # Errors
 /// If the device failed before or during the read.
-pub fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
+pub(crate) fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
     let data = read::<B>(x)?;
     // `iter` goes value by value through a boxed iterator.
     match data.dtype {
@@ -159,7 +159,7 @@ pub fn read_words<B: Backend>(x: IntTensor<B>) -> Result<Vec<u32>, Nvfp4Error> {
 ///
 /// # Errors
 /// If the device failed.
-pub fn read_bytes<B: Backend>(x: IntTensor<B>) -> Result<TensorData, Nvfp4Error> {
+fn read_bytes<B: Backend>(x: IntTensor<B>) -> Result<TensorData, Nvfp4Error> {
     let data = read::<B>(x)?;
     if data.dtype == DType::U8 {
         return Ok(data);

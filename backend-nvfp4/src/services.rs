@@ -4,8 +4,14 @@ use crate::error::Nvfp4Error;
 use burn::tensor::backend::Backend;
 use kernels_cubecl::bench;
 
+/// The memory of a device, which is the same whether operations are recorded or not.
+pub trait DeviceMemory: Backend {
+    /// The memory that the backend holds for tensors, or `None` if the backend does not count it.
+    fn memory_in_use(device: &Self::Device) -> Option<MemoryUse>;
+}
+
 /// Questions about a device.
-pub trait DeviceServices: Backend {
+pub trait DeviceServices: DeviceMemory {
     /// Names the implementations of products with packed operands that the device has, in the order in which they are
     /// tried.
     fn tiers(device: &Self::Device) -> Vec<&'static str>;
@@ -16,9 +22,6 @@ pub trait DeviceServices: Backend {
     /// # Errors
     /// If the backend has no kernels or the device fails.
     fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error>;
-
-    /// The memory that the backend holds for tensors, or `None` if the backend does not count it.
-    fn memory_in_use(device: &Self::Device) -> Option<MemoryUse>;
 }
 
 /// Device memory in bytes.

@@ -1,13 +1,14 @@
 """What only a card can show of a run's reliability. It prints one line for each case, and ends with exit code 1 if a case
 is not as it must be.
 
-    python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving] [CASE]
+    python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving] [CASE] [--memory-limit SIZE]
 
 memory: this script takes all free memory of the card while a run loads its weights, makes its first step, makes its fifth
         step, evaluates, and exports. Each run must end with exit code 4, without a panic, and leave its checkpoint whole.
 resume: three runs of 200 steps, and runs that are resumed after steps 1, 7, 50 and 199: in how many steps loss and gradient
         norm have the same bits, and whether the last checkpoints are equal.
-saving: how long training waits for a checkpoint that is saved after 100 steps.
+saving: how long training waits for a checkpoint that is saved after 100 steps. With --memory-limit 20GiB there is no room for it
+        on the device, so that it waits in the host's memory.
 
 CASE is a word of a case of memory, or a recipe of resume, to make that one alone. CONFIG.json is the shape for memory and
 saving. TOKENIZER_FOLDER holds tokenizer.json and demo.tsv.
@@ -23,6 +24,12 @@ import threading
 import time
 
 program, tokenizer, config, folder = [str(pathlib.Path(p).absolute()) for p in sys.argv[1:5]]
+if "--memory-limit" in sys.argv:
+    at = sys.argv.index("--memory-limit")
+    memory_limit = " ".join(sys.argv[at:at + 2])
+    del sys.argv[at:at + 2]
+else:
+    memory_limit = ""
 parts = [word for word in sys.argv[5:] if word in ["memory", "resume", "saving"]] or ["memory", "resume", "saving"]
 only = [word for word in sys.argv[5:] if word not in parts]
 pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
@@ -182,7 +189,7 @@ def resume():
 def saving():
     """A run that is killed 99 steps after it saved the second time; and small runs that show what was saved meanwhile."""
     flags = (f"--init-config {config} --synthetic --recipe w4a4 --batch-size 1 --max-seq-length 2048 --eval-steps 0 "
-             "--clip previous --overwrite --max-steps 1000 --save-steps 100")
+             f"--clip previous --overwrite --max-steps 1000 --save-steps 100 {memory_limit}")
     stamps, saved = {}, []
     words = [program, "fit", "--tokenizer", tokenizer, "--device", "cuda", "-o", f"{folder}/saving"] + flags.split()
     child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)

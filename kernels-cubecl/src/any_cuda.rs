@@ -15,10 +15,9 @@ use cubecl::{
     cuda::{CudaDevice, CudaRuntime},
     device::{DeviceId, ServerUtilitiesHandle},
     ir::TargetProperties,
-    prelude::ArrayArg,
     server::{
-        Binding, ComputeServer, CopyDescriptor, ExecutionMode, Handle, IoError, KernelArguments, ProfileError,
-        ProfilingToken, ServerCommunication, ServerError, ServerUtilities,
+        Binding, ComputeServer, CopyDescriptor, ExecutionMode, IoError, KernelArguments, ProfileError, ProfilingToken,
+        ServerCommunication, ServerError, ServerUtilities,
     },
     zspace::{Shape, Strides},
 };
@@ -78,12 +77,6 @@ impl Device for AnyCudaDevice {
 }
 
 impl DeviceOps for AnyCudaDevice {}
-
-/// The whole buffer as an argument of values of `size` bytes each.
-pub fn array(handle: &Handle, size: usize) -> ArrayArg<AnyCudaRuntime> {
-    // SAFETY: the length is the buffer's own.
-    unsafe { ArrayArg::from_raw_parts(handle.clone(), handle.size_in_used() as usize / size) }
-}
 
 type GpuServer = <CudaRuntime as Runtime>::Server;
 

@@ -30,7 +30,7 @@ use cubecl_common::{e2m1x2, e4m3};
 use std::sync::OnceLock;
 
 /// Values that one instruction sums over: the columns of operands are a multiple of it.
-pub const STEP: usize = 64;
+const STEP: usize = 64;
 /// Rows and columns of y that a cube makes.
 const TILE: [u32; 2] = [64, 128];
 /// Instructions of a plane in a step, down and across its part of the tile.

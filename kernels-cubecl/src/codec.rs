@@ -11,15 +11,8 @@
 //! E2M1 rounding adds a uniform number to the fraction bits, whose carry reaches the bits of the code; below 1 it
 //! uses the fraction of `x + 1`.
 
-use crate::{device::flat_launch, rng::draw_of};
+use crate::rng::draw_of;
 use cubecl::prelude::*;
-
-/// Encodes `x`, rounding to nearest.
-#[cube]
-pub(crate) fn e2m1_encode(x: f32) -> u32 {
-    let x = e2m1_bounded(x);
-    e2m1_nearest(x.abs()) | ((u32::reinterpret(x) >> 28u32) & 8u32)
-}
 
 /// Clamps `x` to [-6, 6], and NaN to 6: the result has the same code as `x`.
 #[cube]
@@ -173,51 +166,4 @@ pub(crate) fn e4m3_decode(byte: u32) -> f32 {
 pub(crate) fn e4m3_magnitude(byte: u32) -> f32 {
     let y = f32::reinterpret((byte << 20u32) + 0x3C00_0000u32);
     min(y, y * 2.0f32 - 0.015625f32)
-}
-
-/// The conversion that [`convert`] runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Conversion {
-    /// The bits of an f32 to an E2M1 code, rounded to nearest.
-    EncodeE2m1,
-    /// The bits of an f32 in [0, 448] (a block scale) to an E4M3 byte.
-    EncodeE4m3,
-    /// An E2M1 code to the bits of an f32.
-    DecodeE2m1,
-    /// An E4M3 byte to the bits of an f32.
-    DecodeE4m3,
-}
-
-/// `output[i] = conversion(input[i])`: runs the codec alone, for tests that try every input.
-///
-/// # Errors
-/// If the two buffers differ in length.
-pub fn convert<R: Runtime>(
-    client: &ComputeClient<R>,
-    input: ArrayArg<R>,
-    output: ArrayArg<R>,
-    conversion: Conversion,
-) -> Result<(), crate::KernelError> {
-    let len = input.size();
-    crate::error::expect_len("convert", "output", output.size(), len)?;
-    let (count, dim) = flat_launch(len);
-    // SAFETY: both buffers hold `len` elements and the kernel stops at `len`.
-    unsafe { convert_kernel::launch_unchecked(client, count, dim, input, output, conversion) };
-    Ok(())
-}
-
-#[cube(launch_unchecked)]
-fn convert_kernel(input: &Array<u32>, output: &mut Array<u32>, #[comptime] conversion: Conversion) {
-    if ABSOLUTE_POS < output.len() {
-        let x = input[ABSOLUTE_POS];
-        output[ABSOLUTE_POS] = match comptime!(conversion) {
-            Conversion::EncodeE2m1 => e2m1_encode(f32::reinterpret(x)),
-            Conversion::EncodeE4m3 => {
-                let (byte, _value) = e4m3_scale(f32::reinterpret(x));
-                byte
-            }
-            Conversion::DecodeE2m1 => u32::reinterpret(e2m1_decode(x)),
-            Conversion::DecodeE4m3 => u32::reinterpret(e4m3_decode(x)),
-        };
-    }
 }

@@ -180,7 +180,7 @@ fn load_queries<F: Float>(
 
 /// The two rows whose sums a lane holds, eight rows apart, and the state of their online softmax.
 #[derive(CubeType)]
-struct LaneRows {
+struct DecodeRows {
     /// The last key that each row sees.
     last: Array<u32>,
     /// The first one.
@@ -192,7 +192,7 @@ struct LaneRows {
 }
 
 #[cube]
-fn own_rows(starts: &Array<u32>, call: Call, #[comptime] heads: Heads) -> LaneRows {
+fn own_rows(starts: &Array<u32>, call: Call, #[comptime] heads: Heads) -> DecodeRows {
     let mut last = Array::<u32>::new(2usize);
     let mut start = Array::<u32>::new(2usize);
     let mut top = Array::<f32>::new(2usize);
@@ -205,7 +205,7 @@ fn own_rows(starts: &Array<u32>, call: Call, #[comptime] heads: Heads) -> LaneRo
         top[half] = HIDDEN;
         total[half] = 0.0f32;
     }
-    LaneRows { last, start, top, total }
+    DecodeRows { last, start, top, total }
 }
 
 /// One step of the online softmax: scales and hides scores, turns them into weights, and rescales the output so far.
@@ -214,7 +214,7 @@ fn own_rows(starts: &Array<u32>, call: Call, #[comptime] heads: Heads) -> LaneRo
 fn soften(
     scores: &mut Sequence<Array<Pair<f32>>>,
     mixed: &mut Sequence<Array<Pair<f32>>>,
-    rows: &mut LaneRows,
+    rows: &mut DecodeRows,
     key: u32,
     scale: f32,
     #[comptime] dim: u32,
@@ -261,7 +261,7 @@ fn soften(
 
 /// Joins the planes of a cube, one after another, in shared memory: for each row E values, the maximum and the sum.
 #[cube]
-fn joined_planes(mixed: &Sequence<Array<Pair<f32>>>, rows: &LaneRows, #[comptime] dim: u32) -> SharedMemory<f32> {
+fn joined_planes(mixed: &Sequence<Array<Pair<f32>>>, rows: &DecodeRows, #[comptime] dim: u32) -> SharedMemory<f32> {
     let line = comptime!(dim + 2);
     let mut joined = SharedMemory::<f32>::new(comptime!((ROWS * line) as usize));
     #[unroll]

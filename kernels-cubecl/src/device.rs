@@ -39,11 +39,10 @@ pub(crate) fn flat_launch(len: usize) -> (CubeCount, CubeDim) {
     (CubeCount::Static(x, cubes.div_ceil(x), 1), CubeDim::new_1d(256))
 }
 
-/// The buffers of an `Option` (none or one) or of a list, as kernels take a buffer that may be missing or shared.
-pub(crate) fn sequence<R: Runtime, Element: CubePrimitive>(
-    buffers: impl IntoIterator<Item = ArrayArg<R>>,
-) -> SequenceArg<R, Array<Element>> {
-    let mut sequence = SequenceArg::new();
-    buffers.into_iter().for_each(|buffer| sequence.push(buffer));
-    sequence
+/// The arguments of an `Option` (none or one) or of a list, as kernels take what may be missing, or what there may be
+/// several of.
+pub(crate) fn sequence<R: Runtime, Arg: LaunchArg>(
+    args: impl IntoIterator<Item = Arg::RuntimeArg<R>>,
+) -> SequenceArg<R, Arg> {
+    args.into_iter().collect()
 }

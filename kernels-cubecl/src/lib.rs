@@ -76,7 +76,7 @@ pub mod any_cuda;
 pub mod attention;
 pub mod bench;
 pub mod block_scaled;
-pub mod codec;
+mod codec;
 pub mod column_sums;
 pub mod compile_ahead;
 pub mod cross_entropy;

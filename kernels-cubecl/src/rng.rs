@@ -4,6 +4,7 @@
 //! A number depends only on (seed, step, stream, index). A resumed run therefore draws the same numbers as an
 //! uninterrupted one, on any backend and with any launch geometry.
 
+use crate::device::sequence;
 use cubecl::{
     ir::{ElemType, UIntKind},
     prelude::*,
@@ -34,12 +35,11 @@ pub(crate) struct Cipher {
 
 /// Prepares a stream for the device.
 pub(crate) fn cipher<R: Runtime>(Stream { seed, step, stream }: Stream) -> CipherLaunch<R> {
-    let mut keys = SequenceArg::new();
-    for round in 0..ROUNDS as u32 {
-        keys.push((seed as u32).wrapping_add(round.wrapping_mul(0x9E37_79B9)));
-        keys.push(((seed >> 32) as u32).wrapping_add(round.wrapping_mul(0xBB67_AE85)));
-    }
-    CipherLaunch::new(keys, step, stream)
+    let keys_of = |round: u32| {
+        let lower = (seed as u32).wrapping_add(round.wrapping_mul(0x9E37_79B9));
+        [lower, ((seed >> 32) as u32).wrapping_add(round.wrapping_mul(0xBB67_AE85))]
+    };
+    CipherLaunch::new(sequence((0..ROUNDS as u32).flat_map(keys_of)), step, stream)
 }
 
 /// Writes the four random words of counter `(index, step, stream, 0)` to `out[0..4]`. `other` is xored into the

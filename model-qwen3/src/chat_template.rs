@@ -121,7 +121,7 @@ impl ChatTemplate {
     pub fn render(&self, messages: &[Json], options: RenderOptions<'_>) -> Result<String, ModelError> {
         let RenderOptions { tools, add_generation_prompt, enable_thinking } = options;
         let given = messages.iter().chain(tools).map(bytes_of).sum();
-        let context = Value::from(Serde(&Context { messages, tools, add_generation_prompt, enable_thinking }));
+        let context = Value::from(Serde(&RenderContext { messages, tools, add_generation_prompt, enable_thinking }));
         let env = self.env.clone();
         let render = move || env.get_template(NAME).and_then(|t| t.render(context));
         let text = within_limits(given, move || render().map_err(template))?;
@@ -137,7 +137,7 @@ impl ChatTemplate {
 
 /// The variables of a template. What is None is undefined.
 #[derive(Serialize)]
-struct Context<'a> {
+struct RenderContext<'a> {
     messages: &'a [Json],
     #[serde(skip_serializing_if = "Option::is_none")]
     tools: Option<&'a Json>,

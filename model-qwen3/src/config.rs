@@ -53,7 +53,7 @@ impl OneOrMany {
 }
 
 #[derive(Deserialize)]
-struct Raw {
+struct RawConfig {
     model_type: String,
     vocab_size: f64,
     hidden_size: f64,
@@ -114,7 +114,7 @@ impl Qwen3Config {
 
     /// Parses the text of a config.json. `path` is for error messages.
     pub(crate) fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
-        let raw: Raw = serde_json::from_str(text).map_err(|e| ModelError::parse(path, e))?;
+        let raw: RawConfig = serde_json::from_str(text).map_err(|e| ModelError::parse(path, e))?;
         let check = Checker(path.to_owned());
         check.only("model_type", &raw.model_type, "qwen3", "only dense Qwen3 models are supported")?;
         if let Some(act) = &raw.hidden_act {

@@ -36,15 +36,15 @@ struct Slot {
     name: String,
     stored: Stored,
     /// The floats; or the codes, the scales and, in two-level files, the tensor scale.
-    entries: Vec<Entry>,
+    entries: Vec<ContainerEntry>,
     /// The tensor scale of the activations that an NVFP4 weight multiplies, if the file gives one.
-    input: Option<Entry>,
+    input: Option<ContainerEntry>,
     /// Whether the file holds the reciprocals of tensor scales.
     reciprocal: bool,
 }
 
 #[derive(Debug, Clone)]
-enum Entry {
+enum ContainerEntry {
     Dat(DatEntry),
     /// The index of the shard and an entry of it.
     Safe(usize, SafeEntry),
@@ -69,12 +69,12 @@ impl Container {
         } else {
             (path, None, vec![SafeFile::open(&file)?])
         };
-        let mut entries: Vec<(String, Entry)> = Vec::new();
+        let mut entries: Vec<(String, ContainerEntry)> = Vec::new();
         for entry in dat.iter().flat_map(DatFile::entries) {
-            entries.push((entry.key.clone(), Entry::Dat(entry.clone())));
+            entries.push((entry.key.clone(), ContainerEntry::Dat(entry.clone())));
         }
         for (i, shard) in shards.iter().enumerate() {
-            entries.extend(shard.entries().iter().map(|e| (e.name.clone(), Entry::Safe(i, e.clone()))));
+            entries.extend(shard.entries().iter().map(|e| (e.name.clone(), ContainerEntry::Safe(i, e.clone()))));
         }
         let mut container = Self { path: path.to_owned(), dat, shards, slots: vec![], by_name: HashMap::new() };
         container.find_tensors(&entries)?;
@@ -82,8 +82,8 @@ impl Container {
     }
 
     /// Makes a slot for each tensor of the entries.
-    fn find_tensors(&mut self, entries: &[(String, Entry)]) -> Result<(), ModelError> {
-        let by_key: HashMap<&str, &Entry> = entries.iter().map(|(key, entry)| (key.as_str(), entry)).collect();
+    fn find_tensors(&mut self, entries: &[(String, ContainerEntry)]) -> Result<(), ModelError> {
+        let by_key: HashMap<&str, &ContainerEntry> = entries.iter().map(|(key, entry)| (key.as_str(), entry)).collect();
         let inputs: HashSet<String> = entries.iter().filter_map(|(key, entry)| entry.input_scale(key)).collect();
         for (key, entry) in entries {
             if inputs.contains(key) {
@@ -122,23 +122,25 @@ impl Container {
         Ok(())
     }
 
-    fn dense(&self, name: &str, entry: &Entry) -> Result<Slot, ModelError> {
+    fn dense(&self, name: &str, entry: &ContainerEntry) -> Result<Slot, ModelError> {
         match entry.content() {
-            Content::Floats(float) => {
+            FileContent::Floats(float) => {
                 let stored = Stored::Dense { float, shape: entry.shape().to_vec() };
                 Ok(Slot { name: name.to_owned(), stored, entries: vec![entry.clone()], input: None, reciprocal: false })
             }
-            Content::Other(kind) => Err(self.bad(format!("{name:?} is {kind}; weights are f16, bf16, f32 or NVFP4"))),
-            Content::Bytes | Content::Scales => Err(self.bad(format!("{name:?} holds bytes, not floats"))),
+            FileContent::Other(kind) => {
+                Err(self.bad(format!("{name:?} is {kind}; weights are f16, bf16, f32 or NVFP4")))
+            }
+            FileContent::Bytes | FileContent::Scales => Err(self.bad(format!("{name:?} holds bytes, not floats"))),
         }
     }
 
-    fn packed(&self, name: String, entries: Vec<Entry>) -> Result<Slot, ModelError> {
+    fn packed(&self, name: String, entries: Vec<ContainerEntry>) -> Result<Slot, ModelError> {
         let bad = |reason: String| self.bad(format!("{name:?}: {reason}"));
-        if !matches!(entries[0].content(), Content::Bytes) {
+        if !matches!(entries[0].content(), FileContent::Bytes) {
             return Err(bad("its codes are not bytes (type id 0 or 100)".into()));
         }
-        if !matches!(entries[1].content(), Content::Scales) {
+        if !matches!(entries[1].content(), FileContent::Scales) {
             return Err(bad("its scales are not E4M3 (type id 101)".into()));
         }
         let (codes, scales) = (entries[0].shape(), entries[1].shape());
@@ -155,7 +157,9 @@ impl Container {
         };
         let scaling = match entries.get(2) {
             None => Scaling::Single,
-            Some(e) if matches!(e.content(), Content::Floats(FloatType::F32)) && e.shape().iter().all(|&d| d == 1) => {
+            Some(e)
+                if matches!(e.content(), FileContent::Floats(FloatType::F32)) && e.shape().iter().all(|&d| d == 1) =>
+            {
                 Scaling::Two
             }
             Some(e) => return Err(bad(format!("its tensor scale has shape {:?}; one f32 is needed", e.shape()))),
@@ -192,11 +196,11 @@ impl Container {
         Ok(FloatType::F32.decode(&buffer)[0])
     }
 
-    fn read(&self, entry: &Entry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
+    fn read(&self, entry: &ContainerEntry, start: u64, buffer: &mut [u8]) -> Result<(), ModelError> {
         match (entry, &self.dat) {
-            (Entry::Dat(entry), Some(dat)) => dat.read(entry, start, buffer),
-            (Entry::Safe(i, entry), _) => self.shards[*i].read(entry, start, buffer),
-            (Entry::Dat(_), None) => unreachable!("a .dat entry comes from the open .dat file"),
+            (ContainerEntry::Dat(entry), Some(dat)) => dat.read(entry, start, buffer),
+            (ContainerEntry::Safe(i, entry), _) => self.shards[*i].read(entry, start, buffer),
+            (ContainerEntry::Dat(_), None) => unreachable!("a .dat entry comes from the open .dat file"),
         }
     }
 
@@ -289,7 +293,7 @@ impl Tensors for Container {
     fn input_scale(&self, name: &str) -> Result<Option<GivenScale>, ModelError> {
         let slot = self.slot(name)?;
         let Some(entry) = &slot.input else { return Ok(None) };
-        if !matches!(entry.content(), Content::Floats(FloatType::F32)) || entry.shape().iter().any(|&d| d != 1) {
+        if !matches!(entry.content(), FileContent::Floats(FloatType::F32)) || entry.shape().iter().any(|&d| d != 1) {
             let shape = entry.shape();
             return Err(self.bad(format!("{name:?}: the scale of its input has shape {shape:?}; one f32 is needed")));
         }
@@ -304,7 +308,7 @@ impl Tensors for Container {
 }
 
 /// What an entry's type says about its content.
-enum Content {
+enum FileContent {
     Floats(FloatType),
     Bytes,
     Scales,
@@ -312,20 +316,19 @@ enum Content {
     Other(String),
 }
 
-impl Entry {
-    fn content(&self) -> Content {
+impl ContainerEntry {
+    fn content(&self) -> FileContent {
         match self {
             Self::Dat(entry) => match entry.element {
-                ElementType::U8 | ElementType::F4x2 => Content::Bytes,
-                ElementType::F8E4m3 => Content::Scales,
-                other => other.float().map_or_else(|| Content::Other(other.name().to_owned()), Content::Floats),
+                ElementType::U8 | ElementType::F4x2 => FileContent::Bytes,
+                ElementType::F8E4m3 => FileContent::Scales,
+                other => other.float().map_or_else(|| FileContent::Other(other.name().to_owned()), FileContent::Floats),
             },
             Self::Safe(_, entry) => match entry.dtype {
-                Dtype::U8 => Content::Bytes,
-                Dtype::F8_E4M3 => Content::Scales,
-                other => {
-                    safetensors::float_of(other).map_or_else(|| Content::Other(format!("{other:?}")), Content::Floats)
-                }
+                Dtype::U8 => FileContent::Bytes,
+                Dtype::F8_E4M3 => FileContent::Scales,
+                other => safetensors::float_of(other)
+                    .map_or_else(|| FileContent::Other(format!("{other:?}")), FileContent::Floats),
             },
         }
     }
@@ -353,7 +356,7 @@ impl Entry {
         if matches!(self, Self::Dat(_)) {
             return None;
         }
-        if matches!(self.content(), Content::Bytes) && names::may_hold_codes(key) {
+        if matches!(self.content(), FileContent::Bytes) && names::may_hold_codes(key) {
             return Some((Spelling::ModelOpt, key, Part::Codes));
         }
         Spelling::SAFE.into_iter().find_map(|spelling| spelling.split(key).map(|(base, part)| (spelling, base, part)))

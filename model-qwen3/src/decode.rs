@@ -6,12 +6,26 @@ use crate::{
     rope::rotary,
 };
 use backend_nvfp4::{DecodeBlock, DecodeTokens, Nvfp4Kernels, decode_blocks};
-use burn::tensor::{Tensor, TensorPrimitive, backend::Backend};
+use burn::tensor::{Int, Tensor, TensorPrimitive, backend::Backend};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
+    /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
+    /// normalized. Each sequence is its cache and the number of its new tokens. These also see the tokens that the cache
+    /// holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence alone.
+    pub fn forward_cached(
+        &self,
+        ids_RT: Tensor<B, 2, Int>,
+        sequences: &mut [(&mut KvCache<B>, usize)],
+    ) -> Tensor<B, 2> {
+        let h_MD = self.embed(ids_RT);
+        let h_MD = self.blocks_cached(h_MD, sequences);
+        sequences.iter_mut().for_each(|(cache, tokens)| cache.advance(*tokens));
+        self.final_norm(h_MD)
+    }
+
     /// Maps the embeddings `[M, D]` of the new tokens of several sequences to hidden states `[M, D]`. Sequences with one new token
     /// are computed by themselves, so that their numbers do not depend on whether others read prompts.
-    pub(crate) fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
+    fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
         if let Some(decoded) = self.decode(&h_MD, sequences) {
             return decoded;
         }
@@ -42,7 +56,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
             return None;
         }
         let config = self.config();
-        let pasts: Vec<usize> = sequences.iter().map(|(cache, _)| cache.len()).collect();
+        let pasts: Vec<usize> = sequences.iter().map(|(cache, _)| cache.tokens()).collect();
         let positions = pasts.iter().map(|past| *past as u32).collect();
         let tokens = DecodeTokens {
             rotary: rotary::<B>(positions, config.head_dim, config.rope_theta, &self.device()),

@@ -29,13 +29,8 @@ impl<B: Backend> KvCache<B> {
     }
 
     /// Number of tokens in the cache.
-    pub fn len(&self) -> usize {
+    pub fn tokens(&self) -> usize {
         self.len
-    }
-
-    /// Whether the cache holds no token.
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
     }
 
     /// Checks that `more` tokens fit.

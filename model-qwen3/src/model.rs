@@ -303,20 +303,6 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 }
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
-    /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
-    /// normalized. Each sequence is its cache and the number of its new tokens. These also see the tokens that the cache
-    /// holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence alone.
-    pub fn forward_cached(
-        &self,
-        ids_RT: Tensor<B, 2, Int>,
-        sequences: &mut [(&mut KvCache<B>, usize)],
-    ) -> Tensor<B, 2> {
-        let h_MD = self.embed(ids_RT);
-        let h_MD = self.blocks_cached(h_MD, sequences);
-        sequences.iter_mut().for_each(|(cache, tokens)| cache.advance(*tokens));
-        self.final_norm(h_MD)
-    }
-
     /// Computes the blocks one after another, each by separate operations.
     pub(crate) fn block_by_block(
         &self,
@@ -324,7 +310,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         sequences: &mut [(&mut KvCache<B>, usize)],
     ) -> Tensor<B, 2> {
         let places: Vec<Places> =
-            sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.len())).collect();
+            sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.tokens())).collect();
         let ctx = self.context(&places);
         let ctx = Context { spec: ctx.spec.each_row(), ..ctx };
         for (i, block) in self.layers.iter().enumerate() {

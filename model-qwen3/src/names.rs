@@ -131,14 +131,33 @@ pub(crate) fn of_gguf(name: &str) -> Option<String> {
     block.parse::<usize>().ok().filter(|index| index.to_string() == block).map(|index| in_block(index, part))
 }
 
+/// How the names of the scales of an NVFP4 tensor end in a GGUF file.
+const GGUF_SCALE: &str = ".scale";
+const GGUF_INPUT_SCALE: &str = ".input_scale";
+
 /// The name of the tensor scale of an NVFP4 tensor in a GGUF file.
 pub(crate) fn scale_in_gguf(name: &str) -> String {
-    format!("{}.scale", name.strip_suffix(WEIGHT).unwrap_or(name))
+    format!("{}{GGUF_SCALE}", layer(name))
 }
 
 /// The name of the tensor scale of the activations that an NVFP4 tensor multiplies, in a GGUF file.
 pub(crate) fn input_scale_in_gguf(name: &str) -> String {
-    format!("{}.input_scale", name.strip_suffix(WEIGHT).unwrap_or(name))
+    format!("{}{GGUF_INPUT_SCALE}", layer(name))
+}
+
+/// What an entry of a GGUF file is of the tensor that it belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OfGguf {
+    Values,
+    Scale,
+    InputScale,
+}
+
+/// Takes the name of an entry of a GGUF file apart: what all entries of its tensor have in common, and what it is of the tensor.
+pub(crate) fn split_of_gguf(name: &str) -> (&str, OfGguf) {
+    let ends = [(GGUF_SCALE, OfGguf::Scale), (GGUF_INPUT_SCALE, OfGguf::InputScale), (WEIGHT, OfGguf::Values)];
+    let split = ends.into_iter().find_map(|(end, part)| Some((name.strip_suffix(end)?, part)));
+    split.unwrap_or((name, OfGguf::Values))
 }
 
 /// What one entry of an NVFP4 tensor holds.

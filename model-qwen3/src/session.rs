@@ -85,13 +85,8 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     }
 
     /// Number of tokens in the cache.
-    pub fn len(&self) -> usize {
+    pub fn tokens(&self) -> usize {
         self.ids.len()
-    }
-
-    /// Whether no token has been read.
-    pub fn is_empty(&self) -> bool {
-        self.ids.is_empty()
     }
 
     /// Number of tokens at the beginning of `prompt` that the cache holds. The last token never counts, because its logits
@@ -117,7 +112,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         while !answering.has_ended() {
             let reads = answering.reads_prompt();
             let token = step(&mut [(&mut *self, &mut answering)])?.pop().flatten();
-            let read = reads.then(|| Progress::Read(self.len()));
+            let read = reads.then(|| Progress::Read(self.tokens()));
             let goes_on = read.into_iter().chain(token.map(Progress::Token)).all(|news| progress(news).is_continue());
             if !goes_on {
                 answering.end(StopReason::Caller);

@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 
 /// What a value is at most.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-enum Kind {
+enum ValueKind {
     /// No namespace, and nothing that holds one.
     #[default]
     Clean,
@@ -21,7 +21,7 @@ enum Kind {
     Holder,
 }
 
-impl Kind {
+impl ValueKind {
     /// What holds values of this kind.
     fn held(self) -> Self {
         if self == Self::Clean { self } else { Self::Holder }
@@ -44,7 +44,7 @@ pub(crate) fn line_of_cycle(template: &Stmt<'_>) -> Option<u32> {
 /// What is known of the names of a template.
 #[derive(Default)]
 struct Names<'a> {
-    kinds: HashMap<&'a str, Kind>,
+    kinds: HashMap<&'a str, ValueKind>,
     /// Macros, which return text.
     macros: HashSet<&'a str>,
     /// Whether a call hands a namespace over. Then parameters and the variables of loops that call themselves may be one.
@@ -73,7 +73,7 @@ impl<'a> Names<'a> {
             }
             Stmt::EmitRaw(_) | Stmt::Extends(_) | Stmt::Include(_) | Stmt::Continue(_) | Stmt::Break(_) => {}
             Stmt::ForLoop(s) => {
-                let kind = if s.recursive && self.handed_over { Kind::Holder } else { self.kind(&s.iter).held() };
+                let kind = if s.recursive && self.handed_over { ValueKind::Holder } else { self.kind(&s.iter).held() };
                 self.assign(&s.target, kind);
                 if let Some(filter) = &s.filter_expr {
                     self.kind(filter);
@@ -99,7 +99,7 @@ impl<'a> Names<'a> {
             }
             Stmt::SetBlock(s) => {
                 // A block gives text, and a filter may give anything that it is given.
-                let kind = s.filter.as_ref().map_or(Kind::Clean, |filter| self.kind(filter));
+                let kind = s.filter.as_ref().map_or(ValueKind::Clean, |filter| self.kind(filter));
                 self.assign(&s.target, kind);
                 self.statements(&s.body);
             }
@@ -109,10 +109,10 @@ impl<'a> Names<'a> {
                 self.statements(&s.body);
             }
             Stmt::Block(s) => self.statements(&s.body),
-            Stmt::Import(s) => self.assign(&s.name, Kind::Holder),
+            Stmt::Import(s) => self.assign(&s.name, ValueKind::Holder),
             Stmt::FromImport(s) => {
                 for (name, alias) in &s.names {
-                    self.assign(alias.as_ref().unwrap_or(name), Kind::Holder);
+                    self.assign(alias.as_ref().unwrap_or(name), ValueKind::Holder);
                 }
             }
             Stmt::Macro(s) => {
@@ -130,13 +130,13 @@ impl<'a> Names<'a> {
     }
 
     fn parameters(&mut self, declared: &Macro<'a>) {
-        let given = if self.handed_over { Kind::Holder } else { Kind::Clean };
+        let given = if self.handed_over { ValueKind::Holder } else { ValueKind::Clean };
         let default = declared.defaults.iter().map(|value| self.kind(value)).max().unwrap_or_default();
         declared.args.iter().for_each(|parameter| self.assign(parameter, given.max(default)));
         self.statements(&declared.body);
     }
 
-    fn assign(&mut self, target: &Expr<'a>, kind: Kind) {
+    fn assign(&mut self, target: &Expr<'a>, kind: ValueKind) {
         match target {
             Expr::Var(name) => {
                 let known = self.kinds.entry(name.id).or_default();
@@ -144,7 +144,7 @@ impl<'a> Names<'a> {
             }
             Expr::List(all) => all.items.iter().for_each(|item| self.assign(item, kind.held())),
             Expr::Tuple(all) => all.items.iter().for_each(|item| self.assign(item, kind.held())),
-            other if kind != Kind::Clean => self.forbid(other),
+            other if kind != ValueKind::Clean => self.forbid(other),
             _ => {}
         }
     }
@@ -153,14 +153,14 @@ impl<'a> Names<'a> {
         self.found.get_or_insert(u32::from(place.span().start_line));
     }
 
-    fn kind(&mut self, value: &Expr<'a>) -> Kind {
+    fn kind(&mut self, value: &Expr<'a>) -> ValueKind {
         match value {
-            Expr::Const(_) => Kind::Clean,
+            Expr::Const(_) => ValueKind::Clean,
             Expr::Var(name) => match self.kinds.get(name.id) {
                 Some(kind) => *kind,
                 // Another name for the function that makes namespaces.
-                None if name.id == NAMESPACE => Kind::Holder,
-                None => Kind::Clean,
+                None if name.id == NAMESPACE => ValueKind::Holder,
+                None => ValueKind::Clean,
             },
             Expr::GetAttr(get) => self.part(&get.expr),
             Expr::GetItem(get) => {
@@ -175,7 +175,7 @@ impl<'a> Names<'a> {
             }
             Expr::UnaryOp(not) => {
                 self.kind(&not.expr);
-                Kind::Clean
+                ValueKind::Clean
             }
             Expr::BinOp(pair) => {
                 let both = self.kind(&pair.left).max(self.kind(&pair.right));
@@ -183,7 +183,7 @@ impl<'a> Names<'a> {
                     BinOpKind::ScAnd | BinOpKind::ScOr => both,
                     // Lists are added and repeated.
                     BinOpKind::Add | BinOpKind::Mul => both.held(),
-                    _ => Kind::Clean,
+                    _ => ValueKind::Clean,
                 }
             }
             Expr::Compare(compared) => {
@@ -191,7 +191,7 @@ impl<'a> Names<'a> {
                 for op in &compared.ops {
                     self.kind(&op.expr);
                 }
-                Kind::Clean
+                ValueKind::Clean
             }
             Expr::IfExpr(choice) => {
                 self.kind(&choice.test_expr);
@@ -205,7 +205,7 @@ impl<'a> Names<'a> {
             Expr::Test(test) => {
                 self.kind(&test.expr);
                 self.arguments(&test.args);
-                Kind::Clean
+                ValueKind::Clean
             }
             Expr::Call(call) => self.call(call),
             Expr::List(all) => self.all(&all.items),
@@ -215,37 +215,37 @@ impl<'a> Names<'a> {
     }
 
     /// The kind of an attribute or an item of `whole`.
-    fn part(&mut self, whole: &Expr<'a>) -> Kind {
-        if self.kind(whole) == Kind::Holder { Kind::Holder } else { Kind::Clean }
+    fn part(&mut self, whole: &Expr<'a>) -> ValueKind {
+        if self.kind(whole) == ValueKind::Holder { ValueKind::Holder } else { ValueKind::Clean }
     }
 
     /// The kind of what holds these values.
-    fn all(&mut self, values: &[Expr<'a>]) -> Kind {
+    fn all(&mut self, values: &[Expr<'a>]) -> ValueKind {
         values.iter().map(|value| self.kind(value)).max().unwrap_or_default().held()
     }
 
-    fn call(&mut self, call: &Call<'a>) -> Kind {
+    fn call(&mut self, call: &Call<'a>) -> ValueKind {
         let arguments = self.arguments(&call.args);
         let called = match &call.expr {
-            Expr::Var(name) if self.kinds.get(name.id).is_none_or(|kind| *kind == Kind::Clean) => {
+            Expr::Var(name) if self.kinds.get(name.id).is_none_or(|kind| *kind == ValueKind::Clean) => {
                 if name.id == NAMESPACE {
-                    if arguments != Kind::Clean {
+                    if arguments != ValueKind::Clean {
                         self.forbid(&call.expr);
                     }
-                    return Kind::Space;
+                    return ValueKind::Space;
                 }
-                self.handed_over |= arguments != Kind::Clean;
-                return if self.macros.contains(name.id) { Kind::Clean } else { arguments };
+                self.handed_over |= arguments != ValueKind::Clean;
+                return if self.macros.contains(name.id) { ValueKind::Clean } else { arguments };
             }
             // Methods.
             Expr::GetAttr(get) => self.kind(&get.expr),
             other => self.kind(other),
         };
-        self.handed_over |= arguments != Kind::Clean;
+        self.handed_over |= arguments != ValueKind::Clean;
         called.max(arguments).held()
     }
 
-    fn arguments(&mut self, all: &[CallArg<'a>]) -> Kind {
+    fn arguments(&mut self, all: &[CallArg<'a>]) -> ValueKind {
         let kinds = all.iter().map(|argument| match argument {
             CallArg::Pos(value) | CallArg::Kwarg(_, value) | CallArg::PosSplat(value) | CallArg::KwargSplat(value) => {
                 self.kind(value)

@@ -18,7 +18,8 @@ pub(super) fn every(gpu: &Gpu) {
 /// Ragged rows and columns, three steps of the summed dimension.
 pub(super) fn run(gpu: &Gpu, ty: StorageType) -> Result<(), String> {
     let mut random = Random::new(17);
-    let (rows, cols, depth) = (75, 138, 3 * block_scaled::STEP);
+    // One instruction sums over 64 values.
+    let (rows, cols, depth) = (75, 138, 3 * 64);
     let (a, w) = (gpu.packed(&mut random, rows, depth), gpu.packed(&mut random, cols, depth));
     let y = gpu.room(rows * cols, ty);
     block_scaled::block_scaled(&gpu.client, a.args(), w.args(), y.arg(), ty).map_err(|e| e.to_string())?;

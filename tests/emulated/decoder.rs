@@ -1,11 +1,13 @@
 //! A transformer block in one launch, against the same steps one by one in f64. Numbers are rounded to 16 and 4 bits at the same
 //! places, and sums that differ in their last bits may round to neighbors there: results agree within a share of their size.
 
-use super::gpu::{BF16, Data, F32, Gpu, Packed};
+use super::gpu::{BF16, Data, F32, Gpu, PackedData};
 use crate::support::Random;
 use backend_nvfp4::reference;
 use half::bf16;
-use kernels_cubecl::decoder::{Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight, decoder_block_in};
+use kernels_cubecl::decoder::{
+    ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight, decoder_block_in,
+};
 
 /// Everything about a launch that its text depends on, and the pasts of its tokens.
 #[derive(Debug, Clone)]
@@ -13,7 +15,7 @@ pub(super) struct Case {
     shape: DecoderShape,
     pasts: Vec<usize>,
     packed: bool,
-    rounded: Rounded,
+    rounded: ActivationRounding,
     cubes: usize,
     /// The size of keys in the caches. Of large ones, a few have nearly all the weight.
     keys: f64,
@@ -23,45 +25,39 @@ const SHAPE: DecoderShape =
     DecoderShape { hidden: 256, intermediate: 512, heads: 4, kv_heads: 2, head_dim: 64, eps: 1e-6 };
 
 /// One token whose keys are in two shares.
-pub(super) fn one(packed: bool, rounded: Rounded) -> Case {
+pub(super) fn one(packed: bool, rounded: ActivationRounding) -> Case {
     Case { shape: SHAPE, pasts: vec![70], packed, rounded, cubes: 3, keys: 1.0 }
 }
 
 /// One token with so many keys that a warp takes several times 16 of them.
 pub(super) fn long() -> Case {
     let shape = DecoderShape { heads: 4, kv_heads: 1, ..SHAPE };
-    Case { shape, pasts: vec![5000], packed: false, rounded: Rounded::Not, cubes: 3, keys: 5.0 }
+    Case { shape, pasts: vec![5000], packed: false, rounded: ActivationRounding::Not, cubes: 3, keys: 5.0 }
 }
 
 /// 1, 2, 4, 8 and 16 places for tokens, short and long pasts, every way to round activations, packed and dense weights, and
 /// activations that do not fit into shared memory at once.
 pub(super) fn every(gpu: &Gpu) {
-    for rounded in [Rounded::Not, Rounded::EachRow, Rounded::By { full: 700.0 }] {
+    for rounded in [ActivationRounding::Not, ActivationRounding::EachRow, ActivationRounding::By { full: 700.0 }] {
         expect(gpu, &one(true, rounded));
     }
-    expect(gpu, &one(false, Rounded::Not));
+    expect(gpu, &one(false, ActivationRounding::Not));
     expect(gpu, &long());
     let wide = DecoderShape { heads: 6, kv_heads: 1, head_dim: 128, ..SHAPE };
-    expect(gpu, &Case { shape: wide, pasts: vec![0, 131], packed: true, rounded: Rounded::Not, cubes: 5, keys: 1.0 });
+    expect(gpu, &Case { shape: wide, pasts: vec![0, 131], cubes: 5, ..one(true, ActivationRounding::Not) });
     let small = DecoderShape { heads: 4, kv_heads: 4, ..SHAPE };
-    expect(
-        gpu,
-        &Case { shape: small, pasts: vec![3, 0, 40], packed: true, rounded: Rounded::Not, cubes: 2, keys: 1.0 },
-    );
+    expect(gpu, &Case { shape: small, pasts: vec![3, 0, 40], cubes: 2, ..one(true, ActivationRounding::Not) });
     let many = DecoderShape { heads: 16, kv_heads: 1, ..SHAPE };
-    expect(gpu, &Case { shape: many, pasts: vec![83], packed: true, rounded: Rounded::Not, cubes: 3, keys: 1.0 });
-    expect(
-        gpu,
-        &Case { shape: small, pasts: vec![3, 0, 40], packed: true, rounded: Rounded::EachRow, cubes: 2, keys: 1.0 },
-    );
-    for (packed, rounded) in [(false, Rounded::Not), (true, Rounded::By { full: 700.0 })] {
-        expect(gpu, &Case { shape: SHAPE, pasts: vec![9, 0, 66, 1, 64], packed, rounded, cubes: 3, keys: 1.0 });
+    expect(gpu, &Case { shape: many, pasts: vec![83], ..one(true, ActivationRounding::Not) });
+    expect(gpu, &Case { shape: small, pasts: vec![3, 0, 40], cubes: 2, ..one(true, ActivationRounding::EachRow) });
+    for (packed, rounded) in [(false, ActivationRounding::Not), (true, ActivationRounding::By { full: 700.0 })] {
+        expect(gpu, &Case { pasts: vec![9, 0, 66, 1, 64], ..one(packed, rounded) });
     }
     // The shared memory of a smaller GPU has no room for the columns of nine tokens.
     if gpu.arch != 121 {
         let long = DecoderShape { intermediate: 4352, ..SHAPE };
         let pasts = (0..9).map(|n| n * 9).collect();
-        expect(gpu, &Case { shape: long, pasts, packed: true, rounded: Rounded::EachRow, cubes: 4, keys: 1.0 });
+        expect(gpu, &Case { shape: long, pasts, cubes: 4, ..one(true, ActivationRounding::EachRow) });
     }
 }
 
@@ -112,8 +108,8 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
             .map(|([k, v], past)| Cache { keys: k.arg(), values: v.arg(), past: *past })
             .collect(),
     };
-    let room = Room::new(&gpu.client, case.shape, tokens);
-    decoder_block_in(&gpu.client, block, &room, case.cubes).map_err(|e| e.to_string())?;
+    let scratch = Scratch::new(&gpu.client, case.shape, tokens);
+    decoder_block_in(&gpu.client, block, &scratch, case.cubes).map_err(|e| e.to_string())?;
     let model = Model { case, norms: &norms, matrices: &matrices };
     let result = gpu.read(&y)?;
     for (token, past) in case.pasts.iter().enumerate() {
@@ -151,7 +147,7 @@ fn near(what: &str, got: &[f64], exact: &[f64]) -> Result<(), String> {
 }
 
 enum Matrix {
-    Packed(Packed),
+    Packed(PackedData),
     Dense(Data),
 }
 
@@ -241,9 +237,9 @@ impl Model<'_> {
     fn activations(&self, x: &[f64]) -> Vec<f64> {
         let values: Vec<f32> = x.iter().map(|x| *x as f32).collect();
         let values = match self.case.rounded {
-            Rounded::Not => values,
-            Rounded::EachRow => reference::rounded_rows(&values, values.len()),
-            Rounded::By { full } => reference::rounded_by(&values, values.len(), full),
+            ActivationRounding::Not => values,
+            ActivationRounding::EachRow => reference::rounded_rows(&values, values.len()),
+            ActivationRounding::By { full } => reference::rounded_by(&values, values.len(), full),
         };
         values.into_iter().map(|x| round(f64::from(x))).collect()
     }

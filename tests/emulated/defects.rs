@@ -9,7 +9,7 @@ use super::{
     hopper, on_the_cpu,
 };
 use crate::support::emulator::{self, NOT_COMPILED};
-use kernels_cubecl::{cuda_source::Launch, decoder::Rounded, gemv::GemvPlan, matmul::Product};
+use kernels_cubecl::{cuda_source::Launch, decoder::ActivationRounding, gemv::GemvPlan, matmul::Product};
 use std::sync::Arc;
 
 /// A small launch, and how the name of its kernel begins.
@@ -29,7 +29,7 @@ const HOPPER_KEYS: Subject = ("hopper_attention_keys", attention::backward_of_ma
 const HOPPER_QUERIES: Subject = ("hopper_attention_queries", attention::backward_of_many_blocks);
 const DECODE: Subject = ("split", attention::decode_in_one_split);
 /// One token over two shares of keys.
-const DECODER: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::one(true, Rounded::EachRow)));
+const DECODER: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::one(true, ActivationRounding::EachRow)));
 const DECODER_LONG: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::long()));
 const BLOCK_SCALED: Subject = ("block_scaled", |gpu| block_scaled::run(gpu, BF16));
 
@@ -90,13 +90,17 @@ fn replaced(text: &str, old: &str, new: &str, number: usize) -> String {
     format!("{}{new}{}", &text[..at], &text[at + old.len()..])
 }
 
-/// Replaces the first `old` of a subject's text. The emulator must find that, with an error that has `expected` in it.
-fn expect_found(subject: Subject, old: &'static str, new: &'static str, expected: &str) {
-    found(subject, old, new, expected).unwrap_or_else(|e| panic!("{e}"));
+/// What is replaced in a text, by what, and what the emulator's error has in it.
+type Defect = (&'static str, &'static str, &'static str);
+
+/// Puts each defect into the text of its subject. The emulator must find every one.
+fn expect_found(defects: impl IntoIterator<Item = (Subject, Defect)>) {
+    let missed = defects.into_iter().filter_map(|(subject, defect)| found(subject, defect).err());
+    assert_eq!(missed.collect::<Vec<_>>(), Vec::<String>::new());
 }
 
-/// The same; the error says what was not found.
-fn found(subject: Subject, old: &'static str, new: &'static str, expected: &str) -> Result<(), String> {
+/// Replaces the first `old` of a subject's text. The error says that the emulator has not found that.
+fn found(subject: Subject, (old, new, expected): Defect) -> Result<(), String> {
     assert!(text(subject).contains(old), "{} has no {old:?}", subject.0);
     match changed(subject, move |text| replaced(text, old, new, 0)) {
         Err(error) if error.contains(expected) && !error.contains(NOT_COMPILED) => Ok(()),
@@ -162,20 +166,20 @@ fn a_missing_barrier_of_decode_attention_is_found() {
 #[test]
 fn whatever_is_missing_in_the_hopper_kernel_is_found() {
     let cases = [
-        (HOPPER, "products_wait<1>();", "products_wait<2>();", "race"),
-        (HOPPER, "products_wait<0>();", "", ": value "),
-        (HOPPER, "barrier_wait(empty + 8 * stage, parity ^ 1);", "", "barrier that expects 0 more"),
-        (HOPPER, "barrier_wait(full + 8 * stage, parity);", "", "race"),
-        (HOPPER, "__syncthreads();", "", "before it is made"),
-        (HOPPER, "    if (first_unit) stores_have_ended();", "", "does not wait for its stores"),
-        (HOPPER, "chunk = c % 64 / 8;", "chunk = c % 64 / 8 ^ r / 4 % 2;", ": value "),
-        (HOPPER, "(B_ACROSS ? 128 : 2) * q", "2 * (q ^ 1)", ": value "),
-        (HOPPER_F32, "    writes_for_copies();", "", "without fence.proxy"),
-        (HOPPER_F32, "    if (first_unit) stores_have_read();", "", ": value "),
-        (HOPPER_F32, "(A_ACROSS ? 128 : 2) * q", "128 * (q ^ 1)", ": value "),
-        (HOPPER_F32, "B_ACROSS ? BOX : 0", "0", ": value "),
+        (HOPPER, ("products_wait<1>();", "products_wait<2>();", "race")),
+        (HOPPER, ("products_wait<0>();", "", ": value ")),
+        (HOPPER, ("barrier_wait(empty + 8 * stage, parity ^ 1);", "", "barrier that expects 0 more")),
+        (HOPPER, ("barrier_wait(full + 8 * stage, parity);", "", "race")),
+        (HOPPER, ("__syncthreads();", "", "before it is made")),
+        (HOPPER, ("    if (first_unit) stores_have_ended();", "", "does not wait for its stores")),
+        (HOPPER, ("chunk = c % 64 / 8;", "chunk = c % 64 / 8 ^ r / 4 % 2;", ": value ")),
+        (HOPPER, ("(B_ACROSS ? 128 : 2) * q", "2 * (q ^ 1)", ": value ")),
+        (HOPPER_F32, ("    writes_for_copies();", "", "without fence.proxy")),
+        (HOPPER_F32, ("    if (first_unit) stores_have_read();", "", ": value ")),
+        (HOPPER_F32, ("(A_ACROSS ? 128 : 2) * q", "128 * (q ^ 1)", ": value ")),
+        (HOPPER_F32, ("B_ACROSS ? BOX : 0", "0", ": value ")),
     ];
-    on_the_cpu(|| cases.map(|(subject, old, new, expected)| expect_found(subject, old, new, expected)));
+    on_the_cpu(|| expect_found(cases));
 }
 
 /// The same in attention on Hopper, and wrong terms of its formulas.
@@ -232,14 +236,10 @@ fn whatever_is_missing_in_attention_on_hopper_is_found() {
         ("mix(dq, weights, k)", "mix(dq, weights, v)", ": value "),
     ];
     on_the_cpu(|| {
-        let forward = forward.into_iter().map(|case| (HOPPER_FORWARD, case));
-        let keys = keys.into_iter().map(|case| (HOPPER_KEYS, case));
-        let queries = queries.into_iter().map(|case| (HOPPER_QUERIES, case));
-        let missed = forward
-            .chain(keys)
-            .chain(queries)
-            .filter_map(|(subject, (old, new, expected))| found(subject, old, new, expected).err());
-        assert_eq!(missed.collect::<Vec<_>>(), Vec::<String>::new());
+        let forward = forward.into_iter().map(|defect| (HOPPER_FORWARD, defect));
+        let keys = keys.into_iter().map(|defect| (HOPPER_KEYS, defect));
+        let queries = queries.into_iter().map(|defect| (HOPPER_QUERIES, defect));
+        expect_found(forward.chain(keys).chain(queries));
     });
 }
 
@@ -268,15 +268,14 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
         ("min(first + each, count)", "min(first + each, count - 1)", "wrong"),
         ("    const u32 half_way = 0x76807680u;", "    const u32 half_way = 0x76007600u;", "wrong"),
     ];
+    let long = [
+        ("mix.sums[i][h] *= before, ", "", "wrong"),
+        ("mix.totals[h] * before + ", "mix.totals[h] + ", "wrong"),
+        ("base += TEAM * KEYS", "base += 2 * TEAM * KEYS", "wrong"),
+    ];
     on_the_cpu(|| {
-        cases.into_iter().for_each(|(old, new, expected)| expect_found(DECODER, old, new, expected));
-        for (old, new) in [
-            ("mix.sums[i][h] *= before, ", ""),
-            ("mix.totals[h] * before + ", "mix.totals[h] + "),
-            ("base += TEAM * KEYS", "base += 2 * TEAM * KEYS"),
-        ] {
-            expect_found(DECODER_LONG, old, new, "wrong");
-        }
+        let long = long.into_iter().map(|defect| (DECODER_LONG, defect));
+        expect_found(cases.into_iter().map(|defect| (DECODER, defect)).chain(long));
     });
 }
 
@@ -285,12 +284,10 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
 #[test]
 fn a_copy_that_nobody_waits_for_is_found() {
     on_the_cpu(|| {
-        for subject in [GEMM, GEMV_WINDOWS, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE] {
-            for (old, new) in [(".wait_parity(", ".wait_parity(1 ^ "), ("__cp_async_arrive(shared", "(void)(shared")] {
-                let error = changed(subject, move |text| replaced(text, old, new, 0)).unwrap_err();
-                assert!(error.contains("race"), "{}: {error}", subject.0);
-            }
-        }
+        let defects =
+            [(".wait_parity(", ".wait_parity(1 ^ ", "race"), ("__cp_async_arrive(shared", "(void)(shared", "race")];
+        let subjects = [GEMM, GEMV_WINDOWS, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE];
+        expect_found(subjects.into_iter().flat_map(|subject| defects.map(|defect| (subject, defect))));
     });
 }
 
@@ -325,13 +322,9 @@ fn a_copy_outside_its_buffer_is_found() {
 /// The first product of a kernel takes the second register of its left operand twice.
 #[test]
 fn a_wrong_fragment_register_is_found() {
-    let (old, new) = (")[0], reinterpret_cast<const uint32*>", ")[1], reinterpret_cast<const uint32*>");
-    on_the_cpu(|| {
-        for subject in [GEMM, GEMV, GEMV_WINDOWS, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE, BLOCK_SCALED] {
-            let error = changed(subject, move |text| replaced(text, old, new, 0)).unwrap_err();
-            assert!(error.contains(": value "), "{}: {error}", subject.0);
-        }
-    });
+    let defect = (")[0], reinterpret_cast<const uint32*>", ")[1], reinterpret_cast<const uint32*>", ": value ");
+    let subjects = [GEMM, GEMV, GEMV_WINDOWS, FORWARD, BACKWARD_KV, BACKWARD_Q, DECODE, BLOCK_SCALED];
+    on_the_cpu(|| expect_found(subjects.map(|subject| (subject, defect))));
 }
 
 /// The first ldmatrix of a kernel reads rows that are eight values farther.

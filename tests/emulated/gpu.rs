@@ -1,16 +1,17 @@
 //! An emulated GPU: its buffers hold numbers, and its results are compared with f64.
 
 use crate::support::{Random, emulator};
+use burn::tensor::{DType, Shape};
+use burn_cubecl::tensor::CubeTensor;
 use cubecl::{
     Runtime,
     client::ComputeClient,
     ir::{ElemType, FloatKind, StorageType},
     prelude::ArrayArg,
-    server::Handle,
 };
 use half::{bf16, f16};
 use kernels_cubecl::{
-    any_cuda::{AnyCudaDevice, AnyCudaRuntime, array},
+    any_cuda::{AnyCudaDevice, AnyCudaRuntime},
     cuda_source::{Executor, SourceDevice},
     matmul::PackedArgs,
 };
@@ -49,10 +50,21 @@ impl Gpu {
         Self { client: AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone())), device, arch, computes }
     }
 
+    /// A buffer of these bytes, which are numbers of type `dtype`.
+    fn buffer(&self, bytes: &[u8], dtype: DType) -> Buffer {
+        let (device, shape) = (AnyCudaDevice::Source(self.device.clone()), Shape::new([bytes.len() / dtype.size()]));
+        CubeTensor::new_contiguous(self.client.clone(), device, shape, self.client.create_from_slice(bytes), dtype)
+    }
+
     /// A buffer of `values`, rounded to `ty`.
     pub(super) fn put(&self, values: &[f64], ty: StorageType) -> Data {
         let bytes: Vec<u8> = values.iter().flat_map(|x| encoded(*x, ty)).collect();
-        Data { handle: self.client.create_from_slice(&bytes), values: decoded(&bytes, ty), ty }
+        let dtype = match ty {
+            BF16 => DType::BF16,
+            F16 => DType::F16,
+            _ => DType::F32,
+        };
+        Data { buffer: self.buffer(&bytes, dtype), values: decoded(&bytes, ty), ty }
     }
 
     /// A buffer of normal numbers.
@@ -64,7 +76,7 @@ impl Gpu {
     /// A buffer of indices.
     pub(super) fn indices(&self, values: &[u32]) -> ArrayArg<AnyCudaRuntime> {
         let bytes: Vec<u8> = values.iter().flat_map(|n| n.to_le_bytes()).collect();
-        array(&self.client.create_from_slice(&bytes), 4)
+        self.buffer(&bytes, DType::U32).into_array_arg()
     }
 
     /// A buffer for a result, filled with NaN.
@@ -74,7 +86,7 @@ impl Gpu {
 
     /// What is in the buffer now.
     pub(super) fn read(&self, data: &Data) -> Result<Vec<f64>, String> {
-        let bytes = self.client.read_one(data.handle.clone()).map_err(|e| e.to_string())?;
+        let bytes = self.client.read_one(data.buffer.handle.clone()).map_err(|e| e.to_string())?;
         Ok(decoded(&bytes, data.ty))
     }
 
@@ -95,12 +107,12 @@ impl Gpu {
     }
 
     /// A matrix of random codes, scales around 1, and the tensor scale 0.75.
-    pub(super) fn packed(&self, random: &mut Random, rows: usize, cols: usize) -> Packed {
+    pub(super) fn packed(&self, random: &mut Random, rows: usize, cols: usize) -> PackedData {
         self.packed_by(random, rows, cols, 0.75)
     }
 
     /// The same with the tensor scale `global`.
-    pub(super) fn packed_by(&self, random: &mut Random, rows: usize, cols: usize, global: f64) -> Packed {
+    pub(super) fn packed_by(&self, random: &mut Random, rows: usize, cols: usize, global: f64) -> PackedData {
         let codes: Vec<u8> = (0..rows * cols / 2).map(|_| random.bits() as u8).collect();
         let scales: Vec<u8> = (0..rows * cols / 16).map(|_| 0x30 + random.below(24) as u8).collect();
         let global = self.put(&[global], F32);
@@ -111,10 +123,10 @@ impl Gpu {
             let scale = f64::from(8 + (scale & 7)) * 2f64.powi(i32::from(scale >> 3) - 10);
             if code & 8 == 0 { size * scale } else { -size * scale }
         };
-        Packed {
+        PackedData {
             values: (0..rows * cols).map(value).collect(),
-            codes: self.client.create_from_slice(&codes),
-            scales: self.client.create_from_slice(&scales),
+            codes: self.buffer(&codes, DType::U32),
+            scales: self.buffer(&scales, DType::U8),
             global,
             rows,
             cols,
@@ -128,34 +140,37 @@ impl Drop for Gpu {
     }
 }
 
+/// A buffer of an emulated GPU.
+type Buffer = CubeTensor<AnyCudaRuntime>;
+
 /// A buffer, and the numbers that it was made of.
 pub(super) struct Data {
-    handle: Handle,
+    buffer: Buffer,
     pub(super) values: Vec<f64>,
     ty: StorageType,
 }
 
 impl Data {
     pub(super) fn arg(&self) -> ArrayArg<AnyCudaRuntime> {
-        array(&self.handle, self.ty.size())
+        self.buffer.clone().into_array_arg()
     }
 }
 
 /// A packed matrix. Its values are without the tensor scale.
-pub(super) struct Packed {
+pub(super) struct PackedData {
     pub(super) values: Vec<f64>,
-    codes: Handle,
-    scales: Handle,
+    codes: Buffer,
+    scales: Buffer,
     pub(super) global: Data,
     pub(super) rows: usize,
     cols: usize,
 }
 
-impl Packed {
+impl PackedData {
     pub(super) fn args(&self) -> PackedArgs<AnyCudaRuntime> {
         PackedArgs {
-            codes: array(&self.codes, 4),
-            scales: array(&self.scales, 1),
+            codes: self.codes.clone().into_array_arg(),
+            scales: self.scales.clone().into_array_arg(),
             global: self.global.arg(),
             rows: self.rows,
             cols: self.cols,

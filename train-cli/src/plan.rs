@@ -1,6 +1,5 @@
 //! Settings to a checked plan. What can be refused without reading data or loading a model is refused here, and
-//! every value that depends on several settings is decided here. Only the run folder may get another name afterwards,
-//! if several runs begin at once ([`Plan::in_folder`]).
+//! every value that depends on several settings is decided here. A plan is not changed afterwards.
 
 use crate::{
     CliError, data_files,
@@ -55,15 +54,30 @@ impl Plan {
     ///
     /// # Errors
     /// If they are incomplete, contradictory or out of range, or an output is an input.
-    pub fn new(mut settings: Settings) -> Result<Self, CliError> {
+    pub fn new(settings: Settings) -> Result<Self, CliError> {
+        Self::made(settings, None)
+    }
+
+    /// As [`Self::new`], in a run folder that the program has found a name for: several runs may begin at once.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn in_folder(settings: Settings, folder: PathBuf) -> Result<Self, CliError> {
+        Self::made(settings, Some(folder))
+    }
+
+    fn made(mut settings: Settings, folder: Option<PathBuf>) -> Result<Self, CliError> {
         in_range(&settings)?;
         no_path_is_empty(&mut settings)?;
         consistent(&settings)?;
-        let settings = with_files(settings)?;
+        let mut settings = with_files(settings)?;
+        if let (Some(named), Some(folder)) = (&mut settings.saving.output_dir, &folder) {
+            named.clone_from(folder);
+        }
         let s = &settings;
         let source = source(s)?;
         let companions = companions(s, &source);
-        let output_dir = s.saving.output_dir.clone().unwrap_or_else(|| new_run_folder(&source));
+        let output_dir = folder.or_else(|| s.saving.output_dir.clone()).unwrap_or_else(|| new_run_folder(&source));
         check_folder("--output-dir", Some(&output_dir))?;
         check_folder("--token-cache", s.data.token_cache.as_deref())?;
         check_folder("--tokenizer", s.model.tokenizer.as_deref())?;
@@ -94,14 +108,6 @@ impl Plan {
             inputs,
             settings,
         })
-    }
-
-    /// The same plan in another run folder.
-    #[must_use]
-    pub fn in_folder(mut self, folder: PathBuf) -> Self {
-        self.settings.saving.output_dir = self.settings.saving.output_dir.map(|_| folder.clone());
-        self.output_dir = folder;
-        self
     }
 
     /// How master weights are stored on a device that computes in `precision`.

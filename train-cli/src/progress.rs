@@ -1,7 +1,7 @@
 //! The line at the bottom of a terminal that shows how far long work has come: a bar, numbers, and the time that is left. Where
 //! standard error is no terminal there is no such line, and plain lines alone tell what happens.
 
-use backend_nvfp4::{GivenScale, Packed};
+use backend_nvfp4::{GivenScale, PACKED_BYTES, Packed};
 use indicatif::{ProgressBar, ProgressStyle};
 use model_qwen3::{
     ModelError,
@@ -156,7 +156,7 @@ impl<'a> Reading<'a> {
 fn bytes(stored: &Stored, values: usize) -> usize {
     match stored {
         Stored::Dense { float, .. } => values * float.size(),
-        Stored::Packed { .. } => values * 9 / 16,
+        Stored::Packed { .. } => (values as f64 * PACKED_BYTES) as usize,
     }
 }
 

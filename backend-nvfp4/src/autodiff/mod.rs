@@ -8,12 +8,11 @@ pub use seed::TrainingBackend;
 
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
-    error::Nvfp4Error,
     kernels::{AttentionSaved, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
     packed::Operand,
     recipe::{LinearSpec, Precision},
-    services::{DeviceServices, MemoryUse},
+    services::{DeviceMemory, MemoryUse},
     straight_through,
 };
 use burn::{
@@ -31,7 +30,6 @@ use burn::{
         ops::{FloatTensor, IntTensor},
     },
 };
-use kernels_cubecl::bench;
 
 impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B, Strategy> {
     fn nvfp4_linears(x: Activations<Self>, layers: Vec<LinearLayer<Self>>) -> Vec<FloatTensor<Self>> {
@@ -208,16 +206,7 @@ impl<B: Nvfp4Kernels, Strategy: CheckpointStrategy> Nvfp4Backend for Autodiff<B,
     }
 }
 
-// A device answers the same whether its operations are recorded or not.
-impl<B: Nvfp4Kernels + DeviceServices, Strategy: CheckpointStrategy> DeviceServices for Autodiff<B, Strategy> {
-    fn tiers(device: &Self::Device) -> Vec<&'static str> {
-        B::tiers(device)
-    }
-
-    fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
-        B::bench_kernels(device, filter, show)
-    }
-
+impl<B: Nvfp4Kernels + DeviceMemory, Strategy: CheckpointStrategy> DeviceMemory for Autodiff<B, Strategy> {
     fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {
         B::memory_in_use(device)
     }

@@ -1,6 +1,6 @@
 //! A backward that begins in the middle of a model.
 
-use crate::{kernels::Nvfp4Kernels, ops::Nvfp4Backend, services::DeviceServices};
+use crate::{kernels::Nvfp4Kernels, ops::Nvfp4Backend, services::DeviceMemory};
 use burn::{
     backend::{
         Autodiff,
@@ -14,13 +14,13 @@ use burn::{
 };
 
 /// The backend that a training step runs on: it records the operations of an inner backend in a graph.
-pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels> + Nvfp4Backend + DeviceServices {
+pub trait TrainingBackend: AutodiffBackend<InnerBackend: Nvfp4Kernels> + Nvfp4Backend + DeviceMemory {
     /// Runs the backward of everything that `y` depends on, beginning with the gradient `dy` of `y`.
     fn backward_from<const RANK: usize>(y: Tensor<Self, RANK>, dy: Tensor<Self::InnerBackend, RANK>)
     -> Self::Gradients;
 }
 
-impl<B: Nvfp4Kernels + DeviceServices, Strategy: CheckpointStrategy> TrainingBackend for Autodiff<B, Strategy> {
+impl<B: Nvfp4Kernels + DeviceMemory, Strategy: CheckpointStrategy> TrainingBackend for Autodiff<B, Strategy> {
     fn backward_from<const RANK: usize>(y: Tensor<Self, RANK>, dy: Tensor<B, RANK>) -> Self::Gradients {
         let (y, dy) = (y.into_primitive().tensor(), dy.into_primitive().tensor());
         // A graph ends in a scalar. This one is zero, and its backward hands `dy` to `y`.

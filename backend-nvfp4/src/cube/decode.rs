@@ -10,7 +10,7 @@ use crate::{
 };
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
-use kernels_cubecl::decoder::{self, Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight};
+use kernels_cubecl::decoder::{self, ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight};
 use std::ops::Range;
 
 /// See [`Nvfp4Kernels::decode_blocks`].
@@ -26,7 +26,7 @@ where
     let shape = shape(&x, blocks.first()?, tokens)?;
     let count = tokens.pasts.len();
     let most = (1..=count.min(decoder::MAX_TOKENS)).rev().find(|most| decoder::fits(&x.client, shape, *most))?;
-    let roundings: Vec<[Rounded; 4]> = blocks.iter().map(rounded).collect::<Option<_>>()?;
+    let roundings: Vec<[ActivationRounding; 4]> = blocks.iter().map(rounded).collect::<Option<_>>()?;
     // More tokens than a launch takes go through the blocks one group after another.
     let groups = (0..count).step_by(most).map(|first| first..count.min(first + most));
     let of_group = |rows: Range<usize>| {
@@ -34,8 +34,8 @@ where
         let lines = tokens.rotary.positions.clone();
         let lines = if whole { lines } else { B::int_slice(lines, &[rows.clone().into()]) };
         let own = if whole { x.clone() } else { B::float_slice(x.clone(), &[rows.clone().into()]) };
-        let room = Room::new(&x.client, shape, rows.len());
-        let group = Group { rows, lines: into_contiguous(lines), room };
+        let scratch = Scratch::new(&x.client, shape, rows.len());
+        let group = Group { rows, lines: into_contiguous(lines), scratch };
         let launch = |x, (block, rounded)| group.launch(x, block, rounded, tokens, shape);
         blocks.iter_mut().zip(roundings.iter().copied()).fold(into_contiguous(own), launch)
     };
@@ -48,7 +48,7 @@ struct Group<R: CubeRuntime> {
     rows: Range<usize>,
     /// The line of each token in the tables of angles.
     lines: CubeTensor<R>,
-    room: Room,
+    scratch: Scratch,
 }
 
 impl<R: CubeRuntime> Group<R> {
@@ -57,7 +57,7 @@ impl<R: CubeRuntime> Group<R> {
         &self,
         x: CubeTensor<R>,
         block: &mut DecodeBlock<B>,
-        rounded: [Rounded; 4],
+        rounded: [ActivationRounding; 4],
         tokens: &DecodeTokens<B>,
         shape: DecoderShape,
     ) -> CubeTensor<R>
@@ -83,7 +83,7 @@ impl<R: CubeRuntime> Group<R> {
         let rotary = [contiguous(&tokens.rotary.cos), contiguous(&tokens.rotary.sin), arg(&self.lines)];
         let norms = block.norms.each_ref().map(contiguous);
         let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches };
-        launched(decoder::decoder_block(&x.client, own, &self.room));
+        launched(decoder::decoder_block(&x.client, own, &self.scratch));
         y
     }
 }
@@ -111,7 +111,7 @@ where
 
 /// How the activations of each product are rounded. `None` where the kernel does not take the block: a weight that is quantized
 /// in the forward, 16-bit values of another type, layers that read the same activations in two ways.
-fn rounded<B, R>(block: &DecodeBlock<B>) -> Option<[Rounded; 4]>
+fn rounded<B, R>(block: &DecodeBlock<B>) -> Option<[ActivationRounding; 4]>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
@@ -124,9 +124,9 @@ where
             Operand::Dense(_) => false,
         };
         let rounded = match layer.spec.activation_scale {
-            _ if !layer.spec.recipe.packs_activations() => Rounded::Not,
-            ActivationScale::EachRow => Rounded::EachRow,
-            ActivationScale::Given(scale) => Rounded::By { full: scale.reciprocal() },
+            _ if !layer.spec.recipe.packs_activations() => ActivationRounding::Not,
+            ActivationScale::EachRow => ActivationRounding::EachRow,
+            ActivationScale::Given(scale) => ActivationRounding::By { full: scale.reciprocal() },
             ActivationScale::AllRows => return None,
         };
         Some((packed, rounded))

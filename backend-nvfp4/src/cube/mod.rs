@@ -25,7 +25,7 @@ use crate::{
     packed::{Nvfp4Primitive, Operand},
     recipe::{GivenScale, LinearSpec, Precision},
     reference::MASTER_ROOM,
-    services::{DeviceServices, MemoryUse},
+    services::{DeviceMemory, DeviceServices, MemoryUse},
     straight_through,
 };
 use burn::tensor::{
@@ -394,6 +394,21 @@ where
     }
 }
 
+impl<R, Floats, Ints, Bools> DeviceMemory for CubeBackend<R, Floats, Ints, Bools>
+where
+    R: CubeRuntime,
+    R::Server: ComputeServer,
+    R::Device: DeviceOps,
+    Floats: FloatElement,
+    Ints: IntElement,
+    Bools: BoolElement,
+{
+    fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {
+        let usage = R::client(device).memory_usage().ok()?;
+        Some(MemoryUse { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
+    }
+}
+
 impl<R, Floats, Ints, Bools> DeviceServices for CubeBackend<R, Floats, Ints, Bools>
 where
     R: CubeRuntime,
@@ -409,11 +424,6 @@ where
 
     fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
         bench::run(&R::client(device), filter, show).map_err(|e| Nvfp4Error::Device(e.to_string()))
-    }
-
-    fn memory_in_use(device: &Self::Device) -> Option<MemoryUse> {
-        let usage = R::client(device).memory_usage().ok()?;
-        Some(MemoryUse { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
     }
 }
 

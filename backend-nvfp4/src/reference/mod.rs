@@ -21,8 +21,7 @@ pub use dialects::{Dialect, dequantize_divided};
 pub use hadamard::hadamard;
 pub(crate) use moments::{decode_moment, encode_moment, table};
 pub use quantize::{
-    FULL_SCALE, MASTER_ROOM, SINGLE_LEVEL_FLOOR, dequantize, quantize, quantize_master, quantize_sharing, rounded_by,
-    rounded_rows,
+    FULL_SCALE, MASTER_ROOM, dequantize, quantize, quantize_master, quantize_sharing, rounded_by, rounded_rows,
 };
 pub use random::{draw_of, normals, philox};
 pub use requantize::{requantize, rescale, with_room};

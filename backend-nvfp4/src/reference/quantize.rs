@@ -14,7 +14,7 @@ use kernels_cubecl::{
 /// The largest E2M1 magnitude times the largest E4M3 value: what the tensor's amax is mapped to.
 pub const FULL_SCALE: f32 = 2688.0;
 /// The smallest scale of a single-level tensor, 2^-6, as in torchao.
-pub const SINGLE_LEVEL_FLOOR: f32 = 0.015625;
+const SINGLE_LEVEL_FLOOR: f32 = 0.015625;
 /// The factor by which the block scales of an NVFP4 master can grow before they saturate.
 pub const MASTER_ROOM: f32 = 8.0;
 

@@ -28,6 +28,7 @@
 //! | NVFP4 ([`adamw_packed()`]) | codes, rounded stochastically; a block keeps its scale while its values fit |
 
 use crate::{
+    device::sequence,
     error::{KernelError, expect_len, require},
     rng::Stream,
 };
@@ -166,9 +167,7 @@ impl<R: Runtime> DenseArgs<R> {
 
     /// The buffers as a kernel takes them.
     fn launch<Weight: CubePrimitive, Byte: CubePrimitive>(self) -> DenseBuffersLaunch<Weight, Byte, R> {
-        let mut residual = SequenceArg::new();
-        self.residual.into_iter().for_each(|buffers| residual.push(buffers.launch()));
-        DenseBuffersLaunch::new(self.w.launch(), residual)
+        DenseBuffersLaunch::new(self.w.launch(), sequence(self.residual.map(|buffers| buffers.launch())))
     }
 }
 

@@ -47,7 +47,7 @@ pub fn adamw_quantized<R: Runtime>(
     let (vector, parts) = vectors_of_unit(len, chunk);
     let (count, dim) = block_launch(chunk, vector * parts);
     let (m, v, tables) = StateArgs::launch(moments);
-    let (form, dtype) = (Form { master: w.master, coding, parts }, w.dtype);
+    let (form, dtype) = (StepForm { master: w.master, coding, parts }, w.dtype);
     // SAFETY: buffer lengths were checked; units past the chunk's end write nothing.
     unsafe {
         adamw_quantized_kernel::launch_unchecked(
@@ -80,7 +80,7 @@ pub fn adamw_quantized<R: Runtime>(
 
 /// The choices that are compiled into the kernel. `parts` is the number of vectors that a unit takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Form {
+struct StepForm {
     master: Master,
     coding: Coding,
     parts: usize,
@@ -98,12 +98,12 @@ fn adamw_quantized_kernel<Weight: Float, Grad: Float, N: Size, Codes: Size>(
     range: Blocks,
     s: Scalars,
     cipher: &Cipher,
-    #[comptime] form: Form,
+    #[comptime] form: StepForm,
     #[comptime] _approximate: bool,
     #[define(Weight)] _weight_dtype: StorageType,
     #[define(Grad)] _grad_dtype: StorageType,
 ) {
-    let Form { master, coding, parts } = comptime!(form);
+    let StepForm { master, coding, parts } = comptime!(form);
     let n = N::value();
     let width = comptime!(n * parts);
     let (m_table, v_table) = loaded_tables(tables, coding);

@@ -129,7 +129,7 @@ fn forward_kernel<F: Float>(
 
 /// The rows whose sums a lane holds, and the state of their online softmax.
 #[derive(CubeType)]
-struct LaneRows {
+struct SoftmaxRows {
     /// The first row; the others are 8, 16 and 24 below.
     first: u32,
     /// First key of each row's document.
@@ -141,7 +141,7 @@ struct LaneRows {
 }
 
 #[cube]
-fn own_rows(starts: &Array<u32>, first: u32, queries: u32) -> LaneRows {
+fn own_rows(starts: &Array<u32>, first: u32, queries: u32) -> SoftmaxRows {
     let mut start = Array::<u32>::new(LANE_ROWS);
     let mut top = Array::<f32>::new(LANE_ROWS);
     let mut total = Array::<f32>::new(LANE_ROWS);
@@ -152,12 +152,12 @@ fn own_rows(starts: &Array<u32>, first: u32, queries: u32) -> LaneRows {
         top[n] = HIDDEN;
         total[n] = 0.0f32;
     }
-    LaneRows { first, start, top, total }
+    SoftmaxRows { first, start, top, total }
 }
 
 /// Hides the scores of keys that are ahead of the query or in another document. The block begins at `key`.
 #[cube]
-fn hide(scores: &mut Sequence<Array<Pair<f32>>>, rows: &LaneRows, key: u32, past: u32) {
+fn hide(scores: &mut Sequence<Array<Pair<f32>>>, rows: &SoftmaxRows, key: u32, past: u32) {
     #[unroll]
     for n in 0..LANE_ROWS {
         let last = rows.first + comptime!(n as u32 * 8) + past;
@@ -180,7 +180,7 @@ fn hide(scores: &mut Sequence<Array<Pair<f32>>>, rows: &LaneRows, key: u32, past
 fn soften(
     scores: &mut Sequence<Array<Pair<f32>>>,
     mixed: &mut Sequence<Array<Pair<f32>>>,
-    rows: &mut LaneRows,
+    rows: &mut SoftmaxRows,
     scale: f32,
     #[comptime] dim: u32,
 ) {
@@ -225,7 +225,7 @@ fn soften(
 #[cube]
 fn store<F: Float>(
     mixed: &Sequence<Array<Pair<f32>>>,
-    rows: &LaneRows,
+    rows: &SoftmaxRows,
     out: &mut Array<Pair<F>>,
     lse: &mut Array<f32>,
     head: u32,

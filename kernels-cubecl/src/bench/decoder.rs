@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{
     KernelError,
-    decoder::{self, Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight},
+    decoder::{self, ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight},
     likeliest,
     matmul::PackedArgs,
 };
@@ -63,7 +63,7 @@ impl<R: Runtime> Bench<'_, R> {
         let (x, y) = (self.values(tokens * hidden), self.values(tokens * hidden));
         let room = (past + 1) * keys;
         let caches: Vec<[Data<'_>; 2]> = (0..tokens).map(|_| [self.values(room), self.values(room)]).collect();
-        let between = Room::new(self.client, SHAPE, tokens);
+        let scratch = Scratch::new(self.client, SHAPE, tokens);
         let weights: usize = sizes.iter().map(|(rows, cols)| rows * cols / 16 * 9).sum();
         let bytes = (weights + tokens * past * keys * 2 * BF16.size()) as f64;
         self.row(show, NAME, format!("{tokens} tokens, w4a4, over {past}"), (Some(bytes), None), |i| {
@@ -84,10 +84,10 @@ impl<R: Runtime> Bench<'_, R> {
                     self.arg(&lines, tokens),
                 ],
                 weights: std::array::from_fn(weight),
-                rounded: [Rounded::EachRow; 4],
+                rounded: [ActivationRounding::EachRow; 4],
                 caches: caches.iter().map(cache).collect(),
             };
-            decoder::decoder_block(self.client, block, &between)
+            decoder::decoder_block(self.client, block, &scratch)
         })
     }
 }

@@ -37,7 +37,7 @@ pub enum Weight<R: Runtime> {
 
 /// How the activations of a product are rounded.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Rounded {
+pub enum ActivationRounding {
     /// To bf16 alone.
     Not,
     /// To NVFP4, each token with a tensor scale of its own ([`crate::quantize::rounded_rows`]).
@@ -74,7 +74,7 @@ pub struct DecoderBlock<R: Runtime> {
     /// q, k, v, o, gate, up and down. Weights that read the same activations are all packed, or all dense.
     pub weights: [Weight<R>; 7],
     /// How the activations of q, k and v, of o, of gate and up, and of down are rounded.
-    pub rounded: [Rounded; 4],
+    pub rounded: [ActivationRounding; 4],
     /// One cache a token.
     pub caches: Vec<Cache<R>>,
 }

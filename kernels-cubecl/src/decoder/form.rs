@@ -1,6 +1,6 @@
 //! What is compiled into a kernel: sizes, how the columns of each product are shared out, and what lies in shared memory.
 
-use super::args::{DecoderShape, MAX_TOKENS, NAME, Rounded, Weight};
+use super::args::{ActivationRounding, DecoderShape, MAX_TOKENS, NAME, Weight};
 use crate::error::{KernelError, require};
 use cubecl::prelude::*;
 
@@ -48,7 +48,7 @@ pub(super) struct ProductForm {
 
 /// A form of the kernel. Its text depends on nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Form {
+pub(super) struct DecoderForm {
     /// Places for tokens: 1, 2, 4, 8 or 16.
     pub(super) tokens: usize,
     pub(super) cubes: usize,
@@ -69,7 +69,7 @@ pub(super) struct Form {
     pub(super) products: [ProductForm; 4],
 }
 
-impl Form {
+impl DecoderForm {
     /// The form for packed weights and activations that are not rounded.
     ///
     /// # Errors
@@ -155,7 +155,7 @@ impl Form {
     pub(super) fn with<R: Runtime>(
         mut self,
         weights: &[Weight<R>; 7],
-        rounded: [Rounded; 4],
+        rounded: [ActivationRounding; 4],
     ) -> Result<Self, KernelError> {
         let packed = weights.each_ref().map(|w| matches!(w, Weight::Packed(_)));
         for (n, members) in [&packed[..3], &packed[3..4], &packed[4..6], &packed[6..]].into_iter().enumerate() {
@@ -164,9 +164,9 @@ impl Form {
             })?;
             self.products[n].codes = members[0];
             self.products[n].scales = match rounded[n] {
-                Rounded::Not => 0,
-                Rounded::EachRow => 1,
-                Rounded::By { .. } => 2,
+                ActivationRounding::Not => 0,
+                ActivationRounding::EachRow => 1,
+                ActivationRounding::By { .. } => 2,
             };
         }
         Ok(self)

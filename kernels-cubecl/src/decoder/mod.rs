@@ -31,17 +31,17 @@ use crate::{
     mma,
 };
 use args::NAME;
-pub use args::{Cache, DecoderBlock, DecoderShape, MAX_TOKENS, Rounded, Weight};
+pub use args::{ActivationRounding, Cache, DecoderBlock, DecoderShape, MAX_TOKENS, Weight};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
     server::{Binding, Handle, KernelArguments, MetadataBindingInfo},
 };
-use form::{Form, SPLITS};
+use form::{DecoderForm, SPLITS};
 
 /// What a launch stores between its products. Launches one after another share it.
 #[derive(Debug, Clone)]
-pub struct Room {
+pub struct Scratch {
     tokens: usize,
     shape: DecoderShape,
     /// The word of the barrier of all cubes; q, k and v; the result of attention; h; the gated values; prepared
@@ -49,8 +49,8 @@ pub struct Room {
     buffers: [Handle; 7],
 }
 
-impl Room {
-    /// Room for `tokens` tokens.
+impl Scratch {
+    /// Buffers for `tokens` tokens.
     pub fn new<R: Runtime>(client: &ComputeClient<R>, shape: DecoderShape, tokens: usize) -> Self {
         let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = shape;
         let places = form::places(tokens);
@@ -71,7 +71,7 @@ impl Room {
 /// Whether the device has the kernel, and the kernel these sizes.
 pub fn fits<R: Runtime>(client: &ComputeClient<R>, shape: DecoderShape, tokens: usize) -> bool {
     let bf16 = ElemType::Float(FloatKind::BF16).into();
-    mma::supported(client, bf16) && Form::new(client, shape, tokens, processors(client)).is_ok()
+    mma::supported(client, bf16) && DecoderForm::new(client, shape, tokens, processors(client)).is_ok()
 }
 
 /// Launches the block.
@@ -81,9 +81,9 @@ pub fn fits<R: Runtime>(client: &ComputeClient<R>, shape: DecoderShape, tokens: 
 pub fn decoder_block<R: Runtime>(
     client: &ComputeClient<R>,
     block: DecoderBlock<R>,
-    room: &Room,
+    scratch: &Scratch,
 ) -> Result<(), KernelError> {
-    decoder_block_in(client, block, room, processors(client))
+    decoder_block_in(client, block, scratch, processors(client))
 }
 
 /// The same with this number of cubes, which must not be more than run at the same time.
@@ -93,14 +93,14 @@ pub fn decoder_block<R: Runtime>(
 pub fn decoder_block_in<R: Runtime>(
     client: &ComputeClient<R>,
     block: DecoderBlock<R>,
-    room: &Room,
+    scratch: &Scratch,
     cubes: usize,
 ) -> Result<(), KernelError> {
     let tokens = block.caches.len();
-    let form = Form::new(client, block.shape, tokens, cubes)?.with(&block.weights, block.rounded)?;
+    let form = DecoderForm::new(client, block.shape, tokens, cubes)?.with(&block.weights, block.rounded)?;
     block.check()?;
-    require(NAME, (room.tokens, room.shape) == (form.tokens, block.shape), || {
-        format!("the room was made for {} tokens of {:?}", room.tokens, room.shape)
+    require(NAME, (scratch.tokens, scratch.shape) == (form.tokens, block.shape), || {
+        format!("the scratch buffers were made for {} tokens of {:?}", scratch.tokens, scratch.shape)
     })?;
     let info = info(&block, form.tokens);
     let DecoderBlock { x, y, norms, rotary, weights, caches, .. } = block;
@@ -117,7 +117,7 @@ pub fn decoder_block_in<R: Runtime>(
     // Places without a token take the first cache, which is not read for them.
     all.resize(form.tokens, all[0].clone());
     buffers.extend(all.into_iter().flatten());
-    buffers.extend(room.buffers.iter().map(|buffer| buffer.clone().binding()));
+    buffers.extend(scratch.buffers.iter().map(|buffer| buffer.clone().binding()));
     let words = info.len();
     let arguments = KernelArguments::new().with_buffers(buffers).with_info(MetadataBindingInfo::new(info, words));
     let cubes = CubeCount::Static(index(NAME, "cubes", cubes)?, 1, 1);
@@ -132,7 +132,7 @@ fn info<R: Runtime>(block: &DecoderBlock<R>, places: usize) -> Vec<u64> {
     let mut info = vec![block.caches.len() as u64];
     info.extend((0..places).map(|n| block.caches.get(n).map_or(0, |cache| cache.past as u64)));
     for rounded in block.rounded {
-        let full = if let Rounded::By { full } = rounded { full } else { 1.0 };
+        let full = if let ActivationRounding::By { full } = rounded { full } else { 1.0 };
         info.extend([1.0 / full, full].map(|x| u64::from(x.to_bits())));
     }
     info

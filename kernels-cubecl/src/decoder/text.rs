@@ -1,6 +1,6 @@
 //! The CUDA C++ of one form: definitions, and the texts beside this file.
 
-use super::form::{EVEN, Form, SHARED_FOUND, SLOT, SPLITS, TEAM, UNITS};
+use super::form::{DecoderForm, EVEN, SHARED_FOUND, SLOT, SPLITS, TEAM, UNITS};
 use crate::cuda_text::Written;
 use std::fmt::Write;
 
@@ -8,7 +8,7 @@ use std::fmt::Write;
 const WEIGHTS: [(&str, &[&str]); 4] =
     [("QKV", &["q", "k", "v"]), ("O", &["o"]), ("GATE_UP", &["gate", "up"]), ("DOWN", &["down"])];
 
-impl Written for Form {
+impl Written for DecoderForm {
     const UNITS: u32 = UNITS as u32;
 
     fn entry(&self) -> &'static str {
@@ -30,7 +30,7 @@ impl Written for Form {
     }
 }
 
-fn definitions(form: &Form) -> String {
+fn definitions(form: &DecoderForm) -> String {
     let mut out = String::new();
     let (eps, scale) = (f32::from_bits(form.eps), std::f32::consts::LOG2_E / (form.head_dim as f32).sqrt());
     let numbers = [
@@ -84,7 +84,7 @@ fn definitions(form: &Form) -> String {
 }
 
 /// The parameters, in the order in which the launch passes buffers; numbers are the last.
-fn parameters(form: &Form) -> String {
+fn parameters(form: &DecoderForm) -> String {
     let mut all: Vec<String> = ["const u16* x", "u16* y"].map(String::from).into();
     all.extend(
         ["input_norm", "q_norm", "k_norm", "post_norm", "cosines", "sines"].map(|n| format!("const float* {n}")),

@@ -4,13 +4,13 @@ use cubecl::prelude::*;
 
 /// How the operands of a product are stored, and the columns of its tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Form {
+pub(super) struct GemmForm {
     pub(super) cols: u32,
     pub(super) a_across: bool,
     pub(super) b_across: bool,
 }
 
-impl Form {
+impl GemmForm {
     /// Number of blocks of eight columns that a plane makes.
     pub(super) fn blocks(self) -> usize {
         self.cols as usize / 16

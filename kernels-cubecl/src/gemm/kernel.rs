@@ -6,7 +6,7 @@
 //! Each product has code of its own, so that the loop over `r` does not ask which buffers to read.
 
 use super::{
-    form::{Form, TilePlace},
+    form::{GemmForm, TilePlace},
     stages::{add_product, own_rows_and_half, reserved_tiles},
     tiles::TILE,
 };
@@ -26,7 +26,7 @@ pub(super) fn gemm_kernel<F: Float, Out: Float>(
     i_len: u32,
     j_len: u32,
     r_len: u32,
-    #[comptime] form: Form,
+    #[comptime] form: GemmForm,
     #[comptime] accumulate: bool,
     #[define(F)] _operand: StorageType,
     #[define(Out)] _result: StorageType,
@@ -137,16 +137,16 @@ fn store<Out: Float>(
     out: &mut Array<Pair<Out>>,
     factor: f32,
     at: TilePlace,
-    #[comptime] form: Form,
+    #[comptime] form: GemmForm,
 ) {
     let (row, col, plane_j) = own_corner(at);
     let blocks = form.blocks();
     #[unroll]
     for f in 0..4usize {
         #[unroll]
-        for g in 0..blocks {
-            let sum = sums.index(comptime!(f * blocks + g));
-            let j = col + column_of(plane_j, comptime!(g as u32), comptime!(blocks as u32));
+        for block in 0..blocks {
+            let sum = sums.index(comptime!(f * blocks + block));
+            let j = col + column_of(plane_j, comptime!(block as u32), comptime!(blocks as u32));
             #[unroll]
             for half in 0..2usize {
                 let i = row + comptime!(f as u32 * 16 + half as u32 * 8);
@@ -165,16 +165,16 @@ fn load<Out: Float>(
     sums: &mut Sequence<Array<Pair<f32>>>,
     out: &Array<Pair<Out>>,
     at: TilePlace,
-    #[comptime] form: Form,
+    #[comptime] form: GemmForm,
 ) {
     let (row, col, plane_j) = own_corner(at);
     let blocks = form.blocks();
     #[unroll]
     for f in 0..4usize {
         #[unroll]
-        for g in 0..blocks {
-            let sum = sums.index_mut(comptime!(f * blocks + g));
-            let j = col + column_of(plane_j, comptime!(g as u32), comptime!(blocks as u32));
+        for block in 0..blocks {
+            let sum = sums.index_mut(comptime!(f * blocks + block));
+            let j = col + column_of(plane_j, comptime!(block as u32), comptime!(blocks as u32));
             #[unroll]
             for half in 0..2usize {
                 let i = row + comptime!(f as u32 * 16 + half as u32 * 8);

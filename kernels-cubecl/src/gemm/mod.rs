@@ -43,7 +43,7 @@ mod stages;
 mod tiles;
 
 pub use args::Gemm;
-use form::Form;
+use form::GemmForm;
 use kernel::gemm_kernel;
 pub use shape::GemmShape;
 use shape::NAME;
@@ -94,7 +94,7 @@ pub fn gemm_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: u
             index(NAME, "i", i)?,
             index(NAME, "j", j)?,
             index(NAME, "r", r)?,
-            Form { cols: cols as u32, a_across, b_across },
+            GemmForm { cols: cols as u32, a_across, b_across },
             products.accumulate,
             products.types.0,
             products.types.1,

@@ -6,7 +6,7 @@
 //! half of the columns in registers. Two cubes share a multiprocessor: one computes while the other waits.
 
 use super::{
-    form::{Form, TilePlace},
+    form::{GemmForm, TilePlace},
     tiles::{DEPTH, STAGES, TILE},
 };
 use crate::mma::{Octet, Pair, TileSource, fill, left, multiply, right, ring, sent};
@@ -24,7 +24,7 @@ pub(super) struct Tiles<F: Float> {
 
 /// Reserves shared memory for the ring.
 #[cube]
-pub(super) fn reserved_tiles<F: Float>(#[comptime] form: Form) -> Tiles<F> {
+pub(super) fn reserved_tiles<F: Float>(#[comptime] form: GemmForm) -> Tiles<F> {
     Tiles::<F> {
         a: SharedMemory::new_aligned(comptime!(STAGES * STAGE as usize), 128usize),
         b: SharedMemory::new_aligned(comptime!(STAGES * (form.cols * DEPTH / 8) as usize), 128usize),
@@ -39,7 +39,7 @@ pub(super) fn add_product<F: Float>(
     tiles: &mut Tiles<F>,
     sums: &mut Sequence<Array<Pair<f32>>>,
     at: TilePlace,
-    #[comptime] form: Form,
+    #[comptime] form: GemmForm,
 ) {
     // Other units may still read the last stages of another product.
     sync_cube();
@@ -86,9 +86,9 @@ fn fill_stage<F: Float>(
     step: u32,
     at: TilePlace,
     #[comptime] stage: u32,
-    #[comptime] form: Form,
+    #[comptime] form: GemmForm,
 ) {
-    let Form { cols, a_across, b_across } = comptime!(form);
+    let GemmForm { cols, a_across, b_across } = comptime!(form);
     let base = comptime!(stage * STAGE);
     let rows = OuterRange { first: at.i0, len: at.i_len, r_len: at.r_len };
     fill_operand::<F>(a, &mut tiles.a, base, step, rows, TILE, a_across);
@@ -138,9 +138,9 @@ fn multiply_stage<F: Float>(
     tiles: &Tiles<F>,
     sums: &mut Sequence<Array<Pair<f32>>>,
     #[comptime] stage: u32,
-    #[comptime] form: Form,
+    #[comptime] form: GemmForm,
 ) {
-    let Form { cols, a_across, b_across } = comptime!(form);
+    let GemmForm { cols, a_across, b_across } = comptime!(form);
     let (plane_i, plane_j) = own_rows_and_half();
     let a_base = comptime!(stage * STAGE);
     let b_base = comptime!(stage * cols * DEPTH / 8);
@@ -156,9 +156,9 @@ fn multiply_stage<F: Float>(
             rows.push(left::<F>(&tiles.a, a_base, plane_i, comptime!(f * 16), part, a_width, a_across));
         }
         #[unroll]
-        for g in 0..groups {
-            let cols = if comptime!(g < 4) {
-                right::<F>(&tiles.b, b_base, first, comptime!(g as u32 * 16), part, b_width, b_across)
+        for group in 0..groups {
+            let cols = if comptime!(group < 4) {
+                right::<F>(&tiles.b, b_base, first, comptime!(group as u32 * 16), part, b_width, b_across)
             } else if comptime!(b_across) {
                 let base = comptime!(b_base + DEPTH * TILE / 8);
                 right::<F>(&tiles.b, base, plane_j * 16u32, 0u32, part, comptime!((cols - TILE) / 8), true)
@@ -169,7 +169,7 @@ fn multiply_stage<F: Float>(
             for half in 0..2usize {
                 #[unroll]
                 for f in 0..4usize {
-                    let sum = sums.index_mut(comptime!((f * groups + g) * 2 + half));
+                    let sum = sums.index_mut(comptime!((f * groups + group) * 2 + half));
                     multiply::<F>(rows.index(f), &cols, half, sum);
                 }
             }

@@ -28,10 +28,10 @@ use crate::{
 use cubecl::prelude::*;
 pub use gemv_plan::GemvPlan;
 use gemv_plan::SPAN;
-use span::{Weight, nothing_ahead};
+use span::{WeightBuffers, nothing_ahead};
 
 /// The most rows that x may have.
-pub const MAX_ROWS: usize = 16;
+const MAX_ROWS: usize = 16;
 const NAME: &str = "gemv";
 
 /// Whether the kernel takes `rows` tokens and weights of `cols` columns.
@@ -100,8 +100,6 @@ pub fn gemv_in<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: Ge
         cubes += w.rows.div_ceil(plan.lines() as usize);
         weight_rows.push(index(NAME, "rows of a weight", w.rows)?);
     }
-    let mut packed = SequenceArg::new();
-    weights.into_iter().for_each(|w| packed.push(w.launch()));
     // SAFETY: buffer lengths and the plan were checked; rows past the last repeat it and are not stored.
     unsafe {
         gemv_kernel::launch_unchecked(
@@ -109,7 +107,7 @@ pub fn gemv_in<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: Ge
             CubeCount::Static(index(NAME, "tiles", cubes)?, 1, 1),
             CubeDim::new_1d(plan.units()),
             x,
-            packed,
+            sequence(weights.into_iter().map(|w| w.launch())),
             sequence(scales),
             sequence(ys),
             rows as u32,
@@ -125,7 +123,7 @@ pub fn gemv_in<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: Ge
 #[allow(clippy::needless_range_loop, reason = "the unrolled index also chooses among buffers")]
 fn gemv_kernel<F: Float>(
     x: &Array<Octet<F>>,
-    weights: &Sequence<Weight>,
+    weights: &Sequence<WeightBuffers>,
     factors: &Sequence<Array<f32>>,
     y: &mut Sequence<Array<F>>,
     rows: u32,
@@ -179,7 +177,7 @@ struct Own {
 #[cube]
 fn product_of_cube<F: Float>(
     x: &Array<Octet<F>>,
-    weight: &Weight,
+    weight: &WeightBuffers,
     y: &mut Array<F>,
     memory: &mut CubeMemory<F>,
     tensor_scales: &Sequence<f32>,

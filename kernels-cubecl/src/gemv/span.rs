@@ -26,7 +26,7 @@ use cubecl::prelude::{
 };
 
 /// A weight as this kernel reads it: 32 codes in a vector, four scales in a word.
-pub(super) type Weight = PackedBuffers<Vector<u32, Const<4>>, u32>;
+pub(super) type WeightBuffers = PackedBuffers<Vector<u32, Const<4>>, u32>;
 
 /// The codes and scales that a lane has loaded ahead.
 #[derive(CubeType)]
@@ -47,7 +47,7 @@ pub(super) fn nothing_ahead(#[comptime] plan: GemvPlan) -> Ahead {
 /// Starts the loads of the codes and scales of a span into `slot`. The weight has `weight_rows` rows.
 #[cube]
 pub(super) fn load(
-    weight: &Weight,
+    weight: &WeightBuffers,
     ahead: &mut Ahead,
     #[comptime] slot: usize,
     tile: u32,

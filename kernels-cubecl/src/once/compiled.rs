@@ -19,7 +19,7 @@ use cubecl::{
 };
 use cudarc::nvrtc::safe::{CompileOptions, compile_ptx_with_opts};
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     fs,
     io::Write,
     path::{Path, PathBuf},
@@ -105,11 +105,11 @@ fn instructions(text: &str) -> BTreeSet<String> {
     names.filter(cudas).map(|name| name.trim_end_matches(|c: char| c == '_' || c.is_ascii_digit()).to_owned()).collect()
 }
 
-/// What `once` launches on a device in bf16 and in f16, each text once.
+/// What `once` launches on a device in bf16 and in f16, each kernel once.
 fn texts(arch: u32) -> Vec<Launch> {
+    let mut seen = BTreeSet::new();
     let launches = [FloatKind::BF16, FloatKind::F16].into_iter().flat_map(|kind| launches(arch, kind));
-    let texts: BTreeMap<String, Launch> = launches.map(|launch| (launch.identity(), launch)).collect();
-    texts.into_values().collect()
+    launches.filter(|launch| seen.insert(launch.key)).collect()
 }
 
 /// What `once` launches on a device for one type, which must be every kernel.

@@ -3,7 +3,6 @@
 use super::zeros::{STREAM, Zeros};
 use crate::{
     KernelError,
-    codec::{Conversion, convert},
     column_sums::column_sums,
     cross_entropy::cross_entropy,
     dequantize::dequantize,
@@ -52,9 +51,6 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
         dequantize(client, zeros.packed(rows, COLS), scaled, zeros.values(n), dtype)?;
     }
     hadamard::hadamard(client, zeros.values(n), zeros.values(n), dtype, hadamard::SIGNS)?;
-    for conversion in [Conversion::EncodeE2m1, Conversion::EncodeE4m3, Conversion::DecodeE2m1, Conversion::DecodeE4m3] {
-        convert(client, zeros.floats(rows), zeros.floats(rows), conversion)?;
-    }
     Ok(())
 }
 

@@ -6,7 +6,7 @@ use crate::{
     attention::{self, AttentionShape},
     block_scaled::{self, block_scaled},
     decode_attention,
-    decoder::{self, Cache, DecoderBlock, DecoderShape, Room, Rounded, Weight},
+    decoder::{self, ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight},
     gemm::{self, Gemm, GemmShape},
     gemv::{Gemv, gemv},
     hopper,
@@ -166,9 +166,11 @@ pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelE
     }
     let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = SHAPE;
     let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
-    for (packed, rounded, tokens, past) in
-        [(true, Rounded::EachRow, 1, 5), (true, Rounded::By { full: 1.0 }, 3, 70), (false, Rounded::Not, 3, 70)]
-    {
+    for (packed, rounded, tokens, past) in [
+        (true, ActivationRounding::EachRow, 1, 5),
+        (true, ActivationRounding::By { full: 1.0 }, 3, 70),
+        (false, ActivationRounding::Not, 3, 70),
+    ] {
         let weight = |rows, cols| {
             if packed { Weight::Packed(zeros.packed(rows, cols)) } else { Weight::Dense(zeros.values(rows * cols)) }
         };
@@ -194,7 +196,7 @@ pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelE
             rounded: [rounded; 4],
             caches: (0..tokens).map(cache).collect(),
         };
-        decoder::decoder_block(client, block, &Room::new(client, SHAPE, tokens))?;
+        decoder::decoder_block(client, block, &Scratch::new(client, SHAPE, tokens))?;
     }
     Ok(())
 }

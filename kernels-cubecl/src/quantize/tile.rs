@@ -11,6 +11,7 @@ use crate::{
     error::{KernelError, index, require},
     hadamard::{SIGNS, rotate},
     layout::{BLOCK, scale_index, scales_per_row},
+    mma::Pair,
     quantize::spec::BlockShape,
 };
 use cubecl::prelude::*;
@@ -130,9 +131,6 @@ pub(super) const fn gap(along: bool) -> u32 {
     if along { 8 } else { 1 }
 }
 
-/// Two values: 16-bit types have instructions for pairs.
-type Pair<F> = Vector<F, Const<2>>;
-
 /// The values of 16 columns of a row.
 #[derive(CubeType)]
 pub(super) struct RowBlock {
@@ -201,7 +199,8 @@ fn load_row_along<F: Float, N: Size>(x: &Array<Vector<F, N>>, row: u32, col: u32
 }
 
 /// Loads 16 columns of two rows where rows are neighbors: all units fill the tile of the cube, then each takes its
-/// columns out of it. Places outside the matrix stay unfilled; their units store nothing.
+/// columns out of it, two rows at a time, because 16-bit types have instructions for pairs. Places outside the matrix
+/// stay unfilled; their units store nothing.
 #[cube]
 fn load_rows_across<F: Float, N: Size>(x: &Array<Vector<F, N>>, place: DeviceView) -> Sequence<RowBlock> {
     let n = N::value();

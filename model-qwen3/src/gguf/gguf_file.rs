@@ -11,7 +11,7 @@ use crate::{
     ModelError,
     bytes::{FloatType, Number},
     file::{self, read_at},
-    names,
+    names::{self, OfGguf},
     tensors::{Stored, Tensors, row_count, row_width},
 };
 use backend_nvfp4::{GivenScale, Packed, Scaling};
@@ -158,17 +158,17 @@ fn placed(head: &Preamble<'_, impl Read>, declared: Vec<Declared>, values: u64) 
         let (Some(at), true) = (at, fits) else {
             return Err(head.bad(format!("{name:?} of shape {shape:?} does not fit into the file")));
         };
-        let of_tensor = name.strip_suffix(".scale");
-        if let Some(base) = of_tensor.or(name.strip_suffix(".input_scale")) {
+        let (base, part) = names::split_of_gguf(&name);
+        if part != OfGguf::Values {
             if kind != Kind::Float(FloatType::F32) || count != Some(1) {
                 return Err(head.bad(format!("{name:?} has shape {shape:?}; a tensor scale is one f32")));
             }
-            if of_tensor.is_some() { &mut scales } else { &mut inputs }.insert(base.to_owned(), at);
+            if part == OfGguf::Scale { &mut scales } else { &mut inputs }.insert(base.to_owned(), at);
             continue;
         }
         let ours = names::of_gguf(&name)
             .ok_or_else(|| head.bad(format!("it holds {name:?}, which a dense Qwen3 does not have")))?;
-        let base = name.strip_suffix(".weight").unwrap_or(&name).to_owned();
+        let base = base.to_owned();
         tensors.push((base, Tensor { name: ours, shape, kind, at, scale: None, input: None }));
     }
     for (base, tensor) in &mut tensors {

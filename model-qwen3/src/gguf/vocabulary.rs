@@ -15,7 +15,7 @@ const LARGEST_ID: usize = 1 << 20;
 /// The tokens by id, and the merges that make them.
 #[derive(Debug, Clone)]
 pub struct Vocabulary {
-    tokens: Vec<Option<(String, Kind)>>,
+    tokens: Vec<Option<(String, TokenKind)>>,
     merges: Vec<String>,
     /// The token that fills and begins texts, if there is one.
     padding: Option<u32>,
@@ -23,7 +23,7 @@ pub struct Vocabulary {
 
 /// GGUF's numbers for the kinds of tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum TokenKind {
     Normal = 1,
     /// The token steers the model and is not shown.
     Control = 3,
@@ -80,25 +80,26 @@ impl Vocabulary {
     }
 
     fn of(file: TokenizerJson) -> Option<Self> {
-        let mut tokens: Vec<Option<(String, Kind)>> = vec![];
-        let mut set = |id: u64, text: String, kind: Kind| {
+        let mut tokens: Vec<Option<(String, TokenKind)>> = vec![];
+        let mut set = |id: u64, text: String, kind: TokenKind| {
             let id = usize::try_from(id).ok().filter(|id| *id <= LARGEST_ID)?;
             tokens.resize(tokens.len().max(id + 1), None);
             tokens[id] = Some((text, kind));
             Some(())
         };
         for (text, id) in file.model.vocab {
-            set(id, text, Kind::Normal)?;
+            set(id, text, TokenKind::Normal)?;
         }
         for Added { id, content, special } in file.added_tokens {
-            set(id, content, if special { Kind::Control } else { Kind::UserDefined })?;
+            set(id, content, if special { TokenKind::Control } else { TokenKind::UserDefined })?;
         }
         let merge = |merge| match merge {
             Merge::Both(both) => both,
             Merge::Pair(left, right) => format!("{left} {right}"),
         };
         let merges = file.model.merges.into_iter().map(merge).collect();
-        let is_padding = |token: &Option<(String, Kind)>| token.as_ref().is_some_and(|(t, _)| t == "<|endoftext|>");
+        let is_padding =
+            |token: &Option<(String, TokenKind)>| token.as_ref().is_some_and(|(t, _)| t == "<|endoftext|>");
         let padding = tokens.iter().position(is_padding).map(|id| id as u32);
         Some(Self { tokens, merges, padding })
     }
@@ -107,9 +108,9 @@ impl Vocabulary {
     pub(super) fn keys(&self, size: usize) -> Vec<(String, MetadataValue)> {
         let all = (0..size.max(self.tokens.len())).map(|id| {
             let token = self.tokens.get(id).cloned().flatten();
-            token.unwrap_or_else(|| (format!("[PAD{id}]"), Kind::Unused))
+            token.unwrap_or_else(|| (format!("[PAD{id}]"), TokenKind::Unused))
         });
-        let (tokens, kinds): (Vec<String>, Vec<Kind>) = all.unzip();
+        let (tokens, kinds): (Vec<String>, Vec<TokenKind>) = all.unzip();
         let kinds = kinds.into_iter().map(|kind| kind as i32).collect();
         let mut keys = vec![
             ("model", MetadataValue::Text("gpt2".into())),

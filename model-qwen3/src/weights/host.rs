@@ -39,7 +39,7 @@ pub(super) fn to_data<B: Backend, const RANK: usize>(x: Tensor<B, RANK>) -> Resu
 }
 
 /// Some rows of a matrix on the host.
-pub(super) struct Piece {
+pub(super) struct HostRows {
     /// The number of the matrix among those that were asked for.
     pub matrix: usize,
     pub rows: Range<usize>,
@@ -53,7 +53,7 @@ pub(super) struct Piece {
 pub(super) fn rows_to_data<B: Backend>(
     matrices: Vec<(Tensor<B, 2>, Range<usize>)>,
     piece: usize,
-) -> Result<Vec<Piece>, ModelError> {
+) -> Result<Vec<HostRows>, ModelError> {
     let (mut transfer, mut parts) = (Transaction::<B>::default(), Vec::new());
     for (number, (matrix, rows)) in matrices.into_iter().enumerate() {
         let [all, width] = matrix.dims();
@@ -66,7 +66,7 @@ pub(super) fn rows_to_data<B: Backend>(
         }
     }
     let read = transfer.try_execute().map_err(failed)?;
-    Ok(parts.into_iter().zip(read).map(|((matrix, rows), data)| Piece { matrix, rows, data }).collect())
+    Ok(parts.into_iter().zip(read).map(|((matrix, rows), data)| HostRows { matrix, rows, data }).collect())
 }
 
 /// How many rows of so many bytes a piece has: as many as fit, but at least one.

@@ -2,7 +2,7 @@
 
 use super::{
     Field, fields,
-    host::{PIECES, Piece, TRANSFER, as_in_files, not_finite, rows_to_data},
+    host::{HostRows, PIECES, TRANSFER, as_in_files, not_finite, rows_to_data},
 };
 use crate::{
     ModelError,
@@ -99,7 +99,7 @@ impl<'a, B: Nvfp4Kernels> Live<'a, B> {
         }
         let matrices = wanted.iter().map(|(_, field, rows)| (field.matrix(), rows.clone())).collect();
         let pieces = rows_to_data(matrices, self.transfer / PIECES)?.into_iter();
-        let checked = pieces.map(|Piece { matrix, rows, data }| {
+        let checked = pieces.map(|HostRows { matrix, rows, data }| {
             let name = wanted[matrix].0;
             match not_finite(&data) {
                 Some(value) => Err(self.not_finite(name, value)),

@@ -35,7 +35,7 @@ pub fn outline<B: Nvfp4Kernels>(
 
 /// The first block of each kind, in order.
 fn one_of_each_kind(tensors: &dyn Tensors) -> Vec<usize> {
-    let mut kinds: BTreeMap<usize, Kind> = BTreeMap::new();
+    let mut kinds: BTreeMap<usize, BlockKind> = BTreeMap::new();
     for name in tensors.names().into_iter().filter(|name| is_projection(name)) {
         if let Some(block) = block_of(&name) {
             let packed = matches!(tensors.stored(&name), Some(Stored::Packed { .. }));
@@ -48,7 +48,7 @@ fn one_of_each_kind(tensors: &dyn Tensors) -> Vec<usize> {
 }
 
 /// For each layer of a block its name, whether it is NVFP4, and whether it has a scale for its activations.
-type Kind = BTreeSet<(String, bool, bool)>;
+type BlockKind = BTreeSet<(String, bool, bool)>;
 
 /// Tensors without values, in the types and shapes of a model's tensors.
 struct Outline<'a> {

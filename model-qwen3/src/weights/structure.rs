@@ -1,7 +1,6 @@
 //! Which field of a model holds which tensor: [`build`] fills the fields, [`fields`] lists them under the same names in
 //! the same order, [`Replace`] exchanges them.
 
-use super::host::to_host;
 use crate::{
     ModelError,
     bytes::FloatType,
@@ -151,24 +150,8 @@ impl<B: Backend> Field<'_, B> {
 }
 
 impl<B: Nvfp4Kernels> Field<'_, B> {
-    /// The values on the host in row-major order. Packed weights are dequantized.
-    ///
-    /// # Errors
-    /// If the device failed.
-    pub fn to_host(&self) -> Result<Vec<f32>, ModelError> {
-        match *self {
-            Self::Vector(p) => to_host(p.val()),
-            Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => to_host(p.val()),
-            Self::Linear(
-                Nvfp4Linear::Packed(w)
-                | Nvfp4Linear::Calibrated(Calibrated { weight: w, .. })
-                | Nvfp4Linear::PackedMaster(PackedMaster { weight: w, .. }),
-            ) => to_host(w.dequantize(DType::F32)),
-        }
-    }
-
     /// The values as a matrix on the device; a vector is one row. Packed weights are dequantized to f32.
-    pub(super) fn matrix(&self) -> Tensor<B, 2> {
+    pub fn matrix(&self) -> Tensor<B, 2> {
         match *self {
             Self::Vector(p) => p.val().unsqueeze(),
             Self::Matrix(p) | Self::Linear(Nvfp4Linear::Master(p) | Nvfp4Linear::Dense(p)) => p.val(),

@@ -6,6 +6,7 @@
 //! launch that accesses memory outside its buffers, whose units wait for each other forever, or whose units race for a byte:
 //! two write it, or one reads what another wrote. In shared memory a write after another unit's read counts as well.
 
+mod identity;
 mod text;
 
 pub(crate) use text::BARRIER;
@@ -128,7 +129,7 @@ fn program(launch: &Launch) -> Result<PathBuf, String> {
     // The translation of the text, which is not hashed itself: its temporaries differ from run to run.
     hash.update(include_bytes!("text.rs"));
     hash.update(compiler_name()?);
-    hash.update(launch.identity());
+    hash.update(identity::identity(&launch.text));
     // Arrays in shared memory come in any order, and the gaps between them depend on it.
     hash.update(launch.shared.to_le_bytes());
     let name = short(hash);

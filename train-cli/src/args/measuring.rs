@@ -92,12 +92,13 @@ pub struct ParityArgs {
     /// another recipe
     #[arg(long, value_name = "PATH", conflicts_with = "expected")]
     pub against: Option<PathBuf>,
-    /// Round the model as this recipe does in a forward pass; bf16 rounds nothing and dequantizes NVFP4 weights [default: as
-    /// the model runs]
+    /// Round the model of --model as this recipe does in a forward pass; bf16 rounds nothing and dequantizes NVFP4 weights
+    /// [default: as `generate` runs the model of --model]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub recipe: Option<Recipe>,
-    /// Round the other model as this recipe does [default: that model's own recipe]
+    /// Round the model of --against as this recipe does in a forward pass. Without --against, the model of --model is compared
+    /// with itself, and this flag is for the second of the two [default: as `generate` runs the model of --against, or of --model]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub against_recipe: Option<Recipe>,
@@ -208,8 +209,8 @@ pub struct BenchArgs {
 pub enum BenchWhat {
     /// Every kernel, at the shapes of Qwen3-4B
     Kernels,
-    /// Tokens a second of answers, by a model with random weights
+    /// Speed of answering, in tokens per second, of a model with random weights
     Decode,
-    /// Tokens a second while a prompt is read, by a model with random weights
+    /// Speed of reading a prompt, in tokens per second, of a model with random weights
     Prefill,
 }

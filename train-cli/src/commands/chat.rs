@@ -107,7 +107,11 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             }
             Entry::Load(path) => {
                 self.dialog.load(&path)?;
-                report::line(format!("{} from {}", report::count(self.dialog.len(), "message"), path.display()));
+                report::line(format!(
+                    "{} from {}",
+                    report::count(self.dialog.message_count(), "message"),
+                    path.display()
+                ));
             }
             Entry::Set(name, value) => {
                 let mut changed = self.sampling.clone();
@@ -169,7 +173,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
     }
 
     fn stats(&self) {
-        let (messages, tokens) = (self.dialog.len(), self.session.len());
+        let (messages, tokens) = (self.dialog.message_count(), self.session.tokens());
         report::line(format!("{}, {tokens} of {} tokens read", report::count(messages, "message"), self.context));
         if let Some(last) = &self.last {
             report::line(format!("last answer: {last}"));

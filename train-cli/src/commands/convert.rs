@@ -44,7 +44,7 @@ use std::{
 pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let given = ModelFiles::new(&args.input);
     let files = if given.is_gguf() { given } else { located(&args.input)? };
-    let source = Source::open(&files)?;
+    let source = Converted::open(&files)?;
     let mut inputs = files.weight_files();
     inputs.push(source.tensors().path().to_owned());
     check_output(&args.output, &inputs)?;
@@ -59,7 +59,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("{} {text}", files.folder.display())));
     }
     let gguf = match container {
-        ContainerArg::Gguf if matches!(source, Source::Gguf(_)) => {
+        ContainerArg::Gguf if matches!(source, Converted::Gguf(_)) => {
             let text = "a GGUF file cannot be converted to GGUF; convert it to .safetensors, and that to .gguf";
             return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
         }
@@ -108,12 +108,12 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
 }
 
 /// A model that is read.
-enum Source {
+enum Converted {
     Files(Container),
     Gguf(GgufFile),
 }
 
-impl Source {
+impl Converted {
     fn open(files: &ModelFiles) -> Result<Self, CliError> {
         if files.is_gguf() {
             return Ok(Self::Gguf(GgufFile::open(&files.weights)?));

@@ -60,7 +60,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
 
 /// One thing that was looked at.
 #[derive(Debug, Serialize)]
-struct Check {
+struct Checked {
     name: String,
     good: bool,
     found: String,
@@ -69,7 +69,7 @@ struct Check {
     remedy: Option<String>,
 }
 
-impl Check {
+impl Checked {
     fn good(name: impl Into<String>, found: impl Into<String>) -> Self {
         Self { name: name.into(), good: true, found: found.into(), remedy: None }
     }
@@ -85,7 +85,7 @@ impl Check {
     }
 }
 
-fn program() -> Check {
+fn program() -> Checked {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let text = format!(
         "train-cli {} · {} · {}",
@@ -93,20 +93,20 @@ fn program() -> Check {
         std::env::consts::ARCH,
         report::count(cores, "core")
     );
-    Check::good("program", text)
+    Checked::good("program", text)
 }
 
-fn memory() -> Check {
+fn memory() -> Checked {
     let free = host::available().map_or("the system does not say how much is free".to_owned(), |free| {
         format!("{} are free on the host", report::gib(free))
     });
-    Check::good("memory", free)
+    Checked::good("memory", free)
 }
 
-fn disk() -> Check {
+fn disk() -> Checked {
     match Disk::of(Path::new(".")) {
-        Ok(disk) => Check::good("disk", format!("{} are free in this folder", report::gib(disk.free))),
-        Err(error) => Check::missing("disk", error.to_string(), "change to a folder that you can write to"),
+        Ok(disk) => Checked::good("disk", format!("{} are free in this folder", report::gib(disk.free))),
+        Err(error) => Checked::missing("disk", error.to_string(), "change to a folder that you can write to"),
     }
 }
 
@@ -116,7 +116,7 @@ fn no_driver() -> String {
 
 /// The version of NVIDIA's driver, as the kernel's module says. None if there is no card and no driver, which the line of the
 /// cards says.
-fn driver(has_card: bool) -> Option<Check> {
+fn driver(has_card: bool) -> Option<Checked> {
     let read = |path: &str| std::fs::read_to_string(path).ok();
     let module = read("/sys/module/nvidia/version").map(|text| text.trim().to_owned());
     // NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Tue ...
@@ -131,14 +131,16 @@ fn driver(has_card: bool) -> Option<Check> {
             let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
             match major {
                 Some(major) if major < OLDEST => {
-                    Some(Check::missing("driver", version, format!("install driver {OLDEST} or newer")))
+                    Some(Checked::missing("driver", version, format!("install driver {OLDEST} or newer")))
                 }
-                _ => Some(Check::good("driver", version)),
+                _ => Some(Checked::good("driver", version)),
             }
         }
-        (Some(version), false) => Some(Check::missing("card", format!("driver {version} shows no card"), no_driver())),
-        (None, true) => Some(Check::good("driver", "it answers; the system does not say its version")),
-        (None, false) => Some(Check::missing("card", "no NVIDIA card, or no driver that answers", no_driver())),
+        (Some(version), false) => {
+            Some(Checked::missing("card", format!("driver {version} shows no card"), no_driver()))
+        }
+        (None, true) => Some(Checked::good("driver", "it answers; the system does not say its version")),
+        (None, false) => Some(Checked::missing("card", "no NVIDIA card, or no driver that answers", no_driver())),
     }
 }
 
@@ -146,7 +148,7 @@ fn driver(has_card: bool) -> Option<Check> {
 const OLDEST: u32 = 580;
 
 /// An NVIDIA card.
-fn card(index: usize) -> Check {
+fn card(index: usize) -> Checked {
     let name = if index == 0 { "card".to_owned() } else { format!("card {index}") };
     let ask = || -> Option<String> {
         let card = CudaContext::new(index).ok()?;
@@ -157,13 +159,13 @@ fn card(index: usize) -> Check {
         Some(format!("{} · compute capability {major}.{minor} · {free} are free", card.name().ok()?))
     };
     match device::quietly(ask).flatten() {
-        Some(card) => Check::good(name, card),
-        None => Check::missing(name, "it does not answer", no_driver()),
+        Some(card) => Checked::good(name, card),
+        None => Checked::missing(name, "it does not answer", no_driver()),
     }
 }
 
 /// The adapters that Vulkan's drivers offer. The first is the one that --device vulkan takes, unless another is faster.
-fn adapters() -> Check {
+fn adapters() -> Checked {
     let ask = || {
         let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
             backends: wgpu::Backends::VULKAN,
@@ -173,8 +175,8 @@ fn adapters() -> Check {
         found.into_iter().map(|adapter| shown(&adapter.get_info())).collect::<Vec<String>>()
     };
     match device::quietly(ask).unwrap_or_default() {
-        found if found.is_empty() => Check::missing("vulkan", "no driver for Vulkan is found", VULKAN),
-        found => Check::good("vulkan", found.join(" · ")),
+        found if found.is_empty() => Checked::missing("vulkan", "no driver for Vulkan is found", VULKAN),
+        found => Checked::good("vulkan", found.join(" · ")),
     }
 }
 
@@ -196,18 +198,18 @@ const NVRTC: &str = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia
                      doc/guide/first-run.md says";
 
 /// NVIDIA's runtime compiler.
-fn compiler() -> Check {
+fn compiler() -> Checked {
     match device::quietly(|| compile_ptx("extern \"C\" __global__ void f() {}").map_err(|e| e.to_string())) {
-        Some(Ok(_)) => Check::good("NVRTC", "compiles"),
-        Some(Err(error)) => Check::missing("NVRTC", error, NVRTC),
-        None => Check::missing("NVRTC", "the library libnvrtc is not found", NVRTC),
+        Some(Ok(_)) => Checked::good("NVRTC", "compiles"),
+        Some(Err(error)) => Checked::missing("NVRTC", error, NVRTC),
+        None => Checked::missing("NVRTC", "the library libnvrtc is not found", NVRTC),
     }
 }
 
 /// The headers that kernels include, where CubeCL looks for them.
-fn headers() -> Check {
+fn headers() -> Checked {
     let Some(folder) = device::quietly(cubecl::cuda::install::include_path) else {
-        return Check::missing("headers", "no CUDA headers are found", NVRTC);
+        return Checked::missing("headers", "no CUDA headers are found", NVRTC);
     };
     let shown = folder.display().to_string();
     let compile = || {
@@ -216,28 +218,28 @@ fn headers() -> Check {
         compile_ptx_with_opts(text, options).is_ok()
     };
     match device::quietly(compile) {
-        Some(true) => Check::good("headers", shown),
-        _ => Check::missing("headers", format!("cuda_bf16.h does not compile in {shown}"), NVRTC),
+        Some(true) => Checked::good("headers", shown),
+        _ => Checked::missing("headers", format!("cuda_bf16.h does not compile in {shown}"), NVRTC),
     }
 }
 
 /// Where compiled kernels are kept.
-fn cache() -> Check {
+fn cache() -> Checked {
     match kernel_cache::directory() {
-        Some(folder) => Check::good("kernels", format!("kept in {}", folder.display())),
-        None => Check::good("kernels", "not kept: each process compiles them again"),
+        Some(folder) => Checked::good("kernels", format!("kept in {}", folder.display())),
+        None => Checked::good("kernels", "not kept: each process compiles them again"),
     }
 }
 
 /// Runs the tests on a device: those in f32 everywhere, and on a card with tensor cores those in bf16.
-fn tested(device: DeviceChoice) -> Vec<Check> {
+fn tested(device: DeviceChoice) -> Vec<Checked> {
     let formats: &[Precision] = match device {
         DeviceChoice::Cuda(_) => &[Precision::F32, Precision::Bf16],
         _ => &[Precision::F32],
     };
     let one = |format: &Precision| match device::run(device, Some(*format), Test) {
         Ok(tests) => tests.into_iter().map(|test| test.check(device)).collect(),
-        Err(error) => vec![Check::missing(device.to_string(), error.to_string(), REPORT)],
+        Err(error) => vec![Checked::missing(device.to_string(), error.to_string(), REPORT)],
     };
     formats.iter().flat_map(one).collect()
 }
@@ -259,11 +261,11 @@ impl Tested {
         Ok(Self { what, wrong, seconds: begun.elapsed().as_secs_f64() })
     }
 
-    fn check(self, device: DeviceChoice) -> Check {
+    fn check(self, device: DeviceChoice) -> Checked {
         let (name, time) = (format!("{device} {}", self.what), format!("{:.2} s", self.seconds));
         match self.wrong {
-            None => Check::good(name, format!("agrees with the reference · {time}")),
-            Some(wrong) => Check::missing(name, format!("{wrong} · {time}"), REPORT),
+            None => Checked::good(name, format!("agrees with the reference · {time}")),
+            Some(wrong) => Checked::missing(name, format!("{wrong} · {time}"), REPORT),
         }
     }
 }

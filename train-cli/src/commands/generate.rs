@@ -44,14 +44,14 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => questions_of(file)?,
-        (None, Some(prompt)) => vec![Question { text: prompt_text(prompt)?, is_row: false, line: None }],
+        (None, Some(prompt)) => vec![AskedPrompt { text: prompt_text(prompt)?, is_row: false, line: None }],
         (None, None) => return Err(CliError::Usage("give --prompt TEXT or --prompts FILE".into())),
     };
     device::run(args.model.device, args.model.compute_dtype, Generate { args, questions })
 }
 
 /// What is asked: a text, or the messages of a conversation.
-struct Question {
+struct AskedPrompt {
     /// The text, or the JSON row that holds it. The values of a row take many times as much memory.
     text: String,
     is_row: bool,
@@ -59,7 +59,7 @@ struct Question {
     line: Option<usize>,
 }
 
-impl Question {
+impl AskedPrompt {
     /// The text, or the list of messages.
     fn asked(&self) -> Value {
         if !self.is_row {
@@ -73,7 +73,7 @@ impl Question {
 
 struct Generate {
     args: GenerateArgs,
-    questions: Vec<Question>,
+    questions: Vec<AskedPrompt>,
 }
 
 impl Job for Generate {
@@ -106,19 +106,19 @@ impl Job for Generate {
 
 /// What is asked, as the model reads it.
 struct Prompt<'a> {
-    question: &'a Question,
+    question: &'a AskedPrompt,
     ids: Vec<u32>,
 }
 
 /// The prompts of all questions. Each must fit into the model together with its answer.
 fn prompts<'a>(
-    questions: &'a [Question],
+    questions: &'a [AskedPrompt],
     args: &GenerateArgs,
     text: &TextFiles,
     options: &GenerateOptions,
     limit: usize,
 ) -> Result<Vec<Prompt<'a>>, CliError> {
-    let prompt = |question: &'a Question| {
+    let prompt = |question: &'a AskedPrompt| {
         let at = |e: CliError| match question.line {
             None => e,
             Some(line) => CliError::Usage(format!("--prompts, line {line}: {e}")),
@@ -173,7 +173,7 @@ fn all<B: Nvfp4Kernels>(
             let mut options = options.clone();
             options.sampling.seed = options.sampling.seed.wrapping_add((begun % args.answers) as u64);
             let (prompt, ends) = (prompts[begun / args.answers].ids.clone(), args.sampling.stop.clone());
-            let listener = Place { number: begun, complete: &complete };
+            let listener = AnswerPlace { number: begun, complete: &complete };
             batch.begin(Asked { prompt, options, ends, listener })?;
             begun += 1;
         }
@@ -195,12 +195,12 @@ fn all<B: Nvfp4Kernels>(
 }
 
 /// Keeps an answer until those in front of it are printed.
-struct Place<'a> {
+struct AnswerPlace<'a> {
     number: usize,
     complete: &'a RefCell<BTreeMap<usize, Result<Answer, CliError>>>,
 }
 
-impl Listener for Place<'_> {
+impl Listener for AnswerPlace<'_> {
     fn hear(&mut self, _piece: &str, _generation: &Generation) {}
 
     fn complete(self, answer: Result<Answer, CliError>) {
@@ -209,7 +209,12 @@ impl Listener for Place<'_> {
 }
 
 /// Prints a complete answer. Those of a file of prompts are JSON; several answers to one prompt have an empty line in between.
-fn print_answer(answer: &Answer, question: &Question, args: &GenerateArgs, text: &TextFiles) -> Result<(), CliError> {
+fn print_answer(
+    answer: &Answer,
+    question: &AskedPrompt,
+    args: &GenerateArgs,
+    text: &TextFiles,
+) -> Result<(), CliError> {
     if !args.json && args.prompts.is_none() {
         let end = if args.answers > 1 { "\n" } else { "" };
         report::result(format!("{}{end}", answer.text));
@@ -250,7 +255,7 @@ fn prompt_text(prompt: &str) -> Result<String, CliError> {
 }
 
 /// The prompts of a file.
-fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
+fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     let content = file::read_text(path, LONGEST_FILE, "check --prompts")?;
     let rows = path.extension().is_some_and(|e| e == "jsonl");
     let mut questions = Vec::new();
@@ -264,7 +269,7 @@ fn questions_of(path: &Path) -> Result<Vec<Question>, CliError> {
                 _ => return Err(bad("a row needs a text \"prompt\", or a list \"messages\"".into())),
             }
         }
-        questions.push(Question { text: text.to_owned(), is_row: rows, line: Some(line) });
+        questions.push(AskedPrompt { text: text.to_owned(), is_row: rows, line: Some(line) });
     }
     if questions.is_empty() {
         let reason = "there is no prompt in it".into();

@@ -24,7 +24,7 @@ pub(super) enum Row<'a> {
 }
 
 /// A row with its weight and its line, counted from 1, or what is wrong there. The line of a file that is one document is 0.
-pub(super) type Found<'a> = (usize, Result<(Row<'a>, f64), Wrong>);
+pub(super) type FoundRow<'a> = (usize, Result<(Row<'a>, f64), Wrong>);
 
 /// What is wrong with a row.
 #[derive(Debug, Clone)]
@@ -87,7 +87,7 @@ pub(super) fn rows<'a>(
     format: Format,
     content: &'a str,
     options: &'a RowOptions,
-) -> Result<Box<dyn Iterator<Item = Found<'a>> + 'a>, String> {
+) -> Result<Box<dyn Iterator<Item = FoundRow<'a>> + 'a>, String> {
     if let Some(row) = of_object(format) {
         return Ok(Box::new(weighted(objects(content), row, options)));
     }
@@ -110,7 +110,7 @@ pub(super) fn table(
     format: Auto<Format>,
     objects: impl Iterator<Item = Object>,
     options: &RowOptions,
-) -> Result<(Format, impl Iterator<Item = Found<'static>>), (usize, Wrong)> {
+) -> Result<(Format, impl Iterator<Item = FoundRow<'static>>), (usize, Wrong)> {
     let mut objects = objects.peekable();
     let format = match (format, objects.peek()) {
         (Some(format), _) => format,
@@ -130,7 +130,7 @@ fn weighted<'r>(
     objects: impl Iterator<Item = Object>,
     row: OfObject,
     options: &RowOptions,
-) -> impl Iterator<Item = Found<'r>> {
+) -> impl Iterator<Item = FoundRow<'r>> {
     let of = move |object: Map<String, Value>| {
         let weight = options.weight.as_deref().map_or(Ok(1.0), |key| weight(&object, key))?;
         Ok::<_, String>((row(object)?, weight))

@@ -229,7 +229,7 @@ impl Slot<'_> {
 }
 
 /// A part of a prompt or answer.
-enum Piece<'a> {
+enum TextPart<'a> {
     Text(String),
     /// The text of a slot, from this list.
     Slot(usize, Vec<&'a str>),
@@ -240,8 +240,8 @@ enum Piece<'a> {
 /// A template with its pools.
 struct Filled<'a> {
     name: String,
-    prompt: Vec<Piece<'a>>,
-    answer: Vec<Piece<'a>>,
+    prompt: Vec<TextPart<'a>>,
+    answer: Vec<TextPart<'a>>,
     slots: Vec<Slot<'a>>,
     combinations: usize,
     count: usize,
@@ -261,7 +261,7 @@ impl<'a> Filled<'a> {
             (None, None, pairs) if !pairs.is_empty() => {
                 slots.push(Slot { name: PAIRS, len: pairs.len(), every: 1 });
                 let (prompts, answers) = pairs.iter().map(|(p, a)| (p.as_str(), a.as_str())).unzip();
-                (vec![Piece::Slot(0, prompts)], vec![Piece::Slot(0, answers)])
+                (vec![TextPart::Slot(0, prompts)], vec![TextPart::Slot(0, answers)])
             }
             _ => return Err("give `prompt` and `answer`, or `pairs` alone".into()),
         };
@@ -327,13 +327,13 @@ impl<'a> Filled<'a> {
 
     /// The row of combination `number`, counted from 0.
     fn row(&self, number: usize) -> Result<MadeRow, String> {
-        let text = |pieces: &[Piece<'_>]| {
+        let text = |pieces: &[TextPart<'_>]| {
             let mut text = String::new();
             for piece in pieces {
                 match piece {
-                    Piece::Text(part) => text += part,
-                    Piece::Slot(slot, texts) => text += texts[self.slots[*slot].index(number)],
-                    Piece::Number(width) => text += &format!("{:0width$}", self.first.saturating_add(number)),
+                    TextPart::Text(part) => text += part,
+                    TextPart::Slot(slot, texts) => text += texts[self.slots[*slot].index(number)],
+                    TextPart::Number(width) => text += &format!("{:0width$}", self.first.saturating_add(number)),
                 }
             }
             text
@@ -352,7 +352,7 @@ fn pieces<'a>(
     text: &str,
     pools: &'a BTreeMap<String, Vec<String>>,
     slots: &mut Vec<Slot<'a>>,
-) -> Result<Vec<Piece<'a>>, String> {
+) -> Result<Vec<TextPart<'a>>, String> {
     let (mut pieces, mut plain) = (Vec::new(), String::new());
     let mut rest = text;
     while let Some(at) = rest.find(['{', '}']) {
@@ -369,12 +369,14 @@ fn pieces<'a>(
             .filter(|_| brace == "{")
             .ok_or_else(|| format!("{text:?} has a single brace; write it twice to have it in the row"))?;
         rest = after;
-        pieces.push(Piece::Text(std::mem::take(&mut plain)));
+        pieces.push(TextPart::Text(std::mem::take(&mut plain)));
         pieces.push(match name.strip_prefix("number") {
-            Some("") => Piece::Number(0),
+            Some("") => TextPart::Number(0),
             Some(width) if width.starts_with(":0") => {
                 let width = width[2..].parse().ok().filter(|width| *width <= 20);
-                Piece::Number(width.ok_or_else(|| format!("{{{name}}}: write a width up to 20, as in {{number:04}}"))?)
+                TextPart::Number(
+                    width.ok_or_else(|| format!("{{{name}}}: write a width up to 20, as in {{number:04}}"))?,
+                )
             }
             _ => {
                 let (name, texts) = pools.get_key_value(name).ok_or_else(|| format!("there is no pool {name:?}"))?;
@@ -386,11 +388,11 @@ fn pieces<'a>(
                     slots.push(Slot { name, len: texts.len(), every: 1 });
                     slots.len() - 1
                 });
-                Piece::Slot(slot, texts.iter().map(String::as_str).collect())
+                TextPart::Slot(slot, texts.iter().map(String::as_str).collect())
             }
         });
     }
-    pieces.push(Piece::Text(plain + rest));
+    pieces.push(TextPart::Text(plain + rest));
     Ok(pieces)
 }
 

@@ -118,7 +118,7 @@ pub fn first(
     options: &DataOptions,
     enough: usize,
 ) -> Result<(Vec<Sample>, DataReport), CliError> {
-    let mut reader = Reader { text, options, enough, samples: vec![], report: DataReport::default() };
+    let mut reader = RowReader { text, options, enough, samples: vec![], report: DataReport::default() };
     for (file, path) in paths.iter().enumerate() {
         if reader.samples.len() >= enough {
             break;
@@ -127,14 +127,14 @@ pub fn first(
         reader.file(path)?;
         reader.samples[before..].iter_mut().for_each(|s| s.origins[0].file = file as u32);
     }
-    let Reader { samples, mut report, .. } = reader;
+    let RowReader { samples, mut report, .. } = reader;
     report.samples = samples.len();
     report.tokens = samples.iter().map(|s| s.ids.len()).sum();
     report.supervised_tokens = samples.iter().map(Sample::supervised_tokens).sum();
     Ok((samples, report))
 }
 
-struct Reader<'a> {
+struct RowReader<'a> {
     text: &'a TextFiles,
     options: &'a DataOptions,
     /// Sequences after which no row is read.
@@ -143,7 +143,7 @@ struct Reader<'a> {
     report: DataReport,
 }
 
-impl Reader<'_> {
+impl RowReader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
         let at = |(line, wrong): (usize, Wrong)| bad_row(path, line, wrong);
         let options = self.options;
@@ -174,7 +174,7 @@ impl Reader<'_> {
         &mut self,
         path: &Path,
         format: Format,
-        rows: impl Iterator<Item = format::Found<'a>>,
+        rows: impl Iterator<Item = format::FoundRow<'a>>,
     ) -> Result<(), CliError> {
         self.report.formats.insert(format.name());
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());

@@ -141,7 +141,7 @@ pub(super) fn write_synced(
         let hash =
             thread::Builder::new().spawn_scoped(scope, hash).map_err(CliError::no_thread("checksum of a file"))?;
 
-        let mut out = BufWriter::with_capacity(PIECE, Pieces { to_disk, to_hash });
+        let mut out = BufWriter::with_capacity(PIECE, ToDiskAndHash { to_disk, to_hash });
         let made = write(&mut out).and_then(|()| out.flush().map_err(CliError::io(path)));
         // What is left after an error is not written. The other threads end when nothing more can come.
         let (pieces, _) = out.into_parts();
@@ -164,12 +164,12 @@ const PIECE: usize = 1 << 20;
 const AHEAD: usize = 256;
 
 /// Takes a content apart for the disk and for the hash.
-struct Pieces {
+struct ToDiskAndHash {
     to_disk: SyncSender<Arc<[u8]>>,
     to_hash: SyncSender<Arc<[u8]>>,
 }
 
-impl Write for Pieces {
+impl Write for ToDiskAndHash {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         let piece: Arc<[u8]> = Arc::from(&bytes[..bytes.len().min(PIECE)]);
         let failed = |_| std::io::Error::other("the file cannot be written");

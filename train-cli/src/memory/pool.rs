@@ -5,7 +5,7 @@
 //! Where the activations of blocks are kept, those of another length take more than that. The pool then holds what the
 //! forecast of the run says, and returns free buffers before it would hold more.
 
-use backend_nvfp4::DeviceServices;
+use backend_nvfp4::DeviceMemory;
 
 /// What is known about the device's pool.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ impl Pool {
     }
 
     /// Returns free buffers to the device if they and the activations of a batch of `tokens` tokens would be too much.
-    pub fn before_batch<B: DeviceServices>(&mut self, device: &B::Device, tokens: usize) {
+    pub fn before_batch<B: DeviceMemory>(&mut self, device: &B::Device, tokens: usize) {
         if self.kept == 0 || std::mem::replace(&mut self.tokens, tokens) == tokens {
             return;
         }
@@ -47,7 +47,7 @@ impl Pool {
 
     /// The most memory that a step took which has just ended, in bytes, if the device has a pool. The pool keeps what a step
     /// frees, so that it holds this peak until it gives something back.
-    pub fn peak_of_step<B: DeviceServices>(&mut self, device: &B::Device) -> Option<u64> {
+    pub fn peak_of_step<B: DeviceMemory>(&mut self, device: &B::Device) -> Option<u64> {
         let highest = std::mem::take(&mut self.highest);
         B::memory_in_use(device).map(|memory| memory.reserved.max(highest))
     }
@@ -61,7 +61,7 @@ impl Pool {
 
     /// Returns free buffers to the device if the pool holds more than it may, or if the run holds more memory than the
     /// limit. Returns whether it did.
-    pub fn after_step<B: DeviceServices>(&mut self, device: &B::Device, held: u64) -> bool {
+    pub fn after_step<B: DeviceMemory>(&mut self, device: &B::Device, held: u64) -> bool {
         let Some(memory) = B::memory_in_use(device) else { return false };
         if !std::mem::replace(&mut self.stale, true) {
             self.needed = self.needed.max(memory.reserved);
@@ -75,7 +75,7 @@ impl Pool {
     }
 
     /// Returns free buffers to the device, so that the next step begins without any.
-    pub fn give_back<B: DeviceServices>(&mut self, device: &B::Device) {
+    pub fn give_back<B: DeviceMemory>(&mut self, device: &B::Device) {
         B::memory_cleanup(device);
         self.stale = false;
     }

@@ -3,7 +3,7 @@
 //! slower.
 
 use crate::{CliError, durable, kernel_cache, memory::host};
-use backend_nvfp4::DeviceServices;
+use backend_nvfp4::DeviceMemory;
 use serde_json::{Value, json};
 use std::{
     path::{Path, PathBuf},
@@ -36,7 +36,7 @@ impl VramReport {
     ///
     /// # Errors
     /// If the device failed.
-    pub fn note<B: DeviceServices>(&mut self, device: &B::Device, step: usize, phase: &str) -> Result<(), CliError> {
+    pub fn note<B: DeviceMemory>(&mut self, device: &B::Device, step: usize, phase: &str) -> Result<(), CliError> {
         if self.path.is_none() {
             return Ok(());
         }
@@ -59,7 +59,7 @@ impl VramReport {
 
     /// Bytes that the run holds. On a device with memory of its own, this is the memory taken from it; on a device that
     /// shares the host's memory, what the host has come to use since the run began; on the CPU, this process's memory.
-    pub fn held<B: DeviceServices>(&self, device: &B::Device) -> u64 {
+    pub fn held<B: DeviceMemory>(&self, device: &B::Device) -> u64 {
         match (B::memory_in_use(device), self.meter.began) {
             (None, _) => host::resident().unwrap_or(0),
             (Some(m), None) => m.reserved,

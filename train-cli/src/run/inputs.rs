@@ -179,9 +179,9 @@ fn fits(plan: &Plan, config: &Qwen3Config) -> Result<(), CliError> {
 /// Number of steps of random tokens where the settings name none.
 const SYNTHETIC_STEPS: usize = 8;
 
-type Samples = (Vec<Sample>, Vec<Sample>, DataReport);
+type Split = (Vec<Sample>, Vec<Sample>, DataReport);
 
-fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Samples, CliError> {
+fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Split, CliError> {
     let (s, seed) = (&plan.settings.data, plan.settings.advanced.seed);
     let max_seq_length = plan::max_seq_length(plan.settings.data.max_seq_length, config.max_position_embeddings);
     if s.synthetic {

@@ -165,10 +165,10 @@ fn is_finite(data: &TensorData) -> bool {
     ty.are_finite(&data.bytes)
 }
 
-type Entry<B> = (String, Dtype, Vec<usize>, Values<B>);
+type WrittenEntry<B> = (String, Dtype, Vec<usize>, Values<B>);
 
 /// The entries of a tensor of `len` values, in file order.
-fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<Entry<B>> {
+fn entries<B: Nvfp4Kernels>(len: usize, state: &TensorState<B>) -> Vec<WrittenEntry<B>> {
     let mut entries = vec![(STEPS.to_owned(), Dtype::I32, vec![], Values::Steps(state.steps))];
     for (name, moment) in MOMENTS.into_iter().zip([&state.moments.m, &state.moments.v]) {
         match moment {
@@ -305,7 +305,8 @@ pub(super) fn read<B: Nvfp4Kernels>(
     optimizer: &mut ChunkedAdamw<B>,
     done: usize,
 ) -> Result<(), CliError> {
-    let reader = Reader { path, file: SafeFile::open(path)?, device: model.device(), config: optimizer.config(), done };
+    let reader =
+        StateReader { path, file: SafeFile::open(path)?, device: model.device(), config: optimizer.config(), done };
     for (name, field) in fields(model) {
         let Some(id) = field.id().filter(|_| reader.has(&format!("{name}.steps"))) else { continue };
         optimizer.restore(id, reader.state(&name, &field.shape())?);
@@ -314,7 +315,7 @@ pub(super) fn read<B: Nvfp4Kernels>(
 }
 
 /// Reads the states of tensors.
-struct Reader<'a, B: Nvfp4Kernels> {
+struct StateReader<'a, B: Nvfp4Kernels> {
     path: &'a Path,
     file: SafeFile,
     device: B::Device,
@@ -323,7 +324,7 @@ struct Reader<'a, B: Nvfp4Kernels> {
     done: usize,
 }
 
-impl<B: Nvfp4Kernels> Reader<'_, B> {
+impl<B: Nvfp4Kernels> StateReader<'_, B> {
     fn has(&self, name: &str) -> bool {
         self.file.entry(name).is_some()
     }

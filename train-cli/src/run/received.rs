@@ -6,7 +6,6 @@ use crate::{
     CliError,
     durable::{self, FileRecord},
     report,
-    settings::{Layer, Settings},
 };
 use model_qwen3::file;
 use serde::{Deserialize, de::IgnoredAny};
@@ -15,12 +14,11 @@ use std::path::{Path, PathBuf};
 /// Largest memory report that is looked at: a sample has 250 bytes.
 const LARGEST_REPORT: u64 = 256 << 20;
 
-/// Refuses to resume `run` if it would replace a file by its memory report. `typed` are the settings of the command line.
+/// Refuses to resume `run` if it would replace the file `named`, which only its record names, by its memory report.
 ///
 /// # Errors
 /// If it would.
-pub fn check_memory_report(settings: &Settings, typed: &Layer, run: &Path) -> Result<(), CliError> {
-    let named = settings.logging.vram_report.as_deref().filter(|_| typed.get("vram_report").is_none());
+pub fn check_memory_report(named: Option<&Path>, run: &Path) -> Result<(), CliError> {
     match named.filter(|file| is_other(file, run) && !is_memory_report(file)) {
         Some(file) => {
             let shown = file.display();

@@ -44,10 +44,14 @@ use std::{
 /// The large files of a checkpoint, which are made at the same time.
 const LARGE: [&str; 2] = [MODEL, OPTIMIZER];
 
+/// Bytes that are read from the device at a time while training waits. The device has nothing else to do then, so that a small
+/// read does not wait, and the first one needs less pinned memory.
+const TRANSFER_WHILE_WAITING: usize = 32 << 20;
+
 /// Saves the checkpoints of a run.
 #[derive(Debug)]
 pub struct Saver {
-    place: Place,
+    place: Destination,
     /// The checkpoint that is being written.
     pending: Option<JoinHandle<Result<PathBuf, CliError>>>,
     waits: Waits,
@@ -74,7 +78,7 @@ pub enum Room {
 
 /// Where checkpoints go.
 #[derive(Debug, Clone)]
-struct Place {
+struct Destination {
     run: PathBuf,
     companions: Companions,
     /// Whether the device failed in training, while a checkpoint was being written.
@@ -90,7 +94,7 @@ impl Saver {
     /// # Errors
     /// If there is no thread for that.
     pub fn new(run: &Path, companions: &Companions, bytes: u64, room: Room) -> Result<Self, CliError> {
-        let place = Place {
+        let place = Destination {
             run: run.to_owned(),
             companions: companions.clone(),
             abandoned: Arc::default(),
@@ -116,7 +120,11 @@ impl Saver {
         let target = place.target(state.global_step);
         // Handles, not copies.
         let (model, optimizer, state) = (model.clone(), optimizer.clone(), state.clone());
-        let content = Content { model, optimizer, state, target, transfer: place.transfer };
+        let transfer = match self.waits {
+            Waits::InTheHost(_) => place.transfer.min(TRANSFER_WHILE_WAITING),
+            Waits::OnTheDevice | Waits::Nowhere => place.transfer,
+        };
+        let content = Snapshot { model, optimizer, state, target, transfer };
         // The checkpoint's folder is begun before the next step, so that a disk that refuses it is noticed at once.
         let folder = PendingFolder::new(&content.target)?;
         match &self.waits {
@@ -124,7 +132,7 @@ impl Saver {
             Waits::Nowhere => place.commit(folder, keep, |name, out| content.write(name, out)).map(Some),
             Waits::InTheHost(blocks) => {
                 let files = content.in_memory(blocks)?;
-                let Content { state, target, .. } = content;
+                let Snapshot { state, target, .. } = content;
                 self.begin(move || {
                     place.commit(folder, keep, |name, out| match LARGE.iter().position(|large| *large == name) {
                         Some(at) => files[at].write_to(out).map_err(CliError::io(&target)),
@@ -209,7 +217,7 @@ impl Drop for Saver {
 }
 
 /// What a checkpoint is made from.
-struct Content<B: Nvfp4Kernels> {
+struct Snapshot<B: Nvfp4Kernels> {
     model: Qwen3<B>,
     optimizer: ChunkedAdamw<B>,
     state: TrainerState,
@@ -219,7 +227,7 @@ struct Content<B: Nvfp4Kernels> {
     transfer: usize,
 }
 
-impl<B: Nvfp4Kernels> Content<B> {
+impl<B: Nvfp4Kernels> Snapshot<B> {
     /// Writes one of the [`FILES`].
     fn write(&self, name: &str, out: &mut dyn Write) -> Result<(), CliError> {
         match name {
@@ -254,7 +262,7 @@ fn write_state(state: &TrainerState, out: &mut dyn Write, target: &Path) -> Resu
     out.write_all(text.as_bytes()).map_err(CliError::io(target))
 }
 
-impl Place {
+impl Destination {
     /// The folder of the checkpoint after `step` steps.
     fn target(&self, step: usize) -> PathBuf {
         self.run.join(format!("checkpoint-{step}"))

@@ -20,7 +20,7 @@ use std::{
 const BLOCK: usize = 32 << 20;
 
 /// Bytes that one thread copies at a time.
-const PART: usize = 1 << 20;
+const PART: usize = 256 << 10;
 
 /// Blocks of memory that no file uses.
 #[derive(Debug, Clone, Default)]

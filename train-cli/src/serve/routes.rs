@@ -216,10 +216,10 @@ fn fits(app: &App, request: &Request) -> Result<(), Refusal> {
     Ok(())
 }
 
-type Pieces = mpsc::UnboundedReceiver<(usize, Piece)>;
+type AnswerPieces = mpsc::UnboundedReceiver<(usize, Piece)>;
 
 /// Puts the questions of a request into the queue. Returns where the pieces of the answers arrive.
-fn ask(app: &App, request: &Request) -> Result<Pieces, Refusal> {
+fn ask(app: &App, request: &Request) -> Result<AnswerPieces, Refusal> {
     let (sender, receiver) = mpsc::unbounded_channel();
     let wanted = request.prompts.len() * request.choices;
     let full = |_| Refusal::new(StatusCode::TOO_MANY_REQUESTS, "the queue is full; try again later");
@@ -242,7 +242,7 @@ struct Waiting {
     app: Arc<App>,
     request: Request,
     reply: Reply,
-    pieces: Pieces,
+    pieces: AnswerPieces,
     deadline: Instant,
     /// The answers that are complete; `None` for the others.
     answers: Vec<Option<Answer>>,

@@ -132,7 +132,9 @@ impl Choice for Precision {
             named(
                 Self::Tf32,
                 Self::Tf32.name(),
-                "as f32, but products of two unquantized matrices use TF32 tensor cores, which are faster and less exact; CUDA only",
+                "as f32, but products of two unquantized matrices use TF32 tensor cores, which are faster and less exact; \
+                 CUDA only. With the default recipe w4, attention, the weight gradients and the head (unless it is \
+                 quantized) are computed in TF32; products with quantized weights are computed as in f32",
             ),
             also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
@@ -204,8 +206,8 @@ impl Choice for StateKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nvfp4Part {
-    /// One scale for each square of 16x16 weights, so that a matrix and its transpose are rounded alike; without this
-    /// technique, one scale for each 16 weights of a row
+    /// One scale for each square of 16x16 weights (the name means these squares, not transformer layers), so that a matrix and
+    /// its transpose are rounded alike; without this technique, one scale for each 16 weights of a row
     SquareBlocks,
     /// Before the product that gives the weight gradient, both matrices are multiplied by a random Hadamard matrix in groups of
     /// 16 values. It spreads a very large value over its group. Otherwise such a value would make the scale of the group too

@@ -418,7 +418,11 @@ pub struct LoggingSettings {
     /// if evaluations take long.
     #[arg(long, value_name = "N", alias = "steps-per-eval", help = parts_of_the_run(
         "Number of steps between evaluations; 0 evaluates only after the last step",
-        &format!(", or more if evaluations would otherwise take over {:.0} % of the time", 100.0 * EVALUATION_SHARE),
+        &format!(
+            ", or more if evaluations would otherwise take over {:.0} % of the time (with --load-best-model-at-end or \
+             --early-stopping-patience, their time does not matter)",
+            100.0 * EVALUATION_SHARE
+        ),
     ))]
     pub eval_steps: Option<usize>,
     /// End the run after this many evaluations in a row without a new lowest loss

@@ -157,7 +157,7 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
     /// has read, so that it is the same conversation. Or else one that was never used, or was used longest ago.
     fn session(&mut self, prompt: &[u32]) -> Result<Session<'a, B>, CliError> {
         let shared = |i: &usize| self.waiting[*i].cached(prompt);
-        let same = |i: &usize| shared(i) > 0 && 2 * shared(i) >= prompt.len().min(self.waiting[*i].len());
+        let same = |i: &usize| shared(i) > 0 && 2 * shared(i) >= prompt.len().min(self.waiting[*i].tokens());
         match (0..self.waiting.len()).max_by_key(shared).filter(same) {
             Some(best) => Ok(self.waiting.remove(best)),
             None if self.waiting.len() + self.running.len() < self.most => Ok(Session::new(self.model, self.capacity)?),

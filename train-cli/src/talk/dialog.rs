@@ -45,13 +45,8 @@ impl Dialog {
     }
 
     /// Number of messages, without that of the system.
-    pub fn len(&self) -> usize {
+    pub fn message_count(&self) -> usize {
         self.turns.len()
-    }
-
-    /// Whether nothing was said.
-    pub fn is_empty(&self) -> bool {
-        self.turns.is_empty()
     }
 
     /// The tokens of the conversation, up to where the next answer begins.
@@ -126,10 +121,10 @@ mod tests {
         loaded.ask("forgotten");
         loaded.load(&file).unwrap();
         assert_eq!((&loaded.system, &loaded.turns), (&dialog.system, &dialog.turns));
-        assert!(loaded.undo() && loaded.is_empty() && !loaded.undo());
+        assert!(loaded.undo() && loaded.message_count() == 0 && !loaded.undo());
         std::fs::write(&file, "{\"role\": \"user\", \"content\": \"a\"}\n{\"role\": \"bot\"}\n").unwrap();
         let error = dialog.load(&file).unwrap_err().to_string();
         assert!(error.contains("talk.jsonl:2: a message needs"), "{error}");
-        assert_eq!(dialog.len(), 2);
+        assert_eq!(dialog.message_count(), 2);
     }
 }

@@ -171,7 +171,7 @@ pub fn train<AB: TrainingBackend>(
         net.update(|model| model.with_recipe(recipe));
         run.evaluate(&net.valid(), valid, step, tell)?;
     }
-    let (mut clock, mut pace, total) = (Clock::new(), Pace::default(), run.train.steps);
+    let (mut clock, mut pace, total) = (StepClock::new(), Pace::default(), run.train.steps);
     while !run.between.ends_early()
         && let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)?
     {
@@ -350,9 +350,9 @@ fn stopped(step: usize, saved: Option<PathBuf>) -> String {
 }
 
 /// A stopwatch.
-struct Clock(Instant);
+struct StepClock(Instant);
 
-impl Clock {
+impl StepClock {
     fn new() -> Self {
         Self(Instant::now())
     }

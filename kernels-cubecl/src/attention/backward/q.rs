@@ -115,7 +115,7 @@ fn backward_q_kernel<F: Float>(
 
 /// The two rows whose sums a lane holds: `first` and `first + 8`.
 #[derive(CubeType)]
-struct LaneRows {
+struct GradientRows {
     first: u32,
     start: Array<u32>,
     lse: Array<f32>,
@@ -123,7 +123,7 @@ struct LaneRows {
 }
 
 #[cube]
-fn own_rows<Element: CubePrimitive>(queries: &QueryBuffers<Element>, first: u32, head: u32, len: u32) -> LaneRows {
+fn own_rows<Element: CubePrimitive>(queries: &QueryBuffers<Element>, first: u32, head: u32, len: u32) -> GradientRows {
     let mut start = Array::<u32>::new(2usize);
     let mut lse = Array::<f32>::new(2usize);
     let mut delta = Array::<f32>::new(2usize);
@@ -134,7 +134,7 @@ fn own_rows<Element: CubePrimitive>(queries: &QueryBuffers<Element>, first: u32,
         lse[half] = queries.lse[(head * len + row) as usize];
         delta[half] = queries.delta[(head * len + row) as usize];
     }
-    LaneRows { first, start, lse, delta }
+    GradientRows { first, start, lse, delta }
 }
 
 /// `ds = p * (ds - delta)`, where `p` are the probabilities of the scores; 0 where a key is hidden. The block of keys
@@ -143,7 +143,7 @@ fn own_rows<Element: CubePrimitive>(queries: &QueryBuffers<Element>, first: u32,
 fn score_gradients(
     ds: &mut Sequence<Array<Pair<f32>>>,
     scores: &Sequence<Array<Pair<f32>>>,
-    rows: &LaneRows,
+    rows: &GradientRows,
     key: u32,
     partly: bool,
     scale: f32,

@@ -22,13 +22,13 @@ pub(crate) enum Kernel {
 
 /// What is compiled into a kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Form {
+pub(super) struct HopperAttentionForm {
     pub(super) kernel: Kernel,
     pub(super) heads: Heads,
     pub(super) number: Number,
 }
 
-impl Form {
+impl HopperAttentionForm {
     /// Rows of a block: keys, or for [`Kernel::Keys`] queries.
     pub(super) fn block(&self) -> usize {
         if self.kernel == Kernel::Keys { 64 } else { 128 }

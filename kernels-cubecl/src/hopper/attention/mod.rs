@@ -22,7 +22,7 @@ use cubecl::{
     server::{KernelArguments, MetadataBindingInfo},
 };
 pub(crate) use form::Kernel;
-use form::{Form, ROWS};
+use form::{HopperAttentionForm, ROWS};
 
 mod form;
 mod text;
@@ -53,7 +53,7 @@ pub(crate) fn launch<R: Runtime>(
         kernel: NAME,
         reason: format!("numbers of type {dtype} have no instruction of Hopper"),
     })?;
-    let form = Form { kernel, heads: shape.compiled_heads(), number };
+    let form = HopperAttentionForm { kernel, heads: shape.compiled_heads(), number };
     let map_of = |(name, buffer): (&&str, ArrayArg<R>)| {
         let (rows, heads) = if ["k", "v", "dk", "dv"].contains(name) { (keys, kv_heads) } else { (queries, heads) };
         tensor_map(binding(buffer), dtype, [rows, heads * head_dim], [form.box_rows(name), PIECE])

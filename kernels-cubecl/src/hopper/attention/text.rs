@@ -1,6 +1,6 @@
 //! The CUDA C++ of one form: instructions, definitions, and the texts beside this file.
 
-use super::form::{Form, Kernel, ROWS};
+use super::form::{HopperAttentionForm, Kernel, ROWS};
 use crate::{
     cuda_text::Written,
     hopper::text::{define, from_registers, from_shared, instructions},
@@ -34,7 +34,7 @@ impl Kernel {
     }
 }
 
-impl Written for Form {
+impl Written for HopperAttentionForm {
     /// Three warpgroups.
     const UNITS: u32 = 384;
 
@@ -58,7 +58,7 @@ impl Written for Form {
     }
 }
 
-fn definitions(form: &Form) -> String {
+fn definitions(form: &HopperAttentionForm) -> String {
     let mut out = String::from("struct Info {\n    long long queries, past;\n};\n");
     let numbers = [
         ("DIM", form.heads.dim as usize),

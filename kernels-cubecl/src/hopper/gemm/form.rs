@@ -40,7 +40,7 @@ impl Mapped {
 
 /// A form of the kernel. Its text depends on nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) struct Form {
+pub(super) struct HopperGemmForm {
     pub(super) cols: usize,
     pub(super) a_across: bool,
     pub(super) b_across: bool,
@@ -56,7 +56,7 @@ pub(super) struct Form {
     pub(super) result: Number,
 }
 
-impl Form {
+impl HopperGemmForm {
     /// The form of these products in tiles of `cols` columns.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ use cubecl::{
     prelude::*,
     server::{Binding, KernelArguments, MetadataBindingInfo},
 };
-use form::{Form, Mapped, STAGE_DEPTH, TILE_ROWS};
+use form::{HopperGemmForm, Mapped, STAGE_DEPTH, TILE_ROWS};
 pub use tiles::hopper_columns;
 use tiles::{columns, tiles};
 
@@ -32,7 +32,7 @@ mod tiles;
 
 /// Whether there is a kernel for these products on this device.
 pub(crate) fn takes<R: Runtime>(client: &ComputeClient<R>, products: &Gemm<R>) -> bool {
-    is_hopper(client) && Form::of(products, TILE_ROWS).is_ok()
+    is_hopper(client) && HopperGemmForm::of(products, TILE_ROWS).is_ok()
 }
 
 /// Launches the products with the width of tiles that lets the device finish soonest.
@@ -58,7 +58,7 @@ pub fn hopper_gemm_in<R: Runtime>(
 }
 
 fn launch_in<R: Runtime>(client: &ComputeClient<R>, products: Gemm<R>, cols: usize) -> Result<(), KernelError> {
-    let form = Form::of(&products, cols)?;
+    let form = HopperGemmForm::of(&products, cols)?;
     let cubes = index(NAME, "cubes", tiles(products.tiled(), cols).min(processors(client)))?;
     let info = lengths(&products.shapes)?;
     let Gemm { a, b, scales, out, types, shapes, .. } = products;

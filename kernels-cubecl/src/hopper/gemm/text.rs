@@ -1,6 +1,6 @@
 //! The CUDA C++ of one form: instructions, definitions, and the text beside this file.
 
-use super::form::{Form, Mapped};
+use super::form::{HopperGemmForm, Mapped};
 use crate::{
     cuda_text::Written,
     hopper::{
@@ -9,7 +9,7 @@ use crate::{
     },
 };
 
-impl Written for Form {
+impl Written for HopperGemmForm {
     /// Three warpgroups.
     const UNITS: u32 = 384;
 
@@ -27,7 +27,7 @@ impl Written for Form {
     }
 }
 
-fn definitions(form: &Form) -> String {
+fn definitions(form: &HopperGemmForm) -> String {
     let mut out = String::new();
     let parts = form.parts;
     let numbers = [
@@ -59,7 +59,7 @@ fn definitions(form: &Form) -> String {
 
 /// The parameters, in the order in which the CUDA runtime of CubeCL passes them: tensor maps, the buffers behind them,
 /// other buffers, numbers.
-fn parameters(form: &Form) -> String {
+fn parameters(form: &HopperGemmForm) -> String {
     let maps: Vec<String> = form.maps().into_iter().map(|(of, n)| format!("{}{n}", of.name())).collect();
     let mut all: Vec<String> = maps.iter().map(|map| format!("const __grid_constant__ CUtensorMap {map}")).collect();
     // With one product, the values that a result begins with are read by their address.

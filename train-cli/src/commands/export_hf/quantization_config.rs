@@ -68,7 +68,7 @@ pub(super) fn of_modelopt(tensors: &dyn Tensors) -> Value {
 /// The modules with weights that stay in bf16, as ModelOpt lists them: the embedding is one of them.
 fn excluded(tensors: &dyn Tensors) -> Vec<String> {
     let mut modules = not_quantized(tensors);
-    modules.insert(1, names::EMBEDDING.trim_end_matches(".weight").to_owned());
+    modules.insert(1, names::layer(names::EMBEDDING).to_owned());
     modules
 }
 
@@ -78,7 +78,7 @@ fn producer() -> Value {
 
 /// The modules of linear layers that stay in bf16. A head that is the embedding is named too.
 fn not_quantized(tensors: &dyn Tensors) -> Vec<String> {
-    let module = |name: &str| name.trim_end_matches(".weight").to_owned();
+    let module = |name: &str| names::layer(name).to_owned();
     let dense = |name: &String| matches!(tensors.stored(name), Some(Stored::Dense { .. }));
     let layers = tensors.names().into_iter().filter(|name| names::is_projection(name) && dense(name));
     std::iter::once(module(names::HEAD)).chain(layers.map(|name| module(&name))).collect()

@@ -117,7 +117,8 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
     if let Some(run) = resumed.as_ref().map(|resumed| &resumed.run).or(restarted.as_ref()) {
         settings.saving.output_dir = Some(run.clone());
         if launch.config.is_none() {
-            received::check_memory_report(&settings, &args.typed, run)?;
+            let named = settings.logging.vram_report.as_deref();
+            received::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()), run)?;
         }
     }
     if let Some(run) = &restarted {
@@ -165,7 +166,7 @@ impl Job for Fit {
             (None, true, true) => (plan, None),
             (None, true, false) => {
                 let (lock, folder) = folder::Lock::of_new(&plan.output_dir)?;
-                (plan.in_folder(folder), Some(lock))
+                (Plan::in_folder(plan.settings, folder)?, Some(lock))
             }
             (None, false, _) => {
                 let lock = folder::Lock::of(&plan.output_dir)?;
