@@ -83,7 +83,7 @@ pub trait Tensors {
     /// If the tensor is missing or NVFP4, the system fails, or a value is not finite.
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError>;
 
-    /// Hands over the rows `rows` of a dense tensor as a file holds them.
+    /// Hands over the rows `rows` of a dense tensor as a file holds them, in order, in one piece or in several.
     ///
     /// # Errors
     /// As [`Self::read_rows`], or if `put` fails.

@@ -205,11 +205,12 @@ fn failure(reason: &str) -> CliError {
 }
 
 /// Whether a library has panicked because the system gave it no thread: the words of Rust's standard library, of an error that
-/// was unwrapped, and of tokio.
+/// was unwrapped, of tokio and of rayon.
 fn of_threads(reason: &str) -> bool {
     let unwrapped = reason.strip_prefix("called `Result::unwrap()` on an `Err` value: ").unwrap_or(reason);
     reason.starts_with("failed to spawn thread")
         || reason.starts_with("OS can't spawn worker thread")
+        || reason.contains("ThreadPoolBuildError")
         || unwrapped.starts_with("Os {") && unwrapped.contains("WouldBlock")
 }
 

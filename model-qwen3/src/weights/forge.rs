@@ -63,12 +63,12 @@ impl<B: Nvfp4Kernels> Forge<'_, B> {
             let part = [range.len(), width];
             let rows = match as_stored {
                 Some(stored) => {
-                    let mut data = None;
+                    let mut data = Vec::with_capacity(part[0] * part[1] * stored.size());
                     tensors.put_rows(name, range.clone(), &mut |bytes| {
-                        data = Some(TensorData::from_bytes_vec(bytes.to_vec(), part, stored));
+                        data.extend_from_slice(bytes);
                         Ok(())
                     })?;
-                    let data = data.ok_or_else(|| ModelError::missing(tensors.path(), name))?;
+                    let data = TensorData::from_bytes_vec(data, part, stored);
                     Tensor::<B, 2>::from_data(data, (self.device, stored)).cast(dtype)
                 }
                 None => self.converted(tensors.read_rows(name, range.clone())?, part, form),

@@ -131,7 +131,8 @@ impl<B: Nvfp4Kernels> Tensors for Live<'_, B> {
     }
 
     fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
-        let mut values = vec![];
+        let width = self.field(name).map_or(0, |field| row_width(&field.shape()));
+        let mut values = Vec::with_capacity(rows.len() * width);
         self.with_rows(name, rows, |float, bytes| {
             values.extend(float.decode(bytes));
             Ok(())

@@ -92,13 +92,13 @@ pub struct ParityArgs {
     /// another recipe
     #[arg(long, value_name = "PATH", conflicts_with = "expected")]
     pub against: Option<PathBuf>,
-    /// Round the model of --model as this recipe does in a forward pass; bf16 rounds nothing and dequantizes NVFP4 weights
-    /// [default: as `generate` runs the model of --model]
+    /// Recipe for the first model, --model: its weights and activations are rounded as in a forward pass of this recipe. bf16
+    /// rounds nothing, and dequantizes NVFP4 weights [default: as `generate` runs it]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub recipe: Option<Recipe>,
-    /// Round the model of --against as this recipe does in a forward pass. Without --against, the model of --model is compared
-    /// with itself, and this flag is for the second of the two [default: as `generate` runs the model of --against, or of --model]
+    /// Recipe for the second model: the one that --against names. Without --against, the second model is --model again
+    /// [default: as `generate` runs it]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub against_recipe: Option<Recipe>,

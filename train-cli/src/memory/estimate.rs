@@ -110,9 +110,11 @@ impl Estimate {
             block += attention;
         }
         // What the graph alone holds: two residuals and two norms; q, k and attention's output before and after; gate, up and
-        // their product. Of these, the inputs of the linear layers may be packed.
+        // their product. Of these, the inputs of the linear layers may be packed; a recipe that packs gradients packs them once more,
+        // across, and needs them as they are.
         let inputs_of_layers = 2.0 * d + q + f;
-        let packed = if plan.recipe.packs_activations() { (value - PACKED_BYTES) * inputs_of_layers } else { 0.0 };
+        let keeps_codes = plan.recipe.packs_activations() && plan.recipe.packs_gradients().is_none();
+        let packed = if keeps_codes { (value - PACKED_BYTES) * inputs_of_layers } else { 0.0 };
         let kept = tokens * (value * (4.0 * d + 3.0 * q + 3.0 * kv + 3.0 * f) - packed);
         // And the weights as the products took them, where these are not the master weights.
         let dense_blocks = !plan.recipe.packs_weights()

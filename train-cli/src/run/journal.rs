@@ -149,7 +149,7 @@ impl Journal {
     /// # Errors
     /// If it could not be written.
     pub fn wait_for_checkpoint(&self) -> Result<Option<PathBuf>, CliError> {
-        self.saver.lock().expect("no thread panics while it holds the lock").wait()
+        self.saver.lock().expect("no thread panics while it holds the lock").finish()
     }
 
     /// Lets a checkpoint that is still being written remain uncommitted, because the device failed meanwhile.

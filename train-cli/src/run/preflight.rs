@@ -13,7 +13,7 @@ use crate::{
     run::checkpoint,
     run::inputs::Inputs,
     run::saving::Room,
-    settings::{Clip, DeviceChoice, Recompute, SaveStrategy},
+    settings::{Clip, DeviceChoice, Recompute, SaveStrategy, fields::SavingSettings},
 };
 use backend_nvfp4::{MasterKind, Precision, Scaling};
 use serde_json::{Map, Value, json};
@@ -142,6 +142,20 @@ fn kept_blocks(plan: &Plan, estimate: &Estimate, space: Space, of_the_host: bool
     }
 }
 
+/// Where a checkpoint waits in a run of so many steps, if the device has room for a copy (`fits`) or not.
+fn room(saving: &SavingSettings, steps: usize, device: DeviceChoice, fits: bool) -> Room {
+    if saving.save_strategy == SaveStrategy::No {
+        return Room::AtTheEnd;
+    }
+    match device {
+        _ if fits => Room::Device,
+        _ if saving.checkpoints(steps) <= 1 => Room::AtTheEnd,
+        DeviceChoice::Cuda(_) if !is_of_the_host(device) => Room::Host,
+        // A GPU behind Vulkan does not say whose memory it has.
+        _ => Room::Shared,
+    }
+}
+
 /// Whether the memory of a device is that of the host.
 fn is_of_the_host(device: DeviceChoice) -> bool {
     match device {
@@ -184,15 +198,9 @@ impl Forecast {
         let kept = kept_blocks(plan, &estimate, space, is_of_the_host(device));
         estimate.keep(kept);
         let undo = Undo::of(plan, &estimate, space, device);
-        let mut forecast = Self { estimate, device, space, undo, saving: Room::Host, gathers, kept };
-        if plan.settings.saving.save_strategy != SaveStrategy::No
-            && space.has(forecast.peak() + forecast.estimate.trained())
-        {
-            forecast.saving = Room::Device;
-        } else if plan.memory_limit.is_some() && is_of_the_host(device) {
-            forecast.saving = Room::Limited;
-        }
-        forecast
+        let fits = space.has(estimate.peak() + undo.bytes() + estimate.trained());
+        let saving = room(&plan.settings.saving, inputs.order(plan).steps, device, fits);
+        Self { estimate, device, space, undo, saving, gathers, kept }
     }
 
     /// Refuses a run for which there is not enough memory or disk.
@@ -267,7 +275,7 @@ impl Forecast {
                 let more = report::gib(self.estimate.trained());
                 format!("{peak}, and {more} more from the first checkpoint on; {free}")
             }
-            Room::Host | Room::Limited => format!("{peak}; {free}"),
+            Room::Host | Room::Shared | Room::AtTheEnd => format!("{peak}; {free}"),
         }
     }
 
@@ -337,7 +345,7 @@ impl Forecast {
 
 #[cfg(test)]
 mod tests {
-    use super::Space;
+    use super::{DeviceChoice, Room, SaveStrategy, SavingSettings, Space, room};
 
     #[test]
     fn room_is_the_least_of_what_is_known() {
@@ -353,6 +361,26 @@ mod tests {
             (Some(110), Some(1000), true),
         ] {
             assert_eq!(has(limit, free, 100), fits, "limit {limit:?}, free {free:?}");
+        }
+    }
+
+    #[test]
+    fn only_a_run_that_saves_while_it_trains_takes_memory_for_checkpoints() {
+        let cuda = DeviceChoice::Cuda(0);
+        for (save_steps, device, fits, expected) in [
+            (Some(10), cuda, true, Room::Device),
+            (Some(10), cuda, false, Room::Host),
+            (None, cuda, false, Room::Host),
+            (Some(0), cuda, false, Room::AtTheEnd),
+            (Some(100), cuda, false, Room::AtTheEnd),
+            (Some(10), DeviceChoice::Cpu, true, Room::Device),
+            (Some(10), DeviceChoice::Cpu, false, Room::Shared),
+            (Some(10), DeviceChoice::Vulkan, false, Room::Shared),
+        ] {
+            let saving = SavingSettings { save_steps, ..SavingSettings::default() };
+            assert_eq!(room(&saving, 100, device, fits), expected, "{save_steps:?} {device} {fits}");
+            let never = SavingSettings { save_strategy: SaveStrategy::No, ..saving };
+            assert_eq!(room(&never, 100, device, fits), Room::AtTheEnd, "it saves nothing");
         }
     }
 }

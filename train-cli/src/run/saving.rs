@@ -72,8 +72,10 @@ pub enum Room {
     Device,
     /// Memory of the host, if it has twice as much before the training.
     Host,
-    /// None: the run has a memory limit that counts the host's memory.
-    Limited,
+    /// None: the device computes in the host's memory, or may do so, and has not enough for a second checkpoint.
+    Shared,
+    /// None is needed: the run saves after its last step only, or never.
+    AtTheEnd,
 }
 
 /// Where checkpoints go.
@@ -169,6 +171,15 @@ impl Saver {
         written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(Some)
     }
 
+    /// Waits for the last checkpoint of the run, as [`Self::wait`] does. The memory in which it waited goes back to the system.
+    ///
+    /// # Errors
+    /// If it could not be written.
+    pub fn finish(&mut self) -> Result<Option<PathBuf>, CliError> {
+        self.waits = Waits::Nowhere;
+        self.wait()
+    }
+
     /// The checkpoint that is being written is not committed: the device failed, and what is read from it may be wrong.
     pub fn abandon(&self) {
         self.place.abandoned.store(true, Ordering::Release);
@@ -191,17 +202,20 @@ impl Saver {
 impl Waits {
     /// Where checkpoints of so many bytes wait. A warning says if it is nowhere.
     fn of(bytes: u64, room: Room) -> Result<Self, CliError> {
-        let free = host::available();
+        let (free, shown) = (host::available(), report::gib(bytes));
         let reason = match (room, free) {
             (Room::Device, _) => return Ok(Self::OnTheDevice),
-            (Room::Limited, _) => "--memory-limit counts the memory in which it would wait".to_owned(),
+            (Room::AtTheEnd, _) => return Ok(Self::Nowhere),
+            (Room::Shared, _) => "no memory is known to have room for it".to_owned(),
             // As much again is left for whatever else happens meanwhile.
-            (Room::Host, Some(free)) if free / 2 >= bytes => return Ok(Self::InTheHost(Blocks::taking(bytes)?)),
+            (Room::Host, Some(free)) if free / 2 >= bytes => {
+                report::label("saving", format!("{shown} of the host's memory are kept, in which a checkpoint waits"));
+                return Ok(Self::InTheHost(Blocks::taking(bytes)?));
+            }
             (Room::Host, Some(free)) => format!("the host has {} of free memory", report::gib(free)),
             (Room::Host, None) => "the host does not say how much memory is free".to_owned(),
         };
-        let bytes = report::gib(bytes);
-        report::line(format!("warning: training waits while a checkpoint of {bytes} is written: {reason}"));
+        report::line(format!("warning: training waits while a checkpoint of {shown} is written: {reason}"));
         Ok(Self::Nowhere)
     }
 }
@@ -228,7 +242,7 @@ struct Snapshot<B: Nvfp4Kernels> {
 }
 
 impl<B: Nvfp4Kernels> Snapshot<B> {
-    /// Writes one of the [`FILES`].
+    /// Writes one of the [`LARGE`] files, or the state.
     fn write(&self, name: &str, out: &mut dyn Write) -> Result<(), CliError> {
         match name {
             MODEL => {
@@ -394,10 +408,10 @@ mod tests {
             (beside.is_some(), manifest(&run))
         };
         // No host has memory for a checkpoint of so many bytes.
-        let [direct, limited] = [saved("direct", u64::MAX, Room::Host), saved("limited", 1, Room::Limited)];
+        let [direct, shared] = [saved("direct", u64::MAX, Room::Host), saved("shared", 1, Room::Shared)];
         let [host, device] = [saved("host", 1, Room::Host), saved("device", u64::MAX, Room::Device)];
-        assert_eq!([direct.0, limited.0, host.0, device.0], [false, false, cfg!(target_os = "linux"), true]);
-        assert!([limited.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
+        assert_eq!([direct.0, shared.0, host.0, device.0], [false, false, cfg!(target_os = "linux"), true]);
+        assert!([shared.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
     }
 
     #[test]

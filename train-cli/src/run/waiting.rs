@@ -4,7 +4,7 @@
 //! each of its pages is cleared first. So a thread touches the blocks before the first checkpoint, and every checkpoint uses
 //! them again.
 
-use crate::CliError;
+use crate::{CliError, memory::host};
 use backend_nvfp4::host_memory;
 use rayon::{
     iter::{IndexedParallelIterator, ParallelIterator},
@@ -12,7 +12,7 @@ use rayon::{
 };
 use std::{
     io::Write,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{Arc, Mutex, MutexGuard, Weak},
     thread,
 };
 
@@ -22,20 +22,29 @@ const BLOCK: usize = 32 << 20;
 /// Bytes that one thread copies at a time.
 const PART: usize = 256 << 10;
 
-/// Blocks of memory that no file uses.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Blocks(Arc<Mutex<Vec<Vec<u8>>>>);
+/// The memory of all files. It goes back to the system with the last of them.
+#[derive(Debug, Clone)]
+pub(super) struct Blocks(Arc<Mutex<Stock>>);
+
+#[derive(Debug)]
+struct Stock {
+    /// Blocks that no file uses.
+    free: Vec<Vec<u8>>,
+    /// Blocks that are still to be taken.
+    missing: u64,
+}
 
 impl Blocks {
-    /// Lets a thread take `bytes` bytes, while the program goes on. What the host refuses is asked for again by the first file.
+    /// Lets a thread take `bytes` bytes, while the program goes on. It stops when the host has less than is still missing and
+    /// `bytes` beside it, since other programs may have begun meanwhile. A file asks for what it does not find.
     ///
     /// # Errors
     /// If there is no thread.
     pub(super) fn taking(bytes: u64) -> Result<Self, CliError> {
-        let blocks = Self::default();
-        let (count, taken) = (bytes.div_ceil(BLOCK as u64), blocks.clone());
-        let all = move || (0..count).map_while(|_| new_block()).for_each(|block| taken.free().push(block));
-        let thread = thread::Builder::new().name("memory for checkpoints".into()).spawn(all);
+        let blocks = Self(Arc::new(Mutex::new(Stock { free: vec![], missing: bytes.div_ceil(BLOCK as u64) })));
+        let taken = Arc::downgrade(&blocks.0);
+        let take = move || while take_one(&taken, bytes) {};
+        let thread = thread::Builder::new().name("memory for checkpoints".into()).spawn(take);
         thread.map_err(CliError::no_thread("memory for checkpoints"))?;
         Ok(blocks)
     }
@@ -45,9 +54,34 @@ impl Blocks {
         WaitingFile { blocks: self.clone(), used: vec![], len: 0 }
     }
 
-    fn free(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
-        self.0.lock().expect("no thread panics while it holds the lock")
+    /// A block for a file, or None if the host refuses.
+    fn block(&self) -> Option<Vec<u8>> {
+        let mut stock = stock(&self.0);
+        if let Some(block) = stock.free.pop() {
+            return Some(block);
+        }
+        stock.missing = stock.missing.saturating_sub(1);
+        drop(stock);
+        new_block()
     }
+}
+
+/// Takes one of the blocks that are missing, as long as there are files to come. Returns whether it did.
+fn take_one(blocks: &Weak<Mutex<Stock>>, beside: u64) -> bool {
+    let Some(blocks) = blocks.upgrade() else { return false };
+    let missing = stock(&blocks).missing;
+    if missing == 0 || host::available().is_some_and(|free| free < missing * BLOCK as u64 + beside) {
+        return false;
+    }
+    stock(&blocks).missing -= 1;
+    let block = new_block();
+    let taken = block.is_some();
+    stock(&blocks).free.extend(block);
+    taken
+}
+
+fn stock(blocks: &Mutex<Stock>) -> MutexGuard<'_, Stock> {
+    blocks.lock().expect("no thread panics while it holds the lock")
 }
 
 /// A block that the system has given, or None if it refuses.
@@ -83,10 +117,12 @@ impl WaitingFile {
 
 impl Write for WaitingFile {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if bytes.is_empty() {
+            return Ok(0);
+        }
         let at = self.len % BLOCK;
         if at == 0 {
-            let free = self.blocks.free().pop();
-            self.used.push(free.or_else(new_block).ok_or(std::io::ErrorKind::OutOfMemory)?);
+            self.used.push(self.blocks.block().ok_or(std::io::ErrorKind::OutOfMemory)?);
         }
         let block = self.used.last_mut().expect("a block was begun");
         let count = bytes.len().min(BLOCK - at);
@@ -104,7 +140,7 @@ impl Write for WaitingFile {
 impl Drop for WaitingFile {
     /// The next file gets the blocks.
     fn drop(&mut self) {
-        self.blocks.free().append(&mut self.used);
+        stock(&self.blocks.0).free.append(&mut self.used);
     }
 }
 
@@ -112,9 +148,13 @@ impl Drop for WaitingFile {
 mod tests {
     use super::*;
 
+    fn blocks(missing: u64) -> Blocks {
+        Blocks(Arc::new(Mutex::new(Stock { free: vec![], missing })))
+    }
+
     #[test]
     fn a_file_holds_what_was_written_and_gives_its_blocks_to_the_next() {
-        let blocks = Blocks::default();
+        let blocks = blocks(0);
         let bytes: Vec<u8> = (0..2 * BLOCK + PART / 2 + 5).map(|i| (i % 251) as u8).collect();
         // In pieces that end within a part, at a part, and beyond a block.
         for sizes in [[7, PART, 3], [PART - 1, 2, BLOCK], [BLOCK, BLOCK, 1]] {
@@ -126,12 +166,12 @@ mod tests {
                 rest = more;
             }
             file.write_all(rest).unwrap();
-            assert!(blocks.free().is_empty(), "a block of a file is free");
+            assert!(stock(&blocks.0).free.is_empty(), "a block of a file is free");
             let mut written = vec![];
             file.write_to(&mut written).unwrap();
             assert!(written == bytes, "the bytes are not those that were written");
             drop(file);
-            assert_eq!(blocks.free().len(), 3, "a later file takes the blocks of the one before");
+            assert_eq!(stock(&blocks.0).free.len(), 3, "a later file takes the blocks of the one before");
         }
         // Nothing of an older file follows a shorter one.
         let mut file = blocks.file();
@@ -139,5 +179,29 @@ mod tests {
         let mut written = vec![];
         file.write_to(&mut written).unwrap();
         assert_eq!(written, b"short");
+    }
+
+    #[test]
+    fn a_file_that_comes_too_early_takes_no_memory_twice() {
+        let blocks = blocks(3);
+        let taken = Arc::downgrade(&blocks.0);
+        let mut file = blocks.file();
+        assert!(take_one(&taken, 0));
+        // It finds one block, and takes another itself.
+        file.write_all(&vec![1; BLOCK + 1]).unwrap();
+        assert!(take_one(&taken, 0) && !take_one(&taken, 0), "another block is missing, and no more");
+        drop(file);
+        assert_eq!(stock(&blocks.0).free.len(), 3);
+    }
+
+    #[test]
+    fn no_memory_is_taken_that_others_need_or_nobody_wants() {
+        let blocks = blocks(3);
+        let taken = Arc::downgrade(&blocks.0);
+        if cfg!(target_os = "linux") {
+            assert!(!take_one(&taken, u64::MAX / 2), "the host has no such memory");
+        }
+        drop(blocks);
+        assert!(!take_one(&taken, 0), "there will be no more files");
     }
 }

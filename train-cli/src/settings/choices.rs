@@ -133,8 +133,9 @@ impl Choice for Precision {
                 Self::Tf32,
                 Self::Tf32.name(),
                 "as f32, but products of two unquantized matrices use TF32 tensor cores, which are faster and less exact; \
-                 CUDA only. With the default recipe w4, attention, the weight gradients and the head (unless it is \
-                 quantized) are computed in TF32; products with quantized weights are computed as in f32",
+                 CUDA only. If the weights are in 4 bits, these are the products of attention, of the head (unless it is \
+                 quantized) and, in training with recipe w4, of the weight gradients; products with a quantized matrix are \
+                 computed as in f32",
             ),
             also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),

@@ -190,7 +190,7 @@ pub struct RecipeSettings {
     pub scales: Auto<Scaling>,
     /// Give the q, k and v weights of a block one common f32 scale, and its gate and up weights another. Other engines join q, k
     /// and v into one matrix, and gate and up into a second, and each joined matrix has one f32 scale. Without this flag,
-    /// export-hf to an NVFP4 format has to round 8-bit scales again, and to change some codes
+    /// export-hf to an NVFP4 format may have to round 8-bit scales again, which can change a few codes
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub share_scales: bool,
     /// Number format in which the model computes
