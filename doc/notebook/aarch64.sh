@@ -33,5 +33,6 @@ TRAIN_CLI="$runs/train-cli" cargo test --locked --workspace --target "$triple" -
   parity codec quantizer formats foreign optimizer
 wait "$demo" || { code=$?; cat "$runs/demo.txt"; exit "$code"; }
 tail -n 5 "$runs/demo.txt"
-sha256sum "$runs"/runs/*_demo/final/model.dat
+recorded="$PWD/tests/golden/demo.sha256"
+(cd "$runs"/runs/*_demo/final && sha256sum --check "$recorded")
 rm -rf "$runs"

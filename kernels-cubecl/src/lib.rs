@@ -7,7 +7,7 @@
 //! | file | what it computes |
 //! |---|---|
 //! | [`layout`] | positions of codes and scales: nibble order and block length |
-//! | [`codec`] | E2M1 and E4M3 to and from f32, by integer operations |
+//! | `codec` | E2M1 and E4M3 to and from f32, by integer operations |
 //! | [`rng`], [`mod@normal`] | the random bits of stochastic rounding (Philox4x32-10), and normal random numbers |
 //! | [`quantize`] | a dense matrix to codes, block scales and tensor scale |
 //! | [`dequantize`] | a packed matrix to a dense one: `value = code * block scale * tensor scale` |

@@ -147,8 +147,8 @@ fn near(what: &str, got: &[f64], exact: &[f64]) -> Result<(), String> {
 }
 
 enum Matrix {
-    Packed(PackedData),
-    Dense(Data),
+    Packed(Box<PackedData>),
+    Dense(Box<Data>),
 }
 
 impl Matrix {
@@ -156,10 +156,10 @@ impl Matrix {
     fn new(gpu: &Gpu, random: &mut Random, rows: usize, cols: usize, packed: bool) -> Self {
         let size = (cols as f64).sqrt().recip();
         if packed {
-            return Self::Packed(gpu.packed_by(random, rows, cols, size / 4.0));
+            return Self::Packed(Box::new(gpu.packed_by(random, rows, cols, size / 4.0)));
         }
         let values: Vec<f64> = (0..rows * cols).map(|_| f64::from(random.normal()) * size).collect();
-        Self::Dense(gpu.put(&values, BF16))
+        Self::Dense(Box::new(gpu.put(&values, BF16)))
     }
 
     /// The product with activations, rounded.

@@ -49,8 +49,8 @@ pub enum HfFormat {
 pub enum ActivationsArg {
     /// Activations are not quantized
     Bf16,
-    /// The activations that linear layers read are NVFP4. Each layer has one f32 scale for them, which --calibration-data
-    /// gives
+    /// The activations that linear layers read are NVFP4. --calibration-data gives their f32 scales: layers that read the same
+    /// activations share one f32 scale
     Nvfp4,
 }
 

@@ -3,7 +3,7 @@
 //!
 //! * on the device: the thread holds weights and states as they were after the step. The optimizer leaves what is held as it
 //!   is, and writes into other buffers;
-//! * in the host's memory ([`super::waiting`]): training waits until the files are made there;
+//! * in the host's memory (`waiting.rs`): training waits until the files are made there;
 //! * nowhere: training waits until they are written.
 //!
 //! At most one checkpoint is being written: the next one waits for it. [`crate::durable`] commits a folder only when it

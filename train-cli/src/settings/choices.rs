@@ -310,8 +310,8 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// No block, if the activations of all blocks fit into the memory that is free, and into --memory-limit; otherwise as many
-    /// blocks as needed
+    /// No block, if the activations of all blocks fit, with a reserve, into the memory that is free and into --memory-limit;
+    /// otherwise as many blocks as needed
     Auto,
     /// Every block: this needs the least memory
     Always,

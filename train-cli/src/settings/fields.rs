@@ -474,7 +474,7 @@ pub struct AdvancedSettings {
     /// Random seed for shuffling, initial weights and stochastic rounding
     #[arg(long, value_name = "N", alias = "random-seed")]
     pub seed: u64,
-    /// Leave out a step whose loss or gradient is not finite; false ends the run at the first one
+    /// Leave out a step whose loss or gradient is not finite; with false, the first such step ends the run
     #[arg(long, num_args = 0..=1, default_missing_value = "true", action = Set, value_name = "BOOL")]
     pub guard: bool,
     /// During each step, keep a copy of weights and optimizer state if memory allows. Blocks are updated one by one. If a
