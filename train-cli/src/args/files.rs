@@ -17,7 +17,8 @@ pub struct ExportArgs {
     /// .dat file to write
     #[arg(long, value_name = "FILE")]
     pub output_dat: PathBuf,
-    /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales (see --scales)
+    /// Use the order, names and number formats of the tensors of this .dat file, and its kind of scales. It
+    /// cannot be combined with --scales and --head
     #[arg(long, value_name = "FILE")]
     pub like: Option<PathBuf>,
     /// Which scales NVFP4 weights have [default: those of the model, if its weights

@@ -97,7 +97,7 @@ pub struct ParityArgs {
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
     pub recipe: Option<Recipe>,
-    /// Recipe for the second model: the one that --against names. Without --against, the second model is --model again
+    /// Recipe for the second model. The second model is the one that --against names; without --against, it is --model again
     /// [default: as `generate` runs it]
     #[arg(long, value_name = "RECIPE", value_parser = parser::<Recipe>(), conflicts_with = "expected")]
     #[arg(hide_possible_values = true)]
@@ -147,7 +147,8 @@ fn tolerance_help() -> String {
     format!(
         "The embedding, each block, the final norm and the logits pass if their relative difference is at most this \
          [default: {} in f32, {:.2} in bf16, {:.3} in f16 and TF32, and more for a model \
-         of more than three blocks; {} if only one of the two models has 4-bit weights, or only one has 4-bit activations]",
+         of more than three blocks; {} if only one of the two models has weights rounded to 4 bits (dequantized NVFP4 weights count as rounded), or \
+         only one has 4-bit activations]",
         of(Precision::F32),
         of(Precision::Bf16),
         of(Precision::F16),

@@ -133,9 +133,8 @@ impl Choice for Precision {
                 Self::Tf32,
                 Self::Tf32.name(),
                 "as f32, but products of two unquantized matrices use TF32 tensor cores, which are faster and less exact; \
-                 CUDA only. If the weights are in 4 bits, these are the products of attention, of the head (unless it is \
-                 quantized) and, in training with recipe w4, of the weight gradients; products with a quantized matrix are \
-                 computed as in f32",
+                 CUDA only. Products with a quantized matrix are computed as in f32. So with 4-bit weights, TF32 remains for \
+                 attention, for the head (unless it is quantized) and, in training with w4, for the weight gradients",
             ),
             also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
@@ -259,7 +258,7 @@ impl Choice for Format {
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossOn {
-    /// Every assistant turn, with its end token
+    /// Every assistant turn with its end token, except messages that have "weight": 0
     #[default]
     #[value(alias = "completion")]
     Assistant,
@@ -310,8 +309,8 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// No block, if the activations of all blocks fit, with a reserve, into the memory that is free and into --memory-limit;
-    /// otherwise as many blocks as needed
+    /// As few blocks as possible: none if the activations of all blocks, with a reserve, fit into --memory-limit and the free
+    /// memory (half of the free memory where the device uses the memory of the host)
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -337,7 +336,7 @@ impl Choice for Clip {
             named(
                 Self::Exact,
                 "exact",
-                "The norm of this step. Without gradient accumulation, the gradients of the whole model are held until it is \
+                "The norm of this step. Without gradient accumulation, the gradients of the whole model are held until the norm is \
                  known; where they do not fit, a first backward pass computes the norm, and a second one updates the weights",
             ),
             named(Self::Previous, "previous", "The norm of the step before; the first step is not clipped"),

@@ -82,8 +82,8 @@ pub struct ModelSettings {
 #[serde(default)]
 #[command(next_help_heading = "Data")]
 pub struct DataSettings {
-    /// Training file (.jsonl, .json, .parquet, .arrow, .feather, .tsv, .txt or .md), a folder of such files, or a pattern such
-    /// as 'rows/*.jsonl'; may be given several times
+    /// Training file (.jsonl, .json, .parquet, .arrow, .feather, .tsv, .txt or .md), a folder of such files (without
+    /// its .md files), or a pattern such as 'rows/*.jsonl'; may be given several times
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON)]
     pub data: Vec<PathBuf>,
@@ -419,7 +419,7 @@ pub struct LoggingSettings {
     #[arg(long, value_name = "N", alias = "steps-per-eval", help = parts_of_the_run(
         "Number of steps between evaluations; 0 evaluates only after the last step",
         &format!(
-            ", or more if evaluations would otherwise take over {:.0} % of the time (with --load-best-model-at-end or \
+            "; a larger interval if evaluations would otherwise take over {:.0} % of the time (with --load-best-model-at-end or \
              --early-stopping-patience, their time does not matter)",
             100.0 * EVALUATION_SHARE
         ),
