@@ -147,17 +147,17 @@ pub(crate) fn input_scale_in_gguf(name: &str) -> String {
 
 /// What an entry of a GGUF file is of the tensor that it belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum OfGguf {
+pub(crate) enum GgufPart {
     Values,
     Scale,
     InputScale,
 }
 
 /// Takes the name of an entry of a GGUF file apart: what all entries of its tensor have in common, and what it is of the tensor.
-pub(crate) fn split_of_gguf(name: &str) -> (&str, OfGguf) {
-    let ends = [(GGUF_SCALE, OfGguf::Scale), (GGUF_INPUT_SCALE, OfGguf::InputScale), (WEIGHT, OfGguf::Values)];
+pub(crate) fn split_gguf(name: &str) -> (&str, GgufPart) {
+    let ends = [(GGUF_SCALE, GgufPart::Scale), (GGUF_INPUT_SCALE, GgufPart::InputScale), (WEIGHT, GgufPart::Values)];
     let split = ends.into_iter().find_map(|(end, part)| Some((name.strip_suffix(end)?, part)));
-    split.unwrap_or((name, OfGguf::Values))
+    split.unwrap_or((name, GgufPart::Values))
 }
 
 /// What one entry of an NVFP4 tensor holds.

@@ -11,7 +11,7 @@ use crate::{
     ModelError,
     bytes::{FloatType, Number},
     file::{self, read_at},
-    names::{self, OfGguf},
+    names::{self, GgufPart},
     tensors::{Stored, Tensors, row_count, row_width},
 };
 use backend_nvfp4::{GivenScale, Packed, Scaling};
@@ -158,12 +158,12 @@ fn placed(head: &Preamble<'_, impl Read>, declared: Vec<Declared>, values: u64) 
         let (Some(at), true) = (at, fits) else {
             return Err(head.bad(format!("{name:?} of shape {shape:?} does not fit into the file")));
         };
-        let (base, part) = names::split_of_gguf(&name);
-        if part != OfGguf::Values {
+        let (base, part) = names::split_gguf(&name);
+        if part != GgufPart::Values {
             if kind != Kind::Float(FloatType::F32) || count != Some(1) {
                 return Err(head.bad(format!("{name:?} has shape {shape:?}; a tensor scale is one f32")));
             }
-            if part == OfGguf::Scale { &mut scales } else { &mut inputs }.insert(base.to_owned(), at);
+            if part == GgufPart::Scale { &mut scales } else { &mut inputs }.insert(base.to_owned(), at);
             continue;
         }
         let ours = names::of_gguf(&name)

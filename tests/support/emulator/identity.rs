@@ -1,4 +1,4 @@
-//! By what the emulator knows a kernel that it has compiled before: its text differs from run to run.
+//! The emulator recognizes a kernel that it has compiled before, although CubeCL writes its text differently in each run.
 
 use std::collections::HashMap;
 

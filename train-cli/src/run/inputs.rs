@@ -179,6 +179,7 @@ fn fits(plan: &Plan, config: &Qwen3Config) -> Result<(), CliError> {
 /// Number of steps of random tokens where the settings name none.
 const SYNTHETIC_STEPS: usize = 8;
 
+/// The training rows, the evaluation rows, and what was found in their files.
 type Split = (Vec<Sample>, Vec<Sample>, DataReport);
 
 fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Split, CliError> {

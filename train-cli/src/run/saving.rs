@@ -206,10 +206,13 @@ impl Waits {
         let reason = match (room, free) {
             (Room::Device, _) => return Ok(Self::OnTheDevice),
             (Room::AtTheEnd, _) => return Ok(Self::Nowhere),
-            (Room::Shared, _) => "no memory is known to have room for it".to_owned(),
+            (Room::Shared, _) => "no memory is known in which it could wait".to_owned(),
             // As much again is left for whatever else happens meanwhile.
             (Room::Host, Some(free)) if free / 2 >= bytes => {
-                report::label("saving", format!("{shown} of the host's memory are kept, in which a checkpoint waits"));
+                report::label(
+                    "saving",
+                    format!("a checkpoint waits in {shown} of the host's memory until it is written"),
+                );
                 return Ok(Self::InTheHost(Blocks::taking(bytes)?));
             }
             (Room::Host, Some(free)) => format!("the host has {} of free memory", report::gib(free)),

@@ -22,7 +22,7 @@ const BLOCK: usize = 32 << 20;
 /// Bytes that one thread copies at a time.
 const PART: usize = 256 << 10;
 
-/// The memory of all files. It goes back to the system with the last of them.
+/// The memory of all files. The system gets it back when the last file and the last of these handles are dropped.
 #[derive(Debug, Clone)]
 pub(super) struct Blocks(Arc<Mutex<Stock>>);
 
@@ -36,7 +36,7 @@ struct Stock {
 
 impl Blocks {
     /// Lets a thread take `bytes` bytes, while the program goes on. It stops when the host has less than is still missing and
-    /// `bytes` beside it, since other programs may have begun meanwhile. A file asks for what it does not find.
+    /// `bytes` beside it, since other programs may have begun meanwhile. A file takes from the system what is missing then.
     ///
     /// # Errors
     /// If there is no thread.

@@ -139,10 +139,10 @@ impl Job for Compare<'_> {
         let blocks = self.left.stored.config.num_hidden_layers;
         let rounding = if a == b { tolerance::hidden(precision, blocks) } else { tolerance::NVFP4 };
         let limit = self.args.tolerance.unwrap_or(rounding);
-        let layers: Vec<ComparedBlock> = left
+        let layers: Vec<ComparedValues> = left
             .iter()
             .zip(&right)
-            .map(|((name, ours), (_, theirs))| ComparedBlock::of(name, ours, theirs, limit))
+            .map(|((name, ours), (_, theirs))| ComparedValues::of(name, ours, theirs, limit))
             .collect();
         let first = layers.iter().find(|layer| layer.fails()).map(|layer| layer.name.clone());
         let weight = match &first {
@@ -174,9 +174,9 @@ fn values<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32]) -> Result<Vec<(String,
     Ok(found)
 }
 
-/// How far two models are apart in one layer.
+/// How far two models are apart in the values that one of their parts gives.
 #[derive(Debug, Clone)]
-struct ComparedBlock {
+struct ComparedValues {
     name: String,
     /// Mean of the absolute differences.
     mean: f64,
@@ -189,7 +189,7 @@ struct ComparedBlock {
     of_bound: f64,
 }
 
-impl ComparedBlock {
+impl ComparedValues {
     fn of(name: &str, ours: &[f32], theirs: &[f32], limit: f64) -> Self {
         let (mut sum, mut max, mut squares, mut dot, mut a2, mut b2) = (0.0, 0.0f64, 0.0, 0.0, 0.0, 0.0);
         for (a, b) in ours.iter().zip(theirs) {
@@ -231,7 +231,7 @@ fn worst_weight(left: &StoredModel, right: &StoredModel, layer: &str) -> Result<
     let mut worst: Option<(String, f64)> = None;
     for name in left.with_tensors(|tensors| tensors.names()).into_iter().filter(|name| of(name)) {
         let (Some(a), Some(b)) = (read(left, &name)?, read(right, &name)?) else { continue };
-        let relative = ComparedBlock::of(&name, &a, &b, 1.0).relative;
+        let relative = ComparedValues::of(&name, &a, &b, 1.0).relative;
         if a.len() == b.len() && relative > worst.as_ref().map_or(0.0, |(_, most)| *most) {
             worst = Some((name, relative));
         }
@@ -241,7 +241,7 @@ fn worst_weight(left: &StoredModel, right: &StoredModel, layer: &str) -> Result<
 
 /// What a comparison found.
 struct Found {
-    layers: Vec<ComparedBlock>,
+    layers: Vec<ComparedValues>,
     /// The likeliest first tokens of both, with the logarithms of their probabilities.
     tops: [Vec<(u32, f32)>; 2],
     /// The first layer that differs by more than rounding.
@@ -253,7 +253,7 @@ struct Found {
 }
 
 impl Found {
-    fn worst(&self) -> Option<&ComparedBlock> {
+    fn worst(&self) -> Option<&ComparedValues> {
         self.layers.iter().max_by(|a, b| a.of_bound.total_cmp(&b.of_bound))
     }
 
@@ -272,7 +272,7 @@ impl Found {
 
     fn print(&self, json: bool, stored: &StoredModel) -> Result<(), CliError> {
         for layer in &self.layers {
-            let ComparedBlock { name, mean, max, relative, cosine, of_bound } = layer;
+            let ComparedValues { name, mean, max, relative, cosine, of_bound } = layer;
             report::result(match json {
                 true => json!({
                     "layer": name, "mean": mean, "max": max, "relative": relative, "cosine": cosine, "of_bound": of_bound,
@@ -312,16 +312,16 @@ impl Found {
 
 #[cfg(test)]
 mod tests {
-    use super::ComparedBlock;
+    use super::ComparedValues;
 
     #[test]
     fn differences_are_relative_and_nan_fails() {
-        let layer = ComparedBlock::of("x", &[3.0, 4.5], &[3.0, 4.0], 0.2);
+        let layer = ComparedValues::of("x", &[3.0, 4.5], &[3.0, 4.0], 0.2);
         assert_eq!((layer.mean, layer.max, layer.relative, layer.of_bound), (0.25, 0.5, 0.1, 0.5));
-        assert!(!layer.fails() && ComparedBlock::of("x", &[f32::NAN, 4.0], &[3.0, 4.0], 0.2).fails());
-        let turned = ComparedBlock::of("x", &[0.0, 1.0], &[1.0, 0.0], 0.2);
+        assert!(!layer.fails() && ComparedValues::of("x", &[f32::NAN, 4.0], &[3.0, 4.0], 0.2).fails());
+        let turned = ComparedValues::of("x", &[0.0, 1.0], &[1.0, 0.0], 0.2);
         assert!(turned.cosine == 0.0 && turned.fails());
-        let equal = ComparedBlock::of("x", &[3.0], &[3.0], 0.0);
+        let equal = ComparedValues::of("x", &[3.0], &[3.0], 0.0);
         assert!(!equal.fails() && (equal.cosine - 1.0).abs() < 1e-12);
     }
 }
