@@ -3,6 +3,7 @@
 
 use crate::{
     attention::{AttentionSpec, Rotary},
+    kept::Kept,
     ops::LinearLayer,
 };
 use burn::tensor::{backend::Backend, ops::FloatTensor};
@@ -14,8 +15,8 @@ pub struct DecodeBlock<B: Backend> {
     pub norms: [FloatTensor<B>; 4],
     /// q, k, v, o, gate, up and down.
     pub layers: [LinearLayer<B>; 7],
-    /// Keys and values of each sequence, `[capacity, G*E]` each. They are updated in place when nothing else holds them.
-    pub caches: Vec<[FloatTensor<B>; 2]>,
+    /// Keys and values of each sequence, all kept in one format.
+    pub caches: Vec<[Kept<B>; 2]>,
 }
 
 /// The new tokens, one of each sequence, and what all blocks share.

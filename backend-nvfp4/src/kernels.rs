@@ -153,6 +153,13 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         spec: AttentionSpec,
     ) -> [FloatTensor<Self>; 3];
 
+    /// Float numbers `[M, K]` as E4M3 bytes, four in a U32 word, `[M, K/4]`: see [`e4m3`](kernels_cubecl::e4m3). K is a multiple
+    /// of 4.
+    fn e4m3_encode(x: FloatTensor<Self>) -> IntTensor<Self>;
+
+    /// The numbers `[M, K]` of E4M3 bytes `[M, K/4]`, as `dtype`.
+    fn e4m3_decode(words: IntTensor<Self>, dtype: DType) -> FloatTensor<Self>;
+
     /// Computes attention of new tokens over a cache: `q` `[M, H*E]`, `k` and `v` `[S, G*E]`, where S counts the past
     /// of `docs` and the new tokens.
     fn cached_attention(

@@ -34,6 +34,7 @@ mod burn_ops;
 mod cube;
 mod decode;
 mod error;
+mod kept;
 mod kernels;
 mod linear;
 mod ndarray;
@@ -50,6 +51,7 @@ pub use attention::{AttentionSpec, Documents, Rotary};
 pub use autodiff::TrainingBackend;
 pub use decode::{DecodeBlock, DecodeTokens};
 pub use error::Nvfp4Error;
+pub use kept::{CacheFormat, Kept};
 pub use kernels::{
     AttentionSaved, HeadLoss, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest, logits_rows,
 };

@@ -24,6 +24,7 @@ use burn::{
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
     bench,
+    e4m3::BYTES_PER_WORD,
     hadamard::SIGNS,
     matmul::Product,
     quantize::{QuantizeSpec, View},
@@ -233,6 +234,20 @@ impl Nvfp4Kernels for NdArray {
         spec: AttentionSpec,
     ) -> [FloatTensor<Self>; 3] {
         burn_ops::attention_backward::<Self>(saved, dy, docs, spec)
+    }
+
+    fn e4m3_encode(x: FloatTensor<Self>) -> IntTensor<Self> {
+        let (rows, cols) = (x.shape()[0], x.shape()[1]);
+        let bytes: Vec<u8> = floats(x).into_iter().map(reference::e4m3_encode).collect();
+        let words = bytes.as_chunks().0.iter().map(|four| u32::from_le_bytes(*four)).collect();
+        ints(words, [rows, cols / BYTES_PER_WORD])
+    }
+
+    fn e4m3_decode(x: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
+        assert_eq!(dtype, DType::F32, "the CPU backend computes in f32");
+        let (rows, cols) = (x.shape()[0], x.shape()[1]);
+        let values = words(x).into_iter().flat_map(u32::to_le_bytes).map(reference::e4m3_decode).collect();
+        from_floats(values, [rows, cols * BYTES_PER_WORD])
     }
 
     fn cached_attention(

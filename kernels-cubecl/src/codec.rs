@@ -4,8 +4,8 @@
 //! * An E2M1 code has the bits `s eem`: magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 for the codes 0 to 7, and the sign in
 //!   bit 3. Encoding saturates at 6; rounding to nearest resolves ties to the even code; -0 and negative numbers that
 //!   underflow become code 8; NaN becomes code 7 (+6).
-//! * An E4M3FN byte has the bits `s eeee mmm`: bias 7, subnormal values `m/8 * 2^-6`, no infinity, NaN 0x7F. Only
-//!   block scales in [0, 448] are encoded.
+//! * An E4M3FN byte has the bits `s eeee mmm`: bias 7, subnormal values `m/8 * 2^-6`, no infinity, NaN 0x7F. Block
+//!   scales lie in [0, 448]; the numbers of a cache are clamped to [-448, 448].
 //!
 //! Rounding E2M1 to nearest, and E4M3 below 2^-6, adds a power of two and lets the f32 addition round. Stochastic
 //! E2M1 rounding adds a uniform number to the fraction bits, whose carry reaches the bits of the code; below 1 it
@@ -148,6 +148,16 @@ pub(crate) fn e4m3_scale(x: f32) -> (u32, f32) {
     let subnormal = f32::reinterpret(0x4680_0000u32 | count) - 16_384.0f32;
     let normal = x >= 0.015625f32;
     (select(normal, (rounded >> 20u32) - 960u32, count), select(normal, f32::reinterpret(rounded), subnormal))
+}
+
+/// Encodes any number as the nearest E4M3FN byte, ties to even. Magnitudes above 448 become 448, and NaN becomes 0x7F.
+#[cube]
+#[allow(clippy::eq_op)]
+pub(crate) fn e4m3_byte(x: f32) -> u32 {
+    // `clamp` may take NaN to either end; the byte of NaN is chosen below.
+    let (magnitude, _) = e4m3_scale(clamp(x.abs(), 0.0f32, 448.0f32));
+    let signed = magnitude | ((u32::reinterpret(x) >> 24u32) & 0x80u32);
+    select(x == x, signed, 0x7Fu32)
 }
 
 /// Decodes an E4M3FN byte.

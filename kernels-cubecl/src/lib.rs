@@ -11,6 +11,7 @@
 //! | [`rng`], [`mod@normal`] | the random bits of stochastic rounding (Philox4x32-10), and normal random numbers |
 //! | [`quantize`] | a dense matrix to codes, block scales and tensor scale |
 //! | [`dequantize`] | a packed matrix to a dense one: `value = code * block scale * tensor scale` |
+//! | [`e4m3`] | numbers of a cache to E4M3 bytes and back |
 //! | [`hadamard`] | the random Hadamard transform of 16 columns |
 //! | [`mma`], [`mod@gemm`] | tensor-core fragments, and the matrix product made of them: forward, dgrad, wgrad |
 //! | [`mod@gemv`] | a few rows times a packed matrix, whose codes are decoded in registers |
@@ -86,6 +87,7 @@ pub mod decode_attention;
 pub mod decoder;
 pub mod dequantize;
 mod device;
+pub mod e4m3;
 mod error;
 pub mod gemm;
 pub mod gemv;

@@ -6,7 +6,7 @@ use crate::{
     rope::rotary,
 };
 use backend_nvfp4::{DecodeBlock, DecodeTokens, Nvfp4Kernels, decode_blocks};
-use burn::tensor::{Int, Tensor, TensorPrimitive, backend::Backend};
+use burn::tensor::{Int, Tensor, backend::Backend};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
     /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
@@ -68,7 +68,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         let decoded = decode_blocks(h_MD.clone(), &mut blocks, &tokens);
         for (i, block) in blocks.into_iter().enumerate() {
             for ((cache, _), [k, v]) in sequences.iter_mut().zip(block.caches) {
-                cache.layer(i).put([k, v].map(|x| Tensor::from_primitive(TensorPrimitive::Float(x))));
+                cache.layer(i).put([k, v]);
             }
         }
         decoded
@@ -92,10 +92,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         DecodeBlock {
             norms: norms.map(|norm| norm.val().into_primitive().tensor()),
             layers: layers.map(|layer| layer.operation(spec)),
-            caches: sequences
-                .iter_mut()
-                .map(|(cache, _)| cache.layer(i).take().map(|x| x.into_primitive().tensor()))
-                .collect(),
+            caches: sequences.iter_mut().map(|(cache, _)| cache.layer(i).take()).collect(),
         }
     }
 }

@@ -98,6 +98,12 @@ pub enum ModelError {
     /// The tokenizer failed.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
+    /// A cache of 8-bit numbers cannot hold a token of this model.
+    #[error("a token has {width} key numbers, but a cache of 8-bit numbers takes a multiple of 4; leave --kv-cache-dtype out")]
+    CacheWidth {
+        /// The key numbers of a token.
+        width: usize,
+    },
     /// A token id or a length is beyond what the model was built for.
     #[error("{what} is {value}; the model takes at most {limit}")]
     TooLarge {

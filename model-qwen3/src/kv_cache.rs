@@ -1,7 +1,8 @@
 //! Keys and values of past tokens, in buffers allocated once for the longest sequence.
 
 use crate::{ModelError, config::Qwen3Config};
-use burn::tensor::{DType, Tensor, backend::Backend, s};
+use backend_nvfp4::{CacheFormat, Kept, Nvfp4Kernels};
+use burn::tensor::{DType, Tensor, backend::Backend};
 
 /// The cache of one sequence.
 #[derive(Debug, Clone)]
@@ -11,23 +12,37 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
-/// Keys and values of one block, `[capacity, G*E]` each.
+/// Keys and values of one block.
 #[derive(Debug, Clone)]
 pub struct LayerCache<B: Backend> {
     // `None` only while a buffer is written: nothing else holds it then, and it is updated in place.
-    k: Option<Tensor<B, 2>>,
-    v: Option<Tensor<B, 2>>,
+    k: Option<Kept<B>>,
+    v: Option<Kept<B>>,
+}
+
+impl<B: Nvfp4Kernels> KvCache<B> {
+    /// Allocates room for `capacity` tokens of a model that computes in `dtype`.
+    ///
+    /// # Errors
+    /// If the format does not take the sizes of the model.
+    pub(crate) fn new(
+        config: &Qwen3Config,
+        capacity: usize,
+        format: CacheFormat,
+        dtype: DType,
+        device: &B::Device,
+    ) -> Result<Self, ModelError> {
+        let width = config.num_key_value_heads * config.head_dim;
+        if !format.fits(width) {
+            return Err(ModelError::CacheWidth { width });
+        }
+        let zeros = || Some(Kept::zeros([capacity, width], format, dtype, device));
+        let layers = (0..config.num_hidden_layers).map(|_| LayerCache { k: zeros(), v: zeros() }).collect();
+        Ok(Self { layers, len: 0, capacity })
+    }
 }
 
 impl<B: Backend> KvCache<B> {
-    /// Allocates room for `capacity` tokens.
-    pub fn new(config: &Qwen3Config, capacity: usize, dtype: DType, device: &B::Device) -> Self {
-        let shape = [capacity, config.num_key_value_heads * config.head_dim];
-        let zeros = || Some(Tensor::zeros(shape, (device, dtype)));
-        let layers = (0..config.num_hidden_layers).map(|_| LayerCache { k: zeros(), v: zeros() }).collect();
-        Self { layers, len: 0, capacity }
-    }
-
     /// Number of tokens in the cache.
     pub fn tokens(&self) -> usize {
         self.len
@@ -61,26 +76,24 @@ impl<B: Backend> KvCache<B> {
     }
 }
 
-impl<B: Backend> LayerCache<B> {
+impl<B: Nvfp4Kernels> LayerCache<B> {
     /// Takes keys and values out, for an operation that updates them in place. [`Self::put`] brings them back.
-    pub(crate) fn take(&mut self) -> [Tensor<B, 2>; 2] {
+    pub(crate) fn take(&mut self) -> [Kept<B>; 2] {
         [&mut self.k, &mut self.v].map(|slot| slot.take().expect("put back before it is taken again"))
     }
 
     /// Puts keys and values back.
-    pub(crate) fn put(&mut self, [k, v]: [Tensor<B, 2>; 2]) {
+    pub(crate) fn put(&mut self, [k, v]: [Kept<B>; 2]) {
         (self.k, self.v) = (Some(k), Some(v));
     }
 
-    /// Writes `k` and `v` `[T, G*E]` behind the first `past` tokens and returns the keys and values of all tokens,
-    /// `[S, G*E]`.
+    /// Writes `k` and `v` `[T, G*E]` behind the first `past` tokens and returns the keys and values of all tokens as they are
+    /// kept, `[S, G*E]`.
     pub fn append(&mut self, k: Tensor<B, 2>, v: Tensor<B, 2>, past: usize) -> (Tensor<B, 2>, Tensor<B, 2>) {
-        let write = |slot: &mut Option<Tensor<B, 2>>, new: Tensor<B, 2>| {
-            let end = past + new.dims()[0];
-            let buffer = slot.take().expect("put back below").slice_assign(s![past..end, ..], new);
-            *slot = Some(buffer.clone());
-            // This is no copy, because the first rows of a matrix are contiguous.
-            buffer.slice(s![0..end, ..])
+        let write = |slot: &mut Option<Kept<B>>, new: Tensor<B, 2>| {
+            let (kept, all) = slot.take().expect("put back below").append(new, past);
+            *slot = Some(kept);
+            all
         };
         (write(&mut self.k, k), write(&mut self.v, v))
     }

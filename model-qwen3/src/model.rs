@@ -14,7 +14,7 @@ use crate::{
     rope::rotary,
 };
 use backend_nvfp4::{
-    Activations, AttentionSpec, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Recipe, Rotary, Stream,
+    Activations, AttentionSpec, CacheFormat, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Recipe, Rotary, Stream,
     cached_attention, linears, ops,
 };
 use burn::{
@@ -85,6 +85,8 @@ struct Info {
     config: Qwen3Config,
     spec: LinearSpec,
     bf16_last_blocks: usize,
+    /// How caches keep keys and values.
+    cache: CacheFormat,
 }
 
 /// The linear layers of a block are numbered below 8, so that each has random numbers of its own.
@@ -303,6 +305,15 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 }
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
+    /// An empty cache with room for `capacity` tokens.
+    ///
+    /// # Errors
+    /// If its format does not take the sizes of the model.
+    pub fn cache(&self, capacity: usize) -> Result<KvCache<B>, ModelError> {
+        let Info { config, spec, cache, .. } = &self.info;
+        KvCache::new(config, capacity, *cache, spec.precision.dtype(), &self.device())
+    }
+
     /// Computes the blocks one after another, each by separate operations.
     pub(crate) fn block_by_block(
         &self,
@@ -364,7 +375,7 @@ impl<B: Backend> Qwen3<B> {
         norm: Param<Tensor<B, 1>>,
         lm_head: Option<Nvfp4Linear<B>>,
     ) -> Self {
-        Self { embed_tokens, layers, norm, lm_head, info: Info { config, spec, bf16_last_blocks: 0 } }
+        Self { embed_tokens, layers, norm, lm_head, info: Info { config, spec, bf16_last_blocks: 0, cache: CacheFormat::Computed } }
     }
 
     /// The sizes of the model.
@@ -381,6 +392,13 @@ impl<B: Backend> Qwen3<B> {
     #[must_use]
     pub fn with_bf16_last_blocks(mut self, n: usize) -> Self {
         self.info.bf16_last_blocks = n;
+        self
+    }
+
+    /// The same weights with caches that keep keys and values in this format.
+    #[must_use]
+    pub fn with_cache(mut self, format: CacheFormat) -> Self {
+        self.info.cache = format;
         self
     }
 

@@ -74,14 +74,13 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     /// A session with room for `capacity` tokens.
     ///
     /// # Errors
-    /// If that exceeds the longest sequence of the model.
+    /// If that exceeds the longest sequence of the model, or the format of its caches does not take its sizes.
     pub fn new(model: &'a Qwen3<B>, capacity: usize) -> Result<Self, ModelError> {
-        let (config, limit) = (model.config(), model.config().max_position_embeddings);
+        let limit = model.config().max_position_embeddings;
         if capacity > limit {
             return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });
         }
-        let cache = KvCache::new(config, capacity, model.spec().precision.dtype(), &model.device());
-        Ok(Self { model, cache, ids: vec![] })
+        Ok(Self { model, cache: model.cache(capacity)?, ids: vec![] })
     }
 
     /// Number of tokens in the cache.

@@ -3,6 +3,7 @@
 use super::launch::{arg, dims, empty, launched, writable};
 use crate::{
     decode::{DecodeBlock, DecodeTokens},
+    kept::Kept,
     kernels::Nvfp4Kernels,
     ops::LinearLayer,
     packed::Operand,
@@ -72,7 +73,8 @@ impl<R: CubeRuntime> Group<R> {
         let y = empty(&x, dims(&x), x.dtype);
         let mut caches = Vec::new();
         for (cache, past) in block.caches[self.rows.clone()].iter_mut().zip(&tokens.pasts[self.rows.clone()]) {
-            let [keys, values] = cache.each_mut().map(|x| {
+            let [keys, values] = cache.each_mut().map(|kept| {
+                let (Kept::Computed(x) | Kept::E4m3(x)) = kept;
                 // Nothing else may hold the buffer, so that it is written in place: the result takes its place meanwhile.
                 let taken = std::mem::replace(x, y.clone());
                 *x = writable(taken);
@@ -82,24 +84,28 @@ impl<R: CubeRuntime> Group<R> {
         }
         let rotary = [contiguous(&tokens.rotary.cos), contiguous(&tokens.rotary.sin), arg(&self.lines)];
         let norms = block.norms.each_ref().map(contiguous);
-        let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches };
+        let cache_bytes = block.caches.iter().flatten().all(|kept| matches!(kept, Kept::E4m3(_)));
+        let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches, cache_bytes };
         launched(decoder::decoder_block(&x.client, own, &self.scratch));
         y
     }
 }
 
-/// The sizes of a block, or `None` if the numbers are not bf16.
+/// The sizes of a block, or `None` if the numbers are not bf16, or some caches are kept in another format than others.
 fn shape<B, R>(x: &CubeTensor<R>, block: &DecodeBlock<B>, tokens: &DecodeTokens<B>) -> Option<DecoderShape>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let of_bf16 = |x: &CubeTensor<R>| x.dtype == DType::BF16;
+    let mut kept = block.caches.iter().flatten();
+    let in_bf16 = kept.clone().all(|kept| matches!(kept, Kept::Computed(x) if of_bf16(x)));
+    let in_bytes = kept.all(|kept| matches!(kept, Kept::E4m3(_)));
     let [intermediate, _] = match &block.layers[4].weight {
         Operand::Dense(w) => dims(w),
         Operand::Packed(w) => w.dims(),
     };
-    (of_bf16(x) && block.caches.iter().flatten().all(of_bf16)).then(|| DecoderShape {
+    (of_bf16(x) && (in_bf16 || in_bytes)).then(|| DecoderShape {
         hidden: dims(x)[1],
         intermediate,
         heads: tokens.attention.heads,

@@ -40,7 +40,7 @@ use burn_cubecl::{
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
-    bench, column_sums, gradient, hadamard, likeliest,
+    bench, column_sums, e4m3, gradient, hadamard, likeliest,
     matmul::Product,
     normal,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
@@ -308,6 +308,22 @@ where
         spec: AttentionSpec,
     ) -> [FloatTensor<Self>; 3] {
         attention::attention_backward(saved, dy, docs, spec)
+    }
+
+    fn e4m3_encode(x: FloatTensor<Self>) -> IntTensor<Self> {
+        let x = into_contiguous(x);
+        let [rows, cols] = dims(&x);
+        let words = empty(&x, [rows, cols / e4m3::BYTES_PER_WORD], DType::U32);
+        launched(e4m3::encode(&x.client, arg(&x), arg(&words), x.dtype.into()));
+        words
+    }
+
+    fn e4m3_decode(words: IntTensor<Self>, dtype: DType) -> FloatTensor<Self> {
+        let words = into_contiguous(words);
+        let [rows, cols] = dims(&words);
+        let y = empty(&words, [rows, cols * e4m3::BYTES_PER_WORD], dtype);
+        launched(e4m3::decode(&words.client, arg(&words), arg(&y), dtype.into()));
+        y
     }
 
     fn cached_attention(

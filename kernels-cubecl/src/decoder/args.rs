@@ -1,6 +1,7 @@
 //! What a launch takes, and the checks of its buffers.
 
 use crate::{
+    e4m3::BYTES_PER_WORD,
     error::{KernelError, expect_len, require},
     matmul::PackedArgs,
 };
@@ -49,7 +50,7 @@ pub enum ActivationRounding {
     },
 }
 
-/// Keys and values of one sequence, `[capacity, G, E]` in bf16 each.
+/// Keys and values of one sequence, `[capacity, G, E]` each.
 pub struct Cache<R: Runtime> {
     /// The keys.
     pub keys: ArrayArg<R>,
@@ -77,6 +78,8 @@ pub struct DecoderBlock<R: Runtime> {
     pub rounded: [ActivationRounding; 4],
     /// One cache a token.
     pub caches: Vec<Cache<R>>,
+    /// Whether the caches hold E4M3 bytes, four in a u32 word ([`crate::e4m3`]). Else they hold bf16.
+    pub cache_bytes: bool,
 }
 
 impl<R: Runtime> DecoderBlock<R> {
@@ -109,9 +112,11 @@ impl<R: Runtime> DecoderBlock<R> {
                 Weight::Dense(w) => expect_len(NAME, "a weight", w.size(), rows * cols)?,
             }
         }
+        let together = if self.cache_bytes { BYTES_PER_WORD } else { 1 };
         for Cache { keys: k, values: v, past } in &self.caches {
-            require(NAME, k.size() == v.size() && k.size() / keys > *past, || {
-                format!("a cache with room for {} tokens holds {past} already", k.size() / keys)
+            let room = k.size() * together / keys;
+            require(NAME, k.size() == v.size() && room > *past, || {
+                format!("a cache with room for {room} tokens holds {past} already")
             })?;
         }
         Ok(())

@@ -7,10 +7,12 @@
 // 16 keys at once: scores are keys times queries by mma.sync m16n8k16 (the keys are its rows, the heads its columns), and the
 // result is values times weights (the values' dimensions are its rows, the summed index is the key). Heads from PART to 7 are
 // zeros, and nobody reads what they give. The number of shares depends on the length of the sequence alone. The new key and value
-// come from shared memory, and the team that has the last share writes them to the cache.
+// come from shared memory, as the cache keeps them, and the team that has the last share writes them to the cache.
+//
+// A cache of bytes is turned into 16-bit numbers when it is read (../e4m3.rs).
 //
 // Both sums may take their terms in any order, as long as both operands use the same one, and so may the rows of the result:
-// every lane reads 16 neighboring bytes. For scores, lane t of four has the dimensions 32 j + 8 t to 32 j + 8 t + 7 of the keys
+// every lane reads eight neighboring numbers. For scores, lane t of four has the dimensions 32 j + 8 t to 32 j + 8 t + 7 of the keys
 // g and g + 8. For the result, lane (g, t) has the dimensions 64 j + 8 g to 64 j + 8 g + 7 of the keys 2 t, 2 t + 1, 8 + 2 t and
 // 9 + 2 t; two neighboring dimensions are the rows g and g + 8.
 
@@ -18,6 +20,22 @@ constexpr int KEYS_OF_SPLIT = 64, TEAMS = WARPS / TEAM, GROUP = H / G, KEYS = 16
 static_assert(E % 64 == 0 && PART <= 8, "form.rs takes these sizes only");
 // A team's shared memory holds queries, the new key and value, and the results of its warps.
 static_assert((PART + 2) * E * 2 + TEAM * PART * (E + 2) * 4 == TEAM_BYTES, "form.rs reserves what a team takes");
+// A number of a cache as the text in front of this one defines it: u16 (bf16) or unsigned char (E4M3). Eight neighboring ones are
+// loaded at once.
+template <class Number> struct Neighbors { typedef uint4 Type; };
+template <> struct Neighbors<unsigned char> { typedef uint2 Type; };
+typedef Neighbors<Kept>::Type Eight;
+
+// The numbers that a cache keeps of a bf16 number, and of eight numbers of a cache in bf16.
+template <class Number> __device__ __forceinline__ Number kept_as(u16 x);
+template <> __device__ __forceinline__ u16 kept_as<u16>(u16 x) { return x; }
+template <> __device__ __forceinline__ unsigned char kept_as<unsigned char>(u16 x) { return e4m3_byte(x); }
+__device__ __forceinline__ Kept kept(u16 x) { return kept_as<Kept>(x); }
+__device__ __forceinline__ uint4 numbers_of(uint4 eight) { return eight; }
+__device__ __forceinline__ uint4 numbers_of(uint2 eight) {
+    return make_uint4(e4m3_pair(eight.x), e4m3_pair(eight.x >> 16), e4m3_pair(eight.y), e4m3_pair(eight.y >> 16));
+}
+
 // A score below all others. The difference of two such is 0.
 constexpr float LOWEST = -1e30f;
 
@@ -64,8 +82,8 @@ struct Attention {
 // The shared memory of a team.
 struct Joint {
     u16* q;              // [PART][E]
-    u16* k;              // [E]
-    u16* v;              // [E]
+    Kept* k;             // [E]
+    Kept* v;             // [E]
     float* tops;         // [TEAM][PART]
     float* totals;
     float* parts;        // [TEAM][PART][E]
@@ -74,7 +92,7 @@ struct Joint {
 __device__ __forceinline__ Joint joint_of(unsigned char* memory) {
     u16* small = reinterpret_cast<u16*>(memory + threadIdx.x / 32 / TEAM * TEAM_BYTES);
     float* large = reinterpret_cast<float*>(small + (PART + 2) * E);
-    return {small, small + PART * E, small + (PART + 1) * E, large, large + TEAM * PART, large + 2 * TEAM * PART};
+    return {small, reinterpret_cast<Kept*>(small + PART * E), reinterpret_cast<Kept*>(small + (PART + 1) * E), large, large + TEAM * PART, large + 2 * TEAM * PART};
 }
 
 // No warp of the team goes on before all are here.
@@ -105,25 +123,26 @@ __device__ __forceinline__ u32 upper(u32 a, u32 b) { return a >> 16 | (b & 0xFFF
 template <class Place>
 __device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[E / 32], int valid, Place key_of, Place value_of) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const u16 *low = key_of(g) + t * 8, *high = key_of(g + 8) + t * 8;
-    uint4 k[E / 32][2], v[E / 64][4];
+    const Kept *low = key_of(g) + t * 8, *high = key_of(g + 8) + t * 8;
+    Eight all_k[E / 32][2], all_v[E / 64][4];
 #pragma unroll
     for (int j = 0; j < E / 32; j++) {
-        k[j][0] = *reinterpret_cast<const uint4*>(low + j * 32);
-        k[j][1] = *reinterpret_cast<const uint4*>(high + j * 32);
+        all_k[j][0] = *reinterpret_cast<const Eight*>(low + j * 32);
+        all_k[j][1] = *reinterpret_cast<const Eight*>(high + j * 32);
     }
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const u16* own = value_of(n / 2 * 8 + 2 * t + n % 2) + g * 8;
+        const Kept* own = value_of(n / 2 * 8 + 2 * t + n % 2) + g * 8;
 #pragma unroll
-        for (int j = 0; j < E / 64; j++) v[j][n] = *reinterpret_cast<const uint4*>(own + j * 64);
+        for (int j = 0; j < E / 64; j++) all_v[j][n] = *reinterpret_cast<const Eight*>(own + j * 64);
     }
     // Two sums that take turns: a product waits for the one before into the same sum.
     float turns[2][4] = {};
 #pragma unroll
     for (int j = 0; j < E / 32; j++) {
-        multiply_add(turns[0], k[j][0].x, k[j][1].x, k[j][0].y, k[j][1].y, q[j].x, q[j].y);
-        multiply_add(turns[1], k[j][0].z, k[j][1].z, k[j][0].w, k[j][1].w, q[j].z, q[j].w);
+        const uint4 low = numbers_of(all_k[j][0]), high = numbers_of(all_k[j][1]);
+        multiply_add(turns[0], low.x, high.x, low.y, high.y, q[j].x, q[j].y);
+        multiply_add(turns[1], low.z, high.z, low.w, high.w, q[j].z, q[j].w);
     }
     float weights[4];
 #pragma unroll
@@ -152,16 +171,22 @@ __device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[E / 32], int 
         small[half] = transposed(pair_of(a - rounded(a), b - rounded(b)));
     }
 #pragma unroll
-    for (int i = 0; i < E / 16; i++) {
-        const u32 a = word_of(v[i / 4][0], i % 4), b = word_of(v[i / 4][1], i % 4);
-        const u32 c = word_of(v[i / 4][2], i % 4), d = word_of(v[i / 4][3], i % 4);
-        multiply_add(mix.sums[i], lower(a, b), upper(a, b), lower(c, d), upper(c, d), large[0], large[1]);
-        multiply_add(mix.sums[i], lower(a, b), upper(a, b), lower(c, d), upper(c, d), small[0], small[1]);
+    for (int j = 0; j < E / 64; j++) {
+        uint4 v[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) v[n] = numbers_of(all_v[j][n]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const u32 a = word_of(v[0], i), b = word_of(v[1], i), c = word_of(v[2], i), d = word_of(v[3], i);
+            float(&sums)[4] = mix.sums[j * 4 + i];
+            multiply_add(sums, lower(a, b), upper(a, b), lower(c, d), upper(c, d), large[0], large[1]);
+            multiply_add(sums, lower(a, b), upper(a, b), lower(c, d), upper(c, d), small[0], small[1]);
+        }
     }
 }
 
 // One share of the keys of a token for PART heads, from `head` on.
-__device__ __forceinline__ void share(const Attention& a, const Joint& joint, u16* keys, u16* values, int token, int past, int head,
+__device__ __forceinline__ void share(const Attention& a, const Joint& joint, Kept* keys, Kept* values, int token, int past, int head,
                                       int split, int splits) {
     const int warp = threadIdx.x / 32 % TEAM, lane = threadIdx.x % 32, key_head = head / GROUP, count = past + 1;
     const int each = (count + splits - 1) / splits, first = split * each, end = min(first + each, count);
@@ -178,12 +203,13 @@ __device__ __forceinline__ void share(const Attention& a, const Joint& joint, u1
             });
         } else if (job == PART) {
             normed_and_rotated(row + (H + key_head) * E, a.k_norm, cosines, sines, [&](int c, u16 x, u16 y) {
-                joint.k[c] = x, joint.k[c + E / 2] = y;
-                if (writes) keys[place + c] = x, keys[place + c + E / 2] = y;
+                const Kept a = kept(x), b = kept(y);
+                joint.k[c] = a, joint.k[c + E / 2] = b;
+                if (writes) keys[place + c] = a, keys[place + c + E / 2] = b;
             });
         } else {
             for (int c = lane; c < E; c += 32) {
-                const u16 x = __ldcg(row + (H + G + key_head) * E + c);
+                const Kept x = kept(__ldcg(row + (H + G + key_head) * E + c));
                 joint.v[c] = x;
                 if (writes) values[place + c] = x;
             }
@@ -199,7 +225,7 @@ __device__ __forceinline__ void share(const Attention& a, const Joint& joint, u1
 #pragma unroll 1
     for (int base = first + warp * KEYS; base < end; base += TEAM * KEYS) {
         // The rows behind the last key are those of the last key: they are read, and do not count.
-        const auto place_of = [&](const u16* cache, const u16* fresh) {
+        const auto place_of = [&](const Kept* cache, const Kept* fresh) {
             return [=](int n) {
                 const int key = min(base + n, end - 1);
                 return key == past ? fresh : cache + ((long long)key * G + key_head) * E;
@@ -262,7 +288,7 @@ __device__ __forceinline__ void prefetch_share(const Attention& a, const Cache& 
     const int key_head = item % HEADS * PART / GROUP;
     for (int key = first + unit; key < min(first + min(each, KEYS_OF_SPLIT), past); key += TEAM * 32) {
         const long long at = ((long long)key * G + key_head) * E;
-        for (int e = 0; e < E; e += 64) prefetch(cache.keys(token) + at + e), prefetch(cache.values(token) + at + e);
+        for (int e = 0; e < E; e += 128 / (int)sizeof(Kept)) prefetch(cache.keys(token) + at + e), prefetch(cache.values(token) + at + e);
     }
     if (unit < E / 32) prefetch(a.q_norm + unit * 32), prefetch(a.k_norm + unit * 32);
     if (unit < (E + 63) / 64) {

@@ -19,13 +19,13 @@ __device__ __forceinline__ Row row_of(const void* numbers, const void* scales, i
 }
 
 struct Caches {
-    u16* all_keys[TOKENS];
-    u16* all_values[TOKENS];
+    Kept* all_keys[TOKENS];
+    Kept* all_values[TOKENS];
     const Info* info;
 
     __device__ __forceinline__ int past(int token) const { return info->past[token]; }
-    __device__ __forceinline__ u16* keys(int token) const { return all_keys[token]; }
-    __device__ __forceinline__ u16* values(int token) const { return all_values[token]; }
+    __device__ __forceinline__ Kept* keys(int token) const { return all_keys[token]; }
+    __device__ __forceinline__ Kept* values(int token) const { return all_values[token]; }
 };
 
 // Stores what a product gives, times the tensor scale of its weight, plus the residual: both [tokens, D].

@@ -1,6 +1,6 @@
 //! What is compiled into a kernel: sizes, how the columns of each product are shared out, and what lies in shared memory.
 
-use super::args::{ActivationRounding, DecoderShape, MAX_TOKENS, NAME, Weight};
+use super::args::{ActivationRounding, DecoderBlock, DecoderShape, MAX_TOKENS, NAME, Weight};
 use crate::error::{KernelError, require};
 use cubecl::prelude::*;
 
@@ -61,6 +61,8 @@ pub(super) struct DecoderForm {
     pub(super) heads_together: usize,
     /// The bits of the norms' epsilon.
     pub(super) eps: u32,
+    /// Whether the caches hold E4M3 bytes.
+    pub(super) cache_bytes: bool,
     /// Columns of activations that lie in shared memory at once.
     pub(super) chunk: usize,
     /// Places of the ring.
@@ -70,7 +72,7 @@ pub(super) struct DecoderForm {
 }
 
 impl DecoderForm {
-    /// The form for packed weights and activations that are not rounded.
+    /// The form for packed weights, activations that are not rounded, and caches in bf16.
     ///
     /// # Errors
     /// If the kernel does not take these sizes.
@@ -119,6 +121,7 @@ impl DecoderForm {
                 head_dim,
                 heads_together: together,
                 eps: eps.to_bits(),
+                cache_bytes: false,
                 chunk: 0,
                 depth,
                 products,
@@ -148,15 +151,13 @@ impl DecoderForm {
         Self { chunk, ..self }
     }
 
-    /// The form for these weights and activations.
+    /// The form for the weights, activations and caches of a block.
     ///
     /// # Errors
     /// If weights that read the same activations are stored in two ways.
-    pub(super) fn with<R: Runtime>(
-        mut self,
-        weights: &[Weight<R>; 7],
-        rounded: [ActivationRounding; 4],
-    ) -> Result<Self, KernelError> {
+    pub(super) fn of_block<R: Runtime>(mut self, block: &DecoderBlock<R>) -> Result<Self, KernelError> {
+        let DecoderBlock { weights, rounded, cache_bytes, .. } = block;
+        self.cache_bytes = *cache_bytes;
         let packed = weights.each_ref().map(|w| matches!(w, Weight::Packed(_)));
         for (n, members) in [&packed[..3], &packed[3..4], &packed[4..6], &packed[6..]].into_iter().enumerate() {
             require(NAME, members.iter().all(|p| *p == members[0]), || {

@@ -97,7 +97,7 @@ pub fn decoder_block_in<R: Runtime>(
     cubes: usize,
 ) -> Result<(), KernelError> {
     let tokens = block.caches.len();
-    let form = DecoderForm::new(client, block.shape, tokens, cubes)?.with(&block.weights, block.rounded)?;
+    let form = DecoderForm::new(client, block.shape, tokens, cubes)?.of_block(&block)?;
     block.check()?;
     require(NAME, (scratch.tokens, scratch.shape) == (form.tokens, block.shape), || {
         format!("the scratch buffers were made for {} tokens of {:?}", scratch.tokens, scratch.shape)

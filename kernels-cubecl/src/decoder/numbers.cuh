@@ -63,6 +63,21 @@ __device__ __forceinline__ float e4m3_rounded(float x) {
     return of_bits(0x46800000u | (__float_as_uint(x + 16384.0f) & 15u)) - 16384.0f;
 }
 
+// The E4M3 byte of a bf16 number; magnitudes above 448 become 448, and NaN 0x7F.
+__device__ __forceinline__ unsigned char e4m3_byte(u16 bits) {
+    const float x = of_bf16(bits), size = e4m3_rounded(fminf(fabsf(x), 448.0f));
+    const u32 magnitude = size >= 0.015625f ? (__float_as_uint(size) >> 20) - 960u : (u32)(size * 512.0f);
+    return x == x ? magnitude | (bits >> 8 & 0x80u) : 0x7Fu;
+}
+
+// The two lower E4M3 bytes of a word as bf16. Exponent and mantissa of a byte, moved to the lowest bits of those of bf16, are 2^-120
+// of its value. NaN gets a full exponent.
+__device__ __forceinline__ u32 e4m3_pair(u32 word) {
+    const u32 apart = (word & 0xFFu) | (word & 0xFF00u) << 8, magnitudes = apart & 0x007F007Fu;
+    const u32 nans = ((magnitudes + 0x00010001u) & 0x00800080u) * 0xFFu;
+    return times(magnitudes << 4, 0x7B807B80u) | nans | (apart & 0x00800080u) << 8;
+}
+
 __device__ __forceinline__ float e2m1_rounded(float x) {
     const float bounded = x == x ? fminf(fmaxf(x, -6.0f), 6.0f) : 6.0f, size = fabsf(bounded);
     const u32 halves = __float_as_uint(size + 4194304.0f), ones = __float_as_uint(size + 8388610.0f) - 0x00800000u,

@@ -59,6 +59,7 @@ fn definitions(form: &DecoderForm) -> String {
     for (name, number) in numbers {
         writeln!(out, "constexpr int {name} = {number};").expect(WRITES);
     }
+    writeln!(out, "typedef {} Kept;", if form.cache_bytes { "unsigned char" } else { "unsigned short" }).expect(WRITES);
     writeln!(out, "constexpr bool PREPARED = {};", form.prepares()).expect(WRITES);
     writeln!(out, "constexpr float EPS = {eps:e}f, SCORE_SCALE = {scale:e}f;").expect(WRITES);
     for (product, (name, weights)) in form.products.iter().zip(WEIGHTS) {
@@ -101,7 +102,7 @@ fn parameters(form: &DecoderForm) -> String {
             }
         }
     }
-    all.extend((0..form.tokens).map(|n| format!("u16* keys{n}, u16* values{n}")));
+    all.extend((0..form.tokens).map(|n| format!("Kept* keys{n}, Kept* values{n}")));
     all.extend(
         ["u32* barrier", "u16* qkv", "u16* mixed", "u16* h", "u16* gated", "u16* prepared", "float* shares"]
             .map(String::from),

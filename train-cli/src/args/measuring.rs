@@ -1,11 +1,11 @@
 //! Flags of the commands that measure a model or a device: `eval`, `parity` and `bench`.
 
-use super::talking::ModelArgs;
+use super::talking::{CacheArgs, ModelArgs};
 use crate::{
     settings::{AUTO, Auto, DeviceChoice, Format, HeadFormat, LossOn, defaults::longest, parser},
     tolerance,
 };
-use backend_nvfp4::{Precision, Recipe};
+use backend_nvfp4::{CacheFormat, Precision, Recipe};
 use clap::{Args, Subcommand, ValueEnum};
 use std::path::PathBuf;
 
@@ -24,6 +24,9 @@ pub struct NeedleArgs {
     /// Which model is asked.
     #[command(flatten)]
     pub model: ModelArgs,
+    /// How the cache keeps what was read.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// Lengths of the texts with question and answer, in tokens, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', required = true)]
     pub lengths: Vec<usize>,
@@ -193,6 +196,9 @@ pub struct BenchArgs {
         HEAD.name()
     ))]
     pub head: Option<HeadFormat>,
+    /// bench decode and prefill: number format in which the keys and values of past tokens (KV cache) are kept
+    #[arg(long, value_name = "FORMAT", default_value = AUTO, value_parser = parser::<CacheFormat>())]
+    pub kv_cache_dtype: CacheFormat,
     /// Print one JSON object per line
     #[arg(long)]
     pub json: bool,

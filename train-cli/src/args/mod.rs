@@ -18,7 +18,7 @@ pub use looking::{CompareArgs, CompletionsArgs, DoctorArgs, ListArgs, ManArgs, R
 pub use measuring::{BenchArgs, BenchWhat, EvalCommand, EvalLossArgs, NeedleArgs, ParityArgs};
 pub use rows::{DataCommand, MakeArgs, PreviewArgs, RowsArgs, StatsArgs};
 pub(crate) use talking::CONTEXT;
-pub use talking::{ChatArgs, GenerateArgs, ModelArgs, SamplingArgs, ServeArgs};
+pub use talking::{CacheArgs, ChatArgs, GenerateArgs, ModelArgs, SamplingArgs, ServeArgs};
 pub use training::{EstimateArgs, FitArgs, StartArgs};
 
 /// Train Qwen3 to work with weights in NVFP4, export the result and talk to it.

@@ -1,7 +1,7 @@
 //! Flags of the commands that answer: `generate`, `chat` and `serve`.
 
 use crate::settings::{AUTO, Auto, DeviceChoice, parser};
-use backend_nvfp4::Precision;
+use backend_nvfp4::{CacheFormat, Precision};
 use clap::Args;
 use model_qwen3::sampling::Sampling;
 use std::{net::IpAddr, path::PathBuf};
@@ -31,6 +31,9 @@ pub struct GenerateArgs {
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
+    /// How the cache keeps what was read.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// How tokens are chosen.
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -72,6 +75,9 @@ pub struct ChatArgs {
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
+    /// How the cache keeps what was read.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// Maximum length of the conversation, in tokens.
     #[arg(long, value_name = "N", help = context_help("the conversation"))]
     pub context: Option<std::num::NonZeroUsize>,
@@ -108,6 +114,14 @@ pub struct ModelArgs {
     pub compute_dtype: Auto<Precision>,
 }
 
+/// How keys and values of past tokens are kept.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct CacheArgs {
+    /// Number format in which the keys and values of past tokens (KV cache) are kept
+    #[arg(long, value_name = "FORMAT", default_value = AUTO, value_parser = parser::<CacheFormat>())]
+    pub kv_cache_dtype: CacheFormat,
+}
+
 /// Flags of `serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
@@ -127,6 +141,9 @@ pub struct ServeArgs {
     /// The model's name in replies [default: the name of its file or folder]
     #[arg(long, value_name = "NAME")]
     pub model_name: Option<String>,
+    /// How the cache keeps what was read.
+    #[command(flatten)]
+    pub cache: CacheArgs,
     /// Maximum length of a prompt and its answer, in tokens.
     #[arg(long, value_name = "N", help = context_help("a prompt and its answer"))]
     pub context: Option<std::num::NonZeroUsize>,

@@ -55,7 +55,7 @@ impl Job for Measured {
         let recipe = if args.w4a4.unwrap_or(W4A4) { Recipe::W4a4 } else { Recipe::W4 };
         let head = args.head.unwrap_or(HEAD);
         report::label("recipe", format!("{} · the head in {}", recipe.name(), head.name()));
-        let model = random_model::<B>(&config, recipe, head, precision, &device)?;
+        let model = random_model::<B>(&config, recipe, head, precision, &device)?.with_cache(args.kv_cache_dtype);
         if args.what == BenchWhat::Prefill {
             return prefill(&model, &args);
         }

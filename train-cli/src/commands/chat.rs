@@ -41,7 +41,7 @@ impl Job for Chat {
         let args = self.0;
         // The script is read before the model, which takes longer.
         let mut source = Source::new(args.script.as_deref())?;
-        let opened = Opened::new(flags::wanted(&args.model))?;
+        let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
         let context = flags::context(args.context, opened.config().max_position_embeddings)?;
         let mut loaded = opened.load::<B>(Some(Expected::unknown(1)), precision, &device)?;
         loaded.inputs.extend(args.script);

@@ -21,7 +21,7 @@ use crate::{
     talk::loaded::Opened,
     train::objective::Trainee,
 };
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::{config::Qwen3Config, model::Qwen3, weights::to_host};
 use serde_json::json;
 use std::time::Instant;
@@ -53,7 +53,7 @@ impl Job for EvalLoss {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
         if args.recipes.is_empty() {
-            let mut opened = Opened::new(flags::wanted(&args.model))?;
+            let mut opened = Opened::new(flags::wanted(&args.model, CacheFormat::Computed))?;
             let config = opened.config().clone();
             let samples = samples(&args, opened.text(), &config)?;
             let model = opened.load::<B>(None, precision, &device)?.model;

@@ -6,12 +6,13 @@ use crate::{
     model_files::TextFiles,
     talk::loaded::Wanted,
 };
+use backend_nvfp4::CacheFormat;
 use model_qwen3::{sampling::Sampling, session::GenerateOptions};
 use std::num::NonZeroUsize;
 
-/// The model that the flags name.
-pub(super) fn wanted(args: &ModelArgs) -> Wanted<'_> {
-    Wanted { model: &args.model, tokenizer: args.tokenizer.as_deref(), w4a4: args.w4a4, device: args.device }
+/// The model that the flags name, with caches of this format.
+pub(super) fn wanted(args: &ModelArgs, cache: CacheFormat) -> Wanted<'_> {
+    Wanted { model: &args.model, tokenizer: args.tokenizer.as_deref(), w4a4: args.w4a4, cache, device: args.device }
 }
 
 /// The tokens of a context by `--context`, for a model that takes at most `limit`.

@@ -113,7 +113,7 @@ impl Job for Needle {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
-        let opened = Opened::new(flags::wanted(&args.model))?;
+        let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
         args.check(opened.config().max_position_embeddings)?;
         let loaded = opened.load::<B>(None, precision, &device)?;
         for (l, length) in args.lengths.iter().enumerate() {

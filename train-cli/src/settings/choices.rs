@@ -3,7 +3,7 @@
 //! Enums of this crate derive their names. Types of the backend get theirs through [`Choice`], so that no
 //! enum is written twice: [`parser`] reads them from the command line, [`by_name`] from a file.
 
-use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
+use backend_nvfp4::{CacheFormat, MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
 use clap::{
     ValueEnum,
     builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
@@ -138,6 +138,20 @@ impl Choice for Precision {
             ),
             also(named(Self::F16, Self::F16.name(), "f16; not for training"), ["float16", "Float16"]),
             also(named(Self::Bf16, Self::Bf16.name(), "bf16; CUDA only"), ["bfloat16", "BFloat16"]),
+        ]
+    }
+}
+
+impl Choice for CacheFormat {
+    fn all() -> Vec<(Self, PossibleValue)> {
+        let (fp8, name) = named(
+            Self::E4m3,
+            "fp8",
+            "8-bit numbers (E4M3), which take half the memory of bf16; they have four significant bits, so answers may differ",
+        );
+        vec![
+            named(Self::Computed, AUTO, "The number format in which the model computes (--compute-dtype)"),
+            (fp8, name.alias("fp8_e4m3")),
         ]
     }
 }

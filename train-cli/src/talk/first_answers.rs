@@ -3,7 +3,7 @@
 //! compiled while the model is loaded ([`crate::ahead`]).
 
 use crate::{CliError, device::Job, run::stored_model::StoredModel};
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, Recipe};
+use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{
     sampling::Sampling,
     session::{Answering, GenerateOptions, PREFILL_CHUNK, Session, step},
@@ -34,6 +34,8 @@ pub struct FirstAnswers<'a> {
     pub stored: &'a StoredModel,
     /// How it computes.
     pub recipe: Recipe,
+    /// How its caches keep keys and values.
+    pub cache: CacheFormat,
     /// Which answers are expected.
     pub expected: Expected,
 }
@@ -45,8 +47,8 @@ impl Job for FirstAnswers<'_> {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { stored, recipe, expected } = self;
-        let model = stored.outline::<B>(recipe, precision, &device)?;
+        let Self { stored, recipe, cache, expected } = self;
+        let model = stored.outline::<B>(recipe, precision, &device)?.with_cache(cache);
         let options =
             GenerateOptions { max_tokens: TOKENS, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         // Kernels have places for a power of two tokens. Reading one token launches the same kernels, in a prompt or in an answer.

@@ -5,7 +5,7 @@ use crate::{
     CliError, ahead::Ahead, device, model_files::TextFiles, report, run::stored_model::StoredModel,
     settings::DeviceChoice,
 };
-use backend_nvfp4::{Nvfp4Kernels, Precision, Recipe};
+use backend_nvfp4::{CacheFormat, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{config::Qwen3Config, model::Qwen3};
 use std::path::{Path, PathBuf};
 
@@ -18,6 +18,8 @@ pub struct Wanted<'a> {
     pub tokenizer: Option<&'a Path>,
     /// Whether activations are quantized. If nobody says, they are as the model was trained.
     pub w4a4: Option<bool>,
+    /// How caches keep keys and values.
+    pub cache: CacheFormat,
     /// Where it computes.
     pub device: DeviceChoice,
 }
@@ -62,9 +64,9 @@ impl<'a> Opened<'a> {
     ) -> Result<Loaded<B>, CliError> {
         let Self { wanted, stored, recipe } = self;
         let choice = device::resolved(wanted.device);
-        let first = |expected| FirstAnswers { stored: &stored, recipe, expected };
+        let first = |expected| FirstAnswers { stored: &stored, recipe, cache: wanted.cache, expected };
         let ahead = expected.map(|expected| Ahead::compile(choice, precision, first(expected)));
-        let model = stored.load(recipe, precision, device)?;
+        let model = stored.load(recipe, precision, device)?.with_cache(wanted.cache);
         if let Some(ahead) = ahead {
             ahead.finish();
         }
