@@ -3,7 +3,7 @@
 //! with quantized activations.
 
 use crate::support::{Cpu, Cube, files::ok, golden, on_gpu, supports};
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{CacheFormat, LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
@@ -61,36 +61,45 @@ fn decoded_blocks<R: CubeRuntime>() {
         let model = weights::random::<Cube<R>>(&config, spec, MasterKind::Nvfp4, 3, &device).unwrap();
         let model = model.with_bf16_last_blocks(bf16_blocks);
         let ids: Vec<u32> = (0..131).map(|i| (i * 37 + 5) % 320).collect();
-        let whole = Session::new(&model, 200).unwrap().read(&ids).unwrap();
-        let mut session = Session::new(&model, 200).unwrap();
-        let logits = ids.iter().map(|id| session.read(&[*id]).unwrap()).last().unwrap();
-        let largest = whole.iter().fold(0.0f32, |a, x| a.max(x.abs()));
-        let difference = logits.iter().zip(&whole).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
-        let bound = if recipe.packs_activations() { quantized_bound(Precision::Bf16) } else { 4e-2 };
-        assert!(difference <= bound * largest, "{recipe:?}: {difference} of {largest}");
-        decoded_together_as_alone(&model, &ids, &format!("{recipe:?}, {bf16_blocks} blocks in bf16"));
+        for format in [CacheFormat::Computed, CacheFormat::E4m3] {
+            let model = model.clone().with_cache(format);
+            let label = format!("{recipe:?}, {bf16_blocks} blocks in bf16, {format:?}");
+            let whole = Session::new(&model, 200).unwrap().read(&ids).unwrap();
+            let mut session = Session::new(&model, 200).unwrap();
+            let logits = ids.iter().map(|id| session.read(&[*id]).unwrap()).last().unwrap();
+            let bound = if recipe.packs_activations() { quantized_bound(Precision::Bf16) } else { 4e-2 };
+            // A number that differs in its last bit may be kept as a neighboring byte.
+            let bound = if format == CacheFormat::E4m3 { bound.max(0.1) } else { bound };
+            let difference = apart(&logits, &whole);
+            assert!(difference <= bound, "{label}: {difference}");
+            decoded_together_as_alone(&model, &ids, &label);
+        }
     }
 }
 
 /// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit, also if another sequence in their
-/// midst reads a prompt. The copies of the caches that decode alone do not change those that are left.
+/// midst reads a prompt. What a sequence has decoded alone, it forgets before it decodes the same with the others.
 fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
     let (config, device) = (model.config(), model.device());
     let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, usize)]| {
         to_host(model.forward_cached(ids_tensor(&[ids], config, &device).unwrap(), sequences)).unwrap()
     };
+    let pool = model.pool(18 * 128).unwrap();
     let read = |n: usize| {
-        let (prompt, mut cache) =
-            (&ids[n..n + 1 + 7 * n % 90], KvCache::new(config, 120, model.spec().precision.dtype(), &device));
+        let (prompt, mut cache) = (&ids[n..n + 1 + 7 * n % 90], pool.cache(&[], 120).unwrap());
         hidden(prompt.to_vec(), &mut [(&mut cache, prompt.len())]);
         cache
     };
     let mut caches: Vec<KvCache<B>> = (0..18).map(read).collect();
     for step in 0..3 {
         let new: Vec<u32> = (0..18).map(|n| (n * 13 + step * 7) % 320).collect();
-        let alone: Vec<Vec<f32>> =
-            caches.iter().zip(&new).map(|(cache, id)| hidden(vec![*id], &mut [(&mut cache.clone(), 1)])).collect();
-        let mut reader = KvCache::new(config, 120, model.spec().precision.dtype(), &device);
+        let decoded_alone = |(cache, id): (&mut KvCache<B>, &u32)| {
+            let hidden = hidden(vec![*id], &mut [(&mut *cache, 1)]);
+            cache.rewind(cache.tokens() - 1);
+            hidden
+        };
+        let alone: Vec<Vec<f32>> = caches.iter_mut().zip(&new).map(decoded_alone).collect();
+        let mut reader = model.pool(120).unwrap().cache(&[], 120).unwrap();
         let mut sequences: Vec<_> = caches.iter_mut().map(|cache| (cache, 1)).collect();
         let mut together = if step == 1 {
             let prompt = &ids[..5];
@@ -106,6 +115,12 @@ fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], lab
             assert!(together == alone, "{label}: sequence {n} of step {step} is another one beside others");
         }
     }
+}
+
+/// The largest difference of two lists of logits, as a share of the largest of the second list.
+fn apart(found: &[f32], expected: &[f32]) -> f32 {
+    let largest = expected.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+    found.iter().zip(expected).fold(0.0f32, |most, (a, b)| most.max((a - b).abs())) / largest
 }
 
 /// The dense file of a fixture and an NVFP4 one that the program made of it.
@@ -127,13 +142,30 @@ fn same_in_chunks<B: Nvfp4Kernels>(model: &Qwen3<B>, bound: f32, label: &str) {
     let tensor = ids_tensor(std::slice::from_ref(&ids), model.config(), &model.device()).unwrap();
     let uncached = model.forward(tensor, |_| {});
     let whole = to_host(model.logits(uncached.narrow(0, 22, 1))).unwrap();
-    let largest = whole.iter().fold(0.0f32, |a, x| a.max(x.abs()));
     for chunk in [23, 5, 1] {
         let mut session = Session::new(model, 32).unwrap();
         let logits = ids.chunks(chunk).map(|part| session.read(part).unwrap()).last().unwrap();
         assert_eq!(session.tokens(), 23);
-        let difference = logits.iter().zip(&whole).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
-        assert!(difference <= bound * largest, "{label}, chunks of {chunk}: {difference} of {largest}");
+        let difference = apart(&logits, &whole);
+        assert!(difference <= bound, "{label}, chunks of {chunk}: {difference}");
+    }
+    in_bytes(&model.clone().with_cache(CacheFormat::E4m3), &ids, &whole, bound, label);
+}
+
+/// With a cache of 8-bit numbers, a prompt in one piece, in chunks and token by token has logits within a bound of each other, and
+/// within the error of four significant bits of those of a cache that rounds nothing.
+fn in_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], exact: &[f32], bound: f32, label: &str) {
+    let in_chunks = |chunk: usize| {
+        let mut session = Session::new(model, 32).unwrap();
+        ids.chunks(chunk).map(|part| session.read(part).unwrap()).last().unwrap()
+    };
+    let whole = in_chunks(23);
+    let difference = apart(&whole, exact);
+    assert!((1e-4..0.25f32.max(bound)).contains(&difference), "{label}: {difference}");
+    for chunk in [5, 1] {
+        // A number that differs in its last bit may be kept as a neighboring byte.
+        let (difference, bound) = (apart(&in_chunks(chunk), &whole), bound.max(0.02));
+        assert!(difference <= bound, "{label}, 8 bits, chunks of {chunk}: {difference}");
     }
 }
 

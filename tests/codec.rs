@@ -2,8 +2,8 @@
 //! and the casts of kernels equal the scalar ones, bit for bit.
 
 use crate::support::{Cube, Random, floats, golden_bytes, host, on_gpu, supports, words};
-use backend_nvfp4::reference;
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use backend_nvfp4::{Nvfp4Kernels, reference};
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_cubecl::{CubeRuntime, tensor::CubeTensor};
 use half::{bf16, f16};
 use kernels_cubecl::{
@@ -85,6 +85,33 @@ fn check<R: CubeRuntime>() {
         let same = y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan();
         assert!(same, "code {code} with scale {scale:#04x} is {y:e}, expected {expected:e}");
     }
+}
+
+/// Every number becomes the byte that the reference makes of it, and every byte the number.
+#[test]
+fn kernels_keep_numbers_as_the_bytes_of_the_scalar_casts() {
+    fn check<R: CubeRuntime>() {
+        let device = R::Device::default();
+        let mut inputs: Vec<f32> = encoder_inputs().into_iter().map(f32::from_bits).collect();
+        inputs.resize(inputs.len().next_multiple_of(4), 1.0);
+        let numbers = Tensor::<Cube<R>, 2>::from_data(TensorData::new(inputs.clone(), [inputs.len() / 4, 4]), &device);
+        let bytes = Cube::<R>::e4m3_encode(numbers.into_primitive().tensor());
+        let found: Vec<u32> = Tensor::<Cube<R>, 2, Int>::from_primitive(bytes).into_data().iter().collect();
+        for (x, byte) in inputs.iter().zip(found.into_iter().flat_map(u32::to_le_bytes)) {
+            assert_eq!(byte, reference::e4m3_encode(*x), "the bits {:#010x} = {x:e}", x.to_bits());
+        }
+        let all: Vec<u32> =
+            (0..=255u8).collect::<Vec<_>>().as_chunks().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+        let words = words::<Cube<R>>(all, &device).reshape([16, 4]).into_primitive();
+        let decoded =
+            Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(Cube::<R>::e4m3_decode(words, DType::F32)));
+        for (byte, y) in host(decoded).into_iter().enumerate() {
+            let expected = reference::e4m3_decode(byte as u8);
+            let same = y.to_bits() == expected.to_bits() || y.is_nan() && expected.is_nan();
+            assert!(same, "byte {byte:#04x} is {y:e}, expected {expected:e}");
+        }
+    }
+    on_gpu!(check);
 }
 
 /// Codes and scales of rows of 16 values. A kernel finds two factors from the largest value of a tensor: the first makes a

@@ -74,7 +74,8 @@ fn other_candidates<R: CubeRuntime>() {
         let mut session = Session::new(&model, 20).unwrap();
         session.answer(&prompt, options, |_| ControlFlow::Continue(())).unwrap().ids
     });
-    let mut sessions = all.each_ref().map(|_| Session::new(&model, 20).unwrap());
+    let pool = model.pool(4 * 32).unwrap();
+    let mut sessions = all.each_ref().map(|_| Session::of_pool(&model, &pool, &[], 20).unwrap());
     let mut answers: Vec<Answering> = sessions
         .iter_mut()
         .zip(&all)

@@ -33,7 +33,8 @@ fn alone(model: &Qwen3<Cpu>, (prompt, options): &Request) -> Generation {
 
 /// Answers requests together. One more joins at each step.
 fn together(model: &Qwen3<Cpu>, requests: &[Request]) -> Vec<Generation> {
-    let mut sessions: Vec<_> = requests.iter().map(|_| Session::new(model, 800).unwrap()).collect();
+    let pool = model.pool(requests.len() * 800).unwrap();
+    let mut sessions: Vec<_> = requests.iter().map(|_| Session::of_pool(model, &pool, &[], 800).unwrap()).collect();
     let begin = |(session, (prompt, options)): (&mut Session<'_, Cpu>, &Request)| {
         Answering::new(session, prompt, options).unwrap()
     };

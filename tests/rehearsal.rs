@@ -7,7 +7,7 @@ use crate::support::{
     files::{F32, demo_file, ok},
     skipped_for,
 };
-use backend_nvfp4::{DeviceServices, MasterKind, Nvfp4Kernels, Precision, Recipe};
+use backend_nvfp4::{CacheFormat, DeviceServices, MasterKind, Nvfp4Kernels, Precision, Recipe};
 use clap::Parser;
 use cubecl::{Runtime, ir::DeviceProperties};
 use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache};
@@ -170,7 +170,7 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         let made: BTreeSet<u128> = keys(&outline).union(&keys(&loaded)).copied().collect();
         for prompt in [1, 20, 700, 1024 - 3] {
             let expected = Expected { steps: vec![vec![prompt]], together: 1 };
-            let job = FirstAnswers { stored: &stored, recipe, expected };
+            let job = FirstAnswers { stored: &stored, recipe, cache: CacheFormat::Computed, expected };
             let rehearsed = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
             let answered = launches(false, Some(prompt));
             // How many units fill a buffer depends on its length, and a rehearsal has a short answer besides.
@@ -184,7 +184,12 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
             assert_eq!(rehearsed, answered, "{file}, {}, {prompt} tokens", recipe.name());
         }
         // Five answers end one after another: there are forms for one, two, four and eight tokens.
-        let job = FirstAnswers { stored: &stored, recipe, expected: Expected { steps: vec![], together: 5 } };
+        let job = FirstAnswers {
+            stored: &stored,
+            recipe,
+            cache: CacheFormat::Computed,
+            expected: Expected { steps: vec![], together: 5 },
+        };
         let together = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
         let kinds = if file == "r/final" { 2 } else { 1 };
         assert_eq!(count(&together, "decoder_block"), 4 * kinds, "{file}, {}", recipe.name());

@@ -6,17 +6,22 @@ use crate::{
     kept::Kept,
     ops::LinearLayer,
 };
-use burn::tensor::{backend::Backend, ops::FloatTensor};
+use burn::tensor::{
+    backend::Backend,
+    ops::{FloatTensor, IntTensor},
+};
+pub use kernels_cubecl::decoder::PAGE;
 
-/// A transformer block, and the caches of the sequences.
+/// A transformer block, and what it keeps of past tokens.
 #[derive(Debug, Clone)]
 pub struct DecodeBlock<B: Backend> {
     /// The weights of the norms in f32: before attention `[D]`, of queries and of keys `[E]`, before the MLP `[D]`.
     pub norms: [FloatTensor<B>; 4],
     /// q, k, v, o, gate, up and down.
     pub layers: [LinearLayer<B>; 7],
-    /// Keys and values of each sequence, all kept in one format.
-    pub caches: Vec<[Kept<B>; 2]>,
+    /// Keys and values of the tokens of all sequences, kept in one format. They are updated in place when nothing else holds
+    /// them.
+    pub kept: [Kept<B>; 2],
 }
 
 /// The new tokens, one of each sequence, and what all blocks share.
@@ -24,7 +29,10 @@ pub struct DecodeBlock<B: Backend> {
 pub struct DecodeTokens<B: Backend> {
     /// The angles of each token.
     pub rotary: Rotary<B>,
-    /// Number of tokens that the cache of each sequence holds. The new token is written behind them.
+    /// The pages of each sequence in the order of its tokens, U32 `[M, n]`. Page p has the [`PAGE`] rows of what is kept from
+    /// row `PAGE * p` on.
+    pub pages: IntTensor<B>,
+    /// Number of tokens that each sequence has. The new token is written behind them, to a page that no other sequence has.
     pub pasts: Vec<usize>,
     /// The sizes of attention.
     pub attention: AttentionSpec,

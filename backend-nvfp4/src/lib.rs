@@ -49,7 +49,7 @@ mod straight_through;
 
 pub use attention::{AttentionSpec, Documents, Rotary};
 pub use autodiff::TrainingBackend;
-pub use decode::{DecodeBlock, DecodeTokens};
+pub use decode::{DecodeBlock, DecodeTokens, PAGE};
 pub use error::Nvfp4Error;
 pub use kept::{CacheFormat, Kept};
 pub use kernels::{

@@ -5,8 +5,8 @@ use crate::{
     model::{Qwen3, below_each_other},
     rope::rotary,
 };
-use backend_nvfp4::{DecodeBlock, DecodeTokens, Nvfp4Kernels, decode_blocks};
-use burn::tensor::{Int, Tensor, backend::Backend};
+use backend_nvfp4::{DecodeBlock, DecodeTokens, Kept, Nvfp4Kernels, decode_blocks};
+use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
     /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
@@ -36,12 +36,12 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         }
         let (singles, others): (Vec<_>, Vec<_>) =
             rows_of_each(&h_MD, &counts).into_iter().partition(|rows| is_single(&rows.dims()[0]));
-        let (mut one, mut several): (Vec<_>, Vec<_>) =
+        let (one, several): (Vec<_>, Vec<_>) =
             sequences.iter_mut().map(|(cache, tokens)| (&mut **cache, *tokens)).partition(|(_, tokens)| *tokens == 1);
-        let Some(decoded) = self.decode(&below_each_other(singles), &mut one) else {
+        let Some(decoded) = self.decode(&below_each_other(singles), &one) else {
             return self.block_by_block(h_MD, sequences);
         };
-        let read = self.block_by_block(below_each_other(others), &mut several);
+        let read = self.block_by_block(below_each_other(others), &several);
         let counts_read: Vec<usize> = several.iter().map(|(_, tokens)| *tokens).collect();
         let mut read = rows_of_each(&read, &counts_read).into_iter();
         let mut decoded = rows_of_each(&decoded, &vec![1; one.len()]).into_iter();
@@ -50,9 +50,11 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
     }
 
     /// Maps the embeddings `[M, D]` of one new token of each sequence to hidden states `[M, D]`, and appends keys and values to
-    /// the caches. `None` if a sequence has more than one new token, or the backend has no such operation for this model.
-    fn decode(&self, h_MD: &Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Option<Tensor<B, 2>> {
-        if sequences.iter().any(|(_, tokens)| *tokens != 1) {
+    /// the caches. `None` if a sequence has more than one new token, not all have their pages in one pool, or the backend has no
+    /// such operation for this model.
+    fn decode(&self, h_MD: &Tensor<B, 2>, sequences: &[(&mut KvCache<B>, usize)]) -> Option<Tensor<B, 2>> {
+        let pool = sequences.first()?.0.pool().clone();
+        if sequences.iter().any(|(cache, tokens)| *tokens != 1 || !cache.pool().is(&pool)) {
             return None;
         }
         let config = self.config();
@@ -60,22 +62,32 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         let positions = pasts.iter().map(|past| *past as u32).collect();
         let tokens = DecodeTokens {
             rotary: rotary::<B>(positions, config.head_dim, config.rope_theta, &self.device()),
+            pages: self.pages_of_each(sequences).into_primitive(),
             pasts,
             attention: self.attention_spec(),
             eps: config.rms_norm_eps,
         };
-        let mut blocks: Vec<_> = (0..self.layers.len()).map(|i| self.decode_block(i, sequences)).collect();
+        let mut blocks: Vec<_> = (0..self.layers.len()).map(|i| self.decode_block(i, pool.take(i))).collect();
         let decoded = decode_blocks(h_MD.clone(), &mut blocks, &tokens);
-        for (i, block) in blocks.into_iter().enumerate() {
-            for ((cache, _), [k, v]) in sequences.iter_mut().zip(block.caches) {
-                cache.layer(i).put([k, v]);
-            }
-        }
+        blocks.into_iter().enumerate().for_each(|(i, block)| pool.put(i, block.kept));
         decoded
     }
 
-    /// Block `i` as the operation takes it. The caches of its layer are empty until they are put back.
-    fn decode_block(&self, i: usize, sequences: &mut [(&mut KvCache<B>, usize)]) -> DecodeBlock<B> {
+    /// The pages of each sequence, `[M, n]`. Shorter rows end with pages that are not read.
+    fn pages_of_each(&self, sequences: &[(&mut KvCache<B>, usize)]) -> Tensor<B, 2, Int> {
+        let most = sequences.iter().map(|(cache, _)| cache.pages().len()).max().unwrap_or(0);
+        let row = |(cache, _): &(&mut KvCache<B>, usize)| -> Vec<u32> {
+            let pages = cache.pages().iter().map(|page| *page as u32);
+            pages.chain(std::iter::repeat(0)).take(most).collect()
+        };
+        let all: Vec<u32> = sequences.iter().flat_map(row).collect();
+        // Uploaded flat: CUDA pads the rows of a matrix.
+        let data = TensorData::new(all, [sequences.len() * most]);
+        Tensor::<B, 1, Int>::from_data(data, (&self.device(), DType::U32)).reshape([sequences.len(), most])
+    }
+
+    /// Block `i` as the operation takes it, with what is kept for it.
+    fn decode_block(&self, i: usize, kept: [Kept<B>; 2]) -> DecodeBlock<B> {
         let block = &self.layers[i];
         let (attention, mlp) = (&block.self_attn, &block.mlp);
         let spec = self.spec_of_block(self.spec().each_row(), i);
@@ -92,7 +104,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         DecodeBlock {
             norms: norms.map(|norm| norm.val().into_primitive().tensor()),
             layers: layers.map(|layer| layer.operation(spec)),
-            caches: sequences.iter_mut().map(|(cache, _)| cache.layer(i).take()).collect(),
+            kept,
         }
     }
 }

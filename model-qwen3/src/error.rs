@@ -99,7 +99,9 @@ pub enum ModelError {
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     /// A cache of 8-bit numbers cannot hold a token of this model.
-    #[error("a token has {width} key numbers, but a cache of 8-bit numbers takes a multiple of 4; leave --kv-cache-dtype out")]
+    #[error(
+        "a token has {width} key numbers, but a cache of 8-bit numbers takes a multiple of 4; leave --kv-cache-dtype out"
+    )]
     CacheWidth {
         /// The key numbers of a token.
         width: usize,

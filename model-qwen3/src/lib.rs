@@ -6,7 +6,7 @@
 //! | [`config`] | config.json, checked |
 //! | [`model`] | attention, MLP, block, model |
 //! | [`rope`] | rotary position angles |
-//! | [`kv_cache`] | keys and values of past tokens |
+//! | [`kv_cache`], `pages` | keys and values of past tokens; which page holds which |
 //! | [`calibration`] | the largest magnitudes of what linear layers read |
 //! | [`weights`] | a model's tensors: loaded, drawn at random, listed, replaced |
 //! | [`names`] | how checkpoints spell the names of tensors |
@@ -65,6 +65,7 @@ pub mod loss;
 mod maxima;
 pub mod model;
 pub mod names;
+mod pages;
 mod pieces;
 pub mod repack;
 pub mod rope;

@@ -8,14 +8,14 @@ use crate::{
     ModelError,
     calibration::InputMaxima,
     config::Qwen3Config,
-    kv_cache::{KvCache, LayerCache},
+    kv_cache::{KvCache, KvPool},
     loss::cross_entropy_sum,
     names,
     rope::rotary,
 };
 use backend_nvfp4::{
-    Activations, AttentionSpec, CacheFormat, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Recipe, Rotary, Stream,
-    cached_attention, linears, ops,
+    Activations, AttentionSpec, CacheFormat, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Recipe,
+    Rotary, Stream, cached_attention, linears, ops,
 };
 use burn::{
     module::{Module, Param},
@@ -305,28 +305,28 @@ impl<B: Nvfp4Backend> Qwen3<B> {
 }
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
-    /// An empty cache with room for `capacity` tokens.
+    /// A pool with room for `tokens` tokens of all sequences together.
     ///
     /// # Errors
-    /// If its format does not take the sizes of the model.
-    pub fn cache(&self, capacity: usize) -> Result<KvCache<B>, ModelError> {
+    /// If the format of caches does not take the sizes of the model.
+    pub fn pool(&self, tokens: usize) -> Result<KvPool<B>, ModelError> {
         let Info { config, spec, cache, .. } = &self.info;
-        KvCache::new(config, capacity, *cache, spec.precision.dtype(), &self.device())
+        KvPool::new(config, tokens, *cache, spec.precision.dtype(), &self.device())
     }
 
     /// Computes the blocks one after another, each by separate operations.
     pub(crate) fn block_by_block(
         &self,
         mut h_MD: Tensor<B, 2>,
-        sequences: &mut [(&mut KvCache<B>, usize)],
+        sequences: &[(&mut KvCache<B>, usize)],
     ) -> Tensor<B, 2> {
         let places: Vec<Places> =
             sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.tokens())).collect();
         let ctx = self.context(&places);
         let ctx = Context { spec: ctx.spec.each_row(), ..ctx };
+        let caches: Vec<&KvCache<B>> = sequences.iter().map(|(cache, _)| &**cache).collect();
         for (i, block) in self.layers.iter().enumerate() {
-            let mut caches: Vec<_> = sequences.iter_mut().map(|(cache, _)| cache.layer(i)).collect();
-            h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), &mut caches);
+            h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), &caches);
         }
         h_MD
     }
@@ -338,29 +338,24 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
 }
 
 impl<B: Nvfp4Kernels> Block<B> {
-    fn forward_cached(&self, x_MD: Tensor<B, 2>, ctx: &Context<B>, caches: &mut [&mut LayerCache<B>]) -> Tensor<B, 2> {
+    fn forward_cached(&self, x_MD: Tensor<B, 2>, ctx: &Context<B>, caches: &[&KvCache<B>]) -> Tensor<B, 2> {
         self.around(x_MD, ctx, |n_MD| self.self_attn.forward_cached(n_MD, ctx, caches))
     }
 }
 
 impl<B: Nvfp4Kernels> Attention<B> {
-    fn forward_cached(
-        &self,
-        x_MD: Activations<B>,
-        ctx: &Context<B>,
-        caches: &mut [&mut LayerCache<B>],
-    ) -> Tensor<B, 2> {
+    fn forward_cached(&self, x_MD: Activations<B>, ctx: &Context<B>, caches: &[&KvCache<B>]) -> Tensor<B, 2> {
         let qkv_M = self.project(x_MD, ctx);
         let mut first = 0;
-        let mut attend = |(cache, documents): (&mut &mut LayerCache<B>, &Documents<B>)| {
+        let attend = |(cache, documents): (&&KvCache<B>, &Documents<B>)| {
             let tokens = first..first + documents.tokens();
             first = tokens.end;
             // The linear layers take the tokens of all sequences together. Attention takes one sequence after another.
             let [q_THE, k_TGE, v_TGE] = qkv_M.each_ref().map(|x| x.clone().slice(tokens.clone()));
-            let (k_SGE, v_SGE) = cache.append(k_TGE, v_TGE, documents.past);
+            let [k_SGE, v_SGE] = cache.append(ctx.block, [k_TGE, v_TGE]);
             cached_attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
         };
-        let y: Vec<_> = caches.iter_mut().zip(ctx.documents.iter()).map(&mut attend).collect();
+        let y: Vec<_> = caches.iter().zip(ctx.documents.iter()).map(attend).collect();
         ctx.projected(&self.o_proj, below_each_other(y))
     }
 }
@@ -375,7 +370,13 @@ impl<B: Backend> Qwen3<B> {
         norm: Param<Tensor<B, 1>>,
         lm_head: Option<Nvfp4Linear<B>>,
     ) -> Self {
-        Self { embed_tokens, layers, norm, lm_head, info: Info { config, spec, bf16_last_blocks: 0, cache: CacheFormat::Computed } }
+        Self {
+            embed_tokens,
+            layers,
+            norm,
+            lm_head,
+            info: Info { config, spec, bf16_last_blocks: 0, cache: CacheFormat::Computed },
+        }
     }
 
     /// The sizes of the model.

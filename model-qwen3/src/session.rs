@@ -4,7 +4,7 @@
 
 use crate::{
     ModelError,
-    kv_cache::KvCache,
+    kv_cache::{KvCache, KvPool},
     model::{Qwen3, below_each_other, ids_tensor},
     sampling::{self, Logprobs, Sampling},
     weights::to_host,
@@ -80,7 +80,22 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         if capacity > limit {
             return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });
         }
-        Ok(Self { model, cache: model.cache(capacity)?, ids: vec![] })
+        let cache = model.pool(capacity)?.cache(&[], capacity).expect("a new pool has room for its tokens");
+        Ok(Self { model, cache, ids: vec![] })
+    }
+
+    /// A session with room for `capacity` tokens of a pool, which is to read `prompt`: it holds what the pool remembers of the
+    /// prompt. `None` if the pool has no room now.
+    pub fn of_pool(model: &'a Qwen3<B>, pool: &KvPool<B>, prompt: &[u32], capacity: usize) -> Option<Self> {
+        let cache = pool.cache(prompt, capacity)?;
+        let ids = prompt[..cache.tokens()].to_vec();
+        Some(Self { model, cache, ids })
+    }
+
+    /// Makes the pool of the session remember the tokens that it has read, for sessions whose prompts begin like them: all of
+    /// them if the session has `ended`, so that it reads no more.
+    pub fn remember(&self, ended: bool) {
+        self.cache.remember(&self.ids, ended);
     }
 
     /// Number of tokens in the cache.
@@ -134,9 +149,11 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         self.rewind(0);
     }
 
-    fn rewind(&mut self, len: usize) {
-        self.cache.rewind(len);
-        self.ids.truncate(len);
+    /// Forgets all tokens but the first `len`, and returns how many are left.
+    fn rewind(&mut self, len: usize) -> usize {
+        let left = self.cache.rewind(len);
+        self.ids.truncate(left);
+        left
     }
 }
 
@@ -169,8 +186,7 @@ impl Answering {
         if prompt.is_empty() {
             return Err(ModelError::Tokenizer("the prompt has no tokens".into()));
         }
-        let read = session.cached(prompt);
-        session.rewind(read);
+        let read = session.rewind(session.cached(prompt));
         Ok(Self {
             ids: prompt.to_vec(),
             read,

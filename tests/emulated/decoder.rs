@@ -6,7 +6,7 @@ use crate::support::Random;
 use backend_nvfp4::reference;
 use half::bf16;
 use kernels_cubecl::decoder::{
-    ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight, decoder_block_in,
+    ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight, decoder_block_in,
 };
 
 /// Everything about a launch that its text depends on, and the pasts of its tokens.
@@ -19,6 +19,25 @@ pub(super) struct Case {
     cubes: usize,
     /// The size of keys in the caches. Of large ones, a few have nearly all the weight.
     keys: f64,
+    /// How caches keep their numbers.
+    kept: Kept,
+}
+
+/// How caches keep their numbers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kept {
+    Bf16,
+    Bytes,
+}
+
+impl Kept {
+    /// The number that a cache keeps of this one.
+    fn number(self, x: f64) -> f64 {
+        match self {
+            Self::Bf16 => round(x),
+            Self::Bytes => f64::from(reference::e4m3_decode(reference::e4m3_encode(x as f32))),
+        }
+    }
 }
 
 const SHAPE: DecoderShape =
@@ -26,13 +45,26 @@ const SHAPE: DecoderShape =
 
 /// One token whose keys are in two shares.
 pub(super) fn one(packed: bool, rounded: ActivationRounding) -> Case {
-    Case { shape: SHAPE, pasts: vec![70], packed, rounded, cubes: 3, keys: 1.0 }
+    Case { shape: SHAPE, pasts: vec![70], packed, rounded, cubes: 3, keys: 1.0, kept: Kept::Bf16 }
 }
 
 /// One token with so many keys that a warp takes several times 16 of them.
 pub(super) fn long() -> Case {
     let shape = DecoderShape { heads: 4, kv_heads: 1, ..SHAPE };
-    Case { shape, pasts: vec![5000], packed: false, rounded: ActivationRounding::Not, cubes: 3, keys: 5.0 }
+    Case {
+        shape,
+        pasts: vec![5000],
+        packed: false,
+        rounded: ActivationRounding::Not,
+        cubes: 3,
+        keys: 5.0,
+        kept: Kept::Bf16,
+    }
+}
+
+/// The same with caches of bytes.
+pub(super) fn bytes() -> Case {
+    Case { kept: Kept::Bytes, pasts: vec![70, 3], ..one(true, ActivationRounding::Not) }
 }
 
 /// 1, 2, 4, 8 and 16 places for tokens, short and long pasts, every way to round activations, packed and dense weights, and
@@ -43,8 +75,13 @@ pub(super) fn every(gpu: &Gpu) {
     }
     expect(gpu, &one(false, ActivationRounding::Not));
     expect(gpu, &long());
+    expect(gpu, &bytes());
+    expect(gpu, &Case { kept: Kept::Bytes, ..long() });
     let wide = DecoderShape { heads: 6, kv_heads: 1, head_dim: 128, ..SHAPE };
-    expect(gpu, &Case { shape: wide, pasts: vec![0, 131], cubes: 5, ..one(true, ActivationRounding::Not) });
+    for kept in [Kept::Bf16, Kept::Bytes] {
+        let wide = Case { shape: wide, pasts: vec![0, 131], cubes: 5, kept, ..one(true, ActivationRounding::Not) };
+        expect(gpu, &wide);
+    }
     let small = DecoderShape { heads: 4, kv_heads: 4, ..SHAPE };
     expect(gpu, &Case { shape: small, pasts: vec![3, 0, 40], cubes: 2, ..one(true, ActivationRounding::Not) });
     let many = DecoderShape { heads: 16, kv_heads: 1, ..SHAPE };
@@ -84,13 +121,26 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let angles: Vec<f64> = (0..tokens * head_dim / 2).map(|_| f64::from(random.normal())).collect();
     let table = |f: fn(f64) -> f64| gpu.put(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), F32);
     let (cosines, sines) = (table(f64::cos), table(f64::sin));
-    let mut cache = |past: usize, size: f64| {
-        let mut values: Vec<f64> = (0..past * keys).map(|_| f64::from(random.normal()) * size).collect();
+    // The sequences have pages in turn, the last pages first, and two pages belong to none.
+    let each = case.pasts.iter().max().map_or(0, |past| past / PAGE + 1);
+    let page = |token: usize, n: usize| (each - 1 - n) * tokens + token + 1;
+    let row = |token: usize, n: usize| (page(token, n / PAGE) * PAGE + n % PAGE) * keys;
+    let mut cache = |size: f64| {
         // What is behind the past must not be read.
-        values.resize((past + 2) * keys, f64::NAN);
-        gpu.put(&values, BF16)
+        let mut values = vec![f64::NAN; (each * tokens + 2) * PAGE * keys];
+        for (token, past) in case.pasts.iter().enumerate() {
+            for n in 0..*past {
+                let numbers = std::iter::repeat_with(|| case.kept.number(f64::from(random.normal()) * size));
+                values.splice(row(token, n)..row(token, n) + keys, numbers.take(keys));
+            }
+        }
+        match case.kept {
+            Kept::Bf16 => gpu.put(&values, BF16),
+            Kept::Bytes => gpu.put_bytes(&values),
+        }
     };
-    let caches: Vec<[Data; 2]> = case.pasts.iter().map(|past| [cache(*past, case.keys), cache(*past, 1.0)]).collect();
+    let caches = [cache(case.keys), cache(1.0)];
+    let table: Vec<u32> = (0..tokens).flat_map(|token| (0..each).map(move |n| page(token, n) as u32)).collect();
     let y = gpu.room(tokens * hidden, BF16);
     let weight = |m: &Matrix| match m {
         Matrix::Packed(w) => Weight::Packed(w.args()),
@@ -104,31 +154,45 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
         rotary: [cosines.arg(), sines.arg(), gpu.indices(&lines)],
         weights: std::array::from_fn(|n| weight(&matrices[n])),
         rounded: [case.rounded; 4],
-        caches: (caches.iter().zip(&case.pasts))
-            .map(|([k, v], past)| Cache { keys: k.arg(), values: v.arg(), past: *past })
-            .collect(),
+        caches: Caches {
+            keys: caches[0].arg(),
+            values: caches[1].arg(),
+            bytes: case.kept == Kept::Bytes,
+            pages: gpu.indices(&table),
+            pasts: case.pasts.clone(),
+        },
     };
     let scratch = Scratch::new(&gpu.client, case.shape, tokens);
     decoder_block_in(&gpu.client, block, &scratch, case.cubes).map_err(|e| e.to_string())?;
     let model = Model { case, norms: &norms, matrices: &matrices };
-    let result = gpu.read(&y)?;
+    let (result, mut new) = (gpu.read(&y)?, Vec::new());
     for (token, past) in case.pasts.iter().enumerate() {
         let line = lines[token] as usize * head_dim / 2;
         let angle = |table: &Data| table.values[line..line + head_dim / 2].to_vec();
+        let past_of = |cache: &Data| -> Vec<f64> {
+            (0..*past).flat_map(|n| &cache.values[row(token, n)..row(token, n) + keys]).copied().collect()
+        };
         let exact = model.token(
             &x.values[token * hidden..(token + 1) * hidden],
             [angle(&cosines), angle(&sines)],
-            caches[token].each_ref().map(|c| &c.values[..past * keys]),
+            caches.each_ref().map(past_of).each_ref().map(Vec::as_slice),
         );
         near(&format!("token {token}"), &result[token * hidden..(token + 1) * hidden], &exact.y)?;
-        for (name, data, new) in [("key", &caches[token][0], &exact.key), ("value", &caches[token][1], &exact.value)] {
-            let stored = gpu.read(data)?;
-            near(&format!("new {name} of token {token}"), &stored[past * keys..(past + 1) * keys], new)?;
-            let others = stored.iter().zip(&data.values).enumerate().filter(|(n, _)| n / keys != *past);
-            for (n, (now, before)) in others {
-                if now.to_bits() != before.to_bits() {
-                    return Err(format!("{name} {n} of token {token} was {before} and is {now}"));
-                }
+        new.push([exact.key, exact.value]);
+    }
+    for (n, (name, data)) in [("key", &caches[0]), ("value", &caches[1])].into_iter().enumerate() {
+        let stored = gpu.read(data)?;
+        let mut others = data.values.clone();
+        for (token, past) in case.pasts.iter().enumerate() {
+            let row = row(token, *past);
+            // The nearest byte of a number may be another one where the number differs in its last bit.
+            let allowed = if case.kept == Kept::Bytes { 0.2 } else { 0.02 };
+            within(&format!("new {name} of token {token}"), &stored[row..row + keys], &new[token][n], allowed)?;
+            others.splice(row..row + keys, stored[row..row + keys].iter().copied());
+        }
+        for (at, (now, before)) in stored.iter().zip(&others).enumerate() {
+            if now.to_bits() != before.to_bits() {
+                return Err(format!("{name} {at} was {before} and is {now}"));
             }
         }
     }
@@ -137,13 +201,18 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
 
 /// An error unless each value is near its exact one, measured by the size of all.
 fn near(what: &str, got: &[f64], exact: &[f64]) -> Result<(), String> {
+    within(what, got, exact, 0.02)
+}
+
+/// An error unless no value is farther from its exact one than this share of the size of all.
+fn within(what: &str, got: &[f64], exact: &[f64], allowed: f64) -> Result<(), String> {
     let rms = (exact.iter().map(|x| x * x).sum::<f64>() / exact.len() as f64).sqrt();
     let worst = got
         .iter()
         .zip(exact)
         .map(|(a, b)| (a - b).abs() / rms)
         .fold(0.0, |worst: f64, x| if x.is_nan() { f64::INFINITY } else { worst.max(x) });
-    if worst > 0.02 { Err(format!("{what}: value is wrong by {worst} of the usual size")) } else { Ok(()) }
+    if worst > allowed { Err(format!("{what}: value is wrong by {worst} of the usual size")) } else { Ok(()) }
 }
 
 enum Matrix {
@@ -201,7 +270,8 @@ impl Model<'_> {
             };
             x.chunks_exact(head_dim).flat_map(head).collect()
         };
-        let (q, key) = (rotated(&q, 1), rotated(&k, 2));
+        let kept = |x: Vec<f64>| x.into_iter().map(|x| self.case.kept.number(x)).collect::<Vec<_>>();
+        let (q, key, value) = (rotated(&q, 1), kept(rotated(&k, 2)), kept(value));
         let (keys, values) = ([keys, &key[..]].concat(), [values, &value[..]].concat());
         let width = kv_heads * head_dim;
         let head = |h: usize| {

@@ -1,6 +1,7 @@
 //! An emulated GPU: its buffers hold numbers, and its results are compared with f64.
 
 use crate::support::{Random, emulator};
+use backend_nvfp4::reference;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::{
@@ -19,6 +20,7 @@ use kernels_cubecl::{
 pub(super) const F32: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F32));
 pub(super) const F16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::F16));
 pub(super) const BF16: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::BF16));
+const E4M3: StorageType = StorageType::Scalar(ElemType::Float(FloatKind::E4M3));
 
 /// The compute capabilities that kernels are made for: A100; H100 and H200; DGX Spark.
 pub(super) const ARCHITECTURES: [u32; 3] = [80, 90, 121];
@@ -65,6 +67,12 @@ impl Gpu {
             _ => DType::F32,
         };
         Data { buffer: self.buffer(&bytes, dtype), values: decoded(&bytes, ty), ty }
+    }
+
+    /// A buffer of E4M3 bytes, which stand for `values`.
+    pub(super) fn put_bytes(&self, values: &[f64]) -> Data {
+        let bytes: Vec<u8> = values.iter().map(|x| reference::e4m3_encode(*x as f32)).collect();
+        Data { buffer: self.buffer(&bytes, DType::U32), values: decoded(&bytes, E4M3), ty: E4M3 }
     }
 
     /// A buffer of normal numbers.
@@ -218,6 +226,7 @@ fn decoded(bytes: &[u8], ty: StorageType) -> Vec<f64> {
     match ty {
         BF16 => bytes.chunks_exact(2).map(|b| bf16::from_bits(short(b)).to_f64()).collect(),
         F16 => bytes.chunks_exact(2).map(|b| f16::from_bits(short(b)).to_f64()).collect(),
+        E4M3 => bytes.iter().map(|byte| f64::from(reference::e4m3_decode(*byte))).collect(),
         _ => bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))).collect(),
     }
 }

@@ -11,7 +11,7 @@ use crate::{
 };
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
-use kernels_cubecl::decoder::{self, ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight};
+use kernels_cubecl::decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, Scratch, Weight};
 use std::ops::Range;
 
 /// See [`Nvfp4Kernels::decode_blocks`].
@@ -35,8 +35,10 @@ where
         let lines = tokens.rotary.positions.clone();
         let lines = if whole { lines } else { B::int_slice(lines, &[rows.clone().into()]) };
         let own = if whole { x.clone() } else { B::float_slice(x.clone(), &[rows.clone().into()]) };
+        let pages = tokens.pages.clone();
+        let pages = into_contiguous(if whole { pages } else { B::int_slice(pages, &[rows.clone().into()]) });
         let scratch = Scratch::new(&x.client, shape, rows.len());
-        let group = Group { rows, lines: into_contiguous(lines), scratch };
+        let group = Group { rows, lines: into_contiguous(lines), pages, scratch };
         let launch = |x, (block, rounded)| group.launch(x, block, rounded, tokens, shape);
         blocks.iter_mut().zip(roundings.iter().copied()).fold(into_contiguous(own), launch)
     };
@@ -49,6 +51,8 @@ struct Group<R: CubeRuntime> {
     rows: Range<usize>,
     /// The line of each token in the tables of angles.
     lines: CubeTensor<R>,
+    /// The pages of each token's sequence.
+    pages: CubeTensor<R>,
     scratch: Scratch,
 }
 
@@ -71,41 +75,42 @@ impl<R: CubeRuntime> Group<R> {
         });
         let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
         let y = empty(&x, dims(&x), x.dtype);
-        let mut caches = Vec::new();
-        for (cache, past) in block.caches[self.rows.clone()].iter_mut().zip(&tokens.pasts[self.rows.clone()]) {
-            let [keys, values] = cache.each_mut().map(|kept| {
-                let (Kept::Computed(x) | Kept::E4m3(x)) = kept;
-                // Nothing else may hold the buffer, so that it is written in place: the result takes its place meanwhile.
-                let taken = std::mem::replace(x, y.clone());
-                *x = writable(taken);
-                arg(x)
-            });
-            caches.push(Cache { keys, values, past: *past });
-        }
+        let [keys, values] = block.kept.each_mut().map(|kept| {
+            let (Kept::Computed(x) | Kept::E4m3(x)) = kept;
+            // Nothing else may hold the buffer, so that it is written in place: the result takes its place meanwhile.
+            let taken = std::mem::replace(x, y.clone());
+            *x = writable(taken);
+            arg(x)
+        });
+        let caches = Caches {
+            keys,
+            values,
+            bytes: matches!(block.kept[0], Kept::E4m3(_)),
+            pages: arg(&self.pages),
+            pasts: tokens.pasts[self.rows.clone()].to_vec(),
+        };
         let rotary = [contiguous(&tokens.rotary.cos), contiguous(&tokens.rotary.sin), arg(&self.lines)];
         let norms = block.norms.each_ref().map(contiguous);
-        let cache_bytes = block.caches.iter().flatten().all(|kept| matches!(kept, Kept::E4m3(_)));
-        let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches, cache_bytes };
+        let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches };
         launched(decoder::decoder_block(&x.client, own, &self.scratch));
         y
     }
 }
 
-/// The sizes of a block, or `None` if the numbers are not bf16, or some caches are kept in another format than others.
+/// The sizes of a block, or `None` if the numbers are not bf16.
 fn shape<B, R>(x: &CubeTensor<R>, block: &DecodeBlock<B>, tokens: &DecodeTokens<B>) -> Option<DecoderShape>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let of_bf16 = |x: &CubeTensor<R>| x.dtype == DType::BF16;
-    let mut kept = block.caches.iter().flatten();
-    let in_bf16 = kept.clone().all(|kept| matches!(kept, Kept::Computed(x) if of_bf16(x)));
-    let in_bytes = kept.all(|kept| matches!(kept, Kept::E4m3(_)));
+    let kept =
+        block.kept.iter().all(|kept| matches!(kept, Kept::E4m3(_)) || matches!(kept, Kept::Computed(x) if of_bf16(x)));
     let [intermediate, _] = match &block.layers[4].weight {
         Operand::Dense(w) => dims(w),
         Operand::Packed(w) => w.dims(),
     };
-    (of_bf16(x) && (in_bf16 || in_bytes)).then(|| DecoderShape {
+    (of_bf16(x) && kept).then(|| DecoderShape {
         hidden: dims(x)[1],
         intermediate,
         heads: tokens.attention.heads,

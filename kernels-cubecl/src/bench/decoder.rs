@@ -6,7 +6,8 @@ use super::{
 };
 use crate::{
     KernelError,
-    decoder::{self, ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight},
+    decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
+    e4m3::BYTES_PER_WORD,
     likeliest,
     matmul::PackedArgs,
 };
@@ -21,8 +22,8 @@ const SETS: usize = 4;
 
 impl<R: Runtime> Bench<'_, R> {
     pub(super) fn decoder(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
-        for (tokens, past) in [(1, 1024), (1, 16_384), (16, 1024)] {
-            self.decoder_block(show, tokens, past)?;
+        for (tokens, past, bytes) in [(1, 1024, false), (1, 16_384, false), (1, 16_384, true), (16, 1024, false)] {
+            self.decoder_block(show, tokens, past, bytes)?;
         }
         for (rows, count) in [(1, 1), (1, 20), (16, 20)] {
             let (x, out) = (self.bytes(rows * VOCABULARY * 4, 1), self.bytes(rows * likeliest::words(count) * 4, 2));
@@ -35,7 +36,13 @@ impl<R: Runtime> Bench<'_, R> {
         Ok(())
     }
 
-    fn decoder_block(&self, show: &mut dyn FnMut(Row), tokens: usize, past: usize) -> Result<(), KernelError> {
+    fn decoder_block(
+        &self,
+        show: &mut dyn FnMut(Row),
+        tokens: usize,
+        past: usize,
+        cache_bytes: bool,
+    ) -> Result<(), KernelError> {
         const NAME: &str = "decoder block";
         if !NAME.contains(self.filter) || !decoder::fits(self.client, SHAPE, tokens) {
             return Ok(());
@@ -61,18 +68,30 @@ impl<R: Runtime> Bench<'_, R> {
         let angles = ones(tokens * head_dim / 2);
         let (lines, global) = (self.words((0..tokens as u32).collect()), self.words(vec![1e-4f32.to_bits()]));
         let (x, y) = (self.values(tokens * hidden), self.values(tokens * hidden));
-        let room = (past + 1) * keys;
-        let caches: Vec<[Data<'_>; 2]> = (0..tokens).map(|_| [self.values(room), self.values(room)]).collect();
+        let pages = (past + 1).div_ceil(PAGE);
+        let (room, size) = (tokens * pages * PAGE * keys, if cache_bytes { 1 } else { BF16.size() });
+        // Zero bytes are zeros in both formats.
+        let caches = [1, 2].map(|n| self.bytes(room * size, n));
+        let table = self.words((0..(tokens * pages) as u32).collect());
         let scratch = Scratch::new(self.client, SHAPE, tokens);
         let weights: usize = sizes.iter().map(|(rows, cols)| rows * cols / 16 * 9).sum();
-        let bytes = (weights + tokens * past * keys * 2 * BF16.size()) as f64;
-        self.row(show, NAME, format!("{tokens} tokens, w4a4, over {past}"), (Some(bytes), None), |i| {
+        let bytes = (weights + tokens * past * keys * 2 * size) as f64;
+        let kept = if cache_bytes { " in 8 bits" } else { "" };
+        self.row(show, NAME, format!("{tokens} tokens, w4a4, over {past}{kept}"), (Some(bytes), None), |i| {
             let weight = |n: usize| {
                 let ((rows, cols), (codes, scales)) = (sizes[n], &sets[i % SETS][n]);
                 let (codes, scales) = (self.arg(codes, rows * cols / 8), self.arg(scales, rows * cols / 16));
                 Weight::Packed(PackedArgs { codes, scales, global: self.arg(&global, 1), rows, cols })
             };
-            let cache = |[k, v]: &[Data<'_>; 2]| Cache { keys: self.arg(k, room), values: self.arg(v, room), past };
+            let len = if cache_bytes { room / BYTES_PER_WORD } else { room };
+            let [keys, values] = caches.each_ref().map(|x| self.arg(x, len));
+            let caches = Caches {
+                keys,
+                values,
+                bytes: cache_bytes,
+                pages: self.arg(&table, tokens * pages),
+                pasts: vec![past; tokens],
+            };
             let block = DecoderBlock {
                 shape: SHAPE,
                 x: self.arg(&x, tokens * hidden),
@@ -85,7 +104,7 @@ impl<R: Runtime> Bench<'_, R> {
                 ],
                 weights: std::array::from_fn(weight),
                 rounded: [ActivationRounding::EachRow; 4],
-                caches: caches.iter().map(cache).collect(),
+                caches,
             };
             decoder::decoder_block(self.client, block, &scratch)
         })

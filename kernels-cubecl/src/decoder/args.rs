@@ -50,14 +50,22 @@ pub enum ActivationRounding {
     },
 }
 
-/// Keys and values of one sequence, `[capacity, G, E]` each.
-pub struct Cache<R: Runtime> {
-    /// The keys.
+/// Tokens of a page of caches.
+pub const PAGE: usize = 16;
+
+/// The keys and values of all sequences, in pages of [`PAGE`] tokens. A page belongs to the sequences that name it.
+pub struct Caches<R: Runtime> {
+    /// The keys, `[rows, G, E]`: a row for each token of each page.
     pub keys: ArrayArg<R>,
-    /// The values.
+    /// The values, likewise.
     pub values: ArrayArg<R>,
-    /// Number of tokens that they hold. The new token is written behind them.
-    pub past: usize,
+    /// Whether both hold E4M3 bytes, four in a u32 word ([`crate::e4m3`]). Else they hold bf16.
+    pub bytes: bool,
+    /// The pages of each sequence in the order of its tokens, u32 `[tokens, n]`. All lie within the keys and values.
+    pub pages: ArrayArg<R>,
+    /// The number of tokens that each sequence has. The new token is written behind them, to a page that no other sequence
+    /// names.
+    pub pasts: Vec<usize>,
 }
 
 /// A block and its tokens.
@@ -76,17 +84,15 @@ pub struct DecoderBlock<R: Runtime> {
     pub weights: [Weight<R>; 7],
     /// How the activations of q, k and v, of o, of gate and up, and of down are rounded.
     pub rounded: [ActivationRounding; 4],
-    /// One cache a token.
-    pub caches: Vec<Cache<R>>,
-    /// Whether the caches hold E4M3 bytes, four in a u32 word ([`crate::e4m3`]). Else they hold bf16.
-    pub cache_bytes: bool,
+    /// The sequences of the tokens.
+    pub caches: Caches<R>,
 }
 
 impl<R: Runtime> DecoderBlock<R> {
     /// Checks the lengths of all buffers.
     pub(super) fn check(&self) -> Result<(), KernelError> {
         let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = self.shape;
-        let tokens = self.caches.len();
+        let tokens = self.caches.pasts.len();
         let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
         for (name, arg, len) in [
             ("x", &self.x, tokens * hidden),
@@ -112,13 +118,26 @@ impl<R: Runtime> DecoderBlock<R> {
                 Weight::Dense(w) => expect_len(NAME, "a weight", w.size(), rows * cols)?,
             }
         }
-        let together = if self.cache_bytes { BYTES_PER_WORD } else { 1 };
-        for Cache { keys: k, values: v, past } in &self.caches {
-            let room = k.size() * together / keys;
-            require(NAME, k.size() == v.size() && room > *past, || {
-                format!("a cache with room for {room} tokens holds {past} already")
-            })?;
-        }
-        Ok(())
+        self.caches.check(keys)
+    }
+}
+
+impl<R: Runtime> Caches<R> {
+    /// Checks that all buffers fit sequences whose tokens have this many key values.
+    fn check(&self, width: usize) -> Result<(), KernelError> {
+        let Self { keys, values, bytes, pages, pasts } = self;
+        let page = PAGE * width / if *bytes { BYTES_PER_WORD } else { 1 };
+        require(NAME, keys.size() == values.size() && keys.size().is_multiple_of(page), || {
+            format!("caches of {} and {} numbers; a page has {page}", keys.size(), values.size())
+        })?;
+        let room = self.pages_of_each() * PAGE;
+        require(NAME, pages.size().is_multiple_of(pasts.len()) && pasts.iter().all(|past| *past < room), || {
+            format!("a cache with room for {room} tokens; the sequences have {pasts:?} already")
+        })
+    }
+
+    /// Places for pages of each sequence.
+    pub(super) fn pages_of_each(&self) -> usize {
+        self.pages.size() / self.pasts.len()
     }
 }

@@ -1,4 +1,4 @@
-// Attention of one new token of each sequence over its cache, in at most SPLITS shares of the keys:
+// Attention of one new token of each sequence over its pages of the cache, in at most SPLITS shares of the keys:
 //
 //   for each token, key head, share { queries and new key = rotate(norm(.)); online softmax over the keys of the share }
 //   y = sum of the shares, each times exp(its largest score - the largest of all)
@@ -41,9 +41,9 @@ constexpr float LOWEST = -1e30f;
 
 __device__ __forceinline__ int splits_of(int keys) { return min((keys + KEYS_OF_SPLIT - 1) / KEYS_OF_SPLIT, SPLITS); }
 
-// Calls f(c, a, b) for the pairs (c, c + E / 2) of a head, normalized and rotated, as 16-bit numbers.
-template <class F>
-__device__ __forceinline__ void normed_and_rotated(const u16* head, const float* w, const float* cosines, const float* sines, F f) {
+// Calls take(c, a, b) for the pairs (c, c + E / 2) of a head, normalized and rotated, as 16-bit numbers.
+template <class Take>
+__device__ __forceinline__ void normed_and_rotated(const u16* head, const float* w, const float* cosines, const float* sines, Take take) {
     constexpr int PAIRS = (E / 2 + 31) / 32;
     const int lane = threadIdx.x % 32;
     // Everything is asked for before anything is used.
@@ -62,7 +62,7 @@ __device__ __forceinline__ void normed_and_rotated(const u16* head, const float*
     for (int n = 0; n < PAIRS; n++) {
         const int c = n * 32 + lane;
         const float x = rounded(rounded(a[n] * inverse) * rounded(wa[n])), y = rounded(rounded(b[n] * inverse) * rounded(wb[n]));
-        if (c < E / 2) f(c, to_bf16(x * cosine[n] - y * sine[n]), to_bf16(y * cosine[n] + x * sine[n]));
+        if (c < E / 2) take(c, to_bf16(x * cosine[n] - y * sine[n]), to_bf16(y * cosine[n] + x * sine[n]));
     }
 }
 
@@ -186,15 +186,15 @@ __device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[E / 32], int 
 }
 
 // One share of the keys of a token for PART heads, from `head` on.
-__device__ __forceinline__ void share(const Attention& a, const Joint& joint, Kept* keys, Kept* values, int token, int past, int head,
-                                      int split, int splits) {
-    const int warp = threadIdx.x / 32 % TEAM, lane = threadIdx.x % 32, key_head = head / GROUP, count = past + 1;
+template <class Caches>
+__device__ __forceinline__ void share(const Attention& a, const Joint& joint, const Caches& caches, int token, int head, int split, int splits) {
+    const int warp = threadIdx.x / 32 % TEAM, lane = threadIdx.x % 32, key_head = head / GROUP, past = caches.past(token), count = past + 1;
     const int each = (count + splits - 1) / splits, first = split * each, end = min(first + each, count);
     const u16* row = a.qkv + token * (H + 2 * G) * E;
     const float* cosines = a.cosines + a.lines[token] * (E / 2);
     const float* sines = a.sines + a.lines[token] * (E / 2);
     const bool writes = end == count && head % GROUP == 0;
-    const long long place = ((long long)past * G + key_head) * E;
+    const long long place = caches.place(token, past) + key_head * E;
     team_barrier();
     for (int job = warp; job < PART + 2; job += TEAM) {
         if (job < PART) {
@@ -205,13 +205,13 @@ __device__ __forceinline__ void share(const Attention& a, const Joint& joint, Ke
             normed_and_rotated(row + (H + key_head) * E, a.k_norm, cosines, sines, [&](int c, u16 x, u16 y) {
                 const Kept a = kept(x), b = kept(y);
                 joint.k[c] = a, joint.k[c + E / 2] = b;
-                if (writes) keys[place + c] = a, keys[place + c + E / 2] = b;
+                if (writes) caches.keys[place + c] = a, caches.keys[place + c + E / 2] = b;
             });
         } else {
             for (int c = lane; c < E; c += 32) {
                 const Kept x = kept(__ldcg(row + (H + G + key_head) * E + c));
                 joint.v[c] = x;
-                if (writes) values[place + c] = x;
+                if (writes) caches.values[place + c] = x;
             }
         }
     }
@@ -228,10 +228,10 @@ __device__ __forceinline__ void share(const Attention& a, const Joint& joint, Ke
         const auto place_of = [&](const Kept* cache, const Kept* fresh) {
             return [=](int n) {
                 const int key = min(base + n, end - 1);
-                return key == past ? fresh : cache + ((long long)key * G + key_head) * E;
+                return key == past ? fresh : cache + caches.place(token, key) + key_head * E;
             };
         };
-        take_in(mix, q, end - base, place_of(keys, joint.k), place_of(values, joint.v));
+        take_in(mix, q, end - base, place_of(caches.keys, joint.k), place_of(caches.values, joint.v));
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -274,21 +274,21 @@ __device__ __forceinline__ void prefetch(const void* line) {
 
 // Asks for the first keys and values of the first share that this team takes, and for what the norms of heads read. More than the
 // first KEYS_OF_SPLIT keys of every share would not stay in L2.
-template <class Cache>
-__device__ __forceinline__ void prefetch_share(const Attention& a, const Cache& cache, int tokens) {
+template <class Caches>
+__device__ __forceinline__ void prefetch_share(const Attention& a, const Caches& caches, int tokens) {
     constexpr int HEADS = H / PART;
     const int unit = threadIdx.x % (TEAM * 32);
     int item = blockIdx.x + threadIdx.x / 32 / TEAM * CUBES, token = 0, splits = 0;
     for (; token < tokens; token++, item -= splits * HEADS) {
-        splits = splits_of(cache.past(token) + 1);
+        splits = splits_of(caches.past(token) + 1);
         if (item < splits * HEADS) break;
     }
     if (token == tokens) return;
-    const int past = cache.past(token), each = (past + splits) / splits, first = item / HEADS * each;
+    const int past = caches.past(token), each = (past + splits) / splits, first = item / HEADS * each;
     const int key_head = item % HEADS * PART / GROUP;
     for (int key = first + unit; key < min(first + min(each, KEYS_OF_SPLIT), past); key += TEAM * 32) {
-        const long long at = ((long long)key * G + key_head) * E;
-        for (int e = 0; e < E; e += 128 / (int)sizeof(Kept)) prefetch(cache.keys(token) + at + e), prefetch(cache.values(token) + at + e);
+        const long long at = caches.place(token, key) + key_head * E;
+        for (int e = 0; e < E; e += 128 / (int)sizeof(Kept)) prefetch(caches.keys + at + e), prefetch(caches.values + at + e);
     }
     if (unit < E / 32) prefetch(a.q_norm + unit * 32), prefetch(a.k_norm + unit * 32);
     if (unit < (E + 63) / 64) {
@@ -298,27 +298,27 @@ __device__ __forceinline__ void prefetch_share(const Attention& a, const Cache& 
 }
 
 // All shares that this team takes.
-template <class Cache>
-__device__ __forceinline__ void attend(const Attention& a, const Joint& joint, const Cache& cache, int tokens) {
+template <class Caches>
+__device__ __forceinline__ void attend(const Attention& a, const Joint& joint, const Caches& caches, int tokens) {
     constexpr int HEADS = H / PART;
     // The shares of one token after another, without those that a short sequence does not have.
     int left = blockIdx.x + threadIdx.x / 32 / TEAM * CUBES;
     for (int token = 0; token < tokens; token++) {
-        const int past = cache.past(token), splits = splits_of(past + 1);
+        const int splits = splits_of(caches.past(token) + 1);
         for (; left < splits * HEADS; left += CUBES * TEAMS)
-            share(a, joint, cache.keys(token), cache.values(token), token, past, left % HEADS * PART, left / HEADS, splits);
+            share(a, joint, caches, token, left % HEADS * PART, left / HEADS, splits);
         left -= splits * HEADS;
     }
 }
 
 // The sum of the shares, where there are several. A warp takes 32 values of a head.
-template <class Cache>
-__device__ __forceinline__ void join_shares(const Attention& a, const Cache& cache, int tokens) {
+template <class Caches>
+__device__ __forceinline__ void join_shares(const Attention& a, const Caches& caches, int tokens) {
     constexpr int PIECES = E / 32;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int item = blockIdx.x + threadIdx.x / 32 * CUBES; item < tokens * H * PIECES; item += CUBES * WARPS) {
-        const int n = item / PIECES, e = item % PIECES * 32 + lane, splits = splits_of(cache.past(n / H) + 1);
+        const int n = item / PIECES, e = item % PIECES * 32 + lane, splits = splits_of(caches.past(n / H) + 1);
         if (splits == 1) continue;
         // A lane has the weights of two shares.
         float tops[2], weights[2], total = 0.0f, sum = 0.0f;

@@ -18,14 +18,20 @@ __device__ __forceinline__ Row row_of(const void* numbers, const void* scales, i
             static_cast<const unsigned char*>(scales) + (P::CODES ? r * (P::COLS / 16) : 0)};
 }
 
+// The keys and values of all sequences: rows of G E numbers in pages of PAGE rows.
 struct Caches {
-    Kept* all_keys[TOKENS];
-    Kept* all_values[TOKENS];
+    Kept* keys;
+    Kept* values;
+    const u32* pages;    // [tokens, info->most]: the page of each PAGE tokens of a sequence
     const Info* info;
 
     __device__ __forceinline__ int past(int token) const { return info->past[token]; }
-    __device__ __forceinline__ Kept* keys(int token) const { return all_keys[token]; }
-    __device__ __forceinline__ Kept* values(int token) const { return all_values[token]; }
+
+    // Where the keys and values of token n of a sequence begin.
+    __device__ __forceinline__ long long place(int token, int n) const {
+        const long long page = pages[token * (int)info->most + n / PAGE];
+        return (page * PAGE + n % PAGE) * (G * E);
+    }
 };
 
 // Stores what a product gives, times the tensor scale of its weight, plus the residual: both [tokens, D].
@@ -74,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
             });
     const Attention attention = {qkv, q_norm, k_norm, cosines, sines, lines, mixed, shares, shares + TOKENS * H * SPLITS,
                                  shares + 2 * TOKENS * H * SPLITS};
-    const Caches caches = {{ALL_KEYS}, {ALL_VALUES}, &info};
+    const Caches caches = {keys, values, pages, &info};
     u32 arrived = grid_arrive(barrier);
     prefetch_share(attention, caches, tokens);
     grid_wait(barrier, arrived);

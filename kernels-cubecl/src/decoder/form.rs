@@ -156,8 +156,8 @@ impl DecoderForm {
     /// # Errors
     /// If weights that read the same activations are stored in two ways.
     pub(super) fn of_block<R: Runtime>(mut self, block: &DecoderBlock<R>) -> Result<Self, KernelError> {
-        let DecoderBlock { weights, rounded, cache_bytes, .. } = block;
-        self.cache_bytes = *cache_bytes;
+        let DecoderBlock { weights, rounded, caches, .. } = block;
+        self.cache_bytes = caches.bytes;
         let packed = weights.each_ref().map(|w| matches!(w, Weight::Packed(_)));
         for (n, members) in [&packed[..3], &packed[3..4], &packed[4..6], &packed[6..]].into_iter().enumerate() {
             require(NAME, members.iter().all(|p| *p == members[0]), || {

@@ -31,7 +31,7 @@ use crate::{
     mma,
 };
 use args::NAME;
-pub use args::{ActivationRounding, Cache, DecoderBlock, DecoderShape, MAX_TOKENS, Weight};
+pub use args::{ActivationRounding, Caches, DecoderBlock, DecoderShape, MAX_TOKENS, PAGE, Weight};
 use cubecl::{
     ir::{ElemType, FloatKind},
     prelude::*,
@@ -96,7 +96,7 @@ pub fn decoder_block_in<R: Runtime>(
     scratch: &Scratch,
     cubes: usize,
 ) -> Result<(), KernelError> {
-    let tokens = block.caches.len();
+    let tokens = block.caches.pasts.len();
     let form = DecoderForm::new(client, block.shape, tokens, cubes)?.of_block(&block)?;
     block.check()?;
     require(NAME, (scratch.tokens, scratch.shape) == (form.tokens, block.shape), || {
@@ -112,25 +112,22 @@ pub fn decoder_block_in<R: Runtime>(
             Weight::Dense(w) => buffers.push(binding(w)),
         }
     }
-    let keys = |cache: Cache<R>| [binding(cache.keys), binding(cache.values)];
-    let mut all: Vec<[Binding; 2]> = caches.into_iter().map(keys).collect();
-    // Places without a token take the first cache, which is not read for them.
-    all.resize(form.tokens, all[0].clone());
-    buffers.extend(all.into_iter().flatten());
+    buffers.extend([caches.keys, caches.values, caches.pages].map(binding));
     buffers.extend(scratch.buffers.iter().map(|buffer| buffer.clone().binding()));
     let words = info.len();
     let arguments = KernelArguments::new().with_buffers(buffers).with_info(MetadataBindingInfo::new(info, words));
     let cubes = CubeCount::Static(index(NAME, "cubes", cubes)?, 1, 1);
-    // SAFETY: buffer lengths were checked against the shape; what lies behind the last token is neither read nor written; all
+    // SAFETY: buffer lengths were checked against the shape, and the caller answers for the pages; what lies behind the last token is neither read nor written; all
     // cubes run at the same time, and a cube that waits in vain ends the launch.
     unsafe { client.launch_unchecked(Box::new(WrittenKernel(form)), cubes, arguments) };
     Ok(())
 }
 
-/// The numbers that a launch passes: tokens, the past of each, and the given tensor scales with their reciprocals.
+/// The numbers that a launch passes: tokens, places for pages, the past of each token, and the given tensor scales with their reciprocals.
 fn info<R: Runtime>(block: &DecoderBlock<R>, places: usize) -> Vec<u64> {
-    let mut info = vec![block.caches.len() as u64];
-    info.extend((0..places).map(|n| block.caches.get(n).map_or(0, |cache| cache.past as u64)));
+    let pasts = &block.caches.pasts;
+    let mut info = vec![pasts.len() as u64, block.caches.pages_of_each() as u64];
+    info.extend((0..places).map(|n| pasts.get(n).map_or(0, |past| *past as u64)));
     for rounded in block.rounded {
         let full = if let ActivationRounding::By { full } = rounded { full } else { 1.0 };
         info.extend([1.0 / full, full].map(|x| u64::from(x.to_bits())));

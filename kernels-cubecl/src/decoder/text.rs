@@ -1,5 +1,6 @@
 //! The CUDA C++ of one form: definitions, and the texts beside this file.
 
+use super::args::PAGE;
 use super::form::{DecoderForm, EVEN, SHARED_FOUND, SLOT, SPLITS, TEAM, UNITS};
 use crate::cuda_text::Written;
 use std::fmt::Write;
@@ -43,6 +44,7 @@ fn definitions(form: &DecoderForm) -> String {
         ("G", form.kv_heads),
         ("E", form.head_dim),
         ("PART", form.heads_together),
+        ("PAGE", PAGE),
         ("SPLITS", SPLITS),
         ("TEAM", TEAM),
         ("TEAM_BYTES", form.team_bytes()),
@@ -77,9 +79,7 @@ fn definitions(form: &DecoderForm) -> String {
             writeln!(out, "#define {upper}_SCALE {tensor_scale}").expect(WRITES);
         }
     }
-    let list = |name: &str| (0..form.tokens).map(|n| format!("{name}{n}")).collect::<Vec<_>>().join(", ");
-    writeln!(out, "#define ALL_KEYS {}\n#define ALL_VALUES {}", list("keys"), list("values")).expect(WRITES);
-    out.push_str("struct Info {\n    long long tokens, past[TOKENS], scales[4][2];\n};\n");
+    out.push_str("struct Info {\n    long long tokens, most, past[TOKENS], scales[4][2];\n};\n");
     writeln!(out, "#define PARAMETERS {}", parameters(form)).expect(WRITES);
     out
 }
@@ -102,7 +102,7 @@ fn parameters(form: &DecoderForm) -> String {
             }
         }
     }
-    all.extend((0..form.tokens).map(|n| format!("Kept* keys{n}, Kept* values{n}")));
+    all.extend(["Kept* keys", "Kept* values", "const u32* pages"].map(String::from));
     all.extend(
         ["u32* barrier", "u16* qkv", "u16* mixed", "u16* h", "u16* gated", "u16* prepared", "float* shares"]
             .map(String::from),

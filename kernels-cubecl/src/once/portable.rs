@@ -6,7 +6,7 @@ use crate::{
     column_sums::column_sums,
     cross_entropy::cross_entropy,
     dequantize::dequantize,
-    hadamard, likeliest,
+    e4m3, hadamard, likeliest,
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     normal,
     quantize::{self, AMAX_LEN, BlockShape, QuantizeSpec, Rounding, Scaling, View},
@@ -47,6 +47,8 @@ pub(super) fn quantizers<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<()
     for full in [None, Some(1.0)] {
         quantize::rounded_rows(client, zeros.values(n), zeros.values(n), dtype, [rows, COLS], full)?;
     }
+    e4m3::encode(client, zeros.values(n), zeros.floats(n / e4m3::BYTES_PER_WORD), dtype)?;
+    e4m3::decode(client, zeros.floats(n / e4m3::BYTES_PER_WORD), zeros.values(n), dtype)?;
     for scaled in [false, true] {
         dequantize(client, zeros.packed(rows, COLS), scaled, zeros.values(n), dtype)?;
     }

@@ -6,7 +6,8 @@ use crate::{
     attention::{self, AttentionShape},
     block_scaled::{self, block_scaled},
     decode_attention,
-    decoder::{self, ActivationRounding, Cache, DecoderBlock, DecoderShape, Scratch, Weight},
+    decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
+    e4m3::BYTES_PER_WORD,
     gemm::{self, Gemm, GemmShape},
     gemv::{Gemv, gemv},
     hopper,
@@ -166,17 +167,23 @@ pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelE
     }
     let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = SHAPE;
     let (queries, keys) = (heads * head_dim, kv_heads * head_dim);
-    for (packed, rounded, tokens, past) in [
-        (true, ActivationRounding::EachRow, 1, 5),
-        (true, ActivationRounding::By { full: 1.0 }, 3, 70),
-        (false, ActivationRounding::Not, 3, 70),
+    for (packed, rounded, tokens, past, bytes) in [
+        (true, ActivationRounding::EachRow, 1, 5, false),
+        (true, ActivationRounding::By { full: 1.0 }, 3, 70, true),
+        (false, ActivationRounding::Not, 3, 70, false),
     ] {
         let weight = |rows, cols| {
             if packed { Weight::Packed(zeros.packed(rows, cols)) } else { Weight::Dense(zeros.values(rows * cols)) }
         };
-        let cache = |_| {
-            let room = || zeros.values((past + 1) * keys);
-            Cache { keys: room(), values: room(), past }
+        // Every sequence has the first page for all of its tokens: nothing that is compared depends on it.
+        let pages = (past + 1_usize).div_ceil(PAGE);
+        let cache = || if bytes { zeros.floats(PAGE * keys / BYTES_PER_WORD) } else { zeros.values(PAGE * keys) };
+        let caches = Caches {
+            keys: cache(),
+            values: cache(),
+            bytes,
+            pages: zeros.floats(tokens * pages),
+            pasts: vec![past; tokens],
         };
         let block = DecoderBlock {
             shape: SHAPE,
@@ -194,7 +201,7 @@ pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelE
                 weight(hidden, intermediate),
             ],
             rounded: [rounded; 4],
-            caches: (0..tokens).map(cache).collect(),
+            caches,
         };
         decoder::decoder_block(client, block, &Scratch::new(client, SHAPE, tokens))?;
     }

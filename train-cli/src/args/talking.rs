@@ -57,10 +57,7 @@ pub(crate) const CONTEXT: usize = 8192;
 
 /// The help of `--context`, which is the longest `what`.
 fn context_help(what: &str) -> String {
-    format!(
-        "Maximum length of {what}, in tokens; its memory is allocated at the start [default: {CONTEXT}, or the model's limit \
-         if that is lower]"
-    )
+    format!("Maximum length of {what}, in tokens [default: {CONTEXT}, or the model's limit if that is lower]")
 }
 
 /// Flags of `chat`.
@@ -147,9 +144,14 @@ pub struct ServeArgs {
     /// Maximum length of a prompt and its answer, in tokens.
     #[arg(long, value_name = "N", help = context_help("a prompt and its answer"))]
     pub context: Option<std::num::NonZeroUsize>,
-    /// Number of answers that are made at once, each with --context tokens; others wait
+    /// Number of answers that are made at once; others wait
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub parallel: usize,
+    /// Tokens of all prompts and answers that the KV cache holds, at least --context; its memory is allocated at the start. With
+    /// fewer than --parallel times --context, an answer waits until there is room for it. What no answer needs now keeps earlier
+    /// conversations [default: --parallel times --context]
+    #[arg(long, value_name = "N")]
+    pub kv_cache_tokens: Option<usize>,
 }
 
 /// The help of a flag whose default the model card of Qwen3 gives where generation_config.json is missing.

@@ -12,8 +12,8 @@ use crate::{
     settings::HeadFormat,
 };
 use backend_nvfp4::{
-    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PACKED_BYTES, Precision, Recipe,
-    Scaling, bench::Row,
+    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PACKED_BYTES, PAGE, Precision,
+    Recipe, Scaling, bench::Row,
 };
 use model_qwen3::{
     config::Qwen3Config,
@@ -83,7 +83,9 @@ fn decode<B: Nvfp4Kernels>(
     let context = args.context.unwrap_or(DECODE_CONTEXT) as usize;
     let prompts: Vec<Vec<u32>> = (0..batch).map(|n| ids(model, context, n)).collect();
     let options = GenerateOptions { max_tokens: ANSWER, sampling, stop_ids: vec![], logprobs: None };
-    let mut sessions = (0..batch).map(|_| Session::new(model, context + ANSWER)).collect::<Result<Vec<_>, _>>()?;
+    let capacity = context + ANSWER;
+    let pool = model.pool(batch * capacity.next_multiple_of(PAGE))?;
+    let mut sessions: Vec<_> = prompts.iter().filter_map(|_| Session::of_pool(model, &pool, &[], capacity)).collect();
     let mut seconds = Vec::new();
     for _ in 0..=RUNS {
         let mut answers = sessions

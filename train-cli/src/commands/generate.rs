@@ -15,7 +15,7 @@ use crate::{
         loaded::{Loaded, Opened, thinking},
     },
 };
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, PAGE, Precision};
 use model_qwen3::{
     chat_template::RenderOptions,
     file, json,
@@ -165,11 +165,12 @@ fn all<B: Nvfp4Kernels>(
     let Loaded { model, text, .. } = loaded;
     let started = Instant::now();
     let complete = RefCell::new(BTreeMap::new());
-    let mut batch = Batch::new(model, text, capacity, args.batch_size);
     let wanted = prompts.len() * args.answers;
+    let together = args.batch_size.min(wanted);
+    let mut batch = Batch::new(model, text, together * capacity.next_multiple_of(PAGE), together)?;
     let (mut begun, mut printed, mut tokens) = (0, 0, 0);
     while printed < wanted {
-        while batch.has_room() && begun < wanted {
+        while begun < wanted && batch.has_room(prompts[begun / args.answers].ids.len(), options) {
             let mut options = options.clone();
             options.sampling.seed = options.sampling.seed.wrapping_add((begun % args.answers) as u64);
             let (prompt, ends) = (prompts[begun / args.answers].ids.clone(), args.sampling.stop.clone());

@@ -14,7 +14,7 @@ use crate::{
         loaded::{Loaded, Opened},
     },
 };
-use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
+use backend_nvfp4::{DeviceServices, Nvfp4Kernels, PAGE, Precision};
 use model_qwen3::file;
 use std::path::Path;
 
@@ -44,13 +44,14 @@ impl Job for Serve {
     type Output = ();
 
     fn remedy(&self) -> &'static str {
-        "give a smaller --context or --parallel"
+        "give a smaller --context, --parallel or --kv-cache-tokens, or --kv-cache-dtype fp8"
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, server } = self;
         let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
         let context = flags::context(args.context, opened.config().max_position_embeddings)?;
+        let tokens = cache_tokens(&args, context)?;
         let expected = Expected::unknown(args.parallel);
         let Loaded { model, text, .. } = opened.load::<B>(Some(expected), precision, &device)?;
         let name = match args.model_name {
@@ -59,11 +60,30 @@ impl Job for Serve {
         };
         let address = server.address()?;
         let engine = server.start(text.clone(), name.clone(), model.config().vocab_size, context)?;
-        report::label("serves", format!("{name} · {} answers at once, {context} tokens each", args.parallel));
+
+        report::label(
+            "serves",
+            format!("{name} · {} answers at once, {context} tokens each, {tokens} together", args.parallel),
+        );
         answer::say_defaults(&text, None);
         let ready = || report::line(format!("listening at http://{address}"));
-        engine.run(&model, &text, context, args.parallel, ready)
+        engine.run(&model, &text, tokens, args.parallel, ready)
     }
+}
+
+/// The tokens of all prompts and answers that the cache holds.
+///
+/// # Errors
+/// If a context does not fit.
+fn cache_tokens(args: &ServeArgs, context: usize) -> Result<usize, CliError> {
+    let tokens = args.kv_cache_tokens.unwrap_or(args.parallel * context.next_multiple_of(PAGE));
+    if tokens < context {
+        return Err(CliError::Usage(format!(
+            "--kv-cache-tokens {tokens}: a prompt and its answer may have {context} tokens; give at least {context}, or a smaller \
+             --context"
+        )));
+    }
+    Ok(tokens)
 }
 
 /// Most bytes of a file with a key. A key has some dozens, and every request is compared with it.

@@ -59,8 +59,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Answers until the listener has ended. `parallel` answers are made at once, each with room for `context` tokens. When
-    /// that room is allocated, `ready` is called.
+    /// Answers until the listener has ended. At most `parallel` answers are made at once, with `tokens` tokens of prompts and
+    /// answers together. When the room for these is allocated, `ready` is called.
     ///
     /// # Errors
     /// If the device or the listener fails.
@@ -68,18 +68,17 @@ impl Engine {
         mut self,
         model: &Qwen3<B>,
         text: &TextFiles,
-        context: usize,
+        tokens: usize,
         parallel: usize,
         ready: impl FnOnce(),
     ) -> Result<(), CliError> {
-        let mut batch = Batch::new(model, text, context, parallel);
-        batch.allocate()?;
+        let mut batch = Batch::new(model, text, tokens, parallel)?;
         // A device allocates when it is waited for.
         let synced = B::sync(&model.device());
         device::check()?;
         synced.map_err(|e| CliError::DeviceFailed(format!("{e:?}")))?;
         ready();
-        let mut waiting = VecDeque::new();
+        let mut waiting: VecDeque<Question> = VecDeque::new();
         loop {
             if batch.running() == 0 && waiting.is_empty() {
                 let Some(question) = self.queue.blocking_recv() else { return self.ended() };
@@ -89,9 +88,8 @@ impl Engine {
                 waiting.push_back(question);
             }
             waiting.retain(|question| !question.heard_by.is_closed());
-            while batch.has_room()
-                && let Some(question) = waiting.pop_front()
-            {
+            // Nobody overtakes a long question that waits for room.
+            while let Some(question) = waiting.pop_front_if(|next| batch.has_room(next.prompt.len(), &next.options)) {
                 self.begin(&mut batch, question);
             }
             self.metrics.waiting.set(waiting.len());

@@ -1,6 +1,7 @@
 //! Several answers at once. Each forward makes the next token of every answer, so that the weights are read once for all of
-//! them. An answer may begin and end at any time. Its session then waits for the next prompt, and keeps what it has read: of
-//! the sessions that wait, the one that shares the longest beginning with a prompt answers it.
+//! them. An answer may begin and end at any time. All have their keys and values in one pool, which remembers what was read
+//! until the room is needed: a prompt that begins like an earlier one, or continues an earlier conversation, is read from there
+//! on only.
 
 use crate::{
     CliError,
@@ -9,6 +10,7 @@ use crate::{
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
+    kv_cache::KvPool,
     model::Qwen3,
     session::{Answering, GenerateOptions, Generation, Session, StopReason, step},
 };
@@ -39,16 +41,13 @@ pub trait Listener {
     fn complete(self, answer: Result<Answer, CliError>);
 }
 
-/// The answers that are being made, and the sessions that wait for a prompt.
+/// The answers that are being made, and the pool with what was read.
 pub struct Batch<'a, B: Nvfp4Kernels, L> {
     model: &'a Qwen3<B>,
     text: &'a TextFiles,
-    /// Tokens of a prompt and its answer, at most.
-    capacity: usize,
+    pool: KvPool<B>,
     /// Answers that are made at once, at most.
     most: usize,
-    /// Sessions that answer nothing now. The one that was used longest ago comes first.
-    waiting: Vec<Session<'a, B>>,
     running: Vec<Running<'a, B, L>>,
     /// Parts of prompts that were read since freed buffers were given back.
     parts: usize,
@@ -67,21 +66,13 @@ struct Running<'a, B: Nvfp4Kernels, L> {
 const PARTS: usize = 16;
 
 impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
-    /// A batch of at most `most` answers. Prompt and answer together have at most `capacity` tokens. A session is made when
-    /// it is first needed.
-    pub fn new(model: &'a Qwen3<B>, text: &'a TextFiles, capacity: usize, most: usize) -> Self {
-        Self { model, text, capacity, most, waiting: vec![], running: vec![], parts: 0 }
-    }
-
-    /// Makes all sessions now, so that a lack of memory shows before the first answer.
+    /// A batch of at most `most` answers, whose prompts and answers together have at most `tokens` tokens at once. The room for
+    /// them is allocated.
     ///
     /// # Errors
-    /// If the capacity exceeds the longest sequence of the model.
-    pub fn allocate(&mut self) -> Result<(), CliError> {
-        while self.waiting.len() + self.running.len() < self.most {
-            self.waiting.push(Session::new(self.model, self.capacity)?);
-        }
-        Ok(())
+    /// If the format of caches does not take the sizes of the model.
+    pub fn new(model: &'a Qwen3<B>, text: &'a TextFiles, tokens: usize, most: usize) -> Result<Self, CliError> {
+        Ok(Self { model, text, pool: model.pool(tokens)?, most, running: vec![], parts: 0 })
     }
 
     /// Number of answers that are being made.
@@ -89,18 +80,21 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         self.running.len()
     }
 
-    /// Whether another answer can begin.
-    pub fn has_room(&self) -> bool {
-        self.running.len() < self.most
+    /// Whether an answer to a prompt of `prompt` tokens can begin now.
+    pub fn has_room(&self, prompt: usize, options: &GenerateOptions) -> bool {
+        self.running.len() < self.most && self.pool.has_room(capacity(prompt, options))
     }
 
-    /// Begins an answer.
+    /// Begins an answer for which there is room.
     ///
     /// # Errors
-    /// If the prompt is empty or longer than the capacity, or the device has no memory for another session.
+    /// If the prompt is empty, or there is no room for the answer.
     pub fn begin(&mut self, asked: Asked<L>) -> Result<(), CliError> {
         let Asked { prompt, options, ends, listener } = asked;
-        let mut session = self.session(&prompt)?;
+        let capacity = capacity(prompt.len(), &options);
+        let session = Session::of_pool(self.model, &self.pool, &prompt, capacity);
+        let mut session =
+            session.ok_or_else(|| CliError::Usage(format!("there is no room for {capacity} tokens now")))?;
         let growing = Growing::new(prompt.len(), session.cached(&prompt), &ends);
         let answering = Answering::new(&mut session, &prompt, &options)?;
         self.running.push(Running { session, answering, growing, listener, failure: None });
@@ -116,6 +110,10 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         let mut answers: Vec<_> = self.running.iter_mut().map(|r| (&mut r.session, &mut r.answering)).collect();
         let tokens = step(&mut answers)?;
         for (running, token) in self.running.iter_mut().zip(tokens) {
+            if token.is_some() && running.answering.generated().ids.len() == 1 {
+                // The prompt was read, and no number of it is NaN.
+                running.session.remember(false);
+            }
             match token.map(|id| running.growing.push(id, &self.text.tokenizer)).transpose() {
                 Ok(Some(piece)) if !piece.is_empty() => running.listener.hear(&piece, running.answering.generated()),
                 Ok(_) => {}
@@ -134,14 +132,14 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         Ok(())
     }
 
-    /// Tells the listener of an answer that it has ended. Its session waits for the next prompt.
-    fn complete(&mut self, running: Running<'a, B, L>) {
-        let Running { mut session, answering, growing, mut listener, failure } = running;
+    /// Tells the listener of an answer that it has ended. The pool remembers what was read, unless something failed: what was
+    /// computed is worth nothing then.
+    fn complete(&self, running: Running<'a, B, L>) {
+        let Running { session, answering, growing, mut listener, failure } = running;
         let generation = failure.map_or_else(|| answering.into_generation().map_err(CliError::from), Err);
         let answer = generation.and_then(|generation| growing.finish(generation, &self.text.tokenizer));
-        if answer.is_err() {
-            // What it has computed is worth nothing.
-            session.forget();
+        if answer.is_ok() {
+            session.remember(true);
         }
         let answer = answer.map(|(answer, rest)| {
             if !rest.is_empty() {
@@ -150,18 +148,10 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
             answer
         });
         listener.complete(answer);
-        self.waiting.push(session);
     }
+}
 
-    /// The session that answers a prompt: the one that has read most of it, if that is half of the prompt or half of what it
-    /// has read, so that it is the same conversation. Or else one that was never used, or was used longest ago.
-    fn session(&mut self, prompt: &[u32]) -> Result<Session<'a, B>, CliError> {
-        let shared = |i: &usize| self.waiting[*i].cached(prompt);
-        let same = |i: &usize| shared(i) > 0 && 2 * shared(i) >= prompt.len().min(self.waiting[*i].tokens());
-        match (0..self.waiting.len()).max_by_key(shared).filter(same) {
-            Some(best) => Ok(self.waiting.remove(best)),
-            None if self.waiting.len() + self.running.len() < self.most => Ok(Session::new(self.model, self.capacity)?),
-            None => Ok(self.waiting.remove(0)),
-        }
-    }
+/// Tokens of a prompt and its answer, at most.
+fn capacity(prompt: usize, options: &GenerateOptions) -> usize {
+    prompt.saturating_add(options.max_tokens)
 }

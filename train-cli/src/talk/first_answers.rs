@@ -3,7 +3,7 @@
 //! compiled while the model is loaded ([`crate::ahead`]).
 
 use crate::{CliError, device::Job, run::stored_model::StoredModel};
-use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, Precision, Recipe};
+use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, PAGE, Precision, Recipe};
 use model_qwen3::{
     sampling::Sampling,
     session::{Answering, GenerateOptions, PREFILL_CHUNK, Session, step},
@@ -60,8 +60,10 @@ impl Job for FirstAnswers<'_> {
             // Of several equal chunks one is enough.
             let chunks = |length: usize| (length / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + length % PREFILL_CHUNK;
             let prompts: Vec<Vec<u32>> = lengths.into_iter().map(|n| vec![0; chunks(n).min(longest).max(1)]).collect();
-            let new = |prompt: &Vec<u32>| Session::new(&model, prompt.len() + TOKENS);
-            let mut sessions = prompts.iter().map(new).collect::<Result<Vec<_>, _>>()?;
+            let capacity = |prompt: &Vec<u32>| (prompt.len() + TOKENS).next_multiple_of(PAGE);
+            let pool = model.pool(prompts.iter().map(capacity).sum())?;
+            let new = |prompt: &Vec<u32>| Session::of_pool(&model, &pool, prompt, prompt.len() + TOKENS);
+            let mut sessions: Vec<_> = prompts.iter().filter_map(new).collect();
             let begun = sessions.iter_mut().zip(&prompts);
             let answers = begun.map(|(session, prompt)| Answering::new(session, prompt, &options));
             let mut answers = answers.collect::<Result<Vec<_>, _>>()?;
