@@ -161,7 +161,9 @@ fn in_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], exact: &[f32], bound
     };
     let whole = in_chunks(23);
     let difference = apart(&whole, exact);
-    assert!((1e-4..0.25f32.max(bound)).contains(&difference), "{label}: {difference}");
+    // Quantized activations turn small differences into large ones.
+    let most = if bound < 0.1 { 0.25 } else { 0.5 };
+    assert!((1e-4..most).contains(&difference), "{label}, 8 bits: {difference}");
     for chunk in [5, 1] {
         // A number that differs in its last bit may be kept as a neighboring byte.
         let (difference, bound) = (apart(&in_chunks(chunk), &whole), bound.max(0.02));

@@ -6,6 +6,7 @@ use crate::support::{
     files::{F32, command, ok, run, tiny_model_with_spread},
     golden,
 };
+use backend_nvfp4::CacheFormat;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
@@ -193,14 +194,20 @@ fn a_run_folder_answers_as_it_was_trained() {
 }
 
 /// Ten turns, read by a session that keeps its cache, token by token, and all anew for each turn: three times, with the same
-/// tokens each time.
+/// tokens each time. With a cache of 8-bit numbers, too.
 #[test]
 fn every_way_to_read_a_conversation_gives_the_same_tokens() {
-    for fixture in ["tiny-tied", "tiny-untied"] {
+    for (fixture, format) in [
+        ("tiny-tied", CacheFormat::Computed),
+        ("tiny-untied", CacheFormat::Computed),
+        ("tiny-tied", CacheFormat::E4m3),
+        ("tiny-untied", CacheFormat::E4m3),
+    ] {
         let folder = golden(&format!("hf-qwen3/{fixture}")).canonicalize().unwrap();
         let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
         let weights = Container::open(&folder).unwrap();
         let model: Qwen3<Cpu> = weights::load(&weights, &config, F32, Purpose::Infer, &Default::default()).unwrap();
+        let model = model.with_cache(format);
         let capacity = 256.min(config.max_position_embeddings);
         let options = GenerateOptions { max_tokens: 6, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         let go = |_: Progress| ControlFlow::Continue(());
@@ -230,7 +237,7 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens() {
                 answers.push(ids);
             }
             let first = expected.get_or_insert_with(|| answers.clone());
-            assert_eq!(&answers, first, "{fixture}, {mode}");
+            assert_eq!(&answers, first, "{fixture}, {format:?}, {mode}");
         }
         let answers = expected.unwrap();
         assert!(answers.iter().collect::<std::collections::BTreeSet<_>>().len() > 3, "{}", json!(answers));

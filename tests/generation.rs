@@ -52,6 +52,23 @@ fn greedy(dir: &Path, prompt: &str, more: &[&str]) -> (Vec<u32>, u64) {
     (ids(&answer), answer["prompt_tokens"].as_u64().unwrap())
 }
 
+/// A cache of 8-bit numbers rounds what was read: probabilities change, and not by much.
+#[test]
+fn a_cache_of_bytes_rounds_what_was_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.1);
+    let first = |format: &str| {
+        let flags = ["-p", "One prompt of several words.", "--logprobs", "1", "--kv-cache-dtype", format];
+        generate(d, &[&flags[..], &GREEDY].concat())["logprobs"][0]["top"][0]["logprob"].as_f64().unwrap()
+    };
+    let [auto, fp8, alias] = ["auto", "fp8", "fp8_e4m3"].map(first);
+    assert!(fp8 == alias && (1e-6..0.5).contains(&(auto - fp8).abs()), "{auto} {fp8}");
+    let out = run(d, &["generate", "-m", "m", "-p", "a", "--kv-cache-dtype", "int8"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && stderr.contains("int8") && stderr.contains("fp8"), "{stderr}");
+}
+
 #[test]
 fn a_raw_prompt_is_the_text_itself_and_a_plain_one_is_rendered_by_the_template() {
     let dir = tempfile::tempdir().unwrap();

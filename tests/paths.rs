@@ -7,7 +7,7 @@ use crate::support::{
     golden,
     http::Server,
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Parts, Recipe};
+use backend_nvfp4::{CacheFormat, LinearSpec, MasterKind, Nvfp4Parts, Recipe};
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
@@ -68,10 +68,15 @@ fn neighbors_do_not_change_an_answer() {
     let folder = dir.path().join("m");
     tiny_model_with_spread(&folder, false, 0.3);
     let requests = requests();
-    for recipe in [Recipe::W4a4, Recipe::W4, Recipe::Nvfp4(Nvfp4Parts::ALL)] {
+    for (recipe, format) in [
+        (Recipe::W4a4, CacheFormat::Computed),
+        (Recipe::W4a4, CacheFormat::E4m3),
+        (Recipe::W4, CacheFormat::Computed),
+        (Recipe::Nvfp4(Nvfp4Parts::ALL), CacheFormat::Computed),
+    ] {
         // Masters are quantized by each forward, the head too.
         let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
-        let model = load(&folder, spec, Purpose::Train(MasterKind::F32));
+        let model = load(&folder, spec, Purpose::Train(MasterKind::F32)).with_cache(format);
         for (i, (found, request)) in together(&model, &requests).iter().zip(&requests).enumerate() {
             let expected = alone(&model, request);
             assert_eq!(found.ids, expected.ids, "request {i} of {recipe:?}");
@@ -180,6 +185,22 @@ fn every_path_gives_the_answer_of_hugging_face() {
             session.answer(&other, &greedy(20), |_| ControlFlow::Continue(())).unwrap();
             assert_eq!(session.cached(&prompt), 4);
             assert_eq!(answer(&mut session), expected, "{fixture}: after a rewind to the fourth token");
+        }
+        // A pool remembers what others have read: a beginning of the prompt, and then all of it.
+        let pool = model.pool(128).unwrap();
+        for (begins, cached) in [(0, 0), (prompt.len() - 2, prompt.len() - 2), (prompt.len(), prompt.len() - 1)] {
+            let own: Vec<u32> = prompt[..begins].iter().copied().chain((0..20).map(|t| (t * 7 + 1) % 300)).collect();
+            let mut other = Session::of_pool(&model, &pool, &own, own.len() + 3).unwrap();
+            other.answer(&own, &greedy(3), |_| ControlFlow::Continue(())).unwrap();
+            other.remember(true);
+            drop(other);
+            let mut session = Session::of_pool(&model, &pool, &prompt, prompt.len() + expected.len()).unwrap();
+            assert_eq!(session.tokens(), cached, "{fixture}");
+            assert_eq!(
+                answer(&mut session),
+                expected,
+                "{fixture}: after {cached} tokens that another session has read"
+            );
         }
         let mut batch = vec![request];
         batch.extend(requests().into_iter().map(|(p, o)| (p.iter().map(|id| id % 300).collect(), o)));

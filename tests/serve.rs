@@ -109,6 +109,52 @@ fn served_answers_are_those_of_generate() {
     }
 }
 
+/// Requests with one beginning read it once. A cache with room for one answer makes the others wait, and all are those of a cache
+/// with room for all; so are those with 8-bit numbers, which have half the bytes.
+#[test]
+fn requests_share_what_begins_alike_and_wait_for_room() {
+    let dir = folder();
+    let d = dir.path();
+    let system = "All of us begin with these words, and each of us goes on in another way. ";
+    let body = |who: usize| {
+        let said = json!([{"role": "system", "content": system}, {"role": "user", "content": format!("{who}")}]);
+        json!({"messages": said, "temperature": 0, "max_tokens": 8, "ignore_eos": true})
+    };
+    let all = |flags: &[&str]| -> Vec<Value> {
+        let fixed = ["-m", "m", "--compute-dtype", "f32", "--context", "160", "--parallel", "4"];
+        let server = Server::start(d, &[&fixed[..], flags].concat());
+        let first = server.ask(CHAT, &body(0));
+        let together: Vec<Value> = std::thread::scope(|scope| {
+            let asking: Vec<_> = (1..7)
+                .map(|who| {
+                    scope.spawn({
+                        let server = &server;
+                        move || server.ask(CHAT, &body(who))
+                    })
+                })
+                .collect();
+            asking.into_iter().map(|asking| asking.join().unwrap()).collect()
+        });
+        assert_eq!(metric(&server, "questions_waiting"), 0.0);
+        [vec![first], together].concat()
+    };
+    let alike = system.len() as u64 / 8;
+    let (wide, narrow, bytes) = (all(&[]), all(&["--kv-cache-tokens", "160"]), all(&["--kv-cache-dtype", "fp8"]));
+    for (who, replies) in [&wide, &narrow, &bytes].into_iter().flat_map(|replies| replies.iter().enumerate()) {
+        let usage = &replies["usage"];
+        let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        assert_eq!(usage["completion_tokens"], 8);
+        assert!(if who == 0 { cached == 0 } else { cached > alike }, "request {who}: {usage}");
+    }
+    for (wide, narrow) in wide.iter().zip(&narrow) {
+        assert_eq!(wide["choices"], narrow["choices"]);
+    }
+    let out =
+        run(d, &["serve", "-m", "m", "--device", "cpu", "--port", "0", "--context", "160", "--kv-cache-tokens", "159"]);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && stderr.contains("--kv-cache-tokens 159"), "{stderr}");
+}
+
 #[test]
 fn the_fields_of_a_request_do_what_they_say() {
     let dir = folder();

@@ -31,6 +31,8 @@ const DECODE: Subject = ("split", attention::decode_in_one_split);
 /// One token over two shares of keys.
 const DECODER: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::one(true, ActivationRounding::EachRow)));
 const DECODER_LONG: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::long()));
+/// Two tokens whose caches hold bytes.
+const DECODER_BYTES: Subject = ("decoder", |gpu| decoder::run(gpu, &decoder::bytes()));
 const BLOCK_SCALED: Subject = ("block_scaled", |gpu| block_scaled::run(gpu, BF16));
 
 /// Planes that add up their sums in shared memory.
@@ -260,12 +262,13 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
         ("large[half] = transposed(pair_of(a, b))", "large[half] = pair_of(a, b)", "wrong"),
         ("upper(c, d), small[0], small[1]", "upper(c, d), small[1], small[0]", "wrong"),
         ("lower(c, d), upper(c, d), large", "upper(c, d), lower(c, d), large", "wrong"),
-        ("k[j][0].z, k[j][1].z", "k[j][1].z, k[j][0].z", "wrong"),
+        ("turns[1], low.z, high.z", "turns[1], high.z, low.z", "wrong"),
         ("g + 8 < valid ? ", "true ? ", "wrong"),
         ("c.z, c.w, b[2], b[3]", "c.z, c.w, b[3], b[2]", "wrong"),
         ("at * 32 + n * 4 + lane % 4", "at * 32 + n * 4 + lane / 4 % 4", "wrong"),
         ("__shfl_xor_sync(0xFFFFFFFFu, own, 4)", "__shfl_xor_sync(0xFFFFFFFFu, own, 1)", "wrong"),
         ("min(first + each, count)", "min(first + each, count - 1)", "wrong"),
+        ("page * PAGE + n % PAGE", "page * PAGE + n % 8", "wrong"),
         ("    const u32 half_way = 0x76807680u;", "    const u32 half_way = 0x76007600u;", "wrong"),
     ];
     let long = [
@@ -273,9 +276,17 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
         ("mix.totals[h] * before + ", "mix.totals[h] + ", "wrong"),
         ("base += TEAM * KEYS", "base += 2 * TEAM * KEYS", "wrong"),
     ];
+    let bytes = [
+        ("0x7B807B80u", "0x7B007B00u", "wrong"),
+        ("(apart & 0x00800080u) << 8", "0u", "wrong"),
+        ("e4m3_pair(eight.x >> 16)", "e4m3_pair(eight.x)", "wrong"),
+        ("bits >> 8 & 0x80u", "0u", "wrong"),
+        ("pages[token * (int)info->most", "pages[0 * (int)info->most", "wrong"),
+    ];
     on_the_cpu(|| {
         let long = long.into_iter().map(|defect| (DECODER_LONG, defect));
-        expect_found(cases.into_iter().map(|defect| (DECODER, defect)).chain(long));
+        let bytes = bytes.into_iter().map(|defect| (DECODER_BYTES, defect));
+        expect_found(cases.into_iter().map(|defect| (DECODER, defect)).chain(long).chain(bytes));
     });
 }
 

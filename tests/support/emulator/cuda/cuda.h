@@ -29,6 +29,10 @@ struct uint3 {
 inline uint3 make_uint3(unsigned x, unsigned y, unsigned z) { return {x, y, z}; }
 
 // CUDA's vectors that kernels load at once.
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
