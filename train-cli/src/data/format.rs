@@ -4,7 +4,7 @@
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
 use crate::{
-    data::chat::Conversation,
+    data::conversation::Conversation,
     data_files,
     error::place_of,
     settings::{Auto, Format, MOST_WEIGHT},
