@@ -3,6 +3,7 @@
 //! Enums of this crate derive their names. Types of the backend get theirs through [`Choice`], so that no
 //! enum is written twice: [`parser`] reads them from the command line, [`by_name`] from a file.
 
+use crate::settings::defaults;
 use backend_nvfp4::{CacheFormat, MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
 use clap::{
     ValueEnum,
@@ -112,7 +113,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "A new run uses `two`, even if its model file has no scale for the whole matrix; a resumed run keeps what it began with";
+    const AUTO: &'static str = defaults::SCALES;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -123,7 +124,7 @@ impl Choice for Scaling {
 }
 
 impl Choice for Precision {
-    const AUTO: &'static str = "bf16 on CUDA, f32 elsewhere";
+    const AUTO: &'static str = defaults::COMPUTE_DTYPE;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
@@ -157,7 +158,7 @@ impl Choice for CacheFormat {
 }
 
 impl Choice for MasterKind {
-    const AUTO: &'static str = "bf16 where activations are bf16, else f32";
+    const AUTO: &'static str = defaults::MASTER_WEIGHTS;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
@@ -342,8 +343,7 @@ pub enum Clip {
 }
 
 impl Choice for Clip {
-    const AUTO: &'static str =
-        "`exact` if gradients are accumulated, because it then costs nothing; otherwise `previous`";
+    const AUTO: &'static str = defaults::CLIP;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -468,6 +468,7 @@ mod tests {
         assert_eq!(find::<Auto<Precision>>("auto"), Some(None));
         assert_eq!(find::<Auto<Precision>>("bfloat16"), Some(Some(Precision::Bf16)));
         assert_eq!(find::<StateKind>("nvfp4"), None);
+        assert_eq!(find::<Scaling>(defaults::SCALING_NAME), Some(defaults::SCALING));
     }
 
     #[test]
