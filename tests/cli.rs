@@ -1,6 +1,9 @@
 //! A wrong flag or a wrong file ends the program with its exit code and a message that names it.
 
-use crate::support::files::{ok, run, tiny_model};
+use crate::support::{
+    files::{ok, run, tiny_model},
+    skipped_for,
+};
 use std::path::Path;
 
 #[test]
@@ -240,10 +243,11 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     };
     ["cpu quantizer", "cpu portable product"].iter().for_each(|name| agrees(name));
     let vulkan = named("vulkan");
-    assert!(vulkan["good"] == true || std::env::var_os("REQUIRE_GPU").is_none(), "{text}");
     if vulkan["good"] == true {
         ["vulkan quantizer", "vulkan portable product"].iter().for_each(|name| agrees(name));
         assert!(vulkan["found"].as_str().is_some_and(|adapters| adapters.contains('(')), "{vulkan}");
+    } else {
+        skipped_for(&format!("doctor finds no Vulkan: {vulkan}"));
     }
     if named("card")["good"] == true {
         assert!(named("driver")["good"] == true, "{text}");

@@ -82,14 +82,48 @@ fn each_walk_names_a_file_once() {
     for walk in ["## One training step", "## One decoded token"] {
         let text = page.split(walk).nth(1).unwrap_or_else(|| panic!("the page has no heading {walk:?}"));
         let text = text.split("\n## ").next().unwrap_or_default().split("\n[").next().unwrap_or_default();
-        let spans = text.split('`').skip(1).step_by(2);
-        let mut files: Vec<&str> =
-            spans.filter(|s| s.contains("/src/")).map(|s| s.split(':').next().unwrap_or_default()).collect();
+        let files = files_of_a_walk(text);
         assert!(files.len() > 10, "{walk}: only {} files were found", files.len());
-        files.sort_unstable();
-        let twice: Vec<_> = files.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0]).collect();
+        let twice = twice(files);
         assert!(twice.is_empty(), "{walk}: named more than once: {twice:?}");
     }
+}
+
+#[test]
+fn a_file_that_a_walk_names_again_is_found() {
+    let walk = |end: &str| {
+        let text = format!("1. `a/src/x.rs:f`: calls `g`.\n2. `a/src/y/mod.rs`: the kernel `a/src/y/x.cuh` {end}.\n");
+        twice(files_of_a_walk(&text))
+    };
+    assert_eq!(walk("ends the walk"), Vec::<String>::new());
+    for end in ["calls `a/src/x.rs:h`", "calls `x.rs:h`, too", "calls `h`, in the file of\n   step 1"] {
+        assert_eq!(walk(end), ["a/src/x.rs"], "{end}");
+    }
+}
+
+/// The files that a walk names: by their paths, by the ends of paths that it names in full, or as the file of a step.
+fn files_of_a_walk(walk: &str) -> Vec<String> {
+    let walk = format!(" {}", walk.split_whitespace().collect::<Vec<_>>().join(" "));
+    let spans: Vec<&str> = walk.split('`').skip(1).step_by(2).collect();
+    let names = spans.into_iter().map(|span| span.split(':').next().unwrap_or_default());
+    let (paths, others): (Vec<&str>, Vec<&str>) = names.partition(|name| name.contains("/src/"));
+    let short = others.into_iter().filter(|name| name.ends_with(".rs") || name.ends_with(".cuh"));
+    let short = short.map(|name| {
+        let end = format!("/{name}");
+        paths.iter().find(|path| path.ends_with(&end)).copied().unwrap_or(name)
+    });
+    let of_steps = walk.split("file of step ").skip(1).filter_map(|rest| {
+        let number = rest.split(|c: char| !c.is_ascii_digit()).next()?;
+        let step = walk.split(&format!(" {number}. ")).nth(1)?;
+        step.split('`').find(|span| span.contains("/src/"))?.split(':').next()
+    });
+    paths.iter().copied().chain(short).chain(of_steps).map(str::to_owned).collect()
+}
+
+/// What stands more than once in a list.
+fn twice(mut list: Vec<String>) -> Vec<String> {
+    list.sort_unstable();
+    list.windows(2).filter(|pair| pair[0] == pair[1]).map(|pair| pair[0].clone()).collect()
 }
 
 /// Each file and folder of a crate's sources stands in the tables of the page, whose first column names it.

@@ -1,6 +1,9 @@
 //! A terminal shows at its bottom how far long work has come; where standard error is a file, nothing of that is in it.
 
-use crate::support::files::{program, run, tiny_model};
+use crate::support::{
+    files::{program, run, tiny_model},
+    skipped_for,
+};
 use std::{path::Path, process::Command};
 
 const FIT: &str =
@@ -11,7 +14,7 @@ fn on_a_terminal(d: &Path, args: &str) -> Option<String> {
     let line = format!("stty cols 100; exec '{}' {args}", program().display());
     let out = Command::new("script").args(["-qec", &line, "/dev/null"]).current_dir(d).env("TERM", "xterm").output();
     let Ok(out) = out else {
-        eprintln!("SKIPPED: util-linux's `script` is not installed");
+        skipped_for("util-linux's `script` is not installed");
         return None;
     };
     let text = String::from_utf8_lossy(&out.stdout).into_owned();

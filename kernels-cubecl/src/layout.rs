@@ -15,6 +15,10 @@ pub const BLOCK: usize = 16;
 /// 4-bit codes in a 32-bit word.
 pub const CODES_PER_WORD: usize = 8;
 
+/// [`BLOCK`] and [`CODES_PER_WORD`] as kernels compute with them.
+const COLUMNS: u32 = BLOCK as u32;
+const CODES: u32 = CODES_PER_WORD as u32;
+
 /// Number of 32-bit code words in a row of `cols` columns.
 pub const fn words_per_row(cols: usize) -> usize {
     cols / CODES_PER_WORD
@@ -28,17 +32,17 @@ pub const fn scales_per_row(cols: usize) -> usize {
 /// Index of the word that holds the code at (`row`, `col`).
 #[cube]
 pub(crate) fn word_index(row: u32, col: u32, cols: u32) -> usize {
-    (row as usize) * ((cols / 8u32) as usize) + ((col / 8u32) as usize)
+    (row as usize) * ((cols / CODES) as usize) + ((col / CODES) as usize)
 }
 
 /// Index of the scale of the value at (`row`, `col`).
 #[cube]
 pub(crate) fn scale_index(row: u32, col: u32, cols: u32) -> usize {
-    (row as usize) * ((cols / 16u32) as usize) + ((col / 16u32) as usize)
+    (row as usize) * ((cols / COLUMNS) as usize) + ((col / COLUMNS) as usize)
 }
 
 /// Extracts the 4-bit code of column `col` from its word.
 #[cube]
 pub(crate) fn code_of(word: u32, col: u32) -> u32 {
-    (word >> ((col % 8u32) * 4u32)) & 15u32
+    (word >> ((col % CODES) * 4u32)) & 15u32
 }

@@ -137,7 +137,8 @@ impl<'a> Foreign<'a> {
             let value = |scale: &u8, packed: &Packed| reference::e4m3_decode(*scale) * packed.global;
             changed.scales +=
                 own.scales.iter().zip(&ours.scales).filter(|(a, b)| value(a, &own) != value(b, &ours)).count();
-            changed.codes += own.codes.iter().zip(&ours.codes).map(|(a, b)| different_codes(*a, *b)).sum::<usize>();
+            let words = own.codes.iter().zip(&ours.codes);
+            changed.codes += words.map(|(a, b)| reference::different_codes(*a, *b)).sum::<usize>();
         }
         Ok(changed)
     }
@@ -218,10 +219,4 @@ impl Tensors for Foreign<'_> {
         }
         Ok(packed)
     }
-}
-
-/// How many of the eight codes of two words differ.
-fn different_codes(a: u32, b: u32) -> usize {
-    let different = a ^ b;
-    (0..8).filter(|i| different >> (4 * i) & 15 != 0).count()
 }

@@ -146,12 +146,13 @@ pub(super) fn launch_and_compare(
 }
 
 /// Every case in every type and tile width that the device has.
-pub(super) fn all(gpu: &Gpu) {
-    for cols in gemm::tile_columns(&gpu.client) {
-        for case in cases(cols, true) {
-            run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
-        }
-    }
+pub(super) fn forms(gpu: &Gpu) -> Vec<Case> {
+    gemm::tile_columns(&gpu.client).into_iter().flat_map(|cols| cases(cols, true)).collect()
+}
+
+/// Launches the case, and compares its results, which must be right.
+pub(super) fn expect(gpu: &Gpu, case: &Case) {
+    run(gpu, case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
 }
 
 /// Every case of one tile width, where the device has it. Types change how values are converted, and nothing else: f16 and other
@@ -160,13 +161,10 @@ pub(super) fn every(gpu: &Gpu, cols: usize) {
     if !gemm::tile_columns(&gpu.client).contains(&cols) {
         return;
     }
-    for case in cases(cols, cols == 128) {
-        run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
-    }
+    cases(cols, cols == 128).iter().for_each(|case| expect(gpu, case));
     if cols == 128 {
         // More rows of tiles than are walked together.
         let shapes = vec![GemmShape { i: 1030, j: 136, r: 24 }];
-        let case = Case { product: Nt, shapes, cols, scales: 0, types: (BF16, BF16), form: Form::One };
-        run(gpu, &case).unwrap_or_else(|e| panic!("sm_{} {case:?}: {e}", gpu.arch));
+        expect(gpu, &Case { product: Nt, shapes, cols, scales: 0, types: (BF16, BF16), form: Form::One });
     }
 }

@@ -59,22 +59,22 @@ fn plans(gpu: &Gpu, layers: &[(usize, usize)], ty: StorageType) -> Vec<(GemvPlan
 
 /// Every plan for these layers in bf16, and every eighth in f16: the type changes how values are converted, and nothing else.
 pub(super) fn every(gpu: &Gpu, layers: &[(usize, usize)]) {
-    by_plans(gpu, layers, [(BF16, 1), (F16, 8)]);
+    by_plans(gpu, layers, BF16, |_| true);
+    by_plans(gpu, layers, F16, |number| number.is_multiple_of(8));
 }
 
-/// Every plan for all layers in f16.
-pub(super) fn all_in_f16(gpu: &Gpu) {
-    by_plans(gpu, &[&SMALL[..], &LARGE].concat(), [(F16, 1)]);
+/// The plans for all layers in f16 that `takes` accepts, which is asked once for each.
+pub(super) fn in_f16(gpu: &Gpu, mut takes: impl FnMut() -> bool) {
+    by_plans(gpu, &[&SMALL[..], &LARGE].concat(), F16, |_| takes());
 }
 
-/// Multiplies few rows of weights: they are not part of the plan. Takes one plan of so many for each type.
-fn by_plans<const N: usize>(gpu: &Gpu, layers: &[(usize, usize)], types: [(StorageType, usize); N]) {
-    for (ty, step) in types {
-        for (number, (plan, rows, k)) in plans(gpu, layers, ty).into_iter().enumerate().step_by(step) {
-            let weights: &[usize] = [&[21usize][..], &[21, 8], &[8, 16, 5]][number % 3];
-            let label = format!("gemv of {rows} x {k} with {weights:?} by {plan:?}");
-            run(gpu, plan, rows, k, weights, ty).unwrap_or_else(|e| panic!("sm_{} {label}: {e}", gpu.arch));
-        }
+/// Multiplies few rows of weights: they are not part of the plan. `takes` says which plans are tried, by their numbers.
+fn by_plans(gpu: &Gpu, layers: &[(usize, usize)], ty: StorageType, mut takes: impl FnMut(usize) -> bool) {
+    let plans = plans(gpu, layers, ty).into_iter().enumerate();
+    for (number, (plan, rows, k)) in plans.filter(|(number, _)| takes(*number)) {
+        let weights: &[usize] = [&[21usize][..], &[21, 8], &[8, 16, 5]][number % 3];
+        let label = format!("gemv of {rows} x {k} with {weights:?} by {plan:?}");
+        run(gpu, plan, rows, k, weights, ty).unwrap_or_else(|e| panic!("sm_{} {label}: {e}", gpu.arch));
     }
 }
 

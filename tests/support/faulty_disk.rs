@@ -3,6 +3,7 @@
 use super::{
     emulator,
     files::{command, tiny_model},
+    skipped_for,
 };
 use std::{
     fs,
@@ -43,7 +44,7 @@ pub(crate) const FIT: &str = "fit -m ../m -d ../m/demo.tsv --device cpu --max-se
      --max-steps 4 --save-steps 2 --eval-steps 2 --output-dat extra.dat -o r";
 
 impl Machine {
-    /// None, with a message, where there can be none.
+    /// None where there can be none; the test is then counted as skipped.
     pub(crate) fn new() -> Option<Self> {
         let dir = tempfile::tempdir().unwrap();
         let library = preloaded(dir.path(), "disk_faults", include_str!("disk_faults.cpp"))?;
@@ -146,10 +147,11 @@ pub(crate) fn outcome(d: &Path) -> Outcome {
     exported.iter().chain(&saved).map(|name| (name.into(), fs::read(d.join(name)).ok())).collect()
 }
 
-/// A library for LD_PRELOAD, compiled from `text` into `folder`; None, with a message, where that is not possible.
+/// A library for LD_PRELOAD, compiled from `text` into `folder`. None where that is not possible; the test is then counted as
+/// skipped.
 pub(crate) fn preloaded(folder: &Path, name: &str, text: &str) -> Option<PathBuf> {
     let Some(compiler) = emulator::compiler().filter(|_| cfg!(target_os = "linux")) else {
-        eprintln!("SKIPPED: the faults of {name}.cpp need Linux and a C++ compiler");
+        skipped_for(&format!("{name}.cpp needs Linux and a C++ compiler (apt-get install g++)"));
         return None;
     };
     let (source, library) = (folder.join(format!("{name}.cpp")), folder.join(format!("{name}.so")));

@@ -1,6 +1,6 @@
 //! The files that `--data` names: a file itself, the files of a folder, or those that fit a pattern such as `rows/*.jsonl`.
 
-use crate::{CliError, report};
+use crate::{CliError, report, settings::Format};
 use model_qwen3::file;
 use std::{
     collections::BTreeSet,
@@ -8,8 +8,36 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The extensions of training files.
-pub const EXTENSIONS: [&str; 8] = ["jsonl", "json", "parquet", "arrow", "feather", "tsv", "txt", "md"];
+/// How a training file is read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reader {
+    /// As JSON, whose keys tell the format.
+    Json,
+    /// As text of this format.
+    Text(Format),
+    /// As a Parquet table.
+    Parquet,
+    /// As an Arrow table.
+    Arrow,
+}
+
+/// The extensions of training files, and how a file with each of them is read.
+const EXTENSIONS: [(&str, Reader); 8] = [
+    ("jsonl", Reader::Json),
+    ("json", Reader::Json),
+    ("parquet", Reader::Parquet),
+    ("arrow", Reader::Arrow),
+    ("feather", Reader::Arrow),
+    ("tsv", Reader::Text(Format::Tsv)),
+    ("txt", Reader::Text(Format::Text)),
+    ("md", Reader::Text(Format::Text)),
+];
+
+/// How a file is read, if its extension is known.
+pub fn reader(path: &Path) -> Option<Reader> {
+    let extension = path.extension()?.to_str()?;
+    EXTENSIONS.iter().find(|(known, _)| *known == extension).map(|(_, reader)| *reader)
+}
 
 /// Largest training file that is read whole. What is made of its rows takes several times as much memory.
 const LARGEST: u64 = 64 << 30;
@@ -31,8 +59,8 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
     Ok(file::read_bytes(path, LARGEST, "check the path")?)
 }
 
-/// The files that each of these paths names, in the order of their names. A folder stands for the files in it that have one
-/// of the [`EXTENSIONS`], but for `.md`. A pattern that is the name of a file stands for that file.
+/// The files that each of these paths names, in the order of their names. A folder stands for the files in it that have a
+/// known extension, but for `.md`. A pattern that is the name of a file stands for that file.
 ///
 /// # Errors
 /// If a folder or a pattern names no file, a folder cannot be read, or a file is named twice.
@@ -92,13 +120,23 @@ fn one(path: &Path) -> Result<Vec<PathBuf>, CliError> {
 fn has_known_extension(path: &Path) -> bool {
     // Hugging Face's library `datasets` puts these two beside its tables.
     let about = path.file_name().is_some_and(|name| name == "dataset_info.json" || name == "state.json");
-    !about && path.extension().and_then(|e| e.to_str()).is_some_and(|e| e != "md" && EXTENSIONS.contains(&e))
+    !about && path.extension().is_some_and(|extension| extension != "md") && reader(path).is_some()
 }
 
-/// The extensions in words: `.jsonl, .json, … or .md`.
+/// All known extensions in words: `.jsonl, .json, … or .md`.
 pub fn known() -> String {
-    let (last, others) = EXTENSIONS.split_last().expect("there are extensions");
-    let others: Vec<String> = others.iter().map(|e| format!(".{e}")).collect();
+    in_words(EXTENSIONS.iter().map(|(extension, _)| *extension).collect())
+}
+
+/// The extensions of texts in words: `.txt or .md`.
+pub fn of_texts() -> String {
+    let texts = EXTENSIONS.iter().filter(|(_, reader)| *reader == Reader::Text(Format::Text));
+    in_words(texts.map(|(extension, _)| *extension).collect())
+}
+
+fn in_words(extensions: Vec<&str>) -> String {
+    let (last, others) = extensions.split_last().expect("the table has extensions of each kind");
+    let others: Vec<String> = others.iter().map(|extension| format!(".{extension}")).collect();
     format!("{} or .{last}", others.join(", "))
 }
 

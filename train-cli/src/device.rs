@@ -2,7 +2,10 @@
 //! `B: Nvfp4Kernels + DeviceServices`. This file says which types these are; [`crate::ahead`] uses the one of CUDA for a device
 //! that only records kernels.
 
-use crate::{CliError, kernel_cache, report, settings::DeviceChoice};
+use crate::{
+    CliError, kernel_cache, report,
+    settings::{DeviceChoice, defaults::compute_dtype},
+};
 use backend_nvfp4::{DeviceServices, Nvfp4Error, Nvfp4Kernels, Precision};
 use burn::backend::NdArray;
 use burn_cubecl::{CubeBackend, CubeRuntime};
@@ -54,10 +57,9 @@ pub fn resolved(choice: DeviceChoice) -> DeviceChoice {
     }
 }
 
-/// The number format that a device computes in: `asked`, or without it bf16 on CUDA and f32 elsewhere. The device is not
-/// opened.
+/// The number format that a device computes in: `asked`, or without it the default of its kind. The device is not opened.
 pub fn precision(choice: DeviceChoice, asked: Option<Precision>) -> Precision {
-    asked.unwrap_or(if matches!(choice, DeviceChoice::Cuda(_)) { Precision::Bf16 } else { Precision::F32 })
+    asked.unwrap_or_else(|| compute_dtype(matches!(choice, DeviceChoice::Cuda(_))))
 }
 
 /// Refuses a number format that a kind of device never computes in.

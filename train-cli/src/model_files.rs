@@ -83,12 +83,8 @@ pub struct ModelFiles {
 impl ModelFiles {
     /// Finds the files of the model at `path`.
     pub fn new(path: &Path) -> Self {
-        let folder = if path.exists() && !path.is_dir() {
-            path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
-        } else {
-            path.to_owned()
-        };
-        Self { weights: path.to_owned(), folder }
+        let folder = if path.exists() && !path.is_dir() { durable::parent(path) } else { path };
+        Self { weights: path.to_owned(), folder: folder.to_owned() }
     }
 
     /// Whether the weights are a GGUF file, which `convert` reads.

@@ -20,7 +20,7 @@ pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
             "{shown} is an input of this command, and inputs are never overwritten; choose another"
         ));
     }
-    let folder = output.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let folder = durable::parent(output);
     if !folder.is_dir() {
         return refuse(format!("{shown} cannot be written: there is no folder {}; create it first", folder.display()));
     }

@@ -7,7 +7,7 @@ use crate::{
     outputs::{check_dat_name, check_output},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        defaults::{MAX_SEQ_LENGTH, RUNS},
+        defaults::{MAX_SEQ_LENGTH, RUNS, clips_exactly, master_weights},
         fields::RANGES,
         flag,
     },
@@ -112,8 +112,7 @@ impl Plan {
 
     /// How master weights are stored on a device that computes in `precision`.
     pub fn master(&self, precision: Precision) -> MasterKind {
-        let auto = if precision == Precision::Bf16 { MasterKind::Bf16 } else { MasterKind::F32 };
-        self.settings.memory.master_weights.unwrap_or(auto)
+        self.settings.memory.master_weights.unwrap_or_else(|| master_weights(precision))
     }
 
     /// The first step, counted from 0, that uses the recipe, in a run of `steps` steps. At least the last one does.
@@ -142,10 +141,9 @@ pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
     wanted.unwrap_or(MAX_SEQ_LENGTH).min(limit)
 }
 
-/// This step's norm costs nothing extra where all gradients exist before the first is applied. Elsewhere it takes the memory
-/// of all gradients or a second pass, and the previous step's norm is used.
+/// The norm by which a run clips, if nobody chooses one.
 fn default_clip(s: &Settings) -> Clip {
-    if s.optimizer.gradient_accumulation_steps > 1 { Clip::Exact } else { Clip::Previous }
+    if clips_exactly(s.optimizer.gradient_accumulation_steps) { Clip::Exact } else { Clip::Previous }
 }
 
 /// Refuses an empty path. The command line refuses it before, but a config file or the record of a run may have one.

@@ -1,16 +1,20 @@
-//! The quantizer, of one matrix or of several with one tensor scale, and the norm and the gate, whose launches also measure the maximum that the quantizer needs.
+//! The small operations of a block. The launches of the norm and the gate also measure the maximum that the quantizer needs; the
+//! quantizer takes one matrix, or several with one tensor scale; heads are normalized and rotated.
 
 use super::{
-    launch::{arg, dims, empty, launched},
+    launch::{arg, dims, empty, launched, writable},
     packed_cube::PackedCube,
 };
-use crate::{ops::Activations, packed::Packed, recipe::LinearSpec};
-use burn::tensor::{DType, backend::Backend};
+use crate::{attention::Rotary, burn_ops, ops::Activations, packed::Packed, recipe::LinearSpec};
+use burn::tensor::{DType, TensorMetadata, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
+    column_sums,
     layout::{scales_per_row, words_per_row},
     quantize::{self, QuantizeSpec, Scaling, View},
-    rms_norm, swiglu,
+    rms_norm,
+    rope::{self, RopeArgs, RopeShape},
+    swiglu,
 };
 
 /// The results of a norm.
@@ -43,6 +47,67 @@ pub(super) fn normed<R: CubeRuntime>(
     let dtype = x.dtype.into();
     launched(rms_norm::rms_norm(&x.client, arg(&x), arg(&w), arg(&y), fused, dtype, [rows, cols], eps as f32));
     Normed { x: sum.unwrap_or(x), y, maxima }
+}
+
+/// Normalizes, weights and rotates each head of `x` `[M, heads*E]`.
+pub(super) fn norm_rope<B, R>(x: CubeTensor<R>, w: CubeTensor<R>, rotary: &Rotary<B>, eps: f64) -> CubeTensor<R>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let shape = rope_shape(&x, &w, eps);
+    if !shape.fits() {
+        return burn_ops::norm_rope::<B>(x, w, rotary, eps);
+    }
+    let (x, w) = (into_contiguous(x), into_contiguous(w));
+    let y = empty(&x, dims(&x), x.dtype);
+    launched(rope::norm_rope(&x.client, arg(&x), rope_args(&w, rotary), arg(&y), x.dtype.into(), shape));
+    y
+}
+
+/// Returns `dx` and `dw` of [`norm_rope`].
+pub(super) fn norm_rope_backward<B, R>(
+    x: CubeTensor<R>,
+    w: CubeTensor<R>,
+    rotary: &Rotary<B>,
+    dy: CubeTensor<R>,
+    eps: f64,
+) -> (CubeTensor<R>, CubeTensor<R>)
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let shape = rope_shape(&x, &w, eps);
+    if !shape.fits() {
+        return burn_ops::norm_rope_backward::<B>(x, w, rotary, dy, eps);
+    }
+    let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
+    let partial = empty(&x, [shape.partial_rows(), shape.head_dim], DType::F32);
+    let (dtype, args) = (x.dtype.into(), rope_args(&w, rotary));
+    launched(rope::norm_rope_backward(&x.client, arg(&x), args, arg(&dx), arg(&partial), dtype, shape));
+    (dx, column_sums(&partial))
+}
+
+fn rope_shape<R: CubeRuntime>(x: &CubeTensor<R>, w: &CubeTensor<R>, eps: f64) -> RopeShape {
+    let ([rows, cols], head_dim) = (dims(x), w.shape()[0]);
+    RopeShape { rows, heads: cols / head_dim, head_dim, eps: eps as f32 }
+}
+
+fn rope_args<B, R>(w: &CubeTensor<R>, rotary: &Rotary<B>) -> RopeArgs<R>
+where
+    R: CubeRuntime,
+    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
+{
+    let table = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
+    RopeArgs { w: arg(w), cos: table(&rotary.cos), sin: table(&rotary.sin), positions: arg(&rotary.positions) }
+}
+
+/// The sums of the columns of a matrix.
+pub(super) fn column_sums<R: CubeRuntime>(x: &CubeTensor<R>) -> CubeTensor<R> {
+    let shape = dims(x);
+    let sums = empty(x, [shape[1]], DType::F32);
+    launched(column_sums::column_sums(&x.client, arg(x), arg(&sums), shape));
+    sums
 }
 
 /// Computes `silu(gate) * up`, and the largest magnitude that each cube of the launch found if it is `measured`.

@@ -11,7 +11,9 @@ mod packed_cube;
 mod products;
 
 use self::{
-    activations::{Normed, activations, coded, gated, normed, quantized, quantized_both, quantized_together},
+    activations::{
+        Normed, activations, coded, column_sums, gated, normed, quantized, quantized_both, quantized_together,
+    },
     launch::{arg, dims, empty, launched, writable},
 };
 use crate::{
@@ -29,24 +31,23 @@ use crate::{
     straight_through,
 };
 use burn::tensor::{
-    DType, Shape, TensorMetadata,
-    backend::{Backend, DeviceOps},
+    DType, Shape,
+    backend::DeviceOps,
     ops::{FloatTensor, FloatTensorOps, IntTensor},
 };
 use burn_cubecl::{
     BoolElement, CubeBackend, CubeRuntime, FloatElement, IntElement, kernel::into_contiguous,
-    ops::numeric::empty_device_contiguous_dtype, tensor::CubeTensor,
+    ops::numeric::empty_device_contiguous_dtype,
 };
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
-    bench, column_sums, e4m3, gradient, hadamard, likeliest,
+    bench, e4m3, gradient, hadamard, likeliest,
     matmul::Product,
     normal,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rng::Stream,
-    rope::{self, RopeArgs, RopeShape},
     swiglu,
 };
 
@@ -75,14 +76,7 @@ where
     }
 
     fn norm_rope(x: FloatTensor<Self>, w: FloatTensor<Self>, rotary: &Rotary<Self>, eps: f64) -> FloatTensor<Self> {
-        let shape = rope_shape(&x, &w, eps);
-        if !shape.fits() {
-            return burn_ops::norm_rope::<Self>(x, w, rotary, eps);
-        }
-        let (x, w) = (into_contiguous(x), into_contiguous(w));
-        let y = empty(&x, dims(&x), x.dtype);
-        launched(rope::norm_rope(&x.client, arg(&x), rope_args(&w, rotary), arg(&y), x.dtype.into(), shape));
-        y
+        activations::norm_rope(x, w, rotary, eps)
     }
 
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self> {
@@ -263,22 +257,7 @@ where
         dy: FloatTensor<Self>,
         eps: f64,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
-        let shape = rope_shape(&x, &w, eps);
-        if !shape.fits() {
-            return burn_ops::norm_rope_backward::<Self>(x, w, rotary, dy, eps);
-        }
-        let (x, w, dx) = (into_contiguous(x), into_contiguous(w), writable(dy));
-        let partial = empty(&x, [shape.partial_rows(), shape.head_dim], DType::F32);
-        launched(rope::norm_rope_backward(
-            &x.client,
-            arg(&x),
-            rope_args(&w, rotary),
-            arg(&dx),
-            arg(&partial),
-            x.dtype.into(),
-            shape,
-        ));
-        (dx, column_sums(&partial))
+        activations::norm_rope_backward(x, w, rotary, dy, eps)
     }
 
     fn swiglu_backward(
@@ -441,26 +420,4 @@ where
     fn bench_kernels(device: &Self::Device, filter: &str, show: &mut dyn FnMut(bench::Row)) -> Result<(), Nvfp4Error> {
         bench::run(&R::client(device), filter, show).map_err(|e| Nvfp4Error::Device(e.to_string()))
     }
-}
-
-/// The sums of the columns of a matrix.
-fn column_sums<R: CubeRuntime>(x: &CubeTensor<R>) -> CubeTensor<R> {
-    let shape = dims(x);
-    let sums = empty(x, [shape[1]], DType::F32);
-    launched(column_sums::column_sums(&x.client, arg(x), arg(&sums), shape));
-    sums
-}
-
-fn rope_shape<R: CubeRuntime>(x: &CubeTensor<R>, w: &CubeTensor<R>, eps: f64) -> RopeShape {
-    let ([rows, cols], head_dim) = (dims(x), w.shape()[0]);
-    RopeShape { rows, heads: cols / head_dim, head_dim, eps: eps as f32 }
-}
-
-fn rope_args<B, R>(w: &CubeTensor<R>, rotary: &Rotary<B>) -> RopeArgs<R>
-where
-    R: CubeRuntime,
-    B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
-{
-    let table = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
-    RopeArgs { w: arg(w), cos: table(&rotary.cos), sin: table(&rotary.sin), positions: arg(&rotary.positions) }
 }

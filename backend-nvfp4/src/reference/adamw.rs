@@ -1,7 +1,7 @@
 //! AdamW on one tensor, and the rounding of what it stores: bf16 with and without a residual, and NVFP4 codes.
 
 use super::{
-    codec::{code, e2m1_decode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code},
+    codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code},
     random::{draw_of, philox},
 };
 use crate::packed::Packed;
@@ -65,7 +65,7 @@ pub fn repack(packed: &mut Packed, cols: usize, values: &[f32], stream: Stream) 
         let old = packed.scales[b];
         let mut scale = old;
         if amax != 0.0 && !(amax <= reach(old) && amax * 2.0 > reach(old)) {
-            let near = e4m3_encode((amax / (packed.global * 6.0)).min(448.0));
+            let near = e4m3_encode((amax / (packed.global * 6.0)).min(E4M3_MAX));
             scale = if reach(near) < amax { near + 1 } else { near }.min(0x7E);
         }
         packed.scales[b] = scale;

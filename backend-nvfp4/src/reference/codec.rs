@@ -88,6 +88,17 @@ pub fn code(codes: &[u32], r: usize, c: usize, cols: usize) -> u8 {
     (word >> (4 * (c % CODES_PER_WORD)) & 15) as u8
 }
 
+/// The word of eight codes. The first is in its lowest bits.
+pub fn word_of(codes: impl IntoIterator<Item = u8>) -> u32 {
+    codes.into_iter().take(CODES_PER_WORD).enumerate().fold(0, |word, (i, code)| word | u32::from(code) << (4 * i))
+}
+
+/// How many of the eight codes of two words differ.
+pub fn different_codes(a: u32, b: u32) -> usize {
+    let different = a ^ b;
+    (0..CODES_PER_WORD).filter(|i| different >> (4 * i) & 15 != 0).count()
+}
+
 /// Writes the code in row `r` and column `c` of a matrix with `cols` columns.
 pub(super) fn set_code(codes: &mut [u32], r: usize, c: usize, cols: usize, code: u8) {
     let word = &mut codes[r * words_per_row(cols) + c / CODES_PER_WORD];

@@ -16,7 +16,10 @@ mod threads;
 
 pub use adamw::{adamw, repack, round};
 pub(crate) use adamw::{round_states, unpacked, unrounded};
-pub use codec::{E2M1, E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode};
+pub use codec::{
+    E2M1, E4M3_MAX, code, different_codes, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode,
+    word_of,
+};
 pub use dialects::{Dialect, dequantize_divided};
 pub use hadamard::hadamard;
 pub(crate) use moments::{decode_moment, encode_moment, table};

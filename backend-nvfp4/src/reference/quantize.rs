@@ -1,7 +1,9 @@
 //! Quantizing a matrix and reading it back.
 
 use super::{
-    codec::{E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code},
+    codec::{
+        E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code, word_of,
+    },
     random::{draw_of, philox},
     threads::{share, threads},
 };
@@ -99,12 +101,7 @@ pub fn quantize_master(x: &[f32], rows: usize, cols: usize) -> Packed {
         for block in x.chunks_exact(BLOCK) {
             let (scale, encode) = scaler.block(amax(block));
             scales.push(scale);
-            let word = |values: &[f32]| {
-                values
-                    .iter()
-                    .enumerate()
-                    .fold(0u32, |word, (i, v)| word | u32::from(e2m1_encode(v * encode)) << (4 * i))
-            };
+            let word = |values: &[f32]| word_of(values.iter().map(|v| e2m1_encode(v * encode)));
             codes.extend(block.chunks_exact(CODES_PER_WORD).map(word));
         }
         (codes, scales)

@@ -47,8 +47,7 @@ pub(super) fn of_nvfp4(bytes: &[u8]) -> Packed {
     for block in bytes.chunks_exact(NVFP4_BYTES) {
         scales.extend(&block[..SCALES]);
         for halves in block[SCALES..].chunks_exact(BLOCK / 2) {
-            // Eight codes make a word, the first in its lowest bits.
-            let word = |shift: u8| (0..8).fold(0u32, |word, i| word | u32::from(halves[i] >> shift & 15) << (4 * i));
+            let word = |shift: u8| reference::word_of(halves.iter().map(|byte| byte >> shift & 15));
             codes.extend([word(0), word(4)]);
         }
     }

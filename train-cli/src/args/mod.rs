@@ -1,7 +1,7 @@
 //! The command line: the commands, each with the flags of a file of this folder. Plain data; the settings of a training run,
 //! with their flags, are in [`crate::settings`].
 
-pub(crate) mod files;
+pub(crate) mod converting;
 mod looking;
 pub(crate) mod measuring;
 mod rows;
@@ -11,7 +11,7 @@ mod training;
 use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 
-pub use files::{
+pub use converting::{
     ActivationsArg, ContainerArg, ConvertArgs, ExportArgs, ExportHfArgs, HfFormat, InspectArgs, WeightArg,
 };
 pub use looking::{CompareArgs, CompletionsArgs, DoctorArgs, ListArgs, ManArgs, RunsCommand, ShowArgs};

@@ -22,8 +22,9 @@ use crate::{
         stored_model::StoredModel,
         trained::Trained,
     },
+    settings::defaults::SCALING,
 };
-use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -97,7 +98,7 @@ fn stored_format(stored: &StoredModel) -> ExportFormat {
     let packed_head = matches!(stored.weights.stored(names::HEAD), Some(Stored::Packed { .. }));
     let dense = trained.map_or(0, |trained| trained.bf16_last_blocks);
     ExportFormat {
-        scaling: packed_scaling(&stored.weights).or(trained.map(|trained| trained.scales)).unwrap_or(Scaling::Two),
+        scaling: packed_scaling(&stored.weights).or(trained.map(|trained| trained.scales)).unwrap_or(SCALING),
         head: if packed_head { HeadAs::OwnNvfp4 } else { HeadAs::Float(FloatType::F16) },
         recipe: trained.map_or(Recipe::W4, |trained| trained.recipe),
         dense_from: stored.config.num_hidden_layers.saturating_sub(dense),
@@ -363,7 +364,6 @@ mod tests {
     use burn::backend::NdArray;
     use model_qwen3::repack::StoreAs;
 
-    const SCALING: Scaling = Scaling::Two;
     const RECIPES: [Recipe; 4] = [Recipe::Bf16, Recipe::W4, Recipe::W4a4, Recipe::Nvfp4(Nvfp4Parts::ALL)];
 
     /// A model of random weights in the demo's shape, as if it had been trained by a recipe.

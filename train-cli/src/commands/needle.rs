@@ -5,7 +5,7 @@ use super::flags;
 use crate::{
     CliError,
     args::NeedleArgs,
-    data::needle::{Haystack, Series},
+    data::haystack::{Haystack, Series},
     device::{self, Job},
     durable,
     outputs::check_output,

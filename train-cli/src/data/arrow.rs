@@ -20,11 +20,6 @@ use arrow_schema::{DataType, Field};
 use serde_json::{Map, Value, json};
 use std::{collections::BTreeSet, path::Path};
 
-/// Whether a file is read by [`objects`]: its name says so.
-pub(super) fn is_arrow(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "arrow" || extension == "feather")
-}
-
 /// The rows of a file with their numbers, counted from 1. They are decoded one batch after another; after an error there are
 /// none.
 ///

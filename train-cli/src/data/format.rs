@@ -4,8 +4,8 @@
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
 use crate::{
-    data::chat::Conversation,
-    data_files,
+    data::conversation::Conversation,
+    data_files::{self, Reader},
     error::place_of,
     settings::{Auto, Format, MOST_WEIGHT},
 };
@@ -65,14 +65,13 @@ pub struct RowOptions {
 /// If neither tells: the line, counted from 1, or 0, and what is wrong.
 pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Wrong)> {
     let nowhere = |reason: &str| (0, reason.to_owned().into());
-    match path.extension().and_then(|e| e.to_str()) {
-        Some("tsv") => Ok(Format::Tsv),
-        Some("txt" | "md") => Ok(Format::Text),
-        Some("jsonl" | "json") => match objects(content).next() {
+    match data_files::reader(path) {
+        Some(Reader::Text(format)) => Ok(format),
+        Some(Reader::Json) => match objects(content).next() {
             None => Err(nowhere(NO_ROWS)),
             Some((line, row)) => row.and_then(|row| Ok(by_keys(&row)?)).map_err(|wrong| (line, wrong)),
         },
-        _ => Err(nowhere(&format!(
+        Some(Reader::Parquet | Reader::Arrow) | None => Err(nowhere(&format!(
             "the file name does not tell the data format ({} do); give --format",
             data_files::known()
         ))),

@@ -1,13 +1,13 @@
-//! Training data: [`format`](mod@format) turns files into rows, those of Parquet and Arrow tables too, [`chat`] conversations
-//! into [`sample`]s, and [`read`] does both for all files of a run; [`token_cache`] keeps the samples on disk; [`rows`] splits,
-//! repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order. [`make`] makes rows from a recipe,
-//! and [`needle`] texts to copy from.
+//! Training data: [`format`](mod@format) turns files into rows, those of Parquet and Arrow tables too, [`conversation`] makes
+//! [`sample`]s of conversations, and [`read`] does both for all files of a run; [`token_cache`] keeps the samples on disk;
+//! [`rows`] splits, repeats and packs them; [`order`] hands them out as micro-batches in a repeatable order. [`make`] makes rows
+//! from a recipe, and [`haystack`] texts to copy from.
 
 mod arrow;
-pub mod chat;
+pub mod conversation;
 pub mod format;
+pub mod haystack;
 pub mod make;
-pub mod needle;
 pub mod order;
 mod parquet;
 mod parquet_schema;

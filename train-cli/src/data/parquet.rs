@@ -10,11 +10,6 @@ use parquet::{
 use serde_json::Value;
 use std::path::Path;
 
-/// Whether a file is read by [`objects`]: its name says so.
-pub(super) fn is_parquet(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "parquet")
-}
-
 /// The rows of a file with their numbers, counted from 1. They are read one after another; after an error there are none.
 ///
 /// # Errors

@@ -4,12 +4,12 @@ use crate::{
     CliError,
     data::{
         arrow,
-        format::{self, Row, RowOptions, Wrong},
+        format::{self, Object, Row, RowOptions, Wrong},
         order::TILE,
         parquet,
         sample::Sample,
     },
-    data_files,
+    data_files::{self, Reader},
     model_files::TextFiles,
     report,
     settings::{Auto, Format, LossOn, Overlong},
@@ -97,13 +97,14 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: &DataOptions) -> Resul
 /// # Errors
 /// If so.
 pub fn check_separator(paths: &[PathBuf], format: Auto<Format>, separator: Option<&str>) -> Result<(), CliError> {
-    let by_name = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "txt" || extension == "md");
+    let by_name = |path: &PathBuf| data_files::reader(path) == Some(Reader::Text(Format::Text));
     let is_text = |path| format.map_or_else(|| by_name(path), |format| format == Format::Text);
     match separator.filter(|_| !paths.iter().any(is_text)) {
         None => Ok(()),
         Some(separator) => {
-            let text = "it stands between the documents of a text, and no file is one (.txt or .md); leave it out";
-            Err(CliError::Usage(format!("--document-separator {separator:?}: {text}")))
+            let text = "it stands between the documents of a text, and no file is one";
+            let texts = data_files::of_texts();
+            Err(CliError::Usage(format!("--document-separator {separator:?}: {text} ({texts}); leave it out")))
         }
     }
 }
@@ -145,16 +146,25 @@ struct RowReader<'a> {
 
 impl RowReader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
+        match data_files::reader(path) {
+            Some(Reader::Parquet) => self.table(path, parquet::objects(path)?),
+            Some(Reader::Arrow) => self.table(path, arrow::objects(path)?),
+            Some(Reader::Json | Reader::Text(_)) | None => self.text(path),
+        }
+    }
+
+    /// Makes samples of the rows of a table.
+    fn table(&mut self, path: &Path, objects: impl Iterator<Item = Object>) -> Result<(), CliError> {
+        let options = self.options;
+        let table = format::table(options.format, objects, &options.rows);
+        let (format, rows) = table.map_err(|(line, wrong)| bad_row(path, line, wrong))?;
+        self.rows(path, format, rows)
+    }
+
+    /// Makes samples of the rows of a text, which JSON is, too.
+    fn text(&mut self, path: &Path) -> Result<(), CliError> {
         let at = |(line, wrong): (usize, Wrong)| bad_row(path, line, wrong);
         let options = self.options;
-        if parquet::is_parquet(path) {
-            let (format, rows) = format::table(options.format, parquet::objects(path)?, &options.rows).map_err(at)?;
-            return self.rows(path, format, rows);
-        }
-        if arrow::is_arrow(path) {
-            let (format, rows) = format::table(options.format, arrow::objects(path)?, &options.rows).map_err(at)?;
-            return self.rows(path, format, rows);
-        }
         let content = text_of(path)?;
         let format = match options.format {
             Some(format) => format,

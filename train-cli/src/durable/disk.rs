@@ -77,8 +77,8 @@ pub(super) fn is_at(_: &File, _: &Path) -> bool {
     true
 }
 
-/// The folder that holds a file or folder.
-pub(super) fn parent(path: &Path) -> &Path {
+/// The folder that holds a file or folder: `.` for a mere name.
+pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 

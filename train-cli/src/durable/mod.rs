@@ -22,7 +22,7 @@ mod manifest;
 mod pending;
 mod temporary;
 
-pub use disk::{make_folder, make_new_folder, remove, remove_empty, rename};
+pub use disk::{make_folder, make_new_folder, parent, remove, remove_empty, rename};
 pub use files::{append_bytes, append_line, probe, sync_file, write_bytes, write_checked, write_file};
 pub use lock::{LOCK, is_untouched, lock};
 pub(crate) use manifest::hex;

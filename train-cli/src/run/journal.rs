@@ -6,7 +6,7 @@ use crate::{
     data::order::{MicroBatch, Order},
     data::sample::Origin,
     durable::FileRecord,
-    memory::estimate,
+    memory::forecast,
     plan::{self, Plan},
     progress, report,
     run::cadence,
@@ -87,7 +87,7 @@ impl Journal {
     ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
         let flops =
-            estimate::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
+            forecast::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);

@@ -4,7 +4,7 @@
 use crate::{
     CliError, kernel_cache,
     memory::{
-        estimate::Estimate,
+        forecast::Estimate,
         free::{self, Disk},
         pool::Pool,
     },

@@ -13,8 +13,9 @@ use crate::{
     model_files::{ModelFiles, TextFiles},
     progress::Reading,
     report,
+    settings::defaults::{SCALING, master_weights},
 };
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Precision, Recipe, Scaling};
+use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Precision, Recipe, Scaling};
 use model_qwen3::{
     bytes::FloatType,
     config::Qwen3Config,
@@ -182,14 +183,13 @@ impl StoredModel {
             let recipe = if recipe.packs_activations() { Recipe::W4a4 } else { Recipe::W4 };
             return self.load(recipe, precision, device);
         }
-        let scaling = self.trained.as_ref().map_or(Scaling::Two, |trained| trained.scales);
+        let scaling = self.trained.as_ref().map_or(SCALING, |trained| trained.scales);
         let shares_scale = self.export.is_some_and(|export| export.shares_scale);
         let spec = LinearSpec { shares_scale, ..LinearSpec::new(recipe, scaling, precision) };
         let dequantized = Repacked::new(&self.weights, StoreAs::Float(FloatType::F32));
         let tensors: &dyn Tensors = if self.is_stored_packed() { &dequantized } else { &self.weights };
-        let master = if precision == Precision::F32 { MasterKind::F32 } else { MasterKind::Bf16 };
         let reading = Reading::of(tensors, "loading");
-        let model = weights::load(&reading, &self.config, spec, Purpose::Train(master), device)?;
+        let model = weights::load(&reading, &self.config, spec, Purpose::Train(master_weights(precision)), device)?;
         Ok(model.with_bf16_last_blocks(self.trained.as_ref().map_or(0, |trained| trained.bf16_last_blocks)))
     }
 }

@@ -39,6 +39,7 @@ pub struct Trained {
     pub thinking: Option<bool>,
 }
 
+/// What a record without the key means, whatever the default of new runs is.
 fn two_levels() -> Scaling {
     Scaling::Two
 }

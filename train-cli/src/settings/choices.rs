@@ -3,10 +3,13 @@
 //! Enums of this crate derive their names. Types of the backend get theirs through [`Choice`], so that no
 //! enum is written twice: [`parser`] reads them from the command line, [`by_name`] from a file.
 
-use backend_nvfp4::{CacheFormat, MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
+use crate::settings::defaults;
+use backend_nvfp4::{
+    CacheFormat, MasterKind, Nvfp4Parts, PACKED_BYTES, Precision, Recipe, STATE_BLOCK, Scaling, StateKind,
+};
 use clap::{
     ValueEnum,
-    builder::{PossibleValue, PossibleValuesParser, TypedValueParser},
+    builder::{PossibleValue, PossibleValuesParser, StyledStr, TypedValueParser},
 };
 use serde::{Deserialize, Serialize};
 use std::{convert::Infallible, path::PathBuf, str::FromStr};
@@ -63,8 +66,14 @@ pub(crate) mod by_name {
 }
 
 /// A [`Choice`] value with its name and help.
-fn named<T>(value: T, name: &'static str, help: &'static str) -> (T, PossibleValue) {
+fn named<T>(value: T, name: &'static str, help: impl Into<StyledStr>) -> (T, PossibleValue) {
     (value, PossibleValue::new(name).help(help))
+}
+
+/// Bytes per parameter for people: two digits behind the point, or none where these are zeros.
+fn per_parameter(bytes: f64) -> String {
+    let figure = format!("{bytes:.2}");
+    format!("{} bytes per parameter", figure.trim_end_matches('0').trim_end_matches('.'))
 }
 
 /// Where `--resume-from-checkpoint` finds the run or the checkpoint to resume.
@@ -112,7 +121,7 @@ impl Choice for Recipe {
 }
 
 impl Choice for Scaling {
-    const AUTO: &'static str = "A new run uses `two`, even if its model file has no scale for the whole matrix; a resumed run keeps what it began with";
+    const AUTO: &'static str = defaults::SCALES;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -123,7 +132,7 @@ impl Choice for Scaling {
 }
 
 impl Choice for Precision {
-    const AUTO: &'static str = "bf16 on CUDA, f32 elsewhere";
+    const AUTO: &'static str = defaults::COMPUTE_DTYPE;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
@@ -157,7 +166,7 @@ impl Choice for CacheFormat {
 }
 
 impl Choice for MasterKind {
-    const AUTO: &'static str = "bf16 where activations are bf16, else f32";
+    const AUTO: &'static str = defaults::MASTER_WEIGHTS;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
@@ -184,7 +193,10 @@ impl Choice for MasterKind {
             named(
                 Self::Nvfp4,
                 Self::Nvfp4.name(),
-                "NVFP4, rounded up or down at random: 0.56 bytes per parameter; the embedding stays bf16",
+                format!(
+                    "NVFP4, rounded up or down at random: {}; the embedding stays bf16",
+                    per_parameter(PACKED_BYTES)
+                ),
             ),
         ]
     }
@@ -193,25 +205,16 @@ impl Choice for MasterKind {
 impl Choice for StateKind {
     fn all() -> Vec<(Self, PossibleValue)> {
         let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
+        let kind = |kind: Self, help: String| named(kind, kind.name(), help);
+        let bytes = |kind: Self| per_parameter(kind.bytes());
+        let coded = |bits: usize, kind: Self| {
+            format!("{bits}-bit codes, and a scale for each {STATE_BLOCK} values: {}", bytes(kind))
+        };
         vec![
-            named(Self::F32, Self::F32.name(), "f32: 8 bytes per parameter for both moments"),
-            also(
-                named(
-                    Self::Int8,
-                    Self::Int8.name(),
-                    "8-bit codes, and a scale for each 256 values: 2.03 bytes per parameter",
-                ),
-                ["8bit", "8-bit"],
-            ),
-            named(Self::Bf16, Self::Bf16.name(), "bf16, rounded up or down at random: 4 bytes per parameter"),
-            also(
-                named(
-                    Self::Int4,
-                    Self::Int4.name(),
-                    "4-bit codes, and a scale for each 256 values: 1.03 bytes per parameter",
-                ),
-                ["4bit", "4-bit"],
-            ),
+            kind(Self::F32, format!("f32: {} for both moments", bytes(Self::F32))),
+            also(kind(Self::Int8, coded(8, Self::Int8)), ["8bit", "8-bit"]),
+            kind(Self::Bf16, format!("bf16, rounded up or down at random: {}", bytes(Self::Bf16))),
+            also(kind(Self::Int4, coded(4, Self::Int4)), ["4bit", "4-bit"]),
         ]
     }
 }
@@ -342,8 +345,7 @@ pub enum Clip {
 }
 
 impl Choice for Clip {
-    const AUTO: &'static str =
-        "`exact` if gradients are accumulated, because it then costs nothing; otherwise `previous`";
+    const AUTO: &'static str = defaults::CLIP;
 
     fn all() -> Vec<(Self, PossibleValue)> {
         vec![
@@ -468,6 +470,7 @@ mod tests {
         assert_eq!(find::<Auto<Precision>>("auto"), Some(None));
         assert_eq!(find::<Auto<Precision>>("bfloat16"), Some(Some(Precision::Bf16)));
         assert_eq!(find::<StateKind>("nvfp4"), None);
+        assert_eq!(find::<Scaling>(defaults::SCALING_NAME), Some(defaults::SCALING));
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Defaults that depend on the model or on the run, or that several commands share, beside the help that states them.
 
+use backend_nvfp4::{MasterKind, Precision, Scaling};
+
 /// The folder of run folders, if nobody names one.
 pub const RUNS: &str = "runs";
 
@@ -41,3 +43,43 @@ pub const EVALUATION_SHARE: f64 = 0.1;
 pub(super) fn parts_of_the_run(what: &str, but: &str) -> String {
     format!("{what} [default: the steps of the run divided by {PARTS}{but}]")
 }
+
+/// The number format in which a model computes, if nobody names one.
+pub fn compute_dtype(on_cuda: bool) -> Precision {
+    if on_cuda { Precision::Bf16 } else { Precision::F32 }
+}
+
+/// The help of that default.
+pub(super) const COMPUTE_DTYPE: &str = "bf16 on CUDA, f32 elsewhere";
+
+/// How master weights are stored where activations have this number format, if nobody says how. With `tf32` activations are f32.
+pub fn master_weights(precision: Precision) -> MasterKind {
+    if precision == Precision::Bf16 { MasterKind::Bf16 } else { MasterKind::F32 }
+}
+
+/// The help of that default.
+pub(super) const MASTER_WEIGHTS: &str = "bf16 where activations are bf16, else f32";
+
+/// Whether clipping uses the norm of the same step, if nobody says which norm it uses. This norm costs nothing extra where all
+/// gradients exist before the first is applied. Elsewhere it takes the memory of all gradients or a second pass, and the previous
+/// step's norm is used.
+pub fn clips_exactly(gradient_accumulation_steps: usize) -> bool {
+    gradient_accumulation_steps > 1
+}
+
+/// The help of that default.
+pub(super) const CLIP: &str =
+    "`exact` if gradients are accumulated, because it then costs nothing; otherwise `previous`";
+
+/// Which scales NVFP4 weights get, if nobody chooses them and the model does not say which it has; and their name.
+pub const SCALING: Scaling = Scaling::Two;
+pub(crate) const SCALING_NAME: &str = "two";
+
+/// Which scales the NVFP4 weights of a run have, if nobody chooses them. `begun_with` are those with which a resumed run began:
+/// older versions took those of the model file.
+pub fn scales(begun_with: Option<Scaling>) -> Scaling {
+    begun_with.unwrap_or(SCALING)
+}
+
+/// The help of that default.
+pub(super) const SCALES: &str = "A new run uses `two`, even if its model file has no scale for the whole matrix; a resumed run keeps what it began with";

@@ -1,13 +1,16 @@
 //! The settings themselves, in groups that are the headings of `--help`. A field's doc comment is its help text.
 
-use crate::settings::{
-    choices::{
-        Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
-        ReportTo, SaveStrategy, by_name, parser,
-    },
-    defaults::{
-        BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, advised_blocks, longest, part_of_the_run,
-        parts_of_the_run,
+use crate::{
+    data_files,
+    settings::{
+        choices::{
+            Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
+            ReportTo, SaveStrategy, by_name, parser,
+        },
+        defaults::{
+            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, advised_blocks, longest, part_of_the_run,
+            parts_of_the_run,
+        },
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
@@ -82,10 +85,13 @@ pub struct ModelSettings {
 #[serde(default)]
 #[command(next_help_heading = "Data")]
 pub struct DataSettings {
-    /// Training file (.jsonl, .json, .parquet, .arrow, .feather, .tsv, .txt or .md), a folder of such files (without
-    /// its .md files), or a pattern such as 'rows/*.jsonl'; may be given several times
+    /// Training files, folders of them, or patterns.
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
-    #[arg(help_heading = COMMON)]
+    #[arg(help_heading = COMMON, help = format!(
+        "Training file ({}), a folder of such files (without its .md files), or a pattern such as 'rows/*.jsonl'; may be given \
+         several times",
+        data_files::known()
+    ))]
     pub data: Vec<PathBuf>,
     /// Maximum length of a training sequence, in tokens. `longest` has the default.
     #[arg(long, value_name = "N", help_heading = COMMON, help = longest("Maximum length of a training sequence, in tokens"))]

@@ -2,7 +2,9 @@
 //! compared with the codes of later states.
 
 use crate::CliError;
-use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor};
+use backend_nvfp4::{
+    LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, layout::CODES_PER_WORD, reference::different_codes,
+};
 use model_qwen3::{
     ModelError,
     model::Qwen3,
@@ -32,7 +34,7 @@ impl Codes {
         }
         let fields = fields(model);
         let sizes = fields.iter().filter(|(_, f)| matches!(f, Field::Linear(_)));
-        let all: usize = sizes.map(|(_, f)| f.shape().iter().product::<usize>() / 8).sum();
+        let all: usize = sizes.map(|(_, f)| f.shape().iter().product::<usize>() / CODES_PER_WORD).sum();
         let step = all.div_ceil(WORDS).max(1);
         for (name, field) in &fields {
             let weight = match field {
@@ -86,9 +88,8 @@ fn quantized_in_its_group<B: Nvfp4Kernels>(
 fn changed(before: &[Vec<u32>], after: &[Vec<u32>]) -> Option<f64> {
     let (mut changed, mut all) = (0u64, 0u64);
     for (a, b) in before.iter().flatten().zip(after.iter().flatten()) {
-        let diff = a ^ b;
-        changed += (0..8).filter(|i| diff >> (4 * i) & 15 != 0).count() as u64;
-        all += 8;
+        changed += different_codes(*a, *b) as u64;
+        all += CODES_PER_WORD as u64;
     }
     (all > 0).then(|| changed as f64 / all as f64)
 }

@@ -5,7 +5,7 @@
 
 use crate::{
     CliError,
-    args::{ActivationsArg, ExportHfArgs, HfFormat, files::CALIBRATION_ROWS},
+    args::{ActivationsArg, ExportHfArgs, HfFormat, converting::CALIBRATION_ROWS},
     data::{
         format::RowOptions,
         read::{self, DataOptions},

@@ -112,7 +112,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
 /// Refuses a folder that holds something other than an older export, or that the model is read from.
 fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<(), CliError> {
     let refuse = |reason: &str| Err(CliError::Usage(format!("--output-dir {}: {reason}", folder.display())));
-    let parent = folder.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = durable::parent(folder);
     if !parent.is_dir() {
         return refuse(&format!("there is no folder {}; create it first", parent.display()));
     }

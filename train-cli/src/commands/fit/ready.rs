@@ -9,7 +9,7 @@ use crate::{
     run::checkpoint::{HeadStorage, Resumed, TrainerState},
     run::inputs::Inputs,
     run::preflight::{self, Forecast, Undo},
-    settings::DeviceChoice,
+    settings::{DeviceChoice, defaults::scales},
     train::chunked_adamw::{AdamwConfig, ChunkedAdamw},
     train::clip::Clipping,
     train::objective::Trainee,
@@ -139,8 +139,7 @@ impl Ready {
     }
 }
 
-/// The scale levels of a run's NVFP4 weights. A resumed run keeps its own: older versions took those of the model file.
+/// The scale levels of a run's NVFP4 weights.
 pub(crate) fn scaling(plan: &Plan, resumed: Option<&Resumed>) -> Scaling {
-    let default = resumed.map_or(Scaling::Two, |resumed| resumed.state.scaling());
-    plan.settings.recipe.scales.unwrap_or(default)
+    plan.settings.recipe.scales.unwrap_or_else(|| scales(resumed.map(|resumed| resumed.state.scaling())))
 }

@@ -1,6 +1,10 @@
 //! Flags of the commands that write a model in another form, and of `inspect`, which lists what a file holds.
 
-use crate::settings::{DeviceChoice, HeadFormat, defaults::MAX_SEQ_LENGTH, parser};
+use crate::settings::{
+    DeviceChoice, HeadFormat,
+    defaults::{MAX_SEQ_LENGTH, SCALING_NAME},
+    parser,
+};
 use backend_nvfp4::Scaling;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -145,7 +149,7 @@ pub struct ConvertArgs {
     #[arg(long)]
     pub dtype: WeightArg,
     /// Which scales NVFP4 weights have
-    #[arg(long, default_value = "two", value_parser = parser::<Scaling>())]
+    #[arg(long, default_value = SCALING_NAME, value_parser = parser::<Scaling>())]
     pub scales: Scaling,
     /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: NVFP4 for a separate
     /// head; a tied head (one that is the embedding) is not stored a second time]
