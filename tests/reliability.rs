@@ -1002,3 +1002,23 @@ fn hostile_small_files_are_refused() {
     let stderr = refused(d, &["convert", "m/model.safetensors", "x.dat", "--to", "dat", "--dtype", "nvfp4"], 2);
     assert!(stderr.contains("generation_config.json") && stderr.contains("at most"), "{stderr}");
 }
+
+/// A key that stands twice in a small file is refused, also where the program ignores the key.
+#[test]
+fn an_ignored_key_stands_once_as_every_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fs::write(d.join("m/trained.json"), r#"{"recipe": "w4"}"#).unwrap();
+    let generate = ["generate", "-m", "m", "-p", "hello", "--device", "cpu", "--max-tokens", "1"];
+    for (name, code) in [("config.json", 2), ("generation_config.json", 2), ("trained.json", 6)] {
+        let path = d.join("m").join(name);
+        let good = fs::read_to_string(&path).unwrap();
+        fs::write(&path, good.replacen('{', "{\"ignored\": 1, ", 1)).unwrap();
+        ok(d, &generate);
+        fs::write(&path, good.replacen('{', "{\"ignored\": 1, \"ignored\": [2], ", 1)).unwrap();
+        let stderr = refused(d, &generate, code);
+        assert!(stderr.contains(name) && stderr.contains("\"ignored\" stands twice"), "{name}: {stderr}");
+        fs::write(&path, good).unwrap();
+    }
+}
