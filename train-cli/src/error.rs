@@ -236,6 +236,14 @@ impl CliError {
         }
     }
 
+    /// Names the flag that gave the path, in the error of a file that is not there or is not what the flag takes.
+    pub(crate) fn of_flag(flag: &str) -> impl Fn(ModelError) -> Self {
+        move |error| match error {
+            ModelError::Missing { .. } | ModelError::Parse { .. } => Self::Usage(format!("{flag} {error}")),
+            error => error.into(),
+        }
+    }
+
     /// A line of a file is not JSON.
     pub(crate) fn not_json(path: &Path, line: usize, error: &serde_json::Error) -> Self {
         let (below, column, reason) = place_of(error);

@@ -127,7 +127,7 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
     // The settings that are recorded name the model itself, not the run that it was found in.
     // The plan refuses an empty path.
     if let Some(model) = settings.model.model.as_mut().filter(|model| !model.as_os_str().is_empty()) {
-        *model = located(model)?.weights;
+        *model = located("--model", model)?.weights;
     }
     Ok((Plan::new(settings)?, resumed, restarted.is_some()))
 }
