@@ -62,11 +62,10 @@ pub enum CliError {
     },
     /// A run would need more memory than is free on its device.
     #[error(
-        "the run would need {} on {device}, where {} are free; use a smaller --max-seq-length or --batch-size, \
-         --optimizer-state-mode int4, or --master-weights nvfp4. To try it all the same, give --memory-limit {}",
+        "the run would need {} on {device}, where {} are free; end other programs that use its memory, or use a smaller \
+         --max-seq-length or --batch-size, --optimizer-state-mode int4, or --master-weights nvfp4",
         gib(*needed),
-        gib(*free),
-        gib(*needed).replace(' ', "")
+        gib(*free)
     )]
     Full {
         /// The device.
