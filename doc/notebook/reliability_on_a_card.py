@@ -162,7 +162,8 @@ def memory():
         code, text, _ = fit("memory", flags + " " + more, watch or (lambda line: None))
         done = True
         card.give_back()
-        error = text[text.rfind("error: "):] if "error: " in text else text[-300:]
+        # The reason that the device gave may have several lines.
+        error = text[text.rfind("\nerror: ") + 1:] if "\nerror: " in text else text[-300:]
         say(code == 4 and "panicked" not in text, f"memory {name}: exit code {code}: {error[:400]}")
         say(not missing(error), f"  the message names what it must{''.join(f', but not {name}' for name in missing(error))}")
         if saved:
