@@ -2,7 +2,7 @@
 //! a change of any of them is seen. `UPDATE_GOLDEN=1` writes the file anew.
 
 use crate::support::{
-    files::{commands, run},
+    files::{commands, names, run, tiny_model},
     golden,
 };
 use clap::{Arg, CommandFactory, FromArgMatches};
@@ -146,6 +146,78 @@ fn wrong_values(arg: &Arg) -> &'static [&'static str] {
         // Their range is checked once the other flags are there.
         "P" | "FACTOR" | "TEMPERATURE" | "TFLOPS" | "DIFFERENCE" => &["many"],
         "DEVICE" => &["gpu", "cuda:x"],
+        // Nothing is at the empty path. Other wrong paths need the other flags of a command.
+        "PATH" | "FILE" | "DIR" | "RUN" => &[""],
         _ => &[],
+    }
+}
+
+/// Paths that these flags of `fit` and `estimate` do not take: nothing is there, or something of another kind.
+const WRONG_PATHS: [(&str, &[&str]); 11] = [
+    ("--model", &["none"]),
+    ("--init-config", &["none.json", "pipe", "/dev/null"]),
+    ("--tokenizer", &["none", "pipe", "/dev/null", "m/demo.tsv"]),
+    ("--data", &["none.tsv", "none*.tsv", "pipe", "/dev/zero", "empty"]),
+    ("--eval-data", &["none.tsv", "pipe", "/dev/zero", "m"]),
+    ("--token-cache", &["pipe", "/dev/null", "m/demo.tsv"]),
+    ("--output-dir", &["pipe", "/dev/null", "m/demo.tsv"]),
+    ("--output-dat", &["nowhere/x.dat", "pipe", "/dev/null", "m", "m/demo.tsv", "x.bin"]),
+    ("--vram-report", &["nowhere/x.json", "pipe", "/dev/null", "m", "m/demo.tsv"]),
+    ("--config", &["none.toml"]),
+    ("--resume-from-checkpoint", &["none"]),
+];
+
+/// A path that a flag does not take ends the program with exit code 2 before it writes anything. The message names the flag and
+/// the path.
+#[test]
+fn every_wrong_path_is_refused_by_its_flag() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    std::fs::create_dir(d.join("empty")).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(d.join("pipe")).status().unwrap().success());
+    let listed = || [names(d), names(&d.join("m"))];
+    let before = listed();
+    let refused = |words: &[&str], flag: &str, path: &str| {
+        let out = run(d, words);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(2), "{words:?}: {stderr}");
+        let is_named = |line: &str| line.starts_with("error: ") && line.contains(flag) && line.contains(path);
+        assert!(stderr.lines().any(is_named), "{words:?}: {stderr}");
+        assert_eq!(listed(), before, "{words:?} has written something");
+    };
+    for command in ["fit", "estimate"] {
+        for (flag, path) in WRONG_PATHS.iter().flat_map(|(flag, paths)| paths.iter().map(move |path| (*flag, *path))) {
+            let others =
+                [("--init-config", "m"), ("--data", "m/demo.tsv"), ("--output-dir", "r"), ("--max-steps", "1")];
+            let model = flag == "--model";
+            let others = others.into_iter().filter(|(name, _)| *name != flag && !(model && *name == "--init-config"));
+            let words = others.flat_map(|(flag, value)| [flag, value]);
+            let words: Vec<&str> = [command, "--device", "cpu", flag, path].into_iter().chain(words).collect();
+            refused(&words, flag, path);
+        }
+    }
+    let calibrated = "export-hf -m m -o out --format modelopt --activations nvfp4 --device cpu --calibration-data";
+    for (words, flag, path) in [
+        ("generate -p a --device cpu -m", "--model", "none"),
+        ("generate -m m --device cpu --prompts", "--prompts", "none.jsonl"),
+        ("generate -m m -p a --device cpu --tokenizer", "--tokenizer", "pipe"),
+        ("data stats m/demo.tsv -m m --tokenizer", "--tokenizer", "m/demo.tsv"),
+        ("chat -m m --device cpu --script", "--script", "none.txt"),
+        ("serve -m m --device cpu --port 0 --api-key-file", "--api-key-file", "none"),
+        ("eval loss -m m --device cpu --data", "--data", "none.tsv"),
+        ("eval needle -m m --device cpu --lengths 64 --write-rows", "--write-rows", "nowhere/x.jsonl"),
+        ("export-dat --output-dat x.dat --device cpu -m", "--model", "none"),
+        ("export-dat -m m --device cpu --output-dat", "--output-dat", "nowhere/x.dat"),
+        ("export-dat -m m --device cpu --output-dat x.dat --like", "--like", "none.dat"),
+        (calibrated, "--calibration-data", "none.tsv"),
+        ("parity -m m --device cpu --expected", "--expected", "none.safetensors"),
+        ("parity -m m --device cpu --expected m/model.safetensors --dump", "--dump", "/dev/null"),
+        ("parity -m m --device cpu -p a --against", "--against", "none"),
+        ("bench decode --device cpu --config", "--config", "none.json"),
+        ("convert m --dtype bf16", "OUTPUT", "nowhere/x.dat"),
+        ("inspect", "PATH", "none"),
+    ] {
+        refused(&words.split(' ').chain([path]).collect::<Vec<_>>(), flag, path);
     }
 }

@@ -2,9 +2,10 @@
 //! is broken.
 
 use crate::support::{
-    files::{ok, run, tiny_model},
+    files::{Cost, cost, ok, run, tiny_model},
     golden,
 };
+use serde_json::json;
 use std::path::Path;
 
 /// What `fit --dry-run` says of a data file, from its line `data`.
@@ -356,6 +357,39 @@ fn reasoning_is_learned_where_the_template_has_it() {
     let two = format!(r#"{{"messages": [{user}, {fields}, {user}, {fields}]}}"#);
     let second = format!("{opening}Because.<|im_end|>\n{opening}⟦<think>\nSo.\n</think>\n\nBecause.<|im_end|>⟧");
     assert_eq!(marked(d, &two), format!("{thought}\n--\n{second}"));
+}
+
+/// For each answer the beginning of the conversation is rendered, so that four times as many messages take sixteen times as long,
+/// and no longer. Where a template drops earlier thoughts, each answer is a sequence of its own, which begins as the one before:
+/// only its end is encoded. The times are those of the processor.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_long_conversation_takes_no_minutes() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let seconds = |turns: usize, words: usize| {
+        let turn = |i: usize| {
+            let asked = format!("question {i} {}", "why is that so, ".repeat(words));
+            let answer = format!("<think>\nlet me see\n</think>\n\nanswer {i} {}", "because it is, ".repeat(words));
+            [json!({"role": "user", "content": asked}), json!({"role": "assistant", "content": answer})]
+        };
+        let messages: Vec<_> = (0..turns).flat_map(turn).collect();
+        std::fs::write(d.join("talk.jsonl"), json!({"messages": messages}).to_string()).unwrap();
+        let Cost { status, seconds, .. } = cost(d, &["data", "stats", "talk.jsonl", "-m", "m"]);
+        assert!(status.success(), "{turns} turns: {status}");
+        seconds
+    };
+    for template in ["of an instruct model", "that drops thoughts"] {
+        if template == "that drops thoughts" {
+            std::fs::copy(golden("chat/qwen3-thinking.jinja"), d.join("m/chat_template.jinja")).unwrap();
+        }
+        let (few, many) = (seconds(125, 1), seconds(500, 1));
+        assert!(many <= 30.0 * few + 0.5, "a template {template}: 125 turns take {few:.2} s, and 500 take {many:.2} s");
+    }
+    // The texts have 100 and 400 KB.
+    let (few, many) = (seconds(32, 100), seconds(125, 100));
+    assert!(many <= 9.0 * few, "32 long turns take {few:.2} s, and 125 take {many:.2} s");
 }
 
 /// Documents are sequences of their own, all of whose tokens are supervised.

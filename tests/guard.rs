@@ -233,53 +233,85 @@ fn updates(checkpoint: &Path) -> Vec<i32> {
     steps.map(|(_, view)| i32::from_le_bytes(view.data().try_into().unwrap())).collect()
 }
 
+/// Steps of a run with one bad step.
+const STEPS: usize = 10;
+
+/// Every way to clip, with and without a copy of the weights to undo a step from. The largest norm is so large that nothing is
+/// clipped.
+const WAYS: [&[&str]; 4] = [
+    &["--max-grad-norm", "0", "--undo-copy", "false"],
+    &["--max-grad-norm", "0"],
+    &["--clip", "previous", "--max-grad-norm", "1000000"],
+    &["--clip", "exact", "--max-grad-norm", "1000000"],
+];
+
+/// A model and the rows of a run whose step `step`, counted from 1, is bad. Of two micro-batches the first or the second is.
+fn with_bad_step(d: &Path, overflow: Overflow, accumulation: usize, step: usize) {
+    let rows = STEPS * accumulation;
+    let bad = line_of(rows, (step - 1) * accumulation + step % accumulation);
+    weak_model(&d.join("m"), overflow, rows, &[bad]);
+}
+
+/// Runs that model in number formats and in some ways to clip. Each run must leave out the bad step and no other, and all must
+/// end with the same weights and states.
+fn leaves_no_trace(d: &Path, formats: &[&str], accumulation: usize, step: usize, ways: &[&[&str]]) {
+    let mut expected = None;
+    for way in ways {
+        let (accumulated, steps) = (accumulation.to_string(), STEPS.to_string());
+        let words = ["--gradient-accumulation-steps", &accumulated, "--max-steps", &steps];
+        let said = guarded(d, &[&words[..], formats, way].concat());
+        let case = format!("step {step}, {formats:?}, {accumulation} micro-batches, {way:?}: {said}");
+        let left_out: Vec<u64> =
+            lines(&d.join("run"), "left_out").iter().map(|line| line["step"].as_u64().unwrap()).collect();
+        assert_eq!(left_out, [step as u64], "{case}");
+        let folder = d.join(format!("run/checkpoint-{STEPS}"));
+        let found = updates(&folder);
+        assert!(!found.is_empty() && found.iter().all(|n| *n == STEPS as i32 - 1), "{found:?}: {case}");
+        let files = ["model.safetensors", "optimizer.safetensors"].map(|f| fs::read(folder.join(f)).unwrap());
+        assert!(*expected.get_or_insert(files.clone()) == files, "the state differs: {case}");
+    }
+}
+
 /// Every step of the first six and a later one, in every way to clip, with one micro-batch and with two, of which either is
 /// the bad one. The run that goes back to a checkpoint never makes the bad step again: weights and states of the others must
-/// be the same bits. The largest norm is so large that nothing is clipped.
+/// be the same bits.
 #[test]
 fn a_bad_step_leaves_no_trace_wherever_it_is() {
-    const STEPS: usize = 10;
-    const WAYS: [&[&str]; 4] = [
-        &["--max-grad-norm", "0", "--undo-copy", "false"],
-        &["--max-grad-norm", "0"],
-        &["--clip", "previous", "--max-grad-norm", "1000000"],
-        &["--clip", "exact", "--max-grad-norm", "1000000"],
-    ];
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    let check = |recipe: &str, accumulation: usize, step: usize, ways: &[&[&str]]| {
-        let mut expected = None;
-        for way in ways {
-            let (accumulated, steps) = (accumulation.to_string(), STEPS.to_string());
-            let words = ["--gradient-accumulation-steps", &accumulated, "--max-steps", &steps];
-            let said = guarded(d, &[&words[..], &["--recipe", recipe], way].concat());
-            let case = format!("step {step}, {recipe}, {accumulation} micro-batches, {way:?}: {said}");
-            let left_out: Vec<u64> =
-                lines(&d.join("run"), "left_out").iter().map(|line| line["step"].as_u64().unwrap()).collect();
-            assert_eq!(left_out, [step as u64], "{case}");
-            let folder = d.join(format!("run/checkpoint-{STEPS}"));
-            let found = updates(&folder);
-            assert!(!found.is_empty() && found.iter().all(|n| *n == STEPS as i32 - 1), "{found:?}: {case}");
-            let files = ["model.safetensors", "optimizer.safetensors"].map(|f| fs::read(folder.join(f)).unwrap());
-            assert!(*expected.get_or_insert(files.clone()) == files, "the state differs: {case}");
-        }
-    };
     for accumulation in [1, 2] {
         for step in [1, 2, 3, 4, 5, 6, 9] {
-            let rows = STEPS * accumulation;
-            let bad = line_of(rows, (step - 1) * accumulation + step % accumulation);
-            weak_model(&d.join("m"), Overflow::Gradient, rows, &[bad]);
-            check("bf16", accumulation, step, &WAYS);
+            with_bad_step(d, Overflow::Gradient, accumulation, step);
+            leaves_no_trace(d, &["--recipe", "bf16"], accumulation, step, &WAYS);
             // A loss that is NaN is noticed before the update, in whatever way gradients are clipped.
-            weak_model(&d.join("m"), Overflow::Activation, rows, &[bad]);
-            check("bf16", accumulation, step, &WAYS[2..]);
-            // So is one that is infinite, and one whose activations have scales that are not finite.
-            if accumulation == 1 && [1, 3, 6].contains(&step) {
-                check("nvfp4", accumulation, step, &WAYS[2..]);
-                weak_model(&d.join("m"), Overflow::Loss, rows, &[bad]);
-                check("bf16", accumulation, step, &WAYS[2..]);
+            with_bad_step(d, Overflow::Activation, accumulation, step);
+            leaves_no_trace(d, &["--recipe", "bf16"], accumulation, step, &WAYS[1..]);
+            // So is one whose activations have scales that are not finite, and one that is infinite. One number of micro-batches
+            // is enough for each step.
+            if accumulation == 1 + step % 2 {
+                leaves_no_trace(d, &["--recipe", "nvfp4"], accumulation, step, &WAYS[1..]);
+                with_bad_step(d, Overflow::Loss, accumulation, step);
+                leaves_no_trace(d, &["--recipe", "bf16"], accumulation, step, &WAYS[1..]);
             }
         }
+    }
+}
+
+/// AdamW leaves a bad step out in each of its forms: with 4-bit states, and with master weights that are NVFP4 codes. (The head
+/// of this model does not fit the f16 of an export.)
+#[test]
+fn a_bad_step_leaves_no_trace_in_four_bits() {
+    let states = ["--recipe", "bf16", "--optimizer-state-mode", "int4"];
+    let codes = "--recipe w4 --master-weights nvfp4 --optimizer-state-mode int4 --head nvfp4";
+    let codes: Vec<&str> = codes.split(' ').collect();
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    for (accumulation, step) in [(1, 1), (2, 6)] {
+        with_bad_step(d, Overflow::Gradient, accumulation, step);
+        leaves_no_trace(d, &states, accumulation, step, &WAYS);
+        leaves_no_trace(d, &codes, accumulation, step, &WAYS);
+        with_bad_step(d, Overflow::Activation, accumulation, step);
+        leaves_no_trace(d, &codes, accumulation, step, &WAYS[2..]);
     }
 }
 

@@ -161,7 +161,7 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         ("model.safetensors", Recipe::W4, 90),
         ("r/final", Recipe::W4a4, 90),
     ] {
-        let stored = StoredModel::open(&d.join(file), Some(d)).unwrap();
+        let stored = StoredModel::open("--model", &d.join(file), Some(d)).unwrap();
         let launches = |outline, prompt| {
             let job = Answered { stored: &stored, recipe, outline, prompt };
             ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap()

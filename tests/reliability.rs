@@ -546,11 +546,15 @@ fn a_dry_run_refuses_what_a_run_refuses() {
     for (key, value) in [("hidden_size", 8192), ("intermediate_size", 65_536), ("num_hidden_layers", 200)] {
         config[key] = value.into();
     }
-    fs::create_dir(d.join("huge")).unwrap();
-    for name in ["tokenizer.json", "tokenizer_config.json"] {
-        fs::copy(d.join("m").join(name), d.join("huge").join(name)).unwrap();
+    let mut wide: serde_json::Value = serde_json::from_slice(&fs::read(d.join("m/config.json")).unwrap()).unwrap();
+    wide["vocab_size"] = (1 << 17).into();
+    for (folder, config) in [("huge", config), ("wide", wide)] {
+        fs::create_dir(d.join(folder)).unwrap();
+        for name in ["tokenizer.json", "tokenizer_config.json"] {
+            fs::copy(d.join("m").join(name), d.join(folder).join(name)).unwrap();
+        }
+        fs::write(d.join(folder).join("config.json"), config.to_string()).unwrap();
     }
-    fs::write(d.join("huge/config.json"), config.to_string()).unwrap();
     for dry in [&["--dry-run"][..], &[]] {
         let with = |words: &[&str], code| {
             let all = [&["fit", "-d", "m/demo.tsv", "-o", "r"], words, dry].concat();
@@ -558,14 +562,19 @@ fn a_dry_run_refuses_what_a_run_refuses() {
             assert!(!d.join("r/config.toml").exists(), "{all:?}");
             stderr
         };
-        let stderr = with(&["--init-config", "huge/config.json", "--device", "cpu"], 4);
-        assert!(stderr.contains("are free") && stderr.contains("optimizer states"), "{stderr}");
-        // Sixteen checkpoints are saved, and three at once lie on the disk unless more are kept.
-        let disk = ["--init-config", "huge/config.json", "--device", "cpu", "--memory-limit", "900000GiB"];
-        for (keep, expected) in [("2", "3 checkpoints and the export need"), ("50", "16 checkpoints and")] {
-            let stderr = with(&[&disk[..], &["--save-total-limit", keep]].concat(), 1);
-            assert!(stderr.contains(expected) && stderr.contains("are free on this disk"), "{stderr}");
+        // A limit makes no memory free.
+        let huge = ["--init-config", "huge/config.json", "--device", "cpu"];
+        for limit in [&[][..], &["--memory-limit", "900000GiB"]] {
+            let stderr = with(&[&huge[..], limit].concat(), 4);
+            assert!(stderr.contains("are free") && stderr.contains("optimizer states"), "{limit:?}: {stderr}");
+            assert!(stderr.contains("error: the run would need") && !stderr.contains("warning"), "{limit:?}: {stderr}");
         }
+        // A million checkpoints of 50 MB fit onto no disk.
+        let disk = ["--init-config", "wide/config.json", "--device", "cpu", "--save-steps", "1"];
+        let stderr = with(&[&disk[..], &["--max-steps", "1048576", "--save-total-limit", "1048576"]].concat(), 1);
+        let said =
+            stderr.contains("1048576 checkpoints and the export need") && stderr.contains("are free on this disk");
+        assert!(said, "{stderr}");
         assert!(with(&["-m", "m", "--device", "cuda:99"], 7).contains("cuda:99"));
         assert!(with(&["-m", "m", "--device", "cpu", "--compute-dtype", "tf32"], 2).contains("tf32"));
         assert!(with(&["-m", "m", "--device", "cpu", "--memory-limit", "1MiB"], 4).contains("--memory-limit"));
@@ -1001,4 +1010,24 @@ fn hostile_small_files_are_refused() {
     fs::File::create(d.join("m/generation_config.json")).unwrap().set_len(3 << 30).unwrap();
     let stderr = refused(d, &["convert", "m/model.safetensors", "x.dat", "--to", "dat", "--dtype", "nvfp4"], 2);
     assert!(stderr.contains("generation_config.json") && stderr.contains("at most"), "{stderr}");
+}
+
+/// A key that stands twice in a small file is refused, also where the program ignores the key.
+#[test]
+fn an_ignored_key_stands_once_as_every_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fs::write(d.join("m/trained.json"), r#"{"recipe": "w4"}"#).unwrap();
+    let generate = ["generate", "-m", "m", "-p", "hello", "--device", "cpu", "--max-tokens", "1"];
+    for (name, code) in [("config.json", 2), ("generation_config.json", 2), ("trained.json", 6)] {
+        let path = d.join("m").join(name);
+        let good = fs::read_to_string(&path).unwrap();
+        fs::write(&path, good.replacen('{', "{\"ignored\": 1, ", 1)).unwrap();
+        ok(d, &generate);
+        fs::write(&path, good.replacen('{', "{\"ignored\": 1, \"ignored\": [2], ", 1)).unwrap();
+        let stderr = refused(d, &generate, code);
+        assert!(stderr.contains(name) && stderr.contains("\"ignored\" stands twice"), "{name}: {stderr}");
+        fs::write(&path, good).unwrap();
+    }
 }

@@ -230,6 +230,46 @@ fn a_checkpoint_whose_content_is_wrong_is_skipped() {
     assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
 }
 
+/// The weights of a checkpoint may take minutes to read. What is wrong with the outputs, the device or the memory is said before.
+#[test]
+fn a_resumed_run_reads_the_weights_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let exported = complete(d);
+    fs::remove_file(d.join("r/train_results.json")).unwrap();
+    let weights = |step: usize| d.join(format!("r/checkpoint-{step}/model.safetensors"));
+    let good = [2, 4, 6].map(|step| fs::read(weights(step)).unwrap());
+    let damage = |step: usize| {
+        let mut bytes = fs::read(weights(step)).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        fs::write(weights(step), bytes).unwrap();
+    };
+    [2, 4, 6].into_iter().for_each(damage);
+    let named = ["fit", "--resume-from-checkpoint", "r/checkpoint-6"];
+    for resume in [RESUME, named] {
+        for (more, expected, reason) in [
+            (&["--output-dat", "nowhere/x.dat"][..], 2, "--output-dat nowhere/x.dat"),
+            (&["--vram-report", "m"], 2, "--vram-report m"),
+            (&["--max-seq-length", "32"], 2, "--max-seq-length is 32, but the checkpoint was made"),
+            (&["--device", "cuda:99"], 7, "cuda:99"),
+            (&["--memory-limit", "1MiB"], 4, "--memory-limit is"),
+            (&[], 6, if resume == RESUME { "every checkpoint is damaged" } else { "SHA-256" }),
+        ] {
+            for dry in [&["--dry-run"][..], &[]] {
+                let (code, said) = ended(d, &[&resume[..], more, dry].concat());
+                assert!(code == Some(expected) && said.contains(reason), "{resume:?} {more:?}: {code:?}: {said}");
+                assert!(more.is_empty() || !said.contains("SHA-256"), "{resume:?} {more:?}: {said}");
+            }
+        }
+    }
+    // The plan is that of the checkpoint that is resumed.
+    fs::write(weights(4), &good[1]).unwrap();
+    let (code, said) = ended(d, &RESUME);
+    assert!(code == Some(0) && said.contains("checkpoint-4 · step 4"), "{code:?}: {said}");
+    assert_eq!(said.matches("skipping r/checkpoint-6").count(), 1, "{said}");
+    assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
+}
+
 /// A run is complete if its outputs are what they were when they were written.
 #[test]
 fn a_damaged_output_is_made_again() {

@@ -4,7 +4,8 @@ is not as it must be.
     python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving] [CASE] [--memory-limit SIZE]
 
 memory: this script takes all free memory of the card while a run loads its weights, makes its first step, makes its fifth
-        step, evaluates, and exports. Each run must end with exit code 4, without a panic, and leave its checkpoint whole.
+        step, evaluates, and exports. Each run must end with exit code 4, without a panic, and leave its checkpoint whole. Its
+        message must name what was asked for, if the device said so, what is free, and the flags that help.
 resume: three runs of 200 steps, and runs that are resumed after steps 1, 7, 50 and 199: in how many steps loss and gradient
         norm have the same bits, and whether the last checkpoints are equal.
 saving: how long training waits for a checkpoint that is saved after 100 steps. With --memory-limit 20GiB there is no room for it
@@ -17,6 +18,7 @@ import ctypes
 import hashlib
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -62,6 +64,21 @@ def fit(run, flags, watch=lambda line: None):
         text += line
         watch(line)
     return child.wait(), text, time.time() - started
+
+
+def missing(error):
+    """What the message of a device that is out of memory must name, and this one does not."""
+    promised = {
+        "that it is the device": r"^error: the device is out of memory",
+        "what is free": r"[0-9.]+ MiB are free now",
+        "--max-seq-length": r"use a smaller --max-seq-length or --batch-size",
+        "--optimizer-state-mode": r"--optimizer-state-mode int4",
+        "--master-weights": r"--master-weights nvfp4",
+    }
+    # The device names the size of a buffer. It does not say what a kernel lacks that is loaded.
+    if re.search(r"size: [0-9]+", error):
+        promised["what was asked for"] = r"out of memory: [0-9.]+ MiB were asked for in one piece, and "
+    return [name for name, words in promised.items() if not re.search(words, error)]
 
 
 class Card:
@@ -145,8 +162,10 @@ def memory():
         code, text, _ = fit("memory", flags + " " + more, watch or (lambda line: None))
         done = True
         card.give_back()
-        error = text[text.find("error"):][:400] if "error" in text else text[-300:]
-        say(code == 4 and "panicked" not in text, f"memory {name}: exit code {code}: {error}")
+        # The reason that the device gave may have several lines.
+        error = text[text.rfind("\nerror: ") + 1:] if "\nerror: " in text else text[-300:]
+        say(code == 4 and "panicked" not in text, f"memory {name}: exit code {code}: {error[:400]}")
+        say(not missing(error), f"  the message names what it must{''.join(f', but not {name}' for name in missing(error))}")
         if saved:
             # The checkpoint that was still being written when the device failed is given up.
             newest = max((int(p.name.split("-")[1]) for p in pathlib.Path(f"{folder}/memory").glob("checkpoint-*")), default=0)

@@ -1,6 +1,6 @@
 //! config.json of a dense Qwen3. Every field is checked here, so that no other code has to.
 
-use crate::{ModelError, file::read_text};
+use crate::{ModelError, file::read_text, json};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -114,7 +114,7 @@ impl Qwen3Config {
 
     /// Parses the text of a config.json. `path` is for error messages.
     pub(crate) fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
-        let raw: RawConfig = serde_json::from_str(text).map_err(|e| ModelError::parse(path, e))?;
+        let raw: RawConfig = json::read(text).map_err(|e| ModelError::parse(path, e))?;
         let check = Checker(path.to_owned());
         check.only("model_type", &raw.model_type, "qwen3", "only dense Qwen3 models are supported")?;
         if let Some(act) = &raw.hidden_act {

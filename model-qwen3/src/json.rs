@@ -3,7 +3,7 @@
 
 use serde::{
     Deserializer,
-    de::{DeserializeSeed, Error, MapAccess, SeqAccess, Visitor},
+    de::{DeserializeOwned, DeserializeSeed, Error, MapAccess, SeqAccess, Visitor},
 };
 use serde_json::{Map, Number, Value};
 use std::{cell::Cell, collections::HashSet, fmt};
@@ -63,6 +63,15 @@ pub fn check(text: &str) -> serde_json::Result<()> {
     let mut source = serde_json::Deserializer::from_str(text);
     Checked.deserialize(&mut source)?;
     source.end()
+}
+
+/// Reads a value of a type from a JSON text in which no object has a key twice. That holds for keys that the type ignores, too.
+///
+/// # Errors
+/// If the text is no such JSON, or is no value of the type.
+pub(crate) fn read<Wanted: DeserializeOwned>(text: &str) -> serde_json::Result<Wanted> {
+    check(text)?;
+    serde_json::from_str(text)
 }
 
 /// Takes `count` of what is left.

@@ -279,7 +279,7 @@ impl GenerationConfig {
             return Ok(None);
         }
         let text = read_text(&path, LARGEST_GENERATION, "")?;
-        let raw: Raw = serde_json::from_str(&text).map_err(|e| ModelError::parse(&path, e))?;
+        let raw: Raw = json::read(&text).map_err(|e| ModelError::parse(&path, e))?;
         // What transformers accepts; top-p 0 leaves the most likely token.
         for (name, value, least, most) in [
             ("temperature", raw.temperature, 0.0, 100.0),

@@ -59,14 +59,15 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
     Ok(file::read_bytes(path, LARGEST, "check the path")?)
 }
 
-/// The files that each of these paths names, in the order of their names. A folder stands for the files in it that have a
-/// known extension, but for `.md`. A pattern that is the name of a file stands for that file.
+/// The files that each of these paths of `flag` names, in the order of their names. A folder stands for the files in it that
+/// have one of the [`EXTENSIONS`], but for `.md`. A pattern that is the name of a file stands for that file.
 ///
 /// # Errors
-/// If a folder or a pattern names no file, a folder cannot be read, or a file is named twice.
-pub fn named_by(paths: &[PathBuf]) -> Result<Vec<Vec<PathBuf>>, CliError> {
-    let files = paths.iter().map(|path| one(path)).collect::<Result<Vec<_>, _>>()?;
-    once(&files)?;
+/// If a folder or a pattern names no file, a folder cannot be read, a file is named twice, is not there or is no regular one.
+pub fn named_by(flag: &str, paths: &[PathBuf]) -> Result<Vec<Vec<PathBuf>>, CliError> {
+    let files = paths.iter().map(|path| one(flag, path)).collect::<Result<Vec<_>, _>>()?;
+    files.iter().flatten().try_for_each(|file| check(flag, file))?;
+    once(flag, &files)?;
     Ok(files)
 }
 
@@ -74,29 +75,37 @@ pub fn named_by(paths: &[PathBuf]) -> Result<Vec<Vec<PathBuf>>, CliError> {
 ///
 /// # Errors
 /// As [`named_by`].
-pub fn all_named_by(paths: &[PathBuf]) -> Result<Vec<PathBuf>, CliError> {
-    named_by(paths).map(|files| files.concat())
+pub fn all_named_by(flag: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>, CliError> {
+    named_by(flag, paths).map(|files| files.concat())
+}
+
+/// Refuses the path of a data file that `flag` names, if no file is there.
+///
+/// # Errors
+/// If nothing is there, or no regular file.
+pub fn check(flag: &str, path: &Path) -> Result<(), CliError> {
+    file::open(path, "check the path").map(drop).map_err(CliError::of_flag(flag))
 }
 
 /// Refuses a file that folders and patterns name twice: its rows would count twice, and could be held out and trained on.
-fn once(files: &[Vec<PathBuf>]) -> Result<(), CliError> {
+fn once(flag: &str, files: &[Vec<PathBuf>]) -> Result<(), CliError> {
     let mut seen = BTreeSet::new();
     for file in files.iter().flatten() {
         if !seen.insert(file.canonicalize().unwrap_or_else(|_| file.clone())) {
             let text = "the file is named twice; name it once, and use --data-weights to repeat its rows";
-            return Err(CliError::Usage(format!("{}: {text}", file.display())));
+            return Err(CliError::Usage(format!("{flag} {}: {text}", file.display())));
         }
     }
     Ok(())
 }
 
-fn one(path: &Path) -> Result<Vec<PathBuf>, CliError> {
-    let none = |what: &str| CliError::Usage(format!("{}: {what}", path.display()));
+fn one(flag: &str, path: &Path) -> Result<Vec<PathBuf>, CliError> {
+    let none = |what: &str| CliError::Usage(format!("{flag} {}: {what}", path.display()));
     if path.is_dir() {
         let mut files = Vec::new();
         for entry in fs::read_dir(path).map_err(CliError::io(path))? {
             let file = entry.map_err(CliError::io(path))?.path();
-            // A broken link is an error of whoever opens it.
+            // A broken link is an error of the check of all files.
             if !file.is_dir() && has_known_extension(&file) {
                 files.push(file);
             }
@@ -152,15 +161,18 @@ mod tests {
             fs::write(file(name), "").unwrap();
         }
         fs::create_dir(file("inner")).unwrap();
-        let named = |name: &str| one(&file(name)).map_err(|e| e.to_string());
+        let named = |name: &str| one("--data", &file(name)).map_err(|e| e.to_string());
         assert_eq!(named("").unwrap(), [file("a.tsv"), file("b.jsonl"), file("c[1].txt")]);
         assert_eq!(named("*.jsonl").unwrap(), [file("b.jsonl")]);
-        // A file of that name is no pattern, and a name that nothing has is an error of whoever opens it.
+        // A file of that name is no pattern. A name that nothing has is an error of the check of all files.
         assert_eq!(named("c[1].txt").unwrap(), [file("c[1].txt")]);
         assert_eq!(named("missing.tsv").unwrap(), [file("missing.tsv")]);
         assert!(named("inner").unwrap_err().contains(".parquet"), "{:?}", named("inner"));
         assert!(named("*.csv").unwrap_err().contains("no file fits"), "{:?}", named("*.csv"));
-        let twice = named_by(&[file(""), file("*.tsv")]).unwrap_err().to_string();
-        assert!(twice.contains("a.tsv: the file is named twice"), "{twice}");
+        let all_of = |names: [&str; 2]| named_by("--data", &names.map(file)).unwrap_err().to_string();
+        let twice = all_of(["", "*.tsv"]);
+        assert!(twice.starts_with("--data ") && twice.contains("a.tsv: the file is named twice"), "{twice}");
+        let missing = all_of(["", "missing.tsv"]);
+        assert!(missing.starts_with("--data ") && missing.contains("missing.tsv: no such file"), "{missing}");
     }
 }

@@ -62,11 +62,10 @@ pub enum CliError {
     },
     /// A run would need more memory than is free on its device.
     #[error(
-        "the run would need {} on {device}, where {} are free; use a smaller --max-seq-length or --batch-size, \
-         --optimizer-state-mode int4, or --master-weights nvfp4. To try it all the same, give --memory-limit {}",
+        "the run would need {} on {device}, where {} are free; end other programs that use its memory, or use a smaller \
+         --max-seq-length or --batch-size, --optimizer-state-mode int4, or --master-weights nvfp4",
         gib(*needed),
-        gib(*free),
-        gib(*needed).replace(' ', "")
+        gib(*free)
     )]
     Full {
         /// The device.
@@ -234,6 +233,14 @@ impl CliError {
             ModelError::Missing { .. } => Self::corrupt(path, "there is no such file"),
             ModelError::Parse { reason, .. } => Self::corrupt(path, reason),
             other => other.into(),
+        }
+    }
+
+    /// Names the flag that gave the path, in the error of a file that is not there or is not what the flag takes.
+    pub(crate) fn of_flag(flag: &str) -> impl Fn(ModelError) -> Self {
+        move |error| match error {
+            ModelError::Missing { .. } | ModelError::Parse { .. } => Self::Usage(format!("{flag} {error}")),
+            error => error.into(),
         }
     }
 

@@ -4,6 +4,7 @@
 use crate::{
     CliError,
     durable::{self, PendingFolder},
+    outputs::check_folder,
     report,
 };
 use model_qwen3::{
@@ -162,6 +163,8 @@ impl TextFiles {
     /// # Errors
     /// If one of them is missing or broken, or no stop token is known.
     pub fn open(folder: &Path, config: &Qwen3Config) -> Result<Self, CliError> {
+        // The folder of a model is one.
+        check_folder("--tokenizer", folder)?;
         let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json"))?;
         if tokenizer.vocab_size() > config.vocab_size {
             return Err(CliError::Usage(format!(

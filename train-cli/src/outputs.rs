@@ -7,35 +7,33 @@ use std::path::{Path, PathBuf};
 /// the record of its training (`name.trained.json`) are longer.
 const LONGEST_NAME: usize = 225;
 
-/// Refuses an output that is an input, or that could not be written after hours of work.
+/// Refuses an output that is an input, or that could not be written after hours of work. `flag` names it in the error.
 ///
 /// # Errors
 /// If `output` is one of `inputs`, is no regular file, has too long a name, or lies in a folder that does not exist, cannot be
 /// written, or is a checkpoint or an export.
-pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
-    let shown = output.display();
-    let refuse = |text: String| Err(CliError::Usage(text));
+pub fn check_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
+    let refuse = |text: String| Err(CliError::Usage(format!("{flag} {}: {text}", output.display())));
     if output.canonicalize().is_ok_and(|written| inputs.iter().any(|input| same_file(input, &written))) {
-        return refuse(format!(
-            "{shown} is an input of this command, and inputs are never overwritten; choose another"
-        ));
+        return refuse(
+            "this file is an input of this command, and inputs are never overwritten; choose another".into(),
+        );
     }
     let folder = durable::parent(output);
     if !folder.is_dir() {
-        return refuse(format!("{shown} cannot be written: there is no folder {}; create it first", folder.display()));
+        return refuse(format!("there is no folder {}; create it first", folder.display()));
     }
     if durable::is_listed_folder(folder) {
         return refuse(format!(
-            "{shown}: {} is a checkpoint or an export, and holds only the files that its manifest lists; choose another \
-             folder",
+            "{} is a checkpoint or an export, and holds only the files that its manifest lists; choose another folder",
             folder.display()
         ));
     }
     let name = output.file_name().unwrap_or_default();
     if name.len() > LONGEST_NAME {
         return refuse(format!(
-            "{shown}: the name has {} bytes; at most {LONGEST_NAME} leave room for the names of the file before it is complete \
-             and of its record; choose a shorter one",
+            "the name has {} bytes; at most {LONGEST_NAME} leave room for the names of the file before it is complete and of \
+             its record; choose a shorter one",
             name.len()
         ));
     }
@@ -43,9 +41,19 @@ pub fn check_output(output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
         && !found.is_file()
     {
         let what = if found.is_dir() { "a folder" } else { "a pipe or a device" };
-        return refuse(format!("{shown} is {what}; give the name of a file"));
+        return refuse(format!("this is {what}; give the name of a file"));
     }
     durable::probe(folder, output)
+}
+
+/// Refuses a file, a pipe or a device where `flag` takes a folder. The folder need not be there yet.
+///
+/// # Errors
+/// If something else than a folder is at the path.
+pub fn check_folder(flag: &str, path: &Path) -> Result<(), CliError> {
+    let Some(found) = path.metadata().ok().filter(|found| !found.is_dir()) else { return Ok(()) };
+    let what = if found.is_file() { "a file" } else { "a pipe or a device" };
+    Err(CliError::Usage(format!("{flag} {}: this is {what}; give a folder", path.display())))
 }
 
 /// Refuses a `.dat` output whose name does not end in `.dat`: other commands tell a file's format by its name.

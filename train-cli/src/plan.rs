@@ -4,7 +4,7 @@
 use crate::{
     CliError, data_files,
     model_files::{Companions, ModelFiles},
-    outputs::{check_dat_name, check_output},
+    outputs::{check_dat_name, check_folder, check_output},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
         defaults::{MAX_SEQ_LENGTH, RUNS, clips_exactly, master_weights},
@@ -13,8 +13,9 @@ use crate::{
     },
 };
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
+use model_qwen3::file;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// A training run, checked.
 #[derive(Debug, Clone)]
@@ -77,17 +78,29 @@ impl Plan {
         let s = &settings;
         let source = source(s)?;
         let companions = companions(s, &source);
+        if matches!(source, ModelSource::Random { .. }) {
+            let hint = "give the config.json of a model, or the folder that holds it";
+            file::open(&companions.config, hint).map_err(CliError::of_flag("--init-config"))?;
+        }
         let output_dir = folder.or_else(|| s.saving.output_dir.clone()).unwrap_or_else(|| new_run_folder(&source));
-        check_folder("--output-dir", Some(&output_dir))?;
-        check_folder("--token-cache", s.data.token_cache.as_deref())?;
-        check_folder("--tokenizer", s.model.tokenizer.as_deref())?;
+        for (flag, folder) in [
+            ("--output-dir", Some(&output_dir)),
+            ("--token-cache", s.data.token_cache.as_ref()),
+            ("--tokenizer", s.model.tokenizer.as_ref()),
+        ] {
+            if let Some(folder) = folder {
+                check_folder(flag, folder)?;
+            }
+        }
         if let Some(cache) = s.data.token_cache.as_ref().filter(|cache| cache.starts_with(&output_dir)) {
             let text = "the folder must be outside the run folder";
             return Err(CliError::Usage(format!("--token-cache {}: {text}", cache.display())));
         }
         let inputs = inputs(s, &source, &companions);
-        for output in [&s.saving.output_dat, &s.logging.vram_report].into_iter().flatten() {
-            check_output(output, &inputs)?;
+        for (flag, output) in [("--output-dat", &s.saving.output_dat), ("--vram-report", &s.logging.vram_report)] {
+            if let Some(output) = output {
+                check_output(flag, output, &inputs)?;
+            }
         }
         if let Some(output) = &s.saving.output_dat {
             check_dat_name("--output-dat", output)?;
@@ -126,10 +139,14 @@ impl Plan {
     }
 }
 
-/// The settings with the files that folders and patterns stand for. Each has the weight of its folder or pattern.
+/// The settings with the files that folders and patterns stand for, each of which is there. Each has the weight of its folder
+/// or pattern.
 fn with_files(mut settings: Settings) -> Result<Settings, CliError> {
     let data = &mut settings.data;
-    let files = data_files::named_by(&data.data)?;
+    let files = data_files::named_by("--data", &data.data)?;
+    if let Some(file) = &data.eval_data {
+        data_files::check("--eval-data", file)?;
+    }
     let each = files.iter().zip(&data.data_weights);
     data.data_weights = each.flat_map(|(files, weight)| vec![*weight; files.len()]).collect();
     data.data = files.concat();
@@ -152,14 +169,6 @@ fn no_path_is_empty(settings: &mut Settings) -> Result<(), CliError> {
         Some((flag, _)) => {
             Err(CliError::Usage(format!("{flag}: the path is empty; give one, or leave the setting out")))
         }
-        None => Ok(()),
-    }
-}
-
-/// Refuses a file where a flag takes a folder.
-fn check_folder(flag: &str, path: Option<&Path>) -> Result<(), CliError> {
-    match path.filter(|path| path.is_file()) {
-        Some(file) => Err(CliError::Usage(format!("{flag} {}: this is a file; give a folder", file.display()))),
         None => Ok(()),
     }
 }

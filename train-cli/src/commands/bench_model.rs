@@ -36,7 +36,7 @@ const RUNS: usize = 5;
 /// If config.json cannot be read, or the device is missing or fails.
 pub(super) fn run(args: BenchArgs) -> Result<(), CliError> {
     let config = match &args.config {
-        Some(path) => Qwen3Config::from_file(path)?,
+        Some(path) => Qwen3Config::from_file(path).map_err(CliError::of_flag("--config"))?,
         None => qwen3_4b(),
     };
     device::run(args.device, None, Measured { args, config })

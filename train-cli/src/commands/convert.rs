@@ -43,11 +43,11 @@ use std::{
 /// If the input is broken, the output is an input, or writing fails.
 pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let given = ModelFiles::new(&args.input);
-    let files = if given.is_gguf() { given } else { located(&args.input)? };
+    let files = if given.is_gguf() { given } else { located("INPUT", &args.input)? };
     let source = Converted::open(&files)?;
     let mut inputs = files.weight_files();
     inputs.push(source.tensors().path().to_owned());
-    check_output(&args.output, &inputs)?;
+    check_output("OUTPUT", &args.output, &inputs)?;
     if args.output.exists() && !args.overwrite {
         let text = "the file exists; choose another name, or give --overwrite";
         return Err(CliError::Usage(format!("{}: {text}", args.output.display())));

@@ -238,7 +238,7 @@ fn listed(places: &[String]) -> String {
 
 /// The model's tokenizer and template, and the longest sequence.
 fn opened(args: &RowsArgs) -> Result<(TextFiles, usize), CliError> {
-    let files = located(&args.model)?;
+    let files = located("--model", &args.model)?;
     let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
     let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
     let wanted = args.max_seq_length.map(usize::from);
@@ -247,7 +247,7 @@ fn opened(args: &RowsArgs) -> Result<(TextFiles, usize), CliError> {
 
 /// The files that are named.
 fn files(args: &RowsArgs) -> Result<Vec<PathBuf>, CliError> {
-    let files = data_files::all_named_by(&args.files)?;
+    let files = data_files::all_named_by("PATH", &args.files)?;
     read::check_separator(&files, args.format, args.document_separator.as_deref())?;
     Ok(files)
 }

@@ -24,7 +24,7 @@ pub(super) fn run(args: &MakeArgs) -> Result<(), CliError> {
     let wrong = |reason: String| CliError::Usage(format!("{}: {reason}", args.recipe.display()));
     let recipe = RowRecipe::parse(&text).map_err(wrong)?;
     let written = Written::of(&args.output)?;
-    check_output(&args.output, std::slice::from_ref(&args.recipe))?;
+    check_output("--output", &args.output, std::slice::from_ref(&args.recipe))?;
     if args.output.exists() && !args.overwrite {
         let text = "exists already; give another --output, or --overwrite";
         return Err(CliError::Usage(format!("{} {text}", args.output.display())));

@@ -59,7 +59,7 @@ impl Job for EvalLoss {
             let model = opened.load::<B>(None, precision, &device)?.model;
             return measure(&args, model, &samples, "as it runs");
         }
-        let stored = StoredModel::open(&args.model.model, args.model.tokenizer.as_deref())?;
+        let stored = StoredModel::open("--model", &args.model.model, args.model.tokenizer.as_deref())?;
         if stored.is_stored_packed() {
             let text = "--recipe: the model's weights are NVFP4 already; leave it out, or give --w4a4";
             return Err(CliError::Usage(text.into()));
@@ -78,7 +78,7 @@ fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Resul
     let overlong = Overlong::Split;
     let rows = RowOptions::default();
     let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong, rows };
-    Ok(read::load(&data_files::all_named_by(&args.data)?, text, &options)?.0)
+    Ok(read::load(&data_files::all_named_by("--data", &args.data)?, text, &options)?.0)
 }
 
 /// Measures one form of a model and prints what it found.

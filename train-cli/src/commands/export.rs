@@ -53,20 +53,20 @@ use std::{
 /// # Errors
 /// If the model is broken, the output is an input, or the written file does not work.
 pub fn run(args: ExportArgs) -> Result<(), CliError> {
-    let found = located(&args.model)?;
+    let found = located("--model", &args.model)?;
     let state = checkpoint::state_beside(&found.folder)?;
     check_unchanged(&found)?;
-    let stored = StoredModel::open(&found.weights, args.tokenizer.as_deref())?;
+    let stored = StoredModel::open("--model", &found.weights, args.tokenizer.as_deref())?;
     let mut inputs = stored.files.weight_files();
     inputs.push(stored.weights.path().to_owned());
     inputs.extend(args.like.clone());
-    check_output(&args.output_dat, &inputs)?;
+    check_output("--output-dat", &args.output_dat, &inputs)?;
     check_dat_name("--output-dat", &args.output_dat)?;
     let StoredModel { config, text, weights: source, trained, .. } = &stored;
     if trained.as_ref().is_some_and(|trained| !trained.recipe.packs_weights()) {
         report::line("note: the run used recipe bf16; this export quantizes its weights for the first time");
     }
-    let like = args.like.as_deref().map(Container::open).transpose()?;
+    let like = args.like.as_deref().map(Container::open).transpose().map_err(CliError::of_flag("--like"))?;
     let format = match &state {
         Some(state) => ExportFormat::of_checkpoint(state, config),
         None => stored_format(&stored),

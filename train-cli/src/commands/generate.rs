@@ -257,7 +257,7 @@ fn prompt_text(prompt: &str) -> Result<String, CliError> {
 
 /// The prompts of a file.
 fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
-    let content = file::read_text(path, LONGEST_FILE, "check --prompts")?;
+    let content = file::read_text(path, LONGEST_FILE, "check the path").map_err(CliError::of_flag("--prompts"))?;
     let rows = path.extension().is_some_and(|e| e == "jsonl");
     let mut questions = Vec::new();
     let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));

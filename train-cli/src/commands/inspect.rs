@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 /// # Errors
 /// If the file is broken.
 pub fn run(args: &InspectArgs) -> Result<(), CliError> {
-    let files = located(&args.path)?;
+    let files = located("PATH", &args.path)?;
     if args.verify && files.weights.join(durable::MANIFEST).exists() {
         durable::verify(&files.weights)?;
     }

@@ -81,8 +81,8 @@ fn write_rows(args: &NeedleArgs, path: &Path) -> Result<(), CliError> {
     if path.extension().is_none_or(|extension| extension != "jsonl") {
         return Err(CliError::Usage(format!("--write-rows {}: the name must end in .jsonl", path.display())));
     }
-    let stored = StoredModel::open(&args.model.model, args.model.tokenizer.as_deref())?;
-    check_output(path, &stored.files.weight_files())?;
+    let stored = StoredModel::open("--model", &args.model.model, args.model.tokenizer.as_deref())?;
+    check_output("--write-rows", path, &stored.files.weight_files())?;
     args.check(stored.config.max_position_embeddings)?;
     let mut rows = 0;
     durable::write_file(path, |out| {

@@ -116,7 +116,7 @@ fn plot(runs: &[Summary], path: &Path) -> Result<(), CliError> {
         let text = "the name must end in .svg, and the file must not exist yet";
         return Err(CliError::Usage(format!("--plot {}: {text}", path.display())));
     }
-    check_output(path, &[])?;
+    check_output("--plot", path, &[])?;
     let curves: Vec<Curve> = runs
         .iter()
         .flat_map(|run| run.curves().map(|curve| Curve { name: format!("{}, {}", run.name(), curve.name), ..curve }))

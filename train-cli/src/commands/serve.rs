@@ -92,7 +92,7 @@ const LONGEST_KEY: u64 = 4096;
 /// The key in a file that nobody else may read.
 fn key_of(path: &Path) -> Result<String, CliError> {
     let bad = |reason: String| CliError::Usage(format!("--api-key-file {}: {reason}", path.display()));
-    let text = file::read_text(path, LONGEST_KEY, "check the path")?;
+    let text = file::read_text(path, LONGEST_KEY, "check the path").map_err(CliError::of_flag("--api-key-file"))?;
     #[cfg(unix)]
     {
         use std::os::unix::fs::PermissionsExt;

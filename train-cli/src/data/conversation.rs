@@ -5,7 +5,7 @@
 //! token never learns to stop.
 
 use crate::{CliError, data::sample::Sample, model_files::TextFiles, settings::LossOn};
-use model_qwen3::chat_template::RenderOptions;
+use model_qwen3::{ModelError, chat_template::RenderOptions, tokenizer::Tokenizer};
 use serde_json::{Value, json};
 use std::ops::Range;
 
@@ -92,13 +92,14 @@ impl Conversation {
         }
         if grows {
             let turns: Vec<_> = turns.into_iter().map(|(_, turn)| turn).collect();
-            return take(encode(&full, &turns, prompt, text)?);
+            return take(encode(&full, &turns, prompt, text, &mut SharedBeginning::default())?);
         }
         // Each sample repeats all earlier turns. It is made after the one before it was taken, so that memory holds one that is
         // too long, and not all of them.
+        let mut beginning = SharedBeginning::default();
         turns.iter().try_for_each(|(i, turn)| {
             let rendered = self.render(text, i + 1, false)?;
-            take(encode(&rendered, std::slice::from_ref(turn), prompt.clone(), text)?)
+            take(encode(&rendered, std::slice::from_ref(turn), prompt.clone(), text, &mut beginning)?)
         })
     }
 
@@ -168,15 +169,27 @@ fn check(message: &mut Value) -> Result<bool, String> {
     }
 }
 
-/// Encodes prompts and answers separately, as generation will see them, up to the end of the last answer.
-fn encode(rendered: &str, answers: &[Range<usize>], prompt: String, text: &TextFiles) -> Result<Sample, CliError> {
+/// Encodes prompts and answers separately, as generation will see them, up to the end of the last answer. `beginning` is the
+/// first prompt of the sample before, if that may begin as this one does.
+fn encode(
+    rendered: &str,
+    answers: &[Range<usize>],
+    prompt: String,
+    text: &TextFiles,
+    beginning: &mut SharedBeginning,
+) -> Result<Sample, CliError> {
     let mut sample = Sample::new(vec![], vec![], prompt);
     let mut at = 0;
     for answer in answers {
-        for (piece, supervised) in [(&rendered[at..answer.start], false), (&rendered[answer.clone()], true)] {
-            text.tokenizer.encode_onto(piece, &mut sample.ids)?;
-            sample.supervised.resize(sample.ids.len(), supervised);
+        let asked = &rendered[at..answer.start];
+        if at == 0 {
+            beginning.encode_onto(asked, &text.tokenizer, &mut sample.ids)?;
+        } else {
+            text.tokenizer.encode_onto(asked, &mut sample.ids)?;
         }
+        sample.supervised.resize(sample.ids.len(), false);
+        text.tokenizer.encode_onto(&rendered[answer.clone()], &mut sample.ids)?;
+        sample.supervised.resize(sample.ids.len(), true);
         if sample.ids.last().is_none_or(|id| !text.stop_ids.contains(id)) {
             let reason = "the chat template does not end an answer with a stop token, so the model would never learn \
                           to stop; use another template";
@@ -185,4 +198,57 @@ fn encode(rendered: &str, answers: &[Range<usize>], prompt: String, text: &TextF
         at = answer.end;
     }
     Ok(sample)
+}
+
+/// The ids of the text that was encoded last, by its pieces. Where each turn of a conversation is a sample, the text of a turn
+/// begins as the one before, and what they share is not encoded again.
+#[derive(Default)]
+struct SharedBeginning {
+    pieces: Vec<(String, Vec<u32>)>,
+}
+
+impl SharedBeginning {
+    /// Puts the ids of a text behind others, and returns how many bytes of it were encoded.
+    fn encode_onto(&mut self, asked: &str, tokenizer: &Tokenizer, ids: &mut Vec<u32>) -> Result<usize, ModelError> {
+        let mut encoded = 0;
+        for (i, piece) in tokenizer.pieces(asked).enumerate() {
+            if self.pieces.get(i).is_none_or(|(before, _)| before != piece) {
+                self.pieces.truncate(i);
+                self.pieces.push((piece.to_owned(), tokenizer.encode(piece)?));
+                encoded += piece.len();
+            }
+            ids.extend(&self.pieces[i].1);
+        }
+        Ok(encoded)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::SharedBeginning;
+    use model_qwen3::tokenizer::Tokenizer;
+    use std::path::Path;
+
+    #[test]
+    fn what_two_texts_share_is_encoded_once() {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/tokenizer.json");
+        let tokenizer = Tokenizer::from_file(&file).unwrap();
+        let (mut beginning, mut content, mut encoded) = (SharedBeginning::default(), String::new(), 0);
+        for turn in 0..40 {
+            // A template that drops thoughts changes the end of the text before.
+            content.truncate(content.len().saturating_sub(7));
+            content += &format!("<|im_start|>user\nQuestion {turn}: {}<|im_end|>\n", "why is that so, ".repeat(1000));
+            let mut ids = vec![];
+            encoded += beginning.encode_onto(&content, &tokenizer, &mut ids).unwrap();
+            assert!(ids == tokenizer.encode(&content).unwrap(), "turn {turn}: the ids differ");
+        }
+        // The last pieces of each text are new.
+        assert!(content.len() > 600_000 && encoded < 40 * (128 << 10), "{encoded} of {} bytes", content.len());
+        // A text that begins otherwise, and one that is shorter.
+        for other in ["something else", "", &content[..100_000]] {
+            let mut ids = vec![7];
+            beginning.encode_onto(other, &tokenizer, &mut ids).unwrap();
+            assert!(ids[0] == 7 && ids[1..] == tokenizer.encode(other).unwrap(), "{} bytes", other.len());
+        }
+    }
 }

@@ -163,10 +163,11 @@ pub enum Resume {
     Beginning(PathBuf),
 }
 
-/// Finds the checkpoint that is to be resumed; the latest is one of `output_dir`. None if nothing is to be resumed.
+/// Finds the checkpoint that is to be resumed; the latest is one of `output_dir`. None if nothing is to be resumed. Only its
+/// state is verified and read, which is fast: [`verified`] reads the rest, once the run that resumes is known to be possible.
 ///
 /// # Errors
-/// If there is no such checkpoint or run, the checkpoint is broken, or it has another layout.
+/// If there is no such checkpoint or run, the state of the checkpoint is broken, or it has another layout.
 pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resume>, CliError> {
     let usage = |text: String| CliError::Usage(text);
     let Some((run, folder)) = named(from, output_dir)? else { return Ok(None) };
@@ -183,11 +184,29 @@ pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Res
         return Err(usage(text + "; leave out --output-dir"));
     }
     let (folder, state) = match folder {
-        Some(folder) => (folder.to_owned(), open(folder)?),
-        None => latest(run)?,
+        Some(folder) => (folder.to_owned(), verified_state(folder)?),
+        None => match newest_state(run)? {
+            Some(found) => found,
+            // It says what is wrong.
+            None => latest(run)?,
+        },
     };
     refuse_whole_graphs(&folder)?;
     Ok(Some(Resume::At(Box::new(Resumed { run: run.to_owned(), folder, state }))))
+}
+
+/// The checkpoint that [`resume`] has found, with all its files verified: if it was not named and is broken, the newest good one
+/// of its run.
+///
+/// # Errors
+/// If the checkpoint that was named is broken, or every checkpoint of the run.
+pub fn verified(from: &ResumeFrom, found: Resumed) -> Result<Resumed, CliError> {
+    let (folder, state) = match named(from, Some(found.run.as_path()))? {
+        Some((_, Some(folder))) => (folder.to_owned(), open(folder)?),
+        _ => latest(&found.run)?,
+    };
+    refuse_whole_graphs(&folder)?;
+    Ok(Resumed { folder, state, ..found })
 }
 
 /// The folder of the run that is to be resumed, if there is one.
@@ -262,6 +281,18 @@ pub(super) fn is_result(name: &str) -> bool {
     [FINAL, RESULTS].contains(&name) || name == durable::aside_name(FINAL) || name.starts_with(STALE)
 }
 
+/// The newest checkpoint of a run whose state is good, whatever its other files are.
+fn newest_state(run: &Path) -> Result<Option<(PathBuf, TrainerState)>, CliError> {
+    for (_, folder) in list(run)? {
+        match verified_state(&folder) {
+            Ok(state) => return Ok(Some((folder, state))),
+            Err(error @ CliError::Usage(_)) => return Err(error),
+            Err(_) => {}
+        }
+    }
+    Ok(None)
+}
+
 /// The newest good checkpoint of a run. Names the broken checkpoints that it skips.
 fn latest(run: &Path) -> Result<(PathBuf, TrainerState), CliError> {
     match newest(run, usize::MAX)? {
@@ -309,9 +340,7 @@ pub fn newest(run: &Path, most: usize) -> Result<Option<Resumed>, CliError> {
 /// If the checkpoint is missing or broken, holds weights or optimizer states that are not finite or do not belong together,
 /// or has another layout.
 pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
-    if !folder.is_dir() {
-        return Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())));
-    }
+    is_there(folder)?;
     durable::verify(folder)?;
     let state = read_state(folder)?;
     plausible(folder, &state)?;
@@ -320,6 +349,23 @@ pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
     let form = optimizer_file::StateLayout::of(&state.settings, &state.precision);
     optimizer_file::judge(&folder.join(OPTIMIZER), &weights, form, state.global_step)?;
     Ok(state)
+}
+
+/// Verifies the state of a checkpoint, none of its other files, and reads it.
+fn verified_state(folder: &Path) -> Result<TrainerState, CliError> {
+    is_there(folder)?;
+    durable::verify_listed(folder, |name| name == STATE)?;
+    let state = read_state(folder)?;
+    plausible(folder, &state)?;
+    Ok(state)
+}
+
+/// Refuses the path of a checkpoint where there is no folder.
+fn is_there(folder: &Path) -> Result<(), CliError> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!("{}: no such checkpoint folder", folder.display())))
 }
 
 /// Refuses numbers that no run writes.

@@ -11,11 +11,11 @@ use crate::{
 use model_qwen3::ModelError;
 use std::path::Path;
 
-/// The files of the model at a path. Says which model of a run folder was chosen.
+/// The files of the model at a path, which `flag` gave. Says which model of a run folder was chosen.
 ///
 /// # Errors
 /// If nothing is there, or it is a run folder that has nothing yet, or whose checkpoints cannot be read, or if it is a GGUF file.
-pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
+pub fn located(flag: &str, path: &Path) -> Result<ModelFiles, CliError> {
     let exported = path.join(FINAL);
     let found = if exported.is_dir() {
         exported
@@ -28,7 +28,7 @@ pub fn located(path: &Path) -> Result<ModelFiles, CliError> {
         return ModelFiles::new(path).refuse_gguf();
     } else {
         let hint = "give a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file".to_owned();
-        return Err(ModelError::Missing { path: path.to_owned(), hint }.into());
+        return Err(CliError::of_flag(flag)(ModelError::Missing { path: path.to_owned(), hint }));
     };
     report::label("model", found.display().to_string());
     Ok(ModelFiles::new(&found))

@@ -115,10 +115,14 @@ impl Space {
         self.most().is_some_and(|most| needed <= most)
     }
 
+    /// What a run may take, as far as is known: a limit above what is free makes no more memory.
+    fn least(self) -> Option<u64> {
+        [self.limit, self.free].into_iter().flatten().min()
+    }
+
     /// The most bytes that a forecast may have.
     fn most(self) -> Option<u64> {
-        let room = [self.limit, self.free].into_iter().flatten().min();
-        room.map(|room| room / 11 * 10 + room % 11 * 10 / 11)
+        self.least().map(|room| room / 11 * 10 + room % 11 * 10 / 11)
     }
 }
 
@@ -154,6 +158,12 @@ fn room(saving: &SavingSettings, steps: usize, device: DeviceChoice, fits: bool)
         // A GPU behind Vulkan does not say whose memory it has.
         _ => Room::Shared,
     }
+}
+
+/// The most checkpoints that a run of so many steps has at once, beyond the `there` that lie in its folder already. A new
+/// checkpoint is complete before the oldest is deleted.
+fn more_checkpoints(saving: &SavingSettings, steps: usize, there: usize) -> usize {
+    (saving.kept(steps) + 1).saturating_sub(there).max(1).min(saving.checkpoints(steps))
 }
 
 /// Whether the memory of a device is that of the host.
@@ -206,7 +216,7 @@ impl Forecast {
     /// Refuses a run for which there is not enough memory or disk.
     ///
     /// # Errors
-    /// If it needs more memory than `--memory-limit`, or without it more than is free, or more of the disk than is free.
+    /// If it needs more memory than `--memory-limit`, more than is free on the device, or more of the disk than is free.
     pub fn check(&self, plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
         self.check_memory()?;
         self.check_disk(plan, inputs.order(plan).steps)
@@ -216,24 +226,14 @@ impl Forecast {
         let needed = self.estimate.peak();
         match (self.space.limit, self.space.free) {
             (Some(limit), _) if needed > limit => Err(CliError::Memory { needed, limit, saved: None }),
-            (None, Some(free)) if needed > free => {
-                Err(CliError::Full { device: self.device.to_string(), needed, free })
-            }
-            // Whoever gives a limit may know of memory that will be free.
-            (Some(_), Some(free)) if needed > free => {
-                let (needed, free) = (report::gib(needed), report::gib(free));
-                report::line(format!(
-                    "warning: the run would need {needed}, and {free} are free on {} now",
-                    self.device
-                ));
-                Ok(())
-            }
+            // A larger limit makes no memory free.
+            (_, Some(free)) if needed > free => Err(CliError::Full { device: self.device.to_string(), needed, free }),
             _ => Ok(()),
         }
     }
 
     /// Refuses a run whose files do not fit onto the disk: the checkpoints that it will have beside those that are there,
-    /// and the export. A new checkpoint is complete before the oldest is deleted.
+    /// and the export.
     fn check_disk(&self, plan: &Plan, steps: usize) -> Result<(), CliError> {
         let saving = &plan.settings.saving;
         if saving.save_strategy == SaveStrategy::No {
@@ -241,7 +241,7 @@ impl Forecast {
         }
         let export = self.estimate.exported();
         let there = if plan.output_dir.exists() { checkpoint::list(&plan.output_dir)?.len() } else { 0 };
-        let checkpoints = (saving.kept(steps) + 1).saturating_sub(there).max(1).min(saving.checkpoints(steps));
+        let checkpoints = more_checkpoints(saving, steps, there);
         let mut files = vec![(&plan.output_dir, checkpoints as u64 * self.estimate.checkpoint() + export)];
         files.extend(saving.output_dat.as_ref().map(|file| (file, export)));
         // Files on one disk share what is free there.
@@ -301,7 +301,7 @@ impl Forecast {
             "trained_blocks": self.estimate.trained_blocks(),
             "memory_limit": self.space.limit,
             "free": self.space.free,
-            "fits": self.space.limit.or(self.space.free).map(|room| needed <= room),
+            "fits": self.space.least().map(|room| needed <= room),
         })
     }
 
@@ -345,7 +345,7 @@ impl Forecast {
 
 #[cfg(test)]
 mod tests {
-    use super::{DeviceChoice, Room, SaveStrategy, SavingSettings, Space, room};
+    use super::{DeviceChoice, Room, SaveStrategy, SavingSettings, Space, more_checkpoints, room};
 
     #[test]
     fn room_is_the_least_of_what_is_known() {
@@ -381,6 +381,17 @@ mod tests {
             assert_eq!(room(&saving, 100, device, fits), expected, "{save_steps:?} {device} {fits}");
             let never = SavingSettings { save_strategy: SaveStrategy::No, ..saving };
             assert_eq!(room(&never, 100, device, fits), Room::AtTheEnd, "it saves nothing");
+        }
+    }
+    #[test]
+    fn a_new_checkpoint_is_complete_before_the_oldest_is_deleted() {
+        for (save_total_limit, there, expected) in [(2, 0, 3), (2, 2, 1), (2, 5, 1), (50, 0, 16), (50, 40, 11)] {
+            let saving = SavingSettings { save_steps: Some(1), save_total_limit, ..SavingSettings::default() };
+            assert_eq!(
+                more_checkpoints(&saving, 16, there),
+                expected,
+                "{save_total_limit} are kept, {there} are there"
+            );
         }
     }
 }

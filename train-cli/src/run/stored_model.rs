@@ -44,12 +44,13 @@ pub struct StoredModel {
 }
 
 impl StoredModel {
-    /// Opens the model at a path. `tokenizer` is the folder of its text files, if they are not beside the weights.
+    /// Opens the model at a path, which `flag` gave. `tokenizer` is the folder of its text files, if they are not beside the
+    /// weights.
     ///
     /// # Errors
     /// If a file is missing or broken.
-    pub fn open(path: &Path, tokenizer: Option<&Path>) -> Result<Self, CliError> {
-        let files = located(path)?;
+    pub fn open(flag: &str, path: &Path, tokenizer: Option<&Path>) -> Result<Self, CliError> {
+        let files = located(flag, path)?;
         let config = Qwen3Config::from_file(&files.config_file(tokenizer))?;
         let mut text = TextFiles::open(tokenizer.unwrap_or(&files.folder), &config)?;
         // A file of another name in a checkpoint's folder is not the checkpoint.

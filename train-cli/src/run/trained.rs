@@ -10,7 +10,7 @@ use crate::{
     settings::{Settings, by_name},
 };
 use backend_nvfp4::{Nvfp4Parts, Recipe, Scaling};
-use model_qwen3::{chat_template::ChatTemplate, config::Qwen3Config, file, safetensors::WHOLE};
+use model_qwen3::{chat_template::ChatTemplate, config::Qwen3Config, file, json, safetensors::WHOLE};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -93,7 +93,7 @@ impl Trained {
             return Ok(None);
         };
         let text = file::read_text(&path, LONGEST_RECORD, "export the model again")?;
-        serde_json::from_str(&text).map(Some).map_err(|e| CliError::corrupt(&path, e))
+        json::parse(&text).and_then(serde_json::from_value).map(Some).map_err(|e| CliError::corrupt(&path, e))
     }
 
     /// Writes the record into a folder of an export.

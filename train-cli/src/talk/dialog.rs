@@ -66,7 +66,7 @@ impl Dialog {
     /// # Errors
     /// If the file is one of the inputs or no regular file, or cannot be written.
     pub fn save(&self, path: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
-        check_output(path, inputs)?;
+        check_output("/save", path, inputs)?;
         let json = path.extension().is_some_and(|extension| extension == "jsonl");
         let line = |message: Value| match json {
             true => format!("{message}\n"),
@@ -81,7 +81,8 @@ impl Dialog {
     /// # Errors
     /// If the file cannot be read. The conversation then stays as it is.
     pub fn load(&mut self, path: &Path) -> Result<(), CliError> {
-        let mut messages = entry::messages(path, &file::read_text(path, entry::LONGEST, "check the path")?)?;
+        let text = file::read_text(path, entry::LONGEST, "check the path").map_err(CliError::of_flag("/load"))?;
+        let mut messages = entry::messages(path, &text)?;
         self.system = None;
         if messages.first().is_some_and(|message| message["role"] == "system") {
             self.system = Some(text_of(&messages.remove(0), "content").to_owned());

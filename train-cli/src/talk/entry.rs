@@ -120,7 +120,7 @@ impl Source {
     }
 
     fn of_file(path: &Path) -> Result<Self, CliError> {
-        let text = file::read_text(path, LONGEST, "check --script")?;
+        let text = file::read_text(path, LONGEST, "check the path").map_err(CliError::of_flag("--script"))?;
         if path.extension().is_none_or(|extension| extension != "jsonl") {
             let lines: Vec<_> = text.lines().map(|line| Ok(line.to_owned())).collect();
             return Ok(Self::Lines(Box::new(lines.into_iter())));

@@ -37,7 +37,7 @@ impl<'a> Opened<'a> {
     /// # Errors
     /// If its files are missing or broken, or `--w4a4` does not fit them.
     pub fn new(wanted: Wanted<'a>) -> Result<Self, CliError> {
-        let stored = StoredModel::open(wanted.model, wanted.tokenizer)?;
+        let stored = StoredModel::open("--model", wanted.model, wanted.tokenizer)?;
         let recipe = stored.recipe(wanted.w4a4)?;
         Ok(Self { wanted, stored, recipe })
     }

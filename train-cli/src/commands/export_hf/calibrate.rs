@@ -60,8 +60,8 @@ pub(super) fn of_model(args: &ExportHfArgs) -> Result<Option<Calibration>, CliEr
     if args.activations == ActivationsArg::Bf16 {
         return Ok(None);
     }
-    let files = data_files::all_named_by(&args.calibration_data)?;
-    let stored = StoredModel::open(&args.model, args.tokenizer.as_deref())?;
+    let files = data_files::all_named_by("--calibration-data", &args.calibration_data)?;
+    let stored = StoredModel::open("--model", &args.model, args.tokenizer.as_deref())?;
     let rows = args.calibration_rows.map_or(CALIBRATION_ROWS, usize::from);
     let found = device::run(args.device, None, Measure { stored: &stored, files: &files, rows })?;
     let largest = found.amax.iter().max_by(|a, b| a.1.total_cmp(b.1));

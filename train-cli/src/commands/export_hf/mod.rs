@@ -52,7 +52,7 @@ use std::{
 /// If the model cannot be read, the folder cannot be written, or what was written does not work.
 pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     calibrate::check_flags(args)?;
-    let files = located(&args.model)?;
+    let files = located("--model", &args.model)?;
     check_folder(&args.output_dir, args.overwrite, &files)?;
     let limit = bytes("--max-shard-size", &args.max_shard_size)?;
     let companions = Companions {

@@ -70,7 +70,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     let names_output = args.launch.config.is_some() || args.typed.get("output_dat").is_some();
     let is_received = (resumed.is_some() || restarts) && !names_output;
     let dry_run = args.launch.dry_run;
-    let fit = Fit { plan, device, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run };
+    let fit = Fit { args, plan, device, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run };
     device::run(device, precision, fit)
 }
 
@@ -89,19 +89,33 @@ fn typed_folder(args: &FitArgs) -> Option<&Path> {
     args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new)
 }
 
-/// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint
-/// yet. Typed settings win over those of the config file, of the checkpoint or of the demo, and these over defaults.
+/// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint yet.
+/// Of the checkpoint only the state is verified.
 pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
-    let launch = &args.launch;
-    let resume = match &launch.resume_from_checkpoint {
+    let resume = match &args.launch.resume_from_checkpoint {
         Some(from) => checkpoint::resume(from, typed_folder(args))?,
         None => None,
     };
-    let begun = match &resume {
+    if let Some(Resume::Beginning(run)) = &resume {
+        report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
+    }
+    let plan = plan_of(args, resume.as_ref())?;
+    Ok(match resume {
+        Some(Resume::At(resumed)) => (plan, Some(*resumed), false),
+        Some(Resume::Beginning(_)) => (plan, None, true),
+        None => (plan, None, false),
+    })
+}
+
+/// The plan of a command line that goes on where `resume` says. Typed settings win over those of the config file, of the
+/// checkpoint or of the demo, and these over defaults.
+fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
+    let launch = &args.launch;
+    let begun = match resume {
         Some(Resume::Beginning(run)) => Some(run.join(CONFIG)).filter(|file| file.exists()),
         _ => None,
     };
-    let base = match (&launch.config, &resume, begun) {
+    let base = match (&launch.config, resume, begun) {
         (Some(file), ..) => Layer::of_file(file)?,
         (None, Some(Resume::At(resumed)), _) => Layer::from(&resumed.state.settings),
         (None, _, Some(file)) => Layer::of_file(&file)?,
@@ -109,30 +123,52 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
         (None, ..) => Layer::default(),
     };
     let mut settings = base.under(args.typed.clone()).over_defaults()?;
-    let (resumed, restarted) = match resume {
-        Some(Resume::At(resumed)) => (Some(*resumed), None),
-        Some(Resume::Beginning(run)) => (None, Some(run)),
-        None => (None, None),
-    };
-    if let Some(run) = resumed.as_ref().map(|resumed| &resumed.run).or(restarted.as_ref()) {
+    let run = resume.map(|resume| match resume {
+        Resume::At(resumed) => &resumed.run,
+        Resume::Beginning(run) => run,
+    });
+    if let Some(run) = run {
         settings.saving.output_dir = Some(run.clone());
         if launch.config.is_none() {
             let named = settings.logging.vram_report.as_deref();
             received::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()), run)?;
         }
     }
-    if let Some(run) = &restarted {
-        report::line(format!("{} has no checkpoint yet: the run starts at its first step", run.display()));
-    }
     // The settings that are recorded name the model itself, not the run that it was found in.
     // The plan refuses an empty path.
     if let Some(model) = settings.model.model.as_mut().filter(|model| !model.as_os_str().is_empty()) {
-        *model = located(model)?.weights;
+        *model = located("--model", model)?.weights;
     }
-    Ok((Plan::new(settings)?, resumed, restarted.is_some()))
+    Plan::new(settings)
 }
 
-struct Fit {
+/// A run that can resume, and the checkpoint. Its weights may take minutes to read and to verify, and are read last. If another
+/// checkpoint is resumed because they are broken, its settings may be others, and are checked, too.
+fn resumable(
+    args: &FitArgs,
+    plan: Plan,
+    found: Resumed,
+    device: DeviceChoice,
+    precision: Precision,
+) -> Result<(Ready, Resumed), CliError> {
+    let checked = |plan: Plan, at: &Resumed| {
+        let ready = Ready::new(plan, device, precision, Some(at))?;
+        folder::check_unchanged(&ready.plan, &ready.inputs, &at.state, precision)?;
+        Ok::<_, CliError>(ready)
+    };
+    let ready = checked(plan, &found)?;
+    let Some(from) = &args.launch.resume_from_checkpoint else { return Ok((ready, found)) };
+    let newest = found.folder.clone();
+    let verified = checkpoint::verified(from, found)?;
+    if verified.folder == newest {
+        return Ok((ready, verified));
+    }
+    let plan = plan_of(args, Some(&Resume::At(Box::new(verified.clone()))))?;
+    Ok((checked(plan, &verified)?, verified))
+}
+
+struct Fit<'a> {
+    args: &'a FitArgs,
     plan: Plan,
     device: DeviceChoice,
     /// Keeps the folder of a run that is resumed to this process.
@@ -148,7 +184,7 @@ struct Fit {
     dry_run: bool,
 }
 
-impl Job for Fit {
+impl Job for Fit<'_> {
     type Output = ();
 
     fn remedy(&self) -> &'static str {
@@ -156,7 +192,8 @@ impl Job for Fit {
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { plan, device: choice, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run } = self;
+        let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run } =
+            self;
         if resumed.is_none() && !unnamed {
             folder::check_free(&plan, overwrite)?;
         }
@@ -173,7 +210,13 @@ impl Job for Fit {
                 (plan, Some(lock))
             }
         };
-        let ready = Ready::new(plan, choice, precision, resumed.as_ref())?;
+        let (ready, resumed) = match resumed {
+            Some(found) => {
+                let (ready, resumed) = resumable(args, plan, found, choice, precision)?;
+                (ready, Some(resumed))
+            }
+            None => (Ready::new(plan, choice, precision, None)?, None),
+        };
         match &resumed {
             None if dry_run && unnamed => {}
             None => {
@@ -184,7 +227,6 @@ impl Job for Fit {
             }
             Some(resumed) => {
                 let (plan, state) = (&ready.plan, &resumed.state);
-                folder::check_unchanged(plan, &ready.inputs, state, precision)?;
                 if is_complete(plan, state, ready.inputs.order(plan).steps)? {
                     if !dry_run {
                         summarize(&plan.output_dir);

@@ -40,9 +40,9 @@ pub(super) fn run(args: &ParityArgs) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("--tolerance {tolerance}: the value must be between 0 and 10")));
     }
     let tokenizer = args.tokenizer.as_deref();
-    let left = Side { stored: StoredModel::open(&args.model, tokenizer)?, recipe: args.recipe };
-    let other = args.against.as_ref().unwrap_or(&args.model);
-    let right = Side { stored: StoredModel::open(other, tokenizer)?, recipe: args.against_recipe };
+    let left = Side { stored: StoredModel::open("--model", &args.model, tokenizer)?, recipe: args.recipe };
+    let (flag, other) = args.against.as_ref().map_or(("--model", &args.model), |other| ("--against", other));
+    let right = Side { stored: StoredModel::open(flag, other, tokenizer)?, recipe: args.against_recipe };
     check_shapes(&left.stored, &right.stored)?;
     let ids = prompt_ids(prompt, args.raw, &left.stored)?;
     let found = device::run(args.device, args.compute_dtype, Compare { left: &left, right: &right, ids: &ids, args })?;

@@ -93,11 +93,11 @@ fn bound(key: &str, precision: Precision, blocks: usize) -> f64 {
 /// # Errors
 /// If the model or the fixture is broken, or a difference is larger than rounding explains.
 pub(super) fn run(args: &ParityArgs, expected: &Path) -> Result<(), CliError> {
-    let files = located(&args.model)?;
+    let files = located("--model", &args.model)?;
     if let Some(path) = &args.dump {
         let mut inputs = files.weight_files();
         inputs.push(expected.to_owned());
-        check_output(path, &inputs)?;
+        check_output("--dump", path, &inputs)?;
     }
     let parity = Parity { model: &files.weights, expected, dump: args.dump.as_deref() };
     let comparison = device::run(args.device, args.compute_dtype, parity)?;
@@ -148,9 +148,10 @@ impl Job for Parity<'_> {
         device: B::Device,
         precision: Precision,
     ) -> Result<Comparison, CliError> {
-        let files = located(self.model)?;
+        let files = located("--model", self.model)?;
         let config = Qwen3Config::from_file(&files.config_file(None))?;
-        let fixture = Fixture { file: SafeFile::open(self.expected)?, config: config.clone() };
+        let file = SafeFile::open(self.expected).map_err(CliError::of_flag("--expected"))?;
+        let fixture = Fixture { file, config: config.clone() };
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
             let master = MasterKind::F32;
