@@ -34,6 +34,13 @@ fn cases() -> Vec<Case> {
     vec![
         // Flags.
         (words("fit --no-such-flag"), 2, "unexpected argument"),
+        // Command lines of the programs before this one.
+        (words("convert --model m --dtype float16 --quant none --out x.dat"), 2, "--model: `train-cli convert IN OUT"),
+        (words("export-dat --model demo --dtype float16 --out x.dat"), 2, "--dtype: `train-cli convert IN OUT"),
+        (words("fit -m m -d m/demo.tsv -o 0"), 2, "--output-dir 0: -o names the run folder; use --memory-limit"),
+        (words("generate -m m -p x -o 0"), 2, "-o: `train-cli fit --memory-limit SIZE`"),
+        (words("chat -m m -o 0"), 2, "-o: `train-cli fit --memory-limit SIZE`"),
+        (words("generate -m m hi"), 2, "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
         (fit(&["-d", "m/demo.tsv", "--learning-rate", "fast"]), 2, "invalid value 'fast'"),
         (fit(&["-d", "m/demo.tsv", "--learning-rate", "7"]), 2, "--learning-rate 7: the value must be between 0 and 1"),
         (fit(&["-d", "m/demo.tsv", "--batch-size", "0"]), 2, "--batch-size 0: the value must be between 1 and 1048576"),

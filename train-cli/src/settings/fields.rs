@@ -1,17 +1,24 @@
 //! The settings themselves, in groups that are the headings of `--help`. A field's doc comment is its help text.
 
-use crate::settings::{
-    choices::{
-        Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
-        ReportTo, SaveStrategy, by_name, parser,
-    },
-    defaults::{
-        BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, advised_blocks, longest, part_of_the_run,
-        parts_of_the_run,
+use crate::{
+    replaced::run_folder,
+    settings::{
+        choices::{
+            Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
+            ReportTo, SaveStrategy, by_name, parser,
+        },
+        defaults::{
+            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, advised_blocks, longest, part_of_the_run,
+            parts_of_the_run,
+        },
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
-use clap::{ArgAction::Set, Args, builder::NonEmptyStringValueParser};
+use clap::{
+    ArgAction::Set,
+    Args,
+    builder::{NonEmptyStringValueParser, PathBufValueParser, TypedValueParser},
+};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -339,6 +346,7 @@ impl Default for MemorySettings {
 pub struct SavingSettings {
     /// The run folder.
     #[arg(short, long, value_name = "DIR", alias = "out-dir", alias = "output", alias = "checkpoint-dir")]
+    #[arg(value_parser = PathBufValueParser::new().try_map(run_folder))]
     #[arg(help_heading = COMMON, help = format!(
         "Run folder: receives the settings, logs, checkpoints and the exported model [default: {RUNS}/TIME_MODEL]"
     ))]
