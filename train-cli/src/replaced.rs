@@ -161,8 +161,8 @@ pub(crate) fn run_folder(path: PathBuf) -> Result<PathBuf, &'static str> {
 }
 
 /// What to do with a word that belongs to no flag. One of the origin's scripts took its prompt so.
-const WORD: &str = "this word belongs to no flag; `train-cli generate --prompt TEXT` takes a prompt, and a value with \
-                    spaces needs quotation marks";
+const WORD: &str = "this word belongs to no flag; `train-cli generate --prompt TEXT` takes a prompt, and a value with spaces \
+                    or a pattern such as 'rows/*.jsonl' needs quotation marks";
 
 /// What to do with a second path of a model: the origin took its folder and its file.
 const MODEL: &str =
