@@ -2,7 +2,7 @@
 //! and compares runs. The command line is known to shells and to `man`.
 
 use crate::support::{
-    faulty_disk::{Fault, Machine},
+    faulty_disk::{FIT, Fault, Machine},
     files::{command, names, ok, run, tiny_model},
 };
 use serde_json::{Value, json};
@@ -67,12 +67,14 @@ fn a_run_is_summarized_in_its_folder() {
 #[test]
 fn a_run_that_is_stopped_is_summarized_too() {
     let Some(machine) = Machine::new() else { return };
-    let (operations, _) = machine.whole();
+    let events = ["--report-to", "tensorboard"];
+    let words: Vec<&str> = FIT.split_whitespace().chain(events).collect();
+    let operations = machine.operations(&words);
     let r = machine.folder().join("r");
     // A signal while the run trains, which is in the middle of its disk operations.
     for at in [operations / 3, operations / 2, operations * 2 / 3] {
         machine.empty();
-        let out = machine.fit(&[], Fault::Signal { at, number: 2 });
+        let out = machine.fit(&events, Fault::Signal { at, number: 2 });
         if out.status.code() == Some(130) && r.join("metrics.jsonl").exists() {
             let text = fs::read_to_string(r.join("summary.md")).unwrap();
             let steps = logged(&r, "loss").len();
@@ -80,12 +82,30 @@ fn a_run_that_is_stopped_is_summarized_too() {
                 row(&text, "state"),
                 [format!("not complete, {steps} step{}", if steps == 1 { "" } else { "s" })]
             );
-            assert!(machine.fit(&["--resume-from-checkpoint"], Fault::Nothing).status.success());
+            // The curve and the events have the steps that were made, too.
+            assert_eq!((drawn(&r), events_of(&r)), (steps, steps));
+            let resumed = machine.fit(&["--resume-from-checkpoint", "--report-to", "tensorboard"], Fault::Nothing);
+            assert!(resumed.status.success());
             assert_eq!(row(&fs::read_to_string(r.join("summary.md")).unwrap(), "state"), ["complete, 4 steps"]);
+            assert_eq!((drawn(&r), events_of(&r)), (4, 4));
             return;
         }
     }
     panic!("no signal found the run at its steps");
+}
+
+/// The number of points of the training curve in a run's picture.
+fn drawn(run: &Path) -> usize {
+    let picture = fs::read_to_string(run.join("loss.svg")).unwrap();
+    let curve = picture.lines().find(|line| line.contains("stroke=\"#0072B2\" stroke-width=\"2\"")).unwrap();
+    curve.split("points=\"").nth(1).unwrap().split('"').next().unwrap().split_whitespace().count()
+}
+
+/// The number of steps whose loss is in a run's file of events for TensorBoard.
+fn events_of(run: &Path) -> usize {
+    let name = names(run).into_iter().find(|name| name.starts_with("events.out.tfevents.")).expect("a file of events");
+    let (bytes, tag) = (fs::read(run.join(name)).unwrap(), b"train/loss");
+    bytes.windows(tag.len()).filter(|part| **part == tag[..]).count()
 }
 
 #[test]
