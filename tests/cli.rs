@@ -1,6 +1,6 @@
 //! A wrong flag or a wrong file ends the program with its exit code and a message that names it.
 
-use crate::support::files::{ok, run, tiny_model};
+use crate::support::files::{command, ok, run, tiny_model};
 use std::path::Path;
 
 #[test]
@@ -232,10 +232,17 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     for name in ["program", "memory", "disk"] {
         assert_eq!(named(name)["good"], true, "{text}");
     }
-    // The card, and Vulkan: each is good, or it is said what to do.
-    for line in ["card", "vulkan"].map(named) {
-        assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|remedy| remedy.len() > 20), "{line}");
+    // The card, what compiles its kernels, and Vulkan: each is good, or the command that installs it is shown.
+    for (name, command) in [
+        ("card", "apt-get install nvidia-driver-580 "),
+        ("NVRTC", "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' "),
+        ("headers", "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' "),
+        ("vulkan", "apt-get install mesa-vulkan-drivers libvulkan1"),
+    ] {
+        let line = named(name);
+        assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|r| r.contains(command)), "{line}");
     }
+    assert!(named("kernels")["found"].as_str().is_some_and(|kept| kept.contains("kept")), "{text}");
     // Each tier of each device that is there is compared by itself, and timed.
     let agrees = |name: &str| {
         let line = named(name);
@@ -259,6 +266,26 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
         }
     }
     assert!(ok(dir.path(), &["doctor"]).contains("ok  memory"));
+}
+
+/// Without a Vulkan driver and without CUDA's headers, the lines for people name the commands that install them.
+#[test]
+fn doctor_names_the_command_that_installs_what_is_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut doctor = command(dir.path(), &["doctor"]);
+    doctor.env("VK_DRIVER_FILES", "/nowhere").env("VK_ICD_FILENAMES", "/nowhere").env("CUDA_PATH", "/nowhere");
+    let out = doctor.env("TRAIN_CLI_KERNEL_CACHE", "off").output().unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(out.status.success(), "{text}");
+    let remedy = |name: &str| {
+        let mut lines = text.lines().skip_while(|line| !line.starts_with(&format!("–   {name} ")));
+        lines.nth(1).unwrap_or_else(|| panic!("{name} is not missing: {text}")).trim()
+    };
+    assert!(remedy("vulkan").ends_with("apt-get install mesa-vulkan-drivers libvulkan1"), "{text}");
+    let packages = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' \
+                    'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*'";
+    assert!(remedy("headers").contains(packages), "{text}");
+    assert!(text.contains("ok  kernels                not kept: each process compiles them again"), "{text}");
 }
 
 /// A command line cannot give an empty path, but a config file can.
