@@ -224,7 +224,9 @@ fn a_complete_run_goes_on_with_more_epochs() {
     assert!(steps > 1 && first["epoch"] == 1.0, "{first}");
     // Without more to do, it is complete.
     let out = run(d, &["fit", "--resume-from-checkpoint", "r"]);
-    assert!(out.status.success() && String::from_utf8_lossy(&out.stderr).contains("is complete at step"));
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && said.contains("is complete at step"), "{said}");
+    assert!(said.contains("resume it with a larger --num-train-epochs"), "{said}");
     let before = fs::read(d.join("r/final/model.dat")).unwrap();
     ok(d, &["fit", "--resume", "r", "--num-train-epochs", "3"]);
     let longer = results("r");
@@ -237,6 +239,28 @@ fn a_complete_run_goes_on_with_more_epochs() {
     // With a constant learning rate, it is the run of three passes.
     with(&["-o", "whole", "--num-train-epochs", "3"]);
     assert!(fs::read(d.join("whole/final/model.dat")).unwrap() == after);
+}
+
+/// A complete run that is resumed says which setting ended it and what extends it: --max-steps stays the setting of a run, and
+/// overrides --num-train-epochs.
+#[test]
+fn a_complete_run_says_what_extends_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let resumed = |words: &[&str]| {
+        let out = run(d, &[&["fit", "--resume-from-checkpoint", "r"], words].concat());
+        assert!(out.status.success());
+        String::from_utf8(out.stderr).unwrap()
+    };
+    fit(d, &["-o", "r"]);
+    let said = resumed(&["--num-train-epochs", "3"]);
+    let remedy = "r is complete at step 4: --max-steps 4 ended it, and overrides --num-train-epochs. To extend it, \
+                  resume it with --max-steps N, where N is larger than 4";
+    assert!(said.contains(remedy), "{said}");
+    assert!(!resumed(&["--max-steps", "5"]).contains("is complete"));
+    assert_eq!(logged(&d.join("r"), "loss").len(), 5);
+    assert!(resumed(&[]).contains("r is complete at step 5: --max-steps 5 ended it"));
 }
 
 #[test]
