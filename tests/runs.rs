@@ -241,6 +241,46 @@ fn a_complete_run_goes_on_with_more_epochs() {
     assert!(fs::read(d.join("whole/final/model.dat")).unwrap() == after);
 }
 
+/// Paths that were relative when a run began mean the same files when it is resumed from another working directory, and when
+/// its config file is used there.
+#[test]
+fn relative_paths_of_a_run_are_found_from_another_working_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let (d, elsewhere) = (dir.path().join("d"), dir.path().join("elsewhere"));
+    tiny_model(&d.join("m"), true);
+    fs::create_dir(&elsewhere).unwrap();
+    let rows = fs::read_to_string(d.join("m/demo.tsv")).unwrap();
+    fs::write(d.join("eval.tsv"), rows.lines().take(3).map(|row| format!("{row}\n")).collect::<String>()).unwrap();
+    let paths =
+        "--tokenizer m --eval-data eval.tsv --token-cache cache --output-dat out.dat --vram-report vram.json -o r";
+    fit(&d, &paths.split(' ').collect::<Vec<_>>());
+    let made = names(&d);
+    let config = fs::read_to_string(d.join("r/config.toml")).unwrap();
+    let root = d.canonicalize().unwrap().display().to_string();
+    for (key, path) in [
+        ("tokenizer", "m"),
+        ("eval_data", "eval.tsv"),
+        ("token_cache", "cache"),
+        ("output_dat", "out.dat"),
+        ("vram_report", "vram.json"),
+        ("output_dir", "r"),
+    ] {
+        let line = format!("{key} = \"{root}/{path}\"");
+        assert!(config.lines().any(|found| found == line), "no {line} in {config}");
+    }
+    assert!(config.contains(&format!("data = [\"{root}/m/demo.tsv\"]")), "{config}");
+    // What the run writes besides its folder is written to the same files again.
+    for file in ["out.dat", "vram.json"] {
+        fs::remove_file(d.join(file)).unwrap();
+    }
+    ok(&elsewhere, &["fit", "--resume-from-checkpoint", "../d/r", "--max-steps", "5"]);
+    assert_eq!(logged(&d.join("r"), "loss").len(), 5);
+    assert_eq!(names(&d), made);
+    // The folder of a new run is a path of the command line.
+    ok(&elsewhere, &["fit", "--config", "../d/r/config.toml", "-o", "new", "--dry-run"]);
+    assert!(names(&elsewhere).is_empty(), "{:?}", names(&elsewhere));
+}
+
 /// A complete run that is resumed says which setting ended it and what extends it: --max-steps stays the setting of a run, and
 /// overrides --num-train-epochs.
 #[test]
