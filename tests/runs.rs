@@ -7,7 +7,12 @@ use crate::support::{
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::{fs, path::Path, process::Stdio};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Command, Stdio},
+};
 
 fn fit(d: &Path, more: &[&str]) {
     let words =
@@ -239,6 +244,52 @@ fn a_complete_run_goes_on_with_more_epochs() {
     // With a constant learning rate, it is the run of three passes.
     with(&["-o", "whole", "--num-train-epochs", "3"]);
     assert!(fs::read(d.join("whole/final/model.dat")).unwrap() == after);
+}
+
+/// SIGUSR1 asks for a checkpoint: the run saves one after the step in which the signal arrives, goes on, and exports what it
+/// would have exported.
+#[test]
+fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
+    if cfg!(not(target_os = "linux")) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 40 --learning-rate 1e-3 --save-steps 0 \
+                 --eval-steps 0 --sample-prompt a";
+    let signaled = |more: &[&str]| {
+        let words: Vec<&str> = words.split_whitespace().chain(more.iter().copied()).collect();
+        let mut child = command(d, &words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let (id, mut said) = (child.id().to_string(), String::new());
+        for line in BufReader::new(child.stderr.take().unwrap()).lines() {
+            let line = line.unwrap();
+            if line.trim_start().starts_with("2/40 ") {
+                assert!(Command::new("kill").args(["-USR1", &id]).status().unwrap().success());
+            }
+            said += &(line + "\n");
+        }
+        assert!(child.wait().unwrap().success(), "{said}");
+        said
+    };
+    let said = signaled(&["-o", "asked"]);
+    let step = said.split("SIGUSR1: the run saves a checkpoint after step ").nth(1).unwrap_or_else(|| panic!("{said}"));
+    let step: usize = step.split(' ').next().unwrap().parse().unwrap();
+    assert!((2..40).contains(&step) && said.matches("SIGUSR1").count() == 1, "{said}");
+    let asked = format!("checkpoint-{step}");
+    assert!(said.contains(&format!("saved  asked/{asked}\n")), "{said}");
+    assert!(names(&d.join("asked")).is_superset(&[asked.clone(), "checkpoint-40".to_owned()].into()));
+    assert_eq!(logged(&d.join("asked"), "loss").len(), 40);
+    let exported = |run: &str| fs::read(d.join(run).join("final/model.dat")).unwrap();
+    let whole = exported("asked");
+    // The checkpoint is one from which the run can be resumed.
+    fs::remove_dir_all(d.join("asked/checkpoint-40")).unwrap();
+    ok(d, &["fit", "--resume-from-checkpoint", "asked"]);
+    assert!(exported("asked") == whole);
+    // A run that saves nothing says so, and goes on, too.
+    let said = signaled(&["-o", "none", "--save-strategy", "no"]);
+    assert!(said.contains("SIGUSR1: the run saves no checkpoint after step "), "{said}");
+    assert!(!names(&d.join("none")).iter().any(|name| name.starts_with("checkpoint-")));
 }
 
 /// Paths that were relative when a run began mean the same files when it is resumed from another working directory, and when

@@ -26,7 +26,7 @@ use crate::{
     train::evaluation::Evaluation,
     train::guard::Guard,
     train::step::Stepper,
-    train::training_loop::{Between, StepReport, StillToDo},
+    train::training_loop::{Between, StepReport, StillToDo, Wanted},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -312,7 +312,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         model: &Qwen3<B>,
         stepper: &Stepper<B>,
         step: usize,
-        forced: bool,
+        wanted: Wanted,
     ) -> Result<Option<PathBuf>, CliError> {
         let saver = self.saver.clone();
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
@@ -323,9 +323,14 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let kept = |one| one == step || Some(one) == self.saved || there.iter().any(|(saved, _)| *saved == one);
         let best = self.best(kept).map(|(step, ..)| step);
         let of_period = saving.keep_period.is_some_and(|period| step.is_multiple_of(period));
-        let wanted = forced || best == Some(step) || of_period || step == self.order.steps;
+        let (asked, ends) = (wanted == Wanted::Asked, wanted == Wanted::AtTheEnd);
+        let wanted = asked || ends || best == Some(step) || of_period || step == self.order.steps;
         let due = wanted || self.due(saving.save_every(self.order.steps), step);
-        if saving.save_strategy == SaveStrategy::No || !due {
+        let saves = saving.save_strategy != SaveStrategy::No;
+        if asked {
+            report::line(answer_to_request(step, saves));
+        }
+        if !saves || !due {
             return Ok(None);
         }
         // Nobody has asked for this one, and training would have to wait for the one before.
@@ -351,7 +356,16 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
         self.saved = Some(step);
         progress::doing("training");
-        if forced && written.is_none() { saver.wait() } else { Ok(written) }
+        if ends && written.is_none() { saver.wait() } else { Ok(written) }
+    }
+}
+
+/// What to say to somebody who asks for a checkpoint by a signal.
+fn answer_to_request(step: usize, saves: bool) -> String {
+    if saves {
+        format!("SIGUSR1: the run saves a checkpoint after step {step} and goes on")
+    } else {
+        format!("SIGUSR1: the run saves no checkpoint after step {step}, because of --save-strategy no; it goes on")
     }
 }
 

@@ -360,7 +360,8 @@ pub struct SavingSettings {
     pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps", help = parts_of_the_run(
-        "Number of steps between checkpoints; 0 saves only the last step",
+        "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
+         the current step",
         "; with this default, a checkpoint is left out if the one before is still being written",
     ))]
     pub save_steps: Option<usize>,
