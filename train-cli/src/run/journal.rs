@@ -9,7 +9,7 @@ use crate::{
     memory::estimate,
     plan::{self, Plan},
     progress, report,
-    run::cadence,
+    run::cadence::{self, Waited},
     run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
     run::folder::SUMMARY,
@@ -68,6 +68,10 @@ pub struct Journal {
     saver: Arc<Mutex<Saver>>,
     /// Whether it was said that a checkpoint is left out.
     told: bool,
+    /// When the training of this process began.
+    began: Instant,
+    /// How long it has waited for checkpoints.
+    waited: Waited,
 }
 
 impl Journal {
@@ -123,6 +127,8 @@ impl Journal {
             events,
             saver: Arc::new(Mutex::new(saver)),
             told: false,
+            began: Instant::now(),
+            waited: Waited::default(),
         })
     }
 
@@ -205,6 +211,15 @@ impl Journal {
     fn log(&self, line: Logged) -> Result<(), CliError> {
         log::append(&self.plan.output_dir, log::METRICS, &line)?;
         self.events.as_ref().map_or(Ok(()), |events| events.add(&line))
+    }
+
+    /// Why a checkpoint that nobody has asked for is not saved now, if there is a reason.
+    fn reason_to_leave_out(&self, saver: &Saver) -> Option<&'static str> {
+        if saver.is_busy() {
+            return Some("the one before is still being written");
+        }
+        let has_time = self.waited.has_time(self.began.elapsed().as_secs_f64());
+        (!has_time).then_some("training would wait for checkpoints for too much of its time")
     }
 
     /// Whether something that happens every `every` steps happens after this one. It always happens after the last step, and
@@ -333,12 +348,12 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if !saves || !due {
             return Ok(None);
         }
-        // Nobody has asked for this one, and training would have to wait for the one before.
-        if !wanted && saving.save_steps.is_none() && saver.is_busy() {
+        // Nobody has asked for this one, and training would have to wait for it, or for the one before.
+        let optional = !wanted && saving.save_steps.is_none();
+        if let Some(reason) = optional.then(|| self.reason_to_leave_out(&saver)).flatten() {
             if !std::mem::replace(&mut self.told, true) {
                 report::line(format!(
-                    "note: no checkpoint after step {step}: the one before is still being written. --save-steps N makes \
-                     training wait for it"
+                    "note: no checkpoint after step {step}: {reason}. --save-steps N makes training wait for it"
                 ));
             }
             return Ok(None);
@@ -351,9 +366,11 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.seconds = self.seconds();
         self.started = Instant::now();
         progress::doing("saving a checkpoint");
+        let begun = Instant::now();
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
         let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
+        self.waited.add(begun.elapsed().as_secs_f64());
         self.saved = Some(step);
         progress::doing("training");
         if ends && written.is_none() { saver.wait() } else { Ok(written) }

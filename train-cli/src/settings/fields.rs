@@ -8,8 +8,8 @@ use crate::{
             ReportTo, SaveStrategy, by_name, parser,
         },
         defaults::{
-            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, advised_blocks, longest, part_of_the_run,
-            parts_of_the_run,
+            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, advised_blocks, longest,
+            part_of_the_run, parts_of_the_run,
         },
     },
 };
@@ -362,7 +362,11 @@ pub struct SavingSettings {
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps", help = parts_of_the_run(
         "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
          the current step",
-        "; with this default, a checkpoint is left out if the one before is still being written",
+        &format!(
+            "; with this default, a checkpoint is left out if the one before is still being written, or if training would \
+             wait for checkpoints for more than {:.0} % of its time",
+            100.0 * SAVING_SHARE
+        ),
     ))]
     pub save_steps: Option<usize>,
     /// Number of checkpoints to keep, at least 2; older ones are deleted
