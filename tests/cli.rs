@@ -1,7 +1,7 @@
 //! A wrong flag or a wrong file ends the program with its exit code and a message that names it.
 
 use crate::support::{
-    files::{ok, run, tiny_model},
+    files::{command, ok, run, tiny_model},
     skipped_for,
 };
 use std::path::Path;
@@ -37,6 +37,13 @@ fn cases() -> Vec<Case> {
     vec![
         // Flags.
         (words("fit --no-such-flag"), 2, "unexpected argument"),
+        // Command lines of the programs before this one.
+        (words("convert --model m --dtype float16 --quant none --out x.dat"), 2, "--model: `train-cli convert IN OUT"),
+        (words("export-dat --model demo --dtype float16 --out x.dat"), 2, "--dtype: `train-cli convert IN OUT"),
+        (words("fit -m m -d m/demo.tsv -o 0"), 2, "--output-dir 0: -o names the run folder; use --memory-limit"),
+        (words("generate -m m -p x -o 0"), 2, "-o: `train-cli fit --memory-limit SIZE`"),
+        (words("chat -m m -o 0"), 2, "-o: `train-cli fit --memory-limit SIZE`"),
+        (words("generate -m m hi"), 2, "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
         (fit(&["-d", "m/demo.tsv", "--learning-rate", "fast"]), 2, "invalid value 'fast'"),
         (fit(&["-d", "m/demo.tsv", "--learning-rate", "7"]), 2, "--learning-rate 7: the value must be between 0 and 1"),
         (fit(&["-d", "m/demo.tsv", "--batch-size", "0"]), 2, "--batch-size 0: the value must be between 1 and 1048576"),
@@ -228,10 +235,17 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     for name in ["program", "memory", "disk"] {
         assert_eq!(named(name)["good"], true, "{text}");
     }
-    // The card, and Vulkan: each is good, or it is said what to do.
-    for line in ["card", "vulkan"].map(named) {
-        assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|remedy| remedy.len() > 20), "{line}");
+    // The card, what compiles its kernels, and Vulkan: each is good, or the command that installs it is shown.
+    for (name, command) in [
+        ("card", "apt-get install nvidia-driver-580 "),
+        ("NVRTC", "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' "),
+        ("headers", "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' "),
+        ("vulkan", "apt-get install mesa-vulkan-drivers libvulkan1"),
+    ] {
+        let line = named(name);
+        assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|r| r.contains(command)), "{line}");
     }
+    assert!(named("kernels")["found"].as_str().is_some_and(|kept| kept.contains("kept")), "{text}");
     // Each tier of each device that is there is compared by itself, and timed.
     let agrees = |name: &str| {
         let line = named(name);
@@ -256,6 +270,26 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
         }
     }
     assert!(ok(dir.path(), &["doctor"]).contains("ok  memory"));
+}
+
+/// Without a Vulkan driver and without CUDA's headers, the lines for people name the commands that install them.
+#[test]
+fn doctor_names_the_command_that_installs_what_is_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut doctor = command(dir.path(), &["doctor"]);
+    doctor.env("VK_DRIVER_FILES", "/nowhere").env("VK_ICD_FILENAMES", "/nowhere").env("CUDA_PATH", "/nowhere");
+    let out = doctor.env("TRAIN_CLI_KERNEL_CACHE", "off").output().unwrap();
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(out.status.success(), "{text}");
+    let remedy = |name: &str| {
+        let mut lines = text.lines().skip_while(|line| !line.starts_with(&format!("–   {name} ")));
+        lines.nth(1).unwrap_or_else(|| panic!("{name} is not missing: {text}")).trim()
+    };
+    assert!(remedy("vulkan").ends_with("apt-get install mesa-vulkan-drivers libvulkan1"), "{text}");
+    let packages = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' \
+                    'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*'";
+    assert!(remedy("headers").contains(packages), "{text}");
+    assert!(text.contains("ok  kernels                not kept: each process compiles them again"), "{text}");
 }
 
 /// A command line cannot give an empty path, but a config file can.

@@ -165,6 +165,24 @@ fn a_table_is_read_as_its_rows_in_json() {
     assert!(error.contains("half.arrow") && error.contains("not a readable Arrow file"), "{error}");
 }
 
+/// A Parquet file that ends too early, or whose rows are damaged, is refused.
+#[test]
+fn a_damaged_parquet_file_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let whole = std::fs::read(golden("tables/documents.parquet")).unwrap();
+    let mut damaged = whole.clone();
+    damaged[100..200].iter_mut().for_each(|byte| *byte ^= 0xFF);
+    for (file, bytes) in
+        [("half", &whole[..whole.len() / 2]), ("no_end", &whole[..whole.len() - 8]), ("damaged", &damaged[..])]
+    {
+        std::fs::write(d.join(format!("{file}.parquet")), bytes).unwrap();
+        let error = plan(d, &format!("{file}.parquet"), &[]).unwrap_err();
+        assert!(error.contains(&format!("{file}.parquet")) && error.contains("not a readable Parquet file"), "{error}");
+    }
+}
+
 /// The texts between separators are documents of their own: each ends with the end-of-text token and begins a sequence.
 #[test]
 fn a_text_may_hold_several_documents() {
@@ -177,6 +195,24 @@ fn a_text_may_hold_several_documents() {
     let expected = plan(d, "rows.jsonl", &[]).unwrap().replace("documents", "text");
     assert_eq!(plan(d, "all.txt", &["--document-separator", "---"]).unwrap(), expected);
     assert_ne!(plan(d, "all.txt", &[]).unwrap(), expected);
+    // Empty documents are none, and a separator needs no line of its own.
+    for (text, separator) in [
+        ("---\nOne text.\n---\n\n---\nAnother one,\nof two lines.", "---"),
+        ("One text.<END>Another one,\nof two lines.<END>", "<END>"),
+    ] {
+        std::fs::write(d.join("other.txt"), text).unwrap();
+        assert_eq!(plan(d, "other.txt", &["--document-separator", separator]).unwrap(), expected, "{text}");
+    }
+    // A broken text is named by its line, also behind a separator.
+    for (text, reason) in [
+        (&b"one\n---\ntwo\0\n"[..], ":3: a byte that is 0"),
+        (b"---\n---\n", ": no rows in it"),
+        (b"one\n---\ntwo \xFF\xFE three\n", ":3: not UTF-8"),
+    ] {
+        std::fs::write(d.join("broken.txt"), text).unwrap();
+        let error = plan(d, "broken.txt", &["--document-separator", "---"]).unwrap_err();
+        assert!(error.contains(&format!("broken.txt{reason}")), "{text:?}: {error}");
+    }
     let refused = |file: &str, separator: &str| {
         let args = ["fit", "-m", "m", "-d", file, "--device", "cpu", "--document-separator", separator, "--dry-run"];
         let out = run(d, &args);
@@ -254,9 +290,24 @@ fn folders_and_patterns_stand_for_their_files() {
     assert!(line.contains(" · 7 train / 0 eval"), "{line}");
     let line = plan(d, "rows", &["--max-rows", "2"]).unwrap();
     assert!(line.contains(" · 2 train / 0 eval") && line.contains("1 row left out by --max-rows"), "{line}");
-    let out = run(d, &["fit", "-m", "m", "-d", "rows/*.txt", "-o", "out", "--device", "cpu", "--dry-run"]);
-    let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.code() == Some(2) && stderr.contains("rows/*.txt: no file fits this pattern"), "{stderr}");
+    assert_eq!(rows("rows/[ac].*", &[]), "2 rows of completion and tsv");
+    // A folder or a pattern without a file, and a pattern that is none.
+    std::fs::create_dir(d.join("empty")).unwrap();
+    for (files, said) in [
+        ("rows/*.txt", "rows/*.txt: no file fits this pattern"),
+        ("empty", "empty: no .jsonl, .json, .parquet, .arrow, .feather, .tsv, .txt or .md file is in this folder"),
+        ("rows/[", "rows/[: the pattern is wrong: "),
+    ] {
+        let out = run(d, &["fit", "-m", "m", "-d", files, "-o", "out", "--device", "cpu", "--dry-run"]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && stderr.contains(said), "{files}: {stderr}");
+    }
+    // A broken row is named by the file in which it stands, and not by what stands for the file.
+    std::fs::write(d.join("rows/b.tsv"), "a\tb\nc\n").unwrap();
+    for files in ["rows", "rows/*.tsv", "rows/?.tsv"] {
+        let error = plan(d, files, &[]).unwrap_err();
+        assert!(error.contains("rows/b.tsv:2: no tab"), "{files}: {error}");
+    }
 }
 
 /// A message of weight 0 is read, but not supervised.

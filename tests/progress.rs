@@ -1,10 +1,14 @@
 //! A terminal shows at its bottom how far long work has come; where standard error is a file, nothing of that is in it.
 
-use crate::support::{
-    files::{program, run, tiny_model},
-    skipped_for,
+use crate::{
+    gpu_checkpoints::device,
+    support::{
+        files::{program, run, tiny_model},
+        skipped_for,
+    },
 };
-use std::{path::Path, process::Command};
+use serde_json::Value;
+use std::{fs, path::Path, process::Command};
 
 const FIT: &str =
     "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 3 --eval-steps 3 --logging-steps 3";
@@ -12,8 +16,9 @@ const FIT: &str =
 /// What the program writes to a terminal of 100 columns, which util-linux's `script` makes.
 fn on_a_terminal(d: &Path, args: &str) -> Option<String> {
     let line = format!("stty cols 100; exec '{}' {args}", program().display());
-    let out = Command::new("script").args(["-qec", &line, "/dev/null"]).current_dir(d).env("TERM", "xterm").output();
-    let Ok(out) = out else {
+    let mut script = Command::new("script");
+    script.args(["-qec", &line, "/dev/null"]).current_dir(d).env("TERM", "xterm").env_remove("NO_COLOR");
+    let Ok(out) = script.output() else {
         skipped_for("util-linux's `script` is not installed");
         return None;
     };
@@ -64,4 +69,57 @@ fn a_file_has_plain_lines_only() {
     let text = String::from_utf8(out.stderr).unwrap();
     assert!(text.contains("3/3  ") && !text.contains(['\r', '\u{1b}', '━']) && !text.contains("steps ·"), "{text}");
     assert!(run(d, &["runs", "show", "r"]).stderr.is_empty());
+}
+
+/// The column of memory has the peak of each step on a device whose pool knows it, and what is held on the CPU. The line `peak`
+/// has the speed of which `mfu` is the share.
+#[test]
+fn memory_and_the_peak_speed_are_shown_as_they_are_logged() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let steps_on = |device: &str, title: &str, figure: &str| {
+        let words = format!(
+            "fit -m m -d m/demo.tsv --max-seq-length 64 --max-steps 3 --eval-steps 0 --save-strategy no \
+             --sample-prompt a --peak-tflops 0.5 --device {device} -o {device}"
+        );
+        let out = run(d, &words.split(' ').collect::<Vec<_>>());
+        let text = String::from_utf8(out.stderr).unwrap();
+        assert!(out.status.success() && text.contains(&format!("     tok/s  {title}       eta\n")), "{text}");
+        assert!(text.contains("  peak      0.5 TFLOP/s by --peak-tflops · "), "{text}");
+        let log = fs::read_to_string(d.join(device).join("metrics.jsonl")).unwrap();
+        let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let steps: Vec<Value> = lines.filter(|line| line["loss"].is_number()).collect();
+        assert_eq!(steps.len(), 3);
+        for step in &steps {
+            let start = format!("{}/3 ", step["step"]);
+            let shown = text.lines().find(|line| line.trim_start().starts_with(&start)).unwrap();
+            assert_eq!(shown.split_whitespace().nth(5).unwrap(), step[figure].to_string(), "{shown}: {step}");
+            let share = step["model_tflops"].as_f64().unwrap() / 0.5;
+            assert!((step["mfu"].as_f64().unwrap() - share).abs() < 1e-9 * share, "{step}");
+        }
+        let largest = steps.iter().filter_map(|step| step[figure].as_u64()).max().unwrap();
+        let summary = fs::read_to_string(d.join(device).join("summary.md")).unwrap();
+        assert!(largest > 0 && summary.contains(&format!("| memory, largest | {largest} MiB |")), "{summary}");
+        steps
+    };
+    let steps = steps_on("cpu", "held MiB", "memory_mib");
+    assert!(steps.iter().all(|step| step["peak_memory_mib"].is_null()), "{steps:?}");
+    if let Some(device) = device() {
+        steps_on(device, "peak MiB", "peak_memory_mib");
+    }
+}
+
+/// `data preview` marks the trained tokens in green on a terminal, and by brackets where its output is a file.
+#[test]
+fn a_terminal_shows_trained_tokens_in_color() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fs::write(d.join("row.tsv"), "Who are you?\tI am tiny.\n").unwrap();
+    let Some(text) = on_a_terminal(d, "data preview row.tsv -m m") else { return };
+    assert!(text.contains("\u{1b}[32mI am tiny.<|im_end|>\u{1b}[0m") && !text.contains('⟦'), "{text}");
+    let out = run(d, &["data", "preview", "row.tsv", "-m", "m"]);
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(text.contains("⟦I am tiny.<|im_end|>⟧") && !text.contains('\u{1b}'), "{text}");
 }

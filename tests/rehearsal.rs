@@ -28,7 +28,7 @@ use std::{
     fs,
     ops::ControlFlow,
     path::Path,
-    sync::atomic::AtomicBool,
+    sync::{Mutex, atomic::AtomicBool},
 };
 use train_cli::{
     CliError, ahead,
@@ -220,10 +220,14 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
     launches[2].key = 3;
     let mut cache = KernelCache::open(&folder);
     let mut open = CompilationCache::<u128, serde_json::Value>::new("ptx", option());
+    let told = Mutex::new(vec![]);
     let compiled = |cache: &mut KernelCache, launches: &[Launch]| {
-        compile_ahead(launches, 90, Some(Path::new(&home)), cache, &AtomicBool::new(false))
+        let tell = |done: usize, all: usize| told.lock().unwrap().push((done, all));
+        compile_ahead(launches, 90, Some(Path::new(&home)), cache, &AtomicBool::new(false), &tell)
     };
     assert_eq!(compiled(&mut cache, &launches).unwrap(), 3);
+    // The count that a terminal shows grows by one with each kernel.
+    assert_eq!(std::mem::take(&mut *told.lock().unwrap()), [(1, 3), (2, 3), (3, 3)]);
     // The device adds a kernel of its own, and sees the others from then on.
     open.insert(7, serde_json::json!({"entrypoint_name": "own", "shared_mem_bytes": 0, "ptx": []})).unwrap();
     for launch in &launches {
@@ -237,6 +241,7 @@ fn an_open_cache_finds_what_was_compiled_ahead() {
         assert_eq!(magic, [0x7f, b'E'.into(), b'L'.into(), b'F'.into()], "machine code is an ELF file");
     }
     assert_eq!(compiled(&mut cache, &launches).unwrap(), 0, "nothing is compiled twice");
+    assert!(told.lock().unwrap().is_empty(), "nothing is told of kernels that the cache has");
     let mut later = KernelCache::open(&folder);
     assert!(
         launches.iter().all(|launch| later.has(launch.key)) && !later.has(4),

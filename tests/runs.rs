@@ -2,12 +2,17 @@
 //! and compares runs. The command line is known to shells and to `man`.
 
 use crate::support::{
-    faulty_disk::{Fault, Machine},
+    faulty_disk::{FIT, Fault, Machine},
     files::{command, names, ok, run, tiny_model},
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
-use std::{fs, path::Path, process::Stdio};
+use std::{
+    fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Command, Stdio},
+};
 
 fn fit(d: &Path, more: &[&str]) {
     let words =
@@ -67,12 +72,14 @@ fn a_run_is_summarized_in_its_folder() {
 #[test]
 fn a_run_that_is_stopped_is_summarized_too() {
     let Some(machine) = Machine::new() else { return };
-    let (operations, _) = machine.whole();
+    let events = ["--report-to", "tensorboard"];
+    let words: Vec<&str> = FIT.split_whitespace().chain(events).collect();
+    let operations = machine.operations(&words);
     let r = machine.folder().join("r");
     // A signal while the run trains, which is in the middle of its disk operations.
     for at in [operations / 3, operations / 2, operations * 2 / 3] {
         machine.empty();
-        let out = machine.fit(&[], Fault::Signal { at, number: 2 });
+        let out = machine.fit(&events, Fault::Signal { at, number: 2 });
         if out.status.code() == Some(130) && r.join("metrics.jsonl").exists() {
             let text = fs::read_to_string(r.join("summary.md")).unwrap();
             let steps = logged(&r, "loss").len();
@@ -80,12 +87,30 @@ fn a_run_that_is_stopped_is_summarized_too() {
                 row(&text, "state"),
                 [format!("not complete, {steps} step{}", if steps == 1 { "" } else { "s" })]
             );
-            assert!(machine.fit(&["--resume-from-checkpoint"], Fault::Nothing).status.success());
+            // The curve and the events have the steps that were made, too.
+            assert_eq!((drawn(&r), events_of(&r)), (steps, steps));
+            let resumed = machine.fit(&["--resume-from-checkpoint", "--report-to", "tensorboard"], Fault::Nothing);
+            assert!(resumed.status.success());
             assert_eq!(row(&fs::read_to_string(r.join("summary.md")).unwrap(), "state"), ["complete, 4 steps"]);
+            assert_eq!((drawn(&r), events_of(&r)), (4, 4));
             return;
         }
     }
     panic!("no signal found the run at its steps");
+}
+
+/// The number of points of the training curve in a run's picture.
+fn drawn(run: &Path) -> usize {
+    let picture = fs::read_to_string(run.join("loss.svg")).unwrap();
+    let curve = picture.lines().find(|line| line.contains("stroke=\"#0072B2\" stroke-width=\"2\"")).unwrap();
+    curve.split("points=\"").nth(1).unwrap().split('"').next().unwrap().split_whitespace().count()
+}
+
+/// The number of steps whose loss is in a run's file of events for TensorBoard.
+fn events_of(run: &Path) -> usize {
+    let name = names(run).into_iter().find(|name| name.starts_with("events.out.tfevents.")).expect("a file of events");
+    let (bytes, tag) = (fs::read(run.join(name)).unwrap(), b"train/loss");
+    bytes.windows(tag.len()).filter(|part| **part == tag[..]).count()
 }
 
 #[test]
@@ -204,7 +229,9 @@ fn a_complete_run_goes_on_with_more_epochs() {
     assert!(steps > 1 && first["epoch"] == 1.0, "{first}");
     // Without more to do, it is complete.
     let out = run(d, &["fit", "--resume-from-checkpoint", "r"]);
-    assert!(out.status.success() && String::from_utf8_lossy(&out.stderr).contains("is complete at step"));
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && said.contains("is complete at step"), "{said}");
+    assert!(said.contains("resume it with a larger --num-train-epochs"), "{said}");
     let before = fs::read(d.join("r/final/model.dat")).unwrap();
     ok(d, &["fit", "--resume", "r", "--num-train-epochs", "3"]);
     let longer = results("r");
@@ -217,6 +244,114 @@ fn a_complete_run_goes_on_with_more_epochs() {
     // With a constant learning rate, it is the run of three passes.
     with(&["-o", "whole", "--num-train-epochs", "3"]);
     assert!(fs::read(d.join("whole/final/model.dat")).unwrap() == after);
+}
+
+/// SIGUSR1 asks for a checkpoint: the run saves one after the step in which the signal arrives, goes on, and exports what it
+/// would have exported.
+#[test]
+fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
+    if cfg!(not(target_os = "linux")) {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 40 --learning-rate 1e-3 --save-steps 0 \
+                 --eval-steps 0 --sample-prompt a";
+    let signaled = |more: &[&str]| {
+        let words: Vec<&str> = words.split_whitespace().chain(more.iter().copied()).collect();
+        let mut child = command(d, &words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let (id, mut said) = (child.id().to_string(), String::new());
+        for line in BufReader::new(child.stderr.take().unwrap()).lines() {
+            let line = line.unwrap();
+            if line.trim_start().starts_with("2/40 ") {
+                assert!(Command::new("kill").args(["-USR1", &id]).status().unwrap().success());
+            }
+            said += &(line + "\n");
+        }
+        assert!(child.wait().unwrap().success(), "{said}");
+        said
+    };
+    let said = signaled(&["-o", "asked"]);
+    let step = said.split("SIGUSR1: the run saves a checkpoint after step ").nth(1).unwrap_or_else(|| panic!("{said}"));
+    let step: usize = step.split(' ').next().unwrap().parse().unwrap();
+    assert!((2..40).contains(&step) && said.matches("SIGUSR1").count() == 1, "{said}");
+    let asked = format!("checkpoint-{step}");
+    assert!(said.contains(&format!("saved  asked/{asked}\n")), "{said}");
+    assert!(names(&d.join("asked")).is_superset(&[asked.clone(), "checkpoint-40".to_owned()].into()));
+    assert_eq!(logged(&d.join("asked"), "loss").len(), 40);
+    let exported = |run: &str| fs::read(d.join(run).join("final/model.dat")).unwrap();
+    let whole = exported("asked");
+    // The checkpoint is one from which the run can be resumed.
+    fs::remove_dir_all(d.join("asked/checkpoint-40")).unwrap();
+    ok(d, &["fit", "--resume-from-checkpoint", "asked"]);
+    assert!(exported("asked") == whole);
+    // A run that saves nothing says so, and goes on, too.
+    let said = signaled(&["-o", "none", "--save-strategy", "no"]);
+    assert!(said.contains("SIGUSR1: the run saves no checkpoint after step "), "{said}");
+    assert!(!names(&d.join("none")).iter().any(|name| name.starts_with("checkpoint-")));
+}
+
+/// Paths that were relative when a run began mean the same files when it is resumed from another working directory, and when
+/// its config file is used there.
+#[test]
+fn relative_paths_of_a_run_are_found_from_another_working_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let (d, elsewhere) = (dir.path().join("d"), dir.path().join("elsewhere"));
+    tiny_model(&d.join("m"), true);
+    fs::create_dir(&elsewhere).unwrap();
+    let rows = fs::read_to_string(d.join("m/demo.tsv")).unwrap();
+    fs::write(d.join("eval.tsv"), rows.lines().take(3).map(|row| format!("{row}\n")).collect::<String>()).unwrap();
+    let paths =
+        "--tokenizer m --eval-data eval.tsv --token-cache cache --output-dat out.dat --vram-report vram.json -o r";
+    fit(&d, &paths.split(' ').collect::<Vec<_>>());
+    let made = names(&d);
+    let config = fs::read_to_string(d.join("r/config.toml")).unwrap();
+    let root = d.canonicalize().unwrap().display().to_string();
+    for (key, path) in [
+        ("tokenizer", "m"),
+        ("eval_data", "eval.tsv"),
+        ("token_cache", "cache"),
+        ("output_dat", "out.dat"),
+        ("vram_report", "vram.json"),
+        ("output_dir", "r"),
+    ] {
+        let line = format!("{key} = \"{root}/{path}\"");
+        assert!(config.lines().any(|found| found == line), "no {line} in {config}");
+    }
+    assert!(config.contains(&format!("data = [\"{root}/m/demo.tsv\"]")), "{config}");
+    // What the run writes besides its folder is written to the same files again.
+    for file in ["out.dat", "vram.json"] {
+        fs::remove_file(d.join(file)).unwrap();
+    }
+    ok(&elsewhere, &["fit", "--resume-from-checkpoint", "../d/r", "--max-steps", "5"]);
+    assert_eq!(logged(&d.join("r"), "loss").len(), 5);
+    assert_eq!(names(&d), made);
+    // The folder of a new run is a path of the command line.
+    ok(&elsewhere, &["fit", "--config", "../d/r/config.toml", "-o", "new", "--dry-run"]);
+    assert!(names(&elsewhere).is_empty(), "{:?}", names(&elsewhere));
+}
+
+/// A complete run that is resumed says which setting ended it and what extends it: --max-steps stays the setting of a run, and
+/// overrides --num-train-epochs.
+#[test]
+fn a_complete_run_says_what_extends_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let resumed = |words: &[&str]| {
+        let out = run(d, &[&["fit", "--resume-from-checkpoint", "r"], words].concat());
+        assert!(out.status.success());
+        String::from_utf8(out.stderr).unwrap()
+    };
+    fit(d, &["-o", "r"]);
+    let said = resumed(&["--num-train-epochs", "3"]);
+    let remedy = "r is complete at step 4: --max-steps 4 ended it, and overrides --num-train-epochs. To extend it, \
+                  resume it with --max-steps N, where N is larger than 4";
+    assert!(said.contains(remedy), "{said}");
+    assert!(!resumed(&["--max-steps", "5"]).contains("is complete"));
+    assert_eq!(logged(&d.join("r"), "loss").len(), 5);
+    assert!(resumed(&[]).contains("r is complete at step 5: --max-steps 5 ended it"));
 }
 
 #[test]

@@ -55,7 +55,8 @@ impl fmt::Debug for KernelCache {
 }
 
 /// Compiles the kernels of `launches` that `cache` lacks, for compute capability `arch` (90 is 9.0), until `stop` is set.
-/// `cuda` is the folder of CUDA, in which the headers are. Returns the number of compiled kernels.
+/// `cuda` is the folder of CUDA, in which the headers are. After each kernel, `told` hears how many are done, and of how many.
+/// Returns the number of compiled kernels.
 ///
 /// # Errors
 /// If a kernel does not compile, or the system gives no thread. The kernels that did compile are in the cache all the same.
@@ -68,12 +69,14 @@ pub fn compile_ahead(
     cuda: Option<&Path>,
     cache: &mut KernelCache,
     stop: &AtomicBool,
+    told: &(dyn Fn(usize, usize) + Sync),
 ) -> Result<usize, KernelError> {
     let mut missing: Vec<&Launch> = launches.iter().filter(|launch| !cache.has(launch.key)).collect();
     // The longest take longest, and begin first. They are taken from the end.
     missing.sort_by_key(|launch| launch.text.len());
     let options = options(arch, cuda);
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(missing.len());
+    let all = missing.len();
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(all);
     let (missing, compiled) = (Mutex::new(missing), Mutex::new(Vec::new()));
     let work = || {
         let next = || missing.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -81,7 +84,9 @@ pub fn compile_ahead(
             && let Some(launch) = next()
         {
             let code = machine_code(&launch.text, &options).map_err(|reason| failed(&launch.entry, &reason));
-            compiled.lock().unwrap_or_else(PoisonError::into_inner).push((launch, code));
+            let mut compiled = compiled.lock().unwrap_or_else(PoisonError::into_inner);
+            compiled.push((launch, code));
+            told(compiled.len(), all);
         }
     };
     let mut result = thread::scope(|scope| {

@@ -5,6 +5,7 @@
 use crate::{
     CliError,
     device::{CudaBackend, Job, quietly},
+    progress::{self, Line},
     report,
     settings::DeviceChoice,
 };
@@ -35,6 +36,8 @@ use std::{
 #[derive(Default)]
 pub struct Ahead {
     stop: Arc<AtomicBool>,
+    /// Whether the program does nothing else meanwhile, so that a terminal shows how many kernels are compiled.
+    waits: Arc<AtomicBool>,
     /// `None` if there is nothing to compile.
     thread: Option<JoinHandle<Result<Compiled, CliError>>>,
 }
@@ -63,9 +66,13 @@ impl Ahead {
         Self::default()
     }
 
-    /// Waits until they are compiled, and says how many there were.
+    /// Waits until they are compiled, and says how many there were. A terminal shows meanwhile how many are done.
     pub fn finish(mut self) {
-        match self.thread.take().map(JoinHandle::join) {
+        self.waits.store(true, Ordering::Relaxed);
+        let line = self.thread.as_ref().map(|_| Line::of("compiling kernels"));
+        let ended = self.thread.take().map(JoinHandle::join);
+        drop(line);
+        match ended {
             None | Some(Ok(Ok(Compiled { count: 0, .. }))) => {}
             Some(Ok(Ok(Compiled { count, seconds }))) => {
                 report::label("kernels", format!("{count} compiled ahead in {seconds:.1} s"));
@@ -82,6 +89,11 @@ impl Drop for Ahead {
         // What it would say is of no use any more.
         let _ = self.thread.take().map(JoinHandle::join);
     }
+}
+
+/// How many kernels are compiled, in words.
+fn counted(done: usize, all: usize) -> String {
+    format!("compiled {done} of {}", report::count(all, "kernel"))
 }
 
 fn warn(reason: &str) {
@@ -111,17 +123,23 @@ fn begin<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehear
     let asked = cache.clone();
     let is_compiled = Box::new(move |key| asked.lock().unwrap_or_else(PoisonError::into_inner).has(key));
     let launches = rehearsed(SourceDevice::rehearsing(arch, properties, is_compiled), precision, rehearsal)?;
-    let stop = Arc::<AtomicBool>::default();
-    let stopped = stop.clone();
+    let (stop, waits) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+    let (stopped, waited) = (stop.clone(), waits.clone());
+    let told = move |done, all| {
+        // While the program loads a model, the terminal's line is about that.
+        if waited.load(Ordering::Relaxed) {
+            progress::doing(&counted(done, all));
+        }
+    };
     let compile = move || {
         let mut cache = cache.lock().unwrap_or_else(PoisonError::into_inner);
         let headers = install::cuda_path();
-        let count = compile_ahead(&launches, arch, headers.as_deref(), &mut cache, &stopped)
+        let count = compile_ahead(&launches, arch, headers.as_deref(), &mut cache, &stopped, &told)
             .map_err(|error| failed(error.to_string()))?;
         Ok(Compiled { count, seconds: begun.elapsed().as_secs_f64() })
     };
     let thread = thread::Builder::new().name(THREAD.to_owned()).spawn(compile);
-    Ok(Ahead { stop, thread: Some(thread.map_err(CliError::no_thread("compiling kernels"))?) })
+    Ok(Ahead { stop, waits, thread: Some(thread.map_err(CliError::no_thread("compiling kernels"))?) })
 }
 
 /// The kernels that a job launches on a device that only records them.
@@ -148,5 +166,16 @@ struct GivenBack(SourceDevice);
 impl Drop for GivenBack {
     fn drop(&mut self) {
         self.0.give_back();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::counted;
+
+    #[test]
+    fn a_terminal_shows_how_many_kernels_are_compiled() {
+        assert_eq!(counted(12, 59), "compiled 12 of 59 kernels");
+        assert_eq!(counted(0, 1), "compiled 0 of 1 kernel");
     }
 }

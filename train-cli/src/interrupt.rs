@@ -1,5 +1,6 @@
 //! SIGINT (Ctrl-C), SIGTERM and SIGHUP while a run trains or a server answers: the first one is noted, so that the run can
-//! finish its step and save, and the server its answers; a second one ends the process at once.
+//! finish its step and save, and the server its answers; a second one ends the process at once. SIGUSR1 asks a run for a
+//! checkpoint, after which it goes on.
 
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -66,6 +67,28 @@ impl Drop for Interruption {
     }
 }
 
+/// SIGUSR1 asks a run that trains for a checkpoint. Windows has no such signal, and nobody asks there.
+#[derive(Debug, Clone, Default)]
+pub struct SaveRequests(Arc<AtomicBool>);
+
+impl SaveRequests {
+    /// Waits for the signal from now on, to the end of the process.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn listen() -> std::io::Result<Self> {
+        let requests = Self::default();
+        #[cfg(unix)]
+        flag::register(signal_hook::consts::SIGUSR1, requests.0.clone())?;
+        Ok(requests)
+    }
+
+    /// Whether a checkpoint was asked for since the last call.
+    pub fn take(&self) -> bool {
+        self.0.swap(false, Ordering::Relaxed)
+    }
+}
+
 /// Ctrl-C (SIGINT) ends an answer while one is made, and the program at any other time.
 #[derive(Debug)]
 pub struct CtrlC {
@@ -121,3 +144,18 @@ const HANGUP: i32 = 0;
 const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, HANGUP];
 #[cfg(not(unix))]
 const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::SaveRequests;
+
+    #[test]
+    fn a_signal_asks_for_one_checkpoint() {
+        let requests = SaveRequests::listen().unwrap();
+        assert!(!requests.take());
+        for _ in 0..2 {
+            signal_hook::low_level::raise(signal_hook::consts::SIGUSR1).unwrap();
+        }
+        assert!(requests.take() && !requests.take());
+    }
+}

@@ -16,18 +16,19 @@ use std::{
 const DRIVER: &str = "/proc/driver/nvidia";
 const VARIABLE: &str = "TRAIN_CLI_KERNEL_CACHE";
 
+/// The directory that holds a directory for each build. `None` if there is no place for it, or if the cache is turned off.
+pub fn root() -> Option<PathBuf> {
+    match std::env::var_os(VARIABLE).filter(|place| !place.is_empty()) {
+        Some(place) => Some(PathBuf::from(place)).filter(|place| place.as_os_str() != "off"),
+        None => Some(dirs::cache_dir()?.join("train-cli")),
+    }
+}
+
 /// The directory of this build, and removes those of other builds, cards and drivers that are older than a week. `None`
 /// if there is no NVIDIA driver, if its cards are of several models, if the directory cannot be made, or if the cache is
 /// turned off.
 pub fn directory() -> Option<PathBuf> {
-    let place = std::env::var_os(VARIABLE).filter(|p| !p.is_empty());
-    if place.as_ref().is_some_and(|p| p == "off") {
-        return None;
-    }
-    let root = match place {
-        Some(place) => PathBuf::from(place),
-        None => dirs::cache_dir()?.join("train-cli"),
-    };
+    let root = root()?;
     let cards = cards(Path::new(DRIVER))?;
     let key = key(&fs::read(std::env::current_exe().ok()?).ok()?, &cards);
     prepare(&root, &key, WEEK)

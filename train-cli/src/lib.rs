@@ -22,7 +22,7 @@
 //! | [`tolerance`] | how far two computations of the same values may differ |
 //! | [`outputs`] | the rule that no output replaces an input |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
-//! | [`interrupt`], [`watchdog`] | signals that ask a run to end; steps that never end |
+//! | [`interrupt`], [`watchdog`] | signals that ask a run to end or to save; steps that never end |
 //!
 //! # Letters
 //! A capital letter has one meaning in this crate. Names of tensors end in the letters of their shape, as in [`model_qwen3`].

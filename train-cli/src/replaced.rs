@@ -2,6 +2,7 @@
 //! types one is told what to use instead.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use std::path::PathBuf;
 
 /// Flags, each with what replaced it. A command that has a flag of such a name never asks here.
 const FLAGS: &[(&str, &str)] = &[
@@ -44,6 +45,7 @@ const FLAGS: &[(&str, &str)] = &[
         "-p",
         "a limit on memory is --memory-limit, and is checked after every step; a prompt is for `train-cli generate`",
     ),
+    ("-o", GUARD_OR_OUTPUT),
     // The cache of keys and values, and how a prompt is read.
     ("--use-kvc", CACHE),
     ("--kvc-input-mode", CACHE),
@@ -92,7 +94,9 @@ const FLAGS: &[(&str, &str)] = &[
     ("--tee-object-chat-session-json", SAVED),
     ("--prompt-from-chat-session", "use `train-cli chat --script FILE.jsonl`, with a file that /save wrote"),
     ("--timeout-ms", "Ctrl-C ends an answer, and --max-tokens limits it"),
-    // Files that are written.
+    // Files that are read and written.
+    ("--model", CONVERTED),
+    ("--dtype", FORMATS),
     ("--out", WRITTEN),
     ("--output", WRITTEN),
     ("--output-dir", WRITTEN),
@@ -114,6 +118,12 @@ const NOT_OFFLOADED: &str =
     "nothing is offloaded; --optimizer-state-mode int4 and --master-weights nvfp4 take less memory";
 const RETURNED: &str = "free memory is given back by itself; --memory-limit limits it";
 const CHECKED: &str = "use --memory-limit: it is checked after every step";
+const GUARD_OR_OUTPUT: &str = "`train-cli fit --memory-limit SIZE` limits memory after every step; `train-cli convert \
+                               IN OUT` takes the file to write as its second argument";
+const CONVERTED: &str = "`train-cli convert IN OUT --dtype TYPE` takes the model as its first argument and the file to \
+                         write as its second; `train-cli inspect PATH` takes the model without a flag, too";
+const FORMATS: &str = "`train-cli convert IN OUT --dtype f16` writes all weights in one number format; `export-dat` \
+                       writes NVFP4, or the number formats of the file that --like names";
 const CACHE: &str = "the key-value cache is always used, and a prompt is always read at once";
 const KERNELS: &str =
     "a model runs in one way, with kernels that are chosen by themselves; `train-cli doctor` tests them";
@@ -124,7 +134,8 @@ const WRITTEN: &str = "use --output-dir for `train-cli fit` and `export-hf`, --o
                        OUT` takes the file as its second argument";
 
 /// Values of a flag, and what replaced them.
-const VALUES: [(&str, &[&str], &str); 4] = [
+const VALUES: [(&str, &[&str], &str); 5] = [
+    ("--output-dir", &[OVER_SECS], RUN_FOLDER),
     (
         "--optimizer-state-mode",
         &["fp4", "nvfp4"],
@@ -134,6 +145,24 @@ const VALUES: [(&str, &[&str], &str); 4] = [
     ("--master-weights", &["float16", "fp16", "half", "f16"], "f16 cannot hold small updates; use bf16 or f32"),
     ("--train-last-layers", &["-1", "-2"], "use 0 to train all parameters"),
 ];
+
+/// The value of the guard's `-o`, the seconds above a limit after which it ended a program: at once.
+const OVER_SECS: &str = "0";
+
+const RUN_FOLDER: &str = "-o names the run folder; use --memory-limit for a limit on memory, which is checked after \
+                          every step, and ./0 for a run folder of this name";
+
+/// The run folder that a flag names, unless it is what the origin's guard took in this place.
+///
+/// # Errors
+/// If it is that.
+pub(crate) fn run_folder(path: PathBuf) -> Result<PathBuf, &'static str> {
+    if path.as_os_str() == OVER_SECS { Err(RUN_FOLDER) } else { Ok(path) }
+}
+
+/// What to do with a word that belongs to no flag. One of the origin's scripts took its prompt so.
+const WORD: &str = "this word belongs to no flag; `train-cli generate --prompt TEXT` takes a prompt, and a value with spaces \
+                    or a pattern such as 'rows/*.jsonl' needs quotation marks";
 
 /// What to do with a second path of a model: the origin took its folder and its file.
 const MODEL: &str =
@@ -149,8 +178,10 @@ pub fn answer(error: &clap::Error) -> Option<String> {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
     };
-    let flag = text(ContextKind::InvalidArg)?.split([' ', '=']).next().unwrap_or_default();
+    let typed = text(ContextKind::InvalidArg)?;
+    let flag = typed.split([' ', '=']).next().unwrap_or_default();
     match error.kind() {
+        ErrorKind::UnknownArgument if !typed.starts_with('-') => Some(format!("{typed}: {WORD}")),
         ErrorKind::UnknownArgument => {
             let (_, answer) = FLAGS.iter().find(|(name, _)| name.eq_ignore_ascii_case(flag))?;
             Some(format!("{flag}: {answer}"))
@@ -226,12 +257,34 @@ mod tests {
             asked("data make recipe.toml -o x.tsv", flag, value);
         }
         for (flag, value) in [("--model", "m"), ("--dtype", "float16"), ("--quant", "none"), ("--out", "x.dat")] {
-            asked(if flag == "--model" { FIT } else { "convert a b.dat" }, flag, value);
+            asked("convert a b.dat", flag, value);
+            asked("export-dat -m m --output-dat b.dat", flag, value);
         }
     }
 
-    /// The main program, `Train.OneStep`, `Train.WhoAmI.AndExportDat`, the guard (but its -o, which names the run folder here),
-    /// and `run-train-step-full-nvfp4`.
+    /// Whole command lines of the origin, as a person types them, are answered: none of them ends with a bare error of clap.
+    #[test]
+    fn whole_command_lines_of_the_origin_are_answered() {
+        for (line, begins) in [
+            ("convert --model M --dtype float16 --quant none --out x.dat", "--model: `train-cli convert IN OUT"),
+            ("convert M x.dat --dtype float16 --quant none", "--quant: use --recipe for training, --dtype for"),
+            ("export-dat --model demo --dtype float16 --quant none --out x.dat", "--dtype: `train-cli convert IN OUT"),
+            ("fit --gpu-limit-gb 108 --gpu-over-secs 0 --gpu-poll-secs 0.5", "--gpu-limit-gb: use --memory-limit"),
+            ("fit -l 108 -o 0 -p 0.5", "-l: use --memory-limit"),
+            ("fit -m m -d x.tsv -o 0", "--output-dir 0: -o names the run folder; use --memory-limit"),
+            ("generate -m m -p x -o 0", "-o: `train-cli fit --memory-limit SIZE`"),
+            ("chat -m m -o 0", "-o: `train-cli fit --memory-limit SIZE`"),
+            ("generate -m m hi", "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
+            ("chat -m m hi", "hi: this word belongs to no flag; `train-cli generate --prompt TEXT`"),
+        ] {
+            let error = Cli::try_parse_from(format!("train-cli {line}").split(' ')).unwrap_err();
+            assert!(answer(&error).is_some_and(|answer| answer.starts_with(begins)), "{line}: {:?}", answer(&error));
+        }
+        // A folder of this name can be named all the same.
+        assert!(Cli::try_parse_from(["train-cli", "fit", "-o", "./0"]).is_ok());
+    }
+
+    /// The main program, `Train.OneStep`, `Train.WhoAmI.AndExportDat`, the guard, and `run-train-step-full-nvfp4`.
     const TRAINING: &str = "
         --model-dir m · --config c.toml · --tokenizer t · --weight w.dat · --device cuda · --epochs 1 · --steps-per-epoch 10
         --batch-size 2 · --in-features 1024 · --out-features 1024 · --max-layers 2 · --synthetic true · --use-kvc false
@@ -247,7 +300,7 @@ mod tests {
         --input-dat m.dat · --output-dat o.dat · --steps 6 · --train-last-layers 0 · --train-last-layers -1
         --test-max-tokens 12 · --compute-dtype float16 · --compute-dtype float32 · --sample-mode random · --seed 20260226
         --grad-clip 0.5 · --compact-each-step true · --log-every 10
-        --gpu-limit-gb 108 · -l 108 · --gpu-over-secs 0 · --gpu-poll-secs 0.5 · -p 0.5
+        --gpu-limit-gb 108 · -l 108 · --gpu-over-secs 0 · --gpu-poll-secs 0.5 · -p 0.5 · -o 0
         --dtype bfloat16 · --beta1 .9 · --beta2 .999 · --eps 1e-8 · --weight-decay .01 · --materialize-from-packed false
         --compute-grad-norm false · --dispose-session-after-load true · --compact-after-model-load true
         --print-tensor-byte-report true · --stop-after none · --profile-vram true";

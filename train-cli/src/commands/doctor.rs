@@ -34,14 +34,12 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
     let cards = device::quietly(|| CudaContext::device_count().unwrap_or(0)).unwrap_or(0).max(0) as usize;
     checks.extend(driver(cards > 0));
     checks.extend((0..cards).map(card));
-    if cards > 0 {
-        let tools = [compiler(), headers()];
-        // Without them every test on a card would fail for the same reason, which their lines name.
-        let compiles = tools.iter().all(|tool| tool.good);
-        checks.extend(tools);
-        checks.push(cache());
-        checks.extend((0..cards).filter(|_| compiles).flat_map(|index| tested(DeviceChoice::Cuda(index))));
-    }
+    let tools = [compiler(), headers()];
+    // Without them every test on a card would fail for the same reason, which their lines name.
+    let compiles = tools.iter().all(|tool| tool.good);
+    checks.extend(tools);
+    checks.push(cache(cards > 0));
+    checks.extend((0..cards).filter(|_| compiles).flat_map(|index| tested(DeviceChoice::Cuda(index))));
     let adapters = adapters();
     let has_vulkan = adapters.good;
     checks.push(adapters);
@@ -111,7 +109,14 @@ fn disk() -> Checked {
 }
 
 fn no_driver() -> String {
-    format!("without an NVIDIA card with driver {OLDEST} or newer, use --device cpu or --device vulkan")
+    format!("{}; without an NVIDIA card, use --device cpu or --device vulkan", install_driver())
+}
+
+fn install_driver() -> String {
+    format!(
+        "for an NVIDIA card, install driver {OLDEST} or newer: apt-get install nvidia-driver-{OLDEST} (Ubuntu; for \
+         other systems see https://www.nvidia.com/drivers)"
+    )
 }
 
 /// The version of NVIDIA's driver, as the kernel's module says. None if there is no card and no driver, which the line of the
@@ -130,9 +135,7 @@ fn driver(has_card: bool) -> Option<Checked> {
         (Some(version), true) => {
             let major = version.split('.').next().and_then(|major| major.parse::<u32>().ok());
             match major {
-                Some(major) if major < OLDEST => {
-                    Some(Checked::missing("driver", version, format!("install driver {OLDEST} or newer")))
-                }
+                Some(major) if major < OLDEST => Some(Checked::missing("driver", version, install_driver())),
                 _ => Some(Checked::good("driver", version)),
             }
         }
@@ -191,11 +194,11 @@ fn shown(adapter: &wgpu::AdapterInfo) -> String {
     format!("{} ({kind}, {} {})", adapter.name, adapter.driver, adapter.driver_info).replace(" )", ")")
 }
 
-const VULKAN: &str = "a Vulkan driver is optional: apt-get install mesa-vulkan-drivers";
+const VULKAN: &str = "only --device vulkan needs a Vulkan driver: apt-get install mesa-vulkan-drivers libvulkan1";
 
-const NVRTC: &str = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' \
-                     'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*', then set CUDA_PATH and LD_LIBRARY_PATH as \
-                     doc/guide/first-run.md says";
+const NVRTC: &str = "only an NVIDIA card needs it; install the CUDA 13 toolkit, or: pip install --target cuda \
+                     'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' 'nvidia-cuda-crt==13.*' \
+                     'nvidia-cuda-cccl==13.*', then set CUDA_PATH and LD_LIBRARY_PATH as doc/guide/first-run.md says";
 
 /// NVIDIA's runtime compiler.
 fn compiler() -> Checked {
@@ -223,12 +226,16 @@ fn headers() -> Checked {
     }
 }
 
-/// Where compiled kernels are kept.
-fn cache() -> Checked {
-    match kernel_cache::directory() {
-        Some(folder) => Checked::good("kernels", format!("kept in {}", folder.display())),
-        None => Checked::good("kernels", "not kept: each process compiles them again"),
-    }
+/// Where the compiled kernels of cards are kept.
+fn cache(has_card: bool) -> Checked {
+    let kept = match kernel_cache::directory() {
+        Some(folder) => format!("kept in {}", folder.display()),
+        None => match kernel_cache::root().filter(|_| !has_card) {
+            Some(root) => format!("those of an NVIDIA card are kept in {}", root.display()),
+            None => "not kept: each process compiles them again".to_owned(),
+        },
+    };
+    Checked::good("kernels", kept)
 }
 
 /// Runs the tests on a device: those in f32 everywhere, and on a card with tensor cores those in bf16.

@@ -1,11 +1,12 @@
 //! How often a run evaluates if nobody says: so often that its evaluations and sample answers take at most about
 //! [`EVALUATION_SHARE`] of its time, and at most twenty times. It is estimated from counts of tokens, so that a run evaluates after the same steps wherever
-//! it runs.
+//! it runs. How long training waits for a checkpoint is known only when one was saved: [`Waited`] measures it, and a run that
+//! nobody tells how often it saves leaves checkpoints out.
 
 use super::inputs::Inputs;
 use crate::{
     plan::Plan,
-    settings::defaults::{EVALUATION_SHARE, part_of_the_run},
+    settings::defaults::{EVALUATION_SHARE, SAVING_SHARE, part_of_the_run},
 };
 
 /// A forward pass takes a third of the time of a step over the same tokens.
@@ -38,15 +39,53 @@ fn between(steps: usize, cost: f64) -> usize {
     part_of_the_run(steps).max((cost / EVALUATION_SHARE).ceil() as usize)
 }
 
+/// How long training has waited for checkpoints in this process, in seconds.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Waited {
+    total: f64,
+    last: f64,
+}
+
+impl Waited {
+    /// Training has waited so many seconds for one more.
+    pub(super) fn add(&mut self, seconds: f64) {
+        self.total += seconds;
+        self.last = seconds;
+    }
+
+    /// Whether a process that trains for `elapsed` seconds may wait for one more, which takes as long as the last one. Nobody
+    /// notices a short one.
+    pub(super) fn has_time(self, elapsed: f64) -> bool {
+        self.last < UNNOTICED || self.total + self.last <= SAVING_SHARE * elapsed
+    }
+}
+
+/// Seconds that nobody notices.
+const UNNOTICED: f64 = 0.1;
+
 #[cfg(test)]
 mod tests {
-    use super::between;
+    use super::{Waited, between};
 
     #[test]
-    fn evaluations_take_a_tenth_of_the_time_at_most() {
+    fn evaluations_take_8_percent_of_the_time_at_most() {
         // Cheap evaluations are made twenty times.
         assert_eq!((between(1000, 0.5), between(1001, 0.0), between(20, 0.0)), (50, 51, 1));
-        // One that takes as long as seven steps is made every seventy.
-        assert_eq!((between(1000, 7.0), between(20, 7.0)), (70, 70));
+        // One that takes as long as eight steps is made every hundred.
+        assert_eq!((between(1000, 8.0), between(20, 8.0)), (100, 100));
+    }
+
+    #[test]
+    fn training_waits_for_checkpoints_2_percent_of_the_time_at_most() {
+        let mut waited = Waited::default();
+        // What the first one takes is not known before.
+        assert!(waited.has_time(0.0));
+        waited.add(0.5);
+        assert!(!waited.has_time(49.0) && waited.has_time(50.1));
+        waited.add(0.75);
+        assert!(!waited.has_time(99.0) && waited.has_time(100.1));
+        // Short ones are always saved.
+        waited.add(0.05);
+        assert!(waited.has_time(1.0));
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     memory::forecast,
     plan::{self, Plan},
     progress, report,
-    run::cadence,
+    run::cadence::{self, Waited},
     run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
     run::folder::SUMMARY,
@@ -26,7 +26,7 @@ use crate::{
     train::evaluation::Evaluation,
     train::guard::Guard,
     train::step::Stepper,
-    train::training_loop::{Between, StepReport, StillToDo},
+    train::training_loop::{Between, StepReport, StillToDo, Wanted},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -68,6 +68,10 @@ pub struct Journal {
     saver: Arc<Mutex<Saver>>,
     /// Whether it was said that a checkpoint is left out.
     told: bool,
+    /// When the training of this process began.
+    began: Instant,
+    /// How long it has waited for checkpoints.
+    waited: Waited,
 }
 
 impl Journal {
@@ -123,6 +127,8 @@ impl Journal {
             events,
             saver: Arc::new(Mutex::new(saver)),
             told: false,
+            began: Instant::now(),
+            waited: Waited::default(),
         })
     }
 
@@ -205,6 +211,15 @@ impl Journal {
     fn log(&self, line: Logged) -> Result<(), CliError> {
         log::append(&self.plan.output_dir, log::METRICS, &line)?;
         self.events.as_ref().map_or(Ok(()), |events| events.add(&line))
+    }
+
+    /// Why a checkpoint that nobody has asked for is not saved now, if there is a reason.
+    fn reason_to_leave_out(&self, saver: &Saver) -> Option<&'static str> {
+        if saver.is_busy() {
+            return Some("the one before is still being written");
+        }
+        let has_time = self.waited.has_time(self.began.elapsed().as_secs_f64());
+        (!has_time).then_some("training would wait for checkpoints for too much of its time")
     }
 
     /// Whether something that happens every `every` steps happens after this one. It always happens after the last step, and
@@ -312,7 +327,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         model: &Qwen3<B>,
         stepper: &Stepper<B>,
         step: usize,
-        forced: bool,
+        wanted: Wanted,
     ) -> Result<Option<PathBuf>, CliError> {
         let saver = self.saver.clone();
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
@@ -323,17 +338,22 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let kept = |one| one == step || Some(one) == self.saved || there.iter().any(|(saved, _)| *saved == one);
         let best = self.best(kept).map(|(step, ..)| step);
         let of_period = saving.keep_period.is_some_and(|period| step.is_multiple_of(period));
-        let wanted = forced || best == Some(step) || of_period || step == self.order.steps;
+        let (asked, ends) = (wanted == Wanted::Asked, wanted == Wanted::AtTheEnd);
+        let wanted = asked || ends || best == Some(step) || of_period || step == self.order.steps;
         let due = wanted || self.due(saving.save_every(self.order.steps), step);
-        if saving.save_strategy == SaveStrategy::No || !due {
+        let saves = saving.save_strategy != SaveStrategy::No;
+        if asked {
+            report::line(answer_to_request(step, saves));
+        }
+        if !saves || !due {
             return Ok(None);
         }
-        // Nobody has asked for this one, and training would have to wait for the one before.
-        if !wanted && saving.save_steps.is_none() && saver.is_busy() {
+        // Nobody has asked for this one, and training would have to wait for it, or for the one before.
+        let optional = !wanted && saving.save_steps.is_none();
+        if let Some(reason) = optional.then(|| self.reason_to_leave_out(&saver)).flatten() {
             if !std::mem::replace(&mut self.told, true) {
                 report::line(format!(
-                    "note: no checkpoint after step {step}: the one before is still being written. --save-steps N makes \
-                     training wait for it"
+                    "note: no checkpoint after step {step}: {reason}. --save-steps N makes training wait for it"
                 ));
             }
             return Ok(None);
@@ -346,12 +366,23 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.seconds = self.seconds();
         self.started = Instant::now();
         progress::doing("saving a checkpoint");
+        let begun = Instant::now();
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
         let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
+        self.waited.add(begun.elapsed().as_secs_f64());
         self.saved = Some(step);
         progress::doing("training");
-        if forced && written.is_none() { saver.wait() } else { Ok(written) }
+        if ends && written.is_none() { saver.wait() } else { Ok(written) }
+    }
+}
+
+/// What to say to somebody who asks for a checkpoint by a signal.
+fn answer_to_request(step: usize, saves: bool) -> String {
+    if saves {
+        format!("SIGUSR1: the run saves a checkpoint after step {step} and goes on")
+    } else {
+        format!("SIGUSR1: the run saves no checkpoint after step {step}, because of --save-strategy no; it goes on")
     }
 }
 

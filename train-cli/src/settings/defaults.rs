@@ -36,8 +36,12 @@ pub(super) fn advised_blocks() -> String {
     )
 }
 
-/// Share of the time of the steps that evaluations may take if nobody says how often a run evaluates.
-pub const EVALUATION_SHARE: f64 = 0.1;
+/// Share of the time of the steps that evaluations may take if nobody says how often a run evaluates. With [`SAVING_SHARE`] it is
+/// a tenth.
+pub const EVALUATION_SHARE: f64 = 0.08;
+
+/// Share of a run's time that training may wait for checkpoints if nobody says how often a run saves.
+pub const SAVING_SHARE: f64 = 0.02;
 
 /// The help of a flag whose default is a part of the run.
 pub(super) fn parts_of_the_run(what: &str, but: &str) -> String {

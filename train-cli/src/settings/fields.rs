@@ -2,19 +2,24 @@
 
 use crate::{
     data_files,
+    replaced::run_folder,
     settings::{
         choices::{
             Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
             ReportTo, SaveStrategy, by_name, parser,
         },
         defaults::{
-            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, advised_blocks, longest, part_of_the_run,
-            parts_of_the_run,
+            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, advised_blocks, longest,
+            part_of_the_run, parts_of_the_run,
         },
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
-use clap::{ArgAction::Set, Args, builder::NonEmptyStringValueParser};
+use clap::{
+    ArgAction::Set,
+    Args,
+    builder::{NonEmptyStringValueParser, PathBufValueParser, TypedValueParser},
+};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -345,6 +350,7 @@ impl Default for MemorySettings {
 pub struct SavingSettings {
     /// The run folder.
     #[arg(short, long, value_name = "DIR", alias = "out-dir", alias = "output", alias = "checkpoint-dir")]
+    #[arg(value_parser = PathBufValueParser::new().try_map(run_folder))]
     #[arg(help_heading = COMMON, help = format!(
         "Run folder: receives the settings, logs, checkpoints and the exported model [default: {RUNS}/TIME_MODEL]"
     ))]
@@ -358,8 +364,13 @@ pub struct SavingSettings {
     pub head: Option<HeadFormat>,
     /// Number of steps between checkpoints; 0 saves only the last step. [`SavingSettings::save_every`] has the default.
     #[arg(long, value_name = "N", alias = "save-every", alias = "save-every-steps", help = parts_of_the_run(
-        "Number of steps between checkpoints; 0 saves only the last step",
-        "; with this default, a checkpoint is left out if the one before is still being written",
+        "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
+         the current step",
+        &format!(
+            "; with this default, a checkpoint is left out if the one before is still being written, or if training would \
+             wait for checkpoints for more than {:.0} % of its time",
+            100.0 * SAVING_SHARE
+        ),
     ))]
     pub save_steps: Option<usize>,
     /// Number of checkpoints to keep, at least 2; older ones are deleted

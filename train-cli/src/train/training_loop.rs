@@ -5,7 +5,7 @@ use crate::{
     CliError,
     data::order::{MicroBatch, Order},
     device,
-    interrupt::Interruption,
+    interrupt::{Interruption, SaveRequests},
     memory::vram::VramReport,
     train::damp::{self, DampedFinish},
     train::evaluation::{self, Evaluation},
@@ -46,6 +46,8 @@ pub struct Run<B: Nvfp4Kernels> {
     pub vram: VramReport,
     /// Signals that end the run after a step.
     pub interruption: Arc<Interruption>,
+    /// Signals that ask for a checkpoint after a step.
+    pub requests: SaveRequests,
     /// Logs, evaluations and checkpoints.
     pub between: Box<dyn Between<B>>,
 }
@@ -92,7 +94,7 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// If the device fails or a file cannot be written.
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError>;
 
-    /// Saves a checkpoint if one is due or `forced`, unless saving is off. A forced one is complete when this returns its
+    /// Saves a checkpoint if one is due or wanted, unless saving is off. The last one of a run is complete when this returns its
     /// folder; the next steps may be made while another is written.
     ///
     /// # Errors
@@ -102,8 +104,30 @@ pub trait Between<B: Nvfp4Kernels>: Send {
         model: &Qwen3<B>,
         stepper: &Stepper<B>,
         step: usize,
-        forced: bool,
+        wanted: Wanted,
     ) -> Result<Option<PathBuf>, CliError>;
+}
+
+/// Whether a checkpoint is wanted after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wanted {
+    /// If one is due.
+    IfDue,
+    /// Somebody has asked for one.
+    Asked,
+    /// The run ends here.
+    AtTheEnd,
+}
+
+impl Wanted {
+    /// After a step with which the run `stops`, or during which somebody has `asked` for a checkpoint.
+    fn after_step(stops: bool, asked: bool) -> Self {
+        match (stops, asked) {
+            (true, _) => Self::AtTheEnd,
+            (false, true) => Self::Asked,
+            (false, false) => Self::IfDue,
+        }
+    }
 }
 
 /// What is still to be done between steps, if the run makes all its steps.
@@ -229,7 +253,8 @@ pub fn train<AB: TrainingBackend>(
         let stops = exceeded.is_some() || interrupted.is_some() || run.between.ends_early();
         device::check()?;
         clock.lap();
-        let saved = run.between.maybe_save(inner.model(), &run.stepper, step, stops)?;
+        let wanted = Wanted::after_step(stops, run.requests.take());
+        let saved = run.between.maybe_save(inner.model(), &run.stepper, step, wanted)?;
         if run.between.ahead(step - 1).saves > ahead.saves {
             pace.saves.add(clock.lap());
         }

@@ -5,7 +5,7 @@ use super::ready::Ready;
 use crate::{
     CliError,
     data::order::Order,
-    interrupt::Interruption,
+    interrupt::{Interruption, SaveRequests},
     memory::vram::VramReport,
     report,
     run::beginning::Beginning,
@@ -24,12 +24,13 @@ use crate::{
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels};
 use burn::{backend::Autodiff, module::AutodiffModule};
 use model_qwen3::model::Qwen3;
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 /// What watches the steps of a run: for bad ones, for signals, and for the memory that they take.
 struct Watchers {
     guard: Guard,
     interruption: Arc<Interruption>,
+    requests: SaveRequests,
     vram: VramReport,
 }
 
@@ -52,8 +53,12 @@ impl Ready {
     ) -> Result<Outcome<B>, CliError> {
         let record = from.as_ref().map(|resumed| resumed.state.guard.clone()).unwrap_or_default();
         let guard = Guard::new(self.plan.settings.advanced.guard, record);
+        let requests = SaveRequests::listen().map_err(CliError::io(Path::new("signals")))?;
         loop {
-            let error = match self.attempt(from.as_ref(), &guard, signals, device) {
+            let vram = VramReport::new(self.plan.settings.logging.vram_report.as_deref());
+            let (interruption, requests) = (signals.clone(), requests.clone());
+            let watchers = Watchers { guard: guard.clone(), interruption, requests, vram };
+            let error = match self.attempt(from.as_ref(), watchers, device) {
                 Ok(trained) => return Ok(trained),
                 Err(error) => error,
             };
@@ -93,15 +98,13 @@ impl Ready {
     fn attempt<B: Nvfp4Kernels + DeviceServices>(
         &self,
         from: Option<&Resumed>,
-        guard: &Guard,
-        interruption: &Arc<Interruption>,
+        mut watchers: Watchers,
         device: &B::Device,
     ) -> Result<Outcome<B>, CliError> {
         let (plan, inputs) = (&self.plan, &self.inputs);
-        let mut vram = VramReport::new(plan.settings.logging.vram_report.as_deref());
-        vram.note::<B>(device, 0, "start")?;
+        watchers.vram.note::<B>(device, 0, "start")?;
         let model = self.model::<B>(from, device)?;
-        vram.note::<B>(device, 0, "model_loaded")?;
+        watchers.vram.note::<B>(device, 0, "model_loaded")?;
         folder::reopen(&plan.output_dir, from.map_or(0, |resumed| resumed.state.global_step))?;
         let optimizer = self.optimizer(from, &model)?;
         // The memory of a device with a pool is planned for training. The host has some to spare.
@@ -114,12 +117,10 @@ impl Ready {
         let state = self.state(from, &model);
         let order = Order { start: state.global_step, ..inputs.order(plan) };
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
-        let (guard, interruption) = (guard.clone(), interruption.clone());
+        let guard = watchers.guard.clone();
         let bytes = self.forecast.estimate.checkpoint();
         let saver = Saver::new(&plan.output_dir, &plan.companions, bytes, self.forecast.saving)?;
-        let journal =
-            Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard.clone(), codes, saver)?;
-        let watchers = Watchers { guard, interruption, vram };
+        let journal = Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard, codes, saver)?;
         let trained = self.train(model, optimizer, &state, order, journal.clone(), watchers);
         // A checkpoint may still be being written, however the training ended. It waits on a device that may have failed.
         if trained.as_ref().is_err_and(CliError::is_of_the_device) {
@@ -177,6 +178,7 @@ impl Ready {
             logging_steps: s.logging.logging_steps,
             vram: watchers.vram,
             interruption: watchers.interruption,
+            requests: watchers.requests,
             between: Box::new(journal),
         };
         learner::run(self.trainee(model, s.model.train_last_layers), run)

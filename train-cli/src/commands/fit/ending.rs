@@ -173,6 +173,25 @@ pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Re
     Ok(done && made && is_wanted && exported)
 }
 
+/// What to say of a run that is complete: which setting ended it, and how it can be extended.
+pub(super) fn completed(plan: &Plan, state: &TrainerState) -> String {
+    let (run, optimizer) = (plan.output_dir.display(), &plan.settings.optimizer);
+    let (ended_by, wanted) = match optimizer.max_steps {
+        _ if state.global_step < state.max_steps => {
+            ("its evaluation loss had stopped falling".to_owned(), "a larger --early-stopping-patience".to_owned())
+        }
+        Some(most) => {
+            let ended_by = format!("--max-steps {most} ended it, and overrides --num-train-epochs");
+            (ended_by, format!("--max-steps N, where N is larger than {most}"))
+        }
+        None => {
+            let ended_by = format!("--num-train-epochs {} ended it", optimizer.num_train_epochs);
+            (ended_by, "a larger --num-train-epochs".to_owned())
+        }
+    };
+    format!("{run} is complete at step {}: {ended_by}. To extend it, resume it with {wanted}", state.global_step)
+}
+
 /// Whether a file is there as the record of a run describes it.
 fn is_recorded(file: &Path, record: Option<&FileRecord>) -> bool {
     record.is_some_and(|expected| FileRecord::of(file).is_ok_and(|found| found == *expected))

@@ -31,7 +31,7 @@ use crate::{
     settings::{DeviceChoice, Layer},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use ending::is_complete;
+use ending::{completed, is_complete};
 use first_steps::FirstSteps;
 use kernels_cubecl::cuda_source::{Launch, SourceDevice};
 use ready::Ready;
@@ -231,7 +231,7 @@ impl Job for Fit<'_> {
                     if !dry_run {
                         summarize(&plan.output_dir);
                     }
-                    report::line(format!("{} is complete at step {}", plan.output_dir.display(), state.global_step));
+                    report::line(completed(plan, state));
                     return Ok(());
                 }
                 report::label("resume", format!("{} · step {}", resumed.folder.display(), state.global_step));
