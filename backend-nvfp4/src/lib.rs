@@ -31,6 +31,7 @@
 mod attention;
 mod autodiff;
 mod burn_ops;
+mod cache;
 mod cube;
 mod decode;
 mod error;

@@ -1,7 +1,7 @@
 """What only a card can show of a run's reliability. It prints one line for each case, and ends with exit code 1 if a case
 is not as it must be.
 
-    python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving] [CASE] [--memory-limit SIZE]
+    python3 doc/notebook/reliability_on_a_card.py TRAIN_CLI TOKENIZER_FOLDER CONFIG.json FOLDER [memory resume saving lost] [CASE] [--memory-limit SIZE]
 
 memory: this script takes all free memory of the card while a run loads its weights, makes its first step, makes its fifth
         step, evaluates, and exports. Each run must end with exit code 4, without a panic, and leave its checkpoint whole. Its
@@ -11,12 +11,16 @@ resume: three runs of 200 steps, and runs that are resumed after steps 1, 7, 50 
 saving: how long training waits for a checkpoint that is saved after 100 steps. With --memory-limit 20GiB there is no room for it
         on the device, so that it waits in the host's memory.
 
-CASE is a word of a case of memory, or a recipe of resume, to make that one alone. CONFIG.json is the shape for memory and
+lost:   a kernel in the run's own context fails ("fails"), or takes all multiprocessors and never ends ("hangs"): exit code 7, the
+        second after five minutes without progress. Nothing is saved then, and the run resumes. It needs a C++ compiler.
+
+CASE is a word of a case of memory or lost, or a recipe of resume, to make that one alone. CONFIG.json is the shape for memory and
 saving. TOKENIZER_FOLDER holds tokenizer.json and demo.tsv.
 """
 import ctypes
 import hashlib
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -32,7 +36,7 @@ if "--memory-limit" in sys.argv:
     del sys.argv[at:at + 2]
 else:
     memory_limit = ""
-parts = [word for word in sys.argv[5:] if word in ["memory", "resume", "saving"]] or ["memory", "resume", "saving"]
+parts = [word for word in sys.argv[5:] if word in ["memory", "resume", "saving", "lost"]] or ["memory", "resume", "saving", "lost"]
 only = [word for word in sys.argv[5:] if word not in parts]
 pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
 wrong = []
@@ -54,11 +58,11 @@ def digest(run, name):
     return hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()[:16]
 
 
-def fit(run, flags, watch=lambda line: None):
+def fit(run, flags, watch=lambda line: None, environment=None):
     """Starts a run, shows each line of its standard error to `watch`, and returns its exit code, text and seconds."""
     started = time.time()
     words = [program, "fit", "--tokenizer", tokenizer, "--device", "cuda", "-o", f"{folder}/{run}"] + flags.split()
-    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment)
     text = ""
     for line in child.stderr:
         text += line
@@ -246,6 +250,63 @@ def saving():
         say(beside == alone, f"saving: {name} that was written while steps were made is that of a run that ends there")
 
 
+# A library that is loaded into the program. When a file appears, a thread of it launches a kernel in the program's own context.
+FAULT = r"""
+#include <cstdlib>
+#include <dlfcn.h>
+#include <thread>
+#include <unistd.h>
+static const char* PTX = ".version 7.0\n.target sm_80\n.address_size 64\n"
+    ".visible .entry fails() { trap; }\n"
+    ".visible .entry hangs() { .reg .u32 %r; AGAIN: mov.u32 %r, %clock; bra AGAIN; }\n";
+static void work(const char* file, const char* kernel) {
+    while (access(file, F_OK) != 0) usleep(1000);
+    void* cuda = dlopen("libcuda.so.1", RTLD_NOW);
+    int device;
+    void *context, *module, *function, *stream;
+    auto call = [&](const char* name, auto... args) { return reinterpret_cast<int (*)(decltype(args)...)>(dlsym(cuda, name))(args...); };
+    if (call("cuDeviceGet", &device, 0) || call("cuDevicePrimaryCtxRetain", &context, device) || call("cuCtxSetCurrent", context) ||
+        call("cuModuleLoadData", &module, (const void*)PTX) || call("cuModuleGetFunction", &function, module, kernel) ||
+        call("cuStreamCreate", &stream, 1u) ||
+        call("cuLaunchKernel", function, 100000u, 1u, 1u, 1024u, 1u, 1u, 0u, stream, (void**)nullptr, (void**)nullptr))
+        abort();
+}
+__attribute__((constructor)) static void start() {
+    const char *file = getenv("FAULT_FILE"), *kernel = getenv("FAULT_KERNEL");
+    unsetenv("LD_PRELOAD");
+    if (file && kernel) std::thread(work, file, kernel).detach();
+}
+"""
+
+
+def lost():
+    source, library, trigger = [pathlib.Path(folder) / name for name in ["fault.cpp", "fault.so", "fault"]]
+    source.write_text(FAULT)
+    subprocess.run(["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
+    flags = (f"--init-config {tokenizer}/config.json -d {tokenizer}/demo.tsv --max-seq-length 64 --max-steps 4000 --eval-steps 0 "
+             "--save-steps 500 --overwrite")
+    for kernel in ["fails", "hangs"]:
+        if only and kernel not in only:
+            continue
+        trigger.unlink(missing_ok=True)
+        environment = {**os.environ, "LD_PRELOAD": str(library), "FAULT_FILE": str(trigger), "FAULT_KERNEL": kernel}
+        stamps = []
+
+        def watch(line):
+            if (line.split() or [""])[0].startswith("700/"):
+                stamps.append(time.time())
+                trigger.touch()
+        code, text, _ = fit("lost", flags, watch, environment)
+        after = time.time() - stamps[0] if stamps else -1
+        error = text[text.rfind("\nerror: ") + 1:] if "\nerror: " in text else text[-300:]
+        saved = sorted(int(p.name.split("-")[1]) for p in pathlib.Path(f"{folder}/lost").glob("checkpoint-*"))
+        say(code == 7 and "panicked" not in text, f"lost {kernel}: exit code {code} after {after:.0f} s: {error[:400]}")
+        say(saved and max(saved) == 500, f"  checkpoints {saved}")
+        code, text, _ = fit("lost", "--resume-from-checkpoint --max-steps 1200")
+        say(code == 0, f"  resumed: exit code {code}{'' if code == 0 else ': ' + text[-300:]}")
+        shutil.rmtree(f"{folder}/lost", ignore_errors=True)
+
+
 for part in parts:
-    {"memory": memory, "resume": resume, "saving": saving}[part]()
+    {"memory": memory, "resume": resume, "saving": saving, "lost": lost}[part]()
 sys.exit(1 if wrong else 0)

@@ -145,13 +145,12 @@ const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, HANGUP];
 #[cfg(not(unix))]
 const SIGNALS: [i32; 2] = [SIGINT, SIGTERM];
 
-#[cfg(all(test, unix))]
+#[cfg(test)]
 mod tests {
-    use super::SaveRequests;
-
+    #[cfg(unix)]
     #[test]
     fn a_signal_asks_for_one_checkpoint() {
-        let requests = SaveRequests::listen().unwrap();
+        let requests = super::SaveRequests::listen().unwrap();
         assert!(!requests.take());
         for _ in 0..2 {
             signal_hook::low_level::raise(signal_hook::consts::SIGUSR1).unwrap();
