@@ -8,6 +8,7 @@ use half::bf16;
 use kernels_cubecl::decoder::{
     ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight, decoder_block_in,
 };
+use std::ops::Range;
 
 /// Everything about a launch that its text depends on, and the pasts of its tokens.
 #[derive(Debug, Clone)]
@@ -121,26 +122,8 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
     let angles: Vec<f64> = (0..tokens * head_dim / 2).map(|_| f64::from(random.normal())).collect();
     let table = |f: fn(f64) -> f64| gpu.put(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), F32);
     let (cosines, sines) = (table(f64::cos), table(f64::sin));
-    // The sequences have pages in turn, the last pages first, and two pages belong to none.
-    let each = case.pasts.iter().max().map_or(0, |past| past / PAGE + 1);
-    let page = |token: usize, n: usize| (each - 1 - n) * tokens + token + 1;
-    let row = |token: usize, n: usize| (page(token, n / PAGE) * PAGE + n % PAGE) * keys;
-    let mut cache = |size: f64| {
-        // What is behind the past must not be read.
-        let mut values = vec![f64::NAN; (each * tokens + 2) * PAGE * keys];
-        for (token, past) in case.pasts.iter().enumerate() {
-            for n in 0..*past {
-                let numbers = std::iter::repeat_with(|| case.kept.number(f64::from(random.normal()) * size));
-                values.splice(row(token, n)..row(token, n) + keys, numbers.take(keys));
-            }
-        }
-        match case.kept {
-            Kept::Bf16 => gpu.put(&values, BF16),
-            Kept::Bytes => gpu.put_bytes(&values),
-        }
-    };
-    let caches = [cache(case.keys), cache(1.0)];
-    let table: Vec<u32> = (0..tokens).flat_map(|token| (0..each).map(move |n| page(token, n) as u32)).collect();
+    let rows = Rows::of(case);
+    let caches = [case.keys, 1.0].map(|size| rows.cache(gpu, case, || f64::from(random.normal()) * size));
     let y = gpu.room(tokens * hidden, BF16);
     let weight = |m: &Matrix| match m {
         Matrix::Packed(w) => Weight::Packed(w.args()),
@@ -158,7 +141,7 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
             keys: caches[0].arg(),
             values: caches[1].arg(),
             bytes: case.kept == Kept::Bytes,
-            pages: gpu.indices(&table),
+            pages: gpu.indices(&rows.table()),
             pasts: case.pasts.clone(),
         },
     };
@@ -170,7 +153,7 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
         let line = lines[token] as usize * head_dim / 2;
         let angle = |table: &Data| table.values[line..line + head_dim / 2].to_vec();
         let past_of = |cache: &Data| -> Vec<f64> {
-            (0..*past).flat_map(|n| &cache.values[row(token, n)..row(token, n) + keys]).copied().collect()
+            (0..*past).flat_map(|n| &cache.values[rows.of_token(token, n)]).copied().collect()
         };
         let exact = model.token(
             &x.values[token * hidden..(token + 1) * hidden],
@@ -180,23 +163,73 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
         near(&format!("token {token}"), &result[token * hidden..(token + 1) * hidden], &exact.y)?;
         new.push([exact.key, exact.value]);
     }
-    for (n, (name, data)) in [("key", &caches[0]), ("value", &caches[1])].into_iter().enumerate() {
-        let stored = gpu.read(data)?;
-        let mut others = data.values.clone();
+    rows.compare(gpu, case, &caches, &new)
+}
+
+/// Where the keys and values of each token lie. The sequences have pages in turn, the last pages first, and two pages belong to
+/// none.
+struct Rows {
+    tokens: usize,
+    /// Pages of each sequence.
+    each: usize,
+    width: usize,
+}
+
+impl Rows {
+    fn of(case: &Case) -> Self {
+        let each = case.pasts.iter().max().map_or(0, |past| past / PAGE + 1);
+        Self { tokens: case.pasts.len(), each, width: case.shape.kv_heads * case.shape.head_dim }
+    }
+
+    fn page(&self, token: usize, n: usize) -> usize {
+        (self.each - 1 - n) * self.tokens + token + 1
+    }
+
+    /// The pages of each sequence.
+    fn table(&self) -> Vec<u32> {
+        (0..self.tokens).flat_map(|token| (0..self.each).map(move |n| self.page(token, n) as u32)).collect()
+    }
+
+    /// The numbers of a sequence's token `n`.
+    fn of_token(&self, token: usize, n: usize) -> Range<usize> {
+        let first = (self.page(token, n / PAGE) * PAGE + n % PAGE) * self.width;
+        first..first + self.width
+    }
+
+    /// A cache with numbers for the past of each sequence. What is behind it must not be read.
+    fn cache(&self, gpu: &Gpu, case: &Case, mut draw: impl FnMut() -> f64) -> Data {
+        let mut values = vec![f64::NAN; (self.each * self.tokens + 2) * PAGE * self.width];
         for (token, past) in case.pasts.iter().enumerate() {
-            let row = row(token, *past);
-            // The nearest byte of a number may be another one where the number differs in its last bit.
-            let allowed = if case.kept == Kept::Bytes { 0.2 } else { 0.02 };
-            within(&format!("new {name} of token {token}"), &stored[row..row + keys], &new[token][n], allowed)?;
-            others.splice(row..row + keys, stored[row..row + keys].iter().copied());
-        }
-        for (at, (now, before)) in stored.iter().zip(&others).enumerate() {
-            if now.to_bits() != before.to_bits() {
-                return Err(format!("{name} {at} was {before} and is {now}"));
+            for at in (0..*past).flat_map(|n| self.of_token(token, n)) {
+                values[at] = case.kept.number(draw());
             }
         }
+        match case.kept {
+            Kept::Bf16 => gpu.put(&values, BF16),
+            Kept::Bytes => gpu.put_bytes(&values),
+        }
     }
-    Ok(())
+
+    /// Compares the new key and value of each sequence. No other number of the caches has changed.
+    fn compare(&self, gpu: &Gpu, case: &Case, caches: &[Data; 2], new: &[[Vec<f64>; 2]]) -> Result<(), String> {
+        for (n, (name, data)) in ["key", "value"].into_iter().zip(caches).enumerate() {
+            let stored = gpu.read(data)?;
+            let mut others = data.values.clone();
+            for (token, past) in case.pasts.iter().enumerate() {
+                let own = self.of_token(token, *past);
+                // The nearest byte of a number may be another one where the number differs in its last bit.
+                let allowed = if case.kept == Kept::Bytes { 0.2 } else { 0.02 };
+                within(&format!("new {name} of token {token}"), &stored[own.clone()], &new[token][n], allowed)?;
+                others.splice(own.clone(), stored[own].iter().copied());
+            }
+            for (at, (now, before)) in stored.iter().zip(&others).enumerate() {
+                if now.to_bits() != before.to_bits() {
+                    return Err(format!("{name} {at} was {before} and is {now}"));
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 /// An error unless each value is near its exact one, measured by the size of all.

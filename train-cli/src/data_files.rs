@@ -60,7 +60,7 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
 }
 
 /// The files that each of these paths of `flag` names, in the order of their names. A folder stands for the files in it that
-/// have one of the [`EXTENSIONS`], but for `.md`. A pattern that is the name of a file stands for that file.
+/// have a known extension, but for `.md`. A pattern that is the name of a file stands for that file.
 ///
 /// # Errors
 /// If a folder or a pattern names no file, a folder cannot be read, a file is named twice, is not there or is no regular one.

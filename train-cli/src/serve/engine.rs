@@ -89,7 +89,9 @@ impl Engine {
             }
             waiting.retain(|question| !question.heard_by.is_closed());
             // Nobody overtakes a long question that waits for room.
-            while let Some(question) = waiting.pop_front_if(|next| batch.has_room(next.prompt.len(), &next.options)) {
+            while waiting.front().is_some_and(|next| batch.has_room(next.prompt.len(), &next.options))
+                && let Some(question) = waiting.pop_front()
+            {
                 self.begin(&mut batch, question);
             }
             self.metrics.waiting.set(waiting.len());
