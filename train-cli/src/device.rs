@@ -221,7 +221,8 @@ fn out_of_memory(reason: &str) -> CliError {
     CliError::OutOfMemory { reason: reason.to_owned(), free: None, remedy: END_OTHERS }
 }
 
-/// An error of a device that is one of memory gets that name. A kernel that is loaded when no memory is free ends so.
+/// An error of a device that is one of memory gets that name: a kernel that is loaded when no memory is free ends so. Others say
+/// what is to be done.
 fn named(error: CliError) -> CliError {
     match &error {
         CliError::Device { reason, .. }
@@ -229,6 +230,9 @@ fn named(error: CliError) -> CliError {
             if of_memory(reason) =>
         {
             out_of_memory(cause(reason))
+        }
+        CliError::Model(ModelError::Device(reason) | ModelError::Nvfp4 { source: Nvfp4Error::Device(reason), .. }) => {
+            CliError::DeviceFailed(innermost(reason).to_owned())
         }
         _ => error,
     }
@@ -251,6 +255,12 @@ fn of_memory(reason: &str) -> bool {
         "memory page",
     ];
     lack.iter().any(|words| lower.contains(words))
+}
+
+/// The line of an error of CubeCL that led to the others. It is the last one in front of the call stack.
+fn innermost(reason: &str) -> &str {
+    let message = reason.split("Backtrace:").next().unwrap_or(reason);
+    message.lines().map(str::trim).rfind(|line| !line.is_empty() && *line != "Caused by:").unwrap_or(reason)
 }
 
 /// The line of an error of CubeCL that speaks of memory. An error that led to others stands below them, and a call stack
@@ -324,6 +334,13 @@ mod tests {
         let text = memory.to_string();
         assert!(text.starts_with("the device is out of memory (") && text.contains("end other programs"), "{text}");
         assert!(text.contains("Unable to load the PTX") && !text.contains("Backtrace"), "{text}");
+        // As it was seen on an H200 when a kernel had failed.
+        let reason = "An error happened during execution\nCaused by:\n  An error happened during execution\nCaused by:\n  \
+                      DriverError(CUDA_ERROR_LAUNCH_FAILED, \"unspecified launch failure\")\nBacktrace:\nNo backtrace available";
+        let failed = named(ModelError::Device(reason.to_owned()).into());
+        let text = failed.to_string();
+        let cause = "the device failed (DriverError(CUDA_ERROR_LAUNCH_FAILED, \"unspecified launch failure\")); ";
+        assert!(failed.exit_code() == 7 && text.starts_with(cause) && text.contains("resume"), "{text}");
         let other = "an illegal memory access was encountered".to_owned();
         assert_eq!(named(CliError::Device { device: "cuda:0".into(), reason: other }).exit_code(), 7);
     }

@@ -158,7 +158,10 @@ pub enum CliError {
         seconds: u64,
     },
     /// An operation on the device failed, and with it every later one.
-    #[error("the device failed ({0}); what it computed since is not used. Checkpoints that were saved are intact")]
+    #[error(
+        "the device failed ({0}); what it computed since is not used. Start the command again; resume a run from its newest \
+         checkpoint, which is intact"
+    )]
     DeviceFailed(String),
     /// A device is missing or failed.
     #[error("device {device}: {reason}")]

@@ -12,8 +12,8 @@ use crate::{
     settings::HeadFormat,
 };
 use backend_nvfp4::{
-    DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PACKED_BYTES, PAGE, Precision,
-    Recipe, Scaling, bench::Row,
+    CacheFormat, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PACKED_BYTES, PAGE,
+    Precision, Recipe, Scaling, bench::Row,
 };
 use model_qwen3::{
     config::Qwen3Config,
@@ -54,7 +54,8 @@ impl Job for Measured {
         let Self { args, config } = self;
         let recipe = if args.w4a4.unwrap_or(W4A4) { Recipe::W4a4 } else { Recipe::W4 };
         let head = args.head.unwrap_or(HEAD);
-        report::label("recipe", format!("{} · the head in {}", recipe.name(), head.name()));
+        let cache = if args.kv_cache_dtype == CacheFormat::E4m3 { " · the cache in 8 bits" } else { "" };
+        report::label("recipe", format!("{} · the head in {}{cache}", recipe.name(), head.name()));
         let model = random_model::<B>(&config, recipe, head, precision, &device)?.with_cache(args.kv_cache_dtype);
         if args.what == BenchWhat::Prefill {
             return prefill(&model, &args);
@@ -108,7 +109,7 @@ fn decode<B: Nvfp4Kernels>(
     }
     let token = median(&mut seconds);
     // Each step reads all weights once, and the keys and values of each answer up to its middle.
-    let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, context + ANSWER / 2);
+    let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, args.kv_cache_dtype, context + ANSWER / 2);
     let share = rate.map(|rate| bytes / token / rate);
     let of_rate = share.map_or(String::new(), |share| format!(" · {:.0} % of the memory's rate", share * 100.0));
     show(
@@ -195,9 +196,9 @@ fn weight_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>) -> f64 {
 }
 
 /// Bytes of keys and values of `tokens` tokens.
-fn cache_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>, tokens: usize) -> f64 {
+fn cache_bytes<B: Nvfp4Kernels>(model: &Qwen3<B>, format: CacheFormat, tokens: usize) -> f64 {
     let c = model.config();
-    let size = model.spec().precision.dtype().size();
+    let size = if format == CacheFormat::E4m3 { 1 } else { model.spec().precision.dtype().size() };
     (2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size * tokens) as f64
 }
 
