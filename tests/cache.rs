@@ -73,6 +73,7 @@ fn decoded_blocks<R: CubeRuntime>() {
             let difference = apart(&logits, &whole);
             assert!(difference <= bound, "{label}: {difference}");
             decoded_together_as_alone(&model, &ids, &label);
+            after_another_session(&model, &ids, &whole, bound, &label);
         }
     }
 }
@@ -149,7 +150,24 @@ fn same_in_chunks<B: Nvfp4Kernels>(model: &Qwen3<B>, bound: f32, label: &str) {
         let difference = apart(&logits, &whole);
         assert!(difference <= bound, "{label}, chunks of {chunk}: {difference}");
     }
+    after_another_session(model, &ids, &whole, bound, label);
     in_bytes(&model.clone().with_cache(CacheFormat::E4m3), &ids, &whole, bound, label);
+}
+
+/// What another session of the pool has read of a prompt need not be read again: full pages are shared, the last one is copied.
+fn after_another_session<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], whole: &[f32], bound: f32, label: &str) {
+    let (same, room) = (ids.len() * 4 / 5, ids.len() + 8);
+    let other: Vec<u32> = ids[..same].iter().copied().chain([ids[same] + 1, 7, 8]).collect();
+    let pool = model.pool(3 * room).unwrap();
+    let begin = |prompt: &[u32]| Session::of_pool(model, &pool, prompt, room).unwrap();
+    let mut first = begin(&other);
+    first.read(&other).unwrap();
+    first.remember(true);
+    drop(first);
+    let mut second = begin(ids);
+    assert_eq!(second.tokens(), same, "{label}");
+    let difference = apart(&second.read(&ids[same..]).unwrap(), whole);
+    assert!(difference <= bound, "{label}, after another session: {difference}");
 }
 
 /// With a cache of 8-bit numbers, a prompt in one piece, in chunks and token by token has logits within a bound of each other, and

@@ -93,9 +93,11 @@ fn neighbors_do_not_change_an_answer() {
     }
 }
 
-/// Prompts that begin differently, so that no session reuses a long beginning.
+/// Prompts that begin differently, and prompts with a common beginning of several pages.
 fn prompts() -> Vec<String> {
-    (0..17).map(|i| format!("{} {}", 17 * i, "word ".repeat(1 + i * 5 % 23))).collect()
+    let common = "Seventeen of us say this first, and then each says his own. ";
+    let begins = |i: usize| if i.is_multiple_of(2) { common } else { "" };
+    (0..17).map(|i| format!("{}{} {}", begins(i), 17 * i, "word ".repeat(1 + i * 5 % 23))).collect()
 }
 
 /// A folder `p` with an NVFP4 model.
@@ -139,7 +141,7 @@ fn served_neighbors_do_not_change_an_answer_with_quantized_activations() {
         let asking: Vec<_> = bodies.iter().map(|body| scope.spawn(|| asked(body))).collect();
         asking.into_iter().map(|asking| asking.join().unwrap()).collect()
     });
-    // One after another, on a new server with a fresh session for each.
+    // One after another, on a new server. Those with the common beginning are read from its end on.
     let server = Server::start(d, &["-m", "p", "--w4a4", "--context", "192", "--parallel", "17"]);
     for (body, together) in bodies.iter().zip(&together) {
         assert_eq!(&server.ask("/v1/completions", body)["choices"], together, "{body}");

@@ -1,4 +1,4 @@
-//! What the project promises, one module for each promise. They are one program, so that the backends are linked once.
+//! What the project promises, one module for each promise. They are one program, so that the backends are linked once, but for `rehearsals.rs`.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]
@@ -45,7 +45,6 @@ mod quantizer;
 mod random_cases;
 mod random_products;
 mod recipe;
-mod rehearsal;
 mod reliability;
 mod resume;
 mod round_trips;

@@ -5,7 +5,7 @@ use crate::{
     kernels::Nvfp4Kernels,
     primitive::{primitive, tensor},
 };
-use burn::tensor::{DType, Int, Tensor, backend::Backend, s};
+use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend, s};
 use kernels_cubecl::e4m3::BYTES_PER_WORD;
 use std::ops::Range;
 
@@ -52,17 +52,24 @@ impl<B: Nvfp4Kernels> Kept<B> {
     }
 
     /// The numbers of these rows as they are kept, range after range: `[S, G*E]` in `dtype`, the number format in which the
-    /// model computes. One range of [`Self::Computed`] is no copy, because the rows of a matrix are contiguous.
+    /// model computes. One range of [`Self::Computed`] is no copy, because the rows of a matrix are contiguous. Several are copied
+    /// by one launch.
     pub fn read(&self, rows: &[Range<usize>], dtype: DType) -> Tensor<B, 2> {
         match self {
             Self::Computed(buffer) => {
                 let all: Tensor<B, 2> = tensor(buffer.clone());
-                joined(rows.iter().map(|range| all.clone().slice(s![range.clone(), ..])).collect(), Tensor::cat)
+                match rows {
+                    [range] => all.slice(s![range.clone(), ..]),
+                    ranges => all.clone().select(0, indices(ranges, &all.device())),
+                }
             }
             Self::E4m3(words) => {
                 let all = Tensor::<B, 2, Int>::from_primitive(words.clone());
-                let words = rows.iter().map(|range| all.clone().slice(s![range.clone(), ..])).collect();
-                tensor(B::e4m3_decode(joined(words, Tensor::cat).into_primitive(), dtype))
+                let words = match rows {
+                    [range] => all.slice(s![range.clone(), ..]),
+                    ranges => all.clone().select(0, indices(ranges, &all.device())),
+                };
+                tensor(B::e4m3_decode(words.into_primitive(), dtype))
             }
         }
     }
@@ -74,23 +81,20 @@ impl<B: Nvfp4Kernels> Kept<B> {
         match self {
             Self::Computed(buffer) => {
                 let buffer: Tensor<B, 2> = tensor(buffer);
-                let rows = buffer.clone().select(0, indices(from, &buffer.device()));
+                let rows = buffer.clone().select(0, indices(&[from], &buffer.device()));
                 Self::Computed(primitive(buffer.slice_assign(s![to, ..], rows)))
             }
             Self::E4m3(words) => {
                 let words = Tensor::<B, 2, Int>::from_primitive(words);
-                let rows = words.clone().select(0, indices(from, &words.device()));
+                let rows = words.clone().select(0, indices(&[from], &words.device()));
                 Self::E4m3(words.slice_assign(s![to, ..], rows).into_primitive())
             }
         }
     }
 }
 
-/// One matrix of several below each other. One alone is not copied.
-fn joined<Matrix>(mut parts: Vec<Matrix>, cat: impl FnOnce(Vec<Matrix>, usize) -> Matrix) -> Matrix {
-    if parts.len() == 1 { parts.remove(0) } else { cat(parts, 0) }
-}
-
-fn indices<B: Backend>(rows: Range<usize>, device: &B::Device) -> Tensor<B, 1, Int> {
-    Tensor::arange(rows.start as i64..rows.end as i64, device)
+fn indices<B: Backend>(ranges: &[Range<usize>], device: &B::Device) -> Tensor<B, 1, Int> {
+    let rows: Vec<i32> = ranges.iter().flat_map(|range| range.clone().map(|row| row as i32)).collect();
+    let count = rows.len();
+    Tensor::from_data(TensorData::new(rows, [count]), device)
 }

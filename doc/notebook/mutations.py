@@ -246,7 +246,7 @@ def choose(root, queues, wanted, own):
 
 
 def binaries(root):
-    """The test programs: the unit tests of each crate, and the promises."""
+    """The test programs: the unit tests of each crate, the promises, and the rehearsals."""
     command = ["cargo", "test", "--workspace", "--no-run", "--message-format=json"]
     output = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     subprocess.run(["cargo", "build", "--workspace", "--bins"], cwd=root, check=True, capture_output=True)
@@ -275,14 +275,14 @@ def run(binary, filters, key, root, limit):
 
 def judge(root, programs, key, mutant, limit, everything, known):
     """The first tests that fail with the mutant and pass without it."""
-    promises = programs["tests", "promises"]
+    promises, rehearsals = programs["tests", "promises"], programs["tests", "rehearsals"]
     likely = next(names for pattern, names in LIKELY if re.search(pattern, mutant["file"])).split()
     # A name with colons is the beginning of a test's, else that of a file.
     likely = [name if "::" in name else f"{name}::" for name in likely]
     rest = [word for name in likely for word in ("--skip", name)]
     plan = [(path, [], limit) for (crate, _), path in programs.items() if crate == mutant["package"]]
-    plan += [(promises, [name], limit) for name in likely]
-    plan += [(promises, rest, 6 * limit)] if everything else []
+    plan += [(rehearsals if name.startswith("rehearsal") else promises, [name], limit) for name in likely]
+    plan += [(promises, rest, 6 * limit), (rehearsals, [], limit)] if everything else []
     for binary, filters, most in plan:
         if failed := run(binary, filters, key, root, most):
             case = f"{binary} {filters}"

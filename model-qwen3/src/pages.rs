@@ -6,7 +6,10 @@
 //! behind which there is no other.
 
 pub(crate) use backend_nvfp4::PAGE;
-use std::collections::HashMap;
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, HashMap},
+};
 
 /// The pages of a pool.
 #[derive(Debug)]
@@ -16,6 +19,8 @@ pub(crate) struct Pages {
     behind: HashMap<u64, Vec<usize>>,
     /// Counts what was remembered or used.
     clock: u64,
+    /// Number of pages that no sequence has.
+    idle: usize,
 }
 
 #[derive(Debug, Default)]
@@ -32,6 +37,8 @@ struct Remembered {
     number: u64,
     /// The number of the page in front of it.
     before: u64,
+    /// The page in front of it. It is remembered as long as this one is.
+    parent: Option<usize>,
     tokens: Vec<u32>,
     /// When it was last used.
     used: u64,
@@ -52,12 +59,19 @@ pub(crate) struct Found {
 impl Pages {
     /// `count` free pages.
     pub(crate) fn new(count: usize) -> Self {
-        Self { pages: (0..count).map(|_| Page::default()).collect(), behind: HashMap::new(), clock: ROOT }
+        let pages = (0..count).map(|_| Page::default()).collect();
+        Self { pages, behind: HashMap::new(), clock: ROOT, idle: count }
     }
 
     /// Number of pages that no sequence has.
     pub(crate) fn available(&self) -> usize {
-        self.pages.iter().filter(|page| page.holders == 0).count()
+        self.idle
+    }
+
+    /// Counts another sequence that has the page.
+    fn hold(&mut self, page: usize) {
+        self.idle -= usize::from(self.pages[page].holders == 0);
+        self.pages[page].holders += 1;
     }
 
     /// Whether others may have the page, now or later.
@@ -72,7 +86,7 @@ impl Pages {
             let rest = &tokens[found.pages.len() * PAGE..];
             let Some((page, same)) = self.longest(before, rest) else { return found };
             self.clock += 1;
-            self.pages[page].holders += 1;
+            self.hold(page);
             let remembered = self.pages[page].remembered.as_mut().expect("it is behind another one");
             remembered.used = self.clock;
             before = remembered.number;
@@ -100,11 +114,7 @@ impl Pages {
             return None;
         }
         let is_free = |page: &Page| page.holders == 0 && page.remembered.is_none();
-        let mut missing = count.saturating_sub(self.pages.iter().filter(|page| is_free(page)).count());
-        while missing > 0 {
-            self.forget_oldest();
-            missing -= 1;
-        }
+        self.forget_oldest(count.saturating_sub(self.pages.iter().filter(|page| is_free(page)).count()));
         // Free pages that lie side by side, the smallest such row that has room for all.
         let mut rows: Vec<std::ops::Range<usize>> = Vec::new();
         for page in (0..self.pages.len()).filter(|page| is_free(&self.pages[*page])) {
@@ -119,21 +129,32 @@ impl Pages {
             Some(row) => row.take(count).collect(),
             None => rows.into_iter().rev().flatten().take(count).collect(),
         };
-        taken.iter().for_each(|page| self.pages[*page].holders += 1);
+        taken.iter().for_each(|page| self.hold(*page));
         Some(taken)
     }
 
-    /// Forgets the page that was used longest ago, of those that no sequence has and behind which there is no other. There is
-    /// one if any page is remembered and not held: whoever has a page has all in front of it.
-    fn forget_oldest(&mut self) {
-        let is_last = |number: &u64| self.behind.get(number).is_none_or(Vec::is_empty);
-        let used = |page: &usize| {
-            let Page { holders, remembered } = &self.pages[*page];
-            remembered.as_ref().filter(|r| *holders == 0 && is_last(&r.number)).map(|r| (r.used, *page))
-        };
-        if let Some((_, oldest)) = (0..self.pages.len()).filter_map(|page| used(&page)).min() {
-            self.forget(oldest);
+    /// Forgets `count` pages, one after another: the page that was used longest ago, of those that no sequence has and behind
+    /// which there is no other. There is one as long as a page is remembered and not held: whoever has a page has all in front
+    /// of it.
+    fn forget_oldest(&mut self, count: usize) {
+        if count == 0 {
+            return;
         }
+        let last = |page: usize| self.is_last(page).map(|used| Reverse((used, page)));
+        let mut oldest: BinaryHeap<_> = (0..self.pages.len()).filter_map(last).collect();
+        for _ in 0..count {
+            let Some(Reverse((_, page))) = oldest.pop() else { return };
+            let parent = self.pages[page].remembered.as_ref().and_then(|remembered| remembered.parent);
+            self.forget(page);
+            oldest.extend(parent.and_then(|parent| Some(Reverse((self.is_last(parent)?, parent)))));
+        }
+    }
+
+    /// When a remembered page was used, if no sequence has it and there is no other behind it.
+    fn is_last(&self, page: usize) -> Option<u64> {
+        let Page { holders, remembered } = &self.pages[page];
+        let remembered = remembered.as_ref().filter(|_| *holders == 0)?;
+        self.behind.get(&remembered.number).is_none_or(Vec::is_empty).then_some(remembered.used)
     }
 
     fn forget(&mut self, page: usize) {
@@ -159,13 +180,16 @@ impl Pages {
 
     /// Takes pages back from a sequence. What is remembered stays until its room is needed.
     pub(crate) fn release(&mut self, pages: &[usize]) {
-        pages.iter().for_each(|page| self.pages[*page].holders -= 1);
+        for page in pages {
+            self.pages[*page].holders -= 1;
+            self.idle += usize::from(self.pages[*page].holders == 0);
+        }
     }
 
     /// Remembers that these pages of a sequence hold these tokens. Nothing may be written to them any more. Of a sequence that
     /// goes on (not `ended`), no page is remembered behind one that it does not have: whoever has a page has all in front of it.
     pub(crate) fn learn(&mut self, pages: &[usize], tokens: &[u32], ended: bool) {
-        let mut before = ROOT;
+        let (mut before, mut parent) = (ROOT, None);
         for (page, tokens) in pages.iter().zip(tokens.chunks(PAGE)) {
             let known = self.behind.get(&before).into_iter().flatten().find_map(|known| {
                 let remembered = self.pages[*known].remembered.as_ref()?;
@@ -175,15 +199,16 @@ impl Pages {
                 if known != *page && !ended {
                     return;
                 }
-                before = number;
+                (before, parent) = (number, Some(known));
                 continue;
             }
             // Pages of one sequence are remembered in order, so that one with other tokens was not remembered before.
             self.clock += 1;
             let number = self.clock;
-            self.pages[*page].remembered = Some(Remembered { number, before, tokens: tokens.to_vec(), used: number });
+            let remembered = Remembered { number, before, parent, tokens: tokens.to_vec(), used: number };
+            self.pages[*page].remembered = Some(remembered);
             self.behind.entry(before).or_default().push(*page);
-            before = number;
+            (before, parent) = (number, Some(*page));
         }
     }
 }

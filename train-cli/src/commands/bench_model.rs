@@ -12,8 +12,8 @@ use crate::{
     settings::HeadFormat,
 };
 use backend_nvfp4::{
-    CacheFormat, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, PACKED_BYTES, PAGE,
-    Precision, Recipe, Scaling, bench::Row,
+    CacheFormat, DeviceMemory, DeviceServices, LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor,
+    PACKED_BYTES, PAGE, Precision, Recipe, Scaling, bench::Row,
 };
 use model_qwen3::{
     config::Qwen3Config,
@@ -73,7 +73,7 @@ impl Job for Measured {
 }
 
 /// Measures answers that are made together, each after a prompt of its own.
-fn decode<B: Nvfp4Kernels>(
+fn decode<B: Nvfp4Kernels + DeviceMemory>(
     model: &Qwen3<B>,
     args: &BenchArgs,
     batch: usize,
@@ -112,12 +112,15 @@ fn decode<B: Nvfp4Kernels>(
     let bytes = weight_bytes(model) / batch as f64 + cache_bytes(model, args.kv_cache_dtype, context + ANSWER / 2);
     let share = rate.map(|rate| bytes / token / rate);
     let of_rate = share.map_or(String::new(), |share| format!(" · {:.0} % of the memory's rate", share * 100.0));
+    let memory = B::memory_in_use(&model.device()).map(|memory| memory.reserved >> 20);
+    let reserved = memory.map_or(String::new(), |mib| format!(" · {mib} MiB reserved"));
+    let rate = 1.0 / token;
     show(
         args,
-        format!("decode · {batch} at a time · context {context} · {name} · {:.0} tokens/s{of_rate}", 1.0 / token),
+        format!("decode · {batch} at a time · context {context} · {name} · {rate:.0} tokens/s{of_rate}{reserved}"),
         json!({
-            "what": "decode", "answers": batch, "context": context, "choice": name, "tokens_per_second": 1.0 / token,
-            "share_of_memory_rate": share,
+            "what": "decode", "answers": batch, "context": context, "choice": name, "tokens_per_second": rate,
+            "share_of_memory_rate": share, "memory_mib": memory,
         }),
     );
     Ok(())

@@ -34,7 +34,7 @@ impl Job for Chat {
     type Output = ();
 
     fn remedy(&self) -> &'static str {
-        "give a smaller --context"
+        "give a smaller --context, or --kv-cache-dtype fp8"
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {

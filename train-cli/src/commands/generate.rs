@@ -80,7 +80,7 @@ impl Job for Generate {
     type Output = ();
 
     fn remedy(&self) -> &'static str {
-        "give a smaller --max-tokens, or for several answers a smaller --batch-size"
+        "give a smaller --max-tokens, for several answers a smaller --batch-size, or --kv-cache-dtype fp8"
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {

@@ -71,12 +71,22 @@ impl Job for Serve {
     }
 }
 
+/// The most tokens of a cache: no memory holds more, and sizes in bytes do not overflow.
+const MOST_CACHED: usize = 1 << 30;
+
 /// The tokens of all prompts and answers that the cache holds.
 ///
 /// # Errors
 /// If a context does not fit.
 fn cache_tokens(args: &ServeArgs, context: usize) -> Result<usize, CliError> {
-    let tokens = args.kv_cache_tokens.unwrap_or(args.parallel * context.next_multiple_of(PAGE));
+    let all = args.parallel.saturating_mul(context.next_multiple_of(PAGE));
+    let tokens = args.kv_cache_tokens.unwrap_or(all);
+    if tokens > MOST_CACHED {
+        let flag = if args.kv_cache_tokens.is_some() { "--kv-cache-tokens" } else { "--parallel times --context is" };
+        return Err(CliError::Usage(format!(
+            "{flag} {tokens}: the cache holds at most {MOST_CACHED} tokens; give fewer"
+        )));
+    }
     if tokens < context {
         return Err(CliError::Usage(format!(
             "--kv-cache-tokens {tokens}: a prompt and its answer may have {context} tokens; give at least {context}, or a smaller \
