@@ -69,15 +69,25 @@ impl Blocks {
 /// Takes one of the blocks that are missing, as long as there are files to come. Returns whether it did.
 fn take_one(blocks: &Weak<Mutex<Stock>>, beside: u64) -> bool {
     let Some(blocks) = blocks.upgrade() else { return false };
-    let missing = stock(&blocks).missing;
-    if missing == 0 || host::available().is_some_and(|free| free < missing * BLOCK as u64 + beside) {
+    let available = host::available();
+    if !stock(&blocks).counts_one(available, beside) {
         return false;
     }
-    stock(&blocks).missing -= 1;
     let block = new_block();
     let taken = block.is_some();
     stock(&blocks).free.extend(block);
     taken
+}
+
+impl Stock {
+    /// Counts one of the missing blocks as taken, unless there is none, or the host has less than `beside` bytes besides all of
+    /// them. Returns whether it did. A file that takes a block at the same time counts it before or after this, not meanwhile.
+    fn counts_one(&mut self, available: Option<u64>, beside: u64) -> bool {
+        let lacks = available.is_some_and(|free| free < self.missing * BLOCK as u64 + beside);
+        let counts = self.missing > 0 && !lacks;
+        self.missing -= u64::from(counts);
+        counts
+    }
 }
 
 fn stock(blocks: &Mutex<Stock>) -> MutexGuard<'_, Stock> {
@@ -192,6 +202,22 @@ mod tests {
         assert!(take_one(&taken, 0) && !take_one(&taken, 0), "another block is missing, and no more");
         drop(file);
         assert_eq!(stock(&blocks.0).free.len(), 3);
+    }
+
+    /// Files and the thread count blocks at the same time. With the count read and changed under two locks, as it was, the thread
+    /// counted below zero and panicked.
+    #[test]
+    fn files_and_the_thread_count_a_block_once() {
+        let blocks = Blocks(Arc::new(Mutex::new(Stock { free: vec![], missing: 20_000 })));
+        let counted =
+            |count: &(dyn Fn(&mut Stock) -> bool + Sync)| (0..20_000).filter(|_| count(&mut stock(&blocks.0))).count();
+        let file = |stock: &mut Stock| {
+            let counts = stock.missing > 0;
+            stock.missing = stock.missing.saturating_sub(1);
+            counts
+        };
+        let (one, other) = rayon::join(|| counted(&|stock| stock.counts_one(None, 0)), || counted(&file));
+        assert_eq!((one + other, stock(&blocks.0).missing), (20_000, 0));
     }
 
     #[test]
