@@ -61,8 +61,8 @@ fn decoded_blocks<R: CubeRuntime>() {
         let model = weights::random::<Cube<R>>(&config, spec, MasterKind::Nvfp4, 3, &device).unwrap();
         let model = model.with_bf16_last_blocks(bf16_blocks);
         let ids: Vec<u32> = (0..131).map(|i| (i * 37 + 5) % 320).collect();
-        for format in [CacheFormat::Computed, CacheFormat::E4m3] {
-            let model = model.clone().with_cache(format);
+        for format in [CacheFormat::Native, CacheFormat::E4m3] {
+            let model = model.clone().with_cache_format(format);
             let label = format!("{recipe:?}, {bf16_blocks} blocks in bf16, {format:?}");
             let whole = Session::new(&model, 200).unwrap().read(&ids).unwrap();
             let mut session = Session::new(&model, 200).unwrap();
@@ -151,7 +151,7 @@ fn same_in_chunks<B: Nvfp4Kernels>(model: &Qwen3<B>, bound: f32, label: &str) {
         assert!(difference <= bound, "{label}, chunks of {chunk}: {difference}");
     }
     after_another_session(model, &ids, &whole, bound, label);
-    in_bytes(&model.clone().with_cache(CacheFormat::E4m3), &ids, &whole, bound, label);
+    in_bytes(&model.clone().with_cache_format(CacheFormat::E4m3), &ids, &whole, bound, label);
 }
 
 /// What another session of the pool has read of a prompt need not be read again: full pages are shared, the last one is copied.
@@ -162,8 +162,7 @@ fn after_another_session<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], whole: 
     let begin = |prompt: &[u32]| Session::of_pool(model, &pool, prompt, room).unwrap();
     let mut first = begin(&other);
     first.read(&other).unwrap();
-    first.remember(true);
-    drop(first);
+    first.end();
     let mut second = begin(ids);
     assert_eq!(second.tokens(), same, "{label}");
     let difference = apart(&second.read(&ids[same..]).unwrap(), whole);

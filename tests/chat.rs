@@ -198,8 +198,8 @@ fn a_run_folder_answers_as_it_was_trained() {
 #[test]
 fn every_way_to_read_a_conversation_gives_the_same_tokens() {
     for (fixture, format) in [
-        ("tiny-tied", CacheFormat::Computed),
-        ("tiny-untied", CacheFormat::Computed),
+        ("tiny-tied", CacheFormat::Native),
+        ("tiny-untied", CacheFormat::Native),
         ("tiny-tied", CacheFormat::E4m3),
         ("tiny-untied", CacheFormat::E4m3),
     ] {
@@ -207,7 +207,7 @@ fn every_way_to_read_a_conversation_gives_the_same_tokens() {
         let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
         let weights = Container::open(&folder).unwrap();
         let model: Qwen3<Cpu> = weights::load(&weights, &config, F32, Purpose::Infer, &Default::default()).unwrap();
-        let model = model.with_cache(format);
+        let model = model.with_cache_format(format);
         let capacity = 256.min(config.max_position_embeddings);
         let options = GenerateOptions { max_tokens: 6, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         let go = |_: Progress| ControlFlow::Continue(());

@@ -68,6 +68,11 @@ fn cases() -> Vec<Case> {
         (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p 3: the value must be between 0 and 1"),
         (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
         (words("bench kernels --context 9"), 2, "--context is a flag of bench decode and bench prefill"),
+        (
+            words("bench kernels --kv-cache-dtype fp8"),
+            2,
+            "--kv-cache-dtype is a flag of bench decode and bench prefill",
+        ),
         (words("bench prefill --batch-size 2"), 2, "--batch-size is a flag of bench decode"),
         (words("bench decode --filter gemm"), 2, "--filter is a flag of bench kernels"),
         // Data.
@@ -245,7 +250,7 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
         let line = named(name);
         assert!(line["good"] == true || line["remedy"].as_str().is_some_and(|r| r.contains(command)), "{line}");
     }
-    assert!(named("kernels")["found"].as_str().is_some_and(|kept| kept.contains("kept")), "{text}");
+    assert!(named("kernels")["found"].as_str().is_some_and(|kept| kept.contains("kept in ")), "{text}");
     // Each tier of each device that is there is compared by itself, and timed.
     let agrees = |name: &str| {
         let line = named(name);

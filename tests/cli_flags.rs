@@ -158,11 +158,11 @@ const WRONG_PATHS: [(&str, &[&str]); 11] = [
     ("--init-config", &["none.json", "pipe", "/dev/null"]),
     ("--tokenizer", &["none", "pipe", "/dev/null", "m/demo.tsv"]),
     ("--data", &["none.tsv", "none*.tsv", "pipe", "/dev/zero", "empty"]),
-    ("--eval-data", &["none.tsv", "pipe", "/dev/zero", "m"]),
+    ("--eval-data", &["none.tsv", "pipe", "/dev/zero", "folder_m"]),
     ("--token-cache", &["pipe", "/dev/null", "m/demo.tsv"]),
     ("--output-dir", &["pipe", "/dev/null", "m/demo.tsv"]),
-    ("--output-dat", &["nowhere/x.dat", "pipe", "/dev/null", "m", "m/demo.tsv", "x.bin"]),
-    ("--vram-report", &["nowhere/x.json", "pipe", "/dev/null", "m", "m/demo.tsv"]),
+    ("--output-dat", &["nowhere/x.dat", "pipe", "/dev/null", "folder_m", "m/demo.tsv", "x.bin"]),
+    ("--vram-report", &["nowhere/x.json", "pipe", "/dev/null", "folder_m", "m/demo.tsv"]),
     ("--config", &["none.toml"]),
     ("--resume-from-checkpoint", &["none"]),
 ];
@@ -175,6 +175,8 @@ fn every_wrong_path_is_refused_by_its_flag() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     std::fs::create_dir(d.join("empty")).unwrap();
+    // No message holds this name by chance.
+    std::fs::create_dir(d.join("folder_m")).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(d.join("pipe")).status().unwrap().success());
     let listed = || [names(d), names(&d.join("m"))];
     let before = listed();

@@ -410,8 +410,8 @@ fn reasoning_is_learned_where_the_template_has_it() {
     assert_eq!(marked(d, &two), format!("{thought}\n--\n{second}"));
 }
 
-/// For each answer the beginning of the conversation is rendered, so that four times as many messages take sixteen times as long,
-/// and no longer. Where a template drops earlier thoughts, each answer is a sequence of its own, which begins as the one before:
+/// For each answer the beginning of the conversation is rendered, so that four times as many messages take sixteen times as long.
+/// The bounds are about twice what is expected (16 and 4 times). Where a template drops earlier thoughts, each answer is a sequence of its own, which begins as the one before:
 /// only its end is encoded. The times are those of the processor.
 #[test]
 #[cfg(target_os = "linux")]

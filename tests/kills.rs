@@ -229,6 +229,7 @@ fn race(times: usize) {
         assert!(is_found, "round {round}, won by {}: {stderr}", ids[1 - loser]);
         ok(d, &["inspect", &format!("{output}/final"), "--verify"]);
     }
+    // Three races, as in CI, may have no such loser: this counts for fifty.
     assert!(named >= times / 10, "of {times} losers {named} named the host, the process and the time of the winner");
 }
 

@@ -69,14 +69,14 @@ fn neighbors_do_not_change_an_answer() {
     tiny_model_with_spread(&folder, false, 0.3);
     let requests = requests();
     for (recipe, format) in [
-        (Recipe::W4a4, CacheFormat::Computed),
+        (Recipe::W4a4, CacheFormat::Native),
         (Recipe::W4a4, CacheFormat::E4m3),
-        (Recipe::W4, CacheFormat::Computed),
-        (Recipe::Nvfp4(Nvfp4Parts::ALL), CacheFormat::Computed),
+        (Recipe::W4, CacheFormat::Native),
+        (Recipe::Nvfp4(Nvfp4Parts::ALL), CacheFormat::Native),
     ] {
         // Masters are quantized by each forward, the head too.
         let spec = LinearSpec::new(recipe, F32.scaling, F32.precision);
-        let model = load(&folder, spec, Purpose::Train(MasterKind::F32)).with_cache(format);
+        let model = load(&folder, spec, Purpose::Train(MasterKind::F32)).with_cache_format(format);
         for (i, (found, request)) in together(&model, &requests).iter().zip(&requests).enumerate() {
             let expected = alone(&model, request);
             assert_eq!(found.ids, expected.ids, "request {i} of {recipe:?}");
@@ -146,6 +146,24 @@ fn served_neighbors_do_not_change_an_answer_with_quantized_activations() {
     for (body, together) in bodies.iter().zip(&together) {
         assert_eq!(&server.ask("/v1/completions", body)["choices"], together, "{body}");
     }
+    // A prompt with the common beginning, on a server that has read nothing yet.
+    let server = Server::start(d, &["-m", "p", "--w4a4", "--context", "192", "--parallel", "17"]);
+    assert_eq!(server.ask("/v1/completions", &bodies[16])["choices"], together[16]);
+}
+
+/// Pages that later sessions may use are not overwritten: a session that forgets them takes others.
+#[test]
+fn a_session_that_has_shared_its_pages_reads_anew() {
+    let model = load(&golden("hf-qwen3/tiny-tied"), F32, Purpose::Infer);
+    let ids: Vec<u32> = (0..40).map(|i| (i * 37 + 5) % 300).collect();
+    let expected = Session::new(&model, 48).unwrap().read(&ids).unwrap();
+    let pool = model.pool(48).unwrap();
+    let mut session = Session::of_pool(&model, &pool, &[], 48).unwrap();
+    for _ in 0..2 {
+        assert_eq!(session.read(&ids).unwrap(), expected);
+        session.share();
+        session.forget();
+    }
 }
 
 const FIXTURES: [&str; 2] = ["tiny-tied", "tiny-untied"];
@@ -194,8 +212,7 @@ fn every_path_gives_the_answer_of_hugging_face() {
             let own: Vec<u32> = prompt[..begins].iter().copied().chain((0..20).map(|t| (t * 7 + 1) % 300)).collect();
             let mut other = Session::of_pool(&model, &pool, &own, own.len() + 3).unwrap();
             other.answer(&own, &greedy(3), |_| ControlFlow::Continue(())).unwrap();
-            other.remember(true);
-            drop(other);
+            other.end();
             let mut session = Session::of_pool(&model, &pool, &prompt, prompt.len() + expected.len()).unwrap();
             assert_eq!(session.tokens(), cached, "{fixture}");
             assert_eq!(

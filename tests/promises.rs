@@ -1,4 +1,5 @@
-//! What the project promises, one module for each promise. They are one program, so that the backends are linked once, but for `rehearsals.rs`.
+//! What the project promises, one module for each promise. All but those of rehearsals.rs are one program, so that the backends
+//! are linked once.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::print_stderr)]

@@ -170,7 +170,7 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         let made: BTreeSet<u128> = keys(&outline).union(&keys(&loaded)).copied().collect();
         for prompt in [1, 20, 700, 1024 - 3] {
             let expected = Expected { steps: vec![vec![prompt]], together: 1 };
-            let job = FirstAnswers { stored: &stored, recipe, cache: CacheFormat::Computed, expected };
+            let job = FirstAnswers { stored: &stored, recipe, cache: CacheFormat::Native, expected };
             let rehearsed = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();
             let answered = launches(false, Some(prompt));
             // How many units fill a buffer depends on its length, and a rehearsal has a short answer besides.
@@ -187,7 +187,7 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         let job = FirstAnswers {
             stored: &stored,
             recipe,
-            cache: CacheFormat::Computed,
+            cache: CacheFormat::Native,
             expected: Expected { steps: vec![], together: 5 },
         };
         let together = ahead::rehearsed(rehearsing(arch), Precision::Bf16, job).unwrap();

@@ -256,7 +256,7 @@ fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 40 --learning-rate 1e-3 --save-steps 0 \
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 200 --learning-rate 1e-3 --save-steps 0 \
                  --eval-steps 0 --sample-prompt a";
     let signaled = |more: &[&str]| {
         let words: Vec<&str> = words.split_whitespace().chain(more.iter().copied()).collect();
@@ -264,7 +264,7 @@ fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
         let (id, mut said) = (child.id().to_string(), String::new());
         for line in BufReader::new(child.stderr.take().unwrap()).lines() {
             let line = line.unwrap();
-            if line.trim_start().starts_with("2/40 ") {
+            if line.trim_start().starts_with("2/200 ") {
                 assert!(Command::new("kill").args(["-USR1", &id]).status().unwrap().success());
             }
             said += &(line + "\n");
@@ -275,15 +275,15 @@ fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
     let said = signaled(&["-o", "asked"]);
     let step = said.split("SIGUSR1: the run saves a checkpoint after step ").nth(1).unwrap_or_else(|| panic!("{said}"));
     let step: usize = step.split(' ').next().unwrap().parse().unwrap();
-    assert!((2..40).contains(&step) && said.matches("SIGUSR1").count() == 1, "{said}");
+    assert!((2..200).contains(&step) && said.matches("SIGUSR1").count() == 1, "{said}");
     let asked = format!("checkpoint-{step}");
     assert!(said.contains(&format!("saved  asked/{asked}\n")), "{said}");
-    assert!(names(&d.join("asked")).is_superset(&[asked.clone(), "checkpoint-40".to_owned()].into()));
-    assert_eq!(logged(&d.join("asked"), "loss").len(), 40);
+    assert!(names(&d.join("asked")).is_superset(&[asked.clone(), "checkpoint-200".to_owned()].into()));
+    assert_eq!(logged(&d.join("asked"), "loss").len(), 200);
     let exported = |run: &str| fs::read(d.join(run).join("final/model.dat")).unwrap();
     let whole = exported("asked");
     // The checkpoint is one from which the run can be resumed.
-    fs::remove_dir_all(d.join("asked/checkpoint-40")).unwrap();
+    fs::remove_dir_all(d.join("asked/checkpoint-200")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "asked"]);
     assert!(exported("asked") == whole);
     // A run that saves nothing says so, and goes on, too.

@@ -150,15 +150,18 @@ fn requests_share_what_begins_alike_and_wait_for_room() {
         assert_eq!(wide["choices"], narrow["choices"]);
     }
     // Whoever reads all by himself gets the same.
+    let mut longest = 0;
     let flags = ["--compute-dtype", "f32", "--system-prompt", system, "--temp", "0", "--max-tokens", "8"];
     for (who, (wide, bytes)) in wide.iter().zip(&bytes).enumerate() {
         let prompt = who.to_string();
         for (reply, more) in [(wide, "auto"), (bytes, "fp8")] {
             let alone = generated(d, &prompt, &[&flags[..], &["--kv-cache-dtype", more]].concat());
             let text = reply["choices"][0]["message"]["content"].as_str().unwrap();
+            longest = longest.max(alone["text"].as_str().unwrap().len());
             assert!(text.starts_with(alone["text"].as_str().unwrap()), "request {who}, {more}: {text:?}, {alone}");
         }
     }
+    assert!(longest > 0, "every answer was empty");
     for huge in [["--parallel", "1152921504606846977"], ["--kv-cache-tokens", "18446744073709551615"]] {
         let out = run(d, &[&["serve", "-m", "m", "--device", "cpu", "--port", "0"], &huge[..]].concat());
         assert_eq!(out.status.code(), Some(2), "{huge:?}");

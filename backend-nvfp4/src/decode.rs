@@ -3,7 +3,7 @@
 
 use crate::{
     attention::{AttentionSpec, Rotary},
-    kept::Kept,
+    cache::CacheBuffer,
     ops::LinearLayer,
 };
 use burn::tensor::{
@@ -12,16 +12,16 @@ use burn::tensor::{
 };
 pub use kernels_cubecl::decoder::PAGE;
 
-/// A transformer block, and what it keeps of past tokens.
+/// A transformer block, and its KV cache.
 #[derive(Debug, Clone)]
 pub struct DecodeBlock<B: Backend> {
     /// The weights of the norms in f32: before attention `[D]`, of queries and of keys `[E]`, before the MLP `[D]`.
     pub norms: [FloatTensor<B>; 4],
     /// q, k, v, o, gate, up and down.
     pub layers: [LinearLayer<B>; 7],
-    /// Keys and values of the tokens of all sequences, kept in one format. They are updated in place when nothing else holds
+    /// Keys and values of the tokens of all sequences, both in one format. They are updated in place when nothing else holds
     /// them.
-    pub kept: [Kept<B>; 2],
+    pub cache: [CacheBuffer<B>; 2],
 }
 
 /// The new tokens, one of each sequence, and what all blocks share.
@@ -29,8 +29,8 @@ pub struct DecodeBlock<B: Backend> {
 pub struct DecodeTokens<B: Backend> {
     /// The angles of each token.
     pub rotary: Rotary<B>,
-    /// The pages of each sequence in the order of its tokens, U32 `[M, n]`. Page p has the [`PAGE`] rows of what is kept from
-    /// row `PAGE * p` on.
+    /// The pages of each sequence in the order of its tokens, U32 `[M, n]`. Page p is the [`PAGE`] rows of the
+    /// cache from row `PAGE * p` on.
     pub pages: IntTensor<B>,
     /// Number of tokens that each sequence has. The new token is written behind them, to a page that no other sequence has.
     pub pasts: Vec<usize>,

@@ -32,10 +32,10 @@ mod attention;
 mod autodiff;
 mod burn_ops;
 mod cache;
+mod cache_rows;
 mod cube;
 mod decode;
 mod error;
-mod kept;
 mod kernels;
 mod linear;
 mod ndarray;
@@ -50,9 +50,9 @@ mod straight_through;
 
 pub use attention::{AttentionSpec, Documents, Rotary};
 pub use autodiff::TrainingBackend;
+pub use cache::{CacheBuffer, CacheFormat};
 pub use decode::{DecodeBlock, DecodeTokens, PAGE};
 pub use error::Nvfp4Error;
-pub use kept::{CacheFormat, Kept};
 pub use kernels::{
     AttentionSaved, HeadLoss, Likeliest, Nvfp4Kernels, cached_attention, decode_blocks, likeliest, logits_rows,
 };

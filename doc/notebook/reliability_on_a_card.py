@@ -11,8 +11,9 @@ resume: three runs of 200 steps, and runs that are resumed after steps 1, 7, 50 
 saving: how long training waits for a checkpoint that is saved after 100 steps. With --memory-limit 20GiB there is no room for it
         on the device, so that it waits in the host's memory.
 
-lost:   a kernel in the run's own context fails ("fails"), or takes all multiprocessors and never ends ("hangs"): exit code 7, the
-        second after five minutes without progress. Nothing is saved then, and the run resumes. It needs a C++ compiler.
+lost:   a kernel in the run's own context fails ("fails"), or takes all multiprocessors and never ends ("hangs"). The run must end
+        with exit code 7, in the second case after five minutes without progress. It saves nothing then, and must resume. The
+        model is that of TOKENIZER_FOLDER/config.json. This part needs a C++ compiler.
 
 CASE is a word of a case of memory or lost, or a recipe of resume, to make that one alone. CONFIG.json is the shape for memory and
 saving. TOKENIZER_FOLDER holds tokenizer.json and demo.tsv.
@@ -79,7 +80,7 @@ def missing(error):
         "--optimizer-state-mode": r"--optimizer-state-mode int4",
         "--master-weights": r"--master-weights nvfp4",
     }
-    # The device names the size of a buffer. It does not say what a kernel lacks that is loaded.
+    # The device names the size of a buffer, but no size if it cannot load a kernel.
     if re.search(r"size: [0-9]+", error):
         promised["what was asked for"] = r"out of memory: [0-9.]+ MiB were asked for in one piece, and "
     return [name for name, words in promised.items() if not re.search(words, error)]

@@ -5,7 +5,7 @@ use crate::{
     model::{Qwen3, below_each_other},
     rope::rotary,
 };
-use backend_nvfp4::{DecodeBlock, DecodeTokens, Kept, Nvfp4Kernels, decode_blocks};
+use backend_nvfp4::{CacheBuffer, DecodeBlock, DecodeTokens, Nvfp4Kernels, decode_blocks};
 use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
@@ -54,7 +54,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
     /// such operation for this model.
     fn decode(&self, h_MD: &Tensor<B, 2>, sequences: &[(&mut KvCache<B>, usize)]) -> Option<Tensor<B, 2>> {
         let pool = sequences.first()?.0.pool().clone();
-        if sequences.iter().any(|(cache, tokens)| *tokens != 1 || !cache.pool().is(&pool)) {
+        if sequences.iter().any(|(cache, tokens)| *tokens != 1 || !cache.pool().is_same(&pool)) {
             return None;
         }
         let config = self.config();
@@ -69,7 +69,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         };
         let mut blocks: Vec<_> = (0..self.layers.len()).map(|i| self.decode_block(i, pool.take(i))).collect();
         let decoded = decode_blocks(h_MD.clone(), &mut blocks, &tokens);
-        blocks.into_iter().enumerate().for_each(|(i, block)| pool.put(i, block.kept));
+        blocks.into_iter().enumerate().for_each(|(i, block)| pool.put(i, block.cache));
         decoded
     }
 
@@ -86,8 +86,8 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         Tensor::<B, 1, Int>::from_data(data, (&self.device(), DType::U32)).reshape([sequences.len(), most])
     }
 
-    /// Block `i` as the operation takes it, with what is kept for it.
-    fn decode_block(&self, i: usize, kept: [Kept<B>; 2]) -> DecodeBlock<B> {
+    /// Block `i` as the operation takes it, with its KV cache.
+    fn decode_block(&self, i: usize, cache: [CacheBuffer<B>; 2]) -> DecodeBlock<B> {
         let block = &self.layers[i];
         let (attention, mlp) = (&block.self_attn, &block.mlp);
         let spec = self.spec_of_block(self.spec().each_row(), i);
@@ -104,7 +104,7 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         DecodeBlock {
             norms: norms.map(|norm| norm.val().into_primitive().tensor()),
             layers: layers.map(|layer| layer.operation(spec)),
-            kept,
+            cache,
         }
     }
 }

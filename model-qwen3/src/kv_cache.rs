@@ -1,13 +1,12 @@
-//! Keys and values of past tokens. A pool has room for the tokens of several sequences, in pages that are allocated once; the
-//! cache of a sequence has pages of a pool. What the pool remembers of sequences that have ended serves later ones that begin
-//! alike (pages.rs).
+//! The KV cache: keys and values of past tokens. A pool allocates pages for the tokens of several sequences once. The cache of a
+//! sequence is a list of pages of a pool. Sequences that begin with the same tokens share pages (pages.rs), also while both run.
 
 use crate::{
     ModelError,
     config::Qwen3Config,
     pages::{PAGE, Pages},
 };
-use backend_nvfp4::{CacheFormat, Kept, Nvfp4Kernels};
+use backend_nvfp4::{CacheBuffer, CacheFormat, Nvfp4Kernels};
 use burn::tensor::{DType, Tensor, backend::Backend};
 use std::{
     ops::Range,
@@ -22,7 +21,7 @@ pub struct KvPool<B: Backend>(Arc<Mutex<Shared<B>>>);
 struct Shared<B: Backend> {
     /// Keys and values of each block. `None` only while they are written: nothing else holds them then, and they are updated in
     /// place.
-    layers: Vec<Option<[Kept<B>; 2]>>,
+    layers: Vec<Option<[CacheBuffer<B>; 2]>>,
     pages: Pages,
 }
 
@@ -41,24 +40,24 @@ impl<B: Backend> KvPool<B> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether sequences of `capacity` tokens have room now.
+    /// Whether a sequence of `capacity` tokens has room now.
     pub fn has_room(&self, capacity: usize) -> bool {
         capacity.div_ceil(PAGE) <= self.shared().pages.available()
     }
 
     /// Whether both are the same pool.
-    pub(crate) fn is(&self, other: &Self) -> bool {
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// Takes the keys and values of a block out, for an operation that updates them in place. [`Self::put`] brings them back.
-    pub(crate) fn take(&self, block: usize) -> [Kept<B>; 2] {
+    pub(crate) fn take(&self, block: usize) -> [CacheBuffer<B>; 2] {
         self.shared().layers[block].take().expect("put back before it is taken again")
     }
 
     /// Puts keys and values of a block back.
-    pub(crate) fn put(&self, block: usize, kept: [Kept<B>; 2]) {
-        self.shared().layers[block] = Some(kept);
+    pub(crate) fn put(&self, block: usize, buffers: [CacheBuffer<B>; 2]) {
+        self.shared().layers[block] = Some(buffers);
     }
 }
 
@@ -79,12 +78,12 @@ impl<B: Nvfp4Kernels> KvPool<B> {
             return Err(ModelError::CacheWidth { width });
         }
         let pages = tokens.div_ceil(PAGE).max(1);
-        let zeros = || Kept::zeros([pages * PAGE, width], format, dtype, device);
+        let zeros = || CacheBuffer::zeros([pages * PAGE, width], format, dtype, device);
         let layers = (0..config.num_hidden_layers).map(|_| Some([zeros(), zeros()])).collect();
         Ok(Self(Arc::new(Mutex::new(Shared { layers, pages: Pages::new(pages) }))))
     }
 
-    /// A cache for at most `capacity` tokens, the first of which are `prompt`. It holds what the pool remembers of the prompt,
+    /// A cache for at most `capacity` tokens, the first of which are `prompt`. It holds the beginning of the prompt that other sequences of the pool have read,
     /// but never its last token, because that token's logits are needed. `None` if the pool has no room now.
     pub fn cache(&self, prompt: &[u32], capacity: usize) -> Option<KvCache<B>> {
         let mut shared = self.shared();
@@ -92,33 +91,21 @@ impl<B: Nvfp4Kernels> KvPool<B> {
         let mut pages = found.pages;
         let mut len = pages.len() * PAGE;
         let missing = capacity.div_ceil(PAGE).saturating_sub(pages.len());
-        match (shared.pages.take(missing), found.part) {
-            (Some(own), Some((page, tokens))) => {
+        let mut own = shared.pages.take(missing);
+        if let Some((page, tokens)) = found.partial {
+            if let Some(own) = &own {
                 shared.copy(page, own[0], tokens);
-                shared.pages.release(&[page]);
-                pages.extend(own);
                 len += tokens;
             }
-            (Some(own), None) => pages.extend(own),
-            // The page that begins alike may be what is missing.
-            (None, Some((page, tokens))) if shared.pages.own(page) => {
-                pages.push(page);
-                let Some(own) = shared.pages.take(missing - 1) else {
-                    shared.pages.release(&pages);
-                    return None;
-                };
-                pages.extend(own);
-                len += tokens;
-            }
-            (None, part) => {
-                part.iter().for_each(|(page, _)| shared.pages.release(&[*page]));
-                let Some(own) = shared.pages.take(missing) else {
-                    shared.pages.release(&pages);
-                    return None;
-                };
-                pages.extend(own);
-            }
+            shared.pages.release(&[page]);
+            // That page may be the one that was missing.
+            own = own.or_else(|| shared.pages.take(missing));
         }
+        let Some(own) = own else {
+            shared.pages.release(&pages);
+            return None;
+        };
+        pages.extend(own);
         Some(KvCache { pool: self.clone(), pages, len, capacity })
     }
 }
@@ -128,8 +115,8 @@ impl<B: Nvfp4Kernels> Shared<B> {
     fn copy(&mut self, from: usize, to: usize, tokens: usize) {
         let rows = |page: usize| page * PAGE..page * PAGE + tokens;
         for layer in &mut self.layers {
-            let kept = layer.take().expect("put back before it is taken again");
-            *layer = Some(kept.map(|kept| kept.copied(rows(from), rows(to))));
+            let buffers = layer.take().expect("put back before it is taken again");
+            *layer = Some(buffers.map(|buffer| buffer.copy_rows(rows(from), rows(to))));
         }
     }
 }
@@ -162,32 +149,24 @@ impl<B: Backend> KvCache<B> {
         &self.pages
     }
 
-    /// Forgets all tokens but the first `len`, and those before them on a page that later sequences may share: such a page is
-    /// not overwritten. Returns how many are left.
+    /// Forgets all tokens but the first `len`, and returns how many are left. These are fewer than `len` if token `len` lies within
+    /// a shared page: a shared page is not overwritten, so all of its tokens are forgotten.
     pub fn rewind(&mut self, len: usize) -> usize {
+        let mut shared = self.pool.shared();
         self.len = self.len.min(len);
-        let page = self.len / PAGE;
-        if !self.len.is_multiple_of(PAGE) && self.pool.shared().pages.is_shared(self.pages[page]) {
-            self.len = page * PAGE;
+        if self.pages.get(self.len / PAGE).is_some_and(|page| shared.pages.is_shared(*page)) {
+            self.len = self.len / PAGE * PAGE;
         }
-        // What follows is written to pages of this cache alone. Where the pool has none left, the cache has less room.
-        let (first, pool) = (self.len.div_ceil(PAGE), self.pool.clone());
-        let mut shared = pool.shared();
-        for at in first..self.pages.len() {
-            if !shared.pages.is_shared(self.pages[at]) {
-                continue;
-            }
-            shared.pages.release(&self.pages[at..=at]);
-            match shared.pages.take(1) {
-                Some(own) => self.pages[at] = own[0],
-                None => {
-                    shared.pages.release(&self.pages[at + 1..]);
-                    self.pages.truncate(at);
-                    self.capacity = at * PAGE;
-                    break;
-                }
-            }
-        }
+        // What follows is written to pages of this cache alone. All shared pages are released before others are taken, because a
+        // page is not evicted while one behind it is in use. Where the pool has too few, the cache has less room.
+        let behind = self.pages.split_off(self.len.div_ceil(PAGE));
+        let (others, own): (Vec<usize>, Vec<usize>) =
+            behind.into_iter().partition(|page| shared.pages.is_shared(*page));
+        shared.pages.release(&others);
+        let count = others.len().min(shared.pages.available());
+        self.pages.extend(own);
+        self.pages.extend(shared.pages.take(count).into_iter().flatten());
+        self.capacity = self.capacity.min(self.pages.len() * PAGE);
         self.len
     }
 
@@ -196,11 +175,11 @@ impl<B: Backend> KvCache<B> {
         self.len += tokens;
     }
 
-    /// Makes the pool remember the pages of `ids`, the tokens of the cache: those that are full, and the last one too if the
-    /// sequence has ended, so that nothing is written to it any more.
-    pub fn remember(&self, ids: &[u32], ended: bool) {
+    /// Shares the pages of `ids`, the tokens of the cache, with later sequences of the pool: those that are full, and the last one
+    /// too if the sequence has `ended`, so that nothing is written to it any more.
+    pub(crate) fn share(&self, ids: &[u32], ended: bool) {
         let len = if ended { self.len } else { self.len / PAGE * PAGE };
-        self.pool.shared().pages.learn(&self.pages, &ids[..len], ended);
+        self.pool.shared().pages.insert(&self.pages, &ids[..len], ended);
     }
 
     /// The rows of some tokens, as few ranges as they are.
@@ -219,16 +198,16 @@ impl<B: Backend> KvCache<B> {
 }
 
 impl<B: Nvfp4Kernels> KvCache<B> {
-    /// Writes the keys and values of new tokens `[T, G*E]` for a block behind those that the cache holds, and returns those of
-    /// all tokens as they are kept, `[S, G*E]`.
+    /// Writes the keys and values of new tokens `[T, G*E]` for a block behind those that the cache holds, and returns the keys and
+    /// values of all tokens as they are stored, `[S, G*E]`.
     pub(crate) fn append(&self, block: usize, new: [Tensor<B, 2>; 2]) -> [Tensor<B, 2>; 2] {
         let (dtype, end) = (new[0].dtype(), self.len + new[0].dims()[0]);
         let (fresh, all) = (self.rows(self.len..end), self.rows(0..end));
         let [k, v] = new;
         let [old_k, old_v] = self.pool.take(block);
-        let kept = [old_k.written(&fresh, k), old_v.written(&fresh, v)];
-        let read = kept.each_ref().map(|kept| kept.read(&all, dtype));
-        self.pool.put(block, kept);
+        let buffers = [old_k.write(&fresh, k), old_v.write(&fresh, v)];
+        let read = buffers.each_ref().map(|buffer| buffer.read(&all, dtype));
+        self.pool.put(block, buffers);
         read
     }
 }

@@ -375,7 +375,7 @@ impl<B: Backend> Qwen3<B> {
             layers,
             norm,
             lm_head,
-            info: Info { config, spec, bf16_last_blocks: 0, cache: CacheFormat::Computed },
+            info: Info { config, spec, bf16_last_blocks: 0, cache: CacheFormat::Native },
         }
     }
 
@@ -398,7 +398,7 @@ impl<B: Backend> Qwen3<B> {
 
     /// The same weights with caches that keep keys and values in this format.
     #[must_use]
-    pub fn with_cache(mut self, format: CacheFormat) -> Self {
+    pub fn with_cache_format(mut self, format: CacheFormat) -> Self {
         self.info.cache = format;
         self
     }

@@ -84,18 +84,22 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         Ok(Self { model, cache, ids: vec![] })
     }
 
-    /// A session with room for `capacity` tokens of a pool, which is to read `prompt`: it holds what the pool remembers of the
-    /// prompt. `None` if the pool has no room now.
+    /// A session with room for `capacity` tokens of a pool, which is to read `prompt`. It holds the beginning of the prompt
+    /// that other sessions of the pool have read. `None` if the pool has no room now.
     pub fn of_pool(model: &'a Qwen3<B>, pool: &KvPool<B>, prompt: &[u32], capacity: usize) -> Option<Self> {
         let cache = pool.cache(prompt, capacity)?;
         let ids = prompt[..cache.tokens()].to_vec();
         Some(Self { model, cache, ids })
     }
 
-    /// Makes the pool of the session remember the tokens that it has read, for sessions whose prompts begin like them: all of
-    /// them if the session has `ended`, so that it reads no more.
-    pub fn remember(&self, ended: bool) {
-        self.cache.remember(&self.ids, ended);
+    /// Lets later sessions of the pool begin with the tokens that this one has read, in whole pages.
+    pub fn share(&self) {
+        self.cache.share(&self.ids, false);
+    }
+
+    /// Ends the session, and lets later sessions of the pool begin with all tokens that it has read.
+    pub fn end(self) {
+        self.cache.share(&self.ids, true);
     }
 
     /// Number of tokens in the cache.

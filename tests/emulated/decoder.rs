@@ -63,7 +63,7 @@ pub(super) fn long() -> Case {
     }
 }
 
-/// The same with caches of bytes.
+/// Two tokens with packed weights, whose caches hold E4M3 bytes. The keys of the first are in two shares.
 pub(super) fn bytes() -> Case {
     Case { kept: Kept::Bytes, pasts: vec![70, 3], ..one(true, ActivationRounding::Not) }
 }

@@ -279,9 +279,9 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
     let bytes = [
         ("0x7B807B80u", "0x7B007B00u", "wrong"),
         ("(apart & 0x00800080u) << 8", "0u", "wrong"),
-        ("e4m3_pair(eight.x >> 16)", "e4m3_pair(eight.x)", "wrong"),
+        ("bf16_of_e4m3(eight.x >> 16)", "bf16_of_e4m3(eight.x)", "wrong"),
         ("bits >> 8 & 0x80u", "0u", "wrong"),
-        ("pages[token * (int)info->most", "pages[0 * (int)info->most", "wrong"),
+        ("pages[token * (int)info->pages_of_each", "pages[0 * (int)info->pages_of_each", "wrong"),
     ];
     on_the_cpu(|| {
         let long = long.into_iter().map(|defect| (DECODER_LONG, defect));

@@ -1,43 +1,15 @@
 //! The files that `--data` names: a file itself, the files of a folder, or those that fit a pattern such as `rows/*.jsonl`.
 
-use crate::{CliError, report, settings::Format};
+use crate::{
+    CliError, report,
+    settings::extensions::{known, reader},
+};
 use model_qwen3::file;
 use std::{
     collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
 };
-
-/// How a training file is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reader {
-    /// As JSON, whose keys tell the format.
-    Json,
-    /// As text of this format.
-    Text(Format),
-    /// As a Parquet table.
-    Parquet,
-    /// As an Arrow table.
-    Arrow,
-}
-
-/// The extensions of training files, and how a file with each of them is read.
-const EXTENSIONS: [(&str, Reader); 8] = [
-    ("jsonl", Reader::Json),
-    ("json", Reader::Json),
-    ("parquet", Reader::Parquet),
-    ("arrow", Reader::Arrow),
-    ("feather", Reader::Arrow),
-    ("tsv", Reader::Text(Format::Tsv)),
-    ("txt", Reader::Text(Format::Text)),
-    ("md", Reader::Text(Format::Text)),
-];
-
-/// How a file is read, if its extension is known.
-pub fn reader(path: &Path) -> Option<Reader> {
-    let extension = path.extension()?.to_str()?;
-    EXTENSIONS.iter().find(|(known, _)| *known == extension).map(|(_, reader)| *reader)
-}
 
 /// Largest training file that is read whole. What is made of its rows takes several times as much memory.
 const LARGEST: u64 = 64 << 30;
@@ -130,23 +102,6 @@ fn has_known_extension(path: &Path) -> bool {
     // Hugging Face's library `datasets` puts these two beside its tables.
     let about = path.file_name().is_some_and(|name| name == "dataset_info.json" || name == "state.json");
     !about && path.extension().is_some_and(|extension| extension != "md") && reader(path).is_some()
-}
-
-/// All known extensions in words: `.jsonl, .json, … or .md`.
-pub fn known() -> String {
-    in_words(EXTENSIONS.iter().map(|(extension, _)| *extension).collect())
-}
-
-/// The extensions of texts in words: `.txt or .md`.
-pub fn of_texts() -> String {
-    let texts = EXTENSIONS.iter().filter(|(_, reader)| *reader == Reader::Text(Format::Text));
-    in_words(texts.map(|(extension, _)| *extension).collect())
-}
-
-fn in_words(extensions: Vec<&str>) -> String {
-    let (last, others) = extensions.split_last().expect("the table has extensions of each kind");
-    let others: Vec<String> = others.iter().map(|extension| format!(".{extension}")).collect();
-    format!("{} or .{last}", others.join(", "))
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! SIGINT (Ctrl-C), SIGTERM and SIGHUP while a run trains or a server answers: the first one is noted, so that the run can
-//! finish its step and save, and the server its answers; a second one ends the process at once. SIGUSR1 asks a run for a
-//! checkpoint, after which it goes on.
+//! finish its step and save, and the server its answers; a second one ends the process at once. SIGUSR1 asks a run to
+//! save a checkpoint and to continue.
 
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -67,7 +67,7 @@ impl Drop for Interruption {
     }
 }
 
-/// SIGUSR1 asks a run that trains for a checkpoint. Windows has no such signal, and nobody asks there.
+/// Requests for a checkpoint, each made by a signal SIGUSR1. Windows has no such signal, and there are no requests.
 #[derive(Debug, Clone, Default)]
 pub struct SaveRequests(Arc<AtomicBool>);
 

@@ -20,7 +20,8 @@
 //! | [`ahead`], [`kernel_cache`] | kernels that are compiled before they are needed; where compiled kernels are kept |
 //! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
 //! | [`tolerance`] | how far two computations of the same values may differ |
-//! | [`outputs`] | the rule that no output replaces an input |
+//! | [`outputs`] | the rules that no output replaces an input, and that a folder is no file |
+//! | [`replaced`] | flags and values of earlier programs, and what to use instead |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
 //! | [`interrupt`], [`watchdog`] | signals that ask a run to end or to save; steps that never end |
 //!

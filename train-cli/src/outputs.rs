@@ -1,4 +1,5 @@
-//! Checks of the files that a command will write: none of them is an input, and all of them can be written.
+//! Checks of paths before the work begins. A file that a command will write is no input and can be written; a flag that takes a
+//! folder does not name a file.
 
 use crate::{CliError, durable};
 use std::path::{Path, PathBuf};

@@ -7,7 +7,7 @@ use crate::{
     outputs::{check_dat_name, check_folder, check_output},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        defaults::{MAX_SEQ_LENGTH, RUNS, clips_exactly, master_weights},
+        defaults::{MAX_SEQ_LENGTH, RUNS, clips_exactly_by_default, master_weights},
         fields::RANGES,
         flag,
     },
@@ -160,7 +160,7 @@ pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
 
 /// The norm by which a run clips, if nobody chooses one.
 fn default_clip(s: &Settings) -> Clip {
-    if clips_exactly(s.optimizer.gradient_accumulation_steps) { Clip::Exact } else { Clip::Previous }
+    if clips_exactly_by_default(s.optimizer.gradient_accumulation_steps) { Clip::Exact } else { Clip::Previous }
 }
 
 /// Refuses an empty path. The command line refuses it before, but a config file or the record of a run may have one.

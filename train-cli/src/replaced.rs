@@ -152,11 +152,11 @@ const OVER_SECS: &str = "0";
 const RUN_FOLDER: &str = "-o names the run folder; use --memory-limit for a limit on memory, which is checked after \
                           every step, and ./0 for a run folder of this name";
 
-/// The run folder that a flag names, unless it is what the origin's guard took in this place.
+/// Refuses the value that the guard of the F# programs took after `-o`, where this program takes a run folder.
 ///
 /// # Errors
-/// If it is that.
-pub(crate) fn run_folder(path: PathBuf) -> Result<PathBuf, &'static str> {
+/// If the path is that value.
+pub(crate) fn not_of_the_guard(path: PathBuf) -> Result<PathBuf, &'static str> {
     if path.as_os_str() == OVER_SECS { Err(RUN_FOLDER) } else { Ok(path) }
 }
 

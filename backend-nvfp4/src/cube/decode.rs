@@ -2,8 +2,8 @@
 
 use super::launch::{arg, dims, empty, launched, writable};
 use crate::{
+    cache::CacheBuffer,
     decode::{DecodeBlock, DecodeTokens},
-    kept::Kept,
     kernels::Nvfp4Kernels,
     ops::LinearLayer,
     packed::Operand,
@@ -75,8 +75,8 @@ impl<R: CubeRuntime> Group<R> {
         });
         let contiguous = |x: &CubeTensor<R>| arg(&into_contiguous(x.clone()));
         let y = empty(&x, dims(&x), x.dtype);
-        let [keys, values] = block.kept.each_mut().map(|kept| {
-            let (Kept::Computed(x) | Kept::E4m3(x)) = kept;
+        let [keys, values] = block.cache.each_mut().map(|buffer| {
+            let (CacheBuffer::Native(x) | CacheBuffer::E4m3(x)) = buffer;
             // Nothing else may hold the buffer, so that it is written in place: the result takes its place meanwhile.
             let taken = std::mem::replace(x, y.clone());
             *x = writable(taken);
@@ -85,7 +85,7 @@ impl<R: CubeRuntime> Group<R> {
         let caches = Caches {
             keys,
             values,
-            bytes: matches!(block.kept[0], Kept::E4m3(_)),
+            bytes: matches!(block.cache[0], CacheBuffer::E4m3(_)),
             pages: arg(&self.pages),
             pasts: tokens.pasts[self.rows.clone()].to_vec(),
         };
@@ -104,13 +104,15 @@ where
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,
 {
     let of_bf16 = |x: &CubeTensor<R>| x.dtype == DType::BF16;
-    let kept =
-        block.kept.iter().all(|kept| matches!(kept, Kept::E4m3(_)) || matches!(kept, Kept::Computed(x) if of_bf16(x)));
+    let takes = |buffer: &CacheBuffer<B>| match buffer {
+        CacheBuffer::Native(x) => of_bf16(x),
+        CacheBuffer::E4m3(_) => true,
+    };
     let [intermediate, _] = match &block.layers[4].weight {
         Operand::Dense(w) => dims(w),
         Operand::Packed(w) => w.dims(),
     };
-    (of_bf16(x) && kept).then(|| DecoderShape {
+    (of_bf16(x) && block.cache.iter().all(takes)).then(|| DecoderShape {
         hidden: dims(x)[1],
         intermediate,
         heads: tokens.attention.heads,

@@ -7,7 +7,7 @@
 // 16 keys at once: scores are keys times queries by mma.sync m16n8k16 (the keys are its rows, the heads its columns), and the
 // result is values times weights (the values' dimensions are its rows, the summed index is the key). Heads from PART to 7 are
 // zeros, and nobody reads what they give. The number of shares depends on the length of the sequence alone. The new key and value
-// come from shared memory, as the cache keeps them, and the team that has the last share writes them to the cache.
+// come from shared memory, as the cache stores them, and the team that has the last share writes them to the cache.
 //
 // A cache of bytes is turned into 16-bit numbers when it is read (../e4m3.rs).
 //
@@ -24,16 +24,16 @@ static_assert((PART + 2) * E * 2 + TEAM * PART * (E + 2) * 4 == TEAM_BYTES, "for
 // loaded at once.
 template <class Number> struct Neighbors { typedef uint4 Type; };
 template <> struct Neighbors<unsigned char> { typedef uint2 Type; };
-typedef Neighbors<Kept>::Type Eight;
+typedef Neighbors<CacheNumber>::Type Eight;
 
-// The numbers that a cache keeps of a bf16 number, and of eight numbers of a cache in bf16.
-template <class Number> __device__ __forceinline__ Number kept_as(u16 x);
-template <> __device__ __forceinline__ u16 kept_as<u16>(u16 x) { return x; }
-template <> __device__ __forceinline__ unsigned char kept_as<unsigned char>(u16 x) { return e4m3_byte(x); }
-__device__ __forceinline__ Kept kept(u16 x) { return kept_as<Kept>(x); }
+// to_cache: a bf16 number as the cache stores it. numbers_of: eight stored numbers as bf16.
+template <class Number> __device__ __forceinline__ Number to_cache_as(u16 x);
+template <> __device__ __forceinline__ u16 to_cache_as<u16>(u16 x) { return x; }
+template <> __device__ __forceinline__ unsigned char to_cache_as<unsigned char>(u16 x) { return e4m3_byte(x); }
+__device__ __forceinline__ CacheNumber to_cache(u16 x) { return to_cache_as<CacheNumber>(x); }
 __device__ __forceinline__ uint4 numbers_of(uint4 eight) { return eight; }
 __device__ __forceinline__ uint4 numbers_of(uint2 eight) {
-    return make_uint4(e4m3_pair(eight.x), e4m3_pair(eight.x >> 16), e4m3_pair(eight.y), e4m3_pair(eight.y >> 16));
+    return make_uint4(bf16_of_e4m3(eight.x), bf16_of_e4m3(eight.x >> 16), bf16_of_e4m3(eight.y), bf16_of_e4m3(eight.y >> 16));
 }
 
 // A score below all others. The difference of two such is 0.
@@ -82,8 +82,8 @@ struct Attention {
 // The shared memory of a team.
 struct Joint {
     u16* q;              // [PART][E]
-    Kept* k;             // [E]
-    Kept* v;             // [E]
+    CacheNumber* k;             // [E]
+    CacheNumber* v;             // [E]
     float* tops;         // [TEAM][PART]
     float* totals;
     float* parts;        // [TEAM][PART][E]
@@ -92,7 +92,8 @@ struct Joint {
 __device__ __forceinline__ Joint joint_of(unsigned char* memory) {
     u16* small = reinterpret_cast<u16*>(memory + threadIdx.x / 32 / TEAM * TEAM_BYTES);
     float* large = reinterpret_cast<float*>(small + (PART + 2) * E);
-    return {small, reinterpret_cast<Kept*>(small + PART * E), reinterpret_cast<Kept*>(small + (PART + 1) * E), large, large + TEAM * PART, large + 2 * TEAM * PART};
+    CacheNumber* fresh = reinterpret_cast<CacheNumber*>(small + PART * E);
+    return {small, fresh, fresh + E, large, large + TEAM * PART, large + 2 * TEAM * PART};
 }
 
 // No warp of the team goes on before all are here.
@@ -123,7 +124,7 @@ __device__ __forceinline__ u32 upper(u32 a, u32 b) { return a >> 16 | (b & 0xFFF
 template <class Place>
 __device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[E / 32], int valid, Place key_of, Place value_of) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const Kept *low = key_of(g) + t * 8, *high = key_of(g + 8) + t * 8;
+    const CacheNumber *low = key_of(g) + t * 8, *high = key_of(g + 8) + t * 8;
     Eight all_k[E / 32][2], all_v[E / 64][4];
 #pragma unroll
     for (int j = 0; j < E / 32; j++) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[E / 32], int 
     }
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-        const Kept* own = value_of(n / 2 * 8 + 2 * t + n % 2) + g * 8;
+        const CacheNumber* own = value_of(n / 2 * 8 + 2 * t + n % 2) + g * 8;
 #pragma unroll
         for (int j = 0; j < E / 64; j++) all_v[j][n] = *reinterpret_cast<const Eight*>(own + j * 64);
     }
@@ -187,8 +188,10 @@ __device__ __forceinline__ void take_in(Mix& mix, const uint4 (&q)[E / 32], int 
 
 // One share of the keys of a token for PART heads, from `head` on.
 template <class Caches>
-__device__ __forceinline__ void share(const Attention& a, const Joint& joint, const Caches& caches, int token, int head, int split, int splits) {
-    const int warp = threadIdx.x / 32 % TEAM, lane = threadIdx.x % 32, key_head = head / GROUP, past = caches.past(token), count = past + 1;
+__device__ __forceinline__ void share(const Attention& a, const Joint& joint, const Caches& caches, int token, int head,
+                                      int split, int splits) {
+    const int warp = threadIdx.x / 32 % TEAM, lane = threadIdx.x % 32, key_head = head / GROUP;
+    const int past = caches.past(token), count = past + 1;
     const int each = (count + splits - 1) / splits, first = split * each, end = min(first + each, count);
     const u16* row = a.qkv + token * (H + 2 * G) * E;
     const float* cosines = a.cosines + a.lines[token] * (E / 2);
@@ -203,13 +206,13 @@ __device__ __forceinline__ void share(const Attention& a, const Joint& joint, co
             });
         } else if (job == PART) {
             normed_and_rotated(row + (H + key_head) * E, a.k_norm, cosines, sines, [&](int c, u16 x, u16 y) {
-                const Kept a = kept(x), b = kept(y);
+                const CacheNumber a = to_cache(x), b = to_cache(y);
                 joint.k[c] = a, joint.k[c + E / 2] = b;
                 if (writes) caches.keys[place + c] = a, caches.keys[place + c + E / 2] = b;
             });
         } else {
             for (int c = lane; c < E; c += 32) {
-                const Kept x = kept(__ldcg(row + (H + G + key_head) * E + c));
+                const CacheNumber x = to_cache(__ldcg(row + (H + G + key_head) * E + c));
                 joint.v[c] = x;
                 if (writes) caches.values[place + c] = x;
             }
@@ -225,7 +228,7 @@ __device__ __forceinline__ void share(const Attention& a, const Joint& joint, co
 #pragma unroll 1
     for (int base = first + warp * KEYS; base < end; base += TEAM * KEYS) {
         // The rows behind the last key are those of the last key: they are read, and do not count.
-        const auto place_of = [&](const Kept* cache, const Kept* fresh) {
+        const auto place_of = [&](const CacheNumber* cache, const CacheNumber* fresh) {
             return [=](int n) {
                 const int key = min(base + n, end - 1);
                 return key == past ? fresh : cache + caches.place(token, key) + key_head * E;
@@ -288,7 +291,7 @@ __device__ __forceinline__ void prefetch_share(const Attention& a, const Caches&
     const int key_head = item % HEADS * PART / GROUP;
     for (int key = first + unit; key < min(first + min(each, KEYS_OF_SPLIT), past); key += TEAM * 32) {
         const long long at = caches.place(token, key) + key_head * E;
-        for (int e = 0; e < E; e += 128 / (int)sizeof(Kept)) prefetch(caches.keys + at + e), prefetch(caches.values + at + e);
+        for (int e = 0; e < E; e += 128 / (int)sizeof(CacheNumber)) prefetch(caches.keys + at + e), prefetch(caches.values + at + e);
     }
     if (unit < E / 32) prefetch(a.q_norm + unit * 32), prefetch(a.k_norm + unit * 32);
     if (unit < (E + 63) / 64) {

@@ -20,16 +20,16 @@ __device__ __forceinline__ Row row_of(const void* numbers, const void* scales, i
 
 // The keys and values of all sequences: rows of G E numbers in pages of PAGE rows.
 struct Caches {
-    Kept* keys;
-    Kept* values;
-    const u32* pages;    // [tokens, info->most]: the page of each PAGE tokens of a sequence
+    CacheNumber* keys;
+    CacheNumber* values;
+    const u32* pages;    // [tokens, info->pages_of_each]: the page of each PAGE tokens of a sequence
     const Info* info;
 
     __device__ __forceinline__ int past(int token) const { return info->past[token]; }
 
     // Where the keys and values of token n of a sequence begin.
     __device__ __forceinline__ long long place(int token, int n) const {
-        const long long page = pages[token * (int)info->most + n / PAGE];
+        const long long page = pages[token * (int)info->pages_of_each + n / PAGE];
         return (page * PAGE + n % PAGE) * (G * E);
     }
 };

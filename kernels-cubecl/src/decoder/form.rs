@@ -155,7 +155,7 @@ impl DecoderForm {
     ///
     /// # Errors
     /// If weights that read the same activations are stored in two ways.
-    pub(super) fn of_block<R: Runtime>(mut self, block: &DecoderBlock<R>) -> Result<Self, KernelError> {
+    pub(super) fn for_block<R: Runtime>(mut self, block: &DecoderBlock<R>) -> Result<Self, KernelError> {
         let DecoderBlock { weights, rounded, caches, .. } = block;
         self.cache_bytes = caches.bytes;
         let packed = weights.each_ref().map(|w| matches!(w, Weight::Packed(_)));

@@ -97,7 +97,7 @@ pub fn decoder_block_in<R: Runtime>(
     cubes: usize,
 ) -> Result<(), KernelError> {
     let tokens = block.caches.pasts.len();
-    let form = DecoderForm::new(client, block.shape, tokens, cubes)?.of_block(&block)?;
+    let form = DecoderForm::new(client, block.shape, tokens, cubes)?.for_block(&block)?;
     block.check()?;
     require(NAME, (scratch.tokens, scratch.shape) == (form.tokens, block.shape), || {
         format!("the scratch buffers were made for {} tokens of {:?}", scratch.tokens, scratch.shape)
@@ -117,13 +117,15 @@ pub fn decoder_block_in<R: Runtime>(
     let words = info.len();
     let arguments = KernelArguments::new().with_buffers(buffers).with_info(MetadataBindingInfo::new(info, words));
     let cubes = CubeCount::Static(index(NAME, "cubes", cubes)?, 1, 1);
-    // SAFETY: buffer lengths were checked against the shape, and the caller answers for the pages; what lies behind the last token is neither read nor written; all
-    // cubes run at the same time, and a cube that waits in vain ends the launch.
+    // SAFETY: buffer lengths were checked against the shape, and the caller guarantees that every page lies within the caches; what
+    // lies behind the last token is neither read nor written; all cubes run at the same time, and a cube that waits in vain
+    // ends the launch.
     unsafe { client.launch_unchecked(Box::new(WrittenKernel(form)), cubes, arguments) };
     Ok(())
 }
 
-/// The numbers that a launch passes: tokens, places for pages, the past of each token, and the given tensor scales with their reciprocals.
+/// The numbers that a launch passes: tokens, places for pages of each, the past of each, and the given tensor scales with their
+/// reciprocals.
 fn info<R: Runtime>(block: &DecoderBlock<R>, places: usize) -> Vec<u64> {
     let pasts = &block.caches.pasts;
     let mut info = vec![pasts.len() as u64, block.caches.pages_of_each() as u64];

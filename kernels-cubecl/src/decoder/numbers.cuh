@@ -72,7 +72,7 @@ __device__ __forceinline__ unsigned char e4m3_byte(u16 bits) {
 
 // The two lower E4M3 bytes of a word as bf16. Exponent and mantissa of a byte, moved to the lowest bits of those of bf16, are 2^-120
 // of its value. NaN gets a full exponent.
-__device__ __forceinline__ u32 e4m3_pair(u32 word) {
+__device__ __forceinline__ u32 bf16_of_e4m3(u32 word) {
     const u32 apart = (word & 0xFFu) | (word & 0xFF00u) << 8, magnitudes = apart & 0x007F007Fu;
     const u32 nans = ((magnitudes + 0x00010001u) & 0x00800080u) * 0xFFu;
     return times(magnitudes << 4, 0x7B807B80u) | nans | (apart & 0x00800080u) << 8;

@@ -61,7 +61,8 @@ fn definitions(form: &DecoderForm) -> String {
     for (name, number) in numbers {
         writeln!(out, "constexpr int {name} = {number};").expect(WRITES);
     }
-    writeln!(out, "typedef {} Kept;", if form.cache_bytes { "unsigned char" } else { "unsigned short" }).expect(WRITES);
+    writeln!(out, "typedef {} CacheNumber;", if form.cache_bytes { "unsigned char" } else { "unsigned short" })
+        .expect(WRITES);
     writeln!(out, "constexpr bool PREPARED = {};", form.prepares()).expect(WRITES);
     writeln!(out, "constexpr float EPS = {eps:e}f, SCORE_SCALE = {scale:e}f;").expect(WRITES);
     for (product, (name, weights)) in form.products.iter().zip(WEIGHTS) {
@@ -79,7 +80,7 @@ fn definitions(form: &DecoderForm) -> String {
             writeln!(out, "#define {upper}_SCALE {tensor_scale}").expect(WRITES);
         }
     }
-    out.push_str("struct Info {\n    long long tokens, most, past[TOKENS], scales[4][2];\n};\n");
+    out.push_str("struct Info {\n    long long tokens, pages_of_each, past[TOKENS], scales[4][2];\n};\n");
     writeln!(out, "#define PARAMETERS {}", parameters(form)).expect(WRITES);
     out
 }
@@ -102,7 +103,7 @@ fn parameters(form: &DecoderForm) -> String {
             }
         }
     }
-    all.extend(["Kept* keys", "Kept* values", "const u32* pages"].map(String::from));
+    all.extend(["CacheNumber* keys", "CacheNumber* values", "const u32* pages"].map(String::from));
     all.extend(
         ["u32* barrier", "u16* qkv", "u16* mixed", "u16* h", "u16* gated", "u16* prepared", "float* shares"]
             .map(String::from),

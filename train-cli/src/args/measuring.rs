@@ -24,7 +24,7 @@ pub struct NeedleArgs {
     /// Which model is asked.
     #[command(flatten)]
     pub model: ModelArgs,
-    /// How the cache keeps what was read.
+    /// Number format of the KV cache.
     #[command(flatten)]
     pub cache: CacheArgs,
     /// Lengths of the texts with question and answer, in tokens, separated by commas

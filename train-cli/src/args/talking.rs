@@ -31,7 +31,7 @@ pub struct GenerateArgs {
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
-    /// How the cache keeps what was read.
+    /// Number format of the KV cache.
     #[command(flatten)]
     pub cache: CacheArgs,
     /// How tokens are chosen.
@@ -72,11 +72,11 @@ pub struct ChatArgs {
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]
     pub thinking: Option<bool>,
-    /// How the cache keeps what was read.
+    /// Number format of the KV cache.
     #[command(flatten)]
     pub cache: CacheArgs,
     /// Maximum length of the conversation, in tokens.
-    #[arg(long, value_name = "N", help = context_help("the conversation"))]
+    #[arg(long, value_name = "N", help = context_help("the conversation, in tokens; the memory for it is allocated at the start"))]
     pub context: Option<std::num::NonZeroUsize>,
     /// Read messages, and commands such as /reset, from this file instead of the terminal. From a .jsonl file that /save
     /// wrote, send its system and user messages again
@@ -138,18 +138,18 @@ pub struct ServeArgs {
     /// The model's name in replies [default: the name of its file or folder]
     #[arg(long, value_name = "NAME")]
     pub model_name: Option<String>,
-    /// How the cache keeps what was read.
+    /// Number format of the KV cache.
     #[command(flatten)]
     pub cache: CacheArgs,
     /// Maximum length of a prompt and its answer, in tokens.
-    #[arg(long, value_name = "N", help = context_help("a prompt and its answer"))]
+    #[arg(long, value_name = "N", help = context_help("a prompt and its answer, in tokens"))]
     pub context: Option<std::num::NonZeroUsize>,
     /// Number of answers that are made at once; others wait
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub parallel: usize,
-    /// Tokens of all prompts and answers that the KV cache holds, at least --context; its memory is allocated at the start. With
-    /// fewer than --parallel times --context, an answer waits until there is room for it. What no answer needs now keeps earlier
-    /// conversations [default: --parallel times --context]
+    /// Number of tokens that the KV cache holds for all prompts and answers together, at least --context. Its memory is allocated
+    /// at the start. If it is smaller than --parallel times --context, a request may have to wait until there is room. Free room
+    /// keeps earlier conversations, so that their next turn is read faster [default: --parallel times --context]
     #[arg(long, value_name = "N")]
     pub kv_cache_tokens: Option<usize>,
 }

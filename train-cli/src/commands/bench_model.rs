@@ -16,6 +16,7 @@ use backend_nvfp4::{
     PACKED_BYTES, PAGE, Precision, Recipe, Scaling, bench::Row,
 };
 use model_qwen3::{
+    ModelError,
     config::Qwen3Config,
     model::Qwen3,
     sampling::Sampling,
@@ -56,7 +57,8 @@ impl Job for Measured {
         let head = args.head.unwrap_or(HEAD);
         let cache = if args.kv_cache_dtype == CacheFormat::E4m3 { " · the cache in 8 bits" } else { "" };
         report::label("recipe", format!("{} · the head in {}{cache}", recipe.name(), head.name()));
-        let model = random_model::<B>(&config, recipe, head, precision, &device)?.with_cache(args.kv_cache_dtype);
+        let model =
+            random_model::<B>(&config, recipe, head, precision, &device)?.with_cache_format(args.kv_cache_dtype);
         if args.what == BenchWhat::Prefill {
             return prefill(&model, &args);
         }
@@ -85,8 +87,14 @@ fn decode<B: Nvfp4Kernels + DeviceMemory>(
     let prompts: Vec<Vec<u32>> = (0..batch).map(|n| ids(model, context, n)).collect();
     let options = GenerateOptions { max_tokens: ANSWER, sampling, stop_ids: vec![], logprobs: None };
     let capacity = context + ANSWER;
+    let limit = model.config().max_position_embeddings;
+    if capacity > limit {
+        return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit }.into());
+    }
     let pool = model.pool(batch * capacity.next_multiple_of(PAGE))?;
-    let mut sessions: Vec<_> = prompts.iter().filter_map(|_| Session::of_pool(model, &pool, &[], capacity)).collect();
+    let session =
+        |_: &Vec<u32>| Session::of_pool(model, &pool, &[], capacity).expect("the pool has room for all answers");
+    let mut sessions: Vec<_> = prompts.iter().map(session).collect();
     let mut seconds = Vec::new();
     for _ in 0..=RUNS {
         let mut answers = sessions
@@ -114,12 +122,14 @@ fn decode<B: Nvfp4Kernels + DeviceMemory>(
     let of_rate = share.map_or(String::new(), |share| format!(" · {:.0} % of the memory's rate", share * 100.0));
     let memory = B::memory_in_use(&model.device()).map(|memory| memory.reserved >> 20);
     let reserved = memory.map_or(String::new(), |mib| format!(" · {mib} MiB reserved"));
-    let rate = 1.0 / token;
+    let per_second = 1.0 / token;
     show(
         args,
-        format!("decode · {batch} at a time · context {context} · {name} · {rate:.0} tokens/s{of_rate}{reserved}"),
+        format!(
+            "decode · {batch} at a time · context {context} · {name} · {per_second:.0} tokens/s{of_rate}{reserved}"
+        ),
         json!({
-            "what": "decode", "answers": batch, "context": context, "choice": name, "tokens_per_second": rate,
+            "what": "decode", "answers": batch, "context": context, "choice": name, "tokens_per_second": per_second,
             "share_of_memory_rate": share, "memory_mib": memory,
         }),
     );

@@ -228,12 +228,12 @@ fn headers() -> Checked {
 
 /// Where the compiled kernels of cards are kept.
 fn cache(has_card: bool) -> Checked {
-    let kept = match kernel_cache::directory() {
-        Some(folder) => format!("kept in {}", folder.display()),
-        None => match kernel_cache::root().filter(|_| !has_card) {
-            Some(root) => format!("those of an NVIDIA card are kept in {}", root.display()),
-            None => "not kept: each process compiles them again".to_owned(),
-        },
+    let kept = match (kernel_cache::directory(), kernel_cache::root()) {
+        (Some(folder), _) => format!("kept in {}", folder.display()),
+        (None, Some(root)) if !has_card => {
+            format!("compiled kernels of an NVIDIA card would be kept in {}", root.display())
+        }
+        (None, _) => "not kept: each process compiles them again".to_owned(),
     };
     Checked::good("kernels", kept)
 }

@@ -53,7 +53,7 @@ impl Job for EvalLoss {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
         if args.recipes.is_empty() {
-            let mut opened = Opened::new(flags::wanted(&args.model, CacheFormat::Computed))?;
+            let mut opened = Opened::new(flags::wanted(&args.model, CacheFormat::Native))?;
             let config = opened.config().clone();
             let samples = samples(&args, opened.text(), &config)?;
             let model = opened.load::<B>(None, precision, &device)?.model;

@@ -60,7 +60,6 @@ impl Job for Serve {
         };
         let address = server.address()?;
         let engine = server.start(text.clone(), name.clone(), model.config().vocab_size, context)?;
-
         report::label(
             "serves",
             format!("{name} · {} answers at once, {context} tokens each, {tokens} together", args.parallel),

@@ -200,8 +200,8 @@ fn encode(
     Ok(sample)
 }
 
-/// The ids of the text that was encoded last, by its pieces. Where each turn of a conversation is a sample, the text of a turn
-/// begins as the one before, and what they share is not encoded again.
+/// The pieces of the prompt that was encoded last, each with its ids. If each turn of a conversation is a sample, its prompt
+/// usually begins with the prompt of the turn before: the pieces that both share are not encoded again.
 #[derive(Default)]
 struct SharedBeginning {
     pieces: Vec<(String, Vec<u32>)>,

@@ -5,9 +5,11 @@
 
 use crate::{
     data::conversation::Conversation,
-    data_files::{self, Reader},
     error::place_of,
-    settings::{Auto, Format, MOST_WEIGHT},
+    settings::{
+        Auto, Format, MOST_WEIGHT,
+        extensions::{self, Reader},
+    },
 };
 use model_qwen3::json;
 use serde::de::IgnoredAny;
@@ -65,7 +67,7 @@ pub struct RowOptions {
 /// If neither tells: the line, counted from 1, or 0, and what is wrong.
 pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Wrong)> {
     let nowhere = |reason: &str| (0, reason.to_owned().into());
-    match data_files::reader(path) {
+    match extensions::reader(path) {
         Some(Reader::Text(format)) => Ok(format),
         Some(Reader::Json) => match objects(content).next() {
             None => Err(nowhere(NO_ROWS)),
@@ -73,7 +75,7 @@ pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Wro
         },
         Some(Reader::Parquet | Reader::Arrow) | None => Err(nowhere(&format!(
             "the file name does not tell the data format ({} do); give --format",
-            data_files::known()
+            extensions::known()
         ))),
     }
 }

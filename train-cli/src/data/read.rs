@@ -9,10 +9,13 @@ use crate::{
         parquet,
         sample::Sample,
     },
-    data_files::{self, Reader},
+    data_files,
     model_files::TextFiles,
     report,
-    settings::{Auto, Format, LossOn, Overlong},
+    settings::{
+        Auto, Format, LossOn, Overlong,
+        extensions::{self, Reader},
+    },
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -97,13 +100,13 @@ pub fn load(paths: &[PathBuf], text: &TextFiles, options: &DataOptions) -> Resul
 /// # Errors
 /// If so.
 pub fn check_separator(paths: &[PathBuf], format: Auto<Format>, separator: Option<&str>) -> Result<(), CliError> {
-    let by_name = |path: &PathBuf| data_files::reader(path) == Some(Reader::Text(Format::Text));
+    let by_name = |path: &PathBuf| extensions::reader(path) == Some(Reader::Text(Format::Text));
     let is_text = |path| format.map_or_else(|| by_name(path), |format| format == Format::Text);
     match separator.filter(|_| !paths.iter().any(is_text)) {
         None => Ok(()),
         Some(separator) => {
             let text = "it stands between the documents of a text, and no file is one";
-            let texts = data_files::of_texts();
+            let texts = extensions::of_texts();
             Err(CliError::Usage(format!("--document-separator {separator:?}: {text} ({texts}); leave it out")))
         }
     }
@@ -146,7 +149,7 @@ struct RowReader<'a> {
 
 impl RowReader<'_> {
     fn file(&mut self, path: &Path) -> Result<(), CliError> {
-        match data_files::reader(path) {
+        match extensions::reader(path) {
             Some(Reader::Parquet) => self.table(path, parquet::objects(path)?),
             Some(Reader::Arrow) => self.table(path, arrow::objects(path)?),
             Some(Reader::Json | Reader::Text(_)) | None => self.text(path),
@@ -161,7 +164,7 @@ impl RowReader<'_> {
         self.rows(path, format, rows)
     }
 
-    /// Makes samples of the rows of a text, which JSON is, too.
+    /// Makes samples of the rows of a text file or a JSON file.
     fn text(&mut self, path: &Path) -> Result<(), CliError> {
         let at = |(line, wrong): (usize, Wrong)| bad_row(path, line, wrong);
         let options = self.options;

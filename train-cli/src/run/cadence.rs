@@ -1,7 +1,7 @@
-//! How often a run evaluates if nobody says: so often that its evaluations and sample answers take at most about
-//! [`EVALUATION_SHARE`] of its time, and at most twenty times. It is estimated from counts of tokens, so that a run evaluates after the same steps wherever
-//! it runs. How long training waits for a checkpoint is known only when one was saved: [`Waited`] measures it, and a run that
-//! nobody tells how often it saves leaves checkpoints out.
+//! How often a run evaluates and saves if no flag says so. Evaluations and sample answers take at most about
+//! [`EVALUATION_SHARE`] of its time, and there are at most twenty. Their time is estimated from counts of tokens, so that a run
+//! evaluates after the same steps wherever it runs. How long training waits for a checkpoint is known only after one was saved:
+//! [`Waited`] measures it, and the run leaves out checkpoints that would take more than [`SAVING_SHARE`] of its time.
 
 use super::inputs::Inputs;
 use crate::{
@@ -39,7 +39,7 @@ fn between(steps: usize, cost: f64) -> usize {
     part_of_the_run(steps).max((cost / EVALUATION_SHARE).ceil() as usize)
 }
 
-/// How long training has waited for checkpoints in this process, in seconds.
+/// How long training has waited for checkpoints since this attempt began, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Waited {
     total: f64,
@@ -53,7 +53,7 @@ impl Waited {
         self.last = seconds;
     }
 
-    /// Whether a process that trains for `elapsed` seconds may wait for one more, which takes as long as the last one. Nobody
+    /// Whether an attempt that has trained for `elapsed` seconds may wait for one more, which takes as long as the last one. Nobody
     /// notices a short one.
     pub(super) fn has_time(self, elapsed: f64) -> bool {
         self.last < UNNOTICED || self.total + self.last <= SAVING_SHARE * elapsed

@@ -8,6 +8,7 @@ use crate::{
     run::beginning,
     run::checkpoint::{self, CONFIG, FINAL, STALE, TrainerState},
     run::inputs::Inputs,
+    run::old_checkpoints,
     run::results::RESULTS,
     run::{log, tensorboard},
     settings::Change,
@@ -203,7 +204,7 @@ pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
         }
     }
     durable::finish_replacement(&dir.join(FINAL))?;
-    checkpoint::set_aside_newer(dir, step)?;
+    old_checkpoints::set_aside_newer(dir, step)?;
     log::drop_after(dir, step)?;
     tensorboard::remove(dir)?;
     durable::sweep(dir)

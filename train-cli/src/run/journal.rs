@@ -26,7 +26,7 @@ use crate::{
     train::evaluation::Evaluation,
     train::guard::Guard,
     train::step::Stepper,
-    train::training_loop::{Between, StepReport, StillToDo, Wanted},
+    train::training_loop::{Between, SaveWish, StepReport, StillToDo},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -49,6 +49,7 @@ pub struct Journal {
     guard: Guard,
     /// The NVFP4 codes before the first step, if they are known.
     codes: Option<Arc<Codes>>,
+    /// When the seconds began that `state.seconds` does not count yet.
     started: Instant,
     losses: Losses,
     /// Floating-point operations per token.
@@ -68,7 +69,7 @@ pub struct Journal {
     saver: Arc<Mutex<Saver>>,
     /// Whether it was said that a checkpoint is left out.
     told: bool,
-    /// When the training of this process began.
+    /// When this attempt began to train.
     began: Instant,
     /// How long it has waited for checkpoints.
     waited: Waited,
@@ -327,7 +328,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         model: &Qwen3<B>,
         stepper: &Stepper<B>,
         step: usize,
-        wanted: Wanted,
+        wanted: SaveWish,
     ) -> Result<Option<PathBuf>, CliError> {
         let saver = self.saver.clone();
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
@@ -338,9 +339,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let kept = |one| one == step || Some(one) == self.saved || there.iter().any(|(saved, _)| *saved == one);
         let best = self.best(kept).map(|(step, ..)| step);
         let of_period = saving.keep_period.is_some_and(|period| step.is_multiple_of(period));
-        let (asked, ends) = (wanted == Wanted::Asked, wanted == Wanted::AtTheEnd);
-        let wanted = asked || ends || best == Some(step) || of_period || step == self.order.steps;
-        let due = wanted || self.due(saving.save_every(self.order.steps), step);
+        let (asked, ends) = (wanted == SaveWish::Asked, wanted == SaveWish::AtTheEnd);
+        let needed = asked || ends || best == Some(step) || of_period || step == self.order.steps;
+        let due = needed || self.due(saving.save_every(self.order.steps), step);
         let saves = saving.save_strategy != SaveStrategy::No;
         if asked {
             report::line(answer_to_request(step, saves));
@@ -349,7 +350,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             return Ok(None);
         }
         // Nobody has asked for this one, and training would have to wait for it, or for the one before.
-        let optional = !wanted && saving.save_steps.is_none();
+        let optional = !needed && saving.save_steps.is_none();
         if let Some(reason) = optional.then(|| self.reason_to_leave_out(&saver)).flatten() {
             if !std::mem::replace(&mut self.told, true) {
                 report::line(format!(
@@ -366,11 +367,10 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         self.state.seconds = self.seconds();
         self.started = Instant::now();
         progress::doing("saving a checkpoint");
-        let begun = Instant::now();
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
         let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
-        self.waited.add(begun.elapsed().as_secs_f64());
+        self.waited.add(self.started.elapsed().as_secs_f64());
         self.saved = Some(step);
         progress::doing("training");
         if ends && written.is_none() { saver.wait() } else { Ok(written) }
@@ -380,9 +380,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
 /// What to say to somebody who asks for a checkpoint by a signal.
 fn answer_to_request(step: usize, saves: bool) -> String {
     if saves {
-        format!("SIGUSR1: the run saves a checkpoint after step {step} and goes on")
+        format!("SIGUSR1: the run saves a checkpoint after step {step} and continues")
     } else {
-        format!("SIGUSR1: the run saves no checkpoint after step {step}, because of --save-strategy no; it goes on")
+        format!("SIGUSR1: the run saves no checkpoint after step {step}, because of --save-strategy no; it continues")
     }
 }
 

@@ -14,6 +14,7 @@ pub mod journal;
 pub mod located;
 mod log;
 mod losses;
+mod old_checkpoints;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;

@@ -10,9 +10,9 @@ use crate::{
     },
     plan::Plan,
     report,
-    run::checkpoint,
     run::inputs::Inputs,
     run::saving::Room,
+    run::{checkpoint, old_checkpoints},
     settings::{Clip, DeviceChoice, Recompute, SaveStrategy, fields::SavingSettings},
 };
 use backend_nvfp4::{MasterKind, Precision, Scaling};
@@ -115,7 +115,7 @@ impl Space {
         self.most().is_some_and(|most| needed <= most)
     }
 
-    /// What a run may take, as far as is known: a limit above what is free makes no more memory.
+    /// The memory that a run may take, if it is known: the limit, or what is free if that is less.
     fn least(self) -> Option<u64> {
         [self.limit, self.free].into_iter().flatten().min()
     }
@@ -251,7 +251,7 @@ impl Forecast {
             let needed = wanted.entry(disk.id).or_insert(0);
             *needed += bytes;
             if *needed > disk.free {
-                checkpoint::note_stale(&plan.output_dir);
+                old_checkpoints::note_stale(&plan.output_dir);
                 return Err(CliError::Disk { path: path.clone(), checkpoints, needed: *needed, free: disk.free });
             }
         }

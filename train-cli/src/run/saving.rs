@@ -10,10 +10,10 @@
 //! is complete, so that a kill at any moment leaves the older checkpoints as they are. Nothing is committed that was read
 //! from a device that has failed meanwhile.
 
-pub use super::checkpoint::Keep;
+pub use super::old_checkpoints::Keep;
 use super::{
-    checkpoint::{self, MODEL, OPTIMIZER, STATE, TrainerState},
-    optimizer_file,
+    checkpoint::{MODEL, OPTIMIZER, STATE, TrainerState},
+    old_checkpoints, optimizer_file,
     waiting::{Blocks, WaitingFile},
 };
 use crate::{
@@ -305,14 +305,14 @@ impl Destination {
         // The older checkpoints are given up only for one that can be read.
         durable::read_back(&committed)?;
         report::line(format!("{:>11}  {}", "saved", committed.display()));
-        checkpoint::delete_old(&self.run, keep)?;
+        old_checkpoints::delete_old(&self.run, keep)?;
         Ok(committed)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::checkpoint::HeadStorage, *};
     use crate::{
         settings::Settings,
         train::chunked_adamw::{AdamwConfig, ChunkedAdamw, Rate, TensorState},
@@ -351,7 +351,7 @@ mod tests {
                 float: DType::F32,
             };
             let optimizer = ChunkedAdamw::new(adamw, Default::default());
-            let state = TrainerState::new(Settings::default(), 5, "", spec, checkpoint::HeadStorage::of(&model));
+            let state = TrainerState::new(Settings::default(), 5, "", spec, HeadStorage::of(&model));
             let mut trained = Self { model, optimizer, state };
             trained.step();
             trained

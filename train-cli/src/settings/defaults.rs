@@ -67,7 +67,7 @@ pub(super) const MASTER_WEIGHTS: &str = "bf16 where activations are bf16, else f
 /// Whether clipping uses the norm of the same step, if nobody says which norm it uses. This norm costs nothing extra where all
 /// gradients exist before the first is applied. Elsewhere it takes the memory of all gradients or a second pass, and the previous
 /// step's norm is used.
-pub fn clips_exactly(gradient_accumulation_steps: usize) -> bool {
+pub fn clips_exactly_by_default(gradient_accumulation_steps: usize) -> bool {
     gradient_accumulation_steps > 1
 }
 
@@ -75,8 +75,9 @@ pub fn clips_exactly(gradient_accumulation_steps: usize) -> bool {
 pub(super) const CLIP: &str =
     "`exact` if gradients are accumulated, because it then costs nothing; otherwise `previous`";
 
-/// Which scales NVFP4 weights get, if nobody chooses them and the model does not say which it has; and their name.
+/// Which scales NVFP4 weights get, if nobody chooses them and the model does not say which it has.
 pub const SCALING: Scaling = Scaling::Two;
+/// The name of [`SCALING`] on the command line, for help that states it.
 pub(crate) const SCALING_NAME: &str = "two";
 
 /// Which scales the NVFP4 weights of a run have, if nobody chooses them. `begun_with` are those with which a resumed run began:

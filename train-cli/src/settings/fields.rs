@@ -1,8 +1,7 @@
 //! The settings themselves, in groups that are the headings of `--help`. A field's doc comment is its help text.
 
 use crate::{
-    data_files,
-    replaced::run_folder,
+    replaced::not_of_the_guard,
     settings::{
         choices::{
             Auto, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong, Recompute,
@@ -12,6 +11,7 @@ use crate::{
             BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, advised_blocks, longest,
             part_of_the_run, parts_of_the_run,
         },
+        extensions,
     },
 };
 use backend_nvfp4::{MasterKind, Nvfp4Parts, Precision, Recipe, Scaling, StateKind};
@@ -95,7 +95,7 @@ pub struct DataSettings {
     #[arg(help_heading = COMMON, help = format!(
         "Training file ({}), a folder of such files (without its .md files), or a pattern such as 'rows/*.jsonl'; may be given \
          several times",
-        data_files::known()
+        extensions::known()
     ))]
     pub data: Vec<PathBuf>,
     /// Maximum length of a training sequence, in tokens. `longest` has the default.
@@ -350,7 +350,7 @@ impl Default for MemorySettings {
 pub struct SavingSettings {
     /// The run folder.
     #[arg(short, long, value_name = "DIR", alias = "out-dir", alias = "output", alias = "checkpoint-dir")]
-    #[arg(value_parser = PathBufValueParser::new().try_map(run_folder))]
+    #[arg(value_parser = PathBufValueParser::new().try_map(not_of_the_guard))]
     #[arg(help_heading = COMMON, help = format!(
         "Run folder: receives the settings, logs, checkpoints and the exported model [default: {RUNS}/TIME_MODEL]"
     ))]
@@ -368,7 +368,7 @@ pub struct SavingSettings {
          the current step",
         &format!(
             "; with this default, a checkpoint is left out if the one before is still being written, or if training would \
-             wait for checkpoints for more than {:.0} % of its time",
+             have waited for checkpoints for more than {:.0} % of the run's time",
             100.0 * SAVING_SHARE
         ),
     ))]

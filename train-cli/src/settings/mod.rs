@@ -11,6 +11,7 @@
 mod amount;
 mod choices;
 pub mod defaults;
+pub mod extensions;
 pub mod fields;
 mod layer;
 mod record;

@@ -112,7 +112,7 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         for (running, token) in self.running.iter_mut().zip(tokens) {
             if token.is_some() && running.answering.generated().ids.len() == 1 {
                 // The prompt was read, and no number of it is NaN.
-                running.session.remember(false);
+                running.session.share();
             }
             match token.map(|id| running.growing.push(id, &self.text.tokenizer)).transpose() {
                 Ok(Some(piece)) if !piece.is_empty() => running.listener.hear(&piece, running.answering.generated()),
@@ -132,14 +132,14 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         Ok(())
     }
 
-    /// Tells the listener of an answer that it has ended. The pool remembers what was read, unless something failed: what was
-    /// computed is worth nothing then.
+    /// Tells the listener of an answer that it has ended. The pool caches what was read, unless something failed and the numbers
+    /// may be wrong.
     fn complete(&self, running: Running<'a, B, L>) {
         let Running { session, answering, growing, mut listener, failure } = running;
         let generation = failure.map_or_else(|| answering.into_generation().map_err(CliError::from), Err);
         let answer = generation.and_then(|generation| growing.finish(generation, &self.text.tokenizer));
         if answer.is_ok() {
-            session.remember(true);
+            session.end();
         }
         let answer = answer.map(|(answer, rest)| {
             if !rest.is_empty() {

@@ -48,7 +48,7 @@ impl Job for FirstAnswers<'_> {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { stored, recipe, cache, expected } = self;
-        let model = stored.outline::<B>(recipe, precision, &device)?.with_cache(cache);
+        let model = stored.outline::<B>(recipe, precision, &device)?.with_cache_format(cache);
         let options =
             GenerateOptions { max_tokens: TOKENS, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         // Kernels have places for a power of two tokens. Reading one token launches the same kernels, in a prompt or in an answer.
@@ -62,8 +62,11 @@ impl Job for FirstAnswers<'_> {
             let prompts: Vec<Vec<u32>> = lengths.into_iter().map(|n| vec![0; chunks(n).min(longest).max(1)]).collect();
             let capacity = |prompt: &Vec<u32>| (prompt.len() + TOKENS).next_multiple_of(PAGE);
             let pool = model.pool(prompts.iter().map(capacity).sum())?;
-            let new = |prompt: &Vec<u32>| Session::of_pool(&model, &pool, prompt, prompt.len() + TOKENS);
-            let mut sessions: Vec<_> = prompts.iter().filter_map(new).collect();
+            let new = |prompt: &Vec<u32>| {
+                let session = Session::of_pool(&model, &pool, prompt, prompt.len() + TOKENS);
+                session.expect("the pool has room for all prompts")
+            };
+            let mut sessions: Vec<_> = prompts.iter().map(new).collect();
             let begun = sessions.iter_mut().zip(&prompts);
             let answers = begun.map(|(session, prompt)| Answering::new(session, prompt, &options));
             let mut answers = answers.collect::<Result<Vec<_>, _>>()?;

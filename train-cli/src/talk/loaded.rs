@@ -66,7 +66,7 @@ impl<'a> Opened<'a> {
         let choice = device::resolved(wanted.device);
         let first = |expected| FirstAnswers { stored: &stored, recipe, cache: wanted.cache, expected };
         let ahead = expected.map(|expected| Ahead::compile(choice, precision, first(expected)));
-        let model = stored.load(recipe, precision, device)?.with_cache(wanted.cache);
+        let model = stored.load(recipe, precision, device)?.with_cache_format(wanted.cache);
         if let Some(ahead) = ahead {
             ahead.finish();
         }

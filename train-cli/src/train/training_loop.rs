@@ -94,8 +94,8 @@ pub trait Between<B: Nvfp4Kernels>: Send {
     /// If the device fails or a file cannot be written.
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError>;
 
-    /// Saves a checkpoint if one is due or wanted, unless saving is off. The last one of a run is complete when this returns its
-    /// folder; the next steps may be made while another is written.
+    /// Saves a checkpoint if one is due or wanted, unless saving is off. If the run stops before its last step, the checkpoint is
+    /// complete when this returns its folder. Otherwise it may still be being written while the next steps are made.
     ///
     /// # Errors
     /// If the device fails or a file cannot be written.
@@ -104,22 +104,22 @@ pub trait Between<B: Nvfp4Kernels>: Send {
         model: &Qwen3<B>,
         stepper: &Stepper<B>,
         step: usize,
-        wanted: Wanted,
+        wanted: SaveWish,
     ) -> Result<Option<PathBuf>, CliError>;
 }
 
 /// Whether a checkpoint is wanted after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
+pub enum SaveWish {
     /// If one is due.
     IfDue,
     /// Somebody has asked for one.
     Asked,
-    /// The run ends here.
+    /// The run stops after this step: a signal came, it exceeded its memory, or its loss stopped falling.
     AtTheEnd,
 }
 
-impl Wanted {
+impl SaveWish {
     /// After a step with which the run `stops`, or during which somebody has `asked` for a checkpoint.
     fn after_step(stops: bool, asked: bool) -> Self {
         match (stops, asked) {
@@ -253,7 +253,7 @@ pub fn train<AB: TrainingBackend>(
         let stops = exceeded.is_some() || interrupted.is_some() || run.between.ends_early();
         device::check()?;
         clock.lap();
-        let wanted = Wanted::after_step(stops, run.requests.take());
+        let wanted = SaveWish::after_step(stops, run.requests.take());
         let saved = run.between.maybe_save(inner.model(), &run.stepper, step, wanted)?;
         if run.between.ahead(step - 1).saves > ahead.saves {
             pace.saves.add(clock.lap());

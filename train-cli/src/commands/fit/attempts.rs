@@ -24,7 +24,7 @@ use crate::{
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels};
 use burn::{backend::Autodiff, module::AutodiffModule};
 use model_qwen3::model::Qwen3;
-use std::{path::Path, sync::Arc};
+use std::sync::Arc;
 
 /// What watches the steps of a run: for bad ones, for signals, and for the memory that they take.
 struct Watchers {
@@ -49,11 +49,11 @@ impl Ready {
         &self,
         mut from: Option<Resumed>,
         signals: &Arc<Interruption>,
+        requests: &SaveRequests,
         device: &B::Device,
     ) -> Result<Outcome<B>, CliError> {
         let record = from.as_ref().map(|resumed| resumed.state.guard.clone()).unwrap_or_default();
         let guard = Guard::new(self.plan.settings.advanced.guard, record);
-        let requests = SaveRequests::listen().map_err(CliError::io(Path::new("signals")))?;
         loop {
             let vram = VramReport::new(self.plan.settings.logging.vram_report.as_deref());
             let (interruption, requests) = (signals.clone(), requests.clone());

@@ -19,7 +19,7 @@ use crate::{
     args::FitArgs,
     commands::demo,
     device::{self, Job},
-    interrupt::Interruption,
+    interrupt::{Interruption, SaveRequests},
     plan::Plan,
     report,
     run::checkpoint::{self, CONFIG, Resume, Resumed},
@@ -90,7 +90,7 @@ fn typed_folder(args: &FitArgs) -> Option<&Path> {
 }
 
 /// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint yet.
-/// Of the checkpoint only the state is verified.
+/// Only the state of the checkpoint is verified, not its weights.
 pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let resume = match &args.launch.resume_from_checkpoint {
         Some(from) => checkpoint::resume(from, typed_folder(args))?,
@@ -107,7 +107,7 @@ pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), C
     })
 }
 
-/// The plan of a command line that goes on where `resume` says. Typed settings win over those of the config file, of the
+/// The plan of a command line, which resumes at `resume` if there is one. Typed settings win over those of the config file, of the
 /// checkpoint or of the demo, and these over defaults.
 fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
     let launch = &args.launch;
@@ -142,8 +142,8 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
     Plan::new(settings)
 }
 
-/// A run that can resume, and the checkpoint. Its weights may take minutes to read and to verify, and are read last. If another
-/// checkpoint is resumed because they are broken, its settings may be others, and are checked, too.
+/// Checks that a run can resume from `found`, then verifies the files of the checkpoint, which may take minutes. If they are
+/// broken and an older checkpoint is resumed, the run is planned and checked again with the settings of that one.
 fn resumable(
     args: &FitArgs,
     plan: Plan,
@@ -157,7 +157,7 @@ fn resumable(
         Ok::<_, CliError>(ready)
     };
     let ready = checked(plan, &found)?;
-    let Some(from) = &args.launch.resume_from_checkpoint else { return Ok((ready, found)) };
+    let from = args.launch.resume_from_checkpoint.as_ref().expect("the flag said where the checkpoint is");
     let newest = found.folder.clone();
     let verified = checkpoint::verified(from, found)?;
     if verified.folder == newest {
@@ -210,6 +210,8 @@ impl Job for Fit<'_> {
                 (plan, Some(lock))
             }
         };
+        // A request that comes before the first step is answered after it.
+        let requests = SaveRequests::listen().map_err(CliError::io(Path::new("signals")))?;
         let (ready, resumed) = match resumed {
             Some(found) => {
                 let (ready, resumed) = resumable(args, plan, found, choice, precision)?;
@@ -256,7 +258,7 @@ impl Job for Fit<'_> {
         }
         // From here to the end of the export, a first signal ends the run where it can be resumed.
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
-        let trained = ready.guarded::<B>(resumed, &signals, &device);
+        let trained = ready.guarded::<B>(resumed, &signals, &requests, &device);
         let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
         // However the run has ended, its folder says so.
         summarize(&ready.plan.output_dir);
