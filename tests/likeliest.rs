@@ -76,7 +76,7 @@ fn other_candidates<R: CubeRuntime>() {
     });
     let pool = model.pool(4 * 32).unwrap();
     let mut sessions = all.each_ref().map(|_| Session::of_pool(&model, &pool, &[], 20).unwrap());
-    let mut answers: Vec<Answering> = sessions
+    let mut answers: Vec<Answering<_>> = sessions
         .iter_mut()
         .zip(&all)
         .map(|(session, options)| Answering::new(session, &prompt, options).unwrap())

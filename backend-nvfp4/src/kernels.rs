@@ -6,10 +6,10 @@
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     decode::{DecodeBlock, DecodeTokens},
-    error::Nvfp4Error,
+    draw::{Awaited, Draw},
     ops::{Activations, Nvfp4Backend},
     optim::{AdamwState, Judged},
-    packed::{Nvfp4Primitive, Nvfp4Tensor, Operand, read_words},
+    packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
     primitive::{primitive, tensor},
     recipe::{GivenScale, LinearSpec, Precision},
 };
@@ -181,10 +181,10 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         None
     }
 
-    /// The `count` largest of each row of logits `[M, V]` in f32, as words: see
-    /// [`likeliest`](kernels_cubecl::likeliest::likeliest). `None` where the host reads all logits as fast, or `count` is more
-    /// than the kernel takes.
-    fn likeliest(_logits: FloatTensor<Self>, _count: usize) -> Option<IntTensor<Self>> {
+    /// Draws the next token of each row of logits `[M, V]` in f32: see [`draw`](kernels_cubecl::draw::draw). Returns the tokens of
+    /// all rows, and what waits for the same on the host with whether logits were NaN behind it. `None` where the host draws
+    /// from all logits as fast, or the kernel does not take so many candidates.
+    fn draw(_logits: FloatTensor<Self>, _draws: &[Draw]) -> Option<(IntTensor<Self>, Awaited)> {
         None
     }
 
@@ -306,30 +306,6 @@ pub(crate) fn matmul<B: Nvfp4Kernels, const RANK: usize>(
     precision: Precision,
 ) -> Tensor<B, RANK> {
     tensor(B::dense_matmul(primitive(lhs), primitive(rhs), precision, precision.dtype()))
-}
-
-/// The largest logits of a row, the largest first.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Likeliest {
-    /// Tokens and their logits.
-    pub tokens: Vec<(u32, f32)>,
-    /// Whether a logit of the row is NaN.
-    pub has_nan: bool,
-}
-
-/// The `count` largest of each row of logits `[M, V]` in f32, if the backend finds them ([`Nvfp4Kernels::likeliest`]).
-///
-/// # Errors
-/// If the device failed.
-pub fn likeliest<B: Nvfp4Kernels>(logits: &Tensor<B, 2>, count: usize) -> Result<Option<Vec<Likeliest>>, Nvfp4Error> {
-    let Some(found) = B::likeliest(primitive(logits.clone()), count) else { return Ok(None) };
-    let of_row = |row: &[u32]| {
-        let (columns, values) = row[1..].split_at(count);
-        let tokens = columns.iter().zip(values).map(|(id, bits)| (*id, f32::from_bits(*bits))).collect();
-        Likeliest { tokens, has_nan: row[0] != 0 }
-    };
-    let words = read_words::<B>(found)?;
-    Ok(Some(words.chunks_exact(kernels_cubecl::likeliest::words(count)).map(of_row).collect()))
 }
 
 /// See [`Nvfp4Kernels::decode_blocks`].

@@ -23,7 +23,7 @@
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
-//! | [`mod@likeliest`] | the largest logits of each row |
+//! | [`mod@likeliest`], [`mod@draw`] | the largest logits of each row, and the token that is drawn from them |
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
@@ -87,6 +87,7 @@ pub mod decode_attention;
 pub mod decoder;
 pub mod dequantize;
 mod device;
+pub mod draw;
 pub mod e4m3;
 mod error;
 pub mod gemm;

@@ -20,7 +20,7 @@
 //! | [`tokenizer`], `pieces`, [`chat_template`], `template_cycles` | text to token ids, by the model's own files, and a piece at a time |
 //! | [`limits`] | a library over a file that somebody else made, with bounds on time and memory |
 //! | [`loss`] | cross-entropy over supervised tokens; L1 of hidden states |
-//! | [`sampling`], [`session`] | choosing a token; prompt to answer |
+//! | [`sampling`], `next_token`, [`session`] | choosing a token, on the host or on the device; prompt to answer |
 //!
 //! # Letters
 //! A capital letter has one meaning in this crate. Names of tensors end in the letters of their shape.
@@ -65,6 +65,7 @@ pub mod loss;
 mod maxima;
 pub mod model;
 pub mod names;
+mod next_token;
 mod pages;
 mod pieces;
 pub mod repack;

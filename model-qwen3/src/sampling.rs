@@ -1,7 +1,7 @@
 //! Chooses the next token from logits: first the repetition penalty, then the most likely token (greedy); or temperature,
 //! top-k, top-p and min-p in Hugging Face's order, and one draw from a counter-based generator.
 
-use backend_nvfp4::{Stream, reference};
+use backend_nvfp4::{Draw, MOST_CANDIDATES, Stream, reference};
 use std::ops::RangeInclusive;
 
 /// How to choose a token.
@@ -60,13 +60,18 @@ impl Logprobs {
 }
 
 impl Sampling {
-    /// How many of the most likely tokens decide the next one. `None` if all do, or if seen tokens are penalized.
-    pub fn candidates(&self) -> Option<usize> {
-        match self {
-            Self { repetition_penalty, .. } if *repetition_penalty != 1.0 => None,
-            Self { temperature, .. } if *temperature <= 0.0 => Some(1),
-            Self { top_k, .. } => (*top_k > 0).then_some(*top_k),
+    /// How a device draws the token at `position` of an answer. `None` if all tokens are candidates, or more than a device finds,
+    /// or if seen tokens are penalized.
+    pub fn draw(&self, position: u32) -> Option<Draw> {
+        let Self { temperature, top_k, top_p, min_p, repetition_penalty, seed } = *self;
+        if repetition_penalty != 1.0 {
+            return None;
         }
+        if temperature <= 0.0 {
+            return Some(Draw::GREEDY);
+        }
+        let uniform = uniform(seed, position) as f32;
+        (1..=MOST_CANDIDATES).contains(&top_k).then_some(Draw { kept: top_k, temperature, top_p, min_p, uniform })
     }
 }
 
@@ -81,15 +86,9 @@ pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32
     next_of(&candidates, sampling, position)
 }
 
-/// The same from the most likely tokens and their logits, the likeliest first: at least as many as [`Sampling::candidates`] says,
-/// or all.
-pub fn next_of(candidates: &[(u32, f32)], sampling: &Sampling, position: u32) -> u32 {
-    let (first, top) = candidates[0];
-    if sampling.temperature <= 0.0 {
-        return first;
-    }
-    // There are more if another answer of the same step asked for more.
-    let candidates = if sampling.top_k > 0 { &candidates[..candidates.len().min(sampling.top_k)] } else { candidates };
+/// Draws one of the candidates and their logits, the likeliest first.
+fn next_of(candidates: &[(u32, f32)], sampling: &Sampling, position: u32) -> u32 {
+    let (_, top) = candidates[0];
     let weight = |(_, logit): &(u32, f32)| f64::from((logit - top) / sampling.temperature).exp();
     let mut weights: Vec<f64> = candidates.iter().map(weight).collect();
     let total: f64 = weights.iter().sum();
@@ -102,10 +101,7 @@ pub fn next_of(candidates: &[(u32, f32)], sampling: &Sampling, position: u32) ->
     let least = f64::from(sampling.min_p) * weights[0];
     weights.truncate(weights.iter().take_while(|&&w| w >= least).count().max(1));
 
-    let stream = Stream { seed: sampling.seed, step: position, stream: u32::MAX };
-    let [high, low, ..] = reference::philox(0, stream);
-    let uniform = (f64::from(high) + f64::from(low) / 4_294_967_296.0) / 4_294_967_296.0;
-    let mut left = uniform * weights.iter().sum::<f64>();
+    let mut left = uniform(sampling.seed, position) * weights.iter().sum::<f64>();
     for ((id, _), w) in candidates.iter().zip(&weights) {
         left -= w;
         if left < 0.0 {
@@ -113,6 +109,12 @@ pub fn next_of(candidates: &[(u32, f32)], sampling: &Sampling, position: u32) ->
         }
     }
     candidates[weights.len() - 1].0
+}
+
+/// The random number of the token at `position`: at least 0 and below 1.
+fn uniform(seed: u64, position: u32) -> f64 {
+    let [high, low, ..] = reference::philox(0, Stream { seed, step: position, stream: u32::MAX });
+    (f64::from(high) + f64::from(low) / 4_294_967_296.0) / 4_294_967_296.0
 }
 
 /// The `count` tokens with the largest logits, the largest first; of equal ones the first.
@@ -183,15 +185,6 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.1, ..ONE }), [true, false, false, false]);
         assert_eq!(kept(Sampling { min_p: 0.2, ..ONE }), [true, true, true, false]);
         assert_eq!(kept(Sampling { temperature: 0.01, ..ONE }), [true, false, false, false]);
-    }
-
-    #[test]
-    fn more_candidates_than_top_k_change_nothing() {
-        let candidates: Vec<(u32, f32)> = [0.4f32, 0.3, 0.2, 0.1].iter().zip(7..).map(|(p, id)| (id, p.ln())).collect();
-        let two = Sampling { top_k: 2, ..ONE };
-        for position in 0..200 {
-            assert_eq!(next_of(&candidates, &two, position), next_of(&candidates[..2], &two, position));
-        }
     }
 
     #[test]

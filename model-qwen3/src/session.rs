@@ -6,12 +6,13 @@ use crate::{
     ModelError,
     kv_cache::{KvCache, KvPool},
     model::{Qwen3, below_each_other, ids_tensor},
+    next_token::{Known, NextToken, drawn_ids},
     sampling::{self, Logprobs, Sampling},
     weights::to_host,
 };
-use backend_nvfp4::{Likeliest, Nvfp4Kernels, likeliest};
-use burn::tensor::Tensor;
-use std::ops::ControlFlow;
+use backend_nvfp4::{Draw, Drawn, Nvfp4Kernels};
+use burn::tensor::{Int, Tensor, backend::Backend};
+use std::{ops::ControlFlow, sync::Arc};
 
 /// Number of prompt tokens in one forward, at most. Chunks bound the attention scores `[H, T, S]`, and how long answers wait
 /// for the prompts of others. A chunk ends where its prompt does, or at a multiple of this number.
@@ -66,7 +67,7 @@ pub enum Progress {
 pub struct Session<'a, B: Nvfp4Kernels> {
     model: &'a Qwen3<B>,
     cache: KvCache<B>,
-    /// The tokens in the cache.
+    /// The tokens in the cache. It may hold one more, which the host does not know yet.
     ids: Vec<u32>,
 }
 
@@ -159,11 +160,18 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         self.ids.truncate(left);
         left
     }
+
+    /// Forgets a token that was read ahead and is not part of the answer.
+    fn forget_ahead(&mut self) {
+        if self.cache.tokens() > self.ids.len() {
+            self.rewind(self.ids.len());
+        }
+    }
 }
 
 /// An answer in the making.
 #[derive(Debug)]
-pub struct Answering {
+pub struct Answering<B: Backend> {
     /// The prompt, and the answer so far.
     ids: Vec<u32>,
     /// How many of them the session has read.
@@ -174,19 +182,19 @@ pub struct Answering {
     ended: bool,
     /// Whether the model computed no numbers.
     failed: bool,
+    /// The token behind `ids`, once the session reads or has read all of them, or a whole chunk of the prompt.
+    next: Option<NextToken<B>>,
+    /// The token behind that one, if the session reads ahead.
+    ahead: Option<NextToken<B>>,
 }
 
-impl Answering {
+impl<B: Nvfp4Kernels> Answering<B> {
     /// Begins the answer to a prompt. The session keeps the tokens that the prompt shares with earlier ones, and forgets the
     /// others.
     ///
     /// # Errors
     /// If the prompt is empty.
-    pub fn new<B: Nvfp4Kernels>(
-        session: &mut Session<'_, B>,
-        prompt: &[u32],
-        options: &GenerateOptions,
-    ) -> Result<Self, ModelError> {
+    pub fn new(session: &mut Session<'_, B>, prompt: &[u32], options: &GenerateOptions) -> Result<Self, ModelError> {
         if prompt.is_empty() {
             return Err(ModelError::Tokenizer("the prompt has no tokens".into()));
         }
@@ -199,6 +207,8 @@ impl Answering {
             generation: Generation { ids: vec![], stop: StopReason::Caller, logprobs: vec![] },
             ended: false,
             failed: false,
+            next: None,
+            ahead: None,
         })
     }
 
@@ -238,17 +248,42 @@ impl Answering {
         &self.ids[self.read..self.ids.len().min(chunk_end)]
     }
 
-    /// How many of the most likely tokens decide the next one, if not all do. Whoever wants logarithms of probabilities needs
-    /// all logits.
-    fn candidates(&self) -> Option<usize> {
-        self.options.sampling.candidates().filter(|_| self.options.logprobs.is_none())
+    /// How the device draws the token behind `more` tokens that the host does not know yet. Whoever wants logarithms of
+    /// probabilities needs all logits.
+    fn draw(&self, more: usize) -> Option<Draw> {
+        let position = (self.generation.ids.len() + more) as u32;
+        self.options.sampling.draw(position).filter(|_| self.options.logprobs.is_none())
     }
 
-    /// Takes the scores of the last of `tokens` tokens that were read. Returns the token that follows, unless the prompt goes on
-    /// or the answer ends.
-    fn take(&mut self, tokens: usize, scores: Scores) -> Option<u32> {
-        self.read += tokens;
-        self.failed = scores.has_nan();
+    /// The next token on the device, if the answer goes on behind it unless it is a stop token.
+    fn drawn(&self) -> Option<(&Arc<Drawn<B>>, usize)> {
+        match &self.next {
+            Some(NextToken::Drawn(drawn, row))
+                if !self.reads_prompt() && self.generation.ids.len() + 1 < self.options.max_tokens =>
+            {
+                Some((drawn, *row))
+            }
+            _ => None,
+        }
+    }
+
+    /// Waits for what the session reads. Returns the token that follows, unless the prompt goes on or the answer ends.
+    fn take(&mut self, session: &mut Session<'_, B>) -> Result<Option<u32>, ModelError> {
+        let (Some(next), ahead) = (self.next.take(), self.ahead.take()) else { return Ok(None) };
+        let token = self.receive(next.wait()?);
+        if let (Some(id), Some(ahead)) = (token, ahead) {
+            session.ids.push(id);
+            self.read += 1;
+            self.next = Some(ahead);
+        }
+        if self.ended {
+            session.forget_ahead();
+        }
+        Ok(token)
+    }
+
+    fn receive(&mut self, known: Known) -> Option<u32> {
+        self.failed = matches!(known, Known::NotANumber);
         if self.failed {
             self.end(StopReason::Caller);
         }
@@ -260,13 +295,13 @@ impl Answering {
             self.end(StopReason::MaxTokens);
             return None;
         }
-        let position = answer.ids.len() as u32;
-        let (id, logprobs) = match scores {
-            Scores::Likeliest(found) => (sampling::next_of(&found.tokens, &options.sampling, position), None),
-            Scores::All(mut logits) => {
+        let (id, logprobs) = match known {
+            Known::NotANumber => return None,
+            Known::Token(id) => (id, None),
+            Known::Logits(mut logits) => {
                 // Sampling changes the logits of tokens that were seen.
                 let own = options.logprobs.map(|count| (logits.clone(), count));
-                let id = sampling::next(&mut logits, &self.ids, &options.sampling, position);
+                let id = sampling::next(&mut logits, &self.ids, &options.sampling, answer.ids.len() as u32);
                 (id, own.map(|(own, count)| Logprobs::of(&own, id, count)))
             }
         };
@@ -284,84 +319,95 @@ impl Answering {
     }
 }
 
-/// What decides the next token of an answer.
-#[derive(Debug)]
-enum Scores {
-    /// The logits of all tokens.
-    All(Vec<f32>),
-    /// The most likely tokens.
-    Likeliest(Likeliest),
-}
-
-impl Scores {
-    fn has_nan(&self) -> bool {
-        match self {
-            Self::All(logits) => logits.iter().any(|x| x.is_nan()),
-            Self::Likeliest(found) => found.has_nan,
-        }
-    }
-}
+/// A session, and the answer that it makes.
+type Part<'p, 's, B> = (&'p mut Session<'s, B>, &'p mut Answering<B>);
 
 /// Makes a step of several answers that have not ended: the next token of each, or a chunk of its prompt. One forward reads
-/// what is due of all of them, but not more than `PREFILL_CHUNK` tokens of prompts: a chunk for which there is no room waits
-/// for a later step, and the first prompt never waits. Returns the token of each that has a new one.
+/// what is due, but not more than `PREFILL_CHUNK` tokens of prompts: a chunk for which there is no room waits for a later step,
+/// and the first prompt never waits. Another forward reads the tokens that the device draws, before the host knows them: so the
+/// device does not wait for the host. Returns the token of each answer that has a new one.
 ///
 /// # Errors
 /// As [`Session::answer`].
-pub fn step<B: Nvfp4Kernels>(
-    answers: &mut [(&mut Session<'_, B>, &mut Answering)],
-) -> Result<Vec<Option<u32>>, ModelError> {
-    let mut room = PREFILL_CHUNK;
-    let mut due: Vec<Vec<u32>> = Vec::new();
-    for (_, answering) in answers.iter() {
-        let ids = answering.due();
-        let share = if answering.reads_prompt() { ids.len() } else { 0 };
-        let waits = share > room;
-        room -= if waits { 0 } else { share };
-        due.push(if waits { vec![] } else { ids.to_vec() });
-    }
-    let mut parts: Vec<_> = answers.iter_mut().zip(&due).filter(|(_, ids)| !ids.is_empty()).collect();
-    let mut reads: Vec<_> = parts.iter_mut().map(|((session, _), ids)| (&mut **session, ids.as_slice())).collect();
-    let logits = (!reads.is_empty()).then(|| read(&mut reads)).transpose()?;
-    let asked = parts.iter().map(|((_, answering), _)| answering.candidates());
-    let count = asked.collect::<Option<Vec<_>>>().and_then(|counts| counts.into_iter().max());
-    let mut scores = logits.map_or(Ok(vec![]), |logits| scores(logits, count))?.into_iter();
-    let next = |((_, answering), ids): (&mut (&mut Session<'_, B>, &mut Answering), &Vec<u32>)| {
-        if ids.is_empty() { None } else { answering.take(ids.len(), scores.next()?) }
-    };
-    Ok(answers.iter_mut().zip(&due).map(next).collect())
+pub fn step<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<Vec<Option<u32>>, ModelError> {
+    read_due(answers)?;
+    read_ahead(answers);
+    answers.iter_mut().map(|(session, answering)| answering.take(session)).collect()
 }
 
-/// The scores of each row of logits `[M, V]`: of the `count` most likely tokens, if the backend finds them.
-fn scores<B: Nvfp4Kernels>(logits: Tensor<B, 2>, count: Option<usize>) -> Result<Vec<Scores>, ModelError> {
-    let found = count.map(|count| likeliest(&logits, count)).transpose();
-    if let Some(found) = found.map_err(|e| ModelError::Device(e.to_string()))?.flatten() {
-        return Ok(found.into_iter().map(Scores::Likeliest).collect());
+/// Reads what the host knows and the sessions have not read.
+fn read_due<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), ModelError> {
+    let mut room = PREFILL_CHUNK;
+    let mut parts = Vec::new();
+    for (session, answering) in answers.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
+        let ids = answering.due().to_vec();
+        let share = if answering.reads_prompt() { ids.len() } else { 0 };
+        if share <= room {
+            room -= share;
+            parts.push((&mut **session, &mut **answering, ids));
+        }
     }
-    let vocabulary = logits.dims()[1];
-    Ok(to_host(logits)?.chunks(vocabulary).map(|row| Scores::All(row.to_vec())).collect())
+    if parts.is_empty() {
+        return Ok(());
+    }
+    let mut reads: Vec<_> = parts.iter_mut().map(|(session, _, ids)| (&mut **session, ids.as_slice())).collect();
+    let logits = read(&mut reads)?;
+    let draws: Vec<_> = parts.iter().map(|(_, answering, _)| answering.draw(0)).collect();
+    for ((_, answering, ids), next) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
+        answering.read += ids.len();
+        answering.next = Some(next);
+    }
+    Ok(())
+}
+
+/// Reads the tokens that the device draws for answers which go on behind them.
+fn read_ahead<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) {
+    let has_room = |session: &Session<'_, B>| session.cache.reserve(1).is_ok();
+    let mut parts: Vec<_> =
+        answers.iter_mut().filter(|(session, answering)| answering.drawn().is_some() && has_room(session)).collect();
+    if parts.is_empty() {
+        return;
+    }
+    let ids = drawn_ids(&parts.iter().filter_map(|(_, answering)| answering.drawn()).collect::<Vec<_>>());
+    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, _)| (&mut **session, 1)).collect();
+    let logits = forward(&mut sessions, ids);
+    let draws: Vec<_> = parts.iter().map(|(_, answering)| answering.draw(1)).collect();
+    for ((_, answering), ahead) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
+        answering.ahead = Some(ahead);
+    }
 }
 
 /// Reads tokens of several sessions of one model in one forward, and returns the logits `[M, V]` of the last token of each.
 fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<Tensor<B, 2>, ModelError> {
-    let model = parts[0].0.model;
-    for (session, ids) in parts.iter() {
+    for (session, ids) in parts.iter_mut() {
+        session.forget_ahead();
         session.cache.reserve(ids.len())?;
     }
+    let model = parts[0].0.model;
     let all: Vec<u32> = parts.iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
     let input = ids_tensor(&[all], model.config(), &model.device())?;
-    let mut sequences: Vec<_> = parts.iter_mut().map(|(session, ids)| (&mut session.cache, ids.len())).collect();
-    let hidden = model.forward_cached(input, &mut sequences);
-    let mut end = 0;
-    let lasts = parts.iter().map(|(_, ids)| {
-        end += ids.len();
-        hidden.clone().slice(end - 1..end)
-    });
-    let logits = model.logits_cached(below_each_other(lasts.collect()));
+    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, ids)| (&mut **session, ids.len())).collect();
+    let logits = forward(&mut sessions, input);
     for (session, ids) in parts.iter_mut() {
         session.ids.extend_from_slice(ids);
     }
     Ok(logits)
+}
+
+/// Reads the tokens `[1, M]` of several sessions, so many of each, and returns the logits `[R, V]` of the last token of each.
+fn forward<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, usize)], ids: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+    let model = parts[0].0.model;
+    let mut sequences: Vec<_> = parts.iter_mut().map(|(session, tokens)| (&mut session.cache, *tokens)).collect();
+    let hidden = model.forward_cached(ids, &mut sequences);
+    if parts.iter().all(|(_, tokens)| *tokens == 1) {
+        return model.logits_cached(hidden);
+    }
+    let mut end = 0;
+    let lasts = parts.iter().map(|(_, tokens)| {
+        end += tokens;
+        hidden.clone().slice(end - 1..end)
+    });
+    model.logits_cached(below_each_other(lasts.collect()))
 }
 
 /// Answers one prompt and shows each token of the answer to `on_token`.

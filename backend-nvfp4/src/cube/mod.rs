@@ -4,6 +4,7 @@ mod activations;
 mod adamw;
 mod attention;
 mod decode;
+mod drawing;
 mod head;
 mod joint_products;
 mod launch;
@@ -20,6 +21,7 @@ use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     burn_ops,
     decode::{DecodeBlock, DecodeTokens},
+    draw::{Awaited, Draw},
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
@@ -42,7 +44,7 @@ use burn_cubecl::{
 use cubecl::server::ComputeServer;
 use kernels_cubecl::{
     adamw::{AdamwStep, Master},
-    bench, e4m3, gradient, hadamard, likeliest,
+    bench, e4m3, gradient, hadamard,
     matmul::Product,
     normal,
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
@@ -323,15 +325,8 @@ where
         decode::decode_blocks(x, blocks, tokens)
     }
 
-    fn likeliest(logits: FloatTensor<Self>, count: usize) -> Option<IntTensor<Self>> {
-        let logits = into_contiguous(logits);
-        let [rows, cols] = dims(&logits);
-        if !(1..=likeliest::MOST.min(cols)).contains(&count) {
-            return None;
-        }
-        let out = empty(&logits, [rows * likeliest::words(count)], DType::U32);
-        launched(likeliest::likeliest(&logits.client, arg(&logits), arg(&out), [rows, cols], count));
-        Some(out)
+    fn draw(logits: FloatTensor<Self>, draws: &[Draw]) -> Option<(IntTensor<Self>, Awaited)> {
+        drawing::draw(logits, draws)
     }
 
     fn head_loss_saving(

@@ -6,6 +6,7 @@ use crate::{
     column_sums::column_sums,
     cross_entropy::cross_entropy,
     dequantize::dequantize,
+    draw::{self, Draw},
     e4m3, hadamard, likeliest,
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     normal,
@@ -74,8 +75,9 @@ pub(super) fn small_operations<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Res
     let Zeros { client, dtype } = *zeros;
     let (n, shape) = (rows * COLS, [rows, COLS]);
     for count in [1, 20] {
-        let out = zeros.floats(rows * likeliest::words(count));
-        likeliest::likeliest(client, zeros.floats(n), out, shape, count)?;
+        let found = || zeros.floats(rows * likeliest::words(count));
+        likeliest::likeliest(client, zeros.floats(n), found(), shape, count)?;
+        draw::draw(client, found(), &vec![Draw::GREEDY; rows], zeros.floats(2 * rows), count)?;
     }
     for fused in [false, true] {
         let more = rms_norm::Fused {

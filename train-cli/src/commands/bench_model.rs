@@ -164,7 +164,7 @@ fn show(args: &BenchArgs, text: String, row: serde_json::Value) {
 }
 
 /// Number of tokens that were generated so far.
-fn made(answers: &[Answering]) -> usize {
+fn made<B: Nvfp4Kernels>(answers: &[Answering<B>]) -> usize {
     answers.iter().map(|answer| answer.generated().ids.len()).sum()
 }
 

@@ -55,7 +55,7 @@ pub struct Batch<'a, B: Nvfp4Kernels, L> {
 
 struct Running<'a, B: Nvfp4Kernels, L> {
     session: Session<'a, B>,
-    answering: Answering,
+    answering: Answering<B>,
     growing: Growing,
     listener: L,
     /// Why there is no answer.

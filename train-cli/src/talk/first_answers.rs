@@ -5,6 +5,8 @@
 use crate::{CliError, device::Job, run::stored_model::StoredModel};
 use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, PAGE, Precision, Recipe};
 use model_qwen3::{
+    kv_cache::KvPool,
+    model::Qwen3,
     sampling::Sampling,
     session::{Answering, GenerateOptions, PREFILL_CHUNK, Session, step},
 };
@@ -49,32 +51,56 @@ impl Job for FirstAnswers<'_> {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { stored, recipe, cache, expected } = self;
         let model = stored.outline::<B>(recipe, precision, &device)?.with_cache_format(cache);
-        let options =
-            GenerateOptions { max_tokens: TOKENS, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
         // Kernels have places for a power of two tokens. Reading one token launches the same kernels, in a prompt or in an answer.
         let doubled =
             std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
         let answers = doubled.map(|count| vec![1; count.min(expected.together)]);
         let longest = stored.config.max_position_embeddings.saturating_sub(TOKENS);
+        // Of several equal chunks one is enough.
+        let chunks = |length: usize| (length / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + length % PREFILL_CHUNK;
         for lengths in expected.steps.into_iter().chain(answers) {
-            // Of several equal chunks one is enough.
-            let chunks = |length: usize| (length / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + length % PREFILL_CHUNK;
-            let prompts: Vec<Vec<u32>> = lengths.into_iter().map(|n| vec![0; chunks(n).min(longest).max(1)]).collect();
-            let capacity = |prompt: &Vec<u32>| (prompt.len() + TOKENS).next_multiple_of(PAGE);
-            let pool = model.pool(prompts.iter().map(capacity).sum())?;
-            let new = |prompt: &Vec<u32>| {
-                let session = Session::of_pool(&model, &pool, prompt, prompt.len() + TOKENS);
-                session.expect("the pool has room for all prompts")
-            };
-            let mut sessions: Vec<_> = prompts.iter().map(new).collect();
-            let begun = sessions.iter_mut().zip(&prompts);
-            let answers = begun.map(|(session, prompt)| Answering::new(session, prompt, &options));
-            let mut answers = answers.collect::<Result<Vec<_>, _>>()?;
-            while answers.iter().any(|answer| !answer.has_ended()) {
-                let open = sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended());
-                step(&mut open.collect::<Vec<_>>())?;
+            let lengths: Vec<usize> = lengths.into_iter().map(|n| chunks(n).min(longest).max(1)).collect();
+            answer(&model, &pool_for(&model, &lengths)?, &lengths, Sampling::GREEDY)?;
+        }
+        answer(&model, &pool_for(&model, &[1])?, &[1], Sampling::CARD)?;
+        if expected.together > 1 {
+            // The second prompt begins like the first: it copies a part of a page, and reads pages that do not lie side by side.
+            let length = [(PAGE + PAGE / 2).min(longest)];
+            let pool = pool_for(&model, &[length[0]; 2])?;
+            for _ in 0..2 {
+                answer(&model, &pool, &length, Sampling::GREEDY)?;
             }
         }
         Ok(())
     }
+}
+
+/// A pool with room for answers to prompts of these lengths.
+fn pool_for<B: Nvfp4Kernels>(model: &Qwen3<B>, lengths: &[usize]) -> Result<KvPool<B>, CliError> {
+    Ok(model.pool(lengths.iter().map(|length| (length + TOKENS).next_multiple_of(PAGE)).sum())?)
+}
+
+/// Answers prompts of these lengths together.
+fn answer<B: Nvfp4Kernels>(
+    model: &Qwen3<B>,
+    pool: &KvPool<B>,
+    lengths: &[usize],
+    sampling: Sampling,
+) -> Result<(), CliError> {
+    let options = GenerateOptions { max_tokens: TOKENS, sampling, stop_ids: vec![], logprobs: None };
+    let prompts: Vec<Vec<u32>> = lengths.iter().map(|length| vec![0; *length]).collect();
+    let new = |prompt: &Vec<u32>| {
+        let session = Session::of_pool(model, pool, prompt, prompt.len() + TOKENS);
+        session.expect("the pool has room for all prompts")
+    };
+    let mut sessions: Vec<_> = prompts.iter().map(new).collect();
+    let begun = sessions.iter_mut().zip(&prompts);
+    let answers = begun.map(|(session, prompt)| Answering::new(session, prompt, &options));
+    let mut answers = answers.collect::<Result<Vec<_>, _>>()?;
+    while answers.iter().any(|answer| !answer.has_ended()) {
+        let open = sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended());
+        step(&mut open.collect::<Vec<_>>())?;
+    }
+    sessions.into_iter().for_each(Session::end);
+    Ok(())
 }
