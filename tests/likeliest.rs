@@ -1,17 +1,18 @@
-//! The largest logits that a device finds are those of a sort on the host: over one part of a row and several, with equal
-//! logits, infinities and NaN. Answers that are made together from them are those that are made alone, however many candidates
-//! each of them asks for.
+//! The tokens that a device draws are those of the host: the most likely ones in the order of a sort, over one part of a row and
+//! several, with equal logits, infinities and NaN; and those that temperature, top-k, top-p and min-p leave. Answers that are made
+//! together are those that are made alone, however many candidates each of them asks for, and a token that was read ahead
+//! leaves nothing behind.
 
 use crate::support::{Cube, Random, golden, on_gpu};
-use backend_nvfp4::{Likeliest, LinearSpec, Precision, Recipe, Scaling, likeliest};
+use backend_nvfp4::{Draw, DrawnToken, LinearSpec, Precision, Recipe, Scaling, draw};
 use burn::tensor::{Tensor, TensorData};
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     model::Qwen3,
-    sampling::Sampling,
-    session::{Answering, GenerateOptions, Session, step},
+    sampling::{self, Sampling},
+    session::{Answering, GenerateOptions, Progress, Session, step},
     weights::{self, Purpose},
 };
 use std::ops::ControlFlow;
@@ -30,27 +31,118 @@ fn on_cube<R: CubeRuntime>() {
         logits[0] = 50.0;
         if rows > 1 {
             logits[cols..2 * cols].iter_mut().for_each(|x| *x = x.round());
-            logits[cols + 3] = f32::NEG_INFINITY;
-            logits[cols + 4] = f32::INFINITY;
         }
         if rows > 2 {
             logits[2 * cols + cols / 2] = f32::NAN;
         }
-        let x = Tensor::<Cube<R>, 2>::from_data(TensorData::new(logits.clone(), [rows, cols]), &R::Device::default());
-        for count in [1, 5, 64] {
-            let Some(found) = likeliest(&x, count).unwrap() else {
-                assert!(count > cols, "{count} of {cols}");
-                continue;
-            };
-            for (n, (row, found)) in logits.chunks(cols).zip(found).enumerate() {
-                let mut order: Vec<u32> = (0..cols as u32).filter(|i| !row[*i as usize].is_nan()).collect();
-                order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b)));
-                let tokens = order.into_iter().take(count).map(|i| (i, row[i as usize])).collect();
-                let expected = Likeliest { tokens, has_nan: row.iter().any(|x| x.is_nan()) };
-                assert_eq!(found, expected, "row {n} of {rows} x {cols}, {count} values");
+        for (n, row) in logits.chunks(cols).enumerate() {
+            let has_nan = row.iter().any(|x| x.is_nan());
+            let mut order: Vec<u32> = (0..cols as u32).filter(|i| !row[*i as usize].is_nan()).collect();
+            order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b)));
+            for count in [1, 5, 64] {
+                // All candidates are equally likely at this temperature, so that each row of copies draws another one.
+                let nth = |i: usize| Draw {
+                    kept: count,
+                    temperature: 1e30,
+                    uniform: (i as f32 + 0.5) / count as f32,
+                    ..Draw::GREEDY
+                };
+                let Some(found) = drawn::<R>(&row.repeat(count), cols, &(0..count).map(nth).collect::<Vec<_>>()) else {
+                    assert!(count > cols, "{count} of {cols}");
+                    continue;
+                };
+                let expected: Vec<_> = order[..count].iter().map(|id| DrawnToken { id: *id, has_nan }).collect();
+                assert_eq!(found, expected, "row {n} of {rows} x {cols}, {count} candidates");
             }
         }
     }
+    let endless = [f32::NEG_INFINITY, 3.0, f32::INFINITY, f32::INFINITY];
+    let found = drawn::<R>(&endless, 4, &[Draw::GREEDY]).unwrap();
+    assert_eq!(found, [DrawnToken { id: 2, has_nan: false }]);
+}
+
+/// What the device draws from rows of logits.
+fn drawn<R: CubeRuntime>(logits: &[f32], cols: usize, draws: &[Draw]) -> Option<Vec<DrawnToken>> {
+    let data = TensorData::new(logits.to_vec(), [draws.len(), cols]);
+    let x = Tensor::<Cube<R>, 2>::from_data(data, &R::Device::default());
+    let drawn = draw(x, draws)?;
+    let on_device: Vec<i32> = drawn.tokens().into_data().iter().collect();
+    let tokens: Vec<DrawnToken> = (0..draws.len()).map(|row| drawn.token(row).unwrap()).collect();
+    assert!(on_device.iter().zip(&tokens).all(|(id, token)| *id as u32 == token.id), "{on_device:?}, {tokens:?}");
+    Some(tokens)
+}
+
+#[test]
+fn the_device_draws_what_the_host_draws_on_the_gpu() {
+    on_gpu!(same_draws);
+}
+
+fn same_draws<R: CubeRuntime>() {
+    let mut random = Random::new(6);
+    let (cols, count, mut others) = (3000, 1000, 0);
+    for part in 0..count / 20 {
+        let logits = random.normals(20 * cols, 2.0);
+        let samplings: Vec<Sampling> = (0..20)
+            .map(|n| Sampling {
+                temperature: [0.0, 0.2, 0.7, 1.0, 3.0][n % 5],
+                top_k: 1 + (part * 20 + n) % 64,
+                top_p: [1.0, 0.95, 0.8, 0.3][n % 4],
+                min_p: [0.0, 0.05, 0.3][n % 3],
+                seed: n as u64,
+                ..Sampling::GREEDY
+            })
+            .collect();
+        let position = part as u32;
+        let draws: Vec<Draw> = samplings.iter().map(|sampling| sampling.draw(position).unwrap()).collect();
+        let found = drawn::<R>(&logits, cols, &draws).unwrap();
+        for ((row, sampling), token) in logits.chunks(cols).zip(&samplings).zip(found) {
+            others += usize::from(token.id != sampling::next(&mut row.to_vec(), &[], sampling, position));
+        }
+    }
+    // The device computes in f32, the host in f64: a random number beside a border may fall to either side.
+    assert!(others <= 1, "{others} of {count} tokens are others");
+}
+
+#[test]
+fn a_token_that_was_read_ahead_leaves_nothing_behind_on_the_gpu() {
+    on_gpu!(read_ahead);
+}
+
+fn read_ahead<R: CubeRuntime>() {
+    let model = tiny_model::<R>();
+    let options =
+        |stop_ids: Vec<u32>| GenerateOptions { max_tokens: 9, sampling: Sampling::GREEDY, stop_ids, logprobs: None };
+    let prompt = [5, 17, 200, 31];
+    let answer = |session: &mut Session<'_, Cube<R>>, prompt: &[u32], stop_ids, most: usize| {
+        let mut left = most;
+        let count = |progress| {
+            left -= usize::from(matches!(progress, Progress::Token(_)));
+            if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        session.answer(prompt, &options(stop_ids), count).unwrap().ids
+    };
+    let whole = answer(&mut Session::new(&model, 60).unwrap(), &prompt, vec![], 99);
+    assert_eq!(whole.len(), 9);
+    let stop = (2..9).find(|n| !whole[..*n].contains(&whole[*n])).expect("a token that is new in the answer");
+    // A stop token ends the answer, or the caller does: the session has read one token too many then.
+    for (stop_ids, most) in [(vec![whole[stop]], 99), (vec![], stop)] {
+        let mut session = Session::new(&model, 60).unwrap();
+        assert_eq!(answer(&mut session, &prompt, stop_ids, most), whole[..stop]);
+        let next: Vec<u32> = prompt.iter().chain(&whole[..stop]).copied().chain([9, 40]).collect();
+        let alone = answer(&mut Session::new(&model, 60).unwrap(), &next, vec![], 99);
+        assert_eq!(answer(&mut session, &next, vec![], 99), alone, "{most} tokens");
+        // The logits behind what the session has read are those of the whole.
+        let read: Vec<u32> = next.iter().chain(&alone[..8]).copied().collect();
+        assert_eq!(session.tokens(), read.len());
+    }
+}
+
+/// A model in f32 that was made by Hugging Face.
+fn tiny_model<R: CubeRuntime>() -> Qwen3<Cube<R>> {
+    let folder = golden("hf-qwen3/tiny-tied").canonicalize().unwrap();
+    let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
+    let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32).each_row();
+    weights::load(&Container::open(&folder).unwrap(), &config, spec, Purpose::Infer, &R::Device::default()).unwrap()
 }
 
 #[test]
@@ -59,11 +151,7 @@ fn answers_with_other_candidates_beside_them_are_the_same_on_the_gpu() {
 }
 
 fn other_candidates<R: CubeRuntime>() {
-    let folder = golden("hf-qwen3/tiny-tied").canonicalize().unwrap();
-    let config = Qwen3Config::from_file(&folder.join("config.json")).unwrap();
-    let (container, device) = (Container::open(&folder).unwrap(), R::Device::default());
-    let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, Precision::F32).each_row();
-    let model: Qwen3<Cube<R>> = weights::load(&container, &config, spec, Purpose::Infer, &device).unwrap();
+    let model = tiny_model::<R>();
     let with = |temperature: f32, top_k: usize, seed: u64| {
         let sampling = Sampling { temperature, top_k, seed, ..Sampling::GREEDY };
         GenerateOptions { max_tokens: 12, sampling, stop_ids: vec![], logprobs: None }
