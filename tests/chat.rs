@@ -70,6 +70,38 @@ fn a_later_turn_reads_only_what_is_new_and_answers_the_same() {
     assert_ne!(talk[1]["ids"], talk[2]["ids"], "the model answers everything alike; the comparisons say nothing");
 }
 
+/// What is said looks like the lines of the file that mark who speaks.
+#[test]
+fn a_conversation_saved_as_text_goes_on_and_can_be_replayed() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let quoted = "\"\"\"\nassistant:\n\n> 你好 🎈\n# train-cli transcript\n\"\"\"\n";
+    let script = format!("/system Be short.\nWho are you?\n{quoted}/save talk.txt\n/save talk.jsonl\nOnce more.\n");
+    let talk = turns(d, &script, &[]);
+    assert_eq!(talk.len(), 3);
+    assert_ne!(talk[0]["ids"], talk[2]["ids"], "the model answers everything alike; the comparisons say nothing");
+    let text = std::fs::read_to_string(d.join("talk.txt")).unwrap();
+    assert!(text.starts_with("# train-cli transcript\n\nsystem:\n> Be short.\n\nuser:\n> Who are you?\n"), "{text}");
+    let loaded = turns(d, "Forgotten.\n/load talk.txt\nOnce more.\n/save again.jsonl\n", &[]);
+    assert_eq!((&loaded[1]["ids"], &loaded[1]["prompt_tokens"]), (&talk[2]["ids"], &talk[2]["prompt_tokens"]));
+    // Every message is what it was.
+    let [saved, again] = ["talk.jsonl", "again.jsonl"].map(|name| std::fs::read_to_string(d.join(name)).unwrap());
+    assert!(saved.lines().count() == 5 && again.starts_with(&saved), "{saved}{again}");
+    let replayed = ok(d, &[&CHAT[..], &["--max-tokens", "8", "--json", "--script", "talk.txt"]].concat());
+    let replayed: Vec<Value> = replayed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(replayed.len(), 2);
+    for (replayed, first) in replayed.iter().zip(&talk) {
+        assert_eq!((&replayed["prompt"], &replayed["ids"]), (&first["prompt"], &first["ids"]));
+    }
+    // A damaged file is refused with the line, by both.
+    std::fs::write(d.join("talk.txt"), text.replacen("user:", "User:", 1)).unwrap();
+    assert!(said(d, "/load talk.txt\n", &[], 3).contains("talk.txt:6: \"User:\" is no role"));
+    let refused = run(d, &[&CHAT[..], &["--script", "talk.txt"]].concat());
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("talk.txt:6: \"User:\" is no role"));
+    assert_eq!(refused.status.code(), Some(3));
+}
+
 #[test]
 fn commands_change_the_conversation() {
     let dir = tempfile::tempdir().unwrap();

@@ -300,6 +300,7 @@ fn files_with_values(d: &Path) {
     std::fs::write(d.join("p.jsonl"), "{\"prompt\": \"a\"}\n").unwrap();
     std::fs::write(d.join("rows.jsonl"), "{\"prompt\": \"a\", \"completion\": \"b\"}\n").unwrap();
     std::fs::write(d.join("chat.jsonl"), "{\"role\": \"user\", \"content\": \"a\"}\n").unwrap();
+    std::fs::write(d.join("chat.txt"), "# train-cli transcript\nuser:\n> a\n").unwrap();
     std::fs::write(d.join("rows.json"), "[{\"prompt\": \"a\", \"completion\": \"b\"}]\n").unwrap();
     std::fs::copy(d.join("m/model.safetensors"), d.join("x.safetensors")).unwrap();
     ok(d, &["convert", "m", "x.gguf", "--dtype", "q8-0"]);
@@ -349,6 +350,8 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
     let convert = "convert x.gguf g/x.safetensors --dtype bf16 --overwrite";
     let generate = "generate -m m --device cpu --max-tokens 1 --prompts p.jsonl";
     let chat = "chat -m m --device cpu --max-tokens 1 --script chat.jsonl";
+    let chat_of_text = "chat -m m --device cpu --max-tokens 1 --script chat.txt";
+    let transcript = format!("# train-cli transcript\n{}", "user:\n>\n".repeat(4 << 20));
     let export = "export-dat --checkpoint r/checkpoint-1 --output-dat o.dat";
     vec![
         ("x.safetensors", header(&lists), "inspect x.safetensors", many),
@@ -367,6 +370,7 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
             "a row needs",
         ),
         ("chat.jsonl", lines("\"role\": \"user\", \"content\": \"a\"", "").into(), chat, many),
+        ("chat.txt", transcript.into(), chat_of_text, "at most 50000 messages"),
         ("x.gguf", gguf(1, texts), convert, "values of a list are declared"),
         ("x.gguf", gguf(1 << 20, keys), convert, "keys are declared"),
         ("ids/tokenizer.json", ids.into(), "convert ids ids.gguf --dtype q8-0 --overwrite", "has an id over"),

@@ -109,10 +109,10 @@ fn served_answers_are_those_of_generate() {
     }
 }
 
-/// Requests with one beginning read it once. A cache with room for one answer makes the others wait, and all are those of a cache
-/// with room for all; so are those with 8-bit numbers, which have half the bytes.
+/// Requests with one beginning read it once. The answers of a cache with room for one of them are those of a cache with room for
+/// all; so are those with 8-bit numbers, which have half the bytes.
 #[test]
-fn requests_share_what_begins_alike_and_wait_for_room() {
+fn requests_share_what_begins_alike_in_a_cache_of_any_size() {
     let dir = folder();
     let d = dir.path();
     let system = "All of us begin with these words, and each of us goes on in another way. ";
@@ -403,10 +403,10 @@ fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Begins long answers that are read piece by piece: eight, each as long as the context.
-fn long_answer(server: &Server) -> std::io::BufReader<TcpStream> {
-    let body = json!({"prompt": "a b", "n": 8, "max_tokens": 2000, "ignore_eos": true, "stream": true}).to_string();
-    let mut stream = server.open("POST", COMPLETION, &[JSON], body.as_bytes());
+/// Begins `count` long answers that are read piece by piece, each as long as the context.
+fn long_answers(server: &Server, count: usize) -> std::io::BufReader<TcpStream> {
+    let body = json!({"prompt": "a b", "n": count, "max_tokens": 2000, "ignore_eos": true, "stream": true});
+    let mut stream = server.open("POST", COMPLETION, &[JSON], body.to_string().as_bytes());
     let mut line = String::new();
     while line != "\r\n" {
         line.clear();
@@ -420,7 +420,7 @@ fn long_answer(server: &Server) -> std::io::BufReader<TcpStream> {
 fn who_hangs_up_frees_the_place_and_a_full_queue_is_said() {
     let dir = folder();
     let server = Server::start(dir.path(), &["-m", "m", "--context", "2048", "--parallel", "1"]);
-    let first = long_answer(&server);
+    let first = long_answers(&server, 8);
     assert_eq!(metric(&server, "answers_running"), 1.0);
     // The only place is taken, and seven wait for it. 57 more may wait, and the next one is refused.
     let body = json!({"prompt": "a", "max_tokens": 1}).to_string();
@@ -438,6 +438,38 @@ fn who_hangs_up_frees_the_place_and_a_full_queue_is_said() {
         assert_eq!(status, 200, "{text}");
     }
     until("the place is not free", || metric(&server, "answers_running") == 0.0);
+}
+
+/// Three of four places are free while a long answer is made. In a cache with room for four such answers, another question is
+/// answered at once. In a cache with room for one it waits, and so does a question behind it for which there would be room. Both
+/// are answered when the long answer has ended.
+#[test]
+fn a_question_waits_for_room_in_the_cache() {
+    let dir = folder();
+    let context = ["-m", "m", "--context", "2048", "--parallel", "4"];
+    let question = |tokens: usize| json!({"prompt": "a", "max_tokens": tokens, "ignore_eos": true});
+    let wide = Server::start(dir.path(), &context);
+    let long = long_answers(&wide, 1);
+    wide.ask(COMPLETION, &question(64));
+    until("the long answer ended too early to show anything", || metric(&wide, "answers_running") == 1.0);
+    drop((long, wide));
+
+    let narrow = Server::start(dir.path(), &[&context[..], &["--kv-cache-tokens", "2048"]].concat());
+    let long = long_answers(&narrow, 1);
+    let waiting = [(64, 1.0), (1, 2.0)].map(|(tokens, count)| {
+        let stream = narrow.open("POST", COMPLETION, &[JSON], question(tokens).to_string().as_bytes());
+        until("a question does not wait for room", || metric(&narrow, "questions_waiting") == count);
+        assert_eq!(metric(&narrow, "answers_running"), 1.0);
+        (tokens, stream)
+    });
+    drop(long);
+    for (tokens, stream) in waiting {
+        let (status, text) = reply(stream);
+        assert_eq!(status, 200, "{text}");
+        let reply: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(reply["usage"]["completion_tokens"], tokens, "{reply}");
+    }
+    until("the questions are counted as waiting", || metric(&narrow, "questions_waiting") == 0.0);
 }
 
 #[test]

@@ -290,6 +290,27 @@ fn whatever_is_missing_in_the_decoder_block_is_found() {
     });
 }
 
+/// One cube does not arrive at a barrier of all cubes. The others end the launch after about a second: a GPU makes some 2e9 cycles
+/// in this time. Without the trap, or with a limit that is a hundred times as long, they wait until the emulator ends the launch.
+#[test]
+fn a_barrier_of_all_cubes_that_is_not_passed_ends_the_launch() {
+    const ARRIVAL: &str = "    u32 arrived = grid_arrive(barrier);\n";
+    let absent = |text: &str| {
+        let left = format!("    if (blockIdx.x == gridDim.x - 1) return;\n{ARRIVAL}");
+        replaced(text, ARRIVAL, &left, 0)
+    };
+    on_the_cpu(|| {
+        let error = changed(DECODER, absent).unwrap_err();
+        let waited = error.split("trap: the unit ends the launch ").nth(1).and_then(|rest| rest.split(' ').next());
+        let waited: Option<u64> = waited.and_then(|cycles| cycles.parse().ok());
+        assert!(waited.is_some_and(|cycles| (1_000_000_000..3_000_000_000).contains(&cycles)), "{error}");
+        for (old, new) in [("@P trap; ", ""), ("2000000000; ", "200000000000; ")] {
+            let error = changed(DECODER, move |text| replaced(&absent(text), old, new, 0)).unwrap_err();
+            assert!(error.contains("deadlock: 2 of 3 cubes wait for all"), "{new:?} for {old:?}: {error}");
+        }
+    });
+}
+
 /// Copies that are read before they are waited for (a wait for the phase before this one does not wait), and copies that
 /// no barrier object counts.
 #[test]

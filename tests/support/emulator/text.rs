@@ -66,8 +66,11 @@ fn call(statement: &str) -> String {
         }
     }
     let template = template.trim().trim_end_matches(';');
+    if template.starts_with('{') && template.contains(CLOCK) {
+        return statements(template, &operands);
+    }
     if template.starts_with('{') {
-        // A block of statements is named by its first instruction, and takes all operands.
+        // Another block of statements is named by its first instruction, and takes all operands.
         let mut words = template.split_whitespace();
         let name = words.find(|word| word.contains('.') && !word.starts_with('.')).expect("a block has an instruction");
         return format!("ptx::{}({})", function(name), operands.join(", "));
@@ -81,6 +84,49 @@ fn call(statement: &str) -> String {
         .map(|place| operands[place.parse::<usize>().expect("an operand is a number")])
         .collect();
     format!("ptx::{}({})", function(name), arguments.join(", "))
+}
+
+/// How a block of statements reads the clock. Only such a block is translated statement by statement: it can end a launch.
+const CLOCK: &str = "%%clock64";
+
+/// The C++ of a block of statements: `.reg` declares registers, `name:` is a label, and `@P` in front of an instruction makes it
+/// depend on a register.
+fn statements(block: &str, operands: &[&str]) -> String {
+    let mut out = String::from("{ ");
+    for statement in block.trim_matches(['{', '}']).split(';') {
+        let mut rest = statement.trim();
+        if let Some((label, after)) = rest.split_once(": ").or_else(|| Some((rest.strip_suffix(':')?, ""))) {
+            out.push_str(&format!("{label}:; "));
+            rest = after.trim();
+        }
+        if let Some((register, guarded)) = rest.strip_prefix('@').and_then(|rest| rest.split_once(' ')) {
+            out.push_str(&format!("if ({register}) "));
+            rest = guarded;
+        }
+        let (name, places) = rest.split_once(' ').unwrap_or((rest, ""));
+        match name {
+            "" => {}
+            ".reg" => {
+                let (kind, names) = places.split_once(' ').expect("a register has a type");
+                let kinds = [(".pred", "bool"), (".u32", "uint32_t"), (".u64", "uint64_t")];
+                let (_, kind) = kinds.into_iter().find(|(ptx, _)| *ptx == kind).expect("a known type of registers");
+                out.push_str(&format!("{kind} {names}; "));
+            }
+            "bra" => out.push_str(&format!("goto {places}; ")),
+            _ => {
+                let places = places.split(',').map(|place| place.trim_matches([' ', '[', ']']));
+                let arguments: Vec<&str> = places
+                    .map(|place| match place.strip_prefix('%') {
+                        _ if place == CLOCK => "machine::clock()",
+                        Some(number) => operands[number.parse::<usize>().expect("an operand is a number")],
+                        None => place,
+                    })
+                    .collect();
+                out.push_str(&format!("ptx::{}({}); ", function(name), arguments.join(", ")));
+            }
+        }
+    }
+    out + "}"
 }
 
 /// The function that stands for an instruction.
@@ -114,4 +160,9 @@ fn assembly_becomes_calls() {
     let text =
         "asm volatile(\"{ .reg .pred P; AGAIN: try.wait P, [%0], %1; @P bra DONE; DONE: }\" ::\"r\"(a), \"r\"(b));\n";
     assert_eq!(assembly_as_calls(text), "ptx::try_wait(a, b);\n");
+    let text = "asm volatile(\"{ .reg .pred P; .reg .u64 start, time; ld.u32 now, [%0]; mov.u64 start, %%clock64; \"\n\
+                \"AGAIN: xor.b32 now, now, %1; @P bra DONE; @P trap; bra AGAIN; DONE: }\" ::\"l\"(f(x)), \"r\"(y) : \"memory\");\n";
+    let expected = "{ bool P; uint64_t start, time; ptx::ld_u32(now, f(x)); ptx::mov_u64(start, machine::clock()); \
+                    AGAIN:; ptx::xor_b32(now, now, y); if (P) goto DONE; if (P) ptx::trap(); goto AGAIN; DONE:; };\n\n";
+    assert_eq!(assembly_as_calls(text), expected);
 }

@@ -78,7 +78,7 @@ pub struct ChatArgs {
     /// Maximum length of the conversation, in tokens.
     #[arg(long, value_name = "N", help = context_help("the conversation, in tokens; the memory for it is allocated at the start"))]
     pub context: Option<std::num::NonZeroUsize>,
-    /// Read messages, and commands such as /reset, from this file instead of the terminal. From a .jsonl file that /save
+    /// Read messages, and commands such as /reset, from this file instead of the terminal. From a conversation that /save
     /// wrote, send its system and user messages again
     #[arg(long, value_name = "FILE")]
     pub script: Option<PathBuf>,

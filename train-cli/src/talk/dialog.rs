@@ -1,6 +1,11 @@
 //! A conversation: its messages, how the template renders them, and its files.
 
-use crate::{CliError, durable, model_files::TextFiles, outputs::check_output, talk::entry};
+use crate::{
+    CliError, durable,
+    model_files::TextFiles,
+    outputs::check_output,
+    talk::{entry, transcript},
+};
 use model_qwen3::{chat_template::RenderOptions, file};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -60,32 +65,25 @@ impl Dialog {
         Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
     }
 
-    /// Writes the conversation: messages as JSON if the name ends in .jsonl, else as plain text. `inputs` are the files that
-    /// the command reads.
+    /// Writes the conversation in the format that the file's name says. `inputs` are the files that the command reads.
     ///
     /// # Errors
     /// If the file is one of the inputs or no regular file, or cannot be written.
     pub fn save(&self, path: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
         check_output("/save", path, inputs)?;
-        let json = path.extension().is_some_and(|extension| extension == "jsonl");
-        let line = |message: Value| match json {
-            true => format!("{message}\n"),
-            false => format!("{}: {}\n\n", text_of(&message, "role"), text_of(&message, "content")),
-        };
-        let text: String = self.messages().map(line).collect();
-        durable::write_bytes(path, text.as_bytes()).map(|_| ())
+        durable::write_bytes(path, transcript::written(path, self.messages()).as_bytes()).map(|_| ())
     }
 
-    /// Replaces the conversation by that of a .jsonl file.
+    /// Replaces the conversation by that of a file.
     ///
     /// # Errors
-    /// If the file cannot be read. The conversation then stays as it is.
+    /// If the file cannot be read, or holds no conversation. The conversation then stays as it is.
     pub fn load(&mut self, path: &Path) -> Result<(), CliError> {
         let text = file::read_text(path, entry::LONGEST, "check the path").map_err(CliError::of_flag("/load"))?;
-        let mut messages = entry::messages(path, &text)?;
+        let mut messages = transcript::messages(path, &text)?;
         self.system = None;
         if messages.first().is_some_and(|message| message["role"] == "system") {
-            self.system = Some(text_of(&messages.remove(0), "content").to_owned());
+            self.system = messages.remove(0)["content"].as_str().map(str::to_owned);
         }
         self.turns = messages;
         Ok(())
@@ -97,10 +95,6 @@ impl Dialog {
     }
 }
 
-fn text_of<'a>(message: &'a Value, key: &str) -> &'a str {
-    message[key].as_str().unwrap_or_default()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,24 +102,25 @@ mod tests {
     #[test]
     fn a_saved_conversation_comes_back() {
         let folder = tempfile::tempdir().unwrap();
-        let (file, plain) = (folder.path().join("talk.jsonl"), folder.path().join("talk.txt"));
         let mut dialog = Dialog { system: Some("Be short.".into()), ..Dialog::default() };
         dialog.ask("你好\nHi");
         dialog.reply("Hello.");
-        dialog.save(&file, &[]).unwrap();
-        dialog.save(&plain, &[]).unwrap();
-        assert_eq!(
-            std::fs::read_to_string(&plain).unwrap(),
-            "system: Be short.\n\nuser: 你好\nHi\n\nassistant: Hello.\n\n"
-        );
-        let mut loaded = Dialog::default();
-        loaded.ask("forgotten");
-        loaded.load(&file).unwrap();
-        assert_eq!((&loaded.system, &loaded.turns), (&dialog.system, &dialog.turns));
-        assert!(loaded.undo() && loaded.message_count() == 0 && !loaded.undo());
-        std::fs::write(&file, "{\"role\": \"user\", \"content\": \"a\"}\n{\"role\": \"bot\"}\n").unwrap();
-        let error = dialog.load(&file).unwrap_err().to_string();
-        assert!(error.contains("talk.jsonl:2: a message needs"), "{error}");
-        assert_eq!(dialog.message_count(), 2);
+        let json = "{\"role\": \"user\", \"content\": \"a\"}\n{\"role\": \"bot\"}\n";
+        for (name, broken, reason) in [
+            ("talk.jsonl", json, "talk.jsonl:2: a message needs"),
+            ("talk.txt", "# train-cli transcript\nuser:\n> a\nbot:\n", "talk.txt:4: \"bot:\" is no role"),
+        ] {
+            let file = folder.path().join(name);
+            dialog.save(&file, &[]).unwrap();
+            let mut loaded = Dialog::default();
+            loaded.ask("forgotten");
+            loaded.load(&file).unwrap();
+            assert_eq!((&loaded.system, &loaded.turns), (&dialog.system, &dialog.turns));
+            assert!(loaded.undo() && loaded.message_count() == 0 && !loaded.undo());
+            std::fs::write(&file, broken).unwrap();
+            let error = dialog.load(&file).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+            assert_eq!(dialog.message_count(), 2);
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! What a person enters in a conversation: something to say, or a command that begins with a slash. It is typed, or read from
 //! a script.
 
-use crate::{CliError, durable};
-use model_qwen3::{file, json::Budget};
+use crate::{CliError, durable, talk::transcript};
+use model_qwen3::file;
 use rustyline::{DefaultEditor, error::ReadlineError};
 use serde_json::Value;
 use std::{
@@ -42,8 +42,8 @@ pub const HELP: &str = "\
 /system [TEXT]     set the system message; without a text, remove it
 /reset             forget the conversation
 /undo              take the last message and its answer back
-/save FILE         write the conversation: .jsonl for messages, else plain text
-/load FILE         continue a conversation that was saved as .jsonl
+/save FILE         write the conversation: as JSON if the name ends in .jsonl, else as text
+/load FILE         continue a conversation that /save wrote
 /set NAME VALUE    temperature, top-p, top-k, min-p, repetition-penalty, max-tokens or seed
 /think on|off|auto think before the answer; auto leaves it to the chat template
 /stats             tokens of the conversation, and speed
@@ -121,7 +121,7 @@ impl Source {
 
     fn of_file(path: &Path) -> Result<Self, CliError> {
         let text = file::read_text(path, LONGEST, "check the path").map_err(CliError::of_flag("--script"))?;
-        if path.extension().is_none_or(|extension| extension != "jsonl") {
+        if !transcript::is_saved(path, &text) {
             let lines: Vec<_> = text.lines().map(|line| Ok(line.to_owned())).collect();
             return Ok(Self::Lines(Box::new(lines.into_iter())));
         }
@@ -133,7 +133,7 @@ impl Source {
                 _ => None,
             }
         };
-        let entries: Vec<_> = messages(path, &text)?.into_iter().filter_map(said).collect();
+        let entries: Vec<_> = transcript::messages(path, &text)?.into_iter().filter_map(said).collect();
         Ok(Self::Saved(entries.into_iter()))
     }
 
@@ -235,26 +235,6 @@ fn lines_of(mut text: impl BufRead) -> impl Iterator<Item = io::Result<String>> 
     })
 }
 
-/// The messages of a saved conversation, one JSON object a line.
-///
-/// # Errors
-/// If a line is not a message, with its number.
-pub(super) fn messages(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
-    let (mut messages, budget) = (Vec::new(), Budget::of(text.len()));
-    for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(i + 1), column: None, reason };
-        let message = budget.parse(line).map_err(|e| CliError::not_json(path, i + 1, &e))?;
-        let known = matches!(message["role"].as_str(), Some("system" | "user" | "assistant"));
-        if !known || !message["content"].is_string() {
-            return Err(
-                bad("a message needs the \"role\" system, user or assistant, and a text as \"content\"".into()),
-            );
-        }
-        messages.push(message);
-    }
-    Ok(messages)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -285,13 +265,15 @@ mod tests {
     #[test]
     fn a_saved_conversation_is_said_as_it_was() {
         let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("talk.jsonl");
-        let row = |role: &str, content: &str| serde_json::json!({"role": role, "content": content}).to_string() + "\n";
-        let text = row("system", "Two\nlines.") + &row("user", "/undo\n\"\"\"\nx") + &row("assistant", "no");
-        std::fs::write(&file, text).unwrap();
-        let mut source = Source::new(Some(&file)).unwrap();
-        let entered: Vec<Entry> = std::iter::from_fn(|| source.next_entry().unwrap()).map(Result::unwrap).collect();
-        let expected = [Entry::System(Some("Two\nlines.".into())), Entry::Say("/undo\n\"\"\"\nx".into())];
-        assert_eq!(entered, expected);
+        let rows = [("system", "Two\nlines."), ("user", "/undo\n\"\"\"\nx"), ("assistant", "no")];
+        let rows = rows.map(|(role, content)| serde_json::json!({"role": role, "content": content}));
+        for name in ["talk.jsonl", "talk.txt"] {
+            let file = folder.path().join(name);
+            std::fs::write(&file, transcript::written(&file, rows.iter().cloned())).unwrap();
+            let mut source = Source::new(Some(&file)).unwrap();
+            let entered: Vec<Entry> = std::iter::from_fn(|| source.next_entry().unwrap()).map(Result::unwrap).collect();
+            let expected = [Entry::System(Some("Two\nlines.".into())), Entry::Say("/undo\n\"\"\"\nx".into())];
+            assert_eq!(entered, expected, "{name}");
+        }
     }
 }

@@ -25,9 +25,13 @@ enum class Operand { f16, bf16 };
 void sync_threads(int number, int line);
 void sync_warp(int line);
 
-// The barrier of all cubes: adds to a word of global memory and answers what it held; waits until its highest bit has changed.
+// The barrier of all cubes: adds to a word of global memory and answers what it held; reads such a word when the other cubes have
+// run as far as they can. The clock goes on whenever all cubes have read.
 uint32_t arrive_at_grid(void* word, uint32_t arrival);
-void wait_for_grid(void* word, uint32_t before);
+uint32_t read_after_others(const void* word);
+uint64_t clock();
+// Ends the launch.
+[[noreturn]] void trap();
 
 // Exchange between the lanes of a warp.
 uint32_t shuffle(uint32_t value, unsigned source_lane, int line);

@@ -91,11 +91,18 @@ inline void fma_rn_bf16x2(uint32_t& d, uint32_t a, uint32_t b, uint32_t c) {
 
 inline void prefetch_global_L2(const void*) {}
 
-// The barrier of all cubes: an arrival adds to the word, and a block of statements waits for its highest bit to change.
+// The barrier of all cubes: an arrival adds to a word, and a block of statements reads it again and again until its highest bit has
+// changed, or ends the launch.
 inline void atom_add_acq_rel_gpu_global_u32(uint32_t& before, void* word, uint32_t arrival) {
   before = machine::arrive_at_grid(word, arrival);
 }
-inline void ld_acquire_gpu_global_u32(void* word, uint32_t before) { machine::wait_for_grid(word, before); }
+inline void ld_acquire_gpu_global_u32(uint32_t& now, const void* word) { now = machine::read_after_others(word); }
+inline void mov_u64(uint64_t& to, uint64_t from) { to = from; }
+inline void sub_u64(uint64_t& d, uint64_t a, uint64_t b) { d = a - b; }
+inline void xor_b32(uint32_t& d, uint32_t a, uint32_t b) { d = a ^ b; }
+inline void setp_lt_s32(bool& p, int32_t a, int32_t b) { p = a < b; }
+inline void setp_gt_u64(bool& p, uint64_t a, uint64_t b) { p = a > b; }
+inline void trap() { machine::trap(); }
 
 // Hopper (sm_90a).
 

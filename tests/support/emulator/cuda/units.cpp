@@ -166,12 +166,16 @@ void wake(Unit& other) {
 
 namespace {
 
-/// The unit of the running cube that waits at the barrier of all cubes, the word of the barrier, and what it held before.
-struct AtGrid {
-  Unit* unit = nullptr;
-  uint32_t* word = nullptr;
-  uint32_t before = 0;
-} at_grid;
+/// The unit of the running cube that waits until the other cubes have run, or null.
+Unit* at_grid;
+
+/// The clock. It stands while a cube runs, and goes on by `TURN` whenever all cubes have had their turn.
+uint64_t cycles;
+constexpr uint64_t TURN = 100'000'000;
+/// When a cube last arrived at the barrier of all cubes, and how long the others may wait after that: five times as long as a kernel
+/// should.
+uint64_t arrived_at;
+constexpr uint64_t LONGEST_WAIT = 10'000'000'000;
 
 /// A cube that waits for others.
 struct Resting {
@@ -180,7 +184,7 @@ struct Resting {
   std::vector<Unit> units;
   unsigned arrived;
   int line;
-  AtGrid at_grid;
+  Unit* at_grid;
   std::shared_ptr<SharedMemory> shared;
 };
 
@@ -193,7 +197,7 @@ void run_ready() {
       resume(*next);
     }
     if (complete_copies()) continue;
-    if (std::all_of(all.begin(), all.end(), [](auto& u) { return u.finished; }) || at_grid.unit) break;
+    if (std::all_of(all.begin(), all.end(), [](auto& u) { return u.finished; }) || at_grid) break;
     // A barrier of the cube waits for the units that have not finished.
     deadlock();
   }
@@ -209,7 +213,7 @@ void run_cubes(Index cubes, Index shape, size_t shared, void (*kernel)()) {
   std::vector<Resting> resting, next;
   std::vector<Unit> ended;
   auto rest = [&](std::vector<Resting>& cubes_that_rest) {
-    if (!at_grid.unit) {
+    if (!at_grid) {
       ended = std::move(all);
       return;
     }
@@ -228,7 +232,7 @@ void run_cubes(Index cubes, Index shape, size_t shared, void (*kernel)()) {
         for (unsigned i = 0; i < units; ++i) prepare(all[i], i, shape);
         warps.assign((units + 31) / 32, {});
         cube_barrier = {};
-        at_grid = {};
+        at_grid = nullptr;
         reset_hopper();
         reset_barriers();
         queue_all();
@@ -236,18 +240,18 @@ void run_cubes(Index cubes, Index shape, size_t shared, void (*kernel)()) {
         rest(resting);
       }
   while (!resting.empty()) {
-    if (resting.size() < number)
-      fail("%zu of %u cubes wait for all, and the others have ended", resting.size(), number);
-    show_writes();
+    if (cycles - arrived_at > LONGEST_WAIT)
+      fail("deadlock: %zu of %u cubes wait for all, and nobody arrives", resting.size(), number);
+    cycles += TURN;
+    // A cube that does not come has released nothing.
+    if (resting.size() == number) show_writes();
     for (Resting& own : resting) {
       cube = own.number, blockIdx = own.position;
       all = std::move(own.units);
       put_shared(*own.shared);
       cube_barrier = {own.arrived, own.line};
-      AtGrid barrier = own.at_grid;
-      if (!((*barrier.word ^ barrier.before) >> 31)) fail("deadlock: all cubes wait, and the barrier does not open");
-      at_grid = {};
-      wake(*barrier.unit);
+      at_grid = nullptr;
+      wake(*own.at_grid);
       run_ready();
       rest(next);
     }
@@ -261,13 +265,23 @@ uint32_t arrive_at_grid(void* word, uint32_t arrival) {
   auto place = static_cast<uint32_t*>(word);
   uint32_t before = *place;
   *place += arrival;
+  arrived_at = cycles;
   return before;
 }
 
-void wait_for_grid(void* word, uint32_t before) {
-  if (at_grid.unit) fail("two units of a cube wait for all cubes");
-  at_grid = {unit, static_cast<uint32_t*>(word), before};
+uint32_t read_after_others(const void* word) {
+  expect_in_buffer(word, 4);
+  if (at_grid) fail("two units of a cube wait for all cubes");
+  at_grid = unit;
   wait("all cubes", 0);
+  return *static_cast<const uint32_t*>(word);
+}
+
+uint64_t clock() { return cycles; }
+
+void trap() {
+  auto waited = static_cast<unsigned long long>(cycles - arrived_at);
+  fail("trap: the unit ends the launch %llu cycles after the last arrival of a cube", waited);
 }
 
 void sync_threads(int number, int line) {
