@@ -20,6 +20,7 @@ pub mod plot;
 pub mod preflight;
 pub mod received;
 pub mod results;
+pub mod resume;
 pub mod sample_answers;
 pub mod saving;
 pub mod stored_model;

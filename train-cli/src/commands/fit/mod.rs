@@ -22,11 +22,12 @@ use crate::{
     interrupt::{Interruption, SaveRequests},
     plan::Plan,
     report,
-    run::checkpoint::{self, CONFIG, Resume, Resumed},
+    run::checkpoint::CONFIG,
     run::folder,
     run::header,
     run::located::located,
     run::received,
+    run::resume::{self, Resume, Resumed},
     run::summary,
     settings::{DeviceChoice, Layer},
 };
@@ -52,9 +53,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     // No other process may change a run while its checkpoint is read.
     let lock = match &args.launch.resume_from_checkpoint {
-        Some(from) => {
-            checkpoint::resumed_run(from, typed_folder(args))?.map(|run| folder::Lock::of(&run)).transpose()?
-        }
+        Some(from) => resume::resumed_run(from, typed_folder(args))?.map(|run| folder::Lock::of(&run)).transpose()?,
         None => None,
     };
     let (plan, resumed, restarts) = planned(args)?;
@@ -93,7 +92,7 @@ fn typed_folder(args: &FitArgs) -> Option<&Path> {
 /// Only the state of the checkpoint is verified, not its weights.
 pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let resume = match &args.launch.resume_from_checkpoint {
-        Some(from) => checkpoint::resume(from, typed_folder(args))?,
+        Some(from) => resume::find(from, typed_folder(args))?,
         None => None,
     };
     if let Some(Resume::Beginning(run)) = &resume {
@@ -159,7 +158,7 @@ fn resumable(
     let ready = checked(plan, &found)?;
     let from = args.launch.resume_from_checkpoint.as_ref().expect("the flag said where the checkpoint is");
     let newest = found.folder.clone();
-    let verified = checkpoint::verified(from, found)?;
+    let verified = resume::verified(from, found)?;
     if verified.folder == newest {
         return Ok((ready, verified));
     }
