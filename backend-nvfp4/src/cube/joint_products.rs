@@ -57,7 +57,8 @@ where
         let (scales, results) =
             (packed_of(x).map(|x| arg(&x.global)).into_iter().collect(), ys.iter().map(arg).collect());
         let (x, rows) = (arg(&x_values), shapes[0].i);
-        launched(gemv(client, Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() }));
+        let product = Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() };
+        launched(product.plan(client).and_then(|plan| gemv(client, product, plan)));
         return Some(ys);
     }
     let native = product == Product::Nt && packed_of(&a[0]).is_some() && block_scaled::trusted(client);

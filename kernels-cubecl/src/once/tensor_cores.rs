@@ -117,7 +117,9 @@ pub(super) fn gemvs<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
                 let weights = outputs.iter().map(|n| zeros.packed(*n, inputs)).collect();
                 let ys = outputs.iter().map(|n| zeros.values(tokens * n)).collect();
                 let (x, scales) = (zeros.values(tokens * inputs), vec![zeros.floats(1)]);
-                gemv(client, Gemv { x, rows: tokens, weights, scales, ys, dtype })?;
+                let product = Gemv { x, rows: tokens, weights, scales, ys, dtype };
+                let plan = product.plan(client)?;
+                gemv(client, product, plan)?;
             }
         }
     }
