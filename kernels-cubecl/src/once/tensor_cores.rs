@@ -7,6 +7,7 @@ use crate::{
     block_scaled::{self, block_scaled},
     decode_attention,
     decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
+    device::processors,
     e4m3::BYTES_PER_WORD,
     gemm::{self, Gemm, GemmShape},
     gemv::{Gemv, gemv},
@@ -205,7 +206,7 @@ pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelE
             rounded: [rounded; 4],
             caches,
         };
-        decoder::decoder_block(client, block, &Scratch::new(client, SHAPE, tokens))?;
+        decoder::decoder_block(client, block, &Scratch::new(client, SHAPE, tokens), processors(client))?;
     }
     Ok(())
 }
