@@ -36,6 +36,7 @@ use train_cli::{
     commands::fit,
     device::Job,
     run::stored_model::StoredModel,
+    settings::DeviceChoice,
     talk::first_answers::{Expected, FirstAnswers},
 };
 
@@ -72,7 +73,9 @@ fn rehearsed(dir: &Path, device: SourceDevice, flags: &[&str]) -> Vec<Launch> {
     let begin = ["train-cli", "fit", "--synthetic", "--max-seq-length", "256", "--init-config", config];
     let line = [&begin[..], &["--tokenizer", tokenizer], flags].concat();
     let Command::Fit(args) = Cli::parse_from(line).command else { panic!("this is fit") };
-    fit::rehearsed(&args, device, Precision::Bf16).unwrap()
+    let (plan, ..) = fit::planned(&args).unwrap();
+    let ready = fit::Ready::new(plan, DeviceChoice::Cpu, Precision::Bf16, None).unwrap();
+    ahead::rehearsed(device, Precision::Bf16, fit::FirstSteps(&ready)).unwrap()
 }
 
 #[test]

@@ -15,7 +15,7 @@ mod ready;
 
 use crate::{
     CliError,
-    ahead::{self, Ahead},
+    ahead::Ahead,
     args::FitArgs,
     commands::demo,
     device::{self, Job},
@@ -33,9 +33,8 @@ use crate::{
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{completed, is_complete};
-use first_steps::FirstSteps;
-use kernels_cubecl::cuda_source::{Launch, SourceDevice};
-use ready::Ready;
+pub use first_steps::FirstSteps;
+pub use ready::Ready;
 pub(crate) use ready::scaling;
 use std::{path::Path, sync::Arc};
 
@@ -73,16 +72,6 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     device::run(device, precision, fit)
 }
 
-/// The kernels that the run of a command line compiles ahead, if `device` stands for the GPU that it will use.
-///
-/// # Errors
-/// If the run cannot begin, or its rehearsal fails.
-pub fn rehearsed(args: &FitArgs, device: SourceDevice, precision: Precision) -> Result<Vec<Launch>, CliError> {
-    let (plan, resumed, _) = planned(args)?;
-    let ready = Ready::new(plan, DeviceChoice::Cpu, precision, resumed.as_ref())?;
-    ahead::rehearsed(device, precision, FirstSteps(&ready))
-}
-
 /// The run folder that was typed.
 fn typed_folder(args: &FitArgs) -> Option<&Path> {
     args.typed.get("output_dir").and_then(|dir| dir.as_str()).map(Path::new)
@@ -90,7 +79,10 @@ fn typed_folder(args: &FitArgs) -> Option<&Path> {
 
 /// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint yet.
 /// Only the state of the checkpoint is verified, not its weights.
-pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
+///
+/// # Errors
+/// If the settings or the checkpoint are refused.
+pub fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let resume = match &args.launch.resume_from_checkpoint {
         Some(from) => resume::find(from, typed_folder(args))?,
         None => None,
