@@ -18,7 +18,7 @@ mod old_checkpoints;
 mod optimizer_file;
 pub mod plot;
 pub mod preflight;
-pub mod received;
+pub mod recorded_outputs;
 pub mod results;
 pub mod resume;
 pub mod sample_answers;

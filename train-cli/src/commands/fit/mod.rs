@@ -26,7 +26,7 @@ use crate::{
     run::folder,
     run::header,
     run::located::located,
-    run::received,
+    run::recorded_outputs,
     run::resume::{self, Resume, Resumed},
     run::summary,
     settings::{DeviceChoice, Layer},
@@ -66,9 +66,9 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
     let names_output = args.launch.config.is_some() || args.typed.get("output_dat").is_some();
-    let is_received = (resumed.is_some() || restarts) && !names_output;
+    let is_recorded = (resumed.is_some() || restarts) && !names_output;
     let dry_run = args.launch.dry_run;
-    let fit = Fit { args, plan, device, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run };
+    let fit = Fit { args, plan, device, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run };
     device::run(device, precision, fit)
 }
 
@@ -122,7 +122,7 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         settings.saving.output_dir = Some(run.clone());
         if launch.config.is_none() {
             let named = settings.logging.vram_report.as_deref();
-            received::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()), run)?;
+            recorded_outputs::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()), run)?;
         }
     }
     // The settings that are recorded name the model itself, not the run that it was found in.
@@ -170,7 +170,7 @@ struct Fit<'a> {
     /// Whether the program chooses the name of the run folder.
     unnamed: bool,
     /// Whether only the record of a run names the file of `--output-dat`.
-    is_received: bool,
+    is_recorded: bool,
     overwrite: bool,
     dry_run: bool,
 }
@@ -183,7 +183,7 @@ impl Job for Fit<'_> {
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run } =
+        let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run } =
             self;
         if resumed.is_none() && !unnamed {
             folder::check_free(&plan, overwrite)?;
@@ -244,8 +244,8 @@ impl Job for Fit<'_> {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(_) => folder::record_settings(&ready.plan)?,
         }
-        if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_received) {
-            received::set_aside(file, &ready.plan.output_dir)?;
+        if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_recorded) {
+            recorded_outputs::set_aside(file, &ready.plan.output_dir)?;
         }
         // From here to the end of the export, a first signal ends the run where it can be resumed.
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
