@@ -9,7 +9,7 @@ use crate::{
     config::OneOrMany,
     file::read_text,
     json, limits,
-    pieces::{LONGEST, Pieces},
+    pieces::{LONGEST, PIECE, Pieces},
 };
 use serde::Deserialize;
 use std::{
@@ -74,7 +74,7 @@ impl Tokenizer {
 
     /// The pieces of a text, in order, whose ids together are those of the text.
     pub fn pieces<'a>(&'a self, text: &'a str) -> impl Iterator<Item = &'a str> {
-        let cut = self.pieces.as_ref().map(|pieces| pieces.split(text));
+        let cut = self.pieces.as_ref().map(|pieces| pieces.split(text, PIECE));
         let whole = if cut.is_none() { Some(text) } else { None };
         cut.into_iter().flatten().chain(whole)
     }
