@@ -28,7 +28,7 @@
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
 //! | [`device`] | what launches ask of a device, and how many cubes they start |
-//! | [`host_memory`] | how a program ends to which the host gives no more memory |
+//! | [`host_memory`] | how a program ends when the host has no more memory |
 //! | `once` | tests only: launches every kernel once, and compiles it for cards that the machine does not have |
 //! | [`any_cuda`] | the CUDA runtime, whose devices are GPUs or those of [`cuda_source`] |
 //! | [`cuda_source`] | devices that record kernels as CUDA C++ instead of running them |

@@ -1,8 +1,8 @@
-//! The tokenizer of tokenizer.json. The file's size and the memory for reading it are limited, and a panic of the tokenizer library on a hostile file
-//! becomes an error. The file may ask for truncation, padding and BPE dropout: these are settings of the program that
-//! wrote it, and are not obeyed, because every text must give all of its tokens and always the same ones. A normalizer
-//! or pre-tokenizer that makes text longer and longer, or a decoder that is not byte-level, is refused: no tokenizer of Qwen3 has
-//! one, and a few lines of them take all memory.
+//! The tokenizer of tokenizer.json. The file's size and the memory for reading it are limited, and a panic of the tokenizer
+//! library on a hostile file becomes an error. The file may ask for truncation, padding and BPE dropout. These are settings of
+//! the program that wrote it and are ignored, because every text must give all of its tokens, and always the same ones. A
+//! normalizer or pre-tokenizer that makes text longer and longer is refused, and so is a decoder that is not byte-level: no
+//! tokenizer of Qwen3 has one, and a few lines of them can take all memory.
 
 use crate::{
     ModelError,

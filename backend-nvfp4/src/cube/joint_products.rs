@@ -1,5 +1,5 @@
-//! Products of layers that read the same activations, in one launch. Of the table in `products.rs`, the first two rows and the
-//! fourth can do this.
+//! Products of layers that read the same activations, in one launch. [`gemm()`] and [`gemv()`] can make several products in a
+//! launch. The other kernels that `products.rs` lists cannot.
 
 use super::{
     launch::{arg, dims, empty, launched},
