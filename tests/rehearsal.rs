@@ -58,7 +58,7 @@ fn rehearsing(arch: u32) -> SourceDevice {
     rehearsing_with(arch, Box::new(|_| false))
 }
 
-/// The same, for which those kernels are compiled of which `is_compiled` says it.
+/// A device that stands for such a GPU, for which the kernels are compiled whose keys `is_compiled` accepts.
 fn rehearsing_with(arch: u32, is_compiled: IsCompiled) -> SourceDevice {
     let properties = Box::new(properties(arch));
     SourceDevice::new(arch, OnLaunch::Rehearse { properties, is_compiled })
