@@ -19,7 +19,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
 };
-use train_cli::{durable, run::checkpoint};
+use train_cli::{durable, run::resume};
 
 #[test]
 fn a_power_failure_loses_nothing() {
@@ -86,7 +86,7 @@ fn fail(cases: impl FnOnce(usize) -> Vec<(usize, Loss)>) {
         let case = format!("after operation {at} of {}: {loss:?}", operations.len());
         old_or_new(&machine.folder(), &whole, &case);
         if at > saved {
-            let newest = checkpoint::newest(&machine.folder().join("r"), usize::MAX).unwrap();
+            let newest = resume::newest(&machine.folder().join("r"), usize::MAX).unwrap();
             assert!(newest.is_some_and(|found| found.state.global_step >= 2), "a checkpoint is lost: {case}");
         }
         finish(&machine, &whole, &case);

@@ -143,7 +143,7 @@ fn plans<R: CubeRuntime>() {
             let outs = ys.iter().map(|y| arg(&y.clone().into_primitive().tensor())).collect();
             let (x, weights) = (arg(&x), vec![w(), w()]);
             let product = Gemv { x, rows: m, weights, scales: vec![], ys: outs, dtype: storage };
-            gemv::gemv_in(&client, product, plan).unwrap();
+            gemv::gemv(&client, product, plan).unwrap();
             for y in ys {
                 let error = relative(&host(y), expected.iter().copied());
                 assert!(error < 4e-3, "{m} rows by {choice:?}: {error:e}");

@@ -14,7 +14,7 @@ use cubecl_common::{cache::CacheOption, compilation_cache::CompilationCache};
 use kernels_cubecl::{
     any_cuda::{AnyCudaDevice, AnyCudaRuntime},
     compile_ahead::{KernelCache, compile_ahead},
-    cuda_source::{Launch, SourceDevice},
+    cuda_source::{IsCompiled, Launch, OnLaunch, SourceDevice},
 };
 use model_qwen3::{
     config::Qwen3Config,
@@ -36,6 +36,7 @@ use train_cli::{
     commands::fit,
     device::Job,
     run::stored_model::StoredModel,
+    settings::DeviceChoice,
     talk::first_answers::{Expected, FirstAnswers},
 };
 
@@ -46,7 +47,7 @@ const CONFIG: &str = r#"{"architectures": ["Qwen3ForCausalLM"], "model_type": "q
   "tie_word_embeddings": true, "attention_bias": false, "initializer_range": 0.02}"#;
 
 fn properties(arch: u32) -> DeviceProperties {
-    let device = SourceDevice::recording(arch);
+    let device = SourceDevice::new(arch, OnLaunch::Record);
     let properties = AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone())).properties().clone();
     device.give_back();
     properties
@@ -54,7 +55,13 @@ fn properties(arch: u32) -> DeviceProperties {
 
 /// A device that stands for a GPU of compute capability `arch`, for which nothing is compiled.
 fn rehearsing(arch: u32) -> SourceDevice {
-    SourceDevice::rehearsing(arch, properties(arch), Box::new(|_| false))
+    rehearsing_with(arch, Box::new(|_| false))
+}
+
+/// A device that stands for such a GPU, for which the kernels are compiled whose keys `is_compiled` accepts.
+fn rehearsing_with(arch: u32, is_compiled: IsCompiled) -> SourceDevice {
+    let properties = Box::new(properties(arch));
+    SourceDevice::new(arch, OnLaunch::Rehearse { properties, is_compiled })
 }
 
 /// What `fit` compiles ahead for the card that `device` stands for.
@@ -66,7 +73,9 @@ fn rehearsed(dir: &Path, device: SourceDevice, flags: &[&str]) -> Vec<Launch> {
     let begin = ["train-cli", "fit", "--synthetic", "--max-seq-length", "256", "--init-config", config];
     let line = [&begin[..], &["--tokenizer", tokenizer], flags].concat();
     let Command::Fit(args) = Cli::parse_from(line).command else { panic!("this is fit") };
-    fit::rehearsed(&args, device, Precision::Bf16).unwrap()
+    let (plan, ..) = fit::planned(&args).unwrap();
+    let ready = fit::Ready::new(plan, DeviceChoice::Cpu, Precision::Bf16, None).unwrap();
+    ahead::rehearsed(device, Precision::Bf16, fit::FirstSteps(&ready)).unwrap()
 }
 
 #[test]
@@ -103,7 +112,7 @@ fn what_is_compiled_is_not_recorded() {
     let (mut compiled, left): (BTreeSet<u128>, _) =
         (launches.iter().map(|launch| launch.key).collect(), launches[7].key);
     compiled.remove(&left);
-    let device = SourceDevice::rehearsing(90, properties(90), Box::new(move |key| compiled.contains(&key)));
+    let device = rehearsing_with(90, Box::new(move |key| compiled.contains(&key)));
     let recorded = rehearsed(dir.path(), device, &["--recipe", "w4"]);
     assert_eq!(recorded.iter().map(|launch| launch.key).collect::<Vec<_>>(), [left]);
 }

@@ -14,7 +14,7 @@ use backend_nvfp4::{
 };
 use burn::{
     backend::Autodiff,
-    module::{AutodiffModule, Module, Param},
+    module::{AutodiffModule, Module, Param, ParamId},
     optim::GradientsParams,
     tensor::{DType, Shape, Tensor, TensorMetadata, TensorPrimitive, ops::FloatTensor},
 };
@@ -235,6 +235,14 @@ fn flat<B: Nvfp4Kernels + DeviceServices>(values: &FloatTensor<B>) -> Vec<f32> {
     host(Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(values)))
 }
 
+/// The sum of a parameter's gradients: what the optimizer would get. It stays among the sums.
+fn sum_of<B: Nvfp4Kernels>(gathered: &mut Gathered<B>, id: ParamId) -> Option<FloatTensor<B>> {
+    let fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: 1.0 }, measured: true };
+    let sum = gathered.settle(id, None, fate)?.0.gradient;
+    gathered.settle(id, Some(sum.clone()), Fate::Gather);
+    Some(sum)
+}
+
 /// The loss of a step, and its gradients by name.
 fn gradients<B: Nvfp4Kernels + DeviceServices>(
     way: Way,
@@ -249,8 +257,8 @@ fn gradients<B: Nvfp4Kernels + DeviceServices>(
     let mut pass = Pass { step: 1, fate: Fate::Gather, gathered, kept: 0, optimizer: &mut optimizer, vram: &mut vram };
     let loss = sum_gradients(way, &mut net, (1, batches), &mut pass);
     let found = fields(net.model()).into_iter().map(|(name, field)| {
-        let sum = pass.gathered.get(field.id().unwrap());
-        let grad = flat::<B>(sum.unwrap_or_else(|| panic!("{name} has no gradient")));
+        let sum = sum_of(&mut pass.gathered, field.id().unwrap());
+        let grad = flat::<B>(&sum.unwrap_or_else(|| panic!("{name} has no gradient")));
         assert_eq!(grad.len(), field.shape().iter().product::<usize>(), "{name}");
         (name, grad)
     });
@@ -405,7 +413,7 @@ fn clipped_by_hand(scale: impl Fn(&[f64]) -> f64) -> (Named, Vec<f64>) {
             Pass { step: number, fate: Fate::Gather, gathered, kept: 0, optimizer: &mut optimizer, vram: &mut vram };
         sum_gradients(Way::Whole, &mut net, (number, &batches), &mut pass);
         let ids = fields(net.model()).into_iter().map(|(_, field)| field.id().unwrap());
-        let grads = ids.flat_map(|id| flat::<Cpu>(pass.gathered.get(id).unwrap()));
+        let grads = ids.flat_map(|id| flat::<Cpu>(&sum_of(&mut pass.gathered, id).unwrap()));
         norms.push(grads.map(|g| f64::from(g).powi(2)).sum::<f64>().sqrt());
         pass.fate = Fate::Apply { rate: Rate { lr: LR, clip_factor: scale(&norms) }, measured: true };
         net.update(|model| pass.walk(GradientsParams::new()).model(model));

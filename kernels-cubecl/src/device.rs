@@ -28,7 +28,7 @@ pub(crate) fn vector_size<R: Runtime>(client: &ComputeClient<R>, dtype: StorageT
 }
 
 /// The number of multiprocessors, or an H200's 132 if the device does not report it.
-pub(crate) fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
+pub fn processors<R: Runtime>(client: &ComputeClient<R>) -> usize {
     client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132) as usize
 }
 

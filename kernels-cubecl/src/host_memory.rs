@@ -1,6 +1,6 @@
-//! The end of the host's memory, and of what a thread may take of it. Rust ends a program by an abort where the host gives it
-//! no more memory. A program that allocates with [`Allocator`] says by [`on_exhausted`] how it ends instead, and by
-//! [`limit_thread`] what happens to a thread that takes too much.
+//! What happens when the host has no more memory, or a thread takes more than it may. Rust aborts a program to which the host
+//! refuses memory. A program that allocates with [`Allocator`] ends as it has chosen with [`on_exhausted`], and
+//! [`limit_thread`] says what happens to a thread that takes too much.
 //!
 //! It has nothing to do with kernels, and is here because an allocator is unsafe code, all of which is in this crate.
 

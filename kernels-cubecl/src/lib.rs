@@ -27,7 +27,8 @@
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
-//! | [`host_memory`] | how a program ends to which the host gives no more memory |
+//! | [`device`] | what launches ask of a device, and how many cubes they start |
+//! | [`host_memory`] | how a program ends when the host has no more memory |
 //! | `once` | tests only: launches every kernel once, and compiles it for cards that the machine does not have |
 //! | [`any_cuda`] | the CUDA runtime, whose devices are GPUs or those of [`cuda_source`] |
 //! | [`cuda_source`] | devices that record kernels as CUDA C++ instead of running them |
@@ -86,7 +87,7 @@ mod cuda_text;
 pub mod decode_attention;
 pub mod decoder;
 pub mod dequantize;
-mod device;
+pub mod device;
 pub mod draw;
 pub mod e4m3;
 mod error;

@@ -1,5 +1,5 @@
-//! Reading files: only regular ones, small files whole and within a limit, and ranges of large ones. No size that a file
-//! declares, its own length included, ends the process: memory that the machine has not is an error.
+//! Reads files: only regular ones, small files whole and within a limit, and ranges of large ones. A size that a file declares,
+//! even its own length, cannot end the process: if the machine does not have that much memory, reading is an error.
 
 use crate::ModelError;
 use backend_nvfp4::host_memory;

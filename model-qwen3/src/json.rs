@@ -1,5 +1,5 @@
-//! JSON in which no object has a key twice, and which has not more values than the memory should hold. serde_json keeps the
-//! second of two values, and what the first said is lost.
+//! Reads JSON, and refuses an object that has a key twice, and a text with more values than memory should hold. (serde_json would
+//! keep the second value of a key and drop the first without a word.)
 
 use serde::{
     Deserializer,

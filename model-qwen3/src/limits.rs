@@ -1,5 +1,5 @@
-//! Work of a library over a file that somebody else made, within limits: on a thread of its own, with bounds on its memory and,
-//! where it gives one answer, on its time.
+//! Runs a library over a file that somebody else made, within limits: on a thread of its own, with a bound on memory and, where
+//! the library gives one answer, a bound on time.
 
 use backend_nvfp4::host_memory;
 use std::{

@@ -5,7 +5,7 @@ use serde_json::json;
 use tokenizers::{AddedToken, NormalizerWrapper, Tokenizer};
 
 /// Bytes after which a piece ends at the next place where it may.
-const PIECE: usize = 64 << 10;
+pub(crate) const PIECE: usize = 64 << 10;
 /// Longest piece: with it the library takes 64 MiB. Texts that people write have a space, a punctuation mark or another place to
 /// cut them much earlier.
 pub(crate) const LONGEST: usize = 192 << 10;
@@ -43,13 +43,8 @@ impl Pieces {
         (splits && normalizes && plain).then_some(Self { added })
     }
 
-    /// The pieces of a text, in order.
-    pub(crate) fn split<'a>(&'a self, text: &'a str) -> impl Iterator<Item = &'a str> {
-        self.split_after(text, PIECE)
-    }
-
-    /// Pieces of `least` bytes or more.
-    fn split_after<'a>(&'a self, mut text: &'a str, least: usize) -> impl Iterator<Item = &'a str> {
+    /// The pieces of a text, in order. Each but the last has `least` bytes or more.
+    pub(crate) fn split<'a>(&'a self, mut text: &'a str, least: usize) -> impl Iterator<Item = &'a str> {
         std::iter::from_fn(move || {
             let (piece, rest) = text.split_at(self.end(text, least));
             text = rest;
@@ -177,7 +172,7 @@ mod tests {
         for _ in 0..3000 {
             let text: String = (0..1 + random() % 30).map(|_| alphabet[random() % alphabet.len()]).collect();
             for least in [0, 1, 3, 10] {
-                let parts: Vec<&str> = pieces.split_after(&text, least).collect();
+                let parts: Vec<&str> = pieces.split(&text, least).collect();
                 cuts += parts.len() - 1;
                 assert_eq!(parts.concat(), text);
                 let joined: Vec<u32> = parts.iter().flat_map(|part| ids(part)).collect();

@@ -1,15 +1,15 @@
-//! The tokenizer of tokenizer.json. The file's size and the memory for reading it are limited, and a panic of the tokenizer library on a hostile file
-//! becomes an error. The file may ask for truncation, padding and BPE dropout: these are settings of the program that
-//! wrote it, and are not obeyed, because every text must give all of its tokens and always the same ones. A normalizer
-//! or pre-tokenizer that makes text longer and longer, or a decoder that is not byte-level, is refused: no tokenizer of Qwen3 has
-//! one, and a few lines of them take all memory.
+//! The tokenizer of tokenizer.json. The file's size and the memory for reading it are limited, and a panic of the tokenizer
+//! library on a hostile file becomes an error. The file may ask for truncation, padding and BPE dropout. These are settings of
+//! the program that wrote it and are ignored, because every text must give all of its tokens, and always the same ones. A
+//! normalizer or pre-tokenizer that makes text longer and longer is refused, and so is a decoder that is not byte-level: no
+//! tokenizer of Qwen3 has one, and a few lines of them can take all memory.
 
 use crate::{
     ModelError,
     config::OneOrMany,
     file::read_text,
     json, limits,
-    pieces::{LONGEST, Pieces},
+    pieces::{LONGEST, PIECE, Pieces},
 };
 use serde::Deserialize;
 use std::{
@@ -74,7 +74,7 @@ impl Tokenizer {
 
     /// The pieces of a text, in order, whose ids together are those of the text.
     pub fn pieces<'a>(&'a self, text: &'a str) -> impl Iterator<Item = &'a str> {
-        let cut = self.pieces.as_ref().map(|pieces| pieces.split(text));
+        let cut = self.pieces.as_ref().map(|pieces| pieces.split(text, PIECE));
         let whole = if cut.is_none() { Some(text) } else { None };
         cut.into_iter().flatten().chain(whole)
     }

@@ -6,7 +6,7 @@ use crate::support::Random;
 use backend_nvfp4::reference;
 use half::bf16;
 use kernels_cubecl::decoder::{
-    ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight, decoder_block_in,
+    ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight, decoder_block,
 };
 use std::ops::Range;
 
@@ -146,7 +146,7 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
         },
     };
     let scratch = Scratch::new(&gpu.client, case.shape, tokens);
-    decoder_block_in(&gpu.client, block, &scratch, case.cubes).map_err(|e| e.to_string())?;
+    decoder_block(&gpu.client, block, &scratch, case.cubes).map_err(|e| e.to_string())?;
     let model = Model { case, norms: &norms, matrices: &matrices };
     let (result, mut new) = (gpu.read(&y)?, Vec::new());
     for (token, past) in case.pasts.iter().enumerate() {

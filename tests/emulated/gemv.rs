@@ -3,7 +3,7 @@
 use super::gpu::{BF16, Exact, F16, F32, Gpu, PackedData};
 use crate::support::Random;
 use cubecl::ir::StorageType;
-use kernels_cubecl::gemv::{Gemv, GemvPlan, gemv_in};
+use kernels_cubecl::gemv::{Gemv, GemvPlan, gemv};
 
 /// Rows and columns of the layers of Qwen3-0.6B and Qwen3-4B: of one launch together, and summed.
 pub(super) const SMALL: [(usize, usize); 10] = [
@@ -99,7 +99,7 @@ pub(super) fn run(
         ys: ys.iter().map(|y| y.arg()).collect(),
         dtype: ty,
     };
-    gemv_in(&gpu.client, launch, plan).map_err(|e| e.to_string())?;
+    gemv(&gpu.client, launch, plan).map_err(|e| e.to_string())?;
     for (w, y) in weights.iter().zip(&ys) {
         gpu.compare("y", y, |at| {
             let (token, row) = (at / w.rows, at % w.rows);

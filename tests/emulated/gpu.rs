@@ -13,7 +13,7 @@ use cubecl::{
 use half::{bf16, f16};
 use kernels_cubecl::{
     any_cuda::{AnyCudaDevice, AnyCudaRuntime},
-    cuda_source::{Executor, SourceDevice},
+    cuda_source::{Executor, OnLaunch, SourceDevice},
     matmul::PackedArgs,
 };
 
@@ -40,15 +40,16 @@ impl Gpu {
 
     /// One that runs launches by `executor`.
     pub(super) fn running(arch: u32, executor: Executor) -> Self {
-        Self::new(arch, SourceDevice::running(arch, executor), true)
+        Self::new(arch, OnLaunch::Run(executor), true)
     }
 
     /// One that records launches. Results are not compared.
     pub(super) fn recording(arch: u32) -> Self {
-        Self::new(arch, SourceDevice::recording(arch), false)
+        Self::new(arch, OnLaunch::Record, false)
     }
 
-    fn new(arch: u32, device: SourceDevice, computes: bool) -> Self {
+    fn new(arch: u32, on_launch: OnLaunch, computes: bool) -> Self {
+        let device = SourceDevice::new(arch, on_launch);
         Self { client: AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone())), device, arch, computes }
     }
 

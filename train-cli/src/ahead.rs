@@ -20,7 +20,7 @@ use kernels_cubecl::{
     any_cuda::{AnyCudaDevice, AnyCudaRuntime},
     block_scaled,
     compile_ahead::{KernelCache, THREAD, compile_ahead},
-    cuda_source::{Launch, SourceDevice},
+    cuda_source::{Launch, OnLaunch, SourceDevice},
 };
 use std::{
     sync::{
@@ -118,11 +118,12 @@ fn begin<J: Job<Output = ()>>(choice: DeviceChoice, precision: Precision, rehear
     let client = AnyCudaRuntime::client(&AnyCudaDevice::Gpu(index));
     // A process asks once whether NVFP4 tensor cores are right, and a device that computes nothing would say no.
     block_scaled::trusted(&client);
-    let properties = client.properties().clone();
+    let properties = Box::new(client.properties().clone());
     let cache = Arc::new(Mutex::new(KernelCache::open(&cache.root())));
     let asked = cache.clone();
     let is_compiled = Box::new(move |key| asked.lock().unwrap_or_else(PoisonError::into_inner).has(key));
-    let launches = rehearsed(SourceDevice::rehearsing(arch, properties, is_compiled), precision, rehearsal)?;
+    let device = SourceDevice::new(arch, OnLaunch::Rehearse { properties, is_compiled });
+    let launches = rehearsed(device, precision, rehearsal)?;
     let (stop, waits) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
     let (stopped, waited) = (stop.clone(), waits.clone());
     let told = move |done, all| {

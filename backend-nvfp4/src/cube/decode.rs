@@ -11,7 +11,10 @@ use crate::{
 };
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
-use kernels_cubecl::decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, Scratch, Weight};
+use kernels_cubecl::{
+    decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, Scratch, Weight},
+    device::processors,
+};
 use std::ops::Range;
 
 /// See [`Nvfp4Kernels::decode_blocks`].
@@ -92,7 +95,7 @@ impl<R: CubeRuntime> Group<R> {
         let rotary = [contiguous(&tokens.rotary.cos), contiguous(&tokens.rotary.sin), arg(&self.lines)];
         let norms = block.norms.each_ref().map(contiguous);
         let own = DecoderBlock { shape, x: arg(&x), y: arg(&y), norms, rotary, weights, rounded, caches };
-        launched(decoder::decoder_block(&x.client, own, &self.scratch));
+        launched(decoder::decoder_block(&x.client, own, &self.scratch, processors(&x.client)));
         y
     }
 }

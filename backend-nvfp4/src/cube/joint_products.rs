@@ -1,5 +1,5 @@
-//! Products of layers that read the same activations, in one launch. Of the table in `products.rs`, the first two rows and the
-//! fourth can do this.
+//! Products of layers that read the same activations, in one launch. [`gemm()`] and [`gemv()`] can make several products in a
+//! launch. The other kernels that `products.rs` lists cannot.
 
 use super::{
     launch::{arg, dims, empty, launched},
@@ -57,7 +57,8 @@ where
         let (scales, results) =
             (packed_of(x).map(|x| arg(&x.global)).into_iter().collect(), ys.iter().map(arg).collect());
         let (x, rows) = (arg(&x_values), shapes[0].i);
-        launched(gemv(client, Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() }));
+        let product = Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() };
+        launched(product.plan(client).and_then(|plan| gemv(client, product, plan)));
         return Some(ys);
     }
     let native = product == Product::Nt && packed_of(&a[0]).is_some() && block_scaled::trusted(client);

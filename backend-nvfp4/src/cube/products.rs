@@ -153,7 +153,8 @@ fn few_rows<R: CubeRuntime>(x: CubeTensor<R>, w: &PackedCube<R>, scales: &[&Cube
     let y = empty(&x, [rows, w.dims()[0]], x.dtype);
     let scales = scales.iter().map(|scale| arg(scale)).collect();
     let (weights, ys, dtype) = (vec![w.args()], vec![arg(&y)], x.dtype.into());
-    launched(gemv(&x.client, Gemv { x: arg(&x), rows, weights, scales, ys, dtype }));
+    let product = Gemv { x: arg(&x), rows, weights, scales, ys, dtype };
+    launched(product.plan(&x.client).and_then(|plan| gemv(&x.client, product, plan)));
     y
 }
 

@@ -53,7 +53,9 @@ impl<'a, R: Runtime> Bench<'a, R> {
                         let weights = each.iter().zip(&weights[i % sets]).map(weight).collect();
                         let ys = each.iter().zip(&ys).map(|(n, y)| self.arg(y, tokens * n)).collect();
                         let x = self.arg(&x, tokens * inputs);
-                        gemv(client, Gemv { x, rows: tokens, weights, scales: vec![], ys, dtype: BF16 })
+                        let product = Gemv { x, rows: tokens, weights, scales: vec![], ys, dtype: BF16 };
+                        let plan = product.plan(client)?;
+                        gemv(client, product, plan)
                     },
                 )?;
             }

@@ -7,6 +7,7 @@ use super::{
 use crate::{
     KernelError,
     decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
+    device::processors,
     e4m3::BYTES_PER_WORD,
     likeliest,
     matmul::PackedArgs,
@@ -106,7 +107,7 @@ impl<R: Runtime> Bench<'_, R> {
                 rounded: [ActivationRounding::EachRow; 4],
                 caches,
             };
-            decoder::decoder_block(self.client, block, &scratch)
+            decoder::decoder_block(self.client, block, &scratch, processors(self.client))
         })
     }
 }

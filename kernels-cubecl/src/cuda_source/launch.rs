@@ -52,29 +52,49 @@ pub struct TensorMap {
 /// Runs a launch on its buffers. The error text says what the kernel did wrong.
 pub type Executor = Arc<dyn Fn(&Launch, &mut [Vec<u8>]) -> Result<(), String> + Send + Sync>;
 
+/// Says of a kernel's key whether the kernel is compiled.
+pub type IsCompiled = Box<dyn Fn(StableHash) -> bool + Send>;
+
+/// What a device does with a launch.
+#[derive(Default)]
+pub enum OnLaunch {
+    /// Records it and computes nothing.
+    #[default]
+    Record,
+    /// Runs it. An error of the executor is the error of the next read or synchronization.
+    Run(Executor),
+    /// Records it as the launch of a GPU that the device stands for: each kernel once, and none that the GPU would refuse. The
+    /// device keeps no values, and every value that is read from it is 0.
+    Rehearse {
+        /// The properties of the GPU.
+        properties: Box<DeviceProperties>,
+        /// Kernels that are compiled are not recorded.
+        is_compiled: IsCompiled,
+    },
+}
+
 /// What a device is, and the launches that it has recorded.
 #[derive(Default)]
 pub(super) struct Entry {
     pub(super) arch: u32,
-    pub(super) executor: Option<Executor>,
+    pub(super) on_launch: OnLaunch,
     pub(super) launches: Vec<Launch>,
-    /// What a device knows that stands for another.
-    pub(super) rehearsed: Option<Rehearsed>,
+    /// The keys of the kernels that a rehearsal has launched.
+    pub(super) seen: HashSet<StableHash>,
     /// The first error since the last synchronization.
     pub(super) error: Option<String>,
     /// Whether the device was given back, so that the next one of its architecture may take its place.
     pub(super) idle: bool,
 }
 
-/// Says of a kernel's key whether the kernel is compiled.
-pub type IsCompiled = Box<dyn Fn(StableHash) -> bool + Send>;
-
-/// What a device knows that stands for another: the properties of the other, which kernels are compiled for it, and the keys of
-/// those that were launched.
-pub(super) struct Rehearsed {
-    pub(super) properties: DeviceProperties,
-    pub(super) is_compiled: IsCompiled,
-    pub(super) seen: HashSet<StableHash>,
+impl Entry {
+    /// The properties of the GPU that the device stands for, if it does.
+    pub(super) fn stands_for(&self) -> Option<&DeviceProperties> {
+        match &self.on_launch {
+            OnLaunch::Rehearse { properties, .. } => Some(properties),
+            OnLaunch::Record | OnLaunch::Run(_) => None,
+        }
+    }
 }
 
 static DEVICES: Mutex<Vec<Entry>> = Mutex::new(Vec::new());

@@ -2,7 +2,7 @@
 //! launch or hands it to the device's executor.
 
 use super::{
-    launch::{Compiler, Launch, TensorMap, devices},
+    launch::{Compiler, Launch, OnLaunch, TensorMap, devices},
     properties,
 };
 use crate::host_memory;
@@ -60,9 +60,7 @@ impl std::fmt::Debug for SourceServer {
 impl DeviceService for SourceServer {
     fn init(id: DeviceId) -> Self {
         let device = usize::from(id.index_id);
-        let (arch, other) = devices().get(device).map_or((0, None), |entry| {
-            (entry.arch, entry.rehearsed.as_ref().map(|rehearsed| rehearsed.properties.clone()))
-        });
+        let (arch, other) = devices().get(device).map_or((0, None), |entry| (entry.arch, entry.stands_for().cloned()));
         let properties = other.unwrap_or_else(|| properties::properties(arch));
         let logger = Arc::new(ServerLogger::default());
         let memory = MemoryManagement::from_configuration(
@@ -105,20 +103,18 @@ impl SourceServer {
 
     /// Whether the device stands for another, so that values do not matter.
     fn rehearses(&self) -> bool {
-        devices().get(self.device).is_some_and(|entry| entry.rehearsed.is_some())
+        devices().get(self.device).is_some_and(|entry| entry.stands_for().is_some())
     }
 
     /// Whether the device does not record a kernel. A device that stands for a GPU records each kernel once, none that is
     /// compiled, and none that the GPU will refuse.
     fn leaves_out(&self, id: &KernelId) -> bool {
         let mut devices = devices();
-        let Some(rehearsed) = devices.get_mut(self.device).and_then(|entry| entry.rehearsed.as_mut()) else {
-            return false;
-        };
+        let Some(entry) = devices.get_mut(self.device) else { return false };
+        let OnLaunch::Rehearse { properties, is_compiled } = &entry.on_launch else { return false };
         let key = id.stable_hash();
-        let properties = &rehearsed.properties;
         let fits = validate_cube_dim(properties, id).is_ok() && validate_units(properties, id).is_ok();
-        !fits || !rehearsed.seen.insert(key) || (rehearsed.is_compiled)(key)
+        !fits || !entry.seen.insert(key) || is_compiled(key)
     }
 
     /// The launch, and the memory of its buffers.
@@ -168,10 +164,10 @@ impl SourceServer {
 
     fn run(&mut self, launch: Launch, mut buffers: Vec<BytesResource>) -> Result<(), String> {
         let executor = match devices().get_mut(self.device) {
-            Some(entry) => match &entry.executor {
-                Some(executor) => executor.clone(),
-                None => {
-                    let memory = entry.rehearsed.as_ref().map(|r| r.properties.hardware.max_shared_memory_size);
+            Some(entry) => match &entry.on_launch {
+                OnLaunch::Run(executor) => executor.clone(),
+                OnLaunch::Record | OnLaunch::Rehearse { .. } => {
+                    let memory = entry.stands_for().map(|properties| properties.hardware.max_shared_memory_size);
                     if memory.is_none_or(|most| launch.shared <= most) {
                         entry.launches.push(launch);
                     }

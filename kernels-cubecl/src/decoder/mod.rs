@@ -74,23 +74,12 @@ pub fn fits<R: Runtime>(client: &ComputeClient<R>, shape: DecoderShape, tokens: 
     mma::supported(client, bf16) && DecoderForm::new(client, shape, tokens, processors(client)).is_ok()
 }
 
-/// Launches the block.
+/// Launches the block in `cubes` cubes. All of them must run at the same time: there may be at most one for each of the
+/// [`processors`].
 ///
 /// # Errors
 /// If a buffer does not fit the shape or [`fits`] is false.
 pub fn decoder_block<R: Runtime>(
-    client: &ComputeClient<R>,
-    block: DecoderBlock<R>,
-    scratch: &Scratch,
-) -> Result<(), KernelError> {
-    decoder_block_in(client, block, scratch, processors(client))
-}
-
-/// The same with this number of cubes, which must not be more than run at the same time.
-///
-/// # Errors
-/// The same as [`decoder_block`].
-pub fn decoder_block_in<R: Runtime>(
     client: &ComputeClient<R>,
     block: DecoderBlock<R>,
     scratch: &Scratch,

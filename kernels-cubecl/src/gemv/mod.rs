@@ -64,23 +64,23 @@ impl<R: Runtime> Gemv<R> {
         })?;
         Ok(cols)
     }
+
+    /// The plan by which the device finishes soonest.
+    ///
+    /// # Errors
+    /// If [`fits`] is false.
+    pub fn plan(&self, client: &ComputeClient<R>) -> Result<GemvPlan, KernelError> {
+        let weight_rows = self.weights.iter().map(|w| w.rows).sum();
+        Ok(GemvPlan::new(client, self.rows, weight_rows, self.columns()?, self.dtype))
+    }
 }
 
-/// Launches the products, divided among planes so that the device finishes soonest.
+/// Launches the products, divided among planes by `plan`, for example that of [`Gemv::plan`].
 ///
 /// # Errors
-/// If a buffer does not fit its shape, [`fits`] is false, or weights differ in their columns.
-pub fn gemv<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>) -> Result<(), KernelError> {
-    let (cols, weight_rows) = (product.columns()?, product.weights.iter().map(|w| w.rows).sum());
-    let plan = GemvPlan::new(client, product.rows, weight_rows, cols, product.dtype);
-    gemv_in(client, product, plan)
-}
-
-/// The same as [`gemv()`], divided by `plan`.
-///
-/// # Errors
-/// The same as [`gemv()`], and if the plan was made for another product.
-pub fn gemv_in<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: GemvPlan) -> Result<(), KernelError> {
+/// If a buffer does not fit its shape, [`fits`] is false, weights differ in their columns, or the plan was made for another
+/// product.
+pub fn gemv<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: GemvPlan) -> Result<(), KernelError> {
     let cols = product.columns()?;
     let Gemv { x, rows, weights, scales, ys, dtype } = product;
     require(NAME, plan.is_for(rows, cols, dtype), || {

@@ -12,7 +12,7 @@
 use super::once;
 use crate::{
     any_cuda::{AnyCudaDevice, AnyCudaRuntime},
-    cuda_source::{Launch, SourceDevice},
+    cuda_source::{Launch, OnLaunch, SourceDevice},
 };
 use cubecl::{
     Runtime,
@@ -124,7 +124,7 @@ fn texts(arch: u32) -> Vec<Launch> {
 
 /// What `once` launches on a device for one type, which must be every kernel.
 fn launches(arch: u32, kind: FloatKind) -> Vec<Launch> {
-    let device = SourceDevice::recording(arch);
+    let device = SourceDevice::new(arch, OnLaunch::Record);
     let client = AnyCudaRuntime::client(&AnyCudaDevice::Source(device.clone()));
     once(&client, StorageType::Scalar(ElemType::Float(kind)), 17).unwrap();
     cubecl::future::block_on(client.sync()).unwrap();

@@ -7,6 +7,7 @@ use crate::{
     block_scaled::{self, block_scaled},
     decode_attention,
     decoder::{self, ActivationRounding, Caches, DecoderBlock, DecoderShape, PAGE, Scratch, Weight},
+    device::processors,
     e4m3::BYTES_PER_WORD,
     gemm::{self, Gemm, GemmShape},
     gemv::{Gemv, gemv},
@@ -117,7 +118,9 @@ pub(super) fn gemvs<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
                 let weights = outputs.iter().map(|n| zeros.packed(*n, inputs)).collect();
                 let ys = outputs.iter().map(|n| zeros.values(tokens * n)).collect();
                 let (x, scales) = (zeros.values(tokens * inputs), vec![zeros.floats(1)]);
-                gemv(client, Gemv { x, rows: tokens, weights, scales, ys, dtype })?;
+                let product = Gemv { x, rows: tokens, weights, scales, ys, dtype };
+                let plan = product.plan(client)?;
+                gemv(client, product, plan)?;
             }
         }
     }
@@ -203,7 +206,7 @@ pub(super) fn decoder_blocks<R: Runtime>(zeros: &Zeros<R>) -> Result<(), KernelE
             rounded: [rounded; 4],
             caches,
         };
-        decoder::decoder_block(client, block, &Scratch::new(client, SHAPE, tokens))?;
+        decoder::decoder_block(client, block, &Scratch::new(client, SHAPE, tokens), processors(client))?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! One file or folder for each command of the program, and `flags`, which several of them share.
+//! One file or folder for each command of the program. Several commands share `flags` and `export_check`.
 
 pub mod bench;
 mod bench_model;
@@ -11,6 +11,7 @@ pub mod doctor;
 pub mod estimate;
 pub mod eval;
 pub mod export;
+mod export_check;
 pub mod export_hf;
 pub mod fit;
 mod flags;

@@ -1,37 +1,21 @@
-//! Checkpoints of a run: `checkpoint-<step>/` holds the master weights as they are stored, the optimizer's state, the
-//! state of the run, and the model's small files. [`super::saving`] writes them; this file finds, judges and reads them.
+//! What a checkpoint of a run holds: `checkpoint-<step>/` has the master weights as they are stored, the optimizer's state, the
+//! state of the run, and the model's small files. [`super::saving`] writes them. This file verifies and reads them, and
+//! [`super::resume`] chooses the checkpoint that a run resumes from.
 //!
 //! What a step computes depends on its number alone, so that these files are all that a resumed run needs.
 
-use crate::{
-    CliError, durable,
-    progress::Reading,
-    replaced::STEP_MODE,
-    report,
-    run::optimizer_file,
-    run::results::RESULTS,
-    settings::{ResumeFrom, Settings},
-    train::chunked_adamw::ChunkedAdamw,
-    train::guard,
-};
-use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Nvfp4Linear, Packed, Scaling};
+use crate::{CliError, durable, run::optimizer_file, settings::Settings, train::guard};
+use backend_nvfp4::{LinearSpec, Nvfp4Linear, Scaling};
 use burn::tensor::backend::Backend;
 use model_qwen3::{
-    ModelError,
-    config::Qwen3Config,
     container::Container,
     file, json,
     model::Qwen3,
-    names,
     safetensors::WHOLE,
-    tensors::{Put, Stored, Tensors, row_ranges},
-    weights::{self, Purpose},
+    tensors::{Stored, Tensors, row_ranges},
 };
 use serde::{Deserialize, Serialize};
-use std::{
-    ops::Range,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 /// The layout of checkpoints that this program writes and reads.
 const VERSION: u64 = 2;
@@ -143,197 +127,6 @@ impl TrainerState {
     }
 }
 
-/// A checkpoint to resume from.
-#[derive(Debug, Clone)]
-pub struct Resumed {
-    /// The run folder.
-    pub run: PathBuf,
-    /// The checkpoint's folder.
-    pub folder: PathBuf,
-    /// The state of the run when the checkpoint was saved.
-    pub state: TrainerState,
-}
-
-/// Where a run resumes.
-#[derive(Debug, Clone)]
-pub enum Resume {
-    /// After the steps of a checkpoint.
-    At(Box<Resumed>),
-    /// At its beginning: the process ended before the first checkpoint of this run folder.
-    Beginning(PathBuf),
-}
-
-/// Finds the checkpoint that is to be resumed; the latest is one of `output_dir`. None if nothing is to be resumed. Only its
-/// state is verified and read, which is fast: [`verified`] reads the rest, once the run that resumes is known to be possible.
-///
-/// # Errors
-/// If there is no such checkpoint or run, the state of the checkpoint is broken, or it has another layout.
-pub fn resume(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resume>, CliError> {
-    let usage = |text: String| CliError::Usage(text);
-    let Some((run, folder)) = named(from, output_dir)? else { return Ok(None) };
-    if folder.is_none() && has_not_begun(run, from)? {
-        return Ok(Some(Resume::Beginning(run.to_owned())));
-    }
-    if !run.is_dir() {
-        let text = "there is no such checkpoint and no such run folder";
-        return Err(usage(format!("--resume-from-checkpoint {}: {text}", run.display())));
-    }
-    let same = |a: &Path, b: &Path| a.canonicalize().ok() == b.canonicalize().ok();
-    if let Some(dir) = output_dir.filter(|dir| !same(dir, run)) {
-        let text = format!("--output-dir {}: the checkpoint belongs to {}", dir.display(), run.display());
-        return Err(usage(text + "; leave out --output-dir"));
-    }
-    let (folder, state) = match folder {
-        Some(folder) => (folder.to_owned(), verified_state(folder)?),
-        None => match newest_state(run)? {
-            Some(found) => found,
-            // It says what is wrong.
-            None => latest(run)?,
-        },
-    };
-    refuse_whole_graphs(&folder)?;
-    Ok(Some(Resume::At(Box::new(Resumed { run: run.to_owned(), folder, state }))))
-}
-
-/// The checkpoint that [`resume`] has found, with all its files verified: if it was not named and is broken, the newest good one
-/// of its run.
-///
-/// # Errors
-/// If the checkpoint that was named is broken, or every checkpoint of the run.
-pub fn verified(from: &ResumeFrom, found: Resumed) -> Result<Resumed, CliError> {
-    let (folder, state) = match named(from, Some(found.run.as_path()))? {
-        Some((_, Some(folder))) => (folder.to_owned(), open(folder)?),
-        _ => latest(&found.run)?,
-    };
-    refuse_whole_graphs(&folder)?;
-    Ok(Resumed { folder, state, ..found })
-}
-
-/// The folder of the run that is to be resumed, if there is one.
-///
-/// # Errors
-/// If nothing says which run that is.
-pub fn resumed_run(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<PathBuf>, CliError> {
-    let Some((run, _)) = named(from, output_dir)?.filter(|(run, _)| run.is_dir()) else { return Ok(None) };
-    // Nothing is written into a folder that is no run.
-    let is_run =
-        run.join(CONFIG).exists() || !list(run)?.is_empty() || has_results(run)? || durable::is_untouched(run)?;
-    Ok(is_run.then(|| run.to_owned()))
-}
-
-/// The run that is to be resumed, and its checkpoint, if one is named. None if nothing is to be resumed.
-fn named<'a>(
-    from: &'a ResumeFrom,
-    output_dir: Option<&'a Path>,
-) -> Result<Option<(&'a Path, Option<&'a Path>)>, CliError> {
-    Ok(match (from, output_dir) {
-        (ResumeFrom::Nothing, _) => None,
-        (ResumeFrom::Latest, None) => {
-            let text = "--resume-from-checkpoint needs the run folder; give --output-dir RUN";
-            return Err(CliError::Usage(text.into()));
-        }
-        (ResumeFrom::Latest, Some(run)) => Some((run, None)),
-        (ResumeFrom::Path(given), _) if given.join(STATE).exists() || step_of(given).is_some() => {
-            let parent = durable::parent(given);
-            Some((parent, Some(given.as_path())))
-        }
-        (ResumeFrom::Path(given), _) => Some((given.as_path(), None)),
-    })
-}
-
-/// Refuses the checkpoint of a run that made its steps in another way, which clipped by another norm.
-fn refuse_whole_graphs(folder: &Path) -> Result<(), CliError> {
-    let (_, state) = recorded(folder)?;
-    if state["settings"]["step_mode"] != "whole" {
-        return Ok(());
-    }
-    Err(CliError::Usage(format!(
-        "{0}: the run was begun with --step-mode whole: {STEP_MODE}. Start a new run from its weights: train-cli fit -m {0}",
-        folder.display()
-    )))
-}
-
-/// Whether a run folder holds no checkpoint because its process ended before the first one. It holds the settings of the
-/// run, or nothing of it; a process that ended still earlier has not made the folder.
-fn has_not_begun(run: &Path, from: &ResumeFrom) -> Result<bool, CliError> {
-    if !run.exists() {
-        return Ok(*from == ResumeFrom::Latest);
-    }
-    if !run.is_dir() || !list(run)?.is_empty() || has_results(run)? {
-        return Ok(false);
-    }
-    Ok(run.join(CONFIG).exists() || durable::is_untouched(run)?)
-}
-
-/// Whether a run folder holds what a run that begins again would delete.
-pub(super) fn has_results(run: &Path) -> Result<bool, CliError> {
-    for entry in std::fs::read_dir(run).map_err(CliError::io(run))? {
-        if is_result(&entry.map_err(CliError::io(run))?.file_name().to_string_lossy()) {
-            return Ok(true);
-        }
-    }
-    Ok(false)
-}
-
-/// Whether an entry of a run folder is there only after the run has trained: its export, its record, a checkpoint that was
-/// set aside.
-pub(super) fn is_result(name: &str) -> bool {
-    [FINAL, RESULTS].contains(&name) || name == durable::aside_name(FINAL) || name.starts_with(STALE)
-}
-
-/// The newest checkpoint of a run whose state is good, whatever its other files are.
-fn newest_state(run: &Path) -> Result<Option<(PathBuf, TrainerState)>, CliError> {
-    for (_, folder) in list(run)? {
-        match verified_state(&folder) {
-            Ok(state) => return Ok(Some((folder, state))),
-            Err(error @ CliError::Usage(_)) => return Err(error),
-            Err(_) => {}
-        }
-    }
-    Ok(None)
-}
-
-/// The newest good checkpoint of a run. Names the broken checkpoints that it skips.
-fn latest(run: &Path) -> Result<(PathBuf, TrainerState), CliError> {
-    match newest(run, usize::MAX)? {
-        Some(Resumed { folder, state, .. }) => Ok((folder, state)),
-        None if has_results(run)? && list(run)?.is_empty() => Err(CliError::Usage(format!(
-            "{} has no checkpoint to resume from, and holds what a run has left; start a new run in another folder",
-            run.display()
-        ))),
-        None if list(run)?.is_empty() => {
-            Err(CliError::Usage(format!("{} has no checkpoint to resume from; start a new run", run.display())))
-        }
-        None => Err(CliError::corrupt(
-            run,
-            "every checkpoint is damaged, so that there is nothing to resume from; start a new run in another folder",
-        )),
-    }
-}
-
-/// The newest good checkpoint of at most `most` steps; the oldest good one if all have more; None if none is good. Names
-/// the broken checkpoints that it skips.
-///
-/// # Errors
-/// If a checkpoint has another layout, or the system fails.
-pub fn newest(run: &Path, most: usize) -> Result<Option<Resumed>, CliError> {
-    let mut found = None;
-    for (step, folder) in list(run)? {
-        match open(&folder) {
-            Ok(state) => found = Some(Resumed { run: run.to_owned(), folder, state }),
-            Err(error @ CliError::Usage(_)) => return Err(error),
-            Err(error) => {
-                report::line(format!("warning: skipping {}: {error}", folder.display()));
-                continue;
-            }
-        }
-        if step <= most {
-            break;
-        }
-    }
-    Ok(found)
-}
-
 /// Verifies a checkpoint and reads its state.
 ///
 /// # Errors
@@ -352,7 +145,7 @@ pub fn open(folder: &Path) -> Result<TrainerState, CliError> {
 }
 
 /// Verifies the state of a checkpoint, none of its other files, and reads it.
-fn verified_state(folder: &Path) -> Result<TrainerState, CliError> {
+pub(super) fn verified_state(folder: &Path) -> Result<TrainerState, CliError> {
     is_there(folder)?;
     durable::verify_listed(folder, |name| name == STATE)?;
     let state = read_state(folder)?;
@@ -426,7 +219,7 @@ fn all_finite(tensors: &Container) -> Result<(), CliError> {
 }
 
 /// The file of a checkpoint's state, and what it holds.
-fn recorded(folder: &Path) -> Result<(PathBuf, serde_json::Value), CliError> {
+pub(super) fn recorded(folder: &Path) -> Result<(PathBuf, serde_json::Value), CliError> {
     let path = folder.join(STATE);
     let text = file::read_text(&path, LARGEST_STATE, "").map_err(CliError::damaged(&path))?;
     let state = json::parse(&text).map_err(|e| CliError::corrupt(&path, e))?;
@@ -476,75 +269,4 @@ pub fn list(run: &Path) -> Result<Vec<(usize, PathBuf)>, CliError> {
 pub(super) fn step_of(folder: &Path) -> Option<usize> {
     let step = folder.file_name()?.to_str()?.strip_prefix("checkpoint-")?;
     step.parse().ok().filter(|_| step.bytes().all(|b| b.is_ascii_digit()))
-}
-
-impl Resumed {
-    /// Loads the master weights.
-    ///
-    /// # Errors
-    /// If the file does not fit the model.
-    pub fn model<B: Nvfp4Kernels>(
-        &self,
-        config: &Qwen3Config,
-        spec: LinearSpec,
-        master: MasterKind,
-        device: &B::Device,
-    ) -> Result<Qwen3<B>, CliError> {
-        let tensors = &Container::open(&self.folder.join(MODEL))?;
-        let saved = Masters { tensors, quantized_head: self.state.head == HeadStorage::Nvfp4 };
-        Ok(weights::load(&Reading::of(&saved, "loading"), config, spec, Purpose::Train(master), device)?)
-    }
-
-    /// Puts the optimizer's states back.
-    ///
-    /// # Errors
-    /// If the file does not fit the model.
-    pub fn optimizer<B: Nvfp4Kernels>(
-        &self,
-        model: &Qwen3<B>,
-        optimizer: &mut ChunkedAdamw<B>,
-    ) -> Result<(), CliError> {
-        optimizer_file::read(&self.folder.join(OPTIMIZER), model, optimizer, self.state.global_step)
-    }
-}
-
-/// The master weights of a checkpoint. The file stores the head as floats; training quantizes it if the model's own
-/// files did.
-struct Masters<'a> {
-    tensors: &'a Container,
-    quantized_head: bool,
-}
-
-impl Tensors for Masters<'_> {
-    fn keeps_codes(&self, name: &str) -> bool {
-        matches!(self.tensors.stored(name), Some(Stored::Packed { .. }))
-    }
-
-    fn path(&self) -> &Path {
-        self.tensors.path()
-    }
-
-    fn names(&self) -> Vec<String> {
-        self.tensors.names()
-    }
-
-    fn stored(&self, name: &str) -> Option<Stored> {
-        self.tensors.stored(name)
-    }
-
-    fn trains_quantized(&self, name: &str) -> bool {
-        name == names::HEAD && self.quantized_head
-    }
-
-    fn read_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {
-        self.tensors.read_rows(name, rows)
-    }
-
-    fn put_rows(&self, name: &str, rows: Range<usize>, put: Put) -> Result<(), ModelError> {
-        self.tensors.put_rows(name, rows, put)
-    }
-
-    fn read_packed(&self, name: &str) -> Result<Packed, ModelError> {
-        self.tensors.read_packed(name)
-    }
 }

@@ -1,5 +1,5 @@
-//! What the choices of a run cost in loss, as far as it was measured: by pre-training a model of 15.7 million parameters
-//! (doc/notebook/training.md). Another model and other data cost something else, but the order of the choices should hold.
+//! How much loss the choices of a run cost, measured by pre-training a model of 15.7 million parameters
+//! (doc/notebook/training.md). The costs differ for another model or other data, but the order of the choices should hold.
 
 use backend_nvfp4::{MasterKind, Recipe, StateKind};
 

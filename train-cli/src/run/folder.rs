@@ -10,6 +10,7 @@ use crate::{
     run::inputs::Inputs,
     run::old_checkpoints,
     run::results::RESULTS,
+    run::resume,
     run::{log, tensorboard},
     settings::Change,
 };
@@ -62,7 +63,7 @@ pub fn check_free(plan: &Plan, overwrite: bool) -> Result<(), CliError> {
 /// # Errors
 /// If the folder holds a checkpoint or an export.
 pub fn check_not_begun(dir: &Path) -> Result<(), CliError> {
-    if checkpoint::list(dir)?.is_empty() && !checkpoint::has_results(dir)? {
+    if checkpoint::list(dir)?.is_empty() && !resume::has_results(dir)? {
         return Ok(());
     }
     let text = "another train-cli has trained here just now; give the command again to resume its run";
@@ -167,7 +168,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
         names.push(entry.map_err(CliError::io(dir))?.file_name().to_string_lossy().into_owned());
     }
     // Should the process be killed meanwhile, the rest must not look like what a complete run leaves.
-    names.sort_by_key(|name| !checkpoint::is_result(name));
+    names.sort_by_key(|name| !resume::is_result(name));
     names
         .iter()
         .filter(|name| *name != durable::LOCK)

@@ -1,7 +1,10 @@
 //! The one way from a path to a model's files. The path is a model folder, a `.dat` or `.safetensors` file, a run folder (its
 //! export, or its newest checkpoint), or a checkpoint. Every command that takes a model finds it here.
 
-use super::checkpoint::{self, CONFIG, FINAL, STATE};
+use super::{
+    checkpoint::{CONFIG, FINAL, STATE},
+    resume,
+};
 use crate::{
     CliError,
     durable::{self, MANIFEST},
@@ -21,7 +24,7 @@ pub fn located(flag: &str, path: &Path) -> Result<ModelFiles, CliError> {
         exported
     // A model folder may have a config.toml of its own. A run folder has no config.json.
     } else if path.join(CONFIG).exists() && !path.join("config.json").exists() {
-        let newest = checkpoint::newest(path, usize::MAX)?;
+        let newest = resume::newest(path, usize::MAX)?;
         let nothing = || CliError::Usage(format!("{}: the run has no checkpoint and no export yet", path.display()));
         newest.ok_or_else(nothing)?.folder
     } else if path.exists() {

@@ -1,5 +1,5 @@
-//! Checkpoints that a run no longer needs: it deletes those that are not to be kept, and renames those behind the one from which it
-//! resumes.
+//! Checkpoints that a run no longer needs. After each save, it deletes those that [`Keep`] does not name. When it resumes, it
+//! renames those of later steps than the checkpoint that it resumes from.
 
 use super::checkpoint::{STALE, list};
 use crate::{CliError, durable, report};

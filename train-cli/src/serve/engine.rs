@@ -1,5 +1,5 @@
-//! The thread that owns the model. It takes questions from a queue, makes all answers together, and sends each piece where it
-//! is waited for.
+//! The thread that owns the model. It takes questions from a queue, makes all answers together, and sends each piece of an
+//! answer to the connection that asked.
 
 use super::{metrics::Metrics, refusal::Refusal};
 use crate::{

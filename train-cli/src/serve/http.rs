@@ -1,7 +1,8 @@
-//! The listener: who may connect and ask, how long and how much, and how it ends.
+//! The listener: who may connect, limits on the size and the duration of requests, and how the server stops.
 //!
-//! Without a key only this machine may ask, and only under a name of its own: a page of another site that points its name at
-//! this machine is refused. With a key every address but `/` and `/health` needs it.
+//! Without a key, the server answers only this machine, and only requests that call it by a name of this machine. So it refuses
+//! a web page whose domain somebody has pointed at this machine (DNS rebinding). With a key, every address but `/` and
+//! `/health` needs it.
 
 use super::{
     engine::{Engine, Question},

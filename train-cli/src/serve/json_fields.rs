@@ -1,5 +1,5 @@
-//! The fields of a JSON object, taken one by one. A field of the wrong type or out of range is refused with its name, and so
-//! is one that nobody takes: it would change nothing, and who sent it would not know.
+//! The fields of a JSON object, taken one by one. A field of the wrong type or out of range is refused with its name. A field
+//! that no code takes is refused, too: it would have no effect, and its sender would not notice.
 
 use super::refusal::Refusal;
 use model_qwen3::json;

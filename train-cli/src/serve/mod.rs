@@ -2,7 +2,7 @@
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | `http` | the listener: its limits, who may ask, how it ends |
+//! | `http` | the listener: who may connect, its limits, how it stops |
 //! | `routes` | one function for each address |
 //! | `request`, `json_fields` | the JSON of a question, checked field by field |
 //! | `reply` | the JSON of an answer, whole or in pieces |

@@ -1,4 +1,5 @@
-//! The questions of OpenAI's interface, checked. What a field would change and this server does not have is refused.
+//! Requests of OpenAI's interface, checked. A field is refused if it would change the answer and this server does not have what
+//! it asks for.
 
 use super::{json_fields::Fields, refusal::Refusal};
 use crate::model_files::TextFiles;

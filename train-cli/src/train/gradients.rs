@@ -43,11 +43,6 @@ impl<B: Nvfp4Kernels> Gathered<B> {
         Self { sums: HashMap::new(), squares: vec![], verdict: None, dtype }
     }
 
-    /// The sum of a parameter's gradients.
-    pub fn get(&self, id: ParamId) -> Option<&FloatTensor<B>> {
-        self.sums.get(&id)
-    }
-
     /// The global norm of the gradients that were measured since the last call; `None` if there were none.
     ///
     /// # Errors
@@ -84,7 +79,7 @@ impl<B: Nvfp4Kernels> Gathered<B> {
     }
 
     /// Handles the gradient of a parameter as `fate` says. Returns the gradient to apply now, if any.
-    fn settle(&mut self, id: ParamId, grad: Option<FloatTensor<B>>, fate: Fate) -> Option<(Judged<B>, Rate)> {
+    pub fn settle(&mut self, id: ParamId, grad: Option<FloatTensor<B>>, fate: Fate) -> Option<(Judged<B>, Rate)> {
         let (sum, first) = match (self.sums.remove(&id), grad) {
             (None, None) => return None,
             (Some(sum), None) => (sum, false),

@@ -8,7 +8,7 @@ mod calibrate;
 mod quantization_config;
 
 use self::calibrate::Calibration;
-use super::export::CheckFile;
+use super::export_check::CheckFile;
 use crate::{
     CliError,
     args::{ExportHfArgs, HfFormat},

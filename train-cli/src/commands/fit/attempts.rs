@@ -9,9 +9,10 @@ use crate::{
     memory::vram::VramReport,
     report,
     run::beginning::Beginning,
-    run::checkpoint::{self, HeadStorage, Resumed, TrainerState},
+    run::checkpoint::{HeadStorage, TrainerState},
     run::folder,
     run::journal::Journal,
+    run::resume::{self, Resumed},
     run::sample_answers::Samples,
     run::saving::Saver,
     train::chunked_adamw::ChunkedAdamw,
@@ -73,8 +74,8 @@ impl Ready {
             };
             let run = &self.plan.output_dir;
             from = match back {
-                Back::Newest { .. } => checkpoint::newest(run, usize::MAX)?,
-                Back::Older { bad } => checkpoint::newest(run, bad.saturating_sub(guard::FAR))?,
+                Back::Newest { .. } => resume::newest(run, usize::MAX)?,
+                Back::Older { bad } => resume::newest(run, bad.saturating_sub(guard::FAR))?,
             };
             let to = from.as_ref().map_or(0, |resumed| resumed.state.global_step);
             let place = if to == 0 { "its beginning".to_owned() } else { format!("checkpoint-{to}") };

@@ -9,11 +9,12 @@ use crate::{
     interrupt::Interruption,
     plan::Plan,
     report,
-    run::checkpoint::{self, FINAL, HeadStorage, Resumed, TrainerState},
+    run::checkpoint::{self, FINAL, HeadStorage, TrainerState},
     run::evaluations::Evaluations,
     run::export_format::ExportFormat,
     run::journal::Journal,
     run::results::Results,
+    run::resume::Resumed,
     run::trained,
     settings::SaveStrategy,
 };

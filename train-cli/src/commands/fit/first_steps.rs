@@ -7,7 +7,7 @@ use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use model_qwen3::weights;
 
 /// The first steps of this run.
-pub(super) struct FirstSteps<'a>(pub(super) &'a Ready);
+pub struct FirstSteps<'a>(pub &'a Ready);
 
 impl Job for FirstSteps<'_> {
     type Output = ();

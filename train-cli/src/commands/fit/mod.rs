@@ -15,26 +15,26 @@ mod ready;
 
 use crate::{
     CliError,
-    ahead::{self, Ahead},
+    ahead::Ahead,
     args::FitArgs,
     commands::demo,
     device::{self, Job},
     interrupt::{Interruption, SaveRequests},
     plan::Plan,
     report,
-    run::checkpoint::{self, CONFIG, Resume, Resumed},
+    run::checkpoint::CONFIG,
     run::folder,
     run::header,
     run::located::located,
-    run::received,
+    run::recorded_outputs,
+    run::resume::{self, Resume, Resumed},
     run::summary,
     settings::{DeviceChoice, Layer},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{completed, is_complete};
-use first_steps::FirstSteps;
-use kernels_cubecl::cuda_source::{Launch, SourceDevice};
-use ready::Ready;
+pub use first_steps::FirstSteps;
+pub use ready::Ready;
 pub(crate) use ready::scaling;
 use std::{path::Path, sync::Arc};
 
@@ -52,9 +52,7 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     // No other process may change a run while its checkpoint is read.
     let lock = match &args.launch.resume_from_checkpoint {
-        Some(from) => {
-            checkpoint::resumed_run(from, typed_folder(args))?.map(|run| folder::Lock::of(&run)).transpose()?
-        }
+        Some(from) => resume::resumed_run(from, typed_folder(args))?.map(|run| folder::Lock::of(&run)).transpose()?,
         None => None,
     };
     let (plan, resumed, restarts) = planned(args)?;
@@ -68,20 +66,10 @@ pub fn run(args: &FitArgs) -> Result<(), CliError> {
     }
     let (device, precision) = (device::resolved(plan.settings.recipe.device), plan.settings.recipe.compute_dtype);
     let names_output = args.launch.config.is_some() || args.typed.get("output_dat").is_some();
-    let is_received = (resumed.is_some() || restarts) && !names_output;
+    let is_recorded = (resumed.is_some() || restarts) && !names_output;
     let dry_run = args.launch.dry_run;
-    let fit = Fit { args, plan, device, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run };
+    let fit = Fit { args, plan, device, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run };
     device::run(device, precision, fit)
-}
-
-/// The kernels that the run of a command line compiles ahead, if `device` stands for the GPU that it will use.
-///
-/// # Errors
-/// If the run cannot begin, or its rehearsal fails.
-pub fn rehearsed(args: &FitArgs, device: SourceDevice, precision: Precision) -> Result<Vec<Launch>, CliError> {
-    let (plan, resumed, _) = planned(args)?;
-    let ready = Ready::new(plan, DeviceChoice::Cpu, precision, resumed.as_ref())?;
-    ahead::rehearsed(device, precision, FirstSteps(&ready))
 }
 
 /// The run folder that was typed.
@@ -91,9 +79,12 @@ fn typed_folder(args: &FitArgs) -> Option<&Path> {
 
 /// The plan of a command line, the checkpoint that it resumes from, and whether it restarts a run that has no checkpoint yet.
 /// Only the state of the checkpoint is verified, not its weights.
-pub(crate) fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
+///
+/// # Errors
+/// If the settings or the checkpoint are refused.
+pub fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError> {
     let resume = match &args.launch.resume_from_checkpoint {
-        Some(from) => checkpoint::resume(from, typed_folder(args))?,
+        Some(from) => resume::find(from, typed_folder(args))?,
         None => None,
     };
     if let Some(Resume::Beginning(run)) = &resume {
@@ -131,7 +122,7 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         settings.saving.output_dir = Some(run.clone());
         if launch.config.is_none() {
             let named = settings.logging.vram_report.as_deref();
-            received::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()), run)?;
+            recorded_outputs::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()), run)?;
         }
     }
     // The settings that are recorded name the model itself, not the run that it was found in.
@@ -159,7 +150,7 @@ fn resumable(
     let ready = checked(plan, &found)?;
     let from = args.launch.resume_from_checkpoint.as_ref().expect("the flag said where the checkpoint is");
     let newest = found.folder.clone();
-    let verified = checkpoint::verified(from, found)?;
+    let verified = resume::verified(from, found)?;
     if verified.folder == newest {
         return Ok((ready, verified));
     }
@@ -179,7 +170,7 @@ struct Fit<'a> {
     /// Whether the program chooses the name of the run folder.
     unnamed: bool,
     /// Whether only the record of a run names the file of `--output-dat`.
-    is_received: bool,
+    is_recorded: bool,
     overwrite: bool,
     dry_run: bool,
 }
@@ -192,7 +183,7 @@ impl Job for Fit<'_> {
     }
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run } =
+        let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run } =
             self;
         if resumed.is_none() && !unnamed {
             folder::check_free(&plan, overwrite)?;
@@ -253,8 +244,8 @@ impl Job for Fit<'_> {
             None => folder::create(&ready.plan, &ready.inputs)?,
             Some(_) => folder::record_settings(&ready.plan)?,
         }
-        if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_received) {
-            received::set_aside(file, &ready.plan.output_dir)?;
+        if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_recorded) {
+            recorded_outputs::set_aside(file, &ready.plan.output_dir)?;
         }
         // From here to the end of the export, a first signal ends the run where it can be resumed.
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);

@@ -6,9 +6,10 @@ use crate::{
     plan::Plan,
     progress::Reading,
     report,
-    run::checkpoint::{HeadStorage, Resumed, TrainerState},
+    run::checkpoint::{HeadStorage, TrainerState},
     run::inputs::Inputs,
     run::preflight::{self, Forecast, Undo},
+    run::resume::Resumed,
     settings::{DeviceChoice, defaults::scales},
     train::chunked_adamw::{AdamwConfig, ChunkedAdamw},
     train::clip::Clipping,
@@ -24,7 +25,7 @@ use model_qwen3::{
 };
 
 /// A plan with its inputs, on a device that computes in `spec.precision`.
-pub(super) struct Ready {
+pub struct Ready {
     pub(super) plan: Plan,
     pub(super) inputs: Inputs,
     pub(super) forecast: Forecast,
@@ -34,7 +35,10 @@ pub(super) struct Ready {
 
 impl Ready {
     /// Reads the inputs, and refuses what needs more memory or disk than there is, or other scale levels.
-    pub(super) fn new(
+    ///
+    /// # Errors
+    /// If an input is missing or broken, or the run is refused.
+    pub fn new(
         plan: Plan,
         device: DeviceChoice,
         precision: Precision,
