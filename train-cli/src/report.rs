@@ -1,7 +1,7 @@
 //! All printing. Results go to standard output; progress and messages go to standard error, one plain line each, so
-//! that either can be kept in a file.
+//! that either can be kept in a file. A terminal gets lines that fit it.
 
-use crate::progress;
+use crate::{progress, wrapping};
 use backend_nvfp4::Precision;
 use std::{
     error::Error,
@@ -12,25 +12,31 @@ use terminal_size::terminal_size_of;
 
 /// Prints a line of progress.
 pub fn line(text: impl AsRef<str>) {
-    to_stderr(&format!("{}\n", text.as_ref()));
+    to_stderr(&(wrapping::lines(text.as_ref(), width_of_stderr()) + "\n"));
 }
 
-/// Prints a line that begins with a label, as the header of a run does. A terminal gets lines that fit it.
+/// Prints a command that can be copied: one line on every terminal.
+pub fn command(text: impl AsRef<str>) {
+    to_stderr(&format!("  {}\n", text.as_ref()));
+}
+
+/// Prints a line that begins with a label, as the header of a run does.
 pub fn label(name: &str, text: impl AsRef<str>) {
-    let width = terminal_size_of(std::io::stderr()).map(|(width, _)| usize::from(width.0));
-    to_stderr(&labeled(name, text.as_ref(), width));
+    to_stderr(&labeled(name, text.as_ref(), width_of_stderr()));
 }
 
-/// A line that begins with a label. If a width is given, it is broken between words: a terminal breaks within them.
+/// A line that begins with a label.
 fn labeled(name: &str, text: &str, width: Option<usize>) -> String {
-    let first = format!("  {name:<9} ");
-    let Some(width) = width else { return format!("{first}{text}\n") };
-    let options = textwrap::Options::new(width)
-        .initial_indent(&first)
-        .subsequent_indent("            ")
-        .break_words(false)
-        .word_splitter(textwrap::WordSplitter::NoHyphenation);
-    textwrap::fill(text, options) + "\n"
+    wrapping::hanging(&format!("  {name:<9} "), text, width) + "\n"
+}
+
+fn width_of_stderr() -> Option<usize> {
+    terminal_size_of(std::io::stderr()).map(|(width, _)| usize::from(width.0))
+}
+
+/// The width of the terminal that results are printed to, in columns. None if they go to a file or a pipe.
+pub fn width() -> Option<usize> {
+    terminal_size_of(std::io::stdout()).map(|(width, _)| usize::from(width.0))
 }
 
 /// Says that what is written leaves out the tensor scales that the files read give activations, if they give any.
@@ -109,9 +115,26 @@ pub fn short(value: f64) -> String {
     }
 }
 
-/// Bytes as GiB.
-pub fn gib(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+/// Bytes in a unit in which they say something: `7.5 GiB`, `317 MiB`, `4.2 MiB`, `12 KiB`.
+pub fn size(bytes: u64) -> String {
+    let (unit, name) = unit(bytes);
+    let value = bytes as f64 / unit;
+    // 1,023.7 MiB is 1.0 GiB, not 1024 MiB.
+    match name {
+        "GiB" => format!("{value:.1} GiB"),
+        _ if value >= 1023.5 => size(1024 * unit as u64),
+        "MiB" if value < 9.95 => format!("{value:.1} MiB"),
+        _ => format!("{value:.0} {name}"),
+    }
+}
+
+/// The unit for so many bytes, in bytes, and its name. The rows of a column take the unit of the largest.
+pub fn unit(bytes: u64) -> (f64, &'static str) {
+    match bytes {
+        0x4000_0000.. => (f64::from(1 << 30), "GiB"),
+        0x10_0000.. => (f64::from(1 << 20), "MiB"),
+        _ => (1024.0, "KiB"),
+    }
 }
 
 /// Seconds as m:ss or h:mm:ss.
@@ -142,7 +165,26 @@ fn to_stderr(text: &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::labeled;
+    use super::{labeled, size};
+
+    #[test]
+    fn a_size_has_a_unit_in_which_it_says_something() {
+        let (kib, mib, gib) = (1 << 10, 1 << 20, 1_u64 << 30);
+        for (bytes, shown) in [
+            (0, "0 KiB"),
+            (700, "1 KiB"),
+            (12 * kib, "12 KiB"),
+            (mib - 1, "1.0 MiB"),
+            (mib * 42 / 10, "4.2 MiB"),
+            (mib * 998 / 100, "10 MiB"),
+            (317 * mib, "317 MiB"),
+            (gib - 1, "1.0 GiB"),
+            (gib * 15 / 2, "7.5 GiB"),
+            (1 << 40, "1024.0 GiB"),
+        ] {
+            assert_eq!(size(bytes), shown, "{bytes}");
+        }
+    }
 
     #[test]
     fn a_label_fits_the_terminal_and_keeps_words_whole() {

@@ -96,14 +96,14 @@ fn program() -> Checked {
 
 fn memory() -> Checked {
     let free = host::available().map_or("the system does not say how much is free".to_owned(), |free| {
-        format!("{} are free on the host", report::gib(free))
+        format!("{} are free on the host", report::size(free))
     });
     Checked::good("memory", free)
 }
 
 fn disk() -> Checked {
     match Disk::of(Path::new(".")) {
-        Ok(disk) => Checked::good("disk", format!("{} are free in this folder", report::gib(disk.free))),
+        Ok(disk) => Checked::good("disk", format!("{} are free in this folder", report::size(disk.free))),
         Err(error) => Checked::missing("disk", error.to_string(), "change to a folder that you can write to"),
     }
 }
@@ -158,7 +158,7 @@ fn card(index: usize) -> Checked {
         let number = |attribute| card.attribute(attribute).unwrap_or(0);
         let major = number(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
         let minor = number(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-        let free = free::on_device(DeviceChoice::Cuda(index)).map_or("?".to_owned(), report::gib);
+        let free = free::on_device(DeviceChoice::Cuda(index)).map_or("?".to_owned(), report::size);
         Some(format!("{} · compute capability {major}.{minor} · {free} are free", card.name().ok()?))
     };
     match device::quietly(ask).flatten() {
