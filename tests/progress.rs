@@ -110,7 +110,7 @@ fn memory_and_the_peak_speed_are_shown_as_they_are_logged() {
     }
 }
 
-/// `data preview` marks the trained tokens in green on a terminal, and by brackets where its output is a file.
+/// `data preview` marks the trained tokens in bold green on a terminal, and by brackets where its output is a file.
 #[test]
 fn a_terminal_shows_trained_tokens_in_color() {
     let dir = tempfile::tempdir().unwrap();
@@ -118,7 +118,7 @@ fn a_terminal_shows_trained_tokens_in_color() {
     tiny_model(&d.join("m"), true);
     fs::write(d.join("row.tsv"), "Who are you?\tI am tiny.\n").unwrap();
     let Some(text) = on_a_terminal(d, "data preview row.tsv -m m") else { return };
-    assert!(text.contains("\u{1b}[32mI am tiny.<|im_end|>\u{1b}[0m") && !text.contains('⟦'), "{text}");
+    assert!(text.contains("\u{1b}[1;38;5;29mI am tiny.<|im_end|>\u{1b}[0m") && !text.contains('⟦'), "{text}");
     let out = run(d, &["data", "preview", "row.tsv", "-m", "m"]);
     let text = String::from_utf8(out.stdout).unwrap();
     assert!(text.contains("⟦I am tiny.<|im_end|>⟧") && !text.contains('\u{1b}'), "{text}");

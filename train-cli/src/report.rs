@@ -5,7 +5,7 @@ use crate::{progress, wrapping};
 use backend_nvfp4::Precision;
 use std::{
     error::Error,
-    io::{ErrorKind, Write},
+    io::{ErrorKind, IsTerminal, Write},
     sync::OnceLock,
 };
 use terminal_size::terminal_size_of;
@@ -59,6 +59,21 @@ pub fn stream(text: &str) {
             LOST.get_or_init(|| error);
         }
     });
+}
+
+/// The green of a terminal: a color of its table of 256, which can be read on white and on black.
+pub const GREEN: u8 = 29;
+
+/// Bold, and bold green, as a terminal spells them.
+pub const BOLD: &str = "\x1b[1m";
+/// See [`BOLD`]. The number is [`GREEN`].
+pub const BOLD_GREEN: &str = "\x1b[1;38;5;29m";
+
+/// What stands in front of a text that a terminal shows in a style, and behind it. None if results go to a file or a pipe, or the
+/// user wants no colors (<https://no-color.org>).
+pub fn marks(style: &'static str) -> Option<[&'static str; 2]> {
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    (std::io::stdout().is_terminal() && !plain).then_some([style, "\x1b[0m"])
 }
 
 /// Why a result could not be printed, the first time.
@@ -165,7 +180,23 @@ fn to_stderr(text: &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::{labeled, size};
+    use super::{BOLD_GREEN, GREEN, labeled, size};
+
+    /// Web pages ask for a contrast of 4.5 between a text and what is behind it (WCAG 2, AA).
+    #[test]
+    fn green_can_be_read_on_white_and_on_black() {
+        // Colors from 16 on are a cube of six levels of red, green and blue.
+        let levels = [0, 95, 135, 175, 215, 255].map(|level| f64::from(level) / 255.0);
+        let light = |level: usize| {
+            let value = levels[level % 6];
+            if value <= 0.04045 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
+        };
+        let place = usize::from(GREEN) - 16;
+        let luminance = 0.2126 * light(place / 36) + 0.7152 * light(place / 6) + 0.0722 * light(place);
+        let (on_white, on_black) = (1.05 / (luminance + 0.05), (luminance + 0.05) / 0.05);
+        assert!(on_white >= 4.5 && on_black >= 4.5, "{on_white}, {on_black}");
+        assert_eq!(BOLD_GREEN, format!("\x1b[1;38;5;{GREEN}m"));
+    }
 
     #[test]
     fn a_size_has_a_unit_in_which_it_says_something() {
