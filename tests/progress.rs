@@ -2,29 +2,17 @@
 
 use crate::{
     gpu_checkpoints::device,
-    support::{
-        files::{program, run, tiny_model},
-        skipped_for,
-    },
+    support::files::{run, terminal, tiny_model},
 };
 use serde_json::Value;
-use std::{fs, path::Path, process::Command};
+use std::{fs, path::Path};
 
 const FIT: &str =
     "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 3 --eval-steps 3 --logging-steps 3";
 
-/// What the program writes to a terminal of 100 columns, which util-linux's `script` makes.
+/// What the program writes to a terminal of 100 columns.
 fn on_a_terminal(d: &Path, args: &str) -> Option<String> {
-    let line = format!("stty cols 100; exec '{}' {args}", program().display());
-    let mut script = Command::new("script");
-    script.args(["-qec", &line, "/dev/null"]).current_dir(d).env("TERM", "xterm").env_remove("NO_COLOR");
-    let Ok(out) = script.output() else {
-        skipped_for("util-linux's `script` is not installed");
-        return None;
-    };
-    let text = String::from_utf8_lossy(&out.stdout).into_owned();
-    assert!(out.status.success(), "{text}");
-    Some(text)
+    terminal(d, 100, args)
 }
 
 #[test]
