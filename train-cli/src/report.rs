@@ -64,9 +64,10 @@ pub fn stream(text: &str) {
 /// The green of a terminal: a color of its table of 256, which can be read on white and on black.
 pub const GREEN: u8 = 29;
 
-/// Bold, and bold green, as a terminal spells them.
+/// What makes the text that follows bold on a terminal.
 pub const BOLD: &str = "\x1b[1m";
-/// See [`BOLD`]. The number is [`GREEN`].
+
+/// What makes the text that follows bold and [`GREEN`] on a terminal.
 pub const BOLD_GREEN: &str = "\x1b[1;38;5;29m";
 
 /// What stands in front of a text that a terminal shows in a style, and behind it. None if results go to a file or a pipe, or the

@@ -16,6 +16,7 @@ use crate::{
     plan, report,
     run::located::located,
     settings::Overlong,
+    wrapping,
 };
 use model_qwen3::{config::Qwen3Config, tokenizer::Tokenizer};
 use serde::Serialize;
@@ -107,7 +108,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     report::result(if args.json {
         serde_json::to_string(&found).expect("plain data serializes")
     } else {
-        found.table(files.len())
+        wrapping::lines(&found.table(files.len()), report::width())
     });
     Ok(())
 }
