@@ -294,7 +294,7 @@ fn doctor_names_the_command_that_installs_what_is_missing() {
     let packages = "pip install --target cuda 'nvidia-cuda-nvrtc==13.*' 'nvidia-cuda-runtime==13.*' \
                     'nvidia-cuda-crt==13.*' 'nvidia-cuda-cccl==13.*'";
     assert!(remedy("headers").contains(packages), "{text}");
-    assert!(text.contains("ok  kernels                not kept: each process compiles them again"), "{text}");
+    assert!(text.contains("ok  kernels                  not kept: each process compiles them again"), "{text}");
 }
 
 /// A command line cannot give an empty path, but a config file can.

@@ -2,29 +2,17 @@
 
 use crate::{
     gpu_checkpoints::device,
-    support::{
-        files::{program, run, tiny_model},
-        skipped_for,
-    },
+    support::files::{run, terminal, tiny_model},
 };
 use serde_json::Value;
-use std::{fs, path::Path, process::Command};
+use std::{fs, path::Path};
 
 const FIT: &str =
     "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 3 --eval-steps 3 --logging-steps 3";
 
-/// What the program writes to a terminal of 100 columns, which util-linux's `script` makes.
+/// What the program writes to a terminal of 100 columns.
 fn on_a_terminal(d: &Path, args: &str) -> Option<String> {
-    let line = format!("stty cols 100; exec '{}' {args}", program().display());
-    let mut script = Command::new("script");
-    script.args(["-qec", &line, "/dev/null"]).current_dir(d).env("TERM", "xterm").env_remove("NO_COLOR");
-    let Ok(out) = script.output() else {
-        skipped_for("util-linux's `script` is not installed");
-        return None;
-    };
-    let text = String::from_utf8_lossy(&out.stdout).into_owned();
-    assert!(out.status.success(), "{text}");
-    Some(text)
+    terminal(d, 100, args)
 }
 
 #[test]
@@ -110,7 +98,7 @@ fn memory_and_the_peak_speed_are_shown_as_they_are_logged() {
     }
 }
 
-/// `data preview` marks the trained tokens in green on a terminal, and by brackets where its output is a file.
+/// `data preview` marks the trained tokens in bold green on a terminal, and by brackets where its output is a file.
 #[test]
 fn a_terminal_shows_trained_tokens_in_color() {
     let dir = tempfile::tempdir().unwrap();
@@ -118,7 +106,7 @@ fn a_terminal_shows_trained_tokens_in_color() {
     tiny_model(&d.join("m"), true);
     fs::write(d.join("row.tsv"), "Who are you?\tI am tiny.\n").unwrap();
     let Some(text) = on_a_terminal(d, "data preview row.tsv -m m") else { return };
-    assert!(text.contains("\u{1b}[32mI am tiny.<|im_end|>\u{1b}[0m") && !text.contains('⟦'), "{text}");
+    assert!(text.contains("\u{1b}[1;38;5;29mI am tiny.<|im_end|>\u{1b}[0m") && !text.contains('⟦'), "{text}");
     let out = run(d, &["data", "preview", "row.tsv", "-m", "m"]);
     let text = String::from_utf8(out.stdout).unwrap();
     assert!(text.contains("⟦I am tiny.<|im_end|>⟧") && !text.contains('\u{1b}'), "{text}");

@@ -56,5 +56,6 @@ mod shared_scales;
 mod stored_models;
 mod streaming;
 mod stuck_steps;
+mod terminal;
 mod text;
 mod training;

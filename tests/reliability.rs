@@ -635,7 +635,7 @@ fn a_memory_limit_is_judged_by_the_real_rows() {
     };
     ok(d, &words("short.tsv"));
     let stderr = refused(d, &words("long.tsv"), 4);
-    assert!(stderr.contains("the run would need") && stderr.contains("--memory-limit is 0.4 GiB"), "{stderr}");
+    assert!(stderr.contains("the run would need") && stderr.contains("--memory-limit is 400 MiB"), "{stderr}");
 }
 
 /// A training file that no memory holds is an error, not the end of the process. The files are sparse: they take no disk.
@@ -688,7 +688,7 @@ fn a_run_to_which_the_host_gives_no_memory_says_so_and_can_be_resumed() {
         let message = stderr.lines().last().unwrap();
         assert!(message.starts_with("error: the host is out of memory: "), "{stderr}");
         let flags = ["--max-seq-length", "--batch-size", "--optimizer-state-mode"];
-        let parts = ["MiB were asked for in one piece", "MiB are free now"].into_iter().chain(flags);
+        let parts = ["iB were asked for in one piece", "iB are free now"].into_iter().chain(flags);
         assert!(parts.into_iter().all(|part| message.contains(part)), "{stderr}");
 
         let mut resumed = words(output);
@@ -829,10 +829,10 @@ fn a_run_takes_more_memory_where_there_is_room() {
         let out = run(d, &words);
         assert!(out.status.success());
         let text = String::from_utf8_lossy(&out.stderr).into_owned();
-        let copy = text.contains("is undone from a copy of weights and states (0.1 GiB)\n");
+        let copy = text.contains("is undone from a copy of weights and states (81 MiB)\n");
         (copy, text.contains("more from the first checkpoint on"), text)
     };
-    // The peak is 131 MiB, and a copy of weights and states 82 MiB.
+    // The peak is 131 MiB, and a copy of weights and states 81 MiB.
     for (limit, copy, beside) in [
         ("140MiB", false, false),
         ("230MiB", false, false),

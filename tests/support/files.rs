@@ -1,6 +1,6 @@
 //! Model folders for tests, and the real program as a process.
 
-use crate::support::{Cpu, golden, golden_bytes};
+use crate::support::{Cpu, golden, golden_bytes, skipped_for};
 use backend_nvfp4::{LinearSpec, MasterKind, Precision, Recipe, Scaling};
 use model_qwen3::{ModelError, config::Qwen3Config, weights, write::write_safetensors};
 use serde_json::Value;
@@ -95,6 +95,21 @@ pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
     let stderr = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success(), "{args:?} ended with {}:\n{stderr}", out.status);
     String::from_utf8(out.stdout).unwrap()
+}
+
+/// Runs the program, which must succeed, and returns what it writes to a terminal of so many columns, which util-linux's `script`
+/// makes.
+pub(crate) fn terminal(folder: &Path, columns: usize, args: &str) -> Option<String> {
+    let line = format!("stty rows 40 cols {columns}; exec '{}' {args}", program().display());
+    let mut script = Command::new("script");
+    script.args(["-qec", &line, "/dev/null"]).current_dir(folder).env("TERM", "xterm").env_remove("NO_COLOR");
+    let Ok(out) = script.output() else {
+        skipped_for("util-linux's `script` is not installed");
+        return None;
+    };
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(out.status.success(), "{args}: {text}");
+    Some(text)
 }
 
 /// Runs the program, which must succeed, and returns the most bytes of memory that it held.

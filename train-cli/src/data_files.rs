@@ -21,7 +21,7 @@ const LARGEST: u64 = 64 << 30;
 pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
     let (_, size) = file::open(path, "check the path")?;
     if size > LARGEST {
-        let (size, most) = (report::gib(size), report::gib(LARGEST));
+        let (size, most) = (report::size(size), report::size(LARGEST));
         let reason = format!(
             "the file has {size}, and at most {most} are read at once; split it, or write it as Parquet, which is read row \
              by row"

@@ -322,7 +322,7 @@ mod tests {
         // What was asked for is a number for people, and so is what is free, where the device tells.
         let CliError::OutOfMemory { reason, remedy, .. } = failure(full) else { panic!("an error of memory") };
         let text = CliError::OutOfMemory { reason, free: Some(3 << 30), remedy }.to_string();
-        assert!(text.contains("40 MiB were asked for in one piece, and 3072 MiB are free now"), "{text}");
+        assert!(text.contains("40 MiB were asked for in one piece, and 3.0 GiB are free now"), "{text}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use crate::{
     interrupt::Signal,
-    report::{count, gib},
+    report::{count, size},
 };
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
@@ -48,8 +48,8 @@ pub enum CliError {
         "{} {} of device memory, but --memory-limit is {}{}; use a smaller --max-seq-length or --batch-size, \
          --optimizer-state-mode int4, or --master-weights nvfp4",
         if saved.is_some() { "the run holds" } else { "the run would need" },
-        gib(*needed),
-        gib(*limit),
+        size(*needed),
+        size(*limit),
         saved.as_deref().map(|s| format!("; {s}")).unwrap_or_default()
     )]
     Memory {
@@ -64,8 +64,8 @@ pub enum CliError {
     #[error(
         "the run would need {} on {device}, where {} are free; end other programs that use its memory, or use a smaller \
          --max-seq-length or --batch-size, --optimizer-state-mode int4, or --master-weights nvfp4",
-        gib(*needed),
-        gib(*free)
+        size(*needed),
+        size(*free)
     )]
     Full {
         /// The device.
@@ -88,8 +88,8 @@ pub enum CliError {
     /// The host refused memory.
     #[error(
         "the host is out of memory: {} were asked for in one piece{}; {remedy}",
-        mib(*bytes),
-        free.map(|bytes| format!(", and {} are free now", mib(bytes))).unwrap_or_default()
+        size(*bytes),
+        free.map(|bytes| format!(", and {} are free now", size(bytes))).unwrap_or_default()
     )]
     HostIsFull {
         /// Bytes that were asked for.
@@ -105,8 +105,8 @@ pub enum CliError {
          checkpoints (--save-total-limit)",
         path.display(),
         count(*checkpoints, "checkpoint"),
-        gib(*needed),
-        gib(*free)
+        size(*needed),
+        size(*free)
     )]
     Disk {
         /// Where they would be written.
@@ -266,17 +266,12 @@ pub(crate) fn place_of(error: &serde_json::Error) -> (usize, Option<usize>, Stri
     (line.saturating_sub(1), (line > 0).then_some(column), format!("not JSON: {said}"))
 }
 
-fn mib(bytes: u64) -> String {
-    let mib = bytes as f64 / f64::from(1 << 20);
-    if mib < 10.0 { format!("{mib:.1} MiB") } else { format!("{mib:.0} MiB") }
-}
-
 /// What was asked for and what is free, as far as the device says. It names the size of a buffer in its message only.
 fn amounts(reason: &str, free: Option<u64>) -> String {
     let digits = reason.split_once("size: ").map(|(_, rest)| rest.split(|c: char| !c.is_ascii_digit()).next());
     let asked: Option<u64> = digits.flatten().and_then(|digits| digits.parse().ok());
-    let asked = asked.map(|bytes| format!("{} were asked for in one piece", mib(bytes)));
-    let free = free.map(|bytes| format!("{} are free now", mib(bytes)));
+    let asked = asked.map(|bytes| format!("{} were asked for in one piece", size(bytes)));
+    let free = free.map(|bytes| format!("{} are free now", size(bytes)));
     match (asked, free) {
         (None, None) => String::new(),
         (Some(one), None) | (None, Some(one)) => format!(": {one}"),

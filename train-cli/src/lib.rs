@@ -23,6 +23,7 @@
 //! | [`outputs`] | the rules that no output replaces an input, and that a folder is no file |
 //! | [`replaced`] | flags and values of earlier programs, and what to use instead |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
+//! | [`table`], [`wrapping`] | tables and lines that fit a terminal |
 //! | [`interrupt`], [`watchdog`] | signals that ask a run to end or to save; steps that never end |
 //!
 //! # Letters
@@ -60,10 +61,12 @@ pub mod report;
 pub mod run;
 pub mod serve;
 pub mod settings;
+pub mod table;
 pub mod talk;
 pub mod tolerance;
 pub mod train;
 pub mod watchdog;
+pub mod wrapping;
 
 pub use backend_nvfp4::host_memory;
 pub use error::CliError;

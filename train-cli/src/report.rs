@@ -1,36 +1,42 @@
 //! All printing. Results go to standard output; progress and messages go to standard error, one plain line each, so
-//! that either can be kept in a file.
+//! that either can be kept in a file. A terminal gets lines that fit it.
 
-use crate::progress;
+use crate::{progress, wrapping};
 use backend_nvfp4::Precision;
 use std::{
     error::Error,
-    io::{ErrorKind, Write},
+    io::{ErrorKind, IsTerminal, Write},
     sync::OnceLock,
 };
 use terminal_size::terminal_size_of;
 
 /// Prints a line of progress.
 pub fn line(text: impl AsRef<str>) {
-    to_stderr(&format!("{}\n", text.as_ref()));
+    to_stderr(&(wrapping::lines(text.as_ref(), width_of_stderr()) + "\n"));
 }
 
-/// Prints a line that begins with a label, as the header of a run does. A terminal gets lines that fit it.
+/// Prints a command that can be copied: one line on every terminal.
+pub fn command(text: impl AsRef<str>) {
+    to_stderr(&format!("  {}\n", text.as_ref()));
+}
+
+/// Prints a line that begins with a label, as the header of a run does.
 pub fn label(name: &str, text: impl AsRef<str>) {
-    let width = terminal_size_of(std::io::stderr()).map(|(width, _)| usize::from(width.0));
-    to_stderr(&labeled(name, text.as_ref(), width));
+    to_stderr(&labeled(name, text.as_ref(), width_of_stderr()));
 }
 
-/// A line that begins with a label. If a width is given, it is broken between words: a terminal breaks within them.
+/// A line that begins with a label.
 fn labeled(name: &str, text: &str, width: Option<usize>) -> String {
-    let first = format!("  {name:<9} ");
-    let Some(width) = width else { return format!("{first}{text}\n") };
-    let options = textwrap::Options::new(width)
-        .initial_indent(&first)
-        .subsequent_indent("            ")
-        .break_words(false)
-        .word_splitter(textwrap::WordSplitter::NoHyphenation);
-    textwrap::fill(text, options) + "\n"
+    wrapping::hanging(&format!("  {name:<9} "), text, width) + "\n"
+}
+
+fn width_of_stderr() -> Option<usize> {
+    terminal_size_of(std::io::stderr()).map(|(width, _)| usize::from(width.0))
+}
+
+/// The width of the terminal that results are printed to, in columns. None if they go to a file or a pipe.
+pub fn width() -> Option<usize> {
+    terminal_size_of(std::io::stdout()).map(|(width, _)| usize::from(width.0))
 }
 
 /// Says that what is written leaves out the tensor scales that the files read give activations, if they give any.
@@ -53,6 +59,22 @@ pub fn stream(text: &str) {
             LOST.get_or_init(|| error);
         }
     });
+}
+
+/// The green of a terminal: a color of its table of 256, which can be read on white and on black.
+pub const GREEN: u8 = 29;
+
+/// What makes the text that follows bold on a terminal.
+pub const BOLD: &str = "\x1b[1m";
+
+/// What makes the text that follows bold and [`GREEN`] on a terminal.
+pub const BOLD_GREEN: &str = "\x1b[1;38;5;29m";
+
+/// What stands in front of a text that a terminal shows in a style, and behind it. None if results go to a file or a pipe, or the
+/// user wants no colors (<https://no-color.org>).
+pub fn marks(style: &'static str) -> Option<[&'static str; 2]> {
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    (std::io::stdout().is_terminal() && !plain).then_some([style, "\x1b[0m"])
 }
 
 /// Why a result could not be printed, the first time.
@@ -109,9 +131,26 @@ pub fn short(value: f64) -> String {
     }
 }
 
-/// Bytes as GiB.
-pub fn gib(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+/// Bytes in a unit in which they say something: `7.5 GiB`, `317 MiB`, `4.2 MiB`, `12 KiB`.
+pub fn size(bytes: u64) -> String {
+    let (unit, name) = unit(bytes);
+    let value = bytes as f64 / unit;
+    // 1,023.7 MiB is 1.0 GiB, not 1024 MiB.
+    match name {
+        "GiB" => format!("{value:.1} GiB"),
+        _ if value >= 1023.5 => size(1024 * unit as u64),
+        "MiB" if value < 9.95 => format!("{value:.1} MiB"),
+        _ => format!("{value:.0} {name}"),
+    }
+}
+
+/// The unit for so many bytes, in bytes, and its name. The rows of a column take the unit of the largest.
+pub fn unit(bytes: u64) -> (f64, &'static str) {
+    match bytes {
+        0x4000_0000.. => (f64::from(1 << 30), "GiB"),
+        0x10_0000.. => (f64::from(1 << 20), "MiB"),
+        _ => (1024.0, "KiB"),
+    }
 }
 
 /// Seconds as m:ss or h:mm:ss.
@@ -142,7 +181,42 @@ fn to_stderr(text: &str) {
 
 #[cfg(test)]
 mod tests {
-    use super::labeled;
+    use super::{BOLD_GREEN, GREEN, labeled, size};
+
+    /// Web pages ask for a contrast of 4.5 between a text and what is behind it (WCAG 2, AA).
+    #[test]
+    fn green_can_be_read_on_white_and_on_black() {
+        // Colors from 16 on are a cube of six levels of red, green and blue.
+        let levels = [0, 95, 135, 175, 215, 255].map(|level| f64::from(level) / 255.0);
+        let light = |level: usize| {
+            let value = levels[level % 6];
+            if value <= 0.04045 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
+        };
+        let place = usize::from(GREEN) - 16;
+        let luminance = 0.2126 * light(place / 36) + 0.7152 * light(place / 6) + 0.0722 * light(place);
+        let (on_white, on_black) = (1.05 / (luminance + 0.05), (luminance + 0.05) / 0.05);
+        assert!(on_white >= 4.5 && on_black >= 4.5, "{on_white}, {on_black}");
+        assert_eq!(BOLD_GREEN, format!("\x1b[1;38;5;{GREEN}m"));
+    }
+
+    #[test]
+    fn a_size_has_a_unit_in_which_it_says_something() {
+        let (kib, mib, gib) = (1 << 10, 1 << 20, 1_u64 << 30);
+        for (bytes, shown) in [
+            (0, "0 KiB"),
+            (700, "1 KiB"),
+            (12 * kib, "12 KiB"),
+            (mib - 1, "1.0 MiB"),
+            (mib * 42 / 10, "4.2 MiB"),
+            (mib * 998 / 100, "10 MiB"),
+            (317 * mib, "317 MiB"),
+            (gib - 1, "1.0 GiB"),
+            (gib * 15 / 2, "7.5 GiB"),
+            (1 << 40, "1024.0 GiB"),
+        ] {
+            assert_eq!(size(bytes), shown, "{bytes}");
+        }
+    }
 
     #[test]
     fn a_label_fits_the_terminal_and_keeps_words_whole() {

@@ -8,7 +8,11 @@ mod rows;
 mod talking;
 mod training;
 
-use clap::{Parser, Subcommand};
+use crate::report;
+use clap::{
+    Parser, Subcommand,
+    builder::styling::{Ansi256Color, Color, Style, Styles},
+};
 use std::ffi::OsString;
 
 pub use converting::{
@@ -26,12 +30,17 @@ pub use training::{EstimateArgs, FitArgs, StartArgs};
 /// NVFP4 is a 4-bit number format: 16 values share one 8-bit scale, and the whole tensor has a
 /// further scale, in f32.
 #[derive(Debug, Parser)]
-#[command(name = "train-cli", version, long_version = VERSION, about, after_help = EXIT_CODES)]
+#[command(name = "train-cli", version, long_version = VERSION, about, after_help = EXIT_CODES, styles = STYLES)]
 pub struct Cli {
     /// The command to run.
     #[command(subcommand)]
     pub command: Command,
 }
+
+/// How a terminal shows values that an error suggests, and those that it refuses: clap's green and yellow cannot be read on white.
+const STYLES: Styles = Styles::styled()
+    .valid(Style::new().bold().fg_color(Some(Color::Ansi256(Ansi256Color(report::GREEN)))))
+    .invalid(Style::new().bold());
 
 /// What `--version` prints.
 const VERSION: &str = concat!(

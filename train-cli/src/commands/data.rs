@@ -16,12 +16,12 @@ use crate::{
     plan, report,
     run::located::located,
     settings::Overlong,
+    wrapping,
 };
 use model_qwen3::{config::Qwen3Config, tokenizer::Tokenizer};
 use serde::Serialize;
 use std::{
     collections::{BTreeSet, HashSet},
-    io::IsTerminal,
     path::PathBuf,
 };
 
@@ -78,11 +78,9 @@ fn marked(sample: &Sample, tokenizer: &Tokenizer, marks: Marks) -> Result<String
 struct Marks([&'static str; 2]);
 
 impl Marks {
-    /// Green on a terminal, unless the user wants no colors (<https://no-color.org>).
+    /// Bold and green on a terminal, else brackets.
     fn for_stdout() -> Self {
-        let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
-        let colored = std::io::stdout().is_terminal() && !plain;
-        Self(if colored { ["\x1b[32m", "\x1b[0m"] } else { ["⟦", "⟧"] })
+        Self(report::marks(report::BOLD_GREEN).unwrap_or(["⟦", "⟧"]))
     }
 
     fn legend(self) -> String {
@@ -110,7 +108,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     report::result(if args.json {
         serde_json::to_string(&found).expect("plain data serializes")
     } else {
-        found.table(files.len())
+        wrapping::lines(&found.table(files.len()), report::width())
     });
     Ok(())
 }

@@ -9,6 +9,7 @@ use crate::{
     memory::{free, free::Disk, host},
     report,
     settings::DeviceChoice,
+    wrapping,
 };
 use backend_nvfp4::{
     BlockShape, DeviceServices, Nvfp4Kernels, Nvfp4Tensor, Precision, Product, QuantizeSpec, Rounding, Scaling, View,
@@ -50,7 +51,7 @@ pub fn run(args: &DoctorArgs) -> Result<(), CliError> {
         report::result(if args.json {
             serde_json::to_string(check).expect("plain data serializes")
         } else {
-            check.lines()
+            check.lines(report::width())
         });
     }
     Ok(())
@@ -76,12 +77,18 @@ impl Checked {
         Self { name: name.into(), good: false, found: found.into(), remedy: Some(remedy.into()) }
     }
 
-    fn lines(&self) -> String {
+    /// What was found, and below it the remedy.
+    fn lines(&self, width: Option<usize>) -> String {
         let mark = if self.good { "ok" } else { "–" };
-        let first = format!("{mark:<3} {:<22} {}", self.name, self.found);
-        self.remedy.as_ref().map_or(first.clone(), |remedy| format!("{first}\n                           {remedy}"))
+        let first = wrapping::hanging(&format!("{mark:<3} {:<NAMES$} ", self.name), &self.found, width);
+        let indent = " ".repeat(3 + 1 + NAMES + 1);
+        let remedy = |remedy: &String| format!("{first}\n{}", wrapping::hanging(&indent, remedy, width));
+        self.remedy.as_ref().map_or(first.clone(), remedy)
     }
 }
+
+/// The width of the names in front of what was found. `cuda:0 few rows (decode)` is the longest.
+const NAMES: usize = 24;
 
 fn program() -> Checked {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -96,14 +103,14 @@ fn program() -> Checked {
 
 fn memory() -> Checked {
     let free = host::available().map_or("the system does not say how much is free".to_owned(), |free| {
-        format!("{} are free on the host", report::gib(free))
+        format!("{} are free on the host", report::size(free))
     });
     Checked::good("memory", free)
 }
 
 fn disk() -> Checked {
     match Disk::of(Path::new(".")) {
-        Ok(disk) => Checked::good("disk", format!("{} are free in this folder", report::gib(disk.free))),
+        Ok(disk) => Checked::good("disk", format!("{} are free in this folder", report::size(disk.free))),
         Err(error) => Checked::missing("disk", error.to_string(), "change to a folder that you can write to"),
     }
 }
@@ -158,7 +165,7 @@ fn card(index: usize) -> Checked {
         let number = |attribute| card.attribute(attribute).unwrap_or(0);
         let major = number(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
         let minor = number(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-        let free = free::on_device(DeviceChoice::Cuda(index)).map_or("?".to_owned(), report::gib);
+        let free = free::on_device(DeviceChoice::Cuda(index)).map_or("?".to_owned(), report::size);
         Some(format!("{} · compute capability {major}.{minor} · {free} are free", card.name().ok()?))
     };
     match device::quietly(ask).flatten() {
@@ -368,4 +375,24 @@ impl<B: Nvfp4Kernels> Tests<'_, B> {
 
 fn failed(error: backend_nvfp4::Nvfp4Error) -> CliError {
     CliError::DeviceFailed(error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_remedy_keeps_its_indent() {
+        let check = Checked::missing("NVRTC", "the library libnvrtc is not found", NVRTC);
+        let file = check.lines(None);
+        assert_eq!(file.lines().count(), 2, "{file}");
+        for width in [80, 120] {
+            let text = check.lines(Some(width));
+            assert!(text.lines().count() > 2 && text.lines().all(|line| line.chars().count() <= width), "{text}");
+            assert!(text.lines().skip(1).all(|line| line.starts_with(&" ".repeat(29))), "{text}");
+            assert_eq!(text.split_whitespace().collect::<Vec<_>>(), file.split_whitespace().collect::<Vec<_>>());
+        }
+        let good = Checked::good("cuda:0 few rows (decode)", "agrees").lines(Some(80));
+        assert_eq!(good.find("agrees"), Some(29), "{good}");
+    }
 }

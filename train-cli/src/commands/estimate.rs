@@ -18,7 +18,7 @@ use serde_json::json;
 /// If the flags are not those of a run, or its inputs cannot be read.
 pub fn run(args: &EstimateArgs) -> Result<(), CliError> {
     if args.fit.launch.demo {
-        return Err(CliError::Usage("--demo is for fit only; its run needs 0.1 GiB".into()));
+        return Err(CliError::Usage("--demo is for fit only; its run needs about 100 MiB".into()));
     }
     let (plan, resumed, _) = fit::planned(&args.fit)?;
     let device = device::resolved(plan.settings.recipe.device);

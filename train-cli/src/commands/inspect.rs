@@ -1,6 +1,6 @@
 //! `inspect`: lists what a model's file holds. With `--verify` it also reads every byte and checks that it can be used.
 
-use crate::{CliError, args::InspectArgs, durable, report, run::located::located};
+use crate::{CliError, args::InspectArgs, durable, report, run::located::located, table::Table, wrapping};
 use backend_nvfp4::{Packed, Scaling, reference};
 use model_qwen3::{
     ModelError,
@@ -57,23 +57,18 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
 
 /// Prints one row for each entry of the container.
 fn list(container: &Container, json: bool) {
-    let print = |columns: [&str; 6]| {
-        let [key, id, dtype, shape, offset, bytes] = columns;
-        report::result(format!("{key:<60} {id:>3} {dtype:<9} {shape:>14} {offset:>13} {bytes:>12}"));
-    };
-    if !json {
-        print(["key", "id", "dtype", "shape", "offset", "bytes"]);
+    let rows = rows(container);
+    if json {
+        return rows.iter().for_each(|row| report::result(row.to_string()));
     }
-    for row in rows(container) {
-        if json {
-            report::result(row.to_string());
-            continue;
-        }
+    let cells = rows.iter().map(|row| {
         let text = |key: &str| row[key].as_str().map_or_else(|| row[key].to_string(), str::to_owned);
         let id = row["type_id"].as_u64().map_or("-".into(), |id| id.to_string());
         let shape: Vec<String> = row["shape"].as_array().into_iter().flatten().map(Value::to_string).collect();
-        print([&text("key"), &id, &text("dtype"), &shape.join("x"), &text("offset"), &text("bytes")]);
-    }
+        vec![text("key"), id, text("dtype"), shape.join("x"), text("offset"), text("bytes")]
+    });
+    let table = Table::new(&["key", "id", "dtype", "shape", "offset", "bytes"], cells).with_numbers(&[1, 3, 4, 5]);
+    report::result(table.text(report::width()));
 }
 
 fn rows(container: &Container) -> Vec<Value> {
@@ -112,7 +107,7 @@ fn show_scales(row: &Value, json: bool) {
         return report::result(row.to_string());
     }
     let number = |key: &str| row[key].as_f64().unwrap_or(0.0);
-    report::result(format!(
+    let text = format!(
         "{}: {}x{} NVFP4, scales {:.4e} to {:.4e}, zero blocks {}, tensor scale {}",
         row["tensor"].as_str().unwrap_or_default(),
         row["rows"],
@@ -121,7 +116,8 @@ fn show_scales(row: &Value, json: bool) {
         number("scale_max"),
         row["zero_blocks"],
         row["tensor_scale"]
-    ));
+    );
+    report::result(wrapping::lines(&text, report::width()));
 }
 
 /// Refuses scales that are not finite or negative.

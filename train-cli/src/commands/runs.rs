@@ -10,8 +10,9 @@ use crate::{
     run::{
         checkpoint::CONFIG,
         plot::{self as picture, Curve},
-        summary::{Summary, table},
+        summary::Summary,
     },
+    table::Table,
 };
 use serde_json::Value;
 use std::{collections::BTreeSet, fs, path::Path};
@@ -47,11 +48,14 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
         runs.iter().for_each(|run| report::result(Value::from(run.numbers()).to_string()));
         return Ok(());
     }
+    let width = report::width();
     let rows = runs.iter().map(|run| {
+        // A line can end between date and time. A script reads them as one word.
+        let started = if width.is_some() { run.started().replace('T', " ") } else { run.started().to_owned() };
         let figure = |name: &str| run.figures().into_iter().find(|(n, _)| *n == name).map_or_else(String::new, |f| f.1);
         vec![
             run.name(),
-            run.started().to_owned(),
+            started,
             run.setting("recipe"),
             figure("state"),
             figure("loss of the last step"),
@@ -60,22 +64,29 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
         ]
     });
     let heads = ["run", "started", "recipe", "state", "loss", "evaluation loss", "time"];
-    report::result(aligned(&heads, rows.collect()));
+    report::result(Table::new(&heads, rows).text(width));
     Ok(())
 }
 
 fn show(args: &ShowArgs) -> Result<(), CliError> {
     let run = Summary::read(&args.run)?;
-    report::result(if args.json { run.json().to_string() } else { run.markdown().trim_end().to_owned() });
+    let text = match report::width() {
+        _ if args.json => run.json().to_string(),
+        Some(columns) => run.page().text(columns, report::marks(report::BOLD).unwrap_or_default()),
+        None => run.page().markdown(),
+    };
+    report::result(text.trim_end());
     Ok(())
 }
 
 fn compare(args: &CompareArgs) -> Result<(), CliError> {
+    args.plot.as_deref().map_or(Ok(()), check_plot)?;
     let runs = args.runs.iter().map(|run| Summary::read(run)).collect::<Result<Vec<_>, _>>()?;
     if args.json {
         runs.iter().for_each(|run| report::result(compared(run, &differing(&runs))));
     } else {
-        report::result(compared_table(&runs, args.markdown));
+        let table = compared_table(&runs);
+        report::result(if args.markdown { table.markdown() } else { table.text(report::width()) });
     }
     args.plot.as_ref().map_or(Ok(()), |path| plot(&runs, path))
 }
@@ -95,9 +106,8 @@ fn compared(run: &Summary, keys: &BTreeSet<&String>) -> String {
 }
 
 /// The figures of runs side by side, and the settings that differ.
-fn compared_table(runs: &[Summary], markdown: bool) -> String {
+fn compared_table(runs: &[Summary]) -> Table {
     let heads: Vec<String> = std::iter::once(String::new()).chain(runs.iter().map(Summary::name)).collect();
-    let heads: Vec<&str> = heads.iter().map(String::as_str).collect();
     let mut names: Vec<&str> = runs.iter().flat_map(|run| run.figures()).map(|(name, _)| name).collect();
     let mut seen = BTreeSet::new();
     names.retain(|name| seen.insert(*name));
@@ -107,16 +117,20 @@ fn compared_table(runs: &[Summary], markdown: bool) -> String {
     let mut rows: Vec<Vec<String>> =
         names.iter().map(|name| row(name, runs.iter().map(|run| figure(run, name)))).collect();
     rows.extend(differing(runs).into_iter().map(|key| row(key, runs.iter().map(|run| run.setting(key)))));
-    if markdown { table(&heads, rows).trim_end().to_owned() } else { aligned(&heads, rows) }
+    Table::new(&heads, rows)
 }
 
-/// Draws the losses of runs.
-fn plot(runs: &[Summary], path: &Path) -> Result<(), CliError> {
+/// Refuses a picture's path before the runs are read.
+fn check_plot(path: &Path) -> Result<(), CliError> {
     if path.extension().is_none_or(|extension| extension != "svg") || path.exists() {
         let text = "the name must end in .svg, and the file must not exist yet";
         return Err(CliError::Usage(format!("--plot {}: {text}", path.display())));
     }
-    check_output("--plot", path, &[])?;
+    check_output("--plot", path, &[])
+}
+
+/// Draws the losses of runs.
+fn plot(runs: &[Summary], path: &Path) -> Result<(), CliError> {
     let curves: Vec<Curve> = runs
         .iter()
         .flat_map(|run| run.curves().map(|curve| Curve { name: format!("{}, {}", run.name(), curve.name), ..curve }))
@@ -129,17 +143,4 @@ fn plot(runs: &[Summary], path: &Path) -> Result<(), CliError> {
 
 fn row(name: &str, values: impl Iterator<Item = String>) -> Vec<String> {
     std::iter::once(name.to_owned()).chain(values).collect()
-}
-
-/// A table for a terminal: columns two spaces apart.
-fn aligned(heads: &[&str], rows: Vec<Vec<String>>) -> String {
-    let heads = heads.iter().map(|head| (*head).to_owned()).collect();
-    let lines: Vec<Vec<String>> = std::iter::once(heads).chain(rows).collect();
-    let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..lines[0].len()).map(width).collect();
-    let line = |cells: &Vec<String>| {
-        let padded = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
-        padded.collect::<Vec<_>>().join("  ").trim_end().to_owned()
-    };
-    lines.iter().map(line).collect::<Vec<_>>().join("\n")
 }

@@ -3,7 +3,7 @@
 //! The prediction is the peak of the memory pool. The pool reuses a buffer only for buffers of the same size, so the
 //! phases of a step (head, block, optimizer) do not share memory.
 
-use crate::{data::order, plan::Plan, settings::Clip};
+use crate::{data::order, plan::Plan, report, settings::Clip};
 use backend_nvfp4::{MasterKind, PACKED_BYTES, Precision, StateKind, logits_rows};
 use burn::tensor::DType;
 use model_qwen3::config::Qwen3Config;
@@ -220,13 +220,15 @@ impl Estimate {
         self.parts.iter().map(|(name, bytes)| (*name, *bytes as u64))
     }
 
-    /// One line for each part, and the totals.
+    /// One line for each part, and the totals, all in one unit.
     pub fn table(&self) -> Vec<String> {
-        let gib = |bytes: f64| format!("{:>9.2} GiB", bytes / f64::from(1 << 30));
+        let export = self.parts[0].1 + self.export;
+        let (unit, unit_name) = report::unit(self.peak().max(export as u64));
+        let size = |bytes: f64| format!("{:>9.2} {unit_name}", bytes / unit);
         let shown = self.parts.iter().filter(|(name, bytes)| ![GATHERED, KEPT].contains(name) || *bytes > 0.0);
-        let mut lines: Vec<String> = shown.map(|(name, b)| format!("{name:<28}{}", gib(*b))).collect();
-        lines.push(format!("{:<28}{}", "peak of training", gib(self.peak() as f64)));
-        lines.push(format!("{:<28}{}", "export (after training)", gib(self.parts[0].1 + self.export)));
+        let mut lines: Vec<String> = shown.map(|(name, b)| format!("{name:<28}{}", size(*b))).collect();
+        lines.push(format!("{:<28}{}", "peak of training", size(self.peak() as f64)));
+        lines.push(format!("{:<28}{}", "export (after training)", size(export)));
         lines.push("Not counted: about 0.5 GiB that the CUDA driver takes.".into());
         lines
     }

@@ -16,6 +16,7 @@ mod log;
 mod losses;
 mod old_checkpoints;
 mod optimizer_file;
+pub mod page;
 pub mod plot;
 pub mod preflight;
 pub mod recorded_outputs;

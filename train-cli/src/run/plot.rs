@@ -1,13 +1,16 @@
 //! Curves as an SVG picture.
 
 use plotters::{
-    chart::{ChartBuilder, LabelAreaPosition, SeriesLabelPosition},
-    drawing::IntoDrawingArea,
-    element::{Circle, PathElement},
+    backend::SVGBackend,
+    chart::{ChartBuilder, LabelAreaPosition},
+    coord::Shift,
+    drawing::{DrawingArea, IntoDrawingArea},
+    element::{Circle, PathElement, Rectangle, Text},
     series::{LineSeries, PointSeries},
     style::{Color, RGBColor, WHITE},
 };
 use std::ops::Range;
+use textwrap::core::display_width;
 
 /// A curve.
 #[derive(Debug, Clone, PartialEq)]
@@ -81,7 +84,7 @@ fn draw(
     steps: Range<f64>,
     values: Range<f64>,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let area = plotters::backend::SVGBackend::with_string(out, SIZE).into_drawing_area();
+    let area = SVGBackend::with_string(out, SIZE).into_drawing_area();
     area.fill(&WHITE)?;
     let mut chart = ChartBuilder::on(&area)
         .margin(16)
@@ -99,28 +102,48 @@ fn draw(
         .draw()?;
     for (curve, color) in curves.iter().zip(COLORS.iter().cycle()) {
         let line = color.stroke_width(2);
-        chart
-            .draw_series(LineSeries::new(curve.points.iter().copied(), line))?
-            .label(&curve.name)
-            .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], line));
+        chart.draw_series(LineSeries::new(curve.points.iter().copied(), line))?;
         if curve.marked {
             let dots: PointSeries<_, _, Circle<_, _>, _> =
                 PointSeries::new(curve.points.iter().copied(), 4, color.filled());
             chart.draw_series(dots)?;
         }
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .label_font(("sans-serif", LETTERS))
-        .margin(10)
-        .background_style(WHITE.mix(0.8))
-        .border_style(RGBColor(200, 200, 200))
-        .draw()?;
+    legend(&chart.plotting_area().strip_coord_spec(), curves)?;
     area.present()?;
     drop(chart);
     Ok(())
 }
+
+/// Draws the names of curves into the upper right corner of an area, in a frame that has room for them.
+fn legend(area: &DrawingArea<SVGBackend<'_>, Shift>, curves: &[Curve]) -> Result<(), Box<dyn std::error::Error>> {
+    let columns = curves.iter().map(|curve| display_width(&curve.name)).max().unwrap_or(0);
+    if columns == 0 {
+        return Ok(());
+    }
+    let text = (columns as f64 * COLUMN * f64::from(LETTERS)).ceil() as i32;
+    let size = (MARGIN + SAMPLE + MARGIN + text + MARGIN, MARGIN + curves.len() as i32 * LINE + MARGIN);
+    let (left, top) = ((area.dim_in_pixel().0 as i32 - size.0 - GAP).max(GAP), GAP);
+    let frame = [(left, top), (left + size.0, top + size.1)];
+    area.draw(&Rectangle::new(frame, WHITE.mix(0.8).filled()))?;
+    area.draw(&Rectangle::new(frame, RGBColor(200, 200, 200)))?;
+    for (i, (curve, color)) in curves.iter().zip(COLORS.iter().cycle()).enumerate() {
+        let (x, y) = (left + MARGIN, top + MARGIN + i as i32 * LINE);
+        let middle = y + LINE / 2;
+        area.draw(&PathElement::new([(x, middle), (x + SAMPLE, middle)], color.stroke_width(2)))?;
+        area.draw(&Text::new(curve.name.as_str(), (x + SAMPLE + MARGIN, y + 2), ("sans-serif", LETTERS)))?;
+    }
+    Ok(())
+}
+
+/// How many times the height of letters a column of a name is wide: half of a Chinese character, or a wide Latin letter. Who
+/// shows the picture chooses the font, so that its width is not known.
+const COLUMN: f64 = 0.52;
+/// Pixels of the legend: between its parts, of the sample of a line, from one name to the next, and around the legend.
+const MARGIN: i32 = 10;
+const SAMPLE: i32 = 18;
+const LINE: i32 = 18;
+const GAP: i32 = 5;
 
 /// From the smallest to the largest value, and a share of the distance more on both sides.
 fn padded(values: impl Iterator<Item = f64>, share: f64) -> Range<f64> {
@@ -154,6 +177,32 @@ mod tests {
         let [a, b, c] = centers[..] else { panic!("{centers:?}") };
         assert!(a.0 < b.0 && a.1 < b.1, "{centers:?}");
         assert!((b.0 - a.0 - (c.0 - b.0)).abs() <= 1.0 && (b.1 - a.1 - (c.1 - b.1)).abs() <= 1.0, "{centers:?}");
+    }
+
+    /// The widest fonts without serifs need 0.62 of their size for a letter on average, and the size of a Chinese character for it.
+    #[test]
+    fn the_legend_has_room_for_its_names() {
+        let names =
+            ["a-run-with-a-long-name, training", "a-run-with-a-long-name, evaluation", "模型的訓練, evaluation"];
+        let curve = |name: &str| Curve { name: name.into(), points: vec![(0.0, 1.0), (1.0, 2.0)], marked: false };
+        let picture = svg("loss", &names.map(curve));
+        let number = |line: &str, name: &str| {
+            let value = line.split(&format!(" {name}=\"")).nth(1).and_then(|rest| rest.split('"').next());
+            value.and_then(|value| value.parse::<f64>().ok()).unwrap_or_else(|| panic!("no {name}: {line}"))
+        };
+        let frame =
+            picture.lines().find(|line| line.starts_with("<rect ") && line.contains("stroke=\"#C8C8C8\"")).unwrap();
+        let (right, bottom) =
+            (number(frame, "x") + number(frame, "width"), number(frame, "y") + number(frame, "height"));
+        assert!(right < f64::from(SIZE.0) && bottom < f64::from(SIZE.1), "{frame}");
+        for name in names {
+            let text = picture.split("<text ").find(|text| text.contains(name)).unwrap();
+            let text = format!(" {text}");
+            let letters = |c: char| if c.is_ascii() { 0.62 } else { 1.0 };
+            let end = number(&text, "x") + name.chars().map(letters).sum::<f64>() * number(&text, "font-size");
+            assert!(end + 5.0 < right, "{name} ends at {end}, and its frame at {right}");
+            assert!(number(&text, "y") + number(&text, "font-size") + 5.0 < bottom, "{name}");
+        }
     }
 
     /// On a dark screen no part keeps a color of paper or ink.

@@ -85,7 +85,7 @@ impl Undo {
             Self::NotNeeded => "a step whose loss or gradient is not finite changes nothing".into(),
             Self::Copy { bytes } => format!(
                 "a step whose gradient is not finite is undone from a copy of weights and states ({})",
-                report::gib(bytes)
+                report::size(bytes)
             ),
             Self::Replay => {
                 "a step whose gradient is not finite is undone by going back to the newest checkpoint".into()
@@ -93,7 +93,7 @@ impl Undo {
             Self::Unknown { bytes } => format!(
                 "a step whose gradient is not finite is undone from a copy of weights and states ({}) if the device has \
                  room for it; else by going back to the newest checkpoint",
-                report::gib(bytes)
+                report::size(bytes)
             ),
         }
     }
@@ -266,13 +266,13 @@ impl Forecast {
     /// What the run needs, and what is free.
     fn memory(&self) -> String {
         let free = match self.space.free {
-            Some(free) => format!("{} are free", report::gib(free)),
+            Some(free) => format!("{} are free", report::size(free)),
             None => "the device does not say how much is free".to_owned(),
         };
-        let peak = format!("about {} on {} at the peak", report::gib(self.peak()), self.device);
+        let peak = format!("about {} on {} at the peak", report::size(self.peak()), self.device);
         match self.saving {
             Room::Device => {
-                let more = report::gib(self.estimate.trained());
+                let more = report::size(self.estimate.trained());
                 format!("{peak}, and {more} more from the first checkpoint on; {free}")
             }
             Room::Host | Room::Shared | Room::AtTheEnd => format!("{peak}; {free}"),
@@ -307,7 +307,7 @@ impl Forecast {
 
     /// The lines of the plan about memory, each with its label.
     pub fn lines(&self) -> Vec<(&'static str, String)> {
-        let held = report::gib(self.estimate.all_gradients());
+        let held = report::size(self.estimate.all_gradients());
         let clip = match self.gathers {
             Some(true) => Some(format!("the gradients of a step are held until their norm is known ({held})")),
             Some(false) if self.space == Space::default() => Some(format!(
@@ -326,7 +326,7 @@ impl Forecast {
     /// Which blocks run twice.
     fn recompute(&self) -> String {
         let (kept, blocks) = (self.kept, self.estimate.trained_blocks());
-        let bytes = report::gib(kept as u64 * self.estimate.block());
+        let bytes = report::size(kept as u64 * self.estimate.block());
         match kept {
             0 if self.space == Space::default() => format!(
                 "all {blocks} blocks run a second time in the backward pass, unless the device says that it has room for \

@@ -202,7 +202,7 @@ impl Saver {
 impl Waits {
     /// Where checkpoints of so many bytes wait. A warning says if it is nowhere.
     fn of(bytes: u64, room: Room) -> Result<Self, CliError> {
-        let (free, shown) = (host::available(), report::gib(bytes));
+        let (free, shown) = (host::available(), report::size(bytes));
         let reason = match (room, free) {
             (Room::Device, _) => return Ok(Self::OnTheDevice),
             (Room::AtTheEnd, _) => return Ok(Self::Nowhere),
@@ -215,7 +215,7 @@ impl Waits {
                 );
                 return Ok(Self::InTheHost(Blocks::taking(bytes)?));
             }
-            (Room::Host, Some(free)) => format!("the host has {} of free memory", report::gib(free)),
+            (Room::Host, Some(free)) => format!("the host has {} of free memory", report::size(free)),
             (Room::Host, None) => "the host does not say how much memory is free".to_owned(),
         };
         report::line(format!("warning: training waits while a checkpoint of {shown} is written: {reason}"));

@@ -6,10 +6,11 @@ use super::{
     folder::{DATA_REPORT, LOSS, RECORD, SUMMARY},
     log::{self, EvaluationFigures, LeftOut, Logged, SampleAnswer, StepFigures},
     losses::Losses,
+    page::{Content, Page, Section},
     plot::{self, Curve},
     results::Results,
 };
-use crate::{CliError, durable, report, settings::Settings};
+use crate::{CliError, durable, report, settings::Settings, table::Table};
 use model_qwen3::file;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -248,51 +249,57 @@ impl Summary {
         ]
     }
 
-    /// The summary as Markdown.
-    pub fn markdown(&self) -> String {
-        let mut out = format!("# {}\n\n", self.name());
-        if let Some((time, command)) = &self.started {
-            let time = time.split('.').next().unwrap_or(time);
-            out += &format!("Started {time} (UTC):\n\n    {command}\n\n");
+    /// The summary as a page.
+    pub fn page(&self) -> Page {
+        let plain = |content| Section { heading: None, content };
+        let headed = |heading, content| Section { heading: Some(heading), content };
+        let mut sections = Vec::new();
+        if let Some((_, command)) = &self.started {
+            sections.push(plain(Content::Text(format!("Started {} (UTC):", self.started()))));
+            sections.push(plain(Content::Command(command.clone())));
         }
-        out += &table(&["", ""], self.figures().into_iter().map(|(name, value)| vec![name.to_owned(), value]));
-        out += &format!("\n![losses]({LOSS})\n\n## Data\n");
+        let figures = self.figures().into_iter().map(|(name, value)| vec![name.to_owned(), value]);
+        sections.push(plain(Content::Table(Table::new(&["", ""], figures))));
+        sections.push(plain(Content::Picture("losses", self.folder.join(LOSS))));
         let count = |key: &str| self.data[key].as_u64().map_or("–".to_owned(), |n| n.to_string());
-        let (tokens, counted) = (count("tokens"), count("supervised_tokens"));
-        out += &format!("{} rows, {tokens} tokens, of which the loss counts {counted}.\n", count("rows"));
-        let evaluations = self.evaluations.iter().map(|line| {
+        let (rows, tokens, counted) = (count("rows"), count("tokens"), count("supervised_tokens"));
+        let data = format!("{rows} rows, {tokens} tokens, of which the loss counts {counted}.");
+        sections.push(headed("Data", Content::Text(data)));
+        sections.push(headed("Evaluations", Content::Table(self.evaluations_table())));
+        if !self.samples.is_empty() {
+            let rows = self.samples.iter().map(|line| vec![line.prompt.clone(), line.answer.clone()]);
+            sections.push(headed("Last answers", Content::Table(Table::new(&["prompt", "answer"], rows))));
+        }
+        if !self.left_out.is_empty() {
+            let row = |line: &LeftOut| vec![line.step.to_string(), line.left_out.clone(), line.rows.join(", ")];
+            let table = Table::new(&["step", "reason", "rows"], self.left_out.iter().map(row));
+            sections.push(headed("Steps that were left out", Content::Table(table.with_numbers(&[0]))));
+        }
+        let losses = Losses::of_steps(&self.steps);
+        if !losses.warnings().is_empty() {
+            sections.push(headed("Warnings about the loss", Content::List(losses.warnings().to_vec())));
+        }
+        if !self.exported.is_empty() {
+            let row =
+                |(name, bytes, sha256): &(String, u64, String)| vec![name.clone(), bytes.to_string(), sha256.clone()];
+            let table = Table::new(&["file", "bytes", "SHA-256"], self.exported.iter().map(row));
+            sections.push(headed("Exported files", Content::Table(table.with_numbers(&[1]))));
+        }
+        let defaults = Settings::default().table();
+        let changed = self.settings.keys().filter(|key| defaults.get(*key) != self.settings.get(*key));
+        let changed = changed.map(|key| vec![key.clone(), self.setting(key)]);
+        let table = Table::new(&["setting", "value"], changed);
+        sections.push(headed("Settings that are not the defaults", Content::Table(table)));
+        Page { title: self.name(), sections }
+    }
+
+    fn evaluations_table(&self) -> Table {
+        let rows = self.evaluations.iter().map(|line| {
             let losses = [Some(line.eval_loss), line.eval_loss_quantized, line.eval_loss_master];
             std::iter::once(line.step.to_string()).chain(losses.map(shown)).collect()
         });
-        out += "\n## Evaluations\n";
-        out += &table(&["step", "as in training", "weights in 4 bits", "master weights"], evaluations);
-        if !self.samples.is_empty() {
-            out += "\n## Last answers\n";
-            out += &table(
-                &["prompt", "answer"],
-                self.samples.iter().map(|line| vec![cell(&line.prompt), cell(&line.answer)]),
-            );
-        }
-        if !self.left_out.is_empty() {
-            out += "\n## Steps that were left out\n";
-            let row = |line: &LeftOut| vec![line.step.to_string(), cell(&line.left_out), cell(&line.rows.join(", "))];
-            out += &table(&["step", "reason", "rows"], self.left_out.iter().map(row));
-        }
-        let warnings = Losses::of_steps(&self.steps);
-        if !warnings.warnings().is_empty() {
-            out += "\n## Warnings about the loss\n";
-            out += &warnings.warnings().iter().map(|text| format!("- {text}\n")).collect::<String>();
-        }
-        if !self.exported.is_empty() {
-            out += "\n## Exported files\n";
-            let row =
-                |(name, bytes, sha256): &(String, u64, String)| vec![name.clone(), bytes.to_string(), sha256.clone()];
-            out += &table(&["file", "bytes", "SHA-256"], self.exported.iter().map(row));
-        }
-        out += "\n## Settings that are not the defaults\n";
-        let defaults = Settings::default().table();
-        let changed = self.settings.keys().filter(|key| defaults.get(*key) != self.settings.get(*key));
-        out + &table(&["setting", "value"], changed.map(|key| vec![key.clone(), cell(&self.setting(key))]))
+        let heads = ["step", "as in training", "weights in 4 bits", "master weights"];
+        Table::new(&heads, rows).with_numbers(&[0, 1, 2, 3])
     }
 }
 
@@ -303,26 +310,12 @@ impl Summary {
 pub fn write(run: &Path) -> Result<(), CliError> {
     let summary = Summary::read(run)?;
     durable::write_bytes(&run.join(LOSS), plot::svg("loss", &summary.curves()).as_bytes())?;
-    durable::write_bytes(&run.join(SUMMARY), summary.markdown().as_bytes()).map(|_| ())
-}
-
-/// A table in Markdown.
-pub fn table(heads: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
-    let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
-    let heads: Vec<String> = heads.iter().map(|head| (*head).to_owned()).collect();
-    let rule = format!("|{}\n", "---|".repeat(heads.len()));
-    let rows: String = rows.into_iter().map(|row| line(&row)).collect();
-    line(&heads) + &rule + &rows
+    durable::write_bytes(&run.join(SUMMARY), summary.page().markdown().as_bytes()).map(|_| ())
 }
 
 /// A loss, if there is one.
 fn shown(loss: Option<f64>) -> String {
     loss.map_or("–".to_owned(), |loss| format!("{loss:.4}"))
-}
-
-/// A text as the cell of a table.
-fn cell(text: &str) -> String {
-    text.replace('|', "\\|").split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// The JSON of a file, if there is one.

@@ -39,15 +39,15 @@ pub enum Entry {
 
 /// The commands, as `/help` shows them.
 pub const HELP: &str = "\
-/system [TEXT]     set the system message; without a text, remove it
-/reset             forget the conversation
-/undo              take the last message and its answer back
-/save FILE         write the conversation: as JSON if the name ends in .jsonl, else as text
-/load FILE         continue a conversation that /save wrote
-/set NAME VALUE    temperature, top-p, top-k, min-p, repetition-penalty, max-tokens or seed
-/think on|off|auto think before the answer; auto leaves it to the chat template
-/stats             tokens of the conversation, and speed
-/exit              end; so does Ctrl-D
+/system [TEXT]      set the system message; without a text, remove it
+/reset              forget the conversation
+/undo               take the last message and its answer back
+/save FILE          write the conversation: as JSON if the name ends in .jsonl, else as text
+/load FILE          continue a conversation that /save wrote
+/set NAME VALUE     temperature, top-p, top-k, min-p, repetition-penalty, max-tokens or seed
+/think on|off|auto  think before the answer; auto does as in training
+/stats              tokens of the conversation, and speed
+/exit               end; so does Ctrl-D
 A line that ends with \\ continues on the next one. Text between two lines of \"\"\" is one message.
 Ctrl-C stops an answer.";
 

@@ -202,8 +202,8 @@ fn next_steps(exported: &Path, prompt: Option<&String>) {
     let prompt = report::quoted(prompt.map_or("hello", |p| p));
     let folder = report::quoted(&exported.display().to_string());
     report::line("next:");
-    report::line(format!("  train-cli generate -m {folder} -p {prompt}"));
-    report::line(format!("  train-cli chat -m {folder}"));
-    report::line(format!("  train-cli inspect {folder} --verify"));
-    report::line("  train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
+    report::command(format!("train-cli generate -m {folder} -p {prompt}"));
+    report::command(format!("train-cli chat -m {folder}"));
+    report::command(format!("train-cli inspect {folder} --verify"));
+    report::command("train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
 }
