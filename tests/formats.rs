@@ -3,8 +3,10 @@
 
 use crate::support::files::{ok, run, tiny_model};
 use backend_nvfp4::Scaling;
+use half::{bf16, f16};
 use model_qwen3::{
     ModelError,
+    bytes::FloatType,
     container::Container,
     tensors::{Stored, Tensors},
     write::write_dat,
@@ -25,33 +27,45 @@ fn reading_and_writing_a_dat_gives_the_same_bytes() {
         tiny_model(&model, tied);
         for (dtype, scales) in [("f16", "two"), ("bf16", "two"), ("f32", "two"), ("nvfp4", "two"), ("nvfp4", "single")]
         {
-            let dat = dir.path().join(format!("{tied}-{dtype}-{scales}.dat"));
+            let dat = model.join(format!("{dtype}-{scales}.dat"));
             let (from, to) = (model.to_str().unwrap(), dat.to_str().unwrap());
-            ok(dir.path(), &["convert", from, to, "--to", "dat", "--dtype", dtype, "--scales", scales]);
+            let levels = if dtype == "nvfp4" { vec!["--scales", scales] } else { vec![] };
+            ok(dir.path(), &[&["convert", from, to, "--to", "dat", "--dtype", dtype][..], &levels].concat());
             assert_eq!(rewritten(&dat), std::fs::read(&dat).unwrap(), "{dtype} {scales}");
             ok(dir.path(), &["inspect", to, "--verify"]);
         }
     }
 }
 
+/// f32 weights go into a `.dat` file and back unchanged, and f16 and bf16 ones are rounded once.
 #[test]
-fn f32_survives_every_container() {
+fn floats_survive_every_container() {
     let dir = tempfile::tempdir().unwrap();
-    let model = dir.path().join("m");
-    tiny_model(&model, true);
-    let (m, dat, back) = ("m", "m.dat", "back/model.safetensors");
-    std::fs::create_dir(dir.path().join("back")).unwrap();
-    ok(dir.path(), &["convert", m, dat, "--to", "dat", "--dtype", "f32"]);
-    ok(dir.path(), &["convert", dat, back, "--to", "safetensors", "--dtype", "f32"]);
-    let (a, b) = (Container::open(&model).unwrap(), Container::open(&dir.path().join("back")).unwrap());
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let a = Container::open(&d.join("m")).unwrap();
     let sorted = |c: &Container| {
         let mut names = c.names();
         names.sort();
         names
     };
-    assert_eq!(sorted(&a), sorted(&b));
-    for name in a.names() {
-        assert_eq!(a.read_dense(&name).unwrap(), b.read_dense(&name).unwrap(), "{name}");
+    let rounded: [(&str, FloatType, fn(f32) -> f32); 3] = [
+        ("f32", FloatType::F32, |x| x),
+        ("f16", FloatType::F16, |x| f16::from_f32(x).to_f32()),
+        ("bf16", FloatType::Bf16, |x| bf16::from_f32(x).to_f32()),
+    ];
+    for (dtype, stored, round) in rounded {
+        let (dat, back) = (format!("{dtype}.dat"), format!("{dtype}/model.safetensors"));
+        std::fs::create_dir(d.join(dtype)).unwrap();
+        ok(d, &["convert", "m", &dat, "--to", "dat", "--dtype", dtype]);
+        ok(d, &["convert", &dat, &back, "--to", "safetensors", "--dtype", dtype]);
+        let b = Container::open(&d.join(dtype)).unwrap();
+        assert_eq!(sorted(&a), sorted(&b), "{dtype}");
+        for name in a.names() {
+            assert_eq!(b.stored(&name).unwrap().float(), Some(stored), "{dtype}: {name}");
+            let expected: Vec<f32> = a.read_dense(&name).unwrap().into_iter().map(round).collect();
+            assert!(expected == b.read_dense(&name).unwrap(), "{dtype}: {name}");
+        }
     }
 }
 
@@ -150,6 +164,18 @@ fn convert_replaces_no_file_unasked_and_follows_the_name() {
     assert_eq!(std::fs::read(d.join("a.dat")).unwrap(), b"older");
     refused(&["b.safetensors", "--to", "dat"], "b.safetensors: the name must end in .dat");
     refused(&["b.bin"], "b.bin: the name must end in .dat, .safetensors or .gguf");
+    refused(&["c.dat/"], "c.dat/: this is the name of a folder; leave out the separator");
+    for words in [&["c.dat", "--scales", "single"][..], &["c.gguf", "--scales", "single"]] {
+        refused(words, "--scales works only with --dtype nvfp4, in .dat and .safetensors files");
+    }
+    std::os::unix::fs::symlink("nothing", d.join("c.dat")).unwrap();
+    refused(&["c.dat"], "c.dat: the file exists");
+    assert_eq!(std::fs::read_link(d.join("c.dat")).unwrap(), std::path::Path::new("nothing"));
+    let error = String::from_utf8_lossy(&run(d, &["convert", "none", "c.dat", "--dtype", "f16"]).stderr).into_owned();
+    assert!(
+        error.contains("INPUT none: no such file") && error.contains("`convert` also reads .gguf files"),
+        "{error}"
+    );
     assert!(!d.join("b.safetensors").exists() && !d.join("b.bin").exists());
     ok(d, &["convert", "m", "a.dat", "--dtype", "f16", "--overwrite"]);
     ok(d, &["convert", "m", "b.safetensors", "--dtype", "f16"]);

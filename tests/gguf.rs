@@ -16,6 +16,7 @@ use half::{bf16, f16};
 use model_qwen3::{
     container::Container,
     gguf::GgufFile,
+    names,
     tensors::{Stored, Tensors},
     tokenizer::Tokenizer,
 };
@@ -38,6 +39,11 @@ const NAMES: [(&str, &str); 13] = [
     ("model.norm.weight", "output_norm.weight"),
 ];
 
+/// How far the 8-bit values of a block of 32 are off: at most half a step, and the step is rounded to f16.
+fn q8_bound(block: &[f32]) -> f32 {
+    block.iter().fold(0.0f32, |amax, x| amax.max(x.abs())) * (0.5 / 127.0 + 1.0 / 1024.0)
+}
+
 #[test]
 fn floats_and_8_bit_weights_are_those_of_the_model() {
     let dir = tempfile::tempdir().unwrap();
@@ -50,6 +56,11 @@ fn floats_and_8_bit_weights_are_those_of_the_model() {
         ("q8-0", GGUFTensorType::Q8_0),
     ] {
         ok(dir.path(), &["convert", "m", "x.gguf", "--dtype", dtype, "--overwrite"]);
+        // Other commands name the number format that loses nothing.
+        let out = run(dir.path(), &["generate", "-m", "x.gguf", "-p", "a"]);
+        let (error, kept) = (String::from_utf8_lossy(&out.stderr), if dtype == "q8-0" { "f32" } else { dtype });
+        let remedy = format!("train-cli convert x.gguf NEW-FOLDER/model.safetensors --dtype {kept}\n");
+        assert!(out.status.code() == Some(2) && error.contains(&remedy), "{dtype}: {error}");
         let file = read(&dir.path().join("x.gguf"));
         // Two blocks, the embedding, the last norm and a head of its own.
         assert_eq!(file.len(), 2 * 11 + 3, "{dtype}");
@@ -65,10 +76,8 @@ fn floats_and_8_bit_weights_are_those_of_the_model() {
                     "bf16" if !is_norm => bf16::from_f32(*x).to_f32(),
                     _ => *x,
                 };
-                // An 8-bit value is off by at most half a step, and the step is rounded to f16.
                 let block = &values[i / 32 * 32..][..32.min(values.len() - i / 32 * 32)];
-                let amax = block.iter().fold(0.0f32, |a, b| a.max(b.abs()));
-                let bound = if dtype == "q8-0" && !is_norm { amax * (0.5 / 127.0 + 1.0 / 1024.0) } else { 0.0 };
+                let bound = if dtype == "q8-0" && !is_norm { q8_bound(block) } else { 0.0 };
                 assert!((y - expected).abs() <= bound, "{dtype} {theirs}, value {i}: {y}, expected {expected}");
             }
         }
@@ -90,6 +99,8 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
         ok(dir.path(), &["convert", "r", "x.gguf", "--to", "gguf", "--dtype", "nvfp4", "--overwrite"]);
         let file = read(&dir.path().join("x.gguf"));
         let weights = Container::open(&dir.path().join("r/final/model.dat")).unwrap();
+        let error = String::from_utf8_lossy(&run(dir.path(), &["inspect", "x.gguf"]).stderr).into_owned();
+        assert!(error.contains("NEW-FOLDER/model.safetensors --dtype nvfp4\n"), "{error}");
         // The seven linear layers of each of three blocks have a tensor scale beside them; the head is the embedding.
         assert_eq!(file.len(), 3 * (11 + 7) + 2);
         for (name, theirs) in NAMES {
@@ -183,21 +194,34 @@ fn a_gguf_file_becomes_a_model_again() {
     let d = dir.path();
     let config = demo_file("config.json").display().to_string();
     let demo = demo_file("").display().to_string();
-    let words =
-        ["fit", "--init-config", &config, "--tokenizer", &demo, "--synthetic", "--device", "cpu", "--max-steps", "1"];
-    for (recipe, scales) in [("w4", "two"), ("w4", "single"), ("bf16", "auto")] {
-        let more = ["--max-seq-length", "32", "--eval-steps", "0", "-o", "r", "--overwrite", "--recipe", recipe];
+    let mut untied: serde_json::Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    untied["tie_word_embeddings"] = false.into();
+    std::fs::write(d.join("untied.json"), untied.to_string()).unwrap();
+    for (config, recipe, scales, dtypes) in [
+        (config.as_str(), "w4", "two", &["nvfp4"][..]),
+        (&config, "w4", "single", &["nvfp4"]),
+        (&config, "bf16", "auto", &["f32", "bf16", "f16", "q8-0"]),
+        ("untied.json", "w4", "two", &["nvfp4"]),
+        ("untied.json", "bf16", "auto", &["f32", "q8-0"]),
+    ] {
+        let words = ["fit", "--init-config", config, "--tokenizer", &demo, "--synthetic", "--device", "cpu"];
+        let more = ["--max-steps", "1", "--max-seq-length", "32", "--eval-steps", "0", "-o", "r", "--overwrite"];
         let scales = if recipe == "bf16" { vec![] } else { vec!["--scales", scales] };
-        ok(d, &[&words[..], &more, &scales].concat());
-        let dtypes: &[&str] = if recipe == "bf16" { &["f32", "bf16", "f16", "q8-0"] } else { &["nvfp4"] };
+        ok(d, &[&words[..], &more, &["--recipe", recipe], &scales].concat());
+        let tied = config != "untied.json";
         for dtype in dtypes {
             let _ = std::fs::remove_dir_all(d.join("back"));
             std::fs::create_dir(d.join("back")).unwrap();
             ok(d, &["convert", "r", "x.gguf", "--dtype", dtype, "--overwrite"]);
             let kept = if *dtype == "nvfp4" { "back/m.dat" } else { "back/m.safetensors" };
             let number = if *dtype == "q8-0" { "f32" } else { dtype };
-            let levels = ["--scales", if scales.contains(&"single") { "single" } else { "two" }];
-            let said = ok(d, &[&["convert", "x.gguf", kept, "--dtype", number][..], &levels].concat());
+            let levels: &[&str] = match *dtype {
+                // A head of its own is f16 in the GGUF file, and would become NVFP4.
+                "nvfp4" if scales.contains(&"single") => &["--scales", "single", "--head", "bf16"],
+                "nvfp4" => &["--scales", "two", "--head", "bf16"],
+                _ => &[],
+            };
+            let said = ok(d, &[&["convert", "x.gguf", kept, "--dtype", number][..], levels].concat());
             assert!(said.contains(kept), "{said}");
             let name = if *dtype == "nvfp4" { "r/final/model.dat" } else { "r/final/model.safetensors" };
             let (ours, back) = (Container::open(&d.join(name)).unwrap(), Container::open(&d.join(kept)).unwrap());
@@ -216,13 +240,15 @@ fn a_gguf_file_becomes_a_model_again() {
                         let (a, b) = (ours.read_dense(&name).unwrap(), back.read_dense(&name).unwrap());
                         let expected = |x: f32| match *dtype {
                             "f16" => f16::from_f32(x).to_f32(),
+                            "nvfp4" if name == names::HEAD => bf16::from_f32(x).to_f32(),
                             _ => x,
                         };
-                        let close = |(x, y): (&f32, &f32)| match *dtype {
-                            "q8-0" => (x - y).abs() < 0.01,
-                            _ => expected(*x) == *y,
-                        };
-                        assert!(a.iter().zip(&b).all(close), "{dtype} {name}");
+                        let is_norm = ours.stored(&name).unwrap().shape().len() == 1;
+                        for (x, y) in a.chunks(32).zip(b.chunks(32)) {
+                            let bound = if *dtype == "q8-0" && !is_norm { q8_bound(x) } else { 0.0 };
+                            let off = x.iter().zip(y).fold(0.0f32, |off, (x, y)| off.max((expected(*x) - y).abs()));
+                            assert!(off <= bound && x.len() == y.len(), "{dtype} {name}: {off} of {bound}");
+                        }
                     }
                 }
             }
@@ -232,7 +258,8 @@ fn a_gguf_file_becomes_a_model_again() {
                     ["generate", "-m", model, "-p", "Who are you? 你好", "--max-tokens", "8", "--device", "cpu"];
                 ok(d, &[&words[..], &["--temperature", "0"]].concat())
             };
-            if matches!(*dtype, "nvfp4" | "f32" | "bf16") {
+            // The head of an untied model was f16, and is bf16 now.
+            if matches!(*dtype, "f32" | "bf16") || *dtype == "nvfp4" && tied {
                 assert_eq!(answer(kept), answer("r/final"), "{dtype}");
             }
         }
@@ -355,6 +382,22 @@ fn convert_puts_the_small_files_beside_its_output() {
         assert!(of("n") == of("m") && said.contains(name), "{name}: {said}");
     }
     assert_eq!(std::fs::read(d.join("n/tokenizer_config.json")).unwrap(), b"{}");
+    // The config.json of another model stays as it is, so that the file would not load beside it.
+    for (folder, tied, field) in
+        [("wider", true, "intermediate_size is 128, and 96"), ("untied", false, "tie_word_embeddings")]
+    {
+        tiny_model(&d.join(folder), tied);
+        let path = d.join(folder).join("config.json");
+        if folder == "wider" {
+            let text = std::fs::read_to_string(&path).unwrap();
+            std::fs::write(&path, text.replace("\"intermediate_size\":96", "\"intermediate_size\":128")).unwrap();
+        }
+        let before = std::fs::read(&path).unwrap();
+        let out = run(d, &["convert", "m", &format!("{folder}/x.dat"), "--dtype", "nvfp4"]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && said.contains(field), "{folder}: {said}");
+        assert!(!d.join(folder).join("x.dat").exists() && std::fs::read(&path).unwrap() == before, "{folder}");
+    }
     // How an export was trained goes with its codes; a pipe of that name is the user's, and is not waited for.
     let (config, demo) = (demo_file("config.json").display().to_string(), demo_file("").display().to_string());
     let init =

@@ -140,12 +140,13 @@ fn convert_writes_the_head_that_is_asked_for() {
     for tied in [true, false] {
         let model = format!("m-{tied}");
         tiny_model(&d.join(&model), tied);
+        fs::create_dir(d.join(format!("o-{tied}"))).unwrap();
         let own = if tied { None } else { two.clone() };
         let dense = if tied { None } else { bf16.clone() };
         for (words, expected) in [(&[][..], &own), (&["--head", "nvfp4"], &two), (&["--head", "bf16"], &dense)] {
-            for name in ["x.dat", "x.safetensors"] {
-                ok(d, &[&["convert", &model, name, "--dtype", "nvfp4", "--overwrite"], words].concat());
-                assert_eq!(&head(&d.join(name)), expected, "tied {tied}, {words:?}");
+            for name in [format!("o-{tied}/x.dat"), format!("o-{tied}/x.safetensors")] {
+                ok(d, &[&["convert", &model, &name, "--dtype", "nvfp4", "--overwrite"], words].concat());
+                assert_eq!(&head(&d.join(&name)), expected, "tied {tied}, {words:?}");
             }
         }
     }

@@ -103,27 +103,35 @@ fn nvfp4_weights_go_to_every_format_and_come_back() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     model(&d.join("m"), true);
+    model(&d.join("u"), false);
     // A library's own quantization has shared scales.
-    for library in ["compressed-tensors", "modelopt"] {
-        ok(d, &["export-hf", "-m", "m", "-o", library, "--format", library, "--device", "cpu"]);
-        let first = Container::open(&d.join(library)).unwrap();
-        let work = format!("work-{library}");
+    for (m, library, source) in [
+        ("m", "compressed-tensors", "compressed-tensors"),
+        ("m", "modelopt", "modelopt"),
+        ("u", "compressed-tensors", "untied"),
+    ] {
+        ok(d, &["export-hf", "-m", m, "-o", source, "--format", library, "--device", "cpu"]);
+        let first = Container::open(&d.join(source)).unwrap();
+        assert_eq!(first.stored(names::HEAD).is_some(), m == "u");
+        let work = format!("work-{source}");
         fs::create_dir(d.join(&work)).unwrap();
         let dat = format!("{work}/x.dat");
-        ok(d, &["convert", library, &dat, "--dtype", "nvfp4"]);
+        // A head of its own stays dense.
+        let nvfp4 = ["--dtype", "nvfp4", "--head", "bf16"];
+        ok(d, &[&["convert", source, &dat][..], &nvfp4].concat());
         same_codes(&first, &Container::open(&d.join(&dat)).unwrap(), "to .dat");
         for format in ["compressed-tensors", "modelopt"] {
-            let out = format!("{library}-{format}");
+            let out = format!("{source}-{format}");
             ok(d, &["export-hf", "-m", &dat, "-o", &out, "--format", format, "--device", "cpu"]);
             same_codes(&first, &Container::open(&d.join(&out)).unwrap(), &out);
         }
         let (gguf, back) = (format!("{work}/x.gguf"), format!("{work}/back.dat"));
-        ok(d, &["convert", library, &gguf, "--dtype", "nvfp4"]);
-        ok(d, &["convert", &gguf, &back, "--dtype", "nvfp4"]);
+        ok(d, &["convert", source, &gguf, "--dtype", "nvfp4"]);
+        ok(d, &[&["convert", &gguf, &back][..], &nvfp4].concat());
         same_codes(&first, &Container::open(&d.join(&back)).unwrap(), "to GGUF and back");
         // Dense formats hold the values.
         fs::create_dir(d.join(&work).join("f32")).unwrap();
-        ok(d, &["convert", library, &format!("{work}/f32/model.safetensors"), "--dtype", "f32"]);
+        ok(d, &["convert", source, &format!("{work}/f32/model.safetensors"), "--dtype", "f32"]);
         let dense = Container::open(&d.join(&work).join("f32")).unwrap();
         for name in first.names() {
             let rows = first.stored(&name).unwrap().shape()[0];

@@ -113,7 +113,10 @@ impl Qwen3Config {
     }
 
     /// Parses the text of a config.json. `path` is for error messages.
-    pub(crate) fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
+    ///
+    /// # Errors
+    /// If it is not JSON, or does not describe a dense Qwen3.
+    pub fn from_json(text: &str, path: &Path) -> Result<Self, ModelError> {
         let raw: RawConfig = json::read(text).map_err(|e| ModelError::parse(path, e))?;
         let check = Checker(path.to_owned());
         check.only("model_type", &raw.model_type, "qwen3", "only dense Qwen3 models are supported")?;
@@ -189,6 +192,28 @@ impl Qwen3Config {
             }
         }
         Ok(config)
+    }
+
+    /// The first field that differs from that of another model and decides which weights fit, or what is computed with them. Returns
+    /// its name, its value, and that of the other model.
+    pub fn differs_from(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let fields = |config: &Self| {
+            [
+                ("vocab_size", config.vocab_size.to_string()),
+                ("hidden_size", config.hidden_size.to_string()),
+                ("intermediate_size", config.intermediate_size.to_string()),
+                ("num_hidden_layers", config.num_hidden_layers.to_string()),
+                ("num_attention_heads", config.num_attention_heads.to_string()),
+                ("num_key_value_heads", config.num_key_value_heads.to_string()),
+                ("head_dim", config.head_dim.to_string()),
+                ("tie_word_embeddings", config.tie_word_embeddings.to_string()),
+                // GGUF files have these two in f32.
+                ("rms_norm_eps", (config.rms_norm_eps as f32).to_string()),
+                ("rope_theta", (config.rope_theta as f32).to_string()),
+            ]
+        };
+        let mut pairs = fields(self).into_iter().zip(fields(other));
+        pairs.find(|(ours, theirs)| ours != theirs).map(|((field, ours), (_, theirs))| (field, ours, theirs))
     }
 
     /// Number of parameters. A tied head counts once.

@@ -58,8 +58,8 @@ impl Container {
     pub fn open(path: &Path) -> Result<Self, ModelError> {
         let file = weights_file(path)?;
         if file.extension().is_some_and(|e| e == "gguf") {
-            let reason =
-                "a GGUF file is converted first: train-cli convert IN.gguf NEW-FOLDER/model.safetensors --dtype bf16";
+            let reason = "a GGUF file is converted first: train-cli convert IN.gguf NEW-FOLDER/model.safetensors --dtype TYPE. \
+                          Give the type of its matrices: nvfp4, bf16 or f16; or f32 for f32 and Q8_0";
             return Err(ModelError::weights(&file, reason));
         }
         let (path, dat, shards) = if file.extension().is_some_and(|e| e == "dat") {
@@ -366,7 +366,7 @@ impl ContainerEntry {
 /// The weights that a path stands for: a file itself, a folder of safetensors, or the only `.dat` of a folder.
 fn weights_file(path: &Path) -> Result<PathBuf, ModelError> {
     if !path.exists() {
-        let hint = "give a model folder, a .dat file or a .safetensors file".to_owned();
+        let hint = "give a model folder, or a .dat or .safetensors file (`convert` also reads .gguf files)".to_owned();
         return Err(ModelError::Missing { path: path.to_owned(), hint });
     }
     if !path.is_dir() || safetensors::in_folder(path) {

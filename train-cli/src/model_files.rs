@@ -12,6 +12,7 @@ use model_qwen3::{
     chat_template::ChatTemplate,
     config::Qwen3Config,
     container::Container,
+    gguf::GgufFile,
     names,
     sampling::Sampling,
     tensors::Tensors,
@@ -93,14 +94,15 @@ impl ModelFiles {
         self.weights.extension().is_some_and(|extension| extension == "gguf")
     }
 
-    /// Refuses a GGUF file.
+    /// Refuses a GGUF file, and says how to convert it without loss.
     ///
     /// # Errors
-    /// If the weights are one.
+    /// If the weights are one, or a broken one.
     pub fn refuse_gguf(self) -> Result<Self, CliError> {
         if self.is_gguf() {
             let file = report::quoted(&self.weights.display().to_string());
-            let text = format!("train-cli convert {file} NEW-FOLDER/model.safetensors --dtype bf16");
+            let flags = GgufFile::open(&self.weights)?.flags_of_convert();
+            let text = format!("train-cli convert {file} NEW-FOLDER/model.safetensors {flags}");
             return Err(CliError::Usage(format!("{file}: a GGUF file is converted first: {text}")));
         }
         Ok(self)

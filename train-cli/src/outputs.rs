@@ -11,8 +11,8 @@ const LONGEST_NAME: usize = 225;
 /// Refuses an output that is an input, or that could not be written after hours of work. `flag` names it in the error.
 ///
 /// # Errors
-/// If `output` is one of `inputs`, is no regular file, has too long a name, or lies in a folder that does not exist, cannot be
-/// written, or is a checkpoint or an export.
+/// If `output` is one of `inputs`, is no regular file, has too long a name or that of a folder, or lies in a folder that does not
+/// exist, cannot be written, or is a checkpoint or an export.
 pub fn check_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
     let refuse = |text: String| Err(CliError::Usage(format!("{flag} {}: {text}", output.display())));
     if output.canonicalize().is_ok_and(|written| inputs.iter().any(|input| same_file(input, &written))) {
@@ -43,6 +43,9 @@ pub fn check_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result<(),
     {
         let what = if found.is_dir() { "a folder" } else { "a pipe or a device" };
         return refuse(format!("this is {what}; give the name of a file"));
+    }
+    if output.as_os_str().to_string_lossy().ends_with(std::path::is_separator) {
+        return refuse("this is the name of a folder; leave out the separator at its end".into());
     }
     durable::probe(folder, output)
 }

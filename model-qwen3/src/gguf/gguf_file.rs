@@ -110,6 +110,24 @@ impl GgufFile {
         Ok(Self { path: path.to_owned(), file, keys: found, tensors, by_name })
     }
 
+    /// The flags with which `train-cli convert` keeps the values of the file's matrices.
+    pub fn flags_of_convert(&self) -> &'static str {
+        let holds =
+            |wanted: fn(&Tensor) -> bool| self.tensors.iter().any(|tensor| tensor.shape.len() > 1 && wanted(tensor));
+        if holds(|tensor| tensor.kind == Kind::Nvfp4) {
+            let single = holds(|tensor| tensor.kind == Kind::Nvfp4 && tensor.scale.is_none());
+            return if single { "--dtype nvfp4 --scales single" } else { "--dtype nvfp4" };
+        }
+        let only =
+            |float| self.tensors.iter().all(|tensor| tensor.shape.len() < 2 || tensor.kind == Kind::Float(float));
+        // An 8-bit integer times an f16 scale has more bits than f16 or bf16.
+        match () {
+            () if only(FloatType::F16) => "--dtype f16",
+            () if only(FloatType::Bf16) => "--dtype bf16",
+            () => "--dtype f32",
+        }
+    }
+
     /// The value of a key.
     pub(super) fn key(&self, name: &str) -> Option<&ReadValue> {
         self.keys.get(name)

@@ -14,7 +14,7 @@ use crate::{
         located::{check_unchanged, located},
         trained::Trained,
     },
-    settings::HeadFormat,
+    settings::{HeadFormat, defaults::SCALING},
 };
 use backend_nvfp4::BlockShape;
 use model_qwen3::{
@@ -48,7 +48,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let mut inputs = files.weight_files();
     inputs.push(source.tensors().path().to_owned());
     check_output("OUTPUT", &args.output, &inputs)?;
-    if args.output.exists() && !args.overwrite {
+    // A link that leads nowhere is something of the user's, too.
+    if args.output.symlink_metadata().is_ok() && !args.overwrite {
         let text = "the file exists; choose another name, or give --overwrite";
         return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
     }
@@ -84,6 +85,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
             untied(&config, bytes, &tensors)?;
         }
     }
+    check_neighbor(&args.output, &small)?;
     let written = |out: &mut dyn Write| {
         let failed = |e| ModelError::Io { path: args.output.clone(), source: e };
         // Of f32, in which they stand here, 8-bit weights with their scales take this share.
@@ -176,6 +178,28 @@ fn object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, CliError> {
     json::parse(text).and_then(serde_json::from_value).map_err(|e| bad(e.to_string()))
 }
 
+/// Refuses an output in the folder of another model: the config.json there would stay, and the output would not load.
+fn check_neighbor(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError> {
+    let path = durable::parent(output).join("config.json");
+    let config = files.iter().find(|(name, _)| name == "config.json");
+    let Some((_, bytes)) = config.filter(|_| path.is_file()) else { return Ok(()) };
+    let ours = std::str::from_utf8(bytes).ok().and_then(|text| Qwen3Config::from_json(text, &path).ok());
+    // What cannot be read here has other errors.
+    let Some(ours) = ours else { return Ok(()) };
+    let reason = match Qwen3Config::from_file(&path) {
+        Ok(theirs) => match ours.differs_from(&theirs) {
+            None => return Ok(()),
+            Some((field, ours, theirs)) => format!("{field} is {theirs}, and {ours} in this model"),
+        },
+        Err(error) => error.to_string(),
+    };
+    Err(CliError::Usage(format!(
+        "OUTPUT {}: the folder has the config.json of another model ({reason}), which would not load this one; choose another \
+         folder",
+        output.display()
+    )))
+}
+
 /// Writes the small files of a model into the folder of `output`. A file that is there stays as it is.
 fn put_beside(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError> {
     let folder = output.parent().unwrap_or(Path::new(""));
@@ -226,6 +250,11 @@ fn format(args: &ConvertArgs, container: ContainerArg, dense_from: usize) -> Res
     if args.head.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
         return Err(CliError::Usage(
             "--head works only with --dtype nvfp4, in .dat and .safetensors files; leave it out".into(),
+        ));
+    }
+    if args.scales != SCALING && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
+        return Err(CliError::Usage(
+            "--scales works only with --dtype nvfp4, in .dat and .safetensors files; leave it out".into(),
         ));
     }
     Ok(match args.dtype {

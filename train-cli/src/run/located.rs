@@ -30,7 +30,8 @@ pub fn located(flag: &str, path: &Path) -> Result<ModelFiles, CliError> {
     } else if path.exists() {
         return ModelFiles::new(path).refuse_gguf();
     } else {
-        let hint = "give a model folder, a run folder, a checkpoint, a .dat file or a .safetensors file".to_owned();
+        let hint = "give a model folder, a run folder, a checkpoint, or a .dat or .safetensors file (`convert` also reads .gguf files)"
+            .to_owned();
         return Err(CliError::of_flag(flag)(ModelError::Missing { path: path.to_owned(), hint }));
     };
     report::label("model", found.display().to_string());
