@@ -60,6 +60,25 @@ fn the_model_with_the_lowest_evaluation_loss_is_exported() {
     let line = format!("| checkpoints | step {step} (lowest evaluation loss), step 14 (newest) |");
     assert!(summary.contains(&line) && summary.contains(&format!("| exported | step {step} |")), "{summary}");
 
+    // The model card has the figures of the step that is exported.
+    let all = evaluations(&d.join("r"));
+    let card = |model: &str, step: u64, whole: bool| {
+        ok(d, &["export-hf", "-m", model, "-o", "hf", "--overwrite", "--device", "cpu"]);
+        let card = fs::read_to_string(d.join("hf/README.md")).unwrap();
+        let loss = all.iter().find(|(made, _)| *made == step).unwrap().1 as f32;
+        for line in [format!("{step} steps"), format!("| global_step | {step} |"), format!("| eval_loss | {loss:.4} |")]
+        {
+            assert!(card.contains(&line), "{model}, {line}: {card}");
+        }
+        assert_eq!(card.contains("| train_runtime |"), whole, "{model}: {card}");
+    };
+    card("r", step, false);
+    card("r/checkpoint-14", 14, true);
+    // A run that is not complete has figures, too.
+    fs::rename(d.join("r/train_results.json"), d.join("results.json")).unwrap();
+    card("r/checkpoint-14", 14, false);
+    fs::rename(d.join("results.json"), d.join("r/train_results.json")).unwrap();
+
     // A run without the flag exports its last step, and makes the same steps.
     fit(d, &["-o", "last", "--save-steps", "0"]);
     assert_eq!(evaluations(&d.join("last")), evaluations(&d.join("r")));

@@ -186,6 +186,19 @@ fn an_export_of_a_run_says_how_it_was_trained_and_leaves_its_last_blocks_dense()
     for text in ["\n# r\n", "All parameters were trained with", "recipe w4, 2 steps", "| eval_loss |"] {
         assert!(card.contains(text) && of_run.contains(text), "{text}: {card}\n{of_run}");
     }
+    // Its activations are measured on the rows of the run, as long as they are there.
+    let w4a4 = ["export-hf", "-m", "r", "-o", "a", "--format", "modelopt", "--activations", "nvfp4", "--device", "cpu"];
+    let out = run(d, &[&w4a4[..], &["--calibration-rows", "2"]].concat());
+    let said = String::from_utf8_lossy(&out.stderr);
+    let rows = d.join("m/demo.tsv").display().to_string();
+    assert!(out.status.success() && said.contains("measured on 2 sequences"), "{said}");
+    assert!(said.contains(&format!(" of the training rows, {rows}")), "{said}");
+    fs::rename(d.join("m/demo.tsv"), d.join("m/elsewhere.tsv")).unwrap();
+    let out = run(d, &[&w4a4[..], &["--overwrite"]].concat());
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && said.contains("demo.tsv: no such file"), "{said}");
+    assert!(said.contains("the scales of activations must be measured"), "{said}");
+    fs::rename(d.join("m/elsewhere.tsv"), d.join("m/demo.tsv")).unwrap();
     ok(d, &[&fit[..9], &["--recipe", "bf16", "-o", "s", "--train-last-layers", "1", "--device", "cpu"]].concat());
     ok(d, &["export-hf", "-m", "s/final/model.safetensors", "-o", "c", "--device", "cpu"]);
     let of_last = fs::read_to_string(d.join("c/README.md")).unwrap();
@@ -272,6 +285,47 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
 }
 
+/// What is made of a folder with scales of activations has them too, or the program says that it has none. `fits` are the logits of
+/// the folder's model.
+fn scales_go_where_there_is_a_place_for_them(d: &Path, library: &str, wide: &str, fits: &[f32]) {
+    // An export for either library carries the scales over. (The weights were changed above.)
+    fs::remove_file(d.join(wide).join("manifest.json")).unwrap();
+    let given = |folder: &str| -> Vec<f32> {
+        let file = Container::open(&d.join(folder)).unwrap();
+        let mut names = file.names();
+        names.sort();
+        names.iter().filter_map(|name| Some(file.input_scale(name).unwrap()?.scale())).collect()
+    };
+    let export = ["export-hf", "-m", wide, "--device", "cpu"];
+    for (format, flags) in [("compressed-tensors", &[][..]), ("modelopt", &["--activations", "nvfp4"])] {
+        let out = format!("{library}-kept-{format}");
+        ok(d, &[&export[..], &["-o", &out, "--format", format], flags].concat());
+        assert_eq!((given(&out).len(), given(&out)), (14, given(wide)), "{out}");
+        if format == library {
+            assert_eq!(logits(&d.join(&out), Recipe::W4a4), fits, "{out}");
+        }
+        let config: Value = serde_json::from_slice(&fs::read(d.join(&out).join("config.json")).unwrap()).unwrap();
+        let group = &config["quantization_config"]["config_groups"]["group_0"];
+        assert_eq!(group["input_activations"]["num_bits"], 4, "{out}");
+        let card = fs::read_to_string(d.join(&out).join("README.md")).unwrap();
+        assert!(card.contains("activations are NVFP4 too, with tensor scales that the model gave"), "{card}");
+    }
+    // What else is made of such a folder has no scales, and the program says so.
+    let back = format!("{library}-back");
+    let fit = ["fit", "-m", wide, "-d", "m/demo.tsv", "--max-seq-length", "64", "--max-steps", "1", "-o", "fitted"];
+    for words in [
+        [&export[..], &["-o", &back, "--format", library, "--activations", "bf16"]].concat(),
+        [&export[..], &["-o", "dense", "--overwrite"]].concat(),
+        [&fit[..], &["--device", "cpu", "--overwrite"]].concat(),
+        vec!["export-dat", "-m", wide, "--output-dat", "x.dat", "--device", "cpu"],
+    ] {
+        let out = run(d, &words);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && stderr.contains("give the scales of activations"), "{words:?}: {stderr}");
+    }
+    assert!(given(&back).is_empty());
+}
+
 #[test]
 fn activations_have_the_scales_that_a_folder_gives_them() {
     let dir = tempfile::tempdir().unwrap();
@@ -320,16 +374,7 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
             assert!(out.status.success() && stderr.contains(label), "{library} {flags:?}: {stderr}");
         }
 
-        // What is made of such a folder has no scales, and the program says so. Its weights were changed above.
-        fs::remove_file(d.join(wide).join("manifest.json")).unwrap();
-        let back = format!("{library}-back");
-        let fit = ["fit", "-d", "m/demo.tsv", "--max-seq-length", "64", "--max-steps", "1", "--device", "cpu"];
-        for command in [&["export-hf", "--format", library, "--device", "cpu"][..], &fit] {
-            let out = run(d, &[command, &["-m", wide, "-o", &format!("{back}-{}", command[0])]].concat());
-            let stderr = String::from_utf8_lossy(&out.stderr);
-            assert!(out.status.success() && stderr.contains("give the scales of activations"), "{library}: {stderr}");
-        }
-        assert!(!Container::open(&d.join(format!("{back}-export-hf"))).unwrap().has_input_scales());
+        scales_go_where_there_is_a_place_for_them(d, library, wide, of_libraries.last().unwrap());
 
         let zero = d.join(format!("{library}-zero"));
         with_input_scales(&plain, &zero, library, if library == "modelopt" { f32::INFINITY } else { 0.0 });

@@ -6,6 +6,7 @@
 //! [`Foreign::changed`] counts the codes and block scales that this changes. Dense weights are quantized by the library's own formula.
 //!
 //! If [`Foreign::with_inputs`] knows the largest magnitudes of what layers read, these get tensor scales for 4-bit activations.
+//! [`Foreign::with_given_inputs`] keeps those that the source has.
 
 use crate::{
     ModelError,
@@ -112,6 +113,36 @@ impl<'a> Foreign<'a> {
                 Some(scale) => inputs.insert(name, scale),
                 None => return Err(name),
             };
+        }
+        self.inputs = inputs;
+        Ok(self)
+    }
+
+    /// Gives the activations of each NVFP4 layer the tensor scale that the source gives them. Layers that engines multiply together
+    /// get one scale, the largest.
+    ///
+    /// # Errors
+    /// If a scale is broken, or a layer has none.
+    pub fn with_given_inputs(mut self) -> Result<Self, ModelError> {
+        let mut inputs = BTreeMap::new();
+        for name in self.names() {
+            if !matches!(self.stored(&name), Some(Stored::Packed { .. })) {
+                continue;
+            }
+            let mut largest: Option<GivenScale> = None;
+            for part in names::multiplied_together(&name) {
+                let Some(given) = self.source.input_scale(&part)? else {
+                    let reason = format!(
+                        "it gives the activations of some layers a scale, and none to those of {part:?}; measure them with \
+                         --activations nvfp4 --calibration-data FILES, or leave them out with --activations bf16"
+                    );
+                    return Err(ModelError::weights(self.path(), reason));
+                };
+                if largest.is_none_or(|largest| largest.scale() < given.scale()) {
+                    largest = Some(given);
+                }
+            }
+            inputs.extend(largest.map(|scale| (name, scale)));
         }
         self.inputs = inputs;
         Ok(self)

@@ -54,8 +54,8 @@ pub enum HfFormat {
 pub enum ActivationsArg {
     /// Activations are not quantized
     Bf16,
-    /// The activations that linear layers read are NVFP4. --calibration-data gives their f32 scales: layers that read the same
-    /// activations share one f32 scale
+    /// The activations that linear layers read are NVFP4. Their f32 scales are those of the model's files, or are measured on
+    /// --calibration-data: layers that read the same activations share one f32 scale
     Nvfp4,
 }
 
@@ -77,11 +77,13 @@ pub struct ExportHfArgs {
     /// Format of the weights
     #[arg(long, default_value = "bf16")]
     pub format: HfFormat,
-    /// How programs that load the folder compute with activations; nvfp4 needs --calibration-data, and a --format with NVFP4
-    #[arg(long, default_value = "bf16")]
-    pub activations: ActivationsArg,
+    /// How programs that load the folder compute with activations; nvfp4 needs a --format with NVFP4 [default: nvfp4 if the
+    /// model's files give the scales of activations and --format is one with NVFP4; otherwise bf16]
+    #[arg(long)]
+    pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: none if the model's files give the scales
+    /// of activations; otherwise the training files of the model's run]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.

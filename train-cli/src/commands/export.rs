@@ -68,6 +68,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     if let Some(like) = &like {
         check_like(like, &format, config.num_hidden_layers - format.dense_from)?;
     }
+    report::unscaled_inputs(source.has_input_scales());
     let tensors = Repacked::new(source, format.store_as(like.as_ref()));
     let left_out = tensors.left_out();
     if let Some(like) = like.as_ref().filter(|_| !left_out.is_empty()) {

@@ -36,6 +36,11 @@ impl Evaluations {
         self.all.iter().any(|(made, _)| *made == step)
     }
 
+    /// The loss after step `step`, if it is known and finite.
+    pub fn after(&self, step: usize) -> Option<f32> {
+        self.all.iter().find(|(made, _)| *made == step).map(|(_, loss)| *loss).filter(|loss| loss.is_finite())
+    }
+
     /// The last loss.
     pub fn last(&self) -> Option<f32> {
         self.all.last().map(|(_, loss)| *loss)
@@ -78,6 +83,7 @@ mod tests {
         assert_eq!(stalled, [false, false, false, true, false, false]);
         assert_eq!((all.best(), all.best_of(|step| step < 5)), (Some((5, 1.5)), Some((2, 2.0))));
         assert_eq!((all.last(), all.has(4), all.has(7)), (Some(1.6), true, false));
+        assert_eq!([2, 4, 7].map(|step| all.after(step)), [Some(2.0), None, None]);
         // A log has null for NaN, and gives the same evaluations again.
         let run = tempfile::tempdir().unwrap();
         let line = |(step, loss): &(usize, f32)| format!("{}\n", serde_json::json!({"step": step, "eval_loss": loss}));

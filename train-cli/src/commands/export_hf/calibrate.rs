@@ -1,8 +1,10 @@
-//! The calibration of `export-hf --activations nvfp4`: the model reads rows of files, and what its linear layers read is measured.
+//! The scales of activations that `export-hf` writes: those that the model's files give, or those of a calibration, for which the
+//! model reads rows of files, and what its linear layers read is measured.
 //!
 //! Rows become sequences as in `eval loss`. The weights are those with which `generate` runs the model, and activations are not
 //! quantized.
 
+use super::origin::Origin;
 use crate::{
     CliError,
     args::{ActivationsArg, ExportHfArgs, HfFormat, converting::CALIBRATION_ROWS},
@@ -16,14 +18,28 @@ use crate::{
     progress::Line,
     report,
     run::stored_model::StoredModel,
-    settings::{LossOn, Overlong},
+    settings::{Auto, Format, LossOn, Overlong},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision, Recipe};
-use model_qwen3::{calibration::InputMaxima, model::ids_tensor, tensors::Tensors, weights::to_host};
+use model_qwen3::{
+    calibration::InputMaxima, container::Container, model::ids_tensor, tensors::Tensors, weights::to_host,
+};
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+
+/// The scales of activations that an export writes.
+pub(super) enum InputScales {
+    /// None, because activations are not quantized.
+    None,
+    /// Those that the model's files give.
+    Given,
+    /// Those of what was measured.
+    Measured(Calibration),
+}
 
 /// What was measured.
 pub(super) struct Calibration {
+    /// The first file that was read.
+    file: PathBuf,
     /// The largest magnitude that each linear layer read, by the name of its weight.
     pub(super) amax: BTreeMap<String, f32>,
     /// Number of sequences that the model read.
@@ -37,61 +53,112 @@ pub(super) fn check_flags(args: &ExportHfArgs) -> Result<(), CliError> {
     let refuse = |text: &str| Err(CliError::Usage(text.to_owned()));
     let named = !args.calibration_data.is_empty();
     match (args.activations, args.format) {
-        (ActivationsArg::Nvfp4, HfFormat::Bf16) => refuse(
+        (Some(ActivationsArg::Nvfp4), HfFormat::Bf16) => refuse(
             "--activations nvfp4: --format bf16 describes no 4-bit activations; give --format compressed-tensors or \
              --format modelopt",
         ),
-        (ActivationsArg::Nvfp4, _) if !named => refuse(
-            "--activations nvfp4: the scales of activations must be measured; name files like the training files with \
-             --calibration-data",
-        ),
-        (ActivationsArg::Bf16, _) if named => {
+        (Some(ActivationsArg::Nvfp4), _) => Ok(()),
+        _ if named => {
             refuse("--calibration-data: without --activations nvfp4 nothing is measured; give both flags or neither")
         }
-        (ActivationsArg::Bf16, _) if args.calibration_rows.is_some() => {
+        _ if args.calibration_rows.is_some() => {
             refuse("--calibration-rows: without --activations nvfp4 nothing is measured; leave the flag out")
         }
         _ => Ok(()),
     }
 }
 
-/// Measures the activations of the model, if `--activations nvfp4` asks for it.
-pub(super) fn of_model(args: &ExportHfArgs) -> Result<Option<Calibration>, CliError> {
-    if args.activations == ActivationsArg::Bf16 {
-        return Ok(None);
+/// The scales of the model's activations: measured on files that are named; else those that its files give, if the format has a
+/// place for them; else, if `--activations nvfp4` asks for some, measured on the rows of its training run.
+pub(super) fn of_model(args: &ExportHfArgs, source: &Container, origin: &Origin) -> Result<InputScales, CliError> {
+    let measures = !args.calibration_data.is_empty() || args.calibration_rows.is_some();
+    let given = source.has_input_scales() && args.format != HfFormat::Bf16 && !measures;
+    match args.activations {
+        Some(ActivationsArg::Bf16) => Ok(InputScales::None),
+        _ if given => {
+            report::label("inputs", "activations have the scales that the model's files give");
+            Ok(InputScales::Given)
+        }
+        None => Ok(InputScales::None),
+        Some(ActivationsArg::Nvfp4) => measured(args, &Rows::of(args, origin)?).map(InputScales::Measured),
     }
-    let files = data_files::all_named_by("--calibration-data", &args.calibration_data)?;
+}
+
+/// The rows that a calibration reads.
+struct Rows {
+    files: Vec<PathBuf>,
+    format: Auto<Format>,
+    options: RowOptions,
+    /// Most sequences to read.
+    most: usize,
+    /// Whether they are those of the model's training.
+    of_run: bool,
+}
+
+impl Rows {
+    /// Those that are named, or those of the model's training.
+    fn of(args: &ExportHfArgs, origin: &Origin) -> Result<Self, CliError> {
+        let most = args.calibration_rows.map_or(CALIBRATION_ROWS, usize::from);
+        if !args.calibration_data.is_empty() {
+            let files = data_files::all_named_by("--calibration-data", &args.calibration_data)?;
+            return Ok(Self { files, format: None, options: RowOptions::default(), most, of_run: false });
+        }
+        let none = |why: &str| {
+            CliError::Usage(format!(
+                "--activations nvfp4: the scales of activations must be measured{why}; name files like the training files with \
+                 --calibration-data"
+            ))
+        };
+        let data = origin.settings.as_ref().map(|settings| &settings.data).filter(|data| !data.data.is_empty());
+        let data = data.ok_or_else(|| none(""))?;
+        let gone = |error: CliError| none(&format!(", and the rows of its training are not to be had ({error})"));
+        let files = data_files::all_named_by("--data", &data.data).map_err(gone)?;
+        let options = RowOptions { separator: data.document_separator.clone(), weight: None };
+        Ok(Self { files, format: data.format, options, most, of_run: true })
+    }
+
+    /// Their names, if they were not given.
+    fn named(&self) -> String {
+        if !self.of_run {
+            return String::new();
+        }
+        let names: Vec<String> = self.files.iter().take(3).map(|file| file.display().to_string()).collect();
+        let more = if self.files.len() > names.len() { " and more" } else { "" };
+        format!(" of the training rows, {}{more}", names.join(", "))
+    }
+}
+
+/// Measures the activations of the model on rows.
+fn measured(args: &ExportHfArgs, rows: &Rows) -> Result<Calibration, CliError> {
     let stored = StoredModel::open("--model", &args.model, args.tokenizer.as_deref())?;
-    let rows = args.calibration_rows.map_or(CALIBRATION_ROWS, usize::from);
-    let found = device::run(args.device, None, Measure { stored: &stored, files: &files, rows })?;
+    let found = device::run(args.device, None, Measure { stored: &stored, rows })?;
     let largest = found.amax.iter().max_by(|a, b| a.1.total_cmp(b.1));
     report::label(
         "inputs",
         format!(
-            "measured on {}, {}{}",
+            "measured on {}, {}{}{}",
             report::count(found.sequences, "sequence"),
             report::count(found.tokens, "token"),
+            rows.named(),
             largest.map_or(String::new(), |(name, amax)| format!(" · the largest is {amax:.1}, read by {name}"))
         ),
     );
-    Ok(Some(found))
+    Ok(found)
 }
 
 /// The error of a layer whose activations have no scale.
-pub(super) fn no_scale(args: &ExportHfArgs, layer: &str) -> CliError {
+pub(super) fn no_scale(found: &Calibration, layer: &str) -> CliError {
     let reason = format!(
         "--calibration-data: what {layer:?} reads in these rows is zero, or too large or too small for a scale; give other \
          rows"
     );
-    CliError::Data { path: args.calibration_data[0].clone(), line: None, column: None, reason }
+    CliError::Data { path: found.file.clone(), line: None, column: None, reason }
 }
 
 /// The measurement as a job.
 struct Measure<'a> {
     stored: &'a StoredModel,
-    files: &'a [PathBuf],
-    /// Most sequences to read.
-    rows: usize,
+    rows: &'a Rows,
 }
 
 /// Rows after which freed buffers are given back to the device: each length leaves some of its own.
@@ -109,16 +176,16 @@ impl Job for Measure<'_> {
         device: B::Device,
         precision: Precision,
     ) -> Result<Calibration, CliError> {
-        let Self { stored, files, rows } = self;
+        let Self { stored, rows } = self;
         let options = DataOptions {
-            format: None,
+            format: rows.format,
             loss_on: LossOn::default(),
             max_seq_length: plan::max_seq_length(None, stored.config.max_position_embeddings),
             overlong: Overlong::Split,
-            rows: RowOptions::default(),
+            rows: rows.options.clone(),
         };
-        let (mut samples, _) = read::first(files, &stored.text, &options, rows)?;
-        samples.truncate(rows);
+        let (mut samples, _) = read::first(&rows.files, &stored.text, &options, rows.most)?;
+        samples.truncate(rows.most);
         let model = stored.load::<B>(Recipe::W4, precision, &device)?;
         let inputs = Arc::new(InputMaxima::<B>::default());
         let line = Line::steps(0, samples.len());
@@ -142,6 +209,7 @@ impl Job for Measure<'_> {
         // The model that the check of the export loads needs this memory.
         drop((model, inputs));
         B::memory_cleanup(&device);
-        Ok(Calibration { amax, sequences: samples.len(), tokens })
+        let file = rows.files.first().cloned().unwrap_or_default();
+        Ok(Calibration { file, amax, sequences: samples.len(), tokens })
     }
 }

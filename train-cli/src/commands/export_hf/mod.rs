@@ -1,13 +1,19 @@
 //! `export-hf`: a model as a Hugging Face folder that other programs load. The weights are sharded safetensors, in bf16 or in
 //! NVFP4 as compressed-tensors or nvidia-modelopt spell and scale it; config.json says which. Config, tokenizer and chat
-//! template come along, and a model card. With `--activations nvfp4` the folder also gives the scales of activations.
+//! template come along, and a model card. With `--activations nvfp4`, or if the model's files give the scales of activations, the
+//! folder gives such scales too.
 //!
 //! Before the folder gets its name, every tensor is read back and compared, and the folder is loaded and answers a prompt.
 
 mod calibrate;
+mod model_card;
+mod origin;
 mod quantization_config;
 
-use self::calibrate::Calibration;
+use self::{
+    calibrate::{Calibration, InputScales},
+    origin::Origin,
+};
 use super::export_check::CheckFile;
 use crate::{
     CliError,
@@ -18,13 +24,11 @@ use crate::{
     progress::Writing,
     report,
     run::{
-        checkpoint::{self, CONFIG, FINAL, TrainerState},
-        folder::RECORD,
+        checkpoint,
         located::{check_unchanged, located},
-        results::Results,
         trained::Trained,
     },
-    settings::{Layer, bytes},
+    settings::bytes,
 };
 use backend_nvfp4::{LinearSpec, Recipe, Scaling};
 use model_qwen3::{
@@ -41,10 +45,7 @@ use model_qwen3::{
     write::{bytes_of, keys, shards, write_shard},
 };
 use serde_json::{Map, Value, json};
-use std::{
-    collections::BTreeMap,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, path::Path};
 
 /// Runs the command.
 ///
@@ -63,9 +64,9 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let text = TextFiles::open(&companions.text, &config)?;
     let state = checkpoint::state_beside(&files.folder)?;
     check_unchanged(&files)?;
-    let source = files.open_weights()?;
-    let calibration = calibrate::of_model(args)?;
-    report::unscaled_inputs(source.has_input_scales() && calibration.is_none());
+    let (source, origin) = (files.open_weights()?, Origin::of(&files, state.as_ref())?);
+    let inputs = calibrate::of_model(args, &source, &origin)?;
+    report::unscaled_inputs(source.has_input_scales() && matches!(inputs, InputScales::None));
     let library = match args.format {
         HfFormat::Bf16 => None,
         HfFormat::CompressedTensors => Some(Library::CompressedTensors),
@@ -76,15 +77,16 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let dense_from = layers.saturating_sub(dense);
     let in_bf16 = Repacked::new(&source, StoreAs::Float(FloatType::Bf16));
     let in_nvfp4 = library.map(|library| Foreign::new(&source, library, dense_from));
-    let in_nvfp4 = match (in_nvfp4, &calibration) {
-        (Some(foreign), Some(Calibration { amax, .. })) => {
-            Some(foreign.with_inputs(amax).map_err(|layer| calibrate::no_scale(args, &layer))?)
+    let in_nvfp4 = match (in_nvfp4, &inputs) {
+        (Some(foreign), InputScales::Measured(found)) => {
+            Some(foreign.with_inputs(&found.amax).map_err(|layer| calibrate::no_scale(found, &layer))?)
         }
+        (Some(foreign), InputScales::Given) => Some(foreign.with_given_inputs()?),
         (foreign, _) => foreign,
     };
     let tensors: &dyn Tensors = in_nvfp4.as_ref().map_or(&in_bf16 as &dyn Tensors, |foreign| foreign);
 
-    let card = model_card(&files, &what_it_holds(args.format, calibration.as_ref()), state.as_ref())?;
+    let card = model_card::of_model(&files, &what_it_holds(args.format, &inputs), &origin)?;
     let mut pending = PendingFolder::new(&args.output_dir)?;
     let written = write_weights(tensors, library.map_or(Spelling::ModelOpt, Library::spelling), limit, &mut pending)?;
     write_json(&mut pending, "config.json", &config_json(&companions.config, tensors, library)?)?;
@@ -100,7 +102,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
         say_what_changed(foreign)?;
     }
     let config = Qwen3Config::from_file(&pending.path_of("config.json"))?;
-    let recipe = if calibration.is_some() { Recipe::W4a4 } else { Recipe::W4 };
+    let recipe = if matches!(inputs, InputScales::None) { Recipe::W4 } else { Recipe::W4a4 };
     let spec = |precision| LinearSpec::new(recipe, Scaling::Two, precision);
     let check = CheckFile { tensors, path: pending.path(), config: &config, text: &text, spec: &spec };
     device::run(args.device, None, check)?;
@@ -214,10 +216,11 @@ fn say_what_changed(tensors: &Foreign) -> Result<(), CliError> {
 }
 
 /// What the model card says about the numbers in the folder.
-fn what_it_holds(format: HfFormat, calibration: Option<&Calibration>) -> String {
-    let (activations, algorithm) = match calibration {
-        None => ("activations are not quantized".to_owned(), "W4A16_NVFP4"),
-        Some(Calibration { sequences, tokens, .. }) => {
+fn what_it_holds(format: HfFormat, inputs: &InputScales) -> String {
+    let (activations, algorithm) = match inputs {
+        InputScales::None => ("activations are not quantized".to_owned(), "W4A16_NVFP4"),
+        InputScales::Given => ("activations are NVFP4 too, with tensor scales that the model gave".to_owned(), "NVFP4"),
+        InputScales::Measured(Calibration { sequences, tokens, .. }) => {
             let (sequences, tokens) = (report::count(*sequences, "sequence"), report::count(*tokens, "token"));
             (format!("activations are NVFP4 too, with tensor scales that {sequences} ({tokens}) gave"), "NVFP4")
         }
@@ -231,51 +234,4 @@ fn what_it_holds(format: HfFormat, calibration: Option<&Calibration>) -> String 
         HfFormat::CompressedTensors => format!("{nvfp4} compressed-tensors (`nvfp4-pack-quantized`)."),
         HfFormat::Modelopt => format!("{nvfp4} nvidia-modelopt (`{algorithm}`)."),
     }
-}
-
-/// The model card: what the folder is, how it was made, and how to load it.
-fn model_card(files: &ModelFiles, what: &str, state: Option<&TrainerState>) -> Result<String, CliError> {
-    let run = run_of(&files.folder, state.is_some())?;
-    let name = run.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
-    let name = name.unwrap_or_else(|| files.name());
-    let results = run.as_deref().map(Results::whole).transpose()?.flatten();
-    let mut card = format!(
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n# {name}\n\nA Qwen3 model. {what}\n"
-    );
-    let settings = match (state, &run) {
-        (Some(state), _) => Some(state.settings.clone()),
-        (None, Some(run)) => Some(Layer::of_file(&run.join(CONFIG))?.over_defaults()?),
-        (None, None) => None,
-    };
-    if let Some(settings) = settings {
-        let trained = match settings.model.train_last_layers {
-            0 => "All parameters".to_owned(),
-            count => format!("The last {} and the final norm", report::count(count, "block")),
-        };
-        let exported = |results: &Results| results.exported_step.unwrap_or(results.global_step);
-        let made = state.map(|state| state.global_step).or_else(|| results.as_ref().map(exported));
-        let steps = made.map_or_else(String::new, |steps| format!(", {}", report::count(steps, "step")));
-        card += &format!(
-            "\n## Training\n{trained} were trained with train-cli {}: recipe {}{steps}.\n",
-            env!("CARGO_PKG_VERSION"),
-            settings.recipe.resolved().name(),
-        );
-    }
-    if let Some(results) = results {
-        card += "\n| result | value |\n|---|---|\n";
-        let all = serde_json::to_value(results).expect("plain data is always valid JSON");
-        for (key, value) in all.as_object().into_iter().flatten().filter(|(_, value)| value.is_number()) {
-            card += &format!("| {key} | {value} |\n");
-        }
-    }
-    Ok(card)
-}
-
-/// The folder of the run that exported a folder or saved it as a checkpoint, if a run did. A folder that is neither may also lie
-/// beside a config.toml.
-fn run_of(folder: &Path, is_checkpoint: bool) -> Result<Option<PathBuf>, CliError> {
-    let folder = folder.canonicalize().map_err(CliError::io(folder))?;
-    let of_run = is_checkpoint || folder.file_name().is_some_and(|name| name == FINAL);
-    let is_run = |run: &&Path| of_run && [CONFIG, RECORD].iter().all(|file| run.join(file).is_file());
-    Ok(folder.parent().filter(is_run).map(Path::to_owned))
 }
