@@ -188,8 +188,11 @@ pub fn answer(error: &clap::Error) -> Option<String> {
         }
         ErrorKind::InvalidValue | ErrorKind::ValueValidation => {
             let value = text(ContextKind::InvalidValue)?;
-            let (.., answer) = VALUES.iter().find(|(name, values, _)| *name == flag && values.contains(&value))?;
-            Some(format!("{flag} {value}: {answer}"))
+            // Who writes one negative number may write another.
+            let same = |known: &&str| known.eq_ignore_ascii_case(value) || is_negative(known) && is_negative(value);
+            let known = VALUES.iter().find(|(name, values, _)| *name == flag && values.iter().any(same));
+            let answer = known.map(|(.., answer)| (*answer).to_owned());
+            answer.or_else(|| in_small_letters(error, value)).map(|answer| format!("{flag} {value}: {answer}"))
         }
         // A flag that is given twice conflicts with itself.
         ErrorKind::ArgumentConflict if flag == "--model" => {
@@ -198,6 +201,18 @@ pub fn answer(error: &clap::Error) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// Whether a value is a negative whole number.
+fn is_negative(value: &str) -> bool {
+    value.strip_prefix('-').is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()))
+}
+
+/// The answer to a value that the flag takes, but in small letters.
+fn in_small_letters(error: &clap::Error, value: &str) -> Option<String> {
+    let Some(ContextValue::Strings(valid)) = error.get(ContextKind::ValidValue) else { return None };
+    let meant = valid.iter().find(|valid| valid.eq_ignore_ascii_case(value))?;
+    Some(format!("values are written in small letters; use {meant}"))
 }
 
 #[cfg(test)]
@@ -217,7 +232,19 @@ mod tests {
             for value in values {
                 let error = Cli::try_parse_from(["train-cli", "fit", flag, value]).unwrap_err();
                 assert_eq!(answer(&error), Some(format!("{flag} {value}: {text}")), "{error}");
+                // Older scripts wrote NVFP4 and Float16.
+                let value = value.to_uppercase();
+                let error = Cli::try_parse_from(["train-cli", "fit", flag, &value]).unwrap_err();
+                assert_eq!(answer(&error), Some(format!("{flag} {value}: {text}")), "{error}");
             }
+        }
+        for (flag, value, text) in [
+            ("--train-last-layers", "-3", "use 0 to train all parameters"),
+            ("--optimizer-state-mode", "Int8", "values are written in small letters; use int8"),
+            ("--synthetic", "True", "values are written in small letters; use true"),
+        ] {
+            let error = Cli::try_parse_from(["train-cli", "fit", flag, value]).unwrap_err();
+            assert_eq!(answer(&error), Some(format!("{flag} {value}: {text}")), "{error}");
         }
         let error = Cli::try_parse_from(["train-cli", "fit", "--no-such-flag"]).unwrap_err();
         assert_eq!(answer(&error), None);
@@ -290,7 +317,9 @@ mod tests {
         --batch-size 2 · --in-features 1024 · --out-features 1024 · --max-layers 2 · --synthetic true · --use-kvc false
         --seq-len 8 · --lr 1e-3 · --loss-mode scalar · --loss ce · --loss l1 · --loss scalar-l1 · --loss cross-entropy
         --loss token-ce · --master-dtype bfloat16 · --master-dtype float16 · --master-dtype fp16 · --master-dtype half
-        --master-dtype bf16 · --master-dtype float32 · --master-dtype fp32 · --use-packed-optimizer true
+        --master-dtype bf16 · --master-dtype float32 · --master-dtype fp32 · --master-dtype BFloat16 · --master-dtype Float16
+        --device CUDA · --optimizer-state-mode NVFP4 · --optimizer-state-mode FP4 · --train-last-layers -3
+        --use-packed-optimizer true
         --optimizer-state-mode int8 · --optimizer-state-mode nvfp4 · --optimizer-state-mode fp4 · --optimizer-state-mode 8bit
         --optimizer-state-mode 8-bit · --grad-ckpt-chunk 0 · --optimizer-step-chunk-rows 32 · --offload-mv-to-cpu false
         --offload-w-to-cpu false · --offload-grad-to-cpu false · --step-flush-each-param true

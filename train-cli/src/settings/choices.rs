@@ -91,10 +91,11 @@ impl FromStr for ResumeFrom {
     type Err = Infallible;
 
     fn from_str(text: &str) -> Result<Self, Infallible> {
-        Ok(match text {
+        // Some programs write True and False. A folder of such a name can be given as ./True.
+        Ok(match text.to_ascii_lowercase().as_str() {
             "false" => Self::Nothing,
             "latest" | "true" => Self::Latest,
-            path => Self::Path(path.into()),
+            _ => Self::Path(text.into()),
         })
     }
 }
@@ -169,9 +170,9 @@ impl Choice for MasterKind {
     const AUTO: &'static str = defaults::MASTER_WEIGHTS;
 
     fn all() -> Vec<(Self, PossibleValue)> {
-        let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 2]| (value, name.aliases(aliases));
+        let also = |(value, name): (Self, PossibleValue), aliases: [&'static str; 3]| (value, name.aliases(aliases));
         vec![
-            also(named(Self::F32, Self::F32.name(), "f32: 4 bytes per parameter"), ["float32", "fp32"]),
+            also(named(Self::F32, Self::F32.name(), "f32: 4 bytes per parameter"), ["float32", "Float32", "fp32"]),
             named(
                 Self::Bf16Residual,
                 Self::Bf16Residual.name(),
@@ -183,7 +184,7 @@ impl Choice for MasterKind {
                     Self::Bf16.name(),
                     "bf16, rounded up or down at random so that small updates count on average: 2 bytes per parameter",
                 ),
-                ["bfloat16", "bf-16"],
+                ["bfloat16", "BFloat16", "bf-16"],
             ),
             named(
                 Self::Bf16Nearest,
@@ -424,8 +425,9 @@ impl FromStr for DeviceChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        let text = text.to_ascii_lowercase();
         let index = || text.strip_prefix("cuda:").and_then(|index| index.parse().ok());
-        match text {
+        match text.as_str() {
             AUTO => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda(0)),
@@ -479,5 +481,10 @@ mod tests {
             assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
         }
         assert!("gpu".parse::<DeviceChoice>().is_err() && "cuda:x".parse::<DeviceChoice>().is_err());
+        // As older scripts write them.
+        assert_eq!("CUDA".parse::<DeviceChoice>(), Ok(DeviceChoice::Cuda(0)));
+        let from = |text: &str| text.parse::<ResumeFrom>().unwrap();
+        assert_eq!([from("True"), from("False")], [ResumeFrom::Latest, ResumeFrom::Nothing]);
+        assert_eq!(from("./True"), ResumeFrom::Path("./True".into()));
     }
 }
