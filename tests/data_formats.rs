@@ -52,6 +52,7 @@ fn one_conversation_is_the_same_in_every_format() {
         ("alpaca", alpaca.to_owned()),
         ("alpaca", format!("[{alpaca}]")),
         ("alpaca", r#"{"instruction": "Who are you?", "output": "I am tiny.", "history": []}"#.to_owned()),
+        ("alpaca", r#"{"instruction": "Who are you?", "output": "I am tiny.", "history": null}"#.to_owned()),
         ("completion", r#"{"prompt": "Who are you?", "completion": "I am tiny."}"#.to_owned()),
         ("completion", format!(r#"{{"prompt": [{user}], "completion": [{assistant}]}}"#)),
         ("completion", "\n\n{\"completion\": \"I am tiny.\", \"prompt\": \"Who are you?\"}\n\n".to_owned()),
@@ -68,7 +69,17 @@ fn one_conversation_is_the_same_in_every_format() {
     write("b.json", &format!(r#"[{{"messages": {messages}}}]"#));
     let of = |file: &str| plan(d, file, &[]).unwrap().split_once(" · ").unwrap().1.to_owned();
     assert_eq!(of("a.json"), of("b.json"));
-    // So does that of ShareGPT, whose calls of functions are calls.
+    // The history of a row has the turns before it, and its answers are learned.
+    write(
+        "a.json",
+        r#"[{"system": "Be short.", "instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi.", "Hello."], ["Bye.", "Bye."]]}]"#,
+    );
+    let turns = r#"{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Bye."}, {"role": "assistant", "content": "Bye."}, "#;
+    let user = r#"{"role": "user", "content": "Add"#;
+    write("b.json", &format!(r#"[{{"messages": {}}}]"#, messages.replace(user, &format!("{turns}{user}"))));
+    assert_eq!(of("a.json"), of("b.json"));
+    write("a.json", r#"[{"system": "Be short.", "instruction": "Add.", "input": "1 and 2", "output": "3"}]"#);
+    // So does the system message of ShareGPT come first, whose calls of functions are calls.
     write(
         "c.jsonl",
         r#"{"system": "Be short.", "conversations": [{"from": "human", "value": "Add.\n1 and 2"}, {"from": "gpt", "value": "3"}]}"#,
@@ -398,11 +409,27 @@ fn reasoning_is_learned_where_the_template_has_it() {
     let inline = r#"{"role": "assistant", "content": "<think>\nSo.\n</think>\n\nBecause."}"#;
     let row = |answer: &str| format!(r#"{{"messages": [{user}, {answer}]}}"#);
     let opening = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n";
-    // The template of an instruct model has no place for it.
+    // The template of an instruct model has no place for it, and the commands that read rows say so once for each file.
     assert_eq!(marked(d, &row(fields)), format!("{opening}⟦Because.<|im_end|>⟧"));
+    let said = |words: &[&str]| String::from_utf8_lossy(&run(d, words).stderr).into_owned();
+    let note = |field: &str, rows: &str| {
+        format!("note: row.jsonl: the chat template leaves out \"{field}\", which stands in {rows}\n")
+    };
+    std::fs::write(d.join("row.jsonl"), format!("{}\n{}\n{}\n", row(fields), row(inline), row(fields))).unwrap();
+    let fit = ["fit", "-m", "m", "-d", "row.jsonl", "-o", "out", "--device", "cpu", "--dry-run"];
+    for words in [&["data", "preview", "row.jsonl", "-m", "m"][..], &["data", "stats", "row.jsonl", "-m", "m"], &fit] {
+        let said = said(words);
+        assert!(said.contains(&note("reasoning_content", "2 rows")), "{words:?}: {said}");
+        assert_eq!(said.matches("leaves out").count(), 1, "{words:?}: {said}");
+    }
     std::fs::copy(golden("chat/qwen3-thinking.jinja"), d.join("m/chat_template.jinja")).unwrap();
     let thought = format!("{opening}⟦<think>\nSo.\n</think>\n\nBecause.<|im_end|>⟧");
     assert_eq!(marked(d, &row(fields)), thought);
+    let stats = ["data", "stats", "row.jsonl", "-m", "m"];
+    assert!(!said(&stats).contains("leaves out"), "{}", said(&stats));
+    // Templates of Qwen3 know no other name for it.
+    assert_eq!(marked(d, &row(&fields.replace("reasoning_content", "thinking"))), thought.replace("So.", ""));
+    assert!(said(&stats).contains(&note("thinking", "1 row")), "{}", said(&stats));
     assert_eq!(marked(d, &row(inline)), thought);
     // The template drops the thoughts of earlier turns, so that each turn is a sequence of its own.
     let two = format!(r#"{{"messages": [{user}, {fields}, {user}, {fields}]}}"#);
@@ -499,6 +526,9 @@ fn a_broken_row_is_named_by_its_file_and_line() {
         ("x.jsonl", format!("{good}\n{{\"text\": \"a\"}}\n"), ":2: the row has no \"messages\" list"),
         ("x.json", format!("[{good},\n{good},\n{{\"messages\": }}]"), ":3:14: not JSON: expected value"),
         ("x.json", format!("[{good},\n\n 7]"), ":3: a row must be a JSON object"),
+        // Rows that share a line are counted.
+        ("x.json", format!("[{good}, {good}, {{\"messages\": 3}}]"), ":1, row 3: the row has no \"messages\" list"),
+        ("x.json", format!("[{}]", good.replace("\"b\"", "\" \"")), ":1, row 1: message 2: \"content\" is empty"),
         ("x.json", "[]".to_owned(), ": no rows in it"),
         (
             "x.jsonl",
@@ -521,6 +551,11 @@ fn a_broken_row_is_named_by_its_file_and_line() {
         ("x.jsonl", "{\"instruction\": \"a\", \"output\": \"\"}".to_owned(), ":1: message 2: \"content\" is empty"),
         ("x.jsonl", "{\"instruction\": [], \"output\": \"b\"}".to_owned(), ":1: no \"instruction\"; it must be text"),
         ("x.jsonl", "{\"instruction\": \"a\", \"output\": 3}".to_owned(), ":1: no \"output\"; it must be text"),
+        (
+            "x.jsonl",
+            "{\"instruction\": \"a\", \"output\": \"b\", \"history\": [[\"c\", \"d\"], [\"e\"]]}".to_owned(),
+            ":1: turn 2 of \"history\" is no pair of a prompt and its answer",
+        ),
         ("x.jsonl", "{\"prompt\": \"a\", \"completion\": \" \"}".to_owned(), ":1: prompt or answer is empty"),
         ("x.jsonl", "{\"prompt\": [], \"completion\": \"b\"}".to_owned(), ":1: the row has no \"completion\" list"),
         ("x.jsonl", "{\"prompt\": 1, \"completion\": \"b\"}".to_owned(), ":1: no \"prompt\"; it must be text"),
@@ -541,6 +576,13 @@ fn a_broken_row_is_named_by_its_file_and_line() {
         assert!(error.contains(&format!("{name}{expected}")), "{text}: {error}");
         assert!(!d.join("out").exists());
     }
+    // So are those that nothing is wrong with, and those that are left out.
+    let silent = good.replace("\"b\"", "\"b\", \"weight\": 0");
+    std::fs::write(d.join("x.json"), format!("[{good}, {silent},\n{good}]")).unwrap();
+    let shown = ok(d, &["data", "preview", "x.json", "-m", "m"]);
+    assert!(shown.contains("\nx.json:1, row 1 · ") && shown.contains("\nx.json:2 · "), "{shown}");
+    let counted = ok(d, &["data", "stats", "x.json", "-m", "m"]);
+    assert!(counted.contains("1 row in which the loss counts nothing: x.json:1, row 2\n"), "{counted}");
     for name in ["x.txt", "x.tsv", "x.jsonl"] {
         std::fs::write(d.join(name), b"one\n\ntwo \xFF\xFE three\n").unwrap();
         let error = plan(d, name, &[]).unwrap_err();

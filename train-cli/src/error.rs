@@ -15,7 +15,12 @@ pub enum CliError {
     #[error("{0}")]
     Usage(String),
     /// Training data is invalid.
-    #[error("{}{}: {reason}", path.display(), [*line, *column].iter().flatten().map(|n| format!(":{n}")).collect::<String>())]
+    #[error(
+        "{}{}{}: {reason}",
+        path.display(),
+        [*line, *column].iter().flatten().map(|n| format!(":{n}")).collect::<String>(),
+        row.map(|row| format!(", row {row}")).unwrap_or_default()
+    )]
     Data {
         /// The file.
         path: PathBuf,
@@ -23,6 +28,8 @@ pub enum CliError {
         line: Option<usize>,
         /// The byte of the line, counted from 1.
         column: Option<usize>,
+        /// The number of the row, counted from 1, if the line has several.
+        row: Option<usize>,
         /// What is wrong.
         reason: String,
     },
@@ -250,7 +257,7 @@ impl CliError {
     /// A line of a file is not JSON.
     pub(crate) fn not_json(path: &Path, line: usize, error: &serde_json::Error) -> Self {
         let (below, column, reason) = place_of(error);
-        Self::Data { path: path.to_owned(), line: Some(line + below), column, reason }
+        Self::Data { path: path.to_owned(), line: Some(line + below), column, row: None, reason }
     }
 
     pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {

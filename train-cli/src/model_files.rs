@@ -25,6 +25,9 @@ use std::path::{Path, PathBuf};
 /// The files that turn text into tokens and back.
 const TEXT: [&str; 4] = ["generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
+/// The fields of a message in which rows of data have thoughts.
+const THOUGHTS: [&str; 2] = ["reasoning_content", "thinking"];
+
 /// Where the small files are that belong to a model's weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Companions {
@@ -153,6 +156,8 @@ pub struct TextFiles {
     pub thinking: Option<bool>,
     /// How the model's authors sample, if a file says so.
     generation: Option<GenerationConfig>,
+    /// The fields with thoughts, as rows have them, that the template does not render.
+    pub not_rendered: Vec<&'static str>,
     /// Whether the template knows thoughts. Such a model thinks unless it is told not to.
     knows_thoughts: bool,
     /// Ids that end an answer.
@@ -191,6 +196,9 @@ impl TextFiles {
         let source = ChatTemplate::source(folder)?;
         let template_sha256 = durable::digest_of(source.as_bytes());
         let knows_thoughts = source.contains("<think>");
+        // As `message.thinking` or `message['thinking']`; most templates also read `enable_thinking`.
+        let reads = |field: &str| ['.', '\'', '"'].iter().any(|before| source.contains(&format!("{before}{field}")));
+        let not_rendered = THOUGHTS.into_iter().filter(|field| !reads(field)).collect();
         let template = ChatTemplate::new(source).map_err(|error| match error {
             ModelError::Template(reason) => ModelError::Template(format!("{}: {reason}", folder.display())),
             error => error,
@@ -202,6 +210,7 @@ impl TextFiles {
             template_sha256,
             thinking: None,
             generation,
+            not_rendered,
             knows_thoughts,
             stop_ids,
         })

@@ -9,7 +9,7 @@ use crate::{
         format::RowOptions,
         read::{self, DataOptions},
         rows,
-        sample::Sample,
+        sample::{Origin, Sample},
     },
     data_files,
     model_files::TextFiles,
@@ -46,8 +46,7 @@ fn preview(args: &PreviewArgs) -> Result<(), CliError> {
     report::result(marks.legend());
     for sample in samples.iter().take(args.count) {
         let origin = sample.origins[0];
-        let file = files[origin.file as usize].display();
-        let place = if origin.line > 0 { format!("{file}:{}", origin.line) } else { file.to_string() };
+        let place = origin.in_file(&files[origin.file as usize]);
         let (tokens, counted) = (report::count(sample.ids.len(), "token"), sample.supervised_tokens());
         let full = if sample.ids.len() == most { ", as many as --max-seq-length allows" } else { "" };
         report::result(format!("\n{place} · {tokens}{full} · the loss counts {counted}"));
@@ -97,11 +96,11 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     let files = files(&args.rows)?;
     for file in &files {
         let (read, report) = read::load(std::slice::from_ref(file), &text, &options)?;
-        let place = |line: u32| format!("{}:{line}", file.display());
+        let place = |origin: &Origin| origin.in_file(file);
         found.formats.extend(report.formats);
         found.rows += report.rows;
-        found.not_supervised.extend(report.dropped.iter().map(|line| place(*line as u32)));
-        found.overlong.extend(read.iter().filter(|s| s.ids.len() > most).map(|s| place(s.origins[0].line)));
+        found.not_supervised.extend(report.places_dropped.iter().map(place));
+        found.overlong.extend(read.iter().filter(|s| s.ids.len() > most).map(|s| place(&s.origins[0])));
         samples.extend(read);
     }
     found.count(samples);

@@ -262,7 +262,13 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     let mut questions = Vec::new();
     let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
-        let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(line), column: None, reason };
+        let bad = |reason: String| CliError::Data {
+            path: path.to_owned(),
+            line: Some(line),
+            column: None,
+            row: None,
+            reason,
+        };
         if rows {
             let row = json::parse(text).map_err(|e| CliError::not_json(path, line, &e))?;
             match (row.get("prompt"), row.get("messages")) {
@@ -274,7 +280,7 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     }
     if questions.is_empty() {
         let reason = "there is no prompt in it".into();
-        return Err(CliError::Data { path: path.to_owned(), line: None, column: None, reason });
+        return Err(CliError::Data { path: path.to_owned(), line: None, column: None, row: None, reason });
     }
     Ok(questions)
 }

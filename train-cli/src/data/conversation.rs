@@ -56,6 +56,16 @@ impl Conversation {
         Ok(Self { messages, tools, unsupervised })
     }
 
+    /// The fields with thoughts that stand in its messages, and that the chat template does not render.
+    pub(super) fn left_out_by(&self, text: &TextFiles) -> impl Iterator<Item = &'static str> {
+        let stands = |field: &str| {
+            self.messages
+                .iter()
+                .any(|message| message[field].as_str().is_some_and(|thought| !thought.trim().is_empty()))
+        };
+        text.not_rendered.iter().copied().filter(move |field| stands(field))
+    }
+
     /// Gives the samples of the conversation to `take`. There is one, unless the template renders earlier turns differently
     /// once later turns follow, as templates do that drop old thinking: then there is one for each assistant turn.
     pub(super) fn samples(

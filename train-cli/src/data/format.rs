@@ -4,7 +4,7 @@
 //! A new format is a variant of [`Format`]. The compiler then asks for it here.
 
 use crate::{
-    data::conversation::Conversation,
+    data::{conversation::Conversation, sample::Origin},
     error::place_of,
     settings::{
         Auto, Format, MOST_WEIGHT,
@@ -25,8 +25,8 @@ pub(super) enum Row<'a> {
     Header,
 }
 
-/// A row with its weight and its line, counted from 1, or what is wrong there. The line of a file that is one document is 0.
-pub(super) type FoundRow<'a> = (usize, Result<(Row<'a>, f64), Wrong>);
+/// A row with its place in its file and its weight, or what is wrong there.
+pub(super) type FoundRow<'a> = (Origin, Result<(Row<'a>, f64), Wrong>);
 
 /// What is wrong with a row.
 #[derive(Debug, Clone)]
@@ -64,14 +64,14 @@ pub struct RowOptions {
 /// The format of a file by its name and, if it is JSON, by the keys of its first row.
 ///
 /// # Errors
-/// If neither tells: the line, counted from 1, or 0, and what is wrong.
-pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (usize, Wrong)> {
-    let nowhere = |reason: &str| (0, reason.to_owned().into());
+/// If neither tells: the place and what is wrong.
+pub(super) fn inferred(path: &Path, content: &str) -> Result<Format, (Origin, Wrong)> {
+    let nowhere = |reason: &str| (Origin::default(), reason.to_owned().into());
     match extensions::reader(path) {
         Some(Reader::Text(format)) => Ok(format),
         Some(Reader::Json) => match objects(content).next() {
             None => Err(nowhere(NO_ROWS)),
-            Some((line, row)) => row.and_then(|row| Ok(by_keys(&row)?)).map_err(|wrong| (line, wrong)),
+            Some((place, row)) => row.and_then(|row| Ok(by_keys(&row)?)).map_err(|wrong| (place, wrong)),
         },
         Some(Reader::Parquet | Reader::Arrow) | None => Err(nowhere(&format!(
             "the file name does not tell the data format ({} do); give --format",
@@ -95,7 +95,9 @@ pub(super) fn rows<'a>(
     if let Some(key) = &options.weight {
         return Err(format!("--weight-column {key}: rows of the format {} have no columns with names", format.name()));
     }
-    let once = |(line, row): (usize, Result<Row<'a>, String>)| (line, row.map(|row| (row, 1.0)).map_err(Wrong::from));
+    let once = |(line, row): (usize, Result<Row<'a>, String>)| {
+        (Origin::of_line(line), row.map(|row| (row, 1.0)).map_err(Wrong::from))
+    };
     Ok(match (format, &options.separator) {
         (Format::Tsv, _) => Box::new(tsv(content).map(once)),
         (_, None) => Box::new(std::iter::once((0, Ok(Row::Document(content.into())))).map(once)),
@@ -106,22 +108,22 @@ pub(super) fn rows<'a>(
 /// The rows of a table whose rows are `objects`, and their format: the one that is given, or that of the first row.
 ///
 /// # Errors
-/// If the first row is broken or of no known format, or `format` is one of texts: the line, and what is wrong.
+/// If the first row is broken or of no known format, or `format` is one of texts: the place, and what is wrong.
 pub(super) fn table(
     format: Auto<Format>,
     objects: impl Iterator<Item = Object>,
     options: &RowOptions,
-) -> Result<(Format, impl Iterator<Item = FoundRow<'static>>), (usize, Wrong)> {
+) -> Result<(Format, impl Iterator<Item = FoundRow<'static>>), (Origin, Wrong)> {
     let mut objects = objects.peekable();
     let format = match (format, objects.peek()) {
         (Some(format), _) => format,
-        (None, Some((line, Ok(row)))) => by_keys(row).map_err(|reason| (*line, reason.into()))?,
-        (None, Some((line, Err(wrong)))) => return Err((*line, wrong.clone())),
-        (None, None) => return Err((0, NO_ROWS.to_owned().into())),
+        (None, Some((place, Ok(row)))) => by_keys(row).map_err(|reason| (*place, reason.into()))?,
+        (None, Some((place, Err(wrong)))) => return Err((*place, wrong.clone())),
+        (None, None) => return Err((Origin::default(), NO_ROWS.to_owned().into())),
     };
     let Some(row) = of_object(format) else {
         let text = "a table has rows with named columns; use the format of its rows, or leave --format out";
-        return Err((0, format!("--format {}: {text}", format.name()).into()));
+        return Err((Origin::default(), format!("--format {}: {text}", format.name()).into()));
     };
     Ok((format, weighted(objects, row, options)))
 }
@@ -136,7 +138,7 @@ fn weighted<'r>(
         let weight = options.weight.as_deref().map_or(Ok(1.0), |key| weight(&object, key))?;
         Ok::<_, String>((row(object)?, weight))
     };
-    objects.map(move |(line, object)| (line, object.and_then(|object| Ok(of(object)?))))
+    objects.map(move |(place, object)| (place, object.and_then(|object| Ok(of(object)?))))
 }
 
 /// How often a run uses a row, as the row says.
@@ -230,20 +232,43 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
     Ok(Row::Conversation(Conversation::of_messages(messages, tools(&mut row)?)?))
 }
 
-/// `{"instruction": …, "input": …, "output": …, "system": …}`, where `input` and `system` are optional. The input follows
-/// the instruction on a line of its own.
+/// `{"instruction": …, "input": …, "output": …, "system": …, "history": [[prompt, answer], …]}`, where `input`, `system` and
+/// `history` are optional. The input follows the instruction on a line of its own. The history has the turns before, which are
+/// learned too, as LLaMA-Factory does.
 fn alpaca(row: Map<String, Value>) -> Result<Row<'static>, String> {
     let optional = |key: &str| row.get(key).and_then(Value::as_str).filter(|text| !text.trim().is_empty());
     let mut prompt = text(&row, "instruction")?.to_owned();
     if let Some(input) = optional("input") {
         prompt = format!("{prompt}\n{input}");
     }
-    let messages = optional("system").map(system).into_iter();
+    let messages = optional("system").map(system).into_iter().chain(history(&row)?);
     let messages = messages.chain([
         json!({"role": "user", "content": prompt}),
         json!({"role": "assistant", "content": text(&row, "output")?}),
     ]);
     Ok(Row::Conversation(Conversation::of_messages(messages.collect(), None)?))
+}
+
+/// The messages of the turns before a row of Alpaca.
+fn history(row: &Map<String, Value>) -> Result<Vec<Value>, String> {
+    let turns = match row.get("history") {
+        None | Some(Value::Null) => return Ok(vec![]),
+        Some(Value::String(text)) if text.trim().is_empty() => return Ok(vec![]),
+        Some(Value::Array(turns)) => turns,
+        Some(_) => return Err("\"history\" is no list; write pairs of a prompt and its answer".into()),
+    };
+    let mut messages = Vec::new();
+    for (i, turn) in turns.iter().enumerate() {
+        let [Value::String(prompt), Value::String(answer)] = turn.as_array().map_or(&[][..], Vec::as_slice) else {
+            return Err(format!(
+                "turn {} of \"history\" is no pair of a prompt and its answer, both of them text",
+                i + 1
+            ));
+        };
+        messages.push(json!({"role": "user", "content": prompt}));
+        messages.push(json!({"role": "assistant", "content": answer}));
+    }
+    Ok(messages)
 }
 
 /// `{"prompt": …, "completion": …}`: two texts, or two lists of messages. Texts become a user's message and its answer.
@@ -279,8 +304,8 @@ fn tsv(content: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> 
     })
 }
 
-/// A JSON object with its line, or what is wrong there.
-pub(super) type Object = (usize, Result<Map<String, Value>, Wrong>);
+/// A JSON object with its place in its file, or what is wrong there.
+pub(super) type Object = (Origin, Result<Map<String, Value>, Wrong>);
 
 /// The JSON objects of a file: one in each line, or those of one array.
 fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {
@@ -290,16 +315,20 @@ fn objects(content: &str) -> Box<dyn Iterator<Item = Object> + '_> {
         Err(wrong) => Err(wrong),
     };
     if content.trim_start().starts_with('[') {
-        return Box::new(elements(content).map(move |(line, value)| (line, object(value))));
+        return Box::new(elements(content).map(move |(place, value)| (place, object(value))));
     }
-    Box::new(lines(content).map(move |(number, line)| (number, object(json::parse(line).map_err(Wrong::from)))))
+    let of_line = move |line: &str| object(json::parse(line).map_err(Wrong::from));
+    Box::new(lines(content).map(move |(number, line)| (Origin::of_line(number), of_line(line))))
 }
 
-/// The elements of a JSON array, each with its line. After an error there are none. An array that does not end is an error: what
+/// The elements of a JSON array, each with its place. After an error there are none. An array that does not end is an error: what
 /// is missing may be the larger part of it.
-fn elements(content: &str) -> impl Iterator<Item = (usize, Result<Value, Wrong>)> {
-    let (mut line, mut at, mut ended) = (1, 0, false);
+fn elements(content: &str) -> impl Iterator<Item = (Origin, Result<Value, Wrong>)> {
+    let (mut line, mut at, mut ended, mut row) = (1, 0, false, 0);
+    // Where the line begins.
+    let mut begin = 0;
     std::iter::from_fn(move || {
+        let begin_of_line = |from: usize, to: usize| content[from..to].rfind('\n').map(|end| from + end + 1);
         let skipped = |rest: &str| rest.len() - rest.trim_start().len();
         let mut to = at + skipped(&content[at..]);
         if ended {
@@ -311,6 +340,7 @@ fn elements(content: &str) -> impl Iterator<Item = (usize, Result<Value, Wrong>)
         to += usize::from(first || mark == Some(','));
         to += skipped(&content[to..]);
         line += content[at..to].matches('\n').count();
+        begin = begin_of_line(at, to).unwrap_or(begin);
         let closed = closes(to) && (first || mark == Some(']'));
         if closed || !first && mark != Some(',') {
             ended = true;
@@ -321,25 +351,31 @@ fn elements(content: &str) -> impl Iterator<Item = (usize, Result<Value, Wrong>)
                 (false, true) => "the array does not end; the file may have been cut",
                 (false, false) => "no comma stands between two rows of the array",
             };
-            return Some((line, Err(wrong.to_owned().into())));
+            return Some((Origin::of_line(line), Err(wrong.to_owned().into())));
         }
         let mut values = serde_json::Deserializer::from_str(&content[to..]).into_iter::<IgnoredAny>();
         let Some(value) = values.next() else {
             ended = true;
-            return Some((line, Err("the array does not end; the file may have been cut".to_owned().into())));
+            let wrong = "the array does not end; the file may have been cut".to_owned().into();
+            return Some((Origin::of_line(line), Err(wrong)));
         };
+        row += 1;
+        let before = &content[begin..to];
+        // The line alone says where an element is that begins it.
+        let shares_line = !before.trim_start().is_empty();
+        let place = Origin { row: if shares_line { row } else { 0 }, ..Origin::of_line(line) };
         let end = to + values.byte_offset();
         let value = value.and_then(|_| json::parse(&content[to..end])).map_err(|error| {
             let wrong = Wrong::from(error);
             // Columns are counted from the element: it may stand behind others in its line.
-            let before = if wrong.below == 0 { to - content[..to].rfind('\n').map_or(0, |end| end + 1) } else { 0 };
+            let before = if wrong.below == 0 { before.len() } else { 0 };
             Wrong { column: wrong.column.map(|column| column + before), ..wrong }
         });
         ended = value.is_err();
-        let found = line;
         line += content[to..end].matches('\n').count();
+        begin = begin_of_line(to, end).unwrap_or(begin);
         at = end;
-        Some((found, value))
+        Some((place, value))
     })
 }
 
@@ -406,19 +442,22 @@ mod tests {
 
     #[test]
     fn an_array_has_the_lines_of_its_elements() {
-        let rows = |text| elements(text).map(|(line, value)| (line, value.ok())).collect::<Vec<_>>();
+        let rows = |text| elements(text).map(|(place, value)| (place.line, value.ok())).collect::<Vec<_>>();
         let expected = vec![(2, Some(json!({"a": "]"}))), (3, Some(json!(2))), (5, Some(json!([3])))];
         assert_eq!(rows("\n[{\"a\": \"]\"},\n2,\n\n [3]\n ]\n"), expected);
         assert_eq!(rows("[]"), []);
         assert_eq!(rows("[1,\n{\"a\"}, 2]"), [(1, Some(json!(1))), (2, None)]);
         // An error has its own place in the file.
         let places = |text| {
-            let wrong =
-                elements(text).find_map(|(line, value)| value.err().map(|wrong| (line + wrong.below, wrong.column)));
+            let wrong = elements(text)
+                .find_map(|(at, value)| value.err().map(|wrong| (at.line + wrong.below as u32, wrong.column)));
             wrong.unwrap()
         };
         assert_eq!(places("[1,\n{\"a\"}, 2]"), (2, Some(5)));
         assert_eq!(places("[1, {\"a\"}, 2]"), (1, Some(9)));
         assert_eq!(places("[1,\n{\"a\":\n {\"b\":: 3}}]"), (3, Some(7)));
+        // What does not begin its line is counted.
+        let counted = |text| elements(text).map(|(place, _)| (place.line, place.row)).collect::<Vec<_>>();
+        assert_eq!(counted("[1, [2],\n 3, 4,\n5]"), [(1, 1), (1, 2), (2, 0), (2, 4), (3, 0)]);
     }
 }

@@ -7,7 +7,7 @@ use crate::{
         format::{self, Object, Row, RowOptions, Wrong},
         order::TILE,
         parquet,
-        sample::Sample,
+        sample::{Origin, Sample},
     },
     data_files,
     model_files::TextFiles,
@@ -55,6 +55,9 @@ pub struct DataReport {
     pub dropped: Vec<usize>,
     /// Lines that were cut because they are too long.
     pub truncated: Vec<usize>,
+    /// Where the rows are that were left out.
+    #[serde(skip)]
+    pub places_dropped: Vec<Origin>,
     /// With packing: rows after packing, and the share of their tokens that is not padding.
     pub packed: Option<(usize, f64)>,
     /// Whether a header line was skipped.
@@ -122,7 +125,8 @@ pub fn first(
     options: &DataOptions,
     enough: usize,
 ) -> Result<(Vec<Sample>, DataReport), CliError> {
-    let mut reader = RowReader { text, options, enough, samples: vec![], report: DataReport::default() };
+    let (samples, report, left_out) = (vec![], DataReport::default(), BTreeMap::new());
+    let mut reader = RowReader { text, options, enough, samples, report, left_out };
     for (file, path) in paths.iter().enumerate() {
         if reader.samples.len() >= enough {
             break;
@@ -145,6 +149,8 @@ struct RowReader<'a> {
     enough: usize,
     samples: Vec<Sample>,
     report: DataReport,
+    /// In how many rows of the file a field stands that the chat template does not render.
+    left_out: BTreeMap<&'static str, usize>,
 }
 
 impl RowReader<'_> {
@@ -153,20 +159,25 @@ impl RowReader<'_> {
             Some(Reader::Parquet) => self.table(path, parquet::objects(path)?),
             Some(Reader::Arrow) => self.table(path, arrow::objects(path)?),
             Some(Reader::Json | Reader::Text(_)) | None => self.text(path),
+        }?;
+        for (field, rows) in std::mem::take(&mut self.left_out) {
+            let (file, rows) = (path.display(), report::count(rows, "row"));
+            report::line(format!("note: {file}: the chat template leaves out {field:?}, which stands in {rows}"));
         }
+        Ok(())
     }
 
     /// Makes samples of the rows of a table.
     fn table(&mut self, path: &Path, objects: impl Iterator<Item = Object>) -> Result<(), CliError> {
         let options = self.options;
         let table = format::table(options.format, objects, &options.rows);
-        let (format, rows) = table.map_err(|(line, wrong)| bad_row(path, line, wrong))?;
+        let (format, rows) = table.map_err(|(place, wrong)| bad_row(path, place, wrong))?;
         self.rows(path, format, rows)
     }
 
     /// Makes samples of the rows of a text file or a JSON file.
     fn text(&mut self, path: &Path) -> Result<(), CliError> {
-        let at = |(line, wrong): (usize, Wrong)| bad_row(path, line, wrong);
+        let at = |(place, wrong): (Origin, Wrong)| bad_row(path, place, wrong);
         let options = self.options;
         let content = text_of(path)?;
         let format = match options.format {
@@ -191,11 +202,11 @@ impl RowReader<'_> {
     ) -> Result<(), CliError> {
         self.report.formats.insert(format.name());
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
-        for (line, row) in rows {
+        for (place, row) in rows {
             let before = self.samples.len();
-            let (row, weight) = row.map_err(|wrong| bad_row(path, line, wrong))?;
-            self.row(row, line).map_err(|error| of_row(path, line, error))?;
-            self.weigh(before, weight, line);
+            let (row, weight) = row.map_err(|wrong| bad_row(path, place, wrong))?;
+            self.row(row, place).map_err(|error| of_row(path, place, error))?;
+            self.weigh(before, weight, place);
             if self.samples.len() >= self.enough {
                 return Ok(());
             }
@@ -221,35 +232,44 @@ impl RowReader<'_> {
     }
 
     /// Makes samples of a row.
-    fn row(&mut self, row: Row, line: usize) -> Result<(), CliError> {
+    fn row(&mut self, row: Row, place: Origin) -> Result<(), CliError> {
         match row {
             Row::Header => {
                 self.report.header_skipped = true;
                 Ok(())
             }
-            Row::Document(content) => self.document(&content, line),
+            Row::Document(content) => self.document(&content, place),
             Row::Conversation(conversation) => {
                 self.report.rows += 1;
                 let (text, loss_on) = (self.text, self.options.loss_on);
+                for field in conversation.left_out_by(text) {
+                    *self.left_out.entry(field).or_default() += 1;
+                }
                 conversation.samples(text, loss_on, |mut sample| {
-                    sample.origins[0].line = line as u32;
-                    self.take(sample, line)
+                    sample.origins[0] = place;
+                    self.take(sample, place)
                 })
             }
         }
     }
 
-    /// Gives the samples of the row of line `number`, those from `first` on, its weight.
-    fn weigh(&mut self, first: usize, weight: f64, number: usize) {
+    /// Gives the samples of the row at a place, those from `first` on, its weight.
+    fn weigh(&mut self, first: usize, weight: f64, place: Origin) {
         if weight == 0.0 && self.samples.len() > first {
             self.samples.truncate(first);
-            self.report.dropped.push(number);
+            self.leave_out(place);
         }
         self.samples[first..].iter_mut().for_each(|sample| sample.weight = weight);
     }
 
+    /// Records that a row was left out.
+    fn leave_out(&mut self, place: Origin) {
+        self.report.dropped.push(place.line as usize);
+        self.report.places_dropped.push(place);
+    }
+
     /// Cuts a document into sequences.
-    fn document(&mut self, content: &str, line: usize) -> Result<(), CliError> {
+    fn document(&mut self, content: &str, place: Origin) -> Result<(), CliError> {
         self.report.rows += 1;
         let most = self.options.max_seq_length;
         let mut ids = Vec::new();
@@ -259,34 +279,34 @@ impl RowReader<'_> {
         while self.samples.len() < self.enough {
             let Some(piece) = pieces.next() else {
                 ids.extend(self.text.tokenizer.id("<|endoftext|>"));
-                self.sequences(&mut ids, most, line);
-                self.sequence(ids, line);
+                self.sequences(&mut ids, most, place);
+                self.sequence(ids, place);
                 return Ok(());
             };
             ids.extend(self.text.tokenizer.encode(piece)?);
-            self.sequences(&mut ids, most, line);
+            self.sequences(&mut ids, most, place);
         }
         Ok(())
     }
 
     /// Takes the sequences of `most` tokens that are complete.
-    fn sequences(&mut self, ids: &mut Vec<u32>, most: usize, line: usize) {
+    fn sequences(&mut self, ids: &mut Vec<u32>, most: usize, place: Origin) {
         let complete = ids.len() / most * most;
-        ids.drain(..complete).collect::<Vec<u32>>().chunks(most).for_each(|piece| self.sequence(piece.to_vec(), line));
+        ids.drain(..complete).collect::<Vec<u32>>().chunks(most).for_each(|piece| self.sequence(piece.to_vec(), place));
     }
 
     /// Adds a sequence of a document. One token alone predicts nothing.
-    fn sequence(&mut self, ids: Vec<u32>, line: usize) {
+    fn sequence(&mut self, ids: Vec<u32>, place: Origin) {
         if ids.len() > 1 {
             let supervised = vec![true; ids.len()];
             let mut sample = Sample::new(ids, supervised, String::new());
-            sample.origins[0].line = line as u32;
+            sample.origins[0] = place;
             self.samples.push(sample);
         }
     }
 
-    /// Adds a sample of line `number`, or as much of it as the limit on its length allows.
-    fn take(&mut self, sample: Sample, number: usize) -> Result<(), CliError> {
+    /// Adds a sample of the row at a place, or as much of it as the limit on its length allows.
+    fn take(&mut self, sample: Sample, place: Origin) -> Result<(), CliError> {
         let (len, most) = (sample.ids.len(), self.options.max_seq_length);
         *self.report.lengths.entry(len.next_multiple_of(TILE)).or_default() += 1;
         self.report.longest = self.report.longest.max(len);
@@ -303,9 +323,9 @@ impl RowReader<'_> {
         };
         pieces.retain(|piece| piece.supervised_tokens() > 0);
         if pieces.is_empty() {
-            self.report.dropped.push(number);
+            self.leave_out(place);
         } else if len > most {
-            self.report.truncated.push(number);
+            self.report.truncated.push(place.line as usize);
         }
         self.samples.extend(pieces);
         Ok(())
@@ -329,19 +349,22 @@ fn text_of(path: &Path) -> Result<String, CliError> {
 }
 
 fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
-    CliError::Data { path: path.to_owned(), line, column: None, reason: reason.to_string() }
+    CliError::Data { path: path.to_owned(), line, column: None, row: None, reason: reason.to_string() }
 }
 
-/// What is wrong with the row of a line, which is 0 where a file has no lines.
-fn bad_row(path: &Path, line: usize, Wrong { below, column, reason }: Wrong) -> CliError {
-    let line = Some(line).filter(|line| *line > 0).map(|line| line + below);
-    CliError::Data { path: path.to_owned(), line, column: column.filter(|_| line.is_some()), reason }
+/// What is wrong with the row at a place.
+fn bad_row(path: &Path, place: Origin, Wrong { below, column, reason }: Wrong) -> CliError {
+    let line = Some(place.line as usize).filter(|line| *line > 0).map(|line| line + below);
+    let column = column.filter(|_| line.is_some());
+    // A column says more than the number of the row.
+    let row = Some(place.row as usize).filter(|row| *row > 0 && column.is_none());
+    CliError::Data { path: path.to_owned(), line, column, row, reason }
 }
 
-/// The error of the row of a line. A machine that has no memory is not the row's fault.
-fn of_row(path: &Path, line: usize, error: CliError) -> CliError {
+/// The error of the row at a place. A machine that has no memory is not the row's fault.
+fn of_row(path: &Path, place: Origin, error: CliError) -> CliError {
     match error.exit_code() {
-        2 | 3 => bad_row(path, line, error.to_string().into()),
+        2 | 3 => bad_row(path, place, error.to_string().into()),
         _ => error,
     }
 }

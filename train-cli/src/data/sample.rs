@@ -1,7 +1,7 @@
 //! A token sequence with a mask of the tokens that are supervised.
 
 use backend_nvfp4::{Stream, reference};
-use std::ops::Range;
+use std::{ops::Range, path::Path};
 
 /// A token sequence with its mask.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,6 +27,24 @@ pub struct Origin {
     pub file: u32,
     /// The line, counted from 1; 0 if the file is one text.
     pub line: u32,
+    /// The number of the row in its file, counted from 1, if something stands before it in its line; otherwise 0.
+    pub row: u32,
+}
+
+impl Origin {
+    /// A line of a file.
+    pub(super) fn of_line(line: usize) -> Self {
+        Self { line: line as u32, ..Self::default() }
+    }
+
+    /// The place in this file: `rows.jsonl:7`, or `rows.json:1, row 3`.
+    pub fn in_file(&self, file: &Path) -> String {
+        match (file.display(), self.line, self.row) {
+            (file, 0, _) => file.to_string(),
+            (file, line, 0) => format!("{file}:{line}"),
+            (file, line, row) => format!("{file}:{line}, row {row}"),
+        }
+    }
 }
 
 impl Sample {

@@ -1,6 +1,9 @@
 //! What the readers of tables share, which call libraries over files that somebody else made.
 
-use super::format::{Object, Wrong};
+use super::{
+    format::{Object, Wrong},
+    sample::Origin,
+};
 use serde_json::{Map, Value};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -48,7 +51,7 @@ pub(super) fn rows(
         number += 1;
         let row = guarded(kind, &mut next).transpose()?;
         failed = row.is_err();
-        Some((number, row.map_err(Wrong::from)))
+        Some((Origin::of_line(number), row.map_err(Wrong::from)))
     })
 }
 

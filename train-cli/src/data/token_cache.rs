@@ -4,8 +4,8 @@
 //! The name of a cache file is a digest of everything that decides its content: the training files, the model's
 //! tokenizer and template, and the options. A damaged file is made again.
 //!
-//! A cache file is safetensors: `ids` u32 and `supervised` u8 for each token, `lengths`, `files` and `lines` u32 and `weights`
-//! f64 for each sample, `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the tensors.
+//! A cache file is safetensors: `ids` u32 and `supervised` u8 for each token, `lengths`, `files`, `lines` and `rows` u32 and
+//! `weights` f64 for each sample, `prompts` u8 and `prompt_lengths` u32. Its metadata hold the data report and a digest of the tensors.
 
 use crate::{
     CliError,
@@ -28,7 +28,7 @@ use std::{
 
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 /// Largest cache file that is read, which is read whole. A token takes five bytes, and its sample as much again in memory.
 const LARGEST: u64 = 64 << 30;
 
@@ -87,6 +87,7 @@ fn write(file: &Path, (samples, found): &(Vec<Sample>, DataReport)) -> Result<()
         ("lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.ids.len() as u32))),
         ("files", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].file))),
         ("lines", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].line))),
+        ("rows", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.origins[0].row))),
         ("weights", Dtype::F64, bytes::of_f64s(samples.iter().map(|s| s.weight))),
         ("prompts", Dtype::U8, samples.iter().flat_map(|s| s.prompt.bytes()).collect()),
         ("prompt_lengths", Dtype::U32, bytes::of_u32s(samples.iter().map(|s| s.prompt.len() as u32))),
@@ -126,7 +127,7 @@ fn parsed(file: &[u8], limits: Limits) -> Option<(Vec<Sample>, DataReport)> {
     let data = |name: &str| tensors.tensor(name).ok().map(|t| t.data());
     let words = |name: &str| data(name).map(bytes::to_u32s);
     let mut digest = Sha256::new();
-    for name in ["ids", "supervised", "lengths", "files", "lines", "weights", "prompts", "prompt_lengths"] {
+    for name in ["ids", "supervised", "lengths", "files", "lines", "rows", "weights", "prompts", "prompt_lengths"] {
         digest.update(data(name)?);
     }
     if *metadata.get("sha256")? != durable::hex(&digest.finalize()) {
@@ -136,19 +137,21 @@ fn parsed(file: &[u8], limits: Limits) -> Option<(Vec<Sample>, DataReport)> {
     let (mut at, mut prompt_at) = (0, 0);
     let (lengths, files, lines) = (words("lengths")?, words("files")?, words("lines")?);
     let weights = bytes::to_f64s(data("weights")?);
-    let sizes = lengths.into_iter().zip(words("prompt_lengths")?).zip(files.into_iter().zip(lines).zip(weights));
+    let origins = files.into_iter().zip(lines).zip(words("rows")?);
+    let origins = origins.map(|((file, line), row)| Origin { file, line, row });
+    let sizes = lengths.into_iter().zip(words("prompt_lengths")?).zip(origins.zip(weights));
     let mut samples = Vec::new();
-    for ((len, prompt), ((file, line), weight)) in sizes {
+    for ((len, prompt), (origin, weight)) in sizes {
         let (end, prompt_end) = (at + len as usize, prompt_at + prompt as usize);
         let mask = supervised.get(at..end)?.iter().map(|&s| s == 1).collect();
         let prompt = String::from_utf8(prompts.get(prompt_at..prompt_end)?.to_vec()).ok()?;
         let sample = Sample::new(ids.get(at..end)?.to_vec(), mask, prompt);
         let known = sample.ids.iter().all(|id| (*id as usize) < limits.vocabulary);
         let fits = (2..=limits.tokens).contains(&sample.ids.len()) && sample.supervised_tokens() > 0;
-        if !known || !fits || file as usize >= limits.files || !(0.0..=MOST_WEIGHT).contains(&weight) {
+        if !known || !fits || origin.file as usize >= limits.files || !(0.0..=MOST_WEIGHT).contains(&weight) {
             return None;
         }
-        samples.push(Sample { origins: vec![Origin { file, line }], weight, ..sample });
+        samples.push(Sample { origins: vec![origin], weight, ..sample });
         (at, prompt_at) = (end, prompt_end);
     }
     let whole = at == ids.len() && at == supervised.len() && prompt_at == prompts.len();
@@ -171,7 +174,7 @@ mod tests {
         samples[1].prompt = "你是誰".into();
         samples[2].supervised[3] = false;
         samples[3].weight = 2.5;
-        samples[4].origins = vec![Origin { file: 2, line: 7 }];
+        samples[4].origins = vec![Origin { file: 2, line: 7, row: 3 }];
         let report = DataReport { rows: 5, samples: 5, dropped: vec![3], ..DataReport::default() };
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("tokens.safetensors");

@@ -255,10 +255,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     fn left_out(&mut self, step: usize, reason: &str, batches: &[MicroBatch]) -> Result<(), CliError> {
         self.made.store(step, Ordering::Release);
         let files = &self.plan.settings.data.data;
-        let place = |origin: &Origin| match (files.get(origin.file as usize), origin.line) {
-            (Some(file), 0) => file.display().to_string(),
-            (Some(file), line) => format!("{}:{line}", file.display()),
-            (None, _) => "random tokens".to_owned(),
+        let place = |origin: &Origin| match files.get(origin.file as usize) {
+            Some(file) => origin.in_file(file),
+            None => "random tokens".to_owned(),
         };
         let mut rows: Vec<String> = batches.iter().flat_map(|b| &b.origins).flatten().map(place).collect();
         rows.dedup();

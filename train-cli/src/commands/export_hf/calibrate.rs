@@ -152,7 +152,7 @@ pub(super) fn no_scale(found: &Calibration, layer: &str) -> CliError {
         "--calibration-data: what {layer:?} reads in these rows is zero, or too large or too small for a scale; give other \
          rows"
     );
-    CliError::Data { path: found.file.clone(), line: None, column: None, reason }
+    CliError::Data { path: found.file.clone(), line: None, column: None, row: None, reason }
 }
 
 /// The measurement as a job.
