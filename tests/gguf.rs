@@ -199,8 +199,8 @@ fn a_gguf_file_becomes_a_model_again() {
     std::fs::write(d.join("untied.json"), untied.to_string()).unwrap();
     for (config, recipe, scales, dtypes) in [
         (config.as_str(), "w4", "two", &["nvfp4"][..]),
-        (&config, "w4", "single", &["nvfp4"]),
-        (&config, "bf16", "auto", &["f32", "bf16", "f16", "q8-0"]),
+        (config.as_str(), "w4", "single", &["nvfp4"]),
+        (config.as_str(), "bf16", "auto", &["f32", "bf16", "f16", "q8-0"]),
         ("untied.json", "w4", "two", &["nvfp4"]),
         ("untied.json", "bf16", "auto", &["f32", "q8-0"]),
     ] {

@@ -905,7 +905,7 @@ fn a_forged_token_cache_is_made_again() {
     ];
     for (name, value) in cases {
         let parsed = SafeTensors::deserialize(&good).unwrap();
-        let names = ["ids", "supervised", "lengths", "files", "lines", "weights", "prompts", "prompt_lengths"];
+        let names = ["ids", "supervised", "lengths", "files", "lines", "rows", "weights", "prompts", "prompt_lengths"];
         let mut tensors: Vec<_> =
             names.map(|n| (n, parsed.tensor(n).unwrap(), parsed.tensor(n).unwrap().data().to_vec())).into();
         let at = names.iter().position(|n| *n == name).unwrap();
