@@ -131,6 +131,14 @@ fn nvfp4_weights_keep_their_codes_and_scales() {
             assert_eq!(file[&format!("blk.{block}.{layer}.weight")].0, kind, "block {block}, {layer}");
         }
     }
+    // It stays dense on the way back.
+    std::fs::create_dir(dir.path().join("back")).unwrap();
+    ok(dir.path(), &["convert", "x.gguf", "back/m.dat", "--dtype", "nvfp4"]);
+    let back = Container::open(&dir.path().join("back/m.dat")).unwrap();
+    for (block, packed) in [true, true, false].into_iter().enumerate() {
+        let stored = back.stored(&format!("model.layers.{block}.mlp.down_proj.weight")).unwrap();
+        assert_eq!(matches!(stored, Stored::Packed { .. }), packed, "block {block}");
+    }
     // How a checkpoint is quantized is the business of its run.
     let out = run(dir.path(), &["convert", "r/checkpoint-1", "y.gguf", "--dtype", "nvfp4"]);
     let stderr = String::from_utf8_lossy(&out.stderr);

@@ -2,7 +2,7 @@
 //! within a stated bound where it does not. `fit` trains from the folders of other libraries.
 
 use crate::support::{
-    files::{ok, tiny_model},
+    files::{ok, run, tiny_model},
     spec,
 };
 use backend_nvfp4::reference;
@@ -127,6 +127,10 @@ fn nvfp4_weights_go_to_every_format_and_come_back() {
         }
         let (gguf, back) = (format!("{work}/x.gguf"), format!("{work}/back.dat"));
         ok(d, &["convert", source, &gguf, "--dtype", "nvfp4"]);
+        // Other commands name the flags of the way back.
+        let said = String::from_utf8_lossy(&run(d, &["inspect", &gguf]).stderr).into_owned();
+        let flags = if m == "u" { "--dtype nvfp4 --head bf16\n" } else { "--dtype nvfp4\n" };
+        assert!(said.contains(&format!("model.safetensors {flags}")), "{said}");
         ok(d, &[&["convert", &gguf, &back][..], &nvfp4].concat());
         same_codes(&first, &Container::open(&d.join(&back)).unwrap(), "to GGUF and back");
         // Dense formats hold the values.

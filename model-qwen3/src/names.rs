@@ -52,7 +52,7 @@ pub fn block(index: usize) -> String {
 }
 
 /// The index of the transformer block that a tensor belongs to, if it belongs to one.
-pub(crate) fn block_of(name: &str) -> Option<usize> {
+pub fn block_of(name: &str) -> Option<usize> {
     name.strip_prefix(BLOCKS)?.split('.').next()?.parse().ok()
 }
 

@@ -110,16 +110,20 @@ impl GgufFile {
         Ok(Self { path: path.to_owned(), file, keys: found, tensors, by_name })
     }
 
-    /// The flags with which `train-cli convert` keeps the values of the file's matrices.
+    /// The flags with which `train-cli convert` keeps most of the file's matrices: the codes of NVFP4 ones, otherwise all values.
     pub fn flags_of_convert(&self) -> &'static str {
-        let holds =
-            |wanted: fn(&Tensor) -> bool| self.tensors.iter().any(|tensor| tensor.shape.len() > 1 && wanted(tensor));
-        if holds(|tensor| tensor.kind == Kind::Nvfp4) {
-            let single = holds(|tensor| tensor.kind == Kind::Nvfp4 && tensor.scale.is_none());
-            return if single { "--dtype nvfp4 --scales single" } else { "--dtype nvfp4" };
+        let matrices = || self.tensors.iter().filter(|tensor| tensor.shape.len() > 1);
+        if matrices().any(|tensor| tensor.kind == Kind::Nvfp4) {
+            let single = matrices().any(|tensor| tensor.kind == Kind::Nvfp4 && tensor.scale.is_none());
+            // A dense head would become NVFP4.
+            return match (single, self.by_name.contains_key(names::HEAD)) {
+                (false, false) => "--dtype nvfp4",
+                (false, true) => "--dtype nvfp4 --head bf16",
+                (true, false) => "--dtype nvfp4 --scales single",
+                (true, true) => "--dtype nvfp4 --scales single --head bf16",
+            };
         }
-        let only =
-            |float| self.tensors.iter().all(|tensor| tensor.shape.len() < 2 || tensor.kind == Kind::Float(float));
+        let only = |float| matrices().all(|tensor| tensor.kind == Kind::Float(float));
         // An 8-bit integer times an f16 scale has more bits than f16 or bf16.
         match () {
             () if only(FloatType::F16) => "--dtype f16",

@@ -25,9 +25,9 @@ use model_qwen3::{
     container::Container,
     file,
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
-    json,
+    json, names,
     repack::{HeadAs, Repacked, StoreAs},
-    tensors::Tensors,
+    tensors::{Stored, Tensors},
     tokenizer,
     write::{write_dat, write_safetensors},
 };
@@ -75,7 +75,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let keeps_inputs = gguf.is_some() && args.dtype == WeightArg::Nvfp4;
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
     let trained = source.trained(&files, args)?;
-    let dense_from = dense_from(trained.as_ref(), &files)?;
+    let dense_from = dense_from(trained.as_ref(), &files)?.min(source.first_dense_block());
     let tensors = Repacked::new(source.tensors(), format(args, container, dense_from)?);
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     let config = files.config_file(None);
@@ -128,6 +128,15 @@ impl Converted {
             Self::Files(container) => container,
             Self::Gguf(file) => file,
         }
+    }
+
+    /// The block after the last one with NVFP4 weights, if the input is a GGUF file with such weights. It does not say how many
+    /// blocks its training left unquantized.
+    fn first_dense_block(&self) -> usize {
+        let Self::Gguf(file) = self else { return usize::MAX };
+        let mut names = file.names();
+        names.retain(|name| matches!(file.stored(name), Some(Stored::Packed { .. })));
+        names.iter().filter_map(|name| names::block_of(name)).max().map_or(usize::MAX, |last| last + 1)
     }
 
     /// What the model was trained for, if it is known. Its NVFP4 weights have the scales that they are written with.

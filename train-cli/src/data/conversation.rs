@@ -58,7 +58,7 @@ impl Conversation {
 
     /// The fields with thoughts that stand in its messages, and that the chat template does not render.
     pub(super) fn left_out_by(&self, text: &TextFiles) -> impl Iterator<Item = &'static str> {
-        let stands = |field: &str| {
+        let stands = move |field: &str| {
             self.messages
                 .iter()
                 .any(|message| message[field].as_str().is_some_and(|thought| !thought.trim().is_empty()))
