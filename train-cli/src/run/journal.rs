@@ -6,7 +6,7 @@ use crate::{
     data::order::{MicroBatch, Order},
     data::sample::Origin,
     durable::FileRecord,
-    memory::forecast,
+    memory::estimate,
     plan::{self, Plan},
     progress, report,
     run::cadence::{self, Waited},
@@ -92,7 +92,7 @@ impl Journal {
     ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
         let flops =
-            forecast::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
+            estimate::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);
