@@ -34,6 +34,7 @@ use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{completed, is_complete};
 use first_steps::FirstSteps;
 use kernels_cubecl::cuda_source::{Launch, SourceDevice};
+use model_qwen3::file;
 use ready::Ready;
 pub(crate) use ready::scaling;
 use std::{path::Path, sync::Arc};
@@ -116,7 +117,10 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         _ => None,
     };
     let base = match (&launch.config, resume, begun) {
-        (Some(file), ..) => Layer::of_file(file)?,
+        (Some(file), ..) => {
+            file::open(file, "check the path").map_err(CliError::of_flag("--config"))?;
+            Layer::of_file(file)?
+        }
         (None, Some(Resume::At(resumed)), _) => Layer::from(&resumed.state.settings),
         (None, _, Some(file)) => Layer::of_file(&file)?,
         (None, _, None) if launch.demo => demo::settings(),
