@@ -27,6 +27,7 @@ use crate::{
     train::guard::Guard,
     train::step::Stepper,
     train::training_loop::{Between, SaveWish, StepReport, StillToDo},
+    watchdog::{Watched, Work},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -314,7 +315,10 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
 
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError> {
         progress::doing("answering prompts");
-        for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
+        let watched = Watched::begin(Work::Samples(step));
+        let answers = self.samples.answers(model)?;
+        drop(watched);
+        for (prompt, answer) in self.samples.prompts.iter().zip(answers) {
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
             let line = SampleAnswer { step, prompt: prompt.clone(), answer };
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;

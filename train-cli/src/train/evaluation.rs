@@ -1,6 +1,12 @@
 //! The loss on the evaluation samples: as the run computes, with quantized weights, and with the master weights.
 
-use crate::{CliError, data::order::MicroBatch, progress, train::objective::Trainee};
+use crate::{
+    CliError,
+    data::order::MicroBatch,
+    progress,
+    train::objective::Trainee,
+    watchdog::{Watched, Work},
+};
 use backend_nvfp4::{Nvfp4Kernels, Recipe};
 use burn::data::dataloader::DataLoader;
 use model_qwen3::weights::to_host;
@@ -28,6 +34,7 @@ pub fn evaluate<B: Nvfp4Kernels>(
     step: usize,
 ) -> Result<Evaluation, CliError> {
     progress::doing("evaluating");
+    let _watched = Watched::begin(Work::Evaluation(step));
     let loss = mean_loss(net, samples)?;
     let loss_under = |recipe| {
         if net.model().spec().recipe == recipe {
