@@ -24,7 +24,7 @@ mod temporary;
 
 pub use disk::{make_folder, make_new_folder, parent, remove, remove_empty, rename};
 pub use files::{append_bytes, append_line, probe, sync_file, write_bytes, write_checked, write_file};
-pub use lock::{LOCK, is_untouched, lock};
+pub use lock::{LOCK, check_unheld, is_untouched, lock};
 pub(crate) use manifest::hex;
 pub use manifest::{
     FileRecord, MANIFEST, digest, digest_of, is_listed_folder, lists, read_back, verify, verify_listed,

@@ -19,6 +19,7 @@ use crate::{
     args::FitArgs,
     commands::demo,
     device::{self, Job},
+    durable,
     interrupt::{Interruption, SaveRequests},
     plan::Plan,
     report,
@@ -199,7 +200,9 @@ impl Job for Fit<'_> {
         let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_received, overwrite, dry_run } =
             self;
         if resumed.is_none() && !unnamed {
-            folder::check_free(&plan, overwrite)?;
+            // A folder that a run fills just now is not only full: the message names the process.
+            let named = |error| durable::check_unheld(&plan.output_dir).and(Err(error));
+            folder::check_free(&plan, overwrite).or_else(named)?;
         }
         // The lock ends with the run.
         let (plan, mut lock) = match (lock, unnamed, dry_run) {
