@@ -101,6 +101,12 @@ pub fn moved() {
     clock().moved();
 }
 
+/// Whether an evaluation was watched in this process.
+#[cfg(test)]
+pub(crate) fn has_seen_an_evaluation() -> bool {
+    clock().has_evaluated
+}
+
 /// Work that is being done.
 struct Running {
     work: Work,
