@@ -256,7 +256,14 @@ fn overwrite_removes_a_run_and_nothing_else() {
     let held = train_cli::durable::lock(&d.join("r")).unwrap();
     let stderr = String::from_utf8_lossy(&fit_to("r", "m").stderr).into_owned();
     assert!(stderr.contains("is training here; wait for its end"), "{stderr}");
+    // So says a run that would find the folder full.
+    let words = ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--max-steps", "1", "-o", "r"];
+    let stderr = String::from_utf8_lossy(&run(d, &words).stderr).into_owned();
+    let holder = format!("process {} on ", std::process::id());
+    assert!(stderr.contains(&holder) && !stderr.contains("is not empty"), "{stderr}");
     drop(held);
+    let stderr = String::from_utf8_lossy(&run(d, &words).stderr).into_owned();
+    assert!(stderr.contains("r is not empty; give another --output-dir"), "{stderr}");
     assert!(d.join("r/final/model.dat").exists());
 }
 

@@ -146,15 +146,15 @@ pub enum CliError {
         /// What is wrong.
         reason: String,
     },
-    /// A step has been waiting for the device too long.
+    /// A step, an evaluation or sample answers have been waiting for the device for too long.
     #[error(
-        "step {step} has taken {seconds} s, more than ten times as long as the steps before: the device does not answer. \
-         Resume the run from its newest checkpoint, which is intact"
+        "{work} has made no progress for {seconds} s: the device does not answer. Resume the run from its newest checkpoint, \
+         which is intact"
     )]
     Stuck {
-        /// The optimizer step.
-        step: usize,
-        /// Seconds that it has taken so far.
+        /// What stands still.
+        work: String,
+        /// Seconds since its last sign of progress.
         seconds: u64,
     },
     /// An operation on the device failed, and with it every later one.

@@ -116,7 +116,7 @@ enum Converted {
 impl Converted {
     fn open(files: &ModelFiles) -> Result<Self, CliError> {
         if files.is_gguf() {
-            return Ok(Self::Gguf(GgufFile::open(&files.weights)?));
+            return Ok(Self::Gguf(GgufFile::open(&files.weights).map_err(CliError::of_flag("INPUT"))?));
         }
         Ok(Self::Files(files.open_weights()?))
     }

@@ -6,7 +6,7 @@ use crate::{
     data::order::{MicroBatch, Order},
     data::sample::Origin,
     durable::FileRecord,
-    memory::forecast,
+    memory::estimate,
     plan::{self, Plan},
     progress, report,
     run::cadence::{self, Waited},
@@ -27,6 +27,7 @@ use crate::{
     train::guard::Guard,
     train::step::Stepper,
     train::training_loop::{Between, SaveWish, StepReport, StillToDo},
+    watchdog::{Watched, Work},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -92,7 +93,7 @@ impl Journal {
     ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
         let flops =
-            forecast::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
+            estimate::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);
@@ -314,7 +315,10 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
 
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError> {
         progress::doing("answering prompts");
-        for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
+        let watched = Watched::begin(Work::Samples(step));
+        let answers = self.samples.answers(model)?;
+        drop(watched);
+        for (prompt, answer) in self.samples.prompts.iter().zip(answers) {
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
             let line = SampleAnswer { step, prompt: prompt.clone(), answer };
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;

@@ -1,13 +1,13 @@
 //! Sample answers: greedy answers to a few prompts, which show a person what a run has learned so far.
 
-use crate::{CliError, model_files::TextFiles, plan::Plan, report, run::inputs::Inputs};
+use crate::{CliError, model_files::TextFiles, plan::Plan, report, run::inputs::Inputs, watchdog};
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor};
 use burn::{module::Param, tensor::Tensor};
 use model_qwen3::{
     chat_template::RenderOptions,
     model::Qwen3,
     sampling::Sampling,
-    session::{GenerateOptions, StopReason, generate},
+    session::{GenerateOptions, Session, StopReason},
     weights::Replace,
 };
 use serde_json::json;
@@ -71,7 +71,11 @@ impl Samples {
         let ids = text.tokenizer.encode(&text.template.render(&[message], options)?)?;
         let stop_ids = text.stop_ids.clone();
         let options = GenerateOptions { max_tokens: MAX_TOKENS, sampling: Sampling::GREEDY, stop_ids, logprobs: None };
-        let generation = generate(model, &ids, &options, |_| ControlFlow::Continue(()))?;
+        let mut session = Session::new(model, ids.len().saturating_add(MAX_TOKENS))?;
+        let generation = session.answer(&ids, &options, |_| {
+            watchdog::moved();
+            ControlFlow::Continue(())
+        })?;
         let answer = text.tokenizer.decode(&generation.ids)?;
         let unfinished = if generation.stop == StopReason::MaxTokens { " …" } else { "" };
         Ok(answer.replace('\n', "\\n") + unfinished)

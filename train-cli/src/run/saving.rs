@@ -87,6 +87,8 @@ struct Destination {
     abandoned: Arc<AtomicBool>,
     /// Bytes that are read from the device at a time.
     transfer: usize,
+    /// Whether large files are read back too, which takes as long as to write them: not where training waits for it.
+    reads_all: bool,
 }
 
 impl Saver {
@@ -96,13 +98,15 @@ impl Saver {
     /// # Errors
     /// If there is no thread for that.
     pub fn new(run: &Path, companions: &Companions, bytes: u64, room: Room) -> Result<Self, CliError> {
+        let waits = Waits::of(bytes, room)?;
         let place = Destination {
             run: run.to_owned(),
             companions: companions.clone(),
             abandoned: Arc::default(),
             transfer: TRANSFER,
+            reads_all: room == Room::AtTheEnd || !matches!(waits, Waits::Nowhere),
         };
-        Ok(Self { place, pending: None, waits: Waits::of(bytes, room)? })
+        Ok(Self { place, pending: None, waits })
     }
 
     /// Saves a checkpoint, and deletes those that are not to be kept. Returns its folder, or None if it is still being
@@ -303,7 +307,8 @@ impl Destination {
         }
         let committed = folder.commit()?;
         // The older checkpoints are given up only for one that can be read.
-        durable::read_back(&committed)?;
+        let read_back = if self.reads_all { durable::read_back } else { durable::read_back_quickly };
+        read_back(&committed)?;
         report::line(format!("{:>11}  {}", "saved", committed.display()));
         old_checkpoints::delete_old(&self.run, keep)?;
         Ok(committed)
@@ -324,7 +329,10 @@ mod tests {
         tensor::{DType, Tensor},
     };
     use model_qwen3::{config::Qwen3Config, weights};
-    use std::fs;
+    use std::{
+        fs,
+        io::{Seek, SeekFrom},
+    };
 
     /// What a run has between two steps.
     struct AfterAStep {
@@ -459,6 +467,34 @@ mod tests {
         assert!(dir.path().join("checkpoint-1").exists(), "the good checkpoint is gone");
         commit(3, false).unwrap();
         assert!(!dir.path().join("checkpoint-1").exists(), "the limit on checkpoints is not kept");
+    }
+
+    #[test]
+    fn a_large_file_that_the_disk_has_changed_is_found_unless_training_waits() {
+        let dir = tempfile::tempdir().unwrap();
+        let content = vec![7_u8; 17 << 20];
+        let commit = |step: usize, room: Room| {
+            let saver = saver(dir.path(), 1, room);
+            let folder = PendingFolder::new(&saver.place.target(step)).unwrap();
+            let weights = folder.path_of(MODEL);
+            let keep = Keep { newest: 1, period: None, best: None };
+            saver.place.commit(folder, keep, |name, out| {
+                // The disk changes a byte of the weights after they were written. Their size stays.
+                if step > 1 && name == STATE {
+                    let mut file = fs::OpenOptions::new().write(true).open(&weights).unwrap();
+                    file.seek(SeekFrom::Start(16 << 20)).unwrap();
+                    file.write_all(b"x").unwrap();
+                }
+                out.write_all(&content).map_err(CliError::io(&weights))
+            })
+        };
+        commit(1, Room::Device).unwrap();
+        for (step, room) in [(2, Room::Device), (3, Room::AtTheEnd)] {
+            let error = commit(step, room).unwrap_err();
+            assert!(error.exit_code() == 6 && error.to_string().contains(MODEL), "{room:?}: {error}");
+            assert!(dir.path().join("checkpoint-1").exists(), "{room:?}: the good checkpoint is gone");
+        }
+        commit(4, Room::Shared).unwrap();
     }
 
     #[test]

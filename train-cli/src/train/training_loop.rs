@@ -13,7 +13,7 @@ use crate::{
     train::objective::Trainee,
     train::schedule::Schedule,
     train::step::{Stepped, Stepper},
-    watchdog,
+    watchdog::{Watched, Work},
 };
 use backend_nvfp4::{Nvfp4Kernels, Recipe, TrainingBackend};
 use burn::{data::dataloader::DataLoader, module::AutodiffModule};
@@ -304,7 +304,7 @@ impl<B: Nvfp4Kernels> Run<B> {
         if let Some(reason) = self.guard.leaves_out(step) {
             return Ok(Guarded::LeftOut(reason));
         }
-        let watched = watchdog::Step::begin(step);
+        let watched = Watched::begin(Work::Step(step));
         let stepped = self.stepper.step(net, batches, step, lr, &mut self.vram);
         drop(watched);
         // What a device computes after a failure is no reason to leave a step out, nor to save it.

@@ -19,6 +19,7 @@ use crate::{
     args::FitArgs,
     commands::demo,
     device::{self, Job},
+    durable,
     interrupt::{Interruption, SaveRequests},
     plan::Plan,
     report,
@@ -34,6 +35,7 @@ use crate::{
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
 use ending::{completed, is_complete};
 pub use first_steps::FirstSteps;
+use model_qwen3::file;
 pub use ready::Ready;
 pub(crate) use ready::scaling;
 use std::{path::Path, sync::Arc};
@@ -107,7 +109,10 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         _ => None,
     };
     let base = match (&launch.config, resume, begun) {
-        (Some(file), ..) => Layer::of_file(file)?,
+        (Some(file), ..) => {
+            file::open(file, "check the path").map_err(CliError::of_flag("--config"))?;
+            Layer::of_file(file)?
+        }
         (None, Some(Resume::At(resumed)), _) => Layer::from(&resumed.state.settings),
         (None, _, Some(file)) => Layer::of_file(&file)?,
         (None, _, None) if launch.demo => demo::settings(),
@@ -186,7 +191,9 @@ impl Job for Fit<'_> {
         let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run } =
             self;
         if resumed.is_none() && !unnamed {
-            folder::check_free(&plan, overwrite)?;
+            // A folder that a run fills just now is not only full: the message names the process.
+            let named = |error| durable::check_unheld(&plan.output_dir).and(Err(error));
+            folder::check_free(&plan, overwrite).or_else(named)?;
         }
         // The lock ends with the run.
         let (plan, mut lock) = match (lock, unnamed, dry_run) {
