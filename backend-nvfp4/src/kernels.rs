@@ -97,6 +97,13 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         out: DType,
     ) -> Vec<FloatTensor<Self>>;
 
+    /// Multiplies the rows of `x`, each the newest token of a sequence, by the weights of layers: `x · wᵀ` for each weight, in the
+    /// dtype of the precision. There are few rows, which a backend may multiply by a kernel of their own; but the result for a row
+    /// must not depend on the other rows, nor on how many there are.
+    fn token_products(x: Operand<Self>, w: Vec<Operand<Self>>, precision: Precision) -> Vec<FloatTensor<Self>> {
+        Self::products(Product::Nt, vec![x], w, precision, precision.dtype())
+    }
+
     /// The sum of [`Self::products`].
     fn product_sum(
         product: Product,

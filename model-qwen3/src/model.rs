@@ -331,9 +331,10 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         h_MD
     }
 
-    /// Maps the results `[M, D]` of [`Self::forward_cached`] to logits `[M, V]` in f32, each row by itself.
+    /// Maps results `[M, D]` of [`Self::forward_cached`], each the newest token of a sequence, to logits `[M, V]` in f32, each row
+    /// by itself.
     pub fn logits_cached(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.logits_by(h_MD, self.info.spec.each_row())
+        self.logits_by(h_MD, self.info.spec.each_row().of_newest_tokens())
     }
 }
 

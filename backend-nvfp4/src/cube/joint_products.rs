@@ -96,7 +96,8 @@ where
     }
 }
 
-fn packed_of<B, R>(x: &Operand<B>) -> Option<&PackedCube<R>>
+/// The packed matrix, if the operand is one.
+pub(super) fn packed_of<B, R>(x: &Operand<B>) -> Option<&PackedCube<R>>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,

@@ -31,7 +31,7 @@ use gemv_plan::SPAN;
 use span::{WeightBuffers, nothing_ahead};
 
 /// The most rows that x may have.
-const MAX_ROWS: usize = 16;
+pub const MAX_ROWS: usize = 16;
 const NAME: &str = "gemv";
 
 /// Whether the kernel takes `rows` tokens and weights of `cols` columns.
