@@ -91,7 +91,9 @@ fn few_rows<R: CubeRuntime>() {
                 let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(dtype);
                 let rounded = host(x.clone());
                 let x = x.into_primitive().tensor();
-                let y = <Cube<R> as Nvfp4Kernels>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
+                let precision = if dtype == DType::F16 { Precision::F16 } else { Precision::Bf16 };
+                let weights = vec![Operand::Packed(w.primitive())];
+                let y = <Cube<R> as Nvfp4Kernels>::token_products(Operand::Dense(x), weights, precision).remove(0);
                 let ours = host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)));
                 let error = relative(&ours, matmul_nt(&rounded, &values, m, n, k));
                 assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
