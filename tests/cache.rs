@@ -8,7 +8,7 @@ use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
-    kv_cache::KvCache,
+    kv_cache::{KvCache, NewTokens},
     model::{Qwen3, ids_tensor},
     session::Session,
     weights::{self, Purpose, to_host},
@@ -82,29 +82,29 @@ fn decoded_blocks<R: CubeRuntime>() {
 /// midst reads a prompt. What a sequence has decoded alone, it forgets before it decodes the same with the others.
 fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
     let (config, device) = (model.config(), model.device());
-    let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, usize)]| {
+    let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, NewTokens)]| {
         to_host(model.forward_cached(ids_tensor(&[ids], config, &device).unwrap(), sequences)).unwrap()
     };
     let pool = model.pool(18 * 128).unwrap();
     let read = |n: usize| {
         let (prompt, mut cache) = (&ids[n..n + 1 + 7 * n % 90], pool.cache(&[], 120).unwrap());
-        hidden(prompt.to_vec(), &mut [(&mut cache, prompt.len())]);
+        hidden(prompt.to_vec(), &mut [(&mut cache, NewTokens::Prompt(prompt.len()))]);
         cache
     };
     let mut caches: Vec<KvCache<B>> = (0..18).map(read).collect();
     for step in 0..3 {
         let new: Vec<u32> = (0..18).map(|n| (n * 13 + step * 7) % 320).collect();
         let decoded_alone = |(cache, id): (&mut KvCache<B>, &u32)| {
-            let hidden = hidden(vec![*id], &mut [(&mut *cache, 1)]);
+            let hidden = hidden(vec![*id], &mut [(&mut *cache, NewTokens::Answer)]);
             cache.rewind(cache.tokens() - 1);
             hidden
         };
         let alone: Vec<Vec<f32>> = caches.iter_mut().zip(&new).map(decoded_alone).collect();
         let mut reader = model.pool(120).unwrap().cache(&[], 120).unwrap();
-        let mut sequences: Vec<_> = caches.iter_mut().map(|cache| (cache, 1)).collect();
+        let mut sequences: Vec<_> = caches.iter_mut().map(|cache| (cache, NewTokens::Answer)).collect();
         let mut together = if step == 1 {
             let prompt = &ids[..5];
-            sequences.insert(7, (&mut reader, prompt.len()));
+            sequences.insert(7, (&mut reader, NewTokens::Prompt(prompt.len())));
             hidden([&new[..7], prompt, &new[7..]].concat(), &mut sequences)
         } else {
             hidden(new, &mut sequences)

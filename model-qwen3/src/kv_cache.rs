@@ -35,6 +35,30 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
+/// What a sequence gets in a forward. Its own tokens alone decide how they are computed: a single token of a prompt is computed
+/// like longer parts of prompts, not like a token of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NewTokens {
+    /// So many tokens of a prompt.
+    Prompt(usize),
+    /// The newest token of an answer.
+    Answer,
+}
+
+impl NewTokens {
+    /// Number of tokens.
+    pub fn count(self) -> usize {
+        match self {
+            Self::Prompt(count) => count,
+            Self::Answer => 1,
+        }
+    }
+
+    pub(crate) fn is_answer(self) -> bool {
+        self == Self::Answer
+    }
+}
+
 impl<B: Backend> KvPool<B> {
     fn shared(&self) -> MutexGuard<'_, Shared<B>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)

@@ -51,7 +51,7 @@ impl Job for FirstAnswers<'_> {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { stored, recipe, cache, expected } = self;
         let model = stored.outline::<B>(recipe, precision, &device)?.with_cache_format(cache);
-        // Kernels have places for a power of two tokens. Reading one token launches the same kernels, in a prompt or in an answer.
+        // The kernels of answers have places for a power of two tokens. The second token of an answer is the first that they read.
         let doubled =
             std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
         let answers = doubled.map(|count| vec![1; count.min(expected.together)]);
