@@ -69,6 +69,9 @@ pub struct Session<'a, B: Nvfp4Kernels> {
     cache: KvCache<B>,
     /// The tokens in the cache. It may hold one more, which the host does not know yet.
     ids: Vec<u32>,
+    /// How many of them, at the beginning, were all read as a prompt. Others were made for an answer: their keys and values may
+    /// differ in the last bits from those of a prompt, so other sessions do not get them.
+    of_prompt: usize,
 }
 
 impl<'a, B: Nvfp4Kernels> Session<'a, B> {
@@ -82,7 +85,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
             return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });
         }
         let cache = model.pool(capacity)?.cache(&[], capacity).expect("a new pool has room for its tokens");
-        Ok(Self { model, cache, ids: vec![] })
+        Ok(Self { model, cache, ids: vec![], of_prompt: 0 })
     }
 
     /// A session with room for `capacity` tokens of a pool, which is to read `prompt`. It holds the beginning of the prompt
@@ -90,17 +93,17 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     pub fn of_pool(model: &'a Qwen3<B>, pool: &KvPool<B>, prompt: &[u32], capacity: usize) -> Option<Self> {
         let cache = pool.cache(prompt, capacity)?;
         let ids = prompt[..cache.tokens()].to_vec();
-        Some(Self { model, cache, ids })
+        Some(Self { model, cache, of_prompt: ids.len(), ids })
     }
 
-    /// Lets later sessions of the pool begin with the tokens that this one has read, in whole pages.
+    /// Lets later sessions of the pool begin with the tokens that this one has read as a prompt, in whole pages.
     pub fn share(&self) {
-        self.cache.share(&self.ids, false);
+        self.cache.share(&self.ids[..self.of_prompt], false);
     }
 
-    /// Ends the session, and lets later sessions of the pool begin with all tokens that it has read.
+    /// Ends the session, and lets later sessions of the pool begin with all tokens that it has read as a prompt.
     pub fn end(self) {
-        self.cache.share(&self.ids, true);
+        self.cache.share(&self.ids[..self.of_prompt], true);
     }
 
     /// Number of tokens in the cache.
@@ -160,6 +163,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     fn rewind(&mut self, len: usize) -> usize {
         let left = self.cache.rewind(len);
         self.ids.truncate(left);
+        self.of_prompt = self.of_prompt.min(left);
         left
     }
 
@@ -342,11 +346,8 @@ fn read_due<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), Mode
     let mut parts = Vec::new();
     for (session, answering) in answers.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
         let ids = answering.due().to_vec();
-        let (new, share) = if answering.reads_prompt() {
-            (NewTokens::Prompt(ids.len()), ids.len())
-        } else {
-            (NewTokens::Answer, 0)
-        };
+        let (new, share) =
+            if answering.reads_prompt() { (NewTokens::Prompt(ids.len()), ids.len()) } else { (NewTokens::Answer, 0) };
         if share <= room {
             room -= share;
             parts.push((&mut **session, &mut **answering, new, ids));
@@ -394,7 +395,10 @@ fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, NewTokens, &[u32])])
     let input = ids_tensor(&[all], model.config(), &model.device())?;
     let mut sessions: Vec<_> = parts.iter_mut().map(|(session, new, _)| (&mut **session, *new)).collect();
     let logits = forward(&mut sessions, input);
-    for (session, _, ids) in parts.iter_mut() {
+    for (session, new, ids) in parts.iter_mut() {
+        if !new.is_answer() && session.of_prompt == session.ids.len() {
+            session.of_prompt += ids.len();
+        }
         session.ids.extend_from_slice(ids);
     }
     Ok(logits)
