@@ -1,4 +1,4 @@
-//! Products of the newest tokens of sequences, a row each, with packed weights. There are few rows, so [`gemv()`] reads the codes
+//! Products of the newest tokens of sequences, a row each, with packed weights. There are few rows, so [`gemv_in`] reads the codes
 //! themselves. It has one order of sums for any number of rows: the result for a token does not depend on other sequences.
 
 use super::{
