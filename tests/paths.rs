@@ -166,6 +166,26 @@ fn a_session_that_has_shared_its_pages_reads_anew() {
     }
 }
 
+/// The keys and values of an answer are rounded otherwise than those of a prompt: other sessions read these tokens themselves. So
+/// they do with what a session has read behind an answer.
+#[test]
+fn other_sessions_get_what_was_read_as_a_prompt() {
+    let model = load(&golden("hf-qwen3/tiny-tied"), F32, Purpose::Infer);
+    let ids: Vec<u32> = (0..60).map(|i| (i * 37 + 5) % 300).collect();
+    let pool = model.pool(256).unwrap();
+    let cached = |prompt: &[u32]| Session::of_pool(&model, &pool, prompt, 64).unwrap().tokens();
+    let mut session = Session::of_pool(&model, &pool, &ids[..20], 64).unwrap();
+    let answer = session.answer(&ids[..20], &greedy(16), |_| ControlFlow::Continue(())).unwrap().ids;
+    let next = [&ids[..20], &answer[..], &ids[20..30]].concat();
+    assert!(session.tokens() >= 32, "the session has two full pages");
+    session.read(&ids[40..50]).unwrap();
+    session.share();
+    assert_eq!(cached(&next), 16, "a full page of the prompt");
+    session.end();
+    assert_eq!(cached(&next), 20, "the prompt");
+    assert_eq!(cached(&ids), 20, "the prompt, which another one continues");
+}
+
 const FIXTURES: [&str; 2] = ["tiny-tied", "tiny-untied"];
 
 /// The prompt of a fixture, and the greedy answer that Hugging Face gave to it.
