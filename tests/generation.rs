@@ -207,8 +207,13 @@ fn several_answers_are_those_of_one_seed_after_another() {
     for (row, text) in rows.iter().zip(&each) {
         assert_eq!(format!("{}\n", row["text"].as_str().unwrap()), *text);
     }
-    let none = run(d, &["generate", "-m", "m", "-p", "a", "-n", "0"]);
-    assert_eq!(none.status.code(), Some(2));
+    // The second number times two prompts is larger than any that a processor counts with.
+    for (answers, reason) in [("0", "at least one answer"), ("9223372036854775808", "at most 1048576 answers")] {
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "p.txt", "-n", answers]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let said = stderr.contains(&format!("--answers {answers}: ")) && stderr.contains(reason);
+        assert!(out.status.code() == Some(2) && said, "{stderr}");
+    }
 }
 
 /// A model that always answers "3" finds the number of a haystack where that is 3, and nowhere else.

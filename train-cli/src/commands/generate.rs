@@ -26,6 +26,8 @@ use std::{cell::RefCell, collections::BTreeMap, io::Read, path::Path, time::Inst
 
 /// Most bytes of a file of prompts.
 const LONGEST_FILE: u64 = 1 << 30;
+/// Most answers to a prompt. Nobody reads a million, and times the prompts of the longest file the number fits into a `usize`.
+const MOST_ANSWERS: usize = 1 << 20;
 
 /// Runs the command.
 ///
@@ -41,6 +43,10 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     }
     if args.answers == 0 {
         return Err(CliError::Usage("--answers 0: ask for at least one answer".into()));
+    }
+    if args.answers > MOST_ANSWERS {
+        let text = format!("--answers {}: a prompt gets at most {MOST_ANSWERS} answers; give fewer", args.answers);
+        return Err(CliError::Usage(text));
     }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => questions_of(file)?,
