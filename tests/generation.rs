@@ -156,7 +156,7 @@ fn top_k_keeps_the_k_most_likely_tokens() {
 }
 
 #[test]
-fn where_the_defaults_of_sampling_come_from_is_said() {
+fn what_chooses_the_tokens_is_said_and_where_it_comes_from() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     lively_model(d);
@@ -171,6 +171,12 @@ fn where_the_defaults_of_sampling_come_from_is_said() {
         said(&[]),
         "sampling  temperature 0.7, top-p 0.8, top-k 20, min-p 0, repetition-penalty 1 by default, from generation_config.json"
     );
+    // A flag is no default, and a greedy answer uses no filter.
+    assert_eq!(
+        said(&["--temp", "0"]),
+        "sampling  temperature 0 by flag; repetition-penalty 1 by default, from generation_config.json"
+    );
+    assert!(said(&["--top-k", "5"]).starts_with("sampling  top-k 5 by flag; temperature 0.7, top-p 0.8, min-p 0, "));
     std::fs::remove_file(d.join("m/generation_config.json")).unwrap();
     let card = "by default, from the model card of Qwen3";
     assert!(

@@ -102,7 +102,7 @@ impl Job for Generate {
         let first = (0..together).map(|n| prompts[n / args.answers].ids.len()).collect();
         let expected = Expected { steps: vec![first], together };
         let loaded = opened.load::<B>(Some(expected), precision, &device)?;
-        answer::say_defaults(&loaded.text, None);
+        answer::say_sampling(&options.sampling, &loaded.text, None);
         match prompts.as_slice() {
             [prompt] if args.prompts.is_none() && args.answers == 1 => one(&args, &loaded, &options, prompt),
             prompts => all(&args, &loaded, &options, prompts, longest + options.max_tokens),
