@@ -24,7 +24,7 @@ use std::path::Path;
 /// # Errors
 /// If a flag is out of range, the model cannot be loaded or run, or a script has a wrong line.
 pub fn run(args: ChatArgs) -> Result<(), CliError> {
-    flags::check(&args.sampling)?;
+    flags::check(&args.sampling, "--")?;
     device::run(args.model.device, args.model.compute_dtype, Chat(args))
 }
 
@@ -116,7 +116,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             Entry::Set(name, value) => {
                 let mut changed = self.sampling.clone();
                 set(&mut changed, &name, &value)?;
-                flags::check(&changed)?;
+                flags::check(&changed, "/set ")?;
                 self.sampling = changed;
             }
             Entry::Think(asked) => self.dialog.thinking = thinking(asked, &self.loaded.text),

@@ -34,7 +34,7 @@ const MOST_ANSWERS: usize = 1 << 20;
 /// # Errors
 /// If a flag is out of range, or the model cannot be loaded or run.
 pub fn run(args: GenerateArgs) -> Result<(), CliError> {
-    flags::check(&args.sampling)?;
+    flags::check(&args.sampling, "--")?;
     if args.logprobs.is_some() && !args.json && args.prompts.is_none() {
         return Err(CliError::Usage("--logprobs: text has no place for them; add --json".into()));
     }
