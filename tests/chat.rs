@@ -134,6 +134,7 @@ fn what_cannot_be_done_is_said() {
     lively_model(d);
     assert!(said(d, "/rest\n", &[], 2).contains("/rest: there is no such command"));
     assert!(said(d, "/undo\n", &[], 2).contains("nothing was said yet"));
+    assert!(said(d, "\"\"\"\n/help\n", &[], 2).contains("error: the \"\"\" is not closed; write"));
     assert!(said(d, "/set top-p 7\n", &[], 2).contains("error: /set top-p 7: the value must be between 0 and 1"));
     assert!(said(d, "/set color 7\n", &[], 2).contains("there is no such setting"));
     assert!(said(d, "/load none.jsonl\n", &[], 2).contains("none.jsonl"));
