@@ -127,6 +127,34 @@ fn commands_change_the_conversation() {
     );
 }
 
+/// `/stats` counts the tokens of the conversation, whatever the cache still holds.
+#[test]
+fn stats_follow_the_conversation() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let script =
+        "/stats\nHello\n/stats\n/save talk.jsonl\nAnd now?\n/undo\n/stats\n/undo\n/stats\nWho?\n/reset\n/stats\n";
+    let stderr = said(d, &format!("{script}/load talk.jsonl\n/stats\n"), &["--max-tokens", "8"], 0);
+    let mut lines = stderr.lines().filter(|line| line.contains(" tokens") && line.contains(" messages, "));
+    let mut next = || {
+        let line = lines.next().unwrap_or_else(|| panic!("too few lines of /stats: {stderr}"));
+        let (messages, rest) = line.split_once(" messages, ").unwrap();
+        let (tokens, rest) = rest.split_once(" of 2048 tokens").unwrap();
+        (messages.parse::<usize>().unwrap(), tokens.parse::<usize>().unwrap(), rest.to_owned())
+    };
+    let nothing = (0, 0, String::new());
+    assert_eq!(next(), nothing);
+    let (messages, tokens, cached) = next();
+    // The cache holds what was read and answered, and not what the template puts behind the answer.
+    assert!(messages == 2 && tokens > 10 && cached.starts_with(" (") && cached.ends_with(" cached)"), "{stderr}");
+    let undone = next();
+    assert_eq!((undone.0, undone.1), (2, tokens), "/undo: {stderr}");
+    assert_eq!((next(), next()), (nothing.clone(), nothing), "/undo and /reset: {stderr}");
+    let loaded = next();
+    assert_eq!((loaded.0, loaded.1), (2, tokens), "/load: {stderr}");
+}
+
 #[test]
 fn what_cannot_be_done_is_said() {
     let dir = tempfile::tempdir().unwrap();

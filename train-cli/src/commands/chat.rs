@@ -120,7 +120,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
                 self.sampling = changed;
             }
             Entry::Think(asked) => self.dialog.thinking = thinking(asked, &self.loaded.text),
-            Entry::Stats => self.stats(),
+            Entry::Stats => self.stats()?,
             Entry::Help => report::line(HELP),
             Entry::Exit => return Ok(false),
         }
@@ -172,9 +172,20 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         Ok(answer)
     }
 
-    fn stats(&self) {
-        let (messages, tokens) = (self.dialog.message_count(), self.session.tokens());
-        report::line(format!("{}, {tokens} of {} tokens read", report::count(messages, "message"), self.context));
+    fn stats(&self) -> Result<(), CliError> {
+        let messages = self.dialog.message_count();
+        // Some templates refuse a conversation in which nobody has spoken.
+        let prompt = if messages == 0 { vec![] } else { self.dialog.prompt(&self.loaded.text)? };
+        let cached = match self.session.cached(&prompt) {
+            0 => String::new(),
+            cached => format!(" ({cached} cached)"),
+        };
+        report::line(format!(
+            "{}, {} of {} tokens{cached}",
+            report::count(messages, "message"),
+            prompt.len(),
+            self.context
+        ));
         if let Some(last) = &self.last {
             report::line(format!("last answer: {last}"));
         }
@@ -183,6 +194,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             "temperature {} · top-p {} · top-k {} · min-p {} · repetition-penalty {} · max-tokens {} · seed {}",
             s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, self.sampling.max_tokens, s.seed
         ));
+        Ok(())
     }
 }
 
