@@ -16,7 +16,7 @@ use model_qwen3::{
     tokenizer::Tokenizer,
     weights::{self, Purpose},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
     io::{Read, Write},
@@ -439,7 +439,9 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
         })
         .collect();
     std::fs::write(d.join("p.txt"), prompts.join("\n\n") + "\n").unwrap();
-    let row = |p: &str| serde_json::json!({"messages": [{"role": "user", "content": p}]}).to_string();
+    // The content of some messages comes in parts.
+    let content = |p: &str| if p.is_ascii() { json!(p) } else { json!([{"type": "text", "text": p}]) };
+    let row = |p: &str| json!({"messages": [{"role": "user", "content": content(p)}]}).to_string();
     std::fs::write(d.join("p.jsonl"), prompts.map(row).join("\n")).unwrap();
     // Fewer places than prompts, so that prompts are read while other answers are made.
     for (file, places) in [("p.txt", "1"), ("p.txt", "2"), ("p.jsonl", "8")] {
@@ -456,9 +458,15 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
             }
         }
     }
-    for (content, message) in
-        [("", "no prompt"), ("{\"prompt\": 1}", "p.jsonl:1"), ("{\"prompt\": \"a\"}\n[]", "p.jsonl:2")]
-    {
+    for (content, message) in [
+        ("", "no prompt"),
+        ("{\"prompt\": 1}", "p.jsonl:1: a row needs"),
+        ("{\"prompt\": \"a\"}\n[]", "p.jsonl:2: a row needs"),
+        ("{\"prompt\": \"a\"}\n{\"prompt\": \"b\", \"max_tokens\": 1}", "p.jsonl:2: the key \"max_tokens\" of a row"),
+        ("{\"messages\": [1]}", "p.jsonl:1: message 1: "),
+        ("{\"messages\": [{\"role\": \"weird\", \"content\": \"a\"}]}", "p.jsonl:1: message 1: the role \"weird\""),
+        ("{\"messages\": [{\"role\": \"user\", \"content\": 5}]}", "p.jsonl:1: message 1: its content"),
+    ] {
         std::fs::write(d.join("p.jsonl"), content).unwrap();
         let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "p.jsonl"]);
         let stderr = String::from_utf8_lossy(&out.stderr);

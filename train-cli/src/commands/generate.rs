@@ -13,6 +13,7 @@ use crate::{
         entry::LONGEST,
         first_answers::Expected,
         loaded::{Loaded, Opened, thinking},
+        message::checked_messages,
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, PAGE, Precision};
@@ -129,7 +130,7 @@ fn prompts<'a>(
             None => e,
             Some(line) => CliError::Usage(format!("--prompts, line {line}: {e}")),
         };
-        let ids = prompt_ids(&question.asked(), args, text).map_err(at)?;
+        let ids = prompt_ids(question.asked(), args, text).map_err(at)?;
         check_length(&ids, options, limit).map_err(at)?;
         Ok(Prompt { question, ids })
     };
@@ -271,10 +272,7 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
         let bad = |reason: String| CliError::Data { path: path.to_owned(), line: Some(line), column: None, reason };
         if rows {
             let row = json::parse(text).map_err(|e| CliError::not_json(path, line, &e))?;
-            match (row.get("prompt"), row.get("messages")) {
-                (Some(Value::String(_)), None) | (None, Some(Value::Array(_))) => {}
-                _ => return Err(bad("a row needs a text \"prompt\", or a list \"messages\"".into())),
-            }
+            check_row(row).map_err(bad)?;
         }
         questions.push(AskedPrompt { text: text.to_owned(), is_row: rows, line: Some(line) });
     }
@@ -285,7 +283,22 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     Ok(questions)
 }
 
-fn prompt_ids(asked: &Value, args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
+/// Checks that a row holds a prompt or messages, and no other key: it would have no effect, and nobody would notice.
+fn check_row(row: Value) -> Result<(), String> {
+    let needed = || "a row needs a text \"prompt\", or a list \"messages\"".to_owned();
+    let Value::Object(mut row) = row else { return Err(needed()) };
+    match (row.remove("prompt"), row.remove("messages")) {
+        (Some(Value::String(_)), None) => {}
+        (None, Some(Value::Array(messages))) => drop(checked_messages(messages)?),
+        _ => return Err(needed()),
+    }
+    match row.keys().next() {
+        None => Ok(()),
+        Some(key) => Err(format!("the key {key:?} of a row is not known; leave it out: flags hold for all rows")),
+    }
+}
+
+fn prompt_ids(asked: Value, args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
     let mut messages = Vec::new();
     if let Some(system) = &args.system_prompt {
         messages.push(json!({"role": "system", "content": system}));
@@ -294,7 +307,7 @@ fn prompt_ids(asked: &Value, args: &GenerateArgs, text: &TextFiles) -> Result<Ve
         Value::Array(_) if args.raw => {
             return Err(CliError::Usage("--raw: messages need the chat template; leave out --raw".into()));
         }
-        Value::Array(list) => messages.extend(list.iter().cloned()),
+        Value::Array(list) => messages.extend(checked_messages(list).map_err(CliError::Usage)?),
         asked if args.raw => return Ok(text.tokenizer.encode(asked.as_str().unwrap_or_default())?),
         asked => messages.push(json!({"role": "user", "content": asked})),
     }
