@@ -169,6 +169,7 @@ fn what_cannot_be_done_is_said() {
     let weights = std::fs::read(d.join("m/model.safetensors")).unwrap();
     std::fs::create_dir(d.join("folder")).unwrap();
     std::os::unix::fs::symlink(d.join("m/model.safetensors"), d.join("link.txt")).unwrap();
+    std::fs::write(d.join("notes.txt"), "mine").unwrap();
     for (path, reason) in [
         ("/dev/null", "a pipe or a device"),
         ("folder", "a folder"),
@@ -177,12 +178,16 @@ fn what_cannot_be_done_is_said() {
         ("m/tokenizer.json", "is an input of this command"),
         ("link.txt", "is an input of this command"),
         ("script.txt", "is an input of this command"),
+        ("notes.txt", "neither written nor loaded it; choose another name"),
     ] {
         let stderr = said(d, &format!("/save {path}\n"), &[], 2);
         assert!(stderr.contains(reason), "{path}: {stderr}");
     }
     assert!(!Path::new("/dev/null").is_file(), "/dev/null was replaced by a file");
     assert!(std::fs::read(d.join("m/model.safetensors")).unwrap() == weights);
+    assert_eq!(std::fs::read(d.join("notes.txt")).unwrap(), b"mine");
+    let twice = said(d, "/save own.txt\n/save own.txt\n", &[], 0);
+    assert!(twice.contains("\nsaved own.txt\nreplaced own.txt\n"), "{twice}");
     std::fs::write(d.join("bad.jsonl"), "{\"role\": \"user\", \"content\": \"a\"}\n{}\n").unwrap();
     assert!(said(d, "/load bad.jsonl\n", &[], 3).contains("bad.jsonl:2: a message needs"));
     let full = said(d, "Hello\nHello\nHello\nHello\n", &["--context", "40"], 2);

@@ -102,8 +102,8 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             Entry::Undo if self.dialog.undo() => {}
             Entry::Undo => return Err(CliError::Usage("/undo: nothing was said yet".into())),
             Entry::Save(path) => {
-                self.dialog.save(&path, &self.loaded.inputs)?;
-                report::line(format!("saved {}", path.display()));
+                let done = if self.dialog.save(&path, &self.loaded.inputs)? { "replaced" } else { "saved" };
+                report::line(format!("{done} {}", path.display()));
             }
             Entry::Load(path) => {
                 self.dialog.load(&path)?;
