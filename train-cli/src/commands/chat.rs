@@ -5,7 +5,7 @@ use crate::{
     CliError,
     args::{ChatArgs, SamplingArgs},
     device::{self, Job},
-    interrupt::CtrlC,
+    interrupt::{CtrlC, Signal},
     report,
     talk::{
         answer::{self, Answer, INTERRUPTED, LENGTH},
@@ -54,6 +54,7 @@ impl Job for Chat {
             sampling: args.sampling,
             json: args.json,
             ctrl_c,
+            is_typed: source.is_terminal(),
             last: None,
         };
         answer::say_defaults(&loaded.text, talk.dialog.thinking);
@@ -88,6 +89,8 @@ struct Talk<'a, B: Nvfp4Kernels> {
     sampling: SamplingArgs,
     json: bool,
     ctrl_c: CtrlC,
+    /// Whether a person types, who says what comes after an answer that was stopped.
+    is_typed: bool,
     /// The figures of the last answer.
     last: Option<String>,
 }
@@ -127,7 +130,8 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         Ok(true)
     }
 
-    /// Answers a message. A message that cannot be answered, or whose answer is stopped before it begins, is forgotten.
+    /// Answers a message. A message that cannot be answered, or whose answer is stopped before it begins, is forgotten. Where
+    /// nobody types, a stopped answer ends the conversation.
     fn say(&mut self, message: &str) -> Result<(), CliError> {
         self.dialog.ask(message);
         let answered = self.answered(message);
@@ -137,7 +141,10 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
                 self.dialog.undo();
             }
         }
-        answered.map(|_| ())
+        match answered?.stop() {
+            INTERRUPTED if !self.is_typed => Err(CliError::Stopped(Signal::CTRL_C)),
+            _ => Ok(()),
+        }
     }
 
     fn answered(&mut self, message: &str) -> Result<Answer, CliError> {
