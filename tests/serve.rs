@@ -296,6 +296,38 @@ fn malformed_requests_are_refused_and_the_server_stays() {
         refused += usize::from(status != 200);
     }
     assert!(refused > 700, "{refused} of {} bodies were refused", bodies.len());
+    // A chat template would render these values as nothing, or as text that nobody wrote.
+    let tools = [
+        json!([null]),
+        json!([1]),
+        json!(["x"]),
+        json!([{}]),
+        json!([[[[]]]]),
+        json!([{"type": "function", "function": {"name": 1}}]),
+        json!([{"type": "function", "function": {"name": ""}}]),
+        json!([{"function": {"name": "add"}}]),
+    ];
+    let keys = [
+        ("tool_calls", json!([1])),
+        ("tool_calls", json!([{"function": {}}])),
+        ("name", json!(5)),
+        ("reasoning_content", json!(5)),
+    ];
+    let with_tools = tools.into_iter().map(|tools| ("tools", json!({"messages": user("a"), "tools": tools})));
+    let with_keys = keys.into_iter().map(|(key, value)| {
+        let mut messages = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        messages[1][key] = value;
+        ("messages", json!({"messages": messages}))
+    });
+    for (field, mut body) in with_tools.chain(with_keys) {
+        body["max_tokens"] = 1.into();
+        let (status, text) = server.post(CHAT, &body);
+        let error: Value = serde_json::from_str(&text).unwrap();
+        assert!(status == 400 && error["error"]["param"] == field, "{status}: {body}: {text}");
+    }
+    let tool = json!({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}});
+    let (_, text) = server.post(CHAT, &json!({"messages": user("a"), "max_tokens": 1, "tools": [tool]}));
+    assert!(text.contains("the context ends at 96"), "a good tool is read, and is too long for this server: {text}");
     let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "temperature": 7}));
     let error: Value = serde_json::from_str(&text).unwrap();
     assert!(status == 400 && error["error"]["param"] == "temperature", "{text}");

@@ -138,6 +138,9 @@ pub enum CliError {
         /// The checkpoint that was saved.
         saved: Option<PathBuf>,
     },
+    /// A signal stopped an answer of a conversation that nobody types.
+    #[error("{} stopped the answer, and with it the conversation", .0.name())]
+    Stopped(Signal),
     /// A file is damaged, or does not contain what was written to it.
     #[error("{}: {reason}", path.display())]
     Corrupt {
@@ -195,7 +198,7 @@ impl CliError {
             Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory { .. } | Self::HostIsFull { .. } => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
-            Self::Interrupted { signal, .. } => signal.exit_code(),
+            Self::Interrupted { signal, .. } | Self::Stopped(signal) => signal.exit_code(),
             Self::DeviceFailed(_) | Self::Device { .. } | Self::Stuck { .. } => 7,
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,

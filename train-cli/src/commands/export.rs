@@ -65,6 +65,10 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     };
     let format =
         ExportFormat { scaling: args.scales.unwrap_or(format.scaling), ..format.quantized().with_head(args.head) };
+    let scales = like.as_ref().and_then(|like| packed_scaling(like)).unwrap_or(format.scaling);
+    if let Some(trained) = trained {
+        trained.say_other_scales(scales);
+    }
     if let Some(like) = &like {
         check_like(like, &format, config.num_hidden_layers - format.dense_from)?;
     }
@@ -79,7 +83,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
         let spec = |precision| LinearSpec::new(Recipe::W4, format.scaling, precision);
         device::run(args.device, None, CheckFile { tensors: &tensors, path, config, text, spec: &spec })
     })?;
-    let trained = trained.as_ref().map(|trained| Trained { scales: format.scaling, ..trained.clone() });
+    let trained = trained.as_ref().map(|trained| Trained { scales, ..trained.clone() });
     Trained::put_beside(trained.as_ref(), &args.output_dat)
 }
 

@@ -17,7 +17,7 @@ mod layer;
 mod record;
 
 pub(crate) use amount::bytes;
-pub(crate) use choices::by_name;
+pub(crate) use choices::{by_name, name_of};
 pub use choices::{
     AUTO, Auto, Choice, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong,
     Recompute, ReportTo, ResumeFrom, SaveStrategy, parser,
