@@ -176,13 +176,13 @@ fn requests_share_what_begins_alike_in_a_cache_of_any_size() {
 fn the_fields_of_a_request_do_what_they_say() {
     let dir = folder();
     let d = dir.path();
-    let server = Server::start(d, &["-m", "m", "--context", "160", "--model-name", "tiny"]);
+    let server = Server::start(d, &["-m", "m", "--context", "160", "--model-name", "Qwen/tiny"]);
     let models: Value = serde_json::from_str(&server.send("GET", "/v1/models", &[], b"").1).unwrap();
-    assert_eq!(models["data"][0]["id"], "tiny");
+    assert_eq!(models["data"][0]["id"], "Qwen/tiny");
 
     // Two choices of one seed are those of two seeds, and again the same.
     let sampled = ["--temperature", "1.5", "--top-k", "40", "--top-p", "0.95", "--max-tokens", "12"];
-    let two = json!({"model": "tiny", "messages": user("Hello"), "temperature": 1.5, "top_k": 40, "top_p": 0.95,
+    let two = json!({"model": "Qwen/tiny", "messages": user("Hello"), "temperature": 1.5, "top_k": 40, "top_p": 0.95,
         "max_completion_tokens": 12, "n": 2, "seed": 5});
     let reply = server.ask(CHAT, &two);
     for (choice, seed) in ["5", "6"].into_iter().enumerate() {
@@ -220,9 +220,13 @@ fn the_fields_of_a_request_do_what_they_say() {
     assert!(status == 400 && text.contains("the context ends at 160"), "{text}");
     let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "max_tokens": 155}));
     assert!(status == 400 && text.contains("the answer may have 155"), "{text}");
-    let one: Value = serde_json::from_str(&server.send("GET", "/v1/models/tiny", &[], b"").1).unwrap();
-    assert_eq!(one, models["data"][0]);
-    assert_eq!(server.send("GET", "/v1/models/huge", &[], b"").0, 404);
+    for (path, expected) in [("Qwen/tiny", 200), ("Qwen%2Ftiny", 200), ("tiny", 404), ("Qwen/", 404), ("%ff", 400)] {
+        let (status, text) = server.send("GET", &format!("/v1/models/{path}"), &[], b"");
+        let found: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{path}: {e}: {text}"));
+        assert_eq!(status, expected, "{path}: {text}");
+        assert_eq!(found == models["data"][0], status == 200, "{text}");
+        assert_eq!(found["error"]["message"].is_string(), status != 200, "{text}");
+    }
     let metrics = server.send("GET", "/metrics", &[], b"").1;
     assert!(metrics.contains("train_cli_replies_total{address=\"/v1/completions\",status=\"400\"} 1"), "{metrics}");
 }

@@ -11,7 +11,7 @@ use crate::{CliError, model_files::TextFiles, talk::answer::Answer};
 use axum::{
     Json, Router,
     body::{Body, Bytes, to_bytes},
-    extract::{Path, State},
+    extract::{Path, State, rejection::PathRejection},
     http::{HeaderMap, StatusCode, header},
     response::{
         Html, IntoResponse, Response,
@@ -97,7 +97,7 @@ pub(super) fn routes(app: Arc<App>) -> Router {
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
-        .route("/v1/models/{name}", get(model))
+        .route("/v1/models/{*name}", get(model))
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completion))
         .fallback(unknown)
@@ -124,7 +124,9 @@ async fn models(State(app): State<Arc<App>>) -> Json<Value> {
     Json(json!({"object": "list", "data": [app.described()]}))
 }
 
-async fn model(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>, Refusal> {
+/// The name of a model may have slashes, as on Hugging Face.
+async fn model(State(app): State<Arc<App>>, name: Result<Path<String>, PathRejection>) -> Result<Json<Value>, Refusal> {
+    let Path(name) = name.map_err(|e| Refusal::bad(format!("the name of the model: {}", e.body_text())))?;
     app.serves(&name)?;
     Ok(Json(app.described()))
 }
