@@ -231,6 +231,48 @@ fn the_fields_of_a_request_do_what_they_say() {
     assert!(metrics.contains("train_cli_replies_total{address=\"/v1/completions\",status=\"400\"} 1"), "{metrics}");
 }
 
+/// Requests with a value that a chat template would render as nothing, or as text that nobody wrote. The field with the value
+/// comes first.
+fn wrong_tools_and_messages() -> Vec<(&'static str, Value)> {
+    let tools = [
+        json!([null]),
+        json!([1]),
+        json!(["x"]),
+        json!([{}]),
+        json!([[[[]]]]),
+        json!([{"type": "function", "function": {"name": 1}}]),
+        json!([{"type": "function", "function": {"name": ""}}]),
+        json!([{"function": {"name": "add"}}]),
+    ];
+    let keys = [
+        ("tool_calls", json!([1])),
+        ("tool_calls", json!([{"function": {}}])),
+        ("name", json!(5)),
+        ("reasoning_content", json!(5)),
+    ];
+    let with_tools =
+        tools.into_iter().map(|tools| ("tools", json!({"messages": user("a"), "max_tokens": 1, "tools": tools})));
+    let with_keys = keys.into_iter().map(|(key, value)| {
+        let mut messages = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        messages[1][key] = value;
+        ("messages", json!({"messages": messages, "max_tokens": 1}))
+    });
+    with_tools.chain(with_keys).collect()
+}
+
+/// What is refused before anybody reads the JSON of a request.
+fn refuses_before_it_reads_json(server: &Server, good: &Value) {
+    for (method, path, expected) in [("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)] {
+        assert_eq!(server.send(method, path, &[], b"").0, expected, "{method} {path}");
+    }
+    let (status, _) = server.send("POST", CHAT, &["Content-Type: text/plain"], good.to_string().as_bytes());
+    assert_eq!(status, 415);
+    let (status, _) = server.send("POST", CHAT, &[JSON], &vec![b' '; 3 << 20]);
+    assert_eq!(status, 413);
+    let header = format!("X-Long: {}", "x".repeat(40_000));
+    assert!([0, 431].contains(&server.send("GET", "/health", &[&header], b"").0));
+}
+
 /// A thousand malformed bodies.
 #[test]
 fn malformed_requests_are_refused_and_the_server_stays() {
@@ -300,31 +342,7 @@ fn malformed_requests_are_refused_and_the_server_stays() {
         refused += usize::from(status != 200);
     }
     assert!(refused > 700, "{refused} of {} bodies were refused", bodies.len());
-    // A chat template would render these values as nothing, or as text that nobody wrote.
-    let tools = [
-        json!([null]),
-        json!([1]),
-        json!(["x"]),
-        json!([{}]),
-        json!([[[[]]]]),
-        json!([{"type": "function", "function": {"name": 1}}]),
-        json!([{"type": "function", "function": {"name": ""}}]),
-        json!([{"function": {"name": "add"}}]),
-    ];
-    let keys = [
-        ("tool_calls", json!([1])),
-        ("tool_calls", json!([{"function": {}}])),
-        ("name", json!(5)),
-        ("reasoning_content", json!(5)),
-    ];
-    let with_tools = tools.into_iter().map(|tools| ("tools", json!({"messages": user("a"), "tools": tools})));
-    let with_keys = keys.into_iter().map(|(key, value)| {
-        let mut messages = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
-        messages[1][key] = value;
-        ("messages", json!({"messages": messages}))
-    });
-    for (field, mut body) in with_tools.chain(with_keys) {
-        body["max_tokens"] = 1.into();
+    for (field, body) in wrong_tools_and_messages() {
         let (status, text) = server.post(CHAT, &body);
         let error: Value = serde_json::from_str(&text).unwrap();
         assert!(status == 400 && error["error"]["param"] == field, "{status}: {body}: {text}");
@@ -335,15 +353,7 @@ fn malformed_requests_are_refused_and_the_server_stays() {
     let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "temperature": 7}));
     let error: Value = serde_json::from_str(&text).unwrap();
     assert!(status == 400 && error["error"]["param"] == "temperature", "{text}");
-    for (method, path, expected) in [("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)] {
-        assert_eq!(server.send(method, path, &[], b"").0, expected, "{method} {path}");
-    }
-    let (status, _) = server.send("POST", CHAT, &["Content-Type: text/plain"], good.to_string().as_bytes());
-    assert_eq!(status, 415);
-    let (status, _) = server.send("POST", CHAT, &[JSON], &vec![b' '; 3 << 20]);
-    assert_eq!(status, 413);
-    let header = format!("X-Long: {}", "x".repeat(40_000));
-    assert!([0, 431].contains(&server.send("GET", "/health", &[&header], b"").0));
+    refuses_before_it_reads_json(&server, &good);
     server.ask(CHAT, &good);
 }
 
