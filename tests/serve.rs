@@ -409,6 +409,14 @@ fn only_who_may_ask_is_answered() {
         }
     }
     assert_eq!(server.send("POST", CHAT, &[JSON, &right], body.as_bytes()).0, 200);
+    for scheme in ["bearer", "BEARER "] {
+        let header = format!("Authorization: {scheme} {key}");
+        assert_eq!(server.send("GET", "/v1/models", &[&header], b"").0, 200, "{header}");
+    }
+    for scheme in ["Basic", ""] {
+        let header = format!("Authorization: {scheme} {key}");
+        assert_eq!(server.send("GET", "/v1/models", &[&header], b"").0, 401, "{header}");
+    }
     assert_eq!(server.send("GET", "/health", &[], b"").0, 200);
     let page = server.send("GET", "/", &[], b"");
     assert!(

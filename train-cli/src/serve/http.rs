@@ -235,8 +235,9 @@ impl Gate {
         match &self.key {
             Some(_) if ["/", "/health"].contains(&request.uri().path()) => Ok(()),
             Some(key) => {
-                let given = text(header::AUTHORIZATION).and_then(|value| value.strip_prefix("Bearer "));
-                if given.is_some_and(|given| bool::from(given.trim().as_bytes().ct_eq(key.as_bytes()))) {
+                let given = text(header::AUTHORIZATION).and_then(|value| value.split_once(' '));
+                let given = given.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("Bearer"));
+                if given.is_some_and(|(_, given)| bool::from(given.trim().as_bytes().ct_eq(key.as_bytes()))) {
                     return Ok(());
                 }
                 Err(Refusal::new(
