@@ -269,6 +269,17 @@ fn refuses_before_it_reads_json(server: &Server, good: &Value) {
     assert_eq!(status, 415);
     let (status, _) = server.send("POST", CHAT, &[JSON], &vec![b' '; 3 << 20]);
     assert_eq!(status, 413);
+    // A body that is too long, and one whose chunks have no size, are not waited for.
+    let head = format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{JSON}\r\n");
+    for (rest, expected) in
+        [("Content-Length: 99999999\r\n\r\n", 413), ("Transfer-Encoding: chunked\r\n\r\nsize\r\n", 400)]
+    {
+        let began = Instant::now();
+        let (status, text) = reply(server.write(&format!("{head}{rest}")));
+        let error: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{rest}: {e}: {text}"));
+        assert!(status == expected && error["error"]["message"].is_string(), "{rest}: {status}: {text}");
+        assert!(began.elapsed() < Duration::from_secs(10), "{rest}: {:?}", began.elapsed());
+    }
     let header = format!("X-Long: {}", "x".repeat(40_000));
     assert!([0, 431].contains(&server.send("GET", "/health", &[&header], b"").0));
 }

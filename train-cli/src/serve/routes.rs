@@ -10,7 +10,7 @@ use super::{
 use crate::{CliError, model_files::TextFiles, talk::answer::Answer};
 use axum::{
     Json, Router,
-    body::{Body, Bytes, to_bytes},
+    body::{Body, HttpBody},
     extract::{Path, State, rejection::PathRejection},
     http::{HeaderMap, StatusCode, header},
     response::{
@@ -19,7 +19,7 @@ use axum::{
     },
     routing::{get, post},
 };
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 use serde_json::{Value, json};
 use std::{
     collections::VecDeque,
@@ -179,23 +179,37 @@ async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: 
 }
 
 /// The body of a request. Only JSON is taken: a page of another site cannot send it without asking first.
-async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Bytes, Refusal> {
+async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Vec<u8>, Refusal> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if kind.split(';').next().is_none_or(|kind| !kind.trim().eq_ignore_ascii_case("application/json")) {
         let text = format!("the content type is {kind:?}; application/json is needed");
         return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, text));
     }
-    match timeout(BODY_TIME, to_bytes(body, LONGEST_BODY)).await {
-        Ok(Ok(body)) => Ok(body),
-        Ok(Err(_)) => {
-            let text = format!("the body was cut off, or has more than {LONGEST_BODY} bytes");
-            Err(Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, text))
-        }
-        Err(_) => {
-            let text = format!("the body took longer than {} seconds", BODY_TIME.as_secs());
-            Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, text))
-        }
+    // A body that says that it is too long is not waited for.
+    if body.size_hint().lower() > LONGEST_BODY as u64 {
+        return Err(too_long());
     }
+    timeout(BODY_TIME, joined(body)).await.unwrap_or_else(|_| {
+        let text = format!("the body took longer than {} seconds", BODY_TIME.as_secs());
+        Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, text))
+    })
+}
+
+/// The bytes of a body, which arrives in pieces.
+async fn joined(body: Body) -> Result<Vec<u8>, Refusal> {
+    let (mut pieces, mut all) = (body.into_data_stream(), Vec::new());
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|e| Refusal::bad(format!("the body is cut off or broken: {e}")))?;
+        if all.len() + piece.len() > LONGEST_BODY {
+            return Err(too_long());
+        }
+        all.extend_from_slice(&piece);
+    }
+    Ok(all)
+}
+
+fn too_long() -> Refusal {
+    Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {LONGEST_BODY} bytes"))
 }
 
 /// Refuses a request for another model, and prompts that do not fit this one.
