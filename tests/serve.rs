@@ -208,6 +208,10 @@ fn the_fields_of_a_request_do_what_they_say() {
     let stopped = server.ask(COMPLETION, &json!({"prompt": "Once upon", "temperature": 0, "stop": middle}));
     assert_eq!(stopped["choices"][0]["text"], &text[..text.find(&middle).unwrap()]);
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    // A null is a field that is not there, also within another field.
+    let nulls = json!({"messages": user("a"), "max_tokens": 1, "stream": true, "seed": null,
+        "stream_options": {"include_usage": null}, "chat_template_kwargs": {"enable_thinking": null}});
+    assert_eq!(server.events(CHAT, &nulls).last().unwrap(), "[DONE]");
     let chat = server.ask(CHAT, &json!({"messages": user("a"), "max_tokens": 3, "logprobs": true, "top_logprobs": 2}));
     let tokens = chat["choices"][0]["logprobs"]["content"].as_array().unwrap();
     assert!(tokens.len() == 3 && tokens[0]["top_logprobs"].as_array().unwrap().len() == 2, "{chat}");
