@@ -405,6 +405,7 @@ fn only_who_may_ask_is_answered() {
     };
     refused(&["--host", "0.0.0.0"], "--api-key-file");
     refused(&["--parallel", "0"], "--parallel 0");
+    refused(&["--model-name="], "--model-name");
     refused(&["--context", "100000000"], "--context 100000000");
     refused(&["--context", "0"], "--context");
     #[cfg(unix)]
