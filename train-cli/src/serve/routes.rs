@@ -1,6 +1,7 @@
 //! One function for each address.
 
 use super::{
+    ending::{Ending, Unfinished},
     engine::{Piece, Question},
     metrics::Metrics,
     refusal::Refusal,
@@ -69,6 +70,8 @@ pub(super) struct App {
     pub(super) began: i64,
     /// Replies so far, which name them.
     pub(super) replies: AtomicU64,
+    /// The end of the server.
+    pub(super) ending: Arc<Ending>,
 }
 
 impl App {
@@ -173,8 +176,10 @@ async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: 
     let (id, created) = (format!("{prefix}-{:x}-{number}", app.began), now.as_second());
     let reply = Reply { interface, id, created, model, calls_tools: request.calls_tools };
     let pieces = ask(&app, &request)?;
-    let answers = (0..request.prompts.len() * request.choices).map(|_| None).collect();
-    let waiting = Waiting { app, request, reply, pieces, deadline, answers };
+    let wanted = request.prompts.len() * request.choices;
+    let answers = (0..wanted).map(|_| None).collect();
+    let unfinished = (0..wanted).map(|_| app.ending.begun()).collect();
+    let waiting = Waiting { app, request, reply, pieces, deadline, answers, unfinished };
     if waiting.request.streams { Ok(waiting.stream()) } else { waiting.whole().await }
 }
 
@@ -262,11 +267,17 @@ struct Waiting {
     deadline: Instant,
     /// The answers that are complete; `None` for the others.
     answers: Vec<Option<Answer>>,
+    /// One for each answer that is not complete.
+    unfinished: Vec<Unfinished>,
 }
 
 impl Waiting {
     async fn next(&mut self) -> Result<(usize, Piece), Refusal> {
-        match timeout_at(self.deadline, self.pieces.recv()).await {
+        let heard = tokio::select! {
+            heard = timeout_at(self.deadline, self.pieces.recv()) => heard,
+            refusal = self.app.ending.cut() => return Err(refusal),
+        };
+        match heard {
             Ok(Some((_, Piece::Refused(refusal)))) => Err(refusal),
             Ok(Some(piece)) => Ok(piece),
             Ok(None) => Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the model does not answer any more")),
@@ -275,6 +286,12 @@ impl Waiting {
                 Err(Refusal::new(StatusCode::GATEWAY_TIMEOUT, text))
             }
         }
+    }
+
+    /// Takes a complete answer.
+    fn take(&mut self, index: usize, answer: Answer) {
+        self.answers[index] = Some(answer);
+        self.unfinished.pop();
     }
 
     /// All answers, if they are complete.
@@ -290,7 +307,7 @@ impl Waiting {
                 return Ok(Json(reply).into_response());
             }
             if let (index, Piece::Complete(answer)) = self.next().await? {
-                self.answers[index] = Some(*answer);
+                self.take(index, *answer);
             }
         }
     }
@@ -340,7 +357,7 @@ impl Streaming {
 
     /// What is sent for a piece of an answer.
     fn pieces(&mut self, index: usize, piece: Piece) -> Result<Vec<Value>, Refusal> {
-        let Waiting { app, request, reply, answers, .. } = &mut self.waiting;
+        let Waiting { app, request, reply, .. } = &self.waiting;
         match piece {
             Piece::Text(..) if request.calls_tools => Ok(vec![]),
             Piece::Text(text, tokens) => {
@@ -349,7 +366,7 @@ impl Streaming {
             Piece::Refused(refusal) => Err(refusal),
             Piece::Complete(answer) => {
                 let mut pieces = reply.closing(index, &answer, self.sent[index], &app.text.tokenizer)?;
-                answers[index] = Some(*answer);
+                self.waiting.take(index, *answer);
                 if let Some(all) = self.waiting.complete().filter(|_| self.waiting.request.streams_usage) {
                     pieces.push(self.waiting.reply.usage(&all, &self.waiting.request));
                 }
