@@ -7,6 +7,7 @@
 //! | `routes` | one function for each address |
 //! | `request`, `json_fields` | the JSON of a question, checked field by field |
 //! | `reply` | the JSON of an answer, whole or in pieces |
+//! | `logprobs` | log probabilities of tokens, which may be parts of characters |
 //! | `refusal` | an error as OpenAI's clients read it |
 //! | `engine` | the thread that owns the model and makes all answers together |
 //! | `metrics` | counters for Prometheus |
@@ -18,6 +19,7 @@ mod ending;
 mod engine;
 mod http;
 mod json_fields;
+mod logprobs;
 mod metrics;
 mod refusal;
 mod reply;

@@ -303,7 +303,7 @@ impl Waiting {
     async fn whole(mut self) -> Result<Response, Refusal> {
         loop {
             if let Some(answers) = self.complete() {
-                let reply = self.reply.whole(&answers, &self.request, &self.app.text.tokenizer)?;
+                let reply = self.reply.whole(&answers, &self.request, &self.app.text.tokenizer);
                 return Ok(Json(reply).into_response());
             }
             if let (index, Piece::Complete(answer)) = self.next().await? {
@@ -361,11 +361,11 @@ impl Streaming {
         match piece {
             Piece::Text(..) if request.calls_tools => Ok(vec![]),
             Piece::Text(text, tokens) => {
-                Ok(vec![reply.text(index, &text, &tokens, &mut self.sent[index], &app.text.tokenizer)?])
+                Ok(vec![reply.text(index, &text, &tokens, &mut self.sent[index], &app.text.tokenizer)])
             }
             Piece::Refused(refusal) => Err(refusal),
             Piece::Complete(answer) => {
-                let mut pieces = reply.closing(index, &answer, self.sent[index], &app.text.tokenizer)?;
+                let mut pieces = reply.closing(index, &answer, &mut self.sent[index], &app.text.tokenizer);
                 self.waiting.take(index, *answer);
                 if let Some(all) = self.waiting.complete().filter(|_| self.waiting.request.streams_usage) {
                     pieces.push(self.waiting.reply.usage(&all, &self.waiting.request));
