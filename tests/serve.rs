@@ -608,7 +608,7 @@ fn streamed_logarithms_come_with_each_piece() {
             let tokens = tokens.iter().filter(|token| !token["token"].as_str().unwrap().starts_with("<|"));
             let bytes = tokens.flat_map(|token| token["bytes"].as_array().expect("a token has bytes"));
             let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
-            assert_eq!(whole["message"]["content"], String::from_utf8_lossy(&bytes).as_ref());
+            assert_eq!(whole["message"]["content"], String::from_utf8_lossy(&bytes).into_owned());
         }
         let whole = whole["logprobs"].clone();
         let mut streamed = body.clone();
