@@ -191,7 +191,7 @@ fn thinking(fields: &mut Fields) -> Result<Option<bool>, Refusal> {
         Some(Value::Object(given)) if given.keys().all(|key| key == "enable_thinking") => match given
             .get("enable_thinking")
         {
-            None => Ok(None),
+            None | Some(Value::Null) => Ok(None),
             Some(value) => value.as_bool().map(Some).ok_or_else(|| bad("enable_thinking is neither true nor false")),
         },
         Some(_) => Err(bad("an object with \"enable_thinking\" is needed")),
@@ -218,7 +218,7 @@ fn usage(options: Option<Value>, streams: bool) -> Result<bool, Refusal> {
         None => Ok(false),
         Some(Value::Object(options)) if streams && options.keys().all(|key| key == "include_usage") => {
             match options.get("include_usage") {
-                None => Ok(false),
+                None | Some(Value::Null) => Ok(false),
                 Some(Value::Bool(wanted)) => Ok(*wanted),
                 Some(_) => Err(Refusal::field("stream_options", "include_usage is neither true nor false")),
             }
