@@ -178,6 +178,23 @@ fn prompts_are_answered_without_evaluation_rows() {
     fs::remove_file(d.join("r/train_results.json")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "r"]);
     assert_eq!(fs::read_to_string(&log).unwrap(), whole);
+
+    // The answers after training are those that the log has of the exported step: nothing is answered twice.
+    let mut last: Value = serde_json::from_str(whole.lines().last().unwrap()).unwrap();
+    last["answer"] = "an answer of the log".into();
+    let lines = whole.lines().take(2).map(str::to_owned).chain([last.to_string()]);
+    fs::write(&log, lines.flat_map(|line| [line, "\n".to_owned()]).collect::<String>()).unwrap();
+    let after = |more: &[&str]| {
+        fs::remove_file(d.join("r/train_results.json")).unwrap();
+        let out = run(d, &[&["fit", "--resume-from-checkpoint", "r"], more].concat());
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert!(out.status.success(), "{said}");
+        said.lines().find_map(|line| line.trim_start().strip_prefix("after ")).unwrap().trim().to_owned()
+    };
+    assert_eq!(after(&[]), "x → an answer of the log");
+    // Another prompt has none yet.
+    let other = after(&["--sample-prompt", "y"]);
+    assert!(other.starts_with("y → ") && !other.contains("an answer of the log"), "{other}");
 }
 
 /// A run that chooses a step evaluates often enough for a choice, also where evaluations take long beside steps.

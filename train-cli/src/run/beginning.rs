@@ -54,12 +54,23 @@ impl Beginning {
         found
     }
 
-    /// Prints the answers before and after training. Returns the share of NVFP4 codes that changed, if there are any.
+    /// Prints the answers before training, and those of `model` after `step` steps of `run`. The run may have logged them.
+    /// Returns the share of NVFP4 codes that changed, if there are any.
     ///
     /// # Errors
-    /// If the device fails.
-    pub fn compare<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
-        for (prompt, after) in samples.prompts.iter().zip(samples.answers(model)?) {
+    /// If the device fails, or the log cannot be read.
+    pub fn compare<B: Nvfp4Kernels>(
+        &self,
+        model: &Qwen3<B>,
+        samples: &Samples,
+        run: &Path,
+        step: usize,
+    ) -> Result<Option<f64>, CliError> {
+        let answers = match samples.logged(run, step)? {
+            Some(answers) => answers,
+            None => samples.answers(model)?,
+        };
+        for (prompt, after) in samples.prompts.iter().zip(answers) {
             if let Some((_, before)) = self.answers.iter().find(|(asked, _)| asked == prompt) {
                 report::label("before", format!("{} → {}", beginning(prompt), beginning(before)));
             }

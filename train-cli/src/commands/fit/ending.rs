@@ -45,7 +45,8 @@ impl Ready {
         let (model, step) = self.best_or_last(model, made, &journal, device)?;
         // The export is checked in the memory that the optimizer's states and the step's buffers had.
         B::memory_cleanup(device);
-        let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
+        let run = &self.plan.output_dir;
+        let changed = beginning.map(|beginning| beginning.compare(&model, &samples, run, step)).transpose()?.flatten();
         let exported = self.export(&model, head, &go_on)?;
         let step = exported.as_ref().map(|_| step);
         let (folder, extra) = exported.unzip();
@@ -102,7 +103,7 @@ impl Ready {
 
     /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, and the size and digest
     /// of the file; `None` if nothing is saved.
-    fn export<B: Nvfp4Kernels>(
+    fn export<B: Nvfp4Kernels + DeviceServices>(
         &self,
         model: &Qwen3<B>,
         head: HeadStorage,
