@@ -9,7 +9,7 @@ use crate::{
     memory::forecast,
     plan::{self, Plan},
     progress, report,
-    run::cadence::{self, Waited},
+    run::cadence::{self, Spent},
     run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
     run::folder::SUMMARY,
@@ -71,8 +71,8 @@ pub struct Journal {
     told: bool,
     /// When this attempt began to train.
     began: Instant,
-    /// How long it has waited for checkpoints.
-    waited: Waited,
+    /// The time that checkpoints have taken from it.
+    spent: Spent,
 }
 
 impl Journal {
@@ -129,7 +129,7 @@ impl Journal {
             saver: Arc::new(Mutex::new(saver)),
             told: false,
             began: Instant::now(),
-            waited: Waited::default(),
+            spent: Spent::default(),
         })
     }
 
@@ -219,8 +219,8 @@ impl Journal {
         if saver.is_busy() {
             return Some("the one before is still being written");
         }
-        let has_time = self.waited.has_time(self.began.elapsed().as_secs_f64());
-        (!has_time).then_some("training would wait for checkpoints for too much of its time")
+        let has_time = self.spent.has_time(self.began.elapsed().as_secs_f64());
+        (!has_time).then_some("checkpoints would take too much of the run's time")
     }
 
     /// Whether something that happens every `every` steps happens after this one. It always happens after the last step, and
@@ -333,6 +333,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let saver = self.saver.clone();
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
         saver.check()?;
+        self.spent.add_to_last(saver.taken_from_steps());
         let saving = &self.plan.settings.saving;
         let there = if saving.load_best_model_at_end { checkpoint::list(&self.plan.output_dir)? } else { vec![] };
         // Of an evaluation that is better, but has no checkpoint any more, nothing can be exported.
@@ -349,12 +350,12 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if !saves || !due {
             return Ok(None);
         }
-        // Nobody has asked for this one, and training would have to wait for it, or for the one before.
+        // Nobody has asked for this one, and it would cost too much time, or have to wait for the one before.
         let optional = !needed && saving.save_steps.is_none();
         if let Some(reason) = optional.then(|| self.reason_to_leave_out(&saver)).flatten() {
             if !std::mem::replace(&mut self.told, true) {
                 report::line(format!(
-                    "note: no checkpoint after step {step}: {reason}. --save-steps N makes training wait for it"
+                    "note: no checkpoint after step {step}: {reason}. --save-steps N leaves none out"
                 ));
             }
             return Ok(None);
@@ -370,7 +371,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
         let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
-        self.waited.add(self.started.elapsed().as_secs_f64());
+        // The one before may have been waited for.
+        self.spent.add_to_last(saver.taken_from_steps());
+        self.spent.add(self.started.elapsed().as_secs_f64());
         self.saved = Some(step);
         progress::doing("training");
         if ends && written.is_none() { saver.wait() } else { Ok(written) }
