@@ -23,15 +23,31 @@ pub(super) fn evaluation(plan: &Plan, inputs: &Inputs, cost: f64) -> usize {
     between(inputs.order(plan).steps, cost)
 }
 
-/// How long an evaluation and `answers` tokens of sample answers take, in steps.
-pub(super) fn cost(plan: &Plan, inputs: &Inputs, answers: usize) -> f64 {
+/// How long the parts of an evaluation take, in steps.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cost {
+    /// The passes over the evaluation rows.
+    pub(super) passes: f64,
+    /// The sample answers.
+    pub(super) answers: f64,
+}
+
+impl Cost {
+    /// Both.
+    pub(super) fn total(self) -> f64 {
+        self.passes + self.answers
+    }
+}
+
+/// How long an evaluation and `answers` tokens of sample answers take.
+pub(super) fn cost(plan: &Plan, inputs: &Inputs, answers: usize) -> Cost {
     let tokens = |samples: &[crate::data::sample::Sample]| samples.iter().map(|s| s.ids.len()).sum::<usize>() as f64;
     // Weights are evaluated in 4 bits and as master weights, without quantized activations. A recipe that quantizes activations is
     // evaluated as in training, too.
     let forms = if plan.recipe.packs_activations() { 3.0 } else { 2.0 };
     let step = tokens(&inputs.train) / inputs.train.len().max(1) as f64 * plan.sequences_per_step() as f64;
-    let one = forms * FORWARD * tokens(&inputs.eval) + DECODED * answers as f64;
-    one / step.max(1.0)
+    let steps = |tokens: f64| tokens / step.max(1.0);
+    Cost { passes: steps(forms * FORWARD * tokens(&inputs.eval)), answers: steps(DECODED * answers as f64) }
 }
 
 /// The steps between evaluations of a run of `steps` steps, where one takes as long as `cost` steps.

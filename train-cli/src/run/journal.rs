@@ -9,7 +9,7 @@ use crate::{
     memory::forecast,
     plan::{self, Plan},
     progress, report,
-    run::cadence::{self, Spent},
+    run::cadence::{self, Cost, Spent},
     run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
     run::folder::SUMMARY,
@@ -62,8 +62,8 @@ pub struct Journal {
     saved: Option<usize>,
     /// Steps from one evaluation to the next; 0 evaluates the last step only.
     eval_steps: usize,
-    /// How long an evaluation is expected to take, in steps.
-    evaluation_cost: f64,
+    /// How long an evaluation is expected to take.
+    evaluation_cost: Cost,
     /// The events for TensorBoard, if they are wanted.
     events: Option<Events>,
     saver: Arc<Mutex<Saver>>,
@@ -97,7 +97,7 @@ impl Journal {
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);
         let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| {
-            let every = cadence::evaluation(plan, inputs, evaluation_cost);
+            let every = cadence::evaluation(plan, inputs, evaluation_cost.total());
             let steps =
                 if every < order.steps { format!("every {every} steps") } else { "after the last step".to_owned() };
             report::label("evaluate", format!("{steps}; --eval-steps changes that"));
@@ -288,7 +288,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             SaveStrategy::Steps => due_after(saving.save_every(steps), step, steps),
         };
         let evaluations = due_after(self.eval_steps, step, steps);
-        StillToDo { evaluations, saves, evaluation_cost: self.evaluation_cost }
+        let Cost { passes, answers } = self.evaluation_cost;
+        let answer_seconds = self.state.answering.map(|seconds| seconds * self.samples.prompts.len() as f64);
+        StillToDo { evaluations, saves, pass_cost: passes, answer_cost: answers, answer_seconds }
     }
 
     fn ends_early(&self) -> bool {

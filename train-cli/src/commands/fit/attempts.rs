@@ -115,7 +115,8 @@ impl Ready {
             None => Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, self.spec)?),
             Some(_) => Beginning::read(&plan.output_dir, self.spec),
         };
-        let state = self.state(from, &model);
+        let mut state = self.state(from, &model);
+        state.answering = state.answering.or_else(|| beginning.as_ref()?.answering);
         let order = Order { start: state.global_step, ..inputs.order(plan) };
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
         let guard = watchers.guard.clone();
