@@ -92,7 +92,9 @@ fn a_run_whose_evaluations_get_no_better_ends() {
     let done = results(&run);
     assert_eq!((done["global_step"].as_u64(), done["exported_step"].as_u64()), (Some(end), Some(end)));
     assert_eq!(checkpoints(&run).last(), Some(&end));
-    assert!(fs::read_to_string(run.join("summary.md")).unwrap().contains(&format!("complete, {end} steps")));
+    let stopped = format!("| state | complete, {end} of 14 steps; the evaluation loss stopped falling |");
+    let summary = || fs::read_to_string(run.join("summary.md")).unwrap();
+    assert!(summary().contains(&stopped), "{}", summary());
 
     // It is complete: a resume changes nothing.
     let record = fs::read(run.join("train_results.json")).unwrap();
@@ -102,10 +104,12 @@ fn a_run_whose_evaluations_get_no_better_ends() {
     fs::remove_file(run.join("train_results.json")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "r"]);
     assert_eq!(results(&run)["global_step"], end);
+    assert!(summary().contains(&stopped), "{}", summary());
     // With more patience it goes on, as if it had not ended.
     ok(d, &["fit", "--resume-from-checkpoint", "r", "--early-stopping-patience", "100"]);
     assert_eq!(evaluations(&run), evaluations(&d.join("whole")));
     assert_eq!(results(&run)["global_step"], 14);
+    assert!(summary().contains("| state | complete, 14 steps |"), "{}", summary());
 }
 
 /// A resumed run may be told to end early or to choose its best step: what it says is what it exports.

@@ -85,8 +85,13 @@ fn a_run_that_is_stopped_is_summarized_too() {
             let steps = logged(&r, "loss").len();
             assert_eq!(
                 row(&text, "state"),
-                [format!("not complete, {steps} step{}", if steps == 1 { "" } else { "s" })]
+                [match steps {
+                    4 => "not complete, 4 steps; SIGINT ended it".to_owned(),
+                    made => format!("not complete, {made} of 4 steps; SIGINT ended it"),
+                }]
             );
+            let listed = ok(&machine.folder(), &["runs", "list", "."]);
+            assert!(listed.contains("steps; SIGINT ended it"), "{listed}");
             // The curve and the events have the steps that were made, too.
             assert_eq!((drawn(&r), events_of(&r)), (steps, steps));
             let resumed = machine.fit(&["--resume-from-checkpoint", "--report-to", "tensorboard"], Fault::Nothing);
@@ -350,6 +355,13 @@ fn a_complete_run_says_what_extends_it() {
     assert!(!resumed(&["--max-steps", "5"]).contains("is complete"));
     assert_eq!(logged(&d.join("r"), "loss").len(), 5);
     assert!(resumed(&[]).contains("r is complete at step 5: --max-steps 5 ended it"));
+    // The summary has both command lines, and not those that made nothing.
+    let summary = fs::read_to_string(d.join("r/summary.md")).unwrap();
+    let commands: Vec<&str> = summary.lines().filter(|line| line.starts_with("    train-cli fit ")).collect();
+    assert_eq!(commands.len(), 2, "{summary}");
+    assert!(commands[0].contains("-m m -d m/demo.tsv"), "{summary}");
+    assert!(commands[1].ends_with("fit --resume-from-checkpoint r --max-steps 5"), "{summary}");
+    assert!(summary.contains(", after step 4:"), "{summary}");
 }
 
 #[test]

@@ -23,14 +23,31 @@ use burn::module::AutodiffModule;
 use model_qwen3::{container::Container, model::Qwen3};
 use std::path::{Path, PathBuf};
 
+/// Why a run ends early whose evaluations get no better.
+const STALLED: &str = "the evaluation loss stopped falling";
+
+/// Why a run has ended that ended by an error, in a few words.
+pub(super) fn reason(error: &CliError) -> String {
+    match error {
+        CliError::Interrupted { signal, .. } => format!("{} ended it", signal.name()),
+        CliError::Memory { needed, limit, .. } => {
+            format!("it held {}, more than --memory-limit {}", report::size(*needed), report::size(*limit))
+        }
+        CliError::Diverged { step, what, value, .. } => format!("the {what} of step {step} was {value}"),
+        CliError::OutOfMemory { .. } => "the device was out of memory".to_owned(),
+        CliError::HostIsFull { .. } => "the host was out of memory".to_owned(),
+        other => format!("it failed: {other}"),
+    }
+}
+
 impl Ready {
-    /// Compares, exports and records a trained model.
+    /// Compares, exports and records a trained model. Returns why the run ended before its last step, if it did.
     pub(super) fn finish<B: Nvfp4Kernels + DeviceServices>(
         &self,
         trained: Outcome<B>,
         signals: &Interruption,
         device: &B::Device,
-    ) -> Result<(), CliError> {
+    ) -> Result<Option<String>, CliError> {
         let Outcome { model, beginning, samples, journal, head } = trained;
         let (runtime, last) = (journal.seconds(), self.inputs.order(&self.plan).steps);
         let made = journal.made();
@@ -53,7 +70,7 @@ impl Ready {
         // The record of a complete run comes last: a resume of a run without it finishes the export.
         journal.finish(step, runtime, changed, extra.flatten().as_ref())?;
         self.conclude(folder.as_deref(), runtime, samples.prompts.first());
-        Ok(())
+        Ok((made < last).then(|| STALLED.to_owned()))
     }
 
     /// Ends a run whose steps are made, if a signal asks for it. Its last checkpoint is complete, and a resumed run makes what is
@@ -207,4 +224,18 @@ fn next_steps(exported: &Path, prompt: Option<&String>) {
     report::command(format!("train-cli chat -m {folder}"));
     report::command(format!("train-cli inspect {folder} --verify"));
     report::command("train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_to_end_early_reads_differently() {
+        let diverged = CliError::Diverged { step: 7, what: "loss", value: f32::NAN, updated: false, hint: String::new() };
+        assert_eq!(reason(&diverged), "the loss of step 7 was NaN");
+        let memory = CliError::Memory { needed: 3 << 30, limit: 2 << 30, saved: None };
+        assert_eq!(reason(&memory), "it held 3.0 GiB, more than --memory-limit 2.0 GiB");
+        assert_eq!(reason(&CliError::Usage("the reason".into())), "it failed: the reason");
+    }
 }

@@ -25,6 +25,7 @@ use crate::{
     run::checkpoint::CONFIG,
     run::folder,
     run::header,
+    run::history,
     run::located::located,
     run::recorded_outputs,
     run::resume::{self, Resume, Resumed},
@@ -32,7 +33,7 @@ use crate::{
     settings::{DeviceChoice, Layer},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use ending::{completed, is_complete};
+use ending::{completed, is_complete, reason};
 pub use first_steps::FirstSteps;
 pub use ready::Ready;
 pub(crate) use ready::scaling;
@@ -240,9 +241,13 @@ impl Job for Fit<'_> {
         // The run folder is not made yet, so that a signal which ends the program here leaves nothing behind.
         Ahead::compile(choice, precision, FirstSteps(&ready)).finish();
         lock.iter_mut().for_each(folder::Lock::begins);
-        match resumed {
-            None => folder::create(&ready.plan, &ready.inputs)?,
-            Some(_) => folder::record_settings(&ready.plan)?,
+        match &resumed {
+            None => folder::create(&ready.plan, &ready.inputs, restarts)?,
+            Some(resumed) => {
+                folder::record_settings(&ready.plan)?;
+                let steps = ready.inputs.order(&ready.plan).steps;
+                history::resume(&ready.plan.output_dir, resumed.state.global_step, steps)?;
+            }
         }
         if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_recorded) {
             recorded_outputs::set_aside(file, &ready.plan.output_dir)?;
@@ -251,9 +256,13 @@ impl Job for Fit<'_> {
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
         let trained = ready.guarded::<B>(resumed, &signals, &requests, &device);
         let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
-        // However the run has ended, its folder says so.
+        // However the run has ended, its folder says so, and why.
+        let reason = ended.as_ref().map_or_else(|error| Some(reason(error)), Clone::clone);
+        if let Err(error) = history::end(&ready.plan.output_dir, reason) {
+            report::line(format!("warning: why the run ended could not be recorded: {error}"));
+        }
         summarize(&ready.plan.output_dir);
-        ended
+        ended.map(|_| ())
     }
 }
 
