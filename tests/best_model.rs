@@ -100,6 +100,14 @@ fn a_run_whose_evaluations_get_no_better_ends() {
     let record = fs::read(run.join("train_results.json")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "r"]);
     assert_eq!(fs::read(run.join("train_results.json")).unwrap(), record);
+    // A longer run would end at the same step, and says what continues it.
+    let longer = ["fit", "--resume-from-checkpoint", "r", "--max-steps", "20"];
+    let out = crate::support::files::run(d, &longer);
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.code() == Some(2) && !said.contains("the run now has"), "{said}");
+    assert!(said.contains("the evaluation loss stopped falling"), "{said}");
+    assert!(said.contains("give --early-stopping-patience N, where N is larger than 2"), "{said}");
+    assert_eq!(fs::read(run.join("train_results.json")).unwrap(), record);
     // What is missing is made again, without a further step.
     fs::remove_file(run.join("train_results.json")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "r"]);

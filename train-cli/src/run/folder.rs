@@ -233,9 +233,10 @@ pub fn check_unchanged(
         return usage(format!("{now}, but the checkpoint was made {before}; a resumed run cannot change it"));
     }
     if done > steps {
-        let text =
-            format!("the checkpoint has made {done} steps, and the run would have {steps}; give more --max-steps");
-        return usage(text);
+        let longer = if plan.settings.optimizer.max_steps.is_some() { "--max-steps" } else { "--num-train-epochs" };
+        return usage(format!(
+            "the checkpoint has made {done} steps, and the run would have {steps}; give a larger {longer}"
+        ));
     }
     if steps != state.max_steps {
         let text = "the learning rate follows the schedule of the new length";

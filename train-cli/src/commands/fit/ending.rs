@@ -16,7 +16,7 @@ use crate::{
     run::results::Results,
     run::resume::Resumed,
     run::trained,
-    settings::SaveStrategy,
+    settings::{Layer, SaveStrategy, flag},
 };
 use backend_nvfp4::{BlockShape, DeviceServices, Nvfp4Kernels};
 use burn::module::AutodiffModule;
@@ -192,6 +192,41 @@ pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Re
     Ok(done && made && is_wanted && exported)
 }
 
+/// Refuses a new length of a run if the command line gives one, and no step would be made because of another setting.
+///
+/// # Errors
+/// If it does.
+pub(super) fn check_length(typed: &Layer, plan: &Plan, state: &TrainerState, steps: usize) -> Result<(), CliError> {
+    let (run, before) = (&plan.output_dir, state.settings.table());
+    // A command line that is given again may have the length that the run has.
+    let changed = |key: &str| typed.get(key).filter(|value| before.get(key) != Some(*value));
+    let Some((key, value)) = LENGTHS.into_iter().find_map(|key| Some((key, changed(key)?))) else { return Ok(()) };
+    // JSON writes 3.0 for 3 passes.
+    let value = value.as_f64().map_or_else(|| value.to_string(), |number| number.to_string());
+    let (wanted, done) = (format!("{} {value}", flag(key)), state.global_step);
+    if let Some(most) = plan.settings.optimizer.max_steps.filter(|_| key == EPOCHS && done == steps) {
+        return Err(CliError::Usage(format!(
+            "{wanted}: {} has made all its steps, because --max-steps {most} in its settings overrides \
+             --num-train-epochs; give --max-steps N, where N is larger than {most}",
+            run.display()
+        )));
+    }
+    let patience = plan.settings.logging.early_stopping_patience.filter(|_| done < steps);
+    let Some(patience) = patience else { return Ok(()) };
+    if !Evaluations::logged(run, plan.quantize_from(steps))?.up_to(done).have_stalled(patience) {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "{wanted}: {} ended after step {done} because {STALLED}, and a longer run would end there too; also give \
+         --early-stopping-patience N, where N is larger than {patience}",
+        run.display()
+    )))
+}
+
+/// The settings that say how long a run is. The first overrides the other.
+const LENGTHS: [&str; 2] = ["max_steps", EPOCHS];
+const EPOCHS: &str = "num_train_epochs";
+
 /// What to say of a run that is complete: which setting ended it, and how it can be extended.
 pub(super) fn completed(plan: &Plan, state: &TrainerState) -> String {
     let (run, optimizer) = (plan.output_dir.display(), &plan.settings.optimizer);
@@ -232,7 +267,8 @@ mod tests {
 
     #[test]
     fn every_way_to_end_early_reads_differently() {
-        let diverged = CliError::Diverged { step: 7, what: "loss", value: f32::NAN, updated: false, hint: String::new() };
+        let diverged =
+            CliError::Diverged { step: 7, what: "loss", value: f32::NAN, updated: false, hint: String::new() };
         assert_eq!(reason(&diverged), "the loss of step 7 was NaN");
         let memory = CliError::Memory { needed: 3 << 30, limit: 2 << 30, saved: None };
         assert_eq!(reason(&memory), "it held 3.0 GiB, more than --memory-limit 2.0 GiB");
