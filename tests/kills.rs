@@ -260,7 +260,7 @@ fn outcome(d: &Path, name: &str) -> Vec<(&'static str, Vec<u8>)> {
     let timeless = |text: String| -> Vec<u8> {
         let line = |line: &str| {
             let mut value: Value = serde_json::from_str(line).unwrap();
-            for key in ["tokens_per_second", "memory_mib", "model_tflops", "seconds", "settings"] {
+            for key in ["tokens_per_second", "memory_mib", "model_tflops", "seconds", "answering", "settings"] {
                 value.as_object_mut().unwrap().remove(key);
             }
             for key in ["train_runtime", "train_samples_per_second", "train_steps_per_second"] {

@@ -13,7 +13,7 @@ use model_qwen3::{
     container::Container,
     model::{Qwen3, ids_tensor},
     sampling::Sampling,
-    session::{Answering, GenerateOptions, Generation, Session, generate, step},
+    session::{Answering, GenerateOptions, Generation, Session, generate, generate_together, step},
     weights::{self, Purpose, to_host},
 };
 use safetensors::SafeTensors;
@@ -81,6 +81,12 @@ fn neighbors_do_not_change_an_answer() {
             let expected = alone(&model, request);
             assert_eq!(found.ids, expected.ids, "request {i} of {recipe:?}");
             assert_eq!(found.logprobs, expected.logprobs, "request {i} of {recipe:?}");
+        }
+        let prompts: Vec<Vec<u32>> = requests.iter().take(5).map(|(prompt, _)| prompt.clone()).collect();
+        let found = generate_together(&model, &prompts, &greedy(4), || ()).unwrap();
+        assert_eq!(found.len(), prompts.len());
+        for (found, prompt) in found.iter().zip(prompts) {
+            assert_eq!(found.ids, alone(&model, &(prompt, greedy(4))).ids, "{recipe:?}");
         }
         // What the test would see: the scale that training takes over all rows lets one row change another.
         let first = |rows: &[Vec<u32>]| {

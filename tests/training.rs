@@ -480,6 +480,8 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(4) && stderr.contains("stopped after step 1"), "{stderr}");
     assert!(d.join("stopped/checkpoint-1/manifest.json").exists());
+    let summary = std::fs::read_to_string(d.join("stopped/summary.md")).unwrap();
+    assert!(summary.contains("| state | not complete, 1 of 12 steps; it held "), "{summary}");
 }
 
 #[test]

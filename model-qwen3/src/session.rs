@@ -7,6 +7,7 @@ use crate::{
     kv_cache::{KvCache, KvPool, NewTokens},
     model::{Qwen3, below_each_other, ids_tensor},
     next_token::{Known, NextToken, drawn_ids},
+    pages::PAGE,
     sampling::{self, Logprobs, Sampling},
     weights::to_host,
 };
@@ -436,4 +437,38 @@ pub fn generate<B: Nvfp4Kernels>(
             Progress::Read(_) => ControlFlow::Continue(()),
         }
     })
+}
+
+/// Answers several prompts together: each forward makes the next token of every answer. Calls `on_step` after each. The answers are
+/// those of [`generate`].
+///
+/// # Errors
+/// As [`generate`].
+pub fn generate_together<B: Nvfp4Kernels>(
+    model: &Qwen3<B>,
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+    mut on_step: impl FnMut(),
+) -> Result<Vec<Generation>, ModelError> {
+    let limit = model.config().max_position_embeddings;
+    let capacity = |prompt: &Vec<u32>| prompt.len().saturating_add(options.max_tokens);
+    if let Some(value) = prompts.iter().map(capacity).find(|value| *value > limit) {
+        return Err(ModelError::TooLarge { what: "prompt and answer", value, limit });
+    }
+    let pool = model.pool(prompts.iter().map(|prompt| capacity(prompt).next_multiple_of(PAGE)).sum())?;
+    let session = |prompt: &Vec<u32>| Session::of_pool(model, &pool, prompt, capacity(prompt));
+    let mut sessions: Vec<Session<'_, B>> =
+        prompts.iter().map(|prompt| session(prompt).expect("the pool has room for all prompts and answers")).collect();
+    let begun = sessions.iter_mut().zip(prompts).map(|(session, prompt)| Answering::new(session, prompt, options));
+    let mut answers = begun.collect::<Result<Vec<_>, _>>()?;
+    loop {
+        let parts = sessions.iter_mut().zip(&mut answers);
+        let mut running: Vec<_> = parts.filter(|(_, answering)| !answering.has_ended()).collect();
+        if running.is_empty() {
+            break;
+        }
+        step(&mut running)?;
+        on_step();
+    }
+    answers.into_iter().map(Answering::into_generation).collect()
 }

@@ -21,7 +21,7 @@ use crate::{
     },
     settings::defaults::SCALING,
 };
-use backend_nvfp4::{BlockShape, LinearSpec, Nvfp4Kernels, Recipe};
+use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, Nvfp4Kernels, Recipe};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -135,7 +135,7 @@ pub struct Target<'a> {
 ///
 /// # Errors
 /// If writing fails or the written file does not work. An older folder is then untouched.
-pub fn model_to_folder<B: Nvfp4Kernels>(
+pub fn model_to_folder<B: Nvfp4Kernels + DeviceServices>(
     model: &Qwen3<B>,
     text: &TextFiles,
     companions: &Companions,
@@ -160,7 +160,7 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
 ///
 /// # Errors
 /// As [`model_to_folder`].
-pub fn model_to_dat<B: Nvfp4Kernels>(
+pub fn model_to_dat<B: Nvfp4Kernels + DeviceServices>(
     model: &Qwen3<B>,
     text: &TextFiles,
     form: &Target,

@@ -39,6 +39,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
+    time::Instant,
 };
 
 /// The large files of a checkpoint, which are made at the same time.
@@ -53,9 +54,16 @@ const TRANSFER_WHILE_WAITING: usize = 32 << 20;
 pub struct Saver {
     place: Destination,
     /// The checkpoint that is being written.
-    pending: Option<JoinHandle<Result<PathBuf, CliError>>>,
+    pending: Option<JoinHandle<Result<Written, CliError>>>,
     waits: Waits,
+    /// Whether the device computes on the host, so that a thread that writes takes time from the steps.
+    slows_steps: bool,
+    /// Seconds that threads have taken from the steps, which nobody has asked for yet.
+    taken: f64,
 }
+
+/// The folder of a checkpoint that a thread has written, and the seconds that this took.
+type Written = (PathBuf, f64);
 
 /// Where a checkpoint waits until it is written.
 #[derive(Debug)]
@@ -93,11 +101,17 @@ struct Destination {
 
 impl Saver {
     /// For the run in a folder. Each checkpoint takes about `bytes`. In [`Room::Host`], so much memory is taken before the
-    /// training, while the program goes on.
+    /// training, while the program goes on. `slows_steps` says that the device computes on the host.
     ///
     /// # Errors
     /// If there is no thread for that.
-    pub fn new(run: &Path, companions: &Companions, bytes: u64, room: Room) -> Result<Self, CliError> {
+    pub fn new(
+        run: &Path,
+        companions: &Companions,
+        bytes: u64,
+        room: Room,
+        slows_steps: bool,
+    ) -> Result<Self, CliError> {
         let waits = Waits::of(bytes, room)?;
         let place = Destination {
             run: run.to_owned(),
@@ -106,7 +120,7 @@ impl Saver {
             transfer: TRANSFER,
             reads_all: room == Room::AtTheEnd || !matches!(waits, Waits::Nowhere),
         };
-        Ok(Self { place, pending: None, waits })
+        Ok(Self { place, pending: None, waits, slows_steps, taken: 0.0 })
     }
 
     /// Saves a checkpoint, and deletes those that are not to be kept. Returns its folder, or None if it is still being
@@ -154,7 +168,11 @@ impl Saver {
         &mut self,
         write: impl FnOnce() -> Result<PathBuf, CliError> + Send + 'static,
     ) -> Result<Option<PathBuf>, CliError> {
-        let writer = thread::Builder::new().name("checkpoint".into()).spawn(write);
+        let timed = move || {
+            let began = Instant::now();
+            write().map(|folder| (folder, began.elapsed().as_secs_f64()))
+        };
+        let writer = thread::Builder::new().name("checkpoint".into()).spawn(timed);
         self.pending = Some(writer.map_err(CliError::no_thread("checkpoint"))?);
         Ok(None)
     }
@@ -167,12 +185,19 @@ impl Saver {
         let Some(writer) = self.pending.take() else { return Ok(None) };
         let written = writer.join();
         // A checkpoint that was committed is whole, even if the device failed afterwards.
-        if let Ok(Ok(folder)) = written {
+        if let Ok(Ok((folder, seconds))) = written {
+            self.taken += if self.slows_steps { seconds } else { 0.0 };
             return Ok(Some(folder));
         }
         // It is the cause of a panic that followed from it.
         device::check()?;
-        written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(Some)
+        written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(|(folder, _)| Some(folder))
+    }
+
+    /// Seconds that threads which wrote checkpoints have taken from the steps since this was last asked: all of them where the
+    /// device computes on the host, else none.
+    pub fn taken_from_steps(&mut self) -> f64 {
+        std::mem::take(&mut self.taken)
     }
 
     /// Waits for the last checkpoint of the run, as [`Self::wait`] does. The memory in which it waited goes back to the system.
@@ -394,7 +419,7 @@ mod tests {
     }
 
     fn saver(run: &Path, bytes: u64, room: Room) -> Saver {
-        Saver::new(run, &companions(), bytes, room).unwrap()
+        Saver::new(run, &companions(), bytes, room, true).unwrap()
     }
 
     fn manifest(run: &Path) -> Vec<u8> {
@@ -423,6 +448,23 @@ mod tests {
         let [host, device] = [saved("host", 1, Room::Host), saved("device", u64::MAX, Room::Device)];
         assert_eq!([direct.0, shared.0, host.0, device.0], [false, false, cfg!(target_os = "linux"), true]);
         assert!([shared.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
+    }
+
+    /// Where the device computes on the host, a thread that writes a checkpoint takes its whole time from the steps.
+    #[test]
+    fn the_time_of_a_writing_thread_counts_where_it_slows_steps() {
+        let dir = tempfile::tempdir().unwrap();
+        let trained = AfterAStep::new();
+        for (name, slows_steps) in [("host", true), ("device", false)] {
+            let run = dir.path().join(name);
+            let mut saver = saver(&run, 1, Room::Device);
+            saver.slows_steps = slows_steps;
+            trained.saved(&mut saver);
+            assert_eq!(saver.taken_from_steps(), 0.0, "{name}: the thread has not been waited for");
+            saver.wait().unwrap();
+            assert_eq!(saver.taken_from_steps() > 0.0, slows_steps, "{name}");
+            assert_eq!(saver.taken_from_steps(), 0.0, "{name}: it counts once");
+        }
     }
 
     #[test]

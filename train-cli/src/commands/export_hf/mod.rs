@@ -19,7 +19,7 @@ use crate::{
     report,
     run::{
         checkpoint::{self, CONFIG, FINAL, TrainerState},
-        folder::RECORD,
+        history::RECORD,
         located::{check_unchanged, located},
         results::Results,
         trained::Trained,
