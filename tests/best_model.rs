@@ -111,20 +111,32 @@ fn a_run_whose_evaluations_get_no_better_ends() {
     let done = results(&run);
     assert_eq!((done["global_step"].as_u64(), done["exported_step"].as_u64()), (Some(end), Some(end)));
     assert_eq!(checkpoints(&run).last(), Some(&end));
-    assert!(fs::read_to_string(run.join("summary.md")).unwrap().contains(&format!("complete, {end} steps")));
+    let stopped = format!("| state | complete, {end} of 14 steps; the evaluation loss stopped falling |");
+    let summary = || fs::read_to_string(run.join("summary.md")).unwrap();
+    assert!(summary().contains(&stopped), "{}", summary());
 
     // It is complete: a resume changes nothing.
     let record = fs::read(run.join("train_results.json")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "r"]);
     assert_eq!(fs::read(run.join("train_results.json")).unwrap(), record);
+    // A longer run would end at the same step, and says what continues it.
+    let longer = ["fit", "--resume-from-checkpoint", "r", "--max-steps", "20"];
+    let out = crate::support::files::run(d, &longer);
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.code() == Some(2) && !said.contains("the run now has"), "{said}");
+    assert!(said.contains("the evaluation loss stopped falling"), "{said}");
+    assert!(said.contains("give --early-stopping-patience N, where N is larger than 2"), "{said}");
+    assert_eq!(fs::read(run.join("train_results.json")).unwrap(), record);
     // What is missing is made again, without a further step.
     fs::remove_file(run.join("train_results.json")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "r"]);
     assert_eq!(results(&run)["global_step"], end);
+    assert!(summary().contains(&stopped), "{}", summary());
     // With more patience it goes on, as if it had not ended.
     ok(d, &["fit", "--resume-from-checkpoint", "r", "--early-stopping-patience", "100"]);
     assert_eq!(evaluations(&run), evaluations(&d.join("whole")));
     assert_eq!(results(&run)["global_step"], 14);
+    assert!(summary().contains("| state | complete, 14 steps |"), "{}", summary());
 }
 
 /// A resumed run may be told to end early or to choose its best step: what it says is what it exports.
@@ -197,6 +209,23 @@ fn prompts_are_answered_without_evaluation_rows() {
     fs::remove_file(d.join("r/train_results.json")).unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "r"]);
     assert_eq!(fs::read_to_string(&log).unwrap(), whole);
+
+    // The answers after training are those that the log has of the exported step: nothing is answered twice.
+    let mut last: Value = serde_json::from_str(whole.lines().last().unwrap()).unwrap();
+    last["answer"] = "an answer of the log".into();
+    let lines = whole.lines().take(2).map(str::to_owned).chain([last.to_string()]);
+    fs::write(&log, lines.flat_map(|line| [line, "\n".to_owned()]).collect::<String>()).unwrap();
+    let after = |more: &[&str]| {
+        fs::remove_file(d.join("r/train_results.json")).unwrap();
+        let out = run(d, &[&["fit", "--resume-from-checkpoint", "r"], more].concat());
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert!(out.status.success(), "{said}");
+        said.lines().find_map(|line| line.trim_start().strip_prefix("after ")).unwrap().trim().to_owned()
+    };
+    assert_eq!(after(&[]), "x → an answer of the log");
+    // Another prompt has none yet.
+    let other = after(&["--sample-prompt", "y"]);
+    assert!(other.starts_with("y → ") && !other.contains("an answer of the log"), "{other}");
 }
 
 /// A run that chooses a step evaluates often enough for a choice, also where evaluations take long beside steps.

@@ -8,12 +8,16 @@ use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
-    kv_cache::KvCache,
+    kv_cache::{KvCache, NewTokens},
     model::{Qwen3, ids_tensor},
-    session::Session,
+    sampling::Sampling,
+    session::{Answering, GenerateOptions, Session, generate, step},
     weights::{self, Purpose, to_host},
 };
-use std::path::{Path, PathBuf};
+use std::{
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+};
 
 #[test]
 fn a_prompt_in_chunks_has_the_same_logits_on_the_cpu() {
@@ -36,12 +40,12 @@ fn a_decoded_block_has_the_logits_of_a_prompt_in_one_piece_on_the_gpu() {
     on_gpu!(decoded_blocks);
 }
 
-fn decoded_blocks<R: CubeRuntime>() {
-    let device = R::Device::default();
-    let config = Qwen3Config {
+/// A model whose blocks the kernel of a block takes.
+fn config(intermediate_size: usize) -> Qwen3Config {
+    Qwen3Config {
         vocab_size: 320,
         hidden_size: 256,
-        intermediate_size: 512,
+        intermediate_size,
         num_hidden_layers: 3,
         num_attention_heads: 8,
         num_key_value_heads: 2,
@@ -52,7 +56,11 @@ fn decoded_blocks<R: CubeRuntime>() {
         tie_word_embeddings: true,
         eos_token_ids: vec![],
         initializer_range: 0.05,
-    };
+    }
+}
+
+fn decoded_blocks<R: CubeRuntime>() {
+    let (device, config) = (R::Device::default(), config(512));
     if !supports::<Cube<R>>(&device, Precision::Bf16.dtype()) {
         return;
     }
@@ -78,33 +86,116 @@ fn decoded_blocks<R: CubeRuntime>() {
     }
 }
 
+/// In 16-bit numbers on a GPU, the hidden states of a token have the same bits whatever is computed beside it, wherever the chunks
+/// of its prompt begin, and in whatever number of pieces the kernel of a block reads its activations: an MLP of 6,144 columns
+/// does not fit into shared memory at once beside 16 tokens.
+#[test]
+fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_gpu() {
+    on_gpu!(own_sequence);
+}
+
+fn own_sequence<R: CubeRuntime>() {
+    let device = R::Device::default();
+    if !supports::<Cube<R>>(&device, Precision::Bf16.dtype()) {
+        return;
+    }
+    let ids: Vec<u32> = (0..600).map(|i| (i * i * 7 + i * 37 + 5) % 320).collect();
+    for (recipe, columns) in [(Recipe::W4, 6144), (Recipe::Bf16, 6144), (Recipe::W4a4, 512)] {
+        let spec = LinearSpec::new(recipe, Scaling::Two, Precision::Bf16).each_row();
+        let model = weights::random::<Cube<R>>(&config(columns), spec, MasterKind::Nvfp4, 3, &device).unwrap();
+        for format in [CacheFormat::Native, CacheFormat::E4m3] {
+            let (model, label) = (model.clone().with_cache_format(format), format!("{recipe:?}, {format:?}"));
+            decoded_together_as_alone(&model, &ids, &label);
+            prompts_in_parts_and_together_as_alone(&model, &ids, &label);
+            answers_together_as_alone(&model, &ids, &label);
+        }
+    }
+}
+
+/// Hidden states of a prompt in one piece are those of its parts, and those beside another prompt, bit for bit.
+fn prompts_in_parts_and_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
+    let (config, device) = (model.config(), model.device());
+    let hidden = |ids: &[u32], sequences: &mut [(&mut KvCache<B>, NewTokens)]| {
+        to_host(model.forward_cached(ids_tensor(&[ids.to_vec()], config, &device).unwrap(), sequences)).unwrap()
+    };
+    let pool = model.pool(2 * 640).unwrap();
+    for length in [1, 5, 16, 17, 40, 600] {
+        let prompt = &ids[..length];
+        let mut cache = pool.cache(&[], length).unwrap();
+        let alone = hidden(prompt, &mut [(&mut cache, NewTokens::Prompt(length))]);
+        cache.rewind(0);
+        let (other, mut others) = (&ids[100..140], pool.cache(&[], 40).unwrap());
+        let mut both = [(&mut others, NewTokens::Prompt(40)), (&mut cache, NewTokens::Prompt(length))];
+        let together = hidden(&[other, prompt].concat(), &mut both).split_off(40 * config.hidden_size);
+        assert!(together == alone, "{label}: a prompt of {length} tokens beside another one");
+        let parts = [1, 12, length.saturating_sub(4), length - 1];
+        for first in parts.into_iter().filter(|first| (1..length).contains(first)) {
+            cache.rewind(0);
+            let mut part = |tokens: &[u32]| hidden(tokens, &mut [(&mut cache, NewTokens::Prompt(tokens.len()))]);
+            let found = [part(&prompt[..first]), part(&prompt[first..])].concat();
+            assert!(found == alone, "{label}: a prompt of {length} tokens, read from token {first} on");
+        }
+    }
+}
+
+/// Answers have the same tokens and logarithms of probabilities alone, beside 20 others, and when the pool already has their prompts.
+fn answers_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
+    let options = |seed: u64| GenerateOptions {
+        max_tokens: 6,
+        sampling: Sampling { temperature: 1.2, top_k: 40, seed, ..Sampling::GREEDY },
+        stop_ids: vec![],
+        logprobs: Some(3),
+    };
+    let prompts: Vec<&[u32]> = (0..21).map(|n| &ids[n % 3..n % 3 + 1 + n * n * 7 % 90]).collect();
+    let alone = |n: usize| generate(model, prompts[n], &options(n as u64), |_| ControlFlow::Continue(())).unwrap();
+    let alone: Vec<_> = (0..prompts.len()).map(alone).collect();
+    let pool = model.pool(prompts.len() * 112).unwrap();
+    for round in ["in a new pool", "in a pool that has read the prompts"] {
+        let begin = |prompt: &&[u32]| Session::of_pool(model, &pool, prompt, prompt.len() + 6).unwrap();
+        let mut sessions: Vec<_> = prompts.iter().map(begin).collect();
+        let begun = sessions.iter_mut().zip(&prompts).enumerate();
+        let mut answers: Vec<_> =
+            begun.map(|(n, (session, prompt))| Answering::new(session, prompt, &options(n as u64)).unwrap()).collect();
+        while answers.iter().any(|answer| !answer.has_ended()) {
+            let open = sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended());
+            step(&mut open.collect::<Vec<_>>()).unwrap();
+        }
+        sessions.into_iter().for_each(Session::end);
+        for (n, (answer, alone)) in answers.into_iter().zip(&alone).enumerate() {
+            let answer = answer.into_generation().unwrap();
+            assert_eq!(answer.ids, alone.ids, "{label}: answer {n} {round}");
+            assert_eq!(answer.logprobs, alone.logprobs, "{label}: answer {n} {round}");
+        }
+    }
+}
+
 /// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit, also if another sequence in their
 /// midst reads a prompt. What a sequence has decoded alone, it forgets before it decodes the same with the others.
 fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
     let (config, device) = (model.config(), model.device());
-    let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, usize)]| {
+    let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, NewTokens)]| {
         to_host(model.forward_cached(ids_tensor(&[ids], config, &device).unwrap(), sequences)).unwrap()
     };
     let pool = model.pool(18 * 128).unwrap();
     let read = |n: usize| {
         let (prompt, mut cache) = (&ids[n..n + 1 + 7 * n % 90], pool.cache(&[], 120).unwrap());
-        hidden(prompt.to_vec(), &mut [(&mut cache, prompt.len())]);
+        hidden(prompt.to_vec(), &mut [(&mut cache, NewTokens::Prompt(prompt.len()))]);
         cache
     };
     let mut caches: Vec<KvCache<B>> = (0..18).map(read).collect();
     for step in 0..3 {
         let new: Vec<u32> = (0..18).map(|n| (n * 13 + step * 7) % 320).collect();
         let decoded_alone = |(cache, id): (&mut KvCache<B>, &u32)| {
-            let hidden = hidden(vec![*id], &mut [(&mut *cache, 1)]);
+            let hidden = hidden(vec![*id], &mut [(&mut *cache, NewTokens::Answer)]);
             cache.rewind(cache.tokens() - 1);
             hidden
         };
         let alone: Vec<Vec<f32>> = caches.iter_mut().zip(&new).map(decoded_alone).collect();
         let mut reader = model.pool(120).unwrap().cache(&[], 120).unwrap();
-        let mut sequences: Vec<_> = caches.iter_mut().map(|cache| (cache, 1)).collect();
+        let mut sequences: Vec<_> = caches.iter_mut().map(|cache| (cache, NewTokens::Answer)).collect();
         let mut together = if step == 1 {
             let prompt = &ids[..5];
-            sequences.insert(7, (&mut reader, prompt.len()));
+            sequences.insert(7, (&mut reader, NewTokens::Prompt(prompt.len())));
             hidden([&new[..7], prompt, &new[7..]].concat(), &mut sequences)
         } else {
             hidden(new, &mut sequences)

@@ -3,8 +3,10 @@
 
 use crate::support::{
     Cpu,
-    files::{F32, command, ok, run, tiny_model_with_spread},
+    files::{F32, command, demo_file, ok, program, run, tiny_model_with_spread},
     golden,
+    scripted::scripted_model,
+    skipped_for,
 };
 use backend_nvfp4::CacheFormat;
 use model_qwen3::{
@@ -13,14 +15,17 @@ use model_qwen3::{
     model::Qwen3,
     sampling::Sampling,
     session::{GenerateOptions, Progress, Session},
+    tokenizer::Tokenizer,
     weights::{self, Purpose},
 };
 use serde_json::{Value, json};
 use std::{
-    io::{BufRead, BufReader, Read, Write},
+    io::{Read, Write},
     ops::ControlFlow,
     path::Path,
-    process::Stdio,
+    process::{Child, Command, Stdio},
+    sync::mpsc::Receiver,
+    time::Duration,
 };
 
 const CHAT: [&str; 7] = ["chat", "-m", "m", "--device", "cpu", "--temp", "0"];
@@ -127,6 +132,34 @@ fn commands_change_the_conversation() {
     );
 }
 
+/// `/stats` counts the tokens of the conversation, whatever the cache still holds.
+#[test]
+fn stats_follow_the_conversation() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let script =
+        "/stats\nHello\n/stats\n/save talk.jsonl\nAnd now?\n/undo\n/stats\n/undo\n/stats\nWho?\n/reset\n/stats\n";
+    let stderr = said(d, &format!("{script}/load talk.jsonl\n/stats\n"), &["--max-tokens", "8"], 0);
+    let mut lines = stderr.lines().filter(|line| line.contains(" tokens") && line.contains(" messages, "));
+    let mut next = || {
+        let line = lines.next().unwrap_or_else(|| panic!("too few lines of /stats: {stderr}"));
+        let (messages, rest) = line.split_once(" messages, ").unwrap();
+        let (tokens, rest) = rest.split_once(" of 2048 tokens").unwrap();
+        (messages.parse::<usize>().unwrap(), tokens.parse::<usize>().unwrap(), rest.to_owned())
+    };
+    let nothing = (0, 0, String::new());
+    assert_eq!(next(), nothing);
+    let (messages, tokens, cached) = next();
+    // The cache holds what was read and answered, and not what the template puts behind the answer.
+    assert!(messages == 2 && tokens > 10 && cached.starts_with(" (") && cached.ends_with(" cached)"), "{stderr}");
+    let undone = next();
+    assert_eq!((undone.0, undone.1), (2, tokens), "/undo: {stderr}");
+    assert_eq!((next(), next()), (nothing.clone(), nothing), "/undo and /reset: {stderr}");
+    let loaded = next();
+    assert_eq!((loaded.0, loaded.1), (2, tokens), "/load: {stderr}");
+}
+
 #[test]
 fn what_cannot_be_done_is_said() {
     let dir = tempfile::tempdir().unwrap();
@@ -134,12 +167,14 @@ fn what_cannot_be_done_is_said() {
     lively_model(d);
     assert!(said(d, "/rest\n", &[], 2).contains("/rest: there is no such command"));
     assert!(said(d, "/undo\n", &[], 2).contains("nothing was said yet"));
-    assert!(said(d, "/set top-p 7\n", &[], 2).contains("--top-p 7: the value must be between 0 and 1"));
+    assert!(said(d, "\"\"\"\n/help\n", &[], 2).contains("error: the \"\"\" is not closed; write"));
+    assert!(said(d, "/set top-p 7\n", &[], 2).contains("error: /set top-p 7: the value must be between 0 and 1"));
     assert!(said(d, "/set color 7\n", &[], 2).contains("there is no such setting"));
     assert!(said(d, "/load none.jsonl\n", &[], 2).contains("none.jsonl"));
     let weights = std::fs::read(d.join("m/model.safetensors")).unwrap();
     std::fs::create_dir(d.join("folder")).unwrap();
     std::os::unix::fs::symlink(d.join("m/model.safetensors"), d.join("link.txt")).unwrap();
+    std::fs::write(d.join("notes.txt"), "mine").unwrap();
     for (path, reason) in [
         ("/dev/null", "a pipe or a device"),
         ("folder", "a folder"),
@@ -148,12 +183,16 @@ fn what_cannot_be_done_is_said() {
         ("m/tokenizer.json", "is an input of this command"),
         ("link.txt", "is an input of this command"),
         ("script.txt", "is an input of this command"),
+        ("notes.txt", "neither written nor loaded it; choose another name"),
     ] {
         let stderr = said(d, &format!("/save {path}\n"), &[], 2);
         assert!(stderr.contains(reason), "{path}: {stderr}");
     }
     assert!(!Path::new("/dev/null").is_file(), "/dev/null was replaced by a file");
     assert!(std::fs::read(d.join("m/model.safetensors")).unwrap() == weights);
+    assert_eq!(std::fs::read(d.join("notes.txt")).unwrap(), b"mine");
+    let twice = said(d, "/save own.txt\n/save own.txt\n", &[], 0);
+    assert!(twice.contains("\nsaved own.txt\nreplaced own.txt\n"), "{twice}");
     std::fs::write(d.join("bad.jsonl"), "{\"role\": \"user\", \"content\": \"a\"}\n{}\n").unwrap();
     assert!(said(d, "/load bad.jsonl\n", &[], 3).contains("bad.jsonl:2: a message needs"));
     let full = said(d, "Hello\nHello\nHello\nHello\n", &["--context", "40"], 2);
@@ -165,32 +204,125 @@ fn what_cannot_be_done_is_said() {
     assert!(cut.contains("context 24 of 24") && cut.contains("cut because the context is full"), "{cut}");
 }
 
-/// Ctrl-C ends the answer, and the conversation goes on.
+/// A model whose answers are as long as they may be, and say nothing but `z`.
+#[cfg(unix)]
+fn endless_model(dir: &Path) {
+    let [z] = Tokenizer::from_file(&demo_file("tokenizer.json")).unwrap().encode("z").unwrap()[..] else {
+        panic!("one token")
+    };
+    scripted_model(&dir.join("m"), |_| vec![(z, 20.0)]);
+}
+
+/// Ctrl-C ends an answer, and with it a conversation that nobody types.
 #[test]
 #[cfg(unix)]
-fn ctrl_c_stops_the_answer_and_not_the_program() {
+fn ctrl_c_ends_a_conversation_without_a_terminal() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
-    lively_model(d);
-    let mut chat = command(d, &["chat", "-m", "m", "--device", "cpu", "--max-tokens", "100000", "--temp", "2"]);
-    let mut chat = chat.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let mut input = chat.stdin.take().unwrap();
-    writeln!(input, "Hello").unwrap();
-    // The first piece of the answer shows that it is being made.
-    let mut output = chat.stdout.take().unwrap();
-    output.read_exact(&mut [0]).unwrap();
-    let reader = std::thread::spawn(move || std::io::copy(&mut output, &mut std::io::sink()));
-    let kill = std::process::Command::new("kill").args(["-INT", &chat.id().to_string()]).status().unwrap();
-    assert!(kill.success());
-    let mut lines = BufReader::new(chat.stderr.take().unwrap()).lines().map(Result::unwrap);
-    let figures = lines.find(|line| line.contains("answer tokens")).unwrap();
-    assert!(figures.contains(" · interrupted · context "), "{figures}");
-    writeln!(input, "/set max-tokens 2\nAgain").unwrap();
-    let figures = lines.find(|line| line.contains("answer tokens")).unwrap();
-    assert!(figures.contains(" + 2 answer tokens") && figures.contains(" · length · "), "{figures}");
-    drop(input);
-    assert!(lines.all(|line| !line.contains("error")) && chat.wait().unwrap().success());
-    reader.join().unwrap().unwrap();
+    endless_model(d);
+    std::fs::write(d.join("script.txt"), "Hello\nAgain\n").unwrap();
+    for more in [&["--script", "script.txt"][..], &[]] {
+        let input = std::fs::File::open(d.join("script.txt")).unwrap();
+        let mut chat = command(d, &[&CHAT[..], &["--max-tokens", "100000"], more].concat());
+        let mut chat = chat.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        // The first piece of the answer shows that it is being made.
+        chat.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
+        let kill = Command::new("kill").args(["-INT", &chat.id().to_string()]).status().unwrap();
+        assert!(kill.success());
+        let out = chat.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(130), "{stderr}");
+        let figures: Vec<&str> = stderr.lines().filter(|line| line.contains("answer tokens")).collect();
+        assert!(figures.len() == 1 && figures[0].contains(" · interrupted · context "), "{stderr}");
+        assert!(stderr.ends_with("error: SIGINT stopped the answer, and with it the conversation\n"), "{stderr}");
+    }
+}
+
+/// At a terminal Ctrl-C stops the answer and not the program, and leaves a message of several lines.
+#[test]
+#[cfg(unix)]
+fn ctrl_c_at_a_terminal_does_not_end_the_program() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    endless_model(d);
+    let Some(mut chat) = Terminal::of(d, "chat -m m --device cpu --temp 0 --max-tokens 100000") else { return };
+    chat.wait_for("> ");
+    chat.types("Hello\r");
+    chat.wait_for("zzz");
+    chat.types("\x03");
+    chat.wait_for(" interrupted");
+    chat.wait_for("> ");
+    chat.types("\"\"\"\r");
+    chat.wait_for("… ");
+    chat.types("one\x03");
+    chat.wait_for("> ");
+    // Ctrl-D sends nothing of a message that is not complete.
+    chat.types("\"\"\"\r");
+    chat.wait_for("… ");
+    chat.types("\x04");
+    chat.wait_for("is not closed");
+    chat.wait_for("> ");
+    chat.types("/set max-tokens 3\r");
+    chat.wait_for("> ");
+    chat.types("Again\r");
+    chat.wait_for("+ 3 answer tokens");
+    chat.wait_for("> ");
+    chat.types("/exit\r");
+    assert!(chat.program.wait().unwrap().success());
+}
+
+/// The program at a terminal, which util-linux's `script` makes.
+#[cfg(unix)]
+struct Terminal {
+    program: Child,
+    shown: Receiver<Vec<u8>>,
+    /// What was shown and not waited for.
+    rest: Vec<u8>,
+}
+
+#[cfg(unix)]
+impl Terminal {
+    fn of(dir: &Path, args: &str) -> Option<Self> {
+        let line = format!("stty rows 40 cols 120; exec '{}' {args}", program().display());
+        let mut script = Command::new("script");
+        script.args(["-qec", &line, "/dev/null"]).current_dir(dir);
+        script.env("TERM", "xterm").env("XDG_STATE_HOME", dir).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let Ok(mut program) = script.spawn() else {
+            skipped_for("util-linux's `script` is not installed");
+            return None;
+        };
+        let mut output = program.stdout.take().unwrap();
+        let (sender, shown) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let mut piece = [0; 4096];
+            while let Ok(n @ 1..) = output.read(&mut piece) {
+                let _ = sender.send(piece[..n].to_vec());
+            }
+        });
+        Some(Self { program, shown, rest: vec![] })
+    }
+
+    fn types(&mut self, keys: &str) {
+        let input = self.program.stdin.as_mut().unwrap();
+        input.write_all(keys.as_bytes()).and_then(|()| input.flush()).unwrap();
+    }
+
+    /// Waits until `text` is shown, and forgets it and what was shown before it.
+    fn wait_for(&mut self, text: &str) {
+        loop {
+            if let Some(at) = self.rest.windows(text.len()).position(|part| part == text.as_bytes()) {
+                self.rest.drain(..at + text.len());
+                return;
+            }
+            match self.shown.recv_timeout(Duration::from_secs(60)) {
+                Ok(more) => self.rest.extend(more),
+                Err(_) => {
+                    let _ = self.program.kill();
+                    panic!("{text:?} was not shown: {}", String::from_utf8_lossy(&self.rest));
+                }
+            }
+        }
+    }
 }
 
 /// The export of a run answers as it was trained, whichever path names it.

@@ -95,7 +95,8 @@ fn the_ten_flags_that_most_people_need_come_first() {
 fn every_help_text_is_there() {
     for (name, command) in commands(&Cli::command()) {
         for arg in command.get_arguments() {
-            assert!(arg.get_help().is_some(), "{name} {} has no help", arg.get_id());
+            let help = arg.get_help().unwrap_or_else(|| panic!("{name} {} has no help", arg.get_id())).to_string();
+            assert!(help.matches("in tokens").count() <= 1, "{name} {} says its unit twice: {help}", arg.get_id());
         }
     }
 }

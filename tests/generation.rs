@@ -16,7 +16,7 @@ use model_qwen3::{
     tokenizer::Tokenizer,
     weights::{self, Purpose},
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
     io::{Read, Write},
@@ -156,7 +156,7 @@ fn top_k_keeps_the_k_most_likely_tokens() {
 }
 
 #[test]
-fn where_the_defaults_of_sampling_come_from_is_said() {
+fn what_chooses_the_tokens_is_said_and_where_it_comes_from() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     lively_model(d);
@@ -171,6 +171,12 @@ fn where_the_defaults_of_sampling_come_from_is_said() {
         said(&[]),
         "sampling  temperature 0.7, top-p 0.8, top-k 20, min-p 0, repetition-penalty 1 by default, from generation_config.json"
     );
+    // A flag is no default, and a greedy answer uses no filter.
+    assert_eq!(
+        said(&["--temp", "0"]),
+        "sampling  temperature 0 by flag; repetition-penalty 1 by default, from generation_config.json"
+    );
+    assert!(said(&["--top-k", "5"]).starts_with("sampling  top-k 5 by flag; temperature 0.7, top-p 0.8, min-p 0, "));
     std::fs::remove_file(d.join("m/generation_config.json")).unwrap();
     let card = "by default, from the model card of Qwen3";
     assert!(
@@ -207,8 +213,13 @@ fn several_answers_are_those_of_one_seed_after_another() {
     for (row, text) in rows.iter().zip(&each) {
         assert_eq!(format!("{}\n", row["text"].as_str().unwrap()), *text);
     }
-    let none = run(d, &["generate", "-m", "m", "-p", "a", "-n", "0"]);
-    assert_eq!(none.status.code(), Some(2));
+    // The second number times two prompts is larger than any that a processor counts with.
+    for (answers, reason) in [("0", "at least one answer"), ("9223372036854775808", "at most 1048576 answers")] {
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "p.txt", "-n", answers]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let said = stderr.contains(&format!("--answers {answers}: ")) && stderr.contains(reason);
+        assert!(out.status.code() == Some(2) && said, "{stderr}");
+    }
 }
 
 /// A model that always answers "3" finds the number of a haystack where that is 3, and nowhere else.
@@ -428,7 +439,9 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
         })
         .collect();
     std::fs::write(d.join("p.txt"), prompts.join("\n\n") + "\n").unwrap();
-    let row = |p: &str| serde_json::json!({"messages": [{"role": "user", "content": p}]}).to_string();
+    // The content of some messages comes in parts.
+    let content = |p: &str| if p.is_ascii() { json!(p) } else { json!([{"type": "text", "text": p}]) };
+    let row = |p: &str| json!({"messages": [{"role": "user", "content": content(p)}]}).to_string();
     std::fs::write(d.join("p.jsonl"), prompts.map(row).join("\n")).unwrap();
     // Fewer places than prompts, so that prompts are read while other answers are made.
     for (file, places) in [("p.txt", "1"), ("p.txt", "2"), ("p.jsonl", "8")] {
@@ -445,9 +458,15 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
             }
         }
     }
-    for (content, message) in
-        [("", "no prompt"), ("{\"prompt\": 1}", "p.jsonl:1"), ("{\"prompt\": \"a\"}\n[]", "p.jsonl:2")]
-    {
+    for (content, message) in [
+        ("", "no prompt"),
+        ("{\"prompt\": 1}", "p.jsonl:1: a row needs"),
+        ("{\"prompt\": \"a\"}\n[]", "p.jsonl:2: a row needs"),
+        ("{\"prompt\": \"a\"}\n{\"prompt\": \"b\", \"max_tokens\": 1}", "p.jsonl:2: the key \"max_tokens\" of a row"),
+        ("{\"messages\": [1]}", "p.jsonl:1: message 1: "),
+        ("{\"messages\": [{\"role\": \"weird\", \"content\": \"a\"}]}", "p.jsonl:1: message 1: the role \"weird\""),
+        ("{\"messages\": [{\"role\": \"user\", \"content\": 5}]}", "p.jsonl:1: message 1: its content"),
+    ] {
         std::fs::write(d.join("p.jsonl"), content).unwrap();
         let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "p.jsonl"]);
         let stderr = String::from_utf8_lossy(&out.stderr);

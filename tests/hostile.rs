@@ -349,6 +349,8 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
     let many = "more values than are read";
     let convert = "convert x.gguf g/x.safetensors --dtype bf16 --overwrite";
     let generate = "generate -m m --device cpu --max-tokens 1 --prompts p.jsonl";
+    // The arguments of a call may have values of every kind.
+    let call = r#""messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": {"y": 0"#;
     let chat = "chat -m m --device cpu --max-tokens 1 --script chat.jsonl";
     let chat_of_text = "chat -m m --device cpu --max-tokens 1 --script chat.txt";
     let transcript = format!("# train-cli transcript\n{}", "user:\n>\n".repeat(4 << 20));
@@ -363,12 +365,7 @@ fn with_many_values(d: &Path) -> Vec<ManyValues> {
         ("rows.jsonl", objects.into(), "data stats rows.jsonl -m m", many),
         ("rows.json", format!("[{lists}]").into(), "data stats rows.json -m m", many),
         ("p.jsonl", lists.clone().into(), generate, many),
-        (
-            "p.jsonl",
-            (lines("\"messages\": [{\"role\": \"user\"", "]") + "{\"prompt\": 1}\n").into(),
-            generate,
-            "a row needs",
-        ),
+        ("p.jsonl", (lines(call, "}}]}]") + "{\"prompt\": 1}\n").into(), generate, "a row needs"),
         ("chat.jsonl", lines("\"role\": \"user\", \"content\": \"a\"", "").into(), chat, many),
         ("chat.txt", transcript.into(), chat_of_text, "at most 50000 messages"),
         ("x.gguf", gguf(1, texts), convert, "values of a list are declared"),

@@ -199,15 +199,14 @@ fn kill_writers(times: usize, seed: u64) {
     }
 }
 
-/// Starts two runs for one folder at the same moment. One trains. The other says who does, if it comes while the winner trains:
-/// it does so in at least a tenth of many races.
+/// Starts two runs for one folder at the same moment. One trains, for long enough that the other comes meanwhile. The other names
+/// the process that trains, its host, and since when.
 fn race(times: usize) {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let mut named = 0;
     for round in 0..times {
-        let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 3 --eval-steps 0 -o";
+        let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 20 --eval-steps 0 -o";
         let output = format!("r{round}");
         let words: Vec<&str> = words.split(' ').chain([output.as_str()]).collect();
         let start = || command(d, &words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -223,14 +222,9 @@ fn race(times: usize) {
         let winner = format!("process {} on ", ids[1 - loser]);
         let said = stderr.split_once(&winner).and_then(|(_, rest)| rest.split_once(", since 20"));
         let is_named = said.is_some_and(|(host, _)| !host.trim().is_empty() && !host.contains('\n'));
-        named += usize::from(is_named);
-        // The winner was writing its name just then, or the folder held files of the winner already.
-        let is_found = is_named || stderr.contains("another train-cli") || stderr.contains("is not empty");
-        assert!(is_found, "round {round}, won by {}: {stderr}", ids[1 - loser]);
+        assert!(is_named, "round {round}, won by {}: {stderr}", ids[1 - loser]);
         ok(d, &["inspect", &format!("{output}/final"), "--verify"]);
     }
-    // Three races, as in CI, may have no such loser: this counts for fifty.
-    assert!(named >= times / 10, "of {times} losers {named} named the host, the process and the time of the winner");
 }
 
 /// The number in the name of the newest checkpoint.
@@ -266,7 +260,7 @@ fn outcome(d: &Path, name: &str) -> Vec<(&'static str, Vec<u8>)> {
     let timeless = |text: String| -> Vec<u8> {
         let line = |line: &str| {
             let mut value: Value = serde_json::from_str(line).unwrap();
-            for key in ["tokens_per_second", "memory_mib", "model_tflops", "seconds", "settings"] {
+            for key in ["tokens_per_second", "memory_mib", "model_tflops", "seconds", "answering", "settings"] {
                 value.as_object_mut().unwrap().remove(key);
             }
             for key in ["train_runtime", "train_samples_per_second", "train_steps_per_second"] {

@@ -153,12 +153,18 @@ fn packed_weights_compute_what_dequantized_ones_compute_and_recipes_stand_side_b
     // The packed file and its origin under the recipe by which it was packed.
     let (equal, code) = compared(d, &["--recipe", "w4", "--against", "packed"]);
     assert!(code == Some(0) || largest(&equal) < 0.01, "{equal:?}");
-    for words in [
-        &["parity", "-m", "m"][..],
-        &["parity", "-m", "m", "--recipe", "w4"],
-        &["parity", "-m", "m", "--against", "m", "--expected", "x"],
+    for (words, reason) in [
+        (&["parity", "-m", "m"][..], "--model has nothing to be compared with; give --expected FILE, or"),
+        (
+            &["parity", "-m", "m", "-p", "hi"],
+            "--prompt: two models are compared on a prompt, and there is one; give --against",
+        ),
+        (&["parity", "-m", "m", "--recipe", "w4"], "--prompt is missing"),
+        (&["parity", "-m", "m", "--against", "m", "--expected", "x"], "cannot be used with"),
     ] {
-        assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
+        let out = run(d, words);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && stderr.contains(reason), "{words:?}: {stderr}");
     }
 }
 

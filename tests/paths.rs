@@ -13,7 +13,7 @@ use model_qwen3::{
     container::Container,
     model::{Qwen3, ids_tensor},
     sampling::Sampling,
-    session::{Answering, GenerateOptions, Generation, Session, generate, step},
+    session::{Answering, GenerateOptions, Generation, Session, generate, generate_together, step},
     weights::{self, Purpose, to_host},
 };
 use safetensors::SafeTensors;
@@ -81,6 +81,12 @@ fn neighbors_do_not_change_an_answer() {
             let expected = alone(&model, request);
             assert_eq!(found.ids, expected.ids, "request {i} of {recipe:?}");
             assert_eq!(found.logprobs, expected.logprobs, "request {i} of {recipe:?}");
+        }
+        let prompts: Vec<Vec<u32>> = requests.iter().take(5).map(|(prompt, _)| prompt.clone()).collect();
+        let found = generate_together(&model, &prompts, &greedy(4), || ()).unwrap();
+        assert_eq!(found.len(), prompts.len());
+        for (found, prompt) in found.iter().zip(prompts) {
+            assert_eq!(found.ids, alone(&model, &(prompt, greedy(4))).ids, "{recipe:?}");
         }
         // What the test would see: the scale that training takes over all rows lets one row change another.
         let first = |rows: &[Vec<u32>]| {
@@ -164,6 +170,26 @@ fn a_session_that_has_shared_its_pages_reads_anew() {
         session.share();
         session.forget();
     }
+}
+
+/// The keys and values of an answer are rounded otherwise than those of a prompt: other sessions read these tokens themselves. So
+/// they do with what a session has read behind an answer.
+#[test]
+fn other_sessions_get_what_was_read_as_a_prompt() {
+    let model = load(&golden("hf-qwen3/tiny-tied"), F32, Purpose::Infer);
+    let ids: Vec<u32> = (0..60).map(|i| (i * 37 + 5) % 300).collect();
+    let pool = model.pool(256).unwrap();
+    let cached = |prompt: &[u32]| Session::of_pool(&model, &pool, prompt, 64).unwrap().tokens();
+    let mut session = Session::of_pool(&model, &pool, &ids[..20], 64).unwrap();
+    let answer = session.answer(&ids[..20], &greedy(16), |_| ControlFlow::Continue(())).unwrap().ids;
+    let next = [&ids[..20], &answer[..], &ids[20..30]].concat();
+    assert!(session.tokens() >= 32, "the session has two full pages");
+    session.read(&ids[40..50]).unwrap();
+    session.share();
+    assert_eq!(cached(&next), 16, "a full page of the prompt");
+    session.end();
+    assert_eq!(cached(&next), 20, "the prompt");
+    assert_eq!(cached(&ids), 20, "the prompt, which another one continues");
 }
 
 const FIXTURES: [&str; 2] = ["tiny-tied", "tiny-untied"];

@@ -91,11 +91,44 @@ fn few_rows<R: CubeRuntime>() {
                 let x = matrix::<Cube<R>>(&random.normals(m * k, 1.0), m, k, &device).cast(dtype);
                 let rounded = host(x.clone());
                 let x = x.into_primitive().tensor();
-                let y = <Cube<R> as Nvfp4Kernels>::nvfp4_matmul(x, &w.primitive(), Product::Nt, dtype);
+                let precision = if dtype == DType::F16 { Precision::F16 } else { Precision::Bf16 };
+                let weights = vec![Operand::Packed(w.primitive())];
+                let y = <Cube<R> as Nvfp4Kernels>::token_products(Operand::Dense(x), weights, precision).remove(0);
                 let ours = host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)));
                 let error = relative(&ours, matmul_nt(&rounded, &values, m, n, k));
                 assert!(gemv::fits(m, k) && error < bound, "{m}x{n}x{k} {dtype:?}: {error:e}");
             }
+        }
+    }
+}
+
+#[test]
+fn a_token_has_the_same_bits_beside_any_number_of_others() {
+    on_gpu!(any_number_of_tokens);
+}
+
+/// Rows of 33 tokens are those of fewer, bit for bit: for a large head, whose sums one plane makes, and for weights whose columns
+/// are shared among planes.
+fn any_number_of_tokens<R: CubeRuntime>() {
+    let device = R::Device::default();
+    if !mma::supported(&R::client(&device), BF16) {
+        return lacks(Feature::TensorCores);
+    }
+    let mut random = Random::new(43);
+    for (n, k) in [(40_960, 512), (2560, 4096), (2557, 768), (300, 9728), (40, 256)] {
+        let spec = QuantizeSpec { scaling: Scaling::Two, block: BlockShape::Row, rounding: Rounding::Nearest };
+        let w = Nvfp4Tensor::quantize(matrix::<Cube<R>>(&random.normals(n * k, 0.1), n, k, &device), spec);
+        let x = matrix::<Cube<R>>(&random.normals(33 * k, 1.0), 33, k, &device).cast(DType::BF16);
+        let product = |rows: std::ops::Range<usize>| {
+            let x = Operand::Dense(x.clone().slice(rows).into_primitive().tensor());
+            let weights = vec![Operand::Packed(w.primitive())];
+            let y = <Cube<R> as Nvfp4Kernels>::token_products(x, weights, Precision::Bf16).remove(0);
+            host(Tensor::<Cube<R>, 2>::from_primitive(TensorPrimitive::Float(y)))
+        };
+        let all = product(0..33);
+        for rows in [0..1, 7..8, 16..17, 32..33, 0..2, 3..8, 0..16, 16..33] {
+            let (first, end) = (rows.start * n, rows.end * n);
+            assert!(product(rows.clone()) == all[first..end], "tokens {rows:?} of 33 times {n}x{k}");
         }
     }
 }
@@ -203,6 +236,46 @@ fn hopper_tiles<R: CubeRuntime>() {
         let widths = hopper::hopper_columns(PRODUCTS[case % 3]);
         let cols = widths[case / 3 % widths.len()];
         ragged_product::<R>(&mut random, case, cols, |products| hopper::hopper_gemm_in(&client, products, cols));
+    }
+}
+
+#[test]
+fn tiles_of_every_width_give_the_same_bits() {
+    on_gpu!(one_order);
+}
+
+/// Sums take their terms in one order in tiles of every width, by `mma.sync` and by Hopper's own instructions: the number of rows,
+/// which decides on the width, changes no bit of a row.
+fn one_order<R: CubeRuntime>() {
+    let device = R::Device::default();
+    let client = R::client(&device);
+    if !mma::supported(&client, BF16) {
+        return lacks(Feature::TensorCores);
+    }
+    let mut random = Random::new(41);
+    let shape = GemmShape { i: 72, j: 400, r: 2560 };
+    let mut put = |len: usize| -> Tensor<Cube<R>, 1> {
+        let values: Vec<half::bf16> = random.normals(len, 1.0).into_iter().map(half::bf16::from_f32).collect();
+        Tensor::from_data(TensorData::new(values, [len]), (&device, DType::BF16))
+    };
+    let (a, b) = (put(shape.i * shape.r), put(shape.j * shape.r));
+    let arg = |x: &Tensor<Cube<R>, 1>| x.clone().into_primitive().tensor().into_array_arg();
+    let product = |launch: &dyn Fn(Gemm<R>) -> Result<(), KernelError>| -> Vec<u32> {
+        let y = Tensor::<Cube<R>, 1>::zeros([shape.i * shape.j], (&device, DType::F32));
+        launch(Gemm::one(arg(&a), arg(&b), vec![], arg(&y), (BF16, F32), shape, Product::Nt)).unwrap();
+        host(y).into_iter().map(f32::to_bits).collect()
+    };
+    let widths = gemm::tile_columns(&client);
+    let first = product(&|products| gemm::gemm_in(&client, products, widths[0]));
+    for cols in &widths[1..] {
+        let other = product(&|products| gemm::gemm_in(&client, products, *cols));
+        assert!(other == first, "tiles of {cols} columns give other bits than those of {}", widths[0]);
+    }
+    if hopper::is_hopper(&client) {
+        for &cols in hopper::hopper_columns(Product::Nt) {
+            let other = product(&|products| hopper::hopper_gemm_in(&client, products, cols));
+            assert!(other == first, "Hopper's tiles of {cols} columns give other bits than mma.sync");
+        }
     }
 }
 

@@ -79,6 +79,12 @@ fn memory_and_the_peak_speed_are_shown_as_they_are_logged() {
         let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
         let steps: Vec<Value> = lines.filter(|line| line["loss"].is_number()).collect();
         assert_eq!(steps.len(), 3);
+        // The first step says nothing about the time that is left.
+        let left = |step: &str| {
+            let line = text.lines().find(|line| line.trim_start().starts_with(step)).unwrap();
+            line.split_whitespace().last().unwrap()
+        };
+        assert!(left("1/3 ") == "–" && left("2/3 ").contains(':'), "{text}");
         for step in &steps {
             let start = format!("{}/3 ", step["step"]);
             let shown = text.lines().find(|line| line.trim_start().starts_with(&start)).unwrap();

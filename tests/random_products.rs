@@ -157,7 +157,8 @@ fn few_rows<B: Nvfp4Kernels>(case: usize, precision: Precision, random: &mut Ran
     );
     let exact = product(&wide(&x), &w.values(), [m, n, k]);
     let codes = Nvfp4Tensor::<B>::new(packed(&w), n, k, device).unwrap();
-    let y = B::nvfp4_matmul(put::<B>(&x, m, k, dtype, device), &codes.primitive(), Product::Nt, dtype);
+    let x = Operand::Dense(put::<B>(&x, m, k, dtype, device));
+    let y = B::token_products(x, vec![Operand::Packed(codes.primitive())], precision).remove(0);
     let error = relative(&read::<B>(y), exact);
     assert!(error < bound(dtype), "case {case}: {m} rows times {n}x{k} in {dtype:?}: {error:e}");
 }

@@ -239,21 +239,31 @@ fn inputs_that_may_never_end_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    for name in ["pipe.tsv", "m/pipe.dat", "pipe.safetensors"] {
+    for name in ["pipe.tsv", "m/pipe.dat", "pipe.safetensors", "pipe.gguf"] {
         assert!(Command::new("mkfifo").arg(d.join(name)).status().unwrap().success());
     }
-    for args in [
-        &["fit", "-m", "m", "-d", "pipe.tsv", "--dry-run"][..],
-        &["fit", "-m", "m", "-d", "/dev/zero", "--format", "text", "--dry-run"],
-        &["fit", "-m", "m", "-d", "m/demo.tsv", "--eval-data", "pipe.tsv", "--dry-run"],
-        &["fit", "-c", "pipe.tsv"],
-        &["inspect", "m/pipe.dat"],
-        &["inspect", "pipe.safetensors"],
-        &["generate", "-m", "m/pipe.dat", "-p", "hi", "--device", "cpu"],
-        &["parity", "-m", "m", "--expected", "pipe.safetensors"],
+    let model = "--model m/pipe.dat";
+    for (args, named) in [
+        (&["fit", "-m", "m", "-d", "pipe.tsv", "--dry-run"][..], "--data pipe.tsv"),
+        (&["fit", "-m", "m", "-d", "/dev/zero", "--format", "text", "--dry-run"], "--data /dev/zero"),
+        (&["fit", "-m", "m", "-d", "m/demo.tsv", "--eval-data", "pipe.tsv", "--dry-run"], "--eval-data pipe.tsv"),
+        (&["fit", "-m", "m/pipe.dat", "-d", "m/demo.tsv", "--dry-run"], model),
+        (&["fit", "-m", "/dev/zero", "-d", "m/demo.tsv", "--dry-run"], "--model /dev/zero"),
+        (&["fit", "-c", "pipe.tsv"], "--config pipe.tsv"),
+        (&["inspect", "m/pipe.dat"], "PATH m/pipe.dat"),
+        (&["inspect", "pipe.safetensors"], "PATH pipe.safetensors"),
+        (&["generate", "-m", "m/pipe.dat", "-p", "hi", "--device", "cpu"], model),
+        (&["chat", "-m", "m/pipe.dat", "--device", "cpu"], model),
+        (&["eval", "loss", "-m", "m/pipe.dat", "-d", "m/demo.tsv", "--device", "cpu"], model),
+        (&["parity", "-m", "m", "--expected", "pipe.safetensors"], "--expected pipe.safetensors"),
+        (&["export-dat", "-m", "m/pipe.dat", "--output-dat", "new.dat"], model),
+        (&["convert", "pipe.safetensors", "new.dat", "--dtype", "bf16"], "INPUT pipe.safetensors"),
+        (&["convert", "pipe.gguf", "new.dat", "--dtype", "bf16"], "INPUT pipe.gguf"),
+        (&["data", "make", "pipe.tsv", "-o", "new.tsv"], "RECIPE pipe.tsv"),
     ] {
         let stderr = refused(d, args, 2);
-        assert!(stderr.contains("a regular file is needed"), "{args:?}: {stderr}");
+        let said = format!("error: {named}: this is a pipe or a device; a regular file is needed");
+        assert!(stderr.contains(&said), "{args:?}: {stderr}");
     }
     for args in [&["generate", "-m", "m", "-p", "-"][..], &["chat", "-m", "m"]] {
         let endless = fs::File::open("/dev/zero").unwrap();

@@ -204,8 +204,9 @@ fn a_checkpoint_whose_content_is_wrong_is_skipped() {
         ("global_step", 5.into(), "that of step 6"),
         ("max_steps", 4.into(), "global_step is 6, and max_steps 4"),
         ("seconds", (-1.0).into(), "seconds is -1"),
+        ("answering", (-2.0).into(), "answering is -2"),
         ("last_norm", 1e300.into(), "last_norm is inf"),
-    ] as [(&str, Value, &str); 4]
+    ] as [(&str, Value, &str); 5]
     {
         let mut changed: Value = serde_json::from_slice(&good[1]).unwrap();
         changed[field] = value;

@@ -85,8 +85,13 @@ fn a_run_that_is_stopped_is_summarized_too() {
             let steps = logged(&r, "loss").len();
             assert_eq!(
                 row(&text, "state"),
-                [format!("not complete, {steps} step{}", if steps == 1 { "" } else { "s" })]
+                [match steps {
+                    4 => "not complete, 4 steps; SIGINT ended it".to_owned(),
+                    made => format!("not complete, {made} of 4 steps; SIGINT ended it"),
+                }]
             );
+            let listed = ok(&machine.folder(), &["runs", "list", "."]);
+            assert!(listed.contains("steps; SIGINT ended it"), "{listed}");
             // The curve and the events have the steps that were made, too.
             assert_eq!((drawn(&r), events_of(&r)), (steps, steps));
             let resumed = machine.fit(&["--resume-from-checkpoint", "--report-to", "tensorboard"], Fault::Nothing);
@@ -239,6 +244,10 @@ fn a_complete_run_goes_on_with_more_epochs() {
     assert_eq!(logged_steps, (1..=3 * steps).collect::<Vec<_>>());
     let after = fs::read(d.join("r/final/model.dat")).unwrap();
     assert!(after != before, "the export is that of the longer run");
+    // It cannot become shorter than it is, and says which flag is too small.
+    let out = run(d, &["fit", "--resume", "r", "--num-train-epochs", "2"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && said.contains("give a larger --num-train-epochs"), "{said}");
     // With a constant learning rate, it is the run of three passes.
     with(&["-o", "whole", "--num-train-epochs", "3"]);
     assert!(fs::read(d.join("whole/final/model.dat")).unwrap() == after);
@@ -343,13 +352,27 @@ fn a_complete_run_says_what_extends_it() {
         String::from_utf8(out.stderr).unwrap()
     };
     fit(d, &["-o", "r"]);
-    let said = resumed(&["--num-train-epochs", "3"]);
+    let said = resumed(&[]);
     let remedy = "r is complete at step 4: --max-steps 4 ended it, and overrides --num-train-epochs. To extend it, \
                   resume it with --max-steps N, where N is larger than 4";
     assert!(said.contains(remedy), "{said}");
+    // A length that another setting overrides is refused: nothing would be trained.
+    let out = run(d, &["fit", "--resume-from-checkpoint", "r", "--num-train-epochs", "3"]);
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.code() == Some(2) && said.contains("--num-train-epochs 3: r has made all its steps"), "{said}");
+    assert!(said.contains("give --max-steps N, where N is larger than 4"), "{said}");
+    // The length that the run has is none that changes it.
+    assert!(resumed(&["--max-steps", "4"]).contains("is complete at step 4"));
     assert!(!resumed(&["--max-steps", "5"]).contains("is complete"));
     assert_eq!(logged(&d.join("r"), "loss").len(), 5);
     assert!(resumed(&[]).contains("r is complete at step 5: --max-steps 5 ended it"));
+    // The summary has both command lines, and not those that made nothing.
+    let summary = fs::read_to_string(d.join("r/summary.md")).unwrap();
+    let commands: Vec<&str> = summary.lines().filter(|line| line.starts_with("    train-cli fit ")).collect();
+    assert_eq!(commands.len(), 2, "{summary}");
+    assert!(commands[0].contains("-m m -d m/demo.tsv"), "{summary}");
+    assert!(commands[1].ends_with("fit --resume-from-checkpoint r --max-steps 5"), "{summary}");
+    assert!(summary.contains(", after step 4:"), "{summary}");
 }
 
 #[test]

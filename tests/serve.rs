@@ -176,13 +176,13 @@ fn requests_share_what_begins_alike_in_a_cache_of_any_size() {
 fn the_fields_of_a_request_do_what_they_say() {
     let dir = folder();
     let d = dir.path();
-    let server = Server::start(d, &["-m", "m", "--context", "160", "--model-name", "tiny"]);
+    let server = Server::start(d, &["-m", "m", "--context", "160", "--model-name", "Qwen/tiny"]);
     let models: Value = serde_json::from_str(&server.send("GET", "/v1/models", &[], b"").1).unwrap();
-    assert_eq!(models["data"][0]["id"], "tiny");
+    assert_eq!(models["data"][0]["id"], "Qwen/tiny");
 
     // Two choices of one seed are those of two seeds, and again the same.
     let sampled = ["--temperature", "1.5", "--top-k", "40", "--top-p", "0.95", "--max-tokens", "12"];
-    let two = json!({"model": "tiny", "messages": user("Hello"), "temperature": 1.5, "top_k": 40, "top_p": 0.95,
+    let two = json!({"model": "Qwen/tiny", "messages": user("Hello"), "temperature": 1.5, "top_k": 40, "top_p": 0.95,
         "max_completion_tokens": 12, "n": 2, "seed": 5});
     let reply = server.ask(CHAT, &two);
     for (choice, seed) in ["5", "6"].into_iter().enumerate() {
@@ -201,13 +201,19 @@ fn the_fields_of_a_request_do_what_they_say() {
     assert_eq!((&first["text"], reply["choices"].as_array().unwrap().len()), (&expected["text"], 2));
     for (i, token) in expected["logprobs"].as_array().unwrap().iter().enumerate() {
         assert_eq!(first["logprobs"]["token_logprobs"][i], token["logprob"]);
-        assert_eq!(first["logprobs"]["tokens"][i], token["token"]);
+        // A part of a character is named by its bytes.
+        let (found, named) = (first["logprobs"]["tokens"][i].as_str().unwrap(), token["token"].as_str().unwrap());
+        assert!(found == named || named.contains('\u{FFFD}') && found.starts_with("bytes:"), "{found}: {token}");
     }
     let text = expected["text"].as_str().unwrap();
     let middle = text.chars().skip(text.chars().count() / 2).take(2).collect::<String>();
     let stopped = server.ask(COMPLETION, &json!({"prompt": "Once upon", "temperature": 0, "stop": middle}));
     assert_eq!(stopped["choices"][0]["text"], &text[..text.find(&middle).unwrap()]);
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
+    // A null is a field that is not there, also within another field.
+    let nulls = json!({"messages": user("a"), "max_tokens": 1, "stream": true, "seed": null,
+        "stream_options": {"include_usage": null}, "chat_template_kwargs": {"enable_thinking": null}});
+    assert_eq!(server.events(CHAT, &nulls).last().unwrap(), "[DONE]");
     let chat = server.ask(CHAT, &json!({"messages": user("a"), "max_tokens": 3, "logprobs": true, "top_logprobs": 2}));
     let tokens = chat["choices"][0]["logprobs"]["content"].as_array().unwrap();
     assert!(tokens.len() == 3 && tokens[0]["top_logprobs"].as_array().unwrap().len() == 2, "{chat}");
@@ -220,11 +226,68 @@ fn the_fields_of_a_request_do_what_they_say() {
     assert!(status == 400 && text.contains("the context ends at 160"), "{text}");
     let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "max_tokens": 155}));
     assert!(status == 400 && text.contains("the answer may have 155"), "{text}");
-    let one: Value = serde_json::from_str(&server.send("GET", "/v1/models/tiny", &[], b"").1).unwrap();
-    assert_eq!(one, models["data"][0]);
-    assert_eq!(server.send("GET", "/v1/models/huge", &[], b"").0, 404);
+    for (path, expected) in [("Qwen/tiny", 200), ("Qwen%2Ftiny", 200), ("tiny", 404), ("Qwen/", 404), ("%ff", 400)] {
+        let (status, text) = server.send("GET", &format!("/v1/models/{path}"), &[], b"");
+        let found: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{path}: {e}: {text}"));
+        assert_eq!(status, expected, "{path}: {text}");
+        assert_eq!(found == models["data"][0], status == 200, "{text}");
+        assert_eq!(found["error"]["message"].is_string(), status != 200, "{text}");
+    }
     let metrics = server.send("GET", "/metrics", &[], b"").1;
     assert!(metrics.contains("train_cli_replies_total{address=\"/v1/completions\",status=\"400\"} 1"), "{metrics}");
+}
+
+/// Requests with a value that a chat template would render as nothing, or as text that nobody wrote. The field with the value
+/// comes first.
+fn wrong_tools_and_messages() -> Vec<(&'static str, Value)> {
+    let tools = [
+        json!([null]),
+        json!([1]),
+        json!(["x"]),
+        json!([{}]),
+        json!([[[[]]]]),
+        json!([{"type": "function", "function": {"name": 1}}]),
+        json!([{"type": "function", "function": {"name": ""}}]),
+        json!([{"function": {"name": "add"}}]),
+    ];
+    let keys = [
+        ("tool_calls", json!([1])),
+        ("tool_calls", json!([{"function": {}}])),
+        ("name", json!(5)),
+        ("reasoning_content", json!(5)),
+    ];
+    let with_tools =
+        tools.into_iter().map(|tools| ("tools", json!({"messages": user("a"), "max_tokens": 1, "tools": tools})));
+    let with_keys = keys.into_iter().map(|(key, value)| {
+        let mut messages = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        messages[1][key] = value;
+        ("messages", json!({"messages": messages, "max_tokens": 1}))
+    });
+    with_tools.chain(with_keys).collect()
+}
+
+/// What is refused before anybody reads the JSON of a request.
+fn refuses_before_it_reads_json(server: &Server, good: &Value) {
+    for (method, path, expected) in [("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)] {
+        assert_eq!(server.send(method, path, &[], b"").0, expected, "{method} {path}");
+    }
+    let (status, _) = server.send("POST", CHAT, &["Content-Type: text/plain"], good.to_string().as_bytes());
+    assert_eq!(status, 415);
+    let (status, _) = server.send("POST", CHAT, &[JSON], &vec![b' '; 3 << 20]);
+    assert_eq!(status, 413);
+    // A body that is too long, and one whose chunks have no size, are not waited for.
+    let head = format!("POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{JSON}\r\n");
+    for (rest, expected) in
+        [("Content-Length: 99999999\r\n\r\n", 413), ("Transfer-Encoding: chunked\r\n\r\nsize\r\n", 400)]
+    {
+        let began = Instant::now();
+        let (status, text) = reply(server.write(&format!("{head}{rest}")));
+        let error: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{rest}: {e}: {text}"));
+        assert!(status == expected && error["error"]["message"].is_string(), "{rest}: {status}: {text}");
+        assert!(began.elapsed() < Duration::from_secs(10), "{rest}: {:?}", began.elapsed());
+    }
+    let header = format!("X-Long: {}", "x".repeat(40_000));
+    assert!([0, 431].contains(&server.send("GET", "/health", &[&header], b"").0));
 }
 
 /// A thousand malformed bodies.
@@ -296,18 +359,18 @@ fn malformed_requests_are_refused_and_the_server_stays() {
         refused += usize::from(status != 200);
     }
     assert!(refused > 700, "{refused} of {} bodies were refused", bodies.len());
+    for (field, body) in wrong_tools_and_messages() {
+        let (status, text) = server.post(CHAT, &body);
+        let error: Value = serde_json::from_str(&text).unwrap();
+        assert!(status == 400 && error["error"]["param"] == field, "{status}: {body}: {text}");
+    }
+    let tool = json!({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}});
+    let (_, text) = server.post(CHAT, &json!({"messages": user("a"), "max_tokens": 1, "tools": [tool]}));
+    assert!(text.contains("the context ends at 96"), "a good tool is read, and is too long for this server: {text}");
     let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "temperature": 7}));
     let error: Value = serde_json::from_str(&text).unwrap();
     assert!(status == 400 && error["error"]["param"] == "temperature", "{text}");
-    for (method, path, expected) in [("GET", "/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/v1/models", 405)] {
-        assert_eq!(server.send(method, path, &[], b"").0, expected, "{method} {path}");
-    }
-    let (status, _) = server.send("POST", CHAT, &["Content-Type: text/plain"], good.to_string().as_bytes());
-    assert_eq!(status, 415);
-    let (status, _) = server.send("POST", CHAT, &[JSON], &vec![b' '; 3 << 20]);
-    assert_eq!(status, 413);
-    let header = format!("X-Long: {}", "x".repeat(40_000));
-    assert!([0, 431].contains(&server.send("GET", "/health", &[&header], b"").0));
+    refuses_before_it_reads_json(&server, &good);
     server.ask(CHAT, &good);
 }
 
@@ -344,6 +407,7 @@ fn only_who_may_ask_is_answered() {
     };
     refused(&["--host", "0.0.0.0"], "--api-key-file");
     refused(&["--parallel", "0"], "--parallel 0");
+    refused(&["--model-name="], "--model-name");
     refused(&["--context", "100000000"], "--context 100000000");
     refused(&["--context", "0"], "--context");
     #[cfg(unix)]
@@ -363,6 +427,14 @@ fn only_who_may_ask_is_answered() {
         }
     }
     assert_eq!(server.send("POST", CHAT, &[JSON, &right], body.as_bytes()).0, 200);
+    for scheme in ["bearer", "BEARER "] {
+        let header = format!("Authorization: {scheme} {key}");
+        assert_eq!(server.send("GET", "/v1/models", &[&header], b"").0, 200, "{header}");
+    }
+    for scheme in ["Basic", ""] {
+        let header = format!("Authorization: {scheme} {key}");
+        assert_eq!(server.send("GET", "/v1/models", &[&header], b"").0, 401, "{header}");
+    }
     assert_eq!(server.send("GET", "/health", &[], b"").0, 200);
     let page = server.send("GET", "/", &[], b"");
     assert!(
@@ -530,7 +602,15 @@ fn streamed_logarithms_come_with_each_piece() {
         json!({"messages": user("Hello"), "temperature": 0, "max_tokens": 16, "logprobs": true, "top_logprobs": 2});
     let completion = json!({"prompt": "Once upon", "temperature": 0, "max_tokens": 16, "logprobs": 2});
     for (address, body, content) in [(CHAT, chat, "content"), (COMPLETION, completion, "tokens")] {
-        let whole = server.ask(address, &body)["choices"][0]["logprobs"].clone();
+        let whole = server.ask(address, &body)["choices"][0].clone();
+        if let Some(tokens) = whole["logprobs"]["content"].as_array() {
+            // The bytes of the tokens are the text, whatever part of a character each of them is. It has no special tokens.
+            let tokens = tokens.iter().filter(|token| !token["token"].as_str().unwrap().starts_with("<|"));
+            let bytes = tokens.flat_map(|token| token["bytes"].as_array().expect("a token has bytes"));
+            let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
+            assert_eq!(whole["message"]["content"], String::from_utf8_lossy(&bytes).into_owned());
+        }
+        let whole = whole["logprobs"].clone();
         let mut streamed = body.clone();
         streamed["stream"] = true.into();
         let mut joined = json!({});

@@ -144,14 +144,26 @@ fn what_a_model_was_trained_for_goes_with_it() {
     assert_eq!((&record["bf16_last_blocks"], &record["scales"]), (&1.into(), &"single".into()));
     assert_eq!(record["chat_template_sha256"].as_str().map(str::len), Some(64));
     assert_eq!(json(&d.join("x.dat.trained.json")), record);
-    ok(d, &["export-dat", "-m", "r/checkpoint-2", "--output-dat", "y.dat", "--scales", "two", "--device", "cpu"]);
-    let two = json(&d.join("y.dat.trained.json"));
-    assert_eq!((&two["recipe"], &two["scales"]), (&"w4a4".into(), &"two".into()));
-    ok(d, &["convert", "r", "z.dat", "--dtype", "nvfp4", "--scales", "single"]);
-    assert_eq!(json(&d.join("z.dat.trained.json")), record);
+    // Other scales than in training are said, and without a flag there are none.
+    let export = ["export-dat", "-m", "r/checkpoint-2", "--device", "cpu", "--output-dat"];
+    let convert = ["convert", "r", "--dtype", "nvfp4"];
+    for words in [[&export[..], &["y.dat"]].concat(), [&convert[..], &["z.dat"]].concat()] {
+        let file = words[words.len() - 1];
+        let others = "scales    two, unlike in training (single)";
+        let out = run(d, &[&words[..], &["--scales", "two"]].concat());
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && said.contains(others), "{file}: {said}");
+        let two = json(&d.join(format!("{file}.trained.json")));
+        assert_eq!((&two["recipe"], &two["scales"]), (&"w4a4".into(), &"two".into()));
+        fs::remove_file(d.join(file)).unwrap();
+        let out = run(d, &words);
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && !said.contains("unlike in training"), "{file}: {said}");
+        assert_eq!(json(&d.join(format!("{file}.trained.json"))), record);
+    }
     // Nobody types --w4a4.
     let trained = answer(d, "r/final", &[]).0;
-    for file in ["x.dat", "z.dat", "r/final/model.dat"] {
+    for file in ["x.dat", "y.dat", "z.dat", "r/final/model.dat"] {
         let (found, said) = answer(d, file, &["--tokenizer", "m"]);
         assert_eq!(found, trained, "{file}");
         assert!(said.contains("as in training (w4a4)") && !said.contains("template"), "{file}: {said}");

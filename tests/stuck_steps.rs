@@ -33,7 +33,10 @@ fn a_step_that_never_ends_ends_the_run_and_loses_nothing() {
     let stderr = String::from_utf8_lossy(&out.stderr);
     assert_eq!(out.status.code(), Some(7), "{stderr}");
     let message = stderr.lines().last().unwrap();
-    assert!(message.starts_with("error: step 3 has taken ") && message.contains("does not answer"), "{stderr}");
+    assert!(
+        message.starts_with("error: step 3 has made no progress for ") && message.contains("does not answer"),
+        "{stderr}"
+    );
     assert!(names(&d.join("stuck")).contains("checkpoint-2") && !names(&d.join("stuck")).contains("checkpoint-3"));
 
     let mut resumed = words("stuck");

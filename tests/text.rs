@@ -7,6 +7,7 @@ use model_qwen3::{
 };
 use serde_json::Value;
 use sha2::{Digest, Sha256};
+use std::collections::BTreeSet;
 
 #[test]
 fn chat_templates_render_as_hugging_face_does() {
@@ -52,7 +53,18 @@ fn the_real_tokenizer_gives_hugging_faces_ids() {
         }
         shown += &stream.finish(&tokenizer).unwrap();
         assert_eq!(shown, tokenizer.decode(&ids).unwrap(), "{text:?}");
+
+        // So do the bytes of its tokens.
+        let bytes: Vec<u8> = ids.iter().flat_map(|id| tokenizer.bytes(*id).unwrap()).collect();
+        assert_eq!(String::from_utf8(bytes).unwrap(), tokenizer.decode_all(&ids).unwrap(), "{text:?}");
     }
+    // Qwen3's first tokens are the 256 bytes.
+    let single: BTreeSet<u8> = (0..256).flat_map(|id| tokenizer.bytes(id).unwrap()).collect();
+    assert_eq!(single.len(), 256);
+    let names = ["<|im_end|>", "<think>"].map(|name| tokenizer.id(name).unwrap());
+    assert_eq!(names.map(|id| tokenizer.bytes(id)), [b"<|im_end|>".to_vec(), b"<think>".to_vec()].map(Some));
+    assert_eq!(names.map(|id| tokenizer.is_special(id)), [true, false]);
+    assert_eq!(tokenizer.bytes(tokenizer.vocab_size() as u32), None);
 }
 
 /// A byte that begins or continues a character, again and again, ends none. The stream shows it all the same: otherwise it would

@@ -256,7 +256,14 @@ fn overwrite_removes_a_run_and_nothing_else() {
     let held = train_cli::durable::lock(&d.join("r")).unwrap();
     let stderr = String::from_utf8_lossy(&fit_to("r", "m").stderr).into_owned();
     assert!(stderr.contains("is training here; wait for its end"), "{stderr}");
+    // So says a run that would find the folder full.
+    let words = ["fit", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--max-steps", "1", "-o", "r"];
+    let stderr = String::from_utf8_lossy(&run(d, &words).stderr).into_owned();
+    let holder = format!("process {} on ", std::process::id());
+    assert!(stderr.contains(&holder) && !stderr.contains("is not empty"), "{stderr}");
     drop(held);
+    let stderr = String::from_utf8_lossy(&run(d, &words).stderr).into_owned();
+    assert!(stderr.contains("r is not empty; give another --output-dir"), "{stderr}");
     assert!(d.join("r/final/model.dat").exists());
 }
 
@@ -473,6 +480,8 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(4) && stderr.contains("stopped after step 1"), "{stderr}");
     assert!(d.join("stopped/checkpoint-1/manifest.json").exists());
+    let summary = std::fs::read_to_string(d.join("stopped/summary.md")).unwrap();
+    assert!(summary.contains("| state | not complete, 1 of 12 steps; it held "), "{summary}");
 }
 
 #[test]

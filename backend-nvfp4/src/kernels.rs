@@ -97,6 +97,13 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         out: DType,
     ) -> Vec<FloatTensor<Self>>;
 
+    /// Multiplies the rows of `x`, each the newest token of a sequence, by the weights of layers: `x · wᵀ` for each weight, in the
+    /// dtype of the precision. There are few rows, which a backend may multiply by a kernel of their own; but the result for a row
+    /// must not depend on the other rows, nor on how many there are.
+    fn token_products(x: Operand<Self>, w: Vec<Operand<Self>>, precision: Precision) -> Vec<FloatTensor<Self>> {
+        Self::products(Product::Nt, vec![x], w, precision, precision.dtype())
+    }
+
     /// The sum of [`Self::products`].
     fn product_sum(
         product: Product,
@@ -160,8 +167,9 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// The numbers `[M, K]` of E4M3 bytes `[M, K/4]`, as `dtype`.
     fn e4m3_decode(words: IntTensor<Self>, dtype: DType) -> FloatTensor<Self>;
 
-    /// Computes attention of new tokens over a cache: `q` `[M, H*E]`, `k` and `v` `[S, G*E]`, where S counts the past
-    /// of `docs` and the new tokens.
+    /// Computes attention of a sequence's newest token, or of several, over a cache: `q` `[M, H*E]`, `k` and `v` `[S, G*E]`, where
+    /// S counts the past of `docs` and the new tokens. Sums may take their terms in another order than those of
+    /// [`Nvfp4Backend::causal_attention`], which reads prompts.
     fn cached_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,

@@ -43,8 +43,8 @@ pub trait Nvfp4Backend: Backend {
     /// Computes `silu(gate) * up`, `[M, F]`, ready for linear layers of the given specification.
     fn swiglu(gate: FloatTensor<Self>, up: FloatTensor<Self>, spec: LinearSpec) -> Activations<Self>;
 
-    /// Computes causal grouped-query attention within documents: `q` `[M, H*E]`, `k` and `v` `[M, G*E]` give
-    /// `[M, H*E]`.
+    /// Computes causal grouped-query attention within documents: `q` `[M, H*E]`, `k` and `v` `[S, G*E]` give
+    /// `[M, H*E]`. S counts the past of `docs`, which training does not have, and the M new tokens.
     fn causal_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,

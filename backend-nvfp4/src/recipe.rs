@@ -149,6 +149,9 @@ pub struct LinearSpec {
     pub shares_scale: bool,
     /// Which rows of quantized activations share a tensor scale.
     pub activation_scale: ActivationScale,
+    /// Whether each row of activations is the newest token of a sequence: see
+    /// [`Nvfp4Kernels::token_products`](crate::Nvfp4Kernels::token_products).
+    pub newest_tokens: bool,
     /// The random numbers for rounding gradients: this stream for dgrad and the next one for wgrad.
     pub stream: Stream,
 }
@@ -163,6 +166,7 @@ impl LinearSpec {
             block: recipe.weight_blocks(),
             shares_scale: false,
             activation_scale: ActivationScale::AllRows,
+            newest_tokens: false,
             stream: Stream { seed: 0, step: 0, stream: 0 },
         }
     }
@@ -178,6 +182,12 @@ impl LinearSpec {
     #[must_use]
     pub fn each_row(self) -> Self {
         Self { activation_scale: ActivationScale::EachRow, ..self }
+    }
+
+    /// The same specification for activations each row of which is the newest token of a sequence.
+    #[must_use]
+    pub fn of_newest_tokens(self) -> Self {
+        Self { newest_tokens: true, ..self }
     }
 
     /// The same specification without quantization.

@@ -42,7 +42,11 @@ pub(crate) fn forward<B: Nvfp4Kernels>(
             Operand::Packed(x.codes.unwrap_or_else(|| B::nvfp4_quantize(x.values.clone(), spec.activations())))
         }
     };
-    let ys = B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype);
+    let ys = if spec.newest_tokens {
+        B::token_products(read.clone(), w.clone(), spec.precision)
+    } else {
+        B::products(Product::Nt, vec![read.clone()], w.clone(), spec.precision, dtype)
+    };
     let x = if recipe.packs_gradients().is_some() { Operand::Dense(x.values) } else { read };
     (ys, SavedLinears { x, w, recipe })
 }

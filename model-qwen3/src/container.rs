@@ -366,7 +366,7 @@ impl ContainerEntry {
 /// The weights that a path stands for: a file itself, a folder of safetensors, or the only `.dat` of a folder.
 fn weights_file(path: &Path) -> Result<PathBuf, ModelError> {
     if !path.exists() {
-        let hint = "give a model folder, or a .dat or .safetensors file (`convert` also reads .gguf files)".to_owned();
+        let hint = "give a model folder, or a .dat or .safetensors file; convert also takes a .gguf file".to_owned();
         return Err(ModelError::Missing { path: path.to_owned(), hint });
     }
     if !path.is_dir() || safetensors::in_folder(path) {

@@ -1,7 +1,7 @@
-//! The blocks over caches: sequences with one new token as one operation, where the backend has it, and all others block by block.
+//! The blocks over caches: the newest tokens of answers as one operation, where the backend has it, and prompts block by block.
 
 use crate::{
-    kv_cache::KvCache,
+    kv_cache::{KvCache, NewTokens},
     model::{Qwen3, below_each_other},
     rope::rotary,
 };
@@ -10,51 +10,56 @@ use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
     /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
-    /// normalized. Each sequence is its cache and the number of its new tokens. These also see the tokens that the cache
-    /// holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence alone.
+    /// normalized. Each sequence is its cache and its new tokens. These also see the tokens that the cache
+    /// holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence alone, and on which of
+    /// them are an answer's; it does not depend on how many tokens of a prompt are read at a time.
     pub fn forward_cached(
         &self,
         ids_RT: Tensor<B, 2, Int>,
-        sequences: &mut [(&mut KvCache<B>, usize)],
+        sequences: &mut [(&mut KvCache<B>, NewTokens)],
     ) -> Tensor<B, 2> {
         let h_MD = self.embed(ids_RT);
         let h_MD = self.blocks_cached(h_MD, sequences);
-        sequences.iter_mut().for_each(|(cache, tokens)| cache.advance(*tokens));
+        sequences.iter_mut().for_each(|(cache, new)| cache.advance(new.count()));
         self.final_norm(h_MD)
     }
 
-    /// Maps the embeddings `[M, D]` of the new tokens of several sequences to hidden states `[M, D]`. Sequences with one new token
-    /// are computed by themselves, so that their numbers do not depend on whether others read prompts.
-    fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, usize)]) -> Tensor<B, 2> {
-        if let Some(decoded) = self.decode(&h_MD, sequences) {
-            return decoded;
+    /// Maps the embeddings `[M, D]` of the new tokens of several sequences to hidden states `[M, D]`. Answers are computed by
+    /// themselves, so that their numbers do not depend on whether others read prompts.
+    fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, NewTokens)]) -> Tensor<B, 2> {
+        let all: Vec<NewTokens> = sequences.iter().map(|(_, new)| *new).collect();
+        if all.iter().all(|new| new.is_answer()) {
+            return self.newest_tokens(h_MD, sequences);
         }
-        let counts: Vec<usize> = sequences.iter().map(|(_, tokens)| *tokens).collect();
-        let is_single = |tokens: &usize| *tokens == 1;
-        if !counts.iter().any(is_single) || counts.iter().all(is_single) {
+        if !all.iter().any(|new| new.is_answer()) {
             return self.block_by_block(h_MD, sequences);
         }
-        let (singles, others): (Vec<_>, Vec<_>) =
-            rows_of_each(&h_MD, &counts).into_iter().partition(|rows| is_single(&rows.dims()[0]));
-        let (one, several): (Vec<_>, Vec<_>) =
-            sequences.iter_mut().map(|(cache, tokens)| (&mut **cache, *tokens)).partition(|(_, tokens)| *tokens == 1);
-        let Some(decoded) = self.decode(&below_each_other(singles), &one) else {
-            return self.block_by_block(h_MD, sequences);
-        };
-        let read = self.block_by_block(below_each_other(others), &several);
-        let counts_read: Vec<usize> = several.iter().map(|(_, tokens)| *tokens).collect();
+        let counts: Vec<usize> = all.iter().map(|new| new.count()).collect();
+        let (mut of_answers, mut of_prompts) = (Vec::new(), Vec::new());
+        for (new, rows) in all.iter().zip(rows_of_each(&h_MD, &counts)) {
+            if new.is_answer() { of_answers.push(rows) } else { of_prompts.push(rows) }
+        }
+        let (answers, prompts): (Vec<_>, Vec<_>) =
+            sequences.iter_mut().map(|(cache, new)| (&mut **cache, *new)).partition(|(_, new)| new.is_answer());
+        let decoded = self.newest_tokens(below_each_other(of_answers), &answers);
+        let read = self.block_by_block(below_each_other(of_prompts), &prompts);
+        let counts_read: Vec<usize> = prompts.iter().map(|(_, new)| new.count()).collect();
         let mut read = rows_of_each(&read, &counts_read).into_iter();
-        let mut decoded = rows_of_each(&decoded, &vec![1; one.len()]).into_iter();
-        let in_order = counts.iter().filter_map(|tokens| if is_single(tokens) { decoded.next() } else { read.next() });
+        let mut decoded = rows_of_each(&decoded, &vec![1; answers.len()]).into_iter();
+        let in_order = all.iter().filter_map(|new| if new.is_answer() { decoded.next() } else { read.next() });
         below_each_other(in_order.collect())
     }
 
+    /// Maps the embeddings `[M, D]` of the newest tokens of answers to hidden states `[M, D]`.
+    fn newest_tokens(&self, h_MD: Tensor<B, 2>, sequences: &[(&mut KvCache<B>, NewTokens)]) -> Tensor<B, 2> {
+        self.decode(&h_MD, sequences).unwrap_or_else(|| self.block_by_block(h_MD, sequences))
+    }
+
     /// Maps the embeddings `[M, D]` of one new token of each sequence to hidden states `[M, D]`, and appends keys and values to
-    /// the caches. `None` if a sequence has more than one new token, not all have their pages in one pool, or the backend has no
-    /// such operation for this model.
-    fn decode(&self, h_MD: &Tensor<B, 2>, sequences: &[(&mut KvCache<B>, usize)]) -> Option<Tensor<B, 2>> {
+    /// the caches. `None` if not all have their pages in one pool, or the backend has no such operation for this model.
+    fn decode(&self, h_MD: &Tensor<B, 2>, sequences: &[(&mut KvCache<B>, NewTokens)]) -> Option<Tensor<B, 2>> {
         let pool = sequences.first()?.0.pool().clone();
-        if sequences.iter().any(|(cache, tokens)| *tokens != 1 || !cache.pool().is_same(&pool)) {
+        if sequences.iter().any(|(cache, _)| !cache.pool().is_same(&pool)) {
             return None;
         }
         let config = self.config();
@@ -74,9 +79,9 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
     }
 
     /// The pages of each sequence, `[M, n]`. Shorter rows end with pages that are not read.
-    fn pages_of_each(&self, sequences: &[(&mut KvCache<B>, usize)]) -> Tensor<B, 2, Int> {
+    fn pages_of_each(&self, sequences: &[(&mut KvCache<B>, NewTokens)]) -> Tensor<B, 2, Int> {
         let most = sequences.iter().map(|(cache, _)| cache.pages().len()).max().unwrap_or(0);
-        let row = |(cache, _): &(&mut KvCache<B>, usize)| -> Vec<u32> {
+        let row = |(cache, _): &(&mut KvCache<B>, NewTokens)| -> Vec<u32> {
             let pages = cache.pages().iter().map(|page| *page as u32);
             pages.chain(std::iter::repeat(0)).take(most).collect()
         };

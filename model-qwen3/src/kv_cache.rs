@@ -35,6 +35,30 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
+/// What a sequence gets in a forward. Its own tokens alone decide how they are computed: a single token of a prompt is computed
+/// like longer parts of prompts, not like a token of an answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NewTokens {
+    /// So many tokens of a prompt.
+    Prompt(usize),
+    /// The newest token of an answer.
+    Answer,
+}
+
+impl NewTokens {
+    /// Number of tokens.
+    pub fn count(self) -> usize {
+        match self {
+            Self::Prompt(count) => count,
+            Self::Answer => 1,
+        }
+    }
+
+    pub(crate) fn is_answer(self) -> bool {
+        self == Self::Answer
+    }
+}
+
 impl<B: Backend> KvPool<B> {
     fn shared(&self) -> MutexGuard<'_, Shared<B>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -175,8 +199,8 @@ impl<B: Backend> KvCache<B> {
         self.len += tokens;
     }
 
-    /// Shares the pages of `ids`, the tokens of the cache, with later sequences of the pool: those that are full, and the last one
-    /// too if the sequence has `ended`, so that nothing is written to it any more.
+    /// Shares the pages of `ids`, the first tokens of the cache, with later sequences of the pool: those that are full, and the last
+    /// one too if the sequence has `ended`, so that nothing is written to it any more.
     pub(crate) fn share(&self, ids: &[u32], ended: bool) {
         let len = if ended { ids.len() } else { ids.len() / PAGE * PAGE };
         self.pool.shared().pages.insert(&self.pages, &ids[..len], ended);

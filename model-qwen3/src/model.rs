@@ -8,7 +8,7 @@ use crate::{
     ModelError,
     calibration::InputMaxima,
     config::Qwen3Config,
-    kv_cache::{KvCache, KvPool},
+    kv_cache::{KvCache, KvPool, NewTokens},
     loss::cross_entropy_sum,
     names,
     rope::rotary,
@@ -314,16 +314,18 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         KvPool::new(config, tokens, *cache, spec.precision.dtype(), &self.device())
     }
 
-    /// Computes the blocks one after another, each by separate operations.
+    /// Computes the blocks one after another, each by separate operations, for parts of prompts or for the newest tokens of answers.
     pub(crate) fn block_by_block(
         &self,
         mut h_MD: Tensor<B, 2>,
-        sequences: &[(&mut KvCache<B>, usize)],
+        sequences: &[(&mut KvCache<B>, NewTokens)],
     ) -> Tensor<B, 2> {
         let places: Vec<Places> =
-            sequences.iter().map(|(cache, tokens)| Places::of_rows([1, *tokens]).after(cache.tokens())).collect();
+            sequences.iter().map(|(cache, new)| Places::of_rows([1, new.count()]).after(cache.tokens())).collect();
         let ctx = self.context(&places);
-        let ctx = Context { spec: ctx.spec.each_row(), ..ctx };
+        let spec = ctx.spec.each_row();
+        let answers = sequences.iter().all(|(_, new)| new.is_answer());
+        let ctx = Context { spec: if answers { spec.of_newest_tokens() } else { spec }, ..ctx };
         let caches: Vec<&KvCache<B>> = sequences.iter().map(|(cache, _)| &**cache).collect();
         for (i, block) in self.layers.iter().enumerate() {
             h_MD = block.forward_cached(h_MD, &self.of_block(&ctx, i), &caches);
@@ -331,9 +333,10 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
         h_MD
     }
 
-    /// Maps the results `[M, D]` of [`Self::forward_cached`] to logits `[M, V]` in f32, each row by itself.
+    /// Maps results `[M, D]` of [`Self::forward_cached`], each the newest token of a sequence, to logits `[M, V]` in f32, each row
+    /// by itself.
     pub fn logits_cached(&self, h_MD: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.logits_by(h_MD, self.info.spec.each_row())
+        self.logits_by(h_MD, self.info.spec.each_row().of_newest_tokens())
     }
 }
 
@@ -353,7 +356,11 @@ impl<B: Nvfp4Kernels> Attention<B> {
             // The linear layers take the tokens of all sequences together. Attention takes one sequence after another.
             let [q_THE, k_TGE, v_TGE] = qkv_M.each_ref().map(|x| x.clone().slice(tokens.clone()));
             let [k_SGE, v_SGE] = cache.append(ctx.block, [k_TGE, v_TGE]);
-            cached_attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
+            if ctx.spec.newest_tokens {
+                cached_attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
+            } else {
+                ops::attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
+            }
         };
         let y: Vec<_> = caches.iter().zip(ctx.documents.iter()).map(attend).collect();
         ctx.projected(&self.o_proj, below_each_other(y))

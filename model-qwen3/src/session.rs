@@ -4,9 +4,10 @@
 
 use crate::{
     ModelError,
-    kv_cache::{KvCache, KvPool},
+    kv_cache::{KvCache, KvPool, NewTokens},
     model::{Qwen3, below_each_other, ids_tensor},
     next_token::{Known, NextToken, drawn_ids},
+    pages::PAGE,
     sampling::{self, Logprobs, Sampling},
     weights::to_host,
 };
@@ -69,6 +70,9 @@ pub struct Session<'a, B: Nvfp4Kernels> {
     cache: KvCache<B>,
     /// The tokens in the cache. It may hold one more, which the host does not know yet.
     ids: Vec<u32>,
+    /// How many of them, at the beginning, were all read as a prompt. Others were made for an answer: their keys and values may
+    /// differ in the last bits from those of a prompt, so other sessions do not get them.
+    of_prompt: usize,
 }
 
 impl<'a, B: Nvfp4Kernels> Session<'a, B> {
@@ -82,7 +86,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
             return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit });
         }
         let cache = model.pool(capacity)?.cache(&[], capacity).expect("a new pool has room for its tokens");
-        Ok(Self { model, cache, ids: vec![] })
+        Ok(Self { model, cache, ids: vec![], of_prompt: 0 })
     }
 
     /// A session with room for `capacity` tokens of a pool, which is to read `prompt`. It holds the beginning of the prompt
@@ -90,17 +94,17 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     pub fn of_pool(model: &'a Qwen3<B>, pool: &KvPool<B>, prompt: &[u32], capacity: usize) -> Option<Self> {
         let cache = pool.cache(prompt, capacity)?;
         let ids = prompt[..cache.tokens()].to_vec();
-        Some(Self { model, cache, ids })
+        Some(Self { model, cache, of_prompt: ids.len(), ids })
     }
 
-    /// Lets later sessions of the pool begin with the tokens that this one has read, in whole pages.
+    /// Lets later sessions of the pool begin with the tokens that this one has read as a prompt, in whole pages.
     pub fn share(&self) {
-        self.cache.share(&self.ids, false);
+        self.cache.share(&self.ids[..self.of_prompt], false);
     }
 
-    /// Ends the session, and lets later sessions of the pool begin with all tokens that it has read.
+    /// Ends the session, and lets later sessions of the pool begin with all tokens that it has read as a prompt.
     pub fn end(self) {
-        self.cache.share(&self.ids, true);
+        self.cache.share(&self.ids[..self.of_prompt], true);
     }
 
     /// Number of tokens in the cache.
@@ -140,12 +144,14 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         answering.into_generation()
     }
 
-    /// Reads tokens in one forward, and returns the logits `[V]` of the last.
+    /// Reads tokens in one forward, and returns the logits `[V]` of the last. A single token is computed like one of an answer,
+    /// several like those of a prompt.
     ///
     /// # Errors
     /// As [`Self::answer`].
     pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        let logits = to_host(read(&mut [(self, ids)])?)?;
+        let new = if ids.len() == 1 { NewTokens::Answer } else { NewTokens::Prompt(ids.len()) };
+        let logits = to_host(read(&mut [(self, new, ids)])?)?;
         if logits.iter().any(|x| x.is_nan()) { Err(ModelError::NotANumber) } else { Ok(logits) }
     }
 
@@ -158,6 +164,7 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     fn rewind(&mut self, len: usize) -> usize {
         let left = self.cache.rewind(len);
         self.ids.truncate(left);
+        self.of_prompt = self.of_prompt.min(left);
         left
     }
 
@@ -241,8 +248,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
         if self.failed { Err(ModelError::NotANumber) } else { Ok(self.generation) }
     }
 
-    /// The tokens to be read next: the rest of a chunk of the prompt, or the newest token of the answer. Which ones depends
-    /// on this answer alone, because the shape of a chunk decides in which order attention sums.
+    /// The tokens to be read next: the rest of a chunk of the prompt, or the newest token of the answer.
     fn due(&self) -> &[u32] {
         let chunk_end = (self.read / PREFILL_CHUNK + 1) * PREFILL_CHUNK;
         &self.ids[self.read..self.ids.len().min(chunk_end)]
@@ -341,19 +347,21 @@ fn read_due<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), Mode
     let mut parts = Vec::new();
     for (session, answering) in answers.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
         let ids = answering.due().to_vec();
-        let share = if answering.reads_prompt() { ids.len() } else { 0 };
+        let (new, share) =
+            if answering.reads_prompt() { (NewTokens::Prompt(ids.len()), ids.len()) } else { (NewTokens::Answer, 0) };
         if share <= room {
             room -= share;
-            parts.push((&mut **session, &mut **answering, ids));
+            parts.push((&mut **session, &mut **answering, new, ids));
         }
     }
     if parts.is_empty() {
         return Ok(());
     }
-    let mut reads: Vec<_> = parts.iter_mut().map(|(session, _, ids)| (&mut **session, ids.as_slice())).collect();
+    let mut reads: Vec<_> =
+        parts.iter_mut().map(|(session, _, new, ids)| (&mut **session, *new, ids.as_slice())).collect();
     let logits = read(&mut reads)?;
-    let draws: Vec<_> = parts.iter().map(|(_, answering, _)| answering.draw(0)).collect();
-    for ((_, answering, ids), next) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
+    let draws: Vec<_> = parts.iter().map(|(_, answering, ..)| answering.draw(0)).collect();
+    for ((_, answering, _, ids), next) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
         answering.read += ids.len();
         answering.next = Some(next);
     }
@@ -369,7 +377,7 @@ fn read_ahead<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) {
         return;
     }
     let ids = drawn_ids(&parts.iter().filter_map(|(_, answering)| answering.drawn()).collect::<Vec<_>>());
-    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, _)| (&mut **session, 1)).collect();
+    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, _)| (&mut **session, NewTokens::Answer)).collect();
     let logits = forward(&mut sessions, ids);
     let draws: Vec<_> = parts.iter().map(|(_, answering)| answering.draw(1)).collect();
     for ((_, answering), ahead) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
@@ -378,33 +386,36 @@ fn read_ahead<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) {
 }
 
 /// Reads tokens of several sessions of one model in one forward, and returns the logits `[M, V]` of the last token of each.
-fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32])]) -> Result<Tensor<B, 2>, ModelError> {
-    for (session, ids) in parts.iter_mut() {
+fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, NewTokens, &[u32])]) -> Result<Tensor<B, 2>, ModelError> {
+    for (session, _, ids) in parts.iter_mut() {
         session.forget_ahead();
         session.cache.reserve(ids.len())?;
     }
     let model = parts[0].0.model;
-    let all: Vec<u32> = parts.iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
+    let all: Vec<u32> = parts.iter().flat_map(|(_, _, ids)| ids.iter().copied()).collect();
     let input = ids_tensor(&[all], model.config(), &model.device())?;
-    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, ids)| (&mut **session, ids.len())).collect();
+    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, new, _)| (&mut **session, *new)).collect();
     let logits = forward(&mut sessions, input);
-    for (session, ids) in parts.iter_mut() {
+    for (session, new, ids) in parts.iter_mut() {
+        if !new.is_answer() && session.of_prompt == session.ids.len() {
+            session.of_prompt += ids.len();
+        }
         session.ids.extend_from_slice(ids);
     }
     Ok(logits)
 }
 
-/// Reads the tokens `[1, M]` of several sessions, so many of each, and returns the logits `[R, V]` of the last token of each.
-fn forward<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, usize)], ids: Tensor<B, 2, Int>) -> Tensor<B, 2> {
+/// Reads the tokens `[1, M]` of several sessions and returns the logits `[R, V]` of the last token of each.
+fn forward<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, NewTokens)], ids: Tensor<B, 2, Int>) -> Tensor<B, 2> {
     let model = parts[0].0.model;
-    let mut sequences: Vec<_> = parts.iter_mut().map(|(session, tokens)| (&mut session.cache, *tokens)).collect();
+    let mut sequences: Vec<_> = parts.iter_mut().map(|(session, new)| (&mut session.cache, *new)).collect();
     let hidden = model.forward_cached(ids, &mut sequences);
-    if parts.iter().all(|(_, tokens)| *tokens == 1) {
+    if parts.iter().all(|(_, new)| new.count() == 1) {
         return model.logits_cached(hidden);
     }
     let mut end = 0;
-    let lasts = parts.iter().map(|(_, tokens)| {
-        end += tokens;
+    let lasts = parts.iter().map(|(_, new)| {
+        end += new.count();
         hidden.clone().slice(end - 1..end)
     });
     model.logits_cached(below_each_other(lasts.collect()))
@@ -426,4 +437,38 @@ pub fn generate<B: Nvfp4Kernels>(
             Progress::Read(_) => ControlFlow::Continue(()),
         }
     })
+}
+
+/// Answers several prompts together: each forward makes the next token of every answer. Calls `on_step` after each. The answers are
+/// those of [`generate`].
+///
+/// # Errors
+/// As [`generate`].
+pub fn generate_together<B: Nvfp4Kernels>(
+    model: &Qwen3<B>,
+    prompts: &[Vec<u32>],
+    options: &GenerateOptions,
+    mut on_step: impl FnMut(),
+) -> Result<Vec<Generation>, ModelError> {
+    let limit = model.config().max_position_embeddings;
+    let capacity = |prompt: &Vec<u32>| prompt.len().saturating_add(options.max_tokens);
+    if let Some(value) = prompts.iter().map(capacity).find(|value| *value > limit) {
+        return Err(ModelError::TooLarge { what: "prompt and answer", value, limit });
+    }
+    let pool = model.pool(prompts.iter().map(|prompt| capacity(prompt).next_multiple_of(PAGE)).sum())?;
+    let session = |prompt: &Vec<u32>| Session::of_pool(model, &pool, prompt, capacity(prompt));
+    let mut sessions: Vec<Session<'_, B>> =
+        prompts.iter().map(|prompt| session(prompt).expect("the pool has room for all prompts and answers")).collect();
+    let begun = sessions.iter_mut().zip(prompts).map(|(session, prompt)| Answering::new(session, prompt, options));
+    let mut answers = begun.collect::<Result<Vec<_>, _>>()?;
+    loop {
+        let parts = sessions.iter_mut().zip(&mut answers);
+        let mut running: Vec<_> = parts.filter(|(_, answering)| !answering.has_ended()).collect();
+        if running.is_empty() {
+            break;
+        }
+        step(&mut running)?;
+        on_step();
+    }
+    answers.into_iter().map(Answering::into_generation).collect()
 }

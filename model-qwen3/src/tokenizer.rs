@@ -112,6 +112,21 @@ impl Tokenizer {
         self.inner.decode(ids, false).map_err(|e| ModelError::Tokenizer(e.to_string()))
     }
 
+    /// The bytes of a token: what it adds to a text, or the name of a special token. They may be a part of a character. None if
+    /// no token has the id.
+    pub fn bytes(&self, id: u32) -> Option<Vec<u8>> {
+        let token = self.inner.id_to_token(id)?;
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder().contains_key(&id);
+        let bytes: Option<Vec<u8>> = if added { None } else { token.chars().map(byte_of).collect() };
+        Some(bytes.unwrap_or_else(|| token.into_bytes()))
+    }
+
+    /// Whether a token is special: [`Self::decode`] leaves it out.
+    pub fn is_special(&self, id: u32) -> bool {
+        let added = self.inner.get_added_vocabulary().get_added_tokens_decoder();
+        added.get(&id).is_some_and(|token| token.special)
+    }
+
     /// The id of a token, if it is in the vocabulary.
     pub fn id(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
@@ -121,6 +136,19 @@ impl Tokenizer {
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
+}
+
+/// The byte that a character of a byte-level token stands for. Bytes of printable characters are these characters. The other
+/// bytes, in order, are the characters from U+0100 on.
+fn byte_of(c: char) -> Option<u8> {
+    let byte = match u32::from(c) {
+        c @ (0x21..=0x7E | 0xA1..=0xAC | 0xAE..=0xFF) => c,
+        c @ 0x100..=0x120 => c - 0x100,
+        c @ 0x121..=0x142 => c - 0x121 + 0x7F,
+        0x143 => 0xAD,
+        _ => return None,
+    };
+    u8::try_from(byte).ok()
 }
 
 /// What `work` makes of the text of a tokenizer.json, in which no key may stand twice. The memory for it is limited. `path` is

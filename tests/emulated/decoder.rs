@@ -99,56 +99,55 @@ pub(super) fn every(gpu: &Gpu) {
     }
 }
 
+/// The bits of a token are the same in a launch for nine, whose activations do not fit into shared memory at once, and alone, where
+/// they do. The weights make sums become large, and end with what takes the large part away again: then the order of the terms
+/// shows in the results.
+pub(super) fn beside_others_as_alone(gpu: &Gpu) {
+    let shape = DecoderShape { intermediate: 4352, ..SHAPE };
+    let pasts = (0..9).map(|n| n * 9).collect();
+    let case = Case { shape, pasts, cubes: 4, ..one(false, ActivationRounding::Not) };
+    let mut inputs = Inputs::new(gpu, &case);
+    let mut change = |matrix: usize, change: &dyn Fn(&mut [f64])| {
+        let Matrix::Dense(data) = &inputs.matrices[matrix] else { panic!("the case has dense weights") };
+        let mut values = data.values.clone();
+        change(&mut values);
+        inputs.matrices[matrix] = Matrix::Dense(Box::new(gpu.put(&values, BF16)));
+    };
+    // The last 256 of the columns that `down` reads are those of the first ones.
+    let (hidden, cols) = (shape.hidden, shape.intermediate);
+    for gate_or_up in [4, 5] {
+        change(gate_or_up, &|w: &mut [f64]| w.copy_within(..256 * hidden, (cols - 256) * hidden));
+    }
+    let large = |row: &mut [f64]| {
+        let (first, last) = row.split_at_mut(cols - 256);
+        for (added, taken) in first.iter_mut().zip(last) {
+            *added *= 65_536.0;
+            *taken = -*added;
+        }
+    };
+    change(6, &|w: &mut [f64]| w.chunks_exact_mut(cols).for_each(large));
+    let bits = |tokens: Range<usize>| {
+        let y = inputs.launch(gpu, &case, tokens).unwrap_or_else(|e| panic!("{e}"));
+        y.into_iter().map(f64::to_bits).collect::<Vec<_>>()
+    };
+    let all = bits(0..9);
+    for token in [0, 8] {
+        let own = &all[token * hidden..(token + 1) * hidden];
+        assert!(bits(token..token + 1) == own, "token {token} has other bits beside eight others");
+    }
+}
+
 fn expect(gpu: &Gpu, case: &Case) {
     run(gpu, case).unwrap_or_else(|e| panic!("{case:?}: {e}"));
 }
 
 /// Launches the case, and compares the result, and what is written to the caches.
 pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
-    let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = case.shape;
-    let (tokens, queries, keys) = (case.pasts.len(), heads * head_dim, kv_heads * head_dim);
-    let mut random = Random::new(11);
-    let x = gpu.normal(&mut random, tokens * hidden, BF16);
-    let norms = [hidden, head_dim, head_dim, hidden].map(|len| {
-        let values: Vec<f64> = (0..len).map(|_| 1.0 + 0.2 * f64::from(random.normal())).collect();
-        gpu.put(&values, F32)
-    });
-    let matrices = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
-        .into_iter()
-        .chain([(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)])
-        .map(|(rows, cols)| Matrix::new(gpu, &mut random, rows, cols, case.packed))
-        .collect::<Vec<_>>();
-    let lines: Vec<u32> = (0..tokens as u32).rev().collect();
-    let angles: Vec<f64> = (0..tokens * head_dim / 2).map(|_| f64::from(random.normal())).collect();
-    let table = |f: fn(f64) -> f64| gpu.put(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), F32);
-    let (cosines, sines) = (table(f64::cos), table(f64::sin));
-    let rows = Rows::of(case);
-    let caches = [case.keys, 1.0].map(|size| rows.cache(gpu, case, || f64::from(random.normal()) * size));
-    let y = gpu.room(tokens * hidden, BF16);
-    let weight = |m: &Matrix| match m {
-        Matrix::Packed(w) => Weight::Packed(w.args()),
-        Matrix::Dense(w) => Weight::Dense(w.arg()),
-    };
-    let block = DecoderBlock {
-        shape: case.shape,
-        x: x.arg(),
-        y: y.arg(),
-        norms: norms.each_ref().map(Data::arg),
-        rotary: [cosines.arg(), sines.arg(), gpu.indices(&lines)],
-        weights: std::array::from_fn(|n| weight(&matrices[n])),
-        rounded: [case.rounded; 4],
-        caches: Caches {
-            keys: caches[0].arg(),
-            values: caches[1].arg(),
-            bytes: case.kept == Kept::Bytes,
-            pages: gpu.indices(&rows.table()),
-            pasts: case.pasts.clone(),
-        },
-    };
-    let scratch = Scratch::new(&gpu.client, case.shape, tokens);
-    decoder_block(&gpu.client, block, &scratch, case.cubes).map_err(|e| e.to_string())?;
-    let model = Model { case, norms: &norms, matrices: &matrices };
-    let (result, mut new) = (gpu.read(&y)?, Vec::new());
+    let DecoderShape { hidden, head_dim, .. } = case.shape;
+    let inputs = Inputs::new(gpu, case);
+    let result = inputs.launch(gpu, case, 0..case.pasts.len())?;
+    let Inputs { x, norms, matrices, lines, cosines, sines, rows, caches } = &inputs;
+    let (model, mut new) = (Model { case, norms, matrices }, Vec::new());
     for (token, past) in case.pasts.iter().enumerate() {
         let line = lines[token] as usize * head_dim / 2;
         let angle = |table: &Data| table.values[line..line + head_dim / 2].to_vec();
@@ -157,13 +156,84 @@ pub(super) fn run(gpu: &Gpu, case: &Case) -> Result<(), String> {
         };
         let exact = model.token(
             &x.values[token * hidden..(token + 1) * hidden],
-            [angle(&cosines), angle(&sines)],
+            [angle(cosines), angle(sines)],
             caches.each_ref().map(past_of).each_ref().map(Vec::as_slice),
         );
         near(&format!("token {token}"), &result[token * hidden..(token + 1) * hidden], &exact.y)?;
         new.push([exact.key, exact.value]);
     }
-    rows.compare(gpu, case, &caches, &new)
+    rows.compare(gpu, case, caches, &new)
+}
+
+/// The buffers of a case.
+struct Inputs {
+    x: Data,
+    norms: [Data; 4],
+    /// q, k, v, o, gate, up and down.
+    matrices: Vec<Matrix>,
+    /// The line of each token in the tables of angles.
+    lines: Vec<u32>,
+    cosines: Data,
+    sines: Data,
+    rows: Rows,
+    /// Keys and values.
+    caches: [Data; 2],
+}
+
+impl Inputs {
+    fn new(gpu: &Gpu, case: &Case) -> Self {
+        let DecoderShape { hidden, intermediate, heads, kv_heads, head_dim, .. } = case.shape;
+        let (tokens, queries, keys) = (case.pasts.len(), heads * head_dim, kv_heads * head_dim);
+        let mut random = Random::new(11);
+        let x = gpu.normal(&mut random, tokens * hidden, BF16);
+        let norms = [hidden, head_dim, head_dim, hidden].map(|len| {
+            let values: Vec<f64> = (0..len).map(|_| 1.0 + 0.2 * f64::from(random.normal())).collect();
+            gpu.put(&values, F32)
+        });
+        let matrices = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
+            .into_iter()
+            .chain([(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)])
+            .map(|(rows, cols)| Matrix::new(gpu, &mut random, rows, cols, case.packed))
+            .collect::<Vec<_>>();
+        let lines: Vec<u32> = (0..tokens as u32).rev().collect();
+        let angles: Vec<f64> = (0..tokens * head_dim / 2).map(|_| f64::from(random.normal())).collect();
+        let table = |f: fn(f64) -> f64| gpu.put(&angles.iter().map(|a| f(*a)).collect::<Vec<_>>(), F32);
+        let (cosines, sines) = (table(f64::cos), table(f64::sin));
+        let rows = Rows::of(case);
+        let caches = [case.keys, 1.0].map(|size| rows.cache(gpu, case, || f64::from(random.normal()) * size));
+        Self { x, norms, matrices, lines, cosines, sines, rows, caches }
+    }
+
+    /// Launches the block for some of the tokens, and returns their results.
+    fn launch(&self, gpu: &Gpu, case: &Case, tokens: Range<usize>) -> Result<Vec<f64>, String> {
+        let (hidden, count) = (case.shape.hidden, tokens.len());
+        let x = gpu.put(&self.x.values[tokens.start * hidden..tokens.end * hidden], BF16);
+        let y = gpu.room(count * hidden, BF16);
+        let weight = |m: &Matrix| match m {
+            Matrix::Packed(w) => Weight::Packed(w.args()),
+            Matrix::Dense(w) => Weight::Dense(w.arg()),
+        };
+        let pages = &self.rows.table()[tokens.start * self.rows.each..tokens.end * self.rows.each];
+        let block = DecoderBlock {
+            shape: case.shape,
+            x: x.arg(),
+            y: y.arg(),
+            norms: self.norms.each_ref().map(Data::arg),
+            rotary: [self.cosines.arg(), self.sines.arg(), gpu.indices(&self.lines[tokens.clone()])],
+            weights: std::array::from_fn(|n| weight(&self.matrices[n])),
+            rounded: [case.rounded; 4],
+            caches: Caches {
+                keys: self.caches[0].arg(),
+                values: self.caches[1].arg(),
+                bytes: case.kept == Kept::Bytes,
+                pages: gpu.indices(pages),
+                pasts: case.pasts[tokens].to_vec(),
+            },
+        };
+        let scratch = Scratch::new(&gpu.client, case.shape, count);
+        decoder_block(&gpu.client, block, &scratch, case.cubes).map_err(|e| e.to_string())?;
+        gpu.read(&y)
+    }
 }
 
 /// Where the keys and values of each token lie. The sequences have pages in turn, the last pages first, and two pages belong to

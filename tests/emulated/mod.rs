@@ -113,6 +113,11 @@ fn a_block_in_one_launch() {
 }
 
 #[test]
+fn a_decoded_token_has_the_same_bits_beside_others() {
+    on_the_cpu(|| decoder::beside_others_as_alone(&Gpu::emulated(90)));
+}
+
+#[test]
 fn sixteen_bit_numbers() {
     on_the_cpu(numbers::are_those_of_half);
 }

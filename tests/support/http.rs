@@ -72,16 +72,22 @@ impl Server {
 
     /// Sends a request, whose reply can be read piece by piece.
     pub(crate) fn open(&self, method: &str, path: &str, headers: &[&str], body: &[u8]) -> BufReader<TcpStream> {
-        let mut stream = TcpStream::connect(self.address).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let mut head = format!("{method} {path} HTTP/1.1\r\nConnection: close\r\nContent-Length: {}\r\n", body.len());
         if !headers.iter().any(|header| header.starts_with("Host:")) {
             head += &format!("Host: {}\r\n", self.address);
         }
         headers.iter().for_each(|header| head += &format!("{header}\r\n"));
-        stream.write_all(format!("{head}\r\n").as_bytes()).unwrap();
+        let mut stream = self.write(&format!("{head}\r\n"));
         // A server that refuses the head need not read the body.
-        let _ = stream.write_all(body);
+        let _ = stream.get_mut().write_all(body);
+        stream
+    }
+
+    /// Writes text to a new connection, whatever it means.
+    pub(crate) fn write(&self, text: &str) -> BufReader<TcpStream> {
+        let mut stream = TcpStream::connect(self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.write_all(text.as_bytes()).unwrap();
         BufReader::new(stream)
     }
 

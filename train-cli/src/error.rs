@@ -145,6 +145,9 @@ pub enum CliError {
         /// The checkpoint that was saved.
         saved: Option<PathBuf>,
     },
+    /// A signal stopped an answer of a conversation that nobody types.
+    #[error("{} stopped the answer, and with it the conversation", .0.name())]
+    Stopped(Signal),
     /// A file is damaged, or does not contain what was written to it.
     #[error("{}: {reason}", path.display())]
     Corrupt {
@@ -153,15 +156,15 @@ pub enum CliError {
         /// What is wrong.
         reason: String,
     },
-    /// A step has been waiting for the device too long.
+    /// A step, an evaluation or sample answers have been waiting for the device for too long.
     #[error(
-        "step {step} has taken {seconds} s, more than ten times as long as the steps before: the device does not answer. \
-         Resume the run from its newest checkpoint, which is intact"
+        "{work} has made no progress for {seconds} s: the device does not answer. Resume the run from its newest checkpoint, \
+         which is intact"
     )]
     Stuck {
-        /// The optimizer step.
-        step: usize,
-        /// Seconds that it has taken so far.
+        /// What stands still.
+        work: String,
+        /// Seconds since its last sign of progress.
         seconds: u64,
     },
     /// An operation on the device failed, and with it every later one.
@@ -202,7 +205,7 @@ impl CliError {
             Self::Memory { .. } | Self::Full { .. } | Self::OutOfMemory { .. } | Self::HostIsFull { .. } => 4,
             Self::Diverged { .. } => 5,
             Self::Corrupt { .. } => 6,
-            Self::Interrupted { signal, .. } => signal.exit_code(),
+            Self::Interrupted { signal, .. } | Self::Stopped(signal) => signal.exit_code(),
             Self::DeviceFailed(_) | Self::Device { .. } | Self::Stuck { .. } => 7,
             Self::Model(error) => match error {
                 ModelError::Io { .. } => 1,

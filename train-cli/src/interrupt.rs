@@ -16,6 +16,9 @@ use std::sync::{
 pub struct Signal(i32);
 
 impl Signal {
+    /// What Ctrl-C sends.
+    pub const CTRL_C: Self = Self(SIGINT);
+
     /// The name of the signal.
     pub fn name(self) -> &'static str {
         match self.0 {

@@ -24,7 +24,7 @@
 //! | [`replaced`] | flags and values of earlier programs, and what to use instead |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
 //! | [`table`], [`wrapping`] | tables and lines that fit a terminal |
-//! | [`interrupt`], [`watchdog`] | signals that ask a run to end or to save; steps that never end |
+//! | [`interrupt`], [`watchdog`] | signals that ask a run to end or to save; work that never ends |
 //!
 //! # Letters
 //! A capital letter has one meaning in this crate. Names of tensors end in the letters of their shape, as in [`model_qwen3`].

@@ -1,5 +1,5 @@
-//! Products of layers that read the same activations, in one launch. [`gemm()`] and [`gemv()`] can make several products in a
-//! launch. The other kernels that `products.rs` lists cannot.
+//! Products of layers that read the same activations, in one launch. Of the table in `products.rs`, the first row and the third
+//! can do this.
 
 use super::{
     launch::{arg, dims, empty, launched},
@@ -11,7 +11,6 @@ use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
     block_scaled,
     gemm::{self, Gemm, GemmShape, gemm},
-    gemv::{self, Gemv, gemv},
     matmul::Product,
     mma,
 };
@@ -46,21 +45,6 @@ where
     }
     let globals =
         |i: usize| [packed_of(&a[of(a, i)]), packed_of(&b[of(b, i)])].into_iter().flatten().map(|w| arg(&w.global));
-    if let ([x], Some(w)) = (a, b.iter().map(packed_of).collect::<Option<Vec<_>>>())
-        && product == Product::Nt
-        && out == dtype
-        && gemv::fits(shapes[0].i, shapes[0].r)
-    {
-        let x_values = values(x, dtype);
-        let ys: Vec<_> = shapes.iter().map(|s| empty(&like, [s.i, s.j], out)).collect();
-        let weights = w.into_iter().map(PackedCube::args).collect();
-        let (scales, results) =
-            (packed_of(x).map(|x| arg(&x.global)).into_iter().collect(), ys.iter().map(arg).collect());
-        let (x, rows) = (arg(&x_values), shapes[0].i);
-        let product = Gemv { x, rows, weights, scales, ys: results, dtype: dtype.into() };
-        launched(product.plan(client).and_then(|plan| gemv(client, product, plan)));
-        return Some(ys);
-    }
     let native = product == Product::Nt && packed_of(&a[0]).is_some() && block_scaled::trusted(client);
     let whole = shapes.iter().all(|shape| shape.fits(product) && shape.i * shape.j * shape.r > 0);
     if native || !whole || !gemm::gains_together(client, &shapes, summed) {
@@ -97,7 +81,8 @@ where
     }
 }
 
-fn packed_of<B, R>(x: &Operand<B>) -> Option<&PackedCube<R>>
+/// The packed matrix, if the operand is one.
+pub(super) fn packed_of<B, R>(x: &Operand<B>) -> Option<&PackedCube<R>>
 where
     R: CubeRuntime,
     B: Backend<FloatTensorPrimitive = CubeTensor<R>, IntTensorPrimitive = CubeTensor<R>>,

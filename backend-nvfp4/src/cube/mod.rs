@@ -10,6 +10,7 @@ mod joint_products;
 mod launch;
 mod packed_cube;
 mod products;
+mod token_products;
 
 use self::{
     activations::{
@@ -204,6 +205,11 @@ where
     ) -> Vec<FloatTensor<Self>> {
         joint_products::joint(product, &a, &b, precision.dtype(), out, false)
             .unwrap_or_else(|| burn_ops::products(product, &a, &b, precision, out))
+    }
+
+    fn token_products(x: Operand<Self>, w: Vec<Operand<Self>>, precision: Precision) -> Vec<FloatTensor<Self>> {
+        token_products::token_products::<Self, R>(&x, &w)
+            .unwrap_or_else(|| Self::products(Product::Nt, vec![x], w, precision, precision.dtype()))
     }
 
     fn product_sum(

@@ -1,9 +1,10 @@
-//! Which kernel makes a single product on a CubeCL device, and which copies of operands it needs. `joint_products.rs` makes several at once.
+//! Which kernel makes a single product on a CubeCL device, and which copies of operands it needs. `joint_products.rs` makes several
+//! at once, `token_products.rs` those of sequences' newest tokens. The choice does not depend on the number of rows, so that the
+//! result for a row does not.
 //!
 //! | operands | kernel |
 //! |---|---|
 //! | 16-bit matrices, on tensor cores | [`gemm()`]; on Hopper, by its own matrix instructions |
-//! | at most 16 rows of 16 bits times a packed weight, on tensor cores | [`gemv()`] |
 //! | two packed matrices, on tensor cores that read NVFP4 | [`block_scaled()`] |
 //! | a packed operand and a 16-bit one, or two packed, on other tensor cores | dequantize (exact), then [`gemm()`] |
 //! | f32 matrices | cubek, one unit a tile |
@@ -34,7 +35,6 @@ use cubek::{
 use kernels_cubecl::{
     block_scaled::{self, block_scaled},
     gemm::{Gemm, GemmShape, gemm},
-    gemv::{self, Gemv, gemv},
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     mma,
 };
@@ -93,9 +93,6 @@ pub(super) fn packed<R: CubeRuntime>(
 ) -> CubeTensor<R> {
     let a = into_contiguous(a);
     if on_tensor_cores(&a, w.dims(), product) {
-        if product == Product::Nt && out == a.dtype && gemv::fits(dims(&a)[0], w.dims()[1]) {
-            return few_rows(a, w, &[]);
-        }
         let dense = w.values(a.dtype, false);
         return tensor_cores(a, dense, &[&w.global], product, out);
     }
@@ -114,13 +111,9 @@ pub(super) fn packed_both<R: CubeRuntime>(
     operand: DType,
     out: DType,
 ) -> CubeTensor<R> {
-    let few = product == Product::Nt && out == operand && gemv::fits(a.dims()[0], w.dims()[1]);
     let [j, r] = if product == Product::Nt { w.dims() } else { [w.dims()[1], w.dims()[0]] };
     let whole = GemmShape { i: a.dims()[0], j, r }.fits(product);
-    if operand != DType::F32 && mma::supported(&w.codes.client, operand.into()) && (few || whole) {
-        if few {
-            return few_rows(a.values(operand, false), w, &[&a.global]);
-        }
+    if operand != DType::F32 && mma::supported(&w.codes.client, operand.into()) && whole {
         let client = &w.codes.client;
         if product == Product::Nt && block_scaled::fits(j, r) && block_scaled::trusted(client) {
             let y = empty(&w.codes, [a.dims()[0], j], out);
@@ -145,17 +138,6 @@ fn on_tensor_cores<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], produc
 
 fn gemm_shape<R: CubeRuntime>(a: &CubeTensor<R>, b_dims: [usize; 2], product: Product) -> GemmShape {
     GemmShape::of(product, dims(a), b_dims)
-}
-
-/// Computes `x · wᵀ` for a few rows. The kernel reads the codes themselves.
-fn few_rows<R: CubeRuntime>(x: CubeTensor<R>, w: &PackedCube<R>, scales: &[&CubeTensor<R>]) -> CubeTensor<R> {
-    let rows = dims(&x)[0];
-    let y = empty(&x, [rows, w.dims()[0]], x.dtype);
-    let scales = scales.iter().map(|scale| arg(scale)).collect();
-    let (weights, ys, dtype) = (vec![w.args()], vec![arg(&y)], x.dtype.into());
-    let product = Gemv { x: arg(&x), rows, weights, scales, ys, dtype };
-    launched(product.plan(&x.client).and_then(|plan| gemv(&x.client, product, plan)));
-    y
 }
 
 fn tensor_cores<R: CubeRuntime>(

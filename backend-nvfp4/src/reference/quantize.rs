@@ -1,9 +1,7 @@
 //! Quantizing a matrix and reading it back.
 
 use super::{
-    codec::{
-        E4M3_MAX, code, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code, word_of,
-    },
+    codec::{E4M3_MAX, e2m1_decode, e2m1_encode, e2m1_encode_stochastic, e4m3_decode, e4m3_encode, set_code, word_of},
     random::{draw_of, philox},
     threads::{share, threads},
 };
@@ -160,12 +158,17 @@ fn row_scale(amax: f32) -> f32 {
 
 /// The values of a packed matrix, row-major: `(code * scale) * g`, where each product is rounded to f32.
 pub fn dequantize(packed: &Packed, rows: usize, cols: usize) -> Vec<f32> {
+    let grid: [f32; 16] = std::array::from_fn(|code| e2m1_decode(code as u8));
+    let (words, blocks) = (words_per_row(cols), scales_per_row(cols));
     let mut out = Vec::with_capacity(rows * cols);
     for r in 0..rows {
-        for b in 0..scales_per_row(cols) {
-            let scale = e4m3_decode(packed.scales[r * scales_per_row(cols) + b]);
-            for c in b * BLOCK..(b + 1) * BLOCK {
-                out.push((e2m1_decode(code(&packed.codes, r, c, cols)) * scale) * packed.global);
+        let codes = packed.codes[r * words..(r + 1) * words].chunks_exact(BLOCK / CODES_PER_WORD);
+        for (codes, scale) in codes.zip(&packed.scales[r * blocks..(r + 1) * blocks]) {
+            let scale = e4m3_decode(*scale);
+            // A block has as many values as there are codes, so that its table costs no more than its values would.
+            let values = grid.map(|value| (value * scale) * packed.global);
+            for word in codes {
+                out.extend((0..CODES_PER_WORD).map(|i| values[(word >> (4 * i) & 15) as usize]));
             }
         }
     }

@@ -57,7 +57,9 @@ extern "C" __global__ void __launch_bounds__(UNITS, 1) decoder_block(PARAMETERS)
                            reinterpret_cast<float*>(dynamic_shared_mem + SHARED_SUMS)};
     const int tokens = info.tokens;
     const Launch launch = {shared, tokens, prepared, barrier};
-    // The tensor scales of the weights are loaded before they are needed, when a unit would wait for memory.
+    // The weights of norms are asked for, and the tensor scales of the weights are loaded, before they are needed, when a unit would
+    // wait for memory.
+    for (int line = threadIdx.x; line < D / 32; line += UNITS) prefetch(input_norm + line * 32), prefetch(post_norm + line * 32);
     float* scales = shared.found + 16 * 32;
     if (threadIdx.x == 0) {
         const float all[7] = {Q_SCALE, K_SCALE, V_SCALE, O_SCALE, GATE_SCALE, UP_SCALE, DOWN_SCALE};

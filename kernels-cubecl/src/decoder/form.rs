@@ -127,7 +127,7 @@ impl DecoderForm {
                 products,
             };
             let whole = Self { chunk: form.longest(), ..form };
-            // Where activations come in pieces, the sums of all rounds are kept, and the pieces are smaller.
+            // Where activations come in pieces, the running sums of all rounds are kept, and the pieces are smaller.
             whole.fitted(most).fitted(most)
         };
         let fits = |form: &Self| {
@@ -173,11 +173,12 @@ impl DecoderForm {
         Ok(self)
     }
 
-    /// Bytes of the sums that warps exchange: of two rounds, or of all where activations come in pieces.
+    /// Bytes of the sums that warps exchange: of two rounds; or, where activations come in pieces, both running sums of all
+    /// rounds.
     pub(super) fn sums_bytes(&self) -> usize {
-        let rounds =
-            |p: &ProductForm| if p.cols > self.chunk { p.rounds(self.cubes) } else { p.rounds(self.cubes).min(2) };
-        let most = self.products.iter().map(|p| rounds(p) * p.parts).max().unwrap_or(2);
+        let sums =
+            |p: &ProductForm| if p.cols > self.chunk { 2 * p.rounds(self.cubes) } else { p.rounds(self.cubes).min(2) };
+        let most = self.products.iter().map(|p| sums(p) * p.parts).max().unwrap_or(2);
         most * WARPS * self.tokens * TILE * 4
     }
 
@@ -239,7 +240,8 @@ pub(super) fn places(tokens: usize) -> usize {
 }
 
 /// The number of warps that share a tile: the choice with which a warp has least to do. A round costs as much as three spans
-/// besides. It does not depend on the tokens, because it decides in which order a sum takes its terms.
+/// besides. It does not depend on the tokens, because it decides in which order a sum takes its terms. Pieces of activations
+/// change nothing in that order: each carries on the sums of the one before, and ends where all warps have as many spans.
 fn split(tiles: usize, spans: usize, parts: usize, cubes: usize) -> usize {
     let cost = |split: &usize| rounds(tiles, *split, cubes) * (spans.div_ceil(*split) * parts + 3);
     [2, 4, MOST_SPLIT].into_iter().min_by_key(cost).unwrap_or(MOST_SPLIT)

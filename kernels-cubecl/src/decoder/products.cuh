@@ -24,7 +24,7 @@ static_assert(SCALES_AT + 128 == SLOT, "form.rs reserves what a span takes");
 struct Shared {
     unsigned char* x;      // X_ROWS rows of X_STRIDE bytes
     unsigned char* ring;   // [warp][DEPTH][SLOT]
-    float* sums;           // [round][warp][part][token][row of the tile]
+    float* sums;           // [round][warp][part][turn][token][row of the tile]
     float* found;          // 32 numbers of each token
 };
 
@@ -48,6 +48,8 @@ struct Product {
     // Columns whose activations lie in shared memory at once: all, or as many as the warps share evenly.
     static constexpr int PIECE = COLS <= CHUNK ? COLS : CHUNK / EVEN * EVEN;
     static constexpr int PIECES = (COLS + PIECE - 1) / PIECE, PIECE_SPANS = PIECE / SPAN;
+    // Sums that a warp keeps of a row and a token: one, or both that take turns, which the next piece carries on.
+    static constexpr int TURNS = PIECES == 1 ? 1 : 2, KEPT = PARTS * TURNS * TOKENS * 8;
 };
 
 // A row of a matrix: codes and scales, or values of 16 bits.
@@ -211,23 +213,45 @@ __device__ __forceinline__ void multiply_values(Sums& sums, const uint4* x, int 
     }
 }
 
-// The sums of a warp: [part][token][row of the tile].
+// The sums that a warp keeps: [part][turn][token][row of the tile].
 template <class P>
 __device__ __forceinline__ float* sums_of(const Shared& shared, int round, int warp) {
-    return shared.sums + ((P::PIECES == 1 ? round % 2 : round) * WARPS + warp) * P::PARTS * TOKENS * 8;
+    return shared.sums + ((P::PIECES == 1 ? round % 2 : round) * WARPS + warp) * P::KEPT;
 }
 
-// Keeps the sums of a part, or adds them to those of earlier pieces.
+// The first sum of a part that this lane keeps: of token lane / 4, in the first turn.
 template <class P>
-__device__ __forceinline__ void keep(const Sums& sums, const Shared& shared, int piece, int round, int part) {
-    const int lane = threadIdx.x % 32, token = lane / 4;
-    float* own = sums_of<P>(shared, round, threadIdx.x / 32) + part * TOKENS * 8 + lane % 4 * 2;
-    const auto add = [&](int at, int n) {
-        const float sum = sums.turns[0][n] + sums.turns[1][n];
-        own[at] = piece == 0 ? sum : own[at] + sum;
+__device__ __forceinline__ float* own_sums(const Shared& shared, int round, int part) {
+    const int lane = threadIdx.x % 32;
+    return sums_of<P>(shared, round, threadIdx.x / 32) + part * P::TURNS * TOKENS * 8 + lane / 4 * 8 + lane % 4 * 2;
+}
+
+// Keeps the sums of a part: for join(), or for the next piece.
+template <class P>
+__device__ __forceinline__ void keep(const Sums& sums, const Shared& shared, int round, int part) {
+    const int token = threadIdx.x % 32 / 4;
+    float* own = own_sums<P>(shared, round, part);
+    const auto one = [&](int at, int n) {
+        const float first = sums.turns[0][n], second = sums.turns[1][n];
+        own[at] = P::TURNS == 1 ? first + second : first;
+        if (P::TURNS == 2) own[at + TOKENS * 8] = second;
     };
-    if (token < TOKENS) add(token * 8, 0), add(token * 8 + 1, 1);
-    if (token + 8 < TOKENS) add(token * 8 + 64, 2), add(token * 8 + 65, 3);
+    if (token < TOKENS) one(0, 0), one(1, 1);
+    if (token + 8 < TOKENS) one(64, 2), one(65, 3);
+}
+
+// The sums with which a piece begins: those that the pieces before have left. So a sum takes its terms in one order, whether
+// the activations come in pieces or not.
+template <class P>
+__device__ __forceinline__ Sums sums_so_far(const Shared& shared, int piece, int round, int part) {
+    Sums sums = {};
+    if (piece == 0) return sums;
+    const int token = threadIdx.x % 32 / 4;
+    const float* own = own_sums<P>(shared, round, part);
+    const auto one = [&](int at, int n) { sums.turns[0][n] = own[at], sums.turns[1][n] = own[at + TOKENS * 8]; };
+    if (token < TOKENS) one(0, 0), one(1, 1);
+    if (token + 8 < TOKENS) one(64, 2), one(65, 3);
+    return sums;
 }
 
 // Adds up the sums of the warps that share a tile, and stores them.
@@ -244,8 +268,11 @@ __device__ __forceinline__ void join(const Shared& shared, int round, int tokens
         for (int part = 0; part < P::PARTS; part++) {
             total[part] = 0.0f;
 #pragma unroll 4
-            for (int s = 0; s < P::SPLIT; s++)
-                total[part] += sums_of<P>(shared, round, group * P::SPLIT + s)[part * TOKENS * 8 + token * 8 + row];
+            for (int s = 0; s < P::SPLIT; s++) {
+                const float* sums = sums_of<P>(shared, round, group * P::SPLIT + s) + part * P::TURNS * TOKENS * 8;
+                const int at = token * 8 + row;
+                total[part] += P::TURNS == 1 ? sums[at] : sums[at] + sums[at + TOKENS * 8];
+            }
             total[part] *= P::CODES ? UNDO : 1.0f;
         }
         store(token, tile, row, total);
@@ -441,6 +468,7 @@ __device__ __forceinline__ void product(Ahead& ahead, const u16* x, const float*
 #pragma unroll 1
             for (int part = 0; part < P::PARTS; part++) {
                 Sums sums = {};
+                if constexpr (P::PIECES > 1) sums = sums_so_far<P>(shared, piece, round, part);
 #pragma unroll 1
                 for (int step = 0; step < steps; step++) {
                     copies_wait<DEPTH - 2>();
@@ -451,7 +479,7 @@ __device__ __forceinline__ void product(Ahead& ahead, const u16* x, const float*
                     if (inside && !P::CODES) multiply_values(sums, own_x, at, slot);
                     slot = next_slot(slot, shared);
                 }
-                keep<P>(sums, shared, piece, round, part);
+                keep<P>(sums, shared, round, part);
             }
             if (P::PIECES == 1) join<P>(shared, round, tokens, store);
         }

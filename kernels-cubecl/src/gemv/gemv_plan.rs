@@ -6,6 +6,8 @@ use cubecl::{
     prelude::*,
 };
 
+/// The most rows that x may have.
+pub const MAX_ROWS: usize = 16;
 /// Columns that a plane takes at a time: two vectors of 32 codes for each of the four lanes of a row.
 pub(super) const SPAN: usize = 256;
 
@@ -66,20 +68,47 @@ impl GemvPlan {
         // cube.
         let own = if all <= PLANES[0] { 1 } else { all.div_ceil(PLANES[1]).min(spans) };
         let mut shares = spans.div_ceil(own).min(if own == 1 { 16 } else { 8 });
-        let planes = if rows > 4 { 8 } else { 4 };
         loop {
-            let depth = spans.div_ceil(shares).min(2);
-            let of =
-                |together| Self::of(client, rows, r_len, dtype, [shares, together, depth, height].map(|n| n as u32));
-            let together = (planes / shares).max(1);
-            match of(together) {
-                // Windows of more than eight tokens leave room for few planes, so two tiles share them.
-                Some(plan) if plan.windows() && rows > 8 => return of(together.max(2)).unwrap_or(plan),
+            match Self::with_shares(client, rows, r_len, dtype, [shares, height]) {
                 Some(plan) => return plan,
                 // Fewer planes need smaller windows; the windows of a single plane fit on every device.
                 None => shares -= 1,
             }
         }
+    }
+
+    /// Chooses so that the sums of a token take their terms in one order for any number of `rows` up to
+    /// [`MAX_ROWS`]: that of the plan for the most rows. A plan for a single token has an order of its own, so
+    /// this one has room for two.
+    pub fn in_one_order<R: Runtime>(
+        client: &ComputeClient<R>,
+        rows: usize,
+        weight_rows: usize,
+        r_len: usize,
+        dtype: StorageType,
+    ) -> Self {
+        let most = Self::new(client, MAX_ROWS, weight_rows, r_len, dtype);
+        let form = [most.shares as usize, most.height() as usize];
+        Self::with_shares(client, rows.max(2), r_len, dtype, form).unwrap_or(most)
+    }
+
+    /// The plan in which so many planes share the columns of a tile of this height. `None` if the activations do not fit into
+    /// shared memory.
+    fn with_shares<R: Runtime>(
+        client: &ComputeClient<R>,
+        rows: usize,
+        r_len: usize,
+        dtype: StorageType,
+        [shares, height]: [usize; 2],
+    ) -> Option<Self> {
+        let depth = (r_len / SPAN).div_ceil(shares).min(2);
+        let of = |together| Self::of(client, rows, r_len, dtype, [shares, together, depth, height].map(|n| n as u32));
+        let planes = if rows > 4 { 8 } else { 4 };
+        let together = (planes / shares).max(1);
+        let plan = of(together)?;
+        // Windows of more than eight tokens leave room for few planes, so two tiles share them.
+        let wider = (plan.windows() && rows > 8).then(|| of(together.max(2))).flatten();
+        Some(wider.unwrap_or(plan))
     }
 
     /// The plan with the given `[shares, together, depth, height]`: planes that share the columns of a tile, tiles of

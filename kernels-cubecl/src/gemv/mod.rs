@@ -26,12 +26,10 @@ use crate::{
     mma::{Octet, Pair, ring, zero_sums},
 };
 use cubecl::prelude::*;
-pub use gemv_plan::GemvPlan;
 use gemv_plan::SPAN;
+pub use gemv_plan::{GemvPlan, MAX_ROWS};
 use span::{WeightBuffers, nothing_ahead};
 
-/// The most rows that x may have.
-const MAX_ROWS: usize = 16;
 const NAME: &str = "gemv";
 
 /// Whether the kernel takes `rows` tokens and weights of `cols` columns.

@@ -114,14 +114,9 @@ impl GgufFile {
     pub fn flags_of_convert(&self) -> &'static str {
         let matrices = || self.tensors.iter().filter(|tensor| tensor.shape.len() > 1);
         if matrices().any(|tensor| tensor.kind == Kind::Nvfp4) {
-            let single = matrices().any(|tensor| tensor.kind == Kind::Nvfp4 && tensor.scale.is_none());
             // A dense head would become NVFP4.
-            return match (single, self.by_name.contains_key(names::HEAD)) {
-                (false, false) => "--dtype nvfp4",
-                (false, true) => "--dtype nvfp4 --head bf16",
-                (true, false) => "--dtype nvfp4 --scales single",
-                (true, true) => "--dtype nvfp4 --scales single --head bf16",
-            };
+            let has_head = self.by_name.contains_key(names::HEAD);
+            return if has_head { "--dtype nvfp4 --head bf16" } else { "--dtype nvfp4" };
         }
         let only = |float| matrices().all(|tensor| tensor.kind == Kind::Float(float));
         // An 8-bit integer times an f16 scale has more bits than f16 or bf16.

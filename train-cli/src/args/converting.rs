@@ -150,9 +150,12 @@ pub struct ConvertArgs {
     /// Number format of the written weights
     #[arg(long)]
     pub dtype: WeightArg,
-    /// Which scales NVFP4 weights have
-    #[arg(long, default_value = SCALING_NAME, value_parser = parser::<Scaling>())]
-    pub scales: Scaling,
+    /// Which scales NVFP4 weights have.
+    #[arg(long, value_parser = parser::<Scaling>(), help = format!(
+        "Which scales NVFP4 weights have [default: those of the input, if its weights are NVFP4; otherwise those of its training \
+         run; `{SCALING_NAME}` if there is no run]"
+    ))]
+    pub scales: Option<Scaling>,
     /// With --dtype nvfp4, in .dat and .safetensors files: how the output head is stored [default: NVFP4 for a separate
     /// head; a tied head (one that is the embedding) is not stored a second time]
     #[arg(long)]

@@ -89,7 +89,7 @@ pub struct ParityArgs {
     #[arg(short, long, value_name = "PATH")]
     pub model: PathBuf,
     /// Compare with values that Hugging Face computed; tests/golden/make_parity_fixture.py makes the file
-    #[arg(long, value_name = "FILE", required_unless_present_any = ["against", "recipe", "against_recipe"])]
+    #[arg(long, value_name = "FILE")]
     pub expected: Option<PathBuf>,
     /// Compare with this model, block by block. Without this flag, --against-recipe compares the model with itself under
     /// another recipe

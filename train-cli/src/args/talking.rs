@@ -55,9 +55,9 @@ pub struct GenerateArgs {
 /// Tokens of a conversation, if nobody says how many.
 pub(crate) const CONTEXT: usize = 8192;
 
-/// The help of `--context`, which is the longest `what`.
-fn context_help(what: &str) -> String {
-    format!("Maximum length of {what}, in tokens [default: {CONTEXT}, or the model's limit if that is lower]")
+/// The help of `--context`, the maximum length of `what`. `more` is what else there is to say.
+fn context_help(what: &str, more: &str) -> String {
+    format!("Maximum length of {what}, in tokens{more} [default: {CONTEXT}, or the model's limit if that is lower]")
 }
 
 /// Flags of `chat`.
@@ -76,7 +76,7 @@ pub struct ChatArgs {
     #[command(flatten)]
     pub cache: CacheArgs,
     /// Maximum length of the conversation, in tokens.
-    #[arg(long, value_name = "N", help = context_help("the conversation, in tokens; the memory for it is allocated at the start"))]
+    #[arg(long, value_name = "N", help = context_help("the conversation", "; the memory for it is allocated at the start"))]
     pub context: Option<std::num::NonZeroUsize>,
     /// Read messages, and commands such as /reset, from this file instead of the terminal. From a conversation that /save
     /// wrote, send its system and user messages again
@@ -142,7 +142,7 @@ pub struct ServeArgs {
     #[command(flatten)]
     pub cache: CacheArgs,
     /// Maximum length of a prompt and its answer, in tokens.
-    #[arg(long, value_name = "N", help = context_help("a prompt and its answer, in tokens"))]
+    #[arg(long, value_name = "N", help = context_help("a prompt and its answer", ""))]
     pub context: Option<std::num::NonZeroUsize>,
     /// Number of answers that are made at once; others wait
     #[arg(long, value_name = "N", default_value_t = 4)]

@@ -5,7 +5,7 @@ use crate::{
     CliError,
     args::{ChatArgs, SamplingArgs},
     device::{self, Job},
-    interrupt::CtrlC,
+    interrupt::{CtrlC, Signal},
     report,
     talk::{
         answer::{self, Answer, INTERRUPTED, LENGTH},
@@ -24,7 +24,7 @@ use std::path::Path;
 /// # Errors
 /// If a flag is out of range, the model cannot be loaded or run, or a script has a wrong line.
 pub fn run(args: ChatArgs) -> Result<(), CliError> {
-    flags::check(&args.sampling)?;
+    flags::check(&args.sampling, "--")?;
     device::run(args.model.device, args.model.compute_dtype, Chat(args))
 }
 
@@ -54,6 +54,7 @@ impl Job for Chat {
             sampling: args.sampling,
             json: args.json,
             ctrl_c,
+            is_typed: source.is_terminal(),
             last: None,
         };
         answer::say_defaults(&loaded.text, talk.dialog.thinking);
@@ -88,6 +89,8 @@ struct Talk<'a, B: Nvfp4Kernels> {
     sampling: SamplingArgs,
     json: bool,
     ctrl_c: CtrlC,
+    /// Whether a person types, who says what comes after an answer that was stopped.
+    is_typed: bool,
     /// The figures of the last answer.
     last: Option<String>,
 }
@@ -102,8 +105,8 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             Entry::Undo if self.dialog.undo() => {}
             Entry::Undo => return Err(CliError::Usage("/undo: nothing was said yet".into())),
             Entry::Save(path) => {
-                self.dialog.save(&path, &self.loaded.inputs)?;
-                report::line(format!("saved {}", path.display()));
+                let done = if self.dialog.save(&path, &self.loaded.inputs)? { "replaced" } else { "saved" };
+                report::line(format!("{done} {}", path.display()));
             }
             Entry::Load(path) => {
                 self.dialog.load(&path)?;
@@ -116,18 +119,19 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             Entry::Set(name, value) => {
                 let mut changed = self.sampling.clone();
                 set(&mut changed, &name, &value)?;
-                flags::check(&changed)?;
+                flags::check(&changed, "/set ")?;
                 self.sampling = changed;
             }
             Entry::Think(asked) => self.dialog.thinking = thinking(asked, &self.loaded.text),
-            Entry::Stats => self.stats(),
+            Entry::Stats => self.stats()?,
             Entry::Help => report::line(HELP),
             Entry::Exit => return Ok(false),
         }
         Ok(true)
     }
 
-    /// Answers a message. A message that cannot be answered, or whose answer is stopped before it begins, is forgotten.
+    /// Answers a message. A message that cannot be answered, or whose answer is stopped before it begins, is forgotten. Where
+    /// nobody types, a stopped answer ends the conversation.
     fn say(&mut self, message: &str) -> Result<(), CliError> {
         self.dialog.ask(message);
         let answered = self.answered(message);
@@ -137,7 +141,10 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
                 self.dialog.undo();
             }
         }
-        answered.map(|_| ())
+        match answered?.stop() {
+            INTERRUPTED if !self.is_typed => Err(CliError::Stopped(Signal::CTRL_C)),
+            _ => Ok(()),
+        }
     }
 
     fn answered(&mut self, message: &str) -> Result<Answer, CliError> {
@@ -172,9 +179,20 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
         Ok(answer)
     }
 
-    fn stats(&self) {
-        let (messages, tokens) = (self.dialog.message_count(), self.session.tokens());
-        report::line(format!("{}, {tokens} of {} tokens read", report::count(messages, "message"), self.context));
+    fn stats(&self) -> Result<(), CliError> {
+        let messages = self.dialog.message_count();
+        // Some templates refuse a conversation in which nobody has spoken.
+        let prompt = if messages == 0 { vec![] } else { self.dialog.prompt(&self.loaded.text)? };
+        let cached = match self.session.cached(&prompt) {
+            0 => String::new(),
+            cached => format!(" ({cached} cached)"),
+        };
+        report::line(format!(
+            "{}, {} of {} tokens{cached}",
+            report::count(messages, "message"),
+            prompt.len(),
+            self.context
+        ));
         if let Some(last) = &self.last {
             report::line(format!("last answer: {last}"));
         }
@@ -183,6 +201,7 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             "temperature {} · top-p {} · top-k {} · min-p {} · repetition-penalty {} · max-tokens {} · seed {}",
             s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, self.sampling.max_tokens, s.seed
         ));
+        Ok(())
     }
 }
 

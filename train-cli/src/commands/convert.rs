@@ -11,12 +11,13 @@ use crate::{
     report,
     run::{
         checkpoint,
+        inputs::packed_scaling,
         located::{check_unchanged, located},
         trained::Trained,
     },
     settings::{HeadFormat, defaults::SCALING},
 };
-use backend_nvfp4::BlockShape;
+use backend_nvfp4::{BlockShape, Scaling};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -74,9 +75,10 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     // A GGUF file with NVFP4 holds the scales of activations too.
     let keeps_inputs = gguf.is_some() && args.dtype == WeightArg::Nvfp4;
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
-    let trained = source.trained(&files, args)?;
+    let trained = source.trained(&files)?;
+    let scaling = scaling(args, container, source.tensors(), trained.as_ref());
     let dense_from = dense_from(trained.as_ref(), &files)?.min(source.first_dense_block());
-    let tensors = Repacked::new(source.tensors(), format(args, container, dense_from)?);
+    let tensors = Repacked::new(source.tensors(), format(args, container, scaling, dense_from)?);
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     let config = files.config_file(None);
     for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
@@ -101,6 +103,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let sha256 = durable::write_checked(&args.output, written, |_| Trained::forget(&args.output))?;
     put_beside(&args.output, &small)?;
     if gguf.is_none() {
+        let trained = trained.map(|trained| Trained { scales: scaling, ..trained });
         Trained::put_beside(trained.as_ref(), &args.output)?;
     }
     let bytes = std::fs::metadata(&args.output).map_err(CliError::io(&args.output))?.len();
@@ -118,7 +121,7 @@ enum Converted {
 impl Converted {
     fn open(files: &ModelFiles) -> Result<Self, CliError> {
         if files.is_gguf() {
-            return Ok(Self::Gguf(GgufFile::open(&files.weights)?));
+            return Ok(Self::Gguf(GgufFile::open(&files.weights).map_err(CliError::of_flag("INPUT"))?));
         }
         Ok(Self::Files(files.open_weights()?))
     }
@@ -139,11 +142,12 @@ impl Converted {
         names.iter().filter_map(|name| names::block_of(name)).max().map_or(usize::MAX, |last| last + 1)
     }
 
-    /// What the model was trained for, if it is known. Its NVFP4 weights have the scales that they are written with.
-    fn trained(&self, files: &ModelFiles, args: &ConvertArgs) -> Result<Option<Trained>, CliError> {
-        let Self::Files(_) = self else { return Ok(None) };
-        let scales = |of_run| if args.dtype == WeightArg::Nvfp4 { args.scales } else { of_run };
-        Ok(Trained::of(files)?.map(|trained| Trained { scales: scales(trained.scales), ..trained }))
+    /// What the model was trained for, if it is known.
+    fn trained(&self, files: &ModelFiles) -> Result<Option<Trained>, CliError> {
+        match self {
+            Self::Files(_) => Trained::of(files),
+            Self::Gguf(_) => Ok(None),
+        }
     }
 
     /// The model's small files by name: those that lie beside its weights, or what a GGUF file says.
@@ -254,21 +258,40 @@ fn dense_from(trained: Option<&Trained>, files: &ModelFiles) -> Result<usize, Cl
     Ok(Qwen3Config::from_file(&files.config_file(None))?.num_hidden_layers.saturating_sub(blocks))
 }
 
+/// The scale levels of NVFP4 weights: those that somebody asks for, those of the model's NVFP4 weights, or those of its training.
+/// Says so if training had others. A GGUF file always has a scale for each matrix.
+fn scaling(args: &ConvertArgs, container: ContainerArg, source: &dyn Tensors, trained: Option<&Trained>) -> Scaling {
+    let of_training = trained.map_or(SCALING, |trained| trained.scales);
+    if args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf {
+        return of_training;
+    }
+    let scaling = args.scales.or_else(|| packed_scaling(source)).unwrap_or(of_training);
+    if let Some(trained) = trained {
+        trained.say_other_scales(scaling);
+    }
+    scaling
+}
+
 /// How tensors are stored in containers that are not GGUF. The blocks from `dense_from` on are not quantized.
-fn format(args: &ConvertArgs, container: ContainerArg, dense_from: usize) -> Result<StoreAs<'static>, CliError> {
+fn format(
+    args: &ConvertArgs,
+    container: ContainerArg,
+    scaling: Scaling,
+    dense_from: usize,
+) -> Result<StoreAs<'static>, CliError> {
     if args.head.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
         return Err(CliError::Usage(
             "--head works only with --dtype nvfp4, in .dat and .safetensors files; leave it out".into(),
         ));
     }
-    if args.scales != SCALING && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
+    if args.scales.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
         return Err(CliError::Usage(
             "--scales works only with --dtype nvfp4, in .dat and .safetensors files; leave it out".into(),
         ));
     }
     Ok(match args.dtype {
         WeightArg::Nvfp4 => StoreAs::Nvfp4 {
-            scaling: args.scales,
+            scaling,
             head: match args.head {
                 None => HeadAs::OwnNvfp4,
                 Some(HeadFormat::Nvfp4) => HeadAs::Nvfp4,

@@ -20,7 +20,8 @@ const LARGEST: u64 = 64 << 20;
 /// # Errors
 /// If the recipe is wrong, the file exists, or its format cannot hold a row.
 pub(super) fn run(args: &MakeArgs) -> Result<(), CliError> {
-    let text = file::read_text(&args.recipe, LARGEST, "give the TOML file of a recipe")?;
+    let text = file::read_text(&args.recipe, LARGEST, "give the TOML file of a recipe");
+    let text = text.map_err(CliError::of_flag("RECIPE"))?;
     let wrong = |reason: String| CliError::Usage(format!("{}: {reason}", args.recipe.display()));
     let recipe = RowRecipe::parse(&text).map_err(wrong)?;
     let written = Written::of(&args.output)?;

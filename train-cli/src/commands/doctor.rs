@@ -12,8 +12,8 @@ use crate::{
     wrapping,
 };
 use backend_nvfp4::{
-    BlockShape, DeviceServices, Nvfp4Kernels, Nvfp4Tensor, Precision, Product, QuantizeSpec, Rounding, Scaling, View,
-    reference,
+    BlockShape, DeviceServices, Nvfp4Kernels, Nvfp4Tensor, Operand, Precision, Product, QuantizeSpec, Rounding,
+    Scaling, View, reference,
 };
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use cudarc::{
@@ -285,7 +285,7 @@ impl Tested {
 }
 
 /// Compares the quantizer of a device with the reference byte by byte, and its products with sums in f64. Which kernel makes a
-/// product follows from the number format and from the number of rows, so that each tier is tested by itself.
+/// product follows from the number format and from what is multiplied, so that each tier is tested by itself.
 struct Test;
 
 /// Output features, and input features.
@@ -302,17 +302,26 @@ impl Job for Test {
         let tests = Tests::<B> { device: &device, precision };
         if precision == Precision::F32 {
             let quantizer = Tested::of("quantizer", || tests.quantizer())?;
-            return Ok(vec![quantizer, Tested::of("portable product", || tests.product(32, false, DType::F32))?]);
+            return Ok(vec![quantizer, Tested::of("portable product", || tests.product(32, Rows::Any, DType::F32))?]);
         }
         if !B::tiers(&device).iter().any(|tier| tier.contains("tensor cores")) {
             return Ok(vec![]);
         }
         Ok(vec![
-            Tested::of("tensor cores", || tests.product(32, false, DType::F32))?,
-            Tested::of("few rows (decode)", || tests.product(8, false, precision.dtype()))?,
-            Tested::of("both in NVFP4", || tests.product(32, true, DType::F32))?,
+            Tested::of("tensor cores", || tests.product(32, Rows::Any, DType::F32))?,
+            Tested::of("few rows (decode)", || tests.product(8, Rows::NewestTokens, precision.dtype()))?,
+            Tested::of("both in NVFP4", || tests.product(32, Rows::Packed, DType::F32))?,
         ])
     }
+}
+
+/// The rows that a packed weight is multiplied by.
+#[derive(Clone, Copy, PartialEq)]
+enum Rows {
+    Any,
+    /// Each is the newest token of a sequence.
+    NewestTokens,
+    Packed,
 }
 
 /// The tests of a device that computes in a number format.
@@ -341,14 +350,19 @@ impl<B: Nvfp4Kernels> Tests<'_, B> {
         Ok((packed.to_packed().map_err(failed)? != expected).then(|| "it gives other bytes than the reference".into()))
     }
 
-    /// Multiplies a matrix of `m` rows, which is packed too if `both`, by a packed weight, with a result of type `out`.
-    fn product(&self, m: usize, both: bool, out: DType) -> Result<Option<String>, CliError> {
+    /// Multiplies a matrix of `m` rows by a packed weight, with a result of type `out`.
+    fn product(&self, m: usize, rows: Rows, out: DType) -> Result<Option<String>, CliError> {
         let [n, k] = SHAPE;
         let weight = Nvfp4Tensor::quantize(self.tensor(&values(n * k, 1.0), [n, k], DType::F32), SPEC);
         let x = self.tensor(&values(m * k, 0.0), [m, k], self.precision.dtype());
-        let packed = both.then(|| Nvfp4Tensor::quantize(x.clone(), SPEC));
+        let packed = (rows == Rows::Packed).then(|| Nvfp4Tensor::quantize(x.clone(), SPEC));
+        let dense = || x.clone().into_primitive().tensor();
         let made = match &packed {
-            None => B::nvfp4_matmul(x.clone().into_primitive().tensor(), &weight.primitive(), Product::Nt, out),
+            None if rows == Rows::NewestTokens => {
+                let weights = vec![Operand::Packed(weight.primitive())];
+                B::token_products(Operand::Dense(dense()), weights, self.precision).remove(0)
+            }
+            None => B::nvfp4_matmul(dense(), &weight.primitive(), Product::Nt, out),
             Some(x) => {
                 B::nvfp4_matmul_packed(&x.primitive(), &weight.primitive(), Product::Nt, self.precision.dtype(), out)
             }

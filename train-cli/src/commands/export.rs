@@ -21,7 +21,7 @@ use crate::{
     },
     settings::defaults::SCALING,
 };
-use backend_nvfp4::{BlockShape, LinearSpec, Nvfp4Kernels, Recipe};
+use backend_nvfp4::{BlockShape, DeviceServices, LinearSpec, Nvfp4Kernels, Recipe};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -65,6 +65,10 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     };
     let format =
         ExportFormat { scaling: args.scales.unwrap_or(format.scaling), ..format.quantized().with_head(args.head) };
+    let scales = like.as_ref().and_then(|like| packed_scaling(like)).unwrap_or(format.scaling);
+    if let Some(trained) = trained {
+        trained.say_other_scales(scales);
+    }
     if let Some(like) = &like {
         check_like(like, &format, config.num_hidden_layers - format.dense_from)?;
     }
@@ -80,7 +84,7 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
         let spec = |precision| LinearSpec::new(Recipe::W4, format.scaling, precision);
         device::run(args.device, None, CheckFile { tensors: &tensors, path, config, text, spec: &spec })
     })?;
-    let trained = trained.as_ref().map(|trained| Trained { scales: format.scaling, ..trained.clone() });
+    let trained = trained.as_ref().map(|trained| Trained { scales, ..trained.clone() });
     Trained::put_beside(trained.as_ref(), &args.output_dat)
 }
 
@@ -132,7 +136,7 @@ pub struct Target<'a> {
 ///
 /// # Errors
 /// If writing fails or the written file does not work. An older folder is then untouched.
-pub fn model_to_folder<B: Nvfp4Kernels>(
+pub fn model_to_folder<B: Nvfp4Kernels + DeviceServices>(
     model: &Qwen3<B>,
     text: &TextFiles,
     companions: &Companions,
@@ -157,7 +161,7 @@ pub fn model_to_folder<B: Nvfp4Kernels>(
 ///
 /// # Errors
 /// As [`model_to_folder`].
-pub fn model_to_dat<B: Nvfp4Kernels>(
+pub fn model_to_dat<B: Nvfp4Kernels + DeviceServices>(
     model: &Qwen3<B>,
     text: &TextFiles,
     form: &Target,

@@ -9,7 +9,7 @@ use crate::{
     device::Job,
     model_files::TextFiles,
     report,
-    run::{checkpoint::HeadStorage, export_format::ExportFormat},
+    run::{checkpoint::HeadStorage, export_format::ExportFormat, sample_answers::packed},
 };
 use backend_nvfp4::{DeviceServices, LinearSpec, Nvfp4Kernels, Precision, Recipe};
 use model_qwen3::{
@@ -19,12 +19,15 @@ use model_qwen3::{
     model::Qwen3,
     repack::HeadAs,
     sampling::Sampling,
-    session::{GenerateOptions, Session, generate},
+    session::{GenerateOptions, Session},
     tensors::{Stored, Tensors, row_ranges},
     weights::{self, Purpose},
 };
 use serde_json::json;
 use std::{ops::ControlFlow, path::Path};
+
+/// Greedy tokens that a model answers with.
+const TOKENS: usize = 16;
 
 /// The check of `export-dat` and `export-hf`, as a job.
 pub(super) struct CheckFile<'a> {
@@ -76,14 +79,14 @@ struct Probe {
 
 impl Check<'_> {
     /// Reads the file back, and compares the forward pass of its model with that of the trained model in memory.
-    pub(super) fn against<B: Nvfp4Kernels>(
+    pub(super) fn against<B: Nvfp4Kernels + DeviceServices>(
         &self,
         model: &Qwen3<B>,
         format: ExportFormat,
         like: bool,
     ) -> Result<(), CliError> {
         let compared = self.read_back()?;
-        let trained = self.answer(model)?;
+        let trained = self.answer_of_trained(model)?;
         let spec = format.spec(model.spec().precision);
         let exported = self.answer_of_file::<B>(spec, &model.device())?;
         let difference = relative_difference(&exported.logits, &trained.logits);
@@ -133,13 +136,22 @@ impl Check<'_> {
         Ok(report::count(names.len(), "tensor"))
     }
 
+    /// Asks the trained model. Its logits come from its weights as training computes with them. On the host, its greedy tokens
+    /// come from codes that are made once. A device with a pool, whose memory is planned, quantizes the weights for each token.
+    fn answer_of_trained<B: Nvfp4Kernels + DeviceServices>(&self, model: &Qwen3<B>) -> Result<Probe, CliError> {
+        let codes = B::memory_in_use(&model.device()).is_none().then(|| packed(model));
+        self.answer(model, codes.as_ref().unwrap_or(model))
+    }
+
     /// Loads the file for inference and asks its model.
     fn answer_of_file<B: Nvfp4Kernels>(&self, spec: LinearSpec, device: &B::Device) -> Result<Probe, CliError> {
         let file = Container::open(self.path)?;
-        self.answer::<B>(&weights::load(&file, self.config, spec, Purpose::Infer, device)?)
+        let model = weights::load(&file, self.config, spec, Purpose::Infer, device)?;
+        self.answer::<B>(&model, &model)
     }
 
-    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Probe, CliError> {
+    /// Takes the logits of `model`, and the greedy tokens of `decoding`, which computes the same.
+    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, decoding: &Qwen3<B>) -> Result<Probe, CliError> {
         let prompt = self.text.template.render(
             &[json!({"role": "user", "content": "Who are you? 你是誰？"})],
             RenderOptions { add_generation_prompt: true, ..Default::default() },
@@ -147,9 +159,16 @@ impl Check<'_> {
         let prompt = self.text.tokenizer.encode(&prompt)?;
         let recipe = model.spec().recipe;
         let plain = if recipe.packs_activations() { Recipe::W4 } else { recipe };
-        let logits = Session::new(&model.clone().with_recipe(plain), prompt.len())?.read(&prompt)?;
-        let options = GenerateOptions { max_tokens: 16, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
-        let ids = generate(model, &prompt, &options, |_| ControlFlow::Continue(()))?.ids;
+        let options =
+            GenerateOptions { max_tokens: TOKENS, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
+        let mut session = Session::new(decoding, prompt.len() + TOKENS)?;
+        let logits = if std::ptr::eq(model, decoding) && plain == recipe {
+            // The answer continues after this prompt, which the session then holds.
+            session.read(&prompt)?
+        } else {
+            Session::new(&model.clone().with_recipe(plain), prompt.len())?.read(&prompt)?
+        };
+        let ids = session.answer(&prompt, &options, |_| ControlFlow::Continue(()))?.ids;
         Ok(Probe { logits, ids })
     }
 }
@@ -241,6 +260,29 @@ mod tests {
         for recipe in RECIPES {
             let model = trained(recipe);
             checked(&model, &model, model.spec().block).unwrap();
+        }
+    }
+
+    /// The tokens do not need the weights to be quantized again for each of them.
+    #[test]
+    fn greedy_tokens_come_from_codes_and_logits_from_the_trained_weights() {
+        for recipe in RECIPES {
+            let (model, mut other) = (trained(recipe), trained(recipe));
+            let text = TextFiles::open(&demo(), model.config()).unwrap();
+            let live = Live::new(&model);
+            let check = Check { tensors: &live, path: Path::new("not read"), config: model.config(), text: &text };
+            let alone = check.answer(&model, &model).unwrap();
+            let with_codes = check.answer_of_trained(&model).unwrap();
+            assert_eq!(
+                (&with_codes.logits, &with_codes.ids, with_codes.ids.len()),
+                (&alone.logits, &alone.ids, TOKENS),
+                "{}",
+                recipe.name()
+            );
+            other.layers.reverse();
+            let mixed = check.answer(&model, &other).unwrap();
+            assert_eq!(mixed.logits, alone.logits, "{}", recipe.name());
+            assert_ne!(mixed.ids, alone.ids, "{}: the tokens are those of the first model", recipe.name());
         }
     }
 

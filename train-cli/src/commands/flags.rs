@@ -29,11 +29,12 @@ pub(super) fn context(asked: Option<NonZeroUsize>, limit: usize) -> Result<usize
     Ok(context)
 }
 
-/// Checks that the sampling flags are in range.
+/// Checks that the sampling flags are in range. `before` is what a person typed in front of a name: `--`, or `/set ` in a
+/// conversation.
 ///
 /// # Errors
 /// If one is not.
-pub(super) fn check(args: &SamplingArgs) -> Result<(), CliError> {
+pub(super) fn check(args: &SamplingArgs, before: &str) -> Result<(), CliError> {
     let ranges = [
         ("temperature", args.temperature, 0.0..=100.0),
         ("top-p", args.top_p, Sampling::TOP_P),
@@ -43,10 +44,10 @@ pub(super) fn check(args: &SamplingArgs) -> Result<(), CliError> {
     if args.stop.iter().any(String::is_empty) {
         return Err(CliError::Usage("--stop \"\": the text is empty; leave --stop out".into()));
     }
-    for (flag, value, range) in ranges {
+    for (name, value, range) in ranges {
         if let Some(value) = value.filter(|value| !range.contains(value)) {
             let (low, high) = range.into_inner();
-            return Err(CliError::Usage(format!("--{flag} {value}: the value must be between {low} and {high}")));
+            return Err(CliError::Usage(format!("{before}{name} {value}: the value must be between {low} and {high}")));
         }
     }
     Ok(())

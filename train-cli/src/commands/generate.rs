@@ -13,6 +13,7 @@ use crate::{
         entry::LONGEST,
         first_answers::Expected,
         loaded::{Loaded, Opened, thinking},
+        message::checked_messages,
     },
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, PAGE, Precision};
@@ -26,13 +27,15 @@ use std::{cell::RefCell, collections::BTreeMap, io::Read, path::Path, time::Inst
 
 /// Most bytes of a file of prompts.
 const LONGEST_FILE: u64 = 1 << 30;
+/// Most answers to a prompt. Nobody reads a million, and times the prompts of the longest file the number fits into a `usize`.
+const MOST_ANSWERS: usize = 1 << 20;
 
 /// Runs the command.
 ///
 /// # Errors
 /// If a flag is out of range, or the model cannot be loaded or run.
 pub fn run(args: GenerateArgs) -> Result<(), CliError> {
-    flags::check(&args.sampling)?;
+    flags::check(&args.sampling, "--")?;
     if args.logprobs.is_some() && !args.json && args.prompts.is_none() {
         return Err(CliError::Usage("--logprobs: text has no place for them; add --json".into()));
     }
@@ -41,6 +44,10 @@ pub fn run(args: GenerateArgs) -> Result<(), CliError> {
     }
     if args.answers == 0 {
         return Err(CliError::Usage("--answers 0: ask for at least one answer".into()));
+    }
+    if args.answers > MOST_ANSWERS {
+        let text = format!("--answers {}: a prompt gets at most {MOST_ANSWERS} answers; give fewer", args.answers);
+        return Err(CliError::Usage(text));
     }
     let questions = match (&args.prompts, &args.prompt) {
         (Some(file), _) => questions_of(file)?,
@@ -96,7 +103,7 @@ impl Job for Generate {
         let first = (0..together).map(|n| prompts[n / args.answers].ids.len()).collect();
         let expected = Expected { steps: vec![first], together };
         let loaded = opened.load::<B>(Some(expected), precision, &device)?;
-        answer::say_defaults(&loaded.text, None);
+        answer::say_sampling(&options.sampling, &loaded.text, None);
         match prompts.as_slice() {
             [prompt] if args.prompts.is_none() && args.answers == 1 => one(&args, &loaded, &options, prompt),
             prompts => all(&args, &loaded, &options, prompts, longest + options.max_tokens),
@@ -123,7 +130,7 @@ fn prompts<'a>(
             None => e,
             Some(line) => CliError::Usage(format!("--prompts, line {line}: {e}")),
         };
-        let ids = prompt_ids(&question.asked(), args, text).map_err(at)?;
+        let ids = prompt_ids(question.asked(), args, text).map_err(at)?;
         check_length(&ids, options, limit).map_err(at)?;
         Ok(Prompt { question, ids })
     };
@@ -271,10 +278,7 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
         };
         if rows {
             let row = json::parse(text).map_err(|e| CliError::not_json(path, line, &e))?;
-            match (row.get("prompt"), row.get("messages")) {
-                (Some(Value::String(_)), None) | (None, Some(Value::Array(_))) => {}
-                _ => return Err(bad("a row needs a text \"prompt\", or a list \"messages\"".into())),
-            }
+            check_row(row).map_err(bad)?;
         }
         questions.push(AskedPrompt { text: text.to_owned(), is_row: rows, line: Some(line) });
     }
@@ -285,7 +289,22 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     Ok(questions)
 }
 
-fn prompt_ids(asked: &Value, args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
+/// Checks that a row holds a prompt or messages, and no other key: it would have no effect, and nobody would notice.
+fn check_row(row: Value) -> Result<(), String> {
+    let needed = || "a row needs a text \"prompt\", or a list \"messages\"".to_owned();
+    let Value::Object(mut row) = row else { return Err(needed()) };
+    match (row.remove("prompt"), row.remove("messages")) {
+        (Some(Value::String(_)), None) => {}
+        (None, Some(Value::Array(messages))) => drop(checked_messages(messages)?),
+        _ => return Err(needed()),
+    }
+    match row.keys().next() {
+        None => Ok(()),
+        Some(key) => Err(format!("the key {key:?} of a row is not known; leave it out: flags hold for all rows")),
+    }
+}
+
+fn prompt_ids(asked: Value, args: &GenerateArgs, text: &TextFiles) -> Result<Vec<u32>, CliError> {
     let mut messages = Vec::new();
     if let Some(system) = &args.system_prompt {
         messages.push(json!({"role": "system", "content": system}));
@@ -294,7 +313,7 @@ fn prompt_ids(asked: &Value, args: &GenerateArgs, text: &TextFiles) -> Result<Ve
         Value::Array(_) if args.raw => {
             return Err(CliError::Usage("--raw: messages need the chat template; leave out --raw".into()));
         }
-        Value::Array(list) => messages.extend(list.iter().cloned()),
+        Value::Array(list) => messages.extend(checked_messages(list).map_err(CliError::Usage)?),
         asked if args.raw => return Ok(text.tokenizer.encode(asked.as_str().unwrap_or_default())?),
         asked => messages.push(json!({"role": "user", "content": asked})),
     }

@@ -29,6 +29,9 @@ pub fn run(args: ServeArgs) -> Result<(), CliError> {
     if args.parallel == 0 {
         return Err(CliError::Usage("--parallel 0: at least one answer must be made at a time".into()));
     }
+    if args.model_name.as_ref().is_some_and(|name| name.trim().is_empty()) {
+        return Err(CliError::Usage("--model-name: the name is empty; give one, or leave out the flag".into()));
+    }
     let key = args.api_key_file.as_deref().map(key_of).transpose()?;
     // An address that is taken is known before a model is loaded.
     let server = Server::listen(Address { host: args.host, port: args.port, key })?;

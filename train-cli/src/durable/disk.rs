@@ -77,6 +77,19 @@ pub(super) fn is_at(_: &File, _: &Path) -> bool {
     true
 }
 
+/// Lets the system forget what it holds of a synced file in memory, so that the file is read from the disk next.
+#[cfg(target_os = "linux")]
+pub(super) fn forget_cached(path: &Path) {
+    // A system that keeps it in memory lets it be read from there.
+    if let Ok(file) = File::open(path) {
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+    }
+}
+
+/// Elsewhere the file may be read from memory.
+#[cfg(not(target_os = "linux"))]
+pub(super) fn forget_cached(_: &Path) {}
+
 /// The folder that holds a file or folder: `.` for a mere name.
 pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))

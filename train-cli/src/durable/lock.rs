@@ -6,6 +6,8 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{Read, Seek, Write},
     path::Path,
+    thread,
+    time::{Duration, Instant},
 };
 
 /// The file in a folder that a process locks. It says who has locked it.
@@ -13,6 +15,12 @@ pub const LOCK: &str = "lock";
 
 /// The first word of a lock's text.
 const HOLDER: &str = "process ";
+
+/// What stands before the time in a lock's text.
+const SINCE: &str = ", since ";
+
+/// How long the text of a lock is waited for. It takes its holder two calls of the system to write it.
+const LONGEST_WAIT: Duration = Duration::from_secs(1);
 
 /// Most bytes of a lock's text that are read. The text has about sixty.
 const LONGEST_HOLDER: u64 = 4096;
@@ -46,19 +54,50 @@ pub fn lock(folder: &Path) -> Result<File, CliError> {
             file.rewind().map_err(CliError::io(&path))?;
             let host = gethostname::gethostname();
             let (pid, host, now) = (std::process::id(), host.to_string_lossy(), jiff::Timestamp::now());
-            let holder = format!("{HOLDER}{pid} on {host}, since {now:.0}");
+            let holder = format!("{HOLDER}{pid} on {host}{SINCE}{now:.0}");
             file.set_len(0).and_then(|()| file.write_all(holder.as_bytes())).map_err(CliError::io(&path))?;
             Ok(file)
         }
-        Err(fs::TryLockError::WouldBlock) => {
-            let mut holder = String::new();
-            // The holder may be writing its name just now.
-            let _ = file.take(LONGEST_HOLDER).read_to_string(&mut holder);
-            let holder = if holder.is_empty() { "another train-cli".to_owned() } else { holder };
-            let text = "is training here; wait for its end, or choose another --output-dir";
-            Err(CliError::Usage(format!("{}: {holder} {text}", folder.display())))
-        }
+        Err(fs::TryLockError::WouldBlock) => Err(held_by(&holder_of(&file), folder)),
         Err(fs::TryLockError::Error(e)) => Err(CliError::io(&path)(e)),
+    }
+}
+
+/// Refuses a folder that another process holds. Changes nothing.
+///
+/// # Errors
+/// If another process holds it. The message names that process.
+pub fn check_unheld(folder: &Path) -> Result<(), CliError> {
+    let path = folder.join(LOCK);
+    // Opening a pipe would wait for whoever writes to it.
+    let file = path.symlink_metadata().is_ok_and(|found| found.is_file()).then(|| File::open(&path).ok()).flatten();
+    let Some(file) = file else { return Ok(()) };
+    match file.try_lock() {
+        Err(fs::TryLockError::WouldBlock) => Err(held_by(&holder_of(&file), folder)),
+        Ok(()) | Err(fs::TryLockError::Error(_)) => Ok(()),
+    }
+}
+
+fn held_by(holder: &str, folder: &Path) -> CliError {
+    let text = "is training here; wait for its end, or choose another --output-dir";
+    CliError::Usage(format!("{}: {holder} {text}", folder.display()))
+}
+
+/// Who holds a lock, by the text of its file. A process that has just locked the file writes its text in the next moment, so that
+/// the text is waited for.
+fn holder_of(mut file: &File) -> String {
+    let begun = Instant::now();
+    loop {
+        let mut text = String::new();
+        let read = file.rewind().and_then(|()| file.take(LONGEST_HOLDER).read_to_string(&mut text));
+        // The text ends with a time in UTC.
+        if read.is_ok() && text.starts_with(HOLDER) && text.contains(SINCE) && text.ends_with('Z') {
+            return text;
+        }
+        if begun.elapsed() > LONGEST_WAIT {
+            return "another train-cli".to_owned();
+        }
+        thread::sleep(Duration::from_millis(10));
     }
 }
 
@@ -75,4 +114,28 @@ pub fn is_untouched(folder: &Path) -> Result<bool, CliError> {
         }
     }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_holder_that_has_not_written_its_name_yet_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut held = File::create(dir.path().join(LOCK)).unwrap();
+        held.lock().unwrap();
+        let named = "process 7 on host, since 2026-01-01T00:00:00Z";
+        thread::scope(|scope| {
+            let locked = scope.spawn(|| lock(dir.path()).unwrap_err().to_string());
+            let checked = scope.spawn(|| check_unheld(dir.path()).unwrap_err().to_string());
+            thread::sleep(Duration::from_millis(100));
+            held.write_all(named.as_bytes()).unwrap();
+            for refused in [locked.join().unwrap(), checked.join().unwrap()] {
+                assert!(refused.contains(&format!("{named} is training here")), "{refused}");
+            }
+        });
+        drop(held);
+        check_unheld(dir.path()).unwrap();
+    }
 }

@@ -24,10 +24,11 @@ mod temporary;
 
 pub use disk::{make_folder, make_new_folder, parent, remove, remove_empty, rename};
 pub use files::{append_bytes, append_line, probe, sync_file, write_bytes, write_checked, write_file};
-pub use lock::{LOCK, is_untouched, lock};
+pub use lock::{LOCK, check_unheld, is_untouched, lock};
 pub(crate) use manifest::hex;
 pub use manifest::{
-    FileRecord, MANIFEST, digest, digest_of, is_listed_folder, lists, read_back, verify, verify_listed,
+    FileRecord, MANIFEST, digest, digest_of, is_listed_folder, lists, read_back, read_back_quickly, verify,
+    verify_listed,
 };
 pub use pending::{PendingFolder, aside_name, finish_replacement};
 pub use temporary::{is_temporary, remove_unless_held, sweep};

@@ -1,7 +1,7 @@
-//! Device memory: [`forecast`] predicts it before a run, [`free`] says what there is, [`vram`] measures it, [`pool`]
+//! Device memory: [`estimate`] predicts it before a run, [`free`] says what there is, [`vram`] measures it, [`pool`]
 //! returns it between steps. [`host`] counts the memory of the host.
 
-pub mod forecast;
+pub mod estimate;
 pub mod free;
 pub mod host;
 pub mod pool;

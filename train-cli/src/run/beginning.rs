@@ -11,7 +11,7 @@ use crate::{
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels};
 use model_qwen3::{bytes, file, model::Qwen3};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
-use std::{collections::HashMap, path::Path, sync::Arc};
+use std::{collections::HashMap, path::Path, sync::Arc, time::Instant};
 
 /// The file in the run folder.
 pub const FILE: &str = "beginning.safetensors";
@@ -24,6 +24,8 @@ pub struct Beginning {
     answers: Vec<(String, String)>,
     /// The codes; none under a recipe that quantizes nothing.
     pub codes: Arc<Codes>,
+    /// Seconds of an answer, if this was just recorded and there is one.
+    pub answering: Option<f64>,
 }
 
 impl Beginning {
@@ -37,8 +39,10 @@ impl Beginning {
         samples: &Samples,
         spec: LinearSpec,
     ) -> Result<Self, CliError> {
-        let answers = samples.prompts.iter().cloned().zip(samples.answers(model)?).collect();
-        let found = Self { answers, codes: Arc::new(Codes::of(model, spec)?) };
+        let began = Instant::now();
+        let answers: Vec<_> = samples.prompts.iter().cloned().zip(samples.answers(model)?).collect();
+        let answering = (!answers.is_empty()).then(|| began.elapsed().as_secs_f64() / answers.len() as f64);
+        let found = Self { answers, codes: Arc::new(Codes::of(model, spec)?), answering };
         durable::write_bytes(&run.join(FILE), &found.to_bytes())?;
         Ok(found)
     }
@@ -54,12 +58,23 @@ impl Beginning {
         found
     }
 
-    /// Prints the answers before and after training. Returns the share of NVFP4 codes that changed, if there are any.
+    /// Prints the answers before training, and those of `model` after `step` steps of `run`. The run may have logged them.
+    /// Returns the share of NVFP4 codes that changed, if there are any.
     ///
     /// # Errors
-    /// If the device fails.
-    pub fn compare<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, samples: &Samples) -> Result<Option<f64>, CliError> {
-        for (prompt, after) in samples.prompts.iter().zip(samples.answers(model)?) {
+    /// If the device fails, or the log cannot be read.
+    pub fn compare<B: Nvfp4Kernels>(
+        &self,
+        model: &Qwen3<B>,
+        samples: &Samples,
+        run: &Path,
+        step: usize,
+    ) -> Result<Option<f64>, CliError> {
+        let answers = match samples.logged(run, step)? {
+            Some(answers) => answers,
+            None => samples.answers(model)?,
+        };
+        for (prompt, after) in samples.prompts.iter().zip(answers) {
             if let Some((_, before)) = self.answers.iter().find(|(asked, _)| asked == prompt) {
                 report::label("before", format!("{} → {}", beginning(prompt), beginning(before)));
             }
@@ -90,6 +105,6 @@ impl Beginning {
         let tensors = SafeTensors::deserialize(file).ok()?;
         let words = |n: usize| tensors.tensor(&format!("codes.{n}")).ok().map(|layer| bytes::to_u32s(layer.data()));
         let words: Vec<Vec<u32>> = (0..tensors.len()).map(words).collect::<Option<_>>()?;
-        Some(Self { answers, codes: Arc::new(Codes::from_words(spec, words)) })
+        Some(Self { answers, codes: Arc::new(Codes::from_words(spec, words)), answering: None })
     }
 }

@@ -1,7 +1,7 @@
 //! How often a run evaluates and saves if no flag says so. Evaluations and sample answers take at most about
 //! [`EVALUATION_SHARE`] of its time, and there are at most twenty. Their time is estimated from counts of tokens, so that a run
-//! evaluates after the same steps wherever it runs. How long training waits for a checkpoint is known only after one was saved:
-//! [`Waited`] measures it, and the run leaves out checkpoints that would take more than [`SAVING_SHARE`] of its time.
+//! evaluates after the same steps wherever it runs. How much time a checkpoint takes from training is known only after one was
+//! saved: [`Spent`] measures it, and the run leaves out checkpoints that would take more than [`SAVING_SHARE`] of its time.
 
 use super::inputs::Inputs;
 use crate::{
@@ -23,15 +23,31 @@ pub(super) fn evaluation(plan: &Plan, inputs: &Inputs, cost: f64) -> usize {
     between(inputs.order(plan).steps, cost)
 }
 
-/// How long an evaluation and `answers` tokens of sample answers take, in steps.
-pub(super) fn cost(plan: &Plan, inputs: &Inputs, answers: usize) -> f64 {
+/// How long the parts of an evaluation take, in steps.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cost {
+    /// The passes over the evaluation rows.
+    pub(super) passes: f64,
+    /// The sample answers.
+    pub(super) answers: f64,
+}
+
+impl Cost {
+    /// Both.
+    pub(super) fn total(self) -> f64 {
+        self.passes + self.answers
+    }
+}
+
+/// How long an evaluation and `answers` tokens of sample answers take.
+pub(super) fn cost(plan: &Plan, inputs: &Inputs, answers: usize) -> Cost {
     let tokens = |samples: &[crate::data::sample::Sample]| samples.iter().map(|s| s.ids.len()).sum::<usize>() as f64;
     // Weights are evaluated in 4 bits and as master weights, without quantized activations. A recipe that quantizes activations is
     // evaluated as in training, too.
     let forms = if plan.recipe.packs_activations() { 3.0 } else { 2.0 };
     let step = tokens(&inputs.train) / inputs.train.len().max(1) as f64 * plan.sequences_per_step() as f64;
-    let one = forms * FORWARD * tokens(&inputs.eval) + DECODED * answers as f64;
-    one / step.max(1.0)
+    let steps = |tokens: f64| tokens / step.max(1.0);
+    Cost { passes: steps(forms * FORWARD * tokens(&inputs.eval)), answers: steps(DECODED * answers as f64) }
 }
 
 /// The steps between evaluations of a run of `steps` steps, where one takes as long as `cost` steps.
@@ -39,24 +55,31 @@ fn between(steps: usize, cost: f64) -> usize {
     part_of_the_run(steps).max((cost / EVALUATION_SHARE).ceil() as usize)
 }
 
-/// How long training has waited for checkpoints since this attempt began, in seconds.
+/// The time that checkpoints have taken from training since this attempt began, in seconds.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Waited {
+pub(super) struct Spent {
     total: f64,
     last: f64,
 }
 
-impl Waited {
+impl Spent {
     /// Training has waited so many seconds for one more.
     pub(super) fn add(&mut self, seconds: f64) {
         self.total += seconds;
         self.last = seconds;
     }
 
-    /// Whether an attempt that has trained for `elapsed` seconds may wait for one more, which takes as long as the last one. Nobody
-    /// notices a short one.
+    /// The last one has taken so many seconds more, while steps were made.
+    pub(super) fn add_to_last(&mut self, seconds: f64) {
+        self.total += seconds;
+        self.last += seconds;
+    }
+
+    /// Whether an attempt that has trained for `elapsed` seconds has time for one more, which takes as long as the last one. Nobody
+    /// notices a short time for all of them together.
     pub(super) fn has_time(self, elapsed: f64) -> bool {
-        self.last < UNNOTICED || self.total + self.last <= SAVING_SHARE * elapsed
+        let total = self.total + self.last;
+        total < UNNOTICED || total <= SAVING_SHARE * elapsed
     }
 }
 
@@ -65,7 +88,7 @@ const UNNOTICED: f64 = 0.1;
 
 #[cfg(test)]
 mod tests {
-    use super::{Waited, between};
+    use super::{Spent, between};
 
     #[test]
     fn evaluations_take_8_percent_of_the_time_at_most() {
@@ -76,16 +99,32 @@ mod tests {
     }
 
     #[test]
-    fn training_waits_for_checkpoints_2_percent_of_the_time_at_most() {
-        let mut waited = Waited::default();
+    fn checkpoints_take_2_percent_of_the_time_at_most() {
+        let mut spent = Spent::default();
         // What the first one takes is not known before.
-        assert!(waited.has_time(0.0));
-        waited.add(0.5);
-        assert!(!waited.has_time(49.0) && waited.has_time(50.1));
-        waited.add(0.75);
-        assert!(!waited.has_time(99.0) && waited.has_time(100.1));
-        // Short ones are always saved.
-        waited.add(0.05);
-        assert!(waited.has_time(1.0));
+        assert!(spent.has_time(0.0));
+        spent.add(0.5);
+        assert!(!spent.has_time(49.0) && spent.has_time(50.1));
+        spent.add(0.75);
+        assert!(!spent.has_time(99.0) && spent.has_time(100.1));
+        // A short one is no exception after these.
+        spent.add(0.05);
+        assert!(!spent.has_time(67.0) && spent.has_time(67.6));
+    }
+
+    /// Short ones are saved as long as all of them together are short.
+    #[test]
+    fn many_short_checkpoints_are_not_unnoticed() {
+        let mut spent = Spent::default();
+        let saved = (1..20).filter(|step| {
+            let saves = spent.has_time(0.1 * f64::from(*step));
+            if saves {
+                spent.add(0.01);
+                // A thread has written it while the next step was made.
+                spent.add_to_last(0.02);
+            }
+            saves
+        });
+        assert_eq!(saved.collect::<Vec<_>>(), [1, 2, 3]);
     }
 }

@@ -84,6 +84,9 @@ pub struct TrainerState {
     /// Seconds that the steps took.
     #[serde(default)]
     pub seconds: f64,
+    /// Seconds of a sample answer before the first step, for the estimate of the time that is left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answering: Option<f64>,
     /// Steps that are left out.
     #[serde(default)]
     pub guard: guard::Record,
@@ -108,6 +111,7 @@ impl TrainerState {
             two_level: spec.scaling == Scaling::Two,
             last_norm: None,
             seconds: 0.0,
+            answering: None,
             guard: guard::Record::default(),
             thinking: None,
             settings: settings.absolute(),
@@ -117,8 +121,8 @@ impl TrainerState {
     /// This state, after the steps of a checkpoint.
     #[must_use]
     pub fn after(self, saved: &Self) -> Self {
-        let Self { global_step, epoch, last_norm, seconds, ref guard, .. } = *saved;
-        Self { global_step, epoch, last_norm, seconds, guard: guard.clone(), ..self }
+        let Self { global_step, epoch, last_norm, seconds, answering, ref guard, .. } = *saved;
+        Self { global_step, epoch, last_norm, seconds, answering, guard: guard.clone(), ..self }
     }
 
     /// Scale levels of exported NVFP4 weights.
@@ -171,8 +175,12 @@ fn plausible(folder: &Path, state: &TrainerState) -> Result<(), CliError> {
     if let Some(named) = step_of(folder).filter(|named| *named != done) {
         return bad(format!("global_step is {done}, but the folder is that of step {named}"));
     }
-    let numbers =
-        [("epoch", Some(state.epoch)), ("seconds", Some(state.seconds)), ("last_norm", state.last_norm.map(f64::from))];
+    let numbers = [
+        ("epoch", Some(state.epoch)),
+        ("seconds", Some(state.seconds)),
+        ("answering", state.answering),
+        ("last_norm", state.last_norm.map(f64::from)),
+    ];
     for (key, value) in numbers {
         if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
             return bad(format!("{key} is {value}"));

@@ -26,6 +26,13 @@ impl Evaluations {
         Ok(Self { all: log::lines(run, log::METRICS)?.into_iter().filter_map(one).collect(), before })
     }
 
+    /// Those after at most `step` steps.
+    #[must_use]
+    pub fn up_to(mut self, step: usize) -> Self {
+        self.all.retain(|(made, _)| *made <= step);
+        self
+    }
+
     /// Adds the evaluation after a step.
     pub fn add(&mut self, step: usize, loss: f32) {
         self.all.push((step, loss));
@@ -90,6 +97,8 @@ mod tests {
         std::fs::write(run.path().join(log::METRICS), all.all.iter().map(line).collect::<String>()).unwrap();
         let again = Evaluations::logged(run.path(), 0).unwrap();
         assert_eq!((again.all.len(), again.best(), again.has(4)), (6, all.best(), true));
+        // A run that resumes at an older checkpoint forgets those after it.
+        assert!(again.clone().up_to(4).have_stalled(2) && !again.have_stalled(2));
         // Losses from before the recipe begins count for nothing.
         all.before = 5;
         assert!(all.best() == Some((6, 1.6)) && !all.have_stalled(1));

@@ -7,6 +7,7 @@ use crate::{
     report,
     run::beginning,
     run::checkpoint::{self, CONFIG, FINAL, STALE, TrainerState},
+    run::history::{self, History, RECORD},
     run::inputs::Inputs,
     run::old_checkpoints,
     run::results::RESULTS,
@@ -15,14 +16,10 @@ use crate::{
     settings::Change,
 };
 use backend_nvfp4::Precision;
-use serde_json::json;
 use std::{
     fs,
     path::{Path, PathBuf},
 };
-
-/// When and how a run was started.
-pub const RECORD: &str = "run.json";
 
 /// The summary of a run in its folder.
 pub const SUMMARY: &str = "summary.md";
@@ -156,13 +153,14 @@ impl Drop for Lock {
     }
 }
 
-/// Empties the folder of a new run and writes its first files.
+/// Empties the folder of a new run and writes its first files. One that `restarts` keeps the command line that started it.
 ///
 /// # Errors
 /// If the folder holds other files, or it cannot be written.
-pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
+pub fn create(plan: &Plan, inputs: &Inputs, restarts: bool) -> Result<(), CliError> {
     let dir = &plan.output_dir;
     check_free(plan, true)?;
+    let earlier = if restarts { History::read(dir).unwrap_or_default() } else { None };
     let mut names = vec![];
     for entry in fs::read_dir(dir).map_err(CliError::io(dir))? {
         names.push(entry.map_err(CliError::io(dir))?.file_name().to_string_lossy().into_owned());
@@ -174,12 +172,7 @@ pub fn create(plan: &Plan, inputs: &Inputs) -> Result<(), CliError> {
         .filter(|name| *name != durable::LOCK)
         .try_for_each(|name| durable::remove_unless_held(&dir.join(name)))?;
     record_settings(plan)?;
-    let run = json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "command": std::env::args().collect::<Vec<_>>(),
-        "started": jiff::Timestamp::now().to_string(),
-    });
-    durable::write_bytes(&dir.join(RECORD), run.to_string().as_bytes())?;
+    history::begin(dir, earlier, inputs.order(plan).steps)?;
     let found = serde_json::to_string_pretty(&inputs.report).expect("plain data is always valid JSON");
     durable::write_bytes(&dir.join(DATA_REPORT), found.as_bytes()).map(|_| ())
 }
@@ -240,9 +233,10 @@ pub fn check_unchanged(
         return usage(format!("{now}, but the checkpoint was made {before}; a resumed run cannot change it"));
     }
     if done > steps {
-        let text =
-            format!("the checkpoint has made {done} steps, and the run would have {steps}; give more --max-steps");
-        return usage(text);
+        let longer = if plan.settings.optimizer.max_steps.is_some() { "--max-steps" } else { "--num-train-epochs" };
+        return usage(format!(
+            "the checkpoint has made {done} steps, and the run would have {steps}; give a larger {longer}"
+        ));
     }
     if steps != state.max_steps {
         let text = "the learning rate follows the schedule of the new length";

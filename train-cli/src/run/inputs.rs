@@ -71,7 +71,7 @@ impl Inputs {
 
     /// Scale levels of the model file's NVFP4 tensors, if it has any.
     pub fn stored_scaling(&self) -> Option<Scaling> {
-        self.source.as_ref().and_then(packed_scaling)
+        self.source.as_ref().and_then(|source| packed_scaling(source))
     }
 
     /// Tokens of the longest row, of training or evaluation.
@@ -135,7 +135,7 @@ fn thinks(samples: &[Sample], tokenizer: &Tokenizer) -> Result<Option<bool>, Cli
 }
 
 /// The scale levels of a file's NVFP4 tensors, if it has any.
-pub fn packed_scaling(source: &Container) -> Option<Scaling> {
+pub fn packed_scaling(source: &dyn Tensors) -> Option<Scaling> {
     source.names().iter().find_map(|name| match source.stored(name) {
         Some(Stored::Packed { scaling, .. }) => Some(scaling),
         _ => None,

@@ -6,10 +6,10 @@ use crate::{
     data::order::{MicroBatch, Order},
     data::sample::Origin,
     durable::FileRecord,
-    memory::forecast,
+    memory::estimate,
     plan::{self, Plan},
     progress, report,
-    run::cadence::{self, Waited},
+    run::cadence::{self, Cost, Spent},
     run::checkpoint::{self, TrainerState},
     run::evaluations::Evaluations,
     run::folder::SUMMARY,
@@ -27,6 +27,7 @@ use crate::{
     train::guard::Guard,
     train::step::Stepper,
     train::training_loop::{Between, SaveWish, StepReport, StillToDo},
+    watchdog::{Watched, Work},
 };
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::model::Qwen3;
@@ -62,8 +63,8 @@ pub struct Journal {
     saved: Option<usize>,
     /// Steps from one evaluation to the next; 0 evaluates the last step only.
     eval_steps: usize,
-    /// How long an evaluation is expected to take, in steps.
-    evaluation_cost: f64,
+    /// How long an evaluation is expected to take.
+    evaluation_cost: Cost,
     /// The events for TensorBoard, if they are wanted.
     events: Option<Events>,
     saver: Arc<Mutex<Saver>>,
@@ -71,8 +72,8 @@ pub struct Journal {
     told: bool,
     /// When this attempt began to train.
     began: Instant,
-    /// How long it has waited for checkpoints.
-    waited: Waited,
+    /// The time that checkpoints have taken from it.
+    spent: Spent,
 }
 
 impl Journal {
@@ -92,12 +93,12 @@ impl Journal {
     ) -> Result<Self, CliError> {
         let limit = inputs.config.max_position_embeddings;
         let flops =
-            forecast::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
+            estimate::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);
         let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| {
-            let every = cadence::evaluation(plan, inputs, evaluation_cost);
+            let every = cadence::evaluation(plan, inputs, evaluation_cost.total());
             let steps =
                 if every < order.steps { format!("every {every} steps") } else { "after the last step".to_owned() };
             report::label("evaluate", format!("{steps}; --eval-steps changes that"));
@@ -129,7 +130,7 @@ impl Journal {
             saver: Arc::new(Mutex::new(saver)),
             told: false,
             began: Instant::now(),
-            waited: Waited::default(),
+            spent: Spent::default(),
         })
     }
 
@@ -219,8 +220,8 @@ impl Journal {
         if saver.is_busy() {
             return Some("the one before is still being written");
         }
-        let has_time = self.waited.has_time(self.began.elapsed().as_secs_f64());
-        (!has_time).then_some("training would wait for checkpoints for too much of its time")
+        let has_time = self.spent.has_time(self.began.elapsed().as_secs_f64());
+        (!has_time).then_some("checkpoints would take too much of the run's time")
     }
 
     /// Whether something that happens every `every` steps happens after this one. It always happens after the last step, and
@@ -287,7 +288,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             SaveStrategy::Steps => due_after(saving.save_every(steps), step, steps),
         };
         let evaluations = due_after(self.eval_steps, step, steps);
-        StillToDo { evaluations, saves, evaluation_cost: self.evaluation_cost }
+        let Cost { passes, answers } = self.evaluation_cost;
+        let answer_seconds = self.state.answering.map(|seconds| seconds * self.samples.prompts.len() as f64);
+        StillToDo { evaluations, saves, pass_cost: passes, answer_cost: answers, answer_seconds }
     }
 
     fn ends_early(&self) -> bool {
@@ -313,7 +316,10 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
 
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError> {
         progress::doing("answering prompts");
-        for (prompt, answer) in self.samples.prompts.iter().zip(self.samples.answers(model)?) {
+        let watched = Watched::begin(Work::Samples(step));
+        let answers = self.samples.answers(model)?;
+        drop(watched);
+        for (prompt, answer) in self.samples.prompts.iter().zip(answers) {
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
             let line = SampleAnswer { step, prompt: prompt.clone(), answer };
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
@@ -332,6 +338,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         let saver = self.saver.clone();
         let mut saver = saver.lock().expect("no thread panics while it holds the lock");
         saver.check()?;
+        self.spent.add_to_last(saver.taken_from_steps());
         let saving = &self.plan.settings.saving;
         let there = if saving.load_best_model_at_end { checkpoint::list(&self.plan.output_dir)? } else { vec![] };
         // Of an evaluation that is better, but has no checkpoint any more, nothing can be exported.
@@ -348,12 +355,12 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         if !saves || !due {
             return Ok(None);
         }
-        // Nobody has asked for this one, and training would have to wait for it, or for the one before.
+        // Nobody has asked for this one, and it would cost too much time, or have to wait for the one before.
         let optional = !needed && saving.save_steps.is_none();
         if let Some(reason) = optional.then(|| self.reason_to_leave_out(&saver)).flatten() {
             if !std::mem::replace(&mut self.told, true) {
                 report::line(format!(
-                    "note: no checkpoint after step {step}: {reason}. --save-steps N makes training wait for it"
+                    "note: no checkpoint after step {step}: {reason}. --save-steps N leaves none out"
                 ));
             }
             return Ok(None);
@@ -369,7 +376,9 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
         // What was logged of the steps of a checkpoint is not lost before the checkpoint is.
         log::sync(&self.plan.output_dir)?;
         let written = saver.save(model, &stepper.optimizer, &self.state, keep)?;
-        self.waited.add(self.started.elapsed().as_secs_f64());
+        // The one before may have been waited for.
+        self.spent.add_to_last(saver.taken_from_steps());
+        self.spent.add(self.started.elapsed().as_secs_f64());
         self.saved = Some(step);
         progress::doing("training");
         if ends && written.is_none() { saver.wait() } else { Ok(written) }

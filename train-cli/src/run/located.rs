@@ -11,13 +11,18 @@ use crate::{
     model_files::ModelFiles,
     report,
 };
-use model_qwen3::ModelError;
+use model_qwen3::{ModelError, file};
 use std::path::Path;
+
+/// What to do if nothing is at the path.
+const HINT: &str =
+    "give a model folder, a run folder, a checkpoint, or a .dat or .safetensors file; convert also takes a .gguf file";
 
 /// The files of the model at a path, which `flag` gave. Says which model of a run folder was chosen.
 ///
 /// # Errors
-/// If nothing is there, or it is a run folder that has nothing yet, or whose checkpoints cannot be read, or if it is a GGUF file.
+/// If nothing is there, or a pipe or a device is. If it is a run folder that has nothing yet, or whose checkpoints cannot be
+/// read. If it is a GGUF file.
 pub fn located(flag: &str, path: &Path) -> Result<ModelFiles, CliError> {
     let exported = path.join(FINAL);
     let found = if exported.is_dir() {
@@ -28,11 +33,12 @@ pub fn located(flag: &str, path: &Path) -> Result<ModelFiles, CliError> {
         let nothing = || CliError::Usage(format!("{}: the run has no checkpoint and no export yet", path.display()));
         newest.ok_or_else(nothing)?.folder
     } else if path.exists() {
+        if !path.is_dir() {
+            file::open(path, HINT).map_err(CliError::of_flag(flag))?;
+        }
         return ModelFiles::new(path).refuse_gguf();
     } else {
-        let hint = "give a model folder, a run folder, a checkpoint, or a .dat or .safetensors file (`convert` also reads .gguf files)"
-            .to_owned();
-        return Err(CliError::of_flag(flag)(ModelError::Missing { path: path.to_owned(), hint }));
+        return Err(CliError::of_flag(flag)(ModelError::Missing { path: path.to_owned(), hint: HINT.to_owned() }));
     };
     report::label("model", found.display().to_string());
     Ok(ModelFiles::new(&found))

@@ -9,6 +9,7 @@ pub mod evaluations;
 pub mod export_format;
 pub mod folder;
 pub mod header;
+pub mod history;
 pub mod inputs;
 pub mod journal;
 pub mod located;

@@ -4,7 +4,7 @@
 use crate::{
     CliError, kernel_cache,
     memory::{
-        forecast::Estimate,
+        estimate::Estimate,
         free::{self, Disk},
         pool::Pool,
     },

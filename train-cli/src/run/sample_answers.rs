@@ -1,20 +1,31 @@
 //! Sample answers: greedy answers to a few prompts, which show a person what a run has learned so far.
 
-use crate::{CliError, model_files::TextFiles, plan::Plan, report, run::inputs::Inputs};
+use crate::{
+    CliError,
+    model_files::TextFiles,
+    plan::Plan,
+    report,
+    run::inputs::Inputs,
+    run::log::{self, SampleAnswer},
+    watchdog,
+};
 use backend_nvfp4::{LinearSpec, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor};
 use burn::{module::Param, tensor::Tensor};
 use model_qwen3::{
     chat_template::RenderOptions,
     model::Qwen3,
     sampling::Sampling,
-    session::{GenerateOptions, StopReason, generate},
+    session::{GenerateOptions, Generation, StopReason, generate_together},
     weights::Replace,
 };
 use serde_json::json;
-use std::ops::ControlFlow;
+use std::path::Path;
 
 /// Maximum number of tokens in a sample answer.
 pub(super) const MAX_TOKENS: usize = 48;
+
+/// Prompts that are answered together, at most, where there is memory for it. The keys and values of all are held at once.
+const TOGETHER: usize = 8;
 
 /// Tokens that a chat template adds to a prompt, at most.
 const TEMPLATE_TOKENS: usize = 128;
@@ -25,8 +36,8 @@ pub struct Samples {
     /// The prompts.
     pub prompts: Vec<String>,
     text: TextFiles,
-    /// Whether the weights are quantized once for all tokens of the answers, which takes memory for their codes. Otherwise each
-    /// token quantizes them anew.
+    /// Whether the weights are quantized once for all tokens of the answers, which takes memory for their codes, and several
+    /// prompts are answered together. Otherwise each token quantizes them anew, for one prompt after another.
     packs: bool,
 }
 
@@ -61,18 +72,42 @@ impl Samples {
     pub fn answers<B: Nvfp4Kernels>(&self, model: &Qwen3<B>) -> Result<Vec<String>, CliError> {
         let packed = (self.packs && !self.prompts.is_empty()).then(|| packed(model));
         let model = packed.as_ref().unwrap_or(model);
-        self.prompts.iter().map(|prompt| self.answer(model, prompt)).collect()
+        let options = GenerateOptions {
+            max_tokens: MAX_TOKENS,
+            sampling: Sampling::GREEDY,
+            stop_ids: self.text.stop_ids.clone(),
+            logprobs: None,
+        };
+        let mut answers = Vec::new();
+        for prompts in self.prompts.chunks(if self.packs { TOGETHER } else { 1 }) {
+            let ids = prompts.iter().map(|prompt| self.ids(prompt)).collect::<Result<Vec<_>, _>>()?;
+            for generation in generate_together(model, &ids, &options, watchdog::moved)? {
+                answers.push(self.text_of(&generation)?);
+            }
+        }
+        Ok(answers)
     }
 
-    fn answer<B: Nvfp4Kernels>(&self, model: &Qwen3<B>, prompt: &str) -> Result<String, CliError> {
-        let text = &self.text;
+    /// The answers of the model after step `step` that the log of a run holds. None if it does not hold one for each prompt.
+    ///
+    /// # Errors
+    /// If the log cannot be read.
+    pub(super) fn logged(&self, run: &Path, step: usize) -> Result<Option<Vec<String>>, CliError> {
+        let mut logged: Vec<SampleAnswer> = log::lines(run, log::SAMPLES)?;
+        logged.retain(|line| line.step == step);
+        let answer =
+            |prompt: &String| logged.iter().find(|line| line.prompt == *prompt).map(|line| line.answer.clone());
+        Ok(self.prompts.iter().map(answer).collect())
+    }
+
+    fn ids(&self, prompt: &str) -> Result<Vec<u32>, CliError> {
         let message = json!({"role": "user", "content": prompt});
         let options = RenderOptions { add_generation_prompt: true, ..Default::default() };
-        let ids = text.tokenizer.encode(&text.template.render(&[message], options)?)?;
-        let stop_ids = text.stop_ids.clone();
-        let options = GenerateOptions { max_tokens: MAX_TOKENS, sampling: Sampling::GREEDY, stop_ids, logprobs: None };
-        let generation = generate(model, &ids, &options, |_| ControlFlow::Continue(()))?;
-        let answer = text.tokenizer.decode(&generation.ids)?;
+        Ok(self.text.tokenizer.encode(&self.text.template.render(&[message], options)?)?)
+    }
+
+    fn text_of(&self, generation: &Generation) -> Result<String, CliError> {
+        let answer = self.text.tokenizer.decode(&generation.ids)?;
         let unfinished = if generation.stop == StopReason::MaxTokens { " …" } else { "" };
         Ok(answer.replace('\n', "\\n") + unfinished)
     }

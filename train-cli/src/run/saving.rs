@@ -39,6 +39,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
+    time::Instant,
 };
 
 /// The large files of a checkpoint, which are made at the same time.
@@ -53,9 +54,16 @@ const TRANSFER_WHILE_WAITING: usize = 32 << 20;
 pub struct Saver {
     place: Destination,
     /// The checkpoint that is being written.
-    pending: Option<JoinHandle<Result<PathBuf, CliError>>>,
+    pending: Option<JoinHandle<Result<Written, CliError>>>,
     waits: Waits,
+    /// Whether the device computes on the host, so that a thread that writes takes time from the steps.
+    slows_steps: bool,
+    /// Seconds that threads have taken from the steps, which nobody has asked for yet.
+    taken: f64,
 }
+
+/// The folder of a checkpoint that a thread has written, and the seconds that this took.
+type Written = (PathBuf, f64);
 
 /// Where a checkpoint waits until it is written.
 #[derive(Debug)]
@@ -87,22 +95,32 @@ struct Destination {
     abandoned: Arc<AtomicBool>,
     /// Bytes that are read from the device at a time.
     transfer: usize,
+    /// Whether large files are read back too, which takes as long as to write them: not where training waits for it.
+    reads_all: bool,
 }
 
 impl Saver {
     /// For the run in a folder. Each checkpoint takes about `bytes`. In [`Room::Host`], so much memory is taken before the
-    /// training, while the program goes on.
+    /// training, while the program goes on. `slows_steps` says that the device computes on the host.
     ///
     /// # Errors
     /// If there is no thread for that.
-    pub fn new(run: &Path, companions: &Companions, bytes: u64, room: Room) -> Result<Self, CliError> {
+    pub fn new(
+        run: &Path,
+        companions: &Companions,
+        bytes: u64,
+        room: Room,
+        slows_steps: bool,
+    ) -> Result<Self, CliError> {
+        let waits = Waits::of(bytes, room)?;
         let place = Destination {
             run: run.to_owned(),
             companions: companions.clone(),
             abandoned: Arc::default(),
             transfer: TRANSFER,
+            reads_all: room == Room::AtTheEnd || !matches!(waits, Waits::Nowhere),
         };
-        Ok(Self { place, pending: None, waits: Waits::of(bytes, room)? })
+        Ok(Self { place, pending: None, waits, slows_steps, taken: 0.0 })
     }
 
     /// Saves a checkpoint, and deletes those that are not to be kept. Returns its folder, or None if it is still being
@@ -150,7 +168,11 @@ impl Saver {
         &mut self,
         write: impl FnOnce() -> Result<PathBuf, CliError> + Send + 'static,
     ) -> Result<Option<PathBuf>, CliError> {
-        let writer = thread::Builder::new().name("checkpoint".into()).spawn(write);
+        let timed = move || {
+            let began = Instant::now();
+            write().map(|folder| (folder, began.elapsed().as_secs_f64()))
+        };
+        let writer = thread::Builder::new().name("checkpoint".into()).spawn(timed);
         self.pending = Some(writer.map_err(CliError::no_thread("checkpoint"))?);
         Ok(None)
     }
@@ -163,12 +185,19 @@ impl Saver {
         let Some(writer) = self.pending.take() else { return Ok(None) };
         let written = writer.join();
         // A checkpoint that was committed is whole, even if the device failed afterwards.
-        if let Ok(Ok(folder)) = written {
+        if let Ok(Ok((folder, seconds))) = written {
+            self.taken += if self.slows_steps { seconds } else { 0.0 };
             return Ok(Some(folder));
         }
         // It is the cause of a panic that followed from it.
         device::check()?;
-        written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(Some)
+        written.unwrap_or_else(|panic| std::panic::resume_unwind(panic)).map(|(folder, _)| Some(folder))
+    }
+
+    /// Seconds that threads which wrote checkpoints have taken from the steps since this was last asked: all of them where the
+    /// device computes on the host, else none.
+    pub fn taken_from_steps(&mut self) -> f64 {
+        std::mem::take(&mut self.taken)
     }
 
     /// Waits for the last checkpoint of the run, as [`Self::wait`] does. The memory in which it waited goes back to the system.
@@ -303,7 +332,8 @@ impl Destination {
         }
         let committed = folder.commit()?;
         // The older checkpoints are given up only for one that can be read.
-        durable::read_back(&committed)?;
+        let read_back = if self.reads_all { durable::read_back } else { durable::read_back_quickly };
+        read_back(&committed)?;
         report::line(format!("{:>11}  {}", "saved", committed.display()));
         old_checkpoints::delete_old(&self.run, keep)?;
         Ok(committed)
@@ -324,7 +354,10 @@ mod tests {
         tensor::{DType, Tensor},
     };
     use model_qwen3::{config::Qwen3Config, weights};
-    use std::fs;
+    use std::{
+        fs,
+        io::{Seek, SeekFrom},
+    };
 
     /// What a run has between two steps.
     struct AfterAStep {
@@ -386,7 +419,7 @@ mod tests {
     }
 
     fn saver(run: &Path, bytes: u64, room: Room) -> Saver {
-        Saver::new(run, &companions(), bytes, room).unwrap()
+        Saver::new(run, &companions(), bytes, room, true).unwrap()
     }
 
     fn manifest(run: &Path) -> Vec<u8> {
@@ -415,6 +448,23 @@ mod tests {
         let [host, device] = [saved("host", 1, Room::Host), saved("device", u64::MAX, Room::Device)];
         assert_eq!([direct.0, shared.0, host.0, device.0], [false, false, cfg!(target_os = "linux"), true]);
         assert!([shared.1, host.1, device.1].iter().all(|manifest| *manifest == direct.1), "the manifests differ");
+    }
+
+    /// Where the device computes on the host, a thread that writes a checkpoint takes its whole time from the steps.
+    #[test]
+    fn the_time_of_a_writing_thread_counts_where_it_slows_steps() {
+        let dir = tempfile::tempdir().unwrap();
+        let trained = AfterAStep::new();
+        for (name, slows_steps) in [("host", true), ("device", false)] {
+            let run = dir.path().join(name);
+            let mut saver = saver(&run, 1, Room::Device);
+            saver.slows_steps = slows_steps;
+            trained.saved(&mut saver);
+            assert_eq!(saver.taken_from_steps(), 0.0, "{name}: the thread has not been waited for");
+            saver.wait().unwrap();
+            assert_eq!(saver.taken_from_steps() > 0.0, slows_steps, "{name}");
+            assert_eq!(saver.taken_from_steps(), 0.0, "{name}: it counts once");
+        }
     }
 
     #[test]
@@ -459,6 +509,34 @@ mod tests {
         assert!(dir.path().join("checkpoint-1").exists(), "the good checkpoint is gone");
         commit(3, false).unwrap();
         assert!(!dir.path().join("checkpoint-1").exists(), "the limit on checkpoints is not kept");
+    }
+
+    #[test]
+    fn a_large_file_that_the_disk_has_changed_is_found_unless_training_waits() {
+        let dir = tempfile::tempdir().unwrap();
+        let content = vec![7_u8; 17 << 20];
+        let commit = |step: usize, room: Room| {
+            let saver = saver(dir.path(), 1, room);
+            let folder = PendingFolder::new(&saver.place.target(step)).unwrap();
+            let weights = folder.path_of(MODEL);
+            let keep = Keep { newest: 1, period: None, best: None };
+            saver.place.commit(folder, keep, |name, out| {
+                // The disk changes a byte of the weights after they were written. Their size stays.
+                if step > 1 && name == STATE {
+                    let mut file = fs::OpenOptions::new().write(true).open(&weights).unwrap();
+                    file.seek(SeekFrom::Start(16 << 20)).unwrap();
+                    file.write_all(b"x").unwrap();
+                }
+                out.write_all(&content).map_err(CliError::io(&weights))
+            })
+        };
+        commit(1, Room::Device).unwrap();
+        for (step, room) in [(2, Room::Device), (3, Room::AtTheEnd)] {
+            let error = commit(step, room).unwrap_err();
+            assert!(error.exit_code() == 6 && error.to_string().contains(MODEL), "{room:?}: {error}");
+            assert!(dir.path().join("checkpoint-1").exists(), "{room:?}: the good checkpoint is gone");
+        }
+        commit(4, Room::Shared).unwrap();
     }
 
     #[test]

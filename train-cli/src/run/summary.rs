@@ -3,7 +3,8 @@
 
 use super::{
     checkpoint::{self, CONFIG, FINAL},
-    folder::{DATA_REPORT, LOSS, RECORD, SUMMARY},
+    folder::{DATA_REPORT, LOSS, SUMMARY},
+    history::{Call, History},
     log::{self, EvaluationFigures, LeftOut, Logged, SampleAnswer, StepFigures},
     losses::Losses,
     page::{Content, Page, Section},
@@ -25,8 +26,8 @@ pub struct Summary {
     pub folder: PathBuf,
     /// The settings of the run by name, without those that are not given.
     pub settings: Map<String, Value>,
-    /// When it was started, and the words of the command.
-    started: Option<(String, String)>,
+    /// How it was made.
+    history: Option<History>,
     /// Rows and tokens of its data.
     data: Value,
     steps: Vec<StepFigures>,
@@ -67,17 +68,12 @@ impl Summary {
         let last = samples.last().map(|answer| answer.step);
         samples.retain(|answer| Some(answer.step) == last);
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let started = read(&run.join(RECORD))?.map(|run| {
-            let words = run["command"].as_array().map(Vec::as_slice).unwrap_or_default();
-            let words: Vec<String> = words.iter().skip(1).map(|word| report::quoted(&text(word))).collect();
-            (text(&run["started"]), format!("train-cli {}", words.join(" ")))
-        });
         let files = read(&run.join(FINAL).join(durable::MANIFEST))?.map(|manifest| manifest["files"].clone());
         let exported = files.iter().filter_map(Value::as_object).flatten();
         Ok(Self {
             folder: run.to_owned(),
             settings: settings.as_object().cloned().unwrap_or_default(),
-            started,
+            history: History::read(run)?,
             data: read(&run.join(DATA_REPORT))?.unwrap_or_default(),
             steps,
             evaluations,
@@ -140,9 +136,11 @@ impl Summary {
         let numbers = json!({
             "run": self.name(),
             "folder": self.folder.display().to_string(),
-            "started": self.started.as_ref().map(|(time, _)| time),
+            "started": self.first().map(|call| &call.started),
             "complete": results.is_some(),
             "steps": self.made(),
+            "planned_steps": self.history.as_ref().and_then(|history| history.steps),
+            "ended_by": self.history.as_ref().and_then(|history| history.ended.as_ref()),
             "first_loss": self.steps.first().map(|line| line.loss),
             "loss": self.steps.last().map(|line| line.loss),
             "eval_loss": last.map(|line| line.eval_loss),
@@ -165,10 +163,13 @@ impl Summary {
         let mut all = self.numbers();
         let pairs =
             self.samples.iter().map(|SampleAnswer { prompt, answer, .. }| json!({"prompt": prompt, "answer": answer}));
+        let calls = self.history.iter().flat_map(History::calls);
+        let calls = calls.map(|call| json!({"started": call.started, "after": call.after, "command": call.line()}));
         let files = self.exported.iter();
         let files = files.map(|(file, bytes, sha256)| json!({"file": file, "bytes": bytes, "sha256": sha256}));
         all.extend([
-            ("command".to_owned(), json!(self.started.as_ref().map(|(_, command)| command))),
+            ("command".to_owned(), json!(self.first().map(Call::line))),
+            ("commands".to_owned(), calls.collect::<Vec<_>>().into()),
             ("settings".to_owned(), self.settings.clone().into()),
             ("data".to_owned(), self.data.clone()),
             ("evaluations".to_owned(), json!(self.evaluations)),
@@ -198,10 +199,24 @@ impl Summary {
         self.results.as_ref().map_or_else(last, |results| results.global_step)
     }
 
-    /// Whether the run is complete, and how many steps it has made.
+    /// Whether the run is complete, how many steps it has made, and why it ended if that was early.
     fn state(&self) -> String {
-        let steps = report::count(self.made(), "step");
-        if self.results.is_some() { format!("complete, {steps}") } else { format!("not complete, {steps}") }
+        let made = self.made();
+        let planned = self.history.as_ref().and_then(|history| history.steps).filter(|planned| *planned > made);
+        let steps = match planned {
+            Some(planned) => format!("{made} of {}", report::count(planned, "step")),
+            None => report::count(made, "step"),
+        };
+        let complete = if self.results.is_some() { "complete" } else { "not complete" };
+        match self.history.as_ref().and_then(|history| history.ended.as_ref()) {
+            Some(reason) => format!("{complete}, {steps}; {reason}"),
+            None => format!("{complete}, {steps}"),
+        }
+    }
+
+    /// The command line that started the run.
+    fn first(&self) -> Option<&Call> {
+        self.history.as_ref().map(|history| &history.first)
     }
 
     /// The lowest evaluation loss, and its step.
@@ -223,7 +238,7 @@ impl Summary {
 
     /// When the run was started, as its folder records it.
     pub fn started(&self) -> &str {
-        self.started.as_ref().map_or("–", |(time, _)| time.split('.').next().unwrap_or(time))
+        self.first().map_or("–", Call::time)
     }
 
     /// A setting, as a person would write it.
@@ -254,9 +269,14 @@ impl Summary {
         let plain = |content| Section { heading: None, content };
         let headed = |heading, content| Section { heading: Some(heading), content };
         let mut sections = Vec::new();
-        if let Some((_, command)) = &self.started {
-            sections.push(plain(Content::Text(format!("Started {} (UTC):", self.started()))));
-            sections.push(plain(Content::Command(command.clone())));
+        for (i, call) in self.history.iter().flat_map(History::calls).enumerate() {
+            let begins = match (i, call.after) {
+                (0, _) => format!("Started {} (UTC):", call.time()),
+                (_, 0) => format!("Started again {}:", call.time()),
+                (_, step) => format!("Resumed {}, after step {step}:", call.time()),
+            };
+            sections.push(plain(Content::Text(begins)));
+            sections.push(plain(Content::Command(call.line())));
         }
         let figures = self.figures().into_iter().map(|(name, value)| vec![name.to_owned(), value]);
         sections.push(plain(Content::Table(Table::new(&["", ""], figures))));

@@ -7,7 +7,8 @@ use crate::{
     CliError,
     durable::{self, PendingFolder},
     model_files::{ModelFiles, TextFiles},
-    settings::{Settings, by_name},
+    report,
+    settings::{Settings, by_name, name_of},
 };
 use backend_nvfp4::{Nvfp4Parts, Recipe, Scaling};
 use model_qwen3::{chat_template::ChatTemplate, config::Qwen3Config, file, json, safetensors::WHOLE};
@@ -128,6 +129,14 @@ impl Trained {
     pub fn forget(weights: &Path) -> Result<(), CliError> {
         let path = record_of(weights);
         if path.exists() { durable::remove(&path) } else { Ok(()) }
+    }
+
+    /// Says that NVFP4 weights get other scale levels than in training.
+    pub fn say_other_scales(&self, written: Scaling) {
+        if self.recipe.packs_weights() && self.scales != written {
+            let text = format!("{}, unlike in training ({})", name_of(written), name_of(self.scales));
+            report::label("scales", text);
+        }
     }
 
     /// Whether a chat template is another than that of the training.

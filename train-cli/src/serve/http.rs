@@ -5,12 +5,18 @@
 //! `/health` needs it.
 
 use super::{
+    ending::Ending,
     engine::{Engine, Question},
     metrics::Metrics,
     refusal::Refusal,
     routes::{App, routes},
 };
-use crate::{CliError, interrupt::Interruption, model_files::TextFiles, report};
+use crate::{
+    CliError,
+    interrupt::{Interruption, Signal},
+    model_files::TextFiles,
+    report,
+};
 use axum::{
     Router,
     extract::{Request, State},
@@ -122,22 +128,40 @@ impl Server {
             metrics: metrics.clone(),
             began,
             replies: Default::default(),
+            ending: Default::default(),
         };
-        let gate = Arc::new(Gate { key: self.key, metrics: metrics.clone() });
-        let router = routes(Arc::new(app)).layer(middleware::from_fn_with_state(gate, passed));
-        let serve = move || {
-            let ended = runtime.block_on(accept(self.listener, router, interruption));
+        let (ending, router) = (app.ending.clone(), router(app, self.key));
+        let serve = move || -> std::io::Result<()> {
+            let signal = || interruption.received().map(Signal::name);
+            let cut = runtime.block_on(accept(self.listener, router, &ending, LAST_ANSWERS, signal));
             // Answers that are still being made are ended.
             runtime.shutdown_background();
-            ended
+            let (cut, seconds) = (cut?, LAST_ANSWERS.as_secs());
+            if cut > 0 {
+                report::line(format!("warning: the server ends {seconds} s after the signal; answers cut: {cut}"));
+            }
+            Ok(())
         };
         let listener = std::thread::Builder::new().name("http".into()).spawn(serve);
         Ok(Engine { queue, metrics, listener: listener.map_err(CliError::no_thread("server"))? })
     }
 }
 
-/// Takes connections until a signal arrives, and then lets those end that are being answered.
-async fn accept(listener: TcpListener, router: Router, interruption: Interruption) -> std::io::Result<()> {
+/// All addresses, behind the check of who may ask.
+fn router(app: App, key: Option<String>) -> Router {
+    let gate = Arc::new(Gate { key, metrics: app.metrics.clone(), ending: app.ending.clone() });
+    routes(Arc::new(app)).layer(middleware::from_fn_with_state(gate, passed))
+}
+
+/// Takes connections until `signal` names a signal that has arrived. Then those have `limit` time to end that are being
+/// answered. Returns how many answers were cut.
+async fn accept(
+    listener: TcpListener,
+    router: Router,
+    ending: &Ending,
+    limit: Duration,
+    signal: impl Fn() -> Option<&'static str>,
+) -> std::io::Result<usize> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     let open = GracefulShutdown::new();
@@ -146,7 +170,7 @@ async fn accept(listener: TcpListener, router: Router, interruption: Interruptio
     let (mut look, mut silent) = (tokio::time::interval(LOOK), Silent::default());
     let signal = loop {
         let stream = tokio::select! {
-            _ = look.tick() => match interruption.received() {
+            _ = look.tick() => match signal() {
                 Some(signal) => break signal,
                 None => continue,
             },
@@ -180,9 +204,10 @@ async fn accept(listener: TcpListener, router: Router, interruption: Interruptio
             drop(place);
         });
     };
-    report::line(format!("{}: no more questions are taken; the last answers are being made", signal.name()));
-    let _ = tokio::time::timeout(LAST_ANSWERS, open.shutdown()).await;
-    Ok(())
+    // Whoever asks now is refused by the system, and does not wait.
+    drop(listener);
+    report::line(format!("{signal}: no more questions are taken; the last answers are being made"));
+    Ok(ending.after(open.shutdown(), limit).await)
 }
 
 /// A connection that may have asked nothing yet.
@@ -227,6 +252,7 @@ impl Silent {
 struct Gate {
     key: Option<String>,
     metrics: Arc<Metrics>,
+    ending: Arc<Ending>,
 }
 
 impl Gate {
@@ -235,8 +261,9 @@ impl Gate {
         match &self.key {
             Some(_) if ["/", "/health"].contains(&request.uri().path()) => Ok(()),
             Some(key) => {
-                let given = text(header::AUTHORIZATION).and_then(|value| value.strip_prefix("Bearer "));
-                if given.is_some_and(|given| bool::from(given.trim().as_bytes().ct_eq(key.as_bytes()))) {
+                let given = text(header::AUTHORIZATION).and_then(|value| value.split_once(' '));
+                let given = given.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("Bearer"));
+                if given.is_some_and(|(_, given)| bool::from(given.trim().as_bytes().ct_eq(key.as_bytes()))) {
                     return Ok(());
                 }
                 Err(Refusal::new(
@@ -267,7 +294,10 @@ fn is_this_machine(host: &str) -> bool {
 async fn passed(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Response {
     let address = named(request.uri().path());
     let mut response = match gate.check(&request) {
-        Ok(()) => next.run(request).await,
+        Ok(()) => tokio::select! {
+            response = next.run(request) => response,
+            refusal = gate.ending.cut() => refusal.into_response(),
+        },
         Err(refusal) => refusal.into_response(),
     };
     response.headers_mut().insert(header::X_CONTENT_TYPE_OPTIONS, header::HeaderValue::from_static("nosniff"));
@@ -282,4 +312,93 @@ fn named(path: &str) -> &'static str {
     }
     let known = ["/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"];
     known.into_iter().find(|address| *address == path).unwrap_or("other")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::engine::Piece;
+    use model_qwen3::config::Qwen3Config;
+    use std::{
+        io::{Read, Write},
+        net::TcpStream,
+        path::Path,
+    };
+
+    /// How long last answers may take here.
+    const LIMIT: Duration = Duration::from_secs(1);
+
+    /// A server whose answers never end, because nobody makes them.
+    fn app(queue: mpsc::UnboundedSender<Question>) -> App {
+        let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo");
+        let config = Qwen3Config::from_file(&demo.join("config.json")).unwrap();
+        App {
+            text: TextFiles::open(&demo, &config).unwrap(),
+            model: "demo".into(),
+            vocabulary: config.vocab_size,
+            context: 64,
+            queue,
+            places: Arc::new(Semaphore::new(LONGEST_QUEUE)),
+            parsers: Arc::new(Semaphore::new(MOST_PARSERS)),
+            metrics: Default::default(),
+            began: 0,
+            replies: Default::default(),
+            ending: Default::default(),
+        }
+    }
+
+    fn reply(mut stream: TcpStream) -> String {
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    #[test]
+    fn who_connects_at_the_end_is_refused_and_whose_answer_is_cut_is_told() {
+        let (sender, mut queue) = mpsc::unbounded_channel::<Question>();
+        let app = app(sender);
+        let (ending, router) = (app.ending.clone(), router(app, None));
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let address = listener.local_addr().unwrap();
+        let ends = Arc::new(AtomicBool::new(false));
+        let signal = ends.clone();
+        let server = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+            let signal = || signal.load(Ordering::Relaxed).then_some("SIGTERM");
+            runtime.block_on(accept(listener, router, &ending, LIMIT, signal))
+        });
+        let ask = |header: &str, length: usize, body: &str| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+            let head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n";
+            write!(stream, "{head}Content-Length: {length}\r\n{header}\r\n{body}").unwrap();
+            stream
+        };
+        // One answer at once, one in pieces, and a question that does not arrive as a whole.
+        let (whole, pieces) = (r#"{"prompt": "a"}"#, r#"{"prompt": "a", "stream": true}"#);
+        let whole = ask("", whole.len(), whole);
+        let _first = queue.blocking_recv().unwrap();
+        let pieces = ask("", pieces.len(), pieces);
+        let second = queue.blocking_recv().unwrap();
+        second.heard_by.send((0, Piece::Text("b".into(), vec![]))).unwrap();
+        let mut half = ask("Expect: 100-continue\r\n", 100, "");
+        let mut goes_on = [0; 25];
+        half.read_exact(&mut goes_on).unwrap();
+        assert_eq!(&goes_on, b"HTTP/1.1 100 Continue\r\n\r\n");
+
+        ends.store(true, Ordering::Relaxed);
+        while TcpStream::connect(address).is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(!second.heard_by.is_closed(), "new connections were taken until the last answer was cut");
+        for stream in [whole, half] {
+            let text = reply(stream);
+            assert!(text.starts_with("HTTP/1.1 503") && text.contains("the server ends"), "{text}");
+        }
+        let text = reply(pieces);
+        assert!(text.starts_with("HTTP/1.1 200") && text.contains(r#""text":"b""#), "{text}");
+        assert!(text.contains("the server ends") && !text.contains("[DONE]"), "{text}");
+        assert_eq!(server.join().unwrap().unwrap(), 2);
+    }
 }

@@ -3,9 +3,11 @@
 //! | module | what it holds |
 //! |---|---|
 //! | `http` | the listener: who may connect, its limits, how it stops |
+//! | `ending` | the last answers, and what clients are told whose answers are cut |
 //! | `routes` | one function for each address |
 //! | `request`, `json_fields` | the JSON of a question, checked field by field |
 //! | `reply` | the JSON of an answer, whole or in pieces |
+//! | `logprobs` | log probabilities of tokens, which may be parts of characters |
 //! | `refusal` | an error as OpenAI's clients read it |
 //! | `engine` | the thread that owns the model and makes all answers together |
 //! | `metrics` | counters for Prometheus |
@@ -13,9 +15,11 @@
 //! HTTP runs on threads of its own. A question goes through a queue to the engine, and the answer comes back piece by piece
 //! through a channel. If the client disconnects, the channel is dropped, and the engine ends the answer.
 
+mod ending;
 mod engine;
 mod http;
 mod json_fields;
+mod logprobs;
 mod metrics;
 mod refusal;
 mod reply;

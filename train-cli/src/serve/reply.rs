@@ -1,6 +1,10 @@
 //! The answers of OpenAI's interface: whole, or in pieces (`chunk`).
 
-use super::{refusal::Refusal, request::Request};
+use super::{
+    logprobs::{self, Place},
+    refusal::Refusal,
+    request::Request,
+};
 use crate::{
     CliError,
     talk::answer::{Answer, LENGTH},
@@ -40,17 +44,9 @@ const THOUGHT_END: &str = "</think>";
 
 impl Reply {
     /// The reply with these answers, one for each choice.
-    ///
-    /// # Errors
-    /// If the tokenizer fails.
-    pub(super) fn whole(
-        &self,
-        answers: &[&Answer],
-        request: &Request,
-        tokenizer: &Tokenizer,
-    ) -> Result<Value, Refusal> {
-        let choice = |(index, answer): (usize, &&Answer)| -> Result<Value, Refusal> {
-            let logprobs = self.logprobs(&tokens_of(answer, 0), 0, tokenizer)?.0;
+    pub(super) fn whole(&self, answers: &[&Answer], request: &Request, tokenizer: &Tokenizer) -> Value {
+        let choice = |(index, answer): (usize, &&Answer)| -> Value {
+            let logprobs = self.logprobs(&tokens_of(answer, 0), &mut Place::default(), tokenizer);
             let (content, calls) = self.content_and_calls(index, &answer.text);
             let mut choice = json!({"index": index, "logprobs": logprobs, "finish_reason": reason(answer, &calls)});
             match self.interface {
@@ -62,11 +58,11 @@ impl Reply {
                     }
                 }
             }
-            Ok(choice)
+            choice
         };
-        let choices: Vec<Value> = answers.iter().enumerate().map(choice).collect::<Result<_, _>>()?;
+        let choices: Value = answers.iter().enumerate().map(choice).collect();
         let object = if self.interface == Interface::Chat { "chat.completion" } else { "text_completion" };
-        Ok(self.envelope(object, choices.into(), usage(answers, request)))
+        self.envelope(object, choices, usage(answers, request))
     }
 
     /// The first piece of a choice.
@@ -75,10 +71,7 @@ impl Reply {
         (self.interface == Interface::Chat).then(|| self.chunk(index, delta, Value::Null, Value::Null))
     }
 
-    /// A piece with text and its tokens, if logarithms are wanted. `sent` says what the pieces before it held.
-    ///
-    /// # Errors
-    /// If the tokenizer fails.
+    /// A piece with text and its tokens, if log probabilities are wanted. `sent` says what the pieces before it held.
     pub(super) fn text(
         &self,
         index: usize,
@@ -86,24 +79,15 @@ impl Reply {
         tokens: &[(u32, Logprobs)],
         sent: &mut Sent,
         tokenizer: &Tokenizer,
-    ) -> Result<Value, Refusal> {
+    ) -> Value {
         let delta = if self.interface == Interface::Chat { json!({"content": text}) } else { text.into() };
-        let (logprobs, end) = self.logprobs(tokens, sent.characters, tokenizer)?;
-        *sent = Sent { tokens: sent.tokens + tokens.len(), characters: end };
-        Ok(self.chunk(index, delta, logprobs, Value::Null))
+        let logprobs = self.logprobs(tokens, &mut sent.place, tokenizer);
+        sent.tokens += tokens.len();
+        self.chunk(index, delta, logprobs, Value::Null)
     }
 
     /// The last pieces of a choice, behind those of `sent`.
-    ///
-    /// # Errors
-    /// If the tokenizer fails.
-    pub(super) fn closing(
-        &self,
-        index: usize,
-        answer: &Answer,
-        sent: Sent,
-        tokenizer: &Tokenizer,
-    ) -> Result<Vec<Value>, Refusal> {
+    pub(super) fn closing(&self, index: usize, answer: &Answer, sent: &mut Sent, tokenizer: &Tokenizer) -> Vec<Value> {
         let (content, calls) = self.content_and_calls(index, &answer.text);
         let mut pieces = Vec::new();
         if self.calls_tools {
@@ -116,9 +100,9 @@ impl Reply {
             pieces.push(self.chunk(index, delta, Value::Null, Value::Null));
         }
         let delta = if self.interface == Interface::Chat { json!({}) } else { "".into() };
-        let rest = self.logprobs(&tokens_of(answer, sent.tokens), sent.characters, tokenizer)?.0;
+        let rest = self.logprobs(&tokens_of(answer, sent.tokens), &mut sent.place, tokenizer);
         pieces.push(self.chunk(index, delta, rest, reason(answer, &calls).into()));
-        Ok(pieces)
+        pieces
     }
 
     /// The piece behind all others, with the numbers of tokens.
@@ -168,59 +152,22 @@ impl Reply {
         (if content.is_empty() { Value::Null } else { content.into() }, Some(calls.into()))
     }
 
-    /// The logarithms of probabilities of tokens as the interface writes them, or null if there are none. The text of the
-    /// tokens begins at character `offset`; where it ends comes second.
-    fn logprobs(
-        &self,
-        found: &[(u32, Logprobs)],
-        mut offset: usize,
-        tokenizer: &Tokenizer,
-    ) -> Result<(Value, usize), Refusal> {
-        if found.is_empty() {
-            return Ok((Value::Null, offset));
+    /// The log probabilities of tokens as the interface writes them, or null if there are none. The tokens follow those that
+    /// brought the text to `place`.
+    fn logprobs(&self, found: &[(u32, Logprobs)], place: &mut Place, tokenizer: &Tokenizer) -> Value {
+        match self.interface {
+            _ if found.is_empty() => Value::Null,
+            Interface::Chat => logprobs::of_chat(found, tokenizer),
+            Interface::Completion => logprobs::of_completion(found, place, tokenizer),
         }
-        let tokens = || found.iter().map(|(id, found)| (id, found));
-        let text = |id: &u32| -> Result<String, Refusal> {
-            tokenizer.decode_all(&[*id]).map_err(|e| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))
-        };
-        if self.interface == Interface::Chat {
-            let named = |id: &u32, logprob: f32| -> Result<Value, Refusal> {
-                let token = text(id)?;
-                // The bytes of a part of a character are not known here.
-                let bytes = if token.contains('\u{FFFD}') { Value::Null } else { token.as_bytes().into() };
-                Ok(json!({"bytes": bytes, "token": token, "logprob": logprob}))
-            };
-            let one = |(id, found): (&u32, &Logprobs)| -> Result<Value, Refusal> {
-                let mut token = named(id, found.chosen)?;
-                let top = found.top.iter().map(|(id, logprob)| named(id, *logprob));
-                token["top_logprobs"] = top.collect::<Result<Vec<_>, _>>()?.into();
-                Ok(token)
-            };
-            return Ok((json!({"content": tokens().map(one).collect::<Result<Vec<_>, _>>()?}), offset));
-        }
-        let (mut texts, mut tops, mut offsets) = (vec![], vec![], vec![]);
-        for (id, found) in tokens() {
-            let token = text(id)?;
-            offsets.push(offset);
-            offset += token.chars().count();
-            texts.push(token);
-            let mut top = serde_json::Map::new();
-            for (id, logprob) in &found.top {
-                top.insert(text(id)?, (*logprob).into());
-            }
-            tops.push(top);
-        }
-        let chosen: Vec<f32> = tokens().map(|(_, found)| found.chosen).collect();
-        let found = json!({"tokens": texts, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets});
-        Ok((found, offset))
     }
 }
 
-/// What the pieces of a choice have held so far: tokens with logarithms, and characters of their text.
-#[derive(Debug, Clone, Copy, Default)]
+/// What the pieces of a choice have held so far: tokens with log probabilities, and their text.
+#[derive(Debug, Clone, Default)]
 pub(super) struct Sent {
     tokens: usize,
-    characters: usize,
+    place: Place,
 }
 
 /// The tokens of an answer with their logarithms, without the first `sent`.

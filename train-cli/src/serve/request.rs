@@ -2,14 +2,13 @@
 //! it asks for.
 
 use super::{json_fields::Fields, refusal::Refusal};
-use crate::model_files::TextFiles;
+use crate::{model_files::TextFiles, talk::message::checked_messages};
 use model_qwen3::{chat_template::RenderOptions, sampling::Sampling, session::GenerateOptions};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 /// Most choices of a request.
 const MOST_CHOICES: u64 = 8;
-/// Most messages of a conversation, and most texts that end an answer.
-const MOST_MESSAGES: usize = 1000;
+/// Most texts that end an answer.
 const MOST_STOPS: usize = 16;
 /// Most bytes of such a text: every token is compared with it.
 const LONGEST_STOP: usize = 1024;
@@ -150,55 +149,11 @@ impl Request {
 
 /// The messages of a conversation, as chat templates read them.
 fn messages(value: Option<Value>) -> Result<Vec<Value>, Refusal> {
-    let bad = |reason: String| Refusal::field("messages", reason);
-    let Some(Value::Array(list)) = value else { return Err(bad("a list is needed".into())) };
-    if list.is_empty() || list.len() > MOST_MESSAGES {
-        return Err(bad(format!("{} messages; from 1 to {MOST_MESSAGES} are taken", list.len())));
-    }
-    list.into_iter()
-        .enumerate()
-        .map(|(i, message)| self::message(message).map_err(|e| bad(format!("{i}: {e}"))))
-        .collect()
-}
-
-fn message(message: Value) -> Result<Value, String> {
-    let Value::Object(mut message) = message else { return Err("a message is an object".into()) };
-    let role = match message.get("role").and_then(Value::as_str) {
-        Some("developer") => "system".to_owned(),
-        Some(role @ ("system" | "user" | "assistant" | "tool")) => role.to_owned(),
-        Some(role) => return Err(format!("the role {role:?} is none of system, developer, user, assistant and tool")),
-        None => return Err("it has no role".into()),
+    let checked = match value {
+        Some(Value::Array(list)) => checked_messages(list),
+        _ => Err("a list is needed".into()),
     };
-    let content = match message.remove("content") {
-        Some(Value::String(text)) => text,
-        Some(Value::Array(parts)) => joined(&parts)?,
-        None | Some(Value::Null) if role == "assistant" && message.contains_key("tool_calls") => String::new(),
-        _ => return Err("its content must be a text, or a list of texts".into()),
-    };
-    let mut found = Map::new();
-    found.insert("role".into(), role.into());
-    found.insert("content".into(), content.into());
-    for key in ["tool_calls", "reasoning_content", "name"] {
-        if let Some(value) = message.remove(key).filter(|value| !value.is_null()) {
-            found.insert(key.into(), value);
-        }
-    }
-    message.remove("role");
-    // Clients send answers back with all keys that they know, most of them empty. Templates do not read the id of a call.
-    let empty = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
-    if let Some((key, _)) = message.iter().find(|(key, value)| *key != "tool_call_id" && !empty(value)) {
-        return Err(format!("this server does not know the key {key:?} of a message"));
-    }
-    Ok(Value::Object(found))
-}
-
-/// The text of content that comes in parts.
-fn joined(parts: &[Value]) -> Result<String, String> {
-    let text = |part: &Value| match (part["type"].as_str(), part["text"].as_str()) {
-        (Some("text"), Some(text)) => Ok(text.to_owned()),
-        (kind, _) => Err(format!("content of the type {:?}; this model reads text", kind.unwrap_or("none"))),
-    };
-    parts.iter().map(text).collect()
+    checked.map_err(|reason| Refusal::field("messages", reason))
 }
 
 /// The tools of a request, if the model may call any.
@@ -206,7 +161,13 @@ fn tools(fields: &mut Fields) -> Result<Option<Value>, Refusal> {
     let tools = match fields.take("tools") {
         None => None,
         Some(Value::Array(list)) if list.is_empty() => None,
-        Some(tools @ Value::Array(_)) => Some(tools),
+        Some(Value::Array(list)) => {
+            if let Some(i) = list.iter().position(|tool| !is_tool(tool)) {
+                let reason = "needs \"type\": \"function\" and a \"function\" with a text as \"name\"";
+                return Err(Refusal::field("tools", format_args!("tool {} {reason}", i + 1)));
+            }
+            Some(list.into())
+        }
         Some(_) => return Err(Refusal::field("tools", "a list is needed")),
     };
     match fields.take("tool_choice") {
@@ -217,6 +178,11 @@ fn tools(fields: &mut Fields) -> Result<Option<Value>, Refusal> {
     }
 }
 
+/// Whether a value describes a function that the model may call.
+fn is_tool(tool: &Value) -> bool {
+    tool["type"] == "function" && tool["function"]["name"].as_str().is_some_and(|name| !name.is_empty())
+}
+
 /// Whether the model thinks before its answer; None leaves it to its training, and that to the template.
 fn thinking(fields: &mut Fields) -> Result<Option<bool>, Refusal> {
     let bad = |reason: &str| Refusal::field("chat_template_kwargs", reason);
@@ -225,7 +191,7 @@ fn thinking(fields: &mut Fields) -> Result<Option<bool>, Refusal> {
         Some(Value::Object(given)) if given.keys().all(|key| key == "enable_thinking") => match given
             .get("enable_thinking")
         {
-            None => Ok(None),
+            None | Some(Value::Null) => Ok(None),
             Some(value) => value.as_bool().map(Some).ok_or_else(|| bad("enable_thinking is neither true nor false")),
         },
         Some(_) => Err(bad("an object with \"enable_thinking\" is needed")),
@@ -252,7 +218,7 @@ fn usage(options: Option<Value>, streams: bool) -> Result<bool, Refusal> {
         None => Ok(false),
         Some(Value::Object(options)) if streams && options.keys().all(|key| key == "include_usage") => {
             match options.get("include_usage") {
-                None => Ok(false),
+                None | Some(Value::Null) => Ok(false),
                 Some(Value::Bool(wanted)) => Ok(*wanted),
                 Some(_) => Err(Refusal::field("stream_options", "include_usage is neither true nor false")),
             }

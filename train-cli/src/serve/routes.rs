@@ -1,6 +1,7 @@
 //! One function for each address.
 
 use super::{
+    ending::{Ending, Unfinished},
     engine::{Piece, Question},
     metrics::Metrics,
     refusal::Refusal,
@@ -10,8 +11,8 @@ use super::{
 use crate::{CliError, model_files::TextFiles, talk::answer::Answer};
 use axum::{
     Json, Router,
-    body::{Body, Bytes, to_bytes},
-    extract::{Path, State},
+    body::{Body, HttpBody},
+    extract::{Path, State, rejection::PathRejection},
     http::{HeaderMap, StatusCode, header},
     response::{
         Html, IntoResponse, Response,
@@ -19,7 +20,7 @@ use axum::{
     },
     routing::{get, post},
 };
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 use serde_json::{Value, json};
 use std::{
     collections::VecDeque,
@@ -69,6 +70,8 @@ pub(super) struct App {
     pub(super) began: i64,
     /// Replies so far, which name them.
     pub(super) replies: AtomicU64,
+    /// The end of the server.
+    pub(super) ending: Arc<Ending>,
 }
 
 impl App {
@@ -97,7 +100,7 @@ pub(super) fn routes(app: Arc<App>) -> Router {
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
-        .route("/v1/models/{name}", get(model))
+        .route("/v1/models/{*name}", get(model))
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completion))
         .fallback(unknown)
@@ -124,7 +127,9 @@ async fn models(State(app): State<Arc<App>>) -> Json<Value> {
     Json(json!({"object": "list", "data": [app.described()]}))
 }
 
-async fn model(State(app): State<Arc<App>>, Path(name): Path<String>) -> Result<Json<Value>, Refusal> {
+/// The name of a model may have slashes, as on Hugging Face.
+async fn model(State(app): State<Arc<App>>, name: Result<Path<String>, PathRejection>) -> Result<Json<Value>, Refusal> {
+    let Path(name) = name.map_err(|e| Refusal::bad(format!("the name of the model: {}", e.body_text())))?;
     app.serves(&name)?;
     Ok(Json(app.described()))
 }
@@ -171,29 +176,45 @@ async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: 
     let (id, created) = (format!("{prefix}-{:x}-{number}", app.began), now.as_second());
     let reply = Reply { interface, id, created, model, calls_tools: request.calls_tools };
     let pieces = ask(&app, &request)?;
-    let answers = (0..request.prompts.len() * request.choices).map(|_| None).collect();
-    let waiting = Waiting { app, request, reply, pieces, deadline, answers };
+    let wanted = request.prompts.len() * request.choices;
+    let answers = (0..wanted).map(|_| None).collect();
+    let unfinished = (0..wanted).map(|_| app.ending.begun()).collect();
+    let waiting = Waiting { app, request, reply, pieces, deadline, answers, unfinished };
     if waiting.request.streams { Ok(waiting.stream()) } else { waiting.whole().await }
 }
 
 /// The body of a request. Only JSON is taken: a page of another site cannot send it without asking first.
-async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Bytes, Refusal> {
+async fn checked_body(headers: &HeaderMap, body: Body) -> Result<Vec<u8>, Refusal> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if kind.split(';').next().is_none_or(|kind| !kind.trim().eq_ignore_ascii_case("application/json")) {
         let text = format!("the content type is {kind:?}; application/json is needed");
         return Err(Refusal::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, text));
     }
-    match timeout(BODY_TIME, to_bytes(body, LONGEST_BODY)).await {
-        Ok(Ok(body)) => Ok(body),
-        Ok(Err(_)) => {
-            let text = format!("the body was cut off, or has more than {LONGEST_BODY} bytes");
-            Err(Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, text))
-        }
-        Err(_) => {
-            let text = format!("the body took longer than {} seconds", BODY_TIME.as_secs());
-            Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, text))
-        }
+    // A body that says that it is too long is not waited for.
+    if body.size_hint().lower() > LONGEST_BODY as u64 {
+        return Err(too_long());
     }
+    timeout(BODY_TIME, joined(body)).await.unwrap_or_else(|_| {
+        let text = format!("the body took longer than {} seconds", BODY_TIME.as_secs());
+        Err(Refusal::new(StatusCode::REQUEST_TIMEOUT, text))
+    })
+}
+
+/// The bytes of a body, which arrives in pieces.
+async fn joined(body: Body) -> Result<Vec<u8>, Refusal> {
+    let (mut pieces, mut all) = (body.into_data_stream(), Vec::new());
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|e| Refusal::bad(format!("the body is cut off or broken: {e}")))?;
+        if all.len() + piece.len() > LONGEST_BODY {
+            return Err(too_long());
+        }
+        all.extend_from_slice(&piece);
+    }
+    Ok(all)
+}
+
+fn too_long() -> Refusal {
+    Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body has more than {LONGEST_BODY} bytes"))
 }
 
 /// Refuses a request for another model, and prompts that do not fit this one.
@@ -246,11 +267,17 @@ struct Waiting {
     deadline: Instant,
     /// The answers that are complete; `None` for the others.
     answers: Vec<Option<Answer>>,
+    /// One for each answer that is not complete.
+    unfinished: Vec<Unfinished>,
 }
 
 impl Waiting {
     async fn next(&mut self) -> Result<(usize, Piece), Refusal> {
-        match timeout_at(self.deadline, self.pieces.recv()).await {
+        let heard = tokio::select! {
+            heard = timeout_at(self.deadline, self.pieces.recv()) => heard,
+            refusal = self.app.ending.cut() => return Err(refusal),
+        };
+        match heard {
             Ok(Some((_, Piece::Refused(refusal)))) => Err(refusal),
             Ok(Some(piece)) => Ok(piece),
             Ok(None) => Err(Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, "the model does not answer any more")),
@@ -259,6 +286,12 @@ impl Waiting {
                 Err(Refusal::new(StatusCode::GATEWAY_TIMEOUT, text))
             }
         }
+    }
+
+    /// Takes a complete answer.
+    fn take(&mut self, index: usize, answer: Answer) {
+        self.answers[index] = Some(answer);
+        self.unfinished.pop();
     }
 
     /// All answers, if they are complete.
@@ -270,11 +303,11 @@ impl Waiting {
     async fn whole(mut self) -> Result<Response, Refusal> {
         loop {
             if let Some(answers) = self.complete() {
-                let reply = self.reply.whole(&answers, &self.request, &self.app.text.tokenizer)?;
+                let reply = self.reply.whole(&answers, &self.request, &self.app.text.tokenizer);
                 return Ok(Json(reply).into_response());
             }
             if let (index, Piece::Complete(answer)) = self.next().await? {
-                self.answers[index] = Some(*answer);
+                self.take(index, *answer);
             }
         }
     }
@@ -324,16 +357,16 @@ impl Streaming {
 
     /// What is sent for a piece of an answer.
     fn pieces(&mut self, index: usize, piece: Piece) -> Result<Vec<Value>, Refusal> {
-        let Waiting { app, request, reply, answers, .. } = &mut self.waiting;
+        let Waiting { app, request, reply, .. } = &self.waiting;
         match piece {
             Piece::Text(..) if request.calls_tools => Ok(vec![]),
             Piece::Text(text, tokens) => {
-                Ok(vec![reply.text(index, &text, &tokens, &mut self.sent[index], &app.text.tokenizer)?])
+                Ok(vec![reply.text(index, &text, &tokens, &mut self.sent[index], &app.text.tokenizer)])
             }
             Piece::Refused(refusal) => Err(refusal),
             Piece::Complete(answer) => {
-                let mut pieces = reply.closing(index, &answer, self.sent[index], &app.text.tokenizer)?;
-                answers[index] = Some(*answer);
+                let mut pieces = reply.closing(index, &answer, &mut self.sent[index], &app.text.tokenizer);
+                self.waiting.take(index, *answer);
                 if let Some(all) = self.waiting.complete().filter(|_| self.waiting.request.streams_usage) {
                     pieces.push(self.waiting.reply.usage(&all, &self.waiting.request));
                 }

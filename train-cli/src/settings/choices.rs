@@ -42,18 +42,23 @@ pub fn parser<T: Choice>() -> impl TypedValueParser<Value = T> {
     PossibleValuesParser::new(names).map(|text| find(&text).expect("clap accepts only the names given to it"))
 }
 
+/// The name of a value on the command line and in files.
+pub(crate) fn name_of<T: Choice>(value: T) -> String {
+    let (_, name) = T::all().into_iter().find(|(v, _)| *v == value).expect("every value is in the list");
+    name.get_name().to_owned()
+}
+
 fn find<T: Choice>(text: &str) -> Option<T> {
     T::all().into_iter().find(|(_, name)| name.matches(text, false)).map(|(value, _)| value)
 }
 
 /// Writes and reads a [`Choice`] by its name, for `#[serde(with = "by_name")]`.
 pub(crate) mod by_name {
-    use super::{Choice, find};
+    use super::{Choice, find, name_of};
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
     pub(crate) fn serialize<T: Choice, Out: Serializer>(value: &T, s: Out) -> Result<Out::Ok, Out::Error> {
-        let (_, name) = T::all().into_iter().find(|(v, _)| v == value).expect("every value is in the list");
-        s.serialize_str(name.get_name())
+        s.serialize_str(&name_of(*value))
     }
 
     pub(crate) fn deserialize<'de, T: Choice, Source: Deserializer<'de>>(d: Source) -> Result<T, Source::Error> {

@@ -40,7 +40,7 @@ pub(super) fn advised_blocks() -> String {
 /// a tenth.
 pub const EVALUATION_SHARE: f64 = 0.08;
 
-/// Share of a run's time that training may wait for checkpoints if nobody says how often a run saves.
+/// Share of a run's time that checkpoints may take from training if nobody says how often a run saves.
 pub const SAVING_SHARE: f64 = 0.02;
 
 /// The help of a flag whose default is a part of the run.

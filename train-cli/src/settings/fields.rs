@@ -367,8 +367,8 @@ pub struct SavingSettings {
         "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
          the current step",
         &format!(
-            "; with this default, a checkpoint is left out if the one before is still being written, or if training would \
-             have waited for checkpoints for more than {:.0} % of the run's time",
+            "; with this default, a checkpoint is left out if the one before is still being written, or if checkpoints would \
+             have taken more than {:.0} % of the run's time from training",
             100.0 * SAVING_SHARE
         ),
     ))]

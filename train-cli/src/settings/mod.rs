@@ -17,11 +17,11 @@ mod layer;
 mod record;
 
 pub(crate) use amount::bytes;
-pub(crate) use choices::by_name;
 pub use choices::{
     AUTO, Auto, Choice, Clip, Decay, DeviceChoice, Format, HeadFormat, LossKind, LossOn, Nvfp4Part, Overlong,
     Recompute, ReportTo, ResumeFrom, SaveStrategy, parser,
 };
+pub(crate) use choices::{by_name, name_of};
 pub use fields::{MOST_WEIGHT, Settings};
 pub use layer::Layer;
 pub(crate) use layer::with_flags;

@@ -3,7 +3,7 @@
 use crate::{CliError, model_files::TextFiles, report, talk::stop_text::StopText};
 use backend_nvfp4::Nvfp4Kernels;
 use model_qwen3::{
-    sampling::Logprobs,
+    sampling::{Logprobs, Sampling},
     session::{GenerateOptions, Generation, Progress, Session, StopReason},
     tokenizer::{TextStream, Tokenizer},
 };
@@ -208,12 +208,32 @@ impl Answer {
 
 /// Says how tokens are chosen unless a flag or a request says otherwise, and where these defaults come from.
 pub fn say_defaults(text: &TextFiles, thinking: Option<bool>) {
-    let (s, source) = text.sampling(thinking);
-    report::label(
-        "sampling",
-        format!(
-            "temperature {}, top-p {}, top-k {}, min-p {}, repetition-penalty {} by default, from {source}",
-            s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty
-        ),
-    );
+    let (defaults, source) = text.sampling(thinking);
+    report::label("sampling", format!("{} by default, from {source}", values(&defaults).join(", ")));
+}
+
+/// Says how the tokens of an answer are chosen, and which of these values are defaults.
+pub fn say_sampling(used: &Sampling, text: &TextFiles, thinking: Option<bool>) {
+    let (defaults, source) = text.sampling(thinking);
+    // The most likely token is kept by every filter.
+    let has_effect = |value: &str| used.temperature > 0.0 || value.starts_with("temp") || value.starts_with("rep");
+    let both = values(used).into_iter().zip(values(&defaults)).filter(|(value, _)| has_effect(value));
+    let (same, asked): (Vec<_>, Vec<_>) = both.partition(|(value, default)| value == default);
+    let listed = |list: Vec<(String, String)>, whence: String| {
+        let list: Vec<String> = list.into_iter().map(|(value, _)| value).collect();
+        (!list.is_empty()).then(|| format!("{} {whence}", list.join(", ")))
+    };
+    let parts = [listed(asked, "by flag".into()), listed(same, format!("by default, from {source}"))];
+    report::label("sampling", parts.into_iter().flatten().collect::<Vec<_>>().join("; "));
+}
+
+/// The values by which tokens are chosen, with their names.
+fn values(s: &Sampling) -> [String; 5] {
+    [
+        format!("temperature {}", s.temperature),
+        format!("top-p {}", s.top_p),
+        format!("top-k {}", s.top_k),
+        format!("min-p {}", s.min_p),
+        format!("repetition-penalty {}", s.repetition_penalty),
+    ]
 }

@@ -1,7 +1,7 @@
 //! Several answers at once. Each forward makes the next token of every answer, so that the weights are read once for all of
-//! them. An answer may begin and end at any time. All have their keys and values in one pool, which remembers what was read
-//! until the room is needed: a prompt that begins like an earlier one, or continues an earlier conversation, is read from there
-//! on only.
+//! them. An answer may begin and end at any time. All have their keys and values in one pool, which remembers the prompts that were
+//! read until the room is needed: a prompt that begins like an earlier one, or continues an earlier conversation, is read from there
+//! on only. Answers are not remembered, because their keys and values are rounded differently from those of a prompt.
 
 use crate::{
     CliError,
@@ -132,8 +132,8 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         Ok(())
     }
 
-    /// Tells the listener of an answer that it has ended. The pool caches what was read, unless something failed and the numbers
-    /// may be wrong.
+    /// Tells the listener of an answer that it has ended. The pool caches its prompt, unless something failed and the numbers may
+    /// be wrong.
     fn complete(&self, running: Running<'a, B, L>) {
         let Running { session, answering, growing, mut listener, failure } = running;
         let generation = failure.map_or_else(|| answering.into_generation().map_err(CliError::from), Err);

@@ -8,7 +8,10 @@ use crate::{
 };
 use model_qwen3::{chat_template::RenderOptions, file};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+};
 
 /// The messages of a conversation.
 #[derive(Debug, Clone, Default)]
@@ -19,12 +22,14 @@ pub struct Dialog {
     pub thinking: Option<bool>,
     /// User and assistant in turn, except in a conversation from a file.
     turns: Vec<Value>,
+    /// The files that it wrote or loaded, which it may replace.
+    files: BTreeSet<PathBuf>,
 }
 
 impl Dialog {
     /// A conversation that has not begun.
     pub fn new(system: Option<String>, thinking: Option<bool>) -> Self {
-        Self { system, thinking, turns: vec![] }
+        Self { system, thinking, ..Self::default() }
     }
 
     /// Adds what the user says.
@@ -65,13 +70,22 @@ impl Dialog {
         Ok(text.tokenizer.encode(&text.template.render(&messages, options)?)?)
     }
 
-    /// Writes the conversation in the format that the file's name says. `inputs` are the files that the command reads.
+    /// Writes the conversation in the format that the file's name says. `inputs` are the files that the command reads. Returns
+    /// whether an older file was replaced: one that the conversation wrote or loaded.
     ///
     /// # Errors
-    /// If the file is one of the inputs or no regular file, or cannot be written.
-    pub fn save(&self, path: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
+    /// If the file is one of the inputs, no regular file, or somebody else's, or cannot be written.
+    pub fn save(&mut self, path: &Path, inputs: &[PathBuf]) -> Result<bool, CliError> {
         check_output("/save", path, inputs)?;
-        durable::write_bytes(path, transcript::written(path, self.messages()).as_bytes()).map(|_| ())
+        // A link that leads nowhere is something of the user's, too.
+        let exists = path.symlink_metadata().is_ok();
+        if exists && !path.canonicalize().is_ok_and(|file| self.files.contains(&file)) {
+            let text = "the file exists, and this conversation has neither written nor loaded it; choose another name";
+            return Err(CliError::Usage(format!("/save {}: {text}", path.display())));
+        }
+        durable::write_bytes(path, transcript::written(path, self.messages()).as_bytes())?;
+        self.files.extend(path.canonicalize());
+        Ok(exists)
     }
 
     /// Replaces the conversation by that of a file.
@@ -86,6 +100,7 @@ impl Dialog {
             self.system = messages.remove(0)["content"].as_str().map(str::to_owned);
         }
         self.turns = messages;
+        self.files.extend(path.canonicalize());
         Ok(())
     }
 
@@ -111,7 +126,7 @@ mod tests {
             ("talk.txt", "# train-cli transcript\nuser:\n> a\nbot:\n", "talk.txt:4: \"bot:\" is no role"),
         ] {
             let file = folder.path().join(name);
-            dialog.save(&file, &[]).unwrap();
+            assert!(!dialog.save(&file, &[]).unwrap());
             let mut loaded = Dialog::default();
             loaded.ask("forgotten");
             loaded.load(&file).unwrap();
@@ -122,5 +137,22 @@ mod tests {
             assert!(error.contains(reason), "{error}");
             assert_eq!(dialog.message_count(), 2);
         }
+    }
+
+    #[test]
+    fn only_files_of_the_conversation_are_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let [own, others] = ["own.txt", "others.txt"].map(|name| folder.path().join(name));
+        std::fs::write(&others, "# train-cli transcript\nuser:\n> a\n").unwrap();
+        let mut dialog = Dialog::default();
+        dialog.ask("b");
+        assert!(!dialog.save(&own, &[]).unwrap() && dialog.save(&own, &[]).unwrap());
+        let before = std::fs::read(&others).unwrap();
+        let error = dialog.save(&others, &[]).unwrap_err().to_string();
+        assert!(error.contains("neither written nor loaded it; choose another name"), "{error}");
+        assert_eq!(std::fs::read(&others).unwrap(), before);
+        dialog.load(&others).unwrap();
+        dialog.ask("c");
+        assert!(dialog.save(&others, &[]).unwrap() && std::fs::read(&others).unwrap() != before);
     }
 }

@@ -49,7 +49,7 @@ pub const HELP: &str = "\
 /stats              tokens of the conversation, and speed
 /exit               end; so does Ctrl-D
 A line that ends with \\ continues on the next one. Text between two lines of \"\"\" is one message.
-Ctrl-C stops an answer.";
+Ctrl-C stops an answer, or leaves the message that is being typed.";
 
 impl Entry {
     /// Reads what was entered outside quotation marks.
@@ -147,64 +147,98 @@ impl Source {
     /// # Errors
     /// If standard input cannot be read.
     pub fn next_entry(&mut self) -> Result<Option<Result<Entry, String>>, CliError> {
-        if let Self::Saved(entries) = self {
-            return Ok(entries.next().map(Ok));
-        }
-        let mut text = String::new();
-        let mut quoted = false;
-        loop {
-            let prompt = if text.is_empty() && !quoted { "> " } else { "… " };
-            let Some(line) = self.line(prompt)? else {
-                return Ok(Some(text).filter(|text| !text.trim().is_empty()).map(|text| Entry::parse(&text)));
-            };
-            if line.trim() == QUOTES {
-                if quoted && !text.trim().is_empty() {
-                    return Ok(Some(Ok(Entry::Say(text.trim_end_matches('\n').to_owned()))));
-                }
-                quoted = !quoted;
-                continue;
-            }
-            match line.strip_suffix('\\') {
-                _ if quoted => text = text + &line + "\n",
-                Some(line) => text = text + line + "\n",
-                None => text += &line,
-            }
-            if text.len() as u64 > LONGEST {
-                return Err(CliError::Usage(format!("a message has more than {} MiB", LONGEST >> 20)));
-            }
-            if !quoted && !line.ends_with('\\') && !text.trim().is_empty() {
-                return Ok(Some(Entry::parse(&text)));
-            }
+        match self {
+            Self::Saved(entries) => Ok(entries.next().map(Ok)),
+            Self::Lines(lines) => assembled(|_| scripted(lines)),
+            Self::Terminal(editor, history) => assembled(|prompt| typed(editor, history.as_deref(), prompt)),
         }
     }
+}
 
-    fn line(&mut self, prompt: &str) -> Result<Option<String>, CliError> {
-        match self {
-            Self::Saved(_) => Ok(None),
-            Self::Lines(lines) => lines.next().transpose().map_err(|error| match error.kind() {
-                io::ErrorKind::InvalidData => CliError::Usage(format!("standard input: {error}")),
-                _ => CliError::io(Path::new("standard input"))(error),
-            }),
-            Self::Terminal(editor, history) => loop {
-                match editor.readline(prompt) {
-                    Ok(line) => {
-                        // A history that cannot be kept is no reason to end a conversation.
-                        let _ = editor.add_history_entry(&line);
-                        if let Some(file) = history {
-                            let _ = file.parent().map(durable::make_folder);
-                            let _ = editor.append_history(file);
-                        }
-                        return Ok(Some(line));
-                    }
-                    // Ctrl-C leaves what was typed; Ctrl-D ends.
-                    Err(ReadlineError::Interrupted) => {}
-                    Err(ReadlineError::Eof) => return Ok(None),
-                    Err(e) => {
-                        return Err(CliError::Usage(format!("the terminal cannot be read: {e}; give --script")));
-                    }
-                }
-            },
+/// What a source gives when it is asked for a line.
+enum Line {
+    Text(String),
+    /// Ctrl-C: what was typed so far is left.
+    Interrupted,
+    /// There is no further line.
+    End,
+}
+
+/// The next entry of the lines that `next` gives, which shows a prompt to a person.
+fn assembled(mut next: impl FnMut(&str) -> Result<Line, CliError>) -> Result<Option<Result<Entry, String>>, CliError> {
+    let mut text = String::new();
+    let mut quoted = false;
+    loop {
+        let prompt = if text.is_empty() && !quoted { "> " } else { "… " };
+        let line = match next(prompt)? {
+            Line::Text(line) => line,
+            Line::Interrupted => {
+                text.clear();
+                quoted = false;
+                continue;
+            }
+            Line::End if quoted => {
+                return Ok(Some(Err(format!(
+                    "the {QUOTES} is not closed; write {QUOTES} alone on a line behind the text"
+                ))));
+            }
+            Line::End => return Ok(Some(text).filter(|text| !text.trim().is_empty()).map(|text| Entry::parse(&text))),
+        };
+        if line.trim() == QUOTES {
+            let is_blank = text.trim().is_empty();
+            if quoted && !is_blank {
+                return Ok(Some(Ok(Entry::Say(text.trim_end_matches('\n').to_owned()))));
+            }
+            if is_blank {
+                text.clear();
+            }
+            quoted = !quoted;
+            continue;
         }
+        match line.strip_suffix('\\') {
+            _ if quoted => text = text + &line + "\n",
+            Some(line) => text = text + line + "\n",
+            None => text += &line,
+        }
+        if text.len() as u64 > LONGEST {
+            return Err(CliError::Usage(format!("a message has more than {} MiB", LONGEST >> 20)));
+        }
+        if !quoted && !line.ends_with('\\') {
+            if !text.trim().is_empty() {
+                return Ok(Some(Entry::parse(&text)));
+            }
+            text.clear();
+        }
+    }
+}
+
+/// The next line of a script, or of standard input that is not a terminal.
+fn scripted(lines: &mut impl Iterator<Item = io::Result<String>>) -> Result<Line, CliError> {
+    match lines.next() {
+        None => Ok(Line::End),
+        Some(Ok(line)) => Ok(Line::Text(line)),
+        Some(Err(error)) if error.kind() == io::ErrorKind::InvalidData => {
+            Err(CliError::Usage(format!("standard input: {error}")))
+        }
+        Some(Err(error)) => Err(CliError::io(Path::new("standard input"))(error)),
+    }
+}
+
+/// The next line that a person types.
+fn typed(editor: &mut DefaultEditor, history: Option<&Path>, prompt: &str) -> Result<Line, CliError> {
+    match editor.readline(prompt) {
+        Ok(line) => {
+            // A history that cannot be kept is no reason to end a conversation.
+            let _ = editor.add_history_entry(&line);
+            if let Some(file) = history {
+                let _ = file.parent().map(durable::make_folder);
+                let _ = editor.append_history(file);
+            }
+            Ok(Line::Text(line))
+        }
+        Err(ReadlineError::Interrupted) => Ok(Line::Interrupted),
+        Err(ReadlineError::Eof) => Ok(Line::End),
+        Err(e) => Err(CliError::Usage(format!("the terminal cannot be read: {e}; give --script"))),
     }
 }
 
@@ -260,6 +294,39 @@ mod tests {
         let say = |text: &str| Entry::Say(text.into());
         // Text between quotation marks is no command, whatever it begins with.
         assert_eq!(entered, [say("one \ntwo"), say("/three\n\nfour"), say("five"), Entry::Stats, say("six")]);
+    }
+
+    /// What comes out of lines and presses of Ctrl-C, which is `^C` here.
+    fn entered(lines: &[&str]) -> Vec<Result<Entry, String>> {
+        let mut lines = lines.iter();
+        let mut next = |_: &str| -> Result<Line, CliError> {
+            Ok(match lines.next() {
+                None => Line::End,
+                Some(&"^C") => Line::Interrupted,
+                Some(line) => Line::Text((*line).to_owned()),
+            })
+        };
+        std::iter::from_fn(|| assembled(&mut next).unwrap()).collect()
+    }
+
+    #[test]
+    fn ctrl_c_leaves_a_message_of_several_lines() {
+        let say = |text: &str| -> Result<Entry, String> { Ok(Entry::Say(text.into())) };
+        assert_eq!(entered(&["\"\"\"", "one", "^C", "/stats", "two"]), [Ok(Entry::Stats), say("two")]);
+        assert_eq!(entered(&["one\\", "^C", "two"]), [say("two")]);
+        assert_eq!(entered(&["\"\"\"", "^C", "\"\"\"", "/one", "\"\"\"", "^C"]), [say("/one")]);
+    }
+
+    #[test]
+    fn quotation_marks_that_are_not_closed_are_an_error() {
+        for lines in [&["\"\"\"", "/reset"][..], &["\"\"\"", "one"], &["\"\"\""], &["one\\", "\"\"\"", "two"]] {
+            let found = entered(lines);
+            let [Err(error)] = &found[..] else { panic!("{lines:?}: {found:?}") };
+            assert!(error.starts_with("the \"\"\" is not closed; "), "{error}");
+        }
+        // A pair with nothing in between is no message, and neither is a blank line. They leave nothing behind.
+        let found = entered(&["\"\"\"", "", "\"\"\"", "  ", "/stats"]);
+        assert!(matches!(&found[..], [Ok(Entry::Stats)]), "{found:?}");
     }
 
     #[test]

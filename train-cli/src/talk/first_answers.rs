@@ -1,4 +1,4 @@
-//! The rehearsal of answers: prompts and two tokens after each of them, computed with an outline of the model
+//! The rehearsal of answers: prompts and three tokens after each of them, computed with an outline of the model
 //! ([`model_qwen3::weights::outline()`]) on a device that only records which kernels are launched. They are then
 //! compiled while the model is loaded ([`crate::ahead`]).
 
@@ -42,8 +42,16 @@ pub struct FirstAnswers<'a> {
     pub expected: Expected,
 }
 
-/// The step that reads the prompt makes the first token; the second one takes a step of its own.
-const TOKENS: usize = 2;
+/// The step that reads a prompt makes the first token, and the device then reads it. So the second token is the first that several
+/// answers read together.
+const TOKENS: usize = 3;
+
+/// How prompts are read.
+#[derive(Clone, Copy, PartialEq)]
+enum Prompts {
+    Together,
+    OneByOne,
+}
 
 impl Job for FirstAnswers<'_> {
     type Output = ();
@@ -51,24 +59,29 @@ impl Job for FirstAnswers<'_> {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { stored, recipe, cache, expected } = self;
         let model = stored.outline::<B>(recipe, precision, &device)?.with_cache_format(cache);
-        // Kernels have places for a power of two tokens. Reading one token launches the same kernels, in a prompt or in an answer.
-        let doubled =
-            std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
-        let answers = doubled.map(|count| vec![1; count.min(expected.together)]);
         let longest = stored.config.max_position_embeddings.saturating_sub(TOKENS);
         // Of several equal chunks one is enough.
         let chunks = |length: usize| (length / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + length % PREFILL_CHUNK;
-        for lengths in expected.steps.into_iter().chain(answers) {
-            let lengths: Vec<usize> = lengths.into_iter().map(|n| chunks(n).min(longest).max(1)).collect();
-            answer(&model, &pool_for(&model, &lengths)?, &lengths, Sampling::GREEDY)?;
+        let in_bounds = |length: usize| chunks(length).min(longest).max(1);
+        for lengths in &expected.steps {
+            let lengths: Vec<usize> = lengths.iter().map(|length| in_bounds(*length)).collect();
+            answer(&model, &pool_for(&model, &lengths)?, &lengths, Prompts::Together, Sampling::GREEDY)?;
         }
-        answer(&model, &pool_for(&model, &[1])?, &[1], Sampling::CARD)?;
+        // The kernels of answers have places for a power of two tokens. Prompts of an expected length add no other kernels.
+        let prompt = in_bounds(expected.steps.iter().flatten().copied().min().unwrap_or(1));
+        let doubled =
+            std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
+        for count in doubled.map(|count| count.min(expected.together)) {
+            let lengths = vec![prompt; count];
+            answer(&model, &pool_for(&model, &lengths)?, &lengths, Prompts::OneByOne, Sampling::GREEDY)?;
+        }
+        answer(&model, &pool_for(&model, &[prompt])?, &[prompt], Prompts::Together, Sampling::CARD)?;
         if expected.together > 1 {
             // The second prompt begins like the first: it copies a part of a page, and reads pages that do not lie side by side.
             let length = [(PAGE + PAGE / 2).min(longest)];
             let pool = pool_for(&model, &[length[0]; 2])?;
             for _ in 0..2 {
-                answer(&model, &pool, &length, Sampling::GREEDY)?;
+                answer(&model, &pool, &length, Prompts::Together, Sampling::GREEDY)?;
             }
         }
         Ok(())
@@ -85,6 +98,7 @@ fn answer<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     pool: &KvPool<B>,
     lengths: &[usize],
+    read: Prompts,
     sampling: Sampling,
 ) -> Result<(), CliError> {
     let options = GenerateOptions { max_tokens: TOKENS, sampling, stop_ids: vec![], logprobs: None };
@@ -97,6 +111,13 @@ fn answer<B: Nvfp4Kernels>(
     let begun = sessions.iter_mut().zip(&prompts);
     let answers = begun.map(|(session, prompt)| Answering::new(session, prompt, &options));
     let mut answers = answers.collect::<Result<Vec<_>, _>>()?;
+    if read == Prompts::OneByOne {
+        for (session, answer) in sessions.iter_mut().zip(&mut answers) {
+            while answer.reads_prompt() {
+                step(&mut [(&mut *session, &mut *answer)])?;
+            }
+        }
+    }
     while answers.iter().any(|answer| !answer.has_ended()) {
         let open = sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended());
         step(&mut open.collect::<Vec<_>>())?;

@@ -1,6 +1,12 @@
 //! The loss on the evaluation samples: as the run computes, with quantized weights, and with the master weights.
 
-use crate::{CliError, data::order::MicroBatch, progress, train::objective::Trainee};
+use crate::{
+    CliError,
+    data::order::MicroBatch,
+    progress,
+    train::objective::Trainee,
+    watchdog::{Watched, Work},
+};
 use backend_nvfp4::{Nvfp4Kernels, Recipe};
 use burn::data::dataloader::DataLoader;
 use model_qwen3::weights::to_host;
@@ -28,6 +34,7 @@ pub fn evaluate<B: Nvfp4Kernels>(
     step: usize,
 ) -> Result<Evaluation, CliError> {
     progress::doing("evaluating");
+    let _watched = Watched::begin(Work::Evaluation(step));
     let loss = mean_loss(net, samples)?;
     let loss_under = |recipe| {
         if net.model().spec().recipe == recipe {
@@ -48,4 +55,32 @@ fn mean_loss<B: Nvfp4Kernels>(net: &Trainee<B>, samples: &dyn DataLoader<B, Micr
         sum += f64::from(to_host(net.batch_loss(&batch))?[0]);
     }
     Ok(sum as f32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        data::{order::Order, sample::synthetic},
+        settings::LossKind,
+        watchdog,
+    };
+    use backend_nvfp4::{LinearSpec, MasterKind, Precision, Scaling};
+    use burn::backend::NdArray;
+    use model_qwen3::{config::Qwen3Config, weights};
+    use std::{path::Path, sync::Arc};
+
+    #[test]
+    fn an_evaluation_is_watched() {
+        let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/demo/config.json");
+        let config = Qwen3Config::from_file(&config).unwrap();
+        let spec = LinearSpec::new(Recipe::W4, Scaling::Two, Precision::F32);
+        let model = weights::random::<NdArray>(&config, spec, MasterKind::F32, 3, &Default::default()).unwrap();
+        let net = Trainee::new(model, LossKind::CrossEntropy, 0);
+        let samples = Arc::new(synthetic(2, 4, config.vocab_size, 1));
+        let order = Order { samples, batch_size: 1, accumulation: 1, steps: 2, limit: 2, seed: 0, start: 0 };
+        assert!(!watchdog::has_seen_an_evaluation());
+        let evaluation = evaluate(&net, &order, 5).unwrap();
+        assert!(evaluation.loss.is_finite() && watchdog::has_seen_an_evaluation());
+    }
 }

@@ -197,8 +197,13 @@ fn figures(memory: &'static str) -> Vec<Figure> {
         figure("lr", |r| r.lr, |v| format!("{v:.2e}")),
         figure("tok/s", |r| r.tokens_per_second, report::short),
         figure(memory, |r| r.peak_memory_mib.unwrap_or(r.memory_mib) as f64, |v| format!("{v:.0}")),
-        figure("eta", |r| r.eta, report::duration),
+        figure("eta", |r| r.eta.unwrap_or(f64::NAN), time_left),
     ]
+}
+
+/// The time that is left, or a dash as long as it is not known.
+fn time_left(seconds: f64) -> String {
+    if seconds.is_nan() { "–".to_owned() } else { report::duration(seconds) }
 }
 
 impl Adaptor<StepReport> for StepReport {

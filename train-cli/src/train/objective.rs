@@ -10,7 +10,7 @@
 
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 
-use crate::{data::order::MicroBatch, settings::LossKind};
+use crate::{data::order::MicroBatch, settings::LossKind, watchdog};
 use backend_nvfp4::Nvfp4Backend;
 use burn::{
     module::Module,
@@ -83,6 +83,7 @@ impl<B: Nvfp4Backend> Trainee<B> {
     pub fn batch_loss(&self, batch: &MicroBatch) -> Tensor<B, 1> {
         let (mut h_MD, context) = self.begin(batch);
         for (i, block) in self.model().layers.iter().enumerate() {
+            watchdog::moved();
             h_MD = block.forward(h_MD, &self.model().of_block(&context, i));
         }
         self.head_loss(h_MD, batch)

@@ -7,6 +7,7 @@ use crate::{
     train::chunked_adamw::ChunkedAdamw,
     train::gradients::{Fate, Gathered, Walk},
     train::objective::Trainee,
+    watchdog,
 };
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{optim::GradientsParams, tensor::Tensor};
@@ -47,7 +48,8 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
         Ok(value)
     }
 
-    /// Notes a phase in the memory report. A pass that only measures is one phase.
+    /// Notes the end of a phase in the memory report, and that the step has made progress. A pass that only measures is one
+    /// phase.
     ///
     /// # Errors
     /// If the device fails.
@@ -55,6 +57,7 @@ impl<B: Nvfp4Kernels> Pass<'_, B> {
     where
         AB: TrainingBackend<InnerBackend = B>,
     {
+        watchdog::moved();
         let phase = match (self.fate, phase) {
             (Fate::Measure, "backward_done") => "norm_done",
             (Fate::Measure, _) => return Ok(()),

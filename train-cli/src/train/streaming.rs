@@ -9,7 +9,7 @@
 
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 
-use crate::{CliError, data::order::MicroBatch, train::objective::Trainee, train::pass::Pass};
+use crate::{CliError, data::order::MicroBatch, train::objective::Trainee, train::pass::Pass, watchdog};
 use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
 use burn::{
     module::AutodiffModule,
@@ -188,6 +188,7 @@ where
     let (mut h_MD, context) = plain.begin(batch);
     let mut traces = Vec::new();
     for (i, block) in plain.model().layers.iter().enumerate().take(first_kept) {
+        watchdog::moved();
         if i >= net.first_trained() {
             traces.push(Trace::Input(h_MD.clone()));
         }
@@ -195,6 +196,7 @@ where
     }
     let context = net.context(batch);
     for i in first_kept..blocks {
+        watchdog::moved();
         let graph = Graph::of(&net.model().layers[i], h_MD, &net.model().of_block(&context, i));
         h_MD = graph.y_MD.clone().inner();
         traces.push(Trace::Graph(graph));

@@ -13,7 +13,7 @@ use crate::{
     train::objective::Trainee,
     train::schedule::Schedule,
     train::step::{Stepped, Stepper},
-    watchdog,
+    watchdog::{Watched, Work},
 };
 use backend_nvfp4::{Nvfp4Kernels, Recipe, TrainingBackend};
 use burn::{data::dataloader::DataLoader, module::AutodiffModule};
@@ -137,8 +137,12 @@ pub struct StillToDo {
     pub evaluations: usize,
     /// Number of checkpoints.
     pub saves: usize,
-    /// How long an evaluation takes as long as none was made, in steps.
-    pub evaluation_cost: f64,
+    /// How long the passes of an evaluation take as long as none was made, in steps.
+    pub pass_cost: f64,
+    /// How long its sample answers take, in steps of a large model on a GPU.
+    pub answer_cost: f64,
+    /// Seconds that these answers took before the first step, if that was measured.
+    pub answer_seconds: Option<f64>,
 }
 
 /// The figures of a step.
@@ -158,8 +162,9 @@ pub struct StepReport {
     pub memory_mib: u64,
     /// The most device memory in MiB that the step took, if the device has a pool that tells.
     pub peak_memory_mib: Option<u64>,
-    /// Seconds until the end of the run, estimated.
-    pub eta: f64,
+    /// Seconds until the end of the run, estimated. None after the first step, in which kernels are compiled and memory is
+    /// allocated.
+    pub eta: Option<f64>,
     /// Blocks that are frozen on their codes.
     pub frozen_blocks: usize,
 }
@@ -304,7 +309,7 @@ impl<B: Nvfp4Kernels> Run<B> {
         if let Some(reason) = self.guard.leaves_out(step) {
             return Ok(Guarded::LeftOut(reason));
         }
-        let watched = watchdog::Step::begin(step);
+        let watched = Watched::begin(Work::Step(step));
         let stepped = self.stepper.step(net, batches, step, lr, &mut self.vram);
         drop(watched);
         // What a device computes after a failure is no reason to leave a step out, nor to save it.
@@ -409,9 +414,14 @@ impl Mean {
         }
     }
 
+    /// The mean without the first. None until there are two.
+    fn settled(&self) -> Option<f64> {
+        (self.count > 0).then(|| self.others / self.count as f64)
+    }
+
     /// Seconds of the next one: the mean without the first, if there were others.
     fn next(&self) -> Option<f64> {
-        if self.count > 0 { Some(self.others / self.count as f64) } else { self.first }
+        self.settled().or(self.first)
     }
 }
 
@@ -424,12 +434,22 @@ struct Pace {
 }
 
 impl Pace {
-    /// Seconds until the end of a run that still makes so many steps, and what is `ahead` between them.
-    fn left(&self, steps: usize, ahead: StillToDo) -> f64 {
-        let step = self.steps.next().unwrap_or(0.0);
-        let evaluation = self.evaluations.next().unwrap_or(ahead.evaluation_cost * step);
+    /// Seconds until the end of a run that still makes so many steps, and what is `ahead` between them. None until two steps are
+    /// measured, unless nothing is left.
+    ///
+    /// As long as no evaluation was made, its sample answers are expected to take as long as the answers before the first step
+    /// did. These may have waited for kernels, so that they are believed only if they took less than the estimate from counts
+    /// of tokens. That estimate is for a large model on a GPU, where an answer's token takes as long as 84 tokens of a step. A
+    /// small model on a CPU needs a tenth of that.
+    fn left(&self, steps: usize, ahead: StillToDo) -> Option<f64> {
+        if steps + ahead.evaluations + ahead.saves == 0 {
+            return Some(0.0);
+        }
+        let step = self.steps.settled()?;
+        let answers = (ahead.answer_cost * step).min(ahead.answer_seconds.unwrap_or(f64::INFINITY));
+        let evaluation = self.evaluations.next().unwrap_or(ahead.pass_cost * step + answers);
         let save = self.saves.next().unwrap_or(0.0);
-        steps as f64 * step + ahead.evaluations as f64 * evaluation + ahead.saves as f64 * save
+        Some(steps as f64 * step + ahead.evaluations as f64 * evaluation + ahead.saves as f64 * save)
     }
 }
 
@@ -440,20 +460,36 @@ mod tests {
     #[test]
     fn the_time_left_counts_evaluations_and_checkpoints_to_come() {
         let mut pace = Pace::default();
-        let ahead = StillToDo { evaluations: 3, saves: 2, evaluation_cost: 4.0 };
-        assert_eq!(pace.left(10, ahead), 0.0);
-        // The first step is all that is known. An evaluation is expected to take as long as four steps.
+        let ahead =
+            StillToDo { evaluations: 3, saves: 2, pass_cost: 1.0, answer_cost: 3.0, answer_seconds: Some(1000.0) };
+        // The first step says nothing about the others: kernels were compiled in it.
+        assert_eq!(pace.left(10, ahead), None);
         pace.steps.add(5.0);
-        assert_eq!(pace.left(10, ahead), 10.0 * 5.0 + 3.0 * 4.0 * 5.0);
-        // Then it counts no more: kernels were compiled in it.
+        assert_eq!(pace.left(10, ahead), None);
+        assert_eq!(pace.left(0, StillToDo::default()), Some(0.0), "nothing is left, whatever a step takes");
         pace.steps.add(1.0);
         pace.steps.add(3.0);
-        assert_eq!(pace.left(10, ahead), 10.0 * 2.0 + 3.0 * 4.0 * 2.0);
+        assert_eq!(pace.left(10, ahead), Some(10.0 * 2.0 + 3.0 * 4.0 * 2.0));
         // What was measured replaces what was expected.
         pace.evaluations.add(7.0);
         pace.saves.add(11.0);
-        assert_eq!(pace.left(10, ahead), 20.0 + 3.0 * 7.0 + 2.0 * 11.0);
-        assert_eq!(pace.left(0, StillToDo { evaluations: 1, saves: 1, ..ahead }), 18.0);
-        assert_eq!(pace.left(0, StillToDo::default()), 0.0);
+        assert_eq!(pace.left(10, ahead), Some(20.0 + 3.0 * 7.0 + 2.0 * 11.0));
+        assert_eq!(pace.left(0, StillToDo { evaluations: 1, saves: 1, ..ahead }), Some(18.0));
+        assert_eq!(pace.left(0, StillToDo::default()), Some(0.0));
+    }
+
+    /// A small model on a CPU: 20 steps of 0.1 s, and an evaluation at the end, whose answers took 0.2 s before the first step.
+    #[test]
+    fn answers_before_the_first_step_say_how_long_answers_take() {
+        let mut pace = Pace::default();
+        let ahead =
+            StillToDo { evaluations: 1, saves: 0, pass_cost: 0.5, answer_cost: 42.0, answer_seconds: Some(0.2) };
+        for _ in 0..10 {
+            pace.steps.add(0.1);
+        }
+        let left = |answer_seconds| pace.left(10, StillToDo { answer_seconds, ..ahead }).unwrap_or_default();
+        assert!((left(Some(0.2)) - (1.0 + 0.05 + 0.2)).abs() < 1e-9, "{}", left(Some(0.2)));
+        // Without them, only counts of tokens are known.
+        assert!((left(None) - (1.0 + 0.05 + 4.2)).abs() < 1e-9, "{}", left(None));
     }
 }

@@ -5,7 +5,7 @@ use crate::{
     model_files::ModelFiles,
     run::{
         checkpoint::{CONFIG, FINAL, TrainerState},
-        folder::RECORD,
+        history::RECORD,
         results::Results,
     },
     settings::{Layer, Settings},

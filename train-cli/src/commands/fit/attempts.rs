@@ -109,18 +109,19 @@ impl Ready {
         folder::reopen(&plan.output_dir, from.map_or(0, |resumed| resumed.state.global_step))?;
         let optimizer = self.optimizer(from, &model)?;
         // The memory of a device with a pool is planned for training. The host has some to spare.
-        let packs = B::memory_in_use(device).is_none();
-        let samples = Samples::of(plan, inputs, packs)?;
+        let on_the_host = B::memory_in_use(device).is_none();
+        let samples = Samples::of(plan, inputs, on_the_host)?;
         let beginning = match from {
             None => Some(Beginning::record(&plan.output_dir, &model.valid(), &samples, self.spec)?),
             Some(_) => Beginning::read(&plan.output_dir, self.spec),
         };
-        let state = self.state(from, &model);
+        let mut state = self.state(from, &model);
+        state.answering = state.answering.or_else(|| beginning.as_ref()?.answering);
         let order = Order { start: state.global_step, ..inputs.order(plan) };
         let codes = beginning.as_ref().map(|beginning| beginning.codes.clone());
         let guard = watchers.guard.clone();
         let bytes = self.forecast.estimate.checkpoint();
-        let saver = Saver::new(&plan.output_dir, &plan.companions, bytes, self.forecast.saving)?;
+        let saver = Saver::new(&plan.output_dir, &plan.companions, bytes, self.forecast.saving, on_the_host)?;
         let journal = Journal::new(plan, inputs, samples.clone(), order.clone(), state.clone(), guard, codes, saver)?;
         let trained = self.train(model, optimizer, &state, order, journal.clone(), watchers);
         // A checkpoint may still be being written, however the training ended. It waits on a device that may have failed.

@@ -16,21 +16,38 @@ use crate::{
     run::results::Results,
     run::resume::Resumed,
     run::trained,
-    settings::SaveStrategy,
+    settings::{Layer, SaveStrategy, flag},
 };
 use backend_nvfp4::{BlockShape, DeviceServices, Nvfp4Kernels};
 use burn::module::AutodiffModule;
 use model_qwen3::{container::Container, model::Qwen3};
 use std::path::{Path, PathBuf};
 
+/// Why a run ends early whose evaluations get no better.
+const STALLED: &str = "the evaluation loss stopped falling";
+
+/// Why a run has ended that ended by an error, in a few words.
+pub(super) fn reason(error: &CliError) -> String {
+    match error {
+        CliError::Interrupted { signal, .. } => format!("{} ended it", signal.name()),
+        CliError::Memory { needed, limit, .. } => {
+            format!("it held {}, more than --memory-limit {}", report::size(*needed), report::size(*limit))
+        }
+        CliError::Diverged { step, what, value, .. } => format!("the {what} of step {step} was {value}"),
+        CliError::OutOfMemory { .. } => "the device was out of memory".to_owned(),
+        CliError::HostIsFull { .. } => "the host was out of memory".to_owned(),
+        other => format!("it failed: {other}"),
+    }
+}
+
 impl Ready {
-    /// Compares, exports and records a trained model.
+    /// Compares, exports and records a trained model. Returns why the run ended before its last step, if it did.
     pub(super) fn finish<B: Nvfp4Kernels + DeviceServices>(
         &self,
         trained: Outcome<B>,
         signals: &Interruption,
         device: &B::Device,
-    ) -> Result<(), CliError> {
+    ) -> Result<Option<String>, CliError> {
         let Outcome { model, beginning, samples, journal, head } = trained;
         let (runtime, last) = (journal.seconds(), self.inputs.order(&self.plan).steps);
         let made = journal.made();
@@ -45,14 +62,15 @@ impl Ready {
         let (model, step) = self.best_or_last(model, made, &journal, device)?;
         // The export is checked in the memory that the optimizer's states and the step's buffers had.
         B::memory_cleanup(device);
-        let changed = beginning.map(|beginning| beginning.compare(&model, &samples)).transpose()?.flatten();
+        let run = &self.plan.output_dir;
+        let changed = beginning.map(|beginning| beginning.compare(&model, &samples, run, step)).transpose()?.flatten();
         let exported = self.export(&model, head, &go_on)?;
         let step = exported.as_ref().map(|_| step);
         let (folder, extra) = exported.unzip();
         // The record of a complete run comes last: a resume of a run without it finishes the export.
         journal.finish(step, runtime, changed, extra.flatten().as_ref())?;
         self.conclude(folder.as_deref(), runtime, samples.prompts.first());
-        Ok(())
+        Ok((made < last).then(|| STALLED.to_owned()))
     }
 
     /// Ends a run whose steps are made, if a signal asks for it. Its last checkpoint is complete, and a resumed run makes what is
@@ -102,7 +120,7 @@ impl Ready {
 
     /// Exports the trained model to `final/`, and to `--output-dat` if it is set. Returns the folder, and the size and digest
     /// of the file; `None` if nothing is saved.
-    fn export<B: Nvfp4Kernels>(
+    fn export<B: Nvfp4Kernels + DeviceServices>(
         &self,
         model: &Qwen3<B>,
         head: HeadStorage,
@@ -174,6 +192,41 @@ pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Re
     Ok(done && made && is_wanted && exported)
 }
 
+/// Refuses a new length of a run if the command line gives one, and no step would be made because of another setting.
+///
+/// # Errors
+/// If it does.
+pub(super) fn check_length(typed: &Layer, plan: &Plan, state: &TrainerState, steps: usize) -> Result<(), CliError> {
+    let (run, before) = (&plan.output_dir, state.settings.table());
+    // A command line that is given again may have the length that the run has.
+    let changed = |key: &str| typed.get(key).filter(|value| before.get(key) != Some(*value));
+    let Some((key, value)) = LENGTHS.into_iter().find_map(|key| Some((key, changed(key)?))) else { return Ok(()) };
+    // JSON writes 3.0 for 3 passes.
+    let value = value.as_f64().map_or_else(|| value.to_string(), |number| number.to_string());
+    let (wanted, done) = (format!("{} {value}", flag(key)), state.global_step);
+    if let Some(most) = plan.settings.optimizer.max_steps.filter(|_| key == EPOCHS && done == steps) {
+        return Err(CliError::Usage(format!(
+            "{wanted}: {} has made all its steps, because --max-steps {most} in its settings overrides \
+             --num-train-epochs; give --max-steps N, where N is larger than {most}",
+            run.display()
+        )));
+    }
+    let patience = plan.settings.logging.early_stopping_patience.filter(|_| done < steps);
+    let Some(patience) = patience else { return Ok(()) };
+    if !Evaluations::logged(run, plan.quantize_from(steps))?.up_to(done).have_stalled(patience) {
+        return Ok(());
+    }
+    Err(CliError::Usage(format!(
+        "{wanted}: {} ended after step {done} because {STALLED}, and a longer run would end there too; also give \
+         --early-stopping-patience N, where N is larger than {patience}",
+        run.display()
+    )))
+}
+
+/// The settings that say how long a run is. The first overrides the other.
+const LENGTHS: [&str; 2] = ["max_steps", EPOCHS];
+const EPOCHS: &str = "num_train_epochs";
+
 /// What to say of a run that is complete: which setting ended it, and how it can be extended.
 pub(super) fn completed(plan: &Plan, state: &TrainerState) -> String {
     let (run, optimizer) = (plan.output_dir.display(), &plan.settings.optimizer);
@@ -206,4 +259,19 @@ fn next_steps(exported: &Path, prompt: Option<&String>) {
     report::command(format!("train-cli chat -m {folder}"));
     report::command(format!("train-cli inspect {folder} --verify"));
     report::command("train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_to_end_early_reads_differently() {
+        let diverged =
+            CliError::Diverged { step: 7, what: "loss", value: f32::NAN, updated: false, hint: String::new() };
+        assert_eq!(reason(&diverged), "the loss of step 7 was NaN");
+        let memory = CliError::Memory { needed: 3 << 30, limit: 2 << 30, saved: None };
+        assert_eq!(reason(&memory), "it held 3.0 GiB, more than --memory-limit 2.0 GiB");
+        assert_eq!(reason(&CliError::Usage("the reason".into())), "it failed: the reason");
+    }
 }

@@ -19,12 +19,14 @@ use crate::{
     args::FitArgs,
     commands::demo,
     device::{self, Job},
+    durable,
     interrupt::{Interruption, SaveRequests},
     plan::Plan,
     report,
     run::checkpoint::CONFIG,
     run::folder,
     run::header,
+    run::history,
     run::located::located,
     run::recorded_outputs,
     run::resume::{self, Resume, Resumed},
@@ -32,8 +34,9 @@ use crate::{
     settings::{DeviceChoice, Layer},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
-use ending::{completed, is_complete};
+use ending::{check_length, completed, is_complete, reason};
 pub use first_steps::FirstSteps;
+use model_qwen3::file;
 pub use ready::Ready;
 pub(crate) use ready::scaling;
 use std::{path::Path, sync::Arc};
@@ -107,7 +110,10 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         _ => None,
     };
     let base = match (&launch.config, resume, begun) {
-        (Some(file), ..) => Layer::of_file(file)?,
+        (Some(file), ..) => {
+            file::open(file, "check the path").map_err(CliError::of_flag("--config"))?;
+            Layer::of_file(file)?
+        }
         (None, Some(Resume::At(resumed)), _) => Layer::from(&resumed.state.settings),
         (None, _, Some(file)) => Layer::of_file(&file)?,
         (None, _, None) if launch.demo => demo::settings(),
@@ -144,6 +150,7 @@ fn resumable(
 ) -> Result<(Ready, Resumed), CliError> {
     let checked = |plan: Plan, at: &Resumed| {
         let ready = Ready::new(plan, device, precision, Some(at))?;
+        check_length(&args.typed, &ready.plan, &at.state, ready.inputs.order(&ready.plan).steps)?;
         folder::check_unchanged(&ready.plan, &ready.inputs, &at.state, precision)?;
         Ok::<_, CliError>(ready)
     };
@@ -186,7 +193,9 @@ impl Job for Fit<'_> {
         let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run } =
             self;
         if resumed.is_none() && !unnamed {
-            folder::check_free(&plan, overwrite)?;
+            // A folder that a run fills just now is not only full: the message names the process.
+            let named = |error| durable::check_unheld(&plan.output_dir).and(Err(error));
+            folder::check_free(&plan, overwrite).or_else(named)?;
         }
         // The lock ends with the run.
         let (plan, mut lock) = match (lock, unnamed, dry_run) {
@@ -219,15 +228,11 @@ impl Job for Fit<'_> {
                 }
             }
             Some(resumed) => {
-                let (plan, state) = (&ready.plan, &resumed.state);
-                if is_complete(plan, state, ready.inputs.order(plan).steps)? {
-                    if !dry_run {
-                        summarize(&plan.output_dir);
-                    }
-                    report::line(completed(plan, state));
+                if is_done(&ready, resumed, dry_run)? {
                     return Ok(());
                 }
-                report::label("resume", format!("{} · step {}", resumed.folder.display(), state.global_step));
+                let step = resumed.state.global_step;
+                report::label("resume", format!("{} · step {step}", resumed.folder.display()));
             }
         }
         header::print(&ready.plan, &ready.inputs, ready.spec.scaling, precision);
@@ -240,9 +245,13 @@ impl Job for Fit<'_> {
         // The run folder is not made yet, so that a signal which ends the program here leaves nothing behind.
         Ahead::compile(choice, precision, FirstSteps(&ready)).finish();
         lock.iter_mut().for_each(folder::Lock::begins);
-        match resumed {
-            None => folder::create(&ready.plan, &ready.inputs)?,
-            Some(_) => folder::record_settings(&ready.plan)?,
+        match &resumed {
+            None => folder::create(&ready.plan, &ready.inputs, restarts)?,
+            Some(resumed) => {
+                folder::record_settings(&ready.plan)?;
+                let steps = ready.inputs.order(&ready.plan).steps;
+                history::resume(&ready.plan.output_dir, resumed.state.global_step, steps)?;
+            }
         }
         if let Some(file) = ready.plan.settings.saving.output_dat.as_ref().filter(|_| is_recorded) {
             recorded_outputs::set_aside(file, &ready.plan.output_dir)?;
@@ -251,10 +260,32 @@ impl Job for Fit<'_> {
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
         let trained = ready.guarded::<B>(resumed, &signals, &requests, &device);
         let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
-        // However the run has ended, its folder says so.
-        summarize(&ready.plan.output_dir);
-        ended
+        // However the run has ended, its folder says so, and why.
+        let reason = ended.as_ref().map_or_else(|error| Some(reason(error)), Clone::clone);
+        record_end(&ready.plan.output_dir, reason);
+        ended.map(|_| ())
     }
+}
+
+/// Whether the run that is to be resumed is complete. Says so, and writes its summary.
+fn is_done(ready: &Ready, resumed: &Resumed, dry_run: bool) -> Result<bool, CliError> {
+    let (plan, state) = (&ready.plan, &resumed.state);
+    if !is_complete(plan, state, ready.inputs.order(plan).steps)? {
+        return Ok(false);
+    }
+    if !dry_run {
+        summarize(&plan.output_dir);
+    }
+    report::line(completed(plan, state));
+    Ok(true)
+}
+
+/// Records why a run ended, if it ended early, and writes its summary. The run is what it is without them.
+fn record_end(run: &Path, reason: Option<String>) {
+    if let Err(error) = history::end(run, reason) {
+        report::line(format!("warning: why the run ended could not be recorded: {error}"));
+    }
+    summarize(run);
 }
 
 /// Writes the summary of a run. The run is what it is without one.

@@ -15,6 +15,19 @@ use crate::{CliError, args::ParityArgs};
 pub fn run(args: ParityArgs) -> Result<(), CliError> {
     match &args.expected {
         Some(expected) => fixture::run(&args, expected),
+        None if args.against.is_none() && args.recipe.is_none() && args.against_recipe.is_none() => {
+            let text = match args.prompt {
+                Some(_) => {
+                    "--prompt: two models are compared on a prompt, and there is one; give --against MODEL too, or \
+                     --against-recipe RECIPE"
+                }
+                None => {
+                    "--model has nothing to be compared with; give --expected FILE, or --prompt TEXT with --against MODEL or \
+                     --against-recipe RECIPE"
+                }
+            };
+            Err(CliError::Usage(text.into()))
+        }
         None => compare::run(&args),
     }
 }
