@@ -169,8 +169,7 @@ fn answers_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], lab
     }
 }
 
-/// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit, also if another sequence in their
-/// midst reads a prompt. What a sequence has decoded alone, it forgets before it decodes the same with the others.
+/// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit. What a sequence has decoded alone, it forgets before it decodes the same with the others.
 fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
     let (config, device) = (model.config(), model.device());
     let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, NewTokens)]| {
@@ -191,18 +190,8 @@ fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], lab
             hidden
         };
         let alone: Vec<Vec<f32>> = caches.iter_mut().zip(&new).map(decoded_alone).collect();
-        let mut reader = model.pool(120).unwrap().cache(&[], 120).unwrap();
         let mut sequences: Vec<_> = caches.iter_mut().map(|cache| (cache, NewTokens::Answer)).collect();
-        let mut together = if step == 1 {
-            let prompt = &ids[..5];
-            sequences.insert(7, (&mut reader, NewTokens::Prompt(prompt.len())));
-            hidden([&new[..7], prompt, &new[7..]].concat(), &mut sequences)
-        } else {
-            hidden(new, &mut sequences)
-        };
-        if step == 1 {
-            together.drain(7 * config.hidden_size..12 * config.hidden_size);
-        }
+        let together = hidden(new, &mut sequences);
         for (n, (together, alone)) in together.chunks(config.hidden_size).zip(&alone).enumerate() {
             assert!(together == alone, "{label}: sequence {n} of step {step} is another one beside others");
         }

@@ -2,57 +2,29 @@
 
 use crate::{
     kv_cache::{KvCache, NewTokens},
-    model::{Qwen3, below_each_other},
+    model::Qwen3,
     rope::rotary,
 };
 use backend_nvfp4::{CacheBuffer, DecodeBlock, DecodeTokens, Nvfp4Kernels, decode_blocks};
-use burn::tensor::{DType, Int, Tensor, TensorData, backend::Backend};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
     /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
-    /// normalized. Each sequence is its cache and its new tokens. These also see the tokens that the cache
-    /// holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence alone, and on which of
-    /// them are an answer's; it does not depend on how many tokens of a prompt are read at a time.
+    /// normalized. Each sequence is its cache and its new tokens: of prompts all of them, or of answers. These also see the tokens
+    /// that the cache holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence
+    /// alone, and on which of them were read as an answer's; it does not depend on how many tokens of a prompt are read at a time.
     pub fn forward_cached(
         &self,
         ids_RT: Tensor<B, 2, Int>,
         sequences: &mut [(&mut KvCache<B>, NewTokens)],
     ) -> Tensor<B, 2> {
+        let answers = sequences.iter().filter(|(_, new)| new.is_answer()).count();
+        assert!(answers == 0 || answers == sequences.len(), "prompts and answers are read by different operations");
         let h_MD = self.embed(ids_RT);
-        let h_MD = self.blocks_cached(h_MD, sequences);
+        let decoded = if answers > 0 { self.decode(&h_MD, sequences) } else { None };
+        let h_MD = decoded.unwrap_or_else(|| self.block_by_block(h_MD, sequences));
         sequences.iter_mut().for_each(|(cache, new)| cache.advance(new.count()));
         self.final_norm(h_MD)
-    }
-
-    /// Maps the embeddings `[M, D]` of the new tokens of several sequences to hidden states `[M, D]`. Answers are computed by
-    /// themselves, so that their numbers do not depend on whether others read prompts.
-    fn blocks_cached(&self, h_MD: Tensor<B, 2>, sequences: &mut [(&mut KvCache<B>, NewTokens)]) -> Tensor<B, 2> {
-        let all: Vec<NewTokens> = sequences.iter().map(|(_, new)| *new).collect();
-        if all.iter().all(|new| new.is_answer()) {
-            return self.newest_tokens(h_MD, sequences);
-        }
-        if !all.iter().any(|new| new.is_answer()) {
-            return self.block_by_block(h_MD, sequences);
-        }
-        let counts: Vec<usize> = all.iter().map(|new| new.count()).collect();
-        let (mut of_answers, mut of_prompts) = (Vec::new(), Vec::new());
-        for (new, rows) in all.iter().zip(rows_of_each(&h_MD, &counts)) {
-            if new.is_answer() { of_answers.push(rows) } else { of_prompts.push(rows) }
-        }
-        let (answers, prompts): (Vec<_>, Vec<_>) =
-            sequences.iter_mut().map(|(cache, new)| (&mut **cache, *new)).partition(|(_, new)| new.is_answer());
-        let decoded = self.newest_tokens(below_each_other(of_answers), &answers);
-        let read = self.block_by_block(below_each_other(of_prompts), &prompts);
-        let counts_read: Vec<usize> = prompts.iter().map(|(_, new)| new.count()).collect();
-        let mut read = rows_of_each(&read, &counts_read).into_iter();
-        let mut decoded = rows_of_each(&decoded, &vec![1; answers.len()]).into_iter();
-        let in_order = all.iter().filter_map(|new| if new.is_answer() { decoded.next() } else { read.next() });
-        below_each_other(in_order.collect())
-    }
-
-    /// Maps the embeddings `[M, D]` of the newest tokens of answers to hidden states `[M, D]`.
-    fn newest_tokens(&self, h_MD: Tensor<B, 2>, sequences: &[(&mut KvCache<B>, NewTokens)]) -> Tensor<B, 2> {
-        self.decode(&h_MD, sequences).unwrap_or_else(|| self.block_by_block(h_MD, sequences))
     }
 
     /// Maps the embeddings `[M, D]` of one new token of each sequence to hidden states `[M, D]`, and appends keys and values to
@@ -112,14 +84,4 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
             cache,
         }
     }
-}
-
-/// The rows of each sequence, if these have so many of them.
-fn rows_of_each<B: Backend>(x: &Tensor<B, 2>, counts: &[usize]) -> Vec<Tensor<B, 2>> {
-    let mut end = 0;
-    let rows = |count: &usize| {
-        end += count;
-        x.clone().slice(end - count..end)
-    };
-    counts.iter().map(rows).collect()
 }

@@ -35,13 +35,13 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
-/// What a sequence gets in a forward. Its own tokens alone decide how they are computed: a single token of a prompt is computed
-/// like longer parts of prompts, not like a token of an answer.
+/// What a sequence gets in a forward. Its own tokens alone decide how they are computed: a single token can be computed like
+/// longer parts of prompts, or like a token of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NewTokens {
     /// So many tokens of a prompt.
     Prompt(usize),
-    /// The newest token of an answer.
+    /// The newest token: of an answer, or the last one of a prompt.
     Answer,
 }
 

@@ -1,7 +1,7 @@
 //! The next token of each answer of a step. The device draws it where it can: the next forward then begins before the host knows
 //! the token. Otherwise the host chooses it from all logits.
 
-use crate::{ModelError, weights::to_host};
+use crate::{ModelError, config::Qwen3Config, model::ids_tensor, weights::to_host};
 use backend_nvfp4::{Draw, Drawn, Nvfp4Error, Nvfp4Kernels, draw};
 use burn::tensor::{Int, Tensor, backend::Backend};
 use std::sync::Arc;
@@ -13,6 +13,16 @@ pub(crate) enum NextToken<B: Backend> {
     Drawn(Arc<Drawn<B>>, usize),
     /// Logits `[1, V]`, from which the host is to choose.
     Logits(Tensor<B, 2>),
+    /// None yet, because a chunk of the prompt is read: one number of its last hidden state.
+    Chunk(Tensor<B, 2>),
+}
+
+/// A token that is to be read.
+pub(crate) enum Newest<'a, B: Backend> {
+    /// The host knows it.
+    Known(u32),
+    /// A row of what the device draws.
+    Drawn(&'a Arc<Drawn<B>>, usize),
 }
 
 /// What is known of the next token.
@@ -21,6 +31,8 @@ pub(crate) enum Known {
     Token(u32),
     /// The logits of all tokens.
     Logits(Vec<f32>),
+    /// A chunk of the prompt was read.
+    Chunk,
     /// The model computed NaN.
     NotANumber,
 }
@@ -60,19 +72,46 @@ impl<B: Nvfp4Kernels> NextToken<B> {
                 let logits = to_host(logits)?;
                 Ok(if logits.iter().any(|x| x.is_nan()) { Known::NotANumber } else { Known::Logits(logits) })
             }
+            Self::Chunk(number) => {
+                let is_nan = to_host(number)?.iter().any(|x| x.is_nan());
+                Ok(if is_nan { Known::NotANumber } else { Known::Chunk })
+            }
         }
     }
 }
 
-/// The ids `[1, M]` of drawn tokens on the device.
-pub(crate) fn drawn_ids<B: Nvfp4Kernels>(rows: &[(&Arc<Drawn<B>>, usize)]) -> Tensor<B, 2, Int> {
-    let (first, _) = rows[0];
-    let is_whole = first.rows() == rows.len()
-        && rows.iter().enumerate().all(|(n, (drawn, row))| n == *row && Arc::ptr_eq(first, drawn));
-    let ids = if is_whole {
-        first.tokens()
-    } else {
-        Tensor::cat(rows.iter().map(|(drawn, row)| drawn.tokens().slice(*row..*row + 1)).collect(), 0)
-    };
-    ids.reshape([1, rows.len()])
+/// The ids `[1, M]` of tokens on the device.
+///
+/// # Errors
+/// If an id is outside the vocabulary.
+pub(crate) fn newest_ids<B: Nvfp4Kernels>(
+    tokens: &[Newest<'_, B>],
+    config: &Qwen3Config,
+    device: &B::Device,
+) -> Result<Tensor<B, 2, Int>, ModelError> {
+    let known: Vec<u32> =
+        tokens.iter().filter_map(|token| if let Newest::Known(id) = token { Some(*id) } else { None }).collect();
+    if known.len() == tokens.len() {
+        return ids_tensor(&[known], config, device);
+    }
+    // Most often the device has drawn all of them, in this order.
+    if let Newest::Drawn(first, _) = &tokens[0]
+        && first.rows() == tokens.len()
+        && tokens
+            .iter()
+            .enumerate()
+            .all(|(n, token)| matches!(token, Newest::Drawn(drawn, row) if Arc::ptr_eq(first, drawn) && *row == n))
+    {
+        return Ok(first.tokens().reshape([1, tokens.len()]));
+    }
+    let known = if known.is_empty() { None } else { Some(ids_tensor::<B>(&[known], config, device)?) };
+    let mut column = 0;
+    let each = tokens.iter().filter_map(|token| match token {
+        Newest::Drawn(drawn, row) => Some(drawn.tokens().slice(*row..*row + 1).reshape([1, 1])),
+        Newest::Known(_) => {
+            column += 1;
+            known.as_ref().map(|known| known.clone().slice([0..1, column - 1..column]))
+        }
+    });
+    Ok(Tensor::cat(each.collect(), 1))
 }

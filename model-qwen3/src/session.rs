@@ -6,7 +6,7 @@ use crate::{
     ModelError,
     kv_cache::{KvCache, KvPool, NewTokens},
     model::{Qwen3, below_each_other, ids_tensor},
-    next_token::{Known, NextToken, drawn_ids},
+    next_token::{Known, Newest, NextToken, newest_ids},
     pages::PAGE,
     sampling::{self, Logprobs, Sampling},
     weights::to_host,
@@ -150,8 +150,9 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     /// # Errors
     /// As [`Self::answer`].
     pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        let new = if ids.len() == 1 { NewTokens::Answer } else { NewTokens::Prompt(ids.len()) };
-        let logits = to_host(read(&mut [(self, new, ids)])?)?;
+        let new = |count| if count == 1 { NewTokens::Answer } else { NewTokens::Prompt(count) };
+        let model = self.model;
+        let logits = to_host(model.logits_cached(read(&mut [(self, ids)], new)?))?;
         if logits.iter().any(|x| x.is_nan()) { Err(ModelError::NotANumber) } else { Ok(logits) }
     }
 
@@ -189,7 +190,7 @@ pub struct Answering<B: Backend> {
     ended: bool,
     /// Whether the model computed no numbers.
     failed: bool,
-    /// The token behind `ids`, once the session reads or has read all of them, or a whole chunk of the prompt.
+    /// The token behind `ids`, once the session reads or has read all of them; or a chunk of the prompt that is being read.
     next: Option<NextToken<B>>,
     /// The token behind that one, if the session reads ahead.
     ahead: Option<NextToken<B>>,
@@ -248,10 +249,20 @@ impl<B: Nvfp4Kernels> Answering<B> {
         if self.failed { Err(ModelError::NotANumber) } else { Ok(self.generation) }
     }
 
-    /// The tokens to be read next: the rest of a chunk of the prompt, or the newest token of the answer.
-    fn due(&self) -> &[u32] {
+    /// The tokens of the prompt to be read next: the rest of a chunk, but not the last token. That one is read like a token of the
+    /// answer, so that a prompt whose other tokens are cached costs no more than such a token.
+    fn chunk(&self) -> &[u32] {
         let chunk_end = (self.read / PREFILL_CHUNK + 1) * PREFILL_CHUNK;
-        &self.ids[self.read..self.ids.len().min(chunk_end)]
+        self.ids.get(self.read..chunk_end.min(self.prompt - 1)).unwrap_or_default()
+    }
+
+    /// The newest token, if it is to be read next and the session has read all tokens before it.
+    fn newest(&self) -> Option<Newest<'_, B>> {
+        match (self.drawn(), &self.next, self.ids.last()) {
+            (Some((drawn, row)), ..) => Some(Newest::Drawn(drawn, row)),
+            (None, None, Some(id)) if self.read + 1 == self.ids.len() => Some(Newest::Known(*id)),
+            _ => None,
+        }
     }
 
     /// How the device draws the token behind `more` tokens that the host does not know yet. Whoever wants logarithms of
@@ -302,7 +313,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
             return None;
         }
         let (id, logprobs) = match known {
-            Known::NotANumber => return None,
+            Known::NotANumber | Known::Chunk => return None,
             Known::Token(id) => (id, None),
             Known::Logits(mut logits) => {
                 // Sampling changes the logits of tokens that were seen.
@@ -329,96 +340,112 @@ impl<B: Nvfp4Kernels> Answering<B> {
 type Part<'p, 's, B> = (&'p mut Session<'s, B>, &'p mut Answering<B>);
 
 /// Makes a step of several answers that have not ended: the next token of each, or a chunk of its prompt. One forward reads
-/// what is due, but not more than `PREFILL_CHUNK` tokens of prompts: a chunk for which there is no room waits for a later step,
-/// and the first prompt never waits. Another forward reads the tokens that the device draws, before the host knows them: so the
-/// device does not wait for the host. Returns the token of each answer that has a new one.
+/// chunks, but not more than `PREFILL_CHUNK` tokens: a chunk for which there is no room waits for a later step, and the first one
+/// never waits. Another forward reads the newest token of each answer, also one that the device draws and the host does not know
+/// yet: so the device does not wait for the host. Returns the token of each answer that has a new one.
 ///
 /// # Errors
 /// As [`Session::answer`].
 pub fn step<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<Vec<Option<u32>>, ModelError> {
-    read_due(answers)?;
-    read_ahead(answers);
+    read_chunks(answers)?;
+    read_newest(answers)?;
     answers.iter_mut().map(|(session, answering)| answering.take(session)).collect()
 }
 
-/// Reads what the host knows and the sessions have not read.
-fn read_due<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), ModelError> {
+/// Reads chunks of prompts.
+fn read_chunks<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), ModelError> {
     let mut room = PREFILL_CHUNK;
     let mut parts = Vec::new();
     for (session, answering) in answers.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
-        let ids = answering.due().to_vec();
-        let (new, share) =
-            if answering.reads_prompt() { (NewTokens::Prompt(ids.len()), ids.len()) } else { (NewTokens::Answer, 0) };
-        if share <= room {
-            room -= share;
-            parts.push((&mut **session, &mut **answering, new, ids));
+        let ids = answering.chunk().to_vec();
+        if !ids.is_empty() && ids.len() <= room {
+            room -= ids.len();
+            parts.push((&mut **session, &mut **answering, ids));
         }
     }
     if parts.is_empty() {
         return Ok(());
     }
-    let mut reads: Vec<_> =
-        parts.iter_mut().map(|(session, _, new, ids)| (&mut **session, *new, ids.as_slice())).collect();
-    let logits = read(&mut reads)?;
-    let draws: Vec<_> = parts.iter().map(|(_, answering, ..)| answering.draw(0)).collect();
-    for ((_, answering, _, ids), next) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
+    let mut reads: Vec<_> = parts.iter_mut().map(|(session, _, ids)| (&mut **session, ids.as_slice())).collect();
+    let hidden = read(&mut reads, NewTokens::Prompt)?;
+    for (n, (_, answering, ids)) in parts.iter_mut().enumerate() {
         answering.read += ids.len();
-        answering.next = Some(next);
+        let goes_on = !answering.chunk().is_empty();
+        answering.next = goes_on.then(|| NextToken::Chunk(hidden.clone().slice([n..n + 1, 0..1])));
     }
     Ok(())
 }
 
-/// Reads the tokens that the device draws for answers which go on behind them.
-fn read_ahead<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) {
-    let has_room = |session: &Session<'_, B>| session.cache.reserve(1).is_ok();
-    let mut parts: Vec<_> =
-        answers.iter_mut().filter(|(session, answering)| answering.drawn().is_some() && has_room(session)).collect();
-    if parts.is_empty() {
-        return;
+/// Reads the newest token of each answer, and what is to be known of the token behind it.
+fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), ModelError> {
+    // Where there is no room to read ahead, the answer may still end before that matters.
+    let reads = |session: &Session<'_, B>, answering: &Answering<B>| match answering.newest() {
+        Some(Newest::Drawn(..)) => session.cache.reserve(1).is_ok(),
+        newest => newest.is_some(),
+    };
+    let mut parts: Vec<_> = answers.iter_mut().filter(|(session, answering)| reads(session, answering)).collect();
+    for (session, answering) in parts.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
+        session.forget_ahead();
+        session.cache.reserve(1)?;
+        session.ids.extend(answering.ids.last());
     }
-    let ids = drawn_ids(&parts.iter().filter_map(|(_, answering)| answering.drawn()).collect::<Vec<_>>());
+    let Some((first, _)) = parts.first() else { return Ok(()) };
+    let model = first.model;
+    let newest: Vec<_> = parts.iter().filter_map(|(_, answering)| answering.newest()).collect();
+    let ids = newest_ids(&newest, model.config(), &model.device())?;
     let mut sessions: Vec<_> = parts.iter_mut().map(|(session, _)| (&mut **session, NewTokens::Answer)).collect();
-    let logits = forward(&mut sessions, ids);
-    let draws: Vec<_> = parts.iter().map(|(_, answering)| answering.draw(1)).collect();
-    for ((_, answering), ahead) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
-        answering.ahead = Some(ahead);
+    let logits = model.logits_cached(forward(&mut sessions, ids));
+    // A token that the device draws is read ahead, behind one that the host waits for.
+    let draws: Vec<_> =
+        parts.iter().map(|(_, answering)| answering.draw(usize::from(answering.next.is_some()))).collect();
+    for ((_, answering), next) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
+        if answering.next.is_some() {
+            answering.ahead = Some(next);
+        } else {
+            answering.read += 1;
+            answering.next = Some(next);
+        }
     }
+    Ok(())
 }
 
-/// Reads tokens of several sessions of one model in one forward, and returns the logits `[M, V]` of the last token of each.
-fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, NewTokens, &[u32])]) -> Result<Tensor<B, 2>, ModelError> {
-    for (session, _, ids) in parts.iter_mut() {
+/// Reads tokens of several sessions of one model in one forward, and returns the hidden state `[R, D]` of the last token of each.
+fn read<B: Nvfp4Kernels>(
+    parts: &mut [(&mut Session<'_, B>, &[u32])],
+    new: impl Fn(usize) -> NewTokens,
+) -> Result<Tensor<B, 2>, ModelError> {
+    for (session, ids) in parts.iter_mut() {
         session.forget_ahead();
         session.cache.reserve(ids.len())?;
     }
     let model = parts[0].0.model;
-    let all: Vec<u32> = parts.iter().flat_map(|(_, _, ids)| ids.iter().copied()).collect();
+    let all: Vec<u32> = parts.iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
     let input = ids_tensor(&[all], model.config(), &model.device())?;
-    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, new, _)| (&mut **session, *new)).collect();
-    let logits = forward(&mut sessions, input);
-    for (session, new, ids) in parts.iter_mut() {
-        if !new.is_answer() && session.of_prompt == session.ids.len() {
+    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, ids)| (&mut **session, new(ids.len()))).collect();
+    let hidden = forward(&mut sessions, input);
+    for (session, ids) in parts.iter_mut() {
+        if !new(ids.len()).is_answer() && session.of_prompt == session.ids.len() {
             session.of_prompt += ids.len();
         }
         session.ids.extend_from_slice(ids);
     }
-    Ok(logits)
+    Ok(hidden)
 }
 
-/// Reads the tokens `[1, M]` of several sessions and returns the logits `[R, V]` of the last token of each.
+/// Reads the tokens `[1, M]` of several sessions and returns the hidden state `[R, D]` of the last token of each.
 fn forward<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, NewTokens)], ids: Tensor<B, 2, Int>) -> Tensor<B, 2> {
     let model = parts[0].0.model;
     let mut sequences: Vec<_> = parts.iter_mut().map(|(session, new)| (&mut session.cache, *new)).collect();
     let hidden = model.forward_cached(ids, &mut sequences);
     if parts.iter().all(|(_, new)| new.count() == 1) {
-        return model.logits_cached(hidden);
+        return hidden;
     }
     let mut end = 0;
     let lasts = parts.iter().map(|(_, new)| {
         end += new.count();
         hidden.clone().slice(end - 1..end)
     });
-    model.logits_cached(below_each_other(lasts.collect()))
+    below_each_other(lasts.collect())
 }
 
 /// Answers one prompt and shows each token of the answer to `on_token`.

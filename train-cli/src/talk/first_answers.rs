@@ -42,15 +42,15 @@ pub struct FirstAnswers<'a> {
     pub expected: Expected,
 }
 
-/// The step that reads a prompt makes the first token, and the device then reads it. So the second token is the first that several
-/// answers read together.
-const TOKENS: usize = 3;
+/// A step reads the prompt and its last token; the next one reads the token that the device has drawn.
+const TOKENS: usize = 2;
 
-/// How prompts are read.
+/// When answers begin.
 #[derive(Clone, Copy, PartialEq)]
-enum Prompts {
+enum Begin {
     Together,
-    OneByOne,
+    /// The first one a step before the others, so that a forward reads tokens that the host knows and others.
+    FirstAlone,
 }
 
 impl Job for FirstAnswers<'_> {
@@ -59,29 +59,25 @@ impl Job for FirstAnswers<'_> {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { stored, recipe, cache, expected } = self;
         let model = stored.outline::<B>(recipe, precision, &device)?.with_cache_format(cache);
+        // Kernels have places for a power of two tokens. A prompt of one token is read like a token of an answer.
+        let doubled =
+            std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
+        let answers = doubled.map(|count| vec![1; count.min(expected.together)]);
         let longest = stored.config.max_position_embeddings.saturating_sub(TOKENS);
         // Of several equal chunks one is enough.
         let chunks = |length: usize| (length / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + length % PREFILL_CHUNK;
-        let in_bounds = |length: usize| chunks(length).min(longest).max(1);
-        for lengths in &expected.steps {
-            let lengths: Vec<usize> = lengths.iter().map(|length| in_bounds(*length)).collect();
-            answer(&model, &pool_for(&model, &lengths)?, &lengths, Prompts::Together, Sampling::GREEDY)?;
+        for lengths in expected.steps.into_iter().chain(answers) {
+            let lengths: Vec<usize> = lengths.into_iter().map(|n| chunks(n).min(longest).max(1)).collect();
+            answer(&model, &pool_for(&model, &lengths)?, &lengths, Begin::Together, Sampling::GREEDY)?;
         }
-        // The kernels of answers have places for a power of two tokens. Prompts of an expected length add no other kernels.
-        let prompt = in_bounds(expected.steps.iter().flatten().copied().min().unwrap_or(1));
-        let doubled =
-            std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
-        for count in doubled.map(|count| count.min(expected.together)) {
-            let lengths = vec![prompt; count];
-            answer(&model, &pool_for(&model, &lengths)?, &lengths, Prompts::OneByOne, Sampling::GREEDY)?;
-        }
-        answer(&model, &pool_for(&model, &[prompt])?, &[prompt], Prompts::Together, Sampling::CARD)?;
+        answer(&model, &pool_for(&model, &[1])?, &[1], Begin::Together, Sampling::CARD)?;
         if expected.together > 1 {
+            answer(&model, &pool_for(&model, &[1, 1])?, &[1, 1], Begin::FirstAlone, Sampling::GREEDY)?;
             // The second prompt begins like the first: it copies a part of a page, and reads pages that do not lie side by side.
-            let length = [(PAGE + PAGE / 2).min(longest)];
-            let pool = pool_for(&model, &[length[0]; 2])?;
+            let length = (PAGE + PAGE / 2).min(longest);
+            let pool = pool_for(&model, &[length; 2])?;
             for _ in 0..2 {
-                answer(&model, &pool, &length, Prompts::Together, Sampling::GREEDY)?;
+                answer(&model, &pool, &[length], Begin::Together, Sampling::GREEDY)?;
             }
         }
         Ok(())
@@ -98,7 +94,7 @@ fn answer<B: Nvfp4Kernels>(
     model: &Qwen3<B>,
     pool: &KvPool<B>,
     lengths: &[usize],
-    read: Prompts,
+    begin: Begin,
     sampling: Sampling,
 ) -> Result<(), CliError> {
     let options = GenerateOptions { max_tokens: TOKENS, sampling, stop_ids: vec![], logprobs: None };
@@ -111,12 +107,8 @@ fn answer<B: Nvfp4Kernels>(
     let begun = sessions.iter_mut().zip(&prompts);
     let answers = begun.map(|(session, prompt)| Answering::new(session, prompt, &options));
     let mut answers = answers.collect::<Result<Vec<_>, _>>()?;
-    if read == Prompts::OneByOne {
-        for (session, answer) in sessions.iter_mut().zip(&mut answers) {
-            while answer.reads_prompt() {
-                step(&mut [(&mut *session, &mut *answer)])?;
-            }
-        }
+    if begin == Begin::FirstAlone {
+        step(&mut sessions.iter_mut().zip(&mut answers).take(1).collect::<Vec<_>>())?;
     }
     while answers.iter().any(|answer| !answer.has_ended()) {
         let open = sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended());
