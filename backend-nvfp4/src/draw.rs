@@ -1,21 +1,13 @@
 //! Tokens that a device draws from logits ([`mod@kernels_cubecl::draw`]). Whoever needs them on the device has them at once. The host
 //! asks for them right away, too, and reads them when it wants: what is launched in between does not delay it.
 
-use crate::{error::Nvfp4Error, kernels::Nvfp4Kernels, primitive::primitive};
+use crate::error::Nvfp4Error;
 use burn::tensor::{Int, Tensor, backend::Backend};
 pub use kernels_cubecl::{draw::Draw, likeliest::MOST as MOST_CANDIDATES};
 use std::{
     fmt,
     sync::{Mutex, PoisonError},
 };
-
-/// Draws the next token of each row of logits `[M, V]`. `None` where the host draws as fast from all logits, or if a row
-/// keeps more than [`MOST_CANDIDATES`] tokens or more than there are.
-pub fn draw<B: Nvfp4Kernels>(logits: Tensor<B, 2>, draws: &[Draw]) -> Option<Drawn<B>> {
-    let (tokens, words) = B::draw(primitive(logits), draws)?;
-    let tokens = Tensor::from_primitive(tokens);
-    Some(Drawn { tokens, words: Mutex::new(Words { asked: Some(words), known: Ok(vec![]) }), rows: draws.len() })
-}
 
 /// Waits for what was asked of a device.
 pub type Awaited = Box<dyn FnOnce() -> Result<Vec<u32>, Nvfp4Error> + Send>;
@@ -44,6 +36,11 @@ pub struct DrawnToken {
 }
 
 impl<B: Backend> Drawn<B> {
+    /// The tokens of so many rows on the device, and what waits for them.
+    pub(crate) fn new(tokens: Tensor<B, 1, Int>, words: Awaited, rows: usize) -> Self {
+        Self { tokens, words: Mutex::new(Words { asked: Some(words), known: Ok(vec![]) }), rows }
+    }
+
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows

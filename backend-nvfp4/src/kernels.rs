@@ -6,7 +6,7 @@
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     decode::{DecodeBlock, DecodeTokens},
-    draw::{Awaited, Draw},
+    draw::{Awaited, Draw, Drawn},
     ops::{Activations, Nvfp4Backend},
     optim::{AdamwState, Judged},
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
@@ -314,6 +314,13 @@ pub(crate) fn matmul<B: Nvfp4Kernels, const RANK: usize>(
     precision: Precision,
 ) -> Tensor<B, RANK> {
     tensor(B::dense_matmul(primitive(lhs), primitive(rhs), precision, precision.dtype()))
+}
+
+/// Draws the next token of each row of logits `[M, V]`. `None` where the host draws as fast from all logits, or if a row
+/// keeps more than [`MOST_CANDIDATES`](crate::MOST_CANDIDATES) tokens or more than there are.
+pub fn draw<B: Nvfp4Kernels>(logits: Tensor<B, 2>, draws: &[Draw]) -> Option<Drawn<B>> {
+    let (tokens, words) = B::draw(primitive(logits), draws)?;
+    Some(Drawn::new(Tensor::from_primitive(tokens), words, draws.len()))
 }
 
 /// See [`Nvfp4Kernels::decode_blocks`].
