@@ -284,8 +284,18 @@ impl<B: Nvfp4Kernels> Answering<B> {
         }
     }
 
-    /// Waits for what the session reads. Returns the token that follows, unless the prompt goes on or the answer ends.
+    /// Whether the session is to read a token that the host does not know yet. Where there is no room for it, the answer may still
+    /// end before that matters.
+    fn reads_ahead(&self, session: &Session<'_, B>) -> bool {
+        self.ahead.is_none() && self.drawn().is_some() && session.cache.reserve(1).is_ok()
+    }
+
+    /// Waits for what the session reads. Returns the token that follows, unless the prompt goes on or the answer ends. A token
+    /// that is to be read ahead is not waited for yet: the next step asks the device to read it first.
     fn take(&mut self, session: &mut Session<'_, B>) -> Result<Option<u32>, ModelError> {
+        if self.reads_ahead(session) {
+            return Ok(None);
+        }
         let (Some(next), ahead) = (self.next.take(), self.ahead.take()) else { return Ok(None) };
         let token = self.receive(next.wait()?);
         if let (Some(id), Some(ahead)) = (token, ahead) {
@@ -342,7 +352,8 @@ type Part<'p, 's, B> = (&'p mut Session<'s, B>, &'p mut Answering<B>);
 /// Makes a step of several answers that have not ended: the next token of each, or a chunk of its prompt. One forward reads
 /// chunks, but not more than `PREFILL_CHUNK` tokens: a chunk for which there is no room waits for a later step, and the first one
 /// never waits. Another forward reads the newest token of each answer, also one that the device draws and the host does not know
-/// yet: so the device does not wait for the host. Returns the token of each answer that has a new one.
+/// yet: so the device does not wait for the host. Returns the token of each answer that has a new one: its first one a step later,
+/// because the device reads that one before the host waits for it.
 ///
 /// # Errors
 /// As [`Session::answer`].
@@ -378,9 +389,8 @@ fn read_chunks<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
 
 /// Reads the newest token of each answer, and what is to be known of the token behind it.
 fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), ModelError> {
-    // Where there is no room to read ahead, the answer may still end before that matters.
     let reads = |session: &Session<'_, B>, answering: &Answering<B>| match answering.newest() {
-        Some(Newest::Drawn(..)) => session.cache.reserve(1).is_ok(),
+        Some(Newest::Drawn(..)) => answering.reads_ahead(session),
         newest => newest.is_some(),
     };
     let mut parts: Vec<_> = answers.iter_mut().filter(|(session, answering)| reads(session, answering)).collect();

@@ -102,13 +102,13 @@ fn decode<B: Nvfp4Kernels + DeviceMemory>(
             .zip(&prompts)
             .map(|(session, prompt)| Answering::new(session, prompt, &options))
             .collect::<Result<Vec<_>, _>>()?;
-        // Until every answer has its first token, steps also read prompts.
+        // Until every answer has its first token, the device also reads prompts.
         let (mut start, mut before) = (None, 0);
         while answers.iter().any(|answer| !answer.has_ended()) {
             let mut open: Vec<_> =
                 sessions.iter_mut().zip(&mut answers).filter(|(_, answer)| !answer.has_ended()).collect();
             step(&mut open)?;
-            if start.is_none() && answers.iter().all(|answer| !answer.reads_prompt()) {
+            if start.is_none() && answers.iter().all(|answer| !answer.generated().ids.is_empty()) {
                 (start, before) = (Some(Instant::now()), made(&answers));
             }
         }
