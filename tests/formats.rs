@@ -49,12 +49,12 @@ fn floats_survive_every_container() {
         names.sort();
         names
     };
-    let rounded: [(&str, FloatType, fn(f32) -> f32); 3] = [
-        ("f32", FloatType::F32, |x| x),
-        ("f16", FloatType::F16, |x| f16::from_f32(x).to_f32()),
-        ("bf16", FloatType::Bf16, |x| bf16::from_f32(x).to_f32()),
-    ];
-    for (dtype, stored, round) in rounded {
+    for (dtype, stored) in [("f32", FloatType::F32), ("f16", FloatType::F16), ("bf16", FloatType::Bf16)] {
+        let round = |x: f32| match stored {
+            FloatType::F16 => f16::from_f32(x).to_f32(),
+            FloatType::Bf16 => bf16::from_f32(x).to_f32(),
+            FloatType::F32 => x,
+        };
         let (dat, back) = (format!("{dtype}.dat"), format!("{dtype}/model.safetensors"));
         std::fs::create_dir(d.join(dtype)).unwrap();
         ok(d, &["convert", "m", &dat, "--to", "dat", "--dtype", dtype]);
