@@ -169,7 +169,8 @@ fn answers_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], lab
     }
 }
 
-/// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit. What a sequence has decoded alone, it forgets before it decodes the same with the others.
+/// Hidden states of 18 sequences that are decoded together are those of each alone, bit for bit. What a sequence has decoded
+/// alone, it forgets before it decodes the same with the others.
 fn decoded_together_as_alone<B: Nvfp4Kernels>(model: &Qwen3<B>, ids: &[u32], label: &str) {
     let (config, device) = (model.config(), model.device());
     let hidden = |ids: Vec<u32>, sequences: &mut [(&mut KvCache<B>, NewTokens)]| {

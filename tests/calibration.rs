@@ -310,8 +310,14 @@ fn flags_of_a_calibration_that_do_not_fit_are_refused_before_anything_is_read() 
     for (flags, reason) in [
         ([&nvfp4[..], &data].concat(), "--activations nvfp4: --format bf16 describes no 4-bit activations"),
         ([&nvfp4[..], &data, &["--format", "bf16"]].concat(), "give --format compressed-tensors or --format modelopt"),
-        ([&data[..], &["--format", "modelopt"]].concat(), "--calibration-data: without --activations nvfp4"),
-        (vec!["--format", "modelopt", "--calibration-rows", "5"], "--calibration-rows: without --activations nvfp4"),
+        (
+            [&data[..], &["--format", "modelopt"]].concat(),
+            "--calibration-data: activations are measured only if --activations nvfp4",
+        ),
+        (
+            vec!["--format", "modelopt", "--calibration-rows", "5"],
+            "--calibration-rows: activations are measured only if --activations nvfp4",
+        ),
         ([&nvfp4[..], &data, &["--format", "modelopt", "--calibration-rows", "0"]].concat(), "--calibration-rows"),
         ([&nvfp4[..], &data, &["--format", "modelopt"]].concat(), "none: no such file"),
     ] {

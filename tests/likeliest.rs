@@ -123,15 +123,23 @@ fn read_ahead<R: CubeRuntime>() {
     };
     let whole = answer(&mut Session::new(&model, 60).unwrap(), &prompt, vec![], 99);
     assert_eq!(whole.len(), 9);
+    // A token is waited for when the device has been asked to read it: the first one in the second step.
+    let mut session = Session::new(&model, 60).unwrap();
+    let mut answering = Answering::new(&mut session, &prompt, &options(vec![])).unwrap();
+    let mut has_token = vec![];
+    while !answering.has_ended() {
+        has_token.push(step(&mut [(&mut session, &mut answering)]).unwrap()[0].is_some());
+    }
+    assert_eq!(has_token, [vec![false], vec![true; 9]].concat());
     let stop = (2..9).find(|n| !whole[..*n].contains(&whole[*n])).expect("a token that is new in the answer");
-    // A stop token ends the answer, or the caller does: the session has read one token too many then.
+    // A stop token ends the answer, and the session has read it ahead; or the caller ends it.
     for (stop_ids, most) in [(vec![whole[stop]], 99), (vec![], stop)] {
         let mut session = Session::new(&model, 60).unwrap();
         assert_eq!(answer(&mut session, &prompt, stop_ids, most), whole[..stop]);
         let next: Vec<u32> = prompt.iter().chain(&whole[..stop]).copied().chain([9, 40]).collect();
         let alone = answer(&mut Session::new(&model, 60).unwrap(), &next, vec![], 99);
         assert_eq!(answer(&mut session, &next, vec![], 99), alone, "{most} tokens");
-        // The logits behind what the session has read are those of the whole.
+        // The session holds all tokens but the last one of the answer, and none that was read ahead.
         let read: Vec<u32> = next.iter().chain(&alone[..8]).copied().collect();
         assert_eq!(session.tokens(), read.len());
     }

@@ -136,9 +136,12 @@ impl Job for Answered<'_> {
             false => stored.load::<B>(recipe, precision, &device)?,
         };
         let Some(prompt) = prompt else { return Ok(()) };
-        let options = GenerateOptions { max_tokens: 2, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
-        let mut session = Session::new(&model, prompt + 2)?;
-        session.answer(&vec![0; prompt], &options, |_| ControlFlow::Continue(()))?;
+        // A greedy answer to the prompt, and a drawn one to a prompt of one token.
+        for (prompt, sampling) in [(prompt, Sampling::GREEDY), (1, Sampling::CARD)] {
+            let options = GenerateOptions { max_tokens: 2, sampling, stop_ids: vec![], logprobs: None };
+            let mut session = Session::new(&model, prompt + 2)?;
+            session.answer(&vec![0; prompt], &options, |_| ControlFlow::Continue(()))?;
+        }
         Ok(())
     }
 }

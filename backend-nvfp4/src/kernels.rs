@@ -190,8 +190,8 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     }
 
     /// Draws the next token of each row of logits `[M, V]` in f32: see [`draw`](kernels_cubecl::draw::draw). Returns the tokens of
-    /// all rows, and what waits for the same on the host with whether logits were NaN behind it. `None` where the host draws
-    /// from all logits as fast, or the kernel does not take so many candidates.
+    /// all rows on the device, and what waits for the host's copy: the tokens, and behind them for each row whether a logit is
+    /// NaN. `None` where the host draws from all logits as fast, or the kernel does not take so many candidates.
     fn draw(_logits: FloatTensor<Self>, _draws: &[Draw]) -> Option<(IntTensor<Self>, Awaited)> {
         None
     }

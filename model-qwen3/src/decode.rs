@@ -10,9 +10,10 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 
 impl<B: Nvfp4Kernels> Qwen3<B> {
     /// Maps new tokens `[1, M]` of several sequences, one sequence after another, to the final hidden states `[M, D]`,
-    /// normalized. Each sequence is its cache and its new tokens: of prompts all of them, or of answers. These also see the tokens
-    /// that the cache holds, and are appended to it. What is computed for a token depends on the tokens of its own sequence
-    /// alone, and on which of them were read as an answer's; it does not depend on how many tokens of a prompt are read at a time.
+    /// normalized. Each sequence is its cache and its new tokens: either all sequences have [`NewTokens::Prompt`], or all have
+    /// [`NewTokens::Answer`]. New tokens also see the tokens that the cache holds, and are appended to it. What is computed for a
+    /// token depends only on the tokens of its own sequence, and on which of them were read as an answer's. It does not depend on
+    /// how many tokens of a prompt are read at a time.
     pub fn forward_cached(
         &self,
         ids_RT: Tensor<B, 2, Int>,

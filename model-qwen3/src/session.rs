@@ -16,7 +16,8 @@ use burn::tensor::{Int, Tensor, backend::Backend};
 use std::{ops::ControlFlow, sync::Arc};
 
 /// Number of prompt tokens in one forward, at most. Chunks bound the attention scores `[H, T, S]`, and how long answers wait
-/// for the prompts of others. A chunk ends where its prompt does, or at a multiple of this number.
+/// for the prompts of others. A chunk ends at a multiple of this number, or in front of the last token of its prompt, which is
+/// read like a token of the answer.
 pub const PREFILL_CHUNK: usize = 512;
 
 /// Limits of a generation.
@@ -68,10 +69,10 @@ pub enum Progress {
 pub struct Session<'a, B: Nvfp4Kernels> {
     model: &'a Qwen3<B>,
     cache: KvCache<B>,
-    /// The tokens in the cache. It may hold one more, which the host does not know yet.
+    /// The tokens in the cache. The cache may hold one more, which the host does not know yet.
     ids: Vec<u32>,
-    /// How many of them, at the beginning, were all read as a prompt. Others were made for an answer: their keys and values may
-    /// differ in the last bits from those of a prompt, so other sessions do not get them.
+    /// The number of tokens at the beginning that were read as a prompt. Tokens behind them were made for an answer, or read after
+    /// one: their keys and values may differ in the last bits from those of a prompt, so other sessions do not get them.
     of_prompt: usize,
 }
 
@@ -225,6 +226,11 @@ impl<B: Nvfp4Kernels> Answering<B> {
         self.read < self.prompt
     }
 
+    /// Whether the device has answered for all that was read of the prompt.
+    pub fn is_prompt_checked(&self) -> bool {
+        self.next.is_none() || !self.generation.ids.is_empty()
+    }
+
     /// Whether the answer is complete.
     pub fn has_ended(&self) -> bool {
         self.ended
@@ -349,11 +355,11 @@ impl<B: Nvfp4Kernels> Answering<B> {
 /// A session, and the answer that it makes.
 type Part<'p, 's, B> = (&'p mut Session<'s, B>, &'p mut Answering<B>);
 
-/// Makes a step of several answers that have not ended: the next token of each, or a chunk of its prompt. One forward reads
-/// chunks, but not more than `PREFILL_CHUNK` tokens: a chunk for which there is no room waits for a later step, and the first one
-/// never waits. Another forward reads the newest token of each answer, also one that the device draws and the host does not know
-/// yet: so the device does not wait for the host. Returns the token of each answer that has a new one: its first one a step later,
-/// because the device reads that one before the host waits for it.
+/// Makes a step of several answers that have not ended. One forward reads chunks of prompts, at most `PREFILL_CHUNK` tokens
+/// together: a chunk for which there is no room waits for a later step, and the first one never waits. Another forward reads
+/// the newest token of each answer whose earlier tokens are read. Where the device draws tokens, it reads a token before the
+/// host knows it, so that the device does not wait for the host: the first token of an answer is then returned one step later.
+/// Returns the new token of each answer that has one.
 ///
 /// # Errors
 /// As [`Session::answer`].
@@ -394,15 +400,17 @@ fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
         newest => newest.is_some(),
     };
     let mut parts: Vec<_> = answers.iter_mut().filter(|(session, answering)| reads(session, answering)).collect();
-    for (session, answering) in parts.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
+    for (session, _) in parts.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
         session.forget_ahead();
         session.cache.reserve(1)?;
-        session.ids.extend(answering.ids.last());
     }
     let Some((first, _)) = parts.first() else { return Ok(()) };
     let model = first.model;
     let newest: Vec<_> = parts.iter().filter_map(|(_, answering)| answering.newest()).collect();
     let ids = newest_ids(&newest, model.config(), &model.device())?;
+    for (session, answering) in parts.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
+        session.ids.extend(answering.ids.last());
+    }
     let mut sessions: Vec<_> = parts.iter_mut().map(|(session, _)| (&mut **session, NewTokens::Answer)).collect();
     let logits = model.logits_cached(forward(&mut sessions, ids));
     // A token that the device draws is read ahead, behind one that the host waits for.
@@ -476,8 +484,8 @@ pub fn generate<B: Nvfp4Kernels>(
     })
 }
 
-/// Answers several prompts together: each forward makes the next token of every answer. Calls `on_step` after each. The answers are
-/// those of [`generate`].
+/// Answers several prompts together: each step makes the next token of every answer whose prompt is read. Calls `on_step` after
+/// each step. The answers are those of [`generate`].
 ///
 /// # Errors
 /// As [`generate`].

@@ -158,8 +158,8 @@ pub enum CliError {
     },
     /// A step, an evaluation or sample answers have been waiting for the device for too long.
     #[error(
-        "{work} has made no progress for {seconds} s: the device does not answer. Resume the run from its newest checkpoint, \
-         which is intact"
+        "{work} has made no progress for {seconds} s: the device does not answer. Checkpoints that were saved are intact; \
+         continue the run with --resume-from-checkpoint"
     )]
     Stuck {
         /// What stands still.

@@ -1,6 +1,6 @@
 //! Which kernel makes a single product on a CubeCL device, and which copies of operands it needs. `joint_products.rs` makes several
-//! at once, `token_products.rs` those of sequences' newest tokens. The choice does not depend on the number of rows, so that the
-//! result for a row does not.
+//! at once, `token_products.rs` those of sequences' newest tokens. The number of rows does not decide which kernel is taken: so
+//! the result for a row does not depend on how many there are.
 //!
 //! | operands | kernel |
 //! |---|---|

@@ -82,8 +82,8 @@ pub struct ExportHfArgs {
     #[arg(long)]
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: none if the model's files give the scales
-    /// of activations; otherwise the training files of the model's run]
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's
+    /// run; none if the model's files give the scales of activations and --calibration-rows is not given]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.

@@ -197,7 +197,7 @@ fn check_neighbor(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliE
     let config = files.iter().find(|(name, _)| name == "config.json");
     let Some((_, bytes)) = config.filter(|_| path.is_file()) else { return Ok(()) };
     let ours = std::str::from_utf8(bytes).ok().and_then(|text| Qwen3Config::from_json(text, &path).ok());
-    // What cannot be read here has other errors.
+    // If the config of this model cannot be read, other checks say so.
     let Some(ours) = ours else { return Ok(()) };
     let reason = match Qwen3Config::from_file(&path) {
         Ok(theirs) => match ours.differs_from(&theirs) {
@@ -207,8 +207,7 @@ fn check_neighbor(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliE
         Err(error) => error.to_string(),
     };
     Err(CliError::Usage(format!(
-        "OUTPUT {}: the folder has the config.json of another model ({reason}), which would not load this one; choose another \
-         folder",
+        "OUTPUT {}: this model would not load with the config.json that is in the folder ({reason}); choose another folder",
         output.display()
     )))
 }

@@ -8,8 +8,8 @@ use std::path::Path;
 
 /// The file in the run folder.
 pub const RECORD: &str = "run.json";
-/// Largest record that is read. A command line has some hundred bytes, and only those that made steps are kept.
-const LARGEST: u64 = 1 << 20;
+/// Largest record that is read. A command line may name thousands of files, and each one that made steps is kept.
+const LARGEST: u64 = 64 << 20;
 
 /// How a run was made. A record of an older version may not have all.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -22,7 +22,8 @@ pub struct History {
     pub resumed: Vec<Call>,
     /// Steps of the whole run.
     pub steps: Option<usize>,
-    /// Why it ended before its last step, or before its export. None if it did not, if it still runs, or if it was killed.
+    /// Why it ended before its last step, or before its export. None if it did not, if it still runs, or if its process could not
+    /// say: it was killed, stood still, or had a bug.
     pub ended: Option<String>,
 }
 

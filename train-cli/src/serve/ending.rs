@@ -26,8 +26,8 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    /// Waits until all connections are closed, which `closed` says. After `limit` the answers are cut that are not complete.
-    /// Returns their number.
+    /// Waits until `closed` says that all connections are closed. Answers that are not complete after `limit` are cut. Returns
+    /// their number.
     pub(super) async fn after(&self, closed: impl Future<Output = ()>, limit: Duration) -> usize {
         let mut closed = pin!(closed);
         if timeout(limit, closed.as_mut()).await.is_ok() {
@@ -43,7 +43,7 @@ impl Ending {
     /// Waits until answers are cut. Returns what a client is told then.
     pub(super) async fn cut(&self) -> Refusal {
         let mut cut = self.cut.subscribe();
-        // It fails without a sender, which is here.
+        // It fails only if the sender is gone, and `self` holds the sender.
         drop(cut.wait_for(|cut| *cut).await);
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the server ends, and the answer is not complete")
     }

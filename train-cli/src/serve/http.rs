@@ -153,8 +153,8 @@ fn router(app: App, key: Option<String>) -> Router {
     routes(Arc::new(app)).layer(middleware::from_fn_with_state(gate, passed))
 }
 
-/// Takes connections until `signal` names a signal that has arrived. Then those have `limit` time to end that are being
-/// answered. Returns how many answers were cut.
+/// Takes connections until `signal` names a signal that has arrived. Requests that are being answered then have `limit` time to
+/// end. Returns how many answers were cut.
 async fn accept(
     listener: TcpListener,
     router: Router,

@@ -132,13 +132,14 @@ impl<'a, B: Nvfp4Kernels, L: Listener> Batch<'a, B, L> {
         Ok(())
     }
 
-    /// Tells the listener of an answer that it has ended. The pool caches its prompt, unless something failed and the numbers may
-    /// be wrong.
+    /// Tells the listener of an answer that it has ended. The pool caches its prompt, unless something failed or was not waited
+    /// for: the numbers may then be wrong.
     fn complete(&self, running: Running<'a, B, L>) {
         let Running { session, answering, growing, mut listener, failure } = running;
+        let is_checked = answering.is_prompt_checked();
         let generation = failure.map_or_else(|| answering.into_generation().map_err(CliError::from), Err);
         let answer = generation.and_then(|generation| growing.finish(generation, &self.text.tokenizer));
-        if answer.is_ok() {
+        if answer.is_ok() && is_checked {
             session.end();
         }
         let answer = answer.map(|(answer, rest)| {

@@ -1,4 +1,4 @@
-//! The rehearsal of answers: prompts and three tokens after each of them, computed with an outline of the model
+//! The rehearsal of answers: prompts and two tokens after each of them, computed with an outline of the model
 //! ([`model_qwen3::weights::outline()`]) on a device that only records which kernels are launched. They are then
 //! compiled while the model is loaded ([`crate::ahead`]).
 
@@ -21,9 +21,9 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Stands for prompts that are not known yet: a short one, and one that fills a chunk.
+    /// Stands for prompts that are not known yet: a short one, and one that is longer than a chunk.
     pub fn unknown(together: usize) -> Self {
-        Self { steps: vec![vec![SHORT], vec![PREFILL_CHUNK]], together }
+        Self { steps: vec![vec![SHORT], vec![PREFILL_CHUNK + 2]], together }
     }
 }
 
@@ -64,8 +64,11 @@ impl Job for FirstAnswers<'_> {
             std::iter::successors(Some(1), |count| Some(2 * count)).take_while(|count| *count < 2 * expected.together);
         let answers = doubled.map(|count| vec![1; count.min(expected.together)]);
         let longest = stored.config.max_position_embeddings.saturating_sub(TOKENS);
-        // Of several equal chunks one is enough.
-        let chunks = |length: usize| (length / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + length % PREFILL_CHUNK;
+        // Of several equal chunks one is enough. The last token of a prompt is not in a chunk.
+        let chunks = |length: usize| {
+            let read = length.saturating_sub(1);
+            (read / PREFILL_CHUNK).min(1) * PREFILL_CHUNK + read % PREFILL_CHUNK + 1
+        };
         for lengths in expected.steps.into_iter().chain(answers) {
             let lengths: Vec<usize> = lengths.into_iter().map(|n| chunks(n).min(longest).max(1)).collect();
             answer(&model, &pool_for(&model, &lengths)?, &lengths, Begin::Together, Sampling::GREEDY)?;

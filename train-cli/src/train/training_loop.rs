@@ -137,9 +137,9 @@ pub struct StillToDo {
     pub evaluations: usize,
     /// Number of checkpoints.
     pub saves: usize,
-    /// How long the passes of an evaluation take as long as none was made, in steps.
+    /// How long the passes of an evaluation are expected to take until one was made, in steps.
     pub pass_cost: f64,
-    /// How long its sample answers take, in steps of a large model on a GPU.
+    /// How long the sample answers of an evaluation are expected to take, in steps; the estimate is for a large model on a GPU.
     pub answer_cost: f64,
     /// Seconds that these answers took before the first step, if that was measured.
     pub answer_seconds: Option<f64>,
@@ -437,10 +437,10 @@ impl Pace {
     /// Seconds until the end of a run that still makes so many steps, and what is `ahead` between them. None until two steps are
     /// measured, unless nothing is left.
     ///
-    /// As long as no evaluation was made, its sample answers are expected to take as long as the answers before the first step
-    /// did. These may have waited for kernels, so that they are believed only if they took less than the estimate from counts
-    /// of tokens. That estimate is for a large model on a GPU, where an answer's token takes as long as 84 tokens of a step. A
-    /// small model on a CPU needs a tenth of that.
+    /// Until the first evaluation, sample answers are expected to take as long as those before the first step. These may have
+    /// waited for kernels. So their time counts only if it is shorter than the estimate from counts of tokens. That estimate is for
+    /// a large model on a GPU, where a token of an answer takes as long as 84 tokens of a step; a small model on a CPU needs a
+    /// tenth of that.
     fn left(&self, steps: usize, ahead: StillToDo) -> Option<f64> {
         if steps + ahead.evaluations + ahead.saves == 0 {
             return Some(0.0);

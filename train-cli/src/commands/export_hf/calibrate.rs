@@ -58,12 +58,12 @@ pub(super) fn check_flags(args: &ExportHfArgs) -> Result<(), CliError> {
              --format modelopt",
         ),
         (Some(ActivationsArg::Nvfp4), _) => Ok(()),
-        _ if named => {
-            refuse("--calibration-data: without --activations nvfp4 nothing is measured; give both flags or neither")
-        }
-        _ if args.calibration_rows.is_some() => {
-            refuse("--calibration-rows: without --activations nvfp4 nothing is measured; leave the flag out")
-        }
+        _ if named => refuse(
+            "--calibration-data: activations are measured only if --activations nvfp4 is given; give both flags or neither",
+        ),
+        _ if args.calibration_rows.is_some() => refuse(
+            "--calibration-rows: activations are measured only if --activations nvfp4 is given; give it too, or leave the flag out",
+        ),
         _ => Ok(()),
     }
 }
@@ -111,7 +111,8 @@ impl Rows {
         };
         let data = origin.settings.as_ref().map(|settings| &settings.data).filter(|data| !data.data.is_empty());
         let data = data.ok_or_else(|| none(""))?;
-        let gone = |error: CliError| none(&format!(", and the rows of its training are not to be had ({error})"));
+        let gone =
+            |error: CliError| none(&format!(", and the training files of the model's run cannot be read ({error})"));
         let files = data_files::all_named_by("--data", &data.data).map_err(gone)?;
         let options = RowOptions { separator: data.document_separator.clone(), weight: None };
         Ok(Self { files, format: data.format, options, most, of_run: true })
@@ -149,8 +150,8 @@ fn measured(args: &ExportHfArgs, rows: &Rows) -> Result<Calibration, CliError> {
 /// The error of a layer whose activations have no scale.
 pub(super) fn no_scale(found: &Calibration, layer: &str) -> CliError {
     let reason = format!(
-        "--calibration-data: what {layer:?} reads in these rows is zero, or too large or too small for a scale; give other \
-         rows"
+        "what {layer:?} reads in these rows is zero, or too large or too small for a scale; give other rows with \
+         --calibration-data"
     );
     CliError::Data { path: found.file.clone(), line: None, column: None, row: None, reason }
 }

@@ -193,8 +193,11 @@ impl Job for Fit<'_> {
         let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run } =
             self;
         if resumed.is_none() && !unnamed {
-            // A folder that a run fills just now is not only full: the message names the process.
-            let named = |error| durable::check_unheld(&plan.output_dir).and(Err(error));
+            // A folder that another run fills just now is not only full: the message names its process. A run that restarts
+            // holds the lock itself.
+            let is_held = lock.is_some();
+            let named =
+                |error| if is_held { Err(error) } else { durable::check_unheld(&plan.output_dir).and(Err(error)) };
             folder::check_free(&plan, overwrite).or_else(named)?;
         }
         // The lock ends with the run.
@@ -260,7 +263,7 @@ impl Job for Fit<'_> {
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
         let trained = ready.guarded::<B>(resumed, &signals, &requests, &device);
         let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
-        // However the run has ended, its folder says so, and why.
+        // If the run has ended by itself, by an error or by a signal, its folder says so, and why.
         let reason = ended.as_ref().map_or_else(|error| Some(reason(error)), Clone::clone);
         record_end(&ready.plan.output_dir, reason);
         ended.map(|_| ())
