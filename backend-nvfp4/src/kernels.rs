@@ -167,9 +167,9 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// The numbers `[M, K]` of E4M3 bytes `[M, K/4]`, as `dtype`.
     fn e4m3_decode(words: IntTensor<Self>, dtype: DType) -> FloatTensor<Self>;
 
-    /// Computes attention of a sequence's newest token, or of several, over a cache: `q` `[M, H*E]`, `k` and `v` `[S, G*E]`, where
-    /// S counts the past of `docs` and the new tokens. Sums may take their terms in another order than those of
-    /// [`Nvfp4Backend::causal_attention`], which reads prompts.
+    /// Computes attention of a sequence's newest tokens (a model reads one at a time) over its cache: `q` `[M, H*E]`, `k` and
+    /// `v` `[S, G*E]`, where S counts the past of `docs` and the M new tokens. Sums may take their terms in another order than
+    /// those of [`Nvfp4Backend::causal_attention`], which reads prompts.
     fn cached_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,

@@ -43,8 +43,9 @@ impl Draw {
     }
 }
 
-/// Draws a token of each row of `found` (u32, [`words`] a row: what [`likeliest`](crate::likeliest::likeliest) wrote with this `count`), as
-/// `draws` says. Writes the tokens of all rows to `out` (u32), and behind them for each row whether a logit is NaN (0 or 1).
+/// Draws a token of each row of `found`, as `draws` says. `found` (u32, [`words`] a row) is what
+/// [`likeliest`](crate::likeliest::likeliest) wrote with this `count`. Writes the tokens of all rows to `out` (u32), and behind
+/// them for each row whether a logit is NaN (0 or 1).
 ///
 /// # Errors
 /// If a buffer does not fit the number of draws, or a draw keeps more than `count` tokens.

@@ -37,13 +37,13 @@ const BLOCK_SCALED: Subject = ("block_scaled", |gpu| block_scaled::run(gpu, BF16
 
 /// Planes that add up their sums in shared memory.
 fn gemv_with_shares(gpu: &Gpu) -> Result<(), String> {
-    let plan = GemvPlan::of(&gpu.client, 3, 1024, BF16, [2, 2, 2, 16]).expect("few tokens find a place");
+    let plan = GemvPlan::of(&gpu.client, 3, 1024, BF16, [2, 2, 2]).expect("few tokens find a place");
     gemv::run(gpu, plan, 3, 1024, &[45], BF16)
 }
 
 /// Tokens that come in windows.
 fn gemv_in_windows(gpu: &Gpu) -> Result<(), String> {
-    let plan = GemvPlan::of(&gpu.client, 11, 9728, BF16, [4, 2, 2, 16]).expect("windows find a place");
+    let plan = GemvPlan::of(&gpu.client, 11, 9728, BF16, [4, 2, 2]).expect("windows find a place");
     gemv::run(gpu, plan, 11, 9728, &[45], BF16)
 }
 

@@ -1,6 +1,6 @@
 //! `gemv` by the plans that it makes for the layers of Qwen3, against f64.
 
-use super::gpu::{BF16, Exact, F16, F32, Gpu, PackedData};
+use super::gpu::{BF16, Exact, F16, Gpu, PackedData};
 use crate::support::Random;
 use cubecl::ir::StorageType;
 use kernels_cubecl::gemv::{Gemv, GemvPlan, gemv};
@@ -89,13 +89,11 @@ pub(super) fn run(
     let mut random = Random::new(k as u64 + rows as u64);
     let x = gpu.normal(&mut random, rows * k, ty);
     let weights: Vec<PackedData> = weights.iter().map(|n| gpu.packed(&mut random, *n, k)).collect();
-    let scale = gpu.put(&[1.25], F32);
     let ys: Vec<_> = weights.iter().map(|w| gpu.room(rows * w.rows, ty)).collect();
     let launch = Gemv {
         x: x.arg(),
         rows,
         weights: weights.iter().map(PackedData::args).collect(),
-        scales: vec![scale.arg()],
         ys: ys.iter().map(|y| y.arg()).collect(),
         dtype: ty,
     };
@@ -104,7 +102,7 @@ pub(super) fn run(
         gpu.compare("y", y, |at| {
             let (token, row) = (at / w.rows, at % w.rows);
             let terms = x.values[token * k..][..k].iter().zip(&w.values[row * k..][..k]).map(|(x, w)| x * w);
-            Exact::sum(terms, w.global.values[0] * scale.values[0])
+            Exact::sum(terms, w.global.values[0])
         })?;
     }
     Ok(())

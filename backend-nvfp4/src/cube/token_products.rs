@@ -10,7 +10,7 @@ use crate::packed::Operand;
 use burn::tensor::{DType, backend::Backend};
 use burn_cubecl::{CubeRuntime, kernel::into_contiguous, tensor::CubeTensor};
 use kernels_cubecl::{
-    gemv::{self, Gemv, GemvPlan, gemv},
+    gemv::{self, Gemv, gemv},
     mma,
 };
 use std::ops::Range;
@@ -44,18 +44,15 @@ where
 
 /// The products of rows for which one launch has room.
 fn group<R: CubeRuntime>(x: &CubeTensor<R>, weights: &[&PackedCube<R>]) -> Vec<CubeTensor<R>> {
-    let ([rows, cols], dtype) = (dims(x), x.dtype.into());
+    let (rows, dtype) = (dims(x)[0], x.dtype.into());
     let ys: Vec<_> = weights.iter().map(|w| empty(x, [rows, w.dims()[0]], x.dtype)).collect();
-    let weight_rows = weights.iter().map(|w| w.dims()[0]).sum();
-    let plan = GemvPlan::in_one_order(&x.client, rows, weight_rows, cols, dtype);
     let product = Gemv {
         x: arg(x),
         rows,
         weights: weights.iter().map(|w| w.args()).collect(),
-        scales: vec![],
         ys: ys.iter().map(arg).collect(),
         dtype,
     };
-    launched(gemv(&x.client, product, plan));
+    launched(product.plan(&x.client).and_then(|plan| gemv(&x.client, product, plan)));
     ys
 }

@@ -53,7 +53,7 @@ impl<'a, R: Runtime> Bench<'a, R> {
                         let weights = each.iter().zip(&weights[i % sets]).map(weight).collect();
                         let ys = each.iter().zip(&ys).map(|(n, y)| self.arg(y, tokens * n)).collect();
                         let x = self.arg(&x, tokens * inputs);
-                        let product = Gemv { x, rows: tokens, weights, scales: vec![], ys, dtype: BF16 };
+                        let product = Gemv { x, rows: tokens, weights, ys, dtype: BF16 };
                         let plan = product.plan(client)?;
                         gemv(client, product, plan)
                     },

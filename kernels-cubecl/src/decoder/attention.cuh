@@ -82,8 +82,8 @@ struct Attention {
 // The shared memory of a team.
 struct Joint {
     u16* q;              // [PART][E]
-    CacheNumber* k;             // [E]
-    CacheNumber* v;             // [E]
+    CacheNumber* k;      // [E]
+    CacheNumber* v;      // [E]
     float* tops;         // [TEAM][PART]
     float* totals;
     float* parts;        // [TEAM][PART][E]

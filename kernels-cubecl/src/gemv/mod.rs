@@ -5,16 +5,15 @@
 //! ```
 //! `x` and `y` are f16 or bf16. The rows of x are *tokens*, its values *activations*.
 //!
-//! The weight is the left operand of `mma.sync` m16n8k16, the tokens are the right one (`span.rs`). A tile is 16 rows
-//! of the weight, or eight for a single token and a weight of few rows. The columns of a tile are divided into *spans* of 256 and shared
-//! out among planes, until there are enough planes to keep the device busy (`gemv_plan.rs`); the sums of these planes
+//! The weight is the left operand of `mma.sync` m16n8k16, the tokens are the right one (`span.rs`). A tile is 16 rows of
+//! the weight. The columns of a tile are divided into *spans* of 256 and shared out among planes, until there are enough
+//! planes to keep the device busy (`gemv_plan.rs`); the sums of these planes
 //! meet in shared memory. A plane loads one or two spans ahead while it multiplies another. The activations lie in
 //! shared memory, either all of them, or windows of them that `cp.async` loads one step ahead.
 //!
 //! One launch can serve several weights of layers that read the same activations. The rows and columns of the weights
 //! are compiled in: a model has five shapes, and then nothing is loaded or divided before the first codes are
-//! requested. Reads 4.5 bits a weight: bound by memory, next by decoding (two instructions a code for one token, three
-//! for more).
+//! requested. Reads 4.5 bits a weight: bound by memory, next by decoding (three instructions a code).
 
 mod gemv_plan;
 mod span;
@@ -26,9 +25,9 @@ use crate::{
     mma::{Octet, Pair, ring, zero_sums},
 };
 use cubecl::prelude::*;
-use gemv_plan::SPAN;
 pub use gemv_plan::{GemvPlan, MAX_ROWS};
-use span::{WeightBuffers, nothing_ahead};
+use gemv_plan::{HEIGHT, SPAN};
+use span::{COLUMNS, HALVES, WeightBuffers, nothing_ahead};
 
 const NAME: &str = "gemv";
 
@@ -37,16 +36,14 @@ pub fn fits(rows: usize, cols: usize) -> bool {
     rows <= MAX_ROWS && cols > 0 && cols.is_multiple_of(SPAN)
 }
 
-/// `y = x · wᵀ` for each of several weights, times its tensor scale and every factor in `scales`.
+/// `y = x · wᵀ` for each of several weights, times its tensor scale.
 pub struct Gemv<R: Runtime> {
-    /// The tokens, of type `dtype`, with as many columns as the weights. A single token in bf16 has values below 2^64.
+    /// The tokens, of type `dtype`, with as many columns as the weights.
     pub x: ArrayArg<R>,
     /// Number of tokens.
     pub rows: usize,
     /// At least one weight; all have the same number of columns.
     pub weights: Vec<PackedArgs<R>>,
-    /// Further factors, f32 `[1]` each.
-    pub scales: Vec<ArrayArg<R>>,
     /// A result for each weight, of type `dtype`.
     pub ys: Vec<ArrayArg<R>>,
     /// f16 or bf16.
@@ -63,7 +60,7 @@ impl<R: Runtime> Gemv<R> {
         Ok(cols)
     }
 
-    /// The plan by which the device finishes soonest.
+    /// The plan for the product ([`GemvPlan::new`]).
     ///
     /// # Errors
     /// If [`fits`] is false.
@@ -80,7 +77,7 @@ impl<R: Runtime> Gemv<R> {
 /// product.
 pub fn gemv<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: GemvPlan) -> Result<(), KernelError> {
     let cols = product.columns()?;
-    let Gemv { x, rows, weights, scales, ys, dtype } = product;
+    let Gemv { x, rows, weights, ys, dtype } = product;
     require(NAME, plan.is_for(rows, cols, dtype), || {
         format!("the plan was made for another product than {rows} tokens of {dtype:?} and {cols} columns")
     })?;
@@ -106,7 +103,6 @@ pub fn gemv<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: GemvP
             CubeDim::new_1d(plan.units()),
             x,
             sequence(weights.into_iter().map(|w| w.launch())),
-            sequence(scales),
             sequence(ys),
             rows as u32,
             weight_rows,
@@ -122,7 +118,6 @@ pub fn gemv<R: Runtime>(client: &ComputeClient<R>, product: Gemv<R>, plan: GemvP
 fn gemv_kernel<F: Float>(
     x: &Array<Octet<F>>,
     weights: &Sequence<WeightBuffers>,
-    factors: &Sequence<Array<f32>>,
     y: &mut Sequence<Array<F>>,
     rows: u32,
     #[comptime] weight_rows: Vec<u32>,
@@ -141,15 +136,10 @@ fn gemv_kernel<F: Float>(
         let end = comptime!(first + own_rows.div_ceil(plan.lines()));
         if comptime!(weights.len() == 1) || (CUBE_POS_X >= first && CUBE_POS_X < end) {
             // Loaded now, multiplied when the sums are complete.
-            let mut tensor_scales = Sequence::<f32>::new();
-            tensor_scales.push(weights.index(p).global[0]);
-            #[unroll]
-            for s in 0..factors.len() {
-                tensor_scales.push(factors.index(s)[0]);
-            }
+            let tensor_scale = weights.index(p).global[0];
             let own = comptime!(Own { plan, weight_rows: own_rows });
             let cube = CUBE_POS_X - first;
-            product_of_cube::<F>(x, weights.index(p), y.index_mut(p), &mut memory, &tensor_scales, cube, rows, own);
+            product_of_cube::<F>(x, weights.index(p), y.index_mut(p), &mut memory, tensor_scale, cube, rows, own);
         }
         comptime!(first = end);
     }
@@ -178,7 +168,7 @@ fn product_of_cube<F: Float>(
     weight: &WeightBuffers,
     y: &mut Array<F>,
     memory: &mut CubeMemory<F>,
-    tensor_scales: &Sequence<f32>,
+    tensor_scale: f32,
     cube: u32,
     rows: u32,
     #[comptime] own: Own,
@@ -203,15 +193,15 @@ fn product_of_cube<F: Float>(
         }
     }
     span::stage::<F>(x, &mut memory.x, rows, plan);
-    let filled = ring(comptime!(if plan.windows() { depth } else { 0 }));
-    if comptime!(plan.windows()) {
+    let filled = ring(comptime!(if plan.windows { depth } else { 0 }));
+    if comptime!(plan.windows) {
         #[unroll]
         for slot in 0..comptime!(depth - 1) {
             span::send::<F>(x, &mut memory.x, &filled, slot, comptime!(slot as u32).runtime(), rows, plan);
         }
     }
     // Planes that read windows take the same number of steps, also those without a span in the last window.
-    let turns = if comptime!(plan.windows()) { plan.steps().runtime() } else { steps };
+    let turns = if comptime!(plan.windows) { plan.steps().runtime() } else { steps };
     let mut sums = zero_sums(plan.groups());
     let mut step = 0u32;
     let mut phase = 0u32;
@@ -220,7 +210,7 @@ fn product_of_cube<F: Float>(
         for slot in 0..depth {
             let now = step + comptime!(slot as u32);
             if now < turns {
-                if comptime!(plan.windows()) {
+                if comptime!(plan.windows) {
                     filled.index(slot).wait_parity(phase);
                     // From here on no unit reads the window before this one, which is filled again.
                     sync_cube();
@@ -230,7 +220,7 @@ fn product_of_cube<F: Float>(
                         span::send::<F>(x, &mut memory.x, &filled, freed, next, rows, plan);
                     }
                 }
-                if comptime!(!plan.windows() || rest == 0) || now < steps {
+                if comptime!(!plan.windows || rest == 0) || now < steps {
                     let span = share + now * shares;
                     span::multiply::<F>(&memory.x, &ahead, &mut sums, slot, span, share, rows, plan);
                     let next = now + comptime!(depth as u32);
@@ -244,9 +234,9 @@ fn product_of_cube<F: Float>(
         phase ^= 1u32;
     }
     if comptime!(shares > 1) {
-        add_up::<F>(y, &sums, &mut memory.sums, tensor_scales, cube, rows, own);
+        add_up::<F>(y, &sums, &mut memory.sums, tensor_scale, cube, rows, own);
     } else {
-        store::<F>(y, &sums, tensor_scales, tile, rows, own);
+        store::<F>(y, &sums, tensor_scale, tile, rows, own);
     }
 }
 
@@ -255,21 +245,21 @@ fn product_of_cube<F: Float>(
 fn store<F: Float>(
     y: &mut Array<F>,
     sums: &Sequence<Array<Pair<f32>>>,
-    tensor_scales: &Sequence<f32>,
+    tensor_scale: f32,
     tile: u32,
     rows: u32,
     #[comptime] own: Own,
 ) {
     let Own { plan, weight_rows } = comptime!(own);
-    let factor = factor_of(tensor_scales, plan);
+    let factor = factor_of(tensor_scale, plan);
     #[unroll]
     for group in 0..plan.groups() {
         #[unroll]
-        for half in 0..plan.halves() {
+        for half in 0..HALVES {
             #[unroll]
-            for c in 0..plan.columns() {
-                let (sum, token, line) = span::sum_of(sums, group, half, c, plan);
-                let column = tile * plan.height() + line;
+            for c in 0..COLUMNS {
+                let (sum, token, line) = span::sum_of(sums, group, half, c);
+                let column = tile * HEIGHT + line;
                 if token < rows && column < weight_rows {
                     y[(token * weight_rows + column) as usize] = F::cast_from(sum * factor);
                 }
@@ -284,35 +274,32 @@ fn add_up<F: Float>(
     y: &mut Array<F>,
     sums: &Sequence<Array<Pair<f32>>>,
     shared: &mut SharedMemory<f32>,
-    tensor_scales: &Sequence<f32>,
+    tensor_scale: f32,
     cube: u32,
     rows: u32,
     #[comptime] own: Own,
 ) {
     let Own { plan, weight_rows } = comptime!(own);
-    let height = plan.height();
     let size = plan.sums_of_plane();
     let plane = UNIT_POS / 32u32;
     #[unroll]
     for group in 0..plan.groups() {
         #[unroll]
-        for half in 0..plan.halves() {
+        for half in 0..HALVES {
             #[unroll]
-            for c in 0..plan.columns() {
-                let (sum, token, line) = span::sum_of(sums, group, half, c, plan);
-                if token < comptime!(size / height) {
-                    shared[(plane * size + token * height + line) as usize] = sum;
-                }
+            for c in 0..COLUMNS {
+                let (sum, token, line) = span::sum_of(sums, group, half, c);
+                shared[(plane * size + token * HEIGHT + line) as usize] = sum;
             }
         }
     }
     sync_cube();
-    let factor = factor_of(tensor_scales, plan);
+    let factor = factor_of(tensor_scale, plan);
     let lines = plan.lines();
     let mut slot = UNIT_POS;
     while slot < rows * lines {
         let (token, line) = (slot / lines, slot % lines);
-        let from = line / height * comptime!(plan.shares * size) + token * height + line % height;
+        let from = line / HEIGHT * comptime!(plan.shares * size) + token * HEIGHT + line % HEIGHT;
         let mut sum = 0.0f32;
         #[unroll]
         for share in 0..plan.shares {
@@ -326,13 +313,8 @@ fn add_up<F: Float>(
     }
 }
 
-/// The product of all tensor scales, and of what undoes the units of codes, scales and activations.
+/// The tensor scale, times the factor that undoes the units of codes and scales.
 #[cube]
-fn factor_of(tensor_scales: &Sequence<f32>, #[comptime] plan: GemvPlan) -> f32 {
-    let mut factor = f32::new(comptime!(plan.factor()));
-    #[unroll]
-    for s in 0..tensor_scales.len() {
-        factor *= *tensor_scales.index(s);
-    }
-    factor
+fn factor_of(tensor_scale: f32, #[comptime] plan: GemvPlan) -> f32 {
+    tensor_scale * f32::new(comptime!(plan.factor()))
 }

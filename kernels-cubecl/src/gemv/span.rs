@@ -2,23 +2,19 @@
 //! ```text
 //! for row of the tile { for token { for r in span { sum[row][token] += w[row][r] * x[token][r] } } }
 //! ```
-//! A lane holds two neighboring vectors of 32 codes for each of its one or two rows, and their four scales. It
+//! A lane holds two neighboring vectors of 32 codes for each of its two rows, and their four scales. It
 //! decodes codes in place, as pairs that are four apart ([`crate::codec`]); the order of the summed columns is free
 //! as long as activations are paired in the same way. A pair of `code * unit` costs three instructions, and the unit,
 //! a power of two, is divided out at the end.
 //!
-//! * **Several tokens** are the columns of the right operand. Codes are multiplied by their scale first, exactly in
-//!   either format, because one instruction sums columns of four blocks.
-//! * **One token** would leave seven of eight columns idle. Instead, column `c` holds the token at vector `c` of the
-//!   span, and zero elsewhere. Sums of different blocks then stay apart and are multiplied by their scales
-//!   afterwards, one product for 16 codes. Activations in bf16 are multiplied by 2^63, so that the small units of
-//!   codes do not make sums subnormal.
+//! Tokens are the columns of the right operand: a single one leaves seven columns idle. Codes are multiplied by their scale
+//! first, exactly in either format, because one instruction sums columns of four blocks.
 
-use super::gemv_plan::{GemvPlan, SPAN, Tokens};
+use super::gemv_plan::{GemvPlan, HEIGHT, SPAN};
 use crate::{
     codec::{e2m1_pairs, e4m3_pair},
     matmul::PackedBuffers,
-    mma::{Octet, Pair, multiply as multiply_fragments, row_sum, sent, zero_sums},
+    mma::{Octet, Pair, multiply as multiply_fragments, sent},
 };
 use cubecl::prelude::{
     barrier::{Barrier, copy_async_checked},
@@ -27,6 +23,11 @@ use cubecl::prelude::{
 
 /// A weight as this kernel reads it: 32 codes in a vector, four scales in a word.
 pub(super) type WeightBuffers = PackedBuffers<Vector<u32, Const<4>>, u32>;
+
+/// Rows of a tile whose sums a lane holds: eight rows lie between them.
+pub(super) const HALVES: usize = 2;
+/// Tokens of a right operand whose sums a lane holds.
+pub(super) const COLUMNS: usize = 2;
 
 /// The codes and scales that a lane has loaded ahead.
 #[derive(CubeType)]
@@ -37,10 +38,9 @@ pub(super) struct Ahead {
 
 #[cube]
 pub(super) fn nothing_ahead(#[comptime] plan: GemvPlan) -> Ahead {
-    let (depth, halves) = comptime!((plan.depth, plan.halves()));
     Ahead {
-        codes: Array::<Vector<u32, Const<4>>>::new(comptime!(depth * halves * 2)),
-        scales: Array::<u32>::new(comptime!(depth * halves)),
+        codes: Array::<Vector<u32, Const<4>>>::new(comptime!(plan.depth * HALVES * 2)),
+        scales: Array::<u32>::new(comptime!(plan.depth * HALVES)),
     }
 }
 
@@ -55,15 +55,14 @@ pub(super) fn load(
     #[comptime] weight_rows: u32,
     #[comptime] plan: GemvPlan,
 ) {
-    let halves = plan.halves();
     #[unroll]
-    for half in 0..halves {
-        let row = tile * plan.height() + UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8);
+    for half in 0..HALVES {
+        let row = tile * HEIGHT + UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8);
         // One vector has 32 codes. The scales of two vectors are loaded as one word; bytes would have to be taken
         // apart here, which would wait for the load.
         let row = if comptime!(weight_rows.is_multiple_of(plan.lines())) { row } else { min(row, weight_rows - 1u32) };
         let at = (row * comptime!(plan.r_len / 32) + span * 8u32 + UNIT_POS_PLANE % 4u32 * 2u32) as usize;
-        let to = comptime!(slot * halves + half);
+        let to = comptime!(slot * HALVES + half);
         ahead.codes[comptime!(to * 2)] = weight.codes[at];
         ahead.codes[comptime!(to * 2 + 1)] = weight.codes[at + 1usize];
         ahead.scales[to] = weight.scales[at / 2usize];
@@ -78,29 +77,20 @@ pub(super) fn stage<F: Float>(
     rows: u32,
     #[comptime] plan: GemvPlan,
 ) {
-    if comptime!(!plan.windows()) {
+    if comptime!(!plan.windows) {
         let octets = comptime!(plan.r_len / 8);
-        let one = comptime!(plan.tokens == Tokens::One);
-        let unit = Pair::<F>::new(F::new(comptime!(plan.value_unit())));
-        let all = if comptime!(one) { octets.runtime() } else { rows * octets };
         let mut at = UNIT_POS;
-        while at < all {
+        while at < rows * octets {
             let pairs = pairs_of(x[at as usize], 4usize);
             let mut octet = Octet::<F>::empty();
             #[unroll]
             for i in 0..4usize {
-                let pair = if comptime!(one) { pairs[i] * unit } else { pairs[i] };
-                octet[comptime!(i * 2)] = pair[0];
-                octet[comptime!(i * 2 + 1)] = pair[1];
+                octet[comptime!(i * 2)] = pairs[i][0];
+                octet[comptime!(i * 2 + 1)] = pairs[i][1];
             }
             let within = at % octets;
-            let to = if comptime!(one) { at } else { at / octets * plan.stride() + within + within / 8u32 };
-            out[to as usize] = octet;
+            out[(at / octets * plan.stride() + within + within / 8u32) as usize] = octet;
             at += plan.units();
-        }
-        // Zeros for the lanes of other columns, in banks that the other lanes do not use.
-        if comptime!(one) && UNIT_POS < 4u32 {
-            out[(octets + 2u32 + UNIT_POS) as usize] = Octet::new(F::new(0.0));
         }
         sync_cube();
     }
@@ -146,86 +136,7 @@ pub(super) fn multiply<F: Float>(
     rows: u32,
     #[comptime] plan: GemvPlan,
 ) {
-    if comptime!(plan.tokens == Tokens::One) {
-        multiply_one::<F>(x_shared, ahead, sums, slot, span, plan);
-    } else {
-        let within = if comptime!(plan.windows()) { share } else { span };
-        multiply_few::<F>(x_shared, ahead, sums, slot, within, rows, plan);
-    }
-}
-
-#[cube]
-fn multiply_one<F: Float>(
-    x_shared: &SharedMemory<Octet<F>>,
-    ahead: &Ahead,
-    sums: &mut Sequence<Array<Pair<f32>>>,
-    #[comptime] slot: usize,
-    span: u32,
-    #[comptime] plan: GemvPlan,
-) {
-    let halves = plan.halves();
-    let column = UNIT_POS_PLANE / 4u32;
-    let zero = comptime!(plan.r_len / 8 + 2);
-    #[unroll]
-    for block in 0..2usize {
-        let mut apart = zero_sums(1usize);
-        #[unroll]
-        for turn in 0..2u32 {
-            // Column `c` is the token at vector `c` of the span, which lane `c / 2` of a row decodes.
-            let own = column == UNIT_POS_PLANE % 4u32 * 2u32 + turn;
-            let at = select(own, span * 32u32 + column * 4u32, zero.runtime()) as usize;
-            #[unroll]
-            for word in 0..2usize {
-                let j = comptime!(block * 2 + word);
-                let mut left = fragments::<F>();
-                #[unroll]
-                for half in 0..halves {
-                    let vector = comptime!((slot * halves + half) * 2 + turn as usize);
-                    let pairs = e2m1_pairs::<F>(ahead.codes[vector][j], plan.bf16);
-                    #[unroll]
-                    for i in 0..4usize {
-                        left.index_mut(comptime!(i / 2))[comptime!(i % 2 * 2 + half)] = pairs[i];
-                    }
-                }
-                let right = pairs_of(x_shared[at + j], 1usize);
-                #[unroll]
-                for step in 0..2usize {
-                    multiply_fragments::<F>(left.index(step), &right, step, apart.index_mut(0usize));
-                }
-            }
-        }
-        #[unroll]
-        for half in 0..halves {
-            let four = ahead.scales[comptime!(slot * halves + half)];
-            let mut scale = Pair::<f32>::empty();
-            #[unroll]
-            for c in 0..2usize {
-                scale[c] = scale_of(four, comptime!(c as u32 * 2 + block as u32));
-            }
-            sums.index_mut(0usize)[half] += apart.index(0usize)[half] * scale;
-        }
-    }
-}
-
-/// Decodes one of four scales. The bits of an E4M3 byte, read as those of an f32, are its value times 2^-120, also
-/// for subnormal bytes, since CUDA keeps subnormal numbers.
-#[cube]
-fn scale_of(four: u32, #[comptime] i: u32) -> f32 {
-    let bits = if comptime!(i < 3) { four << comptime!(20 - 8 * i.min(2)) } else { four >> 4u32 };
-    f32::reinterpret(bits & 0x0FF0_0000u32) * comptime!(2.0f32.powi(120))
-}
-
-#[cube]
-fn multiply_few<F: Float>(
-    x_shared: &SharedMemory<Octet<F>>,
-    ahead: &Ahead,
-    sums: &mut Sequence<Array<Pair<f32>>>,
-    #[comptime] slot: usize,
-    within: u32,
-    rows: u32,
-    #[comptime] plan: GemvPlan,
-) {
-    let halves = plan.halves();
+    let within = if comptime!(plan.windows) { share } else { span };
     let row = UNIT_POS_PLANE / 4u32;
     #[unroll]
     for turn in 0..2u32 {
@@ -234,8 +145,8 @@ fn multiply_few<F: Float>(
         for j in 0..4usize {
             let mut left = fragments::<F>();
             #[unroll]
-            for half in 0..halves {
-                let own = comptime!(slot * halves + half);
+            for half in 0..HALVES {
+                let own = comptime!(slot * HALVES + half);
                 let byte = (ahead.scales[own] >> comptime!(turn * 16 + j as u32 / 2 * 8)) & 0xFFu32;
                 let scale = e4m3_pair::<F>(byte, plan.bf16);
                 let pairs = e2m1_pairs::<F>(ahead.codes[comptime!(own * 2 + turn as usize)][j], plan.bf16);
@@ -250,9 +161,9 @@ fn multiply_few<F: Float>(
                 let token = min(row + comptime!(group as u32 * 8), rows - 1u32);
                 // The octets of a vector lie between two that are left free.
                 let at = token * plan.stride() + vector * 4u32 + vector / 2u32;
-                let at = (at as usize) + comptime!(if plan.windows() { slot * plan.window() + j } else { j });
+                let at = (at as usize) + comptime!(if plan.windows { slot * plan.window() + j } else { j });
                 // A window is a plain copy, in which pairs are neighbors.
-                let right = pairs_of(x_shared[at], comptime!(if plan.windows() { 4usize } else { 1usize }));
+                let right = pairs_of(x_shared[at], comptime!(if plan.windows { 4usize } else { 1usize }));
                 #[unroll]
                 for step in 0..2usize {
                     multiply_fragments::<F>(left.index(step), &right, step, sums.index_mut(group));
@@ -262,7 +173,7 @@ fn multiply_few<F: Float>(
     }
 }
 
-/// Zeros for two left operands; rows that a tile does not have stay zero.
+/// Two left operands, of zeros.
 #[cube]
 fn fragments<F: Float>() -> Sequence<Array<Pair<F>>> {
     let mut left = Sequence::<Array<Pair<F>>>::new();
@@ -293,22 +204,15 @@ fn pairs_of<F: Float>(values: Octet<F>, #[comptime] apart: usize) -> Array<Pair<
     pairs
 }
 
-/// One of a lane's finished sums, its token, and its row of the tile. For a single token all four lanes of a row get
-/// the sum, and the first one has the token.
+/// One of a lane's finished sums, its token, and its row of the tile.
 #[cube]
 pub(super) fn sum_of(
     sums: &Sequence<Array<Pair<f32>>>,
     #[comptime] group: usize,
     #[comptime] half: usize,
     #[comptime] c: usize,
-    #[comptime] plan: GemvPlan,
 ) -> (f32, u32, u32) {
     let pair = sums.index(group)[half];
-    let line = UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8);
-    let part = UNIT_POS_PLANE % 4u32;
-    if comptime!(plan.tokens == Tokens::One) {
-        (row_sum(pair[0] + pair[1]), part, line)
-    } else {
-        (pair[c], part * 2u32 + comptime!(group as u32 * 8 + c as u32), line)
-    }
+    let token = UNIT_POS_PLANE % 4u32 * 2u32 + comptime!(group as u32 * 8 + c as u32);
+    (pair[c], token, UNIT_POS_PLANE / 4u32 + comptime!(half as u32 * 8))
 }

@@ -117,8 +117,7 @@ pub(super) fn gemvs<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Result<(), Ker
             for outputs in [vec![outputs], vec![outputs, 24, 40]] {
                 let weights = outputs.iter().map(|n| zeros.packed(*n, inputs)).collect();
                 let ys = outputs.iter().map(|n| zeros.values(tokens * n)).collect();
-                let (x, scales) = (zeros.values(tokens * inputs), vec![zeros.floats(1)]);
-                let product = Gemv { x, rows: tokens, weights, scales, ys, dtype };
+                let product = Gemv { x: zeros.values(tokens * inputs), rows: tokens, weights, ys, dtype };
                 let plan = product.plan(client)?;
                 gemv(client, product, plan)?;
             }
