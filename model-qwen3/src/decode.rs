@@ -29,12 +29,10 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
     }
 
     /// Maps the embeddings `[M, D]` of one new token of each sequence to hidden states `[M, D]`, and appends keys and values to
-    /// the caches. `None` if not all have their pages in one pool, or the backend has no such operation for this model.
+    /// the caches. `None` if the backend has no such operation for this model.
     fn decode(&self, h_MD: &Tensor<B, 2>, sequences: &[(&mut KvCache<B>, NewTokens)]) -> Option<Tensor<B, 2>> {
         let pool = sequences.first()?.0.pool().clone();
-        if sequences.iter().any(|(cache, _)| !cache.pool().is_same(&pool)) {
-            return None;
-        }
+        assert!(sequences.iter().all(|(cache, _)| cache.pool().is_same(&pool)), "answers of one forward have one pool");
         let config = self.config();
         let pasts: Vec<usize> = sequences.iter().map(|(cache, _)| cache.tokens()).collect();
         let positions = pasts.iter().map(|past| *past as u32).collect();

@@ -35,8 +35,8 @@ pub struct KvCache<B: Backend> {
     capacity: usize,
 }
 
-/// What a sequence gets in a forward. Its own tokens alone decide how they are computed: a single token can be computed like
-/// longer parts of prompts, or like a token of an answer.
+/// The new tokens of a sequence in a forward. A single token can be read in two ways, whose results differ in the last bits: as
+/// part of a prompt, or as the newest token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NewTokens {
     /// So many tokens of a prompt.
@@ -107,8 +107,9 @@ impl<B: Nvfp4Kernels> KvPool<B> {
         Ok(Self(Arc::new(Mutex::new(Shared { layers, pages: Pages::new(pages) }))))
     }
 
-    /// A cache for at most `capacity` tokens, the first of which are `prompt`. It holds the beginning of the prompt that other sequences of the pool have read,
-    /// but never its last token, because that token's logits are needed. `None` if the pool has no room now.
+    /// A cache for at most `capacity` tokens, the first of which are `prompt`. It holds the beginning of the prompt that other
+    /// sequences of the pool have read, but never its last token, because that token's logits are needed. `None` if the pool
+    /// has no room now.
     pub fn cache(&self, prompt: &[u32], capacity: usize) -> Option<KvCache<B>> {
         let mut shared = self.shared();
         let found = shared.pages.find(&prompt[..prompt.len().saturating_sub(1).min(capacity)]);

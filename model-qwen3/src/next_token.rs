@@ -25,8 +25,8 @@ pub(crate) enum Newest<'a, B: Backend> {
     Drawn(&'a Arc<Drawn<B>>, usize),
 }
 
-/// What is known of the next token.
-pub(crate) enum Known {
+/// The next token, or the logits to choose it from, on the host.
+pub(crate) enum Received {
     /// Its id.
     Token(u32),
     /// The logits of all tokens.
@@ -42,15 +42,13 @@ impl<B: Nvfp4Kernels> NextToken<B> {
     pub(crate) fn of(logits: Tensor<B, 2>, draws: &[Option<Draw>]) -> Vec<Self> {
         let row = |n: usize| logits.clone().slice(n..n + 1);
         let asked: Vec<usize> = (0..draws.len()).filter(|n| draws[*n].is_some()).collect();
-        let drawn = if asked.is_empty() {
-            None
-        } else if asked.len() == draws.len() {
-            draw(logits.clone(), &draws.iter().flatten().copied().collect::<Vec<_>>())
-        } else {
-            let rows = Tensor::cat(asked.iter().map(|n| row(*n)).collect(), 0);
-            draw(rows, &draws.iter().flatten().copied().collect::<Vec<_>>())
+        let own: Vec<Draw> = draws.iter().flatten().copied().collect();
+        let rows = match own.len() {
+            0 => None,
+            count if count == draws.len() => Some(logits.clone()),
+            _ => Some(Tensor::cat(asked.iter().map(|n| row(*n)).collect(), 0)),
         };
-        let drawn = drawn.map(Arc::new);
+        let drawn = rows.and_then(|rows| draw(rows, &own)).map(Arc::new);
         let next = |n: usize| match (&drawn, asked.binary_search(&n)) {
             (Some(drawn), Ok(place)) => Self::Drawn(drawn.clone(), place),
             _ => Self::Logits(row(n)),
@@ -62,19 +60,19 @@ impl<B: Nvfp4Kernels> NextToken<B> {
     ///
     /// # Errors
     /// If the device fails.
-    pub(crate) fn wait(self) -> Result<Known, ModelError> {
+    pub(crate) fn wait(self) -> Result<Received, ModelError> {
         match self {
             Self::Drawn(drawn, row) => {
                 let token = drawn.token(row).map_err(|e: Nvfp4Error| ModelError::Device(e.to_string()))?;
-                Ok(if token.has_nan { Known::NotANumber } else { Known::Token(token.id) })
+                Ok(if token.has_nan { Received::NotANumber } else { Received::Token(token.id) })
             }
             Self::Logits(logits) => {
                 let logits = to_host(logits)?;
-                Ok(if logits.iter().any(|x| x.is_nan()) { Known::NotANumber } else { Known::Logits(logits) })
+                Ok(if logits.iter().any(|x| x.is_nan()) { Received::NotANumber } else { Received::Logits(logits) })
             }
             Self::Chunk(number) => {
                 let is_nan = to_host(number)?.iter().any(|x| x.is_nan());
-                Ok(if is_nan { Known::NotANumber } else { Known::Chunk })
+                Ok(if is_nan { Received::NotANumber } else { Received::Chunk })
             }
         }
     }

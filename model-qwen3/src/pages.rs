@@ -252,6 +252,10 @@ mod tests {
         assert_eq!((pages.take(1), pages.available()), (None, 0));
         pages.release(&own);
         assert_eq!(pages.take(3).map(|pages| pages.len()), Some(3));
+        // A page goes, and in the same call the one in front of it.
+        pages.release(&[0, 1, 2]);
+        assert_eq!(pages.take(3).map(|pages| pages.len()), Some(3));
+        assert_eq!(pages.find(&a), Found { pages: vec![], partial: None });
     }
 
     /// Two sequences read the same at the same time. One ends, and the other one continues with pages of its own.

@@ -6,7 +6,7 @@ use crate::{
     ModelError,
     kv_cache::{KvCache, KvPool, NewTokens},
     model::{Qwen3, below_each_other, ids_tensor},
-    next_token::{Known, Newest, NextToken, newest_ids},
+    next_token::{Newest, NextToken, Received, newest_ids},
     pages::PAGE,
     sampling::{self, Logprobs, Sampling},
     weights::to_host,
@@ -151,9 +151,13 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
     /// # Errors
     /// As [`Self::answer`].
     pub fn read(&mut self, ids: &[u32]) -> Result<Vec<f32>, ModelError> {
-        let new = |count| if count == 1 { NewTokens::Answer } else { NewTokens::Prompt(count) };
+        // An answer that has ended may have left a token that was read ahead.
+        if self.cache.tokens() > self.ids.len() {
+            self.rewind(self.ids.len());
+        }
+        let new = if ids.len() == 1 { NewTokens::Answer } else { NewTokens::Prompt(ids.len()) };
         let model = self.model;
-        let logits = to_host(model.logits_cached(read(&mut [(self, ids)], new)?))?;
+        let logits = to_host(model.logits_cached(read(&mut [(self, ids, new)])?))?;
         if logits.iter().any(|x| x.is_nan()) { Err(ModelError::NotANumber) } else { Ok(logits) }
     }
 
@@ -169,13 +173,6 @@ impl<'a, B: Nvfp4Kernels> Session<'a, B> {
         self.of_prompt = self.of_prompt.min(left);
         left
     }
-
-    /// Forgets a token that was read ahead and is not part of the answer.
-    fn forget_ahead(&mut self) {
-        if self.cache.tokens() > self.ids.len() {
-            self.rewind(self.ids.len());
-        }
-    }
 }
 
 /// An answer in the making.
@@ -189,7 +186,7 @@ pub struct Answering<B: Backend> {
     options: GenerateOptions,
     generation: Generation,
     ended: bool,
-    /// Whether the model computed no numbers.
+    /// Whether the model computed NaN.
     failed: bool,
     /// The token behind `ids`, once the session reads or has read all of them; or a chunk of the prompt that is being read.
     next: Option<NextToken<B>>,
@@ -262,13 +259,13 @@ impl<B: Nvfp4Kernels> Answering<B> {
         self.ids.get(self.read..chunk_end.min(self.prompt - 1)).unwrap_or_default()
     }
 
-    /// The newest token, if it is to be read next and the session has read all tokens before it.
-    fn newest(&self) -> Option<Newest<'_, B>> {
-        match (self.drawn(), &self.next, self.ids.last()) {
-            (Some((drawn, row)), ..) => Some(Newest::Drawn(drawn, row)),
-            (None, None, Some(id)) if self.read + 1 == self.ids.len() => Some(Newest::Known(*id)),
-            _ => None,
+    /// The token that the session is to read next, if it has read, or is reading, all tokens before it.
+    fn newest(&self, session: &Session<'_, B>) -> Option<Newest<'_, B>> {
+        if self.reads_ahead(session) {
+            return self.drawn().map(|(drawn, row)| Newest::Drawn(drawn, row));
         }
+        let is_next = self.next.is_none() && self.read + 1 == self.ids.len();
+        self.ids.last().filter(|_| is_next).map(|id| Newest::Known(*id))
     }
 
     /// How the device draws the token behind `more` tokens that the host does not know yet. Whoever wants logarithms of
@@ -309,29 +306,24 @@ impl<B: Nvfp4Kernels> Answering<B> {
             self.read += 1;
             self.next = Some(ahead);
         }
-        if self.ended {
-            session.forget_ahead();
-        }
         Ok(token)
     }
 
-    fn receive(&mut self, known: Known) -> Option<u32> {
-        self.failed = matches!(known, Known::NotANumber);
-        if self.failed {
-            self.end(StopReason::Caller);
-        }
-        if self.failed || self.reads_prompt() {
-            return None;
-        }
+    fn receive(&mut self, received: Received) -> Option<u32> {
         let (options, answer) = (&self.options, &mut self.generation);
-        if options.max_tokens == 0 {
-            self.end(StopReason::MaxTokens);
-            return None;
-        }
-        let (id, logprobs) = match known {
-            Known::NotANumber | Known::Chunk => return None,
-            Known::Token(id) => (id, None),
-            Known::Logits(mut logits) => {
+        let (id, logprobs) = match received {
+            Received::Chunk => return None,
+            Received::NotANumber => {
+                self.failed = true;
+                self.end(StopReason::Caller);
+                return None;
+            }
+            _ if options.max_tokens == 0 => {
+                self.end(StopReason::MaxTokens);
+                return None;
+            }
+            Received::Token(id) => (id, None),
+            Received::Logits(mut logits) => {
                 // Sampling changes the logits of tokens that were seen.
                 let own = options.logprobs.map(|count| (logits.clone(), count));
                 let id = sampling::next(&mut logits, &self.ids, &options.sampling, answer.ids.len() as u32);
@@ -383,8 +375,11 @@ fn read_chunks<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
     if parts.is_empty() {
         return Ok(());
     }
-    let mut reads: Vec<_> = parts.iter_mut().map(|(session, _, ids)| (&mut **session, ids.as_slice())).collect();
-    let hidden = read(&mut reads, NewTokens::Prompt)?;
+    let mut reads: Vec<_> = parts
+        .iter_mut()
+        .map(|(session, _, ids)| (&mut **session, ids.as_slice(), NewTokens::Prompt(ids.len())))
+        .collect();
+    let hidden = read(&mut reads)?;
     for (n, (_, answering, ids)) in parts.iter_mut().enumerate() {
         answering.read += ids.len();
         let goes_on = !answering.chunk().is_empty();
@@ -395,18 +390,14 @@ fn read_chunks<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
 
 /// Reads the newest token of each answer, and what is to be known of the token behind it.
 fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), ModelError> {
-    let reads = |session: &Session<'_, B>, answering: &Answering<B>| match answering.newest() {
-        Some(Newest::Drawn(..)) => answering.reads_ahead(session),
-        newest => newest.is_some(),
-    };
-    let mut parts: Vec<_> = answers.iter_mut().filter(|(session, answering)| reads(session, answering)).collect();
-    for (session, _) in parts.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
-        session.forget_ahead();
+    let mut parts: Vec<_> =
+        answers.iter_mut().filter(|(session, answering)| answering.newest(session).is_some()).collect();
+    for (session, _) in parts.iter().filter(|(_, answering)| answering.next.is_none()) {
         session.cache.reserve(1)?;
     }
     let Some((first, _)) = parts.first() else { return Ok(()) };
     let model = first.model;
-    let newest: Vec<_> = parts.iter().filter_map(|(_, answering)| answering.newest()).collect();
+    let newest: Vec<_> = parts.iter().filter_map(|(session, answering)| answering.newest(session)).collect();
     let ids = newest_ids(&newest, model.config(), &model.device())?;
     for (session, answering) in parts.iter_mut().filter(|(_, answering)| answering.next.is_none()) {
         session.ids.extend(answering.ids.last());
@@ -428,21 +419,17 @@ fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
 }
 
 /// Reads tokens of several sessions of one model in one forward, and returns the hidden state `[R, D]` of the last token of each.
-fn read<B: Nvfp4Kernels>(
-    parts: &mut [(&mut Session<'_, B>, &[u32])],
-    new: impl Fn(usize) -> NewTokens,
-) -> Result<Tensor<B, 2>, ModelError> {
-    for (session, ids) in parts.iter_mut() {
-        session.forget_ahead();
+fn read<B: Nvfp4Kernels>(parts: &mut [(&mut Session<'_, B>, &[u32], NewTokens)]) -> Result<Tensor<B, 2>, ModelError> {
+    for (session, ids, _) in parts.iter() {
         session.cache.reserve(ids.len())?;
     }
     let model = parts[0].0.model;
-    let all: Vec<u32> = parts.iter().flat_map(|(_, ids)| ids.iter().copied()).collect();
+    let all: Vec<u32> = parts.iter().flat_map(|(_, ids, _)| ids.iter().copied()).collect();
     let input = ids_tensor(&[all], model.config(), &model.device())?;
-    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, ids)| (&mut **session, new(ids.len()))).collect();
+    let mut sessions: Vec<_> = parts.iter_mut().map(|(session, _, new)| (&mut **session, *new)).collect();
     let hidden = forward(&mut sessions, input);
-    for (session, ids) in parts.iter_mut() {
-        if !new(ids.len()).is_answer() && session.of_prompt == session.ids.len() {
+    for (session, ids, new) in parts.iter_mut() {
+        if !new.is_answer() && session.of_prompt == session.ids.len() {
             session.of_prompt += ids.len();
         }
         session.ids.extend_from_slice(ids);

@@ -119,11 +119,13 @@ impl GgufFile {
             return if has_head { "--dtype nvfp4 --head bf16" } else { "--dtype nvfp4" };
         }
         let only = |float| matrices().all(|tensor| tensor.kind == Kind::Float(float));
-        // An 8-bit integer times an f16 scale has more bits than f16 or bf16.
-        match () {
-            () if only(FloatType::F16) => "--dtype f16",
-            () if only(FloatType::Bf16) => "--dtype bf16",
-            () => "--dtype f32",
+        if only(FloatType::F16) {
+            "--dtype f16"
+        } else if only(FloatType::Bf16) {
+            "--dtype bf16"
+        } else {
+            // An 8-bit integer times an f16 scale has more bits than f16 or bf16.
+            "--dtype f32"
         }
     }
 
