@@ -5,8 +5,9 @@
 
 Each prompt of ROWS.tsv (a prompt, a tab, an answer) is asked once alone, greedily. Then STREAMS threads ask prompts at random
 for SECONDS seconds, and each answer must be the one from before. It prints how many of those answers were the rows' own,
-how long the pieces of an answer were apart, and how the memory of the server (PROCESS) and of the card has grown since a
-tenth of the time. It ends with exit code 1 if an answer was wrong or a request failed.
+how long the pieces of an answer were apart, and how the memory of the server (PROCESS) and of the card has grown: it is read
+each second, because buffers of prompts come and go, and the most of the last tenth of the time is compared with the most of
+the first. It ends with exit code 1 if an answer was wrong or a request failed.
 """
 import http.client
 import json
@@ -84,19 +85,25 @@ def client(number):
 threads = [threading.Thread(target=client, args=(i,)) for i in range(streams)]
 for thread in threads:
     thread.start()
-time.sleep(seconds / 10)
-early = memory()
+readings = []
+while time.time() < end:
+    readings.append(memory())
+    time.sleep(1)
 for thread in threads:
     thread.join()
-late = memory()
+tenth = max(1, len(readings) // 10)
+process_read, card_read = ([value for value in values if value] for values in zip(*readings))
 gaps.sort()
 first.sort()
 at = lambda values, share: 1000 * values[min(len(values) - 1, int(share * len(values)))]
 print(f"{answers} answers, {pieces} pieces, {pieces / seconds:.0f} pieces/s, {len(failed)} failed, {len(wrong)} wrong")
 print(f"ms between pieces: p50 {at(gaps, 0.5):.1f}, p99 {at(gaps, 0.99):.1f}, p99.9 {at(gaps, 0.999):.1f}; "
       f"ms to the first: p50 {at(first, 0.5):.1f}, p99 {at(first, 0.99):.1f}")
-growth = [f"{100 * (b / a - 1):.2f} %" if a and b else "unknown" for a, b in zip(early, late)]
-print(f"memory: process {early[0]} to {late[0]} bytes ({growth[0]}), card {early[1]} to {late[1]} MiB ({growth[1]})")
+for name, unit, values in [("process", "bytes", process_read), ("card", "MiB", card_read)]:
+    if values:
+        first_most, last_most = max(values[:tenth]), max(values[-tenth:])
+        print(f"memory of the {name}, {unit}: most of the first tenth {first_most}, of the last {last_most} "
+              f"({100 * (last_most / first_most - 1):+.2f} %); {min(values)} to {max(values)} in all")
 for found in failed[:3] + wrong[:3]:
     print(found)
 sys.exit(1 if failed or wrong else 0)
