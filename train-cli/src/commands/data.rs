@@ -99,7 +99,7 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
         let place = |origin: &Origin| origin.in_file(file);
         found.formats.extend(report.formats);
         found.rows += report.rows;
-        found.not_supervised.extend(report.places_dropped.iter().map(place));
+        found.not_supervised.extend(report.dropped.iter().map(place));
         found.overlong.extend(read.iter().filter(|s| s.ids.len() > most).map(|s| place(&s.origins[0])));
         samples.extend(read);
     }

@@ -233,8 +233,8 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
 }
 
 /// `{"instruction": …, "input": …, "output": …, "system": …, "history": [[prompt, answer], …]}`, where `input`, `system` and
-/// `history` are optional. The input follows the instruction on a line of its own. The history has the turns before, which are
-/// learned too, as LLaMA-Factory does.
+/// `history` are optional. The input follows the instruction on a line of its own. The history holds the earlier turns, which are
+/// supervised too, as in LLaMA-Factory.
 fn alpaca(row: Map<String, Value>) -> Result<Row<'static>, String> {
     let optional = |key: &str| row.get(key).and_then(Value::as_str).filter(|text| !text.trim().is_empty());
     let mut prompt = text(&row, "instruction")?.to_owned();
@@ -361,7 +361,7 @@ fn elements(content: &str) -> impl Iterator<Item = (Origin, Result<Value, Wrong>
         };
         row += 1;
         let before = &content[begin..to];
-        // The line alone says where an element is that begins it.
+        // If an element begins its line, the number of the line is enough.
         let shares_line = !before.trim_start().is_empty();
         let place = Origin { row: if shares_line { row } else { 0 }, ..Origin::of_line(line) };
         let end = to + values.byte_offset();

@@ -15,7 +15,7 @@ use std::path::Path;
 /// # Errors
 /// If the file is missing or its metadata are broken.
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
-    let bad = |reason: String| CliError::Data { path: path.to_owned(), line: None, column: None, row: None, reason };
+    let bad = |reason: String| CliError::data(path, None, reason);
     let (file, size) = file::open(path, "check the path")?;
     let open = move || {
         parquet_schema::check_levels(&file, size)?;

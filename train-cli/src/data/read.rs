@@ -51,13 +51,12 @@ pub struct DataReport {
     pub tokens: usize,
     /// Supervised tokens in the sequences.
     pub supervised_tokens: usize,
-    /// Lines that were left out, because they are too long, nothing in them is supervised, or their weight is 0.
-    pub dropped: Vec<usize>,
-    /// Lines that were cut because they are too long.
-    pub truncated: Vec<usize>,
-    /// Where the rows are that were left out.
-    #[serde(skip)]
-    pub places_dropped: Vec<Origin>,
+    /// Where the rows are that were left out, because they are too long, nothing in them is supervised, or their weight is 0.
+    pub dropped: Vec<Origin>,
+    /// Number of rows that were cut because they are too long.
+    pub truncated: usize,
+    /// What a person should know about a file: its index, and a sentence.
+    pub notes: Vec<(usize, String)>,
     /// With packing: rows after packing, and the share of their tokens that is not padding.
     pub packed: Option<(usize, f64)>,
     /// Whether a header line was skipped.
@@ -78,6 +77,13 @@ pub struct DataReport {
 }
 
 impl DataReport {
+    /// Prints the notes about the files, which lie at `paths`.
+    pub fn print_notes(&self, paths: &[PathBuf]) {
+        for (file, note) in &self.notes {
+            report::line(format!("note: {}: {note}", paths[*file].display()));
+        }
+    }
+
     /// The shortest multiple of [`TILE`] that a share of the sequences fits into.
     pub fn fitting(&self, share: f64) -> usize {
         let wanted = (self.lengths.values().sum::<usize>() as f64 * share).ceil() as usize;
@@ -126,19 +132,19 @@ pub fn first(
     enough: usize,
 ) -> Result<(Vec<Sample>, DataReport), CliError> {
     let (samples, report, left_out) = (vec![], DataReport::default(), BTreeMap::new());
-    let mut reader = RowReader { text, options, enough, samples, report, left_out };
-    for (file, path) in paths.iter().enumerate() {
+    let mut reader = RowReader { text, options, enough, index: 0, samples, report, left_out };
+    for (index, path) in paths.iter().enumerate() {
         if reader.samples.len() >= enough {
             break;
         }
-        let before = reader.samples.len();
+        reader.index = index;
         reader.file(path)?;
-        reader.samples[before..].iter_mut().for_each(|s| s.origins[0].file = file as u32);
     }
     let RowReader { samples, mut report, .. } = reader;
     report.samples = samples.len();
     report.tokens = samples.iter().map(|s| s.ids.len()).sum();
     report.supervised_tokens = samples.iter().map(Sample::supervised_tokens).sum();
+    report.print_notes(paths);
     Ok((samples, report))
 }
 
@@ -147,6 +153,8 @@ struct RowReader<'a> {
     options: &'a DataOptions,
     /// Sequences after which no row is read.
     enough: usize,
+    /// The index of the file.
+    index: usize,
     samples: Vec<Sample>,
     report: DataReport,
     /// In how many rows of the file a field stands that the chat template does not render.
@@ -161,10 +169,15 @@ impl RowReader<'_> {
             Some(Reader::Json | Reader::Text(_)) | None => self.text(path),
         }?;
         for (field, rows) in std::mem::take(&mut self.left_out) {
-            let (file, rows) = (path.display(), report::count(rows, "row"));
-            report::line(format!("note: {file}: the chat template leaves out {field:?}, which stands in {rows}"));
+            let rows = report::count(rows, "row");
+            self.note(format!("the chat template leaves out {field:?}, which stands in {rows}"));
         }
         Ok(())
+    }
+
+    /// Notes a sentence about the file.
+    fn note(&mut self, sentence: String) {
+        self.report.notes.push((self.index, sentence));
     }
 
     /// Makes samples of the rows of a table.
@@ -187,7 +200,7 @@ impl RowReader<'_> {
         if let Some(separator) = options.rows.separator.as_ref().filter(|_| format == Format::Text)
             && !content.contains(separator.as_str())
         {
-            report::line(format!("note: {} does not contain {separator:?}: it is one document", path.display()));
+            self.note(format!("it does not contain {separator:?}, so it is one document"));
         }
         let rows = format::rows(format, &content, &options.rows).map_err(|reason| bad(path, None, reason))?;
         self.rows(path, format, rows)
@@ -203,6 +216,7 @@ impl RowReader<'_> {
         self.report.formats.insert(format.name());
         let (samples, dropped) = (self.samples.len(), self.report.dropped.len());
         for (place, row) in rows {
+            let place = Origin { file: self.index as u32, ..place };
             let before = self.samples.len();
             let (row, weight) = row.map_err(|wrong| bad_row(path, place, wrong))?;
             self.row(row, place).map_err(|error| of_row(path, place, error))?;
@@ -257,15 +271,9 @@ impl RowReader<'_> {
     fn weigh(&mut self, first: usize, weight: f64, place: Origin) {
         if weight == 0.0 && self.samples.len() > first {
             self.samples.truncate(first);
-            self.leave_out(place);
+            self.report.dropped.push(place);
         }
         self.samples[first..].iter_mut().for_each(|sample| sample.weight = weight);
-    }
-
-    /// Records that a row was left out.
-    fn leave_out(&mut self, place: Origin) {
-        self.report.dropped.push(place.line as usize);
-        self.report.places_dropped.push(place);
     }
 
     /// Cuts a document into sequences.
@@ -323,9 +331,9 @@ impl RowReader<'_> {
         };
         pieces.retain(|piece| piece.supervised_tokens() > 0);
         if pieces.is_empty() {
-            self.leave_out(place);
+            self.report.dropped.push(place);
         } else if len > most {
-            self.report.truncated.push(place.line as usize);
+            self.report.truncated += 1;
         }
         self.samples.extend(pieces);
         Ok(())
@@ -349,7 +357,7 @@ fn text_of(path: &Path) -> Result<String, CliError> {
 }
 
 fn bad(path: &Path, line: Option<usize>, reason: impl ToString) -> CliError {
-    CliError::Data { path: path.to_owned(), line, column: None, row: None, reason: reason.to_string() }
+    CliError::data(path, line, reason)
 }
 
 /// What is wrong with the row at a place.

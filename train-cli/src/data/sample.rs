@@ -1,6 +1,7 @@
 //! A token sequence with a mask of the tokens that are supervised.
 
 use backend_nvfp4::{Stream, reference};
+use serde::{Deserialize, Serialize};
 use std::{ops::Range, path::Path};
 
 /// A token sequence with its mask.
@@ -21,7 +22,7 @@ pub struct Sample {
 }
 
 /// Where a document came from.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Origin {
     /// Index of the file.
     pub file: u32,

@@ -28,7 +28,7 @@ use std::{
 
 /// Version of the format and of how rows become tokens. A change of either must raise it, so that older files are not
 /// read.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 /// Largest cache file that is read, which is read whole. A token takes five bytes, and its sample as much again in memory.
 const LARGEST: u64 = 64 << 30;
 
@@ -49,9 +49,10 @@ pub fn load(
     let limits = Limits { files: paths.len(), vocabulary: text.tokenizer.vocab_size(), tokens: options.max_seq_length };
     match file::read_bytes(&kept, LARGEST, "") {
         Ok(bytes) => match parsed(&bytes, limits) {
-            Some(found) => {
+            Some((samples, found)) => {
                 report::line(format!("{:>11}  from {}", "tokens", kept.display()));
-                return Ok(found);
+                found.print_notes(paths);
+                return Ok((samples, found));
             }
             None => report::line(format!("{:>11}  {} is damaged; it is made again", "tokens", kept.display())),
         },
@@ -155,6 +156,7 @@ fn parsed(file: &[u8], limits: Limits) -> Option<(Vec<Sample>, DataReport)> {
         (at, prompt_at) = (end, prompt_end);
     }
     let whole = at == ids.len() && at == supervised.len() && prompt_at == prompts.len();
+    let whole = whole && report.notes.iter().all(|(file, _)| *file < limits.files);
     (whole && !samples.is_empty() && samples.len() == report.samples).then_some((samples, report))
 }
 
@@ -175,13 +177,15 @@ mod tests {
         samples[2].supervised[3] = false;
         samples[3].weight = 2.5;
         samples[4].origins = vec![Origin { file: 2, line: 7, row: 3 }];
-        let report = DataReport { rows: 5, samples: 5, dropped: vec![3], ..DataReport::default() };
+        let dropped = vec![Origin { file: 1, line: 3, row: 0 }];
+        let notes = vec![(1, "it has a note".to_owned())];
+        let report = DataReport { rows: 5, samples: 5, dropped, notes, ..DataReport::default() };
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("tokens.safetensors");
-        write(&file, &(samples.clone(), report)).unwrap();
+        write(&file, &(samples.clone(), report.clone())).unwrap();
         let bytes = std::fs::read(&file).unwrap();
-        let (read, report) = parsed(&bytes).unwrap();
-        assert_eq!((read, report.rows, report.dropped), (samples, 5, vec![3]));
+        let (read, found) = parsed(&bytes).unwrap();
+        assert_eq!((read, found.rows, found.dropped, found.notes), (samples, 5, report.dropped, report.notes));
         for at in 0..bytes.len() {
             let mut damaged = bytes.clone();
             damaged[at] ^= 1;

@@ -96,8 +96,8 @@ fn data(plan: &Plan, inputs: &Inputs) -> String {
         let rows = report::count(found.dropped.len(), "row");
         parts.push(format!("{rows} dropped (longer than {limit} tokens, or nothing supervised)"));
     }
-    if !found.truncated.is_empty() {
-        parts.push(format!("{} cut at {limit} tokens", report::count(found.truncated.len(), "row")));
+    if found.truncated > 0 {
+        parts.push(format!("{} cut at {limit} tokens", report::count(found.truncated, "row")));
     }
     if let Some((rows, full)) = found.packed {
         parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "row"), full * 100.0));
