@@ -83,7 +83,8 @@ pub struct ExportHfArgs {
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
     /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's
-    /// run; none if the model's files give the scales of activations and --calibration-rows is not given]
+    /// run. If the model's files have scales of activations, these are exported instead, and nothing is measured, unless
+    /// --calibration-rows is given]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.
@@ -135,7 +136,7 @@ pub enum WeightArg {
 /// Flags of `convert`.
 #[derive(Debug, Args)]
 pub struct ConvertArgs {
-    /// Model to read: a model folder, a run folder, a checkpoint, or a .dat, .safetensors or .gguf file
+    /// Model to read: a model folder, a run folder, a checkpoint (not with --dtype nvfp4), or a .dat, .safetensors or .gguf file
     pub input: PathBuf,
     /// File to write. A GGUF file contains config and tokenizer. For a .dat or .safetensors file, convert puts config.json and the
     /// tokenizer's files into the same folder, unless they are there already

@@ -168,8 +168,8 @@ pub struct BenchArgs {
     /// bench kernels: measure only kernels whose name in the output contains this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub filter: String,
-    /// bench decode and prefill: a config.json; the model that is measured has its sizes, and random weights [default: the sizes
-    /// of Qwen3-4B]
+    /// bench decode and prefill: the config.json with the sizes of the model to measure, whose weights are random [default: the
+    /// sizes of Qwen3-4B]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Tokens in front of what is measured.

@@ -149,7 +149,7 @@ pub struct ServeArgs {
     pub parallel: usize,
     /// Number of tokens that the KV cache holds for all prompts and answers together, at least --context. Its memory is allocated
     /// at the start. If it is smaller than --parallel times --context, a request may have to wait until there is room. Free room
-    /// keeps earlier conversations, so that their next turn is read faster [default: --parallel times --context]
+    /// keeps earlier prompts, so that a prompt which begins like one of them is read faster [default: --parallel times --context]
     #[arg(long, value_name = "N")]
     pub kv_cache_tokens: Option<usize>,
 }

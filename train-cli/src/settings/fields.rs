@@ -1,4 +1,5 @@
-//! The settings themselves, in groups that are the headings of `--help`. A field's doc comment is its help text.
+//! The settings themselves, in groups that are the headings of `--help`: for each its help text (the doc comment of its field),
+//! its default, its range, and whether a resumed run may change it.
 
 use crate::{
     replaced::not_of_the_guard,
@@ -93,7 +94,7 @@ pub struct DataSettings {
     /// Training files, folders of them, or patterns.
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON, help = format!(
-        "Training file ({}), a folder of such files (without its .md files), or a pattern such as 'rows/*.jsonl'; may be given \
+        "Training file ({}), a folder of such files (without .md files, dataset_info.json and state.json), or a pattern such as 'rows/*.jsonl'; may be given \
          several times",
         extensions::known()
     ))]
@@ -367,8 +368,8 @@ pub struct SavingSettings {
         "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
          the current step",
         &format!(
-            "; with this default, a checkpoint is left out if the one before is still being written, or if checkpoints would \
-             have taken more than {:.0} % of the run's time from training",
+            "; with this default, a checkpoint is left out if the one before is still being written, or if training \
+             would have waited for checkpoints for more than {:.0} % of its time",
             100.0 * SAVING_SHARE
         ),
     ))]
@@ -436,8 +437,8 @@ pub struct LoggingSettings {
     #[arg(long, value_name = "N", alias = "steps-per-eval", help = parts_of_the_run(
         "Number of steps between evaluations; 0 evaluates only after the last step",
         &format!(
-            "; a larger interval if evaluations would otherwise take over {:.0} % of the time (with --load-best-model-at-end or \
-             --early-stopping-patience, their time does not matter)",
+            "; a larger interval if evaluations would otherwise take more than {:.0} % of the run's time (with \
+             --load-best-model-at-end or --early-stopping-patience, they may take any time)",
             100.0 * EVALUATION_SHARE
         ),
     ))]
