@@ -3,10 +3,9 @@
 
 use crate::support::{
     Cpu,
-    files::{F32, command, demo_file, ok, program, run, tiny_model_with_spread},
+    files::{F32, at_terminal, command, demo_file, no_terminal, ok, run, tiny_model_with_spread},
     golden,
     scripted::scripted_model,
-    skipped_for,
 };
 use backend_nvfp4::CacheFormat;
 use model_qwen3::{
@@ -238,7 +237,7 @@ fn ctrl_c_ends_a_conversation_without_a_terminal() {
     }
 }
 
-/// At a terminal Ctrl-C stops the answer and not the program, and leaves a message of several lines.
+/// At a terminal Ctrl-C stops the answer and not the program, and discards a message of several lines.
 #[test]
 #[cfg(unix)]
 fn ctrl_c_at_a_terminal_does_not_end_the_program() {
@@ -283,12 +282,10 @@ struct Terminal {
 #[cfg(unix)]
 impl Terminal {
     fn of(dir: &Path, args: &str) -> Option<Self> {
-        let line = format!("stty rows 40 cols 120; exec '{}' {args}", program().display());
-        let mut script = Command::new("script");
-        script.args(["-qec", &line, "/dev/null"]).current_dir(dir);
-        script.env("TERM", "xterm").env("XDG_STATE_HOME", dir).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut script = at_terminal(dir, 120, args);
+        script.env("XDG_STATE_HOME", dir).stdin(Stdio::piped()).stdout(Stdio::piped());
         let Ok(mut program) = script.spawn() else {
-            skipped_for("util-linux's `script` is not installed");
+            no_terminal();
             return None;
         };
         let mut output = program.stdout.take().unwrap();

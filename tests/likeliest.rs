@@ -59,6 +59,23 @@ fn on_cube<R: CubeRuntime>() {
     let endless = [f32::NEG_INFINITY, 3.0, f32::INFINITY, f32::INFINITY];
     let found = drawn::<R>(&endless, 4, &[Draw::GREEDY]).unwrap();
     assert_eq!(found, [DrawnToken { id: 2, has_nan: false }]);
+    // Rows of one launch do not touch each other: one has a NaN, and one an infinite logit in its second part.
+    let cols = 5000;
+    let mut logits = random.normals(3 * cols, 3.0);
+    logits[cols + 17] = f32::NAN;
+    logits[2 * cols + 3] = f32::NEG_INFINITY;
+    logits[2 * cols + 2052] = f32::INFINITY;
+    let likeliest = |row: &[f32]| {
+        let numbers = (0..cols).filter(|i| !row[*i].is_nan());
+        let id = numbers.max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap() as u32;
+        DrawnToken { id, has_nan: row.iter().any(|x| x.is_nan()) }
+    };
+    let expected: Vec<DrawnToken> = logits.chunks(cols).map(likeliest).collect();
+    for kept in [1, 5, 64] {
+        // The random number 0 takes the first candidate.
+        let found = drawn::<R>(&logits, cols, &[Draw { kept, ..Draw::GREEDY }; 3]).unwrap();
+        assert_eq!(found, expected, "{kept} candidates");
+    }
 }
 
 /// What the device draws from rows of logits.
@@ -143,6 +160,14 @@ fn read_ahead<R: CubeRuntime>() {
         let read: Vec<u32> = next.iter().chain(&alone[..8]).copied().collect();
         assert_eq!(session.tokens(), read.len());
     }
+    // What is read right behind an answer continues it, however the answer ended.
+    let [behind_stop, behind_limit] = [(9, vec![whole[stop]]), (stop + 1, vec![])].map(|(max_tokens, stop_ids)| {
+        let mut session = Session::new(&model, 60).unwrap();
+        let options = GenerateOptions { max_tokens, ..options(stop_ids) };
+        session.answer(&prompt, &options, |_| ControlFlow::Continue(())).unwrap();
+        session.read(&[9]).unwrap()
+    });
+    assert_eq!(behind_stop, behind_limit);
 }
 
 /// A model in f32 that was made by Hugging Face.

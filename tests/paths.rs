@@ -170,6 +170,18 @@ fn a_session_that_has_shared_its_pages_reads_anew() {
         session.share();
         session.forget();
     }
+    // Where the pool has room, a later session finds what was shared, whatever the first one has read since.
+    let pool = model.pool(96).unwrap();
+    let mut session = Session::of_pool(&model, &pool, &[], 48).unwrap();
+    session.read(&ids[..32]).unwrap();
+    session.share();
+    session.forget();
+    session.read(&ids[8..]).unwrap();
+    let mut later = Session::of_pool(&model, &pool, &ids, 48).unwrap();
+    assert_eq!(later.tokens(), 32);
+    let mut alone = Session::new(&model, 48).unwrap();
+    alone.read(&ids[..32]).unwrap();
+    assert_eq!(later.read(&ids[32..]).unwrap(), alone.read(&ids[32..]).unwrap());
 }
 
 /// The keys and values of an answer are rounded otherwise than those of a prompt: other sessions read these tokens themselves. So

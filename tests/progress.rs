@@ -5,22 +5,17 @@ use crate::{
     support::files::{run, terminal, tiny_model},
 };
 use serde_json::Value;
-use std::{fs, path::Path};
+use std::fs;
 
 const FIT: &str =
     "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 3 --eval-steps 3 --logging-steps 3";
-
-/// What the program writes to a terminal of 100 columns.
-fn on_a_terminal(d: &Path, args: &str) -> Option<String> {
-    terminal(d, 100, args)
-}
 
 #[test]
 fn a_terminal_shows_how_far_a_run_has_come() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let Some(text) = on_a_terminal(d, &format!("{FIT} -o r")) else { return };
+    let Some(text) = terminal(d, 100, &format!("{FIT} -o r")) else { return };
     for part in ["0/3 steps", "the first step", "3/3 steps", "100 %", "evaluating", "exporting · ", "loading"] {
         assert!(text.contains(part), "no {part:?} in {text}");
     }
@@ -38,7 +33,7 @@ fn a_terminal_shows_how_far_a_run_has_come() {
         ("export-hf -m r -o hf", "exporting · "),
         ("export-dat --checkpoint r/checkpoint-3 --output-dat e.dat --device cpu", "exporting · "),
     ] {
-        rates(&on_a_terminal(d, args).unwrap_or_default(), what);
+        rates(&terminal(d, 100, args).unwrap_or_default(), what);
     }
     // The line is gone when the run ends: what follows the last erased line is words.
     let last = text.rsplit("\u{1b}[2K").next().unwrap();
@@ -111,7 +106,7 @@ fn a_terminal_shows_trained_tokens_in_color() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     fs::write(d.join("row.tsv"), "Who are you?\tI am tiny.\n").unwrap();
-    let Some(text) = on_a_terminal(d, "data preview row.tsv -m m") else { return };
+    let Some(text) = terminal(d, 100, "data preview row.tsv -m m") else { return };
     assert!(text.contains("\u{1b}[1;38;5;29mI am tiny.<|im_end|>\u{1b}[0m") && !text.contains('⟦'), "{text}");
     let out = run(d, &["data", "preview", "row.tsv", "-m", "m"]);
     let text = String::from_utf8(out.stdout).unwrap();

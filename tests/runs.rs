@@ -162,9 +162,15 @@ fn runs_are_listed_and_compared() {
     assert!(!compared.contains("max_steps") && !compared.contains("output_dir"), "{compared}");
     let picture = fs::read_to_string(d.join("both.svg")).unwrap();
     assert!(picture.contains("one, training") && picture.contains("two, evaluation"), "{picture}");
-    // No file is replaced by a picture.
+    // No file is replaced by a picture, and no link, even if it leads nowhere.
     let log = fs::read(d.join("runs/one/metrics.jsonl")).unwrap();
-    for plot in ["runs/one/metrics.jsonl", "both.svg"] {
+    let mut taken = vec!["runs/one/metrics.jsonl", "both.svg"];
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink("nowhere", d.join("link.svg")).unwrap();
+        taken.push("link.svg");
+    }
+    for plot in taken {
         let out = run(d, &["runs", "compare", "runs/one", "runs/two", "--plot", plot]);
         assert_eq!(out.status.code(), Some(2), "{plot}");
         assert!(out.stdout.is_empty(), "the file is found to exist after the table is printed: {plot}");

@@ -161,6 +161,9 @@ fn what_a_model_was_trained_for_goes_with_it() {
         assert!(out.status.success() && !said.contains("unlike in training"), "{file}: {said}");
         assert_eq!(json(&d.join(format!("{file}.trained.json"))), record);
     }
+    // A flag that says what training did changes nothing.
+    ok(d, &[&convert[..], &["same.dat", "--scales", "single"]].concat());
+    assert_eq!(json(&d.join("same.dat.trained.json")), record);
     // Nobody types --w4a4.
     let trained = answer(d, "r/final", &[]).0;
     for file in ["x.dat", "y.dat", "z.dat", "r/final/model.dat"] {

@@ -97,14 +97,24 @@ pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
     String::from_utf8(out.stdout).unwrap()
 }
 
-/// Runs the program, which must succeed, and returns what it writes to a terminal of so many columns, which util-linux's `script`
-/// makes.
-pub(crate) fn terminal(folder: &Path, columns: usize, args: &str) -> Option<String> {
+/// The program at a terminal of so many columns, which util-linux's `script` makes, ready to start.
+pub(crate) fn at_terminal(folder: &Path, columns: usize, args: &str) -> Command {
     let line = format!("stty rows 40 cols {columns}; exec '{}' {args}", program().display());
     let mut script = Command::new("script");
     script.args(["-qec", &line, "/dev/null"]).current_dir(folder).env("TERM", "xterm").env_remove("NO_COLOR");
-    let Ok(out) = script.output() else {
-        skipped_for("util-linux's `script` is not installed");
+    script
+}
+
+/// Counts a test that needs a terminal where there is none.
+pub(crate) fn no_terminal() {
+    skipped_for("util-linux's `script` is not installed");
+}
+
+/// Runs the program, which must succeed, and returns what it writes to a terminal of so many columns, which util-linux's `script`
+/// makes.
+pub(crate) fn terminal(folder: &Path, columns: usize, args: &str) -> Option<String> {
+    let Ok(out) = at_terminal(folder, columns, args).output() else {
+        no_terminal();
         return None;
     };
     let text = String::from_utf8_lossy(&out.stdout).into_owned();

@@ -26,7 +26,7 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
             "the file has {size}, and at most {most} are read at once; split it, or write it as Parquet, which is read row \
              by row"
         );
-        return Err(CliError::Data { path: path.to_owned(), line: None, column: None, row: None, reason });
+        return Err(CliError::data(path, None, reason));
     }
     Ok(file::read_bytes(path, LARGEST, "check the path")?)
 }

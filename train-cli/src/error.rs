@@ -257,6 +257,11 @@ impl CliError {
         }
     }
 
+    /// Something is wrong in a file of data, or in one of its lines.
+    pub(crate) fn data(path: &Path, line: Option<usize>, reason: impl ToString) -> Self {
+        Self::Data { path: path.to_owned(), line, column: None, row: None, reason: reason.to_string() }
+    }
+
     /// A line of a file is not JSON.
     pub(crate) fn not_json(path: &Path, line: usize, error: &serde_json::Error) -> Self {
         let (below, column, reason) = place_of(error);

@@ -20,7 +20,7 @@
 //! | [`ahead`], [`kernel_cache`] | kernels that are compiled before they are needed; where compiled kernels are kept |
 //! | [`model_files`], [`data_files`] | the files of a model; those that `--data` names |
 //! | [`tolerance`] | how far two computations of the same values may differ |
-//! | [`outputs`] | the rules that no output replaces an input, and that a folder is no file |
+//! | [`outputs`] | checks of output paths before the work begins |
 //! | [`replaced`] | flags and values of earlier programs, and what to use instead |
 //! | [`durable`], [`report`], [`progress`] | writing files; printing; the line that shows how far work has come |
 //! | [`table`], [`wrapping`] | tables and lines that fit a terminal |

@@ -170,7 +170,7 @@ impl TextFiles {
     /// # Errors
     /// If one of them is missing or broken, or no stop token is known.
     pub fn open(folder: &Path, config: &Qwen3Config) -> Result<Self, CliError> {
-        // Only --tokenizer can name something else than a folder: the folder of a model was found as one.
+        // The folder of a model is known to be a folder: only --tokenizer can name something else.
         check_folder("--tokenizer", folder)?;
         let tokenizer = Tokenizer::from_file(&folder.join("tokenizer.json"))?;
         if tokenizer.vocab_size() > config.vocab_size {

@@ -8,6 +8,11 @@ use std::path::{Path, PathBuf};
 /// the record of its training (`name.trained.json`) are longer.
 const LONGEST_NAME: usize = 225;
 
+/// Whether something is at a path. A link that leads nowhere is the user's, too, and must not be replaced.
+pub fn is_taken(path: &Path) -> bool {
+    path.symlink_metadata().is_ok()
+}
+
 /// Refuses an output that is an input, or that could not be written after hours of work. `flag` names it in the error.
 ///
 /// # Errors

@@ -188,7 +188,7 @@ pub fn answer(error: &clap::Error) -> Option<String> {
         }
         ErrorKind::InvalidValue | ErrorKind::ValueValidation => {
             let value = text(ContextKind::InvalidValue)?;
-            // Who writes one negative number may write another.
+            // The answer to one negative number holds for every other.
             let same = |known: &&str| known.eq_ignore_ascii_case(value) || is_negative(known) && is_negative(value);
             let known = VALUES.iter().find(|(name, values, _)| *name == flag && values.iter().any(same));
             let answer = known.map(|(.., answer)| (*answer).to_owned());

@@ -39,10 +39,10 @@ pub fn width() -> Option<usize> {
     terminal_size_of(std::io::stdout()).map(|(width, _)| usize::from(width.0))
 }
 
-/// Says that what is written leaves out the tensor scales that the files read give activations, if they give any.
+/// Says that the output has no scales of activations, if the model's files have some (`given`).
 pub fn unscaled_inputs(given: bool) {
     if given {
-        label("inputs", "the model's files give the scales of activations; what is written has none");
+        label("inputs", "the model's files give the scales of activations; the output has none");
     }
 }
 

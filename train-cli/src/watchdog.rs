@@ -142,7 +142,9 @@ impl Clock {
         running.taken += TURN;
         running.still += TURN;
         let (work, still) = (running.work, running.still);
-        (still > self.limit(work)).then(|| CliError::Stuck { work: work.to_string(), seconds: still.as_secs() })
+        // No limit is shorter, so the median is computed only for work that may be overdue.
+        (still > SHORTEST && still > self.limit(work))
+            .then(|| CliError::Stuck { work: work.to_string(), seconds: still.as_secs() })
     }
 
     /// How long work may stand still.

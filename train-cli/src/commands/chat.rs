@@ -197,10 +197,8 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
             report::line(format!("last answer: {last}"));
         }
         let s = flags::options(&self.sampling, &self.loaded.text, self.dialog.thinking).sampling;
-        report::line(format!(
-            "temperature {} · top-p {} · top-k {} · min-p {} · repetition-penalty {} · max-tokens {} · seed {}",
-            s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty, self.sampling.max_tokens, s.seed
-        ));
+        let values = answer::values(&s).join(" · ");
+        report::line(format!("{values} · max-tokens {} · seed {}", self.sampling.max_tokens, s.seed));
         Ok(())
     }
 }

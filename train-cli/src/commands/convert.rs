@@ -6,7 +6,7 @@ use crate::{
     args::{ContainerArg, ConvertArgs, WeightArg},
     durable,
     model_files::{Companions, ModelFiles, TextFiles, untie},
-    outputs::check_output,
+    outputs::{check_output, is_taken},
     progress::{self, Writing},
     report,
     run::{
@@ -49,8 +49,7 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let mut inputs = files.weight_files();
     inputs.push(source.tensors().path().to_owned());
     check_output("OUTPUT", &args.output, &inputs)?;
-    // A link that leads nowhere is something of the user's, too.
-    if args.output.symlink_metadata().is_ok() && !args.overwrite {
+    if is_taken(&args.output) && !args.overwrite {
         let text = "the file exists; choose another name, or give --overwrite";
         return Err(CliError::Usage(format!("{}: {text}", args.output.display())));
     }
@@ -278,15 +277,12 @@ fn format(
     scaling: Scaling,
     dense_from: usize,
 ) -> Result<StoreAs<'static>, CliError> {
-    if args.head.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
-        return Err(CliError::Usage(
-            "--head works only with --dtype nvfp4, in .dat and .safetensors files; leave it out".into(),
-        ));
-    }
-    if args.scales.is_some() && (args.dtype != WeightArg::Nvfp4 || container == ContainerArg::Gguf) {
-        return Err(CliError::Usage(
-            "--scales works only with --dtype nvfp4, in .dat and .safetensors files; leave it out".into(),
-        ));
+    let has_place = args.dtype == WeightArg::Nvfp4 && container != ContainerArg::Gguf;
+    for (flag, given) in [("--head", args.head.is_some()), ("--scales", args.scales.is_some())] {
+        if given && !has_place {
+            let text = "works only with --dtype nvfp4, in .dat and .safetensors files; leave it out";
+            return Err(CliError::Usage(format!("{flag} {text}")));
+        }
     }
     Ok(match args.dtype {
         WeightArg::Nvfp4 => StoreAs::Nvfp4 {

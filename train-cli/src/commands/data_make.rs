@@ -5,7 +5,7 @@ use crate::{
     args::MakeArgs,
     data::make::{Balance, Counted, MadeRow, RowRecipe},
     durable,
-    outputs::check_output,
+    outputs::{check_output, is_taken},
     report,
 };
 use model_qwen3::file;
@@ -26,7 +26,7 @@ pub(super) fn run(args: &MakeArgs) -> Result<(), CliError> {
     let recipe = RowRecipe::parse(&text).map_err(wrong)?;
     let written = Written::of(&args.output)?;
     check_output("--output", &args.output, std::slice::from_ref(&args.recipe))?;
-    if args.output.exists() && !args.overwrite {
+    if is_taken(&args.output) && !args.overwrite {
         let text = "exists already; give another --output, or --overwrite";
         return Err(CliError::Usage(format!("{} {text}", args.output.display())));
     }

@@ -27,7 +27,7 @@ use std::{cell::RefCell, collections::BTreeMap, io::Read, path::Path, time::Inst
 
 /// Most bytes of a file of prompts.
 const LONGEST_FILE: u64 = 1 << 30;
-/// Most answers to a prompt. Nobody reads a million, and times the prompts of the longest file the number fits into a `usize`.
+/// Most answers to a prompt. Times the number of prompts in the longest file, it still fits into a `usize`.
 const MOST_ANSWERS: usize = 1 << 20;
 
 /// Runs the command.
@@ -269,13 +269,7 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     let mut questions = Vec::new();
     let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
-        let bad = |reason: String| CliError::Data {
-            path: path.to_owned(),
-            line: Some(line),
-            column: None,
-            row: None,
-            reason,
-        };
+        let bad = |reason: String| CliError::data(path, Some(line), reason);
         if rows {
             let row = json::parse(text).map_err(|e| CliError::not_json(path, line, &e))?;
             check_row(row).map_err(bad)?;
@@ -283,13 +277,12 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
         questions.push(AskedPrompt { text: text.to_owned(), is_row: rows, line: Some(line) });
     }
     if questions.is_empty() {
-        let reason = "there is no prompt in it".into();
-        return Err(CliError::Data { path: path.to_owned(), line: None, column: None, row: None, reason });
+        return Err(CliError::data(path, None, "there is no prompt in it"));
     }
     Ok(questions)
 }
 
-/// Checks that a row holds a prompt or messages, and no other key: it would have no effect, and nobody would notice.
+/// Checks that a row holds a prompt or messages, and no other key. Another key would have no effect, and nobody would notice.
 fn check_row(row: Value) -> Result<(), String> {
     let needed = || "a row needs a text \"prompt\", or a list \"messages\"".to_owned();
     let Value::Object(mut row) = row else { return Err(needed()) };

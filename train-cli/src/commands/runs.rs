@@ -5,7 +5,7 @@ use crate::{
     CliError,
     args::{CompareArgs, ListArgs, RunsCommand, ShowArgs},
     durable,
-    outputs::check_output,
+    outputs::{check_output, is_taken},
     report,
     run::{
         checkpoint::CONFIG,
@@ -122,7 +122,7 @@ fn compared_table(runs: &[Summary]) -> Table {
 
 /// Refuses a picture's path before the runs are read.
 fn check_plot(path: &Path) -> Result<(), CliError> {
-    if path.extension().is_none_or(|extension| extension != "svg") || path.exists() {
+    if path.extension().is_none_or(|extension| extension != "svg") || is_taken(path) {
         let text = "the name must end in .svg, and the file must not exist yet";
         return Err(CliError::Usage(format!("--plot {}: {text}", path.display())));
     }

@@ -77,10 +77,10 @@ pub(super) fn is_at(_: &File, _: &Path) -> bool {
     true
 }
 
-/// Lets the system forget what it holds of a synced file in memory, so that the file is read from the disk next.
+/// Asks the system to drop its cached copy of a synced file, so that the next read comes from the disk.
 #[cfg(target_os = "linux")]
 pub(super) fn forget_cached(path: &Path) {
-    // A system that keeps it in memory lets it be read from there.
+    // If the system keeps the copy, the file is read from memory.
     if let Ok(file) = File::open(path) {
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
     }

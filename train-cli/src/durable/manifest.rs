@@ -22,8 +22,8 @@ pub fn verify(folder: &Path) -> Result<(), CliError> {
 }
 
 /// Checks a folder that has just been written, before anything is given up for it: its manifest, the names of its files, their
-/// sizes and their digests. What the system still holds of the files in memory says nothing about the disk, so that it is
-/// forgotten first, where the system does so (Linux).
+/// sizes and their digests. On Linux, cached copies of the files are dropped first, so that the files are
+/// read from the disk.
 ///
 /// # Errors
 /// If anything differs.

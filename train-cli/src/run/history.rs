@@ -1,8 +1,8 @@
 //! How a run was made: the command lines that started and resumed it, the number of its steps, and why it ended before the last
 //! one. `run.json` in its folder holds this.
 
+use super::record_file;
 use crate::{CliError, durable, report};
-use model_qwen3::{file, json};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -47,13 +47,7 @@ impl History {
     /// # Errors
     /// If it cannot be read, or is broken.
     pub fn read(run: &Path) -> Result<Option<Self>, CliError> {
-        let path = run.join(RECORD);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let text = file::read_text(&path, LARGEST, "")?;
-        let parsed = json::parse(&text).and_then(serde_json::from_value);
-        parsed.map(Some).map_err(|e| CliError::corrupt(&path, e))
+        record_file::read(&run.join(RECORD), LARGEST)
     }
 
     /// All command lines, in order.
@@ -104,12 +98,7 @@ impl Call {
 /// # Errors
 /// If it cannot be written.
 pub(super) fn begin(run: &Path, earlier: Option<History>, steps: usize) -> Result<(), CliError> {
-    let call = Call::now(0);
-    let history = match earlier {
-        Some(earlier) => earlier.continued(call, steps),
-        None => History { first: call, steps: Some(steps), ..History::default() },
-    };
-    history.write(run)
+    add(run, earlier, 0, steps)
 }
 
 /// Adds to the record of a run that it is resumed after step `after`, and has `steps` steps from now on.
@@ -117,9 +106,14 @@ pub(super) fn begin(run: &Path, earlier: Option<History>, steps: usize) -> Resul
 /// # Errors
 /// If it cannot be written.
 pub fn resume(run: &Path, after: usize, steps: usize) -> Result<(), CliError> {
-    let call = Call::now(after);
     // A broken record keeps nobody from training.
-    let history = match History::read(run).unwrap_or_default() {
+    add(run, History::read(run).unwrap_or_default(), after, steps)
+}
+
+/// Adds the command line of this process, which begins after step `after`, to an earlier record if there is one.
+fn add(run: &Path, earlier: Option<History>, after: usize, steps: usize) -> Result<(), CliError> {
+    let call = Call::now(after);
+    let history = match earlier {
         Some(earlier) => earlier.continued(call, steps),
         None => History { first: call, steps: Some(steps), ..History::default() },
     };

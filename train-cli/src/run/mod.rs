@@ -20,6 +20,7 @@ mod optimizer_file;
 pub mod page;
 pub mod plot;
 pub mod preflight;
+mod record_file;
 pub mod recorded_outputs;
 pub mod results;
 pub mod resume;

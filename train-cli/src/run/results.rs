@@ -1,10 +1,11 @@
 //! The record of a complete run: `train_results.json` in its folder. Most of its names are those of Hugging Face's Trainer.
 
+use super::record_file;
 use crate::{
     CliError,
     durable::{self, FileRecord},
 };
-use model_qwen3::{ModelError, file, json};
+use model_qwen3::ModelError;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -50,13 +51,7 @@ impl Results {
     /// # Errors
     /// If it cannot be read, or is broken.
     pub fn read(run: &Path) -> Result<Option<Self>, CliError> {
-        let path = run.join(RESULTS);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let text = file::read_text(&path, LARGEST, "")?;
-        let parsed = json::parse(&text).and_then(serde_json::from_value);
-        parsed.map(Some).map_err(|e| CliError::corrupt(&path, e))
+        record_file::read(&run.join(RESULTS), LARGEST)
     }
 
     /// Reads the record of a run; None if there is none, or if it is broken and will be made again.

@@ -68,7 +68,7 @@ pub fn find(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resum
         Some(folder) => (folder.to_owned(), verified_state(folder)?),
         None => match newest_state(run)? {
             Some(found) => found,
-            // It says what is wrong.
+            // No state is good: `latest` returns the error.
             None => latest(run)?,
         },
     };

@@ -9,6 +9,7 @@ use super::{
     losses::Losses,
     page::{Content, Page, Section},
     plot::{self, Curve},
+    record_file,
     results::Results,
 };
 use crate::{CliError, durable, report, settings::Settings, table::Table};
@@ -68,13 +69,14 @@ impl Summary {
         let last = samples.last().map(|answer| answer.step);
         samples.retain(|answer| Some(answer.step) == last);
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let files = read(&run.join(FINAL).join(durable::MANIFEST))?.map(|manifest| manifest["files"].clone());
+        let files = record_file::read(&run.join(FINAL).join(durable::MANIFEST), LONGEST)?
+            .map(|manifest: Value| manifest["files"].clone());
         let exported = files.iter().filter_map(Value::as_object).flatten();
         Ok(Self {
             folder: run.to_owned(),
             settings: settings.as_object().cloned().unwrap_or_default(),
             history: History::read(run)?,
-            data: read(&run.join(DATA_REPORT))?.unwrap_or_default(),
+            data: record_file::read(&run.join(DATA_REPORT), LONGEST)?.unwrap_or_default(),
             steps,
             evaluations,
             left_out,
@@ -271,7 +273,7 @@ impl Summary {
         let mut sections = Vec::new();
         for (i, call) in self.history.iter().flat_map(History::calls).enumerate() {
             let begins = match (i, call.after) {
-                (0, _) => format!("Started {} (UTC):", call.time()),
+                (0, 0) => format!("Started {} (UTC):", call.time()),
                 (_, 0) => format!("Started again {}:", call.time()),
                 (_, step) => format!("Resumed {}, after step {step}:", call.time()),
             };
@@ -336,13 +338,4 @@ pub fn write(run: &Path) -> Result<(), CliError> {
 /// A loss, if there is one.
 fn shown(loss: Option<f64>) -> String {
     loss.map_or("–".to_owned(), |loss| format!("{loss:.4}"))
-}
-
-/// The JSON of a file, if there is one.
-fn read(path: &Path) -> Result<Option<Value>, CliError> {
-    if !path.exists() {
-        return Ok(None);
-    }
-    let text = file::read_text(path, LONGEST, "")?;
-    model_qwen3::json::parse(&text).map(Some).map_err(|e| CliError::corrupt(path, e))
 }

@@ -40,7 +40,7 @@ pub(super) struct Question {
 /// A piece of an answer.
 #[derive(Debug)]
 pub(super) enum Piece {
-    /// More text, and the logarithms of probabilities of the tokens since the piece before, if they are wanted.
+    /// More text, and the log probabilities of the tokens since the piece before, if they are wanted.
     Text(String, Vec<(u32, Logprobs)>),
     /// The whole answer.
     Complete(Box<Answer>),
@@ -122,7 +122,7 @@ impl Engine {
 /// The end of a channel through which an answer is heard.
 struct Ear {
     index: usize,
-    /// Number of tokens whose logarithms were sent.
+    /// Number of tokens whose log probabilities were sent.
     told: usize,
     heard_by: mpsc::UnboundedSender<(usize, Piece)>,
     metrics: Arc<Metrics>,

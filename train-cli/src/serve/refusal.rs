@@ -1,5 +1,6 @@
 //! An error as OpenAI's clients read it: a status, and `{"error": {"message", "type", "param", "code"}}`.
 
+use crate::CliError;
 use axum::{
     Json,
     http::StatusCode,
@@ -59,5 +60,11 @@ impl Refusal {
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
         (self.status, Json(self.json())).into_response()
+    }
+}
+
+impl From<CliError> for Refusal {
+    fn from(error: CliError) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
     }
 }

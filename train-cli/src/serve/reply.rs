@@ -2,14 +2,9 @@
 
 use super::{
     logprobs::{self, Place},
-    refusal::Refusal,
     request::Request,
 };
-use crate::{
-    CliError,
-    talk::answer::{Answer, LENGTH},
-};
-use axum::http::StatusCode;
+use crate::talk::answer::{Answer, LENGTH};
 use model_qwen3::{json, sampling::Logprobs, session::Generation, tokenizer::Tokenizer};
 use serde_json::{Value, json};
 
@@ -170,7 +165,7 @@ pub(super) struct Sent {
     place: Place,
 }
 
-/// The tokens of an answer with their logarithms, without the first `sent`.
+/// The tokens of an answer with their log probabilities, without the first `sent`.
 fn tokens_of(answer: &Answer, sent: usize) -> Vec<(u32, Logprobs)> {
     let Generation { ids, logprobs, .. } = &answer.generation;
     ids.iter().copied().zip(logprobs.iter().cloned()).skip(sent).collect()
@@ -205,10 +200,4 @@ fn usage(answers: &[&Answer], request: &Request) -> Value {
         "prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     })
-}
-
-impl From<CliError> for Refusal {
-    fn from(error: CliError) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
-    }
 }

@@ -35,7 +35,7 @@ pub(super) struct Request {
     pub(super) streams: bool,
     /// Whether the last piece holds the numbers of tokens.
     pub(super) streams_usage: bool,
-    /// Whether logarithms of probabilities are wanted, and of how many of the most likely tokens.
+    /// Whether log probabilities are wanted, and of how many of the most likely tokens.
     pub(super) logprobs: Option<usize>,
     /// Whether the model may call tools, whose calls are taken out of the text.
     pub(super) calls_tools: bool,

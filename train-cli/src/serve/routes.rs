@@ -44,7 +44,8 @@ const BODY_TIME: Duration = Duration::from_secs(30);
 const LONGEST_TIME: Duration = Duration::from_secs(600);
 /// The page at `/`. It holds no data, and asks for nothing from elsewhere.
 const PAGE: &str = include_str!("page.html");
-/// What the page may load: itself.
+/// What the page may load: only the script and the style that stand in it. `'unsafe-inline'` is what the standard of this header
+/// (Content Security Policy) calls them; it has nothing to do with Rust's `unsafe`.
 const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 

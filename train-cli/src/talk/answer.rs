@@ -228,7 +228,7 @@ pub fn say_sampling(used: &Sampling, text: &TextFiles, thinking: Option<bool>) {
 }
 
 /// The values by which tokens are chosen, with their names.
-fn values(s: &Sampling) -> [String; 5] {
+pub fn values(s: &Sampling) -> [String; 5] {
     [
         format!("temperature {}", s.temperature),
         format!("top-p {}", s.top_p),

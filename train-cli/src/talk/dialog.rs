@@ -3,7 +3,7 @@
 use crate::{
     CliError, durable,
     model_files::TextFiles,
-    outputs::check_output,
+    outputs::{check_output, is_taken},
     talk::{entry, transcript},
 };
 use model_qwen3::{chat_template::RenderOptions, file};
@@ -77,8 +77,7 @@ impl Dialog {
     /// If the file is one of the inputs, no regular file, or somebody else's, or cannot be written.
     pub fn save(&mut self, path: &Path, inputs: &[PathBuf]) -> Result<bool, CliError> {
         check_output("/save", path, inputs)?;
-        // A link that leads nowhere is something of the user's, too.
-        let exists = path.symlink_metadata().is_ok();
+        let exists = is_taken(path);
         if exists && !path.canonicalize().is_ok_and(|file| self.files.contains(&file)) {
             let text = "the file exists, and this conversation has neither written nor loaded it; choose another name";
             return Err(CliError::Usage(format!("/save {}: {text}", path.display())));

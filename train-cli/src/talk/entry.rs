@@ -49,7 +49,7 @@ pub const HELP: &str = "\
 /stats              tokens of the conversation, and speed
 /exit               end; so does Ctrl-D
 A line that ends with \\ continues on the next one. Text between two lines of \"\"\" is one message.
-Ctrl-C stops an answer, or leaves the message that is being typed.";
+Ctrl-C stops an answer, or discards the message that is being typed.";
 
 impl Entry {
     /// Reads what was entered outside quotation marks.
@@ -158,7 +158,7 @@ impl Source {
 /// What a source gives when it is asked for a line.
 enum Line {
     Text(String),
-    /// Ctrl-C: what was typed so far is left.
+    /// Ctrl-C: what was typed so far is discarded.
     Interrupted,
     /// There is no further line.
     End,
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn ctrl_c_leaves_a_message_of_several_lines() {
+    fn ctrl_c_discards_a_message_of_several_lines() {
         let say = |text: &str| -> Result<Entry, String> { Ok(Entry::Say(text.into())) };
         assert_eq!(entered(&["\"\"\"", "one", "^C", "/stats", "two"]), [Ok(Entry::Stats), say("two")]);
         assert_eq!(entered(&["one\\", "^C", "two"]), [say("two")]);

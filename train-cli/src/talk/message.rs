@@ -21,13 +21,13 @@ pub fn checked_messages(messages: Vec<Value>) -> Result<Vec<Value>, String> {
 
 fn checked(message: Value) -> Result<Value, String> {
     let Value::Object(mut message) = message else { return Err("a message is an object".into()) };
-    let role = match message.remove("role").as_ref().map(Value::as_str) {
-        Some(Some("developer")) => "system".to_owned(),
-        Some(Some(role @ ("system" | "user" | "assistant" | "tool"))) => role.to_owned(),
-        Some(Some(role)) => {
+    let role = match message.remove("role").as_ref().and_then(Value::as_str) {
+        Some("developer") => "system".to_owned(),
+        Some(role @ ("system" | "user" | "assistant" | "tool")) => role.to_owned(),
+        Some(role) => {
             return Err(format!("the role {role:?} is none of system, developer, user, assistant and tool"));
         }
-        Some(None) | None => return Err("it has no role".into()),
+        None => return Err("it has no role".into()),
     };
     let content = match message.remove("content") {
         Some(Value::String(text)) => text,

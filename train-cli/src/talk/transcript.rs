@@ -118,7 +118,7 @@ fn of_text(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
 }
 
 fn bad(path: &Path, line: usize, reason: String) -> CliError {
-    CliError::Data { path: path.to_owned(), line: Some(line), column: None, row: None, reason }
+    CliError::data(path, Some(line), reason)
 }
 
 fn text_of<'a>(message: &'a Value, key: &str) -> &'a str {

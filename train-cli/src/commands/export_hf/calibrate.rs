@@ -153,7 +153,7 @@ pub(super) fn no_scale(found: &Calibration, layer: &str) -> CliError {
         "what {layer:?} reads in these rows is zero, or too large or too small for a scale; give other rows with \
          --calibration-data"
     );
-    CliError::Data { path: found.file.clone(), line: None, column: None, row: None, reason }
+    CliError::data(&found.file, None, reason)
 }
 
 /// The measurement as a job.

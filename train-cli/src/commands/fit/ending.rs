@@ -23,10 +23,10 @@ use burn::module::AutodiffModule;
 use model_qwen3::{container::Container, model::Qwen3};
 use std::path::{Path, PathBuf};
 
-/// Why a run ends early whose evaluations get no better.
+/// Why a run ends before its last step without an error.
 const STALLED: &str = "the evaluation loss stopped falling";
 
-/// Why a run has ended that ended by an error, in a few words.
+/// Why an error or a signal ended a run, in a few words.
 pub(super) fn reason(error: &CliError) -> String {
     match error {
         CliError::Interrupted { signal, .. } => format!("{} ended it", signal.name()),
@@ -53,7 +53,7 @@ impl Ready {
         let made = journal.made();
         if made < last {
             report::line(format!(
-                "the evaluation loss has stopped falling: the run ends after step {made} of {last}. To go on, resume it with a \
+                "{STALLED}: the run ends after step {made} of {last}. To go on, resume it with a \
                  larger --early-stopping-patience"
             ));
         }
@@ -232,7 +232,7 @@ pub(super) fn completed(plan: &Plan, state: &TrainerState) -> String {
     let (run, optimizer) = (plan.output_dir.display(), &plan.settings.optimizer);
     let (ended_by, wanted) = match optimizer.max_steps {
         _ if state.global_step < state.max_steps => {
-            ("its evaluation loss had stopped falling".to_owned(), "a larger --early-stopping-patience".to_owned())
+            (STALLED.to_owned(), "a larger --early-stopping-patience".to_owned())
         }
         Some(most) => {
             let ended_by = format!("--max-steps {most} ended it, and overrides --num-train-epochs");

@@ -193,7 +193,7 @@ impl Job for Fit<'_> {
         let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run } =
             self;
         if resumed.is_none() && !unnamed {
-            // A folder that another run fills just now is not only full: the message names its process. A run that restarts
+            // If another run is writing to the folder, the error names its process instead of the files. A run that restarts
             // holds the lock itself.
             let is_held = lock.is_some();
             let named =
