@@ -96,15 +96,15 @@ fn the_bits_of_a_token_depend_on_its_own_sequence_on_the_gpu() {
 
 fn own_sequence<R: CubeRuntime>() {
     let device = R::Device::default();
+    if !supports::<Cube<R>>(&device, Precision::Bf16.dtype()) {
+        return;
+    }
     let ids: Vec<u32> = (0..600).map(|i| (i * i * 7 + i * 37 + 5) % 320).collect();
-    let models = [(Recipe::W4, 6144), (Recipe::Bf16, 6144), (Recipe::W4a4, 512)];
-    let forms = [Precision::F32, Precision::Bf16].into_iter().flat_map(|p| models.map(|(recipe, n)| (p, recipe, n)));
-    for (precision, recipe, columns) in forms.filter(|form| supports::<Cube<R>>(&device, form.0.dtype())) {
-        let spec = LinearSpec::new(recipe, Scaling::Two, precision).each_row();
+    for (recipe, columns) in [(Recipe::W4, 6144), (Recipe::Bf16, 6144), (Recipe::W4a4, 512)] {
+        let spec = LinearSpec::new(recipe, Scaling::Two, Precision::Bf16).each_row();
         let model = weights::random::<Cube<R>>(&config(columns), spec, MasterKind::Nvfp4, 3, &device).unwrap();
         for format in [CacheFormat::Native, CacheFormat::E4m3] {
-            let (model, label) =
-                (model.clone().with_cache_format(format), format!("{precision:?}, {recipe:?}, {format:?}"));
+            let (model, label) = (model.clone().with_cache_format(format), format!("{recipe:?}, {format:?}"));
             decoded_together_as_alone(&model, &ids, &label);
             prompts_in_parts_and_together_as_alone(&model, &ids, &label);
             answers_together_as_alone(&model, &ids, &label);

@@ -11,7 +11,7 @@ pub enum DataCommand {
     Preview(PreviewArgs),
     /// Count rows and tokens, and name the rows that a run would leave out
     Stats(StatsArgs),
-    /// Make rows from a recipe (templates whose slots are filled from pools of texts), and show how often each text occurs
+    /// Make rows from a data recipe (templates whose slots are filled from pools of texts), and show how often each text occurs
     Make(MakeArgs),
 }
 

@@ -332,8 +332,8 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// As few blocks as possible: none if the activations of all blocks, with a reserve, fit into --memory-limit and the free
-    /// memory (half of the free memory where the device uses the memory of the host)
+    /// As few blocks as possible: none if the run with the activations of all blocks, and a tenth more, fits into --memory-limit
+    /// and the free memory (half of the free memory where the device uses the memory of the host)
     Auto,
     /// Every block: this needs the least memory
     Always,

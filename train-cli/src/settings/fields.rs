@@ -438,7 +438,7 @@ pub struct LoggingSettings {
         "Number of steps between evaluations; 0 evaluates only after the last step",
         &format!(
             "; a larger interval if evaluations would otherwise take more than {:.0} % of the run's time (with \
-             --load-best-model-at-end or --early-stopping-patience, they may take any time)",
+             --load-best-model-at-end or --early-stopping-patience, evaluations may take any share of it)",
             100.0 * EVALUATION_SHARE
         ),
     ))]
