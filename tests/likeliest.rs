@@ -1,17 +1,18 @@
 //! The tokens that a device draws are those of the host: the most likely ones in the order of a sort, over one part of a row and
-//! several, with equal logits, infinities and NaN; and those that temperature, top-k, top-p and min-p leave. Answers that are made
+//! several, with equal logits, infinities and NaN; and those that temperature, top-k, top-p and min-p leave, after a repetition
+//! penalty. Answers that are made
 //! together are those that are made alone, however many candidates each of them asks for, and a token that was read ahead
 //! leaves nothing behind.
 
 use crate::support::{Cube, Random, golden, on_gpu};
-use backend_nvfp4::{Draw, DrawnToken, LinearSpec, Precision, Recipe, Scaling, draw};
-use burn::tensor::{Tensor, TensorData};
+use backend_nvfp4::{Draw, DrawnToken, LinearSpec, Penalty, Precision, Recipe, Scaling, draw, penalize};
+use burn::tensor::{Int, Tensor, TensorData};
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     model::Qwen3,
-    sampling::{self, Sampling},
+    sampling::{self, Sampling, Seen},
     session::{Answering, GenerateOptions, Progress, Session, step},
     weights::{self, Purpose},
 };
@@ -113,11 +114,58 @@ fn same_draws<R: CubeRuntime>() {
         let draws: Vec<Draw> = samplings.iter().map(|sampling| sampling.draw(position).unwrap()).collect();
         let found = drawn::<R>(&logits, cols, &draws).unwrap();
         for ((row, sampling), token) in logits.chunks(cols).zip(&samplings).zip(found) {
-            others += usize::from(token.id != sampling::next(&mut row.to_vec(), &[], sampling, position));
+            others += usize::from(token.id != sampling::next(&mut row.to_vec(), None, sampling, position));
         }
     }
     // The device computes in f32, the host in f64: a random number beside a border may fall to either side.
     assert!(others <= 1, "{others} of {count} tokens are others");
+}
+
+#[test]
+fn the_device_penalizes_as_the_host_does_on_the_gpu() {
+    on_gpu!(same_penalties);
+}
+
+/// The device learns the newest token of a row from itself: the host may know it, too, or not yet.
+fn same_penalties<R: CubeRuntime>() {
+    let mut random = Random::new(7);
+    let (rows, cols) = (5, 2050);
+    let mut logits = random.normals(rows * cols, 2.0);
+    logits[cols + 9] = f32::NAN;
+    let seen = |ids: &[u32]| {
+        let mut seen = Seen::new(cols);
+        seen.extend(ids);
+        seen
+    };
+    let known: [&[u32]; 5] = [&[3, 31, 32, 2049], &[9], &[], &[5, 5, 1024], &[7, 8]];
+    let newest = [2049, 40, 64, 6, 0];
+    let samplings = [1.3, 2.0, 0.5, 1.7, 1.0].map(|repetition_penalty| Sampling {
+        temperature: 0.0,
+        repetition_penalty,
+        ..Sampling::GREEDY
+    });
+    let bits = known.map(seen);
+    let penalties: Vec<Penalty<'_>> = bits.iter().zip(&samplings).map(|(bits, own)| bits.penalty(own)).collect();
+    let device = R::Device::default();
+    let x = Tensor::<Cube<R>, 2>::from_data(TensorData::new(logits.clone(), [rows, cols]), &device);
+    let ids =
+        Tensor::<Cube<R>, 1, Int>::from_data(TensorData::new(newest.map(|id| id as i32).to_vec(), [rows]), &device);
+    let found: Vec<f32> = penalize(x, ids, &penalties).unwrap().into_data().to_vec().unwrap();
+    for (n, row) in logits.chunks(cols).enumerate() {
+        let own = &found[n * cols..][..cols];
+        for (id, (before, after)) in row.iter().zip(own).enumerate() {
+            let is_seen = known[n].contains(&(id as u32)) || newest[n] as usize == id;
+            let factor = if is_seen { samplings[n].repetition_penalty } else { 1.0 };
+            let expected = if *before > 0.0 { before / factor } else { before * factor };
+            let near = (after - expected).abs() <= 1e-6 * expected.abs() || after.is_nan() && expected.is_nan();
+            assert!(near, "row {n}, token {id}: {before} became {after}, not {expected}");
+        }
+        // The host knows the newest token in its turn.
+        let all = seen(&[known[n], &[newest[n]]].concat());
+        let largest = (0..cols).filter(|i| !own[*i].is_nan()).max_by(|a, b| own[*a].total_cmp(&own[*b])).unwrap();
+        let clean: Vec<f32> = row.iter().map(|x| if x.is_nan() { f32::NEG_INFINITY } else { *x }).collect();
+        assert_eq!(sampling::next(&mut clean.clone(), Some(&all), &samplings[n], 0) as usize, largest, "row {n}");
+    }
 }
 
 #[test]
@@ -148,6 +196,22 @@ fn read_ahead<R: CubeRuntime>() {
         has_token.push(step(&mut [(&mut session, &mut answering)]).unwrap()[0].is_some());
     }
     assert_eq!(has_token, [vec![false], vec![true; 9]].concat());
+    // A penalty changes nothing about that, and the tokens are those that the host chooses from all logits.
+    let penalized = |logprobs: Option<usize>| {
+        let sampling = Sampling { repetition_penalty: 1.5, ..Sampling::GREEDY };
+        let options = GenerateOptions { sampling, logprobs, ..options(vec![]) };
+        let mut session = Session::new(&model, 60).unwrap();
+        let mut answering = Answering::new(&mut session, &prompt, &options).unwrap();
+        let first = step(&mut [(&mut session, &mut answering)]).unwrap()[0];
+        while !answering.has_ended() {
+            step(&mut [(&mut session, &mut answering)]).unwrap();
+        }
+        (first.is_none(), answering.into_generation().unwrap().ids)
+    };
+    let (by_device, by_host) = (penalized(None), penalized(Some(0)));
+    assert_eq!((by_device.0, by_host.0), (true, false), "only the device reads ahead");
+    assert_eq!(by_device.1, by_host.1);
+    assert_ne!(by_device.1, whole, "the penalty changes the answer");
     let stop = (2..9).find(|n| !whole[..*n].contains(&whole[*n])).expect("a token that is new in the answer");
     // A stop token ends the answer, and the session has read it ahead; or the caller ends it.
     for (stop_ids, most) in [(vec![whole[stop]], 99), (vec![], stop)] {
@@ -189,7 +253,8 @@ fn other_candidates<R: CubeRuntime>() {
         let sampling = Sampling { temperature, top_k, seed, ..Sampling::GREEDY };
         GenerateOptions { max_tokens: 12, sampling, stop_ids: vec![], logprobs: None }
     };
-    let all = [with(0.0, 0, 0), with(2.0, 2, 1), with(3.0, 60, 2), with(2.0, 5, 3)];
+    let mut all = [with(0.0, 0, 0), with(2.0, 2, 1), with(3.0, 60, 2), with(2.0, 5, 3)];
+    all[1].sampling.repetition_penalty = 1.4;
     let prompt = [5, 17, 200, 31];
     let alone = all.each_ref().map(|options| {
         let mut session = Session::new(&model, 20).unwrap();

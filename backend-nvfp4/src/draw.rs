@@ -3,7 +3,7 @@
 
 use crate::error::Nvfp4Error;
 use burn::tensor::{Int, Tensor, backend::Backend};
-pub use kernels_cubecl::{draw::Draw, likeliest::MOST as MOST_CANDIDATES};
+pub use kernels_cubecl::{draw::Draw, likeliest::MOST as MOST_CANDIDATES, penalty::Penalty};
 use std::{
     fmt,
     sync::{Mutex, PoisonError},

@@ -6,7 +6,7 @@
 use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     decode::{DecodeBlock, DecodeTokens},
-    draw::{Awaited, Draw, Drawn},
+    draw::{Awaited, Draw, Drawn, Penalty},
     ops::{Activations, Nvfp4Backend},
     optim::{AdamwState, Judged},
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
@@ -14,7 +14,7 @@ use crate::{
     recipe::{GivenScale, LinearSpec, Precision},
 };
 use burn::tensor::{
-    DType, Tensor,
+    DType, Int, Tensor,
     backend::Backend,
     ops::{FloatTensor, IntTensor},
 };
@@ -196,6 +196,16 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
         None
     }
 
+    /// Applies repetition penalties to the rows of logits `[M, V]` in f32, whose newest tokens are `newest` `[M]`: see
+    /// [`penalize`](kernels_cubecl::penalty::penalize). `None` where the host does it as fast.
+    fn penalize(
+        _logits: FloatTensor<Self>,
+        _newest: IntTensor<Self>,
+        _penalties: &[Penalty<'_>],
+    ) -> Option<FloatTensor<Self>> {
+        None
+    }
+
     /// Computes [`Nvfp4Backend::head_loss`] and, if `gradients`, both gradients in the same pass.
     fn head_loss_saving(
         h: FloatTensor<Self>,
@@ -321,6 +331,15 @@ pub(crate) fn matmul<B: Nvfp4Kernels, const RANK: usize>(
 pub fn draw<B: Nvfp4Kernels>(logits: Tensor<B, 2>, draws: &[Draw]) -> Option<Drawn<B>> {
     let (tokens, words) = B::draw(primitive(logits), draws)?;
     Some(Drawn::new(Tensor::from_primitive(tokens), words, draws.len()))
+}
+
+/// See [`Nvfp4Kernels::penalize`].
+pub fn penalize<B: Nvfp4Kernels>(
+    logits: Tensor<B, 2>,
+    newest: Tensor<B, 1, Int>,
+    penalties: &[Penalty<'_>],
+) -> Option<Tensor<B, 2>> {
+    B::penalize(primitive(logits), newest.into_primitive(), penalties).map(tensor)
 }
 
 /// See [`Nvfp4Kernels::decode_blocks`].

@@ -53,9 +53,11 @@ pub use attention::{AttentionSpec, Documents, Rotary};
 pub use autodiff::TrainingBackend;
 pub use cache::{CacheBuffer, CacheFormat};
 pub use decode::{DecodeBlock, DecodeTokens, PAGE};
-pub use draw::{Awaited, Draw, Drawn, DrawnToken, MOST_CANDIDATES};
+pub use draw::{Awaited, Draw, Drawn, DrawnToken, MOST_CANDIDATES, Penalty};
 pub use error::Nvfp4Error;
-pub use kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention, decode_blocks, draw, logits_rows};
+pub use kernels::{
+    AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention, decode_blocks, draw, logits_rows, penalize,
+};
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},
     bench, host_memory, layout,

@@ -23,7 +23,7 @@
 //! | [`mod@rms_norm`], [`rope`], [`mod@swiglu`] | the small operations of a transformer block, with their gradients |
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
-//! | [`mod@likeliest`], [`mod@draw`] | the largest logits of each row, and the token that is drawn from them |
+//! | [`penalty`], [`mod@likeliest`], [`mod@draw`] | logits after a repetition penalty, the largest logits of each row, and the token that is drawn from them |
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
@@ -104,6 +104,7 @@ pub mod mma;
 pub mod normal;
 #[cfg(test)]
 mod once;
+pub mod penalty;
 pub mod quantize;
 mod reduce;
 pub mod rms_norm;

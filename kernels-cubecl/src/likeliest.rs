@@ -23,7 +23,7 @@ pub const MOST: usize = 64;
 /// Below every logit. It is a kernel's argument, because CubeCL cannot write it in a kernel.
 const LOWEST: f32 = f32::NEG_INFINITY;
 /// The most columns: a column is exact as f32.
-const MOST_COLUMNS: usize = 1 << 24;
+pub(crate) const MOST_COLUMNS: usize = 1 << 24;
 
 /// Number of words that a row of the result has: whether a logit is NaN (0 or 1), then `count` columns, then `count` logits as
 /// the bits of f32.

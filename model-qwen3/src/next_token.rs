@@ -2,7 +2,7 @@
 //! the token. Otherwise the host chooses it from all logits.
 
 use crate::{ModelError, config::Qwen3Config, model::ids_tensor, weights::to_host};
-use backend_nvfp4::{Draw, Drawn, Nvfp4Error, Nvfp4Kernels, draw};
+use backend_nvfp4::{Draw, Drawn, Nvfp4Error, Nvfp4Kernels, Penalty, draw, penalize};
 use burn::tensor::{Int, Tensor, backend::Backend};
 use std::sync::Arc;
 
@@ -25,6 +25,14 @@ pub(crate) enum Newest<'a, B: Backend> {
     Drawn(&'a Arc<Drawn<B>>, usize),
 }
 
+/// What is done with a row of logits on the device.
+pub(crate) struct Choice<'a> {
+    /// How its token is drawn. Without it, the host chooses.
+    pub(crate) draw: Option<Draw>,
+    /// What changes the logits before.
+    pub(crate) penalty: Option<Penalty<'a>>,
+}
+
 /// The next token, or the logits to choose it from, on the host.
 pub(crate) enum Received {
     /// Its id.
@@ -38,22 +46,33 @@ pub(crate) enum Received {
 }
 
 impl<B: Nvfp4Kernels> NextToken<B> {
-    /// The next token of each row of logits `[M, V]`: drawn if the row has a draw.
-    pub(crate) fn of(logits: Tensor<B, 2>, draws: &[Option<Draw>]) -> Vec<Self> {
+    /// The next token of each row of logits `[M, V]`, whose newest tokens are `newest` `[1, M]`: drawn if the row has a draw.
+    pub(crate) fn of(logits: Tensor<B, 2>, newest: Tensor<B, 2, Int>, choices: &[Choice<'_>]) -> Vec<Self> {
         let row = |n: usize| logits.clone().slice(n..n + 1);
-        let asked: Vec<usize> = (0..draws.len()).filter(|n| draws[*n].is_some()).collect();
-        let own: Vec<Draw> = draws.iter().flatten().copied().collect();
+        let asked: Vec<usize> = (0..choices.len()).filter(|n| choices[*n].draw.is_some()).collect();
+        let own: Vec<Draw> = choices.iter().filter_map(|choice| choice.draw).collect();
         let rows = match own.len() {
             0 => None,
-            count if count == draws.len() => Some(logits.clone()),
-            _ => Some(Tensor::cat(asked.iter().map(|n| row(*n)).collect(), 0)),
+            count if count == choices.len() => Some((logits.clone(), newest)),
+            _ => {
+                let newest = asked.iter().map(|n| newest.clone().slice([0..1, *n..n + 1])).collect();
+                Some((Tensor::cat(asked.iter().map(|n| row(*n)).collect(), 0), Tensor::cat(newest, 1)))
+            }
         };
-        let drawn = rows.and_then(|rows| draw(rows, &own)).map(Arc::new);
+        let penalties: Vec<_> = asked.iter().map(|n| choices[*n].penalty).collect();
+        let penalized = |(rows, newest): (Tensor<B, 2>, Tensor<B, 2, Int>)| {
+            if penalties.iter().all(Option::is_none) {
+                return Some(rows);
+            }
+            let penalties: Vec<_> = penalties.iter().map(|penalty| penalty.unwrap_or(Penalty::NONE)).collect();
+            penalize(rows, newest.reshape([penalties.len()]), &penalties)
+        };
+        let drawn = rows.and_then(penalized).and_then(|rows| draw(rows, &own)).map(Arc::new);
         let next = |n: usize| match (&drawn, asked.binary_search(&n)) {
             (Some(drawn), Ok(place)) => Self::Drawn(drawn.clone(), place),
             _ => Self::Logits(row(n)),
         };
-        (0..draws.len()).map(next).collect()
+        (0..choices.len()).map(next).collect()
     }
 
     /// Waits for the device.

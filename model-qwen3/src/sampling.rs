@@ -1,7 +1,7 @@
 //! Chooses the next token from logits: first the repetition penalty, then the most likely token (greedy); or temperature,
 //! top-k, top-p and min-p in Hugging Face's order, and one draw from a counter-based generator.
 
-use backend_nvfp4::{Draw, MOST_CANDIDATES, Stream, reference};
+use backend_nvfp4::{Draw, MOST_CANDIDATES, Penalty, Stream, reference};
 use std::ops::RangeInclusive;
 
 /// How to choose a token.
@@ -60,13 +60,15 @@ impl Logprobs {
 }
 
 impl Sampling {
-    /// How a device draws the token at `position` of an answer. `None` if all tokens are candidates, or more than a device finds,
-    /// or if seen tokens are penalized.
+    /// Whether logits of seen tokens are changed.
+    pub fn penalizes(&self) -> bool {
+        self.repetition_penalty != 1.0
+    }
+
+    /// How a device draws the token at `position` of an answer from logits after the penalty. `None` if all tokens are candidates, or
+    /// more than a device finds.
     pub fn draw(&self, position: u32) -> Option<Draw> {
-        let Self { temperature, top_k, top_p, min_p, repetition_penalty, seed } = *self;
-        if repetition_penalty != 1.0 {
-            return None;
-        }
+        let Self { temperature, top_k, top_p, min_p, repetition_penalty: _, seed } = *self;
         if temperature <= 0.0 {
             return Some(Draw::GREEDY);
         }
@@ -75,9 +77,46 @@ impl Sampling {
     }
 }
 
-/// Chooses the token at `position` of an answer. `seen` holds the ids of the prompt and of the answer so far.
-pub fn next(logits: &mut [f32], seen: &[u32], sampling: &Sampling, position: u32) -> u32 {
-    penalize(logits, seen, sampling.repetition_penalty);
+/// The tokens of a prompt and of the answer so far, a bit each.
+#[derive(Debug, Clone)]
+pub struct Seen(Vec<u32>);
+
+impl Seen {
+    /// Nothing yet of a vocabulary of so many tokens.
+    pub fn new(vocabulary: usize) -> Self {
+        Self(vec![0; vocabulary.div_ceil(u32::BITS as usize)])
+    }
+
+    /// Adds tokens. One outside the vocabulary is left out.
+    pub fn extend(&mut self, ids: &[u32]) {
+        for id in ids {
+            if let Some(word) = self.0.get_mut((id / u32::BITS) as usize) {
+                *word |= 1 << (id % u32::BITS);
+            }
+        }
+    }
+
+    /// How a device changes the logits of these tokens.
+    pub fn penalty(&self, sampling: &Sampling) -> Penalty<'_> {
+        Penalty { factor: sampling.repetition_penalty, seen: &self.0 }
+    }
+
+    /// Changes the logits of these tokens.
+    fn penalize(&self, logits: &mut [f32], factor: f32) {
+        for (word, logits) in self.0.iter().zip(logits.chunks_mut(u32::BITS as usize)).filter(|(word, _)| **word != 0) {
+            for (_, x) in logits.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 1) {
+                *x = if *x > 0.0 { *x / factor } else { *x * factor };
+            }
+        }
+    }
+}
+
+/// Chooses the token at `position` of an answer. `seen` holds the tokens of the prompt and of the answer so far, if these are
+/// penalized.
+pub fn next(logits: &mut [f32], seen: Option<&Seen>, sampling: &Sampling, position: u32) -> u32 {
+    if let Some(seen) = seen {
+        seen.penalize(logits, sampling.repetition_penalty);
+    }
     if sampling.temperature <= 0.0 {
         return argmax(logits);
     }
@@ -140,18 +179,6 @@ fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-fn penalize(logits: &mut [f32], seen: &[u32], penalty: f32) {
-    if penalty == 1.0 {
-        return;
-    }
-    let unique: std::collections::BTreeSet<u32> = seen.iter().copied().collect();
-    for id in unique {
-        if let Some(x) = logits.get_mut(id as usize) {
-            *x = if *x > 0.0 { *x / penalty } else { *x * penalty };
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -161,7 +188,7 @@ mod tests {
         for i in 0..4000 {
             // Probabilities .5, .3, .15, .05.
             let mut logits = [0.5f32, 0.3, 0.15, 0.05].map(f32::ln);
-            counts[next(&mut logits, &[], &sampling, i) as usize] += 1;
+            counts[next(&mut logits, None, &sampling, i) as usize] += 1;
         }
         counts
     }
@@ -201,8 +228,10 @@ mod tests {
 
     #[test]
     fn greedy_takes_the_first_of_equal_tokens_and_a_penalty_changes_that() {
-        assert_eq!(next(&mut [1.0, 3.0, 3.0], &[], &Sampling::GREEDY, 0), 1);
+        assert_eq!(next(&mut [1.0, 3.0, 3.0], None, &Sampling::GREEDY, 0), 1);
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::GREEDY };
-        assert_eq!(next(&mut [1.0, 3.0, 2.5], &[1], &penalty, 0), 2);
+        let mut seen = Seen::new(3);
+        seen.extend(&[1, 1, 77]);
+        assert_eq!(next(&mut [1.0, 3.0, 2.5], Some(&seen), &penalty, 0), 2);
     }
 }

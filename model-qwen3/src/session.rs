@@ -6,12 +6,12 @@ use crate::{
     ModelError,
     kv_cache::{KvCache, KvPool, NewTokens},
     model::{Qwen3, below_each_other, ids_tensor},
-    next_token::{Newest, NextToken, Received, newest_ids},
+    next_token::{Choice, Newest, NextToken, Received, newest_ids},
     pages::PAGE,
-    sampling::{self, Logprobs, Sampling},
+    sampling::{self, Logprobs, Sampling, Seen},
     weights::to_host,
 };
-use backend_nvfp4::{Draw, Drawn, Nvfp4Kernels};
+use backend_nvfp4::{Drawn, Nvfp4Kernels};
 use burn::tensor::{Int, Tensor, backend::Backend};
 use std::{ops::ControlFlow, sync::Arc};
 
@@ -184,6 +184,8 @@ pub struct Answering<B: Backend> {
     read: usize,
     prompt: usize,
     options: GenerateOptions,
+    /// The tokens of `ids`, if they are penalized.
+    seen: Option<Seen>,
     generation: Generation,
     ended: bool,
     /// Whether the model computed NaN.
@@ -205,11 +207,14 @@ impl<B: Nvfp4Kernels> Answering<B> {
             return Err(ModelError::Tokenizer("the prompt has no tokens".into()));
         }
         let read = session.rewind(session.cached(prompt));
+        let mut seen = options.sampling.penalizes().then(|| Seen::new(session.model.config().vocab_size));
+        seen.iter_mut().for_each(|seen| seen.extend(prompt));
         Ok(Self {
             ids: prompt.to_vec(),
             read,
             prompt: prompt.len(),
             options: options.clone(),
+            seen,
             generation: Generation { ids: vec![], stop: StopReason::Caller, logprobs: vec![] },
             ended: false,
             failed: false,
@@ -270,9 +275,13 @@ impl<B: Nvfp4Kernels> Answering<B> {
 
     /// How the device draws the token behind `more` tokens that the host does not know yet. Whoever wants logarithms of
     /// probabilities needs all logits.
-    fn draw(&self, more: usize) -> Option<Draw> {
+    fn choice(&self, more: usize) -> Choice<'_> {
+        let sampling = &self.options.sampling;
         let position = (self.generation.ids.len() + more) as u32;
-        self.options.sampling.draw(position).filter(|_| self.options.logprobs.is_none())
+        Choice {
+            draw: sampling.draw(position).filter(|_| self.options.logprobs.is_none()),
+            penalty: self.seen.as_ref().map(|seen| seen.penalty(sampling)),
+        }
     }
 
     /// The next token on the device, if the answer goes on behind it unless it is a stop token.
@@ -326,7 +335,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
             Received::Logits(mut logits) => {
                 // Sampling changes the logits of tokens that were seen.
                 let own = options.logprobs.map(|count| (logits.clone(), count));
-                let id = sampling::next(&mut logits, &self.ids, &options.sampling, answer.ids.len() as u32);
+                let id = sampling::next(&mut logits, self.seen.as_ref(), &options.sampling, answer.ids.len() as u32);
                 (id, own.map(|(own, count)| Logprobs::of(&own, id, count)))
             }
         };
@@ -337,6 +346,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
         answer.logprobs.extend(logprobs);
         answer.ids.push(id);
         self.ids.push(id);
+        self.seen.iter_mut().for_each(|seen| seen.extend(&[id]));
         if answer.ids.len() == options.max_tokens {
             self.end(StopReason::MaxTokens);
         }
@@ -403,11 +413,12 @@ fn read_newest<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<(), M
         session.ids.extend(answering.ids.last());
     }
     let mut sessions: Vec<_> = parts.iter_mut().map(|(session, _)| (&mut **session, NewTokens::Answer)).collect();
-    let logits = model.logits_cached(forward(&mut sessions, ids));
+    let logits = model.logits_cached(forward(&mut sessions, ids.clone()));
     // A token that the device draws is read ahead, behind one that the host waits for.
-    let draws: Vec<_> =
-        parts.iter().map(|(_, answering)| answering.draw(usize::from(answering.next.is_some()))).collect();
-    for ((_, answering), next) in parts.iter_mut().zip(NextToken::of(logits, &draws)) {
+    let choices: Vec<_> =
+        parts.iter().map(|(_, answering)| answering.choice(usize::from(answering.next.is_some()))).collect();
+    let next = NextToken::of(logits, ids, &choices);
+    for ((_, answering), next) in parts.iter_mut().zip(next) {
         if answering.next.is_some() {
             answering.ahead = Some(next);
         } else {

@@ -1,8 +1,8 @@
-//! The next tokens, drawn by two kernels, and the question for them that is asked before anything else is launched.
+//! The next tokens, drawn by kernels, and the question for them that is asked before anything else is launched.
 
 use super::launch::{arg, dims, empty, launched};
 use crate::{
-    draw::{Awaited, Draw},
+    draw::{Awaited, Draw, Penalty},
     error::Nvfp4Error,
 };
 use burn::tensor::DType;
@@ -12,7 +12,7 @@ use cubecl::{
     prelude::ComputeClient,
     server::{Handle, ServerError},
 };
-use kernels_cubecl::{draw, likeliest};
+use kernels_cubecl::{draw, likeliest, penalty::penalize};
 use std::{
     future::poll_fn,
     pin::Pin,
@@ -38,6 +38,19 @@ pub(super) fn draw<R: CubeRuntime>(logits: CubeTensor<R>, draws: &[Draw]) -> Opt
         Ok(words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect())
     };
     Some((tokens, Box::new(asked)))
+}
+
+/// See [`Nvfp4Kernels::penalize`](crate::kernels::Nvfp4Kernels::penalize).
+pub(super) fn penalized<R: CubeRuntime>(
+    logits: CubeTensor<R>,
+    newest: CubeTensor<R>,
+    penalties: &[Penalty<'_>],
+) -> CubeTensor<R> {
+    let [logits, newest] = [logits, newest].map(into_contiguous);
+    assert_eq!(newest.dtype, DType::I32, "the kernel reads words");
+    let y = empty(&logits, dims(&logits), DType::F32);
+    launched(penalize(&logits.client, arg(&logits), arg(&newest), penalties, arg(&y), dims(&logits)[1]));
+    y
 }
 
 type Answer = Result<Vec<Bytes>, ServerError>;

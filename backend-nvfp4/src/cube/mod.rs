@@ -22,7 +22,7 @@ use crate::{
     attention::{AttentionSpec, Documents, Rotary},
     burn_ops,
     decode::{DecodeBlock, DecodeTokens},
-    draw::{Awaited, Draw},
+    draw::{Awaited, Draw, Penalty},
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
@@ -333,6 +333,14 @@ where
 
     fn draw(logits: FloatTensor<Self>, draws: &[Draw]) -> Option<(IntTensor<Self>, Awaited)> {
         drawing::draw(logits, draws)
+    }
+
+    fn penalize(
+        logits: FloatTensor<Self>,
+        newest: IntTensor<Self>,
+        penalties: &[Penalty<'_>],
+    ) -> Option<FloatTensor<Self>> {
+        Some(drawing::penalized(logits, newest, penalties))
     }
 
     fn head_loss_saving(

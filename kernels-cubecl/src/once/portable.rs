@@ -10,6 +10,7 @@ use crate::{
     e4m3, hadamard, likeliest,
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     normal,
+    penalty::{Penalty, penalize},
     quantize::{self, AMAX_LEN, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rope::{self, RopeShape},
@@ -79,6 +80,7 @@ pub(super) fn small_operations<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Res
         likeliest::likeliest(client, zeros.floats(n), found(), shape, count)?;
         draw::draw(client, found(), &vec![Draw::GREEDY; rows], zeros.floats(2 * rows), count)?;
     }
+    penalize(client, zeros.floats(n), zeros.floats(rows), &vec![Penalty::NONE; rows], zeros.floats(n), COLS)?;
     for fused in [false, true] {
         let more = rms_norm::Fused {
             residual: fused.then(|| [zeros.values(n), zeros.values(n)]),

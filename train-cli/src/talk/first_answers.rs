@@ -73,7 +73,9 @@ impl Job for FirstAnswers<'_> {
             let lengths: Vec<usize> = lengths.into_iter().map(|n| chunks(n).min(longest).max(1)).collect();
             answer(&model, &pool_for(&model, &lengths)?, &lengths, Begin::Together, Sampling::GREEDY)?;
         }
-        answer(&model, &pool_for(&model, &[1])?, &[1], Begin::Together, Sampling::CARD)?;
+        for sampling in [Sampling::CARD, Sampling { repetition_penalty: 1.1, ..Sampling::GREEDY }] {
+            answer(&model, &pool_for(&model, &[1])?, &[1], Begin::Together, sampling)?;
+        }
         if expected.together > 1 {
             answer(&model, &pool_for(&model, &[1, 1])?, &[1, 1], Begin::FirstAlone, Sampling::GREEDY)?;
             // The second prompt begins like the first: it copies a part of a page, and reads pages that do not lie side by side.
