@@ -235,6 +235,33 @@ fn a_folder_with_anything_else_in_it_is_never_replaced() {
     ok(d, &[&export[..], &["out", "--overwrite"]].concat());
 }
 
+/// What a run has made stays, by whatever path it is named.
+#[test]
+fn a_checkpoint_and_the_export_of_a_run_are_never_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let fit = ["fit", "-m", "m", "-d", "m/demo.tsv", "--max-seq-length", "64", "--max-steps", "2", "-o", "r"];
+    ok(d, &[&fit[..], &["--eval-steps", "0", "--device", "cpu"]].concat());
+    std::os::unix::fs::symlink("r/checkpoint-2", d.join("link")).unwrap();
+    for (model, out, reason) in [
+        ("m", "r/checkpoint-2", "it is a part of a run"),
+        ("m", "link", "it is a part of a run"),
+        ("m", "r/checkpoint-4", "it is a part of a run"),
+        ("r/checkpoint-2", "r/final", "it is a part of a run"),
+        ("m", "r/checkpoint-2/hf", "r/checkpoint-2 is a checkpoint or an export"),
+        ("m", "link/hf", "link is a checkpoint or an export"),
+        ("m", "r/final/hf", "r/final is a checkpoint or an export"),
+    ] {
+        let done = run(d, &["export-hf", "-m", model, "--device", "cpu", "--overwrite", "-o", out]);
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(done.status.code() == Some(2) && said.contains(reason), "{out}: {said}");
+    }
+    for kept in ["r/checkpoint-2", "r/final"] {
+        ok(d, &["inspect", kept, "--verify"]);
+    }
+}
+
 /// Copies a folder that `export-hf` wrote in a library's format, and gives the input of each NVFP4 layer a tensor scale, as the
 /// library does for W4A4. `value` is what its file holds: the scale itself, or for compressed-tensors its reciprocal.
 fn with_input_scales(from: &Path, to: &Path, library: &str, value: f32) {
