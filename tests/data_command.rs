@@ -94,6 +94,31 @@ fn stats_count_what_a_run_would_take_and_leave_out() {
     }
 }
 
+/// Documents are cut into sequences, by `data stats` as by a run.
+#[test]
+fn stats_cut_documents_as_a_run_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let texts = [100, 7, 3, 40].map(|times| "one two three. ".repeat(times));
+    fs::write(d.join("a.txt"), &texts[0]).unwrap();
+    let row = |text: &String| serde_json::json!({"text": text}).to_string() + "\n";
+    fs::write(d.join("a.jsonl"), texts.iter().map(row).collect::<String>()).unwrap();
+    for file in ["a.txt", "a.jsonl"] {
+        let stats = ["data", "stats", file, "-m", "m", "--max-seq-length", "64"];
+        let found: Value = serde_json::from_str(&ok(d, &[&stats[..], &["--json"]].concat())).unwrap();
+        assert_eq!((&found["overlong"], &found["lengths"]["longest"]), (&serde_json::json!([]), &64.into()), "{file}");
+        let words = format!("fit -m m -d {file} --device cpu --max-seq-length 64 --val-split 0 --packing --dry-run");
+        let plan = run(d, &words.split(' ').collect::<Vec<_>>());
+        let said = String::from_utf8_lossy(&plan.stderr);
+        let (tokens, counted, rows) = (&found["tokens"], &found["supervised_tokens"], &found["packed"]["rows"]);
+        let expected = format!("· {tokens} tokens, {counted} supervised · packed into {rows} rows");
+        assert!(said.contains(&expected), "{file}, {expected}: {said}");
+        let table = ok(d, &stats);
+        assert!(table.contains("overlong    0 sequences") && !table.contains("--overlong"), "{file}: {table}");
+    }
+}
+
 /// Rows are kept as tokens, and a long text is tokenized in pieces, whether it has lines or not.
 #[test]
 #[cfg(target_os = "linux")]

@@ -516,6 +516,33 @@ fn tab_separated_rows_are_read_as_people_write_them() {
     assert_eq!(of("Who?\tI.\tYou.\n"), ("1".to_owned(), expected.replace("I.", "I.\tYou.")));
 }
 
+/// A row may lack these fields. Where they hold something, it is text, and is not left out.
+#[test]
+fn an_optional_field_is_text_or_not_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let alpaca = json!({"instruction": "Who?", "output": "I."});
+    let sharegpt = json!({"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]});
+    let expected = marked(d, &alpaca.to_string());
+    for (row, field) in [(&alpaca, "input"), (&alpaca, "system"), (&sharegpt, "system")] {
+        let with = |value| {
+            let mut row = row.clone();
+            row[field] = value;
+            row.to_string()
+        };
+        for nothing in [json!(null), json!(""), json!(" ")] {
+            assert_eq!(marked(d, &with(nothing)), expected, "{field} of {row}");
+        }
+        for wrong in [json!(12), json!(["be nice"]), json!({"text": "a"}), json!(false)] {
+            std::fs::write(d.join("x.jsonl"), with(wrong)).unwrap();
+            let error = plan(d, "x.jsonl", &[]).unwrap_err();
+            let reason = format!("x.jsonl:1: {field:?} is no text; write it as text, or leave it out");
+            assert!(error.contains(&reason), "{row}: {error}");
+        }
+    }
+}
+
 /// What is broken is refused with file, line and reason.
 #[test]
 fn a_broken_row_is_named_by_its_file_and_line() {

@@ -6,7 +6,7 @@ use crate::support::{
     files::{ok, run, tensors_of, tiny_model},
     golden, golden_bytes,
 };
-use backend_nvfp4::{LinearSpec, Precision, Recipe, Scaling, reference};
+use backend_nvfp4::{GivenScale, LinearSpec, Precision, Recipe, Scaling, reference};
 use model_qwen3::{
     ModelError,
     bytes::FloatType,
@@ -235,9 +235,36 @@ fn a_folder_with_anything_else_in_it_is_never_replaced() {
     ok(d, &[&export[..], &["out", "--overwrite"]].concat());
 }
 
-/// Copies a folder that `export-hf` wrote in a library's format, and gives the input of each NVFP4 layer the tensor scale
-/// `1 / reciprocal`, as the library does for W4A4.
-fn with_input_scales(from: &Path, to: &Path, library: &str, reciprocal: f32) {
+/// What a run has made stays, by whatever path it is named.
+#[test]
+fn a_checkpoint_and_the_export_of_a_run_are_never_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let fit = ["fit", "-m", "m", "-d", "m/demo.tsv", "--max-seq-length", "64", "--max-steps", "2", "-o", "r"];
+    ok(d, &[&fit[..], &["--eval-steps", "0", "--device", "cpu"]].concat());
+    std::os::unix::fs::symlink("r/checkpoint-2", d.join("link")).unwrap();
+    for (model, out, reason) in [
+        ("m", "r/checkpoint-2", "it is a part of a run"),
+        ("m", "link", "it is a part of a run"),
+        ("m", "r/checkpoint-4", "it is a part of a run"),
+        ("r/checkpoint-2", "r/final", "it is a part of a run"),
+        ("m", "r/checkpoint-2/hf", "r/checkpoint-2 is a checkpoint or an export"),
+        ("m", "link/hf", "link is a checkpoint or an export"),
+        ("m", "r/final/hf", "r/final is a checkpoint or an export"),
+    ] {
+        let done = run(d, &["export-hf", "-m", model, "--device", "cpu", "--overwrite", "-o", out]);
+        let said = String::from_utf8_lossy(&done.stderr);
+        assert!(done.status.code() == Some(2) && said.contains(reason), "{out}: {said}");
+    }
+    for kept in ["r/checkpoint-2", "r/final"] {
+        ok(d, &["inspect", kept, "--verify"]);
+    }
+}
+
+/// Copies a folder that `export-hf` wrote in a library's format, and gives the input of each NVFP4 layer a tensor scale, as the
+/// library does for W4A4. `value` is what its file holds: the scale itself, or for compressed-tensors its reciprocal.
+fn with_input_scales(from: &Path, to: &Path, library: &str, value: f32) {
     fs::create_dir(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
@@ -252,9 +279,9 @@ fn with_input_scales(from: &Path, to: &Path, library: &str, reciprocal: f32) {
         header.keys().filter_map(|key| Some(key.strip_suffix(".weight_scale")?.to_owned())).collect();
     assert_eq!(layers.len(), 14, "{layers:?}");
     for layer in layers {
-        let (key, shape, value) = match library {
-            "modelopt" => ("input_scale", serde_json::json!([]), 1.0 / reciprocal),
-            _ => ("input_global_scale", serde_json::json!([1]), reciprocal),
+        let (key, shape) = match library {
+            "modelopt" => ("input_scale", serde_json::json!([])),
+            _ => ("input_global_scale", serde_json::json!([1])),
         };
         let offsets = [payload.len(), payload.len() + 4];
         let entry = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": offsets});
@@ -339,7 +366,8 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
         // 2^-8 scales magnitudes up to 10.5, and 2^-14 only those up to 0.16.
         let [wide, narrow] = [256.0, 16384.0].map(|reciprocal| {
             let folder = d.join(format!("{library}-{reciprocal}"));
-            with_input_scales(&plain, &folder, library, reciprocal);
+            let value = if library == "modelopt" { 1.0 / reciprocal } else { reciprocal };
+            with_input_scales(&plain, &folder, library, value);
             folder
         });
         assert_eq!(Container::open(&wide).unwrap().names(), Container::open(&plain).unwrap().names());
@@ -377,7 +405,7 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
         scales_go_where_there_is_a_place_for_them(d, library, wide, of_libraries.last().unwrap());
 
         let zero = d.join(format!("{library}-zero"));
-        with_input_scales(&plain, &zero, library, if library == "modelopt" { f32::INFINITY } else { 0.0 });
+        with_input_scales(&plain, &zero, library, 0.0);
         let refused = Container::open(&zero).unwrap();
         let name = "model.layers.0.self_attn.q_proj.weight";
         let message = refused.input_scale(name).unwrap_err().to_string();
@@ -386,6 +414,30 @@ fn activations_have_the_scales_that_a_folder_gives_them() {
     // Both give the same scales; their weights differ in their last bits.
     let size = distance(&of_libraries[0], &vec![0.0; of_libraries[0].len()]);
     assert!(distance(&of_libraries[0], &of_libraries[1]) < 1e-5 * size);
+}
+
+/// The file of one library holds a scale, that of the other one its reciprocal. The reciprocals of these values are rounded, so
+/// that their own reciprocals are other numbers.
+#[test]
+fn scales_of_activations_go_from_one_library_to_the_other() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for (library, other, value) in
+        [("compressed-tensors", "modelopt", 250.0f32), ("modelopt", "compressed-tensors", 0.0035)]
+    {
+        assert_ne!(1.0 / (1.0 / value), value, "{library}: this value is no case");
+        ok(d, &["export-hf", "-m", "m", "-o", library, "--format", library, "--device", "cpu"]);
+        let (given, kept) = (format!("{library}-given"), format!("{library}-kept"));
+        with_input_scales(&d.join(library), &d.join(&given), library, value);
+        // The manifest is that of the weights without scales.
+        fs::remove_file(d.join(&given).join("manifest.json")).unwrap();
+        ok(d, &["export-hf", "-m", &given, "-o", &kept, "--format", other, "--device", "cpu"]);
+        let file = Container::open(&d.join(&kept)).unwrap();
+        let scales: Vec<_> = file.names().iter().filter_map(|name| file.input_scale(name).unwrap()).collect();
+        let held = |scale: &GivenScale| if other == "modelopt" { scale.scale() } else { scale.reciprocal() };
+        assert_eq!(scales.iter().map(held).collect::<Vec<_>>(), vec![1.0 / value; 14], "{library}");
+    }
 }
 
 #[test]

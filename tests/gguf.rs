@@ -407,6 +407,14 @@ fn convert_puts_the_small_files_beside_its_output() {
         assert!(out.status.code() == Some(2) && said.contains(field), "{folder}: {said}");
         assert!(!d.join(folder).join("x.dat").exists() && std::fs::read(&path).unwrap() == before, "{folder}");
     }
+    // A config.json in a run folder would hide its checkpoints.
+    std::fs::create_dir(d.join("run")).unwrap();
+    ["config.toml", "run.json"].iter().for_each(|name| std::fs::write(d.join("run").join(name), "").unwrap());
+    let out = run(d, &["convert", "m", "run/x.safetensors", "--dtype", "bf16"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && said.contains("run is a run folder"), "{said}");
+    assert!(!d.join("run/x.safetensors").exists() && !d.join("run/config.json").exists());
+    ok(d, &["convert", "m", "run/x.gguf", "--dtype", "bf16"]);
     // How an export was trained goes with its codes; a pipe of that name is the user's, and is not waited for.
     let (config, demo) = (demo_file("config.json").display().to_string(), demo_file("").display().to_string());
     let init =

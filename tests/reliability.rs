@@ -213,6 +213,8 @@ fn outputs_are_refused_before_the_training() {
         (&["--tokenizer", "m/config.json"], "--tokenizer m/config.json: this is a file"),
         (&["--memory-limit", "99999999999999999999GiB"], "--memory-limit 99999999999999999999GiB"),
         (&["--output-dat", "listed/model.dat"], "holds only the files that its manifest lists"),
+        (&["--token-cache", "listed"], "holds only the files that its manifest lists"),
+        (&["--token-cache", "listed/new/cache"], "listed is a checkpoint or an export"),
         (&["--output-dat", "model.dat", "--vram-report", "model.dat"], "this is the file of --output-dat"),
         (&["--recipe", "bf16", "--scales", "two"], "--scales changes nothing"),
         (&["--bf16-last-blocks", "99"], "--bf16-last-blocks 99: the model has"),
@@ -223,6 +225,12 @@ fn outputs_are_refused_before_the_training() {
         assert!(!d.join("r/config.toml").exists(), "{more:?}");
     }
     assert!(refused(d, &fit("m/config.json"), 2).contains("--output-dir m/config.json: this is a file"));
+    let stderr = refused(d, &fit("listed/new/r"), 2);
+    assert!(stderr.contains("--output-dir listed/new/r: listed is a checkpoint or an export"), "{stderr}");
+    assert_eq!(fs::read_dir(d.join("listed")).unwrap().count(), 1);
+    // A run that nobody names would lie in the current folder.
+    let words = ["fit", "-m", "../m", "-d", "../m/demo.tsv", "--device", "cpu", "--dry-run"];
+    assert!(refused(&d.join("listed"), &words, 2).contains(": . is a checkpoint or an export"));
     // Nobody writes to /proc. To whom no folder is sealed (root) the other one is none.
     let is_root = fs::write(d.join("sealed/probe"), "").is_ok();
     for folder in ["/proc", "sealed"].iter().filter(|folder| **folder != "sealed" || !is_root) {

@@ -4,6 +4,7 @@
 use crate::support::{
     faulty_disk::{FIT, Fault, Machine},
     files::{command, names, ok, run, tiny_model},
+    skipped_for,
 };
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -393,4 +394,26 @@ fn shells_and_man_know_the_command_line() {
     assert!(page.contains(".TH") && page.contains("max\\-seq\\-length"), "{page}");
     assert!(ok(d, &["man"]).contains("export\\-dat"));
     assert_eq!(run(d, &["man", "train"]).status.code(), Some(2));
+}
+
+#[test]
+fn bash_completes_the_words_of_each_command() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    fs::write(d.join("script"), ok(d, &["completions", "bash"])).unwrap();
+    // Bash calls the function with the program, the word before the cursor, and the word before that.
+    let ask = r#"source ./script; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+        _train__cli "$1" "${!#}" "${@: -2:1}"; printf "%s\n" "${COMPREPLY[@]}""#;
+    for (words, expected) in [
+        (&["export-h"][..], "export-hf"),
+        (&["data", "st"], "stats"),
+        (&["fit", "--learning-"], "--learning-rate"),
+        (&["data", "stats", "--max-"], "--max-seq-length"),
+    ] {
+        let mut bash = Command::new("bash");
+        let Ok(out) = bash.args(["-c", ask, "bash", "train-cli"]).args(words).current_dir(d).output() else {
+            return skipped_for("bash is not installed");
+        };
+        assert_eq!(String::from_utf8_lossy(&out.stdout).trim_end(), expected, "{words:?}: {out:?}");
+    }
 }

@@ -55,6 +55,17 @@ impl Library {
             Self::ModelOpt => GivenScale::of_scale(amax / reference::FULL_SCALE),
         }
     }
+
+    /// What a reader of the library's file gets of this scale: the file holds either the scale or its reciprocal, and the other
+    /// number is computed of the rounded one.
+    fn held(self, given: GivenScale) -> GivenScale {
+        let held = match self {
+            Self::CompressedTensors => GivenScale::of_reciprocal(given.reciprocal()),
+            Self::ModelOpt => GivenScale::of_scale(given.scale()),
+        };
+        // If the other number is not finite, reading the file back says so.
+        held.unwrap_or(given)
+    }
 }
 
 /// How many codes and block scales of NVFP4 weights an export changes, and of how many.
@@ -142,7 +153,7 @@ impl<'a> Foreign<'a> {
                     largest = Some(given);
                 }
             }
-            inputs.extend(largest.map(|scale| (name, scale)));
+            inputs.extend(largest.map(|scale| (name, self.library.held(scale))));
         }
         self.inputs = inputs;
         Ok(self)

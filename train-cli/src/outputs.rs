@@ -29,12 +29,7 @@ pub fn check_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result<(),
     if !folder.is_dir() {
         return refuse(format!("there is no folder {}; create it first", folder.display()));
     }
-    if durable::is_listed_folder(folder) {
-        return refuse(format!(
-            "{} is a checkpoint or an export, and holds only the files that its manifest lists; choose another folder",
-            folder.display()
-        ));
-    }
+    check_unlisted(flag, output, folder)?;
     let name = output.file_name().unwrap_or_default();
     if name.len() > LONGEST_NAME {
         return refuse(format!(
@@ -53,6 +48,29 @@ pub fn check_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result<(),
         return refuse("this is the name of a folder; leave out the separator at its end".into());
     }
     durable::probe(folder, output)
+}
+
+/// Refuses an output in `folder`, if this is a checkpoint or an export. `flag` names the output in the error.
+///
+/// # Errors
+/// If it is.
+pub fn check_unlisted(flag: &str, output: &Path, folder: &Path) -> Result<(), CliError> {
+    if !durable::is_listed_folder(folder) {
+        return Ok(());
+    }
+    let text = "is a checkpoint or an export, and holds only the files that its manifest lists; choose another folder";
+    Err(CliError::Usage(format!("{flag} {}: {} {text}", output.display(), folder.display())))
+}
+
+/// Refuses a folder for outputs that is no folder, or that is or would be in a checkpoint or an export. It need not be there yet.
+///
+/// # Errors
+/// If so.
+pub fn check_output_folder(flag: &str, path: &Path) -> Result<(), CliError> {
+    check_folder(flag, path)?;
+    let mut above = path.ancestors().map(|folder| if folder == Path::new("") { Path::new(".") } else { folder });
+    let there = above.find(|folder| folder.exists());
+    there.map_or(Ok(()), |folder| check_unlisted(flag, path, folder))
 }
 
 /// Refuses a file, a pipe or a device where `flag` takes a folder. The folder need not be there yet.

@@ -4,7 +4,7 @@
 use crate::{
     CliError, data_files,
     model_files::{Companions, ModelFiles},
-    outputs::{check_dat_name, check_folder, check_output},
+    outputs::{check_dat_name, check_folder, check_output, check_output_folder},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
         defaults::{MAX_SEQ_LENGTH, RUNS, clips_exactly_by_default, master_weights},
@@ -83,18 +83,17 @@ impl Plan {
             file::open(&companions.config, hint).map_err(CliError::of_flag("--init-config"))?;
         }
         let output_dir = folder.or_else(|| s.saving.output_dir.clone()).unwrap_or_else(|| new_run_folder(&source));
-        for (flag, folder) in [
-            ("--output-dir", Some(&output_dir)),
-            ("--token-cache", s.data.token_cache.as_ref()),
-            ("--tokenizer", s.model.tokenizer.as_ref()),
-        ] {
+        for (flag, folder) in [("--output-dir", Some(&output_dir)), ("--tokenizer", s.model.tokenizer.as_ref())] {
             if let Some(folder) = folder {
                 check_folder(flag, folder)?;
             }
         }
-        if let Some(cache) = s.data.token_cache.as_ref().filter(|cache| cache.starts_with(&output_dir)) {
-            let text = "the folder must be outside the run folder";
-            return Err(CliError::Usage(format!("--token-cache {}: {text}", cache.display())));
+        if let Some(cache) = &s.data.token_cache {
+            check_output_folder("--token-cache", cache)?;
+            if cache.starts_with(&output_dir) {
+                let text = "the folder must be outside the run folder";
+                return Err(CliError::Usage(format!("--token-cache {}: {text}", cache.display())));
+            }
         }
         let inputs = inputs(s, &source, &companions);
         for (flag, output) in [("--output-dat", &s.saving.output_dat), ("--vram-report", &s.logging.vram_report)] {

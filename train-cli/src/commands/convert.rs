@@ -11,6 +11,7 @@ use crate::{
     report,
     run::{
         checkpoint,
+        folder::is_run,
         inputs::packed_scaling,
         located::{check_unchanged, located},
         trained::Trained,
@@ -190,11 +191,23 @@ fn object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, CliError> {
     json::parse(text).and_then(serde_json::from_value).map_err(|e| bad(e.to_string()))
 }
 
-/// Refuses an output in the folder of another model: the config.json there would stay, and the output would not load.
+/// Refuses an output in the folder of another model: the config.json there would stay, and the output would not load. In a
+/// run folder, the config.json of this model would hide the checkpoints.
 fn check_neighbor(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError> {
-    let path = durable::parent(output).join("config.json");
-    let config = files.iter().find(|(name, _)| name == "config.json");
-    let Some((_, bytes)) = config.filter(|_| path.is_file()) else { return Ok(()) };
+    let refuse = |text: String| {
+        let shown = output.display();
+        Err(CliError::Usage(format!("OUTPUT {shown}: {text}; choose another folder")))
+    };
+    let folder = durable::parent(output);
+    let path = folder.join("config.json");
+    let Some((_, bytes)) = files.iter().find(|(name, _)| name == "config.json") else { return Ok(()) };
+    if is_run(folder) {
+        let text = "is a run folder, and a config.json there would hide its checkpoints";
+        return refuse(format!("{} {text}", folder.display()));
+    }
+    if !path.is_file() {
+        return Ok(());
+    }
     let ours = std::str::from_utf8(bytes).ok().and_then(|text| Qwen3Config::from_json(text, &path).ok());
     // If the config of this model cannot be read, other checks say so.
     let Some(ours) = ours else { return Ok(()) };
@@ -205,10 +218,7 @@ fn check_neighbor(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliE
         },
         Err(error) => error.to_string(),
     };
-    Err(CliError::Usage(format!(
-        "OUTPUT {}: this model would not load with the config.json that is in the folder ({reason}); choose another folder",
-        output.display()
-    )))
+    refuse(format!("this model would not load with the config.json that is in the folder ({reason})"))
 }
 
 /// Writes the small files of a model into the folder of `output`. A file that is there stays as it is.

@@ -15,7 +15,7 @@ use crate::{
     model_files::TextFiles,
     plan, report,
     run::located::located,
-    settings::Overlong,
+    settings::{Format, Overlong},
     wrapping,
 };
 use model_qwen3::{config::Qwen3Config, tokenizer::Tokenizer};
@@ -95,7 +95,11 @@ fn stats(args: &StatsArgs) -> Result<(), CliError> {
     let (mut samples, mut found) = (Vec::new(), Stats { max_seq_length: most, ..Stats::default() });
     let files = files(&args.rows)?;
     for file in &files {
-        let (read, report) = read::load(std::slice::from_ref(file), &text, &options)?;
+        let (mut read, report) = read::load(std::slice::from_ref(file), &text, &options)?;
+        if [Format::Documents, Format::Text].iter().any(|format| report.formats.contains(&format.name())) {
+            // A run cuts documents, whatever --overlong says. One token alone predicts nothing.
+            read = read.iter().flat_map(|s| s.pieces(most)).filter(|s| s.ids.len() > 1).collect();
+        }
         let place = |origin: &Origin| origin.in_file(file);
         found.formats.extend(report.formats);
         found.rows += report.rows;
@@ -200,8 +204,7 @@ impl Stats {
             listed(&self.overlong)
         ));
         if !self.overlong.is_empty() {
-            lines
-                .push("            --overlong decides about them; a document is cut into sequences in any case".into());
+            lines.push("            --overlong decides about them".into());
         }
         let packed = report::count(self.packed.rows, "row");
         lines.push(format!("packing     {packed} of {most} tokens, {} of them filled", percent(self.packed.filled)));

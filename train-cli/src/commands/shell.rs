@@ -8,7 +8,12 @@ use clap_complete::Shell;
 pub fn completions(shell: Shell) {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Cli::command(), "train-cli", &mut script);
-    report::stream(&String::from_utf8_lossy(&script));
+    let mut script = String::from_utf8_lossy(&script).into_owned();
+    if shell == Shell::Bash {
+        // clap_complete spells the hyphen of the program's name in two ways, so that bash finds none of the commands.
+        script = script.replace("train__subcmd__cli", "train__cli");
+    }
+    report::stream(&script);
 }
 
 /// Prints the manual page of a command, or of the program.

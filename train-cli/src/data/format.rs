@@ -206,8 +206,7 @@ fn messages(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
 /// `{"conversations": [{"from": …, "value": …}, …], "system": …, "tools": …}`, where the last two are optional. The call of
 /// a function is JSON in the value.
 fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
-    let mut messages: Vec<Value> =
-        row.get("system").and_then(Value::as_str).filter(|s| !s.is_empty()).map(system).into_iter().collect();
+    let mut messages: Vec<Value> = optional(&row, "system")?.map(system).into_iter().collect();
     let turns = list(&mut row, "conversations")?;
     let calls = json::Budget::of(turns.iter().filter_map(|turn| turn["value"].as_str()).map(str::len).sum());
     for (i, turn) in turns.into_iter().enumerate() {
@@ -236,12 +235,11 @@ fn sharegpt(mut row: Map<String, Value>) -> Result<Row<'static>, String> {
 /// `history` are optional. The input follows the instruction on a line of its own. The history holds the earlier turns, which are
 /// supervised too, as in LLaMA-Factory.
 fn alpaca(row: Map<String, Value>) -> Result<Row<'static>, String> {
-    let optional = |key: &str| row.get(key).and_then(Value::as_str).filter(|text| !text.trim().is_empty());
     let mut prompt = text(&row, "instruction")?.to_owned();
-    if let Some(input) = optional("input") {
+    if let Some(input) = optional(&row, "input")? {
         prompt = format!("{prompt}\n{input}");
     }
-    let messages = optional("system").map(system).into_iter().chain(history(&row)?);
+    let messages = optional(&row, "system")?.map(system).into_iter().chain(history(&row)?);
     let messages = messages.chain([
         json!({"role": "user", "content": prompt}),
         json!({"role": "assistant", "content": text(&row, "output")?}),
@@ -390,6 +388,15 @@ fn system(text: &str) -> Value {
 
 fn text<'a>(row: &'a Map<String, Value>, key: &str) -> Result<&'a str, String> {
     row.get(key).and_then(Value::as_str).ok_or_else(|| format!("no {key:?}; it must be text"))
+}
+
+/// The text of a field that a row may lack. None if it is blank.
+fn optional<'a>(row: &'a Map<String, Value>, key: &str) -> Result<Option<&'a str>, String> {
+    match row.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.as_str()).filter(|text| !text.trim().is_empty())),
+        Some(_) => Err(format!("{key:?} is no text; write it as text, or leave it out")),
+    }
 }
 
 fn list(row: &mut Map<String, Value>, key: &str) -> Result<Vec<Value>, String> {

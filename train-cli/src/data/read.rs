@@ -327,7 +327,7 @@ impl RowReader<'_> {
             }
             Overlong::Drop => vec![],
             Overlong::Truncate => vec![sample.piece(0..most)],
-            Overlong::Split => (0..len).step_by(most).map(|at| sample.piece(at..(at + most).min(len))).collect(),
+            Overlong::Split => sample.pieces(most).collect(),
         };
         pieces.retain(|piece| piece.supervised_tokens() > 0);
         if pieces.is_empty() {

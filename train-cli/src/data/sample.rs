@@ -63,6 +63,12 @@ impl Sample {
         Self { origins: self.origins.clone(), ..piece }
     }
 
+    /// The sample in pieces of at most so many tokens.
+    pub(crate) fn pieces(&self, most: usize) -> impl Iterator<Item = Self> {
+        let len = self.ids.len();
+        (0..len).step_by(most).map(move |at| self.piece(at..(at + most).min(len)))
+    }
+
     /// Tokens whose prediction the loss counts. The first token is never predicted.
     pub fn supervised_tokens(&self) -> usize {
         self.supervised.iter().skip(1).filter(|s| **s).count()

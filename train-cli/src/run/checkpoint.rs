@@ -189,12 +189,17 @@ fn plausible(folder: &Path, state: &TrainerState) -> Result<(), CliError> {
     Ok(())
 }
 
+/// Whether a folder is a checkpoint, which may be damaged.
+pub fn is_checkpoint(folder: &Path) -> bool {
+    folder.join(STATE).exists()
+}
+
 /// The state that a checkpoint keeps beside its weights. None if the folder is no checkpoint; one that is gets verified.
 ///
 /// # Errors
 /// As [`open`].
 pub fn state_beside(folder: &Path) -> Result<Option<TrainerState>, CliError> {
-    if folder.join(STATE).exists() { open(folder).map(Some) } else { Ok(None) }
+    if is_checkpoint(folder) { open(folder).map(Some) } else { Ok(None) }
 }
 
 /// Refuses master weights that are not finite: a run that resumed from them would be lost.

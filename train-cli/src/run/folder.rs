@@ -27,6 +27,16 @@ pub const SUMMARY: &str = "summary.md";
 /// The picture of its losses.
 pub const LOSS: &str = "loss.svg";
 
+/// Whether a folder is that of a run. A model folder may have a config.toml too, but no record of a run.
+pub fn is_run(folder: &Path) -> bool {
+    [CONFIG, RECORD].iter().all(|file| folder.join(file).is_file())
+}
+
+/// Whether a path is one that a run writes into its folder, whether it is there or not.
+pub fn is_of_run(path: &Path) -> bool {
+    is_run(durable::parent(path)) && path.file_name().is_some_and(|name| is_ours(&name.to_string_lossy()))
+}
+
 /// Checks that the run folder is free for a new run, or that `overwrite` may empty it.
 ///
 /// # Errors

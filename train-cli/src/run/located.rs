@@ -2,7 +2,7 @@
 //! export, or its newest checkpoint), or a checkpoint. Every command that takes a model finds it here.
 
 use super::{
-    checkpoint::{CONFIG, FINAL, STATE},
+    checkpoint::{CONFIG, FINAL, is_checkpoint},
     resume,
 };
 use crate::{
@@ -50,7 +50,7 @@ pub fn located(flag: &str, path: &Path) -> Result<ModelFiles, CliError> {
 /// # Errors
 /// If a file is not what the export's manifest says.
 pub fn check_unchanged(files: &ModelFiles) -> Result<(), CliError> {
-    if files.folder.join(STATE).exists() || !durable::is_listed_folder(&files.folder) {
+    if is_checkpoint(&files.folder) || !durable::is_listed_folder(&files.folder) {
         return Ok(());
     }
     let one = (!files.weights.is_dir()).then(|| files.weights.file_name()).flatten().map(|name| name.to_string_lossy());

@@ -2,7 +2,7 @@
 //! first checkpoint begins again. The checkpoint that is chosen loads the model and the optimizer of the resumed run.
 
 use super::checkpoint::{
-    CONFIG, FINAL, HeadStorage, MODEL, OPTIMIZER, STALE, STATE, TrainerState, list, open, recorded, step_of,
+    CONFIG, FINAL, HeadStorage, MODEL, OPTIMIZER, STALE, TrainerState, is_checkpoint, list, open, recorded, step_of,
     verified_state,
 };
 use crate::{
@@ -114,7 +114,7 @@ fn named<'a>(
             return Err(CliError::Usage(text.into()));
         }
         (ResumeFrom::Latest, Some(run)) => Some((run, None)),
-        (ResumeFrom::Path(given), _) if given.join(STATE).exists() || step_of(given).is_some() => {
+        (ResumeFrom::Path(given), _) if is_checkpoint(given) || step_of(given).is_some() => {
             let parent = durable::parent(given);
             Some((parent, Some(given.as_path())))
         }

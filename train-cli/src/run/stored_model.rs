@@ -2,12 +2,7 @@
 //! device so that it computes what it was trained to compute. A checkpoint's master weights are quantized while they are read,
 //! exactly as its export quantizes them.
 
-use super::{
-    checkpoint::{self, STATE},
-    export_format::ExportFormat,
-    located::located,
-    trained::Trained,
-};
+use super::{checkpoint, export_format::ExportFormat, located::located, trained::Trained};
 use crate::{
     CliError,
     model_files::{ModelFiles, TextFiles},
@@ -55,7 +50,7 @@ impl StoredModel {
         let mut text = TextFiles::open(tokenizer.unwrap_or(&files.folder), &config)?;
         // A file of another name in a checkpoint's folder is not the checkpoint.
         let of_checkpoint = files.weights.is_dir() || files.weights.file_name().is_some_and(|n| n == checkpoint::MODEL);
-        let state = if of_checkpoint && files.folder.join(STATE).exists() {
+        let state = if of_checkpoint && checkpoint::is_checkpoint(&files.folder) {
             Some(checkpoint::read_state(&files.folder)?)
         } else {
             None

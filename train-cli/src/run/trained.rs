@@ -2,7 +2,7 @@
 //! whether its answers think. An export records this in `trained.json`, and a single file in `NAME.trained.json` beside it. A
 //! checkpoint needs no such file, because it has the settings of its run.
 
-use super::checkpoint::{self, STATE, TrainerState};
+use super::checkpoint::{self, TrainerState};
 use crate::{
     CliError,
     durable::{self, PendingFolder},
@@ -78,7 +78,7 @@ impl Trained {
     /// # Errors
     /// If the record is broken.
     pub fn of(files: &ModelFiles) -> Result<Option<Self>, CliError> {
-        if !files.folder.join(STATE).exists() {
+        if !checkpoint::is_checkpoint(&files.folder) {
             return Self::beside(files);
         }
         Self::of_checkpoint(&checkpoint::read_state(&files.folder)?, &files.folder).map(Some)

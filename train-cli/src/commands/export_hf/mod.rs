@@ -21,10 +21,12 @@ use crate::{
     device,
     durable::{self, PendingFolder},
     model_files::{Companions, ModelFiles, TextFiles, untie},
+    outputs::check_unlisted,
     progress::Writing,
     report,
     run::{
         checkpoint,
+        folder::is_of_run,
         located::{check_unchanged, located},
         trained::Trained,
     },
@@ -111,7 +113,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Refuses a folder that holds something other than an older export, or that the model is read from.
+/// Refuses a folder that holds something other than an older export, that is a part of a run, or that the model is read from.
 fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<(), CliError> {
     let refuse = |reason: &str| Err(CliError::Usage(format!("--output-dir {}: {reason}", folder.display())));
     let parent = durable::parent(folder);
@@ -125,6 +127,12 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
     }
     if folder.exists() && !folder.is_dir() {
         return refuse("it is not a folder");
+    }
+    // A link counts as the folder that it leads to.
+    let place = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    check_unlisted("--output-dir", folder, durable::parent(&place))?;
+    if checkpoint::is_checkpoint(folder) || is_of_run(&place) {
+        return refuse("it is a part of a run, as its checkpoints and its export are; choose another folder");
     }
     if !folder.exists() || durable::is_untouched(folder)? {
         return durable::probe(parent, folder);

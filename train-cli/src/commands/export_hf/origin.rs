@@ -5,7 +5,7 @@ use crate::{
     model_files::ModelFiles,
     run::{
         checkpoint::{CONFIG, FINAL, TrainerState},
-        history::RECORD,
+        folder::is_run,
         results::Results,
     },
     settings::{Layer, Settings},
@@ -48,6 +48,5 @@ impl Origin {
 fn run_of(folder: &Path, is_checkpoint: bool) -> Result<Option<PathBuf>, CliError> {
     let folder = folder.canonicalize().map_err(CliError::io(folder))?;
     let of_run = is_checkpoint || folder.file_name().is_some_and(|name| name == FINAL);
-    let is_run = |run: &&Path| of_run && [CONFIG, RECORD].iter().all(|file| run.join(file).is_file());
-    Ok(folder.parent().filter(is_run).map(Path::to_owned))
+    Ok(folder.parent().filter(|run| of_run && is_run(run)).map(Path::to_owned))
 }

@@ -21,6 +21,7 @@ use crate::{
     device::{self, Job},
     durable,
     interrupt::{Interruption, SaveRequests},
+    outputs::check_output_folder,
     plan::Plan,
     report,
     run::checkpoint::CONFIG,
@@ -192,6 +193,9 @@ impl Job for Fit<'_> {
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let Self { args, plan, device: choice, lock, resumed, restarts, unnamed, is_recorded, overwrite, dry_run } =
             self;
+        if resumed.is_none() {
+            check_output_folder("--output-dir", &plan.output_dir)?;
+        }
         if resumed.is_none() && !unnamed {
             // If another run is writing to the folder, the error names its process instead of the files. A run that restarts
             // holds the lock itself.
