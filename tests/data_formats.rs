@@ -271,6 +271,8 @@ fn rows_are_repeated_by_a_column() {
         (losses(&cached), losses(&cached)),
         (losses(&["-d", "by_hand.jsonl"]), losses(&["-d", "by_hand.jsonl"]))
     );
+    let said = plan(d, "rows.jsonl", &["--weight-column", "w"]).unwrap();
+    assert!(said.contains("1 row dropped (longer than 2048 tokens, nothing supervised, or of weight 0)"), "{said}");
     std::fs::write(d.join("little.jsonl"), row("a", ", \"w\": 0.01").repeat(20)).unwrap();
     let args = ["fit", "-m", "m", "-d", "little.jsonl", "--weight-column", "w", "--device", "cpu", "-o", "little"];
     let out = run(d, &args);
