@@ -92,6 +92,33 @@ fn stats_count_what_a_run_would_take_and_leave_out() {
     {
         assert!(table.contains(part), "{part}: {table}");
     }
+    // Rows are counted whole, so that none is left out for its length.
+    rows(d, &[("hi", "not this", 0.0)]);
+    let out = run(d, &args);
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(3), "{stderr}");
+    assert!(stderr.contains("no row is left: 1 row dropped, not supervised or of weight 0"), "{stderr}");
+}
+
+/// No command that reads rows takes longer ones than the model does.
+#[test]
+fn a_length_beyond_the_limit_of_the_model_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    rows(d, &[("hi", "yo", 1.0)]);
+    for command in [
+        "fit -m m -d rows.jsonl --device cpu --dry-run",
+        "data stats rows.jsonl -m m",
+        "data preview rows.jsonl -m m",
+        "eval loss -m m --data rows.jsonl --device cpu",
+    ] {
+        let words: Vec<&str> = command.split(' ').chain(["--max-seq-length", "2049"]).collect();
+        let out = run(d, &words);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let refusal = "--max-seq-length 2049: the model takes at most 2048 tokens; choose at most 2048";
+        assert!(out.status.code() == Some(2) && stderr.contains(refusal), "{command}: {stderr}");
+    }
 }
 
 /// Documents are cut into sequences, by `data stats` as by a run.

@@ -149,7 +149,9 @@ fn a_table_is_read_as_its_rows_in_json() {
     let error = plan(d, &table("alpaca.parquet"), &["--format", "tsv"]).unwrap_err();
     assert!(error.contains("--format tsv: a table has rows with named columns"), "{error}");
     let error = plan(d, &table("compressed.feather"), &[]).unwrap_err();
-    assert!(error.contains("compressed.feather:1: not a readable Arrow file") && error.contains("zstd"), "{error}");
+    let said =
+        "compressed.feather:1: not a readable Arrow file: its columns are compressed, which is not read; write it";
+    assert!(error.contains(said) && error.contains("or as Parquet"), "{error}");
     for (file, kind) in [("x.parquet", "Parquet"), ("x.arrow", "Arrow")] {
         std::fs::write(d.join(file), "no table").unwrap();
         let error = plan(d, file, &[]).unwrap_err();
@@ -174,6 +176,25 @@ fn a_table_is_read_as_its_rows_in_json() {
     std::fs::write(d.join("half.arrow"), &whole[..whole.len() / 2]).unwrap();
     let error = plan(d, "half.arrow", &[]).unwrap_err();
     assert!(error.contains("half.arrow") && error.contains("not a readable Arrow file"), "{error}");
+}
+
+/// An Arrow table without rows is whole if the mark at its end follows the schema.
+#[test]
+fn an_arrow_table_without_rows_is_not_cut() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let table = std::fs::read(golden("tables/dated.arrow")).unwrap();
+    // The size of the schema follows the mark of a message, which has 4 bytes.
+    let schema = 8 + u32::from_le_bytes(table[4..8].try_into().unwrap()) as usize;
+    let empty = [&table[..schema], &table[table.len() - 8..]].concat();
+    for (bytes, reason) in [(&empty[..], ": no rows in it"), (&empty[..schema], ": not a readable Arrow file")] {
+        std::fs::write(d.join("x.arrow"), bytes).unwrap();
+        for more in [&[][..], &["--format", "documents"]] {
+            let error = plan(d, "x.arrow", more).unwrap_err();
+            assert!(error.contains("x.arrow") && error.contains(reason), "{error}");
+        }
+    }
 }
 
 /// A Parquet file that ends too early, or whose rows are damaged, is refused.
@@ -271,6 +292,8 @@ fn rows_are_repeated_by_a_column() {
         (losses(&cached), losses(&cached)),
         (losses(&["-d", "by_hand.jsonl"]), losses(&["-d", "by_hand.jsonl"]))
     );
+    let said = plan(d, "rows.jsonl", &["--weight-column", "w"]).unwrap();
+    assert!(said.contains("1 row dropped (longer than 2048 tokens, nothing supervised, or of weight 0)"), "{said}");
     std::fs::write(d.join("little.jsonl"), row("a", ", \"w\": 0.01").repeat(20)).unwrap();
     let args = ["fit", "-m", "m", "-d", "little.jsonl", "--weight-column", "w", "--device", "cpu", "-o", "little"];
     let out = run(d, &args);

@@ -186,11 +186,13 @@ fn an_export_has_the_head_that_is_asked_for() {
     );
     let without = fs::read(d.join("plain/final/model.dat")).unwrap();
     assert!(export("plain", "c.dat", &["--head", "bf16"]) == without);
-    // A head that training quantizes can be exported in bf16.
+    // A head that training quantizes can be exported in bf16, beside the embedding.
     fs::create_dir(d.join("q")).unwrap();
     ok(d, &["convert", "m", "q/q.dat", "--dtype", "nvfp4", "--head", "nvfp4"]);
     fit(d, "q/q.dat", "s", &["--head", "bf16"]);
     assert_eq!(head(&d.join("s/final")), Some(Stored::Dense { float: FloatType::Bf16, shape: vec![512, 64] }));
+    let embedding = Container::open(&d.join("s/final")).unwrap().stored(names::EMBEDDING);
+    assert_eq!(embedding, Some(Stored::Dense { float: FloatType::F16, shape: vec![512, 64] }));
     let out = run(
         d,
         &[

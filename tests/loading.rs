@@ -120,6 +120,21 @@ fn nvfp4_codes_without_their_scales_are_refused() {
     }
 }
 
+/// A file that is not there is no damaged file.
+#[test]
+fn a_folder_without_the_weights_of_one_model_is_refused() {
+    for (files, reason) in [
+        (&[][..], "the folder holds neither model.safetensors nor a .dat file; give"),
+        (&["a.dat", "b.dat"], "the folder holds 2 .dat files; name one of them"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        files.iter().for_each(|file| std::fs::write(dir.path().join(file), "").unwrap());
+        let out = run(dir.path(), &["inspect", "."]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(2) && stderr.contains(reason), "{stderr}");
+    }
+}
+
 /// The lines of `inspect --json`.
 fn inspected(dir: &Path, args: &[&str]) -> Vec<Value> {
     let text = ok(dir, &[&["inspect", "--json"][..], args].concat());

@@ -184,6 +184,12 @@ fn runs_are_listed_and_compared() {
     for words in [&["runs", "show", "m"][..], &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
         assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }
+    for folder in ["nowhere", "m/config.json"] {
+        let out = run(d, &["runs", "list", folder]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let refusal = format!("{folder}: there is no such folder; give the folder that holds your run folders");
+        assert!(out.status.code() == Some(2) && stderr.contains(&refusal), "{stderr}");
+    }
 }
 
 /// Runs that begin in the same second, as those of a sweep do, each get a folder of their own.

@@ -380,7 +380,10 @@ fn weights_file(path: &Path) -> Result<PathBuf, ModelError> {
     dats.sort();
     match dats.len() {
         1 => Ok(dats.remove(0)),
-        0 => Err(ModelError::weights(path, "the folder holds neither model.safetensors nor a .dat file")),
-        n => Err(ModelError::weights(path, format!("the folder holds {n} .dat files; name one of them"))),
+        0 => {
+            let text = "the folder holds neither model.safetensors nor a .dat file; give a model's folder, or its file";
+            Err(ModelError::folder(path, text))
+        }
+        n => Err(ModelError::folder(path, format!("the folder holds {n} .dat files; name one of them"))),
     }
 }

@@ -34,6 +34,14 @@ pub enum ModelError {
         /// The bytes that were asked for.
         bytes: u64,
     },
+    /// A folder does not hold the weights of exactly one model.
+    #[error("{}: {reason}", path.display())]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// What it holds instead, and what to do.
+        reason: String,
+    },
     /// config.json has a value that no dense Qwen3 has.
     #[error("{}: {field} is {value}: {reason}", path.display())]
     Config {
@@ -156,6 +164,10 @@ impl ModelError {
 
     pub(crate) fn parse(path: &Path, reason: impl ToString) -> Self {
         Self::Parse { path: path.to_owned(), reason: reason.to_string() }
+    }
+
+    pub(crate) fn folder(path: &Path, reason: impl ToString) -> Self {
+        Self::Folder { path: path.to_owned(), reason: reason.to_string() }
     }
 
     pub(crate) fn weights(path: &Path, reason: impl ToString) -> Self {

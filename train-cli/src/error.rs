@@ -211,7 +211,7 @@ impl CliError {
                 ModelError::Io { .. } => 1,
                 ModelError::Memory { .. } | ModelError::Thread { .. } | ModelError::GivenUp { .. } => 4,
                 ModelError::Missing { .. } | ModelError::Config { .. } | ModelError::TooLarge { .. } => 2,
-                ModelError::CacheWidth { .. } => 2,
+                ModelError::Folder { .. } | ModelError::CacheWidth { .. } => 2,
                 ModelError::Parse { .. } | ModelError::Template(_) | ModelError::Tokenizer(_) => 2,
                 ModelError::Device(_) | ModelError::Nvfp4 { source: Nvfp4Error::Device(_), .. } => 7,
                 ModelError::Dat { .. } | ModelError::Weights { .. } | ModelError::Nvfp4 { .. } => 6,
@@ -252,7 +252,9 @@ impl CliError {
     /// Names the flag that gave the path, in the error of a file that is not there or is not what the flag takes.
     pub(crate) fn of_flag(flag: &str) -> impl Fn(ModelError) -> Self {
         move |error| match error {
-            ModelError::Missing { .. } | ModelError::Parse { .. } => Self::Usage(format!("{flag} {error}")),
+            ModelError::Missing { .. } | ModelError::Folder { .. } | ModelError::Parse { .. } => {
+                Self::Usage(format!("{flag} {error}"))
+            }
             error => error.into(),
         }
     }

@@ -152,9 +152,19 @@ fn with_files(mut settings: Settings) -> Result<Settings, CliError> {
     Ok(settings)
 }
 
-/// Maximum length of a training sequence, for a model that takes `limit` tokens: as wanted, else [`MAX_SEQ_LENGTH`].
-pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> usize {
-    wanted.unwrap_or(MAX_SEQ_LENGTH).min(limit)
+/// Maximum length of a sequence, for a model that takes `limit` tokens: as wanted, else [`MAX_SEQ_LENGTH`], or the limit if it is
+/// lower.
+///
+/// # Errors
+/// If a longer one is wanted than the model takes.
+pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> Result<usize, CliError> {
+    match wanted {
+        None => Ok(MAX_SEQ_LENGTH.min(limit)),
+        Some(length) if length <= limit => Ok(length),
+        Some(length) => Err(CliError::Usage(format!(
+            "--max-seq-length {length}: the model takes at most {limit} tokens; choose at most {limit}"
+        ))),
+    }
 }
 
 /// The norm by which a run clips, if nobody chooses one.

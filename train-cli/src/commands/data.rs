@@ -242,7 +242,7 @@ fn opened(args: &RowsArgs) -> Result<(TextFiles, usize), CliError> {
     let config = Qwen3Config::from_file(&files.config_file(args.tokenizer.as_deref()))?;
     let text = TextFiles::open(args.tokenizer.as_ref().unwrap_or(&files.folder), &config)?;
     let wanted = args.max_seq_length.map(usize::from);
-    Ok((text, plan::max_seq_length(wanted, config.max_position_embeddings)))
+    Ok((text, plan::max_seq_length(wanted, config.max_position_embeddings)?))
 }
 
 /// The files that are named.

@@ -64,12 +64,23 @@ impl Written {
     fn text(self, rows: &[MadeRow], header: Option<&str>) -> Result<String, String> {
         match self {
             Self::Tsv => {
+                let first = header.map(first_line).transpose()?.unwrap_or_default();
                 let lines = rows.iter().map(tsv).collect::<Result<String, _>>()?;
-                Ok(header.map(|header| format!("{header}\n")).unwrap_or_default() + &lines)
+                Ok(first + &lines)
             }
             Self::Messages => Ok(rows.iter().map(messages).collect()),
         }
     }
+}
+
+/// A header as the first line of a tab-separated file, if a run that reads the file skips it.
+fn first_line(header: &str) -> Result<String, String> {
+    let is_comment = header.starts_with('#') && !header.contains(['\n', '\r']);
+    if header != "prompt\ttarget" && !is_comment {
+        let why = "a .tsv file can begin with \"prompt\\ttarget\", or with one line that starts with #";
+        return Err(format!("header {header:?}: {why}; write one of these, or leave the header out"));
+    }
+    Ok(format!("{header}\n"))
 }
 
 /// A row as a line of a tab-separated file, if it can be one.

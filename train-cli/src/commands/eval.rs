@@ -74,7 +74,7 @@ impl Job for EvalLoss {
 
 fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Result<Vec<Sample>, CliError> {
     let wanted = args.max_seq_length.map(usize::from);
-    let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings);
+    let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings)?;
     let overlong = Overlong::Split;
     let rows = RowOptions::default();
     let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong, rows };

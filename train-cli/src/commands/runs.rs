@@ -15,7 +15,7 @@ use crate::{
     table::Table,
 };
 use serde_json::Value;
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{collections::BTreeSet, fs, io::ErrorKind, path::Path};
 
 /// Runs the command.
 ///
@@ -31,7 +31,14 @@ pub fn run(command: &RunsCommand) -> Result<(), CliError> {
 
 fn list(args: &ListArgs) -> Result<(), CliError> {
     let mut runs = Vec::new();
-    for entry in fs::read_dir(&args.folder).map_err(CliError::io(&args.folder))? {
+    let entries = fs::read_dir(&args.folder).map_err(|error| match error.kind() {
+        ErrorKind::NotFound | ErrorKind::NotADirectory => CliError::Usage(format!(
+            "{}: there is no such folder; give the folder that holds your run folders",
+            args.folder.display()
+        )),
+        _ => CliError::io(&args.folder)(error),
+    })?;
+    for entry in entries {
         let path = entry.map_err(CliError::io(&args.folder))?.path();
         if path.join(CONFIG).exists() {
             match Summary::read(&path) {

@@ -16,7 +16,7 @@ use arrow_array::{
 };
 use arrow_buffer::Buffer;
 use arrow_ipc::reader::StreamDecoder;
-use arrow_schema::{DataType, Field};
+use arrow_schema::{ArrowError, DataType, Field};
 use serde_json::{Map, Value, json};
 use std::{collections::BTreeSet, path::Path};
 
@@ -27,7 +27,7 @@ use std::{collections::BTreeSet, path::Path};
 /// If the file cannot be read.
 pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliError> {
     let bytes = data_files::read_whole(path)?;
-    let mut batches = Batches { rest: stream_of(bytes), decoder: StreamDecoder::new(), ended: false };
+    let mut batches = Batches { rest: stream_of(bytes), decoder: StreamDecoder::new() };
     let (mut batch, mut at) = (None::<RecordBatch>, 0);
     Ok(table::rows("Arrow", move || {
         loop {
@@ -63,7 +63,6 @@ fn stream_of(bytes: Vec<u8>) -> Buffer {
 struct Batches {
     rest: Buffer,
     decoder: StreamDecoder,
-    ended: bool,
 }
 
 /// What ends a stream. One that is cut between two batches lacks it.
@@ -71,12 +70,11 @@ const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
 
 impl Batches {
     fn next(&mut self) -> Result<Option<RecordBatch>, String> {
-        if self.rest.as_slice() == END {
-            self.ended = true;
-        }
-        let Some(batch) = self.decoder.decode(&mut self.rest).map_err(|e| e.to_string())? else {
+        // Of a table without rows, one call reads the schema and the mark.
+        let whole = self.rest.as_slice().ends_with(&END);
+        let Some(batch) = self.decoder.decode(&mut self.rest).map_err(|error| undecoded(&error))? else {
             self.decoder.finish().map_err(|e| e.to_string())?;
-            return if self.ended { Ok(None) } else { Err("it is cut: the mark at its end is missing".into()) };
+            return if whole { Ok(None) } else { Err("it is cut: the mark at its end is missing".into()) };
         };
         let schema = batch.schema();
         table::check_columns(schema.fields().iter().map(|field| columns(field)).sum())?;
@@ -85,6 +83,17 @@ impl Batches {
             Some(field) => Err(format!("two columns are named {:?}", field.name())),
             None => Ok(Some(batch)),
         }
+    }
+}
+
+/// Why a batch is not decoded. The library is built without decompressors, and would name a feature of its own.
+fn undecoded(error: &ArrowError) -> String {
+    match error.to_string() {
+        text if text.contains("decompression requires") => {
+            let remedy = "write it uncompressed (pyarrow: compression=\"uncompressed\"), or as Parquet";
+            format!("its columns are compressed, which is not read; {remedy}")
+        }
+        text => text,
     }
 }
 

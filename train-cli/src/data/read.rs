@@ -228,19 +228,15 @@ impl RowReader<'_> {
         if self.samples.len() > samples {
             return Ok(());
         }
-        let most = self.options.max_seq_length;
+        let reasons = match self.options.max_seq_length {
+            usize::MAX => "not supervised or of weight 0".to_owned(),
+            most => format!("longer than --max-seq-length {most}, not supervised, or of weight 0"),
+        };
         Err(match self.report.dropped.len() - dropped {
             0 => bad(path, None, "no rows in it; each row is a training example"),
             n => {
                 let dropped = report::count(n, "row");
-                bad(
-                    path,
-                    None,
-                    format!(
-                        "no row is left: {dropped} dropped, longer than --max-seq-length {most}, not supervised, or of \
-                         weight 0"
-                    ),
-                )
+                bad(path, None, format!("no row is left: {dropped} dropped, {reasons}"))
             }
         })
     }

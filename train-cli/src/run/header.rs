@@ -3,7 +3,7 @@
 use crate::{
     data::read::DataReport,
     peak,
-    plan::{self, ModelSource, Plan},
+    plan::{ModelSource, Plan},
     report,
     run::{cost, inputs::Inputs},
     settings::Clip,
@@ -22,9 +22,7 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
     report::label("data", data(plan, inputs));
     let (takes, rows) = (inputs.config.max_position_embeddings, &plan.settings.data);
     let wanted = rows.max_seq_length.is_some() && !rows.packing;
-    if let Some(text) =
-        misfit(&inputs.report, plan::max_seq_length(plan.settings.data.max_seq_length, takes), takes, wanted)
-    {
+    if let Some(text) = misfit(&inputs.report, inputs.max_seq_length, takes, wanted) {
         report::label("lengths", text);
     }
     let (master, states) = (plan.master(precision), plan.settings.memory.optimizer_state_mode);
@@ -79,8 +77,7 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
 }
 
 fn data(plan: &Plan, inputs: &Inputs) -> String {
-    let limit = plan::max_seq_length(plan.settings.data.max_seq_length, inputs.config.max_position_embeddings);
-    let found = &inputs.report;
+    let (found, limit) = (&inputs.report, inputs.max_seq_length);
     let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
     let formats = found.formats.iter().cloned().collect::<Vec<_>>().join(" and ");
     let rows = report::count(found.rows, "row");
@@ -94,7 +91,7 @@ fn data(plan: &Plan, inputs: &Inputs) -> String {
     }
     if !found.dropped.is_empty() {
         let rows = report::count(found.dropped.len(), "row");
-        parts.push(format!("{rows} dropped (longer than {limit} tokens, or nothing supervised)"));
+        parts.push(format!("{rows} dropped (longer than {limit} tokens, nothing supervised, or of weight 0)"));
     }
     if found.truncated > 0 {
         parts.push(format!("{} cut at {limit} tokens", report::count(found.truncated, "row")));

@@ -27,6 +27,8 @@ use std::{path::PathBuf, sync::Arc};
 pub struct Inputs {
     /// The model's shape.
     pub config: Qwen3Config,
+    /// Maximum length of a sequence, in tokens.
+    pub max_seq_length: usize,
     /// Tokenizer and chat template.
     pub text: TextFiles,
     /// The weights file; none for random weights.
@@ -51,13 +53,14 @@ impl Inputs {
     pub fn read(plan: &Plan) -> Result<Self, CliError> {
         let config = Qwen3Config::from_file(&plan.companions.config)?;
         fits(plan, &config)?;
+        let chosen = &plan.settings.data;
+        let max_seq_length = plan::max_seq_length(chosen.max_seq_length, config.max_position_embeddings)?;
         let text = TextFiles::open(&plan.companions.text, &config)?;
         let source = match &plan.source {
             ModelSource::Files(files) => Some(files.open_weights()?),
             ModelSource::Random { .. } => None,
         };
-        let (train, eval, report) = samples(plan, &text, &config)?;
-        let chosen = &plan.settings.data;
+        let (train, eval, report) = samples(plan, &text, max_seq_length, config.vocab_size)?;
         let files = chosen.data.iter().chain(&chosen.eval_data).chain([&plan.companions.config]).cloned();
         let mut digests = String::new();
         for path in files.chain(plan.companions.text_files()) {
@@ -66,7 +69,8 @@ impl Inputs {
         let sha256 = durable::digest_of(digests.as_bytes());
         // Random tokens say nothing about thoughts.
         let thinking = if chosen.synthetic { None } else { thinks(&train, &text.tokenizer)? };
-        Ok(Self { config, text, source, train: Arc::new(train), eval, report, thinking, sha256 })
+        let train = Arc::new(train);
+        Ok(Self { config, max_seq_length, text, source, train, eval, report, thinking, sha256 })
     }
 
     /// Scale levels of the model file's NVFP4 tensors, if it has any.
@@ -154,11 +158,6 @@ fn fits(plan: &Plan, config: &Qwen3Config) -> Result<(), CliError> {
         let text = format!("--bf16-last-blocks {dense}: the model has {layers} layers; choose at most {layers}");
         return Err(CliError::Usage(text));
     }
-    let limit = config.max_position_embeddings;
-    if let Some(length) = plan.settings.data.max_seq_length.filter(|length| *length > limit) {
-        let text = format!("--max-seq-length {length}: the model takes at most {limit} tokens; choose at most {limit}");
-        return Err(CliError::Usage(text));
-    }
     if plan.recipe.packs_gradients().is_none() {
         return Ok(());
     }
@@ -182,12 +181,12 @@ const SYNTHETIC_STEPS: usize = 8;
 /// The training rows, the evaluation rows, and what was found in their files.
 type Split = (Vec<Sample>, Vec<Sample>, DataReport);
 
-fn samples(plan: &Plan, text: &TextFiles, config: &Qwen3Config) -> Result<Split, CliError> {
+/// Reads the samples of a plan, or makes them of `vocabulary` tokens. None is longer than `max_seq_length`.
+fn samples(plan: &Plan, text: &TextFiles, max_seq_length: usize, vocabulary: usize) -> Result<Split, CliError> {
     let (s, seed) = (&plan.settings.data, plan.settings.advanced.seed);
-    let max_seq_length = plan::max_seq_length(plan.settings.data.max_seq_length, config.max_position_embeddings);
     if s.synthetic {
         let rows = plan.settings.optimizer.max_steps.unwrap_or(SYNTHETIC_STEPS) * plan.sequences_per_step();
-        let made = synthetic(rows, max_seq_length, config.vocab_size, seed);
+        let made = synthetic(rows, max_seq_length, vocabulary, seed);
         let (rows, tokens) = (made.len(), made.iter().map(|s| s.ids.len()).sum());
         let report = DataReport { rows, samples: rows, tokens, supervised_tokens: tokens, ..Default::default() };
         return Ok((made, vec![], report));

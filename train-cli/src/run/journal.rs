@@ -7,7 +7,7 @@ use crate::{
     data::sample::Origin,
     durable::FileRecord,
     memory::estimate,
-    plan::{self, Plan},
+    plan::Plan,
     progress, report,
     run::cadence::{self, Cost, Spent},
     run::checkpoint::{self, TrainerState},
@@ -91,9 +91,7 @@ impl Journal {
         codes: Option<Arc<Codes>>,
         saver: Saver,
     ) -> Result<Self, CliError> {
-        let limit = inputs.config.max_position_embeddings;
-        let flops =
-            estimate::flops_a_token(&inputs.config, plan::max_seq_length(plan.settings.data.max_seq_length, limit));
+        let flops = estimate::flops_a_token(&inputs.config, inputs.max_seq_length);
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);

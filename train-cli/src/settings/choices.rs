@@ -373,8 +373,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// A separate head is stored in bf16. A tied head (one that is the embedding) is not stored a second time, and the embedding
-    /// stays in f16
+    /// A head that the file holds as a matrix of its own is stored in bf16, an NVFP4 copy of the embedding included. A tied head
+    /// (one that is the embedding) without such a copy is not stored a second time, and the embedding stays in f16
     Bf16,
 }
 

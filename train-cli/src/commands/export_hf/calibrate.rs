@@ -181,7 +181,7 @@ impl Job for Measure<'_> {
         let options = DataOptions {
             format: rows.format,
             loss_on: LossOn::default(),
-            max_seq_length: plan::max_seq_length(None, stored.config.max_position_embeddings),
+            max_seq_length: plan::max_seq_length(None, stored.config.max_position_embeddings)?,
             overlong: Overlong::Split,
             rows: rows.options.clone(),
         };
