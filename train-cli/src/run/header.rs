@@ -19,7 +19,7 @@ pub fn print(plan: &Plan, inputs: &Inputs, scaling: Scaling, precision: Precisio
             "the model's files give the scales of activations; training measures them anew, and the export has none";
         report::label("inputs", text);
     }
-    report::label("data", data(plan, inputs));
+    report::label("data", data(inputs));
     let (takes, rows) = (inputs.config.max_position_embeddings, &plan.settings.data);
     let wanted = rows.max_seq_length.is_some() && !rows.packing;
     if let Some(text) = misfit(&inputs.report, inputs.max_seq_length, takes, wanted) {
@@ -76,7 +76,7 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
     format!("{name} · {parameters} parameters · {layers} · recipe {recipe} · {levels}{shared}{dense}")
 }
 
-fn data(plan: &Plan, inputs: &Inputs) -> String {
+fn data(inputs: &Inputs) -> String {
     let (found, limit) = (&inputs.report, inputs.max_seq_length);
     let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
     let formats = found.formats.iter().cloned().collect::<Vec<_>>().join(" and ");
