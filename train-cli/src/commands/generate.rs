@@ -147,7 +147,7 @@ fn one<B: Nvfp4Kernels>(
     let Loaded { model, text, .. } = loaded;
     let mut session = Session::new(model, prompt.ids.len() + options.max_tokens)?;
     let streams = !args.json && !args.no_stream;
-    let answer = Answer::of(&mut session, text, &prompt.ids, options, &args.sampling.stop, streams, || false)?;
+    let answer = Answer::of(&mut session, text, &prompt.ids, options, &args.sampling.stop, streams, report::is_lost)?;
     if streams {
         report::stream("\n");
         report::line(answer.figures());
@@ -160,8 +160,8 @@ fn one<B: Nvfp4Kernels>(
     Ok(())
 }
 
-/// Answers every prompt as often as the flags say, some at a time, and prints the answers in order. Prompt and answer together
-/// have at most `capacity` tokens.
+/// Answers every prompt as often as the flags say, some at a time, and prints the answers in order. It ends where an answer
+/// cannot be printed. Prompt and answer together have at most `capacity` tokens.
 fn all<B: Nvfp4Kernels>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
@@ -189,6 +189,9 @@ fn all<B: Nvfp4Kernels>(
         while let Some(answer) = complete.borrow_mut().remove(&printed) {
             let answer = answer?;
             print_answer(&answer, prompts[printed / args.answers].question, args, text)?;
+            if report::is_lost() {
+                return Ok(());
+            }
             tokens += answer.generation.ids.len();
             printed += 1;
         }
