@@ -262,7 +262,7 @@ fn prompt_text(prompt: &str) -> Result<String, CliError> {
         return Err(bad(format!("standard input has more than {} MiB", LONGEST >> 20)));
     }
     let prompt = String::from_utf8(prompt).map_err(|e| bad(format!("cannot read standard input: {e}")))?;
-    Ok(prompt.trim_start_matches('\u{FEFF}').trim_end_matches(['\r', '\n']).to_owned())
+    Ok(file::without_mark(&prompt).trim_end_matches(['\r', '\n']).to_owned())
 }
 
 /// The prompts of a file.
@@ -270,7 +270,7 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     let content = file::read_text(path, LONGEST_FILE, "check the path").map_err(CliError::of_flag("--prompts"))?;
     let rows = path.extension().is_some_and(|e| e == "jsonl");
     let mut questions = Vec::new();
-    let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));
+    let lines = file::without_mark(&content).lines().enumerate().map(|(i, line)| (i + 1, line));
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
         let bad = |reason: String| CliError::data(path, Some(line), reason);
         if rows {
