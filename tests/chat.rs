@@ -203,6 +203,29 @@ fn what_cannot_be_done_is_said() {
     assert!(cut.contains("context 24 of 24") && cut.contains("cut because the context is full"), "{cut}");
 }
 
+/// Some editors put a byte order mark in front of a text.
+#[test]
+fn a_byte_order_mark_is_no_part_of_a_conversation() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    let nothing = "0 messages, 0 of 2048 tokens";
+    let stderr = said(d, "\u{feff}/stats\n", &["--max-tokens", "2"], 0);
+    assert!(stderr.contains(nothing), "{stderr}");
+    let input = std::fs::File::open(d.join("script.txt")).unwrap();
+    let out = command(d, &[&CHAT[..], &["--max-tokens", "2"]].concat()).stdin(input).output().unwrap();
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && stderr.contains(nothing), "{stderr}");
+    for (name, text) in [
+        ("talk.jsonl", "{\"role\": \"user\", \"content\": \"a\"}\n"),
+        ("talk.txt", "# train-cli transcript\nuser:\n> a\n"),
+    ] {
+        std::fs::write(d.join(name), format!("\u{feff}{text}")).unwrap();
+        let stderr = said(d, &format!("/load {name}\n"), &[], 0);
+        assert!(stderr.contains(&format!("1 message from {name}")), "{stderr}");
+    }
+}
+
 /// A model whose answers are as long as they may be, and say nothing but `z`.
 #[cfg(unix)]
 fn endless_model(dir: &Path) {
@@ -268,6 +291,26 @@ fn ctrl_c_at_a_terminal_does_not_end_the_program() {
     chat.wait_for("> ");
     chat.types("/exit\r");
     assert!(chat.program.wait().unwrap().success());
+}
+
+/// Results that go to a file are only the results: what a person types is drawn on the terminal.
+#[test]
+#[cfg(unix)]
+fn a_file_of_results_holds_no_marks_of_the_terminal() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    endless_model(d);
+    let line = "chat -m m --device cpu --temp 0 --max-tokens 3 --json > talk.jsonl";
+    let Some(mut chat) = Terminal::of(d, line) else { return };
+    chat.wait_for("> ");
+    chat.types("Hello\r");
+    chat.wait_for("+ 3 answer tokens");
+    chat.wait_for("> ");
+    chat.types("/exit\r");
+    assert!(chat.program.wait().unwrap().success());
+    let results = std::fs::read_to_string(d.join("talk.jsonl")).unwrap();
+    let answer: Value = serde_json::from_str(&results).unwrap_or_else(|e| panic!("{e}: {results:?}"));
+    assert_eq!(answer["prompt"], "Hello");
 }
 
 /// The program at a terminal, which util-linux's `script` makes.

@@ -75,6 +75,9 @@ fn cases() -> Vec<Case> {
         ),
         (words("bench prefill --batch-size 2"), 2, "--batch-size is a flag of bench decode"),
         (words("bench decode --filter gemm"), 2, "--filter is a flag of bench kernels"),
+        (words("bench kernels --filter copy --device cpu"), 7, "device cpu: bench measures GPUs, not the CPU; give"),
+        (words("bench decode --config m/config.json --device cpu"), 7, "device cpu: bench measures GPUs, not the CPU"),
+        (words("bench prefill --config m/config.json --device cpu"), 7, "device cpu: bench measures GPUs, not the CPU"),
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
         (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),

@@ -233,6 +233,11 @@ fn needles_are_counted_at_each_length_and_depth() {
     let needle = [&["eval", "needle", "-m", "m", "--device", "cpu"][..], &flags].concat();
     ok(d, &[&needle[..], &["--write-rows", "rows.jsonl"]].concat());
     let rows = std::fs::read_to_string(d.join("rows.jsonl")).unwrap();
+    // A file that is there already is not replaced.
+    let again = run(d, &[&needle[..], &["--write-rows", "rows.jsonl"]].concat());
+    let said = String::from_utf8_lossy(&again.stderr);
+    let is_named = said.contains("--write-rows rows.jsonl: the file exists; choose another name");
+    assert!(again.status.code() == Some(2) && is_named, "{said}");
     let answers: Vec<String> = rows
         .lines()
         .map(|row| serde_json::from_str::<Value>(row).unwrap()["messages"][1]["content"].as_str().unwrap().to_owned())

@@ -227,6 +227,12 @@ fn a_parity_dump_holds_every_value_and_compares_equal_with_itself() {
         ok(d, &args).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     };
     let against_hugging_face = parity(expected.to_str().unwrap(), &["--dump", "dump.safetensors"]);
+    // A file that is there already is not replaced.
+    std::fs::write(d.join("taken"), "mine").unwrap();
+    let out = run(d, &["parity", "-m", &model, "--expected", "dump.safetensors", "--device", "cpu", "--dump", "taken"]);
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(2) && said.contains("--dump taken: the file exists; choose another"), "{said}");
+    assert_eq!(std::fs::read(d.join("taken")).unwrap(), b"mine");
     let itself = parity("dump.safetensors", &[]);
     assert_eq!(itself.len(), against_hugging_face.len());
     for line in &itself {

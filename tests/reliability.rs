@@ -190,6 +190,30 @@ fn results_that_could_not_be_written_are_an_error() {
     }
 }
 
+/// Nobody gets the answers that follow one that could not be written.
+#[test]
+fn no_answer_is_made_after_one_that_could_not_be_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fs::write(d.join("talk.txt"), "one\ntwo\nthree\n").unwrap();
+    let model = ["-m", "m", "--device", "cpu", "--max-tokens", "3", "--json"];
+    // Each answer of chat has a line of figures. That of generate counts all answers, and is its last.
+    for (words, figures) in
+        [(&["generate", "--prompts", "talk.txt", "--batch-size", "1"][..], 0), (&["chat", "--script", "talk.txt"], 1)]
+    {
+        let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let (reader, closed) = std::io::pipe().unwrap();
+        drop(reader);
+        for (sink, code) in [(Stdio::from(full), 1), (Stdio::from(closed), 0)] {
+            let out = command(d, &[words, &model].concat()).stdout(sink).output().unwrap();
+            let stderr = String::from_utf8_lossy(&out.stderr);
+            assert_eq!(out.status.code(), Some(code), "{words:?}: {stderr}");
+            assert_eq!(stderr.matches("answer tokens").count(), figures, "{words:?}: {stderr}");
+        }
+    }
+}
+
 #[test]
 fn outputs_are_refused_before_the_training() {
     let dir = tempfile::tempdir().unwrap();

@@ -64,6 +64,24 @@ fn a_model_folder_that_has_a_file_of_settings_is_a_model() {
     assert_eq!(code, Some(0), "{said}");
 }
 
+/// The weights can be read, and are not those that the export's manifest lists.
+#[test]
+fn a_file_is_verified_against_the_manifest_of_its_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    complete(d);
+    let verified = |path: &str| ended(d, &["inspect", path, "--verify"]);
+    assert_eq!(verified("r/final/model.dat").0, Some(0));
+    let manifest = d.join("r/final/manifest.json");
+    let mut changed: Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
+    changed["files"]["model.dat"]["sha256"] = "0".repeat(64).into();
+    fs::write(&manifest, changed.to_string()).unwrap();
+    for path in ["r/final", "r/final/model.dat"] {
+        let (code, said) = verified(path);
+        assert!(code == Some(6) && said.contains("model.dat: SHA-256 "), "{path}: {code:?}: {said}");
+    }
+}
+
 #[test]
 fn a_run_that_another_process_holds_is_not_read() {
     let dir = tempfile::tempdir().unwrap();

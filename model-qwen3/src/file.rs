@@ -34,6 +34,11 @@ pub fn read_text(path: &Path, limit: u64, hint: &str) -> Result<String, ModelErr
     String::from_utf8(bytes).map_err(|e| ModelError::parse(path, format!("the file is not UTF-8: {e}")))
 }
 
+/// A text without the byte order mark that some editors put in front of it.
+pub fn without_mark(text: &str) -> &str {
+    text.trim_start_matches('\u{feff}')
+}
+
 /// Reads a file of at most `limit` bytes. `hint` says what to do if there is no such file.
 ///
 /// # Errors

@@ -78,6 +78,19 @@ pub fn check_precision(choice: DeviceChoice, precision: Precision) -> Result<(),
     }
 }
 
+/// Refuses the CPU for `bench`.
+///
+/// # Errors
+/// If the choice means the CPU on this machine.
+pub fn check_gpu(choice: DeviceChoice) -> Result<(), CliError> {
+    if resolved(choice) != DeviceChoice::Cpu {
+        return Ok(());
+    }
+    let reason =
+        "bench measures GPUs, not the CPU; give --device cuda or vulkan (train-cli doctor says what is missing)";
+    Err(CliError::Device { device: choice.to_string(), reason: reason.to_owned() })
+}
+
 /// Whether a device can be opened on this machine.
 pub fn is_there(choice: DeviceChoice) -> bool {
     match choice {

@@ -50,6 +50,18 @@ pub fn check_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result<(),
     durable::probe(folder, output)
 }
 
+/// Refuses an output as [`check_output`] does, and one that is there already.
+///
+/// # Errors
+/// As [`check_output`], or if something is at the path.
+pub fn check_new_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
+    check_output(flag, output, inputs)?;
+    if is_taken(output) {
+        return Err(CliError::Usage(format!("{flag} {}: the file exists; choose another name", output.display())));
+    }
+    Ok(())
+}
+
 /// Refuses an output in `folder`, if this is a checkpoint or an export. `flag` names the output in the error.
 ///
 /// # Errors

@@ -80,6 +80,11 @@ pub fn marks(style: &'static str) -> Option<[&'static str; 2]> {
 /// Why a result could not be printed, the first time.
 static LOST: OnceLock<std::io::Error> = OnceLock::new();
 
+/// Whether a result could not be printed, so that nobody gets those that follow.
+pub fn is_lost() -> bool {
+    LOST.get().is_some()
+}
+
 /// Whether every result was printed. A reader that has closed its end of a pipe wanted no more of them.
 ///
 /// # Errors

@@ -14,11 +14,14 @@ use serde_json::json;
 /// Runs the command.
 ///
 /// # Errors
-/// If a flag belongs to another measurement, or the device is missing, has no bf16 tensor cores, or fails.
+/// If a flag belongs to another measurement, or the device is missing, is the CPU, has no bf16 tensor cores, or fails.
 pub fn run(args: BenchArgs) -> Result<(), CliError> {
     refuse_flags_of_others(&args)?;
     match args.what {
-        BenchWhat::Kernels => device::run(args.device, None, Kernels(args)),
+        BenchWhat::Kernels => {
+            device::check_gpu(args.device)?;
+            device::run(args.device, None, Kernels(args))
+        }
         BenchWhat::Decode | BenchWhat::Prefill => bench_model::run(args),
     }
 }

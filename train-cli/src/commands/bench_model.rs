@@ -34,12 +34,13 @@ const RUNS: usize = 5;
 /// Runs the command.
 ///
 /// # Errors
-/// If config.json cannot be read, or the device is missing or fails.
+/// If config.json cannot be read, or the device is missing, is the CPU, or fails.
 pub(super) fn run(args: BenchArgs) -> Result<(), CliError> {
     let config = match &args.config {
         Some(path) => Qwen3Config::from_file(path).map_err(CliError::of_flag("--config"))?,
         None => qwen3_4b(),
     };
+    device::check_gpu(args.device)?;
     device::run(args.device, None, Measured { args, config })
 }
 

@@ -64,6 +64,8 @@ impl Job for Chat {
         }
         while let Some(entry) = source.next_entry()? {
             match entry.map_err(CliError::Usage).and_then(|entry| talk.follow(entry)) {
+                // Nobody would get a further answer.
+                Ok(true) if report::is_lost() => break,
                 Ok(true) => {}
                 Ok(false) => break,
                 // A person sees what was wrong and can try again; nobody watches a script.

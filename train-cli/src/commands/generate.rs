@@ -147,7 +147,7 @@ fn one<B: Nvfp4Kernels>(
     let Loaded { model, text, .. } = loaded;
     let mut session = Session::new(model, prompt.ids.len() + options.max_tokens)?;
     let streams = !args.json && !args.no_stream;
-    let answer = Answer::of(&mut session, text, &prompt.ids, options, &args.sampling.stop, streams, || false)?;
+    let answer = Answer::of(&mut session, text, &prompt.ids, options, &args.sampling.stop, streams, report::is_lost)?;
     if streams {
         report::stream("\n");
         report::line(answer.figures());
@@ -160,8 +160,8 @@ fn one<B: Nvfp4Kernels>(
     Ok(())
 }
 
-/// Answers every prompt as often as the flags say, some at a time, and prints the answers in order. Prompt and answer together
-/// have at most `capacity` tokens.
+/// Answers every prompt as often as the flags say, some at a time, and prints the answers in order. It ends where an answer
+/// cannot be printed. Prompt and answer together have at most `capacity` tokens.
 fn all<B: Nvfp4Kernels>(
     args: &GenerateArgs,
     loaded: &Loaded<B>,
@@ -189,6 +189,9 @@ fn all<B: Nvfp4Kernels>(
         while let Some(answer) = complete.borrow_mut().remove(&printed) {
             let answer = answer?;
             print_answer(&answer, prompts[printed / args.answers].question, args, text)?;
+            if report::is_lost() {
+                return Ok(());
+            }
             tokens += answer.generation.ids.len();
             printed += 1;
         }
@@ -259,7 +262,7 @@ fn prompt_text(prompt: &str) -> Result<String, CliError> {
         return Err(bad(format!("standard input has more than {} MiB", LONGEST >> 20)));
     }
     let prompt = String::from_utf8(prompt).map_err(|e| bad(format!("cannot read standard input: {e}")))?;
-    Ok(prompt.trim_start_matches('\u{FEFF}').trim_end_matches(['\r', '\n']).to_owned())
+    Ok(file::without_mark(&prompt).trim_end_matches(['\r', '\n']).to_owned())
 }
 
 /// The prompts of a file.
@@ -267,7 +270,7 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
     let content = file::read_text(path, LONGEST_FILE, "check the path").map_err(CliError::of_flag("--prompts"))?;
     let rows = path.extension().is_some_and(|e| e == "jsonl");
     let mut questions = Vec::new();
-    let lines = content.trim_start_matches('\u{FEFF}').lines().enumerate().map(|(i, line)| (i + 1, line));
+    let lines = file::without_mark(&content).lines().enumerate().map(|(i, line)| (i + 1, line));
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
         let bad = |reason: String| CliError::data(path, Some(line), reason);
         if rows {

@@ -1,6 +1,9 @@
 //! `inspect`: lists what a model's file holds. With `--verify` it also reads every byte and checks that it can be used.
 
-use crate::{CliError, args::InspectArgs, durable, report, run::located::located, table::Table, wrapping};
+use crate::{
+    CliError, args::InspectArgs, durable, model_files::ModelFiles, report, run::located::located, table::Table,
+    wrapping,
+};
 use backend_nvfp4::{Packed, Scaling, reference};
 use model_qwen3::{
     ModelError,
@@ -17,8 +20,8 @@ use serde_json::{Value, json};
 /// If the file is broken.
 pub fn run(args: &InspectArgs) -> Result<(), CliError> {
     let files = located("PATH", &args.path)?;
-    if args.verify && files.weights.join(durable::MANIFEST).exists() {
-        durable::verify(&files.weights)?;
+    if args.verify {
+        check_manifest(&files)?;
     }
     let container = files.open_weights()?;
     list(&container, args.json);
@@ -53,6 +56,18 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
         format!("{tensors} · {values} values, {packed} of them NVFP4{verified}")
     });
     Ok(())
+}
+
+/// Compares a folder with its manifest, or a file with that of its folder, if there is one.
+fn check_manifest(files: &ModelFiles) -> Result<(), CliError> {
+    if files.weights.join(durable::MANIFEST).exists() {
+        return durable::verify(&files.weights);
+    }
+    if files.weights.is_dir() || !durable::is_listed_folder(&files.folder) {
+        return Ok(());
+    }
+    let own = files.weights.file_name().unwrap_or_default().to_string_lossy();
+    durable::verify_listed(&files.folder, |name| name == own)
 }
 
 /// Prints one row for each entry of the container.

@@ -8,7 +8,7 @@ use crate::{
     data::haystack::{Haystack, Series},
     device::{self, Job},
     durable,
-    outputs::check_output,
+    outputs::check_new_output,
     report,
     run::stored_model::StoredModel,
     talk::loaded::{Loaded, Opened},
@@ -82,7 +82,7 @@ fn write_rows(args: &NeedleArgs, path: &Path) -> Result<(), CliError> {
         return Err(CliError::Usage(format!("--write-rows {}: the name must end in .jsonl", path.display())));
     }
     let stored = StoredModel::open("--model", &args.model.model, args.model.tokenizer.as_deref())?;
-    check_output("--write-rows", path, &stored.files.weight_files())?;
+    check_new_output("--write-rows", path, &stored.files.weight_files())?;
     args.check(stored.config.max_position_embeddings)?;
     let mut rows = 0;
     durable::write_file(path, |out| {

@@ -3,7 +3,7 @@
 
 use crate::{CliError, durable, talk::transcript};
 use model_qwen3::file;
-use rustyline::{DefaultEditor, error::ReadlineError};
+use rustyline::{Behavior, Config, DefaultEditor, error::ReadlineError};
 use serde_json::Value;
 use std::{
     io::{self, BufRead, IsTerminal, Read},
@@ -112,7 +112,10 @@ impl Source {
             return Ok(Self::Lines(Box::new(lines_of(std::io::stdin().lock()))));
         }
         let unusable = |e: ReadlineError| CliError::Usage(format!("the terminal cannot be used: {e}; give --script"));
-        let mut editor = DefaultEditor::new().map_err(unusable)?;
+        // The editor draws on the terminal, and not into a file that takes the results.
+        let behavior = if io::stdout().is_terminal() { Behavior::Stdio } else { Behavior::PreferTerm };
+        let config = Config::builder().behavior(behavior).build();
+        let mut editor = DefaultEditor::with_config(config).map_err(unusable)?;
         let history = dirs::state_dir().map(|folder| folder.join("train-cli").join("history"));
         // The first conversation has none.
         let _ = history.as_ref().map(|file| editor.load_history(file));
@@ -122,7 +125,7 @@ impl Source {
     fn of_file(path: &Path) -> Result<Self, CliError> {
         let text = file::read_text(path, LONGEST, "check the path").map_err(CliError::of_flag("--script"))?;
         if !transcript::is_saved(path, &text) {
-            let lines: Vec<_> = text.lines().map(|line| Ok(line.to_owned())).collect();
+            let lines: Vec<_> = file::without_mark(&text).lines().map(|line| Ok(line.to_owned())).collect();
             return Ok(Self::Lines(Box::new(lines.into_iter())));
         }
         let said = |message: Value| {
@@ -248,9 +251,9 @@ const QUOTES: &str = "\"\"\"";
 /// Most bytes of a script, of a saved conversation, and of a text on standard input.
 pub(crate) const LONGEST: u64 = 64 << 20;
 
-/// The lines of a text that may never end.
+/// The lines of a text that may never end, without a byte order mark in front of it.
 fn lines_of(mut text: impl BufRead) -> impl Iterator<Item = io::Result<String>> {
-    std::iter::from_fn(move || {
+    let lines = std::iter::from_fn(move || {
         let mut line = Vec::new();
         match text.by_ref().take(LONGEST + 1).read_until(b'\n', &mut line) {
             Ok(0) => None,
@@ -266,6 +269,10 @@ fn lines_of(mut text: impl BufRead) -> impl Iterator<Item = io::Result<String>> 
             }
             Err(error) => Some(Err(error)),
         }
+    });
+    lines.enumerate().map(|(i, line)| match line {
+        Ok(line) if i == 0 => Ok(file::without_mark(&line).to_owned()),
+        line => line,
     })
 }
 

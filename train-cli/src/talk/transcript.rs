@@ -6,7 +6,7 @@
 //! a line feed ends a line; a carriage return is a part of the message.
 
 use crate::CliError;
-use model_qwen3::json::Budget;
+use model_qwen3::{file, json::Budget};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -36,14 +36,15 @@ pub(super) fn written(path: &Path, messages: impl Iterator<Item = Value>) -> Str
 /// # Errors
 /// If the file is no saved conversation, with the number of the line.
 pub(super) fn messages(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
+    let text = file::without_mark(text);
     if is_json(path) { of_json(path, text) } else { of_text(path, text) }
 }
 
 /// Whether a file that holds `text` is a saved conversation, and not a script. An editor may have changed the ends of its
 /// lines: [`messages`] then refuses it.
 pub(super) fn is_saved(path: &Path, text: &str) -> bool {
-    let first = text.lines().next().unwrap_or_default();
-    is_json(path) || first.trim_start_matches('\u{feff}').trim_end() == TITLE
+    let first = file::without_mark(text).lines().next().unwrap_or_default();
+    is_json(path) || first.trim_end() == TITLE
 }
 
 fn is_json(path: &Path) -> bool {

@@ -10,7 +10,7 @@ use crate::{
     durable,
     memory::pool::Pool,
     memory::vram::VramReport,
-    outputs::check_output,
+    outputs::check_new_output,
     report,
     run::located::located,
     settings::{Clip, LossKind},
@@ -97,7 +97,7 @@ pub(super) fn run(args: &ParityArgs, expected: &Path) -> Result<(), CliError> {
     if let Some(path) = &args.dump {
         let mut inputs = files.weight_files();
         inputs.push(expected.to_owned());
-        check_output("--dump", path, &inputs)?;
+        check_new_output("--dump", path, &inputs)?;
     }
     let parity = Parity { model: &files.weights, expected, dump: args.dump.as_deref() };
     let comparison = device::run(args.device, args.compute_dtype, parity)?;
