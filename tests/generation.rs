@@ -539,6 +539,27 @@ fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
     }
 }
 
+/// Rows in which the loss counts nothing are no part of the mean, and a person is told how many there are.
+#[test]
+fn rows_in_which_the_loss_counts_nothing_are_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.1);
+    let row = |weight: u32| {
+        let answer = json!({"role": "assistant", "content": "b", "weight": weight});
+        json!({"messages": [{"role": "user", "content": "a"}, answer]}).to_string() + "\n"
+    };
+    for (name, weights, note) in
+        [("all.jsonl", [1, 1], None), ("some.jsonl", [1, 0], Some("note: the loss counts nothing in 1 row"))]
+    {
+        std::fs::write(d.join(name), weights.map(row).concat()).unwrap();
+        let out = run(d, &["eval", "loss", "-m", "m", "-d", name, "--device", "cpu"]);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{said}");
+        assert_eq!(said.lines().find(|line| line.starts_with("note: ")), note, "{name}");
+    }
+}
+
 /// Weights that are finite and too large give NaN, which is no failure of the device.
 #[test]
 fn a_model_that_computes_nan_is_broken() {
