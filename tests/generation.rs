@@ -458,6 +458,29 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
             }
         }
     }
+    // The extension says what a file is, in upper case, too.
+    std::fs::copy(d.join("p.jsonl"), d.join("P.JSONL")).unwrap();
+    let upper = ok(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "P.JSONL", "--max-tokens", "1"]);
+    assert!(serde_json::from_str::<Value>(upper.lines().next().unwrap()).unwrap()["prompt"].is_array(), "{upper}");
+    for name in ["p.json", "p.Parquet", "p.arrow"] {
+        std::fs::write(d.join(name), "[\n{\"prompt\": \"a\"}\n]\n").unwrap();
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", name]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let said = stderr.contains(&format!("--prompts {name}: give a .jsonl file, or a text"));
+        assert!(out.status.code() == Some(2) && said, "{stderr}");
+    }
+    // Every prompt is checked before the first one is answered.
+    let long = json!({"prompt": "word ".repeat(3000)}).to_string();
+    for (row, reason) in [
+        ("{\"prompt\": \"\"}", "the prompt has no tokens; write one, or leave out --raw"),
+        (long.as_str(), "the model takes at most 2048 with its answer; shorten the prompt"),
+    ] {
+        std::fs::write(d.join("e.jsonl"), format!("{{\"prompt\": \"a\"}}\n{row}\n")).unwrap();
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "e.jsonl", "--raw"]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let said = stderr.contains("--prompts, line 2: ") && stderr.contains(reason);
+        assert!(out.status.code() == Some(2) && said && out.stdout.is_empty(), "{stderr}");
+    }
     for (content, message) in [
         ("", "no prompt"),
         ("{\"prompt\": 1}", "p.jsonl:1: a row needs"),
