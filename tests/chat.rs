@@ -168,6 +168,14 @@ fn what_cannot_be_done_is_said() {
     assert!(said(d, "/undo\n", &[], 2).contains("nothing was said yet"));
     assert!(said(d, "\"\"\"\n/help\n", &[], 2).contains("error: the \"\"\" is not closed; write"));
     assert!(said(d, "/set top-p 7\n", &[], 2).contains("error: /set top-p 7: the value must be between 0 and 1"));
+    for (name, value, wanted) in [
+        ("seed", "-1", "whole number, at least 0"),
+        ("top-k", "1.5", "whole number, at least 0"),
+        ("top-p", "x", "number"),
+    ] {
+        let stderr = said(d, &format!("/set {name} {value}\n"), &[], 2);
+        assert!(stderr.contains(&format!("/set {name} {value}: the value must be a {wanted}\n")), "{stderr}");
+    }
     assert!(said(d, "/set color 7\n", &[], 2).contains("there is no such setting"));
     assert!(said(d, "/load none.jsonl\n", &[], 2).contains("none.jsonl"));
     let weights = std::fs::read(d.join("m/model.safetensors")).unwrap();
@@ -313,6 +321,30 @@ fn a_file_of_results_holds_no_marks_of_the_terminal() {
     assert_eq!(answer["prompt"], "Hello");
 }
 
+/// Such a terminal, as that of Emacs, makes a signal of Ctrl-C, also while a line is typed.
+#[test]
+#[cfg(unix)]
+fn ctrl_c_at_a_terminal_without_raw_mode_discards_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    endless_model(d);
+    let args = "chat -m m --device cpu --temp 0 --max-tokens 100000";
+    let Some(mut chat) = Terminal::with(at_terminal(d, 120, args).env("TERM", "dumb"), d) else { return };
+    chat.wait_for("> ");
+    chat.types("Forgotten\x03");
+    chat.wait_for("^C");
+    chat.types("/help\n");
+    chat.wait_for("/stats");
+    chat.wait_for("> ");
+    chat.types("Hello\n");
+    chat.wait_for("zzz");
+    chat.types("\x03");
+    chat.wait_for(" interrupted");
+    chat.wait_for("> ");
+    chat.types("/exit\n");
+    assert!(chat.program.wait().unwrap().success());
+}
+
 /// The program at a terminal, which util-linux's `script` makes.
 #[cfg(unix)]
 struct Terminal {
@@ -325,7 +357,11 @@ struct Terminal {
 #[cfg(unix)]
 impl Terminal {
     fn of(dir: &Path, args: &str) -> Option<Self> {
-        let mut script = at_terminal(dir, 120, args);
+        Self::with(&mut at_terminal(dir, 120, args), dir)
+    }
+
+    /// As `script` starts it. What it keeps lies in `dir`.
+    fn with(script: &mut Command, dir: &Path) -> Option<Self> {
         script.env("XDG_STATE_HOME", dir).stdin(Stdio::piped()).stdout(Stdio::piped());
         let Ok(mut program) = script.spawn() else {
             no_terminal();

@@ -12,7 +12,7 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     write_bad_inputs(d);
-    for (args, code, text) in cases() {
+    for (args, code, text) in cases().into_iter().chain(remedies()) {
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         let out = run(d, &args);
         let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -114,6 +114,28 @@ fn cases() -> Vec<Case> {
         (words("export-dat -m none --output-dat x.dat"), 2, "none: no such file"),
         (words("parity -m m --expected m/model.safetensors --device cpu"), 6, "no \"input_ids\""),
     ]
+}
+
+/// What a message says to do can be done with the command that was called.
+fn remedies() -> Vec<Case> {
+    let cases = [
+        (
+            "fit -m m --device cpu -o out -d m/demo.tsv -d m",
+            "the file is named twice; name it once, and use --data-weights to repeat its rows\n",
+        ),
+        ("eval loss -m m --device cpu -d m/demo.tsv m", "the file is named twice; name it once\n"),
+        ("generate -m nothing -p hi --device cpu", "config.json: no such file; put config.json beside the weights"),
+        ("bench decode --device cpu --config none.json", "--config none.json: no such file; check the path\n"),
+        (
+            "bench decode --device cpu --config m/config.json --context 2000",
+            "--context 2000: with an answer of 256 tokens, the model takes at most 2048; give --context 1792 or less\n",
+        ),
+        (
+            "bench prefill --device cpu --config m/config.json",
+            "--context 4096: with an answer of 1 token, the model takes at most 2048; give --context 2047 or less\n",
+        ),
+    ];
+    cases.map(|(line, text)| (line.split(' ').map(str::to_owned).collect(), 2, text)).into()
 }
 
 fn write_bad_inputs(d: &Path) {

@@ -463,6 +463,29 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
             }
         }
     }
+    // The extension says what a file is, in upper case, too.
+    std::fs::copy(d.join("p.jsonl"), d.join("P.JSONL")).unwrap();
+    let upper = ok(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "P.JSONL", "--max-tokens", "1"]);
+    assert!(serde_json::from_str::<Value>(upper.lines().next().unwrap()).unwrap()["prompt"].is_array(), "{upper}");
+    for name in ["p.json", "p.Parquet", "p.arrow"] {
+        std::fs::write(d.join(name), "[\n{\"prompt\": \"a\"}\n]\n").unwrap();
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", name]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let said = stderr.contains(&format!("--prompts {name}: give a .jsonl file, or a text"));
+        assert!(out.status.code() == Some(2) && said, "{stderr}");
+    }
+    // Every prompt is checked before the first one is answered.
+    let long = json!({"prompt": "word ".repeat(3000)}).to_string();
+    for (row, reason) in [
+        ("{\"prompt\": \"\"}", "the prompt has no tokens; write one, or leave out --raw"),
+        (long.as_str(), "the model takes at most 2048 with its answer; shorten the prompt"),
+    ] {
+        std::fs::write(d.join("e.jsonl"), format!("{{\"prompt\": \"a\"}}\n{row}\n")).unwrap();
+        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", "e.jsonl", "--raw"]);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        let said = stderr.contains("--prompts, line 2: ") && stderr.contains(reason);
+        assert!(out.status.code() == Some(2) && said && out.stdout.is_empty(), "{stderr}");
+    }
     for (content, message) in [
         ("", "no prompt"),
         ("{\"prompt\": 1}", "p.jsonl:1: a row needs"),
@@ -541,6 +564,27 @@ fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
         let found = serde_json::from_str::<Value>(&line).unwrap()["loss"].as_f64().unwrap();
         let expected = sum / f64::from(count);
         assert!((found - expected).abs() < 1e-4, "{rows} at a time: {found} {expected}");
+    }
+}
+
+/// Rows in which the loss counts nothing are no part of the mean, and a person is told how many there are.
+#[test]
+fn rows_in_which_the_loss_counts_nothing_are_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model_with_spread(&d.join("m"), true, 0.1);
+    let row = |weight: u32| {
+        let answer = json!({"role": "assistant", "content": "b", "weight": weight});
+        json!({"messages": [{"role": "user", "content": "a"}, answer]}).to_string() + "\n"
+    };
+    for (name, weights, note) in
+        [("all.jsonl", [1, 1], None), ("some.jsonl", [1, 0], Some("note: the loss counts nothing in 1 row"))]
+    {
+        std::fs::write(d.join(name), weights.map(row).concat()).unwrap();
+        let out = run(d, &["eval", "loss", "-m", "m", "-d", name, "--device", "cpu"]);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{said}");
+        assert_eq!(said.lines().find(|line| line.starts_with("note: ")), note, "{name}");
     }
 }
 

@@ -284,7 +284,30 @@ fn huge_shapes_of_nothing_are_refused() {
         for words in [&["inspect", "x.safetensors", "--verify"][..], &convert] {
             let output = run(dir.path(), words);
             let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(output.status.code() == Some(2) && said.contains("more rows or columns"), "{words:?}: {said}");
+            assert!(output.status.code() == Some(6) && said.contains("more rows or columns"), "{words:?}: {said}");
+        }
+    }
+}
+
+/// The same exit code as for a damaged .dat file.
+#[test]
+fn a_damaged_safetensors_file_is_called_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let good = std::fs::read(d.join("m/model.safetensors")).unwrap();
+    let (mut huge, mut garbled) = (good.clone(), good.clone());
+    huge[7] = 1;
+    garbled[8] = 0xFF;
+    let (cut, short) = (good[..good.len() - 1].to_vec(), good[..4].to_vec());
+    let no_json = [&2u64.to_le_bytes()[..], b"{]"].concat();
+    for bytes in [huge, garbled, cut, short, no_json] {
+        std::fs::write(d.join("m/model.safetensors"), bytes).unwrap();
+        for words in [&["inspect", "m"][..], &["generate", "-m", "m", "-p", "a", "--device", "cpu"]] {
+            let output = run(d, words);
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let expected = said.contains("model.safetensors: ") && said.contains("; the file is damaged, cut off or");
+            assert!(output.status.code() == Some(6) && expected, "{words:?}: {said}");
         }
     }
 }

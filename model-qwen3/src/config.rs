@@ -107,8 +107,9 @@ impl Qwen3Config {
     /// # Errors
     /// If the file is missing, is not JSON, or does not describe a dense Qwen3.
     pub fn from_file(path: &Path) -> Result<Self, ModelError> {
-        let text =
-            read_text(path, LARGEST, "give --tokenizer FOLDER if config.json and tokenizer are in another folder")?;
+        let hint =
+            "put config.json beside the weights, or name its folder with --tokenizer if the command has that flag";
+        let text = read_text(path, LARGEST, hint)?;
         Self::from_json(&text, path)
     }
 

@@ -54,7 +54,7 @@ pub enum ModelError {
         /// Why the value is refused.
         reason: String,
     },
-    /// A text file, or a header, could not be parsed.
+    /// A text file could not be parsed.
     #[error("{}: {reason}", path.display())]
     Parse {
         /// The file.
@@ -74,7 +74,7 @@ pub enum ModelError {
         /// What is wrong there.
         reason: String,
     },
-    /// The tensors of a file do not make the model that config.json describes.
+    /// A safetensors file is broken, or the tensors of a file do not make the model that config.json describes.
     #[error("{}: {reason}", path.display())]
     Weights {
         /// The file or folder.

@@ -70,10 +70,13 @@ impl SafeFile {
     /// # Errors
     /// If the file cannot be read or its header is broken.
     pub fn open(path: &Path) -> Result<Self, ModelError> {
+        let broken = |reason: String| {
+            ModelError::weights(path, format!("{reason}; the file is damaged, cut off or not a safetensors file"))
+        };
         let (mut file, size) = file::open(path, "give a .safetensors file")?;
         let mut length = [0; 8];
         if size < 8 {
-            return Err(ModelError::parse(path, format!("the file has {size} bytes, fewer than a header")));
+            return Err(broken(format!("the file has {size} bytes, fewer than a header")));
         }
         file.read_exact(&mut length).map_err(ModelError::io(path, ""))?;
         let header = u64::of_bytes(length);
@@ -82,14 +85,14 @@ impl SafeFile {
             let reason = format!(
                 "header of {header} bytes declared; the file has {left}, and at most {LARGEST_HEADER} are read"
             );
-            return Err(ModelError::parse(path, reason));
+            return Err(broken(reason));
         }
         let mut buffer = vec![0; header as usize];
         file.read_exact(&mut buffer).map_err(ModelError::io(path, ""))?;
-        let text = std::str::from_utf8(&buffer).map_err(|e| ModelError::parse(path, format!("header: {e}")))?;
+        let text = std::str::from_utf8(&buffer).map_err(|e| broken(format!("header: {e}")))?;
         // Parsing checks that offsets follow each other without holes and that they fit the shapes.
         let metadata: Metadata =
-            json::parse(text).and_then(serde_json::from_value).map_err(|e| ModelError::parse(path, e))?;
+            json::parse(text).and_then(serde_json::from_value).map_err(|e| broken(format!("header: {e}")))?;
         let start = 8 + header;
         let mut entries: Vec<SafeEntry> = metadata
             .tensors()
@@ -108,12 +111,12 @@ impl SafeFile {
             let SafeEntry { name, shape, .. } = entry;
             let reason =
                 format!("{name:?} has the shape {shape:?}, which has more rows or columns than the file bytes");
-            return Err(ModelError::parse(path, reason));
+            return Err(broken(reason));
         }
         entries.sort_by_key(|e| e.offset);
         let end = entries.last().map_or(start, |e| e.offset + e.bytes);
         if end != size {
-            return Err(ModelError::parse(path, format!("the tensors end at byte {end}, but the file at {size}")));
+            return Err(broken(format!("the tensors end at byte {end}, but the file at {size}")));
         }
         Ok(Self { path: path.to_owned(), file, entries })
     }

@@ -32,14 +32,15 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
 }
 
 /// The files that each of these paths of `flag` names, in the order of their names. A folder stands for the files in it that
-/// have a known extension, but for `.md`. A pattern that is the name of a file stands for that file.
+/// have a known extension, but for `.md`. A pattern that is the name of a file stands for that file. `once` is what to do about a
+/// file that is named twice.
 ///
 /// # Errors
 /// If a folder or a pattern names no file, a folder cannot be read, a file is named twice, is not there or is no regular one.
-pub fn named_by(flag: &str, paths: &[PathBuf]) -> Result<Vec<Vec<PathBuf>>, CliError> {
+pub fn named_by(flag: &str, paths: &[PathBuf], once: &str) -> Result<Vec<Vec<PathBuf>>, CliError> {
     let files = paths.iter().map(|path| one(flag, path)).collect::<Result<Vec<_>, _>>()?;
     files.iter().flatten().try_for_each(|file| check(flag, file))?;
-    once(flag, &files)?;
+    check_once(flag, &files, once)?;
     Ok(files)
 }
 
@@ -48,7 +49,7 @@ pub fn named_by(flag: &str, paths: &[PathBuf]) -> Result<Vec<Vec<PathBuf>>, CliE
 /// # Errors
 /// As [`named_by`].
 pub fn all_named_by(flag: &str, paths: &[PathBuf]) -> Result<Vec<PathBuf>, CliError> {
-    named_by(flag, paths).map(|files| files.concat())
+    named_by(flag, paths, "name it once").map(|files| files.concat())
 }
 
 /// Refuses the path of a data file that `flag` names, if no file is there.
@@ -60,12 +61,11 @@ pub fn check(flag: &str, path: &Path) -> Result<(), CliError> {
 }
 
 /// Refuses a file that folders and patterns name twice: its rows would count twice, and could be held out and trained on.
-fn once(flag: &str, files: &[Vec<PathBuf>]) -> Result<(), CliError> {
+fn check_once(flag: &str, files: &[Vec<PathBuf>], remedy: &str) -> Result<(), CliError> {
     let mut seen = BTreeSet::new();
     for file in files.iter().flatten() {
         if !seen.insert(file.canonicalize().unwrap_or_else(|_| file.clone())) {
-            let text = "the file is named twice; name it once, and use --data-weights to repeat its rows";
-            return Err(CliError::Usage(format!("{flag} {}: {text}", file.display())));
+            return Err(CliError::Usage(format!("{flag} {}: the file is named twice; {remedy}", file.display())));
         }
     }
     Ok(())
@@ -124,7 +124,7 @@ mod tests {
         assert_eq!(named("missing.tsv").unwrap(), [file("missing.tsv")]);
         assert!(named("inner").unwrap_err().contains(".parquet"), "{:?}", named("inner"));
         assert!(named("*.csv").unwrap_err().contains("no file fits"), "{:?}", named("*.csv"));
-        let all_of = |names: [&str; 2]| named_by("--data", &names.map(file)).unwrap_err().to_string();
+        let all_of = |names: [&str; 2]| all_named_by("--data", &names.map(file)).unwrap_err().to_string();
         let twice = all_of(["", "*.tsv"]);
         assert!(twice.starts_with("--data ") && twice.contains("a.tsv: the file is named twice"), "{twice}");
         let missing = all_of(["", "missing.tsv"]);

@@ -142,7 +142,8 @@ impl Plan {
 /// or pattern.
 fn with_files(mut settings: Settings) -> Result<Settings, CliError> {
     let data = &mut settings.data;
-    let files = data_files::named_by("--data", &data.data)?;
+    let once = "name it once, and use --data-weights to repeat its rows";
+    let files = data_files::named_by("--data", &data.data, once)?;
     if let Some(file) = &data.eval_data {
         data_files::check("--eval-data", file)?;
     }

@@ -16,8 +16,8 @@ use backend_nvfp4::{
     PACKED_BYTES, PAGE, Precision, Recipe, Scaling, bench::Row,
 };
 use model_qwen3::{
-    ModelError,
-    config::Qwen3Config,
+    config::{LARGEST, Qwen3Config},
+    file,
     model::Qwen3,
     sampling::Sampling,
     session::{Answering, GenerateOptions, Session, step},
@@ -28,32 +28,57 @@ use std::time::Instant;
 
 /// Tokens of an answer that is measured.
 const ANSWER: usize = 256;
+/// Tokens of the answer to a prompt whose reading is measured.
+const PREFILL_ANSWER: usize = 1;
 /// Each row is the median of this many measurements. One more comes first, which compiles kernels.
 const RUNS: usize = 5;
 
 /// Runs the command.
 ///
 /// # Errors
-/// If config.json cannot be read, or the device is missing, is the CPU, or fails.
+/// If config.json cannot be read, the model does not take the context, or the device is missing, is the CPU, or fails.
 pub(super) fn run(args: BenchArgs) -> Result<(), CliError> {
     let config = match &args.config {
-        Some(path) => Qwen3Config::from_file(path).map_err(CliError::of_flag("--config"))?,
+        Some(path) => file::read_text(path, LARGEST, "check the path")
+            .and_then(|text| Qwen3Config::from_json(&text, path))
+            .map_err(CliError::of_flag("--config"))?,
         None => qwen3_4b(),
     };
+    let context = context(&args, config.max_position_embeddings)?;
     device::check_gpu(args.device)?;
-    device::run(args.device, None, Measured { args, config })
+    device::run(args.device, None, Measured { args, config, context })
+}
+
+/// Tokens of the context, for a model that takes at most `limit` with the answer.
+fn context(args: &BenchArgs, limit: usize) -> Result<usize, CliError> {
+    let (default, answer) =
+        if args.what == BenchWhat::Prefill { (PREFILL_CONTEXT, PREFILL_ANSWER) } else { (DECODE_CONTEXT, ANSWER) };
+    let context = args.context.unwrap_or(default) as usize;
+    if context + answer <= limit {
+        return Ok(context);
+    }
+    let remedy = match limit.saturating_sub(answer) {
+        0 => "give a --config with a larger max_position_embeddings".to_owned(),
+        most => format!("give --context {most} or less"),
+    };
+    Err(CliError::Usage(format!(
+        "--context {context}: with an answer of {}, the model takes at most {limit}; {remedy}",
+        report::count(answer, "token")
+    )))
 }
 
 struct Measured {
     args: BenchArgs,
     config: Qwen3Config,
+    /// Tokens of the context.
+    context: usize,
 }
 
 impl Job for Measured {
     type Output = ();
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
-        let Self { args, config } = self;
+        let Self { args, config, context } = self;
         let recipe = if args.w4a4.unwrap_or(W4A4) { Recipe::W4a4 } else { Recipe::W4 };
         let head = args.head.unwrap_or(HEAD);
         let cache = if args.kv_cache_dtype == CacheFormat::E4m3 { " · the cache in 8 bits" } else { "" };
@@ -61,14 +86,14 @@ impl Job for Measured {
         let model =
             random_model::<B>(&config, recipe, head, precision, &device)?.with_cache_format(args.kv_cache_dtype);
         if args.what == BenchWhat::Prefill {
-            return prefill(&model, &args);
+            return prefill(&model, &args, context);
         }
         let rate = copy_rate::<B>(&device);
         let batches = if args.batch_sizes.is_empty() { BATCH_SIZES.to_vec() } else { args.batch_sizes.clone() };
         for batch in batches.into_iter().map(usize::from) {
             for (name, sampling) in [("greedy", Sampling::GREEDY), ("sampled", Sampling { seed: 1, ..Sampling::CARD })]
             {
-                decode(&model, &args, batch, name, sampling, rate)?;
+                decode(&model, &args, context, batch, name, sampling, rate)?;
             }
         }
         Ok(())
@@ -79,19 +104,15 @@ impl Job for Measured {
 fn decode<B: Nvfp4Kernels + DeviceMemory>(
     model: &Qwen3<B>,
     args: &BenchArgs,
+    context: usize,
     batch: usize,
     name: &str,
     sampling: Sampling,
     rate: Option<f64>,
 ) -> Result<(), CliError> {
-    let context = args.context.unwrap_or(DECODE_CONTEXT) as usize;
     let prompts: Vec<Vec<u32>> = (0..batch).map(|n| ids(model, context, n)).collect();
     let options = GenerateOptions { max_tokens: ANSWER, sampling, stop_ids: vec![], logprobs: None };
     let capacity = context + ANSWER;
-    let limit = model.config().max_position_embeddings;
-    if capacity > limit {
-        return Err(ModelError::TooLarge { what: "prompt and answer", value: capacity, limit }.into());
-    }
     let pool = model.pool(batch * capacity.next_multiple_of(PAGE))?;
     let session =
         |_: &Vec<u32>| Session::of_pool(model, &pool, &[], capacity).expect("the pool has room for all answers");
@@ -138,10 +159,10 @@ fn decode<B: Nvfp4Kernels + DeviceMemory>(
 }
 
 /// Measures how fast a prompt is read, up to the first token of the answer.
-fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs) -> Result<(), CliError> {
-    let context = args.context.unwrap_or(PREFILL_CONTEXT) as usize;
-    let options = GenerateOptions { max_tokens: 1, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
-    let mut session = Session::new(model, context + 1)?;
+fn prefill<B: Nvfp4Kernels>(model: &Qwen3<B>, args: &BenchArgs, context: usize) -> Result<(), CliError> {
+    let options =
+        GenerateOptions { max_tokens: PREFILL_ANSWER, sampling: Sampling::GREEDY, stop_ids: vec![], logprobs: None };
+    let mut session = Session::new(model, context + PREFILL_ANSWER)?;
     let mut seconds = Vec::new();
     for run in 0..=RUNS {
         session.forget();

@@ -62,7 +62,7 @@ impl Job for Chat {
         if source.is_terminal() {
             report::line("/help shows the commands; Ctrl-D ends.");
         }
-        while let Some(entry) = source.next_entry()? {
+        while let Some(entry) = next_entry(&mut source, &talk.ctrl_c)? {
             match entry.map_err(CliError::Usage).and_then(|entry| talk.follow(entry)) {
                 // Nobody would get a further answer.
                 Ok(true) if report::is_lost() => break,
@@ -79,6 +79,12 @@ impl Job for Chat {
         }
         Ok(())
     }
+}
+
+/// The next entry of a source. A terminal without raw mode, such as that of Emacs, makes a signal of Ctrl-C and discards the line
+/// by itself, so that the signal must do nothing.
+fn next_entry(source: &mut Source, ctrl_c: &CtrlC) -> Result<Option<Result<Entry, String>>, CliError> {
+    if source.is_terminal() { ctrl_c.during(|_| source.next_entry()) } else { source.next_entry() }
 }
 
 /// A conversation with a loaded model.
@@ -207,17 +213,18 @@ impl<B: Nvfp4Kernels> Talk<'_, B> {
 
 /// Changes one of the sampling flags.
 fn set(sampling: &mut SamplingArgs, name: &str, value: &str) -> Result<(), CliError> {
-    fn parsed<T: std::str::FromStr>(name: &str, value: &str) -> Result<T, CliError> {
-        value.parse().map_err(|_| CliError::Usage(format!("/set {name} {value}: the value must be a number")))
+    fn parsed<T: std::str::FromStr>(name: &str, value: &str, wanted: &str) -> Result<T, CliError> {
+        value.parse().map_err(|_| CliError::Usage(format!("/set {name} {value}: the value must be {wanted}")))
     }
+    let (number, whole) = ("a number", "a whole number, at least 0");
     match name {
-        "temperature" | "temp" => sampling.temperature = Some(parsed(name, value)?),
-        "top-p" => sampling.top_p = Some(parsed(name, value)?),
-        "top-k" => sampling.top_k = Some(parsed(name, value)?),
-        "min-p" => sampling.min_p = Some(parsed(name, value)?),
-        "repetition-penalty" => sampling.repetition_penalty = Some(parsed(name, value)?),
-        "max-tokens" => sampling.max_tokens = parsed(name, value)?,
-        "seed" => sampling.seed = parsed(name, value)?,
+        "temperature" | "temp" => sampling.temperature = Some(parsed(name, value, number)?),
+        "top-p" => sampling.top_p = Some(parsed(name, value, number)?),
+        "top-k" => sampling.top_k = Some(parsed(name, value, whole)?),
+        "min-p" => sampling.min_p = Some(parsed(name, value, number)?),
+        "repetition-penalty" => sampling.repetition_penalty = Some(parsed(name, value, number)?),
+        "max-tokens" => sampling.max_tokens = parsed(name, value, whole)?,
+        "seed" => sampling.seed = parsed(name, value, whole)?,
         _ => return Err(CliError::Usage(format!("/set {name}: there is no such setting; /help lists them"))),
     }
     Ok(())

@@ -72,13 +72,18 @@ impl Job for EvalLoss {
     }
 }
 
+/// The sequences to measure. Says how many rows have no token that the loss counts.
 fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Result<Vec<Sample>, CliError> {
     let wanted = args.max_seq_length.map(usize::from);
     let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings)?;
     let overlong = Overlong::Split;
     let rows = RowOptions::default();
     let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong, rows };
-    Ok(read::load(&data_files::all_named_by("--data", &args.data)?, text, &options)?.0)
+    let (samples, found) = read::load(&data_files::all_named_by("--data", &args.data)?, text, &options)?;
+    if !found.dropped.is_empty() {
+        report::line(format!("note: the loss counts nothing in {}", report::count(found.dropped.len(), "row")));
+    }
+    Ok(samples)
 }
 
 /// Measures one form of a model and prints what it found.

@@ -7,6 +7,7 @@ use crate::{
     device::{self, Job},
     model_files::TextFiles,
     report,
+    settings::extensions::{self, Reader},
     talk::{
         answer::{self, Answer},
         batch::{Asked, Batch, Listener},
@@ -239,16 +240,24 @@ fn print_answer(
     Ok(())
 }
 
-/// Checks that a prompt and its answer fit into the model.
+/// Checks that a prompt has tokens, and fits into the model together with its answer.
 fn check_length(prompt: &[u32], options: &GenerateOptions, limit: usize) -> Result<(), CliError> {
-    if prompt.len().saturating_add(options.max_tokens) > limit {
+    if prompt.is_empty() {
+        return Err(CliError::Usage("the prompt has no tokens; write one, or leave out --raw".into()));
+    }
+    if prompt.len().saturating_add(options.max_tokens) <= limit {
+        return Ok(());
+    }
+    let tokens = report::count(prompt.len(), "token");
+    if prompt.len() >= limit {
         return Err(CliError::Usage(format!(
-            "the prompt ({}) plus --max-tokens {} is too long: the model takes at most {limit} tokens; lower --max-tokens",
-            report::count(prompt.len(), "token"),
-            options.max_tokens,
+            "the prompt has {tokens}; the model takes at most {limit} with its answer; shorten the prompt"
         )));
     }
-    Ok(())
+    Err(CliError::Usage(format!(
+        "the prompt ({tokens}) plus --max-tokens {} is too long: the model takes at most {limit} tokens; lower --max-tokens",
+        options.max_tokens,
+    )))
 }
 
 fn prompt_text(prompt: &str) -> Result<String, CliError> {
@@ -267,8 +276,8 @@ fn prompt_text(prompt: &str) -> Result<String, CliError> {
 
 /// The prompts of a file.
 fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
+    let rows = has_rows(path)?;
     let content = file::read_text(path, LONGEST_FILE, "check the path").map_err(CliError::of_flag("--prompts"))?;
-    let rows = path.extension().is_some_and(|e| e == "jsonl");
     let mut questions = Vec::new();
     let lines = file::without_mark(&content).lines().enumerate().map(|(i, line)| (i + 1, line));
     for (line, text) in lines.filter(|(_, text)| !text.trim().is_empty()) {
@@ -283,6 +292,20 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
         return Err(CliError::data(path, None, "there is no prompt in it"));
     }
     Ok(questions)
+}
+
+/// Whether the lines of a file of prompts are rows in JSON, by its extension.
+fn has_rows(path: &Path) -> Result<bool, CliError> {
+    let lower = path.as_os_str().to_ascii_lowercase();
+    let lower = Path::new(&lower);
+    match extensions::reader(lower) {
+        Some(Reader::Text(_)) | None => Ok(false),
+        Some(Reader::Json) if lower.extension().is_some_and(|extension| extension == "jsonl") => Ok(true),
+        Some(Reader::Json | Reader::Parquet | Reader::Arrow) => Err(CliError::Usage(format!(
+            "--prompts {}: give a .jsonl file, or a text with a prompt in each line",
+            path.display()
+        ))),
+    }
 }
 
 /// Checks that a row holds a prompt or messages, and no other key. Another key would have no effect, and nobody would notice.

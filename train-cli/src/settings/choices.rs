@@ -165,7 +165,11 @@ impl Choice for CacheFormat {
             "8-bit numbers (E4M3), which take half the memory of bf16; they have four significant bits, so answers may differ",
         );
         vec![
-            named(Self::Native, AUTO, "The number format in which the model computes (--compute-dtype)"),
+            named(
+                Self::Native,
+                AUTO,
+                "The number format in which the model computes; by default bf16 on CUDA and f32 elsewhere",
+            ),
             (fp8, name.alias("fp8_e4m3")),
         ]
     }
