@@ -10,7 +10,10 @@ use model_qwen3::{config::Qwen3Config, container::Container, tensors::Tensors, t
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 use std::{fs, path::Path, sync::Arc};
-use train_cli::data::{order::Order, sample::synthetic};
+use train_cli::data::{
+    order::{Made, Order},
+    sample::synthetic,
+};
 
 /// What overflows for the token `~`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -215,7 +218,16 @@ fn line_of(rows: usize, number: usize) -> usize {
     let mut samples = synthetic(rows, 2, 10, 0);
     samples.iter_mut().zip(1..).for_each(|(sample, line)| sample.origins[0].line = line);
     let samples = Arc::new(samples);
-    let order = Order { samples, batch_size: 1, accumulation: 1, steps: rows, limit: rows, seed: 1, start: 0 };
+    let order = Order {
+        samples,
+        batch_size: 1,
+        accumulation: 1,
+        steps: rows,
+        limit: rows,
+        seed: 1,
+        start: 0,
+        made: Made::default(),
+    };
     order.step(number)[0].origins[0][0].line as usize
 }
 

@@ -182,7 +182,7 @@ impl Journal {
     ) -> Result<(), CliError> {
         let (order, made) = (&self.order, self.made());
         let steps = made as f64;
-        let samples = order.limit.min(made * order.batch_size * order.accumulation) as f64;
+        let samples = order.sequences(made) as f64;
         let evaluations = self.evaluations();
         // The log knows the losses of all processes of the run.
         let losses = Losses::of(&log::lines(&self.plan.output_dir, log::METRICS)?);
