@@ -12,7 +12,10 @@ use model_qwen3::{
 };
 use serde_json::Value;
 use std::{path::Path, sync::Arc};
-use train_cli::data::{order::Order, sample::synthetic};
+use train_cli::data::{
+    order::{Made, Order},
+    sample::synthetic,
+};
 
 const QUESTION: &str = "Who are you?";
 const ANSWER: &str = "I am a tiny Qwen3 trained in Rust.";
@@ -135,8 +138,63 @@ fn the_recipe_nvfp4_trains_and_its_export_keeps_its_square_blocks() {
 #[test]
 fn epochs_are_the_rows_that_were_seen() {
     let samples = Arc::new(synthetic(4, 8, 100, 1));
-    let order = Order { samples, batch_size: 1, accumulation: 2, steps: 5, limit: 9, seed: 1, start: 0 };
+    let order =
+        Order { samples, batch_size: 1, accumulation: 2, steps: 5, limit: 9, seed: 1, start: 0, made: Made::default() };
     assert_eq!([0, 1, 2, 4, 5].map(|steps| order.epochs(steps)), [0.0, 0.5, 1.0, 2.0, 2.25]);
+}
+
+/// The last step of a run of ten rows has two of them. If the run is made longer, its next step begins with the row after these,
+/// so that every pass has every row once.
+#[test]
+fn a_longer_run_leaves_out_no_row() {
+    let samples = Arc::new(synthetic(10, 8, 100, 1));
+    let shorter = Order {
+        samples,
+        batch_size: 4,
+        accumulation: 2,
+        steps: 2,
+        limit: 10,
+        seed: 1,
+        start: 0,
+        made: Made::default(),
+    };
+    let made = Made { steps: 2, sequences: 10 };
+    let longer = Order { steps: 4, limit: 20, start: 2, made, ..shorter.clone() };
+    let rows = |order: &Order, steps: std::ops::Range<usize>| -> Vec<Vec<u32>> {
+        steps.flat_map(|step| order.step(step)).flat_map(|batch| batch.ids).collect()
+    };
+    let sorted = |mut rows: Vec<Vec<u32>>| {
+        rows.sort();
+        rows
+    };
+    let first = rows(&shorter, 0..2);
+    assert_eq!(first.len(), 10);
+    assert_eq!(sorted(rows(&longer, 2..4)), sorted(first.clone()));
+    // A run that goes back behind its resumption makes the same steps again.
+    assert_eq!(rows(&longer, 0..2), first);
+    assert_eq!([0, 1, 2, 3, 4].map(|steps| longer.sequences(steps)), [0, 8, 10, 18, 20]);
+
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let demo = std::fs::read_to_string(d.join("m/demo.tsv")).unwrap();
+    std::fs::write(d.join("row.tsv"), demo.lines().take(10).map(|row| format!("{row}\n")).collect::<String>()).unwrap();
+    let sizes = ["--batch-size", "4", "--gradient-accumulation-steps", "2", "--save-steps", "1"];
+    let keep = ["--save-total-limit", "9", "--num-train-epochs", "1", "--sample-prompt", "hi", "--eval-steps", "0"];
+    fit(d, "r", &[&sizes[..], &keep].concat());
+    let result = |key: &str| -> Value {
+        let text = std::fs::read(d.join("r/train_results.json")).unwrap();
+        serde_json::from_slice::<Value>(&text).unwrap()[key].clone()
+    };
+    assert_eq!((result("global_step"), result("train_samples")), (2.into(), 10.0.into()));
+    ok(d, &["fit", "--resume-from-checkpoint", "r", "--num-train-epochs", "2"]);
+    assert_eq!((result("global_step"), result("train_samples"), result("epoch")), (4.into(), 20.0.into(), 2.0.into()));
+    let exported = std::fs::read(d.join("r/final/model.dat")).unwrap();
+    // The longer run can be resumed anywhere, too.
+    ok(d, &["fit", "--resume-from-checkpoint", "r/checkpoint-3"]);
+    assert!(result("global_step") == 4 && std::fs::read(d.join("r/final/model.dat")).unwrap() == exported);
+    ok(d, &["fit", "--resume-from-checkpoint", "r", "--max-steps", "6"]);
+    assert_eq!((result("global_step"), result("train_samples")), (6.into(), 36.0.into()));
 }
 
 /// Before a run trains, it says that --max-seq-length does not fit the rows, and which value does.

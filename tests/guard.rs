@@ -10,7 +10,10 @@ use model_qwen3::{config::Qwen3Config, container::Container, tensors::Tensors, t
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use serde_json::Value;
 use std::{fs, path::Path, sync::Arc};
-use train_cli::data::{order::Order, sample::synthetic};
+use train_cli::data::{
+    order::{Made, Order},
+    sample::synthetic,
+};
 
 /// What overflows for the token `~`.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -198,9 +201,12 @@ fn many_bad_steps_take_the_run_back_and_then_end_it() {
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(5), "{stderr}");
     assert_eq!(stderr.matches("leaves out all steps between").count(), 2, "{stderr}");
-    assert!(stderr.contains("9 steps were left out") && !d.join("r/final").exists(), "{stderr}");
+    // The step that ended the run is not among those that were left out.
+    assert_eq!(lines(&d.join("r"), "left_out").len(), 8);
+    assert!(stderr.contains("8 steps were left out") && !d.join("r/final").exists(), "{stderr}");
     let summary = fs::read_to_string(d.join("r/summary.md")).unwrap();
     assert!(summary.contains("left out") && summary.contains("m/rows.tsv:"), "{summary}");
+    assert!(summary.contains("not complete, 8 of 24 steps"), "{summary}");
 
     let out = run(d, &[&FIT[..], &["-o", "unguarded", "--recipe", "bf16", "--guard", "false"]].concat());
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -212,7 +218,16 @@ fn line_of(rows: usize, number: usize) -> usize {
     let mut samples = synthetic(rows, 2, 10, 0);
     samples.iter_mut().zip(1..).for_each(|(sample, line)| sample.origins[0].line = line);
     let samples = Arc::new(samples);
-    let order = Order { samples, batch_size: 1, accumulation: 1, steps: rows, limit: rows, seed: 1, start: 0 };
+    let order = Order {
+        samples,
+        batch_size: 1,
+        accumulation: 1,
+        steps: rows,
+        limit: rows,
+        seed: 1,
+        start: 0,
+        made: Made::default(),
+    };
     order.step(number)[0].origins[0][0].line as usize
 }
 
@@ -313,6 +328,33 @@ fn a_bad_step_leaves_no_trace_in_four_bits() {
         with_bad_step(d, Overflow::Activation, accumulation, step);
         leaves_no_trace(d, &codes, accumulation, step, &WAYS[2..]);
     }
+}
+
+/// Decay multiplies every weight of this run by -9 in a step, until the model computes NaN. The run goes back to a checkpoint,
+/// whether or not it asks the model for sample answers before.
+#[test]
+fn sample_answers_do_not_end_a_run_that_goes_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = "fit -m m -d m/demo.tsv --device cpu --val-split 0 --batch-size 8 --sample-prompt hi --save-steps 5 --seed 1 \
+                 --learning-rate 1 --lr-scheduler-type constant --max-grad-norm 0 --weight-decay 10 --adam-epsilon 1e-30 \
+                 --recipe bf16 --max-steps 26 -o";
+    let outcome = |name: &str, eval_steps: &str| {
+        let words: Vec<&str> = words.split_whitespace().chain([name, "--eval-steps", eval_steps]).collect();
+        let out = run(d, &words);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success() && said.contains("the run goes back to checkpoint-"), "{said}");
+        let model = fs::read(d.join(name).join("checkpoint-26/model.safetensors")).unwrap();
+        (said, lines(&d.join(name), "left_out"), model)
+    };
+    let (said, left_out, model) = outcome("unasked", "0");
+    assert!(!said.contains("no sample answers"), "{said}");
+    let bad = left_out.iter().find(|line| line["left_out"] == "the loss is NaN").unwrap()["step"].to_string();
+    let asked = outcome("asked", &bad);
+    let warning = format!("warning: no sample answers after step {bad}: the model computes NaN");
+    assert!(asked.0.contains(&warning), "{}", asked.0);
+    assert!((asked.1, asked.2) == (left_out, model), "the evaluation changed the run: {}", asked.0);
 }
 
 /// Three bad steps in a row take a run to a checkpoint that is at least a hundred steps older, or to the oldest one. The

@@ -305,6 +305,32 @@ fn inputs_that_may_never_end_are_refused() {
     }
 }
 
+/// The record of a run is UTF-8. A path that is not may come from a folder of data files, or from the working directory.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_path_that_no_record_can_hold_is_refused() {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let rows = d.join("m/demo.tsv");
+    fs::create_dir(d.join("rows")).unwrap();
+    fs::copy(rows, d.join("rows").join(OsStr::from_bytes(b"dat\xff.tsv"))).unwrap();
+    let said = refused(d, &["fit", "-m", "m", "-d", "rows", "--device", "cpu", "-o", "r"], 2);
+    assert!(said.contains("--data ") && said.contains(".tsv: the path is not UTF-8"), "{said}");
+    let folder = d.join(OsStr::from_bytes(b"nu\xff"));
+    fs::create_dir(&folder).unwrap();
+    let said = refused(&folder, &["fit", "--demo"], 2);
+    assert!(said.contains("--init-config ") && said.contains("config.json: the path is not UTF-8"), "{said}");
+    // A path that is no setting of the run is a word of its command line, which the record shows.
+    let config = OsStr::from_bytes(b"run\xff.toml");
+    let text = "model = \"m\"\ndata = [\"m/demo.tsv\"]\ndevice = \"cpu\"\nmax_steps = 1\noutput_dir = \"c\"\n";
+    fs::write(d.join(config), text).unwrap();
+    let out = command(d, &["fit", "--config"]).arg(config).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(fs::read_to_string(d.join("c/run.json")).unwrap().contains("run\u{fffd}.toml"));
+}
+
 #[test]
 fn overwrite_keeps_what_no_run_wrote() {
     let dir = tempfile::tempdir().unwrap();

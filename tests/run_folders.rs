@@ -3,7 +3,7 @@
 
 use crate::support::{
     faulty_disk::{self, Fault, Machine},
-    files::{command, forge, ok, program, tiny_model},
+    files::{command, forge, names, ok, program, run, tiny_model},
 };
 use safetensors::{SafeTensors, tensor::TensorView};
 use serde_json::Value;
@@ -53,7 +53,6 @@ fn pipe(file: &Path) {
 
 const RESUME: [&str; 3] = ["fit", "--resume-from-checkpoint", "r"];
 
-/// Another process may be writing a checkpoint just now, so that what lies in the folder says nothing before the lock is held.
 #[test]
 fn a_model_folder_that_has_a_file_of_settings_is_a_model() {
     let dir = tempfile::tempdir().unwrap();
@@ -82,6 +81,7 @@ fn a_file_is_verified_against_the_manifest_of_its_folder() {
     }
 }
 
+/// Another process may be writing a checkpoint just now, so that what lies in the folder says nothing before the lock is held.
 #[test]
 fn a_run_that_another_process_holds_is_not_read() {
     let dir = tempfile::tempdir().unwrap();
@@ -395,6 +395,40 @@ fn an_old_checkpoint_that_cannot_be_deleted_is_warned_of() {
     assert!(said.contains("warning: an old checkpoint cannot be deleted") && said.contains("checkpoint-1"), "{said}");
     assert!(machine.folder().join("r/checkpoint-4").exists() && !machine.folder().join("r/checkpoint-2").exists());
     assert!(machine.folder().join("r/final/model.dat").exists());
+}
+
+/// A resumed run writes into the folder around its checkpoint. So this must be a run, and a link leads to its own one.
+#[test]
+#[cfg(unix)]
+fn a_checkpoint_is_resumed_in_its_own_run_or_not_at_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    complete(d);
+    let (checkpoint, theirs) = (d.join("r/checkpoint-6"), d.join("theirs"));
+    fs::create_dir_all(theirs.join("final")).unwrap();
+    let files = ["final/thesis.txt", "summary.md"].map(|name| theirs.join(name));
+    files.iter().for_each(|file| fs::write(file, "mine").unwrap());
+    fs::create_dir(theirs.join("backup")).unwrap();
+    for name in names(&checkpoint) {
+        fs::copy(checkpoint.join(&name), theirs.join("backup").join(&name)).unwrap();
+    }
+    std::os::unix::fs::symlink("../r/checkpoint-6", theirs.join("best")).unwrap();
+    let there = names(&theirs);
+    let resumed = |from: &Path, checkpoint: &str, steps: &str| {
+        let out = run(from, &["fit", "--resume-from-checkpoint", checkpoint, "--max-steps", steps]);
+        assert_eq!(names(&theirs), there);
+        assert!(files.iter().all(|file| fs::read(file).unwrap() == b"mine"));
+        (out.status.code(), String::from_utf8(out.stderr).unwrap())
+    };
+    let (code, said) = resumed(d, "theirs/backup", "7");
+    let remedy = "start a new run from its weights: train-cli fit -m theirs/backup";
+    assert!(code == Some(2) && said.contains("theirs around it is no run folder"), "{code:?}: {said}");
+    assert!(said.contains(remedy), "{said}");
+    let (code, said) = resumed(d, "theirs/best", "7");
+    assert!(code == Some(0) && d.join("r/checkpoint-7").exists(), "{code:?}: {said}");
+    let (code, said) = resumed(&d.join("r/checkpoint-7"), ".", "8");
+    assert!(code == Some(0) && d.join("r/checkpoint-8").exists(), "{code:?}: {said}");
+    assert!(!d.join("r/checkpoint-7/lock").exists());
 }
 
 /// Whoever made a run folder chose the outputs that its record names.

@@ -224,6 +224,7 @@ fn batches(batch_size: usize) -> Vec<MicroBatch> {
         limit: 4,
         seed: 0,
         start: 0,
+        made: Default::default(),
     };
     order.step(0)
 }

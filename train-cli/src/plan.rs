@@ -68,10 +68,13 @@ impl Plan {
     }
 
     fn made(mut settings: Settings, folder: Option<PathBuf>) -> Result<Self, CliError> {
+        can_be_recorded(&settings)?;
         in_range(&settings)?;
         no_path_is_empty(&mut settings)?;
         consistent(&settings)?;
         let mut settings = with_files(settings)?;
+        // Now the files of folders are known, too.
+        can_be_recorded(&settings)?;
         if let (Some(named), Some(folder)) = (&mut settings.saving.output_dir, &folder) {
             named.clone_from(folder);
         }
@@ -179,6 +182,18 @@ fn no_path_is_empty(settings: &mut Settings) -> Result<(), CliError> {
         Some((flag, _)) => {
             Err(CliError::Usage(format!("{flag}: the path is empty; give one, or leave the setting out")))
         }
+        None => Ok(()),
+    }
+}
+
+/// Refuses a path that is not UTF-8. The command line refuses it before, but it may come from a folder of data files, or from the
+/// working directory.
+fn can_be_recorded(settings: &Settings) -> Result<(), CliError> {
+    match settings.absolute().paths().find(|(_, path)| path.to_str().is_none()) {
+        Some((flag, path)) => Err(CliError::Usage(format!(
+            "{flag} {}: the path is not UTF-8, so that config.toml cannot record it; rename it",
+            path.display()
+        ))),
         None => Ok(()),
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     report,
     run::{
         checkpoint,
-        folder::is_run,
+        history::is_run,
         inputs::packed_scaling,
         located::{check_unchanged, located},
         trained::Trained,

@@ -89,8 +89,18 @@ impl MicroBatch {
     }
 }
 
-/// The order of samples over a run. The samples of a step are a function of its number alone, so a resumed run needs no
-/// saved position.
+/// Steps that are made, and the sequences in them. Where a run ended with these steps and is made longer, its last step may have
+/// been smaller than the others.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Made {
+    /// Number of steps.
+    pub steps: usize,
+    /// Number of sequences.
+    pub sequences: usize,
+}
+
+/// The order of samples over a run. The samples of a step are a function of its number, and of the steps that a shorter run has
+/// made before.
 #[derive(Debug, Clone)]
 pub struct Order {
     /// All samples.
@@ -107,14 +117,15 @@ pub struct Order {
     pub seed: u64,
     /// The first step that runs. It is above 0 after a resume.
     pub start: usize,
+    /// What the run had made when it was resumed.
+    pub made: Made,
 }
 
 impl Order {
     /// The micro-batches of a step, counted from 0.
     pub fn step(&self, step: usize) -> Vec<MicroBatch> {
         let n = self.samples.len();
-        let size = self.batch_size * self.accumulation;
-        let range = step * size..((step + 1) * size).min(self.limit);
+        let range = self.sequences(step)..self.sequences(step + 1);
         let mut epoch = (usize::MAX, Vec::new());
         let picked: Vec<&Sample> = range
             .map(|i| {
@@ -132,9 +143,20 @@ impl Order {
         batches
     }
 
+    /// Sequences that are done after `steps` steps.
+    pub fn sequences(&self, steps: usize) -> usize {
+        let size = self.batch_size * self.accumulation;
+        let done = match steps.checked_sub(self.made.steps) {
+            Some(more) => self.made.sequences + more * size,
+            // Each of the steps from here to the resumption had a sequence at least.
+            None => (steps * size).min(self.made.sequences.saturating_sub(self.made.steps - steps)),
+        };
+        done.min(self.limit)
+    }
+
     /// Epochs that are done after `steps` steps.
     pub fn epochs(&self, steps: usize) -> f64 {
-        (steps * self.batch_size * self.accumulation).min(self.limit) as f64 / self.samples.len() as f64
+        self.sequences(steps) as f64 / self.samples.len() as f64
     }
 }
 
@@ -202,6 +224,7 @@ mod tests {
             limit: 20,
             seed: 5,
             start: 0,
+            made: Made::default(),
         };
         let seen: Vec<Vec<u32>> = (0..7).flat_map(|s| order.step(s)).flat_map(|b| b.ids).collect();
         assert_eq!(seen.len(), 20);

@@ -2,7 +2,7 @@
 //! state of the run, and the model's small files. [`super::saving`] writes them. This file verifies and reads them, and
 //! [`super::resume`] chooses the checkpoint that a run resumes from.
 //!
-//! What a step computes depends on its number alone, so that these files are all that a resumed run needs.
+//! What a step computes depends on its number and on the epochs before it, so that these files are all that a resumed run needs.
 
 use crate::{CliError, durable, run::optimizer_file, settings::Settings, train::guard};
 use backend_nvfp4::{LinearSpec, Nvfp4Linear, Scaling};
@@ -68,7 +68,7 @@ pub struct TrainerState {
     pub global_step: usize,
     /// Optimizer steps of the whole run.
     pub max_steps: usize,
-    /// Passes over the data done.
+    /// Passes over the data done, which say with which row the next step begins.
     pub epoch: f64,
     /// SHA-256 of the training files, config.json, the tokenizer and the chat template.
     pub inputs_sha256: String,

@@ -7,7 +7,7 @@ use crate::{
     report,
     run::beginning,
     run::checkpoint::{self, CONFIG, FINAL, STALE, TrainerState},
-    run::history::{self, History, RECORD},
+    run::history::{self, History, RECORD, is_run},
     run::inputs::Inputs,
     run::old_checkpoints,
     run::results::RESULTS,
@@ -26,11 +26,6 @@ pub const SUMMARY: &str = "summary.md";
 
 /// The picture of its losses.
 pub const LOSS: &str = "loss.svg";
-
-/// Whether a folder is that of a run. A model folder may have a config.toml too, but no record of a run.
-pub fn is_run(folder: &Path) -> bool {
-    [CONFIG, RECORD].iter().all(|file| folder.join(file).is_file())
-}
 
 /// Whether a path is one that a run writes into its folder, whether it is there or not.
 pub fn is_of_run(path: &Path) -> bool {

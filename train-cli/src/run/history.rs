@@ -1,7 +1,7 @@
 //! How a run was made: the command lines that started and resumed it, the number of its steps, and why it ended before the last
 //! one. `run.json` in its folder holds this.
 
-use super::record_file;
+use super::{checkpoint::CONFIG, record_file};
 use crate::{CliError, durable, report};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -25,6 +25,11 @@ pub struct History {
     /// Why it ended before its last step, or before its export. None if it did not, if it still runs, or if its process could not
     /// say: it was killed, stood still, or had a bug.
     pub ended: Option<String>,
+}
+
+/// Whether a folder is that of a run. A model folder may have a config.toml too, but no record of a run.
+pub fn is_run(folder: &Path) -> bool {
+    [CONFIG, RECORD].iter().all(|file| folder.join(file).is_file())
 }
 
 /// A command line of a run.
@@ -74,7 +79,7 @@ impl Call {
     fn now(after: usize) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            command: std::env::args().collect(),
+            command: std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect(),
             started: jiff::Timestamp::now().to_string(),
             after,
         }

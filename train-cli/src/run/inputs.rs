@@ -4,7 +4,7 @@
 use crate::{
     CliError,
     data::format::RowOptions,
-    data::order::Order,
+    data::order::{Made, Order},
     data::read::{self, DataOptions, DataReport},
     data::rows,
     data::sample::{Sample, synthetic},
@@ -43,6 +43,8 @@ pub struct Inputs {
     pub thinking: Option<bool>,
     /// SHA-256 of all files that decide what a step computes.
     pub sha256: String,
+    /// What the run had made when it was resumed.
+    made: Made,
 }
 
 impl Inputs {
@@ -70,7 +72,8 @@ impl Inputs {
         // Random tokens say nothing about thoughts.
         let thinking = if chosen.synthetic { None } else { thinks(&train, &text.tokenizer)? };
         let train = Arc::new(train);
-        Ok(Self { config, max_seq_length, text, source, train, eval, report, thinking, sha256 })
+        let made = Made::default();
+        Ok(Self { config, max_seq_length, text, source, train, eval, report, thinking, sha256, made })
     }
 
     /// Scale levels of the model file's NVFP4 tensors, if it has any.
@@ -83,21 +86,40 @@ impl Inputs {
         self.train.iter().chain(&self.eval).map(|sample| sample.ids.len()).max().unwrap_or(0)
     }
 
+    /// These inputs of a run that is resumed after `steps` steps, which have made so many epochs.
+    #[must_use]
+    pub fn resumed(self, plan: &Plan, steps: usize, epochs: f64) -> Self {
+        let full = steps.saturating_mul(plan.sequences_per_step());
+        let sequences = (epochs * self.train.len() as f64).round() as usize;
+        // The number of random rows depends on --max-steps, which may have another value now.
+        let sequences = if plan.settings.data.synthetic { full } else { sequences.clamp(steps, full) };
+        Self { made: Made { steps, sequences }, ..self }
+    }
+
     /// The order of training samples over the run.
     pub fn order(&self, plan: &Plan) -> Order {
-        let (s, size) = (&plan.settings.optimizer, plan.sequences_per_step());
-        let limit = match s.max_steps {
-            Some(steps) => steps * size,
-            None => ((self.train.len() as f64 * s.num_train_epochs).round() as usize).max(1),
+        let (s, size, made) = (&plan.settings.optimizer, plan.sequences_per_step(), self.made);
+        let (steps, limit) = match s.max_steps {
+            Some(steps) => (steps, made.sequences + steps.saturating_sub(made.steps) * size),
+            None => {
+                let limit = ((self.train.len() as f64 * s.num_train_epochs).round() as usize).max(1);
+                let steps = match limit.checked_sub(made.sequences) {
+                    Some(left) => made.steps.saturating_add(left.div_ceil(size)),
+                    // A run that would be shorter than it is already is refused by the number of its steps.
+                    None => limit.div_ceil(size),
+                };
+                (steps, limit)
+            }
         };
         Order {
             samples: self.train.clone(),
             batch_size: s.batch_size,
             accumulation: s.gradient_accumulation_steps,
-            steps: limit.div_ceil(size),
+            steps,
             limit,
             seed: plan.settings.advanced.seed,
             start: 0,
+            made,
         }
     }
 
@@ -112,6 +134,7 @@ impl Inputs {
             limit: count,
             seed: 0,
             start: 0,
+            made: Made::default(),
         }
     }
 }

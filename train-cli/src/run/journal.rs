@@ -30,7 +30,7 @@ use crate::{
     watchdog::{Watched, Work},
 };
 use backend_nvfp4::Nvfp4Kernels;
-use model_qwen3::model::Qwen3;
+use model_qwen3::{ModelError, model::Qwen3};
 use std::{
     path::PathBuf,
     sync::{
@@ -182,7 +182,7 @@ impl Journal {
     ) -> Result<(), CliError> {
         let (order, made) = (&self.order, self.made());
         let steps = made as f64;
-        let samples = order.limit.min(made * order.batch_size * order.accumulation) as f64;
+        let samples = order.sequences(made) as f64;
         let evaluations = self.evaluations();
         // The log knows the losses of all processes of the run.
         let losses = Losses::of(&log::lines(&self.plan.output_dir, log::METRICS)?);
@@ -315,14 +315,22 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
     fn samples(&mut self, model: &Qwen3<B>, step: usize) -> Result<(), CliError> {
         progress::doing("answering prompts");
         let watched = Watched::begin(Work::Samples(step));
-        let answers = self.samples.answers(model)?;
+        let answers = self.samples.answers(model);
         drop(watched);
+        progress::doing("training");
+        let answers = match answers {
+            // The guard judges the steps. It must not matter whether there are sample answers between them.
+            Err(CliError::Model(ModelError::NotANumber)) => {
+                report::line(format!("warning: no sample answers after step {step}: the model computes NaN"));
+                return Ok(());
+            }
+            answers => answers?,
+        };
         for (prompt, answer) in self.samples.prompts.iter().zip(answers) {
             report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
             let line = SampleAnswer { step, prompt: prompt.clone(), answer };
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
         }
-        progress::doing("training");
         Ok(())
     }
 

@@ -108,6 +108,15 @@ pub(super) fn lines<Wanted: DeserializeOwned>(run: &Path, log: &str) -> Result<V
     Ok(parsed(run, log)?.into_iter().map(|(_, line)| line).collect())
 }
 
+/// The number of steps of a run that were left out, as its log has them.
+///
+/// # Errors
+/// If the log cannot be read.
+pub fn steps_left_out(run: &Path) -> Result<usize, CliError> {
+    let all: Vec<Logged> = lines(run, METRICS)?;
+    Ok(all.iter().filter(|line| matches!(line, Logged::LeftOut(_))).count())
+}
+
 /// Removes the lines of steps after `step`, which the resumed run logs again.
 ///
 /// # Errors

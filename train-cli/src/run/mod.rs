@@ -13,7 +13,7 @@ pub mod history;
 pub mod inputs;
 pub mod journal;
 pub mod located;
-mod log;
+pub mod log;
 mod losses;
 mod old_checkpoints;
 mod optimizer_file;

@@ -6,8 +6,8 @@ use super::checkpoint::{
     verified_state,
 };
 use crate::{
-    CliError, durable, progress::Reading, replaced::STEP_MODE, report, run::optimizer_file, run::results::RESULTS,
-    settings::ResumeFrom, train::chunked_adamw::ChunkedAdamw,
+    CliError, durable, progress::Reading, replaced::STEP_MODE, report, run::history::is_run, run::optimizer_file,
+    run::results::RESULTS, settings::ResumeFrom, train::chunked_adamw::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Packed};
 use model_qwen3::{
@@ -52,28 +52,31 @@ pub enum Resume {
 pub fn find(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resume>, CliError> {
     let usage = |text: String| CliError::Usage(text);
     let Some((run, folder)) = named(from, output_dir)? else { return Ok(None) };
-    if folder.is_none() && has_not_begun(run, from)? {
-        return Ok(Some(Resume::Beginning(run.to_owned())));
+    if folder.is_none() && has_not_begun(&run, from)? {
+        return Ok(Some(Resume::Beginning(run)));
     }
     if !run.is_dir() {
         let text = "there is no such checkpoint and no such run folder";
         return Err(usage(format!("--resume-from-checkpoint {}: {text}", run.display())));
     }
     let same = |a: &Path, b: &Path| a.canonicalize().ok() == b.canonicalize().ok();
-    if let Some(dir) = output_dir.filter(|dir| !same(dir, run)) {
+    if let Some(dir) = output_dir.filter(|dir| !same(dir, &run)) {
         let text = format!("--output-dir {}: the checkpoint belongs to {}", dir.display(), run.display());
         return Err(usage(text + "; leave out --output-dir"));
     }
     let (folder, state) = match folder {
-        Some(folder) => (folder.to_owned(), verified_state(folder)?),
-        None => match newest_state(run)? {
+        Some(folder) => {
+            let state = verified_state(&folder)?;
+            (folder, state)
+        }
+        None => match newest_state(&run)? {
             Some(found) => found,
             // No state is good: `latest` returns the error.
-            None => latest(run)?,
+            None => latest(&run)?,
         },
     };
     refuse_whole_graphs(&folder)?;
-    Ok(Some(Resume::At(Box::new(Resumed { run: run.to_owned(), folder, state }))))
+    Ok(Some(Resume::At(Box::new(Resumed { run, folder, state }))))
 }
 
 /// Verifies all files of the checkpoint that [`find`] has found. If it is broken and was not named, the newest good checkpoint of
@@ -83,7 +86,10 @@ pub fn find(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resum
 /// If the checkpoint that was named is broken, or every checkpoint of the run.
 pub fn verified(from: &ResumeFrom, found: Resumed) -> Result<Resumed, CliError> {
     let (folder, state) = match named(from, Some(found.run.as_path()))? {
-        Some((_, Some(folder))) => (folder.to_owned(), open(folder)?),
+        Some((_, Some(folder))) => {
+            let state = open(&folder)?;
+            (folder, state)
+        }
         _ => latest(&found.run)?,
     };
     refuse_whole_graphs(&folder)?;
@@ -93,33 +99,47 @@ pub fn verified(from: &ResumeFrom, found: Resumed) -> Result<Resumed, CliError> 
 /// The folder of the run that is to be resumed, if there is one.
 ///
 /// # Errors
-/// If nothing says which run that is.
+/// If nothing says which run that is, or a checkpoint lies in no run folder.
 pub fn resumed_run(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<PathBuf>, CliError> {
     let Some((run, _)) = named(from, output_dir)?.filter(|(run, _)| run.is_dir()) else { return Ok(None) };
     // Nothing is written into a folder that is no run.
-    let is_run =
-        run.join(CONFIG).exists() || !list(run)?.is_empty() || has_results(run)? || durable::is_untouched(run)?;
-    Ok(is_run.then(|| run.to_owned()))
+    let holds_a_run =
+        run.join(CONFIG).exists() || !list(&run)?.is_empty() || has_results(&run)? || durable::is_untouched(&run)?;
+    Ok(holds_a_run.then_some(run))
 }
 
 /// The run that is to be resumed, and its checkpoint, if one is named. None if nothing is to be resumed.
-fn named<'a>(
-    from: &'a ResumeFrom,
-    output_dir: Option<&'a Path>,
-) -> Result<Option<(&'a Path, Option<&'a Path>)>, CliError> {
+fn named(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<(PathBuf, Option<PathBuf>)>, CliError> {
     Ok(match (from, output_dir) {
         (ResumeFrom::Nothing, _) => None,
         (ResumeFrom::Latest, None) => {
             let text = "--resume-from-checkpoint needs the run folder; give --output-dir RUN";
             return Err(CliError::Usage(text.into()));
         }
-        (ResumeFrom::Latest, Some(run)) => Some((run, None)),
+        (ResumeFrom::Latest, Some(run)) => Some((run.to_owned(), None)),
         (ResumeFrom::Path(given), _) if is_checkpoint(given) || step_of(given).is_some() => {
-            let parent = durable::parent(given);
-            Some((parent, Some(given.as_path())))
+            let checkpoint = in_its_run(given);
+            let run = durable::parent(&checkpoint).to_owned();
+            if checkpoint.is_dir() && !is_run(&run) {
+                let (shown, around) = (given.display(), run.display());
+                return Err(CliError::Usage(format!(
+                    "--resume-from-checkpoint {shown}: {around} around it is no run folder, and the resumed run would write \
+                     there; put the checkpoint back into its run, or start a new run from its weights: train-cli fit -m {shown}"
+                )));
+            }
+            Some((run, Some(checkpoint)))
         }
-        (ResumeFrom::Path(given), _) => Some((given.as_path(), None)),
+        (ResumeFrom::Path(given), _) => Some((given.clone(), None)),
     })
+}
+
+/// The path of a checkpoint in its own run, which the folder above the given path is not if that is a link or `.`. Another path
+/// stays as it was typed.
+fn in_its_run(given: &Path) -> PathBuf {
+    let Ok(real) = given.canonicalize() else { return given.to_owned() };
+    let above = durable::parent(given).canonicalize();
+    let as_typed = given.file_name().zip(above.ok()).map(|(name, run)| run.join(name));
+    if as_typed.as_ref() == Some(&real) { given.to_owned() } else { real }
 }
 
 /// Refuses the checkpoint of a run that made its steps in another way, which clipped by another norm.

@@ -195,9 +195,10 @@ impl Summary {
         all
     }
 
-    /// The number of steps that are made. The last one may have been left out, and has no line then.
+    /// The number of steps that are made. The last one may have been left out.
     fn made(&self) -> usize {
-        let last = || self.steps.last().map_or(0, |line| line.step);
+        let steps = self.steps.iter().map(|line| line.step);
+        let last = || steps.chain(self.left_out.iter().map(|line| line.step)).max().unwrap_or(0);
         self.results.as_ref().map_or_else(last, |results| results.global_step)
     }
 

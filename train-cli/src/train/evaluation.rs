@@ -78,7 +78,16 @@ mod tests {
         let model = weights::random::<NdArray>(&config, spec, MasterKind::F32, 3, &Default::default()).unwrap();
         let net = Trainee::new(model, LossKind::CrossEntropy, 0);
         let samples = Arc::new(synthetic(2, 4, config.vocab_size, 1));
-        let order = Order { samples, batch_size: 1, accumulation: 1, steps: 2, limit: 2, seed: 0, start: 0 };
+        let order = Order {
+            samples,
+            batch_size: 1,
+            accumulation: 1,
+            steps: 2,
+            limit: 2,
+            seed: 0,
+            start: 0,
+            made: Default::default(),
+        };
         assert!(!watchdog::has_seen_an_evaluation());
         let evaluation = evaluate(&net, &order, 5).unwrap();
         assert!(evaluation.loss.is_finite() && watchdog::has_seen_an_evaluation());

@@ -5,7 +5,7 @@ use crate::{
     model_files::ModelFiles,
     run::{
         checkpoint::{CONFIG, FINAL, TrainerState},
-        folder::is_run,
+        history::is_run,
         results::Results,
     },
     settings::{Layer, Settings},

@@ -12,6 +12,7 @@ use crate::{
     run::checkpoint::{HeadStorage, TrainerState},
     run::folder,
     run::journal::Journal,
+    run::log,
     run::resume::{self, Resumed},
     run::sample_answers::Samples,
     run::saving::Saver,
@@ -65,10 +66,10 @@ impl Ready {
             };
             // What a device computed that has failed says nothing about a step.
             let Some(back) = guard.back().filter(|_| !error.is_of_the_device()) else {
-                let left_out = guard.record().left_out.len();
+                // The step that ended the run was not left out.
+                let left_out = log::steps_left_out(&self.plan.output_dir).unwrap_or_default();
                 if left_out > 0 {
-                    let steps = report::count(left_out, "step");
-                    report::line(format!("{steps} were left out before the run ended; metrics.jsonl lists them"));
+                    report::line(ended_without(left_out));
                 }
                 return Err(error);
             };
@@ -184,5 +185,22 @@ impl Ready {
             between: Box::new(journal),
         };
         learner::run(self.trainee(model, s.model.train_last_layers), run)
+    }
+}
+
+/// What to say of a run that ends by an error and has left out so many steps.
+fn ended_without(steps: usize) -> String {
+    let were = if steps == 1 { "was" } else { "were" };
+    format!("{} {were} left out before the run ended; metrics.jsonl lists them", report::count(steps, "step"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ended_without;
+
+    #[test]
+    fn one_step_was_left_out_and_two_were() {
+        assert!(ended_without(1).starts_with("1 step was left out"));
+        assert!(ended_without(2).starts_with("2 steps were left out"));
     }
 }

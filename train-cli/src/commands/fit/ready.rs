@@ -44,7 +44,10 @@ impl Ready {
         precision: Precision,
         resumed: Option<&Resumed>,
     ) -> Result<Self, CliError> {
-        let inputs = Inputs::read(&plan)?;
+        let mut inputs = Inputs::read(&plan)?;
+        if let Some(Resumed { state, .. }) = resumed {
+            inputs = inputs.resumed(&plan, state.global_step, state.epoch);
+        }
         let (scaling, master) = (scaling(&plan, resumed), plan.master(precision));
         preflight::check_settings(&plan, &inputs, scaling, master)?;
         let forecast = Forecast::of(&plan, &inputs, device, precision);
