@@ -687,6 +687,19 @@ fn a_file_that_is_larger_than_the_memory_is_an_error() {
     }
 }
 
+/// A write beyond the limit on the sizes of files is an error with a message, not the end of the process.
+#[test]
+fn a_file_that_becomes_larger_than_the_limit_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -f 100; exec \"$0\" \"$@\""]).arg(program()).args(fit("r")).current_dir(d);
+    let out = limited.output().unwrap();
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(1) && stderr.contains("File too large"), "{:?}: {stderr}", out.status);
+}
+
 /// A host that refuses memory in the middle of a run ends it with a message and not by an abort, and its checkpoints are whole.
 /// After the first checkpoint the process gets no more memory in large pieces: in a step, and while a checkpoint is written.
 #[test]
