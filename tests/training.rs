@@ -635,6 +635,9 @@ fn the_run_folder_and_the_reports_hold_what_they_promise() {
             "optimizer_step_done"
         ]
     );
+    // The report counts steps, and no epochs.
+    let keys = report["Samples"][0].as_object().unwrap().keys().map(String::as_str).collect::<Vec<_>>();
+    assert!(keys.contains(&"GlobalStep") && !keys.iter().any(|key| key.contains("Epoch")), "{keys:?}");
     assert!(report["Pid"].is_number() && report["Samples"][0]["PidMemoryMiB"].as_u64().unwrap() > 0);
     let line = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
     let line: serde_json::Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
