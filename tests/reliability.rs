@@ -596,7 +596,7 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         let stderr = with(&[&disk[..], &["--max-steps", "1048576", "--save-total-limit", "1048576"]].concat(), 1);
         let said =
             stderr.contains("1048576 checkpoints and the export need") && stderr.contains("are free on this disk");
-        assert!(said, "{stderr}");
+        assert!(said && stderr.contains("(--save-total-limit)"), "{stderr}");
         assert!(with(&["-m", "m", "--device", "cuda:99"], 7).contains("cuda:99"));
         assert!(with(&["-m", "m", "--device", "cpu", "--compute-dtype", "tf32"], 2).contains("tf32"));
         assert!(with(&["-m", "m", "--device", "cpu", "--memory-limit", "1MiB"], 4).contains("--memory-limit"));

@@ -487,6 +487,14 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     assert!(d.join("stopped/checkpoint-1/manifest.json").exists());
     let summary = std::fs::read_to_string(d.join("stopped/summary.md")).unwrap();
     assert!(summary.contains("| state | not complete, 1 of 12 steps; it held "), "{summary}");
+    // The remedy is one that the run takes.
+    let resume = "train-cli fit --resume-from-checkpoint --output-dir=stopped --memory-limit SIZE";
+    assert!(
+        stderr.contains(resume) && stderr.contains("Only a new run can take a smaller --max-seq-length"),
+        "{stderr}"
+    );
+    ok(d, &resume.replace("SIZE", "64GiB").split(' ').skip(1).collect::<Vec<_>>());
+    assert!(d.join("stopped/final/model.dat").exists());
 }
 
 #[test]

@@ -273,7 +273,7 @@ mod tests {
         let diverged =
             CliError::Diverged { step: 7, what: "loss", value: f32::NAN, updated: false, hint: String::new() };
         assert_eq!(reason(&diverged), "the loss of step 7 was NaN");
-        let memory = CliError::Memory { needed: 3 << 30, limit: 2 << 30, saved: None };
+        let memory = CliError::Memory { needed: 3 << 30, limit: 2 << 30, stopped: None };
         assert_eq!(reason(&memory), "it held 3.0 GiB, more than --memory-limit 2.0 GiB");
         assert_eq!(reason(&CliError::Usage("the reason".into())), "it failed: the reason");
     }
