@@ -240,6 +240,10 @@ fn outputs_are_refused_before_the_training() {
         (&["--token-cache", "listed"], "holds only the files that its manifest lists"),
         (&["--token-cache", "listed/new/cache"], "listed is a checkpoint or an export"),
         (&["--output-dat", "model.dat", "--vram-report", "model.dat"], "this is the file of --output-dat"),
+        (&["--output-dat", "r/x.dat"], "--output-dat r/x.dat: this must be outside the run folder"),
+        (&["--vram-report", "r/vram.json"], "--vram-report r/vram.json: this must be outside the run folder"),
+        (&["--token-cache", "./r/tokens"], "--token-cache ./r/tokens: this must be outside the run folder"),
+        (&["--token-cache", "m/../r/tokens"], "this must be outside the run folder"),
         (&["--recipe", "bf16", "--scales", "two"], "--scales changes nothing"),
         (&["--bf16-last-blocks", "99"], "--bf16-last-blocks 99: the model has"),
         (&["--peak-tflops=-1"], "--peak-tflops"),
@@ -642,7 +646,7 @@ fn a_dry_run_refuses_what_a_run_refuses() {
         let stderr = with(&[&disk[..], &["--max-steps", "1048576", "--save-total-limit", "1048576"]].concat(), 1);
         let said =
             stderr.contains("1048576 checkpoints and the export need") && stderr.contains("are free on this disk");
-        assert!(said, "{stderr}");
+        assert!(said && stderr.contains("(--save-total-limit)"), "{stderr}");
         assert!(with(&["-m", "m", "--device", "cuda:99"], 7).contains("cuda:99"));
         assert!(with(&["-m", "m", "--device", "cpu", "--compute-dtype", "tf32"], 2).contains("tf32"));
         assert!(with(&["-m", "m", "--device", "cpu", "--memory-limit", "1MiB"], 4).contains("--memory-limit"));
@@ -731,6 +735,19 @@ fn a_file_that_is_larger_than_the_memory_is_an_error() {
             "{stderr}"
         );
     }
+}
+
+/// A write beyond the limit on the sizes of files is an error with a message, not the end of the process.
+#[test]
+fn a_file_that_becomes_larger_than_the_limit_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -f 100; exec \"$0\" \"$@\""]).arg(program()).args(fit("r")).current_dir(d);
+    let out = limited.output().unwrap();
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.code() == Some(1) && stderr.contains("File too large"), "{:?}: {stderr}", out.status);
 }
 
 /// A host that refuses memory in the middle of a run ends it with a message and not by an abort, and its checkpoints are whole.

@@ -79,7 +79,8 @@ fn a_run_that_is_resumed_anywhere_is_the_uninterrupted_run() {
     same("first", "first/checkpoint-1");
 }
 
-/// The folder has a name that a shell takes apart unless it is quoted.
+/// One folder has a name that a shell takes apart unless it is quoted, the other a name that --resume-from-checkpoint takes for no
+/// folder.
 #[test]
 #[cfg(unix)]
 fn the_printed_command_resumes_the_run() {
@@ -87,7 +88,19 @@ fn the_printed_command_resumes_the_run() {
     let d = dir.path();
     model(d);
     ok(d, &fit("plain", &["--save-steps", "0"]));
-    let mut command = command(d, &fit("my $run", &["--save-steps", "0"]));
+    // A folder where the program has the name that the command calls it by.
+    fs::create_dir(d.join("bin")).unwrap();
+    std::os::unix::fs::symlink(program(), d.join("bin/train-cli")).unwrap();
+    for run in ["my $run", "false"] {
+        interrupted_and_resumed(d, run);
+        assert!(outcome(&d.join(run)) == outcome(&d.join("plain")), "the resumed run {run} differs");
+    }
+}
+
+/// Interrupts a run, and resumes it by the command that it prints.
+#[cfg(unix)]
+fn interrupted_and_resumed(d: &Path, run: &str) {
+    let mut command = command(d, &fit(run, &["--save-steps", "0"]));
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
     assert!(lines.any(|line| line.contains("tok/s")), "the run printed no step");
@@ -96,12 +109,8 @@ fn the_printed_command_resumes_the_run() {
     assert_eq!(child.wait().unwrap().code(), Some(130), "{said:?}");
     let printed = said.iter().find_map(|line| line.split_once("Resume it with: ")).expect("a command").1;
     assert!(printed.starts_with("train-cli fit "), "{printed}");
-    // A folder where the program has the name that the command calls it by.
-    fs::create_dir(d.join("bin")).unwrap();
-    std::os::unix::fs::symlink(program(), d.join("bin/train-cli")).unwrap();
     let path = format!("{}:{}", d.join("bin").display(), std::env::var("PATH").unwrap());
     let out = Command::new("sh").args(["-c", printed]).current_dir(d).env("PATH", path).output().unwrap();
     let stderr = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success() && stderr.contains("my $run/checkpoint-"), "{printed}: {stderr}");
-    assert!(outcome(&d.join("my $run")) == outcome(&d.join("plain")), "the resumed run differs");
+    assert!(out.status.success() && stderr.contains(&format!("{run}/checkpoint-")), "{printed}: {stderr}");
 }

@@ -269,6 +269,7 @@ fn a_resumed_run_reads_the_weights_last() {
         for (more, expected, reason) in [
             (&["--output-dat", "nowhere/x.dat"][..], 2, "--output-dat nowhere/x.dat"),
             (&["--vram-report", "m"], 2, "--vram-report m"),
+            (&["--vram-report", "r/config.toml"], 2, "must be outside the run folder"),
             (&["--max-seq-length", "32"], 2, "--max-seq-length is 32, but the checkpoint was made"),
             (&["--device", "cuda:99"], 7, "cuda:99"),
             (&["--memory-limit", "1MiB"], 4, "--memory-limit is"),

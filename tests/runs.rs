@@ -312,6 +312,40 @@ fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
     assert!(!names(&d.join("none")).iter().any(|name| name.starts_with("checkpoint-")));
 }
 
+/// A prompt from the data takes one line of the terminal, and the command to copy does without it.
+#[test]
+fn a_prompt_of_several_lines_is_printed_on_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let prompt = format!("one\ntwo\u{1b}[31m {}", "long ".repeat(40));
+    let words =
+        "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 1 --eval-steps 1 -o r --sample-prompt";
+    let words: Vec<&str> = words.split(' ').chain([prompt.as_str()]).collect();
+    let out = run(d, &words);
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.success() && said.contains("sample  one two [31m long "), "{said}");
+    assert!(!said.contains("\u{1b}[31m") && !said.contains(&"long ".repeat(30)), "{said}");
+    assert!(said.contains("train-cli generate -m r/final -p hello\n"), "{said}");
+}
+
+/// A run says when it evaluates only if it does.
+#[test]
+fn a_run_without_evaluations_says_nothing_of_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let evaluates = |words: &str| {
+        let all = format!("fit -m m --device cpu --max-seq-length 64 --max-steps 2 --save-strategy no {words}");
+        let out = run(d, &all.split(' ').collect::<Vec<_>>());
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert!(out.status.success(), "{said}");
+        said.contains("--eval-steps changes that")
+    };
+    assert!(!evaluates("--synthetic -o a"));
+    assert!(evaluates("-d m/demo.tsv --val-split 0 --sample-prompt a -o b"));
+}
+
 /// Paths that were relative when a run began mean the same files when it is resumed from another working directory, and when
 /// its config file is used there.
 #[test]

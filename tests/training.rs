@@ -487,6 +487,14 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     assert!(d.join("stopped/checkpoint-1/manifest.json").exists());
     let summary = std::fs::read_to_string(d.join("stopped/summary.md")).unwrap();
     assert!(summary.contains("| state | not complete, 1 of 12 steps; it held "), "{summary}");
+    // The remedy is one that the run takes.
+    let resume = "train-cli fit --resume-from-checkpoint --output-dir=stopped --memory-limit SIZE";
+    assert!(
+        stderr.contains(resume) && stderr.contains("Only a new run can take a smaller --max-seq-length"),
+        "{stderr}"
+    );
+    ok(d, &resume.replace("SIZE", "64GiB").split(' ').skip(1).collect::<Vec<_>>());
+    assert!(d.join("stopped/final/model.dat").exists());
 }
 
 #[test]
@@ -635,6 +643,9 @@ fn the_run_folder_and_the_reports_hold_what_they_promise() {
             "optimizer_step_done"
         ]
     );
+    // The report counts steps, and no epochs.
+    let keys = report["Samples"][0].as_object().unwrap().keys().map(String::as_str).collect::<Vec<_>>();
+    assert!(keys.contains(&"GlobalStep") && !keys.iter().any(|key| key.contains("Epoch")), "{keys:?}");
     assert!(report["Pid"].is_number() && report["Samples"][0]["PidMemoryMiB"].as_u64().unwrap() > 0);
     let line = std::fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
     let line: serde_json::Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();

@@ -2,7 +2,7 @@
 
 use crate::{
     interrupt::Signal,
-    report::{count, size},
+    report::{count, quoted, size},
 };
 use backend_nvfp4::Nvfp4Error;
 use model_qwen3::ModelError;
@@ -52,20 +52,19 @@ pub enum CliError {
     },
     /// A run needs more device memory than `--memory-limit` allows.
     #[error(
-        "{} {} of device memory, but --memory-limit is {}{}; use a smaller --max-seq-length or --batch-size, \
-         --optimizer-state-mode int4, or --master-weights nvfp4",
-        if saved.is_some() { "the run holds" } else { "the run would need" },
+        "{} {} of device memory, but --memory-limit is {}; {}",
+        if stopped.is_some() { "the run holds" } else { "the run would need" },
         size(*needed),
         size(*limit),
-        saved.as_deref().map(|s| format!("; {s}")).unwrap_or_default()
+        beyond_the_limit(stopped.as_ref())
     )]
     Memory {
         /// Bytes that the run needs or holds.
         needed: u64,
         /// The limit in bytes.
         limit: u64,
-        /// For a run that was stopped: which checkpoint it left.
-        saved: Option<String>,
+        /// For a run that was stopped: after which step, and the checkpoint that it left.
+        stopped: Option<(usize, Option<PathBuf>)>,
     },
     /// A run would need more memory than is free on its device.
     #[error(
@@ -108,32 +107,33 @@ pub enum CliError {
     },
     /// The files of a run do not fit onto the disk.
     #[error(
-        "{}: {} and the export need {}, but {} are free on this disk; free some, choose another folder, or keep fewer \
-         checkpoints (--save-total-limit)",
+        "{}: {} {}, but {} are free on this disk; {remedy}",
         path.display(),
-        count(*checkpoints, "checkpoint"),
+        match *checkpoints {
+            0 => "the export needs".to_owned(),
+            many => format!("{} and the export need", count(many, "checkpoint")),
+        },
         size(*needed),
         size(*free)
     )]
     Disk {
         /// Where they would be written.
         path: PathBuf,
-        /// Number of checkpoints.
+        /// Number of checkpoints on this disk.
         checkpoints: usize,
-        /// Bytes that they need.
+        /// Bytes that the files need.
         needed: u64,
         /// Bytes that are free.
         free: u64,
+        /// What to do.
+        remedy: String,
     },
     /// A signal asked a run to end.
     #[error(
         "{} ended the run after step {step}{}",
         signal.name(),
-        match saved.as_deref().and_then(Path::parent) {
-            Some(run) => format!(
-                "; it was saved. Resume it with: train-cli fit --resume-from-checkpoint {}",
-                crate::report::quoted(&run.display().to_string())
-            ),
+        match saved {
+            Some(checkpoint) => format!("; it was saved. Resume it with: {}", resuming(checkpoint)),
             None => "; nothing was saved, because of --save-strategy no".to_owned(),
         }
     )]
@@ -272,6 +272,31 @@ impl CliError {
 
     pub(crate) fn corrupt(path: &Path, reason: impl ToString) -> Self {
         Self::Corrupt { path: path.to_owned(), reason: reason.to_string() }
+    }
+}
+
+/// The command that resumes the run of a checkpoint. The run's name is a value of its own flag: --resume-from-checkpoint has other
+/// meanings for `latest`, `false` or `checkpoint-5`, and would take `-x` for a flag.
+fn resuming(checkpoint: &Path) -> String {
+    let run = checkpoint.parent().unwrap_or(checkpoint).display().to_string();
+    format!("train-cli fit --resume-from-checkpoint --output-dir={}", quoted(&run))
+}
+
+/// What to do about a run that needs more memory than its limit allows. A resumed run keeps the settings that change its numbers.
+fn beyond_the_limit(stopped: Option<&(usize, Option<PathBuf>)>) -> String {
+    let smaller = "a smaller --max-seq-length or --batch-size, --optimizer-state-mode int4, or --master-weights nvfp4";
+    match stopped {
+        None => format!("use {smaller}"),
+        Some((step, None)) => format!(
+            "it was stopped after step {step}, and nothing was saved, because of --save-strategy no; start a new run with a \
+             larger --memory-limit, or use {smaller}"
+        ),
+        Some((step, Some(checkpoint))) => format!(
+            "it was stopped after step {step} and saved as {}. Resume it with a larger limit: {} --memory-limit SIZE. \
+             --recompute always and --undo-copy false save memory, too. Only a new run can take {smaller}",
+            checkpoint.display(),
+            resuming(checkpoint)
+        ),
     }
 }
 

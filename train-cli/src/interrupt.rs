@@ -1,6 +1,6 @@
 //! SIGINT (Ctrl-C), SIGTERM and SIGHUP while a run trains or a server answers: the first one is noted, so that the run can
 //! finish its step and save, and the server its answers; a second one ends the process at once. SIGUSR1 asks a run to
-//! save a checkpoint and to continue.
+//! save a checkpoint and to continue. SIGXFSZ changes nothing.
 
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
@@ -68,6 +68,18 @@ impl Drop for Interruption {
     fn drop(&mut self) {
         self.ends_at_once.store(true, Ordering::Relaxed);
     }
+}
+
+/// Lets a write beyond the limit on the sizes of files (`ulimit -f`) be an error, as any other write that fails. Without a handler
+/// of SIGXFSZ, it would end the process without a word.
+///
+/// # Errors
+/// If the system refuses.
+pub fn fail_writes_beyond_the_limit() -> std::io::Result<()> {
+    // Nobody asks for the flag: the write itself fails.
+    #[cfg(unix)]
+    flag::register(signal_hook::consts::SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+    Ok(())
 }
 
 /// Requests for a checkpoint, each made by a signal SIGUSR1. Windows has no such signal, and there are no requests.

@@ -78,6 +78,7 @@ use args::{Cli, Command};
 /// # Errors
 /// Every error of a command, with its exit code.
 pub fn execute(cli: Cli) -> Result<(), CliError> {
+    interrupt::fail_writes_beyond_the_limit().map_err(CliError::io("signals".as_ref()))?;
     match cli.command {
         Command::Fit(args) => commands::fit::run(&args),
         Command::Estimate(args) => commands::estimate::run(&args),

@@ -85,6 +85,27 @@ pub fn check_output_folder(flag: &str, path: &Path) -> Result<(), CliError> {
     there.map_or(Ok(()), |folder| check_unlisted(flag, path, folder))
 }
 
+/// Refuses an output that lies in the folder of the run that writes it, or would. `flag` names the output in the error.
+///
+/// # Errors
+/// If it does.
+pub fn check_outside(flag: &str, output: &Path, run: &Path) -> Result<(), CliError> {
+    let inside = |path: &Path| resolved(path).starts_with(resolved(run));
+    // A link in the run folder would be replaced there, wherever it leads.
+    if !inside(output) && !inside(durable::parent(output)) {
+        return Ok(());
+    }
+    let text = "must be outside the run folder, which holds the files of the run only; choose another path";
+    Err(CliError::Usage(format!("{flag} {}: this {text}", output.display())))
+}
+
+/// A path without links and `..`, as far as it is there.
+fn resolved(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let there = path.ancestors().find_map(|above| Some((above.canonicalize().ok()?, path.strip_prefix(above).ok()?)));
+    there.map_or_else(|| path.clone(), |(real, rest)| real.join(rest))
+}
+
 /// Refuses a file, a pipe or a device where `flag` takes a folder. The folder need not be there yet.
 ///
 /// # Errors

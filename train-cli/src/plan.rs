@@ -4,7 +4,7 @@
 use crate::{
     CliError, data_files,
     model_files::{Companions, ModelFiles},
-    outputs::{check_dat_name, check_folder, check_output, check_output_folder},
+    outputs::{check_dat_name, check_folder, check_output, check_output_folder, check_outside},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
         defaults::{MAX_SEQ_LENGTH, RUNS, clips_exactly_by_default, master_weights},
@@ -15,7 +15,7 @@ use crate::{
 use backend_nvfp4::{MasterKind, Precision, Recipe, Scaling, StateKind};
 use model_qwen3::file;
 use serde_json::Value;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A training run, checked.
 #[derive(Debug, Clone)]
@@ -91,28 +91,8 @@ impl Plan {
                 check_folder(flag, folder)?;
             }
         }
-        if let Some(cache) = &s.data.token_cache {
-            check_output_folder("--token-cache", cache)?;
-            if cache.starts_with(&output_dir) {
-                let text = "the folder must be outside the run folder";
-                return Err(CliError::Usage(format!("--token-cache {}: {text}", cache.display())));
-            }
-        }
         let inputs = inputs(s, &source, &companions);
-        for (flag, output) in [("--output-dat", &s.saving.output_dat), ("--vram-report", &s.logging.vram_report)] {
-            if let Some(output) = output {
-                check_output(flag, output, &inputs)?;
-            }
-        }
-        if let Some(output) = &s.saving.output_dat {
-            check_dat_name("--output-dat", output)?;
-            if s.logging.vram_report.as_ref() == Some(output) {
-                let shown = output.display();
-                return Err(CliError::Usage(format!(
-                    "--vram-report {shown}: this is the file of --output-dat; choose another"
-                )));
-            }
-        }
+        check_outputs(s, &output_dir, &inputs)?;
         Ok(Self {
             recipe: s.recipe.resolved(),
             clip: s.optimizer.clip.unwrap_or_else(|| default_clip(s)),
@@ -139,6 +119,29 @@ impl Plan {
     pub fn sequences_per_step(&self) -> usize {
         self.settings.optimizer.batch_size * self.settings.optimizer.gradient_accumulation_steps
     }
+}
+
+/// Refuses what a run would write besides its folder, if it cannot be written, is one of `inputs`, or lies in the folder.
+fn check_outputs(s: &Settings, output_dir: &Path, inputs: &[PathBuf]) -> Result<(), CliError> {
+    if let Some(cache) = &s.data.token_cache {
+        check_output_folder("--token-cache", cache)?;
+        check_outside("--token-cache", cache, output_dir)?;
+    }
+    for (flag, output) in [("--output-dat", &s.saving.output_dat), ("--vram-report", &s.logging.vram_report)] {
+        if let Some(output) = output {
+            check_outside(flag, output, output_dir)?;
+            check_output(flag, output, inputs)?;
+        }
+    }
+    let Some(output) = &s.saving.output_dat else { return Ok(()) };
+    check_dat_name("--output-dat", output)?;
+    if s.logging.vram_report.as_ref() == Some(output) {
+        let shown = output.display();
+        return Err(CliError::Usage(format!(
+            "--vram-report {shown}: this is the file of --output-dat; choose another"
+        )));
+    }
+    Ok(())
 }
 
 /// The settings with the files that folders and patterns stand for, each of which is there. Each has the weight of its folder

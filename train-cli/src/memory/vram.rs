@@ -45,8 +45,6 @@ impl VramReport {
         let (pid, total) = (B::memory_in_use(device).map_or(held, |m| mib(m.in_use)), held);
         self.samples.push(json!({
             "TimestampUtc": now(),
-            "Epoch": 1,
-            "StepInEpoch": step,
             "GlobalStep": step,
             "Phase": phase,
             "Seconds": self.last.elapsed().as_secs_f64(),

@@ -97,9 +97,14 @@ impl Journal {
         let evaluation_cost = cadence::cost(plan, inputs, answers);
         let eval_steps = plan.settings.logging.eval_steps.unwrap_or_else(|| {
             let every = cadence::evaluation(plan, inputs, evaluation_cost.total());
-            let steps =
-                if every < order.steps { format!("every {every} steps") } else { "after the last step".to_owned() };
-            report::label("evaluate", format!("{steps}; --eval-steps changes that"));
+            let steps = match every {
+                every if every >= order.steps => "after the last step".to_owned(),
+                1 => "after every step".to_owned(),
+                every => format!("every {every} steps"),
+            };
+            if !inputs.eval.is_empty() || !samples.prompts.is_empty() {
+                report::label("evaluate", format!("{steps}; --eval-steps changes that"));
+            }
             every
         });
         let made = state.global_step;
@@ -327,7 +332,7 @@ impl<B: Nvfp4Kernels> Between<B> for Journal {
             answers => answers?,
         };
         for (prompt, answer) in self.samples.prompts.iter().zip(answers) {
-            report::line(format!("{:>11}  {prompt} → {}", "sample", beginning(&answer)));
+            report::line(format!("{:>11}  {} → {}", "sample", beginning(prompt), beginning(&answer)));
             let line = SampleAnswer { step, prompt: prompt.clone(), answer };
             log::append(&self.plan.output_dir, log::SAMPLES, &line)?;
         }

@@ -13,11 +13,14 @@ use crate::{
     run::inputs::Inputs,
     run::saving::Room,
     run::{checkpoint, old_checkpoints},
-    settings::{Clip, DeviceChoice, Recompute, SaveStrategy, fields::SavingSettings},
+    settings::{
+        Clip, DeviceChoice, Recompute, SaveStrategy,
+        fields::{LEAST_KEPT, SavingSettings},
+    },
 };
 use backend_nvfp4::{MasterKind, Precision, Scaling};
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, path::Path};
 
 /// The forecast of a run on a device.
 pub struct Forecast {
@@ -166,6 +169,40 @@ fn more_checkpoints(saving: &SavingSettings, steps: usize, there: usize) -> usiz
     (saving.kept(steps) + 1).saturating_sub(there).max(1).min(saving.checkpoints(steps))
 }
 
+/// Refuses files that do not fit onto their disks. Each has its path, the number of checkpoints that lie there, and the bytes.
+/// Files on one disk share what is free there.
+fn check_disks(
+    files: &[(&Path, usize, u64)],
+    saving: &SavingSettings,
+    disk_of: impl Fn(&Path) -> Result<Disk, CliError>,
+) -> Result<(), CliError> {
+    let mut wanted = BTreeMap::new();
+    for &(path, more, bytes) in files {
+        let disk = disk_of(path)?;
+        let (checkpoints, needed) = wanted.entry(disk.id).or_insert((0, 0));
+        *checkpoints += more;
+        *needed += bytes;
+        if *needed > disk.free {
+            let (checkpoints, needed, free) = (*checkpoints, *needed, disk.free);
+            let remedy = more_room(saving, checkpoints);
+            return Err(CliError::Disk { path: path.to_owned(), checkpoints, needed, free, remedy });
+        }
+    }
+    Ok(())
+}
+
+/// What to do if so many checkpoints and the export do not fit onto a disk.
+fn more_room(saving: &SavingSettings, checkpoints: usize) -> String {
+    let mut remedy = "free some, or choose another folder".to_owned();
+    if checkpoints > 1 && saving.save_total_limit > LEAST_KEPT {
+        remedy += ", or keep fewer checkpoints (--save-total-limit)";
+    }
+    if checkpoints > 1 && saving.save_steps != Some(0) && !saving.load_best_model_at_end {
+        remedy += ", or save only at the end (--save-steps 0)";
+    }
+    remedy
+}
+
 /// Whether the memory of a device is that of the host.
 fn is_of_the_host(device: DeviceChoice) -> bool {
     match device {
@@ -225,7 +262,7 @@ impl Forecast {
     fn check_memory(&self) -> Result<(), CliError> {
         let needed = self.estimate.peak();
         match (self.space.limit, self.space.free) {
-            (Some(limit), _) if needed > limit => Err(CliError::Memory { needed, limit, saved: None }),
+            (Some(limit), _) if needed > limit => Err(CliError::Memory { needed, limit, stopped: None }),
             // A larger limit makes no memory free.
             (_, Some(free)) if needed > free => Err(CliError::Full { device: self.device.to_string(), needed, free }),
             _ => Ok(()),
@@ -242,20 +279,14 @@ impl Forecast {
         let export = self.estimate.exported();
         let there = if plan.output_dir.exists() { checkpoint::list(&plan.output_dir)?.len() } else { 0 };
         let checkpoints = more_checkpoints(saving, steps, there);
-        let mut files = vec![(&plan.output_dir, checkpoints as u64 * self.estimate.checkpoint() + export)];
-        files.extend(saving.output_dat.as_ref().map(|file| (file, export)));
-        // Files on one disk share what is free there.
-        let mut wanted = BTreeMap::new();
-        for (path, bytes) in files {
-            let disk = Disk::of(path)?;
-            let needed = wanted.entry(disk.id).or_insert(0);
-            *needed += bytes;
-            if *needed > disk.free {
-                old_checkpoints::note_stale(&plan.output_dir);
-                return Err(CliError::Disk { path: path.clone(), checkpoints, needed: *needed, free: disk.free });
-            }
+        let bytes = checkpoints as u64 * self.estimate.checkpoint() + export;
+        let mut files = vec![(plan.output_dir.as_path(), checkpoints, bytes)];
+        files.extend(saving.output_dat.as_deref().map(|file| (file, 0, export)));
+        let checked = check_disks(&files, saving, Disk::of);
+        if matches!(checked, Err(CliError::Disk { .. })) {
+            old_checkpoints::note_stale(&plan.output_dir);
         }
-        Ok(())
+        checked
     }
 
     /// The peak of training with the undo copy, in bytes.
@@ -345,7 +376,9 @@ impl Forecast {
 
 #[cfg(test)]
 mod tests {
-    use super::{DeviceChoice, Room, SaveStrategy, SavingSettings, Space, more_checkpoints, room};
+    use super::{
+        DeviceChoice, Disk, Path, Room, SaveStrategy, SavingSettings, Space, check_disks, more_checkpoints, room,
+    };
 
     #[test]
     fn room_is_the_least_of_what_is_known() {
@@ -383,6 +416,28 @@ mod tests {
             assert_eq!(room(&never, 100, device, fits), Room::AtTheEnd, "it saves nothing");
         }
     }
+
+    #[test]
+    fn a_disk_without_room_is_told_what_lies_on_it() {
+        let refused = |dat_disk: u64, save_total_limit: usize, save_steps: Option<usize>| {
+            let files = [(Path::new("r"), 3, 30 << 10), (Path::new("x.dat"), 0, 12 << 10)];
+            let disk_of = |path: &Path| {
+                let id = if path == Path::new("r") { 1 } else { dat_disk };
+                Ok(Disk { id, free: if id == 1 { 40 << 10 } else { 11 << 10 } })
+            };
+            let saving = SavingSettings { save_total_limit, save_steps, ..SavingSettings::default() };
+            check_disks(&files, &saving, disk_of).unwrap_err().to_string()
+        };
+        let own =
+            "x.dat: the export needs 12 KiB, but 11 KiB are free on this disk; free some, or choose another folder";
+        assert_eq!(refused(2, 5, None), own);
+        let shared = "x.dat: 3 checkpoints and the export need 42 KiB, but 40 KiB are free on this disk; free some, or choose \
+                      another folder";
+        assert_eq!(refused(1, 2, None), format!("{shared}, or save only at the end (--save-steps 0)"));
+        assert_eq!(refused(1, 3, Some(0)), format!("{shared}, or keep fewer checkpoints (--save-total-limit)"));
+        assert_eq!(refused(1, 2, Some(0)), shared);
+    }
+
     #[test]
     fn a_new_checkpoint_is_complete_before_the_oldest_is_deleted() {
         for (save_total_limit, there, expected) in [(2, 0, 3), (2, 2, 1), (2, 5, 1), (50, 0, 16), (50, 40, 11)] {

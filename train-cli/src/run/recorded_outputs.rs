@@ -14,12 +14,12 @@ use std::path::{Path, PathBuf};
 /// Largest memory report that is looked at: a sample has 250 bytes.
 const LARGEST_REPORT: u64 = 256 << 20;
 
-/// Refuses to resume `run` if it would replace the file `named`, which only its record names, by its memory report.
+/// Refuses to resume a run if it would replace the file `named`, which only its record names, by its memory report.
 ///
 /// # Errors
 /// If it would.
-pub fn check_memory_report(named: Option<&Path>, run: &Path) -> Result<(), CliError> {
-    match named.filter(|file| is_other(file, run) && !is_memory_report(file)) {
+pub fn check_memory_report(named: Option<&Path>) -> Result<(), CliError> {
+    match named.filter(|file| file.exists() && !is_memory_report(file)) {
         Some(file) => {
             let shown = file.display();
             let text = "only the run's record names this file, and it is no memory report; give the flag to replace it";
@@ -34,22 +34,13 @@ pub fn check_memory_report(named: Option<&Path>, run: &Path) -> Result<(), CliEr
 /// # Errors
 /// If the record of the run cannot be read, or the file cannot be renamed.
 pub fn set_aside(file: &Path, run: &Path) -> Result<(), CliError> {
-    if !is_other(file, run) || is_export(file, run)? {
+    if !file.exists() || is_export(file, run)? {
         return Ok(());
     }
     let aside = free_name_aside(file);
     durable::rename(file, &aside)?;
     report::line(format!("renamed {} to {}: it is not what this run exported", file.display(), aside.display()));
     Ok(())
-}
-
-/// Whether a file is there, and outside the run.
-fn is_other(file: &Path, run: &Path) -> bool {
-    let outside = || match (file.canonicalize(), run.canonicalize()) {
-        (Ok(file), Ok(run)) => !file.starts_with(run),
-        _ => true,
-    };
-    file.exists() && outside()
 }
 
 /// Whether a file is what the run has exported: as its record says, or, if it was killed before it wrote that, as in `final`.

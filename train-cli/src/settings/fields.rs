@@ -534,7 +534,7 @@ pub const RANGES: [(&str, f64, f64); 28] = [
     ("adam_epsilon", 1e-30, 1.0),
     ("step_chunk_rows", 0.0, MOST),
     ("save_steps", 0.0, f64::MAX),
-    ("save_total_limit", 2.0, MOST),
+    ("save_total_limit", LEAST_KEPT as f64, MOST),
     ("keep_period", 1.0, f64::MAX),
     ("eval_steps", 0.0, f64::MAX),
     ("early_stopping_patience", 1.0, MOST),
@@ -545,6 +545,9 @@ pub const RANGES: [(&str, f64, f64); 28] = [
 ];
 
 const MOST: f64 = (1 << 20) as f64;
+
+/// The lowest `--save-total-limit`.
+pub const LEAST_KEPT: usize = 2;
 
 /// Settings that a resumed run may change: they change no number that a step computes from the weights before it, or
 /// extend the run.

@@ -268,7 +268,7 @@ pub fn train<AB: TrainingBackend>(
             run.stepper.pool.give_back::<AB>(&device);
         }
         if let Some(limit) = exceeded {
-            return Err(CliError::Memory { needed: held, limit, saved: Some(stopped(step, saved)) });
+            return Err(CliError::Memory { needed: held, limit, stopped: Some((step, saved)) });
         }
         if let Some(signal) = interrupted {
             return Err(CliError::Interrupted { signal, step, saved });
@@ -369,14 +369,6 @@ enum Guarded {
     Made(Stepped),
     /// The step is left out for a reason, and has changed nothing.
     LeftOut(String),
-}
-
-/// How a run that exceeded its memory limit ended.
-fn stopped(step: usize, saved: Option<PathBuf>) -> String {
-    match saved {
-        Some(folder) => format!("stopped after step {step} and saved it as {}", folder.display()),
-        None => format!("stopped after step {step}; nothing was saved, because saving is off"),
-    }
 }
 
 /// A stopwatch.

@@ -15,6 +15,7 @@ use crate::{
     run::journal::Journal,
     run::results::Results,
     run::resume::Resumed,
+    run::sample_answers,
     run::trained,
     settings::{Layer, SaveStrategy, flag},
 };
@@ -252,7 +253,9 @@ fn is_recorded(file: &Path, record: Option<&FileRecord>) -> bool {
 }
 
 fn next_steps(exported: &Path, prompt: Option<&String>) {
-    let prompt = report::quoted(prompt.map_or("hello", |p| p));
+    // A prompt of several lines, or a long one, is no part of a command that people copy.
+    let short = prompt.filter(|prompt| sample_answers::beginning(prompt) == **prompt);
+    let prompt = report::quoted(short.map_or("hello", |prompt| prompt));
     let folder = report::quoted(&exported.display().to_string());
     report::line("next:");
     report::command(format!("train-cli generate -m {folder} -p {prompt}"));
@@ -270,7 +273,7 @@ mod tests {
         let diverged =
             CliError::Diverged { step: 7, what: "loss", value: f32::NAN, updated: false, hint: String::new() };
         assert_eq!(reason(&diverged), "the loss of step 7 was NaN");
-        let memory = CliError::Memory { needed: 3 << 30, limit: 2 << 30, saved: None };
+        let memory = CliError::Memory { needed: 3 << 30, limit: 2 << 30, stopped: None };
         assert_eq!(reason(&memory), "it held 3.0 GiB, more than --memory-limit 2.0 GiB");
         assert_eq!(reason(&CliError::Usage("the reason".into())), "it failed: the reason");
     }

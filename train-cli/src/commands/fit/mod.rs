@@ -129,7 +129,7 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
         settings.saving.output_dir = Some(run.clone());
         if launch.config.is_none() {
             let named = settings.logging.vram_report.as_deref();
-            recorded_outputs::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()), run)?;
+            recorded_outputs::check_memory_report(named.filter(|_| args.typed.get("vram_report").is_none()))?;
         }
     }
     // The settings that are recorded name the model itself, not the run that it was found in.
