@@ -91,7 +91,6 @@ while time.time() < end:
     time.sleep(1)
 for thread in threads:
     thread.join()
-tenth = max(1, len(readings) // 10)
 process_read, card_read = ([value for value in values if value] for values in zip(*readings))
 gaps.sort()
 first.sort()
@@ -99,11 +98,12 @@ at = lambda values, share: 1000 * values[min(len(values) - 1, int(share * len(va
 print(f"{answers} answers, {pieces} pieces, {pieces / seconds:.0f} pieces/s, {len(failed)} failed, {len(wrong)} wrong")
 print(f"ms between pieces: p50 {at(gaps, 0.5):.1f}, p99 {at(gaps, 0.99):.1f}, p99.9 {at(gaps, 0.999):.1f}; "
       f"ms to the first: p50 {at(first, 0.5):.1f}, p99 {at(first, 0.99):.1f}")
-for name, unit, values in [("process", "bytes", process_read), ("card", "MiB", card_read)]:
-    if values:
-        first_most, last_most = max(values[:tenth]), max(values[-tenth:])
-        print(f"memory of the {name}, {unit}: most of the first tenth {first_most}, of the last {last_most} "
-              f"({100 * (last_most / first_most - 1):+.2f} %); {min(values)} to {max(values)} in all")
+for name, unit, values in [("process", 1 << 20, process_read), ("card", 1, card_read)]:
+    tenths = [values[len(values) * n // 10:len(values) * (n + 1) // 10] for n in range(10)]
+    most = [max(tenth) / unit for tenth in tenths if tenth]
+    if most:
+        print(f"most memory of the {name} in each tenth of the time, MiB: {' '.join(f'{value:.0f}' for value in most)} "
+              f"({100 * (most[-1] / most[0] - 1):+.2f} %)")
 for found in failed[:3] + wrong[:3]:
     print(found)
 sys.exit(1 if failed or wrong else 0)
