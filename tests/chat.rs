@@ -321,7 +321,7 @@ fn a_file_of_results_holds_no_marks_of_the_terminal() {
     assert_eq!(answer["prompt"], "Hello");
 }
 
-/// Such a terminal, as that of Emacs, makes a signal of Ctrl-C, also while a line is typed.
+/// At a terminal without raw mode, such as the one in Emacs, Ctrl-C sends a signal also while a line is typed.
 #[test]
 #[cfg(unix)]
 fn ctrl_c_at_a_terminal_without_raw_mode_discards_a_line() {

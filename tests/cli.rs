@@ -33,7 +33,6 @@ fn cases() -> Vec<Case> {
         args.extend(more);
         args.into_iter().map(str::to_owned).collect()
     };
-    let words = |text: &str| -> Vec<String> { text.split(' ').map(str::to_owned).collect() };
     vec![
         // Flags.
         (words("fit --no-such-flag"), 2, "unexpected argument"),
@@ -104,7 +103,6 @@ fn cases() -> Vec<Case> {
         (fit(&["-d", "long.tsv", "--max-seq-length", "32"]), 3, "1 row dropped, longer than --max-seq-length 32"),
         // Models.
         (words("generate -m none -p hi --device cpu"), 2, "none"),
-        (words("generate -m nothing -p hi --device cpu"), 2, "config.json: no such file"),
         (words("generate -m bad-config -p hi --device cpu"), 2, "model_type is \"llama\""),
         (words("generate -m bad-tokenizer -p hi --device cpu"), 2, "tokenizer.json"),
         (words("generate -m bad-shape -p hi --device cpu"), 6, "config.json asks for [112, 64]"),
@@ -135,7 +133,12 @@ fn remedies() -> Vec<Case> {
             "--context 4096: with an answer of 1 token, the model takes at most 2048; give --context 2047 or less\n",
         ),
     ];
-    cases.map(|(line, text)| (line.split(' ').map(str::to_owned).collect(), 2, text)).into()
+    cases.map(|(line, text)| (words(line), 2, text)).into()
+}
+
+/// The words of a command line without quotes.
+fn words(line: &str) -> Vec<String> {
+    line.split(' ').map(str::to_owned).collect()
 }
 
 fn write_bad_inputs(d: &Path) {

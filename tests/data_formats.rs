@@ -539,7 +539,7 @@ fn tab_separated_rows_are_read_as_people_write_them() {
     assert_eq!(of("Who?\tI.\tYou.\n"), ("1".to_owned(), expected.replace("I.", "I.\tYou.")));
 }
 
-/// A row may lack these fields. Where they hold something, it is text, and is not left out.
+/// A row needs no `input` and no `system`. A value of theirs that is no text is refused, and not ignored.
 #[test]
 fn an_optional_field_is_text_or_not_there() {
     let dir = tempfile::tempdir().unwrap();

@@ -289,7 +289,7 @@ fn huge_shapes_of_nothing_are_refused() {
     }
 }
 
-/// The same exit code as for a damaged .dat file.
+/// A damaged safetensors file ends a command with the exit code of a damaged .dat file, and the message says what it may be.
 #[test]
 fn a_damaged_safetensors_file_is_called_so() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,8 +1,7 @@
 //! The tokens that a device draws are those of the host: the most likely ones in the order of a sort, over one part of a row and
 //! several, with equal logits, infinities and NaN; and those that temperature, top-k, top-p and min-p leave, after a repetition
-//! penalty. Answers that are made
-//! together are those that are made alone, however many candidates each of them asks for, and a token that was read ahead
-//! leaves nothing behind.
+//! penalty. Answers that are made together are those that are made alone, however many candidates each of them asks for, and a
+//! token that was read ahead leaves nothing behind.
 
 use crate::support::{Cube, Random, golden, on_gpu};
 use backend_nvfp4::{Draw, DrawnToken, LinearSpec, Penalty, Precision, Recipe, Scaling, draw, penalize};

@@ -11,7 +11,7 @@ use std::{
     io::{BufRead, BufReader},
     os::unix::{fs::PermissionsExt, process::ExitStatusExt},
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Child, Command, Output, Stdio},
 };
 
 const FIT: [&str; 16] = [
@@ -61,6 +61,12 @@ fn refused(folder: &Path, args: &[&str], code: i32) -> String {
     let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
     assert_eq!(out.status.code(), Some(code), "{args:?}: {stderr}");
     stderr
+}
+
+/// Runs the program under a limit of the shell, as `-f 100`.
+fn limited(folder: &Path, limit: &str, args: &[&str]) -> Output {
+    let line = format!("ulimit {limit}; exec \"$0\" \"$@\"");
+    Command::new("sh").args(["-c", &line]).arg(program()).args(args).current_dir(folder).output().unwrap()
 }
 
 fn same_weights(folder: &Path, runs: [&str; 2]) {
@@ -198,7 +204,7 @@ fn no_answer_is_made_after_one_that_could_not_be_written() {
     tiny_model(&d.join("m"), true);
     fs::write(d.join("talk.txt"), "one\ntwo\nthree\n").unwrap();
     let model = ["-m", "m", "--device", "cpu", "--max-tokens", "3", "--json"];
-    // Each answer of chat has a line of figures. That of generate counts all answers, and is its last.
+    // chat prints figures after each answer. generate prints them once, after all answers.
     for (words, figures) in
         [(&["generate", "--prompts", "talk.txt", "--batch-size", "1"][..], 0), (&["chat", "--script", "talk.txt"], 1)]
     {
@@ -326,7 +332,7 @@ fn a_path_that_no_record_can_hold_is_refused() {
     fs::create_dir(&folder).unwrap();
     let said = refused(&folder, &["fit", "--demo"], 2);
     assert!(said.contains("--init-config ") && said.contains("config.json: the path is not UTF-8"), "{said}");
-    // A path that is no setting of the run is a word of its command line, which the record shows.
+    // The path of a config file is no setting. The record shows it only as a word of the command line, with U+FFFD for the byte.
     let config = OsStr::from_bytes(b"run\xff.toml");
     let text = "model = \"m\"\ndata = [\"m/demo.tsv\"]\ndevice = \"cpu\"\nmax_steps = 1\noutput_dir = \"c\"\n";
     fs::write(d.join(config), text).unwrap();
@@ -725,9 +731,7 @@ fn a_file_that_is_larger_than_the_memory_is_an_error() {
         assert!(stderr.contains(name) && stderr.contains("1024.0 GiB") && stderr.contains("split it"), "{stderr}");
         // With the limit on this process there is not so much memory, however much the machine has.
         file.set_len(16 << 30).unwrap();
-        let mut limited = Command::new("sh");
-        limited.args(["-c", "ulimit -v 8000000; exec \"$0\" \"$@\""]).arg(program()).args(words).current_dir(d);
-        let out = limited.output().unwrap();
+        let out = limited(d, "-v 8000000", &words);
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(4), "{stderr}");
         assert!(
@@ -743,9 +747,7 @@ fn a_file_that_becomes_larger_than_the_limit_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
-    let mut limited = Command::new("sh");
-    limited.args(["-c", "ulimit -f 100; exec \"$0\" \"$@\""]).arg(program()).args(fit("r")).current_dir(d);
-    let out = limited.output().unwrap();
+    let out = limited(d, "-f 100", &fit("r"));
     let stderr = String::from_utf8_lossy(&out.stderr);
     assert!(out.status.code() == Some(1) && stderr.contains("File too large"), "{:?}: {stderr}", out.status);
 }
@@ -1085,7 +1087,7 @@ fn hostile_small_files_are_refused() {
     let header = r#"{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}"#;
     let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &[0; 4]].concat();
     fs::write(d.join("twice.safetensors"), bytes).unwrap();
-    let stderr = refused(d, &["inspect", "twice.safetensors"], 2);
+    let stderr = refused(d, &["inspect", "twice.safetensors"], 6);
     assert!(stderr.contains("twice.safetensors") && stderr.contains("\"a\" stands twice"), "{stderr}");
     fs::write(d.join("twice.jsonl"), row(1) + "\n{\"prompt\": \"a\", \"completion\": \"b\", \"prompt\": \"c\"}")
         .unwrap();

@@ -398,7 +398,8 @@ fn an_old_checkpoint_that_cannot_be_deleted_is_warned_of() {
     assert!(machine.folder().join("r/final/model.dat").exists());
 }
 
-/// A resumed run writes into the folder around its checkpoint. So this must be a run, and a link leads to its own one.
+/// A resumed run writes into the folder around its checkpoint. So that folder must be a run folder, and a link to a checkpoint
+/// stands for the checkpoint in its own run.
 #[test]
 #[cfg(unix)]
 fn a_checkpoint_is_resumed_in_its_own_run_or_not_at_all() {
@@ -430,6 +431,10 @@ fn a_checkpoint_is_resumed_in_its_own_run_or_not_at_all() {
     let (code, said) = resumed(&d.join("r/checkpoint-7"), ".", "8");
     assert!(code == Some(0) && d.join("r/checkpoint-8").exists(), "{code:?}: {said}");
     assert!(!d.join("r/checkpoint-7/lock").exists());
+    // A run of an older version has no run.json.
+    fs::remove_file(d.join("r/run.json")).unwrap();
+    let (code, said) = resumed(d, "r/checkpoint-8", "9");
+    assert!(code == Some(0) && d.join("r/checkpoint-9").exists(), "{code:?}: {said}");
 }
 
 /// Whoever made a run folder chose the outputs that its record names.

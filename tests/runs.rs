@@ -441,9 +441,9 @@ fn bash_completes_the_words_of_each_command() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     fs::write(d.join("script"), ok(d, &["completions", "bash"])).unwrap();
-    // Bash calls the function with the program, the word before the cursor, and the word before that.
-    let ask = r#"source ./script; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
-        _train__cli "$1" "${!#}" "${@: -2:1}"; printf "%s\n" "${COMPREPLY[@]}""#;
+    // Bash calls the function that the script registers, with the program, the word to complete, and the word before it.
+    let ask = r#"source ./script; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); of=$(complete -p train-cli); of=${of#*-F }
+        ${of%% *} "$1" "${!#}" "${@: -2:1}"; printf "%s\n" "${COMPREPLY[@]}""#;
     for (words, expected) in [
         (&["export-h"][..], "export-hf"),
         (&["data", "st"], "stats"),

@@ -531,7 +531,7 @@ fn rows_can_be_packed_split_and_weighted() {
     let report: serde_json::Value =
         serde_json::from_slice(&std::fs::read(d.join("r/data_report.json")).unwrap()).unwrap();
     assert!(report["packed"][1].as_f64().unwrap() > 0.8, "rows are full: {report}");
-    assert!(!report["truncated"].as_array().unwrap().is_empty(), "long rows were split: {report}");
+    assert!(report["truncated"].as_u64().unwrap() > 0, "long rows were split: {report}");
     assert!(report["dropped"].as_array().unwrap().is_empty());
 }
 

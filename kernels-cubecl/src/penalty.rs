@@ -1,11 +1,11 @@
-//! The repetition penalty (Keskar et al., arXiv 1909.05858, as Hugging Face applies it): logits of tokens that a sequence has
-//! already become less likely, before its next token is drawn.
+//! The repetition penalty (Keskar et al., arXiv 1909.05858, as Hugging Face applies it): tokens that a sequence already has become
+//! less likely, before its next token is drawn.
 //! ```text
 //! for row { for id { y[row][id] = x[row][id], or, if the row has the token id:
 //!                    x[row][id] / factor if it is above 0, else x[row][id] * factor } }                         // the plain loop
 //! ```
-//! The host knows the tokens of a row but perhaps the newest, which the device has drawn. Reads and writes each logit once: bound by
-//! memory.
+//! The host knows all tokens of a row, but perhaps not the newest one, which the device has drawn. Reads and writes each logit once:
+//! bound by memory.
 
 use crate::{
     error::{KernelError, expect_len, index, require},

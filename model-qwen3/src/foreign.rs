@@ -56,8 +56,8 @@ impl Library {
         }
     }
 
-    /// What a reader of the library's file gets of this scale: the file holds either the scale or its reciprocal, and the other
-    /// number is computed of the rounded one.
+    /// This scale as a reader of the library's file gets it: the file holds either the scale or its reciprocal, rounded, and the
+    /// reader computes the other number from that.
     fn held(self, given: GivenScale) -> GivenScale {
         let held = match self {
             Self::CompressedTensors => GivenScale::of_reciprocal(given.reciprocal()),

@@ -292,8 +292,8 @@ fn beyond_the_limit(stopped: Option<&(usize, Option<PathBuf>)>) -> String {
              larger --memory-limit, or use {smaller}"
         ),
         Some((step, Some(checkpoint))) => format!(
-            "it was stopped after step {step} and saved as {}. Resume it with a larger limit: {} --memory-limit SIZE. \
-             --recompute always and --undo-copy false save memory, too. Only a new run can take {smaller}",
+            "it was stopped after step {step} and saved as {}. Only a new run can take {smaller}. --recompute always and \
+             --undo-copy false save memory, too. Resume it with a larger limit: {} --memory-limit SIZE",
             checkpoint.display(),
             resuming(checkpoint)
         ),

@@ -1,6 +1,6 @@
 //! SIGINT (Ctrl-C), SIGTERM and SIGHUP while a run trains or a server answers: the first one is noted, so that the run can
 //! finish its step and save, and the server its answers; a second one ends the process at once. SIGUSR1 asks a run to
-//! save a checkpoint and to continue. SIGXFSZ changes nothing.
+//! save a checkpoint and to continue. SIGXFSZ, which a write beyond the limit on file sizes raises, ends no process.
 
 use signal_hook::{
     consts::{SIGINT, SIGTERM},

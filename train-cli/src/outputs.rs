@@ -1,5 +1,5 @@
-//! Checks of paths before the work begins. A file that a command will write is no input and can be written; a flag that takes a
-//! folder does not name a file.
+//! Checks of paths before the work begins. A file that a command will write is no input, can be written, and lies in no checkpoint
+//! or export; what a run writes besides its folder lies outside of it. A flag that takes a folder does not name a file.
 
 use crate::{CliError, durable};
 use std::path::{Path, PathBuf};
@@ -95,7 +95,7 @@ pub fn check_outside(flag: &str, output: &Path, run: &Path) -> Result<(), CliErr
     if !inside(output) && !inside(durable::parent(output)) {
         return Ok(());
     }
-    let text = "must be outside the run folder, which holds the files of the run only; choose another path";
+    let text = "must be outside the run folder, which holds the files of the run only; give the flag with another path";
     Err(CliError::Usage(format!("{flag} {}: this {text}", output.display())))
 }
 

@@ -68,6 +68,7 @@ impl Plan {
     }
 
     fn made(mut settings: Settings, folder: Option<PathBuf>) -> Result<Self, CliError> {
+        // The checks below write the settings as a table, which a path that is not UTF-8 cannot be in.
         can_be_recorded(&settings)?;
         in_range(&settings)?;
         no_path_is_empty(&mut settings)?;

@@ -8,7 +8,6 @@ use crate::{
     device, report,
     run::inputs::Inputs,
     run::preflight::{self, Forecast},
-    run::resume::Resumed,
     settings::DeviceChoice,
 };
 use serde_json::json;
@@ -30,10 +29,7 @@ pub fn run(args: &EstimateArgs) -> Result<(), CliError> {
         let reason = "not found; give --device cuda for a forecast without a card".to_owned();
         return Err(CliError::Device { device: device.to_string(), reason });
     }
-    let mut inputs = Inputs::read(&plan)?;
-    if let Some(Resumed { state, .. }) = &resumed {
-        inputs = inputs.resumed(&plan, state.global_step, state.epoch);
-    }
+    let inputs = Inputs::read(&plan)?.resumed(&plan, resumed.as_ref().map(|resumed| &resumed.state));
     let scaling = fit::scaling(&plan, resumed.as_ref());
     preflight::check_settings(&plan, &inputs, scaling, plan.master(precision))?;
     let forecast = Forecast::of(&plan, &inputs, device, precision);

@@ -89,8 +89,8 @@ impl MicroBatch {
     }
 }
 
-/// Steps that are made, and the sequences in them. Where a run ended with these steps and is made longer, its last step may have
-/// been smaller than the others.
+/// How many steps a run had made when it was resumed, and how many sequences they had. The last of them may have had fewer than the
+/// others, if the run was to end with it and was made longer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Made {
     /// Number of steps.

@@ -13,6 +13,7 @@ use crate::{
     model_files::TextFiles,
     plan::{self, ModelSource, Plan},
     report,
+    run::checkpoint::TrainerState,
 };
 use backend_nvfp4::Scaling;
 use model_qwen3::{
@@ -86,11 +87,12 @@ impl Inputs {
         self.train.iter().chain(&self.eval).map(|sample| sample.ids.len()).max().unwrap_or(0)
     }
 
-    /// These inputs of a run that is resumed after `steps` steps, which have made so many epochs.
+    /// These inputs for a run that is resumed from `state`, if it is.
     #[must_use]
-    pub fn resumed(self, plan: &Plan, steps: usize, epochs: f64) -> Self {
+    pub fn resumed(self, plan: &Plan, state: Option<&TrainerState>) -> Self {
+        let Some(&TrainerState { global_step: steps, epoch, .. }) = state else { return self };
         let full = steps.saturating_mul(plan.sequences_per_step());
-        let sequences = (epochs * self.train.len() as f64).round() as usize;
+        let sequences = (epoch * self.train.len() as f64).round() as usize;
         // The number of random rows depends on --max-steps, which may have another value now.
         let sequences = if plan.settings.data.synthetic { full } else { sequences.clamp(steps, full) };
         Self { made: Made { steps, sequences }, ..self }

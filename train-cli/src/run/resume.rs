@@ -6,8 +6,8 @@ use super::checkpoint::{
     verified_state,
 };
 use crate::{
-    CliError, durable, progress::Reading, replaced::STEP_MODE, report, run::history::is_run, run::optimizer_file,
-    run::results::RESULTS, settings::ResumeFrom, train::chunked_adamw::ChunkedAdamw,
+    CliError, durable, progress::Reading, replaced::STEP_MODE, report, run::optimizer_file, run::results::RESULTS,
+    settings::ResumeFrom, train::chunked_adamw::ChunkedAdamw,
 };
 use backend_nvfp4::{LinearSpec, MasterKind, Nvfp4Kernels, Packed};
 use model_qwen3::{
@@ -120,11 +120,13 @@ fn named(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<(PathBuf
         (ResumeFrom::Path(given), _) if is_checkpoint(given) || step_of(given).is_some() => {
             let checkpoint = in_its_run(given);
             let run = durable::parent(&checkpoint).to_owned();
-            if checkpoint.is_dir() && !is_run(&run) {
+            // A run of an older version has no run.json.
+            if checkpoint.is_dir() && !run.join(CONFIG).is_file() {
                 let (shown, around) = (given.display(), run.display());
+                let model = report::quoted(&shown.to_string());
                 return Err(CliError::Usage(format!(
                     "--resume-from-checkpoint {shown}: {around} around it is no run folder, and the resumed run would write \
-                     there; put the checkpoint back into its run, or start a new run from its weights: train-cli fit -m {shown}"
+                     there; put the checkpoint back into its run, or start a new run from its weights: train-cli fit -m {model}"
                 )));
             }
             Some((run, Some(checkpoint)))
@@ -133,8 +135,8 @@ fn named(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<(PathBuf
     })
 }
 
-/// The path of a checkpoint in its own run, which the folder above the given path is not if that is a link or `.`. Another path
-/// stays as it was typed.
+/// The path of a checkpoint in its own run. If the given path is a link, or `.`, the folder above it is not that run. A path that is
+/// neither stays as it was typed.
 fn in_its_run(given: &Path) -> PathBuf {
     let Ok(real) = given.canonicalize() else { return given.to_owned() };
     let above = durable::parent(given).canonicalize();

@@ -44,10 +44,7 @@ impl Ready {
         precision: Precision,
         resumed: Option<&Resumed>,
     ) -> Result<Self, CliError> {
-        let mut inputs = Inputs::read(&plan)?;
-        if let Some(Resumed { state, .. }) = resumed {
-            inputs = inputs.resumed(&plan, state.global_step, state.epoch);
-        }
+        let inputs = Inputs::read(&plan)?.resumed(&plan, resumed.map(|resumed| &resumed.state));
         let (scaling, master) = (scaling(&plan, resumed), plan.master(precision));
         preflight::check_settings(&plan, &inputs, scaling, master)?;
         let forecast = Forecast::of(&plan, &inputs, device, precision);
