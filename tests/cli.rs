@@ -12,7 +12,7 @@ fn wrong_input_gets_its_exit_code_and_a_plain_message() {
     let d = dir.path();
     tiny_model(&d.join("m"), true);
     write_bad_inputs(d);
-    for (args, code, text) in cases().into_iter().chain(remedies()) {
+    for (args, code, text) in cases().into_iter().chain(bench_cases()).chain(remedies()) {
         let args: Vec<&str> = args.iter().map(String::as_str).collect();
         let out = run(d, &args);
         let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
@@ -66,17 +66,6 @@ fn cases() -> Vec<Case> {
         (words("fit -d m/demo.tsv"), 2, "no model"),
         (words("generate -m m -p hi --device cpu --top-p 3"), 2, "--top-p 3: the value must be between 0 and 1"),
         (words("generate -m m -p hi --device gpu"), 2, "auto, cpu, cuda"),
-        (words("bench kernels --context 9"), 2, "--context is a flag of bench decode and bench prefill"),
-        (
-            words("bench kernels --kv-cache-dtype fp8"),
-            2,
-            "--kv-cache-dtype is a flag of bench decode and bench prefill",
-        ),
-        (words("bench prefill --batch-size 2"), 2, "--batch-size is a flag of bench decode"),
-        (words("bench decode --filter gemm"), 2, "--filter is a flag of bench kernels"),
-        (words("bench kernels --filter copy --device cpu"), 7, "device cpu: bench measures GPUs, not the CPU; give"),
-        (words("bench decode --config m/config.json --device cpu"), 7, "device cpu: bench measures GPUs, not the CPU"),
-        (words("bench prefill --config m/config.json --device cpu"), 7, "device cpu: bench measures GPUs, not the CPU"),
         // Data.
         (fit(&["-d", "none.tsv"]), 2, "none.tsv: no such file"),
         (fit(&["-d", "no-tab.tsv"]), 3, "no-tab.tsv:4: no tab"),
@@ -112,6 +101,20 @@ fn cases() -> Vec<Case> {
         (words("export-dat -m none --output-dat x.dat"), 2, "none: no such file"),
         (words("parity -m m --expected m/model.safetensors --device cpu"), 6, "no \"input_ids\""),
     ]
+}
+
+/// Each measurement has flags of its own, and all need a GPU.
+fn bench_cases() -> Vec<Case> {
+    let cases = [
+        ("bench kernels --context 9", 2, "--context is a flag of bench decode and bench prefill"),
+        ("bench kernels --kv-cache-dtype fp8", 2, "--kv-cache-dtype is a flag of bench decode and bench prefill"),
+        ("bench prefill --batch-size 2", 2, "--batch-size is a flag of bench decode"),
+        ("bench decode --filter gemm", 2, "--filter is a flag of bench kernels"),
+        ("bench kernels --filter copy --device cpu", 7, "device cpu: bench measures GPUs, not the CPU; give"),
+        ("bench decode --config m/config.json --device cpu", 7, "bench measures GPUs, not the CPU"),
+        ("bench prefill --config m/config.json --context 16 --device cpu", 7, "bench measures GPUs, not the CPU"),
+    ];
+    cases.map(|(line, code, text)| (words(line), code, text)).into()
 }
 
 /// What a message says to do can be done with the command that was called.

@@ -76,6 +76,7 @@ pub fn penalize<R: Runtime>(
             seen,
             y,
             cols as u32,
+            words as u32,
         );
     }
     Ok(())
@@ -89,11 +90,11 @@ fn penalize_kernel(
     seen: &Array<u32>,
     y: &mut Array<f32>,
     cols: u32,
+    words: u32,
 ) {
     let (row, column) = (CUBE_POS_Y, CUBE_POS_X * UNITS + UNIT_POS);
     if column < cols {
         let bits = comptime!(BITS as u32);
-        let words = (cols + bits - 1u32) / bits;
         let word = seen[(row * words + column / bits) as usize];
         let is_seen = (word >> (column % bits)) & 1u32 == 1u32 || newest[row as usize] == column;
         let at = (row as usize) * (cols as usize) + (column as usize);
