@@ -54,8 +54,8 @@ pub enum HfFormat {
 pub enum ActivationsArg {
     /// Activations are not quantized
     Bf16,
-    /// The activations that linear layers read are NVFP4. Their f32 scales are those of the model's files, or are measured on
-    /// --calibration-data: layers that read the same activations share one f32 scale
+    /// The activations that linear layers read are NVFP4. Their scales are those of the model's files, or are measured on
+    /// --calibration-data: layers that read the same activations share one scale
     Nvfp4,
 }
 
@@ -82,9 +82,9 @@ pub struct ExportHfArgs {
     #[arg(long)]
     pub activations: Option<ActivationsArg>,
     /// With --activations nvfp4: files whose rows the model reads to measure its activations; folders of such files, or
-    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: the training files of the model's
-    /// run. If the model's files have scales of activations, these are exported instead, and nothing is measured, unless
-    /// --calibration-rows is given]
+    /// patterns such as 'rows/*.jsonl'. The formats are those of fit --data [default: if the model's
+    /// files have scales of activations and --calibration-rows is not given, these are exported and nothing is measured; otherwise
+    /// the training files of the model's run]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub calibration_data: Vec<PathBuf>,
     /// Sequences that the model reads.

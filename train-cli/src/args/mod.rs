@@ -81,7 +81,7 @@ pub enum Command {
     Generate(GenerateArgs),
     /// Hold a conversation
     Chat(ChatArgs),
-    /// Answer over HTTP, as OpenAI's interface does, and show a page to talk to the model
+    /// Answer requests over HTTP, in the format of OpenAI's API, and serve a page to talk to the model
     Serve(ServeArgs),
     /// Measure how well a model predicts text, and whether it finds a number that is hidden far back in a long text
     #[command(subcommand)]

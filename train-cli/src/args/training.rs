@@ -40,7 +40,8 @@ pub struct StartArgs {
     /// Train a tiny built-in model on built-in data, on the CPU unless --device says otherwise; needs no files
     #[arg(long, conflicts_with = "config", display_order = 0, help_heading = COMMON)]
     pub demo: bool,
-    /// Resume an interrupted run: its run folder, or one of its checkpoints; without a value, the run of --output-dir
+    /// Resume an interrupted run. The value is its run folder or one of its checkpoints; without a value, the run of --output-dir
+    /// is resumed
     #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "latest", alias = "resume")]
     #[arg(help_heading = "Saving")]
     pub resume_from_checkpoint: Option<ResumeFrom>,

@@ -336,8 +336,9 @@ pub enum Decay {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Recompute {
-    /// As few blocks as possible: none if the run with the activations of all blocks, and a tenth more, fits into --memory-limit
-    /// and the free memory (half of the free memory where the device uses the memory of the host)
+    /// As few blocks as possible. None runs twice if the predicted memory with the activations of all blocks, and a tenth of it
+    /// as a reserve, fits into --memory-limit and the free memory (half of the free memory where the device uses the memory of
+    /// the host)
     Auto,
     /// Every block: this needs the least memory
     Always,
@@ -377,8 +378,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// A head that the file holds as a matrix of its own is stored in bf16, an NVFP4 copy of the embedding included. A tied head
-    /// (one that is the embedding) without such a copy is not stored a second time, and the embedding stays in f16
+    /// In bf16, if the head is a matrix of its own in the file with which training began (for convert: in the input), also if this
+    /// is an NVFP4 copy of the embedding. Otherwise the head is the embedding itself, is not stored a second time, and stays in f16
     Bf16,
 }
 
