@@ -136,8 +136,9 @@ impl Job for Answered<'_> {
             false => stored.load::<B>(recipe, precision, &device)?,
         };
         let Some(prompt) = prompt else { return Ok(()) };
-        // A greedy answer to the prompt, and a drawn one to a prompt of one token.
-        for (prompt, sampling) in [(prompt, Sampling::GREEDY), (1, Sampling::CARD)] {
+        // A greedy answer to the prompt, and two to a prompt of one token: a drawn one, and one with a penalty.
+        let penalized = Sampling { repetition_penalty: 1.3, ..Sampling::GREEDY };
+        for (prompt, sampling) in [(prompt, Sampling::GREEDY), (1, Sampling::CARD), (1, penalized)] {
             let options = GenerateOptions { max_tokens: 2, sampling, stop_ids: vec![], logprobs: None };
             let mut session = Session::new(&model, prompt + 2)?;
             session.answer(&vec![0; prompt], &options, |_| ControlFlow::Continue(()))?;
@@ -206,6 +207,14 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
         let kinds = if file == "r/final" { 2 } else { 1 };
         assert_eq!(count(&together, "decoder_block"), 4 * kinds, "{file}, {}", recipe.name());
     }
+}
+
+/// Products choose their kernel by the number of tiles of rows, and a chunk of a prompt that is not known has one to four.
+#[test]
+fn prompts_that_are_not_known_have_each_number_of_tiles() {
+    let read: Vec<usize> = Expected::unknown(1).steps.iter().map(|step| step[0] - 1).collect();
+    let tiles: BTreeSet<usize> = read.iter().map(|rows| rows.min(&512).div_ceil(128)).collect();
+    assert_eq!(tiles, BTreeSet::from([1, 2, 3, 4]), "{read:?}");
 }
 
 /// CubeCL has opened its cache long before kernels are compiled ahead.

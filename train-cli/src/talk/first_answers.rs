@@ -2,7 +2,7 @@
 //! ([`model_qwen3::weights::outline()`]) on a device that only records which kernels are launched. They are then
 //! compiled while the model is loaded ([`crate::ahead`]).
 
-use crate::{CliError, device::Job, run::stored_model::StoredModel};
+use crate::{CliError, data::order::TILE, device::Job, run::stored_model::StoredModel};
 use backend_nvfp4::{CacheFormat, DeviceServices, Nvfp4Kernels, PAGE, Precision, Recipe};
 use model_qwen3::{
     kv_cache::KvPool,
@@ -21,9 +21,12 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Stands for prompts that are not known yet: a short one, and one that is longer than a chunk.
+    /// Stands for prompts that are not known yet: a short one, one for each further number of tiles that a chunk may have, because
+    /// products choose their kernel by it, and one that is longer than a chunk.
     pub fn unknown(together: usize) -> Self {
-        Self { steps: vec![vec![SHORT], vec![PREFILL_CHUNK + 2]], together }
+        let tiles = (2..PREFILL_CHUNK / TILE).map(|tiles| tiles * TILE);
+        let lengths = std::iter::once(SHORT).chain(tiles).chain([PREFILL_CHUNK + 2]);
+        Self { steps: lengths.map(|length| vec![length]).collect(), together }
     }
 }
 
