@@ -3,7 +3,7 @@
 
 use crate::support::{
     Cpu,
-    files::{F32, at_terminal, command, demo_file, no_terminal, ok, run, tiny_model_with_spread},
+    files::{F32, at_terminal, command, demo_file, no_terminal, ok, refused, run, send, tiny_model_with_spread},
     golden,
     scripted::scripted_model,
 };
@@ -22,7 +22,7 @@ use std::{
     io::{Read, Write},
     ops::ControlFlow,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Child, Stdio},
     sync::mpsc::Receiver,
     time::Duration,
 };
@@ -44,10 +44,7 @@ fn turns(dir: &Path, script: &str, more: &[&str]) -> Vec<Value> {
 /// What a scripted conversation prints on standard error when it ends with this exit code.
 fn said(dir: &Path, script: &str, more: &[&str], code: i32) -> String {
     std::fs::write(dir.join("script.txt"), script).unwrap();
-    let out = run(dir, &[&CHAT[..], &["--script", "script.txt"], more].concat());
-    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert_eq!(out.status.code(), Some(code), "{stderr}");
-    stderr
+    refused(dir, &[&CHAT[..], &["--script", "script.txt"], more].concat(), code)
 }
 
 #[test]
@@ -257,8 +254,7 @@ fn ctrl_c_ends_a_conversation_without_a_terminal() {
         let mut chat = chat.stdin(input).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         // The first piece of the answer shows that it is being made.
         chat.stdout.as_mut().unwrap().read_exact(&mut [0]).unwrap();
-        let kill = Command::new("kill").args(["-INT", &chat.id().to_string()]).status().unwrap();
-        assert!(kill.success());
+        send(&chat, "-INT");
         let out = chat.wait_with_output().unwrap();
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(130), "{stderr}");
@@ -275,7 +271,7 @@ fn ctrl_c_at_a_terminal_does_not_end_the_program() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     endless_model(d);
-    let Some(mut chat) = Terminal::of(d, "chat -m m --device cpu --temp 0 --max-tokens 100000") else { return };
+    let Some(mut chat) = Terminal::of(d, "xterm", "--max-tokens 100000") else { return };
     chat.wait_for("> ");
     chat.types("Hello\r");
     chat.wait_for("zzz");
@@ -296,9 +292,7 @@ fn ctrl_c_at_a_terminal_does_not_end_the_program() {
     chat.wait_for("> ");
     chat.types("Again\r");
     chat.wait_for("+ 3 answer tokens");
-    chat.wait_for("> ");
-    chat.types("/exit\r");
-    assert!(chat.program.wait().unwrap().success());
+    chat.exit();
 }
 
 /// Results that go to a file are only the results: what a person types is drawn on the terminal.
@@ -308,14 +302,11 @@ fn a_file_of_results_holds_no_marks_of_the_terminal() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     endless_model(d);
-    let line = "chat -m m --device cpu --temp 0 --max-tokens 3 --json > talk.jsonl";
-    let Some(mut chat) = Terminal::of(d, line) else { return };
+    let Some(mut chat) = Terminal::of(d, "xterm", "--max-tokens 3 --json > talk.jsonl") else { return };
     chat.wait_for("> ");
     chat.types("Hello\r");
     chat.wait_for("+ 3 answer tokens");
-    chat.wait_for("> ");
-    chat.types("/exit\r");
-    assert!(chat.program.wait().unwrap().success());
+    chat.exit();
     let results = std::fs::read_to_string(d.join("talk.jsonl")).unwrap();
     let answer: Value = serde_json::from_str(&results).unwrap_or_else(|e| panic!("{e}: {results:?}"));
     assert_eq!(answer["prompt"], "Hello");
@@ -328,8 +319,7 @@ fn ctrl_c_at_a_terminal_without_raw_mode_discards_a_line() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     endless_model(d);
-    let args = "chat -m m --device cpu --temp 0 --max-tokens 100000";
-    let Some(mut chat) = Terminal::with(at_terminal(d, 120, args).env("TERM", "dumb"), d) else { return };
+    let Some(mut chat) = Terminal::of(d, "dumb", "--max-tokens 100000") else { return };
     chat.wait_for("> ");
     chat.types("Forgotten\x03");
     chat.wait_for("^C");
@@ -340,9 +330,7 @@ fn ctrl_c_at_a_terminal_without_raw_mode_discards_a_line() {
     chat.wait_for("zzz");
     chat.types("\x03");
     chat.wait_for(" interrupted");
-    chat.wait_for("> ");
-    chat.types("/exit\n");
-    assert!(chat.program.wait().unwrap().success());
+    chat.exit();
 }
 
 /// The program at a terminal, which util-linux's `script` makes.
@@ -356,13 +344,10 @@ struct Terminal {
 
 #[cfg(unix)]
 impl Terminal {
-    fn of(dir: &Path, args: &str) -> Option<Self> {
-        Self::with(&mut at_terminal(dir, 120, args), dir)
-    }
-
-    /// As `script` starts it. What it keeps lies in `dir`.
-    fn with(script: &mut Command, dir: &Path) -> Option<Self> {
-        script.env("XDG_STATE_HOME", dir).stdin(Stdio::piped()).stdout(Stdio::piped());
+    /// Starts a conversation at a terminal of this type. The history of typed lines is kept in `dir`, too.
+    fn of(dir: &Path, kind: &str, more: &str) -> Option<Self> {
+        let mut script = at_terminal(dir, 120, &format!("{} {more}", CHAT.join(" ")));
+        script.env("TERM", kind).env("XDG_STATE_HOME", dir).stdin(Stdio::piped()).stdout(Stdio::piped());
         let Ok(mut program) = script.spawn() else {
             no_terminal();
             return None;
@@ -381,6 +366,13 @@ impl Terminal {
     fn types(&mut self, keys: &str) {
         let input = self.program.stdin.as_mut().unwrap();
         input.write_all(keys.as_bytes()).and_then(|()| input.flush()).unwrap();
+    }
+
+    /// Ends the conversation, which must succeed.
+    fn exit(mut self) {
+        self.wait_for("> ");
+        self.types("/exit\r");
+        assert!(self.program.wait().unwrap().success());
     }
 
     /// Waits until `text` is shown, and forgets it and what was shown before it.

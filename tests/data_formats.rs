@@ -149,8 +149,7 @@ fn a_table_is_read_as_its_rows_in_json() {
     let error = plan(d, &table("alpaca.parquet"), &["--format", "tsv"]).unwrap_err();
     assert!(error.contains("--format tsv: a table has rows with named columns"), "{error}");
     let error = plan(d, &table("compressed.feather"), &[]).unwrap_err();
-    let said =
-        "compressed.feather:1: not a readable Arrow file: its columns are compressed, which is not read; write it";
+    let said = "compressed.feather:1: not a readable Arrow file: its columns are compressed, and train-cli cannot decompress them; write it";
     assert!(error.contains(said) && error.contains("or as Parquet"), "{error}");
     for (file, kind) in [("x.parquet", "Parquet"), ("x.arrow", "Arrow")] {
         std::fs::write(d.join(file), "no table").unwrap();

@@ -170,7 +170,7 @@ fn a_longer_run_leaves_out_no_row() {
     let first = rows(&shorter, 0..2);
     assert_eq!(first.len(), 10);
     assert_eq!(sorted(rows(&longer, 2..4)), sorted(first.clone()));
-    // A run that goes back behind its resumption makes the same steps again.
+    // A resumed run that goes back to an earlier checkpoint repeats the steps of the shorter run.
     assert_eq!(rows(&longer, 0..2), first);
     assert_eq!([0, 1, 2, 3, 4].map(|steps| longer.sequences(steps)), [0, 8, 10, 18, 20]);
 

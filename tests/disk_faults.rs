@@ -13,13 +13,13 @@
 use crate::support::{
     Random,
     faulty_disk::{FIT, Fault, Machine, finish, outcome, part},
-    files::names,
+    files::{names, send},
 };
 use std::{
     fs,
     os::unix::process::ExitStatusExt,
     path::Path,
-    process::{Child, Command, Stdio},
+    process::{Child, Stdio},
     time::{Duration, Instant},
 };
 
@@ -94,11 +94,10 @@ fn a_second_signal_ends_the_run_at_once() {
     let is_begun = || r.exists() && names(&r).iter().any(|name| name.contains("-checkpoint-2"));
     let mut run = held_run(&machine, is_begun);
     assert!(is_begun(), "no checkpoint is being written");
-    let id = run.id().to_string();
     // Signals that wait together count as one, so that it may take more than two.
     let (mut sent, started) = (0, Instant::now());
     while run.try_wait().unwrap().is_none() && started.elapsed() < Duration::from_secs(60) {
-        assert!(Command::new("kill").args(["-INT", &id]).status().unwrap().success());
+        send(&run, "-INT");
         sent += 1;
         std::thread::sleep(Duration::from_millis(20));
     }

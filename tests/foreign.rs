@@ -3,7 +3,7 @@
 
 use crate::support::{
     Cpu,
-    files::{ok, run, tensors_of, tiny_model},
+    files::{ok, refused, run, tensors_of, tiny_model},
     golden, golden_bytes,
 };
 use backend_nvfp4::{GivenScale, LinearSpec, Precision, Recipe, Scaling, reference};
@@ -253,9 +253,8 @@ fn a_checkpoint_and_the_export_of_a_run_are_never_replaced() {
         ("m", "link/hf", "link is a checkpoint or an export"),
         ("m", "r/final/hf", "r/final is a checkpoint or an export"),
     ] {
-        let done = run(d, &["export-hf", "-m", model, "--device", "cpu", "--overwrite", "-o", out]);
-        let said = String::from_utf8_lossy(&done.stderr);
-        assert!(done.status.code() == Some(2) && said.contains(reason), "{out}: {said}");
+        let said = refused(d, &["export-hf", "-m", model, "--device", "cpu", "--overwrite", "-o", out], 2);
+        assert!(said.contains(reason), "{out}: {said}");
     }
     for kept in ["r/checkpoint-2", "r/final"] {
         ok(d, &["inspect", kept, "--verify"]);

@@ -3,7 +3,7 @@
 
 use crate::support::{
     Cpu,
-    files::{F32, command, demo_file, ok, run, tiny_model_with_spread},
+    files::{F32, command, demo_file, ok, refused, run, tiny_model_with_spread},
     golden,
     scripted::{STOP, scripted_model},
 };
@@ -234,10 +234,8 @@ fn needles_are_counted_at_each_length_and_depth() {
     ok(d, &[&needle[..], &["--write-rows", "rows.jsonl"]].concat());
     let rows = std::fs::read_to_string(d.join("rows.jsonl")).unwrap();
     // A file that is there already is not replaced.
-    let again = run(d, &[&needle[..], &["--write-rows", "rows.jsonl"]].concat());
-    let said = String::from_utf8_lossy(&again.stderr);
-    let is_named = said.contains("--write-rows rows.jsonl: the file exists; choose another name");
-    assert!(again.status.code() == Some(2) && is_named, "{said}");
+    let said = refused(d, &[&needle[..], &["--write-rows", "rows.jsonl"]].concat(), 2);
+    assert!(said.contains("--write-rows rows.jsonl: the file exists; choose another name"), "{said}");
     let answers: Vec<String> = rows
         .lines()
         .map(|row| serde_json::from_str::<Value>(row).unwrap()["messages"][1]["content"].as_str().unwrap().to_owned())
@@ -469,10 +467,8 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
     assert!(serde_json::from_str::<Value>(upper.lines().next().unwrap()).unwrap()["prompt"].is_array(), "{upper}");
     for name in ["p.json", "p.Parquet", "p.arrow"] {
         std::fs::write(d.join(name), "[\n{\"prompt\": \"a\"}\n]\n").unwrap();
-        let out = run(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", name]);
-        let stderr = String::from_utf8_lossy(&out.stderr);
-        let said = stderr.contains(&format!("--prompts {name}: give a .jsonl file, or a text"));
-        assert!(out.status.code() == Some(2) && said, "{stderr}");
+        let stderr = refused(d, &["generate", "-m", "m", "--device", "cpu", "--prompts", name], 2);
+        assert!(stderr.contains(&format!("--prompts {name}: give a .jsonl file, or a text")), "{stderr}");
     }
     // Every prompt is checked before the first one is answered.
     let long = json!({"prompt": "word ".repeat(3000)}).to_string();
@@ -567,25 +563,27 @@ fn the_loss_of_a_text_is_that_of_its_tokens_one_by_one() {
     }
 }
 
-/// Rows in which the loss counts nothing are no part of the mean, and a person is told how many there are.
+/// A row in which the loss counts nothing does not change the mean, and a note says how many such rows there are.
 #[test]
 fn rows_in_which_the_loss_counts_nothing_are_said() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model_with_spread(&d.join("m"), true, 0.1);
-    let row = |weight: u32| {
-        let answer = json!({"role": "assistant", "content": "b", "weight": weight});
+    let row = |(content, weight): (&str, u32)| {
+        let answer = json!({"role": "assistant", "content": content, "weight": weight});
         json!({"messages": [{"role": "user", "content": "a"}, answer]}).to_string() + "\n"
     };
-    for (name, weights, note) in
-        [("all.jsonl", [1, 1], None), ("some.jsonl", [1, 0], Some("note: the loss counts nothing in 1 row"))]
-    {
-        std::fs::write(d.join(name), weights.map(row).concat()).unwrap();
-        let out = run(d, &["eval", "loss", "-m", "m", "-d", name, "--device", "cpu"]);
+    let loss = |name: &str, rows: [(&str, u32); 2], note: Option<&str>| {
+        std::fs::write(d.join(name), rows.map(row).concat()).unwrap();
+        let out = run(d, &["eval", "loss", "-m", "m", "-d", name, "--json", "--device", "cpu"]);
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
         assert!(out.status.success(), "{said}");
         assert_eq!(said.lines().find(|line| line.starts_with("note: ")), note, "{name}");
-    }
+        serde_json::from_slice::<Value>(&out.stdout).unwrap()["loss"].as_f64().unwrap()
+    };
+    let all = loss("all.jsonl", [("b", 1), ("b", 1)], None);
+    let some = loss("some.jsonl", [("b", 1), ("Other words.", 0)], Some("note: the loss counts nothing in 1 row"));
+    assert!((all - some).abs() < 1e-5, "{all} {some}");
 }
 
 /// Weights that are finite and too large give NaN, which is no failure of the device.

@@ -3,7 +3,7 @@
 //! with ggml's own decoder and asks llama.cpp.
 
 use crate::support::{
-    files::{demo_file, ok, real_tokenizer, run, tiny_model},
+    files::{demo_file, ok, real_tokenizer, refused, run, tiny_model},
     golden_bytes,
     spec::{E2M1, E4m3},
 };
@@ -410,9 +410,8 @@ fn convert_puts_the_small_files_beside_its_output() {
     // A config.json in a run folder would hide its checkpoints.
     std::fs::create_dir(d.join("run")).unwrap();
     ["config.toml", "run.json"].iter().for_each(|name| std::fs::write(d.join("run").join(name), "").unwrap());
-    let out = run(d, &["convert", "m", "run/x.safetensors", "--dtype", "bf16"]);
-    let said = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.code() == Some(2) && said.contains("run is a run folder"), "{said}");
+    let said = refused(d, &["convert", "m", "run/x.safetensors", "--dtype", "bf16"], 2);
+    assert!(said.contains("run is a run folder"), "{said}");
     assert!(!d.join("run/x.safetensors").exists() && !d.join("run/config.json").exists());
     ok(d, &["convert", "m", "run/x.gguf", "--dtype", "bf16"]);
     // How an export was trained goes with its codes; a pipe of that name is the user's, and is not waited for.

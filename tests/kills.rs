@@ -13,13 +13,13 @@
 
 use crate::support::{
     Random,
-    files::{command, names, ok, run, tiny_model},
+    files::{command, names, ok, run, send, tiny_model},
 };
 use serde_json::Value;
 use std::{
     fs,
     path::Path,
-    process::{Child, Command, ExitStatus, Stdio},
+    process::{Child, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
@@ -91,11 +91,6 @@ fn stopped(d: &Path, words: &[&str], after: Duration, signal: &str) -> ExitStatu
         send(&child, signal);
     }
     child.wait().unwrap()
-}
-
-fn send(child: &Child, signal: &str) {
-    // The process may have ended meanwhile, and waits to be asked for its status.
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
 }
 
 fn fit(output: &str) -> Vec<&str> {

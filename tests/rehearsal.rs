@@ -209,7 +209,7 @@ fn the_rehearsal_of_answers_launches_the_kernels_of_answers() {
     }
 }
 
-/// Products choose their kernel by the number of tiles of rows, and a chunk of a prompt that is not known has one to four.
+/// The number of tiles of rows decides how wide the tiles of a product are, and a chunk of an unknown prompt has one to four.
 #[test]
 fn prompts_that_are_not_known_have_each_number_of_tiles() {
     let read: Vec<usize> = Expected::unknown(1).steps.iter().map(|step| step[0] - 1).collect();

@@ -3,7 +3,7 @@
 
 use crate::support::{
     faulty_disk::preloaded,
-    files::{Cost, command, cost, demo_file, ok, program, run, tiny_model},
+    files::{Cost, command, cost, demo_file, ok, program, refused, run, send, tiny_model},
     golden,
 };
 use std::{
@@ -51,19 +51,7 @@ fn after_its_first_step(folder: &Path, args: &[&str]) -> Child {
     child
 }
 
-fn send(child: &Child, signal: &str) {
-    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
-}
-
-/// The standard error of a command that must end with `code`.
-fn refused(folder: &Path, args: &[&str], code: i32) -> String {
-    let out = run(folder, args);
-    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert_eq!(out.status.code(), Some(code), "{args:?}: {stderr}");
-    stderr
-}
-
-/// Runs the program under a limit of the shell, as `-f 100`.
+/// Runs the program under a limit that the shell's `ulimit` sets, such as `-f 100`.
 fn limited(folder: &Path, limit: &str, args: &[&str]) -> Output {
     let line = format!("ulimit {limit}; exec \"$0\" \"$@\"");
     Command::new("sh").args(["-c", &line]).arg(program()).args(args).current_dir(folder).output().unwrap()
@@ -196,7 +184,7 @@ fn results_that_could_not_be_written_are_an_error() {
     }
 }
 
-/// Nobody gets the answers that follow one that could not be written.
+/// After an answer that could not be written, the program computes no other: nobody would get it.
 #[test]
 fn no_answer_is_made_after_one_that_could_not_be_written() {
     let dir = tempfile::tempdir().unwrap();

@@ -2,7 +2,7 @@
 //! nobody stopped: weights, optimizer states, losses and gradient norms have the same bits. So have several runs of one
 //! command. And the command that an interrupted run prints resumes it as it stands.
 
-use crate::support::files::{command, ok, program, tiny_model};
+use crate::support::files::{command, ok, program, send, tiny_model};
 use serde_json::Value;
 use std::{
     fs,
@@ -104,7 +104,7 @@ fn interrupted_and_resumed(d: &Path, run: &str) {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
     assert!(lines.any(|line| line.contains("tok/s")), "the run printed no step");
-    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    send(&child, "-INT");
     let said: Vec<String> = lines.collect();
     assert_eq!(child.wait().unwrap().code(), Some(130), "{said:?}");
     let printed = said.iter().find_map(|line| line.split_once("Resume it with: ")).expect("a command").1;

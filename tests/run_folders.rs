@@ -3,7 +3,7 @@
 
 use crate::support::{
     faulty_disk::{self, Fault, Machine},
-    files::{command, forge, names, ok, program, run, tiny_model},
+    files::{command, forge, names, ok, program, run, send, tiny_model},
 };
 use safetensors::{SafeTensors, tensor::TensorView};
 use serde_json::Value;
@@ -379,7 +379,7 @@ fn a_run_that_ignores_a_closed_terminal_goes_on() {
         .unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
     assert!(lines.any(|line| line.contains("tok/s")), "the run printed no step");
-    assert!(Command::new("kill").args(["-HUP", &child.id().to_string()]).status().unwrap().success());
+    send(&child, "-HUP");
     assert!(child.try_wait().unwrap().is_none(), "the run had ended before the signal");
     let said: Vec<String> = lines.collect();
     assert_eq!(child.wait().unwrap().code(), Some(0), "{said:?}");
@@ -424,7 +424,7 @@ fn a_checkpoint_is_resumed_in_its_own_run_or_not_at_all() {
     };
     let (code, said) = resumed(d, "theirs/backup", "7");
     let remedy = "start a new run from its weights: train-cli fit -m theirs/backup";
-    assert!(code == Some(2) && said.contains("theirs around it is no run folder"), "{code:?}: {said}");
+    assert!(code == Some(2) && said.contains("theirs, which is no run folder"), "{code:?}: {said}");
     assert!(said.contains(remedy), "{said}");
     let (code, said) = resumed(d, "theirs/best", "7");
     assert!(code == Some(0) && d.join("r/checkpoint-7").exists(), "{code:?}: {said}");

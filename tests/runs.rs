@@ -3,7 +3,7 @@
 
 use crate::support::{
     faulty_disk::{FIT, Fault, Machine},
-    files::{command, names, ok, run, tiny_model},
+    files::{command, names, ok, refused, run, send, tiny_model},
     skipped_for,
 };
 use serde_json::{Value, json};
@@ -185,10 +185,9 @@ fn runs_are_listed_and_compared() {
         assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }
     for folder in ["nowhere", "m/config.json"] {
-        let out = run(d, &["runs", "list", folder]);
-        let stderr = String::from_utf8_lossy(&out.stderr);
+        let stderr = refused(d, &["runs", "list", folder], 2);
         let refusal = format!("{folder}: there is no such folder; give the folder that holds your run folders");
-        assert!(out.status.code() == Some(2) && stderr.contains(&refusal), "{stderr}");
+        assert!(stderr.contains(&refusal), "{stderr}");
     }
 }
 
@@ -281,11 +280,11 @@ fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
     let signaled = |more: &[&str]| {
         let words: Vec<&str> = words.split_whitespace().chain(more.iter().copied()).collect();
         let mut child = command(d, &words).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let (id, mut said) = (child.id().to_string(), String::new());
+        let mut said = String::new();
         for line in BufReader::new(child.stderr.take().unwrap()).lines() {
             let line = line.unwrap();
             if line.trim_start().starts_with("2/200 ") {
-                assert!(Command::new("kill").args(["-USR1", &id]).status().unwrap().success());
+                send(&child, "-USR1");
             }
             said += &(line + "\n");
         }
@@ -312,7 +311,7 @@ fn a_signal_asks_for_a_checkpoint_and_the_run_goes_on() {
     assert!(!names(&d.join("none")).iter().any(|name| name.starts_with("checkpoint-")));
 }
 
-/// A prompt from the data takes one line of the terminal, and the command to copy does without it.
+/// A sample prompt of several lines is printed on one line, and the command to copy has a short prompt instead.
 #[test]
 fn a_prompt_of_several_lines_is_printed_on_one() {
     let dir = tempfile::tempdir().unwrap();

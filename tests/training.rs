@@ -249,7 +249,7 @@ fn overwrite_removes_a_run_and_nothing_else() {
     std::fs::write(d.join("r/thesis.txt"), "years").unwrap();
     refused(fit_to("r", "m"), "holds thesis.txt");
     refused(fit_to(".", "m"), "which is no part of a run");
-    // A run that was killed before its first checkpoint, and begins anew: it does not wait for itself.
+    // A run that was killed before its first checkpoint begins again. It must not wait for the lock that it holds itself.
     std::fs::create_dir(d.join("killed")).unwrap();
     std::fs::copy(d.join("r/config.toml"), d.join("killed/config.toml")).unwrap();
     std::fs::write(d.join("killed/nohup.out"), "output").unwrap();

@@ -24,7 +24,7 @@ const BITS: usize = 32;
 pub struct Penalty<'a> {
     /// Divides logits above 0, and multiplies the others.
     pub factor: f32,
-    /// Which tokens the row has: bit `id % 32` of word `id / 32`. Tokens of missing words are not among them.
+    /// Which tokens the row has: bit `id % 32` of word `id / 32`. A missing word counts as 0.
     pub seen: &'a [u32],
 }
 
@@ -33,8 +33,8 @@ impl Penalty<'_> {
     pub const NONE: Self = Self { factor: 1.0, seen: &[] };
 }
 
-/// Writes the logits `x` (f32, a row of `cols` for each penalty) to `y`, after the penalties. Each row also has its token of `newest`
-/// (u32).
+/// Applies the penalties to the logits `x` (f32, a row of `cols` for each penalty), and writes the results to `y`. A row's token in
+/// `newest` (u32) counts as one that the row has.
 ///
 /// # Errors
 /// If a buffer does not fit the number of penalties, or a row has too many columns.

@@ -14,6 +14,9 @@ impl<B: Nvfp4Kernels> Qwen3<B> {
     /// [`NewTokens::Answer`]. New tokens also see the tokens that the cache holds, and are appended to it. What is computed for a
     /// token depends only on the tokens of its own sequence, and on which of them were read as an answer's. It does not depend on
     /// how many tokens of a prompt are read at a time.
+    ///
+    /// # Panics
+    /// If prompts and answers are mixed, or the caches of answers belong to different pools.
     pub fn forward_cached(
         &self,
         ids_RT: Tensor<B, 2, Int>,

@@ -29,7 +29,7 @@ pub(crate) enum Newest<'a, B: Backend> {
 pub(crate) struct Choice<'a> {
     /// How its token is drawn. Without it, the host chooses.
     pub(crate) draw: Option<Draw>,
-    /// What changes the logits before.
+    /// The repetition penalty that is applied to the logits before the draw.
     pub(crate) penalty: Option<Penalty<'a>>,
 }
 

@@ -228,7 +228,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
         self.read < self.prompt
     }
 
-    /// Whether the device has answered for all that was read of the prompt.
+    /// Whether the host has waited for everything that was computed from the prompt: only then would it know of NaN in it.
     pub fn is_prompt_checked(&self) -> bool {
         self.next.is_none() || !self.generation.ids.is_empty()
     }
@@ -273,8 +273,8 @@ impl<B: Nvfp4Kernels> Answering<B> {
         self.ids.last().filter(|_| is_next).map(|id| Newest::Known(*id))
     }
 
-    /// How the device draws the token behind `more` tokens that the host does not know yet. Whoever wants logarithms of
-    /// probabilities needs all logits.
+    /// What the device does with the logits of the token behind `more` tokens that the host does not know yet. It draws no token
+    /// if log probabilities are wanted, because these need all logits.
     fn choice(&self, more: usize) -> Choice<'_> {
         let sampling = &self.options.sampling;
         let position = (self.generation.ids.len() + more) as u32;
@@ -365,6 +365,9 @@ type Part<'p, 's, B> = (&'p mut Session<'s, B>, &'p mut Answering<B>);
 ///
 /// # Errors
 /// As [`Session::answer`].
+///
+/// # Panics
+/// If the sessions belong to different pools.
 pub fn step<B: Nvfp4Kernels>(answers: &mut [Part<'_, '_, B>]) -> Result<Vec<Option<u32>>, ModelError> {
     read_chunks(answers)?;
     read_newest(answers)?;

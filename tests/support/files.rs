@@ -9,7 +9,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     io::Read,
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::{Child, Command, Output, Stdio},
     sync::OnceLock,
 };
 use train_cli::durable::FileRecord;
@@ -97,6 +97,19 @@ pub(crate) fn ok(folder: &Path, args: &[&str]) -> String {
     String::from_utf8(out.stdout).unwrap()
 }
 
+/// Runs the program, which must end with exit code `code`, and returns its standard error.
+pub(crate) fn refused(folder: &Path, args: &[&str], code: i32) -> String {
+    let out = run(folder, args);
+    let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {stderr}");
+    stderr
+}
+
+/// Sends a signal, such as `-INT`, to a process that has not been waited for: it may have ended meanwhile.
+pub(crate) fn send(child: &Child, signal: &str) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+}
+
 /// The program at a terminal of so many columns, which util-linux's `script` makes, ready to start.
 pub(crate) fn at_terminal(folder: &Path, columns: usize, args: &str) -> Command {
     let line = format!("stty rows 40 cols {columns}; exec '{}' {args}", program().display());
@@ -105,7 +118,7 @@ pub(crate) fn at_terminal(folder: &Path, columns: usize, args: &str) -> Command 
     script
 }
 
-/// Counts a test that needs a terminal where there is none.
+/// Counts a test as skipped because no terminal can be made.
 pub(crate) fn no_terminal() {
     skipped_for("util-linux's `script` is not installed");
 }

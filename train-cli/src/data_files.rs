@@ -32,15 +32,15 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
 }
 
 /// The files that each of these paths of `flag` names, in the order of their names. A folder stands for the files in it that
-/// have a known extension, but for `.md`. A pattern that is the name of a file stands for that file. `once` is what to do about a
-/// file that is named twice.
+/// have a known extension, but for `.md`. A pattern that is the name of a file stands for that file. `remedy` says what to do about
+/// a file that is named twice.
 ///
 /// # Errors
 /// If a folder or a pattern names no file, a folder cannot be read, a file is named twice, is not there or is no regular one.
-pub fn named_by(flag: &str, paths: &[PathBuf], once: &str) -> Result<Vec<Vec<PathBuf>>, CliError> {
+pub fn named_by(flag: &str, paths: &[PathBuf], remedy: &str) -> Result<Vec<Vec<PathBuf>>, CliError> {
     let files = paths.iter().map(|path| one(flag, path)).collect::<Result<Vec<_>, _>>()?;
     files.iter().flatten().try_for_each(|file| check(flag, file))?;
-    check_once(flag, &files, once)?;
+    check_once(flag, &files, remedy)?;
     Ok(files)
 }
 

@@ -159,7 +159,7 @@ pub enum CliError {
     /// A step, an evaluation or sample answers have been waiting for the device for too long.
     #[error(
         "{work} has made no progress for {seconds} s: the device does not answer. Checkpoints that were saved are intact; \
-         continue the run with --resume-from-checkpoint"
+         resume the run with --resume-from-checkpoint"
     )]
     Stuck {
         /// What stands still.
@@ -275,8 +275,8 @@ impl CliError {
     }
 }
 
-/// The command that resumes the run of a checkpoint. The run's name is a value of its own flag: --resume-from-checkpoint has other
-/// meanings for `latest`, `false` or `checkpoint-5`, and would take `-x` for a flag.
+/// The command that resumes the run of a checkpoint. It names the run by --output-dir, because --resume-from-checkpoint gives
+/// `latest`, `false` and `checkpoint-5` other meanings, and would take `-x` for a flag.
 fn resuming(checkpoint: &Path) -> String {
     let run = checkpoint.parent().unwrap_or(checkpoint).display().to_string();
     format!("train-cli fit --resume-from-checkpoint --output-dir={}", quoted(&run))
@@ -292,8 +292,9 @@ fn beyond_the_limit(stopped: Option<&(usize, Option<PathBuf>)>) -> String {
              larger --memory-limit, or use {smaller}"
         ),
         Some((step, Some(checkpoint))) => format!(
-            "it was stopped after step {step} and saved as {}. Only a new run can take {smaller}. --recompute always and \
-             --undo-copy false save memory, too. Resume it with a larger limit: {} --memory-limit SIZE",
+            "it was stopped after step {step} and saved as {}. Only a new run can take {smaller}. The stopped run can be \
+             resumed with --recompute always and --undo-copy false, which save memory, or with a larger limit: {} \
+             --memory-limit SIZE",
             checkpoint.display(),
             resuming(checkpoint)
         ),

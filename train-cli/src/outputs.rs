@@ -65,7 +65,7 @@ pub fn check_new_output(flag: &str, output: &Path, inputs: &[PathBuf]) -> Result
 /// Refuses an output in `folder`, if this is a checkpoint or an export. `flag` names the output in the error.
 ///
 /// # Errors
-/// If it is.
+/// If `folder` is a checkpoint or an export.
 pub fn check_unlisted(flag: &str, output: &Path, folder: &Path) -> Result<(), CliError> {
     if !durable::is_listed_folder(folder) {
         return Ok(());
@@ -77,7 +77,7 @@ pub fn check_unlisted(flag: &str, output: &Path, folder: &Path) -> Result<(), Cl
 /// Refuses a folder for outputs that is no folder, or that is or would be in a checkpoint or an export. It need not be there yet.
 ///
 /// # Errors
-/// If so.
+/// If it is no folder, or lies or would lie in a checkpoint or an export.
 pub fn check_output_folder(flag: &str, path: &Path) -> Result<(), CliError> {
     check_folder(flag, path)?;
     let mut above = path.ancestors().map(|folder| if folder == Path::new("") { Path::new(".") } else { folder });
@@ -85,10 +85,10 @@ pub fn check_output_folder(flag: &str, path: &Path) -> Result<(), CliError> {
     there.map_or(Ok(()), |folder| check_unlisted(flag, path, folder))
 }
 
-/// Refuses an output that lies in the folder of the run that writes it, or would. `flag` names the output in the error.
+/// Refuses an output that lies, or would lie, in the folder of the run that writes it. `flag` names the output in the error.
 ///
 /// # Errors
-/// If it does.
+/// If the output is inside the run folder.
 pub fn check_outside(flag: &str, output: &Path, run: &Path) -> Result<(), CliError> {
     let inside = |path: &Path| resolved(path).starts_with(resolved(run));
     // A link in the run folder would be replaced there, wherever it leads.

@@ -68,7 +68,7 @@ impl Plan {
     }
 
     fn made(mut settings: Settings, folder: Option<PathBuf>) -> Result<Self, CliError> {
-        // The checks below write the settings as a table, which a path that is not UTF-8 cannot be in.
+        // The checks below turn the settings into a table, and a table cannot hold a path that is not UTF-8.
         can_be_recorded(&settings)?;
         in_range(&settings)?;
         no_path_is_empty(&mut settings)?;
@@ -149,8 +149,8 @@ fn check_outputs(s: &Settings, output_dir: &Path, inputs: &[PathBuf]) -> Result<
 /// or pattern.
 fn with_files(mut settings: Settings) -> Result<Settings, CliError> {
     let data = &mut settings.data;
-    let once = "name it once, and use --data-weights to repeat its rows";
-    let files = data_files::named_by("--data", &data.data, once)?;
+    let remedy = "name it once, and use --data-weights to repeat its rows";
+    let files = data_files::named_by("--data", &data.data, remedy)?;
     if let Some(file) = &data.eval_data {
         data_files::check("--eval-data", file)?;
     }

@@ -29,7 +29,7 @@ pub fn run(args: &EstimateArgs) -> Result<(), CliError> {
         let reason = "not found; give --device cuda for a forecast without a card".to_owned();
         return Err(CliError::Device { device: device.to_string(), reason });
     }
-    let inputs = Inputs::read(&plan)?.resumed(&plan, resumed.as_ref().map(|resumed| &resumed.state));
+    let inputs = Inputs::read(&plan, resumed.as_ref().map(|resumed| &resumed.state))?;
     let scaling = fit::scaling(&plan, resumed.as_ref());
     preflight::check_settings(&plan, &inputs, scaling, plan.master(precision))?;
     let forecast = Forecast::of(&plan, &inputs, device, precision);

@@ -70,7 +70,7 @@ const END: [u8; 8] = [0xff, 0xff, 0xff, 0xff, 0, 0, 0, 0];
 
 impl Batches {
     fn next(&mut self) -> Result<Option<RecordBatch>, String> {
-        // Of a table without rows, one call reads the schema and the mark.
+        // If the table has no rows, one call reads both the schema and the mark.
         let whole = self.rest.as_slice().ends_with(&END);
         let Some(batch) = self.decoder.decode(&mut self.rest).map_err(|error| undecoded(&error))? else {
             self.decoder.finish().map_err(|e| e.to_string())?;
@@ -91,7 +91,7 @@ fn undecoded(error: &ArrowError) -> String {
     match error.to_string() {
         text if text.contains("decompression requires") => {
             let remedy = "write it uncompressed (pyarrow: compression=\"uncompressed\"), or as Parquet";
-            format!("its columns are compressed, which is not read; {remedy}")
+            format!("its columns are compressed, and train-cli cannot decompress them; {remedy}")
         }
         text => text,
     }

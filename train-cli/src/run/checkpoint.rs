@@ -68,7 +68,7 @@ pub struct TrainerState {
     pub global_step: usize,
     /// Optimizer steps of the whole run.
     pub max_steps: usize,
-    /// Passes over the data done, which say with which row the next step begins.
+    /// Number of passes over the data that are done. It decides with which row the next step begins.
     pub epoch: f64,
     /// SHA-256 of the training files, config.json, the tokenizer and the chat template.
     pub inputs_sha256: String,

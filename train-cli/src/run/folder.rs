@@ -27,7 +27,7 @@ pub const SUMMARY: &str = "summary.md";
 /// The picture of its losses.
 pub const LOSS: &str = "loss.svg";
 
-/// Whether a path is one that a run writes into its folder, whether it is there or not.
+/// Whether a run writes this path into its folder. Nothing need be there yet.
 pub fn is_of_run(path: &Path) -> bool {
     is_run(durable::parent(path)) && path.file_name().is_some_and(|name| is_ours(&name.to_string_lossy()))
 }

@@ -8,7 +8,8 @@ use std::path::Path;
 
 /// The file in the run folder.
 pub const RECORD: &str = "run.json";
-/// Largest record that is read. A command line may name thousands of files, and each one that made steps is kept.
+/// Largest record that is read. A command line may name thousands of files, and the record keeps every command line that made
+/// steps.
 const LARGEST: u64 = 64 << 20;
 
 /// How a run was made. A record of an older version may not have all.

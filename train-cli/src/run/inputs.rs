@@ -44,16 +44,16 @@ pub struct Inputs {
     pub thinking: Option<bool>,
     /// SHA-256 of all files that decide what a step computes.
     pub sha256: String,
-    /// What the run had made when it was resumed.
+    /// Steps and sequences that the run had made when it was resumed. Zero for a new run.
     made: Made,
 }
 
 impl Inputs {
-    /// Reads the inputs of a plan.
+    /// Reads the inputs of a plan, for a run that resumes from `state` if there is one.
     ///
     /// # Errors
     /// If a file is missing or broken, or the plan does not fit the model.
-    pub fn read(plan: &Plan) -> Result<Self, CliError> {
+    pub fn read(plan: &Plan, state: Option<&TrainerState>) -> Result<Self, CliError> {
         let config = Qwen3Config::from_file(&plan.companions.config)?;
         fits(plan, &config)?;
         let chosen = &plan.settings.data;
@@ -72,8 +72,8 @@ impl Inputs {
         let sha256 = durable::digest_of(digests.as_bytes());
         // Random tokens say nothing about thoughts.
         let thinking = if chosen.synthetic { None } else { thinks(&train, &text.tokenizer)? };
+        let made = made(plan, state, train.len());
         let train = Arc::new(train);
-        let made = Made::default();
         Ok(Self { config, max_seq_length, text, source, train, eval, report, thinking, sha256, made })
     }
 
@@ -87,17 +87,6 @@ impl Inputs {
         self.train.iter().chain(&self.eval).map(|sample| sample.ids.len()).max().unwrap_or(0)
     }
 
-    /// These inputs for a run that is resumed from `state`, if it is.
-    #[must_use]
-    pub fn resumed(self, plan: &Plan, state: Option<&TrainerState>) -> Self {
-        let Some(&TrainerState { global_step: steps, epoch, .. }) = state else { return self };
-        let full = steps.saturating_mul(plan.sequences_per_step());
-        let sequences = (epoch * self.train.len() as f64).round() as usize;
-        // The number of random rows depends on --max-steps, which may have another value now.
-        let sequences = if plan.settings.data.synthetic { full } else { sequences.clamp(steps, full) };
-        Self { made: Made { steps, sequences }, ..self }
-    }
-
     /// The order of training samples over the run.
     pub fn order(&self, plan: &Plan) -> Order {
         let (s, size, made) = (&plan.settings.optimizer, plan.sequences_per_step(), self.made);
@@ -107,7 +96,7 @@ impl Inputs {
                 let limit = ((self.train.len() as f64 * s.num_train_epochs).round() as usize).max(1);
                 let steps = match limit.checked_sub(made.sequences) {
                     Some(left) => made.steps.saturating_add(left.div_ceil(size)),
-                    // A run that would be shorter than it is already is refused by the number of its steps.
+                    // The run would end before the step that it resumes from. A later check of this number refuses it.
                     None => limit.div_ceil(size),
                 };
                 (steps, limit)
@@ -139,6 +128,16 @@ impl Inputs {
             made: Made::default(),
         }
     }
+}
+
+/// What a run over `rows` training rows had made when `state` was saved. Nothing for a new run.
+fn made(plan: &Plan, state: Option<&TrainerState>, rows: usize) -> Made {
+    let Some(&TrainerState { global_step: steps, epoch, .. }) = state else { return Made::default() };
+    let full = steps.saturating_mul(plan.sequences_per_step());
+    let sequences = (epoch * rows as f64).round() as usize;
+    // The number of random rows depends on --max-steps, which may have another value now.
+    let sequences = if plan.settings.data.synthetic { full } else { sequences.clamp(steps, full) };
+    Made { steps, sequences }
 }
 
 /// Whether a learned answer holds a thought; None if no answer holds the marks of one. Templates put empty marks in front of

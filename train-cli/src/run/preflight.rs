@@ -169,7 +169,7 @@ fn more_checkpoints(saving: &SavingSettings, steps: usize, there: usize) -> usiz
     (saving.kept(steps) + 1).saturating_sub(there).max(1).min(saving.checkpoints(steps))
 }
 
-/// Refuses files that do not fit onto their disks. Each has its path, the number of checkpoints that lie there, and the bytes.
+/// Refuses files that do not fit onto their disks. Each has its path, the number of checkpoints to write there, and its bytes.
 /// Files on one disk share what is free there.
 fn check_disks(
     files: &[(&Path, usize, u64)],
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_without_room_is_told_what_lies_on_it() {
+    fn the_error_of_a_full_disk_names_what_would_be_written_there() {
         let refused = |dat_disk: u64, save_total_limit: usize, save_steps: Option<usize>| {
             let files = [(Path::new("r"), 3, 30 << 10), (Path::new("x.dat"), 0, 12 << 10)];
             let disk_of = |path: &Path| {

@@ -71,7 +71,7 @@ pub fn find(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<Resum
         }
         None => match newest_state(&run)? {
             Some(found) => found,
-            // No state is good: `latest` returns the error.
+            // The state of every checkpoint is broken: `latest` returns the error.
             None => latest(&run)?,
         },
     };
@@ -125,8 +125,8 @@ fn named(from: &ResumeFrom, output_dir: Option<&Path>) -> Result<Option<(PathBuf
                 let (shown, around) = (given.display(), run.display());
                 let model = report::quoted(&shown.to_string());
                 return Err(CliError::Usage(format!(
-                    "--resume-from-checkpoint {shown}: {around} around it is no run folder, and the resumed run would write \
-                     there; put the checkpoint back into its run, or start a new run from its weights: train-cli fit -m {model}"
+                    "--resume-from-checkpoint {shown}: it lies in {around}, which is no run folder, and the resumed run would \
+                     write there; put the checkpoint back into its run, or start a new run from its weights: train-cli fit -m {model}"
                 )));
             }
             Some((run, Some(checkpoint)))

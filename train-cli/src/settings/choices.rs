@@ -378,8 +378,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the head is a matrix of its own in the file with which training began (for convert: in the input), also if this
-    /// is an NVFP4 copy of the embedding. Otherwise the head is the embedding itself, is not stored a second time, and stays in f16
+    /// In bf16, if the file with which training began (for convert: the input) has a separate matrix for the head, even if that
+    /// matrix is an NVFP4 copy of the embedding. Otherwise the head is the embedding itself: it is stored once, in f16
     Bf16,
 }
 

@@ -21,8 +21,9 @@ pub struct Expected {
 }
 
 impl Expected {
-    /// Stands for prompts that are not known yet: a short one, one for each further number of tiles that a chunk may have, because
-    /// products choose their kernel by it, and one that is longer than a chunk.
+    /// Stands for prompts that are not known yet: a short one, one for each further number of tiles of rows that a chunk may have,
+    /// and one that is longer than a chunk. The number of tiles decides how wide the tiles of a product are, and that width is
+    /// compiled in.
     pub fn unknown(together: usize) -> Self {
         let tiles = (2..PREFILL_CHUNK / TILE).map(|tiles| tiles * TILE);
         let lengths = std::iter::once(SHORT).chain(tiles).chain([PREFILL_CHUNK + 2]);

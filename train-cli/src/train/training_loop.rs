@@ -137,9 +137,9 @@ pub struct StillToDo {
     pub evaluations: usize,
     /// Number of checkpoints.
     pub saves: usize,
-    /// How long the passes of an evaluation are expected to take until one was made, in steps.
+    /// Expected time of the passes of an evaluation, in steps. It counts until the first evaluation was measured.
     pub pass_cost: f64,
-    /// How long the sample answers of an evaluation are expected to take, in steps; the estimate is for a large model on a GPU.
+    /// Expected time of the sample answers of an evaluation, in steps, for a large model on a GPU.
     pub answer_cost: f64,
     /// Seconds that these answers took before the first step, if that was measured.
     pub answer_seconds: Option<f64>,

@@ -132,7 +132,7 @@ fn check_folder(folder: &Path, overwrite: bool, files: &ModelFiles) -> Result<()
     let place = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
     check_unlisted("--output-dir", folder, durable::parent(&place))?;
     if checkpoint::is_checkpoint(folder) || is_of_run(&place) {
-        return refuse("it is a part of a run, as its checkpoints and its export are; choose another folder");
+        return refuse("it is a part of a run, such as a checkpoint or the run's export; choose another folder");
     }
     if !folder.exists() || durable::is_untouched(folder)? {
         return durable::probe(parent, folder);

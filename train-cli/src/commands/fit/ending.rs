@@ -54,7 +54,7 @@ impl Ready {
         let made = journal.made();
         if made < last {
             report::line(format!(
-                "{STALLED}: the run ends after step {made} of {last}. To go on, resume it with a \
+                "{STALLED}: the run ends after step {made} of {last}. To extend it, resume it with a \
                  larger --early-stopping-patience"
             ));
         }

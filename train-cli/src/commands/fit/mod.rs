@@ -267,7 +267,7 @@ impl Job for Fit<'_> {
         let signals = Arc::new(Interruption::listen().map_err(CliError::io(Path::new("signals")))?);
         let trained = ready.guarded::<B>(resumed, &signals, &requests, &device);
         let ended = trained.and_then(|trained| ready.finish::<B>(trained, &signals, &device));
-        // If the run has ended by itself, by an error or by a signal, its folder says so, and why.
+        // The run folder records why the run ended early: its evaluation loss stopped falling, an error, or a signal.
         let reason = ended.as_ref().map_or_else(|error| Some(reason(error)), Clone::clone);
         record_end(&ready.plan.output_dir, reason);
         ended.map(|_| ())

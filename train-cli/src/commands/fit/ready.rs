@@ -44,7 +44,7 @@ impl Ready {
         precision: Precision,
         resumed: Option<&Resumed>,
     ) -> Result<Self, CliError> {
-        let inputs = Inputs::read(&plan)?.resumed(&plan, resumed.map(|resumed| &resumed.state));
+        let inputs = Inputs::read(&plan, resumed.map(|resumed| &resumed.state))?;
         let (scaling, master) = (scaling(&plan, resumed), plan.master(precision));
         preflight::check_settings(&plan, &inputs, scaling, master)?;
         let forecast = Forecast::of(&plan, &inputs, device, precision);
