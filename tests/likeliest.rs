@@ -1,17 +1,16 @@
-//! The tokens that a device draws are those of the host: the most likely ones in the order of a sort, over one part of a row and
-//! several, with equal logits, infinities and NaN; and those that temperature, top-k, top-p and min-p leave, after a repetition
-//! penalty. Answers that are made together are those that are made alone, however many candidates each of them asks for, and a
+//! The tokens that a device draws are those of the reference: from a few of the most likely ones and from all, over one part of a row
+//! and several, with equal logits, infinities and NaN, by temperature, top-k, top-p and min-p, after a repetition penalty. Answers that are made together are those that are made alone, however many candidates each of them asks for, and a
 //! token that was read ahead leaves nothing behind.
 
 use crate::support::{Cube, Random, golden, on_gpu};
-use backend_nvfp4::{Draw, DrawnToken, LinearSpec, Penalty, Precision, Recipe, Scaling, draw, penalize};
+use backend_nvfp4::{Draw, DrawnToken, LinearSpec, Penalty, Precision, Recipe, Scaling, draw, penalize, reference};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_cubecl::CubeRuntime;
 use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     model::Qwen3,
-    sampling::{self, Sampling, Seen},
+    sampling::{self, Logprobs, Sampling, Seen},
     session::{Answering, GenerateOptions, Progress, Session, step},
     weights::{self, Purpose},
 };
@@ -37,28 +36,26 @@ fn on_cube<R: CubeRuntime>() {
         }
         for (n, row) in logits.chunks(cols).enumerate() {
             let has_nan = row.iter().any(|x| x.is_nan());
-            let mut order: Vec<u32> = (0..cols as u32).filter(|i| !row[*i as usize].is_nan()).collect();
-            order.sort_by(|a, b| row[*b as usize].total_cmp(&row[*a as usize]).then(a.cmp(b)));
-            for count in [1, 5, 64] {
-                // All candidates are equally likely at this temperature, so that each row of copies draws another one.
-                let nth = |i: usize| Draw {
-                    kept: count,
-                    temperature: 1e30,
-                    uniform: (i as f32 + 0.5) / count as f32,
-                    ..Draw::GREEDY
-                };
-                let Some(found) = drawn::<R>(&row.repeat(count), cols, &(0..count).map(nth).collect::<Vec<_>>()) else {
-                    assert!(count > cols, "{count} of {cols}");
-                    continue;
-                };
-                let expected: Vec<_> = order[..count].iter().map(|id| DrawnToken { id: *id, has_nan }).collect();
-                assert_eq!(found, expected, "row {n} of {rows} x {cols}, {count} candidates");
+            let numbers: Vec<f32> = row.iter().map(|x| if x.is_nan() { f32::NEG_INFINITY } else { *x }).collect();
+            for kept in [1, 2, 5, 64, 65, 200] {
+                // All candidates are equally likely at this temperature, so that copies of the row draw different ones.
+                let nth = |seed: u64| Draw { kept, temperature: 1e30, seed, ..Draw::GREEDY };
+                let draws: Vec<Draw> = (0..40).map(nth).collect();
+                let found = drawn::<R>(&row.repeat(draws.len()), cols, &draws);
+                let expected: Vec<_> =
+                    draws.iter().map(|draw| DrawnToken { id: reference::draw(&numbers, draw), has_nan }).collect();
+                assert_eq!(found, expected, "row {n} of {rows} x {cols}, {kept} candidates");
             }
         }
     }
     let endless = [f32::NEG_INFINITY, 3.0, f32::INFINITY, f32::INFINITY];
-    let found = drawn::<R>(&endless, 4, &[Draw::GREEDY]).unwrap();
-    assert_eq!(found, [DrawnToken { id: 2, has_nan: false }]);
+    for kept in [1, 2, 0] {
+        let draws: Vec<Draw> = (0..20).map(|seed| Draw { kept, seed, ..Draw::GREEDY }).collect();
+        let expected: Vec<u32> = draws.iter().map(|draw| reference::draw(&endless, draw)).collect();
+        assert!(expected.iter().all(|id| *id >= 2) && (kept == 1 || expected.contains(&3)), "{expected:?}");
+        let found = drawn::<R>(&endless.repeat(20), 4, &draws);
+        assert_eq!(found.iter().map(|token| token.id).collect::<Vec<_>>(), expected, "{kept} candidates");
+    }
     // Rows of one launch do not touch each other: one has a NaN, and one an infinite logit in its second part.
     let cols = 5000;
     let mut logits = random.normals(3 * cols, 3.0);
@@ -71,22 +68,28 @@ fn on_cube<R: CubeRuntime>() {
         DrawnToken { id, has_nan: row.iter().any(|x| x.is_nan()) }
     };
     let expected: Vec<DrawnToken> = logits.chunks(cols).map(likeliest).collect();
-    for kept in [1, 5, 64] {
-        // The random number 0 takes the first candidate.
-        let found = drawn::<R>(&logits, cols, &[Draw { kept, ..Draw::GREEDY }; 3]).unwrap();
+    for kept in [1, 5, 64, 0] {
+        // Beside the most likely token, no other has a weight.
+        let found = drawn::<R>(&logits, cols, &[Draw { kept, temperature: 1e-6, ..Draw::GREEDY }; 3]);
         assert_eq!(found, expected, "{kept} candidates");
+    }
+    // A row of nothing but NaN has some token.
+    let nothing = [f32::NAN; 300];
+    for kept in [1, 0] {
+        let found = drawn::<R>(&nothing, 300, &[Draw { kept, top_p: 0.5, ..Draw::GREEDY }]);
+        assert!(found[0].has_nan && found[0].id < 300, "{found:?}");
     }
 }
 
 /// What the device draws from rows of logits.
-fn drawn<R: CubeRuntime>(logits: &[f32], cols: usize, draws: &[Draw]) -> Option<Vec<DrawnToken>> {
+fn drawn<R: CubeRuntime>(logits: &[f32], cols: usize, draws: &[Draw]) -> Vec<DrawnToken> {
     let data = TensorData::new(logits.to_vec(), [draws.len(), cols]);
     let x = Tensor::<Cube<R>, 2>::from_data(data, &R::Device::default());
-    let drawn = draw(x, draws)?;
+    let drawn = draw(x, draws).expect("a device draws");
     let on_device: Vec<i32> = drawn.tokens().into_data().iter().collect();
     let tokens: Vec<DrawnToken> = (0..draws.len()).map(|row| drawn.token(row).unwrap()).collect();
     assert!(on_device.iter().zip(&tokens).all(|(id, token)| *id as u32 == token.id), "{on_device:?}, {tokens:?}");
-    Some(tokens)
+    tokens
 }
 
 #[test]
@@ -102,7 +105,7 @@ fn same_draws<R: CubeRuntime>() {
         let samplings: Vec<Sampling> = (0..20)
             .map(|n| Sampling {
                 temperature: [0.0, 0.2, 0.7, 1.0, 3.0][n % 5],
-                top_k: 1 + (part * 20 + n) % 64,
+                top_k: [1 + (part * 20 + n) % 64, 65 + part * n, 0][n % 7 % 3],
                 top_p: [1.0, 0.95, 0.8, 0.3][n % 4],
                 min_p: [0.0, 0.05, 0.3][n % 3],
                 seed: n as u64,
@@ -110,13 +113,13 @@ fn same_draws<R: CubeRuntime>() {
             })
             .collect();
         let position = part as u32;
-        let draws: Vec<Draw> = samplings.iter().map(|sampling| sampling.draw(position).unwrap()).collect();
-        let found = drawn::<R>(&logits, cols, &draws).unwrap();
+        let draws: Vec<Draw> = samplings.iter().map(|sampling| sampling.draw(position)).collect();
+        let found = drawn::<R>(&logits, cols, &draws);
         for ((row, sampling), token) in logits.chunks(cols).zip(&samplings).zip(found) {
             others += usize::from(token.id != sampling::next(&mut row.to_vec(), None, sampling, position));
         }
     }
-    // The device computes in f32, the host in f64: a random number beside a border may fall to either side.
+    // The device computes in f32, the host in f64: a token at a border may fall to either side.
     assert!(others <= 1, "{others} of {count} tokens are others");
 }
 
@@ -195,7 +198,7 @@ fn read_ahead<R: CubeRuntime>() {
         has_token.push(step(&mut [(&mut session, &mut answering)]).unwrap()[0].is_some());
     }
     assert_eq!(has_token, [vec![false], vec![true; 9]].concat());
-    // A penalty changes nothing about that, and the tokens are those that the host chooses from all logits.
+    // A penalty and log probabilities change nothing about that.
     let penalized = |logprobs: Option<usize>| {
         let sampling = Sampling { repetition_penalty: 1.5, ..Sampling::GREEDY };
         let options = GenerateOptions { sampling, logprobs, ..options(vec![]) };
@@ -205,12 +208,21 @@ fn read_ahead<R: CubeRuntime>() {
         while !answering.has_ended() {
             step(&mut [(&mut session, &mut answering)]).unwrap();
         }
-        (first.is_none(), answering.into_generation().unwrap().ids)
+        assert_eq!(first, None, "the host waits for a token");
+        answering.into_generation().unwrap()
     };
-    let (by_device, by_host) = (penalized(None), penalized(Some(0)));
-    assert_eq!((by_device.0, by_host.0), (true, false), "only the device reads ahead");
-    assert_eq!(by_device.1, by_host.1);
-    assert_ne!(by_device.1, whole, "the penalty changes the answer");
+    let found = penalized(Some(2));
+    assert_eq!(penalized(None).ids, found.ids);
+    assert_ne!(found.ids, whole, "the penalty changes the answer");
+    // The logarithms are those of the model, before the penalty.
+    assert_eq!(found.logprobs.len(), found.ids.len());
+    for (n, own) in found.logprobs.iter().enumerate() {
+        let logits = Session::new(&model, 60).unwrap().read(&[&prompt[..], &found.ids[..n]].concat()).unwrap();
+        let expected = Logprobs::of(&logits, found.ids[n], 2);
+        let numbers = |of: &Logprobs| [of.chosen, of.top[0].1, of.top[1].1];
+        let near = numbers(own).iter().zip(numbers(&expected)).all(|(a, b)| (a - b).abs() < 1e-3);
+        assert!(near && own.top[0].0 == expected.top[0].0, "token {n}: {own:?}, {expected:?}");
+    }
     let stop = (2..9).find(|n| !whole[..*n].contains(&whole[*n])).expect("a token that is new in the answer");
     // A stop token ends the answer, and the session has read it ahead; or the caller ends it.
     for (stop_ids, most) in [(vec![whole[stop]], 99), (vec![], stop)] {
@@ -252,8 +264,10 @@ fn other_candidates<R: CubeRuntime>() {
         let sampling = Sampling { temperature, top_k, seed, ..Sampling::GREEDY };
         GenerateOptions { max_tokens: 12, sampling, stop_ids: vec![], logprobs: None }
     };
-    let mut all = [with(0.0, 0, 0), with(2.0, 2, 1), with(3.0, 60, 2), with(2.0, 5, 3)];
+    let mut all = [with(0.0, 0, 0), with(2.0, 2, 1), with(3.0, 60, 2), with(2.0, 0, 3)];
     all[1].sampling.repetition_penalty = 1.4;
+    all[2].logprobs = Some(1);
+    all[3].sampling.top_p = 0.9;
     let prompt = [5, 17, 200, 31];
     let alone = all.each_ref().map(|options| {
         let mut session = Session::new(&model, 20).unwrap();

@@ -136,9 +136,10 @@ impl Job for Answered<'_> {
             false => stored.load::<B>(recipe, precision, &device)?,
         };
         let Some(prompt) = prompt else { return Ok(()) };
-        // A greedy answer to the prompt, and two to a prompt of one token: a drawn one, and one with a penalty.
+        // A greedy answer to the prompt, and others to a prompt of one token: drawn from few tokens and from all, and with a penalty.
         let penalized = Sampling { repetition_penalty: 1.3, ..Sampling::GREEDY };
-        for (prompt, sampling) in [(prompt, Sampling::GREEDY), (1, Sampling::CARD), (1, penalized)] {
+        let drawn = [20, 30, 100].map(|top_k| (1, Sampling { top_k, ..Sampling::CARD }));
+        for (prompt, sampling) in [(prompt, Sampling::GREEDY), (1, penalized)].into_iter().chain(drawn) {
             let options = GenerateOptions { max_tokens: 2, sampling, stop_ids: vec![], logprobs: None };
             let mut session = Session::new(&model, prompt + 2)?;
             session.answer(&vec![0; prompt], &options, |_| ControlFlow::Continue(()))?;

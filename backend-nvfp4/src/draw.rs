@@ -1,29 +1,20 @@
 //! Tokens that a device draws from logits ([`mod@kernels_cubecl::draw`]). Whoever needs them on the device has them at once. The host
 //! asks for them right away, too, and reads them when it wants: what is launched in between does not delay it.
 
-use crate::error::Nvfp4Error;
+use crate::{asked::Asked, error::Nvfp4Error};
 use burn::tensor::{Int, Tensor, backend::Backend};
-pub use kernels_cubecl::{draw::Draw, likeliest::MOST as MOST_CANDIDATES, penalty::Penalty};
+pub use kernels_cubecl::{draw::Draw, penalty::Penalty};
 use std::{
     fmt,
     sync::{Mutex, PoisonError},
 };
 
-/// Waits for what was asked of a device.
-pub type Awaited = Box<dyn FnOnce() -> Result<Vec<u32>, Nvfp4Error> + Send>;
-
 /// The tokens of some rows.
 pub struct Drawn<B: Backend> {
     tokens: Tensor<B, 1, Int>,
-    words: Mutex<Words>,
+    /// The tokens on the host, and behind them whether logits were NaN.
+    words: Mutex<Asked>,
     rows: usize,
-}
-
-/// The tokens on the host, and behind them whether logits were NaN.
-struct Words {
-    /// `None` once they are read.
-    asked: Option<Awaited>,
-    known: Result<Vec<u32>, Nvfp4Error>,
 }
 
 /// A token.
@@ -36,9 +27,9 @@ pub struct DrawnToken {
 }
 
 impl<B: Backend> Drawn<B> {
-    /// The tokens of so many rows on the device, and what waits for them.
-    pub(crate) fn new(tokens: Tensor<B, 1, Int>, words: Awaited, rows: usize) -> Self {
-        Self { tokens, words: Mutex::new(Words { asked: Some(words), known: Ok(vec![]) }), rows }
+    /// The tokens of so many rows on the device, and what the host has asked for.
+    pub(crate) fn new(tokens: Tensor<B, 1, Int>, words: Asked, rows: usize) -> Self {
+        Self { tokens, words: Mutex::new(words), rows }
     }
 
     /// Number of rows.
@@ -57,21 +48,8 @@ impl<B: Backend> Drawn<B> {
     /// If the device failed.
     pub fn token(&self, row: usize) -> Result<DrawnToken, Nvfp4Error> {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(asked) = words.asked.take() {
-            words.known = asked();
-        }
-        let known = words.known.as_ref().map_err(Clone::clone)?;
+        let known = words.answer()?;
         Ok(DrawnToken { id: known[row], has_nan: known[self.rows + row] != 0 })
-    }
-}
-
-/// The device writes to the host's memory until it has answered, so that memory must not be freed before.
-impl Drop for Words {
-    fn drop(&mut self) {
-        if let Some(asked) = self.asked.take() {
-            // Nobody wants to know.
-            let _ = asked();
-        }
     }
 }
 

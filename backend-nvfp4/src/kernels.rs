@@ -4,9 +4,10 @@
 //! [`Nvfp4Backend`] alone, as the forward of a model is, cannot reach it.
 
 use crate::{
+    asked::Asked,
     attention::{AttentionSpec, Documents, Rotary},
     decode::{DecodeBlock, DecodeTokens},
-    draw::{Awaited, Draw, Drawn, Penalty},
+    draw::{Draw, Drawn, Penalty},
     ops::{Activations, Nvfp4Backend},
     optim::{AdamwState, Judged},
     packed::{Nvfp4Primitive, Nvfp4Tensor, Operand},
@@ -190,11 +191,14 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     }
 
     /// Draws the next token of each row of logits `[M, V]` in f32: see [`draw`](kernels_cubecl::draw::draw). Returns the tokens of
-    /// all rows on the device, and what waits for the host's copy: the tokens, and behind them for each row whether a logit is
-    /// NaN. `None` where the host draws from all logits as fast, or the kernel does not take so many candidates.
-    fn draw(_logits: FloatTensor<Self>, _draws: &[Draw]) -> Option<(IntTensor<Self>, Awaited)> {
+    /// all rows on the device, and the question for the host's copy: the tokens, and behind them for each row whether a logit is
+    /// NaN. `None` where the host draws as fast.
+    fn draw(_logits: FloatTensor<Self>, _draws: &[Draw]) -> Option<(IntTensor<Self>, Asked)> {
         None
     }
+
+    /// Asks for the bits of a tensor in f32, in front of what is launched next.
+    fn words_of(x: FloatTensor<Self>) -> Asked;
 
     /// Applies repetition penalties to the rows of logits `[M, V]` in f32, whose newest tokens are `newest` `[M]`: see
     /// [`penalize`](kernels_cubecl::penalty::penalize). `None` where the host does it as fast.
@@ -326,11 +330,15 @@ pub(crate) fn matmul<B: Nvfp4Kernels, const RANK: usize>(
     tensor(B::dense_matmul(primitive(lhs), primitive(rhs), precision, precision.dtype()))
 }
 
-/// Draws the next token of each row of logits `[M, V]`. `None` where the host draws as fast from all logits, or if a row
-/// keeps more than [`MOST_CANDIDATES`](crate::MOST_CANDIDATES) tokens or more than there are.
+/// Draws the next token of each row of logits `[M, V]`. `None` where the host draws as fast.
 pub fn draw<B: Nvfp4Kernels>(logits: Tensor<B, 2>, draws: &[Draw]) -> Option<Drawn<B>> {
     let (tokens, words) = B::draw(primitive(logits), draws)?;
     Some(Drawn::new(Tensor::from_primitive(tokens), words, draws.len()))
+}
+
+/// See [`Nvfp4Kernels::words_of`].
+pub fn words_of<B: Nvfp4Kernels>(x: Tensor<B, 2>) -> Asked {
+    B::words_of(primitive(x))
 }
 
 /// See [`Nvfp4Kernels::penalize`].

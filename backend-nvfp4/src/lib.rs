@@ -28,6 +28,7 @@
 
 #![forbid(unsafe_code)]
 
+mod asked;
 mod attention;
 mod autodiff;
 mod burn_ops;
@@ -49,14 +50,15 @@ pub mod reference;
 mod services;
 mod straight_through;
 
+pub use asked::Asked;
 pub use attention::{AttentionSpec, Documents, Rotary};
 pub use autodiff::TrainingBackend;
 pub use cache::{CacheBuffer, CacheFormat};
 pub use decode::{DecodeBlock, DecodeTokens, PAGE};
-pub use draw::{Awaited, Draw, Drawn, DrawnToken, MOST_CANDIDATES, Penalty};
+pub use draw::{Draw, Drawn, DrawnToken, Penalty};
 pub use error::Nvfp4Error;
 pub use kernels::{
-    AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention, decode_blocks, draw, logits_rows, penalize,
+    AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention, decode_blocks, draw, logits_rows, penalize, words_of,
 };
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},

@@ -2,6 +2,7 @@
 //! f32 throughout, because this backend has no 16-bit floats.
 
 use crate::{
+    asked::Asked,
     attention::{AttentionSpec, Documents, Rotary},
     burn_ops,
     error::Nvfp4Error,
@@ -84,6 +85,10 @@ impl Nvfp4Backend for NdArray {
 }
 
 impl Nvfp4Kernels for NdArray {
+    fn words_of(x: FloatTensor<Self>) -> Asked {
+        Asked::new(move || Ok(floats(x).into_iter().map(f32::to_bits).collect()))
+    }
+
     fn nvfp4_quantize(x: FloatTensor<Self>, spec: QuantizeSpec) -> Nvfp4Primitive<Self> {
         let (rows, cols) = (x.shape()[0], x.shape()[1]);
         device_packed(reference::quantize(&floats(x), View::row_major(rows, cols), spec), rows)

@@ -21,7 +21,7 @@ const PART: usize = 2048;
 /// The most values that are taken from a row.
 pub const MOST: usize = 64;
 /// Below every logit. It is a kernel's argument, because CubeCL cannot write it in a kernel.
-const LOWEST: f32 = f32::NEG_INFINITY;
+pub(crate) const LOWEST: f32 = f32::NEG_INFINITY;
 /// The most columns: a column is exact as f32.
 pub(crate) const MOST_COLUMNS: usize = 1 << 24;
 
@@ -172,6 +172,6 @@ fn take(
 
 /// Integer operations: a compiler with fast math may take `x != x` for false.
 #[cube]
-fn is_nan(x: f32) -> bool {
+pub(crate) fn is_nan(x: f32) -> bool {
     (u32::reinterpret(x) & 0x7FFF_FFFFu32) > 0x7F80_0000u32
 }

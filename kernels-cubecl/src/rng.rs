@@ -24,6 +24,8 @@ pub struct Stream {
 
 /// Rounds of the cipher.
 const ROUNDS: usize = 10;
+/// What each round adds to the two words of the key.
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 
 /// A [`Stream`] on the device. The host computes the keys of every round, so that a kernel reads them as constants.
 #[derive(CubeType, CubeLaunch)]
@@ -36,10 +38,22 @@ pub(crate) struct Cipher {
 /// Prepares a stream for the device.
 pub(crate) fn cipher<R: Runtime>(Stream { seed, step, stream }: Stream) -> CipherLaunch<R> {
     let keys_of = |round: u32| {
-        let lower = (seed as u32).wrapping_add(round.wrapping_mul(0x9E37_79B9));
-        [lower, ((seed >> 32) as u32).wrapping_add(round.wrapping_mul(0xBB67_AE85))]
+        let lower = (seed as u32).wrapping_add(round.wrapping_mul(WEYL[0]));
+        [lower, ((seed >> 32) as u32).wrapping_add(round.wrapping_mul(WEYL[1]))]
     };
     CipherLaunch::new(sequence((0..ROUNDS as u32).flat_map(keys_of)), step, stream)
+}
+
+/// A stream whose seed and step a kernel has read.
+#[cube]
+pub(crate) fn cipher_of(seed_low: u32, seed_high: u32, step: u32, #[comptime] stream: u32) -> Cipher {
+    let mut keys = Sequence::<u32>::new();
+    #[unroll]
+    for round in 0..ROUNDS {
+        keys.push(seed_low + comptime!((round as u32).wrapping_mul(WEYL[0])));
+        keys.push(seed_high + comptime!((round as u32).wrapping_mul(WEYL[1])));
+    }
+    Cipher { keys, step, stream: stream.runtime() }
 }
 
 /// Writes the four random words of counter `(index, step, stream, 0)` to `out[0..4]`. `other` is xored into the

@@ -1,17 +1,17 @@
-//! The next token of each answer of a step. The device draws it where it can: the next forward then begins before the host knows
-//! the token. Otherwise the host chooses it from all logits.
+//! The next token of each answer of a step. A GPU draws it: the next forward then begins before the host knows the token. On a CPU it
+//! is drawn from the logits when they are asked for.
 
 use crate::{ModelError, config::Qwen3Config, model::ids_tensor, weights::to_host};
-use backend_nvfp4::{Draw, Drawn, Nvfp4Error, Nvfp4Kernels, Penalty, draw, penalize};
+use backend_nvfp4::{Asked, Draw, Drawn, Nvfp4Error, Nvfp4Kernels, Penalty, draw, penalize, words_of};
 use burn::tensor::{Int, Tensor, backend::Backend};
 use std::sync::Arc;
 
 /// The next token of an answer, which the device may still be computing.
 #[derive(Debug)]
 pub(crate) enum NextToken<B: Backend> {
-    /// A row of what the device draws.
-    Drawn(Arc<Drawn<B>>, usize),
-    /// Logits `[1, V]`, from which the host is to choose.
+    /// A row of what the device draws, and the question for its logits before the penalty, if they are wanted.
+    Drawn(Arc<Drawn<B>>, usize, Option<Asked>),
+    /// Logits `[1, V]`, from which the host is to draw.
     Logits(Tensor<B, 2>),
     /// None yet, because a chunk of the prompt is read: one number of its last hidden state.
     Chunk(Tensor<B, 2>),
@@ -27,16 +27,18 @@ pub(crate) enum Newest<'a, B: Backend> {
 
 /// What is done with a row of logits on the device.
 pub(crate) struct Choice<'a> {
-    /// How its token is drawn. Without it, the host chooses.
-    pub(crate) draw: Option<Draw>,
+    /// How its token is drawn.
+    pub(crate) draw: Draw,
     /// The repetition penalty that is applied to the logits before the draw.
     pub(crate) penalty: Option<Penalty<'a>>,
+    /// Whether the host wants the logits, too.
+    pub(crate) wants_logits: bool,
 }
 
-/// The next token, or the logits to choose it from, on the host.
+/// The next token, or the logits to draw it from, on the host.
 pub(crate) enum Received {
-    /// Its id.
-    Token(u32),
+    /// Its id, and the logits of all tokens if they are wanted.
+    Token(u32, Option<Vec<f32>>),
     /// The logits of all tokens.
     Logits(Vec<f32>),
     /// A chunk of the prompt was read.
@@ -46,33 +48,16 @@ pub(crate) enum Received {
 }
 
 impl<B: Nvfp4Kernels> NextToken<B> {
-    /// The next token of each row of logits `[M, V]`, whose newest tokens are `newest` `[1, M]`: drawn if the row has a draw.
+    /// The next token of each row of logits `[M, V]`, whose newest tokens are `newest` `[1, M]`.
     pub(crate) fn of(logits: Tensor<B, 2>, newest: Tensor<B, 2, Int>, choices: &[Choice<'_>]) -> Vec<Self> {
         let row = |n: usize| logits.clone().slice(n..n + 1);
-        let asked: Vec<usize> = (0..choices.len()).filter(|n| choices[*n].draw.is_some()).collect();
-        let own: Vec<Draw> = choices.iter().filter_map(|choice| choice.draw).collect();
-        let rows = match own.len() {
-            0 => None,
-            count if count == choices.len() => Some((logits.clone(), newest)),
-            _ => {
-                let newest = asked.iter().map(|n| newest.clone().slice([0..1, *n..n + 1])).collect();
-                Some((Tensor::cat(asked.iter().map(|n| row(*n)).collect(), 0), Tensor::cat(newest, 1)))
-            }
+        let draws: Vec<Draw> = choices.iter().map(|choice| choice.draw).collect();
+        let drawn = penalized(logits.clone(), newest, choices).and_then(|rows| draw(rows, &draws)).map(Arc::new);
+        let next = |(n, choice): (usize, &Choice<'_>)| match &drawn {
+            Some(drawn) => Self::Drawn(drawn.clone(), n, choice.wants_logits.then(|| words_of(row(n)))),
+            None => Self::Logits(row(n)),
         };
-        let penalties: Vec<_> = asked.iter().map(|n| choices[*n].penalty).collect();
-        let penalized = |(rows, newest): (Tensor<B, 2>, Tensor<B, 2, Int>)| {
-            if penalties.iter().all(Option::is_none) {
-                return Some(rows);
-            }
-            let penalties: Vec<_> = penalties.iter().map(|penalty| penalty.unwrap_or(Penalty::NONE)).collect();
-            penalize(rows, newest.reshape([penalties.len()]), &penalties)
-        };
-        let drawn = rows.and_then(penalized).and_then(|rows| draw(rows, &own)).map(Arc::new);
-        let next = |n: usize| match (&drawn, asked.binary_search(&n)) {
-            (Some(drawn), Ok(place)) => Self::Drawn(drawn.clone(), place),
-            _ => Self::Logits(row(n)),
-        };
-        (0..choices.len()).map(next).collect()
+        choices.iter().enumerate().map(next).collect()
     }
 
     /// Waits for the device.
@@ -81,9 +66,15 @@ impl<B: Nvfp4Kernels> NextToken<B> {
     /// If the device fails.
     pub(crate) fn wait(self) -> Result<Received, ModelError> {
         match self {
-            Self::Drawn(drawn, row) => {
-                let token = drawn.token(row).map_err(|e: Nvfp4Error| ModelError::Device(e.to_string()))?;
-                Ok(if token.has_nan { Received::NotANumber } else { Received::Token(token.id) })
+            Self::Drawn(drawn, row, logits) => {
+                let failed = |e: Nvfp4Error| ModelError::Device(e.to_string());
+                let token = drawn.token(row).map_err(failed)?;
+                if token.has_nan {
+                    return Ok(Received::NotANumber);
+                }
+                let bits = logits.map(|mut asked| asked.answer().map(<[u32]>::to_vec)).transpose().map_err(failed)?;
+                let logits = bits.map(|bits| bits.into_iter().map(f32::from_bits).collect());
+                Ok(Received::Token(token.id, logits))
             }
             Self::Logits(logits) => {
                 let logits = to_host(logits)?;
@@ -95,6 +86,19 @@ impl<B: Nvfp4Kernels> NextToken<B> {
             }
         }
     }
+}
+
+/// Logits after the repetition penalties. `None` where the host applies them as fast.
+fn penalized<B: Nvfp4Kernels>(
+    logits: Tensor<B, 2>,
+    newest: Tensor<B, 2, Int>,
+    choices: &[Choice<'_>],
+) -> Option<Tensor<B, 2>> {
+    if choices.iter().all(|choice| choice.penalty.is_none()) {
+        return Some(logits);
+    }
+    let penalties: Vec<_> = choices.iter().map(|choice| choice.penalty.unwrap_or(Penalty::NONE)).collect();
+    penalize(logits, newest.reshape([penalties.len()]), &penalties)
 }
 
 /// The ids `[1, M]` of tokens on the device.

@@ -1,7 +1,7 @@
 //! Chooses the next token from logits: first the repetition penalty, then the most likely token (greedy); or temperature,
 //! top-k, top-p and min-p in Hugging Face's order, and one draw from a counter-based generator.
 
-use backend_nvfp4::{Draw, MOST_CANDIDATES, Penalty, Stream, reference};
+use backend_nvfp4::{Draw, Penalty, reference};
 use std::ops::RangeInclusive;
 
 /// How to choose a token.
@@ -54,7 +54,7 @@ impl Logprobs {
         let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|x| f64::from(x - most).exp()).sum();
         let logprob = |id: u32| (f64::from(logits[id as usize] - most) - sum.ln()) as f32;
-        let top = likeliest(logits, count).into_iter().map(|id| (id, logprob(id))).collect();
+        let top = reference::likeliest(logits, count).into_iter().map(|id| (id, logprob(id))).collect();
         Self { chosen: logprob(chosen), top }
     }
 }
@@ -65,15 +65,13 @@ impl Sampling {
         self.repetition_penalty != 1.0
     }
 
-    /// How a device draws the token at `position` of an answer from logits after the penalty. `None` if all tokens are candidates, or
-    /// more than a device finds.
-    pub fn draw(&self, position: u32) -> Option<Draw> {
+    /// How the token at `position` of an answer is drawn from logits after the penalty.
+    pub fn draw(&self, position: u32) -> Draw {
         let Self { temperature, top_k, top_p, min_p, repetition_penalty: _, seed } = *self;
         if temperature <= 0.0 {
-            return Some(Draw::GREEDY);
+            return Draw::GREEDY;
         }
-        let uniform = uniform(seed, position) as f32;
-        (1..=MOST_CANDIDATES).contains(&top_k).then_some(Draw { kept: top_k, temperature, top_p, min_p, uniform })
+        Draw { kept: top_k, temperature, top_p, min_p, seed, position }
     }
 }
 
@@ -117,102 +115,12 @@ pub fn next(logits: &mut [f32], seen: Option<&Seen>, sampling: &Sampling, positi
     if let Some(seen) = seen {
         seen.penalize(logits, sampling.repetition_penalty);
     }
-    if sampling.temperature <= 0.0 {
-        return argmax(logits);
-    }
-    let order = likeliest(logits, if sampling.top_k > 0 { sampling.top_k } else { logits.len() });
-    let candidates: Vec<(u32, f32)> = order.into_iter().map(|id| (id, logits[id as usize])).collect();
-    next_of(&candidates, sampling, position)
-}
-
-/// Draws one of the candidates and their logits, the likeliest first.
-fn next_of(candidates: &[(u32, f32)], sampling: &Sampling, position: u32) -> u32 {
-    let (_, top) = candidates[0];
-    let weight = |(_, logit): &(u32, f32)| f64::from((logit - top) / sampling.temperature).exp();
-    let mut weights: Vec<f64> = candidates.iter().map(weight).collect();
-    let total: f64 = weights.iter().sum();
-    let mut sum = 0.0;
-    let crossing = weights.iter().position(|w| {
-        sum += w;
-        sum >= f64::from(sampling.top_p) * total
-    });
-    weights.truncate(crossing.map_or(weights.len(), |i| i + 1));
-    let least = f64::from(sampling.min_p) * weights[0];
-    weights.truncate(weights.iter().take_while(|&&w| w >= least).count().max(1));
-
-    let mut left = uniform(sampling.seed, position) * weights.iter().sum::<f64>();
-    for ((id, _), w) in candidates.iter().zip(&weights) {
-        left -= w;
-        if left < 0.0 {
-            return *id;
-        }
-    }
-    candidates[weights.len() - 1].0
-}
-
-/// The random number of the token at `position`: at least 0 and below 1.
-fn uniform(seed: u64, position: u32) -> f64 {
-    let [high, low, ..] = reference::philox(0, Stream { seed, step: position, stream: u32::MAX });
-    (f64::from(high) + f64::from(low) / 4_294_967_296.0) / 4_294_967_296.0
-}
-
-/// The `count` tokens with the largest logits, the largest first; of equal ones the first.
-fn likeliest(logits: &[f32], count: usize) -> Vec<u32> {
-    let likelier = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
-    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    if count < order.len() {
-        order.select_nth_unstable_by(count, likelier);
-        order.truncate(count);
-    }
-    order.sort_unstable_by(likelier);
-    order
-}
-
-/// The index of the largest logit. At a tie it is the first.
-fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, x) in logits.iter().enumerate() {
-        if *x > logits[best] {
-            best = i;
-        }
-    }
-    best as u32
+    reference::draw(logits, &sampling.draw(position))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn counts(sampling: Sampling) -> [usize; 4] {
-        let mut counts = [0; 4];
-        for i in 0..4000 {
-            // Probabilities .5, .3, .15, .05.
-            let mut logits = [0.5f32, 0.3, 0.15, 0.05].map(f32::ln);
-            counts[next(&mut logits, None, &sampling, i) as usize] += 1;
-        }
-        counts
-    }
-
-    const ONE: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
-
-    #[test]
-    fn draws_follow_the_probabilities() {
-        for (count, p) in counts(ONE).iter().zip([0.5, 0.3, 0.15, 0.05f64]) {
-            let sigma = (4000.0 * p * (1.0 - p)).sqrt();
-            assert!((*count as f64 - 4000.0 * p).abs() < 4.0 * sigma, "{count} of {p}");
-        }
-    }
-
-    #[test]
-    fn filters_keep_the_tokens_that_they_should() {
-        let kept = |s| counts(s).map(|c| c > 0);
-        assert_eq!(kept(Sampling { top_k: 2, ..ONE }), [true, true, false, false]);
-        assert_eq!(kept(Sampling { top_p: 0.6, ..ONE }), [true, true, false, false]);
-        // The most likely token stays, even if its probability alone exceeds top-p.
-        assert_eq!(kept(Sampling { top_p: 0.1, ..ONE }), [true, false, false, false]);
-        assert_eq!(kept(Sampling { min_p: 0.2, ..ONE }), [true, true, true, false]);
-        assert_eq!(kept(Sampling { temperature: 0.01, ..ONE }), [true, false, false, false]);
-    }
 
     #[test]
     fn logprobs_are_the_logarithms_of_probabilities() {
@@ -227,8 +135,8 @@ mod tests {
     }
 
     #[test]
-    fn greedy_takes_the_first_of_equal_tokens_and_a_penalty_changes_that() {
-        assert_eq!(next(&mut [1.0, 3.0, 3.0], None, &Sampling::GREEDY, 0), 1);
+    fn a_penalty_makes_seen_tokens_less_likely() {
+        assert_eq!(next(&mut [1.0, 3.0, 2.5], None, &Sampling::GREEDY, 0), 1);
         let penalty = Sampling { repetition_penalty: 2.0, ..Sampling::GREEDY };
         let mut seen = Seen::new(3);
         seen.extend(&[1, 1, 77]);

@@ -273,21 +273,21 @@ impl<B: Nvfp4Kernels> Answering<B> {
         self.ids.last().filter(|_| is_next).map(|id| Newest::Known(*id))
     }
 
-    /// What the device does with the logits of the token behind `more` tokens that the host does not know yet. It draws no token
-    /// if log probabilities are wanted, because these need all logits.
+    /// What the device does with the logits of the token behind `more` tokens that the host does not know yet.
     fn choice(&self, more: usize) -> Choice<'_> {
         let sampling = &self.options.sampling;
         let position = (self.generation.ids.len() + more) as u32;
         Choice {
-            draw: sampling.draw(position).filter(|_| self.options.logprobs.is_none()),
+            draw: sampling.draw(position),
             penalty: self.seen.as_ref().map(|seen| seen.penalty(sampling)),
+            wants_logits: self.options.logprobs.is_some(),
         }
     }
 
     /// The next token on the device, if the answer goes on behind it unless it is a stop token.
     fn drawn(&self) -> Option<(&Arc<Drawn<B>>, usize)> {
         match &self.next {
-            Some(NextToken::Drawn(drawn, row))
+            Some(NextToken::Drawn(drawn, row, _))
                 if !self.reads_prompt() && self.generation.ids.len() + 1 < self.options.max_tokens =>
             {
                 Some((drawn, *row))
@@ -320,7 +320,7 @@ impl<B: Nvfp4Kernels> Answering<B> {
 
     fn receive(&mut self, received: Received) -> Option<u32> {
         let (options, answer) = (&self.options, &mut self.generation);
-        let (id, logprobs) = match received {
+        let (id, logits) = match received {
             Received::Chunk => return None,
             Received::NotANumber => {
                 self.failed = true;
@@ -331,19 +331,19 @@ impl<B: Nvfp4Kernels> Answering<B> {
                 self.end(StopReason::MaxTokens);
                 return None;
             }
-            Received::Token(id) => (id, None),
+            Received::Token(id, logits) => (id, logits),
             Received::Logits(mut logits) => {
                 // Sampling changes the logits of tokens that were seen.
-                let own = options.logprobs.map(|count| (logits.clone(), count));
-                let id = sampling::next(&mut logits, self.seen.as_ref(), &options.sampling, answer.ids.len() as u32);
-                (id, own.map(|(own, count)| Logprobs::of(&own, id, count)))
+                let own = options.logprobs.map(|_| logits.clone());
+                (sampling::next(&mut logits, self.seen.as_ref(), &options.sampling, answer.ids.len() as u32), own)
             }
         };
         if options.stop_ids.contains(&id) {
             self.end(StopReason::StopToken(id));
             return None;
         }
-        answer.logprobs.extend(logprobs);
+        let wanted = options.logprobs.zip(logits);
+        answer.logprobs.extend(wanted.map(|(count, logits)| Logprobs::of(&logits, id, count)));
         answer.ids.push(id);
         self.ids.push(id);
         self.seen.iter_mut().for_each(|seen| seen.extend(&[id]));

@@ -1,8 +1,9 @@
-//! The next tokens, drawn by kernels, and the question for them that is asked before anything else is launched.
+//! The next tokens, drawn by kernels, and questions for what kernels write, which are asked before anything else is launched.
 
 use super::launch::{arg, dims, empty, launched};
 use crate::{
-    draw::{Awaited, Draw, Penalty},
+    asked::Asked,
+    draw::{Draw, Penalty},
     error::Nvfp4Error,
 };
 use burn::tensor::DType;
@@ -12,7 +13,7 @@ use cubecl::{
     prelude::ComputeClient,
     server::{Handle, ServerError},
 };
-use kernels_cubecl::{draw, likeliest, penalty::penalize};
+use kernels_cubecl::{draw, penalty::penalize};
 use std::{
     future::poll_fn,
     pin::Pin,
@@ -20,24 +21,25 @@ use std::{
 };
 
 /// See [`Nvfp4Kernels::draw`](crate::kernels::Nvfp4Kernels::draw).
-pub(super) fn draw<R: CubeRuntime>(logits: CubeTensor<R>, draws: &[Draw]) -> Option<(CubeTensor<R>, Awaited)> {
+pub(super) fn draw<R: CubeRuntime>(logits: CubeTensor<R>, draws: &[Draw]) -> (CubeTensor<R>, Asked) {
     let logits = into_contiguous(logits);
-    let ([rows, cols], client) = (dims(&logits), logits.client.clone());
-    let count = draws.iter().map(|draw| draw.kept).max()?;
-    if !(1..=likeliest::MOST.min(cols)).contains(&count) {
-        return None;
-    }
-    let found = empty(&logits, [rows * likeliest::words(count)], DType::U32);
+    let [rows, cols] = dims(&logits);
     let tokens = empty(&logits, [2 * rows], DType::I32);
-    launched(likeliest::likeliest(&client, arg(&logits), arg(&found), [rows, cols], count));
-    launched(draw::draw(&client, arg(&found), draws, arg(&tokens), count));
-    let question = ask(client, tokens.handle.clone());
-    let asked = move || {
+    launched(draw::draw(&logits.client, || arg(&logits), draws, || arg(&tokens), cols));
+    let asked = words_of(tokens.clone());
+    (tokens, asked)
+}
+
+/// See [`Nvfp4Kernels::words_of`](crate::kernels::Nvfp4Kernels::words_of).
+pub(super) fn words_of<R: CubeRuntime>(x: CubeTensor<R>) -> Asked {
+    let x = into_contiguous(x);
+    let len = x.meta.shape().num_elements();
+    let question = ask(x.client.clone(), x.handle.clone());
+    Asked::new(move || {
         let bytes = cubecl::future::block_on(question).map_err(|e| Nvfp4Error::Device(format!("{e:?}")))?;
-        let words = bytes.iter().flat_map(|bytes| bytes.chunks_exact(4));
+        let words = bytes.iter().flat_map(|bytes| bytes.chunks_exact(4)).take(len);
         Ok(words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect())
-    };
-    Some((tokens, Box::new(asked)))
+    })
 }
 
 /// See [`Nvfp4Kernels::penalize`](crate::kernels::Nvfp4Kernels::penalize).

@@ -19,10 +19,11 @@ use self::{
     launch::{arg, dims, empty, launched, writable},
 };
 use crate::{
+    asked::Asked,
     attention::{AttentionSpec, Documents, Rotary},
     burn_ops,
     decode::{DecodeBlock, DecodeTokens},
-    draw::{Awaited, Draw, Penalty},
+    draw::{Draw, Penalty},
     error::Nvfp4Error,
     kernels::{AttentionSaved, HeadLoss, Nvfp4Kernels},
     ops::{Activations, LinearLayer, Nvfp4Backend},
@@ -331,8 +332,12 @@ where
         decode::decode_blocks(x, blocks, tokens)
     }
 
-    fn draw(logits: FloatTensor<Self>, draws: &[Draw]) -> Option<(IntTensor<Self>, Awaited)> {
-        drawing::draw(logits, draws)
+    fn draw(logits: FloatTensor<Self>, draws: &[Draw]) -> Option<(IntTensor<Self>, Asked)> {
+        Some(drawing::draw(logits, draws))
+    }
+
+    fn words_of(x: FloatTensor<Self>) -> Asked {
+        drawing::words_of(x)
     }
 
     fn penalize(

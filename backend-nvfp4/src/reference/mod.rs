@@ -7,6 +7,7 @@
 mod adamw;
 mod codec;
 mod dialects;
+mod draw;
 mod hadamard;
 mod moments;
 mod quantize;
@@ -21,6 +22,7 @@ pub use codec::{
     word_of,
 };
 pub use dialects::{Dialect, dequantize_divided};
+pub use draw::{draw, likeliest};
 pub use hadamard::hadamard;
 pub(crate) use moments::{decode_moment, encode_moment, table};
 pub use quantize::{

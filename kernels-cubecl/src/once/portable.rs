@@ -6,7 +6,7 @@ use crate::{
     column_sums::column_sums,
     cross_entropy::cross_entropy,
     dequantize::dequantize,
-    draw::{self, Draw},
+    draw::{Draw, draw},
     e4m3, hadamard, likeliest,
     matmul::{Product, matmul_dense_packed, matmul_packed_packed},
     normal,
@@ -76,9 +76,12 @@ pub(super) fn small_operations<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Res
     let Zeros { client, dtype } = *zeros;
     let (n, shape) = (rows * COLS, [rows, COLS]);
     for count in [1, 20] {
-        let found = || zeros.floats(rows * likeliest::words(count));
-        likeliest::likeliest(client, zeros.floats(n), found(), shape, count)?;
-        draw::draw(client, found(), &vec![Draw::GREEDY; rows], zeros.floats(2 * rows), count)?;
+        let found = zeros.floats(rows * likeliest::words(count));
+        likeliest::likeliest(client, zeros.floats(n), found, shape, count)?;
+    }
+    for kept in [1, 20, 0, 100] {
+        let draws = vec![Draw { kept, top_p: 0.9, ..Draw::GREEDY }; rows];
+        draw(client, || zeros.floats(n), &draws, || zeros.floats(2 * rows), COLS)?;
     }
     penalize(client, zeros.floats(n), zeros.floats(rows), &vec![Penalty::NONE; rows], zeros.floats(n), COLS)?;
     for fused in [false, true] {

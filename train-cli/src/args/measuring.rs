@@ -6,7 +6,7 @@ use crate::{
     tolerance,
 };
 use backend_nvfp4::{CacheFormat, Precision, Recipe};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum, builder::NonEmptyStringValueParser};
 use std::path::PathBuf;
 
 /// What `eval` measures.
@@ -62,6 +62,10 @@ pub struct EvalLossArgs {
     /// Format of the files
     #[arg(long, default_value = AUTO, value_parser = parser::<Auto<Format>>())]
     pub format: Auto<Format>,
+    /// What stands between the documents of a .txt or .md file, for example '<|endoftext|>'. Without it the file is one
+    /// document
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = NonEmptyStringValueParser::new())]
+    pub document_separator: Option<String>,
     /// Which tokens the loss counts
     #[arg(long, value_enum, default_value_t)]
     pub loss_on: LossOn,

@@ -77,9 +77,11 @@ fn samples(args: &EvalLossArgs, text: &TextFiles, config: &Qwen3Config) -> Resul
     let wanted = args.max_seq_length.map(usize::from);
     let max_seq_length = plan::max_seq_length(wanted, config.max_position_embeddings)?;
     let overlong = Overlong::Split;
-    let rows = RowOptions::default();
+    let files = data_files::all_named_by("--data", &args.data)?;
+    read::check_separator(&files, args.format, args.document_separator.as_deref())?;
+    let rows = RowOptions { separator: args.document_separator.clone(), weight: None };
     let options = DataOptions { format: args.format, loss_on: args.loss_on, max_seq_length, overlong, rows };
-    let (samples, found) = read::load(&data_files::all_named_by("--data", &args.data)?, text, &options)?;
+    let (samples, found) = read::load(&files, text, &options)?;
     if !found.dropped.is_empty() {
         report::line(format!("note: the loss counts nothing in {}", report::count(found.dropped.len(), "row")));
     }

@@ -95,7 +95,20 @@ pub fn parent(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Syncs the names in a folder.
+/// Syncs the names in a folder. An error has its whole path, because a message about `.` would help nobody.
 pub(super) fn sync_folder(folder: &Path) -> Result<(), CliError> {
-    File::open(folder).and_then(|f| f.sync_all()).map_err(CliError::io(folder))
+    let whole = || std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+    File::open(folder).and_then(|f| f.sync_all()).map_err(|e| CliError::io(&whole())(e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_cannot_be_synced_is_named_by_its_whole_path() {
+        let text = sync_folder(&Path::new(".").join("no-such-folder")).unwrap_err().to_string();
+        let whole = std::env::current_dir().unwrap().join("no-such-folder");
+        assert!(text.starts_with(&whole.display().to_string()), "{text}");
+    }
 }

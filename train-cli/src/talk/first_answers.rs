@@ -77,7 +77,9 @@ impl Job for FirstAnswers<'_> {
             let lengths: Vec<usize> = lengths.into_iter().map(|n| chunks(n).min(longest).max(1)).collect();
             answer(&model, &pool_for(&model, &lengths)?, &lengths, Begin::Together, Sampling::GREEDY)?;
         }
-        for sampling in [Sampling::CARD, Sampling { repetition_penalty: 1.1, ..Sampling::GREEDY }] {
+        // A draw from a list of each length, one from all tokens, and a penalty.
+        let with = |top_k: usize| Sampling { top_k, ..Sampling::CARD };
+        for sampling in [with(20), with(64), with(0), Sampling { repetition_penalty: 1.1, ..Sampling::GREEDY }] {
             answer(&model, &pool_for(&model, &[1])?, &[1], Begin::Together, sampling)?;
         }
         if expected.together > 1 {
