@@ -295,7 +295,9 @@ fn doctor_says_what_there_is_and_what_to_do_about_the_rest() {
     let vulkan = named("vulkan");
     if vulkan["good"] == true {
         ["vulkan quantizer", "vulkan portable product"].iter().for_each(|name| agrees(name));
-        assert!(vulkan["found"].as_str().is_some_and(|adapters| adapters.contains('(')), "{vulkan}");
+        let found = vulkan["found"].as_str().unwrap();
+        let (adapters, taken) = found.split_once(" · --device vulkan takes ").unwrap();
+        assert!(adapters.contains('(') && taken.ends_with(" are free"), "{vulkan}");
     } else {
         skipped_for(&format!("doctor finds no Vulkan: {vulkan}"));
     }

@@ -1,10 +1,13 @@
 //! Nothing is lost and nothing lies: signals, kills before the first checkpoint, locks, outputs that cannot be written, and
 //! inputs that are no files. Every test runs the program as a process of its own.
 
-use crate::support::{
-    faulty_disk::preloaded,
-    files::{Cost, command, cost, demo_file, ok, program, refused, run, send, tiny_model},
-    golden,
+use crate::{
+    gpu_checkpoints,
+    support::{
+        faulty_disk::preloaded,
+        files::{Cost, command, cost, demo_file, ok, program, refused, run, send, tiny_model},
+        golden,
+    },
 };
 use std::{
     fs,
@@ -600,6 +603,31 @@ fn the_newest_good_checkpoint_is_resumed() {
     assert!(stderr.contains("skipping r/checkpoint-30") && stderr.contains("NaN"), "{stderr}");
     assert!(stderr.contains("checkpoint-20 · step 20"), "{stderr}");
     assert!(fs::read(d.join("r/final/model.dat")).unwrap() == exported);
+}
+
+/// A GPU says how much memory is free, through Vulkan too. A run that needs more is refused before it begins.
+#[test]
+fn a_run_that_needs_more_memory_than_is_free_on_a_gpu_is_refused() {
+    let Some(device) = gpu_checkpoints::device() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut config: serde_json::Value = serde_json::from_slice(&fs::read(d.join("m/config.json")).unwrap()).unwrap();
+    for (key, value) in [("hidden_size", 8192), ("intermediate_size", 65_536), ("num_hidden_layers", 200)] {
+        config[key] = value.into();
+    }
+    fs::write(d.join("m/huge.json"), config.to_string()).unwrap();
+    for (file, fits) in [("m/config.json", true), ("m/huge.json", false)] {
+        let inputs = ["--init-config", file, "--tokenizer", "m", "-d", "m/demo.tsv", "--device", device];
+        let line = ok(d, &[&["estimate", "--json"][..], &inputs].concat());
+        let forecast: serde_json::Value = serde_json::from_str(&line).unwrap();
+        assert!(forecast["free"].as_u64() > Some(0) && forecast["fits"] == fits, "{forecast}");
+        let fit = [&["fit", "--dry-run", "-o", "r"][..], &inputs].concat();
+        let out = run(d, &fit);
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert_eq!(out.status.code(), Some(if fits { 0 } else { 4 }), "{stderr}");
+        assert!(stderr.contains(" are free") && stderr.contains("error: the run would need") != fits, "{stderr}");
+    }
 }
 
 /// What a run would be refused for after loading is refused before, and `--dry-run` refuses the same.

@@ -29,6 +29,7 @@
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
 //! | [`device`] | what launches ask of a device, and how many cubes they start |
 //! | [`host_memory`] | how a program ends when the host has no more memory |
+//! | [`vulkan`] | whose memory the default adapter of Vulkan has, and how much of it is free |
 //! | `once` | tests only: launches every kernel once, and compiles it for cards that the machine does not have |
 //! | [`any_cuda`] | the CUDA runtime, whose devices are GPUs or those of [`cuda_source`] |
 //! | [`cuda_source`] | devices that record kernels as CUDA C++ instead of running them |
@@ -111,5 +112,6 @@ pub mod rms_norm;
 pub mod rng;
 pub mod rope;
 pub mod swiglu;
+pub mod vulkan;
 
 pub use error::KernelError;

@@ -16,7 +16,7 @@ use cubecl::{
 use cudarc::driver::CudaContext;
 use kernels_cubecl::{
     any_cuda::{AnyCudaDevice, AnyCudaRuntime},
-    compile_ahead,
+    compile_ahead, vulkan,
 };
 use model_qwen3::{ModelError, limits};
 use std::{
@@ -100,10 +100,21 @@ pub fn is_there(choice: DeviceChoice) -> bool {
     }
 }
 
-/// Bytes that are free on a CUDA device; None if it does not say.
-pub fn free_on_cuda(index: usize) -> Option<u64> {
-    let ask = || CudaContext::new(index).and_then(|context| context.mem_get_info()).ok();
-    quietly(ask).flatten().map(|(free, _total)| free as u64)
+/// Bytes that are free on a GPU, as its driver says; None if it does not say, and for the CPU.
+pub fn free(choice: DeviceChoice) -> Option<u64> {
+    match choice {
+        DeviceChoice::Cuda(index) => {
+            let ask = || CudaContext::new(index).and_then(|context| context.mem_get_info()).ok();
+            quietly(ask).flatten().map(|(free, _total)| free as u64)
+        }
+        DeviceChoice::Vulkan => vulkan_adapter()?.free(),
+        DeviceChoice::Cpu | DeviceChoice::Auto => None,
+    }
+}
+
+/// The adapter that `--device vulkan` takes; None if there is none, or if it is not known which.
+pub fn vulkan_adapter() -> Option<&'static vulkan::Adapter> {
+    quietly(vulkan::default_adapter).flatten()
 }
 
 /// Runs a job on the chosen device and prints which one it is. `asked` is the number format that the user chose.
@@ -126,12 +137,9 @@ pub fn run<J: Job>(choice: DeviceChoice, asked: Option<Precision>, job: J) -> Re
         }
         DeviceChoice::Vulkan => on_cube::<WgpuRuntime, J>("vulkan", WgpuDevice::DefaultDevice, precision, job),
     };
-    ran.map_err(|error| match (named(error), choice) {
-        (CliError::OutOfMemory { reason, .. }, DeviceChoice::Cuda(index)) => {
-            CliError::OutOfMemory { reason, free: free_on_cuda(index), remedy }
-        }
-        (CliError::OutOfMemory { reason, .. }, _) => CliError::OutOfMemory { reason, free: None, remedy },
-        (error, _) => error,
+    ran.map_err(|error| match named(error) {
+        CliError::OutOfMemory { reason, .. } => CliError::OutOfMemory { reason, free: free(choice), remedy },
+        error => error,
     })
 }
 

@@ -57,7 +57,7 @@ pub struct CompareArgs {
 /// Flags of `doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// Print one JSON object for each line
+    /// Print one JSON object for each check, each on its own line
     #[arg(long)]
     pub json: bool,
 }

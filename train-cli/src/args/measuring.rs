@@ -30,10 +30,11 @@ pub struct NeedleArgs {
     /// Lengths of the texts with question and answer, in tokens, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', required = true)]
     pub lengths: Vec<usize>,
-    /// Number of positions at which the number is hidden, from the beginning of the text to its end
+    /// How many depths to test. A depth is a place in a text where the number is hidden. The depths are spread evenly from the
+    /// beginning of the text to its end; with 1, the only depth is the middle. Each text hides its number at one depth
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub depths: usize,
-    /// Number of texts for each length and each position of the number
+    /// Number of texts for each length and each depth
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub tries: usize,
     /// Number of digits of the hidden number; no digit occurs twice

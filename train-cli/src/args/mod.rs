@@ -55,7 +55,7 @@ const VERSION: &str = concat!(
 );
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 system error, 2 wrong usage or configuration, 3 invalid data, \
-4 too little memory on the device or the machine, 5 too many training steps whose loss or gradient is not finite, 6 corrupt file, failed check of an export or difference found by parity, 7 device error, 101 a bug in train-cli, 128 plus the number of a signal that ended it (serve ends with 0).\n\
+4 too little memory on the device or the machine, 5 too many training steps whose loss or gradient is not finite, 6 corrupt file, failed check of an export or difference found by parity, 7 device error, 101 a bug in train-cli, 128 plus the number of a signal that ended it (serve ends with 0 after a first signal).\n\
 Try it without any file: train-cli fit --demo";
 
 /// The commands.

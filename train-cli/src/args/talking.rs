@@ -78,8 +78,8 @@ pub struct ChatArgs {
     /// Maximum length of the conversation, in tokens.
     #[arg(long, value_name = "N", help = context_help("the conversation", "; the memory for it is allocated at the start"))]
     pub context: Option<std::num::NonZeroUsize>,
-    /// Read messages, and commands such as /reset, from this file instead of the terminal. From a conversation that /save
-    /// wrote, send its system and user messages again
+    /// Read messages, and commands such as /reset, from this file instead of the terminal. The file can also be a conversation
+    /// that /save wrote: then its system message and its user messages are sent again, and the model answers them anew
     #[arg(long, value_name = "FILE")]
     pub script: Option<PathBuf>,
     /// How tokens are chosen.
@@ -148,8 +148,9 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub parallel: usize,
     /// Number of tokens that the KV cache holds for all prompts and answers together, at least --context. Its memory is allocated
-    /// at the start. If it is smaller than --parallel times --context, a request may have to wait until there is room. Free room
-    /// keeps earlier prompts, so that a prompt which begins like one of them is read faster [default: --parallel times --context]
+    /// at the start. If it is smaller than --parallel times --context, a request may have to wait until there is room. Earlier
+    /// prompts stay in the cache while there is free room, so that a prompt which begins like one of them is read faster [default:
+    /// --parallel times --context]
     #[arg(long, value_name = "N")]
     pub kv_cache_tokens: Option<usize>,
 }

@@ -174,7 +174,7 @@ fn card(index: usize) -> Checked {
     }
 }
 
-/// The adapters that Vulkan's drivers offer. The first is the one that --device vulkan takes, unless another is faster.
+/// The adapters that Vulkan's drivers offer, and which of them --device vulkan takes.
 fn adapters() -> Checked {
     let ask = || {
         let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
@@ -186,8 +186,18 @@ fn adapters() -> Checked {
     };
     match device::quietly(ask).unwrap_or_default() {
         found if found.is_empty() => Checked::missing("vulkan", "no driver for Vulkan is found", VULKAN),
-        found => Checked::good("vulkan", found.join(" · ")),
+        found => Checked::good("vulkan", found.into_iter().chain(taken()).collect::<Vec<String>>().join(" · ")),
     }
+}
+
+/// The adapter that --device vulkan takes, if that is known.
+fn taken() -> Option<String> {
+    let name = device::vulkan_adapter()?.name();
+    let free = match free::on_device(DeviceChoice::Vulkan) {
+        Some(free) => format!("where {} are free", report::size(free)),
+        None => "which does not say how much memory is free".to_owned(),
+    };
+    Some(format!("--device vulkan takes {name}, {free}"))
 }
 
 fn shown(adapter: &wgpu::AdapterInfo) -> String {

@@ -1,16 +1,25 @@
-//! How much memory is free: on a device before a run takes any, and on the disk of a folder.
+//! How much memory is free: on a device before a run takes any, and on the disk of a folder. Whose memory a device has.
 
 use crate::{CliError, device, kernel_cache, memory::host, settings::DeviceChoice};
 use std::path::Path;
 
-/// Bytes that are free on a device; None if it does not say. The CPU's memory is the host's, and so is that of a card
-/// that shares it.
+/// Bytes that are free on a device; None if it does not say. Where its memory is the host's, the host says. Of that, a GPU
+/// behind Vulkan may be allowed a part only.
 pub fn on_device(device: DeviceChoice) -> Option<u64> {
     match device {
-        DeviceChoice::Cuda(_) if kernel_cache::memory_is_the_hosts() => host::available(),
-        DeviceChoice::Cuda(index) => device::free_on_cuda(index),
-        DeviceChoice::Cpu => host::available(),
-        DeviceChoice::Vulkan | DeviceChoice::Auto => None,
+        _ if is_the_hosts(device) != Some(true) => device::free(device),
+        DeviceChoice::Vulkan => [host::available(), device::free(device)].into_iter().flatten().min(),
+        DeviceChoice::Cuda(_) | DeviceChoice::Cpu | DeviceChoice::Auto => host::available(),
+    }
+}
+
+/// Whether the memory of a device is the host's; None if it does not say.
+pub fn is_the_hosts(device: DeviceChoice) -> Option<bool> {
+    match device {
+        DeviceChoice::Cpu => Some(true),
+        DeviceChoice::Cuda(_) => Some(kernel_cache::memory_is_the_hosts()),
+        DeviceChoice::Vulkan => device::vulkan_adapter()?.memory_is_the_hosts(),
+        DeviceChoice::Auto => None,
     }
 }
 

@@ -2,7 +2,7 @@
 //! free on the device, and its files onto the disk. `fit`, `fit --dry-run` and `estimate` ask here.
 
 use crate::{
-    CliError, kernel_cache,
+    CliError, device,
     memory::{
         estimate::Estimate,
         free::{self, Disk},
@@ -69,7 +69,7 @@ impl Undo {
             () if !advanced.guard => Self::Never,
             () if clips_exactly(plan) => Self::NotNeeded,
             () if advanced.undo_copy && space.has(estimate.peak() + bytes) => Self::Copy { bytes },
-            () if advanced.undo_copy && space == Space::default() && matches!(device, DeviceChoice::Cuda(_)) => {
+            () if advanced.undo_copy && space == Space::default() && !device::is_there(device) => {
                 Self::Unknown { bytes }
             }
             () => Self::Replay,
@@ -135,31 +135,34 @@ fn clips_exactly(plan: &Plan) -> bool {
 }
 
 /// How many blocks keep their activations: as many as there is room for, unless the plan says all or none. Memory that
-/// belongs to the host is not for this program alone, which then takes half of what is free at most.
-fn kept_blocks(plan: &Plan, estimate: &Estimate, space: Space, of_the_host: bool) -> usize {
+/// belongs to the host, or may do so, is not for this program alone, which then takes half of what is free at most.
+fn kept_blocks(plan: &Plan, estimate: &Estimate, space: Space, of_the_host: Option<bool>) -> usize {
     let (memory, blocks) = (&plan.settings.memory, estimate.trained_blocks());
     match memory.recompute {
         Recompute::Always => 0,
         Recompute::Never => blocks,
         Recompute::Auto => {
-            let space = Space { free: space.free.map(|free| if of_the_host { free / 2 } else { free }), ..space };
+            let space = Space {
+                free: space.free.map(|free| if of_the_host == Some(false) { free } else { free / 2 }),
+                ..space
+            };
             let left = space.most().map_or(0, |most| most.saturating_sub(estimate.peak()));
             blocks.min((left / estimate.block().max(1)) as usize)
         }
     }
 }
 
-/// Where a checkpoint waits in a run of so many steps, if the device has room for a copy (`fits`) or not.
-fn room(saving: &SavingSettings, steps: usize, device: DeviceChoice, fits: bool) -> Room {
+/// Where a checkpoint waits in a run of so many steps, if the device has room for a copy (`fits`) or not, and its memory is the
+/// host's or not.
+fn room(saving: &SavingSettings, steps: usize, of_the_host: Option<bool>, fits: bool) -> Room {
     if saving.save_strategy == SaveStrategy::No {
         return Room::AtTheEnd;
     }
-    match device {
+    match of_the_host {
         _ if fits => Room::Device,
         _ if saving.checkpoints(steps) <= 1 => Room::AtTheEnd,
-        DeviceChoice::Cuda(_) if !is_of_the_host(device) => Room::Host,
-        // A GPU behind Vulkan does not say whose memory it has.
-        _ => Room::Shared,
+        Some(false) => Room::Host,
+        Some(true) | None => Room::Shared,
     }
 }
 
@@ -203,15 +206,6 @@ fn more_room(saving: &SavingSettings, checkpoints: usize) -> String {
     remedy
 }
 
-/// Whether the memory of a device is that of the host.
-fn is_of_the_host(device: DeviceChoice) -> bool {
-    match device {
-        DeviceChoice::Cpu => true,
-        DeviceChoice::Cuda(_) => kernel_cache::memory_is_the_hosts(),
-        DeviceChoice::Vulkan | DeviceChoice::Auto => false,
-    }
-}
-
 /// Refuses settings that do not fit what the run has read. `scaling` is how many levels of scales its NVFP4 weights have, and
 /// `master` how it stores master weights.
 ///
@@ -236,17 +230,18 @@ impl Forecast {
     /// Predicts the run of a plan over its inputs on a device that computes in `precision`.
     pub fn of(plan: &Plan, inputs: &Inputs, device: DeviceChoice, precision: Precision) -> Self {
         let mut estimate = Estimate::of(&inputs.config, plan, precision, inputs.longest_row());
-        let space = Space { limit: plan.memory_limit, free: free::on_device(device) };
+        let (free, of_the_host) = (free::on_device(device), free::is_the_hosts(device));
+        let space = Space { limit: plan.memory_limit, free };
         let one_batch = plan.settings.optimizer.gradient_accumulation_steps == 1;
         let gathers = (clips_exactly(plan) && one_batch).then(|| space.has(estimate.peak() + estimate.all_gradients()));
         if gathers == Some(true) {
             estimate.gather();
         }
-        let kept = kept_blocks(plan, &estimate, space, is_of_the_host(device));
+        let kept = kept_blocks(plan, &estimate, space, of_the_host);
         estimate.keep(kept);
         let undo = Undo::of(plan, &estimate, space, device);
         let fits = space.has(estimate.peak() + undo.bytes() + estimate.trained());
-        let saving = room(&plan.settings.saving, inputs.order(plan).steps, device, fits);
+        let saving = room(&plan.settings.saving, inputs.order(plan).steps, of_the_host, fits);
         Self { estimate, device, space, undo, saving, gathers, kept }
     }
 
@@ -376,9 +371,7 @@ impl Forecast {
 
 #[cfg(test)]
 mod tests {
-    use super::{
-        DeviceChoice, Disk, Path, Room, SaveStrategy, SavingSettings, Space, check_disks, more_checkpoints, room,
-    };
+    use super::{Disk, Path, Room, SaveStrategy, SavingSettings, Space, check_disks, more_checkpoints, room};
 
     #[test]
     fn room_is_the_least_of_what_is_known() {
@@ -399,21 +392,21 @@ mod tests {
 
     #[test]
     fn only_a_run_that_saves_while_it_trains_takes_memory_for_checkpoints() {
-        let cuda = DeviceChoice::Cuda(0);
-        for (save_steps, device, fits, expected) in [
-            (Some(10), cuda, true, Room::Device),
-            (Some(10), cuda, false, Room::Host),
-            (None, cuda, false, Room::Host),
-            (Some(0), cuda, false, Room::AtTheEnd),
-            (Some(100), cuda, false, Room::AtTheEnd),
-            (Some(10), DeviceChoice::Cpu, true, Room::Device),
-            (Some(10), DeviceChoice::Cpu, false, Room::Shared),
-            (Some(10), DeviceChoice::Vulkan, false, Room::Shared),
+        let (own, shared) = (Some(false), Some(true));
+        for (save_steps, of_the_host, fits, expected) in [
+            (Some(10), own, true, Room::Device),
+            (Some(10), own, false, Room::Host),
+            (None, own, false, Room::Host),
+            (Some(0), own, false, Room::AtTheEnd),
+            (Some(100), own, false, Room::AtTheEnd),
+            (Some(10), shared, true, Room::Device),
+            (Some(10), shared, false, Room::Shared),
+            (Some(10), None, false, Room::Shared),
         ] {
             let saving = SavingSettings { save_steps, ..SavingSettings::default() };
-            assert_eq!(room(&saving, 100, device, fits), expected, "{save_steps:?} {device} {fits}");
+            assert_eq!(room(&saving, 100, of_the_host, fits), expected, "{save_steps:?} {of_the_host:?} {fits}");
             let never = SavingSettings { save_strategy: SaveStrategy::No, ..saving };
-            assert_eq!(room(&never, 100, device, fits), Room::AtTheEnd, "it saves nothing");
+            assert_eq!(room(&never, 100, of_the_host, fits), Room::AtTheEnd, "it saves nothing");
         }
     }
 

@@ -378,8 +378,8 @@ pub enum HeadFormat {
     /// In NVFP4. If the head is tied (the embedding is the head), the file has the embedding in f16 and an NVFP4 copy of it as
     /// head, which makes answers faster
     Nvfp4,
-    /// In bf16, if the file with which training began (for convert: the input) has a separate matrix for the head, even if that
-    /// matrix is an NVFP4 copy of the embedding. Otherwise the head is the embedding itself: it is stored once, in f16
+    /// In bf16, if the file with which training began (for convert: the input) has a separate matrix for the head. An NVFP4 copy
+    /// of the embedding counts as such a matrix. Otherwise the head is the embedding itself: it is stored once, in f16
     Bf16,
 }
 

@@ -272,7 +272,7 @@ pub struct OptimizerSettings {
     /// Global gradient norm above which gradients are scaled down; 0 turns clipping off
     #[arg(long, value_name = "NORM", alias = "grad-clip")]
     pub max_grad_norm: f64,
-    /// Which gradient norm clipping uses: that of this step, or that of the previous step
+    /// The norm by which gradients are clipped: that of this step's gradients, or that of the previous step's gradients
     #[arg(long, value_parser = parser::<Auto<Clip>>())]
     #[serde(with = "by_name")]
     pub clip: Auto<Clip>,
@@ -368,8 +368,9 @@ pub struct SavingSettings {
         "Number of steps between checkpoints; 0 saves only the last step. The signal SIGUSR1 asks for a checkpoint after \
          the current step",
         &format!(
-            "; with this default, a checkpoint is left out if the one before is still being written, or if training \
-             would have waited for checkpoints for more than {:.0} % of its time",
+            "; with this default, a checkpoint is left out if the one before is still being written, or if it would raise \
+             the time that training has waited for checkpoints above {:.0} % of the time since training began or was resumed \
+             (the program assumes that it takes as long as the one before)",
             100.0 * SAVING_SHARE
         ),
     ))]
@@ -458,8 +459,8 @@ pub struct LoggingSettings {
     /// Write the memory in use in each phase of each step to this JSON file; this makes steps slower
     #[arg(long, value_name = "FILE", alias = "train-step-vram-report")]
     pub vram_report: Option<PathBuf>,
-    /// Peak speed of the device in TFLOP/s, to report model FLOPs utilization (MFU) [default: by the name of the card, if it
-    /// is known]
+    /// Peak speed of the device in TFLOP/s, to report model FLOPs utilization (MFU) [default: the known peak of this card, if
+    /// the program knows the card]
     #[arg(long, value_name = "TFLOPS")]
     pub peak_tflops: Option<f64>,
 }
