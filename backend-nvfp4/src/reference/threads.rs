@@ -1,13 +1,14 @@
 //! The threads that share the work on a large matrix.
 
 use std::{
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, OnceLock, PoisonError},
     thread,
 };
 
-/// The number of cores.
+/// The number of cores. The system reads files for its answer, so that it is asked once.
 pub(super) fn threads() -> usize {
-    thread::available_parallelism().map_or(1, usize::from)
+    static CORES: OnceLock<usize> = OnceLock::new();
+    *CORES.get_or_init(|| thread::available_parallelism().map_or(1, usize::from))
 }
 
 /// Does the work on each part by a thread of its own. Where the system gives no thread, this one does it.
