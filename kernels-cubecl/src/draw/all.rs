@@ -59,6 +59,17 @@ struct Own {
     end: u32,
 }
 
+/// What the units of a cube share.
+#[derive(CubeType)]
+struct Shared {
+    /// The weight that each unit has put into each bin.
+    bins: SharedMemory<f32>,
+    /// Their sums, in parts.
+    parts: SharedMemory<f32>,
+    /// A count of each unit.
+    counts: SharedMemory<u32>,
+}
+
 /// The last id that is kept. The logits are ordered by [`key_of`] them, and equal ones by their ids.
 #[derive(CubeType)]
 struct Border {
@@ -83,6 +94,11 @@ fn all_kernel(
     let begin = UNIT_POS * each;
     let own = Own { row: (drawing.row as usize) * (cols as usize), begin, end: min(begin + each, cols) };
     let (top, nan) = largest(x, &own, lowest);
+    let mut shared = Shared {
+        bins: SharedMemory::<f32>::new(comptime!(BINS * UNITS)),
+        parts: SharedMemory::<f32>::new(comptime!(UNITS)),
+        counts: SharedMemory::<u32>::new(comptime!(UNITS)),
+    };
 
     // All ids are kept at first.
     let mut key = 0u32;
@@ -90,7 +106,7 @@ fn all_kernel(
     let mut before = 0u32;
     if drawing.kept > 0u32 && drawing.kept < cols {
         let all = Border { key, ties, before };
-        let of_top_k = border_at(x, &own, &drawing, top, &all, f32::cast_from(drawing.kept), false);
+        let of_top_k = border_at(x, &own, &drawing, top, &all, f32::cast_from(drawing.kept), &mut shared, false);
         key = of_top_k.key;
         ties = of_top_k.ties;
         before = of_top_k.before;
@@ -98,7 +114,7 @@ fn all_kernel(
     if drawing.top_p < 1.0f32 {
         let of_top_k = Border { key, ties, before };
         let share = drawing.top_p * mass(x, &own, &drawing, top, &of_top_k);
-        let of_top_p = border_at(x, &own, &drawing, top, &of_top_k, share, true);
+        let of_top_p = border_at(x, &own, &drawing, top, &of_top_k, share, &mut shared, true);
         key = of_top_p.key;
         ties = of_top_p.ties;
         before = of_top_p.before;
@@ -158,10 +174,9 @@ fn border_at(
     top: f32,
     border: &Border,
     share: f32,
+    shared: &mut Shared,
     #[comptime] by_mass: bool,
 ) -> Border {
-    let mut bins = SharedMemory::<f32>::new(comptime!(BINS * UNITS));
-    let mut parts = SharedMemory::<f32>::new(comptime!(BINS * PARTS));
     // The bits of the key that are found, and the weight of all larger keys.
     let mut found = 0u32;
     let mut above = 0.0f32;
@@ -170,7 +185,7 @@ fn border_at(
         let shift = comptime!(u32::BITS - BITS * (round + 1));
         #[unroll]
         for bin in 0..BINS {
-            bins[comptime!(bin * UNITS) + UNIT_POS as usize] = 0.0f32;
+            shared.bins[comptime!(bin * UNITS) + UNIT_POS as usize] = 0.0f32;
         }
         let mut seen = 0u32;
         for id in own.begin..own.end {
@@ -179,21 +194,21 @@ fn border_at(
             if is_found(key, found, comptime!(shift + BITS)) && is_kept(key, seen, border) {
                 let bin = ((key >> shift) & comptime!(BINS as u32 - 1)) as usize;
                 let own_bin = bin * comptime!(UNITS) + UNIT_POS as usize;
-                bins[own_bin] += weight_of(logit, top, drawing, by_mass);
+                shared.bins[own_bin] += weight_of(logit, top, drawing, by_mass);
             }
             seen += u32::cast_from(key == border.key);
         }
         sync_cube();
-        add_parts(&bins, &mut parts);
+        add_parts(shared);
         sync_cube();
-        let (bin, higher) = last_bin(&parts, above, share);
+        let (bin, higher) = last_bin(&shared.parts, above, share);
         found |= bin << shift;
         above = higher;
     }
     let least = weight_of(logit_of(found), top, drawing, by_mass);
     // The first of them is kept in any case. A cast saturates on some devices only.
     let ties = u32::cast_from(clamp((share - above) / least, 1.0f32, 16_777_216.0f32).ceil());
-    let before = ids_before(x, own, found);
+    let before = ids_before(x, own, found, &mut shared.counts);
     let most = select(found == border.key, border.ties, u32::MAX);
     Border { key: found, ties: min(ties, most), before }
 }
@@ -219,13 +234,13 @@ fn weight_of(logit: f32, top: f32, drawing: &Drawing, #[comptime] by_mass: bool)
 
 /// Adds what the units have put into each bin, in parts.
 #[cube]
-fn add_parts(bins: &SharedMemory<f32>, parts: &mut SharedMemory<f32>) {
+fn add_parts(shared: &mut Shared) {
     let first = (UNIT_POS as usize) * comptime!(UNITS / PARTS);
     let mut sum = 0.0f32;
     for n in 0..comptime!(UNITS / PARTS) {
-        sum += bins[first + n];
+        sum += shared.bins[first + n];
     }
-    parts[UNIT_POS as usize] = sum;
+    shared.parts[UNIT_POS as usize] = sum;
 }
 
 /// The bin of the last id that is kept, and the weight of all ids in higher bins. Each unit finds the same.
@@ -252,8 +267,7 @@ fn last_bin(parts: &SharedMemory<f32>, above: f32, share: f32) -> (u32, f32) {
 
 /// How many ids with this key the units before this one have.
 #[cube]
-fn ids_before(x: &Array<f32>, own: &Own, key: u32) -> u32 {
-    let mut counts = SharedMemory::<u32>::new(comptime!(UNITS));
+fn ids_before(x: &Array<f32>, own: &Own, key: u32, counts: &mut SharedMemory<u32>) -> u32 {
     let mut count = 0u32;
     for id in own.begin..own.end {
         count += u32::cast_from(key_of(x[own.row + id as usize]) == key);
