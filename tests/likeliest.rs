@@ -40,7 +40,7 @@ fn on_cube<R: CubeRuntime>() {
             for kept in [1, 2, 5, 64, 65, 200] {
                 // All candidates are equally likely at this temperature, so that copies of the row draw different ones.
                 let nth = |seed: u64| Draw { kept, temperature: 1e30, seed, ..Draw::GREEDY };
-                let draws: Vec<Draw> = (0..40).map(nth).collect();
+                let draws: Vec<Draw> = (0..12).map(nth).collect();
                 let found = drawn::<R>(&row.repeat(draws.len()), cols, &draws);
                 let expected: Vec<_> =
                     draws.iter().map(|draw| DrawnToken { id: reference::draw(&numbers, draw), has_nan }).collect();
