@@ -1,9 +1,10 @@
 //! Gradients of linear layers are slopes where the layer is smooth, and layers that share activations have the gradients
-//! that each has alone. `recipe.rs` has the formulas of every recipe.
+//! that each has alone. `recipe.rs` has the formulas of every recipe. The gradient of an embedding is a sum over the tokens of each id.
 
 use crate::support::{Cpu, Cube, RECIPES, Random, host, matrix, on_gpu, relative, supports};
 use backend_nvfp4::{
     Activations, LinearLayer, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Operand, Precision, Recipe, Scaling,
+    reference, segment_sum,
 };
 use burn::{
     backend::Autodiff,
@@ -156,6 +157,37 @@ fn sharing<B: Nvfp4Kernels>(device: B::Device) {
                 }
                 assert!(relative(&dx.unwrap(), sum) < bound, "{label}: dx");
             }
+        }
+    }
+}
+
+#[test]
+fn the_gradient_of_an_embedding_adds_the_rows_of_each_id_on_the_gpu() {
+    on_gpu!(embedding_cube);
+}
+
+fn embedding_cube<R: CubeRuntime>() {
+    let mut random = Random::new(42);
+    for (tokens, vocabulary, cols) in [(1, 3, 16), (300, 7, 130), (257, 1000, 515), (64, 64, 2560)] {
+        let ids: Vec<u32> = (0..tokens).map(|_| random.below(vocabulary) as u32).collect();
+        let (gradient, dy) = (random.normals(vocabulary * cols, 1.0), random.normals(tokens * cols, 1.0));
+        for dtype in [DType::F32, DType::BF16] {
+            let device = R::Device::default();
+            if !supports::<Cube<R>>(&device, dtype) {
+                continue;
+            }
+            let dy = matrix::<Cube<R>>(&dy, tokens, cols, &device).cast(dtype);
+            let rounded = host(dy.clone().cast(DType::F32));
+            let found = host(segment_sum(matrix(&gradient, vocabulary, cols, &device), &ids, dy));
+            let mut expected = gradient.clone();
+            reference::segment_sum(&mut expected, &ids, &rounded, cols);
+            assert!(found == expected, "{tokens} tokens of {vocabulary}, {cols} columns, {dtype:?}: the bits differ");
+            // The reference is the sum of the formula.
+            let mut exact: Vec<f64> = gradient.iter().map(|x| f64::from(*x)).collect();
+            for (token, id) in ids.iter().enumerate() {
+                (0..cols).for_each(|c| exact[*id as usize * cols + c] += f64::from(rounded[token * cols + c]));
+            }
+            assert!(exact.iter().zip(&expected).all(|(a, b)| (a - f64::from(*b)).abs() < 1e-4));
         }
     }
 }

@@ -247,6 +247,10 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// which grows by 1 if the sum is not finite.
     fn square_sum(x: FloatTensor<Self>, verdict: FloatTensor<Self>) -> (FloatTensor<Self>, FloatTensor<Self>);
 
+    /// Adds the gradient `dy` `[M, D]` of tokens to the gradient `[V, D]` of an embedding, f32: row m of `dy` to row `ids[m]`. Rows of
+    /// one id are added to each other first, in order. The gradient is updated in place when nothing else holds it.
+    fn segment_sum(gradient: FloatTensor<Self>, ids: &[u32], dy: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// Returns `sum + x` in the dtype of `sum`, which is updated in place when nothing else holds it.
     fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self>;
 
@@ -334,6 +338,11 @@ pub(crate) fn matmul<B: Nvfp4Kernels, const RANK: usize>(
 pub fn draw<B: Nvfp4Kernels>(logits: Tensor<B, 2>, draws: &[Draw]) -> Option<Drawn<B>> {
     let (tokens, words) = B::draw(primitive(logits), draws)?;
     Some(Drawn::new(Tensor::from_primitive(tokens), words, draws.len()))
+}
+
+/// See [`Nvfp4Kernels::segment_sum`].
+pub fn segment_sum<B: Nvfp4Kernels>(gradient: Tensor<B, 2>, ids: &[u32], dy: Tensor<B, 2>) -> Tensor<B, 2> {
+    tensor(B::segment_sum(primitive(gradient), ids, primitive(dy)))
 }
 
 /// See [`Nvfp4Kernels::words_of`].

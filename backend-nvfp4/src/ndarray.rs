@@ -329,6 +329,13 @@ impl Nvfp4Kernels for NdArray {
         (sum, if finite { verdict } else { Self::float_add_scalar(verdict, 1.0.into()) })
     }
 
+    fn segment_sum(gradient: FloatTensor<Self>, ids: &[u32], dy: FloatTensor<Self>) -> FloatTensor<Self> {
+        let cols = dy.shape()[1];
+        let (mut gradient, dy) = (array(gradient), array(dy));
+        reference::segment_sum(slice(&mut gradient), ids, dy.as_slice().expect("`array` made it contiguous"), cols);
+        NdArrayTensor::F32(gradient.into())
+    }
+
     fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::float_add(sum, x)
     }

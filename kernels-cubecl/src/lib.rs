@@ -24,6 +24,7 @@
 //! | [`mod@column_sums`] | sums of columns, the last step of a norm's weight gradient |
 //! | [`mod@cross_entropy`] | the loss, and its gradient in place of the logits |
 //! | [`penalty`], [`mod@likeliest`], [`mod@draw`] | logits after a repetition penalty, the largest logits of each row, and the token that is drawn from them |
+//! | [`mod@segment_sum`] | the gradient of an embedding, from the gradients of its tokens |
 //! | [`gradient`] | the sum of squares for the global norm, and the sum of micro-batches |
 //! | [`adamw`] | one AdamW update of a chunk, for every way to store moments and master weights |
 //! | [`mod@bench`] | times every kernel at the shapes of Qwen3-4B |
@@ -111,6 +112,7 @@ mod reduce;
 pub mod rms_norm;
 pub mod rng;
 pub mod rope;
+pub mod segment_sum;
 pub mod swiglu;
 pub mod vulkan;
 

@@ -52,7 +52,7 @@ use kernels_cubecl::{
     quantize::{self, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rng::Stream,
-    swiglu,
+    segment_sum, swiglu,
 };
 
 impl<R, Floats, Ints, Bools> Nvfp4Backend for CubeBackend<R, Floats, Ints, Bools>
@@ -384,6 +384,13 @@ where
         let out = empty(&x, [1], DType::F32);
         launched(gradient::square_sum(&x.client, arg(&x), x.dtype.into(), arg(&out), arg(&verdict)));
         (out, verdict)
+    }
+
+    fn segment_sum(gradient: FloatTensor<Self>, ids: &[u32], dy: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (gradient, dy) = (writable(gradient), into_contiguous(dy));
+        let cols = dims(&dy)[1];
+        launched(segment_sum::segment_sum(&dy.client, arg(&gradient), ids, (arg(&dy), dy.dtype.into()), cols));
+        gradient
     }
 
     fn accumulated(sum: FloatTensor<Self>, x: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -13,6 +13,7 @@ mod moments;
 mod quantize;
 mod random;
 mod requantize;
+mod segment_sum;
 mod threads;
 
 pub use adamw::{adamw, repack, round};
@@ -30,3 +31,4 @@ pub use quantize::{
 };
 pub use random::{draw_of, normals, philox};
 pub use requantize::{requantize, rescale, with_room};
+pub use segment_sum::segment_sum;

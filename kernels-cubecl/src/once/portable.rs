@@ -14,6 +14,7 @@ use crate::{
     quantize::{self, AMAX_LEN, BlockShape, QuantizeSpec, Rounding, Scaling, View},
     rms_norm,
     rope::{self, RopeShape},
+    segment_sum::segment_sum,
     swiglu,
 };
 use cubecl::prelude::*;
@@ -79,6 +80,8 @@ pub(super) fn small_operations<R: Runtime>(zeros: &Zeros<R>, rows: usize) -> Res
         let found = zeros.floats(rows * likeliest::words(count));
         likeliest::likeliest(client, zeros.floats(n), found, shape, count)?;
     }
+    let ids: Vec<u32> = (0..rows as u32).map(|n| n / 3).collect();
+    segment_sum(client, zeros.floats(n), &ids, (zeros.values(n), dtype), COLS)?;
     for kept in [1, 20, 0, 100] {
         let draws = vec![Draw { kept, top_p: 0.9, ..Draw::GREEDY }; rows];
         draw(client, || zeros.floats(n), &draws, || zeros.floats(2 * rows), COLS)?;

@@ -10,17 +10,16 @@
 #![allow(non_snake_case)] // Shapes are part of names, as in the model.
 
 use crate::{CliError, data::order::MicroBatch, train::objective::Trainee, train::pass::Pass, watchdog};
-use backend_nvfp4::{Nvfp4Kernels, TrainingBackend};
+use backend_nvfp4::{Nvfp4Kernels, TrainingBackend, segment_sum};
 use burn::{
     module::AutodiffModule,
     optim::GradientsParams,
-    tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData},
+    tensor::{DType, Tensor},
 };
 use model_qwen3::{
     model::{Block, Context},
     weights::Replace,
 };
-use std::collections::HashMap;
 
 impl<B: Nvfp4Kernels> Pass<'_, B> {
     /// Forward and backward block by block. Returns the loss.
@@ -224,26 +223,7 @@ fn embedding_gradient<B: Nvfp4Kernels>(
     tied_VD: Option<Tensor<B, 2>>,
     [vocabulary, features]: [usize; 2],
 ) -> Tensor<B, 2> {
-    let device = dy_MD.device();
-    let mut row_of_id = HashMap::new();
-    let mut unique_ids = Vec::new();
-    let mut rows = Vec::new();
-    for id in batch.padded().into_iter().flatten() {
-        rows.push(*row_of_id.entry(id).or_insert_with(|| {
-            unique_ids.push(id as i32);
-            unique_ids.len() as i32 - 1
-        }));
-    }
-    let ints = |values: Vec<i32>| {
-        let len = values.len();
-        Tensor::<B, 1, Int>::from_data(TensorData::new(values, [len]), &device)
-    };
-    // Every batch gets a row for each token, or each number of unique ids would leave a buffer of another size behind.
-    // The rows that are not used add zeros to token 0.
-    let tokens = rows.len();
-    unique_ids.resize(tokens, 0);
-    let summed = Tensor::<B, 2>::zeros([tokens, features], (&device, DType::F32));
-    let summed = summed.select_assign(0, ints(rows), dy_MD.cast(DType::F32), IndexingUpdateOp::Add);
-    let gradient = tied_VD.unwrap_or_else(|| Tensor::zeros([vocabulary, features], (&device, DType::F32)));
-    gradient.select_assign(0, ints(unique_ids), summed, IndexingUpdateOp::Add)
+    let ids: Vec<u32> = batch.padded().into_iter().flatten().collect();
+    let none = || Tensor::zeros([vocabulary, features], (&dy_MD.device(), DType::F32));
+    segment_sum(tied_VD.unwrap_or_else(none), &ids, dy_MD)
 }
