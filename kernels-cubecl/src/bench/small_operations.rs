@@ -1,12 +1,14 @@
-//! Times the small operations of a transformer block, and cross-entropy.
+//! Times the small operations of a transformer block, cross-entropy, draws of tokens, and the gradient of the embedding.
 
 use super::{BF16, Row, timing::Bench};
 use crate::{
     KernelError,
     column_sums::column_sums,
     cross_entropy::cross_entropy,
+    draw::{Draw, draw},
     rms_norm,
     rope::{self, RopeShape},
+    segment_sum::segment_sum,
     swiglu,
 };
 use cubecl::prelude::*;
@@ -21,7 +23,9 @@ impl<R: Runtime> Bench<'_, R> {
         self.gate(show)?;
         self.norms(show)?;
         self.rotation(show)?;
-        self.loss(show)
+        self.loss(show)?;
+        self.draws(show)?;
+        self.embedding(show)
     }
 
     fn gate(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
@@ -124,6 +128,35 @@ impl<R: Runtime> Bench<'_, R> {
         self.row(show, "cross_entropy", format!("{rows}x{cols}"), moved(n as f64 * 4.0), |_| {
             let (targets, loss) = (self.arg(&targets, rows), self.arg(&loss, rows));
             cross_entropy(client, self.arg(&logits, n), targets, loss, BF16, [rows, cols], true)
+        })
+    }
+
+    fn draws(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let (rows, cols) = (16usize, 151_936usize);
+        let n = rows * cols;
+        let (logits, out) = (self.bytes(n * 4, 13), self.bytes(2 * rows * 4, 14));
+        for (name, kept, top_p) in [
+            ("draw, greedy", 1, 1.0),
+            ("draw, top-k 20", 20, 0.8),
+            ("draw from all", 0, 1.0),
+            ("draw from all, top-p", 0, 0.9),
+        ] {
+            let draws = vec![Draw { kept, top_p, ..Draw::GREEDY }; rows];
+            self.row(show, name, format!("{rows}x{cols}"), moved(n as f64 * 4.0), |_| {
+                draw(self.client, || self.arg(&logits, n), &draws, || self.arg(&out, 2 * rows), cols)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn embedding(&self, show: &mut dyn FnMut(Row)) -> Result<(), KernelError> {
+        let (tokens, vocabulary, cols) = (4096usize, 151_936usize, 2560usize);
+        let (n, all) = (tokens * cols, vocabulary * cols);
+        let (dy, gradient) = (self.values(n), self.bytes(all * 4, 15));
+        // Some ids are frequent, as in a text.
+        let ids: Vec<u32> = (0..tokens as u32).map(|t| if t % 4 == 0 { t % 32 } else { t * 37 }).collect();
+        self.row(show, "segment_sum", format!("{tokens}x{cols}"), moved(n as f64 * 10.0), |_| {
+            segment_sum(self.client, self.arg(&gradient, all), &ids, (self.arg(&dy, n), BF16), cols)
         })
     }
 }
