@@ -266,8 +266,9 @@ impl Tensors for Container {
         let mut scales = vec![0; rows.len() * scales_per_row(cols)];
         self.read(&slot.entries[1], (rows.start * scales_per_row(cols)) as u64, &mut scales)?;
         let stored = self.stored_scale(slot)?;
-        let global = if slot.reciprocal { 1.0 / stored } else { stored };
-        Ok(Packed { codes, scales, global })
+        let packed = Packed { codes, scales, global: if slot.reciprocal { 1.0 / stored } else { stored } };
+        packed.check_scales(rows.start, cols).map_err(|e| self.bad(format!("{name:?}: {e}")))?;
+        Ok(packed)
     }
 
     fn dequantize_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {

@@ -100,7 +100,7 @@ pub trait Tensors {
     /// Reads the codes and scales of an NVFP4 tensor.
     ///
     /// # Errors
-    /// If the tensor is missing or dense, or the system fails.
+    /// If the tensor is missing or dense, the system fails, or a file holds scales that are NaN or negative.
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError>;
 
     /// Reads the codes and scales of the rows `rows` of an NVFP4 tensor. No rows give its tensor scale.
