@@ -25,7 +25,6 @@ use crate::{
     names,
     repack::{HeadAs, Repacked, StoreAs},
     tensors::{Stored, Tensors, row_ranges},
-    weights::head_is_a_copy,
 };
 use backend_nvfp4::{BlockShape, Packed, Scaling};
 use file_header::{Header, MetadataValue};
@@ -77,7 +76,7 @@ pub fn write_gguf<Out: Write>(
     write_error: impl Fn(std::io::Error) -> ModelError,
 ) -> Result<Out, ModelError> {
     let file = File::new(tensors, matrices);
-    let entries = file.entries(about.config)?;
+    let entries = file.entries()?;
     let mut header = Header::new();
     for (key, value) in keys(about, matrices, &entries) {
         header.key(&key, &value);
@@ -190,13 +189,9 @@ impl<'a> File<'a> {
 
     /// The tensors of the file in order. Each NVFP4 tensor is followed by its tensor scale, and by that of its activations if
     /// the source gives one.
-    fn entries(&self, config: &Qwen3Config) -> Result<Vec<Entry>, ModelError> {
+    fn entries(&self) -> Result<Vec<Entry>, ModelError> {
         let mut entries = Vec::new();
         for source in self.source.names() {
-            // A file may spell out a tied head.
-            if source == names::HEAD && config.tie_word_embeddings && head_is_a_copy(self.source)? {
-                continue;
-            }
             let name = names::in_gguf(&source)
                 .ok_or_else(|| ModelError::weights(self.source.path(), format!("GGUF has no place for {source:?}")))?;
             let stored = self.source.stored(&source).ok_or_else(|| ModelError::missing(self.source.path(), &source))?;

@@ -46,7 +46,7 @@ use std::{
 pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let given = ModelFiles::new(&args.input);
     let files = if given.is_gguf() { given } else { located("INPUT", &args.input)? };
-    let source = Converted::open(&files)?;
+    let source = Converted::open(&files, args.tokenizer.as_deref())?;
     let mut inputs = files.weight_files();
     inputs.push(source.tensors().path().to_owned());
     check_output("OUTPUT", &args.output, &inputs)?;
@@ -119,11 +119,15 @@ enum Converted {
 }
 
 impl Converted {
-    fn open(files: &ModelFiles) -> Result<Self, CliError> {
+    fn open(files: &ModelFiles, tokenizer: Option<&Path>) -> Result<Self, CliError> {
         if files.is_gguf() {
             return Ok(Self::Gguf(GgufFile::open(&files.weights).map_err(CliError::of_flag("INPUT"))?));
         }
-        Ok(Self::Files(files.open_weights()?))
+        Ok(Self::Files(match Qwen3Config::from_file(&files.config_file(tokenizer)) {
+            Ok(config) => files.open_weights(&config)?,
+            // Weights can be converted alone. If their config.json is needed, other checks say what is wrong with it.
+            Err(_) => Container::open(&files.weights)?,
+        }))
     }
 
     fn tensors(&self) -> &dyn Tensors {
@@ -169,7 +173,7 @@ impl Converted {
 /// The bytes of a config.json, which was read from `path`, for these tensors: it says whether the head is the embedding.
 fn untied(path: &Path, bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
     let mut config = object(path, bytes)?;
-    if untie(&mut config, tensors)? {
+    if untie(&mut config, tensors) {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
     Ok(())

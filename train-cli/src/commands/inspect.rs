@@ -22,7 +22,7 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
     if args.verify {
         check_manifest(&files)?;
     }
-    let container = files.open_weights()?;
+    let container = Container::open(&files.weights)?;
     list(&container, args.json);
     let (mut values, mut packed) = (0, 0);
     for name in container.names() {

@@ -60,7 +60,7 @@ impl Inputs {
         let max_seq_length = plan::max_seq_length(chosen.max_seq_length, config.max_position_embeddings)?;
         let text = TextFiles::open(&plan.companions.text, &config)?;
         let source = match &plan.source {
-            ModelSource::Files(files) => Some(files.open_weights()?),
+            ModelSource::Files(files) => Some(files.open_weights(&config)?),
             ModelSource::Random { .. } => None,
         };
         let (train, eval, report) = samples(plan, &text, max_seq_length, config.vocab_size)?;

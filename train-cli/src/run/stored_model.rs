@@ -68,7 +68,7 @@ impl StoredModel {
         }
         let weights = match &state {
             Some(_) => Container::open(&files.folder.join(checkpoint::MODEL))?,
-            None => files.open_weights()?,
+            None => files.open_weights(&config)?,
         };
         let export = state.as_ref().map(|state| ExportFormat::of_checkpoint(state, &config));
         Ok(Self { files, config, text, weights, trained, export })
