@@ -182,9 +182,8 @@ impl<'a> File<'a> {
             shares_scale: false,
             dense_from,
         };
-        let has_codes = source.names().iter().any(|name| matches!(source.stored(name), Some(Stored::Packed { .. })));
         let dense = Repacked::new(source, StoreAs::Float(float));
-        Self { source, matrices, dense, packed: Repacked::new(source, nvfp4), has_codes }
+        Self { source, matrices, dense, packed: Repacked::new(source, nvfp4), has_codes: source.holds_nvfp4() }
     }
 
     /// The tensors of the file in order. Each NVFP4 tensor is followed by its tensor scale, and by that of its activations if

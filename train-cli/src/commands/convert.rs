@@ -27,9 +27,9 @@ use model_qwen3::{
     container::Container,
     file,
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
-    json, names,
+    json,
     repack::{HeadAs, Repacked, StoreAs},
-    tensors::{Stored, Tensors},
+    tensors::Tensors,
     tokenizer,
     write::{write_dat, write_safetensors},
 };
@@ -77,8 +77,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
     let trained = source.trained(&files)?;
     let scaling = scaling(args, container, source.tensors(), trained.as_ref());
-    let dense_from = dense_from(trained.as_ref(), &files)?.min(source.first_dense_block());
-    let tensors = Repacked::new(source.tensors(), format(args, container, scaling, dense_from)?);
+    let dense_from = dense_from(trained.as_ref(), &files)?;
+    let tensors = Repacked::new(source.tensors(), format(args, container, scaling, dense_from)?).of_finished();
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     let config = files.config_file(None);
     for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
@@ -135,15 +135,6 @@ impl Converted {
             Self::Files(container) => container,
             Self::Gguf(file) => file,
         }
-    }
-
-    /// The block after the last one with NVFP4 weights, if the input is a GGUF file with such weights. It does not say how many
-    /// blocks its training left unquantized.
-    fn first_dense_block(&self) -> usize {
-        let Self::Gguf(file) = self else { return usize::MAX };
-        let mut names = file.names();
-        names.retain(|name| matches!(file.stored(name), Some(Stored::Packed { .. })));
-        names.iter().filter_map(|name| names::block_of(name)).max().map_or(usize::MAX, |last| last + 1)
     }
 
     /// What the model was trained for, if it is known.
