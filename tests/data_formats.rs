@@ -343,6 +343,33 @@ fn folders_and_patterns_stand_for_their_files() {
     }
 }
 
+/// A row that makes several sequences is one row: they are used or left out together, and held out together.
+#[test]
+fn the_sequences_of_a_row_stay_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let row = json!({"text": "one two three four five. ".repeat(12)}).to_string() + "\n";
+    std::fs::write(d.join("rows.jsonl"), row.repeat(10)).unwrap();
+    let short = ["--max-seq-length", "32"];
+    let train = |more: &[&str]| {
+        let line = plan(d, "rows.jsonl", &[&short[..], more].concat()).unwrap();
+        let train = line.split(" · ").nth(1).unwrap().split(' ').next().unwrap().parse::<usize>().unwrap();
+        (train, line)
+    };
+    let (all, line) = train(&["--max-rows", "10"]);
+    assert!(all > 20 && !line.contains("left out"), "{line}");
+    let (few, line) = train(&["--max-rows", "4"]);
+    assert!(few == all / 10 * 4 && line.contains("6 rows left out by --max-rows"), "{all}: {line}");
+    let words = ["fit", "-m", "m", "-d", "rows.jsonl", "--device", "cpu", "--dry-run"];
+    let said = String::from_utf8_lossy(&run(d, &[&words[..], &short].concat()).stderr).into_owned();
+    assert!(said.contains(&format!("{} train / {} eval", all / 10 * 9, all / 10)), "{all}: {said}");
+    // Documents are rows, also if they share a line.
+    std::fs::write(d.join("all.txt"), "A text.<END>".repeat(10)).unwrap();
+    let line = plan(d, "all.txt", &["--document-separator", "<END>", "--max-rows", "4"]).unwrap();
+    assert!(line.contains("4 train / 0 eval") && line.contains("6 rows left out"), "{line}");
+}
+
 /// A message of weight 0 is read, but not supervised.
 #[test]
 fn a_message_of_weight_0_is_not_supervised() {

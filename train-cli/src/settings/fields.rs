@@ -111,8 +111,8 @@ pub struct DataSettings {
     /// twice, half of the rows with 0.5 are used, and a row with 0 is never used
     #[arg(long, value_name = "NAME")]
     pub weight_column: Option<String>,
-    /// Use at most this many rows of the training files, chosen at random by --seed. A text file has no rows: its sequences
-    /// are counted instead
+    /// Use at most this many rows of the training files, chosen at random by --seed. The documents of a text file count as rows,
+    /// and so do the sequences of a text file that is one document
     #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
     pub max_rows: Option<usize>,
     /// Evaluation file, instead of held-out training rows
