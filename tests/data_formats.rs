@@ -5,6 +5,11 @@ use crate::support::{
     files::{Cost, cost, ok, run, tiny_model},
     golden,
 };
+use parquet::{
+    data_type::{ByteArray, ByteArrayType},
+    file::writer::SerializedFileWriter,
+    schema::parser::parse_message_type,
+};
 use serde_json::json;
 use std::path::Path;
 
@@ -192,6 +197,37 @@ fn an_arrow_table_without_rows_is_not_cut() {
         for more in [&[][..], &["--format", "documents"]] {
             let error = plan(d, "x.arrow", more).unwrap_err();
             assert!(error.contains("x.arrow") && error.contains(reason), "{error}");
+        }
+    }
+}
+
+/// Bytes are no text, also where they stand in a list: nobody trains on their base64.
+#[test]
+fn bytes_inside_a_column_of_parquet_are_no_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for (value, reason) in
+        [("value (UTF8)", None), ("value", Some("x.parquet:1: turn 1: no \"value\"; it must be text"))]
+    {
+        let turn = format!("repeated group conversations {{ required binary from (UTF8); required binary {value}; }}");
+        let schema = parse_message_type(&format!("message rows {{ {turn} }}")).unwrap();
+        let file = std::fs::File::create(d.join("x.parquet")).unwrap();
+        let mut writer = SerializedFileWriter::new(file, schema.into(), Default::default()).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        for texts in [["human", "gpt"], ["Who are you?", "I am tiny."]] {
+            let texts = texts.map(|text| ByteArray::from(text.as_bytes().to_vec()));
+            let mut column = group.next_column().unwrap().unwrap();
+            // Both turns are there, and the second one belongs to the row of the first.
+            column.typed::<ByteArrayType>().write_batch(&texts, Some(&[1, 1]), Some(&[0, 1])).unwrap();
+            column.close().unwrap();
+        }
+        group.close().unwrap();
+        writer.close().unwrap();
+        match (plan(d, "x.parquet", &[]), reason) {
+            (Ok(line), None) => assert!(line.starts_with("1 row of sharegpt · 1 train"), "{line}"),
+            (Err(error), Some(reason)) => assert!(error.contains(reason), "{error}"),
+            other => panic!("{other:?}"),
         }
     }
 }
