@@ -360,6 +360,12 @@ fn folders_and_patterns_stand_for_their_files() {
     let line = plan(d, "rows", &["--max-rows", "2"]).unwrap();
     assert!(line.contains(" · 2 train / 0 eval") && line.contains("1 row left out by --max-rows"), "{line}");
     assert_eq!(rows("rows/[ac].*", &[]), "2 rows of completion and tsv");
+    // An extension may be in capitals. What is hidden is no data.
+    std::fs::create_dir(d.join("more")).unwrap();
+    for name in ["A.TSV", ".b.tsv"] {
+        std::fs::write(d.join("more").join(name), "a\tb\n").unwrap();
+    }
+    assert_eq!(rows("more", &[]), "1 row of tsv");
     // A folder or a pattern without a file, and a pattern that is none.
     std::fs::create_dir(d.join("empty")).unwrap();
     for (files, said) in [

@@ -430,6 +430,11 @@ fn convert_puts_the_small_files_beside_its_output() {
         assert!(out.status.code() == Some(2) && said.contains(field), "{folder}: {said}");
         assert!(!d.join(folder).join("x.dat").exists() && std::fs::read(&path).unwrap() == before, "{folder}");
     }
+    // The shards of a folder would still be loaded.
+    ok(d, &["export-hf", "-m", "m", "-o", "shards", "--max-shard-size", "0.1MB", "--device", "cpu"]);
+    let said = refused(d, &["convert", "m", "shards/model.safetensors", "--dtype", "bf16"], 2);
+    assert!(said.contains("shards holds shards and model.safetensors.index.json"), "{said}");
+    assert!(!d.join("shards/model.safetensors").exists());
     // A config.json in a run folder would hide its checkpoints.
     std::fs::create_dir(d.join("run")).unwrap();
     ["config.toml", "run.json"].iter().for_each(|name| std::fs::write(d.join("run").join(name), "").unwrap());

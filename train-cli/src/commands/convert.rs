@@ -29,6 +29,7 @@ use model_qwen3::{
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
     json,
     repack::{HeadAs, Repacked, StoreAs},
+    safetensors::{INDEX, WHOLE},
     tensors::Tensors,
     tokenizer,
     write::{write_dat, write_safetensors},
@@ -186,14 +187,18 @@ fn object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, CliError> {
     json::parse(text).and_then(serde_json::from_value).map_err(|e| bad(e.to_string()))
 }
 
-/// Refuses an output in the folder of another model: the config.json there would stay, and the output would not load. In a
-/// run folder, the config.json of this model would hide the checkpoints.
+/// Refuses an output in the folder of another model: the config.json there would stay, and the output would not load; or the
+/// folder would still stand for its shards. In a run folder, the config.json of this model would hide the checkpoints.
 fn check_neighbor(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError> {
     let refuse = |text: String| {
         let shown = output.display();
         Err(CliError::Usage(format!("OUTPUT {shown}: {text}; choose another folder")))
     };
     let folder = durable::parent(output);
+    if output.file_name().is_some_and(|name| name == WHOLE) && folder.join(INDEX).exists() {
+        let text = format!("{} holds shards and {INDEX}, which would still be loaded in its place", folder.display());
+        return refuse(text);
+    }
     let path = folder.join("config.json");
     let Some((_, bytes)) = files.iter().find(|(name, _)| name == "config.json") else { return Ok(()) };
     if is_run(folder) {
