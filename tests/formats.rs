@@ -75,20 +75,28 @@ fn floats_survive_every_container() {
 #[test]
 fn nvfp4_safetensors_hold_the_same_codes_as_dat() {
     let dir = tempfile::tempdir().unwrap();
-    tiny_model(&dir.path().join("m"), false);
-    ok(dir.path(), &["convert", "m", "q.dat", "--to", "dat", "--dtype", "nvfp4"]);
-    ok(dir.path(), &["convert", "m", "q.safetensors", "--to", "safetensors", "--dtype", "nvfp4"]);
-    let a = Container::open(&dir.path().join("q.dat")).unwrap();
-    let b = Container::open(&dir.path().join("q.safetensors")).unwrap();
-    let mut packed = 0;
-    for name in a.names() {
-        assert_eq!(a.stored(&name), b.stored(&name), "{name}");
-        if let Some(Stored::Packed { .. }) = a.stored(&name) {
-            assert_eq!(a.read_packed(&name).unwrap(), b.read_packed(&name).unwrap(), "{name}");
-            packed += 1;
+    let d = dir.path();
+    tiny_model(&d.join("m"), false);
+    for (scales, expected) in [("two", Scaling::Two), ("single", Scaling::Single)] {
+        let nvfp4 = ["--dtype", "nvfp4", "--overwrite"];
+        for name in ["q.dat", "q.safetensors"] {
+            ok(d, &[&["convert", "m", name, "--scales", scales][..], &nvfp4].concat());
         }
+        let [a, b] = ["q.dat", "q.safetensors"].map(|name| Container::open(&d.join(name)).unwrap());
+        let mut packed = 0;
+        for name in a.names() {
+            assert_eq!(a.stored(&name), b.stored(&name), "{name}");
+            if let Some(Stored::Packed { scaling, .. }) = a.stored(&name) {
+                assert_eq!(a.read_packed(&name).unwrap(), b.read_packed(&name).unwrap(), "{name}");
+                assert_eq!(scaling, expected, "{name}");
+                packed += 1;
+            }
+        }
+        assert_eq!(packed, 2 * 7 + 1);
+        // The levels of scales survive the way through safetensors.
+        ok(d, &[&["convert", "q.safetensors", "back.dat"][..], &nvfp4].concat());
+        assert!(std::fs::read(d.join("back.dat")).unwrap() == std::fs::read(d.join("q.dat")).unwrap(), "{scales}");
     }
-    assert_eq!(packed, 2 * 7 + 1);
 }
 
 #[test]

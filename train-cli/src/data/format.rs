@@ -296,15 +296,17 @@ fn document(row: Map<String, Value>) -> Result<Row<'static>, String> {
     }
 }
 
-/// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line `prompt<TAB>target` is
-/// a header.
+/// The names of the columns of tab-separated rows. A first line of these is a header.
+pub const HEADER: [&str; 2] = ["prompt", "target"];
+
+/// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line may be a header.
 fn tsv(content: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> {
     let mut first = true;
     lines(content).filter(|(_, line)| !line.starts_with('#')).map(move |(number, line)| {
         let Some((prompt, answer)) = line.split_once('\t') else {
             return (number, Err("no tab; a row is a prompt, a tab and the answer".into()));
         };
-        if std::mem::take(&mut first) && (prompt, answer) == ("prompt", "target") {
+        if std::mem::take(&mut first) && [prompt, answer] == HEADER {
             return (number, Ok(Row::Header));
         }
         (number, Conversation::of_pair(prompt, answer).map(Row::Conversation))

@@ -9,8 +9,8 @@ use crate::{
             ReportTo, SaveStrategy, by_name, parser,
         },
         defaults::{
-            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, advised_blocks, longest,
-            part_of_the_run, parts_of_the_run,
+            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, SHORTEST_SEQUENCE, advised_blocks,
+            longest, part_of_the_run, parts_of_the_run,
         },
         extensions,
     },
@@ -517,7 +517,7 @@ pub const MOST_WEIGHT: f64 = 1000.0;
 pub const RANGES: [(&str, f64, f64); 28] = [
     ("train_last_layers", 0.0, MOST),
     ("val_split", 0.0, 0.9),
-    ("max_seq_length", 2.0, MOST),
+    ("max_seq_length", SHORTEST_SEQUENCE as f64, MOST),
     ("max_rows", 1.0, 9.2e18),
     ("bf16_last_blocks", 0.0, MOST),
     ("quantize_from", 0.0, 0.99),
