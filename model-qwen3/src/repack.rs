@@ -30,7 +30,8 @@ pub enum StoreAs<'a> {
         /// The first transformer block whose linear layers stay dense.
         dense_from: usize,
     },
-    /// Each tensor as this file stores it. A tensor that did not change keeps its bytes. One that has another shape there is missing.
+    /// Each tensor as this file stores it. A tensor that did not change keeps its bytes. One that has another shape there is
+    /// missing.
     Like(&'a Container),
 }
 
@@ -60,8 +61,8 @@ impl<'a> Repacked<'a> {
         Self { source, format, keeps_dense: false, maxima: Maxima::new(source) }
     }
 
-    /// The same, for the tensors of a model that is finished: if it has NVFP4 weights, linear layers that it keeps dense stay dense.
-    /// (Of a model in training some weights may have their final codes, and others not yet.)
+    /// The same, for the tensors of a model that is finished: if it has NVFP4 weights, linear layers that it keeps dense stay
+    /// dense. (Of a model in training some weights may have their final codes, and others not yet.)
     #[must_use]
     pub fn of_finished(self) -> Self {
         Self { keeps_dense: self.source.holds_nvfp4(), ..self }

@@ -32,8 +32,8 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
 }
 
 /// The files that each of these paths of `flag` names, in the order of their names. A folder stands for the files in it that
-/// have a known extension, but for `.md` and hidden files. A pattern that is the name of a file stands for that file. `remedy` says what to do about
-/// a file that is named twice.
+/// have a known extension, but for `.md` and hidden files. A pattern that is the name of a file stands for that file. `remedy`
+/// says what to do about a file that is named twice.
 ///
 /// # Errors
 /// If a folder or a pattern names no file, a folder cannot be read, a file is named twice, is not there or is no regular one.

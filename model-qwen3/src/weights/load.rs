@@ -29,8 +29,8 @@ pub enum Purpose {
     Infer,
 }
 
-/// Loads a model. No gradient is tracked before [`trained()`](super::trained()) says so. A head among the tensors is a head of its
-/// own ([`Container::without_copied_head`](crate::container::Container::without_copied_head) takes away one that is not).
+/// Loads a model. No gradient is tracked before [`trained()`](super::trained()) says so. A head among the tensors is a tensor of
+/// its own; [`Container::without_copied_head`](crate::container::Container::without_copied_head) leaves out one that is not.
 ///
 /// # Errors
 /// If a tensor is missing, has another shape than config.json says, is unknown to the model, or is invalid.

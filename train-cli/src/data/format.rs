@@ -151,8 +151,8 @@ fn weight(row: &Map<String, Value>, key: &str) -> Result<f64, String> {
     number.ok_or_else(|| format!("{key:?} is {given}; a weight is a number from 0 to {MOST_WEIGHT}"))
 }
 
-/// The documents of a text with their places: what stands between separators. The line break around a separator belongs to it. A
-/// document of nothing but white space is none.
+/// The documents of a text with their places: what stands between separators. The line break around a separator belongs to
+/// it. A document of nothing but white space is none.
 fn documents<'a>(content: &'a str, separator: &'a str) -> impl Iterator<Item = (Origin, &'a str)> {
     let (mut line, mut row, mut before) = (1, 0, 0);
     content.split(separator).filter_map(move |piece| {

@@ -62,8 +62,8 @@ fn fields(row: &Row) -> Map<String, Value> {
     row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
 }
 
-/// A value of a row. The library would write bytes as base64, which nobody wants to train on: inside a column they are left out, as
-/// from an Arrow table.
+/// A value of a row. The library would write bytes as base64, which nobody wants to train on: inside a column they are left
+/// out, as they are from an Arrow table.
 fn value(field: &Field) -> Value {
     let key = |key: &Field| match value(key) {
         Value::String(text) => text,

@@ -8,8 +8,8 @@ use crate::{
 use backend_nvfp4::{Stream, reference};
 use std::collections::{BTreeSet, HashSet};
 
-/// Splits off the samples of evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of ten or more
-/// rows.
+/// Splits off the samples of evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of ten or
+/// more rows.
 pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
     let (rows, n) = numbered(&samples);
     let wanted = (n as f64 * share).round() as usize;

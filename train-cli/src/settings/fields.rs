@@ -94,8 +94,8 @@ pub struct DataSettings {
     /// Training files, folders of them, or patterns.
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON, help = format!(
-        "Training file ({}), a folder of such files (without hidden files, .md files, dataset_info.json and state.json), or a pattern such as 'rows/*.jsonl'; may be given \
-         several times",
+        "Training file ({}), a folder of such files (without hidden files, .md files, dataset_info.json and state.json), or a \
+         pattern such as 'rows/*.jsonl'; may be given several times",
         extensions::known()
     ))]
     pub data: Vec<PathBuf>,
