@@ -98,9 +98,9 @@ fn stats_count_what_a_run_would_take_and_leave_out() {
     assert!(stderr.contains("no row is left: 1 row dropped, not supervised or of weight 0"), "{stderr}");
 }
 
-/// Every command that reads rows refuses a --max-seq-length above the model's limit.
+/// Every command that reads rows refuses a --max-seq-length above the model's limit, and one in which nothing is predicted.
 #[test]
-fn a_length_beyond_the_limit_of_the_model_is_refused() {
+fn a_length_beyond_the_limits_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let d = dir.path();
     tiny_model(&d.join("m"), true);
@@ -111,10 +111,14 @@ fn a_length_beyond_the_limit_of_the_model_is_refused() {
         "data preview rows.jsonl -m m",
         "eval loss -m m --data rows.jsonl --device cpu",
     ] {
-        let words: Vec<&str> = command.split(' ').chain(["--max-seq-length", "2049"]).collect();
-        let stderr = refused(d, &words, 2);
-        let refusal = "--max-seq-length 2049: the model takes at most 2048 tokens; choose at most 2048";
-        assert!(stderr.contains(refusal), "{command}: {stderr}");
+        for (length, refusal) in [
+            ("2049", "--max-seq-length 2049: the model takes at most 2048 tokens; choose at most 2048"),
+            ("1", "--max-seq-length 1: "),
+        ] {
+            let words: Vec<&str> = command.split(' ').chain(["--max-seq-length", length]).collect();
+            let stderr = refused(d, &words, 2);
+            assert!(stderr.contains(refusal), "{command}: {stderr}");
+        }
     }
 }
 

@@ -5,6 +5,11 @@ use crate::support::{
     files::{Cost, cost, ok, run, tiny_model},
     golden,
 };
+use parquet::{
+    data_type::{ByteArray, ByteArrayType},
+    file::writer::SerializedFileWriter,
+    schema::parser::parse_message_type,
+};
 use serde_json::json;
 use std::path::Path;
 
@@ -196,6 +201,37 @@ fn an_arrow_table_without_rows_is_not_cut() {
     }
 }
 
+/// Bytes are no text, also where they stand in a list: nobody trains on their base64.
+#[test]
+fn bytes_inside_a_column_of_parquet_are_no_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    for (value, reason) in
+        [("value (UTF8)", None), ("value", Some("x.parquet:1: turn 1: no \"value\"; it must be text"))]
+    {
+        let turn = format!("repeated group conversations {{ required binary from (UTF8); required binary {value}; }}");
+        let schema = parse_message_type(&format!("message rows {{ {turn} }}")).unwrap();
+        let file = std::fs::File::create(d.join("x.parquet")).unwrap();
+        let mut writer = SerializedFileWriter::new(file, schema.into(), Default::default()).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        for texts in [["human", "gpt"], ["Who are you?", "I am tiny."]] {
+            let texts = texts.map(|text| ByteArray::from(text.as_bytes().to_vec()));
+            let mut column = group.next_column().unwrap().unwrap();
+            // Both turns are there, and the second one belongs to the row of the first.
+            column.typed::<ByteArrayType>().write_batch(&texts, Some(&[1, 1]), Some(&[0, 1])).unwrap();
+            column.close().unwrap();
+        }
+        group.close().unwrap();
+        writer.close().unwrap();
+        match (plan(d, "x.parquet", &[]), reason) {
+            (Ok(line), None) => assert!(line.starts_with("1 row of sharegpt · 1 train"), "{line}"),
+            (Err(error), Some(reason)) => assert!(error.contains(reason), "{error}"),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 /// A Parquet file that ends too early, or whose rows are damaged, is refused.
 #[test]
 fn a_damaged_parquet_file_is_refused() {
@@ -324,6 +360,12 @@ fn folders_and_patterns_stand_for_their_files() {
     let line = plan(d, "rows", &["--max-rows", "2"]).unwrap();
     assert!(line.contains(" · 2 train / 0 eval") && line.contains("1 row left out by --max-rows"), "{line}");
     assert_eq!(rows("rows/[ac].*", &[]), "2 rows of completion and tsv");
+    // An extension may be in capitals. What is hidden is no data.
+    std::fs::create_dir(d.join("more")).unwrap();
+    for name in ["A.TSV", ".b.tsv"] {
+        std::fs::write(d.join("more").join(name), "a\tb\n").unwrap();
+    }
+    assert_eq!(rows("more", &[]), "1 row of tsv");
     // A folder or a pattern without a file, and a pattern that is none.
     std::fs::create_dir(d.join("empty")).unwrap();
     for (files, said) in [
@@ -341,6 +383,33 @@ fn folders_and_patterns_stand_for_their_files() {
         let error = plan(d, files, &[]).unwrap_err();
         assert!(error.contains("rows/b.tsv:2: no tab"), "{files}: {error}");
     }
+}
+
+/// A row that makes several sequences is one row: they are used or left out together, and held out together.
+#[test]
+fn the_sequences_of_a_row_stay_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let row = json!({"text": "one two three four five. ".repeat(12)}).to_string() + "\n";
+    std::fs::write(d.join("rows.jsonl"), row.repeat(10)).unwrap();
+    let short = ["--max-seq-length", "32"];
+    let train = |more: &[&str]| {
+        let line = plan(d, "rows.jsonl", &[&short[..], more].concat()).unwrap();
+        let train = line.split(" · ").nth(1).unwrap().split(' ').next().unwrap().parse::<usize>().unwrap();
+        (train, line)
+    };
+    let (all, line) = train(&["--max-rows", "10"]);
+    assert!(all > 20 && !line.contains("left out"), "{line}");
+    let (few, line) = train(&["--max-rows", "4"]);
+    assert!(few == all / 10 * 4 && line.contains("6 rows left out by --max-rows"), "{all}: {line}");
+    let words = ["fit", "-m", "m", "-d", "rows.jsonl", "--device", "cpu", "--dry-run"];
+    let said = String::from_utf8_lossy(&run(d, &[&words[..], &short].concat()).stderr).into_owned();
+    assert!(said.contains(&format!("{} train / {} eval", all / 10 * 9, all / 10)), "{all}: {said}");
+    // Documents are rows, also if they share a line.
+    std::fs::write(d.join("all.txt"), "A text.<END>".repeat(10)).unwrap();
+    let line = plan(d, "all.txt", &["--document-separator", "<END>", "--max-rows", "4"]).unwrap();
+    assert!(line.contains("4 train / 0 eval") && line.contains("6 rows left out"), "{line}");
 }
 
 /// A message of weight 0 is read, but not supervised.

@@ -123,6 +123,7 @@ fn a_recipe_or_a_file_that_cannot_be_is_refused() {
         ("comment.toml", "[[rows]]\npairs = [['# a', 'c']]"),
         ("columns.toml", "header = \"question\\tanswer\"\n[[rows]]\npairs = [['a', 'c']]"),
         ("lines.toml", "header = \"# a\\nb\"\n[[rows]]\npairs = [['a', 'c']]"),
+        ("header.toml", "header = '# a'\n[[rows]]\npairs = [['prompt', 'target'], ['a', 'c']]"),
     ] {
         fs::write(d.join(name), text).unwrap();
     }
@@ -135,6 +136,7 @@ fn a_recipe_or_a_file_that_cannot_be_is_refused() {
         ("comment.toml", "x.tsv", "its prompt begins with #"),
         ("columns.toml", "x.tsv", "columns.toml: header \"question\\tanswer\": a .tsv file can begin with"),
         ("lines.toml", "x.tsv", "lines.toml: header \"# a\\nb\": a .tsv file can begin with"),
+        ("header.toml", "x.tsv", "the first row would be read as a header; add header = \"prompt\\ttarget\", or write"),
         ("recipe.toml", "x.txt", "--output x.txt: the name must end in .tsv or .jsonl"),
         ("recipe.toml", "there.tsv", "there.tsv exists already; give another --output, or --overwrite"),
         ("recipe.toml", "nowhere/x.tsv", "there is no folder nowhere"),
@@ -148,4 +150,5 @@ fn a_recipe_or_a_file_that_cannot_be_is_refused() {
     made(d, "there.tsv", &["--overwrite"]);
     // What a .tsv file cannot hold, messages can.
     ok(d, &["data", "make", "tab.toml", "-o", "tab.jsonl"]);
+    ok(d, &["data", "make", "header.toml", "-o", "header.jsonl"]);
 }

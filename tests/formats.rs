@@ -1,7 +1,10 @@
 //! A `.dat` file that is read and written keeps its bytes, every container holds the same values, and training at a rate
 //! of 0 changes nothing.
 
-use crate::support::files::{ok, run, tiny_model};
+use crate::support::{
+    files::{names, ok, refused, run, tiny_model},
+    scripted::{read_tensors, write_tensors},
+};
 use backend_nvfp4::Scaling;
 use half::{bf16, f16};
 use model_qwen3::{
@@ -72,20 +75,28 @@ fn floats_survive_every_container() {
 #[test]
 fn nvfp4_safetensors_hold_the_same_codes_as_dat() {
     let dir = tempfile::tempdir().unwrap();
-    tiny_model(&dir.path().join("m"), false);
-    ok(dir.path(), &["convert", "m", "q.dat", "--to", "dat", "--dtype", "nvfp4"]);
-    ok(dir.path(), &["convert", "m", "q.safetensors", "--to", "safetensors", "--dtype", "nvfp4"]);
-    let a = Container::open(&dir.path().join("q.dat")).unwrap();
-    let b = Container::open(&dir.path().join("q.safetensors")).unwrap();
-    let mut packed = 0;
-    for name in a.names() {
-        assert_eq!(a.stored(&name), b.stored(&name), "{name}");
-        if let Some(Stored::Packed { .. }) = a.stored(&name) {
-            assert_eq!(a.read_packed(&name).unwrap(), b.read_packed(&name).unwrap(), "{name}");
-            packed += 1;
+    let d = dir.path();
+    tiny_model(&d.join("m"), false);
+    for (scales, expected) in [("two", Scaling::Two), ("single", Scaling::Single)] {
+        let nvfp4 = ["--dtype", "nvfp4", "--overwrite"];
+        for name in ["q.dat", "q.safetensors"] {
+            ok(d, &[&["convert", "m", name, "--scales", scales][..], &nvfp4].concat());
         }
+        let [a, b] = ["q.dat", "q.safetensors"].map(|name| Container::open(&d.join(name)).unwrap());
+        let mut packed = 0;
+        for name in a.names() {
+            assert_eq!(a.stored(&name), b.stored(&name), "{name}");
+            if let Some(Stored::Packed { scaling, .. }) = a.stored(&name) {
+                assert_eq!(a.read_packed(&name).unwrap(), b.read_packed(&name).unwrap(), "{name}");
+                assert_eq!(scaling, expected, "{name}");
+                packed += 1;
+            }
+        }
+        assert_eq!(packed, 2 * 7 + 1);
+        // The levels of scales survive the way through safetensors.
+        ok(d, &[&["convert", "q.safetensors", "back.dat"][..], &nvfp4].concat());
+        assert!(std::fs::read(d.join("back.dat")).unwrap() == std::fs::read(d.join("q.dat")).unwrap(), "{scales}");
     }
-    assert_eq!(packed, 2 * 7 + 1);
 }
 
 #[test]
@@ -111,6 +122,51 @@ fn rate_zero_then_export_like_is_the_identity() {
             assert_eq!(says, !keeps, "{run}");
         }
     }
+}
+
+/// A file of a model of another shape is no pattern. Nothing is left of the attempt.
+#[test]
+fn export_like_a_file_of_another_shape_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let mut tensors = read_tensors(&d.join("m/model.safetensors"));
+    tensors.insert("model.embed_tokens.weight".into(), (vec![16, 64], vec![0.5; 16 * 64]));
+    std::fs::create_dir(d.join("o")).unwrap();
+    write_tensors(&d.join("o/model.safetensors"), &tensors);
+    ok(d, &["convert", "o/model.safetensors", "o/like.dat", "--dtype", "nvfp4"]);
+    let before = names(d);
+    let words = ["export-dat", "-m", "m", "--output-dat", "x.dat", "--device", "cpu", "--like", "o/like.dat"];
+    let said = refused(d, &words, 2);
+    let reason = "--like o/like.dat: the model has no model.embed_tokens.weight of shape [16, 64]; give the file";
+    assert!(said.contains(reason), "{said}");
+    assert_eq!(names(d), before);
+}
+
+/// What a file with NVFP4 keeps dense stays dense, also if nothing is known of its training.
+#[test]
+fn linear_layers_that_are_dense_beside_nvfp4_stay_dense() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(d, true);
+    ok(d, &["convert", "model.safetensors", "model.dat", "--dtype", "nvfp4"]);
+    fit_at_rate_zero(d, &["--bf16-last-blocks", "1"]);
+    ok(d, &["export-hf", "-m", "run", "-o", "hf", "--format", "modelopt", "--device", "cpu"]);
+    std::fs::create_dir(d.join("o")).unwrap();
+    ok(d, &["convert", "hf", "o/a.dat", "--dtype", "nvfp4"]);
+    ok(d, &["convert", "hf", "o/b.safetensors", "--dtype", "nvfp4"]);
+    let export = ["export-dat", "-m", "hf", "--device", "cpu", "--output-dat"];
+    ok(d, &[&export[..], &["o/c.dat"]].concat());
+    for path in ["hf", "o/a.dat", "o/b.safetensors", "o/c.dat"] {
+        let file = Container::open(&d.join(path)).unwrap();
+        let packed = |block: usize| {
+            let stored = file.stored(&format!("model.layers.{block}.mlp.down_proj.weight")).unwrap();
+            matches!(stored, Stored::Packed { .. })
+        };
+        assert_eq!([packed(0), packed(1)], [true, false], "{path}");
+    }
+    let said = refused(d, &[&export[..], &["o/d.dat", "--like", "model.dat"]].concat(), 2);
+    assert!(said.contains("--like model.dat: the model has linear layers that are not quantized"), "{said}");
 }
 
 /// Trains `model.dat` of a folder at a rate of 0, and returns what the run says.

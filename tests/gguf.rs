@@ -375,6 +375,29 @@ fn broken_gguf_files_are_refused() {
     }
 }
 
+/// A flipped sign of a block scale is no other weight.
+#[test]
+fn a_damaged_scale_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let (config, demo) = (demo_file("config.json").display().to_string(), demo_file("").display().to_string());
+    let init = ["fit", "--init-config", &config, "--tokenizer", &demo, "--synthetic", "--device", "cpu"];
+    ok(d, &[&init[..], &["--max-steps", "1", "--max-seq-length", "16", "--eval-steps", "0", "-o", "r"]].concat());
+    ok(d, &["convert", "r", "x.gguf", "--dtype", "nvfp4"]);
+    let mut file = open_gguf_file(d.join("x.gguf")).unwrap();
+    let block = file.load_tensor_data("blk.1.attn_q.weight").unwrap().unwrap().as_slice()[..36].to_vec();
+    let mut bytes = std::fs::read(d.join("x.gguf")).unwrap();
+    let at = bytes.windows(36).position(|window| window == block).unwrap();
+    bytes[at] |= 0x80;
+    std::fs::write(d.join("x.gguf"), bytes).unwrap();
+    std::fs::create_dir(d.join("back")).unwrap();
+    for dtype in ["bf16", "nvfp4"] {
+        let said = refused(d, &["convert", "x.gguf", "back/m.safetensors", "--dtype", dtype], 6);
+        let named = "x.gguf: \"model.layers.1.self_attn.q_proj.weight\": scale byte 0x";
+        assert!(said.contains(named) && said.contains("row 0, block 0 is NaN or negative"), "{dtype}: {said}");
+    }
+}
+
 /// A converted file can be used as it is: the small files lie beside it.
 #[test]
 fn convert_puts_the_small_files_beside_its_output() {
@@ -407,6 +430,12 @@ fn convert_puts_the_small_files_beside_its_output() {
         assert!(out.status.code() == Some(2) && said.contains(field), "{folder}: {said}");
         assert!(!d.join(folder).join("x.dat").exists() && std::fs::read(&path).unwrap() == before, "{folder}");
     }
+    // The shards of a folder would still be loaded.
+    std::fs::create_dir(d.join("shards")).unwrap();
+    std::fs::write(d.join("shards/model.safetensors.index.json"), "{}").unwrap();
+    let said = refused(d, &["convert", "m", "shards/model.safetensors", "--dtype", "bf16"], 2);
+    assert!(said.contains("shards holds shards and model.safetensors.index.json"), "{said}");
+    assert!(!d.join("shards/model.safetensors").exists());
     // A config.json in a run folder would hide its checkpoints.
     std::fs::create_dir(d.join("run")).unwrap();
     ["config.toml", "run.json"].iter().for_each(|name| std::fs::write(d.join("run").join(name), "").unwrap());

@@ -4,6 +4,7 @@
 use crate::support::{
     Cpu,
     files::{F32, ok, run, tiny_model},
+    scripted::{read_tensors, write_tensors},
 };
 use backend_nvfp4::{BlockShape, MasterKind, Packed, QuantizeSpec, Rounding, Scaling, View, reference};
 use model_qwen3::{
@@ -12,6 +13,7 @@ use model_qwen3::{
     config::Qwen3Config,
     container::Container,
     dat::ElementType,
+    gguf::GgufFile,
     names::{self, Spelling},
     repack::{Repacked, StoreAs},
     tensors::{Stored, Tensors},
@@ -155,6 +157,41 @@ fn convert_writes_the_head_that_is_asked_for() {
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert!(out.status.code() == Some(2) && stderr.contains("--head works only with --dtype nvfp4"), "{stderr}");
     }
+}
+
+/// Some files of tied models spell out the head. Every command takes them as files without it.
+#[test]
+fn a_head_that_is_a_copy_of_the_embedding_is_no_head() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    for folder in ["plain", "spelled"] {
+        tiny_model(&d.join(folder), true);
+        fs::create_dir(d.join(format!("of-{folder}"))).unwrap();
+    }
+    let file = d.join("spelled/model.safetensors");
+    let mut tensors = read_tensors(&file);
+    tensors.insert(names::HEAD.to_owned(), tensors[names::EMBEDDING].clone());
+    write_tensors(&file, &tensors);
+    for (name, words) in [
+        ("x.dat", &["--dtype", "nvfp4"][..]),
+        ("x.safetensors", &["--dtype", "nvfp4"]),
+        ("h.dat", &["--dtype", "nvfp4", "--head", "nvfp4"]),
+        ("y.safetensors", &["--dtype", "bf16"]),
+    ] {
+        let [plain, spelled] = ["plain", "spelled"].map(|model| {
+            let output = format!("of-{model}/{name}");
+            ok(d, &[&["convert", model, &output], words].concat());
+            fs::read(d.join(output)).unwrap()
+        });
+        assert!(plain == spelled, "{name}");
+    }
+    ok(d, &["convert", "spelled", "x.gguf", "--dtype", "bf16"]);
+    assert!(GgufFile::open(&d.join("x.gguf")).unwrap().stored(names::HEAD).is_none());
+    let export = ["export-dat", "-m", "spelled", "--device", "cpu", "--output-dat"];
+    ok(d, &[&export[..], &["e.dat"]].concat());
+    ok(d, &[&export[..], &["l.dat", "--like", "of-plain/x.dat"]].concat());
+    ok(d, &["export-hf", "-m", "spelled", "-o", "hf", "--device", "cpu"]);
+    assert_eq!(["e.dat", "l.dat", "hf"].map(|out| head(&d.join(out))), [None, None, None]);
 }
 
 fn fit(d: &Path, model: &str, out: &str, flags: &[&str]) {

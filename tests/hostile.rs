@@ -3,7 +3,7 @@
 
 use crate::support::{
     Random,
-    files::{Cost, cost, forge, ok, run, tiny_model},
+    files::{Cost, cost, forge, ok, refused, run, tiny_model},
 };
 use model_qwen3::{
     ModelError,
@@ -189,6 +189,14 @@ fn bad_scales_and_values_are_refused_by_the_program() {
     let offset = |suffix: &str| dat.entries().iter().find(|e| e.key.ends_with(suffix)).unwrap().offset as usize;
     let generate = ["generate", "-m", "m.dat", "-p", "hi", "--device", "cpu", "--max-tokens", "1"];
     ok(&folder, &generate);
+    let export = ["export-hf", "-m", "m.dat", "-o", "out", "--format", "compressed-tensors", "--device", "cpu"];
+    let readers = [
+        &generate[..],
+        &["inspect", "m.dat", "--verify"],
+        &["convert", "m.dat", "x.safetensors", "--dtype", "bf16"],
+        &["convert", "m.dat", "x.safetensors", "--dtype", "nvfp4"],
+        &export,
+    ];
     for (what, at, bytes) in [
         ("scale byte 0x7f", offset("q_proj.weight.scale"), &[0x7F][..]),
         ("scale byte 0xff", offset("q_proj.weight.scale"), &[0xFF][..]),
@@ -200,12 +208,11 @@ fn bad_scales_and_values_are_refused_by_the_program() {
         let mut bad = good.clone();
         bad[at..at + bytes.len()].copy_from_slice(bytes);
         std::fs::write(&path, bad).unwrap();
-        for args in [&generate[..], &["inspect", "m.dat", "--verify"]] {
-            let out = run(&folder, args);
-            let text = String::from_utf8_lossy(&out.stderr).into_owned();
-            assert_eq!(out.status.code(), Some(6), "{what}: {text}");
-            assert!(text.contains(what) && text.contains(".weight"), "{what}: {text}");
+        for args in readers {
+            let text = refused(&folder, args, 6);
+            assert!(text.contains(what) && text.contains(".weight"), "{what}, {args:?}: {text}");
         }
+        assert!(!folder.join("x.safetensors").exists() && !folder.join("out").exists(), "{what}");
     }
 }
 

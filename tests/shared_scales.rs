@@ -119,7 +119,9 @@ fn trained(d: &Path, out: &str, flags: &[&str]) -> (Container, [(usize, usize); 
             let nibbles = |words: &[u32]| -> Vec<u8> {
                 words.iter().flat_map(|word| word.to_le_bytes()).flat_map(|byte| [byte & 15, byte >> 4]).collect()
             };
-            codes += nibbles(&a.codes).iter().zip(&nibbles(&b.codes)).filter(|(a, b)| a != b).count();
+            // Minus zero is no other value than zero.
+            let differ = |(a, b): &(&u8, &u8)| a != b && (**a | **b) & 7 != 0;
+            codes += nibbles(&a.codes).iter().zip(&nibbles(&b.codes)).filter(differ).count();
             // A scale byte of another tensor scale stands for another value, unless the two differ by a power of two.
             if (a.global / b.global - 1.0).abs() > 2e-7 {
                 let value = |byte: u8, global: f32| backend_nvfp4::reference::e4m3_decode(byte) * global;

@@ -29,6 +29,24 @@ pub struct Packed<Codes = Vec<u32>, Scales = Vec<u8>, Global = f32> {
     pub global: Global,
 }
 
+impl Packed {
+    /// Refuses scales that nothing writes on purpose. The rows are those of a matrix with `cols` columns, from `first_row` on.
+    ///
+    /// # Errors
+    /// If a block scale is NaN or negative, or the tensor scale is not finite or is negative.
+    pub fn check_scales(&self, first_row: usize, cols: usize) -> Result<(), Nvfp4Error> {
+        // 0x7F is NaN, and from 0x80 on the sign bit is set.
+        if let Some(at) = self.scales.iter().position(|&b| b >= 0x7F) {
+            let blocks = scales_per_row(cols);
+            return Err(Nvfp4Error::Scale { byte: self.scales[at], row: first_row + at / blocks, block: at % blocks });
+        }
+        if !(self.global.is_finite() && self.global >= 0.0) {
+            return Err(Nvfp4Error::Global { value: self.global.to_string() });
+        }
+        Ok(())
+    }
+}
+
 /// A packed matrix on a device, as backend operations pass it: Int tensors of U32 codes, U8 scales and the U32 bits of
 /// the tensor scale.
 pub type Nvfp4Primitive<B> = Packed<IntTensor<B>, IntTensor<B>, IntTensor<B>>;
@@ -191,13 +209,5 @@ fn check(packed: &Packed, rows: usize, cols: usize) -> Result<(), Nvfp4Error> {
             return Err(Nvfp4Error::Length { part, rows, cols, expected, found });
         }
     }
-    // 0x7F is NaN, and from 0x80 on the sign bit is set.
-    if let Some(at) = packed.scales.iter().position(|&b| b >= 0x7F) {
-        let blocks = scales_per_row(cols);
-        return Err(Nvfp4Error::Scale { byte: packed.scales[at], row: at / blocks, block: at % blocks });
-    }
-    if !(packed.global.is_finite() && packed.global >= 0.0) {
-        return Err(Nvfp4Error::Global { value: packed.global.to_string() });
-    }
-    Ok(())
+    packed.check_scales(0, cols)
 }

@@ -7,7 +7,7 @@ use crate::{
     dat::{DatEntry, DatFile, ElementType},
     names::{self, Part, Spelling},
     safetensors::{self, SafeEntry, SafeFile, open_folder},
-    tensors::{Put, Stored, Tensors, row_count, row_width},
+    tensors::{Put, Stored, Tensors, row_count, row_ranges, row_width},
 };
 use ::safetensors::Dtype;
 use backend_nvfp4::{
@@ -79,6 +79,32 @@ impl Container {
         let mut container = Self { path: path.to_owned(), dat, shards, slots: vec![], by_name: HashMap::new() };
         container.find_tensors(&entries)?;
         Ok(container)
+    }
+
+    /// The tensors of a model whose config.json ties the head to the embedding. Its file may spell out the head all the same: a
+    /// dense head with the embedding's values is the embedding, and is left out.
+    ///
+    /// # Errors
+    /// If either cannot be read.
+    pub fn without_copied_head(mut self) -> Result<Self, ModelError> {
+        if self.head_is_a_copy()? {
+            self.slots.retain(|slot| slot.name != names::HEAD);
+            self.by_name = self.slots.iter().enumerate().map(|(i, slot)| (slot.name.clone(), i)).collect();
+        }
+        Ok(self)
+    }
+
+    fn head_is_a_copy(&self) -> Result<bool, ModelError> {
+        let Some(head @ Stored::Dense { .. }) = self.stored(names::HEAD) else { return Ok(false) };
+        if self.stored(names::EMBEDDING).is_none_or(|embedding| embedding != head) {
+            return Ok(false);
+        }
+        for rows in row_ranges(&head.shape(), 1 << 20) {
+            if self.read_rows(names::HEAD, rows.clone())? != self.read_rows(names::EMBEDDING, rows)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Makes a slot for each tensor of the entries.
@@ -266,8 +292,9 @@ impl Tensors for Container {
         let mut scales = vec![0; rows.len() * scales_per_row(cols)];
         self.read(&slot.entries[1], (rows.start * scales_per_row(cols)) as u64, &mut scales)?;
         let stored = self.stored_scale(slot)?;
-        let global = if slot.reciprocal { 1.0 / stored } else { stored };
-        Ok(Packed { codes, scales, global })
+        let packed = Packed { codes, scales, global: if slot.reciprocal { 1.0 / stored } else { stored } };
+        packed.check_scales(rows.start, cols).map_err(|e| self.bad(format!("{name:?}: {e}")))?;
+        Ok(packed)
     }
 
     fn dequantize_rows(&self, name: &str, rows: Range<usize>) -> Result<Vec<f32>, ModelError> {

@@ -98,9 +98,8 @@ impl<'a> Foreign<'a> {
     /// Shows `source` as `library` stores it. Of a source without NVFP4, the linear layers of all blocks before
     /// `dense_from` are quantized.
     pub fn new(source: &'a dyn Tensors, library: Library, dense_from: usize) -> Self {
-        let is_packed = |name: &String| matches!(source.stored(name), Some(Stored::Packed { .. }));
         // What a file with NVFP4 keeps dense stays dense.
-        let dense_from = if source.names().iter().any(is_packed) { 0 } else { dense_from };
+        let dense_from = if source.holds_nvfp4() { 0 } else { dense_from };
         let dense = Repacked::new(source, StoreAs::Float(FloatType::Bf16));
         Self { source, dense, library, dense_from, maxima: Maxima::new(source), inputs: BTreeMap::new() }
     }

@@ -30,7 +30,8 @@ pub enum StoreAs<'a> {
         /// The first transformer block whose linear layers stay dense.
         dense_from: usize,
     },
-    /// Each tensor as this file stores it. A tensor that did not change keeps its bytes.
+    /// Each tensor as this file stores it. A tensor that did not change keeps its bytes. One that has another shape there is
+    /// missing.
     Like(&'a Container),
 }
 
@@ -49,13 +50,22 @@ pub enum HeadAs {
 pub struct Repacked<'a> {
     source: &'a dyn Tensors,
     format: StoreAs<'a>,
+    /// Whether a linear layer that the source keeps dense stays dense.
+    keeps_dense: bool,
     maxima: Maxima<'a>,
 }
 
 impl<'a> Repacked<'a> {
     /// Shows `source` in another format.
     pub fn new(source: &'a dyn Tensors, format: StoreAs<'a>) -> Self {
-        Self { source, format, maxima: Maxima::new(source) }
+        Self { source, format, keeps_dense: false, maxima: Maxima::new(source) }
+    }
+
+    /// The same, for the tensors of a model that is finished: if it has NVFP4 weights, linear layers that it keeps dense stay
+    /// dense. (Of a model in training some weights may have their final codes, and others not yet.)
+    #[must_use]
+    pub fn of_finished(self) -> Self {
+        Self { keeps_dense: self.source.holds_nvfp4(), ..self }
     }
 
     /// Names of the source for which the format has no place.
@@ -75,6 +85,12 @@ impl<'a> Repacked<'a> {
             Some(Stored::Packed { .. }) => self.source.dequantize_rows(name, rows),
             _ => self.source.read_rows(name, rows),
         }
+    }
+
+    fn becomes_nvfp4(&self, name: &str, head: HeadAs, dense_from: usize) -> bool {
+        let stays_dense = self.keeps_dense && matches!(self.source.stored(name), Some(Stored::Dense { .. }));
+        let quantized = !stays_dense && names::block_of(name).is_none_or(|block| block < dense_from);
+        names::is_projection(name) && quantized || name == names::HEAD && !matches!(head, HeadAs::Float(_))
     }
 
     fn bad(&self, reason: String) -> ModelError {
@@ -103,9 +119,9 @@ impl Tensors for Repacked<'_> {
         let shape = self.source.stored(self.origin(name))?.shape();
         Some(match self.format {
             StoreAs::Float(float) => Stored::Dense { float, shape },
-            StoreAs::Like(original) => original.stored(name)?,
+            StoreAs::Like(original) => original.stored(name).filter(|stored| stored.shape() == shape)?,
             StoreAs::Nvfp4 { scaling, head, dense_from, .. }
-                if becomes_nvfp4(name, head, dense_from) && shape.len() == 2 && shape[1].is_multiple_of(BLOCK) =>
+                if self.becomes_nvfp4(name, head, dense_from) && shape.len() == 2 && shape[1].is_multiple_of(BLOCK) =>
             {
                 Stored::Packed { rows: shape[0], cols: shape[1], scaling }
             }
@@ -151,9 +167,4 @@ impl Tensors for Repacked<'_> {
             StoreAs::Float(_) => unreachable!("StoreAs::Float stores no tensor as NVFP4"),
         })
     }
-}
-
-fn becomes_nvfp4(name: &str, head: HeadAs, dense_from: usize) -> bool {
-    let quantized = names::block_of(name).is_none_or(|block| block < dense_from);
-    names::is_projection(name) && quantized || name == names::HEAD && !matches!(head, HeadAs::Float(_))
 }

@@ -62,6 +62,11 @@ pub trait Tensors {
     /// How a tensor is stored, if it exists.
     fn stored(&self, name: &str) -> Option<Stored>;
 
+    /// Whether any of these tensors is NVFP4.
+    fn holds_nvfp4(&self) -> bool {
+        self.names().iter().any(|name| matches!(self.stored(name), Some(Stored::Packed { .. })))
+    }
+
     /// Whether training quantizes a head of this name. It does if the file holds the head in NVFP4.
     fn trains_quantized(&self, name: &str) -> bool {
         matches!(self.stored(name), Some(Stored::Packed { .. }))
@@ -100,7 +105,7 @@ pub trait Tensors {
     /// Reads the codes and scales of an NVFP4 tensor.
     ///
     /// # Errors
-    /// If the tensor is missing or dense, or the system fails.
+    /// If the tensor is missing or dense, the system fails, or a file holds scales that are NaN or negative.
     fn read_packed(&self, name: &str) -> Result<Packed, ModelError>;
 
     /// Reads the codes and scales of the rows `rows` of an NVFP4 tensor. No rows give its tensor scale.

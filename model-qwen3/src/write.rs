@@ -71,13 +71,12 @@ fn plan_default(tensors: &dyn Tensors) -> Vec<Planned> {
                 plan.push(Planned { key: name.clone(), element: float.into(), dims: shape, name, part: None });
             }
             Some(Stored::Packed { rows, cols, scaling }) => {
-                let parts = [
-                    (Part::Codes, ElementType::U8, vec![rows, cols / 2]),
-                    (Part::Scales, ElementType::F8E4m3, vec![rows, scales_per_row(cols)]),
-                    (Part::TensorScale, ElementType::F32, vec![1]),
-                ];
-                let count = if scaling == Scaling::Two { 3 } else { 2 };
-                plan.extend(parts.into_iter().take(count).map(|(part, element, dims)| {
+                plan.extend(parts(scaling, Spelling::Dat).iter().map(|&part| {
+                    let (element, dims) = match part {
+                        Part::Codes => (ElementType::U8, vec![rows, cols / 2]),
+                        Part::Scales => (ElementType::F8E4m3, vec![rows, scales_per_row(cols)]),
+                        Part::TensorScale => (ElementType::F32, vec![1]),
+                    };
                     let key = Spelling::Dat.key(&name, part);
                     Planned { key, element, dims, name: name.clone(), part: Some(part) }
                 }));
@@ -112,7 +111,7 @@ fn plan_like(tensors: &dyn Tensors, original: &DatFile) -> Result<Vec<Planned>, 
 }
 
 /// Writes tensors as one safetensors file, with NVFP4 in ModelOpt's layout: codes u8 `[N, K/2]`, scales E4M3
-/// `[N, K/16]`, tensor scale f32.
+/// `[N, K/16]` and, in two-level tensors, a tensor scale f32.
 ///
 /// # Errors
 /// If reading or writing fails.
@@ -141,12 +140,12 @@ pub fn write_shard<Out: Write>(
     for name in names {
         match tensors.stored(name) {
             Some(Stored::Dense { .. }) => put_floats(tensors, name, &mut put)?,
-            Some(Stored::Packed { .. }) => {
+            Some(Stored::Packed { scaling, .. }) => {
                 let mut q = tensors.read_packed(name)?;
                 if spelling == Spelling::CompressedTensors {
                     q.global = tensors.reciprocal_scale(name, &q)?;
                 }
-                SAFE_PARTS.into_iter().try_for_each(|part| put_part(&q, part, &mut put))?;
+                parts(scaling, spelling).iter().try_for_each(|&part| put_part(&q, part, &mut put))?;
                 put(&input_scale(tensors, name, spelling)?)?;
             }
             None => {}
@@ -185,23 +184,33 @@ pub fn bytes_of(tensors: &dyn Tensors, name: &str, spelling: Spelling) -> u64 {
     entries.iter().map(|(_, dtype, shape)| (shape.iter().product::<usize>() * dtype.bitsize() / 8) as u64).sum()
 }
 
-const SAFE_PARTS: [Part; 3] = [Part::Codes, Part::Scales, Part::TensorScale];
+/// The parts of an NVFP4 tensor, in the order of files.
+static PARTS: [Part; 3] = [Part::Codes, Part::Scales, Part::TensorScale];
+
+/// The parts that a file has. A single-level tensor has no tensor scale, but compressed-tensors knows two levels only.
+fn parts(scaling: Scaling, spelling: Spelling) -> &'static [Part] {
+    let has_scale = scaling == Scaling::Two || spelling == Spelling::CompressedTensors;
+    &PARTS[..if has_scale { 3 } else { 2 }]
+}
 
 /// The entries of a tensor in a safetensors file: key, type and shape.
 fn entries(tensors: &dyn Tensors, name: &str, spelling: Spelling) -> Vec<(String, Dtype, Vec<usize>)> {
     match tensors.stored(name) {
         Some(Stored::Dense { float, shape }) => vec![(name.to_owned(), safetensors::dtype_of(float), shape)],
-        Some(Stored::Packed { rows, cols, .. }) => {
-            let [codes, scales, global] = SAFE_PARTS.map(|part| spelling.key(name, part));
+        Some(Stored::Packed { rows, cols, scaling }) => {
             // compressed-tensors writes a vector of one value.
             let one = if spelling == Spelling::CompressedTensors { vec![1] } else { vec![] };
             let input = spelling.input_scale(name).filter(|_| tensors.gives_input_scale(name));
-            let parts = [
-                (codes, Dtype::U8, vec![rows, cols / 2]),
-                (scales, Dtype::F8_E4M3, vec![rows, scales_per_row(cols)]),
-                (global, Dtype::F32, one.clone()),
-            ];
-            parts.into_iter().chain(input.map(|input| (input, Dtype::F32, one))).collect()
+            let entry = |&part: &Part| {
+                let (dtype, shape) = match part {
+                    Part::Codes => (Dtype::U8, vec![rows, cols / 2]),
+                    Part::Scales => (Dtype::F8_E4M3, vec![rows, scales_per_row(cols)]),
+                    Part::TensorScale => (Dtype::F32, one.clone()),
+                };
+                (spelling.key(name, part), dtype, shape)
+            };
+            let input = input.map(|input| (input, Dtype::F32, one.clone()));
+            parts(scaling, spelling).iter().map(entry).chain(input).collect()
         }
         None => vec![],
     }

@@ -32,8 +32,8 @@ pub fn read_whole(path: &Path) -> Result<Vec<u8>, CliError> {
 }
 
 /// The files that each of these paths of `flag` names, in the order of their names. A folder stands for the files in it that
-/// have a known extension, but for `.md`. A pattern that is the name of a file stands for that file. `remedy` says what to do about
-/// a file that is named twice.
+/// have a known extension, but for `.md` and hidden files. A pattern that is the name of a file stands for that file. `remedy`
+/// says what to do about a file that is named twice.
 ///
 /// # Errors
 /// If a folder or a pattern names no file, a folder cannot be read, a file is named twice, is not there or is no regular one.
@@ -78,7 +78,7 @@ fn one(flag: &str, path: &Path) -> Result<Vec<PathBuf>, CliError> {
         for entry in fs::read_dir(path).map_err(CliError::io(path))? {
             let file = entry.map_err(CliError::io(path))?.path();
             // A broken link is an error of the check of all files.
-            if !file.is_dir() && has_known_extension(&file) {
+            if !file.is_dir() && is_of_folder(&file) {
                 files.push(file);
             }
         }
@@ -97,11 +97,14 @@ fn one(flag: &str, path: &Path) -> Result<Vec<PathBuf>, CliError> {
     }
 }
 
-/// Whether a folder stands for this file, too. A `.md` file in a folder of data is about the data.
-fn has_known_extension(path: &Path) -> bool {
+/// Whether a folder stands for this file, too. A `.md` file in a folder of data is about the data. A hidden file is something
+/// that an editor or a file system left.
+fn is_of_folder(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
     // Hugging Face's library `datasets` puts these two beside its tables.
-    let about = path.file_name().is_some_and(|name| name == "dataset_info.json" || name == "state.json");
-    !about && path.extension().is_some_and(|extension| extension != "md") && reader(path).is_some()
+    let about = name == "dataset_info.json" || name == "state.json";
+    let is_hidden = name.as_encoded_bytes().starts_with(b".");
+    !about && !is_hidden && path.extension().is_some_and(|e| !e.eq_ignore_ascii_case("md")) && reader(path).is_some()
 }
 
 #[cfg(test)]
@@ -112,12 +115,13 @@ mod tests {
     fn folders_and_patterns_stand_for_their_files() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str| dir.path().join(name);
-        for name in ["b.jsonl", "a.tsv", "notes.pdf", "README.md", "state.json", "dataset_info.json", "c[1].txt"] {
+        let left_out = ["notes.pdf", "README.md", "OLD.MD", "state.json", "dataset_info.json", ".a.tsv", ".tsv"];
+        for name in ["D.TSV", "b.jsonl", "a.tsv", "c[1].txt"].into_iter().chain(left_out) {
             fs::write(file(name), "").unwrap();
         }
         fs::create_dir(file("inner")).unwrap();
         let named = |name: &str| one("--data", &file(name)).map_err(|e| e.to_string());
-        assert_eq!(named("").unwrap(), [file("a.tsv"), file("b.jsonl"), file("c[1].txt")]);
+        assert_eq!(named("").unwrap(), [file("D.TSV"), file("a.tsv"), file("b.jsonl"), file("c[1].txt")]);
         assert_eq!(named("*.jsonl").unwrap(), [file("b.jsonl")]);
         // A file of that name is no pattern. A name that nothing has is an error of the check of all files.
         assert_eq!(named("c[1].txt").unwrap(), [file("c[1].txt")]);

@@ -17,7 +17,6 @@ use model_qwen3::{
     sampling::Sampling,
     tensors::Tensors,
     tokenizer::{GenerationConfig, Tokenizer},
-    weights::head_is_a_copy,
 };
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -63,17 +62,14 @@ fn text_files(folder: &Path) -> impl Iterator<Item = PathBuf> {
 
 /// Makes a config.json say that the head is not the embedding, if these tensors have a head of their own. Hugging Face's loader
 /// goes by config.json alone. Returns whether it said something else before.
-///
-/// # Errors
-/// If the head cannot be read.
-pub fn untie(config: &mut Map<String, Value>, tensors: &dyn Tensors) -> Result<bool, CliError> {
+pub fn untie(config: &mut Map<String, Value>, tensors: &dyn Tensors) -> bool {
     const TIED: &str = "tie_word_embeddings";
     let has_head = tensors.names().iter().any(|name| name == names::HEAD);
-    if config.get(TIED) != Some(&Value::Bool(true)) || !has_head || head_is_a_copy(tensors)? {
-        return Ok(false);
+    let unties = has_head && config.get(TIED) == Some(&Value::Bool(true));
+    if unties {
+        config.insert(TIED.to_owned(), false.into());
     }
-    config.insert(TIED.to_owned(), false.into());
-    Ok(true)
+    unties
 }
 
 /// Where a model's files are.
@@ -132,12 +128,13 @@ impl ModelFiles {
         name.map_or_else(|| "model".into(), |n| n.to_string_lossy().into_owned())
     }
 
-    /// Opens the weights.
+    /// Opens the weights of the model that `config` describes.
     ///
     /// # Errors
     /// If there are none or they are broken.
-    pub fn open_weights(&self) -> Result<Container, ModelError> {
-        Container::open(&self.weights)
+    pub fn open_weights(&self, config: &Qwen3Config) -> Result<Container, ModelError> {
+        let weights = Container::open(&self.weights)?;
+        if config.tie_word_embeddings { weights.without_copied_head() } else { Ok(weights) }
     }
 }
 

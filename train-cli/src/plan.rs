@@ -7,7 +7,7 @@ use crate::{
     outputs::{check_dat_name, check_folder, check_output, check_output_folder, check_outside},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        defaults::{MAX_SEQ_LENGTH, RUNS, clips_exactly_by_default, master_weights},
+        defaults::{MAX_SEQ_LENGTH, RUNS, SHORTEST_SEQUENCE, clips_exactly_by_default, master_weights},
         fields::RANGES,
         flag,
     },
@@ -164,10 +164,13 @@ fn with_files(mut settings: Settings) -> Result<Settings, CliError> {
 /// lower.
 ///
 /// # Errors
-/// If a longer one is wanted than the model takes.
+/// If a longer one is wanted than the model takes, or one in which nothing is predicted.
 pub fn max_seq_length(wanted: Option<usize>, limit: usize) -> Result<usize, CliError> {
     match wanted {
         None => Ok(MAX_SEQ_LENGTH.min(limit)),
+        Some(length) if length < SHORTEST_SEQUENCE => Err(CliError::Usage(format!(
+            "--max-seq-length {length}: nothing is predicted in so short a sequence; choose at least {SHORTEST_SEQUENCE}"
+        ))),
         Some(length) if length <= limit => Ok(length),
         Some(length) => Err(CliError::Usage(format!(
             "--max-seq-length {length}: the model takes at most {limit} tokens; choose at most {limit}"

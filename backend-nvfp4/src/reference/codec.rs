@@ -93,10 +93,11 @@ pub fn word_of(codes: impl IntoIterator<Item = u8>) -> u32 {
     codes.into_iter().take(CODES_PER_WORD).enumerate().fold(0, |word, (i, code)| word | u32::from(code) << (4 * i))
 }
 
-/// How many of the eight codes of two words differ.
+/// How many of the eight codes of two words stand for other values. Zero has two codes.
 pub fn different_codes(a: u32, b: u32) -> usize {
-    let different = a ^ b;
-    (0..CODES_PER_WORD).filter(|i| different >> (4 * i) & 15 != 0).count()
+    let (different, magnitudes) = (a ^ b, a | b);
+    let differs = |i: &usize| different >> (4 * i) & 15 != 0 && magnitudes >> (4 * i) & 7 != 0;
+    (0..CODES_PER_WORD).filter(differs).count()
 }
 
 /// Writes the code in row `r` and column `c` of a matrix with `cols` columns.

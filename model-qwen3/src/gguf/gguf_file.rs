@@ -280,7 +280,9 @@ impl Tensors for GgufFile {
             read_at(&self.file, &self.path, at, &mut bytes)?;
             global = f32::of_bytes(bytes);
         }
-        Ok(Packed { global, ..blocks::of_nvfp4(&self.rows(tensor, rows)?) })
+        let packed = Packed { global, ..blocks::of_nvfp4(&self.rows(tensor, rows.clone())?) };
+        packed.check_scales(rows.start, row_width(&tensor.shape)).map_err(|e| self.bad(format!("{name:?}: {e}")))?;
+        Ok(packed)
     }
 }
 

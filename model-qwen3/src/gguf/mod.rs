@@ -25,7 +25,6 @@ use crate::{
     names,
     repack::{HeadAs, Repacked, StoreAs},
     tensors::{Stored, Tensors, row_ranges},
-    weights::head_is_a_copy,
 };
 use backend_nvfp4::{BlockShape, Packed, Scaling};
 use file_header::{Header, MetadataValue};
@@ -77,7 +76,7 @@ pub fn write_gguf<Out: Write>(
     write_error: impl Fn(std::io::Error) -> ModelError,
 ) -> Result<Out, ModelError> {
     let file = File::new(tensors, matrices);
-    let entries = file.entries(about.config)?;
+    let entries = file.entries()?;
     let mut header = Header::new();
     for (key, value) in keys(about, matrices, &entries) {
         header.key(&key, &value);
@@ -183,20 +182,15 @@ impl<'a> File<'a> {
             shares_scale: false,
             dense_from,
         };
-        let has_codes = source.names().iter().any(|name| matches!(source.stored(name), Some(Stored::Packed { .. })));
         let dense = Repacked::new(source, StoreAs::Float(float));
-        Self { source, matrices, dense, packed: Repacked::new(source, nvfp4), has_codes }
+        Self { source, matrices, dense, packed: Repacked::new(source, nvfp4), has_codes: source.holds_nvfp4() }
     }
 
     /// The tensors of the file in order. Each NVFP4 tensor is followed by its tensor scale, and by that of its activations if
     /// the source gives one.
-    fn entries(&self, config: &Qwen3Config) -> Result<Vec<Entry>, ModelError> {
+    fn entries(&self) -> Result<Vec<Entry>, ModelError> {
         let mut entries = Vec::new();
         for source in self.source.names() {
-            // A file may spell out a tied head.
-            if source == names::HEAD && config.tie_word_embeddings && head_is_a_copy(self.source)? {
-                continue;
-            }
             let name = names::in_gguf(&source)
                 .ok_or_else(|| ModelError::weights(self.source.path(), format!("GGUF has no place for {source:?}")))?;
             let stored = self.source.stored(&source).ok_or_else(|| ModelError::missing(self.source.path(), &source))?;

@@ -8,8 +8,8 @@ use crate::{
     ModelError,
     config::Qwen3Config,
     model::Qwen3,
-    names::{EMBEDDING, HEAD},
-    tensors::{Stored, Tensors, row_ranges},
+    names::HEAD,
+    tensors::{Stored, Tensors},
 };
 use backend_nvfp4::{
     Calibrated, LinearSpec, MasterKind, Nvfp4Error, Nvfp4Kernels, Nvfp4Linear, Nvfp4Tensor, layout, reference,
@@ -29,7 +29,8 @@ pub enum Purpose {
     Infer,
 }
 
-/// Loads a model. No gradient is tracked before [`trained()`](super::trained()) says so.
+/// Loads a model. No gradient is tracked before [`trained()`](super::trained()) says so. A head among the tensors is a tensor of
+/// its own; [`Container::without_copied_head`](crate::container::Container::without_copied_head) leaves out one that is not.
 ///
 /// # Errors
 /// If a tensor is missing, has another shape than config.json says, is unknown to the model, or is invalid.
@@ -40,9 +41,7 @@ pub fn load<B: Nvfp4Kernels>(
     purpose: Purpose,
     device: &B::Device,
 ) -> Result<Qwen3<B>, ModelError> {
-    // An outline has no values to compare, and either head launches the same kernels.
-    let copied = config.tie_word_embeddings && !tensors.is_outline() && head_is_a_copy(tensors)?;
-    let has_head = tensors.stored(HEAD).is_some() && !copied;
+    let has_head = tensors.stored(HEAD).is_some();
     if !has_head && !config.tie_word_embeddings {
         let reason = format!("there is no tensor {HEAD:?}, and config.json does not tie the head to the embedding");
         return Err(ModelError::weights(tensors.path(), reason));
@@ -55,7 +54,7 @@ pub fn load<B: Nvfp4Kernels>(
     let mut loader = Loader { tensors, forge, used: HashSet::new() };
     let model = build(config, spec, has_head, &mut loader)?;
     let mut unknown = tensors.names();
-    unknown.retain(|n| !(loader.used.contains(n) || copied && n == HEAD));
+    unknown.retain(|n| !loader.used.contains(n));
     if !unknown.is_empty() {
         let shown = unknown[..unknown.len().min(10)].join(", ");
         let reason = match unknown.len() {
@@ -65,26 +64,6 @@ pub fn load<B: Nvfp4Kernels>(
         return Err(ModelError::weights(tensors.path(), reason));
     }
     Ok(model)
-}
-
-/// Whether the file of a model whose config.json ties the head spells out the head all the same. A head with the embedding's
-/// values is the embedding.
-///
-/// # Errors
-/// If either cannot be read.
-pub fn head_is_a_copy(tensors: &dyn Tensors) -> Result<bool, ModelError> {
-    let (Some(head @ Stored::Dense { .. }), Some(embedding)) = (tensors.stored(HEAD), tensors.stored(EMBEDDING)) else {
-        return Ok(false);
-    };
-    if head != embedding {
-        return Ok(false);
-    }
-    for rows in row_ranges(&head.shape(), 1 << 20) {
-        if tensors.read_rows(HEAD, rows.clone())? != tensors.read_rows(EMBEDDING, rows)? {
-            return Ok(false);
-        }
-    }
-    Ok(true)
 }
 
 struct Loader<'a, B: Backend> {

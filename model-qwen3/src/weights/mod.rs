@@ -17,7 +17,7 @@ mod structure;
 pub use autodiff::trained;
 pub use host::{PIECES, TRANSFER, to_host};
 pub use live::Live;
-pub use load::{Purpose, head_is_a_copy, load};
+pub use load::{Purpose, load};
 pub use outline::outline;
 pub use random::random;
 pub use structure::{Field, Replace, fields};

@@ -27,9 +27,10 @@ use model_qwen3::{
     container::Container,
     file,
     gguf::{About, GgufFile, Matrices, Vocabulary, write_gguf},
-    json, names,
+    json,
     repack::{HeadAs, Repacked, StoreAs},
-    tensors::{Stored, Tensors},
+    safetensors::{INDEX, WHOLE},
+    tensors::Tensors,
     tokenizer,
     write::{write_dat, write_safetensors},
 };
@@ -46,7 +47,7 @@ use std::{
 pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     let given = ModelFiles::new(&args.input);
     let files = if given.is_gguf() { given } else { located("INPUT", &args.input)? };
-    let source = Converted::open(&files)?;
+    let source = Converted::open(&files, args.tokenizer.as_deref())?;
     let mut inputs = files.weight_files();
     inputs.push(source.tensors().path().to_owned());
     check_output("OUTPUT", &args.output, &inputs)?;
@@ -77,8 +78,8 @@ pub fn run(args: &ConvertArgs) -> Result<(), CliError> {
     report::unscaled_inputs(source.tensors().has_input_scales() && !keeps_inputs);
     let trained = source.trained(&files)?;
     let scaling = scaling(args, container, source.tensors(), trained.as_ref());
-    let dense_from = dense_from(trained.as_ref(), &files)?.min(source.first_dense_block());
-    let tensors = Repacked::new(source.tensors(), format(args, container, scaling, dense_from)?);
+    let dense_from = dense_from(trained.as_ref(), &files)?;
+    let tensors = Repacked::new(source.tensors(), format(args, container, scaling, dense_from)?).of_finished();
     let mut small = if gguf.is_none() { source.small_files(&files)? } else { vec![] };
     let config = files.config_file(None);
     for (_, bytes) in small.iter_mut().filter(|(name, _)| name == "config.json") {
@@ -119,11 +120,15 @@ enum Converted {
 }
 
 impl Converted {
-    fn open(files: &ModelFiles) -> Result<Self, CliError> {
+    fn open(files: &ModelFiles, tokenizer: Option<&Path>) -> Result<Self, CliError> {
         if files.is_gguf() {
             return Ok(Self::Gguf(GgufFile::open(&files.weights).map_err(CliError::of_flag("INPUT"))?));
         }
-        Ok(Self::Files(files.open_weights()?))
+        Ok(Self::Files(match Qwen3Config::from_file(&files.config_file(tokenizer)) {
+            Ok(config) => files.open_weights(&config)?,
+            // Weights can be converted alone. If their config.json is needed, other checks say what is wrong with it.
+            Err(_) => Container::open(&files.weights)?,
+        }))
     }
 
     fn tensors(&self) -> &dyn Tensors {
@@ -131,15 +136,6 @@ impl Converted {
             Self::Files(container) => container,
             Self::Gguf(file) => file,
         }
-    }
-
-    /// The block after the last one with NVFP4 weights, if the input is a GGUF file with such weights. It does not say how many
-    /// blocks its training left unquantized.
-    fn first_dense_block(&self) -> usize {
-        let Self::Gguf(file) = self else { return usize::MAX };
-        let mut names = file.names();
-        names.retain(|name| matches!(file.stored(name), Some(Stored::Packed { .. })));
-        names.iter().filter_map(|name| names::block_of(name)).max().map_or(usize::MAX, |last| last + 1)
     }
 
     /// What the model was trained for, if it is known.
@@ -169,7 +165,7 @@ impl Converted {
 /// The bytes of a config.json, which was read from `path`, for these tensors: it says whether the head is the embedding.
 fn untied(path: &Path, bytes: &mut Vec<u8>, tensors: &dyn Tensors) -> Result<(), CliError> {
     let mut config = object(path, bytes)?;
-    if untie(&mut config, tensors)? {
+    if untie(&mut config, tensors) {
         *bytes = serde_json::to_vec_pretty(&config).expect("a JSON value serializes");
     }
     Ok(())
@@ -191,14 +187,18 @@ fn object(path: &Path, bytes: &[u8]) -> Result<Map<String, Value>, CliError> {
     json::parse(text).and_then(serde_json::from_value).map_err(|e| bad(e.to_string()))
 }
 
-/// Refuses an output in the folder of another model: the config.json there would stay, and the output would not load. In a
-/// run folder, the config.json of this model would hide the checkpoints.
+/// Refuses an output in the folder of another model: the config.json there would stay, and the output would not load; or the
+/// folder would still stand for its shards. In a run folder, the config.json of this model would hide the checkpoints.
 fn check_neighbor(output: &Path, files: &[(String, Vec<u8>)]) -> Result<(), CliError> {
     let refuse = |text: String| {
         let shown = output.display();
         Err(CliError::Usage(format!("OUTPUT {shown}: {text}; choose another folder")))
     };
     let folder = durable::parent(output);
+    if output.file_name().is_some_and(|name| name == WHOLE) && folder.join(INDEX).exists() {
+        let text = format!("{} holds shards and {INDEX}, which would still be loaded in its place", folder.display());
+        return refuse(text);
+    }
     let path = folder.join("config.json");
     let Some((_, bytes)) = files.iter().find(|(name, _)| name == "config.json") else { return Ok(()) };
     if is_run(folder) {

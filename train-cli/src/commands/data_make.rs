@@ -3,7 +3,10 @@
 use crate::{
     CliError,
     args::MakeArgs,
-    data::make::{Balance, Counted, MadeRow, RowRecipe},
+    data::{
+        format::HEADER,
+        make::{Balance, Counted, MadeRow, RowRecipe},
+    },
     durable,
     outputs::{check_output, is_taken},
     report,
@@ -66,6 +69,13 @@ impl Written {
             Self::Tsv => {
                 let first = header.map(first_line).transpose()?.unwrap_or_default();
                 let lines = rows.iter().map(tsv).collect::<Result<String, _>>()?;
+                let columns = HEADER.join("\t");
+                // A comment in front of it does not help.
+                let is_header = |row: &MadeRow| [row.prompt.as_str(), row.answer.as_str()] == HEADER;
+                if rows.first().is_some_and(is_header) && header != Some(columns.as_str()) {
+                    let remedy = format!("add header = {columns:?}, or write a .jsonl file");
+                    return Err(format!("the first row would be read as a header; {remedy}"));
+                }
                 Ok(first + &lines)
             }
             Self::Messages => Ok(rows.iter().map(messages).collect()),
@@ -76,7 +86,7 @@ impl Written {
 /// A header as the first line of a tab-separated file, if a run that reads the file skips it.
 fn first_line(header: &str) -> Result<String, String> {
     let is_comment = header.starts_with('#') && !header.contains(['\n', '\r']);
-    if header != "prompt\ttarget" && !is_comment {
+    if header != HEADER.join("\t") && !is_comment {
         let why = "a .tsv file can begin with \"prompt\\ttarget\", or with one line that starts with #";
         return Err(format!("header {header:?}: {why}; write one of these, or leave the header out"));
     }

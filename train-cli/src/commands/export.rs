@@ -69,17 +69,15 @@ pub fn run(args: ExportArgs) -> Result<(), CliError> {
     if let Some(trained) = trained {
         trained.say_other_scales(scales);
     }
+    let stored_as = |like| {
+        let tensors = Repacked::new(source, format.store_as(like));
+        if state.is_some() { tensors } else { tensors.of_finished() }
+    };
+    let tensors = stored_as(like.as_ref());
     if let Some(like) = &like {
-        check_like(like, &format, config.num_hidden_layers - format.dense_from)?;
+        check_like(like, &tensors, &format, &stored_as(None))?;
     }
     report::unscaled_inputs(source.has_input_scales());
-    let tensors = Repacked::new(source, format.store_as(like.as_ref()));
-    let left_out = tensors.left_out();
-    if let Some(like) = like.as_ref().filter(|_| !left_out.is_empty()) {
-        let names = left_out[..left_out.len().min(10)].join(", ");
-        let text = format!("--like {}: it has no place for {names}; export without --like", like.path().display());
-        return Err(CliError::Usage(text));
-    }
     write_and_check(&tensors, like.as_ref(), &args.output_dat, |path| {
         let spec = |precision| LinearSpec::new(Recipe::W4, format.scaling, precision);
         device::run(args.device, None, CheckFile { tensors: &tensors, path, config, text, spec: &spec })
@@ -103,14 +101,32 @@ fn stored_format(stored: &StoredModel) -> ExportFormat {
     }
 }
 
-/// Refuses a file that cannot be the model of an export.
-fn check_like(like: &Container, format: &ExportFormat, dense: usize) -> Result<(), CliError> {
+/// Refuses a file that cannot be the model of an export. `tensors` are those of the export as the file stores them, and `own`
+/// are the same without it.
+fn check_like(like: &Container, tensors: &Repacked, format: &ExportFormat, own: &Repacked) -> Result<(), CliError> {
     let refuse = |reason: &str| Err(CliError::Usage(format!("--like {}: {reason}", like.path().display())));
     if like.dat().is_none() {
         return refuse("it is not a .dat file; give a .dat file");
     }
-    if dense > 0 || format.block() == BlockShape::Square {
-        return refuse("the run left blocks unquantized or used scales of 16x16 values; export without --like");
+    let left_out = tensors.left_out();
+    if !left_out.is_empty() {
+        let names = left_out[..left_out.len().min(10)].join(", ");
+        return refuse(&format!("it has no place for {names}; export without --like"));
+    }
+    if let Some(name) = like.names().iter().find(|name| tensors.stored(name).is_none()) {
+        let shape = like.stored(name).map(|stored| stored.shape()).unwrap_or_default();
+        let text = "give the file with which training began";
+        return refuse(&format!("the model has no {name} of shape {shape:?}; {text}"));
+    }
+    let is_packed = |file: &dyn Tensors, name: &str| matches!(file.stored(name), Some(Stored::Packed { .. }));
+    let stays_dense = |name: &String| {
+        names::block_of(name).is_some_and(|block| block >= format.dense_from)
+            || names::is_projection(name) && is_packed(like, name) && !is_packed(own, name)
+    };
+    if like.names().iter().any(stays_dense) || format.block() == BlockShape::Square {
+        return refuse(
+            "the model has linear layers that are not quantized, or scales of 16x16 values; export without --like",
+        );
     }
     if format.shares_scale {
         return refuse(

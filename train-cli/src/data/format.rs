@@ -95,13 +95,16 @@ pub(super) fn rows<'a>(
     if let Some(key) = &options.weight {
         return Err(format!("--weight-column {key}: rows of the format {} have no columns with names", format.name()));
     }
-    let once = |(line, row): (usize, Result<Row<'a>, String>)| {
-        (Origin::of_line(line), row.map(|row| (row, 1.0)).map_err(Wrong::from))
-    };
     Ok(match (format, &options.separator) {
-        (Format::Tsv, _) => Box::new(tsv(content).map(once)),
-        (_, None) => Box::new(std::iter::once((0, Ok(Row::Document(content.into())))).map(once)),
-        (_, Some(separator)) => Box::new(documents(content, separator).map(once)),
+        (Format::Tsv, _) => Box::new(tsv(content).map(|(line, row)| {
+            let row = row.map(|row| (row, 1.0)).map_err(Wrong::from);
+            (Origin::of_line(line), row)
+        })),
+        (_, None) => Box::new(std::iter::once((Origin::default(), Ok((Row::Document(content.into()), 1.0))))),
+        (_, Some(separator)) => {
+            let of = |(place, text): (Origin, &'a str)| (place, Ok((Row::Document(text.into()), 1.0)));
+            Box::new(documents(content, separator).map(of))
+        }
     })
 }
 
@@ -148,17 +151,23 @@ fn weight(row: &Map<String, Value>, key: &str) -> Result<f64, String> {
     number.ok_or_else(|| format!("{key:?} is {given}; a weight is a number from 0 to {MOST_WEIGHT}"))
 }
 
-/// The documents of a text: what stands between separators. The line break around a separator belongs to it. A document of
-/// nothing but white space is none.
-fn documents<'a>(content: &'a str, separator: &'a str) -> impl Iterator<Item = (usize, Result<Row<'a>, String>)> {
-    let mut line = 1;
+/// The documents of a text with their places: what stands between separators. The line break around a separator belongs to
+/// it. A document of nothing but white space is none.
+fn documents<'a>(content: &'a str, separator: &'a str) -> impl Iterator<Item = (Origin, &'a str)> {
+    let (mut line, mut row, mut before) = (1, 0, 0);
     content.split(separator).filter_map(move |piece| {
         let (first, breaks) = (line, piece.matches('\n').count() + separator.matches('\n').count());
         line += breaks;
         let text = piece.strip_prefix("\r\n").or(piece.strip_prefix('\n')).unwrap_or(piece);
         let first = first + usize::from(text.len() < piece.len());
         let text = text.strip_suffix("\r\n").or(text.strip_suffix('\n')).unwrap_or(text);
-        (!text.trim().is_empty()).then(|| (first, Ok(Row::Document(text.into()))))
+        if text.trim().is_empty() {
+            return None;
+        }
+        row += 1;
+        // Documents that share a line are counted.
+        let shares_line = std::mem::replace(&mut before, line) == first && !separator.ends_with('\n');
+        Some((Origin { row: if shares_line { row } else { 0 }, ..Origin::of_line(first) }, text))
     })
 }
 
@@ -287,15 +296,17 @@ fn document(row: Map<String, Value>) -> Result<Row<'static>, String> {
     }
 }
 
-/// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line `prompt<TAB>target` is
-/// a header.
+/// The names of the columns of tab-separated rows. A first line of these is a header.
+pub const HEADER: [&str; 2] = ["prompt", "target"];
+
+/// A line is a prompt, a tab and the answer. Lines that start with `#` are comments, and a first line may be a header.
 fn tsv(content: &str) -> impl Iterator<Item = (usize, Result<Row<'_>, String>)> {
     let mut first = true;
     lines(content).filter(|(_, line)| !line.starts_with('#')).map(move |(number, line)| {
         let Some((prompt, answer)) = line.split_once('\t') else {
             return (number, Err("no tab; a row is a prompt, a tab and the answer".into()));
         };
-        if std::mem::take(&mut first) && (prompt, answer) == ("prompt", "target") {
+        if std::mem::take(&mut first) && [prompt, answer] == HEADER {
             return (number, Ok(Row::Header));
         }
         (number, Conversation::of_pair(prompt, answer).map(Row::Conversation))
@@ -422,20 +433,18 @@ mod tests {
 
     #[test]
     fn a_text_has_the_documents_between_its_separators() {
-        let of = |text: &'static str| {
-            documents(text, "<|end|>")
-                .map(|(line, row)| match row {
-                    Ok(Row::Document(text)) => (line, text.into_owned()),
-                    _ => panic!("documents only"),
-                })
-                .collect::<Vec<_>>()
+        let of = |text, separator| {
+            documents(text, separator).map(|(place, text)| (place.line, place.row, text)).collect::<Vec<_>>()
         };
-        let expected =
-            |all: &[(usize, &str)]| all.iter().map(|(line, text)| (*line, (*text).to_owned())).collect::<Vec<_>>();
-        assert_eq!(of("a\nb<|end|>c"), expected(&[(1, "a\nb"), (2, "c")]));
-        assert_eq!(of("a\n<|end|>\nb\n\n<|end|>\n \n<|end|>\nc\n"), expected(&[(1, "a"), (3, "b\n"), (8, "c")]));
-        assert_eq!(of("no separator\n"), expected(&[(1, "no separator")]));
-        assert_eq!(of("a\r\n<|end|>\r\nb\r\n"), expected(&[(1, "a"), (3, "b")]));
+        let end = "<|end|>";
+        // A document that does not begin its line is counted.
+        assert_eq!(of("a\nb<|end|>c", end), [(1, 0, "a\nb"), (2, 2, "c")]);
+        assert_eq!(of("a<|end|>b<|end|>\nc", end), [(1, 0, "a"), (1, 2, "b"), (2, 0, "c")]);
+        assert_eq!(of("a\n\nb\n\nc", "\n\n"), [(1, 0, "a"), (3, 0, "b"), (5, 0, "c")]);
+        let spaced = of("a\n<|end|>\nb\n\n<|end|>\n \n<|end|>\nc\n", end);
+        assert_eq!(spaced, [(1, 0, "a"), (3, 0, "b\n"), (8, 0, "c")]);
+        assert_eq!(of("no separator\n", end), [(1, 0, "no separator")]);
+        assert_eq!(of("a\r\n<|end|>\r\nb\r\n", end), [(1, 0, "a"), (3, 0, "b")]);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use parquet::{
     file::reader::{FileReader, SerializedFileReader},
     record::{Field, Row},
 };
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// The rows of a file with their numbers, counted from 1. They are read one after another; after an error there are none.
@@ -51,14 +51,30 @@ pub(super) fn objects(path: &Path) -> Result<impl Iterator<Item = Object>, CliEr
     }))
 }
 
-fn object(row: &Row) -> Result<serde_json::Map<String, Value>, String> {
-    // The library would write bytes as base64, which nobody wants to train on.
+fn object(row: &Row) -> Result<Map<String, Value>, String> {
     if let Some((name, _)) = row.get_column_iter().find(|(_, field)| matches!(field, Field::Bytes(_))) {
         return Err(format!("column {name:?} holds bytes; write it as text (in pyarrow: cast it to string)"));
     }
-    match row.to_json_value() {
-        Value::Object(object) => Ok(object),
-        _ => Err("a row must have columns with names".into()),
+    Ok(fields(row))
+}
+
+fn fields(row: &Row) -> Map<String, Value> {
+    row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
+}
+
+/// A value of a row. The library would write bytes as base64, which nobody wants to train on: inside a column they are left
+/// out, as they are from an Arrow table.
+fn value(field: &Field) -> Value {
+    let key = |key: &Field| match value(key) {
+        Value::String(text) => text,
+        other => other.to_string(),
+    };
+    match field {
+        Field::Bytes(_) => Value::Null,
+        Field::Group(row) => Value::Object(fields(row)),
+        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
+        Field::MapInternal(map) => map.entries().iter().map(|(name, field)| (key(name), value(field))).collect(),
+        other => other.to_json_value(),
     }
 }
 

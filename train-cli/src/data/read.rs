@@ -71,7 +71,7 @@ pub struct DataReport {
     /// Number of these sequences that are longer than the limit.
     #[serde(default)]
     pub overlong: usize,
-    /// Sequences that are not used, because there are more than `--max-rows`.
+    /// Rows that are not used, because there are more than `--max-rows`.
     #[serde(default)]
     pub left_out: usize,
 }

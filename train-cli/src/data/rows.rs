@@ -1,30 +1,55 @@
 //! Which samples a run trains on, and in which rows: some are held out, files are repeated, samples are packed and
 //! shuffled. Every choice is a function of the seed.
 
-use crate::{data::sample::Sample, settings::defaults::MOST_EVALUATED};
+use crate::{
+    data::sample::{Origin, Sample},
+    settings::defaults::MOST_EVALUATED,
+};
 use backend_nvfp4::{Stream, reference};
 use std::collections::{BTreeSet, HashSet};
 
-/// Splits off evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of ten or more rows.
+/// Splits off the samples of evaluation rows: a share of all rows, but at most [`MOST_EVALUATED`], and at least one of ten or
+/// more rows.
 pub fn split(samples: Vec<Sample>, share: f64, seed: u64) -> (Vec<Sample>, Vec<Sample>) {
-    let n = samples.len();
+    let (rows, n) = numbered(&samples);
     let wanted = (n as f64 * share).round() as usize;
     let count = if share <= 0.0 || n < 10 { 0 } else { wanted.clamp(1, MOST_EVALUATED) };
     let order = permutation(n, seed, u32::MAX);
     let held: HashSet<usize> = order[..count].iter().copied().collect();
     let (mut train, mut eval) = (Vec::new(), Vec::new());
-    for (i, sample) in samples.into_iter().enumerate() {
-        if held.contains(&i) { eval.push(sample) } else { train.push(sample) }
+    for (row, sample) in rows.into_iter().zip(samples) {
+        if held.contains(&row) { eval.push(sample) } else { train.push(sample) }
     }
     (train, eval)
 }
 
-/// Chooses `most` samples at random. They keep their order.
-pub fn choose(samples: Vec<Sample>, most: usize, seed: u64) -> Vec<Sample> {
-    let order = permutation(samples.len(), seed, u32::MAX / 2);
+/// Chooses the samples of `most` rows at random, which keep their order. Also returns the number of rows that are left out.
+pub fn choose(samples: Vec<Sample>, most: usize, seed: u64) -> (Vec<Sample>, usize) {
+    let (rows, n) = numbered(&samples);
+    let order = permutation(n, seed, u32::MAX / 2);
     let chosen: HashSet<usize> = order.into_iter().take(most).collect();
-    let numbered = samples.into_iter().enumerate();
-    numbered.filter(|(i, _)| chosen.contains(i)).map(|(_, sample)| sample).collect()
+    let numbered = rows.into_iter().zip(samples);
+    let kept = numbered.filter(|(row, _)| chosen.contains(row)).map(|(_, sample)| sample).collect();
+    (kept, n.saturating_sub(most))
+}
+
+/// The number of each sample's row, and the number of rows. The samples of a row stand together. A file that is one text has no
+/// rows: each of its samples counts as one.
+fn numbered(samples: &[Sample]) -> (Vec<usize>, usize) {
+    let mut rows: Vec<usize> = Vec::with_capacity(samples.len());
+    let mut last: Option<Origin> = None;
+    for sample in samples {
+        let origin = sample.origins[0];
+        let number = match (rows.last(), last) {
+            (Some(number), Some(last)) if last == origin && origin.line > 0 => *number,
+            (Some(number), _) => number + 1,
+            (None, _) => 0,
+        };
+        rows.push(number);
+        last = Some(origin);
+    }
+    let count = rows.last().map_or(0, |last| last + 1);
+    (rows, count)
 }
 
 /// Packs samples into rows of at most `most` tokens. It takes the longest sample first and puts it into the fullest row
@@ -124,12 +149,12 @@ mod tests {
     fn rows_are_chosen_by_the_seed_and_keep_their_order() {
         let ids = |samples: &[Sample]| samples.iter().map(|s| s.ids.clone()).collect::<Vec<_>>();
         let all = samples(40);
-        let chosen = ids(&choose(all.clone(), 10, 1));
+        let chosen = ids(&choose(all.clone(), 10, 1).0);
         let places: Vec<usize> = chosen.iter().map(|row| ids(&all).iter().position(|r| r == row).unwrap()).collect();
         assert!(places.len() == 10 && places.is_sorted() && *places.last().unwrap() > 15, "{places:?}");
-        assert_eq!(chosen, ids(&choose(all.clone(), 10, 1)));
-        assert_ne!(chosen, ids(&choose(all.clone(), 10, 2)));
-        assert_eq!(ids(&choose(all.clone(), 50, 1)), ids(&all));
+        assert_eq!(chosen, ids(&choose(all.clone(), 10, 1).0));
+        assert_ne!(chosen, ids(&choose(all.clone(), 10, 2).0));
+        assert_eq!(ids(&choose(all.clone(), 50, 1).0), ids(&all));
     }
 
     #[test]
@@ -189,6 +214,22 @@ mod tests {
         let halved = copies(&[0.5, 1.0]);
         assert!(halved[..200].iter().enumerate().all(|(i, n)| [0..=1, 0..=1, 1..=2, 2..=2][i % 4].contains(n)));
         assert_eq!(halved[200..].iter().sum::<usize>() + halved[..200].iter().sum::<usize>(), 581);
+    }
+
+    #[test]
+    fn the_samples_of_a_row_stay_together() {
+        let mut all = samples(40);
+        // Four samples a row. The places are those of lines, and of rows that share one.
+        all.iter_mut().enumerate().for_each(|(i, sample)| {
+            sample.origins[0] = Origin { file: 0, line: 1 + i as u32 / 8, row: i as u32 / 4 };
+        });
+        let rows = |samples: &[Sample]| samples.iter().map(|sample| sample.origins[0].row).collect::<Vec<_>>();
+        let (train, eval) = split(all.clone(), 0.3, 3);
+        assert_eq!((train.len(), eval.len()), (28, 12));
+        assert!(rows(&eval).iter().all(|row| !rows(&train).contains(row)), "{:?}", rows(&eval));
+        let (chosen, left_out) = choose(all, 3, 3);
+        let whole: Vec<u32> = rows(&chosen).chunks(4).map(|row| row[0]).collect();
+        assert_eq!((left_out, rows(&chosen)), (7, whole.iter().flat_map(|row| [*row; 4]).collect::<Vec<_>>()));
     }
 
     #[test]

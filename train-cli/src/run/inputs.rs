@@ -60,7 +60,7 @@ impl Inputs {
         let max_seq_length = plan::max_seq_length(chosen.max_seq_length, config.max_position_embeddings)?;
         let text = TextFiles::open(&plan.companions.text, &config)?;
         let source = match &plan.source {
-            ModelSource::Files(files) => Some(files.open_weights()?),
+            ModelSource::Files(files) => Some(files.open_weights(&config)?),
             ModelSource::Random { .. } => None,
         };
         let (train, eval, report) = samples(plan, &text, max_seq_length, config.vocab_size)?;
@@ -221,9 +221,8 @@ fn samples(plan: &Plan, text: &TextFiles, max_seq_length: usize, vocabulary: usi
     let options = DataOptions { format: s.format, loss_on: s.loss_on, overlong: s.overlong, max_seq_length, rows };
     let cache = s.token_cache.as_deref();
     let (mut all, mut report) = token_cache::load(cache, &s.data, text, &options)?;
-    if let Some(most) = s.max_rows.filter(|most| *most < all.len()) {
-        report.left_out = all.len() - most;
-        all = rows::choose(all, most, seed);
+    if let Some(most) = s.max_rows {
+        (all, report.left_out) = rows::choose(all, most, seed);
         report.samples = all.len();
         report.tokens = all.iter().map(|s| s.ids.len()).sum();
         report.supervised_tokens = all.iter().map(Sample::supervised_tokens).sum();

@@ -17,7 +17,7 @@ use model_qwen3::{
     container::Container,
     model::Qwen3,
     repack::{Repacked, StoreAs},
-    tensors::{Stored, Tensors},
+    tensors::Tensors,
     weights::{self, Purpose},
 };
 use std::path::Path;
@@ -68,7 +68,7 @@ impl StoredModel {
         }
         let weights = match &state {
             Some(_) => Container::open(&files.folder.join(checkpoint::MODEL))?,
-            None => files.open_weights()?,
+            None => files.open_weights(&config)?,
         };
         let export = state.as_ref().map(|state| ExportFormat::of_checkpoint(state, &config));
         Ok(Self { files, config, text, weights, trained, export })
@@ -84,12 +84,12 @@ impl StoredModel {
 
     /// Whether the model runs with NVFP4 weights.
     pub fn is_packed(&self) -> bool {
-        self.with_tensors(holds_nvfp4)
+        self.with_tensors(|tensors| tensors.holds_nvfp4())
     }
 
     /// Whether its files hold NVFP4 weights, and no others from which a recipe could quantize.
     pub fn is_stored_packed(&self) -> bool {
-        holds_nvfp4(&self.weights)
+        self.weights.holds_nvfp4()
     }
 
     /// How the model was trained to be run. Dense weights stay dense under any recipe. `w4a4` overrides whether activations
@@ -193,8 +193,4 @@ impl StoredModel {
 /// How a model that answers computes: with an activation scale for each token, so that tokens do not depend on each other's.
 fn answering(recipe: Recipe, precision: Precision) -> LinearSpec {
     LinearSpec::new(recipe, Scaling::Two, precision).each_row()
-}
-
-fn holds_nvfp4(tensors: &dyn Tensors) -> bool {
-    tensors.names().iter().any(|name| matches!(tensors.stored(name), Some(Stored::Packed { .. })))
 }

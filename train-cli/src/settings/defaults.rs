@@ -11,6 +11,9 @@ pub const MOST_EVALUATED: usize = 200;
 /// Maximum length of a training sequence in tokens, if none is given and the model takes as many.
 pub const MAX_SEQ_LENGTH: usize = 2048;
 
+/// Fewest tokens of a sequence: the first one predicts the second.
+pub const SHORTEST_SEQUENCE: usize = 2;
+
 /// The help of a flag for the maximum length of a sequence.
 pub(crate) fn longest(what: &str) -> String {
     format!("{what} [default: {MAX_SEQ_LENGTH}, or the model's limit if that is lower]")

@@ -28,10 +28,10 @@ const EXTENSIONS: [(&str, Reader); 8] = [
     ("md", Reader::Text(Format::Text)),
 ];
 
-/// How a file is read, if its extension is known.
+/// How a file is read, if its extension is known, in capitals or not.
 pub fn reader(path: &Path) -> Option<Reader> {
     let extension = path.extension()?.to_str()?;
-    EXTENSIONS.iter().find(|(known, _)| *known == extension).map(|(_, reader)| *reader)
+    EXTENSIONS.iter().find(|(known, _)| known.eq_ignore_ascii_case(extension)).map(|(_, reader)| *reader)
 }
 
 /// All known extensions in words: `.jsonl, .json, … or .md`.

@@ -9,8 +9,8 @@ use crate::{
             ReportTo, SaveStrategy, by_name, parser,
         },
         defaults::{
-            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, advised_blocks, longest,
-            part_of_the_run, parts_of_the_run,
+            BF16_BLOCK_IN, EVALUATION_SHARE, MOST_EVALUATED, RUNS, SAVING_SHARE, SHORTEST_SEQUENCE, advised_blocks,
+            longest, part_of_the_run, parts_of_the_run,
         },
         extensions,
     },
@@ -94,8 +94,8 @@ pub struct DataSettings {
     /// Training files, folders of them, or patterns.
     #[arg(short, long, value_name = "PATH", alias = "dataset", alias = "train-data", alias = "train-file")]
     #[arg(help_heading = COMMON, help = format!(
-        "Training file ({}), a folder of such files (without .md files, dataset_info.json and state.json), or a pattern such as 'rows/*.jsonl'; may be given \
-         several times",
+        "Training file ({}), a folder of such files (without hidden files, .md files, dataset_info.json and state.json), or a \
+         pattern such as 'rows/*.jsonl'; may be given several times",
         extensions::known()
     ))]
     pub data: Vec<PathBuf>,
@@ -111,8 +111,8 @@ pub struct DataSettings {
     /// twice, half of the rows with 0.5 are used, and a row with 0 is never used
     #[arg(long, value_name = "NAME")]
     pub weight_column: Option<String>,
-    /// Use at most this many rows of the training files, chosen at random by --seed. A text file has no rows: its sequences
-    /// are counted instead
+    /// Use at most this many rows of the training files, chosen at random by --seed. The documents of a text file count as rows,
+    /// and so do the sequences of a text file that is one document
     #[arg(long, value_name = "N", aliases = ["max-samples", "max-train-samples"])]
     pub max_rows: Option<usize>,
     /// Evaluation file, instead of held-out training rows
@@ -517,7 +517,7 @@ pub const MOST_WEIGHT: f64 = 1000.0;
 pub const RANGES: [(&str, f64, f64); 28] = [
     ("train_last_layers", 0.0, MOST),
     ("val_split", 0.0, 0.9),
-    ("max_seq_length", 2.0, MOST),
+    ("max_seq_length", SHORTEST_SEQUENCE as f64, MOST),
     ("max_rows", 1.0, 9.2e18),
     ("bf16_last_blocks", 0.0, MOST),
     ("quantize_from", 0.0, 0.99),

@@ -102,6 +102,8 @@ mod tests {
     fn each_nibble_counts_once() {
         let (before, after) = ([vec![0x1234_5678], vec![0]], [vec![0x1234_0678], vec![0xF000_000F]]);
         assert_eq!(changed(&before, &after), Some(3.0 / 16.0));
+        // 8 is minus zero, and 9 minus one half.
+        assert_eq!(changed(&[vec![0x1008]], &[vec![0x9880]]), Some(1.0 / 8.0));
         assert_eq!(changed(&[], &[]), None);
     }
 }

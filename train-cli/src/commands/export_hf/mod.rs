@@ -66,7 +66,7 @@ pub fn run(args: &ExportHfArgs) -> Result<(), CliError> {
     let text = TextFiles::open(&companions.text, &config)?;
     let state = checkpoint::state_beside(&files.folder)?;
     check_unchanged(&files)?;
-    let (source, origin) = (files.open_weights()?, Origin::of(&files, state.as_ref())?);
+    let (source, origin) = (files.open_weights(&config)?, Origin::of(&files, state.as_ref())?);
     let inputs = calibrate::of_model(args, &source, &origin)?;
     report::unscaled_inputs(source.has_input_scales() && matches!(inputs, InputScales::None));
     let library = match args.format {
@@ -197,7 +197,7 @@ fn config_json(path: &Path, tensors: &dyn Tensors, library: Option<Library>) -> 
     if let Some(dtype) = config.get_mut("dtype") {
         *dtype = "bfloat16".into();
     }
-    untie(&mut config, tensors)?;
+    untie(&mut config, tensors);
     if let Some(library) = library {
         config.insert("quantization_config".into(), quantization_config::of_config(tensors, library));
     }

@@ -155,7 +155,7 @@ impl Job for Parity<'_> {
         let spec = LinearSpec::new(Recipe::Bf16, Scaling::Two, precision);
         let load = || -> Result<Qwen3<Autodiff<B>>, CliError> {
             let master = MasterKind::F32;
-            let model = weights::load(&files.open_weights()?, &config, spec, Purpose::Train(master), &device)?;
+            let model = weights::load(&files.open_weights(&config)?, &config, spec, Purpose::Train(master), &device)?;
             Ok(weights::trained(model, master))
         };
         let mut ours = forward_and_backward(load()?, &fixture)?;
