@@ -180,7 +180,8 @@ pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Re
     let evaluations = Evaluations::logged(run, plan.quantize_from(steps))?;
     let patience = plan.settings.logging.early_stopping_patience;
     let stalled = patience.is_some_and(|patience| evaluations.have_stalled(patience));
-    let done = state.max_steps == steps && (state.global_step == steps || stalled);
+    // A run that was made shorter has no checkpoint of its new length.
+    let done = state.global_step == steps || stalled && state.max_steps == steps;
     let made = results.global_step == state.global_step;
     // Which step is exported is a setting that a resumed run may change.
     let kept = checkpoint::list(run)?;
@@ -228,13 +229,11 @@ pub(super) fn check_length(typed: &Layer, plan: &Plan, state: &TrainerState, ste
 const LENGTHS: [&str; 2] = ["max_steps", EPOCHS];
 const EPOCHS: &str = "num_train_epochs";
 
-/// What to say of a run that is complete: which setting ended it, and how it can be extended.
-pub(super) fn completed(plan: &Plan, state: &TrainerState) -> String {
+/// What to say of a run of `steps` steps that is complete: which setting ended it, and how it can be extended.
+pub(super) fn completed(plan: &Plan, state: &TrainerState, steps: usize) -> String {
     let (run, optimizer) = (plan.output_dir.display(), &plan.settings.optimizer);
     let (ended_by, wanted) = match optimizer.max_steps {
-        _ if state.global_step < state.max_steps => {
-            (STALLED.to_owned(), "a larger --early-stopping-patience".to_owned())
-        }
+        _ if state.global_step < steps => (STALLED.to_owned(), "a larger --early-stopping-patience".to_owned()),
         Some(most) => {
             let ended_by = format!("--max-steps {most} ended it, and overrides --num-train-epochs");
             (ended_by, format!("--max-steps N, where N is larger than {most}"))
