@@ -3,7 +3,7 @@
 
 use crate::support::{
     Cpu,
-    files::{F32, command, demo_file, ok, real_tokenizer, run, tiny_model},
+    files::{F32, command, demo_file, ok, real_tokenizer, refused, run, tiny_model},
     golden,
 };
 use backend_nvfp4::MasterKind;
@@ -390,6 +390,15 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     assert!(eval["eval_loss_quantized"].is_number() && eval["eval_loss_master"].is_number());
     assert!(eval["codes_changed_pct"].as_f64().unwrap() > 0.0);
     assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
+
+    // Their codes are all that is left of their weights: a longer run, which would still train them, is another run.
+    let said = refused(d, &["fit", "--resume-from-checkpoint", "r", "--max-steps", "30"], 2);
+    let remedy =
+        "resume a checkpoint of at most 8 steps, or start a new run from the weights: train-cli fit -m r/checkpoint-12";
+    assert!(said.contains("by --damped-finish it has fixed 1 block already") && said.contains(remedy), "{said}");
+    // In a shorter run, whose finish has begun before the checkpoint, the block freezes in the next step.
+    ok(d, &["fit", "--resume-from-checkpoint", "r/checkpoint-6", "--max-steps", "8", "--save-steps", "1"]);
+    assert!(matches!(at(7).stored(name), Some(Stored::Packed { .. })), "the block is not frozen");
 }
 
 /// Up to the given share of the run nothing is quantized, so that each step equals that of a bf16 run. A resumed run
@@ -418,6 +427,14 @@ fn a_late_start_of_quantization_is_bf16_until_then() {
     words.push("--resume-from-checkpoint");
     ok(d, &words);
     assert!(std::fs::read(d.join("late/checkpoint-12/model.safetensors")).unwrap() == whole, "resumed from step 6");
+
+    // A run that is made longer says that its next steps are bf16 again, if they are.
+    for (steps, again) in [("14", false), ("36", true)] {
+        let out = run(d, &["fit", "--resume-from-checkpoint", "late", "--max-steps", steps, "--dry-run"]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        let note = "the steps up to 18 of the longer run train without quantization again";
+        assert!(out.status.success() && said.contains(note) == again, "{steps}: {said}");
+    }
 }
 
 #[test]

@@ -175,7 +175,7 @@ fn resumable(
     let checked = |plan: Plan, at: &Resumed| {
         let ready = Ready::new(plan, device, precision, Some(at))?;
         check_length(&args.typed, &ready.plan, &at.state, ready.inputs.order(&ready.plan).steps)?;
-        folder::check_unchanged(&ready.plan, &ready.inputs, &at.state, precision)?;
+        folder::check_unchanged(&ready.plan, &ready.inputs, at, precision)?;
         Ok::<_, CliError>(ready)
     };
     let ready = checked(plan, &found)?;
