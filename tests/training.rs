@@ -677,6 +677,25 @@ fn the_run_folder_and_the_reports_hold_what_they_promise() {
     same_file(&d.join("r/checkpoint-1/model.safetensors"), &d.join("again/checkpoint-1/model.safetensors"));
 }
 
+/// A file of the demo that somebody has edited is not replaced, and the others stay as they are.
+#[test]
+fn the_demo_keeps_files_that_were_edited() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let dry_run = ["fit", "--demo", "--dry-run"];
+    ok(d, &dry_run);
+    ok(d, &dry_run);
+    let rows = d.join("runs/demo-files/demo.tsv");
+    std::fs::write(&rows, "Who are you?\tI am mine.\n").unwrap();
+    let said = refused(d, &dry_run, 2);
+    assert!(said.contains("--demo: runs/demo-files/demo.tsv is not the demo's own file"), "{said}");
+    assert_eq!(std::fs::read_to_string(&rows).unwrap(), "Who are you?\tI am mine.\n");
+    // The remedy.
+    std::fs::rename(&rows, d.join("mine.tsv")).unwrap();
+    ok(d, &dry_run);
+    same_file(&rows, &demo_file("demo.tsv"));
+}
+
 #[test]
 fn the_demo_learns_exports_and_answers() {
     let dir = tempfile::tempdir().unwrap();
