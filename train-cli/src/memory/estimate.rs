@@ -234,12 +234,15 @@ impl Estimate {
     }
 }
 
-/// Floating-point operations that training needs for each token of a sequence of `t` tokens: six for each parameter of
-/// the matrix products, and those of attention, of which causality leaves half. Recomputation does not count.
-pub fn flops_a_token(c: &Qwen3Config, t: usize) -> f64 {
+/// Floating-point operations that training needs for each token of a document of `length` tokens: two for each parameter of the
+/// matrix products in the forward pass and four in the backward pass, and those of attention, of which causality leaves half. If
+/// only the last `last` blocks are trained (0 is all), the others have no backward pass, and that of the head has two, because it
+/// is not trained. Recomputation does not count.
+pub fn flops_a_token(c: &Qwen3Config, last: usize, length: f64) -> f64 {
     let s = Sizes::of(c);
-    let attention = (c.num_attention_heads * c.head_dim * c.num_hidden_layers * t) as f64;
-    6.0 * (s.linear() + s.embedding) + 6.0 * attention
+    let block = s.block + (c.num_attention_heads * c.head_dim) as f64 * length;
+    let (trained, head) = if last == 0 { (s.blocks, 4.0) } else { ((last as f64).min(s.blocks), 2.0) };
+    2.0 * (s.blocks * block + s.embedding) + 4.0 * trained * block + head * s.embedding
 }
 
 /// Bytes of the logits that the head of a step holds.
