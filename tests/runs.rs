@@ -191,6 +191,37 @@ fn runs_are_listed_and_compared() {
     }
 }
 
+/// The lowest evaluation loss is that by which a run chooses a step: no loss from before --quantize-from counts, and none that is
+/// NaN. A loss that is NaN is shown, and no older one in its place.
+#[test]
+fn the_lowest_evaluation_loss_is_that_by_which_a_run_chooses() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 4 --eval-steps 1 --quantize-from 0.5 \
+                 --sample-prompt a -o r";
+    ok(d, &words.split_whitespace().collect::<Vec<_>>());
+    let log = d.join("r/metrics.jsonl");
+    let lines = fs::read_to_string(&log).unwrap();
+    let changed = lines.lines().map(|line| {
+        let mut line: Value = serde_json::from_str(line).unwrap();
+        match (line["eval_loss"].is_number(), line["step"].as_u64()) {
+            (true, Some(1)) => line["eval_loss"] = 0.5.into(),
+            (true, Some(3)) => line["eval_loss"] = 1.25.into(),
+            (true, Some(4)) => line["eval_loss"] = Value::Null,
+            _ => {}
+        }
+        format!("{line}\n")
+    });
+    fs::write(&log, changed.collect::<String>()).unwrap();
+    let shown: Value = serde_json::from_str(&ok(d, &["runs", "show", "r", "--json"])).unwrap();
+    assert_eq!((&shown["lowest_eval_step"], &shown["lowest_eval_loss"]), (&3.into(), &1.25.into()));
+    assert!(shown["eval_loss"].is_null() && shown["evaluations"].as_array().unwrap().len() == 4, "{shown}");
+    let text = ok(d, &["runs", "show", "r"]);
+    assert_eq!(row(&text, "lowest evaluation loss"), ["1.2500 after step 3"]);
+    assert_eq!((row(&text, "evaluation loss"), row(&text, "4")[0]), (vec!["NaN"], "NaN"));
+}
+
 /// Runs that begin in the same second, as those of a sweep do, each get a folder of their own.
 #[test]
 fn runs_that_begin_at_once_have_folders_of_their_own() {

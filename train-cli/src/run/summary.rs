@@ -3,6 +3,7 @@
 
 use super::{
     checkpoint::{self, CONFIG, FINAL},
+    evaluations::Evaluations,
     folder::{DATA_REPORT, LOSS, SUMMARY},
     history::{Call, History},
     log::{self, EvaluationFigures, LeftOut, Logged, SampleAnswer, StepFigures},
@@ -12,7 +13,11 @@ use super::{
     record_file,
     results::Results,
 };
-use crate::{CliError, durable, report, settings::Settings, table::Table};
+use crate::{
+    CliError, durable, report,
+    settings::{Settings, defaults::quantized_from},
+    table::Table,
+};
 use model_qwen3::file;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -60,7 +65,6 @@ impl Summary {
         for line in log::lines(run, log::METRICS)? {
             match line {
                 Logged::Step(line) => steps.push(line),
-                Logged::Evaluation(line) if line.eval_loss.is_nan() => {}
                 Logged::Evaluation(line) => evaluations.push(line),
                 Logged::LeftOut(line) => left_out.push(line),
             }
@@ -222,10 +226,12 @@ impl Summary {
         self.history.as_ref().map(|history| &history.first)
     }
 
-    /// The lowest evaluation loss, and its step.
+    /// The lowest evaluation loss by which the run would choose a step, and that step.
     fn lowest(&self) -> Option<(usize, f64)> {
-        let all = self.evaluations.iter().map(|line| (line.step, line.eval_loss));
-        all.min_by(|(_, a), (_, b)| a.total_cmp(b))
+        let share = self.settings.get("quantize_from").and_then(Value::as_f64).unwrap_or(0.0);
+        let steps = self.history.as_ref().and_then(|history| history.steps).unwrap_or_else(|| self.made());
+        let best = Evaluations::of(&self.evaluations, quantized_from(share, steps)).best();
+        best.map(|(step, loss)| (step, f64::from(loss)))
     }
 
     /// The steps of the checkpoints, with a mark at the newest and at the best one.
