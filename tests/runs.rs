@@ -59,6 +59,8 @@ fn a_run_is_summarized_in_its_folder() {
     let digest: String = Sha256::digest(&model).iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(row(&text, "model.dat"), [model.len().to_string(), digest]);
     assert_eq!(row(&text, "learning_rate"), ["0.001"]);
+    // Evaluations and answers take a part of it.
+    assert!(row(&text, "time of the training")[0].contains(':'), "{text}");
     assert!(!text.contains("| adam_beta1 |"), "a default is listed: {text}");
     assert!(text.contains("| who\\|you? |"), "a prompt with a bar breaks the table: {text}");
     assert!(text.contains("train-cli fit -m m -d m/demo.tsv"), "{text}");
@@ -357,6 +359,12 @@ fn a_prompt_of_several_lines_is_printed_on_one() {
     assert!(out.status.success() && said.contains("sample  one two [31m long "), "{said}");
     assert!(!said.contains("\u{1b}[31m") && !said.contains(&"long ".repeat(30)), "{said}");
     assert!(said.contains("train-cli generate -m r/final -p hello\n"), "{said}");
+    // A prompt that begins with a dash is no flag of that command.
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 1 -o dash --sample-prompt=-x";
+    let said = String::from_utf8(run(d, &words.split(' ').collect::<Vec<_>>()).stderr).unwrap();
+    let printed = said.lines().find_map(|line| line.trim().strip_prefix("train-cli generate ")).expect("a command");
+    assert_eq!(printed, "-m dash/final --prompt=-x");
+    ok(d, &format!("generate {printed} --max-tokens 1 --device cpu").split(' ').collect::<Vec<_>>());
 }
 
 /// A run says when it evaluates only if it does.

@@ -67,7 +67,7 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
             figure("state"),
             figure("loss of the last step"),
             figure("evaluation loss"),
-            figure("time of the steps"),
+            figure("time of the training"),
         ]
     });
     let heads = ["run", "started", "recipe", "state", "loss", "evaluation loss", "time"];

@@ -169,7 +169,7 @@ impl Journal {
         self.saver.lock().expect("no thread panics while it holds the lock").abandon();
     }
 
-    /// Seconds that the steps of the run took, with those of earlier processes.
+    /// Seconds of the training, with evaluations, sample answers and checkpoints, in all processes of the run.
     pub fn seconds(&self) -> f64 {
         self.state.seconds + self.started.elapsed().as_secs_f64()
     }

@@ -117,7 +117,7 @@ impl Summary {
             ),
             ("tokens/s, median", speeds.get(speeds.len() / 2).map_or("–".to_owned(), |speed| format!("{speed:.0}"))),
             ("memory, largest", memory.last().map_or("–".to_owned(), |mib| format!("{mib:.0} MiB"))),
-            ("time of the steps", seconds.map_or("–".to_owned(), report::duration)),
+            ("time of the training", seconds.map_or("–".to_owned(), report::duration)),
         ];
         if !self.checkpoints.is_empty() {
             figures.push(("checkpoints", self.checkpoints()));

@@ -254,10 +254,12 @@ fn is_recorded(file: &Path, record: Option<&FileRecord>) -> bool {
 fn next_steps(exported: &Path, prompt: Option<&String>) {
     // A prompt of several lines, or a long one, is no part of a command that people copy.
     let short = prompt.filter(|prompt| sample_answers::beginning(prompt) == **prompt);
-    let prompt = report::quoted(short.map_or("hello", |prompt| prompt));
+    let prompt = short.map_or("hello", String::as_str);
+    // As a word of its own, a prompt that begins with a dash would be read as a flag.
+    let flag = if prompt.starts_with('-') { "--prompt=" } else { "-p " };
     let folder = report::quoted(&exported.display().to_string());
     report::line("next:");
-    report::command(format!("train-cli generate -m {folder} -p {prompt}"));
+    report::command(format!("train-cli generate -m {folder} {flag}{}", report::quoted(prompt)));
     report::command(format!("train-cli chat -m {folder}"));
     report::command(format!("train-cli inspect {folder} --verify"));
     report::command("train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");
