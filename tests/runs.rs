@@ -68,8 +68,11 @@ fn a_run_is_summarized_in_its_folder() {
     // One mark for each evaluation.
     let picture = fs::read_to_string(r.join("loss.svg")).unwrap();
     assert_eq!(picture.matches("<circle ").count(), evaluations.len(), "{picture}");
-    // Summary and picture are parts of a run, which --overwrite removes.
-    fit(d, &["--overwrite", "-o", "r"]);
+    assert!(text.contains("\n64 rows, "), "{text}");
+    // Summary and picture are parts of a run, which --overwrite removes. The tokens are those of the rows that are used.
+    fit(d, &["--max-rows", "20", "--overwrite", "-o", "r"]);
+    let text = fs::read_to_string(r.join("summary.md")).unwrap();
+    assert!(text.contains("\n64 rows, 20 of 64 sequences chosen by --max-rows, "), "{text}");
 }
 
 #[test]
@@ -129,6 +132,10 @@ fn runs_are_listed_and_compared() {
     fit(d, &["--learning-rate", "1e-3", "-o", "runs/one"]);
     fit(d, &["--learning-rate", "1e-4", "--recipe", "w4a4", "-o", "runs/two"]);
     fs::create_dir(d.join("runs/notes")).unwrap();
+    // Another program may have a file of the same name.
+    fs::create_dir(d.join("runs/.cargo")).unwrap();
+    fs::write(d.join("runs/.cargo/config.toml"), "[build]\njobs = 2\n").unwrap();
+    assert!(run(d, &["runs", "list"]).stderr.is_empty());
     let list = ok(d, &["runs", "list"]);
     let lines: Vec<&str> = list.lines().collect();
     assert!(lines.len() == 3 && lines[1].starts_with("one ") && lines[2].starts_with("two "), "{list}");
@@ -165,6 +172,10 @@ fn runs_are_listed_and_compared() {
     assert!(!compared.contains("max_steps") && !compared.contains("output_dir"), "{compared}");
     let picture = fs::read_to_string(d.join("both.svg")).unwrap();
     assert!(picture.contains("one, training") && picture.contains("two, evaluation"), "{picture}");
+    // Runs whose folders have the same name have their paths.
+    let same = ok(d, &["runs", "compare", "runs/one", "./runs/one", "--markdown", "--plot", "same.svg"]);
+    assert!(same.starts_with("|  | runs/one | ./runs/one |\n"), "{same}");
+    assert!(fs::read_to_string(d.join("same.svg")).unwrap().contains("./runs/one, training"));
     // No file is replaced by a picture, and no link, even if it leads nowhere.
     let log = fs::read(d.join("runs/one/metrics.jsonl")).unwrap();
     let mut taken = vec!["runs/one/metrics.jsonl", "both.svg"];
@@ -183,7 +194,8 @@ fn runs_are_listed_and_compared() {
     fs::create_dir(d.join("runs/broken")).unwrap();
     fs::write(d.join("runs/broken/config.toml"), "= 3").unwrap();
     assert!(ok(d, &["runs", "list"]).contains("one "));
-    for words in [&["runs", "show", "m"][..], &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
+    let foreign = ["runs", "show", "runs/.cargo"];
+    for words in [&["runs", "show", "m"][..], &foreign, &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
         assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }
     for folder in ["nowhere", "m/config.json"] {

@@ -56,11 +56,17 @@ impl Summary {
     /// If it is no run folder, or a file cannot be read.
     pub fn read(run: &Path) -> Result<Self, CliError> {
         let config = run.join(CONFIG);
+        let none = |reason: &str| Err(CliError::Usage(format!("{} is no run folder: {reason}", run.display())));
         if !config.exists() {
-            return Err(CliError::Usage(format!("{} is no run folder: it has no {CONFIG}", run.display())));
+            return none("it has no config.toml");
         }
         let text = file::read_text(&config, LONGEST, "")?;
         let settings: Value = toml::from_str(&text).map_err(|e| CliError::corrupt(&config, e))?;
+        let history = History::read(run)?;
+        // Other programs have a file of this name, too. A run of an older version has no run.json.
+        if history.is_none() && settings.get("recipe").is_none() {
+            return none("no run has written its config.toml");
+        }
         let (mut steps, mut evaluations, mut left_out) = (vec![], vec![], vec![]);
         for line in log::lines(run, log::METRICS)? {
             match line {
@@ -79,7 +85,7 @@ impl Summary {
         Ok(Self {
             folder: run.to_owned(),
             settings: settings.as_object().cloned().unwrap_or_default(),
-            history: History::read(run)?,
+            history,
             data: record_file::read(&run.join(DATA_REPORT), LONGEST)?.unwrap_or_default(),
             steps,
             evaluations,
@@ -91,6 +97,14 @@ impl Summary {
                 .map(|(name, file)| (name.clone(), file["bytes"].as_u64().unwrap_or(0), text(&file["sha256"])))
                 .collect(),
         })
+    }
+
+    /// A name for each of some runs: that of its folder, or if several folders have the same, its path.
+    pub fn names(runs: &[Self]) -> Vec<String> {
+        let names: Vec<String> = runs.iter().map(Self::name).collect();
+        let is_alone = |name: &String| names.iter().filter(|other| *other == name).count() == 1;
+        let path = |run: &Self| run.folder.display().to_string();
+        runs.iter().zip(&names).map(|(run, name)| if is_alone(name) { name.clone() } else { path(run) }).collect()
     }
 
     /// The run's name: that of its folder.
@@ -290,10 +304,7 @@ impl Summary {
         let figures = self.figures().into_iter().map(|(name, value)| vec![name.to_owned(), value]);
         sections.push(plain(Content::Table(Table::new(&["", ""], figures))));
         sections.push(plain(Content::Picture("losses", self.folder.join(LOSS))));
-        let count = |key: &str| self.data[key].as_u64().map_or("–".to_owned(), |n| n.to_string());
-        let (rows, tokens, counted) = (count("rows"), count("tokens"), count("supervised_tokens"));
-        let data = format!("{rows} rows, {tokens} tokens, of which the loss counts {counted}.");
-        sections.push(headed("Data", Content::Text(data)));
+        sections.push(headed("Data", Content::Text(self.data())));
         sections.push(headed("Evaluations", Content::Table(self.evaluations_table())));
         if !self.samples.is_empty() {
             let rows = self.samples.iter().map(|line| vec![line.prompt.clone(), line.answer.clone()]);
@@ -320,6 +331,20 @@ impl Summary {
         let table = Table::new(&["setting", "value"], changed);
         sections.push(headed("Settings that are not the defaults", Content::Table(table)));
         Page { title: self.name(), sections }
+    }
+
+    /// Rows and tokens of the data.
+    fn data(&self) -> String {
+        let count = |key: &str| self.data[key].as_u64();
+        let shown = |key: &str| count(key).map_or("–".to_owned(), |n| n.to_string());
+        let (rows, tokens, counted) = (shown("rows"), shown("tokens"), shown("supervised_tokens"));
+        let chosen = match (count("samples"), count("left_out")) {
+            (Some(chosen), Some(left_out @ 1..)) => {
+                format!(", {chosen} of {} sequences chosen by --max-rows", chosen.saturating_add(left_out))
+            }
+            _ => String::new(),
+        };
+        format!("{rows} rows{chosen}, {tokens} tokens, of which the loss counts {counted}.")
     }
 
     fn evaluations_table(&self) -> Table {
