@@ -163,6 +163,9 @@ fn a_resumed_run_may_choose_another_step() {
     ok(d, &["fit", "--resume-from-checkpoint", "r", "--load-best-model-at-end"]);
     assert_eq!(exported("r"), best);
     let chosen = model("r");
+    // The choice stays.
+    ok(d, &["fit", "--resume-from-checkpoint", "r"]);
+    assert!(exported("r") == best && model("r") == chosen);
     ok(d, &["fit", "--resume-from-checkpoint", "r", "--load-best-model-at-end", "false"]);
     assert!(exported("r") == 14 && model("r") == last && chosen != last);
 

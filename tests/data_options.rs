@@ -224,4 +224,16 @@ fn a_limit_on_length_that_does_not_fit_the_rows_is_told() {
     let far = told(&["--max-seq-length", "2048"]).unwrap();
     assert!(far.starts_with("--max-seq-length 2048 is more than 4 times the longest row"), "{far}");
     assert_eq!((told(&[]), told(&["--max-seq-length", "2048", "--packing"])), (None, None));
+
+    // Rows of --eval-data are not lost without a word, either.
+    let of_eval = |overlong: &str| {
+        let args = ["fit", "-m", "m", "-d", "m/demo.tsv", "--eval-data", "rows.tsv", "-o", "r", "--device", "cpu"];
+        let out = run(d, &[&args[..], &["--max-seq-length", "64", "--overlong", overlong, "--dry-run"]].concat());
+        let stderr = String::from_utf8_lossy(&out.stderr).into_owned();
+        assert!(out.status.success(), "{stderr}");
+        stderr.lines().find_map(|line| line.strip_prefix("note: --eval-data rows.tsv: ")).map(str::to_owned)
+    };
+    let dropped = "40 rows · 10 rows dropped (longer than 64 tokens, nothing supervised, or of weight 0)";
+    assert_eq!(of_eval("drop").as_deref(), Some(dropped));
+    assert_eq!(of_eval("truncate").as_deref(), Some("40 rows · 10 rows cut at 64 tokens"));
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     gpu_checkpoints::device,
-    support::files::{run, terminal, tiny_model},
+    support::files::{ok, run, terminal, tiny_model},
 };
 use serde_json::Value;
 use std::fs;
@@ -97,6 +97,47 @@ fn memory_and_the_peak_speed_are_shown_as_they_are_logged() {
     if let Some(device) = device() {
         steps_on(device, "peak MiB", "peak_memory_mib");
     }
+}
+
+/// What the model computes for a token depends on the length of its row and on the blocks that are trained, and not on
+/// --max-seq-length or --packing.
+#[test]
+fn the_arithmetic_of_a_token_is_that_of_its_row() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    fs::write(d.join("short.tsv"), "Who are you?\tI am tiny.\n").unwrap();
+    fs::write(d.join("long.tsv"), format!("Who are you?\t{}\n", "I am tiny. ".repeat(20))).unwrap();
+    // Operations of a token, and the tokens of the data.
+    let of = |words: &str| {
+        let fixed = "fit -m m --device cpu --max-steps 1 --val-split 0 --eval-steps 0 --save-strategy no --sample-prompt a \
+                     --overwrite -o r";
+        ok(d, &fixed.split_whitespace().chain(words.split(' ')).collect::<Vec<_>>());
+        let log = fs::read_to_string(d.join("r/metrics.jsonl")).unwrap();
+        let step: Value = serde_json::from_str(log.lines().next().unwrap()).unwrap();
+        let data: Value = serde_json::from_slice(&fs::read(d.join("r/data_report.json")).unwrap()).unwrap();
+        let flops = step["model_tflops"].as_f64().unwrap() * 1e12 / step["tokens_per_second"].as_f64().unwrap();
+        (flops, data["tokens"].as_f64().unwrap())
+    };
+    let config: Value = serde_json::from_slice(&fs::read(d.join("m/config.json")).unwrap()).unwrap();
+    let size = |key: &str| config[key].as_f64().unwrap();
+    let (hidden, head) = (size("hidden_size"), size("head_dim"));
+    let (q, kv) = (size("num_attention_heads") * head, size("num_key_value_heads") * head);
+    let embedding = size("vocab_size") * hidden;
+    // Of two blocks, the last `trained` have a backward pass.
+    let expected = |length: f64, trained: f64, of_the_head: f64| {
+        let block = hidden * (2.0 * q + 2.0 * kv + 3.0 * size("intermediate_size")) + q * length;
+        2.0 * (2.0 * block + embedding) + 4.0 * trained * block + of_the_head * embedding
+    };
+    let equal = |a: f64, b: f64, case: &str| assert!((a / b - 1.0).abs() < 1e-9, "{case}: {a}, {b}");
+    let ((flops, short), (_, long)) = (of("-d short.tsv"), of("-d long.tsv"));
+    assert!(long > 2.0 * short);
+    equal(flops, expected(short, 2.0, 4.0), "one row");
+    let mean = (short * short + long * long) / (short + long);
+    for more in ["", " --max-seq-length 256", " --packing"] {
+        equal(of(&format!("-d short.tsv -d long.tsv{more}")).0, expected(mean, 2.0, 4.0), more);
+    }
+    equal(of("-d short.tsv --train-last-layers 1").0, expected(short, 1.0, 2.0), "one block");
 }
 
 /// `data preview` marks the trained tokens in bold green on a terminal, and by brackets where its output is a file.

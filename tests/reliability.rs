@@ -184,6 +184,12 @@ fn results_that_could_not_be_written_are_an_error() {
         let stderr = String::from_utf8_lossy(&out.stderr);
         assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
         assert!(stderr.contains("standard output"), "{args:?}: {stderr}");
+        // A reader that has closed its end of a pipe wanted no more.
+        let (reader, closed) = std::io::pipe().unwrap();
+        drop(reader);
+        let out = command(d, args).stdout(closed).output().unwrap();
+        let stderr = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && !stderr.contains("error"), "{args:?}: {stderr}");
     }
 }
 

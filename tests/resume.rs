@@ -1,8 +1,8 @@
 //! A run of two hundred steps that is resumed after its first step, in the middle or before its last one is the run that
 //! nobody stopped: weights, optimizer states, losses and gradient norms have the same bits. So have several runs of one
-//! command. And the command that an interrupted run prints resumes it as it stands.
+//! command. And the command that an interrupted run prints resumes it as it stands, with the settings of the last command.
 
-use crate::support::files::{command, ok, program, send, tiny_model};
+use crate::support::files::{command, ok, program, run, send, tiny_model};
 use serde_json::Value;
 use std::{
     fs,
@@ -77,6 +77,51 @@ fn a_run_that_is_resumed_anywhere_is_the_uninterrupted_run() {
     child.wait().unwrap();
     ok(d, &["fit", "--resume-from-checkpoint", "first/checkpoint-1"]);
     same("first", "first/checkpoint-1");
+}
+
+/// Settings that a resumed run may change stay changed, also if the command that changed them saved no checkpoint: it had no step
+/// to make, or was killed. Damage to the file that has them ends nothing.
+#[test]
+fn a_plain_resume_has_the_settings_of_the_last_command() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    model(d);
+    let words = "fit -m m -d m/rows.tsv --device cpu --max-seq-length 32 --max-steps 6 --save-steps 2 --save-total-limit 9 \
+                 --eval-steps 0 --val-split 0 --sample-prompt hello --logging-steps 1 -o r";
+    ok(d, &words.split_whitespace().collect::<Vec<_>>());
+    let resumed = |from: &str, more: &[&str]| {
+        let out = run(d, &[&["fit", "--resume-from-checkpoint", from], more].concat());
+        let said = String::from_utf8(out.stderr).unwrap();
+        assert!(out.status.success(), "{said}");
+        let results: Value = serde_json::from_slice(&fs::read(d.join("r/train_results.json")).unwrap()).unwrap();
+        (said, results["global_step"].as_u64().unwrap())
+    };
+    // A run that is made shorter is complete, and stays so.
+    assert_eq!(resumed("r/checkpoint-4", &["--max-steps", "4"]).1, 4);
+    let record = fs::read(d.join("r/train_results.json")).unwrap();
+    let (said, made) = resumed("r", &[]);
+    assert!(made == 4 && said.contains("r is complete at step 4: --max-steps 4 ended it"), "{said}");
+    assert!(fs::read(d.join("r/train_results.json")).unwrap() == record, "it was exported again");
+
+    // One that is killed after it was made longer is trained to its new end.
+    let longer = ["fit", "--resume-from-checkpoint", "r", "--max-steps", "100", "--save-steps", "0"];
+    let mut child = command(d, &longer).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line.trim_start().starts_with("5/100 ")), "the run printed no step");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(
+        !d.join("r/train_results.json").exists() && !d.join("r/checkpoint-100").exists(),
+        "it ended before the kill"
+    );
+    assert_eq!(resumed("r", &[]).1, 100);
+
+    for damaged in ["= 3", ""] {
+        fs::write(d.join("r/config.toml"), damaged).unwrap();
+        let (said, made) = resumed("r", &[]);
+        assert!(made == 100 && said.contains("r is complete at step 100"), "{damaged:?}: {said}");
+        assert!(said.contains("warning: the settings of the checkpoint are used"), "{damaged:?}: {said}");
+    }
 }
 
 /// One folder has a name that a shell takes apart unless it is quoted, the other a name that --resume-from-checkpoint takes for no

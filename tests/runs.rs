@@ -59,6 +59,8 @@ fn a_run_is_summarized_in_its_folder() {
     let digest: String = Sha256::digest(&model).iter().map(|byte| format!("{byte:02x}")).collect();
     assert_eq!(row(&text, "model.dat"), [model.len().to_string(), digest]);
     assert_eq!(row(&text, "learning_rate"), ["0.001"]);
+    // Evaluations and answers take a part of it.
+    assert!(row(&text, "time of the training")[0].contains(':'), "{text}");
     assert!(!text.contains("| adam_beta1 |"), "a default is listed: {text}");
     assert!(text.contains("| who\\|you? |"), "a prompt with a bar breaks the table: {text}");
     assert!(text.contains("train-cli fit -m m -d m/demo.tsv"), "{text}");
@@ -66,8 +68,11 @@ fn a_run_is_summarized_in_its_folder() {
     // One mark for each evaluation.
     let picture = fs::read_to_string(r.join("loss.svg")).unwrap();
     assert_eq!(picture.matches("<circle ").count(), evaluations.len(), "{picture}");
-    // Summary and picture are parts of a run, which --overwrite removes.
-    fit(d, &["--overwrite", "-o", "r"]);
+    assert!(text.contains("\n64 rows, "), "{text}");
+    // Summary and picture are parts of a run, which --overwrite removes. The tokens are those of the rows that are used.
+    fit(d, &["--max-rows", "20", "--overwrite", "-o", "r"]);
+    let text = fs::read_to_string(r.join("summary.md")).unwrap();
+    assert!(text.contains("\n64 rows, 20 of 64 sequences chosen by --max-rows, "), "{text}");
 }
 
 #[test]
@@ -127,6 +132,10 @@ fn runs_are_listed_and_compared() {
     fit(d, &["--learning-rate", "1e-3", "-o", "runs/one"]);
     fit(d, &["--learning-rate", "1e-4", "--recipe", "w4a4", "-o", "runs/two"]);
     fs::create_dir(d.join("runs/notes")).unwrap();
+    // Another program may have a file of the same name.
+    fs::create_dir(d.join("runs/.cargo")).unwrap();
+    fs::write(d.join("runs/.cargo/config.toml"), "[build]\njobs = 2\n").unwrap();
+    assert!(run(d, &["runs", "list"]).stderr.is_empty());
     let list = ok(d, &["runs", "list"]);
     let lines: Vec<&str> = list.lines().collect();
     assert!(lines.len() == 3 && lines[1].starts_with("one ") && lines[2].starts_with("two "), "{list}");
@@ -163,6 +172,10 @@ fn runs_are_listed_and_compared() {
     assert!(!compared.contains("max_steps") && !compared.contains("output_dir"), "{compared}");
     let picture = fs::read_to_string(d.join("both.svg")).unwrap();
     assert!(picture.contains("one, training") && picture.contains("two, evaluation"), "{picture}");
+    // Runs whose folders have the same name have their paths.
+    let same = ok(d, &["runs", "compare", "runs/one", "./runs/one", "--markdown", "--plot", "same.svg"]);
+    assert!(same.starts_with("|  | runs/one | ./runs/one |\n"), "{same}");
+    assert!(fs::read_to_string(d.join("same.svg")).unwrap().contains("./runs/one, training"));
     // No file is replaced by a picture, and no link, even if it leads nowhere.
     let log = fs::read(d.join("runs/one/metrics.jsonl")).unwrap();
     let mut taken = vec!["runs/one/metrics.jsonl", "both.svg"];
@@ -181,7 +194,8 @@ fn runs_are_listed_and_compared() {
     fs::create_dir(d.join("runs/broken")).unwrap();
     fs::write(d.join("runs/broken/config.toml"), "= 3").unwrap();
     assert!(ok(d, &["runs", "list"]).contains("one "));
-    for words in [&["runs", "show", "m"][..], &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
+    let foreign = ["runs", "show", "runs/.cargo"];
+    for words in [&["runs", "show", "m"][..], &foreign, &["runs", "list", "m"], &["runs", "compare", "runs/one"]] {
         assert_eq!(run(d, words).status.code(), Some(2), "{words:?}");
     }
     for folder in ["nowhere", "m/config.json"] {
@@ -189,6 +203,37 @@ fn runs_are_listed_and_compared() {
         let refusal = format!("{folder}: there is no such folder; give the folder that holds your run folders");
         assert!(stderr.contains(&refusal), "{stderr}");
     }
+}
+
+/// The lowest evaluation loss is that by which a run chooses a step: no loss from before --quantize-from counts, and none that is
+/// NaN. A loss that is NaN is shown, and no older one in its place.
+#[test]
+fn the_lowest_evaluation_loss_is_that_by_which_a_run_chooses() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    tiny_model(&d.join("m"), true);
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 4 --eval-steps 1 --quantize-from 0.5 \
+                 --sample-prompt a -o r";
+    ok(d, &words.split_whitespace().collect::<Vec<_>>());
+    let log = d.join("r/metrics.jsonl");
+    let lines = fs::read_to_string(&log).unwrap();
+    let changed = lines.lines().map(|line| {
+        let mut line: Value = serde_json::from_str(line).unwrap();
+        match (line["eval_loss"].is_number(), line["step"].as_u64()) {
+            (true, Some(1)) => line["eval_loss"] = 0.5.into(),
+            (true, Some(3)) => line["eval_loss"] = 1.25.into(),
+            (true, Some(4)) => line["eval_loss"] = Value::Null,
+            _ => {}
+        }
+        format!("{line}\n")
+    });
+    fs::write(&log, changed.collect::<String>()).unwrap();
+    let shown: Value = serde_json::from_str(&ok(d, &["runs", "show", "r", "--json"])).unwrap();
+    assert_eq!((&shown["lowest_eval_step"], &shown["lowest_eval_loss"]), (&3.into(), &1.25.into()));
+    assert!(shown["eval_loss"].is_null() && shown["evaluations"].as_array().unwrap().len() == 4, "{shown}");
+    let text = ok(d, &["runs", "show", "r"]);
+    assert_eq!(row(&text, "lowest evaluation loss"), ["1.2500 after step 3"]);
+    assert_eq!((row(&text, "evaluation loss"), row(&text, "4")[0]), (vec!["NaN"], "NaN"));
 }
 
 /// Runs that begin in the same second, as those of a sweep do, each get a folder of their own.
@@ -326,6 +371,12 @@ fn a_prompt_of_several_lines_is_printed_on_one() {
     assert!(out.status.success() && said.contains("sample  one two [31m long "), "{said}");
     assert!(!said.contains("\u{1b}[31m") && !said.contains(&"long ".repeat(30)), "{said}");
     assert!(said.contains("train-cli generate -m r/final -p hello\n"), "{said}");
+    // A prompt that begins with a dash is no flag of that command.
+    let words = "fit -m m -d m/demo.tsv --device cpu --max-seq-length 64 --max-steps 1 -o dash --sample-prompt=-x";
+    let said = String::from_utf8(run(d, &words.split(' ').collect::<Vec<_>>()).stderr).unwrap();
+    let printed = said.lines().find_map(|line| line.trim().strip_prefix("train-cli generate ")).expect("a command");
+    assert_eq!(printed, "-m dash/final --prompt=-x");
+    ok(d, &format!("generate {printed} --max-tokens 1 --device cpu").split(' ').collect::<Vec<_>>());
 }
 
 /// A run says when it evaluates only if it does.

@@ -3,7 +3,7 @@
 
 use crate::support::{
     Cpu,
-    files::{F32, command, demo_file, ok, real_tokenizer, run, tiny_model},
+    files::{F32, command, demo_file, ok, real_tokenizer, refused, run, tiny_model},
     golden,
 };
 use backend_nvfp4::MasterKind;
@@ -390,6 +390,15 @@ fn a_damped_finish_keeps_codes_to_the_export() {
     assert!(eval["eval_loss_quantized"].is_number() && eval["eval_loss_master"].is_number());
     assert!(eval["codes_changed_pct"].as_f64().unwrap() > 0.0);
     assert!(lines.iter().any(|l| l["frozen_blocks"] == 1 && l["model_tflops"].as_f64().unwrap() > 0.0));
+
+    // Their codes are all that is left of their weights: a longer run, which would still train them, is another run.
+    let said = refused(d, &["fit", "--resume-from-checkpoint", "r", "--max-steps", "30"], 2);
+    let remedy =
+        "resume a checkpoint of at most 8 steps, or start a new run from the weights: train-cli fit -m r/checkpoint-12";
+    assert!(said.contains("by --damped-finish it has fixed 1 block already") && said.contains(remedy), "{said}");
+    // In a shorter run, whose finish has begun before the checkpoint, the block freezes in the next step.
+    ok(d, &["fit", "--resume-from-checkpoint", "r/checkpoint-6", "--max-steps", "8", "--save-steps", "1"]);
+    assert!(matches!(at(7).stored(name), Some(Stored::Packed { .. })), "the block is not frozen");
 }
 
 /// Up to the given share of the run nothing is quantized, so that each step equals that of a bf16 run. A resumed run
@@ -418,6 +427,14 @@ fn a_late_start_of_quantization_is_bf16_until_then() {
     words.push("--resume-from-checkpoint");
     ok(d, &words);
     assert!(std::fs::read(d.join("late/checkpoint-12/model.safetensors")).unwrap() == whole, "resumed from step 6");
+
+    // A run that is made longer says that its next steps are bf16 again, if they are.
+    for (steps, again) in [("14", false), ("36", true)] {
+        let out = run(d, &["fit", "--resume-from-checkpoint", "late", "--max-steps", steps, "--dry-run"]);
+        let said = String::from_utf8_lossy(&out.stderr);
+        let note = "the steps up to 18 of the longer run train without quantization again";
+        assert!(out.status.success() && said.contains(note) == again, "{steps}: {said}");
+    }
 }
 
 #[test]
@@ -468,8 +485,15 @@ fn a_memory_limit_refuses_or_stops_with_a_checkpoint() {
     let (code, _) = with("r", "64GiB");
     assert_eq!(code, Some(0));
     assert_eq!(with("bad", "many").0, Some(2));
-    let table = ok(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu"]);
-    assert!(table.contains("peak of training"), "{table}");
+    // The parts add up to the peak, which has room for a copy to undo a step from. Only CUDA has a driver that takes memory.
+    let estimate = |more: &[&str]| ok(d, &[&["estimate", "-m", "m", "-d", "m/demo.tsv"][..], more].concat());
+    let table = estimate(&["--device", "cpu", "--memory-limit", "1GiB"]);
+    assert!(table.contains("copy for undoing a step") && !table.contains("CUDA"), "{table}");
+    let sizes = table.lines().map(|line| line.get(28..).and_then(|size| size.split_whitespace().next()).unwrap());
+    let sizes: Vec<f64> = sizes.map(|size| size.parse().unwrap()).collect();
+    let at = table.lines().position(|line| line.starts_with("peak of training")).unwrap();
+    assert!((sizes[..at].iter().sum::<f64>() - sizes[at]).abs() < 0.1, "{table}");
+    assert!(estimate(&["--device", "cuda"]).contains("the CUDA driver takes"));
     let line =
         ok(d, &["estimate", "-m", "m", "-d", "m/demo.tsv", "--device", "cpu", "--json", "--memory-limit", "1GiB"]);
     let line: serde_json::Value = serde_json::from_str(&line).unwrap();
@@ -658,6 +682,25 @@ fn the_run_folder_and_the_reports_hold_what_they_promise() {
     // A run from the folder's config.toml repeats the run.
     ok(d, &["fit", "-c", "r/config.toml", "-o", "again"]);
     same_file(&d.join("r/checkpoint-1/model.safetensors"), &d.join("again/checkpoint-1/model.safetensors"));
+}
+
+/// A file of the demo that somebody has edited is not replaced, and the others stay as they are.
+#[test]
+fn the_demo_keeps_files_that_were_edited() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    let dry_run = ["fit", "--demo", "--dry-run"];
+    ok(d, &dry_run);
+    ok(d, &dry_run);
+    let rows = d.join("runs/demo-files/demo.tsv");
+    std::fs::write(&rows, "Who are you?\tI am mine.\n").unwrap();
+    let said = refused(d, &dry_run, 2);
+    assert!(said.contains("--demo: runs/demo-files/demo.tsv is not the demo's own file"), "{said}");
+    assert_eq!(std::fs::read_to_string(&rows).unwrap(), "Who are you?\tI am mine.\n");
+    // The remedy.
+    std::fs::rename(&rows, d.join("mine.tsv")).unwrap();
+    ok(d, &dry_run);
+    same_file(&rows, &demo_file("demo.tsv"));
 }
 
 #[test]

@@ -27,12 +27,12 @@ fn main() -> ExitCode {
             None => {
                 let code = u8::try_from(error.exit_code()).unwrap_or(2);
                 return match error.print().and_then(|()| std::io::stdout().flush()) {
-                    Ok(()) => ExitCode::from(code),
-                    Err(failure) => {
+                    Err(failure) if !report::is_unwanted(&failure) => {
                         let failure = CliError::unwritten(failure);
                         report::error(&failure);
                         ExitCode::from(failure.exit_code())
                     }
+                    _ => ExitCode::from(code),
                 };
             }
         },

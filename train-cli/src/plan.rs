@@ -7,7 +7,7 @@ use crate::{
     outputs::{check_dat_name, check_folder, check_output, check_output_folder, check_outside},
     settings::{
         Clip, Nvfp4Part, SaveStrategy, Settings, bytes,
-        defaults::{MAX_SEQ_LENGTH, RUNS, SHORTEST_SEQUENCE, clips_exactly_by_default, master_weights},
+        defaults::{MAX_SEQ_LENGTH, RUNS, SHORTEST_SEQUENCE, clips_exactly_by_default, master_weights, quantized_from},
         fields::RANGES,
         flag,
     },
@@ -111,9 +111,9 @@ impl Plan {
         self.settings.memory.master_weights.unwrap_or_else(|| master_weights(precision))
     }
 
-    /// The first step, counted from 0, that uses the recipe, in a run of `steps` steps. At least the last one does.
+    /// The first step, counted from 0, that uses the recipe, in a run of `steps` steps.
     pub fn quantize_from(&self, steps: usize) -> usize {
-        ((self.settings.recipe.quantize_from * steps as f64).round() as usize).min(steps.saturating_sub(1))
+        quantized_from(self.settings.recipe.quantize_from, steps)
     }
 
     /// Number of sequences in an optimizer step.

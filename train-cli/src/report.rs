@@ -85,15 +85,18 @@ pub fn is_lost() -> bool {
     LOST.get().is_some()
 }
 
-/// Whether every result was printed. A reader that has closed its end of a pipe wanted no more of them.
+/// Whether a result could not be printed because its reader has closed its end of a pipe, and wanted no more of it.
+pub fn is_unwanted(error: &std::io::Error) -> bool {
+    error.kind() == ErrorKind::BrokenPipe
+}
+
+/// Whether every result was printed that its reader wanted.
 ///
 /// # Errors
 /// If standard output refused one.
 pub fn all_printed() -> std::io::Result<()> {
     match LOST.get() {
-        Some(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(std::io::Error::new(error.kind(), error.to_string()))
-        }
+        Some(error) if !is_unwanted(error) => Err(std::io::Error::new(error.kind(), error.to_string())),
         _ => Ok(()),
     }
 }

@@ -1,9 +1,10 @@
-//! The draw of a token from any number of candidates. A cube draws a row, and a unit has neighboring ids. The cube does not sort: it
-//! looks for the last id that is kept, four bits of its logit at a time. Reads the logits once for the largest, eight times for each
-//! of top-k and top-p, and once for the draw: bound by instructions.
+//! The draw of a token from any number of candidates. A cube draws a row. It does not sort: it looks for the last id that is kept, four
+//! bits at a time, first of its logit and then, if others have the same one, of the id. Reads the logits once for the largest, eight
+//! times for top-k, nine times for top-p, and once for the draw: bound by instructions.
 
 use super::{Drawing, WORDS, drawing, exponential, random_words, weight};
 use crate::{
+    device::vector_size,
     likeliest::{LOWEST, is_nan},
     reduce::{cube_max, cube_maxima, cube_sum},
 };
@@ -11,14 +12,16 @@ use cubecl::prelude::*;
 
 /// Units of a cube.
 const UNITS: usize = 256;
-/// Bits of a logit that are found at a time.
+/// Bits that are found at a time.
 const BITS: u32 = 4;
-/// How often bits are found.
+/// How often bits of a word are found.
 const ROUNDS: u32 = u32::BITS / BITS;
 /// Values that these bits have.
 const BINS: usize = 1 << BITS;
 /// Parts in which the weights of a bin are added.
 const PARTS: usize = UNITS / BINS;
+/// All bits of a word. CubeCL's `!` is not the complement of a word.
+const ONES: u32 = u32::MAX;
 
 /// Draws a token of each row that `drawings` (its words) names.
 pub(super) fn draw<R: Runtime>(
@@ -30,8 +33,8 @@ pub(super) fn draw<R: Runtime>(
 ) {
     let numbers = client.create_from_slice(u32::as_bytes(drawings));
     let cubes = CubeCount::Static((drawings.len() / WORDS) as u32, 1, 1);
-    // A unit has whole groups of four ids, which share random words.
-    let each = cols.div_ceil(UNITS).next_multiple_of(4) as u32;
+    // Four ids share random words.
+    let vector = vector_size(client, f32::as_type_native_unchecked().storage_type(), cols).min(4);
     // SAFETY: the caller has checked the lengths of `x` and `out`; a cube reads columns of its row, and writes its own words.
     unsafe {
         let numbers = ArrayArg::from_raw_parts(numbers, drawings.len());
@@ -39,24 +42,34 @@ pub(super) fn draw<R: Runtime>(
             client,
             cubes,
             CubeDim::new_1d(UNITS as u32),
+            vector,
             x,
             numbers,
             out,
             rows as u32,
-            cols as u32,
-            each,
+            (cols / vector) as u32,
             LOWEST,
         );
     }
 }
 
-/// The ids of a unit.
+/// The row of a cube. Its units take turns with its vectors of logits.
 #[derive(CubeType)]
-struct Own {
-    /// Where the row begins.
-    row: usize,
-    begin: u32,
-    end: u32,
+struct Row {
+    /// Where it begins, in vectors.
+    first: usize,
+    /// Number of vectors.
+    wide: u32,
+    /// The largest logit.
+    top: f32,
+    temperature: f32,
+}
+
+/// The last id that is kept. The logits are ordered by [`key_of`] them, and equal ones by their ids.
+#[derive(CubeType)]
+struct Border {
+    key: u32,
+    id: u32,
 }
 
 /// What the units of a cube share.
@@ -66,168 +79,206 @@ struct Shared {
     bins: SharedMemory<f32>,
     /// Their sums, in parts.
     parts: SharedMemory<f32>,
-    /// A count of each unit.
-    counts: SharedMemory<u32>,
 }
 
-/// The last id that is kept. The logits are ordered by [`key_of`] them, and equal ones by their ids.
+/// What is known of a border that is looked for.
 #[derive(CubeType)]
-struct Border {
+struct Found {
+    /// The key, or its upper bits.
     key: u32,
-    /// How many ids with this key are kept.
-    ties: u32,
-    /// How many ids with this key the units before this one have.
-    before: u32,
+    /// The upper bits of the complement of its id.
+    id: u32,
+    /// The weight of all ids in front of those with these bits.
+    above: f32,
+    /// The weight that the ids reach up to the border.
+    share: f32,
 }
 
 #[cube(launch_unchecked)]
-fn all_kernel(
-    x: &Array<f32>,
+fn all_kernel<N: Size>(
+    x: &Array<Vector<f32, N>>,
     numbers: &Array<u32>,
     out: &mut Array<u32>,
     rows: u32,
-    cols: u32,
-    each: u32,
+    wide: u32,
     lowest: f32,
 ) {
     let drawing = drawing(numbers);
-    let begin = UNIT_POS * each;
-    let own = Own { row: (drawing.row as usize) * (cols as usize), begin, end: min(begin + each, cols) };
-    let (top, nan) = largest(x, &own, lowest);
+    let first = (drawing.row as usize) * (wide as usize);
+    let (top, nan) = largest(x, first, wide, lowest);
+    let row = Row { first, wide, top, temperature: drawing.temperature };
     let mut shared = Shared {
         bins: SharedMemory::<f32>::new(comptime!(BINS * UNITS)),
         parts: SharedMemory::<f32>::new(comptime!(UNITS)),
-        counts: SharedMemory::<u32>::new(comptime!(UNITS)),
     };
 
     // All ids are kept at first.
     let mut key = 0u32;
-    let mut ties = cols;
-    let mut before = 0u32;
-    if drawing.kept > 0u32 && drawing.kept < cols {
-        let all = Border { key, ties, before };
-        let of_top_k = border_at(x, &own, &drawing, top, &all, f32::cast_from(drawing.kept), &mut shared, false);
+    let mut id = ONES.runtime();
+    if drawing.kept > 0u32 {
+        let of_top_k = border_at(x, &row, &Border { key, id }, f32::cast_from(drawing.kept), &mut shared, false);
         key = of_top_k.key;
-        ties = of_top_k.ties;
-        before = of_top_k.before;
+        id = of_top_k.id;
     }
     if drawing.top_p < 1.0f32 {
-        let of_top_k = Border { key, ties, before };
-        let share = drawing.top_p * mass(x, &own, &drawing, top, &of_top_k);
-        let of_top_p = border_at(x, &own, &drawing, top, &of_top_k, share, &mut shared, true);
+        let share = drawing.top_p * mass(x, &row, &Border { key, id });
+        let of_top_p = border_at(x, &row, &Border { key, id }, share, &mut shared, true);
         key = of_top_p.key;
-        ties = of_top_p.ties;
-        before = of_top_p.before;
+        id = of_top_p.id;
     }
 
-    let id = winner(x, &own, &drawing, top, &Border { key, ties, before }, cols, lowest);
+    let token = winner(x, &row, &Border { key, id }, &drawing, lowest);
     if UNIT_POS == 0u32 {
-        out[drawing.row as usize] = id;
+        out[drawing.row as usize] = token;
         out[(rows + drawing.row) as usize] = u32::cast_from(nan);
     }
 }
 
-/// The largest logit, and 1 if one is NaN.
+/// The largest logit of a row, and 1 if one is NaN.
 #[cube]
-fn largest(x: &Array<f32>, own: &Own, lowest: f32) -> (f32, f32) {
+fn largest<N: Size>(x: &Array<Vector<f32, N>>, first: usize, wide: u32, lowest: f32) -> (f32, f32) {
     let mut top = lowest;
     let mut nan = 0.0f32;
-    for id in own.begin..own.end {
-        let logit = x[own.row + id as usize];
-        if is_nan(logit) {
-            nan = 1.0f32;
-        } else {
-            top = max(top, logit);
+    let mut at = UNIT_POS;
+    while at < wide {
+        let logits = x[first + at as usize];
+        #[unroll]
+        for lane in 0..N::value() {
+            let logit = logits[lane];
+            if is_nan(logit) {
+                nan = 1.0f32;
+            } else {
+                top = max(top, logit);
+            }
         }
+        at += UNITS as u32;
     }
     cube_maxima(top, nan)
 }
 
-/// Whether an id with this key is kept, of which this unit had `seen` with the same key before.
+/// The id of a logit in a vector.
 #[cube]
-fn is_kept(key: u32, seen: u32, border: &Border) -> bool {
-    key > border.key || (key == border.key && border.before + seen < border.ties)
+fn id_of<N: Size>(vector: u32, #[comptime] lane: usize) -> u32 {
+    let n = N::value();
+    vector * comptime!(n as u32) + comptime!(lane as u32)
+}
+
+/// Whether an id is kept.
+#[cube]
+fn is_kept(key: u32, id: u32, border: &Border) -> bool {
+    key > border.key || (key == border.key && id <= border.id)
 }
 
 /// The sum of the weights that are kept.
 #[cube]
-fn mass(x: &Array<f32>, own: &Own, drawing: &Drawing, top: f32, border: &Border) -> f32 {
+fn mass<N: Size>(x: &Array<Vector<f32, N>>, row: &Row, border: &Border) -> f32 {
     let mut sum = 0.0f32;
-    let mut seen = 0u32;
-    for id in own.begin..own.end {
-        let logit = x[own.row + id as usize];
-        let key = key_of(logit);
-        if is_kept(key, seen, border) {
-            sum += weight(logit, top, drawing.temperature);
+    let mut at = UNIT_POS;
+    while at < row.wide {
+        let logits = x[row.first + at as usize];
+        #[unroll]
+        for lane in 0..N::value() {
+            if is_kept(key_of(logits[lane]), id_of::<N>(at, lane), border) {
+                sum += weight(logits[lane], row.top, row.temperature);
+            }
         }
-        seen += u32::cast_from(key == border.key);
+        at += UNITS as u32;
     }
     cube_sum(sum)
 }
 
-/// Keeps the first ids of those that are kept, until their weights reach `share`: their number, or what they weigh (`by_mass`).
+/// Keeps the first ids of those that are kept, until their number, or what they weigh (`by_mass`), reaches `share`.
 #[cube]
-fn border_at(
-    x: &Array<f32>,
-    own: &Own,
-    drawing: &Drawing,
-    top: f32,
-    border: &Border,
+fn border_at<N: Size>(
+    x: &Array<Vector<f32, N>>,
+    row: &Row,
+    inside: &Border,
     share: f32,
     shared: &mut Shared,
     #[comptime] by_mass: bool,
 ) -> Border {
-    // The bits of the key that are found, and the weight of all larger keys.
-    let mut found = 0u32;
+    let mut key = 0u32;
     let mut above = 0.0f32;
+    let mut here = 0.0f32;
     #[unroll]
     for round in 0..ROUNDS {
         let shift = comptime!(u32::BITS - BITS * (round + 1));
-        #[unroll]
-        for bin in 0..BINS {
-            shared.bins[comptime!(bin * UNITS) + UNIT_POS as usize] = 0.0f32;
-        }
-        let mut seen = 0u32;
-        for id in own.begin..own.end {
-            let logit = x[own.row + id as usize];
-            let key = key_of(logit);
-            if is_found(key, found, comptime!(shift + BITS)) && is_kept(key, seen, border) {
-                let bin = ((key >> shift) & comptime!(BINS as u32 - 1)) as usize;
-                let own_bin = bin * comptime!(UNITS) + UNIT_POS as usize;
-                shared.bins[own_bin] += weight_of(logit, top, drawing, by_mass);
-            }
-            seen += u32::cast_from(key == border.key);
-        }
-        sync_cube();
-        add_parts(shared);
-        sync_cube();
-        let (bin, higher) = last_bin(&shared.parts, above, share);
-        found |= bin << shift;
+        let (bin, higher, sum) =
+            next_bits(x, row, inside, &Found { key, id: 0u32, above, share }, shared, shift, false, by_mass);
+        key |= bin << shift;
         above = higher;
+        here = sum;
     }
-    let least = weight_of(logit_of(found), top, drawing, by_mass);
-    // The first of them is kept in any case. A cast saturates on some devices only.
-    let ties = u32::cast_from(clamp((share - above) / least, 1.0f32, 16_777_216.0f32).ceil());
-    let before = ids_before(x, own, found, &mut shared.counts);
-    let most = select(found == border.key, border.ties, u32::MAX);
-    Border { key: found, ties: min(ties, most), before }
+    let mut id = select(key == inside.key, inside.id, ONES.runtime());
+    // Of several ids with this logit, the first ones are kept.
+    if here > 1.5f32 * weight_of(logit_of(key), row, by_mass) {
+        let mut complement = 0u32;
+        #[unroll]
+        for round in 0..ROUNDS {
+            let shift = comptime!(u32::BITS - BITS * (round + 1));
+            let found = Found { key, id: complement, above, share };
+            let (bin, higher, _) = next_bits(x, row, inside, &found, shared, shift, true, by_mass);
+            complement |= bin << shift;
+            above = higher;
+        }
+        id = complement ^ ONES;
+    }
+    Border { key, id }
 }
 
-/// Whether the bits of a key from `shift` on are those that are found.
+/// The next bits, from `shift` on, of a border's key or of the complement of its id (`of_id`): those of the last bin that is kept. Also
+/// the weight of all ids in front of that bin, and the weight in it.
 #[cube]
-fn is_found(key: u32, found: u32, #[comptime] shift: u32) -> bool {
-    let mut same = true;
-    if comptime!(shift < u32::BITS) {
-        same = key >> shift == found >> shift;
+fn next_bits<N: Size>(
+    x: &Array<Vector<f32, N>>,
+    row: &Row,
+    inside: &Border,
+    found: &Found,
+    shared: &mut Shared,
+    #[comptime] shift: u32,
+    #[comptime] of_id: bool,
+    #[comptime] by_mass: bool,
+) -> (u32, f32, f32) {
+    #[unroll]
+    for bin in 0..BINS {
+        shared.bins[comptime!(bin * UNITS) + UNIT_POS as usize] = 0.0f32;
     }
-    same
+    let mut at = UNIT_POS;
+    while at < row.wide {
+        let logits = x[row.first + at as usize];
+        #[unroll]
+        for lane in 0..N::value() {
+            let key = key_of(logits[lane]);
+            let id = id_of::<N>(at, lane);
+            let mut word = key;
+            let mut bits = found.key;
+            let mut is_here = is_kept(key, id, inside);
+            if comptime!(of_id) {
+                word = id ^ ONES;
+                bits = found.id;
+                is_here = is_here && key == found.key;
+            }
+            if comptime!(shift + BITS < u32::BITS) {
+                is_here = is_here && word >> comptime!(shift + BITS) == bits >> comptime!(shift + BITS);
+            }
+            if is_here {
+                let bin = ((word >> shift) & comptime!(BINS as u32 - 1)) as usize;
+                shared.bins[bin * comptime!(UNITS) + UNIT_POS as usize] += weight_of(logits[lane], row, by_mass);
+            }
+        }
+        at += UNITS as u32;
+    }
+    sync_cube();
+    add_parts(shared);
+    sync_cube();
+    last_bin(&shared.parts, found)
 }
 
 #[cube]
-fn weight_of(logit: f32, top: f32, drawing: &Drawing, #[comptime] by_mass: bool) -> f32 {
+fn weight_of(logit: f32, row: &Row, #[comptime] by_mass: bool) -> f32 {
     let mut own = 1.0f32;
     if by_mass {
-        own = weight(logit, top, drawing.temperature);
+        own = weight(logit, row.top, row.temperature);
     }
     own
 }
@@ -243,12 +294,13 @@ fn add_parts(shared: &mut Shared) {
     shared.parts[UNIT_POS as usize] = sum;
 }
 
-/// The bin of the last id that is kept, and the weight of all ids in higher bins. Each unit finds the same.
+/// The bin of the last id that is kept, the weight of all ids in front of it, and the weight in it. Each unit finds the same.
 #[cube]
-fn last_bin(parts: &SharedMemory<f32>, above: f32, share: f32) -> (u32, f32) {
-    let mut higher = above;
+fn last_bin(parts: &SharedMemory<f32>, found: &Found) -> (u32, f32, f32) {
+    let mut higher = found.above;
     let mut bin = 0u32;
-    let mut at = above;
+    let mut above = found.above;
+    let mut here = 0.0f32;
     for n in 0..comptime!(BINS as u32) {
         let now = comptime!(BINS as u32 - 1) - n;
         let mut sum = 0.0f32;
@@ -256,88 +308,68 @@ fn last_bin(parts: &SharedMemory<f32>, above: f32, share: f32) -> (u32, f32) {
             sum += parts[(now as usize) * comptime!(PARTS) + part];
         }
         // The first bin that holds something is kept in any case.
-        if sum > 0.0f32 && (higher < share || higher == above) {
+        if sum > 0.0f32 && (higher < found.share || here == 0.0f32) {
             bin = now;
-            at = higher;
+            above = higher;
+            here = sum;
         }
         higher += sum;
     }
-    (bin, at)
-}
-
-/// How many ids with this key the units before this one have.
-#[cube]
-fn ids_before(x: &Array<f32>, own: &Own, key: u32, counts: &mut SharedMemory<u32>) -> u32 {
-    let mut count = 0u32;
-    for id in own.begin..own.end {
-        count += u32::cast_from(key_of(x[own.row + id as usize]) == key);
-    }
-    counts[UNIT_POS as usize] = count;
-    sync_cube();
-    let mut before = 0u32;
-    for unit in 0..UNIT_POS {
-        before += counts[unit as usize];
-    }
-    // The next call writes the counts anew.
-    sync_cube();
-    before
+    (bin, above, here)
 }
 
 /// The id that is kept and has the largest ratio of its weight and its exponential random number.
 #[cube]
-fn winner(x: &Array<f32>, own: &Own, drawing: &Drawing, top: f32, border: &Border, cols: u32, lowest: f32) -> u32 {
+fn winner<N: Size>(x: &Array<Vector<f32, N>>, row: &Row, border: &Border, drawing: &Drawing, lowest: f32) -> u32 {
+    let ids = id_of::<N>(row.wide, 0usize);
     let mut best = 0.0f32;
-    let mut best_id = cols;
-    let mut seen = 0u32;
+    let mut best_id = ids;
     let mut random = Array::<u32>::new(4usize);
-    let mut weights = Array::<f32>::new(4usize);
-    for four in own.begin / 4u32..own.end.div_ceil(4u32) {
+    let mut at = UNIT_POS;
+    while at < row.wide {
+        let logits = x[row.first + at as usize];
+        let mut weights = Vector::<f32, N>::new(0.0f32);
         let mut sum = 0.0f32;
         #[unroll]
-        for lane in 0..4usize {
-            weights[lane] = 0.0f32;
-            let id = four * 4u32 + comptime!(lane as u32);
-            if id < own.end {
-                let logit = x[own.row + id as usize];
-                let key = key_of(logit);
-                let own_weight = weight(logit, top, drawing.temperature);
-                if is_kept(key, seen, border) && own_weight >= drawing.min_p {
-                    weights[lane] = own_weight;
-                    sum += own_weight;
-                }
-                seen += u32::cast_from(key == border.key);
+        for lane in 0..N::value() {
+            let own = weight(logits[lane], row.top, row.temperature);
+            let id = id_of::<N>(at, lane);
+            if is_kept(key_of(logits[lane]), id, border) && own >= drawing.min_p {
+                weights[lane] = own;
+                sum += own;
             }
         }
         if sum > 0.0f32 {
-            random_words(four, drawing, &mut random);
+            random_words(id_of::<N>(at, 0usize) / 4u32, drawing, &mut random);
             #[unroll]
-            for lane in 0..4usize {
-                let ratio = weights[lane] / exponential(random[lane]);
+            for lane in 0..N::value() {
+                let own_id = id_of::<N>(at, lane);
+                let ratio = weights[lane] / exponential(random[(own_id % 4u32) as usize]);
                 if ratio > best {
                     best = ratio;
-                    best_id = four * 4u32 + comptime!(lane as u32);
+                    best_id = own_id;
                 }
             }
         }
+        at += UNITS as u32;
     }
     let most = cube_max(best);
     // The smallest id with the largest ratio; ids are exact as f32.
-    let own_id = select(best == most && best_id < cols, 0.0f32 - f32::cast_from(best_id), lowest);
+    let own_id = select(best == most && best_id < ids, 0.0f32 - f32::cast_from(best_id), lowest);
     // Of a row of nothing but NaN, no id is the winner.
-    u32::cast_from(min(0.0f32 - cube_max(own_id), f32::cast_from(cols - 1u32)))
+    u32::cast_from(min(0.0f32 - cube_max(own_id), f32::cast_from(ids - 1u32)))
 }
 
 /// A number that is larger for a larger logit. NaN has the smallest.
 #[cube]
 fn key_of(logit: f32) -> u32 {
     let bits = u32::reinterpret(logit);
-    // CubeCL's `!` is not the complement of a word.
-    let key = select(bits >> 31u32 == 1u32, bits ^ 0xFFFF_FFFFu32, bits | 0x8000_0000u32);
+    let key = select(bits >> 31u32 == 1u32, bits ^ ONES, bits | 0x8000_0000u32);
     select(is_nan(logit), 0u32, key)
 }
 
 /// The logit with this key.
 #[cube]
 fn logit_of(key: u32) -> f32 {
-    f32::reinterpret(select(key >> 31u32 == 1u32, key & 0x7FFF_FFFFu32, key ^ 0xFFFF_FFFFu32))
+    f32::reinterpret(select(key >> 31u32 == 1u32, key & 0x7FFF_FFFFu32, key ^ ONES))
 }

@@ -1,7 +1,7 @@
 //! `fit --demo`: the ordinary `fit` on files inside the program: a tiny Qwen3 shape, a byte-level BPE tokenizer with
 //! Qwen's chat template, and 64 English and Chinese rows that teach it who it is. assets/demo/make_demo.py makes them.
 
-use crate::{CliError, durable, plan::dated_folder, settings::Layer};
+use crate::{CliError, durable, outputs::is_taken, plan::dated_folder, settings::Layer};
 use std::path::Path;
 
 const FILES: [(&str, &[u8]); 5] = [
@@ -17,17 +17,24 @@ const FOLDER: &str = "runs/demo-files";
 
 const SETTINGS: &str = include_str!("../../assets/demo/settings.toml");
 
-/// Writes the demo's files below `runs/`.
+/// Writes those of the demo's files below `runs/` that are not there yet.
 ///
 /// # Errors
-/// If a file cannot be written.
+/// If a file of that name is another one, or a file cannot be written.
 pub fn unpack() -> Result<(), CliError> {
-    let folder = Path::new(FOLDER);
-    durable::make_folder(folder)?;
-    for (name, bytes) in FILES {
-        durable::write_bytes(&folder.join(name), bytes)?;
+    let files = FILES.map(|(name, bytes)| (Path::new(FOLDER).join(name), bytes));
+    let (there, missing): (Vec<_>, Vec<_>) = files.into_iter().partition(|(file, _)| is_taken(file));
+    for (file, bytes) in there {
+        if durable::digest(&file)?.1 != durable::digest_of(bytes) {
+            return Err(CliError::Usage(format!(
+                "--demo: {} is not the demo's own file, and would be replaced; rename it, or train on it with --data and \
+                 --init-config",
+                file.display()
+            )));
+        }
     }
-    Ok(())
+    durable::make_folder(Path::new(FOLDER))?;
+    missing.into_iter().try_for_each(|(file, bytes)| durable::write_bytes(&file, bytes).map(drop))
 }
 
 /// The demo's settings, with a new run folder.

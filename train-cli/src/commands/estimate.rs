@@ -49,7 +49,7 @@ pub fn run(args: &EstimateArgs) -> Result<(), CliError> {
     }
     report::label("rows", format!("the longest has {} tokens", inputs.longest_row()));
     forecast.lines().into_iter().for_each(|(label, line)| report::label(label, line));
-    forecast.estimate.table().into_iter().for_each(report::result);
+    forecast.table().into_iter().for_each(report::result);
     if let Err(error) = forecast.check(&plan, &inputs) {
         report::line(format!("warning: fit would refuse this run: {error}"));
     }

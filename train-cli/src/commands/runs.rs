@@ -8,7 +8,6 @@ use crate::{
     outputs::{check_output, is_taken},
     report,
     run::{
-        checkpoint::CONFIG,
         plot::{self as picture, Curve},
         summary::Summary,
     },
@@ -40,11 +39,11 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
     })?;
     for entry in entries {
         let path = entry.map_err(CliError::io(&args.folder))?.path();
-        if path.join(CONFIG).exists() {
-            match Summary::read(&path) {
-                Ok(run) => runs.push(run),
-                Err(error) => report::line(format!("warning: {} is left out: {error}", path.display())),
-            }
+        match Summary::read(&path) {
+            Ok(run) => runs.push(run),
+            // It is no run folder.
+            Err(CliError::Usage(_)) => {}
+            Err(error) => report::line(format!("warning: {} is left out: {error}", path.display())),
         }
     }
     if runs.is_empty() {
@@ -67,7 +66,7 @@ fn list(args: &ListArgs) -> Result<(), CliError> {
             figure("state"),
             figure("loss of the last step"),
             figure("evaluation loss"),
-            figure("time of the steps"),
+            figure("time of the training"),
         ]
     });
     let heads = ["run", "started", "recipe", "state", "loss", "evaluation loss", "time"];
@@ -114,7 +113,7 @@ fn compared(run: &Summary, keys: &BTreeSet<&String>) -> String {
 
 /// The figures of runs side by side, and the settings that differ.
 fn compared_table(runs: &[Summary]) -> Table {
-    let heads: Vec<String> = std::iter::once(String::new()).chain(runs.iter().map(Summary::name)).collect();
+    let heads: Vec<String> = std::iter::once(String::new()).chain(Summary::names(runs)).collect();
     let mut names: Vec<&str> = runs.iter().flat_map(|run| run.figures()).map(|(name, _)| name).collect();
     let mut seen = BTreeSet::new();
     names.retain(|name| seen.insert(*name));
@@ -140,7 +139,8 @@ fn check_plot(path: &Path) -> Result<(), CliError> {
 fn plot(runs: &[Summary], path: &Path) -> Result<(), CliError> {
     let curves: Vec<Curve> = runs
         .iter()
-        .flat_map(|run| run.curves().map(|curve| Curve { name: format!("{}, {}", run.name(), curve.name), ..curve }))
+        .zip(Summary::names(runs))
+        .flat_map(|(run, name)| run.curves().map(|curve| Curve { name: format!("{name}, {}", curve.name), ..curve }))
         .filter(|curve| !curve.points.is_empty())
         .collect();
     durable::write_bytes(path, picture::svg("loss", &curves).as_bytes())?;

@@ -84,6 +84,19 @@ impl DataReport {
         }
     }
 
+    /// How many rows are dropped and how many are cut, by a limit of `most` tokens. Nothing if every row is whole.
+    pub fn lost(&self, most: usize) -> Vec<String> {
+        let mut parts = vec![];
+        if !self.dropped.is_empty() {
+            let rows = report::count(self.dropped.len(), "row");
+            parts.push(format!("{rows} dropped (longer than {most} tokens, nothing supervised, or of weight 0)"));
+        }
+        if self.truncated > 0 {
+            parts.push(format!("{} cut at {most} tokens", report::count(self.truncated, "row")));
+        }
+        parts
+    }
+
     /// The shortest multiple of [`TILE`] that a share of the sequences fits into.
     pub fn fitting(&self, share: f64) -> usize {
         let wanted = (self.lengths.values().sum::<usize>() as f64 * share).ceil() as usize;

@@ -69,10 +69,23 @@ impl Sample {
         (0..len).step_by(most).map(move |at| self.piece(at..(at + most).min(len)))
     }
 
+    /// Tokens of each document.
+    fn document_lengths(&self) -> impl Iterator<Item = usize> {
+        let ends = self.documents.iter().copied().skip(1).chain([self.ids.len()]);
+        self.documents.iter().zip(ends).map(|(start, end)| end - start)
+    }
+
     /// Tokens whose prediction the loss counts. The first token is never predicted.
     pub fn supervised_tokens(&self) -> usize {
         self.supervised.iter().skip(1).filter(|s| **s).count()
     }
+}
+
+/// The number of tokens of the document that a token lies in, on average over all tokens.
+pub fn document_of_a_token(samples: &[Sample]) -> f64 {
+    let lengths = samples.iter().flat_map(Sample::document_lengths).map(|length| length as f64);
+    let (squares, tokens) = lengths.fold((0.0, 0.0), |(squares, tokens), n| (squares + n * n, tokens + n));
+    squares / f64::max(tokens, 1.0)
 }
 
 /// Most random rows. Longer runs repeat them.

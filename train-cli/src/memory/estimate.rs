@@ -33,6 +33,8 @@ pub struct Estimate {
 /// on the second.
 const GATHERED: &str = "gradients of all blocks";
 const KEPT: &str = "activations of kept blocks";
+/// What a run holds besides, if the guard undoes a step from it.
+const UNDO: &str = "copy for undoing a step";
 
 /// Numbers of parameters. Norms are too small to count.
 struct Sizes {
@@ -220,26 +222,26 @@ impl Estimate {
         self.parts.iter().map(|(name, bytes)| (*name, *bytes as u64))
     }
 
-    /// One line for each part, and the totals, all in one unit.
-    pub fn table(&self) -> Vec<String> {
-        let export = self.parts[0].1 + self.export;
-        let (unit, unit_name) = report::unit(self.peak().max(export as u64));
-        let size = |bytes: f64| format!("{:>9.2} {unit_name}", bytes / unit);
-        let shown = self.parts.iter().filter(|(name, bytes)| ![GATHERED, KEPT].contains(name) || *bytes > 0.0);
-        let mut lines: Vec<String> = shown.map(|(name, b)| format!("{name:<28}{}", size(*b))).collect();
-        lines.push(format!("{:<28}{}", "peak of training", size(self.peak() as f64)));
-        lines.push(format!("{:<28}{}", "export (after training)", size(export)));
-        lines.push("Not counted: about 0.5 GiB that the CUDA driver takes.".into());
-        lines
+    /// One line for each part, for a copy from which a step is undone, and for the totals, all in one unit.
+    pub fn table(&self, undo_copy: u64) -> Vec<String> {
+        let (peak, export) = ((self.peak() + undo_copy) as f64, self.parts[0].1 + self.export);
+        let (unit, unit_name) = report::unit(peak.max(export) as u64);
+        let line = |(name, bytes): (&str, f64)| format!("{name:<28}{:>9.2} {unit_name}", bytes / unit);
+        let parts = self.parts.iter().copied().chain([(UNDO, undo_copy as f64)]);
+        let parts = parts.filter(|(name, bytes)| ![GATHERED, KEPT, UNDO].contains(name) || *bytes > 0.0);
+        parts.chain([("peak of training", peak), ("export (after training)", export)]).map(line).collect()
     }
 }
 
-/// Floating-point operations that training needs for each token of a sequence of `t` tokens: six for each parameter of
-/// the matrix products, and those of attention, of which causality leaves half. Recomputation does not count.
-pub fn flops_a_token(c: &Qwen3Config, t: usize) -> f64 {
+/// Floating-point operations that training needs for each token of a document of `length` tokens: two for each parameter of the
+/// matrix products in the forward pass and four in the backward pass, and those of attention, of which causality leaves half. If
+/// only the last `last` blocks are trained (0 is all), the others have no backward pass, and that of the head has two, because it
+/// is not trained. Recomputation does not count.
+pub fn flops_a_token(c: &Qwen3Config, last: usize, length: f64) -> f64 {
     let s = Sizes::of(c);
-    let attention = (c.num_attention_heads * c.head_dim * c.num_hidden_layers * t) as f64;
-    6.0 * (s.linear() + s.embedding) + 6.0 * attention
+    let block = s.block + (c.num_attention_heads * c.head_dim) as f64 * length;
+    let (trained, head) = if last == 0 { (s.blocks, 4.0) } else { ((last as f64).min(s.blocks), 2.0) };
+    2.0 * (s.blocks * block + s.embedding) + 4.0 * trained * block + head * s.embedding
 }
 
 /// Bytes of the logits that the head of a step holds.

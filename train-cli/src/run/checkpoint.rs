@@ -81,7 +81,7 @@ pub struct TrainerState {
     /// Gradient norm of the last step, which the next step may use for clipping.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_norm: Option<f32>,
-    /// Seconds that the steps took.
+    /// Seconds of the training, with evaluations, sample answers and checkpoints, in all processes of the run.
     #[serde(default)]
     pub seconds: f64,
     /// Seconds of a sample answer before the first step, for the estimate of the time that is left.

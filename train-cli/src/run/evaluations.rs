@@ -1,6 +1,6 @@
 //! The evaluation losses of a run: which evaluation is the best, and whether the losses have stopped falling.
 
-use super::log::{self, Logged};
+use super::log::{self, EvaluationFigures, Logged};
 use crate::CliError;
 use std::path::Path;
 
@@ -19,11 +19,14 @@ impl Evaluations {
     /// # Errors
     /// If the log cannot be read.
     pub fn logged(run: &Path, before: usize) -> Result<Self, CliError> {
-        let one = |line| match line {
-            Logged::Evaluation(made) => Some((made.step, made.eval_loss as f32)),
-            Logged::Step(_) | Logged::LeftOut(_) => None,
-        };
-        Ok(Self { all: log::lines(run, log::METRICS)?.into_iter().filter_map(one).collect(), before })
+        let lines: Vec<Logged> = log::lines(run, log::METRICS)?;
+        let made = lines.iter().filter_map(|line| if let Logged::Evaluation(made) = line { Some(made) } else { None });
+        Ok(Self::of(made, before))
+    }
+
+    /// These evaluations of a run, whose recipe begins after `before` steps.
+    pub(super) fn of<'a>(all: impl IntoIterator<Item = &'a EvaluationFigures>, before: usize) -> Self {
+        Self { all: all.into_iter().map(|made| (made.step, made.eval_loss as f32)).collect(), before }
     }
 
     /// Those after at most `step` steps.

@@ -6,14 +6,15 @@ use crate::{
     plan::Plan,
     report,
     run::beginning,
-    run::checkpoint::{self, CONFIG, FINAL, STALE, TrainerState},
+    run::checkpoint::{self, CONFIG, FINAL, STALE},
     run::history::{self, History, RECORD, is_run},
     run::inputs::Inputs,
     run::old_checkpoints,
     run::results::RESULTS,
-    run::resume,
+    run::resume::{self, Resumed},
     run::{log, tensorboard},
     settings::Change,
+    train::damp::DampedFinish,
 };
 use backend_nvfp4::Precision;
 use std::{
@@ -213,13 +214,9 @@ pub fn reopen(dir: &Path, step: usize) -> Result<(), CliError> {
 ///
 /// # Errors
 /// If something differs from the checkpoint's record.
-pub fn check_unchanged(
-    plan: &Plan,
-    inputs: &Inputs,
-    state: &TrainerState,
-    precision: Precision,
-) -> Result<(), CliError> {
+pub fn check_unchanged(plan: &Plan, inputs: &Inputs, resumed: &Resumed, precision: Precision) -> Result<(), CliError> {
     let usage = |text: String| Err(CliError::Usage(text));
+    let state = &resumed.state;
     let (steps, done, sha256) = (inputs.order(plan).steps, state.global_step, &inputs.sha256);
     if state.precision != precision.name() {
         let (old, new) = (&state.precision, precision.name());
@@ -243,9 +240,39 @@ pub fn check_unchanged(
             "the checkpoint has made {done} steps, and the run would have {steps}; give a larger {longer}"
         ));
     }
-    if steps != state.max_steps {
-        let text = "the learning rate follows the schedule of the new length";
-        report::line(format!("note: the run now has {steps} steps, {} before; {text}", state.max_steps));
+    if steps != state.max_steps && done < steps {
+        check_new_length(plan, inputs, resumed, steps)?;
+    }
+    Ok(())
+}
+
+/// Says what changes in the steps that follow, because the run now has `steps` steps. Refuses it if blocks that are frozen would
+/// have to learn again: their master weights are gone.
+fn check_new_length(plan: &Plan, inputs: &Inputs, resumed: &Resumed, steps: usize) -> Result<(), CliError> {
+    let (done, before) = (resumed.state.global_step, resumed.state.max_steps);
+    let blocks = inputs.config.num_hidden_layers;
+    let dense = plan.settings.bf16_last_blocks(blocks);
+    let frozen = |steps, step| {
+        let finish = DampedFinish::new(plan.settings.recipe.damped_finish, steps, plan.quantize_from(steps));
+        finish.frozen(step, blocks).min(blocks - dense)
+    };
+    if done > 0 && frozen(before, done - 1) > frozen(steps, done) {
+        let first = (0..done).find(|step| frozen(before, *step) > 0).unwrap_or_default();
+        return Err(CliError::Usage(format!(
+            "the run would have {steps} steps instead of {before}, but by --damped-finish it has fixed {} already, which cannot \
+             learn again; resume a checkpoint of at most {}, or start a new run from the weights: train-cli fit -m {}",
+            report::count(frozen(before, done - 1), "block"),
+            report::count(first, "step"),
+            report::quoted(&resumed.folder.display().to_string())
+        )));
+    }
+    let text = "the learning rate follows the schedule of the new length";
+    report::line(format!("note: the run now has {steps} steps, {before} before; {text}"));
+    let unquantized = plan.quantize_from(steps);
+    if plan.quantize_from(before) < done && done < unquantized {
+        report::line(format!(
+            "note: by --quantize-from, the steps up to {unquantized} of the longer run train without quantization again"
+        ));
     }
     Ok(())
 }

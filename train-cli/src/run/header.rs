@@ -77,7 +77,7 @@ fn model(plan: &Plan, inputs: &Inputs, scaling: Scaling) -> String {
 }
 
 fn data(inputs: &Inputs) -> String {
-    let (found, limit) = (&inputs.report, inputs.max_seq_length);
+    let found = &inputs.report;
     let (tokens, supervised) = (report::short(found.tokens as f64), report::short(found.supervised_tokens as f64));
     let formats = found.formats.iter().cloned().collect::<Vec<_>>().join(" and ");
     let rows = report::count(found.rows, "row");
@@ -89,13 +89,7 @@ fn data(inputs: &Inputs) -> String {
     if found.left_out > 0 {
         parts.push(format!("{} left out by --max-rows", report::count(found.left_out, "row")));
     }
-    if !found.dropped.is_empty() {
-        let rows = report::count(found.dropped.len(), "row");
-        parts.push(format!("{rows} dropped (longer than {limit} tokens, nothing supervised, or of weight 0)"));
-    }
-    if found.truncated > 0 {
-        parts.push(format!("{} cut at {limit} tokens", report::count(found.truncated, "row")));
-    }
+    parts.extend(found.lost(inputs.max_seq_length));
     if let Some((rows, full)) = found.packed {
         parts.push(format!("packed into {}, {:.0}% full", report::count(rows, "row"), full * 100.0));
     }

@@ -231,7 +231,13 @@ fn samples(plan: &Plan, text: &TextFiles, max_seq_length: usize, vocabulary: usi
         // The weights of rows say how often they are trained on. Evaluation takes each once.
         Some(path) => {
             let options = DataOptions { rows: RowOptions { weight: None, ..options.rows.clone() }, ..options };
-            (all, token_cache::load(cache, std::slice::from_ref(path), text, &options)?.0)
+            let (eval, found) = token_cache::load(cache, std::slice::from_ref(path), text, &options)?;
+            let lost = found.lost(max_seq_length);
+            if !lost.is_empty() {
+                let (rows, lost) = (report::count(found.rows, "row"), lost.join(" · "));
+                report::line(format!("note: --eval-data {}: {rows} · {lost}", path.display()));
+            }
+            (all, eval)
         }
         None => rows::split(all, s.val_split, seed),
     };

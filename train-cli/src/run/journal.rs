@@ -4,7 +4,7 @@
 use crate::{
     CliError,
     data::order::{MicroBatch, Order},
-    data::sample::Origin,
+    data::sample::{Origin, document_of_a_token},
     durable::FileRecord,
     memory::estimate,
     plan::Plan,
@@ -53,7 +53,7 @@ pub struct Journal {
     /// When the seconds began that `state.seconds` does not count yet.
     started: Instant,
     losses: Losses,
-    /// Floating-point operations per token.
+    /// Floating-point operations that a token needs, on average.
     flops: f64,
     /// The peak of the device in TFLOP/s, if it is known.
     peak: Option<f64>,
@@ -91,7 +91,8 @@ impl Journal {
         codes: Option<Arc<Codes>>,
         saver: Saver,
     ) -> Result<Self, CliError> {
-        let flops = estimate::flops_a_token(&inputs.config, inputs.max_seq_length);
+        let length = document_of_a_token(&inputs.train);
+        let flops = estimate::flops_a_token(&inputs.config, plan.settings.model.train_last_layers, length);
         let peak = header::peak(plan, &state.precision).map(|(_, peak)| peak);
         let answers = samples.prompts.len() * MAX_TOKENS;
         let evaluation_cost = cadence::cost(plan, inputs, answers);
@@ -168,7 +169,7 @@ impl Journal {
         self.saver.lock().expect("no thread panics while it holds the lock").abandon();
     }
 
-    /// Seconds that the steps of the run took, with those of earlier processes.
+    /// Seconds of the training, with evaluations, sample answers and checkpoints, in all processes of the run.
     pub fn seconds(&self) -> f64 {
         self.state.seconds + self.started.elapsed().as_secs_f64()
     }

@@ -311,6 +311,15 @@ impl Forecast {
         Pool::new(self.space.limit, self.kept as u64 * self.estimate.block_a_token(), self.peak() + beside)
     }
 
+    /// The parts of the memory and their totals, one line for each.
+    pub fn table(&self) -> Vec<String> {
+        let mut lines = self.estimate.table(self.undo.bytes());
+        if matches!(self.device, DeviceChoice::Cuda(_)) {
+            lines.push("Not counted: about 0.5 GiB that the CUDA driver takes.".into());
+        }
+        lines
+    }
+
     /// The forecast with its numbers, in bytes.
     pub fn json(&self) -> Value {
         let parts: Map<String, Value> =

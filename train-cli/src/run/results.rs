@@ -21,7 +21,7 @@ pub struct Results {
     pub epoch: f64,
     /// Steps that are made or left out.
     pub global_step: usize,
-    /// Seconds of the steps.
+    /// Seconds of the training, with evaluations, sample answers and checkpoints, in all processes of the run.
     pub train_runtime: f64,
     /// Rows that were read, counted each time.
     pub train_samples: f64,

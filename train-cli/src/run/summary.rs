@@ -3,6 +3,7 @@
 
 use super::{
     checkpoint::{self, CONFIG, FINAL},
+    evaluations::Evaluations,
     folder::{DATA_REPORT, LOSS, SUMMARY},
     history::{Call, History},
     log::{self, EvaluationFigures, LeftOut, Logged, SampleAnswer, StepFigures},
@@ -12,7 +13,11 @@ use super::{
     record_file,
     results::Results,
 };
-use crate::{CliError, durable, report, settings::Settings, table::Table};
+use crate::{
+    CliError, durable, report,
+    settings::{Settings, defaults::quantized_from},
+    table::Table,
+};
 use model_qwen3::file;
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
@@ -51,16 +56,21 @@ impl Summary {
     /// If it is no run folder, or a file cannot be read.
     pub fn read(run: &Path) -> Result<Self, CliError> {
         let config = run.join(CONFIG);
+        let none = |reason: &str| Err(CliError::Usage(format!("{} is no run folder: {reason}", run.display())));
         if !config.exists() {
-            return Err(CliError::Usage(format!("{} is no run folder: it has no {CONFIG}", run.display())));
+            return none("it has no config.toml");
         }
         let text = file::read_text(&config, LONGEST, "")?;
         let settings: Value = toml::from_str(&text).map_err(|e| CliError::corrupt(&config, e))?;
+        let history = History::read(run)?;
+        // Other programs have a file of this name, too. A run of an older version has no run.json.
+        if history.is_none() && settings.get("recipe").is_none() {
+            return none("no run has written its config.toml");
+        }
         let (mut steps, mut evaluations, mut left_out) = (vec![], vec![], vec![]);
         for line in log::lines(run, log::METRICS)? {
             match line {
                 Logged::Step(line) => steps.push(line),
-                Logged::Evaluation(line) if line.eval_loss.is_nan() => {}
                 Logged::Evaluation(line) => evaluations.push(line),
                 Logged::LeftOut(line) => left_out.push(line),
             }
@@ -75,7 +85,7 @@ impl Summary {
         Ok(Self {
             folder: run.to_owned(),
             settings: settings.as_object().cloned().unwrap_or_default(),
-            history: History::read(run)?,
+            history,
             data: record_file::read(&run.join(DATA_REPORT), LONGEST)?.unwrap_or_default(),
             steps,
             evaluations,
@@ -87,6 +97,14 @@ impl Summary {
                 .map(|(name, file)| (name.clone(), file["bytes"].as_u64().unwrap_or(0), text(&file["sha256"])))
                 .collect(),
         })
+    }
+
+    /// A name for each of some runs: that of its folder, or if several folders have the same, its path.
+    pub fn names(runs: &[Self]) -> Vec<String> {
+        let names: Vec<String> = runs.iter().map(Self::name).collect();
+        let is_alone = |name: &String| names.iter().filter(|other| *other == name).count() == 1;
+        let path = |run: &Self| run.folder.display().to_string();
+        runs.iter().zip(&names).map(|(run, name)| if is_alone(name) { name.clone() } else { path(run) }).collect()
     }
 
     /// The run's name: that of its folder.
@@ -113,7 +131,7 @@ impl Summary {
             ),
             ("tokens/s, median", speeds.get(speeds.len() / 2).map_or("–".to_owned(), |speed| format!("{speed:.0}"))),
             ("memory, largest", memory.last().map_or("–".to_owned(), |mib| format!("{mib:.0} MiB"))),
-            ("time of the steps", seconds.map_or("–".to_owned(), report::duration)),
+            ("time of the training", seconds.map_or("–".to_owned(), report::duration)),
         ];
         if !self.checkpoints.is_empty() {
             figures.push(("checkpoints", self.checkpoints()));
@@ -222,10 +240,12 @@ impl Summary {
         self.history.as_ref().map(|history| &history.first)
     }
 
-    /// The lowest evaluation loss, and its step.
+    /// The lowest evaluation loss by which the run would choose a step, and that step.
     fn lowest(&self) -> Option<(usize, f64)> {
-        let all = self.evaluations.iter().map(|line| (line.step, line.eval_loss));
-        all.min_by(|(_, a), (_, b)| a.total_cmp(b))
+        let share = self.settings.get("quantize_from").and_then(Value::as_f64).unwrap_or(0.0);
+        let steps = self.history.as_ref().and_then(|history| history.steps).unwrap_or_else(|| self.made());
+        let best = Evaluations::of(&self.evaluations, quantized_from(share, steps)).best();
+        best.map(|(step, loss)| (step, f64::from(loss)))
     }
 
     /// The steps of the checkpoints, with a mark at the newest and at the best one.
@@ -284,10 +304,7 @@ impl Summary {
         let figures = self.figures().into_iter().map(|(name, value)| vec![name.to_owned(), value]);
         sections.push(plain(Content::Table(Table::new(&["", ""], figures))));
         sections.push(plain(Content::Picture("losses", self.folder.join(LOSS))));
-        let count = |key: &str| self.data[key].as_u64().map_or("–".to_owned(), |n| n.to_string());
-        let (rows, tokens, counted) = (count("rows"), count("tokens"), count("supervised_tokens"));
-        let data = format!("{rows} rows, {tokens} tokens, of which the loss counts {counted}.");
-        sections.push(headed("Data", Content::Text(data)));
+        sections.push(headed("Data", Content::Text(self.data())));
         sections.push(headed("Evaluations", Content::Table(self.evaluations_table())));
         if !self.samples.is_empty() {
             let rows = self.samples.iter().map(|line| vec![line.prompt.clone(), line.answer.clone()]);
@@ -314,6 +331,20 @@ impl Summary {
         let table = Table::new(&["setting", "value"], changed);
         sections.push(headed("Settings that are not the defaults", Content::Table(table)));
         Page { title: self.name(), sections }
+    }
+
+    /// Rows and tokens of the data.
+    fn data(&self) -> String {
+        let count = |key: &str| self.data[key].as_u64();
+        let shown = |key: &str| count(key).map_or("–".to_owned(), |n| n.to_string());
+        let (rows, tokens, counted) = (shown("rows"), shown("tokens"), shown("supervised_tokens"));
+        let chosen = match (count("samples"), count("left_out")) {
+            (Some(chosen), Some(left_out @ 1..)) => {
+                format!(", {chosen} of {} sequences chosen by --max-rows", chosen.saturating_add(left_out))
+            }
+            _ => String::new(),
+        };
+        format!("{rows} rows{chosen}, {tokens} tokens, of which the loss counts {counted}.")
     }
 
     fn evaluations_table(&self) -> Table {

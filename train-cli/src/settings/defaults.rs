@@ -27,6 +27,12 @@ pub(crate) fn part_of_the_run(steps: usize) -> usize {
     steps.div_ceil(PARTS)
 }
 
+/// The first step, counted from 0, that uses the recipe, if this share of a run of so many steps trains without it. At least the
+/// last step uses it.
+pub fn quantized_from(share: f64, steps: usize) -> usize {
+    ((share * steps as f64).round() as usize).min(steps.saturating_sub(1))
+}
+
 /// For recipe nvfp4, one block in so many is not quantized, at the end of the model. Its authors advise that, and without such
 /// blocks the loss is about 1 % higher (doc/notebook/training.md).
 pub(super) const BF16_BLOCK_IN: usize = 6;

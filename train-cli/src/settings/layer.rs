@@ -4,7 +4,10 @@
 use crate::{
     CliError,
     replaced::STEP_MODE,
-    settings::{fields::Settings, record::flag},
+    settings::{
+        fields::{FREE, Settings},
+        record::flag,
+    },
 };
 use clap::{ArgMatches, Command, FromArgMatches, error::ErrorKind, parser::ValueSource};
 use serde_json::{Map, Value};
@@ -98,6 +101,15 @@ impl Layer {
             self.0.remove("init_config");
         }
         self.0.extend(upper.0);
+        self
+    }
+
+    /// This layer, with the settings that a resumed run may change as `last` has them.
+    #[must_use]
+    pub fn with_free_of(mut self, last: Self) -> Self {
+        let is_free = |key: &str| FREE.contains(&key);
+        self.0.retain(|key, _| !is_free(key));
+        self.0.extend(last.0.into_iter().filter(|(key, _)| is_free(key)));
         self
     }
 

@@ -24,9 +24,11 @@ pub struct DampedFinish {
 const LAST_BLOCK_AT: f64 = 0.8;
 
 impl DampedFinish {
-    /// A finish over the last `share` of `total` steps.
-    pub fn new(share: f64, total: usize) -> Self {
-        Self { start: total - (total as f64 * share).round() as usize, total }
+    /// A finish over the last `share` of `total` steps. No block freezes before step `from`, counted from 0, where the recipe
+    /// begins.
+    pub fn new(share: f64, total: usize, from: usize) -> Self {
+        let start = total - (total as f64 * share).round() as usize;
+        Self { start: start.max(from), total }
     }
 
     /// How many of `blocks` blocks are frozen in step `step`, counted from 0.
@@ -110,11 +112,11 @@ mod tests {
 
     #[test]
     fn blocks_freeze_one_after_another_and_the_last_well_before_the_end() {
-        let finish = DampedFinish::new(0.2, 100);
+        let finish = DampedFinish::new(0.2, 100, 0);
         let frozen: Vec<usize> = (0..100).map(|step| finish.frozen(step, 8)).collect();
         assert!(frozen[..81].iter().all(|n| *n == 0), "{frozen:?}");
         assert!(frozen.windows(2).all(|w| w[0] <= w[1] && w[1] - w[0] <= 1), "{frozen:?}");
         assert!(frozen[95] == 8 && frozen[94] < 8, "{frozen:?}");
-        assert!((0..100).all(|step| DampedFinish::new(0.0, 100).frozen(step, 8) == 0));
+        assert!((0..100).all(|step| DampedFinish::new(0.0, 100, 99).frozen(step, 8) == 0));
     }
 }

@@ -200,11 +200,11 @@ pub fn train<AB: TrainingBackend>(
         net.update(|model| model.with_recipe(recipe));
         run.evaluate(&net.valid(), valid, step, tell)?;
     }
-    let (mut clock, mut pace, total) = (StepClock::new(), Pace::default(), run.train.steps);
+    let (mut clock, mut pace, mut frozen_blocks, total) = (StepClock::new(), Pace::default(), 0, run.train.steps);
     while !run.between.ends_early()
         && let Some(batches) = run.next_step::<AB>(&mut *micro_batches, step + 1, &device)?
     {
-        let frozen_blocks = run.prepare(net, step);
+        frozen_blocks = run.prepare(net, step, frozen_blocks);
         let lr = run.schedule.at(step);
         step += 1;
         run.vram.note::<AB>(&device, step, "zero_grad_done")?;
@@ -218,7 +218,7 @@ pub fn train<AB: TrainingBackend>(
         let seconds = clock.lap();
         let tokens_per_second =
             batches.iter().flat_map(|batch| &batch.ids).map(Vec::len).sum::<usize>() as f64 / seconds;
-        pace.steps.add(seconds);
+        pace.add_step(seconds, &made);
         let (memory_mib, ahead) = (held >> 20, run.between.ahead(step));
         match made {
             Guarded::Made(Stepped { loss, grad_norm }) => {
@@ -349,15 +349,20 @@ impl<B: Nvfp4Kernels> Run<B> {
         if step < self.quantize_from { Recipe::Bf16 } else { self.recipe }
     }
 
-    /// Brings the model to the recipe of step `step`, counted from 0, and freezes the blocks that freeze from this step on.
-    /// Returns the number of frozen blocks.
-    fn prepare<AB: TrainingBackend<InnerBackend = B>>(&mut self, net: &mut Trainee<AB>, step: usize) -> usize {
+    /// Brings the model to the recipe of step `step`, counted from 0, and freezes the blocks that are frozen in this step, of which
+    /// this process has frozen `before`. Returns the number of frozen blocks.
+    fn prepare<AB: TrainingBackend<InnerBackend = B>>(
+        &mut self,
+        net: &mut Trainee<AB>,
+        step: usize,
+        before: usize,
+    ) -> usize {
         let recipe = self.recipe_of(step);
         net.update(|model| model.with_recipe(recipe));
-        let blocks = net.model().layers.len();
-        let frozen = self.damped.frozen(step, blocks);
-        // A resumed run loads the blocks that froze in earlier steps as frozen.
-        if frozen > step.checked_sub(1).map_or(0, |before| self.damped.frozen(before, blocks)) {
+        let frozen = self.damped.frozen(step, net.model().layers.len());
+        // A resumed run loads the blocks that froze in earlier steps as frozen, and these stay as they are. If it was made shorter,
+        // further blocks freeze in its first step.
+        if frozen > before {
             net.update(|model| damp::freeze(model, frozen, &mut self.stepper.optimizer));
         }
         frozen
@@ -426,6 +431,13 @@ struct Pace {
 }
 
 impl Pace {
+    /// Counts the time of a step. One that is left out takes no time, and says nothing about the others.
+    fn add_step(&mut self, seconds: f64, step: &Guarded) {
+        if let Guarded::Made(_) = step {
+            self.steps.add(seconds);
+        }
+    }
+
     /// Seconds until the end of a run that still makes so many steps, and what is `ahead` between them. None until two steps are
     /// measured, unless nothing is left.
     ///
@@ -447,7 +459,7 @@ impl Pace {
 
 #[cfg(test)]
 mod tests {
-    use super::{Pace, StillToDo};
+    use super::{Guarded, Pace, Stepped, StillToDo};
 
     #[test]
     fn the_time_left_counts_evaluations_and_checkpoints_to_come() {
@@ -468,6 +480,16 @@ mod tests {
         assert_eq!(pace.left(10, ahead), Some(20.0 + 3.0 * 7.0 + 2.0 * 11.0));
         assert_eq!(pace.left(0, StillToDo { evaluations: 1, saves: 1, ..ahead }), Some(18.0));
         assert_eq!(pace.left(0, StillToDo::default()), Some(0.0));
+    }
+
+    #[test]
+    fn a_step_that_is_left_out_says_nothing_about_the_time_of_the_others() {
+        let mut pace = Pace::default();
+        for _ in 0..3 {
+            pace.add_step(1.0, &Guarded::Made(Stepped { loss: 1.0, grad_norm: 1.0 }));
+            pace.add_step(0.0, &Guarded::LeftOut("the loss is NaN".into()));
+        }
+        assert_eq!(pace.left(10, StillToDo::default()), Some(10.0));
     }
 
     /// A small model on a CPU: 20 steps of 0.1 s, and an evaluation at the end, whose answers took 0.2 s before the first step.

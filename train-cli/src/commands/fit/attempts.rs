@@ -159,10 +159,7 @@ impl Ready {
         }
         let warmup = s.optimizer.warmup_steps;
         let warmup = if warmup < 1.0 { (warmup * steps as f64).round() } else { warmup } as usize;
-        // No block freezes before the recipe begins.
         let quantize_from = self.plan.quantize_from(steps);
-        let mut damped = DampedFinish::new(s.recipe.damped_finish, steps);
-        damped.start = damped.start.max(quantize_from);
         let run = Run {
             train: order,
             eval: self.inputs.eval_order(&self.plan),
@@ -175,7 +172,7 @@ impl Ready {
             },
             recipe: self.plan.recipe,
             quantize_from,
-            damped,
+            damped: DampedFinish::new(s.recipe.damped_finish, steps, quantize_from),
             guard: watchers.guard,
             memory_limit: self.plan.memory_limit,
             logging_steps: s.logging.logging_steps,

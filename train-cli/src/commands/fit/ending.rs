@@ -180,7 +180,8 @@ pub(super) fn is_complete(plan: &Plan, state: &TrainerState, steps: usize) -> Re
     let evaluations = Evaluations::logged(run, plan.quantize_from(steps))?;
     let patience = plan.settings.logging.early_stopping_patience;
     let stalled = patience.is_some_and(|patience| evaluations.have_stalled(patience));
-    let done = state.max_steps == steps && (state.global_step == steps || stalled);
+    // A run that was made shorter has no checkpoint of its new length.
+    let done = state.global_step == steps || stalled && state.max_steps == steps;
     let made = results.global_step == state.global_step;
     // Which step is exported is a setting that a resumed run may change.
     let kept = checkpoint::list(run)?;
@@ -228,13 +229,11 @@ pub(super) fn check_length(typed: &Layer, plan: &Plan, state: &TrainerState, ste
 const LENGTHS: [&str; 2] = ["max_steps", EPOCHS];
 const EPOCHS: &str = "num_train_epochs";
 
-/// What to say of a run that is complete: which setting ended it, and how it can be extended.
-pub(super) fn completed(plan: &Plan, state: &TrainerState) -> String {
+/// What to say of a run of `steps` steps that is complete: which setting ended it, and how it can be extended.
+pub(super) fn completed(plan: &Plan, state: &TrainerState, steps: usize) -> String {
     let (run, optimizer) = (plan.output_dir.display(), &plan.settings.optimizer);
     let (ended_by, wanted) = match optimizer.max_steps {
-        _ if state.global_step < state.max_steps => {
-            (STALLED.to_owned(), "a larger --early-stopping-patience".to_owned())
-        }
+        _ if state.global_step < steps => (STALLED.to_owned(), "a larger --early-stopping-patience".to_owned()),
         Some(most) => {
             let ended_by = format!("--max-steps {most} ended it, and overrides --num-train-epochs");
             (ended_by, format!("--max-steps N, where N is larger than {most}"))
@@ -255,10 +254,12 @@ fn is_recorded(file: &Path, record: Option<&FileRecord>) -> bool {
 fn next_steps(exported: &Path, prompt: Option<&String>) {
     // A prompt of several lines, or a long one, is no part of a command that people copy.
     let short = prompt.filter(|prompt| sample_answers::beginning(prompt) == **prompt);
-    let prompt = report::quoted(short.map_or("hello", |prompt| prompt));
+    let prompt = short.map_or("hello", String::as_str);
+    // As a word of its own, a prompt that begins with a dash would be read as a flag.
+    let flag = if prompt.starts_with('-') { "--prompt=" } else { "-p " };
     let folder = report::quoted(&exported.display().to_string());
     report::line("next:");
-    report::command(format!("train-cli generate -m {folder} -p {prompt}"));
+    report::command(format!("train-cli generate -m {folder} {flag}{}", report::quoted(prompt)));
     report::command(format!("train-cli chat -m {folder}"));
     report::command(format!("train-cli inspect {folder} --verify"));
     report::command("train-cli fit -m <your Qwen3 folder> -d <your.jsonl> --dry-run");

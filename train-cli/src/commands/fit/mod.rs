@@ -103,7 +103,7 @@ pub fn planned(args: &FitArgs) -> Result<(Plan, Option<Resumed>, bool), CliError
 }
 
 /// The plan of a command line, which resumes at `resume` if there is one. Typed settings win over those of the config file, of the
-/// checkpoint or of the demo, and these over defaults.
+/// run or of the demo, and these over defaults.
 fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
     let launch = &args.launch;
     let begun = match resume {
@@ -115,7 +115,7 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
             file::open(file, "check the path").map_err(CliError::of_flag("--config"))?;
             Layer::of_file(file)?
         }
-        (None, Some(Resume::At(resumed)), _) => Layer::from(&resumed.state.settings),
+        (None, Some(Resume::At(resumed)), _) => last_settings(resumed),
         (None, _, Some(file)) => Layer::of_file(&file)?,
         (None, _, None) if launch.demo => demo::settings(),
         (None, ..) => Layer::default(),
@@ -140,6 +140,29 @@ fn plan_of(args: &FitArgs, resume: Option<&Resume>) -> Result<Plan, CliError> {
     Plan::new(settings)
 }
 
+/// The settings of a run that resumes at a checkpoint. Where a resumed run may change them, they are those of the last command
+/// that trained in its folder: if that one was killed, or had no step to make, no checkpoint has them.
+fn last_settings(resumed: &Resumed) -> Layer {
+    let (saved, file) = (Layer::from(&resumed.state.settings), resumed.run.join(CONFIG));
+    if !file.exists() {
+        return saved;
+    }
+    // Every run records its recipe, so that a file without one is none that a run has written.
+    let last = Layer::of_file(&file).and_then(|last| match last.get("recipe") {
+        Some(_) => Ok(last),
+        None => Err(CliError::corrupt(&file, "it has no recipe")),
+    });
+    match last {
+        Ok(last) => saved.with_free_of(last),
+        Err(error) => {
+            report::line(format!(
+                "warning: the settings of the checkpoint are used, as those of the run are damaged: {error}"
+            ));
+            saved
+        }
+    }
+}
+
 /// Checks that a run can resume from `found`, then verifies the files of the checkpoint, which may take minutes. If they are
 /// broken and an older checkpoint is resumed, the run is planned and checked again with the settings of that one.
 fn resumable(
@@ -152,7 +175,7 @@ fn resumable(
     let checked = |plan: Plan, at: &Resumed| {
         let ready = Ready::new(plan, device, precision, Some(at))?;
         check_length(&args.typed, &ready.plan, &at.state, ready.inputs.order(&ready.plan).steps)?;
-        folder::check_unchanged(&ready.plan, &ready.inputs, &at.state, precision)?;
+        folder::check_unchanged(&ready.plan, &ready.inputs, at, precision)?;
         Ok::<_, CliError>(ready)
     };
     let ready = checked(plan, &found)?;
@@ -277,13 +300,14 @@ impl Job for Fit<'_> {
 /// Whether the run that is to be resumed is complete. Says so, and writes its summary.
 fn is_done(ready: &Ready, resumed: &Resumed, dry_run: bool) -> Result<bool, CliError> {
     let (plan, state) = (&ready.plan, &resumed.state);
-    if !is_complete(plan, state, ready.inputs.order(plan).steps)? {
+    let steps = ready.inputs.order(plan).steps;
+    if !is_complete(plan, state, steps)? {
         return Ok(false);
     }
     if !dry_run {
         summarize(&plan.output_dir);
     }
-    report::line(completed(plan, state));
+    report::line(completed(plan, state, steps));
     Ok(true)
 }
 

@@ -50,7 +50,7 @@ impl Ready {
         let forecast = Forecast::of(&plan, &inputs, device, precision);
         forecast.check(&plan, &inputs).inspect_err(|error| {
             if error.exit_code() == 4 {
-                forecast.estimate.table().iter().for_each(report::line);
+                forecast.table().iter().for_each(report::line);
             }
         })?;
         let shares_scale = plan.settings.recipe.share_scales;
