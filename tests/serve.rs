@@ -210,8 +210,8 @@ fn the_fields_of_a_request_do_what_they_say() {
     let stopped = server.ask(COMPLETION, &json!({"prompt": "Once upon", "temperature": 0, "stop": middle}));
     assert_eq!(stopped["choices"][0]["text"], &text[..text.find(&middle).unwrap()]);
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
-    // A null is a field that is not there, also within another field.
-    let nulls = json!({"messages": user("a"), "max_tokens": 1, "stream": true, "seed": null,
+    // A null is a field that is not there, also within another field, and whatever the name of the field.
+    let nulls = json!({"messages": user("a"), "max_tokens": 1, "stream": true, "seed": null, "functions": null,
         "stream_options": {"include_usage": null}, "chat_template_kwargs": {"enable_thinking": null}});
     assert_eq!(server.events(CHAT, &nulls).last().unwrap(), "[DONE]");
     let chat = server.ask(CHAT, &json!({"messages": user("a"), "max_tokens": 3, "logprobs": true, "top_logprobs": 2}));
@@ -249,10 +249,15 @@ fn wrong_tools_and_messages() -> Vec<(&'static str, Value)> {
         json!([{"type": "function", "function": {"name": 1}}]),
         json!([{"type": "function", "function": {"name": ""}}]),
         json!([{"function": {"name": "add"}}]),
+        json!([{"type": "function", "function": {"name": "add", "parameters": "{}"}}]),
+        json!([{"type": "function", "function": {"name": "add", "description": 7}}]),
+        json!([{"type": "function", "function": {"name": "add", "strict": "maybe"}}]),
     ];
     let keys = [
         ("tool_calls", json!([1])),
         ("tool_calls", json!([{"function": {}}])),
+        ("tool_calls", json!([{"function": {"name": "add"}, "id": 5}])),
+        ("tool_call_id", json!(7)),
         ("name", json!(5)),
         ("reasoning_content", json!(5)),
     ];
