@@ -5,6 +5,7 @@ use crate::support::{
     Random,
     files::{ok, run, tiny_model_with_spread},
     http::{JSON, Server, chunk, reply},
+    scripted::{STOP, scripted_model},
 };
 use serde_json::{Value, json};
 use std::{
@@ -637,6 +638,24 @@ fn streamed_logarithms_come_with_each_piece() {
         assert_eq!(joined, whole, "{address}");
         assert!(pieces > 3 && joined[content].as_array().unwrap().len() == 16, "{pieces} pieces: {joined}");
     }
+}
+
+/// Who asks for logarithms of an answer that has no tokens gets lists without entries.
+#[test]
+fn an_answer_without_tokens_has_empty_lists_of_logarithms() {
+    let dir = tempfile::tempdir().unwrap();
+    scripted_model(&dir.path().join("m"), |_| vec![(STOP, 20.0)]);
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "64"]);
+    let chat = json!({"messages": user("a"), "logprobs": true});
+    let completion = json!({"prompt": "a", "logprobs": 2});
+    let lists = json!({"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []});
+    for (address, body, expected) in [(CHAT, chat, json!({"content": []})), (COMPLETION, completion, lists)] {
+        let reply = server.ask(address, &body);
+        assert_eq!(reply["usage"]["completion_tokens"], 0, "{reply}");
+        assert_eq!(reply["choices"][0]["logprobs"], expected, "{reply}");
+    }
+    let silent = server.ask(CHAT, &json!({"messages": user("a")}));
+    assert!(silent["choices"][0]["logprobs"].is_null(), "{silent}");
 }
 
 /// More connections than there are places send a head and never end it. Whoever asks is answered at once.
