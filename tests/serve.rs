@@ -10,7 +10,7 @@ use crate::support::{
 use serde_json::{Value, json};
 use std::{
     fs,
-    io::{BufRead, Write},
+    io::{BufRead, Read, Write},
     net::TcpStream,
     path::Path,
     sync::atomic::{AtomicUsize, Ordering},
@@ -223,16 +223,25 @@ fn the_fields_of_a_request_do_what_they_say() {
     let full = server.ask(CHAT, &json!({"messages": user("a"), "temperature": 0}));
     let (used, reason) = (&full["usage"]["total_tokens"], &full["choices"][0]["finish_reason"]);
     assert!(reason == "stop" || *used == 160, "{full}");
-    let (status, text) = server.post(COMPLETION, &json!({"prompt": "a ".repeat(400)}));
-    assert!(status == 400 && text.contains("the context ends at 160"), "{text}");
-    let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "max_tokens": 155}));
-    assert!(status == 400 && text.contains("the answer may have 155"), "{text}");
+    // Fewer max_tokens are no remedy for a prompt that fills the context by itself.
+    let long = json!({"prompt": "a ".repeat(400), "max_tokens": 1});
+    let many = json!({"messages": user("a"), "max_tokens": 155});
+    for (address, body, field, reason, helps) in [
+        (COMPLETION, long, "prompt", "the context ends at 160", false),
+        (CHAT, many, "messages", "the answer may have 155", true),
+    ] {
+        let (status, text) = server.post(address, &body);
+        assert!(status == 400 && text.contains(reason) && text.contains("fewer max_tokens") == helps, "{text}");
+        let error = serde_json::from_str::<Value>(&text).unwrap()["error"].take();
+        assert_eq!([&error["code"], &error["param"]], ["context_length_exceeded", field]);
+    }
     for (path, expected) in [("Qwen/tiny", 200), ("Qwen%2Ftiny", 200), ("tiny", 404), ("Qwen/", 404), ("%ff", 400)] {
         let (status, text) = server.send("GET", &format!("/v1/models/{path}"), &[], b"");
         let found: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{path}: {e}: {text}"));
         assert_eq!(status, expected, "{path}: {text}");
         assert_eq!(found == models["data"][0], status == 200, "{text}");
         assert_eq!(found["error"]["message"].is_string(), status != 200, "{text}");
+        assert_eq!(found["error"]["code"] == "model_not_found", status == 404, "{text}");
     }
     let metrics = server.send("GET", "/metrics", &[], b"").1;
     assert!(metrics.contains("train_cli_replies_total{address=\"/v1/completions\",status=\"400\"} 1"), "{metrics}");
@@ -432,6 +441,11 @@ fn only_who_may_ask_is_answered() {
             assert_eq!(server.send(method, path, &[JSON, header], body.as_bytes()).0, 401, "{path} with {header}");
         }
     }
+    let mut refusal = String::new();
+    server.open("GET", "/v1/models", &[], b"").read_to_string(&mut refusal).unwrap();
+    let (head, body_of_refusal) = refusal.split_once("\r\n\r\n").unwrap();
+    assert!(head.to_ascii_lowercase().contains("www-authenticate: bearer"), "{refusal}");
+    assert!(body_of_refusal.contains("\"code\":\"invalid_api_key\""), "{refusal}");
     assert_eq!(server.send("POST", CHAT, &[JSON, &right], body.as_bytes()).0, 200);
     for scheme in ["bearer", "BEARER "] {
         let header = format!("Authorization: {scheme} {key}");

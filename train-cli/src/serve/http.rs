@@ -266,10 +266,8 @@ impl Gate {
                 if given.is_some_and(|(_, given)| bool::from(given.trim().as_bytes().ct_eq(key.as_bytes()))) {
                     return Ok(());
                 }
-                Err(Refusal::new(
-                    StatusCode::UNAUTHORIZED,
-                    "the key is missing or wrong; send Authorization: Bearer KEY",
-                ))
+                let text = "the key is missing or wrong; send Authorization: Bearer KEY";
+                Err(Refusal::new(StatusCode::UNAUTHORIZED, text).with_code("invalid_api_key"))
             }
             None => {
                 let host = text(header::HOST).unwrap_or_default();
