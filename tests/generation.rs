@@ -482,6 +482,12 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
         let said = stderr.contains("--prompts, line 2: ") && stderr.contains(reason);
         assert!(out.status.code() == Some(2) && said && out.stdout.is_empty(), "{stderr}");
     }
+    // A conversation has one system message: that of its row, or that of the flag.
+    let with_system = json!({"messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]});
+    std::fs::write(d.join("s.jsonl"), with_system.to_string()).unwrap();
+    let system = ["generate", "-m", "m", "--device", "cpu", "--prompts", "s.jsonl", "--system-prompt", "c"];
+    let stderr = refused(d, &system, 2);
+    assert!(stderr.contains("--prompts, line 1: the row has a system message; leave out --system-prompt"), "{stderr}");
     for (content, message) in [
         ("", "no prompt"),
         ("{\"prompt\": 1}", "p.jsonl:1: a row needs"),

@@ -11,6 +11,7 @@ use crate::{
     outputs::check_new_output,
     report,
     run::stored_model::StoredModel,
+    settings::extensions,
     talk::loaded::{Loaded, Opened},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
@@ -78,7 +79,7 @@ impl NeedleArgs {
 
 /// Writes the texts as training rows.
 fn write_rows(args: &NeedleArgs, path: &Path) -> Result<(), CliError> {
-    if path.extension().is_none_or(|extension| extension != "jsonl") {
+    if !extensions::is_jsonl(path) {
         return Err(CliError::Usage(format!("--write-rows {}: the name must end in .jsonl", path.display())));
     }
     let stored = StoredModel::open("--model", &args.model.model, args.model.tokenizer.as_deref())?;
