@@ -210,6 +210,21 @@ fn what_cannot_be_done_is_said() {
     assert!(cut.contains("context 24 of 24") && cut.contains("cut because the context is full"), "{cut}");
 }
 
+/// No shell reads what is entered, so that the program itself knows `~/`.
+#[test]
+#[cfg(unix)]
+fn a_saved_conversation_may_lie_in_the_users_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    std::fs::create_dir(d.join("user")).unwrap();
+    std::fs::write(d.join("script.txt"), "/save ~/talk.txt\n/load ~/talk.txt\n").unwrap();
+    let mut chat = command(d, &[&CHAT[..], &["--script", "script.txt"]].concat());
+    let out = chat.env("HOME", d.join("user")).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(d.join("user/talk.txt").is_file());
+}
+
 /// Some editors put a byte order mark in front of a text.
 #[test]
 fn a_byte_order_mark_is_no_part_of_a_conversation() {
