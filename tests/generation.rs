@@ -491,6 +491,9 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
     let system = ["generate", "-m", "m", "--device", "cpu", "--prompts", "s.jsonl", "--system-prompt", "c"];
     let stderr = refused(d, &system, 2);
     assert!(stderr.contains("--prompts, line 1: the row has a system message; leave out --system-prompt"), "{stderr}");
+    let out = run(d, &[&system[..7], &["--max-tokens", "1"]].concat());
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && stderr.contains("1 answer · 1 answer token in "), "{stderr}");
     for (content, message) in [
         ("", "no prompt"),
         ("{\"prompt\": 1}", "p.jsonl:1: a row needs"),

@@ -579,6 +579,12 @@ fn a_signal_lets_the_last_answers_end() {
     assert!(status == 200 && text.ends_with("data: [DONE]\n\n"), "{status}: {text}");
     let (ended, said) = server.end();
     assert!(ended.success() && said.contains("SIGTERM") && !said.contains("warning"), "{ended}: {said}");
+    // A server without questions has no last answers.
+    let idle = Server::start(dir.path(), &["-m", "m", "--context", "1", "--parallel", "1"]);
+    idle.signal("-TERM");
+    let (ended, said) = idle.end();
+    assert!(ended.success() && said.contains("SIGTERM: no more questions are taken\n"), "{ended}: {said}");
+    assert!(said.contains(" · 1 answer at once, 1 token each, "), "{said}");
 }
 
 /// Many streams for some seconds: every answer is right, and the server's memory does not grow.

@@ -198,11 +198,8 @@ fn all<B: Nvfp4Kernels>(
         }
     }
     let seconds = started.elapsed().as_secs_f64();
-    let answers = report::count(printed, "answer");
-    report::line(format!(
-        "{answers} · {tokens} answer tokens in {seconds:.1} s · {:.1} tokens/s",
-        tokens as f64 / seconds
-    ));
+    let (answers, made) = (report::count(printed, "answer"), report::count(tokens, "answer token"));
+    report::line(format!("{answers} · {made} in {seconds:.1} s · {:.1} tokens/s", tokens as f64 / seconds));
     Ok(())
 }
 

@@ -206,7 +206,8 @@ async fn accept(
     };
     // Whoever asks now is refused by the system, and does not wait.
     drop(listener);
-    report::line(format!("{signal}: no more questions are taken; the last answers are being made"));
+    let last = if ending.unfinished() > 0 { "; the last answers are being made" } else { "" };
+    report::line(format!("{signal}: no more questions are taken{last}"));
     Ok(ending.after(open.shutdown(), limit).await)
 }
 
