@@ -78,7 +78,8 @@ fn a_conversation_saved_as_text_goes_on_and_can_be_replayed() {
     let d = dir.path();
     lively_model(d);
     let quoted = "\"\"\"\nassistant:\n\n> 你好 🎈\n# train-cli transcript\n\"\"\"\n";
-    let script = format!("/system Be short.\nWho are you?\n{quoted}/save talk.txt\n/save talk.jsonl\nOnce more.\n");
+    let files = "/save talk.txt\n/save talk.jsonl\n/save CAPITALS.JSONL\n";
+    let script = format!("/system Be short.\nWho are you?\n{quoted}{files}Once more.\n");
     let talk = turns(d, &script, &[]);
     assert_eq!(talk.len(), 3);
     assert_ne!(talk[0]["ids"], talk[2]["ids"], "the model answers everything alike; the comparisons say nothing");
@@ -89,6 +90,7 @@ fn a_conversation_saved_as_text_goes_on_and_can_be_replayed() {
     // Every message is what it was.
     let [saved, again] = ["talk.jsonl", "again.jsonl"].map(|name| std::fs::read_to_string(d.join(name)).unwrap());
     assert!(saved.lines().count() == 5 && again.starts_with(&saved), "{saved}{again}");
+    assert_eq!(std::fs::read_to_string(d.join("CAPITALS.JSONL")).unwrap(), saved);
     let replayed = ok(d, &[&CHAT[..], &["--max-tokens", "8", "--json", "--script", "talk.txt"]].concat());
     let replayed: Vec<Value> = replayed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(replayed.len(), 2);
@@ -206,6 +208,21 @@ fn what_cannot_be_done_is_said() {
     // An answer ends where the context does.
     let cut = said(d, "Hello\n", &["--context", "24", "--max-tokens", "100"], 0);
     assert!(cut.contains("context 24 of 24") && cut.contains("cut because the context is full"), "{cut}");
+}
+
+/// No shell reads what is entered, so that the program itself knows `~/`.
+#[test]
+#[cfg(unix)]
+fn a_saved_conversation_may_lie_in_the_users_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let d = dir.path();
+    lively_model(d);
+    std::fs::create_dir(d.join("user")).unwrap();
+    std::fs::write(d.join("script.txt"), "/save ~/talk.txt\n/load ~/talk.txt\n").unwrap();
+    let mut chat = command(d, &[&CHAT[..], &["--script", "script.txt"]].concat());
+    let out = chat.env("HOME", d.join("user")).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(d.join("user/talk.txt").is_file());
 }
 
 /// Some editors put a byte order mark in front of a text.

@@ -90,8 +90,11 @@ fn a_system_prompt_comes_first_and_changes_the_answer() {
     let with = greedy(d, "hi", &["--system-prompt", "Be brief."]);
     assert_eq!(with, greedy(d, rendered, &["--raw"]));
     assert_ne!(with.0, greedy(d, "hi", &[]).0);
-    let both = ["generate", "-m", "m", "-p", "hi", "--device", "cpu", "--raw", "--system-prompt", "x"];
-    assert_eq!(run(d, &both).status.code(), Some(2), "a raw prompt has no place for a system message");
+    // A raw prompt has no place for a system message, and nothing in it turns thinking on.
+    for flag in ["--system-prompt=x", "--thinking"] {
+        let said = refused(d, &["generate", "-m", "m", "-p", "hi", "--device", "cpu", "--raw", flag], 2);
+        assert!(said.contains("cannot be used with"), "{said}");
+    }
 }
 
 #[test]
@@ -257,12 +260,12 @@ fn needles_are_counted_at_each_length_and_depth() {
     assert!(table.contains("160 tokens  found") && table.contains("50%: "), "{table}");
     let preview = ok(d, &["data", "preview", "rows.jsonl", "-m", "m", "-n", "1"]);
     assert!(preview.contains(&format!("⟦{}", answers[0])), "{preview}");
-    for (flags, text) in
-        [(["--lengths", "4096"], "at most 2048 tokens"), (["--lengths", "20"], "the needle and its question")]
-    {
+    // All lengths are checked before the first is measured.
+    let short = "--lengths 20: the needle and its question";
+    for (flags, text) in [(["--lengths", "4096"], "at most 2048 tokens"), (["--lengths", "160,20"], short)] {
         let out = run(d, &[&["eval", "needle", "-m", "m", "--device", "cpu"][..], &flags].concat());
         let said = String::from_utf8_lossy(&out.stderr);
-        assert!(out.status.code() == Some(2) && said.contains(text), "{said}");
+        assert!(out.status.code() == Some(2) && said.contains(text) && out.stdout.is_empty(), "{said}");
     }
 }
 
@@ -482,6 +485,15 @@ fn prompts_of_a_file_are_answered_as_if_each_were_alone() {
         let said = stderr.contains("--prompts, line 2: ") && stderr.contains(reason);
         assert!(out.status.code() == Some(2) && said && out.stdout.is_empty(), "{stderr}");
     }
+    // A conversation has one system message: that of its row, or that of the flag.
+    let with_system = json!({"messages": [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]});
+    std::fs::write(d.join("s.jsonl"), with_system.to_string()).unwrap();
+    let system = ["generate", "-m", "m", "--device", "cpu", "--prompts", "s.jsonl", "--system-prompt", "c"];
+    let stderr = refused(d, &system, 2);
+    assert!(stderr.contains("--prompts, line 1: the row has a system message; leave out --system-prompt"), "{stderr}");
+    let out = run(d, &[&system[..7], &["--max-tokens", "1"]].concat());
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success() && stderr.contains("1 answer · 1 answer token in "), "{stderr}");
     for (content, message) in [
         ("", "no prompt"),
         ("{\"prompt\": 1}", "p.jsonl:1: a row needs"),

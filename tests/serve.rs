@@ -5,11 +5,12 @@ use crate::support::{
     Random,
     files::{ok, run, tiny_model_with_spread},
     http::{JSON, Server, chunk, reply},
+    scripted::{STOP, scripted_model},
 };
 use serde_json::{Value, json};
 use std::{
     fs,
-    io::{BufRead, Write},
+    io::{BufRead, Read, Write},
     net::TcpStream,
     path::Path,
     sync::atomic::{AtomicUsize, Ordering},
@@ -210,8 +211,8 @@ fn the_fields_of_a_request_do_what_they_say() {
     let stopped = server.ask(COMPLETION, &json!({"prompt": "Once upon", "temperature": 0, "stop": middle}));
     assert_eq!(stopped["choices"][0]["text"], &text[..text.find(&middle).unwrap()]);
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
-    // A null is a field that is not there, also within another field.
-    let nulls = json!({"messages": user("a"), "max_tokens": 1, "stream": true, "seed": null,
+    // A null is a field that is not there, also within another field, and whatever the name of the field.
+    let nulls = json!({"messages": user("a"), "max_tokens": 1, "stream": true, "seed": null, "functions": null,
         "stream_options": {"include_usage": null}, "chat_template_kwargs": {"enable_thinking": null}});
     assert_eq!(server.events(CHAT, &nulls).last().unwrap(), "[DONE]");
     let chat = server.ask(CHAT, &json!({"messages": user("a"), "max_tokens": 3, "logprobs": true, "top_logprobs": 2}));
@@ -222,16 +223,25 @@ fn the_fields_of_a_request_do_what_they_say() {
     let full = server.ask(CHAT, &json!({"messages": user("a"), "temperature": 0}));
     let (used, reason) = (&full["usage"]["total_tokens"], &full["choices"][0]["finish_reason"]);
     assert!(reason == "stop" || *used == 160, "{full}");
-    let (status, text) = server.post(COMPLETION, &json!({"prompt": "a ".repeat(400)}));
-    assert!(status == 400 && text.contains("the context ends at 160"), "{text}");
-    let (status, text) = server.post(CHAT, &json!({"messages": user("a"), "max_tokens": 155}));
-    assert!(status == 400 && text.contains("the answer may have 155"), "{text}");
+    // Fewer max_tokens are no remedy for a prompt that fills the context by itself.
+    let long = json!({"prompt": "a ".repeat(400), "max_tokens": 1});
+    let many = json!({"messages": user("a"), "max_tokens": 155});
+    for (address, body, field, reason, helps) in [
+        (COMPLETION, long, "prompt", "the context ends at 160", false),
+        (CHAT, many, "messages", "the answer may have 155", true),
+    ] {
+        let (status, text) = server.post(address, &body);
+        assert!(status == 400 && text.contains(reason) && text.contains("fewer max_tokens") == helps, "{text}");
+        let error = serde_json::from_str::<Value>(&text).unwrap()["error"].take();
+        assert_eq!([&error["code"], &error["param"]], ["context_length_exceeded", field]);
+    }
     for (path, expected) in [("Qwen/tiny", 200), ("Qwen%2Ftiny", 200), ("tiny", 404), ("Qwen/", 404), ("%ff", 400)] {
         let (status, text) = server.send("GET", &format!("/v1/models/{path}"), &[], b"");
         let found: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{path}: {e}: {text}"));
         assert_eq!(status, expected, "{path}: {text}");
         assert_eq!(found == models["data"][0], status == 200, "{text}");
         assert_eq!(found["error"]["message"].is_string(), status != 200, "{text}");
+        assert_eq!(found["error"]["code"] == "model_not_found", status == 404, "{text}");
     }
     let metrics = server.send("GET", "/metrics", &[], b"").1;
     assert!(metrics.contains("train_cli_replies_total{address=\"/v1/completions\",status=\"400\"} 1"), "{metrics}");
@@ -249,10 +259,15 @@ fn wrong_tools_and_messages() -> Vec<(&'static str, Value)> {
         json!([{"type": "function", "function": {"name": 1}}]),
         json!([{"type": "function", "function": {"name": ""}}]),
         json!([{"function": {"name": "add"}}]),
+        json!([{"type": "function", "function": {"name": "add", "parameters": "{}"}}]),
+        json!([{"type": "function", "function": {"name": "add", "description": 7}}]),
+        json!([{"type": "function", "function": {"name": "add", "strict": "maybe"}}]),
     ];
     let keys = [
         ("tool_calls", json!([1])),
         ("tool_calls", json!([{"function": {}}])),
+        ("tool_calls", json!([{"function": {"name": "add"}, "id": 5}])),
+        ("tool_call_id", json!(7)),
         ("name", json!(5)),
         ("reasoning_content", json!(5)),
     ];
@@ -426,6 +441,11 @@ fn only_who_may_ask_is_answered() {
             assert_eq!(server.send(method, path, &[JSON, header], body.as_bytes()).0, 401, "{path} with {header}");
         }
     }
+    let mut refusal = String::new();
+    server.open("GET", "/v1/models", &[], b"").read_to_string(&mut refusal).unwrap();
+    let (head, body_of_refusal) = refusal.split_once("\r\n\r\n").unwrap();
+    assert!(head.to_ascii_lowercase().contains("www-authenticate: bearer"), "{refusal}");
+    assert!(body_of_refusal.contains("\"code\":\"invalid_api_key\""), "{refusal}");
     assert_eq!(server.send("POST", CHAT, &[JSON, &right], body.as_bytes()).0, 200);
     for scheme in ["bearer", "BEARER "] {
         let header = format!("Authorization: {scheme} {key}");
@@ -559,6 +579,12 @@ fn a_signal_lets_the_last_answers_end() {
     assert!(status == 200 && text.ends_with("data: [DONE]\n\n"), "{status}: {text}");
     let (ended, said) = server.end();
     assert!(ended.success() && said.contains("SIGTERM") && !said.contains("warning"), "{ended}: {said}");
+    // A server without questions has no last answers.
+    let idle = Server::start(dir.path(), &["-m", "m", "--context", "1", "--parallel", "1"]);
+    idle.signal("-TERM");
+    let (ended, said) = idle.end();
+    assert!(ended.success() && said.contains("SIGTERM: no more questions are taken\n"), "{ended}: {said}");
+    assert!(said.contains(" · 1 answer at once, 1 token each, "), "{said}");
 }
 
 /// Many streams for some seconds: every answer is right, and the server's memory does not grow.
@@ -632,6 +658,24 @@ fn streamed_logarithms_come_with_each_piece() {
         assert_eq!(joined, whole, "{address}");
         assert!(pieces > 3 && joined[content].as_array().unwrap().len() == 16, "{pieces} pieces: {joined}");
     }
+}
+
+/// Who asks for logarithms of an answer that has no tokens gets lists without entries.
+#[test]
+fn an_answer_without_tokens_has_empty_lists_of_logarithms() {
+    let dir = tempfile::tempdir().unwrap();
+    scripted_model(&dir.path().join("m"), |_| vec![(STOP, 20.0)]);
+    let server = Server::start(dir.path(), &["-m", "m", "--context", "64"]);
+    let chat = json!({"messages": user("a"), "logprobs": true});
+    let completion = json!({"prompt": "a", "logprobs": 2});
+    let lists = json!({"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []});
+    for (address, body, expected) in [(CHAT, chat, json!({"content": []})), (COMPLETION, completion, lists)] {
+        let reply = server.ask(address, &body);
+        assert_eq!(reply["usage"]["completion_tokens"], 0, "{reply}");
+        assert_eq!(reply["choices"][0]["logprobs"], expected, "{reply}");
+    }
+    let silent = server.ask(CHAT, &json!({"messages": user("a")}));
+    assert!(silent["choices"][0]["logprobs"].is_null(), "{silent}");
 }
 
 /// More connections than there are places send a head and never end it. Whoever asks is answered at once.

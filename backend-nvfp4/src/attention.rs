@@ -68,16 +68,16 @@ impl<B: Backend> Documents<B> {
         }
     }
 
-    /// A mask `[rows, 1, T, S/rows]` that is true where a query must not look, or `None` if every query sees every key.
-    pub(crate) fn hidden(&self, device: &B::Device) -> Option<Tensor<B, 4, Bool>> {
+    /// A mask `[rows, 1, T, keys]` that is true where a query must not look, or `None` if every query sees every key. A row has
+    /// `keys` keys. Those behind its newest token are padding.
+    pub(crate) fn hidden(&self, keys: usize, device: &B::Device) -> Option<Tensor<B, 4, Bool>> {
         let t = self.tokens() / self.rows.max(1);
-        let s = self.past + t;
-        if t == 1 && self.row_starts.iter().all(|start| *start == 0) {
+        if t == 1 && keys == self.past + 1 && self.row_starts.iter().all(|start| *start == 0) {
             return None;
         }
         let sees = |m: usize, j: usize| j >= self.row_starts[m] as usize && j <= self.past + m % t;
-        let mask: Vec<bool> = (0..self.tokens()).flat_map(|m| (0..s).map(move |j| !sees(m, j))).collect();
-        Some(Tensor::from_data(TensorData::new(mask, [self.rows, 1, t, s]), device))
+        let mask: Vec<bool> = (0..self.tokens()).flat_map(|m| (0..keys).map(move |j| !sees(m, j))).collect();
+        Some(Tensor::from_data(TensorData::new(mask, [self.rows, 1, t, keys]), device))
     }
 }
 

@@ -168,9 +168,21 @@ pub trait Nvfp4Kernels: Nvfp4Backend {
     /// The numbers `[M, K]` of E4M3 bytes `[M, K/4]`, as `dtype`.
     fn e4m3_decode(words: IntTensor<Self>, dtype: DType) -> FloatTensor<Self>;
 
-    /// Computes attention of a sequence's newest tokens (a model reads one at a time) over its cache: `q` `[M, H*E]`, `k` and
-    /// `v` `[S, G*E]`, where S counts the past of `docs` and the M new tokens. Sums may take their terms in another order than
-    /// those of [`Nvfp4Backend::causal_attention`], which reads prompts.
+    /// Computes [`Nvfp4Backend::causal_attention`] of the next tokens of a prompt over the cache of its sequence: `q` `[M, H*E]`,
+    /// `k` and `v` `[S, G*E]`, where S counts the past of `docs` and the M new tokens. Sums may take their terms in another order,
+    /// if this makes them independent of how many tokens are read together.
+    fn prompt_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        Self::causal_attention(q, k, v, docs, spec)
+    }
+
+    /// Computes attention of a sequence's newest tokens (a model reads one at a time) over its cache, as
+    /// [`Self::prompt_attention`] does for prompts. Sums may take their terms in another order.
     fn cached_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -366,6 +378,17 @@ pub fn decode_blocks<B: Nvfp4Kernels>(
     tokens: &DecodeTokens<B>,
 ) -> Option<Tensor<B, 2>> {
     B::decode_blocks(primitive(x), blocks, tokens).map(tensor)
+}
+
+/// See [`Nvfp4Kernels::prompt_attention`].
+pub fn prompt_attention<B: Nvfp4Kernels>(
+    q: Tensor<B, 2>,
+    k: Tensor<B, 2>,
+    v: Tensor<B, 2>,
+    docs: &Documents<B>,
+    spec: AttentionSpec,
+) -> Tensor<B, 2> {
+    tensor(B::prompt_attention(primitive(q), primitive(k), primitive(v), docs, spec))
 }
 
 /// See [`Nvfp4Kernels::cached_attention`].

@@ -58,8 +58,8 @@ pub use decode::{DecodeBlock, DecodeTokens, PAGE};
 pub use draw::{Draw, Drawn, DrawnToken, Penalty};
 pub use error::Nvfp4Error;
 pub use kernels::{
-    AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention, decode_blocks, draw, logits_rows, penalize, segment_sum,
-    words_of,
+    AttentionSaved, HeadLoss, Nvfp4Kernels, cached_attention, decode_blocks, draw, logits_rows, penalize,
+    prompt_attention, segment_sum, words_of,
 };
 pub use kernels_cubecl::{
     adamw::{AdamwStep, Master, STATE_BLOCK},

@@ -10,6 +10,7 @@ use crate::{
     ops::{Activations, LinearLayer, Nvfp4Backend},
     optim::{AdamwState, Judged, Moment, StateKind},
     packed::{Nvfp4Primitive, Operand, Packed},
+    primitive::{primitive, tensor},
     recipe::{GivenScale, LinearSpec, Precision},
     reference,
     services::{DeviceMemory, DeviceServices, MemoryUse},
@@ -18,7 +19,7 @@ use crate::{
 use burn::{
     backend::ndarray::{NdArray, NdArrayTensor, SharedArray},
     tensor::{
-        DType, Element, Shape, TensorData, TensorMetadata,
+        DType, Element, Shape, Tensor, TensorData, TensorMetadata,
         ops::{FloatTensor, FloatTensorOps, IntTensor, IntTensorOps},
     },
 };
@@ -255,6 +256,17 @@ impl Nvfp4Kernels for NdArray {
         from_floats(values, [rows, cols * BYTES_PER_WORD])
     }
 
+    fn prompt_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        docs: &Documents<Self>,
+        spec: AttentionSpec,
+    ) -> FloatTensor<Self> {
+        let [k, v] = [k, v].map(padded_keys);
+        burn_ops::attention::<Self>(q, k, v, docs, spec)
+    }
+
     fn cached_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
@@ -262,7 +274,7 @@ impl Nvfp4Kernels for NdArray {
         docs: &Documents<Self>,
         spec: AttentionSpec,
     ) -> FloatTensor<Self> {
-        burn_ops::attention::<Self>(q, k, v, docs, spec)
+        Self::prompt_attention(q, k, v, docs, spec)
     }
 
     fn head_loss_saving(
@@ -414,6 +426,20 @@ impl HostState {
         });
         AdamwState { kind: self.kind, m: moment(self.m, false), v: moment(self.v, true), residual }
     }
+}
+
+/// Pads keys or values `[S, G*E]` of a sequence with zeros until S is a multiple of 8. The sum of a softmax takes 8 keys at a
+/// time, and keys that are left over one by one. If none are left over, the order of its terms depends on the keys that a token
+/// sees, and not on those that are read with it.
+fn padded_keys(x: NdArrayTensor) -> NdArrayTensor {
+    let x = tensor::<NdArray, 2>(x);
+    let [keys, columns] = x.dims();
+    let missing = keys.next_multiple_of(8) - keys;
+    if missing == 0 {
+        return primitive(x);
+    }
+    let zeros = Tensor::zeros([missing, columns], &x.device());
+    primitive(Tensor::cat(vec![x, zeros], 0))
 }
 
 /// Multiplies two matrices as they are stored. Burn's own product copies a transposed matrix first, which would copy the

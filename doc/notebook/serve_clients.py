@@ -7,6 +7,7 @@
 It ends with an error if an answer is not the one that it should be.
 """
 
+import json
 import sys
 
 import openai
@@ -69,5 +70,27 @@ with sync_playwright() as playwright:
     assert len(shown) == 4 and all(shown) and shown[2] == "你是誰"
     page.click("#reset")
     assert not page.query_selector_all(".turn") and not errors and not elsewhere, (errors, elsewhere)
+
+    # With made-up replies: an answer that the context cuts, and then a message that is refused.
+    events = [
+        {"choices": [{"delta": {"content": "half"}, "finish_reason": None}]},
+        {"choices": [{"delta": {}, "finish_reason": "length"}]},
+        {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}},
+    ]
+    cut = {"body": "".join(f"data: {json.dumps(event)}\n\n" for event in events), "content_type": "text/event-stream"}
+    refused = {"status": 400, "json": {"error": {"message": "it is too long"}}}
+    for reply, turns, figures, text in [
+        (cut, ["question", "half"], "the context is full", ""),
+        (refused, ["question", "half", "it is too long"], "", "question"),
+    ]:
+        page.unroute("**/v1/chat/completions")
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(**reply))
+        page.fill("#text", "question")
+        page.keyboard.press("Enter")
+        page.wait_for_function("!document.getElementById('send').hidden", timeout=60_000)
+        assert [turn.inner_text() for turn in page.query_selector_all(".turn")] == turns
+        shown = page.inner_text("#figures")
+        assert figures in shown and bool(shown) == bool(figures), shown
+        assert page.input_value("#text") == text
     browser.close()
 print("all as it should be")

@@ -15,7 +15,7 @@ use crate::{
 };
 use backend_nvfp4::{
     Activations, AttentionSpec, CacheFormat, Documents, LinearSpec, Nvfp4Backend, Nvfp4Kernels, Nvfp4Linear, Recipe,
-    Rotary, Stream, cached_attention, linears, ops,
+    Rotary, Stream, cached_attention, linears, ops, prompt_attention,
 };
 use burn::{
     module::{Module, Param},
@@ -359,7 +359,7 @@ impl<B: Nvfp4Kernels> Attention<B> {
             if ctx.spec.newest_tokens {
                 cached_attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
             } else {
-                ops::attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
+                prompt_attention(q_THE, k_SGE, v_SGE, documents, ctx.attention)
             }
         };
         let y: Vec<_> = caches.iter().zip(ctx.documents.iter()).map(attend).collect();

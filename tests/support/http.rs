@@ -16,6 +16,8 @@ use std::{
 pub(crate) struct Server {
     child: Child,
     messages: BufReader<ChildStderr>,
+    /// What it said before it listened.
+    said: String,
     pub(crate) address: SocketAddr,
 }
 
@@ -34,7 +36,7 @@ impl Server {
             }
             said += &line;
         };
-        Self { child, messages, address }
+        Self { child, messages, said, address }
     }
 
     /// Sends a signal.
@@ -43,11 +45,10 @@ impl Server {
         assert!(kill.unwrap().success());
     }
 
-    /// How the server ended, and what it said since it listened.
+    /// How the server ended, and what it said.
     pub(crate) fn end(mut self) -> (ExitStatus, String) {
-        let mut said = String::new();
-        self.messages.read_to_string(&mut said).unwrap();
-        (self.child.wait().unwrap(), said)
+        self.messages.read_to_string(&mut self.said).unwrap();
+        (self.child.wait().unwrap(), std::mem::take(&mut self.said))
     }
 
     /// Processor time of the server since its start, of all of its threads, in seconds. What other programs make the server wait

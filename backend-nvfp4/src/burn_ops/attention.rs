@@ -8,7 +8,7 @@ use crate::{
 use burn::tensor::{DType, Tensor, TensorMetadata, activation, backend::Backend, ops::FloatTensor};
 
 /// Computes `softmax(q kᵀ / sqrt(E)) v` over the keys that each query sees: `q` `[M, H*E]`, `k` and `v` `[S, G*E]`, where
-/// S counts the keys of all rows, give `[M, H*E]`.
+/// S counts the keys of all rows, give `[M, H*E]`. Keys behind the newest token of a row are padding, which no query sees.
 pub(crate) fn attention<B: Nvfp4Kernels>(
     q: FloatTensor<B>,
     k: FloatTensor<B>,
@@ -57,7 +57,7 @@ fn weights<B: Nvfp4Kernels>(
     let (h, t) = (spec.heads, rows * kv / spec.heads);
     let scores = matmul(q, k.swap_dims(2, 3), spec.precision).cast(DType::F32).reshape([b, h, t, s]);
     let mut scores = scores / (spec.head_dim as f64).sqrt();
-    if let Some(hidden) = docs.hidden(&scores.device()) {
+    if let Some(hidden) = docs.hidden(s, &scores.device()) {
         scores = scores.mask_fill(hidden.expand([b, h, t, s]), f32::MIN);
     }
     activation::softmax(scores, 3).reshape([b, kv, rows, s])
@@ -79,8 +79,8 @@ fn ungrouped<B: Backend>(x: Tensor<B, 4>, docs: &Documents<B>, spec: AttentionSp
 
 /// Reshapes the keys or values of all rows `[S, G*E]` to `[rows, G, S/rows, E]`.
 fn keyed<B: Backend>(x: FloatTensor<B>, docs: &Documents<B>, spec: AttentionSpec) -> Tensor<B, 4> {
-    let s = docs.past + docs.tokens() / docs.rows;
-    tensor::<B, 2>(x).reshape([docs.rows, s, spec.kv_heads, spec.head_dim]).swap_dims(1, 2)
+    let [s, _] = dims(&x);
+    tensor::<B, 2>(x).reshape([docs.rows, s / docs.rows, spec.kv_heads, spec.head_dim]).swap_dims(1, 2)
 }
 
 fn dims<Value: TensorMetadata>(x: &Value) -> [usize; 2] {

@@ -26,7 +26,7 @@ pub struct GenerateArgs {
     #[arg(long, alias = "system")]
     pub system_prompt: Option<String>,
     /// Send the prompt without the chat template
-    #[arg(long, conflicts_with = "system_prompt")]
+    #[arg(long, conflicts_with_all = ["system_prompt", "thinking"])]
     pub raw: bool,
     /// Turn thinking before the answer on or off, for models that can think [default: as the model was trained, else the chat template's choice]
     #[arg(long, num_args = 0..=1, default_missing_value = "true", value_name = "BOOL")]

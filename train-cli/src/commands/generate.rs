@@ -198,11 +198,8 @@ fn all<B: Nvfp4Kernels>(
         }
     }
     let seconds = started.elapsed().as_secs_f64();
-    let answers = report::count(printed, "answer");
-    report::line(format!(
-        "{answers} · {tokens} answer tokens in {seconds:.1} s · {:.1} tokens/s",
-        tokens as f64 / seconds
-    ));
+    let (answers, made) = (report::count(printed, "answer"), report::count(tokens, "answer token"));
+    report::line(format!("{answers} · {made} in {seconds:.1} s · {:.1} tokens/s", tokens as f64 / seconds));
     Ok(())
 }
 
@@ -296,11 +293,9 @@ fn questions_of(path: &Path) -> Result<Vec<AskedPrompt>, CliError> {
 
 /// Whether the lines of a file of prompts are rows in JSON, by its extension.
 fn has_rows(path: &Path) -> Result<bool, CliError> {
-    let lower = path.as_os_str().to_ascii_lowercase();
-    let lower = Path::new(&lower);
-    match extensions::reader(lower) {
+    match extensions::reader(path) {
         Some(Reader::Text(_)) | None => Ok(false),
-        Some(Reader::Json) if lower.extension().is_some_and(|extension| extension == "jsonl") => Ok(true),
+        Some(Reader::Json) if extensions::is_jsonl(path) => Ok(true),
         Some(Reader::Json | Reader::Parquet | Reader::Arrow) => Err(CliError::Usage(format!(
             "--prompts {}: give a .jsonl file, or a text with a prompt in each line",
             path.display()
@@ -332,7 +327,13 @@ fn prompt_ids(asked: Value, args: &GenerateArgs, text: &TextFiles) -> Result<Vec
         Value::Array(_) if args.raw => {
             return Err(CliError::Usage("--raw: messages need the chat template; leave out --raw".into()));
         }
-        Value::Array(list) => messages.extend(checked_messages(list).map_err(CliError::Usage)?),
+        Value::Array(list) => {
+            let list = checked_messages(list).map_err(CliError::Usage)?;
+            if args.system_prompt.is_some() && list.iter().any(|message| message["role"] == "system") {
+                return Err(CliError::Usage("the row has a system message; leave out --system-prompt".into()));
+            }
+            messages.extend(list);
+        }
         asked if args.raw => return Ok(text.tokenizer.encode(asked.as_str().unwrap_or_default())?),
         asked => messages.push(json!({"role": "user", "content": asked})),
     }

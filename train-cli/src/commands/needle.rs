@@ -8,9 +8,11 @@ use crate::{
     data::haystack::{Haystack, Series},
     device::{self, Job},
     durable,
+    model_files::TextFiles,
     outputs::check_new_output,
     report,
     run::stored_model::StoredModel,
+    settings::extensions,
     talk::loaded::{Loaded, Opened},
 };
 use backend_nvfp4::{DeviceServices, Nvfp4Kernels, Precision};
@@ -50,50 +52,52 @@ pub(super) fn run(args: NeedleArgs) -> Result<(), CliError> {
 }
 
 impl NeedleArgs {
-    fn series(&self) -> Series {
-        Series { seed: self.seed, digits: self.digits }
-    }
-
     /// How deep the needle lies in each of the texts: from 0 to 1, or in the middle if there is only one depth.
     fn depth(&self, i: usize) -> f64 {
         if self.depths == 1 { 0.5 } else { i as f64 / (self.depths - 1) as f64 }
     }
 
-    /// The number of a text in the series.
-    fn number(&self, length: usize, depth: usize, attempt: usize) -> u32 {
-        ((length * self.depths + depth) * self.tries + attempt) as u32
+    /// The depths and the attempts at each of them.
+    fn attempts(&self) -> impl Iterator<Item = (usize, usize)> {
+        (0..self.depths).flat_map(move |depth| (0..self.tries).map(move |attempt| (depth, attempt)))
     }
 
-    /// Refuses lengths that the model does not take.
-    fn check(&self, limit: usize) -> Result<(), CliError> {
-        match self.lengths.iter().find(|length| **length > limit) {
-            Some(length) => {
-                let text = format!("the model takes at most {limit} tokens; give --lengths up to {limit}");
-                Err(CliError::Usage(format!("--lengths {length}: {text}")))
-            }
-            None => Ok(()),
+    /// The text of an attempt. Lengths, depths and attempts are counted from 0.
+    fn haystack(&self, text: &TextFiles, length: usize, depth: usize, attempt: usize) -> Result<Haystack, CliError> {
+        let number = ((length * self.depths + depth) * self.tries + attempt) as u32;
+        let series = Series { seed: self.seed, digits: self.digits };
+        series.haystack(text, number, self.lengths[length], self.depth(depth))
+    }
+
+    /// Refuses lengths that the model does not take, and those that have no room for the needle.
+    fn check(&self, limit: usize, text: &TextFiles) -> Result<(), CliError> {
+        if let Some(length) = self.lengths.iter().find(|length| **length > limit) {
+            let text = format!("the model takes at most {limit} tokens; give --lengths up to {limit}");
+            return Err(CliError::Usage(format!("--lengths {length}: {text}")));
         }
+        // The shortest texts have the least room.
+        let shortest = (0..self.lengths.len()).min_by_key(|length| self.lengths[*length]);
+        shortest.into_iter().try_for_each(|length| {
+            self.attempts().try_for_each(|(depth, attempt)| self.haystack(text, length, depth, attempt).map(drop))
+        })
     }
 }
 
 /// Writes the texts as training rows.
 fn write_rows(args: &NeedleArgs, path: &Path) -> Result<(), CliError> {
-    if path.extension().is_none_or(|extension| extension != "jsonl") {
+    if !extensions::is_jsonl(path) {
         return Err(CliError::Usage(format!("--write-rows {}: the name must end in .jsonl", path.display())));
     }
     let stored = StoredModel::open("--model", &args.model.model, args.model.tokenizer.as_deref())?;
     check_new_output("--write-rows", path, &stored.files.weight_files())?;
-    args.check(stored.config.max_position_embeddings)?;
+    args.check(stored.config.max_position_embeddings, &stored.text)?;
     let mut rows = 0;
     durable::write_file(path, |out| {
-        for (l, length) in args.lengths.iter().enumerate() {
-            for depth in 0..args.depths {
-                for attempt in 0..args.tries {
-                    let number = args.number(l, depth, attempt);
-                    let haystack = args.series().haystack(&stored.text, number, *length, args.depth(depth))?;
-                    out.write_all(format!("{}\n", haystack.row()).as_bytes()).map_err(CliError::io(path))?;
-                    rows += 1;
-                }
+        for length in 0..args.lengths.len() {
+            for (depth, attempt) in args.attempts() {
+                let haystack = args.haystack(&stored.text, length, depth, attempt)?;
+                out.write_all(format!("{}\n", haystack.row()).as_bytes()).map_err(CliError::io(path))?;
+                rows += 1;
             }
         }
         Ok(())
@@ -113,8 +117,8 @@ impl Job for Needle {
 
     fn run<B: Nvfp4Kernels + DeviceServices>(self, device: B::Device, precision: Precision) -> Result<(), CliError> {
         let args = self.0;
-        let opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
-        args.check(opened.config().max_position_embeddings)?;
+        let mut opened = Opened::new(flags::wanted(&args.model, args.cache.kv_cache_dtype))?;
+        args.check(opened.config().max_position_embeddings, opened.text())?;
         let loaded = opened.load::<B>(None, precision, &device)?;
         for (l, length) in args.lengths.iter().enumerate() {
             let started = Instant::now();
@@ -122,8 +126,7 @@ impl Job for Needle {
             for depth in 0..args.depths {
                 let mut hits = 0;
                 for attempt in 0..args.tries {
-                    let number = args.number(l, depth, attempt);
-                    let haystack = args.series().haystack(&loaded.text, number, *length, args.depth(depth))?;
+                    let haystack = args.haystack(&loaded.text, l, depth, attempt)?;
                     hits += usize::from(finds(&loaded, &haystack)?);
                 }
                 found.push(hits);

@@ -63,10 +63,8 @@ impl Job for Serve {
         };
         let address = server.address()?;
         let engine = server.start(text.clone(), name.clone(), model.config().vocab_size, context)?;
-        report::label(
-            "serves",
-            format!("{name} · {} answers at once, {context} tokens each, {tokens} together", args.parallel),
-        );
+        let (answers, each) = (report::count(args.parallel, "answer"), report::count(context, "token"));
+        report::label("serves", format!("{name} · {answers} at once, {each} each, {tokens} together"));
         answer::say_defaults(&text, None);
         let ready = || report::line(format!("listening at http://{address}"));
         engine.run(&model, &text, tokens, args.parallel, ready)

@@ -63,7 +63,8 @@ impl Series {
         let answer: String =
             (0..self.digits.min(10)).map(|_| left.swap_remove(draws.below(left.len())).to_string()).collect();
         let name = NAMES[draws.below(NAMES.len())];
-        let room = length.saturating_sub(text.tokenizer.encode(&answer)?.len() + 1);
+        let behind = text.tokenizer.encode(&answer)?.len() + 1;
+        let room = length.saturating_sub(behind);
         let mut sentences: Vec<&str> = Vec::new();
         let mut tokens = rendered(text, &question(&[], depth, name, &answer))?.len();
         while tokens <= room {
@@ -79,7 +80,7 @@ impl Series {
                 return Ok(Haystack { question, answer, prompt });
             }
             if sentences.pop().is_none() {
-                let needed = report::count(prompt.len() + length - room, "token");
+                let needed = report::count(prompt.len() + behind, "token");
                 let text =
                     format!("--lengths {length}: the needle and its question have {needed}; give larger lengths");
                 return Err(CliError::Usage(text));
@@ -162,7 +163,11 @@ mod tests {
         let made = |seed, number| Series { seed, digits: 4 }.haystack(&text, number, 300, 0.3).unwrap();
         assert_eq!(made(1, 5), made(1, 5));
         assert!(made(1, 5) != made(2, 5) && made(1, 5) != made(1, 6));
-        let error = Series { seed: 1, digits: 4 }.haystack(&text, 0, 20, 0.5).unwrap_err().to_string();
-        assert!(error.contains("--lengths 20"), "{error}");
+        let needed = [0, 20].map(|length| {
+            let error = Series { seed: 1, digits: 4 }.haystack(&text, 0, length, 0.5).unwrap_err().to_string();
+            assert!(error.contains(&format!("--lengths {length}: ")), "{error}");
+            error.split_once(" have ").unwrap().1.to_owned()
+        });
+        assert_eq!(needed[0], needed[1]);
     }
 }

@@ -33,7 +33,7 @@ impl Ending {
         if timeout(limit, closed.as_mut()).await.is_ok() {
             return 0;
         }
-        let unfinished = self.unfinished.load(Ordering::Relaxed);
+        let unfinished = self.unfinished();
         self.cut.send_replace(true);
         // A client that does not read is not told.
         let _ = timeout(LAST_WORDS, closed).await;
@@ -46,6 +46,11 @@ impl Ending {
         // It fails only if the sender is gone, and `self` holds the sender.
         drop(cut.wait_for(|cut| *cut).await);
         Refusal::new(StatusCode::SERVICE_UNAVAILABLE, "the server ends, and the answer is not complete")
+    }
+
+    /// The number of answers that are not complete.
+    pub(super) fn unfinished(&self) -> usize {
+        self.unfinished.load(Ordering::Relaxed)
     }
 
     /// Counts an answer that begins.

@@ -206,7 +206,8 @@ async fn accept(
     };
     // Whoever asks now is refused by the system, and does not wait.
     drop(listener);
-    report::line(format!("{signal}: no more questions are taken; the last answers are being made"));
+    let last = if ending.unfinished() > 0 { "; the last answers are being made" } else { "" };
+    report::line(format!("{signal}: no more questions are taken{last}"));
     Ok(ending.after(open.shutdown(), limit).await)
 }
 
@@ -266,10 +267,8 @@ impl Gate {
                 if given.is_some_and(|(_, given)| bool::from(given.trim().as_bytes().ct_eq(key.as_bytes()))) {
                     return Ok(());
                 }
-                Err(Refusal::new(
-                    StatusCode::UNAUTHORIZED,
-                    "the key is missing or wrong; send Authorization: Bearer KEY",
-                ))
+                let text = "the key is missing or wrong; send Authorization: Bearer KEY";
+                Err(Refusal::new(StatusCode::UNAUTHORIZED, text).with_code("invalid_api_key"))
             }
             None => {
                 let host = text(header::HOST).unwrap_or_default();

@@ -1,5 +1,6 @@
 //! The fields of a JSON object, taken one by one. A field of the wrong type or out of range is refused with its name. A field
-//! that no code takes is refused, too: it would have no effect, and its sender would not notice.
+//! that no code takes is refused, too: it would have no effect, and its sender would not notice. A field that is null is not
+//! there.
 
 use super::refusal::Refusal;
 use model_qwen3::json;
@@ -24,7 +25,7 @@ impl Fields {
         }
     }
 
-    /// Takes a field. One that is null is not there.
+    /// Takes a field.
     pub(super) fn take(&mut self, name: &str) -> Option<Value> {
         self.0.remove(name).filter(|value| !value.is_null())
     }
@@ -103,9 +104,9 @@ impl Fields {
     /// # Errors
     /// If one was not.
     pub(super) fn end(self) -> Result<(), Refusal> {
-        match self.0.keys().next() {
+        match self.0.iter().find(|(_, value)| !value.is_null()) {
             None => Ok(()),
-            Some(name) => Err(Refusal::field(name, "this server does not know the field")),
+            Some((name, _)) => Err(Refusal::field(name, "this server does not know the field")),
         }
     }
 }

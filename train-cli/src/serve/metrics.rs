@@ -76,7 +76,7 @@ impl Metrics {
         let seconds = |counter: &AtomicU64| count(counter) / 1e6;
         for (name, help, value) in [
             ("answers_total", "Answers that have ended.", count(&self.answers)),
-            ("prompt_tokens_total", "Tokens of their prompts.", count(&self.prompt_tokens)),
+            ("prompt_tokens_total", "Tokens of their prompts, once for each answer.", count(&self.prompt_tokens)),
             ("cached_prompt_tokens_total", "Prompt tokens that were read before.", count(&self.cached_tokens)),
             ("answer_tokens_total", "Tokens of the answers.", count(&self.answer_tokens)),
             ("seconds_to_first_token_total", "Seconds to first tokens.", seconds(&self.microseconds_to_first_token)),

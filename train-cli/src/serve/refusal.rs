@@ -1,9 +1,10 @@
-//! An error as OpenAI's clients read it: a status, and `{"error": {"message", "type", "param", "code"}}`.
+//! An error as OpenAI's clients read it: a status, and `{"error": {"message", "type", "param", "code"}}`. Few errors have a code:
+//! those that clients tell apart by it.
 
 use crate::CliError;
 use axum::{
     Json,
-    http::StatusCode,
+    http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use model_qwen3::ModelError;
@@ -17,12 +18,14 @@ pub(super) struct Refusal {
     message: String,
     /// The field that is wrong.
     param: Option<String>,
+    /// OpenAI's name of the error.
+    code: Option<&'static str>,
 }
 
 impl Refusal {
     /// A refusal with a status and a message.
     pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into(), param: None }
+        Self { status, message: message.into(), param: None, code: None }
     }
 
     /// A request that cannot be answered as it is.
@@ -33,6 +36,11 @@ impl Refusal {
     /// A field that is wrong.
     pub(super) fn field(name: &str, reason: impl std::fmt::Display) -> Self {
         Self { param: Some(name.to_owned()), ..Self::bad(format!("{name}: {reason}")) }
+    }
+
+    /// The same refusal with OpenAI's name of the error.
+    pub(super) fn with_code(self, code: &'static str) -> Self {
+        Self { code: Some(code), ..self }
     }
 
     /// The text of a field does not become tokens. That the system gives no thread for it is not the client's fault.
@@ -53,13 +61,17 @@ impl Refusal {
             500.. => "server_error",
             _ => "invalid_request_error",
         };
-        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": null}})
+        json!({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
     }
 }
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        (self.status, Json(self.json())).into_response()
+        let mut response = (self.status, Json(self.json())).into_response();
+        if self.status == StatusCode::UNAUTHORIZED {
+            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        response
     }
 }
 

@@ -41,7 +41,8 @@ impl Reply {
     /// The reply with these answers, one for each choice.
     pub(super) fn whole(&self, answers: &[&Answer], request: &Request, tokenizer: &Tokenizer) -> Value {
         let choice = |(index, answer): (usize, &&Answer)| -> Value {
-            let logprobs = self.logprobs(&tokens_of(answer, 0), &mut Place::default(), tokenizer);
+            let tokens = tokens_of(answer, 0);
+            let logprobs = request.logprobs.map(|_| self.logprobs(&tokens, &mut Place::default(), tokenizer));
             let (content, calls) = self.content_and_calls(index, &answer.text);
             let mut choice = json!({"index": index, "logprobs": logprobs, "finish_reason": reason(answer, &calls)});
             match self.interface {
@@ -76,7 +77,7 @@ impl Reply {
         tokenizer: &Tokenizer,
     ) -> Value {
         let delta = if self.interface == Interface::Chat { json!({"content": text}) } else { text.into() };
-        let logprobs = self.logprobs(tokens, &mut sent.place, tokenizer);
+        let logprobs = self.logprobs_of_piece(tokens, &mut sent.place, tokenizer);
         sent.tokens += tokens.len();
         self.chunk(index, delta, logprobs, Value::Null)
     }
@@ -95,7 +96,7 @@ impl Reply {
             pieces.push(self.chunk(index, delta, Value::Null, Value::Null));
         }
         let delta = if self.interface == Interface::Chat { json!({}) } else { "".into() };
-        let rest = self.logprobs(&tokens_of(answer, sent.tokens), &mut sent.place, tokenizer);
+        let rest = self.logprobs_of_piece(&tokens_of(answer, sent.tokens), &mut sent.place, tokenizer);
         pieces.push(self.chunk(index, delta, rest, reason(answer, &calls).into()));
         pieces
     }
@@ -147,11 +148,14 @@ impl Reply {
         (if content.is_empty() { Value::Null } else { content.into() }, Some(calls.into()))
     }
 
-    /// The log probabilities of tokens as the interface writes them, or null if there are none. The tokens follow those that
-    /// brought the text to `place`.
+    /// The log probabilities of a piece of an answer, or null if it has none.
+    fn logprobs_of_piece(&self, found: &[(u32, Logprobs)], place: &mut Place, tokenizer: &Tokenizer) -> Value {
+        if found.is_empty() { Value::Null } else { self.logprobs(found, place, tokenizer) }
+    }
+
+    /// The log probabilities of tokens as the interface writes them. The tokens follow those that brought the text to `place`.
     fn logprobs(&self, found: &[(u32, Logprobs)], place: &mut Place, tokenizer: &Tokenizer) -> Value {
         match self.interface {
-            _ if found.is_empty() => Value::Null,
             Interface::Chat => logprobs::of_chat(found, tokenizer),
             Interface::Completion => logprobs::of_completion(found, place, tokenizer),
         }

@@ -163,8 +163,7 @@ fn tools(fields: &mut Fields) -> Result<Option<Value>, Refusal> {
         Some(Value::Array(list)) if list.is_empty() => None,
         Some(Value::Array(list)) => {
             if let Some(i) = list.iter().position(|tool| !is_tool(tool)) {
-                let reason = "needs \"type\": \"function\" and a \"function\" with a text as \"name\"";
-                return Err(Refusal::field("tools", format_args!("tool {} {reason}", i + 1)));
+                return Err(Refusal::field("tools", format_args!("tool {} {NEEDED_IN_TOOL}", i + 1)));
             }
             Some(list.into())
         }
@@ -178,9 +177,19 @@ fn tools(fields: &mut Fields) -> Result<Option<Value>, Refusal> {
     }
 }
 
+/// What [`is_tool`] asks for.
+const NEEDED_IN_TOOL: &str = "needs \"type\": \"function\" and a \"function\" with a text as \"name\"; its \"parameters\" must be an \
+                              object, its \"description\" a text, and \"strict\" true or false";
+
 /// Whether a value describes a function that the model may call.
 fn is_tool(tool: &Value) -> bool {
-    tool["type"] == "function" && tool["function"]["name"].as_str().is_some_and(|name| !name.is_empty())
+    let function = &tool["function"];
+    let fits = |key: &str, is: fn(&Value) -> bool| function[key].is_null() || is(&function[key]);
+    tool["type"] == "function"
+        && function["name"].as_str().is_some_and(|name| !name.is_empty())
+        && fits("parameters", Value::is_object)
+        && fits("description", Value::is_string)
+        && fits("strict", Value::is_boolean)
 }
 
 /// Whether the model thinks before its answer; None leaves it to its training, and that to the template.

@@ -8,7 +8,7 @@ use super::{
     reply::{Interface, Reply, Sent},
     request::Request,
 };
-use crate::{CliError, model_files::TextFiles, talk::answer::Answer};
+use crate::{CliError, model_files::TextFiles, report, talk::answer::Answer};
 use axum::{
     Json, Router,
     body::{Body, HttpBody},
@@ -90,7 +90,7 @@ impl App {
             return Ok(());
         }
         let text = format!("the model {name:?} is not served here; {:?} is", self.model);
-        Err(Refusal::new(StatusCode::NOT_FOUND, text))
+        Err(Refusal::new(StatusCode::NOT_FOUND, text).with_code("model_not_found"))
     }
 }
 
@@ -172,7 +172,7 @@ async fn answer(app: Arc<App>, interface: Interface, headers: &HeaderMap, body: 
         }
     });
     let request = parsed.await.map_err(|e| Refusal::new(StatusCode::INTERNAL_SERVER_ERROR, e.to_string()))??;
-    fits(&app, &request)?;
+    fits(&app, interface, &request)?;
     let (prefix, model) = (if interface == Interface::Chat { "chatcmpl" } else { "cmpl" }, app.model.clone());
     let (id, created) = (format!("{prefix}-{:x}-{number}", app.began), now.as_second());
     let reply = Reply { interface, id, created, model, calls_tools: request.calls_tools };
@@ -219,20 +219,28 @@ fn too_long() -> Refusal {
 }
 
 /// Refuses a request for another model, and prompts that do not fit this one.
-fn fits(app: &App, request: &Request) -> Result<(), Refusal> {
+fn fits(app: &App, interface: Interface, request: &Request) -> Result<(), Refusal> {
     request.model.as_ref().map_or(Ok(()), |model| app.serves(model))?;
+    let field = if interface == Interface::Chat { "messages" } else { "prompt" };
     for prompt in &request.prompts {
-        let wanted = request.max_tokens.unwrap_or(1);
-        if prompt.len().saturating_add(wanted) > app.context {
-            return Err(Refusal::bad(format!(
-                "the prompt has {} tokens and the answer may have {wanted}, but the context ends at {}; shorten the prompt, \
-                 ask for fewer max_tokens, or start the server with a larger --context",
-                prompt.len(),
-                app.context
-            )));
+        let (wanted, context) = (request.max_tokens.unwrap_or(1), app.context);
+        if prompt.len().saturating_add(wanted) > context {
+            let tokens = report::count(prompt.len(), "token");
+            let reason = if prompt.len() >= context {
+                format!(
+                    "the prompt has {tokens}, and the context ends at {context}; shorten the prompt, or start the server with a \
+                     larger --context"
+                )
+            } else {
+                format!(
+                    "the prompt has {tokens} and the answer may have {wanted}, but the context ends at {context}; shorten the \
+                     prompt, ask for fewer max_tokens, or start the server with a larger --context"
+                )
+            };
+            return Err(Refusal::field(field, reason).with_code("context_length_exceeded"));
         }
         if let Some(id) = prompt.iter().find(|id| **id as usize >= app.vocabulary) {
-            return Err(Refusal::field("prompt", format_args!("the model knows no token {id}")));
+            return Err(Refusal::field(field, format_args!("the model knows no token {id}")));
         }
     }
     Ok(())

@@ -34,6 +34,11 @@ pub fn reader(path: &Path) -> Option<Reader> {
     EXTENSIONS.iter().find(|(known, _)| known.eq_ignore_ascii_case(extension)).map(|(_, reader)| *reader)
 }
 
+/// Whether a file holds a JSON object in each line, by its extension.
+pub fn is_jsonl(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"))
+}
+
 /// All known extensions in words: `.jsonl, .json, … or .md`.
 pub fn known() -> String {
     in_words(EXTENSIONS.iter().map(|(extension, _)| *extension).collect())

@@ -62,7 +62,7 @@ impl Entry {
         let rest = rest.trim();
         let file = || match rest {
             "" => Err(format!("/{name} needs the name of a file")),
-            path => Ok(PathBuf::from(path)),
+            path => Ok(expanded(path)),
         };
         Ok(match name {
             "system" => Self::System((!rest.is_empty()).then(|| rest.to_owned())),
@@ -87,6 +87,12 @@ impl Entry {
             _ => return Err(format!("/{name}: there is no such command; /help shows them")),
         })
     }
+}
+
+/// The path of a file. As in a shell, `~/` is the user's folder.
+fn expanded(path: &str) -> PathBuf {
+    let in_home = path.strip_prefix("~/").and_then(|rest| Some(dirs::home_dir()?.join(rest)));
+    in_home.unwrap_or_else(|| path.into())
 }
 
 /// Where entries come from.

@@ -47,9 +47,13 @@ fn checked(message: Value) -> Result<Value, String> {
         }
         found.insert(key.into(), value);
     }
-    // Clients send answers back with all keys that they know, most of them empty. Templates do not read the id of a call.
+    // Templates do not read the id of a call.
+    if message.remove("tool_call_id").is_some_and(|id| !is_text_or_null(&id)) {
+        return Err("its tool_call_id must be a text".into());
+    }
+    // Clients send answers back with all keys that they know, most of them empty.
     let empty = |value: &Value| value.is_null() || value.as_array().is_some_and(Vec::is_empty);
-    if let Some((key, _)) = message.iter().find(|(key, value)| *key != "tool_call_id" && !empty(value)) {
+    if let Some((key, _)) = message.iter().find(|(_, value)| !empty(value)) {
         return Err(format!("the key {key:?} of a message is not known here"));
     }
     Ok(Value::Object(found))
@@ -75,8 +79,18 @@ fn check_calls(calls: &Value) -> Result<(), String> {
         if !matches!(function["arguments"], Value::Null | Value::String(_) | Value::Object(_)) {
             return Err("the arguments of its tool_calls must be a text or an object".into());
         }
+        if !is_text_or_null(&call["id"]) {
+            return Err("the id of each of its tool_calls must be a text".into());
+        }
+        if !call["type"].is_null() && call["type"] != "function" {
+            return Err("the type of each of its tool_calls must be \"function\"".into());
+        }
     }
     Ok(())
+}
+
+fn is_text_or_null(value: &Value) -> bool {
+    value.is_null() || value.is_string()
 }
 
 #[cfg(test)]
@@ -126,6 +140,9 @@ mod tests {
             (with("tool_calls", json!([{"function": {}}])), "\"name\""),
             (with("tool_calls", json!([{"function": {"name": 1}}])), "\"name\""),
             (with("tool_calls", json!([{"function": {"name": "a", "arguments": 1}}])), "arguments"),
+            (with("tool_calls", json!([{"function": {"name": "a"}, "id": 5}])), "id of each"),
+            (with("tool_calls", json!([{"function": {"name": "a"}, "type": "zzz"}])), "type of each"),
+            (with("tool_call_id", json!(7)), "tool_call_id must be a text"),
             (with("mood", json!("good")), "\"mood\""),
         ] {
             let error = checked_messages(vec![good.clone(), bad.clone()]).unwrap_err();

@@ -5,7 +5,7 @@
 //! with the mark is therefore always a part of a message, and what stands behind the mark never has a meaning of its own. Only
 //! a line feed ends a line; a carriage return is a part of the message.
 
-use crate::CliError;
+use crate::{CliError, settings::extensions};
 use model_qwen3::{file, json::Budget};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -21,7 +21,7 @@ const MOST: usize = 50_000;
 
 /// What a file of this name holds for a conversation of these messages.
 pub(super) fn written(path: &Path, messages: impl Iterator<Item = Value>) -> String {
-    if is_json(path) {
+    if extensions::is_jsonl(path) {
         return messages.map(|message| format!("{message}\n")).collect();
     }
     let block = |message: Value| {
@@ -37,18 +37,14 @@ pub(super) fn written(path: &Path, messages: impl Iterator<Item = Value>) -> Str
 /// If the file is no saved conversation, with the number of the line.
 pub(super) fn messages(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
     let text = file::without_mark(text);
-    if is_json(path) { of_json(path, text) } else { of_text(path, text) }
+    if extensions::is_jsonl(path) { of_json(path, text) } else { of_text(path, text) }
 }
 
 /// Whether a file that holds `text` is a saved conversation, and not a script. An editor may have changed the ends of its
 /// lines: [`messages`] then refuses it.
 pub(super) fn is_saved(path: &Path, text: &str) -> bool {
     let first = file::without_mark(text).lines().next().unwrap_or_default();
-    is_json(path) || first.trim_end() == TITLE
-}
-
-fn is_json(path: &Path) -> bool {
-    path.extension().is_some_and(|extension| extension == "jsonl")
+    extensions::is_jsonl(path) || first.trim_end() == TITLE
 }
 
 fn of_json(path: &Path, text: &str) -> Result<Vec<Value>, CliError> {
@@ -166,7 +162,7 @@ mod tests {
         let said = contents.iter().zip(ROLES.iter().cycle()).map(|(content, role)| message(role, content));
         let said: Vec<Value> = said.collect();
         assert!(said.len() > 2900 && said.len() < MOST);
-        for name in [TEXT, "talk", "talk.jsonl"] {
+        for name in [TEXT, "talk", "talk.jsonl", "CAPITALS.JSONL"] {
             let path = Path::new(name);
             for conversation in said.chunks(1).chain([&said[..], &[]]) {
                 let text = written(path, conversation.iter().cloned());
