@@ -2,7 +2,7 @@
 //! bits at a time, first of its logit and then, if others have the same one, of the id. Reads the logits once for the largest, eight
 //! times for top-k, nine times for top-p, and once for the draw: bound by instructions.
 
-use super::{Drawing, WORDS, drawing, exponential, random_words, weight};
+use super::row::{Drawing, WORDS, drawing, exponential, random_words, weight};
 use crate::{
     device::vector_size,
     likeliest::{LOWEST, is_nan},
@@ -65,7 +65,7 @@ struct Row {
     temperature: f32,
 }
 
-/// The last id that is kept. The logits are ordered by [`key_of`] them, and equal ones by their ids.
+/// The last id that is kept. Ids are ordered by the keys of their logits ([`key_of`]), and those with one key by themselves.
 #[derive(CubeType)]
 struct Border {
     key: u32,

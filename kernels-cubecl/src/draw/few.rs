@@ -1,7 +1,7 @@
 //! The draw of a token from a few most likely ones. A cube draws a row: its units compute weights and ratios, and the first unit goes
 //! through them in order. Reads what [`mod@crate::likeliest`] wrote: bound by latency.
 
-use super::{WORDS, drawing, exponential, random_words, weight};
+use super::row::{WORDS, drawing, exponential, random_words, weight};
 use crate::{
     error::KernelError,
     likeliest::{MOST, likeliest, words},
