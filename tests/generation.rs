@@ -267,6 +267,11 @@ fn needles_are_counted_at_each_length_and_depth() {
         let said = String::from_utf8_lossy(&out.stderr);
         assert!(out.status.code() == Some(2) && said.contains(text) && out.stdout.is_empty(), "{said}");
     }
+    // The text of the second length has a needle of its own, which is longer.
+    let near = ["--lengths", "78,79", "--depths", "1", "--tries", "1", "--seed", "2"];
+    let out = run(d, &[&["eval", "needle", "-m", "m", "--device", "cpu"][..], &near].concat());
+    let said = String::from_utf8_lossy(&out.stderr);
+    assert!(said.contains("--lengths 79: the needle") && out.stdout.is_empty(), "{said}");
 }
 
 #[test]

@@ -213,7 +213,8 @@ fn the_fields_of_a_request_do_what_they_say() {
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
     // A null is a field that is not there, also within another field, and whatever the name of the field.
     let nulls = json!({"messages": user("a"), "max_tokens": 1, "stream": true, "seed": null, "functions": null,
-        "stream_options": {"include_usage": null}, "chat_template_kwargs": {"enable_thinking": null}});
+        "prompt_cache_retention": "24h", "stream_options": {"include_usage": null, "include_obfuscation": false},
+        "chat_template_kwargs": {"enable_thinking": null, "unknown": null}});
     assert_eq!(server.events(CHAT, &nulls).last().unwrap(), "[DONE]");
     let chat = server.ask(CHAT, &json!({"messages": user("a"), "max_tokens": 3, "logprobs": true, "top_logprobs": 2}));
     let tokens = chat["choices"][0]["logprobs"]["content"].as_array().unwrap();

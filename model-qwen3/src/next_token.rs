@@ -72,8 +72,8 @@ impl<B: Nvfp4Kernels> NextToken<B> {
                 if token.has_nan {
                     return Ok(Received::NotANumber);
                 }
-                let bits = logits.map(|mut asked| asked.answer().map(<[u32]>::to_vec)).transpose().map_err(failed)?;
-                let logits = bits.map(|bits| bits.into_iter().map(f32::from_bits).collect());
+                let floats = |bits: &[u32]| bits.iter().copied().map(f32::from_bits).collect();
+                let logits = logits.map(|mut asked| asked.answer().map(floats)).transpose().map_err(failed)?;
                 Ok(Received::Token(token.id, logits))
             }
             Self::Logits(logits) => {

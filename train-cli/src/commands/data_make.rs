@@ -57,7 +57,8 @@ enum Written {
 
 impl Written {
     fn of(path: &Path) -> Result<Self, CliError> {
-        match path.extension().and_then(|extension| extension.to_str()) {
+        let extension = path.extension().and_then(|extension| extension.to_str()).map(str::to_ascii_lowercase);
+        match extension.as_deref() {
             Some("tsv") => Ok(Self::Tsv),
             Some("jsonl") => Ok(Self::Messages),
             _ => Err(CliError::Usage(format!("--output {}: the name must end in .tsv or .jsonl", path.display()))),

@@ -36,7 +36,7 @@ pub fn run(args: &InspectArgs) -> Result<(), CliError> {
                 show_scales(&scales(&name, &q, [rows, cols], scaling), args.json);
             }
             Stored::Dense { shape, .. } if args.verify => {
-                // Reading refuses values that are not finite. (That of codes refuses damaged scales.)
+                // Reading refuses values that are not finite. Of a packed tensor, `read_packed` has refused damaged scales.
                 row_ranges(&shape, 1 << 21).try_for_each(|rows| container.read_rows(&name, rows).map(|_| ()))?;
             }
             Stored::Dense { .. } => {}

@@ -62,24 +62,32 @@ impl NeedleArgs {
         (0..self.depths).flat_map(move |depth| (0..self.tries).map(move |attempt| (depth, attempt)))
     }
 
-    /// The text of an attempt. Lengths, depths and attempts are counted from 0.
-    fn haystack(&self, text: &TextFiles, length: usize, depth: usize, attempt: usize) -> Result<Haystack, CliError> {
-        let number = ((length * self.depths + depth) * self.tries + attempt) as u32;
-        let series = Series { seed: self.seed, digits: self.digits };
-        series.haystack(text, number, self.lengths[length], self.depth(depth))
+    fn series(&self) -> Series {
+        Series { seed: self.seed, digits: self.digits }
     }
 
-    /// Refuses lengths that the model does not take, and those that have no room for the needle.
+    /// The number of a text in the series. Lengths, depths and attempts are counted from 0.
+    fn number(&self, length: usize, depth: usize, attempt: usize) -> u32 {
+        ((length * self.depths + depth) * self.tries + attempt) as u32
+    }
+
+    /// The text of an attempt.
+    fn haystack(&self, text: &TextFiles, length: usize, depth: usize, attempt: usize) -> Result<Haystack, CliError> {
+        self.series().haystack(text, self.number(length, depth, attempt), self.lengths[length], self.depth(depth))
+    }
+
+    /// Refuses lengths that the model does not take, or that have no room for the needle of one of their texts.
     fn check(&self, limit: usize, text: &TextFiles) -> Result<(), CliError> {
         if let Some(length) = self.lengths.iter().find(|length| **length > limit) {
             let text = format!("the model takes at most {limit} tokens; give --lengths up to {limit}");
             return Err(CliError::Usage(format!("--lengths {length}: {text}")));
         }
-        // The shortest texts have the least room.
-        let shortest = (0..self.lengths.len()).min_by_key(|length| self.lengths[*length]);
-        shortest.into_iter().try_for_each(|length| {
-            self.attempts().try_for_each(|(depth, attempt)| self.haystack(text, length, depth, attempt).map(drop))
-        })
+        for (l, length) in self.lengths.iter().enumerate() {
+            for (depth, attempt) in self.attempts() {
+                self.series().check(text, self.number(l, depth, attempt), *length)?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -58,15 +58,9 @@ impl Series {
     /// # Errors
     /// If not even the needle fits, or the template refuses the question.
     pub fn haystack(&self, text: &TextFiles, number: u32, length: usize, depth: f64) -> Result<Haystack, CliError> {
-        let mut draws = Draws { stream: Stream { seed: self.seed, step: number, stream: 0 }, taken: 0 };
-        let mut left: Vec<u32> = (0..10).collect();
-        let answer: String =
-            (0..self.digits.min(10)).map(|_| left.swap_remove(draws.below(left.len())).to_string()).collect();
-        let name = NAMES[draws.below(NAMES.len())];
-        let behind = text.tokenizer.encode(&answer)?.len() + 1;
-        let room = length.saturating_sub(behind);
+        let (mut draws, name, answer) = self.needle(number);
+        let (mut tokens, room) = room(text, length, name, &answer)?;
         let mut sentences: Vec<&str> = Vec::new();
-        let mut tokens = rendered(text, &question(&[], depth, name, &answer))?.len();
         while tokens <= room {
             let sentence = SENTENCES[draws.below(SENTENCES.len())];
             tokens += text.tokenizer.encode(&format!("{sentence}\n"))?.len();
@@ -76,16 +70,28 @@ impl Series {
         loop {
             let question = question(&sentences, depth, name, &answer);
             let prompt = rendered(text, &question)?;
-            if prompt.len() <= room {
+            if prompt.len() <= room || sentences.pop().is_none() {
                 return Ok(Haystack { question, answer, prompt });
             }
-            if sentences.pop().is_none() {
-                let needed = report::count(prompt.len() + behind, "token");
-                let text =
-                    format!("--lengths {length}: the needle and its question have {needed}; give larger lengths");
-                return Err(CliError::Usage(text));
-            }
         }
+    }
+
+    /// Refuses a length that has no room for the needle and the question of the haystack `number`.
+    ///
+    /// # Errors
+    /// If there is no room, or the template refuses the question.
+    pub fn check(&self, text: &TextFiles, number: u32, length: usize) -> Result<(), CliError> {
+        let (_, name, answer) = self.needle(number);
+        room(text, length, name, &answer).map(drop)
+    }
+
+    /// The name and the number in a haystack, and the random numbers for its sentences.
+    fn needle(&self, number: u32) -> (Draws, &'static str, String) {
+        let mut draws = Draws { stream: Stream { seed: self.seed, step: number, stream: 0 }, taken: 0 };
+        let mut left: Vec<u32> = (0..10).collect();
+        let answer = (0..self.digits.min(10)).map(|_| left.swap_remove(draws.below(left.len())).to_string()).collect();
+        let name = NAMES[draws.below(NAMES.len())];
+        (draws, name, answer)
     }
 }
 
@@ -96,6 +102,18 @@ impl Haystack {
             {"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer},
         ]})
     }
+}
+
+/// How many tokens a prompt with nothing but the needle has, and how many a prompt may have.
+fn room(text: &TextFiles, length: usize, name: &str, answer: &str) -> Result<(usize, usize), CliError> {
+    let tokens = rendered(text, &question(&[], 0.0, name, answer))?.len();
+    let behind = text.tokenizer.encode(answer)?.len() + 1;
+    if tokens + behind > length {
+        let needed = report::count(tokens + behind, "token");
+        let text = format!("--lengths {length}: the needle and its question have {needed}; give larger lengths");
+        return Err(CliError::Usage(text));
+    }
+    Ok((tokens, length - behind))
 }
 
 fn question(sentences: &[&str], depth: f64, name: &str, answer: &str) -> String {

@@ -13,8 +13,16 @@ const MOST_STOPS: usize = 16;
 /// Most bytes of such a text: every token is compared with it.
 const LONGEST_STOP: usize = 1024;
 /// Fields that many clients send and that change no answer here.
-const WITHOUT_EFFECT: [&str; 6] =
-    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"];
+const WITHOUT_EFFECT: [&str; 8] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+];
 
 /// A question.
 #[derive(Debug)]
@@ -197,12 +205,14 @@ fn thinking(fields: &mut Fields) -> Result<Option<bool>, Refusal> {
     let bad = |reason: &str| Refusal::field("chat_template_kwargs", reason);
     match fields.take("chat_template_kwargs") {
         None => Ok(None),
-        Some(Value::Object(given)) if given.keys().all(|key| key == "enable_thinking") => match given
-            .get("enable_thinking")
-        {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => value.as_bool().map(Some).ok_or_else(|| bad("enable_thinking is neither true nor false")),
-        },
+        Some(Value::Object(given)) if given.iter().all(|(key, value)| key == "enable_thinking" || value.is_null()) => {
+            match given.get("enable_thinking") {
+                None | Some(Value::Null) => Ok(None),
+                Some(value) => {
+                    value.as_bool().map(Some).ok_or_else(|| bad("enable_thinking is neither true nor false"))
+                }
+            }
+        }
         Some(_) => Err(bad("an object with \"enable_thinking\" is needed")),
     }
 }
@@ -223,15 +233,17 @@ fn ends(stop: Option<Value>) -> Result<Vec<String>, Refusal> {
 }
 
 fn usage(options: Option<Value>, streams: bool) -> Result<bool, Refusal> {
+    // OpenAI pads the pieces of a stream unless a client says no. This server never does.
+    let known = |(key, value): (&String, &Value)| {
+        value.is_null() || key == "include_usage" || key == "include_obfuscation" && *value == false
+    };
     match options {
         None => Ok(false),
-        Some(Value::Object(options)) if streams && options.keys().all(|key| key == "include_usage") => {
-            match options.get("include_usage") {
-                None | Some(Value::Null) => Ok(false),
-                Some(Value::Bool(wanted)) => Ok(*wanted),
-                Some(_) => Err(Refusal::field("stream_options", "include_usage is neither true nor false")),
-            }
-        }
+        Some(Value::Object(options)) if streams && options.iter().all(known) => match options.get("include_usage") {
+            None | Some(Value::Null) => Ok(false),
+            Some(Value::Bool(wanted)) => Ok(*wanted),
+            Some(_) => Err(Refusal::field("stream_options", "include_usage is neither true nor false")),
+        },
         Some(_) => Err(Refusal::field("stream_options", "with \"stream\": true, {\"include_usage\": true} is known")),
     }
 }
